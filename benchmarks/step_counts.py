@@ -16,7 +16,7 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
@@ -29,13 +29,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._pytree import SUPPORTED_NODES, register_dataclass, tree_leaves, tree_map
 
 from torchtitan.config.job import load_config
+from torchtitan.diffusion.objective import Draw
 from torchtitan.diffusion.timesteps.sampler import GlobalBatch
 from torchtitan.distributed.config import CompileConfig
 from torchtitan.distributed.precision import DTYPES
-from torchtitan.estimate.fake_cuda.compiled_block import count_compiled
-from torchtitan.estimate.fake_cuda.counter import PhaseCounts, StepCounter
+from torchtitan.estimate.fake_cuda.compiled_function import CompiledFunction, count_compiled, count_compiled_module
+from torchtitan.estimate.fake_cuda.counter import Call, PhaseCounts, StepCounter
 from torchtitan.estimate.fake_cuda.device import NoFakeCuda, fake_cuda
 from torchtitan.estimate.memory import estimate_memory, model_on_meta
 from torchtitan.models import build_model
@@ -78,7 +80,7 @@ def parse_arguments(arguments: list[str] | None) -> tuple[argparse.Namespace, li
     parser.add_argument("--ranks", type=int, default=1, help="ranks of the run; those of a sharded one share the model")
     parser.add_argument("--step", type=int, default=9, help="number of the counted step; measurements have an interval")
     parser.add_argument("--section", default="after", help="of the results, without a configuration (default: after)")
-    parser.add_argument("--compiled", action="store_true", help="count blocks as the compiler partitions and could fuse them")
+    parser.add_argument("--compiled", action="store_true", help="count what would be compiled as such")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     known, words = parser.parse_known_args(arguments)
     if known.images is not None:
@@ -118,18 +120,16 @@ def count_step(words: list[str], ranks: int = 1, step: int = 9, compiled: bool =
         words: command line of a configuration.
         ranks: of the run.
         step: number of the counted step, 2 or more.
-        compiled: count the blocks' kernels and bytes as of compiled ones; memory stays that of eager ones.
+        compiled: count kernels and bytes of the blocks and of the objective as of compiled ones; memory stays that of eager ones.
 
     Raises:
-        NoFakeCuda: there is a GPU, no C++ compiler, or several ranks without shards, or with compiled blocks.
+        NoFakeCuda: there is a GPU, no C++ compiler, or several ranks without shards.
     """
     counter = StepCounter()
     with tempfile.TemporaryDirectory() as folder, fake_cuda(counter), _fake_ranks(ranks):
         config = load_config([*words, *_ALONE, "--job.dump_folder", folder], ranks, elsewhere=True)
         if ranks > 1 and config.parallelism.data_parallel_shard_degree == 1:
             raise NoFakeCuda("DDP's reduction needs memory (count one rank, or shards)")
-        if ranks > 1 and compiled:
-            raise NoFakeCuda("compiled blocks are counted of one rank (leave out --ranks, or --compiled)")
         config.compile = CompileConfig()
         float8, config.float8 = config.float8, Float8Config()
         trainer = Trainer(config)
@@ -140,7 +140,7 @@ def count_step(words: list[str], ranks: int = 1, step: int = 9, compiled: bool =
             trainer.state.step = number
             trainer.train_step()
         if compiled:
-            _compile_blocks(trainer.state, counter)
+            _compile(trainer.state, counter)
         trainer.close()
     phases = {name: counter.phases[name] for name in PHASES if name in counter.phases}
     share = converted_share(model_on_meta(config), float8)
@@ -190,32 +190,96 @@ def _mark(state: RunState, counter: StepCounter) -> None:
         block.register_forward_hook(_leaving_block(counter))
 
 
-def _compile_blocks(state: RunState, counter: StepCounter) -> None:
-    """Replace the counts of eager blocks by those of compiled ones, from one new block and a forward's inputs."""
+def _compile(state: RunState, counter: StepCounter) -> None:
+    """Replace the counts of eager blocks, and of the objective's `graphs`, by those of compiled ones.
+
+    What a step does beside them stays: a block with FSDP's copies is the count of an eager one with them, less that of an eager
+    block without, plus that of a compiled one.
+    """
     one = state.config.model.of_depth(1)
     if one is None or state.gns:
         raise NoFakeCuda("--compiled: the blocks differ, or gradient noise is measured in them")
     phases, counter.phases = counter.phases, {}  # what is run for the count is none of the step
-    inputs: list[Any] = []
-    hook = state.model.blocks()[0].register_forward_pre_hook(lambda _, given: inputs.extend(given))
-    batch = state.to_device(state.data.next_batch())
-    with torch.no_grad():
-        state.loss_terms(batch, GlobalBatch(0, state.batch_size))
-    hook.remove()
+    inputs, graphs, output = _inputs_of_graphs(state)
+    param_dtype = DTYPES[state.config.training.mixed_precision_param]
+    autocast = None if state.layout.sharded or param_dtype == torch.float32 else param_dtype
     with torch.device("meta"):
         model = build_model(one, state.info.image_shape, state.model.condition_kind)
-    param_dtype = DTYPES[state.config.training.mixed_precision_param]
     model.to_empty(device="cuda")
     block = model.train().blocks()[0]
     if state.layout.sharded:  # FSDP2 casts the weights, where autocast would
         block.to(param_dtype)
-    inputs = [x.detach().requires_grad_(x.is_floating_point()) if isinstance(x, Tensor) else x for x in inputs]
-    autocast = None if state.layout.sharded or param_dtype == torch.float32 else param_dtype
-    found, blocks = count_compiled(block, tuple(inputs), autocast), len(state.model.blocks())
+    counts = [(len(state.model.blocks()), "blocks", "backward blocks", *_both(counter, block, inputs, autocast))]
+    for name, arguments in graphs.items():
+        phase = "objective" if name in ("noisy", "terms") else "draws"
+        counts.append((1, phase, "backward", *_both(counter, getattr(state.objective, name), arguments, None, output)))
     counter.phases = phases
-    for name, calls in (("blocks", found.forward), ("backward blocks", found.backward)):
-        counter.phases[name].calls = Counter({call: times * blocks for call, times in calls.items()})
-    counter.phases["blocks"].kept = found.kept * blocks
+    for times, forward, backward, eager, compiled in counts:
+        _replace(phases[forward], eager["forward"].calls, compiled.forward, times)
+        _replace(phases[backward], eager["backward"].calls, compiled.backward, times)
+        phases[forward].kept += compiled.kept * times if forward == "blocks" else 0
+
+
+def _inputs_of_graphs(state: RunState) -> tuple[tuple[Any, ...], dict[str, tuple[Any, ...]], Tensor]:
+    """Inputs of the first block and of the objective's graphs in a forward, and the network's output."""
+    inputs: list[Any] = []
+    outputs: list[Tensor] = []
+    graphs: dict[str, tuple[Any, ...]] = {}
+    hooks = [
+        state.model.blocks()[0].register_forward_pre_hook(lambda _, given: inputs.extend(given)),
+        state.train_module.register_forward_hook(lambda *given: outputs.append(given[-1])),
+    ]
+    with ExitStack() as stack:
+        for name in state.objective.graphs:
+            stack.enter_context(patch.object(state.objective, name, _recording(graphs, name, getattr(state.objective, name))))
+        batch = state.to_device(state.data.next_batch())
+        with torch.no_grad():
+            state.loss_terms(batch, GlobalBatch(0, state.batch_size))
+    for hook in hooks:
+        hook.remove()
+    return tuple(_trained(x) if isinstance(x, Tensor) else x for x in inputs), graphs, outputs[0]
+
+
+def _recording(found: dict[str, tuple[Any, ...]], name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    def recording(*arguments: Any) -> Any:
+        found[name] = arguments
+        return function(*arguments)
+
+    return recording
+
+
+def _trained(x: Tensor) -> Tensor:
+    return x.detach().requires_grad_(x.is_floating_point())
+
+
+def _both(
+    counter: StepCounter, function: Any, arguments: tuple[Any, ...], param_dtype: torch.dtype | None, output: Tensor | None = None
+) -> tuple[dict[str, PhaseCounts], CompiledFunction]:
+    """Counts of a function, or of a module with its weights: eager by "forward" and "backward", and compiled."""
+    if Draw not in SUPPORTED_NODES:
+        register_dataclass(Draw)
+    arguments = tree_map(lambda x: _trained(x) if isinstance(x, Tensor) and x is output else x, arguments)
+    weights = list(function.parameters()) if isinstance(function, torch.nn.Module) else []
+    counter.phases = {"forward": PhaseCounts(), "backward": PhaseCounts()}
+    with counter.phase("forward"), torch.autocast("cuda", dtype=param_dtype, enabled=param_dtype is not None):
+        found = [x for x in tree_leaves(function(*arguments)) if isinstance(x, Tensor) and x.requires_grad]
+    trained = [x for x in (*weights, *tree_leaves(arguments)) if isinstance(x, Tensor) and x.requires_grad]
+    gradients = [torch.empty_like(x) for x in found]
+    with counter.phase("backward"):
+        if found:
+            torch.autograd.grad(found, trained, gradients, allow_unused=True)
+    eager, counter.phases = counter.phases, {}
+    count = count_compiled_module if weights else count_compiled
+    return eager, count(function, arguments, param_dtype=param_dtype)
+
+
+def _replace(phase: PhaseCounts, eager: Counter[Call], compiled: Counter[Call], times: int) -> None:
+    """Replace eager calls in a phase by compiled ones, `times` times each. Raises NoFakeCuda: they are not in it."""
+    eager, compiled = (Counter({call: count * times for call, count in calls.items()}) for calls in (eager, compiled))
+    if missing := eager - phase.calls:
+        names = sorted({call.name for call in missing})
+        raise NoFakeCuda(f"--compiled: the step lacks eager operations that would be compiled: {', '.join(names)}")
+    phase.calls = phase.calls - eager + compiled
 
 
 def _enter(counter: StepCounter, phase: str) -> None:

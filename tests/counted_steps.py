@@ -13,7 +13,7 @@ from torchtitan.estimate.fake_cuda.device import NoFakeCuda
 
 
 def write_counts(cases: dict[str, tuple[list[str], int, int, bool]], path: str) -> int:
-    """Write the counts of cases, name -> (words, ranks, step, whether blocks are compiled), as JSON; or why there are none."""
+    """Write the counts of cases, name -> (words, ranks, step, whether they are compiled), as JSON; or why there are none."""
     found = {}
     for name, (words, ranks, step, compiled) in cases.items():
         try:

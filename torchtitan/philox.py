@@ -13,6 +13,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from torchtitan import philox_compiled
+
 _Number = TypeVar("_Number", int, Tensor)
 
 # What a draw is for. Numbers are part of the checkpoint's meaning: append, never renumber.
@@ -58,6 +60,8 @@ def philox_4x32(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int, 
     Returns:
         four int64 tensors of random words in [0, 2^32).
     """
+    if torch.compiler.is_compiling():
+        return philox_compiled.rounds(counter, _ROUND_MULTIPLIERS, _round_key_words(key))
     words = torch.stack(torch.broadcast_tensors(*counter))  # [4, *]
     multiplied, mixed_in = words[0::2], words[1::2]  # [2, *]: words 0 and 2, 1 and 3
     multipliers, round_keys = (_per_row(constants, words) for constants in _constants(key, words.device))
@@ -85,11 +89,18 @@ def random_words(seed: int, purpose: str, indices: Tensor, count: int, attempt: 
     Returns:
         int64 [B, count], values in [0, 2^32), on the device of `indices`.
     """
-    blocks = torch.arange(first // 4, -(-(first + count) // 4), device=indices.device)  # [N]
+    words = _block_words(seed, purpose, indices, first // 4, -(-(first + count) // 4), attempt)
+    return torch.stack(words, dim=-1).flatten(1)[:, :count]  # [B, count]
+
+
+def _block_words(
+    seed: int, purpose: str, indices: Tensor, first: int, end: int, attempt: int
+) -> tuple[Tensor, ...]:
+    """Four words of each block of the range, for each index: four times [B, N]."""
+    blocks = torch.arange(first, end, device=indices.device)  # [N]
     low, high = (words[:, None] for words in _halves(indices))  # [B, 1]
     stream = torch.full_like(low, _stream(purpose, attempt))
-    words = philox_4x32((blocks, low, high, stream), _halves(seed))
-    return torch.stack(words, dim=-1).flatten(1)[:, :count]  # [B, count]
+    return philox_4x32((blocks, low, high, stream), _halves(seed))
 
 
 def uniform(seed: int, purpose: str, indices: Tensor, attempt: int = 0) -> Tensor:
@@ -124,6 +135,9 @@ def middles(bits: Tensor) -> Tensor:
 def normal(seed: int, purpose: str, indices: Tensor, shape: tuple[int, ...], attempt: int = 0) -> Tensor:
     """Standard normal draws, float32 [B, *shape], by the Box-Muller transform."""
     count = math.prod(shape)
+    if torch.compiler.is_compiling():
+        draws = philox_compiled.normal_of_words(_block_words(seed, purpose, indices, 0, -(-count // 4), attempt))
+        return draws[:, :count].reshape(len(indices), *shape)
     words = _float_words(seed, purpose, indices, count + count % 2, attempt)
     radius = torch.sqrt(-2.0 * torch.log((words[:, 0::2] + 1.0) * 2.0**-32))
     angle = words[:, 1::2] * (2.0 * math.pi * 2.0**-32)
@@ -151,7 +165,7 @@ def _joined(parts: list[Tensor], dim: int) -> Tensor:
 
 
 def _stream(purpose: str, attempt: int) -> int:
-    return PURPOSES[purpose] | (attempt << 8)
+    return PURPOSES[purpose] + (attempt << 8)
 
 
 def _halves(number: _Number) -> tuple[_Number, _Number]:
@@ -169,6 +183,15 @@ def _constants(key: tuple[int, int], device: torch.device) -> tuple[Tensor, Tens
         for start, increment in zip(key, _KEY_INCREMENTS, strict=True)
     ]
     return multipliers, torch.stack(columns, dim=1)
+
+
+def _round_key_words(key: tuple[int, int]) -> list[tuple[int, int]]:
+    """Both words of the key of each round."""
+    first, second = (
+        [(start + number * increment) & _MASK for number in range(_ROUNDS)]
+        for start, increment in zip(key, _KEY_INCREMENTS, strict=True)
+    )
+    return list(zip(first, second, strict=True))
 
 
 def _per_row(constants: Tensor, words: Tensor) -> Tensor:

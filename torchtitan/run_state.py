@@ -145,6 +145,7 @@ class RunState:
             layout,
             checkpointing=config.activation_checkpoint,
             compiling=config.compile,
+            objective=self.objective,
             sharding=config.parallelism,
             param_dtype=config.training.mixed_precision_param,
             reduce_dtype=config.training.mixed_precision_reduce,
@@ -268,7 +269,7 @@ class RunState:
         images = batch["images"]
         draw = self.objective.draw(tuple(images.shape[1:]), samples, batch["samples"])
         if condition is None:
-            condition = self.condition(batch, samples.attempt)
+            condition = self.condition(batch, samples.attempt, draw.dropping)
         if self.config.model.dropout > 0:
             self.model.draw_dropout(self.config.debug.seed, batch["samples"], samples.attempt)
         if self.config.lora.enable:
@@ -278,10 +279,13 @@ class RunState:
         with self._precision:
             return self.objective.loss(self.train_module, images, condition, draw)
 
-    def condition(self, batch: Batch, attempt: int) -> Condition:
-        """Conditions of a microbatch with dropout, as the network is trained on them."""
+    def condition(self, batch: Batch, attempt: int, dropping: Tensor | None = None) -> Condition:
+        """Conditions of a microbatch with dropout, as the network is trained on them; dropping: as of a `Draw`."""
         kind, dropout = self.model.condition_kind, self.config.model.label_dropout
-        return kind.drop_some(kind.of(batch), dropout, self.config.debug.seed, batch["samples"], attempt)
+        condition = kind.of(batch)
+        if dropping is not None:
+            return kind.drop(condition, dropping < dropout)
+        return kind.drop_some(condition, dropout, self.config.debug.seed, batch["samples"], attempt)
 
     def normalize_weights(self) -> None:
         """Normalise the raw weights of a magnitude-preserving network in place, as at the start of each step."""

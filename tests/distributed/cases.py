@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from torchtitan.config.job import load_config
 from torchtitan.distributed import parallelize
-from torchtitan.distributed.compile import compile_blocks, compile_model
+from torchtitan.distributed.compile import compile_blocks, compile_model, compile_objective
 from torchtitan.trainer import Trainer
 from torchtitan.training.metrics import METRICS_FILE
 
@@ -79,6 +79,7 @@ def compiler(backend: str) -> Iterator[None]:
     with (
         patch.object(parallelize, "compile_blocks", partial(compile_blocks, backend=backend)),
         patch.object(parallelize, "compile_model", partial(compile_model, backend=backend)),
+        patch.object(parallelize, "compile_objective", partial(compile_objective, backend=backend)),
     ):
         yield
 

@@ -197,7 +197,7 @@ def test_empty_bins_get_nothing_and_wrong_shares_are_refused():
     t, importance = draw(allocated, 5000)
     assert set(torch.bucketize(t, edges).tolist()) == {1, 3} and t.min() > 0 and importance.max() <= 5.01
     allocated.set_shares([0.0, 0.9, 0.0, 0.1 - 1e-10, 0.0])
-    allocated._quantiles = lambda batch, indices: torch.full(indices.shape, 1 - 2.0**-53, dtype=torch.float64)
+    allocated._quantiles = lambda batch, indices, drawn: torch.full(indices.shape, 1 - 2.0**-53, dtype=torch.float64)
     t, importance = draw(allocated, 1)
     assert torch.bucketize(t, edges).item() == 3 and importance.item() == pytest.approx(5, rel=1e-5)
     for shares, reason in (
@@ -241,7 +241,7 @@ def test_quantiles_at_the_ends_of_a_share_stay_in_their_bin(name):
         allocated.set_shares(shares / shares.sum())
         ends = allocated.shares.cumsum(0)[:-1]
         u = torch.stack((ends, torch.nextafter(ends, torch.ones(6).double())), dim=1).flatten()
-        allocated._quantiles = lambda batch, indices, u=u: u
+        allocated._quantiles = lambda batch, indices, drawn, u=u: u
         for factor in (1.0, 1 - 2e-7, 1 + 2e-7):
             allocated.density = Nudged(DENSITIES[name], factor)
             t, _ = allocated.sample(*batch)

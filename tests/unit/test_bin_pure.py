@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from tests.objectives import timesteps
-from torchtitan import philox
 from torchtitan.diffusion.denoising import DenoisingConfig
 from torchtitan.diffusion.paths import PATHS
 from torchtitan.diffusion.timesteps.densities import CosMap, LogitNormal, Mode, Uniform, UniformIndex
@@ -197,13 +196,8 @@ def test_one_bin_is_the_ordinary_sampler():
 def test_the_extreme_draws_of_a_bin_stay_in_it(name, end, monkeypatch):
     sampler, batch = bin_pure(DENSITIES[name], microbatches=5), step_batch(0, 5)
     bins = [sampler.bin_of_microbatch(batch, number) for number in range(5)]
-    uniform = philox.uniform
-
-    def extreme(seed, purpose, indices, attempt=0):
-        drawn = uniform(seed, purpose, indices, attempt)
-        return torch.full_like(drawn, end) if purpose == "timestep" else drawn
-
-    monkeypatch.setattr(philox, "uniform", extreme)
+    extreme = lambda batch, indices, drawn: torch.full(indices.shape, end, dtype=torch.float64)  # noqa: E731
+    monkeypatch.setattr(sampler, "_quantiles", extreme)
     t, _ = whole_step(sampler, batch)
     assert torch.bucketize(t, sampler.edges).tolist() == bins
     assert ((t > 0) & (t <= 1)).all()

@@ -10,7 +10,7 @@ import torch
 from tests.distributed.cases import make_trainer
 from torchtitan.distributed import compile as compile_module
 from torchtitan.distributed import parallelize as parallelize_module
-from torchtitan.distributed.compile import CompileCounter, compile_blocks
+from torchtitan.distributed.compile import CompileCounter, compile_blocks, compile_objective
 
 
 @pytest.fixture(autouse=True)
@@ -77,6 +77,7 @@ def test_blocks_that_differ_have_a_graph_each_beyond_torchs_limit_and_alike_ones
 
 def test_a_run_reports_what_was_compiled(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(parallelize_module, "compile_blocks", partial(compile_blocks, backend="aot_eager"))
+    monkeypatch.setattr(parallelize_module, "compile_objective", partial(compile_objective, backend="eager"))
     gns = ("--gns.enable", "true", "--gns.num_bins", "4", "--gns.interval", "4", "--gns.sketch_size", "4")
     trainer = make_trainer(
         str(tmp_path), "counted", steps=10, replicas=1, shards=1, accumulation=1,
@@ -91,5 +92,6 @@ def test_a_run_reports_what_was_compiled(tmp_path, monkeypatch, caplog):
     assert recompiles == [0, 0, 0] + [1] * 7
     assert {point["compile/graph_breaks"] for point in points if "compile/graph_breaks" in point} == {0}
     summary = json.loads(trainer.state.folder.summary.read_text())
-    assert summary["compile"] == {"graphs": 2, "recompiles": 1, "graph_breaks": 0}
+    # Two of the blocks, and three of the objective.
+    assert summary["compile"] == {"graphs": 5, "recompiles": 1, "graph_breaks": 0}
     assert not [record for record in caplog.records if record.name == compile_module.__name__]

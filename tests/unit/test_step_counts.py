@@ -26,7 +26,7 @@ FLUX = [
     "--training.local_batch_size", "8", "--training.global_batch_size", "8",
 ]  # fmt: skip
 BLOCKS = 2
-# name -> words, ranks, number of the step, whether blocks are compiled
+# name -> words, ranks, number of the step, whether blocks and objective are compiled
 CASES = {
     "dit_xl2_256": (shrunk("dit_xl2_256"), 1, 9, False),
     "compiled": (shrunk("dit_xl2_256"), 1, 9, True),
@@ -36,12 +36,13 @@ CASES = {
     "flux_schnell_256": (FLUX, 1, 9, False),
 }
 # Kernels outside the blocks for a microbatch of any size: draws, objective, embedders, last layer, and their backward.
-KERNELS_OUTSIDE = {"dit_xl2_256": 590, "sit_xl2_256": 383, "sharded": 594, "flux_schnell_256": 409}
+KERNELS_OUTSIDE = {"dit_xl2_256": 516, "sit_xl2_256": 309, "sharded": 520, "flux_schnell_256": 335}
+KERNELS_OUTSIDE_COMPILED = 105
 MEGABYTES_OF_A_BLOCK = {"dit_xl2_256": 1204, "sharded": 1337}  # forward and backward, 8 images
 MEGABYTES_OF_A_COMPILED_BLOCK = 1099
 PEAK_MEGABYTES = {"dit_xl2_256": 1199, "sharded": 449}
 # Of a measured step: of the monitor's own, and outside the blocks with the taps.
-KERNELS_OF_NOISE, KERNELS_OUTSIDE_WITH_NOISE = 220, 686
+KERNELS_OF_NOISE, KERNELS_OUTSIDE_WITH_NOISE = 220, 612
 
 
 @pytest.fixture(scope="module")
@@ -49,8 +50,11 @@ def counts(tmp_path_factory):
     return counts_in_fork(write_counts, (CASES,), tmp_path_factory.mktemp("counts") / "counts.json")
 
 
+OUTSIDE = ("draws", "objective", "model", "backward")
+
+
 def outside(phases):
-    return sum(phases[name]["operations"] for name in ("draws", "objective", "model", "backward"))
+    return sum(phases[name]["operations"] for name in OUTSIDE)
 
 
 @pytest.mark.parametrize("name", KERNELS_OUTSIDE)
@@ -92,8 +96,19 @@ def test_compiled_blocks_multiply_as_eager_ones_and_move_less(counts):
     # multiply, and the MLP's hidden layer, four times as wide, before and after GELU: 17 of them.
     assert compiled["blocks"]["kept_bytes"] / BLOCKS < 17.5 * tokens
     assert moved / BLOCKS < MEGABYTES_OF_A_COMPILED_BLOCK * 1e6
-    others = [name for name in eager if name not in ("blocks", "backward blocks", "step", "derived")]
+    others = [name for name in eager if name not in (*OUTSIDE, "blocks", "backward blocks", "step", "derived")]
     assert {name: eager[name] for name in others} == {name: compiled[name] for name in others}
+
+
+def test_compiled_draws_and_objective_are_few_kernels(counts):
+    eager, compiled = counts["dit_xl2_256"], counts["compiled"]
+    assert outside(compiled) <= KERNELS_OUTSIDE_COMPILED
+    # Of each a kernel on either side of what stays alone: index tables' search, the sums of an image, the label drop.
+    assert compiled["draws"]["operations"] + compiled["objective"]["operations"] <= 9
+    assert compiled["model"] == eager["model"]
+    for name in OUTSIDE:
+        assert compiled[name]["flops"] == eager[name]["flops"]
+        assert compiled[name]["bytes_moved"] <= eager[name]["bytes_moved"]
 
 
 def test_a_measured_step_of_gradient_noise(counts):

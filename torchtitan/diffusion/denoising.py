@@ -8,7 +8,7 @@ With `heads` the network makes several predictions, and `torchtitan.diffusion.he
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -68,6 +68,25 @@ class DenoisingConfig(ObjectiveConfig):
         return self.heads
 
 
+class NoisyImages(NamedTuple):
+    """Noisy images, and the network's inputs made of them.
+
+    Attributes:
+        x_t: noisy images [B, C, H, W].
+        a, b: the path's coefficients, [B, 1, 1, 1].
+        images, time: inputs of the network.
+        c_skip, c_out: of its output, [B] each.
+    """
+
+    x_t: Tensor
+    a: Tensor
+    b: Tensor
+    images: Tensor
+    time: Tensor
+    c_skip: Tensor
+    c_out: Tensor
+
+
 @dataclass(frozen=True)
 class DenoisingTerms(LossTerms):
     """Loss terms, with the bound of a learned variance in `loss` and `weighted`.
@@ -113,10 +132,28 @@ class Denoising(Objective):
                 " the run's folder, or use snr_handover)"
             )
 
+    @property
+    def graphs(self) -> tuple[str, ...]:
+        return (*super().graphs, "noisy", "terms")
+
     def loss(self, model: Network, x0: Tensor, condition: Condition, draw: Draw) -> DenoisingTerms:
-        a, b = (per_image(c, x0) for c in self.path.coefficients(draw.t))
-        x_t = a * x0 + b * draw.noise
-        output, interpolation = self._output(model, x_t, draw.t, condition)
+        noisy = self.noisy(x0, draw.noise, draw.t)
+        output = model(noisy.images, noisy.time, condition)
+        loss, error, weighted, shares, head_errors = self.terms(x0, draw, noisy, output)
+        return DenoisingTerms(loss, error, draw.t, weighted, shares, head_errors)
+
+    def noisy(self, x0: Tensor, noise: Tensor, t: Tensor) -> NoisyImages:
+        """Add noise to clean images, and make the network's inputs."""
+        a, b = (per_image(c, x0) for c in self.path.coefficients(t))
+        x_t = a * x0 + b * noise
+        return NoisyImages(x_t, a, b, *self.network_inputs(x_t, t))
+
+    def terms(
+        self, x0: Tensor, draw: Draw, noisy: NoisyImages, output: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, HeadErrors | None]:
+        """Terms of the loss of the network's output: loss, error and weighted of `LossTerms`, shares, errors of heads."""
+        x_t, a, b = noisy.x_t, noisy.a, noisy.b
+        output, interpolation = self.read_output(output, x_t, noisy.c_skip, noisy.c_out)
         wanted = target(self.prediction, x0, draw.noise, a, b, self.sigma_data)
         shares = head_errors = None
         if self.heads is None:
@@ -142,7 +179,7 @@ class Denoising(Objective):
             bound = BOUND_WEIGHT * self.path.num_indices * bound
             loss, held_out = loss + bound, held_out + bound.detach()
         importance = draw.importance
-        return DenoisingTerms(importance * loss, error, draw.t, importance * held_out, shares, head_errors)
+        return importance * loss, error, importance * held_out, shares, head_errors
 
     @torch.no_grad()
     def learned_weighting(self, sigma: Tensor) -> Tensor:

@@ -65,12 +65,15 @@ class Draw:
         noise: standard normal, float32, of the images' shape.
         importance: objective's density / sampling density at t, [B].
         index: the DDPM index that t stands for, int64 [B]; None where the path has no integer indices.
+        dropping: uniform in (0, 1), float64 [B]: a condition is dropped where it is below the probability; None: of
+            `ConditionKind.drop_some`, which draws the same.
     """
 
     t: Tensor
     noise: Tensor
     importance: Tensor
     index: Tensor | None = None
+    dropping: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -165,6 +168,11 @@ class Objective(ABC):
         """Find problems that only the built objective shows: pairs of a dotted key and the reason."""
         yield from ()
 
+    @property
+    def graphs(self) -> tuple[str, ...]:
+        """Names of methods without a call of the network; where a run is compiled, each is compiled as one graph."""
+        return ("drawn",) if self.timestep_sampler.of_sample_alone else ("random_numbers",)
+
     def to(self, device: torch.device) -> "Objective":
         """Move the objective's learned state to a device; returns the objective itself."""
         self.learned.to(device)
@@ -172,9 +180,25 @@ class Objective(ABC):
 
     def draw(self, shape: tuple[int, ...], batch: GlobalBatch, indices: Tensor) -> Draw:
         """Draw timesteps and noise for the samples `indices` [B] of a global batch; `shape` is one image's."""
-        t, importance = self.timestep_sampler.sample(batch, indices)
+        return Draw(*self.drawn(shape, batch, indices))
+
+    def drawn(
+        self, shape: tuple[int, ...], batch: GlobalBatch, indices: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]:
+        """Values of a `Draw`, in the order of its attributes."""
+        draws = self.timestep_sampler.draws(batch, indices)
+        noise, dropping, bits = self.random_numbers(shape, batch.attempt, indices, draws)
+        t, importance = self.timestep_sampler.sample(batch, indices, bits)
         index = indexed(self.path).t_to_index(t) if self.path.discrete else None
-        return Draw(t, philox.normal(self.seed, "noise", indices, shape, batch.attempt), importance, index)
+        return t, noise, importance, index, dropping
+
+    def random_numbers(
+        self, shape: tuple[int, ...], attempt: int, indices: Tensor, draws: tuple[tuple[str, Tensor], ...]
+    ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+        """Random numbers of `draw`: noise, `Draw.dropping`, and the bits of `draws`, in two passes of Philox."""
+        *bits, of_dropping = philox.uniform_bits(self.seed, (*draws, ("label_drop", indices)), attempt)
+        noise = philox.normal(self.seed, "noise", indices, shape, attempt)
+        return noise, philox.middles(of_dropping), tuple(bits)
 
     def predict(self, model: Network, x_t: Tensor, t: Tensor, condition: Condition) -> tuple[Tensor, Tensor]:
         """Estimate the clean image and the noise at times t [B] in noisy images x_t [B, C, H, W]; float32."""
@@ -239,9 +263,19 @@ class Objective(ABC):
         self, model: Network, x_t: Tensor, t: Tensor, condition: Condition
     ) -> tuple[Tensor, Tensor | None]:
         """Output of the network: the prediction, and the interpolation of variances if it has twice x_t's channels."""
+        images, time, c_skip, c_out = self.network_inputs(x_t, t)
+        return self.read_output(model(images, time, condition), x_t, c_skip, c_out)
+
+    def network_inputs(self, x_t: Tensor, t: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Inputs of the network, images and time [B], and c_skip and c_out of its output, [B] each."""
         scaling = self.preconditioning.scaling(t)
-        output = model(per_image(scaling.c_in, x_t) * x_t, scaling.c_noise, condition).to(torch.float32)
-        interpolation = None
+        return per_image(scaling.c_in, x_t) * x_t, scaling.c_noise, scaling.c_skip, scaling.c_out
+
+    def read_output(
+        self, output: Tensor, x_t: Tensor, c_skip: Tensor, c_out: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        """Read the network's output: as `_output`."""
+        output, interpolation = output.to(torch.float32), None
         count = 1 if self.heads is None else len(self.heads.names)
         if self.heads is None and self.path.discrete and output.shape[1] == 2 * x_t.shape[1]:
             output, interpolation = output.chunk(2, dim=1)
@@ -249,4 +283,4 @@ class Objective(ABC):
             raise ValueError(f"the model's output is {list(output.shape)}, the target {count} times {list(x_t.shape)}")
         if self.heads is not None:
             return output, None
-        return per_image(scaling.c_skip, x_t) * x_t + per_image(scaling.c_out, x_t) * output, interpolation
+        return per_image(c_skip, x_t) * x_t + per_image(c_out, x_t) * output, interpolation

@@ -1,5 +1,6 @@
-"""Compile blocks or the whole model with torch.compile, and count compilations during a run."""
+"""Compile blocks or the whole model, and the objective, with torch.compile, and count compilations during a run."""
 
+import functools
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -67,6 +68,26 @@ def compile_model(
     """
     _allow_graphs_of_shapes(num_shapes, kinds=1)
     model.forward = torch.compile(model.forward, fullgraph=True, backend=_compiler(backend, memory_budget, mode))
+
+
+def compile_objective(objective: Any, backend: str = "inductor") -> None:
+    """Compile the methods of an objective's `graphs` in place, those before and after its network.
+
+    They run eagerly where no gradient is recorded, as in evaluations, whose batches have other sizes. By use torch finds the
+    sizes and numbers that change, such as the attempt after a rollback. The mode of the blocks is none of theirs: results of
+    CUDA graphs would be overwritten by the next microbatch of a step.
+    """
+    for name in objective.graphs:
+        method = getattr(objective, name)
+        setattr(objective, name, _where_trained(method, torch.compile(method, backend=backend)))
+
+
+def _where_trained(eager: Callable[..., Any], compiled: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(eager)
+    def either(*arguments: Any) -> Any:
+        return (compiled if torch.is_grad_enabled() else eager)(*arguments)
+
+    return either
 
 
 def compiled_blocks(model: nn.Module) -> list[nn.Module]:

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from torchtitan.distributed.activation_checkpoint import WRAPPER_PREFIX, checkpoint_blocks
-from torchtitan.distributed.compile import compile_blocks, compile_model
+from torchtitan.distributed.compile import compile_blocks, compile_model, compile_objective
 from torchtitan.distributed.config import (
     ActivationCheckpointConfig,
     CompileConfig,
@@ -33,6 +33,7 @@ def parallelize(
     *,
     checkpointing: ActivationCheckpointConfig | None = None,
     compiling: CompileConfig | None = None,
+    objective: Any = None,
     sharding: ParallelismConfig | None = None,
     param_dtype: str = "float32",
     reduce_dtype: str = "float32",
@@ -47,6 +48,7 @@ def parallelize(
         layout: where it runs.
         checkpointing: recomputation in backward; None: nothing is recomputed.
         compiling: choice of compiled modules; None: nothing is compiled.
+        objective: of the training, compiled with the model; None: it is not.
         sharding: when FSDP2 gathers and releases weights; None: its defaults.
         param_dtype, reduce_dtype: dtype of compute and of the gradient reduction.
         num_shapes: shapes of the images that it is trained on.
@@ -74,6 +76,8 @@ def parallelize(
             compile_model(model, memory_budget, num_shapes=num_shapes, mode=compiling.mode)
         else:
             compile_blocks(_blocks(model), memory_budget, num_shapes=num_shapes, mode=compiling.mode)
+        if objective is not None:
+            compile_objective(objective)
     if layout.sharded:
         _shard(model, layout, fsdp_policy(param_dtype, reduce_dtype), sharding or ParallelismConfig(), cpu_offload)
         return model

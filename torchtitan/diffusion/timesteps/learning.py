@@ -4,7 +4,7 @@ Their state is a function of the losses in the order of the samples' numbers: th
 of ranks with the same losses. It changes after each step, so that a step is drawn from earlier steps' losses.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -54,9 +54,11 @@ class LearningTimesteps(AllocatedTimesteps):
         self._seen: Tensor | None = None  # [2, B] of the step under way: losses, K - bins; 0 of a sample not seen
         self._state = {key: value.to(torch.float64) for key, value in self._fresh_state().items()}
 
-    def sample(self, batch: GlobalBatch, indices: Tensor) -> tuple[Tensor, Tensor]:
+    def sample(
+        self, batch: GlobalBatch, indices: Tensor, drawn: Sequence[Tensor] | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Draw timesteps: see AllocatedTimesteps.sample; all weights are 1 where the objective is not kept."""
-        t, importance = super().sample(batch, indices)
+        t, importance = super().sample(batch, indices, drawn)
         return t, importance if self.keeps_objective else torch.ones_like(importance)
 
     def observe(self, batch: GlobalBatch, indices: Tensor, t: Tensor, loss: Tensor) -> None:

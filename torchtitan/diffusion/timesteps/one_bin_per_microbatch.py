@@ -1,5 +1,7 @@
 """Timesteps of microbatches that each hold one bin, so that gradients can be separated by bin."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -64,13 +66,19 @@ class BinPureTimesteps(TimestepSampler):
         """Bin of a microbatch, 0 <= microbatch < M, of a global batch, on every rank."""
         return int(self._bins_of_step(batch, torch.device("cpu"))[microbatch])
 
-    def sample(self, batch: GlobalBatch, indices: Tensor) -> tuple[Tensor, Tensor]:
+    @property
+    def of_sample_alone(self) -> bool:
+        return False  # the bin is the microbatch's
+
+    def sample(
+        self, batch: GlobalBatch, indices: Tensor, drawn: Sequence[Tensor] | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Draw timesteps: see TimestepSampler.sample. The importance is mass_k K of the microbatch's bin k."""
         microbatch = (indices - batch.first_sample) * self._microbatches // batch.size  # [B]
         bins = self._bins_of_step(batch, indices.device)[microbatch]
         (tables,) = self._bins.on(indices.device)
         below, masses, first, last = tables.index_select(0, bins).unbind(1)
-        u = below + masses * philox.uniform(self.seed, "timestep", indices, batch.attempt)
+        u = below + masses * self._quantiles(batch, indices, drawn)
         # The sum may be rounded out of the bin.
         t = self.density.quantile(torch.minimum(torch.maximum(u, first), last)).to(torch.float32)
         return t, (masses * len(self.masses)).to(torch.float32)

@@ -1,6 +1,6 @@
 """Sampler of training timesteps: one per sample, drawn from a density."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -40,26 +40,42 @@ class TimestepSampler:
         self.seed = seed
         self.spread = spread
 
-    def sample(self, batch: GlobalBatch, indices: Tensor) -> tuple[Tensor, Tensor]:
+    @property
+    def of_sample_alone(self) -> bool:
+        """True if a timestep is a function of its sample's number and the attempt, whatever the batch and earlier losses."""
+        return self.spread == "none"
+
+    def draws(self, batch: GlobalBatch, indices: Tensor) -> tuple[tuple[str, Tensor], ...]:
+        """Uniform draws that timesteps are made of: purpose and sample numbers of each, for `philox.uniform_bits`."""
+        if self.spread == "none":
+            return (("timestep", indices),)
+        members = torch.arange(batch.first_sample, batch.first_sample + batch.size, device=indices.device)
+        return (("timestep", members[:1] if self.spread == "low_discrepancy" else indices), ("stratum", members))
+
+    def sample(
+        self, batch: GlobalBatch, indices: Tensor, drawn: Sequence[Tensor] | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Draw timesteps.
 
         Args:
             batch: the global batch that the samples belong to.
             indices: global sample numbers [B], int64, within the batch.
+            drawn: bits of `draws`, drawn together with others; None: drawn here.
 
         Returns:
             t float32 [B] in [0, 1] and importance weights float32 [B] (1: the density is the objective's own).
         """
-        t = self.density.quantile(self._quantiles(batch, indices)).to(torch.float32)
+        t = self.density.quantile(self._quantiles(batch, indices, drawn)).to(torch.float32)
         return t, torch.ones_like(t)
 
-    def _quantiles(self, batch: GlobalBatch, indices: Tensor) -> Tensor:
+    def _quantiles(self, batch: GlobalBatch, indices: Tensor, drawn: Sequence[Tensor] | None = None) -> Tensor:
+        if drawn is None:
+            drawn = philox.uniform_bits(self.seed, self.draws(batch, indices), batch.attempt)
         if self.spread == "none":
-            return philox.uniform(self.seed, "timestep", indices, batch.attempt)
-        members = torch.arange(batch.first_sample, batch.first_sample + batch.size, device=indices.device)
+            (places,) = drawn
+            return philox.middles(places)
         common = self.spread == "low_discrepancy"
-        draws = (("timestep", members[:1] if common else indices), ("stratum", members))
-        places, order = philox.uniform_bits(self.seed, draws, batch.attempt)
+        places, order = drawn
         strata = _ranks(order).index_select(0, indices - batch.first_sample)
         if not common:
             return (strata + philox.middles(places)) / batch.size

@@ -95,9 +95,15 @@ class AllocatedTimesteps(TimestepSampler):
             raise ValueError(f"shares {shares.tolist()} must sum to 1 and be positive where the masses {masses} are")
         self._use(shares.clone())
 
-    def sample(self, batch: GlobalBatch, indices: Tensor) -> tuple[Tensor, Tensor]:
+    @property
+    def of_sample_alone(self) -> bool:
+        return False  # the shares change
+
+    def sample(
+        self, batch: GlobalBatch, indices: Tensor, drawn: Sequence[Tensor] | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Draw timesteps: see TimestepSampler.sample. The importance is pi_b / q_b of the timestep's bin b."""
-        u = self._quantiles(batch, indices)
+        u = self._quantiles(batch, indices, drawn)
         tables, lookup = self._tables_on(u.device)
         bins = torch.bucketize(u, lookup.inner)
         stretch = lookup.stretch.index_select(0, bins)

@@ -1,19 +1,28 @@
-"""Count of a compiled block: the compiler's own partition into forward and backward, and fusion as far as data flow allows.
+"""Count of a compiled function: the compiler's own partition into forward and backward, and fusion as far as data flow allows.
 
-torch's partitioner decides which results the forward keeps. Products and attention are separate kernels; all other
-operations between two of them are taken as one kernel that reads and writes each tensor once, the least that a compiler can move.
+torch's partitioner decides which results the forward keeps. Products, attention and what inductor leaves to torch's own kernels
+are separate kernels; all other operations between two of them are taken as one kernel that reads and writes each tensor once, the
+least that a compiler can move.
 """
 
 from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
+from unittest.mock import patch
 
 import torch
+import torch._dynamo.utils
 from torch import Tensor, fx, nn
 from torch._functorch.aot_autograd import aot_function, make_boxed_func
 from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._guards import detect_fake_mode
 from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.lowering import fallbacks, lowerings
 from torch.func import functional_call
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.flop_counter import flop_registry
 
 from torchtitan.estimate.fake_cuda.counter import NO_KERNEL, Call, call_flops
@@ -22,11 +31,11 @@ FUSED = "fused"
 
 
 @dataclass
-class CompiledBlock:
-    """Counts of a block's compiled forward and backward.
+class CompiledFunction:
+    """Counts of a function's compiled forward and backward.
 
     Attributes:
-        kept: bytes from forward to backward: results and the block's inputs, without parameters.
+        kept: bytes from forward to backward: results and inputs, without weights.
         forward, backward: kernels, those of fused operations by the name FUSED.
     """
 
@@ -35,19 +44,27 @@ class CompiledBlock:
     backward: Counter[Call] = field(default_factory=Counter)
 
 
-def count_compiled(block: nn.Module, inputs: tuple[Any, ...], param_dtype: torch.dtype | None) -> CompiledBlock:
-    """Count a block on the imitated device; inside `fake_cuda`.
+def count_compiled(
+    function: Callable[..., Any], inputs: tuple[Any, ...], weights: Sequence[Tensor] = (),
+    param_dtype: torch.dtype | None = None,
+) -> CompiledFunction:  # fmt: skip
+    """Count a function on the imitated device; inside `fake_cuda`.
 
     Args:
-        block: with parameters on the device; it runs once.
-        inputs: of its forward.
-        param_dtype: of autocast; None: the weights are in the dtype of compute.
+        function: of the weights as a list, where there are any, and of the inputs; it runs once.
+        inputs: tensors and mappings, tuples or lists of them; those that require a gradient get one.
+        weights: get a gradient too, and are not counted as kept.
+        param_dtype: of autocast; None: none.
     """
     graphs: dict[str, fx.GraphModule] = {}
-    names = [name for name, _ in block.named_parameters()]
+    leaves, spec = tree_flatten(inputs)
+    places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
 
-    def forward(parameters: list[Tensor], *inputs: Any) -> Any:
-        return functional_call(block, dict(zip(names, parameters, strict=True)), inputs)
+    def of_tensors(weights: list[Tensor], tensors: list[Tensor]) -> list[Tensor]:
+        given = dict(zip(places, tensors, strict=True))
+        inputs = tree_unflatten([given.get(place, leaf) for place, leaf in enumerate(leaves)], spec)
+        found = function(weights, *inputs) if weights else function(*inputs)
+        return [leaf for leaf in tree_leaves(found) if isinstance(leaf, Tensor)]
 
     def keep(which: str) -> Any:
         def compiler(graph: fx.GraphModule, _: Any) -> Any:
@@ -57,16 +74,39 @@ def count_compiled(block: nn.Module, inputs: tuple[Any, ...], param_dtype: torch
         return compiler
 
     compiled = aot_function(
-        forward, keep("forward"), keep("backward"), partition_fn=min_cut_rematerialization_partition,
+        of_tensors, keep("forward"), keep("backward"), partition_fn=min_cut_rematerialization_partition,
         decompositions=select_decomp_table(),
     )  # fmt: skip
-    with torch.autocast("cuda", dtype=param_dtype, enabled=param_dtype is not None):
-        output = compiled([parameter.detach().requires_grad_() for parameter in block.parameters()], *inputs)
-    outputs = output if isinstance(output, tuple) else (output,)
-    sum(tensor.float().sum() for tensor in outputs).backward()
-    found = CompiledBlock(_kept(graphs["forward"].graph, len(names), len(outputs)))
-    found.forward, found.backward = (_kernels(graphs[which].graph) for which in ("forward", "backward"))
+    tensors = [leaves[place] for place in places]
+    mode = detect_fake_mode(tensors)
+    # Without the counter's mode, which takes the tensors of a trace for the host's.
+    with _disable_current_modes(), mode or nullcontext():
+        with (
+            torch.autocast("cuda", dtype=param_dtype, enabled=param_dtype is not None),
+            patch.object(torch.compiler, "is_compiling", lambda: True),
+            # Constant tables that a function reads are of the imitated device too.
+            patch.object(torch._dynamo.utils, "assert_no_fake_params_or_buffers", lambda graph: None),
+        ):
+            outputs = compiled([weight.detach().requires_grad_() for weight in weights], tensors)
+        trained = [tensor for tensor in outputs if tensor.requires_grad]
+        if trained:
+            sum(tensor.float().sum() for tensor in trained).backward()
+    found = CompiledFunction(_kept(graphs["forward"].graph, len(weights), len(outputs)))
+    found.forward = _kernels(graphs["forward"].graph)
+    found.backward = _kernels(graphs["backward"].graph) if trained else Counter()
     return found
+
+
+def count_compiled_module(
+    module: nn.Module, inputs: tuple[Any, ...], param_dtype: torch.dtype | None
+) -> CompiledFunction:
+    """Count a module with parameters on the imitated device, as a function of them; see `count_compiled`."""
+    names = [name for name, _ in module.named_parameters()]
+
+    def forward(weights: list[Tensor], *inputs: Any) -> Any:
+        return functional_call(module, dict(zip(names, weights, strict=True)), inputs)
+
+    return count_compiled(forward, inputs, list(module.parameters()), param_dtype)
 
 
 def _kept(graph: fx.Graph, parameters: int, outputs: int) -> int:
@@ -84,10 +124,10 @@ def _origin(node: fx.Node) -> fx.Node:
 
 
 def _kernels(graph: fx.Graph) -> Counter[Call]:
-    """Kernels of a graph: a product or an attention each, and a fused one for each connected region between them.
+    """Kernels of a graph: those that stand alone (see `_is_alone`), and a fused one for each connected region between them.
 
-    The level of an operation is the number of products on the longest way to it. Fused are operations of a level that hand
-    on or share a tensor: no product lies between any two of them.
+    The level of an operation is the number of those alone on the longest way to it. Fused are operations of a level that hand
+    on or share a tensor: none that is alone lies between any two of them.
     """
     calls: Counter[Call] = Counter()
     nodes = [node for node in graph.nodes if node.op == "call_function" and _base(node) is node]
@@ -102,12 +142,12 @@ def _kernels(graph: fx.Graph) -> Counter[Call]:
 
     for node in nodes:
         sources = {_base(source) for source in node.all_input_nodes}
-        level[node] = max((level.get(source, 0) + _is_product(source) for source in sources), default=0) - (
-            _is_item(node) and _is_product(node)  # a result of the product, not a step after it
+        level[node] = max((level.get(source, 0) + _is_alone(source) for source in sources), default=0) - (
+            _is_item(node) and _is_alone(node)  # a result of the operation, not a step after it
         )
-        if _is_product(node):
+        if _is_alone(node):
             if not _is_item(node):
-                calls[_call_of_product(node)] += 1
+                calls[_call_alone(node)] += 1
             continue
         group[node] = node
         for source in sources:
@@ -136,20 +176,24 @@ def _users(node: fx.Node) -> set[fx.Node]:
     return found
 
 
-def _call_of_product(node: fx.Node) -> Call:
+def _call_alone(node: fx.Node) -> Call:
     values = [source.meta["val"] for source in node.all_input_nodes]
     moved = sum(_bytes(source) for source in node.all_input_nodes) + sum(map(_size, _tensors(node.meta["val"])))
     target: Any = node.target
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda source: source.meta["val"])
-    dtype = next(str(value.dtype) for value in values if value.is_floating_point())
+    dtype = next((str(value.dtype) for value in values if value.is_floating_point()), str(values[0].dtype))
     return Call(target._schema.name.partition("::")[2], dtype.removeprefix("torch."), moved, call_flops(
         target, args, kwargs, node.meta["val"]
     ))  # fmt: skip
 
 
-def _is_product(node: fx.Node) -> bool:
+def _is_alone(node: fx.Node) -> bool:
+    """Whether an operation is a kernel of its own, or a node a result of one."""
+    if _is_item(node):
+        return _is_alone(node.all_input_nodes[0])
     packet = getattr(node.target, "_overloadpacket", None)
-    return packet in flop_registry or (_is_item(node) and _is_product(node.all_input_nodes[0]))
+    by_torch = node.target in fallbacks or node.target not in lowerings
+    return packet in flop_registry or (node.op == "call_function" and by_torch)
 
 
 def _is_item(node: fx.Node) -> bool:
