@@ -120,11 +120,18 @@ def uniform_bits(seed: int, draws: Sequence[tuple[str, Tensor]], attempt: int = 
     Returns:
         int64 [B_i], values in [0, 2^52), for each; they are ordered as the uniform draws are.
     """
+    sizes = [len(indices) for _, indices in draws]
+    if _by_numpy(*(indices for _, indices in draws)):
+        streams = np.array([_stream(purpose, attempt) for purpose, _ in draws], np.uint64).repeat(sizes)
+        numbers = np.concatenate([_array(indices) for _, indices in draws])
+        counter = (np.zeros(1, np.uint64), numbers & _MASK_ARRAY, numbers >> _HALF_ARRAY, streams)
+        even, odd = _rounds_by_numpy(counter, _round_keys(_halves(seed)))
+        return torch.from_numpy(((even[0] >> 6 << 26) + (odd[0] >> 6)).view(np.int64)).split(sizes)
     stream = torch.cat([torch.full_like(indices, _stream(purpose, attempt)) for purpose, indices in draws])
     low, high = _halves(torch.cat([indices for _, indices in draws]))
     first, second, _, _ = philox_4x32((torch.zeros_like(low), low, high, stream), _halves(seed))
     bits = torch.add(second >> 6, first >> 6, alpha=1 << 26)
-    return bits.split([len(indices) for _, indices in draws])
+    return bits.split(sizes)
 
 
 def middles(bits: Tensor) -> Tensor:
@@ -160,13 +167,13 @@ def _normal_by_numpy(seed: int, purpose: str, indices: Tensor, count: int, attem
             radius, angle = _polar(*floats)  # [2, rows, blocks]
             piece = draws[row : row + rows, first : first + _BLOCKS_IN_CACHE].transpose(3, 2, 0, 1)
             np.multiply(radius.numpy(), torch.cos(angle).numpy(), out=piece[0])
-            np.multiply(radius.numpy(), torch.sin(angle).numpy(), out=piece[1])
+            np.multiply(radius.numpy(), angle.sin_().numpy(), out=piece[1])
     return torch.from_numpy(draws).flatten(1)
 
 
 def _polar(radii: Tensor, angles: Tensor) -> tuple[Tensor, Tensor]:
     """Radius and angle of each point of the Box-Muller transform, from words rounded to float32."""
-    return torch.sqrt(-2.0 * torch.log((radii + 1.0) * 2.0**-32)), angles * (2.0 * math.pi * 2.0**-32)
+    return (radii + 1.0).mul_(2.0**-32).log_().mul_(-2.0).sqrt_(), angles * (2.0 * math.pi * 2.0**-32)
 
 
 def _by_numpy(*numbers: Tensor) -> bool:
