@@ -84,7 +84,7 @@ def test_rounds_of_a_compiler_never_leave_int64_and_give_the_words_of_the_eager_
             assert ((product >> 32) + w, product & (word - 1)) == divmod(w * multiplier, word)
     counter = tuple(torch.tensor([0, word - 1, 5, word // 2 + k]) for k in range(4))
     key = (word - 1, 0x299F31D0)
-    found = rounds(counter, philox._ROUND_MULTIPLIERS, philox._round_key_words(key))
+    found = rounds(counter, philox._ROUND_MULTIPLIERS, philox._round_keys(key))
     assert torch.equal(torch.stack(found), torch.stack(philox.philox_4x32(counter, key)))
 
 

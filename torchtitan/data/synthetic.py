@@ -72,7 +72,8 @@ class Synthetic(Dataset):
             images = values[:, None, None, None].expand(-1, *self._shape).contiguous()
         else:
             images_at_a_time = max(1, WORDS_AT_A_TIME // int(np.prod(self._shape)))
-            images = torch.cat([self._draw(part) for part in numbers.split(images_at_a_time)])
+            parts = [self._draw(part) for part in numbers.split(images_at_a_time)]
+            images = parts[0] if len(parts) == 1 else torch.cat(parts)
         batch = {"images": images} | ({"class": labels} if self._config.num_classes else {})
         return batch | (self._draw_texts(numbers) if self._config.text_length else {})
 

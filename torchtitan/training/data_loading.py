@@ -34,6 +34,7 @@ logger = logging.getLogger(__name__)
 ADDED = ("samples", "unreadable", "num_replaced", "by_pipe", "indices", "weights")  # to what a dataset gives
 SHARE_WINDOW = 1000  # samples of one rank over which data.max_corrupt_share is taken
 MAX_UNREADABLE_IN_A_ROW = 1000
+_INDICES_AT_A_TIME = 2**12  # of as many samples: for a few, they would take as long
 
 OnUnreadable = Callable[[Sequence[UnreadableImage]], None]
 
@@ -319,10 +320,11 @@ class _MicrobatchSampler:
         self._local_batch_size = local_batch_size
 
     def __iter__(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        for first in self._steps:
-            for offset in self._offsets:
-                samples = first + offset + np.arange(self._local_batch_size)
-                yield samples, self._order.indices(samples)
+        numbers = np.add.outer(self._offsets, np.arange(self._local_batch_size))  # [M, B] of a step
+        at_a_time = max(1, _INDICES_AT_A_TIME // numbers.size)
+        for begin in range(0, len(self._steps), at_a_time):
+            samples = np.add.outer(self._steps[begin : begin + at_a_time], numbers).reshape(-1, self._local_batch_size)
+            yield from zip(samples, self._order.indices(samples.ravel()).reshape(samples.shape), strict=True)
 
 
 class _SampleReader:

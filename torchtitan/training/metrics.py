@@ -26,6 +26,7 @@ METRICS_FILE = "metrics.jsonl"
 _MOST_UNSAVED = 4 * MIB
 _MOST_IN_A_CHECKPOINT = 16 * MIB  # its state.json may have 64
 _LONGEST_LINE = 16 * MIB
+_MOST_WAITING = 32  # microbatches
 
 
 class LossWindow:
@@ -43,21 +44,35 @@ class LossWindow:
         self._loss = torch.zeros(2, dtype=torch.float64, device=device)  # sum, count
         # Sums of errors, counts, sums of each head's share.
         self._by_bin = torch.zeros(2 + len(self._heads), bins, dtype=torch.float64, device=device)
+        self._waiting: list[Tensor] = []  # of microbatches: counted together, they take as many operations as one
 
     def add(self, terms: LossTerms) -> None:
         """Count one microbatch; samples whose loss is not finite are left out."""
-        loss, error = terms.loss.detach().to(torch.float64), terms.error.to(torch.float64)
-        finite = loss.isfinite() & error.isfinite()
-        self._loss[0] += torch.where(finite, loss, 0.0).sum()
+        shares = () if terms.shares is None else terms.shares.unbind(1)
+        added = torch.stack((terms.t, terms.loss.detach(), terms.error, *shares))  # [3 + heads, B]
+        if self._waiting and self._waiting[0].shape != added.shape:
+            self._count()
+        self._waiting.append(added)
+        if len(self._waiting) == _MOST_WAITING:
+            self._count()
+
+    def _count(self) -> None:
+        """Add the microbatches that wait to the sums, one after the other."""
+        if not self._waiting:
+            return
+        waiting, self._waiting = torch.stack(self._waiting), []  # [M, 3 + heads, B]
+        values = waiting[:, 1:].to(torch.float64)
+        finite = values[:, :2].isfinite().all(1)  # [M, B]
+        loss, error, *shares = torch.where(finite[:, None], values, 0.0).unbind(1)
+        self._loss[0] = torch.cat((self._loss[:1], loss.sum(1))).cumsum(0)[-1]
         self._loss[1] += finite.sum()
-        bins = torch.bucketize(terms.t, self._edges)
-        self._by_bin[0].index_add_(0, bins, torch.where(finite, error, 0.0))
-        self._by_bin[1].index_add_(0, bins, finite.to(torch.float64))
-        for k, share in enumerate(terms.shares.to(torch.float64).unbind(1) if terms.shares is not None else ()):
-            self._by_bin[2 + k].index_add_(0, bins, torch.where(finite, share, 0.0))
+        bins = torch.bucketize(waiting[:, 0].contiguous(), self._edges).flatten()
+        for row, added in enumerate((error, finite.to(torch.float64), *shares)):
+            self._by_bin[row].index_add_(0, bins, added.flatten())
 
     def reduce(self) -> dict[str, float]:
         """Metrics over all ranks' samples; starts a new window. Called by all ranks together."""
+        self._count()
         total, highest, by_bin = self._loss.clone(), self._loss[0] / self._loss[1], self._by_bin.clone()
         if dist.is_initialized() and dist.get_world_size() > 1:
             packed = torch.cat((total, by_bin.flatten()))
@@ -80,6 +95,7 @@ class LossWindow:
 
     def state_dict(self) -> dict:
         """Sums over all ranks, so that a mean over a window survives an interruption. Called by all ranks."""
+        self._count()
         packed = torch.cat((self._loss, self._by_bin.flatten()))
         if dist.is_initialized() and dist.get_world_size() > 1:
             dist.all_reduce(packed)
@@ -88,6 +104,7 @@ class LossWindow:
         return {"sums": packed.tolist()}
 
     def load_state_dict(self, state: dict) -> None:
+        self._waiting = []
         packed = torch.tensor(state["sums"], dtype=torch.float64, device=self._edges.device)
         first = not dist.is_initialized() or dist.get_rank() == 0
         if len(packed) == self._loss.numel() + self._by_bin.numel():  # else: another number of bins, start anew

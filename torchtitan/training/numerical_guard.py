@@ -103,7 +103,7 @@ class NumericalGuard:
 
     def add_images(self, images: Tensor, indices: Tensor) -> None:
         """Add the images [B, ...] of one of a step's microbatches and their sample numbers [B]."""
-        self._largest.append((torch.linalg.vector_norm(images.flatten(1), math.inf, dim=1), indices))
+        self._largest.append((_largest_values(images.flatten(1)), indices))
 
     def watch_loss(self, loss: Tensor) -> None:
         """Watch the losses [B] of one of a step's microbatches, whose NaN in the gradient is lost if elements are set to
@@ -260,6 +260,13 @@ class NumericalGuard:
         self.zeroed_elements = max(self.zeroed_elements, state.get("zeroed_elements", 0))
         if self._spikes:
             self._spikes.load_state_dict(state.get("spikes", {}))
+
+
+def _largest_values(rows: Tensor) -> Tensor:
+    """Largest absolute value of each row [B, N], or NaN if there is one, [B]."""
+    if rows.device.type == "cpu":
+        return rows.abs().amax(1)  # a tenth of the norm's time, which is one kernel on other devices
+    return torch.linalg.vector_norm(rows, math.inf, dim=1)
 
 
 def describe_image(number: int, image: int, largest: float) -> str:
