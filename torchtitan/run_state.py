@@ -8,7 +8,6 @@ import functools
 import logging
 from contextlib import ExitStack
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -16,8 +15,6 @@ from torch import Tensor
 from torchtitan.checkpoint.checkpointer import (
     Checkpointer,
     checkpoint_path,
-    checkpoint_steps,
-    newest_good,
     read_state,
     read_tensors,
 )
@@ -44,25 +41,27 @@ from torchtitan.evaluation.decoding import run_decoder
 from torchtitan.evaluation.image_sets import DatasetImages
 from torchtitan.evaluation.sample_metrics import SampleMetrics
 from torchtitan.files.remote_path import AnyPath
-from torchtitan.files.weight_files import check_finite, check_fits, saved_buffers
-from torchtitan.files.weight_hash import file_sha256
+from torchtitan.files.weight_files import saved_buffers
 from torchtitan.gns.capture import GradientTaps, check_measurable
 from torchtitan.gns.config import bin_edges
 from torchtitan.gns.monitor import GNSMonitor
 from torchtitan.gns.rank_monitor import RankMonitor
 from torchtitan.models.adapters.adapters import draw_adapter_dropout, trained_parameters
 from torchtitan.models.adapters.flops import training_flops
+from torchtitan.models.adapters.frozen_network import quantized_kind
 from torchtitan.models.base import DiffusionModel
 from torchtitan.models.float8 import check_convertible, compute_gather_scales, convert_to_float8
 from torchtitan.models.flops import check_macs
 from torchtitan.models.magnitude import normalize_rows, normalized_weights
 from torchtitan.runs.folder import RunFolder
+from torchtitan.runs.initial_weights import check_initial_weights
 from torchtitan.runs.network import (
     BASE_SHA256,
-    adapted_network,
+    add_adapters,
     check_adapters,
     check_base,
     drawn_network,
+    drawn_sha256,
     frozen_sha256,
     network_on_meta,
     sharded_network,
@@ -112,7 +111,7 @@ class RunState:
         self.sample_metrics = self._sample_metrics() if config.evaluation.enable else None
         self.folder = RunFolder(config)
         from_first_rank(check_macs, _model_on_meta(config), config.model.name)
-        self._check_initial_weights()
+        base_sha256 = check_initial_weights(config, dataset_info(config.data), self.folder.checkpoints)
         if config.lora.enable:
             check_adapters(config, dataset_info(config.data))
         if config.float8.enable:
@@ -154,6 +153,8 @@ class RunState:
         )
         if shards:
             place_shards(self.model, shards, on_host=config.training.enable_cpu_offload)
+        if config.lora.enable:
+            self._base_sha256 = frozen_sha256(config, base_sha256 or drawn_sha256(self.model))
         self.parameters = trained_parameters(named_parameters(self.model))
         self._normalized = normalized_weights(self.model)
         beside = self.objective.parameters()
@@ -417,31 +418,19 @@ class RunState:
         open_split = partial(DatasetImages, data, info)
         return SampleMetrics(self.config.evaluation, self.layout.device, size, group_for_work(), open_split)
 
-    def _check_initial_weights(self) -> None:
-        """Check initial weights before the run's folder is made: they must fit, be finite and, of a run that trained adapters
-        before, be those that it trained them with. Raises CheckpointError.
-        """
-        path = self.config.checkpoint.initial_weights
-        if path and (self.config.lora.enable or not checkpoint_steps(self.folder.checkpoints)):
-            check_fits(Path(path), _model_on_meta(self.config))
-            check_finite(Path(path))
-        if path and self.config.lora.enable and (step := newest_good(self.folder.checkpoints)[0]) is not None:
-            checkpoint = checkpoint_path(self.folder.checkpoints, step)
-            check_base(read_state(checkpoint), frozen_sha256(self.config, file_sha256(Path(path))), str(checkpoint), path)
-
     def _build_model(self, new: bool) -> tuple[DiffusionModel, dict[str, Tensor]]:
         """Build the network, with the same weights on any layout; and its shards if it is still to be sharded on meta."""
         config, info, device = self.config, self.info, self.layout.device
         shards: dict[str, Tensor] = {}
-        initial_weights = config.checkpoint.initial_weights if new else ""
-        if config.lora.enable:
-            if new and not initial_weights and self.layout.rank == 0:
-                logger.warning("lora: the frozen network is drawn at random (checkpoint.initial_weights names a trained one)")
-            model, self._base_sha256 = adapted_network(config, info, device)
-        elif self.layout.sharded:
+        initial_weights = config.checkpoint.initial_weights if new or config.lora.enable else ""
+        if config.lora.enable and new and not initial_weights and self.layout.rank == 0:
+            logger.warning("lora: the frozen network is drawn at random (checkpoint.initial_weights names a trained one)")
+        if self.layout.sharded and not quantized_kind(config.lora):
             model, shards = sharded_network(config, info, self.layout, initial_weights)
         else:
             model = drawn_network(config, info, device, initial_weights)
+        if config.lora.enable:
+            add_adapters(model, config, info, device)
         return model.train(), shards
 
     def _build_taps(self, edges: Tensor) -> GradientTaps:

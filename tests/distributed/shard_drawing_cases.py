@@ -15,11 +15,13 @@ from torchtitan.distributed.parallelize import named_parameters, parallelize
 from torchtitan.distributed.shard_drawing import place_shards
 from torchtitan.files.weight_files import named_weights
 from torchtitan.models.base import DiffusionModel
-from torchtitan.runs.network import drawn_network, sharded_network
+from torchtitan.runs.network import add_adapters, drawn_network, drawn_sha256, sharded_network
 
 
 def sha256_of_weights(cases: dict[str, tuple[str, ...]], replicas: int, shards: int) -> dict[str, str]:
-    """For each case (overrides), the hash of all weights; "filled" is of those that a file holds."""
+    """For each case (overrides), the hash of all weights; "filled" is of those that a file holds, "frozen" that of a
+    checkpoint of adapters.
+    """
     folder, found = Path(shared_folder()), {}
     for name, overrides in cases.items():
         config, path = _config(folder, replicas, shards, overrides), folder / f"{name}.safetensors"
@@ -31,6 +33,8 @@ def sha256_of_weights(cases: dict[str, tuple[str, ...]], replicas: int, shards: 
         if dist.is_initialized():
             dist.barrier()
         found[f"{name}, filled"] = _hash(network(config, str(path)))
+        if config.lora.enable:
+            found[f"{name}, frozen"] = drawn_sha256(network(config))
     remove(str(folder))
     return found
 
@@ -39,9 +43,14 @@ def network(config: JobConfig, initial_weights: str = "") -> DiffusionModel:
     """Network of a run on the present layout."""
     info, layout = dataset_info(config.data), Layout(config.parallelism)
     if not layout.sharded:
-        return drawn_network(config, info, layout.device, initial_weights)
+        model = drawn_network(config, info, layout.device, initial_weights)
+        if config.lora.enable:
+            add_adapters(model, config, info, layout.device)
+        return model
     model, shards = sharded_network(config, info, layout, initial_weights)
     assert shards and all(parameter.is_meta for parameter in model.parameters())
+    if config.lora.enable:
+        add_adapters(model, config, info, layout.device)
     parallelize(model, layout)
     place_shards(model, shards)
     assert not shards
@@ -75,5 +84,5 @@ def _hash(model: DiffusionModel) -> str:
     for name in sorted(name for name in weights if "_checkpoint_wrapped_module" not in name):
         value = weights[name]
         whole = value.full_tensor() if hasattr(value, "full_tensor") else value
-        digest.update(name.encode() + str(tuple(whole.shape)).encode() + whole.contiguous().numpy().tobytes())
+        digest.update(name.encode() + str((whole.shape, whole.dtype)).encode() + whole.contiguous().float().numpy().tobytes())
     return digest.hexdigest()

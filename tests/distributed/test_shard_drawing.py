@@ -20,6 +20,8 @@ CASES = {
     "edm2": ("--model.name=edm2", "--model.flavor=cifar", "--model.channels=32", "--model.channel_mults=[1,1]",
              "--model.attention_resolutions=[8]"),
     "flux": TEXTS,
+    "frozen": ("--lora.enable=true", "--lora.base_dtype=bfloat16"),
+    "frozen, with gains": ("--lora.enable=true", "--lora.base_dtype=float32", "--model.norm_affine=true"),
 }  # fmt: skip
 WRAPPED = ("--activation_checkpoint.mode=full",)
 NOISE = ("--gns.enable=true", "--gns.num_bins=2")
@@ -35,7 +37,7 @@ def wanted() -> dict[str, str]:
 def test_a_sharded_model_has_the_weights_of_the_whole_one(wanted, replicas, shards):
     arguments = {"cases": CASES, "replicas": replicas, "shards": shards}
     found = run_on_ranks("tests.distributed.shard_drawing_cases:sha256_of_weights", replicas * shards, arguments)
-    assert len(wanted) == 2 * len(CASES) and len({*wanted.values()}) == 2 * len(CASES)
+    assert len(wanted) == len({*wanted.values()}) == 2 * len(CASES) + 2
     assert all(of_rank == wanted for of_rank in found)
 
 

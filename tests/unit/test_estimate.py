@@ -114,6 +114,15 @@ def test_shards_are_rows_rounded_up(ranks):
     assert found.start_up == (4 * model.num_parameters() if ranks == 1 else rows + largest)
 
 
+def test_a_sharded_base_starts_as_its_shards_and_the_adapters_whole():
+    config = config_of("--lora.enable", "true", "--lora.base_dtype", "bfloat16", ranks=64)
+    parameters = dict(model_on_meta(config).named_parameters())
+    adapters = sum(parameters.pop(name).nbytes for name in list(parameters) if ".adapters." in name)
+    rows = sum(2 * math.ceil(p.shape[0] / 64) * (p.numel() // p.shape[0]) for p in parameters.values())
+    found = estimate_memory(config, 64).start_up
+    assert found == rows + max(adapters, *(p.nbytes for p in parameters.values()))
+
+
 def test_ddp_adds_the_gradients_that_are_not_there_yet():
     alone = estimate_memory(config_of(), 1)
     copies = estimate_memory(config_of("--parallelism.data_parallel_replicate_degree", "2", ranks=2), 2)

@@ -26,6 +26,7 @@ from torchtitan.data.image_files import (
     shown_path,
 )
 from torchtitan.data.online_text import OnlineTextConfig, online_kind
+from torchtitan.data.saved_contents import CaptionedImages, read_once
 from torchtitan.data.splits import chosen_positions, spread_evenly
 from torchtitan.data.trigger_words import TRIGGER_KEY
 from torchtitan.files.regular import read_text
@@ -59,23 +60,6 @@ class CaptionedFolderConfig(OnlineTextConfig, SquareImagesConfig):
             return [size for size in found if size is not None]
         side = self.required_size()
         return [(side, side)] if min(width, height) >= side else []
-
-
-@dataclass(frozen=True)
-class CaptionedImages:
-    """Images of a folder in the order of their names, with captions and sizes.
-
-    Attributes:
-        files: the images.
-        captions: of each, one line, the trigger word filled in.
-        sizes: width and height of each, in pixels, as it is shown.
-        digests: SHA-256 of the bytes of each file.
-    """
-
-    files: ImageList
-    captions: tuple[str, ...]
-    sizes: tuple[tuple[int, int], ...]
-    digests: tuple[bytes, ...]
 
 
 @dataclass(frozen=True)
@@ -189,7 +173,7 @@ def _open(config: CaptionedFolderConfig, split: Split) -> CaptionedImages:
 
 @functools.lru_cache(maxsize=4)  # a run opens the same folder several times
 def _read_folder(key: str, path: str, trigger_word: str) -> CaptionedImages:
-    """Read the captions of a folder and the sizes of its images. Raises DatasetError."""
+    """Captions of a folder and sizes of its images, read once on a machine. Raises DatasetError."""
     root = existing_folder(key, path)
     names = list_files(root, lambda name: is_image_name(name) or _is_caption_name(name))
     images, texts = _by_stem(root, filter(is_image_name, names)), _by_stem(root, filter(_is_caption_name, names))
@@ -200,6 +184,13 @@ def _read_folder(key: str, path: str, trigger_word: str) -> CaptionedImages:
             raise DatasetError(f"{_shown(root, texts[stem])}: a caption without an image (add the image, or remove the file)")
         caption = shown_path(os.path.basename(stem) + b"." + CAPTION_SUFFIX)
         raise DatasetError(f"{_shown(root, images[stem])}: an image without a caption (add {caption}, or remove the image)")
+    return read_once(root, names, trigger_word, lambda: _read_files(root, images, texts, trigger_word))
+
+
+def _read_files(
+    root: bytes, images: dict[bytes, bytes], texts: dict[bytes, bytes], trigger_word: str
+) -> CaptionedImages:
+    """Read the files of a folder, by their names without endings. Raises DatasetError."""
     stems = sorted(images)
     captions = tuple(_read_caption(os.path.join(root, texts[stem]), trigger_word) for stem in stems)
     files = ImageList.of(root, [[images[stem] for stem in stems]])

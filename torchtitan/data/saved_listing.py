@@ -19,8 +19,8 @@ from torchtitan.data.image_files import ImageList, PackedNames, is_image_name, l
 from torchtitan.data.node_cache import NodeCache
 from torchtitan.files.durable import make_folder
 
-MAX_BYTES = 4 << 30  # of all listings; 100 million names of 30 letters
-_SECONDS_SETTLED = 60.0  # a change soon after another may not move the time; the file system's clock may be another
+MAX_BYTES = 4 << 30  # of all listings and contents; 100 million names of 30 letters
+SECONDS_SETTLED = 60.0  # a change soon after another may not move the time; the file system's clock may be another
 
 _FOLDERS = b"folders"  # of a table's metadata: [path, mark] of each folder that was listed
 
@@ -35,18 +35,18 @@ def list_images_of_folders(root: bytes, folders: list[bytes]) -> ImageList:
     Raises:
         OSError: a folder cannot be read.
     """
-    if time.time() - _newest(root, folders) < _SECONDS_SETTLED:
+    if time.time() - _newest(root, folders) < SECONDS_SETTLED:
         return _image_list(root, _listed(root, folders))
     try:
-        cache = NodeCache(_cache_folder(), MAX_BYTES)
+        cache = NodeCache(cache_folder(), MAX_BYTES)
     except OSError:
         return _image_list(root, _listed(root, folders))
     key = hashlib.sha256(b"\0".join([os.path.abspath(root), *folders])).hexdigest()
     return _image_list(root, cache.get(key, lambda: _listed(root, folders), _is_current))
 
 
-def _cache_folder() -> Path:
-    """Folder of this user's listings on this machine. Raises OSError: it cannot be made, or is another user's."""
+def cache_folder() -> Path:
+    """Folder of this user's listings and contents on this machine. Raises OSError: it cannot be made, or is another user's."""
     folder = Path(tempfile.gettempdir()) / f"torchtitan-{os.getuid()}" / "listings"
     make_folder(folder.parent)
     status = folder.parent.lstat()

@@ -15,7 +15,8 @@ from torchtitan.distributed.config import ActivationCheckpointConfig, Checkpoint
 from torchtitan.estimate.live_storages import ACTIVATIONS, COMMUNICATION, GRADIENTS, PARAMETERS
 from torchtitan.estimate.simulation import SimulatedStep, Window, simulate_step
 from torchtitan.models import MODELS, build_model
-from torchtitan.models.adapters.frozen_network import freeze_and_adapt
+from torchtitan.models.adapters.adapters import is_adapter_parameter
+from torchtitan.models.adapters.frozen_network import freeze_and_adapt, quantized_kind
 from torchtitan.models.base import DiffusionModel
 from torchtitan.models.quantized import quantized_tensors, quantized_weights
 
@@ -43,7 +44,8 @@ class MemoryEstimate:
             are the gradients.
         phase: "forward", "backward" or "optimizer": the phase of the peak.
         all_gradients: gradients when all of them exist.
-        start_up: peak of initialisation: this rank's shards and one whole parameter; with `[lora]` the whole model.
+        start_up: peak of initialisation: this rank's shards and one whole parameter, and adapters whole; with DDP, or quantised
+            weights, the whole model.
         least: peak of a step in which every block is recomputed whole, where the compiler chooses the kept tensors
             (activation_checkpoint.mode = memory_budget): the other numbers are then those of a step without
             recomputation, and the true peak, known after compiling, lies between. None in other modes.
@@ -188,15 +190,18 @@ def model_on_meta(config: JobConfig) -> DiffusionModel:
 
 
 def _start_up_bytes(config: JobConfig) -> int:
-    """Bytes of the model when it has its first values: parameters of a sharded one are drawn one at a time, quantised weights
-    read one at a time, or else drawn whole.
+    """Bytes of the model when it has its first values: parameters of a sharded one are drawn one at a time, adapters whole;
+    quantised weights read one at a time, or else drawn whole.
     """
     model, drawn = model_on_meta(config), not config.checkpoint.initial_weights
     layout = config.parallelism
-    if layout.data_parallel_shard_degree > 1 and not config.lora.enable:
+    if layout.data_parallel_shard_degree > 1 and not quantized_kind(config.lora):
         shards = layout.data_parallel_shard_degree * layout.context_parallel_degree
-        rows = [-(-tensor.shape[0] // shards) * tensor[0].nbytes for tensor in model.parameters()]
-        return sum(rows) + max(tensor.nbytes for tensor in model.parameters())
+        parameters = dict(model.named_parameters())
+        adapters = [parameters.pop(name).nbytes for name in list(parameters) if is_adapter_parameter(name)]
+        rows = [-(-tensor.shape[0] // shards) * tensor[0].nbytes for tensor in parameters.values()]
+        largest = max(tensor.nbytes for tensor in parameters.values())
+        return sum(rows) + max(largest, sum(adapters))
     weights = quantized_weights(model).values()
     before = sum(2 * weight.shape.numel() for weight in weights) if drawn else 0  # bfloat16, with the codes of one
     codes = max((weight.codes.nbytes for weight in weights), default=0) if drawn else sum(

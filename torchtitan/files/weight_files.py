@@ -2,11 +2,12 @@
 
 import argparse
 import json
+import math
 import os
 import pickle
 import uuid
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -59,15 +60,8 @@ def header_of(path: Path) -> dict[str, str]:
         raise _unreadable(path, error) from error
 
 
-def check_finite(path: Path) -> None:
-    """Read every tensor of a safetensors file, one at a time. Raises WeightsError: one holds NaN or an infinity."""
-    try:
-        with safe_open(path, framework="pt") as file:
-            bad = [
-                name for name in file.keys() if not file.get_tensor(name).to(torch.float32).isfinite().all()  # noqa: SIM118 (a file is no mapping)
-            ]
-    except (SafetensorError, OSError) as error:
-        raise _unreadable(path, error) from error
+def refuse_not_finite(path: Path, bad: list[str]) -> None:
+    """Refuse a file of which the tensors with these names hold NaN or infinities. Raises WeightsError: there are some."""
     if bad:
         raise WeightsError(f"{path}: {len(bad)} tensors hold values that are not finite: {_some(bad)}")
 
@@ -110,12 +104,20 @@ def fill_rows(weights: Mapping[str, Tensor], rows_of: Mapping[str, slice], path:
         raise _unreadable(path, error) from error
 
 
-def each_tensor(path: Path) -> Iterator[tuple[str, Tensor]]:
-    """Read the tensors of a safetensors file one after the other, with their names. Raises WeightsError."""
+def tensor_sizes(path: Path) -> dict[str, int]:
+    """Elements of each tensor of a safetensors file, by its header. Raises WeightsError."""
     try:
         with safe_open(path, framework="pt") as file:
-            names = list(file.keys())
-            for name in names:
+            return {name: math.prod(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 (a file is no mapping)
+    except (SafetensorError, OSError) as error:
+        raise _unreadable(path, error) from error
+
+
+def each_tensor(path: Path, names: Iterable[str] | None = None) -> Iterator[tuple[str, Tensor]]:
+    """Read the tensors of a safetensors file with these names, or all, one after the other. Raises WeightsError."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            for name in list(file.keys()) if names is None else names:
                 yield name, file.get_tensor(name)
     except (SafetensorError, OSError) as error:
         raise _unreadable(path, error) from error

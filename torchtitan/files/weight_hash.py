@@ -1,9 +1,13 @@
-"""Hash of a network's weights."""
+"""Hashes of a network's weights.
+
+Values are cast to float32, so that equal ones in a float16, bfloat16 or float32 file give the same hash.
+"""
 
 import functools
 import hashlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -13,19 +17,36 @@ from torch import Tensor
 def weights_sha256(tensors: Mapping[str, Tensor]) -> str:
     """Hash names, shapes and values, in the order of the names.
 
-    Values are cast to float32, so that equal ones in a float16, bfloat16 or float32 file give the same hash.
-
     Args:
         tensors: the weights before they are cast to a dtype of compute.
 
     Returns:
         64 hexadecimal digits.
     """
-    return _hashed(tensors, tensors.__getitem__)
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        _update(digest, name, tensors[name])
+    return digest.hexdigest()
+
+
+def tensor_sha256(name: str, tensor: Tensor) -> str:
+    """Hash the name, shape and values of one tensor."""
+    digest = hashlib.sha256()
+    _update(digest, name, tensor)
+    return digest.hexdigest()
+
+
+def joined_sha256(digests: Mapping[str, str]) -> str:
+    """Hash a network by the hashes of its tensors, which several processes may have computed.
+
+    Args:
+        digests: `tensor_sha256` of each tensor, by name.
+    """
+    return hashlib.sha256("".join(digests[name] for name in sorted(digests)).encode()).hexdigest()
 
 
 def file_sha256(path: Path) -> str:
-    """Hash the tensors of a safetensors file as `weights_sha256` does, one at a time; a file that stays the same once.
+    """Hash the tensors of a safetensors file as `joined_sha256`, one at a time; a file that stays the same once.
 
     Raises:
         OSError, SafetensorError: it cannot be read.
@@ -37,13 +58,10 @@ def file_sha256(path: Path) -> str:
 @functools.lru_cache(maxsize=4)
 def _file_sha256(path: Path, time: int, size: int) -> str:
     with safe_open(path, framework="pt") as file:
-        return _hashed(file.keys(), file.get_tensor)
+        return joined_sha256({name: tensor_sha256(name, file.get_tensor(name)) for name in file.keys()})  # noqa: SIM118 (a file is no mapping)
 
 
-def _hashed(names: Iterable[str], tensor: Callable[[str], Tensor]) -> str:
-    digest = hashlib.sha256()
-    for name in sorted(names):
-        values = tensor(name).detach().to("cpu", torch.float32).contiguous()
-        digest.update(f"{name} {list(values.shape)}\n".encode())
-        digest.update(values.reshape(-1).view(torch.uint8).numpy().data)
-    return digest.hexdigest()
+def _update(digest: Any, name: str, tensor: Tensor) -> None:
+    values = tensor.detach().to("cpu", torch.float32).contiguous()
+    digest.update(f"{name} {list(values.shape)}\n".encode())
+    digest.update(values.reshape(-1).view(torch.uint8).numpy().data)

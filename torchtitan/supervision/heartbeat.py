@@ -179,10 +179,13 @@ def _beats(folder: Path, kind: str) -> dict[int, Beat]:
 
 
 def _replace(path: Path, content: dict | list) -> None:
-    temporary = path.with_suffix(".tmp")
+    temporary, text = path.with_suffix(".tmp"), json.dumps(content)
     with suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(json.dumps(content))
+        try:
+            temporary.write_text(text)
+        except FileNotFoundError:  # the first; asked for each time, a shared disk would do twice the work
+            path.parent.mkdir(parents=True, exist_ok=True)
+            temporary.write_text(text)
         temporary.replace(path)
 
 

@@ -22,8 +22,13 @@ from torchtitan.models.quantized import quantized_weights
 TRAINED = "lora"  # name of the adapter that trains
 
 
-def add_trained_adapter(model: DiffusionModel, targets: list[Target], config: LoRAConfig) -> None:
-    """Freeze a network and add the adapter that trains, without values; in place, on the device of the layers.
+def add_trained_adapter(
+    model: DiffusionModel, targets: list[Target], config: LoRAConfig, device: torch.device | None = None
+) -> None:
+    """Freeze a network and add the adapter that trains, without values; in place.
+
+    Args:
+        device: of the adapter; None: that of the layers.
 
     Raises:
         AdapterError: targets overlap.
@@ -31,7 +36,7 @@ def add_trained_adapter(model: DiffusionModel, targets: list[Target], config: Lo
     model.requires_grad_(False)
     for target in targets:
         alpha = config.rank if config.alpha is None else config.alpha
-        update = _empty(model, target, config.rank, alpha)
+        update = _empty(model, target, config.rank, alpha, device)
         layer = _adapted_layer(model, target.module)
         layer.add(TRAINED, update)
         if isinstance(layer, AdaptedLinear):
@@ -62,7 +67,7 @@ def draw_adapter(model: nn.Module, config: LoRAConfig, seed: int) -> None:
 
 def add_frozen_adapter(
     model: DiffusionModel, name: str, weights: AdapterWeights, training_weight: float, sampling_weight: float,
-    source: str = "adapter",
+    source: str = "adapter", device: torch.device | None = None,
 ) -> None:  # fmt: skip
     """Add an adapter that does not train, with its values; in place.
 
@@ -71,13 +76,14 @@ def add_frozen_adapter(
         weights: of its targets.
         training_weight, sampling_weight: multiples of its update in train mode and in eval mode.
         source: file or key, named in errors.
+        device: of the adapter; None: that of the layers.
 
     Raises:
         AdapterError: a target is not of this network, or has another shape.
     """
     for target, values in weights.items():
         check_shape(model, target, values, source)
-        update = _empty(model, target, values.rank, values.alpha)
+        update = _empty(model, target, values.rank, values.alpha, device)
         update.training_weight, update.sampling_weight = training_weight, sampling_weight
         with torch.no_grad():
             update.down.copy_(values.down)
@@ -227,10 +233,11 @@ def _merged(layer: AdaptedLayer, sign: float = 1.0) -> Tensor:
     return weight.clone() if update is None else weight + sign * update
 
 
-def _empty(model: DiffusionModel, target: Target, rank: int, alpha: float) -> LowRank:
+def _empty(model: DiffusionModel, target: Target, rank: int, alpha: float, device: torch.device | None) -> LowRank:
     layer = model.get_submodule(target.module)
     inputs = weight_of(model, target.module)[1:]
-    return LowRank(target.start, target.stop, inputs, rank=rank, alpha=alpha, device=cast(nn.Parameter, layer.weight).device)
+    device = device or cast(nn.Parameter, layer.weight).device
+    return LowRank(target.start, target.stop, inputs, rank=rank, alpha=alpha, device=device)
 
 
 def _adapted_layer(model: DiffusionModel, name: str) -> AdaptedLayer:
