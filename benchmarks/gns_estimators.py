@@ -39,6 +39,7 @@ from torchtitan.diffusion.timesteps.sampler import GlobalBatch
 from torchtitan.gns.capture import GEOMETRIES, PARTS, StepSums
 from torchtitan.gns.composite import Composite
 from torchtitan.gns.config import GNSConfig
+from torchtitan.gns.control_variate import ControlledSums
 from torchtitan.gns.decayed import BinEstimates, DecayedSums
 from torchtitan.gns.pool import to_host
 from torchtitan.gns.statistics import PairSums
@@ -176,11 +177,15 @@ def judge_look(steps: list[tuple[StepSums, dict[str, PairSums]]], measured: int)
     """Judge a measurement: a row per geometry."""
     num_bins, geometries = len(steps[0][0].count), GEOMETRIES
     keys = ("sketch", "modulation", "exact", "all exact", "elementwise", "other")
-    pools = {(g, key): DecayedSums(num_bins, math.inf) for g in geometries for key in keys}
+    pools = {(g, key): DecayedSums(num_bins, math.inf) for g in geometries for key in (*keys, "composite's")}
     composites = [Composite(num_bins, index, math.inf) for index in range(len(geometries))]
+    controlled = [ControlledSums(num_bins, math.inf) for _ in geometries]
     for number, (sums, exact) in enumerate(steps):
         for index, geometry in enumerate(geometries):
-            composites[index].add(sums if _measured_for_composite(number) else _without_sketches(sums))
+            found = composites[index].add(sums if _measured_for_composite(number) else _without_sketches(sums))
+            if found is not None:
+                controlled[index].add(*found)
+                pools[geometry, "composite's"].add(found[0])
             pools[geometry, "all exact"].add(exact[geometry])
             if number >= measured:
                 pools[geometry, "other"].add(exact[geometry])
@@ -191,8 +196,12 @@ def judge_look(steps: list[tuple[StepSums, dict[str, PairSums]]], measured: int)
             if geometry == "adam":
                 pools[geometry, "elementwise"].add(exact["elementwise"])
     return [
-        _row(geometry, {key: pools[geometry, key].estimate() for key in keys} | {"composite": composite.estimate()})
-        for geometry, composite in zip(geometries, composites, strict=True)
+        _row(
+            geometry,
+            {key: pools[geometry, key].estimate() for key in keys}
+            | {"composite": sums.estimate(pools[geometry, "composite's"].estimate())},
+        )
+        for geometry, sums in zip(geometries, controlled, strict=True)
     ]
 
 
