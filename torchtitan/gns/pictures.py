@@ -53,7 +53,7 @@ def draw_noise_scale(
 def is_drawn(tag: str) -> bool:
     """Check whether a logged value is drawn."""
     parts = tag.split("/")
-    return len(parts) == 5 and parts[0] == "gns" and parts[2] == "composite" and parts[4] in _DRAWN
+    return len(parts) == 5 and parts[0] == "gns" and parts[2] == "composite" and parts[3] != "all" and parts[4] in _DRAWN
 
 
 def _say_too_early(axes) -> None:
