@@ -35,6 +35,7 @@ import tempfile
 from collections.abc import Sequence
 from datetime import date
 from pathlib import Path
+from typing import cast
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -48,6 +49,7 @@ from torchtitan.diffusion.timesteps.sampler import GlobalBatch
 from torchtitan.gns.capture import StepSums
 from torchtitan.gns.config import GNSConfig
 from torchtitan.gns.decayed import BinEstimates, DecayedSums
+from torchtitan.gns.monitor import GNSMonitor
 from torchtitan.gns.pool import Pool, to_host
 from torchtitan.gns.raw_sums import read_sums
 from torchtitan.gns.statistics import PairSums
@@ -122,6 +124,7 @@ class WatchedTrainer(Trainer):
     """Trainer that looks at single gradients of its steps after `watch_from`."""
 
     watch_from = TRAINED - WATCHED
+    exact: list[dict[str, PairSums]]
 
     def _forward_backward(self, batch, samples, number, microbatches):
         if self.state.step > self.watch_from:
@@ -141,7 +144,7 @@ def measure_training(data: str, seed: int, cifar10: str | None) -> None:
         trainer = WatchedTrainer(load_config([*words, "--job.dump_folder", folder, "--debug.seed", str(seed)], 1))
         trainer.exact = []
         train_to(trainer, TRAINED)
-        trainer.state.gns.flush()
+        cast(GNSMonitor, trainer.state.gns).flush()
         steps = [sums for _, sums in read_sums(trainer.state.folder.path / "gns")]
         trainer.close()
     keep(path, steps, trainer.exact)
@@ -149,7 +152,8 @@ def measure_training(data: str, seed: int, cifar10: str | None) -> None:
 
 def judge_training(data: str) -> list[dict]:
     """Judge the runs of a data set: a row per seed, geometry and estimator, and one over the seeds."""
-    rows, errors = [], {}
+    rows: list[dict] = []
+    errors: dict[tuple[str, str], list[Tensor]] = {}
     for seed in SEEDS:
         path = KEPT / f"training-{data}-{seed}.pt"
         if not path.exists():
@@ -172,8 +176,8 @@ def judge_training(data: str) -> list[dict]:
                     "exact": truth.b_simple.tolist(), "exact_lower": truth.lower.tolist(),
                     "exact_upper": truth.upper.tolist(), "estimate": found.b_simple.tolist(),
                 })  # fmt: skip
-    for (geometry, estimator), found in errors.items():
-        rows.append({"seed": "all", "geometry": geometry, "estimator": estimator, "rms": rms(torch.cat(found))})
+    for (geometry, estimator), of_seeds in errors.items():
+        rows.append({"seed": "all", "geometry": geometry, "estimator": estimator, "rms": rms(torch.cat(of_seeds))})
     return rows
 
 

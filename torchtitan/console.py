@@ -142,8 +142,8 @@ def closing_lines(
         phase = lr_phase(
             state.config.lr_scheduler, max(state.progress, 1), training.steps, training.global_batch_size
         )
-        found = [*state.gns.result(), *state.gns.advice(state.batch_size, phase)]
-        lines += ["gradient noise:", *(f"  {line}" for line in found)] if found else []
+        noise = [*state.gns.result(), *state.gns.advice(state.batch_size, phase)]
+        lines += ["gradient noise:", *(f"  {line}" for line in noise)] if noise else []
     return lines
 
 
