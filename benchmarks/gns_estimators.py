@@ -39,6 +39,7 @@ from torchtitan.diffusion.timesteps.sampler import GlobalBatch
 from torchtitan.gns.capture import GEOMETRIES, PARTS, StepSums
 from torchtitan.gns.composite import Composite
 from torchtitan.gns.config import GNSConfig
+from torchtitan.gns.control_variate import ControlledSums
 from torchtitan.gns.decayed import BinEstimates, DecayedSums
 from torchtitan.gns.pool import to_host
 from torchtitan.gns.statistics import PairSums
@@ -78,6 +79,8 @@ MEASURED_EVERY = 4
 TRAINED_BATCH = 256
 CHUNK = 32  # single gradients held at once
 KEPT = ROOT / "outputs" / "gns_estimators"
+
+Samples = tuple[Tensor, Any, Draw]  # images, conditions, draws
 
 DATA = {
     "digits": '[data]\nname = "digits"\n',
@@ -166,7 +169,7 @@ def steps_of_look(trainer: Trainer, age: int, measured: int) -> list[tuple[StepS
     for number in tqdm(range(MEASURED_EVERY * measured), desc=f"age {age}", leave=False):
         sketched = number < measured or _measured_for_composite(number)
         sums = _measure(trainer, first, number, sketched)  # first, since it sets the factors of Adam's geometry
-        steps.append((sums, _exact(trainer, first, number, elementwise=number < measured)))
+        steps.append((sums, exact_sums(trainer, _samples(trainer, first, number), elementwise=number < measured)))
     return steps
 
 
@@ -174,11 +177,15 @@ def judge_look(steps: list[tuple[StepSums, dict[str, PairSums]]], measured: int)
     """Judge a measurement: a row per geometry."""
     num_bins, geometries = len(steps[0][0].count), GEOMETRIES
     keys = ("sketch", "modulation", "exact", "all exact", "elementwise", "other")
-    pools = {(g, key): DecayedSums(num_bins, math.inf) for g in geometries for key in keys}
+    pools = {(g, key): DecayedSums(num_bins, math.inf) for g in geometries for key in (*keys, "composite's")}
     composites = [Composite(num_bins, index, math.inf) for index in range(len(geometries))]
+    controlled = [ControlledSums(num_bins, math.inf) for _ in geometries]
     for number, (sums, exact) in enumerate(steps):
         for index, geometry in enumerate(geometries):
-            composites[index].add(sums if _measured_for_composite(number) else _without_sketches(sums))
+            found = composites[index].add(sums if _measured_for_composite(number) else _without_sketches(sums))
+            if found is not None:
+                controlled[index].add(*found)
+                pools[geometry, "composite's"].add(found[0])
             pools[geometry, "all exact"].add(exact[geometry])
             if number >= measured:
                 pools[geometry, "other"].add(exact[geometry])
@@ -189,8 +196,12 @@ def judge_look(steps: list[tuple[StepSums, dict[str, PairSums]]], measured: int)
             if geometry == "adam":
                 pools[geometry, "elementwise"].add(exact["elementwise"])
     return [
-        _row(geometry, {key: pools[geometry, key].estimate() for key in keys} | {"composite": composite.estimate()})
-        for geometry, composite in zip(geometries, composites, strict=True)
+        _row(
+            geometry,
+            {key: pools[geometry, key].estimate() for key in keys}
+            | {"composite": sums.estimate(pools[geometry, "composite's"].estimate())},
+        )
+        for geometry, sums in zip(geometries, controlled, strict=True)
     ]
 
 
@@ -227,21 +238,23 @@ def _measure(trainer: Trainer, first: int, number: int, sketched: bool) -> StepS
     return to_host(taps.end_step())
 
 
-def _samples(trainer: Trainer, first: int, number: int):
+def _samples(trainer: Trainer, first: int, number: int) -> Samples:
     batch = trainer.config.training.local_batch_size
-    samples = torch.arange(batch) + first + number * batch
+    return samples_of(trainer, GlobalBatch(first + number * batch, batch))
+
+
+def samples_of(trainer: Trainer, where: GlobalBatch) -> Samples:
+    """Samples of a global batch as a training step would see them: images, conditions, and draws of t and noise."""
+    samples = torch.arange(where.size) + where.first_sample
     dataset = trainer.state.data._loader_arguments["dataset"]
     data = dataset.fetch((samples % len(dataset)).numpy()) | {"samples": samples}
-    where = GlobalBatch(first + number * batch, batch)
     draw = trainer.state.objective.draw(tuple(data["images"].shape[1:]), where, samples)
     return data["images"], trainer.state.condition(data, 0), draw
 
 
-def _exact(trainer: Trainer, first: int, number: int, elementwise: bool) -> dict[str, PairSums]:
-    """Exact sums of a step from one gradient per sample, in every geometry, and with Adam's own second moment if
-    wanted.
-    """
-    x0, condition, draw = _samples(trainer, first, number)
+def exact_sums(trainer: Trainer, samples: Samples, elementwise: bool) -> dict[str, PairSums]:
+    """Exact sums of samples from one gradient each, in every geometry, and with Adam's own second moment if wanted."""
+    x0, condition, draw = samples
     parameters = {name: parameter.detach() for name, parameter in trainer.state.model.named_parameters()}
     objective, model = trainer.state.objective, trainer.state.model
 
@@ -262,8 +275,8 @@ def _exact(trainer: Trainer, first: int, number: int, elementwise: bool) -> dict
     weights = {name: torch.stack([of[name].flatten().square() for of in factors.values()], dim=1) for name in parameters}
     squares = torch.zeros(one_hot.shape[1], len(factors), dtype=torch.float64)
     sums = {name: torch.zeros(one_hot.shape[1], weight.numel()) for name, weight in parameters.items()}
-    samples = (x0, condition, draw.t, draw.noise, draw.importance, one_hot)
-    for *chunk, in_bin in zip(*(values.split(CHUNK) for values in samples), strict=True):
+    drawn = (x0, condition, draw.t, draw.noise, draw.importance, one_hot)
+    for *chunk, in_bin in zip(*(values.split(CHUNK) for values in drawn), strict=True):
         with sdpa_kernel(SDPBackend.MATH):  # the fused kernels have no batching rule
             per_sample = vmap(grad(loss), in_dims=(None, 0, 0, 0, 0, 0))(parameters, *chunk)
         for name, gradient in per_sample.items():
@@ -312,7 +325,7 @@ def _row(geometry: str, found: dict[str, BinEstimates]) -> dict:
         value, wanted = found[key].b_simple, found[truth].b_simple
         known = (wanted > 0) & (value > 0)
         row[f"{key}_rms"] = _rms(value[known] / wanted[known])
-        row[f"{key}_spearman"] = _spearman(value, wanted)
+        row[f"{key}_spearman"] = spearman(value, wanted)
         row[f"{key}_bins"] = int(known.sum())
     ratio = found["modulation"].b_simple / found["exact"].b_simple
     row["modulation_ratio"] = ratio[ratio > 0].log().mean().exp().item()
@@ -339,7 +352,8 @@ def _rms(ratio: Tensor) -> float:
     return ratio.log().square().mean().sqrt().item()
 
 
-def _spearman(a: Tensor, b: Tensor) -> float:
+def spearman(a: Tensor, b: Tensor) -> float:
+    """Rank correlation of values without ties."""
     ranks = torch.stack((a.argsort().argsort(), b.argsort().argsort())).double()
     return torch.corrcoef(ranks)[0, 1].item()
 

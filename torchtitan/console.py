@@ -16,6 +16,7 @@ from torchtitan.distributed.mesh import crosses_nodes
 from torchtitan.evaluation.config import LATENT_DATASETS, EvaluationConfig
 from torchtitan.evaluation.targets import described_text
 from torchtitan.fidelity.metrics import METRICS
+from torchtitan.gns.checks import few_pairs
 from torchtitan.gns.monitor import GNS_FOLDER
 from torchtitan.gns.pictures import PICTURE_FILE
 from torchtitan.processes.launch import launch_number
@@ -24,6 +25,7 @@ from torchtitan.runs.final_weights import final_weights_path
 from torchtitan.runs.previews import PAGE_FILE
 from torchtitan.training.corrupt_images import CORRUPT_IMAGES_FILE
 from torchtitan.training.hardware import device_name
+from torchtitan.training.lr_scheduler import lr_phase
 from torchtitan.training.metrics import METRICS_FILE
 
 logger = logging.getLogger(__name__)
@@ -45,6 +47,8 @@ def introduce(state: RunState) -> None:
         logger.info(line)
     if advice := crosses_nodes(state.layout, launch_number("LOCAL_WORLD_SIZE", state.layout.world_size)):
         logger.warning(advice)
+    if state.gns and (warning := few_pairs(config.gns, config.training.local_batch_size)):
+        logger.warning(warning)
     points = torch.linspace(-6.0, 6.0, 121, dtype=torch.float64)
     weights = state.objective.effective_weight(points)
     if weights is not None and not _is_default(config.objective):
@@ -134,8 +138,12 @@ def closing_lines(
     lines += _verdict(results)
     lines += _metrics(results, config.evaluation)
     if state.gns:
-        advice = state.gns.advice(state.batch_size)
-        lines += ["gradient noise:", *(f"  {line}" for line in advice)] if advice else []
+        training = state.config.training
+        phase = lr_phase(
+            state.config.lr_scheduler, max(state.progress, 1), training.steps, training.global_batch_size
+        )
+        noise = [*state.gns.result(), *state.gns.advice(state.batch_size, phase)]
+        lines += ["gradient noise:", *(f"  {line}" for line in noise)] if noise else []
     return lines
 
 

@@ -160,7 +160,7 @@ def test_measuring_does_not_change_training(folder):
 
 
 def test_tags_name_geometry_estimator_and_bin(folder):
-    quantities = {"signal", "noise", "b_simple", "lower", "upper", "samples"}
+    quantities = {"signal", "noise", "b_simple", "lower", "upper", "samples", "lag"}
     tags = {tag for point in noise_points(folder / "measured") for tag in point if tag != "step"}
     for geometry in ("plain", "adam"):
         for estimator in ("sketch", "composite", "modulation"):
@@ -173,6 +173,9 @@ def test_tags_name_geometry_estimator_and_bin(folder):
     assert all(re.fullmatch(r"gns/(plain|adam)/(sketch|composite|modulation|ranks)/(\d|all)/\w+", tag) for tag in tags)
     assert {tag.split("/")[1] for tag in noise_points(folder / "allocated")[-1] if tag != "step"} == {"plain", "shares"}
     whole = noise_points(folder / "measured")[-1]
+    for geometry in ("plain", "adam"):
+        headline = [whole[f"gns/{geometry}/{estimator}/all/headline"] for estimator in ("sketch", "composite", "modulation")]
+        assert headline in ([1.0, 0.0, 0.0], [0.0, 1.0, 0.0])
     assert whole["gns/plain/sketch/all/noise"] > 0 and whole["gns/plain/ranks/all/noise"] > 0
 
 

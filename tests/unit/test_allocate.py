@@ -252,6 +252,8 @@ def test_no_change_is_recommended_where_there_is_nothing_to_gain():
 
 def test_an_interval_with_1_in_it_is_no_recommendation():
     assert "would give" not in advice([PredictedRatio(NEYMAN, 0.8, 0.6, 1.01)])
+    assert "would give" not in advice([PredictedRatio(NEYMAN, 0.95, 0.94, 0.96)])  # certain, but below a factor of 1.1
+    assert "would give" in advice([PredictedRatio(NEYMAN, 0.9, 0.88, 0.92)])
     both = [PredictedRatio(NEYMAN, 0.5, 0.45, 0.55), PredictedRatio(FROM_WEIGHT, 0.7, 0.6, 0.8)]
     assert advice(both).count("would give") == 2
     assert "from the weight" not in advice([both[0], PredictedRatio(FROM_WEIGHT, 0.9, 0.7, 1.1)])
@@ -261,12 +263,15 @@ def test_batch_advice():
     assert batch_advice(1200.0, 900.0, 1700.0, 256).startswith(
         "global batch size 256 is below the noise scale, estimate 1,200 [900, 1,700] samples"
     )
+    assert "proportionally" not in batch_advice(1200.0, 900.0, 1700.0, 256)
+    assert batch_advice(1200.0, 900.0, 1700.0, 256).endswith("one may need fewer steps; scripts/critical_batch.py tests it")
     assert " is near " in batch_advice(1200.0, 900.0, 1700.0, 1024)
     assert " is near " in batch_advice(1200.0, 1190.0, 1210.0, 1024)
     assert " is above " in batch_advice(12.0, 9.0, 17.0, 256)
     unbounded = batch_advice(-50.0, 900.0, math.inf, 256)
     assert "is below" in unbounded and "estimate more than 900 samples" in unbounded
     assert "too few samples to tell" in batch_advice(5e4, 900.0, math.inf, 1024)
+    assert "too few samples to tell" in batch_advice(5e4, 900.0, math.inf, 850)  # a factor of 1.06
     for lower, upper in ((0.0, math.inf), (math.nan, math.nan), (-math.inf, math.inf)):
         assert "too few samples for an estimate" in batch_advice(math.nan, lower, upper, 256)
 

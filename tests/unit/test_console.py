@@ -58,7 +58,7 @@ def test_the_next_grid_is_told_with_its_place(tmp_path, step, said):
 def monitor(scale: tuple[float, float, float], ratio: PredictedRatio) -> GNSMonitor:
     """Monitor that has measured a noise scale with its interval, and predicted a sampler's ratio."""
     made = object.__new__(GNSMonitor)
-    made.pool = SimpleNamespace(geometries=("plain",))
+    made.pool = SimpleNamespace(geometries=("plain",), headline=lambda geometry: "sketch")
     made.settle = lambda: None
     names = ("b_simple", "lower", "upper")
     made._whole = lambda *_: SimpleNamespace(**dict(zip(names, map(torch.tensor, scale), strict=True)))
@@ -66,6 +66,7 @@ def monitor(scale: tuple[float, float, float], ratio: PredictedRatio) -> GNSMoni
     return made
 
 
+SLIGHT = PredictedRatio(NEYMAN, 0.95, 0.94, 0.96)
 USELESS, USEFUL = PredictedRatio(NEYMAN, 0.99, 0.9, 1.1), PredictedRatio(NEYMAN, 0.5, 0.45, 0.55)
 
 
@@ -75,6 +76,9 @@ USELESS, USEFUL = PredictedRatio(NEYMAN, 0.99, 0.9, 1.1), PredictedRatio(NEYMAN,
     ((0.0, 50.0, float("inf")), 80, ""), ((0.0, -1.0, float("inf")), 20, ""), ((0.0, float("nan"), 3.0), 20, ""),
 ])  # fmt: skip
 def test_advice_is_given_only_where_something_is_to_be_changed(scale, batch, said):
-    lines = monitor(scale, USELESS).advice(batch)
+    phase = "at the peak learning rate"
+    lines = monitor(scale, USELESS).advice(batch, phase)
     assert len(lines) == bool(said) and all(said in line for line in lines)
-    assert [line for line in monitor(scale, USEFUL).advice(batch) if "fewer samples" in line and "would give" in line]
+    assert all(line.startswith(f"measured {phase} (sketch): ") for line in lines)
+    assert [line for line in monitor(scale, USEFUL).advice(batch, phase) if "fewer samples" in line and "would give" in line]
+    assert monitor(scale, SLIGHT).advice(batch, phase) == lines  # certain, but a factor below 1.1

@@ -5,6 +5,8 @@ from pathlib import Path
 import pytest
 
 from torchtitan.config.job import ConfigError, load_config
+from torchtitan.gns.checks import few_pairs
+from torchtitan.gns.config import GNSConfig
 from torchtitan.settings.record import dump_config
 
 DDPM = '[objective]\npath = "ddpm_linear"\nprediction = "noise"\ntimesteps.name = "uniform"\n'
@@ -90,6 +92,18 @@ def test_section_is_refused_in_one_line_that_names_the_key(name):
         load(objective, section, ranks)
     problem, = caught.value.problems
     assert words in problem and "\n" not in problem
+
+
+@pytest.mark.parametrize(("config", "size", "warns"), [
+    (GNSConfig(enable=True), 4, True), (GNSConfig(enable=True), 19, True), (GNSConfig(enable=True), 20, False),
+    (GNSConfig(enable=True, bin_edges=[0.0, 0.5, 1.0]), 4, False), (GNSConfig(enable=True, bin_edges=[0.0, 0.5, 1.0]), 3, True),
+    (GNSConfig(enable=True, single_pass=False, rank_gradients=True), 4, False),
+])  # fmt: skip
+def test_few_samples_of_a_bin_in_a_microbatch_are_warned_of(config, size, warns):
+    warning = few_pairs(config, size)
+    assert bool(warning) == warns
+    if warning:
+        assert f"share {size} images of a microbatch" in warning and "training.local_batch_size" in warning
 
 
 @pytest.mark.parametrize("edge", ["nan", "inf"])

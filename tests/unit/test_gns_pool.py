@@ -94,7 +94,8 @@ def test_composite_recovers_the_ratio_of_token_to_modulation(geometry):
 @pytest.mark.parametrize("geometry", [0, 1])
 def test_composite_takes_each_bins_slope_over_steps_drawn_to_the_common_one(geometry):
     """The token part's signal is a multiple of the modulation part's and an offset, others in every bin."""
-    composite, steps, slopes = Composite(BINS, geometry, half_life=math.inf), 6, torch.tensor([2.0, 3.0, 5.0]).double()
+    composite, steps = Composite(BINS, geometry, half_life=math.inf, share=None), 6
+    slopes = torch.tensor([2.0, 3.0, 5.0]).double()
     seen = []
     for step in range(1, steps + 1):
         sums = made_up(step, measured=True)
@@ -119,7 +120,7 @@ def test_composite_equals_sketch_where_the_token_part_is_a_multiple_of_the_modul
         pool.add(made_up(step, measured=True, ratio=1.5))
     for geometry in pool.geometries:
         sketch, composite = (pool.by_bin(geometry, estimator) for estimator in ("sketch", "composite"))
-        for name in ("signal", "noise", "b_simple", "lower", "upper", "signal_stderr", "noise_stderr"):
+        for name in ("signal", "noise", "b_simple", "lower", "upper", "signal_stderr", "noise_stderr", "lag", "matrix"):
             assert torch.allclose(getattr(composite, name), getattr(sketch, name), rtol=1e-9), name
         assert torch.equal(composite.unbounded, sketch.unbounded)
 
@@ -135,17 +136,21 @@ def test_composite_equals_sketch_where_every_step_is_measured_whatever_the_ratio
 
 
 def test_composite_counts_the_steps_between_exactly_where_the_token_part_is_a_multiple_of_the_modulation():
-    """The proxy is then the whole model, and the estimate that of all steps since the first measured one."""
-    composite, everything = Composite(BINS, 0, half_life=math.inf), []
+    """The proxy is then the whole model, and with a coefficient of 1 an entry's estimate that of all its steps."""
+    composite, everything, corrected = Composite(BINS, 0, half_life=math.inf), [], []
     for step in range(1, 10):
-        measured = step % 3 == 0
-        composite.add(made_up(step, measured=measured, ratio=1.5))
-        if step >= 3:  # before, no ratio is known
+        found = composite.add(made_up(step, measured=step % 3 == 0, ratio=1.5))
+        assert (found is not None) == (step % 3 == 0)
+        if step > 3:  # before, no ratio is known
             everything.append(of_geometry(made_up(step, measured=True, ratio=1.5), 0))
-    found, total = composite.estimate(), reduce(add, everything)
-    assert torch.allclose(found.signal, signal(total), rtol=1e-9)
-    assert torch.allclose(found.noise, noise(total), rtol=1e-9)
-    assert torch.allclose(found.b_simple, b_simple(total), rtol=1e-9)
+            if found is not None:
+                whole, controls = found
+                products = whole.products - controls.sum(-1).diag()
+                corrected.append(PairSums(whole.count, whole.squares - controls[:, 0], products, whole.pairs))
+    found, total = reduce(add, corrected), reduce(add, everything)
+    assert torch.allclose(signal(found), signal(total), rtol=1e-9)
+    assert torch.allclose(noise(found), noise(total), rtol=1e-9)
+    assert torch.allclose(b_simple(found), b_simple(total), rtol=1e-9)
 
 
 # ---------------------------------------------------------------------- pool
@@ -181,14 +186,13 @@ def test_state_through_json_goes_on_bit_for_bit_also_in_the_middle_of_an_entry(c
     for geometry in straight.geometries:
         for estimator in ESTIMATORS:
             assert same(resumed.by_bin(geometry, estimator), straight.by_bin(geometry, estimator))
-            if estimator != "composite":
-                assert same(resumed.whole(geometry, estimator), straight.whole(geometry, estimator))
+            assert same(resumed.whole(geometry, estimator), straight.whole(geometry, estimator))
     assert torch.equal(resumed.mean_square_loss(), straight.mean_square_loss())
 
 
 def test_an_entry_that_is_not_complete_is_part_of_the_state():
     middle, begun_anew = filled(8), filled(6)
-    for name in ("plain/modulation", "adam/modulation"):
+    for name in ("plain", "adam"):
         assert middle.state_dict()["entry"][name] != begun_anew.state_dict()["entry"][name]
     assert middle.state_dict()["composites"][0]["count"] == [16.0] * BINS
 

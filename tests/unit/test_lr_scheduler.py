@@ -10,7 +10,7 @@ from tests.distributed.cases import make_trainer
 from torchtitan.config.job import ConfigError, load_config
 from torchtitan.experiments.autotune.probe import probe_config
 from torchtitan.training.config import LRSchedulerConfig, OptimizerConfig
-from torchtitan.training.lr_scheduler import lr_factor
+from torchtitan.training.lr_scheduler import lr_factor, lr_phase
 from torchtitan.training.optimizer import build_optimizer
 from torchtitan_dit.studies.branch_training import run_lr
 from torchtitan_dit.studies.equal_samples import batch_overrides
@@ -169,3 +169,13 @@ def test_without_decay_the_optimizer_is_adam_with_epsilon_outside_the_root(beta2
         wanted = wanted - 0.02 * first / (1 - 0.9**step) / (root + 1e-8)
         optimizer.step()
     torch.testing.assert_close(weight.detach().double(), wanted, rtol=0, atol=1e-6)
+
+
+def test_phase_of_the_schedule_is_named_with_its_rate():
+    cosine = LRSchedulerConfig(warmup_steps=10, decay_type="cosine")
+    assert lr_phase(cosine, 5, 110) == "in warm-up, at 50 % of the peak learning rate"
+    assert lr_phase(cosine, 11, 110) == "at the peak learning rate"
+    assert lr_phase(cosine, 61, 110) == "in the cosine decay, at 50 % of the peak learning rate"
+    assert lr_phase(LRSchedulerConfig(), 110, 110) == "at the peak learning rate"
+    root = LRSchedulerConfig(decay_type="inverse_sqrt", reference_steps=25)
+    assert lr_phase(root, 101, 1000) == "in the inverse square root decay, at 50 % of the peak learning rate"

@@ -217,6 +217,6 @@ def test_arrows_of_the_noise_scale_end_within_the_picture():
         b_simple=torch.tensor([20.0, 50.0]), lower=torch.tensor([15.0, 400.0]), upper=torch.tensor([30.0, torch.inf])
     )
     axes = Figure().subplots()
-    gns_pictures._draw_bins(axes, [0.0, 0.5, 1.0], found, [22.0, None], 128)
+    gns_pictures._draw_bins(axes, [0.0, 0.5, 1.0], found, [22.0, None], 128, "sketch")
     low, high = axes.get_ylim()
     assert high > 3 * 400 and low < 15

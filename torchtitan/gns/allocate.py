@@ -33,7 +33,8 @@ CHANGES = {
 }
 
 _DRAWS = 1000  # of the bootstrap
-_WORTHWHILE = 1.02  # times fewer samples; below it a certain gain is not worth a change
+_WORTHWHILE = 1.1  # a smaller factor is not worth a change, however certain
+_TEST = "scripts/critical_batch.py tests it"
 _UNCERTAIN = 1.1  # times fewer samples that an interval must allow for, to be called too wide
 
 
@@ -274,7 +275,7 @@ def _with_interval(name: str, promised: float, errors: Tensor, confidence: float
 def advice(ratios: Iterable[PredictedRatio]) -> str:
     """Advice on the timestep sampler in one line: which one would save samples, that none would, or too few samples.
 
-    A change is recommended only where its interval excludes a ratio of 1 and it saves more than 2 %; a loss multiplier
+    A change is recommended only where its interval excludes a ratio of 1 and it saves a factor of 1.1; a loss multiplier
     that wastes samples comes first, since nothing has to be measured to leave it out.
     """
     named = {ratio.name: ratio for ratio in ratios}
@@ -299,8 +300,8 @@ BatchPlace = Literal["unknown", "near", "below", "above"]
 
 
 def worthwhile(ratios: Iterable[PredictedRatio]) -> dict[str, PredictedRatio]:
-    """Those that would save samples, by name: the interval excludes a ratio of 1, and more than 2 % is saved."""
-    return {ratio.name: ratio for ratio in ratios if ratio.upper < 1.0 and ratio.ratio < 1.0 / _WORTHWHILE}
+    """Those that would save samples, by name: the interval excludes a ratio of 1, and 1.1 times fewer are needed."""
+    return {ratio.name: ratio for ratio in ratios if ratio.upper < 1.0 and ratio.ratio <= 1.0 / _WORTHWHILE}
 
 
 def place_of_batch(b_simple: float, lower: float, upper: float, global_batch_size: int) -> BatchPlace:
@@ -308,7 +309,7 @@ def place_of_batch(b_simple: float, lower: float, upper: float, global_batch_siz
     if math.isnan(lower) or math.isnan(upper):
         return "unknown"
     if math.isinf(upper):
-        return "below" if global_batch_size < lower else "unknown"
+        return "below" if _WORTHWHILE * global_batch_size <= lower else "unknown"
     if lower <= global_batch_size <= upper or 0.5 <= global_batch_size / b_simple <= 2.0:
         return "near"
     return "below" if global_batch_size < lower else "above"
@@ -324,24 +325,29 @@ def batch_advice(b_simple: float, lower: float, upper: float, global_batch_size:
             upper end means that only the lower one is known.
         global_batch_size: in samples.
 
-    The noise scale stands in for the critical batch size, which can be far larger.
+    The noise scale stands in for the critical batch size, which was found far larger (Merrill et al., arXiv 2505.23971)
+    and, under a decayed learning rate, two to four times smaller: what another batch would do is for a test to say.
 
     Source: McCandlish et al., arXiv 1812.06162, eq. 2.7: a batch of B makes 1 / (1 + B_simple / B) of the largest
     progress of one step.
     """
     batch, place = f"global batch size {global_batch_size:,}", place_of_batch(b_simple, lower, upper, global_batch_size)
-    if math.isinf(upper) and lower > 0:
-        scale = f"the noise scale, by estimate more than {_samples(lower)} samples"
-    elif math.isfinite(upper):
-        scale = f"the noise scale, estimate {_samples(b_simple)} [{_samples(lower)}, {_samples(upper)}] samples"
-    else:
+    if not (math.isfinite(upper) or (math.isinf(upper) and lower > 0)):
         return f"{batch}: too few samples for an estimate of the noise scale"
+    scale = f"the noise scale, {scale_in_words(b_simple, lower, upper)}"
     return {
         "unknown": f"{batch}: too few samples to tell whether it is below {scale}",
         "near": f"{batch} is near {scale}: a balance of steps against samples",
-        "below": f"{batch} is below {scale}: a larger one would need nearly proportionally fewer steps",
-        "above": f"{batch} is above {scale}: a larger one would save few steps, a smaller one many samples",
+        "below": f"{batch} is below {scale}: a larger one may need fewer steps; {_TEST}",
+        "above": f"{batch} is above {scale}: a smaller one may need fewer samples; {_TEST}",
     }[place]
+
+
+def scale_in_words(b_simple: float, lower: float, upper: float) -> str:
+    """Noise scale with its interval, in samples; an infinite upper end means that only the lower one is known."""
+    if math.isinf(upper):
+        return f"by estimate more than {_samples(lower)} samples"
+    return f"estimate {_samples(b_simple)} [{_samples(lower)}, {_samples(upper)}] samples"
 
 
 def _change(name: str) -> str:

@@ -100,6 +100,18 @@ class StepSums:
             None if self.corrections is None else self.corrections * matrix,
         )  # fmt: skip
 
+    def combined(self) -> "StepSums":
+        """Combine all bins into one."""
+
+        def over_bins(matrix: Tensor | None) -> Tensor | None:
+            return None if matrix is None else matrix.sum((-2, -1), keepdim=True)
+
+        return StepSums(
+            self.count.sum(0, keepdim=True), self.square_losses.sum(0, keepdim=True), self.pairs.sum((0, 1), keepdim=True),
+            self.squares.sum(-1, keepdim=True), self.products.sum((-2, -1), keepdim=True),
+            over_bins(self.all_pairs), over_bins(self.sketched), over_bins(self.corrections),
+        )  # fmt: skip
+
 
 class GradientTaps:
     """Taps on every layer of a model, and the sums of one step that they collect."""

@@ -73,6 +73,19 @@ def gns_problems(
         )
 
 
+def few_pairs(config: GNSConfig, local_batch_size: int) -> str | None:
+    """Warning if microbatches hold so few samples of a bin that unmeasured steps say next to nothing; None if not."""
+    bins = len(config.bin_edges) - 1 if config.bin_edges else config.num_bins
+    if not config.single_pass or local_batch_size >= _LEAST_PER_BIN * bins:
+        return None
+    return (
+        f"gns: {bins} bins share {local_batch_size} images of a microbatch: between measured steps only pairs of one"
+        " microbatch and bin count, of which there are few, so that the modulation estimate is noisy and the composite"
+        " is hardly better than the sketch (raise training.local_batch_size to"
+        f" {_LEAST_PER_BIN * bins} or more, or lower gns.interval)"
+    )
+
+
 def _rank_problems(
     config: GNSConfig, objective: Objective, microbatches: int, ranks: int
 ) -> Iterator[tuple[str, str]]:

@@ -1,31 +1,28 @@
-"""Composite estimate of the whole model's noise scale from few steps with sketches and many without, by regression.
+"""Composite estimate of the whole model's noise scale: measured steps, corrected by what the free parts say on all steps.
 
 On every step the free parts of the model are measured, and the modulation part times a slope learned on measured steps
-stands in for the token part: a proxy F of the whole model W. On measured steps W itself is known. With bars for pooled
-means,
+stands in for the token part: a proxy F of the whole model W. On a measured step W itself is known. What
+F's sums over p pairs (or samples) exceed,
 
-    W_all ~ W_measured + (F_all - F_measured),
+    C = n_F - p (mean of F per pair over the entry, which is the measured step and the free ones before it),
 
-which is unbiased bin by bin whatever the slope is, since the correction has mean zero; the slope decides how much of
-the sampling error it takes away, most where it is that of the token part's regression on the modulation part over
-steps. Source: double sampling with regression, Cochran, "Sampling techniques", chapter 12.
+is 0 in expectation, given the counts, as long as the weights hardly move within an entry, whatever the slope is. So it
+is a control variate of the measured step's W: see `torchtitan.gns.control_variate`. With a coefficient of 1 and F = W the
+measured step's mean is replaced by that of the entry. Where signal dominates and microbatches are small against the
+step, the best one is larger, up to the ratio of the step's pairs to those of the free products, and it is near 0 where F
+says nothing about W.
+
+Source: double sampling with regression, Cochran, "Sampling techniques", chapter 12.
 """
-
-import math
 
 import torch
 from torch import Tensor
 
 from torchtitan.gns.capture import FREE_PARTS, PARTS, StepSums
-from torchtitan.gns.decayed import BinEstimates, estimates_of_ratios, kept_share
+from torchtitan.gns.decayed import kept_share
 from torchtitan.gns.statistics import PairSums, RatioMoments
 
 _MODULATION, _TOKEN = PARTS.index("modulation"), PARTS.index("token")
-
-# Of the six ratios (second moment and signal of W measured, F measured, F all): those of the estimate.
-_SECOND_MOMENT, _SIGNAL = torch.eye(6, dtype=torch.float64).view(3, 2, 6).permute(1, 0, 2)
-_COMBINATION = torch.stack([rows[0] - rows[1] + rows[2] for rows in (_SECOND_MOMENT, _SIGNAL)])  # [2, 6]
-
 
 # From fewer measured steps slopes come out anywhere (34 instead of 0.7 has been seen from two, and stays in a long
 # average): until then the ratio of the squares stands in.
@@ -34,53 +31,59 @@ _STEPS_FOR_SLOPE = 5.0
 # As many measured steps weigh the common slope of all bins in each bin's own.
 _STEPS_OF_COMMON = 4.0
 
+# Half-life of what is learned: at most this share of the samples so far.
+_LEARNING_SHARE = 0.25
+
 
 class Composite:
-    """Pooled steps of one geometry; older ones count less, as in DecayedSums."""
+    """Control variates of the measured steps of one geometry; what it has learned decays as in DecayedSums."""
 
-    def __init__(self, num_bins: int, geometry: int, half_life: float, ramp: float = math.inf) -> None:
+    def __init__(self, num_bins: int, geometry: int, half_life: float, share: float | None = _LEARNING_SHARE) -> None:
         """
         Args:
             num_bins: K.
             geometry: index of GEOMETRIES.
-            half_life, ramp: see DecayedSums.
+            half_life: of what is learned, see DecayedSums.
+            share: of the samples so far that it is at most; None: no limit.
         """
-        self.num_bins, self._geometry, self._half_life, self._ramp = num_bins, geometry, half_life, ramp
-        self._seen = torch.zeros(num_bins, dtype=torch.float64)
+        self._share = None if share is None else torch.tensor([[share]], dtype=torch.float64)
+        self.num_bins, self._geometry, self._half_life = num_bins, geometry, half_life
+        self._seen = torch.zeros(num_bins, dtype=torch.float64)  # samples trained of each bin
+        self._trained = torch.zeros(num_bins, dtype=torch.float64)  # since the last measured step
         # Of the token and the modulation part: second moments, then signals.
         self._parts = RatioMoments.of(torch.zeros(num_bins, 4, 2, dtype=torch.float64))
-        self._ratios = RatioMoments.of(torch.zeros(num_bins, 6, 2, dtype=torch.float64))
-        self._fourth_powers = torch.zeros(num_bins, dtype=torch.float64)
         self._all = PairSums.zeros(num_bins)  # F since the last measured step
-        self._multipliers: tuple[Tensor, Tensor] | None = None  # known until the ratios change
+        self._multipliers: tuple[Tensor, Tensor] | None = None  # known until the next measured step
 
-    def add(self, sums: StepSums) -> None:
-        """Add one step."""
-        if sums.all_pairs is not None:
-            self._learn_ratios(sums, sums.all_pairs)
+    def add(self, sums: StepSums) -> tuple[PairSums, Tensor] | None:
+        """Add one step; return of a measured one the whole model's sums and C of second moment and signal, [K, 2]."""
         proxy = self._proxy(sums)
         if not proxy.is_finite():
-            return
+            return None
+        self._trained = self._trained + sums.count
         self._all = self._all + proxy
-        if sums.all_pairs is not None:
-            self._close_entry(sums, sums.all_pairs, proxy)
+        if sums.all_pairs is None:
+            return None
+        squares, products = sums.squares[:, self._geometry].sum(0), sums.all_products[:, self._geometry].sum(0)
+        whole = PairSums(sums.count, squares, products, sums.all_pairs)
+        if not whole.is_finite():
+            return None
+        excess = self._excess(proxy)
+        self._learn(sums, sums.all_pairs)
+        self._all = PairSums.zeros(self.num_bins)
+        return whole, excess
 
-    def estimate(self) -> BinEstimates:
-        """Estimate every bin; without the matrix of inner products between bins."""
-        covariance = torch.einsum("ri,kij,sj->krs", _COMBINATION, _finite(self._ratios.covariance), _COMBINATION)
-        unknown = torch.tensor([[torch.inf, 0.0], [0.0, torch.inf]], dtype=torch.float64)
-        enough = (self._ratios.steps >= 2.0)[:, None, None]
-        return estimates_of_ratios(
-            self._ratios.ratios @ _COMBINATION.T,
-            torch.where(enough, covariance, unknown),
-            samples=self._ratios.first[:, 4, 1],
-            steps=self._ratios.steps,
-            degrees=_degrees_of_freedom(self._ratios.second[:, 1, 1, 1, 1], self._fourth_powers),
-        )
+    def _excess(self, proxy: PairSums) -> Tensor:
+        """C of the second moment and of the signal, [K, 2]."""
+        numerator, weight = _numerators_and_weights(proxy).unbind(-1)
+        of_entry, entry_weight = _numerators_and_weights(self._all).unbind(-1)
+        # An entry without further pairs leaves nothing but rounding.
+        return torch.where(entry_weight > weight, numerator - weight * of_entry / entry_weight, 0.0)
 
     def _proxy(self, sums: StepSums) -> PairSums:
         if self._multipliers is None:
-            self._multipliers = self.token_to_modulation()
+            of_squares, of_signal = self.token_to_modulation()
+            self._multipliers = of_squares.nan_to_num(), of_signal.nan_to_num()
         of_squares, of_signal = self._multipliers
         squares = sums.squares[: len(FREE_PARTS), self._geometry].sum(0)
         products = sums.products[: len(FREE_PARTS), self._geometry].sum(0)
@@ -94,7 +97,7 @@ class Composite:
         """Multiplier of the modulation part: for the second moment [K], for the signal [K]; NaN while unknown.
 
         The signal's is each bin's own slope, shrunk towards the slope common to all bins as if by some more steps of
-        it.
+        it. It changes with measured steps alone, so that all steps of an entry have the same.
         """
         token_squares, squares, *_ = self._parts.ratios.unbind(-1)
         of_squares = token_squares / squares
@@ -111,30 +114,22 @@ class Composite:
         # Not negative but by the error of a few samples.
         return of_squares, slope.clamp(0.0, 100.0)
 
-    def _learn_ratios(self, sums: StepSums, all_pairs: Tensor) -> None:
+    def _learn(self, sums: StepSums, all_pairs: Tensor) -> None:
+        self._multipliers = None
+        kept = kept_share(self._trained, self._seen, self._half_life, self._share)[0]
+        self._seen, self._trained = self._seen + self._trained, torch.zeros_like(self._trained)
+        found = self._of_parts(sums, all_pairs)
+        if found.isfinite().all():
+            self._parts = self._parts.decayed(kept) + RatioMoments.of(found)
+
+    def _of_parts(self, sums: StepSums, all_pairs: Tensor) -> Tensor:
         second_moments, signals = [], []
-        pairs = all_pairs.diagonal()
         for part in (_TOKEN, _MODULATION):
             squares = sums.squares[part, self._geometry]
             second_moments.append(torch.stack((squares, sums.count), dim=-1))
             products = sums.all_products[part, self._geometry].diagonal()
-            signals.append(torch.stack((products - squares, pairs), dim=-1))
-        found = torch.stack(second_moments + signals, dim=1)  # [K, 4, 2]
-        if found.isfinite().all():
-            kept = kept_share(sums.count, self._seen, self._half_life, self._ramp)
-            self._parts = self._parts.decayed(kept) + RatioMoments.of(found)
-            self._multipliers = None
-
-    def _close_entry(self, sums: StepSums, all_pairs: Tensor, proxy: PairSums) -> None:
-        squares, products = sums.squares[:, self._geometry].sum(0), sums.all_products[:, self._geometry].sum(0)
-        whole = PairSums(sums.count, squares, products, all_pairs)
-        values = torch.stack([_pairs_of_ratios(part) for part in (whole, proxy, self._all)], dim=1)  # [K, 3, 2, 2]
-        # The kept share is the same for all six ratios: that of the measured step's samples.
-        kept = kept_share(sums.count, self._seen, self._half_life, self._ramp)
-        self._ratios = self._ratios.decayed(kept) + RatioMoments.of(values.flatten(1, 2))
-        self._fourth_powers = self._fourth_powers * kept**4 + all_pairs.diagonal() ** 4
-        self._seen = self._seen + sums.count
-        self._all = PairSums.zeros(self.num_bins)
+            signals.append(torch.stack((products - squares, all_pairs.diagonal()), dim=-1))
+        return torch.stack(second_moments + signals, dim=1)  # [K, 4, 2]
 
     def state_dict(self) -> dict[str, list]:
         """Return plain lists of numbers, which JSON holds exactly."""
@@ -143,21 +138,19 @@ class Composite:
     def load_state_dict(self, state: dict[str, list]) -> None:
         """Resume from a state of as many bins."""
         found = {name: torch.tensor(state[name], dtype=torch.float64) for name in self._tensors()}
-        self._seen, self._fourth_powers = found["seen"], found["fourth_powers"]
-        self._parts = RatioMoments(found["parts_first"], found["parts_second"])
-        self._ratios = RatioMoments(found["ratios_first"], found["ratios_second"])
+        self._seen, self._trained = found["seen"], found["trained"]
         self._multipliers = None
+        self._parts = RatioMoments(found["parts_first"], found["parts_second"])
         self._all = PairSums(*(found[name] for name in ("count", "squares", "products", "pairs")))
 
     def _tensors(self) -> dict[str, Tensor]:
         return {
-            "seen": self._seen, "fourth_powers": self._fourth_powers,
-            "parts_first": self._parts.first, "parts_second": self._parts.second,
-            "ratios_first": self._ratios.first, "ratios_second": self._ratios.second, **vars(self._all),
+            "seen": self._seen, "trained": self._trained,
+            "parts_first": self._parts.first, "parts_second": self._parts.second, **vars(self._all),
         }  # fmt: skip
 
 
-def _pairs_of_ratios(sums: PairSums) -> Tensor:
+def _numerators_and_weights(sums: PairSums) -> Tensor:
     """Pairs (numerator, weight) of the second moment and of the signal, [K, 2, 2]."""
     signal = torch.stack((sums.products.diagonal() - sums.squares, sums.pairs.diagonal()), dim=-1)
     return torch.stack((torch.stack((sums.squares, sums.count), dim=-1), signal), dim=-2)
@@ -166,11 +159,3 @@ def _pairs_of_ratios(sums: PairSums) -> Tensor:
 def _weighted_sum(weights: Tensor, values: Tensor) -> Tensor:
     """Weighted sum over the bins that have a weight and a finite value."""
     return torch.where((weights > 0) & values.isfinite(), weights * values, 0.0).sum()
-
-
-def _finite(covariance: Tensor) -> Tensor:
-    return torch.where(covariance.isfinite(), covariance, 0.0)
-
-
-def _degrees_of_freedom(squares: Tensor, fourth_powers: Tensor) -> Tensor:
-    return torch.where(squares > 0, squares**2 / fourth_powers, 0.0) - 1.0

@@ -42,7 +42,10 @@ class GNSConfig:
     bin_unit: Literal["t", "sigma", "index"] = setting(
         "t", "unit of bin_edges; index: of a DDPM path", applies=_BINNED, trajectory=False
     )
-    half_life: float = setting(4096.0, "half-life of a measurement, in samples of its bin", gt=0, trajectory=False)
+    half_life: float = setting(
+        32768.0, "longest half-life of a measurement, in samples trained of its bin; shorter where the noise scale drifts",
+        gt=0, trajectory=False,
+    )
     log_interval: int = setting(50, "steps between logged estimates", ge=1, trajectory=False)
     picture_interval: int = setting(
         500, "steps between pictures <run>/gns/noise_scale.png; also at the last step", ge=1, applies=_TAPPED,

@@ -1,6 +1,6 @@
 """Decayed sums over steps, older ones counting less, and noise scales with confidence intervals from them."""
 
-import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,8 +15,8 @@ from torchtitan.statistics.student import student_quantile
 class BinEstimates:
     """Noise scales of K timestep bins, averaged over the steps pooled; float64.
 
-    An interval is of the average over these steps. It takes steps as independent, so it does not know that the
-    noise scale drifts: an average of half-life h lags behind by about 1.4 h samples of the bin.
+    An interval is of the average over these steps. It takes steps as independent and does not cover the drift of the
+    noise scale since: the average lags behind by `lag`.
 
     Attributes:
         signal, noise: |G_b|^2, which may be negative, and tr Sigma_b, [K]; NaN without pairs.
@@ -29,6 +29,7 @@ class BinEstimates:
         signal_stderr, noise_stderr: standard errors, [K]; infinite below two steps.
         matrix: M_bc = G_b . G_c with the signal on the diagonal, [K, K]; NaN where no pair was seen.
         matrix_stderr: its standard errors, [K, K].
+        lag: mean age of the pooled pairs, in samples that the bin was trained on since, [K]; NaN without pairs.
     """
 
     signal: Tensor
@@ -43,43 +44,61 @@ class BinEstimates:
     noise_stderr: Tensor
     matrix: Tensor
     matrix_stderr: Tensor
+    lag: Tensor
+
+
+# Half-lives of the windows of which the drift chooses one, as shares of the samples trained so far or of the longest
+# half-life, whichever is less.
+WINDOW_SHARES = (1.0, 0.5, 0.25, 0.125, 0.0625)
+
+# Fewer effective steps do not tell their own variance.
+_LEAST_STEPS = 4.0
 
 
 class DecayedSums:
-    """Pools the PairSums of steps; a sample counts half after `half_life` further samples of its bin.
+    """Pools the PairSums of steps; a step counts half after the bin was trained on `half_life` further samples.
 
-    A step's n_b samples multiply the earlier sums of bin b by 0.5^(n_b / half_life), and those of the pair of bins
-    (b, c) by the geometric mean of the two factors. A bin without samples in a step stays unchanged, and the weight of
-    older samples does not depend on how the batch is spread over steps.
+    n_b further samples of bin b multiply its earlier sums by 0.5^(n_b / half_life), and those of the pair of bins
+    (b, c) by the geometric mean of the two factors, whether these samples were measured or not. A bin that was not
+    trained on stays unchanged, and the weight of older samples does not depend on how the batch is spread over steps.
 
-    Early in training gradients change by orders of magnitude, most of all in Adam's geometry. With `ramp`, the half-life
-    is at most that share of the samples seen so far, so that the first steps do not outweigh the later ones for long.
+    A noise scale drifts, by orders of magnitude early in training, most of all in Adam's geometry. With `shares`, the
+    same steps are pooled in several windows, whose half-lives are these shares of the samples trained so far, at most
+    of `half_life`; `window` chooses the one to estimate from.
 
     `skipped` counts steps left out because a sum was not finite.
     """
 
-    def __init__(self, num_bins: int, half_life: float, ramp: float = math.inf) -> None:
+    def __init__(self, num_bins: int, half_life: float, shares: Sequence[float] = ()) -> None:
         """
         Args:
             num_bins: K.
             half_life: in samples of a bin, > 0; infinity: nothing decays.
-            ramp: > 0; the half-life is at most this times the samples of the bin seen before; infinity: no limit.
+            shares: of the W windows, falling; none: a single window whose half-life is `half_life` from the beginning.
         """
         if not half_life > 0:
             raise ValueError(f"half_life is {half_life:g} samples, must be positive")
         self.num_bins = num_bins
         self.half_life = half_life
-        self.ramp = ramp
+        self._shares = torch.tensor(shares, dtype=torch.float64)[:, None] if shares else None
         self.skipped = 0
-        self._seen = torch.zeros(num_bins, dtype=torch.float64)  # samples of each bin, none forgotten
+        self._seen = torch.zeros(num_bins, dtype=torch.float64)  # samples trained of each bin, none forgotten
+        windows = max(len(shares), 1)
         # Ratios (|g|^2 per sample, signal per pair) of each bin; one ratio of each pair of bins.
-        self._bins = RatioMoments.of(torch.zeros(num_bins, 2, 2, dtype=torch.float64))
-        self._pairs = RatioMoments.of(torch.zeros(num_bins, num_bins, 1, 2, dtype=torch.float64))
-        self._fourth_powers = torch.zeros(num_bins, dtype=torch.float64)  # of the steps' weights in the signal
+        self._bins = RatioMoments.of(torch.zeros(windows, num_bins, 2, 2, dtype=torch.float64))
+        self._pairs = RatioMoments.of(torch.zeros(windows, num_bins, num_bins, 1, 2, dtype=torch.float64))
+        # Of the steps' weights in the signal: fourth powers, and products with the samples trained since.
+        self._fourth_powers, self._ages = torch.zeros(2, windows, num_bins, dtype=torch.float64)
 
-    def add(self, sums: PairSums) -> None:
-        """Pool one step; it is left out, and counted in `skipped`, if any sum is not finite."""
+    def add(self, sums: PairSums, trained: Tensor | None = None) -> None:
+        """Pool one step; it is left out, and counted in `skipped`, if any sum is not finite.
+
+        Args:
+            sums: of the step.
+            trained: samples of each bin trained since the previous call, [K], those of `sums` included; None: no others.
+        """
         sums = sums.to("cpu")
+        trained = sums.count if trained is None else trained
         if not sums.is_finite():
             self.skipped += 1
             return
@@ -88,19 +107,46 @@ class DecayedSums:
         per_bin = torch.stack([sums.squares, sums.count, numerator, pairs], dim=-1).unflatten(-1, (2, 2))
         per_pair = torch.stack([numerators, sums.pairs], dim=-1).unsqueeze(-2)  # [K, K, 1, 2]
 
-        kept = kept_share(sums.count, self._seen, self.half_life, self.ramp)
-        self._seen = self._seen + sums.count
+        kept = kept_share(trained, self._seen, self.half_life, self._shares)  # [W, K]
+        self._seen = self._seen + trained
+        self._ages = kept * (self._ages + trained * self._bins.first[..., 1, 1])
         self._bins = self._bins.decayed(kept) + RatioMoments.of(per_bin)
-        self._pairs = self._pairs.decayed(torch.outer(kept, kept).sqrt()) + RatioMoments.of(per_pair)
+        self._pairs = self._pairs.decayed((kept[:, :, None] * kept[:, None]).sqrt()) + RatioMoments.of(per_pair)
         self._fourth_powers = self._fourth_powers * kept**4 + pairs**4
 
-    def sums(self) -> PairSums:
-        """Decayed sums themselves, for `whole_objective` and the like."""
-        squares, count = self._bins.first[:, 0].unbind(-1)
-        numerators, pairs = self._pairs.first[:, :, 0].unbind(-1)
+    def window(self) -> int:
+        """Window with the least estimated error over all bins, drift included: the same for every bin.
+
+        Let x_w be a bin's signal over its second moment, 1 / (1 + B_simple), in window w, and x_0 that in the shortest
+        one that tells its own variance. Since x_0 contains the steps of x_w at about their efficient weights,
+        E[(x_w - x_0)^2] = bias_w^2 + V_0 - V_w, so that the squared error bias_w^2 + V_w is (x_w - x_0)^2 + 2 V_w - V_0
+        in expectation. It is counted in units of V_0 and averaged over the bins.
+
+        Source: Mallows, "Some comments on C_p", Technometrics 15, 1973, with the shortest window as the full model.
+        """
+        steps, moments = self._bins.steps, self._bins.ratios
+        known = (steps[0] > 0) & moments[0].isfinite().all(-1)
+        if not known.any():
+            return 0
+        enough = (steps[:, known] >= _LEAST_STEPS).all(-1).nonzero().flatten().tolist()
+        if not enough:
+            return 0
+        second_moment, signal = moments.unbind(-1)
+        share, covariance = signal / second_moment, self._bins.covariance
+        variance = covariance[..., 1, 1] - 2.0 * share * covariance[..., 0, 1] + share**2 * covariance[..., 0, 0]
+        variance = variance / second_moment**2
+        shortest = enough[-1]
+        error = ((share - share[shortest]).square() + 2.0 * variance) / variance[shortest]
+        error = torch.where(error.isfinite() & known, error, 0.0).sum(-1)
+        return min(enough, key=lambda w: error[w].item())
+
+    def sums(self, window: int = 0) -> PairSums:
+        """Decayed sums of a window themselves, for `whole_objective` and the like."""
+        squares, count = self._bins.first[window, :, 0].unbind(-1)
+        numerators, pairs = self._pairs.first[window, :, :, 0].unbind(-1)
         return PairSums(count, squares, numerators + squares.diag(), pairs)
 
-    def estimate(self, confidence: float = 0.95) -> BinEstimates:
+    def estimate(self, confidence: float = 0.95, window: int = 0) -> BinEstimates:
         """Estimate noise scales from the pooled steps.
 
         The variances are those between steps, whatever the gradients' distribution and however alike the samples of a
@@ -110,26 +156,21 @@ class DecayedSums:
 
         Args:
             confidence: of each bin's interval by itself.
+            window: index of the window.
         """
+        bins, pairs = (RatioMoments(of.first[window], of.second[window]) for of in (self._bins, self._pairs))
+        weight = bins.first[:, 1, 1]
         return estimates_of_ratios(
-            self._bins.ratios,
-            self._bins.covariance,
-            samples=self._bins.first[:, 0, 1],
-            steps=self._bins.steps,
-            degrees=self._degrees_of_freedom(),
-            matrix=self._pairs.ratios[..., 0],
-            matrix_stderr=self._pairs.covariance[..., 0, 0].sqrt(),
+            bins.ratios,
+            bins.covariance,
+            samples=bins.first[:, 0, 1],
+            steps=bins.steps,
+            degrees=degrees_of_freedom(bins, self._fourth_powers[window]),
+            matrix=pairs.ratios[..., 0],
+            matrix_stderr=pairs.covariance[..., 0, 0].sqrt(),
+            lag=torch.where(weight > 0, self._ages[window] / weight, torch.nan),
             confidence=confidence,
         )
-
-    def _degrees_of_freedom(self) -> Tensor:
-        """Degrees of freedom of the signal's variance [K]: steps - 1 with equal weights p, else Satterthwaite's
-        (sum p^2)^2 / sum p^4 - 1.
-
-        Under exponential decay that is half the effective steps of the mean.
-        """
-        squares = self._bins.second[:, 1, 1, 1, 1]
-        return torch.where(squares > 0, squares**2 / self._fourth_powers, 0.0) - 1.0
 
     def state_dict(self) -> dict:
         """Return plain numbers and lists of them, so that JSON holds the state exactly."""
@@ -148,7 +189,7 @@ class DecayedSums:
         self.skipped = state["skipped"]
         self._bins = RatioMoments(loaded["bins_first"], loaded["bins_second"])
         self._pairs = RatioMoments(loaded["pairs_first"], loaded["pairs_second"])
-        self._fourth_powers, self._seen = loaded["fourth_powers"], loaded["seen"]
+        self._fourth_powers, self._seen, self._ages = loaded["fourth_powers"], loaded["seen"], loaded["ages"]
 
     def _tensors(self) -> dict[str, Tensor]:
         return {
@@ -157,14 +198,44 @@ class DecayedSums:
             "pairs_first": self._pairs.first,
             "pairs_second": self._pairs.second,
             "fourth_powers": self._fourth_powers,
+            "ages": self._ages,
             "seen": self._seen,
         }
 
 
-def kept_share(count: Tensor, seen: Tensor, half_life: float, ramp: float) -> Tensor:
-    """Weight of older samples of each bin after `count` further ones; arguments as in DecayedSums, [K] each."""
-    limit = torch.full_like(seen, half_life) if math.isinf(ramp) else (ramp * seen).clamp(max=half_life)
-    return torch.where(count > 0, 0.5 ** (count / limit), 1.0)
+def narrowest(found: Mapping[str, BinEstimates]) -> str:
+    """Name of the estimates with the narrowest valid intervals: the fewest without an upper end, then the least mean
+    width of ln(1 + B_simple) over the bins where all have one. Of equally narrow ones the first.
+    """
+    bounded = ~torch.stack([of.unbounded for of in found.values()]).any(0)
+
+    def width(name: str) -> tuple[int, float]:
+        of = found[name]
+        widths = torch.log1p(of.upper[bounded]) - torch.log1p(of.lower[bounded])
+        return int(of.unbounded.sum()), widths.mean().item() if len(widths) else 0.0
+
+    return min(found, key=width)
+
+
+def degrees_of_freedom(bins: RatioMoments, fourth_powers: Tensor) -> Tensor:
+    """Degrees of freedom of the signal's variance [K]: steps - 1 with equal weights p, else Satterthwaite's
+    (sum p^2)^2 / sum p^4 - 1.
+
+    Under exponential decay that is half the effective steps of the mean.
+    """
+    squares = bins.second[:, 1, 1, 1, 1]
+    return torch.where(squares > 0, squares**2 / fourth_powers, 0.0) - 1.0
+
+
+def kept_share(trained: Tensor, seen: Tensor, half_life: float, shares: Tensor | None) -> Tensor:
+    """Remaining weight of older steps of each bin after `trained` further samples; arguments as in DecayedSums.
+
+    Returns:
+        [W, K], of `shares` [W, 1] or of the one window without them; 1 for a bin that was not trained on.
+    """
+    longest = seen.clamp(max=half_life) if shares is not None else torch.full_like(seen, half_life)
+    half_lives = longest * (1.0 if shares is None else shares)
+    return torch.where(trained > 0, 0.5 ** (trained / half_lives), 1.0).expand(1 if shares is None else len(shares), -1)
 
 
 def estimates_of_ratios(
@@ -174,8 +245,9 @@ def estimates_of_ratios(
     samples: Tensor,
     steps: Tensor,
     degrees: Tensor,
-    matrix: Tensor | None = None,
-    matrix_stderr: Tensor | None = None,
+    matrix: Tensor,
+    matrix_stderr: Tensor,
+    lag: Tensor,
     confidence: float = 0.95,
 ) -> BinEstimates:
     """Noise scales of the second moment E|g|^2 and the signal |G_b|^2, with Fieller's intervals.
@@ -185,7 +257,8 @@ def estimates_of_ratios(
         covariance: of the two, [K, 2, 2].
         samples, steps: pooled in them, [K].
         degrees: of freedom of the variances, [K].
-        matrix, matrix_stderr: of inner products between bins, [K, K]; NaN and infinite where not given.
+        matrix, matrix_stderr: of inner products between bins, [K, K].
+        lag: of the pooled pairs, [K].
         confidence: of each interval by itself.
     """
     second_moment, signal = ratios.unbind(-1)
@@ -193,9 +266,6 @@ def estimates_of_ratios(
     quantile = student_quantile(0.5 + 0.5 * confidence, degrees)
     lower, upper, unbounded = fieller(second_moment, signal, var_moment, var_signal, joint, quantile)
     noise = second_moment - signal
-    if matrix is None or matrix_stderr is None:
-        matrix = torch.full((len(signal), len(signal)), torch.nan, dtype=torch.float64)
-        matrix_stderr = torch.full_like(matrix, torch.inf)
     return BinEstimates(
         signal=signal,
         noise=noise,
@@ -209,4 +279,5 @@ def estimates_of_ratios(
         noise_stderr=(var_moment + var_signal - 2.0 * joint).clamp_min(0.0).sqrt(),
         matrix=matrix,
         matrix_stderr=matrix_stderr,
+        lag=lag,
     )

@@ -23,6 +23,7 @@ from torchtitan.gns.allocate import (
     loss_second_moment_shares,
     place_of_batch,
     predicted_ratios,
+    scale_in_words,
     weight_shares,
     worthwhile,
 )
@@ -31,7 +32,7 @@ from torchtitan.gns.capture import GradientTaps, StepSums
 from torchtitan.gns.config import GNSConfig
 from torchtitan.gns.decayed import BinEstimates
 from torchtitan.gns.late_sums import LateSums
-from torchtitan.gns.pictures import draw_noise_scale
+from torchtitan.gns.pictures import GEOMETRY_NAMES, draw_noise_scale
 from torchtitan.gns.pool import ESTIMATORS, Pool
 from torchtitan.gns.rank_monitor import RankMonitor
 from torchtitan.gns.raw_sums import RawSums
@@ -170,7 +171,7 @@ class GNSMonitor:
             self.settle()
             self._allocate()
             if self._batch:
-                self._batch.update(self._step, self._samples, self._whole(self._pooled.geometries[-1], "sketch").lower.item())
+                self._batch.update(self._step, self._samples, self._whole_headline().lower.item())
 
     def _allocate(self) -> None:
         if self._schedule:
@@ -205,11 +206,12 @@ class GNSMonitor:
         if self._ranks and self._ranks.separate:
             found["gns/reductions_per_step"] = float(self._ranks.microbatches)
         for geometry in self.pool.geometries if self.pool else ():
+            headline = self._pooled.headline(geometry)
             for estimator in ESTIMATORS:
                 prefix = f"gns/{geometry}/{estimator}"
                 found |= _tags(f"{prefix}/{{}}", self._pooled.by_bin(geometry, estimator))
-                if estimator != "composite":
-                    found |= _tags(f"{prefix}/all", self._whole(geometry, estimator))
+                found |= _tags(f"{prefix}/all", self._whole(geometry, estimator))
+                found[f"{prefix}/all/headline"] = float(estimator == headline)
             parts = self._pooled.parts_of_whole(geometry, self._mass, self._stratified)
             found |= {f"gns/{geometry}/sketch/all/{name}": value for name, value in parts.items() if math.isfinite(value)}
         if self._schedule:
@@ -217,16 +219,36 @@ class GNSMonitor:
             found |= {f"gns/shares/{k}": share for k, share in enumerate(shares)}
         return found
 
-    def advice(self, global_batch_size: int) -> list[str]:
-        """Advice on the batch size and on the timestep sampler, a line each; none where nothing is to be changed."""
+    def result(self) -> list[str]:
+        """Line on the noise scale of the whole objective at the end, with its estimator; none where nothing is known."""
         if not self.pool:
             return []
         self.settle()
-        whole = self._whole(self.pool.geometries[-1], "sketch")
+        whole, estimator = self._whole_headline(), self._headline_name()
+        if not whole.lower.item() > 0:
+            return []
+        text = scale_in_words(whole.b_simple.item(), whole.lower.item(), whole.upper.item())
+        return [
+            f"noise scale in {GEOMETRY_NAMES[self.pool.geometries[-1]]}, by the {estimator}: {text}; its steps are"
+            f" {whole.lag.item():,.0f} images old on average, and the interval does not cover the drift since"
+        ]
+
+    def advice(self, global_batch_size: int, phase: str) -> list[str]:
+        """Advice on the batch size and on the timestep sampler, a line each; none where nothing is to be changed.
+
+        Args:
+            global_batch_size: in samples.
+            phase: of the learning rate, in words, as by `lr_phase`.
+        """
+        if not self.pool:
+            return []
+        self.settle()
+        whole = self._whole_headline()
         scale = whole.b_simple.item(), whole.lower.item(), whole.upper.item(), global_batch_size
         ratios = self.predicted_ratios()
         lines = [batch_advice(*scale)] if place_of_batch(*scale) in ("below", "above") else []
-        return [*lines, advice(ratios)] if worthwhile(ratios) else lines
+        lines += [advice(ratios)] if worthwhile(ratios) else []
+        return [f"measured {phase} ({self._headline_name()}): {line}" for line in lines]
 
     def predicted_ratios(self) -> list[PredictedRatio]:
         """Gradient variance of other timestep samplers over the present one's, for the same objective."""
@@ -251,8 +273,9 @@ class GNSMonitor:
         if not self.pool:
             return None
         self.settle()
-        estimates = {geometry: self.pool.by_bin(geometry, "sketch") for geometry in reversed(self.pool.geometries)}
-        return draw_noise_scale(points, self._edges, estimates, global_batch_size)
+        names = {geometry: self.pool.headline(geometry) for geometry in reversed(self.pool.geometries)}
+        estimates = {geometry: self.pool.by_bin(geometry, name) for geometry, name in names.items()}
+        return draw_noise_scale(points, self._edges, estimates, global_batch_size, names)
 
     def flush(self) -> None:
         """Write the raw sums of all steps so far."""
@@ -313,11 +336,17 @@ class GNSMonitor:
 
     def _headline(self) -> BinEstimates:
         """Estimates by bin of the headline geometry: Adam's, in which updates are made, where it is measured."""
-        return self._pooled.by_bin(self._pooled.geometries[-1], "sketch")
+        return self._pooled.by_bin(self._pooled.geometries[-1], self._headline_name())
+
+    def _whole_headline(self) -> BinEstimates:
+        return self._whole(self._pooled.geometries[-1], self._headline_name())
+
+    def _headline_name(self) -> str:
+        return self._pooled.headline(self._pooled.geometries[-1])
 
 
 def _tags(pattern: str, estimates: BinEstimates) -> dict[str, float]:
-    quantities = ("signal", "noise", "b_simple", "lower", "upper", "samples")
+    quantities = ("signal", "noise", "b_simple", "lower", "upper", "samples", "lag")
     return {
         f"{pattern.format(index)}/{quantity}": value
         for quantity in quantities

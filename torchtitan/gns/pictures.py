@@ -14,19 +14,21 @@ from torchtitan.gns.statistics import cosines
 PICTURE_FILE = "noise_scale.png"
 
 _DRAWN = ("b_simple", "lower", "upper")
-_NAMES = {"adam": "Adam's geometry", "plain": "plain geometry"}
+GEOMETRY_NAMES = {"adam": "Adam's geometry", "plain": "plain geometry"}
 
 
 def draw_noise_scale(
-    points: Sequence[dict], edges: Tensor, estimates: dict[str, BinEstimates], batch_size: int
+    points: Sequence[dict], edges: Tensor, estimates: dict[str, BinEstimates], batch_size: int,
+    names: dict[str, str],
 ) -> Image.Image:
     """Draw four panels for each geometry, legible at 900 pixels' width; a panel without values says so.
 
     Args:
         points: logged points in the order of their steps, with the tags of GNSMonitor.metrics.
         edges: inner edges of the K bins in t.
-        estimates: geometry -> estimates of the bins on measured steps at the end, the headline first.
+        estimates: geometry -> estimates of the bins at the end, the headline first.
         batch_size: samples per step, drawn for comparison.
+        names: geometry -> name of the estimator that these are of.
 
     Returns:
         an RGB picture.
@@ -37,9 +39,9 @@ def draw_noise_scale(
     rows = grid.reshape(len(estimates), 4)
     bounds = [0.0, *edges.tolist(), 1.0]
     for axes, (geometry, found) in zip(rows, estimates.items(), strict=True):
-        name = _NAMES[geometry]
-        _draw_bins(axes[0], bounds, found, _last(points, geometry, len(bounds) - 1), batch_size)
-        axes[0].set_title(f"{name}: each bin at the end")
+        name = GEOMETRY_NAMES[geometry]
+        _draw_bins(axes[0], bounds, found, _last(points, geometry, len(bounds) - 1), batch_size, names[geometry])
+        axes[0].set_title(f"{name}: each bin at the end ({names[geometry]})")
         _draw_lines(axes[1], points, geometry, bounds, batch_size)
         _draw_map(axes[2], figure, points, geometry, bounds)
         _draw_cosines(axes[3], figure, found, bounds)
@@ -51,7 +53,7 @@ def draw_noise_scale(
 def is_drawn(tag: str) -> bool:
     """Check whether a logged value is drawn."""
     parts = tag.split("/")
-    return len(parts) == 5 and parts[0] == "gns" and parts[2] == "composite" and parts[4] in _DRAWN
+    return len(parts) == 5 and parts[0] == "gns" and parts[2] == "composite" and parts[3] != "all" and parts[4] in _DRAWN
 
 
 def _say_too_early(axes) -> None:
@@ -62,7 +64,7 @@ def _say_too_early(axes) -> None:
     axes.text(0.5, 0.5, "too early to say", transform=axes.transAxes, ha="center", va="center", fontsize=14, color="0.4")
 
 
-def _draw_bins(axes, bounds: list[float], found: BinEstimates, composite: list, batch_size: int) -> None:
+def _draw_bins(axes, bounds: list[float], found: BinEstimates, composite: list, batch_size: int, estimator: str) -> None:
     from torchtitan.pictures import style
 
     middles = [0.5 * (low + high) for low, high in itertools.pairwise(bounds)]
@@ -78,12 +80,12 @@ def _draw_bins(axes, bounds: list[float], found: BinEstimates, composite: list, 
             axes.update_datalim([(middle, 3.2 * lower)])  # an arrow that ends outside is not drawn
             axes.plot([low, high], [lower, lower], color=style.COLOURS[0], lw=1, ls=":")
     known = [(m, c) for m, c in zip(middles, composite, strict=True) if c is not None and c > 0]
-    if known:
+    if known and estimator != "composite":
         axes.plot(*zip(*known, strict=True), "o", ms=4, color=style.COLOURS[1], label="composite, every step")
     if not axes.lines and not axes.texts:
         _say_too_early(axes)
         return
-    axes.plot([], [], color=style.COLOURS[0], label="sketch, 95 % interval (arrow: more than)")
+    axes.plot([], [], color=style.COLOURS[0], label=f"{estimator}, 95 % interval (arrow: more than)")
     axes.axhline(batch_size, color="0.5", ls="--", lw=1, label=f"global batch, {batch_size}")
     axes.set(yscale="log", xlabel="timestep t (0: clean data, 1: noise)", ylabel="B_simple [samples]")
     low, high = axes.get_ylim()

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from torchtitan.gns.capture import FREE_PARTS, GEOMETRIES, PARTS, StepSums
 from torchtitan.gns.composite import Composite
-from torchtitan.gns.decayed import BinEstimates, DecayedSums
+from torchtitan.gns.control_variate import ControlledSums
+from torchtitan.gns.decayed import WINDOW_SHARES, BinEstimates, DecayedSums, narrowest
 from torchtitan.gns.outliers import OutlierRule
 from torchtitan.gns.statistics import PairSums, whole_objective
 
@@ -17,31 +18,39 @@ from torchtitan.gns.statistics import PairSums, whole_objective
 # modulation: adaLN alone on every step, pairs within microbatches
 ESTIMATORS = ("sketch", "composite", "modulation")
 
+# Estimators of the whole model, without bias; of equally narrow ones the first counts.
+WHOLE_MODEL = ESTIMATORS[:2]
+
 _MODULATION = PARTS.index("modulation")
-
-
-# The half-life is at most this share of the samples seen, see DecayedSums.
-_RAMP = 0.25
 
 
 class Pool:
     """Decayed sums of every geometry and estimator, by bin and over all bins; on the host, in float64.
 
     The steps between measured steps are one entry of all sums: the mean gradient swings from step to step, and
-    intervals take entries as independent.
+    intervals take entries as independent. All estimators of a geometry count half after the same samples trained, and
+    estimate from the same window, which follows the drift of the sketch: see `DecayedSums.window`.
     """
 
     def __init__(self, num_bins: int, num_geometries: int, half_life: float) -> None:
-        """`half_life`: samples of a bin after which a step counts half."""
+        """`half_life`: samples trained of a bin after which a step counts half, at most."""
         self.num_bins = num_bins
         self.geometries = GEOMETRIES[:num_geometries]
         self._half_life = half_life
         self._losses = torch.zeros(2, num_bins, dtype=torch.float64)  # samples, sum of squared losses
-        self._composites = [Composite(num_bins, index, half_life, _RAMP) for index in range(num_geometries)]
+        # Of the bins, and of all of them as one.
+        of_composites = (num_bins, half_life), (1, half_life * num_bins)
+        geometries = range(num_geometries)
+        self._composites = [[Composite(bins, index, life) for index in geometries] for bins, life in of_composites]
+        self._controlled = [
+            [ControlledSums(bins, life, WINDOW_SHARES) for _ in geometries] for bins, life in of_composites
+        ]
         keys = [(geometry, estimator) for geometry in self.geometries for estimator in ("sketch", "modulation")]
-        self._by_bin = {key: DecayedSums(num_bins, half_life, _RAMP) for key in keys}
-        self._whole = {key: DecayedSums(1, half_life * num_bins, _RAMP) for key in keys}
-        self._entry = {key: PairSums.zeros(num_bins) for key in keys}
+        self._by_bin = {key: DecayedSums(num_bins, half_life, WINDOW_SHARES) for key in keys}
+        self._whole = {key: DecayedSums(1, half_life * num_bins, WINDOW_SHARES) for key in keys}
+        self._entry = {geometry: PairSums.zeros(num_bins) for geometry in self.geometries}  # modulation
+        # Samples trained since the last measured step, by geometry: none before the geometry's first.
+        self._trained = torch.zeros(num_geometries, num_bins, dtype=torch.float64)
         # Of the free parts on every step, and of the whole model on measured ones, in plain geometry: the other's scale
         # changes with its factors.
         self._free_outliers, self._whole_outliers = OutlierRule(num_bins), OutlierRule(num_bins)
@@ -61,39 +70,63 @@ class Pool:
         if sums.square_losses.isfinite().all():
             self._losses = self._losses * 0.5 ** (sums.count / self._half_life)
             self._losses += torch.stack((sums.count, sums.square_losses))
+        combined = sums.combined()
         for index, geometry in enumerate(self.geometries):
             if not sums.squares[: len(FREE_PARTS), index].any():
                 continue  # no second moment yet
-            if sums.all_pairs is not None:
-                squares, products = sums.squares[:, index].sum(0), sums.all_products[:, index].sum(0)
-                self._enter((geometry, "sketch"), PairSums(sums.count, squares, products, sums.all_pairs))
-            self._composites[index].add(sums)
             squares, products = sums.squares[_MODULATION, index], sums.products[_MODULATION, index]
-            self._enter((geometry, "modulation"), PairSums(sums.count, squares, products, sums.pairs))
-        if sums.measured:
-            self._close_entry()
+            modulation = PairSums(sums.count, squares, products, sums.pairs)
+            if not modulation.is_finite():
+                continue
+            self._entry[geometry] = self._entry[geometry] + modulation
+            self._trained[index] += sums.count
+            found = [self._composites[n][index].add(of) for n, of in enumerate((sums, combined))]
+            if sums.measured:
+                self._close_entry(index, found)
         return True
 
-    def _enter(self, key: tuple[str, str], sums: PairSums) -> None:
-        if sums.is_finite():
-            self._entry[key] = self._entry[key] + sums
+    def _close_entry(self, index: int, found: list[tuple[PairSums, Tensor] | None]) -> None:
+        """Add an entry to the sums of a geometry, all of it or, where a sum is not finite, nothing.
 
-    def _close_entry(self) -> None:
-        as_one = torch.zeros(self.num_bins, dtype=torch.int64)
-        for key, sums in self._entry.items():
-            if sums.count.any():
-                self._by_bin[key].add(sums)
-                self._whole[key].add(sums.combined(as_one, 1))
-                self._entry[key] = PairSums.zeros(self.num_bins)
+        Args:
+            index: of the geometry.
+            found: of the bins and of all as one: the measured step's sums and its control variates.
+        """
+        geometry, as_one = self.geometries[index], torch.zeros(self.num_bins, dtype=torch.int64)
+        trained, self._trained[index] = self._trained[index].clone(), 0.0
+        modulation, self._entry[geometry] = self._entry[geometry], PairSums.zeros(self.num_bins)
+        by_bin, whole = found
+        if by_bin is None or whole is None:
+            return
+        of_all = trained.sum(0, keepdim=True)
+        for estimator, sums in (("sketch", by_bin[0]), ("modulation", modulation)):
+            self._by_bin[geometry, estimator].add(sums, trained)
+            self._whole[geometry, estimator].add(sums.combined(as_one, 1), of_all)
+        self._controlled[0][index].add(*by_bin, trained)
+        self._controlled[1][index].add(*whole, of_all)
+
+    def window(self, geometry: str) -> int:
+        """Window that all estimates of a geometry are from."""
+        return self._by_bin[geometry, "sketch"].window()
+
+    def headline(self, geometry: str) -> str:
+        """Name of the estimator of the whole model whose intervals by bin are the narrowest: see `narrowest`."""
+        return narrowest({name: self.by_bin(geometry, name) for name in WHOLE_MODEL})
 
     def by_bin(self, geometry: str, estimator: str) -> BinEstimates:
         """Estimates by bin."""
-        if estimator == "composite":
-            return self._composites[self.geometries.index(geometry)].estimate()
-        return self._by_bin[geometry, estimator].estimate()
+        return self._estimate(self._by_bin, 0, geometry, estimator)
+
+    def _estimate(self, sums: dict[tuple[str, str], DecayedSums], kind: int, geometry: str, estimator: str) -> BinEstimates:
+        """Estimates of the bins (kind 0) or of all as one (1), from `sums` of that kind."""
+        window = self.window(geometry)
+        if estimator != "composite":
+            return sums[geometry, estimator].estimate(window=window)
+        plain = sums[geometry, "sketch"].estimate(window=window)
+        return self._controlled[kind][self.geometries.index(geometry)].estimate(plain, window)
 
     def whole(self, geometry: str, estimator: str, mass: Tensor | None = None, stratified: bool = False) -> BinEstimates:
-        """Estimates of the whole objective as a single bin, from the sketch or the modulation.
+        """Estimates of the whole objective as a single bin.
 
         Without `mass` samples are taken as independent draws of the objective's timesteps. With it the bins are put
         together by `whole_objective`, which accounts for stratified batches and for shares that are not the masses; the
@@ -105,21 +138,25 @@ class Pool:
             mass: probability of each bin in the objective, [K].
             stratified: whether every batch has its share of each bin.
         """
-        found = self._whole[geometry, estimator].estimate()
+        found = self._estimate(self._whole, 1, geometry, estimator)
         if mass is None:
             return found
-        parts = whole_objective(self._by_bin[geometry, estimator].sums(), mass, stratified)
-        ratio = parts.b_simple / found.b_simple
-        known = ratio > 0  # or else a signal is not positive, and no interval follows from the other's
+        # Between bins the composite has the sketch's inner products: what masses change is taken from there.
+        base = "sketch" if estimator == "composite" else estimator
+        as_drawn = self._estimate(self._whole, 1, geometry, base)
+        parts = whole_objective(self._by_bin[geometry, base].sums(self.window(geometry)), mass, stratified)
+        ratio = parts.b_simple / as_drawn.b_simple
+        known = (ratio > 0) & (found.b_simple > 0)  # or else no interval follows from the other's
         return replace(
-            found, signal=parts.signal[None], noise=parts.noise[None], b_simple=parts.b_simple[None],
+            found, signal=found.signal * (parts.signal / as_drawn.signal), noise=found.noise * (parts.noise / as_drawn.noise),
+            b_simple=found.b_simple * ratio,
             lower=torch.where(known, found.lower * ratio, 0.0), upper=torch.where(known, found.upper * ratio, torch.inf),
             unbounded=found.unbounded | ~known,
         )  # fmt: skip
 
     def parts_of_whole(self, geometry: str, mass: Tensor, stratified: bool) -> dict[str, float]:
         """Noise of the objective split into within and between bins, from measured steps; see `whole_objective`."""
-        whole = whole_objective(self._by_bin[geometry, "sketch"].sums(), mass, stratified)
+        whole = whole_objective(self._by_bin[geometry, "sketch"].sums(self.window(geometry)), mass, stratified)
         return {"noise_within": whole.within.item(), "noise_between": whole.between.item()}
 
     def mean_square_loss(self) -> Tensor:
@@ -130,29 +167,37 @@ class Pool:
         def named(values: dict) -> dict:
             return {"/".join(key): value for key, value in values.items()}
 
-        entries = {key: [tensor.tolist() for tensor in vars(sums).values()] for key, sums in self._entry.items()}
         return {
             "num_bins": self.num_bins,
+            "windows": list(WINDOW_SHARES),
             "losses": self._losses.tolist(),
-            "composites": [composite.state_dict() for composite in self._composites],
+            "composites": [composite.state_dict() for kind in self._composites for composite in kind],
+            "controlled": [sums.state_dict() for kind in self._controlled for sums in kind],
             "by_bin": named({key: sums.state_dict() for key, sums in self._by_bin.items()}),
             "whole": named({key: sums.state_dict() for key, sums in self._whole.items()}),
-            "entry": named(entries),
+            "entry": {key: [tensor.tolist() for tensor in vars(sums).values()] for key, sums in self._entry.items()},
+            "trained": self._trained.tolist(),
             "outliers": [rule.state_dict() for rule in (self._free_outliers, self._whole_outliers)],
         }
 
     def load_state_dict(self, state: dict) -> None:
-        """Resume from a state; one of other bins or geometries is dropped."""
+        """Resume from a state; one of other bins, geometries or windows is dropped."""
         keys = {"/".join(key): key for key in self._by_bin}
         if state["num_bins"] != self.num_bins or set(state["by_bin"]) != set(keys):
             return
+        if state.get("windows") != list(WINDOW_SHARES):
+            return
         self._losses = torch.tensor(state["losses"], dtype=torch.float64)
-        for composite, found in zip(self._composites, state["composites"], strict=True):
-            composite.load_state_dict(found)
+        for name, parts in (("composites", self._composites), ("controlled", self._controlled)):
+            for part, found in zip((part for kind in parts for part in kind), state[name], strict=True):
+                part.load_state_dict(found)
         for name, key in keys.items():
             self._by_bin[key].load_state_dict(state["by_bin"][name])
             self._whole[key].load_state_dict(state["whole"][name])
-            self._entry[key] = PairSums(*(torch.tensor(values, dtype=torch.float64) for values in state["entry"][name]))
+        for geometry in self.geometries:
+            values = (torch.tensor(value, dtype=torch.float64) for value in state["entry"][geometry])
+            self._entry[geometry] = PairSums(*values)
+        self._trained = torch.tensor(state["trained"], dtype=torch.float64)
         for rule, found in zip((self._free_outliers, self._whole_outliers), state.get("outliers", ({}, {})), strict=True):
             rule.load_state_dict(found)
 

@@ -39,6 +39,17 @@ def lr_factor(config: LRSchedulerConfig, step: int, total_steps: int, images_per
     return config.min_lr_factor + (1.0 - config.min_lr_factor) * shape
 
 
+def lr_phase(config: LRSchedulerConfig, step: int, total_steps: int, images_per_step: int = 1) -> str:
+    """Phase of the schedule in words, with the learning rate as a share of the peak; arguments as of `lr_factor`."""
+    factor, at = lr_factor(config, step, total_steps, images_per_step), _place(config, step, total_steps, images_per_step)
+    if at.done < at.warmup:
+        return f"in warm-up, at {100 * factor:.0f} % of the peak learning rate"
+    if factor >= 0.995:
+        return "at the peak learning rate"
+    shape = config.decay_type if config.needs_length else "inverse square root"
+    return f"in the {shape} decay, at {100 * factor:.0f} % of the peak learning rate"
+
+
 def warmup_problems(config: LRSchedulerConfig, steps: int, images_per_step: int | None) -> Iterator[tuple[str, str]]:
     """Find a warm-up that is longer than the run; images_per_step is None where it is not known.
 

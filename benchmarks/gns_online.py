@@ -1,0 +1,322 @@
+"""Noise-scale estimators as a run pools them, at small microbatches and while training: python benchmarks/gns_online.py
+
+Protocol, written before the first run. A DiT of 32 channels and 2 blocks (AdamW, rate 1e-3, 50 steps of warm-up, then
+constant; uniform t; 10 bins; `[gns]` otherwise at its defaults, so one measured step in 8) on digits and on CIFAR-10 in
+patches of 8.
+
+microbatches   Trained for 400 steps of 128 images, seed 0; then frozen. 640 further steps of 128 images that training
+               never saw, each cut into microbatches of 8, of 32 and of 128, are pooled in 4 windows of 160 steps (20
+               measured) by a pool of a run's settings. True values: one gradient per sample, all pairs of 8,192 other
+               samples. Over bins and windows, for the sketch and for the composite:
+                   error      root mean square of the relative error of 1 / (1 + B_simple), the signal's share of the
+                              second moment, which has a value of either sign
+                   ln B       root mean square error of ln B_simple where both estimators have a bounded interval
+                   unbounded  share of intervals without an upper end
+                   covers     share of 95 % intervals that hold the true value
+               The composite fails in a cell (data x microbatch x geometry) if its error, ln B or unbounded share is
+               above the sketch's.
+training       800 steps of 256 images, one microbatch, seeds 0 and 1. At each of the last 160 steps, before its update,
+               one gradient per sample of the step's own images, at the step's own weights, in the geometry that the taps
+               hold (Adam's factors are those of the last measured step). The exact values of these steps, pooled with
+               equal weights, against what the run reports after its last step. Over bins, left out where the exact
+               interval is unbounded: root mean square error of ln B_simple, geometric mean of the ratio, rank
+               correlation, and the share of intervals that hold the exact value.
+               The composite fails for a data set if its error over bins and seeds is above 10 % in the plain geometry
+               or 15 % in Adam's.
+
+Each cell is kept in outputs/gns_online as soon as it is measured and is not measured again; --judge only pools and
+prints what is there. Writes benchmarks/results/gns_online.json.
+"""
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Sequence
+from datetime import date
+from pathlib import Path
+from typing import cast
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+from torch import Tensor
+
+from benchmarks.gns_allocation import taps_of
+from benchmarks.gns_estimators import DATA, Samples, copy_state, exact_sums, samples_of, spearman, train_to
+from torchtitan.config.job import load_config
+from torchtitan.diffusion.timesteps.sampler import GlobalBatch
+from torchtitan.gns.capture import StepSums
+from torchtitan.gns.config import GNSConfig
+from torchtitan.gns.decayed import BinEstimates, DecayedSums
+from torchtitan.gns.monitor import GNSMonitor
+from torchtitan.gns.pool import Pool, to_host
+from torchtitan.gns.raw_sums import read_sums
+from torchtitan.gns.statistics import PairSums
+from torchtitan.runs.folder import versions
+from torchtitan.trainer import Trainer
+
+ROOT = Path(__file__).resolve().parent.parent
+KEPT = ROOT / "outputs" / "gns_online"
+CONFIG = """
+[model]
+flavor = "debug"
+dim = 32
+num_layers = 2
+mlp_hidden_dim = 64
+[optimizer]
+lr = 1e-3
+[lr_scheduler]
+warmup_steps = 50
+[objective]
+timesteps.name = "uniform"
+[metrics]
+log_freq = 200
+enable_tensorboard = false
+[checkpoint]
+enable = false
+[sampling]
+enable = false
+[gns]
+enable = true
+{data}
+"""
+ESTIMATORS = ("sketch", "composite")
+
+AGE, BATCH, MICROBATCHES, WINDOWS, STEPS_OF_WINDOW, TRUE_SAMPLES = 400, 128, (8, 32, 128), 4, 160, 8192
+TRAINED, WATCHED, TRAINED_BATCH, SEEDS = 800, 160, 256, (0, 1)
+INTERVAL = GNSConfig().interval
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", nargs="+", choices=DATA, default=["digits"], help="results of others are kept")
+    parser.add_argument("--cifar10", help="folder of CIFAR-10")
+    parser.add_argument("--judge", action="store_true", help="measure nothing: pool what is kept")
+    arguments = parser.parse_args()
+    if "cifar10" in arguments.data and not (arguments.cifar10 or arguments.judge):
+        parser.error("--data cifar10 needs --cifar10 FOLDER")
+    KEPT.mkdir(parents=True, exist_ok=True)
+    for data in arguments.data:
+        if not arguments.judge:
+            for seed in SEEDS:
+                measure_training(data, seed, arguments.cifar10)
+            measure_microbatches(data, arguments.cifar10)
+        rows = {"training": judge_training(data), "microbatches": judge_microbatches(data)}
+        show(data, rows)
+        write(data, rows)
+
+
+def options(folder: str, data: str, cifar10: str | None, **training: int) -> list[str]:
+    """Command line of a run; `training`: keys of [training]."""
+    config = Path(folder) / "run.toml"
+    config.write_text(CONFIG.format(data=DATA[data].format(cifar10=cifar10)))
+    return [
+        "--job.config_file", str(config), *(["--model.patch_size", "8"] if data == "cifar10" else []),
+        *(word for key, value in training.items() for word in (f"--training.{key}", str(value))),
+    ]  # fmt: skip
+
+
+# ---------------------------------------------------------------------- while training
+
+
+class WatchedTrainer(Trainer):
+    """Trainer that looks at single gradients of its steps after `watch_from`."""
+
+    watch_from = TRAINED - WATCHED
+    exact: list[dict[str, PairSums]]
+
+    def _forward_backward(self, batch, samples, number, microbatches):
+        if self.state.step > self.watch_from:
+            draw = self.state.objective.draw(tuple(batch["images"].shape[1:]), samples, batch["samples"])
+            seen = batch["images"], self.state.condition(batch, samples.attempt), draw
+            self.exact.append(exact_sums(self, seen, elementwise=False))
+        super()._forward_backward(batch, samples, number, microbatches)
+
+
+def measure_training(data: str, seed: int, cifar10: str | None) -> None:
+    """Train a run and keep the sums of all its steps, and the exact ones of its last."""
+    path = KEPT / f"training-{data}-{seed}.pt"
+    if path.exists():
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        words = options(folder, data, cifar10, steps=TRAINED, local_batch_size=TRAINED_BATCH)
+        trainer = WatchedTrainer(load_config([*words, "--job.dump_folder", folder, "--debug.seed", str(seed)], 1))
+        trainer.exact = []
+        train_to(trainer, TRAINED)
+        cast(GNSMonitor, trainer.state.gns).flush()
+        steps = [sums for _, sums in read_sums(trainer.state.folder.path / "gns")]
+        trainer.close()
+    keep(path, steps, trainer.exact)
+
+
+def judge_training(data: str) -> list[dict]:
+    """Judge the runs of a data set: a row per seed, geometry and estimator, and one over the seeds."""
+    rows: list[dict] = []
+    errors: dict[tuple[str, str], list[Tensor]] = {}
+    for seed in SEEDS:
+        path = KEPT / f"training-{data}-{seed}.pt"
+        if not path.exists():
+            continue
+        steps, exact = kept(path)
+        pool = pooled(steps)
+        for geometry in pool.geometries:
+            truth = exact_estimates([of[geometry] for of in exact])
+            known = ~truth.unbounded
+            for estimator in ESTIMATORS:
+                found = pool.by_bin(geometry, estimator)
+                error = (found.b_simple / truth.b_simple)[known & (found.b_simple > 0)].log()
+                errors.setdefault((geometry, estimator), []).append(error)
+                covers = (found.lower <= truth.b_simple) & (truth.b_simple <= found.upper)
+                rows.append({
+                    "seed": seed, "geometry": geometry, "estimator": estimator, "bins": len(error),
+                    "rms": rms(error), "ratio": error.mean().exp().item(),
+                    "rank": spearman(found.b_simple[known], truth.b_simple[known]),
+                    "covers": covers[known].double().mean().item(), "unbounded": found.unbounded.double().mean().item(),
+                    "exact": truth.b_simple.tolist(), "exact_lower": truth.lower.tolist(),
+                    "exact_upper": truth.upper.tolist(), "estimate": found.b_simple.tolist(),
+                })  # fmt: skip
+    for (geometry, estimator), of_seeds in errors.items():
+        rows.append({"seed": "all", "geometry": geometry, "estimator": estimator, "rms": rms(torch.cat(of_seeds))})
+    return rows
+
+
+def exact_estimates(sums: Sequence[PairSums]) -> BinEstimates:
+    """Estimates from steps of equal weights."""
+    pool = DecayedSums(len(sums[0].count), float("inf"))
+    for of_step in sums:
+        pool.add(of_step)
+    return pool.estimate()
+
+
+# ---------------------------------------------------------------------- small microbatches
+
+
+def measure_microbatches(data: str, cifar10: str | None) -> None:
+    """Train, freeze, and keep the sums of the same further steps in every cut, and the exact sums of other samples."""
+    wanted = {name: KEPT / f"microbatches-{data}-{name}.pt" for name in ("exact", *MICROBATCHES)}
+    if all(path.exists() for path in wanted.values()):
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        words = options(folder, data, cifar10, steps=100_000, global_batch_size=BATCH)
+        trained = Trainer(load_config([*words, "--job.dump_folder", folder, "--training.local_batch_size", str(BATCH)], 1))
+        train_to(trained, AGE)
+        for size in MICROBATCHES:
+            if wanted[size].exists():
+                continue
+            cut = ["--training.local_batch_size", str(size), "--job.dump_folder", f"{folder}/{size}"]
+            frozen = Trainer(load_config([*words, *cut], 1))
+            copy_state(trained, frozen)
+            steps = [measure_in_cuts(frozen, number, size) for number in range(1, WINDOWS * STEPS_OF_WINDOW + 1)]
+            exact = [exact_of_many(frozen)] if size == BATCH else []
+            frozen.close()
+            keep(wanted[size], steps, [])
+            if exact:
+                keep(wanted["exact"], [], exact)
+        trained.close()
+
+
+def measure_in_cuts(trainer: Trainer, number: int, size: int) -> StepSums:
+    """Measure a step of images that training never sees, in microbatches of `size`; weights stay."""
+    state, taps = trainer.state, taps_of(trainer)
+    x0, condition, draw = samples_of(trainer, GlobalBatch(10_000_000 + number * BATCH, BATCH))
+    taps.begin_step(number, number % INTERVAL == 0, state.optimizer.state, trainer.config.optimizer.beta2, state.layout)
+    for first in range(0, BATCH, size):
+        part = slice(first, first + size)
+        taps.begin_microbatch(draw.t[part])
+        terms = state.objective.loss(state.model, x0[part], condition[part], draw_part(draw, part))
+        (terms.loss.mean() * size / BATCH).backward()
+        taps.end_microbatch(BATCH, terms.loss)
+        state.optimizer.zero_grad(set_to_none=True)
+    return to_host(taps.end_step())
+
+
+def draw_part(draw, part: slice):
+    return type(draw)(draw.t[part], draw.noise[part], draw.importance[part])
+
+
+def exact_of_many(trainer: Trainer) -> dict[str, PairSums]:
+    """Exact sums of TRUE_SAMPLES samples as one group, whose pairs are all known since the weights stay."""
+    everything: Samples = samples_of(trainer, GlobalBatch(20_000_000, TRUE_SAMPLES))
+    return exact_sums(trainer, everything, elementwise=False)
+
+
+def judge_microbatches(data: str) -> list[dict]:
+    """Judge every cut: a row per microbatch size, geometry and estimator."""
+    path = KEPT / f"microbatches-{data}-exact.pt"
+    if not path.exists():
+        return []
+    rows, exact = [], kept(path)[1][0]
+    for size in MICROBATCHES:
+        if not (path := KEPT / f"microbatches-{data}-{size}.pt").exists():
+            continue
+        steps, _ = kept(path)
+        windows = [pooled(steps[n * STEPS_OF_WINDOW : (n + 1) * STEPS_OF_WINDOW]) for n in range(WINDOWS)]
+        for geometry in windows[0].geometries:
+            truth = exact_estimates([exact[geometry]])
+            share = truth.signal / (truth.signal + truth.noise)
+            found = {name: [pool.by_bin(geometry, name) for pool in windows] for name in ESTIMATORS}
+            bounded = torch.stack([~(a.unbounded | b.unbounded) for a, b in zip(*found.values(), strict=True)])
+            for name, estimates in found.items():
+                b = torch.stack([e.b_simple for e in estimates])
+                shares = torch.stack([e.signal / (e.signal + e.noise) for e in estimates])
+                lower, upper = (torch.stack([getattr(e, end) for e in estimates]) for end in ("lower", "upper"))
+                covers = (lower <= truth.b_simple) & (truth.b_simple <= upper)
+                rows.append({
+                    "microbatch": size, "geometry": geometry, "estimator": name, "error": rms(shares / share - 1.0),
+                    "ln_b": rms((b / truth.b_simple)[bounded & (b > 0)].log()), "bounded_in_both": int(bounded.sum()),
+                    "unbounded": upper.isinf().double().mean().item(), "covers": covers.double().mean().item(),
+                    "exact": truth.b_simple.tolist(),
+                })  # fmt: skip
+    return rows
+
+
+# ---------------------------------------------------------------------- common
+
+
+def pooled(steps: Sequence[StepSums]) -> Pool:
+    """Pool of a run's settings after these steps."""
+    pool = Pool(len(steps[0].count), steps[0].squares.shape[1], GNSConfig().half_life)
+    for sums in steps:
+        pool.add(sums)
+    return pool
+
+
+def keep(path: Path, steps: Sequence[StepSums], exact: Sequence[dict[str, PairSums]]) -> None:
+    """Keep a cell's sums, complete or not at all."""
+    whole = [vars(sums) for sums in steps], [{kind: vars(pairs) for kind, pairs in of.items()} for of in exact]
+    torch.save(whole, path.with_suffix(".tmp"))
+    path.with_suffix(".tmp").replace(path)
+
+
+def kept(path: Path) -> tuple[list[StepSums], list[dict[str, PairSums]]]:
+    steps, exact = torch.load(path, weights_only=True)
+    return [StepSums(**sums) for sums in steps], [{kind: PairSums(**pairs) for kind, pairs in of.items()} for of in exact]
+
+
+def rms(errors: Tensor) -> float:
+    return errors.square().mean().sqrt().item()
+
+
+def show(data: str, rows: dict[str, list[dict]]) -> None:
+    for part, columns in (("training", ("seed", "geometry", "estimator", "rms", "ratio", "rank", "covers", "unbounded")),
+                          ("microbatches", ("microbatch", "geometry", "estimator", "error", "ln_b", "unbounded", "covers"))):
+        print(f"\n{data}, {part}: " + "  ".join(columns))
+        for row in rows[part]:
+            values = (row.get(column, "") for column in columns)
+            print("  ".join(f"{value:10.3f}" if isinstance(value, float) else f"{value!s:>10}" for value in values))
+
+
+def write(data: str, rows: dict[str, list[dict]]) -> None:
+    """Write the results together with those of other data sets."""
+    path = ROOT / "benchmarks" / "results" / "gns_online.json"
+    results = json.loads(path.read_text()) if path.exists() else {}
+    results[data] = {"model": "DiT of 32 channels, 2 blocks"} | rows | {
+        "date": date.today().isoformat(), "versions": versions(),
+    }  # fmt: skip
+    path.write_text(json.dumps(results, indent=1) + "\n")
+    print(f"wrote {path.relative_to(ROOT)}")
+
+
+if __name__ == "__main__":
+    main()
