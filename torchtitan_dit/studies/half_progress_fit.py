@@ -93,5 +93,6 @@ def _interval(values: np.ndarray, limits: tuple[float, float]) -> Interval:
         return Interval(float(values[0]), 0.0, np.inf, len(resampled), CONFIDENCE)
     ordered = np.sort(resampled[~np.isnan(resampled)])
     lower, upper = (float(np.quantile(ordered, share, method="nearest")) for share in (tail, 1 - tail))
-    lower, upper = (lower if lower > limits[0] else 0.0), (upper if upper < limits[1] else np.inf)
+    lower = min(lower, limits[1]) if lower > limits[0] else 0.0
+    upper = max(upper, limits[0]) if upper < limits[1] else np.inf
     return Interval(float(values[0]), lower, upper, len(resampled), CONFIDENCE)
