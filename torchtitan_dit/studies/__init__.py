@@ -28,6 +28,10 @@ STUDIES: dict[str, StudyEntry] = {
     "gns_critical_batch": StudyEntry(
         "noise scale as an estimate of the critical batch size, and allocations to bins by it"
     ),
+    "gns_calibration": StudyEntry("noise scale per bin against the batch at which a step makes half of its best progress"),
+    "gns_calibration_report": StudyEntry(
+        "statistics, decision and picture of calibrations, from their records alone", of_a_run=False
+    ),
     "forgetting": StudyEntry("effect of training on one slot of timesteps on the others"),
     "guidance": StudyEntry("guidance at equal evaluations: none, by the null condition, by other weights"),
     "linear_probe": StudyEntry("accuracy of a linear classifier by block and noise level, against raw pixels"),
