@@ -55,6 +55,7 @@ logger = logging.getLogger(__name__)
 _SHOWN_TIMES = ("clock/wall(s)", "clock/train(s)")
 # What one looks at of the noise scale; the rest is in metrics.jsonl.
 _SHOWN_OF_THE_NOISE = {"b_simple", "lower", "upper", "outlier_steps"}
+_EXCESS_LOSS = "validation_metrics/excess_loss"  # of the trained weights; those of averages are in metrics.jsonl
 # From the start of the process on: after them, every graph that is trained with has been compiled.
 _STEPS_TO_COMPILE = 3
 
@@ -90,6 +91,7 @@ class Reports:
             seed=config.debug.seed, param_dtype=config.training.mixed_precision_param, info=state.info, model=state.model,
             objective=state.objective, ema=state.ema, layout=state.layout, decoder=state.decoder,
             sample_metrics=state.sample_metrics, bin_edges=state.bin_edges, on_unreadable=state.corrupt_images.record,
+            shared_folder=Path(config.job.dump_folder), on_progress=phases.touch,
         )  # fmt: skip
         # Steps that measure the gradients of single samples have separate graphs.
         expected = max(_STEPS_TO_COMPILE, config.gns.interval if config.gns.enable and config.gns.single_pass else 0)
@@ -259,10 +261,11 @@ class Reports:
         self._results |= metrics
         if self._log:
             self._log.write(self._state.step, metrics)
+            labels = {name: name.removeprefix("validation_metrics/") for name in metrics if name.endswith("/loss")}
+            if _EXCESS_LOSS in metrics:
+                labels[_EXCESS_LOSS] = "excess over the optimal training loss"
             shown = ", ".join(
-                f"{name.removeprefix('validation_metrics/')} {value:.4f} ± {_spread(metrics.get(f'{name}_stderr'))}"
-                for name, value in metrics.items()
-                if name.endswith("loss")
+                f"{label} {metrics[name]:.4f} ± {_spread(metrics.get(f'{name}_stderr'))}" for name, label in labels.items()
             )
             self._say(f"step {self._state.step:>6}  held-out {shown}")
 

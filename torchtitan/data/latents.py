@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from torchtitan.conditions import ConditionKind, Embeddings, class_kind
-from torchtitan.data.base import Batch, DataConfig, Dataset, DatasetError, DatasetInfo, Draws, Split
+from torchtitan.data.base import Batch, DataConfig, Dataset, DatasetError, DatasetInfo, Draws, Split, TrainingForm
 from torchtitan.data.splits import spread_evenly
 from torchtitan.errors import LatentStoreError
 from torchtitan.programs import program
@@ -123,19 +123,33 @@ class Latents(Dataset):
         """Store of images of one bucket."""
         return self._stores[int(np.searchsorted(self._firsts, indices[0], side="right")) - 1]
 
-    def _read(self, indices: np.ndarray, views: np.ndarray | None, draws: Draws) -> Batch:
-        store, numbers = self._store_of(indices), self._numbers[indices]
+    def training_forms(self, indices: np.ndarray) -> list[TrainingForm]:
+        forms = []
+        for view in (0, 1) if self._mirror else (0,):
+            values, labels = self._stored(indices, np.full(len(indices), view))
+            batch = self._batch(indices, values[:, 0], labels)
+            forms.append(TrainingForm(batch, values[:, 1] * self._scale.abs() if self._sample else None))
+        return forms
+
+    def _stored(self, indices: np.ndarray, views: np.ndarray | None) -> tuple[torch.Tensor, torch.Tensor]:
         try:
-            values, labels = store.read(numbers, views)  # [B, P, C, h, w]
+            return self._store_of(indices).read(self._numbers[indices], views)  # [B, P, C, h, w]
         except LatentStoreError as error:
             raise DatasetError(str(error)) from error
+
+    def _read(self, indices: np.ndarray, views: np.ndarray | None, draws: Draws) -> Batch:
+        values, labels = self._stored(indices, views)
         latents = values[:, 0]
         if self._sample:
             at_a_time = max(1, NUMBERS_AT_A_TIME // latents[0].numel())
             for first in range(0, len(latents), at_a_time):
                 slots = slice(first, first + at_a_time)
-                noise = draws[slots].normal("posterior", store.index.shape)
+                noise = draws[slots].normal("posterior", tuple(latents.shape[1:]))
                 latents[slots].addcmul_(values[slots, 1], noise)
+        return self._batch(indices, latents, labels)
+
+    def _batch(self, indices: np.ndarray, latents: torch.Tensor, labels: torch.Tensor) -> Batch:
+        store, numbers = self._store_of(indices), self._numbers[indices]
         batch = {"images": (latents - self._shift) * self._scale}
         if self._captioned:
             return batch | _read_captions(store, numbers)

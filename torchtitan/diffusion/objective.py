@@ -17,7 +17,7 @@ from torchtitan import philox
 from torchtitan.conditions import Condition
 from torchtitan.diffusion.paths import PATHS, indexed, per_image
 from torchtitan.diffusion.preconditioning import PRECONDITIONINGS
-from torchtitan.diffusion.predictions import PREDICTIONS, to_x0_and_noise
+from torchtitan.diffusion.predictions import PREDICTIONS, target, to_x0_and_noise
 from torchtitan.diffusion.timesteps.registry import TIMESTEPS, SamplerOf, build_sampler
 from torchtitan.diffusion.timesteps.sampler import GlobalBatch, TimestepsConfig
 from torchtitan.settings import Choice, OneOf, choice, setting
@@ -121,14 +121,19 @@ class Objective(ABC):
         learns_variance: whether the loss trains the variance of `model.learned_variance`.
         untrained_forwards: calls of the network for each sample that no gradient runs through, beside the trained one.
         loss_at_zero: whether the loss is defined at t = 0, of clean images.
+        has_optimum: whether `LossTerms.error` is the squared error of the prediction in x_t = a x0 + b noise, which has a
+            least expectation, and `LossTerms.weighted` has it times `weighting`.
+        weighting: factor on that error as a function of sigma [N], of an objective that has an optimum.
     """
 
     Config: ClassVar[type[ObjectiveConfig]]
     learns_variance: ClassVar[bool] = False
     untrained_forwards: ClassVar[int] = 0
     loss_at_zero: ClassVar[bool] = True
+    has_optimum: ClassVar[bool] = False
     share_names: tuple[str, ...] = ()
     heads: Any = None
+    weighting: Callable[[Tensor], Tensor]
     learns_weights: bool = False
     reads_by_state: str = ""
 
@@ -226,6 +231,15 @@ class Objective(ABC):
             return *self.heads.combine(output, x_t, t), None
         x0, noise = to_x0_and_noise(self.prediction, output, x_t, a, b, self.sigma_data)
         return x0, noise, None if interpolation is None else 0.5 * (interpolation + 1.0)
+
+    def predicted(self, model: Network, x_t: Tensor, t: Tensor, condition: Condition) -> Tensor:
+        """Estimate of the prediction's target, of heads the combined one; float32, arguments as of `predict`."""
+        output, _ = self._output(model, x_t, t, condition)
+        if self.heads is None:
+            return output
+        x0, noise = self.heads.combine(output, x_t, t)
+        a, b = (per_image(c, x_t) for c in self.path.coefficients(t))
+        return target(self.prediction, x0, noise, a, b, self.sigma_data)
 
     def learned_weighting(self, sigma: Tensor) -> Tensor:
         """Learned weight on the squared error of the prediction at noise levels [N]; of sigma's dtype."""

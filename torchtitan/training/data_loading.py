@@ -21,7 +21,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchtitan import philox
 from torchtitan.data.base import Batch, DataConfig, Dataset, DatasetError, DatasetInfo, Draws, UnreadableImage
 from torchtitan.errors import unwrapped
 from torchtitan.processes.launch import launch_number
@@ -291,21 +290,27 @@ def validation_batches(
         DatasetError: an image could not be read.
     """
     check_buckets(dataset, info)
-    reader = _ReplacingReader(dataset, info)
+    reader = ReplacingReader(dataset, info)
     for first_number, first_index, total in held_out_parts(dataset, min(num_images, len(dataset))):
-        num_batches = -(-total // (batch_size * world_size))
-        size = -(-total // max(num_batches * world_size, 1))  # the least padding for that number of batches
-        for number in range(num_batches):
-            places = (number * world_size + rank) * size + np.arange(size)
-            held = places < total
-            places = np.where(held, places, 0)
+        for places, weights in equal_shares(total, batch_size, rank, world_size):
             batch, found, _ = reader.read(first_index + places)
             if found and on_unreadable:
                 on_unreadable(found)
-            yield batch | {
-                "indices": torch.from_numpy(first_number + places),
-                "weights": torch.from_numpy(held.astype(np.float32)),
-            }
+            yield batch | {"indices": torch.from_numpy(first_number + places), "weights": torch.from_numpy(weights)}
+
+
+def equal_shares(total: int, batch_size: int, rank: int, world_size: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Divide places 0 .. total - 1 into as many batches of one size on every rank.
+
+    Yields:
+        places int64 [b] with b <= batch_size, and their weights float32 [b]: 1, or 0 of a place 0 that fills a batch up.
+    """
+    num_batches = -(-total // (batch_size * world_size))
+    size = -(-total // max(num_batches * world_size, 1))  # the least padding for that number of batches
+    for number in range(num_batches):
+        places = (number * world_size + rank) * size + np.arange(size)
+        held = places < total
+        yield np.where(held, places, 0), held.astype(np.float32)
 
 
 class _MicrobatchSampler:
@@ -335,7 +340,7 @@ class _SampleReader:
     """
 
     def __init__(self, dataset: Dataset, info: DatasetInfo, seed: int, attempt: int, horizontal_flip: bool) -> None:
-        self._reader = _ReplacingReader(dataset, info)
+        self._reader = ReplacingReader(dataset, info)
         self._seed = seed
         self._attempt = attempt
         self._horizontal_flip = horizontal_flip
@@ -347,13 +352,17 @@ class _SampleReader:
         except DatasetError as error:
             return str(error)
         if self._horizontal_flip:
-            mirrored = philox.uniform(self._seed, "horizontal_flip", samples, self._attempt) < 0.5
-            images = batch["images"]
-            batch["images"] = torch.where(mirrored[:, None, None, None], images.flip(-1), images)
+            batch["images"] = mirrored_by_chance(batch["images"], Draws(self._seed, samples, self._attempt))
         return batch | {"samples": samples, "unreadable": found, "num_replaced": num_replaced}
 
 
-class _ReplacingReader:
+def mirrored_by_chance(images: Tensor, draws: Draws) -> Tensor:
+    """Mirror each image [B, C, H, W] with probability 1/2."""
+    mirrored = draws.uniform("horizontal_flip") < 0.5
+    return torch.where(mirrored[:, None, None, None], images.flip(-1), images)
+
+
+class ReplacingReader:
     """Reader of images by index that replaces an undecodable one by the next decodable one in stored order."""
 
     def __init__(self, dataset: Dataset, info: DatasetInfo) -> None:
