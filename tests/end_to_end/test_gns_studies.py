@@ -90,12 +90,17 @@ def test_published_estimator_records_what_fails_and_goes_by_another_key(run, stu
             assert row["lower"] == row["upper"] == "" and float(row["signal"]) > 0 and float(row["g_norm"]) > 0
         else:
             assert row["status"] == "failed" and "the published estimator stops here" in row["reason"]
-    summary = (tmp_path / "summary.md").read_text()
+    summary = (tmp_path / "published" / "summary.md").read_text()
     assert "for comparison only" in summary
     failed = [row for row in rows if row["status"] == "failed"]
     assert summary.count("stops here") == len(failed) and ("Cells without an answer" in summary) == bool(failed)
     study(*options, *TINY)
     assert [row["estimator"] for row in rows_of(tmp_path)] == ["published"] * 4 + ["correct"] * 4
+    correct = {name: (tmp_path / name).read_bytes() for name in ("summary.md", "lines.png")}
+    assert b"for comparison only" not in correct["summary.md"]
+    study(*options, *PUBLISHED)
+    assert {name: (tmp_path / name).read_bytes() for name in correct} == correct
+    assert (tmp_path / "published" / "lines.png").is_file()
 
 
 def test_every_weight_track_is_measured_apart(run, study, tmp_path):

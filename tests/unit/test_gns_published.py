@@ -1,5 +1,6 @@
 """The published estimator shows its bias, the right one the truth, and the correction undoes the published errors."""
 
+import argparse
 import csv
 import math
 from statistics import median
@@ -8,6 +9,7 @@ import pytest
 import torch
 
 from torchtitan.evaluation.offline_gradients import EstimateFailed, GroupNorms, noise_scale, sub_batch_sizes
+from torchtitan_dit.studies import gns_published
 from torchtitan_dit.studies.published_estimator import (
     COLUMNS,
     PublishedRow,
@@ -165,6 +167,23 @@ def test_other_files_are_refused_in_one_line(tmp_path, content, message):
     with pytest.raises(TableError, match=message) as caught:
         read_tables(tmp_path)
     assert "\n" not in str(caught.value)
+
+
+def test_a_table_over_shares_of_the_data_keeps_shares_and_repetitions(tmp_path):
+    with open(tmp_path / "shares.csv", "w", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS)
+        writer.writeheader()
+        for share, reps, gns in ((0.1, 5, 1.21), (0.2, 5, 2.39), (0.5, 5, 4.45), (0.5, 2, 7.0)):
+            row = dict.fromkeys(COLUMNS, "") | {"model": "0010000.pt", "true_portion": share, "B": 2500, "b": 25}
+            row |= {"reps": reps, "gns_est": gns, "g_norm": 0.2, "b_true": int(50_000 * share)}
+            writer.writerow(row)
+    summary = gns_published.run_alone(argparse.Namespace(tables=tmp_path / "shares.csv", output=tmp_path / "found"))
+    lines = [line.split("|")[1:-1] for line in summary.read_text().splitlines() if line.startswith("| 10000")]
+    found = [tuple(cell.strip() for cell in line[1:7]) for line in lines]
+    assert found == [
+        ("25", "2500", "2", "0.5", "1", "7"), ("25", "2500", "5", "0.1", "1", "1.21"),
+        ("25", "2500", "5", "0.2", "1", "2.39"), ("25", "2500", "5", "0.5", "1", "4.45"),
+    ]  # fmt: skip
 
 
 def test_a_folder_without_tables_is_refused(tmp_path):

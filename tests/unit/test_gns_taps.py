@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 from torch.func import functional_call
+from torch.utils.flop_counter import FlopCounterMode
 
 from torchtitan.conditions import POOLED, TEXT, Classes, Embeddings, each_tensor
 from torchtitan.distributed.compile import compile_blocks
@@ -149,14 +150,18 @@ def test_every_layer_measures_what_one_gradient_per_sample_gives(config, dtype, 
             if layer.sums.ndim == 4:  # what the projections, themselves tested below, make of it
                 rows, columns = layer.sums.shape[2:]
                 assert rows == 8 * columns
-                left = layer.left[:, index * rows : (index + 1) * rows].double()
                 right = layer.right[:, index * columns : (index + 1) * columns].double()
-                sketched = torch.einsum("or,boi,is->brs", left, gradients, right)
+                if part == "token":
+                    left, one_sided = layer.left.double(), layer.rows[index][:, None] * (gradients @ right)
+                else:
+                    left, one_sided = layer.left[:, index * rows : (index + 1) * rows].double(), gradients @ right
+                sketched = torch.einsum("or,bos->brs", left, one_sided)
                 wanted = torch.einsum("bk,brs->krs", problem.one_hot, sketched)
                 assert close(sketch_sums[name][index] * BATCH, wanted, tolerance), name
                 exact = sketched if part == "token" else scaled
+                scaled = one_sided if part == "token" else scaled
             flat = exact.flatten(1)
-            free[part][0][index] += problem.one_hot.T @ flat.square().sum(1)
+            free[part][0][index] += problem.one_hot.T @ scaled.flatten(1).square().sum(1)
             free[part][1][index] += problem.one_hot.T @ (flat @ flat.T) @ problem.one_hot
     for index, part in enumerate(PARTS):
         assert close(sums.squares[index], free[part][0], tolerance), part
@@ -304,7 +309,8 @@ def sketched_linear(outputs: int, inputs: int) -> tuple[SketchedLinear, TapSwitc
     """Layer of random weights with sketches of 16 x 2 in two geometries, switched on, for BATCH samples in BINS bins."""
     switch = TapSwitch(MEASURED, nn.functional.one_hot(torch.arange(BATCH) % BINS, BINS).float())
     layer = SketchedLinear(nn.Linear(inputs, outputs), switch)
-    layer.left, layer.right = torch.randn(outputs, 2 * 16), torch.randn(inputs + 1, 2 * 2)
+    layer.rows = torch.cat((torch.ones(1, outputs), torch.rand(1, outputs)))
+    layer.left, layer.right = torch.randn(outputs, 16), torch.randn(inputs + 1, 2 * 2)
     layer.squares = torch.zeros(2, BATCH, requires_grad=True)
     layer.sums = torch.zeros(2, BINS, 16, 2, requires_grad=True)
     return layer, switch
@@ -332,6 +338,22 @@ def test_a_sketch_keeps_the_input_that_autocast_casts_once():
     assert kept[MEASURED].dtype == kept[OFF].dtype == torch.bfloat16
 
 
+def test_sketches_of_few_tokens_take_less_than_a_tenth_of_the_layers_products():
+    """A layer of the digits model, 128 images in 16 tokens: 6 products per weight and token train it."""
+    images, tokens, inputs, outputs, bins = 128, 16, 192, 576, 10
+    switch = TapSwitch(MEASURED, nn.functional.one_hot(torch.arange(images) % bins, bins).float())
+    layer = SketchedLinear(nn.Linear(inputs, outputs), switch)
+    layer.rows, layer.left, layer.right = torch.ones(2, outputs), torch.ones(outputs, 64), torch.ones(inputs + 1, 16)
+    layer.squares, layer.sums = torch.zeros(2, images, requires_grad=True), torch.zeros(2, bins, 64, 8, requires_grad=True)
+    counts = {}
+    for switch.mode in (MEASURED, OFF):
+        with FlopCounterMode(display=False) as counter:
+            layer(torch.zeros(images, tokens, inputs, requires_grad=True)).sum().backward()
+        counts[switch.mode] = counter.get_total_flops()
+    assert counts[OFF] == 6 * images * tokens * inputs * outputs
+    assert 0 < counts[MEASURED] - counts[OFF] < 0.1 * counts[OFF]
+
+
 def test_a_sketch_in_bfloat16_is_that_of_its_inputs_to_bfloat16s_rounding():
     """Four roundings of up to 2^-9 of a term: of the projections, of both products; summed they are below 2^-7 of a sketch."""
     torch.manual_seed(0)
@@ -341,9 +363,10 @@ def test_a_sketch_in_bfloat16_is_that_of_its_inputs_to_bfloat16s_rounding():
         layer(x).backward(dy)
     extended = torch.cat((x.double(), torch.ones(BATCH, 7, 1, dtype=torch.float64)), dim=2)
     gradients = dy.double().mT @ extended  # [B, out, in + 1]
-    left, right = layer.left.double().view(96, 2, 16), layer.right.double().view(65, 2, 2)
-    sketches = torch.einsum("ogr,boi,igs->gbrs", left, gradients, right)
-    squares = sketches.square().sum((2, 3))
+    one_sided = torch.einsum("boi,igs->gbos", gradients, layer.right.double().view(65, 2, 2))
+    one_sided = one_sided * layer.rows.double()[:, None, :, None]
+    squares = one_sided.square().sum((2, 3))
+    sketches = torch.einsum("or,gbos->gbrs", layer.left.double(), one_sided)
     sums = torch.einsum("bk,gbrs->gkrs", switch.one_hot.double(), sketches)
     for found, wanted in ((layer.squares.grad, squares), (layer.sums.grad, sums)):
         assert found.dtype == torch.float32 and close(found, wanted, 2**-7)

@@ -1,3 +1,5 @@
+import json
+import math
 from types import SimpleNamespace
 
 import numpy as np
@@ -7,6 +9,10 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 from torchtitan.gns import pictures as gns_pictures
+from torchtitan.gns.agreement import Agreement, finest_known
+from torchtitan.gns.capture import PARTS, StepSums
+from torchtitan.gns.decayed import WINDOW_SHARES, DecayedSums
+from torchtitan.gns.statistics import PairSums
 from torchtitan.pictures.grids import ACCENT, EMPTY, GAP, MARGIN, NOT_FINITE, PAPER, image_grid, save_animation
 from torchtitan.pictures.style import new_figure
 from torchtitan_dit.studies import gns_plots
@@ -217,6 +223,76 @@ def test_arrows_of_the_noise_scale_end_within_the_picture():
         b_simple=torch.tensor([20.0, 50.0]), lower=torch.tensor([15.0, 400.0]), upper=torch.tensor([30.0, torch.inf])
     )
     axes = Figure().subplots()
-    gns_pictures._draw_bins(axes, [0.0, 0.5, 1.0], found, [22.0, None], 128, "sketch")
+    gns_pictures._draw_bins(axes, [0.0, 0.5, 1.0], found, [22.0, math.nan], 128, "sketch")
     low, high = axes.get_ylim()
     assert high > 3 * 400 and low < 15
+
+
+def logged(step: int, values: list[float], upper: list[float | None]) -> dict:
+    """Point as a run logs it: an infinite upper end is left out."""
+    point: dict = {"step": step}
+    for k, (value, end) in enumerate(zip(values, upper, strict=True)):
+        prefix = f"gns/adam/composite/{k}"
+        point |= {f"{prefix}/b_simple": value, f"{prefix}/lower": 0.5 * value}
+        if end is not None:
+            point[f"{prefix}/upper"] = end
+    return point
+
+
+def test_a_noise_scale_without_an_upper_end_is_coloured_and_drawn_as_none():
+    points = [logged(step, [20.0, 9e9], [40.0, None if step < 3 else 1e10]) for step in (1, 2, 3)]
+    figure = Figure()
+    lines, area = figure.subplots(1, 2)
+    gns_pictures._draw_lines(lines, points, "adam", [0.0, 0.5, 1.0], 128)
+    gns_pictures._draw_map(area, figure, points, "adam", [0.0, 0.5, 1.0])
+    assert [np.isfinite(line.get_ydata()).tolist() for line in lines.lines[:2]] == [[True] * 3, [False, False, True]]
+    grey, coloured = (np.ma.filled(mesh.get_array(), np.nan) for mesh in area.collections)
+    assert np.isfinite(coloured).tolist() == [[True] * 3, [False, False, True]]
+    assert np.isfinite(grey).tolist() == [[False] * 3, [True, True, False]]
+    assert np.isnan(gns_pictures._last(points[:2], "adam", 2)).tolist() == [False, True]
+
+
+def measured_step(seed: int, signal: float) -> StepSums:
+    """Step of 8 samples in each of 8 bins: gradients of 30 elements, of noise 30 and one common mean of square `signal`."""
+    generator = torch.Generator().manual_seed(seed)
+    gradients = torch.randn(8, 8, 30, generator=generator, dtype=torch.float64) + (signal / 30) ** 0.5
+    count, sums = torch.full((8,), 8.0, dtype=torch.float64), gradients.sum(1)
+    squares, products = torch.zeros(len(PARTS), 1, 8).double(), torch.zeros(len(PARTS), 1, 8, 8).double()
+    squares[-1], products[-1] = gradients.square().sum((1, 2)), sums @ sums.T
+    pairs = torch.outer(count, count) - count.diag()
+    return StepSums(count, count, pairs, squares, products, pairs, products, torch.zeros_like(products))
+
+
+def with_agreement(steps: int, signal: float) -> tuple[DecayedSums, Agreement]:
+    bins, agreement = DecayedSums(8, 1e9, WINDOW_SHARES), Agreement(8, 1, half_life=1e9)
+    for step in range(steps):
+        sums = measured_step(step, signal)
+        bins.add(PairSums(sums.count, sums.squares[-1, 0], sums.all_products[-1, 0], sums.pairs))
+        agreement.add(sums)
+    return bins, agreement
+
+
+@pytest.mark.parametrize(("signal", "bins"), [(4.0, 8), (0.5, 4), (0.22, 2), (0.0, None)])
+def test_agreement_is_that_of_the_finest_bins_in_which_it_is_known(signal, bins):
+    """The cosines are 1, to their error."""
+    fine, agreement = with_agreement(40, signal)
+    values = finest_known([fine.estimate(), *agreement.estimates("plain", 0)])
+    assert bins == (None if values is None else len(values))
+    figure = Figure()
+    gns_pictures._draw_agreement(panel := figure.subplots(), figure, [fine.estimate(), *agreement.estimates("plain", 0)],
+                                 [k / 8 for k in range(9)])  # fmt: skip
+    if values is None:
+        assert not panel.images and "too little signal" in panel.texts[0].get_text()
+    else:
+        assert (values[values.isfinite()] - 1.0).abs().max() < 1.0
+        wanted = [f"{k / bins:.2f}" for k in range(bins)]
+        assert [label.get_text() for label in panel.get_xticklabels()] == wanted
+
+
+def test_agreement_goes_on_from_its_state():
+    _, agreement = with_agreement(5, 1.0)
+    resumed = Agreement(8, 1, half_life=1e9)
+    resumed.load_state_dict(json.loads(json.dumps(agreement.state_dict())))
+    assert resumed.state_dict() == agreement.state_dict()
+    assert resumed.estimates("plain", 0)[0].samples.tolist() == agreement.estimates("plain", 0)[0].samples.tolist()
+    assert agreement.estimates("plain", 0)[1].signal.isfinite().all()

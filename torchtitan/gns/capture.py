@@ -297,7 +297,8 @@ class GradientTaps:
             scales = torch.full((len(self.geometries), sum(lines)), size**-0.5, device=self._device, dtype=self._dtype)
             self._projections.append((projection, scales))
             for layer, part in zip(self._sketched_layers, projection.split(lines), strict=True):
-                setattr(layer, side, part.flatten(1))
+                alone = side == "left" and isinstance(layer, taps.SketchedLinear)
+                setattr(layer, side, part[:, 0] if alone else part.flatten(1))
         names += [name for part in PARTS for name in self._whole[part]]
         self._factors = None
         if len(self.geometries) > 1:

@@ -14,6 +14,7 @@ from torchtitan.diffusion.timesteps.densities import LogitNormal, Uniform
 from torchtitan.diffusion.timesteps.sampler import GlobalBatch
 from torchtitan.diffusion.timesteps.shares import AllocatedTimesteps, bin_masses, bin_means
 from torchtitan.distributed.mesh import Layout
+from torchtitan.gns.agreement import Agreement
 from torchtitan.gns.allocate import (
     FROM_WEIGHT,
     PredictedRatio,
@@ -72,6 +73,7 @@ class GNSMonitor:
         self._taps, self._ranks, self._layout, self._folder = taps, ranks, layout, folder / GNS_FOLDER
         self._mass = bin_masses(objective.timestep_sampler.density, edges)
         self.pool = Pool(taps.num_bins, len(taps.geometries), config.half_life) if taps else None
+        self._agreement = Agreement(taps.num_bins, len(taps.geometries), config.half_life) if taps else None
         self._raw = RawSums(self._folder, edges, len(taps.geometries)) if taps and layout.rank == 0 else None
         self._measured: StepSums | None = None  # of a step that no verdict has been given on
         self._late = LateSums()
@@ -192,7 +194,10 @@ class GNSMonitor:
     def _pool_sent(self) -> None:
         """Pool the steps sent to the host, in their order."""
         for step, sums in self._late.take():
-            if not self._pooled.add(sums) and self._layout.rank == 0:
+            if self._pooled.add(sums):
+                if self._agreement:
+                    self._agreement.add(sums)
+            elif self._layout.rank == 0:
                 logger.warning(f"step {step}: left out of the gradient noise scale: its gradients are outliers")
             if self._raw:
                 self._raw.add(step, sums)
@@ -270,11 +275,14 @@ class GNSMonitor:
 
     def draw(self, points: Sequence[dict], global_batch_size: int) -> Image.Image | None:
         """Draw the picture of the run so far from its logged points; None if there is nothing to draw."""
-        if not self.pool:
+        if not self.pool or not self._agreement:
             return None
         self.settle()
         names = {geometry: self.pool.headline(geometry) for geometry in reversed(self.pool.geometries)}
-        estimates = {geometry: self.pool.by_bin(geometry, name) for geometry, name in names.items()}
+        estimates = {
+            geometry: [self.pool.by_bin(geometry, name), *self._agreement.estimates(geometry, self.pool.window(geometry))]
+            for geometry, name in names.items()
+        }
         return draw_noise_scale(points, self._edges, estimates, global_batch_size, names)
 
     def flush(self) -> None:
@@ -314,8 +322,11 @@ class GNSMonitor:
             self._raw.cut(step)
 
     @property
-    def _parts(self) -> dict[str, Pool | RankMonitor | SharesSchedule | BatchSchedule | None]:
-        return {"pool": self.pool, "ranks": self._ranks, "schedule": self._schedule, "batch": self._batch}
+    def _parts(self) -> dict[str, Pool | Agreement | RankMonitor | SharesSchedule | BatchSchedule | None]:
+        return {
+            "pool": self.pool, "agreement": self._agreement, "ranks": self._ranks, "schedule": self._schedule,
+            "batch": self._batch,
+        }  # fmt: skip
 
     @property
     def _allocated(self) -> AllocatedTimesteps:

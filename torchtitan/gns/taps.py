@@ -12,8 +12,9 @@ gradient's elements; the first geometry has factor 1):
 
     vector    T = 1: inner products of all pairs of samples, (D D^T) * (A A^T + 1)
     small     the gradients themselves, summed by timestep bin, and their squared norms
-    sketch    L^T D_i^T [A_i, 1] R, L and R random signs over the roots of their m and k columns, summed by bin, and
-              their squared norms: inner products of sketches are unbiased for those of the gradients
+    sketch    L^T D_i^T [A_i, 1] R, L and R random signs over the roots of their m and k columns, summed by bin: inner
+              products of sketches are unbiased for those of the gradients; and the squared norms of D_i^T [A_i, 1] R,
+              unbiased too, so that L is multiplied once per bin instead of once per sample
 
 All in units of the gradient given to backward, in float32. A sketch reads its inputs as they are, in bfloat16 where the run
 computes in it: its products are accumulated in float32, and those before the last rounded to that dtype.
@@ -30,6 +31,9 @@ from torch.autograd import Function
 from torchtitan.models.layers import RMSNorm, layer_norm, rms_norm
 
 OFF, FREE, MEASURED = 0, 1, 2
+
+# A host multiplies samples on one side as many at a time as stay in its cache: elements.
+_IN_CACHE = 2**18
 
 
 @dataclass
@@ -77,10 +81,11 @@ def _full_product(left: Tensor, right: Tensor) -> Tensor:
     return torch.bmm(left, right, out_dtype=torch.float32)  # which a CPU does not have
 
 
-def _outer(left: Tensor, right: Tensor, sums: Tensor) -> Tensor:
-    """Sketch [G, B, m, k] of every rank-one gradient, from its sides [B, G m] and [B, G k]."""
+def _outer_by_bin(one_hot: Tensor, left: Tensor, right: Tensor, sums: Tensor) -> Tensor:
+    """Sketches of rank-one gradients summed by bin, [G, K, m, k], from their sides [B, G m] and [B, G k]."""
     left, right = (side.unflatten(-1, (len(sums), -1)) for side in (left, right))
-    return torch.einsum("bgm,bgk->gbmk", left, right)
+    in_bin = one_hot[:, None, :, None] * right[:, :, None]  # [B, G, K, k]
+    return torch.einsum("bgm,bgnk->gnmk", left, in_bin)
 
 
 def _by_bin(one_hot: Tensor, per_sample: Tensor) -> Tensor:
@@ -112,7 +117,7 @@ class VectorTap(Function):
             a_right = a @ right[:-1]
             if ctx.has_bias:
                 a_right = a_right + right[-1]
-            found = _by_bin(one_hot, _outer(d @ left, a_right, sums))
+            found = _outer_by_bin(one_hot, d @ left, a_right, sums)
         return dy, None, gram, found, None, None, None, None, None, None, None
 
 
@@ -133,7 +138,7 @@ class EmbeddingTap(Function):
         gram = (scaled @ scaled.mT) * (ids[:, None] == ids)
         found = None
         if ctx.measured:
-            found = _by_bin(one_hot, _outer(left[ids], d @ right[:-1], sums))
+            found = _outer_by_bin(one_hot, left[ids], d @ right[:-1], sums)
         return dy, None, gram, found, None, None, None, None, None, None
 
 
@@ -141,25 +146,43 @@ class SketchTap(Function):
     """Tap of layers over tokens: y [B, T, out], x [B, T, in]."""
 
     @staticmethod
-    def forward(ctx, y, x, squares, sums, one_hot, left, right, has_bias):
-        ctx.save_for_backward(x, one_hot, left, right, sums)
+    def forward(ctx, y, x, squares, sums, one_hot, rows, left, right, has_bias):
+        ctx.save_for_backward(x, one_hot, rows, left, right, sums)
         ctx.has_bias = has_bias
         return y.view_as(y)
 
     @staticmethod
     def backward(ctx, dy):
-        x, one_hot, left, right, sums = ctx.saved_tensors
-        right, left = right.to(x.dtype), left.to(dy.dtype)
-        tokens = x.flatten(0, 1)
+        x, one_hot, rows, left, right, sums = ctx.saved_tensors
+        geometries, _, _, columns = sums.shape
+        right, tokens = right.to(x.dtype), x.flatten(0, 1)
         a_right = torch.addmm(right[-1], tokens, right[:-1]) if ctx.has_bias else tokens @ right[:-1]
         a_right = a_right.unflatten(0, x.shape[:2])  # [B, T, G k]
-        geometries, columns = len(sums), sums.shape[-1]
-        one_sided = (a_right.mT @ dy).unflatten(1, (geometries, -1)).transpose(0, 1)  # [G, B, k, out]
-        # One product per geometry: many narrow ones take ten times as long.
-        left = left.unflatten(-1, (geometries, -1)).transpose(0, 1)
-        sketches = _full_product(one_sided.flatten(1, 2), left)  # [G, B k, m]
-        sketches = sketches.unflatten(1, (-1, columns))  # [G, B, k, m]
-        return dy, None, sketches.square().sum((2, 3)), _by_bin(one_hot, sketches).mT, None, None, None, None
+        most = len(dy)
+        if dy.device.type == "cpu":
+            most = max(1, _IN_CACHE // (a_right.shape[2] * dy.shape[2]))
+        found = [
+            _one_sided(*part, rows, columns)
+            for part in zip(a_right.split(most), dy.split(most), one_hot.split(most), strict=True)
+        ]
+        squares, of_bins = found[0]  # the only one on a device
+        if len(found) > 1:
+            squares = torch.cat([part for part, _ in found])
+            for _, part in found[1:]:
+                of_bins += part
+        # The second side's product is one per bin, not one per sample.
+        sketches = of_bins.view(-1, dy.shape[-1]) @ left  # [K G k, m]
+        sketches = sketches.view(-1, geometries, columns, left.shape[1]).transpose(0, 1)  # [G, K, k, m]
+        return dy, None, squares.T, sketches.mT, None, None, None, None, None
+
+
+def _one_sided(a_right: Tensor, dy: Tensor, one_hot: Tensor, rows: Tensor, columns: int) -> tuple[Tensor, Tensor]:
+    """Squared norms [B, G] of D_i^T [A_i, 1] R in every geometry, and their sums by bin [1, K, G k out]."""
+    one_sided = (a_right.mT @ dy).unflatten(1, (len(rows), columns))  # [B, G, k, out]
+    if len(rows) > 1:
+        one_sided[:, 1:] *= rows[1:, None]
+    squares = torch.linalg.vector_norm(one_sided.flatten(2), dim=2, dtype=rows.dtype).square()
+    return squares, _full_product(one_hot.T[None].to(one_sided.dtype), one_sided.flatten(1)[None])
 
 
 class SmallTap(Function):
@@ -202,7 +225,8 @@ class TappedLinear(nn.Linear):
 
     The installer gives it the tensors that its tap needs, float32 on the device of compute, each under its name:
     `rows` [G, out] and `columns` [G, in + 1] (see Scales), `left` [out, G m] and `right` [in + 1, G k] (projections
-    times these factors), and the probes, which require a gradient: `sums` [G, K, m, k] where sketches are taken.
+    times these factors; over tokens `left` is [out, m], the projection alone), and the probes, which require a gradient:
+    `sums` [G, K, m, k] where sketches are taken.
     """
 
     def __init__(self, linear: nn.Linear, switch: TapSwitch) -> None:
@@ -232,8 +256,8 @@ class SketchedLinear(TappedLinear):
             return F.linear(x, self.weight, self.bias)
         x = _cast_by_autocast(x)
         return SketchTap.apply(
-            F.linear(x, self.weight, self.bias), x, self.squares, self.sums, self.switch.one_hot, self.left, self.right,
-            self.bias is not None,
+            F.linear(x, self.weight, self.bias), x, self.squares, self.sums, self.switch.one_hot, self.rows, self.left,
+            self.right, self.bias is not None,
         )  # fmt: skip
 
 

@@ -24,7 +24,7 @@ from torchtitan.experiments.cells import Cell, Row, measure_cells, missing_cells
 from torchtitan.experiments.engine import Advance
 from torchtitan.experiments.folder import STUDY_MARKS, ResultsFolder, StudyError, claim, refuse_other_run
 from torchtitan.experiments.record import ResultTable
-from torchtitan.files.durable import replace_file
+from torchtitan.files.durable import make_folder, replace_file
 from torchtitan.pictures.markdown import inline, markdown_table
 from torchtitan.runs.trained_model import TrainedModel, load_run, read_config
 
@@ -196,8 +196,9 @@ def run_study(name: str, study: Study, run: Any) -> Path:
         missing = missing_cells(table, cells, run.options.retry_failed)
         measure_cells(table, cells, missing, partial(study.measure, run), cost=study.cost, unit=study.UNIT)
         rows = [row for cell in cells if (row := table.find(cell))]
-        summary = folder.path / "summary.md"
-        text = _header(name, run, rows) + study.report(run, rows, folder.path) + _failures(rows, study.KEY)
+        reports = _reports_folder(folder.path, run.options)
+        summary = reports / "summary.md"
+        text = _header(name, run, rows) + study.report(run, rows, reports) + _failures(rows, study.KEY)
         replace_file(summary, text)
     return summary
 
@@ -205,6 +206,15 @@ def run_study(name: str, study: Study, run: Any) -> Path:
 def results_folder(name: str, run: StudyRun) -> Path:
     """Folder of a study's results on this run."""
     return run.options.output or run.results / name
+
+
+def _reports_folder(results: Path, options: argparse.Namespace) -> Path:
+    """Folder of pictures and summary: the published estimator's are apart from those of the correct one."""
+    if getattr(options, "estimator", "correct") != "published":
+        return results
+    reports = results / "published"
+    make_folder(reports)
+    return reports
 
 
 def require_at_least(options: argparse.Namespace, least: dict[str, int]) -> None:

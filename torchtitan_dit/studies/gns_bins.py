@@ -10,6 +10,7 @@ from torchtitan.pictures.style import legend_outside, new_figure, note, ordered_
 from torchtitan_dit.studies import gns_cells, gns_plots
 from torchtitan_dit.studies.frame import StudyRun, number, step_of
 from torchtitan_dit.studies.gns_cells import COLUMNS, KEY, UNIT, bin_label, cost, interval_text, measure
+from torchtitan_dit.studies.gns_trajectory import against_trajectory
 
 MOST_PANELS = 12
 
@@ -40,6 +41,7 @@ def report(run: StudyRun, rows: list[Row], folder: Path) -> str:
     )
     text += lines_over_training(run, grid, rows, folder / "lines.png")
     text += bars_per_checkpoint(run, rows, folder / "bars.png")
+    text += against_trajectory(run, rows, folder / "trajectory.png")
     if len({step_of(row) for row in rows}) > 1:
         text += deltas_over_training(run, grid, folder / "deltas.png")
     return text

@@ -22,6 +22,7 @@ from torchtitan_dit.studies.published_estimator import (
 )
 
 Cell = tuple[int, int | None]
+Setting = tuple[int, int, int, float | None]  # b, B, pairs of batches, share of the data behind the gradient norm
 
 _HEADING = "# gns_published\n\n"
 
@@ -53,7 +54,6 @@ def run_alone(arguments: argparse.Namespace) -> Path:
 
 def _section(name: str, rows: Sequence[PublishedRow], folder: Path) -> str:
     text = f"## {inline(name)} ({len(rows)} rows)\n\n"
-    settings = sorted({(row.b, row.big_b) for row in rows})
     if any(row.t_min is not None for row in rows):
         reported, right = reported_table(rows), corrected_table(rows)
         scales = {cell: values[0] for cell, values in right.items()}
@@ -61,8 +61,8 @@ def _section(name: str, rows: Sequence[PublishedRow], folder: Path) -> str:
         text += "Corrected, median over rows (no interval can be given; draws that were left out still bias it):\n\n"
         text += _by_bin(scales)
         return text + _bin_picture(name, reported, scales, folder / f"{name}.png")
-    text += _by_setting(rows, settings)
-    return text + _setting_picture(name, rows, settings, folder / f"{name}.png")
+    text += _by_setting(rows)
+    return text + _setting_picture(name, rows, folder / f"{name}.png")
 
 
 def _by_bin(table: dict[Cell, float]) -> str:
@@ -71,19 +71,22 @@ def _by_bin(table: dict[Cell, float]) -> str:
     return markdown_table(["step", *(f"k from {low}" for low in bins)], lines)
 
 
-def _by_setting(rows: Sequence[PublishedRow], settings: list[tuple[int, int]]) -> str:
+def _by_setting(rows: Sequence[PublishedRow]) -> str:
     lines = []
     for step in sorted({row.step for row in rows}):
-        for b, big_b in settings:
-            same = [row for row in rows if (row.step, row.b, row.big_b) == (step, b, big_b)]
+        for setting in _settings(rows):
+            same = [row for row in rows if row.step == step and _setting(row) == setting]
             if same:
+                *sizes, share = setting
                 right = [_scale(row) for row in same]
                 seconds = [row.seconds for row in same if row.seconds is not None]
                 lines.append([
-                    str(step), str(b), str(big_b), str(len(same)), _short(median(row.gns for row in same)),
+                    str(step), *map(str, sizes), _short(share), str(len(same)), _short(median(row.gns for row in same)),
                     _short(median(right)), f"{median(seconds):.0f}" if seconds else "",
                 ])  # fmt: skip
-    header = ["step", "b", "B", "rows", "reported, median", "corrected, median", "seconds, median"]
+    header = [
+        "step", "b", "B", "reps", "share of the data", "rows", "reported, median", "corrected, median", "seconds, median",
+    ]  # fmt: skip
     return markdown_table(header, lines)
 
 
@@ -102,22 +105,49 @@ def _bin_picture(name: str, reported: dict[Cell, float], right: dict[Cell, float
     return gns_plots.save(figure, path)
 
 
-def _setting_picture(name: str, rows: Sequence[PublishedRow], settings: list[tuple[int, int]], path: Path) -> str:
+def _setting_picture(name: str, rows: Sequence[PublishedRow], path: Path) -> str:
+    """Picture over the training steps, or over the share of the data in a table of one checkpoint at several."""
     figure, axes = new_figure(name, columns=2, size=(12.5, 5), sharey=True)
-    span = max(row.step for row in rows) - min(row.step for row in rows)
+    settings = _settings(rows)
+    shares = {share for *_, share in settings}
+    over_shares = len({row.step for row in rows}) == 1 < len(shares) and None not in shares
+    groups = list(dict.fromkeys(setting[:3] for setting in settings)) if over_shares else settings
+    places = [_place(row, over_shares) for row in rows]
+    span = max(places) - min(places)
     for axis, title in zip(axes[0], ("reported", "corrected"), strict=True):
-        for place, (color, (b, big_b)) in enumerate(zip(ordered_colours(len(settings)), settings, strict=True)):
-            same = [row for row in rows if (row.b, row.big_b) == (b, big_b)]
+        for place, (color, group) in enumerate(zip(ordered_colours(len(groups)), groups, strict=True)):
+            same = [row for row in rows if _setting(row)[: len(group)] == group]
             values = [row.gns if title == "reported" else _scale(row) for row in same]
-            shift = 0.02 * span * (place - 0.5 * (len(settings) - 1))  # steps, so that settings do not hide each other
-            axis.plot([row.step + shift for row in same], values, color=color, marker="o", markersize=4,
-                      linestyle="none", label=f"b = {b}, B = {big_b}")  # fmt: skip
+            shift = 0.02 * span * (place - 0.5 * (len(groups) - 1))  # so that settings do not hide each other
+            axis.plot([_place(row, over_shares) + shift for row in same], values, color=color, marker="o", markersize=4,
+                      linestyle="none", label=_name(group, len(shares) > 1))  # fmt: skip
         axis.set_title(title, fontsize=10)
         axis.set_yscale("log")
-        axis.set_xlabel("training step (settings side by side)")
+        axis.set_xlabel(
+            "share of the data behind the gradient norm (%)" if over_shares else "training step (settings side by side)"
+        )
     axes[0, 0].set_ylabel(gns_plots.NOISE_SCALE)
     legend_outside(axes[0, 1])
     return gns_plots.save(figure, path)
+
+
+def _place(row: PublishedRow, over_shares: bool) -> float:
+    return 100 * row.true_portion if over_shares and row.true_portion is not None else row.step
+
+
+def _setting(row: PublishedRow) -> Setting:
+    return row.b, row.big_b, row.reps, row.true_portion
+
+
+def _settings(rows: Sequence[PublishedRow]) -> list[Setting]:
+    return sorted({_setting(row) for row in rows}, key=lambda setting: (*setting[:3], setting[3] or 0.0))
+
+
+def _name(group: tuple, with_share: bool) -> str:
+    """Name of a setting, or of settings at several shares."""
+    b, big_b, reps, *share = group
+    text = f"b = {b}, B = {big_b}, reps = {reps}"
+    return f"{text}, {100 * share[0]:g} % of the data" if with_share and share and share[0] is not None else text
 
 
 def _scale(row: PublishedRow) -> float:
