@@ -26,6 +26,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import numpy as np
 import torch
 import torch.distributed as dist
+from PIL import Image
+from safetensors.torch import save_file
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -33,7 +35,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torchtitan.checkpoint.shared_reading import Found, Wanted, _KnownTensor
 from torchtitan.checkpoint.shared_verification import shares_of
 from torchtitan.conditions import Classes
-from torchtitan.data import saved_listing
+from torchtitan.data import captioned_folder, saved_contents, saved_listing
 from torchtitan.data.image_files import list_images
 from torchtitan.distributed.config import ParallelismConfig
 from torchtitan.distributed.mesh import Layout
@@ -45,7 +47,12 @@ from torchtitan.gns.capture import GEOMETRIES, PARTS, StepSums
 from torchtitan.gns.pictures import is_drawn
 from torchtitan.gns.raw_sums import ROWS_PER_FILE, RawSums
 from torchtitan.models import MODELS
+from torchtitan.models.adapters.adapters import add_trained_adapter, is_adapter_parameter
+from torchtitan.models.adapters.config import LoRAConfig
+from torchtitan.models.adapters.frozen_network import cast_base
+from torchtitan.models.adapters.targets import find_targets
 from torchtitan.runs.folder import versions
+from torchtitan.runs.initial_weights import inspect, share_of
 from torchtitan.supervision import heartbeat
 from torchtitan.supervision.heartbeat import Heartbeats
 from torchtitan.training.hardware import device_name
@@ -70,13 +77,13 @@ def main() -> None:
         size, cost, sizes, measure = LAWS[name]
         with tempfile.TemporaryDirectory() as folder:
             costs = [measure(Path(folder) / str(number), number) for number in sizes]
-        named = list(map(parameters_of, sizes)) if name == "drawing" else sizes
+        named = list(map(parameters_of, sizes)) if size == "parameters" else sizes
         found[name] = {"size": size, "cost": cost, "sizes": named}
         for column, values in zip(("before", "after"), zip(*costs, strict=True), strict=True):
             found[name] |= {column: list(values), f"{column}_exponent": exponent(named, values)}
         print(f"{name}: {json.dumps(found[name])}", flush=True)
-    result = {"laws": found, "device": device_name(torch.device("cpu")), "date": date.today().isoformat(), "versions": versions()}
-    RESULTS.write_text(json.dumps(result, indent=1) + "\n")
+        about = {"device": device_name(torch.device("cpu")), "date": date.today().isoformat(), "versions": versions()}
+        RESULTS.write_text(json.dumps({"laws": found} | about, indent=1) + "\n")
 
 
 def exponent(sizes: list[int], costs: tuple[float, ...]) -> float:
@@ -157,22 +164,50 @@ def parameters_of(number: int) -> int:
 
 def drawing(folder: Path, number: int) -> Costs:
     """Peak GiB of drawing the parameters on one of 1,024 ranks."""
+    return drawn(number, None)
+
+
+def frozen(folder: Path, number: int) -> Costs:
+    """Peak GiB of a frozen network in bfloat16 and its adapters of rank 16, on one of 1,024 ranks."""
+    return drawn(number, LoRAConfig(enable=True, rank=16, base_dtype="bfloat16"))
+
+
+def drawn(number: int, lora: LoRAConfig | None) -> Costs:
+    """Peak GiB of a network's start on one of 1,024 ranks."""
     peaks = []
     dist.init_process_group("fake", rank=0, world_size=RANKS, store=FakeStore())
     try:
         layout = Layout(ParallelismConfig(data_parallel_replicate_degree=1, data_parallel_shard_degree=RANKS))
         for sharded in (False, True):
             model = meta_model(FLAVORS[number])
+            if lora:
+                cast_base(model, lora)
             rows_of = partial(own_rows, layout=layout) if sharded else lambda shape: slice(0, shape[0])
             with FakeTensorMode(allow_non_fake_inputs=True), LiveStorages() as live:
                 live.open_window("start")
-                draw_shards(model, model.init_weights, rows_of, torch.device("cpu"))
+                kept = draw_shards(model, model.init_weights, rows_of, torch.device("cpu"))
+                if lora:
+                    add_trained_adapter(model, find_targets(model, lora, {}), lora, torch.device("cpu"))
             peaks.append(live.windows["start"].total() / 2**30)
+            del kept
     finally:
         dist.destroy_process_group()
     # Drawn whole, a tensor needs no second place, as `draw_shards` gives it.
-    largest = max(parameter.nbytes for parameter in model.parameters()) / 2**30
+    largest = max(p.nbytes for name, p in model.named_parameters() if not is_adapter_parameter(name)) / 2**30
     return peaks[0] - largest, peaks[1]
+
+
+def initial(folder: Path, ranks: int) -> Costs:
+    """Seconds in which one rank checks and hashes its part of frozen initial weights, 256 tensors of 1 MiB."""
+    folder.mkdir()
+    path = folder / "weights.safetensors"
+    save_file({f"layers.{number}.weight": torch.rand(512, 512) for number in range(256)}, path)
+    names = share_of(path, 0, 1)
+
+    def own_share() -> None:
+        inspect(path, share_of(path, ranks - 1, ranks), hashed=True)
+
+    return seconds_of(lambda: inspect(path, names, hashed=True)), min(seconds_of(own_share) for _ in range(3))
 
 
 # ---------------------------------------------------------------------- data
@@ -207,6 +242,31 @@ def listing(folder: Path, images: int) -> Costs:
 
     with patch.object(saved_listing.tempfile, "tempdir", str(folder.parent)):
         return seconds_of(by_everyone), seconds_of(by_one)
+
+
+def contents(folder: Path, images: int) -> Costs:
+    """Seconds in which the processes of a machine know the contents of a folder of captioned images, together."""
+    folder.mkdir()
+    picture = folder / "first.png"
+    Image.fromarray(np.random.default_rng(0).integers(0, 256, (256, 256, 3), np.uint8)).save(picture)  # 196 KB
+    for number in range(images):
+        os.link(picture, folder / f"{number:06d}.png")
+        (folder / f"{number:06d}.txt").write_text("a thing")
+    picture.unlink()
+
+    def by_each() -> None:
+        for _ in range(RANKS_OF_A_MACHINE):
+            captioned_folder._read_folder.cache_clear()
+            captioned_folder._read_folder("data.path", str(folder), "")
+
+    def time_of(settled: float) -> float:
+        with (
+            patch.object(saved_listing.tempfile, "tempdir", str(folder.parent)),
+            patch.object(saved_contents, "SECONDS_SETTLED", settled),
+        ):
+            return seconds_of(by_each)
+
+    return time_of(math.inf), time_of(0.0)
 
 
 # ---------------------------------------------------------------------- a run's files
@@ -290,11 +350,14 @@ LAWS: dict[str, tuple[str, str, list[int], Callable[[Path, int], Costs]]] = {
     "reading": ("ranks", "seconds to find what to read at a resume", [16, 64, 256], reading),
     "hashing": ("ranks", "GiB hashed at a resume", [16, 128, 1024], hashing),
     "drawing": ("parameters", "GiB on one of 1,024 ranks", [0, 1, 2], drawing),
+    "frozen": ("parameters", "GiB on one of 1,024 ranks", [0, 1, 2], frozen),
+    "initial": ("ranks", "seconds to check and hash initial weights", [4, 16, 64], initial),
     "order": ("images", "seconds to an epoch's first batch", [1 << 20, 1 << 22, 1 << 24], order),
     "raw_rows": ("steps between checkpoints", "GiB in memory", [1_000, 10_000, 50_000], raw_rows),
     "pictures": ("points", "seconds of reading for all pictures", [500, 1_000, 2_000], pictures),
     "heartbeats": ("ranks", "files replaced in an interval", [64, 256, 1024], heartbeats),
     "listing": ("files", "seconds of the 8 processes of a machine", [10_000, 20_000, 40_000], listing),
+    "contents": ("images", "seconds of the 8 processes of a machine", [100, 200, 400], contents),
 }
 
 
