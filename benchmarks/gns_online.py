@@ -177,7 +177,10 @@ def judge_training(data: str) -> list[dict]:
                     "exact_upper": truth.upper.tolist(), "estimate": found.b_simple.tolist(),
                 })  # fmt: skip
     for (geometry, estimator), of_seeds in errors.items():
-        rows.append({"seed": "all", "geometry": geometry, "estimator": estimator, "rms": rms(torch.cat(of_seeds))})
+        rows.append({
+            "seed": "all", "seeds": len(of_seeds), "geometry": geometry, "estimator": estimator,
+            "rms": rms(torch.cat(of_seeds)),
+        })  # fmt: skip
     return rows
 
 
@@ -299,7 +302,7 @@ def rms(errors: Tensor) -> float:
 
 
 def show(data: str, rows: dict[str, list[dict]]) -> None:
-    for part, columns in (("training", ("seed", "geometry", "estimator", "rms", "ratio", "rank", "covers", "unbounded")),
+    for part, columns in (("training", ("seed", "seeds", "geometry", "estimator", "rms", "ratio", "rank", "covers", "unbounded")),
                           ("microbatches", ("microbatch", "geometry", "estimator", "error", "ln_b", "unbounded", "covers"))):
         print(f"\n{data}, {part}: " + "  ".join(columns))
         for row in rows[part]:
