@@ -7,7 +7,7 @@ from torch import nn
 
 from tests.configurations import problems
 from tests.latent_stores import SHAPE as LATENT
-from tests.latent_stores import write_store
+from tests.latent_stores import plan_of, write_store
 from tests.memory_images import COUNT, CPU, SHAPE, Memory, draws_of, training_set
 from tests.objectives import timesteps, weighting
 from torchtitan.conditions import Classes, Embeddings
@@ -22,6 +22,7 @@ from torchtitan.evaluation import optimal_draws as module
 from torchtitan.evaluation.config import ValidationConfig, excess_problems
 from torchtitan.evaluation.excess_loss import excess_loss, optimal_prediction
 from torchtitan.evaluation.optimal_draws import OptimalDraws, TrainingSet
+from torchtitan.latents import Normalization
 
 
 def brute_force(x_t, a, b, points):
@@ -175,7 +176,8 @@ def test_unreadable_image_is_the_next_one_as_in_training(tmp_path):
 
 
 def test_forms_of_latents_are_what_training_draws(tmp_path):
-    write_store(tmp_path)
+    normalization = Normalization(shift=[1.0, 0.5, 0.0, -1.0], scale=[0.5, 0.25, 2.0, 1.0], source="given")
+    write_store(tmp_path, plan_of(normalization=normalization))
     dataset, indices = Latents(LatentsConfig(path=str(tmp_path)), "train"), np.array([3, 0, 7])
     forms = dataset.training_forms(indices)
     assert len(forms) == 2
