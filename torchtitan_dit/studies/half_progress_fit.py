@@ -56,7 +56,8 @@ def half_progress(batches: Sequence[int], full: int, progress: Progress, seed: i
 
 def _fit_hyperbola(sizes: np.ndarray, means: np.ndarray, weights: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Fit by weighted least squares: B_half and best of every row of means [N, K]; 0 or infinity outside of the limits."""
-    grid = np.linspace(*np.log(_LIMITS), _POINTS)
+    low, high = np.log(_LIMITS).tolist()
+    grid = np.linspace(low, high, _POINTS)
     shapes = 1.0 / (1.0 + np.exp(grid)[:, None] / sizes)  # [points, K]
     products = np.maximum((means * weights) @ shapes.T, 0.0)  # best > 0
     gains = products**2 / (shapes**2 @ weights)  # squares explained, [N, points]
