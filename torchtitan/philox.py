@@ -216,22 +216,20 @@ def _rounds_by_numpy(counter: Sequence[np.ndarray], keys: np.ndarray) -> tuple[n
         product_0, product_2 = word_0 * _MULTIPLIERS[0], word_2 * _MULTIPLIERS[1]
         word_0, word_1 = (product_2 >> _HALF_ARRAY) ^ key[0] ^ word_1, product_2 & _MASK_ARRAY
         word_2, word_3 = (product_0 >> _HALF_ARRAY) ^ key[1] ^ word_3, product_0 & _MASK_ARRAY
-    multiplied = np.empty((2, *np.broadcast(word_0, word_2).shape), np.uint64)
-    multiplied[0], multiplied[1] = word_0, word_2
-    mixed_0, mixed_2 = word_1.astype(np.uint32), word_3.astype(np.uint32)
+    shape = (2, *np.broadcast(word_0, word_2).shape)
+    multiplied, mixed_in = np.empty(shape, np.uint64), np.empty(shape, np.uint32)
+    multiplied[0], multiplied[1], mixed_in[0], mixed_in[1] = word_0, word_2, word_1, word_3
     multipliers = _MULTIPLIERS.reshape(2, *[1] * word_0.ndim)
-    lower_0, lower_2 = _half(multiplied, _LOWER)
+    lower_of_words = _half(multiplied, _LOWER)
     buffers = [np.empty_like(multiplied) for _ in range(2)]
-    halves = [(*_half(products, _UPPER), *_half(products, _LOWER)) for products in buffers]
+    halves = [(_half(products, _UPPER)[::-1], _half(products, _LOWER)[::-1]) for products in buffers]  # change places
     for number, key in enumerate(keys[2:].reshape(-1, *multipliers.shape)):
         np.multiply(multiplied, multipliers, out=buffers[number % 2])
-        upper_0, upper_2, next_2, next_0 = halves[number % 2]
-        # The upper halves of the words stay 0.
-        np.bitwise_xor(upper_2, mixed_0, out=lower_0)
-        np.bitwise_xor(upper_0, mixed_2, out=lower_2)
+        upper, lower = halves[number % 2]
+        np.bitwise_xor(upper, mixed_in, out=lower_of_words)  # the upper halves of the words stay 0
         np.bitwise_xor(multiplied, key, out=multiplied)
-        mixed_0, mixed_2 = next_0, next_2
-    return multiplied, _half(buffers[number % 2], _LOWER)[::-1]
+        mixed_in = lower
+    return multiplied, mixed_in
 
 
 def _half(numbers: np.ndarray, place: int) -> np.ndarray:
