@@ -232,7 +232,10 @@ def _inputs_of_graphs(state: RunState) -> tuple[tuple[Any, ...], dict[str, tuple
             state.loss_terms(batch, GlobalBatch(0, state.batch_size))
     for hook in hooks:
         hook.remove()
-    return tuple(_trained(x) if isinstance(x, Tensor) else x for x in inputs), graphs, outputs[0]
+    tables = {id(buffer) for buffer in state.model.buffers()}  # which have no gradient
+    of_images = [isinstance(x, Tensor) and id(x) not in tables and x.shape[:1] == inputs[0].shape[:1] for x in inputs]
+    block = tuple(_trained(x) if trained else x for x, trained in zip(inputs, of_images, strict=True))
+    return block, graphs, outputs[0]
 
 
 def _recording(found: dict[str, tuple[Any, ...]], name: str, function: Callable[..., Any]) -> Callable[..., Any]:
