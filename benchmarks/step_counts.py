@@ -63,7 +63,7 @@ _NAMES = {"data": "batch", "forward": "objective"}
 def main(arguments: list[str] | None = None) -> None:
     known, words = parse_arguments(arguments)
     if known.config is None:
-        write_rows(known.section)
+        write_rows(known.section, known.rows)
         return
     try:
         counted = count_step(words, known.ranks, known.step, known.compiled)
@@ -80,6 +80,7 @@ def parse_arguments(arguments: list[str] | None) -> tuple[argparse.Namespace, li
     parser.add_argument("--ranks", type=int, default=1, help="ranks of the run; those of a sharded one share the model")
     parser.add_argument("--step", type=int, default=9, help="number of the counted step; measurements have an interval")
     parser.add_argument("--section", default="after", help="of the results, without a configuration (default: after)")
+    parser.add_argument("--rows", default="", metavar="TEXT", help="only those with this in their name (default: all)")
     parser.add_argument("--compiled", action="store_true", help="count what would be compiled as such")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     known, words = parser.parse_known_args(arguments)
@@ -237,7 +238,10 @@ def _inputs_of_graphs(state: RunState) -> tuple[tuple[Any, ...], dict[str, tuple
             state.loss_terms(batch, GlobalBatch(0, state.batch_size))
     for hook in hooks:
         hook.remove()
-    return tuple(_trained(x) if isinstance(x, Tensor) else x for x in inputs), graphs, outputs[0]
+    tables = {id(buffer) for buffer in state.model.buffers()}  # which have no gradient
+    of_images = [isinstance(x, Tensor) and id(x) not in tables and x.shape[:1] == inputs[0].shape[:1] for x in inputs]
+    block = tuple(_trained(x) if trained else x for x, trained in zip(inputs, of_images, strict=True))
+    return block, graphs, outputs[0]
 
 
 def _recording(found: dict[str, tuple[Any, ...]], name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -374,14 +378,15 @@ ROWS = {
     "DiT-XL/2, 32 images, noise measured": [*_XL, "--images", "32", *_NOISE],
     "DiT-XL/2, 32 images, compiled": [*_XL, "--images", "32", "--compiled"],
     "DiT-B/2, 256 images": [*_XL, "--model.flavor", "DiT-B/2", "--images", "256"],
+    "DiT-B/2, 256 images, compiled": [*_XL, "--model.flavor", "DiT-B/2", "--images", "256", "--compiled"],
     "DiT-B/2, 256 images, noise measured": [*_XL, "--model.flavor", "DiT-B/2", "--images", "256", *_NOISE],
     "7B, FSDP x 8, 16 images a rank": _7B,
     "7B, FSDP x 8, 16 images a rank, noise measured": [*_7B, *_NOISE],
 }
 
 
-def write_rows(section: str) -> None:
-    """Count every row, and write a section of the results."""
+def write_rows(section: str, containing: str = "") -> None:
+    """Count the rows with a text in their name, and write them as a section of the results."""
     path = ROOT / "benchmarks" / "results" / "step_counts.json"
     results = json.loads(path.read_text()) if path.exists() else {}
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
@@ -391,7 +396,7 @@ def write_rows(section: str) -> None:
     }  # fmt: skip
     rows: dict[str, Any] = {}
     results[section] = {"commit": commit, "date": date.today().isoformat(), "versions": versions(), "rows": rows}
-    for name, words in ROWS.items():
+    for name, words in ((name, words) for name, words in ROWS.items() if containing in name):
         command = [sys.executable, str(Path(__file__).resolve()), *words, "--json"]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
         if done.returncode:

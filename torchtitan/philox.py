@@ -19,8 +19,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchtitan import philox_compiled
-
 _Number = TypeVar("_Number", int, Tensor)
 
 # What a draw is for. Numbers are part of the checkpoint's meaning: append, never renumber.
@@ -70,7 +68,7 @@ def philox_4x32(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int, 
         four int64 tensors of random words in [0, 2^32).
     """
     if torch.compiler.is_compiling():
-        return philox_compiled.rounds(counter, _ROUND_MULTIPLIERS, _round_keys(key))
+        return _rounds_word_by_word(counter, key)
     if _by_numpy(*counter):
         even, odd = _rounds_by_numpy([_array(word) for word in counter], _key_array(key))  # [2, *]
         return tuple(torch.from_numpy(word.astype(np.int64)) for word in (even[0], odd[0], even[1], odd[1]))
@@ -155,7 +153,7 @@ def normal(seed: int, purpose: str, indices: Tensor, shape: tuple[int, ...], att
     """Standard normal draws, float32 [B, *shape], by the Box-Muller transform."""
     count = math.prod(shape)
     if torch.compiler.is_compiling():
-        draws = philox_compiled.normal_of_words(_block_words(seed, purpose, indices, 0, -(-count // 4), attempt))
+        draws = _normal_of_words(_block_words(seed, purpose, indices, 0, -(-count // 4), attempt))
     elif _by_numpy(indices):
         draws = _normal_by_numpy(seed, purpose, indices, count, attempt)
     else:
@@ -241,6 +239,35 @@ def _half(numbers: np.ndarray, place: int) -> np.ndarray:
 def _key_array(key: tuple[int, int]) -> np.ndarray:
     """Keys of the rounds, uint64 [10, 2]."""
     return np.array(_round_keys(key), np.uint64)
+
+
+def _rounds_word_by_word(counter: tuple[Tensor, ...], key: tuple[int, int]) -> tuple[Tensor, ...]:
+    """Rounds for a compiler, which makes one loop over registers of them; no product overflows."""
+    first, second, third, fourth = counter
+    # Inductor multiplies what it knows as an index, such as `arange`, in 32 bits, in C++ and in Triton. A mask ends that.
+    first, third = first & _MASK, third & _MASK
+    # A product of two words overflows int64, which C++ leaves undefined, and inductor writes C++ for the CPU. With c = m - 2^32,
+    # -2^31 <= c < 0, it is m w = c w + 2^32 w, where |c w| < 2^63: its upper word is (c w >> 32) + w, of an arithmetic shift.
+    of_first, of_third = (multiplier - _MASK - 1 for multiplier in _ROUND_MULTIPLIERS)
+    for left_key, right_key in _round_keys(key):
+        left, right = first * of_first, third * of_third
+        first, second, third, fourth = (
+            ((right >> 32) + third) ^ second ^ left_key,
+            right & _MASK,
+            ((left >> 32) + first) ^ fourth ^ right_key,
+            left & _MASK,
+        )
+    return tuple(torch.broadcast_tensors(first, second, third, fourth))
+
+
+def _normal_of_words(words: tuple[Tensor, ...]) -> Tensor:
+    """Normal draws of four words [B, N] of each block: float32 [B, 4 N], in the order of the words."""
+    draws = []
+    for of_radius, of_angle in (words[:2], words[2:]):
+        radius = torch.sqrt(-2.0 * torch.log((of_radius.to(torch.float32) + 1.0) * 2.0**-32))
+        angle = of_angle.to(torch.float32) * (2.0 * math.pi * 2.0**-32)
+        draws += [radius * torch.cos(angle), radius * torch.sin(angle)]
+    return torch.stack(draws, dim=-1).flatten(1)
 
 
 def _stream(purpose: str, attempt: int) -> int:
