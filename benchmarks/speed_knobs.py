@@ -1,18 +1,20 @@
 """Gain of each setting for speed: python benchmarks/speed_knobs.py [--flavor DiT-S/2] [--batch B] [--processes N] [--rounds N]
 
-Train steps of a run with a setting of docs/speed.md and of one without, each in separate processes, in alternating
-rounds; a ratio below 1 is a gain. Settings that the device or the number of processes does not have are named with the
-reason. Wall time on CUDA, processor time on the CPU; peak memory of the fullest rank. Writes
-benchmarks/results/speed_knobs.json.
+Train steps of a run with a setting of docs/speed.md and of one without, each in separate processes; in each round every
+run takes its turn once, and a ratio below 1 is a gain. Settings that the device or the number of processes does not have are
+in the result with the reason. Wall time on CUDA, processor time of the slowest process on the CPU, where waiting for others
+counts nothing; peak memory of the fullest process. Writes benchmarks/results/speed_knobs.json.
 """
 
 import argparse
 import json
+import multiprocessing
 import os
+import socket
 import statistics
-import subprocess
 import sys
 import tempfile
+from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,7 @@ import torch
 from benchmarks.trainer_overhead import median_interval, timed
 from torchtitan.config.job import ConfigError, load_config
 from torchtitan.distributed.collectives import highest_over_ranks
+from torchtitan.distributed.kernel_choices import KernelError
 from torchtitan.distributed.mesh import process_group
 from torchtitan.runs.folder import versions
 from torchtitan.trainer import Trainer
@@ -66,54 +69,78 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=5, help="of each round, after three of warm-up")
     parser.add_argument("--knobs", nargs="+", choices=KNOBS, default=list(KNOBS))
-    parser.add_argument("--measure", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.measure:
-        measure(json.loads(arguments.measure), arguments.steps)
-        return
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     results = json.loads(PATH.read_text()) if PATH.exists() else {}
-    for name in arguments.knobs:
-        results[f"{arguments.flavor}, {name}"] = found = compare(name, arguments)
+    pairs = {name: pair_of(name, arguments) for name in arguments.knobs}
+    refusals = {name: reason for name, pair in pairs.items() if (reason := refusal_of(pair))}
+    rounds: list[dict[Run, dict[str, Any]]] = []
+    for number in range(arguments.rounds):
+        runs = dict.fromkeys(run for name, pair in pairs.items() if name not in refusals for run in pair)
+        rounds.append({run: _in_own_processes(run, arguments.steps) for run in runs})
+        refusals |= {name: rounds[0][run]["refused"] for name, pair in pairs.items() for run in pair
+                     if "refused" in rounds[0].get(run, {})}  # fmt: skip
+        for name, (without, changed) in pairs.items():
+            found: dict[str, Any] = {"refused": refusals.get(name)}
+            if name not in refusals:
+                found = compared([each[without] for each in rounds], [each[changed] for each in rounds])
+            found |= {"settings": KNOBS[name][0] | KNOBS[name][1], "processes": changed.processes, "rounds": len(rounds)}
+            results[f"{arguments.flavor}, {name}"] = found | _described(arguments)
         PATH.write_text(json.dumps(results, indent=1) + "\n")
-        print(f"{name:28s} {_line(found)}", flush=True)
+        print(f"round {number + 1} of {arguments.rounds}", file=sys.stderr, flush=True)
+    for name in pairs:
+        print(f"{name:36s} {_line(results[f'{arguments.flavor}, {name}'])}")
 
 
-def compare(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Compare runs with a setting and without it, in turn."""
+@dataclass(frozen=True)
+class Run:
+    """Run to be measured: words of its command line, and processes."""
+
+    words: tuple[str, ...]
+    processes: int
+
+
+def pair_of(name: str, arguments: argparse.Namespace) -> tuple[Run, Run]:
+    """Runs without a setting and with it."""
     without, changed = KNOBS[name]
     sharing = int(changed.get("parallelism.context_parallel_degree", 1))
-    # The same images per step either way; with context parallelism processes share their tokens.
-    batches = arguments.batch, arguments.batch * sharing
     processes = arguments.processes if any(key.startswith("parallelism.") for key in without) else 1
-    words = [_words(settings, batch, arguments) for settings, batch in zip((without, without | changed), batches, strict=True)]
-    record = {
-        "batch": arguments.batch, "shape": arguments.shape, "processes": processes, "settings": without | changed,
-        "device": device_name(torch.device("cuda" if torch.cuda.is_available() else "cpu")),
-        "date": date.today().isoformat(), "versions": versions(),
-    }  # fmt: skip
+    # The same images per step either way; with context parallelism processes share their tokens.
+    return (
+        Run(_words(without, arguments.batch, arguments), processes),
+        Run(_words(without | changed, arguments.batch * sharing, arguments), processes),
+    )
+
+
+def refusal_of(pair: tuple[Run, Run]) -> str | None:
+    """Reason for which a configuration is refused here; None: there is none."""
     try:
-        for each in words:
-            load_config(each, processes)
+        for run in pair:
+            load_config(list(run.words), run.processes)
     except ConfigError as error:
-        return {"refused": error.problems[0]} | record
-    rounds = []
-    for _ in range(arguments.rounds):
-        rounds.append([_in_own_processes(each, processes, arguments.steps) for each in words])
-    ratios = [changed["seconds"] / plain["seconds"] for plain, changed in rounds]
+        return error.problems[0].removeprefix("command line: ")
+    return None
+
+
+def compared(without: list[dict[str, float]], changed: list[dict[str, float]]) -> dict[str, Any]:
+    """Compare the rounds of two runs."""
+    ratios = [there["seconds"] / here["seconds"] for here, there in zip(without, changed, strict=True)]
     return {
-        "seconds_without": statistics.median(plain["seconds"] for plain, _ in rounds),
-        "seconds": statistics.median(changed["seconds"] for _, changed in rounds),
-        "ratio": statistics.median(ratios), "ratio_95_percent": list(median_interval(ratios)),
-        "peak_GiB_without": max(plain["peak_GiB"] for plain, _ in rounds),
-        "peak_GiB": max(changed["peak_GiB"] for _, changed in rounds),
-        "rounds": arguments.rounds, "steps": arguments.steps,
-    } | record  # fmt: skip
+        "seconds_without": statistics.median(found["seconds"] for found in without),
+        "seconds": statistics.median(found["seconds"] for found in changed),
+        "ratio": statistics.median(ratios), "ratio_95_percent": list(median_interval(ratios)), "ratios": ratios,
+        "peak_GiB_without": max(found["peak_GiB"] for found in without),
+        "peak_GiB": max(found["peak_GiB"] for found in changed),
+    }  # fmt: skip
 
 
-def measure(words: list[str], steps: int) -> None:
-    """Measure train steps in these processes; the first prints their median of the slowest rank, and the peak memory."""
+def measure(words: list[str], steps: int) -> dict[str, Any]:
+    """Measure train steps in these processes: their median on the slowest rank and the highest peak memory, or a refusal."""
     with process_group(), tempfile.TemporaryDirectory() as folder:
-        trainer = Trainer(load_config([*words, "--job.dump_folder", os.environ.get("FOLDER", folder)], _world_size()))
+        try:
+            trainer = Trainer(load_config([*words, "--job.dump_folder", os.environ.get("FOLDER", folder)], _world_size()))
+        except KernelError as error:  # of this device, on every rank
+            return {"refused": str(error)}
         device = trainer.state.layout.device
 
         def step() -> None:
@@ -125,29 +152,53 @@ def measure(words: list[str], steps: int) -> None:
             times.append(timed(step, device))
         peak = memory_metrics(device)[PEAK_MEMORY[device.type]]
         seconds, peak = highest_over_ranks(statistics.median(times[WARM_UP:]), peak)
-        if trainer.state.layout.rank == 0:
-            print(json.dumps({"seconds": seconds, "peak_GiB": peak}), flush=True)
         trainer.close()
+        return {"seconds": seconds, "peak_GiB": peak}
 
 
-def _words(settings: dict[str, str], batch: int, arguments: argparse.Namespace) -> list[str]:
+def _words(settings: dict[str, str], batch: int, arguments: argparse.Namespace) -> tuple[str, ...]:
     common = {
         "model.flavor": arguments.flavor, "data.name": "synthetic", "data.kind": "noise", "data.shape": arguments.shape,
         "data.num_classes": "10", "training.local_batch_size": str(batch), "checkpoint.enable": "false",
         "sampling.enable": "false", "gns.enable": "false", "metrics.enable_tensorboard": "false",
     }  # fmt: skip
-    return [word for key, value in (common | settings).items() for word in (f"--{key}", value)]
+    return tuple(word for key, value in (common | settings).items() for word in (f"--{key}", value))
 
 
-def _in_own_processes(words: list[str], processes: int, steps: int) -> dict[str, float]:
-    own = [__file__, "--measure", json.dumps(words), "--steps", str(steps)]
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)] if processes > 1 else []
-    with tempfile.TemporaryDirectory() as folder:
-        environment = {"OMP_NUM_THREADS": "1"} | os.environ | {"FOLDER": folder}
-        found = subprocess.run([sys.executable, *launcher, *own], capture_output=True, text=True, env=environment)
-    if found.returncode:
-        raise RuntimeError(found.stderr[-3000:])
-    return json.loads(found.stdout.splitlines()[-1])
+def _described(arguments: argparse.Namespace) -> dict[str, Any]:
+    return {
+        "batch": arguments.batch, "shape": arguments.shape, "steps": arguments.steps,
+        "device": device_name(torch.device("cuda" if torch.cuda.is_available() else "cpu")),
+        "date": date.today().isoformat(), "versions": versions(),
+    }  # fmt: skip
+
+
+def _in_own_processes(run: Run, steps: int) -> dict[str, Any]:
+    """Measure a run in new processes, forked from one that has imported everything."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torchtitan.trainer"])
+    with tempfile.TemporaryDirectory() as folder, socket.create_server(("127.0.0.1", 0)) as free:
+        environment = {"FOLDER": folder, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+        free.close()
+        if run.processes > 1:
+            environment |= {"WORLD_SIZE": str(run.processes), "LOCAL_WORLD_SIZE": str(run.processes)}
+        answers = [context.SimpleQueue() for _ in range(run.processes)]
+        processes = [
+            context.Process(target=_answer, args=(environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, run, steps, answer))
+            for rank, answer in enumerate(answers)
+        ]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join()
+        if any(process.exitcode for process in processes):
+            raise RuntimeError(f"a process failed: {' '.join(run.words)}")
+        return answers[0].get()
+
+
+def _answer(environment: dict[str, str], run: Run, steps: int, answer: Any) -> None:
+    os.environ |= environment
+    answer.put(measure(list(run.words), steps))
 
 
 def _world_size() -> int:
