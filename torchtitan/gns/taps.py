@@ -81,11 +81,10 @@ def _full_product(left: Tensor, right: Tensor) -> Tensor:
     return torch.bmm(left, right, out_dtype=torch.float32)  # which a CPU does not have
 
 
-def _outer_by_bin(one_hot: Tensor, left: Tensor, right: Tensor, sums: Tensor) -> Tensor:
-    """Sketches of rank-one gradients summed by bin, [G, K, m, k], from their sides [B, G m] and [B, G k]."""
+def _outer(left: Tensor, right: Tensor, sums: Tensor) -> Tensor:
+    """Sketch [G, B, m, k] of every rank-one gradient, from its sides [B, G m] and [B, G k]."""
     left, right = (side.unflatten(-1, (len(sums), -1)) for side in (left, right))
-    in_bin = one_hot[:, None, :, None] * right[:, :, None]  # [B, G, K, k]
-    return torch.einsum("bgm,bgnk->gnmk", left, in_bin)
+    return torch.einsum("bgm,bgk->gbmk", left, right)
 
 
 def _by_bin(one_hot: Tensor, per_sample: Tensor) -> Tensor:
@@ -117,7 +116,7 @@ class VectorTap(Function):
             a_right = a @ right[:-1]
             if ctx.has_bias:
                 a_right = a_right + right[-1]
-            found = _outer_by_bin(one_hot, d @ left, a_right, sums)
+            found = _by_bin(one_hot, _outer(d @ left, a_right, sums))
         return dy, None, gram, found, None, None, None, None, None, None, None
 
 
@@ -138,7 +137,7 @@ class EmbeddingTap(Function):
         gram = (scaled @ scaled.mT) * (ids[:, None] == ids)
         found = None
         if ctx.measured:
-            found = _outer_by_bin(one_hot, left[ids], d @ right[:-1], sums)
+            found = _by_bin(one_hot, _outer(left[ids], d @ right[:-1], sums))
         return dy, None, gram, found, None, None, None, None, None, None
 
 
@@ -180,7 +179,7 @@ def _one_sided(a_right: Tensor, dy: Tensor, one_hot: Tensor, rows: Tensor, colum
     """Squared norms [B, G] of D_i^T [A_i, 1] R in every geometry, and their sums by bin [1, K, G k out]."""
     one_sided = (a_right.mT @ dy).unflatten(1, (len(rows), columns))  # [B, G, k, out]
     if len(rows) > 1:
-        one_sided[:, 1:] *= rows[1:, None]
+        one_sided[:, 1:].mul_(rows[1:, None])
     squares = torch.linalg.vector_norm(one_sided.flatten(2), dim=2, dtype=rows.dtype).square()
     return squares, _full_product(one_hot.T[None].to(one_sided.dtype), one_sided.flatten(1)[None])
 
