@@ -179,7 +179,8 @@ def noise_scales(
     found: dict[str, list[GroupNorms]] = {name: [] for name in roots}
     blocks = []
     for _ in range(BLOCKS):
-        mean, norms = torch.zeros_like(adam), {name: [] for name in roots}
+        mean = torch.zeros_like(adam)
+        norms: dict[str, list[float]] = {name: [] for name in roots}
         for _ in range(groups):
             gradient = loss.gradient(numbers.take(GROUP))
             mean += gradient / groups

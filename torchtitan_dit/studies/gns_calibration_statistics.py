@@ -30,7 +30,8 @@ def interval_columns(name: str) -> tuple[str, str, str]:
 
 def interval_of(row: Row, name: str) -> Interval:
     """Interval in a row."""
-    return Interval(*(number(row, column) for column in interval_columns(name)))
+    value, lower, upper = (number(row, column) for column in interval_columns(name))
+    return Interval(value, lower, upper)
 
 
 def usable(row: Row, update: str, estimate: str = "half") -> bool:
