@@ -11,6 +11,7 @@ from torchtitan.evaluation.offline_gradients import EstimateFailed, timestep_bin
 from torchtitan.statistics.rank_correlation import spearman
 from torchtitan_dit.studies import gns_calibration_statistics as statistics
 from torchtitan_dit.studies.gns_calibration import WeightsLoss, noise_scales
+from torchtitan_dit.studies.gns_calibration_report import statistics_text
 from torchtitan_dit.studies.half_progress import (
     Progress,
     Replicate,
@@ -248,3 +249,13 @@ def test_decision_names_the_calibrated_geometry_or_none(monkeypatch):
     assert statistics.enough(statistics.agreement(cells(unbounded=10), "adam"))
     many = statistics.agreement(cells(unbounded=11), "adam")
     assert not statistics.enough(many) and many.left_out == 11
+
+
+def test_report_decides_only_when_every_cell_is_there(monkeypatch):
+    monkeypatch.setattr(statistics, "_RESAMPLES", 200)
+    rows = cells()
+    whole, part = statistics_text(rows, 100), statistics_text(rows, 101)
+    assert "Headline for the adam update: g, B_half = 0.4" in whole and "Headline for the plain" not in whole
+    assert "Interim: 100 of 101 cells decide nothing" in part and "Headline" not in part and "refuted" not in part
+    assert "&lt;" not in whole  # a correlation below zero is no upper bound
+    assert "No verdict: 11 of 100" in statistics_text(cells(unbounded=11), 100)

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from matplotlib.axes import Axes
+from matplotlib.ticker import LogLocator, NullFormatter
 
 from torchtitan.errors import unwrapped
 from torchtitan.experiments.cells import Row
@@ -104,7 +105,7 @@ def statistics_text(rows: Sequence[Row], planned: int) -> str:
 def _statistics_table(found: Agreement, estimate: str) -> str:
     of_data = [("all", found.together), *found.apart.items()] if len(found.apart) > 1 else list(found.apart.items())
     lines = [
-        [name, GEOMETRIES[geometry], _text(one.slope), _text(one.ratio), _text(one.rank), _text(one.scatter), _text(one.single)]
+        [name, GEOMETRIES[geometry], *map(_signed, (one.slope, one.ratio, one.rank, one.scatter, one.single))]
         for name, of_geometry in of_data for geometry, one in of_geometry.items()
     ]  # fmt: skip
     header = ["data", "geometry", "slope", "B_half / B", "rank", "scatter of ln", "B_half / B of one bin"]
@@ -121,12 +122,14 @@ def _verdict(found: Agreement, update: str, cells: int, planned: int) -> str:
         f"{name}: {'calibrated' if calibrated(found, key) else 'refuted' if refuted(found, key) else 'not calibrated'}"
         for key, name in GEOMETRIES.items()
     ]
-    best = headline(found)
     text = "; ".join(words) + ".\n\n"
+    if update != UPDATES[-1]:
+        return text  # the headline is of Adam's update
+    best = headline(found)
     if best is None:
         return text + f"No geometry is calibrated for the {update} update: there is no calibrated value.\n\n"
-    single: Finding = found.together[best]
-    return text + f"Headline for the {update} update: {GEOMETRIES[best]}, B_half = {_text(single.single)} x B of one bin.\n\n"
+    single = found.together[best].single
+    return text + f"Headline for the {update} update: {GEOMETRIES[best]}, B_half = {_signed(single)} x B of one bin.\n\n"
 
 
 def report_text(rows: Sequence[Row], folder: Path) -> str:
@@ -150,8 +153,13 @@ def report_text(rows: Sequence[Row], folder: Path) -> str:
     return text
 
 
+def _signed(found: Interval) -> str:
+    """Format a statistic of any sign with its interval."""
+    return f"{found.value:.3g} [{found.lower:.3g}, {found.upper:.3g}]"
+
+
 def _text(found: Interval) -> str:
-    """Format an estimate with its interval; more or less than an end where it is unbounded."""
+    """Format a batch with its interval; more or less than an end where it is unbounded."""
     if math.isnan(found.value):
         return "unknown"
     if math.isinf(found.upper):
@@ -176,6 +184,10 @@ def draw_picture(rows: Sequence[Row], path: Path) -> None:
                 _draw_points(panel, [row for row in used if row["data"] == of_data], update, geometry, symbol)
             panel.set_xscale("log")
             panel.set_yscale("log")
+            for axis in (panel.xaxis, panel.yaxis):
+                axis.set_major_locator(LogLocator(subs=(1, 3)))
+                axis.set_major_formatter("{x:g}")
+                axis.set_minor_formatter(NullFormatter())
             panel.set_xlabel(f"B, geometry {name} (samples)")
             if found:
                 _draw_ratio(panel, found.together[geometry])

@@ -1,5 +1,6 @@
 """Half-progress batch of measured progress by batch size: hyperbola, interpolation, and intervals by the bootstrap."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -56,8 +57,7 @@ def half_progress(batches: Sequence[int], full: int, progress: Progress, seed: i
 
 def _fit_hyperbola(sizes: np.ndarray, means: np.ndarray, weights: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Fit by weighted least squares: B_half and best of every row of means [N, K]; 0 or infinity outside of the limits."""
-    low, high = np.log(_LIMITS).tolist()
-    grid = np.linspace(low, high, _POINTS)
+    grid = np.linspace(math.log(_LIMITS[0]), math.log(_LIMITS[1]), _POINTS)
     shapes = 1.0 / (1.0 + np.exp(grid)[:, None] / sizes)  # [points, K]
     products = np.maximum((means * weights) @ shapes.T, 0.0)  # best > 0
     gains = products**2 / (shapes**2 @ weights)  # squares explained, [N, points]
