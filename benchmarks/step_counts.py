@@ -381,6 +381,7 @@ ROWS = {
     "DiT-B/2, 256 images, compiled": [*_XL, "--model.flavor", "DiT-B/2", "--images", "256", "--compiled"],
     "DiT-B/2, 256 images, noise measured": [*_XL, "--model.flavor", "DiT-B/2", "--images", "256", *_NOISE],
     "7B, FSDP x 8, 16 images a rank": _7B,
+    "7B, FSDP x 8, 16 images a rank, compiled": [*_7B, "--compiled"],
     "7B, FSDP x 8, 16 images a rank, noise measured": [*_7B, *_NOISE],
 }
 
