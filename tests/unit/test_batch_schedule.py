@@ -119,7 +119,8 @@ def test_the_run_ends_after_the_images_that_it_was_to_see(tmp_path, monkeypatch)
         overrides=(*GROW, "--gns.log_interval", "100"),
     )
     trainer.reports.log_gns = lambda: None
-    certain = SimpleNamespace(b_simple=torch.tensor([1e9]), lower=torch.tensor([1e9]), upper=torch.tensor([1e9]))
+    whole = {name: torch.tensor([1e9]) for name in ("b_simple", "lower", "upper", "lag")}
+    certain = SimpleNamespace(**whole)
     monkeypatch.setattr(Pool, "whole", lambda *_: certain)
     trainer.state.gns.draw = lambda points, global_batch_size: None
     sizes, advance = [], trainer.reports.advance
@@ -154,7 +155,8 @@ def test_noise_between_bins_does_not_count_where_batches_are_stratified(monkeypa
     for found in (independent, stratified):
         assert 0.8 * found.b_simple < found.lower < found.b_simple < found.upper < 1.25 * found.b_simple
     # A signal that is not positive says nothing, whatever the other way to put bins together says.
-    monkeypatch.setattr(pool._whole["plain", "sketch"], "estimate", lambda: replace(stratified, b_simple=-stratified.b_simple))
+    negative = replace(stratified, b_simple=-stratified.b_simple)
+    monkeypatch.setattr(pool._whole["plain", "sketch"], "estimate", lambda **_: negative)
     unknown = pool.whole("plain", "sketch", mass, True)
     assert (unknown.lower.item(), unknown.upper.item(), unknown.unbounded.item()) == (0.0, math.inf, True)
     monkeypatch.undo()
