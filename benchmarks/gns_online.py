@@ -239,7 +239,7 @@ def draw_part(draw, part: slice):
 
 
 def exact_of_many(trainer: Trainer) -> dict[str, PairSums]:
-    """Exact sums of TRUE_SAMPLES samples as one group, whose pairs are all known since the weights stay."""
+    """Exact sums of TRUE_SAMPLES samples as one group: all of its pairs are known, since the weights stay."""
     everything: Samples = samples_of(trainer, GlobalBatch(20_000_000, TRUE_SAMPLES))
     return exact_sums(trainer, everything, elementwise=False)
 

@@ -196,7 +196,10 @@ def test_one_bin_is_the_ordinary_sampler():
 def test_the_extreme_draws_of_a_bin_stay_in_it(name, end, monkeypatch):
     sampler, batch = bin_pure(DENSITIES[name], microbatches=5), step_batch(0, 5)
     bins = [sampler.bin_of_microbatch(batch, number) for number in range(5)]
-    extreme = lambda batch, indices, drawn: torch.full(indices.shape, end, dtype=torch.float64)  # noqa: E731
+
+    def extreme(batch, indices, drawn):
+        return torch.full(indices.shape, end, dtype=torch.float64)
+
     monkeypatch.setattr(sampler, "_quantiles", extreme)
     t, _ = whole_step(sampler, batch)
     assert torch.bucketize(t, sampler.edges).tolist() == bins

@@ -108,7 +108,8 @@ def tensor_sizes(path: Path) -> dict[str, int]:
     """Elements of each tensor of a safetensors file, by its header. Raises WeightsError."""
     try:
         with safe_open(path, framework="pt") as file:
-            return {name: math.prod(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 (a file is no mapping)
+            names = file.keys()
+            return {name: math.prod(file.get_slice(name).get_shape()) for name in names}
     except (SafetensorError, OSError) as error:
         raise _unreadable(path, error) from error
 

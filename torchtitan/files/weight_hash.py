@@ -58,7 +58,8 @@ def file_sha256(path: Path) -> str:
 @functools.lru_cache(maxsize=4)
 def _file_sha256(path: Path, time: int, size: int) -> str:
     with safe_open(path, framework="pt") as file:
-        return joined_sha256({name: tensor_sha256(name, file.get_tensor(name)) for name in file.keys()})  # noqa: SIM118 (a file is no mapping)
+        names = file.keys()
+        return joined_sha256({name: tensor_sha256(name, file.get_tensor(name)) for name in names})
 
 
 def _update(digest: Any, name: str, tensor: Tensor) -> None:
