@@ -77,7 +77,8 @@ def _logged(run: StudyRun, step: int) -> list[Row]:
                 latest = point
     except OSError:
         return []
-    return [_as_row(latest, k) for k in range(run.config.gns.num_bins)] if latest else []
+    bins = len(bin_edges(run.config.gns, run.config.objective)) + 1
+    return [_as_row(latest, k) for k in range(bins)] if latest else []
 
 
 def _as_row(point: dict, k: int) -> Row:
