@@ -29,6 +29,7 @@ from torchtitan.conditions import Classes
 from torchtitan.config.job import load_config
 from torchtitan.models import MODELS
 from torchtitan.runs.folder import versions
+from torchtitan.statistics.interval import median_interval as order_statistics
 from torchtitan.trainer import Trainer
 from torchtitan.training.hardware import device_name, peak_resident_gib
 
@@ -169,10 +170,9 @@ def timed(step: Callable[[], None], device: torch.device) -> float:
 
 
 def median_interval(values: list[float]) -> tuple[float, float]:
-    """95 % interval of the median by the bootstrap, 10,000 resamples."""
-    draw = random.Random(1)
-    medians = sorted(statistics.median(draw.choices(values, k=len(values))) for _ in range(10_000))
-    return medians[250], medians[9749]
+    """95 % interval of the median between two order statistics; of fewer than six values their range, which covers less."""
+    found = order_statistics(values)
+    return found.lower, found.upper
 
 
 def peak_memory(kind: str, batch: int) -> float:
