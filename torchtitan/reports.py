@@ -19,6 +19,7 @@ from torchtitan.distributed.collectives import from_first_rank, group_for_work, 
 from torchtitan.distributed.compile import CompileCounter
 from torchtitan.errors import CheckpointError, EvaluationError, RunFolderError, TrainingError, reason
 from torchtitan.evaluation.during_training import Evaluation
+from torchtitan.evaluation.loss_targets import TARGETS, all_reached, follow_targets
 from torchtitan.evaluation.targets import described, described_text, newly_reached, scalars
 from torchtitan.files.durable import make_folder, remove_unfinished, replace_file
 from torchtitan.files.optional import OptionalOutputs
@@ -97,6 +98,7 @@ class Reports:
         expected = max(_STEPS_TO_COMPILE, config.gns.interval if config.gns.enable and config.gns.single_pass else 0)
         self._compilations = CompileCounter(expected)
         self._results: dict[str, Any] = dict(state.reported.get("results", {}))
+        state.at_targets = all_reached(config.validation, self._results)
         self._outputs = OptionalOutputs()
         self._hardware = describe_hardware(self._device, state.layout.world_size)
         self._managed = ManagedDevice(self._device)
@@ -130,6 +132,7 @@ class Reports:
         self._noise_points = self._new_noise_points()
         self._clock.roll_back(self._state.reported["clock"])
         self._results = dict(self._state.reported.get("results", {}))
+        self._state.at_targets = all_reached(self._config.validation, self._results)
         self._bar.n = self._state.progress
         self._bar.refresh()
         self._rates.restart(self._state.step)
@@ -254,10 +257,11 @@ class Reports:
                             self._log.write_image(state.step, "gns", picture)
 
     def validate(self) -> None:
-        """Measure the held-out loss with the trained and with every averaged weight; collective."""
+        """Measure the held-out loss with the trained and with every averaged weight, and follow its targets; collective."""
         with self.excluded():
             self._show_held_out()
             metrics = self._evaluation.validate()
+        reached = self._follow_targets(metrics)
         self._results |= metrics
         if self._log:
             self._log.write(self._state.step, metrics)
@@ -268,6 +272,22 @@ class Reports:
                 f"{label} {metrics[name]:.4f} ± {_spread(metrics.get(f'{name}_stderr'))}" for name, label in labels.items()
             )
             self._say(f"step {self._state.step:>6}  held-out {shown}")
+            for text in reached:
+                self._say(f"  first {text}")
+
+    def _follow_targets(self, metrics: Mapping[str, float]) -> list[str]:
+        """Record the targets that the losses reach for the first time; return them in words; collective."""
+        config, state = self._config.validation, self._state
+        if not config.targets:
+            return []
+        before = set(self._results.get(TARGETS, {}))
+        found = from_first_rank(follow_targets, config, self._results, metrics, state.step, state.data.next_sample)
+        self._results |= found
+        state.at_targets = all_reached(config, self._results)
+        return [
+            f"{name}, {'after' if of['interpolated'] else 'within'} {of['n_images_seen']:,.0f} images"
+            for name, of in found[TARGETS].items() if name not in before
+        ]  # fmt: skip
 
     def sample_grid(self) -> None:
         """Draw the grid of samples of this step; collective."""

@@ -91,6 +91,7 @@ class RunState:
         progress: the same in steps of training.global_batch_size: above `step` once the batch has grown.
         batch_size: images of the last step, over all ranks.
         reported: state of the reports in the checkpoint that the run resumed from.
+        at_targets: True once a run that ends at the targets of its validation has reached them all.
     """
 
     def __init__(self, config: JobConfig) -> None:
@@ -192,6 +193,7 @@ class RunState:
         self.progress = 0
         self.batch_size = config.training.global_batch_size
         self.reported: dict = {}
+        self.at_targets = False
         if resumed_step is None:
             self.snapshots.load_state_dict([], 0)
             if self.gns:
@@ -212,7 +214,7 @@ class RunState:
     @property
     def last_step(self) -> bool:
         """True after the run's last step."""
-        return self.progress >= self.config.training.steps
+        return self.at_targets or self.progress >= self.config.training.steps
 
     @property
     def num_parameters(self) -> int:

@@ -69,7 +69,7 @@ class Trainer:
     # ------------------------------------------------------------------ the loop
 
     def train(self) -> int:
-        """Train to the last step, or to a signal.
+        """Train to the last step, to the targets of validation if the run ends there, or to a signal.
 
         Returns:
             0, or 128 + the signal's number for a run that was interrupted by a signal and saved.
@@ -113,12 +113,14 @@ class Trainer:
             if self._gone_back(saving=save_due):
                 save_due = False
                 continue
-            if state.snapshot_due:  # before the checkpoint, which names it
-                with self._beside_training("checkpoint"), self.reports.excluded():
-                    state.save_snapshot()
             if self.config.validation.enable and self._due(self.config.validation.interval):
                 with self._beside_training("validation"):
                     self.reports.validate()
+                if state.at_targets and not save_due and self._gone_back(saving=True):
+                    continue
+            if state.snapshot_due:  # before the checkpoint, which names it
+                with self._beside_training("checkpoint"), self.reports.excluded():
+                    state.save_snapshot()
             if self.config.sampling.enable and self._due(self.config.sampling.interval):
                 with self._beside_training("sampling"):
                     self.reports.sample_grid()

@@ -144,6 +144,17 @@ class EvaluationConfig:
     )  # fmt: skip
 
 
+@dataclass(kw_only=True)
+class LossTargetConfig:
+    """One entry of `validation.targets`."""
+
+    loss: str = setting(
+        "loss", "loss by its tag under validation_metrics/, as excess_loss or excess_loss_by_bin/3; of an average after its name "
+        "and a slash"
+    )
+    value: float = setting(0.1, "value that the loss is to come down to", gt=0)
+
+
 @only_with("enable")
 @dataclass(kw_only=True)
 class ValidationConfig:
@@ -164,6 +175,14 @@ class ValidationConfig:
         0, "training images on which the excess over the optimal loss is measured, each at one fixed timestep with fixed "
         "noise; the first measurement reads the whole training set; 0: none", ge=0, le=1_000_000, trajectory=False,
     )  # fmt: skip
+    targets: list[LossTargetConfig] = setting(
+        [], "values of losses; summary.json has the images after which each was reached, interpolated between validations",
+        trajectory=False,
+    )
+    stop_at_targets: bool = setting(
+        False, "end the run, completed, at the validation at which the last target is reached", applies={"targets": "set"},
+        trajectory=False,
+    )
 
 
 @dataclass(kw_only=True)

@@ -17,6 +17,7 @@ from torchtitan.checkpoint.reading import read_state
 from torchtitan.checkpoint.store import foreign_content as foreign_checkpoint_content
 from torchtitan.config.job import JobConfig
 from torchtitan.errors import CheckpointError, RunFolderError, StoreError
+from torchtitan.evaluation.loss_targets import all_reached
 from torchtitan.files.durable import make_folder, remove_unfinished, replace_file
 from torchtitan.files.ownership import foreign_text
 from torchtitan.files.regular import UnsuitableFile, read_regular, read_toml
@@ -161,11 +162,12 @@ class RunFolder:
             raise RunFolderError([f"checkpoint.folder: {refusal}"])
 
     def is_finished(self) -> bool:
-        """Check whether the summary reports the completion of a run of as many steps."""
+        """Check whether the summary reports the completion of a run of as many steps, or up to the same targets."""
         try:
             summary = json.loads(read_regular(self.summary, _LARGEST_FILE))
             done = summary.get("progress", summary["step"])  # steps of a batch that grew count as several
-            return summary["status"] == "completed" and done >= self._config.training.steps
+            ended = done >= self._config.training.steps or all_reached(self._config.validation, summary)
+            return summary["status"] == "completed" and ended
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
             return False
 

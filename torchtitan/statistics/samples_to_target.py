@@ -141,6 +141,18 @@ def _line(x: Sequence[float], y: Sequence[float], weights: Sequence[float]) -> _
     return _Line(height - slope * middle, slope, 1.0 / total + middle**2 * variance, variance, -middle * variance)
 
 
+def crossing(before: tuple[float, float], after: tuple[float, float], log_target: float) -> float:
+    """Samples at which a learning curve crosses a target between two of its points: a line in ln loss over ln samples.
+
+    Args:
+        before, after: (samples, ln loss) of each, the first above the target and the second not.
+        log_target: ln loss.
+    """
+    share = (before[1] - log_target) / (before[1] - after[1])
+    low, high = math.log(before[0]), math.log(after[0])
+    return math.exp(low + share * (high - low))
+
+
 class EdgeOfGrid(ValueError):
     """Optimum that is not known, as the best learning rate is the lowest or the highest one tried."""
 
@@ -153,11 +165,34 @@ class BestRate:
         lr: with the least samples.
         samples: there.
         interpolated: false where a neighbour never reached the target, so that it is the best rate of the grid itself.
+        of_grid: best rate of the grid.
     """
 
     lr: float
     samples: float
     interpolated: bool
+    of_grid: float
+
+
+def samples_at(samples: Mapping[float, float], best: float, lr: float) -> float:
+    """Interpolate a run's samples to a learning rate by the parabola in ln lr through a rate of the grid and its neighbours.
+
+    With `best` and `lr` of the mean over seeds, as `best_learning_rate` finds them, the mean of these values over seeds is its
+    `samples`; they differ as the seeds do, and no seed has an optimum of its own.
+
+    Args:
+        samples: of each learning rate of one seed, finite at the three.
+        best: best rate of the grid, not its lowest nor its highest.
+        lr: above 0.
+    """
+    rates = sorted(samples)
+    place = rates.index(best)
+    points = [(math.log(rate / best), samples[rate]) for rate in rates[place - 1 : place + 2]]
+    x, total = math.log(lr / best), 0.0
+    for at, value in points:
+        others = [other for other, _ in points if other != at]
+        total += value * math.prod((x - other) / (at - other) for other in others)
+    return total
 
 
 def best_learning_rate(samples: Mapping[float, float]) -> BestRate:
@@ -181,14 +216,14 @@ def best_learning_rate(samples: Mapping[float, float]) -> BestRate:
         raise EdgeOfGrid(f"the best learning rate, {best:g}, is the {side} of {len(rates)} tried (add {wanted} ones)")
     neighbours = [rates[place - 1], rates[place + 1]]
     if not all(math.isfinite(samples[lr]) for lr in neighbours):
-        return BestRate(best, samples[best], False)
+        return BestRate(best, samples[best], False, best)
     (left, right), (rise_left, rise_right) = (
         [math.log(lr / best) for lr in neighbours], [samples[lr] - samples[best] for lr in neighbours]
     )  # fmt: skip
     # rise = c x^2 + d x through both neighbours
     curvature = (rise_right / right - rise_left / left) / (right - left)
     if curvature <= 0:  # all three alike
-        return BestRate(best, samples[best], True)
+        return BestRate(best, samples[best], True, best)
     gradient = rise_left / left - curvature * left
     step = -gradient / (2 * curvature)
-    return BestRate(best * math.exp(step), samples[best] - curvature * step**2, True)
+    return BestRate(best * math.exp(step), samples[best] - curvature * step**2, True, best)

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 
 from torchtitan.statistics.interval import Interval, mean_interval, paired_difference
+from torchtitan.statistics.samples_to_target import crossing
 
 NOT_TOLD_APART = "no significant difference"
 
@@ -74,10 +75,7 @@ def samples_to_target(samples: Sequence[float], log_losses: Sequence[float], tar
             continue
         if place == 0:
             return samples[0] if value == target else 0.0
-        before = log_losses[place - 1]
-        share = (before - target) / (before - value)
-        low, high = math.log(samples[place - 1]), math.log(samples[place])
-        return math.exp(low + share * (high - low))
+        return crossing((samples[place - 1], log_losses[place - 1]), (samples[place], value), target)
     return math.inf
 
 
