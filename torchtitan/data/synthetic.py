@@ -1,5 +1,6 @@
 """Synthetic images made from their index: for benchmarks without a disk, and for data of known optimal loss."""
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -71,7 +72,7 @@ class Synthetic(Dataset):
             values = (2 * labels + 1).to(torch.float32) / classes - 1  # centres of equal intervals of [-1, 1]
             images = values[:, None, None, None].expand(-1, *self._shape).contiguous()
         else:
-            images_at_a_time = max(1, WORDS_AT_A_TIME // int(np.prod(self._shape)))
+            images_at_a_time = max(1, WORDS_AT_A_TIME // math.prod(self._shape))
             parts = [self._draw(part) for part in numbers.split(images_at_a_time)]
             images = parts[0] if len(parts) == 1 else torch.cat(parts)
         batch = {"images": images} | ({"class": labels} if self._config.num_classes else {})

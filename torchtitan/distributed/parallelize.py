@@ -190,28 +190,15 @@ def sum_of_squares(tensors: list[Tensor]) -> Tensor:
         return norms.to(torch.float64).square().sum()
     if not tensors:
         return torch.zeros((), dtype=torch.float64)
-    flats = [tensor.reshape(-1) for tensor in tensors]
-    wholes = [flat.numel() // _ROW * _ROW for flat in flats]  # elements in whole rows
-    rows = [
-        torch.linalg.vector_norm(flat[:whole].view(-1, _ROW), dim=1)
-        for flat, whole in zip(flats, wholes, strict=True) if whole
-    ]  # fmt: skip
-    rests = [flat[whole:] for flat, whole in zip(flats, wholes, strict=True) if whole < flat.numel()]
-    sums_of_rows, sums_of_rests = iter(_sums_of_squares(rows)), iter(_sums_of_squares(rests))
     parts = []
-    for flat, whole in zip(flats, wholes, strict=True):
-        of_tensor = [next(sums_of_rows)] if whole else []
-        of_tensor += [next(sums_of_rests)] if whole < flat.numel() else []
-        parts.append(of_tensor[0] if len(of_tensor) == 1 else of_tensor[0] + of_tensor[1])
-    return torch.stack(parts).cumsum(0)[-1]  # from the first to the last: the sum of a list would be in another order
-
-
-def _sums_of_squares(tensors: list[Tensor]) -> list[Tensor]:
-    """Sum of squares of each of the vectors, in float64."""
-    if not tensors:
-        return []
-    squares = torch.cat(tensors).to(torch.float64).square()  # one operation of each kind for all of them
-    return [part.sum() for part in squares.split([len(tensor) for tensor in tensors])]
+    for tensor in tensors:
+        flat = tensor.reshape(-1)
+        whole = flat.numel() // _ROW * _ROW  # elements in whole rows
+        if whole:
+            parts.append(torch.linalg.vector_norm(flat[:whole].view(-1, _ROW), dim=1))
+        if whole < flat.numel():
+            parts.append(flat[whole:])
+    return torch.cat(parts).to(torch.float64).square().sum()
 
 
 @torch.no_grad()
@@ -262,6 +249,8 @@ def zero_non_finite(parameters: Iterable[nn.Parameter], layout: Layout) -> Tenso
 def clip_gradients(parameters: list[nn.Parameter], norm: Tensor, max_norm: float) -> None:
     """Clip gradients in place to a norm of at most max_norm; `norm` is the value of gradient_norm."""
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0).to(torch.float32)
+    if scale.device.type == "cpu" and scale.item() == 1.0:  # elsewhere the host would wait for the device
+        return
     gradients = [local(p.grad) for p in parameters if p.grad is not None]
     torch._foreach_mul_(gradients, scale.to(gradients[0].device))  # in host memory if they are offloaded
 

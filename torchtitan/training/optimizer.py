@@ -56,7 +56,12 @@ class OptimizerSet:
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Zero the gradients, or set them to None."""
         for optimizer in self._optimizers:
-            optimizer.zero_grad(set_to_none)
+            if not set_to_none:
+                optimizer.zero_grad(set_to_none=False)
+                continue
+            for group in optimizer.param_groups:  # torch's own takes four times as long on the host
+                for parameter in group["params"]:
+                    parameter.grad = None
 
 
 def build_optimizer(
