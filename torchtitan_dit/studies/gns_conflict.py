@@ -5,6 +5,7 @@ A cell is a checkpoint and the bin that is trained. Protocol and results: docs/c
 
 import argparse
 import zlib
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -101,7 +102,8 @@ class OpenedCheckpoint:
 
     def __init__(self, run: StudyRun, cell: Cell, advance: Advance) -> None:
         trained = run.model(cell["step"])
-        self._where = [timestep_bin(trained.objective, *ends) for ends in gns_cells.bins(run)]
+        edges = [float(edge) for edge in cell["edges"].split()]
+        self._where = [timestep_bin(trained.objective, *ends, cell["bin_unit"]) for ends in pairwise(edges)]
         gradients = Gradients(
             trained.model, trained.objective, run.dataset("train"), label_dropout=trained.config.model.label_dropout,
             horizontal_flip=trained.config.data.horizontal_flip, seed=cell["seed"], device=run.device,

@@ -48,8 +48,10 @@ class Effects:
 
     def of(self, chosen: np.ndarray) -> "Effects":
         """Effects of the chosen pairs, bool [N]."""
-        arrays = (self.checkpoint, self.trained, self.measured, self.predicted, self.changed, self.along, self.resolved)
-        return Effects(*(each[chosen] for each in arrays), self.left_out)
+        return Effects(
+            self.checkpoint[chosen], self.trained[chosen], self.measured[chosen], self.predicted[chosen],
+            self.changed[chosen], self.along[chosen], self.resolved[chosen], self.left_out,
+        )  # fmt: skip
 
 
 def effects(rows: Sequence[Row], update: str, move: str) -> Effects:
@@ -74,9 +76,10 @@ def effects(rows: Sequence[Row], update: str, move: str) -> Effects:
         for other in np.flatnonzero(known):
             numbers = (products[other] / norms[other], -changes[other] / unit[other], -along[other] / unit[other])
             found.append((place, trained, other, *numbers, resolved[other]))
-    columns = list(zip(*found, strict=True)) or [()] * 7
-    kinds = (int, int, int, float, float, float, bool)
-    return Effects(*(np.array(column, dtype=kind) for column, kind in zip(columns, kinds, strict=True)), left_out)
+    columns = np.array(found, dtype=float).reshape(-1, 7).T
+    place, trained_bin, measured_bin = columns[:3].astype(int)
+    predicted, changed, moved = columns[3:6]
+    return Effects(place, trained_bin, measured_bin, predicted, changed, moved, columns[6].astype(bool), left_out)
 
 
 @dataclass(frozen=True)

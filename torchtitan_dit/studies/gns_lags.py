@@ -7,6 +7,7 @@ docs/critical_batch.md.
 import argparse
 import zlib
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -156,7 +157,7 @@ class OpenedWindow:
             self._moved.put(weights)
             return StayingLoss(self.gradients, where, stream)
 
-        return [lambda weights=weights: opened(weights) for weights in self._weights]
+        return [partial(opened, weights) for weights in self._weights]
 
 
 class StayingLoss:

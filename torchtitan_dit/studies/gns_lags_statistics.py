@@ -19,7 +19,8 @@ _DRAWS = 2000
 
 def frozen(row: Row) -> Interval:
     """Noise scale of the age's own checkpoint."""
-    return Interval(*(numbers_of(row, name)[-1] for name in ("b", "b_lower", "b_upper")))
+    value, lower, upper = (numbers_of(row, name)[-1] for name in ("b", "b_lower", "b_upper"))
+    return Interval(value, lower, upper)
 
 
 def window(row: Row) -> Interval:
@@ -56,13 +57,11 @@ class Finding:
 def finding(rows: Sequence[Row], seed: int = 0) -> Finding:
     """Comparison with 95 % percentiles of resamples: ages, then bins within each age, with replacement."""
     counts = np.concatenate((np.ones((1, len(rows))), resampled(rows, seed)))
-    ratios = {name: np.array([_log_ratio(of(row), logged(row)) for row in rows])
-              for name, of in (("frozen", frozen), ("window", window))}  # fmt: skip
+    of_frozen, of_window = (np.array([_log_ratio(of(row), logged(row)) for row in rows]) for of in (frozen, window))
     generator = np.random.default_rng(seed)
     swings = [swing for row in rows if (swing := _swing(row, generator)) is not None]
     return Finding(
-        *(_geometric_mean(values, counts) for values in ratios.values()),
-        *([math.exp(value) for value in values if not math.isnan(value)] for values in ratios.values()),
+        _geometric_mean(of_frozen, counts), _geometric_mean(of_window, counts), _known(of_frozen), _known(of_window),
         sum(measured > chance for measured, chance in swings), len(swings), len(rows),
     )  # fmt: skip
 
@@ -91,6 +90,10 @@ def explained(rows: Sequence[Row], whole: Finding) -> tuple[bool, bool, bool]:
         bool(means) and all(found.upper < MOST_COSINE for found in means),
         2 * closer > both,
     )
+
+
+def _known(values: np.ndarray) -> list[float]:
+    return [math.exp(value) for value in values if not math.isnan(value)]
 
 
 def _log_ratio(value: Interval, reference: Interval) -> float:

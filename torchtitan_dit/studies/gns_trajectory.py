@@ -4,9 +4,8 @@ They are two quantities. While training, |G|^2 and tr Sigma are averaged over th
 the swings of the mean gradient; at one checkpoint both are of one phase of the swing, and of weights at the window's end.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -58,7 +57,7 @@ def against_trajectory(run: StudyRun, rows: list[Row], path: Path) -> str:
     return text + gns_plots.save(figure, path)
 
 
-def same_bins(run: StudyRun, rows: Sequence[Mapping[str, Any]]) -> bool:
+def same_bins(run: StudyRun, rows: Sequence[Row]) -> bool:
     """True if the run logged noise scales of the timestep bins of these rows."""
     config = run.config
     if not (config.gns.enable and config.gns.single_pass) or not rows[0]["t_min"]:
