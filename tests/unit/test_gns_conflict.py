@@ -119,12 +119,18 @@ def test_no_sample_serves_two_purposes():
     assert losses[1].taken == list(range(2 * BLOCKS + 5))
 
 
-def test_a_move_that_leaves_no_finite_loss_has_no_answer():
+def test_a_move_that_diverges_leaves_the_others_their_answer():
     loss = Quadratic(9)
-    bins = measure_bins([loss], {"plain": None}, 2 * BLOCKS, 2)
-    loss.hessian = loss.hessian * torch.inf
-    with pytest.raises(GradientError, match="not finite"):
-        measure_moves(bins, 0, None, STEP_SIZE, 2, 1, 2)
+    bins, own = measure_bins([loss], {"plain": None}, 2 * BLOCKS, 2), loss.gradient
+
+    def gradient(numbers, step=None):
+        if step is not None and step.any():
+            raise GradientError("the gradient is not finite")
+        return own(numbers, step)
+
+    loss.gradient = gradient
+    found = measure_moves(bins, 0, None, STEP_SIZE, 2, 3, 2)
+    assert found["several"].values.isnan().all() and found["whole"].values.isfinite().all()
 
 
 def test_plain_steps_have_the_length_of_adams_along_the_objectives_gradient():
@@ -192,6 +198,17 @@ def test_what_refutes_the_prediction():
         assert statistics.refuted(one) and not statistics.predicts(one), changed
     good = statistics.finding(statistics.effects(rows(seeds=12, noise=0.05), "adam", "whole"))
     assert statistics.predicts(good) and not statistics.refuted(good)
+
+
+def test_diverged_moves_refute_where_they_are_many(tmp_path):
+    for count, diverges in ((1, False), (2, True)):
+        made = rows()
+        for row in made[:count]:
+            row["adam_several_change"] = "nan nan nan nan"
+        found = statistics.effects(made, "adam", "several")
+        assert (found.diverged, found.cells, found.diverges) == (count, 16, diverges) and np.isfinite(found.changed).all()
+    text = report_text(made, tmp_path, 16)
+    assert "several: refuted (diverges)" in text and "several in 2 of 16 cells" in text and "several: predicted" in text
 
 
 def test_one_checkpoint_has_no_interval():

@@ -85,7 +85,7 @@ class Change:
     """Change of the bins' losses by a move.
 
     Attributes:
-        values: mean changes over the held samples, float64 [K].
+        values: mean changes over the held samples, float64 [K]; NaN if the move diverged.
         errors: their standard errors over samples, [K].
         along: first-order changes -G_c'd by the displacement d of the weights, [K].
     """
@@ -96,10 +96,8 @@ class Change:
 
 
 def change_of(bins: FrozenBins, step: Tensor) -> Change:
-    """Change of the bins' losses by a step [P], which is subtracted from the weights. Raises GradientError: not finite."""
+    """Change of the bins' losses by a step [P], which is subtracted from the weights; not finite where a loss is not."""
     changes = torch.stack([losses_after(step) for losses_after in bins.after]) - bins.before
-    if not changes.isfinite().all():
-        raise GradientError("a loss is not finite after the move")
     errors = changes.std(1) / changes.shape[1] ** 0.5
     return Change(changes.mean(1), errors, -(bins.means.double() @ step.double()))
 
@@ -121,7 +119,7 @@ def measure_moves(
         advance: called with the number of samples after some are done.
 
     Raises:
-        GradientError: a gradient or loss is not finite.
+        GradientError: the gradient of the first step is not finite.
         DatasetError: an image could not be read.
     """
     loss, first = bins.losses[trained], bins.used
@@ -134,7 +132,10 @@ def measure_moves(
     found = {"small": change_of(bins, SMALL * whole), "whole": change_of(bins, whole)}
     first, moved = first + batch, torch.zeros_like(whole)
     for _ in range(several):
-        moved += step(loss.gradient(torch.arange(first, first + several_batch), moved))
+        try:
+            moved += step(loss.gradient(torch.arange(first, first + several_batch), moved))
+        except GradientError:  # the move diverged, which is an answer
+            return found | {"several": change_of(bins, torch.full_like(whole, torch.nan))}
         first += several_batch
         advance(several_batch)
     return found | {"several": change_of(bins, moved)}

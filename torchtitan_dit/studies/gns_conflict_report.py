@@ -66,7 +66,10 @@ def report_text(rows: Sequence[Row], folder: Path, planned: int) -> str:
         measured = {move: effects(known, update, move) for move in MOVES}
         found = {move: finding(measured[move]) for move in MOVES}
         text += f"## Update {update}\n\n" + _table(found)
-        text += _verdicts(found, len(known), planned)
+        if any(one.diverged for one in measured.values()):
+            counts = ", ".join(f"{move} in {one.diverged} of {one.cells} cells" for move, one in measured.items())
+            text += f"Diverged, and not in these statistics: {counts}.\n\n"
+        text += _verdicts(found, {move: one.diverges for move, one in measured.items()}, len(known), planned)
         text += _by_age(known, update)
         if known:
             name = f"conflict_{update}.png"
@@ -92,13 +95,17 @@ def _table(found: dict[str, Finding | None]) -> str:
     return markdown_table(header, lines)
 
 
-def _verdicts(found: dict[str, Finding | None], cells: int, planned: int) -> str:
+def _verdicts(found: dict[str, Finding | None], diverges: dict[str, bool], cells: int, planned: int) -> str:
     if cells < planned:
         return f"Interim: {cells} of {planned} cells decide nothing.\n\n"
-    words = [
-        f"{move}: {'no answer' if one is None else 'predicted' if predicts(one) else 'refuted' if refuted(one) else 'undecided'}"
-        for move, one in found.items()
-    ]
+    words = []
+    for move, one in found.items():
+        if diverges[move]:
+            words.append(f"{move}: refuted (diverges)")
+        elif one is None:
+            words.append(f"{move}: no answer")
+        else:
+            words.append(f"{move}: {'predicted' if predicts(one) else 'refuted' if refuted(one) else 'undecided'}")
     return "; ".join(words) + ".\n\n"
 
 

@@ -18,6 +18,7 @@ LEAST_CORRELATION = 0.8
 SLOPES = (0.75, 1.33)
 LEAST_SIGNS = 0.9
 ERRORS = 2.0  # standard errors that a resolved number exceeds
+MOST_DIVERGED = 0.1  # of the cells
 _RESAMPLES = 4000
 
 __all__ = ["MOVES", "UPDATES", "Effects", "Finding", "effects", "finding", "predicts", "refuted"]
@@ -35,6 +36,7 @@ class Effects:
         predicted, changed, along: first order at the frozen gradients, measured, first order by the real displacement, [N].
         resolved: prediction and measurement exceed ERRORS standard errors, bool [N].
         left_out: pairs without a bounded normalisation.
+        cells, diverged: numbers of cells, and of those whose move ended without a finite loss, which have no pairs here.
     """
 
     checkpoint: np.ndarray
@@ -45,12 +47,20 @@ class Effects:
     along: np.ndarray
     resolved: np.ndarray
     left_out: int
+    cells: int
+    diverged: int
+
+    @property
+    def diverges(self) -> bool:
+        """True if the move diverged in too many cells for a prediction, which is finite, to hold."""
+        return self.diverged > MOST_DIVERGED * self.cells
 
     def of(self, chosen: np.ndarray) -> "Effects":
         """Effects of the chosen pairs, bool [N]."""
         return Effects(
             self.checkpoint[chosen], self.trained[chosen], self.measured[chosen], self.predicted[chosen],
             self.changed[chosen], self.along[chosen], self.resolved[chosen], self.left_out,
+            self.cells, self.diverged,
         )  # fmt: skip
 
 
@@ -58,7 +68,7 @@ def effects(rows: Sequence[Row], update: str, move: str) -> Effects:
     """Effects of a move of an update, from the rows with an answer."""
     rows = [row for row in rows if row["status"] == "ok"]
     places: dict[tuple[str, ...], int] = {}
-    found, left_out = [], 0
+    found, left_out, diverged = [], 0, 0
     for row in rows:
         place = places.setdefault((row["data"], row["run_seed"], row["checkpoint"]), len(places))
         trained, shrink = int(row["bin"]), {"small": SMALL, "whole": 1.0, "several": number(row, "several")}[move]
@@ -67,6 +77,9 @@ def effects(rows: Sequence[Row], update: str, move: str) -> Effects:
                 "products", "products_se", "signals", "signals_se", f"{move}_change", f"{move}_change_se", f"{move}_along",
             )
         )  # fmt: skip
+        if not np.isfinite(changes).all():
+            diverged += 1
+            continue
         known = signals > ERRORS * signals_se
         known &= known[trained]
         left_out += int((~known).sum())
@@ -79,7 +92,10 @@ def effects(rows: Sequence[Row], update: str, move: str) -> Effects:
     columns = np.array(found, dtype=float).reshape(-1, 7).T
     place, trained_bin, measured_bin = columns[:3].astype(int)
     predicted, changed, moved = columns[3:6]
-    return Effects(place, trained_bin, measured_bin, predicted, changed, moved, columns[6].astype(bool), left_out)
+    resolved_pair = columns[6].astype(bool)
+    return Effects(
+        place, trained_bin, measured_bin, predicted, changed, moved, resolved_pair, left_out, len(rows), diverged
+    )
 
 
 @dataclass(frozen=True)
