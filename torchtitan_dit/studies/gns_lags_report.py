@@ -161,7 +161,7 @@ def draw_picture(rows: Sequence[Row], path: Path) -> None:
     axes[1, 0].set_ylim(-1.05, 1.05)
     for color, name in zip(("0.65", *COLOURS[:3]), ("checkpoints before", "checkpoint", "window", "log"), strict=True):
         axes[0, 0].plot([], [], "o", color=color, markersize=4, label=name)
-    axes[0, 0].legend(fontsize=8, frameon=False)
+    axes[0, -1].legend(*axes[0, 0].get_legend_handles_labels(), fontsize=8, frameon=False, ncols=2, loc="lower center")
     axes[1, 0].legend(fontsize=8, frameon=False)
     note(figure, "plain geometry; bars: 95 % intervals, unbounded ones left out; lines below: bins, dark to bright from t = 0")
     save(figure, path)
