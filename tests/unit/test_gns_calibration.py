@@ -10,7 +10,7 @@ from tests.unit.test_gns_offline import gradients
 from torchtitan.evaluation.offline_gradients import EstimateFailed, timestep_bin
 from torchtitan.statistics.rank_correlation import spearman
 from torchtitan_dit.studies import gns_calibration_statistics as statistics
-from torchtitan_dit.studies.gns_calibration import WeightsLoss, noise_scales
+from torchtitan_dit.studies.gns_calibration import noise_scales
 from torchtitan_dit.studies.gns_calibration_report import statistics_text
 from torchtitan_dit.studies.half_progress import (
     Progress,
@@ -21,6 +21,7 @@ from torchtitan_dit.studies.half_progress import (
     measure_progress,
 )
 from torchtitan_dit.studies.half_progress_fit import half_progress
+from torchtitan_dit.studies.weights_loss import WeightsLoss
 
 DIM, BLOCKS = 40, 16
 

@@ -292,8 +292,8 @@ class Gradients:
         _finite(square_norm([found]))
         return found
 
-    def held_loss(self, where: TimestepBin, numbers: Tensor, stream: int) -> Callable[[], float]:
-        """Mean loss of fixed samples of a bin as a function of the model's present weights.
+    def held_losses(self, where: TimestepBin, numbers: Tensor, stream: int) -> Callable[[], Tensor]:
+        """Losses of fixed samples of a bin as a function of the model's present weights.
 
         Args:
             where: the bin.
@@ -301,7 +301,7 @@ class Gradients:
             stream: of samples, 0 <= stream < 2^24.
 
         Returns:
-            function of the loss: the same images, labels, timesteps, noise and dropout at every call.
+            function of the losses, float64 [N]: the same images, labels, timesteps, noise and dropout at every call.
 
         Raises:
             DatasetError: an image could not be read.
@@ -309,15 +309,15 @@ class Gradients:
         drawn = [(samples, self._samples(where, stream, samples)) for samples in numbers.split(self.batch_size)]
 
         @torch.no_grad()
-        def mean_loss() -> float:
-            total = 0.0
+        def losses() -> Tensor:
+            found = []
             for samples, (images, condition, draw) in drawn:
                 self.model.draw_dropout(self.seed, samples.to(self.device), stream)
                 with compute_context(self.dtype, self.device, sharded=False):
-                    total += self.objective.loss(self.model, images, condition, draw).loss.double().sum().item()
-            return total / len(numbers)
+                    found.append(self.objective.loss(self.model, images, condition, draw).loss.double().cpu())
+            return torch.cat(found)
 
-        return mean_loss
+        return losses
 
     def accumulate(
         self, where: TimestepBin, stream: int, numbers: Tensor, weight: float, advance: Advance | None = None

@@ -33,4 +33,5 @@ def correlation(x: np.ndarray, y: np.ndarray, counts: np.ndarray) -> np.ndarray:
 
 
 def _mean(values: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    return (counts * values).sum(-1) / counts.sum(-1)
+    with np.errstate(invalid="ignore"):  # NaN where nothing is drawn
+        return (counts * values).sum(-1) / counts.sum(-1)

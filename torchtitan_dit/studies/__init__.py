@@ -32,6 +32,12 @@ STUDIES: dict[str, StudyEntry] = {
     "gns_calibration_report": StudyEntry(
         "statistics, decision and picture of calibrations, from their records alone", of_a_run=False
     ),
+    "gns_conflict": StudyEntry("training on one timestep bin: measured change of every bin's loss against the first order"),
+    "gns_conflict_report": StudyEntry(
+        "statistics, decision and pictures of conflict matrices, from their records alone", of_a_run=False
+    ),
+    "gns_lags": StudyEntry("noise scale of checkpoints against the log of the training, and how fast the mean gradient turns"),
+    "gns_lags_report": StudyEntry("statistics, decision and picture of gns_lags, from its records alone", of_a_run=False),
     "forgetting": StudyEntry("effect of training on one slot of timesteps on the others"),
     "guidance": StudyEntry("guidance at equal evaluations: none, by the null condition, by other weights"),
     "linear_probe": StudyEntry("accuracy of a linear classifier by block and noise level, against raw pixels"),

@@ -6,7 +6,7 @@ batch of the plain and of Adam's update. Protocol and results: docs/critical_bat
 
 import argparse
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,6 @@ from torchtitan.evaluation.offline_gradients import (
     Gradients,
     GroupNorms,
     NoiseScale,
-    TimestepBin,
     noise_scale,
     square_norm,
     timestep_bin,
@@ -39,6 +38,7 @@ from torchtitan_dit.studies.gns_calibration_statistics import GEOMETRIES, UPDATE
 from torchtitan_dit.studies.half_progress import Replicate, SampleNumbers, UpdateGeometry, measure_progress
 from torchtitan_dit.studies.half_progress_fit import half_progress
 from torchtitan_dit.studies.trained_checkpoint import checkpoint_digest
+from torchtitan_dit.studies.weights_loss import WeightsLoss
 
 KEY = (
     "model", "checkpoint", "t_min", "t_max", "bin_unit", "batches", "samples", "replicates", "held", "dtype", "seed",
@@ -87,15 +87,8 @@ def cells(run: StudyRun) -> list[Cell]:
 
 def _check(run: StudyRun) -> None:
     """Refuse what has no answer. Raises StudyError."""
-    options, optimizer = run.options, run.config.optimizer
-    if run.track != "none":
-        raise StudyError(f"--weights: {run.track!r} has no second moment of its own (leave it out: the trained weights)")
-    if optimizer.name != "AdamW":
-        raise StudyError(f"{run.folder}: optimizer.name = {optimizer.name} has no second moment of each weight (AdamW only)")
-    if any(group.lr_scale != 1.0 for group in optimizer.param_groups):
-        raise StudyError(f"{run.folder}: optimizer.param_groups has learning rates of its own: no one step size of all weights")
-    if run.config.lora.enable:
-        raise StudyError(f"{run.folder}: trains adapters of frozen weights (whole networks only)")
+    options = run.options
+    require_one_preconditioner(run)
     require_at_least(options, {"samples": 2 * GROUP * BLOCKS, "replicates": 4, "held": 1, "batch_size": 1})
     if options.samples % (GROUP * BLOCKS):
         raise StudyError(f"--samples: must be a multiple of {GROUP * BLOCKS}, is {options.samples}")
@@ -106,6 +99,19 @@ def _check(run: StudyRun) -> None:
         raise StudyError(f"--batches: must rise from 1 or more to less than --samples ({options.samples})")
     if not 0 <= options.seed < 2**64:
         raise StudyError(f"--seed: must be in 0..2^64 - 1, is {options.seed}")
+
+
+def require_one_preconditioner(run: StudyRun) -> None:
+    """Refuse runs without Adam's second moment of each trained weight, or without one step size. Raises StudyError."""
+    optimizer = run.config.optimizer
+    if run.track != "none":
+        raise StudyError(f"--weights: {run.track!r} has no second moment of its own (leave it out: the trained weights)")
+    if optimizer.name != "AdamW":
+        raise StudyError(f"{run.folder}: optimizer.name = {optimizer.name} has no second moment of each weight (AdamW only)")
+    if any(group.lr_scale != 1.0 for group in optimizer.param_groups):
+        raise StudyError(f"{run.folder}: optimizer.param_groups has learning rates of its own: no one step size of all weights")
+    if run.config.lora.enable:
+        raise StudyError(f"{run.folder}: trains adapters of frozen weights (whole networks only)")
 
 
 def cost(cell: Cell) -> int:
@@ -127,12 +133,12 @@ def measure(run: StudyRun, cell: Cell, advance: Advance) -> dict[str, Any]:
     loss = WeightsLoss(gradients, where, stream)
     adam = adam_scale(run, cell["step"], gradients)
     try:
-        return _measure(cell, loss, adam, run.config.optimizer.lr, advance) | {"mass": where.mass, "machine": _machine(run)}
+        return _measure(cell, loss, adam, run.config.optimizer.lr, advance) | {"mass": where.mass, "machine": machine(run)}
     finally:
         loss.restore()
 
 
-def _measure(cell: Cell, loss: "WeightsLoss", adam: Tensor, rate: float, advance: Advance) -> dict[str, Any]:
+def _measure(cell: Cell, loss: WeightsLoss, adam: Tensor, rate: float, advance: Advance) -> dict[str, Any]:
     """Measure a cell on the loss of its bin: noise scales, then the progress of steps, and its fits."""
     numbers, batches = SampleNumbers(), [int(batch) for batch in cell["batches"].split()]
     scales, blocks = noise_scales(loss, adam, cell["samples"], numbers, advance)
@@ -156,15 +162,15 @@ def _measure(cell: Cell, loss: "WeightsLoss", adam: Tensor, rate: float, advance
         row |= _interval_cells(f"{update}_half", fitted.hyperbola)
         row |= _interval_cells(f"{update}_interpolated", fitted.interpolated)
         row |= {
-            f"{update}_best": fitted.best, f"{update}_progress": _numbers(progress.values.mean(0).tolist()),
-            f"{update}_progress_se": _numbers((progress.values.std(0) / half**0.5).tolist()),
-            f"{update}_step_sizes": _numbers(progress.step_sizes),
+            f"{update}_best": fitted.best, f"{update}_progress": numbers_text(progress.values.mean(0).tolist()),
+            f"{update}_progress_se": numbers_text((progress.values.std(0) / half**0.5).tolist()),
+            f"{update}_step_sizes": numbers_text(progress.step_sizes),
         }  # fmt: skip
     return row
 
 
 def noise_scales(
-    loss: "WeightsLoss", adam: Tensor, samples: int, numbers: SampleNumbers, advance: Advance
+    loss: WeightsLoss, adam: Tensor, samples: int, numbers: SampleNumbers, advance: Advance
 ) -> tuple[dict[str, NoiseScale], list[Tensor]]:
     """Noise scale in each geometry, from the same gradients.
 
@@ -194,42 +200,6 @@ def noise_scales(
     if not any(block.mean_square_norm for block in found["b_g"]):
         raise GradientError("every gradient is zero")
     return {name: noise_scale(of_geometry) for name, of_geometry in found.items()}, blocks
-
-
-class WeightsLoss:
-    """Loss of a timestep bin around a checkpoint's weights, which `restore` gives back; a `BinLoss`."""
-
-    def __init__(self, gradients: Gradients, where: TimestepBin, stream: int) -> None:
-        self._gradients, self._where, self._stream = gradients, where, stream
-        self._frozen = torch.cat([parameter.detach().flatten() for parameter in gradients.parameters])
-        self._moved = False
-
-    def gradient(self, numbers: Tensor, step: Tensor | None = None) -> Tensor:
-        self._move(step)
-        return self._gradients.mean_gradient(self._where, numbers, self._stream)
-
-    def held_loss(self, numbers: Tensor) -> Callable[[Tensor], float]:
-        present_loss = self._gradients.held_loss(self._where, numbers, self._stream)
-
-        def loss_after(step: Tensor) -> float:
-            self._move(step)
-            return present_loss()
-
-        return loss_after
-
-    def restore(self) -> None:
-        self._move(None)
-
-    @torch.no_grad()
-    def _move(self, step: Tensor | None) -> None:
-        """Move the weights to the frozen ones minus a step, from wherever they are."""
-        if step is None and not self._moved:
-            return
-        self._moved = step is not None
-        weights = self._frozen if step is None else self._frozen - step
-        parts = weights.split([parameter.numel() for parameter in self._gradients.parameters])
-        for parameter, part in zip(self._gradients.parameters, parts, strict=True):
-            parameter.copy_(part.view_as(parameter))
 
 
 def adam_scale(run: StudyRun, step: int, gradients: Gradients) -> Tensor:
@@ -262,10 +232,12 @@ def _interval_cells(name: str, interval: Interval) -> dict[str, float]:
     return dict(zip(interval_columns(name), (interval.value, interval.lower, interval.upper), strict=True))
 
 
-def _numbers(values: Sequence[float]) -> str:
+def numbers_text(values: Sequence[float]) -> str:
+    """Format numbers for one column of a record, separated by spaces."""
     return " ".join(f"{value:.6g}" for value in values)
 
 
-def _machine(run: StudyRun) -> str:
+def machine(run: StudyRun) -> str:
+    """Describe the machine of a measurement: processor or device, torch and threads."""
     name = cpu_name() if run.device.type == "cpu" else device_name(run.device)
     return f"{name}, torch {torch.__version__}, {torch.get_num_threads()} threads"

@@ -4,7 +4,6 @@
 """
 
 import argparse
-import csv
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,11 +11,8 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.ticker import LogLocator, NullFormatter
 
-from torchtitan.errors import unwrapped
 from torchtitan.experiments.cells import Row
-from torchtitan.experiments.folder import ResultsFolder, StudyError
-from torchtitan.files.durable import replace_file
-from torchtitan.files.regular import read_text
+from torchtitan.experiments.folder import StudyError
 from torchtitan.pictures.markdown import markdown_table
 from torchtitan.pictures.style import COLOURS, MARKERS, new_figure, note, ordered_colours, save
 from torchtitan.statistics.interval import Interval
@@ -34,10 +30,11 @@ from torchtitan_dit.studies.gns_calibration_statistics import (
     refuted,
     usable,
 )
+from torchtitan_dit.studies.records import read_records, write_report
 
 PICTURE = "calibration.png"
-_HEADING = "# gns_calibration_report\n\n"
 _ESTIMATES = {"half": "hyperbola", "interpolated": "interpolated"}
+_KEY = ("model", "checkpoint", "t_min", "t_max", "batches", "samples", "replicates", "held", "seed")
 _NEEDED = {
     "model", "data", "step", "bin", "status", "reason", *GEOMETRIES,
     *(name for update in UPDATES for kind in _ESTIMATES for name in interval_columns(f"{update}_{kind}")),
@@ -54,33 +51,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run_alone(arguments: argparse.Namespace) -> Path:
     """Read the records, write picture and summary.md; return the latter. Raises StudyError."""
-    if arguments.cells < 1:
-        raise StudyError(f"--cells: must be at least 1, is {arguments.cells}")
-    folder = arguments.output
-    ResultsFolder(folder, {"summary.md": _HEADING.encode()}).refuse_foreign()
-    rows = [row for path in arguments.records for row in read_records(path)]
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        replace_file(folder / "summary.md", _HEADING)  # by which the folder is known from now on
-        text = f"{_HEADING}{len(rows)} of {arguments.cells} cells.\n\n" + statistics_text(rows, arguments.cells)
-        replace_file(folder / "summary.md", text + report_text(rows, folder))
-    except OSError as error:
-        raise StudyError(f"{folder}: cannot be written: {error.strerror}") from error
-    return folder / "summary.md"
+    cells = arguments.cells
+    if cells < 1:
+        raise StudyError(f"--cells: must be at least 1, is {cells}")
+    rows = [row for path in arguments.records for row in read_records(path, "gns_calibration", _NEEDED, _KEY)]
 
+    def report(folder: Path) -> str:
+        return f"{len(rows)} of {cells} cells.\n\n" + statistics_text(rows, cells) + report_text(rows, folder)
 
-def read_records(path: Path) -> list[Row]:
-    """Read the rows of a calibration; of two with one bin of one checkpoint and settings, the later counts. Raises StudyError."""
-    path = path / "results.csv" if path.is_dir() else path
-    try:
-        reader = csv.DictReader(read_text(path).splitlines())
-        rows = [row for row in reader if None not in row.values()]
-    except (OSError, ValueError, csv.Error) as error:
-        raise StudyError(f"{path}: cannot be read: {unwrapped(error)}") from error
-    if missing := _NEEDED - set(reader.fieldnames or ()):
-        raise StudyError(f"{path}: is no record of gns_calibration (it has no column {min(missing)})")
-    return list({(row["model"], row["checkpoint"], row["t_min"], row["t_max"], row["batches"], row["samples"],
-                  row["replicates"], row["held"], row["seed"]): row for row in rows}.values())  # fmt: skip
+    return write_report(arguments.output, "gns_calibration_report", report)
 
 
 # ---------------------------------------------------------------------- text

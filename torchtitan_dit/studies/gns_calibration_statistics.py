@@ -91,7 +91,7 @@ def agreement(rows: Sequence[Row], update: str, estimate: str = "half", seed: in
     places = {name: [place for place, row in enumerate(used) if row["data"] == name] for name in data}
     if not used or min(map(len, places.values())) < 3:
         return None
-    counts = np.concatenate((np.ones((1, len(used))), _resampled(used, seed)))  # the estimate, then resamples
+    counts = np.concatenate((np.ones((1, len(used))), resampled(used, seed)))  # the estimate, then resamples
     half = np.log([interval_of(row, f"{update}_{estimate}").value for row in used])
     scale = {name: np.log([interval_of(row, name).value for row in used]) for name in GEOMETRIES}
     together = {name: _finding(scale[name], half, counts) for name in GEOMETRIES}
@@ -100,11 +100,11 @@ def agreement(rows: Sequence[Row], update: str, estimate: str = "half", seed: in
         for of, chosen in places.items()
     }
     scatters = {name: _scatter(half - scale[name], counts) for name in GEOMETRIES}
-    differences = {name: _interval(scatters[name] - scatters[PRESENT]) for name in GEOMETRIES}
+    differences = {name: percentile_interval(scatters[name] - scatters[PRESENT]) for name in GEOMETRIES}
     spread = {}
     for name in GEOMETRIES:
         means = np.stack([_mean((half - scale[name])[chosen], counts[:, chosen]) for chosen in places.values()])
-        spread[name] = _interval(np.exp(means.max(0) - means.min(0)))
+        spread[name] = percentile_interval(np.exp(means.max(0) - means.min(0)))
     return Agreement(together, apart, differences, spread, len(rows), len(rows) - len(used))
 
 
@@ -141,8 +141,8 @@ def enough(found: Agreement) -> bool:
     return found.left_out <= MOST_LEFT_OUT * found.cells
 
 
-def _resampled(rows: Sequence[Row], seed: int) -> np.ndarray:
-    """Number of times each row is drawn in every resample, [resamples, rows]."""
+def resampled(rows: Sequence[Row], seed: int) -> np.ndarray:
+    """Number of times each row is drawn in every resample, [resamples, rows]: ages within each data set, then bins."""
     generator = np.random.default_rng(seed)
     counts = np.zeros((_RESAMPLES, len(rows)))
     clusters: dict[str, dict[str, list[int]]] = {}
@@ -164,8 +164,9 @@ def _finding(scale: np.ndarray, half: np.ndarray, counts: np.ndarray) -> Finding
     lower, upper = np.quantile(ratio, [_TAIL, 1 - _TAIL])
     means = np.exp(_mean(ratio, counts))
     single = Interval(float(means[0]), math.exp(lower), math.exp(upper), len(ratio), 1 - 2 * _TAIL)
-    spread = _interval(_scatter(ratio, counts))
-    return Finding(_interval(slope), _interval(means), _interval(spearman(scale, half, counts)), spread, single)
+    spread = percentile_interval(_scatter(ratio, counts))
+    rank = percentile_interval(spearman(scale, half, counts))
+    return Finding(percentile_interval(slope), percentile_interval(means), rank, spread, single)
 
 
 def _scatter(values: np.ndarray, counts: np.ndarray) -> np.ndarray:
@@ -178,7 +179,7 @@ def _mean(values: np.ndarray, counts: np.ndarray) -> np.ndarray:
         return (counts * values).sum(-1) / counts.sum(-1)
 
 
-def _interval(values: np.ndarray) -> Interval:
+def percentile_interval(values: np.ndarray) -> Interval:
     """Percentile interval of the resamples after the first value, the estimate."""
     lower, upper = np.nanquantile(values[1:], [_TAIL, 1 - _TAIL])
     return Interval(float(values[0]), float(lower), float(upper), len(values) - 1, 1 - 2 * _TAIL)

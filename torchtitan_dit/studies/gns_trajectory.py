@@ -4,6 +4,7 @@ They are two quantities. While training, |G|^2 and tr Sigma are averaged over th
 the swings of the mean gradient; at one checkpoint both are of one phase of the swing, and of weights at the window's end.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -25,7 +26,7 @@ _PREFIX = "gns/plain/composite"
 
 def against_trajectory(run: StudyRun, rows: list[Row], path: Path) -> str:
     """Draw and tabulate both; empty where the run logged no noise scales of these bins at these checkpoints."""
-    if not rows or rows[0]["estimator"] != "correct" or not _same_bins(run, rows):
+    if not rows or rows[0]["estimator"] != "correct" or not same_bins(run, rows):
         return ""
     logged = {step: found for step in sorted({step_of(row) for row in rows}) if (found := _logged(run, step))}
     if not logged:
@@ -56,7 +57,8 @@ def against_trajectory(run: StudyRun, rows: list[Row], path: Path) -> str:
     return text + gns_plots.save(figure, path)
 
 
-def _same_bins(run: StudyRun, rows: list[Row]) -> bool:
+def same_bins(run: StudyRun, rows: Sequence[Row]) -> bool:
+    """True if the run logged noise scales of the timestep bins of these rows."""
     config = run.config
     if not (config.gns.enable and config.gns.single_pass) or not rows[0]["t_min"]:
         return False
@@ -70,15 +72,21 @@ def _same_bins(run: StudyRun, rows: list[Row]) -> bool:
 
 def _logged(run: StudyRun, step: int) -> list[Row]:
     """Estimates of every bin last logged before the checkpoint was written, as rows; empty without any."""
-    latest: dict = {}
-    try:
-        for point in iter_points(run.folder / METRICS_FILE, '"gns/'):
-            if point["step"] <= step and f"{_PREFIX}/0/b_simple" in point:
-                latest = point
-    except OSError:
-        return []
+    latest = last_logged(run.folder, step, f"{_PREFIX}/0/b_simple")
     bins = len(bin_edges(run.config.gns, run.config.objective)) + 1
     return [_as_row(latest, k) for k in range(bins)] if latest else []
+
+
+def last_logged(folder: Path, step: int, tag: str) -> dict:
+    """Last point with a tag that a run logged up to a step; empty without any."""
+    latest: dict = {}
+    try:
+        for point in iter_points(folder / METRICS_FILE, '"gns/'):
+            if point["step"] <= step and tag in point:
+                latest = point
+    except OSError:
+        return {}
+    return latest
 
 
 def _as_row(point: dict, k: int) -> Row:
