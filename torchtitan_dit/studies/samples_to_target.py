@@ -148,7 +148,7 @@ def settings(arguments: argparse.Namespace, base: JobConfig) -> dict[str, Any]:
         "data": base.data.name, "flavor": base.model.flavor, "batch": base.training.global_batch_size, "lr": base.optimizer.lr,
         "rule": arguments.rule, "batches": arguments.batches, "factors": arguments.factors, "seeds": arguments.seeds,
         "extensions": arguments.extensions, "samples": arguments.samples, "steps": arguments.steps,
-        "targets": {target.loss: target.value for target in validation.targets}, "excess_images": validation.excess_images,
+        "targets": [[target.loss, target.value] for target in validation.targets], "excess_images": validation.excess_images,
         "num_images": validation.num_images, "validated_every": validation.interval * base.training.global_batch_size,
     }  # fmt: skip
 

@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 
 from torchtitan.errors import unwrapped
+from torchtitan.evaluation.config import LossTargetConfig
+from torchtitan.evaluation.loss_targets import target_name
 from torchtitan.experiments.cells import Row
 from torchtitan.experiments.folder import StudyError
 from torchtitan.files.regular import read_text
@@ -64,7 +66,7 @@ class StudyRecord:
     @property
     def targets(self) -> list[str]:
         """Names of the targets, as columns have them."""
-        return [f"{loss} <= {value:.10g}" for loss, value in self.settings["targets"].items()]
+        return [target_name(LossTargetConfig(loss, value)) for loss, value in self.settings["targets"]]
 
     @property
     def missing(self) -> int:
@@ -119,7 +121,6 @@ def read_study(path: Path) -> StudyRecord:
     try:
         settings = dict(json.loads(read_text(path / SETTINGS)))
         name = f"{settings['data']}"
-        settings["targets"].items()
         rows = _read(path / TABLE, ("run",))
         noise = _read(path / NOISE_SCALES, ("run", "target", "geometry", "age")) if (path / NOISE_SCALES).exists() else []
     except (OSError, ValueError, KeyError, AttributeError, TypeError, csv.Error) as error:
