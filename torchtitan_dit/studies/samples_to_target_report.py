@@ -7,6 +7,7 @@ import argparse
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -25,7 +26,7 @@ from torchtitan_dit.studies.samples_to_target_statistics import (
     StudyRecord,
     TargetResult,
     Tuned,
-    agreement,
+    agreements,
     part_of,
     ratio,
     read_study,
@@ -142,10 +143,9 @@ def _interval(found: Interval, digits: int = 3) -> str:
 
 
 def _verdict(record: StudyRecord, results: Mapping[str, TargetResult]) -> str:
-    agreements = [agreement(record, results, geometry) for geometry in GEOMETRIES]
     lines = [
         [found.geometry, str(found.bins), _interval(found.rank) if found.bins >= 3 else "unknown", rank_verdict(found.rank)]
-        for found in agreements
+        for found in agreements(record, results)
     ]  # fmt: skip
     whole = next((found for target, found in results.items() if part_of(target.partition(" ")[0]) == "all"), None)
     header = ["geometry", "bins", "rank correlation of B_c with B", "verdict"]
@@ -187,23 +187,28 @@ def draw_picture(record: StudyRecord, results: Mapping[str, TargetResult], path:
     """Draw E(B) of every target with its hyperbola, and B_c beside B in both geometries."""
     figure, axes = new_figure(f"Samples to a target, and the noise scale: {record.name}", 1, 2, (10, 4.8))
     samples, scales = axes[0]
-    colours = dict(zip(results, ["black", *ordered_colours(len(results) - 1)], strict=True))
+    colours = _colours(list(results))
     for target, found in results.items():
         _draw_samples(samples, target, found, colours[target])
     samples.set_ylabel("samples to the target, at the best learning rate")
     samples.set_xlabel("batch size")
-    for place, geometry in enumerate(GEOMETRIES):
-        _draw_scales(scales, results, geometry, COLOURS[place], "os"[place])
-    ends = [*scales.get_xlim(), *scales.get_ylim()]
-    scales.set_xscale("log")
-    scales.set_yscale("log")
-    if any(found.critical for found in results.values()):
-        low, high = max(min(ends), 0.1), max(ends)
-        scales.plot([low, high], [low, high], "--", color="0.5", linewidth=0.8)
+    ends = [
+        end for place, geometry in enumerate(GEOMETRIES)
+        for end in _draw_scales(scales, results, geometry, COLOURS[place], "os"[place])
+    ]  # fmt: skip
+    panels = [samples]
+    if ends:
+        scales.plot([min(ends), max(ends)], [min(ends), max(ends)], "--", color="0.5", linewidth=0.8)
+        scales.legend(fontsize=8, frameon=False)
+        panels.append(scales)
+    else:
+        scales.text(0.5, 0.5, "no B_c with a noise scale beside it", ha="center", transform=scales.transAxes, fontsize=9)
+        scales.set_xticks([])
+        scales.set_yticks([])
     scales.set_xlabel("noise scale B at half of the samples")
     scales.set_ylabel("critical batch size B_c")
-    scales.legend(fontsize=8, frameon=False)
-    for axis in (samples.xaxis, samples.yaxis, scales.xaxis, scales.yaxis):
+    for axis in (axis for panel in panels for axis in (panel.xaxis, panel.yaxis)):
+        axis.axes.set(**{f"{axis.axis_name}scale": "log"})
         axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axis.set_major_formatter("{x:g}")
         axis.set_minor_formatter(NullFormatter())
@@ -212,29 +217,38 @@ def draw_picture(record: StudyRecord, results: Mapping[str, TargetResult], path:
     save(figure, path)
 
 
-def _draw_samples(panel: Axes, target: str, found: TargetResult, colour) -> None:
+def _colours(targets: Sequence[str]) -> dict[str, Any]:
+    """Black to grey for the whole loss, from dark to bright for the bins."""
+    bins = [target for target in targets if part_of(target.partition(" ")[0]) != "all"]
+    whole = [target for target in targets if target not in bins]
+    greys = [f"{0.6 * place / max(len(whole) - 1, 1):.2f}" for place in range(len(whole))]
+    return dict(zip(whole, greys, strict=True)) | dict(zip(bins, ordered_colours(len(bins)), strict=True))
+
+
+def _draw_samples(panel: Axes, target: str, found: TargetResult, colour: Any) -> None:
     known = {batch: mean_interval(of.seeds) for batch, of in found.tuned.items() if of.seeds}
-    loss = target.partition(" ")[0]
-    label = "whole" if part_of(loss) == "all" else f"bin {part_of(loss)}"
+    loss, _, value = target.partition(" ")
+    label = ("whole" if part_of(loss) == "all" else f"bin {part_of(loss)}") + f" {value}"
     bars = np.array([error_bar(each) for each in known.values()]).T if known else None
     panel.errorbar(list(known), [each.value for each in known.values()], bars, fmt="o", color=colour, markersize=4,
                    linewidth=0.8, label=label)  # fmt: skip
     if found.fit and found.critical:
         x = np.geomspace(min(known), max(known), 50)
         panel.plot(x, [found.fit(batch) for batch in x], color=colour, linewidth=1.0)
-    panel.set_xscale("log")
-    panel.set_yscale("log")
 
 
-def _draw_scales(panel: Axes, results: Mapping[str, TargetResult], geometry: str, colour: str, symbol: str) -> None:
+def _draw_scales(
+    panel: Axes, results: Mapping[str, TargetResult], geometry: str, colour: str, symbol: str
+) -> list[float]:
+    """Draw B_c over B; return the values of both."""
+    drawn: list[float] = []
     for target, found in results.items():
         noise, critical = found.noise[geometry, _AGE], found.critical
-        if critical is None or not critical.bounded or math.isnan(noise.value):
+        if critical is None or not critical.bounded or not (noise.value > 0 and critical.value > 0):
             continue
         filled = colour if part_of(target.partition(" ")[0]) == "all" else "none"
         across, up = (np.array([error_bar(each)]).T for each in (noise, critical))
         panel.errorbar(noise.value, critical.value, up, across, fmt=symbol, color=colour, markerfacecolor=filled,
-                       markersize=5, linewidth=0.7)  # fmt: skip
-    panel.plot([], [], symbol, color=colour, label=geometry)
-
-
+                       markersize=5, linewidth=0.7, label=None if drawn else geometry)  # fmt: skip
+        drawn += [noise.value, critical.value]
+    return drawn

@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -54,19 +54,16 @@ class StudyRecord:
     Attributes:
         name: of the data set.
         settings: of the study.
+        targets: names of the targets, as columns have them.
         rows: of its runs.
         noise: rows of its noise scales.
     """
 
     name: str
     settings: dict[str, Any]
+    targets: list[str]
     rows: list[Row]
     noise: list[Row]
-
-    @property
-    def targets(self) -> list[str]:
-        """Names of the targets, as columns have them."""
-        return [target_name(LossTargetConfig(loss, value)) for loss, value in self.settings["targets"]]
 
     @property
     def missing(self) -> int:
@@ -121,11 +118,12 @@ def read_study(path: Path) -> StudyRecord:
     try:
         settings = dict(json.loads(read_text(path / SETTINGS)))
         name = f"{settings['data']}"
+        targets = [target_name(LossTargetConfig(loss=loss, value=value)) for loss, value in settings["targets"]]
         rows = _read(path / TABLE, ("run",))
         noise = _read(path / NOISE_SCALES, ("run", "target", "geometry", "age")) if (path / NOISE_SCALES).exists() else []
     except (OSError, ValueError, KeyError, AttributeError, TypeError, csv.Error) as error:
         raise StudyError(f"{path}: holds no record of samples_to_target: {unwrapped(error)}") from error
-    record = StudyRecord(name, settings, rows, noise)
+    record = StudyRecord(name, settings, targets, rows, noise)
     if rows and (lacking := {"run", "status", "batch", "factor", "seed", *record.targets} - set(rows[0])):
         raise StudyError(f"{path / TABLE}: is no record of samples_to_target (it has no column {min(lacking)})")
     return record
@@ -283,38 +281,51 @@ class Agreement:
     geometry: str
 
 
-def agreement(record: StudyRecord, results: Mapping[str, TargetResult], geometry: str, seed: int = 0) -> Agreement:
-    """Agreement over the bins whose hyperbola is not rejected, at the age of the comparison."""
-    age = next(iter(AGES))
-    bins = [
-        name for name, found in results.items()
-        if part_of(name.partition(" ")[0]) != "all" and _both(found, geometry, age) is not None
-    ]
-    if len(bins) < 3:
-        return Agreement(Interval(math.nan), len(bins), geometry)
-    value = _rank([_both(results[name], geometry, age) for name in bins])
-    generator = np.random.default_rng(seed)
+def agreements(record: StudyRecord, results: Mapping[str, TargetResult], seed: int = 0) -> list[Agreement]:
+    """Agreement in each geometry over the bins whose hyperbola is not rejected, at the age of the comparison.
+
+    Args:
+        record: of the study.
+        results: target -> its result.
+        seed: of the resamples.
+    """
     seeds = sorted({int(row["seed"]) for row in record.rows if row["batch"]})
-    values = []
-    for _ in range(_RESAMPLES):
-        drawn = sorted(generator.choice(seeds, len(seeds)).tolist())
-        if len(set(drawn)) > 1:
-            try:
-                again = [_both(target_result(record, name, drawn), geometry, age, rejected=True) for name in bins]
-            except KeyError:  # a seed that a rate lacks
-                continue
-            values.append(_rank(again))
-    lower, upper = np.nanquantile(values, [_TAIL, 1 - _TAIL]) if values else (math.nan, math.nan)
-    return Agreement(Interval(value, float(lower), float(upper), len(seeds), 1 - 2 * _TAIL), len(bins), geometry)
+    generator = np.random.default_rng(seed)
+    drawn = [tuple(sorted(generator.choice(seeds, len(seeds)).tolist())) for _ in range(_RESAMPLES if seeds else 0)]
+
+    @cache  # few seeds have few different resamples
+    def again(name: str, of_seeds: tuple[int, ...]) -> TargetResult | None:
+        try:
+            return target_result(record, name, of_seeds)
+        except KeyError:  # a seed that a rate lacks
+            return None
+
+    found = []
+    for geometry in GEOMETRIES:
+        bins = [
+            name for name, result in results.items()
+            if part_of(name.partition(" ")[0]) != "all" and result.critical and _both(result, geometry)
+        ]  # fmt: skip
+        if len(bins) < 3:
+            found.append(Agreement(Interval(math.nan), len(bins), geometry))
+            continue
+        value = _rank([_both(results[name], geometry) for name in bins])
+        ranks = {
+            of_seeds: _rank([_both(again(name, of_seeds), geometry) for name in bins])
+            for of_seeds in set(drawn) if len(set(of_seeds)) > 1
+        }  # fmt: skip
+        known = [ranks[of_seeds] for of_seeds in drawn if math.isfinite(ranks.get(of_seeds, math.nan))]
+        lower, upper = np.quantile(known, [_TAIL, 1 - _TAIL]) if known else (math.nan, math.nan)
+        found.append(Agreement(Interval(value, float(lower), float(upper), len(seeds), 1 - 2 * _TAIL), len(bins), geometry))
+    return found
 
 
-def _both(found: TargetResult, geometry: str, age: str, rejected: bool = False) -> tuple[float, float] | None:
-    """B_c and B of a bin; None where one has no value. A resample keeps a fit that would be rejected."""
-    fit = found.fit if rejected else found.fit if found.critical is not None else None
-    noise = found.noise[geometry, age].value
-    if fit is None or math.isnan(noise) or not fit.critical.value > 0:
+def _both(found: TargetResult | None, geometry: str) -> tuple[float, float] | None:
+    """B_c and B of a bin, that of a rejected hyperbola too; None where one has no value."""
+    noise = found.noise[geometry, next(iter(AGES))].value if found else math.nan
+    if found is None or found.fit is None or math.isnan(noise) or not found.fit.critical.value > 0:
         return None
-    return fit.critical.value, noise
+    return found.fit.critical.value, noise
 
 
 def _rank(pairs: Sequence[tuple[float, float] | None]) -> float:
