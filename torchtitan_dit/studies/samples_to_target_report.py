@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.ticker import LogLocator, NullFormatter
+from matplotlib.ticker import FixedLocator, LogLocator, NullFormatter, NullLocator
 
 from torchtitan.experiments.folder import ResultsFolder, StudyError
 from torchtitan.files.durable import make_folder, replace_file
@@ -102,7 +102,10 @@ def _best_rates(record: StudyRecord, results: Mapping[str, TargetResult]) -> str
         for target, result in results.items() for batch, found in result.tuned.items()
     ]  # fmt: skip
     header = ["target", "batch", "best learning rate", "samples", "steps"]
-    text = "Best learning rates, by interpolation in ln lr; samples with 95 % intervals over seeds.\n\n"
+    text = (
+        "Best learning rates, by interpolation in ln lr; samples with 95 % intervals over seeds. A best rate at the "
+        "edge is given as a multiple of the rule's.\n\n"
+    )
     return text + markdown_table(header, lines)
 
 
@@ -212,6 +215,8 @@ def draw_picture(record: StudyRecord, results: Mapping[str, TargetResult], path:
         axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axis.set_major_formatter("{x:g}")
         axis.set_minor_formatter(NullFormatter())
+    samples.xaxis.set_major_locator(FixedLocator(record.settings["batches"]))
+    samples.xaxis.set_minor_locator(NullLocator())
     legend_outside(samples)
     note(figure, "bars: 95 % intervals; lines: hyperbolas that are not rejected; filled: the whole loss; dashed: B_c = B")
     save(figure, path)
