@@ -6,7 +6,13 @@ import numpy as np
 import pytest
 
 from torchtitan.statistics.fisher import chi_squared_tail, fisher_tail
-from torchtitan.statistics.samples_to_target import EdgeOfGrid, SamplesToTarget, best_learning_rate, fit_hyperbola
+from torchtitan.statistics.samples_to_target import (
+    EdgeOfGrid,
+    SamplesToTarget,
+    best_learning_rate,
+    fit_hyperbola,
+    samples_at,
+)
 
 # Flux.1 to validation loss 0.586, samples in millions: mean and deviation of 20 runs. Source: MLCommons, logging
 # repository, rcp_checker, reference convergence points of training rounds v5.1 and v6.1.
@@ -103,6 +109,19 @@ def test_best_learning_rate_is_the_lowest_point_of_a_parabola_in_its_logarithm()
     assert best_learning_rate({1: 5.0, 2: 5.0, 4: 5.0, 8: 4.9, 16: 5.1}).lr > 4
     flat = best_learning_rate({1: math.inf, 2: 5.0, 4: 6.0})
     assert (flat.lr, flat.samples, flat.interpolated) == (2, 5.0, False)
+
+
+def test_seeds_at_the_best_rate_of_their_mean_have_its_samples_as_their_mean():
+    """A parabola is met at any rate, and the mean over seeds is the lowest point of the mean's parabola."""
+    rates = (1e-4, 2e-4, 5e-4, 2e-3)  # unevenly spaced
+    parabola = {lr: 1000 + 50 * math.log(lr / 3.3e-4) ** 2 for lr in rates}
+    for lr in (2e-4, 3.3e-4, 4e-4):
+        assert samples_at(parabola, 2e-4, lr) == pytest.approx(1000 + 50 * math.log(lr / 3.3e-4) ** 2)
+    seeds = [{lr: parabola[lr] * (1 + 0.05 * generator.standard_normal()) for lr in rates}
+             for generator in map(np.random.default_rng, range(5))]  # fmt: skip
+    best = best_learning_rate({lr: sum(seed[lr] for seed in seeds) / 5 for lr in rates})
+    each = [samples_at(seed, best.of_grid, best.lr) for seed in seeds]
+    assert best.interpolated and sum(each) / 5 == pytest.approx(best.samples) and max(each) > 1.01 * min(each)
 
 
 @pytest.mark.parametrize(

@@ -92,7 +92,8 @@ def train(
         once: trains it once; given a function to call again and again meanwhile.
 
     Raises:
-        TrainingFailed: with the reason.
+        Diverged: its gradients became infinite or NaN.
+        TrainingFailed: with any other reason.
         KeyboardInterrupt: asked to stop; the run has saved a checkpoint if there was time.
         OSError: a file cannot be written.
     """
@@ -109,7 +110,8 @@ def train(
     outcome = repeat_killed(lambda: once(run, follow), run.log, RETRIES)
     if outcome.status != "ok":
         kind = "" if outcome.status == "failed" else f"{outcome.status}: "
-        raise TrainingFailed(kind + outcome.reason)
+        diverged = "gradient norm is" in outcome.reason
+        raise (Diverged if diverged else TrainingFailed)(kind + outcome.reason)
 
 
 def begin_branch(start: Path, branch: Path) -> None:

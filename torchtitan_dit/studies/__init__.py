@@ -65,6 +65,12 @@ STUDIES: dict[str, StudyEntry] = {
     "batch_size": StudyEntry(
         "batch sizes and learning rates at equal samples; trains runs of a config", of_a_run=False
     ),
+    "samples_to_target": StudyEntry(
+        "samples to target losses over batch sizes and learning rates, and B_c beside B; trains runs of a config", of_a_run=False
+    ),
+    "samples_to_target_report": StudyEntry(
+        "best rates, B_c and decision of samples_to_target, from its records alone", of_a_run=False
+    ),
     "compare_settings": StudyEntry("settings of a config at equal samples; trains runs of it", of_a_run=False),
     "prediction_types": StudyEntry(
         "prediction types compared in one parametrisation: of runs, or trained", of_a_run=False

@@ -35,7 +35,7 @@ from torchtitan.experiments.cells import Cell, Row, measure_cells, missing_cells
 from torchtitan.experiments.engine import Advance
 from torchtitan.experiments.folder import ResultsFolder, StudyError
 from torchtitan.experiments.record import ResultTable
-from torchtitan.experiments.training import Diverged, TrainingFailed, TrainingRun, remove_checkpoints, train
+from torchtitan.experiments.training import Diverged, TrainingRun, remove_checkpoints, train
 from torchtitan.files.durable import make_folder, replace_file
 from torchtitan.files.regular import read_regular
 from torchtitan.files.remote_path import AnyPath
@@ -299,12 +299,7 @@ def _measure_branch(
 
 
 def _train(config: JobConfig, processes: int, branch: Path, advance: Advance, start: Path) -> None:
-    try:
-        train(TrainingRun.of(config, processes, branch / "branch.toml", branch / "train.log"), advance, start)
-    except TrainingFailed as error:
-        if "gradient norm is" in str(error):
-            raise Diverged(str(error)) from error
-        raise
+    train(TrainingRun.of(config, processes, branch / "branch.toml", branch / "train.log"), advance, start)
     if skipped := json.loads(read_regular(branch / "summary.json")).get("skipped_steps"):
         raise Diverged(f"the gradient norm is not finite: {skipped} steps were skipped")
 

@@ -2,6 +2,7 @@
 
 import csv
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -80,21 +81,39 @@ def finding(asked: Measurement, rows: list[Row], column: str) -> Finding:
 
 def noise_scales(metrics: Path, step: int) -> list[NoiseScale]:
     """Noise scales last logged by a run when its checkpoint was written, by geometry; empty without any."""
-    latest: dict[str, NoiseScale] = {}
     try:
-        points = [point for point in iter_points(metrics, '"gns/') if point["step"] <= step]
+        points = list(iter_points(metrics, '"gns/'))
     except OSError:
         return []
-    for point in points:
+    return [
+        NoiseScale(geometry, found["step"], Interval(found["b_simple"], found["lower"], found["upper"]))
+        for geometry, found in noise_sums(points, step, "all").items()
+    ]
+
+
+def noise_sums(points: Iterable[dict[str, Any]], step: int, part: str) -> dict[str, dict[str, Any]]:
+    """Sketched noise scale last logged up to a step, by geometry; empty without any.
+
+    Args:
+        points: of metrics.jsonl, by rising step.
+        step: the last that counts.
+        part: all, or the number of a bin.
+
+    Returns:
+        geometry -> step, signal, noise, b_simple, lower and upper. Where the signal is not significant, upper is infinite and
+        b_simple NaN.
+    """
+    latest: dict[str, dict[str, Any]] = {}
+    for point in (point for point in points if point["step"] <= step):
         for geometry in GEOMETRIES:
-            prefix = f"gns/{geometry}/sketch/all"
-            lower, value, upper = (point.get(f"{prefix}/{name}") for name in ("lower", "b_simple", "upper"))
-            if lower is not None:  # an infinite end is not logged
-                samples = Interval(math.nan, lower)
-                if value is not None and upper is not None:
-                    samples = Interval(value, lower, upper)
-                latest[geometry] = NoiseScale(geometry, point["step"], samples)
-    return list(latest.values())
+            prefix = f"gns/{geometry}/sketch/{part}"
+            if f"{prefix}/lower" in point:
+                found = {name: point.get(f"{prefix}/{name}", math.nan) for name in ("signal", "noise", "b_simple", "lower")}
+                found["upper"] = point.get(f"{prefix}/upper", math.inf)
+                if math.isinf(found["upper"]):
+                    found["b_simple"] = math.nan
+                latest[geometry] = {"step": point["step"]} | found
+    return latest
 
 
 # ---------------------------------------------------------------------- words

@@ -15,7 +15,7 @@ _DEFAULTS = {"checkpoints": 8, "processes": 1}
 
 
 def add_grid_options(parser: argparse.ArgumentParser, name: str, *, seeds: int, positional: bool = True) -> None:
-    """Add the options of every study that trains.
+    """Add the options of every study that trains runs on equal samples and measures their checkpoints.
 
     Args:
         parser: of the study.
@@ -24,7 +24,20 @@ def add_grid_options(parser: argparse.ArgumentParser, name: str, *, seeds: int, 
         positional: whether CONFIG.toml is a positional argument and --samples is required. If not, options of training
             are None where they are not given, for `refuse_training_options` or `fill_training_options`.
     """
-    checkpoints, processes = _DEFAULTS.values()
+    checkpoints = _DEFAULTS["checkpoints"]
+    add_training_options(parser, name, seeds=seeds, positional=positional)
+    add = parser.add_argument
+    add("--samples", type=at_least(1), required=positional, metavar="N", help="images that every run sees; the "
+        "nearest number that is whole steps of every batch size is taken")
+    add("--checkpoints", type=at_least(1), default=checkpoints if positional else None, metavar="N", help="of every "
+        f"run, equally spaced (default: {checkpoints})")
+    add("--weights", metavar="none|TRACK",
+        help="weights to compare: an EMA track, none for the trained weights (default: the first track)")
+
+
+def add_training_options(parser: argparse.ArgumentParser, name: str, *, seeds: int, positional: bool = True) -> None:
+    """Add the options of every study that trains; arguments as of `add_grid_options`."""
+    processes = _DEFAULTS["processes"]
     add = parser.add_argument
     if positional:
         add("config", metavar="CONFIG.toml", type=Path, help="base configuration of every run")
@@ -32,14 +45,8 @@ def add_grid_options(parser: argparse.ArgumentParser, name: str, *, seeds: int, 
         "override, as model.flavor=debug")
     add("--seeds", type=at_least(1), default=seeds if positional else None, metavar="N",
         help=f"runs of each kind, with the configuration's seed and the following ones (default: {seeds})")
-    add("--samples", type=at_least(1), required=positional, metavar="N", help="images that every run sees; the "
-        "nearest number that is whole steps of every batch size is taken")
-    add("--checkpoints", type=at_least(1), default=checkpoints if positional else None, metavar="N", help="of every "
-        f"run, equally spaced (default: {checkpoints})")
     add("--processes", type=at_least(1), default=processes if positional else None, metavar="N", help="of every run "
         f"(default: {processes})")
-    add("--weights", metavar="none|TRACK",
-        help="weights to compare: an EMA track, none for the trained weights (default: the first track)")
     add("--retry-failed", action="store_true", help="train and measure failed runs again")
     add("--output", type=Path, help=f"folder of runs and results (default: outputs/<configuration>/studies/{name})")
     defaults = ", ".join(f"{launcher} {jobs}" for launcher, jobs in JOBS.items())

@@ -3,14 +3,14 @@
     <study folder>/training.csv          a row per run that has ended, failed ones too; of two rows, the later counts
                    runs/<name>.toml      configuration of a run
                    runs/<name>.log       output of its processes
-                   runs/<name>/          its folder, with every checkpoint
+                   runs/<name>/          its folder, with every checkpoint, or none where the row has all that is to be known
 """
 
 import json
 import tempfile
 import threading
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,10 +24,11 @@ from torchtitan.experiments.folder import STUDY_MARKS, ResultsFolder, StudyError
 from torchtitan.experiments.launchers.choice import DAY_SECONDS, HERE, Launching, check_spread
 from torchtitan.experiments.launchers.job import Job
 from torchtitan.experiments.record import ResultTable
-from torchtitan.experiments.training import SAVING_SECONDS, TrainingRun, run_training, train
+from torchtitan.experiments.training import SAVING_SECONDS, TrainingRun, remove_checkpoints, run_training, train
 from torchtitan.files.durable import make_folder
 from torchtitan.files.regular import read_toml
 
+TABLE = "training.csv"
 COLUMNS = ("run", "status", "reason", "samples", "date", "runtime")
 
 
@@ -62,6 +63,19 @@ class TrainingGrid:
 
     def run_folder(self, name: str) -> Path:
         return self.folder / "runs" / name
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """Record of a grid's runs in its table, where the runs are not measured by their checkpoints.
+
+    Attributes:
+        columns: of each run's row, besides `COLUMNS`.
+        of_run: name of a run that has ended -> their values. Raises TrainingFailed where there are none.
+    """
+
+    columns: tuple[str, ...]
+    of_run: Callable[[str], dict[str, Any]]
 
 
 def plan_grid(
@@ -117,15 +131,16 @@ def configure(
             raise StudyError(f"{name}: {error.problems[0].removeprefix(f'{path}: ')}") from None
 
 
-def train_grid(grid: TrainingGrid, retry_failed: bool = False) -> dict[str, str]:
+def train_grid(grid: TrainingGrid, retry_failed: bool = False, record: RunRecord | None = None) -> dict[str, str]:
     """Train the missing runs, each from its newest checkpoint.
 
-    A run is trained when its last checkpoint is in its folder; a failed one counts as trained while its configuration
-    is unchanged.
+    A run is trained when its last checkpoint is in its folder, or its row in the table of a grid with a record, whose
+    checkpoints are removed then; a failed one counts as trained while its configuration is unchanged.
 
     Args:
         grid: as `plan_grid` returns it.
         retry_failed: train failed runs again.
+        record: of the runs, if their rows replace their checkpoints.
 
     Returns:
         name of a run -> reason, of the failed ones.
@@ -140,18 +155,22 @@ def train_grid(grid: TrainingGrid, retry_failed: bool = False) -> dict[str, str]
     launcher.check([_job(grid, name) for name in grid.configs])
     with ResultsFolder(grid.folder, STUDY_MARKS).held():
         make_folder(grid.folder / "runs")
-        table = ResultTable(grid.folder / "training.csv", COLUMNS, ("run",))
+        table = ResultTable(grid.folder / TABLE, (*COLUMNS, *(record.columns if record else ())), ("run",))
         table.begin()
         cells: list[Cell] = [{"run": name, "samples": samples_of(config)} for name, config in grid.configs.items()]
-        missing = [cell for cell in cells if _is_missing(grid, table, cell["run"], retry_failed)]
+        missing = [cell for cell in cells if _is_missing(grid, table, cell["run"], retry_failed, record is not None)]
 
         def train_cell(cell: Cell, advance: Advance) -> dict[str, Any]:
             job = _job(grid, cell["run"])
             train(job.arguments[0], advance, once=lambda run, poll: launcher.run(job, stop, poll))
-            return {}
+            return record.of_run(cell["run"]) if record else {}
+
+        def recorded(cell: Cell) -> None:
+            if record:
+                remove_checkpoints(grid.run_folder(cell["run"]) / "checkpoint")
 
         measure_cells(
-            table, cells, missing, train_cell, cost=lambda cell: cell["samples"], unit="sample",
+            table, cells, missing, train_cell, cost=lambda cell: cell["samples"], unit="sample", recorded=recorded,
             name=lambda cell: cell["run"], jobs=grid.launching.concurrent, stop=stop,
         )  # fmt: skip
     rows = {name: table.find({"run": name}) for name in grid.configs}
@@ -172,17 +191,17 @@ def samples_of(config: JobConfig) -> int:
     return config.training.steps * config.training.global_batch_size
 
 
-def _is_missing(grid: TrainingGrid, table: ResultTable, name: str, retry_failed: bool) -> bool:
+def _is_missing(grid: TrainingGrid, table: ResultTable, name: str, retry_failed: bool, on_record: bool) -> bool:
     row, config = table.find({"run": name}), grid.configs[name]
     if row is None:
         return True
-    if row["status"] == "ok":  # plan_grid has compared the folder's configuration
+    if row["status"] == "ok" and not on_record:  # plan_grid has compared the folder's configuration
         return config.training.steps not in checkpoint_steps(grid.run_folder(name) / "checkpoint")
     try:
         asked = read_toml(_request(grid.folder, name))
     except (OSError, ValueError):
         return True
-    return retry_failed or bool(_differences(asked, config))
+    return (retry_failed and row["status"] != "ok") or bool(_differences(asked, config))
 
 
 def _request(folder: Path, name: str) -> Path:
