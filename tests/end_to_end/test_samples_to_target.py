@@ -38,8 +38,6 @@ decay_type = "constant"
 [metrics]
 enable_tensorboard = false
 loss_bins = 2
-[sampling]
-enable = false
 [validation]
 enable = true
 interval = 2

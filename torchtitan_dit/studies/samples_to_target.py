@@ -96,11 +96,12 @@ def run_alone(arguments: argparse.Namespace) -> Path:
 
 
 def read_base(arguments: argparse.Namespace) -> JobConfig:
-    """Base of all runs: the configuration, validated up to its targets. Raises StudyError, ConfigError."""
+    """Base of all runs: the configuration, validated up to its targets, without samples. Raises StudyError, ConfigError."""
     base = grid_options.read_base(arguments)
     validation = dataclasses.replace(base.validation, enable=True, stop_at_targets=True)
     checkpoint = dataclasses.replace(base.checkpoint, keep_latest_k=1)
-    return dataclasses.replace(base, validation=validation, checkpoint=checkpoint)
+    sampling = dataclasses.replace(base.sampling, enable=False)
+    return dataclasses.replace(base, validation=validation, checkpoint=checkpoint, sampling=sampling)
 
 
 def _check(arguments: argparse.Namespace, base: JobConfig) -> None:
