@@ -223,6 +223,7 @@ def _be(command: Command, output: int, error: int, events: int) -> None:
     os.chdir(ROOT)
     os.environ.clear()
     os.environ.update(command.environment)
+    sys.dont_write_bytecode = True  # a fresh installation's modules would be compiled by whichever case imports them first
     tempfile.tempdir = None  # it was chosen when torch was imported
     watch = Watch(events, command.allowed)
     if command.before is not None:
