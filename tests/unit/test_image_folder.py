@@ -466,3 +466,8 @@ def test_a_flat_folder_has_no_classes_and_folders_have_without_a_key(tmp_path):
         ImageFolder.info(mixed)
     assert ImageFolder.info(config_of(tmp_path / "classed", class_folders=True)).num_classes == 2
     assert ImageFolder.info(config_of(tmp_path / "classed", class_folders=False)).num_classes == 0
+
+
+def test_a_class_folder_that_is_named_as_an_image_is_a_folder(tmp_path):
+    folder = folder_of(tmp_path, ("a", "b.png"))
+    assert ImageFolder.info(config_of(folder)).class_names == ("a", "b.png")

@@ -97,9 +97,10 @@ def _has_classes(config: ImageFolderConfig) -> bool:
 @functools.lru_cache(maxsize=4)
 def _looks_classed(path: str) -> bool:
     root = existing_folder("data.path", path)
-    folders = list_folders(root)
+    folders = set(list_folders(root))
     with os.scandir(root) as entries:
-        loose = sum(is_image_name(entry.name) and not entry.name.startswith(b".") for entry in entries)
+        names = (entry.name for entry in entries if not entry.name.startswith(b".") and entry.name not in folders)
+        loose = sum(map(is_image_name, names))
     if folders and loose:
         raise DatasetError(
             f"data.path: {path!r} has {loose:,} images beside {len(folders):,} folders (set data.class_folders = true to train on"
