@@ -105,7 +105,7 @@ def test_preconditioner_is_that_of_the_checkpoints_optimizer(run):
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
-        (["--weights", "slow"], "no second moment of its own"),
+        (["--weights", "slow"], "is an average, without second moments of Adam"),
         (["--samples", 512], "--samples: must be at least 1024"),
         (["--samples", 1500], "--samples: must be a multiple of 512"),
         (["--replicates", 9], "--replicates: must be even"),

@@ -46,7 +46,7 @@ def test_cells_are_measured_once_and_reported_from_their_records(run, study, tmp
     ("words", "reason"),
     [
         (["gns_conflict", "--samples", 12], "--samples: must be a multiple of 8"),
-        (["gns_conflict", "--weights", "slow"], "no second moment of its own"),
+        (["gns_conflict", "--weights", "slow"], "is an average, without second moments of Adam"),
         (["gns_lags", "--edges", 0, 0.5, 1, "--back", 1], "--back: "),
         (["gns_lags", "--edges", 0, 0.4, 1, "--back", 2, "--steps", 4], "logged no noise scales of these bins"),
     ],

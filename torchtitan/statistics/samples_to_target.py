@@ -178,7 +178,7 @@ def samples_at(samples: Mapping[float, float], best: float, lr: float) -> float:
     """Interpolate a run's samples to a learning rate by the parabola in ln lr through a rate of the grid and its neighbours.
 
     With `best` and `lr` of the mean over seeds, as `best_learning_rate` finds them, the mean of these values over seeds is its
-    `samples`; they differ as the seeds do, and no seed has an optimum of its own.
+    `samples`. All seeds are read at one common rate.
 
     Args:
         samples: of each learning rate of one seed, finite at the three.

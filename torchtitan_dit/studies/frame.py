@@ -224,6 +224,12 @@ def require_at_least(options: argparse.Namespace, least: dict[str, int]) -> None
             raise StudyError(f"--{name.replace('_', '-')}: must be at least {low}, is {getattr(options, name)}")
 
 
+def require_seed(options: argparse.Namespace) -> None:
+    """Refuse a `--seed` that is no unsigned number of 64 bits. Raises StudyError."""
+    if not 0 <= options.seed < 2**64:
+        raise StudyError(f"--seed: must be in 0..2^64 - 1, is {options.seed}")
+
+
 def require_images(run: StudyRun) -> None:
     """Refuse `--split` and `--images` beyond the data. Raises StudyError."""
     options = run.options

@@ -32,7 +32,7 @@ from torchtitan.statistics.interval import Interval
 from torchtitan.training.hardware import device_name
 from torchtitan.training.hardware_description import cpu_name
 from torchtitan_dit.studies import gns_cells
-from torchtitan_dit.studies.frame import StudyRun, checkpoint_name, require_at_least
+from torchtitan_dit.studies.frame import StudyRun, checkpoint_name, require_at_least, require_seed
 from torchtitan_dit.studies.gns_calibration_report import report_text
 from torchtitan_dit.studies.gns_calibration_statistics import GEOMETRIES, UPDATES, interval_columns
 from torchtitan_dit.studies.half_progress import Replicate, SampleNumbers, UpdateGeometry, measure_progress
@@ -97,19 +97,18 @@ def _check(run: StudyRun) -> None:
     batches = options.batches
     if batches != sorted(set(batches)) or batches[0] < 1 or batches[-1] >= options.samples:
         raise StudyError(f"--batches: must rise from 1 or more to less than --samples ({options.samples})")
-    if not 0 <= options.seed < 2**64:
-        raise StudyError(f"--seed: must be in 0..2^64 - 1, is {options.seed}")
+    require_seed(options)
 
 
 def require_one_preconditioner(run: StudyRun) -> None:
     """Refuse runs without Adam's second moment of each trained weight, or without one step size. Raises StudyError."""
     optimizer = run.config.optimizer
     if run.track != "none":
-        raise StudyError(f"--weights: {run.track!r} has no second moment of its own (leave it out: the trained weights)")
+        raise StudyError(f"--weights: {run.track!r} is an average, without second moments of Adam (leave it out)")
     if optimizer.name != "AdamW":
         raise StudyError(f"{run.folder}: optimizer.name = {optimizer.name} has no second moment of each weight (AdamW only)")
     if any(group.lr_scale != 1.0 for group in optimizer.param_groups):
-        raise StudyError(f"{run.folder}: optimizer.param_groups has learning rates of its own: no one step size of all weights")
+        raise StudyError(f"{run.folder}: optimizer.param_groups gives weights different learning rates (remove lr_scale)")
     if run.config.lora.enable:
         raise StudyError(f"{run.folder}: trains adapters of frozen weights (whole networks only)")
 

@@ -12,7 +12,6 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import LogLocator, NullFormatter
 
 from torchtitan.experiments.cells import Row
-from torchtitan.experiments.folder import StudyError
 from torchtitan.pictures.markdown import markdown_table
 from torchtitan.pictures.style import COLOURS, MARKERS, new_figure, note, ordered_colours, save
 from torchtitan.statistics.interval import Interval
@@ -30,7 +29,7 @@ from torchtitan_dit.studies.gns_calibration_statistics import (
     refuted,
     usable,
 )
-from torchtitan_dit.studies.records import read_records, write_report
+from torchtitan_dit.studies.records import add_report_options, report_records
 
 PICTURE = "calibration.png"
 _ESTIMATES = {"half": "hyperbola", "interpolated": "interpolated"}
@@ -42,24 +41,16 @@ _NEEDED = {
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("records", metavar="RECORD", type=Path, nargs="+", help="results.csv of gns_calibration, or a folder that holds it")
-    add("--cells", type=int, default=100, metavar="N", help="cells of the whole study; with fewer, no verdict (default: 100)")
-    add("--output", type=Path, default=Path("outputs/studies/gns_calibration_report"),
-        help="folder of the results (default: outputs/studies/gns_calibration_report)")
+    add_report_options(parser, "gns_calibration", 100)
 
 
 def run_alone(arguments: argparse.Namespace) -> Path:
     """Read the records, write picture and summary.md; return the latter. Raises StudyError."""
-    cells = arguments.cells
-    if cells < 1:
-        raise StudyError(f"--cells: must be at least 1, is {cells}")
-    rows = [row for path in arguments.records for row in read_records(path, "gns_calibration", _NEEDED, _KEY)]
+    return report_records(arguments, "gns_calibration", _NEEDED, _KEY, _report)
 
-    def report(folder: Path) -> str:
-        return f"{len(rows)} of {cells} cells.\n\n" + statistics_text(rows, cells) + report_text(rows, folder)
 
-    return write_report(arguments.output, "gns_calibration_report", report)
+def _report(rows: Sequence[Row], folder: Path, cells: int) -> str:
+    return f"{len(rows)} of {cells} cells.\n\n" + statistics_text(rows, cells) + report_text(rows, folder)
 
 
 # ---------------------------------------------------------------------- text

@@ -21,7 +21,7 @@ from torchtitan.experiments.cells import Cell, Row
 from torchtitan.experiments.engine import Advance
 from torchtitan.experiments.folder import StudyError
 from torchtitan.experiments.record import as_text
-from torchtitan_dit.studies.frame import StudyRun, checkpoint_name, number
+from torchtitan_dit.studies.frame import StudyRun, checkpoint_name, number, require_seed
 from torchtitan_dit.studies.published_estimator import COLUMNS as PUBLISHED_COLUMNS
 from torchtitan_dit.studies.published_estimator import published_estimate
 
@@ -100,8 +100,7 @@ def check_setting(options: argparse.Namespace, b: int, big_b: int, reps: int) ->
         raise StudyError(f"reps = {reps}: the {options.estimator} estimator needs {least} at least")
     if options.batch_size < 1:
         raise StudyError(f"--batch-size: must be at least 1, is {options.batch_size}")
-    if not 0 <= options.seed < 2**64:
-        raise StudyError(f"--seed: must be in 0..2^64 - 1, is {options.seed}")
+    require_seed(options)
 
 
 def bins(run: StudyRun) -> list[Bin]:

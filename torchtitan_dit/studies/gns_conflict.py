@@ -20,7 +20,7 @@ from torchtitan.experiments.record import as_text
 from torchtitan_dit.studies import gns_cells
 from torchtitan_dit.studies.bin_conflict import BLOCKS, FrozenBins, measure_bins, measure_moves
 from torchtitan_dit.studies.branch_training import run_lr
-from torchtitan_dit.studies.frame import StudyRun, checkpoint_name, require_at_least
+from torchtitan_dit.studies.frame import StudyRun, checkpoint_name, require_at_least, require_seed
 from torchtitan_dit.studies.gns_calibration import adam_scale, machine, numbers_text, require_one_preconditioner
 from torchtitan_dit.studies.gns_conflict_report import report_text
 from torchtitan_dit.studies.gns_conflict_statistics import MOVES, UPDATES
@@ -78,8 +78,7 @@ def _check(run: StudyRun) -> None:
     require_at_least(options, {"samples": BLOCKS, "batch": 1, "several": 1, "several_batch": 1, "held": 2, "batch_size": 1})
     if options.samples % BLOCKS:
         raise StudyError(f"--samples: must be a multiple of {BLOCKS}, is {options.samples}")
-    if not 0 <= options.seed < 2**64:
-        raise StudyError(f"--seed: must be in 0..2^64 - 1, is {options.seed}")
+    require_seed(options)
 
 
 def cost(cell: Cell) -> int:

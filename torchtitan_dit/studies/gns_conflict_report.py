@@ -24,7 +24,7 @@ from torchtitan_dit.studies.gns_conflict_statistics import (
     predicts,
     refuted,
 )
-from torchtitan_dit.studies.records import read_records, write_report
+from torchtitan_dit.studies.records import add_report_options, report_records
 
 _KEY = (
     "data", "run_seed", "model", "checkpoint", "edges", "bin", "samples", "batch", "several", "several_batch", "held", "dtype",
@@ -39,21 +39,12 @@ _TITLES = {"small": "a tenth of a step", "whole": "one step", "several": "{sever
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("records", metavar="RECORD", type=Path, nargs="+", help="results.csv of gns_conflict, or a folder that holds it")
-    add("--cells", type=int, default=120, metavar="N", help="cells of the whole study; with fewer, no verdict (default: 120)")
-    add("--output", type=Path, default=Path("outputs/studies/gns_conflict_report"),
-        help="folder of the results (default: outputs/studies/gns_conflict_report)")
+    add_report_options(parser, "gns_conflict", 120)
 
 
 def run_alone(arguments: argparse.Namespace) -> Path:
     """Read the records, write pictures and summary.md; return the latter. Raises StudyError."""
-    if arguments.cells < 1:
-        raise StudyError(f"--cells: must be at least 1, is {arguments.cells}")
-    rows = [row for path in arguments.records for row in read_records(path, "gns_conflict", _NEEDED, _KEY)]
-    return write_report(
-        arguments.output, "gns_conflict_report", lambda folder: report_text(rows, folder, arguments.cells)
-    )
+    return report_records(arguments, "gns_conflict", _NEEDED, _KEY, report_text)
 
 
 def report_text(rows: Sequence[Row], folder: Path, planned: int) -> str:

@@ -36,7 +36,8 @@ class Effects:
         predicted, changed, along: first order at the frozen gradients, measured, first order by the real displacement, [N].
         resolved: prediction and measurement exceed ERRORS standard errors, bool [N].
         left_out: pairs without a bounded normalisation.
-        cells, diverged: numbers of cells, and of those whose move ended without a finite loss, which have no pairs here.
+        cells: number of cells.
+        diverged: number of cells in which the move ended without a finite loss; they contribute no pairs.
     """
 
     checkpoint: np.ndarray

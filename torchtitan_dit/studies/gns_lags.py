@@ -21,7 +21,7 @@ from torchtitan.experiments.engine import Advance
 from torchtitan.experiments.folder import StudyError
 from torchtitan.experiments.record import as_text
 from torchtitan_dit.studies import gns_cells
-from torchtitan_dit.studies.frame import StudyRun, checkpoint_name, require_at_least
+from torchtitan_dit.studies.frame import StudyRun, checkpoint_name, require_at_least, require_seed
 from torchtitan_dit.studies.gns_calibration import machine, numbers_text
 from torchtitan_dit.studies.gns_lags_report import report_text
 from torchtitan_dit.studies.gns_trajectory import last_logged, same_bins
@@ -85,8 +85,7 @@ def _check(run: StudyRun) -> None:
         given = getattr(options, name)
         if min(given) < 1 or len(set(given)) < len(given):
             raise StudyError(f"--{name}: must be different numbers of steps, 1 or more")
-    if not 0 <= options.seed < 2**64:
-        raise StudyError(f"--seed: must be in 0..2^64 - 1, is {options.seed}")
+    require_seed(options)
     there = set(checkpoint_steps(run_checkpoints(run.folder)))
     for step in run.steps:
         if missing := {step - back for back in options.back} - there:
@@ -151,7 +150,7 @@ class OpenedWindow:
         self._moved = MovedWeights(self.gradients)
 
     def points(self, where: TimestepBin, stream: int) -> list[Callable[[], PointGradient]]:
-        """Gradient of a bin at each checkpoint, whose weights are put into the model when it is opened."""
+        """Gradient of a bin at each checkpoint; opening a point loads its weights into the model."""
 
         def opened(weights: Tensor) -> PointGradient:
             self._moved.put(weights)

@@ -11,7 +11,6 @@ from pathlib import Path
 from matplotlib.axes import Axes
 
 from torchtitan.experiments.cells import Row
-from torchtitan.experiments.folder import StudyError
 from torchtitan.pictures.markdown import markdown_table
 from torchtitan.pictures.style import COLOURS, label_log_axis, new_figure, note, ordered_colours, save
 from torchtitan.statistics.interval import Interval
@@ -26,7 +25,7 @@ from torchtitan_dit.studies.gns_lags_statistics import (
     logged,
     window,
 )
-from torchtitan_dit.studies.records import numbers_of, read_records, write_report
+from torchtitan_dit.studies.records import add_report_options, numbers_of, report_records
 
 PICTURE = "lags.png"
 _KEY = ("data", "run_seed", "model", "checkpoint", "back", "samples", "dtype", "seed", "t_min", "t_max", "bin_unit")
@@ -37,19 +36,12 @@ _NEEDED = {
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("records", metavar="RECORD", type=Path, nargs="+", help="results.csv of gns_lags, or a folder that holds it")
-    add("--cells", type=int, default=40, metavar="N", help="cells of the whole study; with fewer, no verdict (default: 40)")
-    add("--output", type=Path, default=Path("outputs/studies/gns_lags_report"),
-        help="folder of the results (default: outputs/studies/gns_lags_report)")
+    add_report_options(parser, "gns_lags", 40)
 
 
 def run_alone(arguments: argparse.Namespace) -> Path:
     """Read the records, write picture and summary.md; return the latter. Raises StudyError."""
-    if arguments.cells < 1:
-        raise StudyError(f"--cells: must be at least 1, is {arguments.cells}")
-    rows = [row for path in arguments.records for row in read_records(path, "gns_lags", _NEEDED, _KEY)]
-    return write_report(arguments.output, "gns_lags_report", lambda folder: report_text(rows, folder, arguments.cells))
+    return report_records(arguments, "gns_lags", _NEEDED, _KEY, report_text)
 
 
 def report_text(rows: Sequence[Row], folder: Path, planned: int) -> str:

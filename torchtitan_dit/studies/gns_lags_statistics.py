@@ -40,7 +40,8 @@ class Finding:
     Attributes:
         frozen, window: geometric mean ratio of the value to the logged one.
         frozen_ratios, window_ratios: of the cells in which both are bounded.
-        swings: cells whose largest by smallest frozen value exceeds what sampling alone would give in 97.5 % of cases.
+        swings: number of cells in which the ratio of largest to smallest frozen value exceeds the 97.5 percentile of the same
+            ratio under sampling errors alone.
         swing_cells: cells with two bounded checkpoints and a bounded window.
         cells: all of them.
     """

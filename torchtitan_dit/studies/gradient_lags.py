@@ -38,7 +38,7 @@ class Trajectory:
 def measure_trajectory(
     points: Sequence[Callable[[], PointGradient]], samples: int, advance: Callable[[int], None] = lambda amount: None
 ) -> Trajectory:
-    """Measure a bin at points of a training, each with samples of its own.
+    """Measure a bin at points of a training, with independent samples at each.
 
     Args:
         points: open the gradient at each of T points, in order; of P weights.

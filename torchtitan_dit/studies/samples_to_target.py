@@ -9,6 +9,7 @@ import argparse
 import dataclasses
 import json
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,8 @@ from torchtitan_dit.studies import grid_options
 from torchtitan_dit.studies.critical_batch_report import noise_sums
 from torchtitan_dit.studies.equal_samples import LR_RULES
 from torchtitan_dit.studies.grid_options import at_least
-from torchtitan_dit.studies.samples_to_target_report import write_report
+from torchtitan_dit.studies.records import write_summary
+from torchtitan_dit.studies.samples_to_target_report import NAME, studies_text
 from torchtitan_dit.studies.samples_to_target_statistics import (
     AGES,
     NOISE_SCALES,
@@ -37,9 +39,8 @@ from torchtitan_dit.studies.samples_to_target_statistics import (
     part_of,
     read_study,
 )
-from torchtitan_dit.studies.training_grid import GridRun, RunRecord, plan_grid, train_grid
+from torchtitan_dit.studies.training_grid import GridRun, RunRecord, TrainingGrid, plan_grid, train_grid
 
-NAME = "samples_to_target"
 RUN_COLUMNS = ("batch", "lr", "factor", "seed", "steps", "images", "at_most", "machine", "commit")
 NOISE_KEY = ("run", "target", "geometry", "age")
 NOISE_COLUMNS = (*NOISE_KEY, "batch", "lr", "seed", "images", "step", "signal", "noise", "b_simple", "lower", "upper")
@@ -83,15 +84,11 @@ def run_alone(arguments: argparse.Namespace) -> Path:
         runs = plan_runs(arguments, base, factors)
         grid = plan_grid(base, runs, folder, arguments.processes, launching_of(arguments))
         _write_settings(folder, arguments, base)
-        names = {run.name: run.factor for run in runs}
-        record = RunRecord(
-            (*RUN_COLUMNS, *map(target_name, base.validation.targets)),
-            lambda name: record_run(folder, grid.run_folder(name), grid.configs[name], names[name]),  # noqa: B023
-        )
-        train_grid(grid, retry, record)
+        columns = (*RUN_COLUMNS, *map(target_name, base.validation.targets))
+        train_grid(grid, retry, RunRecord(columns, partial(record_run, grid, {run.name: run.factor for run in runs})))
         wider = extended(factors, folder, arguments)
         if wider == factors:
-            return write_report([folder], folder)
+            return write_summary(folder, NAME, lambda place: studies_text([read_study(folder)], place))
         factors, retry = wider, False
 
 
@@ -234,28 +231,34 @@ def extended(
 # ---------------------------------------------------------------------- records
 
 
-def record_run(folder: Path, run: Path, config: JobConfig, factor: float) -> dict[str, Any]:
+def record_run(grid: TrainingGrid, factors: dict[str, float], name: str) -> dict[str, Any]:
     """Record a run that has ended: samples to each target, infinite where it was not reached, and its noise scales.
+
+    Args:
+        grid: of the run.
+        factors: of the runs' learning rates, by name.
+        name: of the run.
 
     Raises:
         TrainingFailed: summary.json cannot be read.
     """
+    run, config = grid.run_folder(name), grid.configs[name]
     try:
         summary = json.loads(read_regular(run / "summary.json"))
         reached, steps, images = summary.get(TARGETS, {}), summary["step"], summary["n_images_seen"]
     except (OSError, ValueError, KeyError) as error:
         raise TrainingFailed(f"{run / 'summary.json'}: cannot be read: {error}") from error
-    names = [target_name(target) for target in config.validation.targets]
+    targets = [target_name(target) for target in config.validation.targets]
     training = config.training
     row: dict[str, Any] = {
-        "batch": training.global_batch_size, "lr": config.optimizer.lr, "factor": factor, "seed": config.debug.seed,
+        "batch": training.global_batch_size, "lr": config.optimizer.lr, "factor": factors[name], "seed": config.debug.seed,
         "steps": steps, "images": images, "commit": summary.get("versions", {}).get("git_commit"),
         "machine": _machine(summary),
-        "at_most": "; ".join(name for name in names if name in reached and not reached[name]["interpolated"]),
+        "at_most": "; ".join(target for target in targets if target in reached and not reached[target]["interpolated"]),
     }  # fmt: skip
-    row |= {name: float(reached[name]["n_images_seen"]) if name in reached else math.inf for name in names}
+    row |= {target: float(reached[target]["n_images_seen"]) if target in reached else math.inf for target in targets}
     if config.gns.enable:
-        _record_noise(folder, run, config, row)
+        _record_noise(grid.folder, run, config, row)
     return row
 
 

@@ -13,11 +13,10 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import FixedLocator, LogLocator, NullFormatter, NullLocator
 
-from torchtitan.experiments.folder import ResultsFolder, StudyError
-from torchtitan.files.durable import make_folder, replace_file
 from torchtitan.pictures.markdown import markdown_table
 from torchtitan.pictures.style import COLOURS, error_bar, legend_outside, new_figure, note, ordered_colours, save
 from torchtitan.statistics.interval import Interval, mean_interval
+from torchtitan_dit.studies.records import write_report
 from torchtitan_dit.studies.samples_to_target_statistics import (
     AGES,
     GEOMETRIES,
@@ -33,7 +32,7 @@ from torchtitan_dit.studies.samples_to_target_statistics import (
     target_result,
 )
 
-_HEADING = "# samples_to_target\n\n"
+NAME = "samples_to_target"
 _AGE = next(iter(AGES))  # of the comparison
 
 
@@ -46,22 +45,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run_alone(arguments: argparse.Namespace) -> Path:
     """Read the records, write pictures and summary.md; return the latter. Raises StudyError."""
-    folder = arguments.output
-    ResultsFolder(folder, {"summary.md": _HEADING.encode()}).refuse_foreign()
-    return write_report(arguments.records, folder)
+    studies = [read_study(path) for path in arguments.records]
+    return write_report(arguments.output, NAME, lambda folder: studies_text(studies, folder))
 
 
-def write_report(records: Sequence[Path], folder: Path) -> Path:
-    """Write the report of some studies into a folder; return summary.md. Raises StudyError."""
-    read = [read_study(path) for path in records]
-    try:
-        make_folder(folder)
-        replace_file(folder / "summary.md", _HEADING)  # by which the folder is known from now on
-        text = _HEADING + "".join(_study_text(record, number, folder) for number, record in enumerate(read))
-        replace_file(folder / "summary.md", text)
-    except OSError as error:
-        raise StudyError(f"{folder}: cannot be written: {error.strerror}") from error
-    return folder / "summary.md"
+def studies_text(studies: Sequence[StudyRecord], folder: Path) -> str:
+    """Text of the report on some studies; draws their pictures into the folder."""
+    return "".join(_study_text(record, number, folder) for number, record in enumerate(studies))
 
 
 def _study_text(record: StudyRecord, number: int, folder: Path) -> str:

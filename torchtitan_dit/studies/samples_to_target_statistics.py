@@ -1,6 +1,5 @@
 """Statistics of samples to targets: best rates, hyperbolas and B_c over batch sizes, noise scales, their agreement."""
 
-import csv
 import json
 import math
 import re
@@ -32,6 +31,7 @@ from torchtitan.statistics.samples_to_target import (
     samples_at,
 )
 from torchtitan.statistics.student import student_quantile
+from torchtitan_dit.studies.records import read_records
 from torchtitan_dit.studies.training_grid import TABLE
 
 SETTINGS, NOISE_SCALES = "settings.json", "noise_scales.csv"
@@ -117,21 +117,15 @@ def read_study(path: Path) -> StudyRecord:
     """Read a study's folder; of two rows of a run, the later counts. Raises StudyError."""
     try:
         settings = dict(json.loads(read_text(path / SETTINGS)))
-        name = f"{settings['data']}"
+        name = str(settings["data"])
         targets = [target_name(LossTargetConfig(loss=loss, value=value)) for loss, value in settings["targets"]]
-        rows = _read(path / TABLE, ("run",))
-        noise = _read(path / NOISE_SCALES, ("run", "target", "geometry", "age")) if (path / NOISE_SCALES).exists() else []
-    except (OSError, ValueError, KeyError, AttributeError, TypeError, csv.Error) as error:
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
         raise StudyError(f"{path}: holds no record of samples_to_target: {unwrapped(error)}") from error
-    record = StudyRecord(name, settings, targets, rows, noise)
-    if rows and (lacking := {"run", "status", "batch", "factor", "seed", *record.targets} - set(rows[0])):
-        raise StudyError(f"{path / TABLE}: is no record of samples_to_target (it has no column {min(lacking)})")
-    return record
-
-
-def _read(path: Path, key: Sequence[str]) -> list[Row]:
-    rows = [row for row in csv.DictReader(read_text(path).splitlines()) if None not in row.values()]
-    return list({tuple(row[name] for name in key): row for row in rows}.values())
+    needed = ("status", "batch", "factor", "seed", *targets)
+    rows = read_records(path / TABLE, "samples_to_target", needed, ("run",))
+    scales, key = path / NOISE_SCALES, ("run", "target", "geometry", "age")
+    noise = read_records(scales, "samples_to_target", ("seed", "signal", "noise"), key) if scales.exists() else []
+    return StudyRecord(name, settings, targets, rows, noise)
 
 
 def _key_of(run: str) -> tuple[int, float, int] | None:
