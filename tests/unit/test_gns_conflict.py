@@ -10,6 +10,7 @@ from torchtitan.evaluation.offline_gradients import GradientError
 from torchtitan_dit.studies import gns_conflict_statistics as statistics
 from torchtitan_dit.studies.bin_conflict import BLOCKS, SMALL, measure_bins, measure_moves
 from torchtitan_dit.studies.block_products import block_products
+from torchtitan_dit.studies.gns_calibration_statistics import UPDATES
 from torchtitan_dit.studies.gns_conflict import step_sizes
 from torchtitan_dit.studies.gns_conflict_report import report_text
 
@@ -164,7 +165,7 @@ def rows(slope=1.0, noise=0.0, seeds=4, weak=0, flip=0.0) -> list[dict[str, str]
                 numbers |= {f"{move}_change": -effect, f"{move}_change_se": 0.01 * unit,
                             f"{move}_along": -0.5 * size * products[trained]}  # fmt: skip
             texts = {name: " ".join(map(str, values)) for name, values in numbers.items()}
-            for update in statistics.UPDATES:
+            for update in UPDATES:
                 row |= {f"{update}_step_size": "0.5"} | {f"{update}_{name}": text for name, text in texts.items()}
             found.append(row)
     return found

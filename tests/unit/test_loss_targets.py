@@ -23,7 +23,7 @@ def test_crossing_of_a_power_law_is_exact_between_any_two_validations():
     for start, end in ((10, 1000), (800, 900), (wanted, 1e4)):
         before, after = ((n, 3 * n**-0.4) for n in (start, end))
         if start < wanted:
-            assert crossed_at(before, after, 0.2) == pytest.approx(wanted, rel=1e-12)
+            assert crossed_at(before, after, 0.2) == pytest.approx(wanted, rel=64 * 2.0**-52)  # logs below 8, near to 900 / 800
     assert crossed_at((100, 0.5), (200, 0.2), 0.2) == pytest.approx(200)
     for before, after in (((0, 1.0), (5, 0.1)), ((5, 0.2), (9, 0.1)), ((5, math.nan), (9, 0.1)), ((5, 1.0), (9, -0.1))):
         assert crossed_at(before, after, 0.2) is None  # there is no line above and through the target
@@ -151,7 +151,7 @@ def test_a_run_that_ends_at_its_targets_is_the_beginning_of_one_that_does_not(wh
     ended, summary = train(whole, "ended", [target])
     assert (summary["status"], summary["step"], summary["n_images_seen"]) == ("completed", 6, 48)
     (crossing,) = summary["targets"].values()
-    assert crossing["n_images_seen"] == pytest.approx(crossed_at((24, found[3]), (48, found[6]), target), rel=1e-12)
+    assert crossing["n_images_seen"] == crossed_at((24, found[3]), (48, found[6]), target)
     state, tensors = read_state(checkpoint_path(whole / "whole" / "checkpoint", 6)), weights(ended)
     resumed_from = shutil.copytree(whole / "ended", whole / "killed")
     shutil.rmtree(resumed_from / "checkpoint" / "step-00000006")

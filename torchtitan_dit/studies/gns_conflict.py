@@ -22,8 +22,9 @@ from torchtitan_dit.studies.bin_conflict import BLOCKS, FrozenBins, measure_bins
 from torchtitan_dit.studies.branch_training import run_lr
 from torchtitan_dit.studies.frame import StudyRun, checkpoint_name, require_at_least, require_seed
 from torchtitan_dit.studies.gns_calibration import adam_scale, machine, numbers_text, require_one_preconditioner
+from torchtitan_dit.studies.gns_calibration_statistics import UPDATES
 from torchtitan_dit.studies.gns_conflict_report import report_text
-from torchtitan_dit.studies.gns_conflict_statistics import MOVES, UPDATES
+from torchtitan_dit.studies.gns_conflict_statistics import MOVES
 from torchtitan_dit.studies.trained_checkpoint import checkpoint_digest
 from torchtitan_dit.studies.weights_loss import MovedWeights, WeightsLoss
 

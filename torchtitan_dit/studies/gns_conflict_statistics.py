@@ -10,7 +10,7 @@ from torchtitan.statistics.interval import Interval
 from torchtitan.statistics.rank_correlation import correlation, spearman
 from torchtitan_dit.studies.bin_conflict import SMALL
 from torchtitan_dit.studies.frame import number
-from torchtitan_dit.studies.gns_calibration_statistics import UPDATES, percentile_interval
+from torchtitan_dit.studies.gns_calibration_statistics import percentile_interval
 from torchtitan_dit.studies.records import numbers_of
 
 MOVES = ("small", "whole", "several")
@@ -20,8 +20,6 @@ LEAST_SIGNS = 0.9
 ERRORS = 2.0  # standard errors that a resolved number exceeds
 MOST_DIVERGED = 0.1  # of the cells
 _RESAMPLES = 4000
-
-__all__ = ["MOVES", "UPDATES", "Effects", "Finding", "effects", "finding", "predicts", "refuted"]
 
 
 @dataclass(frozen=True)
