@@ -235,7 +235,7 @@ class Reports:
         eta = f"  ETA {_duration(left / rate)}" if rate else ""
         mfu = f"  mfu {metrics['mfu(%)']:.1f} %" if "mfu(%)" in metrics else ""
         done = f"step {state.step:>6}/{training.steps}"
-        if self._config.gns.grow_batch:
+        if state.batch_grows:
             done = f"step {state.step:>6} ({state.progress / training.steps:.1%} done, batch {state.batch_size})"
         logger.info(f"{done}  loss {loss:.4f}  grad_norm {metrics['grad_norm']:.3f}  {speed}{mfu}{eta}")
 

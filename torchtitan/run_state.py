@@ -69,6 +69,7 @@ from torchtitan.runs.network import (
 from torchtitan.runs.portable import RECORD, data_record
 from torchtitan.runs.status import remove_status
 from torchtitan.settings.record import effective
+from torchtitan.training.batch_ramp import ramp_factor
 from torchtitan.training.buckets import images_of_shapes
 from torchtitan.training.clock import ClockTotals
 from torchtitan.training.corrupt_images import CorruptImages
@@ -208,8 +209,16 @@ class RunState:
     @property
     def batch_factor(self) -> int:
         """Batch factor: multiple of training.global_batch_size in the next step; above 1 once the batch has grown."""
+        training = self.config.training
         wanted = self.gns.batch_factor if self.gns else 1
+        if training.double_batch_after:
+            wanted = ramp_factor(training.double_batch_after, self.progress * training.global_batch_size)
         return min(wanted, self.config.training.steps - self.progress)
+
+    @property
+    def batch_grows(self) -> bool:
+        """True if the batch may come to differ from training.global_batch_size."""
+        return bool(self.config.training.double_batch_after) or (self.gns is not None and self.config.gns.grow_batch)
 
     @property
     def last_step(self) -> bool:

@@ -96,7 +96,7 @@ class RunSummary:
         return {
             "status": status,
             "step": state.step,
-            **({"progress": state.progress} if config.gns.grow_batch else {}),
+            **({"progress": state.progress} if state.batch_grows else {}),
             "n_images_seen": state.data.next_sample,
             **state.guard.counts(),
             **({"rollbacks": state.guard.rollbacks} if state.guard.rollbacks else {}),

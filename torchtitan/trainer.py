@@ -22,7 +22,6 @@ from torchtitan.distributed.parallelize import (
     whole_gradient_norm,
     zero_non_finite,
 )
-from torchtitan.gns.batch_schedule import lr_multiple
 from torchtitan.profiling.profiler import Profiler
 from torchtitan.reports import Reports
 from torchtitan.run_state import RunState
@@ -30,6 +29,7 @@ from torchtitan.supervision.heartbeat import remove_heartbeats
 from torchtitan.supervision.phases import BEFORE_FIRST_STEP, Phases
 from torchtitan.supervision.recovery import gone_back, require_finite_start
 from torchtitan.supervision.supervision import Supervision
+from torchtitan.training.batch_ramp import lr_multiple
 from torchtitan.training.clock import RunClock
 from torchtitan.training.lr_scheduler import lr_factor
 from torchtitan.training.numerical_guard import StepSamples, backward
@@ -152,7 +152,7 @@ class Trainer:
 
     def _report(self, norm: Tensor, lr: float) -> None:
         state = self.state
-        logged = state.step == 1 or state.step % self.config.metrics.log_freq == 0 or state.last_step
+        logged = state.step == 1 or self._due(self.config.metrics.log_freq)
         gns_logged = state.gns is not None and self._due(self.config.gns.log_interval)
         with self._beside_training("report") if logged or gns_logged else self.phases("report"):
             if logged:
@@ -285,7 +285,10 @@ class Trainer:
             state.gns.forget()
 
     def _due(self, interval: int) -> bool:
-        return self.state.step % interval == 0 or self.state.last_step
+        """Whether the step just made completes an interval in steps of the first batch size, or is the last."""
+        after = self.state.progress
+        before = after - self.state.batch_size // self.config.training.global_batch_size
+        return after // interval > before // interval or self.state.last_step
 
     # ------------------------------------------------------------------ saving
 

@@ -185,6 +185,25 @@ def test_samplers_interrupted_failed_and_gone_on_with(config, trainings, study, 
     assert code == 2 and "holds another run, checkpoint.interval: 4 -> 2" in error and error.count("\n") == 1
 
 
+def test_settings_whose_batch_grows_are_compared_at_equal_samples(config, trainings, study, no_pictures, tmp_path):
+    no_pictures()
+    arms = ["--arm", "constant", "--arm", "ramp", "training.double_batch_after=[8]", "--target", "reference"]
+    code, _, error = study("compare_settings", config, *arms, *QUICK, "--checkpoints", "4", "--output", tmp_path / "ramp")
+    assert code == 0, error
+    rows = [row for row in table(tmp_path / "ramp" / "results.csv") if row["weights"] != "none"]
+    seen = {
+        arm: sorted({(int(row["step"]), int(row["samples"])) for row in rows if row["settings"] == arm})
+        for arm in ("constant", "ramp")
+    }
+    assert seen["constant"] == [(2, 8), (4, 16), (6, 24), (8, 32)]
+    assert seen["ramp"] == [(2, 8), (3, 16), (4, 24), (5, 32)]
+    summary = (tmp_path / "ramp" / "summary.md").read_text()
+    header = next(line for line in summary.splitlines() if line.startswith("| rank"))
+    assert header.endswith("| samples to target | steps |") and "sets the target | 8 |" in summary
+    ranked = [line.split("|") for line in summary.splitlines() if line.count("|") == header.count("|")]
+    assert [cells[-2].strip() for cells in ranked if cells[2].strip() == "ramp"] == ["5", "5"]  # of both averages
+
+
 def test_batch_sizes_at_equal_samples_and_prediction_types_of_their_runs(
     config, trainings, study, no_pictures, tmp_path
 ):

@@ -9,9 +9,10 @@ import torch
 
 from tests.distributed.cases import make_trainer
 from torchtitan.config.job import ConfigError, load_config
-from torchtitan.gns.batch_schedule import BatchSchedule, lr_multiple
+from torchtitan.gns.batch_schedule import BatchSchedule
 from torchtitan.gns.capture import StepSums
 from torchtitan.gns.pool import Pool
+from torchtitan.training.batch_ramp import lr_multiple, ramp_factor
 from torchtitan.training.config import EMATrackConfig
 from torchtitan.training.ema import kept_share
 
@@ -80,11 +81,15 @@ def test_a_step_of_a_batch_n_times_as_large_keeps_what_n_steps_keep(track):
     assert kept_share(track, 13, 16, 3) == pytest.approx(one_by_one, rel=1e-12)
 
 
-def _one_step(folder, name: str, factor: int, **arguments) -> tuple:
+def _one_step(folder, name: str, factor: int, before: int = 0, **arguments) -> tuple:
+    """What a step of a grown batch left, after `before` steps of the first one."""
     trainer = make_trainer(str(folder), name, steps=20, replicas=1, shards=1, **arguments)
+    for step in range(1, before + 1):
+        trainer.state.step = step
+        trainer.train_step()
     if trainer.state.gns:
         trainer.state.gns._batch.factor = factor
-    trainer.state.step = 1
+    trainer.state.step = before + 1
     norm, lr = trainer.train_step()
     weights = {name: parameter.detach().clone() for name, parameter in trainer.state.parameters.items()}
     ema = trainer.state.ema.tensors()
@@ -182,6 +187,50 @@ def test_what_cannot_grow_is_refused(arguments, words):
 def test_growth_keys_without_growth_are_refused():
     with pytest.raises(ConfigError, match="gns.growth_limit"):
         load_config(["--gns.enable", "true", "--gns.growth_limit", "4"], 1)
+
+
+def test_a_fixed_ramp_doubles_after_each_number_of_images():
+    assert [ramp_factor([100, 300], images) for images in (0, 99, 100, 299, 300, 10**9)] == [1, 1, 2, 2, 4, 4]
+    assert ramp_factor([], 10**9) == 1
+
+
+def test_a_run_with_a_fixed_ramp_counts_steps_and_intervals_in_its_first_batch(tmp_path, monkeypatch):
+    trainer = make_trainer(
+        str(tmp_path), "run", steps=20, replicas=1, shards=1, accumulation=2,
+        overrides=("--training.double_batch_after", "[48, 100]", "--checkpoint.enable", "true", "--checkpoint.interval", "5"),
+    )  # fmt: skip
+    sizes, saved, advance, save = [], [], trainer.reports.advance, trainer._save
+    monkeypatch.setattr(trainer.reports, "advance", lambda: (sizes.append(trainer.state.batch_size), advance()))
+    monkeypatch.setattr(trainer, "_save", lambda: (saved.append(trainer.state.progress), save()))
+    assert trainer.train() == 0
+    assert sizes == [16, 16, 16, 32, 32, 64, 64, 64, 16]  # 48, 112 and 304 images passed; then what is left of 320
+    assert saved == [5, 11, 15, 20]  # the first step at or after each fifth of the first batch's
+    assert (trainer.state.step, trainer.state.data.next_sample) == (9, 320)
+    trainer.close()
+
+
+def test_a_step_of_a_fixed_ramp_is_one_of_the_measured_growth(tmp_path):
+    ramp = _one_step(tmp_path, "ramp", 1, accumulation=1, overrides=("--training.double_batch_after", "[16]"), before=1)
+    grown = _one_step(tmp_path, "grown", 2, accumulation=1, overrides=GROW, before=1)
+    assert ramp[1] == grown[1] and ramp[4] == grown[4] == (3, 32, 48)
+    for name, weight in grown[2].items():
+        assert torch.equal(ramp[2][name], weight)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--training.double_batch_after", "[200, 100]"], "each above the one before"),
+        (["--training.double_batch_after", "[0]"], "from 1 up"),
+        (["--training.double_batch_after", str(list(range(1, 23)))], "has 22 doublings (give 20 at most)"),
+        (["--training.double_batch_after", "[100]", *GROW], "gns.grow_batch chooses the batch"),
+        (["--training.double_batch_after", "[100]", "--optimizer.name", "Muon"], "the square-root rule"),
+    ],
+)
+def test_a_ramp_that_cannot_be_is_refused(arguments, words):
+    with pytest.raises(ConfigError) as refused:
+        load_config(["--training.global_batch_size", "64", *arguments], 1)
+    assert any("training.double_batch_after: " in line and words in line for line in refused.value.problems)
 
 
 def test_rate_grows_with_the_square_root():

@@ -33,8 +33,8 @@ def rows() -> list[dict[str, str]]:
                 error = math.exp(value + 0.1 * (20 - samples))
                 found += [
                     shared | {
-                        "bin": str(place), "share": "0.1", "samples": str(samples), "weights": "none",
-                        "error": f"{error:.10g}", "status": "ok",
+                        "bin": str(place), "share": "0.1", "samples": str(samples), "step": str(samples // 10),
+                        "weights": "none", "error": f"{error:.10g}", "status": "ok",
                     }
                     for place in range(len(BINS))
                 ]  # fmt: skip
@@ -92,6 +92,23 @@ def test_a_reference_that_lost_seeds_leaves_no_verdicts(report, no_pictures):
 def test_a_bin_that_no_run_has_is_missed(report, no_pictures):
     given = [row | ({"status": "failed", "error": ""} if row["bin"] == "1" else {}) for row in rows()]
     assert {row[3] for row in table(report(given), "### Uniform mean").values()} == {"-"}
+
+
+def test_a_run_whose_batch_has_grown_has_a_line_between_its_checkpoints():
+    def row(arm: str, samples: int, step: int, error: float) -> dict[str, str]:
+        return {
+            "group": "all", "sampler": arm, "seed": "0", "currency": "v", "images": "8", "bin": "0", "share": "1",
+            "weights": "none", "samples": str(samples), "step": str(step), "error": str(error),
+            "status": "ok" if error else "failed",
+        }  # fmt: skip
+
+    given = [row("plain", 10, 1, 8.0), row("plain", 20, 2, 0.0), row("plain", 40, 4, 2.0)]
+    given += [row("grown", 10, 1, 8.0), row("grown", 40, 3, 2.0)]
+    results = GridResults(given, [("all", "plain"), ("all", "grown")], "sampler", "none", [5, 10, 20, 40])
+    found = {arm: [results.errors("all", arm, 0, samples) for samples in results.samples] for arm in ("plain", "grown")}
+    assert found["plain"] == [[], [8.0], [], [2.0]]  # what failed is missing
+    assert found["grown"] == [[], [8.0], [pytest.approx(4.0)], [2.0]]  # error x samples is constant: a line in logarithms
+    assert (results.steps("all", "plain"), results.steps("all", "grown")) == ({0: 4}, {0: 3})
 
 
 def test_labels_of_a_narrow_axis_differ():

@@ -41,6 +41,9 @@ from torchtitan.settings.record import unmet_condition
 from torchtitan.settings.schema import Problem, no_effect, quoted
 from torchtitan.settings.sections import section_at
 from torchtitan.settings.sizes import largest_divisor
+from torchtitan.training.batch_ramp import ramp_problems
+
+_ADAMS_RULE = "the square-root rule by which the learning rate grows is Adam's"
 
 
 def find_problems(checked: ConfigView, fields: dict[str, Any]) -> list[Problem]:
@@ -209,8 +212,21 @@ def _gns(checked: ConfigView) -> Iterator[Problem]:
     for key, text in found:
         yield Problem(f"gns.{key}", text)
     if checked.gns.grow_batch and checked.optimizer.name == "Muon":
-        text = "the square-root rule by which the learning rate grows is Adam's (set it to false, or optimizer.name to AdamW)"
-        yield Problem("gns.grow_batch", text)
+        yield Problem("gns.grow_batch", f"{_ADAMS_RULE} (set it to false, or optimizer.name to AdamW)")
+
+
+def _batch_ramp(checked: ConfigView) -> Iterator[Problem]:
+    key, doublings = "training.double_batch_after", checked.training.double_batch_after
+    for text in ramp_problems(doublings):
+        yield Problem(key, text)
+    if not doublings:
+        return
+    if checked.optimizer.name == "Muon":
+        yield Problem(key, f"{_ADAMS_RULE} (remove it, or set optimizer.name to AdamW)")
+    if checked.gns.enable and checked.gns.grow_batch:
+        yield Problem(key, "gns.grow_batch chooses the batch by what it measures (remove one of the two)")
+    if checked.gns.enable and checked.gns.bin_pure_microbatches:
+        yield Problem(key, "the rotation of gns.bin_pure_microbatches is made for one batch size (remove one of the two)")
 
 
 def _label_dropout(checked: ConfigView) -> Iterator[Problem]:
@@ -394,6 +410,7 @@ CHECKS: list[Callable[[ConfigView], Iterator[Problem]]] = [
     _cache,
     _objective,
     _gns,
+    _batch_ramp,
     _label_dropout,
     *SIZE_CHECKS,
     _ema_names,

@@ -69,9 +69,14 @@ def global_batch_size(checked: ConfigView) -> int:
     return checked.data_ranks * local if wanted == -1 else wanted
 
 
+def largest_growth(checked: ConfigView) -> int:
+    """Largest multiple of the first global batch size that a step may come to have; 1 where the batch does not grow."""
+    measured = checked.gns.growth_limit if checked.gns.enable and checked.gns.grow_batch else 1
+    return max(measured, 2 ** len(checked.training.double_batch_after))
+
+
 def _sizes(checked: ConfigView) -> Iterator[Problem]:
-    growth = checked.gns.growth_limit if checked.gns.enable and checked.gns.grow_batch else 1
-    training, shape = checked.training, checked.dataset().image_shape
+    training, shape, growth = checked.training, checked.dataset().image_shape, largest_growth(checked)
     found = size_problems(
         shape, checked.whole("data"), training.steps, training.local_batch_size, training.global_batch_size * growth,
         checked.data_ranks,

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 
+from torchtitan.config.size_checks import largest_growth
 from torchtitan.config.view import ConfigView
 from torchtitan.distributed.config import parallelism_problems
 from torchtitan.distributed.kernel_choices import kernel_problems
@@ -59,7 +60,7 @@ def _accumulates(checked: ConfigView) -> bool:
     """Whether a step has several microbatches, or may come to have."""
     training = checked.training
     wanted, local = training.global_batch_size, training.local_batch_size
-    grows = checked.gns.enable and checked.gns.grow_batch
+    grows = largest_growth(checked) > 1
     if local == -1:
         limit = training.max_local_batch_size
         return grows or 0 < limit < wanted // checked.data_ranks

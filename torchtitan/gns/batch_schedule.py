@@ -2,8 +2,7 @@
 
 Sources. Growing the batch instead of decaying the learning rate: Smith et al., "Don't decay the learning rate,
 increase the batch size", arXiv 1711.00489. The noise scale as measure of the batch: McCandlish et al., arXiv
-1812.06162. The square-root rule: Malladi et al., "On the SDEs and scaling rules for adaptive gradient algorithms",
-arXiv 2205.10287.
+1812.06162.
 """
 
 import math
@@ -54,8 +53,3 @@ class BatchSchedule:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume from a state, within the present limit."""
         self.factor, self._considered_at = min(state["factor"], self._limit), state["considered_at"]
-
-
-def lr_multiple(factor: int) -> float:
-    """Multiple of Adam's learning rate at a batch `factor` times as large: the square root."""
-    return math.sqrt(factor)

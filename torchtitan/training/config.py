@@ -24,6 +24,10 @@ class TrainingConfig:
     global_batch_size: int = setting(
         -1, "images per optimizer step; above ranks x local_batch_size, gradients accumulate; -1: ranks x local", ge=-1
     )
+    double_batch_after: list[int] = setting(
+        [], "numbers of images, rising, after each of which the global batch doubles by accumulating more; steps counts steps of "
+        "the first batch size, and Adam's learning rate grows with the square root of the batch",
+    )
     max_norm: float = setting(1.0, "gradient norm above which gradients are scaled down; 0: no clipping", ge=0)
     clip_value: float = setting(
         0.0, "magnitude above which an element of the gradient is clipped, after max_norm; 0: no clipping", ge=0

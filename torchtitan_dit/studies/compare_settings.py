@@ -24,6 +24,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "the keys in which it differs from the configuration; the reference first, which may differ in none")
     add("--parametrisation", choices=PREDICTIONS, help="parametrisation of the errors (default: the configuration's "
         "prediction)")
+    add("--target", choices=("reference", "worst"), help="count the samples until the final loss of the reference, or of the "
+        "worst arm, is reached (default: no counting)")
     grid_study.add_measure_options(parser)
 
 

@@ -1,8 +1,9 @@
 """Results of a grid of trained runs: losses by group, arm, seed and timestep bin."""
 
+import bisect
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 
 from torchtitan.experiments.cells import Row
 from torchtitan_dit.studies.frame import number
@@ -19,15 +20,20 @@ class GridResults:
         arms: (group, label) in order; the first of a group is its reference.
         arm_column: column that differs between arms.
         weights: to compare.
+        planned: samples of the points to compare; empty: those of all rows. A run without a checkpoint there, as its batch
+            has grown, has between its neighbours each bin's ln error on a line in ln samples.
     """
 
     rows: list[Row]
     arms: list[tuple[str, str]]
     arm_column: str
     weights: str
+    planned: InitVar[Sequence[int]] = ()
     _errors: dict[tuple, dict[int, float]] = field(init=False, repr=False)
+    _checkpoints: dict[tuple, list[int]] = field(init=False, repr=False)
+    _steps: dict[tuple, dict[int, int]] = field(init=False, repr=False)
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, planned: Sequence[int]) -> None:
         self._errors = {}
         for row in self.rows:
             if row["status"] == "ok":
@@ -38,7 +44,13 @@ class GridResults:
         bins = {int(row["bin"]): number(row, "share") for row in asked}
         self.shares = [bins[place] for place in sorted(bins)]
         self.seeds = sorted({int(row["seed"]) for row in self.rows})
-        self.samples = sorted({int(row["samples"]) for row in asked})
+        of_runs: dict[tuple, dict[int, int]] = {}
+        for row in asked:
+            run = (row["group"], row[self.arm_column], int(row["seed"]), row["weights"])
+            of_runs.setdefault(run, {})[int(row["samples"])] = int(row["step"])
+        self._checkpoints = {run: sorted(found) for run, found in of_runs.items()}
+        self._steps = {run: found for run, found in of_runs.items() if run[3] == self.weights}
+        self.samples = sorted(planned) or sorted({int(row["samples"]) for row in asked})
         self.images = max((int(row["images"]) for row in asked), default=0)
         self.parametrisation = self.rows[0]["currency"] if self.rows else ""
 
@@ -62,9 +74,24 @@ class GridResults:
 
     def errors(self, group: str, arm: str, seed: int, samples: int, weights: str | None = None) -> list[float]:
         """Errors in every bin, or nothing if some are missing."""
-        found = self._errors.get((group, arm, seed, weights or self.weights, samples), {})
+        run = (group, arm, seed, weights or self.weights)
+        there = self._checkpoints.get(run, [])
+        after = bisect.bisect_left(there, samples)
+        if after == len(there) or there[after] == samples or after == 0:
+            return self._measured_at(run, samples)
+        start, end = there[after - 1], there[after]
+        first, last = self._measured_at(run, start), self._measured_at(run, end)
+        share = math.log(samples / start) / math.log(end / start)
+        return [one ** (1 - share) * other**share for one, other in zip(first, last, strict=True)] if first and last else []
+
+    def _measured_at(self, run: tuple, samples: int) -> list[float]:
+        found = self._errors.get((*run, samples), {})
         complete = len(found) == len(self.shares)
         return [found[place] for place in sorted(found)] if complete else []
+
+    def steps(self, group: str, arm: str) -> dict[int, int]:
+        """Optimizer steps of each run at its last checkpoint: seed -> steps."""
+        return {run[2]: max(found.values()) for run, found in self._steps.items() if run[:2] == (group, arm)}
 
     def scores(
         self, group: str, arm: str, score: Score, samples: int | None = None, weights: str | None = None

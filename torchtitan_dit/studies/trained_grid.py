@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from torchtitan.checkpoint.checkpointer import CheckpointError
+from torchtitan.checkpoint.checkpointer import CheckpointError, checkpoint_steps
+from torchtitan.checkpoint.location import run_checkpoints
 from torchtitan.config.job import ConfigError, JobConfig
 from torchtitan.data import DATASETS
 from torchtitan.data.base import Dataset, DatasetError
@@ -39,7 +40,7 @@ from torchtitan_dit.studies.frame import run_study
 from torchtitan_dit.studies.grid_options import at_least
 from torchtitan_dit.studies.grid_results import GridResults
 from torchtitan_dit.studies.slot_nodes import TimestepBin, timestep_bins
-from torchtitan_dit.studies.trained_checkpoint import checkpoint_digest
+from torchtitan_dit.studies.trained_checkpoint import checkpoint_digest, samples_seen
 from torchtitan_dit.studies.training_grid import GridRun, TrainingGrid, plan_grid, train_grid
 
 # "currency" is the parametrisation of the errors, under its name in earlier tables
@@ -191,9 +192,10 @@ class GridStudy:
 
     def report(self, run: TrainedGrid, rows: list[Row], folder: Path) -> str:
         arms = list(dict.fromkeys((planned.arm.group, planned.arm.label) for planned in run.runs))
-        return grid_report.write(
-            GridResults(rows, arms, self._arm_column, run.weights), self._target, run.bins(), folder
-        )
+        configs = [run.config(planned.name) for planned in run.runs]
+        points = {step * config.training.global_batch_size for config in configs for step in _planned_steps(config)}
+        results = GridResults(rows, arms, self._arm_column, run.weights, sorted(points))
+        return grid_report.write(results, self._target, run.bins(), folder)
 
     def _of_run(self, run: TrainedGrid, planned: PlannedRun) -> list[Cell]:
         name = planned.name
@@ -203,18 +205,36 @@ class GridStudy:
             "batch": config.training.global_batch_size, "lr": config.optimizer.lr, "seed": planned.seed,
             "images": run.options.images, "currency": self._parametrisation,
         }  # fmt: skip
+        samples: dict[int, int] = {}
+        if name not in run.failures:
+            try:
+                samples = _samples_at_checkpoints(run.grid.run_folder(name), config)
+            except CheckpointError as error:
+                run.failures[name] = unwrapped(error)
         if name in run.failures:
             return [of_run | {"nodes": 0}]
-        interval, last = config.checkpoint.interval, config.training.steps
+        last = max(samples)
         of_run["checkpoint"] = _digest(run, name, last)
-        wanted = [(step, run.weights) for step in range(interval, last + 1, interval)]
+        wanted = [(step, run.weights) for step in samples]
         if run.weights != "none":
             wanted.append((last, "none"))
-        batch = config.training.global_batch_size
         return [
-            of_run | {"step": step, "samples": step * batch, "weights": track} | _of_bin(number, where)
+            of_run | {"step": step, "samples": samples[step], "weights": track} | _of_bin(number, where)
             for step, track in wanted for number, where in enumerate(run.bins())
         ]  # fmt: skip
+
+
+def _planned_steps(config: JobConfig) -> range:
+    """Steps of a run's checkpoints, in its first batch size."""
+    interval = config.checkpoint.interval
+    return range(interval, config.training.steps + 1, interval)
+
+
+def _samples_at_checkpoints(folder: Path, config: JobConfig) -> dict[int, int]:
+    """Steps of a finished run's checkpoints -> samples seen there, both rising. Raises CheckpointError."""
+    if not (config.training.double_batch_after or config.gns.grow_batch):
+        return {step: step * config.training.global_batch_size for step in _planned_steps(config)}
+    return {step: samples_seen(folder, step) for step in sorted(checkpoint_steps(run_checkpoints(folder)))}
 
 
 def _digest(run: TrainedGrid, name: str, last: int) -> str:

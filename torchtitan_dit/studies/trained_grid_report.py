@@ -70,6 +70,8 @@ def _score_table(results: GridResults, group: str, name: str, score: Score, targ
     arms = results.labels(group)
     losses = {arm: results.scores(group, arm, score) for arm in arms}
     header = ["rank", results.arm_column, "seeds", "loss", f"against {arms[0]}", "verdict", "no difference from"]
+    steps = {arm: results.steps(group, arm) for arm in arms}
+    unequal = len({count for of_arm in steps.values() for count in of_arm.values()}) > 1
     reached = _samples_to_target(results, group, score, target) if target else {}
     shared, count, rows = shared_seeds(losses), len(results.seeds), []
     whole = {arm for arm in arms if len(losses[arm]) == count}
@@ -84,7 +86,9 @@ def _score_table(results: GridResults, group: str, name: str, score: Score, targ
             pair = losses[arm], losses[arms[0]]
             row += [percent(paired_difference(*pair)), verdict(*pair, count)]
         row.append((", ".join(other for other in like if other in whole) or "none") if arm in whole else "-")
-        rows.append([*row, reached[arm]] if target else row)
+        row += [reached[arm]] if target else []
+        row += [f"{fmean(steps[arm].values()):.0f}" if steps[arm] else "-"] if unequal else []
+        rows.append(row)
     text = f"### {name[0].upper()}{name[1:]}\n\n"
     if target:
         header.append("samples to target")
@@ -93,6 +97,8 @@ def _score_table(results: GridResults, group: str, name: str, score: Score, targ
             f"Samples to target: until the loss is what {whose} at the end with the same seed, ln loss interpolated "
             "over ln samples; the mean over seeds, or every seed's number where one of them has none.\n\n"
         )
+    if unequal:
+        header.append("steps")
     return text + markdown_table(header, rows)
 
 
