@@ -77,6 +77,10 @@ def test_killed_test_goes_on_and_reports(run):
 
     second = run_script(SCRIPT, str(run), *ASKED, folder=run.parent)
     assert second.returncode == 0, second.stderr
+    with open(folder / "critical_batch_bins.csv", newline="") as file:
+        bins = list(csv.DictReader(file))
+    assert [row["bin"] for row in bins] == ["0", "1"] and "share_32_upper" in bins[0]
+    assert "## By timestep bin, of what it learned" in (folder / "summary.md").read_text()
     assert (folder / "results.csv").read_bytes().startswith(before)  # what was measured is not measured again
     rows = {(row["batch_size"], row["seed"]): row for row in rows_of(folder)}
     assert set(rows) == {("16", "start"), ("16", "0"), ("16", "1"), ("32", "0"), ("32", "1")}

@@ -18,6 +18,7 @@ from torchtitan.statistics.interval import Interval, mean_interval
 from torchtitan.training.ema import kept_share
 from torchtitan_dit.studies.branch_training import TRACK, branch_config, run_lr, write_config, write_start
 from torchtitan_dit.studies.critical_batch import HeldOut, _default_folder, _hold_to_settings
+from torchtitan_dit.studies.critical_batch_bins import BinTest, bin_test, rank_by_noise
 from torchtitan_dit.studies.critical_batch_decision import (
     CriticalBatch,
     Excess,
@@ -271,3 +272,61 @@ def test_held_out_triples_are_all_different_and_use_every_image_as_often():
     assert sorted(indices.tolist()) == list(range(150)) == list(range(held_out.triples))
     images = torch.cat([batch["images"][batch["weights"] > 0] for batch in held_out.batches(config, batch_size=16)])
     assert torch.equal(images[indices.argsort()][:50], images[indices.argsort()][100:])
+
+
+# --- bins, by what they learned
+
+
+def losses_of(start: float, learned: float, shares: list[float], wobble: float = 0.0) -> dict[int, dict[int, float]]:
+    """Losses of two seeds at SIZES with these excesses as shares of what batch 8 learned."""
+    return {
+        size: {seed: start - learned + share * learned + sign * wobble for seed, sign in ((0, -1.0), (1, 1.0))}
+        for size, share in zip(SIZES, shares, strict=True)
+    }
+
+
+def test_a_bins_batch_is_where_a_fifth_of_what_it_learned_is_missing():
+    found = bin_test(3, losses_of(1.0, 0.01, [0.0, 0.1, 0.3, 0.5]), SIZES, 1.0)
+    assert found.learned.value == pytest.approx(0.01) and found.place == 3
+    assert [share.value for share in found.shares] == pytest.approx([0.0, 0.1, 0.3, 0.5])
+    assert found.batch_size == pytest.approx(16 * math.sqrt(2))  # halfway from .1 to .3, on a line in ln B
+    # The same losses on top of noise that nothing removes are the same bin.
+    assert bin_test(3, losses_of(9.0, 0.01, [0.0, 0.1, 0.3, 0.5]), SIZES, 9.0).batch_size == pytest.approx(found.batch_size)
+    assert bin_test(0, losses_of(1.0, 0.01, [0.0, 0.1, 0.1, 0.19]), SIZES, 1.0).batch_size == math.inf
+    diverged = losses_of(1.0, 0.01, [0.0, 0.1, 0.1, 0.1]) | {64: {0: math.inf, 1: 0.995}}
+    assert bin_test(0, diverged, SIZES, 1.0).batch_size == pytest.approx(math.sqrt(32 * 64))
+
+
+def test_a_bin_that_did_not_learn_significantly_has_no_share():
+    # t(0.975, 1) = 12.7: half of the interval of the mean of two is 12.7 times the wobble.
+    for wobble, known in ((0.0007, True), (0.0009, False)):
+        found = bin_test(0, losses_of(1.0, 0.01, [0.0, 0.1, 0.3, 0.5], wobble), SIZES, 1.0)
+        assert (len(found.shares) == 4, math.isnan(found.batch_size)) == (known, not known)
+
+
+def test_bins_are_ranked_by_their_noise_scales():
+    of_bins = [losses_of(1.0, 0.01, [0.0, share, 2 * share, 4 * share]) for share in (0.3, 0.15, 0.09, 0.06, 0.01)]
+    tests = [bin_test(k, losses, SIZES, 1.0) for k, losses in enumerate(of_bins)]
+    sizes = [test.batch_size for test in tests]
+    assert sizes == sorted(sizes) and sizes[-1] == math.inf
+    starts = [1.0] * 5
+    rank, count = rank_by_noise(tests, of_bins, starts, SIZES, {0: 3.0, 1: 5.0, 2: 7.0, 3: 20.0, 4: 90.0})
+    assert (rank.value, rank.lower, rank.upper, count) == (pytest.approx(1.0), pytest.approx(1.0), pytest.approx(1.0), 5)
+    rank, _ = rank_by_noise(tests, of_bins, starts, SIZES, {0: 90.0, 1: 20.0, 2: 7.0, 3: 5.0})
+    assert rank.value == pytest.approx(-1.0)
+    # Of three bins with noise scales one has no share: two are no ranking.
+    flat = [*tests[:2], BinTest(2, Interval(0.0), (), math.nan)]
+    rank, count = rank_by_noise(flat, of_bins, starts, SIZES, {0: 3.0, 1: 5.0, 2: 7.0})
+    assert math.isnan(rank.value) and count == 2
+
+
+def test_seeds_that_disagree_widen_the_rank():
+    def seeds(first: list[float], second: list[float]) -> dict[int, dict[int, float]]:
+        return {size: {0: 0.99 + 0.01 * a, 1: 0.99 + 0.01 * b} for size, a, b in zip(SIZES, first, second, strict=True)}
+
+    steep, gentle = [0.0, 0.3, 0.6, 0.9], [0.0, 0.05, 0.1, 0.25]
+    of_bins = [seeds(steep, gentle), seeds([0.0, 0.1, 0.25, 0.5], [0.0, 0.1, 0.25, 0.5]), seeds(gentle, steep)]
+    tests = [bin_test(k, losses, SIZES, 1.0) for k, losses in enumerate(of_bins)]
+    rank, count = rank_by_noise(tests, of_bins, [1.0] * 3, SIZES, {0: 3.0, 1: 5.0, 2: 7.0})
+    # A seed alone ranks them 0, 1, 2 or the other way round.
+    assert (rank.lower, rank.upper, count) == (pytest.approx(-1.0), pytest.approx(1.0), 3)

@@ -145,7 +145,7 @@ def crossing(before: tuple[float, float], after: tuple[float, float], log_target
     """Samples at which a learning curve crosses a target between two of its points: a line in ln loss over ln samples.
 
     Args:
-        before, after: (samples, ln loss) of each, the first above the target and the second not.
+        before, after: (samples, ln loss) of each, the target between them.
         log_target: ln loss.
     """
     share = (before[1] - log_target) / (before[1] - after[1])

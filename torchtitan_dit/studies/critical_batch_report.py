@@ -19,9 +19,11 @@ from torchtitan.training.metric_points import iter_points
 from torchtitan.training.metrics import METRICS_FILE
 from torchtitan_dit.studies import gns_plots
 from torchtitan_dit.studies.critical_batch import START, Measurement
+from torchtitan_dit.studies.critical_batch_bins import SHARE, BinTest, bin_test, rank_by_noise
 from torchtitan_dit.studies.critical_batch_decision import (
     CriticalBatch,
     Excess,
+    Losses,
     critical_batch,
     excesses,
     progress,
@@ -53,19 +55,29 @@ class NoiseScale:
 
 
 def report(asked: Measurement, rows: list[Row]) -> Path:
-    """Write critical_batch_size.csv, critical_batch.png and summary.md; return the latter."""
+    """Write critical_batch_size.csv, critical_batch_bins.csv, critical_batch.png and summary.md; return the latter."""
     columns = [WHOLE, *(f"loss_by_bin/{k}" for k in range(asked.config.metrics.loss_bins))]
     findings = {weights + column: finding(asked, rows, weights + column) for weights in WEIGHTS for column in columns}
     scales = noise_scales(asked.run / METRICS_FILE, asked.step)
+    by_bin = bin_findings(asked, rows)
+    _write_bins(asked, by_bin, asked.folder / "critical_batch_bins.csv")
     _write_table(findings, asked.folder / "critical_batch_size.csv")
     picture = _draw(asked, findings, scales)
     summary = asked.folder / "summary.md"
-    summary.write_text(_text(asked, rows, findings, scales, picture), encoding="utf-8")
+    summary.write_text(_text(asked, rows, findings, scales, picture, by_bin), encoding="utf-8")
     return summary
 
 
 def finding(asked: Measurement, rows: list[Row], column: str) -> Finding:
     """Compare the branches by one column of their rows."""
+    losses, start = _losses(asked, rows, column)
+    found = excesses(losses, asked.batch_sizes)
+    learned = progress(start, list(losses[asked.batch_sizes[0]].values()))
+    return Finding(found, critical_batch(found, asked.options.tolerance, learned), learned)
+
+
+def _losses(asked: Measurement, rows: list[Row], column: str) -> tuple[Losses, float]:
+    """Losses of the branches by batch size and seed, and that of the checkpoint."""
     losses: dict[int, dict[int, float]] = {size: {} for size in asked.batch_sizes}
     for row in rows:
         if row["seed"] == START or row["status"] == "failed":
@@ -73,13 +85,41 @@ def finding(asked: Measurement, rows: list[Row], column: str) -> Finding:
         loss = math.inf if row["status"] == "diverged" else number(row, column)
         if not math.isnan(loss):
             losses[int(row["batch_size"])][int(row["seed"])] = loss
-    found = excesses(losses, asked.batch_sizes)
-    start = next((number(row, column) for row in rows if row["seed"] == START), math.nan)
-    learned = progress(start, list(losses[asked.batch_sizes[0]].values()))
-    return Finding(found, critical_batch(found, asked.options.tolerance, learned), learned)
+    return losses, next((number(row, column) for row in rows if row["seed"] == START), math.nan)
 
 
-def noise_scales(metrics: Path, step: int) -> list[NoiseScale]:
+@dataclass(frozen=True)
+class BinFindings:
+    """Findings of the bins: tests of all, noise scales of the run by geometry and bin, and how these rank them."""
+
+    tests: list[BinTest]
+    scales: dict[str, dict[int, Interval]]
+    ranks: dict[str, tuple[Interval, int]]
+
+
+def bin_findings(asked: Measurement, rows: list[Row]) -> BinFindings:
+    """Compare what the branches learned in each bin with the noise scales that the run logged of the same bins.
+
+    Noise scales of another number of bins than that of the losses, or without an upper end, are left out.
+    """
+    bins = range(asked.config.metrics.loss_bins)
+    found = [_losses(asked, rows, f"{DECIDING}loss_by_bin/{k}") for k in bins]
+    tests = [bin_test(k, losses, asked.batch_sizes, start) for k, (losses, start) in zip(bins, found, strict=True)]
+    gns = asked.config.gns
+    scales: dict[str, dict[int, Interval]] = {}
+    if gns.enable and not gns.bin_edges and gns.num_bins == len(bins):
+        for k in bins:
+            for scale in noise_scales(asked.run / METRICS_FILE, asked.step, str(k)):
+                scales.setdefault(scale.geometry, {})[k] = scale.samples
+    ranks = {}
+    for geometry, of_bins in scales.items():
+        known = {k: samples.value for k, samples in of_bins.items() if samples.bounded}
+        losses, starts = zip(*found, strict=True)
+        ranks[geometry] = rank_by_noise(tests, losses, starts, asked.batch_sizes, known)
+    return BinFindings(tests, scales, ranks)
+
+
+def noise_scales(metrics: Path, step: int, part: str = "all") -> list[NoiseScale]:
     """Noise scales last logged by a run when its checkpoint was written, by geometry; empty without any."""
     try:
         points = list(iter_points(metrics, '"gns/'))
@@ -87,7 +127,7 @@ def noise_scales(metrics: Path, step: int) -> list[NoiseScale]:
         return []
     return [
         NoiseScale(geometry, found["step"], Interval(found["b_simple"], found["lower"], found["upper"]))
-        for geometry, found in noise_sums(points, step, "all").items()
+        for geometry, found in noise_sums(points, step, part).items()
     ]
 
 
@@ -148,7 +188,7 @@ def _excess_text(excess: Excess, tolerance: float) -> str:
 
 
 def _text(
-    asked: Measurement, rows: list[Row], findings: dict[str, Finding], scales: list[NoiseScale], picture: str
+    asked: Measurement, rows: list[Row], findings: dict[str, Finding], scales: list[NoiseScale], picture: str, by_bin: BinFindings
 ) -> str:
     whole, options = findings[DECIDING + WHOLE], asked.options
     text = f"# Critical batch size of {inline(asked.run.resolve().name)} at step {asked.step}\n\n"
@@ -177,7 +217,8 @@ def _text(
     )
     text += _learned_text(asked, findings) + _scales_text(whole.critical, scales)
     text += "## By timestep bin\n\n" + _bins_table(asked, findings)
-    text += "Bins of equal training mass, from clean to noise; a bin's loss is its plain error.\n\n" + _method(asked)
+    text += "Bins of equal training mass, from clean to noise; a bin's loss is its plain error.\n\n"
+    text += _learned_bins_text(asked, by_bin) + _method(asked)
     return text + _without_answer(rows)
 
 
@@ -222,6 +263,41 @@ def _bins_table(asked: Measurement, findings: dict[str, Finding]) -> str:
     return markdown_table(["bin", "critical batch size", "95 %", "learned (%)", *sizes], table)
 
 
+def _learned_bins_text(asked: Measurement, by_bin: BinFindings) -> str:
+    sizes, geometries = asked.batch_sizes, list(by_bin.scales)
+    table = []
+    for test in by_bin.tests:
+        cells = [f"{100 * share.value:+.0f} ± {100 * share.half_width:.0f}" for share in test.shares[1:]]
+        cells = cells or ["learned nothing"] + [""] * (len(sizes) - 2)
+        noise = [_scale_text(by_bin.scales[geometry].get(test.place)) for geometry in geometries]
+        table.append([str(test.place), *noise, _batch_text(test.batch_size, sizes), *cells])
+    header = ["bin", *(f"noise scale, {geometry}" for geometry in geometries), f"batch at {100 * SHARE:.0f} %"]
+    header += [f"{size}: of what was learned (%)" for size in sizes[1:]]
+    text = (
+        "## By timestep bin, of what it learned\n\n"
+        f"Excess over batch {sizes[0]} as a share of what its branches removed from the bin's loss, ± half of a 95 % interval "
+        f"over seeds; batch at which that comes to {100 * SHARE:.0f} %. A bin whose loss did not fall significantly has no "
+        "share.\n\n"
+    ) + markdown_table(header, table)
+    for geometry, (rank, count) in by_bin.ranks.items():
+        ends = f" [{rank.lower:.2f}, {rank.upper:.2f}]" if rank.bounded else ""
+        told = f"{rank.value:.2f}{ends}" if math.isfinite(rank.value) else "unknown"
+        text += f"Rank correlation of that batch with the noise scale, {geometry}, {count} bins: {told}.\n\n"
+    return text
+
+
+def _scale_text(scale: Interval | None) -> str:
+    if scale is None:
+        return ""
+    return f"{scale.value:.3g} [{scale.lower:.3g}, {scale.upper:.3g}]" if scale.bounded else f"above {scale.lower:.3g}"
+
+
+def _batch_text(batch_size: float, sizes: list[int]) -> str:
+    if math.isnan(batch_size):
+        return ""
+    return f"{batch_size:.3g}" if math.isfinite(batch_size) else f"above {sizes[-1]}"
+
+
 def _method(asked: Measurement) -> str:
     options, allocated = asked.options, asked.config.gns.enable and asked.config.gns.allocate_timesteps
     text = (
@@ -260,6 +336,20 @@ def _write_table(findings: dict[str, Finding], path: Path) -> None:
             for excess in of_column.found:
                 shown = [f"{value:.6g}" for value in (excess.mean.value, excess.mean.lower, excess.mean.upper)]
                 writer.writerow([weights, where, *verdict, excess.batch_size, *shown])
+
+
+def _write_bins(asked: Measurement, by_bin: BinFindings, path: Path) -> None:
+    with open(path, "w", encoding="utf-8", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        scales = [f"{geometry}_{name}" for geometry in by_bin.scales for name in ("noise_scale", "lower", "upper")]
+        shares = [f"share_{size}{end}" for size in asked.batch_sizes[1:] for end in ("", "_lower", "_upper")]
+        writer.writerow(["bin", "learned", "learned_lower", "learned_upper", "batch_size", *scales, *shares])
+        for test in by_bin.tests:
+            unknown = Interval(math.nan, math.nan, math.nan)
+            of_bin = [scale.get(test.place, unknown) for scale in by_bin.scales.values()]
+            found = [test.learned, *of_bin, *(test.shares[1:] or [unknown] * (len(asked.batch_sizes) - 1))]
+            first, *rest = [[f"{end:.6g}" for end in (one.value, one.lower, one.upper)] for one in found]
+            writer.writerow([test.place, *first, f"{test.batch_size:.6g}", *(end for ends in rest for end in ends)])
 
 
 # ---------------------------------------------------------------------- picture
