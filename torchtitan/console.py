@@ -60,7 +60,8 @@ def introduce(state: RunState) -> None:
             "grids show three latent channels as colours; for images give --autoencoder.name and --autoencoder.path"
         )
     if state.step:
-        logger.info(f"resumed after step {state.step} of {config.training.steps}")
+        done = f", {state.progress / config.training.steps:.1%} done" if state.batch_grows else f" of {config.training.steps}"
+        logger.info(f"resumed after step {state.step}{done}")
 
 
 def _images(state: RunState) -> str:
@@ -76,9 +77,12 @@ def _images(state: RunState) -> str:
 
 def _next_grid(state: RunState) -> str:
     """Line on the next sample grid; "" after the last step."""
-    last, interval = state.config.training.steps, state.config.sampling.interval
-    step = min((state.step // interval + 1) * interval, last)
+    training, interval = state.config.training, state.config.sampling.interval
+    step = min((state.progress // interval + 1) * interval, training.steps)
     which = "next" if state.step else "first"
+    if state.batch_grows:  # its number of steps is not known before
+        images = step * training.global_batch_size
+        return f"{which} sample grid after {images:,} images, in {state.folder.samples}" if step > state.progress else ""
     return f"{which} sample grid at step {step:,}: {state.folder.samples / f'step-{step:08d}.png'}" if step > state.step else ""
 
 

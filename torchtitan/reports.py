@@ -19,7 +19,7 @@ from torchtitan.distributed.collectives import from_first_rank, group_for_work, 
 from torchtitan.distributed.compile import CompileCounter
 from torchtitan.errors import CheckpointError, EvaluationError, RunFolderError, TrainingError, reason
 from torchtitan.evaluation.during_training import Evaluation
-from torchtitan.evaluation.loss_targets import TARGETS, all_reached, follow_targets
+from torchtitan.evaluation.loss_targets import TARGETS, VALIDATED_AFTER, all_reached, follow_targets
 from torchtitan.evaluation.targets import described, described_text, newly_reached, scalars
 from torchtitan.files.durable import make_folder, remove_unfinished, replace_file
 from torchtitan.files.optional import OptionalOutputs
@@ -249,7 +249,9 @@ class Reports:
             shown = {tag: value for tag, value in found.items() if tag.rpartition("/")[2] in _SHOWN_OF_THE_NOISE}
             self._log.write(state.step, shown, {tag: value for tag, value in found.items() if tag not in shown})
             last = state.last_step
-            if last or state.step % config.picture_interval < config.log_interval:
+            factor = state.batch_size // self._config.training.global_batch_size
+            before = (state.progress - factor) // config.log_interval * config.log_interval
+            if last or state.progress // config.picture_interval > before // config.picture_interval:
                 with self._outputs.attempt("the picture of the noise scale", self._noise_scale):
                     if picture := gns.draw(self._noise_points.read(), state.batch_size):
                         self._write_picture(self._noise_scale, picture)
@@ -278,7 +280,8 @@ class Reports:
     def _follow_targets(self, metrics: Mapping[str, float]) -> list[str]:
         """Record the targets that the losses reach for the first time; return them in words; collective."""
         config, state = self._config.validation, self._state
-        if not config.targets:
+        if not config.targets:  # a resumed run may have some, and interpolates from this validation
+            self._results[VALIDATED_AFTER] = state.data.next_sample
             return []
         before = set(self._results.get(TARGETS, {}))
         found = from_first_rank(follow_targets, config, self._results, metrics, state.step, state.data.next_sample)

@@ -1,6 +1,7 @@
 """The batch that grows with the noise scale: when, how far, and that nothing else of a step changes."""
 
 import math
+from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -11,7 +12,9 @@ from tests.distributed.cases import make_trainer
 from torchtitan.config.job import ConfigError, load_config
 from torchtitan.gns.batch_schedule import BatchSchedule
 from torchtitan.gns.capture import StepSums
+from torchtitan.gns.config import GNSConfig
 from torchtitan.gns.pool import Pool
+from torchtitan.reports import Reports
 from torchtitan.training.batch_ramp import lr_multiple, ramp_factor
 from torchtitan.training.config import EMATrackConfig
 from torchtitan.training.ema import kept_share
@@ -235,3 +238,20 @@ def test_a_ramp_that_cannot_be_is_refused(arguments, words):
 
 def test_rate_grows_with_the_square_root():
     assert [lr_multiple(factor) for factor in (1, 4, 9)] == [1.0, 2.0, 3.0]
+
+
+@pytest.mark.parametrize(("factor", "drawn"), [(1, [10, 20, 30, 40]), (4, [12, 20, 32, 40]), (16, [16, 32, 48])])
+def test_pictures_of_the_noise_scale_come_at_the_first_logged_step_of_each_interval(factor, drawn):
+    found = []
+    config = SimpleNamespace(gns=GNSConfig(log_interval=5, picture_interval=10), training=SimpleNamespace(global_batch_size=8))
+    gns = SimpleNamespace(metrics=dict, draw=lambda points, batch: found.append(state.progress))
+    state = SimpleNamespace(gns=gns, step=0, progress=0, last_step=False, batch_size=8 * factor)
+    reports = SimpleNamespace(
+        _state=state, _config=config, _log=SimpleNamespace(write=lambda *of: None), excluded=nullcontext, _noise_scale="",
+        _noise_points=SimpleNamespace(read=list), _outputs=SimpleNamespace(attempt=lambda *of: nullcontext()),
+    )  # fmt: skip
+    for progress in range(factor, 49, factor):
+        state.step, state.progress = state.step + 1, progress
+        if progress // 5 > (progress - factor) // 5:  # logged
+            Reports.log_gns(reports)
+    assert found == drawn

@@ -51,7 +51,19 @@ def test_the_held_out_pictures_of_a_folder_are_counted(tmp_path):
 ])  # fmt: skip
 def test_the_next_grid_is_told_with_its_place(tmp_path, step, said):
     config = SimpleNamespace(training=SimpleNamespace(steps=250), sampling=SimpleNamespace(interval=100))
-    state = SimpleNamespace(config=config, step=step, folder=SimpleNamespace(samples=tmp_path))
+    folder = SimpleNamespace(samples=tmp_path)
+    state = SimpleNamespace(config=config, step=step, progress=step, batch_grows=False, folder=folder)
+    assert _next_grid(state) == said.format(tmp_path)
+
+
+@pytest.mark.parametrize(("step", "progress", "said"), [
+    (0, 0, "first sample grid after 800 images, in {}"), (70, 110, "next sample grid after 1,600 images, in {}"),
+    (90, 230, "next sample grid after 2,000 images, in {}"), (95, 250, ""),
+])  # fmt: skip
+def test_the_next_grid_of_a_batch_that_grows_is_told_by_its_images(tmp_path, step, progress, said):
+    config = SimpleNamespace(training=SimpleNamespace(steps=250, global_batch_size=8), sampling=SimpleNamespace(interval=100))
+    folder = SimpleNamespace(samples=tmp_path)
+    state = SimpleNamespace(config=config, step=step, progress=progress, batch_grows=True, folder=folder)
     assert _next_grid(state) == said.format(tmp_path)
 
 

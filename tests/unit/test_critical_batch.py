@@ -27,7 +27,15 @@ from torchtitan_dit.studies.critical_batch_decision import (
     progress,
     ratio_to_estimate,
 )
-from torchtitan_dit.studies.critical_batch_report import Finding, NoiseScale, critical_text, interval_text, noise_scales
+from torchtitan_dit.studies.critical_batch_report import (
+    BinFindings,
+    Finding,
+    NoiseScale,
+    _learned_bins_text,
+    critical_text,
+    interval_text,
+    noise_scales,
+)
 from torchtitan_dit.studies.equal_samples import plan_batches, rule_name
 
 SIZES = [8, 16, 32, 64]
@@ -229,12 +237,14 @@ def test_lr_of_the_run_is_that_of_its_schedule():
 
 def test_a_branch_differs_from_its_run_in_batch_rate_length_and_randomness_only(tmp_path):
     measured = ["--gns.enable", "true", "--validation.enable", "true", "--optimizer.weight_decay", "0.1"]
+    measured += ["--training.double_batch_after", "[64]"]
     config = a_config(*measured, "--lr_scheduler.decay_type", "cosine", "--lr_scheduler.warmup_steps", "10")
     plan = plan_batches(config, [1, 4], "sqrt", 0.01, 4096, 1)[0][1]
     branch = branch_config(config, plan, 2, "constant", 1, tmp_path / "batch-128-seed-2")
     write_config(branch, tmp_path / "branch.toml", 1)
     read = load_config(["--job.config_file", str(tmp_path / "branch.toml")], 1)
     assert (read.training.steps, read.training.global_batch_size, read.training.local_batch_size) == (32, 128, 16)
+    assert read.training.double_batch_after == []
     assert (read.optimizer.lr, read.optimizer.weight_decay) == (0.02, 0.1)
     assert read.debug.seed == config.debug.seed + 3
     assert (read.lr_scheduler.decay_type, read.lr_scheduler.warmup_steps) == ("constant", 0)
@@ -330,3 +340,15 @@ def test_seeds_that_disagree_widen_the_rank():
     rank, count = rank_by_noise(tests, of_bins, [1.0] * 3, SIZES, {0: 3.0, 1: 5.0, 2: 7.0})
     # A seed alone ranks them 0, 1, 2 or the other way round.
     assert (rank.lower, rank.upper, count) == (pytest.approx(-1.0), pytest.approx(1.0), 3)
+
+
+def test_a_bin_without_a_share_says_why_and_a_diverged_batch_has_none():
+    of_bins = [
+        {8: {0: 0.5}, 16: {0: 0.6}},  # one seed
+        {8: {0: 1.0, 1: 1.1}, 16: {0: 1.1, 1: 1.2}},  # above the checkpoint's loss
+        {8: {0: 0.5, 1: 0.501}, 16: {0: 0.6, 1: math.inf}},
+    ]
+    tests = [bin_test(k, losses, [8, 16], 1.0) for k, losses in enumerate(of_bins)]
+    text = _learned_bins_text(SimpleNamespace(batch_sizes=[8, 16]), BinFindings(tests, {}, {}))
+    last = [line.split("|")[-2].strip() for line in text.splitlines() if line.startswith("|")][2:]
+    assert last == ["unknown: fewer than two whole seeds", "learned nothing", "diverged"]

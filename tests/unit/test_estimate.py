@@ -63,6 +63,14 @@ def test_memory_of_any_batch_size_comes_from_two_simulations():
     assert by_batch_size(256).activations > 20 * by_batch_size(8).activations
 
 
+def test_a_batch_that_grows_needs_the_memory_of_one_that_accumulates():
+    one, grows, accumulates = (
+        estimate_memory(config_of("--model.num_layers", "1", *words), 1).total
+        for words in ((), ("--training.double_batch_after", "[1000]"), ("--training.global_batch_size", "16"))
+    )
+    assert grows == accumulates > one
+
+
 def test_two_shallow_models_give_the_peak_of_a_deep_one_exactly():
     for words, ranks in (
         (["--activation_checkpoint.mode", "selective"], 4),

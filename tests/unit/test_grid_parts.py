@@ -1,6 +1,9 @@
 """Parts of studies that train grids: equal samples, samplers by name, bins, and statistics over seeds."""
 
+import argparse
+import dataclasses
 import math
+from pathlib import Path
 
 import pytest
 
@@ -9,9 +12,11 @@ from torchtitan.config.job import load_config
 from torchtitan.diffusion.denoising import DenoisingConfig
 from torchtitan.diffusion.objectives import build_objective
 from torchtitan.diffusion.timesteps.slot_edges import write_slot_edges
+from torchtitan.errors import CheckpointError
 from torchtitan.experiments.folder import StudyError
 from torchtitan.statistics.interval import paired_difference
 from torchtitan.training.ema import kept_share
+from torchtitan_dit.studies import grid_options, trained_grid
 from torchtitan_dit.studies.equal_samples import batch_overrides, study_base, whole_samples
 from torchtitan_dit.studies.grid_statistics import (
     counts_text,
@@ -198,3 +203,26 @@ def test_bins_of_other_paths_are_ten_parts_of_t(tmp_path):
     assert [where.share for where in timestep_bins(objective, 2, tmp_path / "edges.json")] == [0.25, 0.75]
     with pytest.raises(ValueError, match="needs 'index'"):
         timestep_bins(build_objective(DenoisingConfig(path="ddpm_linear"), 0), 2, tmp_path / "edges.json")
+
+
+def test_checkpoints_of_a_batch_that_grows_are_those_of_its_interval_and_the_last(base, monkeypatch):
+    """Batch 8, 3 steps apart: due at 24, 48 and 72 images; what a stop saved at 8, 40 and 64 is left out."""
+    training = {"global_batch_size": 8, "local_batch_size": 8, "steps": 11, "double_batch_after": [8]}
+    checkpoint = dataclasses.replace(base.checkpoint, interval=3)
+    config = dataclasses.replace(base, training=dataclasses.replace(base.training, **training), checkpoint=checkpoint)
+    seen = {1: 8, 2: 24, 3: 40, 4: 56, 5: 64, 6: 80, 7: 88}
+    monkeypatch.setattr(trained_grid, "run_checkpoints", lambda folder: folder)
+    monkeypatch.setattr(trained_grid, "checkpoint_steps", lambda folder: list(seen))
+    monkeypatch.setattr(trained_grid, "samples_seen", lambda folder, step: seen[step])
+    assert trained_grid._samples_at_checkpoints(Path("run"), config) == {2: 24, 4: 56, 6: 80, 7: 88}
+    seen.clear()
+    with pytest.raises(CheckpointError, match="holds no checkpoint"):
+        trained_grid._samples_at_checkpoints(Path("run"), config)
+
+
+def test_batch_sizes_that_are_compared_do_not_grow(base):
+    arguments = argparse.Namespace(config="run.toml")
+    grid_options.require_constant_batch(arguments, base)
+    ramp = dataclasses.replace(base, training=dataclasses.replace(base.training, double_batch_after=[64]))
+    with pytest.raises(StudyError, match=r"run.toml: training.double_batch_after: batch sizes are compared"):
+        grid_options.require_constant_batch(arguments, ramp)

@@ -111,6 +111,18 @@ def test_a_run_whose_batch_has_grown_has_a_line_between_its_checkpoints():
     assert (results.steps("all", "plain"), results.steps("all", "grown")) == ({0: 4}, {0: 3})
 
 
+def test_a_target_reached_before_the_first_point_of_a_batch_that_grew_early_is_said_so(tmp_path, no_pictures):
+    """Checkpoints at 25 and 40 samples only: known at the planned 40, and at the target of 2 there; none at 10 and 20."""
+    shared = {"group": "all", "seed": "0", "currency": "v", "images": "8", "share": "1", "weights": "none", "status": "ok"}
+    losses = {"plain": {10: 8.0, 20: 6.0, 40: 2.0}, "grown": {25: 1.0, 40: 0.5}}
+    given = [
+        shared | {"sampler": arm, "bin": str(place), "samples": str(n), "step": str(n // 10), "error": str(error)}
+        for arm, curve in losses.items() for n, error in curve.items() for place in range(len(BINS))
+    ]  # fmt: skip
+    results = GridResults(given, [("all", arm) for arm in losses], "sampler", "none", [10, 20, 40])
+    assert table(write(results, "reference", BINS, tmp_path), "### Uniform mean")["grown"][7] == "before 40"
+
+
 def test_labels_of_a_narrow_axis_differ():
     figure, axes = new_figure("narrow", rows=1, size=(4, 3))
     ax = axes[0, 0]

@@ -181,3 +181,14 @@ def test_targets_alone_are_recorded_and_end_nothing(whole):
     found = losses(whole / "whole")
     _, summary = train(whole, "recorded", [found[6] * 1.0001, 1e-6], stop=False)
     assert summary["step"] == 12 and [entry["step"] for entry in summary["targets"].values()] == [6]
+
+
+def test_a_target_given_on_resume_is_interpolated_from_the_validation_before(whole):
+    """Trained to step 9 without a target, then to step 12 with one between the losses of steps 9 and 12."""
+    found = losses(whole / "whole")
+    target = found[12] + 0.5 * (found[9] - found[12])
+    train(whole, "later", [], steps=9)
+    _, summary = train(whole, "later", [target], stop=False)
+    ((crossing),) = summary["targets"].values()
+    assert crossing["interpolated"] == 1
+    assert crossing["n_images_seen"] == crossed_at((72, found[9]), (96, found[12]), target)

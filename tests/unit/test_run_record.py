@@ -7,8 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from torchtitan.runs.compare.lines import group_lines
+from torchtitan.runs.compare.tables import _steps
 from torchtitan.runs.record import (
     TRAINING_LOSS,
+    RunGroup,
     RunRecord,
     RunRecordError,
     Series,
@@ -110,6 +113,23 @@ def test_a_folder_is_read_with_whatever_is_there(tmp_path):
         "config.toml cannot be read", "summary.json cannot be read", "no metrics.jsonl"
     ]
     assert list(record.samples) == [10] and record.last_step == 0 and record.images_per_step is None
+
+
+def test_a_batch_that_grows_is_placed_by_its_images():
+    """Two steps of 8 images, then of 16."""
+    grown, other = run("grown"), run("other", seed=1)
+    for one in (grown, other):
+        one.config["training"] = {"steps": 10, "global_batch_size": 8, "double_batch_after": [16]}
+    grown.points = [{"step": step, TRAINING_LOSS: 1.0 / step, "n_images_seen": n} for step, n in ((2, 16), (4, 48), (6, 80))]
+    assert [grown.images_at(step) for step in (0, 1, 2, 3, 5, 6, 7)] == [0, 8, 16, 32, 64, 80, 96]
+    (curve,) = group_lines(0, RunGroup("grown", (grown,)), TRAINING_LOSS, 0, False, over_images=True, faint_raw=True)
+    assert curve.points == [(16, 0.5), (48, 0.25), (80, 1 / 6)]
+    other.points = [{"step": step, TRAINING_LOSS: 1.0 / step, "n_images_seen": n} for step, n in ((2, 16), (5, 80))]
+    *_, mean = group_lines(0, RunGroup("both", (grown, other)), TRAINING_LOSS, 0, False, over_images=True, faint_raw=True)
+    assert mean.points == [(16, 0.5), (48, pytest.approx((0.25 + 0.35) / 2)), (80, pytest.approx((1 / 6 + 0.2) / 2))]
+    assert _steps(grown) == "6"
+    grown.points.pop()
+    assert _steps(grown) == "4 (60% of the images)"
 
 
 def test_a_run_given_twice_counts_once_and_equal_names_are_told_apart(tmp_path):

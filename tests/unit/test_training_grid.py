@@ -1,5 +1,6 @@
 """Which runs of a grid are trained again: what is in their folders decides, not the table alone."""
 
+import json
 import shutil
 from pathlib import Path
 
@@ -21,6 +22,7 @@ class Trainings:
     def __init__(self) -> None:
         self.learning_rates: list[float] = []
         self.fail = False
+        self.saved = 0  # steps that a batch has saved by growing
 
     def __call__(self, arguments, *, processes, **options) -> Outcome:
         config = load_config(arguments, processes)
@@ -28,7 +30,9 @@ class Trainings:
         if self.fail:
             return Outcome("failed", "made to fail", 0.1, 1)
         folder = Path(config.job.dump_folder) / config.job.name
-        (folder / "checkpoint" / f"step-{config.training.steps:08d}").mkdir(parents=True, exist_ok=True)
+        checkpoint = folder / "checkpoint" / f"step-{config.training.steps - self.saved:08d}"
+        checkpoint.mkdir(parents=True, exist_ok=True)
+        (checkpoint / "state.json").write_text(json.dumps({"progress": config.training.steps}))
         (folder / "config.toml").write_text(dump_config(config))
         return Outcome("ok", "", 0.1, 0)
 
@@ -43,6 +47,18 @@ def trainings(monkeypatch) -> Trainings:
 def plan(folder: Path, lr: float) -> TrainingGrid:
     base = study_base(load_config([f"--training.steps={STEPS}", f"--checkpoint.interval={STEPS}"], 1))
     return plan_grid(base, [GridRun("run", {"optimizer.lr": lr})], folder, 1)
+
+
+def test_a_finished_run_whose_batch_grew_is_not_trained_again(trainings, tmp_path):
+    ramp = {"training.double_batch_after": [64], "optimizer.lr": 1e-3}
+    base = study_base(load_config([f"--training.steps={STEPS}", f"--checkpoint.interval={STEPS}"], 1))
+    trainings.saved = 1
+    for _ in range(2):
+        train_grid(plan_grid(base, [GridRun("run", ramp)], tmp_path, 1))
+    assert trainings.learning_rates == [1e-3]
+    (tmp_path / "runs" / "run" / "checkpoint" / "step-00000003" / "state.json").write_text('{"progress": 2}')
+    train_grid(plan_grid(base, [GridRun("run", ramp)], tmp_path, 1))
+    assert trainings.learning_rates == [1e-3, 1e-3]
 
 
 def test_a_run_without_its_last_checkpoint_is_trained_again(trainings, tmp_path):

@@ -1,6 +1,7 @@
 """Checks of sizes: processes, batches, images held in memory, loader processes, and the length of the warm-up."""
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from torchtitan.config.view import ConfigView
 from torchtitan.processes.launch import launch_number
@@ -69,8 +70,12 @@ def global_batch_size(checked: ConfigView) -> int:
     return checked.data_ranks * local if wanted == -1 else wanted
 
 
-def largest_growth(checked: ConfigView) -> int:
-    """Largest multiple of the first global batch size that a step may come to have; 1 where the batch does not grow."""
+def largest_growth(checked: Any) -> int:
+    """Largest multiple of the first global batch size that a step may come to have; 1 where the batch does not grow.
+
+    Args:
+        checked: a JobConfig, or a view of one.
+    """
     measured = checked.gns.growth_limit if checked.gns.enable and checked.gns.grow_batch else 1
     return max(measured, 2 ** len(checked.training.double_batch_after))
 

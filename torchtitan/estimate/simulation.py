@@ -14,6 +14,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from torchtitan.config.job import JobConfig
 from torchtitan.config.latent_cache import trained_info
+from torchtitan.config.size_checks import largest_growth
 from torchtitan.diffusion.objective import Draw, Objective
 from torchtitan.diffusion.objectives import build_objective
 from torchtitan.distributed.activation_checkpoint import checkpoint_blocks
@@ -94,7 +95,7 @@ class _Step:
         microbatches = microbatches_per_step(
             training.global_batch_size, training.local_batch_size, self.layout.data_ranks
         )
-        simulated = min(microbatches, 2)  # a third is like the second
+        simulated = min(microbatches * largest_growth(config), 2)  # a third is like the second
         for self.microbatch in range(simulated):
             self._forward_backward(last=self.microbatch == simulated - 1)
         live.hold([p.grad for p in self.parameters if p.grad is not None], GRADIENTS)

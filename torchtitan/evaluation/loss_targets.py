@@ -9,7 +9,8 @@ from torchtitan.statistics.samples_to_target import crossing
 
 TARGETS = "targets"  # key of a run's results
 PREFIX = "validation_metrics/"
-_AT = "validated_after"  # key of the results: images of the last validation, from which the next crossing is interpolated
+# Key of the results: images of the last validation, from which the next crossing is interpolated.
+VALIDATED_AFTER = "validated_after"
 
 
 def target_name(target: LossTargetConfig) -> str:
@@ -44,10 +45,10 @@ def follow_targets(
         tag, name = PREFIX + target.loss, target_name(target)
         if name in reached or not losses.get(tag, math.inf) <= target.value:
             continue
-        at = crossed_at((before.get(_AT, 0), before.get(tag, math.nan)), (images, losses[tag]), target.value)
+        at = crossed_at((before.get(VALIDATED_AFTER, 0), before.get(tag, math.nan)), (images, losses[tag]), target.value)
         known = at is not None
         reached[name] = {"n_images_seen": at if known else images, "step": step, "interpolated": int(known)}
-    return {TARGETS: reached, _AT: images}
+    return {TARGETS: reached, VALIDATED_AFTER: images}
 
 
 def crossed_at(before: tuple[float, float], after: tuple[float, float], target: float) -> float | None:

@@ -168,6 +168,28 @@ class RunRecord:
         return batch if is_number(batch) and batch > 0 else None
 
     @cached_property
+    def _images_seen(self) -> Series:
+        """Images seen at logged steps, both rising from 0."""
+        seen, rising = self.series("n_images_seen"), [(0, 0.0)]
+        for step, images in zip(seen.steps, seen.values, strict=True):
+            if step > rising[-1][0] and images > rising[-1][1]:
+                rising.append((step, images))
+        return Series(tuple(step for step, _ in rising), tuple(images for _, images in rising))
+
+    def images_at(self, step: int) -> int:
+        """Images seen after a step, on straight lines between logged points, for the batch may have grown between them.
+
+        Beyond the last point the line is that of the last two; without points, `images_per_step`, which must be known, counts.
+        """
+        seen = self._images_seen
+        if len(seen) == 1:
+            return round(step * (self.images_per_step or 0))
+        if step <= seen.steps[-1]:
+            return round(seen.at(step))
+        (before, start), (last, end) = list(zip(seen.steps, seen.values, strict=True))[-2:]
+        return round(end + (step - last) * (end - start) / (last - before))
+
+    @cached_property
     def tags(self) -> tuple[str, ...]:
         """Names of the metrics, in the order they first appear."""
         return tuple(dict.fromkeys(tag for point in self.points for tag in point if tag != "step"))

@@ -39,6 +39,7 @@ def run_alone(arguments: argparse.Namespace) -> Path:
     if len(arguments.batches) < 2:
         raise StudyError("--batches: give 2 sizes at least")
     base = grid_options.read_base(arguments)
+    grid_options.require_constant_batch(arguments, base)
     samples = grid_options.equal_samples(arguments, arguments.batches)
     return grid_study.train_and_measure(
         NAME, base, plan_runs(arguments, base, samples), arguments, "setting",

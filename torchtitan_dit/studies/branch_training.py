@@ -59,6 +59,7 @@ def branch_config(
         "steps": plan.steps,
         "global_batch_size": plan.batch_size,
         "local_batch_size": plan.local_batch_size,
+        "double_batch_after": [],  # a branch has one batch size
         "max_skipped_steps": 0,  # a branch that skips is no answer
     }
     return dataclasses.replace(

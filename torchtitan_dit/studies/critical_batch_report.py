@@ -267,8 +267,9 @@ def _learned_bins_text(asked: Measurement, by_bin: BinFindings) -> str:
     sizes, geometries = asked.batch_sizes, list(by_bin.scales)
     table = []
     for test in by_bin.tests:
-        cells = [f"{100 * share.value:+.0f} ± {100 * share.half_width:.0f}" for share in test.shares[1:]]
-        cells = cells or ["learned nothing"] + [""] * (len(sizes) - 2)
+        cells = [_share_text(share) for share in test.shares[1:]]
+        nothing = "learned nothing" if test.learned.bounded else "unknown: fewer than two whole seeds"
+        cells = cells or [nothing] + [""] * (len(sizes) - 2)
         noise = [_scale_text(by_bin.scales[geometry].get(test.place)) for geometry in geometries]
         table.append([str(test.place), *noise, _batch_text(test.batch_size, sizes), *cells])
     header = ["bin", *(f"noise scale, {geometry}" for geometry in geometries), f"batch at {100 * SHARE:.0f} %"]
@@ -284,6 +285,10 @@ def _learned_bins_text(asked: Measurement, by_bin: BinFindings) -> str:
         told = f"{rank.value:.2f}{ends}" if math.isfinite(rank.value) else "unknown"
         text += f"Rank correlation of that batch with the noise scale, {geometry}, {count} bins: {told}.\n\n"
     return text
+
+
+def _share_text(share: Interval) -> str:
+    return f"{100 * share.value:+.0f} ± {100 * share.half_width:.0f}" if math.isfinite(share.value) else "diverged"
 
 
 def _scale_text(scale: Interval | None) -> str:

@@ -105,6 +105,7 @@ def _check(arguments: argparse.Namespace, base: JobConfig) -> None:
     """Refuse what has no answer. Raises StudyError."""
     config, training, schedule = arguments.config, base.training, base.lr_scheduler
     grid_options.require_seeds(arguments)
+    grid_options.require_constant_batch(arguments, base)
     if not base.validation.targets:
         raise StudyError(f"{config}: validation.targets: is empty (name the losses and their targets)")
     if base.validation.timesteps:

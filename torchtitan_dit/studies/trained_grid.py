@@ -231,10 +231,25 @@ def _planned_steps(config: JobConfig) -> range:
 
 
 def _samples_at_checkpoints(folder: Path, config: JobConfig) -> dict[int, int]:
-    """Steps of a finished run's checkpoints -> samples seen there, both rising. Raises CheckpointError."""
+    """Steps of a finished run's checkpoints -> samples seen there, both rising; without those that a stop saved between.
+
+    Raises:
+        CheckpointError: there are none, or one cannot be read.
+    """
+    batch = config.training.global_batch_size
     if not (config.training.double_batch_after or config.gns.grow_batch):
-        return {step: step * config.training.global_batch_size for step in _planned_steps(config)}
-    return {step: samples_seen(folder, step) for step in sorted(checkpoint_steps(run_checkpoints(folder)))}
+        return {step: step * batch for step in _planned_steps(config)}
+    checkpoints = run_checkpoints(folder)
+    if not (there := sorted(checkpoint_steps(checkpoints))):
+        raise CheckpointError(f"{checkpoints}: holds no checkpoint")
+    found: dict[int, int] = {}
+    intervals = 0  # that the checkpoint before completed: one within the next was saved by a stop
+    for step in there:
+        samples = samples_seen(folder, step)
+        completed = samples // (batch * config.checkpoint.interval)
+        if completed > intervals or step == there[-1]:
+            found[step], intervals = samples, completed
+    return found
 
 
 def _digest(run: TrainedGrid, name: str, last: int) -> str:

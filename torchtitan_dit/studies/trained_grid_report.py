@@ -118,7 +118,8 @@ def _samples_to_target(results: GridResults, group: str, score: Score, target: s
             points = [(n, at[seed]) for n, at in curves[arm].items() if seed in at]
             counts.append(samples_to_target([n for n, _ in points], [value for _, value in points], goal))
         is_target = target == "reference" and arm == arms[0]
-        found[arm] = "sets the target" if is_target else counts_text(counts, results.samples[0], last)
+        first = min((n for n, at in curves[arm].items() if at), default=results.samples[0])  # later where its batch grew early
+        found[arm] = "sets the target" if is_target else counts_text(counts, first, last)
     return found
 
 

@@ -15,9 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torchtitan.checkpoint.checkpointer import checkpoint_steps
+from torchtitan.checkpoint.checkpointer import CheckpointError, checkpoint_path, checkpoint_steps, read_state
 from torchtitan.config.job import ConfigError, JobConfig, config_differences, dump_config, load_config
 from torchtitan.config.places import place_problems
+from torchtitan.config.size_checks import largest_growth
 from torchtitan.experiments.cells import Cell, measure_cells
 from torchtitan.experiments.engine import Advance
 from torchtitan.experiments.folder import STUDY_MARKS, ResultsFolder, StudyError
@@ -196,12 +197,23 @@ def _is_missing(grid: TrainingGrid, table: ResultTable, name: str, retry_failed:
     if row is None:
         return True
     if row["status"] == "ok" and not on_record:  # plan_grid has compared the folder's configuration
-        return config.training.steps not in checkpoint_steps(grid.run_folder(name) / "checkpoint")
+        return not _has_last_checkpoint(grid.run_folder(name) / "checkpoint", config)
     try:
         asked = read_toml(_request(grid.folder, name))
     except (OSError, ValueError):
         return True
     return (retry_failed and row["status"] != "ok") or bool(_differences(asked, config))
+
+
+def _has_last_checkpoint(checkpoints: Path, config: JobConfig) -> bool:
+    """Check whether a run's last checkpoint is there; a step of a batch that has grown counts as several."""
+    steps = checkpoint_steps(checkpoints)
+    if not steps or largest_growth(config) == 1:
+        return config.training.steps in steps
+    try:
+        return read_state(checkpoint_path(checkpoints, max(steps)))["progress"] >= config.training.steps
+    except (CheckpointError, KeyError):
+        return False
 
 
 def _request(folder: Path, name: str) -> Path:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from torchtitan.config.job import JobConfig, dump_config, load_config
+from torchtitan.config.size_checks import largest_growth
 from torchtitan.experiments.outcome import Outcome
 from torchtitan.experiments.process import run_processes
 from torchtitan.files.regular import read_regular
@@ -81,7 +82,8 @@ def probe_config(config: JobConfig, goal: Goal, processes: int, folder: Path) ->
     """Derive the short run that probes a configuration.
 
     It takes the same steps, without checkpoints, samples, validation, traces and event files. For memory alone, two
-    microbatches per step represent any number of them: the second one has the accumulated gradients in memory.
+    microbatches per step represent any number of them, also of a batch that grows: the second one has the accumulated
+    gradients in memory.
 
     Args:
         config: with the batch size to try, resolved.
@@ -96,6 +98,8 @@ def probe_config(config: JobConfig, goal: Goal, processes: int, folder: Path) ->
     file.write_text(dump_config(config), encoding="utf-8")
     local, batch = config.training.local_batch_size, config.training.global_batch_size
     tapped = config.gns.enable and config.gns.single_pass
+    if goal == "largest" and largest_growth(config) > 1:
+        batch = max(batch, 2 * processes * local)
     if goal == "largest" and not config.gns.enable:
         batch = min(batch, 2 * processes * local)
     # A measured step of the noise scale needs more memory and time than others: each point has one.
@@ -105,6 +109,7 @@ def probe_config(config: JobConfig, goal: Goal, processes: int, folder: Path) ->
         "job.dump_folder": folder,
         "job.name": _RUN_NAME,
         "training.global_batch_size": batch,
+        "training.double_batch_after": [],
         "training.steps": point * (1 if goal == "largest" else _POINTS_OF_A_RATE),
         "lr_scheduler.unit": "steps",
         "lr_scheduler.warmup_steps": 0,

@@ -80,7 +80,7 @@ class Charts:
             if lines:
                 values = y_values or [y for line in lines for _, y in line.points]
                 logarithmic = log and spans_much(values)
-                extent = max(run.last_step * ((run.images_per_step or 0) if over_images else 1) for run in self.runs)
+                extent = max(run.images_at(run.last_step) if over_images else run.last_step for run in self.runs)
                 charts[axis] = line_chart(
                     lines, x_label=label, y_label=y_label, log=logarithmic, x_values=(0, extent),
                     y_values=reach(values, lines, logarithmic), small=small,

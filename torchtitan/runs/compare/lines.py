@@ -36,24 +36,25 @@ def group_lines(
     raw = [(run, one) for run in runs if (one := series_of(run, tag))]
     if not raw:
         return []
-    scale = (raw[0][0].images_per_step or 1) if over_images else 1  # one group, one batch size
+
+    def placed(run: RunRecord, series: Series) -> Series:
+        return Series(tuple(map(run.images_at, series.steps)), series.values) if over_images else series
 
     def line(series: Series, name: str, **style: Any) -> Line:
-        points = [(step * scale, value) for step, value in zip(series.steps, series.values, strict=True)]
-        return Line(points, number, name, **style)
+        return Line(list(zip(series.steps, series.values, strict=True)), number, name, **style)
 
     if len(raw) == 1:
         run, series = raw[0]
-        lines = [line(series, f"{run.name}, as logged", faint=True)] if smoothing and faint_raw else []
+        lines = [line(placed(run, series), f"{run.name}, as logged", faint=True)] if smoothing and faint_raw else []
         intervals = series.running_intervals(smoothing, MOST_POINTS) if window_band else []
-        band = [(step * scale, one.lower, one.upper) for step, one in intervals]
-        return [*lines, line(series.smoothed(smoothing), run.name, marked=marked, band=band)]
-    smooth = [series.smoothed(smoothing) for _, series in raw]
+        band = [(run.images_at(step) if over_images else step, one.lower, one.upper) for step, one in intervals]
+        return [*lines, line(placed(run, series.smoothed(smoothing)), run.name, marked=marked, band=band)]
+    smooth = [placed(run, series.smoothed(smoothing)) for run, series in raw]
     lines = [line(series, run.name, faint=True, marked=marked) for (run, _), series in zip(raw, smooth, strict=True)]
     mean = align(smooth, rates=isinstance(tag, str) and tag.startswith(_RATES))
     if mean:
-        band = [(step * scale, one.lower, one.upper) for step, one in mean]
-        points = [(step * scale, one.value) for step, one in mean]
+        band = [(place, one.lower, one.upper) for place, one in mean]
+        points = [(place, one.value) for place, one in mean]
         lines.append(Line(points, number, f"{group.name}, mean", band=band, marked=marked))
     return lines
 

@@ -85,7 +85,7 @@ def result_table(names: Sequence[Name], runs: Sequence[RunRecord], tracks: Seque
     rows: Rows = []
     for name, run in zip(names, runs, strict=True):
         loss = run.series(TRAINING_LOSS)
-        images = run.last_step * run.images_per_step if run.images_per_step else None
+        images = run.images_at(run.last_step) if run.images_per_step else None
         row = [
             name, setting_text(run.seed), run.status, _steps(run), count_text(images), value_text(loss.tail_median()),
             lowest_text(loss),
@@ -154,6 +154,9 @@ def configuration(runs: Sequence[RunRecord], groups: Sequence[RunGroup]) -> dict
 
 
 def _steps(run: RunRecord) -> str:
-    planned = as_number(run.settings.get("training.steps"))
-    same = planned is None or planned == (run.summary or {}).get("progress", run.last_step)
-    return f"{run.last_step:,}" + ("" if same else f" of {planned:,}")
+    planned, batch = (as_number(run.settings.get(f"training.{key}")) for key in ("steps", "global_batch_size"))
+    grows = run.settings.get("training.double_batch_after") or run.settings.get("gns.grow_batch")
+    if grows and planned and batch:
+        done = run.images_at(run.last_step) / (planned * batch)
+        return f"{run.last_step:,}" + ("" if done >= 1 else f" ({done:.0%} of the images)")
+    return f"{run.last_step:,}" + ("" if planned is None or planned == run.last_step else f" of {planned:,}")
