@@ -194,12 +194,13 @@ def sum_of_squares(tensors: list[Tensor]) -> Tensor:
         return torch.zeros((), dtype=torch.float64)
     parts = []
     for tensor in tensors:
-        rest = tensor.numel() % _ROW  # elements beyond whole rows
+        count = tensor.numel()
+        rest = count % _ROW  # elements beyond whole rows
         if not rest:
             parts.append(torch.linalg.vector_norm(tensor.reshape(-1, _ROW), dim=1))
             continue
         flat = tensor.reshape(-1)
-        if rest < len(flat):
+        if rest < count:
             parts.append(torch.linalg.vector_norm(flat[:-rest].view(-1, _ROW), dim=1))
             flat = flat[-rest:]
         parts.append(flat)
