@@ -1,10 +1,13 @@
 """Overhead of the trainer over a bare PyTorch loop: python benchmarks/trainer_overhead.py [--pairs N] [--batch B ...]
+[--against CHECKOUT]
 
 One train step of the debug model on 3x32x32 images in 16 tokens, which takes milliseconds, by the trainer and by the
 shortest loop that trains the same model with the same optimizer, clipping and EMA. Steps are interleaved (trainer, loop,
 trainer, ...) in one process, and the difference is taken pair by pair, in milliseconds: it does not depend on the model,
 as a ratio does. Operations are torch's, views and what NumPy draws on a CPU left out, counted in a separate step of each;
-peak memory is that of a separate process for each. Writes benchmarks/results/trainer_overhead.json.
+peak memory is that of a separate process for each. With --against, blocks of pairs alternate with blocks of another checkout
+of this repository, each in a process of its own, and the ratio of the two overheads is taken block by block: it depends less
+on what else the machine does. Writes benchmarks/results/trainer_overhead.json.
 """
 
 import argparse
@@ -19,6 +22,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from datetime import date
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -42,11 +46,25 @@ VIEWS = {
     "transpose", "unbind", "unsqueeze", "view", "_unsafe_view",
 }  # fmt: skip
 
+PAIRS_PER_BLOCK = 15
+# Program of a process that answers each number of pairs with their times, by the benchmark of its checkout.
+SERVER = """
+import json, sys
+sys.path.insert(0, sys.argv[1] + "/benchmarks")
+import trainer_overhead as benchmark
+device = benchmark.torch.device("cuda" if benchmark.torch.cuda.is_available() else "cpu")
+ours, bare = benchmark.trainer_step(int(sys.argv[2])), benchmark.loop_step(int(sys.argv[2]), device)
+print("answer", json.dumps(benchmark.versions()["git_commit"]), flush=True)
+for line in sys.stdin:
+    print("answer", json.dumps(benchmark.interleaved(ours, bare, int(line), device)), flush=True)
+"""
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=200)
     parser.add_argument("--batch", type=int, nargs="+", default=[8, 64], help="images per step")
+    parser.add_argument("--against", type=Path, metavar="CHECKOUT", help="another checkout to compare with")
     parser.add_argument("--memory-of", choices=("trainer", "loop"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.memory_of:
@@ -58,6 +76,10 @@ def main() -> None:
         "batches": {str(batch): compared(batch, arguments.pairs, device) for batch in arguments.batch},
         "device": device_name(device), "date": date.today().isoformat(), "versions": versions(),
     }  # fmt: skip
+    if arguments.against:
+        result["against"] = {
+            str(batch): alternating(arguments.against, batch, arguments.pairs) for batch in arguments.batch
+        }
     path = ROOT / "benchmarks" / "results" / "trainer_overhead.json"
     path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps(result, indent=1) + "\n")
@@ -77,6 +99,51 @@ def compared(batch: int, pairs: int, device: torch.device) -> dict[str, object]:
         "trainer_operations": operations(ours), "loop_operations": operations(bare),
         "trainer_peak_GiB": memory["trainer"], "loop_peak_GiB": memory["loop"],
     }
+
+
+def alternating(checkout: Path, batch: int, pairs: int) -> dict[str, object]:
+    """Compare the overheads of this checkout and of another by alternating blocks of pairs, in random order."""
+    servers = [Server(folder, batch) for folder in (ROOT, checkout.resolve())]
+    order, blocks = random.Random(0), []
+    for _ in range(-(-pairs // PAIRS_PER_BLOCK)):
+        first = order.randrange(2)
+        times = {number: servers[number].times(PAIRS_PER_BLOCK) for number in (first, 1 - first)}
+        blocks.append([[1000 * (ours - bare) for ours, bare in times[number]] for number in range(2)])
+    for server in servers:
+        server.close()
+    ratios = [statistics.median(here) / statistics.median(there) for here, there in blocks]
+    here, there = (statistics.median(ms for block in blocks for ms in block[number]) for number in range(2))
+    return {
+        "git_commit": servers[1].commit, "overhead_ms": here, "its_overhead_ms": there, "blocks": len(blocks),
+        "pairs_per_block": PAIRS_PER_BLOCK, "ratio": statistics.median(ratios),
+        "ratio_95_percent": list(median_interval(ratios)),
+    }  # fmt: skip
+
+
+class Server:
+    """Process that measures a checkout's overhead on demand."""
+
+    def __init__(self, checkout: Path, batch: int) -> None:
+        self._checkout = checkout
+        command = [sys.executable, "-c", SERVER, str(checkout), str(batch)]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.commit = self._answer()
+
+    def times(self, pairs: int) -> list[tuple[float, float]]:
+        """Seconds of the trainer's step and of the loop's in each pair."""
+        assert self._process.stdin
+        print(pairs, file=self._process.stdin, flush=True)
+        return self._answer()
+
+    def close(self) -> None:
+        self._process.communicate()
+
+    def _answer(self) -> Any:
+        assert self._process.stdout
+        for line in self._process.stdout:  # the trainer's own lines come in between
+            if line.startswith("answer "):
+                return json.loads(line.removeprefix("answer "))
+        raise SystemExit(f"the benchmark of {self._checkout} has ended with exit code {self._process.wait()}")
 
 
 class Operations(TorchDispatchMode):

@@ -165,18 +165,27 @@ def normal(seed: int, purpose: str, indices: Tensor, shape: tuple[int, ...], att
 
 def _normal_by_numpy(seed: int, purpose: str, indices: Tensor, count: int, attempt: int) -> Tensor:
     """Normal draws, `count` for each index [B] and up to three more, float32."""
-    blocks, numbers = np.arange(-(-count // 4), dtype=np.uint64), _array(indices)[:, None]
-    stream, keys = np.array([_stream(purpose, attempt)], np.uint64), _key_array(_halves(seed))
-    draws = np.empty((len(numbers), len(blocks), 2, 2), np.float32)  # two pairs of each block
+    num_blocks, numbers = -(-count // 4), _array(indices)[:, None]
+    keys, stream = _key_array(_halves(seed)), np.array([_stream(purpose, attempt)], np.uint64)
+    blocks = np.arange(num_blocks, dtype=np.uint64)
+    of_0, word_1, of_2, word_3, word_1_of_block, word_3_of_index = _two_rounds(
+        (blocks, numbers & _MASK_ARRAY, numbers >> _HALF_ARRAY, stream), keys
+    )
+    draws = np.empty((len(numbers), num_blocks, 2, 2), np.float32)  # two pairs of each block
     # In pieces, whose words stay in the cache and are too few for torch to divide among busy cores.
-    rows = max(1, _BLOCKS_IN_CACHE // max(len(blocks), 1))
+    rows = max(1, _BLOCKS_IN_CACHE // max(num_blocks, 1))
+    lanes = None
     for row in range(0, len(numbers), rows):
-        low, high = numbers[row : row + rows] & _MASK_ARRAY, numbers[row : row + rows] >> _HALF_ARRAY
-        for first in range(0, len(blocks), _BLOCKS_IN_CACHE):
-            even, odd = _rounds_by_numpy((blocks[first : first + _BLOCKS_IN_CACHE], low, high, stream), keys)
+        those = slice(row, row + rows)
+        for first in range(0, num_blocks, _BLOCKS_IN_CACHE):
+            here = slice(first, first + _BLOCKS_IN_CACHE)
+            piece = draws[those, here].transpose(3, 2, 0, 1)
+            if lanes is None or lanes.shape != piece.shape[2:]:
+                lanes = _Lanes(piece.shape[2:])
+            parts = (of_0[here], word_1[those], of_2[those], word_3[here], word_1_of_block[here], word_3_of_index[those])
+            even, odd = _eight_rounds(parts, keys, lanes)
             floats = (torch.from_numpy(words.astype(np.float32)) for words in (even.view(np.int64), odd))
             radius, angle = _polar(*floats)  # [2, rows, blocks]
-            piece = draws[row : row + rows, first : first + _BLOCKS_IN_CACHE].transpose(3, 2, 0, 1)
             np.multiply(radius.numpy(), torch.cos(angle).numpy(), out=piece[0])
             np.multiply(radius.numpy(), angle.sin_().numpy(), out=piece[1])
     return torch.from_numpy(draws).flatten(1)
@@ -198,6 +207,19 @@ def _array(numbers: Tensor) -> np.ndarray:
     return numbers.numpy().view(np.uint64)
 
 
+class _Lanes:
+    """Memory of the rounds of a batch of counters [*]: words 0 and 2, and two products of each, used in turn."""
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        self.shape = shape
+        self.words = np.empty((2, *shape), np.uint64)
+        self.lower_of_words = _half(self.words, _LOWER)
+        self.multipliers = _MULTIPLIERS.reshape(2, *[1] * len(shape))
+        products = [np.empty_like(self.words) for _ in range(2)]
+        # Each with its upper and lower halves, which change places.
+        self.products = [(each, _half(each, _UPPER)[::-1], _half(each, _LOWER)[::-1]) for each in products]
+
+
 def _rounds_by_numpy(counter: Sequence[np.ndarray], keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Apply the ten rounds by NumPy's operations.
 
@@ -208,26 +230,44 @@ def _rounds_by_numpy(counter: Sequence[np.ndarray], keys: np.ndarray) -> tuple[n
     Returns:
         words 0 and 2, uint64 [2, *]; words 1 and 3, uint32 [2, *].
     """
+    parts = _two_rounds(counter, keys)
+    return _eight_rounds(parts, keys, _Lanes(np.broadcast_shapes(*(part.shape for part in parts))))
+
+
+def _two_rounds(counter: Sequence[np.ndarray], keys: np.ndarray) -> tuple[np.ndarray, ...]:
+    """Two rounds, in which blocks and indices do not meet: their words are as many as they are.
+
+    Returns:
+        two uint64 arrays whose exclusive or is word 0, two of word 2, and words 1 and 3, uint32. With the first and the
+        last word of the counter of blocks, the first, fourth and fifth are of blocks, the others of indices.
+    """
     word_0, word_1, word_2, word_3 = counter
-    # Blocks and indices meet in the second round: until then the words of each are as many as they are.
-    for key in keys[:2]:
-        product_0, product_2 = word_0 * _MULTIPLIERS[0], word_2 * _MULTIPLIERS[1]
-        word_0, word_1 = (product_2 >> _HALF_ARRAY) ^ key[0] ^ word_1, product_2 & _MASK_ARRAY
-        word_2, word_3 = (product_0 >> _HALF_ARRAY) ^ key[1] ^ word_3, product_0 & _MASK_ARRAY
-    shape = (2, *np.broadcast(word_0, word_2).shape)
-    multiplied, mixed_in = np.empty(shape, np.uint64), np.empty(shape, np.uint32)
-    multiplied[0], multiplied[1], mixed_in[0], mixed_in[1] = word_0, word_2, word_1, word_3
-    multipliers = _MULTIPLIERS.reshape(2, *[1] * word_0.ndim)
-    lower_of_words = _half(multiplied, _LOWER)
-    buffers = [np.empty_like(multiplied) for _ in range(2)]
-    halves = [(_half(products, _UPPER)[::-1], _half(products, _LOWER)[::-1]) for products in buffers]  # change places
-    for number, key in enumerate(keys[2:].reshape(-1, *multipliers.shape)):
-        np.multiply(multiplied, multipliers, out=buffers[number % 2])
-        upper, lower = halves[number % 2]
-        np.bitwise_xor(upper, mixed_in, out=lower_of_words)  # the upper halves of the words stay 0
-        np.bitwise_xor(multiplied, key, out=multiplied)
+    product_0, product_2 = word_0 * _MULTIPLIERS[0], word_2 * _MULTIPLIERS[1]
+    word_0, word_1 = (product_2 >> _HALF_ARRAY) ^ (keys[0, 0] ^ word_1), product_2 & _MASK_ARRAY
+    word_2, word_3 = (product_0 >> _HALF_ARRAY) ^ (keys[0, 1] ^ word_3), product_0 & _MASK_ARRAY
+    product_0, product_2 = word_0 * _MULTIPLIERS[0], word_2 * _MULTIPLIERS[1]
+    of_0, of_2 = (product_2 >> _HALF_ARRAY) ^ keys[1, 0], (product_0 >> _HALF_ARRAY) ^ keys[1, 1]
+    return of_0, word_1, of_2, word_3, _half(product_2, _LOWER), _half(product_0, _LOWER)
+
+
+def _eight_rounds(parts: Sequence[np.ndarray], keys: np.ndarray, lanes: _Lanes) -> tuple[np.ndarray, np.ndarray]:
+    """Eight rounds after `_two_rounds`; as `_rounds_by_numpy`, in the memory of the lanes."""
+    words, lower_of_words = lanes.words, lanes.lower_of_words
+    np.bitwise_xor(parts[0], parts[1], out=words[0])
+    np.bitwise_xor(parts[2], parts[3], out=words[1])
+    mixed_in: np.ndarray | None = None
+    for number, key in enumerate(keys[2:].reshape(-1, *lanes.multipliers.shape)):
+        product, upper, lower = lanes.products[number % 2]
+        np.multiply(words, lanes.multipliers, out=product)
+        # The upper halves of the words stay 0.
+        if mixed_in is None:
+            np.bitwise_xor(upper[0], parts[4], out=lower_of_words[0])
+            np.bitwise_xor(upper[1], parts[5], out=lower_of_words[1])
+        else:
+            np.bitwise_xor(upper, mixed_in, out=lower_of_words)
+        np.bitwise_xor(words, key, out=words)
         mixed_in = lower
-    return multiplied, mixed_in
+    return words, lower
 
 
 def _half(numbers: np.ndarray, place: int) -> np.ndarray:

@@ -75,6 +75,14 @@ def test_targets_are_the_literature_s():
     close((sigma * x0 - noise) / torch.sqrt(sigma**2 + 1), -target("v", x0, noise, a, b))
 
 
+@pytest.mark.parametrize("prediction", PREDICTIONS)
+def test_targets_have_the_bits_of_the_table_s_coefficients(prediction):
+    generator = torch.Generator().manual_seed(0)
+    x0, noise, a, b = (torch.randn(5, 3, 8, 8, generator=generator) for _ in range(4))
+    p, q = PREDICTIONS[prediction](a, b, 0.7)
+    assert torch.equal(target(prediction, x0, noise, a, b, 0.7), p * x0 + q * noise)
+
+
 @pytest.mark.parametrize("kind", ["flow", "variance preserving", "EDM", "any"])
 @pytest.mark.parametrize("prediction", PREDICTIONS)
 def test_noise_error_weight_is_the_ratio_of_squared_errors(prediction, kind):

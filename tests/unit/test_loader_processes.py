@@ -66,6 +66,23 @@ def test_batches_arrive_whole_and_in_order(num_workers):
     read_all(num_workers)
 
 
+def test_this_process_loads_a_batch_when_it_is_asked_for_without_a_data_loader(monkeypatch):
+    asked = []
+    monkeypatch.setattr(loader_processes, "DataLoader", None)
+
+    class Recording(Images):
+        def __getitem__(self, number):
+            asked.append(number)
+            return super().__getitem__(number)
+
+    batches = LoaderProcesses("blocks", 0, dataset=Recording(), sampler=range(2))
+    assert asked == []
+    assert next(batches)["text"] == "0" and asked == [0]
+    assert next(batches)["text"] == "1" and asked == [0, 1]
+    with pytest.raises(StopIteration):
+        next(batches)
+
+
 @needs_mounts
 def test_batches_that_find_no_shared_memory_arrive_all_the_same_and_it_is_said_once():
     process = ForkedProcess(read_where_shared_memory_is, ("3m",), dict(os.environ))  # a batch has 2.3 MiB

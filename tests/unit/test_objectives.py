@@ -226,6 +226,16 @@ def test_edm_preconditioning_equals_the_paper_s_on_the_unscaled_image(path):
         torch.testing.assert_close(value, wanted, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.parametrize("name", PRECONDITIONINGS)
+def test_only_a_preconditioning_of_one_zero_and_one_leaves_images_and_output_alone(name):
+    preconditioning = PRECONDITIONINGS[name](PATHS["ddpm_linear"](), "velocity", 0.5)
+    t = torch.linspace(0.1, 0.9, 7)
+    found = preconditioning.scaling(t)
+    plain = all((c == wanted).all() for c, wanted in ((found.c_in, 1), (found.c_skip, 0), (found.c_out, 1)))
+    assert preconditioning.scales != plain
+    assert torch.equal(preconditioning.time(t), found.c_noise)
+
+
 def test_network_of_sit_is_read_in_its_own_convention():
     """SiT counts time from noise to data and predicts data - noise; here it does so exactly, for Gaussian data."""
     deviation = 0.7

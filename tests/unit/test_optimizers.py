@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.distributed.cases import make_trainer
 from torchtitan.config import checks as config_checks
@@ -211,6 +212,49 @@ def test_muon_steps_equal_their_formula_and_the_rest_is_adamw():
         torch.testing.assert_close(model[0].weight.detach().double(), weight, rtol=0, atol=3e-7)
     for (name, found), wanted in zip(model.named_parameters(), twin.parameters(), strict=True):
         assert torch.equal(found, wanted) == (name != "0.weight")
+
+
+# --- AdamW
+
+
+def test_adamw_is_torch_s_bit_for_bit_through_skips_and_missing_gradients_in_few_operations():
+    models = [network(), network()]
+    config = OptimizerConfig(lr=0.01, weight_decay=0.1)
+    ours = build_optimizer(dict(models[0].named_parameters()), config)
+    decayed, others = ([p for p in models[1].parameters() if (p.ndim > 1) == matrix] for matrix in (True, False))
+    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+    theirs = torch.optim.AdamW(groups, lr=0.01, betas=(config.beta1, config.beta2), eps=config.eps, fused=True)
+    for step in range(7):
+        for model in models:
+            gradients(model, step)
+            if step == 4:
+                model[0].bias.grad = None
+        skip = torch.tensor(step in (0, 3))  # the first step makes the states, though it is skipped
+        theirs.found_inf = skip.to(torch.float32)
+        theirs.step()
+        with Operations() as found:
+            ours.step(skip)
+        if step in (2, 5):  # skip as a number; then, of each group, one kernel and the count of steps up and down
+            assert found.names == ["_to_copy"] + 2 * ["add_", "_fused_adamw_", "sub_"]
+    state = optimizer_tensors(ours, dict(models[0].named_parameters()))
+    for (name, parameter), twin in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
+        assert torch.equal(parameter, twin)
+        for key in ("exp_avg", "exp_avg_sq", "step"):
+            assert torch.equal(state[f"{name}.{key}"], theirs.state[twin][key])
+        assert state[f"{name}.step"] == (4 if name == "0.bias" else 5)
+
+
+class Operations(TorchDispatchMode):
+    """Names of torch's operations, views left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.overloadpacket.__name__ != "detach":
+            self.names.append(function.overloadpacket.__name__)
+        return function(*args, **(kwargs or {}))
 
 
 # --- every optimizer in a run

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Literal, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchtitan.conditions import Condition
@@ -75,7 +76,7 @@ class NoisyImages(NamedTuple):
         x_t: noisy images [B, C, H, W].
         a, b: the path's coefficients, [B, 1, 1, 1].
         images, time: inputs of the network.
-        c_skip, c_out: of its output, [B] each.
+        c_skip, c_out: of its output, [B] each; None: 0 and 1.
     """
 
     x_t: Tensor
@@ -83,8 +84,8 @@ class NoisyImages(NamedTuple):
     b: Tensor
     images: Tensor
     time: Tensor
-    c_skip: Tensor
-    c_out: Tensor
+    c_skip: Tensor | None
+    c_out: Tensor | None
 
 
 @dataclass(frozen=True)
@@ -146,7 +147,7 @@ class Denoising(Objective):
     def noisy(self, x0: Tensor, noise: Tensor, t: Tensor) -> NoisyImages:
         """Add noise to clean images, and make the network's inputs."""
         a, b = (per_image(c, x0) for c in self.path.coefficients(t))
-        x_t = a * x0 + b * noise
+        x_t = (a * x0).add_(b * noise)
         return NoisyImages(x_t, a, b, *self.network_inputs(x_t, t))
 
     def terms(
@@ -158,7 +159,8 @@ class Denoising(Objective):
         wanted = target(self.prediction, x0, draw.noise, a, b, self.sigma_data)
         shares = head_errors = None
         if self.heads is None:
-            trained = (output - wanted).square().flatten(1).mean(1)  # [B]
+            # Divided as [B]: the backward of a mean would divide whole images.
+            trained = F.mse_loss(output, wanted, reduction="none").flatten(1).sum(1) / wanted[0].numel()  # [B]
             error = trained.detach()
         else:
             head_errors = self.heads.errors(output, x0, draw.noise, draw.t)
@@ -167,7 +169,7 @@ class Denoising(Objective):
         sigma = draw.t / (1.0 - draw.t).clamp_min(torch.finfo(torch.float32).tiny)
         weight = self.weighting(sigma)
         loss = weight * trained
-        held_out = weight * error
+        held_out = loss.detach() if self.heads is None else weight * error
         if self.uncertainty is not None:
             u = self.uncertainty(torch.logit(draw.t))[0]
             loss = loss * torch.exp(-u) + u

@@ -280,13 +280,15 @@ class Objective(ABC):
         images, time, c_skip, c_out = self.network_inputs(x_t, t)
         return self.read_output(model(images, time, condition), x_t, c_skip, c_out)
 
-    def network_inputs(self, x_t: Tensor, t: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Inputs of the network, images and time [B], and c_skip and c_out of its output, [B] each."""
+    def network_inputs(self, x_t: Tensor, t: Tensor) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        """Inputs of the network, images and time [B], and c_skip and c_out of its output, [B] each; None: 0 and 1."""
+        if not self.preconditioning.scales:
+            return x_t, self.preconditioning.time(t), None, None
         scaling = self.preconditioning.scaling(t)
         return per_image(scaling.c_in, x_t) * x_t, scaling.c_noise, scaling.c_skip, scaling.c_out
 
     def read_output(
-        self, output: Tensor, x_t: Tensor, c_skip: Tensor, c_out: Tensor
+        self, output: Tensor, x_t: Tensor, c_skip: Tensor | None, c_out: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         """Read the network's output: as `_output`."""
         output, interpolation = output.to(torch.float32), None
@@ -297,4 +299,6 @@ class Objective(ABC):
             raise ValueError(f"the model's output is {list(output.shape)}, the target {count} times {list(x_t.shape)}")
         if self.heads is not None:
             return output, None
+        if c_skip is None or c_out is None:
+            return output, interpolation
         return per_image(c_skip, x_t) * x_t + per_image(c_out, x_t) * output, interpolation

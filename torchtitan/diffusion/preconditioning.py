@@ -5,7 +5,7 @@ Source: Karras et al., "Elucidating the design space of diffusion-based generati
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -26,7 +26,16 @@ class Scaling:
 
 
 class Preconditioning(Protocol):
-    """Rule for the four coefficients."""
+    """Rule for the four coefficients.
+
+    Attributes:
+        scales: whether images or output are scaled: False where c_in = 1, c_skip = 0 and c_out = 1 at every time.
+    """
+
+    scales: ClassVar[bool]
+
+    def time(self, t: Tensor) -> Tensor:
+        """The network's time c_noise at times t [B] in [0, 1]."""
 
     def scaling(self, t: Tensor) -> Scaling:
         """Coefficients at times t [B] in [0, 1]."""
@@ -35,8 +44,13 @@ class Preconditioning(Protocol):
 class Identity:
     """Identity: the network's inputs are x_t and 1000 t, the range of DiT's sinusoids."""
 
+    scales: ClassVar[bool] = False
+
+    def time(self, t: Tensor) -> Tensor:
+        return 1000.0 * t
+
     def scaling(self, t: Tensor) -> Scaling:
-        return _plain(1000.0 * t)
+        return _plain(self.time(t))
 
 
 @dataclass(frozen=True)
@@ -46,10 +60,15 @@ class Index:
     Source: Peebles and Xie, "Scalable diffusion models with transformers", arXiv 2212.09748.
     """
 
+    scales: ClassVar[bool] = False
+
     path: IndexedPath
 
+    def time(self, t: Tensor) -> Tensor:
+        return self.path.t_to_index(t).to(t.dtype)
+
     def scaling(self, t: Tensor) -> Scaling:
-        return _plain(self.path.t_to_index(t).to(t.dtype))
+        return _plain(self.time(t))
 
 
 class ReversedTime:
@@ -59,8 +78,13 @@ class ReversedTime:
     transformers", arXiv 2401.08740; its code counts time from noise (0) to data (1).
     """
 
+    scales: ClassVar[bool] = True
+
+    def time(self, t: Tensor) -> Tensor:
+        return 1.0 - t
+
     def scaling(self, t: Tensor) -> Scaling:
-        return Scaling(torch.ones_like(t), torch.zeros_like(t), -torch.ones_like(t), 1.0 - t)
+        return Scaling(torch.ones_like(t), torch.zeros_like(t), -torch.ones_like(t), self.time(t))
 
 
 @dataclass(frozen=True)
@@ -73,14 +97,19 @@ class EDMScaling:
     Source: Karras et al., arXiv 2206.00364, Table 1.
     """
 
+    scales: ClassVar[bool] = True
+
     path: Path
     prediction: str
     sigma_data: float
 
+    def time(self, t: Tensor) -> Tensor:
+        return 0.25 * torch.logit(t, eps=_SMALLEST_LOGIT_ARGUMENT)
+
     def scaling(self, t: Tensor) -> Scaling:
         a, b = self.path.coefficients(t)
         norm = torch.sqrt(b**2 + (self.sigma_data * a) ** 2)
-        c_noise = 0.25 * torch.logit(t, eps=_SMALLEST_LOGIT_ARGUMENT)
+        c_noise = self.time(t)
         if self.prediction == "edm":
             return Scaling(1.0 / norm, torch.zeros_like(t), torch.ones_like(t), c_noise)
         return Scaling(1.0 / norm, self.sigma_data**2 * a / norm**2, self.sigma_data * b / norm, c_noise)

@@ -35,6 +35,13 @@ PREDICTIONS: dict[str, Callable[[Tensor, Tensor, float], tuple[Tensor, Tensor]]]
     "edm": _edm_network_output,
 }
 
+# Targets without coefficients: the same numbers as those of the table, without products with 1, 0 and -1.
+_PLAIN_TARGETS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "x0": lambda x0, noise: x0,
+    "noise": lambda x0, noise: noise,
+    "velocity": lambda x0, noise: noise - x0,
+}
+
 
 def target(prediction: str, x0: Tensor, noise: Tensor, a: Tensor, b: Tensor, sigma_data: float = 0.5) -> Tensor:
     """Target: the tensor that a network of this prediction type is trained to output.
@@ -46,8 +53,10 @@ def target(prediction: str, x0: Tensor, noise: Tensor, a: Tensor, b: Tensor, sig
         sigma_data: deviation of the data that the prediction edm is made for.
 
     Returns:
-        y = p x0 + q noise, of x0's shape.
+        y = p x0 + q noise, of x0's shape; of the predictions x0 and noise the given tensor itself.
     """
+    if plain := _PLAIN_TARGETS.get(prediction):
+        return plain(x0, noise)
     p, q = PREDICTIONS[prediction](a, b, sigma_data)
     return p * x0 + q * noise
 

@@ -129,6 +129,8 @@ def prediction_weight(config: Any, path: Path, sigma: Tensor) -> Tensor:
         the weights, [N], of sigma's dtype.
     """
     weighting = config.weighting
+    if isinstance(weighting, NoWeightingConfig):
+        return torch.ones_like(sigma)
     level = sigma.to(torch.float64).clamp(*_SIGMA_RANGE)
     weight = weighting.weight(level**-2, config.sigma_data)
     if weighting.parametrisation != "prediction":

@@ -170,6 +170,8 @@ def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 def local(tensor: Tensor) -> Tensor:
     """Local part of a tensor that may be sharded, without the wrapper of weights that are gathered in float8."""
+    if type(tensor) is Tensor or type(tensor) is nn.Parameter:
+        return tensor
     part = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return cast(Any, part)._tensor if hasattr(part, _SCALE) else part
 
@@ -192,12 +194,16 @@ def sum_of_squares(tensors: list[Tensor]) -> Tensor:
         return torch.zeros((), dtype=torch.float64)
     parts = []
     for tensor in tensors:
+        count = tensor.numel()
+        rest = count % _ROW  # elements beyond whole rows
+        if not rest:
+            parts.append(torch.linalg.vector_norm(tensor.reshape(-1, _ROW), dim=1))
+            continue
         flat = tensor.reshape(-1)
-        whole = flat.numel() // _ROW * _ROW  # elements in whole rows
-        if whole:
-            parts.append(torch.linalg.vector_norm(flat[:whole].view(-1, _ROW), dim=1))
-        if whole < flat.numel():
-            parts.append(flat[whole:])
+        if rest < count:
+            parts.append(torch.linalg.vector_norm(flat[:-rest].view(-1, _ROW), dim=1))
+            flat = flat[-rest:]
+        parts.append(flat)
     return torch.cat(parts).to(torch.float64).square().sum()
 
 

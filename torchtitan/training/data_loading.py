@@ -372,7 +372,7 @@ class ReplacingReader:
 
     def read(self, indices: np.ndarray, draws: Draws | None = None) -> tuple[Batch, list[UnreadableImage], int]:
         """Read a batch, the unreadable images met on the way, and the number of replacements."""
-        if not any(int(index) in self._unreadable for index in indices):
+        if not self._unreadable or not any(int(index) in self._unreadable for index in indices):
             try:
                 return read_checked(self._dataset, self._info, indices, draws), [], 0
             except UnreadableImage:

@@ -60,7 +60,7 @@ class EMABank:
     @torch.no_grad()
     def update(self, step: int, factor: int = 1) -> None:
         """Move every track towards the weights after an optimizer step; see `kept_share` for the arguments."""
-        weights = [local(parameter.detach()) for parameter in self._parameters.values()]
+        weights = [local(parameter) for parameter in self._parameters.values()]
         for name, averages in self.tracks.items():
             kept = kept_share(self._configs[name], step, self._images_per_step, factor)
             torch._foreach_lerp_([local(average) for average in averages.values()], weights, 1.0 - kept)

@@ -12,7 +12,7 @@ import signal
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any, cast
 
@@ -40,17 +40,23 @@ _DEATH_SHOWS = 2.0  # seconds; a broken connection may be seen before the end of
 
 
 class LoaderProcesses:
-    """Iterator over a torch DataLoader's batches, loaded in other processes or in this one.
+    """Iterator over batches, loaded by torch's DataLoader in other processes, or in this one.
 
     A text instead of a batch, or a lost process, is a DatasetError.
     """
 
-    def __init__(self, dataset_name: str, num_workers: int, **arguments: Any) -> None:
+    def __init__(
+        self, dataset_name: str, num_workers: int, *, dataset: Any, sampler: Iterable[Any], pin_memory: bool = False,
+        **arguments: Any,
+    ) -> None:  # fmt: skip
         """
         Args:
             dataset_name: for messages.
             num_workers: processes; 0: none, this one loads.
-            arguments: others of DataLoader, with whole batches as items.
+            dataset: whole batches by the items of `sampler`.
+            sampler: what to load, in order.
+            pin_memory: place batches in pinned memory.
+            arguments: others of DataLoader, for processes.
 
         Raises:
             DatasetError: a process cannot be started.
@@ -58,19 +64,25 @@ class LoaderProcesses:
         self._name = dataset_name
         self._said_full = False
         self._lost: str | None = None
+        if not num_workers:  # DataLoader would add a third to the time of a small batch
+            self._batches: Any = _loaded_here(dataset, sampler, pin_memory and torch.cuda.is_available())
+            return
         ends_with_parent = threading.current_thread() is threading.main_thread()
         loader: DataLoader = DataLoader(
+            dataset,
+            sampler=sampler,
             batch_size=None,
             num_workers=num_workers,
-            timeout=_LOOK_SECONDS if num_workers else 0,
-            collate_fn=cast(Any, _for_the_trainer if num_workers else _as_it_is),
+            pin_memory=pin_memory,
+            timeout=_LOOK_SECONDS,
+            collate_fn=cast(Any, _for_the_trainer),
             worker_init_fn=partial(begin_worker, ends_with_parent=ends_with_parent),
             generator=torch.Generator(),  # or else starting a loader would advance the global generator
             **arguments,
         )
         known = set(multiprocessing.active_children())
         try:
-            self._batches: Any = iter(loader)
+            self._batches = iter(loader)
         except (OSError, RuntimeError) as error:  # no memory, no room for a semaphore, too many processes or open files
             for frame, _ in traceback.walk_tb(error.__traceback__):
                 if isinstance(half_made := frame.f_locals.get("self"), _BaseDataLoaderIter):
@@ -281,8 +293,13 @@ def _is_shared(tensor: Tensor) -> bool:
     return True
 
 
-def _as_it_is(batch: Any) -> Any:
-    return batch
+def _loaded_here(dataset: Any, sampler: Iterable[Any], pin_memory: bool) -> Iterator[dict[str, Any] | str]:
+    """Load batches in this process, as they are asked for."""
+    for item in sampler:
+        batch = dataset[item]
+        if pin_memory and not isinstance(batch, str):
+            batch = {key: value.pin_memory() if isinstance(value, Tensor) else value for key, value in batch.items()}
+        yield batch
 
 
 def begin_worker(worker: int, ends_with_parent: bool = True) -> None:

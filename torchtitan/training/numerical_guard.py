@@ -265,7 +265,7 @@ class NumericalGuard:
 def _largest_values(rows: Tensor) -> Tensor:
     """Largest absolute value of each row [B, N], or NaN if there is one, [B]."""
     if rows.device.type == "cpu":
-        return rows.abs().amax(1)  # a tenth of the norm's time, which is one kernel on other devices
+        return torch.maximum(rows.amax(1), rows.amin(1).neg_())  # a tenth of the norm's time, one kernel elsewhere
     return torch.linalg.vector_norm(rows, math.inf, dim=1)
 
 

@@ -3,7 +3,7 @@
 import difflib
 import re
 from collections.abc import Iterable, Iterator
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from torchtitan.distributed.parallelize import local
 from torchtitan.training.config import OptimizerConfig
+from torchtitan.training.fused_adamw import FusedAdamW
 from torchtitan.training.muon import Muon
 
 
@@ -42,12 +43,9 @@ class OptimizerSet:
                 gradients. Only AdamW8bit, and weights in host memory, make the host wait for it.
         """
         for optimizer in self._optimizers:
-            if isinstance(optimizer, torch.optim.AdamW):
-                found = None if skip is None else skip.to(torch.float32)
-                if found is not None and _on_host(optimizer):  # torch's own copy to the host would not be waited for
-                    found = found.cpu()
-                cast(Any, optimizer).found_inf = found
-                optimizer.step()
+            if isinstance(optimizer, FusedAdamW):
+                # torch's own copy to the host would not be waited for.
+                optimizer.update(skip.cpu() if skip is not None and _on_host(optimizer) else skip)
             elif isinstance(optimizer, Muon):
                 optimizer.step(skip)
             elif skip is None or not skip.item():
@@ -175,7 +173,7 @@ def _group_settings(
 
 
 def _adamw(groups: list[dict[str, Any]], config: OptimizerConfig) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=True)
+    return FusedAdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps)
 
 
 def _adamw_8bit(groups: list[dict[str, Any]], config: OptimizerConfig) -> torch.optim.Optimizer:
