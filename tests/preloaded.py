@@ -2,7 +2,7 @@
 
 import gc
 
-import matplotlib.backends.backend_agg
+import matplotlib.backends.backend_agg  # noqa: F401
 import pyarrow.parquet  # noqa: F401
 from PIL import Image
 

@@ -11,6 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tests.launcher import ROOT
 from torchtitan.config.job import load_config
+from torchtitan.estimate import memory
 from torchtitan.estimate.devices import Device
 from torchtitan.estimate.live_storages import ACTIVATIONS, GRADIENTS, PARAMETERS, LiveStorages
 from torchtitan.estimate.memory import estimate_memory, memory_by_batch_size, model_on_meta
@@ -63,16 +64,25 @@ def test_memory_of_any_batch_size_comes_from_two_simulations():
     assert by_batch_size(256).activations > 20 * by_batch_size(8).activations
 
 
-def test_two_shallow_models_give_the_peak_of_a_deep_one_exactly():
+def test_two_shallow_models_give_the_peak_of_a_deep_one_exactly(monkeypatch):
+    depths = []
+
+    def simulate(config, ranks):
+        depths.append(config.model.depth)
+        return simulate_step(config, ranks)
+
+    monkeypatch.setattr(memory, "simulate_step", simulate)
     for words, ranks in (
         (["--activation_checkpoint.mode", "selective"], 4),
-        (["--activation_checkpoint.mode", "full", "--activation_checkpoint.every", "2", "--model.num_layers", "9"], 4),
+        (["--activation_checkpoint.mode", "full", "--activation_checkpoint.every", "2", "--model.num_layers", "10"], 4),
         (["--training.global_batch_size", "32", "--parallelism.data_parallel_replicate_degree", "2"], 2),
         (["--activation_checkpoint.mode", "full", "--training.mixed_precision_param", "bfloat16"], 1),
     ):
-        config = config_of("--model.num_layers", "7", *words, ranks=ranks)
+        config = config_of("--model.num_layers", "6", *words, ranks=ranks)
         whole = simulate_step(config, ranks)
+        depths.clear()
         found = estimate_memory(config, ranks)
+        assert len(depths) == 2 and max(depths) < config.model.depth
         assert found.total == whole.held["optimizer"] + whole.held["ema"] + max(
             peak.total() for peak in whole.windows.values()
         )
