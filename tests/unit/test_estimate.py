@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import math
+from collections import Counter
 
 import pytest
 import torch
@@ -52,6 +53,24 @@ def test_storages_of_a_small_network_are_those_counted_by_hand():
     assert live.windows["forward"].total() == 400 + 3 * 200  # exp's input and output at once
     # At the product that makes the weight's gradient: x, the gradient of x @ weight, exp's output or not, the loss.
     assert 400 + 200 + 200 + 400 <= live.windows["backward"].total() <= 400 + 3 * 200 + 400 + 8
+
+
+def test_live_bytes_are_those_of_a_recount_after_every_operation(monkeypatch):
+    """Of gathered parameters too, whose storages FSDP2 empties and refills by no operation."""
+    now, resized = LiveStorages.now, set()
+
+    def recounted(live):
+        before = sum(known.nbytes for known in live._live.values())
+        found, sums = now(live), Counter()
+        for known in live._live.values():
+            sums[known.category] += known.reference().nbytes()
+        assert found == sums
+        resized.add(sums.total() != before)
+        return found
+
+    monkeypatch.setattr(LiveStorages, "now", recounted)
+    simulate_step(config_of("--model.num_layers", "2", ranks=2), 2)
+    assert resized == {False, True}
 
 
 def test_memory_of_any_batch_size_comes_from_two_simulations():
