@@ -21,7 +21,8 @@ from matplotlib.axes import Axes
 from matplotlib.patches import FancyArrowPatch, Rectangle
 from PIL import Image
 
-from torchtitan.pictures.style import COLOURS, LINE, SOFT, new_figure, save
+from torchtitan.pictures.colours import COLOURS, LINE, SOFT
+from torchtitan.pictures.style import new_figure, save
 from torchtitan.processes.command_line import OneLineParser, run_program
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -1,5 +1,6 @@
-"""Order of the test files."""
+"""Order of the test files, and what lies in memory before the first test."""
 
+import gc
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -49,3 +50,8 @@ assert all((ROOT / name).exists() for name in LONGEST), "a file of LONGEST has a
 def pytest_collection_modifyitems(items):
     place = {ROOT / name: number for number, name in enumerate(LONGEST)}
     items.sort(key=lambda item: place.get(item.path, len(place)))
+
+
+def pytest_collection_finish():
+    # Garbage of tests is not looked for among torch's objects and the collected tests, as each training would otherwise do.
+    gc.freeze()

@@ -20,7 +20,7 @@ from unittest.mock import patch
 ROOT = Path(__file__).resolve().parent.parent
 IMPORTED = [
     "torchtitan_dit.commands.train", "torchtitan.run", "torchtitan.pictures.style", "tests.faults.moments",
-    "tests.distributed.cases",
+    "tests.distributed.cases", "tests.preloaded",
 ]
 
 

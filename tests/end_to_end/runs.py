@@ -15,6 +15,7 @@ from tests.launcher import ROOT, free_port
 CONFIG = """
 [model]
 flavor = "debug"
+num_layers = 2
 [data]
 name = "digits"
 [optimizer]

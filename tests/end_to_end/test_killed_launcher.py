@@ -14,7 +14,7 @@ from tests.faults.forked import ForkedRun
 from tests.faults.test_orphans import descendants
 from torchtitan.supervision.heartbeat import process_state
 
-QUICK = ("--training.steps", "100", "--checkpoint.interval", "10", "--sampling.enable", "false")
+QUICK = ("--training.steps", "60", "--checkpoint.interval", "10", "--sampling.enable", "false")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux alone has a signal of the parent's death")
@@ -38,7 +38,7 @@ def test_nothing_outlives_a_killed_torchrun_and_the_same_command_goes_on(tmp_pat
         for pid in left:
             if process_state(pid) != "gone":
                 os.kill(pid, signal.SIGKILL)
-    assert Run.points(run)[-1]["step"] < 100
+    assert Run.points(run)[-1]["step"] < 60
 
     again = ForkedRun(config, "killed", *QUICK, ranks=2, replicas=2)
     assert "resumed after step" in "".join(again.finish())

@@ -56,8 +56,9 @@ def test_a_refused_configuration_is_not_started_again(config):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="finds the ranks in /proc")
 def test_a_rank_that_was_killed_is_started_again_and_the_run_ends_as_if_nothing_had_been(config):
-    layout = ("--parallelism.data_parallel_replicate_degree", "2", "--checkpoint.interval", "10")
-    straight = ForkedRun(config, "straight", "--checkpoint.interval", "10", ranks=2, replicas=2)
+    quick = ("--training.steps", "45", "--checkpoint.interval", "10")
+    layout = ("--parallelism.data_parallel_replicate_degree", "2", *quick)
+    straight = ForkedRun(config, "straight", *quick, ranks=2, replicas=2)
     straight.finish()
     process = torchrun(config, "again", "--standalone", "--nproc_per_node", "2", "--max-restarts", "1", train=layout)
     run = SimpleNamespace(folder=config.parent / "outputs" / "again", points=lambda: Run.points(run), processes=[process])

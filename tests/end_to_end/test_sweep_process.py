@@ -118,11 +118,17 @@ def test_a_run_that_takes_too_long_leaves_no_process(start, tmp_path):
     _wait_until(lambda: _processes_of(tmp_path) == [])  # what was killed stays in /proc until it is reaped
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_a_stopped_run_leaves_no_process(start, tmp_path):
     stop = threading.Event()
-    threading.Timer(4, stop.set).start()
+
+    def poll() -> None:
+        if _train_processes(tmp_path):
+            stop.set()
+
     with pytest.raises(Stopped):
-        start("--training.steps", "1000000", stop=stop)
+        start("--training.steps", "1000000", stop=stop, poll=poll)
+    assert stop.is_set()
     _wait_until(lambda: _processes_of(tmp_path) == [])  # what was killed stays in /proc until it is reaped
 
 

@@ -154,12 +154,10 @@ def _import_everything() -> None:
     import torchtitan_dit.commands.optimization_analysis
     import torchtitan_dit.commands.train  # noqa: F401
     from tests.end_to_end.tools import load_tool
-    from torchtitan.config.job import load_config
 
     Image.init()
     for name in ("sample", "checkpoint", "latents", "extract_latents", "compare", "sweep", "study", "critical_batch"):
         load_tool(name)
-    load_config(["--data.name", "synthetic"], 1)  # makes the schemas, which every process would make again
     gc.collect()
     gc.freeze()  # nor shall each of them go through all of torch's objects when it collects its own
 

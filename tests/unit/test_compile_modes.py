@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch._inductor.cudagraph_trees import MarkStepBox
 
 from tests.distributed.cases import make_trainer
 from torchtitan.distributed import compile as compile_module
@@ -63,6 +62,8 @@ def test_cuda_graphs_are_refused_where_addresses_or_results_change(monkeypatch):
 
 
 def test_graphs_begin_with_each_optimizer_step_and_not_with_its_microbatches(tmp_path):
+    from torch._inductor.cudagraph_trees import MarkStepBox  # seconds, which no other test file's process waits for
+
     trainer = make_trainer(str(tmp_path), "run", steps=10, replicas=1, shards=1, accumulation=2)
     counted = []
     for mode in ("default", "reduce-overhead"):

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import math
+from collections import Counter
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tests.launcher import ROOT
 from torchtitan.config.job import load_config
+from torchtitan.estimate import memory
 from torchtitan.estimate.devices import Device
 from torchtitan.estimate.live_storages import ACTIVATIONS, GRADIENTS, PARAMETERS, LiveStorages
 from torchtitan.estimate.memory import estimate_memory, memory_by_batch_size, model_on_meta
@@ -53,6 +55,24 @@ def test_storages_of_a_small_network_are_those_counted_by_hand():
     assert 400 + 200 + 200 + 400 <= live.windows["backward"].total() <= 400 + 3 * 200 + 400 + 8
 
 
+def test_live_bytes_are_those_of_a_recount_after_every_operation(monkeypatch):
+    """Of gathered parameters too, whose storages FSDP2 empties and refills by no operation."""
+    now, resized = LiveStorages.now, set()
+
+    def recounted(live):
+        before = sum(known.nbytes for known in live._live.values())
+        found, sums = now(live), Counter()
+        for known in live._live.values():
+            sums[known.category] += known.reference().nbytes()
+        assert found == sums
+        resized.add(sums.total() != before)
+        return found
+
+    monkeypatch.setattr(LiveStorages, "now", recounted)
+    simulate_step(config_of("--model.num_layers", "2", ranks=2), 2)
+    assert resized == {False, True}
+
+
 def test_memory_of_any_batch_size_comes_from_two_simulations():
     """The same at those two; above them each window's own peak may move by a temporary, here by less than 1 %."""
     config = config_of("--model.num_layers", "1")
@@ -71,16 +91,25 @@ def test_a_batch_that_grows_needs_the_memory_of_one_that_accumulates():
     assert grows == accumulates > one
 
 
-def test_two_shallow_models_give_the_peak_of_a_deep_one_exactly():
+def test_two_shallow_models_give_the_peak_of_a_deep_one_exactly(monkeypatch):
+    depths = []
+
+    def simulate(config, ranks):
+        depths.append(config.model.depth)
+        return simulate_step(config, ranks)
+
+    monkeypatch.setattr(memory, "simulate_step", simulate)
     for words, ranks in (
         (["--activation_checkpoint.mode", "selective"], 4),
-        (["--activation_checkpoint.mode", "full", "--activation_checkpoint.every", "2", "--model.num_layers", "9"], 4),
+        (["--activation_checkpoint.mode", "full", "--activation_checkpoint.every", "2", "--model.num_layers", "10"], 4),
         (["--training.global_batch_size", "32", "--parallelism.data_parallel_replicate_degree", "2"], 2),
         (["--activation_checkpoint.mode", "full", "--training.mixed_precision_param", "bfloat16"], 1),
     ):
-        config = config_of("--model.num_layers", "7", *words, ranks=ranks)
+        config = config_of("--model.num_layers", "6", *words, ranks=ranks)
         whole = simulate_step(config, ranks)
+        depths.clear()
         found = estimate_memory(config, ranks)
+        assert len(depths) == 2 and max(depths) < config.model.depth
         assert found.total == whole.held["optimizer"] + whole.held["ema"] + max(
             peak.total() for peak in whole.windows.values()
         )

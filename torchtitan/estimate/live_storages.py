@@ -3,6 +3,7 @@
 import weakref
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,7 +32,8 @@ class LiveStorages(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.windows: dict[Any, Counter] = {}
-        self._live: dict[int, tuple[weakref.ref, str]] = {}
+        self._live: dict[int, _Storage] = {}
+        self._sums: Counter = Counter()
         self._window: Any = None
 
     def open_window(self, key: Any) -> None:
@@ -46,14 +48,10 @@ class LiveStorages(TorchDispatchMode):
 
     def now(self) -> Counter:
         """Live bytes now, by category."""
-        sums: Counter = Counter()
-        for key, (reference, category) in list(self._live.items()):
-            storage = reference()
-            if storage is None:
-                del self._live[key]
-            else:
-                sums[category] += storage.nbytes()
-        return sums
+        for known in self._live.values() if COMMUNICATION in self._sums else ():
+            if known.category == COMMUNICATION and (storage := known.reference()) is not None:
+                self._count(known, storage.nbytes())  # FSDP2 resizes by no operation
+        return +self._sums
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(issubclass(kind, DTensor) for kind in types):
@@ -73,15 +71,33 @@ class LiveStorages(TorchDispatchMode):
 
     def _see(self, tensor: Tensor, category: str, keep: tuple[str, ...] = ()) -> None:
         storage = tensor.untyped_storage()
-        known = self._live.get(id(storage))
-        if known is not None and known[0]() is storage and known[1] in keep:
-            return
-        self._live[id(storage)] = (weakref.ref(storage), category)
+        key = id(storage)
+        known = self._live.get(key)
+        if known is None:
+            known = self._live[key] = _Storage(weakref.ref(storage, lambda _: self._forget(key)), category)
+        elif known.category not in keep:
+            self._count(known, 0)
+            known.category = category
+        self._count(known, storage.nbytes())
+
+    def _forget(self, key: int) -> None:
+        self._count(self._live.pop(key), 0)
+
+    def _count(self, known: "_Storage", nbytes: int) -> None:
+        self._sums[known.category] += nbytes - known.nbytes
+        known.nbytes = nbytes
 
     def _sample(self) -> None:
         sums = self.now()
         if sums.total() >= self.windows.setdefault(self._window, Counter()).total():
             self.windows[self._window] = sums
+
+
+@dataclass(slots=True)
+class _Storage:
+    reference: weakref.ref
+    category: str
+    nbytes: int = 0
 
 
 def _tensors(tree: Any) -> list[Tensor]:

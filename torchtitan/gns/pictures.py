@@ -10,6 +10,7 @@ from torch import Tensor
 
 from torchtitan.gns.agreement import finest_known, wider_bins
 from torchtitan.gns.decayed import BinEstimates
+from torchtitan.pictures.colours import COLOURS
 
 PICTURE_FILE = "noise_scale.png"
 
@@ -73,27 +74,26 @@ def _say_why_empty(axes, reason: str = "too early to say") -> None:
 def _draw_bins(
     axes, bounds: list[float], found: BinEstimates, composite: list[float], batch_size: int, estimator: str
 ) -> None:
-    from torchtitan.pictures import style
 
     middles = [0.5 * (low + high) for low, high in itertools.pairwise(bounds)]
     for middle, low, high, value, lower, upper in zip(
         middles, bounds, bounds[1:], found.b_simple.tolist(), found.lower.tolist(), found.upper.tolist(), strict=False
     ):
         if math.isfinite(upper):
-            axes.plot([low, high], [value, value], color=style.COLOURS[0], lw=2)
-            axes.plot([middle, middle], [max(lower, 1e-1), upper], color=style.COLOURS[0], lw=1)
+            axes.plot([low, high], [value, value], color=COLOURS[0], lw=2)
+            axes.plot([middle, middle], [max(lower, 1e-1), upper], color=COLOURS[0], lw=1)
         elif lower > 0:  # greater than, how much greater is not known
-            arrow = {"arrowstyle": "->", "color": style.COLOURS[0]}
+            arrow = {"arrowstyle": "->", "color": COLOURS[0]}
             axes.annotate("", (middle, 3 * lower), (middle, lower), arrowprops=arrow)
             axes.update_datalim([(middle, 3.2 * lower)])  # an arrow that ends outside is not drawn
-            axes.plot([low, high], [lower, lower], color=style.COLOURS[0], lw=1, ls=":")
+            axes.plot([low, high], [lower, lower], color=COLOURS[0], lw=1, ls=":")
     known = [(m, c) for m, c in zip(middles, composite, strict=True) if math.isfinite(c)]
     if known and estimator != "composite":
-        axes.plot(*zip(*known, strict=True), "o", ms=4, color=style.COLOURS[1], label="composite, every step")
+        axes.plot(*zip(*known, strict=True), "o", ms=4, color=COLOURS[1], label="composite, every step")
     if not axes.lines and not axes.texts:
         _say_why_empty(axes)
         return
-    axes.plot([], [], color=style.COLOURS[0], label=f"{estimator}, 95 % interval (arrow: more than)")
+    axes.plot([], [], color=COLOURS[0], label=f"{estimator}, 95 % interval (arrow: more than)")
     axes.axhline(batch_size, color="0.5", ls="--", lw=1, label=f"global batch, {batch_size}")
     axes.set(yscale="log", xlabel="timestep t (0: clean data, 1: noise)", ylabel="B_simple [samples]")
     low, high = axes.get_ylim()

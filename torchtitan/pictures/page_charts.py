@@ -16,9 +16,10 @@ from matplotlib.artist import Artist
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator, ScalarFormatter
 
+from torchtitan.pictures.colours import COLOURS, LINE, SOFT
 from torchtitan.pictures.figure_text import show_text_as_it_is
 from torchtitan.pictures.number_text import short, significant
-from torchtitan.pictures.style import COLOURS, LINE, SOFT, STYLE, colour, dashes, label_log_axis
+from torchtitan.pictures.style import STYLE, colour, dashes, label_log_axis
 from torchtitan.terminal import printable, shortened
 
 Point = tuple[float, float]

@@ -1,4 +1,4 @@
-"""Style of every chart: colours distinguishable with any colour vision, a light grid, names as they are."""
+"""Style of every chart: a light grid, names as they are."""
 
 import io
 import math
@@ -15,13 +15,11 @@ from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 from PIL import Image
 
 from torchtitan.files.durable import replacing
+from torchtitan.pictures.colours import COLOURS, LINE, SOFT
 from torchtitan.pictures.figure_text import show_text_as_it_is
 from torchtitan.statistics.interval import Interval
 
-# Okabe and Ito's colours; yellow and black are changed to be seen on white and on a dark page.
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#9a8f00", "#4b4b4b")
 MARKERS = ("o", "s", "^", "D", "v", "P", "*")
-SOFT, LINE = "#5b6470", "#dfe3e8"
 SCREEN_DPI, PRINT_DPI = 110, 200  # of pictures to look at, and of those that go into papers
 _DASHES: tuple[Literal["-"], Literal["--"], Literal[":"], Literal["-."]] = ("-", "--", ":", "-.")
 STYLE: dict[Any, Any] = {

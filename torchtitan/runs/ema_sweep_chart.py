@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+from torchtitan.pictures.colours import SOFT
+
 
 def draw_sweep(path: Path, settings: dict, scores: dict[float, dict[str, float]], best: float) -> Path:
     """Draw a sweep.
@@ -29,9 +31,9 @@ def draw_sweep(path: Path, settings: dict, scores: dict[float, dict[str, float]]
         label=f"best: {scores[best][metric]:.4g} at {best:g}")
     for number, (track, std) in enumerate(settings["tracks"].items()):
         for panel in (upper, lower):
-            panel.axvline(std, color=style.SOFT, lw=0.9, ls=":", label="tracked in training" if not number else None)
+            panel.axvline(std, color=SOFT, lw=0.9, ls=":", label="tracked in training" if not number else None)
         upper.annotate(track, (std, 1.0), xycoords=("data", "axes fraction"), xytext=(2, -9), textcoords="offset points",
-            fontsize=7, color=style.SOFT)
+            fontsize=7, color=SOFT)
     upper.set_ylabel(f"{name} ({better} is better)")
     upper.legend(fontsize=8, frameon=False)
     errors = [(std, scores[std]["profile_error"]) for std in stds if scores[std]["profile_error"] > 0]

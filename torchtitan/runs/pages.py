@@ -7,7 +7,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from torchtitan.pictures.style import COLOURS
+from torchtitan.pictures.colours import COLOURS
 from torchtitan.terminal import printable
 
 

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from torchtitan.experiments.cells import Row
+from torchtitan.pictures.colours import COLOURS
 from torchtitan.pictures.markdown import markdown_table
-from torchtitan.pictures.style import COLOURS, new_figure, save
+from torchtitan.pictures.style import new_figure, save
 from torchtitan.statistics.interval import Interval, mean_interval, paired_difference
 from torchtitan_dit.studies.fractal_mixture import FractalMixture
 from torchtitan_dit.studies.frame import number

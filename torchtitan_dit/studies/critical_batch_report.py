@@ -12,8 +12,9 @@ from matplotlib.ticker import NullFormatter, NullLocator
 
 from torchtitan.experiments.cells import Row
 from torchtitan.gns.capture import GEOMETRIES
+from torchtitan.pictures.colours import COLOURS
 from torchtitan.pictures.markdown import inline, markdown_table
-from torchtitan.pictures.style import COLOURS, legend_outside, new_figure, note, ordered_colours
+from torchtitan.pictures.style import legend_outside, new_figure, note, ordered_colours
 from torchtitan.statistics.interval import Interval
 from torchtitan.training.metric_points import iter_points
 from torchtitan.training.metrics import METRICS_FILE

@@ -8,7 +8,8 @@ from matplotlib.axes import Axes
 from torch import Tensor
 
 from torchtitan.diffusion.paths import IndexedPath
-from torchtitan.pictures.style import COLOURS, legend_outside, new_figure, note, ordered_colours
+from torchtitan.pictures.colours import COLOURS
+from torchtitan.pictures.style import legend_outside, new_figure, note, ordered_colours
 from torchtitan.statistics.student import student_quantile
 from torchtitan_dit.studies import gns_plots
 from torchtitan_dit.studies.curve_table import LossCurve

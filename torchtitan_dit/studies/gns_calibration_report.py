@@ -12,8 +12,9 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import LogLocator, NullFormatter
 
 from torchtitan.experiments.cells import Row
+from torchtitan.pictures.colours import COLOURS
 from torchtitan.pictures.markdown import markdown_table
-from torchtitan.pictures.style import COLOURS, MARKERS, new_figure, note, ordered_colours, save
+from torchtitan.pictures.style import MARKERS, new_figure, note, ordered_colours, save
 from torchtitan.statistics.interval import Interval
 from torchtitan_dit.studies.gns_calibration_statistics import (
     GEOMETRIES,

@@ -11,8 +11,9 @@ import numpy as np
 
 from torchtitan.experiments.cells import Row
 from torchtitan.experiments.folder import StudyError
+from torchtitan.pictures.colours import COLOURS
 from torchtitan.pictures.markdown import markdown_table
-from torchtitan.pictures.style import COLOURS, new_figure, note, ordered_colours, save, write_cells
+from torchtitan.pictures.style import new_figure, note, ordered_colours, save, write_cells
 from torchtitan.statistics.interval import Interval
 from torchtitan_dit.studies.gns_calibration_statistics import UPDATES
 from torchtitan_dit.studies.gns_conflict_statistics import (

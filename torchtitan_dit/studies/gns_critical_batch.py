@@ -11,8 +11,9 @@ import torch
 
 from torchtitan.experiments.cells import Cell, Row
 from torchtitan.gns.allocate import gradient_variance, neyman_shares
+from torchtitan.pictures.colours import COLOURS
 from torchtitan.pictures.markdown import markdown_table
-from torchtitan.pictures.style import COLOURS, legend_outside, new_figure, note, ordered_colours
+from torchtitan.pictures.style import legend_outside, new_figure, note, ordered_colours
 from torchtitan_dit.studies import gns_bins, gns_cells, gns_plots
 from torchtitan_dit.studies.frame import StudyRun, number, step_of
 from torchtitan_dit.studies.gns_cells import (

@@ -11,8 +11,9 @@ from pathlib import Path
 from matplotlib.axes import Axes
 
 from torchtitan.experiments.cells import Row
+from torchtitan.pictures.colours import COLOURS
 from torchtitan.pictures.markdown import markdown_table
-from torchtitan.pictures.style import COLOURS, label_log_axis, new_figure, note, ordered_colours, save
+from torchtitan.pictures.style import label_log_axis, new_figure, note, ordered_colours, save
 from torchtitan.statistics.interval import Interval
 from torchtitan_dit.studies.frame import number
 from torchtitan_dit.studies.gns_lags_statistics import (

@@ -13,8 +13,9 @@ from torchtitan.diffusion.objectives import build_objective
 from torchtitan.evaluation.offline_gradients import timestep_bin
 from torchtitan.experiments.cells import Row
 from torchtitan.gns.config import bin_edges
+from torchtitan.pictures.colours import COLOURS
 from torchtitan.pictures.markdown import markdown_table
-from torchtitan.pictures.style import COLOURS, legend_outside, new_figure, note
+from torchtitan.pictures.style import legend_outside, new_figure, note
 from torchtitan.training.metric_points import iter_points
 from torchtitan.training.metrics import METRICS_FILE
 from torchtitan_dit.studies import gns_plots

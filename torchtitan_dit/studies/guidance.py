@@ -17,8 +17,9 @@ from torchtitan.evaluation.sampling import ImageSampler, balanced_choices
 from torchtitan.experiments.cells import Cell, Row
 from torchtitan.experiments.engine import Advance
 from torchtitan.experiments.folder import StudyError
+from torchtitan.pictures.colours import COLOURS
 from torchtitan.pictures.markdown import markdown_table
-from torchtitan.pictures.style import COLOURS, MARKERS, error_bar, legend_outside, new_figure, note, save
+from torchtitan.pictures.style import MARKERS, error_bar, legend_outside, new_figure, note, save
 from torchtitan.programs import program
 from torchtitan.runs.guides import load_guide, read_reference
 from torchtitan.statistics.interval import Interval, mean_interval, paired_difference

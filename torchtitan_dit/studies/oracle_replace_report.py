@@ -9,8 +9,9 @@ from matplotlib.ticker import LogLocator, NullFormatter
 from torch import Tensor
 
 from torchtitan.experiments.cells import Row
+from torchtitan.pictures.colours import COLOURS
 from torchtitan.pictures.markdown import markdown_table
-from torchtitan.pictures.style import COLOURS, new_figure, note
+from torchtitan.pictures.style import new_figure, note
 from torchtitan.statistics.interval import Interval, mean_interval
 from torchtitan_dit.studies import gns_plots
 from torchtitan_dit.studies.by_image import from_text, root_mean

@@ -13,8 +13,9 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import FixedLocator, LogLocator, NullFormatter, NullLocator
 
+from torchtitan.pictures.colours import COLOURS
 from torchtitan.pictures.markdown import markdown_table
-from torchtitan.pictures.style import COLOURS, error_bar, legend_outside, new_figure, note, ordered_colours, save
+from torchtitan.pictures.style import error_bar, legend_outside, new_figure, note, ordered_colours, save
 from torchtitan.statistics.interval import Interval, mean_interval
 from torchtitan_dit.studies.records import write_report
 from torchtitan_dit.studies.samples_to_target_statistics import (

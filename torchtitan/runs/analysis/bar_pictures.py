@@ -4,7 +4,8 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from torchtitan.pictures.style import COLOURS, PRINT_DPI, SOFT, error_bar, new_figure, save
+from torchtitan.pictures.colours import COLOURS, SOFT
+from torchtitan.pictures.style import PRINT_DPI, error_bar, new_figure, save
 from torchtitan.runs.analysis.axes import label, varying
 from torchtitan.runs.analysis.cells import Cell
 from torchtitan.runs.analysis.effects import EFFECT_METRICS, Effect, Ratio, geometric_mean

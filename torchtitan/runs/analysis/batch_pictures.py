@@ -7,7 +7,8 @@ from pathlib import Path
 from matplotlib.axes import Axes as Panel
 from matplotlib.ticker import FixedLocator, NullLocator
 
-from torchtitan.pictures.style import PRINT_DPI, SOFT, colour, error_bar, label_lines, marker, new_figure, save
+from torchtitan.pictures.colours import SOFT
+from torchtitan.pictures.style import PRINT_DPI, colour, error_bar, label_lines, marker, new_figure, save
 from torchtitan.runs.analysis.axes import BATCH, label, value_label, values_in_order, varying
 from torchtitan.runs.analysis.cells import Cell, arms
 from torchtitan.runs.analysis.measures import IMAGES, MEMORY, MFU, MFU_REPORTED, Metric

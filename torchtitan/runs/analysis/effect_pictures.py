@@ -7,13 +7,8 @@ from pathlib import Path
 from matplotlib.axes import Axes as Panel
 from matplotlib.ticker import FixedLocator, NullLocator
 
-from torchtitan.pictures.style import (
-    COLOURS,
-    PRINT_DPI,
-    SOFT,
-    new_figure,
-    save,
-)
+from torchtitan.pictures.colours import COLOURS, SOFT
+from torchtitan.pictures.style import PRINT_DPI, new_figure, save
 from torchtitan.runs.analysis.axes import label, varying
 from torchtitan.runs.analysis.cells import Cell
 from torchtitan.runs.analysis.effects import EFFECT_METRICS, Effect, Interaction, Ratio, pareto

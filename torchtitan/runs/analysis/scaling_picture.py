@@ -7,7 +7,8 @@ from pathlib import Path
 from matplotlib.axes import Axes as Panel
 from matplotlib.ticker import FixedLocator, LogLocator, MaxNLocator, NullLocator
 
-from torchtitan.pictures.style import PRINT_DPI, SOFT, colour, error_bar, marker, new_figure, save
+from torchtitan.pictures.colours import SOFT
+from torchtitan.pictures.style import PRINT_DPI, colour, error_bar, marker, new_figure, save
 from torchtitan.runs.analysis.axes import label, values_in_order, varying
 from torchtitan.runs.analysis.effects import ScalingCurve
 from torchtitan.runs.analysis.measures import IMAGES
