@@ -37,7 +37,7 @@ OFF, FREE, MEASURED = 0, 1, 2
 FOLDED_ROWS = 256
 
 # A host multiplies samples on one side as many at a time as stay in its cache: elements.
-_IN_CACHE = 2**18
+_IN_CACHE = 2**20
 
 
 @dataclass
@@ -98,10 +98,10 @@ def _cast_by_autocast(x: Tensor) -> Tensor:
 
 
 def _full_product(left: Tensor, right: Tensor) -> Tensor:
-    """Batched product of matrices of one dtype, summed and returned in float32 at least."""
+    """Product of matrices of one dtype, summed and returned in float32 at least."""
     if left.device.type == "cpu" or left.dtype not in (torch.bfloat16, torch.float16):
         return _full(left) @ _full(right)
-    return torch.bmm(left, right, out_dtype=torch.float32)  # which a CPU does not have
+    return torch.bmm(left[None], right[None], out_dtype=torch.float32)[0]  # which a CPU does not have
 
 
 def _outer(left: Tensor, right: Tensor, sums: Tensor) -> Tensor:
@@ -129,11 +129,14 @@ class VectorTap(Function):
     def backward(ctx, dy):
         x, one_hot, rows, columns, left, right, sums = ctx.saved_tensors
         d, a = _full(dy), _full(x)
-        d_scaled, a_scaled = d * rows[:, None], a * columns[:, None, :-1]  # [G, B, out], [G, B, in]
-        inputs = a_scaled @ a_scaled.mT
-        if ctx.has_bias:
-            inputs = inputs + columns[:, -1:, None].square()
-        gram = (d_scaled @ d_scaled.mT) * inputs  # [G, B, B]
+        inner = []
+        for geometry, (row, column) in enumerate(zip(rows, columns, strict=True)):
+            d_scaled, a_scaled = (d * row, a * column[:-1]) if geometry else (d, a)
+            of_inputs = a_scaled @ a_scaled.mT
+            if ctx.has_bias:
+                of_inputs += column[-1].square()
+            inner.append(of_inputs.mul_(d_scaled @ d_scaled.mT))
+        gram = torch.stack(inner)  # [G, B, B]
         found = None
         if ctx.measured:
             a_right = a @ right[:-1]
@@ -165,20 +168,16 @@ class EmbeddingTap(Function):
 
 
 class SketchTap(Function):
-    """Tap of layers over tokens: y [B, T, out], x [B, T, in]."""
+    """Tap of layers over tokens: y [B, T, out], and a_right [B, T, G k], [A_i, 1] R of the layer's input."""
 
     @staticmethod
-    def forward(ctx, y, x, squares, sums, one_hot, rows, places, signs, right, has_bias):
-        ctx.save_for_backward(x, one_hot, rows, places, signs, right)
-        ctx.has_bias = has_bias
+    def forward(ctx, y, a_right, squares, sums, one_hot, rows, places, signs):
+        ctx.save_for_backward(a_right, one_hot, rows, places, signs)
         return y.view_as(y)
 
     @staticmethod
     def backward(ctx, dy):
-        x, one_hot, rows, places, signs, right = ctx.saved_tensors
-        right, tokens = right.to(x.dtype), x.flatten(0, 1)
-        a_right = torch.addmm(right[-1], tokens, right[:-1]) if ctx.has_bias else tokens @ right[:-1]
-        a_right = a_right.unflatten(0, x.shape[:2])  # [B, T, G k]
+        a_right, one_hot, rows, places, signs = ctx.saved_tensors
         most = len(dy)
         if dy.device.type == "cpu":
             most = max(1, _IN_CACHE // (a_right.shape[2] * dy.shape[2]))
@@ -188,18 +187,19 @@ class SketchTap(Function):
             squares = torch.cat([part for part, _ in found])
             for _, part in found[1:]:
                 of_bins += part
-        of_bins = of_bins.view(-1, len(rows), a_right.shape[2] // len(rows), dy.shape[2])  # [K, G, k, out]
-        folded = (of_bins[..., places] * signs).unflatten(-1, (-1, FOLDED_ROWS)).sum(-2)  # [K, G, k, m]
-        return dy, None, squares.T, folded.flatten(2).transpose(0, 1), None, None, None, None, None, None
+        of_bins = of_bins.view(-1, dy.shape[2])  # [K G k, out]
+        folded = (of_bins.index_select(1, places) * signs).unflatten(1, (-1, FOLDED_ROWS)).sum(1)  # [K G k, m]
+        folded = folded.view(one_hot.shape[1], len(rows), -1).transpose(0, 1)  # [G, K, k m]
+        return dy, None, squares.T, folded, None, None, None, None
 
 
 def _one_sided(a_right: Tensor, dy: Tensor, one_hot: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Squared norms [B, G] of D_i^T [A_i, 1] R in every geometry, and their sums by bin [1, K, G k out]."""
+    """Squared norms [B, G] of D_i^T [A_i, 1] R in every geometry, and their sums by bin [K, G k out]."""
     one_sided = (a_right.mT @ dy).unflatten(1, (len(rows), -1))  # [B, G, k, out]
     if len(rows) > 1:
         one_sided[:, 1:].mul_(rows[1:, None])
     squares = torch.linalg.vector_norm(one_sided.flatten(2), dim=2, dtype=rows.dtype).square()
-    return squares, _full_product(one_hot.T[None].to(one_sided.dtype), one_sided.flatten(1)[None])
+    return squares, _full_product(one_hot.T.to(one_sided.dtype), one_sided.flatten(1))
 
 
 class SmallTap(Function):
@@ -217,8 +217,10 @@ class SmallTap(Function):
         d = _full(dy).mT  # [B, out, T]
         bias = d.sum(2, keepdim=True) if ctx.has_bias else torch.zeros_like(d[:, :, :1])
         gradient = torch.cat((d @ _full(x), bias), dim=2)  # [B, out, in + 1]
-        squares = torch.einsum("boi,go,gi->gb", gradient.square(), rows.square(), columns.square())
-        return dy, None, squares, _by_bin(one_hot, gradient[None])[0], None, None, None, None
+        factors = (rows[:, :, None] * columns[:, None]).flatten(1)  # [G, out (in + 1)]
+        flat = gradient.flatten(1)
+        squares = factors.square() @ flat.square().T  # [G, B]
+        return dy, None, squares, (one_hot.T @ flat).view(-1, *gradient.shape[1:]), None, None, None, None
 
 
 class GainTap(Function):
@@ -272,10 +274,18 @@ class SketchedLinear(TappedLinear):
         if self.switch.mode != MEASURED:
             return F.linear(x, self.weight, self.bias)
         x = _cast_by_autocast(x)
+        projected = self._projected(x)
         return SketchTap.apply(
-            F.linear(x, self.weight, self.bias), x, self.squares, self.sums, self.switch.one_hot, self.rows,
-            self.fold.places, self.fold.signs, self.right, self.bias is not None,
+            F.linear(x, self.weight, self.bias), projected, self.squares, self.sums, self.switch.one_hot, self.rows,
+            self.fold.places, self.fold.signs,
         )  # fmt: skip
+
+    @torch.no_grad()
+    def _projected(self, x: Tensor) -> Tensor:
+        """[A_i, 1] R of the input [B, T, in], now and not in backward, since the layer has it in the cache now."""
+        right, tokens = self.right.to(x.dtype), x.flatten(0, 1)
+        found = tokens @ right[:-1] if self.bias is None else torch.addmm(right[-1], tokens, right[:-1])
+        return found.unflatten(0, x.shape[:2])
 
 
 class SmallLinear(TappedLinear):
