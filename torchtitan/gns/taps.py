@@ -129,14 +129,11 @@ class VectorTap(Function):
     def backward(ctx, dy):
         x, one_hot, rows, columns, left, right, sums = ctx.saved_tensors
         d, a = _full(dy), _full(x)
-        inner = []
-        for geometry, (row, column) in enumerate(zip(rows, columns, strict=True)):
-            d_scaled, a_scaled = (d * row, a * column[:-1]) if geometry else (d, a)
-            of_inputs = a_scaled @ a_scaled.mT
-            if ctx.has_bias:
-                of_inputs += column[-1].square()
-            inner.append(of_inputs.mul_(d_scaled @ d_scaled.mT))
-        gram = torch.stack(inner)  # [G, B, B]
+        d_scaled, a_scaled = d * rows[:, None], a * columns[:, None, :-1]  # [G, B, out], [G, B, in]
+        inputs = a_scaled @ a_scaled.mT
+        if ctx.has_bias:
+            inputs = inputs + columns[:, -1:, None].square()
+        gram = (d_scaled @ d_scaled.mT) * inputs  # [G, B, B]
         found = None
         if ctx.measured:
             a_right = a @ right[:-1]
