@@ -67,15 +67,12 @@ class Projections:
         numbers = range(len(layers))
         over_tokens = [n for n in numbers if isinstance(layers[n], SketchedLinear)]
         vectors = [n for n in numbers if n not in over_tokens]
-        self._signs = [
-            self._attach_signs(layers, chosen, side, columns)
-            for chosen, side, columns in (
-                (over_tokens, "right", sketch_size),
-                (vectors, "left", _LEFT_COLUMNS),
-                (vectors, "right", FOLDED_ROWS * sketch_size // _LEFT_COLUMNS),
-            )
-            if chosen
-        ]
+        groups: tuple[tuple[list[int], Side, int], ...] = (
+            (over_tokens, "right", sketch_size),
+            (vectors, "left", _LEFT_COLUMNS),
+            (vectors, "right", FOLDED_ROWS * sketch_size // _LEFT_COLUMNS),
+        )
+        self._signs = [self._attach_signs(layers, *group) for group in groups if group[0]]
         self._folds = self._attach_folds([layers[n] for n in over_tokens]) if over_tokens else None
         bits = (torch.arange(256)[:, None] >> torch.arange(8)) & 1
         self._byte_signs = (2.0 * bits - 1.0).to(layers[0].rows) if layers else bits

@@ -267,6 +267,9 @@ class VectorLinear(TappedLinear):
 class SketchedLinear(TappedLinear):
     """Linear with a SketchTap. `squares`: probe [G, B]."""
 
+    fold: Fold
+    right: Tensor
+
     def forward(self, x: Tensor) -> Tensor:
         if self.switch.mode != MEASURED:
             return F.linear(x, self.weight, self.bias)
