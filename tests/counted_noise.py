@@ -13,6 +13,7 @@ from torchtitan.distributed.mesh import Layout
 from torchtitan.estimate.fake_cuda.counter import StepCounter
 from torchtitan.estimate.fake_cuda.device import NoFakeCuda, fake_cuda
 from torchtitan.gns.capture import GradientTaps
+from torchtitan.gns.config import GNSConfig
 from torchtitan.models import MODELS
 from torchtitan.models.dit.config import DiTConfig
 
@@ -50,8 +51,8 @@ def count_taps(layers: int, measured: bool) -> dict[str, dict[str, int]]:
         with device:
             model = MODELS["dit"].build(config, SHAPE, kind)
         taps = GradientTaps(
-            model, bin_edges=torch.arange(1, 10) / 10, local_batch_size=IMAGES, sketch_size=8, seed=0, adam=True,
-            device=device,
+            model, bin_edges=torch.arange(1, 10) / 10, local_batch_size=IMAGES, sketch_size=GNSConfig().sketch_size, seed=0,
+            adam=True, device=device,
         )  # fmt: skip
         state = {
             parameter: {"exp_avg_sq": torch.zeros_like(parameter), "step": torch.zeros((), device=device)}

@@ -19,14 +19,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torchtitan import philox
 from torchtitan.distributed.mesh import Layout
 from torchtitan.gns import taps
+from torchtitan.gns.projections import Projections
 from torchtitan.gns.second_moment import AdamFactors
-from torchtitan.gns.taps import FREE, MEASURED, OFF, Scales, TapSwitch
+from torchtitan.gns.taps import FOLDED_ROWS, FREE, MEASURED, OFF, Scales, TapSwitch
 from torchtitan.models.base import DiffusionModel
 from torchtitan.models.converters import convert
 from torchtitan.models.layers import RMSNorm
@@ -37,11 +36,6 @@ GEOMETRIES = ("plain", "adam")
 
 _VECTOR_PARTS = PARTS[:2]
 _PATCH, _TOKEN = PARTS.index("patch"), PARTS.index("token")
-
-# A sketch has more rows than columns: columns cost the time, and at this ratio more rows hardly lessen the error.
-_ROWS_PER_COLUMN = 8
-
-_WORD_BITS = 32
 
 # Gradients of single samples of a narrow layer are kept whole up to this size; above, they are sketched.
 _WHOLE_GRADIENT_SIZE = 2**17
@@ -133,7 +127,7 @@ class GradientTaps:
             model: an initialised model.
             bin_edges: inner edges in t, rising, [K - 1]; bin k holds edges[k - 1] < t <= edges[k].
             local_batch_size: samples per microbatch.
-            sketch_size: k, columns of a sketch; it has 8 k rows.
+            sketch_size: k, columns of a sketch over tokens.
             seed: of the random projections.
             adam: measure in Adam's geometry too.
             device: of compute.
@@ -145,7 +139,7 @@ class GradientTaps:
         self.geometries = GEOMETRIES if adam else GEOMETRIES[:1]
         self._edges = bin_edges.to(device, torch.float32)
         self._batch, self._seed, self._device = local_batch_size, seed, device
-        self._sketch_shape = (_ROWS_PER_COLUMN * sketch_size, sketch_size)
+        self._sketch_size = sketch_size
         self._dtype = torch.promote_types(next(model.parameters()).dtype, torch.float32)
         self._switch = TapSwitch(OFF, torch.zeros(local_batch_size, self.num_bins, device=device, dtype=self._dtype))
         check_measurable(model)
@@ -174,7 +168,7 @@ class GradientTaps:
             return
         if self._factors:
             self._factors.write(optimizer_state, beta2, layout)
-        self._draw_projections(step)
+        self._projections.draw(step)
 
     def begin_microbatch(self, t: Tensor) -> None:
         """Switch the taps on for samples at times t [B]; their places in the batch are those of t."""
@@ -207,12 +201,12 @@ class GradientTaps:
             return
         self._whole_sums["patch"] += patch
         self._whole_sums["token"] += self._take_whole("token", scale)
-        sketches = torch.stack([_take(layer.sums) for layer in self._sketched_layers]).mul_(scale)  # [L, G, K, m, k]
+        sketches = torch.stack([_take(layer.sums) for layer in self._sketched_layers]).mul_(scale)  # [L, G, K, m k]
         self._sketch_sums += sketches
         # Pairs of one microbatch are known exactly: these replace their sketches.
         step.corrections[: len(_VECTOR_PARTS)] += products
         for index, part in enumerate(_VECTOR_PARTS):
-            step.corrections[index] -= _inner_products(sketches[self._places[part]].flatten(3)).sum(0)
+            step.corrections[index] -= _inner_products(sketches[self._places[part]]).sum(0)
 
     def end_step(self) -> StepSums:
         """Reduce the sums over all ranks, the same on every rank, and reset; collective."""
@@ -276,7 +270,7 @@ class GradientTaps:
                 layer.sums = probe(bins, rows, columns)
                 self._whole[parts[name]].append(name)
             else:
-                layer.sums = probe(geometries, bins, *self._sketch_shape)
+                layer.sums = probe(geometries, bins, FOLDED_ROWS * self._sketch_size)
                 self._sketched[parts[name]].append(name)
             vector = isinstance(layer, taps.VectorLinear | taps.TappedEmbedding)
             setattr(layer, "gram" if vector else "squares", self._probes[parts[name]])
@@ -290,20 +284,14 @@ class GradientTaps:
         self._places = {
             part: slice(end - len(self._sketched[part]), end) for part, end in zip(PARTS, ends, strict=True)
         }
-        self._projections = []
-        for side, other, size in zip(("left", "right"), ("rows", "columns"), self._sketch_shape, strict=True):
-            lines = [getattr(layer, other).shape[1] for layer in self._sketched_layers]
-            projection = torch.zeros(sum(lines), len(self.geometries), size, device=self._device, dtype=self._dtype)
-            scales = torch.full((len(self.geometries), sum(lines)), size**-0.5, device=self._device, dtype=self._dtype)
-            self._projections.append((projection, scales))
-            for layer, part in zip(self._sketched_layers, projection.split(lines), strict=True):
-                alone = side == "left" and isinstance(layer, taps.SketchedLinear)
-                setattr(layer, side, part[:, 0] if alone else part.flatten(1))
         names += [name for part in PARTS for name in self._whole[part]]
         self._factors = None
         if len(self.geometries) > 1:
             self._factors = AdamFactors([self._layers[name] for name in names], [self._scales[name] for name in names])
-        sketches = (len(self._sketched_layers), len(self.geometries), self.num_bins, *self._sketch_shape)
+        self._projections = Projections(
+            self._sketched_layers, self._sketch_size, len(self.geometries), self._seed, self._factors
+        )
+        sketches = (len(self._sketched_layers), len(self.geometries), self.num_bins, FOLDED_ROWS * self._sketch_size)
         whole = {part: (self.num_bins, sum(self._layers[name].sums[0].numel() for name in self._whole[part])) for part in PARTS}
         sizes = [math.prod(sketches), *(math.prod(shape) for shape in whole.values())]
         # What is summed over the ranks on a measured step.
@@ -311,30 +299,6 @@ class GradientTaps:
         of_sketches, *of_whole = self._flat.split(sizes)
         self._sketch_sums = of_sketches.view(sketches)
         self._whole_sums = {part: sums.view(whole[part]) for part, sums in zip(PARTS, of_whole, strict=True)}
-        bits = (torch.arange(256, device=self._device)[:, None] >> torch.arange(8, device=self._device)) & 1
-        self._byte_signs = 2.0 * bits.to(self._dtype) - 1.0
-
-    def _draw_projections(self, step: int) -> None:
-        """Fresh signs for every row and column of every sketched layer: the bits of random words."""
-        words_per_line = [-(-size // _WORD_BITS) for size in self._sketch_shape]
-        counts = [
-            len(side) * words for layer in self._sketched_layers
-            for side, words in zip((layer.left, layer.right), words_per_line, strict=True)
-        ]  # fmt: skip
-        blocks = -(-sum(counts) // 4)
-        indices = torch.arange(step * blocks, (step + 1) * blocks, device=self._device)
-        words = philox.random_words(self._seed, "gns_projection", indices, 4).flatten()[: sum(counts)]
-        drawn = words.to(torch.int32).split(counts)
-        first = 0
-        for (projection, scales), of_side in zip(self._projections, (drawn[0::2], drawn[1::2]), strict=True):
-            lines, _, size = projection.shape
-            if self._factors:
-                torch.mul(self._factors.values[first : first + lines], size**-0.5, out=scales[-1])
-                first += self._factors.num_rows
-            # Looked up byte by byte, which takes a third of the time of shifting bits.
-            drawn_bytes = torch.cat(of_side).view(lines, -1).view(torch.uint8)[:, : -(-size // 8)]
-            signs = F.embedding(drawn_bytes.int(), self._byte_signs).flatten(1)[:, :size]
-            torch.mul(signs[:, None], scales.T[..., None], out=projection)
 
     def _take_whole(self, part: str, scale: float) -> Tensor:
         """Take this microbatch's sums for layers with whole gradients in a part, [K, elements]."""
@@ -352,7 +316,7 @@ class GradientTaps:
 
     def _write_products_of_sums(self, out: Tensor) -> None:
         """Write the inner products of all bins' sums over the step, [P, G, K, K]."""
-        sketched = _inner_products(self._sketch_sums.flatten(3))  # [L, G, K, K]
+        sketched = _inner_products(self._sketch_sums)  # [L, G, K, K]
         for index, part in enumerate(PARTS):
             torch.sum(sketched[self._places[part]], 0, out=out[index])
             if self._whole[part]:

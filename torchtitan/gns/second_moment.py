@@ -70,6 +70,11 @@ class AdamFactors:
         self._step_of_none = torch.ones((), device=device)
         self.values = torch.zeros(self.num_rows + num_columns, dtype=dtype, device=device)
 
+    def places(self, layer: int, rows: bool) -> Tensor:
+        """Places of a layer's rows, or of its columns, in `values`, int64 [rows] or [columns]."""
+        before = sum(self._rows[:layer]) if rows else self.num_rows + sum(self._columns[:layer])
+        return before + torch.arange((self._rows if rows else self._columns)[layer])
+
     @torch.no_grad()
     def write(self, state: dict[Tensor, dict], beta2: float, layout: Layout) -> None:
         """Write 1 / sqrt(v) of the optimizer's present state into every layer's last geometry; collective when sharded.

@@ -267,7 +267,7 @@ class RatioMoments:
     @classmethod
     def of(cls, values: Tensor) -> Self:
         """Ratios of one step, from numerators and weights [..., m, 2]."""
-        return cls(values, torch.einsum("...ia,...jb->...iajb", values, values))
+        return cls(values, values[..., None, None] * values[..., None, None, :, :])
 
     def __add__(self, other: Self) -> Self:
         return type(self)(self.first + other.first, self.second + other.second)

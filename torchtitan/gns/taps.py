@@ -13,8 +13,9 @@ gradient's elements; the first geometry has factor 1):
     vector    T = 1: inner products of all pairs of samples, (D D^T) * (A A^T + 1)
     small     the gradients themselves, summed by timestep bin, and their squared norms
     sketch    L^T D_i^T [A_i, 1] R, L and R random signs over the roots of their m and k columns, summed by bin: inner
-              products of sketches are unbiased for those of the gradients; and the squared norms of D_i^T [A_i, 1] R,
-              unbiased too, so that L is multiplied once per bin instead of once per sample
+              products of sketches are unbiased for those of the gradients. Over tokens, squared norms are those of
+              D_i^T [A_i, 1] R, unbiased too, so that L^T is multiplied once per bin instead of once per sample; and it
+              folds the rows onto FOLDED_ROWS sums (see Fold) instead of multiplying all by signs
 
 All in units of the gradient given to backward, in float32. A sketch reads its inputs as they are, in bfloat16 where the run
 computes in it: its products are accumulated in float32, and those before the last rounded to that dtype.
@@ -32,8 +33,11 @@ from torchtitan.models.layers import RMSNorm, layer_norm, rms_norm
 
 OFF, FREE, MEASURED = 0, 1, 2
 
+# Rows of a sketch over tokens. More hardly lessen the error, and cost nothing but their sums over the ranks.
+FOLDED_ROWS = 256
+
 # A host multiplies samples on one side as many at a time as stay in its cache: elements.
-_IN_CACHE = 2**18
+_IN_CACHE = 2**20
 
 
 @dataclass
@@ -62,6 +66,25 @@ class Scales:
     columns: Tensor
 
 
+@dataclass
+class Fold:
+    """Random fold of a layer's n rows onto FOLDED_ROWS sums: block after block of rows, each rotated by a random number of
+    places, is added to them with random signs.
+
+    Two rows meet with a probability of 1 / FOLDED_ROWS at most, and those of one block never, so that inner products are
+    unbiased, and vary no more than with as many columns of independent signs for every row.
+
+    Attributes:
+        places: row in every place, int64 [blocks FOLDED_ROWS]; any row where there is none.
+        signs: 1 or -1, 0 in places without a row.
+
+    Source: count sketches, Charikar, Chen and Farach-Colton, "Finding frequent items in data streams", 2002.
+    """
+
+    places: Tensor
+    signs: Tensor
+
+
 def _full(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
@@ -75,16 +98,16 @@ def _cast_by_autocast(x: Tensor) -> Tensor:
 
 
 def _full_product(left: Tensor, right: Tensor) -> Tensor:
-    """Batched product of matrices of one dtype, summed and returned in float32 at least."""
+    """Product of matrices of one dtype, summed and returned in float32 at least."""
     if left.device.type == "cpu" or left.dtype not in (torch.bfloat16, torch.float16):
         return _full(left) @ _full(right)
-    return torch.bmm(left, right, out_dtype=torch.float32)  # which a CPU does not have
+    return torch.bmm(left[None], right[None], out_dtype=torch.float32)[0]  # which a CPU does not have
 
 
 def _outer(left: Tensor, right: Tensor, sums: Tensor) -> Tensor:
-    """Sketch [G, B, m, k] of every rank-one gradient, from its sides [B, G m] and [B, G k]."""
+    """Sketch [G, B, m k] of every rank-one gradient, from its sides [B, G m] and [B, G k]."""
     left, right = (side.unflatten(-1, (len(sums), -1)) for side in (left, right))
-    return torch.einsum("bgm,bgk->gbmk", left, right)
+    return torch.einsum("bgm,bgk->gbmk", left, right).flatten(2)
 
 
 def _by_bin(one_hot: Tensor, per_sample: Tensor) -> Tensor:
@@ -142,46 +165,38 @@ class EmbeddingTap(Function):
 
 
 class SketchTap(Function):
-    """Tap of layers over tokens: y [B, T, out], x [B, T, in]."""
+    """Tap of layers over tokens: y [B, T, out], and a_right [B, T, G k], [A_i, 1] R of the layer's input."""
 
     @staticmethod
-    def forward(ctx, y, x, squares, sums, one_hot, rows, left, right, has_bias):
-        ctx.save_for_backward(x, one_hot, rows, left, right, sums)
-        ctx.has_bias = has_bias
+    def forward(ctx, y, a_right, squares, sums, one_hot, rows, places, signs):
+        ctx.save_for_backward(a_right, one_hot, rows, places, signs)
         return y.view_as(y)
 
     @staticmethod
     def backward(ctx, dy):
-        x, one_hot, rows, left, right, sums = ctx.saved_tensors
-        geometries, _, _, columns = sums.shape
-        right, tokens = right.to(x.dtype), x.flatten(0, 1)
-        a_right = torch.addmm(right[-1], tokens, right[:-1]) if ctx.has_bias else tokens @ right[:-1]
-        a_right = a_right.unflatten(0, x.shape[:2])  # [B, T, G k]
+        a_right, one_hot, rows, places, signs = ctx.saved_tensors
         most = len(dy)
         if dy.device.type == "cpu":
             most = max(1, _IN_CACHE // (a_right.shape[2] * dy.shape[2]))
-        found = [
-            _one_sided(*part, rows, columns)
-            for part in zip(a_right.split(most), dy.split(most), one_hot.split(most), strict=True)
-        ]
+        found = [_one_sided(*part, rows) for part in zip(a_right.split(most), dy.split(most), one_hot.split(most), strict=True)]
         squares, of_bins = found[0]  # the only one on a device
         if len(found) > 1:
             squares = torch.cat([part for part, _ in found])
             for _, part in found[1:]:
                 of_bins += part
-        # The second side's product is one per bin, not one per sample.
-        sketches = of_bins.view(-1, dy.shape[-1]) @ left  # [K G k, m]
-        sketches = sketches.view(-1, geometries, columns, left.shape[1]).transpose(0, 1)  # [G, K, k, m]
-        return dy, None, squares.T, sketches.mT, None, None, None, None, None
+        of_bins = of_bins.view(-1, dy.shape[2])  # [K G k, out]
+        folded = (of_bins.index_select(1, places) * signs).unflatten(1, (-1, FOLDED_ROWS)).sum(1)  # [K G k, m]
+        folded = folded.view(one_hot.shape[1], len(rows), -1).transpose(0, 1)  # [G, K, k m]
+        return dy, None, squares.T, folded, None, None, None, None
 
 
-def _one_sided(a_right: Tensor, dy: Tensor, one_hot: Tensor, rows: Tensor, columns: int) -> tuple[Tensor, Tensor]:
-    """Squared norms [B, G] of D_i^T [A_i, 1] R in every geometry, and their sums by bin [1, K, G k out]."""
-    one_sided = (a_right.mT @ dy).unflatten(1, (len(rows), columns))  # [B, G, k, out]
+def _one_sided(a_right: Tensor, dy: Tensor, one_hot: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Squared norms [B, G] of D_i^T [A_i, 1] R in every geometry, and their sums by bin [K, G k out]."""
+    one_sided = (a_right.mT @ dy).unflatten(1, (len(rows), -1))  # [B, G, k, out]
     if len(rows) > 1:
         one_sided[:, 1:].mul_(rows[1:, None])
     squares = torch.linalg.vector_norm(one_sided.flatten(2), dim=2, dtype=rows.dtype).square()
-    return squares, _full_product(one_hot.T[None].to(one_sided.dtype), one_sided.flatten(1)[None])
+    return squares, _full_product(one_hot.T.to(one_sided.dtype), one_sided.flatten(1))
 
 
 class SmallTap(Function):
@@ -199,8 +214,10 @@ class SmallTap(Function):
         d = _full(dy).mT  # [B, out, T]
         bias = d.sum(2, keepdim=True) if ctx.has_bias else torch.zeros_like(d[:, :, :1])
         gradient = torch.cat((d @ _full(x), bias), dim=2)  # [B, out, in + 1]
-        squares = torch.einsum("boi,go,gi->gb", gradient.square(), rows.square(), columns.square())
-        return dy, None, squares, _by_bin(one_hot, gradient[None])[0], None, None, None, None
+        factors = (rows[:, :, None] * columns[:, None]).flatten(1)  # [G, out (in + 1)]
+        flat = gradient.flatten(1)
+        squares = factors.square() @ flat.square().T  # [G, B]
+        return dy, None, squares, (one_hot.T @ flat).view(-1, *gradient.shape[1:]), None, None, None, None
 
 
 class GainTap(Function):
@@ -224,8 +241,8 @@ class TappedLinear(nn.Linear):
 
     The installer gives it the tensors that its tap needs, float32 on the device of compute, each under its name:
     `rows` [G, out] and `columns` [G, in + 1] (see Scales), `left` [out, G m] and `right` [in + 1, G k] (projections
-    times these factors; over tokens `left` is [out, m], the projection alone), and the probes, which require a gradient:
-    `sums` [G, K, m, k] where sketches are taken.
+    times these factors; over tokens there is a `fold` instead of `left`), and the probes, which require a gradient:
+    `sums` [G, K, m k] where sketches are taken.
     """
 
     def __init__(self, linear: nn.Linear, switch: TapSwitch) -> None:
@@ -250,14 +267,25 @@ class VectorLinear(TappedLinear):
 class SketchedLinear(TappedLinear):
     """Linear with a SketchTap. `squares`: probe [G, B]."""
 
+    fold: Fold
+    right: Tensor
+
     def forward(self, x: Tensor) -> Tensor:
         if self.switch.mode != MEASURED:
             return F.linear(x, self.weight, self.bias)
         x = _cast_by_autocast(x)
+        projected = self._projected(x)
         return SketchTap.apply(
-            F.linear(x, self.weight, self.bias), x, self.squares, self.sums, self.switch.one_hot, self.rows, self.left,
-            self.right, self.bias is not None,
+            F.linear(x, self.weight, self.bias), projected, self.squares, self.sums, self.switch.one_hot, self.rows,
+            self.fold.places, self.fold.signs,
         )  # fmt: skip
+
+    @torch.no_grad()
+    def _projected(self, x: Tensor) -> Tensor:
+        """[A_i, 1] R of the input [B, T, in], now and not in backward, since the layer has it in the cache now."""
+        right, tokens = self.right.to(x.dtype), x.flatten(0, 1)
+        found = tokens @ right[:-1] if self.bias is None else torch.addmm(right[-1], tokens, right[:-1])
+        return found.unflatten(0, x.shape[:2])
 
 
 class SmallLinear(TappedLinear):
@@ -301,12 +329,16 @@ class TappedNorm(nn.Module):
         self.rms = isinstance(norm, RMSNorm)
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self._norm(x, self.weight)
         if self.switch.mode != MEASURED:
-            return y
-        with torch.no_grad():
-            normed = self._norm(x, None)
-        return GainTap.apply(y, normed, self.squares, self.sums, self.switch.one_hot, self.rows, self.columns)
+            return self._norm(x, self.weight)
+        if self.rms and x.device.type == "cpu" and x.dtype == self.weight.dtype == _full(x).dtype:
+            normed = self._norm(x, None)  # what the norm with a gain computes too, where it is not one kernel
+            y = normed * self.weight
+        else:
+            y = self._norm(x, self.weight)
+            with torch.no_grad():
+                normed = self._norm(x, None)
+        return GainTap.apply(y, normed.detach(), self.squares, self.sums, self.switch.one_hot, self.rows, self.columns)
 
     def _norm(self, x: Tensor, gain: Tensor | None) -> Tensor:
         return (rms_norm if self.rms else layer_norm)(x, gain, self.eps)
