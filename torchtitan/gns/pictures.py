@@ -74,7 +74,6 @@ def _say_why_empty(axes, reason: str = "too early to say") -> None:
 def _draw_bins(
     axes, bounds: list[float], found: BinEstimates, composite: list[float], batch_size: int, estimator: str
 ) -> None:
-
     middles = [0.5 * (low + high) for low, high in itertools.pairwise(bounds)]
     for middle, low, high, value, lower, upper in zip(
         middles, bounds, bounds[1:], found.b_simple.tolist(), found.lower.tolist(), found.upper.tolist(), strict=False
