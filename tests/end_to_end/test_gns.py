@@ -17,6 +17,8 @@ from torchtitan.gns.raw_sums import raw_files, read_sums
 from torchtitan.training.config import LRSchedulerConfig
 from torchtitan.training.lr_scheduler import lr_factor
 
+# Step of the checkpoint from which a run resumes. Intervals count in steps of the first batch: the grown run needs fewer.
+CHECKPOINTS = {"killed measured": CHECKPOINT_INTERVAL, "killed grown": 14, "killed allocated": CHECKPOINT_INTERVAL}
 LAYOUTS = {1: {"replicas": 1, "shards": 1}, 2: {"replicas": 2, "shards": 1}}
 SCHEDULE = LRSchedulerConfig(warmup_steps=5, decay_type="cosine")  # of every run
 RANKS = ["--gns.rank_gradients", "true"]
@@ -64,7 +66,7 @@ def folder(request, tmp_path_factory) -> Path:
         run_on_ranks("tests.end_to_end.gns_runs:abandon", ranks, {"folder": str(path), "runs": killed})
     for run in killed:
         checkpoints = [found.name for found in (path / run["name"] / "checkpoint").iterdir()]
-        assert checkpoints == [f"step-{CHECKPOINT_INTERVAL:08d}"] and not (path / run["name"] / "summary.json").exists()
+        assert checkpoints == [f"step-{CHECKPOINTS[run['name']]:08d}"] and not (path / run["name"] / "summary.json").exists()
     straight = [{"name": name, **run} for name, run in (runs_of(ranks) | unmeasured_of(ranks)).items()]
     run_on_ranks("tests.end_to_end.gns_runs:complete", ranks, {"folder": str(path), "runs": straight + killed})
     return path
@@ -113,7 +115,7 @@ def same_tensors(run: Path, other: Path, without: str = "none") -> bool:
 
 @pytest.mark.parametrize("name", ["measured", "allocated", "grown"])
 def test_killed_between_measured_steps_and_resumed_run_equals_straight_run_bit_for_bit(folder, name):
-    assert CHECKPOINT_INTERVAL % MEASURED_EVERY and STEPS % MEASURED_EVERY
+    assert CHECKPOINTS[f"killed {name}"] % MEASURED_EVERY and STEPS % MEASURED_EVERY
     straight, killed = folder / name, folder / f"killed {name}"
     assert curve(killed) == curve(straight)
     assert same_tensors(killed, straight)
@@ -134,7 +136,7 @@ def test_killed_between_measured_steps_and_resumed_run_equals_straight_run_bit_f
 def test_batch_grows_on_both_sides_of_the_kill_and_the_images_stay_as_many(folder):
     logged = [point for point in points(folder / "killed grown") if "grad_norm" in point]
     sizes = [point["global_batch_size"] for point in logged]
-    assert sizes[0] == 4 and 4 < sizes[CHECKPOINT_INTERVAL - 1] < max(sizes) and sizes[:-1] == sorted(sizes[:-1])
+    assert sizes[0] == 4 and 4 < sizes[CHECKPOINTS["killed grown"] - 1] < max(sizes) and sizes[:-1] == sorted(sizes[:-1])
     assert [point["n_images_seen"] for point in logged] == [sum(sizes[: n + 1]) for n in range(len(sizes))]
     assert sum(sizes) == 240
     done = [sum(sizes[:n]) / 4 for n in range(len(sizes))]  # in steps of the first batch

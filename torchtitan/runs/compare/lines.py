@@ -41,20 +41,21 @@ def group_lines(
         return Series(tuple(map(run.images_at, series.steps)), series.values) if over_images else series
 
     def line(series: Series, name: str, **style: Any) -> Line:
-        return Line(list(zip(series.steps, series.values, strict=True)), number, name, **style)
+        points = [(float(place), value) for place, value in zip(series.steps, series.values, strict=True)]
+        return Line(points, number, name, **style)
 
     if len(raw) == 1:
         run, series = raw[0]
         lines = [line(placed(run, series), f"{run.name}, as logged", faint=True)] if smoothing and faint_raw else []
         intervals = series.running_intervals(smoothing, MOST_POINTS) if window_band else []
-        band = [(run.images_at(step) if over_images else step, one.lower, one.upper) for step, one in intervals]
+        band = [(float(run.images_at(step) if over_images else step), one.lower, one.upper) for step, one in intervals]
         return [*lines, line(placed(run, series.smoothed(smoothing)), run.name, marked=marked, band=band)]
     smooth = [placed(run, series.smoothed(smoothing)) for run, series in raw]
     lines = [line(series, run.name, faint=True, marked=marked) for (run, _), series in zip(raw, smooth, strict=True)]
     mean = align(smooth, rates=isinstance(tag, str) and tag.startswith(_RATES))
     if mean:
-        band = [(place, one.lower, one.upper) for place, one in mean]
-        points = [(place, one.value) for place, one in mean]
+        band = [(float(place), one.lower, one.upper) for place, one in mean]
+        points = [(float(place), one.value) for place, one in mean]
         lines.append(Line(points, number, f"{group.name}, mean", band=band, marked=marked))
     return lines
 
