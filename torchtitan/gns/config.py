@@ -27,7 +27,7 @@ class GNSConfig:
         8, "steps between measured steps, with sketches of all layers", ge=1, applies=_TAPPED, trajectory=False
     )
     sketch_size: int = setting(
-        4, "columns of a layer's random sketch over tokens: more of them, less error, more time",
+        6, "columns of a layer's random sketch over tokens: more of them, less error, more time",
         ge=1, le=32, applies=_TAPPED,
         trajectory=False,
     )
