@@ -6,8 +6,8 @@ shortest loop that trains the same model with the same optimizer, clipping and E
 trainer, ...) in one process, and the difference is taken pair by pair, in milliseconds: it does not depend on the model,
 as a ratio does. Operations are torch's, views and what NumPy draws on a CPU left out, counted in a separate step of each;
 peak memory is that of a separate process for each. With --against, blocks of pairs alternate with blocks of another checkout
-of this repository, each in a process of its own, and the ratio of the two overheads is taken block by block: it depends less
-on what else the machine does. Writes benchmarks/results/trainer_overhead.json.
+of this repository, each in a separate process, and the ratio of the two overheads is taken block by block, which cancels slow
+changes of the machine's load. Writes benchmarks/results/trainer_overhead.json.
 """
 
 import argparse

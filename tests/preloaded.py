@@ -1,9 +1,8 @@
 """Work of every run's start, done once by the server that forked processes are forks of; see tests.forked."""
 
 import gc
+import importlib
 
-import matplotlib.backends.backend_agg  # noqa: F401
-import pyarrow.parquet  # noqa: F401
 from PIL import Image
 
 from torchtitan.config.job import load_config
@@ -11,6 +10,8 @@ from torchtitan.data import dataset_info
 from torchtitan.models.flops import check_macs
 from torchtitan.runs.network import network_on_meta
 
+for name in ("matplotlib.backends.backend_agg", "pyarrow.parquet"):  # which runs import when they first need them
+    importlib.import_module(name)
 Image.init()
 config = load_config(["--data.name", "synthetic"], 1)  # makes the schemas
 check_macs(network_on_meta(config, dataset_info(config.data)), config.model.name)  # fills torch's tables of operations

@@ -235,11 +235,15 @@ def _rounds_by_numpy(counter: Sequence[np.ndarray], keys: np.ndarray) -> tuple[n
 
 
 def _two_rounds(counter: Sequence[np.ndarray], keys: np.ndarray) -> tuple[np.ndarray, ...]:
-    """Two rounds, in which blocks and indices do not meet: their words are as many as they are.
+    """Apply the first two rounds without combining arrays of blocks with arrays of indices, which have different shapes.
+
+    Args:
+        counter, keys: as of `_rounds_by_numpy`.
 
     Returns:
-        two uint64 arrays whose exclusive or is word 0, two of word 2, and words 1 and 3, uint32. With the first and the
-        last word of the counter of blocks, the first, fourth and fifth are of blocks, the others of indices.
+        uint64 arrays a, b, c, d and uint32 arrays w1, w3: word 0 is a ^ b, word 2 is c ^ d, words 1 and 3 are w1 and w3. If words
+        0 and 3 of the counter have the shape of blocks and words 1 and 2 that of indices, a, d and w1 have the shape of blocks,
+        b, c and w3 that of indices.
     """
     word_0, word_1, word_2, word_3 = counter
     product_0, product_2 = word_0 * _MULTIPLIERS[0], word_2 * _MULTIPLIERS[1]

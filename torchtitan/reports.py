@@ -33,6 +33,7 @@ from torchtitan.runs.previews import PAGE_FILE, save_previews, write_page
 from torchtitan.settings.record import effective
 from torchtitan.summary import RunSummary
 from torchtitan.supervision.phases import Phases
+from torchtitan.training.batch_ramp import completed
 from torchtitan.training.clock import ClockTotals, RunClock
 from torchtitan.training.clock_records import recovered
 from torchtitan.training.hardware import (
@@ -248,14 +249,12 @@ class Reports:
             found = gns.metrics()
             shown = {tag: value for tag, value in found.items() if tag.rpartition("/")[2] in _SHOWN_OF_THE_NOISE}
             self._log.write(state.step, shown, {tag: value for tag, value in found.items() if tag not in shown})
-            last = state.last_step
-            factor = state.batch_size // self._config.training.global_batch_size
-            before = (state.progress - factor) // config.log_interval * config.log_interval
-            if last or state.progress // config.picture_interval > before // config.picture_interval:
+            logged_before = state.progress_before // config.log_interval * config.log_interval
+            if state.last_step or completed(config.picture_interval, logged_before, state.progress):
                 with self._outputs.attempt("the picture of the noise scale", self._noise_scale):
                     if picture := gns.draw(self._noise_points.read(), state.batch_size):
                         self._write_picture(self._noise_scale, picture)
-                        if last:
+                        if state.last_step:
                             self._log.write_image(state.step, "gns", picture)
 
     def validate(self) -> None:

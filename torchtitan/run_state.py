@@ -25,10 +25,7 @@ from torchtitan.data import DATASETS, dataset_info
 from torchtitan.data.base import Batch, DatasetError
 from torchtitan.diffusion.objective import LossTerms
 from torchtitan.diffusion.objectives import build_objective
-from torchtitan.diffusion.timesteps.one_bin_per_microbatch import BinPureTimesteps
-from torchtitan.diffusion.timesteps.registry import SamplerOf
 from torchtitan.diffusion.timesteps.sampler import GlobalBatch
-from torchtitan.diffusion.timesteps.shares import AllocatedTimesteps
 from torchtitan.distributed.collectives import from_first_rank, group_for_work
 from torchtitan.distributed.kernel_choices import check_attention, kernel_choices
 from torchtitan.distributed.mesh import Layout, init_process_group
@@ -42,10 +39,9 @@ from torchtitan.evaluation.image_sets import DatasetImages
 from torchtitan.evaluation.sample_metrics import SampleMetrics
 from torchtitan.files.remote_path import AnyPath
 from torchtitan.files.weight_files import saved_buffers
-from torchtitan.gns.capture import GradientTaps, check_measurable
+from torchtitan.gns.capture import check_measurable
 from torchtitan.gns.config import bin_edges
-from torchtitan.gns.monitor import GNSMonitor
-from torchtitan.gns.rank_monitor import RankMonitor
+from torchtitan.gns.of_run import build_monitor, build_taps, sampler_of_bins
 from torchtitan.models.adapters.adapters import draw_adapter_dropout, trained_parameters
 from torchtitan.models.adapters.flops import training_flops
 from torchtitan.models.adapters.frozen_network import quantized_kind
@@ -69,7 +65,7 @@ from torchtitan.runs.network import (
 from torchtitan.runs.portable import RECORD, data_record
 from torchtitan.runs.status import remove_status
 from torchtitan.settings.record import effective
-from torchtitan.training.batch_ramp import ramp_factor
+from torchtitan.training.batch_ramp import largest_growth, ramp_factor
 from torchtitan.training.buckets import images_of_shapes
 from torchtitan.training.clock import ClockTotals
 from torchtitan.training.corrupt_images import CorruptImages
@@ -132,13 +128,15 @@ class RunState:
         edges = sampler_of = taps = None
         if config.gns.enable:
             edges = bin_edges(config.gns, config.objective)
-            sampler_of = self._sampler_of_bins(edges)
+            training = config.training
+            microbatches = microbatches_per_step(training.global_batch_size, training.local_batch_size, layout.data_ranks)
+            sampler_of = sampler_of_bins(config.gns, edges, microbatches)
         self.objective = build_objective(config.objective, config.debug.seed, sampler_of).to(layout.device)
         self.checkpointer = Checkpointer(self.folder.checkpoints, config.checkpoint, layout.rank)
         resumed_step = self.checkpointer.find() if config.checkpoint.enable else None
         self.model, shards = self._build_model(new=resumed_step is None)
         if edges is not None and config.gns.single_pass:
-            taps = self._build_taps(edges)
+            taps = build_taps(config, self.model, edges, layout)
         if config.float8.enable:
             convert_to_float8(self.model, config.float8)
         self.train_module = parallelize(
@@ -180,7 +178,12 @@ class RunState:
             pin_memory=layout.device.type == "cuda",
             on_unreadable=self.corrupt_images.record,
         )
-        self.gns = None if edges is None else self._build_gns(edges, taps)
+        self.gns = None
+        if edges is not None:
+            self.gns = build_monitor(
+                config, self.objective, edges, taps, self.train_module, layout, self.folder.path,
+                microbatches=self.data.microbatches_per_step,
+            )  # fmt: skip
         param_dtype = config.training.mixed_precision_param
         self._precision = compute_context(param_dtype, layout.device, layout.sharded)
         self.bin_edges = self._bin_edges(config.metrics.loss_bins)
@@ -210,15 +213,19 @@ class RunState:
     def batch_factor(self) -> int:
         """Batch factor: multiple of training.global_batch_size in the next step; above 1 once the batch has grown."""
         training = self.config.training
-        wanted = self.gns.batch_factor if self.gns else 1
-        if training.double_batch_after:
-            wanted = ramp_factor(training.double_batch_after, self.progress * training.global_batch_size)
-        return min(wanted, self.config.training.steps - self.progress)
+        measured = self.gns.batch_factor if self.gns else 1
+        of_ramp = ramp_factor(training.double_batch_after, self.progress * training.global_batch_size)
+        return min(max(measured, of_ramp), training.steps - self.progress)
 
     @property
     def batch_grows(self) -> bool:
         """True if the batch may come to differ from training.global_batch_size."""
-        return bool(self.config.training.double_batch_after) or (self.gns is not None and self.config.gns.grow_batch)
+        return largest_growth(self.config) > 1
+
+    @property
+    def progress_before(self) -> int:
+        """Progress before the last step."""
+        return self.progress - self.batch_size // self.config.training.global_batch_size
 
     @property
     def last_step(self) -> bool:
@@ -443,42 +450,6 @@ class RunState:
         if config.lora.enable:
             add_adapters(model, config, info, device)
         return model.train(), shards
-
-    def _build_taps(self, edges: Tensor) -> GradientTaps:
-        return GradientTaps(
-            self.model,
-            bin_edges=edges,
-            local_batch_size=self.config.training.local_batch_size,
-            sketch_size=self.config.gns.sketch_size,
-            seed=self.config.debug.seed,
-            adam=self.config.optimizer.name != "Muon",
-            device=self.layout.device,
-        )
-
-    def _build_gns(self, edges: Tensor, taps: GradientTaps | None) -> GNSMonitor:
-        config, ranks = self.config.gns, None
-        if config.rank_gradients:
-            ranks = RankMonitor(
-                self.train_module,
-                self.layout,
-                microbatches=self.data.microbatches_per_step,
-                num_bins=len(edges) + 1 if config.bin_pure_microbatches else None,
-                half_life=config.half_life * (1 if config.bin_pure_microbatches else len(edges) + 1),
-            )
-        return GNSMonitor(
-            config, objective=self.objective, edges=edges, taps=taps, ranks=ranks, layout=self.layout,
-            folder=self.folder.path, global_batch_size=self.config.training.global_batch_size,
-        )  # fmt: skip
-
-    def _sampler_of_bins(self, edges: Tensor) -> SamplerOf | None:
-        """Timestep sampler by the bins of `[gns]`, if it differs from the objective's."""
-        config, training = self.config.gns, self.config.training
-        if config.bin_pure_microbatches:
-            parts = microbatches_per_step(
-                training.global_batch_size, training.local_batch_size, self.layout.data_ranks
-            )
-            return partial(BinPureTimesteps, edges=edges, microbatches_per_step=parts)
-        return partial(AllocatedTimesteps, edges=edges) if config.allocate_timesteps else None
 
     def _bin_edges(self, bins: int) -> Tensor:
         quantiles = torch.arange(1, bins, dtype=torch.float64) / bins

@@ -29,7 +29,7 @@ from torchtitan.supervision.heartbeat import remove_heartbeats
 from torchtitan.supervision.phases import BEFORE_FIRST_STEP, Phases
 from torchtitan.supervision.recovery import gone_back, require_finite_start
 from torchtitan.supervision.supervision import Supervision
-from torchtitan.training.batch_ramp import lr_multiple
+from torchtitan.training.batch_ramp import completed, lr_multiple
 from torchtitan.training.clock import RunClock
 from torchtitan.training.lr_scheduler import lr_factor
 from torchtitan.training.numerical_guard import StepSamples, backward
@@ -286,9 +286,8 @@ class Trainer:
 
     def _due(self, interval: int) -> bool:
         """Whether the step just made completes an interval in steps of the first batch size, or is the last."""
-        after = self.state.progress
-        before = after - self.state.batch_size // self.config.training.global_batch_size
-        return after // interval > before // interval or self.state.last_step
+        state = self.state
+        return completed(interval, state.progress_before, state.progress) or state.last_step
 
     # ------------------------------------------------------------------ saving
 

@@ -243,7 +243,7 @@ def test_rate_grows_with_the_square_root():
 @pytest.mark.parametrize(("factor", "drawn"), [(1, [10, 20, 30, 40]), (4, [12, 20, 32, 40]), (16, [16, 32, 48])])
 def test_pictures_of_the_noise_scale_come_at_the_first_logged_step_of_each_interval(factor, drawn):
     found = []
-    config = SimpleNamespace(gns=GNSConfig(log_interval=5, picture_interval=10), training=SimpleNamespace(global_batch_size=8))
+    config = SimpleNamespace(gns=GNSConfig(log_interval=5, picture_interval=10))
     gns = SimpleNamespace(metrics=dict, draw=lambda points, batch: found.append(state.progress))
     state = SimpleNamespace(gns=gns, step=0, progress=0, last_step=False, batch_size=8 * factor)
     reports = SimpleNamespace(
@@ -251,7 +251,7 @@ def test_pictures_of_the_noise_scale_come_at_the_first_logged_step_of_each_inter
         _noise_points=SimpleNamespace(read=list), _outputs=SimpleNamespace(attempt=lambda *of: nullcontext()),
     )  # fmt: skip
     for progress in range(factor, 49, factor):
-        state.step, state.progress = state.step + 1, progress
+        state.step, state.progress, state.progress_before = state.step + 1, progress, progress - factor
         if progress // 5 > (progress - factor) // 5:  # logged
             Reports.log_gns(reports)
     assert found == drawn

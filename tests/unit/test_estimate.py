@@ -56,7 +56,7 @@ def test_storages_of_a_small_network_are_those_counted_by_hand():
 
 
 def test_live_bytes_are_those_of_a_recount_after_every_operation(monkeypatch):
-    """Of gathered parameters too, whose storages FSDP2 empties and refills by no operation."""
+    """Storages of gathered parameters are included; FSDP2 resizes them without a dispatched operation."""
     now, resized = LiveStorages.now, set()
 
     def recounted(live):

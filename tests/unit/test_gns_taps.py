@@ -226,12 +226,12 @@ def test_projections_are_signs_of_which_none_is_another_one():
 
 
 def test_a_fold_adds_every_row_once_and_rows_meet_as_often_as_by_chance():
-    """Rows of three blocks, the last of them not full; two rows of different blocks meet in 1 of FOLDED_ROWS draws."""
+    """Rows of three blocks, the last of them not full: each meets one row of every full block, a uniformly drawn one."""
     torch.manual_seed(0)
     rows, draws = 2 * FOLDED_ROWS + 40, 400
     layer, _ = sketched_linear(rows, 6)
     projections = Projections([layer], 2, 1, 0, None)
-    meetings, signs = 0.0, torch.zeros(rows, dtype=torch.float64)
+    partners, signs = [], torch.zeros(rows, dtype=torch.float64)
     for step in range(draws):
         projections.draw(step)
         matrix = folding(layer.fold, rows)
@@ -239,9 +239,14 @@ def test_a_fold_adds_every_row_once_and_rows_meet_as_often_as_by_chance():
         met = matrix.abs() @ matrix.abs().T
         for block in met[:FOLDED_ROWS, :FOLDED_ROWS], met[2 * FOLDED_ROWS :, 2 * FOLDED_ROWS :]:
             assert torch.equal(block, torch.eye(len(block), dtype=torch.float64))
-        meetings += met[:FOLDED_ROWS, 2 * FOLDED_ROWS :].mean().item() / draws
+        across = met[:FOLDED_ROWS, 2 * FOLDED_ROWS :]
+        assert torch.equal(across.sum(0), torch.ones(40, dtype=torch.float64))
+        partners.append(across[:, 0].argmax())
         signs += matrix.sum(1)
-    assert meetings == pytest.approx(1 / FOLDED_ROWS, rel=0.2)
+    # Pearson's chi squared of uniform draws has mean n and variance 2 n, n degrees of freedom; within five deviations.
+    expected, degrees = draws / FOLDED_ROWS, FOLDED_ROWS - 1
+    counts = torch.stack(partners).bincount(minlength=FOLDED_ROWS)
+    assert ((counts - expected).square() / expected).sum() - degrees == pytest.approx(0, abs=5 * (2 * degrees) ** 0.5)
     assert signs.abs().max() < 5.0 * draws**0.5
 
 

@@ -1,12 +1,12 @@
 """Checks of sizes: processes, batches, images held in memory, loader processes, and the length of the warm-up."""
 
 from collections.abc import Callable, Iterator
-from typing import Any
 
 from torchtitan.config.view import ConfigView
 from torchtitan.processes.launch import launch_number
 from torchtitan.settings.schema import Problem
 from torchtitan.settings.sizes import largest_divisor, size_problems
+from torchtitan.training.batch_ramp import largest_growth
 from torchtitan.training.loader_processes import loader_problem, prefetch_problem
 from torchtitan.training.lr_scheduler import warmup_problems
 
@@ -68,16 +68,6 @@ def global_batch_size(checked: ConfigView) -> int:
     """Global batch size that follows from sizes without problems."""
     wanted, local = checked.training.global_batch_size, checked.training.local_batch_size
     return checked.data_ranks * local if wanted == -1 else wanted
-
-
-def largest_growth(checked: Any) -> int:
-    """Largest multiple of the first global batch size that a step may come to have; 1 where the batch does not grow.
-
-    Args:
-        checked: a JobConfig, or a view of one.
-    """
-    measured = checked.gns.growth_limit if checked.gns.enable and checked.gns.grow_batch else 1
-    return max(measured, 2 ** len(checked.training.double_batch_after))
 
 
 def _sizes(checked: ConfigView) -> Iterator[Problem]:

@@ -2,12 +2,12 @@
 
 from collections.abc import Callable, Iterator
 
-from torchtitan.config.size_checks import largest_growth
 from torchtitan.config.view import ConfigView
 from torchtitan.distributed.config import parallelism_problems
 from torchtitan.distributed.kernel_choices import kernel_problems
 from torchtitan.models import MODELS
 from torchtitan.settings.schema import Problem
+from torchtitan.training.batch_ramp import largest_growth
 
 
 def shards_of(checked: ConfigView) -> int:

@@ -14,7 +14,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from torchtitan.config.job import JobConfig
 from torchtitan.config.latent_cache import trained_info
-from torchtitan.config.size_checks import largest_growth
 from torchtitan.diffusion.objective import Draw, Objective
 from torchtitan.diffusion.objectives import build_objective
 from torchtitan.distributed.activation_checkpoint import checkpoint_blocks
@@ -27,6 +26,7 @@ from torchtitan.models import MODELS, build_model
 from torchtitan.models.adapters.adapters import draw_adapter_dropout
 from torchtitan.models.adapters.frozen_network import freeze_and_adapt
 from torchtitan.models.base import DiffusionModel
+from torchtitan.training.batch_ramp import largest_growth
 from torchtitan.training.config import OptimizerConfig
 from torchtitan.training.data_loading import microbatches_per_step
 from torchtitan.training.muon import orthogonalise

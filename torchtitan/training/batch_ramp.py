@@ -3,6 +3,7 @@
 import itertools
 import math
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 _MOST_DOUBLINGS = 20  # a million times the first batch
 
@@ -15,6 +16,25 @@ def ramp_factor(doublings: Sequence[int], images: int) -> int:
         images: trained before the step.
     """
     return 2 ** sum(images >= passed for passed in doublings)
+
+
+def largest_growth(config: Any) -> int:
+    """Largest multiple of the first global batch size that a step may come to have; 1 where the batch does not grow.
+
+    Args:
+        config: a JobConfig, or a view of one.
+    """
+    measured = config.gns.growth_limit if config.gns.enable and config.gns.grow_batch else 1
+    return max(measured, 2 ** len(config.training.double_batch_after))
+
+
+def completed(interval: int, before: int, after: int) -> bool:
+    """Whether an interval ends within a step, or between two.
+
+    Args:
+        interval, before, after: in steps of the first batch size.
+    """
+    return after // interval > before // interval
 
 
 def lr_multiple(factor: int) -> float:

@@ -1,7 +1,7 @@
-"""Which bins of timesteps tolerate larger batches: branches' losses as shares of what each bin learned, beside noise scales.
+"""Branch tests by timestep bin: excess losses as shares of what each bin learned, and their ranking by noise scale.
 
-A tolerance in per cent of a loss is wide for a bin whose loss is mostly noise that no network removes. Here the excess of a
-batch size over the smallest one counts as a share of what the smallest one's branches removed from the bin's loss.
+Where most of a bin's loss is irreducible, a tolerance in per cent of the loss accepts any batch size. Here the excess loss of a
+batch size over the smallest one is divided by the decrease of the bin's loss that the smallest one's branches achieved.
 """
 
 import math
@@ -15,11 +15,11 @@ from torchtitan.statistics.interval import Interval, mean_interval
 from torchtitan.statistics.rank_correlation import spearman
 from torchtitan.statistics.samples_to_target import crossing
 from torchtitan_dit.studies.critical_batch_decision import Losses
+from torchtitan_dit.studies.gns_calibration_statistics import percentile_interval
 
 SHARE = 0.2  # of what a bin learned: the excess at which its batch size is read
 LEAST_BINS = 3  # of a rank correlation
 _RESAMPLES = 1000
-_TAIL = 0.025
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class BinTest:
         learned: loss of the checkpoint minus that of the smallest batch's branches, over seeds.
         shares: excess of each batch size over the smallest as a share of `learned`, over seeds, infinite where a branch
             diverged; the first is 0. Empty where `learned` is not above 0 with its interval.
-        batch_size: at which the mean share comes to SHARE, in samples: infinite where it does not, NaN without shares.
+        batch_size: in samples, at which the mean share reaches SHARE; infinite where it does not, NaN without shares.
     """
 
     place: int
@@ -86,12 +86,11 @@ def rank_by_noise(
     known = [rank for rank in found if math.isfinite(rank)]
     if not known or not math.isfinite(value):
         return Interval(value), len(used)
-    lower, upper = np.quantile(known, [_TAIL, 1 - _TAIL])
-    return Interval(value, float(lower), float(upper), len(used), 1 - 2 * _TAIL), len(used)
+    return percentile_interval(np.array([value, *known])), len(used)
 
 
 def _whole_seeds(losses: Losses, sizes: Sequence[int]) -> list[int]:
-    """Seeds with a branch of every batch size whose reference did not diverge."""
+    """Seeds that have a branch of every batch size and a finite loss at the smallest one."""
     shared = set.intersection(*(set(losses.get(size, {})) for size in sizes))
     return sorted(seed for seed in shared if math.isfinite(losses[sizes[0]][seed]))
 
@@ -111,7 +110,7 @@ def _of_resample(losses: Losses, start: float, sizes: Sequence[int], seeds: Sequ
 
 
 def _batch_at(sizes: Sequence[int], shares: Sequence[float]) -> float:
-    """Batch size at which the shares first come to SHARE, a line in ln B between two sizes; infinite where none does."""
+    """Batch size at which the shares first reach SHARE, linear in ln B between two sizes; infinite where none does."""
     for place in range(1, len(sizes)):
         if shares[place] < SHARE:
             continue

@@ -241,14 +241,12 @@ def _scales_text(critical: CriticalBatch, scales: list[NoiseScale]) -> str:
     table = []
     for scale in scales:
         found = scale.samples
-        ends = f"{found.value:.3g} [{found.lower:.3g}, {found.upper:.3g}]"
-        shown = ends if found.bounded else f"above {found.lower:.3g}"
         ratio, words = ratio_to_estimate(critical, found), ""
         if ratio:
             sign = {"equal": "", "at least": "≥ ", "below": "< "}[critical.relation]
             upper = f"{ratio.upper:.2g}" if ratio.bounded else "∞"
             words = f"{sign}{ratio.value:.2g} [{ratio.lower:.2g}, {upper})"
-        table.append([scale.geometry, str(scale.step), shown, words])
+        table.append([scale.geometry, str(scale.step), _scale_text(found), words])
     header = ["geometry", "logged at step", "gradient noise scale (samples), 95 %", "critical batch size / estimate"]
     return text + markdown_table(header, table) + "The ratio's interval takes both intervals at their worst.\n\n"
 
@@ -277,9 +275,9 @@ def _learned_bins_text(asked: Measurement, by_bin: BinFindings) -> str:
     header += [f"{size}: of what was learned (%)" for size in sizes[1:]]
     text = (
         "## By timestep bin, of what it learned\n\n"
-        f"Excess over batch {sizes[0]} as a share of what its branches removed from the bin's loss, ± half of a 95 % interval "
-        f"over seeds; batch at which that comes to {100 * SHARE:.0f} %. A bin whose loss did not fall significantly has no "
-        "share.\n\n"
+        f"Excess loss over batch {sizes[0]}, divided by the decrease of the bin's loss in its branches; ± half of a 95 % "
+        f"interval over seeds. Then the batch size at which this share reaches {100 * SHARE:.0f} %. Bins without a significant "
+        "decrease have no share.\n\n"
     ) + markdown_table(header, table)
     for geometry, (rank, count) in by_bin.ranks.items():
         ends = f" [{rank.lower:.2f}, {rank.upper:.2f}]" if rank.bounded else ""

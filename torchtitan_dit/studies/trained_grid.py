@@ -34,6 +34,7 @@ from torchtitan.experiments.process import RETRIES, Node, repeat_killed
 from torchtitan.experiments.training import TrainingFailed
 from torchtitan.files.run_lock import Busy
 from torchtitan.runs.trained_model import TrainedModel, load_run
+from torchtitan.training.batch_ramp import largest_growth
 from torchtitan_dit.studies import grid_options
 from torchtitan_dit.studies import trained_grid_report as grid_report
 from torchtitan_dit.studies.frame import run_study
@@ -237,7 +238,7 @@ def _samples_at_checkpoints(folder: Path, config: JobConfig) -> dict[int, int]:
         CheckpointError: there are none, or one cannot be read.
     """
     batch = config.training.global_batch_size
-    if not (config.training.double_batch_after or config.gns.grow_batch):
+    if largest_growth(config) == 1:
         return {step: step * batch for step in _planned_steps(config)}
     checkpoints = run_checkpoints(folder)
     if not (there := sorted(checkpoint_steps(checkpoints))):

@@ -18,7 +18,6 @@ from typing import Any
 from torchtitan.checkpoint.checkpointer import CheckpointError, checkpoint_path, checkpoint_steps, read_state
 from torchtitan.config.job import ConfigError, JobConfig, config_differences, dump_config, load_config
 from torchtitan.config.places import place_problems
-from torchtitan.config.size_checks import largest_growth
 from torchtitan.experiments.cells import Cell, measure_cells
 from torchtitan.experiments.engine import Advance
 from torchtitan.experiments.folder import STUDY_MARKS, ResultsFolder, StudyError
@@ -28,6 +27,7 @@ from torchtitan.experiments.record import ResultTable
 from torchtitan.experiments.training import SAVING_SECONDS, TrainingRun, remove_checkpoints, run_training, train
 from torchtitan.files.durable import make_folder
 from torchtitan.files.regular import read_toml
+from torchtitan.training.batch_ramp import largest_growth
 
 TABLE = "training.csv"
 COLUMNS = ("run", "status", "reason", "samples", "date", "runtime")

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Literal
 
 from torchtitan.config.job import JobConfig, dump_config, load_config
-from torchtitan.config.size_checks import largest_growth
 from torchtitan.experiments.outcome import Outcome
 from torchtitan.experiments.process import run_processes
 from torchtitan.files.regular import read_regular
+from torchtitan.training.batch_ramp import largest_growth
 
 Goal = Literal["largest", "fastest"]
 
