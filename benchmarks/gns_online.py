@@ -14,7 +14,9 @@ microbatches   Trained for 400 steps of 128 images, seed 0; then frozen. 640 fur
                    unbounded  share of intervals without an upper end
                    covers     share of 95 % intervals that hold the true value
                The composite fails in a cell (data x microbatch x geometry) if its error, ln B or unbounded share is
-               above the sketch's.
+               above the sketch's. On digits, seed 0, it failed at 8 and 32 images with a coefficient fitted to each bin
+               alone, and the present rule (one common to all bins, from which a bin's own departs) was chosen on these
+               sums. So it is judged on what no rule has seen: digits at seed 1 and CIFAR-10 at seed 0, each 12 windows.
 training       800 steps of 256 images, one microbatch, seeds 0 and 1. At each of the last 160 steps, before its update,
                one gradient per sample of the step's own images, at the step's own weights, in the geometry that the taps
                hold (Adam's factors are those of the last measured step). The exact values of these steps, pooled with
@@ -83,7 +85,8 @@ enable = true
 """
 ESTIMATORS = ("sketch", "composite")
 
-AGE, BATCH, MICROBATCHES, WINDOWS, STEPS_OF_WINDOW, TRUE_SAMPLES = 400, 128, (8, 32, 128), 4, 160, 8192
+AGE, BATCH, MICROBATCHES, STEPS_OF_WINDOW, TRUE_SAMPLES = 400, 128, (8, 32, 128), 160, 8192
+WINDOWS = {("digits", 0): 4, ("digits", 1): 12, ("cifar10", 0): 12}  # data, seed -> windows
 TRAINED, WATCHED, TRAINED_BATCH, SEEDS = 800, 160, 256, (0, 1)
 INTERVAL = GNSConfig().interval
 
@@ -101,7 +104,9 @@ def main() -> None:
         if not arguments.judge:
             for seed in SEEDS:
                 measure_training(data, seed, arguments.cifar10)
-            measure_microbatches(data, arguments.cifar10)
+            for of_data, seed in WINDOWS:
+                if of_data == data:
+                    measure_microbatches(data, seed, arguments.cifar10)
         rows = {"training": judge_training(data), "microbatches": judge_microbatches(data)}
         show(data, rows)
         write(data, rows)
@@ -195,13 +200,13 @@ def exact_estimates(sums: Sequence[PairSums]) -> BinEstimates:
 # ---------------------------------------------------------------------- small microbatches
 
 
-def measure_microbatches(data: str, cifar10: str | None) -> None:
+def measure_microbatches(data: str, seed: int, cifar10: str | None) -> None:
     """Train, freeze, and keep the sums of the same further steps in every cut, and the exact sums of other samples."""
-    wanted = {name: KEPT / f"microbatches-{data}-{name}.pt" for name in ("exact", *MICROBATCHES)}
+    wanted = {name: KEPT / f"microbatches-{data}-{seed}-{name}.pt" for name in ("exact", *MICROBATCHES)}
     if all(path.exists() for path in wanted.values()):
         return
     with tempfile.TemporaryDirectory() as folder:
-        words = options(folder, data, cifar10, steps=100_000, global_batch_size=BATCH)
+        words = [*options(folder, data, cifar10, steps=100_000, global_batch_size=BATCH), "--debug.seed", str(seed)]
         trained = Trainer(load_config([*words, "--job.dump_folder", folder, "--training.local_batch_size", str(BATCH)], 1))
         train_to(trained, AGE)
         for size in MICROBATCHES:
@@ -210,7 +215,7 @@ def measure_microbatches(data: str, cifar10: str | None) -> None:
             cut = ["--training.local_batch_size", str(size), "--job.dump_folder", f"{folder}/{size}"]
             frozen = Trainer(load_config([*words, *cut], 1))
             copy_state(trained, frozen)
-            steps = [measure_in_cuts(frozen, number, size) for number in range(1, WINDOWS * STEPS_OF_WINDOW + 1)]
+            steps = [measure_in_cuts(frozen, number, size) for number in range(1, WINDOWS[data, seed] * STEPS_OF_WINDOW + 1)]
             exact = [exact_of_many(frozen)] if size == BATCH else []
             frozen.close()
             keep(wanted[size], steps, [])
@@ -245,16 +250,14 @@ def exact_of_many(trainer: Trainer) -> dict[str, PairSums]:
 
 
 def judge_microbatches(data: str) -> list[dict]:
-    """Judge every cut: a row per microbatch size, geometry and estimator."""
-    path = KEPT / f"microbatches-{data}-exact.pt"
-    if not path.exists():
-        return []
-    rows, exact = [], kept(path)[1][0]
-    for size in MICROBATCHES:
-        if not (path := KEPT / f"microbatches-{data}-{size}.pt").exists():
+    """Judge every cut: a row per seed, microbatch size, geometry and estimator."""
+    rows: list[dict] = []
+    for seed, size in ((seed, size) for of_data, seed in WINDOWS if of_data == data for size in MICROBATCHES):
+        paths = [KEPT / f"microbatches-{data}-{seed}-{name}.pt" for name in (size, "exact")]
+        if not all(path.exists() for path in paths):
             continue
-        steps, _ = kept(path)
-        windows = [pooled(steps[n * STEPS_OF_WINDOW : (n + 1) * STEPS_OF_WINDOW]) for n in range(WINDOWS)]
+        (steps, _), (_, (exact,)) = (kept(path) for path in paths)
+        windows = [pooled(steps[first : first + STEPS_OF_WINDOW]) for first in range(0, len(steps), STEPS_OF_WINDOW)]
         for geometry in windows[0].geometries:
             truth = exact_estimates([exact[geometry]])
             share = truth.signal / (truth.signal + truth.noise)
@@ -266,10 +269,10 @@ def judge_microbatches(data: str) -> list[dict]:
                 lower, upper = (torch.stack([getattr(e, end) for e in estimates]) for end in ("lower", "upper"))
                 covers = (lower <= truth.b_simple) & (truth.b_simple <= upper)
                 rows.append({
-                    "microbatch": size, "geometry": geometry, "estimator": name, "error": rms(shares / share - 1.0),
+                    "seed": seed, "microbatch": size, "geometry": geometry, "estimator": name, "error": rms(shares / share - 1.0),
                     "ln_b": rms((b / truth.b_simple)[bounded & (b > 0)].log()), "bounded_in_both": int(bounded.sum()),
                     "unbounded": upper.isinf().double().mean().item(), "covers": covers.double().mean().item(),
-                    "exact": truth.b_simple.tolist(),
+                    "estimates": b.numel(), "unbounded_count": int(upper.isinf().sum()), "exact": truth.b_simple.tolist(),
                 })  # fmt: skip
     return rows
 
@@ -303,7 +306,8 @@ def rms(errors: Tensor) -> float:
 
 def show(data: str, rows: dict[str, list[dict]]) -> None:
     for part, columns in (("training", ("seed", "seeds", "geometry", "estimator", "rms", "ratio", "rank", "covers", "unbounded")),
-                          ("microbatches", ("microbatch", "geometry", "estimator", "error", "ln_b", "unbounded", "covers"))):
+                          ("microbatches", ("seed", "microbatch", "geometry", "estimator", "error", "ln_b", "unbounded",
+                                            "covers"))):
         print(f"\n{data}, {part}: " + "  ".join(columns))
         for row in rows[part]:
             values = (row.get(column, "") for column in columns)
