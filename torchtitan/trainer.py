@@ -22,6 +22,7 @@ from torchtitan.distributed.parallelize import (
     whole_gradient_norm,
     zero_non_finite,
 )
+from torchtitan.processes.host_allocator import keep_freed_memory
 from torchtitan.profiling.profiler import Profiler
 from torchtitan.reports import Reports
 from torchtitan.run_state import RunState
@@ -58,6 +59,8 @@ class Trainer:
         self.clock = clock or RunClock()
         self.phases = Phases(self.clock.now, self.clock.switch)
         self.state = RunState(config)
+        if self.state.layout.device.type == "cpu":
+            keep_freed_memory()
         if config.metrics.exact_clock:
             self.phases.settle = self._wait_for_device
         from_first_rank(remove_heartbeats, self.state.folder.path)

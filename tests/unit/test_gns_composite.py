@@ -5,14 +5,17 @@ in pairs of one microbatch) and in the token part (seen on measured steps, in al
 correlated with the modulation's.
 """
 
+import functools
 import math
+import operator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
 import torch
 
 from torchtitan.gns.capture import PARTS, StepSums
-from torchtitan.gns.composite import Composite
+from torchtitan.gns.composite import Composite, FreeSums
 from torchtitan.gns.control_variate import ControlledSums
 from torchtitan.gns.decayed import BinEstimates, DecayedSums
 from torchtitan.gns.statistics import PairSums
@@ -53,14 +56,25 @@ class Planted:
         return StepSums(count, count, pairs.diag(), squares, products, *(whole if measured else ()))
 
 
+def controls(
+    planted: Planted, generator: torch.Generator, composite: Composite, entries: int
+) -> Iterator[tuple[PairSums, torch.Tensor]]:
+    """What the composite makes of every entry: the measured step's sums and its control variates."""
+    for _ in range(entries):
+        steps = [planted.step(generator, measured) for measured in (*[False] * (INTERVAL - 1), True)]
+        entry = functools.reduce(operator.add, (FreeSums.of(step, 0) for step in steps))
+        found = composite.add(entry, steps[-1])
+        assert found is not None
+        yield found
+
+
 def of_planted(planted: Planted, seed: int) -> tuple[BinEstimates, BinEstimates, ControlledSums]:
     """Estimates by the sketch and by the composite of every run, and the sums of the latter."""
     generator = torch.Generator().manual_seed(seed)
     sketch, controlled, composite = DecayedSums(RUNS, math.inf), ControlledSums(RUNS, math.inf), Composite(RUNS, 0, math.inf)
-    for step in range(1, INTERVAL * ENTRIES + 1):
-        if (found := composite.add(planted.step(generator, measured=step % INTERVAL == 0))) is not None:
-            sketch.add(found[0])
-            controlled.add(*found)
+    for found in controls(planted, generator, composite, ENTRIES):
+        sketch.add(found[0])
+        controlled.add(*found)
     return sketch.estimate(), controlled.estimate(sketch.estimate()), controlled
 
 
@@ -115,9 +129,8 @@ def test_bins_depart_from_the_common_coefficient_where_they_differ():
     generator, planted = torch.Generator().manual_seed(7), Planted(1000.0, 1.0, 16)
     composite, sums = Composite(RUNS, 0, math.inf), ControlledSums(RUNS, math.inf)
     units = torch.where(torch.arange(RUNS) < RUNS // 2, 100.0, 1.0).to(torch.float64)
-    for step in range(1, INTERVAL * ENTRIES + 1):
-        if (found := composite.add(planted.step(generator, measured=step % INTERVAL == 0))) is not None:
-            sums.add(found[0], found[1] * units[:, None])
+    for of_step, control in controls(planted, generator, composite, ENTRIES):
+        sums.add(of_step, control * units[:, None])
     large, small = sums.coefficients()[..., 1].split(RUNS // 2, dim=1)
     assert (large.mean() * 100.0 - 1.0).abs() < 0.2
     assert (small.mean() - 1.0).abs() < 0.2
@@ -126,11 +139,8 @@ def test_bins_depart_from_the_common_coefficient_where_they_differ():
 def test_coefficient_of_a_step_does_not_depend_on_the_step():
     planted, generator = Planted(10.0, 0.9, 16), torch.Generator().manual_seed(5)
     composite, sums, other = Composite(RUNS, 0, math.inf), ControlledSums(RUNS, math.inf), ControlledSums(RUNS, math.inf)
-    fifth = 0
-    for step in range(1, 12 * INTERVAL + 1):
-        if (found := composite.add(planted.step(generator, measured=step % INTERVAL == 0))) is not None:
-            fifth += 1
-            sums.add(*found)
-            other.add(found[0], 3.0 * found[1] if fifth == 5 else found[1])
+    for number, (of_step, control) in enumerate(controls(planted, generator, composite, 12), 1):
+        sums.add(of_step, control)
+        other.add(of_step, 3.0 * control if number == 5 else control)
     same = (sums.coefficients() == other.coefficients()).flatten(1).all(1)
     assert same.tolist() == [True, False, False, False]  # the fifth step is in the first fold

@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from functools import reduce
 from operator import add
@@ -15,7 +16,7 @@ from torchtitan.diffusion.denoising import DenoisingConfig
 from torchtitan.diffusion.objectives import build_objective
 from torchtitan.gns import raw_sums
 from torchtitan.gns.capture import PARTS, StepSums
-from torchtitan.gns.composite import Composite
+from torchtitan.gns.composite import Composite, FreeSums
 from torchtitan.gns.config import GNSConfig, inner_edges
 from torchtitan.gns.pool import ESTIMATORS, Pool
 from torchtitan.gns.raw_sums import RawSums, raw_files, read_edges, read_sums
@@ -63,6 +64,13 @@ def of_geometry(sums: StepSums, geometry: int) -> PairSums:
     return PairSums(sums.count, sums.squares[:, geometry].sum(0), sums.products[:, geometry].sum(0), sums.pairs)
 
 
+def add_entry(composite: Composite, geometry: int, steps: Sequence[StepSums]) -> tuple[PairSums, Tensor]:
+    """Add an entry, of which the last step is measured, to the composite of a geometry."""
+    found = composite.add(reduce(add, (FreeSums.of(sums, geometry) for sums in steps)), steps[-1])
+    assert found is not None
+    return found
+
+
 def filled(steps: int = 11, *, every: int = 3, adam_from: int = 1) -> Pool:
     pool = Pool(BINS, GEOMETRIES, half_life=100.0)
     for step in range(1, steps + 1):
@@ -84,8 +92,8 @@ def same(found: object, wanted: object) -> bool:
 @pytest.mark.parametrize("geometry", [0, 1])
 def test_composite_recovers_the_ratio_of_token_to_modulation(geometry):
     composite = Composite(BINS, geometry, half_life=100.0)
-    for step in range(1, 7):
-        composite.add(made_up(step, measured=step % 3 == 0, ratio=1.5))
+    for last in (3, 6):
+        add_entry(composite, geometry, [made_up(step, measured=step == last, ratio=1.5) for step in range(last - 2, last + 1)])
     of_squares, of_signal = composite.token_to_modulation()
     assert torch.allclose(of_squares, torch.full((BINS,), 2.25, dtype=torch.float64), rtol=1e-12)
     assert of_signal.tolist() == pytest.approx([2.25] * BINS, rel=1e-9)
@@ -102,7 +110,7 @@ def test_composite_takes_each_bins_slope_over_steps_drawn_to_the_common_one(geom
         own = sums.products[MODULATION] - sums.squares[MODULATION].diag_embed()
         sums.products[TOKEN] = slopes.diag() * own + 2.0 * sums.pairs * torch.tensor([0.5, 1.0, -0.2]).diag()
         sums.products[TOKEN] += sums.squares[TOKEN].diag_embed()
-        composite.add(replace(sums, sketched=sums.products, corrections=torch.zeros_like(sums.products)))
+        add_entry(composite, geometry, [replace(sums, sketched=sums.products, corrections=torch.zeros_like(sums.products))])
         seen.append(own[geometry].diagonal() / sums.pairs.diagonal())
         if step < 5:
             assert torch.equal(*composite.token_to_modulation())  # that of the squares, for want of a slope
@@ -138,15 +146,13 @@ def test_composite_equals_sketch_where_every_step_is_measured_whatever_the_ratio
 def test_composite_counts_the_steps_between_exactly_where_the_token_part_is_a_multiple_of_the_modulation():
     """The proxy is then the whole model, and with a coefficient of 1 an entry's estimate that of all its steps."""
     composite, everything, corrected = Composite(BINS, 0, half_life=math.inf), [], []
-    for step in range(1, 10):
-        found = composite.add(made_up(step, measured=step % 3 == 0, ratio=1.5))
-        assert (found is not None) == (step % 3 == 0)
-        if step > 3:  # before, no ratio is known
-            everything.append(of_geometry(made_up(step, measured=True, ratio=1.5), 0))
-            if found is not None:
-                whole, controls = found
-                products = whole.products - controls.sum(-1).diag()
-                corrected.append(PairSums(whole.count, whole.squares - controls[:, 0], products, whole.pairs))
+    for last in (3, 6, 9):
+        steps = range(last - 2, last + 1)
+        whole, controls = add_entry(composite, 0, [made_up(step, measured=step == last, ratio=1.5) for step in steps])
+        if last > 3:  # before, no ratio is known
+            everything += [of_geometry(made_up(step, measured=True, ratio=1.5), 0) for step in steps]
+            products = whole.products - controls.sum(-1).diag()
+            corrected.append(PairSums(whole.count, whole.squares - controls[:, 0], products, whole.pairs))
     found, total = reduce(add, corrected), reduce(add, everything)
     assert torch.allclose(signal(found), signal(total), rtol=1e-9)
     assert torch.allclose(noise(found), noise(total), rtol=1e-9)
@@ -193,8 +199,17 @@ def test_state_through_json_goes_on_bit_for_bit_also_in_the_middle_of_an_entry(c
 def test_an_entry_that_is_not_complete_is_part_of_the_state():
     middle, begun_anew = filled(8), filled(6)
     for name in ("plain", "adam"):
-        assert middle.state_dict()["entry"][name] != begun_anew.state_dict()["entry"][name]
-    assert middle.state_dict()["composites"][0]["count"] == [16.0] * BINS
+        assert middle.state_dict()["entries"][name] != begun_anew.state_dict()["entries"][name]
+        assert middle.state_dict()["entries"][name]["count"] == [16.0] * BINS
+
+
+def test_state_of_a_former_version_goes_on_with_an_entry_begun_anew():
+    state = filled(8).state_dict()
+    del state["entries"]
+    pool = Pool(BINS, GEOMETRIES, half_life=100.0)
+    pool.load_state_dict(state | {"entry": {}, "trained": []})
+    assert pool.state_dict()["entries"]["plain"]["count"] == [0.0] * BINS
+    assert same(pool.by_bin("plain", "composite"), filled(8).by_bin("plain", "composite"))
 
 
 @pytest.mark.parametrize("other", [Pool(BINS + 1, GEOMETRIES, 100.0), Pool(BINS, 1, 100.0)])

@@ -15,6 +15,8 @@ says nothing about W.
 Source: double sampling with regression, Cochran, "Sampling techniques", chapter 12.
 """
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -35,6 +37,50 @@ _STEPS_OF_COMMON = 4.0
 _LEARNING_SHARE = 0.25
 
 
+@dataclass(frozen=True)
+class FreeSums:
+    """Sums of the free parts in one geometry, over some steps; K bins, P free parts, float64.
+
+    Attributes:
+        count: samples [K].
+        pairs: ordered pairs of samples of one microbatch, own pairs not counted, [K, K].
+        squares: sums of squared norms [P, K].
+        products: inner products of the bins' sums within microbatches [P, K, K].
+    """
+
+    count: Tensor
+    pairs: Tensor
+    squares: Tensor
+    products: Tensor
+
+    @classmethod
+    def zeros(cls, num_bins: int) -> "FreeSums":
+        parts, bins = len(FREE_PARTS), num_bins
+        shapes = (bins,), (bins, bins), (parts, bins), (parts, bins, bins)
+        return cls(*(torch.zeros(shape, dtype=torch.float64) for shape in shapes))
+
+    @classmethod
+    def of(cls, sums: StepSums, geometry: int) -> "FreeSums":
+        """Sums of one step in the geometry of this index of GEOMETRIES."""
+        parts = slice(len(FREE_PARTS))
+        return cls(sums.count, sums.pairs, sums.squares[parts, geometry], sums.products[parts, geometry])
+
+    def __add__(self, other: "FreeSums") -> "FreeSums":
+        return FreeSums(*(one + more for one, more in zip(vars(self).values(), vars(other).values(), strict=True)))
+
+    def is_finite(self) -> bool:
+        return all(bool(part.isfinite().all()) for part in (self.squares, self.products))
+
+    def combined(self) -> "FreeSums":
+        """Sums of all bins as one."""
+        count, squares = self.count.sum(0, keepdim=True), self.squares.sum(-1, keepdim=True)
+        return FreeSums(count, self.pairs.sum((0, 1), keepdim=True), squares, self.products.sum((-2, -1), keepdim=True))
+
+    def modulation(self) -> PairSums:
+        """Sums of the modulation part alone."""
+        return PairSums(self.count, self.squares[_MODULATION], self.products[_MODULATION], self.pairs)
+
+
 class Composite:
     """Control variates of the measured steps of one geometry; what it has learned decays as in DecayedSums."""
 
@@ -49,55 +95,34 @@ class Composite:
         self._share = None if share is None else torch.tensor([[share]], dtype=torch.float64)
         self.num_bins, self._geometry, self._half_life = num_bins, geometry, half_life
         self._seen = torch.zeros(num_bins, dtype=torch.float64)  # samples trained of each bin
-        self._trained = torch.zeros(num_bins, dtype=torch.float64)  # since the last measured step
         # Of the token and the modulation part: second moments, then signals.
         self._parts = RatioMoments.of(torch.zeros(num_bins, 4, 2, dtype=torch.float64))
-        self._all = PairSums.zeros(num_bins)  # F since the last measured step
-        self._multipliers: tuple[Tensor, Tensor] | None = None  # known until the next measured step
 
-    def add(self, sums: StepSums) -> tuple[PairSums, Tensor] | None:
-        """Add one step; return of a measured one the whole model's sums and C of second moment and signal, [K, 2]."""
-        proxy = self._proxy(sums)
-        if not proxy.is_finite():
-            return None
-        self._trained = self._trained + sums.count
-        self._all = self._all + proxy
-        if sums.all_pairs is None:
-            return None
+    def add(self, entry: FreeSums, sums: StepSums) -> tuple[PairSums, Tensor] | None:
+        """Add a measured step; return the whole model's sums and C of second moment and signal, [K, 2].
+
+        Args:
+            entry: of the steps since the previous measured one, this one included.
+            sums: of the measured step.
+
+        Returns:
+            None, and nothing is learned, where a sum is not finite.
+        """
+        assert sums.all_pairs is not None
         squares, products = sums.squares[:, self._geometry].sum(0), sums.all_products[:, self._geometry].sum(0)
         whole = PairSums(sums.count, squares, products, sums.all_pairs)
-        if not whole.is_finite():
+        multipliers = self.token_to_modulation()
+        of_step, of_entry = (_proxy(of, *multipliers) for of in (FreeSums.of(sums, self._geometry), entry))
+        if not (whole.is_finite() and of_entry.is_finite()):
             return None
-        excess = self._excess(proxy)
-        self._learn(sums, sums.all_pairs)
-        self._all = PairSums.zeros(self.num_bins)
-        return whole, excess
-
-    def _excess(self, proxy: PairSums) -> Tensor:
-        """C of the second moment and of the signal, [K, 2]."""
-        numerator, weight = _numerators_and_weights(proxy).unbind(-1)
-        of_entry, entry_weight = _numerators_and_weights(self._all).unbind(-1)
-        # An entry without further pairs leaves nothing but rounding.
-        return torch.where(entry_weight > weight, numerator - weight * of_entry / entry_weight, 0.0)
-
-    def _proxy(self, sums: StepSums) -> PairSums:
-        if self._multipliers is None:
-            of_squares, of_signal = self.token_to_modulation()
-            self._multipliers = of_squares.nan_to_num(), of_signal.nan_to_num()
-        of_squares, of_signal = self._multipliers
-        squares = sums.squares[: len(FREE_PARTS), self._geometry].sum(0)
-        products = sums.products[: len(FREE_PARTS), self._geometry].sum(0)
-        own = sums.squares[_MODULATION, self._geometry]
-        pairs = sums.products[_MODULATION, self._geometry].diagonal() - own
-        # Of each bin with itself alone: nothing is estimated between bins.
-        stand_in = (of_signal * pairs + of_squares * own).diag()
-        return PairSums(sums.count, squares + of_squares * own, products + stand_in, sums.pairs)
+        self._learn(entry.count, sums, sums.all_pairs)
+        return whole, _excess(of_step, of_entry)
 
     def token_to_modulation(self) -> tuple[Tensor, Tensor]:
         """Multiplier of the modulation part: for the second moment [K], for the signal [K]; NaN while unknown.
 
         The signal's is each bin's own slope, shrunk towards the slope common to all bins as if by some more steps of
-        it. It changes with measured steps alone, so that all steps of an entry have the same.
+        it.
         """
         token_squares, squares, *_ = self._parts.ratios.unbind(-1)
         of_squares = token_squares / squares
@@ -114,10 +139,9 @@ class Composite:
         # Not negative but by the error of a few samples.
         return of_squares, slope.clamp(0.0, 100.0)
 
-    def _learn(self, sums: StepSums, all_pairs: Tensor) -> None:
-        self._multipliers = None
-        kept = kept_share(self._trained, self._seen, self._half_life, self._share)[0]
-        self._seen, self._trained = self._seen + self._trained, torch.zeros_like(self._trained)
+    def _learn(self, trained: Tensor, sums: StepSums, all_pairs: Tensor) -> None:
+        kept = kept_share(trained, self._seen, self._half_life, self._share)[0]
+        self._seen = self._seen + trained
         found = self._of_parts(sums, all_pairs)
         if found.isfinite().all():
             self._parts = self._parts.decayed(kept) + RatioMoments.of(found)
@@ -138,16 +162,27 @@ class Composite:
     def load_state_dict(self, state: dict[str, list]) -> None:
         """Resume from a state of as many bins."""
         found = {name: torch.tensor(state[name], dtype=torch.float64) for name in self._tensors()}
-        self._seen, self._trained = found["seen"], found["trained"]
-        self._multipliers = None
-        self._parts = RatioMoments(found["parts_first"], found["parts_second"])
-        self._all = PairSums(*(found[name] for name in ("count", "squares", "products", "pairs")))
+        self._seen, self._parts = found["seen"], RatioMoments(found["parts_first"], found["parts_second"])
 
     def _tensors(self) -> dict[str, Tensor]:
-        return {
-            "seen": self._seen, "trained": self._trained,
-            "parts_first": self._parts.first, "parts_second": self._parts.second, **vars(self._all),
-        }  # fmt: skip
+        return {"seen": self._seen, "parts_first": self._parts.first, "parts_second": self._parts.second}
+
+
+def _proxy(sums: FreeSums, of_squares: Tensor, of_signal: Tensor) -> PairSums:
+    """F of the whole model: the free parts, and the modulation part times multipliers [K] for the token part."""
+    own, products = sums.squares[_MODULATION], sums.products[_MODULATION].diagonal()
+    of_squares, of_signal = of_squares.nan_to_num(), of_signal.nan_to_num()
+    # Of each bin with itself alone: nothing is estimated between bins.
+    stand_in = (of_signal * (products - own) + of_squares * own).diag()
+    return PairSums(sums.count, sums.squares.sum(0) + of_squares * own, sums.products.sum(0) + stand_in, sums.pairs)
+
+
+def _excess(step: PairSums, entry: PairSums) -> Tensor:
+    """C of the second moment and of the signal, [K, 2]: F's sums of a step less its share of an entry's."""
+    numerator, weight = _numerators_and_weights(step).unbind(-1)
+    of_entry, entry_weight = _numerators_and_weights(entry).unbind(-1)
+    # An entry without further pairs leaves nothing but rounding.
+    return torch.where(entry_weight > weight, numerator - weight * of_entry / entry_weight, 0.0)
 
 
 def _numerators_and_weights(sums: PairSums) -> Tensor:

@@ -6,12 +6,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchtitan.gns.capture import FREE_PARTS, GEOMETRIES, PARTS, StepSums
-from torchtitan.gns.composite import Composite
+from torchtitan.gns.capture import FREE_PARTS, GEOMETRIES, StepSums
+from torchtitan.gns.composite import Composite, FreeSums
 from torchtitan.gns.control_variate import ControlledSums
 from torchtitan.gns.decayed import WINDOW_SHARES, BinEstimates, DecayedSums, narrowest
 from torchtitan.gns.outliers import OutlierRule
-from torchtitan.gns.statistics import PairSums, whole_objective
+from torchtitan.gns.statistics import whole_objective
 
 # sketch: the whole model on measured steps, pairs of the whole step
 # composite: the whole model, from measured steps and what the free parts say on all others, see torchtitan.gns.composite
@@ -20,8 +20,6 @@ ESTIMATORS = ("sketch", "composite", "modulation")
 
 # Estimators of the whole model, without bias; of equally narrow ones the first counts.
 WHOLE_MODEL = ESTIMATORS[:2]
-
-_MODULATION = PARTS.index("modulation")
 
 
 class Pool:
@@ -48,9 +46,8 @@ class Pool:
         keys = [(geometry, estimator) for geometry in self.geometries for estimator in ("sketch", "modulation")]
         self._by_bin = {key: DecayedSums(num_bins, half_life, WINDOW_SHARES) for key in keys}
         self._whole = {key: DecayedSums(1, half_life * num_bins, WINDOW_SHARES) for key in keys}
-        self._entry = {geometry: PairSums.zeros(num_bins) for geometry in self.geometries}  # modulation
-        # Samples trained since the last measured step, by geometry: none before the geometry's first.
-        self._trained = torch.zeros(num_geometries, num_bins, dtype=torch.float64)
+        # Of the steps since the last measured one; none before the geometry's first.
+        self._entries = {geometry: FreeSums.zeros(num_bins) for geometry in self.geometries}
         # Of the free parts on every step, and of the whole model on measured ones, in plain geometry: the other's scale
         # changes with its factors.
         self._free_outliers, self._whole_outliers = OutlierRule(num_bins), OutlierRule(num_bins)
@@ -70,39 +67,31 @@ class Pool:
         if sums.square_losses.isfinite().all():
             self._losses = self._losses * 0.5 ** (sums.count / self._half_life)
             self._losses += torch.stack((sums.count, sums.square_losses))
-        combined = sums.combined()
         for index, geometry in enumerate(self.geometries):
-            if not sums.squares[: len(FREE_PARTS), index].any():
-                continue  # no second moment yet
-            squares, products = sums.squares[_MODULATION, index], sums.products[_MODULATION, index]
-            modulation = PairSums(sums.count, squares, products, sums.pairs)
-            if not modulation.is_finite():
-                continue
-            self._entry[geometry] = self._entry[geometry] + modulation
-            self._trained[index] += sums.count
-            found = [self._composites[n][index].add(of) for n, of in enumerate((sums, combined))]
-            if sums.measured:
-                self._close_entry(index, found)
+            free = FreeSums.of(sums, index)
+            if free.squares.any() and free.is_finite():  # or no second moment yet
+                self._entries[geometry] = self._entries[geometry] + free
+                if sums.measured:
+                    self._close_entry(index, sums)
         return True
 
-    def _close_entry(self, index: int, found: list[tuple[PairSums, Tensor] | None]) -> None:
-        """Add an entry to the sums of a geometry, all of it or, where a sum is not finite, nothing.
-
-        Args:
-            index: of the geometry.
-            found: of the bins and of all as one: the measured step's sums and its control variates.
-        """
+    def _close_entry(self, index: int, sums: StepSums) -> None:
+        """Add the entry that a measured step ends to the sums of a geometry, all of it or, where a sum is not finite, nothing."""
         geometry, as_one = self.geometries[index], torch.zeros(self.num_bins, dtype=torch.int64)
-        trained, self._trained[index] = self._trained[index].clone(), 0.0
-        modulation, self._entry[geometry] = self._entry[geometry], PairSums.zeros(self.num_bins)
-        by_bin, whole = found
+        entry, self._entries[geometry] = self._entries[geometry], FreeSums.zeros(self.num_bins)
+        by_bin, whole = (
+            kind[index].add(of_entry, of_step)
+            for kind, of_entry, of_step in zip(
+                self._composites, (entry, entry.combined()), (sums, sums.combined()), strict=True
+            )
+        )
         if by_bin is None or whole is None:
             return
-        of_all = trained.sum(0, keepdim=True)
-        for estimator, sums in (("sketch", by_bin[0]), ("modulation", modulation)):
-            self._by_bin[geometry, estimator].add(sums, trained)
-            self._whole[geometry, estimator].add(sums.combined(as_one, 1), of_all)
-        self._controlled[0][index].add(*by_bin, trained)
+        of_all = entry.count.sum(0, keepdim=True)
+        for estimator, found in (("sketch", by_bin[0]), ("modulation", entry.modulation())):
+            self._by_bin[geometry, estimator].add(found, entry.count)
+            self._whole[geometry, estimator].add(found.combined(as_one, 1), of_all)
+        self._controlled[0][index].add(*by_bin, entry.count)
         self._controlled[1][index].add(*whole, of_all)
 
     def window(self, geometry: str) -> int:
@@ -175,8 +164,9 @@ class Pool:
             "controlled": [sums.state_dict() for kind in self._controlled for sums in kind],
             "by_bin": named({key: sums.state_dict() for key, sums in self._by_bin.items()}),
             "whole": named({key: sums.state_dict() for key, sums in self._whole.items()}),
-            "entry": {key: [tensor.tolist() for tensor in vars(sums).values()] for key, sums in self._entry.items()},
-            "trained": self._trained.tolist(),
+            "entries": {
+                key: {name: tensor.tolist() for name, tensor in vars(sums).items()} for key, sums in self._entries.items()
+            },
             "outliers": [rule.state_dict() for rule in (self._free_outliers, self._whole_outliers)],
         }
 
@@ -194,10 +184,10 @@ class Pool:
         for name, key in keys.items():
             self._by_bin[key].load_state_dict(state["by_bin"][name])
             self._whole[key].load_state_dict(state["whole"][name])
-        for geometry in self.geometries:
-            values = (torch.tensor(value, dtype=torch.float64) for value in state["entry"][geometry])
-            self._entry[geometry] = PairSums(*values)
-        self._trained = torch.tensor(state["trained"], dtype=torch.float64)
+        for key, of_geometry in state.get("entries", {}).items():
+            self._entries[key] = FreeSums(**{
+                name: torch.tensor(values, dtype=torch.float64) for name, values in of_geometry.items()
+            })  # fmt: skip
         for rule, found in zip((self._free_outliers, self._whole_outliers), state.get("outliers", ({}, {})), strict=True):
             rule.load_state_dict(found)
 

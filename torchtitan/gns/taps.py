@@ -104,16 +104,11 @@ def _full_product(left: Tensor, right: Tensor) -> Tensor:
     return torch.bmm(left[None], right[None], out_dtype=torch.float32)[0]  # which a CPU does not have
 
 
-def _outer(left: Tensor, right: Tensor, sums: Tensor) -> Tensor:
-    """Sketch [G, B, m k] of every rank-one gradient, from its sides [B, G m] and [B, G k]."""
-    left, right = (side.unflatten(-1, (len(sums), -1)) for side in (left, right))
-    return torch.einsum("bgm,bgk->gbmk", left, right).flatten(2)
-
-
-def _by_bin(one_hot: Tensor, per_sample: Tensor) -> Tensor:
-    """Sum [G, B, ...] over the samples of each bin, [G, K, ...]."""
-    summed = one_hot.T @ per_sample.flatten(2)
-    return summed.unflatten(-1, per_sample.shape[2:])
+def _outer_by_bin(left: Tensor, right: Tensor, one_hot: Tensor, geometries: int) -> Tensor:
+    """Sketches of rank-one gradients, from their sides [B, G m] and [B, G k], summed by bin, [G, K, m k]."""
+    left, right = (side.unflatten(-1, (geometries, -1)) for side in (left, right))
+    of_bins = (one_hot[:, :, None, None] * left[:, None]).permute(2, 1, 3, 0).flatten(1, 2)  # [G, K m, B]
+    return (of_bins @ right.transpose(0, 1)).view(geometries, one_hot.shape[1], -1)
 
 
 class VectorTap(Function):
@@ -139,7 +134,7 @@ class VectorTap(Function):
             a_right = a @ right[:-1]
             if ctx.has_bias:
                 a_right = a_right + right[-1]
-            found = _by_bin(one_hot, _outer(d @ left, a_right, sums))
+            found = _outer_by_bin(d @ left, a_right, one_hot, len(sums))
         return dy, None, gram, found, None, None, None, None, None, None, None
 
 
@@ -160,7 +155,7 @@ class EmbeddingTap(Function):
         gram = (scaled @ scaled.mT) * (ids[:, None] == ids)
         found = None
         if ctx.measured:
-            found = _by_bin(one_hot, _outer(left[ids], d @ right[:-1], sums))
+            found = _outer_by_bin(left[ids], d @ right[:-1], one_hot, len(sums))
         return dy, None, gram, found, None, None, None, None, None, None
 
 
@@ -231,9 +226,30 @@ class GainTap(Function):
     @staticmethod
     def backward(ctx, dy):
         normed, one_hot, rows, columns = ctx.saved_tensors
-        gradient = (_full(dy) * normed).flatten(1, -2).sum(1)  # [B, channels]
-        squares = (gradient * (rows * columns)[:, None]).square().sum(2)  # [G, B]
-        return dy, None, squares, (one_hot.T @ gradient)[..., None], None, None, None
+        return dy, None, *_of_gains(_full(dy) * normed, one_hot, rows, columns), None, None, None
+
+
+class TappedGain(Function):
+    """Gain with its tap, normed [B, ..., channels] -> gain * normed: the gradient's product is that of the measurement."""
+
+    @staticmethod
+    def forward(ctx, normed, gain, squares, sums, one_hot, rows, columns):
+        ctx.save_for_backward(normed, gain, one_hot, rows, columns)
+        return normed * gain
+
+    @staticmethod
+    def backward(ctx, dy):
+        normed, gain, one_hot, rows, columns = ctx.saved_tensors
+        products = dy * normed
+        total = products.sum(tuple(range(products.ndim - 1)))
+        return dy * gain, total, *_of_gains(products, one_hot, rows, columns), None, None, None
+
+
+def _of_gains(products: Tensor, one_hot: Tensor, rows: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
+    """Squared norms [G, B] and sums by bin [K, channels, 1] of gains, from the gradient times their input, [B, ..., channels]."""
+    gradient = products.flatten(1, -2).sum(1)
+    squares = (gradient * (rows * columns)[:, None]).square().sum(2)
+    return squares, (one_hot.T @ gradient)[..., None]
 
 
 class TappedLinear(nn.Linear):
@@ -331,14 +347,14 @@ class TappedNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.switch.mode != MEASURED:
             return self._norm(x, self.weight)
+        taken = self.squares, self.sums, self.switch.one_hot, self.rows, self.columns
         if self.rms and x.device.type == "cpu" and x.dtype == self.weight.dtype == _full(x).dtype:
-            normed = self._norm(x, None)  # what the norm with a gain computes too, where it is not one kernel
-            y = normed * self.weight
-        else:
-            y = self._norm(x, self.weight)
-            with torch.no_grad():
-                normed = self._norm(x, None)
-        return GainTap.apply(y, normed.detach(), self.squares, self.sums, self.switch.one_hot, self.rows, self.columns)
+            # What the norm with a gain computes too, where it is not one kernel.
+            return TappedGain.apply(self._norm(x, None), self.weight, *taken)
+        y = self._norm(x, self.weight)
+        with torch.no_grad():
+            normed = self._norm(x, None)
+        return GainTap.apply(y, normed, *taken)
 
     def _norm(self, x: Tensor, gain: Tensor | None) -> Tensor:
         return (rms_norm if self.rms else layer_norm)(x, gain, self.eps)
