@@ -155,7 +155,9 @@ class Trainer:
 
     def _report(self, norm: Tensor, lr: float) -> None:
         state = self.state
-        logged = state.step == 1 or self._due(self.config.metrics.log_freq)
+        validation = self.config.validation
+        may_end = validation.stop_at_targets and self._due(validation.interval)
+        logged = state.step == 1 or self._due(self.config.metrics.log_freq) or may_end
         gns_logged = state.gns is not None and self._due(self.config.gns.log_interval)
         with self._beside_training("report") if logged or gns_logged else self.phases("report"):
             if logged:

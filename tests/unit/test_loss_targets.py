@@ -150,6 +150,8 @@ def test_a_run_that_ends_at_its_targets_is_the_beginning_of_one_that_does_not(wh
     target = found[6] + 0.3 * (found[3] - found[6])
     ended, summary = train(whole, "ended", [target])
     assert (summary["status"], summary["step"], summary["n_images_seen"]) == ("completed", 6, 48)
+    points = map(json.loads, (whole / "ended" / "metrics.jsonl").read_text().splitlines())
+    assert 6 in [point["step"] for point in points if "loss_metrics/global_avg_loss" in point]  # logged every 4 steps otherwise
     (crossing,) = summary["targets"].values()
     assert crossing["n_images_seen"] == crossed_at((24, found[3]), (48, found[6]), target)
     state, tensors = read_state(checkpoint_path(whole / "whole" / "checkpoint", 6)), weights(ended)
