@@ -88,7 +88,7 @@ ESTIMATORS = ("sketch", "composite")
 AGE, BATCH, MICROBATCHES, STEPS_OF_WINDOW, TRUE_SAMPLES = 400, 128, (8, 32, 128), 160, 8192
 WINDOWS = {("digits", 0): 4, ("digits", 1): 12, ("cifar10", 0): 12}  # data, seed -> windows
 TRAINED, WATCHED, TRAINED_BATCH, SEEDS = 800, 160, 256, (0, 1)
-INTERVAL = GNSConfig().interval
+INTERVAL, COLUMNS = GNSConfig().interval, GNSConfig().sketch_size
 
 
 def main() -> None:
@@ -141,7 +141,7 @@ class WatchedTrainer(Trainer):
 
 def measure_training(data: str, seed: int, cifar10: str | None) -> None:
     """Train a run and keep the sums of all its steps, and the exact ones of its last."""
-    path = KEPT / f"training-{data}-{seed}.pt"
+    path = cell("training", data, seed)
     if path.exists():
         return
     with tempfile.TemporaryDirectory() as folder:
@@ -160,7 +160,7 @@ def judge_training(data: str) -> list[dict]:
     rows: list[dict] = []
     errors: dict[tuple[str, str], list[Tensor]] = {}
     for seed in SEEDS:
-        path = KEPT / f"training-{data}-{seed}.pt"
+        path = cell("training", data, seed)
         if not path.exists():
             continue
         steps, exact = kept(path)
@@ -202,7 +202,7 @@ def exact_estimates(sums: Sequence[PairSums]) -> BinEstimates:
 
 def measure_microbatches(data: str, seed: int, cifar10: str | None) -> None:
     """Train, freeze, and keep the sums of the same further steps in every cut, and the exact sums of other samples."""
-    wanted = {name: KEPT / f"microbatches-{data}-{seed}-{name}.pt" for name in ("exact", *MICROBATCHES)}
+    wanted = {name: cell("microbatches", data, seed, name) for name in ("exact", *MICROBATCHES)}
     if all(path.exists() for path in wanted.values()):
         return
     with tempfile.TemporaryDirectory() as folder:
@@ -253,7 +253,7 @@ def judge_microbatches(data: str) -> list[dict]:
     """Judge every cut: a row per seed, microbatch size, geometry and estimator."""
     rows: list[dict] = []
     for seed, size in ((seed, size) for of_data, seed in WINDOWS if of_data == data for size in MICROBATCHES):
-        paths = [KEPT / f"microbatches-{data}-{seed}-{name}.pt" for name in (size, "exact")]
+        paths = [cell("microbatches", data, seed, name) for name in (size, "exact")]
         if not all(path.exists() for path in paths):
             continue
         (steps, _), (_, (exact,)) = (kept(path) for path in paths)
@@ -288,6 +288,11 @@ def pooled(steps: Sequence[StepSums]) -> Pool:
     return pool
 
 
+def cell(*names: object) -> Path:
+    """File of a cell, which is that of the sketch's columns too."""
+    return KEPT / f"{'-'.join(map(str, names))}-{COLUMNS}columns.pt"
+
+
 def keep(path: Path, steps: Sequence[StepSums], exact: Sequence[dict[str, PairSums]]) -> None:
     """Keep a cell's sums, complete or not at all."""
     whole = [vars(sums) for sums in steps], [{kind: vars(pairs) for kind, pairs in of.items()} for of in exact]
@@ -318,7 +323,7 @@ def write(data: str, rows: dict[str, list[dict]]) -> None:
     """Write the results together with those of other data sets."""
     path = ROOT / "benchmarks" / "results" / "gns_online.json"
     results = json.loads(path.read_text()) if path.exists() else {}
-    results[data] = {"model": "DiT of 32 channels, 2 blocks"} | rows | {
+    results[data] = {"model": "DiT of 32 channels, 2 blocks", "sketch_size": COLUMNS} | rows | {
         "date": date.today().isoformat(), "versions": versions(),
     }  # fmt: skip
     path.write_text(json.dumps(results, indent=1) + "\n")
