@@ -37,7 +37,7 @@ from torchtitan.config.job import load_config
 from torchtitan.diffusion.objective import Draw
 from torchtitan.diffusion.timesteps.sampler import GlobalBatch
 from torchtitan.gns.capture import GEOMETRIES, PARTS, StepSums
-from torchtitan.gns.composite import Composite
+from torchtitan.gns.composite import Composite, FreeSums
 from torchtitan.gns.config import GNSConfig
 from torchtitan.gns.control_variate import ControlledSums
 from torchtitan.gns.decayed import BinEstimates, DecayedSums
@@ -180,12 +180,15 @@ def judge_look(steps: list[tuple[StepSums, dict[str, PairSums]]], measured: int)
     pools = {(g, key): DecayedSums(num_bins, math.inf) for g in geometries for key in (*keys, "composite's")}
     composites = [Composite(num_bins, index, math.inf) for index in range(len(geometries))]
     controlled = [ControlledSums(num_bins, math.inf) for _ in geometries]
+    entries = [FreeSums.zeros(num_bins) for _ in geometries]
     for number, (sums, exact) in enumerate(steps):
         for index, geometry in enumerate(geometries):
-            found = composites[index].add(sums if _measured_for_composite(number) else _without_sketches(sums))
-            if found is not None:
-                controlled[index].add(*found)
-                pools[geometry, "composite's"].add(found[0])
+            entries[index] += FreeSums.of(sums, index)
+            if _measured_for_composite(number):
+                entry, entries[index] = entries[index], FreeSums.zeros(num_bins)
+                if (found := composites[index].add(entry, sums)) is not None:
+                    controlled[index].add(*found)
+                    pools[geometry, "composite's"].add(found[0])
             pools[geometry, "all exact"].add(exact[geometry])
             if number >= measured:
                 pools[geometry, "other"].add(exact[geometry])
@@ -219,12 +222,6 @@ def load_steps(path: Path) -> list[tuple[StepSums, dict[str, PairSums]]]:
 def _measured_for_composite(number: int) -> bool:
     return number % MEASURED_EVERY == MEASURED_EVERY - 1
 
-
-def _without_sketches(sums: StepSums) -> StepSums:
-    """Sums of a step that is not measured."""
-    squares, products = sums.squares.clone(), sums.products.clone()
-    squares[PARTS.index("token")], products[PARTS.index("token")] = math.nan, math.nan
-    return StepSums(sums.count, sums.square_losses, sums.pairs, squares, products)
 
 
 def _measure(trainer: Trainer, first: int, number: int, sketched: bool) -> StepSums:
