@@ -380,7 +380,7 @@ def _draw(asked: Measurement, findings: dict[str, Finding], scales: list[NoiseSc
     for axis, words in ((left, "all timesteps"), (right, "by timestep bin, weights averaged over the branch")):
         _finish(axis, asked, words)
     legend_outside(right, "clean to noise")
-    left.legend(fontsize=8, loc="upper left")
+    left.legend(fontsize=8, loc="best")
     bars = "bars: 95 % intervals over seeds" if asked.seeds > 1 else "one seed: no intervals"
     note(figure, f"{asked.samples} samples of every branch, {asked.seeds} seeds, paired; {bars}; dots: seeds")
     return gns_plots.save(figure, asked.folder / "critical_batch.png")
