@@ -9,7 +9,7 @@ import functools
 import math
 import operator
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -134,6 +134,23 @@ def test_bins_depart_from_the_common_coefficient_where_they_differ():
     large, small = sums.coefficients()[..., 1].split(RUNS // 2, dim=1)
     assert (large.mean() * 100.0 - 1.0).abs() < 0.2
     assert (small.mean() - 1.0).abs() < 0.2
+
+
+def test_steps_without_pairs_in_a_microbatch_leave_the_sketch_and_tell_no_coefficient():
+    """11 measured steps have one sample in a microbatch, so that the free parts' signal is 0 but for the rounding of float32.
+
+    The twelfth has pairs, and no coefficient may come from the others' rounding for it.
+    """
+    generator, single, pairs = torch.Generator().manual_seed(8), Planted(10.0, 0.9, 1), Planted(10.0, 0.9, 2)
+    sketch, sums, composite = DecayedSums(RUNS, math.inf), ControlledSums(RUNS, math.inf), Composite(RUNS, 0, math.inf)
+    for planted in (*[single] * 11, pairs):
+        step = planted.step(generator, measured=True)
+        step = replace(step, products=step.products.float().double())
+        found = composite.add(FreeSums.of(pairs.step(generator, measured=False), 0) + FreeSums.of(step, 0), step)
+        assert found is not None
+        sketch.add(found[0])
+        sums.add(*found)
+    torch.testing.assert_close(sums.estimate(sketch.estimate()).signal, sketch.estimate().signal, rtol=1e-12, atol=0.0)
 
 
 def test_coefficient_of_a_step_does_not_depend_on_the_step():
