@@ -4,9 +4,8 @@ A step's sums n (over pairs, for the signal, or samples, for the second moment) 
 E[C] = 0 given the counts, are replaced by n - beta C. The best beta is the regression of n on C. Fitted on the steps
 that it is applied to, it would bias the estimate, since it depends on their C. So the steps are dealt to J folds, and
 those of one fold have the beta of the other folds: E[beta C] = E[beta] E[C] = 0, whatever the beta. Some twenty steps tell
-a bin's beta poorly, and what a step's free pairs say is much alike in all bins. So one beta is fitted to all bins, and a
-bin's own departs from it as far as that is significant. The common beta is drawn to 0, to the sums themselves, in the
-same way, so that a useless control variate costs about nothing.
+a bin's own beta poorly, and what a step's free pairs say is much alike in all bins: one beta is fitted to all of them. It is
+drawn to 0, to the sums themselves, as far as it is not significant, so that a useless control variate costs about nothing.
 
 Sources. Control variates with an estimated coefficient: Lavenberg and Welch, "A perspective on the use of control
 variables", Management Science 27, 1981. Splitting: Avramidis and Wilson, "A splitting scheme for control variates",
@@ -23,9 +22,9 @@ from torchtitan.gns.statistics import PairSums, RatioMoments
 
 _FOLDS = 4
 
-# A coefficient's F statistic F multiplies it by 1 - this / F, and by 0 below: of the common coefficient, and of what a
-# bin's own departs from it.
-_SHRINKAGE, _SHRINKAGE_OF_OWN = 2.0, 4.0
+# A coefficient's F statistic F multiplies it by 1 - this / F, and by 0 below. It would be 2 if the steps had equal weights;
+# under decay variances have half as many degrees of freedom as the steps that the mean is worth.
+_SHRINKAGE = 4.0
 
 # Fewer effective steps of the other folds tell no coefficient.
 _LEAST_STEPS = 3.0
@@ -117,18 +116,15 @@ class ControlledSums:
         joint = moment(_CONTROLS, _SUMS) - level * moment(_CONTROLS, _WEIGHTS)
         spread = moment(_SUMS, _SUMS) - 2.0 * level * moment(_SUMS, _WEIGHTS) + level**2 * weights
         known = (steps >= _LEAST_STEPS) & of_controls.isfinite() & (squares > 0) & (spread > 0)
-        degrees = torch.where(known, steps - 1.0, 0.0)
         # Every bin in units of its own spread, by its steps.
         shares = torch.where(known, steps / spread, 0.0)
-
-        def of_all(moments: Tensor) -> Tensor:
-            return torch.where(known, shares * moments, 0.0).sum(1, keepdim=True)
-
-        degrees_of_all = degrees.sum(1, keepdim=True)
-        common = _shrunk(of_all(joint), of_all(squares), of_all(spread), degrees_of_all, _SHRINKAGE)
-        rest = spread - 2.0 * common * joint + common**2 * squares
-        own = _shrunk(joint - common * squares, squares, rest, degrees, _SHRINKAGE_OF_OWN)
-        return torch.where(known, common + own, 0.0)
+        joint, squares, spread = (torch.where(known, shares * of, 0.0).sum(1) for of in (joint, squares, spread))  # [J, 2]
+        explained = joint**2 / squares
+        # What a perfect control variate leaves is rounding, of either sign.
+        left = (spread - explained).clamp_min(1e-12 * spread)
+        degrees = torch.where(known, steps - 1.0, 0.0).sum(1)
+        beta = (1.0 - _SHRINKAGE * left / (degrees * explained)).clamp_min(0.0) * joint / squares
+        return torch.where(known & beta.isfinite()[:, None], beta[:, None], 0.0)
 
     def state_dict(self) -> dict:
         """Return plain numbers and lists of them, which JSON holds exactly."""
@@ -144,18 +140,3 @@ class ControlledSums:
         return {
             "first": self._first, "second": self._second, "fourth_powers": self._fourth_powers, "seen": self._seen,
         }  # fmt: skip
-
-
-def _shrunk(joint: Tensor, squares: Tensor, spread: Tensor, degrees: Tensor, shrinkage: float) -> Tensor:
-    """Regression coefficient, drawn to 0 by `shrinkage` over its F statistic; 0 where nothing is known.
-
-    Args:
-        joint, squares, spread: second moments of control variate and sum, of the control variate, of the sum.
-        degrees: of freedom of what the regression leaves.
-        shrinkage: 1 or more.
-    """
-    explained = joint**2 / squares
-    # What a perfect control variate leaves is rounding, of either sign.
-    left = (spread - explained).clamp_min(1e-12 * spread)
-    beta = (1.0 - shrinkage * left / (degrees * explained)).clamp_min(0.0) * joint / squares
-    return torch.where(beta.isfinite(), beta, 0.0)
