@@ -2,9 +2,9 @@
 
 Each is written into a folder of its own and met by the command that reads it, in a process that is watched: it must be
 refused with exit code 2 and one plain line, or survived with what is bad named and replaced; without a traceback,
-within 10 s, with at most 1 GiB more memory than the program's imports take, starting no program, changing nothing
-outside of the run's folder, printing no control character. Prints a table of kinds and verdicts, and with --all writes
-it to tests/faults/hostile_inputs.json.
+within 10 s (waits for a processor not counted), with at most 1 GiB more memory than the program's imports take,
+starting no program, changing nothing outside of the run's folder, printing no control character. Prints a table of
+kinds and verdicts, and with --all writes it to tests/faults/hostile_inputs.json.
 """
 
 import argparse

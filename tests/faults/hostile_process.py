@@ -38,7 +38,7 @@ class Command:
         words: program, relative to the project's folder, and its arguments.
         allowed: folders in which it may change something.
         environment: whole.
-        seconds: it may take, imports not counted.
+        seconds: it may take, imports and waits for a processor not counted.
         before: called in the process before the command begins; of a module, to be pickled.
         more_mapped: bytes of address space that it may take, as in a container with a limit.
     """
@@ -58,7 +58,7 @@ class Outcome:
     Attributes:
         code: exit code, minus a signal's number; None: it was still running when its time was over.
         output, error: bytes printed.
-        seconds, more_bytes: it took, of memory beyond what the imports hold.
+        seconds, more_bytes: it took, without waits for a processor; of memory beyond what the imports hold.
         events: what it started, connected to, or changed elsewhere.
     """
 
@@ -175,14 +175,15 @@ def _run(command: Command) -> Outcome:
             traceback.print_exc()
         finally:
             os._exit(70)
-    ended, killed = False, False
+    ended, killed, seconds = False, False, 0.0
     while not ended:
         time.sleep(_POLL)
         ended, status, usage = _wait(pid)
-        if not ended and (time.monotonic() - start > command.seconds or _resident(pid) - baseline > 1.5 * MORE_BYTES):
-            killed = True
-            _kill_group(pid)
-    seconds = time.monotonic() - start
+        if not ended:
+            seconds = time.monotonic() - start - _seconds_in_queue(pid)
+            if seconds > command.seconds or _resident(pid) - baseline > 1.5 * MORE_BYTES:
+                killed = True
+                _kill_group(pid)
     _kill_group(pid)
     content = []
     for descriptor in files:
@@ -203,6 +204,14 @@ def _resident(pid: int) -> int:
         return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * resource.getpagesize()
     except (FileNotFoundError, ProcessLookupError):
         return 0
+
+
+def _seconds_in_queue(pid: int) -> float:
+    """Time for which a process was ready to run while others had the processors; most of its time on a busy machine."""
+    try:
+        return int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9
+    except (FileNotFoundError, ProcessLookupError):  # not Linux, a kernel without this file, or ended
+        return 0.0
 
 
 def _kill_group(pid: int) -> None:

@@ -1,6 +1,8 @@
 """Inputs made by an enemy are refused in a line or survived; nothing else is started, taken or touched."""
 
+import os
 import shutil
+from pathlib import Path
 
 import pytest
 
@@ -62,3 +64,23 @@ def test_a_watched_process_that_does_what_it_must_not_is_found(programs):
         seconds = 1.0 if words == "still at work" else 30.0
         with pytest.raises(hostile_case.Failed, match=words):
             attempt(Case("none", "none", make, (hostile_case.SURVIVED,), seconds=seconds), programs)
+
+
+@pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="needs the scheduler's times of a process")
+def test_waits_for_a_processor_do_not_count_as_the_inputs_time(programs):
+    def make(place: hostile_case.Place) -> tuple[str, ...]:
+        program = place.input / "program.py"
+        program.write_text("import time\nend = time.process_time() + 1\nwhile time.process_time() < end: pass\n")
+        return (str(program),)
+
+    case = Case("none", "none", make, (hostile_case.SURVIVED,), before=_share_a_processor, seconds=1.5)
+    attempt(case, programs)
+
+
+def _share_a_processor() -> None:
+    """Two rivals take two thirds of the one processor on which this process then runs."""
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    for _ in range(2):
+        if os.fork() == 0:  # of the command's process group, which is killed when the command ends
+            while True:
+                pass
