@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from torchtitan.config.job import load_config
+from torchtitan.pictures.style import new_figure
 from torchtitan.training.metrics import METRICS_FILE
+from torchtitan_dit.studies import gns_plots
 from torchtitan_dit.studies.frame import StudyRun
 from torchtitan_dit.studies.gns_trajectory import against_trajectory
 
@@ -58,3 +60,27 @@ def test_other_bins_than_the_logged_ones_are_not_compared(tmp_path, rows):
     run = run_of(tmp_path, **{"gns.bin_edges": "[0, 0.25, 0.6, 1]"})
     log(tmp_path, 3, 2, 10.0)
     assert against_trajectory(run, rows, tmp_path / "picture.png") == ""
+
+
+@pytest.mark.filterwarnings("error")
+def test_the_picture_has_a_place_for_every_bin_where_no_value_has_an_upper_end(tmp_path, monkeypatch):
+    run = run_of(tmp_path, **{"gns.bin_edges": "[0, 0.25, 0.6, 1]"})
+    point = {"step": 2} | {f"{PREFIX}/{k}/{name}": 10.0 for k in range(3) for name in ("b_simple", "lower")}
+    (tmp_path / METRICS_FILE).write_text(json.dumps(point) + "\n")
+    rows = [row(*ends, 5.0) | {"unbounded": "True"} for ends in ((0.0, 0.25), (0.25, 0.6), (0.6, 1.0))]
+    figures = []
+    monkeypatch.setattr(gns_plots, "save", lambda figure, path: figures.append(figure) or "")
+    assert "> 2.5" in against_trajectory(run, rows, tmp_path / "picture.png")
+    left, right = figures[0].axes[0].get_xlim()
+    assert left < 0 and right > 2
+
+
+@pytest.mark.filterwarnings("error")
+def test_bars_without_an_upper_end_are_drawn_on_a_logarithmic_scale(tmp_path):
+    rows = [row(0.0, 0.5, 5.0) | {"unbounded": "True"}, row(0.5, 1.0, 9.0) | {"unbounded": "True"}]
+    figure, axes = new_figure("bars", 1, 1, (4, 3))
+    gns_plots.draw_bars(axes[0, 0], rows, ["C0", "C1"])
+    gns_plots.set_scale(axes[0, 0], rows, "log", along="x")
+    low, high = axes[0, 0].get_xlim()
+    assert 0 < low < 2.5 and high > 4.5
+    gns_plots.save(figure, tmp_path / "bars.png")

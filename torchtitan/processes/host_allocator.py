@@ -13,7 +13,7 @@ _CHOSEN_BY = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_M
 def keep_freed_memory() -> bool:
     """Let glibc keep freed memory, up to 2 GiB, instead of handing it back at the end of every step.
 
-    The system clears pages before it hands them out again, one fault for each: some ten thousand in a step of a small
+    The system clears pages before it hands them out again, one fault for each: some five thousand in a step of a small
     model. The peak of a process's memory stays what it is. A choice in the environment stays too.
 
     Returns:

@@ -98,9 +98,9 @@ def set_scale(axes: Axes, rows: Sequence[Row], scale: str, along: str = "y") -> 
     top = max([min(max(ends, default=0.0), roof), *must_be_seen, *(1.5 * start for start in unbounded)])
     set_limits = axes.set_ylim if along == "y" else axes.set_xlim
     if scale == "log":
-        (axes.set_yscale if along == "y" else axes.set_xscale)("log")
         floor = min([*must_be_seen, max(min(starts, default=top), 1e-3 * top)])
-        set_limits(floor / 1.5, top * 1.6)
+        set_limits(floor / 1.5, top * 1.6)  # before the scale, which else looks for limits in data that may all be 0
+        (axes.set_yscale if along == "y" else axes.set_xscale)("log")
         of_axis = axes.yaxis if along == "y" else axes.xaxis
         of_axis.set_major_locator(LogLocator(subs=(1, 2, 5) if top < 100 * floor else (1,)))
         of_axis.set_major_formatter("{x:g}")

@@ -43,6 +43,7 @@ def against_trajectory(run: StudyRun, rows: list[Row], path: Path) -> str:
             _draw(axis, place - 0.12, row, COLOURS[0])
             _draw(axis, place + 0.12, online, COLOURS[1])
             lines.append([str(step), bin_label(row), interval_text(row), interval_text(online), _ratio(row, online)])
+        axis.set_xlim(-0.5, len(offline) - 0.5)  # arrows alone would not widen it
         axis.set_title(f"step {step}", fontsize=10)
         axis.set_xticks(range(len(offline)), [f"{float(row['t_min']):.2f}" for row in offline], rotation=60)
         axis.set_xlabel(f"bin from {bin_label(offline[0]).split()[0]}")
