@@ -19,8 +19,8 @@ microbatches   Trained for 400 steps of 128 images, seed 0; then frozen. 640 fur
                above the sketch's. On digits, seed 0, it failed at 8 and 32 images with a coefficient fitted to each bin
                alone. A coefficient common to all bins, from which a bin's own departed, was chosen on these sums, and did
                not fail at seed 1 (12 windows) but for ln B at 8 images in Adam's geometry, by 0.1 %. The present rule, the
-               common one alone with twice the shrinkage, followed from planted gradients, and CIFAR-10 (seed 0, 12
-               windows), whose frozen weights no rule has seen, judges it.
+               common one alone with twice the shrinkage, followed from planted gradients. CIFAR-10 (seed 0, 12
+               windows) judges it: no rule was chosen on measurements at its frozen weights.
 training       800 steps of 256 images, one microbatch, seeds 0 and 1. At each of the last 160 steps, before its update,
                one gradient per sample of the step's own images, at the step's own weights, in the geometry that the taps
                hold (Adam's factors are those of the last measured step). The exact values of these steps, pooled with
@@ -303,7 +303,7 @@ def pooled(steps: Sequence[StepSums]) -> Pool:
 
 
 def cell(*names: object) -> Path:
-    """File of a cell, which is that of the sketch's columns too."""
+    """File of a cell; cells measured with other numbers of sketch columns have other files."""
     return KEPT / f"{'-'.join(map(str, names))}-{COLUMNS}columns.pt"
 
 

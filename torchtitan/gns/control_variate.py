@@ -116,7 +116,7 @@ class ControlledSums:
         joint = moment(_CONTROLS, _SUMS) - level * moment(_CONTROLS, _WEIGHTS)
         spread = moment(_SUMS, _SUMS) - 2.0 * level * moment(_SUMS, _WEIGHTS) + level**2 * weights
         known = (steps >= _LEAST_STEPS) & of_controls.isfinite() & (squares > 0) & (spread > 0)
-        # Every bin in units of its own spread, by its steps.
+        # Divided by their spread, large gradients of a bin do not decide; a bin counts by its effective steps.
         shares = torch.where(known, steps / spread, 0.0)
         joint, squares, spread = (torch.where(known, shares * of, 0.0).sum(1) for of in (joint, squares, spread))  # [J, 2]
         explained = joint**2 / squares

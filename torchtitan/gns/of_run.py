@@ -23,7 +23,7 @@ def build_taps(config: Any, model: DiffusionModel, edges: Tensor, layout: Layout
 
     Args:
         config: JobConfig of the run.
-        model: whose layers are measured.
+        model: the network, not yet wrapped; its layers get taps.
         edges: inner edges of the timestep bins in t, rising, [K - 1].
         layout: of the run.
     """
@@ -43,7 +43,7 @@ def build_monitor(
         config, edges, layout: as of `build_taps`.
         objective: of the run.
         taps: of the network, if the run has them.
-        train_module: the network as it is trained, whose ranks' gradients are compared.
+        train_module: the network as it is trained, wrapped by DDP or FSDP, for the ranks' gradients.
         folder: of the run.
         microbatches: of each rank in a step of the first batch size.
     """

@@ -3,8 +3,8 @@
 import ctypes
 import os
 
-# glibc's mallopt: freed bytes at the end of the heap above which they go back to the system, and the size from which an
-# allocation is a mapping of its own, which goes back at once. At most 2 GiB - 1 and 32 MiB, as in mallopt(3).
+# Options of glibc's mallopt and their largest values (mallopt(3)). Up to 2 GiB of freed memory stay at the end of the heap.
+# Blocks of up to 32 MiB are allocated on the heap; larger ones are mapped, and unmapped as soon as they are freed.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = (-1, 2**31 - 1), (-3, 2**25)
 
 _CHOSEN_BY = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_", "GLIBC_TUNABLES")
@@ -17,7 +17,7 @@ def keep_freed_memory() -> bool:
     model. The peak of a process's memory stays what it is. A choice in the environment stays too.
 
     Returns:
-        Whether it does; False with another C library.
+        Whether it does; False where the environment chose, or with another C library.
     """
     if any(name in os.environ for name in _CHOSEN_BY):
         return False
