@@ -20,8 +20,12 @@ microbatches   Trained for 400 steps of 128 images, seed 0; then frozen. 640 fur
                alone. A coefficient common to all bins, from which a bin's own departed, was chosen on these sums, and did
                not fail at seed 1 (12 windows) but for ln B at 8 images in Adam's geometry, by 0.1 %. The present rule, the
                common one alone with twice the shrinkage, followed from planted gradients. CIFAR-10 (seed 0, 12
-               windows) judges it: no rule was chosen on measurements at its frozen weights.
-training       800 steps of 256 images, one microbatch, seeds 0 and 1. At each of the last 160 steps, before its update,
+               windows) judged it: it failed at 8 images in four of six cells, since signal and second moment were
+               corrected one by one and their errors no longer cancelled. The present rule corrects the signal's share
+               of the second moment; it was chosen on all cells so far, and a control variate's second part beside the
+               first on them as well. Fresh cells judge it, measured after it was fixed: digits, seed 2, and CIFAR-10,
+               seed 1, 12 windows each; it is not changed after them.
+training       800 steps of 256 images, one microbatch, seeds 0 to 3 (2 and 3 measured after the present rule was fixed). At each of the last 160 steps, before its update,
                one gradient per sample of the step's own images, at the step's own weights, in the geometry that the taps
                hold (Adam's factors are those of the last measured step). The exact values of these steps, pooled with
                equal weights, against what the run reports after its last step. Over bins, left out where the exact
@@ -90,8 +94,8 @@ enable = true
 ESTIMATORS = ("sketch", "composite")
 
 AGE, BATCH, MICROBATCHES, STEPS_OF_WINDOW, TRUE_SAMPLES, TRUE_GROUPS = 400, 128, (8, 32, 128), 160, 8192, 16
-WINDOWS = {("digits", 0): 4, ("digits", 1): 12, ("cifar10", 0): 12}  # data, seed -> windows
-TRAINED, WATCHED, TRAINED_BATCH, SEEDS = 800, 160, 256, (0, 1)
+WINDOWS = {("digits", 0): 4, ("digits", 1): 12, ("digits", 2): 12, ("cifar10", 0): 12, ("cifar10", 1): 12}  # data, seed -> windows
+TRAINED, WATCHED, TRAINED_BATCH, SEEDS = 800, 160, 256, (0, 1, 2, 3)
 INTERVAL, COLUMNS = GNSConfig().interval, GNSConfig().sketch_size
 EXACT = f"exact-{TRUE_GROUPS}x{TRUE_SAMPLES}"
 

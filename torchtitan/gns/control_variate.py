@@ -7,12 +7,18 @@ those of one fold have the beta of the other folds: E[beta C] = E[beta] E[C] = 0
 a bin's own beta poorly, and what a step's free pairs say is much alike in all bins: one beta is fitted to all of them. It is
 drawn to 0, to the sums themselves, as far as it is not significant, so that a useless control variate costs about nothing.
 
+A noise scale is a function of the signal's share of the second moment alone. Of the two sums of one step the errors are alike,
+and much of them cancels in their ratio. Corrected one by one, the second moment well and the signal hardly, as where
+microbatches are small, they would no longer cancel: so it is the share's error that is regressed, and the correction of
+the second moment, which has its own regression, changes the signal in proportion.
+
 Sources. Control variates with an estimated coefficient: Lavenberg and Welch, "A perspective on the use of control
 variables", Management Science 27, 1981. Splitting: Avramidis and Wilson, "A splitting scheme for control variates",
 Operations Research Letters 14, 1993. Positive-part shrinkage: Baranchik, Annals of Mathematical Statistics 41, 1970.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -29,8 +35,25 @@ _SHRINKAGE = 4.0
 # Fewer effective steps of the other folds tell no coefficient.
 _LEAST_STEPS = 3.0
 
-# Of a step's vector v: (sum, weight) of the second moment, of the signal, and the two control variates.
-_SUMS, _WEIGHTS, _CONTROLS = [0, 2], [1, 3], [4, 5]
+# Of what the second control variate of the signal's share adds to the first, a smaller part of its own square is rounding.
+_LEAST_REST = 1e-9
+
+# A step's vector v: sum and weight of the second moment and of the signal, and C of both.
+_MOMENT, _COUNT, _SIGNAL, _PAIRS, _OF_MOMENT, _OF_SIGNAL = range(6)
+
+
+@dataclass(frozen=True)
+class Coefficients:
+    """Coefficients of each fold's steps from the other folds; float64, J folds.
+
+    Attributes:
+        moment: of the second moment's C, taken from the second moment, [J, K].
+        share: of C of the second moment and of the signal, taken from the signal to correct its share of the second
+            moment, [J, K, 2].
+    """
+
+    moment: Tensor
+    share: Tensor
 
 
 class ControlledSums:
@@ -75,15 +98,17 @@ class ControlledSums:
                 between bins and the lag.
             window: index.
         """
-        first, second = self._first[window], self._second[window]
-        taken = torch.zeros(*first.shape[:2], 4, 6, dtype=torch.float64)  # [J, K, 4, 6]: v -> v less beta C
+        coefficients = self.coefficients(window)
+        taken = torch.zeros(*coefficients.moment.shape, 4, 6, dtype=torch.float64)  # [J, K, 4, 6]: v -> v less beta C
         taken[..., :4] = torch.eye(4, dtype=torch.float64)
-        for place, row in enumerate(_SUMS):
-            taken[..., row, _CONTROLS[place]] = -self.coefficients(window)[..., place]
-        moments = RatioMoments(
-            (taken @ first[..., None]).sum(0).unflatten(-2, (2, 2)).squeeze(-1),
-            (taken @ second @ taken.mT).sum(0).unflatten(-2, (2, 2)).unflatten(-1, (2, 2)),
-        )
+        taken[..., _SIGNAL, 4:] = -coefficients.share
+        of_share = self._corrected(taken, window)
+        # A correction of the second moment changes the signal in proportion: their share has its own.
+        taken[..., _MOMENT, _OF_MOMENT] -= coefficients.moment
+        per_moment = of_share.first[:, 1, 0] / of_share.first[:, 0, 0]
+        taken[..., _SIGNAL, _OF_MOMENT] -= torch.where(per_moment.isfinite(), per_moment, 0.0) * coefficients.moment
+        moments = self._corrected(taken, window)
+
         matrix, stderr = plain.matrix.clone(), plain.matrix_stderr.clone()
         covariance = moments.covariance
         matrix.diagonal().copy_(moments.ratios[:, 1])
@@ -99,32 +124,57 @@ class ControlledSums:
             lag=plain.lag,
         )
 
-    def coefficients(self, window: int = 0) -> Tensor:
-        """Coefficients beta of each fold's steps, from the other folds: of second moment and signal, [J, K, 2]."""
+    def _corrected(self, taken: Tensor, window: int) -> RatioMoments:
+        """Moments of second moment and signal from sums of `taken` [J, K, 4, 6] times v."""
+        first, second = self._first[window], self._second[window]
+        return RatioMoments(
+            (taken @ first[..., None]).sum(0).unflatten(-2, (2, 2)).squeeze(-1),
+            (taken @ second @ taken.mT).sum(0).unflatten(-2, (2, 2)).unflatten(-1, (2, 2)),
+        )
+
+    def coefficients(self, window: int = 0) -> Coefficients:
+        """Coefficients of each fold's steps.
+
+        The share of step i errs by x_i = (s_i - S p_i) - r (q_i - Q n_i), with s and q the sums of signal and second
+        moment, p and n their weights, S and Q their means over the other folds and r = sum s / sum q. It is regressed on
+        the same error of the control variates, C_s - r C_q, and then on what remains of C_s: pairs of few samples tell
+        less of the signal than of the second moment.
+        """
         others = 1.0 - torch.eye(_FOLDS, dtype=torch.float64)
         first = torch.einsum("fg,gki->fki", others, self._first[window])
         second = torch.einsum("fg,gkij->fkij", others, self._second[window])
-        of_sums, of_weights, of_controls = (first[..., places] for places in (_SUMS, _WEIGHTS, _CONTROLS))
-        level = of_sums / of_weights
-
-        def moment(one: list[int], other: list[int]) -> Tensor:
-            return second[..., one, other]
-
-        weights = moment(_WEIGHTS, _WEIGHTS)
-        steps = of_weights**2 / weights
-        squares = moment(_CONTROLS, _CONTROLS)
-        joint = moment(_CONTROLS, _SUMS) - level * moment(_CONTROLS, _WEIGHTS)
-        spread = moment(_SUMS, _SUMS) - 2.0 * level * moment(_SUMS, _WEIGHTS) + level**2 * weights
-        known = (steps >= _LEAST_STEPS) & of_controls.isfinite() & (squares > 0) & (spread > 0)
+        moment, count, signal, pairs = first[..., :4].unbind(-1)
+        share = signal / moment
+        errors = torch.zeros(*share.shape, 5, 6, dtype=torch.float64)  # [J, K, 5, 6]: v -> q, x and the three regressors
+        errors[..., 0, _MOMENT], errors[..., 0, _COUNT] = 1.0, -moment / count
+        errors[..., 1, _SIGNAL], errors[..., 1, _PAIRS] = 1.0, -signal / pairs
+        errors[..., 1, :] -= share[..., None] * errors[..., 0, :]
+        errors[..., 2, _OF_MOMENT] = errors[..., 3, _OF_SIGNAL] = errors[..., 4, _OF_SIGNAL] = 1.0
+        errors[..., 3, _OF_MOMENT] = -share
+        products = errors @ second @ errors.mT
+        steps = torch.stack((count**2 / second[..., _COUNT, _COUNT], pairs**2 / second[..., _PAIRS, _PAIRS]), dim=-1)
+        squares = products.diagonal(dim1=-2, dim2=-1)
+        known = (steps >= _LEAST_STEPS) & (squares[..., :2] > 0) & (squares[..., 2:4] > 0)  # [J, K, 2]
         # Divided by their spread, large gradients of a bin do not decide; a bin counts by its effective steps.
-        shares = torch.where(known, steps / spread, 0.0)
-        joint, squares, spread = (torch.where(known, shares * of, 0.0).sum(1) for of in (joint, squares, spread))  # [J, 2]
-        explained = joint**2 / squares
-        # What a perfect control variate leaves is rounding, of either sign.
-        left = (spread - explained).clamp_min(1e-12 * spread)
+        weights = torch.where(known, steps / squares[..., :2], 0.0)
         degrees = torch.where(known, steps - 1.0, 0.0).sum(1)
-        beta = (1.0 - _SHRINKAGE * left / (degrees * explained)).clamp_min(0.0) * joint / squares
-        return torch.where(known & beta.isfinite()[:, None], beta[:, None], 0.0)
+
+        def product(one: int, other: int, of: int) -> Tensor:
+            return torch.where(known[..., of], weights[..., of] * products[..., one, other], 0.0).sum(1)  # [J]
+
+        of_moment = _shrunk(product(0, 2, 0), product(2, 2, 0), product(0, 0, 0), degrees[:, 0])
+        joint, square, spread = product(1, 3, 1), product(3, 3, 1), product(1, 1, 1)
+        both = _shrunk(joint, square, spread, degrees[:, 1])
+        shared = product(3, 4, 1) / square
+        rest_square = product(4, 4, 1) - shared * product(3, 4, 1)
+        rest_joint = product(1, 4, 1) - shared * joint
+        rest = _shrunk(rest_joint, rest_square, spread - joint**2 / square, degrees[:, 1])
+        rest = torch.where(rest_square > _LEAST_REST * product(4, 4, 1), rest, 0.0)
+        both = both - torch.where(shared.isfinite(), shared, 0.0) * rest
+        of_share = torch.stack((-share * both[:, None], (both + rest)[:, None].expand_as(share)), dim=-1)
+        return Coefficients(
+            torch.where(known[..., 0], of_moment[:, None], 0.0), torch.where(known[..., 1, None], of_share, 0.0)
+        )
 
     def state_dict(self) -> dict:
         """Return plain numbers and lists of them, which JSON holds exactly."""
@@ -140,3 +190,17 @@ class ControlledSums:
         return {
             "first": self._first, "second": self._second, "fourth_powers": self._fourth_powers, "seen": self._seen,
         }  # fmt: skip
+
+
+def _shrunk(joint: Tensor, square: Tensor, spread: Tensor, degrees: Tensor) -> Tensor:
+    """Coefficient of a regression, drawn to 0 as far as it is not significant.
+
+    Args:
+        joint, square, spread: of regressor and regressand, of the regressor with itself, and of the regressand.
+        degrees: of freedom.
+    """
+    explained = joint**2 / square
+    # What a perfect control variate leaves is rounding, of either sign.
+    left = (spread - explained).clamp_min(1e-12 * spread)
+    beta = (1.0 - _SHRINKAGE * left / (degrees * explained)).clamp_min(0.0) * joint / square
+    return torch.where(beta.isfinite(), beta, 0.0)
