@@ -25,12 +25,13 @@ microbatches   Trained for 400 steps of 128 images, seed 0; then frozen. 640 fur
                of the second moment; it was chosen on all cells so far, and a control variate's second part beside the
                first on them as well. Fresh cells judge it, measured after it was fixed: digits, seed 2, and CIFAR-10,
                seed 1, 12 windows each; it is not changed after them.
-training       800 steps of 256 images, one microbatch, seeds 0 to 3 (2 and 3 measured after the present rule was fixed). At each of the last 160 steps, before its update,
-               one gradient per sample of the step's own images, at the step's own weights, in the geometry that the taps
-               hold (Adam's factors are those of the last measured step). The exact values of these steps, pooled with
-               equal weights, against what the run reports after its last step. Over bins, left out where the exact
-               interval is unbounded: root mean square error of ln B_simple, geometric mean of the ratio, rank
-               correlation, and the share of intervals that hold the exact value.
+training       800 steps of 256 images, one microbatch, seeds 0 to 3 (2 and 3 measured after the present rule was fixed). At
+               each of the last 160 steps, before its update, one gradient per sample of the step's own images, at the
+               step's own weights, in the geometry that the taps hold (Adam's factors are those of the last measured
+               step). The exact values of these steps, pooled with equal weights, against what the run reports after its
+               last step. Over bins, left out where the exact interval is unbounded: root mean square error of ln
+               B_simple, geometric mean of the ratio, rank correlation, and the share of intervals that hold the exact
+               value.
                The composite fails for a data set if its error over bins and seeds is above 10 % in the plain geometry
                or 15 % in Adam's.
 
@@ -94,7 +95,8 @@ enable = true
 ESTIMATORS = ("sketch", "composite")
 
 AGE, BATCH, MICROBATCHES, STEPS_OF_WINDOW, TRUE_SAMPLES, TRUE_GROUPS = 400, 128, (8, 32, 128), 160, 8192, 16
-WINDOWS = {("digits", 0): 4, ("digits", 1): 12, ("digits", 2): 12, ("cifar10", 0): 12, ("cifar10", 1): 12}  # data, seed -> windows
+# Windows of a data set and a seed.
+WINDOWS = {("digits", 0): 4, ("digits", 1): 12, ("digits", 2): 12, ("cifar10", 0): 12, ("cifar10", 1): 12}
 TRAINED, WATCHED, TRAINED_BATCH, SEEDS = 800, 160, 256, (0, 1, 2, 3)
 INTERVAL, COLUMNS = GNSConfig().interval, GNSConfig().sketch_size
 EXACT = f"exact-{TRUE_GROUPS}x{TRUE_SAMPLES}"
