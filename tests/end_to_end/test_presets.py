@@ -17,6 +17,7 @@ from tests.launcher import ROOT, run_on_ranks
 from tests.unit.test_data import write_tinyimagenet
 from tests.unit.test_latent_cache import write_pictures
 from torchtitan.config.job import load_config
+from torchtitan.estimate.memory import estimate_memory
 from torchtitan_dit.commands.extract_latents import main as extract_latents
 
 SMALL = [
@@ -151,6 +152,13 @@ def test_shipped_configurations_train_when_made_small(folders, latents, tmp_path
         assert (folder / "samples" / "step-00000003.png").exists(), name
         assert (folder / "samples" / "held-out.png").exists() == ('name = "latents"' in text), name
         assert json.loads((folder / "summary.json").read_text())["status"] == "completed", name
+
+
+@pytest.mark.parametrize("name", [name for name in PRESETS if name not in LIKE_OTHERS])
+def test_every_configuration_makes_a_step_in_bfloat16_under_the_autocast_policy_of_cuda(folders, latents, tmp_path, name):
+    """CUDA widens operations to float32 that the CPU leaves in bfloat16; what meets the others must have their dtype."""
+    words = [*small(name, folders, latents, tmp_path), "--training.mixed_precision_param", "bfloat16"]
+    assert estimate_memory(load_config(words, 1), 1).total > 0
 
 
 def train_all(arguments: list[list[str]]) -> None:

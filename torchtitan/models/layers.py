@@ -37,25 +37,25 @@ class RMSNorm(nn.Module):
 
 def layer_norm(x: Tensor, gain: Tensor | None, eps: float) -> Tensor:
     """Layer norm over the last dimension, in x's dtype; gain: [D] or None."""
-    with _own_dtype(x):
+    with own_dtype(x):
         return F.layer_norm(x, x.shape[-1:], _gain(gain, x), None, eps)
 
 
 def rms_norm(x: Tensor, gain: Tensor | None, eps: float) -> Tensor:
     """RMS norm over the last dimension, in x's dtype; gain: [D] or None."""
-    with _own_dtype(x):
+    with own_dtype(x):
         return F.rms_norm(x, x.shape[-1:], _gain(gain, x), eps)
 
 
 def group_norm(x: Tensor, groups: int) -> Tensor:
     """Group norm of images [B, C, ...] without a gain, in x's dtype."""
-    with _own_dtype(x):
+    with own_dtype(x):
         return F.group_norm(x, groups)
 
 
-def _own_dtype(x: Tensor) -> AbstractContextManager:
-    """Context without autocast, which widens norms on CUDA, not on the CPU: a copy of the tokens in float32, a norm and
-    all up to the next product in float32. Kernels of norms compute statistics of bfloat16 in float32 themselves.
+def own_dtype(x: Tensor) -> AbstractContextManager:
+    """Context without autocast, which widens norms and nearest-neighbour upsampling on CUDA, not on the CPU: a copy of x in
+    float32, and all up to the next product in float32. Kernels of norms compute statistics of bfloat16 in float32 themselves.
     """
     device = x.device.type
     if x.is_meta or not torch.is_autocast_enabled(device):

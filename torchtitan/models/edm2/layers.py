@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torchtitan.conditions import Condition
 from torchtitan.models.dropout import dropout
 from torchtitan.models.edm2.config import EDM2Config
-from torchtitan.models.layers import group_norm
+from torchtitan.models.layers import group_norm, own_dtype
 from torchtitan.models.magnitude import MPConv2d, MPFourier, MPLinear, mp_cat, mp_silu, mp_sum, pixel_norm
 
 Resample = Literal["keep", "down", "up"]
@@ -199,7 +199,10 @@ def resampled(x: Tensor, resample: Resample) -> Tensor:
     """Average 2 x 2 pixels, or repeat each pixel 2 x 2 times."""
     if resample == "down":
         return F.avg_pool2d(x, 2)
-    return F.interpolate(x, scale_factor=2, mode="nearest") if resample == "up" else x
+    if resample == "up":
+        with own_dtype(x):
+            return F.interpolate(x, scale_factor=2, mode="nearest")
+    return x
 
 
 def _apply(layer: nn.Module, x: Tensor) -> Tensor:
