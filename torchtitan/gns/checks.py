@@ -81,7 +81,7 @@ def few_pairs(config: GNSConfig, local_batch_size: int) -> str | None:
     return (
         f"gns: {bins} bins share {local_batch_size} images of a microbatch: between measured steps only pairs of one"
         " microbatch and bin count, of which there are few, so that the modulation estimate is noisy and the composite"
-        " is no better than the sketch, or worse (raise training.local_batch_size to"
+        " is hardly better than the sketch (raise training.local_batch_size to"
         f" {_LEAST_PER_BIN * bins} or more, or lower gns.interval)"
     )
 
