@@ -1,0 +1,18 @@
+"""Operations of a train step of the trainer beyond those of the shortest loop that trains the same model."""
+
+import pytest
+import torch
+
+from benchmarks.trainer_overhead import loop_step, operations, trainer_step
+
+# Images -> operations; the present counts: a change that needs more raises one on purpose.
+BEYOND_THE_LOOP = {8: 95, 64: 215}
+
+
+@pytest.mark.parametrize("batch", BEYOND_THE_LOOP)
+def test_the_trainer_adds_few_operations_to_a_step(batch):
+    ours, bare = trainer_step(batch), loop_step(batch, torch.device("cpu"))
+    for _ in range(2):  # the optimizer creates its state in the first
+        ours()
+        bare()
+    assert 0 < operations(ours) - operations(bare) <= BEYOND_THE_LOOP[batch]
