@@ -336,7 +336,7 @@ def on_machines(folder: Path) -> Iterator[None]:
     """Let every eighth Heartbeats be on another machine."""
     made = iter(range(10**6))
 
-    def place(run: Path) -> Path:
+    def place(run: Path, is_used: Callable[[Path], bool]) -> Path:
         machine = folder / f"machine-{next(made) // RANKS_OF_A_MACHINE}"
         machine.mkdir(parents=True, exist_ok=True)
         return machine

@@ -1,0 +1,42 @@
+"""Laws of cost of benchmarks/scale.py: that every one of them runs, and those that count instead of timing, at small sizes."""
+
+import pytest
+
+from benchmarks.scale import LAWS, exponent
+
+# Small sizes of the laws in seconds, which say nothing here but that both ways are still there.
+TIMED = {"headers": 4, "reading": 4, "initial": 4, "order": 1 << 12, "pictures": 100, "listing": 100, "contents": 10}
+COUNTED = {
+    "heartbeats": [16, 32, 64], "hashing": [4, 16, 64], "drawing": [0, 1], "frozen": [0, 1], "raw_rows": [1_000, 2_000, 4_000],
+}  # fmt: skip
+
+
+def costs(name: str, size: int, folder) -> tuple[float, float]:
+    return LAWS[name][3](folder / str(size), size)
+
+
+def test_every_law_is_measured_here():
+    assert sorted([*TIMED, *COUNTED]) == sorted(LAWS)
+
+
+@pytest.mark.parametrize("name", TIMED)
+def test_a_timed_law_runs(name, tmp_path):
+    assert all(seconds > 0 for seconds in costs(name, TIMED[name], tmp_path))
+
+
+@pytest.mark.parametrize(("name", "before", "after"), [("heartbeats", 1.0, 1.0), ("hashing", 0.0, -1.0), ("raw_rows", 1.0, 0.0)])
+def test_exponents_of_what_is_counted(tmp_path, name, before, after):
+    sizes = COUNTED[name]
+    was, is_now = zip(*(costs(name, size, tmp_path) for size in sizes), strict=True)
+    assert exponent(sizes, was) == pytest.approx(before, abs=0.01)
+    assert exponent(sizes, is_now) == pytest.approx(after, abs=0.01)
+    if name == "heartbeats":
+        assert [8 * files for files in is_now] == sizes
+
+
+@pytest.mark.parametrize("name", ["drawing", "frozen"])
+def test_a_rank_of_many_draws_its_shard_and_one_whole_tensor(tmp_path, name):
+    """A thousandth of the network, its largest tensor, and adapters: less than a ninth of the whole."""
+    for number in COUNTED[name]:
+        was, is_now = costs(name, number, tmp_path)
+        assert is_now < was / 9
