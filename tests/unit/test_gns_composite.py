@@ -33,12 +33,14 @@ class Planted:
         alike: correlation of the token part's noise with the modulation part's.
         microbatch: samples.
         swing: standard deviation of the logarithm of all of a step's gradients.
+        alone: runs in whose microbatches no two samples meet, the first ones.
     """
 
     b_simple: float
     alike: float
     microbatch: int
     swing: float = 0.0
+    alone: int = 0
 
     @property
     def signal(self) -> float:
@@ -61,7 +63,8 @@ class Planted:
         if not measured:
             squares[TOKEN] = products[TOKEN] = torch.nan
         count = torch.full((RUNS,), float(SAMPLES), dtype=torch.float64)
-        pairs = count * (self.microbatch - 1)
+        pairs = count * (self.microbatch - 1) * (torch.arange(RUNS) >= self.alone)
+        products[:, 0] = torch.where(pairs.diag() > 0, products[:, 0], squares[:, 0].diag_embed())
         whole = (count * (SAMPLES - 1)).diag(), everything, torch.zeros_like(everything)
         return StepSums(count, count, pairs.diag(), squares, products, *(whole if measured else ()))
 
@@ -88,10 +91,10 @@ def of_planted(planted: Planted, seed: int) -> tuple[BinEstimates, BinEstimates,
     return sketch.estimate(), controlled.estimate(sketch.estimate()), controlled
 
 
-def error(found: BinEstimates, planted: Planted) -> float:
+def error(found: BinEstimates, planted: Planted, runs: slice = slice(None)) -> float:
     """Root mean square relative error of the signal's share of the second moment."""
     share = found.signal / (found.signal + found.noise)
-    return (share * (1.0 + planted.b_simple) - 1.0).square().mean().sqrt().item()
+    return (share * (1.0 + planted.b_simple) - 1.0)[runs].square().mean().sqrt().item()
 
 
 # The signal's variance falls by what the proxy explains of it. A weight of 1 was worse than the sketch in the first two, and
@@ -119,6 +122,17 @@ def test_composite_keeps_what_cancels_between_signal_and_second_moment():
     sketch, composite, _ = of_planted(planted, seed=3)
     assert error(composite, planted) <= error(sketch, planted)
     assert composite.unbounded.sum() <= sketch.unbounded.sum()
+
+
+def test_bins_whose_samples_never_meet_in_a_microbatch_have_the_sketch_and_leave_the_others_alone():
+    """Their second moments alone took part in the common coefficients: errors were 1.02 and 0.78 times the sketch's."""
+    planted = Planted(b_simple=10.0, alike=0.9, microbatch=16, swing=0.4, alone=RUNS // 2)
+    sketch, composite, _ = of_planted(planted, seed=3)
+    for name in ("signal", "noise", "lower", "upper"):
+        found, wanted = (getattr(of, name)[: planted.alone] for of in (composite, sketch))
+        assert torch.allclose(found, wanted, rtol=1e-12), name  # folds are added up in another order
+    others = slice(planted.alone, None)
+    assert error(composite, planted, others) < 0.6 * error(sketch, planted, others)
 
 
 def test_coefficient_is_that_of_the_pairs_where_noise_dominates():

@@ -181,8 +181,11 @@ def _excess(step: PairSums, entry: PairSums) -> Tensor:
     """C of the second moment and of the signal, [K, 2]: F's sums of a step less its share of an entry's."""
     numerator, weight = _numerators_and_weights(step).unbind(-1)
     of_entry, entry_weight = _numerators_and_weights(entry).unbind(-1)
-    # A step without pairs, or an entry without further ones, leaves nothing but rounding.
-    return torch.where((weight > 0) & (entry_weight > weight), numerator - weight * of_entry / entry_weight, 0.0)
+    excess = numerator - weight * of_entry / entry_weight
+    # A step without pairs, or an entry without further ones, leaves nothing but rounding. The second moment's alone says nothing
+    # of the signal's share, and in bins with both it says something: where one is missing there is neither.
+    told = ((weight > 0) & (entry_weight > weight)).all(-1, keepdim=True)
+    return torch.where(told, excess, 0.0)
 
 
 def _numerators_and_weights(sums: PairSums) -> Tensor:
