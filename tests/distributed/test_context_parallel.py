@@ -136,6 +136,14 @@ def test_what_cannot_be_divided_is_refused(toml, arguments, processes, part, tmp
     assert sum(part in line for line in found) == 1, found
 
 
+def test_an_adaptive_solver_is_refused_where_there_are_shards_alone(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    words = ["--model.flavor", "debug", "--sampling.solver.name", "dopri5"]
+    assert load(SPLIT, words, 2).parallelism.data_parallel_shard_degree == 1
+    (found,) = problems(SPLIT, words, 4)
+    assert "dopri5 evaluates the network as often as the images need" in found
+
+
 def test_a_batch_counts_the_processes_with_images_of_their_own(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     config = load(SPLIT + "[training]\nlocal_batch_size = 4", world_size=8)
