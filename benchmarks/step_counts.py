@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import SUPPORTED_NODES, register_dataclass, tree_leaves, tree_map
 
-from torchtitan.config.job import load_config
+from torchtitan.config.job import ConfigError, load_config
 from torchtitan.diffusion.objective import Draw
 from torchtitan.diffusion.timesteps.sampler import GlobalBatch
 from torchtitan.distributed.config import CompileConfig
@@ -42,11 +42,14 @@ from torchtitan.estimate.fake_cuda.device import NoFakeCuda, fake_cuda
 from torchtitan.estimate.memory import estimate_memory, model_on_meta
 from torchtitan.models import build_model
 from torchtitan.models.float8 import Float8Config, converted_share
+from torchtitan.processes.command_line import OneLineParser, run_program
+from torchtitan.processes.exit_codes import REFUSED
 from torchtitan.run_state import RunState
 from torchtitan.runs.folder import versions
 from torchtitan.supervision.phases import Phases
 from torchtitan.trainer import Trainer
 from torchtitan.training.hardware import PEAK_TFLOPS_BF16, PEAK_TFLOPS_FLOAT8
+from torchtitan_dit.studies.grid_options import at_least
 
 ROOT = Path(__file__).resolve().parent.parent
 # Left out: work beside the step, and what needs a real device.
@@ -60,38 +63,48 @@ PHASES = (
 _NAMES = {"data": "batch", "forward": "objective"}
 
 
-def main(arguments: list[str] | None = None) -> None:
+def main(arguments: list[str] | None = None) -> int:
     known, words = parse_arguments(arguments)
     if known.config is None:
         write_rows(known.section, known.rows)
-        return
+        return 0
     try:
         counted = count_step(words, known.ranks, known.step, known.compiled)
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return REFUSED
     except NoFakeCuda as error:
-        sys.exit(f"step_counts: {error}")
+        print(f"step_counts: {error}", file=sys.stderr)
+        return REFUSED
     print(json.dumps(as_record(counted), indent=1) if known.json else as_text(counted))
+    return 0
 
 
 def parse_arguments(arguments: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
     """Parse arguments; and the words of the configuration."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = OneLineParser(
+        prog="step_counts", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
+    )  # fmt: skip
     parser.add_argument("config", nargs="?", help="configuration file")
-    parser.add_argument("--images", type=int, help="images per rank and step, in one microbatch (default: the configuration's)")
-    parser.add_argument("--ranks", type=int, default=1, help="ranks of the run; those of a sharded one share the model")
-    parser.add_argument("--step", type=int, default=9, help="number of the counted step; measurements have an interval")
+    parser.add_argument("--images", type=at_least(1), help="images per rank and step, in one microbatch; where ranks share the "
+                        "tokens of images, of each group of them (default: the configuration's)")
+    parser.add_argument("--ranks", type=at_least(1), default=1, help="ranks of the run; those of a sharded one share the model")
+    parser.add_argument("--step", type=at_least(2), default=9, help="number of the counted step; measurements have an interval")
     parser.add_argument("--section", default="after", help="of the results, without a configuration (default: after)")
     parser.add_argument("--rows", default="", metavar="TEXT", help="only those with this in their name (default: all)")
     parser.add_argument("--compiled", action="store_true", help="count what would be compiled as such")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     known, words = parser.parse_known_args(arguments)
+    if not any(known.rows in name for name in ROWS):
+        parser.error(f"--rows: {known.rows!r} is in no row's name")
     if known.images is not None:
-        words = [*images_words(known.images, known.ranks), *words]
+        words = [*images_words(known.images), *words]
     return known, ["--job.config_file", known.config or "", *words]
 
 
-def images_words(images: int, ranks: int) -> list[str]:
+def images_words(images: int) -> list[str]:
     """Words of a configuration with that many images per rank and step, in one microbatch."""
-    return ["--training.local_batch_size", str(images), "--training.global_batch_size", str(images * ranks)]
+    return ["--training.local_batch_size", str(images), "--training.global_batch_size", "-1"]
 
 
 @dataclass(frozen=True)
@@ -100,13 +113,13 @@ class CountedStep:
 
     Attributes:
         phases: phase, one of PHASES -> counts.
-        images: of the rank in the step.
+        images: of the step over its ranks; those that share the tokens of an image have a part of it each.
         flops_per_image: of training, without recomputation.
         float8_share: of the training's products, those that the configuration has in float8; counted as of bfloat16.
     """
 
     phases: dict[str, PhaseCounts]
-    images: int
+    images: float
     flops_per_image: int
     float8_share: float = 0.0
 
@@ -145,7 +158,7 @@ def count_step(words: list[str], ranks: int = 1, step: int = 9, compiled: bool =
         trainer.close()
     phases = {name: counter.phases[name] for name in PHASES if name in counter.phases}
     share = converted_share(model_on_meta(config), float8)
-    return CountedStep(phases, trainer.state.batch_size // ranks, trainer.state.flops_per_image, share)
+    return CountedStep(phases, trainer.state.batch_size / ranks, trainer.state.flops_per_image, share)
 
 
 @contextmanager
@@ -463,4 +476,4 @@ def as_text(counted: CountedStep) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

@@ -31,7 +31,7 @@ def write_noise_counts(path: str) -> int:
         }  # fmt: skip
         words = [
             "--job.config_file", "train_configs/dit_xl2_256.toml", "--model.num_layers", "1", "--gns.enable", "true",
-            "--gns.interval", str(INTERVAL), *images_words(IMAGES, 1),
+            "--gns.interval", str(INTERVAL), *images_words(IMAGES),
         ]  # fmt: skip
         found |= {f"step {step}": as_record(count_step(words, 1, step)) for step in STEPS}
     except NoFakeCuda as error:

@@ -25,9 +25,9 @@ def write_counts(cases: dict[str, tuple[list[str], int, int, bool]], path: str) 
     return 0
 
 
-def shrunk(preset: str, *words: str, images: int = 8, ranks: int = 1) -> list[str]:
+def shrunk(preset: str, *words: str, images: int = 8) -> list[str]:
     """Words of a shipped configuration with two blocks and few images."""
-    size = images_words(images, ranks)
+    size = images_words(images)
     return ["--job.config_file", f"train_configs/{preset}.toml", "--model.num_layers", "2", *size, *words]
 
 

@@ -2,9 +2,12 @@
 
 import itertools
 import json
+from pathlib import Path
 from unittest.mock import patch
 
 import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from tests.configurations import load, problems
 from tests.distributed.cases import WITHOUT_CODE, make_trainer, remove, shared_folder
@@ -14,6 +17,7 @@ from torchtitan.estimate.roofline import exchanged_bytes
 from torchtitan.training.metrics import METRICS_FILE
 
 STEPS = 4
+PEAK_TFLOPS = 0.5
 BASE = ("--gns.enable", "false", "--model.num_layers", "2", "--lr_scheduler.warmup_steps", "1")
 DEGREE = "--parallelism.context_parallel_degree"
 PLAIN = ("--model.position", "sincos", "--model.mlp", "gelu", "--model.qk_norm", "false")
@@ -114,6 +118,52 @@ def test_the_estimate_has_the_bytes_of_the_exchange():
     assert 0 < 2 * forward == estimated
 
 
+def attention_flops(query, key, value, *_, **__) -> int:
+    return sdpa_flop_count(query, key, value)
+
+
+def attention_backward_flops(_, query, key, value, *__, **___) -> int:
+    return 2 * sdpa_flop_count(query, key, value)  # without the scores that the kernel computes again
+
+
+CPU_ATTENTION = {  # which torch's counter leaves out
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: attention_flops,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: attention_backward_flops,
+}
+
+
+def counted_and_logged(degree: int) -> list:
+    """FLOPs of a step of this process as torch counts them, those of an image, and the points that the run logs."""
+    folder = shared_folder()
+    overrides = (*BASE, *PLAIN, DEGREE, str(degree), "--metrics.peak_tflops", str(PEAK_TFLOPS))
+    trainer = make_trainer(folder, "run", steps=3, replicas=1, shards=1, accumulation=1, overrides=overrides, context=degree)
+    with FlopCounterMode(display=False, custom_mapping=CPU_ATTENTION) as counter:
+        trainer.train_step()
+    assert trainer.train() == 0
+    trainer.close()
+    points = [json.loads(line) for line in (Path(folder) / "run" / METRICS_FILE).read_text().splitlines()]
+    remove(folder)
+    return [counter.get_total_flops(), trainer.state.flops_per_image, points]
+
+
+def test_logged_flops_count_the_share_of_each_process_once():
+    """Each process has its tokens' FLOPs, which sum to those of one process, and all of timestep and class, which count once."""
+    function, images, dim, sinusoids, layers = "tests.distributed.test_context_parallel:counted_and_logged", 16, 64, 256, 2
+    ((whole, flops_per_image, _),) = run_on_ranks(function, 1, {"degree": 1})
+    ranks = run_on_ranks(function, 2, {"degree": 2})
+    # Neither the pixels [16, 4] of an image's patches nor the sinusoids have a gradient.
+    assert whole == images * (flops_per_image - 2 * (16 * 4 * dim + sinusoids * dim))
+    of_condition = 2 * 2 * sinusoids * dim + 3 * 2 * (dim**2 + layers * 6 * dim**2 + 2 * dim**2)
+    assert ranks[0][0] == ranks[1][0] == (whole + images * of_condition) / 2
+    for _, of_image, points in ranks:
+        assert of_image == flops_per_image and points
+        for point in points:
+            of_device = flops_per_image * point["throughput(img/s)"] / 2 / 1e12
+            assert point["tflops"] == pytest.approx(of_device, rel=1e-12)
+            assert point["mfu(%)"] == pytest.approx(100 * of_device / PEAK_TFLOPS, rel=1e-12)
+            assert point["throughput(tps)"] == pytest.approx(16 * point["throughput(img/s)"], rel=1e-12)
+
+
 SPLIT = "[gns]\nenable = false\n[parallelism]\ncontext_parallel_degree = 2\n"
 
 
@@ -134,6 +184,14 @@ def test_what_cannot_be_divided_is_refused(toml, arguments, processes, part, tmp
     monkeypatch.chdir(tmp_path)
     found = problems(toml, ["--model.flavor", "debug", *arguments] if "edm2" not in arguments else arguments, processes)
     assert sum(part in line for line in found) == 1, found
+
+
+def test_an_adaptive_solver_is_refused_where_there_are_shards_alone(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    words = ["--model.flavor", "debug", "--sampling.solver.name", "dopri5"]
+    assert load(SPLIT, words, 2).parallelism.data_parallel_shard_degree == 1
+    (found,) = problems(SPLIT, words, 4)
+    assert "dopri5 evaluates the network as often as the images need" in found
 
 
 def test_a_batch_counts_the_processes_with_images_of_their_own(tmp_path, monkeypatch):

@@ -25,3 +25,21 @@ def test_estimate_is_within_ten_percent_of_the_measured_peak(layout, more):
     estimated = estimate_memory(load_config(words, ranks), ranks).total
     for peak, unseen in run_on_ranks("tests.distributed.estimate_cases:peak", ranks, {"words": words, "ranks": ranks}):
         assert 0.9 * (peak - max(unseen, 0)) <= estimated <= 1.1 * peak
+
+
+# So many tokens that activations are most of the memory.
+TOKENS = [
+    "--model.flavor", "debug", "--gns.enable", "false", "--training.local_batch_size", "8", "--data.name", "synthetic",
+    "--data.kind", "noise", "--data.shape", "[4, 32, 32]", "--parallelism.context_parallel_degree", "2",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("mode", ["none", "full"])
+def test_estimate_has_the_activations_of_a_rank_s_share_of_the_tokens(mode):
+    words = [*TOKENS, "--activation_checkpoint.mode", mode]
+    estimated = estimate_memory(load_config(words, 2), 2)
+    assert estimated.activations > 0.6 * estimated.total
+    alone = estimate_memory(load_config([*words, "--parallelism.context_parallel_degree", "1"], 1), 1)
+    assert estimated.activations < 0.6 * alone.activations
+    for peak, unseen in run_on_ranks("tests.distributed.estimate_cases:peak", 2, {"words": words, "ranks": 2}):
+        assert 0.95 * (peak - max(unseen, 0)) <= estimated.total <= 1.05 * peak

@@ -213,6 +213,20 @@ def test_efficiency_is_against_the_fewest_ranks(tmp_path):
         assert point.efficiency.value == pytest.approx(truth[point.ranks], abs=0.01)
 
 
+def test_sharing_tokens_scales_against_one_process_of_the_same_work():
+    """Of the same global batch: strong; of the same part of a batch on each process: weak."""
+    halved = {"layout": "ddp (context=2)", "world_size": 2}
+    cells = join_repeats([
+        run(100.0, layout="single", local_batch=8, global_batch=8), run(110.0, layout="single", local_batch=16, global_batch=16),
+        run(176.0, **halved, local_batch=16, global_batch=16),
+    ])
+    found = {curve.kind: curve for curve in scaling(cells)}
+    assert {kind: [point.ranks for point in curve.points] for kind, curve in found.items()} == {"weak": [1, 2], "strong": [1, 2]}
+    assert found["weak"].points[1].efficiency.value == pytest.approx(176 / 2 / 100)
+    assert found["strong"].points[1].efficiency.value == pytest.approx(176 / 2 / 110)
+    assert found["weak"].axes["local_batch"] == 8 and found["strong"].axes["global_batch"] == 16
+
+
 def test_front_holds_what_nothing_beats():
     numbers = ((10, 100), (12, 90), (15, 150), (15, 140), (20, 150), (30, 200))
     cells = join_repeats([run(images, memory, local_batch=n) for n, (memory, images) in enumerate(numbers, 1)])

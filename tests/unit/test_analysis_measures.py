@@ -89,6 +89,55 @@ def test_axes_of_a_configuration():
         assert axes_of(settings(**changed))["layout"] == layout
 
 
+DEGREES = ("data_parallel_replicate_degree", "data_parallel_shard_degree", "context_parallel_degree")
+
+
+def divided(replicas: int, shards: int, context: int) -> dict:
+    degrees = dict(zip(DEGREES, (replicas, shards, context), strict=True))
+    return {f"parallelism.{name}": degree for name, degree in degrees.items()}
+
+
+@pytest.mark.parametrize(
+    ("degrees", "layout", "mesh", "world_size"),
+    [
+        ((1, 1, 1), "single", "1x1", 1),
+        ((1, 1, 2), "ddp (context=2)", "1x1x2", 2),  # copies of the weights, as the processes share tokens alone
+        ((2, 1, 4), "ddp (context=4)", "2x1x4", 8),
+        ((1, 2, 2), "fsdp (context=2)", "1x2x2", 4),
+        ((2, 4, 2), "hsdp (context=2)", "2x4x2", 16),
+    ],
+)
+def test_processes_that_share_tokens_count_in_the_axes(degrees, layout, mesh, world_size):
+    axes = axes_of(settings() | divided(*degrees))
+    assert (axes["layout"], axes["mesh"], axes["world_size"]) == (layout, mesh, world_size)
+
+
+def test_a_degree_that_is_no_count_leaves_the_number_of_processes_unknown():
+    for context in (0, -1, 2.0, "2", True):
+        axes = axes_of(settings() | divided(1, 1, context), processes=None)
+        assert (axes["layout"], axes["mesh"], axes["world_size"]) == (None, None, None)
+
+
+def test_degrees_of_context_are_told_apart_by_the_layout_alone():
+    every = [settings() | divided(4, 1, 1), settings() | divided(2, 1, 2), settings() | divided(1, 1, 4)]
+    runs = [(axes_of(one), one) for one in every]
+    assert add_further_axes(runs) == []
+    assert [axes["layout"] for axes, _ in runs] == ["ddp", "ddp (context=2)", "ddp (context=4)"]
+    assert values_in_order("layout", ["fsdp", "ddp (context=2)", "single"]) == ["single", "ddp (context=2)", "fsdp"]
+
+
+def test_a_cell_that_never_started_has_the_batch_of_the_processes_with_images_of_their_own():
+    halved = {"layout": "ddp", "parallelism.context_parallel_degree": 2, "training.local_batch_size": 16}
+    cell = axes_of(halved, processes=8)
+    assert (cell["layout"], cell["world_size"]) == ("ddp (context=2)", 8)
+    plain = settings(training__local_batch_size=16, training__global_batch_size=256)  # 8 processes, two microbatches
+    complete_from_siblings(cell, [axes_of(plain)])
+    assert cell["global_batch"] == 16 * 4 * 2
+    cell = axes_of({"layout": "hsdp", "training.local_batch_size": 16}, processes=8)
+    complete_from_siblings(cell, [axes_of(settings(training__global_batch_size=32) | divided(4, 1, 2))])
+    assert cell["global_batch"] == 128
+
+
 def test_axes_of_a_cell_that_never_started_come_from_its_siblings():
     siblings = [axes_of(settings()) | {"device": "H200"}, axes_of(settings(compile__enable=False)) | {"device": "H200"}]
     cell = axes_of({"layout": "hsdp", "compile.enable": False, "training.local_batch_size": 16}, processes=8)
@@ -136,6 +185,10 @@ def test_two_meshes_of_one_size_are_two_layouts():
     runs = [(axes_of(one), one) for one in every]
     add_further_axes(runs)
     assert [axes["layout"] for axes, _ in runs] == ["hsdp 2x4", "hsdp 4x2"]
+    every = [settings() | divided(*degrees) for degrees in ((2, 4, 2), (4, 2, 2), (4, 4, 1))]
+    runs = [(axes_of(one), one) for one in every]
+    add_further_axes(runs)
+    assert [axes["layout"] for axes, _ in runs] == ["hsdp 2x4x2 (context=2)", "hsdp 4x2x2 (context=2)", "hsdp"]
 
 
 def test_values_stand_in_the_order_in_which_they_are_compared():

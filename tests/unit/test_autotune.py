@@ -103,6 +103,24 @@ def test_a_given_global_batch_size_is_divided(find, probes):
         find("--training.global_batch_size", "73", processes=2)
 
 
+def test_a_given_global_batch_size_is_divided_between_the_processes_with_images_of_their_own(find, probes):
+    shared = ("--parallelism.context_parallel_degree", "2", "--data.shape", "[1, 8, 8]")
+    # 72 images on one pair of processes: 4 GiB hold 24 of them.
+    assert find("--training.global_batch_size", "72", *shared, processes=2).batch_size == 24
+    assert all(72 % size == 0 for size, _ in probes.made)
+    assert find("--training.global_batch_size", "12", *shared, processes=2).bound == "training.global_batch_size = 12"
+    with pytest.raises(AutotuneRefused, match="no multiple of 8 up to 36 divides the 36 images"):
+        find("--training.global_batch_size", "72", *shared, processes=4, multiple_of=8)
+
+
+def test_a_probe_has_two_microbatches_where_processes_share_tokens(arguments, tmp_path):
+    words = [*arguments, "--parallelism.context_parallel_degree", "2", "--training.local_batch_size=8"]
+    config = load_config([*words, "--training.global_batch_size=64"], 4)
+    assert probe_config(config, "largest", 4, tmp_path)[0].training.global_batch_size == 2 * 2 * 8
+    config = load_config([*words, "--training.global_batch_size=16", "--training.double_batch_after", "[8]"], 4)
+    assert probe_config(config, "largest", 4, tmp_path)[0].training.global_batch_size == 2 * 2 * 8
+
+
 def test_batch_sizes_that_the_configuration_refuses_are_not_tried(find, probes):
     # Ten bins need twenty images a step.
     find("--gns.enable", "true", memory_gib=4.0)

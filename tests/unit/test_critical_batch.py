@@ -165,9 +165,9 @@ def test_noise_scales_are_the_last_ones_up_to_the_checkpoint(tmp_path):
 # ---------------------------------------------------------------------- plans
 
 
-def a_config(*words: str) -> JobConfig:
+def a_config(*words: str, ranks: int = 1) -> JobConfig:
     flags = ["--model.flavor", "debug", "--training.global_batch_size", "32", "--training.local_batch_size", "16"]
-    return load_config([*flags, "--optimizer.lr", "0.01", "--training.steps", "100", *words], 1)
+    return load_config([*flags, "--optimizer.lr", "0.01", "--training.steps", "100", *words], ranks)
 
 
 def test_accumulation_grows_at_the_microbatch_of_the_run():
@@ -176,6 +176,15 @@ def test_accumulation_grows_at_the_microbatch_of_the_run():
     assert samples == 32 * 128
     assert [plan.steps for plan in plans] == [512, 256, 128, 32]
     assert [plan.lr for plan in plans] == pytest.approx([0.005, 0.01 / math.sqrt(2), 0.01, 0.02])
+
+
+def test_a_branch_keeps_the_microbatch_of_processes_that_share_tokens(tmp_path):
+    """Of 32 images a step on two processes: a pair has all of them, two ranks 16 each; on four, the pairs are no more."""
+    config = a_config("--parallelism.context_parallel_degree", "2", "--training.local_batch_size", "32", ranks=2)
+    for processes, local, degrees in ((2, 32, (1, 1, 2)), (4, 8, (4, 1, 1))):
+        plan = plan_batches(config, [1, 4], "sqrt", 0.01, 4096, processes)[0][0]
+        branch = branch_config(config, plan, 0, "constant", processes, tmp_path / "branch")
+        assert (plan.local_batch_size, tuple(branch.parallelism.degrees)) == (local, degrees)
 
 
 @pytest.mark.parametrize("rule, factor", [("sqrt", 2.0), ("linear", 4.0), ("const", 1.0)])

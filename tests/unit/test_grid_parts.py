@@ -136,6 +136,16 @@ def test_equal_samples_warmup_and_lr_rule(base, rule, factors):
         assert config.checkpoint.interval * 4 == config.training.steps and config.checkpoint.keep_latest_k == 0
 
 
+def test_runs_of_a_grid_keep_the_microbatch_of_processes_that_share_tokens(base):
+    shared = dataclasses.replace(base, parallelism=dataclasses.replace(base.parallelism, context_parallel_degree=2))
+    assert shared.parallelism.processes == 2
+    for batch, local in ((16, 16), (128, 32), (1, 1)):
+        config = configure(shared, batch_overrides(shared, batch, 5120, 4, "const", 2), 2, "run")
+        assert (config.training.local_batch_size, tuple(config.parallelism.degrees)) == (local, (1, 1, 2))
+    config = configure(shared, batch_overrides(shared, 128, 5120, 4, "const", 4), 4, "run")
+    assert (config.training.local_batch_size, tuple(config.parallelism.degrees)) == (32, (4, 1, 1))
+
+
 def test_an_average_forgets_by_images_at_every_batch_size(base):
     (track,) = base.ema.tracks
     for batch in (8, 32, 128):

@@ -5,6 +5,7 @@ The bounds are the present counts with a margin of a hundredth: a change that ne
 
 import re
 from collections import Counter
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -31,7 +32,7 @@ CASES = {
     "dit_xl2_256": (shrunk("dit_xl2_256"), 1, 9, False),
     "compiled": (shrunk("dit_xl2_256"), 1, 9, True),
     "sit_xl2_256": (shrunk("sit_xl2_256"), 1, 9, False),
-    "sharded": (shrunk("dit_xl2_256", ranks=8), 8, 9, False),
+    "sharded": (shrunk("dit_xl2_256"), 8, 9, False),
     "noise": (shrunk("dit_xl2_256", "--gns.enable", "true", "--gns.num_bins", "4"), 1, 16, False),
     "flux_schnell_256": (FLUX, 1, 9, False),
 }
@@ -160,6 +161,46 @@ def test_the_policy_is_that_of_the_installed_torch():
             pytest.skip(f"{header} lists the policy in another way")
         found = re.findall(r"_\((\w+)(?:, (\w+))?\)", listed[1])
         assert {".".join(filter(None, entry)) for entry in found} == set(names)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["nowhere.toml"], "nowhere.toml: no such file"),
+        (["train_configs/digits.toml", "--model.flavour", "debug"], "unknown key (did you mean --model.flavor?)"),
+        (["train_configs/digits.toml", "--images", "0"], "argument --images: must be at least 1, is 0"),
+        (["train_configs/digits.toml", "--images", "x"], "argument --images: "),
+        (["train_configs/digits.toml", "--ranks", "0"], "argument --ranks: must be at least 1, is 0"),
+        (["train_configs/digits.toml", "--step", "1"], "argument --step: must be at least 2, is 1"),
+        (["--rows", "no such row"], "--rows: 'no such row' is in no row's name"),
+    ],
+)
+def test_bad_words_are_refused_in_one_line(words, message, monkeypatch, capsys):
+    monkeypatch.setattr(step_counts, "fake_cuda", lambda counter: nullcontext())  # a configuration is refused inside of it
+    monkeypatch.setattr(step_counts, "_fake_ranks", lambda ranks: nullcontext())
+    try:
+        code = step_counts.main(words)
+    except SystemExit as ended:
+        code = ended.code
+    assert code == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+
+
+def test_a_step_that_cannot_be_counted_is_refused_in_one_line(monkeypatch, capsys):
+    def refused(*arguments):
+        raise device.NoFakeCuda("there is a GPU")
+
+    monkeypatch.setattr(step_counts, "count_step", refused)
+    assert step_counts.main(["train_configs/digits.toml"]) == 2
+    assert capsys.readouterr().err == "step_counts: there is a GPU\n"
+
+
+def test_images_of_a_rank_are_those_of_one_microbatch_also_where_ranks_share_tokens():
+    words = ["--model.flavor", "debug", "--data.name", "synthetic", "--gns.enable", "false", *step_counts.images_words(6)]
+    for context, batch in ((1, 24), (2, 12), (4, 6)):
+        config = load_config([*words, "--parallelism.context_parallel_degree", str(context)], 4)
+        assert (config.training.local_batch_size, config.training.global_batch_size) == (6, batch)
 
 
 def test_products_in_float8_take_the_time_of_their_peak():

@@ -53,6 +53,33 @@ def test_layouts_become_degrees(tmp_path, layout, degrees):
     assert not (config.checkpoint.enable or config.sampling.enable)
 
 
+CONTEXT = "parallelism.context_parallel_degree"
+
+
+@pytest.mark.parametrize("place", ["[fixed]", "[axes]", "base"])
+def test_layouts_are_of_the_processes_with_images_of_their_own(tmp_path, place):
+    """8 processes of which pairs share tokens: 4 x 1, 1 x 4, and, where copies have 2 shards, 2 x 2."""
+    text = SWEEP.replace("hsdp_shard = 4", "hsdp_shard = 2")
+    if place == "base":
+        (tmp_path / "base.toml").write_text(f"{CONTEXT} = 2\n")
+        text = 'base = "base.toml"' + text
+    else:
+        text = text.replace(place, f"{place}\n{CONTEXT} = {[2] if place == '[axes]' else 2}")
+    sweep = read_sweep(write(tmp_path, text))
+    assert check_cells(sweep, sweep.cells, tmp_path) == {}
+    configs = [load_config(run_arguments(cell, 0, tmp_path, sweep.base), cell.processes) for cell in sweep.cells]
+    found = {cell.axes["layout"]: tuple(config.parallelism.degrees) for cell, config in zip(sweep.cells, configs, strict=True)}
+    assert found == {"ddp": (4, 1, 2), "fsdp": (1, 4, 2), "hsdp": (2, 2, 2)}
+
+
+def test_layouts_without_enough_processes_beside_the_shared_tokens_are_refused(tmp_path):
+    shared = SWEEP.replace("[fixed]", f"[fixed]\n{CONTEXT} = 8")
+    with pytest.raises(SweepError, match="fsdp needs 2 groups of 8 processes or more"):
+        read_sweep(write(tmp_path, shared))
+    with pytest.raises(SweepError, match="hsdp needs a multiple of hsdp_shard = 4 groups of 2 processes, twice or more, not 4"):
+        read_sweep(write(tmp_path, shared.replace(f"{CONTEXT} = 8", f"{CONTEXT} = 2")))
+
+
 def test_excluded_points_are_left_out(tmp_path):
     first = '[[exclude]]\nlayout = ["ddp", "fsdp"]\ntraining.local_batch_size = 4\n'
     text = SWEEP + first + '[[exclude]]\ndtype = "float32"\n'

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from torchtitan.conditions import Unconditional
+from torchtitan.config.speed_checks import shards_of
 from torchtitan.config.view import ConfigView
 from torchtitan.data import DataConfig
 from torchtitan.evaluation.config import SamplingConfig, default_schedule, sampling_problems
@@ -79,8 +80,8 @@ def _sampled_tracks(checked: ConfigView) -> Iterator[Problem]:
 
 
 def _adaptive(checked: ConfigView) -> Iterator[Problem]:
-    solver, shards = checked.sampling.solver, checked.whole("parallelism").data_parallel_shard_degree
-    if checked.sampling.enable and solver.adaptive and shards != 1 and checked.world_size > 1:
+    solver = checked.sampling.solver
+    if checked.sampling.enable and solver.adaptive and checked.world_size > 1 and shards_of(checked) != 1:
         text = f"{solver.name} evaluates the network as often as the images need, which shards must do together"
         yield Problem("sampling.solver.name", f"{text} (choose another for training; sample.py can use it on the run)")
 

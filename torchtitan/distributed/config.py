@@ -7,6 +7,7 @@ from typing import Literal
 import torch
 import torch._functorch.config as functorch_config
 
+from torchtitan.distributed.degrees import Degrees
 from torchtitan.settings import only_with, setting
 
 
@@ -35,14 +36,19 @@ class ParallelismConfig:
     )
 
     @property
+    def degrees(self) -> Degrees:
+        """The three degrees, once they are resolved."""
+        return Degrees(self.data_parallel_replicate_degree, self.data_parallel_shard_degree, self.context_parallel_degree)
+
+    @property
     def data_ranks(self) -> int:
         """Number of ranks with different images, from resolved degrees."""
-        return self.data_parallel_replicate_degree * self.data_parallel_shard_degree
+        return self.degrees.data_ranks
 
     @property
     def processes(self) -> int:
         """All processes, of resolved degrees."""
-        return self.data_ranks * self.context_parallel_degree
+        return self.degrees.processes
 
 
 def parallelism_problems(config: ParallelismConfig, shards: int, num_blocks: int | None) -> Iterator[tuple[str, str]]:

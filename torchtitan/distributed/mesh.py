@@ -35,13 +35,8 @@ class Layout:
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.world_size = dist.get_world_size() if dist.is_initialized() else 1
         self.device = device or compute_device()
-        self.replicas = parallelism.data_parallel_replicate_degree
-        self.shards = parallelism.data_parallel_shard_degree
+        self.replicas, self.shards = parallelism.degrees.copies_and_shards
         self.degree = parallelism.context_parallel_degree
-        if self.shards > 1:
-            self.shards *= self.degree
-        else:
-            self.replicas *= self.degree
         self.data_rank, self.data_ranks = self.rank // self.degree, self.world_size // self.degree
         if self.replicas * self.shards != self.world_size:
             raise ValueError(f"{self.replicas} replicas x {self.shards} shards is not {self.world_size} processes")

@@ -194,9 +194,8 @@ def _start_up_bytes(config: JobConfig) -> int:
     quantised weights read one at a time, or else drawn whole.
     """
     model, drawn = model_on_meta(config), not config.checkpoint.initial_weights
-    layout = config.parallelism
-    if layout.data_parallel_shard_degree > 1 and not quantized_kind(config.lora):
-        shards = layout.data_parallel_shard_degree * layout.context_parallel_degree
+    _, shards = config.parallelism.degrees.copies_and_shards
+    if shards > 1 and not quantized_kind(config.lora):
         parameters = dict(model.named_parameters())
         adapters = [parameters.pop(name).nbytes for name in list(parameters) if is_adapter_parameter(name)]
         rows = [-(-tensor.shape[0] // shards) * tensor[0].nbytes for tensor in parameters.values()]

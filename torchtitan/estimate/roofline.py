@@ -5,7 +5,6 @@ from dataclasses import dataclass
 
 from torchtitan.config.job import JobConfig
 from torchtitan.diffusion.objectives import OBJECTIVES
-from torchtitan.distributed.config import ParallelismConfig
 from torchtitan.distributed.context_parallel import context_bytes
 from torchtitan.distributed.precision import DTYPES
 from torchtitan.estimate.devices import Device
@@ -88,7 +87,7 @@ def estimate_step_time(
     trained, gathered = model.num_parameters(), sum(parameter.numel() for parameter in model.parameters())
     communication = _communication_seconds(config, model, trained, gathered, device) / efficiency.link
     # Gradients are read; everything that trains, and only that, is read and written.
-    weights = 4 * trained / _copies_and_shards(layout)[1] if config.lora.enable else memory.parameters
+    weights = 4 * trained / layout.degrees.copies_and_shards[1] if config.lora.enable else memory.parameters
     moved = 2 * (weights + memory.optimizer + memory.ema) + memory.all_gradients
     optimizer = moved / (1e9 * device.memory_gb_per_s * efficiency.memory)
     step = max(compute, efficiency.overlap * communication) + (1 - efficiency.overlap) * communication + optimizer
@@ -131,7 +130,7 @@ def communication_bytes(config: JobConfig, num_parameters: int, gathered: int | 
         gathered: parameters that are sharded, frozen ones too; default: those that train. Quantised weights are not.
     """
     layout, training = config.parallelism, config.training
-    replicas, shards = _copies_and_shards(layout)
+    replicas, shards = layout.degrees.copies_and_shards
     microbatches = _microbatches(config)
     times = 1 if layout.fsdp_reshard_after_forward == "never" else 2
     gathers = times * microbatches * DTYPES[training.mixed_precision_param].itemsize
@@ -159,18 +158,11 @@ def _microbatches(config: JobConfig) -> int:
     return config.training.global_batch_size // (config.training.local_batch_size * config.parallelism.data_ranks)
 
 
-def _copies_and_shards(layout: ParallelismConfig) -> tuple[int, int]:
-    """Copies of the weights and shards of each, of all ranks: those that share tokens share, or repeat, the weights too."""
-    replicas, shards = layout.data_parallel_replicate_degree, layout.data_parallel_shard_degree
-    degree = layout.context_parallel_degree
-    return (replicas, shards * degree) if shards > 1 else (replicas * degree, 1)
-
-
 def _communication_seconds(
     config: JobConfig, model: DiffusionModel, num_parameters: int, gathered: int, device: Device
 ) -> float:
     layout = config.parallelism
-    replicas, shards = _copies_and_shards(layout)
+    replicas, shards = layout.degrees.copies_and_shards
     sent = communication_bytes(config, num_parameters, gathered) | {"context": exchanged_bytes(config, model)}
     # Ranks that share tokens, or a copy, are neighbours; copies of one shard are `shards` ranks apart.
     reach = {"context": layout.context_parallel_degree, "shard": shards, "replicate": shards * replicas}

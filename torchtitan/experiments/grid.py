@@ -11,12 +11,14 @@ from datetime import date, time
 from pathlib import Path
 from typing import Any, Literal
 
+from torchtitan.distributed.degrees import DEGREE_KEYS
 from torchtitan.experiments.folder import ExperimentError
 from torchtitan.experiments.process import RETRIES
 from torchtitan.files.regular import read_text
 from torchtitan.settings import setting
 from torchtitan.settings.schema import nearest, quoted, validate_section
 from torchtitan.settings.sections import flattened
+from torchtitan.settings.sizes import is_count
 from torchtitan.settings.sources import read_toml, shown_file
 
 BATCH_KEY = "training.local_batch_size"
@@ -31,6 +33,7 @@ CHECKPOINTING: dict[str, dict[str, Any]] = {  # value of that axis -> configurat
 }
 _NAMED = {"layout": LAYOUTS, "dtype": DTYPES, "checkpointing": tuple(CHECKPOINTING)}
 _COUNTS = ("processes", "nodes")
+_CONTEXT = DEGREE_KEYS[2]
 _TABLES = ("fixed", "axes", "exclude", "include", "extended", "needs")
 # Words of a run's name, where the dotted key is long.
 _SHORT = {
@@ -276,7 +279,9 @@ def _expand(sweep: Sweep) -> list[Cell]:
     if not sweep.table["axes"]:
         raise _error(sweep.path, "the grid is empty ([axes] is missing; give it a key and its values)")
     _check_axes(sweep)
-    cells = [_cell(sweep, point) for point in _points(sweep.path, sweep.table, sweep.settings.order)]
+    of_base = dict(flattened(read_toml(str(sweep.base))[0])) if sweep.base else {}
+    context = sweep.table["fixed"].get(_CONTEXT, of_base.get(_CONTEXT, 1))
+    cells = [_cell(sweep, point, context) for point in _points(sweep.path, sweep.table, sweep.settings.order)]
     if not cells:
         raise _error(sweep.path, "the grid is empty ([[exclude]] leaves nothing)")
     names_in_use: dict[str, Cell] = {}
@@ -315,11 +320,14 @@ def _check_axes(sweep: Sweep) -> None:
         raise _error(path, "axes.debug.seed: repeats > 1 choose seeds already (remove one)")
 
 
-def _cell(sweep: Sweep, point: dict[str, Any]) -> Cell:
-    processes = point.get("processes", sweep.settings.processes)
+def _cell(sweep: Sweep, point: dict[str, Any], context: Any) -> Cell:
+    """Cell of a point of the grid; context: degree of the cells that have no other one on an axis, unchecked."""
+    processes, context = point.get("processes", sweep.settings.processes), point.get(_CONTEXT, context)
+    if not is_count(context) or processes % context:
+        context = 1  # which the check of the configuration refuses
     values = _MEASURED_ALONE | sweep.table["fixed"]
     for axis, value in point.items():
-        for key, set_value in _meaning(sweep, axis, value, processes).items():
+        for key, set_value in _meaning(sweep, axis, value, processes // context, context).items():
             if key in sweep.table["fixed"] or (key != axis and key in sweep.table["axes"]):
                 raise _error(sweep.path, f"axes.{axis}: sets {key}, which is set a second time (remove one)")
             values[key] = set_value
@@ -338,8 +346,8 @@ def point_name(sweep: Sweep, point: dict[str, Any], without: str = "") -> str:
     return "_".join(words)
 
 
-def _meaning(sweep: Sweep, axis: str, value: Any, processes: int) -> dict[str, Any]:
-    """Configuration keys set by a value of an axis."""
+def _meaning(sweep: Sweep, axis: str, value: Any, ranks: int, context: int) -> dict[str, Any]:
+    """Configuration keys set by a value of an axis, for ranks with images of their own, each of `context` processes."""
     if axis in _COUNTS:
         return {}
     if axis == "checkpointing":
@@ -350,14 +358,14 @@ def _meaning(sweep: Sweep, axis: str, value: Any, processes: int) -> dict[str, A
         return {"training.mixed_precision_param": value}
     if axis != "layout":
         return {axis: value}
-    shard = {"ddp": 1, "fsdp": processes, "hsdp": sweep.settings.hsdp_shard}[value]
-    if value == "fsdp" and processes == 1:
-        raise _error(sweep.path, "axes.layout: fsdp needs 2 processes or more (exclude it, or raise processes)")
-    if value == "hsdp" and (processes % shard or processes == shard):
-        text = f"hsdp needs a multiple of hsdp_shard = {shard} processes, twice or more, not {processes}"
+    shard = {"ddp": 1, "fsdp": ranks, "hsdp": sweep.settings.hsdp_shard}[value]
+    needed = "processes" if context == 1 else f"groups of {context} processes"
+    if value == "fsdp" and ranks == 1:
+        raise _error(sweep.path, f"axes.layout: fsdp needs 2 {needed} or more (exclude it, or raise processes)")
+    if value == "hsdp" and (ranks % shard or ranks == shard):
+        text = f"hsdp needs a multiple of hsdp_shard = {shard} {needed}, twice or more, not {ranks}"
         raise _error(sweep.path, f"axes.layout: {text} (exclude it, or change either)")
-    degrees = ("parallelism.data_parallel_replicate_degree", "parallelism.data_parallel_shard_degree")
-    return dict(zip(degrees, (processes // shard, shard), strict=True))
+    return dict(zip(DEGREE_KEYS, (ranks // shard, shard), strict=False))
 
 
 def _partial_points(path: Path, name: str, tables: Any, axes: dict[str, Any]) -> list[dict[str, list]]:

@@ -24,6 +24,7 @@ from torchtitan.data import dataset_info
 from torchtitan.data.base import DatasetInfo
 from torchtitan.diffusion.objective import Objective
 from torchtitan.diffusion.objectives import build_objective
+from torchtitan.distributed.degrees import degrees_of
 from torchtitan.files.regular import read_toml
 from torchtitan.files.remote_path import AnyPath
 from torchtitan.files.weight_files import (
@@ -182,13 +183,11 @@ def _reconstructed(folder: Path, track: str, step: int | None, device: torch.dev
 def read_config(path: Path, words: Sequence[str] = ()) -> JobConfig:
     """Read the resolved configuration, for the number of processes that it had then; `words` override its keys."""
     try:
-        degrees = read_toml(path).get("parallelism", {})
-        processes = degrees["data_parallel_replicate_degree"] * degrees["data_parallel_shard_degree"]
-        processes *= degrees.get("context_parallel_degree", 1)
-        processes = max(int(processes), 1)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        processes = 1  # what is wrong is reported by load_config
-    return load_config(["--job.config_file", str(path), *words], processes)
+        table = read_toml(path).get("parallelism", {})
+        degrees = degrees_of({f"parallelism.{key}": value for key, value in table.items()})
+    except (OSError, ValueError, AttributeError):
+        degrees = None  # what is wrong is reported by load_config
+    return load_config(["--job.config_file", str(path), *words], degrees.processes if degrees else 1)
 
 
 def _checkpoints_of(folder: Path, step: int | None) -> tuple[AnyPath, int | None]:

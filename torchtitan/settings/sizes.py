@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypeGuard
 
 from torchtitan.settings.declare import has_key
 
@@ -38,6 +38,11 @@ def size_problems(
     if steps * batch > MOST_SAMPLES:
         text = f"{steps} steps of up to {batch} images are more than {MOST_SAMPLES} samples, which are numbered (lower it)"
         yield "training.steps", text
+
+
+def is_count(value: Any) -> TypeGuard[int]:
+    """Check whether a value is a whole number above 0, possible for processes, images or pixels."""
+    return type(value) is int and 0 < value < 2**31
 
 
 def largest_divisor(number: int, limit: int) -> int:

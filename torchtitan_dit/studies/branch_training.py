@@ -13,12 +13,11 @@ from torchtitan.checkpoint.comparison import open_checkpoint
 from torchtitan.checkpoint.config import CheckpointConfig
 from torchtitan.checkpoint.reading import read_state
 from torchtitan.config.job import JobConfig, dump_config, load_config
-from torchtitan.distributed.config import ParallelismConfig
 from torchtitan.files.durable import replace_file
 from torchtitan.files.remote_path import AnyPath
 from torchtitan.training.config import EMAConfig, EMATrackConfig, LRSchedulerConfig
 from torchtitan.training.lr_scheduler import lr_factor
-from torchtitan_dit.studies.equal_samples import BatchPlan
+from torchtitan_dit.studies.equal_samples import BatchPlan, layout_on
 
 # Its profile is relative to the branch, so at equal samples it averages over the same samples at any batch size, and
 # its first update forgets the weights that the branch began with.
@@ -52,8 +51,6 @@ def branch_config(
         processes: of the branch.
         folder: of the branch.
     """
-    of_run = config.parallelism.processes
-    replicas = ParallelismConfig(data_parallel_replicate_degree=processes, data_parallel_shard_degree=1)
     place: dict[str, Any] = {"dump_folder": str(folder.parent), "name": folder.name, "allow_config_change": False}
     training: dict[str, Any] = {
         "steps": plan.steps,
@@ -68,7 +65,7 @@ def branch_config(
         optimizer=dataclasses.replace(config.optimizer, lr=plan.lr),
         lr_scheduler=LRSchedulerConfig(warmup_steps=0, decay_type=cast(Any, schedule)),
         training=dataclasses.replace(config.training, **training),
-        parallelism=config.parallelism if of_run == processes else replicas,
+        parallelism=layout_on(config, processes),
         ema=EMAConfig(tracks=[TRACK]),
         gns=type(config.gns)(),
         checkpoint=CheckpointConfig(interval=max(-(-plan.steps // _SAVES), 1), keep_latest_k=1),

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from torchtitan.config.job import JobConfig
+from torchtitan.distributed.config import ParallelismConfig
+from torchtitan.distributed.degrees import DEGREE_KEYS
 from torchtitan.experiments.folder import StudyError
 from torchtitan.gns.config import GNSConfig
 from torchtitan.settings.sizes import largest_divisor
@@ -111,8 +113,9 @@ def batch_overrides(
     Raises:
         StudyError: the processes do not divide the batch.
     """
-    if batch % processes:
-        raise StudyError(f"--batches: {batch} images cannot be divided among {processes} processes")
+    layout = layout_on(config, processes)
+    if batch % layout.data_ranks:
+        raise StudyError(f"--batches: {batch} images cannot be divided among {_ranks_text(layout)}")
     steps = samples // batch
     schedule, of_run, unit = config.lr_scheduler, config.training.steps, config.lr_scheduler.unit
     done, whole = (steps, of_run) if unit == "steps" else (samples, of_run * config.training.global_batch_size)
@@ -120,7 +123,7 @@ def batch_overrides(
     overrides: dict[str, Any] = {
         "training.steps": steps,
         "training.global_batch_size": batch,
-        "training.local_batch_size": largest_divisor(batch // processes, config.training.local_batch_size),
+        "training.local_batch_size": largest_divisor(batch // layout.data_ranks, config.training.local_batch_size),
         "optimizer.lr": config.optimizer.lr * LR_RULES[lr_rule](batch / config.training.global_batch_size),
         f"lr_scheduler.warmup_{unit}": round(warmup * done / whole),
         "checkpoint.interval": steps // checkpoints,
@@ -130,12 +133,16 @@ def batch_overrides(
         overrides[f"lr_scheduler.reference_{unit}"] = max(round(reference * done / whole), 1)
     if schedule.epoch_images:
         overrides["lr_scheduler.epoch_images"] = max(round(schedule.epoch_images * done / whole), 1)
-    if config.parallelism.processes != processes:
-        overrides |= {
-            "parallelism.data_parallel_replicate_degree": processes, "parallelism.data_parallel_shard_degree": 1,
-            "parallelism.context_parallel_degree": 1,
-        }  # fmt: skip
+    if layout is not config.parallelism:
+        overrides |= dict(zip(DEGREE_KEYS, layout.degrees, strict=True))
     return overrides
+
+
+def layout_on(config: JobConfig, processes: int) -> ParallelismConfig:
+    """Layout of a configuration on a number of processes: its own where that is their number, else DDP."""
+    if config.parallelism.processes == processes:
+        return config.parallelism
+    return ParallelismConfig(data_parallel_replicate_degree=processes, data_parallel_shard_degree=1)
 
 
 def plan_batches(
@@ -159,18 +166,18 @@ def plan_batches(
     Raises:
         StudyError: a batch size or the samples do not divide.
     """
-    base = config.training.global_batch_size
-    microbatch = largest_divisor(_share(base, processes, 1.0), config.training.local_batch_size)
+    base, layout = config.training.global_batch_size, layout_on(config, processes)
+    microbatch = largest_divisor(_share(base, layout, 1.0), config.training.local_batch_size)
     sizes = []
     for factor in sorted(set(factors)):
         size = base * factor
         if not (size > 0 and float(size).is_integer()):
             raise StudyError(f"--factors: {factor:g} x {base} images is no whole batch")
-        share = _share(int(size), processes, factor)
+        share = _share(int(size), layout, factor)
         local = largest_divisor(share, microbatch) if factor < 1 else microbatch
         if share % local:
             raise StudyError(
-                f"--factors: {factor:g} x {base} = {size:g} images are no multiple of {processes} processes x {local} "
+                f"--factors: {factor:g} x {base} = {size:g} images are no multiple of {_ranks_text(layout)} x {local} "
                 "images, the run's microbatch"
             )
         sizes.append((factor, int(size), local))
@@ -189,11 +196,16 @@ def plan_batches(
     return plans, samples
 
 
-def _share(batch_size: int, processes: int, factor: float) -> int:
-    share, rest = divmod(batch_size, processes)
+def _share(batch_size: int, layout: ParallelismConfig, factor: float) -> int:
+    share, rest = divmod(batch_size, layout.data_ranks)
     if rest or not share:
-        raise StudyError(f"--factors: {factor:g}: {batch_size} images cannot be divided among {processes} processes")
+        raise StudyError(f"--factors: {factor:g}: {batch_size} images cannot be divided among {_ranks_text(layout)}")
     return share
+
+
+def _ranks_text(layout: ParallelismConfig) -> str:
+    context = layout.context_parallel_degree
+    return f"{layout.data_ranks} processes" if context == 1 else f"{layout.data_ranks} groups of {context} processes"
 
 
 def _in_images(track: EMATrackConfig, images_per_step: int) -> EMATrackConfig:

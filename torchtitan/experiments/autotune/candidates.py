@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from torchtitan.config.job import ConfigError, JobConfig
+from torchtitan.distributed.degrees import DEGREE_KEYS
 from torchtitan.settings.sources import read_command_line, read_toml
 
 _GLOBAL = "training.global_batch_size"
@@ -14,14 +15,22 @@ class AutotuneRefused(Exception):
 
 
 def given_global_batch_size(arguments: list[str]) -> int | None:
-    """Global batch size given by the command line or else the file; None where it follows from the local one.
+    """Global batch size given by the command line or else the file; None where it follows from the local one."""
+    return _given_count(arguments, _GLOBAL)
 
-    A value that is no number is left for load_config to refuse.
-    """
+
+def data_ranks_of(arguments: list[str], processes: int) -> int:
+    """Ranks with images of their own, of so many processes; those that the degrees do not divide load_config refuses."""
+    return max(processes // (_given_count(arguments, DEGREE_KEYS[2]) or 1), 1)
+
+
+def _given_count(arguments: list[str], key: str) -> int | None:
+    """Number above 0 given by the command line or else the file; load_config refuses what is no number."""
     flags, _ = read_command_line(arguments)
     document, _ = read_toml(flags["job.config_file"]) if "job.config_file" in flags else ({}, [])
-    table = document.get("training")
-    text: Any = flags.get(_GLOBAL, table.get("global_batch_size") if isinstance(table, dict) else None)
+    section, _, name = key.partition(".")
+    table = document.get(section)
+    text: Any = flags.get(key, table.get(name) if isinstance(table, dict) else None)
     try:
         value = int(text)
     except (TypeError, ValueError):
@@ -30,14 +39,14 @@ def given_global_batch_size(arguments: list[str]) -> int | None:
 
 
 def candidates_of(
-    config_with: Callable[[int], JobConfig], whole: int | None, processes: int, multiple_of: int, largest: int
+    config_with: Callable[[int], JobConfig], whole: int | None, ranks: int, multiple_of: int, largest: int
 ) -> Sequence[int]:
     """List the local batch sizes to choose from.
 
     Args:
         config_with: local batch size -> configuration; raises ConfigError where it cannot run.
         whole: the global batch size, None if it follows.
-        processes: of the run.
+        ranks: of the run, with images of their own.
         multiple_of: divides every candidate.
         largest: bound of the candidates.
 
@@ -50,13 +59,13 @@ def candidates_of(
     """
     if whole is None:
         return _multiples(config_with, multiple_of, largest)
-    share = whole // processes
+    share = whole // ranks
     divisors = [size for size in range(multiple_of, min(share, largest) + 1, multiple_of) if share % size == 0]
-    if whole % processes or not divisors:
+    if whole % ranks or not divisors:
         config_with(1)  # what is wrong with the configuration comes first
         raise AutotuneRefused(
             f"multiple-of: no multiple of {multiple_of} up to {min(share, largest)} divides the {share} images that"
-            f" each process has of {_GLOBAL} = {whole} (change one of them, or set the latter to -1 to let it follow)"
+            f" each rank has of {_GLOBAL} = {whole} (change one of them, or set the latter to -1 to let it follow)"
         )
     accepted = [size for size in divisors if _is_accepted(config_with, size)]
     if not accepted:

@@ -96,12 +96,13 @@ def probe_config(config: JobConfig, goal: Goal, processes: int, folder: Path) ->
     """
     file = folder / f"{_RUN_NAME}.toml"
     file.write_text(dump_config(config), encoding="utf-8")
-    local, batch = config.training.local_batch_size, config.training.global_batch_size
+    batch = config.training.global_batch_size
+    accumulated = 2 * config.parallelism.data_ranks * config.training.local_batch_size
     tapped = config.gns.enable and config.gns.single_pass
     if goal == "largest" and largest_growth(config) > 1:
-        batch = max(batch, 2 * processes * local)
+        batch = max(batch, accumulated)
     if goal == "largest" and not config.gns.enable:
-        batch = min(batch, 2 * processes * local)
+        batch = min(batch, accumulated)
     # A measured step of the noise scale needs more memory and time than others: each point has one.
     point = config.gns.interval if tapped else _STEPS_OF_A_POINT
     overrides = {

@@ -13,7 +13,12 @@ import torch
 from torchtitan.config.job import JobConfig, load_config
 from torchtitan.distributed.mesh import compute_device
 from torchtitan.estimate.memory import estimate_memory
-from torchtitan.experiments.autotune.candidates import AutotuneRefused, candidates_of, given_global_batch_size
+from torchtitan.experiments.autotune.candidates import (
+    AutotuneRefused,
+    candidates_of,
+    data_ranks_of,
+    given_global_batch_size,
+)
 from torchtitan.experiments.autotune.probe import Goal, Probe, ProbeProcesses, probe_config, run_probe
 from torchtitan.experiments.autotune.record import SearchRecord
 from torchtitan.experiments.autotune.search import doublings, fastest, largest_fitting
@@ -113,7 +118,8 @@ def autotune(
     def config_with(batch_size: int) -> JobConfig:
         return load_config([*arguments, f"--training.local_batch_size={batch_size}"], processes)
 
-    candidates = candidates_of(config_with, whole, processes, multiple_of, max_batch_size)
+    ranks = data_ranks_of(arguments, processes)
+    candidates = candidates_of(config_with, whole, ranks, multiple_of, max_batch_size)
     smallest = config_with(candidates[0])
     record = SearchRecord(cache or Path(smallest.job.dump_folder) / "autotune", {
         "goal": goal,
@@ -140,7 +146,7 @@ def autotune(
         record.write()
     if record.batch_size is None:
         raise NothingFits(_nothing_fits(smallest, record.probes, memory_gib, search.limit_gib, multiple_of))
-    by_option = whole is None or whole // processes > max_batch_size
+    by_option = whole is None or whole // ranks > max_batch_size
     last = f"--max {max_batch_size}" if by_option else f"training.global_batch_size = {whole}"
     bound = _bound(record.batch_size, record.probes, candidates[-1], search.limit_gib, last)
     return AutotuneResult(record.batch_size, goal, record.probes, search.tried, record.path, bound)

@@ -1,10 +1,13 @@
 """Axes that distinguish runs: model, patch, batch, layout and switches, read from their configurations."""
 
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from torchtitan.distributed.degrees import DEGREE_KEYS, Degrees, degrees_of
 from torchtitan.settings.schema import quoted
+from torchtitan.settings.sizes import is_count
 from torchtitan.terminal import shortened
 
 Axes = dict[str, Any]
@@ -24,8 +27,7 @@ _ORDER = {
 }
 _SOURCES = {
     "model.flavor", "model.patch_size", "training.local_batch_size", "training.global_batch_size", "debug.seed",
-    "parallelism.data_parallel_replicate_degree", "parallelism.data_parallel_shard_degree", "compile.enable",
-    "activation_checkpoint.mode", "training.mixed_precision_param", "float8.enable",
+    *DEGREE_KEYS, "compile.enable", "activation_checkpoint.mode", "training.mixed_precision_param", "float8.enable",
 }
 # None of these counts in a step's time: how long and where a run goes, what the stopwatch leaves out, and numbers that are
 # multiplied whatever they are.
@@ -35,6 +37,7 @@ _NOT_SPEED = (
     "objective.timesteps", "objective.weighting", "data.path", "data.validation_path",
 )
 DATA = "data"  # axis of runs of different data: they are no arms of one experiment
+_CONTEXT = re.compile(r"\(context=([1-9]\d{0,9})\)")  # in a layout
 _LONGEST_VALUE = 32  # characters, in a label
 _FOLDED = {
     "data": DATA,
@@ -50,10 +53,11 @@ def axes_of(settings: Mapping[str, Any], processes: int | None = None) -> Axes:
             the keys behind them. Missing ones are None in the axes.
         processes: their number, where the degrees do not give it.
     """
-    replicas: Any = settings.get("parallelism.data_parallel_replicate_degree")
-    shards: Any = settings.get("parallelism.data_parallel_shard_degree")
-    known = is_count(replicas) and is_count(shards)
-    layout = _layout(replicas, shards) if known else word(settings.get("layout"))
+    degrees = degrees_of(settings)
+    layout = _layout(degrees) if degrees else word(settings.get("layout"))
+    context = settings.get(DEGREE_KEYS[2])
+    if layout and is_count(context) and context > 1:
+        layout = f"{layout} (context={context})"
     patch, local, all_ranks = (
         settings.get(key) if is_count(settings.get(key)) else None
         for key in ("model.patch_size", "training.local_batch_size", "training.global_batch_size")
@@ -71,8 +75,8 @@ def axes_of(settings: Mapping[str, Any], processes: int | None = None) -> Axes:
         "local_batch": local,
         "global_batch": all_ranks,
         "layout": layout,
-        "mesh": f"{replicas}x{shards}" if known else None,
-        "world_size": replicas * shards if known else processes,
+        "mesh": _mesh(degrees) if degrees else None,
+        "world_size": degrees.processes if degrees else processes,
         "ac": word(settings.get("activation_checkpoint.mode")),
         "compile": None if compiled is None else str(word(compiled)).lower(),
         "dtype": word(settings.get("dtype", dtype)),
@@ -95,7 +99,8 @@ def complete_from_siblings(unknown: Axes, siblings: Sequence[Axes]) -> None:
                 break
     factors = {_accumulation(one) for one in siblings} - {None}
     if unknown["global_batch"] is None and unknown["local_batch"] and unknown["world_size"] and len(factors) == 1:
-        unknown["global_batch"] = round(unknown["local_batch"] * unknown["world_size"] * factors.pop())
+        ranks = unknown["world_size"] // context_degree(unknown)
+        unknown["global_batch"] = round(unknown["local_batch"] * ranks * factors.pop())
 
 
 def add_further_axes(runs: Sequence[tuple[Axes, Mapping[str, Any]]]) -> list[str]:
@@ -177,17 +182,23 @@ def label(axes: Axes, names: Iterable[str]) -> str:
     return ", ".join(value_label(name, axes.get(name)) for name in names)
 
 
-def _layout(replicas: int, shards: int) -> str:
-    if replicas * shards == 1:
+def context_degree(axes: Axes) -> int:
+    """Processes that share the tokens of an image, by the layout."""
+    found = _CONTEXT.search(axes["layout"] or "")
+    return int(found[1]) if found else 1
+
+
+def _layout(degrees: Degrees) -> str:
+    copies, shards = degrees.copies_and_shards
+    if copies * shards == 1:
         return "single"
     if shards == 1:
         return "ddp"
-    return "fsdp" if replicas == 1 else "hsdp"
+    return "fsdp" if copies == 1 else "hsdp"
 
 
-def is_count(value: Any) -> bool:
-    """Check whether a value is a whole number above 0, possible for processes, images or pixels."""
-    return type(value) is int and 0 < value < 2**31
+def _mesh(degrees: Degrees) -> str:
+    return "x".join(str(degree) for degree in (degrees if degrees.context > 1 else degrees[:2]))
 
 
 def word(value: Any) -> str | None:
@@ -202,7 +213,7 @@ def _agree(one: Axes, other: Axes, names: Iterable[str]) -> bool:
 def _accumulation(axes: Axes) -> float | None:
     if not all(axes.get(name) for name in ("local_batch", "global_batch", "world_size")):
         return None
-    return axes["global_batch"] / (axes["local_batch"] * axes["world_size"])
+    return axes["global_batch"] * context_degree(axes) / (axes["local_batch"] * axes["world_size"])
 
 
 def _decided_by_model(runs: Sequence[tuple[Axes, Mapping[str, Any]]], values: Sequence[str | None]) -> bool:
@@ -223,12 +234,12 @@ def _differs_within(runs: Sequence[tuple[Axes, Mapping[str, Any]]], key: str, ax
 def _name_meshes(all_axes: Sequence[Axes]) -> None:
     """Name meshes: several HSDP meshes of one number of ranks are separate layouts."""
     meshes: dict[Any, set[str]] = {}
-    for axes in all_axes:
-        if axes["layout"] == "hsdp" and axes["mesh"]:
-            meshes.setdefault(axes["world_size"], set()).add(axes["mesh"])
-    for axes in all_axes:
-        if axes["layout"] == "hsdp" and axes["mesh"] and len(meshes[axes["world_size"]]) > 1:
-            axes["layout"] = f"hsdp {axes['mesh']}"
+    sharded_copies = [axes for axes in all_axes if axes["mesh"] and axes["layout"].partition(" ")[0] == "hsdp"]
+    for axes in sharded_copies:
+        meshes.setdefault((axes["world_size"], axes["layout"]), set()).add(axes["mesh"])
+    for axes in sharded_copies:
+        if len(meshes[axes["world_size"], axes["layout"]]) > 1:
+            axes["layout"] = axes["layout"].replace("hsdp", f"hsdp {axes['mesh']}", 1)
 
 
 def _text(value: Any) -> str:

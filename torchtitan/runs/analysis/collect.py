@@ -11,11 +11,12 @@ from tqdm import tqdm
 
 from torchtitan.errors import unwrapped
 from torchtitan.files.regular import read_regular, read_toml
-from torchtitan.runs.analysis.axes import Axes, add_further_axes, axes_of, complete_from_siblings, is_count, word
+from torchtitan.runs.analysis.axes import Axes, add_further_axes, axes_of, complete_from_siblings, word
 from torchtitan.runs.analysis.measures import IMAGES, measure_run
 from torchtitan.runs.analysis.torchditan_runs import is_torchditan_run, read_torchditan_run
 from torchtitan.runs.record import RunRecord, read_run
 from torchtitan.settings.sections import flattened
+from torchtitan.settings.sizes import is_count
 from torchtitan.statistics.interval import Interval
 
 SWEEP_STATE, SWEEP_FILE = "sweep.jsonl", "sweep.toml"

@@ -3,11 +3,12 @@
 import itertools
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any, Literal
 
-from torchtitan.runs.analysis.axes import BATCH, DATA, NAMED_AXES, SWITCHES, Axes, values_in_order
+from torchtitan.runs.analysis.axes import BATCH, DATA, NAMED_AXES, SWITCHES, Axes, context_degree, values_in_order
 from torchtitan.runs.analysis.cells import Cell, arms, best_cell
 from torchtitan.runs.analysis.measures import IMAGES, MEMORY, MFU
 from torchtitan.statistics.interval import Interval, mean_interval
@@ -15,6 +16,12 @@ from torchtitan.statistics.student import student_quantile, student_two_sided
 
 Paired = Literal["equal batch", "best batch"]
 Kind = Literal["weak", "strong"]
+# Work that is equal along a curve: images of each process and forward, which are parts of images where processes share
+# tokens; images of a step.
+_EQUAL_WORK: dict[Kind, Callable[[Axes], Any]] = {
+    "weak": lambda axes: axes["local_batch"] and Fraction(axes["local_batch"], context_degree(axes)),
+    "strong": lambda axes: axes["global_batch"],
+}
 EFFECT_METRICS = (IMAGES, MFU, MEMORY)
 MOST_VALUES = 6  # of a further axis that counts as a switch
 
@@ -207,14 +214,13 @@ def geometric_mean(pairs: Sequence[tuple[Sequence[Cell], Sequence[Cell]]], metri
 def scaling(cells: Sequence[Cell]) -> list[ScalingCurve]:
     """Scaling, weak and strong, of every arm that ran on several numbers of ranks; one process is the start of all."""
     curves = []
-    kinds: tuple[tuple[Kind, str], ...] = (("weak", "global_batch"), ("strong", "local_batch"))
-    for kind, free in kinds:
-        ignored = {"world_size", "mesh", "layout", free}
+    for kind, equal in _EQUAL_WORK.items():
+        ignored = {"world_size", "mesh", "layout", *BATCH}
         measured = [cell for cell in cells if _usable(cell, IMAGES.name) and cell.axes["world_size"]]
         measured.sort(key=lambda cell: cell.known(IMAGES.name))  # of several meshes or accumulations the fastest counts
         groups: dict[tuple, list[Cell]] = {}
         for cell in measured:
-            groups.setdefault(_rest(cell.axes, ignored), []).append(cell)
+            groups.setdefault((equal(cell.axes), *_rest(cell.axes, ignored)), []).append(cell)
         for members in groups.values():
             alone = [cell for cell in members if cell.axes["layout"] == "single"]
             for layout in values_in_order("layout", {cell.axes["layout"] for cell in members} - {"single"}):

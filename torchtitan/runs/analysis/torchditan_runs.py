@@ -13,9 +13,10 @@ from typing import Any
 
 from torchtitan.errors import unwrapped
 from torchtitan.files.regular import read_regular
-from torchtitan.runs.analysis.axes import Axes, axes_of, is_count
+from torchtitan.runs.analysis.axes import Axes, axes_of
 from torchtitan.runs.analysis.measures import MFU, MFU_REPORTED, measure
 from torchtitan.runs.record import Series
+from torchtitan.settings.sizes import is_count
 from torchtitan.statistics.interval import Interval
 
 _LARGEST_FILE = 1 << 22  # bytes

@@ -7,6 +7,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from torchtitan.distributed.degrees import DEGREE_KEYS
 from torchtitan.runs.compare.text import settings_text
 from torchtitan.runs.record import RunRecord, RunRecordError, Series, differing_settings, is_number, read_runs
 from torchtitan.training.clock import PARTS
@@ -18,10 +19,8 @@ CLOCK_NAMES = {TRAIN: "training alone", WALL: "wall, all included"}
 # What hardware may change: where a run lies, its number of devices, their peak and price; and the seed, for repeats.
 _FREE = (
     "job.", "comm.", "debug.seed", "checkpoint.folder", "metrics.peak_tflops", "metrics.price_per_hour", "metrics.currency",
-    "parallelism.data_parallel_replicate_degree", "parallelism.data_parallel_shard_degree",
-    "parallelism.context_parallel_degree",
-)  # fmt: skip
-_DEGREES = _FREE[-3:]
+    *DEGREE_KEYS,
+)
 _SHARED_BATCH = "training.local_batch_size"
 _PLACES = ("path", "folder", "file", "directory", "store")  # endings of keys that name places
 _PRESENT_CLOCKS = ("sm_mhz", "memory_mhz")  # of the moment they were read: no two runs have the same
@@ -175,7 +174,7 @@ def _difference(records: Sequence[RunRecord], same: Collection[str]) -> str | No
     if wrong := [key for key in same if key not in known or not _is_place(key)]:
         return f"--same {wrong[0]}: takes a key of the runs that names a place, as data.path"
     differing = [key for key in differing_settings(records)[0] if not key.startswith(_FREE) and key not in same]
-    if len({tuple(str(record.settings.get(key, 1)) for key in _DEGREES) for record in records}) > 1:
+    if len({tuple(str(record.settings.get(key, 1)) for key in DEGREE_KEYS) for record in records}) > 1:
         differing = [key for key in differing if key != _SHARED_BATCH]  # the devices share one global batch
     if not differing:
         return None
