@@ -43,8 +43,10 @@ COMPILED = BF16 | {"compile.enable": "true"}
 SHARDED = BF16 | {"parallelism.data_parallel_shard_degree": "-1"}
 REPLICATED = {"parallelism.data_parallel_replicate_degree": "-1", "parallelism.data_parallel_shard_degree": "1"}
 FLOAT8 = SHARDED | {"float8.enable": "true"}
+MUON = {"optimizer.name": "Muon"}
+ALLOCATOR = "PYTORCH_ALLOC_CONF"
 
-# Name -> (settings of the run without it, what it changes).
+# Name -> (settings of the run without it, what it changes). A key without a section is a variable of the environment.
 KNOBS: dict[str, tuple[dict[str, str], dict[str, str]]] = {
     **{f"attention {name}": (BF16, {"training.attention_backend": name}) for name in ("flash", "cudnn", "efficient", "math")},
     "TF32": ({}, {"training.float32_matmul_precision": "high"}),
@@ -59,6 +61,12 @@ KNOBS: dict[str, tuple[dict[str, str], dict[str, str]]] = {
     "float8": (SHARDED, {"float8.enable": "true"}),
     "float8 gather": (FLOAT8, {"float8.enable_fsdp_float8_all_gather": "true"}),
     "tokens over 2": (REPLICATED | BF16, {"parallelism.context_parallel_degree": "2"}),
+    # There is no switch for the division of the matrices: its gain is that of the second ratio to AdamW over the first.
+    "Muon on one process": (BF16, MUON),
+    "Muon divided": (REPLICATED | BF16, MUON),
+    "expandable segments": (
+        BF16 | {ALLOCATOR: "expandable_segments:False"}, {ALLOCATOR: "expandable_segments:True"},
+    ),
 }  # fmt: skip
 
 
@@ -86,7 +94,8 @@ def main() -> None:
             found: dict[str, Any] = {"refused": refusals.get(name)}
             if name not in refusals:
                 found = compared([each[without] for each in rounds], [each[changed] for each in rounds])
-            found |= {"settings": KNOBS[name][0] | KNOBS[name][1], "processes": changed.processes, "rounds": len(rounds)}
+                found |= {"rounds": len(rounds)}
+            found |= {"settings": KNOBS[name][0] | KNOBS[name][1], "processes": changed.processes}
             results[f"{arguments.flavor}, {name}"] = found | _described(arguments)
         PATH.write_text(json.dumps(results, indent=1) + "\n")
         print(f"round {number + 1} of {arguments.rounds}", file=sys.stderr, flush=True)
@@ -96,10 +105,11 @@ def main() -> None:
 
 @dataclass(frozen=True)
 class Run:
-    """Run to be measured: words of its command line, and processes."""
+    """Run to be measured: words of its command line, processes, and variables of their environment."""
 
     words: tuple[str, ...]
     processes: int
+    environment: tuple[tuple[str, str], ...] = ()
 
 
 def pair_of(name: str, arguments: argparse.Namespace) -> tuple[Run, Run]:
@@ -109,8 +119,8 @@ def pair_of(name: str, arguments: argparse.Namespace) -> tuple[Run, Run]:
     processes = arguments.processes if any(key.startswith("parallelism.") for key in without) else 1
     # The same images per step either way; with context parallelism processes share their tokens.
     return (
-        Run(_words(without, arguments.batch, arguments), processes),
-        Run(_words(without | changed, arguments.batch * sharing, arguments), processes),
+        _run(without, arguments.batch, processes, arguments),
+        _run(without | changed, arguments.batch * sharing, processes, arguments),
     )
 
 
@@ -121,6 +131,8 @@ def refusal_of(pair: tuple[Run, Run]) -> str | None:
             load_config(list(run.words), run.processes)
     except ConfigError as error:
         return error.problems[0].removeprefix("command line: ")
+    if any(ALLOCATOR in dict(run.environment) for run in pair) and not torch.cuda.is_available():
+        return f"{ALLOCATOR}: is of CUDA's allocator, and CUDA is not there"
     return None
 
 
@@ -160,6 +172,12 @@ def measure(words: list[str], steps: int) -> dict[str, Any]:
         return {"seconds": seconds, "peak_GiB": peak}
 
 
+def _run(settings: dict[str, str], batch: int, processes: int, arguments: argparse.Namespace) -> Run:
+    environment = {key: value for key, value in settings.items() if "." not in key}
+    keys = {key: value for key, value in settings.items() if key not in environment}
+    return Run(_words(keys, batch, arguments), processes, tuple(environment.items()))
+
+
 def _words(settings: dict[str, str], batch: int, arguments: argparse.Namespace) -> tuple[str, ...]:
     common = {
         "model.flavor": arguments.flavor, "data.name": "synthetic", "data.kind": "noise", "data.shape": arguments.shape,
@@ -182,7 +200,9 @@ def _in_own_processes(run: Run, steps: int) -> dict[str, Any]:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torchtitan.trainer"])
     with tempfile.TemporaryDirectory() as folder, socket.create_server(("127.0.0.1", 0)) as free:
-        environment = {"FOLDER": folder, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+        # Torch's allocator reads its variable at the first use of a device, which a forked process has not had.
+        environment = dict(run.environment)
+        environment |= {"FOLDER": folder, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
         free.close()
         if run.processes > 1:
             environment |= {"WORLD_SIZE": str(run.processes), "LOCAL_WORLD_SIZE": str(run.processes)}

@@ -82,7 +82,7 @@ class SlurmLauncher:
             return None
         from submitit import SlurmJob
 
-        found = SlurmJob(folder=self._executor.folder, job_id=job_id, tasks=list(range(job.nodes)))
+        found: Any = SlurmJob(folder=self._executor.folder, job_id=job_id, tasks=list(range(job.nodes)))
         there = found.done(force_check=True) or found.state != "UNKNOWN"
         if there and work == _work_of(job):
             tqdm.write(f"{job.name}: waiting for Slurm job {job_id} of an earlier start", file=sys.stderr)
