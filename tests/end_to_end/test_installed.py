@@ -60,6 +60,7 @@ def test_contents_of_the_wheel(wheel):
 def test_train_sample_and_export_from_another_folder(command):
     words = ["--job.config_file", "digits", "--job.name", "short", "--training.steps", "3", "--lr_scheduler.warmup_steps", "1"]
     words += ["--model.flavor", "debug", "--training.local_batch_size", "32", "--gns.enable", "false"]
+    words += ["--sampling.num_steps", "2", "--sampling.images_per_class", "1"]
     trained = command("train", *words)
     assert trained.returncode == 0, trained.stdout + trained.stderr
     run = command.folder / "outputs" / "short"
