@@ -37,7 +37,8 @@ training       800 steps of 256 images, one microbatch, seeds 0 to 3 (2 and 3 me
                value.
                The composite fails for a data set and batch if its error over bins and seeds is above 10 % in the plain
                geometry or 15 % in Adam's. Beside it, deciding nothing: the standard error of ln B_simple of the exact
-               values, and the error over bins in which it is below 15 %.
+               values, and the error over bins in which it is below 15 %; and, added after all results, the error against
+               the exact values with the weights that the run's own window gives steps.
 
 Each cell is kept in outputs/gns_online as soon as it is measured and is not measured again; --judge only pools and
 prints what is there. Writes benchmarks/results/gns_online.json.
@@ -63,7 +64,7 @@ from torchtitan.config.job import load_config
 from torchtitan.diffusion.timesteps.sampler import GlobalBatch
 from torchtitan.gns.capture import StepSums
 from torchtitan.gns.config import GNSConfig
-from torchtitan.gns.decayed import BinEstimates, DecayedSums
+from torchtitan.gns.decayed import WINDOW_SHARES, BinEstimates, DecayedSums
 from torchtitan.gns.monitor import GNSMonitor
 from torchtitan.gns.pool import Pool, to_host
 from torchtitan.gns.raw_sums import read_sums
@@ -185,6 +186,7 @@ def judge_training(data: str) -> list[dict]:
 def judge_trainings(data: str, batch: int) -> list[dict]:
     rows: list[dict] = []
     errors: dict[tuple[str, str], list[Tensor]] = {}
+    in_window: dict[tuple[str, str], list[Tensor]] = {}
     uncertain: dict[str, list[Tensor]] = {}
     for seed in TRAININGS[data, batch]:
         path = training_cell(data, batch, seed)
@@ -194,12 +196,15 @@ def judge_trainings(data: str, batch: int) -> list[dict]:
         pool = pooled(steps)
         for geometry in pool.geometries:
             truth = exact_estimates([of[geometry] for of in exact])
+            half_life = WINDOW_SHARES[pool.window(geometry)] * min(len(steps) * batch / pool.num_bins, GNSConfig().half_life)
+            weighted = exact_estimates([of[geometry] for of in exact], half_life)
             known = ~truth.unbounded
             uncertain.setdefault(geometry, []).append(((truth.upper / truth.lower).log() / (2 * 1.96))[known])
             for estimator in ESTIMATORS:
                 found = pool.by_bin(geometry, estimator)
-                error = torch.where(found.b_simple > 0, found.b_simple / truth.b_simple, torch.nan)[known].log()
+                error = ln_ratio(found, truth)
                 errors.setdefault((geometry, estimator), []).append(error)
+                in_window.setdefault((geometry, estimator), []).append(ln_ratio(found, weighted))
                 covers = (found.lower <= truth.b_simple) & (truth.b_simple <= found.upper)
                 rows.append({
                     "batch": batch, "seed": seed, "geometry": geometry, "estimator": estimator,
@@ -215,13 +220,19 @@ def judge_trainings(data: str, batch: int) -> list[dict]:
             "batch": batch, "seed": "all", "seeds": len(of_seeds), "geometry": geometry, "estimator": estimator,
             "rms": rms(error), "exact_stderr": rms(stderr), "rms_well_known": rms(error[stderr < WELL_KNOWN]),
             "well_known": int((stderr < WELL_KNOWN).sum()), "bins": len(stderr),
+            "rms_in_window": rms(torch.cat(in_window[geometry, estimator])),
         })  # fmt: skip
     return rows
 
 
-def exact_estimates(sums: Sequence[PairSums]) -> BinEstimates:
-    """Estimates from steps of equal weights."""
-    pool = DecayedSums(len(sums[0].count), float("inf"))
+def ln_ratio(found: BinEstimates, truth: BinEstimates) -> Tensor:
+    """ln of the ratio of noise scales in the bins of which the truth is bounded; NaN where there is no estimate."""
+    return torch.where(found.b_simple > 0, found.b_simple / truth.b_simple, torch.nan)[~truth.unbounded].log()
+
+
+def exact_estimates(sums: Sequence[PairSums], half_life: float = float("inf")) -> BinEstimates:
+    """Estimates from steps of equal weights, or of weights that halve after so many samples of a bin."""
+    pool = DecayedSums(len(sums[0].count), half_life)
     for of_step in sums:
         pool.add(of_step)
     return pool.estimate()
@@ -351,7 +362,7 @@ def rms(errors: Tensor) -> float:
 
 def show(data: str, rows: dict[str, list[dict]]) -> None:
     for part, columns in (("training", ("batch", "seed", "geometry", "estimator", "rms", "ratio", "rank", "covers", "unbounded",
-                                        "exact_stderr", "rms_well_known", "well_known")),
+                                        "exact_stderr", "rms_well_known", "well_known", "rms_in_window")),
                           ("microbatches", ("seed", "microbatch", "geometry", "estimator", "error", "ln_b", "unbounded",
                                             "covers"))):
         print(f"\n{data}, {part}: " + "  ".join(columns))
