@@ -11,11 +11,14 @@ from tests.distributed.test_flux_layouts import check_like_one_process, train
 LORA = ("--lora.enable=true", "--lora.rank=4", "--lora.alpha=8", "--lora.dropout=0.2")
 FULL = "--activation_checkpoint.mode=full"
 COMPILE = "--compile.enable=true"
+# Of one layer of a block, and not of all: what dropout draws is most of what is traced.
+OUTPUTS = (*LORA, '--lora.patterns=["out$"]')
 BFLOAT16 = (*LORA, "--lora.base_dtype=bfloat16")
 OF_RANKS: dict[int, dict[str, dict[str, Any]]] = {
     1: {
         "one": {"overrides": LORA},
-        "compiled": {"overrides": (*LORA, COMPILE), "backend": WITHOUT_CODE},
+        "outputs": {"overrides": OUTPUTS},
+        "outputs, compiled": {"overrides": (*OUTPUTS, COMPILE), "backend": WITHOUT_CODE},
         "bfloat16": {"accumulation": 2, "overrides": BFLOAT16},  # as many images a forward as a rank: rounds alike
     },
     2: {
@@ -24,7 +27,7 @@ OF_RANKS: dict[int, dict[str, dict[str, Any]]] = {
         "FSDP, bfloat16": {"shards": 2, "overrides": BFLOAT16},
     },
 }
-LIKE = {"compiled": "one", "DDP": "one", "FSDP, full": "one", "FSDP, bfloat16": "bfloat16"}
+LIKE = {"outputs, compiled": "outputs", "DDP": "one", "FSDP, full": "one", "FSDP, bfloat16": "bfloat16"}
 
 if importlib.util.find_spec("torchao"):  # quantised weights: the codes are whole on every rank
     INT8 = (*LORA, "--lora.base_dtype=int8")

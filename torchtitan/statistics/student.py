@@ -8,7 +8,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _INTERVALS = 512  # of Simpson's rule
-_NEWTON_STEPS = 40
+_NEWTON_STEPS = 40  # at most
+_CONVERGED = 1e-9  # relative; the error after such a step is of the order of its square
 _NEGLIGIBLE = 41.0  # -ln of the density's share beyond which it does not count
 
 
@@ -74,5 +75,8 @@ def _of_tensor(probability: float, degrees: "Tensor") -> "Tensor":
         heights = torch.cosh(end[..., None] * places) ** -nu[..., None]  # [..., intervals + 1]
         area = torch.exp(log_scale) * (heights @ simpson) * end / _INTERVALS  # probability of 0 < T < t
         density = torch.exp(log_scale) / nu.sqrt() * (1.0 + t**2 / nu) ** (-0.5 * (nu + 1))
-        t = t + (probability - 0.5 - area) / density
+        step = (probability - 0.5 - area) / density
+        t = t + step
+        if not (step.abs() > _CONVERGED * t).any():  # quadratic: what is left is rounding
+            break
     return torch.where(asked >= 1.0, t, torch.inf)
