@@ -11,7 +11,7 @@ from tests.distributed.test_flux_layouts import check_like_one_process, train
 LORA = ("--lora.enable=true", "--lora.rank=4", "--lora.alpha=8", "--lora.dropout=0.2")
 FULL = "--activation_checkpoint.mode=full"
 COMPILE = "--compile.enable=true"
-# Of one layer of a block, and not of all: what dropout draws is most of what is traced.
+# One adapter in a block instead of all: most operations that are traced are those of the adapters' dropout.
 OUTPUTS = (*LORA, '--lora.patterns=["out$"]')
 BFLOAT16 = (*LORA, "--lora.base_dtype=bfloat16")
 OF_RANKS: dict[int, dict[str, dict[str, Any]]] = {

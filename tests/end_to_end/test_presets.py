@@ -156,7 +156,7 @@ def test_shipped_configurations_train_when_made_small(folders, latents, tmp_path
 
 @pytest.mark.parametrize("name", [name for name in PRESETS if name not in LIKE_OTHERS])
 def test_every_configuration_makes_a_step_in_bfloat16_under_the_autocast_policy_of_cuda(folders, latents, tmp_path, name):
-    """CUDA widens operations to float32 that the CPU leaves in bfloat16; what meets the others must have their dtype."""
+    """CUDA computes some operations in float32 that the CPU computes in bfloat16: tensors of both dtypes must not be combined."""
     words = [*small(name, folders, latents, tmp_path), "--training.mixed_precision_param", "bfloat16"]
     assert estimate_memory(load_config(words, 1), 1).total > 0
 

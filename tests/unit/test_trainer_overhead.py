@@ -1,5 +1,7 @@
 """Operations of a train step of the trainer beyond those of the shortest loop that trains the same model."""
 
+import tempfile
+
 import pytest
 import torch
 
@@ -10,7 +12,8 @@ BEYOND_THE_LOOP = {8: 95, 64: 215}
 
 
 @pytest.mark.parametrize("batch", BEYOND_THE_LOOP)
-def test_the_trainer_adds_few_operations_to_a_step(batch):
+def test_the_trainer_adds_few_operations_to_a_step(batch, monkeypatch, tmp_path):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # of the trainer's run
     ours, bare = trainer_step(batch), loop_step(batch, torch.device("cpu"))
     for _ in range(2):  # the optimizer creates its state in the first
         ours()

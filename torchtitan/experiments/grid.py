@@ -365,7 +365,7 @@ def _meaning(sweep: Sweep, axis: str, value: Any, ranks: int, context: int) -> d
     if value == "hsdp" and (ranks % shard or ranks == shard):
         text = f"hsdp needs a multiple of hsdp_shard = {shard} {needed}, twice or more, not {ranks}"
         raise _error(sweep.path, f"axes.layout: {text} (exclude it, or change either)")
-    return dict(zip(DEGREE_KEYS, (ranks // shard, shard), strict=False))
+    return dict(zip(DEGREE_KEYS[:2], (ranks // shard, shard), strict=True))
 
 
 def _partial_points(path: Path, name: str, tables: Any, axes: dict[str, Any]) -> list[dict[str, list]]:

@@ -182,8 +182,8 @@ def _excess(step: PairSums, entry: PairSums) -> Tensor:
     numerator, weight = _numerators_and_weights(step).unbind(-1)
     of_entry, entry_weight = _numerators_and_weights(entry).unbind(-1)
     excess = numerator - weight * of_entry / entry_weight
-    # A step without pairs, or an entry without further ones, leaves nothing but rounding. The second moment's alone says nothing
-    # of the signal's share, and in bins with both it says something: where one is missing there is neither.
+    # A step without pairs, or an entry without further ones, leaves nothing but rounding. Coefficients are common to all
+    # bins, and without the signal's C that of the second moment does not predict the share's error: both are left out.
     told = ((weight > 0) & (entry_weight > weight)).all(-1, keepdim=True)
     return torch.where(told, excess, 0.0)
 

@@ -7,10 +7,10 @@ those of one fold have the beta of the other folds: E[beta C] = E[beta] E[C] = 0
 a bin's own beta poorly, and what a step's free pairs say is much alike in all bins: one beta is fitted to all of them. It is
 drawn to 0, to the sums themselves, as far as it is not significant, so that a useless control variate costs about nothing.
 
-A noise scale is a function of the signal's share of the second moment alone. Of the two sums of one step the errors are alike,
-and much of them cancels in their ratio. Corrected one by one, the second moment well and the signal hardly, as where
-microbatches are small, they would no longer cancel: so it is the share's error that is regressed, and the correction of
-the second moment, which has its own regression, changes the signal in proportion.
+The noise scale depends only on the signal's share of the second moment. The errors of a step's two sums are correlated and
+cancel in large part in their ratio. Separate corrections would undo that where microbatches are small, since the second
+moment is then corrected well and the signal hardly. So the error of the share is regressed, and the second moment's
+correction, which has its own regression, scales the signal too.
 
 Sources. Control variates with an estimated coefficient: Lavenberg and Welch, "A perspective on the use of control
 variables", Management Science 27, 1981. Splitting: Avramidis and Wilson, "A splitting scheme for control variates",
@@ -35,7 +35,7 @@ _SHRINKAGE = 4.0
 # Fewer effective steps of the other folds tell no coefficient.
 _LEAST_STEPS = 3.0
 
-# Of what the second control variate of the signal's share adds to the first, a smaller part of its own square is rounding.
+# Share of the square of C of the signal that must remain after the regression on the first regressor; less is rounding.
 _LEAST_REST = 1e-9
 
 # A step's vector v: sum and weight of the second moment and of the signal, and C of both.
@@ -103,7 +103,7 @@ class ControlledSums:
         taken[..., :4] = torch.eye(4, dtype=torch.float64)
         taken[..., _SIGNAL, 4:] = -coefficients.share
         of_share = self._corrected(taken, window)
-        # A correction of the second moment changes the signal in proportion: their share has its own.
+        # The second moment's correction scales the signal too, so that their ratio stays as corrected above.
         taken[..., _MOMENT, _OF_MOMENT] -= coefficients.moment
         per_moment = of_share.first[:, 1, 0] / of_share.first[:, 0, 0]
         taken[..., _SIGNAL, _OF_MOMENT] -= torch.where(per_moment.isfinite(), per_moment, 0.0) * coefficients.moment
@@ -137,8 +137,8 @@ class ControlledSums:
 
         The share of step i errs by x_i = (s_i - S p_i) - r (q_i - Q n_i), with s and q the sums of signal and second
         moment, p and n their weights, S and Q their means over the other folds and r = sum s / sum q. It is regressed on
-        the same error of the control variates, C_s - r C_q, and then on what remains of C_s: pairs of few samples tell
-        less of the signal than of the second moment.
+        the same combination of the control variates, C_s - r C_q, and then on the remainder of C_s, since small
+        microbatches, with few pairs, predict the second moment better than the signal.
         """
         others = 1.0 - torch.eye(_FOLDS, dtype=torch.float64)
         first = torch.einsum("fg,gki->fki", others, self._first[window])
