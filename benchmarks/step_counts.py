@@ -36,11 +36,14 @@ from torchtitan.diffusion.objective import Draw
 from torchtitan.diffusion.timesteps.sampler import GlobalBatch
 from torchtitan.distributed.config import CompileConfig
 from torchtitan.distributed.precision import DTYPES
-from torchtitan.estimate.fake_cuda.compiled_function import CompiledFunction, count_compiled, count_compiled_module
+from torchtitan.estimate.fake_cuda.compiled_function import CompiledFunction, count_compiled, count_compiled_module, trained_attributes
 from torchtitan.estimate.fake_cuda.counter import Call, PhaseCounts, StepCounter
 from torchtitan.estimate.fake_cuda.device import NoFakeCuda, fake_cuda
 from torchtitan.estimate.memory import estimate_memory, model_on_meta
+from torchtitan.gns.config import bin_edges
+from torchtitan.gns.of_run import build_taps
 from torchtitan.models import build_model
+from torchtitan.models.base import DiffusionModel
 from torchtitan.models.float8 import Float8Config, converted_share
 from torchtitan.processes.command_line import OneLineParser, run_program
 from torchtitan.processes.exit_codes import REFUSED
@@ -211,8 +214,8 @@ def _compile(state: RunState, counter: StepCounter) -> None:
     block without, plus that of a compiled one.
     """
     one = state.config.model.of_depth(1)
-    if one is None or state.gns:
-        raise NoFakeCuda("--compiled: the blocks differ, or gradient noise is measured in them")
+    if one is None:
+        raise NoFakeCuda("--compiled: the blocks differ")
     phases, counter.phases = counter.phases, {}  # what is run for the count is none of the step
     inputs, graphs, output = _inputs_of_graphs(state)
     param_dtype = DTYPES[state.config.training.mixed_precision_param]
@@ -221,6 +224,9 @@ def _compile(state: RunState, counter: StepCounter) -> None:
         model = build_model(one, state.info.image_shape, state.model.condition_kind)
     model.to_empty(device="cuda")
     block = model.train().blocks()[0]
+    if state.gns and state.config.gns.single_pass:
+        _tap(state, model)
+        block = model.blocks()[0]
     if state.layout.sharded:  # FSDP2 casts the weights, where autocast would
         block.to(param_dtype)
     counts = [(len(state.model.blocks()), "blocks", "backward blocks", *_both(counter, block, inputs, autocast))]
@@ -232,6 +238,15 @@ def _compile(state: RunState, counter: StepCounter) -> None:
         _replace(phases[forward], eager["forward"].calls, compiled.forward, times)
         _replace(phases[backward], eager["backward"].calls, compiled.backward, times)
         phases[forward].kept += compiled.kept * times if forward == "blocks" else 0
+
+
+def _tap(state: RunState, model: DiffusionModel) -> None:
+    """Give a model the taps that the run's has, on as in the counted step."""
+    config, layout = state.config, state.layout
+    taps = build_taps(config, model, bin_edges(config.gns, config.objective), layout)
+    measured = state.step % config.gns.interval == 0
+    taps.begin_step(state.step, measured, {}, config.optimizer.beta2, layout)
+    taps.begin_microbatch(torch.zeros(config.training.local_batch_size, device="cuda"))
 
 
 def _inputs_of_graphs(state: RunState) -> tuple[tuple[Any, ...], dict[str, tuple[Any, ...]], Tensor]:
@@ -276,7 +291,8 @@ def _both(
     if Draw not in SUPPORTED_NODES:
         register_dataclass(Draw)
     arguments = tree_map(lambda x: _trained(x) if isinstance(x, Tensor) and x is output else x, arguments)
-    weights = list(function.parameters()) if isinstance(function, torch.nn.Module) else []
+    module = function if isinstance(function, torch.nn.Module) else None
+    weights = [*module.parameters(), *trained_attributes(module)] if module else []
     counter.phases = {"forward": PhaseCounts(), "backward": PhaseCounts()}
     with counter.phase("forward"), torch.autocast("cuda", dtype=param_dtype, enabled=param_dtype is not None):
         found = [x for x in tree_leaves(function(*arguments)) if isinstance(x, Tensor) and x.requires_grad]
@@ -286,7 +302,7 @@ def _both(
         if found:
             torch.autograd.grad(found, trained, gradients, allow_unused=True)
     eager, counter.phases = counter.phases, {}
-    count = count_compiled_module if weights else count_compiled
+    count = count_compiled_module if module else count_compiled
     return eager, count(function, arguments, param_dtype=param_dtype)
 
 
@@ -387,15 +403,19 @@ ROWS = {
     "DiT-XL/2, 256 images": [*_XL, "--images", "256"],
     "DiT-XL/2, 256 images, compiled": [*_XL, "--images", "256", "--compiled"],
     "DiT-XL/2, 256 images, noise measured": [*_XL, "--images", "256", *_NOISE],
+    "DiT-XL/2, 256 images, noise measured, compiled": [*_XL, "--images", "256", *_NOISE, "--compiled"],
     "DiT-XL/2, 32 images": [*_XL, "--images", "32"],
     "DiT-XL/2, 32 images, noise measured": [*_XL, "--images", "32", *_NOISE],
     "DiT-XL/2, 32 images, compiled": [*_XL, "--images", "32", "--compiled"],
+    "DiT-XL/2, 32 images, noise measured, compiled": [*_XL, "--images", "32", *_NOISE, "--compiled"],
     "DiT-B/2, 256 images": [*_XL, "--model.flavor", "DiT-B/2", "--images", "256"],
     "DiT-B/2, 256 images, compiled": [*_XL, "--model.flavor", "DiT-B/2", "--images", "256", "--compiled"],
     "DiT-B/2, 256 images, noise measured": [*_XL, "--model.flavor", "DiT-B/2", "--images", "256", *_NOISE],
+    "DiT-B/2, 256 images, noise measured, compiled": [*_XL, "--model.flavor", "DiT-B/2", "--images", "256", *_NOISE, "--compiled"],
     "7B, FSDP x 8, 16 images a rank": _7B,
     "7B, FSDP x 8, 16 images a rank, compiled": [*_7B, "--compiled"],
     "7B, FSDP x 8, 16 images a rank, noise measured": [*_7B, *_NOISE],
+    "7B, FSDP x 8, 16 images a rank, noise measured, compiled": [*_7B, *_NOISE, "--compiled"],
 }
 
 

@@ -26,6 +26,7 @@ FLUX = [
     "--data.shape", "[16, 32, 32]", "--data.text_length", "16", "--data.text_dim", "32", "--data.pooled_dim", "24",
     "--training.local_batch_size", "8", "--training.global_batch_size", "8",
 ]  # fmt: skip
+NOISE = shrunk("dit_xl2_256", "--gns.enable", "true", "--gns.num_bins", "4")
 BLOCKS = 2
 # name -> words, ranks, number of the step, whether blocks and objective are compiled
 CASES = {
@@ -33,7 +34,8 @@ CASES = {
     "compiled": (shrunk("dit_xl2_256"), 1, 9, True),
     "sit_xl2_256": (shrunk("sit_xl2_256"), 1, 9, False),
     "sharded": (shrunk("dit_xl2_256"), 8, 9, False),
-    "noise": (shrunk("dit_xl2_256", "--gns.enable", "true", "--gns.num_bins", "4"), 1, 16, False),
+    "noise": (NOISE, 1, 16, False),
+    "noise, compiled": (NOISE, 1, 16, True),
     "flux_schnell_256": (FLUX, 1, 9, False),
 }
 # Kernels outside the blocks for a microbatch of any size: draws, objective, embedders, last layer, and their backward.
@@ -99,6 +101,21 @@ def test_compiled_blocks_multiply_as_eager_ones_and_move_less(counts):
     assert moved / BLOCKS < MEGABYTES_OF_A_COMPILED_BLOCK * 1e6
     others = [name for name in eager if name not in (*OUTSIDE, "blocks", "backward blocks", "step", "derived")]
     assert {name: eager[name] for name in others} == {name: compiled[name] for name in others}
+
+
+def test_compiled_blocks_measure_noise_by_the_same_products(counts):
+    eager, compiled = counts["noise"], counts["noise, compiled"]
+    blocks = ("blocks", "backward blocks")
+
+    # A projection may be computed in backward instead of being kept.
+    of_eager, of_compiled, without = (
+        sum(sum(phases[name]["flops"].values()) for name in blocks) for phases in (eager, compiled, counts["compiled"])
+    )
+    assert of_eager == of_compiled > without
+    for name in blocks:
+        assert compiled[name]["operations"] < 0.7 * eager[name]["operations"]
+        assert counts["compiled"][name]["bytes_moved"] < compiled[name]["bytes_moved"] < eager[name]["bytes_moved"]
+    assert compiled["gns"] == eager["gns"] and compiled["model"] == eager["model"]
 
 
 def test_compiled_draws_and_objective_are_few_kernels(counts):

@@ -5,9 +5,10 @@ are separate kernels; all other operations between two of them are taken as one 
 least that a compiler can move.
 """
 
+import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 from unittest.mock import patch
@@ -80,7 +81,9 @@ def count_compiled(
     tensors = [leaves[place] for place in places]
     mode = detect_fake_mode(tensors)
     # Without the counter's mode, which takes the tensors of a trace for the host's.
-    with _disable_current_modes(), mode or nullcontext():
+    with _disable_current_modes(), mode or nullcontext(), warnings.catch_warnings():
+        # A copy of a graph copies the constants in it.
+        warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
         with (
             torch.autocast("cuda", dtype=param_dtype, enabled=param_dtype is not None),
             patch.object(torch.compiler, "is_compiling", lambda: True),
@@ -100,13 +103,29 @@ def count_compiled(
 def count_compiled_module(
     module: nn.Module, inputs: tuple[Any, ...], param_dtype: torch.dtype | None
 ) -> CompiledFunction:
-    """Count a module with parameters on the imitated device, as a function of them; see `count_compiled`."""
+    """Count a module as a function of its parameters and `trained_attributes`; see `count_compiled`."""
     names = [name for name, _ in module.named_parameters()]
+    places = trained_attributes(module)
 
     def forward(weights: list[Tensor], *inputs: Any) -> Any:
-        return functional_call(module, dict(zip(names, weights, strict=True)), inputs)
+        given = dict(zip(places, weights[len(names) :], strict=True))
+        with ExitStack() as stack:
+            for attribute, owners in places.items():
+                for owner, name in owners:
+                    stack.enter_context(patch.object(owner, name, given[attribute]))
+            return functional_call(module, dict(zip(names, weights, strict=False)), inputs)
 
-    return count_compiled(forward, inputs, list(module.parameters()), param_dtype)
+    return count_compiled(forward, inputs, [*module.parameters(), *places], param_dtype)
+
+
+def trained_attributes(module: nn.Module) -> dict[Tensor, list[tuple[nn.Module, str]]]:
+    """Tensors that get a gradient and are no parameters, as the probes of taps -> modules that have it, and its name there."""
+    found: dict[Tensor, list[tuple[nn.Module, str]]] = {}
+    for owner in module.modules():
+        for name, value in vars(owner).items():
+            if isinstance(value, Tensor) and value.requires_grad:
+                found.setdefault(value, []).append((owner, name))
+    return found
 
 
 def _kept(graph: fx.Graph, parameters: int, outputs: int) -> int:
