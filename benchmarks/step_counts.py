@@ -36,7 +36,12 @@ from torchtitan.diffusion.objective import Draw
 from torchtitan.diffusion.timesteps.sampler import GlobalBatch
 from torchtitan.distributed.config import CompileConfig
 from torchtitan.distributed.precision import DTYPES
-from torchtitan.estimate.fake_cuda.compiled_function import CompiledFunction, count_compiled, count_compiled_module, trained_attributes
+from torchtitan.estimate.fake_cuda.compiled_function import (
+    CompiledFunction,
+    count_compiled,
+    count_compiled_module,
+    trained_attributes,
+)
 from torchtitan.estimate.fake_cuda.counter import Call, PhaseCounts, StepCounter
 from torchtitan.estimate.fake_cuda.device import NoFakeCuda, fake_cuda
 from torchtitan.estimate.memory import estimate_memory, model_on_meta
@@ -394,6 +399,7 @@ def _product_rate(counted: CountedStep) -> float:
 
 
 _XL = ["train_configs/dit_xl2_256.toml"]
+_B = [*_XL, "--model.flavor", "DiT-B/2", "--images", "256"]
 _NOISE = ["--gns.enable", "true", "--step", "16"]
 _7B = [
     *_XL, "--model.flavor", "TorchDiTan-7B", "--model.learned_variance", "false", "--data.shape", "[16, 64, 64]", "--ranks", "8",
@@ -408,10 +414,10 @@ ROWS = {
     "DiT-XL/2, 32 images, noise measured": [*_XL, "--images", "32", *_NOISE],
     "DiT-XL/2, 32 images, compiled": [*_XL, "--images", "32", "--compiled"],
     "DiT-XL/2, 32 images, noise measured, compiled": [*_XL, "--images", "32", *_NOISE, "--compiled"],
-    "DiT-B/2, 256 images": [*_XL, "--model.flavor", "DiT-B/2", "--images", "256"],
-    "DiT-B/2, 256 images, compiled": [*_XL, "--model.flavor", "DiT-B/2", "--images", "256", "--compiled"],
-    "DiT-B/2, 256 images, noise measured": [*_XL, "--model.flavor", "DiT-B/2", "--images", "256", *_NOISE],
-    "DiT-B/2, 256 images, noise measured, compiled": [*_XL, "--model.flavor", "DiT-B/2", "--images", "256", *_NOISE, "--compiled"],
+    "DiT-B/2, 256 images": _B,
+    "DiT-B/2, 256 images, compiled": [*_B, "--compiled"],
+    "DiT-B/2, 256 images, noise measured": [*_B, *_NOISE],
+    "DiT-B/2, 256 images, noise measured, compiled": [*_B, *_NOISE, "--compiled"],
     "7B, FSDP x 8, 16 images a rank": _7B,
     "7B, FSDP x 8, 16 images a rank, compiled": [*_7B, "--compiled"],
     "7B, FSDP x 8, 16 images a rank, noise measured": [*_7B, *_NOISE],
