@@ -401,6 +401,7 @@ def _product_rate(counted: CountedStep) -> float:
 _XL = ["train_configs/dit_xl2_256.toml"]
 _B = [*_XL, "--model.flavor", "DiT-B/2", "--images", "256"]
 _NOISE = ["--gns.enable", "true", "--step", "16"]
+_FREE = ["--gns.enable", "true", "--step", "9"]  # a step between two measured ones
 _7B = [
     *_XL, "--model.flavor", "TorchDiTan-7B", "--model.learned_variance", "false", "--data.shape", "[16, 64, 64]", "--ranks", "8",
     "--images", "16",
@@ -410,18 +411,22 @@ ROWS = {
     "DiT-XL/2, 256 images, compiled": [*_XL, "--images", "256", "--compiled"],
     "DiT-XL/2, 256 images, noise measured": [*_XL, "--images", "256", *_NOISE],
     "DiT-XL/2, 256 images, noise measured, compiled": [*_XL, "--images", "256", *_NOISE, "--compiled"],
+    "DiT-XL/2, 256 images, noise free, compiled": [*_XL, "--images", "256", *_FREE, "--compiled"],
     "DiT-XL/2, 32 images": [*_XL, "--images", "32"],
     "DiT-XL/2, 32 images, noise measured": [*_XL, "--images", "32", *_NOISE],
     "DiT-XL/2, 32 images, compiled": [*_XL, "--images", "32", "--compiled"],
     "DiT-XL/2, 32 images, noise measured, compiled": [*_XL, "--images", "32", *_NOISE, "--compiled"],
+    "DiT-XL/2, 32 images, noise free, compiled": [*_XL, "--images", "32", *_FREE, "--compiled"],
     "DiT-B/2, 256 images": _B,
     "DiT-B/2, 256 images, compiled": [*_B, "--compiled"],
     "DiT-B/2, 256 images, noise measured": [*_B, *_NOISE],
     "DiT-B/2, 256 images, noise measured, compiled": [*_B, *_NOISE, "--compiled"],
+    "DiT-B/2, 256 images, noise free, compiled": [*_B, *_FREE, "--compiled"],
     "7B, FSDP x 8, 16 images a rank": _7B,
     "7B, FSDP x 8, 16 images a rank, compiled": [*_7B, "--compiled"],
     "7B, FSDP x 8, 16 images a rank, noise measured": [*_7B, *_NOISE],
     "7B, FSDP x 8, 16 images a rank, noise measured, compiled": [*_7B, *_NOISE, "--compiled"],
+    "7B, FSDP x 8, 16 images a rank, noise free, compiled": [*_7B, *_FREE, "--compiled"],
 }
 
 
