@@ -17,12 +17,14 @@ gradient's elements; the first geometry has factor 1):
               D_i^T [A_i, 1] R, unbiased too, so that L^T is multiplied once per bin instead of once per sample; and it
               folds the rows onto FOLDED_ROWS sums (see Fold) instead of multiplying all by signs
 
-All in units of the gradient given to backward, in float32. A sketch reads its inputs as they are, in bfloat16 where the run
-computes in it: its products are accumulated in float32, and those before the last rounded to that dtype.
+All in units of the gradient given to backward, in float32. Inputs are read as they are, in bfloat16 where the run computes in it:
+products are accumulated in float32, and factors and all products of a sketch but the last are rounded to that dtype.
 """
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -97,11 +99,34 @@ def _cast_by_autocast(x: Tensor) -> Tensor:
     return x.to(torch.get_autocast_dtype(kind))
 
 
+def _outside_autocast(backward: Callable[[Any, Tensor], Any]) -> Callable[[Any, Tensor], Any]:
+    """Backward outside of autocast, as an eager one is: the compiler traces it under that of the forward, which would round
+    what is measured to bfloat16.
+    """
+
+    @functools.wraps(backward)
+    def outside(ctx: Any, dy: Tensor) -> Any:
+        if not torch.is_autocast_enabled(dy.device.type):
+            return backward(ctx, dy)
+        with torch.autocast(dy.device.type, enabled=False):
+            return backward(ctx, dy)
+
+    return outside
+
+
 def _full_product(left: Tensor, right: Tensor) -> Tensor:
-    """Product of matrices of one dtype, summed and returned in float32 at least."""
+    """Product of matrices, or batches [N, ., .] of them, of one dtype, summed and returned in float32 at least."""
     if left.device.type == "cpu" or left.dtype not in (torch.bfloat16, torch.float16):
         return _full(left) @ _full(right)
-    return torch.bmm(left[None], right[None], out_dtype=torch.float32)[0]  # which a CPU does not have
+    if left.ndim == 2:
+        return _full_product(left[None], right[None])[0]
+    return torch.bmm(left, right, out_dtype=torch.float32)  # which a CPU does not have
+
+
+def _own_products(x: Tensor, factors: Tensor) -> Tensor:
+    """Inner products of the rows of x [B, n] times factors [G, n], rounded to its dtype, [G, B, B]."""
+    scaled = x * factors.to(x.dtype)[:, None]
+    return _full_product(scaled, scaled.mT)
 
 
 def _outer_by_bin(left: Tensor, right: Tensor, one_hot: Tensor, geometries: int) -> Tensor:
@@ -121,20 +146,19 @@ class VectorTap(Function):
         return y.view_as(y)
 
     @staticmethod
+    @_outside_autocast
     def backward(ctx, dy):
         x, one_hot, rows, columns, left, right, sums = ctx.saved_tensors
-        d, a = _full(dy), _full(x)
-        d_scaled, a_scaled = d * rows[:, None], a * columns[:, None, :-1]  # [G, B, out], [G, B, in]
-        inputs = a_scaled @ a_scaled.mT
+        inputs = _own_products(x, columns[:, :-1])
         if ctx.has_bias:
             inputs = inputs + columns[:, -1:, None].square()
-        gram = (d_scaled @ d_scaled.mT) * inputs  # [G, B, B]
+        gram = _own_products(dy, rows) * inputs  # [G, B, B]
         found = None
         if ctx.measured:
-            a_right = a @ right[:-1]
+            a_right = _full_product(x, right[:-1].to(x.dtype))
             if ctx.has_bias:
                 a_right = a_right + right[-1]
-            found = _outer_by_bin(d @ left, a_right, one_hot, len(sums))
+            found = _outer_by_bin(_full_product(dy, left.to(dy.dtype)), a_right, one_hot, len(sums))
         return dy, None, gram, found, None, None, None, None, None, None, None
 
 
@@ -148,6 +172,7 @@ class EmbeddingTap(Function):
         return y.view_as(y)
 
     @staticmethod
+    @_outside_autocast
     def backward(ctx, dy):
         ids, one_hot, rows, columns, left, right, sums = ctx.saved_tensors
         d = _full(dy)
@@ -168,6 +193,7 @@ class SketchTap(Function):
         return y.view_as(y)
 
     @staticmethod
+    @_outside_autocast
     def backward(ctx, dy):
         a_right, one_hot, rows, places, signs = ctx.saved_tensors
         most = len(dy)
@@ -204,11 +230,14 @@ class SmallTap(Function):
         return y.view_as(y)
 
     @staticmethod
+    @_outside_autocast
     def backward(ctx, dy):
         x, one_hot, rows, columns = ctx.saved_tensors
-        d = _full(dy).mT  # [B, out, T]
-        bias = d.sum(2, keepdim=True) if ctx.has_bias else torch.zeros_like(d[:, :, :1])
-        gradient = torch.cat((d @ _full(x), bias), dim=2)  # [B, out, in + 1]
+        gradient = _full_product(dy.mT, x.to(dy.dtype))  # [B, out, in]
+        bias = torch.zeros_like(gradient[..., :1])
+        if ctx.has_bias:
+            bias = dy.mT.sum(2, keepdim=True, dtype=gradient.dtype)
+        gradient = torch.cat((gradient, bias), dim=2)  # [B, out, in + 1]
         factors = (rows[:, :, None] * columns[:, None]).flatten(1)  # [G, out (in + 1)]
         flat = gradient.flatten(1)
         squares = factors.square() @ flat.square().T  # [G, B]
@@ -224,6 +253,7 @@ class GainTap(Function):
         return y.view_as(y)
 
     @staticmethod
+    @_outside_autocast
     def backward(ctx, dy):
         normed, one_hot, rows, columns = ctx.saved_tensors
         return dy, None, *_of_gains(_full(dy) * normed, one_hot, rows, columns), None, None, None
@@ -238,6 +268,7 @@ class TappedGain(Function):
         return normed * gain
 
     @staticmethod
+    @_outside_autocast
     def backward(ctx, dy):
         normed, gain, one_hot, rows, columns = ctx.saved_tensors
         products = dy * normed
@@ -271,9 +302,10 @@ class VectorLinear(TappedLinear):
     """Linear with a VectorTap. `gram`: probe [G, B, B]."""
 
     def forward(self, x: Tensor) -> Tensor:
-        y = F.linear(x, self.weight, self.bias)
         if self.switch.mode == OFF:
-            return y
+            return F.linear(x, self.weight, self.bias)
+        x = _cast_by_autocast(x)
+        y = F.linear(x, self.weight, self.bias)
         return VectorTap.apply(
             y, x, self.gram, self.sums, self.switch.one_hot, self.rows, self.columns, self.left, self.right,
             self.bias is not None, self.switch.mode == MEASURED,
@@ -308,9 +340,10 @@ class SmallLinear(TappedLinear):
     """Linear with a SmallTap. `squares`: probe [G, B]; `sums`: probe [K, out, in + 1]."""
 
     def forward(self, x: Tensor) -> Tensor:
-        y = F.linear(x, self.weight, self.bias)
         if self.switch.mode == OFF:
-            return y
+            return F.linear(x, self.weight, self.bias)
+        x = _cast_by_autocast(x)
+        y = F.linear(x, self.weight, self.bias)
         return SmallTap.apply(
             y, x, self.squares, self.sums, self.switch.one_hot, self.rows, self.columns, self.bias is not None
         )
