@@ -1,6 +1,7 @@
 """Windows of the pooled steps: the same for all estimators, following the drift of the noise scale."""
 
 import math
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -15,15 +16,26 @@ STEPS, RUNS, SAMPLES, DIM = 200, 10, 24, 30
 FORMER = WINDOW_SHARES.index(0.25)  # the only window there was
 
 
-def drifting(noise_scales: Tensor, seed: int) -> DecayedSums:
-    """Pool steps whose noise scale is given, [steps], the same in every bin; noise is 1, and the signal along an axis."""
-    generator, pool = torch.Generator().manual_seed(seed), DecayedSums(RUNS, math.inf, WINDOW_SHARES)
-    count = torch.full((RUNS,), float(SAMPLES), dtype=torch.float64)
-    for scale in noise_scales.tolist():
+def drifting(noise_scales: Tensor, seed: int, rare: Sequence[int] | None = None) -> DecayedSums:
+    """Pool steps whose noise scale is given, [steps], the same in every bin; noise is 1, and the signal along an axis.
+
+    With `rare` there is one more bin, which has two samples in each of these steps and none in others.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    pool = DecayedSums(RUNS if rare is None else RUNS + 1, math.inf, WINDOW_SHARES)
+    for number, scale in enumerate(noise_scales.tolist()):
         gradients = torch.randn(RUNS, SAMPLES, DIM, generator=generator, dtype=torch.float64) / DIM**0.5
         gradients[..., 0] += scale**-0.5
-        squares, products = gradients.square().sum((1, 2)), gradients.sum(1).square().sum(1).diag()
-        pool.add(PairSums(count, squares, products, (count * (SAMPLES - 1)).diag()))
+        count = torch.full((RUNS,), float(SAMPLES), dtype=torch.float64)
+        squares, products = gradients.square().sum((1, 2)), gradients.sum(1).square().sum(1)
+        if rare is not None:
+            of_rare = gradients[0, :2] if number in rare else gradients[0, :0]
+            count, squares, products = (
+                torch.cat((of_all, torch.as_tensor(of_bin, dtype=torch.float64).reshape(1))) for of_all, of_bin in (
+                    (count, len(of_rare)), (squares, of_rare.square().sum()), (products, of_rare.sum(0).square().sum()),
+                )
+            )
+        pool.add(PairSums(count, squares, products.diag(), (count * (count - 1.0).clamp_min(0.0)).diag()))
     return pool
 
 
@@ -41,6 +53,15 @@ def test_window_follows_a_noise_scale_that_rises_to_the_end(power):
     assert bias(former, scales) < -0.2
     assert abs(bias(found, scales)) < 0.1
     assert (found.lag < former.lag).all()
+
+
+@pytest.mark.parametrize("steps_between", [200, 40, 10])
+def test_a_rare_bin_leaves_the_others_the_window_that_follows_the_drift(steps_between):
+    scales = 2.0 + 40.0 * (torch.arange(1, STEPS + 1, dtype=torch.float64) / STEPS) ** 4
+    without, pool = drifting(scales, seed=1), drifting(scales, seed=1, rare=range(0, STEPS, steps_between))
+    assert pool.window() == without.window() > 0
+    found, wanted = (each.estimate(window=each.window()).b_simple[:RUNS] for each in (pool, without))
+    assert torch.allclose(found, wanted, rtol=1e-12)
 
 
 def test_window_is_long_where_nothing_drifts():

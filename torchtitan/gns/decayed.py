@@ -54,6 +54,9 @@ WINDOW_SHARES = (1.0, 0.5, 0.25, 0.125, 0.0625)
 # Fewer effective steps do not tell their own variance.
 _LEAST_STEPS = 4.0
 
+# Bins with a smaller share of the median bin's steps have no part in the choice of a window.
+_LEAST_SHARE = 0.25
+
 
 class DecayedSums:
     """Pools the PairSums of steps; a step counts half after the bin was trained on `half_life` further samples.
@@ -120,7 +123,8 @@ class DecayedSums:
         Let x_w be a bin's signal over its second moment, 1 / (1 + B_simple), in window w, and x_0 that in the shortest
         one that tells its own variance. Since x_0 contains the steps of x_w at about their efficient weights,
         E[(x_w - x_0)^2] = bias_w^2 + V_0 - V_w, so that the squared error bias_w^2 + V_w is (x_w - x_0)^2 + 2 V_w - V_0
-        in expectation. It is counted in units of V_0 and averaged over the bins.
+        in expectation. It is counted in units of V_0 and averaged over the bins. Rare bins, of less than a quarter of the
+        median bin's steps, are left out: short windows hold too few steps of them, which would leave all bins the longest.
 
         Source: Mallows, "Some comments on C_p", Technometrics 15, 1973, with the shortest window as the full model.
         """
@@ -128,6 +132,7 @@ class DecayedSums:
         known = (steps[0] > 0) & moments[0].isfinite().all(-1)
         if not known.any():
             return 0
+        known &= steps[0] >= _LEAST_SHARE * steps[0, known].median()
         enough = (steps[:, known] >= _LEAST_STEPS).all(-1).nonzero().flatten().tolist()
         if not enough:
             return 0
