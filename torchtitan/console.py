@@ -1,6 +1,7 @@
 """Console lines of a run at its start and its end."""
 
 import logging
+import math
 import os
 import re
 from pathlib import Path
@@ -10,6 +11,8 @@ import torch
 from torch import Tensor
 
 from torchtitan.conditions import Classes, Unconditional
+from torchtitan.config.job import JobConfig
+from torchtitan.config.short_runs import too_short_for
 from torchtitan.data.image_folder import ImageFolder, ImageFolderConfig
 from torchtitan.diffusion.objective import ObjectiveConfig
 from torchtitan.distributed.mesh import crosses_nodes
@@ -47,7 +50,9 @@ def introduce(state: RunState) -> None:
         logger.info(line)
     if advice := crosses_nodes(state.layout, launch_number("LOCAL_WORLD_SIZE", state.layout.world_size)):
         logger.warning(advice)
-    if state.gns and (warning := few_pairs(config.gns, config.training.local_batch_size)):
+    if state.gns and (warning := few_pairs(config.gns, config.training.local_batch_size, state.gns.masses)):
+        logger.warning(warning)
+    for warning in too_short_for(config):
         logger.warning(warning)
     points = torch.linspace(-6.0, 6.0, 121, dtype=torch.float64)
     weights = state.objective.effective_weight(points)
@@ -142,13 +147,23 @@ def closing_lines(
     lines += _verdict(results)
     lines += _metrics(results, config.evaluation)
     if state.gns:
-        training = state.config.training
-        phase = lr_phase(
-            state.config.lr_scheduler, max(state.progress, 1), training.steps, training.global_batch_size
-        )
+        phase = measured_phase(state.config, state.progress, state.gns.lag)
         noise = [*state.gns.result(), *state.gns.advice(state.batch_size, phase)]
         lines += ["gradient noise:", *(f"  {line}" for line in noise)] if noise else []
     return lines
+
+
+def measured_phase(config: JobConfig, progress: int, lag: float) -> str:
+    """Phase of the learning rate, in words, at the mean age of a measurement.
+
+    Args:
+        config: of the run.
+        progress: in steps of the first batch size.
+        lag: images trained since, on average; NaN: unknown.
+    """
+    images_per_step = config.training.global_batch_size
+    step = progress if math.isnan(lag) else round(progress - lag / images_per_step)
+    return lr_phase(config.lr_scheduler, max(step, 1), config.training.steps, images_per_step)
 
 
 def grids(samples: Path) -> list[tuple[int, Path]]:

@@ -3,8 +3,10 @@
 from pathlib import Path
 
 import pytest
+import torch
 
 from torchtitan.config.job import ConfigError, load_config
+from torchtitan.config.short_runs import too_short_for
 from torchtitan.gns.checks import few_pairs
 from torchtitan.gns.config import GNSConfig
 from torchtitan.settings.record import dump_config
@@ -94,16 +96,32 @@ def test_section_is_refused_in_one_line_that_names_the_key(name):
     assert words in problem and "\n" not in problem
 
 
-@pytest.mark.parametrize(("config", "size", "warns"), [
-    (GNSConfig(enable=True), 4, True), (GNSConfig(enable=True), 19, True), (GNSConfig(enable=True), 20, False),
-    (GNSConfig(enable=True, bin_edges=[0.0, 0.5, 1.0]), 4, False), (GNSConfig(enable=True, bin_edges=[0.0, 0.5, 1.0]), 3, True),
-    (GNSConfig(enable=True, single_pass=False, rank_gradients=True), 4, False),
-])  # fmt: skip
-def test_few_samples_of_a_bin_in_a_microbatch_are_warned_of(config, size, warns):
-    warning = few_pairs(config, size)
-    assert bool(warning) == warns
-    if warning:
-        assert f"share {size} images of a microbatch" in warning and "training.local_batch_size" in warning
+TEN, TWO, RARE = torch.full((10,), 0.1), torch.tensor([0.5, 0.5]), torch.tensor([0.6, 0.396, 0.004])
+GRADIENTS_OF_RANKS = GNSConfig(enable=True, single_pass=False, rank_gradients=True)
+
+
+@pytest.mark.parametrize(("masses", "size", "enough"), [(TEN, 4, 20), (TEN, 19, 20), (TWO, 3, 4), (RARE, 64, 495)])
+def test_few_samples_of_a_bin_in_a_microbatch_are_warned_of(masses, size, enough):
+    warning = few_pairs(GNSConfig(enable=True), size, masses)
+    assert f"images of a microbatch of {size}" in warning and f"training.local_batch_size to {enough} or more" in warning
+    assert few_pairs(GNSConfig(enable=True), enough, masses) is None
+    assert few_pairs(GRADIENTS_OF_RANKS, size, masses) is None
+
+
+TOO_SHORT = {
+    "gns.interval": ["--gns.enable", "true", "--gns.interval", "11"],
+    "gns.allocation_warmup": ["--gns.enable", "true", "--gns.allocate_timesteps", "true", "--gns.allocation_warmup", "200"],
+    "gns.growth_warmup": ["--gns.enable", "true", "--gns.grow_batch", "true", "--gns.growth_warmup", "200"],
+    "training.double_batch_after": ["--training.double_batch_after", "[200, 400]"],
+}
+
+
+@pytest.mark.parametrize("key", TOO_SHORT)
+def test_settings_that_act_after_the_end_of_a_run_are_warned_of(key):
+    run = ["--training.local_batch_size", "20", "--training.steps"]
+    warning, = too_short_for(load_config([*TOO_SHORT[key], *run, "10"], 1))
+    assert warning.startswith(f"{key}: ") and "lower it" in warning
+    assert not list(too_short_for(load_config([*TOO_SHORT[key], *run, "11"], 1)))
 
 
 @pytest.mark.parametrize("edge", ["nan", "inf"])

@@ -1,8 +1,10 @@
 """`[gns]` sections that could not give a number, or not a right one."""
 
+import math
 from collections.abc import Iterator
 
 import torch
+from torch import Tensor
 
 from torchtitan.diffusion.objective import Objective
 from torchtitan.diffusion.timesteps.sampler import TimestepSampler
@@ -68,22 +70,41 @@ def gns_problems(
         yield key, f"no training timestep falls into bin {empty[0]} of {len(counts)} (use fewer or wider bins)"
     if config.single_pass and global_batch_size < _LEAST_PER_BIN * len(counts):
         yield ("bin_edges" if config.bin_edges else "num_bins"), (
-            f"{len(counts)} bins share {global_batch_size} images per step: a bin needs {_LEAST_PER_BIN} or more, for"
-            f" only pairs tell signal from noise (use {max(global_batch_size // _LEAST_PER_BIN, 1)} bins or fewer)"
+            f"{_counted(len(counts), 'bin')} {'share' if len(counts) > 1 else 'shares'}"
+            f" {_counted(global_batch_size, 'image')} per step: a bin needs {_LEAST_PER_BIN} or"
+            f" more, for only pairs tell signal from noise ({_enough(global_batch_size)})"
         )
 
 
-def few_pairs(config: GNSConfig, local_batch_size: int) -> str | None:
-    """Warning if microbatches hold so few samples of a bin that unmeasured steps say next to nothing; None if not."""
-    bins = len(config.bin_edges) - 1 if config.bin_edges else config.num_bins
-    if not config.single_pass or local_batch_size >= _LEAST_PER_BIN * bins:
+def few_pairs(config: GNSConfig, local_batch_size: int, masses: Tensor) -> str | None:
+    """Warning if microbatches hold so few samples of a bin that unmeasured steps say next to nothing; None if not.
+
+    Args:
+        config: the section.
+        local_batch_size: samples per microbatch.
+        masses: probability of each bin, [K].
+    """
+    rarest = masses.min().item()
+    if not config.single_pass or local_batch_size * rarest >= 0.99 * _LEAST_PER_BIN:  # edges are rounded
         return None
     return (
-        f"gns: {bins} bins share {local_batch_size} images of a microbatch: between measured steps only pairs of one"
-        " microbatch and bin count, of which there are few, so that the modulation estimate is noisy and the composite"
+        f"gns: the rarest of {len(masses)} bins has {local_batch_size * rarest:.2g} images of a microbatch of {local_batch_size}"
+        " on average: between measured steps only pairs of one"
+        " microbatch and bin count, of which there are few, so that its modulation estimate is noisy and its composite"
         " is hardly better than the sketch (raise training.local_batch_size to"
-        f" {_LEAST_PER_BIN * bins} or more, or lower gns.interval)"
+        f" {math.ceil(0.99 * _LEAST_PER_BIN / rarest)} or more, or lower gns.interval, or use wider bins)"
     )
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def _enough(global_batch_size: int) -> str:
+    bins = global_batch_size // _LEAST_PER_BIN
+    if not bins:
+        return f"raise training.global_batch_size to {_LEAST_PER_BIN} or more"
+    return f"use {_counted(bins, 'bin')}{' or fewer' if bins > 1 else ''}"
 
 
 def _rank_problems(

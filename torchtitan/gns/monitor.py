@@ -95,6 +95,11 @@ class GNSMonitor:
         return self._batch.factor if self._batch else 1
 
     @property
+    def masses(self) -> Tensor:
+        """Probability of each bin in the objective, [K]."""
+        return self._mass
+
+    @property
     def separate_microbatches(self) -> bool:
         """True if every microbatch's gradient is reduced separately."""
         return self._ranks is not None and self._ranks.separate
@@ -238,12 +243,20 @@ class GNSMonitor:
             f" {whole.lag.item():,.0f} images old on average, and the interval does not cover the drift since"
         ]
 
+    @property
+    def lag(self) -> float:
+        """Mean age of the noise scale of the whole objective, in images; NaN while unknown."""
+        if not self.pool:
+            return math.nan
+        self.settle()
+        return self._whole_headline().lag.item()
+
     def advice(self, global_batch_size: int, phase: str) -> list[str]:
         """Advice on the batch size and on the timestep sampler, a line each; none where nothing is to be changed.
 
         Args:
             global_batch_size: in samples.
-            phase: of the learning rate, in words, as by `lr_phase`.
+            phase: of the learning rate at the measurement's mean age (`lag`), in words, as by `lr_phase`.
         """
         if not self.pool:
             return []
