@@ -16,6 +16,7 @@ from torchtitan.experiments.folder import ResultsFolder, StudyError
 from torchtitan.experiments.training import begin_branch
 from torchtitan.statistics.interval import Interval, mean_interval
 from torchtitan.training.ema import kept_share
+from torchtitan_dit.studies import critical_batch as critical_batch_study
 from torchtitan_dit.studies.branch_training import TRACK, branch_config, run_lr, write_config, write_start
 from torchtitan_dit.studies.critical_batch import HeldOut, _default_folder, _hold_to_settings
 from torchtitan_dit.studies.critical_batch_bins import BinTest, bin_test, rank_by_noise
@@ -191,6 +192,20 @@ def test_a_branch_keeps_the_microbatch_of_processes_that_share_tokens(tmp_path):
 def test_lr_rules(rule, factor):
     plans, _ = plan_batches(a_config(), [1, 4], rule, 0.01, None, 1)
     assert plans[1].lr == pytest.approx(0.01 * factor)
+
+
+def test_a_checkpoint_whose_rate_has_decayed_is_refused_and_those_before_it_are_named(monkeypatch, tmp_path):
+    """The run of the README: 900 steps of a cosine, checkpoints at 600 and 900."""
+    config = load_config(["--training.steps", "900", "--lr_scheduler.decay_type", "cosine", "--optimizer.lr", "1e-3"], 1)
+    monkeypatch.setattr(critical_batch_study, "_progress", lambda run, step: step)
+    monkeypatch.setattr(critical_batch_study, "checkpoint_steps", lambda folder: [600, 900])
+    rate = critical_batch_study._rate_of_run
+    assert rate(tmp_path, config, 600) == run_lr(config, 600) > 1e-4
+    with pytest.raises(StudyError, match=r"at step 900, below 1% of its peak, .* \(give --step 600, or --lr\)"):
+        rate(tmp_path, config, 900)
+    monkeypatch.setattr(critical_batch_study, "checkpoint_steps", lambda folder: [900])
+    with pytest.raises(StudyError, match=r"\(give --lr\)"):
+        rate(tmp_path, config, 900)
 
 
 def test_the_former_word_for_a_constant_rate_is_accepted(tmp_path):

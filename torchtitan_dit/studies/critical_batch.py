@@ -47,6 +47,7 @@ from torchtitan_dit.studies.branch_training import BRANCH_MARKS, TRACK, branch_c
 from torchtitan_dit.studies.equal_samples import BatchPlan, plan_batches, rule_name
 
 KEY = ("batch_size", "seed")
+_LEAST_RATE = 0.01  # of the peak
 START = "start"  # instead of a seed: the checkpoint itself, before any branch
 
 
@@ -149,9 +150,9 @@ def open_measurement(options: argparse.Namespace) -> Measurement:
         raise StudyError("--factors: there is nothing to compare with one batch size (give two or more)")
     config = read_config(run / "config.toml")
     step = _choose_step(run, options.step)
-    options.lr = options.lr if options.lr is not None else run_lr(config, _progress(run, step))
+    options.lr = options.lr if options.lr is not None else _rate_of_run(run, config, step)
     if not options.lr > 0:
-        raise StudyError(f"--lr: the run's rate is {options.lr:g} at step {step} (choose another step, or give --lr)")
+        raise StudyError(f"--lr: must be above 0, is {options.lr:g}")
     plans, samples = plan_batches(config, options.factors, options.lr_rule, options.lr, options.samples, options.nproc)
     folder = options.output or _default_folder(run, checkpoint_path(run, step).name)
     asked = Measurement(run, config, step, plans, samples, options.seeds, folder.resolve(), options)
@@ -160,6 +161,23 @@ def open_measurement(options: argparse.Namespace) -> Measurement:
         for plan in plans:
             write_config(_config(asked, plan, 0), Path(nowhere) / f"batch-{plan.batch_size}.toml", options.nproc)
     return asked
+
+
+def _rate_of_run(run: Path, config: JobConfig, step: int) -> float:
+    """Learning rate of the run at a step. Raises StudyError: branches would learn next to nothing at it."""
+
+    def rate(at: int) -> float:
+        return run_lr(config, _progress(run, at))
+
+    least = _LEAST_RATE * config.optimizer.lr
+    if rate(step) < least:
+        others = [at for at in checkpoint_steps(run_checkpoints(run)) if rate(at) >= least]
+        steps = f"--step {' or '.join(map(str, others))}, or " if others else ""
+        raise StudyError(
+            f"--lr: the run's rate is {rate(step):.2g} at step {step}, below {_LEAST_RATE:.0%} of its peak, at which branches learn"
+            f" next to nothing (give {steps}--lr)"
+        )
+    return rate(step)
 
 
 def _default_folder(run: Path, checkpoint: str) -> Path:
