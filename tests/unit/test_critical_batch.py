@@ -375,4 +375,4 @@ def test_a_bin_without_a_share_says_why_and_a_diverged_batch_has_none():
     tests = [bin_test(k, losses, [8, 16], 1.0) for k, losses in enumerate(of_bins)]
     text = _learned_bins_text(SimpleNamespace(batch_sizes=[8, 16]), BinFindings(tests, {}, {}))
     last = [line.split("|")[-2].strip() for line in text.splitlines() if line.startswith("|")][2:]
-    assert last == ["unknown: fewer than two whole seeds", "learned nothing", "diverged"]
+    assert last == ["unknown: fewer than two whole seeds", "no significant decrease", "diverged"]

@@ -267,7 +267,7 @@ def _learned_bins_text(asked: Measurement, by_bin: BinFindings) -> str:
     table = []
     for test in by_bin.tests:
         cells = [_share_text(share) for share in test.shares[1:]]
-        nothing = "learned nothing" if test.learned.bounded else "unknown: fewer than two whole seeds"
+        nothing = "no significant decrease" if test.learned.bounded else "unknown: fewer than two whole seeds"
         cells = cells or [nothing] + [""] * (len(sizes) - 2)
         noise = [_scale_text(by_bin.scales[geometry].get(test.place)) for geometry in geometries]
         table.append([str(test.place), *noise, _batch_text(test.batch_size, sizes), *cells])
