@@ -174,8 +174,8 @@ def _rate_of_run(run: Path, config: JobConfig, step: int) -> float:
         others = [at for at in checkpoint_steps(run_checkpoints(run)) if rate(at) >= least]
         steps = f"--step {' or '.join(map(str, others))}, or " if others else ""
         raise StudyError(
-            f"--lr: the run's rate is {rate(step):.2g} at step {step}, below {_LEAST_RATE:.0%} of its peak, at which branches learn"
-            f" next to nothing (give {steps}--lr)"
+            f"--lr: the run's rate is {rate(step):.2g} at step {step}, below {_LEAST_RATE:.0%} of its peak, at which branches"
+            f" learn next to nothing (give {steps}--lr)"
         )
     return rate(step)
 
