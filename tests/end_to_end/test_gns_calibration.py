@@ -81,7 +81,7 @@ def test_cells_are_measured_once_and_reported_from_their_records(run, study, tmp
     content = results.read_bytes()
     code, output, _ = study("gns_calibration_report", tmp_path / "cells", "--cells", 2, "--output", tmp_path / "report")
     text = Path(output.strip()).read_text()
-    assert code == 0 and "2 of 2 cells" in text and "too few cells" in text and results.read_bytes() == content
+    assert code == 0 and "digits 2 of 2, cifar10 0 of 2" in text and "too few cells" in text and results.read_bytes() == content
     with Image.open(tmp_path / "report" / "calibration.png") as image:
         assert image.width >= 900
 

@@ -22,14 +22,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from pyarrow import ArrowInvalid
 from tqdm import tqdm
 
 from tests.end_to_end.runs import Run
 from tests.faults.cut_disk import CannotMount, CutDisk, cut_disks, known_file_systems
 from tests.faults.kills import INTERVAL, LAYOUTS, STEPS, Layout, same, saving, start
 from torchtitan.checkpoint.checkpointer import checkpoint_steps, newest_good
-from torchtitan.gns.raw_sums import read_sums
+from torchtitan.gns.raw_sums import RawSumsError, read_sums
 from torchtitan.runs.check import check_run
 
 RESULTS = Path(__file__).with_name("power_cuts.json")
@@ -269,7 +268,7 @@ def _events(run: Run, rank: int) -> set[tuple[str, int]]:
 def _noise_differences(folder: Path, straight: Path) -> list[str]:
     try:
         rows, expected = (list(read_sums(path)) for path in (folder, straight))
-    except ArrowInvalid as error:
+    except RawSumsError as error:
         return [f"sums of gradient noise: {error}"]
     if missing := len(expected) - len(rows):
         return [f"sums of gradient noise of {missing} of {len(expected)} steps are missing"]

@@ -1,6 +1,7 @@
 """Half-progress batches of quadratic losses against their closed form, the statistics over cells, and the decision."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from torchtitan.evaluation.offline_gradients import EstimateFailed, timestep_bin
 from torchtitan.statistics.rank_correlation import spearman
 from torchtitan_dit.studies import gns_calibration_statistics as statistics
 from torchtitan_dit.studies.gns_calibration import noise_scales
-from torchtitan_dit.studies.gns_calibration_report import statistics_text
+from torchtitan_dit.studies.gns_calibration_report import PROTOCOL, statistics_text
 from torchtitan_dit.studies.half_progress import (
     Progress,
     Replicate,
@@ -257,9 +258,14 @@ def test_decision_names_the_calibrated_geometry_or_none(monkeypatch):
 
 def test_report_decides_only_when_every_cell_is_there(monkeypatch):
     monkeypatch.setattr(statistics, "_RESAMPLES", 200)
-    rows = cells()
-    whole, part = statistics_text(rows, 100), statistics_text(rows, 101)
+    rows, protocol = cells(), replace(PROTOCOL, parts=(("one",), ("two",)))
+    whole, part = statistics_text(rows, protocol), statistics_text(rows[1:], protocol)
     assert "Headline for the adam update: g, B_half = 0.4" in whole and "Headline for the plain" not in whole
-    assert "Interim: 100 of 101 cells decide nothing" in part and "Headline" not in part and "refuted" not in part
+    assert "Interim, without a verdict: one 49 of 50, two 50 of 50 cells." in part
+    assert "Headline" not in part and "refuted" not in part
     assert "&lt;" not in whole  # a correlation below zero is no upper bound
-    assert "No verdict: 11 of 100" in statistics_text(cells(unbounded=11), 100)
+    assert "No verdict: 11 of 100" in statistics_text(cells(unbounded=11), protocol)
+    for data in ("one", "three"):  # as many cells in all, but not of each registered data set
+        other = statistics_text([*rows[:50], *(row | {"data": data} for row in rows[50:])], protocol)
+        assert "Interim" in other and "calibrated" not in other and "refuted" not in other
+    assert PROTOCOL.counts([{"data": "cifar10"}, {"data": "faces"}]) == "digits 0 of 50, cifar10 1 of 50, faces 1 of 0"

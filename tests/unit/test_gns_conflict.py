@@ -1,6 +1,7 @@
 """Conflict of bins: unbiased products by brute force, moves on quadratic losses, statistics and decision."""
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from torchtitan_dit.studies.bin_conflict import BLOCKS, SMALL, measure_bins, mea
 from torchtitan_dit.studies.block_products import block_products
 from torchtitan_dit.studies.gns_calibration_statistics import UPDATES
 from torchtitan_dit.studies.gns_conflict import step_sizes
-from torchtitan_dit.studies.gns_conflict_report import report_text
+from torchtitan_dit.studies.gns_conflict_report import PROTOCOL, report_text
 
 DIM = 6
 
@@ -171,6 +172,9 @@ def rows(slope=1.0, noise=0.0, seeds=4, weak=0, flip=0.0) -> list[dict[str, str]
     return found
 
 
+FOUR_SEEDS = replace(PROTOCOL, parts=tuple(("digits", str(seed)) for seed in range(4)), cells=4)
+
+
 @pytest.fixture(autouse=True)
 def fewer_resamples(monkeypatch):
     monkeypatch.setattr(statistics, "_RESAMPLES", 200)
@@ -208,7 +212,7 @@ def test_diverged_moves_refute_where_they_are_many(tmp_path):
             row["adam_several_change"] = "nan nan nan nan"
         found = statistics.effects(made, "adam", "several")
         assert (found.diverged, found.cells, found.diverges) == (count, 16, diverges) and np.isfinite(found.changed).all()
-    text = report_text(made, tmp_path, 16)
+    text = report_text(made, tmp_path, FOUR_SEEDS)
     assert "several: refuted (diverges)" in text and "several in 2 of 16 cells" in text and "several: predicted" in text
 
 
@@ -217,8 +221,10 @@ def test_one_checkpoint_has_no_interval():
 
 
 def test_report_decides_only_when_every_cell_is_there(tmp_path):
-    text = report_text(rows(), tmp_path, 16)
-    assert "16 of 16 cells" in text and "whole: predicted" in text and "Interim" not in text
+    text = report_text(rows(), tmp_path, FOUR_SEEDS)
+    assert "digits run_seed 3 4 of 4" in text and "whole: predicted" in text and "Interim" not in text
     assert {path.name for path in tmp_path.iterdir()} == {"conflict_plain.png", "conflict_adam.png", "conflict_points.png"}
-    partly = report_text(rows(), tmp_path, 17)
-    assert "Interim: 16 of 17 cells decide nothing" in partly and "predicted;" not in partly
+    # As many cells in all, of a seed that is not registered instead of one that is.
+    others = [row | {"run_seed": row["run_seed"].replace("3", "4")} for row in rows()]
+    partly = report_text(others, tmp_path, FOUR_SEEDS)
+    assert "run_seed 3 0 of 4, digits run_seed 4 4 of 0 cells" in partly and "predicted;" not in partly

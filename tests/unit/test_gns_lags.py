@@ -1,12 +1,13 @@
 """Noise scales along a training: cosines by lag of a known trajectory, windows, swings."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
 from torchtitan_dit.studies import gns_calibration_statistics, gns_lags_statistics
-from torchtitan_dit.studies.gns_lags_report import report_text
+from torchtitan_dit.studies.gns_lags_report import PROTOCOL, report_text
 from torchtitan_dit.studies.gradient_lags import BLOCKS, GROUPS, lag_cosines, measure_trajectory
 
 STEPS, ANGLE = [0, 1, 2, 4], 0.7
@@ -45,8 +46,9 @@ def test_noise_scales_hold_the_truth_at_each_point_and_over_the_window(measured)
 
 def row(step: int, bin_: int, b: float, window: float, logged: float, cosine: float) -> dict[str, str]:
     values = [b * factor for factor in (0.3, 3.0, 1.0)]
-    found = {"data": "digits", "step": str(step), "bin": str(bin_), "status": "ok", "t_min": str(bin_ / 4), "lags": "1 8",
-             "cosines": f"0.9 {cosine}", "cosines_se": "0.1 0.1", "logged_lag": "12", "logged_estimator": "sketch"}  # fmt: skip
+    found = {"data": "digits", "run_seed": "0", "step": str(step), "bin": str(bin_), "status": "ok",
+             "t_min": str(bin_ / 4), "lags": "1 8", "cosines": f"0.9 {cosine}", "cosines_se": "0.1 0.1",
+             "logged_lag": "12", "logged_estimator": "sketch"}  # fmt: skip
     for name, factor in (("b", 1.0), ("b_lower", 0.9), ("b_upper", 1.1)):
         found[name] = " ".join(str(factor * value) for value in values)
     for name, value in (("window", window), ("logged", logged)):
@@ -64,5 +66,6 @@ def test_statistics_tell_swings_turns_and_averaging(monkeypatch, tmp_path):
     assert gns_lags_statistics.explained(rows, found) == (True, True, True)
     still = [row(60, bin_, 10.0, 20.0, 10.0, 0.9) for bin_ in range(4)]
     assert gns_lags_statistics.explained(still, gns_lags_statistics.finding(still))[1:] == (False, False)
-    whole, part = (report_text(rows, tmp_path, planned) for planned in (8, 9))
-    assert "(a) swings beyond sampling in half of the cells: holds" in whole and "Interim: 8 of 9" in part
+    whole, part = (report_text(rows, tmp_path, replace(PROTOCOL, cells=cells)) for cells in (8, 9))
+    assert "(a) swings beyond sampling in half of the cells: holds" in whole
+    assert "Interim, without a verdict: digits run_seed 0 8 of 9" in part

@@ -289,6 +289,16 @@ def test_estimate_is_the_mean_over_equal_blocks():
         assert distance == pytest.approx(t**2 * variance, rel=1e-6)
 
 
+def test_interval_of_an_uncertain_noise_begins_at_zero():
+    """Equal signals, and a noise of one block alone: Fieller's lower end is below zero."""
+    sizes = torch.ones(2, dtype=torch.int64)
+    blocks = [GroupNorms(sizes, torch.full((2,), 1.0 + noise, dtype=torch.float64), 1.0 + noise / 2) for noise in (0.0, 0.0, 9.0)]
+    found = noise_scale(blocks)
+    assert (found.noise, found.signal) == pytest.approx((3.0, 1.0)) and not found.unbounded
+    # The signal has no variance: 3 +- t s / sqrt(3) with s^2 = 27 and 2 degrees of freedom.
+    assert found.lower == 0.0 and found.upper == pytest.approx(3.0 + 4.30265273 * 3.0)
+
+
 def test_noise_alone_has_no_upper_end():
     generator = torch.Generator().manual_seed(0)
     sizes = torch.full((8,), 4)

@@ -2,11 +2,14 @@
 
 import json
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from functools import reduce
 from operator import add
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from torch import Tensor
@@ -19,7 +22,7 @@ from torchtitan.gns.capture import PARTS, StepSums
 from torchtitan.gns.composite import Composite, FreeSums
 from torchtitan.gns.config import GNSConfig, inner_edges
 from torchtitan.gns.pool import ESTIMATORS, Pool
-from torchtitan.gns.raw_sums import RawSums, raw_files, read_edges, read_sums
+from torchtitan.gns.raw_sums import RawSums, RawSumsError, raw_files, read_edges, read_sums
 from torchtitan.gns.statistics import PairSums, b_simple, noise, signal
 
 BINS, GEOMETRIES = 3, 2
@@ -286,6 +289,32 @@ def test_raw_sums_come_back_bit_for_bit(tmp_path):
     ]  # fmt: skip
     assert torch.equal(read_edges(tmp_path / "gns"), EDGES)
     assert_rows(tmp_path / "gns", [1, 2, 3, 4, 5, 6, 7])
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"), [("nothing", "cannot be read"), ("half", "cannot be read"), ("other columns", "holds no raw sums")]
+)
+def test_a_damaged_file_of_raw_sums_is_one_error_with_its_path(tmp_path, content, reason):
+    written(tmp_path, 4, (2, 4))
+    first, second = raw_files(tmp_path)
+    if content == "other columns":
+        pq.write_table(pa.table({"step": [3]}), second)
+    else:
+        second.write_bytes(second.read_bytes()[: 500 if content == "half" else 0])
+    rows = read_sums(tmp_path)
+    assert [next(rows)[0], next(rows)[0]] == [1, 2]
+    with pytest.raises(RawSumsError, match=f"{re.escape(str(second))}: {reason}") as caught:
+        next(rows)
+    assert "\n" not in str(caught.value)
+    first.unlink()
+    with pytest.raises(RawSumsError, match=re.escape(str(second))):
+        read_edges(tmp_path)
+
+
+def test_edges_of_a_folder_without_raw_sums(tmp_path):
+    with pytest.raises(RawSumsError, match=f"{re.escape(str(tmp_path))}: holds no raw sums"):
+        read_edges(tmp_path)
+    assert list(read_sums(tmp_path)) == []
 
 
 @pytest.mark.parametrize(("last", "names"), [(7, ["1-4", "5-7"]), (6, ["1-4", "5-6"]), (4, ["1-4"]), (2, ["1-2"]), (0, [])])

@@ -9,9 +9,11 @@ import pytest
 import torch
 
 from torchtitan.evaluation.offline_gradients import EstimateFailed, GroupNorms, noise_scale, sub_batch_sizes
+from torchtitan.experiments.folder import StudyError
 from torchtitan_dit.studies import gns_published
 from torchtitan_dit.studies.published_estimator import (
     COLUMNS,
+    Cell,
     PublishedRow,
     TableError,
     corrected,
@@ -124,7 +126,7 @@ def write_table(path) -> dict:
         grad_norm = math.sqrt(signal + noise / effective_size(5000))
         gns = expected_published(signal, noise, 50, 5000)
         values = [gns * 0.9, gns, gns * 1.2]
-        expected[step, low] = sum(values) / 3
+        expected[Cell(step, low, 50, 5000, 2, 0.1)] = sum(values) / 3
         for value in values:
             row = dict.fromkeys(COLUMNS, "")
             row |= {"model": f"{step:07d}.pt", "true_portion": 0.1, "diff_steps": 1000, "B": 5000, "b": 50, "reps": 2,
@@ -147,8 +149,8 @@ def test_tables_are_read_reported_and_corrected(tmp_path):
     assert first.seconds == 270.5 and first.true_portion == 0.1
     assert reported_table(rows) == pytest.approx(expected)
     found = corrected_table(rows)
-    assert found.keys() == TRUTHS.keys()
-    for cell, (signal, noise) in TRUTHS.items():
+    assert list(found) == [Cell(*key, 50, 5000, 2, 0.1) for key in TRUTHS]
+    for cell, (signal, noise) in zip(found, TRUTHS.values(), strict=True):
         assert found[cell] == pytest.approx((noise / signal, signal, noise), rel=1e-6)  # the median row is exact
 
 
@@ -169,21 +171,87 @@ def test_other_files_are_refused_in_one_line(tmp_path, content, message):
     assert "\n" not in str(caught.value)
 
 
-def test_a_table_over_shares_of_the_data_keeps_shares_and_repetitions(tmp_path):
-    with open(tmp_path / "shares.csv", "w", newline="") as file:
+EXACT = {"model": "0010000.pt", "true_portion": 0.1, "B": 5000, "b": 50, "reps": 2, "gns_est": 2.0, "g_norm": 0.2, "b_true": 5000}
+
+
+def summary_of(folder, *changes: dict, name: str = "found") -> str:
+    """Summary of a table of EXACT's row with each of the changes."""
+    folder.mkdir(exist_ok=True)
+    with open(folder / "cells.csv", "w", newline="") as file:
         writer = csv.DictWriter(file, COLUMNS)
         writer.writeheader()
-        for share, reps, gns in ((0.1, 5, 1.21), (0.2, 5, 2.39), (0.5, 5, 4.45), (0.5, 2, 7.0)):
-            row = dict.fromkeys(COLUMNS, "") | {"model": "0010000.pt", "true_portion": share, "B": 2500, "b": 25}
-            row |= {"reps": reps, "gns_est": gns, "g_norm": 0.2, "b_true": int(50_000 * share)}
-            writer.writerow(row)
-    summary = gns_published.run_alone(argparse.Namespace(tables=tmp_path / "shares.csv", output=tmp_path / "found"))
-    lines = [line.split("|")[1:-1] for line in summary.read_text().splitlines() if line.startswith("| 10000")]
-    found = [tuple(cell.strip() for cell in line[1:7]) for line in lines]
-    assert found == [
-        ("25", "2500", "2", "0.5", "1", "7"), ("25", "2500", "5", "0.1", "1", "1.21"),
-        ("25", "2500", "5", "0.2", "1", "2.39"), ("25", "2500", "5", "0.5", "1", "4.45"),
+        writer.writerows(dict.fromkeys(COLUMNS, "") | EXACT | changed for changed in changes)
+    return gns_published.run_alone(argparse.Namespace(tables=folder / "cells.csv", output=folder / name)).read_text()
+
+
+def lines_of(summary: str) -> list[list[str]]:
+    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in summary.splitlines() if line[:3] in ("| 1", "| 2")]
+
+
+def test_a_table_over_shares_of_the_data_keeps_shares_and_repetitions(tmp_path):
+    rows = ((0.1, 5, 1.21), (0.2, 5, 2.39), (0.5, 5, 4.45), (0.5, 2, 7.0))
+    summary = summary_of(tmp_path, *(
+        {"true_portion": share, "B": 2500, "b": 25, "reps": reps, "gns_est": gns, "b_true": int(50_000 * share)}
+        for share, reps, gns in rows
+    ))  # fmt: skip
+    assert [line[1:7] for line in lines_of(summary)] == [
+        ["25", "2500", "2", "0.5", "1", "7"], ["25", "2500", "5", "0.1", "1", "1.21"],
+        ["25", "2500", "5", "0.2", "1", "2.39"], ["25", "2500", "5", "0.5", "1", "4.45"],
     ]  # fmt: skip
+
+
+def test_bins_at_several_shares_and_repetitions_are_cells_of_their_own(tmp_path):
+    summary = summary_of(tmp_path, *(
+        {"t_min": low, "true_portion": share, "reps": reps, "gns_est": 10 * reps + 100 * share + low / 100}
+        for share in (0.1, 0.2) for reps in (2, 5) for low in (0, 100)
+    ))  # fmt: skip
+    reported = [line for text in summary.split("Reported")[1:] for line in lines_of(text.split("Corrected")[0])]
+    assert reported == [["10", "30", "31"], ["20", "40", "41"], ["10", "60", "61"], ["20", "70", "71"]]
+    assert "Rows with b = 50, B = 5000, reps = 5." in summary and "| share of the data (%) |" in summary
+    assert {path.name for path in (tmp_path / "found").glob("*.png")} == {"cells.1.png", "cells.2.png"}
+
+
+def test_rows_of_all_timesteps_beside_bins_are_kept_apart(tmp_path):
+    summary = summary_of(tmp_path, {"t_min": 0}, {"t_min": 0}, {"gns_est": 3.0})
+    assert "(3 rows)" in summary and "All timesteps, 1 of the rows" in summary
+    assert lines_of(summary)[-1][1:7] == ["50", "5000", "2", "0.1", "1", "3"]
+    assert {path.name for path in (tmp_path / "found").glob("*.png")} == {"cells.png", "cells.all.png"}
+
+
+@pytest.mark.parametrize("bins", [True, False])
+def test_rows_without_a_correction_are_unknown(tmp_path, bins):
+    low = {"t_min": 0} if bins else {}
+    changes = ({"g_norm": 0}, {"g_norm": 1e200}, {"g_norm": "nan"}, {"gns_est": "nan"}, {"gns_est": -1e9})
+    for number, unknown in enumerate(changes):
+        lines = lines_of(summary_of(tmp_path / str(number), low, low | {"model": "20000.pt"} | unknown))
+        known, other = ([line[-1 if bins else -2] for line in lines if line[0] == step] for step in ("10000", "20000"))
+        assert other[-1] in ("unknown", "unbounded") and float(known[-1]) > 0, unknown
+
+
+@pytest.mark.parametrize("low", ["", 0])
+@pytest.mark.filterwarnings("error")
+def test_estimates_that_are_not_positive_are_left_out_of_a_logarithmic_axis(tmp_path, low):
+    rows = [{"t_min": low, "gns_est": -1.0}, {"t_min": low, "gns_est": 0.0, "model": "20000.pt"}]
+    for name, more in (("none", []), ("one", [{"t_min": low, "model": "30000.pt"}])):
+        assert "Not in the picture, since not positive" in summary_of(tmp_path, *rows, *more, name=name)
+
+
+def test_optional_columns_are_left_out_where_they_cannot_be_read(tmp_path):
+    unreadable = {"runtime": "soon", "true_portion": "all"}
+    summary_of(tmp_path, {"runtime": "1 day, 0:00:01", "reps": "2.0"}, {"runtime": "2 days, 1:00:00.5"}, unreadable)
+    rows = read_tables(tmp_path)["cells"]
+    assert [(row.seconds, row.true_portion, row.reps) for row in rows] == [(86401.0, 0.1, 2), (176400.5, 0.1, 2), (None, None, 2)]
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "said"),
+    [("reps", "2.5", "'2.5' is no whole number"), ("gns_est", "much", "'much' is no number"), ("t_min", "0.1", "no whole number"),
+     ("t_max", "inf", "no whole number"), ("b", "", "'' is no number"), ("B", "1e400", "no whole number")],
+)  # fmt: skip
+def test_required_columns_that_cannot_be_read_are_named(tmp_path, column, value, said):
+    with pytest.raises(StudyError, match=rf"cells\.csv, line 2: {column}: .*{said}") as caught:
+        summary_of(tmp_path, {column: value})
+    assert "\n" not in str(caught.value)
 
 
 def test_a_folder_without_tables_is_refused(tmp_path):

@@ -151,7 +151,7 @@ class NoiseScale:
     Attributes:
         signal: |G|^2; may be negative.
         noise: S, trace of the covariance of single samples' gradients.
-        lower, upper: ends of the interval of noise / signal.
+        lower, upper: ends of the interval of noise / signal; 0 <= lower since no noise is negative.
         unbounded: the data do not exclude |G|^2 = 0, so that only `lower` is meaningful.
     """
 
@@ -179,7 +179,7 @@ def noise_scale(blocks: list[GroupNorms], confidence: float = 0.95) -> NoiseScal
     quantile = student_quantile(0.5 + 0.5 * confidence, sums.moments.steps.item() - 1.0)
     noise, signal = sums.noise.item(), sums.signal.item()
     lower, upper, unbounded = fieller(noise, signal, var_noise, var_signal, covariance, quantile)
-    return NoiseScale(signal, noise, lower, upper, unbounded)
+    return NoiseScale(signal, noise, max(lower, 0.0), max(upper, 0.0), unbounded)
 
 
 class Gradients:

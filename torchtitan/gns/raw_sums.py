@@ -14,6 +14,7 @@ import logging
 import re
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ import pyarrow.parquet as pq
 import torch
 from torch import Tensor
 
-from torchtitan.errors import reason
+from torchtitan.errors import one_line, reason
 from torchtitan.files.durable import make_folder, replacing, sync
 from torchtitan.files.optional import OptionalOutputs
 from torchtitan.gns.capture import GEOMETRIES, PARTS, StepSums
@@ -34,6 +35,10 @@ ROWS_PER_FILE = 1_000
 _MOST_ROWS = 10_000  # in memory, while they cannot be written
 
 _COLUMNS = ("count", "square_losses", "pairs", "squares", "products", "all_pairs", "sketched", "corrections")
+
+
+class RawSumsError(Exception):
+    """Raw sums that cannot be read; the message is one line."""
 
 
 class RawSums:
@@ -139,23 +144,43 @@ def _steps_of(path: Path) -> tuple[int, int]:
 
 
 def read_edges(folder: Path) -> Tensor:
-    """Inner edges in t, float64 [K - 1]."""
-    metadata = pq.read_schema(raw_files(folder)[0]).metadata
-    return torch.tensor(json.loads(metadata[b"edges"]), dtype=torch.float64)
+    """Inner edges in t, float64 [K - 1]. Raises RawSumsError: no file, or the first cannot be read."""
+    files = raw_files(folder)
+    if not files:
+        raise RawSumsError(f"{folder}: holds no raw sums of the gradient noise (raw-*.parquet)")
+    with _reading(files[0]):
+        metadata = pq.read_schema(files[0]).metadata
+        return torch.tensor(json.loads(metadata[b"edges"]), dtype=torch.float64)
 
 
 def read_sums(folder: Path) -> Iterator[tuple[int, StepSums]]:
-    """Yield (step, sums) of every step of a run, in order."""
+    """Yield (step, sums) of every step of a run, in order; of none without files. Raises RawSumsError: one cannot be read."""
     for path in raw_files(folder):
-        file = pq.ParquetFile(path)
-        metadata = file.schema_arrow.metadata
-        bins, geometries = len(json.loads(metadata[b"edges"])) + 1, len(json.loads(metadata[b"geometries"]))
-        whole = (len(PARTS), geometries, bins, bins)
-        shapes = ((bins,), (bins,), (bins, bins), whole[:3], whole, (bins, bins), whole, whole)
-        for batch in file.iter_batches(256):
-            for row in batch.to_pylist():
-                values: list[Any] = [
-                    None if row[name] is None else torch.tensor(row[name], dtype=torch.float64).view(shape)
-                    for name, shape in zip(_COLUMNS, shapes, strict=True)
-                ]
-                yield row["step"], StepSums(*values)
+        with _reading(path):
+            yield from _read_file(path)
+
+
+def _read_file(path: Path) -> Iterator[tuple[int, StepSums]]:
+    file = pq.ParquetFile(path)
+    metadata = file.schema_arrow.metadata
+    bins, geometries = len(json.loads(metadata[b"edges"])) + 1, len(json.loads(metadata[b"geometries"]))
+    whole = (len(PARTS), geometries, bins, bins)
+    shapes = ((bins,), (bins,), (bins, bins), whole[:3], whole, (bins, bins), whole, whole)
+    for batch in file.iter_batches(256):
+        for row in batch.to_pylist():
+            values: list[Any] = [
+                None if row[name] is None else torch.tensor(row[name], dtype=torch.float64).view(shape)
+                for name, shape in zip(_COLUMNS, shapes, strict=True)
+            ]
+            yield row["step"], StepSums(*values)
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Raise RawSumsError with the path for what a damaged or foreign file raises."""
+    try:
+        yield
+    except (OSError, pa.ArrowException) as error:
+        raise RawSumsError(f"{path}: cannot be read: {reason(error)}") from error
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:  # no metadata, other columns, other lengths
+        raise RawSumsError(f"{path}: holds no raw sums of the gradient noise: {one_line(error)}") from error

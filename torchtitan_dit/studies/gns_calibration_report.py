@@ -30,35 +30,42 @@ from torchtitan_dit.studies.gns_calibration_statistics import (
     refuted,
     usable,
 )
-from torchtitan_dit.studies.records import add_report_options, report_records
+from torchtitan_dit.studies.records import Protocol, add_report_options, report_records
 
 PICTURE = "calibration.png"
 _ESTIMATES = {"half": "hyperbola", "interpolated": "interpolated"}
-_KEY = ("model", "checkpoint", "t_min", "t_max", "batches", "samples", "replicates", "held", "seed")
-_NEEDED = {
-    "model", "data", "step", "bin", "status", "reason", *GEOMETRIES,
-    *(name for update in UPDATES for kind in _ESTIMATES for name in interval_columns(f"{update}_{kind}")),
-}  # fmt: skip
+PROTOCOL = Protocol(  # docs/critical_batch.md
+    study="gns_calibration",
+    needed={
+        "step", "bin", "status", "reason", *GEOMETRIES,
+        *(name for update in UPDATES for kind in _ESTIMATES for name in interval_columns(f"{update}_{kind}")),
+    },
+    key=("data", "model", "checkpoint", "t_min", "t_max", "batches", "samples", "replicates", "held", "seed"),
+    cell=("data", "step", "t_min", "t_max"),
+    part=("data",),
+    parts=(("digits",), ("cifar10",)),
+    cells=50,  # five ages of ten bins
+)  # fmt: skip
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    add_report_options(parser, "gns_calibration", 100)
+    add_report_options(parser, PROTOCOL)
 
 
 def run_alone(arguments: argparse.Namespace) -> Path:
     """Read the records, write picture and summary.md; return the latter. Raises StudyError."""
-    return report_records(arguments, "gns_calibration", _NEEDED, _KEY, _report)
+    return report_records(arguments, PROTOCOL, _report)
 
 
-def _report(rows: Sequence[Row], folder: Path, cells: int) -> str:
-    return f"{len(rows)} of {cells} cells.\n\n" + statistics_text(rows, cells) + report_text(rows, folder)
+def _report(rows: Sequence[Row], folder: Path, protocol: Protocol) -> str:
+    return f"Cells: {protocol.counts(rows)}.\n\n" + statistics_text(rows, protocol) + report_text(rows, folder)
 
 
 # ---------------------------------------------------------------------- text
 
 
-def statistics_text(rows: Sequence[Row], planned: int) -> str:
-    """Statistics of every update and geometry, and the verdict if all planned cells are there."""
+def statistics_text(rows: Sequence[Row], protocol: Protocol) -> str:
+    """Statistics of every update and geometry, and the verdict if all cells of the protocol are there."""
     text = ""
     for update in UPDATES:
         text += f"## Update {update}\n\n"
@@ -69,7 +76,7 @@ def statistics_text(rows: Sequence[Row], planned: int) -> str:
                 continue
             text += _statistics_table(found, name)
             if estimate == "half":
-                text += _verdict(found, update, len(rows), planned)
+                text += _verdict(found, update) if protocol.is_complete(rows) else protocol.interim(rows)
     return text
 
 
@@ -84,9 +91,7 @@ def _statistics_table(found: Agreement, estimate: str) -> str:
     return f"B_half: {estimate}{left_out}.\n\n" + markdown_table(header, lines)
 
 
-def _verdict(found: Agreement, update: str, cells: int, planned: int) -> str:
-    if cells < planned:
-        return f"Interim: {cells} of {planned} cells decide nothing.\n\n"
+def _verdict(found: Agreement, update: str) -> str:
     if not enough(found):
         return f"No verdict: {found.left_out} of {found.cells} cells have no bounded estimate.\n\n"
     words = [

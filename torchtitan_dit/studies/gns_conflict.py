@@ -165,4 +165,4 @@ def step_sizes(bins: FrozenBins, masses: list[float], adam: Tensor, lr: float) -
 
 
 def report(run: StudyRun, rows: list[Row], folder: Path) -> str:
-    return report_text(rows, folder, len(rows))
+    return report_text(rows, folder)

@@ -25,33 +25,38 @@ from torchtitan_dit.studies.gns_conflict_statistics import (
     predicts,
     refuted,
 )
-from torchtitan_dit.studies.records import add_report_options, report_records
+from torchtitan_dit.studies.records import Protocol, add_report_options, report_records
 
-_KEY = (
-    "data", "run_seed", "model", "checkpoint", "edges", "bin", "samples", "batch", "several", "several_batch", "held", "dtype",
-    "seed",
+_OF_UPDATE = ("step_size", "products", "products_se", "signals", "signals_se")
+PROTOCOL = Protocol(  # docs/critical_batch.md
+    study="gns_conflict",
+    needed={
+        "status", "reason", *(f"{update}_{name}" for update in UPDATES for name in _OF_UPDATE),
+        *(f"{update}_{move}_{kind}" for update in UPDATES for move in MOVES for kind in ("change", "change_se", "along")),
+    },
+    key=("data", "run_seed", "model", "checkpoint", "edges", "bin", "samples", "batch", "several", "several_batch", "held",
+         "dtype", "seed"),
+    cell=("data", "run_seed", "step", "edges", "bin"),
+    part=("data", "run_seed"),
+    parts=tuple(("digits", seed) for seed in ("0", "1", "2")),
+    cells=40,  # four ages of ten bins
 )  # fmt: skip
-_NEEDED = {
-    "step", "status", "reason",
-    *(f"{update}_{name}" for update in UPDATES for name in ("step_size", "products", "products_se", "signals", "signals_se")),
-    *(f"{update}_{move}_{kind}" for update in UPDATES for move in MOVES for kind in ("change", "change_se", "along")),
-}  # fmt: skip
 _TITLES = {"small": "a tenth of a step", "whole": "one step", "several": "{several} steps"}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    add_report_options(parser, "gns_conflict", 120)
+    add_report_options(parser, PROTOCOL)
 
 
 def run_alone(arguments: argparse.Namespace) -> Path:
     """Read the records, write pictures and summary.md; return the latter. Raises StudyError."""
-    return report_records(arguments, "gns_conflict", _NEEDED, _KEY, report_text)
+    return report_records(arguments, PROTOCOL, report_text)
 
 
-def report_text(rows: Sequence[Row], folder: Path, planned: int) -> str:
-    """Statistics, verdict if all planned cells are there, and the pictures, written into the folder."""
+def report_text(rows: Sequence[Row], folder: Path, protocol: Protocol = PROTOCOL) -> str:
+    """Statistics, verdict if all cells of the protocol are there, and the pictures, written into the folder."""
     known = [row for row in rows if row["status"] == "ok"]
-    text = f"{len(known)} of {planned} cells have an answer.\n\n"
+    text = f"Cells with an answer: {protocol.counts(known)}.\n\n"
     if len({len(row["edges"].split()) for row in known}) > 1:
         raise StudyError("the records are of different numbers of bins")
     for update in UPDATES:
@@ -61,7 +66,8 @@ def report_text(rows: Sequence[Row], folder: Path, planned: int) -> str:
         if any(one.diverged for one in measured.values()):
             counts = ", ".join(f"{move} in {one.diverged} of {one.cells} cells" for move, one in measured.items())
             text += f"Diverged, and not in these statistics: {counts}.\n\n"
-        text += _verdicts(found, {move: one.diverges for move, one in measured.items()}, len(known), planned)
+        diverges = {move: one.diverges for move, one in measured.items()}
+        text += _verdicts(found, diverges) if protocol.is_complete(known) else protocol.interim(known)
         text += _by_age(known, update)
         if known:
             name = f"conflict_{update}.png"
@@ -87,9 +93,7 @@ def _table(found: dict[str, Finding | None]) -> str:
     return markdown_table(header, lines)
 
 
-def _verdicts(found: dict[str, Finding | None], diverges: dict[str, bool], cells: int, planned: int) -> str:
-    if cells < planned:
-        return f"Interim: {cells} of {planned} cells decide nothing.\n\n"
+def _verdicts(found: dict[str, Finding | None], diverges: dict[str, bool]) -> str:
     words = []
     for move, one in found.items():
         if diverges[move]:

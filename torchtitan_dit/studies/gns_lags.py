@@ -184,4 +184,4 @@ def _logged(run: StudyRun, step: int, number: int, mass: float) -> dict[str, Any
 
 
 def report(run: StudyRun, rows: list[Row], folder: Path) -> str:
-    return report_text(rows, folder, len(rows))
+    return report_text(rows, folder)

@@ -26,36 +26,43 @@ from torchtitan_dit.studies.gns_lags_statistics import (
     logged,
     window,
 )
-from torchtitan_dit.studies.records import add_report_options, numbers_of, report_records
+from torchtitan_dit.studies.records import Protocol, add_report_options, numbers_of, report_records
 
 PICTURE = "lags.png"
-_KEY = ("data", "run_seed", "model", "checkpoint", "back", "samples", "dtype", "seed", "t_min", "t_max", "bin_unit")
-_NEEDED = {
-    "step", "bin", "status", "reason", "points", "b", "b_lower", "b_upper", "window", "window_lower", "window_upper", "lags",
-    "cosines", "cosines_se", "logged", "logged_lower", "logged_upper", "logged_lag", "logged_estimator",
-}  # fmt: skip
+PROTOCOL = Protocol(  # docs/critical_batch.md
+    study="gns_lags",
+    needed={
+        "step", "bin", "status", "reason", "points", "b", "b_lower", "b_upper", "window", "window_lower", "window_upper",
+        "lags", "cosines", "cosines_se", "logged", "logged_lower", "logged_upper", "logged_lag", "logged_estimator",
+    },
+    key=("data", "run_seed", "model", "checkpoint", "back", "samples", "dtype", "seed", "t_min", "t_max", "bin_unit"),
+    cell=("data", "run_seed", "step", "t_min", "t_max"),
+    part=("data", "run_seed"),
+    parts=(("digits", "0"),),
+    cells=40,  # four ages of ten bins
+)  # fmt: skip
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    add_report_options(parser, "gns_lags", 40)
+    add_report_options(parser, PROTOCOL)
 
 
 def run_alone(arguments: argparse.Namespace) -> Path:
     """Read the records, write picture and summary.md; return the latter. Raises StudyError."""
-    return report_records(arguments, "gns_lags", _NEEDED, _KEY, report_text)
+    return report_records(arguments, PROTOCOL, report_text)
 
 
-def report_text(rows: Sequence[Row], folder: Path, planned: int) -> str:
-    """Tables, verdict if all planned cells are there, and the picture, written into the folder."""
+def report_text(rows: Sequence[Row], folder: Path, protocol: Protocol = PROTOCOL) -> str:
+    """Tables, verdict if all cells of the protocol are there, and the picture, written into the folder."""
     known = [row for row in rows if row["status"] == "ok"]
-    text = f"{len(known)} of {planned} cells have an answer. Plain geometry.\n\n"
+    text = f"Cells with an answer: {protocol.counts(known)}. Plain geometry.\n\n"
     if not known:
         return text
     ages = sorted({int(row["step"]) for row in known})
     whole = finding(known)
     by_age = {str(age): finding([row for row in known if int(row["step"]) == age]) for age in ages}
     text += "## Ratios\n\n" + _ratios(by_age | {"all": whole})
-    text += _verdict(known, whole, len(known), planned)
+    text += _verdict(known, whole) if protocol.is_complete(known) else protocol.interim(known)
     text += "## Cosine of the mean gradient by lag\n\nMeans over bins.\n\n" + _cosines(known, ages)
     text += "## Cells\n\n" + _cells(known)
     draw_picture(known, folder / PICTURE)
@@ -73,9 +80,7 @@ def _ratios(found: dict[str, Finding]) -> str:
     return markdown_table(header, lines)
 
 
-def _verdict(rows: Sequence[Row], whole: Finding, cells: int, planned: int) -> str:
-    if cells < planned:
-        return f"Interim: {cells} of {planned} cells decide nothing.\n\n"
+def _verdict(rows: Sequence[Row], whole: Finding) -> str:
     closer, both = averaging_closer(rows)
     swings, turns, averages = explained(rows, whole)
     words = {True: "holds", False: "fails"}

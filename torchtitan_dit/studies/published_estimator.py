@@ -13,11 +13,13 @@ Source: the repository Longzz0824/Critical-Multitask-Batch-Sizes-in-Diffusion-Mo
 
 import csv
 import math
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median
+from typing import NamedTuple
 
 from torchtitan.evaluation.offline_gradients import SUB_BATCH, EstimateFailed, sub_batch_sizes
 
@@ -90,15 +92,15 @@ def corrected(
         EstimateFailed: no pair of values gives these two numbers.
     """
     small, large, true = (1 / effective_size(size, sub_batch) for size in (b, big_b, true_size))
-    square = grad_norm**2
     noise_factor = (small - large) / (1 / b - 1 / big_b)  # what S is multiplied by in the estimate
     above_true = small - true
     try:
+        square = grad_norm**2
         quadratic = (gns * big_b * (large - true) - noise_factor * (big_b - b)) / above_true
         constant = gns * big_b * square - quadratic * square
         root = math.sqrt((gns * b) ** 2 - 4 * quadratic * constant)
         noise = (((gns * b - root) / (2 * quadratic)) ** 2 - square) / above_true
-    except (ValueError, ZeroDivisionError) as error:
+    except (ValueError, ArithmeticError) as error:
         raise EstimateFailed(f"no |G|^2 and S give an estimate of {gns:.4g} at norm {grad_norm:.4g}") from error
     return square - noise * true, noise
 
@@ -165,26 +167,57 @@ def read_tables(folder: Path) -> dict[str, list[PublishedRow]]:
     return {path.stem: _read_table(path) for path in paths}
 
 
-def reported_table(rows: Iterable[PublishedRow]) -> dict[tuple[int, int | None], float]:
-    """Table of the noise scales as published: the mean over the rows of each (step, t_min)."""
+class Cell(NamedTuple):
+    """Cell of a table: its rows are repetitions with one setting. Fields as of `PublishedRow`."""
+
+    step: int
+    t_min: int | None
+    b: int
+    big_b: int
+    reps: int
+    true_portion: float | None
+
+
+def reported_table(rows: Iterable[PublishedRow]) -> dict[Cell, float]:
+    """Table of the noise scales as published: the mean over the rows of each cell."""
     return {cell: fmean(row.gns for row in same) for cell, same in _cells(rows).items()}
 
 
-def corrected_table(rows: Iterable[PublishedRow]) -> dict[tuple[int, int | None], tuple[float, float, float]]:
-    """Table (noise scale, |G|^2, S) of each (step, t_min) with both errors corrected: each the median over the rows."""
+def corrected_table(rows: Iterable[PublishedRow]) -> dict[Cell, tuple[float, float, float]]:
+    """Table (noise scale, |G|^2, S) of each cell with both errors corrected: each `known_median` over the rows."""
     table = {}
     for cell, same in _cells(rows).items():
-        pairs = [corrected(row.gns, row.grad_norm, row.b, row.big_b, row.true_size) for row in same]
-        values = [(noise / signal, signal, noise) for signal, noise in pairs]
-        table[cell] = tuple(median(column) for column in zip(*values, strict=True))
+        scales, signals, noises = (known_median(column) for column in zip(*map(corrected_row, same), strict=True))
+        table[cell] = scales, signals, noises
     return table
 
 
-def _cells(rows: Iterable[PublishedRow]) -> dict[tuple[int, int | None], Sequence[PublishedRow]]:
+def corrected_row(row: PublishedRow) -> tuple[float, float, float]:
+    """(noise scale, |G|^2, S) of a row with both errors corrected.
+
+    The noise scale is infinite where |G|^2 is not positive but S is; NaN where neither is, and all three are where no
+    values give the row's numbers.
+    """
+    try:
+        signal, noise = corrected(row.gns, row.grad_norm, row.b, row.big_b, row.true_size)
+    except EstimateFailed:
+        return math.nan, math.nan, math.nan
+    if signal > 0:
+        return noise / signal, signal, noise
+    return math.inf if noise > 0 else math.nan, signal, noise
+
+
+def known_median(values: Iterable[float]) -> float:
+    """Median; NaN if one of the values is, since the order is then unknown."""
+    values = list(values)
+    return math.nan if any(map(math.isnan, values)) else median(values)
+
+
+def _cells(rows: Iterable[PublishedRow]) -> dict[Cell, Sequence[PublishedRow]]:
     found = defaultdict(list)
     for row in rows:
-        found[row.step, row.t_min].append(row)
-    return dict(sorted(found.items(), key=lambda item: (item[0][0], -1 if item[0][1] is None else item[0][1])))
+        found[Cell(row.step, row.t_min, row.b, row.big_b, row.reps, row.true_portion)].append(row)
+    return dict(sorted(found.items(), key=lambda item: [-1.0 if value is None else value for value in item[0]]))
 
 
 def _read_table(path: Path) -> list[PublishedRow]:
@@ -198,7 +231,7 @@ def _read_table(path: Path) -> list[PublishedRow]:
             for number, record in enumerate(reader, 2):
                 try:
                     rows.append(_parse_row(record))
-                except (ValueError, TypeError, AttributeError) as error:
+                except ValueError as error:
                     raise TableError(f"{path}, line {number}: {error}") from error
     except OSError as error:
         raise TableError(f"{path}: cannot be read: {error.strerror}") from error
@@ -209,33 +242,64 @@ def _read_table(path: Path) -> list[PublishedRow]:
     return rows
 
 
-def _parse_row(record: dict[str, str]) -> PublishedRow:
-    digits = "".join(filter(str.isdigit, Path(record["model"]).stem))
-    if not digits:
-        raise ValueError(f"model: {record['model']!r} names no step")
-    portion, runtime = record.get("true_portion"), record.get("runtime")
+def _parse_row(record: dict[str, str | None]) -> PublishedRow:
     row = PublishedRow(
-        step=int(digits),
-        b=int(record["b"]),
-        big_b=int(record["B"]),
-        reps=int(record["reps"]),
-        t_min=_optional_int(record["t_min"]),
-        t_max=_optional_int(record["t_max"]),
-        gns=float(record["gns_est"]),
-        grad_norm=float(record["g_norm"]),
-        true_size=int(record["b_true"]),
-        true_portion=float(portion) if portion else None,
-        seconds=_seconds(runtime) if runtime else None,
+        step=_step(record["model"] or ""),
+        b=_whole(record, "b"),
+        big_b=_whole(record, "B"),
+        reps=_whole(record, "reps"),
+        t_min=_optional_whole(record, "t_min"),
+        t_max=_optional_whole(record, "t_max"),
+        gns=_number(record, "gns_est"),
+        grad_norm=_number(record, "g_norm"),
+        true_size=_whole(record, "b_true"),
+        true_portion=_portion(record.get("true_portion") or ""),
+        seconds=_seconds(record.get("runtime") or ""),
     )
     if not 0 < row.b < row.big_b or row.true_size <= row.b:
         raise ValueError(f"needs 0 < b < B and b < b_true, has b = {row.b}, B = {row.big_b}, b_true = {row.true_size}")
     return row
 
 
-def _optional_int(text: str) -> int | None:
-    return int(float(text)) if text not in ("", "None", "nan") else None
+def _step(model: str) -> int:
+    digits = "".join(filter(str.isdecimal, Path(model).stem))
+    if not digits:
+        raise ValueError(f"model: {model!r} names no step")
+    return int(digits)
 
 
-def _seconds(text: str) -> float:
-    hours, minutes, seconds = text.split(":")
-    return 3600 * int(hours) + 60 * int(minutes) + float(seconds)
+def _number(record: dict[str, str | None], column: str) -> float:
+    text = record[column] or ""
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError(f"{column}: {text!r} is no number") from None
+
+
+def _whole(record: dict[str, str | None], column: str) -> int:
+    """Read a whole number; `2.0` is one, as other programs write it."""
+    number = _number(record, column)
+    if not number.is_integer():  # nor is one that is not finite
+        raise ValueError(f"{column}: {record[column]!r} is no whole number")
+    return int(number)
+
+
+def _optional_whole(record: dict[str, str | None], column: str) -> int | None:
+    return None if record[column] in ("", "None", "nan") else _whole(record, column)
+
+
+def _portion(text: str) -> float | None:
+    try:
+        share = float(text)
+    except ValueError:
+        return None
+    return share if math.isfinite(share) else None
+
+
+def _seconds(text: str) -> float | None:
+    """Read a run time as Python writes it, `1 day, 0:04:30.5`; None for others."""
+    found = re.fullmatch(r"(?:(\d+) days?, )?(\d+):(\d+):(\d+(?:\.\d*)?)", text.strip(), re.ASCII)
+    if not found:
+        return None
+    days, hours, minutes, seconds = (float(part or 0) for part in found.groups())
+    return 86_400 * days + 3600 * hours + 60 * minutes + seconds
