@@ -329,12 +329,21 @@ BAD_FILES = [
     ),
     (
         "[parallelism]\ndata_parallel_replicate_degree = 2",
-        "parallelism.data_parallel_replicate_degree: 2 does not divide the 1 process of this run",
+        "parallelism.data_parallel_replicate_degree: 2 does not divide the 1 process of this run"
+        " (for 2 processes NGPU=2 scripts/train.sh, to check only WORLD_SIZE=2)",
     ),
     (
         "[parallelism]\ndata_parallel_shard_degree = 2",
         "parallelism.data_parallel_shard_degree: 1 replicas x 2 shards are not the 1 process of this run"
-        " (-1 is as many as remain)",
+        " (-1 is as many as remain; for 2 processes NGPU=2 scripts/train.sh, to check only WORLD_SIZE=2)",
+    ),
+    (
+        "[training]\nglobal_batch_size = 1099511627776",
+        "training.global_batch_size: 1099511627776 is 34,359,738,368 microbatches of 32 images on each rank (at most 1,048,576)",
+    ),
+    (
+        "[training]\nglobal_batch_size = 1099511627776\nlocal_batch_size = -1",
+        "training.global_batch_size: 1099511627776 is 65,536 microbatches of 16,777,216 images on each rank (at most 1,048,576)",
     ),
     ('[job]\nname = "a/b"', "job.name: 'a/b' has a slash; it names the run's folder (set --job.name NAME)"),
     ('[job]\nname = ".."', "job.name: '..' is no folder name; it names the run's folder (set --job.name NAME)"),

@@ -10,6 +10,10 @@ from torchtitan.training.batch_ramp import largest_growth
 from torchtitan.training.loader_processes import loader_problem, prefetch_problem
 from torchtitan.training.lr_scheduler import warmup_problems
 
+# Of each rank in a step. Sums of more would take longer than any run.
+_MOST_MICROBATCHES = 2**20
+_MOST_IMAGES = 2**24  # of a microbatch, the bound of training.local_batch_size
+
 
 def _degrees(checked: ConfigView) -> Iterator[Problem]:
     keys = ("data_parallel_replicate_degree", "data_parallel_shard_degree")
@@ -23,7 +27,7 @@ def _degrees(checked: ConfigView) -> Iterator[Problem]:
     processes = f"the {checked.world_size} process{'es' if checked.world_size > 1 else ''}"
     ranks, context = checked.data_ranks, checked.parallelism.context_parallel_degree
     if checked.world_size % context:
-        text = f"{context} does not divide {processes} of this run"
+        text = f"{context} does not divide {processes} of this run ({_started_by(context)})"
         yield Problem("parallelism.context_parallel_degree", text)
         return
     if context > 1:
@@ -33,14 +37,19 @@ def _degrees(checked: ConfigView) -> Iterator[Problem]:
     elif -1 in degrees:
         known = degrees.index(max(degrees))
         if ranks % degrees[known]:
-            text = f"{degrees[known]} does not divide {processes} of this run"
+            text = f"{degrees[known]} does not divide {processes} of this run ({_started_by(degrees[known] * context)})"
             yield Problem(f"parallelism.{keys[known]}", text)
     elif replicas * shards != ranks:
         key = f"parallelism.{keys[0]}"
         if key not in checked.given:
             key = f"parallelism.{keys[1]}"
-        text = f"{replicas} replicas x {shards} shards are not {processes} of this run (-1 is as many as remain)"
+        needed = _started_by(replicas * shards * context)
+        text = f"{replicas} replicas x {shards} shards are not {processes} of this run (-1 is as many as remain; {needed})"
         yield Problem(key, text)
+
+
+def _started_by(processes: int) -> str:
+    return f"for {processes} processes NGPU={processes} scripts/train.sh, to check only WORLD_SIZE={processes}"
 
 
 def batch_sizes(checked: ConfigView) -> Iterator[Problem]:
@@ -62,6 +71,11 @@ def batch_sizes(checked: ConfigView) -> Iterator[Problem]:
             f" (set a multiple, or -1 for {ranks * local})"
         )
         yield Problem("training.global_batch_size", text)
+    else:
+        size = local if local != -1 else checked.training.max_local_batch_size or _MOST_IMAGES
+        if (count := wanted // (ranks * size)) > _MOST_MICROBATCHES or (size == _MOST_IMAGES and count > 1):
+            text = f"{wanted} is {count:,} microbatches of {size:,} images on each rank (at most {_MOST_MICROBATCHES:,})"
+            yield Problem("training.global_batch_size", text)
 
 
 def global_batch_size(checked: ConfigView) -> int:
