@@ -1,6 +1,6 @@
 """Events of each rank: a line of JSON per phase and per fault, in `<run>/events/rank-0000.jsonl`.
 
-    {"event": "session", "time": s, "rank": r, "world_size": w, "host": h, "pid": p, "step": done before}
+    {"event": "session", "time": s, "rank": r, "world_size": w, "layout": l, "host": h, "pid": p, "step": done before}
     {"event": "phase", "name": n, "step": k, "start": s, "duration": s}
     {"event": "fault", "time": s, "step": k, "phase": n, "text": t}
 
@@ -25,13 +25,16 @@ _MOST_WAITING = 1000  # phases in memory
 class EventLog:
     """Event log of one rank. A failing disk loses the oldest events, not the run."""
 
-    def __init__(self, run_folder: Path, *, rank: int, world_size: int, keep_every: int, step: int) -> None:
+    def __init__(
+        self, run_folder: Path, *, rank: int, world_size: int, keep_every: int, step: int, layout: str = ""
+    ) -> None:
         """
         Args:
             run_folder: of the run.
             rank, world_size: this process's place.
             keep_every: phases of steps that are a multiple of it are kept, and of step 1; the long ones always.
             step: optimizer steps done before this session.
+            layout: in words.
         """
         path = run_folder / EVENTS_FOLDER / f"rank-{rank:04d}.jsonl"
         # The watchdog writes from a thread of its own.
@@ -42,7 +45,7 @@ class EventLog:
         self._waiting: list[tuple[str, int, int, int]] = []
         self._epoch = time.time_ns() - time.perf_counter_ns()
         self._append([{
-            "event": "session", "time": time.time(), "rank": rank, "world_size": world_size,
+            "event": "session", "time": time.time(), "rank": rank, "world_size": world_size, "layout": layout,
             "host": socket.gethostname(), "pid": os.getpid(), "step": step,
         }])  # fmt: skip
 

@@ -34,7 +34,7 @@ class Supervision:
         if config.metrics.enable_events:
             self._log = EventLog(
                 self._folder, rank=layout.rank, world_size=layout.world_size,
-                keep_every=config.metrics.log_freq, step=state.step,
+                keep_every=config.metrics.log_freq, step=state.step, layout=layout.describe(),
             )  # fmt: skip
             phases.on_end = self._log.phase
         # Every forward is progress, also in the many of a validation or of a sampler.
