@@ -48,5 +48,5 @@ def test_a_run_resumed_on_another_layout_has_the_speed_of_the_last_one(tmp_path)
     resume(run, 0, 1, "one process")
     resume(run, 60, 2, "DDP x 2")
     (found,), _ = collect([tmp_path])
-    assert found.measures[IMAGES].value == 20.0
+    assert found.measures[IMAGES.name].value == 20.0
     assert found.notes == ["resumed on another layout after step 60: points before do not count"]
