@@ -228,8 +228,8 @@ def _learned_text(asked: Measurement, findings: dict[str, Finding]) -> str:
     parts = [f"{100 * share:.2f} % ({words})" for words, share in learned.items()]
     return (
         f"The untouched checkpoint's loss is above the smallest batch's by {' and '.join(parts)}: what there was to "
-        "lose. Where that is no more than the tolerance, any batch size would pass, and there is no answer (more "
-        "--samples, or a smaller --tolerance). Averaged weights are compared with the best that the checkpoint holds, "
+        "lose. Where that is no more than the tolerance, any batch size would pass, and there is no answer (a "
+        "higher --lr, more --samples, or a smaller --tolerance). Averaged weights are compared with the best that the checkpoint holds, "
         "averages included.\n\n"
     )
 
@@ -271,7 +271,7 @@ def _learned_bins_text(asked: Measurement, by_bin: BinFindings) -> str:
         cells = cells or [nothing] + [""] * (len(sizes) - 2)
         noise = [_scale_text(by_bin.scales[geometry].get(test.place)) for geometry in geometries]
         table.append([str(test.place), *noise, _batch_text(test.batch_size, sizes), *cells])
-    header = ["bin", *(f"noise scale, {geometry}" for geometry in geometries), f"batch at {100 * SHARE:.0f} %"]
+    header = ["bin", *(f"noise scale (sketch), {geometry}" for geometry in geometries), f"batch at {100 * SHARE:.0f} %"]
     header += [f"{size}: of what was learned (%)" for size in sizes[1:]]
     text = (
         "## By timestep bin, of what it learned\n\n"
@@ -293,7 +293,9 @@ def _share_text(share: Interval) -> str:
 def _scale_text(scale: Interval | None) -> str:
     if scale is None:
         return ""
-    return f"{scale.value:.3g} [{scale.lower:.3g}, {scale.upper:.3g}]" if scale.bounded else f"above {scale.lower:.3g}"
+    if not scale.bounded:
+        return f"above {scale.lower:.3g}" if scale.lower > 0 else "unknown"
+    return f"{scale.value:.3g} [{scale.lower:.3g}, {scale.upper:.3g}]"
 
 
 def _batch_text(batch_size: float, sizes: list[int]) -> str:
@@ -308,7 +310,7 @@ def _method(asked: Measurement) -> str:
         "## How\n\n"
         f"Branches from checkpoint {asked.checkpoint.name} (batch {asked.config.training.global_batch_size}) with its "
         f"weights and optimizer state; learning rate {options.lr:.3g} at factor 1, rule {options.lr_rule}, "
-        f"{options.schedule} over the branch, no warm-up; {options.nproc} processes, the run's microbatch, "
+        f"{options.schedule} over the branch, no warm-up; {options.nproc} process{'es' if options.nproc > 1 else ''}, the run's microbatch, "
         "accumulation for the rest. A branch's seed draws the order of images, timesteps and noise, none of them the "
         "run's own; the same seed reads the same samples at every batch size. Losses are on the same held-out (image, "
         f"timestep, noise) triples, {options.held_out} or a few more, so the intervals are of training, not of the choice of "
