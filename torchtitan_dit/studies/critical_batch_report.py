@@ -229,8 +229,8 @@ def _learned_text(asked: Measurement, findings: dict[str, Finding]) -> str:
     return (
         f"The untouched checkpoint's loss is above the smallest batch's by {' and '.join(parts)}: what there was to "
         "lose. Where that is no more than the tolerance, any batch size would pass, and there is no answer (a "
-        "higher --lr, more --samples, or a smaller --tolerance). Averaged weights are compared with the best that the checkpoint holds, "
-        "averages included.\n\n"
+        "higher --lr, more --samples, or a smaller --tolerance). Averaged weights are compared with the best that the "
+        "checkpoint holds, averages included.\n\n"
     )
 
 
@@ -310,8 +310,8 @@ def _method(asked: Measurement) -> str:
         "## How\n\n"
         f"Branches from checkpoint {asked.checkpoint.name} (batch {asked.config.training.global_batch_size}) with its "
         f"weights and optimizer state; learning rate {options.lr:.3g} at factor 1, rule {options.lr_rule}, "
-        f"{options.schedule} over the branch, no warm-up; {options.nproc} process{'es' if options.nproc > 1 else ''}, the run's microbatch, "
-        "accumulation for the rest. A branch's seed draws the order of images, timesteps and noise, none of them the "
+        f"{options.schedule} over the branch, no warm-up; {options.nproc} "
+        f"process{'es' if options.nproc > 1 else ''}, the run's microbatch, accumulation for the rest. A branch's seed draws the order of images, timesteps and noise, none of them the "
         "run's own; the same seed reads the same samples at every batch size. Losses are on the same held-out (image, "
         f"timestep, noise) triples, {options.held_out} or a few more, so the intervals are of training, not of the choice of "
         "held-out images. Averaged weights: a power-function average of relative width 0.1, of the branch alone.\n\n"
