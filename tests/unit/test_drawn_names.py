@@ -48,3 +48,10 @@ def test_a_configuration_beside_a_run_is_refused(monkeypatch, tmp_path):
     (tmp_path / "config.toml").touch()
     with pytest.raises(WeightsError, match=r"--config: is of a file of weights; .* is a folder of a run \(leave it out\)$"):
         open_drawing(parsed(monkeypatch, str(tmp_path), "--config", "other.toml"))
+
+
+def test_a_folder_above_runs_is_called_no_run(monkeypatch, tmp_path):
+    (tmp_path / "run").mkdir()
+    with pytest.raises(WeightsError, match=r"is no run folder, it has no config.toml \(give the folder of one run\)$") as refused:
+        open_drawing(parsed(monkeypatch, str(tmp_path)))
+    assert str(refused.value).startswith(f"{tmp_path}: ")

@@ -160,3 +160,10 @@ def test_what_comes_into_a_folder_while_it_is_replaced_is_kept(tmp_path, monkeyp
     with pytest.raises(WeightsError, match="new files in the old folder are kept"):
         export(folder, "a")
     assert [path.read_text() for path in tmp_path.rglob("late.txt")] == ["mine"] and load_file(folder / "a")
+
+
+def test_a_refusal_of_somebody_elses_file_has_one_remark_in_brackets(run, tmp_path, capsys):
+    output = tmp_path / "index.html"
+    output.write_text("mine")
+    compare([str(run), "--output", str(output)])
+    assert "did not write; move it away (give another --output)" in capsys.readouterr().err
