@@ -238,7 +238,8 @@ def test_initial_weights_that_are_not_finite_are_refused_before_anything_is_writ
     save_file(weights, file := tmp_path / "start.safetensors")
     with pytest.raises(WeightsError) as refused:  # which ends a run with exit code 2
         build(tmp_path, 4, f"--checkpoint.initial_weights={file}", name="second")
-    assert str(refused.value) == f"{file}: 1 tensors hold values that are not finite: layers.0.mlp.out.weight"
+    told = f"{file}: 1 tensors hold values that are not finite: layers.0.mlp.out.weight"
+    assert str(refused.value) == f"checkpoint.initial_weights: {told}"
     assert not (tmp_path / "second").exists()
 
 

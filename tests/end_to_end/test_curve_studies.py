@@ -227,7 +227,7 @@ def test_a_model_that_gives_no_numbers_is_a_failed_cell(run, study, tmp_path, mo
         (["slots", "{picture}"], "is no"),
         (["slots", "{table}"], "it has no column weights"),
         (["slots", "{curve}", "--slots", "1001"], "1001 slots of 1000 timesteps"),
-        (["slots", "{curve}", "--slots", "0"], "0 slots of 1000 timesteps"),
+        (["slots", "{curve}", "--slots", "0"], "--slots: must be at least 1, is 0"),
         (["slots", "{curve}", "--slots", "5", "--compare-paper"], "needs --slots 10"),
         (["slots", "{curve}", "--step", "5"], "5 is not in"),
         (["slots", "{curve}", "--error", "v"], "invalid choice"),

@@ -62,9 +62,9 @@ def pictures(path: Path) -> np.ndarray:
 def test_a_grid_of_sharded_training_is_guided_as_by_two_networks(run, tmp_path):
     trained = pictures(run / "samples" / "step-00000020.png")
     succeeded(sample(tmp_path, run, "--images-per-class", "2"))
-    assert np.abs(pictures(tmp_path / "grid-seed-0.png") - trained).max() <= 1
+    assert np.abs(pictures(next(tmp_path.glob("grid-*.png"))) - trained).max() <= 1
     succeeded(sample(tmp_path / "null", run, "--images-per-class", "2", "--guide", "none"))
-    assert np.abs(pictures(tmp_path / "null" / "grid-seed-0.png") - trained).max() > 20
+    assert np.abs(pictures(next((tmp_path / "null").glob("grid-*.png"))) - trained).max() > 20
 
 
 def test_three_processes_write_the_files_of_one(run, straight, tmp_path):

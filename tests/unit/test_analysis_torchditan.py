@@ -100,3 +100,34 @@ def test_its_grid_is_compared_like_any_other(tmp_path):
     assert any("every parameter once per token" in line for line in cautions(results))
     write_report(results, tmp_path / "out", "TorchDiTan")
     assert "MFU as reported, %" in (tmp_path / "out" / "analysis.md").read_text()
+
+
+def test_a_stray_configuration_hides_no_runs_below_it(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    write_run(tmp_path / "ablations" / NAME)
+    assert [run.name for run in analyse([tmp_path]).runs] == [f"ablations/{NAME}"]
+
+
+def test_events_of_a_run_of_this_program_are_never_those_of_torchditan(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    write_run(tmp_path / "own", config=None)
+    (tmp_path / "own" / "metrics.jsonl").write_text("")
+    assert [(run.name, run.source) for run in analyse([tmp_path]).runs] == [("own", "")]
+    write_run(tmp_path / "tb", config=None)  # of TorchDiTan
+    assert [(run.source, run.status) for run in analyse([tmp_path]).runs] == [("torchditan", "ok"), ("", "unfinished")]
+
+
+def test_events_of_another_program_are_no_run(tmp_path):
+    write_run(tmp_path / "bert", config={"model_type": "bert"})
+    write_run(tmp_path / NAME)
+    assert [run.name for run in analyse([tmp_path]).runs] == [NAME]
+
+
+def test_runs_of_unknown_models_are_no_repeats(tmp_path):
+    unknown = CONFIG | {"model": {"patch_size": 2}}
+    write_run(tmp_path / "one", config=unknown)
+    write_run(tmp_path / "two", config=unknown)
+    write_run(tmp_path / "three")
+    write_run(tmp_path / "four")
+    cells = join_repeats(analyse([tmp_path]).runs)
+    assert sorted([run.name for run in cell.runs] for cell in cells) == [["four", "three"], ["one"], ["two"]]

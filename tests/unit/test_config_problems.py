@@ -315,8 +315,8 @@ BAD_FILES = [
     ),
     (
         "[training]\nglobal_batch_size = 48",
-        "training.global_batch_size: 48 is not a multiple of 32 = 1 ranks x training.local_batch_size"
-        " (set a multiple, or -1 for 32)",
+        "training.global_batch_size: 48 is not a multiple of 32 = 1 rank x training.local_batch_size"
+        " (set a multiple, or -1 for 32, or set training.local_batch_size = -1)",
     ),
     (
         "[parallelism]\ndata_parallel_replicate_degree = -1",
@@ -401,7 +401,7 @@ BAD_ARGUMENTS = [
     ),
     (["x"], "command line: 'x': argument without a key (every setting is --section.key value)"),
     (["x.toml"], "command line: 'x.toml': argument without a key (--job.config_file x.toml)"),
-    (["--job.config_file", "no.toml"], "no.toml: no such file (--job.config_file must name a TOML file)"),
+    (["--job.config_file", "no.toml"], "no.toml: no such file (give a TOML file)"),
     (["--job.config_file", "."], ".: is a folder (give a TOML file)"),
     (["--job.config_file", "/dev/null"], "/dev/null: is not a regular file (give a TOML file)"),
     (["--job.config_file", "a\0b"], r"'a\x00b': cannot be read: embedded null byte"),

@@ -213,7 +213,7 @@ def test_files_of_somebody_else_are_neither_replaced_nor_removed(tmp_path):
     source.parent.mkdir(parents=True)
     source.write_text('{"mine": 1}')
     code, _, errors = download(None, tmp_path, "sd-vae-ft-ema")
-    assert code == 2 and "there is a file that this command did not write (move it away)" in complaint(errors)
+    assert code == 2 and "there is a file that this command did not write; move it away" in complaint(errors)
     assert source.read_text() == '{"mine": 1}'
 
 

@@ -108,10 +108,10 @@ def test_pages_and_schemas_of_somebody_else_are_refused(run, tmp_path, capsys):
 def test_drawings_in_a_folder_of_the_users_are_not_replaced(tmp_path):
     asked = type("Arguments", (), {"seed": 3, "files": True, "latents": False})
     (tmp_path / "latents-seed-3.safetensors").touch()
-    refuse_earlier_pictures(tmp_path, asked)
+    refuse_earlier_pictures(tmp_path, asked, "seed-3")
     (tmp_path / "class-0001-image-000000-seed-3.png").touch()
     with pytest.raises(WeightsError, match=r"class-0001-image-000000-seed-3.png: exists already"):
-        refuse_earlier_pictures(tmp_path, asked)
+        refuse_earlier_pictures(tmp_path, asked, "seed-3")
 
 
 def test_partial_downloads_are_known_by_their_names():
@@ -160,3 +160,10 @@ def test_what_comes_into_a_folder_while_it_is_replaced_is_kept(tmp_path, monkeyp
     with pytest.raises(WeightsError, match="new files in the old folder are kept"):
         export(folder, "a")
     assert [path.read_text() for path in tmp_path.rglob("late.txt")] == ["mine"] and load_file(folder / "a")
+
+
+def test_a_refusal_of_somebody_elses_file_has_one_remark_in_brackets(run, tmp_path, capsys):
+    output = tmp_path / "index.html"
+    output.write_text("mine")
+    compare([str(run), "--output", str(output)])
+    assert "did not write; move it away (give another --output)" in capsys.readouterr().err

@@ -93,6 +93,12 @@ def given_curve(errors: torch.Tensor) -> LossCurve:
     return curve_of(errors.expand(2, -1), objective, timestep_nodes(objective), "none", 1)
 
 
+@pytest.mark.parametrize("number", [0, -1])
+def test_a_number_of_slots_below_one_is_refused_by_its_option(tmp_path, number):
+    with pytest.raises(StudyError, match=f"^--slots: must be at least 1, is {number}$"):
+        cut(tmp_path, [given_curve(torch.ones(1000))], slots=number)
+
+
 def test_errors_of_the_best_denoiser_are_the_closed_form_and_so_are_its_slots(tmp_path):
     objective = objective_of()
     nodes = timestep_nodes(objective)

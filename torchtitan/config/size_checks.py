@@ -59,16 +59,17 @@ def batch_sizes(checked: ConfigView) -> Iterator[Problem]:
     elif local == 0:
         yield Problem("training.local_batch_size", "must be at least 1, or -1 for a rank's share, is 0")
     elif local == -1 and (wanted == 0 or wanted % ranks):
-        yield Problem("training.global_batch_size", f"{wanted} is not a multiple of {ranks} ranks")
+        yield Problem("training.global_batch_size", f"{wanted} is not a multiple of {ranks} rank{'s' if ranks > 1 else ''}")
     elif local == -1 and (limit := checked.training.max_local_batch_size) and (share := wanted // ranks) > limit:
         if 4 * largest_divisor(share, limit) < limit:
             fitting = -(-share // limit) * limit * ranks
             text = f"{share} images per rank split into no equal parts of about {limit}, training.max_local_batch_size"
             yield Problem("training.global_batch_size", f"{text} (set a multiple of {limit * ranks}, as {fitting})")
     elif local != -1 and wanted != -1 and (wanted == 0 or wanted % (ranks * local)):
+        other = "" if wanted % ranks or wanted < 1 else ", or set training.local_batch_size = -1"
         text = (
-            f"{wanted} is not a multiple of {ranks * local} = {ranks} ranks x training.local_batch_size"
-            f" (set a multiple, or -1 for {ranks * local})"
+            f"{wanted} is not a multiple of {ranks * local} = {ranks} rank{'s' if ranks > 1 else ''} x training.local_batch_size"
+            f" (set a multiple, or -1 for {ranks * local}{other})"
         )
         yield Problem("training.global_batch_size", text)
     else:

@@ -158,7 +158,7 @@ def read_sweep(path: Path, extended: bool = False) -> Sweep:
     """
     document, unreadable = read_toml(str(path))
     if unreadable:
-        raise SweepError(unreadable[0].replace("--job.config_file must name a TOML file", "give a sweep's TOML file"))
+        raise SweepError(unreadable[0].replace("give a TOML file", "give a sweep's TOML file"))
     plain = {key: value for key, value in document.items() if key not in _TABLES}
     known = [each.name for each in dataclasses.fields(SweepSettings)]
 

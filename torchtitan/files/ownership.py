@@ -58,7 +58,7 @@ def refuse_foreign_file(path: Path, start: bytes) -> None:
         OSError: something else is there.
     """
     if os.path.lexists(path) and not begins_with(path, start):
-        raise FileExistsError(errno.EEXIST, "there is a file that this command did not write (move it away)", str(path))
+        raise FileExistsError(errno.EEXIST, "there is a file that this command did not write; move it away", str(path))
 
 
 def begins_with(path: Path, start: bytes) -> bool:

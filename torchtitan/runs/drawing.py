@@ -184,6 +184,8 @@ def beside(source: Path, name: str) -> Path:
 
 def _open_model(arguments: argparse.Namespace) -> TrainedModel:
     if arguments.source.is_dir() and not is_published_folder(arguments.source):
+        if arguments.config and not (arguments.guide and Path(arguments.guide).is_file()):
+            raise WeightsError(f"--config: is of a file of weights; {arguments.source} is a folder of a run (leave it out)")
         return load_run(arguments.source, arguments.ema, arguments.step, compute_device())
     if not arguments.source.exists():
         arguments.source = _from_hub(arguments.source)

@@ -36,7 +36,11 @@ def check_initial_weights(config: JobConfig, info: DatasetInfo, checkpoints: Any
     path, frozen = config.checkpoint.initial_weights, config.lora.enable
     if not path or not from_first_rank(lambda: frozen or not checkpoint_steps(checkpoints)):
         return ""
-    digest = check_together(Path(path), network_on_meta(config, info), hashed=frozen)
+    model = network_on_meta(config, info)
+    try:
+        digest = check_together(Path(path), model, hashed=frozen)
+    except WeightsError as error:
+        raise WeightsError("\n".join(f"checkpoint.initial_weights: {line}" for line in str(error).splitlines())) from error
     if frozen:
         from_first_rank(_check_base, checkpoints, frozen_sha256(config, digest), path)
     return digest

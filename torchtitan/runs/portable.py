@@ -1,7 +1,9 @@
 """Configuration that goes with weights: what builds the network and samples from it where the training data are not."""
 
 import tempfile
+import tomllib
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +46,11 @@ def header_config(config: JobConfig, info: DatasetInfo) -> dict[str, str]:
 def config_of_weights(path: Path) -> JobConfig | None:
     """Configuration in a file of weights; None where it has none. Raises WeightsError, ConfigError."""
     text = header_of(path).get(CONFIG)
-    return load_text(text, str(path)) if text else None
+    if not text:
+        return None
+    with suppress(ValueError):  # what is wrong with the text is reported by load_text
+        text = tomli_w.dumps(_unjudged(tomllib.loads(text)))
+    return load_text(text, str(path))
 
 
 def config_without_data(folder: Path, checkpoint: AnyPath) -> JobConfig | None:
@@ -77,7 +83,9 @@ def config_without_data(folder: Path, checkpoint: AnyPath) -> JobConfig | None:
 
 def _unjudged(tables: Mapping[str, Any]) -> dict[str, Any]:
     """Tables by which samples are not judged by the data, which only the dataset itself can do."""
-    return dict(tables) | {"sampling": dict(tables.get("sampling", {})) | {"judge_images": 0}}
+    sampling = tables.get("sampling", {})
+    # The key is left out, not set to 0: a run without sampling has none of the section's other keys.
+    return dict(tables) | {"sampling": {key: value for key, value in sampling.items() if key != "judge_images"}}
 
 
 def _with_data(config: JobConfig, data: DataConfig) -> dict[str, Any]:

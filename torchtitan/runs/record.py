@@ -22,6 +22,8 @@ from torchtitan.training.metric_points import LATEST_STEP, read_points
 TRAINING_LOSS = "loss_metrics/global_avg_loss"
 HELD_OUT_LOSS = "validation_metrics/loss"
 
+RUN_FILES = ("config.toml", "metrics.jsonl", "summary.json")
+
 # Keys that never make two runs different trainings: the seed, and everything about where a run is kept.
 _NOT_A_SETTING = ("debug.seed", "job.")
 

@@ -211,6 +211,8 @@ def _config_of_run(folder: Path, checkpoints: AnyPath) -> tuple[JobConfig, tuple
             if steps and (found := config_without_data(folder, checkpoint_path(checkpoints, steps[0]))):
                 said = f"{error.problems[0]} (the checkpoint's record of the data is used)"
                 return found, (said,) if (folder / "config.toml").exists() else ()
+        if not (folder / "config.toml").exists():
+            raise WeightsError(f"{folder}: is no run folder, it has no config.toml (give the folder of one run)") from error
         raise
 
 

@@ -72,7 +72,7 @@ def read_toml(path: str) -> tuple[dict[str, Any], list[str]]:
         if len(content) > _LARGEST_FILE:
             return {}, [f"{shown_file(path)}: is larger than {_LARGEST_FILE >> 20} MiB (is it a configuration?)"]
     except FileNotFoundError:
-        return {}, [f"{shown_file(path)}: no such file (--job.config_file must name a TOML file)"]
+        return {}, [f"{shown_file(path)}: no such file (give a TOML file)"]
     except (OSError, ValueError) as failure:  # ValueError: a NUL in the path
         reason = failure.strerror if isinstance(failure, OSError) else failure
         return {}, [f"{shown_file(path)}: cannot be read: {reason}"]

@@ -14,13 +14,22 @@ from typing import Any, NoReturn
 import torch
 
 from torchtitan.checkpoint.checkpointer import CheckpointError, checkpoint_path, checkpoint_steps, newest_good, verify
-from torchtitan.checkpoint.comparison import TensorSource, compare, ema_tracks, open_checkpoint, open_weights
+from torchtitan.checkpoint.comparison import (
+    TensorSource,
+    compare,
+    ema_tracks,
+    is_counter,
+    open_checkpoint,
+    open_weights,
+    weights_of,
+)
 from torchtitan.checkpoint.location import location, run_checkpoints
 from torchtitan.checkpoint.manifest import MANIFEST
 from torchtitan.checkpoint.reading import read_state
 from torchtitan.config.job import ConfigError, JobConfig, split_data_words
 from torchtitan.config.latent_cache import trained_info
 from torchtitan.data.base import DatasetError
+from torchtitan.evaluation.config import SamplingConfig
 from torchtitan.files.hub import HUB_NAME
 from torchtitan.files.hub_upload import HubError, upload_folder
 from torchtitan.files.remote_path import AnyPath, RemotePath
@@ -71,7 +80,7 @@ def parse_arguments(words: list[str]) -> argparse.Namespace:
     command.set_defaults(command=verify_checkpoints)
     command.add_argument("paths", nargs="+", metavar="RUN|CHECKPOINT", help="folder or URL")
 
-    command = commands.add_parser("diff", help="compare two checkpoints, or two files of weights")
+    command = commands.add_parser("diff", help="compare checkpoints or files of weights, a file with a run's weights")
     command.set_defaults(command=show_differences)
     for name in ("a", "b"):
         command.add_argument(name, metavar=name.upper(), help="checkpoint, run (its newest) or file")
@@ -178,11 +187,15 @@ def verify_checkpoints(arguments: argparse.Namespace) -> int:
 
 def show_differences(arguments: argparse.Namespace) -> int:
     a, b = open_source(location(arguments.a)), open_source(location(arguments.b))
+    if a.state is None and b.state is not None:
+        b = comparable_weights(arguments.b, b, arguments.a, a)
+    elif a.state is not None and b.state is None:
+        a = comparable_weights(arguments.a, a, arguments.b, b)
     result = compare(a, b)
     if result.equal:
         print(f"equal bit for bit: {result.num_equal} tensors")
         return 0
-    largest = max((difference.largest for difference in result.different), default=0.0)
+    largest = max((each.largest for each in result.different if not is_counter(each.name)), default=0.0)
     print(
         f"not equal: {result.num_equal} tensors equal bit for bit, {len(result.different)} different "
         f"(max {largest:.3g}), {len(result.reshaped)} of another shape or dtype, {len(result.only_a)} only in A, "
@@ -196,6 +209,23 @@ def show_differences(arguments: argparse.Namespace) -> int:
     for found in (lines, other):
         print_rows(found, len(found) if arguments.all else MOST_ROWS)
     return 1
+
+
+def comparable_weights(run: str, checkpoint: TensorSource, file: str, weights: TensorSource) -> TensorSource:
+    """Weights of a checkpoint that are compared with a file: those that the run samples with.
+
+    Raises:
+        WeightsError: none of them is in the file.
+    """
+    config = (checkpoint.state or {}).get("config", {})
+    track = config.get("sampling", {}).get("ema_track", SamplingConfig().ema_track)
+    track = track if track in ema_tracks(checkpoint) else "none"
+    found = weights_of(checkpoint, track)
+    if not found.shapes.keys() & weights.shapes.keys():
+        advice = "compare with a file of: export RUN --format safetensors"
+        raise WeightsError(f"{file}: holds no tensor of the network of {run}: another layout or model ({advice})")
+    print_notes([f"{run}: only its {'trained weights' if track == 'none' else f'weights of the EMA track {track}'} are compared"])
+    return found
 
 
 def print_rows(lines: list[str], most: int) -> None:

@@ -1,7 +1,7 @@
 """Draw images from a trained model: scripts/sample.py RUN_FOLDER (or WEIGHTS.safetensors --config FILE).
 
-Without --count and --seeds a grid is drawn; with one of them a set of images, which resumes after a kill. Under torchrun
-the images are divided among the ranks; they are the same on any number of them.
+Without --count and --seeds a grid is drawn, whose name has step, weights and the options given; with one of them a set of images,
+which resumes after a kill. Under torchrun the images are divided among the ranks; they are the same on any number of them.
 """
 
 import argparse
@@ -32,6 +32,7 @@ from torchtitan.files.durable import replacing
 from torchtitan.pictures.grids import class_labels, image_grid, save_image
 from torchtitan.processes.command_line import OneLineParser, exit_code
 from torchtitan.runs.drawing import Drawing, add_drawing_options, beside, chosen_classes, open_drawing
+from torchtitan.runs.drawn_names import drawn_name
 from torchtitan.runs.prompts import add_prompt_options, places, with_prompts
 from torchtitan.runs.sampling_options import option
 from torchtitan.runs.trained_model import WeightsError
@@ -116,7 +117,7 @@ def check(arguments: argparse.Namespace, drawing: Drawing) -> None:
         raise WeightsError(f"--seed: must be in 0..2^64 - 1, is {arguments.seed}")
     arguments.classes = chosen_classes(arguments.classes, drawing.trained)
     if arguments.output and not arguments.set:
-        refuse_earlier_pictures(arguments.output, arguments)
+        refuse_earlier_pictures(arguments.output, arguments, drawn_name(arguments, drawing.trained, GRID_OPTIONS))
     if arguments.judge and not judge_type(config.data):
         raise WeightsError(f"--judge: {data_text(config.data)} has no judge (leave it out)")
 
@@ -127,11 +128,11 @@ def plan_set(arguments: argparse.Namespace, drawing: Drawing) -> SampleSet:
     return SampleSet(arguments.output or beside(arguments.source, "set"), plan, arguments.format or "png")
 
 
-def refuse_earlier_pictures(folder: Path, arguments: argparse.Namespace) -> None:
-    """Refuse to overwrite files in a folder of the user's. Raises WeightsError."""
-    names = [f"grid-seed-{arguments.seed}.png"]
-    names += [f"latents-seed-{arguments.seed}.safetensors"] if arguments.latents else []
-    names += [f"class-*-image-*-seed-{arguments.seed}.png"] if arguments.files else []
+def refuse_earlier_pictures(folder: Path, arguments: argparse.Namespace, name: str) -> None:
+    """Refuse to overwrite files of a name in a folder of the user's. Raises WeightsError."""
+    names = [f"grid-{name}.png"]
+    names += [f"latents-{name}.safetensors"] if arguments.latents else []
+    names += [f"class-*-image-*-{name}.png"] if arguments.files else []
     if there := [path for name in names for path in folder.glob(name)]:
         raise WeightsError(f"{min(there)}: exists already (give another --output or --seed)")
 
@@ -188,16 +189,17 @@ def draw_grid(arguments: argparse.Namespace, drawing: Drawing) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     rows = choices[:: arguments.images_per_class].tolist()
     names = class_labels(rows, kind.choice_names)
-    grid = folder / f"grid-seed-{arguments.seed}.png"
+    name = drawn_name(arguments, trained, GRID_OPTIONS)
+    grid = folder / f"grid-{name}.png"
     image_grid(images, len(rows), arguments.images_per_class, names, trained.label).save(grid)
     print(grid)
     print_evaluations(drawing, sampler)
     if arguments.files:
         for number, (image, label) in enumerate(zip(images, choices.tolist(), strict=True)):
-            save_image(image, folder / f"class-{label:04d}-image-{number:06d}-seed-{arguments.seed}.png")
+            save_image(image, folder / f"class-{label:04d}-image-{number:06d}-{name}.png")
         print(f"{folder}: {len(images)} images")
     if arguments.latents:
-        file = folder / f"latents-seed-{arguments.seed}.safetensors"
+        file = folder / f"latents-{name}.safetensors"
         data = trained.config.data
         metadata = DATASETS[data.name].store(data).index.metadata() if data.name in LATENT_DATASETS else None
         with replacing(file) as unfinished:

@@ -59,6 +59,8 @@ def run_alone(arguments: argparse.Namespace) -> Path:
     Raises:
         StudyError: no curve, a bad one, or bad options; one line.
     """
+    if arguments.slots < 1:
+        raise StudyError(f"--slots: must be at least 1, is {arguments.slots}")
     source, folder = _places(arguments)
     ResultsFolder(folder, _MARKS).refuse_foreign()
     curve = _choose(read_curves(source), arguments, source)

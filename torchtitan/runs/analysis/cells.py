@@ -73,11 +73,13 @@ class Cell:
 
 
 def join_repeats(runs: Sequence[Run]) -> list[Cell]:
-    """Join repeats to cells in the order of their axes."""
+    """Join repeats to cells in the order of their axes; a run whose model is unknown has a cell of its own."""
     names = list(dict.fromkeys(name for run in runs for name in run.axes))
     groups: dict[tuple, list[Run]] = {}
-    for run in runs:
-        groups.setdefault(tuple(run.axes.get(name) for name in names), []).append(run)
+    for number, run in enumerate(runs):
+        of_one_model = run.axes.get("model") is not None or run.sweep is not None  # a sweep varies what its rows say
+        key = (None if of_one_model else number, *(run.axes.get(name) for name in names))
+        groups.setdefault(key, []).append(run)
     cells = [_cell(members) for members in groups.values()]
     places = {
         name: {value: n for n, value in enumerate(values_in_order(name, [cell.axes.get(name) for cell in cells]))}

@@ -14,14 +14,13 @@ from torchtitan.files.regular import read_regular, read_toml
 from torchtitan.runs.analysis.axes import Axes, add_further_axes, axes_of, complete_from_siblings, word
 from torchtitan.runs.analysis.measures import IMAGES, measure_run
 from torchtitan.runs.analysis.torchditan_runs import is_torchditan_run, read_torchditan_run
-from torchtitan.runs.record import RunRecord, read_run
+from torchtitan.runs.record import RUN_FILES, RunRecord, read_run
 from torchtitan.runs.sessions import steps_of_earlier_layouts
 from torchtitan.settings.sections import flattened
 from torchtitan.settings.sizes import is_count
 from torchtitan.statistics.interval import Interval
 
 SWEEP_STATE, SWEEP_FILE = "sweep.jsonl", "sweep.toml"
-RUN_FILES = ("config.toml", "metrics.jsonl", "summary.json")
 _LARGEST_FILE = 1 << 26  # bytes
 DEFAULT_WARM_UP = 0.1  # of a run's steps
 
@@ -176,9 +175,12 @@ def read_sweep(folder: Path) -> Sweep:
 
 
 def _search(folders: Iterable[Path]) -> tuple[dict[Path, Path], list[Sweep]]:
-    """Search for run folders -> the folder below which each was found; and sweeps. A run's own folder is not searched.
+    """Search for run folders -> the folder below which each was found; and sweeps.
+
+    A run's own folder is not searched; that of a TorchDiTan run is, for runs of this program only.
     """
     found: dict[Path, Path] = {}
+    theirs: set[Path] = set()
     sweeps: dict[Path, Sweep] = {}
     for folder in folders:
         if not folder.is_dir():
@@ -188,16 +190,22 @@ def _search(folders: Iterable[Path]) -> tuple[dict[Path, Path], list[Sweep]]:
             below.sort()
             if SWEEP_STATE in files:
                 sweeps.setdefault(here, read_sweep(here))
-            elif _is_run(here):
+            elif _is_own_run(here):
                 found.setdefault(here, folder.resolve())
                 below.clear()
+            elif theirs.isdisjoint(here.parents) and is_torchditan_run(here):
+                found.setdefault(here, folder.resolve())
+                theirs.add(here)
     return found, list(sweeps.values())
 
 
 def _is_run(folder: Path) -> bool:
+    return _is_own_run(folder) or (os.path.isdir(folder) and is_torchditan_run(folder))
+
+
+def _is_own_run(folder: Path) -> bool:
     # os.path, unlike Path, takes a name that no folder can have, of a sweep's row, for one that is not there.
-    logged = any(os.path.isfile(folder / name) for name in RUN_FILES)
-    return logged or (os.path.isdir(folder) and is_torchditan_run(folder))
+    return any(os.path.isfile(folder / name) for name in RUN_FILES)
 
 
 def _name(path: Path, base: Path) -> str:

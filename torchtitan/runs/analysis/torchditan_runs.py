@@ -4,8 +4,11 @@ TorchDiTan counts every parameter once per token, though adaLN and the timestep'
 tables and biases are no matrix products; its MFU is 1.43 to 1.49 times too high for its benchmark's models.
 """
 
+import fnmatch
 import json
+import os
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -15,12 +18,13 @@ from torchtitan.errors import unwrapped
 from torchtitan.files.regular import read_regular
 from torchtitan.runs.analysis.axes import Axes, axes_of
 from torchtitan.runs.analysis.measures import MFU, MFU_REPORTED, measure
-from torchtitan.runs.record import Series
+from torchtitan.runs.record import RUN_FILES, Series
 from torchtitan.settings.sizes import is_count
 from torchtitan.statistics.interval import Interval
 
 _LARGEST_FILE = 1 << 22  # bytes
 EVENTS = "events.out.tfevents.*"
+_SECTIONS = ("model", "training", "dataset")  # of its config.json; other programs, too, write one beside event files
 
 _NAME = re.compile(
     r"(?P<model>.+)_bs(?P<batch>\d+)_ps(?P<patch>\d+)_act(?P<ac>[a-z]+)_c(?P<compile>true|false)"
@@ -102,11 +106,11 @@ def flops_excess(flavor: str, patch_size: int, image_shape: tuple[int, int, int]
 
 
 def is_torchditan_run(folder: Path) -> bool:
-    """Check whether a folder has a name of its ablation scripts, or its config.json and event files."""
-    named = _NAME.fullmatch(folder.name) is not None
-    return (named or (folder / "config.json").is_file()) and next(folder.rglob(EVENTS), None) is not None or (
-        named and (folder / "config.json").is_file()
-    )
+    """Check whether a folder has a name of its ablation scripts, or its config.json; and what the run wrote."""
+    if _NAME.fullmatch(folder.name):
+        return (folder / "config.json").is_file() or next(_event_files(folder), None) is not None
+    config = _read_config(folder / "config.json", [])
+    return all(isinstance(config.get(name), dict) for name in _SECTIONS) and next(_event_files(folder), None) is not None
 
 
 def read_torchditan_run(folder: Path) -> TorchDiTanRun:
@@ -126,6 +130,15 @@ def read_torchditan_run(folder: Path) -> TorchDiTanRun:
         )
     run.series = _read_series(folder, run.axes["world_size"], problems)
     return run
+
+
+def _event_files(folder: Path) -> Iterator[Path]:
+    """Event files in a folder and below, without those of runs of this program."""
+    for path, below, files in os.walk(folder):
+        if any(name in files for name in RUN_FILES):
+            below.clear()
+        else:
+            yield from (Path(path) / name for name in fnmatch.filter(files, EVENTS))
 
 
 def _image_shape(config: dict[str, Any]) -> tuple[int, int, int] | None:
@@ -177,7 +190,7 @@ def _read_series(folder: Path, ranks: int | None, problems: list[str]) -> dict[s
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     found: dict[str, dict[int, float]] = {}
-    for path in sorted(folder.rglob(EVENTS)):
+    for path in sorted(_event_files(folder)):
         events = EventAccumulator(str(path), size_guidance={"scalars": 0})
         try:
             events.Reload()
