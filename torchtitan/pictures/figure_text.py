@@ -2,7 +2,7 @@
 
 from matplotlib.figure import Figure
 from matplotlib.text import Text
-from matplotlib.ticker import LogFormatter, ScalarFormatter
+from matplotlib.ticker import LogFormatter, LogitFormatter, ScalarFormatter
 
 from torchtitan.terminal import printable, shortened
 
@@ -12,7 +12,7 @@ def show_text_as_it_is(figure: Figure) -> None:
     numbers: set[Text] = set()
     for axis in (axis for axes in figure.axes for axis in (axes.xaxis, axes.yaxis)):
         ticks = list(axis.get_minor_ticks())
-        if isinstance(axis.get_major_formatter(), LogFormatter | ScalarFormatter):
+        if isinstance(axis.get_major_formatter(), LogFormatter | LogitFormatter | ScalarFormatter):
             ticks += axis.get_major_ticks()
         numbers |= {axis.get_offset_text(), *(label for tick in ticks for label in (tick.label1, tick.label2))}
     for text in figure.findobj(Text):
