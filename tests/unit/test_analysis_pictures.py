@@ -13,6 +13,7 @@ from torchtitan.runs.analysis.batch_pictures import draw_over_batch
 from torchtitan.runs.analysis.cells import Cell
 from torchtitan.runs.analysis.collect import Run
 from torchtitan.runs.analysis.effects import ScalingCurve, ScalingPoint, all_effects
+from torchtitan.runs.analysis.findings import Results, markdown
 from torchtitan.runs.analysis.scaling_picture import curves_in_panels, draw_scaling
 from torchtitan.statistics.interval import Interval
 
@@ -88,6 +89,12 @@ def test_single_arms_have_no_leaders_and_others_begin_at_the_edge(tmp_path, monk
     arms = itertools.product((8, 16), ("none", "full"))
     draw_over_batch([measured("memory_gib", 1.0, local_batch=batch, ac=ac) for batch, ac in arms], tmp_path)
     assert [(text, x) for text, x, _ in places] == [("no AC", 1), ("AC full", 1)]
+
+
+def test_a_report_without_pictures_has_no_heading_for_them():
+    results = Results([], [Cell(NAMED, [Run("r", None, NAMED, 0, "timeout")], {})], [], [], [], [])
+    assert "## Pictures" not in markdown(results, [])
+    assert markdown(results, [("a", "a.png")]).endswith("## Pictures\n\n![a](a.png)\n")
 
 
 def test_the_highest_mark_over_batch_is_whole(tmp_path, monkeypatch):

@@ -22,6 +22,8 @@ from torchtitan.experiments.runner import SweepPlan, plan_sweep, run_sweep
 from torchtitan.experiments.table import sweep_table
 from torchtitan.processes.command_line import OneLineParser, interrupt_by_signals, run_program
 
+_UNSUCCESSFUL = ("failed", "timeout", "killed")  # nothing is known of the cell; oom, refused and skipped are results
+
 
 def main(words: list[str] | None = None) -> int:
     arguments = parse_arguments(words)
@@ -55,7 +57,7 @@ def main(words: list[str] | None = None) -> int:
     print(sweep_table(rows, folder.path, sweep.settings.warmup_steps))
     counts = Counter(row["status"] for row in rows)
     print(f"{folder.path}: {len(rows)} runs: {', '.join(f'{count} {status}' for status, count in counts.items())}")
-    return 0
+    return 0 if counts["ok"] and not any(counts[status] for status in _UNSUCCESSFUL) else 1
 
 
 def show(plan: SweepPlan) -> None:

@@ -128,8 +128,9 @@ def markdown(results: Results, pictures: Iterable[tuple[str, str]]) -> str:
     for table in tables(results):
         parts += [f"## {table.heading}\n", *([inline(table.note), ""] if table.note else [])]
         parts.append(markdown_table(table.columns, table.rows).removesuffix("\n"))
-    parts += ["## Pictures\n"]
-    parts += [f"![{inline(title)}]({name})\n" for title, name in pictures]
+    drawn = list(pictures)
+    parts += ["## Pictures\n"] if drawn else []
+    parts += [f"![{inline(title)}]({name})\n" for title, name in drawn]
     return "\n".join(parts).rstrip() + "\n"
 
 
