@@ -268,7 +268,8 @@ def test_devices_are_handed_out_and_taken_back(sweep, tmp_path, monkeypatch):
      (("killed", "ok", "ok"), 1), (("timeout", "timeout", "timeout"), 1)],
 )  # fmt: skip
 def test_the_exit_code_of_a_sweep(tmp_path, monkeypatch, capsys, statuses, code):
-    (tmp_path / "grid.toml").write_text("retries = 0\n" + SWEEP.partition("[axes]")[0] + "[axes]\noptimizer.lr = [1e-3, 1e-4, 1e-5]\n")
+    axes = "[axes]\noptimizer.lr = [1e-3, 1e-4, 1e-5]\n"
+    (tmp_path / "grid.toml").write_text("retries = 0\n" + SWEEP.partition("[axes]")[0] + axes)
     left = iter(statuses)
     monkeypatch.setattr(cell_run, "run_processes", lambda *_, **__: Outcome(next(left), "not done after 4 s", 1.0, 1))
     options = ["--output", str(tmp_path / "out"), "--repeats", "1"]
