@@ -92,8 +92,10 @@ def test_single_arms_have_no_leaders_and_others_begin_at_the_edge(tmp_path, monk
 
 
 def test_a_report_without_pictures_has_no_heading_for_them():
-    results = Results([], [Cell(NAMED, [Run("r", None, NAMED, 0, "timeout")], {})], [], [], [], [])
-    assert "## Pictures" not in markdown(results, [])
+    run = Run("r", None, NAMED, 0, "timeout")
+    results = Results([run], [Cell(NAMED, [run], {})], [], [], [], [])
+    text = markdown(results, [])
+    assert "## Pictures" not in text and "1 run (1 timeout) in 1 cell, 0 of them measured." in text
     assert markdown(results, [("a", "a.png")]).endswith("## Pictures\n\n![a](a.png)\n")
 
 

@@ -258,7 +258,7 @@ def test_devices_are_handed_out_and_taken_back(sweep, tmp_path, monkeypatch):
     monkeypatch.setattr(cell_run, "run_processes", on_devices)
     run(sweep, tmp_path, jobs=2)
     assert len(seen) == 12 and set(seen) == {0, 1}
-    with pytest.raises(LauncherError, match="1 processes x 3 jobs need more than the 2 CUDA devices"):
+    with pytest.raises(LauncherError, match="1 process x 3 jobs need more than the 2 CUDA devices"):
         run(sweep, tmp_path, jobs=3)
 
 
