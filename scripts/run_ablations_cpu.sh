@@ -16,6 +16,8 @@ fi
 set_up digits
 cd "$root"
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
-"$venv/bin/python" scripts/sweep.py train_configs/sweeps/cpu.toml --output "$folder" "$@"
-[[ " $* " != *" --dry-run "* && " $* " != *" --help "* ]] || exit 0
-exec "$venv/bin/python" optimization_analysis.py "$folder"
+"$venv/bin/python" scripts/sweep.py train_configs/sweeps/cpu.toml --output "$folder" "$@" && code=0 || code=$?
+[ $code -le 1 ] || exit $code
+[[ " $* " != *" --dry-run "* && " $* " != *" --help "* ]] || exit $code
+"$venv/bin/python" optimization_analysis.py "$folder"  # of the cells that ran, also where others failed
+exit $code

@@ -22,6 +22,7 @@ from torchtitan.fidelity.metrics import METRICS
 from torchtitan.gns.checks import few_pairs
 from torchtitan.gns.monitor import GNS_FOLDER
 from torchtitan.gns.pictures import PICTURE_FILE
+from torchtitan.pictures.number_text import counted
 from torchtitan.processes.launch import launch_number
 from torchtitan.run_state import RunState
 from torchtitan.runs.final_weights import final_weights_path
@@ -43,7 +44,7 @@ def introduce(state: RunState) -> None:
         f"{config.job.name}: {config.model.flavor}, {state.num_parameters:,} parameters, on {config.data.name} "
         f"{_shapes(state)}; {state.layout.describe()} on "
         f"{device_name(state.layout.device)}; "
-        f"{config.training.global_batch_size} images per step, {_counted(state.data.microbatches_per_step, 'microbatch', 'es')}"
+        f"{config.training.global_batch_size} images per step, {counted(state.data.microbatches_per_step, 'microbatch', 'es')}"
     )
     logger.info(_images(state))
     if config.sampling.enable and (line := _next_grid(state)):
@@ -73,11 +74,11 @@ def _images(state: RunState) -> str:
     """Line on the images that were found: to train on, held out where that is known without reading, and their classes."""
     info, data = state.info, state.config.data
     held_out = len(ImageFolder(data, "validation")) if isinstance(data, ImageFolderConfig) and info.has_validation else 0
-    conditions = f"in {_counted(info.num_classes, 'class', 'es')}" if info.num_classes else "without classes"
+    conditions = f"in {counted(info.num_classes, 'class', 'es')}" if info.num_classes else "without classes"
     if not isinstance(info.condition_kind, Classes | Unconditional):
         conditions = f"with {info.condition_kind.wanted}"
     kept = f" and {held_out:,} held out" if held_out else ""
-    return f"{_counted(state.images_per_epoch, 'image')} to train on{kept}, {conditions}"
+    return f"{counted(state.images_per_epoch, 'image')} to train on{kept}, {conditions}"
 
 
 def _next_grid(state: RunState) -> str:
@@ -89,10 +90,6 @@ def _next_grid(state: RunState) -> str:
         images = step * training.global_batch_size
         return f"{which} sample grid after {images:,} images, in {state.folder.samples}" if step > state.progress else ""
     return f"{which} sample grid at step {step:,}: {state.folder.samples / f'step-{step:08d}.png'}" if step > state.step else ""
-
-
-def _counted(count: int, noun: str, plural: str = "s") -> str:
-    return f"{count:,} {noun}{'' if count == 1 else plural}"
 
 
 def _is_default(objective: ObjectiveConfig) -> bool:

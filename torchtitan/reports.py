@@ -2,7 +2,6 @@
 
 import logging
 import sys
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache
@@ -122,7 +121,6 @@ class Reports:
             total=config.training.steps, initial=state.progress, unit="step", dynamic_ncols=True, smoothing=0.05,
             disable=not (self._first and sys.stderr.isatty()),
         )
-        self._started = time.perf_counter()
         self._rates.restart(state.step)
 
     def rewind(self) -> None:
@@ -363,7 +361,6 @@ class Reports:
         """
         state, sampling = self._state, self._config.sampling
         self._bar.close()
-        training_seconds = time.perf_counter() - self._started
         if status == "completed" and sampling.enable and sampling.judge_images:
             if self._first:
                 logger.info(f"drawing 2 x {self._evaluation.num_judged} images to judge, guided and unguided")
@@ -380,14 +377,13 @@ class Reports:
                     self._results["preview_change_percent"] = self._write_previews()
         if status == "completed":
             self._write_final_weights()
-        arguments = (self._log, status, self._results, training_seconds)
-        if problem := from_first_rank(self._summary.close, *arguments):
+        if problem := from_first_rank(self._summary.close, self._log, status, self._results):
             raise TrainingError(f"step {state.step}: {problem}")
         if self._log:
             self._log.summarise(_numbers(self._results) | {"status": status})
         if self._first:
             self._say("\n".join(closing_lines(
-                state, status, self._results, self._summary.clock(), self._held_out, self._animation
+                state, status, self._results, self._summary.clock, self._held_out, self._animation
             )))
 
     def _write_final_weights(self) -> None:

@@ -47,13 +47,9 @@ class RunSummary:
         self._clock, self._hardware = clock, hardware
         self._outputs = outputs
         self._compilations = compilations
+        self.clock: dict[str, Any] = {}  # of the closed summary: totals of the run's clock, with speeds and cost
 
-    def clock(self) -> dict[str, Any]:
-        """Totals of the run's clock, with speeds and cost."""
-        config = self._state.config.metrics
-        return self._clock.totals().summary(config.price_per_hour, config.currency)
-
-    def close(self, log: MetricsLog, status: str, results: dict[str, Any], training_seconds: float) -> str | None:
+    def close(self, log: MetricsLog, status: str, results: dict[str, Any]) -> str | None:
         """Close: write the last metrics and the summary.
 
         Returns:
@@ -70,8 +66,8 @@ class RunSummary:
             if completed:
                 return problem
             logger.error(problem)
-        seconds = {"seconds_since_start": round(training_seconds, 1)}
-        summary = self._content(status, results) | seconds
+        summary = self._content(status, results)
+        self.clock = summary["clock"]
         written = _within(patience, lambda: self._write(summary))
         if completed and not (written or safe):
             return f"{self._state.folder.summary.name} could not be written, and checkpoint.enable is false"
@@ -107,7 +103,7 @@ class RunSummary:
             "flops_per_image": state.flops_per_image,
             "tail_medians": self._tail_medians(),
             **({"compile": self._compilations.counts()} if config.compile.enable else {}),
-            "clock": self.clock(),
+            "clock": self._clock.totals().summary(config.metrics.price_per_hour, config.metrics.currency),
             **results,
             **({"checkpoint_failures": state.checkpointer.failures} if state.checkpointer.failures else {}),
             "versions": versions(),

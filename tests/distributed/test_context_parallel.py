@@ -13,6 +13,8 @@ from tests.configurations import load, problems
 from tests.distributed.cases import WITHOUT_CODE, make_trainer, remove, shared_folder
 from tests.launcher import run_on_ranks
 from torchtitan.distributed import context_parallel
+from torchtitan.distributed.degrees import Degrees
+from torchtitan.distributed.mesh import Layout
 from torchtitan.estimate.roofline import exchanged_bytes
 from torchtitan.training.metrics import METRICS_FILE
 
@@ -165,6 +167,18 @@ def test_logged_flops_count_the_share_of_each_process_once():
             assert point["throughput(tps)"] == pytest.approx(16 * point["throughput(img/s)"], rel=ROUNDED)
 
 
+@pytest.mark.parametrize(("degrees", "words"), [
+    ((1, 1, 2), "context parallel x 2"), ((2, 1, 2), "DDP x 2, context parallel x 2"),
+    ((1, 2, 2), "FSDP x 2, context parallel x 2"), ((2, 4, 2), "HSDP 2 x 4, context parallel x 2"),
+    ((2, 1, 1), "DDP x 2"), ((2, 2, 1), "HSDP 2 x 2"), ((1, 1, 1), "one process"),
+])  # fmt: skip
+def test_the_numbers_of_a_layout_in_words_multiply_to_its_processes(degrees, words):
+    layout, (replicas, shards, context) = object.__new__(Layout), degrees
+    layout.world_size, layout.data_ranks, layout.degree = replicas * shards * context, replicas * shards, context
+    layout.replicas, layout.shards = Degrees(*degrees).copies_and_shards
+    assert layout.describe() == words
+
+
 SPLIT = "[gns]\nenable = false\n[parallelism]\ncontext_parallel_degree = 2\n"
 
 
@@ -172,9 +186,9 @@ SPLIT = "[gns]\nenable = false\n[parallelism]\ncontext_parallel_degree = 2\n"
     "toml, arguments, processes, part",
     [
         (SPLIT, ["--model.name", "edm2"], 2, "model.name = edm2 does not divide its tokens"),
-        (SPLIT, ["--model.num_heads", "3", "--model.dim", "48"], 2, "2 does not divide model.num_heads = 3"),
+        (SPLIT, ["--model.num_heads", "3", "--model.dim", "48"], 2, "num_heads = 3: attention divides its heads among"),
         (SPLIT, ["--model.patch_size", "8"], 2, "2 does not divide the 1 tokens of an image"),
-        (SPLIT, ["--gns.enable", "true"], 2, "gns.enable: a process has the gradient of some tokens"),
+        (SPLIT, ["--gns.enable", "true"], 2, "so neither per-sample nor per-rank gradients exist"),
         (SPLIT, ["--objective.timesteps.name", "time_warping"], 2, "learn from would count once per process"),
         (SPLIT, ["--float8.enable", "true", "--lora.enable", "true", "--lora.dropout", "0.1"], 2, "lora.dropout is drawn for"),
         (SPLIT, [], 3, "2 does not divide the 3 processes of this run"),

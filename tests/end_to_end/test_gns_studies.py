@@ -73,7 +73,7 @@ def test_each_study_leaves_rows_pictures_and_a_summary(run, study, tmp_path, nam
         assert float(row["gns_est"]) == pytest.approx(float(row["noise"]) / float(row["signal"]), rel=1e-6)
         assert row["unbounded"] == "True" or float(row["lower"]) <= float(row["gns_est"]) <= float(row["upper"])
     summary = (tmp_path / "summary.md").read_text()
-    assert "live weights" in summary
+    assert "trained weights" in summary
     for picture in pictures:
         assert f"({picture}.png)" in summary
         with Image.open(tmp_path / f"{picture}.png") as image:
@@ -93,7 +93,7 @@ def test_published_estimator_records_what_fails_and_goes_by_another_key(run, stu
     summary = (tmp_path / "published" / "summary.md").read_text()
     assert "for comparison only" in summary
     failed = [row for row in rows if row["status"] == "failed"]
-    assert summary.count("stops here") == len(failed) and ("Cells without an answer" in summary) == bool(failed)
+    assert summary.count("stops here") == len(failed) and ("Failed cells" in summary) == bool(failed)
     study(*options, *TINY)
     assert [row["estimator"] for row in rows_of(tmp_path)] == ["published"] * 4 + ["correct"] * 4
     correct = {name: (tmp_path / name).read_bytes() for name in ("summary.md", "lines.png")}
@@ -105,7 +105,7 @@ def test_published_estimator_records_what_fails_and_goes_by_another_key(run, stu
 
 def test_every_weight_track_is_measured_apart(run, study, tmp_path):
     options = ["gns_bins", run, "--bins", "1", "--steps", "4", *TINY, "--output", tmp_path]
-    for track, words in (("none", "live weights"), ("slow", "EMA weights (slow)")):
+    for track, words in (("none", "trained weights"), ("slow", "EMA weights (slow)")):
         study(*options, "--weights", track)
         assert words in (tmp_path / "summary.md").read_text()
     live, averaged = rows_of(tmp_path)

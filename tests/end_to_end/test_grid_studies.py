@@ -169,7 +169,7 @@ def test_samplers_interrupted_failed_and_gone_on_with(config, trainings, study, 
     study(*words, "--retry-failed")
     assert trainings.names == names[3:] and len(table(folder / "results.csv")) == len(rows) + 30
     summary = (folder / "summary.md").read_text()
-    assert "without an answer" in summary and "Cells without" not in summary and "1 failed" not in summary
+    assert " cells, 0 failed; " in summary and "Failed cells" not in summary and "1 failed" not in summary
     assert "| 2 |" in summary and "| reference |" in summary and "277-999" in summary
 
     # A bin of the same edges is another one's number among other bins.
@@ -310,7 +310,7 @@ def test_trained_prediction_types_killed_leave_no_process_and_go_on(
         (["compare_settings", "{config}", "--arm", "a"], "--arm: give 2 arms at least"),
         (["compare_settings", "{config}", "--arm", "a", "--arm", "a"], "--arm: 'a' is given twice"),
         (["compare_settings", "{config}", "--arm", "a", "--arm", "../b", "model.dim=8"], "--arm: '../b' names runs"),
-        (["compare_settings", "{config}", "--arm", "a", "--arm", "b", "debug.seed=8"], "is the same for all arms"),
+        (["compare_settings", "{config}", "--arm", "a", "--arm", "b", "debug.seed=8"], "debug.seed cannot differ between arms"),
         (["compare_settings", "{config}", "--arm", "a", "--arm", "b", "model.dims=8"], "b_s0: command line: --model.dims: un"),
         (["prediction_types", "{config}"], "--predictions"),
         (["prediction_types", "{config}", "--predictions", "v,y"], "'y' is no prediction"),

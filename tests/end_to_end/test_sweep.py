@@ -62,7 +62,7 @@ def test_a_sweep_that_is_killed_goes_on_and_records_how_each_run_ended(tmp_path)
         time.sleep(0.05)
 
     done = subprocess.run(command, capture_output=True, timeout=300, **options)
-    assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
+    assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
     rows = {row["cell"]: row for row in _rows(output)}
     assert {cell: row["status"] for cell, row in rows.items()} == {
         "optimizer.lr=0.001_batch=2": "ok",

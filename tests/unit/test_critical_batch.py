@@ -239,7 +239,7 @@ def test_every_branch_reads_the_same_number_of_samples():
     "factors, samples, processes, said",
     [
         ([1, 0.3], None, 1, "--factors: 0.3 x 32 images is no whole batch"),
-        ([1, 1.25], None, 1, "no multiple of 1 processes x 16"),
+        ([1, 1.25], None, 1, "no multiple of 1 process x 16"),
         ([1, -1], None, 1, "no whole batch"),
         ([1, math.inf], None, 1, "no whole batch"),
         ([1, 2], None, 3, "cannot be divided among 3 processes"),

@@ -125,6 +125,15 @@ def test_samples_are_whole_steps_and_checkpoints_of_every_batch_size():
         whole_samples(500, [16, 128], 8)
 
 
+@pytest.mark.parametrize(("wanted", "batches", "line"), [
+    (640, [64], "--samples: 640 -> 512 samples (a multiple of 8 checkpoints x 64)\n"),
+    (3000, [48, 64], "--samples: 3000 -> 3072 samples (a multiple of 8 checkpoints x 192)\n"), (1024, [64], ""),
+])  # fmt: skip
+def test_another_number_of_samples_is_said(capsys, wanted, batches, line):
+    grid_options.equal_samples(argparse.Namespace(samples=wanted, checkpoints=8), batches)
+    assert capsys.readouterr().err == line
+
+
 @pytest.mark.parametrize(("rule", "factors"), [("const", (1, 1)), ("sqrt", (0.5, 2)), ("linear", (0.25, 4))])
 def test_equal_samples_warmup_and_lr_rule(base, rule, factors):
     for batch, factor in zip((8, 128), factors, strict=True):

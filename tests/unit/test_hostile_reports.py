@@ -151,3 +151,12 @@ def test_names_in_pictures_are_no_formulas(tmp_path):
     gns_plots.save(figure, tmp_path / "x.png")
     assert (tmp_path / "x.png").stat().st_size > 1000
     assert any("mathdefault" in label.get_text() for label in axes[0, 0].get_xticklabels())  # powers of ten stay
+
+
+def test_probabilities_of_a_logit_axis_are_formulas(tmp_path):
+    figure, axes = new_figure("loss over t")
+    axes[0, 0].plot([0.001, 0.5, 0.999], [1, 2, 3])
+    axes[0, 0].set_xscale("logit")
+    gns_plots.save(figure, tmp_path / "x.png")
+    formulas = [label for label in axes[0, 0].get_xticklabels() if "mathdefault" in label.get_text()]
+    assert len(formulas) > 2 and all(label.get_parse_math() for label in formulas)

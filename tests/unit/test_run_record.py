@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from torchtitan.runs.compare import page
 from torchtitan.runs.compare.lines import group_lines
-from torchtitan.runs.compare.tables import _steps
+from torchtitan.runs.compare.tables import COSTS, _steps, hardware_table
 from torchtitan.runs.record import (
     TRAINING_LOSS,
     RunGroup,
@@ -143,3 +144,16 @@ def test_a_run_given_twice_counts_once_and_equal_names_are_told_apart(tmp_path):
     with pytest.raises(RunRecordError) as caught:
         read_runs([tmp_path, first, tmp_path / "none"])
     assert len(str(caught.value).splitlines()) == 2
+
+
+def test_table_and_bars_show_the_same_costs(tmp_path, monkeypatch):
+    points = [{"step": n, **{tag: value * factor for value, tag in enumerate(COSTS, 1)}}
+              for n, factor in enumerate((9.0, 5.0, 3.0, 2.0), 1)]  # fmt: skip
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(point) + "\n" for point in points))
+    found = read_run(tmp_path)
+    shown = []
+    monkeypatch.setattr(page, "bar_chart", lambda bars, unit: shown.extend(bar.value for bar in bars))
+    page.compare_page([found])
+    _, [row] = hardware_table([page.Name("x", 0)], [found])
+    assert shown == [2.5, 5.0, 7.5, 10.0, 45.0, 54.0, 63.0]  # medians of 3 and 2; memory: the highest
+    assert list(map(float, row[4:10])) == [shown[0], shown[1], shown[3], *shown[4:]]

@@ -108,7 +108,7 @@ def test_base_is_relative_to_the_file_and_its_seed_counts(tmp_path):
     [
         ("[axes]", "[axes]\ntraining.local_batchsize = [1]", "did you mean --training.local_batch_size"),
         ("[4, 1, 2]", "[4, 0, 2]", "training.local_batch_size: must be at least 1"),
-        ('["bfloat16", "float32"]', '["bf16"]', "axes.dtype: must be of float32, bfloat16, float8"),
+        ('["bfloat16", "float32"]', '["bf16"]', "axes.dtype: must be one of float32, bfloat16, float8"),
         ('["bfloat16", "float32"]', "[]", "axes.dtype: must be a list of one or more values"),
         ("[4, 1, 2]", "[4, 1, 4]", "has a value twice"),
         ("[axes]", "[[exclude]]\nlayout = ['ddp', 'fsdp', 'hsdp']\n[axes]", "the grid is empty"),
@@ -261,7 +261,7 @@ def test_included_points_are_added_once_with_all_values_of_the_other_axes(tmp_pa
         ("[extended]\nac = ['none']\n", "extended.ac: is no axis"),
         ("[extended]\ndtype = ['float32']\n", "axes.dtype: has a value twice"),
         ("[extended]\ndtype = 'float8'\n", "extended.dtype: must be a list"),
-        ("[[include]]\nlayout = 'tp'\n", "axes.layout: must be of ddp, fsdp, hsdp, is 'tp'"),
+        ("[[include]]\nlayout = 'tp'\n", "axes.layout: must be one of ddp, fsdp, hsdp, is 'tp'"),
         ("[[include]]\nlayout = []\n", "include.layout: has no value"),
         ("[needs]\ngpu = 8\n", "needs.gpu: unknown key (known: gpus)"),
         ("[needs]\ngpus = -1\n", "needs.gpus: must be at least 0"),

@@ -21,6 +21,7 @@ from torchtitan.experiments.process import Stopped
 from torchtitan.experiments.record import SweepFolder
 from torchtitan.experiments.runner import plan_sweep, run_sweep
 from torchtitan.experiments.table import sweep_table
+from torchtitan_dit.commands import sweep as sweep_command
 
 SWEEP = """
 repeats = 2
@@ -257,8 +258,24 @@ def test_devices_are_handed_out_and_taken_back(sweep, tmp_path, monkeypatch):
     monkeypatch.setattr(cell_run, "run_processes", on_devices)
     run(sweep, tmp_path, jobs=2)
     assert len(seen) == 12 and set(seen) == {0, 1}
-    with pytest.raises(LauncherError, match="1 processes x 3 jobs need more than the 2 CUDA devices"):
+    with pytest.raises(LauncherError, match="1 process x 3 jobs need more than the 2 CUDA devices"):
         run(sweep, tmp_path, jobs=3)
+
+
+@pytest.mark.parametrize(
+    "statuses, code",
+    [(("ok", "oom", "refused"), 0), (("oom", "refused", "oom"), 1), (("ok", "ok", "failed"), 1), (("ok", "timeout", "ok"), 1),
+     (("killed", "ok", "ok"), 1), (("timeout", "timeout", "timeout"), 1)],
+)  # fmt: skip
+def test_the_exit_code_of_a_sweep(tmp_path, monkeypatch, capsys, statuses, code):
+    axes = "[axes]\noptimizer.lr = [1e-3, 1e-4, 1e-5]\n"
+    (tmp_path / "grid.toml").write_text("retries = 0\n" + SWEEP.partition("[axes]")[0] + axes)
+    left = iter(statuses)
+    monkeypatch.setattr(cell_run, "run_processes", lambda *_, **__: Outcome(next(left), "not done after 4 s", 1.0, 1))
+    options = ["--output", str(tmp_path / "out"), "--repeats", "1"]
+    assert sweep_command.main([str(tmp_path / "grid.toml"), *options]) == code
+    said = capsys.readouterr().out
+    assert said.count("not done after 4 s (timeout_s)\n") == statuses.count("timeout")
 
 
 def test_table_leaves_out_the_warm_up(tmp_path):

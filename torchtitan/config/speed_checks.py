@@ -100,10 +100,10 @@ def _context(checked: ConfigView) -> Iterator[Problem]:
         if tokens % degree:
             reasons.append(f"{degree} does not divide the {tokens} tokens of an image (set a divisor)")
         if model.num_heads % degree:
-            text = f"{degree} does not divide model.num_heads = {model.num_heads}, which attention has a share of each"
-            reasons.append(f"{text} (set a divisor)")
+            text = f"{degree} does not divide model.num_heads = {model.num_heads}"
+            reasons.append(f"{text}: attention divides its heads among the processes (set a divisor)")
     if checked.gns.enable:
-        text = "a process has the gradient of some tokens of an image, which is no sample's nor a rank's"
+        text = "a process has the gradient of some tokens of an image, so neither per-sample nor per-rank gradients exist"
         reasons.append(f"gns.enable: {text} (set it to 1, or gns.enable to false)")
     if checked.whole("objective").timesteps.learns or checked.whole("objective").heads_of_network():
         text = "the losses that objective.timesteps or objective.heads learn from would count once per process of a group"

@@ -67,13 +67,16 @@ class Layout:
         return self.mesh["shard"].get_group() if self.mesh is not None and self.sharded else None
 
     def describe(self) -> str:
-        """Describe the layout in words, such as `HSDP 2 x 2`."""
+        """Describe the layout in words, such as `HSDP 2 x 2`; the product of the numbers is that of the processes."""
         if self.world_size == 1:
             return "one process"
-        tokens = f", tokens of an image over {self.degree}" if self.degree > 1 else ""
-        if not self.sharded:
-            return f"DDP x {self.replicas}{tokens}"
-        return (f"FSDP x {self.shards}" if self.replicas == 1 else f"HSDP {self.replicas} x {self.shards}") + tokens
+        context = [f"context parallel x {self.degree}"] if self.degree > 1 else []
+        if self.sharded:
+            shards = self.shards // self.degree
+            data = [f"FSDP x {shards}" if self.replicas == 1 else f"HSDP {self.replicas} x {shards}"]
+        else:
+            data = [f"DDP x {self.data_ranks}"] if self.data_ranks > 1 else []
+        return ", ".join([*data, *context])
 
     def groups(self) -> list[dist.ProcessGroup]:
         """List the groups of some of the processes that have collectives in a step."""

@@ -53,4 +53,5 @@ def run_cell(
         arguments, processes=run.processes, timeout_s=settings.timeout_s, environment=run.environment, log=run.log,
         memory_limit_gib=settings.memory_limit_gib, devices=devices, retries=0, stop=stop, node=node, poll=poll,
     )  # fmt: skip
-    return replace(outcome, chosen=chosen)
+    named = " (timeout_s)" if outcome.status == "timeout" else ""
+    return replace(outcome, reason=outcome.reason + named, chosen=chosen)

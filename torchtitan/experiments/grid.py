@@ -15,6 +15,7 @@ from torchtitan.distributed.degrees import DEGREE_KEYS
 from torchtitan.experiments.folder import ExperimentError
 from torchtitan.experiments.process import RETRIES
 from torchtitan.files.regular import read_text
+from torchtitan.pictures.number_text import counted
 from torchtitan.settings import setting
 from torchtitan.settings.schema import nearest, quoted, validate_section
 from torchtitan.settings.sections import flattened
@@ -305,7 +306,7 @@ def _check_axes(sweep: Sweep) -> None:
             raise _error(path, f"axes.{axis}: is in [fixed] too (remove one)")
         for value in _values_of(sweep.table, axis):
             if axis in _NAMED and value not in _NAMED[axis]:
-                raise _error(path, f"axes.{axis}: must be of {', '.join(_NAMED[axis])}, is {quoted(value)}")
+                raise _error(path, f"axes.{axis}: must be one of {', '.join(_NAMED[axis])}, is {quoted(value)}")
             if axis in _COUNTS and (type(value) is not int or not 1 <= value <= 65536):
                 raise _error(path, f"axes.{axis}: must be whole numbers from 1 to 65536, is {quoted(value)}")
         if axis in _COUNTS and axis in sweep.table:
@@ -335,7 +336,8 @@ def _cell(sweep: Sweep, point: dict[str, Any], context: Any) -> Cell:
     if nodes > 1 and sweep.settings.autotune:
         raise _error(sweep.path, "nodes: a batch size is searched on one machine (set nodes to 1, or autotune to false)")
     if processes % nodes:
-        raise _error(sweep.path, f"nodes: {processes} processes cannot be spread over {nodes} nodes (change either)")
+        text = f"{counted(processes, 'process', 'es')} cannot be spread over {nodes} nodes"
+        raise _error(sweep.path, f"nodes: {text} (change either)")
     return Cell(point_name(sweep, point), point, values, processes, nodes)
 
 

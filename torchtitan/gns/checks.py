@@ -9,6 +9,7 @@ from torch import Tensor
 from torchtitan.diffusion.objective import Objective
 from torchtitan.diffusion.timesteps.sampler import TimestepSampler
 from torchtitan.gns.config import GNSConfig, inner_edges
+from torchtitan.pictures.number_text import counted
 
 # Fewer samples of a bin in a step hold hardly a pair, and only pairs say anything of the mean gradient.
 _LEAST_PER_BIN = 2
@@ -70,8 +71,8 @@ def gns_problems(
         yield key, f"no training timestep falls into bin {empty[0]} of {len(counts)} (use fewer or wider bins)"
     if config.single_pass and global_batch_size < _LEAST_PER_BIN * len(counts):
         yield ("bin_edges" if config.bin_edges else "num_bins"), (
-            f"{_counted(len(counts), 'bin')} {'share' if len(counts) > 1 else 'shares'}"
-            f" {_counted(global_batch_size, 'image')} per step: a bin needs {_LEAST_PER_BIN} or"
+            f"{counted(len(counts), 'bin')} {'share' if len(counts) > 1 else 'shares'}"
+            f" {counted(global_batch_size, 'image')} per step: a bin needs {_LEAST_PER_BIN} or"
             f" more, for only pairs tell signal from noise ({_enough(global_batch_size)})"
         )
 
@@ -96,15 +97,11 @@ def few_pairs(config: GNSConfig, local_batch_size: int, masses: Tensor) -> str |
     )
 
 
-def _counted(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
-
-
 def _enough(global_batch_size: int) -> str:
     bins = global_batch_size // _LEAST_PER_BIN
     if not bins:
         return f"raise training.global_batch_size to {_LEAST_PER_BIN} or more"
-    return f"use {_counted(bins, 'bin')}{' or fewer' if bins > 1 else ''}"
+    return f"use {counted(bins, 'bin')}{' or fewer' if bins > 1 else ''}"
 
 
 def _rank_problems(

@@ -171,7 +171,7 @@ def _draw_agreement(axes, figure, levels: Sequence[BinEstimates], bounds: list[f
             if math.isfinite(value):
                 colour = "white" if abs(value) > 0.6 else "black"
                 axes.text(column, row, f"{value:.1f}", ha="center", va="center", fontsize=10, color=colour)
-    axes.set(xlabel="bin from t", ylabel="bin from t")
+    axes.set(xlabel="lower edge of the bin, t", ylabel="lower edge of the bin, t")
 
 
 def _series(points: Sequence[dict], geometry: str, k: int) -> tuple[list[float], ...]:

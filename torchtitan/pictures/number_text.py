@@ -22,3 +22,8 @@ def significant(value: float, digits: int = 4) -> str:
     if size >= 15 or size < -4:
         return short(float(f"{value:.{digits}g}"))
     return f"{round(value, digits - 1 - size):,.{max(0, digits - 1 - size)}f}"
+
+
+def counted(count: int, noun: str, plural: str = "s") -> str:
+    """Format a count of things: `1 run`, `2 runs`, with thousands separated; `plural` is the noun's ending."""
+    return f"{count:,} {noun}{'' if count == 1 else plural}"

@@ -16,11 +16,12 @@ from PIL import Image
 
 from torchtitan.files.durable import replacing
 from torchtitan.pictures.colours import COLOURS, LINE, SOFT
-from torchtitan.pictures.figure_text import show_text_as_it_is
+from torchtitan.pictures.figure_text import fit_to_width, show_text_as_it_is
 from torchtitan.statistics.interval import Interval
 
 MARKERS = ("o", "s", "^", "D", "v", "P", "*")
 SCREEN_DPI, PRINT_DPI = 110, 200  # of pictures to look at, and of those that go into papers
+_EMBEDDED_DPI = 80  # of those within logs
 _DASHES: tuple[Literal["-"], Literal["--"], Literal[":"], Literal["-."]] = ("-", "--", ":", "-.")
 STYLE: dict[Any, Any] = {
     "figure.titlesize": 12, "axes.labelsize": 9, "xtick.labelsize": 8, "ytick.labelsize": 8,
@@ -42,7 +43,7 @@ def new_figure(
 
 def save(figure: Figure, path: Path, dpi: int = SCREEN_DPI) -> Path:
     """Write a PNG; its folder is there."""
-    show_text_as_it_is(figure)
+    _prepare(figure, dpi)
     with replacing(path) as unfinished:
         figure.savefig(unfinished, format="png", dpi=dpi)
     return path
@@ -50,10 +51,15 @@ def save(figure: Figure, path: Path, dpi: int = SCREEN_DPI) -> Path:
 
 def as_image(figure: Figure) -> Image.Image:
     """Render the figure as an RGB picture."""
-    show_text_as_it_is(figure)
+    _prepare(figure, _EMBEDDED_DPI)
     content = io.BytesIO()
-    figure.savefig(content, format="png", dpi=80)
+    figure.savefig(content, format="png", dpi=_EMBEDDED_DPI)
     return Image.open(content).convert("RGB")
+
+
+def _prepare(figure: Figure, dpi: int) -> None:
+    show_text_as_it_is(figure)
+    fit_to_width(figure, dpi)
 
 
 def colour(number: int) -> str:
@@ -144,19 +150,18 @@ def spread(places: Sequence[float], gap: float, low: float = 0.0, high: float = 
 
 
 def label_lines(panel: Panel, ends: Sequence[tuple[float, float, str, str]], inches: float, size: float = 7.5) -> None:
-    """Label lines at the right of a panel, with a thin leader from the end of each.
+    """Label lines at the right of a panel, with a thin leader from the edge at the height of each line's end.
 
     Args:
-        ends: (x, y, text, colour) of each line's last point; the panel's limits are final.
+        ends: (x, y, text, colour) of each line's last point; empty texts are left out; the panel's limits are final.
         inches: about the panel's height, to keep labels apart.
     """
-    if not ends:
-        return
+    ends = [end for end in ends if end[2]]
     wanted = [panel.transAxes.inverted().transform(panel.transData.transform((x, y)))[1] for x, y, _, _ in ends]
     places = spread(wanted, gap=1.25 * size / 72 / inches)
-    for (x, y, text, color), place in zip(ends, places, strict=True):
+    for (_, y, text, color), place in zip(ends, places, strict=True):
         panel.annotate(
-            text, (x, y), xycoords="data", xytext=(1.03, place), textcoords="axes fraction", fontsize=size, color=color,
-            va="center", annotation_clip=False,
+            text, (1, y), xycoords=panel.get_yaxis_transform(), xytext=(1.03, place), textcoords="axes fraction",
+            fontsize=size, color=color, va="center", annotation_clip=False,
             arrowprops={"arrowstyle": "-", "color": color, "linewidth": 0.6, "alpha": 0.6, "shrinkA": 0, "shrinkB": 3},
         )

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from torchtitan.conditions import Embeddings, Texts
+from torchtitan.conditions import POOLED, TEXT, Embeddings, Texts
 from torchtitan.data import DATASETS
 from torchtitan.distributed.mesh import compute_device
 from torchtitan.errors import LatentStoreError
@@ -15,6 +15,7 @@ from torchtitan.runs.trained_model import TrainedModel, WeightsError
 from torchtitan.texts import TextEncoderError, reopen_encoders
 from torchtitan.texts.opening import OPTIONS
 
+_ENCODERS = {TEXT: "the text encoder", POOLED: "the pooled text encoder"}
 MOST_LETTERS = 4000  # of a prompt: more than any encoder reads
 
 
@@ -24,8 +25,8 @@ def add_prompt_options(parser: argparse._ActionsContainer) -> None:
     add("--prompt", nargs="+", metavar="TEXT", help="texts to draw, for models of captions: one row of the grid each, or "
         "those of a set, by turns (default: the run's prompts)")
     for entry, option in OPTIONS.items():
-        add(option, default="", metavar="ENCODER", help=f"where the encoder of {entry} is that the run's captions were "
-            "encoded with: folder or hub name; needed for texts that are no captions of the run's data")
+        add(option, default="", metavar="ENCODER", help=f"folder or hub name of {_ENCODERS[entry]} of the run's captions; "
+            "needed for texts that are no captions of the run's data")
 
 
 def places(arguments: argparse.Namespace) -> dict[str, str]:

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from torchtitan.data.base import Batch, DataConfig, Dataset, DatasetError, DatasetInfo, Draws, UnreadableImage
 from torchtitan.errors import unwrapped
+from torchtitan.pictures.number_text import counted
 from torchtitan.processes.launch import launch_number
 from torchtitan.training.buckets import bucket_range, check_buckets, held_out_parts, shape_of, small_buckets
 from torchtitan.training.loader_processes import LoaderProcesses, shared_memory_shortage
@@ -247,7 +248,7 @@ def microbatches_per_step(global_batch_size: int, local_batch_size: int, world_s
     if rest or count < 1:
         raise ValueError(
             f"training.global_batch_size: {global_batch_size} is not a multiple of "
-            f"{world_size} ranks x {local_batch_size} images"
+            f"{counted(world_size, 'rank')} x {local_batch_size} images"
         )
     return count
 

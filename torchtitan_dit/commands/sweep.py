@@ -20,7 +20,10 @@ from torchtitan.experiments.launchers.choice import add_launcher_options, launch
 from torchtitan.experiments.record import SweepFolder
 from torchtitan.experiments.runner import SweepPlan, plan_sweep, run_sweep
 from torchtitan.experiments.table import sweep_table
+from torchtitan.pictures.number_text import counted
 from torchtitan.processes.command_line import OneLineParser, interrupt_by_signals, run_program
+
+_UNSUCCESSFUL = ("failed", "timeout", "killed")  # nothing is known of the cell; oom, refused and skipped are results
 
 
 def main(words: list[str] | None = None) -> int:
@@ -54,8 +57,8 @@ def main(words: list[str] | None = None) -> int:
     rows = [plan.rows[task.key] for task in plan.tasks]
     print(sweep_table(rows, folder.path, sweep.settings.warmup_steps))
     counts = Counter(row["status"] for row in rows)
-    print(f"{folder.path}: {len(rows)} runs: {', '.join(f'{count} {status}' for status, count in counts.items())}")
-    return 0
+    print(f"{folder.path}: {counted(len(rows), 'run')}: {', '.join(f'{count} {status}' for status, count in counts.items())}")
+    return 0 if counts["ok"] and not any(counts[status] for status in _UNSUCCESSFUL) else 1
 
 
 def show(plan: SweepPlan) -> None:
@@ -65,8 +68,8 @@ def show(plan: SweepPlan) -> None:
         state = plan.rows[task.key]["status"] if task.key not in missing else "to run"
         if task.cell.id in plan.refused and state == "to run":
             state = f"refused ({plan.refused[task.cell.id]})"
-        print(f"{run_name(task.cell, task.repeat)}  {task.cell.processes} processes  {state}")
-    print(f"{len(plan.tasks)} runs, {len(missing)} to run")
+        print(f"{run_name(task.cell, task.repeat)}  {counted(task.cell.processes, 'process', 'es')}  {state}")
+    print(f"{counted(len(plan.tasks), 'run')}, {len(missing)} to run")
 
 
 def parse_arguments(words: list[str] | None) -> argparse.Namespace:

@@ -58,7 +58,7 @@ def read_arms(given: list[list[str]]) -> dict[str, dict[str, str]]:
             if not equals:
                 raise StudyError(f"--arm {name}: {pair!r} is no KEY=VALUE")
             if key in _SHARED:
-                raise StudyError(f"--arm {name}: {key} is the same for all arms (set it for all with --set or --samples)")
+                raise StudyError(f"--arm {name}: {key} cannot differ between arms: give it with --set or --samples")
             arms[name][key] = value
     if len(arms) < 2:
         raise StudyError("--arm: give 2 arms at least")

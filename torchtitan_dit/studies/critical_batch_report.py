@@ -14,6 +14,7 @@ from torchtitan.experiments.cells import Row
 from torchtitan.gns.capture import GEOMETRIES
 from torchtitan.pictures.colours import COLOURS
 from torchtitan.pictures.markdown import inline, markdown_table
+from torchtitan.pictures.number_text import counted
 from torchtitan.pictures.style import legend_outside, new_figure, note, ordered_colours
 from torchtitan.statistics.interval import Interval
 from torchtitan.training.metric_points import iter_points
@@ -310,9 +311,8 @@ def _method(asked: Measurement) -> str:
         "## How\n\n"
         f"Branches from checkpoint {asked.checkpoint.name} (batch {asked.config.training.global_batch_size}) with its "
         f"weights and optimizer state; learning rate {options.lr:.3g} at factor 1, rule {options.lr_rule}, "
-        f"{options.schedule} over the branch, no warm-up; {options.nproc} "
-        f"process{'es' if options.nproc > 1 else ''}, the run's microbatch, accumulation for the rest. "
-        "A branch's seed draws the order of images, timesteps and noise, none of them the "
+        f"{options.schedule} over the branch, no warm-up; {counted(options.nproc, 'process', 'es')}, the run's microbatch, "
+        "accumulation for the rest. A branch's seed draws the order of images, timesteps and noise, none of them the "
         "run's own; the same seed reads the same samples at every batch size. Losses are on the same held-out (image, "
         f"timestep, noise) triples, {options.held_out} or a few more, so the intervals are of training, not of the choice of "
         "held-out images. Averaged weights: a power-function average of relative width 0.1, of the branch alone.\n\n"

@@ -11,6 +11,7 @@ from torchtitan.distributed.config import ParallelismConfig
 from torchtitan.distributed.degrees import DEGREE_KEYS
 from torchtitan.experiments.folder import StudyError
 from torchtitan.gns.config import GNSConfig
+from torchtitan.pictures.number_text import counted
 from torchtitan.settings.sizes import largest_divisor
 from torchtitan.training.config import EMAConfig, EMATrackConfig
 
@@ -205,7 +206,9 @@ def _share(batch_size: int, layout: ParallelismConfig, factor: float) -> int:
 
 def _ranks_text(layout: ParallelismConfig) -> str:
     context = layout.context_parallel_degree
-    return f"{layout.data_ranks} processes" if context == 1 else f"{layout.data_ranks} groups of {context} processes"
+    if context == 1:
+        return counted(layout.data_ranks, "process", "es")
+    return f"{counted(layout.data_ranks, 'group')} of {context} processes"
 
 
 def _in_images(track: EMATrackConfig, images_per_step: int) -> EMATrackConfig:

@@ -26,6 +26,7 @@ from torchtitan.experiments.folder import STUDY_MARKS, ResultsFolder, StudyError
 from torchtitan.experiments.record import ResultTable
 from torchtitan.files.durable import make_folder, replace_file
 from torchtitan.pictures.markdown import inline, markdown_table
+from torchtitan.pictures.number_text import counted
 from torchtitan.runs.trained_model import TrainedModel, load_run, read_config
 
 
@@ -37,7 +38,7 @@ class StudyRun:
         folder: the run's folder.
         config: its configuration.
         steps: checkpoints to look at, rising.
-        track: EMA track, "none" for the trained (live) weights, "both" for these and every track.
+        track: EMA track, "none" for the trained weights, "both" for these and every track.
         options: the study's own.
         device: where models are put.
         kept: a study's objects kept between cells, by name.
@@ -63,8 +64,8 @@ class StudyRun:
     def weights(self) -> str:
         """Measured weights, in words for tables and pictures."""
         if self.track == "both":
-            return " and ".join(["live weights", *(f"EMA weights ({track})" for track in self.tracks[1:])])
-        return "live weights" if self.track == "none" else f"EMA weights ({self.track})"
+            return " and ".join(["trained weights", *(f"EMA weights ({track})" for track in self.tracks[1:])])
+        return "trained weights" if self.track == "none" else f"EMA weights ({self.track})"
 
     @property
     def results(self) -> Path:
@@ -138,10 +139,10 @@ def add_run_options(parser: argparse.ArgumentParser, several_weights: bool = Fal
     add = parser.add_argument
     add("run", metavar="RUN_FOLDER", type=Path, help="a run's folder, as outputs/digits")
     if several_weights:
-        add("--weights", default="both", metavar="none|TRACK|both", help="none: the trained (live) weights; "
+        add("--weights", default="both", metavar="none|TRACK|both", help="none: the trained weights; "
             "TRACK: an EMA track; both: these and every track (default: both)")
     else:
-        add("--weights", default="none", metavar="none|TRACK", help="none: the trained (live) weights; else an EMA "
+        add("--weights", default="none", metavar="none|TRACK", help="none: the trained weights; else an EMA "
             "track (default: none)")
     add("--steps", type=int, nargs="+", metavar="STEP", help="checkpoints to look at (default: all)")
     add("--retry-failed", action="store_true", help="measure again the cells whose row says failed")
@@ -261,7 +262,7 @@ def run_seconds(row: Row) -> float:
 def _header(name: str, run: StudyRun, rows: list[Row]) -> str:
     failed = sum(row["status"] != "ok" for row in rows)
     return (
-        f"# {name}\n\n{run.description} {len(rows)} cells, {failed} of them without an answer; every cell is a row of "
+        f"# {name}\n\n{run.description} {counted(len(rows), 'cell')}, {failed} failed; every cell is a row of "
         "results.csv.\n\n"
     )
 
@@ -273,4 +274,4 @@ def _failures(rows: list[Row], key: Sequence[str]) -> str:
         return ""
     names = [name for name in key if len({row[name] for row in rows}) > 1] or list(key[:1])
     described = ([*(row[name] for name in names), row["reason"]] for row in failed)
-    return "## Cells without an answer\n\n" + markdown_table([*names, "reason"], described)
+    return "## Failed cells\n\n" + markdown_table([*names, "reason"], described)

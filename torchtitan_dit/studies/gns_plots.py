@@ -12,6 +12,7 @@ from matplotlib.transforms import ScaledTranslation
 
 from torchtitan.experiments.cells import Row
 from torchtitan.pictures import style
+from torchtitan.pictures.number_text import counted
 from torchtitan_dit.studies.frame import number
 from torchtitan_dit.studies.gns_cells import bin_label, good, is_unbounded
 
@@ -131,5 +132,5 @@ def caption(rows: Sequence[Row]) -> str:
         parts.append(ARROW)
     failed = sum(row["status"] != "ok" for row in rows)
     if failed:
-        parts.append(f"{failed} of {len(rows)} cells without an answer are missing")
+        parts.append(f"{failed} of {counted(len(rows), 'cell')} failed and are missing")
     return "; ".join(parts)

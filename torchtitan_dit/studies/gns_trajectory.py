@@ -46,7 +46,7 @@ def against_trajectory(run: StudyRun, rows: list[Row], path: Path) -> str:
         axis.set_xlim(-0.5, len(offline) - 0.5)  # arrows alone would not widen it
         axis.set_title(f"step {step}", fontsize=10)
         axis.set_xticks(range(len(offline)), [f"{float(row['t_min']):.2f}" for row in offline], rotation=60)
-        axis.set_xlabel(f"bin from {bin_label(offline[0]).split()[0]}")
+        axis.set_xlabel(f"lower edge of the bin, {bin_label(offline[0]).split()[0]}")
     online_rows = [online for estimates in logged.values() for online in estimates]
     gns_plots.set_scale(axes[0, 0], [*rows, *online_rows], "log")
     axes[0, 0].set_ylabel(gns_plots.NOISE_SCALE)

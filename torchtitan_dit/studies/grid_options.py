@@ -1,6 +1,8 @@
 """Options of studies that train a grid of runs, and the base configuration of all their runs."""
 
 import argparse
+import math
+import sys
 from pathlib import Path
 
 from torchtitan.config.job import JobConfig, load_config
@@ -28,7 +30,7 @@ def add_grid_options(parser: argparse.ArgumentParser, name: str, *, seeds: int, 
     add_training_options(parser, name, seeds=seeds, positional=positional)
     add = parser.add_argument
     add("--samples", type=at_least(1), required=positional, metavar="N", help="images that every run sees; the "
-        "nearest number that is whole steps of every batch size is taken")
+        "nearest multiple of --checkpoints x the batch size (of several: their least common multiple) is taken")
     add("--checkpoints", type=at_least(1), default=checkpoints if positional else None, metavar="N", help="of every "
         f"run, equally spaced (default: {checkpoints})")
     add("--weights", metavar="none|TRACK",
@@ -132,8 +134,13 @@ def results_folder(base: JobConfig) -> Path:
 
 
 def equal_samples(arguments: argparse.Namespace, batches: list[int]) -> int:
-    """Number of samples of every run. Raises StudyError."""
-    return whole_samples(arguments.samples, batches, arguments.checkpoints)
+    """Number of samples of every run; prints it where it is not --samples. Raises StudyError."""
+    wanted, checkpoints = arguments.samples, arguments.checkpoints
+    samples = whole_samples(wanted, batches, checkpoints)
+    if samples != wanted:
+        each = f"{checkpoints} checkpoint{'s' if checkpoints > 1 else ''} x {math.lcm(*batches)}"
+        print(f"--samples: {wanted} -> {samples} samples (a multiple of {each})", file=sys.stderr)
+    return samples
 
 
 batch_list.__name__ = "batch sizes"

@@ -21,6 +21,7 @@ from torchtitan.experiments.record import ResultTable
 from torchtitan.experiments.training import TrainingFailed
 from torchtitan.files.durable import make_folder, replace_file
 from torchtitan.files.regular import read_regular
+from torchtitan.pictures.number_text import counted
 from torchtitan.settings.schema import quoted
 from torchtitan.settings.sizes import largest_divisor
 from torchtitan.training.metric_points import iter_points
@@ -120,7 +121,7 @@ def _check(arguments: argparse.Namespace, base: JobConfig) -> None:
     if 1.0 not in arguments.factors or len(arguments.factors) < 3:
         raise StudyError("--factors: give 3 at least, 1 among them")
     if wrong := [batch for batch in arguments.batches if batch % arguments.processes]:
-        raise StudyError(f"--batches: {wrong[0]} images cannot be divided among {arguments.processes} processes")
+        raise StudyError(f"--batches: {wrong[0]} images cannot be divided among {counted(arguments.processes, 'process', 'es')}")
     if base.optimizer.name != "AdamW":
         raise StudyError(f"{config}: optimizer.name: {base.optimizer.name} has no Adam geometry to compare with (AdamW only)")
 

@@ -15,6 +15,7 @@ from matplotlib.ticker import FixedLocator, LogLocator, NullFormatter, NullLocat
 
 from torchtitan.pictures.colours import COLOURS
 from torchtitan.pictures.markdown import markdown_table
+from torchtitan.pictures.number_text import counted
 from torchtitan.pictures.style import error_bar, legend_outside, new_figure, note, ordered_colours, save
 from torchtitan.statistics.interval import Interval, mean_interval
 from torchtitan_dit.studies.records import write_report
@@ -73,9 +74,10 @@ def _described(record: StudyRecord) -> str:
     commits = ", ".join(dict.fromkeys(row["commit"] for row in ended))
     factors, batches = ", ".join(f"{factor:g}" for factor in settings["factors"]), ", ".join(map(str, settings["batches"]))
     text = (
-        f"{settings['flavor']}, batch sizes {batches}, {settings['seeds']} seeds; learning rates {factors} x {settings['lr']:g}, "
-        f"by the rule {settings['rule']} from batch {settings['batch']}. {len(rows)} runs, {record.missing} of the planned ones "
-        f"missing. {machines}; commit {commits}.\n\n"
+        f"{settings['flavor']}, batch sizes {batches}, {counted(settings['seeds'], 'seed')}; "
+        f"learning rates {factors} x {settings['lr']:g}, "
+        f"by the rule {settings['rule']} from batch {settings['batch']}. {counted(len(rows), 'run')}, "
+        f"{record.missing} of the planned ones missing. {machines}; commit {commits}.\n\n"
     )
     if failed := [row for row in rows if row["status"] not in ("ok", "diverged")]:
         text += markdown_table(["run", "no answer"], ([row["run"], row["reason"]] for row in failed))

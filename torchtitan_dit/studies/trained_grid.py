@@ -33,6 +33,7 @@ from torchtitan.experiments.outcome import Outcome
 from torchtitan.experiments.process import RETRIES, Node, repeat_killed
 from torchtitan.experiments.training import TrainingFailed
 from torchtitan.files.run_lock import Busy
+from torchtitan.pictures.number_text import counted
 from torchtitan.runs.trained_model import TrainedModel, load_run
 from torchtitan.training.batch_ramp import largest_growth
 from torchtitan_dit.studies import grid_options
@@ -303,7 +304,7 @@ def train_and_measure(
     except DatasetError as error:
         raise StudyError(f"--images: {error}") from error
     trained.failures = train_grid(grid, options.retry_failed)
-    trained.description = f"{len(runs)} runs of {base.model.flavor} on {base.data.name}, {base.objective.path}: {what}"
+    trained.description = f"{counted(len(runs), 'run')} of {base.model.flavor} on {base.data.name}, {base.objective.path}: {what}"
     return _measure(name, study, trained)
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from torchtitan.experiments.launchers import JOBS, LAUNCHERS
 from torchtitan.experiments.launchers.job import Launcher, LauncherError
+from torchtitan.pictures.number_text import counted
 from torchtitan.processes.command_line import OneLineParser
 
 # Time that a job asks a scheduler for where nothing else bounds it; its work resumes after that.
@@ -104,7 +105,7 @@ def without_launcher_options(words: list[str]) -> list[str]:
 def check_spread(processes: int, launching: Launching) -> None:
     """Check that the processes of a job can be spread over its nodes. Raises LauncherError."""
     if processes % launching.nodes:
-        text = f"{processes} processes cannot be spread over {launching.nodes} machines"
+        text = f"{counted(processes, 'process', 'es')} cannot be spread over {launching.nodes} machines"
         raise LauncherError(f"--machines: {text} (change --machines or --processes)")
 
 

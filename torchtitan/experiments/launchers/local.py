@@ -9,6 +9,7 @@ import torch
 from torchtitan.experiments.launchers.job import Job, LauncherError, nothing
 from torchtitan.experiments.outcome import Outcome
 from torchtitan.experiments.process import Stopped
+from torchtitan.pictures.number_text import counted
 
 
 class LocalLauncher:
@@ -32,7 +33,8 @@ class LocalLauncher:
             )
         if self._devices is not None and most * self._jobs > there:
             advice = f"lower --jobs to {there // most}" if there >= most else "lower processes"
-            raise LauncherError(f"{most} processes x {self._jobs} jobs need more than the {there} CUDA devices ({advice})")
+            needed_processes = f"{counted(most, 'process', 'es')} x {counted(self._jobs, 'job')}"
+            raise LauncherError(f"{needed_processes} need more than the {there} CUDA devices ({advice})")
 
     def run(self, job: Job, stop: threading.Event, poll: Callable[[], None] = nothing) -> Outcome:
         devices = self._acquire(job.processes, stop)

@@ -1,5 +1,6 @@
 """Pictures over the batch size: MFU, images/s and memory of every arm, and the end of each arm."""
 
+import itertools
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,6 +26,8 @@ EXPLANATION = (
     "none: never run, though another arm was)."
 )
 _PANEL = (3.2, 2.3)  # inches
+_SLUG_LENGTH = 120
+_HEADROOM = 1.08  # of the vertical axis over the highest value, for its mark
 
 
 def draw_over_batch(cells: Sequence[Cell], folder: Path) -> list[tuple[str, Path]]:
@@ -46,13 +49,15 @@ def draw_over_batch(cells: Sequence[Cell], folder: Path) -> list[tuple[str, Path
     for cell in cells:
         if cell.axes["local_batch"]:
             figures.setdefault(tuple(cell.axes.get(name) for name in outside), []).append(cell)
+    taken: set[str] = set()
+    endings = {key: f"_{_slug(label(members[0].axes, outside), taken)}" if outside else "" for key, members in figures.items()}
     for metric in OVER_BATCH:
-        for members in figures.values():
+        for key, members in figures.items():
             several = len({cell.axes["local_batch"] for cell in members}) > 1
             if not several or not any(metric.name in cell.measures for cell in members):
                 continue
             where = label(members[0].axes, dict.fromkeys(("model", *outside)))
-            name = f"{metric.name}_over_batch" + (f"_{_slug(label(members[0].axes, outside))}" if outside else "")
+            name = f"{metric.name}_over_batch{endings[key]}"
             title = f"{metric.title.split(',')[0]} over batch size: {where}"
             drawn.append((title, _draw(members, metric, title, rows, columns, lines, folder / f"{name}.png")))
     return drawn
@@ -155,9 +160,16 @@ def _batch_axis(panels: list[Panel], batches: list[int]) -> None:
         panel.xaxis.set_major_locator(FixedLocator(batches))
         panel.xaxis.set_minor_locator(NullLocator())
         panel.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
-        panel.set_ylim(bottom=0)
+        _, high = panel.get_ylim()
+        panel.set_ylim(0, max(high, _HEADROOM * panel.dataLim.ymax))  # shared among panels: it can only grow
     panels[-1].set_xlabel("batch per process")
 
 
-def _slug(text: str) -> str:
-    return re.sub(r"[^A-Za-z0-9.=-]+", "-", text).strip("-")[:80]
+def _slug(text: str, taken: set[str]) -> str:
+    """Make a file name's part of a text, cut between words, and numbered where the cut has made it one of `taken`."""
+    words = re.sub(r"[^A-Za-z0-9.=-]+", "-", text).strip("-")
+    if len(words) > _SLUG_LENGTH:
+        words = words[:_SLUG_LENGTH].rpartition("-")[0] or words[:_SLUG_LENGTH]
+    found = next(name for number in itertools.count(1) if (name := words if number == 1 else f"{words}-{number}") not in taken)
+    taken.add(found)
+    return found

@@ -8,6 +8,7 @@ from matplotlib.axes import Axes as Panel
 from matplotlib.ticker import FixedLocator, NullLocator
 
 from torchtitan.pictures.colours import COLOURS, SOFT
+from torchtitan.pictures.number_text import counted
 from torchtitan.pictures.style import PRINT_DPI, new_figure, save
 from torchtitan.runs.analysis.axes import label, varying
 from torchtitan.runs.analysis.cells import Cell
@@ -26,7 +27,7 @@ def draw_effects(effects: Sequence[Effect], path: Path) -> Path:
     """Draw a row per switch and pairing, a panel per metric: mean change with its interval, single pairs faint behind.
     """
     rows = [
-        (f"{change_label(one.switch, one.before, one.after)}\n{one.at}, {_count(len(one.pairs), 'pair')}",
+        (f"{change_label(one.switch, one.before, one.after)}\n{one.at}, {counted(len(one.pairs), 'pair')}",
          COLOURS[0] if one.at == "equal batch" else COLOURS[1], one.ratios)
         for one in effects
     ]
@@ -39,7 +40,7 @@ def draw_interactions(found: Sequence[Interaction], path: Path) -> Path:
     """Draw a row per pair of changes: the change of the first one's effect by the second."""
     rows = [
         (f"{change_label(*one.first)}\nunder {change_label(*one.second)}, "
-         f"{_count(max(ratio.count for ratio in one.ratios.values()), 'four')}", COLOURS[0], one.ratios)
+         f"{counted(max(ratio.count for ratio in one.ratios.values()), 'four')}", COLOURS[0], one.ratios)
         for one in found
     ]
     names = [(metric.name, metric.title.split(",")[0]) for metric in (IMAGES, MEMORY)
@@ -150,7 +151,3 @@ def _ratio_axis(panel: Panel, ratios: list[Ratio]) -> None:
     panel.xaxis.set_minor_locator(NullLocator())
     panel.xaxis.set_major_formatter(lambda value, _: "0" if value == 1 else f"{100 * (value - 1):+.0f} %")
     panel.axvline(1, color=SOFT, linewidth=0.9)
-
-
-def _count(n: int, word: str) -> str:
-    return f"{n} {word}" + ("" if n == 1 else "s")

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from torchtitan.pictures.markdown import bullet, inline, markdown_table
-from torchtitan.pictures.number_text import significant
+from torchtitan.pictures.number_text import counted, significant
 from torchtitan.runs.analysis.axes import BATCH, DATA, label, value_label, varying
 from torchtitan.runs.analysis.cells import Cell, arms, best_cell, missing_arms, missing_batches, what_limits
 from torchtitan.runs.analysis.collect import Run
@@ -71,7 +71,8 @@ def headlines(results: Results) -> list[str]:
     told = ", ".join(f"{n} {status}" for status, n in sorted(counts.items(), key=lambda item: (item[0] != "ok", item)))
     singles = sum(cell.single for cell in results.cells)
     measured = sum(cell.ok for cell in results.cells)
-    lines = [f"{len(results.runs)} runs ({told}) in {len(results.cells)} cells, {measured} of them measured."]
+    runs, cells = counted(len(results.runs), "run"), counted(len(results.cells), "cell")
+    lines = [f"{runs} ({told}) in {cells}, {measured} of them measured."]
     kinds = Counter(cell.axes[DATA] for cell in results.cells if cell.axes.get(DATA))
     if len(kinds) > 1:
         names = ", ".join(f"{shortened(name, 40)}: {count}" for name, count in kinds.most_common(MOST_LISTED))
@@ -80,7 +81,7 @@ def headlines(results: Results) -> list[str]:
         lines.append(f"Measured cells with a single ok repeat: {singles}.")
     if absent := len(missing_arms(results.cells)):
         lines.append(f"{absent} {'arm' if absent == 1 else 'arms'} of the grid never ran.")
-    lines += [_best_line(cells) for cells in _by_model(results.cells).values() if any(cell.ok for cell in cells)]
+    lines += [_best_line(of_model) for of_model in _by_model(results.cells).values() if any(cell.ok for cell in of_model)]
     on_effects = zip(results.effects, verdicts(results.effects), strict=True)
     lines += [_effect_line(effect, verdict) for effect, verdict in on_effects if verdict]
     lines += _interaction_lines(results.interactions)
@@ -123,13 +124,14 @@ def markdown(results: Results, pictures: Iterable[tuple[str, str]]) -> str:
     """Markdown text of analysis.md; pictures are (title, file name)."""
     parts = ["# Analysis\n", "## Findings\n", *map(bullet, headlines(results)), ""]
     if cautious := cautions(results):
-        parts += ["## To be known\n", *map(bullet, cautious), ""]
+        parts += ["## Notes\n", *map(bullet, cautious), ""]
     parts += [HOW_MEASURED, "", HOW_PAIRED, "", HOW_TESTED, ""]
     for table in tables(results):
         parts += [f"## {table.heading}\n", *([inline(table.note), ""] if table.note else [])]
         parts.append(markdown_table(table.columns, table.rows).removesuffix("\n"))
-    parts += ["## Pictures\n"]
-    parts += [f"![{inline(title)}]({name})\n" for title, name in pictures]
+    drawn = list(pictures)
+    parts += ["## Pictures\n"] if drawn else []
+    parts += [f"![{inline(title)}]({name})\n" for title, name in drawn]
     return "\n".join(parts).rstrip() + "\n"
 
 
@@ -259,7 +261,7 @@ def _effect_table(effects: Sequence[Effect]) -> Table:
         rows.append((change, effect.at, str(len(effect.pairs)), *texts, outcome, alone))
     columns = (
         "switch", "paired at", "pairs", "images/s", "MFU", "memory", "difference in images/s",
-        "cells without partner, by its status",
+        "unpaired cells, by the partner's status",
     )  # fmt: skip
     return Table("Effect of each switch", HOW_PAIRED, columns, tuple(rows))
 

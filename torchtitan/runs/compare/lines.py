@@ -69,5 +69,7 @@ def reach(values: Sequence[float], lines: Sequence[Line], log: bool) -> list[flo
     return [max(min(ends), least), min(max(ends), most)]
 
 
-def after_warm_up(series: Series) -> tuple[float, ...]:
-    return series.values[1:] if len(series) > 1 else series.values
+def cost(run: RunRecord, tag: str) -> float | None:
+    """Cost of a run, as its table and its bar show it: memory's highest logged value, else the median of the tail."""
+    series = run.series(tag)
+    return max(series.values, default=None) if tag.startswith("memory/") else series.tail_median()

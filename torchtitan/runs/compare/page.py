@@ -1,13 +1,12 @@
 """Page that compares runs: one self-contained HTML file of tables, charts and sample grids."""
 
-import statistics
 from collections.abc import Sequence
 
 from markupsafe import Markup
 
 from torchtitan.pictures.page_charts import Bar, bar_chart
 from torchtitan.runs.compare.charts import Charts
-from torchtitan.runs.compare.lines import after_warm_up
+from torchtitan.runs.compare.lines import cost
 from torchtitan.runs.compare.samples import samples_of
 from torchtitan.runs.compare.tables import (
     COSTS,
@@ -54,12 +53,11 @@ def _costs(names: Sequence[Name], runs: Sequence[RunRecord]) -> list[tuple[str, 
     """Title and chart of every cost that a run has logged."""
     figures = []
     for tag, (title, unit) in COSTS.items():
-        found = [after_warm_up(run.series(tag)) for run in runs]
-        if any(found):
-            bars = [
-                Bar(name, name.group, statistics.median(one), percentile(one, 0.1), percentile(one, 0.9))
-                if one else Bar(name, name.group, None)
-                for name, one in zip(names, found, strict=True)
-            ]  # fmt: skip
+        bars = []
+        for name, run in zip(names, runs, strict=True):
+            value, spread = cost(run, tag), run.series(tag).tail()
+            whisker = (percentile(spread, 0.1), percentile(spread, 0.9)) if spread else ()
+            bars.append(Bar(name, name.group, value, *whisker))
+        if any(bar.value is not None for bar in bars):
             figures.append((title, bar_chart(bars, unit=unit)))
     return figures

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from torchtitan.runs.compare.lines import held_out
+from torchtitan.runs.compare.lines import cost, held_out
 from torchtitan.runs.compare.text import (
     as_number,
     count_text,
@@ -73,7 +73,7 @@ def group_table(groups: Sequence[RunGroup], tracks: Sequence[str]) -> Table:
         values = [[run.series(TRAINING_LOSS).tail_median() for run in group.runs]]
         values += [[held_out(run, track).final() for run in group.runs] for track in tracks]
         means = [interval_text(group.interval(one)) for one in values]
-        rate = group.rate_interval(run.series("throughput(img/s)").tail_median() for run in group.runs)
+        rate = group.rate_interval(cost(run, "throughput(img/s)") for run in group.runs)
         rows.append([Name(group.name, n), str(len(group.runs)), *means, interval_text(rate)])
     return columns, rows
 
@@ -106,11 +106,10 @@ def hardware_table(names: Sequence[Name], runs: Sequence[RunRecord]) -> Table:
         versions = summary.get("versions")
         versions = versions if isinstance(versions, dict) else {}
         rates = ("throughput(img/s)", "time_metrics/end_to_end(s)", "mfu(%)")
-        speeds = [run.series(tag).tail_median() for tag in rates]
-        peaks = [max(run.series(tag).values, default=None) for tag in memory]
+        values = [cost(run, tag) for tag in (*rates, *memory)]
         rows.append([
             name, setting_text(summary.get("layout")), setting_text(summary.get("device")),
-            count_text(as_number(summary.get("num_parameters"))), *(value_text(value, 3) for value in speeds + peaks),
+            count_text(as_number(summary.get("num_parameters"))), *(value_text(value, 3) for value in values),
             setting_text(versions.get("git_commit")), setting_text(versions.get("torch")),
         ])  # fmt: skip
     return columns, rows
