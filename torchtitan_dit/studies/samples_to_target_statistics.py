@@ -246,7 +246,8 @@ def noise_scale(by_seed: Mapping[int, tuple[float, float]], seeds: Sequence[int]
         float(noise), float(signal), float(covariance[0, 0]), float(covariance[1, 1]), float(covariance[0, 1]),
         student_quantile(1 - _TAIL, len(values) - 1.0),
     )  # fmt: skip
-    return Interval(math.nan if unbounded else float(noise / signal), lower, upper, len(values), 1 - 2 * _TAIL)
+    value = math.nan if unbounded else float(noise / signal)
+    return Interval(value, max(lower, 0.0), max(upper, 0.0), len(values), 1 - 2 * _TAIL)  # no noise is negative
 
 
 def ratio(critical: Interval | None, noise: Interval) -> Interval:
