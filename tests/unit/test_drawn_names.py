@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from torchtitan.evaluation.config import SamplingConfig
-from torchtitan.runs.drawing import open_drawing
+from torchtitan.runs.drawing import beside, open_drawing
 from torchtitan.runs.drawn_names import drawn_name
 from torchtitan.runs.trained_model import WeightsError
 from torchtitan_dit.commands.sample import GRID_OPTIONS, parse_arguments, refuse_unused
@@ -55,3 +55,13 @@ def test_a_folder_above_runs_is_called_no_run(monkeypatch, tmp_path):
     with pytest.raises(WeightsError, match=r"is no run folder, it has no config.toml \(give the folder of one run\)$") as refused:
         open_drawing(parsed(monkeypatch, str(tmp_path)))
     assert str(refused.value).startswith(f"{tmp_path}: ")
+
+
+def test_nothing_is_drawn_into_the_folder_of_a_checkpoint(tmp_path):
+    step, copied = tmp_path / "run" / "checkpoint" / "step-00000006", tmp_path / "copied"
+    for checkpoint in (step, copied):
+        checkpoint.mkdir(parents=True)
+        (checkpoint / "manifest.json").write_text("{}")
+    assert beside(tmp_path / "run", "drawn") == beside(step, "drawn") == tmp_path / "run" / "samples" / "drawn"
+    assert beside(copied, "set") == tmp_path / "copied-drawn" / "samples" / "set"
+    assert beside(tmp_path / "weights.safetensors", "drawn") == tmp_path / "weights"

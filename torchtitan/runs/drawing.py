@@ -13,6 +13,7 @@ from typing import Any
 
 from torchtitan.autoencoders import AUTOENCODERS
 from torchtitan.autoencoders.base import AutoencoderError
+from torchtitan.checkpoint.manifest import MANIFEST
 from torchtitan.data import DATASETS
 from torchtitan.distributed.mesh import compute_device
 from torchtitan.evaluation.config import LATENT_DATASETS, AutoencoderConfig, SamplingConfig
@@ -178,8 +179,17 @@ def _known_names(names: Sequence[str]) -> str:
 
 
 def beside(source: Path, name: str) -> Path:
-    """Folder for what is drawn from a run, or from a file of weights."""
-    return source / "samples" / name if source.is_dir() else source.with_suffix("")
+    """Folder for what is drawn from a run, from a checkpoint alone, or from a file of weights.
+
+    Never that of a checkpoint, which holds nothing else and is removed in time.
+    """
+    if not source.is_dir():
+        return source.with_suffix("")
+    if (source / MANIFEST).is_file():
+        checkpoint = source.resolve()
+        of_run = checkpoint.parent.name == "checkpoint"
+        source = checkpoint.parent.parent if of_run else checkpoint.with_name(f"{checkpoint.name}-drawn")
+    return source / "samples" / name
 
 
 def _open_model(arguments: argparse.Namespace) -> TrainedModel:
