@@ -14,7 +14,6 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -29,20 +28,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._pytree import SUPPORTED_NODES, register_dataclass, tree_leaves, tree_map
 
 from torchtitan.config.job import ConfigError, load_config
-from torchtitan.diffusion.objective import Draw
 from torchtitan.diffusion.timesteps.sampler import GlobalBatch
 from torchtitan.distributed.config import CompileConfig
 from torchtitan.distributed.precision import DTYPES
-from torchtitan.estimate.fake_cuda.compiled_function import (
-    CompiledFunction,
-    count_compiled,
-    count_compiled_module,
-    trained_attributes,
-)
-from torchtitan.estimate.fake_cuda.counter import Call, PhaseCounts, StepCounter
+from torchtitan.estimate.fake_cuda.compiled_parts import as_trained, count_both, replace_eager
+from torchtitan.estimate.fake_cuda.counter import PhaseCounts, StepCounter
 from torchtitan.estimate.fake_cuda.device import NoFakeCuda, fake_cuda
 from torchtitan.estimate.memory import estimate_memory, model_on_meta
 from torchtitan.gns.config import bin_edges
@@ -227,21 +219,20 @@ def _compile(state: RunState, counter: StepCounter) -> None:
     autocast = None if state.layout.sharded or param_dtype == torch.float32 else param_dtype
     with torch.device("meta"):
         model = build_model(one, state.info.image_shape, state.model.condition_kind)
-    model.to_empty(device="cuda")
-    block = model.train().blocks()[0]
+    model.to_empty(device="cuda").train()
     if state.gns and state.config.gns.single_pass:
         _tap(state, model)
-        block = model.blocks()[0]
+    block = model.blocks()[0]
     if state.layout.sharded:  # FSDP2 casts the weights, where autocast would
         block.to(param_dtype)
-    counts = [(len(state.model.blocks()), "blocks", "backward blocks", *_both(counter, block, inputs, autocast))]
+    counts = [(len(state.model.blocks()), "blocks", "backward blocks", *count_both(counter, block, inputs, autocast))]
     for name, arguments in graphs.items():
         phase = "objective" if name in ("noisy", "terms") else "draws"
-        counts.append((1, phase, "backward", *_both(counter, getattr(state.objective, name), arguments, None, output)))
+        counts.append((1, phase, "backward", *count_both(counter, getattr(state.objective, name), arguments, None, output)))
     counter.phases = phases
     for times, forward, backward, eager, compiled in counts:
-        _replace(phases[forward], eager["forward"].calls, compiled.forward, times)
-        _replace(phases[backward], eager["backward"].calls, compiled.backward, times)
+        replace_eager(phases[forward], eager["forward"].calls, compiled.forward, times)
+        replace_eager(phases[backward], eager["backward"].calls, compiled.backward, times)
         phases[forward].kept += compiled.kept * times if forward == "blocks" else 0
 
 
@@ -273,7 +264,7 @@ def _inputs_of_graphs(state: RunState) -> tuple[tuple[Any, ...], dict[str, tuple
         hook.remove()
     tables = {id(buffer) for buffer in state.model.buffers()}  # which have no gradient
     of_images = [isinstance(x, Tensor) and id(x) not in tables and x.shape[:1] == inputs[0].shape[:1] for x in inputs]
-    block = tuple(_trained(x) if trained else x for x, trained in zip(inputs, of_images, strict=True))
+    block = tuple(as_trained(x) if trained else x for x, trained in zip(inputs, of_images, strict=True))
     return block, graphs, outputs[0]
 
 
@@ -283,41 +274,6 @@ def _recording(found: dict[str, tuple[Any, ...]], name: str, function: Callable[
         return function(*arguments)
 
     return recording
-
-
-def _trained(x: Tensor) -> Tensor:
-    return x.detach().requires_grad_(x.is_floating_point())
-
-
-def _both(
-    counter: StepCounter, function: Any, arguments: tuple[Any, ...], param_dtype: torch.dtype | None, output: Tensor | None = None
-) -> tuple[dict[str, PhaseCounts], CompiledFunction]:
-    """Counts of a function, or of a module with its weights: eager by "forward" and "backward", and compiled."""
-    if Draw not in SUPPORTED_NODES:
-        register_dataclass(Draw)
-    arguments = tree_map(lambda x: _trained(x) if isinstance(x, Tensor) and x is output else x, arguments)
-    module = function if isinstance(function, torch.nn.Module) else None
-    weights = [*module.parameters(), *trained_attributes(module)] if module else []
-    counter.phases = {"forward": PhaseCounts(), "backward": PhaseCounts()}
-    with counter.phase("forward"), torch.autocast("cuda", dtype=param_dtype, enabled=param_dtype is not None):
-        found = [x for x in tree_leaves(function(*arguments)) if isinstance(x, Tensor) and x.requires_grad]
-    trained = [x for x in (*weights, *tree_leaves(arguments)) if isinstance(x, Tensor) and x.requires_grad]
-    gradients = [torch.empty_like(x) for x in found]
-    with counter.phase("backward"):
-        if found:
-            torch.autograd.grad(found, trained, gradients, allow_unused=True)
-    eager, counter.phases = counter.phases, {}
-    count = count_compiled_module if module else count_compiled
-    return eager, count(function, arguments, param_dtype=param_dtype)
-
-
-def _replace(phase: PhaseCounts, eager: Counter[Call], compiled: Counter[Call], times: int) -> None:
-    """Replace eager calls in a phase by compiled ones, `times` times each. Raises NoFakeCuda: they are not in it."""
-    eager, compiled = (Counter({call: count * times for call, count in calls.items()}) for calls in (eager, compiled))
-    if missing := eager - phase.calls:
-        names = sorted({call.name for call in missing})
-        raise NoFakeCuda(f"--compiled: the step lacks eager operations that would be compiled: {', '.join(names)}")
-    phase.calls = phase.calls - eager + compiled
 
 
 def _enter(counter: StepCounter, phase: str) -> None:
