@@ -264,7 +264,7 @@ def test_batch_advice():
         "global batch size 256 is below the noise scale, estimate 1,200 [900, 1,700] samples"
     )
     assert "proportionally" not in batch_advice(1200.0, 900.0, 1700.0, 256)
-    test = "scripts/critical_batch.py tests it, from a checkpoint (--step) whose learning rate has not decayed"
+    test = "scripts/critical_batch.py tests it, from a checkpoint (--step) before the learning rate decayed"
     assert batch_advice(1200.0, 900.0, 1700.0, 256).endswith(f"one may need fewer steps; {test}")
     assert " is near " in batch_advice(1200.0, 900.0, 1700.0, 1024)
     assert " is near " in batch_advice(1200.0, 1190.0, 1210.0, 1024)

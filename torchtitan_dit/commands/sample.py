@@ -1,7 +1,7 @@
 """Draw images from a trained model: scripts/sample.py RUN_FOLDER (or WEIGHTS.safetensors --config FILE).
 
-Without --count and --seeds a grid is drawn, whose name has step, weights and the options given; with one of them a set of images,
-which resumes after a kill. Under torchrun the images are divided among the ranks; they are the same on any number of them.
+Without --count and --seeds a grid is drawn, named by step, weights and the options given; with one of them a set of images, which
+resumes after a kill. Under torchrun the images are divided among the ranks; they are the same on any number of them.
 """
 
 import argparse

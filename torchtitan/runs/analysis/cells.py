@@ -73,7 +73,7 @@ class Cell:
 
 
 def join_repeats(runs: Sequence[Run]) -> list[Cell]:
-    """Join repeats to cells in the order of their axes; a run whose model is unknown has a cell of its own."""
+    """Join repeats to cells in the order of their axes; a run of an unknown model has a cell of its own."""
     names = list(dict.fromkeys(name for run in runs for name in run.axes))
     groups: dict[tuple, list[Run]] = {}
     for number, run in enumerate(runs):
