@@ -339,11 +339,16 @@ BAD_FILES = [
     ),
     (
         "[training]\nglobal_batch_size = 1099511627776",
-        "training.global_batch_size: 1099511627776 is 34,359,738,368 microbatches of 32 images on each rank (at most 1,048,576)",
+        "training.global_batch_size: 34,359,738,368 microbatches on each rank (at most 1,048,576)",
+    ),
+    (
+        "[training]\nglobal_batch_size = 1099511627776\nlocal_batch_size = -1\nmax_local_batch_size = 128",
+        "training.global_batch_size: 8,589,934,592 microbatches on each rank (at most 1,048,576)",
     ),
     (
         "[training]\nglobal_batch_size = 1099511627776\nlocal_batch_size = -1",
-        "training.global_batch_size: 1099511627776 is 65,536 microbatches of 16,777,216 images on each rank (at most 1,048,576)",
+        "training.global_batch_size: 1,099,511,627,776 images in one forward (at most 16,777,216; set"
+        " training.max_local_batch_size)",
     ),
     ('[job]\nname = "a/b"', "job.name: 'a/b' has a slash; it names the run's folder (set --job.name NAME)"),
     ('[job]\nname = ".."', "job.name: '..' is no folder name; it names the run's folder (set --job.name NAME)"),

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 
 from torchtitan.config.view import ConfigView
+from torchtitan.pictures.number_text import counted
 from torchtitan.processes.launch import launch_number
 from torchtitan.settings.schema import Problem
 from torchtitan.settings.sizes import largest_divisor, size_problems
@@ -10,9 +11,8 @@ from torchtitan.training.batch_ramp import largest_growth
 from torchtitan.training.loader_processes import loader_problem, prefetch_problem
 from torchtitan.training.lr_scheduler import warmup_problems
 
-# Of each rank in a step. Sums of more would take longer than any run.
-_MOST_MICROBATCHES = 2**20
-_MOST_IMAGES = 2**24  # of a microbatch, the bound of training.local_batch_size
+# Of each rank in a step: beyond any real run, as the bound of training.local_batch_size is.
+_MOST_MICROBATCHES, _MOST_IMAGES_IN_ONE = 2**20, 2**24
 
 
 def _degrees(checked: ConfigView) -> Iterator[Problem]:
@@ -24,14 +24,14 @@ def _degrees(checked: ConfigView) -> Iterator[Problem]:
     if zeros:
         return
     replicas, shards = degrees
-    processes = f"the {checked.world_size} process{'es' if checked.world_size > 1 else ''}"
+    processes = f"the {counted(checked.world_size, 'process', 'es')}"
     ranks, context = checked.data_ranks, checked.parallelism.context_parallel_degree
     if checked.world_size % context:
         text = f"{context} does not divide {processes} of this run ({_started_by(context)})"
         yield Problem("parallelism.context_parallel_degree", text)
         return
     if context > 1:
-        processes = f"the {ranks} group{'s' if ranks > 1 else ''} of {context} processes"
+        processes = f"the {counted(ranks, 'group')} of {context} processes"
     if replicas == shards == -1:
         yield Problem(f"parallelism.{keys[0]}", f"only one of it and parallelism.{keys[1]} can be -1")
     elif -1 in degrees:
@@ -49,7 +49,7 @@ def _degrees(checked: ConfigView) -> Iterator[Problem]:
 
 
 def _started_by(processes: int) -> str:
-    return f"for {processes} processes NGPU={processes} scripts/train.sh, to check only WORLD_SIZE={processes}"
+    return f"for {counted(processes, 'process', 'es')} NGPU={processes} scripts/train.sh, to check only WORLD_SIZE={processes}"
 
 
 def batch_sizes(checked: ConfigView) -> Iterator[Problem]:
@@ -59,24 +59,30 @@ def batch_sizes(checked: ConfigView) -> Iterator[Problem]:
     elif local == 0:
         yield Problem("training.local_batch_size", "must be at least 1, or -1 for a rank's share, is 0")
     elif local == -1 and (wanted == 0 or wanted % ranks):
-        yield Problem("training.global_batch_size", f"{wanted} is not a multiple of {ranks} rank{'s' if ranks > 1 else ''}")
-    elif local == -1 and (limit := checked.training.max_local_batch_size) and (share := wanted // ranks) > limit:
-        if 4 * largest_divisor(share, limit) < limit:
-            fitting = -(-share // limit) * limit * ranks
-            text = f"{share} images per rank split into no equal parts of about {limit}, training.max_local_batch_size"
-            yield Problem("training.global_batch_size", f"{text} (set a multiple of {limit * ranks}, as {fitting})")
+        yield Problem("training.global_batch_size", f"{wanted} is not a multiple of {counted(ranks, 'rank')}")
     elif local != -1 and wanted != -1 and (wanted == 0 or wanted % (ranks * local)):
         other = "" if wanted % ranks or wanted < 1 else ", or set training.local_batch_size = -1"
         text = (
-            f"{wanted} is not a multiple of {ranks * local} = {ranks} rank{'s' if ranks > 1 else ''} x training.local_batch_size"
+            f"{wanted} is not a multiple of {ranks * local} = {counted(ranks, 'rank')} x training.local_batch_size"
             f" (set a multiple, or -1 for {ranks * local}{other})"
         )
         yield Problem("training.global_batch_size", text)
-    else:
-        size = local if local != -1 else checked.training.max_local_batch_size or _MOST_IMAGES
-        if (count := wanted // (ranks * size)) > _MOST_MICROBATCHES or (size == _MOST_IMAGES and count > 1):
-            text = f"{wanted} is {count:,} microbatches of {size:,} images on each rank (at most {_MOST_MICROBATCHES:,})"
-            yield Problem("training.global_batch_size", text)
+    elif wanted != -1 and (text := _problem_of_share(wanted // ranks, local, checked.training.max_local_batch_size, ranks)):
+        yield Problem("training.global_batch_size", text)
+
+
+def _problem_of_share(share: int, local: int, limit: int, ranks: int) -> str:
+    """Problem with a rank's images of a step, which it computes `local` or, for -1, at most `limit` (0: all) at a time."""
+    size = local if local != -1 else limit or share
+    if size > _MOST_IMAGES_IN_ONE:
+        return f"{size:,} images in one forward (at most {_MOST_IMAGES_IN_ONE:,}; set training.max_local_batch_size)"
+    if share // size > _MOST_MICROBATCHES:
+        return f"{share // size:,} microbatches on each rank (at most {_MOST_MICROBATCHES:,})"
+    if local == -1 and share > size and 4 * largest_divisor(share, size) < size:
+        fitting = -(-share // limit) * limit * ranks
+        text = f"{share} images per rank split into no equal parts of about {limit}, training.max_local_batch_size"
+        return f"{text} (set a multiple of {limit * ranks}, as {fitting})"
+    return ""
 
 
 def global_batch_size(checked: ConfigView) -> int:

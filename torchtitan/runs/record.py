@@ -251,7 +251,7 @@ def read_run(folder: Path) -> RunRecord:
     """
     if not folder.is_dir():
         raise RunRecordError(f"{folder}: no such folder" if not folder.exists() else f"{folder}: not a folder")
-    if not any((folder / name).is_file() for name in ("config.toml", "metrics.jsonl", "summary.json")):
+    if not any((folder / name).is_file() for name in RUN_FILES):
         raise RunRecordError(f"{folder}: not a run's folder (no config.toml, metrics.jsonl or summary.json in it)")
     run = RunRecord(folder, folder.resolve().name)
     try:

@@ -45,6 +45,7 @@ from torchtitan.settings.schema import quoted
 from torchtitan.training.data_loading import validation_batches
 from torchtitan_dit.studies.branch_training import BRANCH_MARKS, TRACK, branch_config, run_lr, write_config, write_start
 from torchtitan_dit.studies.equal_samples import BatchPlan, plan_batches, rule_name
+from torchtitan_dit.studies.frame import require_at_least
 
 KEY = ("batch_size", "seed")
 _LEAST_RATE = 0.01  # of the peak
@@ -141,9 +142,7 @@ def open_measurement(options: argparse.Namespace) -> Measurement:
     run = options.run
     if not (run / "config.toml").is_file():
         raise StudyError(f"{run}: is no run folder (it has no config.toml)")
-    for name in ("seeds", "held_out", "nproc"):
-        if getattr(options, name) < 1:
-            raise StudyError(f"--{name.replace('_', '-')}: must be at least 1, is {getattr(options, name)}")
+    require_at_least(options, {"seeds": 1, "held_out": 1, "nproc": 1})
     if not 0 < options.tolerance < 1:
         raise StudyError(f"--tolerance: must be between 0 and 1, is {options.tolerance:g}")
     if len(set(options.factors)) < 2:

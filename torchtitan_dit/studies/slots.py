@@ -21,6 +21,7 @@ from torchtitan.programs import program
 from torchtitan_dit.studies import curve_plots
 from torchtitan_dit.studies.by_image import LEAST_RESAMPLED, resampled_shares
 from torchtitan_dit.studies.curve_table import ERRORS, LossCurve, read_curves, read_errors
+from torchtitan_dit.studies.frame import require_at_least
 
 # First and last index of each slot as published; they are 1001 indices.
 # Source: Xie and Agam, "Rethinking timesteps samplers and prediction types", arXiv 2502.01990, Table 1.
@@ -59,8 +60,7 @@ def run_alone(arguments: argparse.Namespace) -> Path:
     Raises:
         StudyError: no curve, a bad one, or bad options; one line.
     """
-    if arguments.slots < 1:
-        raise StudyError(f"--slots: must be at least 1, is {arguments.slots}")
+    require_at_least(arguments, {"slots": 1})
     source, folder = _places(arguments)
     ResultsFolder(folder, _MARKS).refuse_foreign()
     curve = _choose(read_curves(source), arguments, source)
