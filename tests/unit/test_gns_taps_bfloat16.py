@@ -89,7 +89,8 @@ def test_inner_products_of_vectors_are_those_of_their_inputs_to_bfloat16s_roundi
     bias = layer.columns[:, -1:, None].double().square()
     wanted = (d @ d.mT) * (a @ a.mT + bias)
     terms = (d.abs() @ d.abs().mT) * (a.abs() @ a.abs().mT + bias)
-    found, rounding = layer.gram.grad, (1 + 2**-9) ** 8 - 1 + 1e-6  # the last of float32's sums
+    # And float32's roundings: of each product and sum, of the bias, of the product of both.
+    found, rounding = layer.gram.grad, (1 + 2**-9) ** 8 * (1 + 2**-24) ** (2 * (OUTPUTS + INPUTS) + 3) - 1
     errors = (found.double() - wanted).abs() / terms
     assert found.dtype == torch.float32 and errors.max() <= rounding
     assert errors.max() > 1e-4  # they were computed in bfloat16

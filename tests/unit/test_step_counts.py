@@ -46,6 +46,7 @@ MEGABYTES_OF_A_COMPILED_BLOCK = 1099
 PEAK_MEGABYTES = {"dit_xl2_256": 1199, "sharded": 449}
 # Of a measured step: of the monitor's own, and outside the blocks with the taps.
 KERNELS_OF_NOISE, KERNELS_OUTSIDE_WITH_NOISE = 235, 582
+KERNELS_OF_COMPILED_NOISE = {"blocks": 44, "backward blocks": 144}  # of both blocks
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +114,7 @@ def test_compiled_blocks_measure_noise_by_the_same_products(counts):
     )
     assert of_eager == of_compiled > without
     for name in blocks:
-        assert compiled[name]["operations"] < 0.7 * eager[name]["operations"]
+        assert compiled[name]["operations"] <= KERNELS_OF_COMPILED_NOISE[name] < eager[name]["operations"]
         assert counts["compiled"][name]["bytes_moved"] < compiled[name]["bytes_moved"] < eager[name]["bytes_moved"]
     assert compiled["gns"] == eager["gns"] and compiled["model"] == eager["model"]
 
