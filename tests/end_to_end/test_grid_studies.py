@@ -107,7 +107,7 @@ def no_pictures(monkeypatch):
 
 def test_commands_of_the_page_are_accepted_and_every_study_of_timesteps_has_one():
     page = (ROOT / "docs" / "timestep_studies.md").read_text()
-    commands = re.findall(r"^    python scripts/study\.py (.+)$", page, re.MULTILINE)
+    commands = re.findall(r"^    \.venv/bin/python scripts/study\.py (.+)$", page, re.MULTILINE)
     named = {"loss_curve", "slots", "forgetting", "oracle_replace", "posterior_coefficients", "batch_size"}
     assert {command.split()[0] for command in commands} == named | {"prediction_types", "compare_samplers"}
     for command in commands:
@@ -115,7 +115,7 @@ def test_commands_of_the_page_are_accepted_and_every_study_of_timesteps_has_one(
         if command.startswith("compare_samplers"):
             assert len(parse_samplers(arguments.samplers)) == 8
     page = (ROOT / "docs" / "magnitude_preserving.md").read_text()
-    commands = re.findall(r"^    python scripts/study\.py (.+)$", page, re.MULTILINE)
+    commands = re.findall(r"^    \.venv/bin/python scripts/study\.py (.+)$", page, re.MULTILINE)
     assert len(commands) == 2
     for command in commands:
         assert len(read_arms(load_tool("study").parse_arguments(shlex.split(command)).arm)) == 6

@@ -174,7 +174,7 @@ def test_what_has_no_answer_is_refused_in_one_line(config, study, tmp_path, word
 
 def test_command_of_the_page_is_accepted():
     page = (ROOT / "docs" / "critical_batch.md").read_text()
-    commands = re.findall(r"^    python scripts/study\.py (samples_to_target.*)$", page, re.MULTILINE)
+    commands = re.findall(r"^    \.venv/bin/python scripts/study\.py (samples_to_target.*)$", page, re.MULTILINE)
     assert [command.split()[0] for command in commands] == ["samples_to_target", *["samples_to_target_report"] * 2]
     arguments, *_ = (load_tool("study").parse_arguments(shlex.split(command)) for command in commands)
     base = read_base(argparse.Namespace(**vars(arguments) | {"config": ROOT / arguments.config}))

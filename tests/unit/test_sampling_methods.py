@@ -241,7 +241,7 @@ def method_of(script, monkeypatch, arguments: list[str], path_name: str = "recti
 
 def test_commands_of_the_documentation_are_ways_to_sample(script, monkeypatch):
     text = (ROOT / "docs" / "sampling.md").read_text(encoding="utf-8")
-    commands = [shlex.split(line) for line in re.findall(r"^    python scripts/sample.py (.*)$", text, re.MULTILINE)]
+    commands = [shlex.split(line) for line in re.findall(r"^    \.venv/bin/python scripts/sample.py (.*)$", text, re.MULTILINE)]
     methods = [method_of(script, monkeypatch, command) for command in commands]
     assert [method.solver.name for method in methods] == [
         "heun", "euler_maruyama", "edm_heun", "euler", *["edm_heun"] * 2, *["euler"] * 8
