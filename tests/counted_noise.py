@@ -52,7 +52,7 @@ def count_taps(layers: int, measured: bool) -> dict[str, dict[str, int]]:
             model = MODELS["dit"].build(config, SHAPE, kind)
         taps = GradientTaps(
             model, bin_edges=torch.arange(1, 10) / 10, local_batch_size=IMAGES, sketch_size=GNSConfig().sketch_size, seed=0,
-            adam=True, device=device,
+            adam=True, device=device, compute_dtype=torch.bfloat16,
         )  # fmt: skip
         state = {
             parameter: {"exp_avg_sq": torch.zeros_like(parameter), "step": torch.zeros((), device=device)}

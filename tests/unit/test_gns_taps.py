@@ -230,7 +230,7 @@ def test_a_fold_adds_every_row_once_and_rows_meet_as_often_as_by_chance():
     torch.manual_seed(0)
     rows, draws = 2 * FOLDED_ROWS + 40, 400
     layer, _ = sketched_linear(rows, 6)
-    projections = Projections([layer], 2, 1, 0, None)
+    projections = Projections([layer], 2, 1, 0, None, torch.float32)
     partners, signs = [], torch.zeros(rows, dtype=torch.float64)
     for step in range(draws):
         projections.draw(step)
@@ -348,7 +348,7 @@ def sketched_linear(outputs: int, inputs: int) -> tuple[SketchedLinear, TapSwitc
     layer = SketchedLinear(nn.Linear(inputs, outputs), switch)
     layer.rows = torch.cat((torch.ones(1, outputs), torch.rand(1, outputs)))
     layer.columns = torch.ones(2, inputs + 1)
-    Projections([layer], 2, 2, 0, None).draw(0)
+    Projections([layer], 2, 2, 0, None, torch.float32).draw(0)
     layer.squares = torch.zeros(2, BATCH, requires_grad=True)
     layer.sums = torch.zeros(2, BINS, FOLDED_ROWS * 2, requires_grad=True)
     return layer, switch
@@ -383,7 +383,7 @@ def test_sketches_of_few_tokens_take_less_than_five_percent_of_the_layers_produc
     layer = SketchedLinear(nn.Linear(inputs, outputs), switch)
     layer.rows, layer.columns = torch.ones(2, outputs), torch.ones(2, inputs + 1)
     size = GNSConfig().sketch_size
-    Projections([layer], size, 2, 0, None).draw(0)
+    Projections([layer], size, 2, 0, None, torch.float32).draw(0)
     layer.squares = torch.zeros(2, images, requires_grad=True)
     layer.sums = torch.zeros(2, bins, FOLDED_ROWS * size, requires_grad=True)
     counts = {}

@@ -120,6 +120,7 @@ class GradientTaps:
         seed: int,
         adam: bool,
         device: torch.device,
+        compute_dtype: torch.dtype = torch.float32,
     ) -> None:
         """Replace the model's layers by tapped ones, before the model is wrapped.
 
@@ -131,6 +132,7 @@ class GradientTaps:
             seed: of the random projections.
             adam: measure in Adam's geometry too.
             device: of compute.
+            compute_dtype: of the layers' inputs; that of the parameters, if it is wider.
 
         Raises:
             CannotMeasure: a parameter belongs to no layer that can be tapped.
@@ -141,7 +143,10 @@ class GradientTaps:
         self._batch, self._seed, self._device = local_batch_size, seed, device
         self._sketch_size = sketch_size
         self._dtype = torch.promote_types(next(model.parameters()).dtype, torch.float32)
-        self._switch = TapSwitch(OFF, torch.zeros(local_batch_size, self.num_bins, device=device, dtype=self._dtype))
+        wider = self._dtype == torch.float64
+        # What is read in the dtype of compute is kept in it, and not cast by every layer.
+        self._compute_dtype = self._dtype if wider else compute_dtype
+        self._switch = TapSwitch(OFF, torch.zeros(local_batch_size, self.num_bins, device=device, dtype=self._compute_dtype))
         check_measurable(model)
         kinds = _tapped_layers(model)
         self._layers: dict[str, Any] = convert(
@@ -184,10 +189,11 @@ class GradientTaps:
             loss: per-sample losses [B].
         """
         self._switch.mode = OFF
-        one_hot, scale, step = self._switch.one_hot, float(samples_per_rank), self._step
-        counts = one_hot.sum(0).to(torch.float64)
+        one_hot, scale, step = self._switch.one_hot.to(self._dtype), float(samples_per_rank), self._step
+        in_float64 = one_hot.to(torch.float64)
+        counts = in_float64.sum(0)
         step.count += counts
-        step.square_losses += loss.detach().to(torch.float64).square() @ one_hot.to(torch.float64)
+        step.square_losses += loss.detach().to(torch.float64).square() @ in_float64
         step.pairs += _pairs(counts)
         grams = torch.stack([_take(self._probes[part]) for part in _VECTOR_PARTS]).mul_(scale**2)  # [2, G, B, B]
         squares = torch.stack([_take(self._probes[part]) for part in PARTS[2:]]).mul_(scale**2)  # [2, G, B]
@@ -289,7 +295,7 @@ class GradientTaps:
         if len(self.geometries) > 1:
             self._factors = AdamFactors([self._layers[name] for name in names], [self._scales[name] for name in names])
         self._projections = Projections(
-            self._sketched_layers, self._sketch_size, len(self.geometries), self._seed, self._factors
+            self._sketched_layers, self._sketch_size, len(self.geometries), self._seed, self._factors, self._compute_dtype
         )
         sketches = (len(self._sketched_layers), len(self.geometries), self.num_bins, FOLDED_ROWS * self._sketch_size)
         whole = {part: (self.num_bins, sum(self._layers[name].sums[0].numel() for name in self._whole[part])) for part in PARTS}

@@ -11,6 +11,7 @@ from torchtitan.diffusion.timesteps.one_bin_per_microbatch import BinPureTimeste
 from torchtitan.diffusion.timesteps.registry import SamplerOf
 from torchtitan.diffusion.timesteps.shares import AllocatedTimesteps
 from torchtitan.distributed.mesh import Layout
+from torchtitan.distributed.precision import DTYPES
 from torchtitan.gns.capture import GradientTaps
 from torchtitan.gns.config import GNSConfig
 from torchtitan.gns.monitor import GNSMonitor
@@ -30,6 +31,7 @@ def build_taps(config: Any, model: DiffusionModel, edges: Tensor, layout: Layout
     return GradientTaps(
         model, bin_edges=edges, local_batch_size=config.training.local_batch_size, sketch_size=config.gns.sketch_size,
         seed=config.debug.seed, adam=config.optimizer.name != "Muon", device=layout.device,
+        compute_dtype=DTYPES[config.training.mixed_precision_param],
     )  # fmt: skip
 
 

@@ -52,8 +52,9 @@ class Projections:
     """Projections `left`, `right` and `fold` of layers, see `torchtitan.gns.taps.TappedLinear`."""
 
     def __init__(
-        self, layers: Sequence[Any], sketch_size: int, geometries: int, seed: int, factors: AdamFactors | None
-    ) -> None:
+        self, layers: Sequence[Any], sketch_size: int, geometries: int, seed: int, factors: AdamFactors | None,
+        dtype: torch.dtype,
+    ) -> None:  # fmt: skip
         """Give every layer its projections, empty until they are drawn.
 
         Args:
@@ -62,8 +63,9 @@ class Projections:
             geometries: G.
             seed: of what is drawn.
             factors: of Adam's geometry, the last: of these layers, and maybe of others behind them; None without it.
+            dtype: of `left` and `right`.
         """
-        self._seed, self._factors, self._geometries = seed, factors, geometries
+        self._seed, self._factors, self._geometries, self._dtype = seed, factors, geometries, dtype
         numbers = range(len(layers))
         over_tokens = [n for n in numbers if isinstance(layers[n], SketchedLinear)]
         vectors = [n for n in numbers if n not in over_tokens]
@@ -79,7 +81,7 @@ class Projections:
 
     def _attach_signs(self, layers: Sequence[Any], chosen: Sequence[int], side: Side, columns: int) -> _Signs:
         lines = [(layers[n].rows if side == "left" else layers[n].columns).shape[1] for n in chosen]
-        values = layers[0].rows.new_zeros(sum(lines), self._geometries, columns)
+        values = layers[0].rows.new_zeros(sum(lines), self._geometries, columns, dtype=self._dtype)
         for n, part in zip(chosen, values.split(lines), strict=True):
             setattr(layers[n], side, part.flatten(1))
         if self._factors is None:

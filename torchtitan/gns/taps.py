@@ -48,7 +48,7 @@ class TapSwitch:
 
     Attributes:
         mode: OFF (layers are ordinary), FREE (measurements of negligible cost), MEASURED (sketches too).
-        one_hot: timestep bin of each sample of the microbatch, float32 [B, K].
+        one_hot: timestep bin of each sample of the microbatch, in the dtype of compute [B, K].
     """
 
     mode: int
@@ -125,13 +125,13 @@ def _full_product(left: Tensor, right: Tensor) -> Tensor:
 
 def _own_products(x: Tensor, factors: Tensor) -> Tensor:
     """Inner products of the rows of x [B, n] times factors [G, n], rounded to its dtype, [G, B, B]."""
-    scaled = x * factors.to(x.dtype)[:, None]
+    scaled = torch.mul(x, factors[:, None], out=x.new_empty(len(factors), *x.shape))  # one kernel that rounds once
     return _full_product(scaled, scaled.mT)
 
 
 def _outer_by_bin(left: Tensor, right: Tensor, one_hot: Tensor, geometries: int) -> Tensor:
     """Sketches of rank-one gradients, from their sides [B, G m] and [B, G k], summed by bin, [G, K, m k]."""
-    left, right = (side.unflatten(-1, (geometries, -1)) for side in (left, right))
+    left, right = (_full(side).unflatten(-1, (geometries, -1)) for side in (left, right))
     of_bins = (one_hot[:, :, None, None] * left[:, None]).permute(2, 1, 3, 0).flatten(1, 2)  # [G, K m, B]
     return (of_bins @ right.transpose(0, 1)).view(geometries, one_hot.shape[1], -1)
 
@@ -180,7 +180,7 @@ class EmbeddingTap(Function):
         gram = (scaled @ scaled.mT) * (ids[:, None] == ids)
         found = None
         if ctx.measured:
-            found = _outer_by_bin(left[ids], d @ right[:-1], one_hot, len(sums))
+            found = _outer_by_bin(left[ids], d @ right[:-1].to(d.dtype), one_hot, len(sums))
         return dy, None, gram, found, None, None, None, None, None, None
 
 
@@ -207,7 +207,8 @@ class SketchTap(Function):
                 of_bins += part
         of_bins = of_bins.view(-1, dy.shape[2])  # [K G k, out]
         folded = (of_bins.index_select(1, places) * signs).unflatten(1, (-1, FOLDED_ROWS)).sum(1)  # [K G k, m]
-        folded = folded.view(one_hot.shape[1], len(rows), -1).transpose(0, 1)  # [G, K, k m]
+        # Laid out as the probe, or autograd would copy it; compiled, the sum writes it so.
+        folded = folded.view(one_hot.shape[1], len(rows), -1).transpose(0, 1).contiguous()  # [G, K, k m]
         return dy, None, squares.T, folded, None, None, None, None
 
 
@@ -241,7 +242,8 @@ class SmallTap(Function):
         factors = (rows[:, :, None] * columns[:, None]).flatten(1)  # [G, out (in + 1)]
         flat = gradient.flatten(1)
         squares = factors.square() @ flat.square().T  # [G, B]
-        return dy, None, squares, (one_hot.T @ flat).view(-1, *gradient.shape[1:]), None, None, None, None
+        of_bins = one_hot.T.to(flat.dtype) @ flat
+        return dy, None, squares, of_bins.view(-1, *gradient.shape[1:]), None, None, None, None
 
 
 class GainTap(Function):
@@ -280,16 +282,16 @@ def _of_gains(products: Tensor, one_hot: Tensor, rows: Tensor, columns: Tensor) 
     """Squared norms [G, B] and sums by bin [K, channels, 1] of gains, from the gradient times their input, [B, ..., channels]."""
     gradient = products.flatten(1, -2).sum(1)
     squares = (gradient * (rows * columns)[:, None]).square().sum(2)
-    return squares, (one_hot.T @ gradient)[..., None]
+    return squares, (one_hot.T.to(gradient.dtype) @ gradient)[..., None]
 
 
 class TappedLinear(nn.Linear):
     """Linear with a tap behind it.
 
-    The installer gives it the tensors that its tap needs, float32 on the device of compute, each under its name:
-    `rows` [G, out] and `columns` [G, in + 1] (see Scales), `left` [out, G m] and `right` [in + 1, G k] (projections
-    times these factors; over tokens there is a `fold` instead of `left`), and the probes, which require a gradient:
-    `sums` [G, K, m k] where sketches are taken.
+    The installer gives it the tensors that its tap needs, on the device of compute, each under its name: `rows` [G, out]
+    and `columns` [G, in + 1] (see Scales), float32; `left` [out, G m] and `right` [in + 1, G k] (projections times these
+    factors; over tokens there is a `fold` instead of `left`), in the dtype of compute; and the probes, float32, which
+    require a gradient: `sums` [G, K, m k] where sketches are taken.
     """
 
     def __init__(self, linear: nn.Linear, switch: TapSwitch) -> None:
