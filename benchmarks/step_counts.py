@@ -404,7 +404,7 @@ def write_rows(section: str, containing: str = "") -> None:
             sys.exit(f"{name}: {done.stderr.strip()}")
         known, of_config = parse_arguments(words)
         config = load_config([*of_config, *_ALONE], known.ranks, elsewhere=True)
-        rows[name] = json.loads(done.stdout) | {"estimated_peak_bytes": estimate_memory(config, known.ranks).total}
+        rows[name] = json.loads(done.stdout) | {"estimated_peak_bytes": estimate_memory(config, known.ranks, on_gpu=True).total}
         operations, rate = rows[name]["step"]["operations"], rows[name]["derived"]["images_per_second"]
         print(f"{name}: {operations:,} operations, {rate:.0f} images/s", flush=True)
         path.write_text(json.dumps(results, indent=1) + "\n")

@@ -39,9 +39,12 @@ CASES = {
         "hsdp accumulate": {"replicas": 2, "shards": 2, "accumulation": 2},
     },
 }
-# Their parts are in others: what blocks compile to is measured above, under FSDP with recomputation.
+# Only in the long tests: above, compiled blocks are in "compile, accumulate" and, without code, in "fsdp compile, full".
 FURTHER = {
-    1: {"compile": {"replicas": 1, "shards": 1, "overrides": COMPILED}},
+    1: {
+        "compile": {"replicas": 1, "shards": 1, "overrides": COMPILED},
+        "compile bf16": {"replicas": 1, "shards": 1, "overrides": (*COMPILED, *BF16), "layers": 3},
+    },
     2: {"fsdp compile": {"replicas": 1, "shards": 2, "overrides": COMPILED}},
 }
 

@@ -46,7 +46,7 @@ CHECKPOINTED_ON_TWO = {
     "FSDP, compiled, full": case(1, 2, 1, *COMPILE, AC, "full"), "DDP, compiled": case(2, 1, 1, *COMPILE),
     "DDP, whole, full": case(2, 1, 1, *WHOLE, AC, "full", backend=WITHOUT_CODE),
 }
-# Two ways that are each in another case above.
+# Each combines two settings that cases above have separately.
 FURTHER_ON_ONE = {"one, whole, selective": case(1, 1, 1, *WHOLE, AC, "selective")}
 FURTHER_ON_TWO = {"FSDP, compiled, memory budget": case(1, 2, 1, *COMPILE, AC, "memory_budget")}
 

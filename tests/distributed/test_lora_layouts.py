@@ -65,5 +65,5 @@ def test_a_run_resumes_bit_for_bit(found):
 def test_compiled_blocks_compute_with_codes_as_eager_ones_do(found):
     for (loss, norm), (of_eager, norm_of_eager) in zip(
         found["int8, compiled"]["curve"], found["int8"]["curve"], strict=True
-    ):  # compute is in bfloat16, and compilation rounds it at other places: by its unit roundoff, 2^-9
-        assert loss == pytest.approx(of_eager, rel=2.0**-9) and norm == pytest.approx(norm_of_eager, rel=2.0**-9)
+    ):  # compute is in bfloat16, and compilation rounds it at other places: by its unit roundoff, 2^-8
+        assert loss == pytest.approx(of_eager, rel=2.0**-8) and norm == pytest.approx(norm_of_eager, rel=2.0**-8)

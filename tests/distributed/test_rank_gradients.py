@@ -71,10 +71,10 @@ def test_every_rank_measures_the_gradient_of_its_own_samples(found):
 
 
 def test_bfloat16_compute_moves_norms_by_its_rounding_only(found):
-    # An element of bfloat16 is off by up to 2^-9; some ten roundings on the way to an element of the gradient, all in
-    # one direction, would move a squared norm by 2 * 10 * 2^-9 = 4 %.
+    # An element of bfloat16 is off by up to 2^-8; some ten independent roundings on the way to an element of the gradient
+    # would move a squared norm by 2 * sqrt(10) * 2^-8 = 2.5 %.
     errors = largest_errors(found, "measured", "by_hand_float32")
-    assert all(error <= (0.04 if "bfloat16" in name else 1e-5) for name, error in errors.items()), errors
+    assert all(error <= (0.025 if "bfloat16" in name else 1e-5) for name, error in errors.items()), errors
 
 
 def test_the_reduced_gradient_is_the_mean_over_the_ranks(found):

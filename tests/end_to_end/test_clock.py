@@ -123,7 +123,7 @@ def test_cost_is_the_wall_times_the_price(killed):
 def test_two_sessions_of_real_time_add_up_to_what_was_waited_for_them(config, straight):
     """The clock covers the processes from their start to their summary: little of what is seen from outside is missing.
 
-    The straight run has started the server that processes are forks of, so that its start is not waited for here.
+    `straight` has started the server that processes are forks of: starting it is not part of these sessions.
     """
     seen = 0.0
     for session in range(2):

@@ -396,7 +396,7 @@ def test_sketches_of_few_tokens_take_less_than_five_percent_of_the_layers_produc
 
 
 def test_a_sketch_in_bfloat16_is_that_of_its_inputs_to_bfloat16s_rounding():
-    """Four roundings of up to 2^-9 of a term: of the projections, of both products; summed they are below 2^-7 of a sketch."""
+    """Four roundings, of the projections and of both products, each of up to 2^-8 of a term; over the terms they average out."""
     torch.manual_seed(0)
     layer, switch = sketched_linear(96, 64)
     x, dy = torch.randn(BATCH, 7, 64).bfloat16(), torch.randn(BATCH, 7, 96).bfloat16()

@@ -85,7 +85,7 @@ def test_peak_memory_is_bounded_and_as_estimated(counts, name):
     peak = counts[name]["step"]["peak_bytes"]
     assert peak <= 1e6 * PEAK_MEGABYTES[name]
     words, ranks, *_ = CASES[name]
-    estimated = estimate_memory(load_config(words, ranks), ranks).total
+    estimated = estimate_memory(load_config(words, ranks), ranks, on_gpu=True).total
     assert abs(estimated / peak - 1) < 0.03
 
 

@@ -80,7 +80,7 @@ _OFFLOADED = (PARAMETERS, GRADIENTS, "optimizer", "ema")
 PARTS = (PARAMETERS, GRADIENTS, "optimizer", "ema", ACTIVATIONS, COMMUNICATION)
 
 
-def estimate_memory(config: JobConfig, world_size: int) -> MemoryEstimate:
+def estimate_memory(config: JobConfig, world_size: int, on_gpu: bool | None = None) -> MemoryEstimate:
     """Estimate the memory of each rank.
 
     The real model, sharding, activation checkpointing and objective make one step on fake tensors of the real batch,
@@ -92,6 +92,7 @@ def estimate_memory(config: JobConfig, world_size: int) -> MemoryEstimate:
     Args:
         config: a resolved configuration (`load_config`) of that many processes.
         world_size: number of processes of the run.
+        on_gpu: whether it trains on GPUs, whose norms keep less than those of a CPU; None: as it would here.
 
     Returns:
         bytes on the fullest rank; see MemoryEstimate.
@@ -100,22 +101,24 @@ def estimate_memory(config: JobConfig, world_size: int) -> MemoryEstimate:
         RuntimeError: this process belongs to a process group.
     """
     if config.activation_checkpoint.mode == "memory_budget":
-        most, least = (_estimate(_recomputing(config, mode), world_size) for mode in ("none", "full"))
+        most, least = (_estimate(_recomputing(config, mode), world_size, on_gpu) for mode in ("none", "full"))
         return dataclasses.replace(most, least=least.total)
-    return _estimate(config, world_size)
+    return _estimate(config, world_size, on_gpu)
 
 
-def memory_by_batch_size(config: JobConfig, world_size: int) -> Callable[[int], MemoryEstimate]:
+def memory_by_batch_size(
+    config: JobConfig, world_size: int, on_gpu: bool | None = None
+) -> Callable[[int], MemoryEstimate]:
     """Memory of each rank as a function of training.local_batch_size, by two simulations.
 
     Each window of the step is linear in the batch size, and the peak is the highest window. The number of microbatches
     stays that of the configuration.
 
     Args:
-        config, world_size: as for `estimate_memory`.
+        config, world_size, on_gpu: as for `estimate_memory`.
     """
     if config.activation_checkpoint.mode == "memory_budget":
-        most, least = (memory_by_batch_size(_recomputing(config, mode), world_size) for mode in ("none", "full"))
+        most, least = (memory_by_batch_size(_recomputing(config, mode), world_size, on_gpu) for mode in ("none", "full"))
         return lambda batch_size: dataclasses.replace(most(batch_size), least=least(batch_size).total)
     ranks = config.parallelism.data_ranks
     microbatches = config.training.global_batch_size // (config.training.local_batch_size * ranks)
@@ -125,7 +128,7 @@ def memory_by_batch_size(config: JobConfig, world_size: int) -> Callable[[int], 
         training = dataclasses.replace(
             config.training, local_batch_size=batch_size, global_batch_size=batch_size * ranks * microbatches
         )
-        return _of_full_depth(dataclasses.replace(config, training=training), world_size)
+        return _of_full_depth(dataclasses.replace(config, training=training), world_size, on_gpu)
 
     with _without_warnings():
         low, high = step_of(first), step_of(second)
@@ -146,9 +149,9 @@ def _recomputing(config: JobConfig, mode: CheckpointMode) -> JobConfig:
     return dataclasses.replace(config, activation_checkpoint=ActivationCheckpointConfig(mode=mode))
 
 
-def _estimate(config: JobConfig, world_size: int) -> MemoryEstimate:
+def _estimate(config: JobConfig, world_size: int, on_gpu: bool | None) -> MemoryEstimate:
     with _without_warnings():
-        step = _of_full_depth(config, world_size)
+        step = _of_full_depth(config, world_size, on_gpu)
     return _at_the_peak(step, _start_up_bytes(config), config.training.enable_cpu_offload)
 
 
@@ -209,7 +212,7 @@ def _start_up_bytes(config: JobConfig) -> int:
     return sum(tensor.nbytes for tensor in model.parameters()) + before + codes
 
 
-def _of_full_depth(config: JobConfig, world_size: int) -> SimulatedStep:
+def _of_full_depth(config: JobConfig, world_size: int, on_gpu: bool | None) -> SimulatedStep:
     """Memory of the step at the configured depth, from those of two models of fewer blocks.
 
     Blocks repeat with period n where every n-th recomputes. The shallow models end at the same place of the period as
@@ -221,9 +224,9 @@ def _of_full_depth(config: JobConfig, world_size: int) -> SimulatedStep:
     deeper_depth = shallow_depth + period
     some_blocks = config.lora.enable and config.lora.patterns  # the pattern may name a block
     if depth <= deeper_depth or config.model.of_depth(depth) is None or some_blocks:
-        return simulate_step(config, world_size)
+        return simulate_step(config, world_size, on_gpu)
     shallow, deeper = (
-        simulate_step(dataclasses.replace(config, model=config.model.of_depth(blocks)), world_size)
+        simulate_step(dataclasses.replace(config, model=config.model.of_depth(blocks)), world_size, on_gpu)
         for blocks in (shallow_depth, deeper_depth)
     )
     periods = (depth - shallow_depth) // period

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import cast
 
@@ -21,6 +21,7 @@ from torchtitan.distributed.mesh import Layout
 from torchtitan.distributed.parallelize import accumulate_locally, local, parallelize
 from torchtitan.distributed.precision import compute_context
 from torchtitan.estimate.cuda_autocast import cuda_autocast
+from torchtitan.estimate.fused_norms import FusedNorms
 from torchtitan.estimate.live_storages import ACTIVATIONS, GRADIENTS, PARAMETERS, LiveStorages
 from torchtitan.models import MODELS, build_model
 from torchtitan.models.adapters.adapters import draw_adapter_dropout
@@ -53,7 +54,7 @@ class SimulatedStep:
     windows: dict[Window, Counter]
 
 
-def simulate_step(config: JobConfig, world_size: int) -> SimulatedStep:
+def simulate_step(config: JobConfig, world_size: int, on_gpu: bool | None = None) -> SimulatedStep:
     """Simulate one eager step as rank 0 of `world_size` processes on fake tensors; seconds for a few blocks.
 
     With bfloat16 compute, dtypes are those of CUDA's autocast.
@@ -61,15 +62,18 @@ def simulate_step(config: JobConfig, world_size: int) -> SimulatedStep:
     Args:
         config: a resolved configuration of that many processes.
         world_size: number of processes of the run.
+        on_gpu: whether it trains on GPUs, whose norms keep less than those of a CPU; None: as it would here.
 
     Raises:
         RuntimeError: this process belongs to a process group already.
     """
+    on_gpu = torch.cuda.is_available() if on_gpu is None else on_gpu
     info = trained_info(config)
     objective = build_objective(config.objective, config.debug.seed)
     with _fake_process_group(world_size):
         layout = Layout(config.parallelism, torch.device("cpu"))
-        with cuda_autocast(), FakeTensorMode(allow_non_fake_inputs=True), LiveStorages() as live:
+        norms = FusedNorms("cpu") if on_gpu else nullcontext()
+        with cuda_autocast(), FakeTensorMode(allow_non_fake_inputs=True), LiveStorages() as live, norms:
             model = build_model(config.model, info.image_shape, info.condition_kind)
             freeze_and_adapt(model, config.lora, MODELS[config.model.name].adapter_sets).train()
             return _Step(model, layout, config, objective, live).simulate()

@@ -204,5 +204,5 @@ class _StepEstimator:
             tables["training"].pop(key, None)
         key = json.dumps([tables, processes, microbatches], sort_keys=True, default=str)
         if key not in self._memory:
-            self._memory[key] = memory_by_batch_size(config, processes)
+            self._memory[key] = memory_by_batch_size(config, processes, self._device.name != "CPU")
         return self._memory[key](training.local_batch_size)

@@ -132,7 +132,7 @@ class GradientTaps:
             seed: of the random projections.
             adam: measure in Adam's geometry too.
             device: of compute.
-            compute_dtype: of the layers' inputs; that of the parameters, if it is wider.
+            compute_dtype: of the layers' inputs; ignored with parameters in float64, whose dtype is used.
 
         Raises:
             CannotMeasure: a parameter belongs to no layer that can be tapped.
@@ -143,9 +143,8 @@ class GradientTaps:
         self._batch, self._seed, self._device = local_batch_size, seed, device
         self._sketch_size = sketch_size
         self._dtype = torch.promote_types(next(model.parameters()).dtype, torch.float32)
-        wider = self._dtype == torch.float64
-        # What is read in the dtype of compute is kept in it, and not cast by every layer.
-        self._compute_dtype = self._dtype if wider else compute_dtype
+        # What products in the dtype of compute read is kept in it, and not cast by every layer.
+        self._compute_dtype = self._dtype if self._dtype == torch.float64 else compute_dtype
         self._switch = TapSwitch(OFF, torch.zeros(local_batch_size, self.num_bins, device=device, dtype=self._compute_dtype))
         check_measurable(model)
         kinds = _tapped_layers(model)

@@ -18,7 +18,8 @@ gradient's elements; the first geometry has factor 1):
               folds the rows onto FOLDED_ROWS sums (see Fold) instead of multiplying all by signs
 
 All in units of the gradient given to backward, in float32. Inputs are read as they are, in bfloat16 where the run computes in it:
-products are accumulated in float32, and factors and all products of a sketch but the last are rounded to that dtype.
+products are accumulated in float32, and what is multiplied by factors, and all products of a sketch but the last, are rounded to
+that dtype.
 """
 
 import functools
@@ -124,8 +125,8 @@ def _full_product(left: Tensor, right: Tensor) -> Tensor:
 
 
 def _own_products(x: Tensor, factors: Tensor) -> Tensor:
-    """Inner products of the rows of x [B, n] times factors [G, n], rounded to its dtype, [G, B, B]."""
-    scaled = torch.mul(x, factors[:, None], out=x.new_empty(len(factors), *x.shape))  # one kernel that rounds once
+    """Inner products [G, B, B] of the rows of x [B, n] times factors [G, n], each scaled row rounded to the dtype of x."""
+    scaled = torch.mul(x, factors[:, None], out=x.new_empty(len(factors), *x.shape))  # on a device one kernel, that rounds once
     return _full_product(scaled, scaled.mT)
 
 
@@ -207,7 +208,7 @@ class SketchTap(Function):
                 of_bins += part
         of_bins = of_bins.view(-1, dy.shape[2])  # [K G k, out]
         folded = (of_bins.index_select(1, places) * signs).unflatten(1, (-1, FOLDED_ROWS)).sum(1)  # [K G k, m]
-        # Laid out as the probe, or autograd would copy it; compiled, the sum writes it so.
+        # Laid out as the probe: autograd would copy it otherwise, as this does in eager mode; compiled, the sum writes it so.
         folded = folded.view(one_hot.shape[1], len(rows), -1).transpose(0, 1).contiguous()  # [G, K, k m]
         return dy, None, squares.T, folded, None, None, None, None
 
@@ -247,18 +248,23 @@ class SmallTap(Function):
 
 
 class GainTap(Function):
-    """Tap of a norm's learned gain: y = gain * normed, any shape [B, ..., channels]."""
+    """Tap of a norm's learned gain: y = gain * norm(x), any shape [B, ..., channels].
+
+    The norm keeps x for its own backward, so that it is normed again there: kept, it would be as large as x in every norm.
+    """
 
     @staticmethod
-    def forward(ctx, y, normed, squares, sums, one_hot, rows, columns):
-        ctx.save_for_backward(normed, one_hot, rows, columns)
+    def forward(ctx, y, x, squares, sums, one_hot, rows, columns, rms, eps):
+        ctx.save_for_backward(x, one_hot, rows, columns)
+        ctx.rms, ctx.eps = rms, eps
         return y.view_as(y)
 
     @staticmethod
     @_outside_autocast
     def backward(ctx, dy):
-        normed, one_hot, rows, columns = ctx.saved_tensors
-        return dy, None, *_of_gains(_full(dy) * normed, one_hot, rows, columns), None, None, None
+        x, one_hot, rows, columns = ctx.saved_tensors
+        normed = _norm(x, None, ctx.rms, ctx.eps)
+        return dy, None, *_of_gains(_full(dy) * normed, one_hot, rows, columns), None, None, None, None, None
 
 
 class TappedGain(Function):
@@ -276,6 +282,10 @@ class TappedGain(Function):
         products = dy * normed
         total = products.sum(tuple(range(products.ndim - 1)))
         return dy * gain, total, *_of_gains(products, one_hot, rows, columns), None, None, None
+
+
+def _norm(x: Tensor, gain: Tensor | None, rms: bool, eps: float) -> Tensor:
+    return (rms_norm if rms else layer_norm)(x, gain, eps)
 
 
 def _of_gains(products: Tensor, one_hot: Tensor, rows: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
@@ -381,15 +391,9 @@ class TappedNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.switch.mode != MEASURED:
-            return self._norm(x, self.weight)
+            return _norm(x, self.weight, self.rms, self.eps)
         taken = self.squares, self.sums, self.switch.one_hot, self.rows, self.columns
         if self.rms and x.device.type == "cpu" and x.dtype == self.weight.dtype == _full(x).dtype:
             # What the norm with a gain computes too, where it is not one kernel.
-            return TappedGain.apply(self._norm(x, None), self.weight, *taken)
-        y = self._norm(x, self.weight)
-        with torch.no_grad():
-            normed = self._norm(x, None)
-        return GainTap.apply(y, normed, *taken)
-
-    def _norm(self, x: Tensor, gain: Tensor | None) -> Tensor:
-        return (rms_norm if self.rms else layer_norm)(x, gain, self.eps)
+            return TappedGain.apply(_norm(x, None, self.rms, self.eps), self.weight, *taken)
+        return GainTap.apply(_norm(x, self.weight, self.rms, self.eps), x, *taken, self.rms, self.eps)

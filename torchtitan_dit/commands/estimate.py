@@ -21,7 +21,8 @@ def main(words: list[str] | None = None) -> int:
     arguments, overrides = parse_arguments(words)
     try:
         words = ["--job.config_file", arguments.config, *overrides]
-        config = load_config(words, arguments.world_size, elsewhere=arguments.device.name != "CPU")
+        on_gpu = arguments.device.name != "CPU"
+        config = load_config(words, arguments.world_size, elsewhere=on_gpu)
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
@@ -32,7 +33,7 @@ def main(words: list[str] | None = None) -> int:
         )  # fmt: skip
         return 2
     efficiency = Efficiency(arguments.compute, arguments.bandwidth, arguments.link, arguments.overlap)
-    model, memory = model_on_meta(config), estimate_memory(config, arguments.world_size)
+    model, memory = model_on_meta(config), estimate_memory(config, arguments.world_size, on_gpu)
     time = estimate_step_time(config, model, memory, arguments.device, efficiency)
     if arguments.json:
         print(json.dumps(as_record(config, model, memory, time, arguments.device, efficiency), indent=1))

@@ -259,7 +259,7 @@ class StepCounter(TorchDispatchMode):
         if func.namespace == "c10d":
             self.now.collectives[name] += max(map(_bytes, on_device))
             return
-        moved = _read_bytes(name, inputs) + _written_bytes(func, args, outputs)
+        moved = _read_bytes(name, _without_results(func, kwargs, inputs)) + _written_bytes(func, args, outputs)
         flops = call_flops(func, args, kwargs, result)
         dtypes = [t.dtype for t in inputs if t.is_floating_point()] or [on_device[-1].dtype]
         self.now.calls[Call(name, str(dtypes[0]).removeprefix("torch."), moved, flops)] += 1
@@ -292,6 +292,12 @@ def call_flops(func: Any, args: Any, kwargs: Any, result: Any) -> int:
     if any(argument.name == "out_dtype" for argument in func._schema.arguments):  # an overload that the registry does not know
         args, kwargs = [leaf for leaf in args if isinstance(leaf, Tensor)], {}
     return counted(*args, **kwargs, out_val=result)
+
+
+def _without_results(func: Any, kwargs: Any, inputs: list[Tensor]) -> list[Tensor]:
+    """Inputs without those that the call only writes, `out=`."""
+    results = {id(leaf) for each in func._schema.arguments if each.is_out for leaf in tree_leaves(kwargs.get(each.name))}
+    return [tensor for tensor in inputs if id(tensor) not in results]
 
 
 def _read_bytes(name: str, inputs: list[Tensor]) -> int:

@@ -257,7 +257,8 @@ def _guess(
     low, high = candidates[0], candidates[min(7, len(candidates) - 1)]
     if low == high:
         return low
-    needs = [estimate_memory(config_with(size), processes).needed / _GIB for size in (low, high)]
+    on_gpu = device.type == "cuda"
+    needs = [estimate_memory(config_with(size), processes, on_gpu).needed / _GIB for size in (low, high)]
     per_image = (needs[1] - needs[0]) / (high - low)
     if per_image <= 0:
         return low
