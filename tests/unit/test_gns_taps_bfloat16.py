@@ -85,7 +85,8 @@ def test_inner_products_of_vectors_are_those_of_their_inputs_to_bfloat16s_roundi
     with torch.autocast("cpu", torch.bfloat16):
         y = layer(x)
     y.backward(dy)
-    a, d = ((side.float() * factors[:, None]).bfloat16().double() for side, factors in ((x, layer.columns[:, :-1]), (dy, layer.rows)))
+    sides = (x, layer.columns[:, :-1]), (dy, layer.rows)
+    a, d = ((side.float() * factors[:, None]).bfloat16().double() for side, factors in sides)
     bias = layer.columns[:, -1:, None].double().square()
     wanted = (d @ d.mT) * (a @ a.mT + bias)
     terms = (d.abs() @ d.abs().mT) * (a.abs() @ a.abs().mT + bias)

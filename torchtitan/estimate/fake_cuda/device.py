@@ -27,7 +27,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
 from torchtitan.errors import unwrapped
-from torchtitan.estimate.fused_norms import FusedNorms
+from torchtitan.estimate.cuda_kernels import CudaKernels
 
 _SOURCE = Path(__file__).with_name("device_guard.cpp")
 _HEAD_MULTIPLE = 8  # features of a head that flash attention takes; others are padded
@@ -108,7 +108,7 @@ def fake_cuda(counter: Any) -> Iterator[None]:
             stack.enter_context(patch.object(target, name, value))
         stack.enter_context(_FakeCudaMode(allow_non_fake_inputs=True))
         stack.enter_context(counter)
-        stack.enter_context(FusedNorms("cuda"))
+        stack.enter_context(CudaKernels("cuda"))
         stack.enter_context(_FlashAttention())
         yield
 

@@ -1,12 +1,14 @@
-"""RMS norm of tensors without values, as a GPU computes it: what it gives, and what it keeps for the backward."""
+"""RMS norm and SiLU of tensors without values, as a GPU computes them: what they give, and keep for the backward."""
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchtitan.config.job import load_config
-from torchtitan.estimate.fused_norms import FusedNorms
+from torchtitan.estimate.cuda_kernels import CudaKernels
+from torchtitan.estimate.fake_cuda.counter import NO_KERNEL
 from torchtitan.estimate.live_storages import ACTIVATIONS
 from torchtitan.estimate.memory import estimate_memory
 from torchtitan.estimate.simulation import simulate_step
@@ -36,7 +38,7 @@ def kept_by_norm(device: str, dtype: torch.dtype, gain: bool) -> tuple[list[int]
 def test_a_fused_norm_keeps_its_input_and_a_number_per_row_and_gives_what_a_composed_one_does(dtype, gain):
     with FakeTensorMode():
         composed, wanted = kept_by_norm("cpu", dtype, gain)
-        with FusedNorms("cpu"):
+        with CudaKernels("cpu"):
             fused, found = kept_by_norm("cpu", dtype, gain)
     elements, rows = 15 * CHANNELS, 15
     assert fused == [4 * rows, dtype.itemsize * elements]
@@ -50,16 +52,32 @@ def test_a_fused_norm_keeps_its_input_and_a_number_per_row_and_gives_what_a_comp
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("gain", [False, True])
 def test_a_gpu_keeps_as_much(dtype, gain):
-    with FakeTensorMode(), FusedNorms("cpu"):
+    with FakeTensorMode(), CudaKernels("cpu"):
         imitated, _ = kept_by_norm("cpu", dtype, gain)
     assert kept_by_norm("cuda", dtype, gain)[0] == imitated
 
 
+def test_the_backward_of_silu_is_one_operation():
+    names = []
+
+    class Names(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            names.append(func._schema.name.partition("::")[2])
+            return func(*args, **(kwargs or {}))
+
+    with FakeTensorMode(), CudaKernels("cpu"):
+        x = torch.randn(2, 3, dtype=torch.bfloat16, requires_grad=True)
+        with Names():
+            y = F.silu(x)
+            torch.autograd.grad(y, x, torch.empty_like(y))
+    assert [name for name in names if name not in NO_KERNEL] == ["silu", "silu_backward"]
+
+
 def test_a_gain_of_another_dtype_and_other_devices_are_composed():
-    with FakeTensorMode(), FusedNorms("cuda"):
+    with FakeTensorMode(), CudaKernels("cuda"):
         kept, _ = kept_by_norm("cpu", torch.bfloat16, False)
     assert kept == [4 * 15, 4 * 15 * CHANNELS]  # in float32
-    with FakeTensorMode(), FusedNorms("cpu"):
+    with FakeTensorMode(), CudaKernels("cpu"):
         x = torch.randn(2, 4, dtype=torch.bfloat16, requires_grad=True)
         y = F.rms_norm(x, (4,), torch.ones(4))
     assert y.shape == (2, 4) and "Fused" not in type(y.grad_fn).__name__
@@ -75,11 +93,9 @@ def test_the_estimate_for_a_gpu_counts_fused_norms():
              "--training.mixed_precision_param=bfloat16", "--model.num_layers=4")  # fmt: skip
     kept = {}
     for on_gpu in (False, True):
-        windows = [
-            simulate_step(config_of(*words, f"--model.num_layers={layers}"), 1, on_gpu).windows[0, "forward", layers - 1][ACTIVATIONS]
-            for layers in (3, 4)
-        ]
-        kept[on_gpu] = windows[1] - windows[0]
+        steps = {layers: simulate_step(config_of(*words, f"--model.num_layers={layers}"), 1, on_gpu) for layers in (3, 4)}
+        three, four = (step.windows[0, "forward", layers - 1][ACTIVATIONS] for layers, step in steps.items())
+        kept[on_gpu] = four - three
     assert kept[True] < kept[False]
     config = config_of(*words)
     assert estimate_memory(config, 1, on_gpu=True).total < estimate_memory(config, 1, on_gpu=False).total
