@@ -7,7 +7,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchtitan.config.job import load_config
-from torchtitan.estimate.cuda_kernels import CudaKernels
+from torchtitan.estimate.cuda_kernels import cuda_kernels
 from torchtitan.estimate.fake_cuda.counter import NO_KERNEL
 from torchtitan.estimate.live_storages import ACTIVATIONS
 from torchtitan.estimate.memory import estimate_memory
@@ -38,7 +38,7 @@ def kept_by_norm(device: str, dtype: torch.dtype, gain: bool) -> tuple[list[int]
 def test_a_fused_norm_keeps_its_input_and_a_number_per_row_and_gives_what_a_composed_one_does(dtype, gain):
     with FakeTensorMode():
         composed, wanted = kept_by_norm("cpu", dtype, gain)
-        with CudaKernels("cpu"):
+        with cuda_kernels("cpu"):
             fused, found = kept_by_norm("cpu", dtype, gain)
     elements, rows = 15 * CHANNELS, 15
     assert fused == [4 * rows, dtype.itemsize * elements]
@@ -52,7 +52,7 @@ def test_a_fused_norm_keeps_its_input_and_a_number_per_row_and_gives_what_a_comp
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("gain", [False, True])
 def test_a_gpu_keeps_as_much(dtype, gain):
-    with FakeTensorMode(), CudaKernels("cpu"):
+    with FakeTensorMode(), cuda_kernels("cpu"):
         imitated, _ = kept_by_norm("cpu", dtype, gain)
     assert kept_by_norm("cuda", dtype, gain)[0] == imitated
 
@@ -65,7 +65,7 @@ def test_the_backward_of_silu_is_one_operation():
             names.append(func._schema.name.partition("::")[2])
             return func(*args, **(kwargs or {}))
 
-    with FakeTensorMode(), CudaKernels("cpu"):
+    with FakeTensorMode(), cuda_kernels("cpu"):
         x = torch.randn(2, 3, dtype=torch.bfloat16, requires_grad=True)
         with Names():
             y = F.silu(x)
@@ -73,11 +73,12 @@ def test_the_backward_of_silu_is_one_operation():
     assert [name for name in names if name not in NO_KERNEL] == ["silu", "silu_backward"]
 
 
+@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
 def test_a_gain_of_another_dtype_and_other_devices_are_composed():
-    with FakeTensorMode(), CudaKernels("cuda"):
+    with FakeTensorMode(), cuda_kernels("cuda"):
         kept, _ = kept_by_norm("cpu", torch.bfloat16, False)
     assert kept == [4 * 15, 4 * 15 * CHANNELS]  # in float32
-    with FakeTensorMode(), CudaKernels("cpu"):
+    with FakeTensorMode(), cuda_kernels("cpu"):
         x = torch.randn(2, 4, dtype=torch.bfloat16, requires_grad=True)
         y = F.rms_norm(x, (4,), torch.ones(4))
     assert y.shape == (2, 4) and "Fused" not in type(y.grad_fn).__name__
@@ -85,6 +86,12 @@ def test_a_gain_of_another_dtype_and_other_devices_are_composed():
 
 def config_of(*words: str):
     return load_config(["--data.name=synthetic", "--data.shape=[4,8,8]", "--model.flavor=debug", "--gns.enable=false", *words], 1)
+
+
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_blocks_are_computed_again_by_the_same_kernels(mode):
+    config = config_of("--model.patch_size=2", f"--activation_checkpoint.mode={mode}", "--training.mixed_precision_param=bfloat16")
+    assert simulate_step(config, 1, on_gpu=True).windows
 
 
 def test_the_estimate_for_a_gpu_counts_fused_norms():

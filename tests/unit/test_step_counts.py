@@ -38,6 +38,7 @@ CASES = {
     "sit_xl2_256": (shrunk("sit_xl2_256"), 1, 9, False),
     "sharded": (shrunk("dit_xl2_256"), 8, 9, False),
     "sharded, RMS norms": (RMS_NORMS, 8, 9, False),
+    "recomputed": ([*RMS_NORMS, "--activation_checkpoint.mode", "full"], 8, 9, False),
     "noise": (NOISE, 1, 16, False),
     "noise, compiled": (NOISE, 1, 16, True),
     "flux_schnell_256": (FLUX, 1, 9, False),
@@ -47,7 +48,7 @@ KERNELS_OUTSIDE = {"dit_xl2_256": 485, "sit_xl2_256": 284, "sharded": 471, "shar
 KERNELS_OUTSIDE_COMPILED = 91
 MEGABYTES_OF_A_BLOCK = {"dit_xl2_256": 1204, "sharded": 1168, "sharded, RMS norms": 1466}  # forward and backward, 8 images
 MEGABYTES_OF_A_COMPILED_BLOCK = 1099
-PEAK_MEGABYTES = {"dit_xl2_256": 1199, "sharded": 449, "sharded, RMS norms": 415}
+PEAK_MEGABYTES = {"dit_xl2_256": 1199, "sharded": 449, "sharded, RMS norms": 415, "recomputed": 353}
 # Of a measured step: of the monitor's own, and outside the blocks with the taps.
 KERNELS_OF_NOISE, KERNELS_OUTSIDE_WITH_NOISE = 235, 562
 KERNELS_OF_COMPILED_NOISE = {"blocks": 44, "backward blocks": 113}  # of both blocks
@@ -91,6 +92,17 @@ def test_peak_memory_is_bounded_and_as_estimated(counts, name):
     words, ranks, *_ = CASES[name]
     estimated = estimate_memory(load_config(words, ranks), ranks, on_gpu=True).total
     assert abs(estimated / peak - 1) < 0.03
+
+
+def test_recomputed_blocks_are_computed_once_more(counts):
+    once, again = counts["sharded, RMS norms"], counts["recomputed"]
+    assert again["blocks"]["flops"] == once["blocks"]["flops"]
+    products = [sum(phases["blocks"]["flops"].values()) for phases in (once, again)]
+    backward = [sum(phases["backward blocks"]["flops"].values()) for phases in (once, again)]
+    assert backward[1] == backward[0] + products[0]
+    # The same kernels, of attention and norms too; the last product of a block is not needed again.
+    assert again["backward blocks"]["operations"] <= once["backward blocks"]["operations"] + once["blocks"]["operations"]
+    assert again["step"]["peak_bytes"] < once["step"]["peak_bytes"]
 
 
 def test_compiled_blocks_multiply_as_eager_ones_and_move_less(counts):

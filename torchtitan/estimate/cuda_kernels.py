@@ -5,16 +5,18 @@ backward then keeps the input in float32, with a gain the normed input too, inst
 Of the operations of these networks no others are composed on an imitated device alone.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
-from torch.overrides import TorchFunctionMode
 
 _LIBRARY = "torchtitan_estimate"
+_composed_rms_norm, _composed_silu = F.rms_norm, F.silu
 
 
 @torch.library.custom_op(f"{_LIBRARY}::fused_rms_norm", mutates_args=())
@@ -66,39 +68,42 @@ class _SiLU(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         ctx.save_for_backward(x)
-        return F.silu(x)
+        return _composed_silu(x)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Tensor:
         return _silu_backward(dy, *ctx.saved_tensors)
 
 
-class CudaKernels(TorchFunctionMode):
-    """Mode in which RMS norm and SiLU of a device are CUDA's; not while something compiles, which composes them itself."""
+@contextmanager
+def cuda_kernels(device: str) -> Iterator[None]:
+    """Compute RMS norm and SiLU of a device as CUDA does inside the context; not while something compiles, which composes them.
 
-    def __init__(self, device: str) -> None:
-        """
-        Args:
-            device: type of the device, such as "cuda"; of tensors without values.
-        """
-        super().__init__()
-        self._device = device
+    The functions are replaced, since a mode of torch is not there where a backward computes a block again.
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        if func in _KERNELS and args[0].device.type == self._device and not torch.compiler.is_compiling():
-            return _KERNELS[func](*args, **kwargs)
-        return func(*args, **kwargs)
+    Args:
+        device: type of the device, such as "cuda"; of tensors without values.
+    """
+
+    def chosen(composed: Callable[..., Tensor], kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def choose(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            by_kernel = x.device.type == device and not torch.compiler.is_compiling()
+            return (kernel if by_kernel else composed)(x, *args, **kwargs)
+
+        return choose
+
+    with (
+        patch.object(F, "rms_norm", chosen(_composed_rms_norm, _rms_norm)),
+        patch.object(F, "silu", chosen(_composed_silu, _silu)),
+    ):
+        yield
 
 
 def _rms_norm(x: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Tensor:
     if len(normalized_shape) != 1 or (weight is not None and weight.dtype != x.dtype):  # CUDA composes it, too
-        return F.rms_norm(x, normalized_shape, weight, eps)
+        return _composed_rms_norm(x, normalized_shape, weight, eps)
     return _RMSNorm.apply(x, weight)
 
 
 def _silu(x: Tensor, inplace: bool = False) -> Tensor:
-    return F.silu(x, inplace) if inplace else _SiLU.apply(x)
-
-
-_KERNELS: dict[Callable[..., Tensor], Callable[..., Tensor]] = {F.rms_norm: _rms_norm, F.silu: _silu}
+    return _composed_silu(x, inplace) if inplace else _SiLU.apply(x)

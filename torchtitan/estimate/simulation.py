@@ -21,7 +21,7 @@ from torchtitan.distributed.mesh import Layout
 from torchtitan.distributed.parallelize import accumulate_locally, local, parallelize
 from torchtitan.distributed.precision import compute_context
 from torchtitan.estimate.cuda_autocast import cuda_autocast
-from torchtitan.estimate.cuda_kernels import CudaKernels
+from torchtitan.estimate.cuda_kernels import cuda_kernels
 from torchtitan.estimate.live_storages import ACTIVATIONS, GRADIENTS, PARAMETERS, LiveStorages
 from torchtitan.models import MODELS, build_model
 from torchtitan.models.adapters.adapters import draw_adapter_dropout
@@ -72,7 +72,7 @@ def simulate_step(config: JobConfig, world_size: int, on_gpu: bool | None = None
     objective = build_objective(config.objective, config.debug.seed)
     with _fake_process_group(world_size):
         layout = Layout(config.parallelism, torch.device("cpu"))
-        kernels = CudaKernels("cpu") if on_gpu else nullcontext()
+        kernels = cuda_kernels("cpu") if on_gpu else nullcontext()
         with cuda_autocast(), FakeTensorMode(allow_non_fake_inputs=True), LiveStorages() as live, kernels:
             model = build_model(config.model, info.image_shape, info.condition_kind)
             freeze_and_adapt(model, config.lora, MODELS[config.model.name].adapter_sets).train()

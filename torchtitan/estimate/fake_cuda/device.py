@@ -24,14 +24,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.overrides import TorchFunctionMode
 
 from torchtitan.errors import unwrapped
-from torchtitan.estimate.cuda_kernels import CudaKernels
+from torchtitan.estimate.cuda_kernels import cuda_kernels
 
 _SOURCE = Path(__file__).with_name("device_guard.cpp")
 _HEAD_MULTIPLE = 8  # features of a head that flash attention takes; others are padded
 DEVICE_NAME = "NVIDIA H200"
+_attention_of_host = F.scaled_dot_product_attention
 
 
 class NoFakeCuda(Exception):
@@ -108,8 +108,8 @@ def fake_cuda(counter: Any) -> Iterator[None]:
             stack.enter_context(patch.object(target, name, value))
         stack.enter_context(_FakeCudaMode(allow_non_fake_inputs=True))
         stack.enter_context(counter)
-        stack.enter_context(CudaKernels("cuda"))
-        stack.enter_context(_FlashAttention())
+        stack.enter_context(cuda_kernels("cuda"))
+        stack.enter_context(patch.object(F, "scaled_dot_product_attention", _attention))
         yield
 
 
@@ -183,19 +183,15 @@ def _replacements(counter: Any) -> list[tuple[Any, str, Any]]:
     return [*((torch.cuda, name, value) for name, value in answers.items()), *others]
 
 
-class _FlashAttention(TorchFunctionMode):
-    """Choice of the attention kernel that CUDA makes: flash in half precision, the memory-efficient one otherwise."""
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        if func is F.scaled_dot_product_attention and args[0].device.type == "cuda":
-            return _attention(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
-
-
 def _attention(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
     is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False,
 ) -> Tensor:  # fmt: skip
+    """Attention by the kernel that CUDA chooses: flash in half precision, the memory-efficient one otherwise."""
+    if query.device.type != "cuda":
+        return _attention_of_host(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
     if torch.is_autocast_enabled("cuda"):
         dtype = torch.get_autocast_dtype("cuda")
         query, key, value = (x.to(dtype) for x in (query, key, value))
