@@ -90,7 +90,8 @@ def config_of(*words: str):
 
 @pytest.mark.parametrize("mode", ["full", "selective"])
 def test_blocks_are_computed_again_by_the_same_kernels(mode):
-    config = config_of("--model.patch_size=2", f"--activation_checkpoint.mode={mode}", "--training.mixed_precision_param=bfloat16")
+    recomputed = f"--activation_checkpoint.mode={mode}"
+    config = config_of("--model.patch_size=2", recomputed, "--training.mixed_precision_param=bfloat16")
     assert simulate_step(config, 1, on_gpu=True).windows
 
 
