@@ -13,6 +13,7 @@ from unittest.mock import patch
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import Function
 
 _LIBRARY = "torchtitan_estimate"
@@ -82,13 +83,13 @@ def cuda_kernels(device: str) -> Iterator[None]:
     The functions are replaced, since a mode of torch is not there where a backward computes a block again.
 
     Args:
-        device: type of the device, such as "cuda"; of tensors without values.
+        device: type of the device, such as "cuda"; tensors with values are left alone.
     """
 
     def chosen(composed: Callable[..., Tensor], kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def choose(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-            by_kernel = x.device.type == device and not torch.compiler.is_compiling()
-            return (kernel if by_kernel else composed)(x, *args, **kwargs)
+            imitated = isinstance(x, FakeTensor) and x.device.type == device
+            return (kernel if imitated and not torch.compiler.is_compiling() else composed)(x, *args, **kwargs)
 
         return choose
 
