@@ -175,7 +175,7 @@ def test_commands_of_the_documentation_run(tmp_path):
         Path(name).symlink_to(ROOT / name)
     shutil.copytree(ROOT / "train_configs", "train_configs")
     text = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
-    commands = re.findall(r"^    python (.*)$", text, re.MULTILINE)
+    commands = re.findall(r"^    \.venv/bin/python (.*)$", text, re.MULTILINE)
     assert len(commands) >= 3
     for command in commands:
         done = run_script(*shlex.split(command), folder=Path.cwd())

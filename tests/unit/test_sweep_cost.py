@@ -44,7 +44,8 @@ def simulated(monkeypatch):
     """Configurations that were simulated; a step takes a second."""
     found = []
 
-    def memory_by_batch_size(config, processes):
+    def memory_by_batch_size(config, processes, on_gpu):
+        assert on_gpu  # of the GPUs that these tests name
         found.append(config)
         return Memory
 
@@ -83,7 +84,7 @@ def test_float8_needs_no_hardware_to_be_estimated(tmp_path, simulated):
 
 
 def test_float8_is_timed_by_its_own_peak_and_refused_where_there_is_none(tmp_path, monkeypatch):
-    monkeypatch.setattr(cost, "memory_by_batch_size", lambda config, processes: Memory)
+    monkeypatch.setattr(cost, "memory_by_batch_size", lambda config, processes, on_gpu: Memory)
     alone = SWEEP.replace("processes = 4", "processes = 1").replace('layout = ["ddp"]\n', "")  # nothing is communicated
     bfloat16, _, float8, _ = estimate_cost(plan(tmp_path, alone, extended=True), tmp_path, DEVICES["H100"])
     assert bfloat16.name == "dtype=bfloat16_compile=false" and float8.name == "dtype=float8_compile=false"
