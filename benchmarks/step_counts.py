@@ -52,6 +52,7 @@ from torchtitan.training.hardware import PEAK_TFLOPS_BF16, PEAK_TFLOPS_FLOAT8
 from torchtitan_dit.studies.grid_options import at_least
 
 ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results" / "step_counts.json"
 # Left out: work beside the step, and what needs a real device.
 _ALONE = [
     "--data.num_workers", "0", "--checkpoint.enable", "false", "--sampling.enable", "false", "--validation.enable", "false",
@@ -387,15 +388,23 @@ ROWS = {
 
 
 def write_rows(section: str, containing: str = "") -> None:
-    """Count the rows with a text in their name, and write them as a section of the results."""
-    path = ROOT / "benchmarks" / "results" / "step_counts.json"
-    results = json.loads(path.read_text()) if path.exists() else {}
+    """Count the rows with a text in their name, and write them into a section of the results, whose rows are all of one commit.
+
+    Exits with a line where some are to replace those of another commit.
+    """
+    results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
     results["rates"] = {
         "device": DEVICE, "products_flops_per_second": PRODUCTS, "attention_flops_per_second": ATTENTION,
         "bytes_per_second": BANDWIDTH, "smallest_kernel_seconds": SMALLEST_KERNEL, "host_operation_seconds": HOST_OPERATION,
     }  # fmt: skip
-    rows: dict[str, Any] = {}
+    known_section = results.get(section, {"commit": commit, "rows": {}})
+    if containing and known_section["commit"] != commit:
+        sys.exit(
+            f"step_counts: --rows: the rows of section {section!r} are of commit {known_section['commit']}, not of {commit}"
+            " (leave --rows out, or name a new --section)"
+        )
+    rows: dict[str, Any] = known_section["rows"] if containing else {}
     results[section] = {"commit": commit, "date": date.today().isoformat(), "versions": versions(), "rows": rows}
     for name, words in ((name, words) for name, words in ROWS.items() if containing in name):
         command = [sys.executable, str(Path(__file__).resolve()), *words, "--json"]
@@ -407,7 +416,7 @@ def write_rows(section: str, containing: str = "") -> None:
         rows[name] = json.loads(done.stdout) | {"estimated_peak_bytes": estimate_memory(config, known.ranks, on_gpu=True).total}
         operations, rate = rows[name]["step"]["operations"], rows[name]["derived"]["images_per_second"]
         print(f"{name}: {operations:,} operations, {rate:.0f} images/s", flush=True)
-        path.write_text(json.dumps(results, indent=1) + "\n")
+        RESULTS.write_text(json.dumps(results, indent=1) + "\n")
 
 
 # ---------------------------------------------------------------------- output

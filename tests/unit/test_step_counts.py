@@ -3,6 +3,7 @@
 The bounds are the present counts with a margin of a hundredth: a change that needs more raises one on purpose.
 """
 
+import json
 import re
 from collections import Counter
 from contextlib import nullcontext
@@ -151,6 +152,16 @@ def test_a_measured_step_of_gradient_noise(counts):
     assert noise["operations"] <= KERNELS_OF_NOISE
     assert (step["synchronising_copies"], step["waits"]) == (0, {})
     assert outside(counts["noise"]) <= KERNELS_OUTSIDE_WITH_NOISE
+
+
+def test_rows_of_another_commit_are_not_mixed_into_a_section(monkeypatch, tmp_path):
+    results = tmp_path / "step_counts.json"
+    results.write_text(json.dumps({"present": {"commit": "0123abc", "rows": {"a": {}}}}))
+    before = results.read_text()
+    monkeypatch.setattr(step_counts, "RESULTS", results)
+    with pytest.raises(SystemExit, match="section 'present' are of commit 0123abc, not of"):
+        step_counts.main(["--section", "present", "--rows", "7B"])
+    assert results.read_text() == before
 
 
 def test_flops_are_those_of_the_model_and_of_attention_computed_again(counts):
