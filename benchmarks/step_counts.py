@@ -388,9 +388,10 @@ ROWS = {
 
 
 def write_rows(section: str, containing: str = "") -> None:
-    """Count the rows with a text in their name, and write them into a section of the results, whose rows are all of one commit.
+    """Count the rows whose name contains a text, and write them into a section of the results.
 
-    Exits with a line where some are to replace those of another commit.
+    All rows of a section are counted at one commit: a part of the rows does not replace those of another commit, and the
+    program exits with one line.
     """
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()

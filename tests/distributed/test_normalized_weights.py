@@ -16,7 +16,7 @@ STEPS = 50
 # Labels and gains that move, a rate as the paper's.
 MODEL = ("--model.magnitude_preserving=true", "--model.num_layers=2", "--optimizer.lr=1e-2")
 LAYOUTS = {
-    1: {"one": (1, 1, 1), "one, accumulation": (1, 1, 2)},
+    1: {"one": (1, 1, 1), "one, accumulation": (1, 1, 2), "one, compiled": (1, 1, 1)},
     2: {"DDP": (2, 1, 1), "FSDP": (1, 2, 1), "FSDP, compiled": (1, 2, 1)},
     4: {"HSDP": (2, 2, 1)},
 }

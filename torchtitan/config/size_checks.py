@@ -72,7 +72,7 @@ def batch_sizes(checked: ConfigView) -> Iterator[Problem]:
 
 
 def _problem_of_share(share: int, local: int, limit: int, ranks: int) -> str:
-    """Problem with a rank's images of a step, which it computes `local` or, for -1, at most `limit` (0: all) at a time."""
+    """Problem with a rank's `share` of the batch, computed `local` images at a time; for -1, at most `limit` (0: all)."""
     size = local if local != -1 else limit or share
     if size > _MOST_IMAGES_IN_ONE:
         return f"{size:,} images in one forward (at most {_MOST_IMAGES_IN_ONE:,}; set training.max_local_batch_size)"

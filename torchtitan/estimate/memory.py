@@ -92,7 +92,7 @@ def estimate_memory(config: JobConfig, world_size: int, on_gpu: bool | None = No
     Args:
         config: a resolved configuration (`load_config`) of that many processes.
         world_size: number of processes of the run.
-        on_gpu: whether it trains on GPUs, whose norms keep less than those of a CPU; None: as it would here.
+        on_gpu: whether the run is on GPUs, where RMS norms keep less than on a CPU; None: whether this machine has one.
 
     Returns:
         bytes on the fullest rank; see MemoryEstimate.

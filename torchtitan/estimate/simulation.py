@@ -62,7 +62,7 @@ def simulate_step(config: JobConfig, world_size: int, on_gpu: bool | None = None
     Args:
         config: a resolved configuration of that many processes.
         world_size: number of processes of the run.
-        on_gpu: whether it trains on GPUs, whose norms keep less than those of a CPU; None: as it would here.
+        on_gpu: whether the run is on GPUs, where RMS norms keep less than on a CPU; None: whether this machine has one.
 
     Raises:
         RuntimeError: this process belongs to a process group already.
@@ -72,7 +72,7 @@ def simulate_step(config: JobConfig, world_size: int, on_gpu: bool | None = None
     objective = build_objective(config.objective, config.debug.seed)
     with _fake_process_group(world_size):
         layout = Layout(config.parallelism, torch.device("cpu"))
-        kernels = cuda_kernels("cpu") if on_gpu else nullcontext()
+        kernels = cuda_kernels("CPU") if on_gpu else nullcontext()
         with cuda_autocast(), FakeTensorMode(allow_non_fake_inputs=True), LiveStorages() as live, kernels:
             model = build_model(config.model, info.image_shape, info.condition_kind)
             freeze_and_adapt(model, config.lora, MODELS[config.model.name].adapter_sets).train()

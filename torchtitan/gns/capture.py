@@ -132,7 +132,7 @@ class GradientTaps:
             seed: of the random projections.
             adam: measure in Adam's geometry too.
             device: of compute.
-            compute_dtype: of the layers' inputs; ignored with parameters in float64, whose dtype is used.
+            compute_dtype: dtype of the layers' inputs. Parameters in float64 are measured in float64 instead.
 
         Raises:
             CannotMeasure: a parameter belongs to no layer that can be tapped.

@@ -208,7 +208,7 @@ class SketchTap(Function):
                 of_bins += part
         of_bins = of_bins.view(-1, dy.shape[2])  # [K G k, out]
         folded = (of_bins.index_select(1, places) * signs).unflatten(1, (-1, FOLDED_ROWS)).sum(1)  # [K G k, m]
-        # Laid out as the probe: autograd would copy it otherwise, as this does in eager mode; compiled, the sum writes it so.
+        # In the layout of the probe: compiled, the sum writes it so; autograd would copy the sketch after it.
         folded = folded.view(one_hot.shape[1], len(rows), -1).transpose(0, 1).contiguous()  # [G, K, k m]
         return dy, None, squares.T, folded, None, None, None, None
 
@@ -250,7 +250,7 @@ class SmallTap(Function):
 class GainTap(Function):
     """Tap of a norm's learned gain: y = gain * norm(x), any shape [B, ..., channels].
 
-    The norm keeps x for its own backward, so that it is normed again there: kept, it would be as large as x in every norm.
+    norm(x) is computed again in the backward instead of being kept: the norm keeps x anyway.
     """
 
     @staticmethod

@@ -179,9 +179,9 @@ def _known_names(names: Sequence[str]) -> str:
 
 
 def beside(source: Path, name: str) -> Path:
-    """Folder for what is drawn from a run, from a checkpoint alone, or from a file of weights.
+    """Folder for images drawn from a run, from a checkpoint alone, or from a file of weights.
 
-    Never that of a checkpoint, which holds nothing else and is removed in time.
+    Images are never written into a checkpoint: old checkpoints are removed.
     """
     if not source.is_dir():
         return source.with_suffix("")

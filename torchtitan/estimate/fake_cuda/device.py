@@ -108,13 +108,14 @@ def fake_cuda(counter: Any) -> Iterator[None]:
             stack.enter_context(patch.object(target, name, value))
         stack.enter_context(_FakeCudaMode(allow_non_fake_inputs=True))
         stack.enter_context(counter)
-        stack.enter_context(cuda_kernels("cuda"))
-        stack.enter_context(patch.object(F, "scaled_dot_product_attention", _attention))
+        stack.enter_context(cuda_kernels("CUDA"))
         yield
 
 
 def _replacements(counter: Any) -> list[tuple[Any, str, Any]]:
-    """Calls of torch.cuda that ask a driver, by what a GPU would answer; synchronisations are counted."""
+    """Replace calls of torch.cuda that ask a driver, by what a GPU would answer, and the choice of an attention kernel;
+    synchronisations are counted.
+    """
     import torch.cuda.amp.common as amp
 
     class Event:
@@ -179,7 +180,7 @@ def _replacements(counter: Any) -> list[tuple[Any, str, Any]]:
         counter.resized(storage)
         return storage
 
-    others.append((torch.UntypedStorage, "resize_", resized))
+    others += [(torch.UntypedStorage, "resize_", resized), (F, "scaled_dot_product_attention", _attention)]
     return [*((torch.cuda, name, value) for name, value in answers.items()), *others]
 
 

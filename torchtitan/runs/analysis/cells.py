@@ -73,7 +73,7 @@ class Cell:
 
 
 def join_repeats(runs: Sequence[Run]) -> list[Cell]:
-    """Join repeats to cells in the order of their axes; a run of an unknown model has a cell of its own."""
+    """Join repeated runs into cells, ordered by their axes. Runs of unknown models are not joined."""
     names = list(dict.fromkeys(name for run in runs for name in run.axes))
     groups: dict[tuple, list[Run]] = {}
     for number, run in enumerate(runs):
