@@ -34,7 +34,7 @@ def pixel_warning(config: JobConfig, world_size: int) -> str:
     model = model_on_meta(config)
     _, height, width = model.image_shape
     tokens = model.tokens_per_image(model.image_shape)
-    memory = estimate_memory(config, world_size, on_gpu=True)  # which is said to be of H100s
+    memory = estimate_memory(config, world_size, on_gpu=True)  # the warning speaks of H100s
     step = estimate_step_time(config, model, memory, DEVICES[_DEVICE], Efficiency())
     devices = _DEVICE if world_size == 1 else f"{world_size} {_DEVICE}s"
     hours = f"{step.hours:,.1f} hours on {devices}"

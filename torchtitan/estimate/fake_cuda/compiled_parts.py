@@ -57,7 +57,7 @@ def count_both(
 
 
 def replace_eager(phase: PhaseCounts, eager: Counter[Call], compiled: Counter[Call], times: int) -> None:
-    """Replace eager calls in a phase by compiled ones, `times` times each. Raises NoFakeCuda: it lacks some of them."""
+    """Replace eager calls in a phase by compiled ones, `times` times each. Raises NoFakeCuda: the phase lacks some."""
     eager, compiled = (Counter({call: count * times for call, count in calls.items()}) for calls in (eager, compiled))
     if missing := eager - phase.calls:
         names = sorted({call.name for call in missing})
