@@ -30,7 +30,10 @@ microbatches   Trained for 400 steps of 128 images, seed 0; then frozen. 640 fur
 training       800 steps of 256 images, one microbatch, seeds 0 to 3 (2 and 3 measured after the present rule was fixed). On
                CIFAR-10 also 800 steps of 1,024 images, seeds 0 and 1, added after the results with 256 images and before
                the first run with 1,024: with 256 images the exact values have a standard error of 18 % themselves (root
-               mean square, of ln B_simple), as large as the errors to be measured. At each of the last 160 steps, before
+               mean square, of ln B_simple), as large as the errors to be measured. And 3,200 steps of 256 images, seeds 0
+               and 1, added after all of these results and before the first such run: four times as many steps to know
+               the exact values from, and so half of their standard error, and windows that grow with the run as they do
+               in a longer training. At each step of the last fifth, before
                its update, one gradient per sample of the step's own images, at the step's own weights, in the geometry
                that the taps hold (Adam's factors are those of the last measured step). The exact values of these steps,
                pooled with equal weights, against what the run reports after its last step. Over bins, left out where the
@@ -106,9 +109,14 @@ ESTIMATORS = ("sketch", "composite")
 AGE, BATCH, MICROBATCHES, STEPS_OF_WINDOW, TRUE_SAMPLES, TRUE_GROUPS = 400, 128, (8, 32, 128), 160, 8192, 16
 # Windows of a data set and a seed.
 WINDOWS = {("digits", 0): 4, ("digits", 1): 12, ("digits", 2): 12, ("cifar10", 0): 12, ("cifar10", 1): 12}
-TRAINED, WATCHED, WELL_KNOWN = 800, 160, 0.15
-# Seeds of a data set and a batch.
-TRAININGS = {("digits", 256): (0, 1, 2, 3), ("cifar10", 256): (0, 1, 2, 3), ("cifar10", 1024): (0, 1)}
+WELL_KNOWN = 0.15
+# Seeds of a data set, a batch and a number of steps.
+TRAININGS = {
+    ("digits", 256, 800): (0, 1, 2, 3),
+    ("cifar10", 256, 800): (0, 1, 2, 3),
+    ("cifar10", 1024, 800): (0, 1),
+    ("cifar10", 256, 3200): (0, 1),
+}
 INTERVAL, COLUMNS = GNSConfig().interval, GNSConfig().sketch_size
 EXACT = f"exact-{TRUE_GROUPS}x{TRUE_SAMPLES}"
 
@@ -124,9 +132,9 @@ def main() -> None:
     KEPT.mkdir(parents=True, exist_ok=True)
     for data in arguments.data:
         if not arguments.judge:
-            for (of_data, batch), seeds in TRAININGS.items():
+            for (of_data, batch, steps), seeds in TRAININGS.items():
                 for seed in seeds if of_data == data else ():
-                    measure_training(data, batch, seed, arguments.cifar10)
+                    measure_training(data, batch, steps, seed, arguments.cifar10)
             for of_data, seed in WINDOWS:
                 if of_data == data:
                     measure_microbatches(data, seed, arguments.cifar10)
@@ -151,7 +159,7 @@ def options(folder: str, data: str, cifar10: str | None, **training: int) -> lis
 class WatchedTrainer(Trainer):
     """Trainer that looks at single gradients of its steps after `watch_from`."""
 
-    watch_from = TRAINED - WATCHED
+    watch_from: int
     exact: list[dict[str, PairSums]]
 
     def _forward_backward(self, batch, samples, number, microbatches):
@@ -162,40 +170,40 @@ class WatchedTrainer(Trainer):
         super()._forward_backward(batch, samples, number, microbatches)
 
 
-def measure_training(data: str, batch: int, seed: int, cifar10: str | None) -> None:
-    """Train a run and keep the sums of all its steps, and the exact ones of its last."""
-    path = training_cell(data, batch, seed)
+def measure_training(data: str, batch: int, steps: int, seed: int, cifar10: str | None) -> None:
+    """Train a run and keep the sums of all its steps, and the exact ones of its last fifth."""
+    path = training_cell(data, batch, steps, seed)
     if path.exists():
         return
     with tempfile.TemporaryDirectory() as folder:
-        words = options(folder, data, cifar10, steps=TRAINED, local_batch_size=batch)
+        words = options(folder, data, cifar10, steps=steps, local_batch_size=batch)
         trainer = WatchedTrainer(load_config([*words, "--job.dump_folder", folder, "--debug.seed", str(seed)], 1))
-        trainer.exact = []
-        train_to(trainer, TRAINED)
+        trainer.watch_from, trainer.exact = steps - steps // 5, []
+        train_to(trainer, steps)
         cast(GNSMonitor, trainer.state.gns).flush()
-        steps = [sums for _, sums in read_sums(trainer.state.folder.path / "gns")]
+        measured = [sums for _, sums in read_sums(trainer.state.folder.path / "gns")]
         trainer.close()
-    keep(path, steps, trainer.exact)
+    keep(path, measured, trainer.exact)
 
 
-def training_cell(data: str, batch: int, seed: int) -> Path:
-    """File of a training's sums; cells of 256 images, the only batch at first, are named without it."""
-    return cell("training", data, *([] if batch == 256 else [batch]), seed)
+def training_cell(data: str, batch: int, steps: int, seed: int) -> Path:
+    """File of a training's sums; the cells of 256 images and of 800 steps, at first the only ones, are named without them."""
+    return cell("training", data, *([] if batch == 256 else [batch]), *([] if steps == 800 else [f"{steps}steps"]), seed)
 
 
 def judge_training(data: str) -> list[dict]:
-    """Judge the runs of a data set: a row per batch, seed, geometry and estimator, and one over the seeds of a batch."""
-    return [row for of_data, batch in TRAININGS if of_data == data for row in judge_trainings(data, batch)]
+    """Judge the runs of a data set: a row per batch, length, seed, geometry and estimator, and one over the seeds."""
+    return [row for key in TRAININGS if key[0] == data for row in judge_trainings(*key)]
 
 
-def judge_trainings(data: str, batch: int) -> list[dict]:
-    """Rows of one batch, see `judge_training`."""
+def judge_trainings(data: str, batch: int, trained: int) -> list[dict]:
+    """Rows of one batch and number of steps trained, see `judge_training`."""
     rows: list[dict] = []
     errors: dict[tuple[str, str], list[Tensor]] = {}
     in_window: dict[tuple[str, str], list[Tensor]] = {}
     uncertain: dict[str, list[Tensor]] = {}
-    for seed in TRAININGS[data, batch]:
-        path = training_cell(data, batch, seed)
+    for seed in TRAININGS[data, batch, trained]:
+        path = training_cell(data, batch, trained, seed)
         if not path.exists():
             continue
         steps, exact = kept(path)
@@ -213,7 +221,7 @@ def judge_trainings(data: str, batch: int) -> list[dict]:
                 in_window.setdefault((geometry, estimator), []).append(ln_ratio(found, weighted))
                 covers = (found.lower <= truth.b_simple) & (truth.b_simple <= found.upper)
                 rows.append({
-                    "batch": batch, "seed": seed, "geometry": geometry, "estimator": estimator,
+                    "batch": batch, "steps": trained, "seed": seed, "geometry": geometry, "estimator": estimator,
                     "bins": int(error.isfinite().sum()), "rms": rms(error), "ratio": error.nanmean().exp().item(),
                     "rank": spearman(found.b_simple[known], truth.b_simple[known]),
                     "covers": covers[known].double().mean().item(), "unbounded": found.unbounded.double().mean().item(),
@@ -223,7 +231,7 @@ def judge_trainings(data: str, batch: int) -> list[dict]:
     for (geometry, estimator), of_seeds in errors.items():
         error, stderr = torch.cat(of_seeds), torch.cat(uncertain[geometry])
         rows.append({
-            "batch": batch, "seed": "all", "seeds": len(of_seeds), "geometry": geometry, "estimator": estimator,
+            "batch": batch, "steps": trained, "seed": "all", "seeds": len(of_seeds), "geometry": geometry, "estimator": estimator,
             "rms": rms(error), "exact_stderr": rms(stderr), "rms_well_known": rms(error[stderr < WELL_KNOWN]),
             "well_known": int((stderr < WELL_KNOWN).sum()), "bins": len(stderr),
             "rms_in_window": rms(torch.cat(in_window[geometry, estimator])),
@@ -386,8 +394,8 @@ def rms(errors: Tensor) -> float:
 
 
 def show(data: str, rows: dict[str, list[dict]]) -> None:
-    for part, columns in (("training", ("batch", "seed", "geometry", "estimator", "rms", "ratio", "rank", "covers", "unbounded",
-                                        "exact_stderr", "rms_well_known", "well_known", "rms_in_window")),
+    for part, columns in (("training", ("batch", "steps", "seed", "geometry", "estimator", "rms", "ratio", "rank", "covers",
+                                        "unbounded", "exact_stderr", "rms_well_known", "well_known", "rms_in_window")),
                           ("microbatches", ("seed", "microbatch", "geometry", "estimator", "error", "ln_b", "unbounded",
                                             "covers"))):
         print(f"\n{data}, {part}: " + "  ".join(columns))
