@@ -1,6 +1,7 @@
 """The batch that grows with the noise scale: when, how far, and that nothing else of a step changes."""
 
 import math
+from collections import Counter
 from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
@@ -15,7 +16,7 @@ from torchtitan.gns.capture import StepSums
 from torchtitan.gns.config import GNSConfig
 from torchtitan.gns.pool import Pool
 from torchtitan.reports import Reports
-from torchtitan.training.batch_ramp import lr_multiple, ramp_factor
+from torchtitan.training.batch_ramp import lr_multiple, ramp_factor, ramp_steps
 from torchtitan.training.config import EMATrackConfig
 from torchtitan.training.ema import kept_share
 
@@ -38,6 +39,19 @@ def test_grows_to_the_lower_end_of_the_interval_by_doubling_at_most():
     lowers = [63.0, 127.9, 128.0, 1000.0, 1000.0, 10.0, math.nan]
     assert factors(schedule, lowers) == [1, 1, 2, 4, 6, 6, 6]
     assert factors(BatchSchedule(64, limit=8, warmup=0, interval=1), [64 * 3.5, 64 * 3.5, 64 * 3.5]) == [2, 3, 3]
+
+
+@pytest.mark.parametrize(
+    ("doublings", "batch_size", "steps"),
+    [([], 16, 10), ([64], 16, 10), ([1, 2, 3], 8, 100), ([48, 100], 8, 20), ([7, 500, 900], 8, 101), ([10_000], 16, 10)],
+)
+def test_steps_of_a_ramp_are_those_counted_one_by_one(doublings, batch_size, steps):
+    counted, progress = Counter(), 0
+    while progress < steps:  # the trainer's rule
+        factor = min(ramp_factor(doublings, progress * batch_size), steps - progress)
+        counted[factor] += 1
+        progress += factor
+    assert ramp_steps(doublings, batch_size, steps) == counted
 
 
 def test_an_unknown_noise_scale_leaves_the_batch_as_it_is():

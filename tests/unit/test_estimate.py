@@ -251,6 +251,22 @@ def test_bytes_sent_are_those_of_ring_collectives():
     assert communication_bytes(hsdp, 1000) == {"shard": 0.5 * 1000 * (2 * 2 * 4 + 4), "replicate": 2 * 0.5 * 2000}
 
 
+def test_a_ramp_takes_the_hours_of_its_steps_and_the_batch_reached_is_not_that_of_all():
+    """Images are the same, so that only what a step costs whatever its batch becomes less: gradients and optimizer."""
+    device = Device("slow links", 80.0, 1e-3, 1e-3, 1e-3, 1e-4, 1e-4)
+    words = ("--parallelism.data_parallel_replicate_degree", "2", "--training.steps", "10")
+
+    def time_of(*more):
+        config = config_of(*words, *more, ranks=2)
+        return estimate_step_time(config, model_on_meta(config), estimate_memory(config, 2), device, Efficiency())
+
+    constant, doubled = time_of(), time_of("--training.global_batch_size", "32")
+    ramp = time_of("--training.double_batch_after", "[64]")  # 4 steps of 16 images, 3 of 32
+    assert ramp.hours == pytest.approx((4 * constant.step + 3 * doubled.step) / 3600)
+    assert (ramp.step, ramp.mfu, ramp.images_per_second) == (constant.step, constant.mfu, constant.images_per_second)
+    assert ramp.device_hours == 2 * ramp.hours and ramp.hours < 0.9 * constant.hours
+
+
 def run_script(*words: str) -> int:
     spec = importlib.util.spec_from_file_location("estimate_script", ROOT / "torchtitan_dit" / "commands" / "estimate.py")
     script = importlib.util.module_from_spec(spec)

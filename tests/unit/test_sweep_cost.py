@@ -50,7 +50,7 @@ def simulated(monkeypatch):
         return Memory
 
     class Second:
-        step = 1.0
+        step, hours = 1.0, 1 / 36
 
     monkeypatch.setattr(cost, "memory_by_batch_size", memory_by_batch_size)
     monkeypatch.setattr(cost, "model_on_meta", lambda config: None)

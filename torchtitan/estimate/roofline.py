@@ -1,7 +1,7 @@
 """Roofline estimate of a training step's time at stated efficiencies."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torchtitan.config.job import JobConfig
 from torchtitan.diffusion.objectives import OBJECTIVES
@@ -12,6 +12,7 @@ from torchtitan.estimate.memory import MemoryEstimate
 from torchtitan.models.adapters.flops import training_flops
 from torchtitan.models.base import DiffusionModel
 from torchtitan.models.float8 import converted_share
+from torchtitan.training.batch_ramp import ramp_steps
 from torchtitan.training.utilisation import mfu_percent, products_of
 
 
@@ -35,7 +36,7 @@ class Efficiency:
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of one optimizer step, and rates derived from them.
+    """Seconds of one optimizer step of the first batch size, and rates derived from them.
 
     Attributes:
         compute: forward, backward and recomputation of all microbatches; without the recomputation chosen by a compiler
@@ -45,7 +46,8 @@ class StepTime:
         step: max(compute, overlap x communication) + (1 - overlap) x communication + optimizer.
         images_per_second: of all ranks.
         mfu: as of `training/utilisation.py`, but a share.
-        hours, device_hours: of the whole run; sampling, validation and checkpoints not counted.
+        hours, device_hours: of the whole run, a ramp of the batch included; sampling, validation and checkpoints not
+            counted. With gns.grow_batch an upper end: how far the batch grows is not known.
     """
 
     compute: float
@@ -75,10 +77,28 @@ def estimate_step_time(
         device: of the run.
         efficiency: shares of the peaks.
     """
+    training, world_size = config.training, config.parallelism.processes
+    compute, communication, optimizer = _parts_of_step(config, model, memory, device, efficiency)
+    step = _overlapped(compute, communication, optimizer, efficiency)
+    seconds = 0.0
+    for factor, steps in ramp_steps(training.double_batch_after, training.global_batch_size, training.steps).items():
+        grown = replace(config, training=replace(training, global_batch_size=factor * training.global_batch_size))
+        seconds += steps * _overlapped(*_parts_of_step(grown, model, memory, device, efficiency), efficiency)
+    hours = seconds / 3600
+    flops = training.global_batch_size / world_size * training_flops_per_image(config, model)
+    mfu = mfu_percent(flops / step / 1e12, device.peak_tflops(products_of(vars(training)))) / 100
+    return StepTime(
+        compute, communication, optimizer, step, training.global_batch_size / step, mfu, hours, world_size * hours
+    )
+
+
+def _parts_of_step(
+    config: JobConfig, model: DiffusionModel, memory: MemoryEstimate, device: Device, efficiency: Efficiency
+) -> tuple[float, float, float]:
+    """Seconds of compute, communication and optimizer in a step of the configuration's batch."""
     layout, training = config.parallelism, config.training
-    world_size = layout.processes
     peak = device.peak_tflops(products_of(vars(training)))
-    images = training.global_batch_size / world_size  # of each rank; where ranks share tokens, parts of images
+    images = training.global_batch_size / layout.processes  # of each rank; where ranks share tokens, parts of images
     flops = images * training_flops_per_image(config, model)
     seconds = flops / (1e12 * peak)
     if device.tflops_float8:
@@ -89,13 +109,11 @@ def estimate_step_time(
     # Gradients are read; everything that trains, and only that, is read and written.
     weights = 4 * trained / layout.degrees.copies_and_shards[1] if config.lora.enable else memory.parameters
     moved = 2 * (weights + memory.optimizer + memory.ema) + memory.all_gradients
-    optimizer = moved / (1e9 * device.memory_gb_per_s * efficiency.memory)
-    step = max(compute, efficiency.overlap * communication) + (1 - efficiency.overlap) * communication + optimizer
-    hours = step * training.steps / 3600
-    mfu = mfu_percent(flops / step / 1e12, peak) / 100
-    return StepTime(
-        compute, communication, optimizer, step, training.global_batch_size / step, mfu, hours, world_size * hours
-    )
+    return compute, communication, moved / (1e9 * device.memory_gb_per_s * efficiency.memory)
+
+
+def _overlapped(compute: float, communication: float, optimizer: float, efficiency: Efficiency) -> float:
+    return max(compute, efficiency.overlap * communication) + (1 - efficiency.overlap) * communication + optimizer
 
 
 def recomputed_share(config: JobConfig, model: DiffusionModel) -> float:

@@ -137,7 +137,7 @@ class _StepEstimator:
         self._sweep, self._folder, self._device = sweep, folder, device
         self._memory: dict[str, Callable[[int], MemoryEstimate]] = {}
         self._models: dict[str, DiffusionModel] = {}
-        self._steps: dict[str, tuple[float, float, int] | None] = {}
+        self._times: dict[str, tuple[float, float, float] | None] = {}
 
     def with_progress(self, tasks: Sequence[Task]) -> Iterable[Task]:
         return tqdm(tasks, desc="estimating", unit="run", file=sys.stderr, delay=2, leave=False)
@@ -145,17 +145,17 @@ class _StepEstimator:
     def seconds_of(self, task: Task) -> float | None:
         """Seconds of a run from its start to its end; None if it is out of memory. Raises _Refused."""
         cell = task.cell
-        if cell.id not in self._steps:
-            self._steps[cell.id] = self._of_cell(cell)
-        found = self._steps[cell.id]
+        if cell.id not in self._times:
+            self._times[cell.id] = self._of_cell(cell)
+        found = self._times[cell.id]
         if found is None:
             return None
-        start, step, steps = found
+        start, step, all_steps = found
         search = _TRIES * (start + _STEPS_OF_A_TRY * step) if self._sweep.settings.autotune and task.repeat == 0 else 0.0
-        return start + steps * step + search
+        return start + all_steps + search
 
-    def _of_cell(self, cell: Cell) -> tuple[float, float, int] | None:
-        """Seconds of the start and of a step, and the number of steps; None if they are out of memory."""
+    def _of_cell(self, cell: Cell) -> tuple[float, float, float] | None:
+        """Seconds of the start, of a step and of all steps; None if they are out of memory."""
         autotune = self._sweep.settings.autotune
         batch_size = self._largest_batch(cell) if autotune else None
         if batch_size == 0:
@@ -164,9 +164,9 @@ class _StepEstimator:
         memory = self._memory_of(config, cell.processes)
         if not autotune and fits(memory, self._device) is False:
             return None
-        step = estimate_step_time(config, self._model_of(config), memory, self._device, Efficiency()).step
+        time = estimate_step_time(config, self._model_of(config), memory, self._device, Efficiency())
         start = START_SECONDS + (COMPILE_SECONDS if config.compile.enable else 0.0)
-        return start, step, config.training.steps
+        return start, time.step, 3600 * time.hours
 
     def _model_of(self, config: JobConfig) -> DiffusionModel:
         tables = effective(config)

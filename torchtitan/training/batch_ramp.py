@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -16,6 +17,25 @@ def ramp_factor(doublings: Sequence[int], images: int) -> int:
         images: trained before the step.
     """
     return 2 ** sum(images >= passed for passed in doublings)
+
+
+def ramp_steps(doublings: Sequence[int], batch_size: int, steps: int) -> Counter[int]:
+    """Number of optimizer steps of a ramp by multiple of the first batch size; the last step has the images that are left.
+
+    Args:
+        doublings: as of `ramp_factor`.
+        batch_size: the first global batch size.
+        steps: of the first batch size, of the whole run.
+    """
+    counts: Counter[int] = Counter()
+    progress = 0  # in steps of the first batch size
+    while progress < steps:
+        factor = min(ramp_factor(doublings, progress * batch_size), steps - progress)
+        end = min([steps, *(-(-images // batch_size) for images in doublings if images > progress * batch_size)])
+        number = max(1, min(-(-(end - progress) // factor), (steps - progress) // factor))
+        counts[factor] += number
+        progress += number * factor
+    return counts
 
 
 def largest_growth(config: Any) -> int:
