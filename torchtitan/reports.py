@@ -55,7 +55,7 @@ logger = logging.getLogger(__name__)
 # Of the clock: TensorBoard and Weights & Biases show these, metrics.jsonl has all.
 _SHOWN_TIMES = ("clock/wall(s)", "clock/train(s)")
 # What one looks at of the noise scale; the rest is in metrics.jsonl.
-_SHOWN_OF_THE_NOISE = {"b_simple", "lower", "upper", "outlier_steps"}
+_SHOWN_OF_THE_NOISE = {"b_simple", "batch", "lower", "upper", "outlier_steps"}
 _EXCESS_LOSS = "validation_metrics/excess_loss"  # of the trained weights; those of averages are in metrics.jsonl
 # From the start of the process on: after them, every graph that is trained with has been compiled.
 _STEPS_TO_COMPILE = 3

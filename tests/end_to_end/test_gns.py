@@ -171,6 +171,10 @@ def test_tags_name_geometry_estimator_and_bin(folder):
                 found = {tag.removeprefix(prefix) for tag in tags if tag.startswith(prefix)}
                 # An interval without an end has no upper one to log.
                 assert quantities - {"upper"} <= found <= quantities, prefix
+    half = {tag for tag in tags if tag.startswith("gns/half_progress/")}
+    assert {f"gns/half_progress/{k}/lower" for k in range(4)} <= half
+    assert all(re.fullmatch(r"gns/half_progress/\d/(batch|lower|upper)", tag) for tag in half)
+    tags -= half
     tags.discard("gns/reductions_per_step")
     assert all(re.fullmatch(r"gns/(plain|adam)/(sketch|composite|modulation|ranks)/(\d|all)/\w+", tag) for tag in tags)
     assert {tag.split("/")[1] for tag in noise_points(folder / "allocated")[-1] if tag != "step"} == {"plain", "shares"}

@@ -91,6 +91,6 @@ def test_advice_is_given_only_where_something_is_to_be_changed(scale, batch, sai
     phase = "at the peak learning rate"
     lines = monitor(scale, USELESS).advice(batch, phase)
     assert len(lines) == bool(said) and all(said in line for line in lines)
-    assert all(line.startswith(f"measured {phase} (sketch): ") for line in lines)
+    assert all(line.startswith(f"measured {phase} (sketch, plain geometry): ") for line in lines)
     assert [line for line in monitor(scale, USEFUL).advice(batch, phase) if "fewer samples" in line and "would give" in line]
     assert monitor(scale, SLIGHT).advice(batch, phase) == lines  # certain, but a factor below 1.1

@@ -1,5 +1,6 @@
 """Advice, picture, allocation and growth use the estimator of the narrowest valid intervals, and name it."""
 
+import csv
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -8,12 +9,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from tests.launcher import ROOT
 from torchtitan.config.job import load_config
 from torchtitan.console import measured_phase
 from torchtitan.diffusion.objectives import build_objective
 from torchtitan.distributed.config import ParallelismConfig
 from torchtitan.distributed.mesh import Layout
 from torchtitan.gns import monitor as monitor_module
+from torchtitan.gns.allocate import half_progress_in_words
+from torchtitan.gns.calibration import RATIO, RATIO_LOWER, RATIO_UPPER, HalfProgress, half_progress
 from torchtitan.gns.capture import GEOMETRIES
 from torchtitan.gns.config import GNSConfig
 from torchtitan.gns.decayed import BinEstimates, narrowest
@@ -22,7 +26,9 @@ from torchtitan.gns.pool import WHOLE_MODEL
 from torchtitan.training.lr_scheduler import lr_phase
 
 BINS = 3
+CELLS = ROOT / "studies" / "results" / "gns_calibration"
 SCALES = {"sketch": 100.0, "composite": 200.0}
+OF_ADAM = 7.0  # times as large in Adam's geometry
 
 
 def estimates(scale: float, factor: float, bins: int = BINS) -> BinEstimates:
@@ -36,6 +42,11 @@ def estimates(scale: float, factor: float, bins: int = BINS) -> BinEstimates:
     )
 
 
+def read_rows(path: Path) -> list[dict[str, str]]:
+    with path.open() as file:
+        return list(csv.DictReader(file))
+
+
 class PoolOf:
     """Pool in which one estimator has the narrower intervals, in all bins and as a whole."""
 
@@ -45,10 +56,10 @@ class PoolOf:
         self._factors = {name: 1.2 if name == narrow else 1.5 for name in WHOLE_MODEL}
 
     def by_bin(self, geometry: str, name: str) -> BinEstimates:
-        return estimates(SCALES[name], self._factors[name])
+        return estimates(SCALES.get(name, 1.0) * (OF_ADAM if geometry == "adam" else 1.0), self._factors.get(name, 1.5))
 
     def whole(self, geometry: str, name: str, mass: torch.Tensor | None, stratified: bool) -> BinEstimates:
-        return estimates(SCALES[name], self._factors[name], 1)
+        return estimates(SCALES.get(name, 1.0) * (OF_ADAM if geometry == "adam" else 1.0), self._factors.get(name, 1.5), 1)
 
     def headline(self, geometry: str) -> str:
         return narrowest({name: self.by_bin(geometry, name) for name in WHOLE_MODEL})
@@ -78,9 +89,9 @@ def test_advice_and_closing_line_are_of_the_narrowest_and_name_it(narrow):
     monitor = monitor_of(narrow)
     scale = f"estimate {SCALES[narrow]:.0f} ["
     advice = monitor.advice(16, "at the peak learning rate")
-    assert advice[0].startswith(f"measured at the peak learning rate ({narrow}): ") and scale in advice[0]
-    line, = monitor.result()
-    assert f"by the {narrow}: {scale}" in line
+    assert advice[0].startswith(f"measured at the peak learning rate ({narrow}, plain geometry): ") and scale in advice[0]
+    line, _ = monitor.result()
+    assert f"noise scale in plain geometry, by the {narrow}: {scale}" in line
     assert "its steps are 640 images old on average, and the interval does not cover the drift since" in line
 
 
@@ -88,25 +99,84 @@ def test_advice_and_closing_line_are_of_the_narrowest_and_name_it(narrow):
 def test_the_picture_is_of_the_narrowest(narrow, monkeypatch):
     drawn = {}
 
-    def keep(points, edges, levels, global_batch_size, names):
-        drawn.update(names=names, scales={geometry: of[0].b_simple.tolist() for geometry, of in levels.items()})
+    def keep(points, edges, levels, global_batch_size, names, half):
+        drawn.update(names=names, half=half, scales={geometry: of[0].b_simple.tolist() for geometry, of in levels.items()})
 
     monkeypatch.setattr(monitor_module, "draw_noise_scale", keep)
     monitor_of(narrow).draw([], 16)
     assert drawn["names"] == dict.fromkeys(GEOMETRIES, narrow)
-    assert drawn["scales"] == dict.fromkeys(GEOMETRIES, [SCALES[narrow]] * BINS)
+    assert list(drawn["names"]) == ["plain", "adam"]  # the headline geometry first
+    assert drawn["scales"] == {"plain": [SCALES[narrow]] * BINS, "adam": [OF_ADAM * SCALES[narrow]] * BINS}
+    assert drawn["half"].batch.tolist() == pytest.approx([RATIO * SCALES[narrow]] * BINS)
 
 
 @pytest.mark.parametrize("narrow", WHOLE_MODEL)
-def test_batch_and_allocation_follow_the_narrowest(narrow, monkeypatch):
+def test_growth_and_allocation_follow_the_narrowest_in_the_geometry_of_updates(narrow, monkeypatch):
     monitor = monitor_of(narrow, grow_batch=True)
     monitor._schedule = SimpleNamespace(update=lambda *given, **_: seen.append(given[2].b_simple.tolist()))
     seen, lowest = [], []
     monkeypatch.setattr(monitor._batch, "update", lambda step, samples, lower: lowest.append(lower))
     monitor._step = monitor._config.interval
     monitor.conclude(torch.tensor(False))
-    assert seen == [[SCALES[narrow]] * BINS]
-    assert lowest == [pytest.approx(SCALES[narrow] / 1.2)]
+    assert seen == [[OF_ADAM * SCALES[narrow]] * BINS]
+    assert lowest == [pytest.approx(OF_ADAM * SCALES[narrow] / 1.2)]
+
+
+@pytest.mark.parametrize("narrow", WHOLE_MODEL)
+def test_half_progress_is_logged_and_told_of_the_narrowest(narrow):
+    monitor = monitor_of(narrow)
+    monitor._pooled.parts_of_whole = lambda *_: {}
+    batch = RATIO * SCALES[narrow]
+    found = {tag: value for tag, value in monitor.metrics().items() if tag.startswith("gns/half_progress/")}
+    assert len(found) == 3 * BINS and found["gns/half_progress/2/batch"] == pytest.approx(batch)
+    assert found["gns/half_progress/0/lower"] < RATIO_LOWER / RATIO * batch < batch
+    assert found["gns/half_progress/0/upper"] > RATIO_UPPER / RATIO * batch
+    # All bins are alike: the least is the largest, the first of them.
+    values = (found[f"gns/half_progress/0/{name}"] for name in ("batch", "lower", "upper"))
+    value, lower, upper = (f"{float(f'{number:.2g}'):.0f}" for number in values)
+    assert f"timestep bin: {value} [{lower}, {upper}] samples (t 0.00 to 0.40); calibrated" in monitor.result()[1]
+
+
+def test_the_least_and_the_largest_half_progress_are_told_with_their_bins():
+    values = torch.tensor([30.0, math.nan, 2.5], dtype=torch.float64)
+    half = HalfProgress(values, 0.5 * values, torch.where(values.isnan(), math.inf, 2.0 * values))
+    text = half_progress_in_words(half, torch.tensor([0.4, 0.6]))
+    assert text.endswith(": 2.5 [1.2, 5] samples (t 0.60 to 1.00) to 30 [15, 60] samples (t 0.00 to 0.40)")
+    nothing = torch.full((3,), math.nan, dtype=torch.float64)
+    assert half_progress_in_words(HalfProgress(nothing, nothing, nothing), torch.tensor([0.4, 0.6])) == ""
+
+
+def test_without_adam_nothing_is_said_of_half_progress():
+    monitor = monitor_of("sketch")
+    monitor.pool.geometries = GEOMETRIES[:1]
+    monitor._pooled.parts_of_whole = lambda *_: {}
+    assert not any("half_progress" in tag for tag in monitor.metrics())
+    assert len(monitor.result()) == 1
+
+
+def test_half_progress_joins_both_errors_and_keeps_an_open_end_open():
+    exact = half_progress(estimates(100.0, 1.0 + 1e-12))
+    assert exact.lower.tolist() == pytest.approx([100.0 * RATIO_LOWER] * BINS)
+    assert exact.upper.tolist() == pytest.approx([100.0 * RATIO_UPPER] * BINS)
+    wide = half_progress(estimates(100.0, math.e**3))
+    below, above = (math.hypot(3.0, math.log(ratio)) for ratio in (RATIO / RATIO_LOWER, RATIO_UPPER / RATIO))
+    assert wide.lower.tolist() == pytest.approx([100.0 * RATIO * math.exp(-below)] * BINS)
+    assert wide.upper.tolist() == pytest.approx([100.0 * RATIO * math.exp(above)] * BINS)
+    known = estimates(100.0, 1.2)
+    opened = replace(known, unbounded=torch.tensor([True, False, False]), upper=known.upper.clone().fill_(math.inf))
+    found = half_progress(opened)
+    assert math.isnan(found.batch[0]) and math.isinf(found.upper[0])
+    assert found.lower[0].item() == pytest.approx(RATIO_LOWER * 100.0 / 1.2)
+
+
+def test_the_ratio_is_that_of_the_recorded_cells():
+    rows = [row for path in sorted(CELLS.glob("*/results.csv")) if "first" not in path.parent.name for row in read_rows(path)]
+    ratios = [float(row["adam_half"]) / float(row["b_g"]) for row in rows]
+    assert len(ratios) == 100
+    logs = torch.tensor(ratios, dtype=torch.float64).log()
+    assert float(f"{logs.mean().exp():.3g}") == RATIO
+    ends = torch.quantile(logs, torch.tensor([0.025, 0.975], dtype=torch.float64)).exp().tolist()
+    assert [float(f"{end:.3g}") for end in ends] == [RATIO_LOWER, RATIO_UPPER]
 
 
 def test_of_equally_narrow_estimators_rounding_does_not_choose():

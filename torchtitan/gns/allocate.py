@@ -16,6 +16,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from torchtitan.gns.calibration import HalfProgress
 from torchtitan.gns.decayed import BinEstimates
 
 # Names of samplers, and what changing to each means.
@@ -348,6 +349,27 @@ def scale_in_words(b_simple: float, lower: float, upper: float) -> str:
     if math.isinf(upper):
         return f"by estimate more than {_samples(lower)} samples"
     return f"estimate {_samples(b_simple)} [{_samples(lower)}, {_samples(upper)}] samples"
+
+
+def half_progress_in_words(half: HalfProgress, edges: Tensor) -> str:
+    """The least and the largest half-progress batch of the bins with an upper end, with their intervals; "" without any.
+
+    Args:
+        half: of K bins.
+        edges: their inner edges in t, [K - 1].
+    """
+    known = half.upper.isfinite().nonzero().flatten().tolist()
+    if not known:
+        return ""
+    bounds = [0.0, *edges.tolist(), 1.0]
+
+    def of_bin(k: int) -> str:
+        value, lower, upper = (_samples(values[k].item()) for values in (half.batch, half.lower, half.upper))
+        return f"{value} [{lower}, {upper}] samples (t {bounds[k]:.2f} to {bounds[k + 1]:.2f})"
+
+    least, most = (pick(known, key=lambda k: half.batch[k].item()) for pick in (min, max))
+    most_too = f" to {of_bin(most)}" if most != least else ""
+    return f"half-progress batch of one step of Adam on a timestep bin: {of_bin(least)}{most_too}"
 
 
 def _change(name: str) -> str:

@@ -21,6 +21,7 @@ from torchtitan.gns.allocate import (
     SharesSchedule,
     advice,
     batch_advice,
+    half_progress_in_words,
     loss_second_moment_shares,
     place_of_batch,
     predicted_ratios,
@@ -29,6 +30,7 @@ from torchtitan.gns.allocate import (
     worthwhile,
 )
 from torchtitan.gns.batch_schedule import BatchSchedule
+from torchtitan.gns.calibration import HalfProgress, half_progress
 from torchtitan.gns.capture import GradientTaps, StepSums
 from torchtitan.gns.config import GNSConfig
 from torchtitan.gns.decayed import BinEstimates
@@ -41,6 +43,8 @@ from torchtitan.gns.raw_sums import RawSums
 logger = logging.getLogger(__name__)
 
 GNS_FOLDER = "gns"
+
+_QUANTITIES = ("signal", "noise", "b_simple", "lower", "upper", "samples", "lag")
 
 
 class GNSMonitor:
@@ -178,11 +182,13 @@ class GNSMonitor:
             self.settle()
             self._allocate()
             if self._batch:
-                self._batch.update(self._step, self._samples, self._whole_headline().lower.item())
+                self._batch.update(self._step, self._samples, self._whole(*self._of_updates).lower.item())
 
     def _allocate(self) -> None:
         if self._schedule:
-            shares = self._schedule.update(self._step, self._samples, self._headline(), stratified=self._stratified)
+            shares = self._schedule.update(
+                self._step, self._samples, self._pooled.by_bin(*self._of_updates), stratified=self._stratified
+            )
             if shares is not None:
                 self._allocated.set_shares(shares)
 
@@ -224,24 +230,32 @@ class GNSMonitor:
                 found[f"{prefix}/all/headline"] = float(estimator == headline)
             parts = self._pooled.parts_of_whole(geometry, self._mass, self._stratified)
             found |= {f"gns/{geometry}/sketch/all/{name}": value for name, value in parts.items() if math.isfinite(value)}
+        if half := self._half_progress():
+            found |= _tags("gns/half_progress/{}", half, ("batch", "lower", "upper"))
         if self._schedule:
             shares = self._allocated.shares.tolist()
             found |= {f"gns/shares/{k}": share for k, share in enumerate(shares)}
         return found
 
     def result(self) -> list[str]:
-        """Line on the noise scale of the whole objective at the end, with its estimator; none where nothing is known."""
+        """Lines at the end: the noise scale of the whole objective, with its estimator, and the least and the largest of the
+        bins' half-progress batches; none of what is not known.
+        """
         if not self.pool:
             return []
         self.settle()
-        whole, estimator = self._whole_headline(), self._headline_name()
-        if not whole.lower.item() > 0:
-            return []
-        text = scale_in_words(whole.b_simple.item(), whole.lower.item(), whole.upper.item())
-        return [
-            f"noise scale in {GEOMETRY_NAMES[self.pool.geometries[-1]]}, by the {estimator}: {text}; its steps are"
-            f" {whole.lag.item():,.0f} images old on average, and the interval does not cover the drift since"
-        ]
+        geometry, estimator = self._headline
+        whole, lines = self._whole(geometry, estimator), []
+        if whole.lower.item() > 0:
+            text = scale_in_words(whole.b_simple.item(), whole.lower.item(), whole.upper.item())
+            lines.append(
+                f"noise scale in {GEOMETRY_NAMES[geometry]}, by the {estimator}: {text}; its steps are"
+                f" {whole.lag.item():,.0f} images old on average, and the interval does not cover the drift since"
+            )
+        half = self._half_progress()
+        if half and (text := half_progress_in_words(half, self._edges)):
+            lines.append(f"{text}; calibrated on single steps of small models")
+        return lines
 
     @property
     def lag(self) -> float:
@@ -249,7 +263,7 @@ class GNSMonitor:
         if not self.pool:
             return math.nan
         self.settle()
-        return self._whole_headline().lag.item()
+        return self._whole(*self._headline).lag.item()
 
     def advice(self, global_batch_size: int, phase: str) -> list[str]:
         """Advice on the batch size and on the timestep sampler, a line each; none where nothing is to be changed.
@@ -261,12 +275,14 @@ class GNSMonitor:
         if not self.pool:
             return []
         self.settle()
-        whole = self._whole_headline()
+        whole = self._whole(*self._headline)
         scale = whole.b_simple.item(), whole.lower.item(), whole.upper.item(), global_batch_size
         ratios = self.predicted_ratios()
-        lines = [batch_advice(*scale)] if place_of_batch(*scale) in ("below", "above") else []
-        lines += [advice(ratios)] if worthwhile(ratios) else []
-        return [f"measured {phase} ({self._headline_name()}): {line}" for line in lines]
+        lines = [(self._headline, batch_advice(*scale))] if place_of_batch(*scale) in ("below", "above") else []
+        lines += [(self._of_updates, advice(ratios))] if worthwhile(ratios) else []
+        return [
+            f"measured {phase} ({estimator}, {GEOMETRY_NAMES[geometry]}): {line}" for (geometry, estimator), line in lines
+        ]
 
     def predicted_ratios(self) -> list[PredictedRatio]:
         """Gradient variance of other timestep samplers over the present one's, for the same objective."""
@@ -283,7 +299,7 @@ class GNSMonitor:
         importance = self._objective.timestep_sampler.bin_importance()
         present = None if importance is None else self._mass / importance
         return predicted_ratios(
-            self._mass, self._headline(), others, stratified=self._stratified, present=present
+            self._mass, self._pooled.by_bin(*self._of_updates), others, stratified=self._stratified, present=present
         )
 
     def draw(self, points: Sequence[dict], global_batch_size: int) -> Image.Image | None:
@@ -291,12 +307,12 @@ class GNSMonitor:
         if not self.pool or not self._agreement:
             return None
         self.settle()
-        names = {geometry: self.pool.headline(geometry) for geometry in reversed(self.pool.geometries)}
+        names = {geometry: self.pool.headline(geometry) for geometry in self.pool.geometries}
         estimates = {
             geometry: [self.pool.by_bin(geometry, name), *self._agreement.estimates(geometry, self.pool.window(geometry))]
             for geometry, name in names.items()
         }
-        return draw_noise_scale(points, self._edges, estimates, global_batch_size, names)
+        return draw_noise_scale(points, self._edges, estimates, global_batch_size, names, self._half_progress())
 
     def flush(self) -> None:
         """Write the raw sums of all steps so far."""
@@ -358,19 +374,28 @@ class GNSMonitor:
         as_drawn = not (self._stratified or self._config.allocate_timesteps or self._config.bin_pure_microbatches)
         return self._pooled.whole(geometry, estimator, None if as_drawn else self._mass, self._stratified)
 
-    def _headline(self) -> BinEstimates:
-        """Estimates by bin of the headline geometry: Adam's, in which updates are made, where it is measured."""
-        return self._pooled.by_bin(self._pooled.geometries[-1], self._headline_name())
+    @property
+    def _headline(self) -> tuple[str, str]:
+        """Geometry and estimator of what is said of batch sizes: the plain one, which predicts the half-progress batch."""
+        geometry = self._pooled.geometries[0]
+        return geometry, self._pooled.headline(geometry)
 
-    def _whole_headline(self) -> BinEstimates:
-        return self._whole(self._pooled.geometries[-1], self._headline_name())
+    @property
+    def _of_updates(self) -> tuple[str, str]:
+        """Geometry in which updates are made, Adam's where it is measured, and its estimator: of timesteps' allocation and
+        of growing batches, which were tested in it.
+        """
+        geometry = self._pooled.geometries[-1]
+        return geometry, self._pooled.headline(geometry)
 
-    def _headline_name(self) -> str:
-        return self._pooled.headline(self._pooled.geometries[-1])
+    def _half_progress(self) -> HalfProgress | None:
+        """Half-progress batches by bin; None where updates are not Adam's, for which no ratio was measured."""
+        if not self.pool or len(self.pool.geometries) == 1:
+            return None
+        return half_progress(self.pool.by_bin(*self._headline))
 
 
-def _tags(pattern: str, estimates: BinEstimates) -> dict[str, float]:
-    quantities = ("signal", "noise", "b_simple", "lower", "upper", "samples", "lag")
+def _tags(pattern: str, estimates: BinEstimates | HalfProgress, quantities: Sequence[str] = _QUANTITIES) -> dict[str, float]:
     return {
         f"{pattern.format(index)}/{quantity}": value
         for quantity in quantities

@@ -9,6 +9,7 @@ from PIL import Image
 from torch import Tensor
 
 from torchtitan.gns.agreement import finest_known, wider_bins
+from torchtitan.gns.calibration import HalfProgress
 from torchtitan.gns.decayed import BinEstimates
 from torchtitan.pictures.colours import COLOURS
 
@@ -21,7 +22,7 @@ GEOMETRY_NAMES = {"adam": "Adam's geometry", "plain": "plain geometry"}
 
 def draw_noise_scale(
     points: Sequence[dict], edges: Tensor, estimates: dict[str, list[BinEstimates]], batch_size: int,
-    names: dict[str, str],
+    names: dict[str, str], half: HalfProgress | None = None,
 ) -> Image.Image:
     """Draw four panels for each geometry, legible at 900 pixels' width; a panel without values says so.
 
@@ -34,6 +35,7 @@ def draw_noise_scale(
             headline geometry first.
         batch_size: samples per step, drawn for comparison.
         names: geometry -> name of the estimator that these are of.
+        half: half-progress batches of the bins, drawn with the headline geometry's noise scales.
 
     Returns:
         an RGB picture.
@@ -45,7 +47,9 @@ def draw_noise_scale(
     bounds = [0.0, *edges.tolist(), 1.0]
     for axes, (geometry, levels) in zip(rows, estimates.items(), strict=True):
         name = GEOMETRY_NAMES[geometry]
-        _draw_bins(axes[0], bounds, levels[0], _last(points, geometry, len(bounds) - 1), batch_size, names[geometry])
+        of_headline = half if geometry == next(iter(estimates)) else None
+        composite = _last(points, geometry, len(bounds) - 1)
+        _draw_bins(axes[0], bounds, levels[0], composite, batch_size, names[geometry], of_headline)
         axes[0].set_title(f"{name}: each bin at the end ({names[geometry]})")
         _draw_lines(axes[1], points, geometry, bounds, batch_size)
         _draw_map(axes[2], figure, points, geometry, bounds)
@@ -72,7 +76,8 @@ def _say_why_empty(axes, reason: str = "too early to say") -> None:
 
 
 def _draw_bins(
-    axes, bounds: list[float], found: BinEstimates, composite: list[float], batch_size: int, estimator: str
+    axes, bounds: list[float], found: BinEstimates, composite: list[float], batch_size: int, estimator: str,
+    half: HalfProgress | None = None,
 ) -> None:
     middles = [0.5 * (low + high) for low, high in itertools.pairwise(bounds)]
     for middle, low, high, value, lower, upper in zip(
@@ -89,6 +94,14 @@ def _draw_bins(
     known = [(m, c) for m, c in zip(middles, composite, strict=True) if math.isfinite(c)]
     if known and estimator != "composite":
         axes.plot(*zip(*known, strict=True), "o", ms=4, color=COLOURS[1], label="composite, every step")
+    if half is not None and half.batch.isfinite().any():
+        ends = torch.stack((half.batch - half.lower, half.upper - half.batch))
+        # Beside the noise scale's bar in the middle of the bin.
+        places = [low + 0.7 * (high - low) for low, high in itertools.pairwise(bounds)]
+        axes.errorbar(
+            places, half.batch.numpy(), ends.where(half.batch.isfinite(), torch.nan).numpy(), fmt="s", ms=4, lw=1,
+            color=COLOURS[2], label="half-progress batch of one step, calibrated",
+        )  # fmt: skip
     if not axes.lines and not axes.texts:
         _say_why_empty(axes)
         return
