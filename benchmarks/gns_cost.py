@@ -1,7 +1,7 @@
-"""Cost of measuring the gradient noise scale: python benchmarks/gns_cost.py [--flavors digits DiT-S/2 DiT-B/2] [--rounds N]
+"""Cost of measuring the gradient noise scale: python benchmarks/gns_cost.py [--flavors digits digits-plain ...] [--rounds N]
 
 Train steps of one trainer on 3x32x32 images (256 tokens), or of `digits`, the model of train_configs/digits.toml at its
-batch of 128 (16 tokens), in turns: without measurement, with the free tier, with a
+batch of 128 (16 tokens; `digits-plain`: without Adam's geometry), in turns: without measurement, with the free tier, with a
 measured step (sketches of every layer, Adam's factors, pooling), in an order drawn anew in every round, each as a ratio
 to the round's step without. The default setting measures one step in eight. Peak memory is that of a separate process,
 with measurement at the default setting and without, logging included. Adds to benchmarks/results/gns_cost.json.
@@ -34,11 +34,12 @@ ROOT = Path(__file__).resolve().parent.parent
 ARMS = ("off", "free", "measured")
 DEFAULT_INTERVAL = GNSConfig().interval
 DIGITS, DIGITS_BATCH = "digits", 128
+PLAIN = f"{DIGITS}-plain"  # in plain geometry alone
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--flavors", nargs="+", default=[DIGITS, "DiT-S/2", "DiT-B/2"])
+    parser.add_argument("--flavors", nargs="+", default=[DIGITS, PLAIN, "DiT-S/2", "DiT-B/2"])
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--batch", type=int, default=8, help="images per step, of all but digits")
     parser.add_argument("--memory-of", choices=("on", "off"), help=argparse.SUPPRESS)
@@ -49,7 +50,7 @@ def main() -> None:
     path = ROOT / "benchmarks" / "results" / "gns_cost.json"
     results = json.loads(path.read_text()) if path.exists() else {}
     for flavor in arguments.flavors:
-        batch = DIGITS_BATCH if flavor == DIGITS else arguments.batch
+        batch = DIGITS_BATCH if flavor in (DIGITS, PLAIN) else arguments.batch
         results[flavor] = measure(flavor, batch, arguments.rounds)
         path.write_text(json.dumps(results, indent=1) + "\n")
         print(flavor, json.dumps(results[flavor], indent=1))
@@ -88,11 +89,12 @@ def build_trainer(flavor: str, batch: int, enable: bool) -> Trainer:
         "--validation.enable": "false",
     }  # fmt: skip
     options = {
-        **(digits if flavor == DIGITS else synthetic), "--job.dump_folder": tempfile.mkdtemp(),
+        **(digits if flavor in (DIGITS, PLAIN) else synthetic), "--job.dump_folder": tempfile.mkdtemp(),
         "--training.steps": "1000000", "--checkpoint.enable": "false",
         "--sampling.enable": "false", "--gns.enable": str(enable).lower(),
         # Fewer bins than by default: a bin needs two samples of a batch.
         **({"--gns.num_bins": str(min(10, batch // 2))} if enable else {}),
+        **({"--gns.adam_geometry": "false"} if enable and flavor == PLAIN else {}),
     }  # fmt: skip
     return Trainer(load_config([word for option in options.items() for word in option], 1))
 

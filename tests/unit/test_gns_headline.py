@@ -23,6 +23,7 @@ from torchtitan.gns.config import GNSConfig
 from torchtitan.gns.decayed import BinEstimates, narrowest
 from torchtitan.gns.monitor import GNSMonitor
 from torchtitan.gns.pool import WHOLE_MODEL
+from torchtitan.trainer import Trainer
 from torchtitan.training.lr_scheduler import lr_phase
 
 BINS = 3
@@ -71,14 +72,14 @@ class PoolOf:
         return torch.ones(BINS, dtype=torch.float64)
 
 
-def monitor_of(narrow: str, **keys: bool) -> GNSMonitor:
+def monitor_of(narrow: str, adam: bool = True, **keys: bool) -> GNSMonitor:
     """Monitor of three bins with such a pool."""
     layout = Layout(ParallelismConfig(data_parallel_replicate_degree=1, data_parallel_shard_degree=1))
     found = GNSMonitor(
         GNSConfig(enable=True, num_bins=BINS, **keys), objective=build_objective(load_config([], 1).objective, seed=0),
         edges=torch.tensor([0.4, 0.6], dtype=torch.float64),
         taps=SimpleNamespace(num_bins=BINS, geometries=GEOMETRIES), ranks=None,
-        layout=layout, folder=Path("unused"), global_batch_size=16,
+        layout=layout, folder=Path("unused"), global_batch_size=16, adam=adam,
     )  # fmt: skip
     found.pool = PoolOf(narrow)
     return found
@@ -147,8 +148,7 @@ def test_the_least_and_the_largest_half_progress_are_told_with_their_bins():
 
 
 def test_without_adam_nothing_is_said_of_half_progress():
-    monitor = monitor_of("sketch")
-    monitor.pool.geometries = GEOMETRIES[:1]
+    monitor = monitor_of("sketch", adam=False)
     monitor._pooled.parts_of_whole = lambda *_: {}
     assert not any("half_progress" in tag for tag in monitor.metrics())
     assert len(monitor.result()) == 1
@@ -195,3 +195,21 @@ def test_the_phase_named_is_that_of_the_measurement():
     assert measured_phase(config, 60, math.nan) == measured_phase(config, 60, 0.0) == end != ten_before
     assert measured_phase(config, 60, 640.0) == ten_before
     assert "in warm-up" in measured_phase(config, 60, 1e6)
+
+
+@pytest.mark.parametrize(("words", "geometries", "half"), [
+    ((), GEOMETRIES, True), (("--gns.adam_geometry", "false"), GEOMETRIES[:1], True),
+    (("--optimizer.name", "Muon"), GEOMETRIES[:1], False),
+])  # fmt: skip
+def test_adams_geometry_can_be_left_out_and_half_progress_stays(tmp_path, words, geometries, half):
+    trainer = Trainer(load_config([
+        "--job.dump_folder", str(tmp_path), "--model.flavor", "debug", "--model.num_layers", "1", "--training.steps", "6",
+        "--training.local_batch_size", "32", "--gns.enable", "true", "--gns.num_bins", "2", "--gns.interval", "1",
+        "--gns.log_interval", "6", "--sampling.enable", "false", "--metrics.enable_tensorboard", "false",
+        "--checkpoint.enable", "false", "--validation.enable", "false", *words,
+    ], 1))  # fmt: skip
+    trainer.train()
+    found = trainer.state.gns.metrics()
+    assert {tag.split("/")[1] for tag in found} == {*geometries, *(["half_progress"] if half else [])}
+    assert trainer.state.gns.pool.geometries == geometries
+    trainer.close()

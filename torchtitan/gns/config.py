@@ -31,6 +31,10 @@ class GNSConfig:
         ge=1, le=32, applies=_TAPPED,
         trajectory=False,
     )
+    adam_geometry: bool = setting(
+        True, "measure in Adam's geometry too, in which timesteps are allocated, batches grow and samplers are compared; without "
+        "it a measured step costs about half as much", applies=_TAPPED, trajectory=False,
+    )
     num_bins: int = setting(
         10, "timestep bins of equal training mass, unless bin_edges is given", ge=1, le=64, applies=_BINNED,
         trajectory=False,

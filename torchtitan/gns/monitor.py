@@ -61,6 +61,7 @@ class GNSMonitor:
         layout: Layout,
         folder: Path,
         global_batch_size: int,
+        adam: bool,
     ) -> None:
         """
         Args:
@@ -72,9 +73,11 @@ class GNSMonitor:
             layout: where the run goes.
             folder: the run's folder.
             global_batch_size: before it grows, in samples.
+            adam: whether the updates are Adam's, measured in its geometry or not.
         """
         self._config, self._objective, self._edges = config, objective, edges
         self._taps, self._ranks, self._layout, self._folder = taps, ranks, layout, folder / GNS_FOLDER
+        self._adam = adam
         self._mass = bin_masses(objective.timestep_sampler.density, edges)
         self.pool = Pool(taps.num_bins, len(taps.geometries), config.half_life) if taps else None
         self._agreement = Agreement(taps.num_bins, len(taps.geometries), config.half_life) if taps else None
@@ -390,7 +393,7 @@ class GNSMonitor:
 
     def _half_progress(self) -> HalfProgress | None:
         """Half-progress batches by bin; None where updates are not Adam's, for which no ratio was measured."""
-        if not self.pool or len(self.pool.geometries) == 1:
+        if not self.pool or not self._adam:
             return None
         return half_progress(self.pool.by_bin(*self._headline))
 
