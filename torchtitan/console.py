@@ -145,7 +145,7 @@ def closing_lines(
     lines += _metrics(results, config.evaluation)
     if state.gns:
         phase = measured_phase(state.config, state.progress, state.gns.lag)
-        noise = [*state.gns.result(), *state.gns.advice(state.batch_size, phase)]
+        noise = [*state.gns.result(), *state.gns.advice(state.grown_batch_size, phase)]
         lines += ["gradient noise:", *(f"  {line}" for line in noise)] if noise else []
     return lines
 

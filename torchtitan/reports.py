@@ -250,7 +250,7 @@ class Reports:
             logged_before = state.progress_before // config.log_interval * config.log_interval
             if state.last_step or completed(config.picture_interval, logged_before, state.progress):
                 with self._outputs.attempt("the picture of the noise scale", self._noise_scale):
-                    if picture := gns.draw(self._noise_points.read(), state.batch_size):
+                    if picture := gns.draw(self._noise_points.read(), state.grown_batch_size):
                         self._write_picture(self._noise_scale, picture)
                         if state.last_step:
                             self._log.write_image(state.step, "gns", picture)

@@ -212,10 +212,18 @@ class RunState:
     @property
     def batch_factor(self) -> int:
         """Batch factor: multiple of training.global_batch_size in the next step; above 1 once the batch has grown."""
+        return min(self._grown_factor, self.config.training.steps - self.progress)
+
+    @property
+    def _grown_factor(self) -> int:
         training = self.config.training
         measured = self.gns.batch_factor if self.gns else 1
-        of_ramp = ramp_factor(training.double_batch_after, self.progress * training.global_batch_size)
-        return min(max(measured, of_ramp), training.steps - self.progress)
+        return max(measured, ramp_factor(training.double_batch_after, self.progress * training.global_batch_size))
+
+    @property
+    def grown_batch_size(self) -> int:
+        """Images of a step over all ranks, as far as the batch has grown; the last step may have fewer."""
+        return self._grown_factor * self.config.training.global_batch_size
 
     @property
     def batch_grows(self) -> bool:

@@ -174,10 +174,12 @@ def test_tags_name_geometry_estimator_and_bin(folder):
     half = {tag for tag in tags if tag.startswith("gns/half_progress/")}
     assert {f"gns/half_progress/{k}/lower" for k in range(4)} <= half
     assert all(re.fullmatch(r"gns/half_progress/\d/(batch|lower|upper)", tag) for tag in half)
-    tags -= half
+    tags -= half | {"gns/bins", *(f"gns/edges/{k}" for k in range(3))}
     tags.discard("gns/reductions_per_step")
     assert all(re.fullmatch(r"gns/(plain|adam)/(sketch|composite|modulation|ranks)/(\d|all)/\w+", tag) for tag in tags)
-    assert {tag.split("/")[1] for tag in noise_points(folder / "allocated")[-1] if tag != "step"} == {"plain", "shares"}
+    assert {tag.split("/")[1] for tag in noise_points(folder / "allocated")[-1] if tag != "step"} == {
+        "bins", "edges", "plain", "shares",
+    }  # fmt: skip
     whole = noise_points(folder / "measured")[-1]
     for geometry in ("plain", "adam"):
         headline = [whole[f"gns/{geometry}/{estimator}/all/headline"] for estimator in ("sketch", "composite", "modulation")]

@@ -112,16 +112,19 @@ def test_every_weight_track_is_measured_apart(run, study, tmp_path):
     assert (live["weights"], averaged["weights"]) == ("none", "slow") and live["gns_est"] != averaged["gns_est"]
 
 
-def test_a_damaged_checkpoint_is_a_row_and_can_be_tried_again(run, study, tmp_path):
+def test_a_damaged_checkpoint_is_a_row_and_can_be_tried_again(run, study, tmp_path, caplog):
     copy = tmp_path / "copy"
     shutil.copytree(run, copy)
     manifest = copy / "checkpoint" / "step-00000002" / "manifest.json"
     kept = manifest.read_text()
     manifest.unlink()
     options = ["gns_bins", copy, "--bins", "1", *TINY]
-    code, _, _ = study(*options)
+    code, _, error = study(*options)
     results = copy / "studies" / "gns_bins"
     assert code == 0 and [row["status"] for row in rows_of(results)] == ["failed", "ok"]
+    assert "1 of 2 cells failed, the first with: " in caplog.text and "--retry-failed" in caplog.text
+    code, _, error = study(*options, "--steps", "2")
+    assert code == 1 and "1 of 1 cell failed" in error
     assert "manifest.json is missing" in rows_of(results)[0]["reason"]
     manifest.write_text(kept)
     study(*options)
@@ -177,6 +180,11 @@ def test_published_tables_need_no_run(study, tmp_path):
         (["gns_bins", "{run}", "--steps", "few"], "invalid int value"),
         (["gns_bins", "{run}", "--small", "8", "--large", "8"], "less than B"),
         (["gns_bins", "{run}", "--reps", "1"], "needs 2 at least"),
+        (["gns_bins", "{run}", "--bins", "2", "--edges", "0", "0.5", "1"], "--bins: has no effect with --edges"),
+        (["gns_bins", "{run}", "--unit", "index"], "--unit: has no effect without --edges"),
+        (["gns_bins", "{run}", "--true-portion", "0.2"], "--true-portion: the correct estimator has none"),
+        (["gns_bins", "{run}", "--edges", "0", "2"], "reaches beyond the timesteps"),
+        (["gns_bins", "{run}", "--edges", "-1", "0.5"], "reaches beyond the timesteps"),
         (["gns_bins", "{run}", "--edges", "0", "100", "--unit", "index"], "only a DDPM path has indices"),
         (["gns_bins", "{run}", "--edges", "0.5", "0.2"], "is empty"),
         (["gns_bins", "{run}", "--bins", "0"], "at least 1"),

@@ -16,6 +16,7 @@ from torchtitan.gns.capture import StepSums
 from torchtitan.gns.config import GNSConfig
 from torchtitan.gns.pool import Pool
 from torchtitan.reports import Reports
+from torchtitan.trainer import Trainer
 from torchtitan.training.batch_ramp import lr_multiple, ramp_factor, ramp_steps
 from torchtitan.training.config import EMATrackConfig
 from torchtitan.training.ema import kept_share
@@ -259,7 +260,7 @@ def test_pictures_of_the_noise_scale_come_at_the_first_logged_step_of_each_inter
     found = []
     config = SimpleNamespace(gns=GNSConfig(log_interval=5, picture_interval=10))
     gns = SimpleNamespace(metrics=dict, draw=lambda points, batch: found.append(state.progress))
-    state = SimpleNamespace(gns=gns, step=0, progress=0, last_step=False, batch_size=8 * factor)
+    state = SimpleNamespace(gns=gns, step=0, progress=0, last_step=False, grown_batch_size=8 * factor)
     reports = SimpleNamespace(
         _state=state, _config=config, _log=SimpleNamespace(write=lambda *of: None), excluded=nullcontext, _noise_scale="",
         _noise_points=SimpleNamespace(read=list), _outputs=SimpleNamespace(attempt=lambda *of: nullcontext()),
@@ -269,3 +270,15 @@ def test_pictures_of_the_noise_scale_come_at_the_first_logged_step_of_each_inter
         if progress // 5 > (progress - factor) // 5:  # logged
             Reports.log_gns(reports)
     assert found == drawn
+
+
+def test_the_batch_that_advice_is_about_is_not_that_of_a_cut_last_step(tmp_path):
+    """Of 10 first batches of 8, one is a step, then 4 pairs, and one is left."""
+    trainer = Trainer(load_config([
+        "--job.dump_folder", str(tmp_path), "--model.flavor", "debug", "--model.num_layers", "1", "--training.steps", "10",
+        "--training.local_batch_size", "8", "--training.double_batch_after", "[8]", "--sampling.enable", "false",
+        "--checkpoint.enable", "false", "--validation.enable", "false", "--metrics.enable_tensorboard", "false",
+    ], 1))  # fmt: skip
+    trainer.train()
+    assert (trainer.state.batch_size, trainer.state.grown_batch_size) == (8, 16)
+    trainer.close()

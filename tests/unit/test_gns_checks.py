@@ -151,3 +151,9 @@ def test_recorded_configuration_is_accepted_again(section):
     config = load("", section, 1)
     Path("recorded.toml").write_text(dump_config(config))
     assert load_config(["--job.config_file", "recorded.toml"], 1).gns == config.gns
+
+
+def test_microbatches_of_a_limited_size_are_gradients_to_compare():
+    words = ["--training.global_batch_size", "64", "--training.local_batch_size", "-1", "--training.max_local_batch_size", "16"]
+    config = load_config([*words, "--gns.enable", "true", "--gns.rank_gradients", "true"], 1)
+    assert config.training.local_batch_size == 16

@@ -21,6 +21,7 @@ from torchtitan.gns.calibration import RATIO, RATIO_LOWER, RATIO_UPPER, HalfProg
 from torchtitan.gns.capture import GEOMETRIES
 from torchtitan.gns.config import GNSConfig
 from torchtitan.gns.decayed import BinEstimates, narrowest
+from torchtitan.gns.logged_bins import bin_tags
 from torchtitan.gns.monitor import GNSMonitor
 from torchtitan.gns.pool import WHOLE_MODEL
 from torchtitan.trainer import Trainer
@@ -72,12 +73,14 @@ class PoolOf:
         return torch.ones(BINS, dtype=torch.float64)
 
 
-def monitor_of(narrow: str, adam: bool = True, **keys: bool) -> GNSMonitor:
+def monitor_of(
+    narrow: str, adam: bool = True, edges: tuple[float, float] = (0.4, 0.6), **keys: bool
+) -> GNSMonitor:
     """Monitor of three bins with such a pool."""
     layout = Layout(ParallelismConfig(data_parallel_replicate_degree=1, data_parallel_shard_degree=1))
     found = GNSMonitor(
         GNSConfig(enable=True, num_bins=BINS, **keys), objective=build_objective(load_config([], 1).objective, seed=0),
-        edges=torch.tensor([0.4, 0.6], dtype=torch.float64),
+        edges=torch.tensor(edges, dtype=torch.float64),
         taps=SimpleNamespace(num_bins=BINS, geometries=GEOMETRIES), ranks=None,
         layout=layout, folder=Path("unused"), global_batch_size=16, adam=adam,
     )  # fmt: skip
@@ -210,6 +213,36 @@ def test_adams_geometry_can_be_left_out_and_half_progress_stays(tmp_path, words,
     ], 1))  # fmt: skip
     trainer.train()
     found = trainer.state.gns.metrics()
-    assert {tag.split("/")[1] for tag in found} == {*geometries, *(["half_progress"] if half else [])}
+    assert {tag.split("/")[1] for tag in found} == {"bins", "edges", *geometries, *(["half_progress"] if half else [])}
     assert trainer.state.gns.pool.geometries == geometries
     trainer.close()
+
+
+def test_a_state_of_other_bins_is_measured_anew_and_said(caplog):
+    before, after = monitor_of("sketch"), monitor_of("sketch", edges=(0.3, 0.6))
+    before.pool = after.pool = before._taps = before._agreement = None
+    state = before.state_dict()
+    after._batch = SimpleNamespace(load_state_dict=lambda state: loaded.append("batch"))
+    after._agreement = SimpleNamespace(load_state_dict=lambda state: loaded.append("agreement"))
+    state |= {"batch": {}, "agreement": {}}
+    loaded: list[str] = []
+    after.load_state_dict(state, 7)
+    assert loaded == ["batch"] and "the timestep bins are not those of step 7" in caplog.text
+    after.load_state_dict(state | {"edges": [0.3, 0.6]}, 7)
+    assert sorted(loaded) == ["agreement", "batch", "batch"]
+
+
+def test_points_of_other_bins_are_not_drawn(monkeypatch):
+    drawn = []
+    monkeypatch.setattr(monitor_module, "draw_noise_scale", lambda points, *_: drawn.extend(points))
+    edges = {1: [0.5], 2: [0.4, 0.6], 4: [0.3, 0.6]}
+    points: list[dict] = [{"step": step} | (bin_tags(edges[step]) if step in edges else {}) for step in (1, 2, 3, 4)]
+    monitor_of("sketch").draw(points, 16)
+    assert [point["step"] for point in drawn] == [2, 3]
+
+
+def test_a_finite_interval_from_zero_is_a_result_too():
+    monitor = monitor_of("sketch")
+    found = estimates(60.0, 1.5, 1)
+    monitor._whole = lambda *_: replace(found, lower=0.0 * found.lower)
+    assert "estimate 60 [0, 90] samples" in monitor.result()[0]

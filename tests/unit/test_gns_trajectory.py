@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from torchtitan.config.job import load_config
+from torchtitan.gns.logged_bins import bin_tags
 from torchtitan.pictures.style import new_figure
 from torchtitan.training.metrics import METRICS_FILE
 from torchtitan_dit.studies import gns_plots
@@ -32,8 +33,8 @@ def row(low: float, high: float, value: float) -> dict[str, str]:
     }  # fmt: skip
 
 
-def log(folder, bins: int, step: int, value: float) -> None:
-    point: dict[str, float] = {"step": step}
+def log(folder, bins: int, step: int, value: float, edges: list[float] | None = None) -> None:
+    point: dict[str, float] = {"step": step} | ({} if edges is None else bin_tags(edges))
     for k in range(bins):
         point |= {f"{PREFIX}/{k}/b_simple": value * (k + 1), f"{PREFIX}/{k}/lower": value, f"{PREFIX}/{k}/upper": 4 * value}
     with open(folder / METRICS_FILE, "a") as file:
@@ -50,6 +51,17 @@ def test_the_bins_of_a_run_that_gives_their_edges_are_counted_by_them(tmp_path):
     ratios = [line.split("|")[-2].strip() for line in text.splitlines() if line.startswith("| 2")]
     assert ratios == ["0.50", "0.50", "2.00"]  # of the point logged at step 2: 10, 20, 30
     assert list(tmp_path.glob("picture*"))
+
+
+def test_points_of_the_bins_before_a_resume_with_others_are_not_compared(tmp_path):
+    run = run_of(tmp_path, **{"gns.bin_edges": "[0, 0.25, 0.6, 1]"})
+    rows = [row(0.0, 0.25, 5.0), row(0.25, 0.6, 10.0), row(0.6, 1.0, 60.0)]
+    log(tmp_path, 3, 1, 10.0, [0.3, 0.6])
+    log(tmp_path, 4, 2, 10.0, [0.25, 0.6, 0.8])
+    assert against_trajectory(run, rows, tmp_path / "picture.png") == ""
+    (tmp_path / METRICS_FILE).unlink()
+    log(tmp_path, 3, 2, 10.0, [0.25, 0.6])
+    assert "| 2 |" in against_trajectory(run, rows, tmp_path / "picture.png")
 
 
 @pytest.mark.parametrize("rows", [

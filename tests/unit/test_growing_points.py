@@ -78,5 +78,6 @@ def test_damaged_and_endless_lines_are_left_out(file, monkeypatch):
 
 def test_what_a_picture_draws_is_kept_of_a_point():
     assert is_drawn("gns/adam/composite/3/b_simple") and is_drawn("gns/plain/composite/0/upper")
+    assert is_drawn("gns/bins") and is_drawn("gns/edges/3")
     for tag in ("gns/adam/sketch/3/b_simple", "gns/adam/composite/3/signal", "loss/composite/3/lower", "gns/all/x"):
         assert not is_drawn(tag)

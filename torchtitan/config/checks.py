@@ -204,7 +204,8 @@ def _gns(checked: ConfigView) -> Iterator[Problem]:
     if any(objective_problems(objective)) or any(batch_sizes(checked)):
         return  # they cannot be built
     local, batch = training.local_batch_size, global_batch_size(checked)
-    local = batch // ranks if local == -1 else local
+    share = batch // ranks
+    local = largest_divisor(share, training.max_local_batch_size or share) if local == -1 else local
     found = gns_problems(
         checked.whole("gns"), build_objective(objective, seed=0), checked.given,
         global_batch_size=batch, microbatches=batch // (ranks * local), ranks=ranks,

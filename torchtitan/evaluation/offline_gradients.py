@@ -77,11 +77,13 @@ def timestep_bin(objective: Objective, low: float, high: float, unit: str = "t")
         unit: "t", "sigma" or "index".
 
     Raises:
-        ValueError: the bin is empty, has no training samples, or the path has no indices.
+        ValueError: the bin is empty, reaches beyond t in [0, 1], has no training samples, or the path has no indices.
     """
     if not low < high:
         raise ValueError(f"[{low:g}, {high:g}) is empty")
     t_low, t_high = (_to_time(objective, value, unit) for value in (low, high))
+    if t_low < 0 or t_high > 1:
+        raise ValueError(f"[{low:g}, {high:g}) reaches beyond the timesteps, t from 0 to 1")
     quantile_low, quantile_high = (_mass_below(objective, t) for t in (t_low, t_high))
     if not quantile_high > quantile_low:
         raise ValueError(f"no training timestep lies in [{low:g}, {high:g})")

@@ -47,7 +47,8 @@ class GNSConfig:
         "t", "unit of bin_edges; index: of a DDPM path", applies=_BINNED, trajectory=False
     )
     half_life: float = setting(
-        32768.0, "longest half-life of a measurement, in samples trained of its bin; shorter where the noise scale drifts",
+        32768.0, "longest half-life of a measurement, in samples trained of its bin; shorter where the noise scale drifts, "
+        "but for rank_gradients",
         gt=0, trajectory=False,
     )
     log_interval: int = setting(50, "steps between logged estimates", ge=1, trajectory=False)

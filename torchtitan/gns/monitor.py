@@ -35,6 +35,7 @@ from torchtitan.gns.capture import GradientTaps, StepSums
 from torchtitan.gns.config import GNSConfig
 from torchtitan.gns.decayed import BinEstimates
 from torchtitan.gns.late_sums import LateSums
+from torchtitan.gns.logged_bins import bin_tags, of_bins
 from torchtitan.gns.pictures import GEOMETRY_NAMES, draw_noise_scale
 from torchtitan.gns.pool import ESTIMATORS, Pool
 from torchtitan.gns.rank_monitor import RankMonitor
@@ -219,7 +220,7 @@ class GNSMonitor:
     def metrics(self) -> dict[str, float]:
         """Metrics by tag, `gns/<geometry>/<estimator>/<bin or all>/<quantity>`; unknown ones are left out."""
         self.settle()
-        found = self._ranks.metrics() if self._ranks else {}
+        found = bin_tags(self._edges.tolist()) | (self._ranks.metrics() if self._ranks else {})
         if self.pool and self.pool.outliers:
             found["gns/outlier_steps"] = float(self.pool.outliers)
         if self._ranks and self._ranks.separate:
@@ -249,7 +250,7 @@ class GNSMonitor:
         self.settle()
         geometry, estimator = self._headline
         whole, lines = self._whole(geometry, estimator), []
-        if whole.lower.item() > 0:
+        if whole.lower.item() > 0 or math.isfinite(whole.upper.item()):
             text = scale_in_words(whole.b_simple.item(), whole.lower.item(), whole.upper.item())
             lines.append(
                 f"noise scale in {GEOMETRY_NAMES[geometry]}, by the {estimator}: {text}; its steps are"
@@ -315,6 +316,7 @@ class GNSMonitor:
             geometry: [self.pool.by_bin(geometry, name), *self._agreement.estimates(geometry, self.pool.window(geometry))]
             for geometry, name in names.items()
         }
+        points = [point for point in points if of_bins(point, self._edges.tolist())]
         return draw_noise_scale(points, self._edges, estimates, global_batch_size, names, self._half_progress())
 
     def flush(self) -> None:
@@ -336,7 +338,7 @@ class GNSMonitor:
         self.settle()
         sizes = {name: len(tensor) for name, tensor in self.tensors().items()}
         parts = {name: part.state_dict() for name, part in self._parts.items() if part}
-        return {"samples": self._samples, "sizes": sizes} | parts
+        return {"samples": self._samples, "sizes": sizes, "edges": self._edges.tolist()} | parts
 
     def fits(self, state: dict) -> bool:
         """Check whether the tensors of a state have this monitor's number and sizes."""
@@ -347,8 +349,11 @@ class GNSMonitor:
         self._late.clear()
         self._measured = None
         self._samples = state.get("samples", 0)
+        same_bins = state.get("edges", self._edges.tolist()) == self._edges.tolist()
+        if not same_bins and self._layout.rank == 0:
+            logger.warning(f"gns: the timestep bins are not those of step {step}: noise scales are measured anew from there")
         for name, part in self._parts.items():
-            if part and name in state:
+            if part and name in state and (same_bins or name == "batch"):
                 part.load_state_dict(state[name])
         if self._raw:
             self._raw.cut(step)

@@ -11,6 +11,7 @@ from torch import Tensor
 from torchtitan.gns.agreement import finest_known, wider_bins
 from torchtitan.gns.calibration import HalfProgress
 from torchtitan.gns.decayed import BinEstimates
+from torchtitan.gns.logged_bins import is_bin_tag
 from torchtitan.pictures.colours import COLOURS
 
 PICTURE_FILE = "noise_scale.png"
@@ -63,9 +64,10 @@ def draw_noise_scale(
 
 
 def is_drawn(tag: str) -> bool:
-    """Check whether a logged value is drawn."""
+    """Check whether a logged value is drawn, or needed for it."""
     parts = tag.split("/")
-    return len(parts) == 5 and parts[0] == "gns" and parts[2] == "composite" and parts[3] != "all" and parts[4] in _DRAWN
+    of_a_bin = len(parts) == 5 and parts[0] == "gns" and parts[2] == "composite" and parts[3] != "all"
+    return is_bin_tag(tag) or (of_a_bin and parts[4] in _DRAWN)
 
 
 def _say_why_empty(axes, reason: str = "too early to say") -> None:
@@ -107,7 +109,7 @@ def _draw_bins(
         return
     axes.plot([], [], color=COLOURS[0], label=f"{estimator}, 95 % interval (arrow: more than)")
     axes.axhline(batch_size, color="0.5", ls="--", lw=1, label=f"global batch, {batch_size}")
-    axes.set(yscale="log", xlabel="timestep t (0: clean data, 1: noise)", ylabel="B_simple [samples]")
+    axes.set(xlim=(0.0, 1.0), yscale="log", xlabel="timestep t (0: clean data, 1: noise)", ylabel="B_simple [samples]")
     low, high = axes.get_ylim()
     axes.set_ylim(low * (low / high) ** 0.35, high)  # room for the legend
     axes.legend(fontsize=9, loc="lower center")

@@ -20,7 +20,7 @@ from torchtitan.experiments.launchers.program import as_job
 from torchtitan.experiments.training import TrainingFailed
 from torchtitan.processes.command_line import OneLineParser, interrupt_by_signals, run_program
 from torchtitan_dit.studies import STUDIES, load_study
-from torchtitan_dit.studies.frame import add_run_options, open_run, results_folder, run_study
+from torchtitan_dit.studies.frame import CellsFailed, add_run_options, open_run, results_folder, run_study
 
 
 def main(words: list[str] | None = None) -> int:
@@ -47,7 +47,7 @@ def main(words: list[str] | None = None) -> int:
     except (ExperimentError, ConfigError, CheckpointError) as error:
         print(error, file=sys.stderr)
         return 2
-    except TrainingFailed as error:
+    except (TrainingFailed, CellsFailed) as error:
         print(error, file=sys.stderr)
         return 1
     except KeyboardInterrupt:

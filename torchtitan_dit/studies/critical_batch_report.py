@@ -2,7 +2,7 @@
 
 import csv
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,8 @@ from matplotlib.ticker import NullFormatter, NullLocator
 
 from torchtitan.experiments.cells import Row
 from torchtitan.gns.capture import GEOMETRIES
+from torchtitan.gns.config import bin_edges
+from torchtitan.gns.logged_bins import of_bins
 from torchtitan.pictures.colours import COLOURS
 from torchtitan.pictures.markdown import inline, markdown_table
 from torchtitan.pictures.number_text import counted
@@ -110,21 +112,31 @@ def bin_findings(asked: Measurement, rows: list[Row]) -> BinFindings:
     gns = asked.config.gns
     scales: dict[str, dict[int, Interval]] = {}
     if gns.enable and not gns.bin_edges and gns.num_bins == len(bins):
+        edges = bin_edges(gns, asked.config.objective).tolist()
         for k in bins:
-            for scale in noise_scales(asked.run / METRICS_FILE, asked.step, str(k)):
+            for scale in noise_scales(asked.run / METRICS_FILE, asked.step, str(k), edges):
                 scales.setdefault(scale.geometry, {})[k] = scale.samples
     ranks = {}
-    for geometry, of_bins in scales.items():
-        known = {k: samples.value for k, samples in of_bins.items() if samples.bounded}
+    for geometry, by_bin in scales.items():
+        known = {k: samples.value for k, samples in by_bin.items() if samples.bounded}
         losses, starts = zip(*found, strict=True)
         ranks[geometry] = rank_by_noise(tests, losses, starts, asked.batch_sizes, known)
     return BinFindings(tests, scales, ranks)
 
 
-def noise_scales(metrics: Path, step: int, part: str = "all") -> list[NoiseScale]:
-    """Noise scales last logged by a run when its checkpoint was written, by geometry; empty without any."""
+def noise_scales(
+    metrics: Path, step: int, part: str = "all", edges: Sequence[float] | None = None
+) -> list[NoiseScale]:
+    """Noise scales last logged by a run when its checkpoint was written, by geometry; empty without any.
+
+    Args:
+        metrics: its metrics.jsonl.
+        step: of the checkpoint.
+        part: all, or the number of a bin.
+        edges: inner edges of the bins that count, in t; None: any.
+    """
     try:
-        points = list(iter_points(metrics, '"gns/'))
+        points = [point for point in iter_points(metrics, '"gns/') if edges is None or of_bins(point, edges)]
     except OSError:
         return []
     return [

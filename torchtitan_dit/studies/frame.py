@@ -5,6 +5,7 @@ so that a study that is started again resumes.
 """
 
 import argparse
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -28,6 +29,12 @@ from torchtitan.files.durable import make_folder, replace_file
 from torchtitan.pictures.markdown import inline, markdown_table
 from torchtitan.pictures.number_text import counted
 from torchtitan.runs.trained_model import TrainedModel, load_run, read_config
+
+logger = logging.getLogger(__name__)
+
+
+class CellsFailed(Exception):
+    """All cells of a study failed; the message is one line."""
 
 
 @dataclass
@@ -181,6 +188,7 @@ def run_study(name: str, study: Study, run: Any) -> Path:
 
     Raises:
         StudyError: bad options, or a folder that cannot be written or holds results of another run.
+        CellsFailed: every cell of a run's checkpoints failed; the summary is written.
         Busy: another process is at work in the folder.
     """
     folder = ResultsFolder(results_folder(name, run), STUDY_MARKS)
@@ -201,6 +209,15 @@ def run_study(name: str, study: Study, run: Any) -> Path:
         summary = reports / "summary.md"
         text = _header(name, run, rows) + study.report(run, rows, reports) + _failures(rows, study.KEY)
         replace_file(summary, text)
+    failed = [row for row in rows if row["status"] != "ok"]
+    if failed and of_one_run:
+        text = (
+            f"{len(failed)} of {counted(len(rows), 'cell')} failed, the first with: {failed[0]['reason']}"
+            f" ({summary} has all; --retry-failed measures them again)"
+        )
+        if len(failed) == len(rows):
+            raise CellsFailed(text)
+        logger.warning(text)
     return summary
 
 

@@ -39,6 +39,7 @@ UNIT = "gradient"
 # (b, B, reps) where the options say nothing: the published ones, and blocks of eight groups for the right estimator.
 DEFAULTS = {"published": (50, 5000, 2), "correct": (32, 256, 16)}
 PUBLISHED_PORTION = 0.1
+_BINS = 10
 
 Bin = tuple[float | None, float | None, str]
 WHOLE_BIN: Bin = (None, None, "")
@@ -62,16 +63,16 @@ def add_setting(parser: argparse.ArgumentParser) -> None:
     add("--large", type=int, metavar="B",
         help="samples in a block of groups (correct, 256) or large batch (published, 5000)")  # fmt: skip
     add("--reps", type=int, help="blocks (correct, 16), or pairs of batches for |G|^2 (published, 2)")
-    add("--true-portion", type=float, default=PUBLISHED_PORTION, metavar="SHARE",
+    add("--true-portion", type=float, metavar="SHARE",
         help="published only: share of the data behind the logged gradient norm (default: 0.1)")  # fmt: skip
 
 
 def add_bins(parser: argparse.ArgumentParser) -> None:
     """Add the options of the studies by timestep bins."""
     add = parser.add_argument
-    add("--bins", type=int, default=10, metavar="K", help="bins that training visits equally often (default: 10)")
+    add("--bins", type=int, metavar="K", help="bins that training visits equally often (default: 10)")
     add("--edges", type=float, nargs="+", metavar="EDGE", help="edges of the bins instead, rising")
-    add("--unit", choices=("t", "sigma", "index"), default="t", help="unit of the edges (default: t); index: of DDPM")
+    add("--unit", choices=("t", "sigma", "index"), help="unit of the edges (default: t); index: of DDPM")
 
 
 def setting(options: argparse.Namespace) -> tuple[int, int, int]:
@@ -86,7 +87,11 @@ def setting(options: argparse.Namespace) -> tuple[int, int, int]:
 
 
 def check_portion(options: argparse.Namespace) -> None:
-    """Check a share of the data. Raises StudyError."""
+    """Check a share of the data, and set it where none is given. Raises StudyError."""
+    if options.true_portion is not None and options.estimator == "correct":
+        raise StudyError("--true-portion: the correct estimator has none (remove it, or set --estimator published)")
+    if options.true_portion is None:
+        options.true_portion = PUBLISHED_PORTION
     if not 0 < options.true_portion < math.inf:
         raise StudyError(f"--true-portion: {options.true_portion:g} is not positive")
 
@@ -106,11 +111,16 @@ def check_setting(options: argparse.Namespace, b: int, big_b: int, reps: int) ->
 def bins(run: StudyRun) -> list[Bin]:
     """Timestep bins of the options, in order. Raises StudyError."""
     objective = build_objective(run.config.objective, run.config.debug.seed)
-    edges, unit = run.options.edges, run.options.unit
+    edges, unit, count = run.options.edges, run.options.unit or "t", run.options.bins
+    if edges is not None and count is not None:
+        raise StudyError("--bins: has no effect with --edges (remove one of them)")
+    if edges is None and run.options.unit is not None:
+        raise StudyError("--unit: has no effect without --edges (remove it)")
     if edges is None:
-        if run.options.bins < 1:
-            raise StudyError(f"--bins: must be at least 1, is {run.options.bins}")
-        edges, unit = equal_mass_edges(objective, run.options.bins)
+        count = _BINS if count is None else count
+        if count < 1:
+            raise StudyError(f"--bins: must be at least 1, is {count}")
+        edges, unit = equal_mass_edges(objective, count)
     if len(edges) < 2:
         raise StudyError("--edges: needs two at least")
     found = []

@@ -26,7 +26,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--factors", type=int, nargs="+", metavar="B/b", help="B as a multiple of b (correct: 4 16, published: 10 100)")
     add("--reps", type=int, nargs="+", help="blocks or pairs of batches (correct: 8 16, published: 2 5)")
     add("--repeats", type=int, default=4, help="measurements of every setting, for its spread (default: 4)")
-    add("--true-portion", type=float, default=gns_cells.PUBLISHED_PORTION, metavar="SHARE",
+    add("--true-portion", type=float, metavar="SHARE",
         help="published only: share of the data behind the logged gradient norm (default: 0.1)")  # fmt: skip
 
 

@@ -171,7 +171,7 @@ class StayingLoss:
 
 def _logged(run: StudyRun, step: int, number: int, mass: float) -> dict[str, Any]:
     """Columns of the noise scale that the run last logged, of the headline estimator; empty ones where it is not known."""
-    point = last_logged(run.folder, step, "gns/plain/sketch/all/headline")
+    point = last_logged(run, step, "gns/plain/sketch/all/headline")
     estimator = next((name for name in ("sketch", "composite") if point.get(f"gns/plain/{name}/all/headline")), "")
     value, lower, upper, lag = (
         point.get(f"gns/plain/{estimator}/{number}/{name}") for name in ("b_simple", "lower", "upper", "lag")

@@ -13,6 +13,7 @@ from torchtitan.diffusion.objectives import build_objective
 from torchtitan.evaluation.offline_gradients import timestep_bin
 from torchtitan.experiments.cells import Row
 from torchtitan.gns.config import bin_edges
+from torchtitan.gns.logged_bins import of_bins
 from torchtitan.pictures.colours import COLOURS
 from torchtitan.pictures.markdown import markdown_table
 from torchtitan.pictures.style import legend_outside, new_figure, note
@@ -74,21 +75,21 @@ def same_bins(run: StudyRun, rows: Sequence[Row]) -> bool:
 
 def _logged(run: StudyRun, step: int) -> list[Row]:
     """Estimates of every bin last logged before the checkpoint was written, as rows; empty without any."""
-    latest = last_logged(run.folder, step, f"{_PREFIX}/0/b_simple")
+    latest = last_logged(run, step, f"{_PREFIX}/0/b_simple")
     bins = len(bin_edges(run.config.gns, run.config.objective)) + 1
     return [_as_row(latest, k) for k in range(bins)] if latest else []
 
 
-def last_logged(folder: Path, step: int, tag: str) -> dict:
-    """Last point with a tag that a run logged up to a step; empty without any."""
+def last_logged(run: StudyRun, step: int, tag: str) -> dict:
+    """Last point with a tag that a run logged up to a step; empty without any, or where it is of other timestep bins."""
     latest: dict = {}
     try:
-        for point in iter_points(folder / METRICS_FILE, '"gns/'):
+        for point in iter_points(run.folder / METRICS_FILE, '"gns/'):
             if point["step"] <= step and tag in point:
                 latest = point
     except OSError:
         return {}
-    return latest
+    return latest if of_bins(latest, bin_edges(run.config.gns, run.config.objective).tolist()) else {}
 
 
 def _as_row(point: dict, k: int) -> Row:
