@@ -39,7 +39,7 @@ def places(arguments: argparse.Namespace) -> dict[str, str]:
 
 
 def with_prompts(trained: TrainedModel, prompts: Sequence[str], places: Mapping[str, str]) -> TrainedModel:
-    """Trained model whose choices are these prompts instead of its data's.
+    """Copy of a trained model, of the same network, with the choices of `info` these prompts instead of its data's.
 
     Captions of the run's data are read from its store, and need no encoder.
 
@@ -51,7 +51,7 @@ def with_prompts(trained: TrainedModel, prompts: Sequence[str], places: Mapping[
     Raises:
         WeightsError: the model takes no text, or a prompt cannot be encoded as its captions were.
     """
-    data, kind = trained.config.data, trained.model.condition_kind
+    data, kind = trained.config.data, trained.info.condition_kind
     for prompt in prompts:
         if len(prompt) > MOST_LETTERS:
             raise WeightsError(f"--prompt: {prompt[:40]!r}... has {len(prompt)} letters, more than {MOST_LETTERS}")
@@ -90,6 +90,6 @@ def with_prompts(trained: TrainedModel, prompts: Sequence[str], places: Mapping[
 def _prompted(
     trained: TrainedModel, kind: Embeddings, prompts: Sequence[str], rows: dict[str, torch.Tensor]
 ) -> TrainedModel:
+    # The network keeps the kind of its data: a loaded model is drawn from again, with other prompts or with none.
     prompted = dataclasses.replace(kind, prompts=rows, names=tuple(prompts))
-    trained.model.condition_kind = prompted
     return dataclasses.replace(trained, info=dataclasses.replace(trained.info, condition_kind=prompted))
