@@ -4,7 +4,7 @@ import argparse
 import dataclasses
 import json
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -16,6 +16,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from torchtitan.config.job import ConfigError, JobConfig, load_config
+from torchtitan.errors import unwrapped
 from torchtitan.evaluation.sampling import grid_choices
 from torchtitan.experiments.training import TrainingFailed, TrainingRun
 from torchtitan.experiments.training import train as train_to_the_end
@@ -27,6 +28,7 @@ from torchtitan.runs.folder import RunFolder
 from torchtitan.runs.prompts import with_prompts
 from torchtitan.runs.sampling_options import option
 from torchtitan.runs.trained_model import WeightsError
+from torchtitan.settings.schema import quoted
 from torchtitan.texts.opening import OPTIONS
 from torchtitan.training.metrics import METRICS_FILE
 
@@ -78,14 +80,14 @@ class Model:
 
     @overload
     def sample(
-        self, classes: Sequence[int] | None = ..., *, prompts: Sequence[str] | None = ..., images_per_class: int = ...,
+        self, classes: Sequence[int] | None = ..., *, prompts: str | Sequence[str] | None = ..., images_per_class: int = ...,
         seed: int = ..., output: Literal["pil"] = ..., encoders: Mapping[str, str] | None = ..., progress: bool = ...,
         **method: Any,
     ) -> list[Image.Image]: ...  # fmt: skip
 
     @overload
     def sample(
-        self, classes: Sequence[int] | None = ..., *, prompts: Sequence[str] | None = ..., images_per_class: int = ...,
+        self, classes: Sequence[int] | None = ..., *, prompts: str | Sequence[str] | None = ..., images_per_class: int = ...,
         seed: int = ..., output: Literal["tensor", "latents"], encoders: Mapping[str, str] | None = ...,
         progress: bool = ..., **method: Any,
     ) -> Tensor: ...  # fmt: skip
@@ -94,7 +96,7 @@ class Model:
         self,
         classes: Sequence[int] | None = None,
         *,
-        prompts: Sequence[str] | None = None,
+        prompts: str | Sequence[str] | None = None,
         images_per_class: int = 1,
         seed: int = 0,
         output: Literal["pil", "tensor", "latents"] = "pil",
@@ -106,7 +108,7 @@ class Model:
 
         Args:
             classes: numbers of classes; None: `sampling.classes` of the training, or the first ten.
-            prompts: texts instead, for a model of captions.
+            prompts: texts instead, for a model of captions; a string is one text.
             images_per_class: of each class or prompt, one after the other.
             seed: of the noise, 0 to 2^64 - 1.
             output: "pil": a list of PIL images; "tensor": float32 [N, C, H, W] on the CPU, an image's values in -1 to 1;
@@ -126,12 +128,13 @@ class Model:
             raise WeightsError(f"images_per_class: must be at least 1, is {images_per_class}")
         if not 0 <= seed < 2**64:
             raise WeightsError(f"seed: must be in 0..2^64 - 1, is {seed}")
+        prompts = _texts(prompts)
         if classes is not None and prompts:
             raise WeightsError("classes: has no effect with prompts (leave one out)")
         arguments = _options(self._drawing.source, self._options | method)
         trained, decoder = self._drawing.trained, self._drawing.decoder
         if prompts:
-            trained = with_prompts(trained, list(prompts), _places(encoders or {}))
+            trained = with_prompts(trained, prompts, _places(encoders or {}))
         drawing = dataclasses.replace(drawing_of(arguments, trained, decoder), prompts=tuple(prompts or ()))
         rows = list(range(len(prompts))) if prompts else list(self.config.sampling.classes if classes is None else classes)
         check_classes(rows, trained)
@@ -145,10 +148,11 @@ class Model:
 
     def grid(self, classes: Sequence[int] | None = None, *, images_per_class: int = 8, **options: Any) -> Image.Image:
         """One picture of samples, a labelled row for each class. Arguments and errors: as of `sample`."""
-        images = self.sample(classes, images_per_class=images_per_class, output="tensor", **options)
+        prompts = _texts(options.pop("prompts", None))
+        images = self.sample(classes, prompts=prompts, images_per_class=images_per_class, output="tensor", **options)
         rows = len(images) // images_per_class
         chosen = list(self.config.sampling.classes if classes is None else classes) or list(range(rows))
-        names = options.get("prompts") or class_labels(chosen, self.class_names)
+        names = prompts or class_labels(chosen, self.class_names)
         return image_grid(images, rows, images_per_class, names, self.label)
 
 
@@ -289,6 +293,19 @@ def _named(line: str, places: Mapping[str, str]) -> str:
 
 def _word(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _texts(prompts: str | Sequence[str] | None) -> list[str] | None:
+    """Texts of `prompts`, None for none given. Raises WeightsError: it is neither a text nor texts."""
+    if prompts is None:
+        return None
+    several = isinstance(prompts, Iterable) and not isinstance(prompts, str | bytes)
+    texts: list[Any] = list(prompts) if several else [prompts]
+    if other := [text for text in texts if not isinstance(text, str)]:
+        raise WeightsError(f"prompts: must be a string or strings, has {unwrapped(quoted(other[0]))}")
+    if not texts:
+        raise WeightsError("prompts: is empty (leave it out for the prompts of the training)")
+    return texts
 
 
 def _places(encoders: Mapping[str, str]) -> dict[str, str]:

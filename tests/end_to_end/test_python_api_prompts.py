@@ -5,7 +5,7 @@ import torch
 
 from tests.unit.test_bucketed_stores import write_folder
 from tests.unit.test_online_text import train
-from torchtitan_dit import load
+from torchtitan_dit import api, load
 from torchtitan_dit.api import WeightsError
 
 SHOWN = ["a red house", "a sks dog"]
@@ -47,3 +47,21 @@ def test_a_call_with_prompts_changes_no_other_call(model):
 
 def test_a_prompt_of_the_data_draws_what_its_number_draws(model):
     assert torch.equal(drawn(model, prompts=SHOWN), drawn(model, [0, 1]))
+
+
+def test_a_string_is_one_prompt(model, monkeypatch):
+    assert torch.equal(drawn(model, prompts="a red house"), drawn(model, prompts=["a red house"]))
+    assert len(drawn(model, prompts="")) == 1
+    labels = []
+    monkeypatch.setattr(api, "image_grid", lambda images, rows, columns, names, title: labels.append((rows, list(names))))
+    model.grid(prompts="a red house", images_per_class=2)
+    assert labels == [(1, ["a red house"])]
+
+
+@pytest.mark.parametrize(("prompts", "text"), [
+    ([], "prompts: is empty"), ([3], "prompts: must be a string or strings, has 3"),
+    (3.5, "prompts: must be a string or strings, has 3.5"), (b"a dog", "has b'a dog'"),
+])  # fmt: skip
+def test_prompts_that_are_no_texts_are_refused(model, prompts, text):
+    with pytest.raises(WeightsError, match=text):
+        model.sample(prompts=prompts)
