@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import json
+import operator
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -124,11 +125,12 @@ class Model:
         """
         if output not in ("pil", "tensor", "latents"):
             raise WeightsError(f'output: must be "pil", "tensor" or "latents", is {output!r}')
+        images_per_class, seed = _integer("images_per_class", images_per_class), _integer("seed", seed)
         if images_per_class < 1:
             raise WeightsError(f"images_per_class: must be at least 1, is {images_per_class}")
         if not 0 <= seed < 2**64:
             raise WeightsError(f"seed: must be in 0..2^64 - 1, is {seed}")
-        prompts = _texts(prompts)
+        classes, prompts = _numbers(classes), _texts(prompts)
         if classes is not None and prompts:
             raise WeightsError("classes: has no effect with prompts (leave one out)")
         arguments = _options(self._drawing.source, self._options | method)
@@ -136,7 +138,7 @@ class Model:
         if prompts:
             trained = with_prompts(trained, prompts, _places(encoders or {}))
         drawing = dataclasses.replace(drawing_of(arguments, trained, decoder), prompts=tuple(prompts or ()))
-        rows = list(range(len(prompts))) if prompts else list(self.config.sampling.classes if classes is None else classes)
+        rows = list(range(len(prompts))) if prompts else classes or list(self.config.sampling.classes)
         check_classes(rows, trained)
         choices = grid_choices(rows, trained.info.condition_kind.choices, images_per_class)
         drawn = drawing.sampler().draw(
@@ -148,10 +150,10 @@ class Model:
 
     def grid(self, classes: Sequence[int] | None = None, *, images_per_class: int = 8, **options: Any) -> Image.Image:
         """One picture of samples, a labelled row for each class. Arguments and errors: as of `sample`."""
-        prompts = _texts(options.pop("prompts", None))
+        classes, prompts = _numbers(classes), _texts(options.pop("prompts", None))
         images = self.sample(classes, prompts=prompts, images_per_class=images_per_class, output="tensor", **options)
         rows = len(images) // images_per_class
-        chosen = list(self.config.sampling.classes if classes is None else classes) or list(range(rows))
+        chosen = classes or list(self.config.sampling.classes) or list(range(rows))
         names = prompts or class_labels(chosen, self.class_names)
         return image_grid(images, rows, images_per_class, names, self.label)
 
@@ -295,6 +297,28 @@ def _word(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
+def _numbers(classes: Sequence[int] | None) -> list[int] | None:
+    """Numbers of `classes`, None for none given. Raises WeightsError: they are no integers."""
+    if classes is None:
+        return None
+    if not isinstance(classes, Iterable):
+        raise WeightsError(f"classes: must be a list of integers, is {unwrapped(quoted(classes))}")
+    numbers = [_integer("classes", number) for number in classes]
+    if not numbers:
+        raise WeightsError("classes: is empty (leave it out for those of the training)")
+    return numbers
+
+
+def _integer(name: str, value: Any) -> int:
+    """Integer of any type but bool, as of numpy. Raises WeightsError: it is none."""
+    try:
+        if not isinstance(value, bool):
+            return operator.index(value)
+    except TypeError:
+        pass
+    raise WeightsError(f"{name}: must be an integer, is {unwrapped(quoted(value))}")
+
+
 def _texts(prompts: str | Sequence[str] | None) -> list[str] | None:
     """Texts of `prompts`, None for none given. Raises WeightsError: it is neither a text nor texts."""
     if prompts is None:
@@ -309,6 +333,8 @@ def _texts(prompts: str | Sequence[str] | None) -> list[str] | None:
 
 
 def _places(encoders: Mapping[str, str]) -> dict[str, str]:
+    if not isinstance(encoders, Mapping):
+        raise WeightsError(f"encoders: must be a mapping of {', '.join(OPTIONS)}, is {unwrapped(quoted(encoders))}")
     names = {entry.removesuffix("_encoder"): entry for entry in OPTIONS}
     if unknown := sorted(encoders.keys() - names.keys() - OPTIONS.keys()):
         raise WeightsError(f"encoders: {unknown[0]!r} is none of {', '.join(OPTIONS)}")
