@@ -26,7 +26,7 @@ from torchtitan.models.base import DiffusionModel
 from torchtitan.pictures.grids import class_labels, image_grid, to_rgb
 from torchtitan.runs.drawing import Drawing, add_drawing_options, check_classes, drawing_of, open_drawing
 from torchtitan.runs.folder import RunFolder
-from torchtitan.runs.prompts import with_prompts
+from torchtitan.runs.prompts import filled_prompts, with_prompts
 from torchtitan.runs.sampling_options import option
 from torchtitan.runs.trained_model import WeightsError
 from torchtitan.settings.schema import quoted
@@ -109,7 +109,8 @@ class Model:
 
         Args:
             classes: numbers of classes; None: `sampling.classes` of the training, or the first ten.
-            prompts: texts instead, for a model of captions; a string is one text.
+            prompts: texts instead, for a model of captions; a string is one text. "[trigger]" is replaced by the
+                `data.trigger_word` of the training.
             images_per_class: of each class or prompt, one after the other.
             seed: of the noise, 0 to 2^64 - 1.
             output: "pil": a list of PIL images; "tensor": float32 [N, C, H, W] on the CPU, an image's values in -1 to 1;
@@ -137,7 +138,8 @@ class Model:
         trained, decoder = self._drawing.trained, self._drawing.decoder
         if prompts:
             trained = with_prompts(trained, prompts, _places(encoders or {}))
-        drawing = dataclasses.replace(drawing_of(arguments, trained, decoder), prompts=tuple(prompts or ()))
+        names = trained.info.condition_kind.choice_names
+        drawing = dataclasses.replace(drawing_of(arguments, trained, decoder), prompts=names if prompts else ())
         rows = list(range(len(prompts))) if prompts else classes or list(self.config.sampling.classes)
         check_classes(rows, trained)
         choices = grid_choices(rows, trained.info.condition_kind.choices, images_per_class)
@@ -154,7 +156,7 @@ class Model:
         images = self.sample(classes, prompts=prompts, images_per_class=images_per_class, output="tensor", **options)
         rows = len(images) // images_per_class
         chosen = classes or list(self.config.sampling.classes) or list(range(rows))
-        names = prompts or class_labels(chosen, self.class_names)
+        names = filled_prompts(self._drawing.trained, prompts) if prompts else class_labels(chosen, self.class_names)
         return image_grid(images, rows, images_per_class, names, self.label)
 
 
