@@ -113,8 +113,9 @@ class Model:
                 `data.trigger_word` of the training.
             images_per_class: of each class or prompt, one after the other.
             seed: of the noise, 0 to 2^64 - 1.
-            output: "pil": a list of PIL images; "tensor": float32 [N, C, H, W] on the CPU, an image's values in -1 to 1;
-                "latents": as "tensor", of latents that are not decoded.
+            output: "pil": a list of PIL images; "tensor": float32 [N, C, H, W] on the CPU, black at -1 and white at 1. Pixels
+                are as drawn, mostly between the two but not clipped to them, as those of "pil" are (`clip_x0=True` clips the
+                estimates that they are made from); decoded latents are clipped. "latents": of latents as they are drawn.
             encoders: of prompts that are no captions of the training: `text` and `pooled` -> folder or hub name.
             progress: show a bar.
             method: options of `torchtitan-dit sample` that say how an image is drawn, with _ for -, such as

@@ -97,6 +97,12 @@ def test_what_cannot_be_drawn_is_an_exception_of_one_line(notebook, options, tex
     assert text in str(refused.value) and "\n" not in str(refused.value)
 
 
+def test_tensors_are_not_clipped_but_with_clip_x0(notebook):
+    draw = partial(notebook["model"].sample, [3, 7], images_per_class=2, seed=1, num_steps=4, guidance_scale=2.0)
+    assert draw(output="tensor").abs().max() > 1.05
+    assert draw(output="tensor", clip_x0=True).abs().max() <= 1 + 1e-6
+
+
 def test_integers_of_other_libraries_are_taken(notebook):
     draw = partial(notebook["model"].sample, num_steps=1, output="tensor")
     wanted = draw([3, 7], images_per_class=2, seed=5)
