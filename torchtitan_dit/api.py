@@ -3,8 +3,9 @@
 import argparse
 import dataclasses
 import json
+import operator
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -16,6 +17,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from torchtitan.config.job import ConfigError, JobConfig, load_config
+from torchtitan.errors import unwrapped
 from torchtitan.evaluation.sampling import grid_choices
 from torchtitan.experiments.training import TrainingFailed, TrainingRun
 from torchtitan.experiments.training import train as train_to_the_end
@@ -24,9 +26,10 @@ from torchtitan.models.base import DiffusionModel
 from torchtitan.pictures.grids import class_labels, image_grid, to_rgb
 from torchtitan.runs.drawing import Drawing, add_drawing_options, check_classes, drawing_of, open_drawing
 from torchtitan.runs.folder import RunFolder
-from torchtitan.runs.prompts import with_prompts
+from torchtitan.runs.prompts import filled_prompts, with_prompts
 from torchtitan.runs.sampling_options import option
 from torchtitan.runs.trained_model import WeightsError
+from torchtitan.settings.schema import quoted
 from torchtitan.texts.opening import OPTIONS
 from torchtitan.training.metrics import METRICS_FILE
 
@@ -78,14 +81,14 @@ class Model:
 
     @overload
     def sample(
-        self, classes: Sequence[int] | None = ..., *, prompts: Sequence[str] | None = ..., images_per_class: int = ...,
+        self, classes: Sequence[int] | None = ..., *, prompts: str | Sequence[str] | None = ..., images_per_class: int = ...,
         seed: int = ..., output: Literal["pil"] = ..., encoders: Mapping[str, str] | None = ..., progress: bool = ...,
         **method: Any,
     ) -> list[Image.Image]: ...  # fmt: skip
 
     @overload
     def sample(
-        self, classes: Sequence[int] | None = ..., *, prompts: Sequence[str] | None = ..., images_per_class: int = ...,
+        self, classes: Sequence[int] | None = ..., *, prompts: str | Sequence[str] | None = ..., images_per_class: int = ...,
         seed: int = ..., output: Literal["tensor", "latents"], encoders: Mapping[str, str] | None = ...,
         progress: bool = ..., **method: Any,
     ) -> Tensor: ...  # fmt: skip
@@ -94,7 +97,7 @@ class Model:
         self,
         classes: Sequence[int] | None = None,
         *,
-        prompts: Sequence[str] | None = None,
+        prompts: str | Sequence[str] | None = None,
         images_per_class: int = 1,
         seed: int = 0,
         output: Literal["pil", "tensor", "latents"] = "pil",
@@ -106,11 +109,13 @@ class Model:
 
         Args:
             classes: numbers of classes; None: `sampling.classes` of the training, or the first ten.
-            prompts: texts instead, for a model of captions.
+            prompts: texts instead, for a model of captions; a string is one text. "[trigger]" is replaced by the
+                `data.trigger_word` of the training.
             images_per_class: of each class or prompt, one after the other.
             seed: of the noise, 0 to 2^64 - 1.
-            output: "pil": a list of PIL images; "tensor": float32 [N, C, H, W] on the CPU, an image's values in -1 to 1;
-                "latents": as "tensor", of latents that are not decoded.
+            output: "pil": a list of PIL images; "tensor": float32 [N, C, H, W] on the CPU, black at -1 and white at 1. Pixels
+                are as drawn, mostly between the two but not clipped to them, as those of "pil" are (`clip_x0=True` clips the
+                estimates that they are made from); decoded latents are clipped. "latents": of latents as they are drawn.
             encoders: of prompts that are no captions of the training: `text` and `pooled` -> folder or hub name.
             progress: show a bar.
             method: options of `torchtitan-dit sample` that say how an image is drawn, with _ for -, such as
@@ -122,18 +127,21 @@ class Model:
         """
         if output not in ("pil", "tensor", "latents"):
             raise WeightsError(f'output: must be "pil", "tensor" or "latents", is {output!r}')
+        images_per_class, seed = _integer("images_per_class", images_per_class), _integer("seed", seed)
         if images_per_class < 1:
             raise WeightsError(f"images_per_class: must be at least 1, is {images_per_class}")
         if not 0 <= seed < 2**64:
             raise WeightsError(f"seed: must be in 0..2^64 - 1, is {seed}")
+        classes, prompts = _numbers(classes), _texts(prompts)
         if classes is not None and prompts:
             raise WeightsError("classes: has no effect with prompts (leave one out)")
         arguments = _options(self._drawing.source, self._options | method)
         trained, decoder = self._drawing.trained, self._drawing.decoder
         if prompts:
-            trained = with_prompts(trained, list(prompts), _places(encoders or {}))
-        drawing = dataclasses.replace(drawing_of(arguments, trained, decoder), prompts=tuple(prompts or ()))
-        rows = list(range(len(prompts))) if prompts else list(self.config.sampling.classes if classes is None else classes)
+            trained = with_prompts(trained, prompts, _places(encoders or {}))
+        names = trained.info.condition_kind.choice_names
+        drawing = dataclasses.replace(drawing_of(arguments, trained, decoder), prompts=names if prompts else ())
+        rows = list(range(len(prompts))) if prompts else classes or list(self.config.sampling.classes)
         check_classes(rows, trained)
         choices = grid_choices(rows, trained.info.condition_kind.choices, images_per_class)
         drawn = drawing.sampler().draw(
@@ -145,10 +153,11 @@ class Model:
 
     def grid(self, classes: Sequence[int] | None = None, *, images_per_class: int = 8, **options: Any) -> Image.Image:
         """One picture of samples, a labelled row for each class. Arguments and errors: as of `sample`."""
-        images = self.sample(classes, images_per_class=images_per_class, output="tensor", **options)
+        classes, prompts = _numbers(classes), _texts(options.pop("prompts", None))
+        images = self.sample(classes, prompts=prompts, images_per_class=images_per_class, output="tensor", **options)
         rows = len(images) // images_per_class
-        chosen = list(self.config.sampling.classes if classes is None else classes) or list(range(rows))
-        names = options.get("prompts") or class_labels(chosen, self.class_names)
+        chosen = classes or list(self.config.sampling.classes) or list(range(rows))
+        names = filled_prompts(self._drawing.trained, prompts) if prompts else class_labels(chosen, self.class_names)
         return image_grid(images, rows, images_per_class, names, self.label)
 
 
@@ -291,7 +300,44 @@ def _word(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
+def _numbers(classes: Sequence[int] | None) -> list[int] | None:
+    """Numbers of `classes`, None for none given. Raises WeightsError: they are no integers."""
+    if classes is None:
+        return None
+    if not isinstance(classes, Iterable):
+        raise WeightsError(f"classes: must be a list of integers, is {unwrapped(quoted(classes))}")
+    numbers = [_integer("classes", number) for number in classes]
+    if not numbers:
+        raise WeightsError("classes: is empty (leave it out for those of the training)")
+    return numbers
+
+
+def _integer(name: str, value: Any) -> int:
+    """Integer of any type but bool, as of numpy. Raises WeightsError: it is none."""
+    try:
+        if not isinstance(value, bool):
+            return operator.index(value)
+    except TypeError:
+        pass
+    raise WeightsError(f"{name}: must be an integer, is {unwrapped(quoted(value))}")
+
+
+def _texts(prompts: str | Sequence[str] | None) -> list[str] | None:
+    """Texts of `prompts`, None for none given. Raises WeightsError: it is neither a text nor texts."""
+    if prompts is None:
+        return None
+    several = isinstance(prompts, Iterable) and not isinstance(prompts, str | bytes)
+    texts: list[Any] = list(prompts) if several else [prompts]
+    if other := [text for text in texts if not isinstance(text, str)]:
+        raise WeightsError(f"prompts: must be a string or strings, has {unwrapped(quoted(other[0]))}")
+    if not texts:
+        raise WeightsError("prompts: is empty (leave it out for the prompts of the training)")
+    return texts
+
+
 def _places(encoders: Mapping[str, str]) -> dict[str, str]:
+    if not isinstance(encoders, Mapping):
+        raise WeightsError(f"encoders: must be a mapping of {', '.join(OPTIONS)}, is {unwrapped(quoted(encoders))}")
     names = {entry.removesuffix("_encoder"): entry for entry in OPTIONS}
     if unknown := sorted(encoders.keys() - names.keys() - OPTIONS.keys()):
         raise WeightsError(f"encoders: {unknown[0]!r} is none of {', '.join(OPTIONS)}")

@@ -6,8 +6,10 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -72,17 +74,40 @@ def test_images_are_those_of_the_command(notebook, tmp_path):
     ({"output": "jpeg"}, "output: must be \"pil\", \"tensor\" or \"latents\", is 'jpeg'"),
     ({"images_per_class": 0}, "images_per_class: must be at least 1, is 0"),
     ({"seed": -1}, "seed: must be in"),
+    ({"seed": "a"}, "seed: must be an integer, is 'a'"),
+    ({"seed": 1.0}, "seed: must be an integer, is 1.0"),
+    ({"images_per_class": 2.5}, "images_per_class: must be an integer, is 2.5"),
+    ({"classes": [1.5]}, "classes: must be an integer, is 1.5"),
+    ({"classes": [True]}, "classes: must be an integer, is true"),
+    ({"classes": ["3"]}, "classes: must be an integer, is '3'"),
+    ({"classes": np.array([[1, 2], [3, 4]])}, "classes: must be an integer, is array([1, 2])"),
+    ({"classes": 3}, "classes: must be a list of integers, is 3"),
+    ({"classes": []}, "classes: is empty (leave it out for those of the training)"),
     ({"classes": [1], "prompts": ["a dog"]}, "has no effect with prompts"),
     ({"prompts": ["a dog"]}, "--prompt: the model was trained on"),
     ({"solver": "hoin"}, "invalid choice: 'hoin'"),
     ({"num_steps": "many"}, "invalid int value: 'many'"),
     ({"encoders": {"image": "x"}, "prompts": ["a dog"]}, "encoders: 'image' is none of"),
+    ({"encoders": "stub:32", "prompts": ["a dog"]}, "encoders: must be a mapping of text, pooled, is 'stub:32'"),
     ({"churn": 3.0}, "has no effect"),
 ])  # fmt: skip
 def test_what_cannot_be_drawn_is_an_exception_of_one_line(notebook, options, text):
     with pytest.raises(WeightsError) as refused:
         notebook["model"].sample(**options)
     assert text in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_tensors_are_not_clipped_but_with_clip_x0(notebook):
+    draw = partial(notebook["model"].sample, [3, 7], images_per_class=2, seed=1, num_steps=4, guidance_scale=2.0)
+    assert draw(output="tensor").abs().max() > 1.05
+    assert draw(output="tensor", clip_x0=True).abs().max() <= 1 + 1e-6
+
+
+def test_integers_of_other_libraries_are_taken(notebook):
+    draw = partial(notebook["model"].sample, num_steps=1, output="tensor")
+    wanted = draw([3, 7], images_per_class=2, seed=5)
+    assert torch.equal(draw(np.array([3, 7]), images_per_class=np.int64(2), seed=np.uint64(5)), wanted)
+    assert torch.equal(draw(torch.tensor([3, 7]), images_per_class=2, seed=torch.tensor(5)), wanted)
 
 
 def test_unknown_options_and_places_are_refused(notebook, tmp_path, monkeypatch):

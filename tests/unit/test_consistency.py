@@ -55,6 +55,23 @@ def test_the_exact_solution_on_gaussian_data_has_no_gradient_and_others_have(pat
     assert abs(exact) < 0.05 * abs(off)
 
 
+@pytest.mark.parametrize("shape", [(3, 32, 32), (4, 64, 64), (1, 8, 8)])
+def test_the_distance_is_the_published_one_up_to_the_root_of_the_size(shape):
+    objective, size = build_objective(ConsistencyConfig(), 0), math.prod(shape)
+    generator = torch.Generator().manual_seed(0)
+    x0, noise = (torch.randn(6, *shape, generator=generator, dtype=torch.float64) for _ in range(2))
+    # Differences on both sides of the turn, and near it; outputs of networks are float32.
+    scale = torch.logspace(-5, -1, 6, dtype=torch.float64).view(-1, 1, 1, 1)
+    wanted, off = ((noise - x0 * factor).float().double() for factor in (1, 1 + scale))  # velocities at the two times
+    t = torch.full((6,), T, dtype=torch.float64)
+    draw = Draw(t, noise, torch.ones_like(t))
+    found = objective.loss(lambda *_: off if torch.is_grad_enabled() else wanted, x0, None, draw).loss
+    estimates = [(1 - time) * x0 + time * noise - time * velocity for time, velocity in ((T, off), (0.9 * T, wanted))]
+    c = 0.00054 * math.sqrt(size)  # 0.03 for CIFAR-10
+    published = ((estimates[0] - estimates[1]).square().sum((1, 2, 3)) + c**2).sqrt() - c
+    torch.testing.assert_close(found * (1 - 0.9) * math.sqrt(size), published, rtol=1e-9, atol=1e-12)
+
+
 def test_paths_in_steps_and_estimates_that_do_not_end_at_the_image_are_refused():
     def keys(**changes) -> list[str]:
         return [key for key, _ in objective_problems(ConsistencyConfig(**changes))]

@@ -261,6 +261,28 @@ def test_names_and_shapes_are_those_of_the_published_dit_xl():
     assert shapes["final_layer.linear.weight"] == (32, 1152)
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_state_dict_cast_as_a_whole_is_imported(layout, dtype):
+    model = build()
+    published = export_weights(weights_of(model), model, layout)
+    name = "pos_embed.pos_embed" if layout == "diffusers" else "pos_embed"
+    published |= {name: model.position[None].clone()}
+    halved = {name: tensor.to(dtype) for name, tensor in published.items()}
+    back, notes = import_weights(halved, model, layout)
+    assert notes == [] and all(torch.equal(back[name], tensor.to(dtype)) for name, tensor in weights_of(model).items())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_a_position_table_off_by_two_steps_of_its_dtype_is_refused(dtype):
+    model = build()
+    published = {name: tensor.to(dtype) for name, tensor in export_weights(weights_of(model), model, "dit").items()}
+    table, place = published["pos_embed"], (0, 5, 20)
+    table[place] += 2 * max(torch.finfo(dtype).eps * abs(table[place].item()), 1e-6)
+    with pytest.raises(ConversionError, match="pos_embed differs by"):
+        import_weights(published, model, "dit")
+
+
 # --- learned variance
 
 

@@ -84,6 +84,7 @@ REFUSED = {
     "a ppm of comments": (b"P5\n" + b"#" * (60 * MIB) + b"\n8 8 255\n" + bytes(64), "no whole header in its"),
     "a ppm of comments further on": (b"P5 8 8 25#" + b"#" * (60 * MIB) + b"\n5\n" + bytes(64), "no whole header"),
     "a ppm of spaces": (b"P4" + b" " * (60 * MIB) + b"8 8\n" + bytes(8), "no whole header in its first 4,096 bytes"),
+    "a ppm of floating-point pixels": (b"Pf 4 4 -1.0\n" + bytes(64), "floating-point pixels"),
     "a large ppm": (b"P6 99999 99999 255\n", "more than 67,108,864 pixels"),
     "large tiles of a small tiff": (tiff_tiles(40_000), "tiles of 40000 x 40000 pixels"),
     "a bomb in a colour profile": (
@@ -116,7 +117,7 @@ def test_text_that_unpacks_to_much_is_refused():
 
 @pytest.mark.parametrize("content", [
     b"P6\n# of somebody\n4 4\n# and more\r255\n" + bytes(48), b"P4 4 4\n" + bytes(4), b"P1\n4 4\n" + b"0 1 " * 8,
-    b"P2\t4\t4\t15\n" + b"7 " * 16, b"Pf 4 4 -1.0\n" + bytes(64),
+    b"P2\t4\t4\t15\n" + b"7 " * 16, b"P5 4 4 65535\n" + bytes(32),
 ])  # fmt: skip
 def test_headers_of_ppm_as_programs_write_them_are_read(content):
     assert decode_square(content, SIDE).shape == (SIDE, SIDE, 3)

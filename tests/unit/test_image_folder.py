@@ -16,7 +16,7 @@ from PIL import Image
 from tests.launcher import run_on_ranks
 from torchtitan.data import DatasetError, UnreadableImage
 from torchtitan.data.image_decoding import resize_and_crop
-from torchtitan.data.image_files import ImageList, list_images, read_square
+from torchtitan.data.image_files import ImageList, SquareImages, list_images, read_square
 from torchtitan.data.image_folder import ImageFolder, ImageFolderConfig, _looks_classed
 from torchtitan.training.corrupt_images import CorruptImages
 from torchtitan.training.data_loading import TrainingData, validation_batches
@@ -118,6 +118,17 @@ def test_every_mode_becomes_rgb_and_transparency_white(tmp_path, name):
     assert list_images(bytes(tmp_path)) == [name.encode()]
     square = read_square(bytes(tmp_path / name), 4)
     assert np.abs(square.astype(int) - np.array(colour)).max() <= (3 if name.endswith("jpg") else 0)
+
+
+@pytest.mark.parametrize("name, most", [("a.tif", 1), ("b.TIFF", 255), ("c.ppm", 1)])
+def test_floating_point_pixels_are_refused_with_what_to_do(tmp_path, name, most):
+    save(tmp_path / name, Image.fromarray(np.linspace(0, most, 256, dtype=np.float32).reshape(16, 16)))
+    assert list_images(bytes(tmp_path)) == [name.encode()]
+    files = ImageList.of(bytes(tmp_path), [[name.encode()]])
+    reader = SquareImages(files, np.arange(1), np.zeros(1, np.int64), 4)
+    with pytest.raises(UnreadableImage, match=r"floating-point pixels, .* \(convert it to 8 or 16 bits\)$") as caught:
+        reader.fetch(np.arange(1))
+    assert caught.value.damaged  # as at every later try
 
 
 def test_a_transparent_colour_of_a_palette_becomes_white(tmp_path):

@@ -51,7 +51,7 @@ def open_image(content: bytes) -> "Image":
     """Open an image: read its header; no pixel is decoded.
 
     Raises:
-        ValueError: it is of another format than FORMATS, or larger than allowed.
+        ValueError: it is of another format than FORMATS, larger than allowed, or of floating-point pixels.
         (and the decoder's own exceptions)
     """
     # Their import makes the formats known; by itself the package would load every format it has.
@@ -84,6 +84,8 @@ def open_image(content: bytes) -> "Image":
     except Image.DecompressionBombError as error:  # the package's own limit is higher
         raise ValueError(f"more than {MAX_PIXELS:,} pixels") from error
     _check_size(*image.size, MAX_PIXELS)
+    if image.mode == "F":  # as RGB it would be clipped to 0..255, and 0..1 become black
+        raise ValueError("floating-point pixels, of unknown black and white (convert it to 8 or 16 bits)")
     if kind.lastgroup == "TIFF":
         tile = [int(cast(TiffImagePlugin.TiffImageFile, image).tag_v2.get(tag, 1)) for tag in (_TILE_WIDTH, _TILE_HEIGHT)]
         if tile[0] * tile[1] > MAX_PIXELS:

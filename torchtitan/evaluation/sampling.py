@@ -12,7 +12,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from torchtitan import philox
-from torchtitan.conditions import each_tensor
+from torchtitan.conditions import ConditionKind, each_tensor
 from torchtitan.diffusion.guidance import Guidance, Guide, predictor
 from torchtitan.diffusion.objective import Objective
 from torchtitan.diffusion.solvers import ScheduleConfig, SolverConfig
@@ -43,9 +43,21 @@ class ImageSampler:
     training.
     """
 
-    def __init__(self, model: DiffusionModel, objective: Objective, param_dtype: str, device: torch.device) -> None:
-        """model: the whole or sharded model (not its DDP wrapper); param_dtype: dtype of compute."""
+    def __init__(
+        self, model: DiffusionModel, objective: Objective, param_dtype: str, device: torch.device,
+        condition_kind: ConditionKind | None = None,
+    ) -> None:  # fmt: skip
+        """Keep what is drawn with.
+
+        Args:
+            model: the whole or sharded model (not its DDP wrapper).
+            objective: of its training.
+            param_dtype: dtype of compute.
+            device: of the model.
+            condition_kind: kind whose choices are drawn, as one of other prompts; None for the model's.
+        """
         self._model = model
+        self._condition_kind = condition_kind or model.condition_kind
         self._objective = objective
         self._param_dtype = param_dtype
         self._device = device
@@ -67,7 +79,7 @@ class ImageSampler:
         """Draw one image per choice; called by all ranks together, each draws its share.
 
         Args:
-            choices: numbers [N], int64, of the conditions among those that the model's kind knows, as classes; ignored
+            choices: numbers [N], int64, of the conditions among those that the kind knows, as classes; ignored
                 by an unconditional model.
             seed: of the images' noise.
             batch_size: images at a time on each rank.
@@ -132,7 +144,7 @@ class ImageSampler:
             function (choices [B], numbers [B]) -> float32 images [B, C, H, W] on the device.
         """
         path = self._objective.path
-        shape, kind, dtype = image_shape or self._model.image_shape, self._model.condition_kind, STATE_DTYPES[state_dtype]
+        shape, kind, dtype = image_shape or self._model.image_shape, self._condition_kind, STATE_DTYPES[state_dtype]
         times = schedule.times(path, num_steps, lambda: self._model.tokens_per_image(shape))
         solve = functools.partial(solver.solve, path=path, times=times, **solver.options())
         _, start = path.coefficients(times[0])

@@ -70,7 +70,8 @@ class Drawing:
         yield from self.guide.model.warnings if self.guide else ()
 
     def sampler(self) -> ImageSampler:
-        return ImageSampler(self.trained.model, self.trained.objective, self.dtype, compute_device())
+        kind = self.trained.info.condition_kind
+        return ImageSampler(self.trained.model, self.trained.objective, self.dtype, compute_device(), kind)
 
     def method(self) -> dict[str, Any]:
         """Method, as `ImageSampler.drawing` takes it."""
@@ -99,7 +100,7 @@ class Drawing:
         if self.prompts:
             settings |= {"prompts": list(self.prompts)}
         numbers = read_seeds(seeds, count)
-        choices = choices_of(numbers, self.trained.model.condition_kind.choices, classes)
+        choices = choices_of(numbers, self.trained.info.condition_kind.choices, classes)
         return SetPlan(numbers, choices, self.batch_size, settings)
 
 

@@ -8,6 +8,7 @@ import torch
 
 from torchtitan.conditions import POOLED, TEXT, Embeddings, Texts
 from torchtitan.data import DATASETS
+from torchtitan.data.trigger_words import TRIGGER, filled
 from torchtitan.distributed.mesh import compute_device
 from torchtitan.errors import LatentStoreError
 from torchtitan.evaluation.config import LATENT_DATASETS
@@ -22,8 +23,8 @@ MOST_LETTERS = 4000  # of a prompt: more than any encoder reads
 def add_prompt_options(parser: argparse._ActionsContainer) -> None:
     """Add --prompt and the places of the encoders."""
     add = parser.add_argument
-    add("--prompt", nargs="+", metavar="TEXT", help="texts to draw, for models of captions: one row of the grid each, or "
-        "those of a set, by turns (default: the run's prompts)")
+    add("--prompt", nargs="+", metavar="TEXT", help="texts to draw, for models of captions, [trigger] replaced by the run's "
+        "data.trigger_word: one row of the grid each, or those of a set, by turns (default: the run's prompts)")
     for entry, option in OPTIONS.items():
         add(option, default="", metavar="ENCODER", help=f"folder or hub name of {_ENCODERS[entry]} of the run's captions; "
             "needed for texts that are no captions of the run's data")
@@ -38,10 +39,26 @@ def places(arguments: argparse.Namespace) -> dict[str, str]:
     return given
 
 
-def with_prompts(trained: TrainedModel, prompts: Sequence[str], places: Mapping[str, str]) -> TrainedModel:
-    """Trained model whose choices are these prompts instead of its data's.
+def filled_prompts(trained: TrainedModel, prompts: Sequence[str]) -> list[str]:
+    """Prompts with each "[trigger]" replaced by the trigger word of the model's data; others stay as they are.
 
-    Captions of the run's data are read from its store, and need no encoder.
+    Raises:
+        WeightsError: the model takes texts, a prompt has "[trigger]", and there is no word.
+    """
+    if not isinstance(trained.info.condition_kind, Embeddings):
+        return list(prompts)
+    word = trained.config.data.trigger_word
+    try:
+        return [filled(prompt, word) if TRIGGER in prompt else prompt for prompt in prompts]
+    except ValueError as error:
+        raise WeightsError(f"--prompt: {error}") from error
+
+
+def with_prompts(trained: TrainedModel, prompts: Sequence[str], places: Mapping[str, str]) -> TrainedModel:
+    """Copy of a trained model, of the same network, with the choices of `info` these prompts instead of its data's.
+
+    The names of the choices are those of `filled_prompts`. Captions of the run's data are read from its store, and need no
+    encoder.
 
     Args:
         trained: a model of captions.
@@ -51,7 +68,8 @@ def with_prompts(trained: TrainedModel, prompts: Sequence[str], places: Mapping[
     Raises:
         WeightsError: the model takes no text, or a prompt cannot be encoded as its captions were.
     """
-    data, kind = trained.config.data, trained.model.condition_kind
+    data, kind = trained.config.data, trained.info.condition_kind
+    prompts = filled_prompts(trained, prompts)
     for prompt in prompts:
         if len(prompt) > MOST_LETTERS:
             raise WeightsError(f"--prompt: {prompt[:40]!r}... has {len(prompt)} letters, more than {MOST_LETTERS}")
@@ -90,6 +108,6 @@ def with_prompts(trained: TrainedModel, prompts: Sequence[str], places: Mapping[
 def _prompted(
     trained: TrainedModel, kind: Embeddings, prompts: Sequence[str], rows: dict[str, torch.Tensor]
 ) -> TrainedModel:
+    # The network keeps the kind of its data: a loaded model is drawn from again, with other prompts or with none.
     prompted = dataclasses.replace(kind, prompts=rows, names=tuple(prompts))
-    trained.model.condition_kind = prompted
     return dataclasses.replace(trained, info=dataclasses.replace(trained.info, condition_kind=prompted))

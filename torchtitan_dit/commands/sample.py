@@ -51,7 +51,7 @@ def main() -> int:
         drawing = open_drawing(arguments)
         if arguments.prompt:
             trained = with_prompts(drawing.trained, arguments.prompt, encoders)
-            drawing = dataclasses.replace(drawing, trained=trained, prompts=tuple(arguments.prompt))
+            drawing = dataclasses.replace(drawing, trained=trained, prompts=trained.info.condition_kind.choice_names)
         check(arguments, drawing)
         samples = plan_set(arguments, drawing) if arguments.set else None
     except (AutoencoderError, ConfigError, CheckpointError, SampleSetError, WeightsError) as error:
