@@ -332,6 +332,20 @@ def test_raw_sums_after_a_step_are_cut_and_written_anew(tmp_path, last, names):
     assert torch.equal(read_edges(tmp_path), EDGES) and not list(tmp_path.glob("*.tmp"))
 
 
+@pytest.mark.parametrize("foreign", ["text", "table"])
+def test_a_file_of_something_else_is_set_aside_and_not_removed(tmp_path, foreign):
+    written(tmp_path, 7, (4, 7))
+    path = tmp_path / "raw-00000010-00000099.parquet"
+    if foreign == "text":
+        path.write_text("notes")
+    else:
+        pq.write_table(pa.table({"mine": [1, 2]}), path)
+    content = path.read_bytes()
+    RawSums(tmp_path, EDGES, GEOMETRIES).cut(7)
+    assert (tmp_path / f"{path.name}.aside").read_bytes() == content and not path.exists()
+    assert_rows(tmp_path, list(range(1, 8)))
+
+
 def test_rows_in_memory_are_bounded_by_those_of_a_file(tmp_path, monkeypatch):
     monkeypatch.setattr(raw_sums, "ROWS_PER_FILE", 3)
     raw, most = RawSums(tmp_path, EDGES, GEOMETRIES), 0

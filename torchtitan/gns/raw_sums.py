@@ -104,7 +104,7 @@ class RawSums:
     def cut(self, last_step: int) -> None:
         """Cut the rows after a step, when a run resumes from it; unwritten rows are dropped.
 
-        A file that cannot be read is set aside under another name, and does not count.
+        A file that cannot be read, or holds something else, is set aside under another name, and does not count.
         """
         with self._writing:
             self._cut(last_step)
@@ -117,6 +117,8 @@ class RawSums:
             if last <= last_step:
                 continue
             try:
+                if b"parts" not in (pq.read_schema(path).metadata or {}):  # another program's
+                    raise KeyError("it holds no raw sums of the gradient noise")
                 if first <= last_step:
                     self._shorten(path, first, last_step)
                 path.unlink()
