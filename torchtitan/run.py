@@ -60,7 +60,7 @@ def run(config: JobConfig, reload: Callable[[], JobConfig] | None = None) -> int
         process writes into the folder, nothing was written; 128 + signal: interrupted
         and saved, or with its cache partly filled.
     """
-    if RunFolder(config).is_finished() and config.checkpoint.load_step < 0:
+    if RunFolder(config).is_finished():
         if _first():
             print(f"{RunFolder(config).path}: this run is finished (give another --job.name to train again)")
         write_status(None, "completed", 0)

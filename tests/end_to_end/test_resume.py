@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.end_to_end.runs import Run, checkpoint_tensors, write_config
-from tests.faults.forked import ForkedRun
+from tests.faults.forked import FAULT, ForkedRun
 
 LAYOUTS = {
     "one process": {"ranks": 1},
@@ -82,6 +82,31 @@ def test_finished_run_says_so_and_changes_nothing(config):
     again = ForkedRun(config, "finished", "--training.steps", "6", "--checkpoint.interval", "3")
     assert "finished" in again.finish()[0]
     assert {path: path.stat().st_mtime_ns for path in run.folder.rglob("*")} == before
+
+
+def test_a_run_from_an_earlier_step_that_is_killed_resumes_from_its_newest_checkpoint(config, monkeypatch):
+    arguments = ("--training.steps", "12", "--checkpoint.interval", "2", "--sampling.enable", "false")
+    whole = ForkedRun(config, "branched", *arguments, "--checkpoint.keep_latest_k", "0")
+    whole.finish()
+    checkpoints = whole.folder / "checkpoint"
+    wanted, losses = checkpoint_tensors(checkpoints / "step-00000012"), whole.losses()
+    again = (*arguments, "--checkpoint.keep_latest_k", "2", "--checkpoint.load_step", "4")
+    resumed = []
+    for occurrence in (1, 3):  # before its first checkpoint, and with those of steps 6 and 8 only
+        monkeypatch.setenv(FAULT, f"0:before the rename:{occurrence}")
+        codes, outputs = ForkedRun(config, "branched", *again).wait()
+        assert codes == [-signal.SIGKILL], outputs
+        resumed += outputs
+    monkeypatch.delenv(FAULT)
+    assert not (checkpoints / "step-00000004").exists()  # beyond keep_latest_k by now
+    resumed += ForkedRun(config, "branched", *again).finish()
+    steps = [output.partition("resumed after step ")[2].split()[0] for output in resumed]
+    assert steps == ["4", "4", "8"] and "load_step: 4: was applied before; resuming from the newest" in resumed[2]
+    found = checkpoint_tensors(checkpoints / "step-00000012")
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted) and whole.losses() == losses
+    aside = sorted(path.name[:23] for path in checkpoints.glob("set-aside-*"))
+    assert aside == [f"set-aside-step-{step:08d}" for step in (6, 8, 10, 12)]
+    assert "this run is finished" in ForkedRun(config, "branched", *again).finish()[0]
 
 
 def test_signal_to_one_rank_saves_and_ends_all(config):

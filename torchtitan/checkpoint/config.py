@@ -23,7 +23,10 @@ class CheckpointConfig:
         "pinned: on CUDA, the copy is asynchronous too", trajectory=False,
     )
     keep_latest_k: int = setting(3, "checkpoints kept, older ones are deleted; 0 keeps all", ge=0, trajectory=False)
-    load_step: int = setting(-1, "step to resume from; -1 is the newest good one", ge=-1, trajectory=False)
+    load_step: int = setting(
+        -1, "step to resume from, once: the same command again resumes from what it saved since; -1 is the newest good one",
+        ge=-1, trajectory=False,
+    )
     final_weights: Literal["none", "float32", "bfloat16"] = setting(
         "none", "dtype of the final weights, NAME-step-STEP.safetensors in the run's folder, of the average sampling.ema_track; "
         "none: no such file", trajectory=False,

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from torchtitan.checkpoint.checkpointer import BRANCHED_FROM
 from torchtitan.checkpoint.location import checkpoint_folder, run_checkpoints
 from torchtitan.checkpoint.manifest import checkpoint_path, checkpoint_steps, newest_good
 from torchtitan.checkpoint.owner import claim, read_owner
@@ -162,12 +163,16 @@ class RunFolder:
             raise RunFolderError([f"checkpoint.folder: {refusal}"])
 
     def is_finished(self) -> bool:
-        """Check whether the summary reports the completion of a run of as many steps, or up to the same targets."""
+        """Check whether the summary reports the completion of a run of as many steps, or up to the same targets.
+
+        One from another step than `checkpoint.load_step` is not the run asked for.
+        """
         try:
             summary = json.loads(read_regular(self.summary, _LARGEST_FILE))
             done = summary.get("progress", summary["step"])  # steps of a batch that grew count as several
             ended = done >= self._config.training.steps or all_reached(self._config.validation, summary)
-            return summary["status"] == "completed" and ended
+            as_asked = self._config.checkpoint.load_step in (-1, summary.get(BRANCHED_FROM))
+            return summary["status"] == "completed" and ended and as_asked
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
             return False
 
