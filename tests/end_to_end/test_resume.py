@@ -4,6 +4,7 @@ import signal
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from tests.end_to_end.runs import Run, checkpoint_tensors, write_config
 from tests.faults.forked import FAULT, ForkedRun
@@ -82,6 +83,41 @@ def test_finished_run_says_so_and_changes_nothing(config):
     again = ForkedRun(config, "finished", "--training.steps", "6", "--checkpoint.interval", "3")
     assert "finished" in again.finish()[0]
     assert {path: path.stat().st_mtime_ns for path in run.folder.rglob("*")} == before
+
+
+def test_a_finished_run_is_compared_with_the_configuration_as_an_unfinished_one_is(config):
+    arguments = ("--training.steps", "8", "--sampling.enable", "false")
+    run = ForkedRun(config, "compared", *arguments)
+    run.finish()
+    for other in (("--optimizer.lr", "5e-3", "--model.dim", "128"), ("--training.steps", "7")):
+        before = {path: path.stat().st_mtime_ns for path in run.folder.rglob("*")}
+        (finished,), (output,) = ForkedRun(config, "compared", *arguments, *other).wait()
+        assert finished == 2, output
+        assert {path: path.stat().st_mtime_ns for path in run.folder.rglob("*")} == before
+        summary = run.summary()
+        (run.folder / "summary.json").rename(run.folder / "away")
+        (unfinished,), (wanted,) = ForkedRun(config, "compared", *arguments, *other).wait()
+        (run.folder / "away").rename(run.folder / "summary.json")
+        assert (unfinished, wanted) == (2, output) and run.summary() == summary
+        key = other[0].removeprefix("--")
+        assert "compared: holds a run of another configuration" in output and f"  {key}: " in output
+    for same in (("--metrics.log_freq", "1"), ("--optimizer.lr", "5e-3", "--job.allow_config_change", "true")):
+        assert "this run is finished" in ForkedRun(config, "compared", *arguments, *same).finish()[0]
+
+
+def test_final_weights_that_a_finished_run_is_asked_for_are_written_from_its_last_checkpoint(config):
+    arguments = ("--training.steps", "8", "--sampling.enable", "false")
+    run = ForkedRun(config, "weighed", *arguments)
+    run.finish()
+    points = run.points()
+    asked = (*arguments, "--checkpoint.final_weights", "float32")
+    output = ForkedRun(config, "weighed", *asked).finish()[0]
+    assert "resumed after step 8" in output and "finished (" not in output and run.points() == points
+    found = load_file(run.folder / "weighed-step-00000008.safetensors")
+    wanted = checkpoint_tensors(run.folder / "checkpoint" / "step-00000008")
+    assert found.keys() and all(torch.equal(found[name], wanted[f"ema.ema.{name}"]) for name in found)
+    (run.folder / "weighed-step-00000008.safetensors").unlink()  # the user's choice: it has been written
+    assert "this run is finished" in ForkedRun(config, "weighed", *asked).finish()[0]
 
 
 def test_a_run_from_an_earlier_step_that_is_killed_resumes_from_its_newest_checkpoint(config, monkeypatch):
