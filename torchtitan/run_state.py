@@ -50,6 +50,7 @@ from torchtitan.models.base import DiffusionModel
 from torchtitan.models.float8 import check_convertible, compute_gather_scales, convert_to_float8
 from torchtitan.models.flops import check_macs
 from torchtitan.models.magnitude import normalize_rows, normalized_weights
+from torchtitan.runs.data_changes import IMAGES, data_changes
 from torchtitan.runs.folder import RunFolder
 from torchtitan.runs.initial_weights import check_initial_weights
 from torchtitan.runs.network import (
@@ -352,6 +353,7 @@ class RunState:
             "reports": reports,
             BRANCHED_FROM: self.branched_from,
             RECORD: self._data_record,
+            IMAGES: self.images_per_epoch,
             "gns": self.gns.state_dict() if self.gns else {},
         } | ({BASE_SHA256: self._base_sha256} if self.config.lora.enable else {})
 
@@ -381,6 +383,10 @@ class RunState:
         logger.info(f"reading {checkpoint}")
         materialise_state(self.optimizer)
         state, tensors = read_state(checkpoint), self.tensors()
+        tolerated = self.config.job.allow_config_change
+        for change in data_changes(state, str(checkpoint), self.info, self.images_per_epoch, tolerated=tolerated):
+            if self.layout.rank == 0:
+                logger.warning(change)
         if self.config.lora.enable:
             check_base(state, self._base_sha256, str(checkpoint), self.config.checkpoint.initial_weights)
         if self.gns and not self.gns.fits(state.get("gns", {})):
