@@ -15,7 +15,7 @@ class CheckpointConfig:
     folder: str = setting(
         "", "path, or URL of a store (s3://bucket/prefix, gs://, hf:// and others), for checkpoints, "
         "in a subfolder of the run's name; default: the run's own folder", trajectory=False,
-        writes="run",
+        writes="run", path=True,
     )
     interval: int = setting(1000, "steps between checkpoints; the last step is always saved", ge=1, trajectory=False)
     async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = setting(
@@ -32,5 +32,5 @@ class CheckpointConfig:
         "none: no such file", trajectory=False,
     )  # fmt: skip
     initial_weights: str = setting(
-        "", "safetensors file of initial weights, named as the model's parameters; not read when a run resumes"
+        "", "safetensors file of initial weights, named as the model's parameters; not read when a run resumes", path=True
     )
