@@ -60,13 +60,10 @@ def run(config: JobConfig, reload: Callable[[], JobConfig] | None = None) -> int
         process writes into the folder, nothing was written; 128 + signal: interrupted
         and saved, or with its cache partly filled.
     """
-    if RunFolder(config).is_finished() and config.checkpoint.load_step < 0:
-        if _first():
-            print(f"{RunFolder(config).path}: this run is finished (give another --job.name to train again)")
-        write_status(None, "completed", 0)
-        return 0
     with _bounded_end() as deadline, process_group():
         try:
+            if _is_finished(config):
+                return 0
             clock = RunClock(started=process_start())
             if config.cache.enable and reload:
                 clock.switch("encode", clock.now())
@@ -114,6 +111,19 @@ def run(config: JobConfig, reload: Callable[[], JobConfig] | None = None) -> int
                 return _train(trainer, deadline)
             finally:
                 trainer.close()
+
+
+def _is_finished(config: JobConfig) -> bool:
+    """Check whether this run is finished, and say so. Raises RunFolderError: the folder's run has another training."""
+    folder = RunFolder(config)
+    if not folder.is_finished():
+        return False
+    if not config.cache.enable:  # without its cache the data that were trained on are unknown
+        folder.check_unchanged()
+    if _first():
+        print(f"{folder.path}: this run is finished (give another --job.name to train again)")
+    write_status(None, "completed", 0)
+    return True
 
 
 @contextmanager

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from torchtitan.checkpoint.checkpointer import (
+    BRANCHED_FROM,
     Checkpointer,
     checkpoint_path,
     read_state,
@@ -49,6 +50,7 @@ from torchtitan.models.base import DiffusionModel
 from torchtitan.models.float8 import check_convertible, compute_gather_scales, convert_to_float8
 from torchtitan.models.flops import check_macs
 from torchtitan.models.magnitude import normalize_rows, normalized_weights
+from torchtitan.runs.data_changes import IMAGES, data_changes
 from torchtitan.runs.folder import RunFolder
 from torchtitan.runs.initial_weights import check_initial_weights
 from torchtitan.runs.network import (
@@ -87,6 +89,7 @@ class RunState:
         step: optimizer steps made.
         progress: the same in steps of training.global_batch_size: above `step` once the batch has grown.
         batch_size: images of the last step, over all ranks.
+        branched_from: the `checkpoint.load_step` applied last, by this process or one before it.
         reported: state of the reports in the checkpoint that the run resumed from.
         at_targets: True once a run that ends at the targets of its validation has reached them all.
     """
@@ -196,6 +199,7 @@ class RunState:
         self.step = 0
         self.progress = 0
         self.batch_size = config.training.global_batch_size
+        self.branched_from: int | None = None
         self.reported: dict = {}
         self.at_targets = False
         if resumed_step is None:
@@ -355,7 +359,9 @@ class RunState:
             "guard": self.guard.state_dict(),
             "ema_snapshots": self.snapshots.state_dict(),
             "reports": reports,
+            BRANCHED_FROM: self.branched_from,
             RECORD: self._data_record,
+            IMAGES: self.images_per_epoch,
             "gns": self.gns.state_dict() if self.gns else {},
         } | ({BASE_SHA256: self._base_sha256} if self.config.lora.enable else {})
 
@@ -385,6 +391,10 @@ class RunState:
         logger.info(f"reading {checkpoint}")
         materialise_state(self.optimizer)
         state, tensors = read_state(checkpoint), self.tensors()
+        tolerated = self.config.job.allow_config_change
+        for change in data_changes(state, str(checkpoint), self.info, self.images_per_epoch, tolerated=tolerated):
+            if self.layout.rank == 0:
+                logger.warning(change)
         if self.config.lora.enable:
             check_base(state, self._base_sha256, str(checkpoint), self.config.checkpoint.initial_weights)
         if self.gns and not self.gns.fits(state.get("gns", {})):
@@ -401,6 +411,8 @@ class RunState:
     def _load_state(self, checkpoint: AnyPath, state: dict) -> None:
         self.step = state["step"]
         self.progress = state.get("progress", self.step)
+        load_step = self.config.checkpoint.load_step
+        self.branched_from = load_step if load_step >= 0 else state.get(BRANCHED_FROM)
         images_left = (self.config.training.steps - self.progress) * self.config.training.global_batch_size
         self.data.load_state_dict(state["data"], images_left)
         self.corrupt_images.load_state_dict(state.get("corrupt_images", {}))

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from torchtitan import errors
+from torchtitan.checkpoint.checkpointer import BRANCHED_FROM
 from torchtitan.distributed.compile import CompileCounter
 from torchtitan.files.optional import OptionalOutputs
 from torchtitan.run_state import RunState
@@ -93,6 +94,7 @@ class RunSummary:
             "status": status,
             "step": state.step,
             **({"progress": state.progress} if state.batch_grows else {}),
+            **({BRANCHED_FROM: state.branched_from} if state.branched_from is not None else {}),
             "n_images_seen": state.data.next_sample,
             **state.guard.counts(),
             **({"rollbacks": state.guard.rollbacks} if state.guard.rollbacks else {}),

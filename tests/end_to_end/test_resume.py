@@ -4,9 +4,10 @@ import signal
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from tests.end_to_end.runs import Run, checkpoint_tensors, write_config
-from tests.faults.forked import ForkedRun
+from tests.faults.forked import FAULT, ForkedRun
 
 LAYOUTS = {
     "one process": {"ranks": 1},
@@ -82,6 +83,66 @@ def test_finished_run_says_so_and_changes_nothing(config):
     again = ForkedRun(config, "finished", "--training.steps", "6", "--checkpoint.interval", "3")
     assert "finished" in again.finish()[0]
     assert {path: path.stat().st_mtime_ns for path in run.folder.rglob("*")} == before
+
+
+def test_a_finished_run_is_compared_with_the_configuration_as_an_unfinished_one_is(config):
+    arguments = ("--training.steps", "8", "--sampling.enable", "false")
+    run = ForkedRun(config, "compared", *arguments)
+    run.finish()
+    for other in (("--optimizer.lr", "5e-3", "--model.dim", "128"), ("--training.steps", "7")):
+        before = {path: path.stat().st_mtime_ns for path in run.folder.rglob("*")}
+        (finished,), (output,) = ForkedRun(config, "compared", *arguments, *other).wait()
+        assert finished == 2, output
+        assert {path: path.stat().st_mtime_ns for path in run.folder.rglob("*")} == before
+        summary = run.summary()
+        (run.folder / "summary.json").rename(run.folder / "away")
+        (unfinished,), (wanted,) = ForkedRun(config, "compared", *arguments, *other).wait()
+        (run.folder / "away").rename(run.folder / "summary.json")
+        assert (unfinished, wanted) == (2, output) and run.summary() == summary
+        key = other[0].removeprefix("--")
+        assert "compared: holds a run of another configuration" in output and f"  {key}: " in output
+    for same in (("--metrics.log_freq", "1"), ("--optimizer.lr", "5e-3", "--job.allow_config_change", "true")):
+        assert "this run is finished" in ForkedRun(config, "compared", *arguments, *same).finish()[0]
+
+
+def test_final_weights_that_a_finished_run_is_asked_for_are_written_from_its_last_checkpoint(config):
+    arguments = ("--training.steps", "8", "--sampling.enable", "false")
+    run = ForkedRun(config, "weighed", *arguments)
+    run.finish()
+    points = run.points()
+    asked = (*arguments, "--checkpoint.final_weights", "float32")
+    output = ForkedRun(config, "weighed", *asked).finish()[0]
+    assert "resumed after step 8" in output and "finished (" not in output and run.points() == points
+    found = load_file(run.folder / "weighed-step-00000008.safetensors")
+    wanted = checkpoint_tensors(run.folder / "checkpoint" / "step-00000008")
+    assert found.keys() and all(torch.equal(found[name], wanted[f"ema.ema.{name}"]) for name in found)
+    (run.folder / "weighed-step-00000008.safetensors").unlink()  # the user's choice: it has been written
+    assert "this run is finished" in ForkedRun(config, "weighed", *asked).finish()[0]
+
+
+def test_a_run_from_an_earlier_step_that_is_killed_resumes_from_its_newest_checkpoint(config, monkeypatch):
+    arguments = ("--training.steps", "12", "--checkpoint.interval", "2", "--sampling.enable", "false")
+    whole = ForkedRun(config, "branched", *arguments, "--checkpoint.keep_latest_k", "0")
+    whole.finish()
+    checkpoints = whole.folder / "checkpoint"
+    wanted, losses = checkpoint_tensors(checkpoints / "step-00000012"), whole.losses()
+    again = (*arguments, "--checkpoint.keep_latest_k", "2", "--checkpoint.load_step", "4")
+    resumed = []
+    for occurrence in (1, 3):  # before its first checkpoint, and with those of steps 6 and 8 only
+        monkeypatch.setenv(FAULT, f"0:before the rename:{occurrence}")
+        codes, outputs = ForkedRun(config, "branched", *again).wait()
+        assert codes == [-signal.SIGKILL], outputs
+        resumed += outputs
+    monkeypatch.delenv(FAULT)
+    assert not (checkpoints / "step-00000004").exists()  # beyond keep_latest_k by now
+    resumed += ForkedRun(config, "branched", *again).finish()
+    steps = [output.partition("resumed after step ")[2].split()[0] for output in resumed]
+    assert steps == ["4", "4", "8"] and "load_step: 4: was applied before; resuming from the newest" in resumed[2]
+    found = checkpoint_tensors(checkpoints / "step-00000012")
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted) and whole.losses() == losses
+    aside = sorted(path.name[:23] for path in checkpoints.glob("set-aside-*"))
+    assert aside == [f"set-aside-step-{step:08d}" for step in (6, 8, 10, 12)]
+    assert "this run is finished" in ForkedRun(config, "branched", *again).finish()[0]
 
 
 def test_signal_to_one_rank_saves_and_ends_all(config):

@@ -36,6 +36,7 @@ from tests.faults.damage import (
 )
 from tests.unit.test_config_fuzz import VALID
 from tests.unit.test_sweep_runner import SWEEP
+from torchtitan.checkpoint.checkpointer import BRANCHED_FROM
 from torchtitan.config.job import ConfigError, load_config
 from torchtitan.experiments.autotune.record import RecordError, SearchRecord
 from torchtitan.experiments.folder import ResultsFolder, StudyError
@@ -162,7 +163,7 @@ def state_of(trainer: Trainer) -> str:
     state = {
         name: part
         for name, part in trainer.state.state_dict(trainer.reports.state_dict()).items()
-        if name not in ("config", "reports")
+        if name not in ("config", "reports", BRANCHED_FROM)
     }
     digest = hashlib.sha256(json.dumps(state, sort_keys=True).encode())
     for name, tensor in sorted(trainer.state.tensors().items()):

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from torchtitan.checkpoint.checkpointer import (
+    BRANCHED_FROM,
     Checkpointer,
     CheckpointError,
     checkpoint_path,
@@ -188,6 +189,48 @@ def test_restart_after_load_step_follows_the_new_branch(tmp_path):
     assert saver(tmp_path).find() == 15
     aside = [path for path in writer.folder.iterdir() if path.name.startswith("set-aside-step-00000020")]
     assert len(aside) == 1 and content(aside[0]) == old
+
+
+def names(folder) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_a_load_step_is_applied_once_and_then_the_newest_checkpoint_is_resumed_from(tmp_path, caplog):
+    writer = saver(tmp_path, keep_latest_k=1)
+    for step in (10, 20):
+        saver(tmp_path, keep_latest_k=0).save(step, some_tensors(step), {BRANCHED_FROM: None})
+    assert [saver(tmp_path, load_step=10).find() for _ in range(2)] == [10, 10]  # nothing is saved between them
+    writer.save(15, some_tensors(15), {BRANCHED_FROM: 10})
+    writer.save(18, some_tensors(18), {BRANCHED_FROM: 10})
+    before = names(writer.folder)
+    assert saver(tmp_path, load_step=10).find() == 18 and names(writer.folder) == before
+    assert "was applied before; resuming from the newest checkpoint, step 18 (to start from 10 again, move" in caplog.text
+    (checkpoint_path(writer.folder, 18) / "state.json").unlink()
+    with pytest.raises(CheckpointError, match="load_step: 10: no such checkpoint"):  # nothing good is left of the branch
+        saver(tmp_path, load_step=10).find()
+
+
+def test_another_load_step_branches_also_from_within_a_branch(tmp_path):
+    writer = saver(tmp_path)
+    for step, branch in ((10, None), (20, 10), (30, 10)):
+        writer.save(step, some_tensors(step), {BRANCHED_FROM: branch})
+    assert saver(tmp_path, load_step=20).find() == 20
+    assert checkpoint_steps(writer.folder) == [20, 10]
+    writer.save(30, some_tensors(31), {BRANCHED_FROM: 20})
+    assert saver(tmp_path, load_step=20).find() == 30
+    assert saver(tmp_path, load_step=10).find() == 10
+
+
+def test_a_branch_cut_off_between_two_later_checkpoints_is_completed(tmp_path, monkeypatch):
+    keeper = saver(tmp_path, load_step=10)
+    for step in (10, 20, 30):
+        keeper.save(step, some_tensors(step), {})
+    set_aside = keeper._store.set_aside
+    monkeypatch.setattr(keeper._store, "set_aside", lambda step: set_aside(step) if step == 30 else 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        keeper.find()
+    assert checkpoint_steps(keeper.folder) == [20, 10]
+    assert saver(tmp_path, load_step=10).find() == 10 and checkpoint_steps(keeper.folder) == [10]
 
 
 # --- damage

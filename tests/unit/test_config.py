@@ -1,6 +1,7 @@
 """Configuration: what wins, what is filled in, what is recorded."""
 
 import dataclasses
+import re
 import subprocess
 import sys
 import tomllib
@@ -25,6 +26,7 @@ from torchtitan.config.job import (
 )
 from torchtitan.data import DATASETS
 from torchtitan.models import MODELS
+from torchtitan.runs.folder import RunFolder
 from torchtitan.settings import setting
 from torchtitan.settings.record import effective
 from torchtitan.settings.sections import choices, keys, section_at
@@ -247,6 +249,50 @@ def test_keys_declare_what_the_record_relies_on():
             if dataclasses.is_dataclass(element):
                 names = {inner.name for inner in dataclasses.fields(element)}
                 assert all(names >= set(inner.metadata["applies"]) for inner in dataclasses.fields(element))
+
+
+def test_a_home_folder_is_expanded_in_every_path(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "home.toml").write_text("""
+[job]
+dump_folder = "~/outputs"
+[data]
+name = "synthetic"
+[checkpoint]
+folder = "~"
+initial_weights = "~/a.safetensors"
+[lora]
+enable = true
+extra = [{path = "~/b.safetensors"}]
+""")
+    config = load_config(["--config=~/home.toml", "--lora.initial_adapter=~/c.safetensors"], 1)
+    assert (config.job.dump_folder, config.checkpoint.folder) == (f"{tmp_path}/outputs", str(tmp_path))
+    assert config.checkpoint.initial_weights == f"{tmp_path}/a.safetensors"
+    assert config.lora.extra[0].path == f"{tmp_path}/b.safetensors"
+    assert config.lora.initial_adapter == f"{tmp_path}/c.safetensors"
+    assert RunFolder(config).path == tmp_path / "outputs" / "home"
+    for unchanged in ("s3://bucket/~/a", "~nobody-of-that-name/a", "a~/b", "./~/a"):
+        assert load(SYNTHETIC, ["--job.dump_folder", unchanged]).job.dump_folder == unchanged
+
+
+def test_a_home_folder_as_recorded_before_it_was_expanded_is_no_difference(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    config = load(SYNTHETIC, ["--checkpoint.initial_weights", "~/a.safetensors"])
+    recorded = tomllib.loads(dump_config(config))
+    assert recorded["checkpoint"]["initial_weights"] == f"{tmp_path}/a.safetensors"
+    recorded["checkpoint"]["initial_weights"] = "~/a.safetensors"
+    assert config_differences(recorded, config) == []
+    recorded["checkpoint"]["initial_weights"] = "~/b.safetensors"
+    assert len(config_differences(recorded, config)) == 1
+
+
+def test_keys_whose_descriptions_name_a_place_are_paths():
+    for section, values in every_section():
+        types_of = typing.get_type_hints(type(values))
+        for key in keys(values):
+            names_a_place = re.search(r"\b(path|folder|file|URL|hub name)\b", key.metadata["description"])
+            if names_a_place and key.name != "name" and types_of[key.name] is str:
+                assert key.metadata["path"], f"{section}.{key.name}"
 
 
 def test_differences_list_what_changes_learning_only():

@@ -13,10 +13,13 @@ from dataclasses import dataclass
 
 import pytest
 from PIL import Image
+from tensorboard.backend.event_processing import plugin_event_accumulator
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.util.tensor_util import make_ndarray
 
 from torchtitan.files.optional import OptionalOutputs
 from torchtitan.files.patient_file import PatientFile
+from torchtitan.runs.run_evaluation import log_scalars
 from torchtitan.training import metrics
 from torchtitan.training.config import MetricsConfig
 from torchtitan.training.metric_points import iter_points
@@ -296,15 +299,24 @@ def test_tensorboard_misses_nothing_where_its_disk_was_full_for_a_while(tmp_path
     assert sum("TensorBoard's file cannot be written" in message for message in caplog.messages) == 1
 
 
-def test_a_resumed_run_hides_its_later_points_from_tensorboard(tmp_path):
-    for attempt, (done, wrote) in enumerate([(0, (1, 2, 3)), (1, (2,))]):
+@pytest.mark.parametrize("reader", [EventAccumulator, plugin_event_accumulator.EventAccumulator])
+@pytest.mark.parametrize(("sessions", "shown"), [
+    ([(0, (1, 2, 3)), (1, (2,))], [(1, 0.0), (2, 1.0)]),
+    ([(0, (0, 1, 2, 3)), (0, (0, 1))], [(0, 1.0), (1, 1.0)]),  # killed before its first checkpoint
+    ([(0, (1, 2)), (0, (1, 2, 3)), (2, (3,))], [(1, 1.0), (2, 1.0), (3, 2.0)]),
+])  # fmt: skip
+def test_a_run_started_again_hides_its_later_points_from_tensorboard(tmp_path, reader, sessions, shown):
+    for attempt, (done, wrote) in enumerate(sessions):
         log = metrics_log(tmp_path, done, enable_tensorboard=True)
         for step in wrote:
             log.write(step, {"attempt": float(attempt)})
         log.close()
-    events = EventAccumulator(str(tmp_path / "tb"))
+    log_scalars(tmp_path, 2, {"fid": 9.0})  # an evaluation hides nothing
+    events = reader(str(tmp_path / "tb"))
     events.Reload()
-    assert [(event.step, event.value) for event in events.Scalars("attempt")] == [(1, 0.0), (2, 1.0)]
+    points = events.Scalars if reader is EventAccumulator else events.Tensors
+    values = [event.value if reader is EventAccumulator else make_ndarray(event.tensor_proto) for event in points("attempt")]
+    assert list(zip([event.step for event in points("attempt")], values, strict=True)) == shown
 
 
 def test_tensorboard_whose_folder_cannot_be_made_costs_itself_alone(tmp_path, caplog):

@@ -118,7 +118,7 @@ def test_a_configuration_cut_off_is_restored_from_the_newest_good_checkpoint(tmp
         run_at(tmp_path, "--optimizer.lr", "0.5").open()
     run = opened(run_at(tmp_path))
     assert (run.path / "config.toml").read_bytes() == before
-    assert "restored from the checkpoint of step 10" in caplog.text
+    assert "read from the checkpoint of step 10" in caplog.text
 
 
 @pytest.mark.parametrize("left", [b"", b"\0" * 700])

@@ -54,6 +54,7 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
+BRANCHED_FROM = "branched_from"  # entry of a checkpoint's state: the `checkpoint.load_step` applied last, or nothing
 # How long a rank waits for the others' share of a checkpoint.
 _GROUP_TIMEOUT = timedelta(minutes=10)
 
@@ -89,15 +90,22 @@ class Checkpointer:
     def find(self) -> int | None:
         """Find the step to resume from, None for a new run; names damaged checkpoints in the log.
 
+        `checkpoint.load_step` is applied once: checkpoints saved since record it, and the newest of them is resumed from.
+
         Raises:
             CheckpointError: `checkpoint.load_step` names a step that is missing or damaged.
             StoreError: the store does not answer.
         """
         from_first_rank(self._store.prepare)
         wanted = self._config.load_step
-        if wanted >= 0:
-            return self._find_wanted(wanted)
         step, messages = self._newest_good()
+        if wanted >= 0:
+            if step is None or step <= wanted or from_first_rank(self._branch_of, step) != wanted:
+                return self._find_wanted(wanted)
+            messages.append(
+                f"checkpoint.load_step: {wanted}: was applied before; resuming from the newest checkpoint, step {step} "
+                f"(to start from {wanted} again, move the later checkpoints out of {self.folder})"
+            )
         self._warn(messages)
         return step
 
@@ -269,6 +277,9 @@ class Checkpointer:
         if self._world_size > 1 and self._patient_group is None:
             self._patient_group = group_for_work()
         return verify_together(checkpoint, self._patient_group)
+
+    def _branch_of(self, step: int) -> int | None:
+        return read_state(checkpoint_path(self.folder, step)).get(BRANCHED_FROM)
 
     def _find_wanted(self, step: int) -> int:
         path = checkpoint_path(self.folder, step)

@@ -15,7 +15,7 @@ class CheckpointConfig:
     folder: str = setting(
         "", "path, or URL of a store (s3://bucket/prefix, gs://, hf:// and others), for checkpoints, "
         "in a subfolder of the run's name; default: the run's own folder", trajectory=False,
-        writes="run",
+        writes="run", path=True,
     )
     interval: int = setting(1000, "steps between checkpoints; the last step is always saved", ge=1, trajectory=False)
     async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = setting(
@@ -23,11 +23,14 @@ class CheckpointConfig:
         "pinned: on CUDA, the copy is asynchronous too", trajectory=False,
     )
     keep_latest_k: int = setting(3, "checkpoints kept, older ones are deleted; 0 keeps all", ge=0, trajectory=False)
-    load_step: int = setting(-1, "step to resume from; -1 is the newest good one", ge=-1, trajectory=False)
+    load_step: int = setting(
+        -1, "step to resume from, once: the same command again resumes from what it saved since; -1 is the newest good one",
+        ge=-1, trajectory=False,
+    )
     final_weights: Literal["none", "float32", "bfloat16"] = setting(
         "none", "dtype of the final weights, NAME-step-STEP.safetensors in the run's folder, of the average sampling.ema_track; "
         "none: no such file", trajectory=False,
     )  # fmt: skip
     initial_weights: str = setting(
-        "", "safetensors file of initial weights, named as the model's parameters; not read when a run resumes"
+        "", "safetensors file of initial weights, named as the model's parameters; not read when a run resumes", path=True
     )

@@ -34,7 +34,16 @@ from torchtitan.settings import Choice, choice, has_key, section_of, setting
 from torchtitan.settings.earlier_keys import in_present_keys, where_now
 from torchtitan.settings.record import config_differences, dump_config, unmet_condition
 from torchtitan.settings.reference import UnknownTopic, build_json_schema, describe
-from torchtitan.settings.schema import MOST_SHOWN, Problem, nearest, parse_text, quoted, shown_name, validate_section
+from torchtitan.settings.schema import (
+    MOST_SHOWN,
+    Problem,
+    expanded,
+    nearest,
+    parse_text,
+    quoted,
+    shown_name,
+    validate_section,
+)
 from torchtitan.settings.sections import all_sections, choices, keys, put_section, section_at, table_at
 from torchtitan.settings.sources import read_command_line, read_toml, shown_file, suggestion
 from torchtitan.settings.synonyms import synonym
@@ -61,8 +70,8 @@ _OBJECTIVE = Choice(OBJECTIVES, "denoising", make=lambda objective: objective.Co
 class JobSection:
     """`[job]`"""
 
-    config_file: str = setting("", "TOML file with the keys below", trajectory=False)
-    dump_folder: str = setting("outputs", "folder that holds the run folders", trajectory=False, writes="run")
+    config_file: str = setting("", "TOML file with the keys below", trajectory=False, path=True)
+    dump_folder: str = setting("outputs", "folder that holds the run folders", trajectory=False, writes="run", path=True)
     name: str = setting(
         "", "name of the run and of its folder; default: the TOML's file name", trajectory=False, writes="run"
     )
@@ -202,7 +211,7 @@ def split_data_words(words: list[str]) -> tuple[list[str], list[str]]:
 def _read(argv: list[str]) -> tuple[dict[str, str], str | None, dict[str, Any]]:
     """Read the command line's keys, its file, and the file's content. Raises ConfigError."""
     flags, unreadable = read_command_line(argv)
-    path = flags.pop("job.config_file", None)
+    path = expanded(flags.pop("job.config_file", None))
     document: dict[str, Any] = {}
     if path is not None:
         document, failure = read_toml(path)

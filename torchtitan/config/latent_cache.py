@@ -41,7 +41,7 @@ class CacheConfig:
         applies={"data.name": CACHED_DATASETS}, because=f"of other data, {program('extract_latents')} makes stores",
     )  # fmt: skip
     folder: str = setting(
-        "", "folder of the stores; default: latents in job.dump_folder", trajectory=False, writes="shared"
+        "", "folder of the stores; default: latents in job.dump_folder", trajectory=False, writes="shared", path=True
     )
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.files.regular import user_path
-from torchtitan.settings.schema import default_of
+from torchtitan.settings.schema import default_of, expanded
 from torchtitan.settings.sections import all_sections, keys
 
 # The folder, within that of a sweep or study, for what its runs may share: indexes and caches of data.
@@ -32,7 +32,7 @@ def place_problems(config: Any, folder: Path, dump_folder: Path, name: str) -> l
     Returns:
         dotted key, and cause with remedy, of each misplaced key.
     """
-    own = {"job.dump_folder": str(dump_folder), "job.name": name}
+    own = {"job.dump_folder": expanded(str(dump_folder)), "job.name": name}
     shared = folder / SHARED_FOLDER
     problems = []
     for key, value, field in written_places(config):

@@ -40,14 +40,14 @@ class CaptionedFolderConfig(OnlineTextConfig, SquareImagesConfig):
     """`[data]` with name = "captioned_folder"."""
 
     name: Literal["captioned_folder"] = setting("captioned_folder", "dataset")
-    path: str = setting("", "folder of images, each with a caption: name.png, name.jpg or name.webp, and name.txt")
+    path: str = setting("", "folder of images, each with a caption: name.png, name.jpg or name.webp, and name.txt", path=True)
     resolutions: list[int] = setting(
         [], "roots of the areas of aspect buckets, as [512, 768, 1024]; default: squares of data.image_size"
     )
     trigger_word: str = setting("", TRIGGER_KEY)
     # Words about left and right, and letters in the picture, would be wrong in a mirror.
     horizontal_flip: bool = setting(False, "mirror each training image with probability 1/2")
-    validation_path: str = setting("", "folder of held-out images, laid out like data.path")
+    validation_path: str = setting("", "folder of held-out images, laid out like data.path", path=True)
     validation_fraction: float = setting(
         0.05, "share of data.path held out, spread evenly over its order", ge=0, lt=1,
         applies={"validation_path": ("",)},

@@ -55,7 +55,7 @@ class CifarEdition:
 class CifarConfig(DataConfig):
     """Keys of `[data]` for both names."""
 
-    path: str = setting("", "folder of parquet files or of the official python batches, or a Hugging Face hub name")
+    path: str = setting("", "folder of parquet files or of the official python batches, or a Hugging Face hub name", path=True)
     horizontal_flip: bool = setting(True, "mirror each training image with probability 1/2")
 
 

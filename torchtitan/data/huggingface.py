@@ -26,7 +26,7 @@ class HuggingFaceConfig(OnlineTextConfig, SquareImagesConfig):
     """`[data]` with name = "huggingface"."""
 
     name: Literal["huggingface"] = setting("huggingface", "dataset")
-    path: str = setting("", "name on the Hugging Face hub, folder, or URL of parquet files (with data.streaming)")
+    path: str = setting("", "name on the Hugging Face hub, folder, or URL of parquet files (with data.streaming)", path=True)
     config: str = setting("", "subset of the dataset; default: the only one")
     revision: str = setting("", "branch, tag or commit on the hub; default: the newest")
     split: str = setting("train", "split for training")
@@ -52,7 +52,7 @@ class HuggingFaceConfig(OnlineTextConfig, SquareImagesConfig):
     )  # fmt: skip
     cache_path: str = setting(
         "", "local folder in which the processes of a machine share row groups; default: each reads its own",
-        applies={"streaming": (True,)}, trajectory=False, writes="shared",
+        applies={"streaming": (True,)}, trajectory=False, writes="shared", path=True,
     )  # fmt: skip
     cache_gib: float = setting(
         32.0, "largest size of that folder; the longest unused are removed first", gt=0, applies={"streaming": (True,)},

@@ -31,16 +31,16 @@ class ImageFolderConfig(SquareImagesConfig):
     """`[data]` with name = "image_folder"."""
 
     name: Literal["image_folder"] = setting("image_folder", "dataset")
-    path: str = setting("", "folder of images, or of one folder of images per class")
+    path: str = setting("", "folder of images, or of one folder of images per class", path=True)
     class_folders: bool | None = setting(
         None, "whether folders are classes; false trains without labels; default: true where there are folders, false where "
         "the images lie in data.path itself"
     )
     classes_file: str = setting(
         "", "text file, one 'folder name' a line in the order of class numbers; default: folders by name",
-        applies={"class_folders": (True, None)},
+        applies={"class_folders": (True, None)}, path=True,
     )  # fmt: skip
-    validation_path: str = setting("", "folder of held-out images, laid out like data.path")
+    validation_path: str = setting("", "folder of held-out images, laid out like data.path", path=True)
     validation_fraction: float = setting(
         0.05, "share of data.path held out: the last images of each class", ge=0, lt=1,
         applies={"validation_path": ("",)},

@@ -40,16 +40,19 @@ class ImageNetConfig(SquareImagesConfig):
     """`[data]` with name = "imagenet"."""
 
     name: Literal["imagenet"] = setting("imagenet", "dataset")
-    path: str = setting("", "folder with train/ and val/, Kaggle's folder, or the folder of the original tar archives")
+    path: str = setting(
+        "", "folder with train/ and val/, Kaggle's folder, or the folder of the original tar archives", path=True
+    )
     classes_file: str = setting(
-        "", "text file, one 'wnid name' a line in the order of class numbers; default: the training wnids, sorted"
+        "", "text file, one 'wnid name' a line in the order of class numbers; default: the training wnids, sorted",
+        path=True,
     )
     validation_fraction: float | None = setting(
         None, "share of the training images held out, the last of each class; only without val; default: 0.05",
         ge=0, lt=1,
     )  # fmt: skip
     index_path: str = setting(
-        "", "folder for the indexes of tar archives; default: that of the archives", trajectory=False, writes="shared"
+        "", "folder for the indexes of tar archives; default: that of the archives", trajectory=False, writes="shared", path=True
     )
 
 

@@ -28,7 +28,7 @@ class LatentsConfig(DataConfig):
     """`[data]` with name = "latents"."""
 
     name: Literal["latents"] = setting("latents", "dataset")
-    path: str = setting("", "folder of a latent store")
+    path: str = setting("", "folder of a latent store", path=True)
     sample_posterior: bool | None = setting(
         None, "draw each latent anew from its posterior; false: take the mean; "
         "default: true where the store keeps standard deviations",
@@ -42,7 +42,7 @@ class LatentsConfig(DataConfig):
     trigger_word: str = setting(
         "", "word that was trained on; previews of prompts without it show what training changed besides", trajectory=False
     )
-    validation_path: str = setting("", "latent store of held-out images")
+    validation_path: str = setting("", "latent store of held-out images", path=True)
     validation_fraction: float = setting(
         0.05, "share of data.path held out, spread evenly over its order", ge=0, lt=1,
         applies={"validation_path": ("",)},

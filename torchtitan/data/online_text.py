@@ -28,9 +28,9 @@ class OnlineTextConfig:
 
     text_encoder: str = setting(
         "", "encode captions in training: their tokens by this folder or hub name of a T5 encoder or CLIP text model, or by "
-        "stub:WIDTH; default: captions condition nothing, and a latent store encodes them",
+        "stub:WIDTH; default: captions condition nothing, and a latent store encodes them", path=True,
     )  # fmt: skip
-    pooled_encoder: str = setting("", "encoder of whole captions: a CLIP text model, or stub:WIDTH", applies=_ENCODED)
+    pooled_encoder: str = setting("", "encoder of whole captions: a CLIP text model, or stub:WIDTH", applies=_ENCODED, path=True)
     text_length: int = setting(256, "tokens of every caption", ge=1, le=8192, applies=_ENCODED)
     text_dtype: Literal["bfloat16", "float32"] = setting("bfloat16", "dtype of the encoders' compute", applies=_ENCODED)
     null_caption: str = setting("", "caption that stands for no condition; may have [trigger]", applies=_ENCODED)

@@ -23,7 +23,7 @@ class TinyImageNetConfig(DataConfig):
     """`[data]` with name = "tinyimagenet"."""
 
     name: Literal["tinyimagenet"] = setting("tinyimagenet", "dataset")
-    path: str = setting("", "the folder tiny-imagenet-200")
+    path: str = setting("", "the folder tiny-imagenet-200", path=True)
     horizontal_flip: bool = setting(True, "mirror each training image with probability 1/2")
     max_corrupt_share: float = setting(
         0.2, "stop when more than this share of the images read cannot be decoded", ge=0, le=1, trajectory=False

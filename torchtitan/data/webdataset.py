@@ -58,24 +58,24 @@ class WebDatasetConfig(OnlineTextConfig, SquareImagesConfig):
     """`[data]` with name = "webdataset"."""
 
     name: Literal["webdataset"] = setting("webdataset", "dataset")
-    path: str = setting("", "tar shards: a folder of them, a pattern with * or ?, or names as train-{000..127}.tar")
+    path: str = setting("", "tar shards: a folder of them, a pattern with * or ?, or names as train-{000..127}.tar", path=True)
     image_extension: str = setting("", "extension of the image in samples with several")
     label_key: str = setting(
         "", "key of the label in a sample's .json; default: the number in its .cls", applies={"captions": (False,)}
     )
     classes_file: str = setting(
         "", "text file, one 'id name' a line in the order of labels; default: no names, labels up to the largest found",
-        applies={"captions": (False,)},
+        applies={"captions": (False,)}, path=True,
     )  # fmt: skip
     captions: bool = setting(False, "read the caption in each sample's .txt instead of a label")
     trigger_word: str = setting("", TRIGGER_KEY, applies={"captions": (True,)})
-    validation_path: str = setting("", "shards of held-out images, in the form of data.path")
+    validation_path: str = setting("", "shards of held-out images, in the form of data.path", path=True)
     validation_fraction: float = setting(
         0.05, "share of data.path held out, spread evenly over its order", ge=0, lt=1,
         applies={"validation_path": ("",)},
     )  # fmt: skip
     index_path: str = setting(
-        "", "folder for the indexes of the shards; default: that of the shards", trajectory=False, writes="shared"
+        "", "folder for the indexes of the shards; default: that of the shards", trajectory=False, writes="shared", path=True
     )
 
 

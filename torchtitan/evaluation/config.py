@@ -119,14 +119,15 @@ class EvaluationConfig:
     interval: int = setting(10_000, "steps between measurements; also at the last step", ge=1, trajectory=False)
     metrics: list[OneOf[str, METRICS]] = setting(["fd"], f"metrics, as {program('evaluate')} names them", trajectory=False)
     extractor: str = setting(
-        "inception", "feature extractor of metrics that are defined for any: a name, or a file's path", trajectory=False
+        "inception", "feature extractor of metrics that are defined for any: a name, or a file's path", trajectory=False,
+        path=True,
     )
     reference: str = setting(
         "", "reference to compare with: train or validation, the run's own images; or a name or a path of one made by "
-        f"{program('evaluate')} reference", trajectory=False,
+        f"{program('evaluate')} reference", trajectory=False, path=True,
     )
     held_out: str = setting(
-        "", "images that are not trained on, for memorisation: validation, or as reference", trajectory=False
+        "", "images that are not trained on, for memorisation: validation, or as reference", trajectory=False, path=True
     )
     count: int = setting(
         5000, "samples of a measurement, the same numbers each time, classes by turns", ge=2, le=10_000_000,
@@ -196,7 +197,7 @@ class AutoencoderConfig:
     )  # fmt: skip
     path: str = setting(
         "", "folder of its weights, or for cosmos and diffusers a name on the Hugging Face hub",
-        applies=OF_LATENTS | {"name": WITH_WEIGHTS}, trajectory=False,
+        applies=OF_LATENTS | {"name": WITH_WEIGHTS}, trajectory=False, path=True,
     )  # fmt: skip
     dtype: Literal["float32", "bfloat16"] | None = setting(
         None, "dtype of compute; default: float32, and for cosmos that of its files",

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from torchtitan.checkpoint.checkpointer import BRANCHED_FROM
 from torchtitan.checkpoint.location import checkpoint_folder, run_checkpoints
 from torchtitan.checkpoint.manifest import checkpoint_path, checkpoint_steps, newest_good
 from torchtitan.checkpoint.owner import claim, read_owner
@@ -69,8 +70,8 @@ class RunFolder:
             if owner := self._lock.acquire():
                 raise Busy(self.path, owner, "give another --job.name")
             remove_unfinished(self.path)
-            if not self._config.job.allow_config_change:
-                self._refuse_changes()
+            for change in self.check_unchanged():
+                logger.info(f"{self.path}: extending the run, {change}")
             if self._config.checkpoint.enable:
                 self._open_checkpoints()
             replace_file(self.path / CONFIG_FILE, dump_config(self._config))
@@ -83,7 +84,15 @@ class RunFolder:
         """Close: release the folder to others; on the first rank."""
         self._lock.release()
 
-    def _refuse_changes(self) -> None:
+    def check_unchanged(self) -> list[str]:
+        """Check that the folder holds a run of the same training, or none; return the change that extends it, if any.
+
+        Raises:
+            RunFolderError: it holds a run with another training, and job.allow_config_change is false.
+            StoreError: the record is in a checkpoint of a store that does not answer.
+        """
+        if self._config.job.allow_config_change:
+            return []
         saved = self.path / CONFIG_FILE
         try:
             old = read_toml(saved, _LARGEST_FILE)
@@ -92,18 +101,19 @@ class RunFolder:
             old, damage = {}, "is missing"
         except UnsuitableFile as error:
             raise RunFolderError([f"{saved}: {error.strerror} (move it away)"]) from error
+        except OSError as error:
+            raise RunFolderError([f"{saved}: cannot be read: {error.strerror}"]) from error
         except ValueError as error:  # no TOML, no text, an endless number, nested too deep
             old, damage = {}, f"is damaged ({error})"
         if damage:
             old = self._recorded_config(f"{saved}: {damage}", needed=saved.exists())
         changes = config_differences(old, self._config) if old else []
-        if self._only_longer(old, changes):
-            logger.info(f"{self.path}: extending the run, {changes[0]}")
-        elif changes:
+        if changes and not self._only_longer(old, changes):
             advice = "give another --job.name, or --job.allow_config_change true to resume it nevertheless"
             raise RunFolderError(
                 [f"{self.path}: holds a run of another configuration ({advice})", *(f"  {line}" for line in changes)]
             )
+        return changes
 
     def _only_longer(self, old: dict, changes: list[str]) -> bool:
         """Whether the only change is more steps, under a learning rate schedule that does not depend on their number."""
@@ -128,7 +138,7 @@ class RunFolder:
                 return {}
             advice = "put a copy back, or --job.allow_config_change true to resume with the given configuration"
             raise RunFolderError([f"{damage}, and no checkpoint has a record of the configuration ({advice})"])
-        logger.warning(f"{damage}; restored from the checkpoint of step {step}")
+        logger.warning(f"{damage}; read from the checkpoint of step {step}")
         return recorded
 
     def _open_checkpoints(self) -> None:
@@ -162,14 +172,30 @@ class RunFolder:
             raise RunFolderError([f"checkpoint.folder: {refusal}"])
 
     def is_finished(self) -> bool:
-        """Check whether the summary reports the completion of a run of as many steps, or up to the same targets."""
+        """Check whether the summary reports the completion of a run of as many steps, or up to the same targets.
+
+        One from another step than `checkpoint.load_step` is not the run asked for, and one that owes a file of final weights
+        is not finished.
+        """
         try:
             summary = json.loads(read_regular(self.summary, _LARGEST_FILE))
-            done = summary.get("progress", summary["step"])  # steps of a batch that grew count as several
-            ended = done >= self._config.training.steps or all_reached(self._config.validation, summary)
-            return summary["status"] == "completed" and ended
+            steps = summary.get("progress", summary["step"])  # steps of a batch that grew count as several
+            ended = steps >= self._config.training.steps or all_reached(self._config.validation, summary)
+            as_asked = self._config.checkpoint.load_step in (-1, summary.get(BRANCHED_FROM))
+            done = summary["status"] == "completed" and ended and as_asked
+            return done and not self._owes_final_weights(summary["step"])
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
             return False
+
+    def _owes_final_weights(self, step: int) -> bool:
+        """Check whether final weights are asked for that the run has not written, and its last checkpoint can give."""
+        try:
+            recorded = read_toml(self.path / CONFIG_FILE, _LARGEST_FILE).get("checkpoint", {}).get("final_weights", "none")
+        except (OSError, ValueError, AttributeError):
+            return False
+        asked = self._config.checkpoint
+        newly = asked.enable and asked.final_weights not in ("none", recorded)
+        return newly and checkpoint_path(self.checkpoints, step).exists()
 
     def write_summary(self, content: dict) -> None:
         """Replace summary.json."""

@@ -49,7 +49,7 @@ def origin(drawing: Drawing) -> dict[str, Any]:
 
 def log_scalars(run: Path, step: int, values: Mapping[str, float]) -> None:
     """Log values to the run's TensorBoard, as `evaluation/NAME`."""
-    file = TensorBoardFile(run / "tb", steps_done=0)
+    file = TensorBoardFile(run / "tb", steps_done=None)
     file.add_scalars(step, {f"evaluation/{name}": value for name, value in values.items()})
     file.sync()
     file.close()

@@ -33,6 +33,7 @@ def setting(
     because: str = "",
     trajectory: bool = True,
     writes: Literal["", "run", "shared"] = "",
+    path: bool = False,
 ) -> Any:
     """Declare one configuration key as a dataclass field.
 
@@ -48,6 +49,7 @@ def setting(
             resumed silently.
         writes: kind of the place that this key names: files of one run alone, a folder that runs may share, or nothing.
             Programs that start several runs keep these places within their own folder (`torchtitan.config.places`).
+        path: whether the value is a path, or a name that may be one; `~` at its beginning is expanded.
 
     Returns:
         a `dataclasses.Field` whose metadata carries all of this.
@@ -59,6 +61,7 @@ def setting(
         "because": because,
         "trajectory": trajectory,
         "writes": writes,
+        "path": path,
     }
     if isinstance(default, list | dict):
         return dataclasses.field(default_factory=lambda: type(default)(default), metadata=metadata)

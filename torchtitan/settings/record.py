@@ -9,7 +9,7 @@ import tomli_w
 
 from torchtitan.settings import condition_met
 from torchtitan.settings.earlier_keys import with_present_keys
-from torchtitan.settings.schema import default_of, toml_value
+from torchtitan.settings.schema import default_of, expanded, toml_value
 from torchtitan.settings.sections import all_sections, choices, keys, section_at, table_at
 
 CONFIG_HEADER = "# The resolved configuration of this run; give it as --job.config_file to repeat the run.\n"
@@ -51,6 +51,8 @@ def config_differences(old: Any, new: Any) -> list[str]:
                 continue
             default = default_name if default_name and field.name == "name" else toml_value(default_of(field))
             value, old_value = table.get(field.name), old_table.get(field.name, default)
+            if field.metadata.get("path"):
+                old_value = expanded(old_value)  # an earlier version recorded it as it was given
             if _with_later_keys(old_value, hints[field.name]) != value:
                 lines.append(f"{section}.{field.name}: {_text(old_value)} -> {_text(value)}")
     return lines

@@ -9,6 +9,7 @@ import dataclasses
 import difflib
 import functools
 import json
+import os
 import re
 import types
 import typing
@@ -89,7 +90,10 @@ def schema_of(section: type) -> type[pydantic.BaseModel]:
             description=field.metadata.get("description"),
             **field.metadata.get("bounds", {}),
         )
-        keys[field.name] = (_strict_type(hints[field.name]), details)
+        strict_type = _strict_type(hints[field.name])
+        if field.metadata.get("path"):
+            strict_type = Annotated[strict_type, pydantic.AfterValidator(expanded)]
+        keys[field.name] = (strict_type, details)
     strict = pydantic.ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
     return pydantic.create_model(section.__name__, __config__=strict, __module__=section.__module__, **keys)
 
@@ -97,6 +101,11 @@ def schema_of(section: type) -> type[pydantic.BaseModel]:
 def default_of(field: dataclasses.Field) -> Any:
     """Default value of a key."""
     return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+
+
+def expanded(path: Any) -> Any:
+    """Expand `~` at the beginning of a path; a URL, and what is no text, stay unchanged."""
+    return os.path.expanduser(path) if isinstance(path, str) else path
 
 
 def unmet_in_table(table: Any, field: dataclasses.Field) -> tuple[str, Any, tuple | str] | None:

@@ -24,11 +24,11 @@ _MOST_KEPT = 16 * MIB  # of events that TensorBoard's file lacks
 class TensorBoardFile:
     """File of TensorBoard's events, written here: a SummaryWriter's thread dies of a full disk."""
 
-    def __init__(self, folder: Path, steps_done: int) -> None:
+    def __init__(self, folder: Path, steps_done: int | None) -> None:
         """
         Args:
             folder: for the file.
-            steps_done: step that the run resumes from: later events of files before are hidden.
+            steps_done: step that the run resumes from, 0 for a new one: later events of files before are hidden; None hides none.
         """
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 
@@ -37,9 +37,10 @@ class TensorBoardFile:
         self._file = PatientFile(folder / name, "TensorBoard's file", most_kept=_MOST_KEPT, may_lose=True)
         self._event = Event
         self._add(Event(file_version="brain.Event:2"))
-        if steps_done:
-            self._add(Event(step=steps_done + 1, file_version="brain.Event:2"))
-            self._add(Event(step=steps_done + 1, session_log=SessionLog(status=SessionLog.START)))
+        if steps_done is not None:
+            first = steps_done + 1 if steps_done else 0  # a new run may show pictures of step 0
+            self._add(Event(step=first, file_version="brain.Event:2"))
+            self._add(Event(step=first, session_log=SessionLog(status=SessionLog.START)))
 
     def add_scalars(self, step: int, values: dict[str, float]) -> None:
         """Append a point of several values."""

@@ -23,7 +23,7 @@ class SlotsConfig(TimestepsConfig):
     """Slots that are drawn equally often, and within each uniform timesteps."""
 
     edges: list[float] = setting([], "edges of the slots, from 0 to 1 in t, on a DDPM path to the number of indices")
-    edges_path: str = setting("", "file of slot edges, instead of edges")
+    edges_path: str = setting("", "file of slot edges, instead of edges", path=True)
     importance: bool = setting(False, "weigh samples so that the mean loss stays that of uniform timesteps")
 
     def density(self, path: Path) -> SmoothDensity:

@@ -10,7 +10,7 @@ from torchtitan.settings import only_with, setting
 class ExtraAdapterConfig:
     """One entry of `lora.extra`."""
 
-    path: str = setting("", "file of an adapter, in any layout that lora.initial_adapter may have")
+    path: str = setting("", "file of an adapter, in any layout that lora.initial_adapter may have", path=True)
     weight: float = setting(1.0, "multiple of its update in training")
     sampling_weight: float = setting(
         0.0, "multiple of its update in sampling and validation; 0: it only assists the training"
@@ -40,5 +40,5 @@ class LoRAConfig:
         "float32", "dtype of the frozen weights; float8, int8 and int4 quantise the linears of the blocks (needs torchao), the"
         " rest is then bfloat16; adapters are float32",
     )
-    initial_adapter: str = setting("", "file of an adapter to start from; default: one drawn anew")
+    initial_adapter: str = setting("", "file of an adapter to start from; default: one drawn anew", path=True)
     extra: list[ExtraAdapterConfig] = setting([], "further adapters, frozen, such as one that assists the training")

@@ -1,0 +1,96 @@
+"""A run resumes on the classes that it was trained on: a folder may have been renamed, added or removed meanwhile."""
+
+import shutil
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from tests.faults.forked import ForkedRun
+from torchtitan.conditions import Classes, Unconditional
+from torchtitan.data.base import DatasetInfo
+from torchtitan.errors import CheckpointError
+from torchtitan.runs.data_changes import IMAGES, data_changes
+from torchtitan.runs.portable import RECORD
+
+CONFIG = """
+[model]
+flavor = "debug"
+num_layers = 1
+[data]
+name = "image_folder"
+path = "DATA"
+image_size = 8
+validation_fraction = 0.0
+[lr_scheduler]
+warmup_steps = 0
+[training]
+global_batch_size = 4
+local_batch_size = 4
+[metrics]
+enable_tensorboard = false
+[sampling]
+enable = false
+"""
+
+
+def write_class(folder, count: int = 4) -> None:
+    folder.mkdir(parents=True)
+    for number in range(count):
+        Image.fromarray(np.full((8, 8, 3), 10 * number, np.uint8)).save(folder / f"{number}.png")
+
+
+def test_a_run_is_not_resumed_on_other_classes(tmp_path):
+    data, config = tmp_path / "data", tmp_path / "small.toml"
+    config.write_text(CONFIG.replace("DATA", str(data)))
+    for name in ("cat", "dog", "owl"):
+        write_class(data / name)
+    ForkedRun(config, "run", "--training.steps", "2").finish()
+    checkpoint = tmp_path / "outputs" / "run" / "checkpoint" / "step-00000002"
+    longer = ("--training.steps", "4")
+
+    def refused() -> str:
+        (code,), (output,) = ForkedRun(config, "run", *longer).wait()
+        assert code == 2 and "Traceback" not in output, output
+        (line,) = [line for line in output.splitlines() if str(checkpoint) in line and "reading" not in line]
+        return line
+
+    (data / "dog").rename(data / "wolf")
+    changed = f"{checkpoint}: was trained on other classes than the data have now: class 1 was 'dog' and is 'owl'"
+    advice = "restore the classes, or give another --job.name"
+    assert refused() == f"{changed} ({advice}, or --job.allow_config_change true to resume it nevertheless)"
+    write_class(data / "dog")
+    changed = f"{checkpoint}: was trained on 3 classes, and the data have 4 now: class 3 was none and is 'wolf'"
+    assert refused() == f"{changed} ({advice})"
+
+    shutil.rmtree(data / "wolf")
+    Image.new("RGB", (8, 8)).save(data / "owl" / "another.png")
+    (output,) = ForkedRun(config, "run", *longer).finish()
+    assert "resumed after step 2" in output
+    assert output.count("was trained on 12 images, and the data have 13 now; the order within an epoch is another") == 1
+    (output,) = ForkedRun(config, "run", "--training.steps", "5").finish()
+    assert "resumed after step 4" in output and "was trained on" not in output
+
+
+def info_of(kind) -> DatasetInfo:
+    return DatasetInfo((3, 8, 8), kind)
+
+
+@pytest.mark.parametrize(("record", "kind"), [
+    (None, Classes(2, ("a", "b"))),  # of an earlier version
+    ({}, Classes(2, ("a", "b"))),  # conditioned by captions
+    ({"num_classes": 2}, Classes(2, ("a", "b"))),  # trained before its classes had names
+    ({"num_classes": 2, "class_names": ["a", "b"]}, Classes(2)),
+    ({"num_classes": 0}, Unconditional()),
+])  # fmt: skip
+def test_data_that_are_the_same_as_far_as_is_known_are_no_change(record, kind):
+    assert data_changes({} if record is None else {RECORD: record}, "step", info_of(kind), 9, tolerated=False) == []
+
+
+def test_other_names_are_tolerated_on_demand_and_another_number_of_classes_never():
+    state = {RECORD: {"num_classes": 2, "class_names": ["a", "b"]}, IMAGES: 9}
+    line = "step: was trained on other classes than the data have now: class 1 was 'b' and is 'c'"
+    assert data_changes(state, "step", info_of(Classes(2, ("a", "c"))), 9, tolerated=True) == [line]
+    for kind, text in ((Classes(1, ("a",)), "1 now: class 1 was 'b' and is none"), (Unconditional(), "0 now")):
+        with pytest.raises(CheckpointError, match=rf"was trained on 2 classes, and the data have {text} \(restore"):
+            data_changes(state, "step", info_of(kind), 9, tolerated=True)
