@@ -208,7 +208,7 @@ def test_a_model_that_gives_no_numbers_is_a_failed_cell(run, study, tmp_path, mo
     nothing = torch.full((2, 3), torch.nan, dtype=torch.float64)
     monkeypatch.setattr(loss_curve, "timestep_errors", lambda *_, **__: nothing)
     options = ["--nodes", "3", "--images", "2", "--steps", "500", "--output", tmp_path]
-    assert study("loss_curve", run, *options)[0] == 0
+    assert study("loss_curve", run, *options)[0] == 1
     assert {row["status"] for row in rows_of(tmp_path)} == {"failed"}
     assert {row["reason"] for row in rows_of(tmp_path)} == {"an error of the model is not finite"}
     assert "| weights | reason |" in (tmp_path / "summary.md").read_text()

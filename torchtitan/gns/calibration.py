@@ -18,8 +18,8 @@ class HalfProgress:
 
     Attributes:
         batch: [K]; NaN where the noise scale has no upper end.
-        lower, upper: 95 % intervals, [K]: of the noise scale, and of one bin's ratio to it; infinite upper ends where the
-            noise scale has none.
+        lower, upper: ends of the interval, [K], which combines that of the noise scale with the spread of single bins' ratios;
+            an infinite upper end where the noise scale has none.
     """
 
     batch: Tensor
@@ -30,8 +30,8 @@ class HalfProgress:
 def half_progress(found: BinEstimates) -> HalfProgress:
     """Batches at which one step of Adam on a bin makes half of the best progress on the bin's loss, step size tuned.
 
-    The two relative errors, of the noise scale and of the ratio, are independent and are added in quadrature, as logarithms
-    and to each side separately; of a noise scale without an upper end the lower ends are multiplied.
+    The two relative errors, of the noise scale and of the ratio, are taken as independent and added in quadrature, as
+    logarithms and to each side separately; of a noise scale without an upper end the lower ends are multiplied.
 
     Args:
         found: of single bins, in plain geometry.

@@ -384,7 +384,9 @@ class GNSMonitor:
 
     @property
     def _headline(self) -> tuple[str, str]:
-        """Geometry and estimator of what is said of batch sizes: the plain one, which predicts the half-progress batch."""
+        """Geometry and estimator of what is said of batch sizes: the plain one, which predicts single bins' half-progress
+        batches; for the whole objective this was not measured.
+        """
         geometry = self._pooled.geometries[0]
         return geometry, self._pooled.headline(geometry)
 

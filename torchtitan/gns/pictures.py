@@ -102,7 +102,7 @@ def _draw_bins(
         places = [low + 0.7 * (high - low) for low, high in itertools.pairwise(bounds)]
         axes.errorbar(
             places, half.batch.numpy(), ends.where(half.batch.isfinite(), torch.nan).numpy(), fmt="s", ms=4, lw=1,
-            color=COLOURS[2], label="half-progress batch of one step, calibrated",
+            color=COLOURS[2], label="half-progress batch of one step, the bin's samples",
         )  # fmt: skip
     if not axes.lines and not axes.texts:
         _say_why_empty(axes)
