@@ -138,13 +138,14 @@ def test_half_progress_is_logged_and_told_of_the_narrowest(narrow):
     # All bins are alike: the least is the largest, the first of them.
     values = (found[f"gns/half_progress/0/{name}"] for name in ("batch", "lower", "upper"))
     value, lower, upper = (f"{float(f'{number:.2g}'):.0f}" for number in values)
-    assert f"timestep bin: least {value} [{lower}, {upper}] samples of t 0.00 to 0.40; calibrated" in monitor.result()[1]
+    assert f"timestep bin: {value} [{lower}, {upper}] samples of t 0.00 to 0.40; calibrated" in monitor.result()[1]
 
 
 def test_the_least_and_the_largest_half_progress_are_told_with_their_bins():
     values = torch.tensor([30.0, math.nan, 2.5], dtype=torch.float64)
     half = HalfProgress(values, 0.5 * values, torch.where(values.isnan(), math.inf, 2.0 * values))
     text = half_progress_in_words(half, torch.tensor([0.4, 0.6]))
+    assert ", of 2 of 3 timestep bins (the others have no upper end): least" in text
     assert text.endswith(": least 2.5 [1.2, 5] samples of t 0.60 to 1.00, largest 30 [15, 60] samples of t 0.00 to 0.40")
     nothing = torch.full((3,), math.nan, dtype=torch.float64)
     assert half_progress_in_words(HalfProgress(nothing, nothing, nothing), torch.tensor([0.4, 0.6])) == ""

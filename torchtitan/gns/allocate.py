@@ -369,8 +369,10 @@ def half_progress_in_words(half: HalfProgress, edges: Tensor) -> str:
         return f"{value} [{lower}, {upper}] samples of t {bounds[k]:.2f} to {bounds[k + 1]:.2f}"
 
     least, most = (pick(known, key=lambda k: half.batch[k].item()) for pick in (min, max))
-    largest = f", largest {of_bin(most)}" if most != least else ""
-    return f"half-progress batch of one step of Adam, by timestep bin: least {of_bin(least)}{largest}"
+    bins = len(half.batch)
+    which = "by timestep bin" if len(known) == bins else f"of {len(known)} of {bins} timestep bins (the others have no upper end)"
+    values = of_bin(least) if least == most else f"least {of_bin(least)}, largest {of_bin(most)}"
+    return f"half-progress batch of one step of Adam, {which}: {values}"
 
 
 def _change(name: str) -> str:
