@@ -35,6 +35,8 @@ from torchtitan.training.metrics import METRICS_FILE
 
 _LARGEST_SUMMARY = 1 << 24  # bytes
 
+_OF_LOADING = ("config", "step", "ema", "lora", "autoencoder", "autoencoder_path")
+
 
 class Model:
     """Model that is loaded once and drawn from many times; `load` makes one.
@@ -135,6 +137,10 @@ class Model:
         classes, prompts = _numbers(classes), _texts(prompts)
         if classes is not None and prompts:
             raise WeightsError("classes: has no effect with prompts (leave one out)")
+        if encoders and not prompts:
+            raise WeightsError("encoders: has no effect without prompts")
+        if given := [name for name in _OF_LOADING if name in method]:
+            raise WeightsError(f"{given[0]}: is an option of loading (give it to load)")
         arguments = _options(self._drawing.source, self._options | method)
         trained, decoder = self._drawing.trained, self._drawing.decoder
         if prompts:
