@@ -228,8 +228,8 @@ def test_a_state_of_other_bins_is_measured_anew_and_said(caplog):
     state |= {"batch": {}, "agreement": {}}
     loaded: list[str] = []
     after.load_state_dict(state, 7)
-    assert loaded == ["batch"] and "the timestep bins are not those of step 7" in caplog.text
-    after.load_state_dict(state | {"edges": [0.3, 0.6]}, 7)
+    assert loaded == ["batch"] and "other edges of timestep bins than at step 7" in caplog.text
+    after.load_state_dict(state | {"edges of timestep bins": [0.3, 0.6]}, 7)
     assert sorted(loaded) == ["agreement", "batch", "batch"]
 
 

@@ -338,7 +338,7 @@ class GNSMonitor:
         self.settle()
         sizes = {name: len(tensor) for name, tensor in self.tensors().items()}
         parts = {name: part.state_dict() for name, part in self._parts.items() if part}
-        return {"samples": self._samples, "sizes": sizes, "edges": self._edges.tolist()} | parts
+        return {"samples": self._samples, "sizes": sizes} | self._measured_as | parts
 
     def fits(self, state: dict) -> bool:
         """Check whether the tensors of a state have this monitor's number and sizes."""
@@ -349,14 +349,20 @@ class GNSMonitor:
         self._late.clear()
         self._measured = None
         self._samples = state.get("samples", 0)
-        same_bins = state.get("edges", self._edges.tolist()) == self._edges.tolist()
-        if not same_bins and self._layout.rank == 0:
-            logger.warning(f"gns: the timestep bins are not those of step {step}: noise scales are measured anew from there")
+        differing = [name for name, present in self._measured_as.items() if state.get(name, present) != present]
+        if differing and self._layout.rank == 0:
+            logger.warning(f"gns: other {' and '.join(differing)} than at step {step}: noise scales are measured anew")
         for name, part in self._parts.items():
-            if part and name in state and (same_bins or name == "batch"):
+            if part and name in state and (name == "batch" or not differing):
                 part.load_state_dict(state[name])
         if self._raw:
             self._raw.cut(step)
+
+    @property
+    def _measured_as(self) -> dict[str, list]:
+        """Edges of the bins, and geometries: sums of others are not resumed."""
+        geometries = list(self.pool.geometries) if self.pool else []
+        return {"edges of timestep bins": self._edges.tolist(), "geometries": geometries}
 
     @property
     def _parts(self) -> dict[str, Pool | Agreement | RankMonitor | SharesSchedule | BatchSchedule | None]:
