@@ -388,7 +388,7 @@ ROWS = {
 
 
 def write_rows(section: str, containing: str = "") -> None:
-    """Count the rows whose name contains a text, and write them into a section of the results.
+    """Count the rows with a text in their names, and write them into a section of the results.
 
     All rows of a section are counted at one commit: a part of the rows does not replace those of another commit, and the
     program exits with one line.

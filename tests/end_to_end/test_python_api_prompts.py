@@ -16,7 +16,7 @@ SHOWN = ["a red house", "a sks dog"]
 
 @pytest.fixture(scope="module")
 def run_folder(tmp_path_factory):
-    """Run whose grids show SHOWN."""
+    """Run with the prompts SHOWN in its grids."""
     folder = tmp_path_factory.mktemp("prompted")
     pictures = write_folder(folder / "pictures", [(32, 32)] * 7)
     prompts = '["a red house", "a [trigger] dog"]'

@@ -50,6 +50,9 @@ REFUSED = {
     "two numbers of bins": (
         "", "num_bins = 2\nbin_edges = [0.0, 0.5, 1.0]", 1, "gns.num_bins: has no effect with gns.bin_edges"
     ),
+    "no geometry to leave out": (
+        '[optimizer]\nname = "Muon"\n', "adam_geometry = false", 1, "gns.adam_geometry: has no effect with optimizer.name = Muon",
+    ),
     "one edge": ("", "bin_edges = [0.5]", 1, "gns.bin_edges: must rise"),
     "equal edges": ("", "bin_edges = [0.0, 0.5, 0.5, 1.0]", 1, "gns.bin_edges: must rise"),
     "falling edges": ("", "bin_edges = [0.0, 0.6, 0.5, 1.0]", 1, "gns.bin_edges: must rise"),

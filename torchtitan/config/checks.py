@@ -19,7 +19,7 @@ from torchtitan.conditions import Embeddings
 from torchtitan.config.evaluation_checks import EVALUATION_CHECKS
 from torchtitan.config.latent_cache import cache_problems, stored_section
 from torchtitan.config.sampling_checks import SAMPLING_CHECKS, cannot_guide, data_text, resolved_sampling, unconditional
-from torchtitan.config.size_checks import SIZE_CHECKS, batch_sizes, global_batch_size
+from torchtitan.config.size_checks import SIZE_CHECKS, batch_sizes, global_batch_size, local_batch_size
 from torchtitan.config.speed_checks import SPEED_CHECKS, needs_plain_weights, shards_of
 from torchtitan.config.view import ConfigView, RefusedValue, nearest_sizes
 from torchtitan.data.base import DatasetError
@@ -40,7 +40,6 @@ from torchtitan.settings import has_key
 from torchtitan.settings.record import unmet_condition
 from torchtitan.settings.schema import Problem, no_effect, quoted
 from torchtitan.settings.sections import section_at
-from torchtitan.settings.sizes import largest_divisor
 from torchtitan.training.batch_ramp import ramp_problems
 
 _ADAMS_RULE = "the square-root rule by which the learning rate grows is Adam's"
@@ -64,9 +63,7 @@ def resolve(checked: ConfigView, config: Any) -> None:
         layout.data_parallel_replicate_degree = checked.data_ranks // layout.data_parallel_shard_degree
     if layout.data_parallel_shard_degree == -1:
         layout.data_parallel_shard_degree = checked.data_ranks // layout.data_parallel_replicate_degree
-    if training.local_batch_size == -1:
-        share = training.global_batch_size // checked.data_ranks
-        training.local_batch_size = largest_divisor(share, training.max_local_batch_size or share)
+    training.local_batch_size = local_batch_size(checked)
     if training.global_batch_size == -1:
         training.global_batch_size = checked.data_ranks * training.local_batch_size
     if heads := config.objective.heads_of_network():
@@ -200,18 +197,18 @@ def _objective(checked: ConfigView) -> Iterator[Problem]:
 def _gns(checked: ConfigView) -> Iterator[Problem]:
     if not checked.gns.enable:
         return
-    objective, training, ranks = checked.whole("objective"), checked.training, checked.data_ranks
+    objective, ranks = checked.whole("objective"), checked.data_ranks
     if any(objective_problems(objective)) or any(batch_sizes(checked)):
         return  # they cannot be built
-    local, batch = training.local_batch_size, global_batch_size(checked)
-    share = batch // ranks
-    local = largest_divisor(share, training.max_local_batch_size or share) if local == -1 else local
+    local, batch = local_batch_size(checked), global_batch_size(checked)
     found = gns_problems(
         checked.whole("gns"), build_objective(objective, seed=0), checked.given,
         global_batch_size=batch, microbatches=batch // (ranks * local), ranks=ranks,
     )  # fmt: skip
     for key, text in found:
         yield Problem(f"gns.{key}", text)
+    if not checked.gns.adam_geometry and checked.optimizer.name == "Muon":
+        yield Problem("gns.adam_geometry", "has no effect with optimizer.name = Muon, which has no such geometry (remove it)")
     if checked.gns.grow_batch and checked.optimizer.name == "Muon":
         yield Problem("gns.grow_batch", f"{_ADAMS_RULE} (set it to false, or optimizer.name to AdamW)")
 

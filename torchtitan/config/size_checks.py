@@ -91,6 +91,15 @@ def global_batch_size(checked: ConfigView) -> int:
     return checked.data_ranks * local if wanted == -1 else wanted
 
 
+def local_batch_size(checked: ConfigView) -> int:
+    """Images of a rank in one forward that follow from sizes without problems."""
+    training = checked.training
+    if training.local_batch_size != -1:
+        return training.local_batch_size
+    share = training.global_batch_size // checked.data_ranks
+    return largest_divisor(share, training.max_local_batch_size or share)
+
+
 def _sizes(checked: ConfigView) -> Iterator[Problem]:
     training, shape, growth = checked.training, checked.dataset().image_shape, largest_growth(checked)
     found = size_problems(

@@ -54,7 +54,7 @@ class ImageSampler:
             objective: of its training.
             param_dtype: dtype of compute.
             device: of the model.
-            condition_kind: kind whose choices are drawn, as one of other prompts; None for the model's.
+            condition_kind: conditions to draw by, such as those of other prompts; None: the model's.
         """
         self._model = model
         self._condition_kind = condition_kind or model.condition_kind

@@ -390,16 +390,16 @@ class GNSMonitor:
 
     @property
     def _headline(self) -> tuple[str, str]:
-        """Geometry and estimator of what is said of batch sizes: the plain one, which predicts single bins' half-progress
-        batches; for the whole objective this was not measured.
+        """Geometry and estimator of statements on batch sizes. The plain geometry predicts single bins' half-progress batches;
+        for the whole objective this was not measured.
         """
         geometry = self._pooled.geometries[0]
         return geometry, self._pooled.headline(geometry)
 
     @property
     def _of_updates(self) -> tuple[str, str]:
-        """Geometry in which updates are made, Adam's where it is measured, and its estimator: of timesteps' allocation and
-        of growing batches, which were tested in it.
+        """Geometry of the updates, Adam's where it is measured, and its estimator. Allocation of timesteps and growing batches
+        were tested in it.
         """
         geometry = self._pooled.geometries[-1]
         return geometry, self._pooled.headline(geometry)

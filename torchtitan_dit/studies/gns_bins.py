@@ -24,7 +24,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def cells(run: StudyRun) -> list[Cell]:
-    setting, portion = gns_cells.setting(run.options), run.options.true_portion
+    setting, portion = gns_cells.setting(run.options), gns_cells.portion(run.options)
     bins = gns_cells.bins(run)
     return [gns_cells.make_cell(run, step, where, *setting, portion) for step in run.steps for where in bins]
 

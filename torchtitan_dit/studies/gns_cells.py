@@ -82,18 +82,19 @@ def setting(options: argparse.Namespace) -> tuple[int, int, int]:
         default if value is None else value for value, default in zip(given, DEFAULTS[options.estimator], strict=True)
     )
     check_setting(options, b, big_b, reps)
-    check_portion(options)
     return b, big_b, reps
 
 
-def check_portion(options: argparse.Namespace) -> None:
-    """Check a share of the data, and set it where none is given. Raises StudyError."""
-    if options.true_portion is not None and options.estimator == "correct":
+def portion(options: argparse.Namespace) -> float:
+    """Share of the data behind the logged gradient norm. Raises StudyError."""
+    given = options.true_portion
+    if given is None:
+        return PUBLISHED_PORTION
+    if options.estimator == "correct":
         raise StudyError("--true-portion: the correct estimator has none (remove it, or set --estimator published)")
-    if options.true_portion is None:
-        options.true_portion = PUBLISHED_PORTION
-    if not 0 < options.true_portion < math.inf:
-        raise StudyError(f"--true-portion: {options.true_portion:g} is not positive")
+    if not 0 < given < math.inf:
+        raise StudyError(f"--true-portion: {given:g} is not positive")
+    return given
 
 
 def check_setting(options: argparse.Namespace, b: int, big_b: int, reps: int) -> None:

@@ -38,7 +38,7 @@ _NO_FLOOR = 1e-12  # these shares are only compared
 
 
 def cells(run: StudyRun) -> list[Cell]:
-    setting, portion = gns_cells.setting(run.options), run.options.true_portion
+    setting, portion = gns_cells.setting(run.options), gns_cells.portion(run.options)
     bins = [*gns_cells.bins(run), WHOLE_BIN]
     return [gns_cells.make_cell(run, step, where, *setting, portion) for step in run.steps for where in bins]
 

@@ -41,9 +41,9 @@ def cells(run: StudyRun) -> list[Cell]:
     settings = [(b, b * factor, reps) for b in smalls for factor in factors for reps in repetitions]
     for one in settings:
         gns_cells.check_setting(options, *one)
-    gns_cells.check_portion(options)
+    portion = gns_cells.portion(options)
     return [
-        gns_cells.make_cell(run, step, WHOLE_BIN, *one, options.true_portion, repeat)
+        gns_cells.make_cell(run, step, WHOLE_BIN, *one, portion, repeat)
         for step in run.steps
         for one in settings
         for repeat in range(options.repeats)
