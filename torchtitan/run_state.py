@@ -17,7 +17,7 @@ from torchtitan.checkpoint.checkpointer import (
     Checkpointer,
     checkpoint_path,
     read_state,
-    read_tensors,
+    read_tensors_together,
 )
 from torchtitan.conditions import Condition, Texts
 from torchtitan.config.job import JobConfig
@@ -399,7 +399,7 @@ class RunState:
             check_base(state, self._base_sha256, str(checkpoint), self.config.checkpoint.initial_weights)
         if self.gns and not self.gns.fits(state.get("gns", {})):
             tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith("gns.")}
-        read_tensors(checkpoint, tensors)
+        read_tensors_together(checkpoint, tensors)
         release_unsharded(self.model)
         if found := self.fault():
             raise CheckpointError(f"{checkpoint}: {found} (checkpoint.load_step resumes from an earlier one)")

@@ -36,10 +36,15 @@ def test_tensors_are_read_into_any_layout_and_each_header_by_one_rank(found):
         assert of_rank["read"] and of_rank["read headers"] == [f"shard-{rank:05d}.safetensors"]
 
 
+def test_one_rank_reads_without_the_others(found):
+    assert all(of_rank["read by one rank"] for of_rank in found)
+
+
 def test_what_one_rank_cannot_read_is_said_on_all(found):
     for of_rank in found:
         assert of_rank["unread"] == [
             "a tensor is missing: weigth", "a tensor has the shape [8, 3] instead of [8, 4]: weight",
+            "a collective was called in work of the first rank alone, where no other rank answers",
         ]  # fmt: skip
 
 

@@ -12,10 +12,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from tests.distributed.cases import remove, shared_folder
 from torchtitan.checkpoint import checkpointer as checkpoint
 from torchtitan.checkpoint import manifest, shared_reading, shared_verification
-from torchtitan.checkpoint.checkpointer import Checkpointer, checkpoint_path, read_tensors, verify
+from torchtitan.checkpoint.checkpointer import Checkpointer, checkpoint_path, read_tensors, read_tensors_together, verify
 from torchtitan.checkpoint.config import CheckpointConfig
 from torchtitan.checkpoint.shared_verification import verify_together
-from torchtitan.distributed.collectives import from_each_rank
+from torchtitan.distributed.collectives import from_each_rank, from_first_rank
 from torchtitan.errors import CheckpointError, StoreError
 from torchtitan.files.shard_files import Piece, write_shard
 
@@ -83,18 +83,25 @@ def read_in_other_layouts(path: Path) -> dict[str, object]:
         name: zeros[name] if placing is None else distribute_tensor(zeros[name], mesh, placing)
         for name, placing in placements.items()
     }
-    read_tensors(path, found)
+    read_tensors_together(path, found)
     whole = {name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in found.items()}
     errors = []
     for wanted in ({"weigth": torch.zeros(8, 3)}, {"weight": torch.zeros(8, 4)}):
         mine = wanted if dist.get_rank() == 1 else {"table": torch.zeros(5)}
         try:
-            read_tensors(path, mine)
+            read_tensors_together(path, mine)
         except CheckpointError as error:
             errors.append(str(error).partition(": does not fit this model: ")[2])
+    of_reading, zeros = sorted({*headers}), torch.zeros_like(saved["weight"])
+    if dist.get_rank() == 1:
+        read_tensors(path, {"weight": zeros})
+    try:
+        from_first_rank(read_tensors_together, path, {"weight": zeros})
+    except AssertionError as error:
+        errors.append(str(error))
     return {
-        "read": all(torch.equal(whole[name], saved[name]) for name in saved), "read headers": sorted({*headers}),
-        "unread": errors,
+        "read": all(torch.equal(whole[name], saved[name]) for name in saved), "read headers": of_reading, "unread": errors,
+        "read by one rank": torch.equal(zeros, saved["weight"]) == (dist.get_rank() == 1),
     }  # fmt: skip
 
 

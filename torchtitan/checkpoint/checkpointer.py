@@ -38,7 +38,7 @@ from torchtitan.checkpoint.manifest import (
     verify,
 )
 from torchtitan.checkpoint.pieces import pieces_of
-from torchtitan.checkpoint.reading import read_state, read_tensors
+from torchtitan.checkpoint.reading import read_state, read_tensors, read_tensors_together
 from torchtitan.checkpoint.shared_verification import check_pieces_together, first_problem, verify_together
 from torchtitan.checkpoint.store import store_of
 from torchtitan.distributed.collectives import from_first_rank, group_for_work, of_all_ranks
@@ -49,7 +49,7 @@ from torchtitan.files.shard_files import Piece, write_shard
 
 __all__ = [
     "CheckpointError", "Checkpointer", "StoreError", "checkpoint_path", "checkpoint_steps",
-    "newest_good", "read_state", "read_tensors", "verify",
+    "newest_good", "read_state", "read_tensors", "read_tensors_together", "verify",
 ]  # fmt: skip
 
 logger = logging.getLogger(__name__)

@@ -18,7 +18,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from torchtitan.checkpoint.manifest import STATE, check_content, check_file, check_pieces, read_json, read_manifest
-from torchtitan.checkpoint.shared_reading import find_pieces, read_pieces
+from torchtitan.checkpoint.shared_reading import find_pieces, find_pieces_together, read_pieces
 from torchtitan.distributed.collectives import of_all_ranks, on_all_ranks
 from torchtitan.errors import CheckpointError, DamagedFile, StoreError, first_line
 from torchtitan.files.remote_path import AnyPath, RemotePath
@@ -29,13 +29,34 @@ _CHUNK = 8 << 20  # bytes copied at once
 
 
 def read_tensors(checkpoint: AnyPath, tensors: dict[str, Tensor]) -> None:
-    """Fill tensors (plain or sharded) in place from a verified checkpoint, by name; collective. Raises CheckpointError."""
-    with local_copy(checkpoint) as folder:
-        try:
-            answers = find_pieces(folder, tensors)
-            on_all_ranks(lambda: read_pieces(folder, answers, tensors), (RuntimeError, ValueError, OSError), None)
-        except (DamagedShard, RuntimeError, ValueError, OSError) as error:
-            raise CheckpointError(f"{checkpoint}: does not fit this model: {first_line(error)}") from error
+    """Fill tensors (plain or sharded) in place from a verified checkpoint, by name, without the other ranks.
+
+    Raises:
+        CheckpointError.
+    """
+    with ExitStack() as stack:
+        folder = checkpoint if isinstance(checkpoint, Path) else _fetched(checkpoint, stack)
+        with _fitting(checkpoint):
+            read_pieces(folder, find_pieces(folder, tensors), tensors)
+
+
+def read_tensors_together(checkpoint: AnyPath, tensors: dict[str, Tensor]) -> None:
+    """Fill tensors as `read_tensors` does, with one copy of a remote checkpoint on each node; collective.
+
+    Raises:
+        CheckpointError: on every rank.
+    """
+    with shared_copy(checkpoint) as folder, _fitting(checkpoint):
+        answers = find_pieces_together(folder, tensors)
+        on_all_ranks(lambda: read_pieces(folder, answers, tensors), (RuntimeError, ValueError, OSError), None)
+
+
+@contextmanager
+def _fitting(checkpoint: AnyPath) -> Iterator[None]:
+    try:
+        yield
+    except (DamagedShard, RuntimeError, ValueError, OSError) as error:
+        raise CheckpointError(f"{checkpoint}: does not fit this model: {first_line(error)}") from error
 
 
 def read_state(checkpoint: AnyPath) -> dict:
@@ -76,8 +97,8 @@ def reader(checkpoint: AnyPath) -> Callable[[Iterable[str]], dict[str, Tensor]]:
 
 
 @contextmanager
-def local_copy(checkpoint: AnyPath) -> Iterator[Path]:
-    """Local copy of a checkpoint's folder; a remote one is copied by the first rank of each node, while the others
+def shared_copy(checkpoint: AnyPath) -> Iterator[Path]:
+    """Copy of a checkpoint's folder on this node; a remote one is copied by the first rank of each node, while the others
     wait.
 
     Called by all ranks together. The copy is in the temporary folder (TMPDIR), and removed afterwards.
@@ -92,23 +113,27 @@ def local_copy(checkpoint: AnyPath) -> Iterator[Path]:
     with ExitStack() as stack:
         path = error = None
         if launch_number("LOCAL_RANK", dist.get_rank() if dist.is_initialized() else 0) == 0:
-            path, error = _fetched(checkpoint, stack)
+            try:
+                path = _fetched(checkpoint, stack)
+            except CheckpointError as failure:
+                error = failure
         copies = of_all_ranks((node, path, error))
         if found := next((error for _, _, error in copies if error), None):
             raise found
-        yield Path(next(path for other, path, _ in copies if other == node and path))
+        yield next(path for other, path, _ in copies if other == node and path)
         of_all_ranks(None)  # not to be removed before all have read it
 
 
-def _fetched(checkpoint: RemotePath, stack: ExitStack) -> tuple[str | None, CheckpointError | None]:
+def _fetched(checkpoint: RemotePath, stack: ExitStack) -> Path:
+    """Copy of a remote checkpoint in the temporary folder, until the stack is closed. Raises CheckpointError."""
     try:
-        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix=f"{checkpoint.name}-"))
-        fetch(checkpoint, Path(folder))
-    except CheckpointError as error:
-        return None, error
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=f"{checkpoint.name}-")))
+        fetch(checkpoint, folder)
+    except CheckpointError:  # of the store too, which is an OSError
+        raise
     except OSError as error:
-        return None, CheckpointError(f"{tempfile.gettempdir()}: {first_line(error)} (set TMPDIR to a folder)")
-    return folder, None
+        raise CheckpointError(f"{tempfile.gettempdir()}: {first_line(error)} (set TMPDIR to a folder)") from error
+    return folder
 
 
 def fetch(checkpoint: RemotePath, folder: Path) -> None:

@@ -1,12 +1,13 @@
 """Tensors read from a checkpoint of any layout into the present one; each rank reads the pieces that it holds a part of.
 
-With R ranks and a checkpoint of R shards a rank reads one header, and asks for its pieces those ranks that know where they
-are: no rank sees the pieces of all.
+Where R ranks look for the pieces of a checkpoint of R shards together, a rank reads one header, and asks for its pieces those
+ranks that know where they are: no rank sees the pieces of all.
 """
 
 import errno
 import zlib
 from bisect import bisect_left, bisect_right
+from collections.abc import Iterable
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -42,21 +43,25 @@ Answer = str | list[Found]  # why a tensor cannot be read, or its pieces
 
 
 def find_pieces(folder: Path, tensors: dict[str, Tensor]) -> list[Answer]:
-    """Find the pieces of a verified checkpoint that lie in this rank's parts of tensors; collective.
+    """Find the pieces of a verified checkpoint that lie in this rank's parts of tensors, without the other ranks.
+
+    Raises:
+        OSError, DamagedShard: a header cannot be read.
+    """
+    here = _by_name(_pieces_in(sorted(folder.glob("*.safetensors"))))
+    return [_answer(_wanted(name, tensor), here) for name, tensor in tensors.items()]
+
+
+def find_pieces_together(folder: Path, tensors: dict[str, Tensor]) -> list[Answer]:
+    """Find pieces as `find_pieces` does; collective.
 
     Raises:
         OSError, DamagedShard: a header cannot be read; on every rank.
     """
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     files = sorted(folder.glob("*.safetensors"))[rank::world_size]
-    known = on_all_ranks(
-        lambda: [Found(name, file.name, place) for file in files for name, place in read_places(file).items()],
-        (OSError, DamagedShard), None,
-    )  # fmt: skip
-    by_name: dict[str, list[Found]] = {}
-    for piece in chain(*from_each_rank(_dealt(known, world_size))):
-        by_name.setdefault(piece.name, []).append(piece)
-    here = {name: _KnownTensor(pieces) for name, pieces in by_name.items()}
+    known = on_all_ranks(lambda: _pieces_in(files), (OSError, DamagedShard), None)
+    here = _by_name(chain(*from_each_rank(_dealt(known, world_size))))
     questions = from_each_rank(_dealt([_wanted(name, tensor) for name, tensor in tensors.items()], world_size))
     return list(chain(*from_each_rank([[_answer(part, here) for part in asked] for asked in questions])))
 
@@ -98,6 +103,17 @@ def _wanted(name: str, tensor: Tensor) -> Wanted:
     if isinstance(tensor, DTensor):
         return Wanted(name, tuple(tensor.shape), (offsets_of(tensor), tuple(tensor.to_local().shape)))
     return Wanted(name, tuple(tensor.shape), ((0,) * tensor.ndim, tuple(tensor.shape)))
+
+
+def _pieces_in(files: list[Path]) -> list[Found]:
+    return [Found(name, file.name, place) for file in files for name, place in read_places(file).items()]
+
+
+def _by_name(pieces: Iterable[Found]) -> dict[str, "_KnownTensor"]:
+    by_name: dict[str, list[Found]] = {}
+    for piece in pieces:
+        by_name.setdefault(piece.name, []).append(piece)
+    return {name: _KnownTensor(pieces) for name, pieces in by_name.items()}
 
 
 def _answer(part: Wanted, here: dict[str, "_KnownTensor"]) -> Answer:

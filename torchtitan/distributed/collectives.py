@@ -6,6 +6,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from datetime import timedelta
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 LONGEST_WORK = timedelta(days=365)
+_FIRST_RANK_ALONE: ContextVar[bool] = ContextVar("first rank alone", default=False)
 
 
 def from_first_rank(function: Callable[..., Any], *args: Any, group: dist.ProcessGroup | None = None) -> Any:
@@ -20,14 +22,17 @@ def from_first_rank(function: Callable[..., Any], *args: Any, group: dist.Proces
 
     What the function raises on rank 0 is raised on every rank. The group, by default that of all, holds all ranks.
     """
-    if not dist.is_initialized() or dist.get_world_size() == 1:
+    if not _several():
         return function(*args)
     box: list[Any] = [None, None]
     if dist.get_rank() == 0:
+        alone = _FIRST_RANK_ALONE.set(True)
         try:
             box[0] = function(*args)
         except Exception as error:  # noqa: BLE001 (every rank must learn of it, or the others wait for ever)
             box[1] = error
+        finally:
+            _FIRST_RANK_ALONE.reset(alone)
     dist.broadcast_object_list(box, src=0, group=group)
     if box[1] is not None:
         raise box[1]
@@ -38,7 +43,7 @@ def of_all_ranks(value: Any, group: dist.ProcessGroup | None = None) -> list[Any
     """Gather every rank's value (a picklable object), in rank order; collective. The group holds all ranks, as by
     default.
     """
-    if not dist.is_initialized() or dist.get_world_size() == 1:
+    if not _several():
         return [value]
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value, group=group)
@@ -53,7 +58,7 @@ def from_each_rank(values: list[Any], group: dist.ProcessGroup | None = None) ->
     Args:
         values: one for each rank, in rank order.
     """
-    if not dist.is_initialized() or dist.get_world_size() == 1:
+    if not _several():
         return list(values)
     packed = [pickle.dumps(value) for value in values]
     sizes = torch.tensor([len(data) for data in packed])
@@ -87,7 +92,7 @@ def group_for_work() -> dist.ProcessGroup | None:
 def highest_over_ranks(*values: float) -> list[float]:
     """Maximum of each value over all ranks; collective."""
     highest = torch.tensor(values, dtype=torch.float64)
-    if dist.is_initialized() and dist.get_world_size() > 1:
+    if _several():
         dist.all_reduce(highest, op=dist.ReduceOp.MAX)
     return highest.tolist()
 
@@ -95,9 +100,17 @@ def highest_over_ranks(*values: float) -> list[float]:
 def sum_over_ranks(value: float) -> float:
     """Sum of a value over all ranks; collective."""
     total = torch.tensor([value], dtype=torch.float64)
-    if dist.is_initialized() and dist.get_world_size() > 1:
+    if _several():
         dist.all_reduce(total)
     return total.item()
+
+
+def _several() -> bool:
+    """True if there are other ranks. Raises AssertionError: one of them alone calls a collective, and would wait for ever."""
+    several = dist.is_initialized() and dist.get_world_size() > 1
+    if several and _FIRST_RANK_ALONE.get():
+        raise AssertionError("a collective was called in work of the first rank alone, where no other rank answers")
+    return several
 
 
 class Interrupted(Exception):
