@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.metadata
+import os
 import re
 import sys
 from dataclasses import dataclass
@@ -22,18 +23,20 @@ class Command:
         module: file of torchtitan_dit/commands/.
         help: one line.
         words: arguments that come before those given.
+        on_ranks: whether several processes of a launcher, as torchrun, run it together.
     """
 
     module: str
     help: str
     words: tuple[str, ...] = ()
+    on_ranks: bool = False
 
 
 COMMANDS = {
-    "train": Command("train", "train a model, or resume its run"),
-    "sample": Command("sample", "draw images from a run or a file of weights"),
-    "evaluate": Command("evaluate", "judge images by FID, KID, inception score, precision and recall"),
-    "extract": Command("extract_latents", "encode a dataset of images into a latent store"),
+    "train": Command("train", "train a model, or resume its run", on_ranks=True),
+    "sample": Command("sample", "draw images from a run or a file of weights", on_ranks=True),
+    "evaluate": Command("evaluate", "judge images by FID, KID, inception score, precision and recall", on_ranks=True),
+    "extract": Command("extract_latents", "encode a dataset of images into a latent store", on_ranks=True),
     "latents": Command("latents", "convert, show, verify and measure latent stores"),
     "decode": Command("cosmos_latent_decoder", "latents to images, with an autoencoder", ("decode",)),
     "encode": Command("cosmos_latent_decoder", "images to latents, with an autoencoder", ("encode",)),
@@ -43,7 +46,7 @@ COMMANDS = {
     "push": Command("checkpoint", "upload a run's weights to the Hugging Face hub", ("push",)),
     "import": Command("checkpoint", "make a checkpoint of published weights", ("import",)),
     "download": Command("download", "fetch public autoencoders, latents and feature extractors"),
-    "ema": Command("ema", "choose the length of a weight average after training"),
+    "ema": Command("ema", "choose the length of a weight average after training", on_ranks=True),
     "estimate": Command("estimate", "memory, speed and hours of a run before its launch"),
     "autotune": Command("autotune_batch_size", "find the largest or the fastest batch size"),
     "sweep": Command("sweep", "run a grid of configurations"),
@@ -65,6 +68,8 @@ def run_command(module: str) -> NoReturn:
     from torchtitan.processes.parent_death import end_with_launcher
 
     end_with_launcher()  # before the seconds that importing torch takes
+    if not any(command.on_ranks for command in COMMANDS.values() if command.module == module):
+        _refuse_ranks()
     if module == "train":
         prefer_expandable_segments()
     program = _imported(module)
@@ -72,6 +77,20 @@ def run_command(module: str) -> NoReturn:
         program.__doc__ = re.sub(rf"(python )?(scripts/)?{module}\.py", sys.argv[0], program.__doc__ or "")
     program.run()
     raise AssertionError(f"{module} has not ended the process")
+
+
+def _refuse_ranks() -> None:
+    """End the process if a launcher started several; the first one says so."""
+    from torchtitan.processes.exit_codes import forbid_restart
+
+    ranks = os.environ.get("WORLD_SIZE", "")
+    if not ranks.isdecimal() or int(ranks) < 2:
+        return
+    if os.environ.get("RANK", "0") == "0":
+        advice = "start it without torchrun, or unset WORLD_SIZE"
+        print(f"{sys.argv[0]}: runs in one process, and WORLD_SIZE says {ranks} ({advice})", file=sys.stderr, flush=True)
+    forbid_restart()
+    sys.exit(_REFUSED)
 
 
 def _imported(module: str) -> ModuleType:

@@ -9,6 +9,7 @@ import pytest
 
 import data
 import torchtitan.data
+from tests.forked import run_script
 from torchtitan import programs
 from torchtitan_dit import cli
 from torchtitan_dit.cli import COMMANDS
@@ -52,6 +53,23 @@ def test_data_of_the_checkout_is_the_same_package():
     code = f"{names}; assert a is b; import data.nothing"
     ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert ended.stderr.splitlines()[-1] == "ModuleNotFoundError: No module named 'torchtitan.data.nothing'"
+
+
+def test_a_command_says_whether_it_runs_on_ranks():
+    files = (ROOT / "torchtitan_dit" / "commands").glob("*.py")
+    joining = {path.stem for path in files if "init_process_group(" in path.read_text()}
+    assert {command.module for command in COMMANDS.values() if command.on_ranks} == joining | {"train"}
+
+
+def test_several_processes_of_a_command_of_one_are_refused_by_the_first_in_one_line(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    words = {"checkpoint": ("list", "x"), "study": ("linear_probe", "x"), "compare_hardware": ("measure", "x")}
+    for name, given in words.items():
+        script = f"scripts/{name}.py"
+        first, second = (run_script(script, *given, RANK=rank, LOCAL_RANK=rank) for rank in "01")
+        said = f"{script}: runs in one process, and WORLD_SIZE says 2 (start it without torchrun, or unset WORLD_SIZE)\n"
+        assert (first.returncode, first.stdout, first.stderr) == (2, "", said)
+        assert (second.returncode, second.stdout, second.stderr) == (2, "", "")
 
 
 @pytest.mark.parametrize(("failure", "code", "said"), [

@@ -14,7 +14,6 @@ from typing import NoReturn
 from torchtitan.files.durable import make_folder, replace_file
 from torchtitan.files.ownership import refuse_foreign_file
 from torchtitan.processes.command_line import OneLineParser, run_program
-from torchtitan.processes.launch import launch_number
 from torchtitan.runs.record import RunRecordError
 
 MEASURE = "measure"
@@ -94,9 +93,6 @@ def measure(words: list[str]) -> int:
     from torchtitan.runs.trained_model import WeightsError
 
     arguments = parse_measurement(words)
-    if launch_number("WORLD_SIZE", 1) > 1:
-        print("compare_hardware.py measure: measures one process (start it without torchrun)", file=sys.stderr)
-        return 2
     try:
         if not (arguments.source / "config.toml").is_file():
             raise WeightsError(f"{arguments.source}: not a run's folder (no config.toml in it)")
