@@ -12,7 +12,13 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from tests.distributed.cases import remove, shared_folder
 from torchtitan.checkpoint import checkpointer as checkpoint
 from torchtitan.checkpoint import manifest, shared_reading, shared_verification
-from torchtitan.checkpoint.checkpointer import Checkpointer, checkpoint_path, read_tensors, read_tensors_together, verify
+from torchtitan.checkpoint.checkpointer import (
+    Checkpointer,
+    checkpoint_path,
+    read_tensors,
+    read_tensors_together,
+    verify,
+)
 from torchtitan.checkpoint.config import CheckpointConfig
 from torchtitan.checkpoint.shared_verification import verify_together
 from torchtitan.distributed.collectives import from_each_rank, from_first_rank

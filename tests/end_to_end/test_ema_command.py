@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.end_to_end.drawing import results_of, start_command
 from tests.end_to_end.runs import write_config
 from tests.end_to_end.tools import caller, load_tool
 from tests.extractions import content
@@ -177,6 +178,11 @@ def test_judged_sweep_ranks_lengths_in_the_direction_of_the_score(straight, comm
     assert found["settings"]["better"] == "higher" and scores[found["best_std"]] == max(scores.values())
     assert found["settings"]["guide"] == ":std=0.12, step 8, std=0.12"
     assert {"frechet_distance", "variety", "profile_error"} <= found["lengths"][0].keys()
+    words = ("sweep", straight, "--stds", 0.05, 0.1, *options[:-1], tmp_path / "two.json")
+    ended = results_of(start_command("ema", *words, ranks=2))
+    assert [code for code, _ in ended] == [0, 0] and ended[1][1] == "", ended
+    two = json.loads((tmp_path / "two.json").read_text())
+    assert two["lengths"] == [pytest.approx(entry, rel=1e-4) for entry in found["lengths"]]
 
 
 def test_other_ranks_leave_the_file_to_the_first(straight, command, tmp_path, monkeypatch):
