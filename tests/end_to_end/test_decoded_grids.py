@@ -2,19 +2,25 @@
 
 import json
 import shutil
+import tomllib
 
 import numpy as np
 import pytest
+import tomli_w
 import torch
 from PIL import Image
-from safetensors.torch import load_file
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 from tests.decoding import CLASS_NAMES, decoded_by_hand, write_encoded_store
 from tests.end_to_end.drawing import sample
 from tests.end_to_end.runs import checkpoint_tensors
 from tests.faults.forked import ForkedRun
+from tests.forked import run_script
 from tests.unit.autoencoder_files import write_taef2
 from torchtitan.pictures.grids import class_labels, image_grid
+from torchtitan_dit.api import WeightsError
+from torchtitan_dit.api import load as open_weights
 
 CONFIG = """
 [model]
@@ -135,6 +141,33 @@ def test_two_ranks_draw_the_same_grid_and_weights_may_have_moved(runs, encoded):
         assert code == 0 and "--autoencoder NAME" not in output
     finally:
         away.rename(tokenizer)
+
+
+def test_a_file_of_weights_opens_no_autoencoder_that_the_user_does_not_name(runs, encoded, tmp_path):
+    """Its header may be anybody's, and TorchScript of a path in it may write files."""
+    run, weights, given = runs["decoded"][0].folder, tmp_path / "weights.safetensors", ("--classes", "0", "--num-steps", "2")
+    exported = run_script("scripts/checkpoint.py", "export", str(run), "--format", "safetensors", "--output", str(weights))
+    assert exported.returncode == 0, exported.stderr
+    with safe_open(weights, "pt") as file:
+        header, tensors = file.metadata(), load_file(weights)
+    assert str(encoded[0]) not in header["config"]
+    forged, autoencoder = tmp_path / "forged.safetensors", {"name": "cosmos", "path": str(encoded[0] / "tokenizer")}
+    tables = tomllib.loads(header["config"]) | {"autoencoder": autoencoder}
+    save_file(tensors, forged, header | {"config": tomli_w.dumps(tables)})
+    for path in (weights, forged):
+        (code, said), = sample(tmp_path / "refused", path, *given)
+        assert code == 2 and len(said.splitlines()) == 1 and not (tmp_path / "refused").exists()
+        assert said.startswith(f"{path}: ") and "--autoencoder-path PATH or --config FILE" in said
+        with pytest.raises(WeightsError, match="--config FILE"):
+            open_weights(path)
+    tokenizer = str(encoded[0] / "tokenizer")
+    for name, words in {"path": ("--autoencoder-path", tokenizer), "config": ("--config", str(run / "config.toml"))}.items():
+        (code, said), = sample(tmp_path / name, forged, *given, *words)
+        assert code == 0, said
+    (code, said), = sample(tmp_path / "run", run, *given)
+    pictures = [next((tmp_path / name).glob("grid-*.png")) for name in ("path", "config", "run")]
+    assert code == 0 and not any(differences(one, pictures[2])[-70:].any() for one in pictures)
+    open_weights(forged, autoencoder_path=tokenizer)
 
 
 def test_a_set_of_latents_is_decoded_by_the_rank_that_drew_it(runs, encoded):

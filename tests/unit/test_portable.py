@@ -57,6 +57,18 @@ def test_a_file_that_says_judge_images_of_a_run_without_samples_is_read(tmp_path
     assert config_of_weights(tmp_path / "weights.safetensors").data.num_classes == 2
 
 
+def test_a_header_names_no_place_that_is_opened(unsampled, tmp_path):
+    path = tmp_path / "weights.safetensors"
+    text = EARLIER + '[objective.timesteps]\nname = "slots"\nedges = [0.0, 0.5, 1.0]\nedges_path = "edges.json"\n'
+    text += '[lora]\nenable = true\ninitial_adapter = "a.safetensors"\n[checkpoint]\ninitial_weights = "b.safetensors"\n'
+    save_file({"x": torch.zeros(1)}, path, {portable.CONFIG: text})
+    found = config_of_weights(path)
+    assert not (found.lora.enable or found.checkpoint.initial_weights or found.objective.timesteps.edges_path)
+    for data in ('name = "image_folder"\npath = "pictures"', 'name = "huggingface"\npath = "owner/name"', 'name = ["recorded"]'):
+        save_file({"x": torch.zeros(1)}, path, {portable.CONFIG: f"[data]\n{data}\n"})
+        assert config_of_weights(path) is None
+
+
 @pytest.mark.parametrize("with_folder", [True, False])
 def test_a_checkpoint_of_a_run_without_samples_is_read_where_its_data_are_gone(unsampled, monkeypatch, tmp_path, with_folder):
     tables = effective(unsampled)

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from torchtitan.latents.index import StoreIndex
     from torchtitan.latents.store import LatentStore
 
+RECORDS = ("recorded", "recorded_latents")  # values of data.name
 _TO_TRAIN = "is what a model knows of its data, and holds no images (to train, name a dataset)"
 
 

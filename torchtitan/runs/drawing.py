@@ -16,7 +16,7 @@ from torchtitan.autoencoders.base import AutoencoderError
 from torchtitan.checkpoint.manifest import MANIFEST
 from torchtitan.data import DATASETS
 from torchtitan.distributed.mesh import compute_device
-from torchtitan.evaluation.config import LATENT_DATASETS, AutoencoderConfig, SamplingConfig
+from torchtitan.evaluation.config import LATENT_DATASETS, WITH_WEIGHTS, AutoencoderConfig, SamplingConfig
 from torchtitan.evaluation.decoding import LatentDecoder, open_decoder
 from torchtitan.evaluation.sample_plans import SampleSetError, SetPlan, choices_of, read_seeds
 from torchtitan.evaluation.sampling import ImageSampler
@@ -262,6 +262,9 @@ def _open_autoencoder(arguments: argparse.Namespace, trained: TrainedModel) -> L
             hint = "the grid shows latent channels as colours (for images: --autoencoder NAME --autoencoder-path PATH)"
             print(hint, file=sys.stderr)
         return None
+    if config.name in WITH_WEIGHTS and not config.path and not arguments.autoencoder:
+        text = f"names the autoencoder {config.name} and no place of it: weights open nothing else"
+        raise WeightsError(f"{arguments.source}: {text} (give --autoencoder-path PATH or --config FILE)")
     try:
         return open_decoder(config, DATASETS[data.name].store(data), compute_device())
     except AutoencoderError as error:

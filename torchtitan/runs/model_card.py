@@ -39,11 +39,12 @@ def model_card(
     names = trained.info.class_names
     more = ", ..." if len(names) > 20 else ""
     classes = f"Classes: {', '.join(map(inline, names[:20]))}{more}\n\n" if names else ""
+    word, argument = (" --autoencoder-path PATH", ', autoencoder_path="PATH"') if trained.config.autoencoder.path else ("", "")
     code = (
         "## Samples\n\n"
-        f"    torchtitan-dit sample {repository}\n\n"
+        f"    torchtitan-dit sample {repository}{word}\n\n"
         "or in Python\n\n"
-        f'    from torchtitan_dit import load\n    load("{repository}").grid().save("samples.png")\n\n'
+        f'    from torchtitan_dit import load\n    load("{repository}"{argument}).grid().save("samples.png")\n\n'
         f"`{WEIGHTS}` has the configuration in its header; it needs neither the run nor its data.\n"
     )
     return header + title + words + shown + table + classes + code

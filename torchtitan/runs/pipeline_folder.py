@@ -46,7 +46,7 @@ def check_pipeline(source: Path, config: JobConfig, info: DatasetInfo, vae: Path
     index = DATASETS[config.data.name].store(config.data).index
     if any(index.normalization.shift) or len(set(index.normalization.scale)) != 1:
         raise WeightsError(f"{source}: its latents are shifted, or scaled by channel; DiTPipeline knows one factor for all")
-    if vae is None and config.autoencoder.name == "diffusers":
+    if vae is None and config.autoencoder.name == "diffusers" and config.autoencoder.path:
         vae = Path(config.autoencoder.path)
     if vae is None:
         raise WeightsError(f"{source}: which autoencoder decodes its latents? (add --vae FOLDER)")

@@ -12,7 +12,7 @@ import tomli_w
 from torchtitan.checkpoint.reading import read_state
 from torchtitan.config.job import ConfigError, JobConfig, load_config
 from torchtitan.data import DATASETS, DataConfig, DatasetInfo
-from torchtitan.data.recorded import record_of
+from torchtitan.data.recorded import RECORDS, record_of
 from torchtitan.errors import CheckpointError
 from torchtitan.evaluation.config import LATENT_DATASETS
 from torchtitan.files.regular import read_toml
@@ -40,17 +40,32 @@ def header_config(config: JobConfig, info: DatasetInfo) -> dict[str, str]:
     if not record:
         return {}
     tables = _unjudged(effective(config)) | {"data": record}
-    return {CONFIG: tomli_w.dumps({name: tables[name] for name in _OF_WEIGHTS if tables.get(name)})}
+    return {CONFIG: tomli_w.dumps(_without_paths({name: tables[name] for name in _OF_WEIGHTS if tables.get(name)}))}
 
 
 def config_of_weights(path: Path) -> JobConfig | None:
-    """Configuration in a file of weights; None where it has none. Raises WeightsError, ConfigError."""
+    """Configuration in a file of weights; None where it has none, or one that opens a dataset.
+
+    The file may be anybody's: nothing that it names is opened, fetched or written.
+
+    Raises:
+        WeightsError, ConfigError.
+    """
     text = header_of(path).get(CONFIG)
     if not text:
         return None
     with suppress(ValueError):  # what is wrong with the text is reported by load_text
-        text = tomli_w.dumps(_unjudged(tomllib.loads(text)))
+        tables = tomllib.loads(text)
+        data = tables.get("data")
+        if not isinstance(data, Mapping) or data.get("name") not in RECORDS:
+            return None
+        text = tomli_w.dumps(_without_paths(_unjudged({name: tables[name] for name in _OF_WEIGHTS if name in tables})))
     return load_text(text, str(path))
+
+
+def _without_paths(table: Mapping[str, Any]) -> dict[str, Any]:
+    kept = {key: value for key, value in table.items() if key != "path" and not key.endswith("_path")}
+    return {key: _without_paths(value) if isinstance(value, Mapping) else value for key, value in kept.items()}
 
 
 def config_without_data(folder: Path, checkpoint: AnyPath) -> JobConfig | None:
@@ -68,7 +83,8 @@ def config_without_data(folder: Path, checkpoint: AnyPath) -> JobConfig | None:
     """
     try:
         state = read_state(checkpoint)
-        tables = read_toml(folder / "config.toml") if (folder / "config.toml").exists() else state.get("config", {})
+        of_run = (folder / "config.toml").exists()
+        tables = read_toml(folder / "config.toml") if of_run else state.get("config", {})
     except (CheckpointError, OSError, ValueError):
         return None
     record = state.get(RECORD)
@@ -76,6 +92,8 @@ def config_without_data(folder: Path, checkpoint: AnyPath) -> JobConfig | None:
         return None
     adapters = tables.get("lora", {}).get("enable", False)
     tables = _unjudged(tables)
+    if not of_run and isinstance(autoencoder := tables.get("autoencoder"), Mapping):
+        tables["autoencoder"] = _without_paths(autoencoder)  # a checkpoint alone may be anybody's
     kept = [*_OF_RUNS, *(_OF_ADAPTERS if adapters else ())]
     tables = {name: tables[name] for name in kept if name in tables} | {"data": dict(record)}
     return load_text(tomli_w.dumps(tables), f"{folder}, with its data as recorded")
