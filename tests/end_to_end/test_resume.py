@@ -120,6 +120,23 @@ def test_final_weights_that_a_finished_run_is_asked_for_are_written_from_its_las
     assert "this run is finished" in ForkedRun(config, "weighed", *asked).finish()[0]
 
 
+@pytest.mark.parametrize("adapter", [(), ("--lora.enable", "true", "--lora.rank", "2")], ids=["whole", "adapter"])
+def test_kills_while_final_weights_are_written_leave_nothing_hidden(tmp_path, monkeypatch, adapter):
+    small = write_config(tmp_path)
+    words = ("--training.steps", "2", "--lr_scheduler.warmup_steps", "0", "--sampling.enable", "false", *adapter)
+    words += ("--checkpoint.final_weights", "float32")
+    monkeypatch.setenv(FAULT, "0:before the final weights:1")
+    for _ in range(2):
+        assert ForkedRun(small, "final", *words).wait()[0] == [-signal.SIGKILL]
+    run = tmp_path / "outputs" / "final"
+    assert len(list(run.glob(".final-step-*"))) == 1  # the first is gone
+    (run / ".final-step-00000002.safetensors.unfinished").write_text("a user's")
+    monkeypatch.delenv(FAULT)
+    ForkedRun(small, "final", *words).finish()
+    assert [path.name for path in run.glob(".final-step-*")] == [".final-step-00000002.safetensors.unfinished"]
+    assert (run / "final-step-00000002.safetensors").is_file()
+
+
 def test_a_run_from_an_earlier_step_that_is_killed_resumes_from_its_newest_checkpoint(config, monkeypatch):
     arguments = ("--training.steps", "12", "--checkpoint.interval", "2", "--sampling.enable", "false")
     whole = ForkedRun(config, "branched", *arguments, "--checkpoint.keep_latest_k", "0")

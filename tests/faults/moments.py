@@ -105,11 +105,11 @@ def _opens_new(event: str, arguments: tuple, name: str) -> bool:
     return event == "open" and "x" in (arguments[1] or "") and Path(os.fsdecode(arguments[0])).name.startswith(name)
 
 
-def _rename(before: str, killed_first: bool) -> Callable[[_Countdown], None]:
-    """A rename of what begins with `before`: killed before it is made, or after."""
+def _rename(before: str, killed_first: bool, function: str = "rename") -> Callable[[_Countdown], None]:
+    """A rename of what begins with `before`, by a function of os: killed before it is made, or after."""
 
     def prepare(countdown: _Countdown) -> None:
-        rename = os.rename
+        rename = getattr(os, function)
 
         def dying(source: Any, *others: Any, **more: Any) -> None:
             now = Path(source).name.startswith(before) and countdown.is_over()
@@ -119,7 +119,7 @@ def _rename(before: str, killed_first: bool) -> Callable[[_Countdown], None]:
             if now:
                 _die()
 
-        os.rename = dying
+        setattr(os, function, dying)
 
     return prepare
 
@@ -144,5 +144,6 @@ MOMENTS: dict[str, Callable[[_Countdown], None]] = {
     "before the rename": _rename(".step-", killed_first=True),
     "after the rename": _rename(".step-", killed_first=False),
     "before an old one goes": _rename("step-", killed_first=True),
+    "before the final weights": _rename(".final-step-", killed_first=True, function="replace"),  # of a run `final`
     "in the delete of an old one": _delete,
 }

@@ -55,7 +55,7 @@ def replacing(path: Path) -> Iterator[Path]:
         OSError: it cannot be brought to the disk, or is a pipe, a device or a folder; `path` is unchanged.
     """
     refuse_special(path)
-    unfinished = _unfinished(path)
+    unfinished = unfinished_path(path)
     try:
         yield unfinished
         follow_umask(unfinished)
@@ -97,7 +97,7 @@ def replace_files(folder: Path, contents: Mapping[str, bytes]) -> None:
     try:
         for name, content in contents.items():
             refuse_special(folder / name)
-            hidden = _unfinished(folder / name)
+            hidden = unfinished_path(folder / name)
             unfinished[hidden] = folder / name
             write_synced(hidden, content)
         for hidden, path in unfinished.items():
@@ -166,6 +166,6 @@ def remove_unfinished(folder: Path) -> None:
             path.unlink(missing_ok=True)
 
 
-def _unfinished(path: Path) -> Path:
+def unfinished_path(path: Path) -> Path:
     """Hidden name, of no other file, beside a path."""
     return path.with_name(f".{path.name}.{uuid.uuid4().hex}.unfinished")

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from torchtitan.errors import CheckpointError, first_line
-from torchtitan.files.durable import follow_umask, make_folder, sync
+from torchtitan.files.durable import follow_umask, make_folder, sync, unfinished_path
 from torchtitan.files.regular import read_regular
 from torchtitan.files.removal import remove_folder
 from torchtitan.files.torch_archives import check_archive
@@ -206,7 +206,7 @@ def written_whole(path: Path, overwrite: bool) -> Iterator[Path]:
             written.
     """
     refuse_existing(path, overwrite)
-    temporary = path.with_name(f".{path.name}-{uuid.uuid4().hex}")
+    temporary = unfinished_path(path)
     try:
         make_folder(path.parent)
         yield temporary
