@@ -1,9 +1,11 @@
 """The border of every command: readers that go away, full disks, closed outputs, folders in use."""
 
 import ast
+import dataclasses
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ from torchtitan.config.job import ConfigError, load_config
 from torchtitan.files.run_lock import Busy
 from torchtitan.processes.command_line import OneLineParser
 from torchtitan.processes.exit_codes import BUSY
+from torchtitan.settings.record import dump_config
 from torchtitan.settings.sources import read_command_line
 from torchtitan_dit.commands import train
 
@@ -135,13 +138,23 @@ def test_a_warm_up_longer_than_the_run_is_blamed_on_the_command_line(words, said
     assert refused.value.problems == [said]
 
 
-@pytest.mark.parametrize("more", [[], ["--evaluation.enable", "false"]])
-def test_a_command_line_without_samples_overrules_a_file_that_measures_them(more):
-    assert load_config(["--config", "digits"], 1).evaluation.enable
+@pytest.mark.parametrize("more", [[], ["--sampling.interval", "100"], ["--evaluation.enable", "true"]])
+def test_drawing_while_training_is_switched_off_by_one_key_and_nothing_else(more):
+    whole = load_config(["--config", "digits"], 1)
     config = load_config(["--config", "digits", "--sampling.enable", "false", *more], 1)
-    assert not (config.sampling.enable or config.evaluation.enable)
+    assert (config.sampling.num_steps, config.sampling.guidance_scale, config.evaluation.count) == (20, 1.5, 1000)
+    assert dataclasses.replace(config.sampling, enable=True) == whole.sampling and config.evaluation == whole.evaluation
+    recorded = tomllib.loads(dump_config(config))
+    assert recorded["sampling"]["num_steps"] == 20 and recorded["evaluation"]["enable"]
 
 
-def test_measuring_samples_that_are_not_drawn_is_refused():
-    with pytest.raises(ConfigError, match="evaluation.enable: has no effect when sampling.enable = false"):
-        load_config(["--config", "digits", "--sampling.enable", "false", "--evaluation.enable", "true"], 1)
+def test_the_sampler_of_measurements_is_checked_as_that_of_grids():
+    words = ["--config", "digits", "--sampling.enable", "false", "--sampling.ema_track", "emma"]
+    with pytest.raises(ConfigError, match="sampling.ema_track: 'emma' is not a name in ema.tracks"):
+        load_config(words, 1)
+    assert load_config([*words, "--evaluation.enable", "false"], 1).sampling.ema_track == "emma"
+
+
+def test_held_out_loss_of_averages_is_as_the_file_says_without_validation_while_training():
+    config = load_config(["--config", "digits", "--validation.enable", "false"], 1)
+    assert config.validation.num_images == 297 and "num_images = 297" in dump_config(config)

@@ -164,17 +164,17 @@ def test_local_batch_size_is_the_rank_s_share():
 
 
 def test_command_line_overrules_a_section_of_the_file():
-    sampling = "[sampling]\nnum_steps = 7\nimages_per_class = 3\n"
-    assert load(sampling).sampling.num_steps == 7
-    config = load(sampling, ["--sampling.enable", "false"])
-    assert config.sampling.num_steps == JobConfig().sampling.num_steps
+    measured = "[gns]\nenable = true\ninterval = 7\nnum_bins = 3\n"
+    assert load(measured).gns.interval == 7
+    config = load(measured, ["--gns.enable", "false"])
+    assert config.gns == JobConfig().gns
     assert without_file(load(dump_config(config), ["--job.name", "run"])) == without_file(config)
     with pytest.raises(ConfigError, match="has no effect"):  # the file contradicts itself
-        load("[sampling]\nenable = false\nnum_steps = 7\n")
+        load("[gns]\nenable = false\ninterval = 7\n")
     with pytest.raises(ConfigError, match="has no effect"):  # the command line does
-        load(None, ["--sampling.enable", "false", "--sampling.num_steps", "7"])
-    with pytest.raises(ConfigError, match="command line: --sampling.solver.eta: has no effect"):  # whatever the file says
-        load('[sampling.solver]\nname = "ddim"\n', ["--sampling.enable", "false", "--sampling.solver.eta", "0.3"])
+        load(None, ["--gns.enable", "false", "--gns.interval", "7"])
+    with pytest.raises(ConfigError, match="command line: --gns.interval: has no effect"):  # whatever the file says
+        load(measured, ["--gns.enable", "false", "--gns.interval", "5"])
 
 
 def test_command_line_replaces_the_dataset_of_the_file():

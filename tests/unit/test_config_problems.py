@@ -299,7 +299,7 @@ BAD_FILES = [
         "validation.timesteps: 2 times are more than validation.num_images = 1 (each image has one)",
     ),
     ("[validation]\nenable = true\ntimesteps = [nan]", "validation.timesteps[0]: must be a finite number, is nan"),
-    ("[validation]\ntimesteps = [0.5]", "validation.timesteps: has no effect when validation.enable = false; remove it or set"
+    ("[validation]\ninterval = 5", "validation.interval: has no effect when validation.enable = false; remove it or set"
      " validation.enable = true"),
     (
         "[sampling]\nclasses = [0, 10, -1]",

@@ -132,7 +132,6 @@ def test_help_of_a_section_has_every_key_with_its_description():
     assert {"objective.timesteps", "objective.timesteps.base"} <= set(help_text(["objective"]).splitlines()[-1].split())
     assert "only with checkpoint.enable = true" in help_text(["checkpoint"])
     assert "only with objective.heads is set" in " ".join(help_text(["objective.combine"]).split())
-    assert "only with sampling.enable = true" in " ".join(help_text(["sampling.solver"]).split())
     assert "--data.num_classes" in help_text(["data"]) and "DiT-XL/2," in help_text(["model"])
 
 

@@ -125,8 +125,8 @@ class JobConfig:
 
     @property
     def draws_pictures(self) -> bool:
-        """True if the run draws grids of images: samples, or held-out images."""
-        return self.sampling.enable or self.validation.enable
+        """True if the run draws images: samples, or held-out ones."""
+        return self.sampling.enable or self.evaluation.enable or self.validation.enable
 
 
 class ConfigError(Exception):
@@ -417,7 +417,7 @@ def _drop_overruled(
 ) -> None:
     """Drop the file's keys without effect because the command line overrules them; in place.
 
-    `--sampling.enable false` is meant to overrule a file that says how to sample. Within one source, a key
+    `--gns.enable false` is meant to overrule a file that says how to measure. Within one source, a key
     without effect is a mistake and stays for the checks to report.
     """
     chosen = dict(_choices(config))

@@ -48,6 +48,10 @@ def resolved_sampling(checked: ConfigView) -> SamplingConfig:
     return dataclasses.replace(sampling, **values)
 
 
+def _draws_while_training(checked: ConfigView) -> bool:
+    return checked.sampling.enable or checked.evaluation.enable
+
+
 def _sampled_classes(checked: ConfigView) -> Iterator[Problem]:
     if not checked.sampling.enable or not checked.sampling.classes:
         return
@@ -60,7 +64,7 @@ def _sampled_classes(checked: ConfigView) -> Iterator[Problem]:
 
 
 def _sampled_tracks(checked: ConfigView) -> Iterator[Problem]:
-    if not checked.sampling.enable and (not checked.checkpoint.enable or checked.checkpoint.final_weights == "none"):
+    if not _draws_while_training(checked) and (not checked.checkpoint.enable or checked.checkpoint.final_weights == "none"):
         return
     drawn, guide = checked.sampling.ema_track, checked.sampling.guide_track
     known = list(dict.fromkeys(track.name for track in checked.ema.tracks)) + ["none"]
@@ -81,7 +85,7 @@ def _sampled_tracks(checked: ConfigView) -> Iterator[Problem]:
 
 def _adaptive(checked: ConfigView) -> Iterator[Problem]:
     solver = checked.sampling.solver
-    if checked.sampling.enable and solver.adaptive and checked.world_size > 1 and shards_of(checked) != 1:
+    if _draws_while_training(checked) and solver.adaptive and checked.world_size > 1 and shards_of(checked) != 1:
         text = f"{solver.name} evaluates the network as often as the images need, which shards must do together"
         yield Problem("sampling.solver.name", f"{text} (choose another for training; sample.py can use it on the run)")
 
@@ -104,7 +108,7 @@ def _guidance(checked: ConfigView) -> Iterator[Problem]:
 
 
 def _sampling_method(checked: ConfigView) -> Iterator[Problem]:
-    if not checked.sampling.enable:
+    if not _draws_while_training(checked):
         return
     if checked.sampling.guidance_interval_unit != "t" and "sampling.guidance_interval" not in checked.given:
         text = "[0, 1] is the default in t (give sampling.guidance_interval in sigma, as [0.3, 3.0])"

@@ -26,12 +26,11 @@ OF_PIXELS = tuple(name for name in DATASETS if name not in LATENT_DATASETS)
 OF_LATENTS = {"data.name or cache.enable": (*LATENT_DATASETS, True)}
 
 
-@only_with("enable")
 @dataclass(kw_only=True)
 class SamplingConfig:
-    """`[sampling]`: the grids drawn during training, and the defaults of scripts/sample.py."""
+    """`[sampling]`: the grids drawn during training, and the defaults of scripts/sample.py and of `[evaluation]`."""
 
-    enable: bool = setting(True, "draw a grid of samples at intervals and at the end", trajectory=False)
+    enable: bool = setting(True, "draw a grid of samples at intervals and at the end, and samples to judge", trajectory=False)
     interval: int = setting(1000, "steps between grids", ge=1, trajectory=False)
     solver: SolverConfig = choice(Choice(SOLVERS, "euler"), "integrator from noise to image", trajectory=False)
     num_steps: int = setting(
@@ -113,8 +112,7 @@ class EvaluationConfig:
     """`[evaluation]`: metrics of samples drawn while training, by the solver, steps and weights of `[sampling]`."""
 
     enable: bool = setting(
-        False, "measure samples by metrics of features, against a reference", trajectory=False,
-        applies={"sampling.enable": (True,)}, because="samples are drawn by [sampling]",
+        False, "measure samples by metrics of features, against a reference", trajectory=False
     )
     interval: int = setting(10_000, "steps between measurements; also at the last step", ge=1, trajectory=False)
     metrics: list[OneOf[str, METRICS]] = setting(["fd"], f"metrics, as {program('evaluate')} names them", trajectory=False)
@@ -156,7 +154,7 @@ class LossTargetConfig:
     value: float = setting(0.1, "value that the loss is to come down to", gt=0)
 
 
-@only_with("enable")
+@only_with("enable", but=("num_images", "timesteps"))  # which scripts/ema.py takes from the run
 @dataclass(kw_only=True)
 class ValidationConfig:
     """`[validation]`"""

@@ -47,6 +47,7 @@ _SHORT = {
 _MEASURED_ALONE = {  # what a sweep switches off unless it says otherwise: a run is there to be measured
     "checkpoint.enable": False,
     "sampling.enable": False,
+    "evaluation.enable": False,
     "validation.enable": False,
     "metrics.enable_tensorboard": False,
 }

@@ -102,7 +102,6 @@ def config_without_data(folder: Path, checkpoint: AnyPath) -> JobConfig | None:
 def _unjudged(tables: Mapping[str, Any]) -> dict[str, Any]:
     """Tables by which samples are not judged by the data, which only the dataset itself can do."""
     sampling = tables.get("sampling", {})
-    # The key is left out, not set to 0: a run without sampling has none of the section's other keys.
     return dict(tables) | {"sampling": {key: value for key, value in sampling.items() if key != "judge_images"}}
 
 

@@ -73,6 +73,7 @@ def branch_config(
             config.metrics, log_freq=max(plan.steps // 64, 1), enable_tensorboard=False, enable_wandb=False
         ),
         sampling=dataclasses.replace(config.sampling, enable=False),
+        evaluation=dataclasses.replace(config.evaluation, enable=False),
         validation=dataclasses.replace(config.validation, enable=False),
         debug=dataclasses.replace(config.debug, seed=config.debug.seed + 1 + seed),
     )

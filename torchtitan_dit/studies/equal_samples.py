@@ -87,6 +87,7 @@ def study_base(config: JobConfig) -> JobConfig:
         checkpoint=dataclasses.replace(config.checkpoint, enable=True, folder="", keep_latest_k=0, load_step=-1),
         metrics=dataclasses.replace(config.metrics, enable_tensorboard=False, enable_wandb=False),
         sampling=dataclasses.replace(config.sampling, enable=False),
+        evaluation=dataclasses.replace(config.evaluation, enable=False),
         validation=dataclasses.replace(config.validation, enable=False),
         profiling=type(config.profiling)(),
     )

@@ -98,8 +98,7 @@ def read_base(arguments: argparse.Namespace) -> JobConfig:
     base = grid_options.read_base(arguments)
     validation = dataclasses.replace(base.validation, enable=True, stop_at_targets=True)
     checkpoint = dataclasses.replace(base.checkpoint, keep_latest_k=1)
-    sampling = dataclasses.replace(base.sampling, enable=False)
-    return dataclasses.replace(base, validation=validation, checkpoint=checkpoint, sampling=sampling)
+    return dataclasses.replace(base, validation=validation, checkpoint=checkpoint)
 
 
 def _check(arguments: argparse.Namespace, base: JobConfig) -> None:

@@ -116,6 +116,7 @@ def probe_config(config: JobConfig, goal: Goal, processes: int, folder: Path) ->
         "lr_scheduler.warmup_steps": 0,
         "checkpoint.enable": "false",
         "sampling.enable": "false",
+        "evaluation.enable": "false",
         "validation.enable": "false",
         "profiling.enable_profiling": "false",
         "profiling.enable_memory_snapshot": "false",
