@@ -63,9 +63,10 @@ def config_of_weights(path: Path) -> JobConfig | None:
     return load_text(text, str(path))
 
 
-def _without_paths(table: Mapping[str, Any]) -> dict[str, Any]:
-    kept = {key: value for key, value in table.items() if key != "path" and not key.endswith("_path")}
-    return {key: _without_paths(value) if isinstance(value, Mapping) else value for key, value in kept.items()}
+def _without_paths(table: Mapping[str, Any], section: str = "") -> dict[str, Any]:
+    """Tables without the keys of files and folders; objective.path names a diffusion path."""
+    kept = [key for key in table if not key.endswith("_path") and (section, key) != ("autoencoder", "path")]
+    return {key: _without_paths(table[key], key) if isinstance(table[key], Mapping) else table[key] for key in kept}
 
 
 def config_without_data(folder: Path, checkpoint: AnyPath) -> JobConfig | None:
@@ -91,9 +92,7 @@ def config_without_data(folder: Path, checkpoint: AnyPath) -> JobConfig | None:
     if not (record and isinstance(record, Mapping) and isinstance(tables, Mapping)):
         return None
     adapters = tables.get("lora", {}).get("enable", False)
-    tables = _unjudged(tables)
-    if not of_run and isinstance(autoencoder := tables.get("autoencoder"), Mapping):
-        tables["autoencoder"] = _without_paths(autoencoder)  # a checkpoint alone may be anybody's
+    tables = _unjudged(tables if of_run else _without_paths(tables))  # a checkpoint alone may be anybody's
     kept = [*_OF_RUNS, *(_OF_ADAPTERS if adapters else ())]
     tables = {name: tables[name] for name in kept if name in tables} | {"data": dict(record)}
     return load_text(tomli_w.dumps(tables), f"{folder}, with its data as recorded")
