@@ -7,6 +7,7 @@ by kind of operation is kept too. Adds to benchmarks/results/step_speed.json. Ne
 """
 
 import argparse
+import importlib.util
 import json
 import statistics
 import subprocess
@@ -26,11 +27,15 @@ from benchmarks.trainer_overhead import CLASSES, SHAPE, interleaved, median_inte
 from torchtitan.conditions import Classes
 from torchtitan.distributed.compile import compile_blocks, compile_model
 from torchtitan.models import MODELS
+from torchtitan.models.dit.config import DiTConfig
 from torchtitan.runs.folder import versions
 from torchtitan.training.hardware import device_name, peak_resident_gib
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "step_speed.json"
+
+# models.py of facebookresearch/DiT, which is not distributed with this program.
+FACEBOOK = ROOT / ".gpu" / "dit_models.py"
 
 MODES = ("eager", "compiled", "compiled whole")
 
@@ -88,14 +93,26 @@ def measure(flavor: str, mode: str, arguments: argparse.Namespace, device: torch
     }  # fmt: skip
 
 
-def build(kind: str, flavor: str, mode: str, device: torch.device) -> nn.Module:
-    """Build either model as `model(x [B, C, H, W], t [B], classes [B])`, with as many output channels as its prediction
-    has.
+def build(
+    kind: str, flavor: str, mode: str, device: torch.device, shape: tuple[int, int, int] = SHAPE, num_classes: int = CLASSES
+) -> nn.Module:
+    """Build a network as `model(x [B, C, H, W], t [B], classes [B])`, with as many output channels as its prediction has.
+
+    Args:
+        kind: "ours", "diffusers" or "facebook".
+        flavor: named size of this DiT; the others get the same.
+        mode: "eager"; "compiled" by block; of diffusers' model, and "compiled whole", as a whole.
+        device: of the network.
+        shape: of an image, (C, H, W).
+        num_classes: without the null class.
     """
     torch.manual_seed(0)
     family = MODELS["dit"]
+    sizes = family.flavors[flavor]
+    if kind == "facebook":
+        return _facebook(sizes, mode, shape, num_classes).to(device)
     if kind == "ours":
-        model = family.build(family.flavors[flavor], SHAPE, Classes(CLASSES)).to(device)
+        model = family.build(sizes, shape, Classes(num_classes)).to(device)
         model.init_weights()
         if mode == "compiled":
             compile_blocks(model.blocks())
@@ -104,12 +121,11 @@ def build(kind: str, flavor: str, mode: str, device: torch.device) -> nn.Module:
         return model
     from diffusers import DiTTransformer2DModel
 
-    sizes = family.flavors[flavor]
     transposed = Transposed(
         DiTTransformer2DModel(
-            num_attention_heads=sizes.num_heads, attention_head_dim=sizes.dim // sizes.num_heads, in_channels=SHAPE[0],
-            out_channels=SHAPE[0], num_layers=sizes.num_layers, sample_size=SHAPE[1], patch_size=sizes.patch_size,
-            num_embeds_ada_norm=CLASSES, norm_type="ada_norm_zero", activation_fn="gelu-approximate",
+            num_attention_heads=sizes.num_heads, attention_head_dim=sizes.dim // sizes.num_heads, in_channels=shape[0],
+            out_channels=shape[0], num_layers=sizes.num_layers, sample_size=shape[1], patch_size=sizes.patch_size,
+            num_embeds_ada_norm=num_classes, norm_type="ada_norm_zero", activation_fn="gelu-approximate",
             norm_elementwise_affine=False,
         )
     ).to(device)  # fmt: skip
@@ -129,19 +145,37 @@ class Transposed(nn.Module):
         return self.model(x, timestep=t, class_labels=classes, return_dict=False)[0]
 
 
-def train_step(model: nn.Module, batch: int, device: torch.device) -> Callable[[], None]:
-    """Forward, backward and fused AdamW on random images."""
+def _facebook(sizes: DiTConfig, mode: str, shape: tuple[int, int, int], num_classes: int) -> nn.Module:
+    spec = importlib.util.spec_from_file_location("dit_models", FACEBOOK)
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    model = module.DiT(
+        input_size=shape[1], patch_size=sizes.patch_size, in_channels=shape[0], hidden_size=sizes.dim, depth=sizes.num_layers,
+        num_heads=sizes.num_heads, num_classes=num_classes, learn_sigma=False,
+    )  # fmt: skip
+    if mode != "eager":
+        compile_blocks(model.blocks)
+    return model
+
+
+def train_step(
+    model: nn.Module, batch: int, device: torch.device, shape: tuple[int, int, int] = SHAPE, num_classes: int = CLASSES,
+    autocast: torch.dtype | None = None,
+) -> Callable[[], None]:
+    """Forward, backward and fused AdamW on random images; autocast: dtype of compute, None: float32."""
     model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    generator = torch.Generator().manual_seed(1)
+    generator = torch.Generator(device).manual_seed(1)
 
     def step() -> None:
-        x0, noise = (torch.randn(batch, *SHAPE, generator=generator).to(device) for _ in range(2))
-        t = torch.rand(batch, generator=generator).to(device)
-        classes = torch.randint(CLASSES, (batch,), generator=generator).to(device)
+        x0, noise = (torch.randn(batch, *shape, generator=generator, device=device) for _ in range(2))
+        t = torch.rand(batch, generator=generator, device=device)
+        classes = torch.randint(num_classes, (batch,), generator=generator, device=device)
         mix = t[:, None, None, None]
-        output = model((1 - mix) * x0 + mix * noise, 999 * t, classes)
-        torch.nn.functional.mse_loss(output, noise - x0).backward()
+        with torch.autocast(device.type, autocast, enabled=autocast is not None):
+            output = model((1 - mix) * x0 + mix * noise, 999 * t, classes)
+        torch.nn.functional.mse_loss(output.float(), noise - x0).backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 

@@ -82,7 +82,8 @@ class Trainer:
             TrainingError: a state that is not finite, at the start or without a checkpoint to roll back to.
         """
         state = self.state
-        with self.supervision, StopRequest(self._acknowledgement()) as stop:
+        # Listening first: starting the supervision takes a second, in which a signal would be lost.
+        with StopRequest(self._acknowledgement()) as stop, self.supervision:
             with self.phases(BEFORE_FIRST_STEP):
                 require_finite_start(state)
                 self._warm_up()

@@ -47,7 +47,7 @@ def test_without_a_gpu_the_hours_on_the_processor_are_said_too(config, monkeypat
     monkeypatch.setattr(pixels.torch.cuda, "is_available", lambda: False)
     flops = 1000 * given.training.global_batch_size * training_flops_per_image(given, model_on_meta(given))
     monkeypatch.setattr(pixels, "_processor_flops", lambda: flops / (0.45 * 3600 * 1234))
-    assert "hours on H100, about 1,234.0 on this machine's processor (train on latents" in pixel_warning(given, 1)
+    assert "hours on H100 (speed assumed), about 1,234.0 on this machine's processor (train on latents" in pixel_warning(given, 1)
 
 
 def test_the_rate_of_the_processor_is_that_of_the_fastest_product_times_the_threads(monkeypatch):

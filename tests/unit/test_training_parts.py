@@ -12,10 +12,13 @@ import pytest
 import torch
 from torch import nn
 
+from torchtitan.config.job import load_config
 from torchtitan.diffusion.objective import LossTerms
 from torchtitan.distributed import collectives as agreement
 from torchtitan.distributed.collectives import StopRequest, from_first_rank
 from torchtitan.distributed.parallelize import clip_gradients, gradient_norm, sum_of_squares
+from torchtitan.run import run
+from torchtitan.supervision.supervision import Supervision
 from torchtitan.training import metrics
 from torchtitan.training.config import LRSchedulerConfig, OptimizerConfig
 from torchtitan.training.lr_scheduler import lr_factor
@@ -257,6 +260,13 @@ def test_a_signal_is_polled_once_per_step_and_handlers_are_restored(number):
         signal.raise_signal(number)
         assert stop.poll() == number and stop.poll() == number
     assert {n: signal.getsignal(n) for n in StopRequest.SIGNALS} == before
+
+
+def test_a_signal_while_the_supervision_starts_is_not_lost(tmp_path, monkeypatch):
+    enter = Supervision.__enter__
+    monkeypatch.setattr(Supervision, "__enter__", lambda self: (signal.raise_signal(signal.SIGTERM), enter(self))[1])
+    words = "--data.name synthetic --model.flavor debug --training.steps 3 --sampling.enable false --checkpoint.enable false"
+    assert run(load_config([*words.split(), "--job.dump_folder", str(tmp_path)], 1)) == 128 + signal.SIGTERM
 
 
 def test_the_first_signal_is_acknowledged_at_once_and_once(capfd):

@@ -37,7 +37,7 @@ def pixel_warning(config: JobConfig, world_size: int) -> str:
     memory = estimate_memory(config, world_size, on_gpu=True)  # the warning speaks of H100s
     step = estimate_step_time(config, model, memory, DEVICES[_DEVICE], Efficiency())
     devices = _DEVICE if world_size == 1 else f"{world_size} {_DEVICE}s"
-    hours = f"{step.hours:,.1f} hours on {devices}"
+    hours = f"{step.hours:,.1f} hours on {devices} (speed assumed)"
     if not torch.cuda.is_available():
         hours += f", about {_processor_hours(config, model):,.1f} on this machine's processor"
     larger = next((size for size in (2 * patch, 4 * patch, 8 * patch) if tokens * (patch / size) ** 2 <= MANY_TOKENS), 8 * patch)

@@ -26,12 +26,14 @@ class Efficiency:
         memory: of the memory's bandwidth, in the optimizer and the averages.
         link: of the links' bandwidth, in collectives.
         overlap: share of communication that can be hidden behind compute; the rest is always exposed.
+        measured: device and date of the measurement of `compute`; "": all are assumed.
     """
 
     compute: float = 0.45
     memory: float = 0.8
     link: float = 0.8
     overlap: float = 0.9
+    measured: str = ""
 
 
 @dataclass(frozen=True)

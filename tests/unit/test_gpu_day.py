@@ -1,0 +1,87 @@
+"""Visit to a GPU machine: a dry run of every stage on the CPU, and the page that its results make."""
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from benchmarks.gpu_day.cuda_branches import CUDA_BRANCHES, PATTERN
+from benchmarks.gpu_day.page import PAGE, load_results, merge, page
+from benchmarks.gpu_day.stages import CALLS
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+
+@pytest.fixture(scope="module")
+def visit(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("visit")
+    for call in CALLS:
+        done = subprocess.run(
+            [ROOT / "benchmarks" / "gpu_day.sh", str(call)], capture_output=True, text=True,
+            env=os.environ | {"DEVICE": "cpu", "LIMIT": "3600", "OUT": str(folder), "PYTHON": os.sys.executable},
+        )  # fmt: skip
+        log = folder / f"log-{call}.txt"
+        assert done.returncode == 0, done.stdout + done.stderr + (log.read_text()[-3000:] if log.exists() else "")
+    return folder
+
+
+def rows_of(folder: Path) -> dict[str, dict[str, dict]]:
+    rows: dict[str, dict[str, dict]] = {}
+    for path in folder.glob("rows-*.jsonl"):
+        for line in map(json.loads, path.read_text().splitlines()):
+            rows.setdefault(line["stage"], {})[line["row"]] = line
+    return rows
+
+
+def test_a_dry_run_has_every_stage_and_its_numbers_are_right_where_the_cpu_can_tell(visit):
+    rows = rows_of(visit)
+    assert set(rows) == {stage.name for stages in CALLS.values() for stage in stages}
+    failed = {(stage, row) for stage, found in rows.items() for row, values in found.items() if "failed" in values}
+    assert {row for _, row in failed} <= {"DiT-XL/2 compiled, facebook", "DiT-XL/2 eager, facebook"}
+    assert rows["random numbers"]["philox"]["words_equal"]
+    same = {key: value for key, value in rows["parity"]["float32"].items() if key not in ("stage", "row")}
+    assert same and set(same.values()) == {0}
+    assert rows["two ranks"]["FSDP2"]["grad_norm"] < 1e-5
+    assert rows["interrupt and resume"]["digits"] | {"last_loss": 0} == {
+        "stage": "interrupt and resume", "row": "digits", "codes": [143, 0], "status": "completed", "last_step": 40,
+        "last_loss": 0,
+    }  # fmt: skip
+    assert rows["kernels"]["TFLOP per image"]["counted"] == pytest.approx(rows["kernels"]["TFLOP per image"]["formula"], rel=0.1)
+
+
+def test_a_stage_that_hangs_ends_with_its_children_and_costs_the_others_nothing(tmp_path):
+    from benchmarks.gpu_day.visit import in_child
+
+    alive = tmp_path / "alive"
+    with pytest.raises(RuntimeError, match="took longer than 2 s"):
+        in_child(_hang, alive, seconds=2)
+    grandchild = int(alive.read_text())
+    assert not Path(f"/proc/{grandchild}").exists() or "zombie" in Path(f"/proc/{grandchild}/status").read_text()
+
+
+def _hang(alive: Path) -> None:
+    child = subprocess.Popen(["sleep", "600"])
+    alive.write_text(str(child.pid))
+    child.wait()
+
+
+def test_results_of_a_visit_fill_the_page(visit, tmp_path, monkeypatch):
+    monkeypatch.setattr("benchmarks.gpu_day.page.RESULTS", tmp_path / "gpu_day.json")
+    before = page(load_results())
+    merge(visit)
+    after = page(load_results())
+    assert "not measured" in before and "| XL/2 compiled | " in before
+    assert "| parity | " in after and "### two ranks" in after and "CPU x86_64" in after
+
+
+def test_the_page_is_made_from_the_results():
+    assert PAGE.read_text() == page(load_results()), "run benchmarks/gpu_day.sh page"
+
+
+def test_every_branch_that_only_cuda_takes_is_in_the_page():
+    files = [*(ROOT / "torchtitan").rglob("*.py"), *(ROOT / "torchtitan_dit").rglob("*.py")]
+    names = {str(path.relative_to(ROOT)) for path in files if PATTERN.search(path.read_text())}
+    estimate = {name for name in names if name.startswith("torchtitan/estimate/")}  # about GPUs, not on them
+    assert names - estimate == set(CUDA_BRANCHES)
