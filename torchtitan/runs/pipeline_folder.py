@@ -22,6 +22,7 @@ _SCHEDULER = {
     "beta_schedule": "linear", "clip_sample": False, "set_alpha_to_one": True, "steps_offset": 0,
     "prediction_type": "epsilon", "timestep_spacing": "leading",
 }  # fmt: skip
+_TRAINED = ("num_train_timesteps", "beta_start", "beta_end", "beta_schedule", "prediction_type")
 
 
 def check_pipeline(source: Path, config: JobConfig, info: DatasetInfo, vae: Path | None) -> Path:
@@ -76,6 +77,27 @@ def write_around(path: Path, vae: Path, config: JobConfig, info: DatasetInfo) ->
     }  # fmt: skip
     names = {"id2label": {str(number): name for number, name in enumerate(info.class_names)}} if info.class_names else {}
     _write(path / "model_index.json", {"_class_name": "DiTPipeline"} | parts | names)
+
+
+def latents_of(path: Path) -> tuple[float, float] | None:
+    """Shift and scale of the latents of a pipeline's AutoencoderKL; None for other folders. Raises WeightsError."""
+    if not (path / "vae" / "config.json").is_file():
+        return None
+    document = _document(path / "vae")
+    return float(document.get("shift_factor") or 0.0), float(document.get("scaling_factor", 0.18215))  # diffusers' default
+
+
+def scheduler_problems(path: Path) -> list[str]:
+    """Differences between a pipeline's scheduler and DiT's, where it states them: one line each."""
+    try:
+        document = json.loads(read_regular(path / "scheduler" / "scheduler_config.json"))
+        given = {key: document[key] for key in _TRAINED if key in document}
+    except (OSError, ValueError, RecursionError, TypeError):
+        return []
+    return [
+        f"its scheduler has {key} = {value}, this program samples {_SCHEDULER[key]} of its networks"
+        for key, value in given.items() if value != _SCHEDULER[key]
+    ]
 
 
 def _document(vae: Path) -> dict[str, Any]:

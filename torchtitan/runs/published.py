@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +14,15 @@ from torch import Tensor
 
 from torchtitan.config.job import JobConfig
 from torchtitan.config.latent_cache import trained_info
-from torchtitan.data import DatasetInfo
-from torchtitan.evaluation.config import AutoencoderConfig
+from torchtitan.data import DATASETS, DatasetInfo
+from torchtitan.evaluation.config import LATENT_DATASETS, AutoencoderConfig
 from torchtitan.files.regular import read_regular
 from torchtitan.files.shard_files import write_tensors
 from torchtitan.files.weight_files import (
     INDEX_SUFFIX,
     NotTensors,
     WeightsError,
+    header_of,
     read_state_dict,
     saved_buffers,
     written_whole,
@@ -29,12 +31,13 @@ from torchtitan.models import MODELS
 from torchtitan.models.base import DiffusionModel
 from torchtitan.models.published_layouts import ComputedTensors, ConversionError, PublishedLayout
 from torchtitan.runs.network import network_on_meta
-from torchtitan.runs.pipeline_folder import PIPELINE, check_pipeline, write_around
+from torchtitan.runs.pipeline_folder import PIPELINE, check_pipeline, latents_of, scheduler_problems, write_around
 from torchtitan.runs.portable import config_of_weights, header_config, load_text
 
 OWN = "safetensors"
 LAYOUTS = tuple(dict.fromkeys(name for family in MODELS.values() for name in family.layouts))
 WRITTEN = (OWN, *LAYOUTS, PIPELINE)
+_OBJECTIVE = tuple(f"objective.{key}" for key in ("path", "prediction", "preconditioning", "sigma_data"))
 
 
 @dataclass(frozen=True)
@@ -72,18 +75,23 @@ def open_published(path: Path, layout_name: str, config: JobConfig | None) -> tu
         WeightsError: they are of another layout, another model, or of one that cannot be told from them; ConfigError.
     """
     source, document, problems = published_file(path)
-    if problems:
+    if problems := problems or scheduler_problems(path):
         raise WeightsError("\n".join(f"{path}: {problem}" for problem in problems))
     if config is not None and layout_name != OWN:
         layout_of(layout_name, config)  # before a large file is read
     published, nested = _read_published(source, layout_name)
+    header, latents = _config_of_header(source), latents_of(path)
     if config is None:
-        config = _config_of_header(source) or _config_shown(source, layout_name, published, document, _class_names(path))
+        config = header or _config_shown(source, layout_name, published, document, _class_names(path))
         config.autoencoder = _autoencoder_beside(path, config)
+        if latents and header is None and config.data.name in LATENT_DATASETS:
+            channels = config.data.shape[0]
+            config.data.shift, config.data.scale = [latents[0]] * channels, [latents[1]] * channels
     info = trained_info(config)
     model = network_on_meta(config, info)
     notes = [f"taken from {nested!r} of the file"] if nested else []
     if layout_name == OWN:
+        _check_constants(source, config, dict.fromkeys(_OBJECTIVE), header)
         wanted, found = set(dict(model.named_parameters()) | saved_buffers(model)), set(published)
         if wanted != found:
             raise WeightsError(f"{source}: is not in this program's layout, or of another model ({len(wanted ^ found)} names)")
@@ -95,6 +103,7 @@ def open_published(path: Path, layout_name: str, config: JobConfig | None) -> tu
         tensors, left_out = layout.import_weights(published, model)
     except ConversionError as error:
         raise WeightsError(prefixed(source, error)) from error
+    _check_constants(source, config, layout.constants(model), header, latents or layout.latents.get(info.image_shape[0]))
     return OwnWeights(path, config, info, model, tensors, source.name), [*left_out, *notes, layout.convention]
 
 
@@ -136,6 +145,8 @@ def write_weights(
             raise WeightsError(prefixed(weights.source, error)) from error
         unrounded = layout.unrounded
         notes = [*left_out, f"{trained_for(config)}; {layout.convention}"]
+        if differing := _differing(config, layout.constants(model)):
+            notes.append(f"its code computes another function unless it is changed: {', '.join(differing)}")
         if pipeline and weights.info.num_classes != 1000:
             notes.append(f"DiTPipeline's null class is number 1000: guidance of {weights.info.num_classes} classes fails there")
     header = {
@@ -212,11 +223,48 @@ def _config_shown(
 
 
 def layout_of(name: str, config: JobConfig) -> PublishedLayout:
+    """Layout of a configuration's networks, for the units in which it has its data. Raises WeightsError."""
     known = MODELS[config.model.name].layouts
     if name not in known:
         has = f"its published layouts are {', '.join(known)}" if known else "it has no published layout"
         raise WeightsError(f"--format {name}: is not of model.name = {config.model.name} ({has})")
-    return known[name]
+    objective = config.objective
+    return known[name].at(objective.sigma_data) if objective.preconditioning == "edm" else known[name]
+
+
+def _check_constants(
+    source: Path, config: JobConfig, wanted: Mapping[str, Any], header: JobConfig | None,
+    latents: tuple[float, float] | None = None,
+) -> None:  # fmt: skip
+    """Refuse weights for a configuration in which they would be another function. Raises WeightsError.
+
+    Args:
+        wanted: constants of the published network by key of the configuration.
+        header: configuration of weights that this program wrote, with their constants.
+        latents: published shift and scale.
+    """
+    if header is not None:
+        wanted, latents = {key: attrgetter(key)(header) for key in wanted}, None
+    elif source.suffix == ".safetensors" and header_of(source).get("trained_for") == trained_for(config):
+        wanted = {}  # of captions: without a configuration
+    found = _differing(config, {key: value for key, value in wanted.items() if value is not None})
+    if latents and config.data.name in LATENT_DATASETS:
+        normalization = DATASETS[config.data.name].store(config.data).index.normalization
+        for key, values, value in zip(("shift", "scale"), (normalization.shift, normalization.scale), latents, strict=True):
+            if any(abs(each - value) > 1e-3 * value for each in values):
+                found.append(f"latents with {key} = {list(values)} (there {value:g})")
+    if found:
+        advice = "set them so; a run that starts from the imported file may have others"
+        lines = [f"{line}, which tensors do not show" for line in found]
+        raise WeightsError("\n".join(f"{source}: {line} ({advice})" for line in lines))
+
+
+def _differing(config: JobConfig, wanted: Mapping[str, Any]) -> list[str]:
+    """Constants of a configuration that are others than those wanted."""
+    given = {key: attrgetter(key)(config) for key in wanted}
+    # A continuous path has the times of the discrete one, and others.
+    same = {key for key in wanted if given[key] in (wanted[key], f"{wanted[key]}_continuous")}
+    return [f"{key} = {given[key]} (there {wanted[key]})" for key in wanted if key not in same]
 
 
 def published_file(path: Path) -> tuple[Path, Mapping[str, Any], list[str]]:
