@@ -4,11 +4,13 @@
     ai-toolkit  the same without alphas, as it reads none: B is scaled
     kohya       lora_unet_double_blocks_0_img_attn_qkv.lora_down.weight, .lora_up.weight, .alpha
     comfyui     diffusion_model.double_blocks.0.img_attn.qkv.lora_down.weight, .lora_up.weight, .alpha
+
+Others are read: the names of diffusers and of black-forest-labs without a prefix, peft's, fal's, OneTrainer's and XLabs'.
 """
 
 from collections import defaultdict
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torchtitan.models.adapters.fusing import cut, join
@@ -29,6 +31,9 @@ class FluxAdapterLayout(AdapterLayout):
     network: str
     separator: str
 
+    def layers(self, model: Any) -> Collection[str]:
+        return self._linears(model)
+
     def own(self, published: Mapping[str, LowRankWeights], model: Any) -> dict[Target, LowRankWeights]:
         linears = self._linears(model)
         for name in published:
@@ -48,6 +53,28 @@ class FluxAdapterLayout(AdapterLayout):
         if self.network == "diffusers" and target.module == SWAPPED:
             return LowRankWeights(values.down, swap_halves(values.up), values.alpha)
         return values
+
+
+class XLabsLayout(FluxAdapterLayout):
+    """Layout of XLabs' processors of attention: queries, keys and values of single blocks without the hidden layer.
+
+    Source: diffusers' loaders/lora_conversion_utils.py, for facts.
+    """
+
+    def _linears(self, model: Any) -> dict[str, Target]:
+        linears = published_linears(model, self.network)
+        names = {"_attn.qkv": "qkv_lora", "_attn.proj": "proj_lora", "linear1": "qkv_lora", "linear2": "proj_lora"}
+        found = {}
+        for name, target in linears.items():
+            block, _, layer = name.rpartition("." if "single" in name else ".img" if ".img" in name else ".txt")
+            if layer in names:
+                number = "" if "single" in name else "1" if ".img" in name else "2"
+                stop = 3 * model.config.dim if layer == "linear1" else target.stop
+                found[f"{block}.processor.{names[layer]}{number}"] = replace(target, stop=stop)
+        return found
+
+    def published(self, weights: AdapterWeights, model: Any) -> dict[str, LowRankWeights]:
+        raise AdapterError("the layout xlabs is read alone")
 
 
 class SplitLayout(FluxAdapterLayout):
@@ -117,9 +144,17 @@ _PEFT, _KOHYA = ("lora_A.weight", "lora_B.weight"), ("lora_down.weight", "lora_u
 LAYOUTS: dict[str, AdapterLayout] = {
     layout.name: layout
     for layout in (
-        SplitLayout("diffusers", "transformer.", *_PEFT, "where needed", "diffusers", "."),
+        SplitLayout("diffusers", "transformer.", *_PEFT, "where needed", "diffusers", ".", spellings=(
+            SplitLayout("diffusers without prefix", "", *_PEFT, "where needed", "diffusers", "."),
+            SplitLayout("peft", "base_model.model.", *_PEFT, "beside", "diffusers", "."),
+            SplitLayout("onetrainer", "lora_transformer_", *_KOHYA, "always", "diffusers", "_"),
+        )),
         SplitLayout("ai-toolkit", "transformer.", *_PEFT, "never", "diffusers", "."),
         FusedLayout("kohya", "lora_unet_", *_KOHYA, "always", "bfl", "_"),
-        FusedLayout("comfyui", "diffusion_model.", *_KOHYA, "always", "bfl", "."),
+        FusedLayout("comfyui", "diffusion_model.", *_KOHYA, "always", "bfl", ".", spellings=(
+            FusedLayout("bfl", "", *_KOHYA, "always", "bfl", "."),
+            FusedLayout("fal", "base_model.model.", *_PEFT, "never", "bfl", "."),
+            XLabsLayout("xlabs", "", "down.weight", "up.weight", "never", "bfl", "."),
+        )),
     )
-}
+}  # fmt: skip
