@@ -38,7 +38,8 @@ def run(folder, pictures, kill_at=-1, *more):
     given = [
         "--job.config_file", str(CONFIG), "--data.path", str(pictures), "--data.trigger_word", "sks",
         "--data.resolutions", "[64]", "--job.dump_folder", str(folder), "--training.steps", "4", "--checkpoint.interval", "2",
-        "--sampling.interval", "2", "--metrics.log_freq", "1", "--metrics.enable_tensorboard", "false", "--lora.alpha", "4", *more,
+        "--sampling.interval", "2", "--metrics.log_freq", "1", "--metrics.enable_tensorboard", "false", "--lora.alpha", "4",
+        *more,
     ]  # fmt: skip
     process = ForkedProcess(train, (given, kill_at), dict(os.environ))
     return process.wait(120), process.said()

@@ -1,6 +1,7 @@
 """Weights in published layouts: read without a run, written from any weights, with what says how they are sampled."""
 
 import json
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -37,6 +38,7 @@ from torchtitan.runs.portable import config_of_weights, header_config, load_text
 OWN = "safetensors"
 LAYOUTS = tuple(dict.fromkeys(name for family in MODELS.values() for name in family.layouts))
 WRITTEN = (OWN, *LAYOUTS, PIPELINE)
+_COMFYUI = "model.diffusion_model."  # prefix of the network in checkpoints with all parts of a pipeline
 _OBJECTIVE = tuple(f"objective.{key}" for key in ("path", "prediction", "preconditioning", "sigma_data"))
 
 
@@ -79,7 +81,7 @@ def open_published(path: Path, layout_name: str, config: JobConfig | None) -> tu
         raise WeightsError("\n".join(f"{path}: {problem}" for problem in problems))
     if config is not None and layout_name != OWN:
         layout_of(layout_name, config)  # before a large file is read
-    published, nested = _read_published(source, layout_name)
+    published, notes = _read_published(source, layout_name)
     header, latents = _config_of_header(source), latents_of(path)
     if config is None:
         config = header or _config_shown(source, layout_name, published, document, _class_names(path))
@@ -89,7 +91,6 @@ def open_published(path: Path, layout_name: str, config: JobConfig | None) -> tu
             config.data.shift, config.data.scale = [latents[0]] * channels, [latents[1]] * channels
     info = trained_info(config)
     model = network_on_meta(config, info)
-    notes = [f"taken from {nested!r} of the file"] if nested else []
     if layout_name == OWN:
         _check_constants(source, config, dict.fromkeys(_OBJECTIVE), header)
         wanted, found = set(dict(model.named_parameters()) | saved_buffers(model)), set(published)
@@ -160,11 +161,11 @@ def write_weights(
             with _network_folder(path, pipeline) as folder:
                 text = json.dumps(layout.folder_config(model), indent=2) + "\n"
                 (folder / "config.json").write_text(text, encoding="utf-8")
-                _write_converted(folder / layout.folder_files[0], tensors, dtype, unrounded, header)
+                _write_converted(folder / layout.folder_files[0], weights.source, tensors, dtype, unrounded, header)
             if pipeline and vae is not None:
                 write_around(path, vae, config, weights.info)
         else:
-            _write_converted(path, tensors, dtype, unrounded, header)
+            _write_converted(path, weights.source, tensors, dtype, unrounded, header)
     return notes
 
 
@@ -287,27 +288,46 @@ def published_file(path: Path) -> tuple[Path, Mapping[str, Any], list[str]]:
     return source, document, []
 
 
-def _read_published(path: Path, layout_name: str) -> tuple[dict[str, Tensor], str | None]:
+def _read_published(path: Path, layout_name: str) -> tuple[dict[str, Tensor], list[str]]:
+    """Tensors of the network alone, and a line on where they were taken from. Raises WeightsError."""
     try:
-        return read_state_dict(path)
+        published, nested = read_state_dict(path)
     except NotTensors as error:
         layouts = (family.layouts.get(layout_name) for family in MODELS.values())
         advice = next((layout.advice for layout in layouts if layout and layout.advice), "")
         raise WeightsError(f"{error} ({advice})" if advice else str(error)) from error
+    notes = [f"taken from {nested!r} of the file"] if nested else []
+    network = {name.removeprefix(_COMFYUI): tensor for name, tensor in published.items() if name.startswith(_COMFYUI)}
+    if not network:
+        return published, notes
+    others = Counter(name.partition(".")[0] for name in published if not name.startswith(_COMFYUI))
+    counts = ", ".join(f"{count} tensors of {part}" for part, count in others.items())
+    return network, [*notes, *([f"left out beside {_COMFYUI}: {counts}"] if others else [])]
 
 
 def _write_converted(
-    path: Path, weights: Mapping[str, Tensor], dtype: str, unrounded: frozenset[str], metadata: dict[str, str]
+    path: Path, source: Path, weights: Mapping[str, Tensor], dtype: str, unrounded: frozenset[str], metadata: dict[str, str]
 ) -> None:
-    """Write weights in another dtype, all but the `unrounded` tables, one after the other. Raises OSError."""
+    """Write weights in another dtype, all but the `unrounded` tables, one after the other.
+
+    Raises:
+        OSError; WeightsError: values are not finite.
+    """
 
     def entry(name: str) -> tuple[tuple[int, ...], torch.dtype]:
         shape = weights.shapes[name] if isinstance(weights, ComputedTensors) else tuple(weights[name].shape)
         return shape, weights[name].dtype if name in unrounded else getattr(torch, dtype)
 
+    def converted(name: str, kept: torch.dtype) -> Tensor:
+        tensor = weights[name].to(kept)
+        if not tensor.isfinite().all():
+            advice = " in float16 (give --dtype float32)" if dtype == "float16" else ""
+            raise WeightsError(f"{source}: {name} holds values that are not finite{advice}")
+        return tensor
+
     entries = {name: entry(name) for name in weights}
     entries = dict(sorted(entries.items(), key=lambda item: (-item[1][1].itemsize, item[0])))
-    write_tensors(path, entries, (weights[name].to(kept) for name, (_, kept) in entries.items()), metadata)
+    write_tensors(path, entries, (converted(name, kept) for name, (_, kept) in entries.items()), metadata)
 
 
 def trained_for(config: JobConfig) -> str:
