@@ -167,6 +167,13 @@ def test_constants_that_tensors_do_not_show_are_refused_by_name(tmp_path, layout
     assert all(torch.allclose(found.tensors[each], weights.tensors[each], rtol=2.0**-22, atol=0) for each in weights.tensors)
 
 
+def test_a_file_of_this_program_is_converted_by_its_own_constants(tmp_path):
+    write_weights(drawn(config_of(EDM2), tmp_path), tmp_path / "own.safetensors", "safetensors", dtype="float32", overwrite=False)
+    assert open_published(tmp_path / "own.safetensors", "safetensors", config_of(EDM2))
+    with pytest.raises(WeightsError, match=r"objective.sigma_data = 1.0 \(there 0.5\), which tensors do not show"):
+        open_published(tmp_path / "own.safetensors", "safetensors", config_of(EDM2, [("a = 0.5", "a = 1.0")]))
+
+
 def test_constants_of_published_sizes_are_refused_by_name(tmp_path, monkeypatch):
     """Heads and rotary axes, which only the published sizes determine."""
     tiny = DiTConfig(**(vars(FLAVORS["DiT-S/2"]) | {"flavor": "DiT-T/2", "dim": 32, "num_layers": 2, "num_heads": 2,

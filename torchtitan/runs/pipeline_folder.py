@@ -80,34 +80,36 @@ def write_around(path: Path, vae: Path, config: JobConfig, info: DatasetInfo) ->
 
 
 def latents_of(path: Path) -> tuple[float, float] | None:
-    """Shift and scale of the latents of a pipeline's AutoencoderKL; None for other folders. Raises WeightsError."""
-    if not (path / "vae" / "config.json").is_file():
+    """Shift and scale of the latents of a pipeline's AutoencoderKL; None for other folders."""
+    document = _json(path / "vae" / "config.json")
+    if document.get("_class_name") != "AutoencoderKL":
         return None
-    document = _document(path / "vae")
-    return float(document.get("shift_factor") or 0.0), float(document.get("scaling_factor", 0.18215))  # diffusers' default
+    return document.get("shift_factor") or 0.0, document.get("scaling_factor", 0.18215)  # as diffusers where nothing is said
 
 
 def scheduler_problems(path: Path) -> list[str]:
     """Differences between a pipeline's scheduler and DiT's, where it states them: one line each."""
-    try:
-        document = json.loads(read_regular(path / "scheduler" / "scheduler_config.json"))
-        given = {key: document[key] for key in _TRAINED if key in document}
-    except (OSError, ValueError, RecursionError, TypeError):
-        return []
+    document = _json(path / "scheduler" / "scheduler_config.json")
     return [
-        f"its scheduler has {key} = {value}, this program samples {_SCHEDULER[key]} of its networks"
-        for key, value in given.items() if value != _SCHEDULER[key]
+        f"its scheduler has {key} = {document[key]}, this program samples {_SCHEDULER[key]} of its networks"
+        for key in _TRAINED if document.get(key, _SCHEDULER[key]) != _SCHEDULER[key]
     ]
 
 
 def _document(vae: Path) -> dict[str, Any]:
-    try:
-        document = json.loads(read_regular(vae / "config.json"))
-    except (OSError, ValueError, RecursionError):
-        document = None
-    if not isinstance(document, dict) or document.get("_class_name") != "AutoencoderKL":
+    document = _json(vae / "config.json")
+    if document.get("_class_name") != "AutoencoderKL":
         raise WeightsError(f"{vae / 'config.json'}: describes no AutoencoderKL")
     return document
+
+
+def _json(path: Path) -> dict[str, Any]:
+    """Object of a JSON file; empty where there is none."""
+    try:
+        document = json.loads(read_regular(path))
+    except (OSError, ValueError, RecursionError):
+        document = None
+    return document if isinstance(document, dict) else {}
 
 
 def _write(path: Path, document: dict[str, Any]) -> None:

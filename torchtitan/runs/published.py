@@ -85,10 +85,10 @@ def open_published(path: Path, layout_name: str, config: JobConfig | None) -> tu
     header, latents = _config_of_header(source), latents_of(path)
     if config is None:
         config = header or _config_shown(source, layout_name, published, document, _class_names(path))
+        if latents and header is None and config.data.name == "recorded_latents":
+            config.data.shift, config.data.scale = ([value] * config.data.shape[0] for value in latents)
+        header = config
         config.autoencoder = _autoencoder_beside(path, config)
-        if latents and header is None and config.data.name in LATENT_DATASETS:
-            channels = config.data.shape[0]
-            config.data.shift, config.data.scale = [latents[0]] * channels, [latents[1]] * channels
     info = trained_info(config)
     model = network_on_meta(config, info)
     if layout_name == OWN:
@@ -255,9 +255,8 @@ def _check_constants(
             if any(abs(each - value) > 1e-3 * value for each in values):
                 found.append(f"latents with {key} = {list(values)} (there {value:g})")
     if found:
-        advice = "set them so; a run that starts from the imported file may have others"
-        lines = [f"{line}, which tensors do not show" for line in found]
-        raise WeightsError("\n".join(f"{source}: {line} ({advice})" for line in lines))
+        advice = "set it so; a run that starts from the imported file may have another"
+        raise WeightsError("\n".join(f"{source}: {line}, which tensors do not show ({advice})" for line in found))
 
 
 def _differing(config: JobConfig, wanted: Mapping[str, Any]) -> list[str]:

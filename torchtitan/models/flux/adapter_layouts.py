@@ -55,28 +55,6 @@ class FluxAdapterLayout(AdapterLayout):
         return values
 
 
-class XLabsLayout(FluxAdapterLayout):
-    """Layout of XLabs' processors of attention: queries, keys and values of single blocks without the hidden layer.
-
-    Source: diffusers' loaders/lora_conversion_utils.py, for facts.
-    """
-
-    def _linears(self, model: Any) -> dict[str, Target]:
-        linears = published_linears(model, self.network)
-        names = {"_attn.qkv": "qkv_lora", "_attn.proj": "proj_lora", "linear1": "qkv_lora", "linear2": "proj_lora"}
-        found = {}
-        for name, target in linears.items():
-            block, _, layer = name.rpartition("." if "single" in name else ".img" if ".img" in name else ".txt")
-            if layer in names:
-                number = "" if "single" in name else "1" if ".img" in name else "2"
-                stop = 3 * model.config.dim if layer == "linear1" else target.stop
-                found[f"{block}.processor.{names[layer]}{number}"] = replace(target, stop=stop)
-        return found
-
-    def published(self, weights: AdapterWeights, model: Any) -> dict[str, LowRankWeights]:
-        raise AdapterError("the layout xlabs is read alone")
-
-
 class SplitLayout(FluxAdapterLayout):
     """Layout with an adapter for each of diffusers' linears."""
 
@@ -105,6 +83,19 @@ class FusedLayout(FluxAdapterLayout):
                 places = pieces[whole.module]
                 parts = parts_of(of_module, places)
                 found[name] = join([parts.get(place) for place in places], [place.stop - place.start for place in places])
+        return found
+
+
+class XLabsLayout(FusedLayout):
+    """Layout of XLabs' processors of attention: queries, keys and values of single blocks without the hidden layer."""
+
+    def _linears(self, model: Any) -> dict[str, Target]:
+        found = {}
+        for name, target in published_linears(model, self.network).items():
+            *block, layer = name.split(".", 2)
+            if layer in _XLABS:
+                place = ".".join((*block, "processor", _XLABS[layer]))
+                found[place] = replace(target, stop=min(target.stop, 3 * model.config.dim))
         return found
 
 
@@ -140,6 +131,10 @@ def _check_alphas(published: Mapping[str, LowRankWeights]) -> None:
             )
 
 
+_XLABS = {
+    "img_attn.qkv": "qkv_lora1", "txt_attn.qkv": "qkv_lora2", "img_attn.proj": "proj_lora1", "txt_attn.proj": "proj_lora2",
+    "linear1": "qkv_lora", "linear2": "proj_lora",
+}  # fmt: skip
 _PEFT, _KOHYA = ("lora_A.weight", "lora_B.weight"), ("lora_down.weight", "lora_up.weight")
 LAYOUTS: dict[str, AdapterLayout] = {
     layout.name: layout
