@@ -22,58 +22,25 @@ from torchtitan.runs.portable import load_text
 from torchtitan.runs.published import OwnWeights, open_published, write_weights
 from torchtitan.runs.trained_model import load_weights
 
-EDM2 = """
-[model]
-name = "edm2"
-flavor = "XS"
-channels = 16
-channel_mults = [1, 2, 4]
-num_blocks = 1
-attention_resolutions = [4]
-channels_per_head = 8
-[objective]
-path = "edm"
-prediction = "edm"
-preconditioning = "edm"
-sigma_data = 0.5
-[data]
-name = "recorded"
-shape = [3, 8, 8]
-num_classes = 5
-"""
+EDM2 = (
+    '[model]\nname = "edm2"\nflavor = "XS"\nchannels = 16\nchannel_mults = [1, 2, 4]\nnum_blocks = 1\n'
+    'attention_resolutions = [4]\nchannels_per_head = 8\n'
+    '[objective]\npath = "edm"\nprediction = "edm"\npreconditioning = "edm"\nsigma_data = 0.5\n'
+    '[data]\nname = "recorded"\nshape = [3, 8, 8]\nnum_classes = 5\n'
+)
 PORT = EDM2.replace('"XS"', '"cifar"').replace("= 16\n", "= 32\n").replace("[1, 2, 4]", "[1, 2]").replace("head = 8", "head = 0")
 PORT = PORT.replace("num_blocks = 1", "num_blocks = 2").replace("num_classes = 5", "num_classes = 0")
-DIT = """
-[model]
-flavor = "DiT-S/2"
-num_layers = 2
-[objective]
-path = "ddpm_linear"
-prediction = "noise"
-preconditioning = "index"
-[data]
-name = "recorded_latents"
-shape = [4, 8, 8]
-num_classes = 3
-shift = [0.0, 0.0, 0.0, 0.0]
-scale = [0.18215, 0.18215, 0.18215, 0.18215]
-"""
+DIT = (
+    '[model]\nflavor = "DiT-S/2"\nnum_layers = 2\n[objective]\npath = "ddpm_linear"\nprediction = "noise"\n'
+    'preconditioning = "index"\n[data]\nname = "recorded_latents"\nshape = [4, 8, 8]\nnum_classes = 3\n'
+    "shift = [0.0, 0.0, 0.0, 0.0]\nscale = [0.18215, 0.18215, 0.18215, 0.18215]\n"
+)
 SIT = DIT.replace("ddpm_linear", "rectified_flow").replace('"noise"', '"velocity"').replace('"index"', '"sit"')
-FLUX = """
-[model]
-name = "flux"
-flavor = "debug"
-[objective]
-path = "rectified_flow"
-prediction = "velocity"
-preconditioning = "identity"
-[data]
-name = "synthetic"
-shape = [3, 8, 12]
-text_length = 5
-text_dim = 32
-pooled_dim = 24
-"""
+FLUX = (
+    '[model]\nname = "flux"\nflavor = "debug"\n[objective]\npath = "rectified_flow"\nprediction = "velocity"\n'
+    'preconditioning = "identity"\n'
+    '[data]\nname = "synthetic"\nshape = [3, 8, 12]\ntext_length = 5\ntext_dim = 32\npooled_dim = 24\n'
+)
 OF_LAYOUT = {"edm2": EDM2, "edm2_port": PORT, "dit": DIT, "sit": SIT, "bfl": FLUX, "diffusers": DIT, "flux": FLUX}
 
 
