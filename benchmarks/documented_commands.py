@@ -47,10 +47,10 @@ STANDS_FOR = re.compile(
 # Of each published layout a small network.
 PUBLISHED = {
     "dit": '[model]\nflavor = "DiT-S/2"\nnum_layers = 2\nlearned_variance = true\n[objective]\npath = "ddpm_linear"\n'
-    'prediction = "noise"\n[data]\nname = "synthetic"\nshape = [4, 16, 16]\nnum_classes = 10\n',
+    'prediction = "noise"\npreconditioning = "index"\n[data]\nname = "synthetic"\nshape = [4, 16, 16]\nnum_classes = 10\n',
     "edm2": '[model]\nname = "edm2"\nflavor = "cifar"\nnum_blocks = 1\nmiddle_blocks = "decoder"\nchannels_per_head = 64\n'
-    'pixel_norm_epsilon = "added_to_norm"\n[objective]\nprediction = "x0"\n[data]\nname = "synthetic"\nshape = [3, 32, 32]\n'
-    'num_classes = 10\n',
+    'pixel_norm_epsilon = "added_to_norm"\n[objective]\nprediction = "x0"\npreconditioning = "edm"\n[data]\n'
+    'name = "synthetic"\nshape = [3, 32, 32]\nnum_classes = 10\n',
 }
 # Pattern: commands that make what a command needs, as its page does.
 BEFORE = {

@@ -116,7 +116,7 @@ def test_published_layouts_come_back_exactly(run, config_file, command, tmp_path
     assert code == 0 and same(load_file(back), weights_of(run, "ema.ema."))
 
 
-def test_torch_checkpoints_are_read_at_the_usual_nesting(run, config_file, command, tmp_path):
+def test_torch_checkpoints_are_read_at_the_usual_nesting(run, command, tmp_path):
     file = tmp_path / "published.safetensors"
     command("export", run.folder, "--format", "sit", "--output", file)
     best = load_file(file)
@@ -124,6 +124,9 @@ def test_torch_checkpoints_are_read_at_the_usual_nesting(run, config_file, comma
     torch.save(best, tmp_path / "plain.pt")
     record = {"model": worse, "ema": best, "opt": {"state": {0: {"step": 3}}}, "args": argparse.Namespace(lr=1e-4)}
     torch.save(record, tmp_path / "nested.pt")
+    # A torch file does not say that its network was trained on another time than SiT's.
+    config_file = tmp_path / "sit.toml"
+    config_file.write_text(CONFIG + '[objective]\npreconditioning = "sit"\n')
     for name, note in (("plain", ""), ("nested", "taken from 'ema'")):
         back = tmp_path / f"{name}.safetensors"
         source = tmp_path / f"{name}.pt"

@@ -38,7 +38,8 @@ def run(folder, pictures, kill_at=-1, *more):
     given = [
         "--job.config_file", str(CONFIG), "--data.path", str(pictures), "--data.trigger_word", "sks",
         "--data.resolutions", "[64]", "--job.dump_folder", str(folder), "--training.steps", "4", "--checkpoint.interval", "2",
-        "--sampling.interval", "2", "--metrics.log_freq", "1", "--metrics.enable_tensorboard", "false", *more,
+        "--sampling.interval", "2", "--metrics.log_freq", "1", "--metrics.enable_tensorboard", "false", "--lora.alpha", "4",
+        *more,
     ]  # fmt: skip
     process = ForkedProcess(train, (given, kill_at), dict(os.environ))
     return process.wait(120), process.said()
@@ -71,7 +72,7 @@ def test_a_run_leaves_previews_of_every_interval_and_a_final_file_that_carries_i
     final = straight / "flux_lora_tiny-step-00000004.safetensors"
     with safe_open(final, "pt") as file:
         header, names = file.metadata(), list(file.keys())
-    assert header["layout"] == "diffusers" and header["step"] == "4" and header["trigger_word"] == "sks"
+    assert header["layout"] == "ai-toolkit" and header["step"] == "4" and header["trigger_word"] == "sks"
     assert header["weights"] == "flux_lora_tiny, step 4, ema"
     assert all(name.startswith("transformer.") and name.endswith((".lora_A.weight", ".lora_B.weight")) for name in names)
 

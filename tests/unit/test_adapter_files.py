@@ -17,8 +17,9 @@ from torchtitan.models.adapters.fusing import cut, join
 from torchtitan.models.adapters.layers import AdapterError
 from torchtitan.models.adapters.layouts import NATIVE
 from torchtitan.models.adapters.target import LowRankWeights, Target
-from torchtitan.models.adapters.targets import of_blocks
+from torchtitan.models.adapters.targets import of_blocks, weight_of
 from torchtitan.models.edm2.config import EDM2Config
+from torchtitan.models.flux.conversion import published_linears
 from torchtitan_dit.commands.checkpoint import main
 
 FAMILY = MODELS["flux"]
@@ -54,8 +55,6 @@ def same_function(a, b, bound=1e-6):
 
 def every_linear(model, network):
     """Every linear of a layout of the network: of the blocks and outside of them."""
-    from torchtitan.models.flux.conversion import published_linears
-
     return list(published_linears(model, network).values())
 
 
@@ -190,6 +189,43 @@ OUT = Target("single_layers.0.out", 0, 64)
 def of_one_layer(tmp_path, layout, alpha=None, rank=2):
     model = flux()
     return model, written(tmp_path / "a.safetensors", drawn(model, [OUT], rank, alpha), model, layout)
+
+
+SPELLINGS = {
+    "onetrainer": ("kohya parts", lambda name: "lora_transformer_" + name.replace(".", "_"), "diffusers"),
+    "diffusers without prefix": ("peft parts", lambda name: name, "diffusers"),
+    "bfl": ("kohya parts", lambda name: name, "bfl"),
+    "fal": ("peft parts", lambda name: f"base_model.model.{name}", "bfl"),
+}
+
+
+@pytest.mark.parametrize("name", SPELLINGS)
+def test_names_of_other_programs_are_read(tmp_path, name):
+    """The weight's change s B A of every layer, in float64, against the tensors that were written by their names."""
+    parts, spelled, network = SPELLINGS[name]
+    model, generator, tensors, wanted = flux(), torch.Generator().manual_seed(0), {}, {}
+    for number, (published, target) in enumerate(published_linears(model, network).items()):
+        down = torch.randn(2 + number % 2, weight_of(model, target.module)[1], generator=generator)
+        up = torch.randn(target.stop - target.start, len(down), generator=generator)
+        if network == "diffusers" and target.module == "output.modulation":
+            wanted[target] = up.roll(64, 0).double() @ down.double()
+        else:
+            wanted[target] = up.double() @ down.double()
+        endings = ("lora_down.weight", "lora_up.weight") if parts == "kohya parts" else ("lora_A.weight", "lora_B.weight")
+        tensors |= {f"{spelled(published)}.{ending}": part for ending, part in zip(endings, (down, up), strict=True)}
+        if parts == "kohya parts":
+            tensors[f"{spelled(published)}.alpha"] = torch.tensor(1.0 + number % 3)
+            wanted[target] *= (1.0 + number % 3) / len(down)
+    save_file(tensors, tmp_path / "a.safetensors")
+    found = read(tmp_path / "a.safetensors", model)
+    assert found.layout == name and found.weights.keys() == wanted.keys()
+    for target, values in found.weights.items():
+        change = values.scale * values.up.double() @ values.down.double()
+        assert (change - wanted[target]).abs().max() <= 1e-12 * wanted[target].abs().max()
+    assert any("scale 1" in note for note in found.notes) == (parts == "peft parts")
+    save_file({f"x.{layer}": tensor for layer, tensor in tensors.items()}, tmp_path / "a.safetensors")
+    with pytest.raises(AdapterError, match=r"x\..* is of no layout of adapters of this network"):
+        read(tmp_path / "a.safetensors", model)
 
 
 def test_missing_alpha_means_scale_one_whatever_the_rank(tmp_path):

@@ -4,7 +4,7 @@ import logging
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from tests.adapted_models import IMAGE, TOKENS, drawn, flux, flux_inputs, with_adapter
 from torchtitan.conditions import POOLED, TEXT
@@ -13,6 +13,7 @@ from torchtitan.models.adapters.adapter_files import read_adapter, write_adapter
 from torchtitan.models.adapters.target import AdapterError, LowRankWeights, Target
 from torchtitan.models.flux.conversion import LAYOUTS as NETWORKS
 from torchtitan.models.flux.conversion import published_linears
+from torchtitan.runs.final_weights import final_layout
 
 FAMILY = MODELS["flux"]
 LAYOUTS = FAMILY.adapter_layouts
@@ -109,6 +110,72 @@ def test_split_layouts_in_diffusers(diffusers, tmp_path, layout, name):
 def test_layers_outside_of_the_blocks_in_diffusers(diffusers, tmp_path):
     model = flux()
     compared(diffusers, tmp_path, drawn(model, list(published_linears(model, "diffusers").values()), 2, 3.0), "diffusers")
+
+
+@pytest.mark.parametrize("alpha", [None, 3.0])
+def test_the_file_of_a_run_has_its_scale_in_readers_without_alphas(diffusers, tmp_path, alpha):
+    """FluxTransformer2DModel.load_lora_adapter reads no alpha tensor; the run's file also loads as before."""
+    model = flux()
+    weights = drawn(model, FAMILY.adapter_sets["kohya"](model), 8, alpha)
+    path = tmp_path / "adapter.safetensors"
+    write_adapter(path, weights, model, final_layout("flux"))
+    theirs = theirs_of(diffusers, model)
+    theirs.load_lora_adapter(str(tmp_path), weight_name=path.name, prefix="transformer")
+    found, wanted = output_of(theirs), with_adapter(flux(), weights)(*flux_inputs())
+    assert (found - wanted).abs().max() <= 1e-5 * wanted.abs().max()
+    again = read_adapter(path, model, LAYOUTS)
+    assert {values.alpha for values in again.as_trained.values()} == {alpha or 8.0}
+    for mine in (with_adapter(flux(), weights)(*flux_inputs()) for weights in (again.weights, again.as_trained)):
+        assert (mine - wanted).abs().max() <= 1e-6 * wanted.abs().max()
+
+
+SCALES = {"plain": {}, "patterns": {"rank_pattern": {"to_q": 2}, "alpha_pattern": {"to_out.0": 5}}, "root": {"use_rslora": True}}
+
+
+@pytest.mark.parametrize("name", SCALES)
+@pytest.mark.parametrize("saved", ["save_lora_adapter", "peft folder", "peft file"])
+def test_adapters_saved_without_a_prefix_and_by_peft_are_read_with_their_scales(diffusers, tmp_path, saved, name):
+    import peft
+
+    model = flux()
+    theirs = theirs_of(diffusers, model)
+    config = peft.LoraConfig(r=4, lora_alpha=6, init_lora_weights=False, target_modules=["to_q", "to_out.0"], **SCALES[name])
+    torch.manual_seed(0)
+    if saved == "save_lora_adapter":
+        theirs.add_adapter(config)
+        theirs.save_lora_adapter(tmp_path)
+        path = tmp_path / "pytorch_lora_weights.safetensors"
+    else:
+        peft.get_peft_model(theirs, config).save_pretrained(tmp_path)
+        path = tmp_path if saved == "peft folder" else tmp_path / "adapter_model.safetensors"
+    wanted = output_of(theirs)
+    mine = with_adapter(flux(), read_adapter(path, model, LAYOUTS).weights)(*flux_inputs())
+    assert (wanted - output_of(theirs_of(diffusers, model))).abs().max() > 0.01 * wanted.abs().max()
+    assert (mine - wanted).abs().max() <= 1e-5 * wanted.abs().max()
+    if saved == "peft file":
+        (tmp_path / "adapter_config.json").unlink()
+        with pytest.raises(AdapterError, match="with its scale in another file, adapter_config.json"):
+            read_adapter(path, model, LAYOUTS)
+
+
+def test_xlabs_files_are_read_as_diffusers_reads_them(diffusers, tmp_path):
+    model, generator = flux(), torch.Generator().manual_seed(0)
+    state = {
+        f"{block}.processor.{layer}.{part}.weight": 0.3 * torch.randn(shape, generator=generator)
+        for block, layers in (("double_blocks.0", ("qkv_lora1", "qkv_lora2", "proj_lora1", "proj_lora2")),
+                              ("single_blocks.1", ("qkv_lora", "proj_lora")))
+        for layer in layers for part, shape in (
+            ("down", (4, 320 if (block, layer) == ("single_blocks.1", "proj_lora") else 64)),
+            ("up", (192 if "qkv" in layer else 64, 4)),
+        )
+    }  # fmt: skip
+    save_file(state, tmp_path / "xlabs.safetensors")
+    theirs = theirs_of(diffusers, model)
+    _, said = loaded(diffusers, theirs, tmp_path / "xlabs.safetensors")
+    found = read_adapter(tmp_path / "xlabs.safetensors", model, LAYOUTS)
+    assert not said and found.layout == "xlabs" and len(found.weights) == 6
+    wanted, mine = output_of(theirs), with_adapter(flux(), found.weights)(*flux_inputs())
+    assert (mine - wanted).abs().max() <= 1e-5 * wanted.abs().max()
 
 
 def test_alphas_that_diffusers_would_mistake_are_not_written(diffusers, tmp_path):

@@ -252,6 +252,44 @@ def test_weights_of_another_model_are_refused_by_name():
         LAYOUTS["bfl"].import_weights(narrow, guided)
 
 
+CONFIG = (
+    '[model]\nname = "flux"\nflavor = "debug"\n[data]\nname = "synthetic"\nshape = [3, 8, 12]\ntext_length = 5\n'
+    "text_dim = 32\npooled_dim = 24\n"
+)
+
+
+def imported(tmp_path, tensors):
+    """What `import` of a file in BFL's names says; its output, if it wrote one."""
+    (tmp_path / "config.toml").write_text(CONFIG)
+    save_file(tensors, tmp_path / "published.safetensors")
+    words = ["import", tmp_path / "published.safetensors", "--format", "bfl", "--config", tmp_path / "config.toml"]
+    code = main([*map(str, words), "--output", str(tmp_path / "own.safetensors")])
+    files = sorted(path.name for path in tmp_path.iterdir() if path.suffix != ".toml" and "published" not in path.name)
+    return code, load_file(tmp_path / files[0]) if files else files
+
+
+def test_weights_that_are_not_finite_are_not_imported(tmp_path, capsys):
+    model = build(DEBUG).float()
+    published, _ = LAYOUTS["bfl"].export_weights({name: p.detach() for name, p in model.named_parameters()}, model)
+    tensors = dict(published)
+    tensors["double_blocks.1.img_attn.qkv.weight"][7, 3] = float("nan")
+    assert imported(tmp_path, tensors) == (2, [])
+    said = capsys.readouterr().err
+    assert "published.safetensors: double_layers.1.image.qkv.weight holds values that are not finite" in said
+
+
+def test_a_checkpoint_of_comfyui_is_imported_without_its_other_parts(tmp_path, capsys):
+    model = build(DEBUG).float()
+    weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    published, _ = LAYOUTS["bfl"].export_weights(weights, model)
+    tensors = {f"model.diffusion_model.{name}": published[name] for name in published}
+    tensors |= {f"vae.decoder.{number}": torch.ones(1) for number in range(3)} | {"text_encoders.t5xxl.x": torch.ones(2)}
+    code, found = imported(tmp_path, tensors)
+    assert code == 0 and found.keys() == weights.keys() and all(torch.equal(found[name], weights[name]) for name in weights)
+    said = capsys.readouterr().err
+    assert "left out beside model.diffusion_model.: 1 tensors of text_encoders, 3 tensors of vae" in said
+
+
 def test_tensors_are_converted_one_at_a_time():
     """24 GB of weights pass through a machine that has less."""
     model, read = build(DEBUG), []
@@ -286,10 +324,7 @@ def test_published_folder_of_several_files_is_imported(tmp_path, capsys):
     model = build(DEBUG).float()
     folder = write_folder(tmp_path / "published", model)
     config = tmp_path / "config.toml"
-    config.write_text(
-        '[model]\nname = "flux"\nflavor = "debug"\n[data]\nname = "synthetic"\nshape = [3, 8, 12]\ntext_length = 5\n'
-        "text_dim = 32\npooled_dim = 24\n"
-    )
+    config.write_text(CONFIG)
     words = ["import", str(folder), "--format", "diffusers", "--config", str(config), "--output"]
     assert main([*words, str(tmp_path / "own.safetensors")]) == 0, capsys.readouterr().err
     found = load_file(tmp_path / "own.safetensors")

@@ -5,7 +5,7 @@ A family names its layouts in `ModelFamily.layouts`; `scripts/checkpoint.py` exp
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 from torch import Tensor
 
@@ -44,12 +44,22 @@ class PublishedLayout(ABC):
         folder_files: names of the weights in a folder, the first for export; none: the layout is a file alone.
         unrounded: published names of tensors that are no weights, and keep their dtype.
         advice: what to do with a file of other objects than tensors; "" if nothing is known.
+        latents: channels -> shift and scale of the latents that the published network of so many channels is for.
     """
 
     convention: str
     folder_files: ClassVar[tuple[str, ...]] = ()
     unrounded: ClassVar[frozenset[str]] = frozenset()
     advice: ClassVar[str] = ""
+    latents: ClassVar[Mapping[int, tuple[float, float]]] = {}
+
+    def at(self, sigma_data: float) -> Self:
+        """This layout for a network with EDM's preconditioning at a deviation of the data."""
+        return self
+
+    def constants(self, model: Any) -> dict[str, Any]:
+        """Values of the published network that tensors do not show, by dotted key of the configuration."""
+        return {}
 
     @abstractmethod
     def export_weights(self, weights: Mapping[str, Tensor], model: Any) -> tuple[Mapping[str, Tensor], list[str]]:

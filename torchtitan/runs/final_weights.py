@@ -16,10 +16,10 @@ from torchtitan.files.remote_path import AnyPath
 from torchtitan.files.shard_files import write_tensors
 from torchtitan.files.weight_files import written_whole
 from torchtitan.models import MODELS
-from torchtitan.models.adapters.adapter_files import known_layouts, write_adapter
+from torchtitan.models.adapters.adapter_files import write_adapter
 from torchtitan.models.adapters.adapters import TRAINED, adapted_layers
 from torchtitan.models.adapters.layers import LowRank
-from torchtitan.models.adapters.layouts import NATIVE
+from torchtitan.models.adapters.layouts import NATIVE, AdapterLayout
 from torchtitan.models.adapters.target import LowRankWeights, Target
 from torchtitan.runs.network import BASE_SHA256, adapted_network_on_meta
 from torchtitan.runs.portable import header_config
@@ -35,8 +35,7 @@ def final_weights_path(folder: Path, name: str, step: int) -> Path:
 def write_final_weights(path: Path, checkpoint: AnyPath, config: JobConfig, step: int, buffers: Collection[str]) -> None:
     """Write the weights that `sampling.ema_track` names, as scripts/checkpoint.py export does, from the last checkpoint.
 
-    One tensor at a time is in memory; saved buffers keep their dtype. With adapters, they alone, in the layout of diffusers
-    if the network's family has it, else in this program's own.
+    One tensor at a time is in memory; saved buffers keep their dtype. With adapters, they alone, in `final_layout`.
 
     Args:
         path: of the file; an earlier one of this step is replaced.
@@ -70,7 +69,7 @@ def write_final_weights(path: Path, checkpoint: AnyPath, config: JobConfig, step
 
 def _write_adapter(path: Path, checkpoint: AnyPath, source: TensorSource, config: JobConfig, step: int) -> None:
     model = adapted_network_on_meta(config, dataset_info(config.data))
-    track, layouts = config.sampling.ema_track, known_layouts(MODELS[config.model.name].adapter_layouts)
+    track = config.sampling.ema_track
     prefix = _MODEL if track == "none" else f"ema.{track}."
     weights = {}
     for name, layer in adapted_layers(model):
@@ -79,8 +78,13 @@ def _write_adapter(path: Path, checkpoint: AnyPath, source: TensorSource, config
             values = source.read([down, up])
             weights[Target(name, update.start, update.stop)] = LowRankWeights(values[down], values[up], update.alpha)
     header = adapter_header(config, step, f"{config.job.name}, step {step}, {_track_name(track)}", read_state(checkpoint))
-    layout, dtype = layouts.get("diffusers", NATIVE), config.checkpoint.final_weights
+    layout, dtype = final_layout(config.model.name), config.checkpoint.final_weights
     write_adapter(path, weights, model, layout, dtype=dtype, metadata=header, overwrite=True)
+
+
+def final_layout(family: str) -> AdapterLayout:
+    """Layout of the adapter that a run leaves behind: with B scaled, as some readers know no alpha, or this program's own."""
+    return MODELS[family].adapter_layouts.get("ai-toolkit", NATIVE)
 
 
 def adapter_header(config: JobConfig, step: int | None, label: str, state: Mapping[str, Any]) -> dict[str, str]:

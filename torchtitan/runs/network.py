@@ -195,7 +195,7 @@ def frozen_sha256(config: JobConfig, base: str) -> str:
 
 def read_configured(config: JobConfig, info: DatasetInfo, path: str) -> AdapterWeights:
     """Read an adapter for a run's network, from a file in any layout that is known. Raises WeightsError, AdapterError."""
-    return read_adapter(Path(path), network_on_meta(config, info), MODELS[config.model.name].adapter_layouts).weights
+    return read_adapter(Path(path), network_on_meta(config, info), MODELS[config.model.name].adapter_layouts).as_trained
 
 
 def adapted_network_on_meta(config: JobConfig, info: DatasetInfo) -> DiffusionModel:

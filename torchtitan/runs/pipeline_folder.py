@@ -22,6 +22,7 @@ _SCHEDULER = {
     "beta_schedule": "linear", "clip_sample": False, "set_alpha_to_one": True, "steps_offset": 0,
     "prediction_type": "epsilon", "timestep_spacing": "leading",
 }  # fmt: skip
+_TRAINED = ("num_train_timesteps", "beta_start", "beta_end", "beta_schedule", "prediction_type")
 
 
 def check_pipeline(source: Path, config: JobConfig, info: DatasetInfo, vae: Path | None) -> Path:
@@ -78,14 +79,37 @@ def write_around(path: Path, vae: Path, config: JobConfig, info: DatasetInfo) ->
     _write(path / "model_index.json", {"_class_name": "DiTPipeline"} | parts | names)
 
 
+def latents_of(path: Path) -> tuple[float, float] | None:
+    """Shift and scale of the latents of a pipeline's AutoencoderKL; None for other folders."""
+    document = _json(path / "vae" / "config.json")
+    if document.get("_class_name") != "AutoencoderKL":
+        return None
+    return document.get("shift_factor") or 0.0, document.get("scaling_factor", 0.18215)  # as diffusers where nothing is said
+
+
+def scheduler_problems(path: Path) -> list[str]:
+    """Differences between a pipeline's scheduler and DiT's, where it states them: one line each."""
+    document = _json(path / "scheduler" / "scheduler_config.json")
+    return [
+        f"its scheduler has {key} = {document[key]}, this program samples {_SCHEDULER[key]} of its networks"
+        for key in _TRAINED if document.get(key, _SCHEDULER[key]) != _SCHEDULER[key]
+    ]
+
+
 def _document(vae: Path) -> dict[str, Any]:
-    try:
-        document = json.loads(read_regular(vae / "config.json"))
-    except (OSError, ValueError, RecursionError):
-        document = None
-    if not isinstance(document, dict) or document.get("_class_name") != "AutoencoderKL":
+    document = _json(vae / "config.json")
+    if document.get("_class_name") != "AutoencoderKL":
         raise WeightsError(f"{vae / 'config.json'}: describes no AutoencoderKL")
     return document
+
+
+def _json(path: Path) -> dict[str, Any]:
+    """Object of a JSON file; empty where there is none."""
+    try:
+        document = json.loads(read_regular(path))
+    except (OSError, ValueError, RecursionError):
+        document = None
+    return document if isinstance(document, dict) else {}
 
 
 def _write(path: Path, document: dict[str, Any]) -> None:

@@ -1,9 +1,11 @@
 """Weights in published layouts: read without a run, written from any weights, with what says how they are sampled."""
 
 import json
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +15,15 @@ from torch import Tensor
 
 from torchtitan.config.job import JobConfig
 from torchtitan.config.latent_cache import trained_info
-from torchtitan.data import DatasetInfo
-from torchtitan.evaluation.config import AutoencoderConfig
+from torchtitan.data import DATASETS, DatasetInfo
+from torchtitan.evaluation.config import LATENT_DATASETS, AutoencoderConfig
 from torchtitan.files.regular import read_regular
 from torchtitan.files.shard_files import write_tensors
 from torchtitan.files.weight_files import (
     INDEX_SUFFIX,
     NotTensors,
     WeightsError,
+    header_of,
     read_state_dict,
     saved_buffers,
     written_whole,
@@ -29,12 +32,14 @@ from torchtitan.models import MODELS
 from torchtitan.models.base import DiffusionModel
 from torchtitan.models.published_layouts import ComputedTensors, ConversionError, PublishedLayout
 from torchtitan.runs.network import network_on_meta
-from torchtitan.runs.pipeline_folder import PIPELINE, check_pipeline, write_around
+from torchtitan.runs.pipeline_folder import PIPELINE, check_pipeline, latents_of, scheduler_problems, write_around
 from torchtitan.runs.portable import config_of_weights, header_config, load_text
 
 OWN = "safetensors"
 LAYOUTS = tuple(dict.fromkeys(name for family in MODELS.values() for name in family.layouts))
 WRITTEN = (OWN, *LAYOUTS, PIPELINE)
+_COMFYUI = "model.diffusion_model."  # prefix of the network in checkpoints with all parts of a pipeline
+_OBJECTIVE = tuple(f"objective.{key}" for key in ("path", "prediction", "preconditioning", "sigma_data"))
 
 
 @dataclass(frozen=True)
@@ -72,18 +77,22 @@ def open_published(path: Path, layout_name: str, config: JobConfig | None) -> tu
         WeightsError: they are of another layout, another model, or of one that cannot be told from them; ConfigError.
     """
     source, document, problems = published_file(path)
-    if problems:
+    if problems := problems or scheduler_problems(path):
         raise WeightsError("\n".join(f"{path}: {problem}" for problem in problems))
     if config is not None and layout_name != OWN:
         layout_of(layout_name, config)  # before a large file is read
-    published, nested = _read_published(source, layout_name)
+    published, notes = _read_published(source, layout_name)
+    header, latents = _config_of_header(source), latents_of(path)
     if config is None:
-        config = _config_of_header(source) or _config_shown(source, layout_name, published, document, _class_names(path))
+        config = header or _config_shown(source, layout_name, published, document, _class_names(path))
+        if latents and header is None and config.data.name == "recorded_latents":
+            config.data.shift, config.data.scale = ([value] * config.data.shape[0] for value in latents)
+        header = config
         config.autoencoder = _autoencoder_beside(path, config)
     info = trained_info(config)
     model = network_on_meta(config, info)
-    notes = [f"taken from {nested!r} of the file"] if nested else []
     if layout_name == OWN:
+        _check_constants(source, config, dict.fromkeys(_OBJECTIVE), header)
         wanted, found = set(dict(model.named_parameters()) | saved_buffers(model)), set(published)
         if wanted != found:
             raise WeightsError(f"{source}: is not in this program's layout, or of another model ({len(wanted ^ found)} names)")
@@ -95,6 +104,7 @@ def open_published(path: Path, layout_name: str, config: JobConfig | None) -> tu
         tensors, left_out = layout.import_weights(published, model)
     except ConversionError as error:
         raise WeightsError(prefixed(source, error)) from error
+    _check_constants(source, config, layout.constants(model), header, latents or layout.latents.get(info.image_shape[0]))
     return OwnWeights(path, config, info, model, tensors, source.name), [*left_out, *notes, layout.convention]
 
 
@@ -136,6 +146,8 @@ def write_weights(
             raise WeightsError(prefixed(weights.source, error)) from error
         unrounded = layout.unrounded
         notes = [*left_out, f"{trained_for(config)}; {layout.convention}"]
+        if differing := _differing(config, layout.constants(model)):
+            notes.append(f"its code computes another function unless it is changed: {', '.join(differing)}")
         if pipeline and weights.info.num_classes != 1000:
             notes.append(f"DiTPipeline's null class is number 1000: guidance of {weights.info.num_classes} classes fails there")
     header = {
@@ -149,11 +161,11 @@ def write_weights(
             with _network_folder(path, pipeline) as folder:
                 text = json.dumps(layout.folder_config(model), indent=2) + "\n"
                 (folder / "config.json").write_text(text, encoding="utf-8")
-                _write_converted(folder / layout.folder_files[0], tensors, dtype, unrounded, header)
+                _write_converted(folder / layout.folder_files[0], weights.source, tensors, dtype, unrounded, header)
             if pipeline and vae is not None:
                 write_around(path, vae, config, weights.info)
         else:
-            _write_converted(path, tensors, dtype, unrounded, header)
+            _write_converted(path, weights.source, tensors, dtype, unrounded, header)
     return notes
 
 
@@ -212,11 +224,47 @@ def _config_shown(
 
 
 def layout_of(name: str, config: JobConfig) -> PublishedLayout:
+    """Layout of a configuration's networks, for the units in which it has its data. Raises WeightsError."""
     known = MODELS[config.model.name].layouts
     if name not in known:
         has = f"its published layouts are {', '.join(known)}" if known else "it has no published layout"
         raise WeightsError(f"--format {name}: is not of model.name = {config.model.name} ({has})")
-    return known[name]
+    objective = config.objective
+    return known[name].at(objective.sigma_data) if objective.preconditioning == "edm" else known[name]
+
+
+def _check_constants(
+    source: Path, config: JobConfig, wanted: Mapping[str, Any], header: JobConfig | None,
+    latents: tuple[float, float] | None = None,
+) -> None:  # fmt: skip
+    """Refuse weights for a configuration in which they would be another function. Raises WeightsError.
+
+    Args:
+        wanted: constants of the published network by key of the configuration.
+        header: configuration of weights that this program wrote, with their constants.
+        latents: published shift and scale.
+    """
+    if header is not None:
+        wanted, latents = {key: attrgetter(key)(header) for key in wanted}, None
+    elif source.suffix == ".safetensors" and header_of(source).get("trained_for") == trained_for(config):
+        wanted = {}  # of captions: without a configuration
+    found = _differing(config, {key: value for key, value in wanted.items() if value is not None})
+    if latents and config.data.name in LATENT_DATASETS:
+        normalization = DATASETS[config.data.name].store(config.data).index.normalization
+        for key, values, value in zip(("shift", "scale"), (normalization.shift, normalization.scale), latents, strict=True):
+            if any(abs(each - value) > 1e-3 * value for each in values):
+                found.append(f"latents with {key} = {list(values)} (there {value:g})")
+    if found:
+        advice = "set it so; a run that starts from the imported file may have another"
+        raise WeightsError("\n".join(f"{source}: {line}, which tensors do not show ({advice})" for line in found))
+
+
+def _differing(config: JobConfig, wanted: Mapping[str, Any]) -> list[str]:
+    """Constants of a configuration that are others than those wanted."""
+    given = {key: attrgetter(key)(config) for key in wanted}
+    # A continuous path has the times of the discrete one, and others.
+    same = {key for key in wanted if given[key] in (wanted[key], f"{wanted[key]}_continuous")}
+    return [f"{key} = {given[key]} (there {wanted[key]})" for key in wanted if key not in same]
 
 
 def published_file(path: Path) -> tuple[Path, Mapping[str, Any], list[str]]:
@@ -239,27 +287,46 @@ def published_file(path: Path) -> tuple[Path, Mapping[str, Any], list[str]]:
     return source, document, []
 
 
-def _read_published(path: Path, layout_name: str) -> tuple[dict[str, Tensor], str | None]:
+def _read_published(path: Path, layout_name: str) -> tuple[dict[str, Tensor], list[str]]:
+    """Tensors of the network alone, and a line on where they were taken from. Raises WeightsError."""
     try:
-        return read_state_dict(path)
+        published, nested = read_state_dict(path)
     except NotTensors as error:
         layouts = (family.layouts.get(layout_name) for family in MODELS.values())
         advice = next((layout.advice for layout in layouts if layout and layout.advice), "")
         raise WeightsError(f"{error} ({advice})" if advice else str(error)) from error
+    notes = [f"taken from {nested!r} of the file"] if nested else []
+    network = {name.removeprefix(_COMFYUI): tensor for name, tensor in published.items() if name.startswith(_COMFYUI)}
+    if not network:
+        return published, notes
+    others = Counter(name.partition(".")[0] for name in published if not name.startswith(_COMFYUI))
+    counts = ", ".join(f"{count} tensors of {part}" for part, count in others.items())
+    return network, [*notes, *([f"left out beside {_COMFYUI}: {counts}"] if others else [])]
 
 
 def _write_converted(
-    path: Path, weights: Mapping[str, Tensor], dtype: str, unrounded: frozenset[str], metadata: dict[str, str]
+    path: Path, source: Path, weights: Mapping[str, Tensor], dtype: str, unrounded: frozenset[str], metadata: dict[str, str]
 ) -> None:
-    """Write weights in another dtype, all but the `unrounded` tables, one after the other. Raises OSError."""
+    """Write weights in another dtype, all but the `unrounded` tables, one after the other.
+
+    Raises:
+        OSError; WeightsError: values are not finite.
+    """
 
     def entry(name: str) -> tuple[tuple[int, ...], torch.dtype]:
         shape = weights.shapes[name] if isinstance(weights, ComputedTensors) else tuple(weights[name].shape)
         return shape, weights[name].dtype if name in unrounded else getattr(torch, dtype)
 
+    def converted(name: str, kept: torch.dtype) -> Tensor:
+        tensor = weights[name].to(kept)
+        if not tensor.isfinite().all():
+            advice = " in float16 (give --dtype float32)" if dtype == "float16" else ""
+            raise WeightsError(f"{source}: {name} holds values that are not finite{advice}")
+        return tensor
+
     entries = {name: entry(name) for name in weights}
     entries = dict(sorted(entries.items(), key=lambda item: (-item[1][1].itemsize, item[0])))
-    write_tensors(path, entries, (weights[name].to(kept) for name, (_, kept) in entries.items()), metadata)
+    write_tensors(path, entries, (converted(name, kept) for name, (_, kept) in entries.items()), metadata)
 
 
 def trained_for(config: JobConfig) -> str:

@@ -43,7 +43,7 @@ from torchtitan.models.published_layouts import ConversionError
 from torchtitan.runs.network import adapted_network, check_base, network_on_meta
 from torchtitan.runs.portable import config_of_weights, config_without_data
 from torchtitan.runs.post_hoc_ema import Reconstruction, reconstruct, stored_averages
-from torchtitan.runs.published import open_published
+from torchtitan.runs.published import layout_of, open_published
 from torchtitan.training.snapshot_series import SnapshotError
 
 RECONSTRUCTED = "std="  # prefix of tracks that are reconstructed from snapshots
@@ -234,12 +234,12 @@ def is_published_folder(path: Path) -> bool:
 
 def _fill(model: DiffusionModel, path: Path, config: JobConfig) -> None:
     """Fill a model from a file in its names, or in those of the published layout in the header. Raises WeightsError."""
-    layout = MODELS[config.model.name].layouts.get(header_of(path).get("layout", ""))
-    if layout is None:
+    layout = header_of(path).get("layout", "")
+    if layout not in MODELS[config.model.name].layouts:
         fill(model, path)
         return
     try:
-        weights, _ = layout.import_weights(read_state_dict(path)[0], model)
+        weights, _ = layout_of(layout, config).import_weights(read_state_dict(path)[0], model)
     except ConversionError as error:
         raise WeightsError("\n".join(f"{path}: {line}" for line in str(error).splitlines())) from error
     own = named_weights(model)

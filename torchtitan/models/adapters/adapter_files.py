@@ -1,6 +1,7 @@
 """Files of adapters: read in any layout that is known for a network, written in one that is asked for."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -9,19 +10,19 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from torchtitan.errors import first_line
+from torchtitan.files.regular import read_regular
 from torchtitan.files.shard_files import write_tensors
 from torchtitan.files.weight_files import WeightsError, read_state_dict, written_whole
 from torchtitan.models.adapters.adapters import check_shape
-from torchtitan.models.adapters.fusing import folded, padded
+from torchtitan.models.adapters.fusing import padded, with_alpha
 from torchtitan.models.adapters.layouts import NATIVE, AdapterLayout
-from torchtitan.models.adapters.peft_header import KEY, read_scales
+from torchtitan.models.adapters.peft_header import FILE, KEY, PeftScales, read_scales
 from torchtitan.models.adapters.target import AdapterError, AdapterWeights, LowRankWeights
 from torchtitan.models.base import DiffusionModel
 
 DTYPES = ("float32", "float16", "bfloat16")
-_PARTS = {"lora_A.weight": "down", "lora_down.weight": "down", "lora_B.weight": "up", "lora_up.weight": "up"}
 _TEXT_ENCODERS = ("lora_te", "text_encoder")
-_RAW_PEFT = "base_model."
+_PEFT_WEIGHTS = "adapter_model.safetensors"
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,16 @@ class AdapterFile:
     metadata: Mapping[str, str]
     notes: tuple[str, ...]
 
+    @property
+    def as_trained(self) -> AdapterWeights:
+        """The weights with alpha and B of the training, where the header says that B was scaled; the same function."""
+        ranks = {f"{values.rank}" for values in self.weights.values()}
+        with suppress(ValueError, ZeroDivisionError):  # several alphas are no number
+            if self.metadata.get("layout") == "ai-toolkit" and {self.metadata.get("rank")} == ranks:
+                alpha = float(self.metadata.get("alpha", ""))
+                return {target: with_alpha(values, alpha) for target, values in self.weights.items()}
+        return self.weights
+
 
 def known_layouts(layouts: Mapping[str, AdapterLayout]) -> dict[str, AdapterLayout]:
     """Layouts of a network's adapters by name: this program's own, and the published ones of its family."""
@@ -50,7 +61,7 @@ def read_adapter(path: Path, model: DiffusionModel, layouts: Mapping[str, Adapte
     """Read an adapter; its layout is recognised by the names of its tensors.
 
     Args:
-        path: safetensors file, or a torch file of tensors.
+        path: safetensors file, a torch file of tensors, or a folder of peft.
         model: the network that it is of, on any device, with or without adapters.
         layouts: published ones of the network's family.
 
@@ -58,13 +69,16 @@ def read_adapter(path: Path, model: DiffusionModel, layouts: Mapping[str, Adapte
         WeightsError: it cannot be read.
         AdapterError: it is no adapter of this network, or has another update than alpha / rank B A.
     """
+    path = path / _PEFT_WEIGHTS if path.is_dir() else path
     tensors, _ = read_state_dict(path)
     metadata = _metadata(path)
     try:
         of_network, notes = _without_text_encoders(tensors)
-        layout = _recognised(of_network, known_layouts(layouts))
-        published = _by_layer(of_network, layout)
-        weights = layout.own(_with_alphas(published, metadata, layout), model)
+        layout = _recognised(of_network, known_layouts(layouts), model)
+        published, scales = _by_layer(of_network, layout), _scales(path, metadata, layout, min(of_network))
+        if not scales and "rank" not in metadata and not any(values.alpha for values in published.values()):
+            notes.append("it gives no alpha: scale 1, as diffusers and ComfyUI read it")
+        weights = layout.own(_with_alphas(published, metadata, scales), model)
     except AdapterError as error:
         raise AdapterError(f"{path}: {error}") from error
     for target, values in weights.items():
@@ -95,10 +109,10 @@ def write_adapter(
         published = layout.published(weights, model)
     except AdapterError as error:
         raise AdapterError(f"{path}: {error}") from error
-    if layout.alphas == "never":
-        rank = max(values.rank for values in published.values())
-        published = {name: padded(folded(values), rank) for name, values in published.items()}
     ranks, alphas = ({part(values) for values in published.values()} for part in (lambda v: v.rank, lambda v: v.alpha))
+    if layout.alphas == "never":
+        rank = max(ranks)
+        published = {name: padded(with_alpha(values, float(values.rank)), rank) for name, values in published.items()}
     plain = all(values.scale == 1 for values in published.values()) and len(ranks) == 1
     tensors: dict[str, Tensor] = {}
     for name, values in published.items():
@@ -139,42 +153,36 @@ def _without_text_encoders(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Ten
     return of_network, [f"{left_out} tensors of text encoders are left out; this program adapts none"] if left_out else []
 
 
-def _recognised(names: Iterable[str], layouts: Mapping[str, AdapterLayout]) -> AdapterLayout:
-    """Layout of all the names. Raises AdapterError."""
-    for name in names:
-        if name.startswith(_RAW_PEFT):
-            raise AdapterError(
-                f"is a raw peft file ({name}) with its scale in another file, adapter_config.json: load it in diffusers with"
-                " peft and save it with FluxPipeline.save_lora_weights, or name its tensors transformer.LAYER.lora_A.weight"
-                " and .lora_B.weight, with lora_alpha as transformer.LAYER.alpha"
-            )
-    prefixes = {layout.prefix: layout for layout in reversed(list(layouts.values()))}
-    found = {prefix for prefix in prefixes if any(name.startswith(prefix) for name in names)}
-    strange = [name for name in names if not name.startswith(tuple(prefixes))]
-    if strange or len(found) != 1:
-        examples = ", ".join(f"{prefix}... of {layout.name}" for prefix, layout in prefixes.items())
-        problem = f"{strange[0]} is of no layout of adapters of this network" if strange else "has names of several layouts"
-        raise AdapterError(f"{problem} (known: {examples})")
-    return prefixes[found.pop()]
+def _recognised(names: Collection[str], layouts: Mapping[str, AdapterLayout], model: DiffusionModel) -> AdapterLayout:
+    """Layout of all the names: of those with their prefix, that which names most layers of the network. Raises AdapterError."""
+    fitting = []
+    for layout in (spelling for each in layouts.values() for spelling in (each, *each.spellings)):
+        if all(name.startswith(layout.prefix) for name in names):
+            layers = layout.layers(model)
+            known = sum(layout.split(name)[0] in layers for name in names)
+            fitting += [(known, len(layout.prefix), layout)] if known or layout.prefix else []
+    if fitting:
+        return max(fitting, key=lambda each: each[:2])[2]
+    strange = [name for name in names if not name.startswith(tuple(layout.prefix for layout in layouts.values()))]
+    problem = f"{strange[0]} is of no layout of adapters of this network" if strange else "has names of several layouts"
+    raise AdapterError(f"{problem} (known: {', '.join(layouts)})")
 
 
 def _by_layer(tensors: Mapping[str, Tensor], layout: AdapterLayout) -> dict[str, LowRankWeights]:
     """A, B and alpha by the layout's name of the layer; alpha is 0 where the file has none."""
-    endings = {**_PARTS, layout.down: "down", layout.up: "up", "alpha": "alpha"}
     parts: dict[str, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
-        ending = next((ending for ending in endings if name.endswith(f".{ending}")), None)
+        layer, part = layout.split(name)
         if "dora_scale" in name or "magnitude_vector" in name:
             raise AdapterError(
                 f"{name} is a scale of DoRA, with which the weight is not W + s B A (train without DoRA, or merge it into the"
                 " base weights with the program that trained it)"
             )
-        if ending is None:
+        if not part:
             raise AdapterError(f"{name} is no part of an update W + s B A, and without it the function would be another")
         if not tensor.is_floating_point() or not tensor.to(torch.float32).isfinite().all():
             raise AdapterError(f"{name} has values that are no finite numbers")
-        layer = name.removeprefix(layout.prefix).removesuffix(f".{ending}")
-        parts.setdefault(layer, {})[endings[ending]] = tensor.to(torch.float32)
+        parts.setdefault(layer, {})[part] = tensor.to(torch.float32)
     return {layer: _joined(layout.prefix + layer, of_layer) for layer, of_layer in parts.items()}
 
 
@@ -191,11 +199,22 @@ def _joined(name: str, parts: Mapping[str, Tensor]) -> LowRankWeights:
     return LowRankWeights(down, up.flatten(1), 0.0 if alpha is None else alpha.item())
 
 
+def _scales(path: Path, metadata: Mapping[str, str], layout: AdapterLayout, name: str) -> PeftScales | None:
+    """Scales in the header or in the file beside. Raises AdapterError."""
+    if KEY in metadata:
+        return read_scales(metadata[KEY], layout.prefix)
+    if layout.alphas != "beside":
+        return None
+    beside = path.with_name(FILE)
+    if not beside.is_file():
+        raise AdapterError(f"is a raw peft file ({name}) with its scale in another file, {FILE} (put that beside it)")
+    return read_scales(read_regular(beside).decode("utf-8", "replace"), "", str(beside))
+
+
 def _with_alphas(
-    published: Mapping[str, LowRankWeights], metadata: Mapping[str, str], layout: AdapterLayout
+    published: Mapping[str, LowRankWeights], metadata: Mapping[str, str], scales: PeftScales | None
 ) -> dict[str, LowRankWeights]:
     """Alphas of the header, where it has them, and where there is none the rank: scale 1, as all readers assume."""
-    scales = read_scales(metadata[KEY], layout.prefix) if KEY in metadata else None
     if scales is not None:
         if any(values.alpha for values in published.values()):
             raise AdapterError(f"has alphas both as tensors and in its header's {KEY}, and readers refuse it (remove either)")

@@ -61,10 +61,10 @@ def join(parts: Sequence[LowRankWeights | None], rows: Sequence[int]) -> LowRank
     return LowRankWeights(down, up, first.alpha * (rank * len(rows) / first.rank))
 
 
-def folded(values: LowRankWeights) -> LowRankWeights:
-    """The same update with alpha = rank, scale 1: B is scaled instead."""
-    up = values.up if values.scale == 1 else values.up * values.scale
-    return LowRankWeights(values.down, up, float(values.rank))
+def with_alpha(values: LowRankWeights, alpha: float) -> LowRankWeights:
+    """The same update with another alpha: B is scaled instead."""
+    up = values.up if values.alpha == alpha else values.up * (values.alpha / alpha)
+    return LowRankWeights(values.down, up, alpha)
 
 
 def padded(values: LowRankWeights, rank: int) -> LowRankWeights:

@@ -2,11 +2,13 @@
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from torchtitan.models.adapters.target import AdapterError, AdapterWeights, LowRankWeights, Target
+
+_PARTS = {"lora_A.weight": "down", "lora_down.weight": "down", "lora_B.weight": "up", "lora_up.weight": "up"}
 
 
 @dataclass(frozen=True)
@@ -18,14 +20,26 @@ class AdapterLayout(ABC):
         prefix: first part of the names of all its tensors, by which it is recognised.
         down, up: last parts of the names of A and B.
         alphas: whether alpha is written always, for adapters of a scale or rank that readers would not guess, or never,
-            and B is scaled instead.
+            and B is scaled instead; or whether it is in a file beside.
+        spellings: layouts of other programs with the same layers, which are read and not written.
     """
 
     name: str
     prefix: str
     down: str
     up: str
-    alphas: Literal["always", "where needed", "never"]
+    alphas: Literal["always", "where needed", "never", "beside"]
+    spellings: "tuple[AdapterLayout, ...]" = field(default=(), kw_only=True)
+
+    def layers(self, model: Any) -> Collection[str]:
+        """Its names of the layers of a network; none where they are not listed."""
+        return ()
+
+    def split(self, name: str) -> tuple[str, str]:
+        """Layer and part (down, up or alpha) of a tensor's name; the part is "" where it is none of an adapter."""
+        endings = {**_PARTS, self.down: "down", self.up: "up", "alpha": "alpha"}
+        ending = next((ending for ending in endings if name.endswith(f".{ending}")), "")
+        return name.removeprefix(self.prefix).removesuffix(f".{ending}"), endings.get(ending, "")
 
     @abstractmethod
     def published(self, weights: AdapterWeights, model: Any) -> dict[str, LowRankWeights]:

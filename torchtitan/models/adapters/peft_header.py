@@ -1,6 +1,7 @@
-"""Header entry in which diffusers keeps the scales of an adapter: a JSON object of peft's LoraConfig.
+"""Scales of an adapter as a JSON object of peft's LoraConfig: diffusers' header entry, or peft's adapter_config.json.
 
-Each key has the prefix of the network, as `transformer.lora_alpha`; `alpha_pattern` gives some layers other alphas.
+In the header each key may have the prefix of the network, as `transformer.lora_alpha`; `alpha_pattern` gives some layers other
+alphas.
 Source: diffusers' loaders/lora_base.py and peft's tuners/lora/config.py, for facts.
 """
 
@@ -12,7 +13,7 @@ from typing import Any
 
 from torchtitan.models.adapters.target import AdapterError
 
-KEY = "lora_adapter_metadata"
+KEY, FILE = "lora_adapter_metadata", "adapter_config.json"
 
 
 @dataclass(frozen=True)
@@ -35,8 +36,8 @@ class PeftScales:
         return found * math.sqrt(rank) if self.by_root else found
 
 
-def read_scales(text: str, prefix: str) -> PeftScales | None:
-    """Read the entry; None if it says nothing of that prefix, as `transformer.`.
+def read_scales(text: str, prefix: str, place: str = f"its header's {KEY}") -> PeftScales | None:
+    """Read the object; None if it says nothing of that prefix, as `transformer.`. Messages name its place.
 
     Raises:
         AdapterError: it is damaged, or describes another update than alpha / rank B A.
@@ -45,22 +46,22 @@ def read_scales(text: str, prefix: str) -> PeftScales | None:
         document = json.loads(text)
         config = {key.removeprefix(prefix): value for key, value in document.items() if key.startswith(prefix)}
     except (ValueError, AttributeError, RecursionError) as error:
-        raise AdapterError(f"its header's {KEY} is no JSON object") from error
+        raise AdapterError(f"{place} is no JSON object") from error
     if not config:
         return None
     for key in ("use_dora", "lora_bias", "use_qalora"):
         if config.get(key):
-            raise AdapterError(f"its header's {KEY} says {key}: this program has adapters W + s B A alone")
+            raise AdapterError(f"{place} says {key}: this program has adapters W + s B A alone")
     patterns = config.get("alpha_pattern") or {}
     if not isinstance(patterns, dict) or not all(re.fullmatch(r"\^?[\w.]+", key) for key in patterns):
-        raise AdapterError(f"its header's {KEY} has an alpha_pattern that is no list of layers")
-    alphas = {key: _number(value) for key, value in patterns.items()}
-    return PeftScales(_number(config.get("lora_alpha")), alphas, bool(config.get("use_rslora")))
+        raise AdapterError(f"{place} has an alpha_pattern that is no list of layers")
+    alphas = {key: _number(value, place) for key, value in patterns.items()}
+    return PeftScales(_number(config.get("lora_alpha"), place), alphas, bool(config.get("use_rslora")))
 
 
-def _number(value: Any) -> float:
+def _number(value: Any, place: str) -> float:
     if type(value) not in (int, float) or not math.isfinite(value):
-        raise AdapterError(f"its header's {KEY} gives {str(value)[:40]!r} as an alpha")
+        raise AdapterError(f"{place} gives {str(value)[:40]!r} as an alpha")
     return float(value)
 
 

@@ -78,6 +78,7 @@ class DiTLayout(PublishedLayout):
     convention: str
 
     unrounded = frozenset({"pos_embed"})  # a table, not a weight
+    latents = {4: (0.0, _SCALE_OF_SD)}
     _frequencies: ClassVar[str] = "dit"
 
     def export_weights(self, weights: Mapping[str, Tensor], model: DiT) -> tuple[dict[str, Tensor], list[str]]:
@@ -91,6 +92,13 @@ class DiTLayout(PublishedLayout):
                 "network (right for weights that were trained as DiT and converted to diffusers)"
             )
         return weights, notes
+
+    def constants(self, model: DiT) -> dict[str, Any]:
+        config = model.config
+        flavor = _flavor_of(config.dim, config.num_layers, config.patch_size)
+        trained = _FLOW if self.name == "sit" else _DDPM
+        found = {f"objective.{key}": value for key, value in trained["objective"].items()}
+        return found | ({"model.num_heads": FLAVORS[flavor].num_heads} if flavor else {})
 
     def settings(self, published: Mapping[str, Tensor], document: Mapping[str, Any]) -> dict[str, dict[str, Any]] | None:
         patch, classes, output, prefix = _SIZES.get(self.name, _SIZES["dit"])

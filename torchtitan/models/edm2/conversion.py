@@ -8,14 +8,18 @@ Differences:
     queries, keys, values   (head, channel, query | key | value) here and in `edm2`; (head, query | key | value, channel)
                             in `edm2_port`
     waves                   radians here and in `edm2`, turns in `edm2_port`
+    time                    ln(sigma) / 4 of data of deviation 0.5 there; of deviation sigma_data here, which is more by
+                            ln(sigma_data / 0.5) / 4: the phases are moved by the frequencies times that
 
-A conversion copies numbers, so a round trip is exact; but turns are rounded to float32, to one unit in the last place.
+A conversion copies numbers, so a round trip is exact; but turns, and phases that are moved, are rounded to float32.
 """
 
+import copy
 import math
 import re
 from abc import abstractmethod
 from collections.abc import Mapping
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -26,7 +30,8 @@ from torchtitan.models.edm2.layers import Attention
 from torchtitan.models.edm2.model import EDM2UNet
 from torchtitan.models.published_layouts import ConversionError, PublishedLayout
 
-_WAVES = ("embedding.waves.freqs", "embedding.waves.phases")
+_WAVES = FREQS, PHASES = "embedding.waves.freqs", "embedding.waves.phases"
+_SIGMA_DATA = 0.5
 # Tensors of u(sigma), by which only training weights its loss.
 _UNCERTAINTY = ("logvar_fourier.freqs", "logvar_fourier.phases", "logvar_linear.weight")
 _INPUT = re.compile(r"unet\.enc\.(\d+)x\1_conv\.weight")
@@ -75,10 +80,22 @@ class EDM2Layout(PublishedLayout):
     Attributes:
         name: key of LAYOUTS.
         mark: a tensor by which it is recognised.
+        heads: channels of an attention head in the published networks.
     """
 
     name: str
     mark: str
+    heads: int
+    _delay = 0.0  # of the time here
+
+    def at(self, sigma_data: float) -> Self:
+        found = copy.copy(self)
+        found._delay = math.log(sigma_data / _SIGMA_DATA) / 4
+        return found
+
+    def constants(self, model: EDM2UNet) -> dict[str, Any]:
+        published = any(model.config.channels == flavor.channels for flavor in FLAVORS.values())
+        return {"objective.preconditioning": "edm"} | ({"model.channels_per_head": self.heads} if published else {})
 
     def export_weights(self, weights: Mapping[str, Tensor], model: EDM2UNet) -> tuple[dict[str, Tensor], list[str]]:
         _check(self.problems(model))
@@ -86,6 +103,8 @@ class EDM2Layout(PublishedLayout):
             place: self.exported(name, weights[name], model).clone(memory_format=torch.contiguous_format)
             for name, place in self.places(model).items()
         }
+        if self._delay:
+            published[self.place(PHASES, model)] = self.exported(PHASES, _delayed(weights, self._delay), model)
         return published, self.notes(model)
 
     def import_weights(self, published: dict[str, Tensor], model: EDM2UNet) -> tuple[dict[str, Tensor], list[str]]:
@@ -102,7 +121,7 @@ class EDM2Layout(PublishedLayout):
             name: self.imported(name, published[place], model).clone(memory_format=torch.contiguous_format)
             for name, place in places.items()
         }
-        return weights, notes
+        return weights | ({PHASES: _delayed(weights, -self._delay)} if self._delay else {}), notes
 
     def places(self, model: EDM2UNet) -> dict[str, str]:
         """Published name of every parameter and saved buffer of a model."""
@@ -139,7 +158,7 @@ class EDM2Layout(PublishedLayout):
     def _mismatch(self, published: dict[str, Tensor]) -> list[str]:
         if self.mark in published:
             return []
-        if _WAVES[0] in published:
+        if FREQS in published:
             return ["is in this program's own layout already"]
         return [f"is not in the {self.name} layout: {self.mark} is missing"]
 
@@ -153,7 +172,7 @@ class EDM2Layout(PublishedLayout):
 class NVlabsLayout(EDM2Layout):
     """State dict of NVlabs' Precond."""
 
-    name, mark = "edm2", _NVLABS[_WAVES[0]]
+    name, mark, heads = "edm2", _NVLABS[FREQS], 64
     convention = (
         "EDM2's code passes ln(sigma) / 4 as time and predicts EDM's F: objective.path, prediction and preconditioning = edm"
     )
@@ -211,7 +230,7 @@ class NVlabsLayout(EDM2Layout):
 class PortLayout(EDM2Layout):
     """State dict of the port's UNetC, UNetE or UNetG."""
 
-    name, mark = "edm2_port", _PORT[_WAVES[0]]
+    name, mark, heads = "edm2_port", _PORT[FREQS], 0
     convention = (
         "the port passes ln(sigma) / 4 as time and predicts EDM's F: objective.path, prediction and preconditioning = edm"
     )
@@ -266,6 +285,11 @@ def _heads(name: str, model: EDM2UNet) -> int:
     attention = model.get_submodule(name.removesuffix(".qkv.weight"))
     assert isinstance(attention, Attention)
     return attention.num_heads
+
+
+def _delayed(weights: Mapping[str, Tensor], delay: float) -> Tensor:
+    """Phases that make the same waves of a time that is less by `delay`, float32."""
+    return (weights[PHASES].to(torch.float64) + delay * weights[FREQS].to(torch.float64)).to(torch.float32)
 
 
 def _is_gain(name: str) -> bool:

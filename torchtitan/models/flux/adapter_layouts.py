@@ -4,11 +4,13 @@
     ai-toolkit  the same without alphas, as it reads none: B is scaled
     kohya       lora_unet_double_blocks_0_img_attn_qkv.lora_down.weight, .lora_up.weight, .alpha
     comfyui     diffusion_model.double_blocks.0.img_attn.qkv.lora_down.weight, .lora_up.weight, .alpha
+
+Others are read: the names of diffusers and of black-forest-labs without a prefix, peft's, fal's, OneTrainer's and XLabs'.
 """
 
 from collections import defaultdict
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torchtitan.models.adapters.fusing import cut, join
@@ -28,6 +30,9 @@ class FluxAdapterLayout(AdapterLayout):
 
     network: str
     separator: str
+
+    def layers(self, model: Any) -> Collection[str]:
+        return self._linears(model)
 
     def own(self, published: Mapping[str, LowRankWeights], model: Any) -> dict[Target, LowRankWeights]:
         linears = self._linears(model)
@@ -81,6 +86,19 @@ class FusedLayout(FluxAdapterLayout):
         return found
 
 
+class XLabsLayout(FusedLayout):
+    """Layout of XLabs' processors of attention: queries, keys and values of single blocks without the hidden layer."""
+
+    def _linears(self, model: Any) -> dict[str, Target]:
+        found = {}
+        for name, target in published_linears(model, self.network).items():
+            *block, layer = name.split(".", 2)
+            if layer in _XLABS:
+                place = ".".join((*block, "processor", _XLABS[layer]))
+                found[place] = replace(target, stop=min(target.stop, 3 * model.config.dim))
+        return found
+
+
 def parts_of(weights: AdapterWeights, places: list[Target]) -> dict[Target, LowRankWeights]:
     """Adapter with an update for each of some places, of one that may have one update for several neighbours of them.
 
@@ -113,13 +131,25 @@ def _check_alphas(published: Mapping[str, LowRankWeights]) -> None:
             )
 
 
+_XLABS = {
+    "img_attn.qkv": "qkv_lora1", "txt_attn.qkv": "qkv_lora2", "img_attn.proj": "proj_lora1", "txt_attn.proj": "proj_lora2",
+    "linear1": "qkv_lora", "linear2": "proj_lora",
+}  # fmt: skip
 _PEFT, _KOHYA = ("lora_A.weight", "lora_B.weight"), ("lora_down.weight", "lora_up.weight")
 LAYOUTS: dict[str, AdapterLayout] = {
     layout.name: layout
     for layout in (
-        SplitLayout("diffusers", "transformer.", *_PEFT, "where needed", "diffusers", "."),
+        SplitLayout("diffusers", "transformer.", *_PEFT, "where needed", "diffusers", ".", spellings=(
+            SplitLayout("diffusers without prefix", "", *_PEFT, "where needed", "diffusers", "."),
+            SplitLayout("peft", "base_model.model.", *_PEFT, "beside", "diffusers", "."),
+            SplitLayout("onetrainer", "lora_transformer_", *_KOHYA, "always", "diffusers", "_"),
+        )),
         SplitLayout("ai-toolkit", "transformer.", *_PEFT, "never", "diffusers", "."),
         FusedLayout("kohya", "lora_unet_", *_KOHYA, "always", "bfl", "_"),
-        FusedLayout("comfyui", "diffusion_model.", *_KOHYA, "always", "bfl", "."),
+        FusedLayout("comfyui", "diffusion_model.", *_KOHYA, "always", "bfl", ".", spellings=(
+            FusedLayout("bfl", "", *_KOHYA, "always", "bfl", "."),
+            FusedLayout("fal", "base_model.model.", *_PEFT, "never", "bfl", "."),
+            XLabsLayout("xlabs", "", "down.weight", "up.weight", "never", "bfl", "."),
+        )),
     )
-}
+}  # fmt: skip

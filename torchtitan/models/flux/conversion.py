@@ -10,6 +10,7 @@ and computes none, so a round trip is exact. Differences of diffusers:
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,7 @@ from torchtitan.models.flux.model import Flux
 from torchtitan.models.published_layouts import ComputedTensors, ConversionError, PublishedLayout
 
 SWAPPED = "output.modulation"  # layer with its halves of rows in the other order in diffusers
+_ROPE_THETA = 10000.0
 _DIFFUSERS_FILE = "diffusion_pytorch_model.safetensors"
 
 
@@ -34,6 +36,14 @@ class FluxLayout(PublishedLayout):
     name: str
     convention: str
 
+    latents = {16: (0.1159, 0.3611)}
+
+    def constants(self, model: Flux) -> dict[str, Any]:
+        trained = {"path": "rectified_flow", "prediction": "velocity", "preconditioning": "identity"}
+        found = {f"objective.{key}": value for key, value in trained.items()} | {"model.rope_theta": _ROPE_THETA}
+        published = FLAVORS["dev"]
+        return found | ({"model.axes_dim": published.axes_dim} if model.config.dim == published.dim else {})
+
     def export_weights(self, weights: Mapping[str, Tensor], model: Flux) -> tuple[ComputedTensors, list[str]]:
         _require_flux(model)
         published: dict[str, tuple[tuple[int, ...], Callable[[], Tensor]]] = {}
@@ -42,7 +52,7 @@ class FluxLayout(PublishedLayout):
             for place, piece in enumerate(pieces):
                 shape = (rows[place], *model.get_parameter(name).shape[1:])
                 published[piece] = shape, partial(self._piece, name, weights, rows, place)
-        return ComputedTensors(published), []
+        return ComputedTensors(published), _packing(model)
 
     def import_weights(self, published: Mapping[str, Tensor], model: Flux) -> tuple[ComputedTensors, list[str]]:
         _require_flux(model)
@@ -60,7 +70,7 @@ class FluxLayout(PublishedLayout):
                 if not part.is_floating_point():
                     raise ConversionError(f"{piece} is {str(part.dtype).removeprefix('torch.')}, not floating point")
             weights[name] = tuple(shapes[name]), partial(self._joined, name, parts)
-        return ComputedTensors(weights), []
+        return ComputedTensors(weights), _packing(model)
 
     def _joined(self, name: str, parts: list[Tensor]) -> Tensor:
         """Parameter of published pieces."""
@@ -135,7 +145,7 @@ class DiffusersLayout(FluxLayout):
         found = []
         if config.mlp_hidden_dim != 4 * config.dim:
             found.append(f"model.mlp_hidden_dim = {config.mlp_hidden_dim}: diffusers has 4 model.dim always")
-        if config.rope_theta != 10000:
+        if config.rope_theta != _ROPE_THETA:
             found.append(f"model.rope_theta = {config.rope_theta:g}: diffusers has 10000 always")
         return "; ".join(found)
 
@@ -244,6 +254,11 @@ def _diffusers_modules(config: FluxConfig) -> dict[str, list[str]]:
 
 # Layout -> this model's module -> the layout's modules that its rows are divided into.
 MODULES: dict[str, Callable[[FluxConfig], dict[str, list[str]]]] = {"bfl": _bfl_modules, "diffusers": _diffusers_modules}
+
+
+def _packing(model: Flux) -> list[str]:
+    patch = model.config.patch_size
+    return [f"model.patch_size = {patch}: FLUX.1's code packs latents in patches of 2 x 2"] if patch != 2 else []
 
 
 def _require_flux(model: object) -> None:
