@@ -75,7 +75,7 @@ def open_image(content: bytes) -> "Image":
     try:
         image = Image.open(io.BytesIO(content), formats=(str(kind.lastgroup),))
     except Image.DecompressionBombError as error:  # the package's own limit is higher
-        raise ValueError(f"more than {most:,} pixels") from error
+        raise ValueError(f"more than {most:,} pixels (shrink it)") from error
     _check_size(*image.size, most)
     if image.mode == "F":  # as RGB it would be clipped to 0..255, and 0..1 become black
         raise ValueError("floating-point pixels, of unknown black and white (convert it to 8 or 16 bits)")
@@ -171,9 +171,14 @@ def decoding_problem(error: Exception) -> str:
     return unwrapped(error) or type(error).__name__
 
 
+def with_advice(problem: str, advice: str) -> str:
+    """Problem of an image with the advice on it, unless the problem ends with a better one."""
+    return problem if problem.endswith(")") else f"{problem} ({advice})"
+
+
 def _check_size(width: int, height: int, most: int) -> None:
     if width * height > most:
-        raise ValueError(f"{width} x {height} pixels, more than {most:,}")
+        raise ValueError(f"{width} x {height} pixels, more than {most:,} (shrink it)")
     if max(width, height) > MAX_ASPECT_RATIO * min(width, height):
         raise ValueError(f"{width} x {height} pixels: one side is more than {MAX_ASPECT_RATIO} times the other")
 

@@ -142,7 +142,7 @@ class ImageSource:
             for name, value in toml_value(self._config).items()
             if self._config.__dataclass_fields__[name].metadata.get("trajectory", True)
             and not name.endswith(("path", "_file"))
-            and name != "horizontal_flip"  # of training
+            and name not in ("horizontal_flip", "missing_caption")  # of training, or known by the captions
             and not (name == "labels" and value)
         }
         buckets = {} if self.bucket is None else {"bucket": list(self.info.image_shape[1:])}
@@ -171,6 +171,14 @@ class ImageSource:
             for folder in (place, place.parent):
                 if path.startswith(f"{folder}/"):
                     return path[len(str(folder)) + 1 :]
+        return path
+
+    def place_of(self, path: str) -> str:
+        """Path of a file of which `SkippedImage` has the path relative to the dataset's place."""
+        for given in filter(None, (self._config.path, self._config.validation_path)):
+            for folder in (user_path(given), user_path(given).parent):
+                if os.path.exists(folder / path.partition(": ")[0]):
+                    return str(folder / path)
         return path
 
 
