@@ -13,6 +13,10 @@ from torchtitan.data.trigger_words import filled, has_trigger
 MAX_CAPTION_BYTES = 1 << 16
 
 
+class MissingCaption(DatasetError):
+    """Caption that is not there, or empty."""
+
+
 class CaptionedSource(ImageSource, Protocol):
     """Images with a text each."""
 
@@ -37,12 +41,13 @@ def caption_at(place: str, read: Callable[[], str | None], trigger_word: str = "
         trigger_word: of `caption_line`.
 
     Raises:
-        DatasetError: it cannot be read, is missing or not UTF-8, or `caption_line` refuses it.
+        MissingCaption: it is missing or empty.
+        DatasetError: it cannot be read or is not UTF-8, or `caption_line` refuses it.
     """
     try:
         text = read()
-        if text is None:
-            raise ValueError("the caption is missing")
+        if text is None or not text.split():
+            raise MissingCaption(f"{place}: the caption is {'missing' if text is None else 'empty'}")
         return caption_line(text, trigger_word)
     except UnicodeDecodeError as error:
         raise DatasetError(f"{place}: the caption is not UTF-8 (byte {error.start}); save it as UTF-8") from error
