@@ -290,9 +290,9 @@ def test_what_is_ignored_replaced_and_repeated_is_said_in_a_line_each(tmp_path, 
     assert every_caption(held_out) == ["sks small"] and held_out.buckets.tolist() == [0, 1]
     assert caplog.messages == [f"{tmp_path}: {line}" for line in (
         "ignoring 1 mask beside images",
-        "2 of 4 images have no caption, and get the trigger word",
-        "4 of 4 images cover no bucket of data.resolutions = [128], and are seen in their own size, in multiples of 64",
-        "images of folders named N_name are seen N times an epoch: 3_sks dog (3)",
+        "the trigger word alone is the caption of 2 of 4 images",
+        "4 of 4 images cover no bucket of data.resolutions = [128]: seen in their own size, in multiples of 64",
+        "4 images are seen 10 times an epoch: folders named N_name repeat theirs N times",
     )]  # fmt: skip
 
 
@@ -377,7 +377,7 @@ REFUSED = {
     "no caption": (
         without_caption, {}, r"b\.png: an image without a caption \(add b\.txt, remove the image, or set data\..*"
     ),
-    "no image": (without_image, {}, r"b\.txt: a caption without an image \(add the image, or remove the file\)"),
+    "no image": (without_image, {}, r"b\.txt: a caption without an image \(add the image, or remove the caption\)"),
     "empty": (lambda f: write(f, "b.png", caption=" \n"), {}, r"b\.txt: the caption is empty \(write it, or set .*"),
     "not UTF-8": (not_utf8, {}, r"b\.txt: the caption is not UTF-8 \(byte 3\); save it as UTF-8"),
     "two images": (two_images, {}, r"b\.jpg: this and b\.png are two images for one caption \(rename or remove one\)"),
@@ -395,15 +395,15 @@ REFUSED = {
     "a pipe": (a_pipe, {}, r"b\.txt: is a pipe, not a regular file"),
     "large": (too_large, {}, r"b\.png: 9000 x 8000 pixels, more than 67,108,864 \(shrink it\)"),
     "a caption file and a table": (
-        twice_captioned, {}, r"metadata\.csv: line 2: this and .*/c\.txt are two captions for one image \(remove one\)"
+        twice_captioned, {}, r"metadata\.csv: row 1: this and .*/c\.txt are two captions for one image \(remove one\)"
     ),
     "a table of no such image": (
         lambda f: (f / "metadata.csv").write_text("file_name,text\nb.png,a thing\n"), {},
-        r"metadata\.csv: line 2: a caption without an image \(add the image, or remove the line\)",
+        r"metadata\.csv: row 1: a caption without an image \(add the image, or remove the caption\)",
     ),
     "a damaged table": (
         lambda f: (f / "metadata.jsonl").write_text("{}\n["), {},
-        r"metadata\.jsonl: cannot be read as metadata of images: line 2 is no JSON object",
+        r"metadata\.jsonl: cannot be read as metadata of images: .*",
     ),
     "no name": (without_name, {}, r"b\.txt: the caption has \[name\], and data\.trigger_word is not given .*"),
     "long": (too_long, {}, r"b\.txt: 70,000 bytes, more than 65,536"),

@@ -53,11 +53,7 @@ def bucket_of(width: int, height: int, resolution: int) -> tuple[int, int] | Non
 
 
 def own_size(width: int, height: int, resolution: int) -> tuple[int, int] | None:
-    """Size of an image that covers no bucket: its own, shrunk to an area of resolution^2 if larger, in multiples of 64.
-
-    Returns:
-        (width, height), rounded down; None where a side is below 64.
-    """
+    """Size of an image that covers no bucket: its own, at most resolution^2 pixels, rounded down to multiples of 64; or None."""
     scale = min(1.0, resolution / math.sqrt(width * height))
     size = int(width * scale) // STEP * STEP, int(height * scale) // STEP * STEP
     return size if all(size) else None

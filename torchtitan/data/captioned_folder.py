@@ -1,9 +1,8 @@
 """Images with a caption each, in one folder: name.png beside name.txt, as squares or in aspect buckets."""
 
-import dataclasses
 import functools
 import hashlib
-from collections import Counter
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -14,8 +13,8 @@ from tqdm import tqdm
 from torchtitan.conditions import Unconditional
 from torchtitan.data.aspect_buckets import STEP, bucket_of, own_size
 from torchtitan.data.base import DatasetError, DatasetInfo, Split
-from torchtitan.data.captioned_files import CaptionedFiles, ReadCaption, find_files, repeats_of
-from torchtitan.data.captions import MissingCaption, caption_at, caption_line
+from torchtitan.data.captioned_files import ReadCaption, captioned_images
+from torchtitan.data.captions import caption_at
 from torchtitan.data.class_folders import existing_folder
 from torchtitan.data.image_decoding import decoding_problem, upright_size, with_advice
 from torchtitan.data.image_files import (
@@ -26,13 +25,15 @@ from torchtitan.data.image_files import (
     found_instead,
     shown_path,
 )
-from torchtitan.data.left_out import say_left_out, say_once
+from torchtitan.data.left_out import say_once
 from torchtitan.data.online_text import OnlineTextConfig, online_kind
 from torchtitan.data.saved_contents import CaptionedImages, read_once
 from torchtitan.data.splits import chosen_positions, spread_evenly
-from torchtitan.data.trigger_words import TRIGGER_KEY
+from torchtitan.data.trigger_words import TRIGGER_KEY, filled
 from torchtitan.pictures.number_text import counted
 from torchtitan.settings import setting
+
+_REPEATED = re.compile(rb"([1-9]\d{0,2})_[^/]+/")  # a folder as kohya's trainers repeat it; 2024_summer or 01_front is another
 
 
 @dataclass(kw_only=True)
@@ -58,15 +59,9 @@ class CaptionedFolderConfig(OnlineTextConfig, SquareImagesConfig):
 
     def sizes_of(self, width: int, height: int) -> list[tuple[int, int]]:
         """Sizes (width, height) in which an image of that size is seen, none of them larger than it."""
-        if found := self.buckets_of(width, height):
-            return found
-        own = own_size(width, height, min(self.resolutions)) if self.resolutions else None
-        return [own] if own else []
-
-    def buckets_of(self, width: int, height: int) -> list[tuple[int, int]]:
-        """Buckets, or the square, that an image of that size covers."""
         if self.resolutions:
             found = [bucket_of(width, height, resolution) for resolution in self.resolutions]
+            found = found if any(found) else [own_size(width, height, min(self.resolutions))]
             return [size for size in found if size is not None]
         side = self.required_size()
         return [(side, side)] if min(width, height) >= side else []
@@ -179,77 +174,61 @@ def _open(config: CaptionedFolderConfig, split: Split) -> CaptionedImages:
     images = _read_folder(f"data.{key}", path, config.trigger_word, config.missing_caption)
     place, small = shown_path(images.files.folder), 0
     for position, (width, height) in enumerate(images.sizes):
-        if config.buckets_of(width, height):
-            continue
-        small += 1
         if not config.sizes_of(width, height):
             asked = f"data.resolutions = {config.resolutions}" if config.resolutions else f"data.image_size = {config.image_size}"
             raise DatasetError(
                 f"{images.files.shown(position)}: {width} x {height} pixels cover no size of {asked}, and images are never "
                 "enlarged (remove it, or ask for a smaller size)"
             )
+        small += bool(config.resolutions) and not any(bucket_of(width, height, each) for each in config.resolutions)
     if small:
-        say_once(
-            f"{place}: {small:,} of {len(images.files):,} images cover no bucket of data.resolutions = {config.resolutions}, and "
-            f"are seen in their own size, in multiples of {STEP}"
-        )
-    if key == "path":
-        _say_repeats(images.files)
+        text = f"cover no bucket of data.resolutions = {config.resolutions}: seen in their own size, in multiples of {STEP}"
+        say_once(f"{place}: {small:,} of {len(images.sizes):,} images {text}")
+    if key == "path" and (count := int(_repeats(images.files).sum())) > len(images.sizes):
+        text = f"are seen {count:,} times an epoch: folders named N_name repeat theirs N times"
+        say_once(f"{place}: {counted(len(images.sizes), 'image')} {text}")
     return images
-
-
-def _say_repeats(files: ImageList) -> None:
-    counts = Counter(repeats_of(files.names[position]) for position in range(len(files)))
-    if any(repeats > 1 for _, repeats in counts):
-        listed = ", ".join(f"{shown_path(folder)} ({count:,})" for (folder, _), count in counts.items() if folder)
-        say_once(f"{shown_path(files.folder)}: images of folders named N_name are seen N times an epoch: {listed}")
 
 
 def _repeats(files: ImageList) -> np.ndarray:
     """Number of times that an epoch shows each image, int64 [N]."""
-    return np.array([repeats_of(files.names[position])[1] for position in range(len(files))])
+    found = (_REPEATED.match(files.names[position]) for position in range(len(files)))
+    return np.array([int(each[1]) if each else 1 for each in found])
 
 
 @functools.lru_cache(maxsize=4)  # a run opens the same folder several times
 def _read_folder(key: str, path: str, trigger_word: str, missing: str) -> CaptionedImages:
     """Captions of a folder and sizes of its images, read once on a machine. Raises DatasetError."""
     root = existing_folder(key, path)
-    files = find_files(root)
-    if not files.images:
+    names, captioned = captioned_images(root)
+    if not captioned:
         raise DatasetError(f"{key}: {path!r} has no images in it{found_instead(root)}")
-    say_left_out(shown_path(root), files.left_out)
-    if files.masks:
-        say_once(f"{shown_path(root)}: ignoring {counted(files.masks, 'mask')} beside images")
-    found = read_once(root, files.names, (trigger_word, missing), lambda: _read_files(files, trigger_word, missing))
-    if (count := found.captions.count("")) == 0:
-        return found
-    say_once(f"{shown_path(root)}: {count:,} of {len(found.captions):,} images have no caption, and get the trigger word")
-    word = caption_line(trigger_word)
-    return dataclasses.replace(found, captions=tuple(caption or word for caption in found.captions))
 
+    def read() -> CaptionedImages:
+        captions = tuple(_read_caption(place, text, trigger_word, missing) for _, place, text in captioned)
+        files = ImageList.of(root, [[name for name, _, _ in captioned]])
+        numbers = tqdm(range(len(files)), "reading the sizes of images", delay=2)
+        sizes, digests = zip(*(_read_size_and_digest(files, position) for position in numbers), strict=True)
+        return CaptionedImages(files, captions, sizes, digests)
 
-def _read_files(files: CaptionedFiles, trigger_word: str, missing: str) -> CaptionedImages:
-    """Read the files of a folder. Raises DatasetError."""
-    captioned = list(files.captions())
-    captions = tuple(_read_caption(place, read, trigger_word, missing) for _, place, read in captioned)
-    images = ImageList.of(files.root, [[name for name, _, _ in captioned]])
-    numbers = tqdm(range(len(images)), "reading the sizes of images", delay=2)
-    sizes, digests = zip(*(_read_size_and_digest(images, position) for position in numbers), strict=True)
-    return CaptionedImages(images, captions, sizes, digests)
+    found = read_once(root, names, (trigger_word, missing), read)
+    if missing == "trigger" and (alone := found.captions.count(filled("[trigger]", trigger_word))):
+        say_once(f"{shown_path(root)}: the trigger word alone is the caption of {alone:,} of {len(found.captions):,} images")
+    return found
 
 
 def _read_caption(place: str, read: ReadCaption | None, trigger_word: str, missing: str) -> str:
-    """Caption of an image; "" where it has none, and the trigger word replaces it. Raises DatasetError."""
-    if read is None:
-        problem, advice = "an image without a caption", f"add {Path(place).stem}.txt, remove the image"
-    else:
-        try:
-            return caption_at(place, read, trigger_word)
-        except MissingCaption:
-            problem, advice = "the caption is empty", "write it"
-    if missing == "trigger":
-        return ""
-    raise DatasetError(f'{place}: {problem} ({advice}, or set data.missing_caption = "trigger")')
+    def text() -> str:
+        found = read() if read else None
+        if found and found.split():
+            return found
+        if missing == "trigger":
+            return "[trigger]"
+        missing_file = f"an image without a caption (add {Path(place).stem}.txt, remove the image"
+        problem = "the caption is empty (write it" if read else missing_file
+        raise ValueError(f'{problem}, or set data.missing_caption = "trigger")')
+
+    return caption_at(place, text, trigger_word)
 
 
 def _read_size_and_digest(files: ImageList, position: int) -> tuple[tuple[int, int], bytes]:

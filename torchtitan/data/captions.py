@@ -13,10 +13,6 @@ from torchtitan.data.trigger_words import filled, has_trigger
 MAX_CAPTION_BYTES = 1 << 16
 
 
-class MissingCaption(DatasetError):
-    """Caption that is not there, or empty."""
-
-
 class CaptionedSource(ImageSource, Protocol):
     """Images with a text each."""
 
@@ -41,13 +37,12 @@ def caption_at(place: str, read: Callable[[], str | None], trigger_word: str = "
         trigger_word: of `caption_line`.
 
     Raises:
-        MissingCaption: it is missing or empty.
-        DatasetError: it cannot be read or is not UTF-8, or `caption_line` refuses it.
+        DatasetError: it cannot be read, is missing or not UTF-8, or `caption_line` refuses it.
     """
     try:
         text = read()
-        if text is None or not text.split():
-            raise MissingCaption(f"{place}: the caption is {'missing' if text is None else 'empty'}")
+        if text is None:
+            raise ValueError("the caption is missing")
         return caption_line(text, trigger_word)
     except UnicodeDecodeError as error:
         raise DatasetError(f"{place}: the caption is not UTF-8 (byte {error.start}); save it as UTF-8") from error
@@ -60,10 +55,10 @@ def caption_line(text: str, trigger_word: str = "") -> str:
 
     Args:
         text: of the caption.
-        trigger_word: replaces each "[trigger]", and is put first where neither that nor the word itself occurs; "": none.
+        trigger_word: as of `filled`, and put first where neither a placeholder nor the word itself occurs; "": none.
 
     Raises:
-        ValueError: the caption is empty or too long, or has "[trigger]" without a word for it.
+        ValueError: the caption is empty or too long, or has a placeholder without a word for it.
     """
     if len(text) > MAX_CAPTION_BYTES:
         raise ValueError(f"a caption of {len(text):,} characters, more than {MAX_CAPTION_BYTES:,}")

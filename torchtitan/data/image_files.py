@@ -203,7 +203,7 @@ class SquareImages(Dataset):
 
 def list_images(folder: bytes, prefix: bytes = b"") -> list[bytes]:
     """List the files with an image's ending, as `list_files`; other pictures are said to be left out."""
-    left_out: Counter[bytes] = Counter()
+    left_out: Counter[str] = Counter()
     names = list_files(folder, is_image_name, prefix, left_out=left_out)
     if names:
         say_left_out(shown_path(folder), left_out)
@@ -212,7 +212,7 @@ def list_images(folder: bytes, prefix: bytes = b"") -> list[bytes]:
 
 def list_files(
     folder: bytes, wanted: Callable[[bytes], bool], prefix: bytes = b"", visit: Callable[[bytes], object] = lambda folder: None,
-    left_out: Counter[bytes] | None = None,
+    left_out: Counter[str] | None = None,
 ) -> list[bytes]:  # fmt: skip
     """List the files with wanted names, in folders of any depth, sorted by name as bytes.
 
@@ -239,7 +239,7 @@ def list_files(
                 elif entry.is_dir(follow_symlinks=False):  # a link may lead back to where it is
                     pending.append((entry.path, before + name + b"/"))
                 elif left_out is not None and (ending := ending_of(name)) in PICTURES_NOT_READ:
-                    left_out[ending] += 1
+                    left_out[ending.decode()] += 1
     return sorted(found)
 
 

@@ -29,9 +29,9 @@ def say_once(line: str) -> None:
         logger.warning(line)
 
 
-def say_left_out(place: str, counts: Mapping[bytes, int]) -> None:
+def say_left_out(place: str, counts: Mapping[str, int]) -> None:
     """Say how many pictures of each ending are left out of a place, if any are."""
     if total := sum(counts.values()):
-        listed = ", ".join(f"{count:,} .{ending.decode()}" for ending, count in Counter(counts).most_common())
+        listed = ", ".join(f"{count:,} .{ending}" for ending, count in Counter(counts).most_common())
         text = f"leaving out {counted(total, 'picture')} of endings that are not read: {listed} (convert to jpg or png)"
         say_once(f"{place}: {text}")

@@ -24,7 +24,7 @@ class CaptionedImages:
 
     Attributes:
         files: the images.
-        captions: of each, one line, the trigger word filled in; "": it has none.
+        captions: of each, one line, the trigger word filled in.
         sizes: width and height of each, in pixels, as it is shown.
         digests: SHA-256 of the bytes of each file.
     """

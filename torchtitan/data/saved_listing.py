@@ -65,7 +65,7 @@ def _listed(root: bytes, folders: list[bytes]) -> Any:
 
     marks: list[tuple[str, list[int]]] = []
     names: list[bytes] = []
-    left_out: Counter[bytes] = Counter()
+    left_out: Counter[str] = Counter()
     counts = []
 
     def visit(path: bytes) -> None:  # before it is read: what comes meanwhile makes the listing old
@@ -78,8 +78,7 @@ def _listed(root: bytes, folders: list[bytes]) -> Any:
         counts.append(len(found))
     classes = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
     table = pyarrow.table({"name": pyarrow.array(names, pyarrow.large_binary()), "class": classes})
-    counted = {os.fsdecode(ending): count for ending, count in left_out.items()}
-    return table.replace_schema_metadata({_FOLDERS: json.dumps(marks), _LEFT_OUT: json.dumps(counted)})
+    return table.replace_schema_metadata({_FOLDERS: json.dumps(marks), _LEFT_OUT: json.dumps(left_out)})
 
 
 def _image_list(root: bytes, table: Any) -> ImageList:
@@ -88,8 +87,7 @@ def _image_list(root: bytes, table: Any) -> ImageList:
     _, offsets, letters = array.buffers()
     places = np.frombuffer(offsets, np.int64)[: len(array) + 1]
     if len(array):
-        counted = json.loads(table.schema.metadata[_LEFT_OUT])
-        say_left_out(shown_path(root), {os.fsencode(ending): count for ending, count in counted.items()})
+        say_left_out(shown_path(root), json.loads(table.schema.metadata[_LEFT_OUT]))
     packed = PackedNames(np.frombuffer(letters, np.uint8) if letters else np.empty(0, np.uint8), places)
     return ImageList(root, packed, table["class"].to_numpy())
 

@@ -2,22 +2,22 @@
 
 import re
 
-PLACEHOLDER = re.compile(r"\[(?:trigger|name)\]")  # [name] is ai-toolkit's other word for it
+PLACEHOLDER = re.compile(r"\[(?:trigger|name)\]")  # the second is ai-toolkit's
 TRIGGER_KEY = "replaces [trigger] and [name] in captions, and begins a caption without them and without the word"
 
 
 def filled(text: str, trigger_word: str) -> str:
-    """Text in one line, with each "[trigger]" and "[name]" replaced by the trigger word.
+    """Text in one line, with each placeholder replaced by the trigger word.
 
     Raises:
-        ValueError: the text has one of them, and there is no word.
+        ValueError: the text has one, and there is no word.
     """
     line, word = " ".join(text.split()), " ".join(trigger_word.split())
     if (found := PLACEHOLDER.search(line)) and not word:
         raise ValueError(
             f"the caption has {found[0]}, and data.trigger_word is not given (give the word, or write it in the caption)"
         )
-    return PLACEHOLDER.sub(lambda found: word, line)
+    return PLACEHOLDER.sub(lambda place: word, line)
 
 
 def has_trigger(text: str, trigger_word: str) -> bool:

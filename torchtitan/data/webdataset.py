@@ -214,11 +214,11 @@ def _open_shards(
 
 def _without_unread(path: str, tables: list[Table]) -> list[Table]:
     """Tables without the samples of pictures of other endings, which are said to be left out."""
-    left_out: Counter[bytes] = Counter()
+    left_out: Counter[str] = Counter()
     kept = []
     for table in tables:
         read = table["problems"] < NOT_READ
-        left_out.update(PICTURES_NOT_READ[problem - NOT_READ] for problem in table["problems"][~read].tolist())
+        left_out.update(PICTURES_NOT_READ[problem - NOT_READ].decode() for problem in table["problems"][~read].tolist())
         letters = table["letters"][np.repeat(read, table["letter_counts"])]
         kept.append({name: letters if name == "letters" else column[read] for name, column in table.items()})
     say_left_out(path, left_out)

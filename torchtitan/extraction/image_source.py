@@ -175,11 +175,9 @@ class ImageSource:
 
     def place_of(self, path: str) -> str:
         """Path of a file of which `SkippedImage` has the path relative to the dataset's place."""
-        for given in filter(None, (self._config.path, self._config.validation_path)):
-            for folder in (user_path(given), user_path(given).parent):
-                if os.path.exists(folder / path.partition(": ")[0]):
-                    return str(folder / path)
-        return path
+        places = [user_path(given) for given in (self._config.path, self._config.validation_path) if given]
+        folders = (folder for place in places for folder in (place, place.parent))
+        return next((str(folder / path) for folder in folders if (folder / path.partition(": ")[0]).exists()), path)
 
 
 def open_sources(config: DataConfig, info: DatasetInfo, split: SourceSplit) -> list[ImageSource]:

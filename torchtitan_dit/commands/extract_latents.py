@@ -177,10 +177,8 @@ def write_and_report(
         index = finish_store(store.folder, plan, store.source, options.max_skipped_share, group)
         if is_first():
             report(arguments.report, store.folder, index, summary)
-    except DamagedImages as error:
-        return refuse(one_line(error))
     except UNUSABLE as error:
-        return refuse(one_line(error), code=FAILED)
+        return refuse(one_line(error), code=REFUSED if isinstance(error, DamagedImages) else FAILED)
     return 0
 
 
@@ -362,11 +360,9 @@ def fail(error: BaseException) -> int:
     else:
         raise error
     rank = f"rank {os.environ['RANK']}: " if "RANK" in os.environ else ""
-    if isinstance(error, DamagedImages):
-        print(f"{rank}{text}", file=sys.stderr)
-        return REFUSED
-    print(f"{rank}{text}; finished shards stay, and the same command resumes", file=sys.stderr)
-    return FAILED
+    damaged = isinstance(error, DamagedImages)
+    print(f"{rank}{text}{'' if damaged else '; finished shards stay, and the same command resumes'}", file=sys.stderr)
+    return REFUSED if damaged else FAILED
 
 
 def one_line(error: Exception) -> str:
