@@ -292,7 +292,7 @@ def test_what_is_ignored_replaced_and_repeated_is_said_in_a_line_each(tmp_path, 
         "ignoring 1 mask beside images",
         "the trigger word alone is the caption of 2 of 4 images",
         "4 of 4 images cover no bucket of data.resolutions = [128]: seen in their own size, in multiples of 64",
-        "4 images are seen 10 times an epoch: folders named N_name repeat theirs N times",
+        "4 images are 10 entries of an epoch: folders named N_name repeat theirs N times",
     )]  # fmt: skip
 
 

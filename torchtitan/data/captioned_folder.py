@@ -185,7 +185,7 @@ def _open(config: CaptionedFolderConfig, split: Split) -> CaptionedImages:
         text = f"cover no bucket of data.resolutions = {config.resolutions}: seen in their own size, in multiples of {STEP}"
         say_once(f"{place}: {small:,} of {len(images.sizes):,} images {text}")
     if key == "path" and (count := int(_repeats(images.files).sum())) > len(images.sizes):
-        text = f"are seen {count:,} times an epoch: folders named N_name repeat theirs N times"
+        text = f"are {count:,} entries of an epoch: folders named N_name repeat theirs N times"
         say_once(f"{place}: {counted(len(images.sizes), 'image')} {text}")
     return images
 
