@@ -257,7 +257,7 @@ def contents(folder: Path, images: int) -> Costs:
     def by_each() -> None:
         for _ in range(RANKS_OF_A_MACHINE):
             captioned_folder._read_folder.cache_clear()
-            captioned_folder._read_folder("data.path", str(folder), "", "refuse")
+            captioned_folder._read_folder("data.path", str(folder), "")
 
     def time_of(settled: float) -> float:
         with (

@@ -197,7 +197,7 @@ def _repeats(files: ImageList) -> np.ndarray:
 
 
 @functools.lru_cache(maxsize=4)  # a run opens the same folder several times
-def _read_folder(key: str, path: str, trigger_word: str, missing: str) -> CaptionedImages:
+def _read_folder(key: str, path: str, trigger_word: str, missing: str = "refuse") -> CaptionedImages:
     """Captions of a folder and sizes of its images, read once on a machine. Raises DatasetError."""
     root = existing_folder(key, path)
     names, captioned = captioned_images(root)
