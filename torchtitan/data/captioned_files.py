@@ -13,6 +13,7 @@ import unicodedata
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from typing import Any
 
 from torchtitan.data.base import DatasetError
 from torchtitan.data.captions import MAX_CAPTION_BYTES
@@ -65,7 +66,8 @@ def captioned_images(root: bytes) -> tuple[list[bytes], list[tuple[bytes, str, R
     if alone := sorted(captions.keys() - pictures):
         raise DatasetError(f"{captions[alone[0]][0]}: a caption without an image (add the image, or remove the caption)")
     kept = sorted((name for stem, name in images.items() if stem not in masks), key=lambda name: os.path.splitext(name)[0])
-    return names, [(name, *captions.get(_stem(name), (_shown(root, name), None))) for name in kept]
+    found = [(name, captions.get(_stem(name))) for name in kept]
+    return names, [(name, *given) if given else (name, _shown(root, name), None) for name, given in found]
 
 
 def _is_wanted(name: bytes) -> bool:
@@ -101,8 +103,9 @@ def _rows(root: bytes, name: bytes) -> Iterator[tuple[str, str, str]]:
     shown = _shown(root, name)
     try:
         text = read_text(os.path.join(root, name))
-        lines = filter(str.strip, text.split("\n"))
-        found = csv.DictReader(io.StringIO(text, newline="")) if ending_of(name) == b"csv" else map(json.loads, lines)
+        found: Iterable[Any] = map(json.loads, filter(str.strip, text.split("\n")))
+        if ending_of(name) == b"csv":
+            found = csv.DictReader(io.StringIO(text, newline=""))
         rows = [row if isinstance(row, dict) else {} for row in found]
     except (OSError, ValueError, RecursionError, csv.Error) as error:
         reason = getattr(error, "strerror", None) or error
