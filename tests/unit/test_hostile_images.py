@@ -11,7 +11,15 @@ from PIL import Image
 
 from tests.faults.confinement import bounded
 from torchtitan.data import UnreadableImage, image_decoding
-from torchtitan.data.image_decoding import MAX_PIXELS, decode_square, decode_whole, open_image, to_rgb, upright_size
+from torchtitan.data.image_decoding import (
+    MAX_PIXELS,
+    decode_square,
+    decode_whole,
+    open_image,
+    to_rgb,
+    upright_size,
+    with_advice,
+)
 from torchtitan.data.image_files import ImageList, SquareImages
 
 SIDE = 8
@@ -103,6 +111,16 @@ def test_what_is_made_to_harm_costs_its_image_and_little_else(case, monkeypatch)
     with bounded(20, 600 * MIB), pytest.raises((ValueError, OSError)) as caught:
         decode_square(content, SIDE)
     assert reason in str(caught.value)
+
+
+def test_a_cut_jpeg_is_to_be_mended_and_a_large_one_to_be_shrunk():
+    said = []
+    for content in (encoded("JPEG", (64, 64), quality=100)[:-20], jpeg_header(9000, 8000)):
+        with pytest.raises((ValueError, OSError)) as caught:
+            decode_square(content, SIDE)
+        said.append(with_advice(str(caught.value), "mend it"))
+    assert said[0].startswith("image file is truncated (") and said[0].endswith("processed) (mend it)")
+    assert said[1] == "9000 x 8000 pixels, more than 67,108,864 (shrink it)"
 
 
 def test_text_that_unpacks_to_much_is_refused():

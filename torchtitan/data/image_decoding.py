@@ -172,8 +172,8 @@ def decoding_problem(error: Exception) -> str:
 
 
 def with_advice(problem: str, advice: str) -> str:
-    """Problem of an image with the advice on it, unless the problem ends with a better one."""
-    return problem if problem.endswith(")") else f"{problem} ({advice})"
+    """Problem of an image with the advice on it, unless the problem has a better one."""
+    return problem if "(shrink" in problem or "(convert" in problem else f"{problem} ({advice})"
 
 
 def _check_size(width: int, height: int, most: int) -> None:
