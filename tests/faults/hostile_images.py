@@ -190,13 +190,6 @@ def gif(width: int, height: int, frames: int, left: int = 0) -> bytes:
     return header + frame * frames + b";"
 
 
-def many_scans(side: int, scans: int) -> bytes:
-    """A progressive JPEG whose last scan comes again and again."""
-    whole = saved(Image.new("L", (side, side), 128), "JPEG", progressive=True)
-    scan = whole[whole.rindex(b"\xff\xda") : -2]
-    return whole[:-2] + scan * scans + b"\xff\xd9"
-
-
 bad_image(lambda: saved(Image.new("L", (60000, 1)), "JPEG"), "JPEG of 60,000 by 1", "jpg", decodes=True, size=LARGE)
 bad_image(lambda: saved(Image.new("L", (1, 60000)), "JPEG"), "JPEG of 1 by 60,000", "jpg", decodes=True, size=LARGE)
 bad_image(lambda: saved(Image.new("RGB", (65500, 2)), "JPEG"), "JPEG of 65,500 by 2", "jpeg", decodes=True)
@@ -204,7 +197,6 @@ bad_image(lambda: saved(Image.new("CMYK", (8, 8)), "JPEG"), "JPEG in CMYK", "jpg
 bad_image(lambda: saved(Image.new("RGB", (8, 8)), "JPEG").replace(b"\0\x11\x08\0\x08\0\x08",
                                                                   b"\0\x11\x08\xff\xdc\xff\xdc"),  # fmt: skip
           "JPEG that says 65,500 by 65,500", "jpg")  # fmt: skip
-bad_image(lambda: many_scans(4000, 3000), "progressive JPEG of 3,000 scans", "jpg", decodes=True)
 bad_image(lambda: saved(Image.new("RGB", (8, 8)), "JPEG", exif=b"Exif\0\0MM\0*" + b"\xff" * 60000),
           "JPEG with EXIF of noise",  # fmt: skip
           "jpg", decodes=True)  # fmt: skip

@@ -1,8 +1,12 @@
 """Captioned images: buckets' golden sizes, pixels of a bucket, captions, splits, and what is refused."""
 
+import hashlib
+import json
 import math
 import os
 import pickle
+import unicodedata
+import zlib
 from fractions import Fraction
 
 import numpy as np
@@ -13,9 +17,9 @@ from PIL import Image
 from tests.configurations import problems
 from tests.encoded_images import decoded
 from torchtitan.conditions import Unconditional
-from torchtitan.data import DatasetError, UnreadableImage, dataset_info
-from torchtitan.data.aspect_buckets import BASE_SIZES, bucket_of, bucket_sizes
-from torchtitan.data.captioned_folder import CaptionedFolder, CaptionedFolderConfig
+from torchtitan.data import DatasetError, UnreadableImage, captioned_folder, dataset_info
+from torchtitan.data.aspect_buckets import BASE_SIZES, bucket_of, bucket_sizes, own_size
+from torchtitan.data.captioned_folder import CaptionedFolder, CaptionedFolderConfig, content_digest
 from torchtitan.data.captions import caption_line
 from torchtitan.data.image_decoding import decode_whole, resize_and_crop, upright_size
 
@@ -232,6 +236,7 @@ def test_images_are_not_mirrored_by_default():
     ("a  dog\n on\ttwo lines \r\n", "", "a dog on two lines"),
     ("ein [trigger] Hündchen", " c++  dog ", "ein c++ dog Hündchen"),
     ("a c++ dog", "c++", "a c++ dog"),
+    ("[name], a [trigger] of [names]", r"\\1", r"\\1, a \\1 of [names]"),
 ])  # fmt: skip
 def test_the_trigger_word_is_in_every_caption(text, word, caption):
     assert caption_line(text, word) == caption
@@ -241,6 +246,76 @@ def test_captions_of_a_folder_have_the_trigger_word(tmp_path):
     write(tmp_path, "a.png", caption="\ufeffa [trigger] dog\n")
     write(tmp_path, "b.png", caption="a cat")
     assert every_caption(CaptionedFolder(config_of(tmp_path, trigger_word="zork"), "train")) == ["a zork dog", "zork a cat"]
+
+
+# --- as other trainers have them
+
+
+def test_captions_are_found_where_other_trainers_keep_them(tmp_path):
+    def row(name, **fields):
+        return json.dumps({"file_name": name} | fields) + "\n"
+
+    write(tmp_path, "a.png", caption=None)
+    (tmp_path / "a.caption").write_text("of kohya's ending")
+    write(tmp_path, unicodedata.normalize("NFD", "bär.png"), caption=None)
+    (tmp_path / unicodedata.normalize("NFC", "bär.txt")).write_text("of a Mac")
+    for name in ("c.png", "d.png"):
+        write(tmp_path / "deeper", name, caption=None)
+    write(tmp_path / "other", "e.png", caption=None)
+    rows = row("deeper/c.png", text="of a line", caption="of none") + row("./deeper/d.png", caption="d")
+    (tmp_path / "metadata.jsonl").write_text(rows)
+    (tmp_path / "other" / "metadata.csv").write_text('file_name,text\ne.png,"of two\nlines, quoted"\n')
+    for name in ("README.txt", "LICENSE.txt", "Readme.roboflow.txt", "licence.caption", "masks/notes.md", "labels.csv"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("of nobody")
+    for name in ("a-masklabel.png", "masks/a.png", "deeper/c-condlabel.png", "_controls/a.pose.png"):
+        write(tmp_path / os.path.dirname(name), os.path.basename(name), caption=None)
+    write(tmp_path, "credits.png", caption="of a picture by the name of credits")
+    dataset = CaptionedFolder(config_of(tmp_path), "train")
+    assert every_caption(dataset) == [
+        "of kohya's ending", "of a Mac", "of a picture by the name of credits", "of a line", "d", "of two lines, quoted",
+    ]  # fmt: skip
+
+
+def test_what_is_ignored_replaced_and_repeated_is_said_in_a_line_each(tmp_path, caplog):
+    for name, size, caption in (("a.png", (64, 64), None), ("b.png", (64, 64), " \n"), ("c.png", (64, 64), "a [name]")):
+        write(tmp_path / "3_sks dog", name, size, caption)
+    write(tmp_path, "d.png", (90, 130), "small")
+    write(tmp_path, "d-masklabel.png", (90, 130), None)
+    config = config_of(tmp_path, resolutions=[128], trigger_word="sks", missing_caption="trigger", validation_fraction=0.25)
+    info = CaptionedFolder.info(config)
+    train, held_out = CaptionedFolder(config, "train"), CaptionedFolder(config, "validation")
+    assert info.bucket_shapes == ((3, 64, 64), (3, 128, 64))
+    assert every_caption(train) == ["sks"] * 6 + ["a sks"] * 3 and train.buckets.tolist() == [9, 0]
+    assert every_caption(held_out) == ["sks small"] and held_out.buckets.tolist() == [0, 1]
+    assert caplog.messages == [f"{tmp_path}: {line}" for line in (
+        "ignoring 1 mask beside images",
+        "the trigger word alone is the caption of 2 of 4 images",
+        "4 of 4 images cover no bucket of data.resolutions = [128]: seen in their own size, in multiples of 64",
+        "4 images are 10 entries of an epoch: folders named N_name repeat theirs N times",
+    )]  # fmt: skip
+
+
+@pytest.mark.parametrize("size, resolution, own", [
+    ((90, 90), 128, (64, 64)), ((200, 130), 512, (192, 128)), ((63, 400), 512, None),
+    ((4000, 300), 1024, (3712, 256)),  # 1.09 megapixels, shrunk by 0.935 to 3739 x 280
+])  # fmt: skip
+def test_the_own_size_of_an_image_is_of_the_resolution_s_area_at_most(size, resolution, own):
+    assert bucket_of(*size, resolution) is None and own_size(*size, resolution) == own
+
+
+def test_repeats_are_in_the_digest_of_a_cache_and_other_folders_keep_theirs(tmp_path):
+    def digest(*more):
+        contents = [hashlib.sha256((tmp_path / folder / "a.png").read_bytes()).digest()]
+        return hashlib.sha256(repr([(folder.encode() + b"/a.png", ("a thing",), tuple(contents)), *more]).encode()).hexdigest()
+
+    for folder, repeats in (("02_dog", ()), ("2024_dog", ()), ("1_dog", ()), ("2_dog", ((2,),))):
+        write(tmp_path / folder, "a.png")
+        assert content_digest(config_of(tmp_path)) == digest(*repeats)
+        assert len(CaptionedFolder(config_of(tmp_path), "train")) == (2 if repeats else 1)
+        for file in (tmp_path / folder).iterdir():
+            file.unlink()
+        captioned_folder._read_folder.cache_clear()
 
 
 # --- what is refused
@@ -283,10 +358,27 @@ def too_long(folder):
     write(folder, "b.png", caption="a" * 70_000)
 
 
+def too_large(folder):
+    write(folder, "b.png", (8, 8))
+    content = (folder / "b.png").read_bytes()
+    header = b"IHDR" + (9000).to_bytes(4, "big") + (8000).to_bytes(4, "big") + content[24:29]
+    (folder / "b.png").write_bytes(content[:12] + header + zlib.crc32(header).to_bytes(4, "big") + content[33:])
+
+
+def twice_captioned(folder):
+    (folder / "metadata.csv").write_text("file_name,caption\nc.png,a thing\n")
+
+
+def without_name(folder):
+    write(folder, "b.png", caption="a [name]")
+
+
 REFUSED = {
-    "no caption": (without_caption, {}, r"b\.png: an image without a caption \(add b\.txt, or remove the image\)"),
-    "no image": (without_image, {}, r"b\.txt: a caption without an image \(add the image, or remove the file\)"),
-    "empty": (lambda f: write(f, "b.png", caption=" \n"), {}, r"b\.txt: the caption is empty"),
+    "no caption": (
+        without_caption, {}, r"b\.png: an image without a caption \(add b\.txt, remove the image, or set data\..*"
+    ),
+    "no image": (without_image, {}, r"b\.txt: a caption without an image \(add the image, or remove the caption\)"),
+    "empty": (lambda f: write(f, "b.png", caption=" \n"), {}, r"b\.txt: the caption is empty \(write it, or set .*"),
     "not UTF-8": (not_utf8, {}, r"b\.txt: the caption is not UTF-8 \(byte 3\); save it as UTF-8"),
     "two images": (two_images, {}, r"b\.jpg: this and b\.png are two images for one caption \(rename or remove one\)"),
     "two captions": (two_captions, {}, r"b\.TXT: this and b\.txt are two captions for one image .*"),
@@ -301,6 +393,19 @@ REFUSED = {
     "no trigger": (lambda f: write(f, "b.png", caption="a [trigger]"), {}, r"b\.txt: the caption has \[trigger\], and .*"),
     "no image inside": (no_image_inside, {}, r"b\.png: not an image of a known format \(mend or remove it\)"),
     "a pipe": (a_pipe, {}, r"b\.txt: is a pipe, not a regular file"),
+    "large": (too_large, {}, r"b\.png: 9000 x 8000 pixels, more than 67,108,864 \(shrink it\)"),
+    "a caption file and a table": (
+        twice_captioned, {}, r"metadata\.csv: row 1: this and .*/c\.txt are two captions for one image \(remove one\)"
+    ),
+    "a table of no such image": (
+        lambda f: (f / "metadata.csv").write_text("file_name,text\nb.png,a thing\n"), {},
+        r"metadata\.csv: row 1: a caption without an image \(add the image, or remove the caption\)",
+    ),
+    "a damaged table": (
+        lambda f: (f / "metadata.jsonl").write_text("{}\n["), {},
+        r"metadata\.jsonl: cannot be read as metadata of images: .*",
+    ),
+    "no name": (without_name, {}, r"b\.txt: the caption has \[name\], and data\.trigger_word is not given .*"),
     "long": (too_long, {}, r"b\.txt: 70,000 bytes, more than 65,536"),
 }  # fmt: skip
 
@@ -322,6 +427,7 @@ KEYS = {
     "neither": ({"resolutions": []}, r"data\.resolutions: not given; captioned_folder needs .*"),
     "below a bucket": ({"resolutions": [128, 63]}, r"data\.resolutions: 63 is below 64, the smallest side of a bucket"),
     "twice": ({"resolutions": [64, 64]}, r"data\.resolutions: \[64, 64\] names a resolution twice"),
+    "no word": ({"missing_caption": "trigger"}, r"data\.missing_caption: \"trigger\" needs data\.trigger_word, .*"),
     "no path": ({"path": ""}, r"data\.path: not given; captioned_folder needs a folder of images and captions"),
     "no folder": ({"path": "/nowhere"}, r"data\.path: '/nowhere' does not exist"),
     "validation": ({"validation_path": "/nowhere"}, r"data\.validation_path: '/nowhere' does not exist"),
@@ -338,7 +444,7 @@ def test_keys_that_do_not_fit_are_refused(case, tmp_path):
 
 def test_a_folder_without_images_is_refused(tmp_path):
     (tmp_path / "README.md").write_text("nothing")
-    with pytest.raises(DatasetError, match=r"^data\.path: '.*' has no images in it$"):
+    with pytest.raises(DatasetError, match=r"^data\.path: '.*' has no images in it \(found 1 \.md\)$"):
         CaptionedFolder.info(config_of(tmp_path))
 
 
@@ -346,7 +452,9 @@ def test_a_run_s_configuration_is_refused_with_the_file(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "photographs", "a.png", caption=" ")
     words = ["--data.name=captioned_folder", "--data.path=photographs", "--data.image_size=64"]
-    assert [line.partition("data.path")[2] for line in problems(arguments=words)] == [": photographs/a.txt: the caption is empty"]
+    assert [line.partition("data.path")[2] for line in problems(arguments=words)] == [
+        ': photographs/a.txt: the caption is empty (write it, or set data.missing_caption = "trigger")'
+    ]
 
 
 def test_dataset_info_of_a_section(tmp_path):

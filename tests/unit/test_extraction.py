@@ -215,12 +215,15 @@ def test_posterior_and_the_normalization_of_the_autoencoder_are_kept(tmp_path, m
 
 
 def test_too_many_bad_images_end_the_work_and_a_larger_share_goes_on(inputs, whole, tmp_path, capsys):
-    words = ["--output", str(tmp_path / "store"), *inputs[1]]
-    assert main([*words, "--data.max_corrupt_share", "0.2"]) == 1
-    said = capsys.readouterr().err.splitlines()[-1]
-    assert "4 of 18 images cannot be decoded, more than a share of 0.2" in said and "class1/008.png" in said
-    assert main(words) == 0
-    assert content(tmp_path / "store") == content(whole)
+    path = inputs[1][inputs[1].index("--data.path") + 1]
+    first = f"{path}/class0/001.png: image file is truncated (mend or remove it)"
+    for share, problem in (
+        ("0.2", "4 of 18 images cannot be decoded, more than a share of 0.2 (data.max_corrupt_share); the first is "), ("0", "")
+    ):
+        assert main(["--output", str(tmp_path / share), *inputs[1], "--data.max_corrupt_share", share]) == 2
+        assert capsys.readouterr().err.splitlines()[-1] == problem + first
+    assert main(["--output", str(tmp_path / "0.2"), *inputs[1]]) == 0
+    assert content(tmp_path / "0.2") == content(whole)
 
 
 def test_disk_that_becomes_full_loses_nothing(inputs, whole, tmp_path, capsys):

@@ -1,5 +1,6 @@
 """Aspect buckets: sizes of images of about one area and many aspect ratios, and the one that fits an image best."""
 
+import math
 from functools import lru_cache
 
 STEP = 64  # pixels; every side of a bucket is a multiple
@@ -49,6 +50,13 @@ def bucket_of(width: int, height: int, resolution: int) -> tuple[int, int] | Non
         return None
     covered = [size for size in bucket_sizes(resolution) if size[0] <= width and size[1] <= height]
     return min(covered, key=lambda size: _pixels_cut(width, height, *size), default=None)
+
+
+def own_size(width: int, height: int, resolution: int) -> tuple[int, int] | None:
+    """Size of an image that covers no bucket: its own, at most resolution^2 pixels, rounded down to multiples of 64; or None."""
+    scale = min(1.0, resolution / math.sqrt(width * height))
+    size = int(width * scale) // STEP * STEP, int(height * scale) // STEP * STEP
+    return size if all(size) else None
 
 
 def _pixels_cut(width: int, height: int, bucket_width: int, bucket_height: int) -> int:

@@ -2,37 +2,38 @@
 
 import functools
 import hashlib
-import os
-from collections.abc import Iterable
+import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 import numpy as np
 from tqdm import tqdm
 
 from torchtitan.conditions import Unconditional
-from torchtitan.data.aspect_buckets import STEP, bucket_of
+from torchtitan.data.aspect_buckets import STEP, bucket_of, own_size
 from torchtitan.data.base import DatasetError, DatasetInfo, Split
-from torchtitan.data.captions import MAX_CAPTION_BYTES, caption_at
+from torchtitan.data.captioned_files import ReadCaption, captioned_images
+from torchtitan.data.captions import caption_at
 from torchtitan.data.class_folders import existing_folder
-from torchtitan.data.image_decoding import decoding_problem, upright_size
+from torchtitan.data.image_decoding import decoding_problem, upright_size, with_advice
 from torchtitan.data.image_files import (
     ImageList,
     SquareImages,
     SquareImagesConfig,
     check_readable,
-    is_image_name,
-    list_files,
+    found_instead,
     shown_path,
 )
+from torchtitan.data.left_out import say_once
 from torchtitan.data.online_text import OnlineTextConfig, online_kind
 from torchtitan.data.saved_contents import CaptionedImages, read_once
 from torchtitan.data.splits import chosen_positions, spread_evenly
-from torchtitan.data.trigger_words import TRIGGER_KEY
-from torchtitan.files.regular import read_text
+from torchtitan.data.trigger_words import TRIGGER_KEY, filled
+from torchtitan.pictures.number_text import counted
 from torchtitan.settings import setting
 
-CAPTION_SUFFIX = b"txt"
+_REPEATED = re.compile(rb"([1-9]\d{0,2})_[^/]+/")  # a folder as kohya's trainers repeat it; 2024_summer or 01_front is another
 
 
 @dataclass(kw_only=True)
@@ -40,11 +41,14 @@ class CaptionedFolderConfig(OnlineTextConfig, SquareImagesConfig):
     """`[data]` with name = "captioned_folder"."""
 
     name: Literal["captioned_folder"] = setting("captioned_folder", "dataset")
-    path: str = setting("", "folder of images, each with a caption: name.png, name.jpg or name.webp, and name.txt", path=True)
+    path: str = setting("", "folder of images, each with a caption: name.jpg and name.txt, or a metadata.jsonl", path=True)
     resolutions: list[int] = setting(
         [], "roots of the areas of aspect buckets, as [512, 768, 1024]; default: squares of data.image_size"
     )
     trigger_word: str = setting("", TRIGGER_KEY)
+    missing_caption: Literal["refuse", "trigger"] = setting(
+        "refuse", "for an image without a caption, or with an empty one: refuse the run, or take the trigger word as its caption"
+    )
     # Words about left and right, and letters in the picture, would be wrong in a mirror.
     horizontal_flip: bool = setting(False, "mirror each training image with probability 1/2")
     validation_path: str = setting("", "folder of held-out images, laid out like data.path", path=True)
@@ -57,6 +61,7 @@ class CaptionedFolderConfig(OnlineTextConfig, SquareImagesConfig):
         """Sizes (width, height) in which an image of that size is seen, none of them larger than it."""
         if self.resolutions:
             found = [bucket_of(width, height, resolution) for resolution in self.resolutions]
+            found = found if any(found) else [own_size(width, height, min(self.resolutions))]
             return [size for size in found if size is not None]
         side = self.required_size()
         return [(side, side)] if min(width, height) >= side else []
@@ -107,6 +112,8 @@ class CaptionedFolder(SquareImages):
         if not config.validation_path:
             held_out = spread_evenly(len(images.files), config.validation_fraction)
             chosen = chosen_positions(held_out if split == "validation" else ~held_out, split, config.validation_fraction)
+        if split == "train":
+            chosen = np.repeat(chosen, _repeats(images.files)[chosen])
         entries = _entries(config, images, chosen, _all_sizes(config))
         self._sizes = entries.sizes
         self._ends = np.cumsum(entries.counts)
@@ -136,12 +143,16 @@ def content_digest(config: CaptionedFolderConfig) -> str:
     """Digest of every name, caption and byte of the images of both splits. Raises DatasetError."""
     splits: tuple[Split, ...] = ("train", "validation") if config.validation_path else ("train",)
     found = [_open(config, split) for split in splits]
-    described = [(images.files.names.letters.tobytes(), images.captions, images.digests) for images in found]
+    described: list[tuple] = [(images.files.names.letters.tobytes(), images.captions, images.digests) for images in found]
+    if (repeats := _repeats(found[0].files)).max() > 1:  # others keep the digest that they had
+        described.append(tuple(repeats.tolist()))
     return hashlib.sha256(repr(described).encode()).hexdigest()
 
 
 def _check_keys(config: CaptionedFolderConfig) -> None:
     """Check keys that belong together. Raises DatasetError."""
+    if config.missing_caption == "trigger" and not config.trigger_word.split():
+        raise DatasetError('data.missing_caption: "trigger" needs data.trigger_word, which replaces missing captions (give it)')
     if config.resolutions and config.image_size is not None:
         raise DatasetError("data.image_size: is the side of squares, and data.resolutions asks for buckets; give one of them")
     if not config.resolutions and config.image_size is None:
@@ -160,7 +171,8 @@ def _open(config: CaptionedFolderConfig, split: Split) -> CaptionedImages:
     path = getattr(config, key)
     if not path:
         raise DatasetError(f"data.{key}: not given; captioned_folder needs a folder of images and captions")
-    images = _read_folder(f"data.{key}", path, config.trigger_word)
+    images = _read_folder(f"data.{key}", path, config.trigger_word, config.missing_caption)
+    place, small = shown_path(images.files.folder), 0
     for position, (width, height) in enumerate(images.sizes):
         if not config.sizes_of(width, height):
             asked = f"data.resolutions = {config.resolutions}" if config.resolutions else f"data.image_size = {config.image_size}"
@@ -168,59 +180,55 @@ def _open(config: CaptionedFolderConfig, split: Split) -> CaptionedImages:
                 f"{images.files.shown(position)}: {width} x {height} pixels cover no size of {asked}, and images are never "
                 "enlarged (remove it, or ask for a smaller size)"
             )
+        small += bool(config.resolutions) and not any(bucket_of(width, height, each) for each in config.resolutions)
+    if small:
+        text = f"cover no bucket of data.resolutions = {config.resolutions}: seen in their own size, in multiples of {STEP}"
+        say_once(f"{place}: {small:,} of {len(images.sizes):,} images {text}")
+    if key == "path" and (count := int(_repeats(images.files).sum())) > len(images.sizes):
+        text = f"are {count:,} entries of an epoch: folders named N_name repeat theirs N times"
+        say_once(f"{place}: {counted(len(images.sizes), 'image')} {text}")
     return images
 
 
+def _repeats(files: ImageList) -> np.ndarray:
+    """Number of times that an epoch shows each image, int64 [N]."""
+    found = (_REPEATED.match(files.names[position]) for position in range(len(files)))
+    return np.array([int(each[1]) if each else 1 for each in found])
+
+
 @functools.lru_cache(maxsize=4)  # a run opens the same folder several times
-def _read_folder(key: str, path: str, trigger_word: str) -> CaptionedImages:
+def _read_folder(key: str, path: str, trigger_word: str, missing: str = "refuse") -> CaptionedImages:
     """Captions of a folder and sizes of its images, read once on a machine. Raises DatasetError."""
     root = existing_folder(key, path)
-    names = list_files(root, lambda name: is_image_name(name) or _is_caption_name(name))
-    images, texts = _by_stem(root, filter(is_image_name, names)), _by_stem(root, filter(_is_caption_name, names))
-    if not images and not texts:
-        raise DatasetError(f"{key}: {path!r} has no images in it")
-    for stem in sorted(images.keys() ^ texts.keys()):
-        if stem in texts:
-            raise DatasetError(f"{_shown(root, texts[stem])}: a caption without an image (add the image, or remove the file)")
-        caption = shown_path(os.path.basename(stem) + b"." + CAPTION_SUFFIX)
-        raise DatasetError(f"{_shown(root, images[stem])}: an image without a caption (add {caption}, or remove the image)")
-    return read_once(root, names, trigger_word, lambda: _read_files(root, images, texts, trigger_word))
+    names, captioned = captioned_images(root)
+    if not captioned:
+        raise DatasetError(f"{key}: {path!r} has no images in it{found_instead(root)}")
 
+    def read() -> CaptionedImages:
+        captions = tuple(_read_caption(place, text, trigger_word, missing) for _, place, text in captioned)
+        files = ImageList.of(root, [[name for name, _, _ in captioned]])
+        numbers = tqdm(range(len(files)), "reading the sizes of images", delay=2)
+        sizes, digests = zip(*(_read_size_and_digest(files, position) for position in numbers), strict=True)
+        return CaptionedImages(files, captions, sizes, digests)
 
-def _read_files(
-    root: bytes, images: dict[bytes, bytes], texts: dict[bytes, bytes], trigger_word: str
-) -> CaptionedImages:
-    """Read the files of a folder, by their names without endings. Raises DatasetError."""
-    stems = sorted(images)
-    captions = tuple(_read_caption(os.path.join(root, texts[stem]), trigger_word) for stem in stems)
-    files = ImageList.of(root, [[images[stem] for stem in stems]])
-    numbers = tqdm(range(len(files)), "reading the sizes of images", delay=2)
-    sizes, digests = zip(*(_read_size_and_digest(files, position) for position in numbers), strict=True)
-    return CaptionedImages(files, captions, sizes, digests)
-
-
-def _is_caption_name(name: bytes) -> bool:
-    return name.rpartition(b".")[2].lower() == CAPTION_SUFFIX
-
-
-def _by_stem(root: bytes, names: Iterable[bytes]) -> dict[bytes, bytes]:
-    """Names by what precedes their endings. Raises DatasetError where two have that in common."""
-    found: dict[bytes, bytes] = {}
-    for name in names:
-        other = found.setdefault(os.path.splitext(name)[0], name)
-        if other != name:
-            kind = "captions for one image" if _is_caption_name(name) else "images for one caption"
-            shown = shown_path(os.path.basename(name))
-            raise DatasetError(f"{_shown(root, other)}: this and {shown} are two {kind} (rename or remove one)")
+    found = read_once(root, names, (trigger_word, missing), read)
+    if missing == "trigger" and (alone := found.captions.count(filled("[trigger]", trigger_word))):
+        say_once(f"{shown_path(root)}: the trigger word alone is the caption of {alone:,} of {len(found.captions):,} images")
     return found
 
 
-def _shown(root: bytes, name: bytes) -> str:
-    return shown_path(os.path.join(root, name))
+def _read_caption(place: str, read: ReadCaption | None, trigger_word: str, missing: str) -> str:
+    def text() -> str:
+        found = read() if read else None
+        if found and found.split():
+            return found
+        if missing == "trigger":
+            return "[trigger]"
+        missing_file = f"an image without a caption (add {Path(place).stem}.txt, remove the image"
+        problem = "the caption is empty (write it" if read else missing_file
+        raise ValueError(f'{problem}, or set data.missing_caption = "trigger")')
 
-
-def _read_caption(path: bytes, trigger_word: str) -> str:
-    return caption_at(shown_path(path), lambda: read_text(path, MAX_CAPTION_BYTES), trigger_word)
+    return caption_at(place, text, trigger_word)
 
 
 def _read_size_and_digest(files: ImageList, position: int) -> tuple[tuple[int, int], bytes]:
@@ -228,7 +236,8 @@ def _read_size_and_digest(files: ImageList, position: int) -> tuple[tuple[int, i
         content = files.content(position)
         return upright_size(content), hashlib.sha256(content).digest()
     except Exception as error:  # a damaged file fails in any way, and its bucket is not known
-        raise DatasetError(f"{files.shown(position)}: {decoding_problem(error)} (mend or remove it)") from error
+        problem = with_advice(decoding_problem(error), "mend or remove it")
+        raise DatasetError(f"{files.shown(position)}: {problem}") from error
 
 
 def _all_sizes(config: CaptionedFolderConfig) -> tuple[tuple[int, int], ...]:

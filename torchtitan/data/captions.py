@@ -55,10 +55,10 @@ def caption_line(text: str, trigger_word: str = "") -> str:
 
     Args:
         text: of the caption.
-        trigger_word: replaces each "[trigger]", and is put first where neither that nor the word itself occurs; "": none.
+        trigger_word: as of `filled`, and put first where neither a placeholder nor the word itself occurs; "": none.
 
     Raises:
-        ValueError: the caption is empty or too long, or has "[trigger]" without a word for it.
+        ValueError: the caption is empty or too long, or has a placeholder without a word for it.
     """
     if len(text) > MAX_CAPTION_BYTES:
         raise ValueError(f"a caption of {len(text):,} characters, more than {MAX_CAPTION_BYTES:,}")

@@ -1,7 +1,7 @@
 """Decode the bytes of an image file, from any source, to RGB pixels of a given size: for all images of users.
 
 A decoder only gets files that begin as one of a few formats, none of which starts a program; the file's name is
-ignored. Memory and time are bounded before decoding, by the header and by the file's structure.
+ignored. Memory is bounded before decoding, by the size in the header.
 """
 
 import io
@@ -18,11 +18,8 @@ if TYPE_CHECKING:
 
 MAX_FILE_BYTES = 512 << 20
 MAX_PIXELS = 1 << 26  # decoded, four bytes each at least: 256 MiB
-MAX_PIXELS_WEBP = MAX_PIXELS // 2  # its decoder holds three copies more
+MAX_PIXELS_WEBP = MAX_PIXELS // 2  # decoded, its decoder holds three copies more
 MAX_ASPECT_RATIO = 64  # resized to S on the shorter side, the longer has at most 64 S
-MAX_EXIF_BYTES = 1 << 16  # a segment of JPEG; a decoder may copy each of its parts as often as the tags in it ask
-MAX_SCANS = 500  # of a progressive JPEG, each of which goes over all pixels; cameras and the web have ten
-MAX_STEPS = 1 << 16  # markers and bytes of padding before the pixels of a JPEG
 MAX_PPM_HEADER_BYTES = 1 << 12  # its decoder reads words and comments a byte at a time
 PIXELS_AT_A_TIME = 1 << 20  # of conversions that need several copies
 
@@ -44,7 +41,6 @@ _ORIENTATION = 0x0112
 _SIDEWAYS = (5, 6, 7, 8)  # orientations that exchange width and height
 _PNG_ORIENTATIONS = (b"eXIf", b"Raw profile type exif", b"XML:com.adobe.xmp")  # chunks that may follow the pixels
 _TILE_WIDTH, _TILE_HEIGHT = 322, 323  # of TIFF
-_LONE_MARKERS = frozenset((0xC8, *range(0xD0, 0xDA), *range(0xF0, 0xFE)))  # of JPEG: no length follows
 
 
 def open_image(content: bytes) -> "Image":
@@ -73,17 +69,14 @@ def open_image(content: bytes) -> "Image":
     kind = _BEGINNINGS.match(content)
     if kind is None:
         raise ValueError("not an image of a known format")
-    if kind.lastgroup == "JPEG":
-        _check_jpeg(content)
-    elif kind.lastgroup == "WEBP":
-        _check_size(*_webp_size(content), MAX_PIXELS_WEBP)  # to open it takes that memory already
-    elif kind.lastgroup == "PPM" and not _PPM_HEADER.match(content[:MAX_PPM_HEADER_BYTES]):
+    if kind.lastgroup == "PPM" and not _PPM_HEADER.match(content[:MAX_PPM_HEADER_BYTES]):
         raise ValueError(f"no whole header in its first {MAX_PPM_HEADER_BYTES:,} bytes")
+    most = MAX_PIXELS_WEBP if kind.lastgroup == "WEBP" else MAX_PIXELS
     try:
         image = Image.open(io.BytesIO(content), formats=(str(kind.lastgroup),))
     except Image.DecompressionBombError as error:  # the package's own limit is higher
-        raise ValueError(f"more than {MAX_PIXELS:,} pixels") from error
-    _check_size(*image.size, MAX_PIXELS)
+        raise ValueError(f"more than {most:,} pixels (shrink it)") from error
+    _check_size(*image.size, most)
     if image.mode == "F":  # as RGB it would be clipped to 0..255, and 0..1 become black
         raise ValueError("floating-point pixels, of unknown black and white (convert it to 8 or 16 bits)")
     if kind.lastgroup == "TIFF":
@@ -178,55 +171,19 @@ def decoding_problem(error: Exception) -> str:
     return unwrapped(error) or type(error).__name__
 
 
+def with_advice(problem: str, advice: str) -> str:
+    """Problem of an image with the advice on it, unless the problem has a better one."""
+    return problem if "(shrink" in problem or "(convert" in problem else f"{problem} ({advice})"
+
+
 def _check_size(width: int, height: int, most: int) -> None:
     if width * height > most:
-        raise ValueError(f"{width} x {height} pixels, more than {most:,}")
+        raise ValueError(f"{width} x {height} pixels, more than {most:,} (shrink it)")
     if max(width, height) > MAX_ASPECT_RATIO * min(width, height):
         raise ValueError(f"{width} x {height} pixels: one side is more than {MAX_ASPECT_RATIO} times the other")
 
 
-def _webp_size(content: bytes) -> tuple[int, int]:
-    """WebP's width and height of the canvas, from its first chunk."""
-    chunk = content[12:30].ljust(18, b"\0")
-    if chunk.startswith(b"VP8X"):
-        return 1 + int.from_bytes(chunk[12:15], "little"), 1 + int.from_bytes(chunk[15:18], "little")
-    if chunk.startswith(b"VP8L"):
-        bits = int.from_bytes(chunk[9:13], "little")
-        return 1 + (bits & 0x3FFF), 1 + (bits >> 14 & 0x3FFF)
-    if chunk.startswith(b"VP8 "):
-        return int.from_bytes(chunk[14:16], "little") & 0x3FFF, int.from_bytes(chunk[16:18], "little") & 0x3FFF
-    raise ValueError("not an image of a known format")
-
-
-def _check_jpeg(content: bytes) -> None:
-    """Bound the scans, EXIF data and segments of a JPEG before the decoder loops over them. Raises ValueError."""
-    scans = content.count(b"\xff\xda")
-    if scans > MAX_SCANS:
-        raise ValueError(f"a JPEG of {scans} scans, more than {MAX_SCANS}")
-    position = exif = 0
-    for _ in range(MAX_STEPS):
-        segment = content[position : position + 8]
-        if len(segment) < 4:
-            return
-        marker = segment[1]
-        if segment[0] != 0xFF or marker in (0x00, 0xFF):
-            position += 1
-        elif marker in _LONE_MARKERS:
-            position += 2
-        elif marker == 0xDA:
-            return
-        else:
-            length = max(int.from_bytes(segment[2:4], "big"), 2)
-            exif += length if marker == 0xE1 and segment[4:8] == b"Exif" else 0
-            if exif > MAX_EXIF_BYTES:
-                raise ValueError(f"EXIF data of more than {MAX_EXIF_BYTES:,} bytes")
-            position += 2 + length
-    raise ValueError(f"a JPEG of more than {MAX_STEPS:,} segments and bytes of padding before its pixels")
-
-
 def _orientation(image: "Image") -> int:
-    if any(len(image.info.get(key, "")) > MAX_EXIF_BYTES for key in ("exif", "Raw profile type exif")):
-        return 1
     try:
         return image.getexif().get(_ORIENTATION, 1)
     except MemoryError:

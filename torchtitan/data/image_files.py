@@ -12,13 +12,13 @@ import torch
 
 from torchtitan.data.base import Batch, DataConfig, Dataset, DatasetError, UnreadableImage
 from torchtitan.data.image_decoding import MAX_FILE_BYTES, decode_cropped, decode_square, decoding_problem
+from torchtitan.data.left_out import PICTURES_NOT_READ, ending_of, say_left_out
 from torchtitan.data.online_text import with_captions
 from torchtitan.files.regular import UnsuitableFile, read_regular, user_path
 from torchtitan.settings import setting
 
 SUFFIXES = frozenset((b"jpg", b"jpeg", b"png", b"webp", b"bmp", b"gif", b"tif", b"tiff", b"ppm", b"pgm"))
 NUM_PROBES = 16
-_PICTURES_NOT_READ = frozenset((b"heic", b"heif", b"avif", b"jxl", b"jp2", b"dng", b"nef", b"cr2", b"cr3", b"psd", b"svg"))
 _MOST_ENDINGS = 3  # in a message
 
 
@@ -202,13 +202,18 @@ class SquareImages(Dataset):
 
 
 def list_images(folder: bytes, prefix: bytes = b"") -> list[bytes]:
-    """List the files with an image's ending, as `list_files`."""
-    return list_files(folder, is_image_name, prefix)
+    """List the files with an image's ending, as `list_files`; other pictures are said to be left out."""
+    left_out: Counter[str] = Counter()
+    names = list_files(folder, is_image_name, prefix, left_out=left_out)
+    if names:
+        say_left_out(shown_path(folder), left_out)
+    return names
 
 
 def list_files(
-    folder: bytes, wanted: Callable[[bytes], bool], prefix: bytes = b"", visit: Callable[[bytes], object] = lambda folder: None
-) -> list[bytes]:
+    folder: bytes, wanted: Callable[[bytes], bool], prefix: bytes = b"", visit: Callable[[bytes], object] = lambda folder: None,
+    left_out: Counter[str] | None = None,
+) -> list[bytes]:  # fmt: skip
     """List the files with wanted names, in folders of any depth, sorted by name as bytes.
 
     Names that begin with a dot are left out. Files are listed by their names, and not opened.
@@ -218,6 +223,7 @@ def list_files(
         wanted: whether a file of this name, without its folder, is listed.
         prefix: put before each name.
         visit: called with each folder's path before the folder is read.
+        left_out: counts by ending, to which those of the pictures not wanted are added.
     """
     found, pending = [], [(folder, prefix)]
     while pending:
@@ -232,12 +238,14 @@ def list_files(
                     found.append(before + name)
                 elif entry.is_dir(follow_symlinks=False):  # a link may lead back to where it is
                     pending.append((entry.path, before + name + b"/"))
+                elif left_out is not None and (ending := ending_of(name)) in PICTURES_NOT_READ:
+                    left_out[ending.decode()] += 1
     return sorted(found)
 
 
 def is_image_name(name: bytes) -> bool:
     """Check whether a file's name has an image's ending, in either case."""
-    return name.rpartition(b".")[2].lower() in SUFFIXES
+    return ending_of(name) in SUFFIXES
 
 
 def found_instead(folder: bytes) -> str:
@@ -245,12 +253,12 @@ def found_instead(folder: bytes) -> str:
     counts: Counter[bytes] = Counter()
     for _, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if not name.startswith(b".")]
-        counts.update(name.rpartition(b".")[2].lower() for name in names if not name.startswith(b".") and b"." in name)
+        counts.update(ending_of(name) for name in names if not name.startswith(b".") and b"." in name)
     known = [(ending, count) for ending, count in counts.most_common() if ending.isalnum() and len(ending) <= 8]
     if not known:
         return ""
     found = ", ".join(f"{count:,} .{ending.decode()}" for ending, count in known[:_MOST_ENDINGS])
-    pictures = any(ending in _PICTURES_NOT_READ for ending, _ in known[:_MOST_ENDINGS])
+    pictures = any(ending in PICTURES_NOT_READ for ending, _ in known[:_MOST_ENDINGS])
     return f" (found {found}{', not read: convert to jpg' if pictures else ''})"
 
 

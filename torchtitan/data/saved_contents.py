@@ -35,13 +35,15 @@ class CaptionedImages:
     digests: tuple[bytes, ...]
 
 
-def read_once(root: bytes, names: list[bytes], trigger_word: str, read: Callable[[], CaptionedImages]) -> CaptionedImages:
+def read_once(
+    root: bytes, names: list[bytes], reading: tuple[str, ...], read: Callable[[], CaptionedImages]
+) -> CaptionedImages:  # fmt: skip
     """Contents of a folder, which one of a machine's processes reads while the others wait for it.
 
     Args:
         root: the folder.
         names: of all files that are read, images and captions, relative to it.
-        trigger_word: as in the captions.
+        reading: what the captions depend on besides.
         read: reads the files.
 
     Raises:
@@ -59,7 +61,7 @@ def read_once(root: bytes, names: list[bytes], trigger_word: str, read: Callable
         (name, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
         for name, status in zip(names, statuses, strict=True)
     ]
-    described = ("contents", os.path.abspath(root), trigger_word, marks)
+    described = ("contents 2", os.path.abspath(root), reading, marks)
     key = hashlib.sha256(repr(described).encode()).hexdigest()
     return _contents(root, cache.get(key, lambda: _table(read())))
 

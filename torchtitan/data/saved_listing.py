@@ -10,12 +10,14 @@ import json
 import os
 import tempfile
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from torchtitan.data.image_files import ImageList, PackedNames, is_image_name, list_files
+from torchtitan.data.image_files import ImageList, PackedNames, is_image_name, list_files, shown_path
+from torchtitan.data.left_out import say_left_out
 from torchtitan.data.node_cache import NodeCache
 from torchtitan.files.durable import make_folder
 
@@ -23,10 +25,11 @@ MAX_BYTES = 4 << 30  # of all listings and contents; 100 million names of 30 let
 SECONDS_SETTLED = 60.0  # a change soon after another may not move the time; the file system's clock may be another
 
 _FOLDERS = b"folders"  # of a table's metadata: [path, mark] of each folder that was listed
+_LEFT_OUT = b"left out"  # number of pictures by ending
 
 
 def list_images_of_folders(root: bytes, folders: list[bytes]) -> ImageList:
-    """List the images in folders of any depth, each folder's sorted by name as bytes, as `list_images` does.
+    """List the images in folders of any depth, each folder's sorted by name as bytes; others are said to be left out.
 
     Args:
         root: absolute or relative to the working folder.
@@ -62,6 +65,7 @@ def _listed(root: bytes, folders: list[bytes]) -> Any:
 
     marks: list[tuple[str, list[int]]] = []
     names: list[bytes] = []
+    left_out: Counter[str] = Counter()
     counts = []
 
     def visit(path: bytes) -> None:  # before it is read: what comes meanwhile makes the listing old
@@ -69,12 +73,12 @@ def _listed(root: bytes, folders: list[bytes]) -> Any:
 
     visit(root)
     for folder in folders:
-        found = list_files(os.path.join(root, folder), is_image_name, folder + b"/" if folder else b"", visit)
+        found = list_files(os.path.join(root, folder), is_image_name, folder + b"/" if folder else b"", visit, left_out)
         names += found
         counts.append(len(found))
     classes = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
     table = pyarrow.table({"name": pyarrow.array(names, pyarrow.large_binary()), "class": classes})
-    return table.replace_schema_metadata({_FOLDERS: json.dumps(marks)})
+    return table.replace_schema_metadata({_FOLDERS: json.dumps(marks), _LEFT_OUT: json.dumps(left_out)})
 
 
 def _image_list(root: bytes, table: Any) -> ImageList:
@@ -82,6 +86,8 @@ def _image_list(root: bytes, table: Any) -> ImageList:
     array = names.chunk(0) if hasattr(names, "chunks") else names
     _, offsets, letters = array.buffers()
     places = np.frombuffer(offsets, np.int64)[: len(array) + 1]
+    if len(array):
+        say_left_out(shown_path(root), json.loads(table.schema.metadata[_LEFT_OUT]))
     packed = PackedNames(np.frombuffer(letters, np.uint8) if letters else np.empty(0, np.uint8), places)
     return ImageList(root, packed, table["class"].to_numpy())
 
@@ -90,7 +96,7 @@ def _is_current(table: Any) -> bool:
     """Check whether no folder of a listing has changed since, or shortly before."""
     try:
         marks = json.loads(table.schema.metadata[_FOLDERS])
-        return all(_mark(os.fsencode(path)) == mark for path, mark in marks)
+        return _LEFT_OUT in table.schema.metadata and all(_mark(os.fsencode(path)) == mark for path, mark in marks)
     except (OSError, ValueError, KeyError, TypeError):
         return False
 

@@ -2,22 +2,22 @@
 
 import re
 
-TRIGGER = "[trigger]"
-TRIGGER_KEY = "replaces [trigger] in captions, and begins a caption that has neither"
+PLACEHOLDER = re.compile(r"\[(?:trigger|name)\]")  # the second is ai-toolkit's
+TRIGGER_KEY = "replaces [trigger] and [name] in captions, and begins a caption without them and without the word"
 
 
 def filled(text: str, trigger_word: str) -> str:
-    """Text in one line, with each "[trigger]" replaced by the trigger word.
+    """Text in one line, with each placeholder replaced by the trigger word.
 
     Raises:
-        ValueError: the text has "[trigger]", and there is no word.
+        ValueError: the text has one, and there is no word.
     """
     line, word = " ".join(text.split()), " ".join(trigger_word.split())
-    if TRIGGER in line and not word:
+    if (found := PLACEHOLDER.search(line)) and not word:
         raise ValueError(
-            f"the caption has {TRIGGER}, and data.trigger_word is not given (give the word, or write it in the caption)"
+            f"the caption has {found[0]}, and data.trigger_word is not given (give the word, or write it in the caption)"
         )
-    return line.replace(TRIGGER, word)
+    return PLACEHOLDER.sub(lambda place: word, line)
 
 
 def has_trigger(text: str, trigger_word: str) -> bool:

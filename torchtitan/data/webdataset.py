@@ -4,6 +4,7 @@ import glob
 import json
 import os
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -25,11 +26,12 @@ from torchtitan.data.image_files import (
     SquareImagesConfig,
     check_readable,
 )
+from torchtitan.data.left_out import PICTURES_NOT_READ, say_left_out
 from torchtitan.data.online_text import OnlineTextConfig, online_kind
 from torchtitan.data.saved_index import Advance, Table, are_places, is_column, saved_tables
 from torchtitan.data.splits import chosen_positions, spread_evenly
 from torchtitan.data.tar_files import Member, OpenArchives, TarImages, read_members
-from torchtitan.data.trigger_words import TRIGGER, TRIGGER_KEY
+from torchtitan.data.trigger_words import PLACEHOLDER, TRIGGER_KEY
 from torchtitan.files.regular import open_regular
 from torchtitan.settings import setting
 
@@ -44,9 +46,11 @@ PROBLEMS = (
     "the caption is empty",
     "the caption is not UTF-8",
     f"a caption of more than {MAX_CAPTION_BYTES:,} bytes",
+    *(f"the sample's picture is a .{ending.decode()}, which is not read" for ending in PICTURES_NOT_READ),
 )
 NO_IMAGE, SEVERAL_IMAGES, NO_LABEL, BAD_LABEL = 1, 2, 3, 4  # places in PROBLEMS
 NO_CAPTION, SEVERAL_CAPTIONS, EMPTY_CAPTION, NOT_UTF8, LONG_CAPTION = 5, 6, 7, 8, 9
+NOT_READ = 10  # the first of those
 TEXT_COLUMNS = ("text_offsets", "text_sizes", "triggers")  # of captions: place, and whether they have [trigger]
 LARGEST_LABEL = MOST_CLASSES - 1
 MAX_LABEL_BYTES = 1 << 20  # of the file that holds it; of a larger one the beginning is read, and is no label
@@ -191,6 +195,7 @@ def _open_shards(
     kind = json.dumps(["webdataset", image_extension, label_key] + ["captions"] * captioned)
     build = partial(_read_shard, image_extension=image_extension.encode(), label_key=label_key, captioned=captioned)
     tables = saved_tables(shards, kind, build, partial(_is_whole, captioned=captioned), index_path)
+    tables = _without_unread(path, tables)
     counts = [len(table["labels"]) for table in tables]
     if sum(counts) == 0:
         raise DatasetError(f"{key}: {path!r} has no samples in it")
@@ -205,6 +210,19 @@ def _open_shards(
     )
     texts = np.stack([joined[name] for name in TEXT_COLUMNS], 1) if captioned else None  # [N, 3]
     return Samples(images, joined["labels"], joined["problems"], texts)
+
+
+def _without_unread(path: str, tables: list[Table]) -> list[Table]:
+    """Tables without the samples of pictures of other endings, which are said to be left out."""
+    left_out: Counter[str] = Counter()
+    kept = []
+    for table in tables:
+        read = table["problems"] < NOT_READ
+        left_out.update(PICTURES_NOT_READ[problem - NOT_READ].decode() for problem in table["problems"][~read].tolist())
+        letters = table["letters"][np.repeat(read, table["letter_counts"])]
+        kept.append({name: letters if name == "letters" else column[read] for name, column in table.items()})
+    say_left_out(path, left_out)
+    return kept
 
 
 def _check_captions(samples: Samples, trigger_word: str) -> None:
@@ -311,8 +329,7 @@ def _is_whole(table: Table, archive_bytes: int, captioned: bool) -> bool:
     lengths, places = table["letter_counts"], are_places(table["offsets"], table["sizes"], archive_bytes)
     in_range = bool(((lengths >= 0) & (lengths <= len(table["letters"]))).all())
     named = in_range and int(lengths.sum()) == len(table["letters"])
-    num_problems = len(PROBLEMS) if captioned else NO_CAPTION
-    known = bool(((labels >= 0) & (labels <= LARGEST_LABEL)).all() and (table["problems"] < num_problems).all())
+    known = bool(((labels >= 0) & (labels <= LARGEST_LABEL)).all() and (table["problems"] < len(PROBLEMS)).all())
     return places and named and known and (not captioned or _are_text_places(table, archive_bytes))
 
 
@@ -328,7 +345,7 @@ def _describe(
     """Describe a sample: offset and size of its image, its label, and its problem."""
     images = _images(files, image_extension)
     if len(images) != 1:
-        return 0, 0, 0, SEVERAL_IMAGES if images else NO_IMAGE
+        return 0, 0, 0, SEVERAL_IMAGES if images else _no_image(files)
     described = files.get(b"json" if label_key else b"cls")
     label, problem = _label(read(described[0]), label_key) if described else (0, NO_LABEL)
     return images[0].offset, images[0].size, label, problem
@@ -341,7 +358,7 @@ def _describe_captioned(
     images, texts = _images(files, image_extension), files.get(b"txt", [])
     nowhere = (0, 0, False)
     if len(images) != 1:
-        return 0, 0, 0, SEVERAL_IMAGES if images else NO_IMAGE, *nowhere
+        return 0, 0, 0, SEVERAL_IMAGES if images else _no_image(files), *nowhere
     place = images[0].offset, images[0].size
     if len(texts) != 1:
         return *place, 0, SEVERAL_CAPTIONS if texts else NO_CAPTION, *nowhere
@@ -352,12 +369,17 @@ def _describe_captioned(
     except UnicodeDecodeError:
         return *place, 0, NOT_UTF8, *nowhere
     problem = 0 if text.strip() else EMPTY_CAPTION
-    return *place, 0, problem, texts[0].offset, texts[0].size, TRIGGER in text
+    return *place, 0, problem, texts[0].offset, texts[0].size, PLACEHOLDER.search(text) is not None
 
 
 def _images(files: dict[bytes, list[Member]], image_extension: bytes) -> list[Member]:
     wanted = {image_extension} if image_extension else SUFFIXES
     return [member for extension, members in files.items() if extension in wanted for member in members]
+
+
+def _no_image(files: dict[bytes, list[Member]]) -> int:
+    """Problem of a sample without an image."""
+    return next((NOT_READ + PICTURES_NOT_READ.index(ending) for ending in files if ending in PICTURES_NOT_READ), NO_IMAGE)
 
 
 def _label(text: bytes, label_key: str) -> tuple[int, int]:

@@ -17,8 +17,8 @@ import numpy as np
 from torchtitan.checkpoint.manifest import read_json
 from torchtitan.data import DATASETS, DataConfig, DatasetError, DatasetInfo
 from torchtitan.data.base import Split
-from torchtitan.data.image_decoding import decode_whole, decoding_problem, open_image
-from torchtitan.data.image_files import ImageList, list_images, shown_path
+from torchtitan.data.image_decoding import decode_whole, decoding_problem, open_image, with_advice
+from torchtitan.data.image_files import ImageList, found_instead, list_images, shown_path
 from torchtitan.errors import DamagedFile, EvaluationError, first_line, unwrapped
 from torchtitan.evaluation.npz_images import NPZ_SUFFIX, NPZArray, open_npz
 from torchtitan.evaluation.sample_sets import RECORD
@@ -142,7 +142,7 @@ class FolderImages(ImageSet):
             raise EvaluationError(f"{folder}: cannot be read: {error.strerror or error}") from error
         self.place, self.readers = str(folder), _readers()
         if not len(self._files):
-            raise EvaluationError(f"{folder}: holds no images")
+            raise EvaluationError(f"{folder}: holds no images{found_instead(root)}")
         self._size = self._decoded(0).shape[:2]
 
     def __len__(self) -> int:
@@ -191,8 +191,8 @@ class FolderImages(ImageSet):
             return decode_whole(content)
 
     def _unreadable(self, number: int, error: Exception) -> EvaluationError:
-        shown, problem = self._files.shown(number), decoding_problem(error)
-        return EvaluationError(f"{shown}: cannot be read: {problem} (mend it, or move it away)")
+        problem = with_advice(decoding_problem(error), "mend it, or move it away")
+        return EvaluationError(f"{self._files.shown(number)}: cannot be read: {problem}")
 
     def _mixed(self, number: int, size: Sequence[int]) -> EvaluationError:
         first = f"{self._files.shown(0)} has {self._size[1]} x {self._size[0]}"

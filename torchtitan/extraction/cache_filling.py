@@ -95,7 +95,7 @@ def _fill(
     for each in stores:
         try:
             cut, _ = write_store(each, autoencoder, encoders, options, group)
-            finish_store(each.folder, each.plan, options.max_skipped_share, group)
+            finish_store(each.folder, each.plan, each.source, options.max_skipped_share, group)
         except DatasetError as error:
             raise DatasetError(f"data.{_key(split, data)}: {error}") from error
         if cut and _first():

@@ -133,12 +133,12 @@ def extract_captions(
 
 
 def finish_store(
-    folder: Path, plan: StorePlan, max_skipped_share: float, group: dist.ProcessGroup | None = None
+    folder: Path, plan: StorePlan, source: ImageSource, max_skipped_share: float, group: dist.ProcessGroup | None = None
 ) -> StoreIndex:
     """Finish a store: write the index after all shards; collective.
 
     Raises, on all ranks:
-        DatasetError: more than that share of the source could not be decoded.
+        DamagedImages: more than that share of the source could not be decoded.
         LatentStoreError: a shard is missing, or the normalisation cannot be measured.
         OSError: it cannot be written.
     """
@@ -146,7 +146,7 @@ def finish_store(
     def finish() -> None:
         writer = StoreWriter(folder, plan)
         if not writer.complete:
-            check_skipped(writer.skipped(), max_skipped_share, plan)
+            check_skipped(writer.skipped(), max_skipped_share, source)
         writer.finish()
 
     from_first_rank(finish, group=group)

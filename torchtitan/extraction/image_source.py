@@ -142,7 +142,7 @@ class ImageSource:
             for name, value in toml_value(self._config).items()
             if self._config.__dataclass_fields__[name].metadata.get("trajectory", True)
             and not name.endswith(("path", "_file"))
-            and name != "horizontal_flip"  # of training
+            and name not in ("horizontal_flip", "missing_caption")  # of training, or known by the captions
             and not (name == "labels" and value)
         }
         buckets = {} if self.bucket is None else {"bucket": list(self.info.image_shape[1:])}
@@ -172,6 +172,12 @@ class ImageSource:
                 if path.startswith(f"{folder}/"):
                     return path[len(str(folder)) + 1 :]
         return path
+
+    def place_of(self, path: str) -> str:
+        """Path of a file of which `SkippedImage` has the path relative to the dataset's place."""
+        places = [user_path(given) for given in (self._config.path, self._config.validation_path) if given]
+        folders = (folder for place in places for folder in (place, place.parent))
+        return next((str(folder / path) for folder in folders if (folder / path.partition(": ")[0]).exists()), path)
 
 
 def open_sources(config: DataConfig, info: DatasetInfo, split: SourceSplit) -> list[ImageSource]:

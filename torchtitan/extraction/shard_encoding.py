@@ -13,6 +13,7 @@ from torch import Tensor
 
 from torchtitan.autoencoders.base import Autoencoder
 from torchtitan.data.base import DatasetError
+from torchtitan.data.image_decoding import with_advice
 from torchtitan.extraction.caption_encoding import Captions
 from torchtitan.extraction.extraction_plan import ExtractionOptions
 from torchtitan.extraction.image_source import ImageSource
@@ -54,7 +55,7 @@ def encode_shards(
                     if before is not None and before.done():
                         before.result()  # what went wrong there ends the work here
                 skipped += shard.skipped
-                check_skipped(skipped, options.max_skipped_share, writer.plan)
+                check_skipped(skipped, options.max_skipped_share, source)
                 if before is not None:
                     before.result()  # one shard in memory beside the one being encoded
                 before = pool.submit(shard.write, writer, times)
@@ -65,15 +66,21 @@ def encode_shards(
     return times
 
 
-def check_skipped(skipped: list[SkippedImage], largest_share: float, plan: StorePlan) -> None:
-    """Check the images left out; raise DatasetError if they are more than that share of a source."""
-    if skipped and largest_share == 0:
-        raise DatasetError(f"{skipped[0].path}: {skipped[0].reason} (mend or remove it)")
-    if len(skipped) > largest_share * plan.num_source_images:
-        raise DatasetError(
-            f"{len(skipped)} of {plan.num_source_images} images cannot be decoded, more than a share of "
-            f"{largest_share:g} (data.max_corrupt_share); the last is {skipped[-1].path}: {skipped[-1].reason}"
-        )
+class DamagedImages(DatasetError):
+    """Images that cannot be decoded, and are too many to be left out: the same command would find the same."""
+
+
+def check_skipped(skipped: list[SkippedImage], largest_share: float, source: ImageSource) -> None:
+    """Check the images left out; raise DamagedImages if they are more than that share of a source."""
+    if len(skipped) <= largest_share * len(source):
+        return
+    first = f"{source.place_of(skipped[0].path)}: {with_advice(skipped[0].reason, 'mend or remove it')}"
+    if largest_share == 0:
+        raise DamagedImages(first)
+    raise DamagedImages(
+        f"{len(skipped)} of {len(source)} images cannot be decoded, more than a share of {largest_share:g} "
+        f"(data.max_corrupt_share); the first is {first}"
+    )
 
 
 class _Shard:

@@ -3,6 +3,7 @@
 import os
 import re
 
+CHECKED = "TORCHTITAN_DIT_CHECKED"  # in the environment: this configuration has been checked, and warned of, just now
 _LEAST = {
     "RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": 0,
     "TORCHELASTIC_MAX_RESTARTS": 0, "NGPU": 1,

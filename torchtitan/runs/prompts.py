@@ -8,7 +8,7 @@ import torch
 
 from torchtitan.conditions import POOLED, TEXT, Embeddings, Texts
 from torchtitan.data import DATASETS
-from torchtitan.data.trigger_words import TRIGGER, filled
+from torchtitan.data.trigger_words import PLACEHOLDER, filled
 from torchtitan.distributed.mesh import compute_device
 from torchtitan.errors import LatentStoreError
 from torchtitan.evaluation.config import LATENT_DATASETS
@@ -49,7 +49,7 @@ def filled_prompts(trained: TrainedModel, prompts: Sequence[str]) -> list[str]:
         return list(prompts)
     word = trained.config.data.trigger_word
     try:
-        return [filled(prompt, word) if TRIGGER in prompt else prompt for prompt in prompts]
+        return [filled(prompt, word) if PLACEHOLDER.search(prompt) else prompt for prompt in prompts]
     except ValueError as error:
         raise WeightsError(f"--prompt: {error}") from error
 

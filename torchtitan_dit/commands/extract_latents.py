@@ -48,6 +48,7 @@ from torchtitan.extraction.describe import describe_store
 from torchtitan.extraction.extraction import finish_store
 from torchtitan.extraction.extraction_plan import WHOLE, ExtractionOptions, Part, estimated_size
 from torchtitan.extraction.image_source import ImageSource, open_sources
+from torchtitan.extraction.shard_encoding import DamagedImages
 from torchtitan.extraction.stage_times import describe_times
 from torchtitan.files.durable import replace_file
 from torchtitan.files.ownership import refuse_foreign_file
@@ -173,11 +174,11 @@ def write_and_report(
             write_times(arguments.report, summary)
         return 0
     try:
-        index = finish_store(store.folder, plan, options.max_skipped_share, group)
+        index = finish_store(store.folder, plan, store.source, options.max_skipped_share, group)
         if is_first():
             report(arguments.report, store.folder, index, summary)
     except UNUSABLE as error:
-        return refuse(one_line(error), code=FAILED)
+        return refuse(one_line(error), code=REFUSED if isinstance(error, DamagedImages) else FAILED)
     return 0
 
 
@@ -359,8 +360,9 @@ def fail(error: BaseException) -> int:
     else:
         raise error
     rank = f"rank {os.environ['RANK']}: " if "RANK" in os.environ else ""
-    print(f"{rank}{text}; finished shards stay, and the same command resumes", file=sys.stderr)
-    return FAILED
+    damaged = isinstance(error, DamagedImages)
+    print(f"{rank}{text}{'' if damaged else '; finished shards stay, and the same command resumes'}", file=sys.stderr)
+    return REFUSED if damaged else FAILED
 
 
 def one_line(error: Exception) -> str:

@@ -17,9 +17,8 @@ from torchtitan.config.job import ConfigError, JobConfig, help_text, load_config
 from torchtitan.estimate.pixels import pixel_warning
 from torchtitan.processes.command_line import exit_code
 from torchtitan.processes.exit_codes import FAILED, REFUSED, forbid_restart
-from torchtitan.processes.launch import launch_number
+from torchtitan.processes.launch import CHECKED, launch_number
 
-CHECKED = "TORCHTITAN_DIT_CHECKED"  # in the environment: this configuration has been checked, and warned of, just now
 _USAGE = """usage: train.py --config FILE [--section.key value ...] [--check-only]
   FILE: a TOML file, or the name of a shipped one, as digits (train_configs/ has them all)
   train.py --help lists the sections of a configuration, train.py --help optimizer the keys of one"""

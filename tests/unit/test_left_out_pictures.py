@@ -1,0 +1,90 @@
+"""Pictures of endings that are not read: every reader says in one line how many it leaves out, and reads the others."""
+
+import io
+import tarfile
+import time
+
+import numpy as np
+import pytest
+
+from tests.encoded_images import image_bytes
+from torchtitan.data import DATASETS, DatasetError, saved_listing
+from torchtitan.evaluation.image_sets import FolderImages
+from torchtitan.processes.launch import CHECKED
+
+COUNTS = {"png": 4, "heic": 3, "AVIF": 1}
+LINE = "leaving out 4 pictures of endings that are not read: 3 .heic, 1 .avif (convert to jpg or png)"
+
+
+def files(beside):
+    """Names and contents of pictures, each with a file of that ending and text."""
+    for kind, count in COUNTS.items():
+        for number in range(count):
+            yield f"{kind}{number}.{kind}", image_bytes(number) if kind == "png" else b"not read"
+            if beside:
+                yield f"{kind}{number}.{beside[0]}", beside[1]
+
+
+def write_folder(folder, beside=None):
+    folder.mkdir()
+    for name, content in files(beside):
+        (folder / name).write_bytes(content)
+    return folder
+
+
+def write_shard(folder, beside):
+    folder.mkdir()
+    with tarfile.open(folder / "a.tar", "w") as archive:
+        for name, content in files(beside):
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            archive.addfile(member, io.BytesIO(content))
+    return folder
+
+
+def opened(name, folder, **keys):
+    config = DATASETS[name].Config(path=str(folder), validation_fraction=0, image_size=8, **keys)
+    DATASETS[name].info(config)
+    return DATASETS[name](config, "train")
+
+
+READERS = {
+    "folder": lambda place: opened("image_folder", write_folder(place)),
+    "captioned folder": lambda place: opened("captioned_folder", write_folder(place, ("txt", b"a thing"))),
+    "shard of captions": lambda place: opened("webdataset", write_shard(place, ("txt", b"a thing")), captions=True),
+    "shard of labels": lambda place: opened("webdataset", write_shard(place, ("cls", b"0"))),
+    "evaluation": lambda place: FolderImages(write_folder(place)),
+}
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_every_reader_says_once_what_it_leaves_out(reader, tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(saved_listing, "SECONDS_SETTLED", 0.0)
+    images = READERS[reader](tmp_path / "pictures")
+    assert caplog.messages == [f"{tmp_path / 'pictures'}: {LINE}"]
+    assert len(images) == 4
+    if reader != "evaluation":
+        wanted = [image_bytes(number) for number in range(4)]
+        assert len({image.numpy().tobytes() for image in images.fetch(np.arange(4))["images"]}) == len(set(wanted))
+
+
+def test_a_saved_listing_says_it_again_at_the_next_start_and_a_checked_run_does_not(tmp_path, caplog, monkeypatch):
+    from torchtitan.data import image_folder, left_out
+
+    monkeypatch.setattr(saved_listing, "SECONDS_SETTLED", 0.05)
+    folder = write_folder(tmp_path / "pictures")
+    time.sleep(0.1)
+    for checked, lines in ((False, 1), (False, 2), (True, 2)):
+        image_folder._list_unlabelled.cache_clear()
+        left_out.say_once.cache_clear()  # as in another process
+        monkeypatch.setenv(CHECKED, "1") if checked else monkeypatch.delenv(CHECKED, raising=False)
+        opened("image_folder", folder)
+        assert caplog.messages == [f"{folder}: {LINE}"] * lines
+
+
+@pytest.mark.parametrize("name", ["image_folder", "captioned_folder"])
+def test_a_folder_of_such_pictures_alone_is_refused_with_the_way_out(name, tmp_path):
+    (tmp_path / "IMG_1.HEIC").write_bytes(b"not read")
+    (tmp_path / "IMG_1.txt").write_text("a thing")
+    with pytest.raises(DatasetError, match=r"has no images.* \(found 1 \.heic, 1 \.txt, not read: convert to jpg\)$"):
+        opened(name, tmp_path)

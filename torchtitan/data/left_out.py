@@ -1,0 +1,37 @@
+"""Pictures and other files that a reader leaves out: counted, and said in one line."""
+
+import functools
+import logging
+import os
+from collections import Counter
+from collections.abc import Mapping
+
+from torchtitan.pictures.number_text import counted
+from torchtitan.processes.launch import CHECKED, launch_number
+
+PICTURES_NOT_READ = (
+    b"heic", b"heif", b"avif", b"jxl", b"jp2", b"dng", b"nef", b"cr2", b"cr3", b"psd", b"svg", b"jfif", b"arw", b"orf", b"rw2",
+    b"raf", b"tga", b"exr",
+)  # fmt: skip; a new one goes to the end: indexes of tar archives hold places in it
+
+logger = logging.getLogger(__name__)
+
+
+def ending_of(name: bytes) -> bytes:
+    """Ending of a file's name, in lower case."""
+    return name.rpartition(b".")[2].lower()
+
+
+@functools.cache  # a run opens its data several times
+def say_once(line: str) -> None:
+    """Log a line on data, from one process of a run."""
+    if launch_number("RANK", 0) == 0 and CHECKED not in os.environ:
+        logger.warning(line)
+
+
+def say_left_out(place: str, counts: Mapping[str, int]) -> None:
+    """Say how many pictures of each ending are left out of a place, if any are."""
+    if total := sum(counts.values()):
+        listed = ", ".join(f"{count:,} .{ending}" for ending, count in Counter(counts).most_common())
+        text = f"leaving out {counted(total, 'picture')} of endings that are not read: {listed} (convert to jpg or png)"
+        say_once(f"{place}: {text}")
