@@ -34,7 +34,13 @@ make_environment() {
     "$venv/bin/python" - "$root/pyproject.toml" "$@" > "$venv/requirements.txt" <<'PYTHON'
 import importlib.util, sys, tomllib
 project = tomllib.load(open(sys.argv[1], "rb"))["project"]
-print(*project["dependencies"], *(line for extra in sys.argv[2:] for line in project["optional-dependencies"][extra]), sep="\n")
+
+def packages(extras):
+    for line in (line for extra in extras for line in project["optional-dependencies"][extra]):
+        name, _, others = line.rstrip("]").partition("[")
+        yield from packages(others.split(",")) if name == project["name"] else [line]
+
+print(*project["dependencies"], *packages(sys.argv[2:]), sep="\n")
 if importlib.util.find_spec("torch"):
     import torch
     print("torch==" + torch.__version__.split("+")[0])
@@ -42,7 +48,10 @@ else:
     print("torch==2.13.0")
 PYTHON
     # Only what is imported is worth compiling to bytecode, which importing it does.
-    "$venv/bin/python" -m pip install --quiet --no-compile --disable-pip-version-check -r "$venv/requirements.txt"
+    local install=("$venv/bin/python" -m pip install --quiet --no-compile --disable-pip-version-check)
+    "${install[@]}" -r "$venv/requirements.txt"
+    # A test compares its Inception network, for which torchvision and the other requirements are not needed.
+    [[ " $* " != *" test "* ]] || "${install[@]}" --no-deps torch-fidelity==0.4.0
     # Most of that is done here, by two processes, instead of by each of those that a test run starts at once.
     "$venv/bin/python" -c 'import torch._dynamo' &
     "$venv/bin/python" -c 'import sklearn.datasets'

@@ -21,8 +21,8 @@ OF_SINGLE = "single_layers.0.qkv_hidden"
 
 @pytest.fixture
 def diffusers():
-    pytest.importorskip("peft", reason="needs peft: pip install peft")
-    return pytest.importorskip("diffusers", reason="needs the extra diffusers: pip install '.[diffusers]'")
+    pytest.importorskip("peft")
+    return pytest.importorskip("diffusers")
 
 
 def theirs_of(diffusers, model):

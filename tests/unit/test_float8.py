@@ -25,7 +25,7 @@ RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 ON = ("--float8.enable", "true", "--float8.emulate", "true")
 
 FIND_SPEC = importlib.util.find_spec
-needs_torchao = pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="torchao is not installed")
+needs_torchao = pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="could not import 'torchao'")
 
 
 def debug_model(device="cpu"):
@@ -264,7 +264,7 @@ def test_what_cannot_run_is_refused_in_a_line_that_says_what_to_do(monkeypatch):
 
     pretend_torchao(monkeypatch, None)
     (missing,) = refused(*ON)
-    assert "-m pip install 'torchao>=0.18'" in missing
+    assert "-m pip install 'torchao>=0.18,<0.19'" in missing
 
 
 def test_a_model_without_anything_to_convert_is_refused_before_its_folder_is_made(tmp_path, capsys, monkeypatch):
