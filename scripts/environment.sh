@@ -1,5 +1,5 @@
 # Sourced by the other scripts: `set_up EXTRA...` makes .venv with what the project and those extras need.
-# A torch >= 2.11 that the Python found already has is kept. PYTHON names another Python.
+# A torch of 2.11 to 2.13 that the Python found already has is kept. PYTHON names another Python.
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 venv=$root/.venv
@@ -34,7 +34,13 @@ make_environment() {
     "$venv/bin/python" - "$root/pyproject.toml" "$@" > "$venv/requirements.txt" <<'PYTHON'
 import importlib.util, sys, tomllib
 project = tomllib.load(open(sys.argv[1], "rb"))["project"]
-print(*project["dependencies"], *(line for extra in sys.argv[2:] for line in project["optional-dependencies"][extra]), sep="\n")
+
+def packages(extras):
+    for line in (line for extra in extras for line in project["optional-dependencies"][extra]):
+        name, _, others = line.rstrip("]").partition("[")
+        yield from packages(others.split(",")) if name == project["name"] else [line]
+
+print(*project["dependencies"], *packages(sys.argv[2:]), sep="\n")
 if importlib.util.find_spec("torch"):
     import torch
     print("torch==" + torch.__version__.split("+")[0])
@@ -42,7 +48,14 @@ else:
     print("torch==2.13.0")
 PYTHON
     # Only what is imported is worth compiling to bytecode, which importing it does.
-    "$venv/bin/python" -m pip install --quiet --no-compile --disable-pip-version-check -r "$venv/requirements.txt"
+    local install=("$venv/bin/python" -m pip install --quiet --no-compile --disable-pip-version-check)
+    "${install[@]}" -r "$venv/requirements.txt"
+    # A test compares its Inception network, for which torchvision and the other requirements are not needed.
+    # Its wheel has a folder `tests` too, which processes without this folder on their path would take for ours.
+    if [[ " $* " == *" test "* ]]; then
+        "${install[@]}" --no-deps torch-fidelity==0.4.0
+        rm -rf "$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/tests"
+    fi
     # Most of that is done here, by two processes, instead of by each of those that a test run starts at once.
     "$venv/bin/python" -c 'import torch._dynamo' &
     "$venv/bin/python" -c 'import sklearn.datasets'
@@ -69,7 +82,7 @@ share_torch() {
 import importlib.util, sysconfig
 if importlib.util.find_spec("torch"):
     import torch
-    if tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 11):
+    if (2, 11) <= tuple(map(int, torch.__version__.split(".")[:2])) < (2, 14):
         print(torch.__path__[0].rpartition("/")[0])
 PYTHON
     )

@@ -3,7 +3,7 @@
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
-set_up digits test
+set_up test
 cd "$root"
 "$venv/bin/python" -m ruff check "$@"
 exec "$venv/bin/python" -m mypy

@@ -1,14 +1,21 @@
 #!/usr/bin/env bash
-# Run the tests: scripts/test.sh [--all] [pytest arguments]   (--all: the long ones too; --setup-only: only .venv)
+# Run the tests: scripts/test.sh [--all | --ray] [pytest arguments]   (--all: the long ones too; --ray: those of Ray; --setup-only: only .venv)
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
 selection=(-m "not long")
 arguments=()
+extras=(test)
+export TESTS_WITHOUT=ray  # of other packages that are missing a test fails
 setup_only=
 for argument in "$@"; do
     case $argument in
         --all) selection=() ;;
+        --ray)
+            extras+=(ray)
+            TESTS_WITHOUT=
+            arguments+=(tests/unit/test_launchers_ray.py)
+            ;;
         --setup-only) setup_only=1 ;;
         --help | -h)
             sed -n '2s/^# //p' "${BASH_SOURCE[0]}"
@@ -19,7 +26,7 @@ for argument in "$@"; do
     esac
 done
 
-set_up digits test
+set_up "${extras[@]}"
 if [ -n "$setup_only" ]; then
     exit 0
 fi

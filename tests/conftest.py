@@ -1,7 +1,11 @@
-"""Order of the test files, and what lies in memory before the first test."""
+"""Order of the test files, packages that none may lack, and what lies in memory before the first test."""
 
 import gc
+import os
+import re
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 # Longest first, on two cores: were one of them begun last, the other core would have nothing left to do.
@@ -50,6 +54,24 @@ assert all((ROOT / name).exists() for name in LONGEST), "a file of LONGEST has a
 def pytest_collection_modifyitems(items):
     place = {ROOT / name: number for number, name in enumerate(LONGEST)}
     items.sort(key=lambda item: place.get(item.path, len(place)))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report():
+    return _with_all_packages((yield))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport():
+    return _with_all_packages((yield))
+
+
+def _with_all_packages(report):
+    """Fail what was skipped for a missing package, where only those that TESTS_WITHOUT lists may be missing."""
+    lacking = report.skipped and re.search(r"could not import '(\w+)", str(report.longrepr))
+    if lacking and lacking[1] not in os.environ.get("TESTS_WITHOUT", lacking[1]).split():
+        report.outcome, report.longrepr = "failed", f"{report.longrepr[2]} (scripts/test.sh installs it)"
+    return report
 
 
 def pytest_collection_finish():

@@ -50,6 +50,8 @@ def first_line(error: BaseException) -> str:
 
 def reason(error: Exception) -> str:
     """Reason of a failed write or read, in one line without its path."""
+    if problems := getattr(error, "errors", None):  # of pydantic: the first line is their number
+        return unwrapped("; ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in problems()))
     return unwrapped(getattr(error, "strerror", None) or first_line(error))
 
 

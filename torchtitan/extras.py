@@ -11,7 +11,7 @@ EXTRAS = {
     "energy": ("nvidia-ml-py",),
     "hub": ("datasets", "huggingface_hub"),
     "imagenet": ("scipy",),
-    "lowbit": ("torchao>=0.18",),
+    "lowbit": ("torchao>=0.18,<0.19",),
     "ray": ("ray>=2.9",),
     "remote": ("gcsfs", "s3fs"),
     "slurm": ("submitit>=1.5",),

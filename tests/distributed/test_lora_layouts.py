@@ -31,7 +31,10 @@ LIKE = {"outputs, compiled": "outputs", "DDP": "one", "FSDP, full": "one", "FSDP
 
 if importlib.util.find_spec("torchao"):  # quantised weights: the codes are whole on every rank
     INT8 = (*LORA, "--lora.base_dtype=int8")
-    OF_RANKS[1] |= {"int8": {"overrides": INT8}, "int8, compiled": {"overrides": (*INT8, COMPILE), "backend": WITHOUT_CODE}}
+    OF_RANKS[1] |= {  # codes are multiplied in bfloat16
+        "int8": {"accumulation": 2, "overrides": INT8},
+        "int8, compiled": {"accumulation": 2, "overrides": (*INT8, COMPILE), "backend": WITHOUT_CODE},
+    }
     OF_RANKS[2] |= {
         "DDP, int8": {"replicas": 2, "resumed": True, "overrides": (*INT8, FULL)},
         "FSDP, int8": {"shards": 2, "overrides": INT8},
@@ -61,7 +64,7 @@ def test_a_run_resumes_bit_for_bit(found):
     assert [name for name, run in found.items() if run["resumed alike"]] == resumed != []
 
 
-@pytest.mark.skipif("int8" not in OF_RANKS[1], reason="needs the extra lowbit: torchao")
+@pytest.mark.skipif("int8" not in OF_RANKS[1], reason="could not import 'torchao'")
 def test_compiled_blocks_compute_with_codes_as_eager_ones_do(found):
     for (loss, norm), (of_eager, norm_of_eager) in zip(
         found["int8, compiled"]["curve"], found["int8"]["curve"], strict=True

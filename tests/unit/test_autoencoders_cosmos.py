@@ -1,6 +1,7 @@
 """TorchScript pairs as Cosmos tokenizers: dtype, probing, files that are no tokenizer, the package."""
 
 import sys
+from collections import OrderedDict
 from types import ModuleType
 
 import pytest
@@ -128,6 +129,63 @@ def test_files_that_are_no_torchscript_are_refused_in_one_line(tmp_path, content
     with pytest.raises(AutoencoderError, match=message) as raised:
         build_autoencoder("cosmos", str(tmp_path))
     assert "\n" not in str(raised.value)
+
+
+class Patcher(nn.Module):
+    """Patches of 4 x 4 pixels times a buffer, which is no weight and keeps its dtype, as the published ones' wavelets do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.tensor([0.5]))
+
+    def forward(self, x):
+        return nn.functional.pixel_unshuffle(x, 4) * self.scale.to(x.dtype)
+
+
+class Attention(nn.Module):
+    """Over all places of an image, at the size that the images have when it is called."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.norm, self.qkv = nn.GroupNorm(4, channels, eps=1e-6), nn.Conv2d(channels, 3 * channels, 1)
+
+    def forward(self, x):
+        b, c, h, w = x.shape
+        q, k, v = (part.reshape(b, c, h * w) for part in self.qkv(self.norm(x)).chunk(3, dim=1))
+        weights = torch.softmax(torch.bmm(q.transpose(1, 2), k) * 0.25, dim=2)
+        return x + torch.bmm(v, weights.transpose(1, 2)).reshape(b, c, h, w)
+
+
+class Distribution(nn.Module):
+    """As of continuous tokenizers: the latents, and losses of none."""
+
+    def forward(self, latents):
+        return latents, (torch.tensor([0.0]), torch.tensor([0.0]))
+
+
+def test_a_trace_in_the_layout_of_the_published_networks_computes_at_any_size(tmp_path):
+    """Patches, attention and resampling, traced at another size in bfloat16."""
+    torch.manual_seed(3)
+    encoder = nn.Sequential(OrderedDict(
+        encoder=nn.Sequential(Patcher(), nn.Conv2d(48, 16, 3, padding=1), nn.Conv2d(16, 16, 2, stride=2), Attention(16)),
+        quant_conv=nn.Conv2d(16, 16, 1), distribution=Distribution(),
+    )).bfloat16()  # fmt: skip
+    decoder = nn.Sequential(OrderedDict(
+        post_quant_conv=nn.Conv2d(16, 16, 1),
+        decoder=nn.Sequential(Attention(16), nn.Upsample(scale_factor=2), nn.Conv2d(16, 48, 3, padding=1), nn.PixelShuffle(4)),
+    )).bfloat16()  # fmt: skip
+    encoder[0][0].float()
+    trace(encoder, torch.zeros(1, 3, 32, 32, dtype=torch.bfloat16), tmp_path / "encoder.jit")
+    trace(decoder, torch.zeros(1, 16, 4, 4, dtype=torch.bfloat16), tmp_path / "decoder.jit")
+    tokenizer = build_autoencoder("cosmos", str(tmp_path))
+    assert (tokenizer.dtype, tokenizer.channels, tokenizer.downscale) == (torch.bfloat16, 16, 8)
+    latents = tokenizer.encode(IMAGES).mean
+    with torch.no_grad():
+        wanted = encoder(IMAGES.bfloat16())[0]
+        images = decoder(wanted)
+    assert latents.shape == (2, 16, 2, 5) and latents.std() > 0.1
+    torch.testing.assert_close(latents, wanted.float(), rtol=0, atol=0)
+    torch.testing.assert_close(tokenizer.decode(latents), images.float().clamp(-1, 1), rtol=0, atol=0)
 
 
 def test_the_package_is_used_where_it_is_installed(tmp_path, monkeypatch):

@@ -17,7 +17,7 @@ WEIGHTS = "diffusion_pytorch_model.safetensors"
 
 @pytest.fixture(scope="module")
 def diffusers():
-    return pytest.importorskip("diffusers", reason="needs the extra diffusers: pip install '.[diffusers]'")
+    return pytest.importorskip("diffusers")
 
 
 @pytest.fixture(scope="module")

@@ -48,4 +48,8 @@ def test_what_is_copied_is_there_and_not_ignored(instructions):
 def test_torch_is_the_one_of_the_tests(instructions):
     (line,) = [line for line in values(instructions, "RUN") if "torch==" in line]
     pinned = re.search(r"torch==([\d.]+)", line).group(1)
-    assert f"torch=={pinned}" in (ROOT / "scripts" / "environment.sh").read_text()
+    script = (ROOT / "scripts" / "environment.sh").read_text()
+    least, past = re.search(r"\((2, \d+)\) <= .* < \((2, \d+)\)", script).groups()
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert f"torch=={pinned}" in script
+    assert project["dependencies"][0] == f"torch>={least},<{past}".replace(", ", ".")

@@ -24,7 +24,7 @@ from torchtitan_dit.commands import download as program
 COMMIT = "c" * 40
 ENCODER = bytes(range(256)) * 4000
 CONFIG = b'{"_class_name": "AutoencoderKL"}\n'
-needs_hub = pytest.mark.skipif(not importlib.util.find_spec("huggingface_hub"), reason="huggingface_hub is an extra")
+needs_hub = pytest.mark.skipif(not importlib.util.find_spec("huggingface_hub"), reason="could not import 'huggingface_hub'")
 
 
 def git_sha1(content: bytes) -> str:

@@ -1,7 +1,9 @@
 """Optional packages: the table is that of pyproject.toml, and the command in a message works from any folder."""
 
+import re
 import shlex
 import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -22,8 +24,30 @@ def test_extras_are_those_of_the_project():
 def test_the_python_of_the_command_is_the_one_that_runs(folder, monkeypatch):
     monkeypatch.chdir(folder)
     program, *rest = shlex.split(install("lowbit"))
-    assert rest == ["-m", "pip", "install", "torchao>=0.18"]
+    assert rest == ["-m", "pip", "install", "torchao>=0.18,<0.19"]
     assert shlex.split(install_packages("a", "b"))[1:] == ["-m", "pip", "install", "a", "b"]
     pip = subprocess.run([program, "-m", "pip", "--version"], capture_output=True, text=True, cwd=folder)
     found = subprocess.run([shlex.split(install("hub"))[0], "-c", "import jinja2"], cwd=folder)
     assert (pip.returncode, found.returncode) == (0, 0)
+
+
+LACKING = {
+    "module": "import pytest\npytest.importorskip('absent.part')",
+    "mark": "import pytest\n@pytest.mark.skipif(True, reason=\"could not import 'absent'\")\ndef test_it(): pass",
+    "body": "import pytest\ndef test_it(): pytest.importorskip('absent')",
+    "machine": "import pytest\ndef test_it(): pytest.skip('needs root')",
+}
+
+
+@pytest.mark.parametrize("without, failed", [(None, set()), ("absent", set()), ("ray", {"module", "mark", "body"})])
+def test_a_test_that_lacks_a_package_fails_where_all_are_installed(tmp_path, monkeypatch, without, failed):
+    for name, text in LACKING.items():
+        (tmp_path / f"test_{name}.py").write_text(text + "\n")
+    monkeypatch.delenv("TESTS_WITHOUT", raising=False)
+    if without is not None:
+        monkeypatch.setenv("TESTS_WITHOUT", without)
+    command = [sys.executable, "-m", "pytest", "-rsfE", "-p", "tests.conftest", "-p", "no:cacheprovider"]
+    done = subprocess.run([*command, "--continue-on-collection-errors", tmp_path], capture_output=True, text=True, cwd=ROOT)
+    found = re.findall(r"^(SKIPPED|FAILED|ERROR) .*test_(\w+)\.py", done.stdout, re.MULTILINE)
+    assert {name: word != "SKIPPED" for word, name in found} == {name: name in failed for name in LACKING}, done.stdout
+    assert bool(done.returncode) == bool(failed)

@@ -25,7 +25,7 @@ RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 ON = ("--float8.enable", "true", "--float8.emulate", "true")
 
 FIND_SPEC = importlib.util.find_spec
-needs_torchao = pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="torchao is not installed")
+needs_torchao = pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="could not import 'torchao'")
 
 
 def debug_model(device="cpu"):
@@ -182,7 +182,9 @@ GATHERED = (*ON, "--float8.enable_fsdp_float8_all_gather", "true")
 
 
 def gathered_in_float8(ranks):
-    """Losses and norms of a sharded run with weights gathered in float8, resumed in the middle; dtypes of what is gathered."""
+    """Losses and norms of a sharded run with weights gathered in float8, resumed in the middle; dtypes of what is gathered, and
+    classes of the converted linears' shards.
+    """
     folder, dtypes, found = shared_folder(), set(), {}
     original = _fsdp_param_group.foreach_all_gather
 
@@ -204,6 +206,8 @@ def gathered_in_float8(ranks):
         found[name] = [[point["loss_metrics/global_avg_loss"], point["grad_norm"]] for point in points]
         average = trainer.state.ema.tracks["ema"]["layers.0.mlp.out.weight"]
         found[name] += [[local(average).norm().item()]]
+        weights = [trainer.state.model.get_submodule(f"layers.{i}.mlp.out").weight for i in range(3)]
+        found[f"{name}, shards"] = [type(weight.to_local()).__name__ for weight in weights]
     remove(folder)
     return found | {"dtypes": sorted(dtypes)}
 
@@ -212,6 +216,8 @@ def gathered_in_float8(ranks):
 def test_weights_gathered_in_float8_are_those_cast_after_the_gather():
     found = run_on_ranks("tests.unit.test_float8:gathered_in_float8", 2, {"ranks": 2})[0]
     assert found["dtypes"] == ["torch.float32", "torch.float8_e4m3fn"]
+    assert found["gathered, shards"] == ["WeightWithDynamicFloat8CastTensor"] * 3
+    assert found["cast after, shards"] == ["Tensor"] * 3
     assert len(found["gathered"]) == 5
     # One scale of the whole weight either way: the same bits are multiplied.
     for values, wanted in zip(found["gathered"], found["cast after"], strict=True):
@@ -258,7 +264,7 @@ def test_what_cannot_run_is_refused_in_a_line_that_says_what_to_do(monkeypatch):
 
     pretend_torchao(monkeypatch, None)
     (missing,) = refused(*ON)
-    assert "-m pip install 'torchao>=0.18'" in missing
+    assert "-m pip install 'torchao>=0.18,<0.19'" in missing
 
 
 def test_a_model_without_anything_to_convert_is_refused_before_its_folder_is_made(tmp_path, capsys, monkeypatch):

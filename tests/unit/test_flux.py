@@ -349,7 +349,7 @@ def test_published_folder_of_several_files_is_imported(tmp_path, capsys):
 
 @pytest.mark.parametrize("config", [DEBUG, GUIDED], ids=["schnell", "dev"])
 def test_diffusers_computes_the_same(config):
-    diffusers = pytest.importorskip("diffusers", reason="needs the extra diffusers: pip install '.[diffusers]'")
+    diffusers = pytest.importorskip("diffusers")
     model, layout = build(config).float(), LAYOUTS["diffusers"]
     model.init_buffers()
     settings = {key: value for key, value in layout.folder_config(model).items() if key != "_class_name"}

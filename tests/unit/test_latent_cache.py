@@ -21,6 +21,7 @@ from torchtitan.files.weight_files import named_weights
 from torchtitan.latents.bucketed import open_stores
 from torchtitan.models import MODELS, build_model
 from torchtitan.run import run
+from torchtitan.runs.record import read_run
 from torchtitan.texts.stub import StubEncoder
 from torchtitan_dit.commands.checkpoint import main as checkpoint_tool
 
@@ -69,6 +70,7 @@ def test_a_run_fills_its_cache_and_trains_on_the_latents(pictures, tmp_path):
     resolved = load_config(["--job.config_file", str(tmp_path / "out" / "run" / "config.toml")], 1)
     assert resolved.data.name == "latents" and resolved.data.path == str(folder / "train") and not resolved.cache.enable
     assert load_config(given, 1).data == resolved.data  # the same command finds it
+    assert read_run(tmp_path / "out" / "run").compared["data.path"] == f"{folder.name.removeprefix('pictures')}/train"
     stores = open_stores(folder / "train")
     # Resolution 64: four squares, and the 64 x 96 picture in the square bucket. Resolution 128: pictures of 128 x 128 and more.
     counts = {store.index.shape[1:]: len(store) for store in stores}

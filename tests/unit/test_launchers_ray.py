@@ -14,7 +14,7 @@ from torchtitan.experiments.launchers.on_ray import RayLauncher
 from torchtitan.experiments.outcome import Outcome
 from torchtitan.experiments.process import Stopped
 
-ray = pytest.importorskip("ray", reason="needs the extra ray: pip install '.[ray]'")
+ray = pytest.importorskip("ray")
 
 
 @pytest.fixture(scope="module")

@@ -37,7 +37,7 @@ from torchtitan.models.quantized import (
 from torchtitan.run import REFUSED, run
 from torchtitan.runs.network import adapted_network
 
-needs_torchao = pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="needs the extra lowbit: torchao")
+needs_torchao = pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="could not import 'torchao'")
 FIND_SPEC = importlib.util.find_spec
 # Largest relative errors of a normal weight: e4m3 has 3 bits of fraction, int8 steps of max / 127, int4 of range / 15.
 ERRORS = {"float8": 0.027, "int8": 0.009, "int4": 0.095}
@@ -225,7 +225,7 @@ def test_a_missing_package_is_named(monkeypatch, tmp_path):
     monkeypatch.setattr(
         quantized.importlib.util, "find_spec", lambda name, *rest: None if name == "torchao" else FIND_SPEC(name, *rest)
     )
-    with pytest.raises(ConfigError, match=r"lora.base_dtype: needs the package torchao.*-m pip install 'torchao>=0.18'"):
+    with pytest.raises(ConfigError, match=r"lora.base_dtype: needs the package torchao.*-m pip install 'torchao>=0.18,<0.19'"):
         lora_config(tmp_path, "--lora.base_dtype", "int8")
     lora_config(tmp_path, "--lora.base_dtype", "bfloat16")
 

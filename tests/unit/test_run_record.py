@@ -69,6 +69,19 @@ def test_differing_settings():
     assert differing == ["job.name", "debug.seed", "optimizer.beta1"] and common == ["optimizer.lr"]
 
 
+def test_a_cached_store_counts_by_its_digest_wherever_it_lies():
+    def on(place: str, digest: str, seed: int) -> RunRecord:
+        folder = f"{place}/pictures-{digest}"
+        stores = {"path": f"{folder}/train", "validation_path": f"{folder}/validation"}
+        return RunRecord(Path(place), place, {"data": stores, "debug": {"seed": seed}})
+
+    first, second, other = on("/a/latents", "0123456789abcdef", 0), on("/b", "0123456789abcdef", 1), on("/b", "f" * 16, 1)
+    assert differing_settings([first, second])[0] == ["debug.seed"]
+    assert differing_settings([first, other])[0] == ["data.path", "data.validation_path", "debug.seed"]
+    assert [len(group.runs) for group in group_by_seed([first, second, other])] == [2, 1]
+    assert first.settings["data.path"] == "/a/latents/pictures-0123456789abcdef/train"  # shown as it is
+
+
 def test_damaged_lines_are_counted_and_left_out(tmp_path):
     good = '{"step": 2, "a": 1}'
     bad = ["{", "[1]", '{"a": 3}', '{"step": "4"}', "\ufffd\0", "123", '{"step": 7, "a"']

@@ -1,64 +1,102 @@
-"""Weights & Biases is given the project of the environment, and the run's results for its summary; without it a run trains."""
+"""Weights & Biases, offline: its file has the run's points, pictures and results; without a login a run trains."""
 
+import os
+import socket
+import struct
 import sys
-from types import ModuleType
 
 import pytest
+from PIL import Image
 
 from torchtitan.training.metric_sinks import WandbRun
 
 
-class Run:
-    def __init__(self, **options):
-        self.options, self.summary, self.logged = options, {}, []
-
-    def log(self, metrics, step):
-        self.logged.append((step, metrics))
-
-
 @pytest.fixture
-def service(monkeypatch):
-    module = ModuleType("wandb")
-    module.Error = type("Error", (Exception,), {})
-    module.init = lambda **options: Run(**options)
-    monkeypatch.setitem(sys.modules, "wandb", module)
-    return module
+def wandb(tmp_path, monkeypatch):
+    package = pytest.importorskip("wandb")
+    for name in [name for name in os.environ if name.startswith("WANDB_")]:
+        monkeypatch.delenv(name)
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{unused.getsockname()[1]}"  # where nobody listens
+    settings = {"MODE": "offline", "SILENT": "true", "CONSOLE": "off", "BASE_URL": url, "CONFIG_DIR": str(tmp_path)}
+    for name, value in settings.items():
+        monkeypatch.setenv(f"WANDB_{name}", value)
+    monkeypatch.setenv("HOME", str(tmp_path))  # whose .netrc may have a key
+    yield package
+    package.teardown()
 
 
-@pytest.mark.parametrize(("environment", "project"), [({}, "torchtitan"), ({"WANDB_PROJECT": "mine"}, "mine"),
-                                                      ({"WANDB_PROJECT": ""}, "torchtitan")])  # fmt: skip
-def test_the_project_is_that_of_the_environment(service, tmp_path, monkeypatch, environment, project):
-    monkeypatch.delenv("WANDB_PROJECT", raising=False)
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    run = WandbRun(tmp_path, "x", {})
-    assert run._run.options["project"] == project
+def records(wandb, folder):
+    """Records of the file that `wandb sync` sends, in LevelDB's log format: 7 bytes, then checksum, length, type, content."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    wandb.teardown()  # the package's process has written all then
+    (path,) = folder.glob("wandb/offline-run-*/*.wandb")
+    content, place, found = path.read_bytes(), 7, []
+    while place < len(content):
+        length, kind = struct.unpack_from("<HB", content, place + 4)
+        assert kind == 1 and len(content) < 1 << 15  # whole, as in the first block of 32 KiB
+        found.append(Record.FromString(content[place + 7 : place + 7 + length]))
+        place += 7 + length
+    return found
+
+
+def values(items):
+    return {item.key or ".".join(item.nested_key): item.value_json for item in items}
+
+
+def test_the_run_of_a_folder_has_its_points_pictures_and_results(wandb, tmp_path):
+    run = WandbRun(tmp_path, "x", {"training": {"steps": 7}})
+    run.log(3, {"loss": 2.5})
+    run.log_image(4, "samples", Image.new("RGB", (6, 5)))
+    run.log(5, {"loss": 1.25, "lr": 1e-3})
     run.summarise({"sample_accuracy": 0.9, "status": "completed"})
-    assert run._run.summary == {"sample_accuracy": 0.9, "status": "completed"}
+    run.close()
+    found = records(wandb, tmp_path)
+    (of_run,) = (record.run for record in found if record.HasField("run"))
+    assert (of_run.run_id, of_run.display_name) == ((tmp_path / "wandb_id").read_text(), "x")
+    assert values(of_run.config.update)["training"] == '{"steps":7}'
+    points = [values(record.history.item) for record in found if record.HasField("history")]
+    assert [(point["_step"], point.get("loss"), point.get("lr")) for point in points] == [
+        ("3", "2.5", None), ("4", None, None), ("5", "1.25", "0.001"),
+    ]  # fmt: skip
+    assert (points[1]["samples.width"], points[1]["samples.height"]) == ("6", "5")
+    assert len(list(tmp_path.rglob("samples_*.png"))) == 1
+    summary = {}
+    for record in found:
+        summary |= values(record.summary.update)
+    assert (summary["sample_accuracy"], summary["status"]) == ("0.9", '"completed"')
+
+
+@pytest.mark.parametrize(("project", "shown"), [(None, "torchtitan"), ("mine", "mine"), ("", "torchtitan")])
+def test_the_project_is_that_of_the_environment(wandb, tmp_path, monkeypatch, project, shown):
+    if project is not None:
+        monkeypatch.setenv("WANDB_PROJECT", project)
+    WandbRun(tmp_path, "x", {}).close()
+    assert [record.run.project for record in records(wandb, tmp_path) if record.HasField("run")] == [shown]
 
 
 class Terminal:
     def isatty(self) -> bool:
         return True
 
+    def readline(self) -> str:
+        raise AssertionError("somebody was asked")
 
-@pytest.mark.parametrize("error", ["Error", "ValueError"])
-def test_without_a_login_nobody_is_asked_and_one_line_says_so(service, tmp_path, monkeypatch, caplog, error):
+
+@pytest.mark.parametrize(("mode", "said"), [("online", "API key"), ("nonsense", "mode: Input should be 'online'")])
+def test_without_a_login_nobody_is_asked_and_one_line_says_so(wandb, tmp_path, monkeypatch, caplog, mode, said):
     """wandb asks at a terminal for a key, and raises an error where there is none; bad values of its variables are errors too."""
-    asked, terminal = [], Terminal()
-
-    def init(**options):
-        asked.append(sys.stdin.isatty())
-        raise getattr(service, error, ValueError)("No API key configured.\nUse `wandb login` to log in.")
-
-    service.init = init
+    terminal = Terminal()
+    monkeypatch.setenv("WANDB_MODE", mode)
     monkeypatch.setattr(sys, "stdin", terminal)
     run = WandbRun(tmp_path, "x", {})
-    assert asked == [False] and sys.stdin is terminal
-    (line,) = caplog.messages
-    assert "No API key configured" in line and "training continues, and this session is not logged there" in line
+    assert sys.stdin is terminal
+    (line,) = [record.getMessage() for record in caplog.records if record.name.startswith("torchtitan")]
+    assert said in line and "training continues, and this session is not logged there" in line
     assert "\n" not in line
     run.log(1, {"loss": 1.0})
     run.summarise({"status": "completed"})
     run.close()
-    assert len(caplog.messages) == 1
+    assert len([record for record in caplog.records if record.name.startswith("torchtitan")]) == 1

@@ -71,10 +71,12 @@ def place_shards(model: nn.Module, shards: dict[str, Tensor], on_host: bool = Fa
         if tensor.device.type != "meta":
             return tensor
         whole, shard = cast(DTensor, tensor), shards.pop(names[id(tensor)])
+        # Of the class that the part has: weights that are gathered in float8 have torchao's.
+        part = torch.empty_like(whole.to_local(), device="cpu" if on_host else shard.device)
+        part.copy_(shard)
         return DTensor.from_local(
-            shard.cpu() if on_host else shard, whole.device_mesh, whole.placements, run_check=False, shape=whole.shape,
-            stride=whole.stride(),
-        )  # fmt: skip
+            part, whole.device_mesh, whole.placements, run_check=False, shape=whole.shape, stride=whole.stride()
+        )
 
     model._apply(placed)
 

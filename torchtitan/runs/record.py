@@ -26,7 +26,7 @@ RUN_FILES = ("config.toml", "metrics.jsonl", "summary.json")
 
 # Keys that never make two runs different trainings: the seed, and everything about where a run is kept.
 _NOT_A_SETTING = ("debug.seed", "job.")
-
+_CACHED_STORE = re.compile(r"-[0-9a-f]{16}/(train|validation)$")  # as torchtitan.config.latent_cache names stores
 
 _LARGEST_FILE = 1 << 24  # bytes, of config.toml and summary.json
 _SMALLEST_NUMBER, _LARGEST_NUMBER = 1e-100, 1e100  # beyond, squares and axes leave float64
@@ -139,6 +139,12 @@ class RunRecord:
     def settings(self) -> dict[str, Any]:
         """Settings of the configuration by dotted key."""
         return dict(flattened(self.config))
+
+    @cached_property
+    def compared(self) -> dict[str, Any]:
+        """Settings as compared with those of other runs: of a cached store its digest counts, and not its place."""
+        stores = {key: _CACHED_STORE.search(str(self.settings.get(key))) for key in ("data.path", "data.validation_path")}
+        return self.settings | {key: found[0] for key, found in stores.items() if found}
 
     @property
     def seed(self) -> int | None:
@@ -326,7 +332,7 @@ def group_by_seed(runs: Sequence[RunRecord]) -> list[RunGroup]:
     groups: dict[tuple, list[RunRecord]] = {}
     repeats: dict[tuple, int] = {}
     for run in runs:
-        settings = {key: value for key, value in run.settings.items() if not key.startswith(_NOT_A_SETTING)}
+        settings = {key: value for key, value in run.compared.items() if not key.startswith(_NOT_A_SETTING)}
         if not settings:
             groups["alone", str(run.folder.resolve())] = [run]
             continue
@@ -375,7 +381,7 @@ def differing_settings(runs: Sequence[RunRecord]) -> tuple[list[str], list[str]]
         keys of which two runs have different values, or only one of them has a value; and keys all agree on.
         Runs without a configuration do not count.
     """
-    known = [run.settings for run in runs if run.settings]
+    known = [run.compared for run in runs if run.settings]
     keys = list(dict.fromkeys(key for settings in known for key in settings))
     common = [key for key in keys if all(key in one and one[key] == known[0][key] for one in known)]
     return [key for key in keys if key not in set(common)], common
