@@ -15,6 +15,7 @@ from PIL import Image
 
 from tests.launcher import run_on_ranks
 from torchtitan.data import DatasetError, UnreadableImage
+from torchtitan.data.class_folders import list_class_folders
 from torchtitan.data.image_decoding import resize_and_crop
 from torchtitan.data.image_files import ImageList, SquareImages, list_images, read_square
 from torchtitan.data.image_folder import ImageFolder, ImageFolderConfig, _looks_classed
@@ -211,6 +212,15 @@ def test_a_validation_folder_is_numbered_as_the_training_folder(tmp_path):
     assert ImageFolder.info(config).has_validation
     assert all_labels(ImageFolder(config, "train")) == [0, 0, 1, 1, 2, 2]
     assert all_labels(ImageFolder(config, "validation")) == [1, 2]
+
+
+def test_numbered_folders_are_classes_in_the_order_of_their_numbers(tmp_path):
+    config = config_of(folder_of(tmp_path, ("0", "1", "10", "2"), 2), validation_fraction=0.0)
+    assert ImageFolder.info(config).class_names == ("0", "1", "2", "10")
+    assert all_labels(ImageFolder(config, "train")) == [0, 0, 1, 1, 3, 3, 2, 2]  # images keep the order of earlier versions
+    write_class(tmp_path / "other", ["a.png"])
+    list_class_folders.cache_clear()
+    assert ImageFolder.info(config).class_names == ("0", "1", "10", "2", "other")
 
 
 def test_a_classes_file_numbers_and_names_the_folders(tmp_path):

@@ -9,7 +9,7 @@ import numpy as np
 
 from torchtitan.conditions import class_kind
 from torchtitan.data.base import DatasetError, DatasetInfo, Split
-from torchtitan.data.class_folders import class_numbers, existing_folder, list_class_folders, read_classes
+from torchtitan.data.class_folders import class_numbers, class_order, existing_folder, list_class_folders, read_classes
 from torchtitan.data.image_files import (
     ImageList,
     SquareImages,
@@ -23,6 +23,7 @@ from torchtitan.data.image_files import (
 )
 from torchtitan.data.saved_listing import list_images_of_folders
 from torchtitan.data.splits import chosen_positions, last_of_each_class
+from torchtitan.errors import look_alike
 from torchtitan.settings import setting
 
 
@@ -48,7 +49,7 @@ class ImageFolderConfig(SquareImagesConfig):
 
 
 class ImageFolder(SquareImages):
-    """Colour images [3, S, S]; a class's number is its folder's place by name, or its line in `classes_file`.
+    """Colour images [3, S, S]; a class's number is its folder's place in `class_order`, or its line in `classes_file`.
 
     Without `validation_path` the first k classes together give floor(fraction x their images) to validation, for
     every k, each class its last images by name: every class gives its share to within one image.
@@ -129,7 +130,9 @@ def _list_validation(config: ImageFolderConfig, folders: list[bytes]) -> tuple[l
     found, files = _list_folder("data.validation_path", config.validation_path, _has_classes(config))
     unknown = sorted(set(found) - set(folders))
     if unknown:
-        raise DatasetError(f"data.validation_path: class folder {shown_path(unknown[0])!r} is not in {config.path!r}")
+        name = shown_path(unknown[0])
+        alike = look_alike(name, shown_names(folders))
+        raise DatasetError(f"data.validation_path: class folder {name!r} is not in {config.path!r}{alike}")
     return found, files
 
 
@@ -151,5 +154,5 @@ def _class_numbers(config: ImageFolderConfig, folders: list[bytes]) -> np.ndarra
 
 def _class_names(config: ImageFolderConfig, folders: list[bytes]) -> tuple[str, ...]:
     if not _has_classes(config) or not config.classes_file:
-        return shown_names(folders)
+        return shown_names(class_order(folders))
     return tuple(read_classes(config.classes_file).values())
