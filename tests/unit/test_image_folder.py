@@ -214,6 +214,18 @@ def test_a_validation_folder_is_numbered_as_the_training_folder(tmp_path):
     assert all_labels(ImageFolder(config, "validation")) == [1, 2]
 
 
+def test_labels_that_are_left_aside_ask_for_no_classes(tmp_path):
+    listed, root = tmp_path / "classes.txt", tmp_path / "images"
+    listed.write_text("b\n")
+    write_class(root / "a", ["1.png", "2.png"])
+    config = config_of(root, labels=False, classes_file=str(listed), validation_fraction=0.0)  # one class, of no line
+    assert ImageFolder.info(config).num_classes == 0 and set(ImageFolder(config, "train").fetch(np.arange(2))) == {"images"}
+    list_class_folders.cache_clear()
+    _looks_classed.cache_clear()
+    write_class(root, ["0.png"])  # an image beside the folder
+    assert len(ImageFolder(config_of(root, labels=False, validation_fraction=0.0), "train")) == 3
+
+
 def test_numbered_folders_are_classes_in_the_order_of_their_numbers(tmp_path):
     config = config_of(folder_of(tmp_path, ("0", "1", "10", "2"), 2), validation_fraction=0.0)
     assert ImageFolder.info(config).class_names == ("0", "1", "2", "10")
