@@ -392,7 +392,8 @@ class RunState:
         materialise_state(self.optimizer)
         state, tensors = read_state(checkpoint), self.tensors()
         tolerated = self.config.job.allow_config_change
-        for change in data_changes(state, str(checkpoint), self.info, self.images_per_epoch, tolerated=tolerated):
+        place, record = str(checkpoint), self._data_record
+        for change in data_changes(state, place, self.info, self.images_per_epoch, tolerated=tolerated, record=record):
             if self.layout.rank == 0:
                 logger.warning(change)
         if self.config.lora.enable:

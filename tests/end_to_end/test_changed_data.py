@@ -101,6 +101,17 @@ def test_other_names_are_tolerated_on_demand_and_another_number_of_classes_never
             data_changes(state, "step", info_of(kind), 9, tolerated=True)
 
 
+def test_a_store_that_was_made_anew_is_said():
+    record = {"num_classes": 0, "shift": [0.0, 1.0], "scale": [2.0, 2.0], "encoder": '{"name": "a"}'}
+    found = {
+        key: data_changes({RECORD: record | {key: value}}, "step", info_of(Unconditional()), 9, tolerated=False, record=record)
+        for key, value in {"shift": [0.0, 1.5], "scale": [1.0, 2.0], "encoder": '{"name": "b"}', "labels": True}.items()
+    }
+    assert found.pop("labels") == []
+    said = "step: was trained on latents of another {}; their store was made anew since (restore it, or train anew)"
+    assert found == {key: [said.format(key)] for key in ("shift", "scale", "encoder")}
+
+
 def test_classes_in_another_order_are_never_exchanged():
     numbered = info_of(Classes(3, ("0", "2", "10")))
     recorded = {RECORD: {"num_classes": 3, "class_names": ["0", "10", "2"]}}

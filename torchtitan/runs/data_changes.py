@@ -11,9 +11,13 @@ from torchtitan.runs.portable import RECORD
 from torchtitan.settings.schema import quoted
 
 IMAGES = "images_per_epoch"  # entry of a checkpoint's state: number of training images
+_OF_STORES = ("encoder", "shift", "scale")  # of RECORD
 
 
-def data_changes(state: Mapping[str, Any], place: str, info: DatasetInfo, num_images: int, *, tolerated: bool) -> list[str]:
+def data_changes(
+    state: Mapping[str, Any], place: str, info: DatasetInfo, num_images: int, *, tolerated: bool,
+    record: Mapping[str, Any] | None = None,
+) -> list[str]:
     """Compare the data with those that a checkpoint was trained on, as far as it records them.
 
     Args:
@@ -22,6 +26,7 @@ def data_changes(state: Mapping[str, Any], place: str, info: DatasetInfo, num_im
         info: of the data.
         num_images: of the training.
         tolerated: other names of as many classes are accepted; the same names in another order never are.
+        record: of the data, as RECORD of the state.
 
     Returns:
         tolerated changes, a line each.
@@ -40,6 +45,10 @@ def data_changes(state: Mapping[str, Any], place: str, info: DatasetInfo, num_im
             nevertheless = ", or --job.allow_config_change true to resume it nevertheless" if same_count else ""
             raise CheckpointError(f"{place}: {text} (restore the classes, or give another --job.name{nevertheless})")
         changes.append(f"{place}: {text}")
+    before, now = state.get(RECORD) or {}, record or {}
+    if others := [key for key in _OF_STORES if key in before and key in now and before[key] != now[key]]:
+        text = f"was trained on latents of another {' and '.join(others)}; their store was made anew since"
+        changes.append(f"{place}: {text} (restore it, or train anew)")
     if state.get(IMAGES, num_images) != num_images:
         counts = f"was trained on {state[IMAGES]} images, and the data have {num_images} now"
         changes.append(f"{place}: {counts}; the order within an epoch is another")
