@@ -85,7 +85,7 @@ def class_numbers(folders: list[bytes], classes_file: str) -> np.ndarray:
 def read_classes(path: str) -> Mapping[str, str]:
     """Read folder -> name, in the order of a file with one "folder name" a line. Raises DatasetError."""
     try:
-        return _parsed(path, read_regular(user_path(path), MAX_CLASSES_BYTES).decode("utf-8"))
+        return _parsed(path, read_regular(user_path(path), MAX_CLASSES_BYTES).decode("utf-8-sig"))
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or "not a text file"
         raise DatasetError(f"data.classes_file: {path}: cannot be read: {reason}") from error
@@ -93,7 +93,7 @@ def read_classes(path: str) -> Mapping[str, str]:
 
 @functools.lru_cache(maxsize=2)  # a run reads the same file several times, and it may have a million lines
 def _parsed(path: str, text: str) -> Mapping[str, str]:
-    lines = text.splitlines()
+    lines = text.rstrip().splitlines()
     if len(lines) > MOST_CLASSES:
         raise DatasetError(f"data.classes_file: {path}: {len(lines):,} lines, more than {MOST_CLASSES:,} classes")
     names: dict[str, str] = {}

@@ -37,7 +37,7 @@ def data_changes(
     changes = []
     if text := change_of_classes(state, info):
         count, names = _recorded(state, info)
-        if sorted(names) == sorted(info.class_names):  # rows of the class table would be exchanged
+        if info.class_names and sorted(names) == sorted(info.class_names):  # rows of the class table would be exchanged
             listed = "data.classes_file with a line for each class in the recorded order, and --job.allow_config_change true"
             raise CheckpointError(f"{place}: {text} ({listed}, resume it; or give another --job.name)")
         same_count = count == info.num_classes
