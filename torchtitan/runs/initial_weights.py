@@ -3,7 +3,6 @@
 With more ranks than tensors a rank reads one, whatever the size of the network is.
 """
 
-import tomllib
 from pathlib import Path
 
 import torch
@@ -15,18 +14,11 @@ from torchtitan.config.job import JobConfig
 from torchtitan.data.base import DatasetInfo
 from torchtitan.distributed.collectives import from_first_rank, of_all_ranks, on_all_ranks
 from torchtitan.files.remote_path import AnyPath
-from torchtitan.files.weight_files import (
-    WeightsError,
-    check_fits,
-    each_tensor,
-    header_of,
-    refuse_not_finite,
-    tensor_sizes,
-)
+from torchtitan.files.weight_files import WeightsError, check_fits, each_tensor, refuse_not_finite, tensor_sizes
 from torchtitan.files.weight_hash import joined_sha256, tensor_sha256
 from torchtitan.models.base import DiffusionModel
 from torchtitan.runs.network import check_base, frozen_sha256, network_on_meta
-from torchtitan.runs.portable import CONFIG
+from torchtitan.runs.portable import class_names_of_weights
 
 
 def check_initial_weights(config: JobConfig, info: DatasetInfo, checkpoints: AnyPath) -> str:
@@ -58,15 +50,11 @@ def check_initial_weights(config: JobConfig, info: DatasetInfo, checkpoints: Any
 
 def _check_classes(path: Path, info: DatasetInfo) -> None:
     """Check that classes are in the order in which the file's header has them. Raises WeightsError."""
-    try:
-        names = list(tomllib.loads(header_of(path).get(CONFIG, "")).get("data", {}).get("class_names", []))
-    except (ValueError, TypeError, AttributeError):  # no configuration
-        return
-    others = [(number, *pair) for number, pair in enumerate(zip(names, info.class_names, strict=False)) if pair[0] != pair[1]]
-    if others and sorted(map(str, names)) == sorted(info.class_names):
-        number, before, now = others[0]
-        text = f"class {number} is {before!r} there and {now!r} in the data (data.classes_file orders classes)"
-        raise WeightsError(f"checkpoint.initial_weights: {path}: {text}")
+    names = class_names_of_weights(path)
+    if names != list(info.class_names) and sorted(names) == sorted(info.class_names):
+        number = next(number for number, name in enumerate(names) if name != info.class_names[number])
+        text = f"class {number} is {names[number]!r} there and {info.class_names[number]!r} in the data"
+        raise WeightsError(f"checkpoint.initial_weights: {path}: {text} (data.classes_file orders classes)")
 
 
 def check_together(path: Path, model: DiffusionModel, *, hashed: bool) -> str:

@@ -53,6 +53,14 @@ def config_of_weights(path: Path) -> JobConfig | None:
     return load_text(text, str(path))
 
 
+def class_names_of_weights(path: Path) -> list[str]:
+    """Names of the classes by the configuration in a file of weights; none where it has none. Raises WeightsError."""
+    try:
+        return [str(name) for name in tomllib.loads(header_of(path).get(CONFIG, ""))["data"]["class_names"]]
+    except (ValueError, TypeError, KeyError):
+        return []
+
+
 def config_without_data(folder: Path, checkpoint: AnyPath) -> JobConfig | None:
     """Configuration of a run, with the record of its data for `[data]`.
 
