@@ -4,6 +4,7 @@ A dataset declares its kind, a family of networks the kinds that it takes. All c
 solvers, passes conditions on unchanged and operates on them through their kind.
 """
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -61,6 +62,22 @@ class ConditionKind(ABC):
     def choice_names(self) -> tuple[str, ...]:
         """One name per choice, or none."""
         return ()
+
+    def number_of(self, word: str | int) -> int | None:
+        """Number of a choice by its name, or by its number where no name is a number; None: there is no such choice."""
+        word = str(word)
+        if word in self.choice_names:
+            return self.choice_names.index(word)
+        if not re.fullmatch(r"-?\d{1,18}", word):
+            return None
+        numbered = {int(name): place for place, name in enumerate(self.choice_names) if is_number(name)}
+        if numbered:
+            return numbered.get(int(word))
+        return int(word) if 0 <= int(word) < max(self.choices, 1) else None
+
+    def numbers_of(self, words: Sequence[str | int]) -> list[int]:
+        """Numbers of choices that are known to exist, as `number_of`."""
+        return [number for number in map(self.number_of, words) if number is not None]
 
     @abstractmethod
     def choose(self, numbers: Tensor) -> Condition:
@@ -262,6 +279,16 @@ def letters_of(texts: Sequence[str], most_bytes: int) -> Tensor:
 def texts_of(letters: Tensor) -> list[str]:
     """Inverse of `letters_of`; a letter that was cut in the middle is left out."""
     return [row.numpy().tobytes().rstrip(b"\0").decode(errors="ignore") for row in letters.cpu()]
+
+
+def is_number(name: str) -> bool:
+    """Check whether a name is a number, as of class folders 0, 1, 2."""
+    return name.isascii() and name.isdigit() and len(name) <= 18
+
+
+def numbered_otherwise(names: Sequence[str]) -> dict[str, int]:
+    """Names that are another number than their place, with it."""
+    return {name: place for place, name in enumerate(names) if is_number(name) and int(name) != place}
 
 
 def class_kind(num_classes: int, names: Sequence[str] = ()) -> ConditionKind:

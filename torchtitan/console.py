@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchtitan.conditions import Classes, Unconditional
+from torchtitan.conditions import Classes, Unconditional, numbered_otherwise
 from torchtitan.config.job import JobConfig
 from torchtitan.config.short_runs import too_short_for
 from torchtitan.data.image_folder import ImageFolder, ImageFolderConfig
@@ -34,6 +34,7 @@ from torchtitan.training.metrics import METRICS_FILE
 
 logger = logging.getLogger(__name__)
 
+_MOST_CLASSES = 10  # that a line names
 _GRID = re.compile(r"step-(\d{8})\.png")
 
 
@@ -74,7 +75,10 @@ def _images(state: RunState) -> str:
     """Line on the images that were found: to train on, held out where that is known without reading, and their classes."""
     info, data = state.info, state.config.data
     held_out = len(ImageFolder(data, "validation")) if isinstance(data, ImageFolderConfig) and info.has_validation else 0
-    conditions = f"in {counted(info.num_classes, 'class', 'es')}" if info.num_classes else "without classes"
+    moved = [f"{name} is class {number}" for name, number in numbered_otherwise(info.class_names).items()]
+    moved = [*moved[:_MOST_CLASSES], "..."] if len(moved) > _MOST_CLASSES else moved
+    chosen = f", chosen by name: {', '.join(moved)}" if moved else ""
+    conditions = f"in {counted(info.num_classes, 'class', 'es')}{chosen}" if info.num_classes else "without classes"
     if not isinstance(info.condition_kind, Classes | Unconditional):
         conditions = f"with {info.condition_kind.wanted}"
     kept = f" and {held_out:,} held out" if held_out else ""

@@ -1,6 +1,8 @@
 """Errors of several rooms, and exceptions in one line. Imports the standard library only."""
 
 import re
+import unicodedata
+from collections.abc import Iterable
 
 
 class CheckpointError(Exception):
@@ -58,6 +60,13 @@ def reason(error: Exception) -> str:
 def one_line(error: Exception) -> str:
     """Kind and text of an exception of a foreign library, in one line."""
     return f"{type(error).__name__}: {unwrapped(error)}"
+
+
+def look_alike(name: str, known: Iterable[str]) -> str:
+    """Clause on a known name that looks the same but is another one, composed (NFC) or decomposed (NFD); "" without one."""
+    form = unicodedata.normalize("NFC", name)
+    alike = next((each for each in known if each != name and unicodedata.normalize("NFC", each) == form), None)
+    return "" if alike is None else f"; {alike!r} looks the same, in another Unicode form"
 
 
 def unwrapped(text: object) -> str:

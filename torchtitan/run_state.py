@@ -74,6 +74,7 @@ from torchtitan.training.corrupt_images import CorruptImages
 from torchtitan.training.data_loading import TrainingData, microbatches_per_step
 from torchtitan.training.ema import EMABank
 from torchtitan.training.ema_snapshots import EMASnapshots
+from torchtitan.training.lr_scheduler import schedule_changes
 from torchtitan.training.metrics import LossWindow, checked_lines
 from torchtitan.training.non_finite import not_finite
 from torchtitan.training.numerical_guard import NumericalGuard
@@ -392,7 +393,9 @@ class RunState:
         materialise_state(self.optimizer)
         state, tensors = read_state(checkpoint), self.tensors()
         tolerated = self.config.job.allow_config_change
-        for change in data_changes(state, str(checkpoint), self.info, self.images_per_epoch, tolerated=tolerated):
+        place, record = str(checkpoint), self._data_record
+        changes = data_changes(state, place, self.info, self.images_per_epoch, tolerated=tolerated, record=record)
+        for change in changes + schedule_changes(self.config, state):
             if self.layout.rank == 0:
                 logger.warning(change)
         if self.config.lora.enable:

@@ -24,7 +24,7 @@ from torchtitan.experiments.training import train as train_to_the_end
 from torchtitan.files.regular import read_regular
 from torchtitan.models.base import DiffusionModel
 from torchtitan.pictures.grids import class_labels, image_grid, to_rgb
-from torchtitan.runs.drawing import Drawing, add_drawing_options, check_classes, drawing_of, open_drawing
+from torchtitan.runs.drawing import Drawing, add_drawing_options, chosen_classes, drawing_of, open_drawing
 from torchtitan.runs.folder import RunFolder
 from torchtitan.runs.prompts import filled_prompts, with_prompts
 from torchtitan.runs.sampling_options import option
@@ -110,7 +110,8 @@ class Model:
         """Draw images; the same arguments give the same images.
 
         Args:
-            classes: numbers of classes; None: `sampling.classes` of the training, or the first ten.
+            classes: numbers of classes, or their names where these are numbers; None: `sampling.classes` of the training, or
+                the first ten.
             prompts: texts instead, for a model of captions; a string is one text. "[trigger]" is replaced by the
                 `data.trigger_word` of the training.
             images_per_class: of each class or prompt, one after the other.
@@ -147,8 +148,7 @@ class Model:
             trained = with_prompts(trained, prompts, _places(encoders or {}))
         names = trained.info.condition_kind.choice_names
         drawing = dataclasses.replace(drawing_of(arguments, trained, decoder), prompts=names if prompts else ())
-        rows = list(range(len(prompts))) if prompts else classes or list(self.config.sampling.classes)
-        check_classes(rows, trained)
+        rows = list(range(len(prompts))) if prompts else chosen_classes(classes or self.config.sampling.classes, trained)
         choices = grid_choices(rows, trained.info.condition_kind.choices, images_per_class)
         drawn = drawing.sampler().draw(
             choices, seed, **drawing.method(), batch_size=drawing.batch_size, progress=progress
@@ -162,7 +162,8 @@ class Model:
         classes, prompts = _numbers(classes), _texts(options.pop("prompts", None))
         images = self.sample(classes, prompts=prompts, images_per_class=images_per_class, output="tensor", **options)
         rows = len(images) // images_per_class
-        chosen = classes or list(self.config.sampling.classes) or list(range(rows))
+        kind = self._drawing.trained.info.condition_kind
+        chosen = kind.numbers_of(classes or self.config.sampling.classes) or list(range(rows))
         names = filled_prompts(self._drawing.trained, prompts) if prompts else class_labels(chosen, self.class_names)
         return image_grid(images, rows, images_per_class, names, self.label)
 

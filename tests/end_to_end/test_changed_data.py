@@ -4,14 +4,19 @@ import shutil
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
+from safetensors.torch import save_file
 
 from tests.faults.forked import ForkedRun
 from torchtitan.conditions import Classes, Unconditional
 from torchtitan.data.base import DatasetInfo
 from torchtitan.errors import CheckpointError
 from torchtitan.runs.data_changes import IMAGES, data_changes
+from torchtitan.runs.drawing import chosen_classes
+from torchtitan.runs.initial_weights import _check_classes
 from torchtitan.runs.portable import RECORD
+from torchtitan.runs.trained_model import WeightsError, load_run
 
 CONFIG = """
 [model]
@@ -94,3 +99,47 @@ def test_other_names_are_tolerated_on_demand_and_another_number_of_classes_never
     for kind, text in ((Classes(1, ("a",)), "1 now: class 1 was 'b' and is none"), (Unconditional(), "0 now")):
         with pytest.raises(CheckpointError, match=rf"was trained on 2 classes, and the data have {text} \(restore"):
             data_changes(state, "step", info_of(kind), 9, tolerated=True)
+
+
+def test_a_store_that_was_made_anew_is_said():
+    record = {"num_classes": 0, "shift": [0.0, 1.0], "scale": [2.0, 2.0], "encoder": '{"name": "a"}'}
+    found = {
+        key: data_changes({RECORD: record | {key: value}}, "step", info_of(Unconditional()), 9, tolerated=False, record=record)
+        for key, value in {"shift": [0.0, 1.5], "scale": [1.0, 2.0], "encoder": '{"name": "b"}', "labels": True}.items()
+    }
+    assert found.pop("labels") == []
+    said = "step: was trained on latents of another {}; their store was made anew since (restore it, or train anew)"
+    assert found == {key: [said.format(key)] for key in ("shift", "scale", "encoder")}
+
+
+def test_classes_in_another_order_are_never_exchanged():
+    numbered = info_of(Classes(3, ("0", "2", "10")))
+    recorded = {RECORD: {"num_classes": 3, "class_names": ["0", "10", "2"]}}
+    unrecorded = {"config": {"data": {"name": "image_folder"}}}  # of a version that ordered them as text
+    for state in (recorded, unrecorded):
+        with pytest.raises(CheckpointError, match=r"class 1 was '10' and is '2' \(data.classes_file with a line for each class"):
+            data_changes(state, "step", numbered, 9, tolerated=True)
+    assert data_changes(unrecorded, "step", info_of(Classes(3, ("0", "1", "2"))), 9, tolerated=True) == []
+
+
+def test_a_run_of_classes_in_another_order_draws_those_that_it_was_trained_on(tmp_path):
+    data, config = tmp_path / "data", tmp_path / "small.toml"
+    config.write_text(CONFIG.replace("DATA", str(data)))
+    for name in ("0", "2", "10"):
+        write_class(data / name)
+    (output,) = ForkedRun(config, "run", "--training.steps", "1").finish()
+    assert "12 images to train on, in 3 classes, chosen by name: 2 is class 1, 10 is class 2" in output
+    run = tmp_path / "outputs" / "run"
+    assert load_run(run, "none", None, torch.device("cpu")).warnings == ()
+    listed = tmp_path / "classes.txt"  # the order of text
+    listed.write_text("0\n10\n2\n")
+    text = (run / "config.toml").read_text()
+    (run / "config.toml").write_text(text.replace('classes_file = ""', f'classes_file = "{listed}"'))
+    trained = load_run(run, "none", None, torch.device("cpu"))
+    assert trained.info.class_names == ("0", "2", "10") and trained.config.data.name == "recorded"
+    assert "class 1 was '2' and is '10' (the checkpoint's record of the data is used)" in trained.warnings[0]
+    assert chosen_classes(["10"], trained) == [2]
+    weights = run / "exported.safetensors"
+    save_file({"x": torch.zeros(1)}, weights, {"config": '[data]\nclass_names = ["0", "10", "2"]'})
+    with pytest.raises(WeightsError, match="class 1 is '10' there and '2' in the data"):
+        _check_classes(weights, info_of(Classes(3, ("0", "2", "10"))))

@@ -286,6 +286,25 @@ def test_a_home_folder_as_recorded_before_it_was_expanded_is_no_difference(monke
     assert len(config_differences(recorded, config)) == 1
 
 
+@pytest.mark.parametrize("spelling", ["pictures/", "./pictures", "other/../pictures", "link", "//pictures//"])
+def test_another_spelling_of_a_place_is_no_difference(monkeypatch, tmp_path, spelling):
+    monkeypatch.chdir(tmp_path)
+    for name in ("pictures", "other"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "link").symlink_to("pictures")
+
+    def config(path, extra="a", encoder="s3://x/./a"):
+        adapters = f'[{{"path": "{extra}/b.safetensors"}}]'
+        words = ["--lora.enable", "true", "--lora.extra", adapters, "--checkpoint.initial_weights", encoder]
+        return load(SYNTHETIC, [*words, "--lora.initial_adapter", path])
+
+    given = spelling.replace("//pictures", f"{tmp_path}//pictures")
+    assert config_differences(tomllib.loads(dump_config(config("pictures", "pictures"))), config(given, given)) == []
+    assert config_differences(config("pictures"), config("other")) == ["lora.initial_adapter: pictures -> other"]
+    (change,) = config_differences(config("pictures"), config("pictures", encoder="s3://x/a"))
+    assert change == "checkpoint.initial_weights: s3://x/./a -> s3://x/a"
+
+
 def test_keys_whose_descriptions_name_a_place_are_paths():
     for section, values in every_section():
         types_of = typing.get_type_hints(type(values))

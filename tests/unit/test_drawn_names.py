@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from torchtitan.conditions import Classes
 from torchtitan.evaluation.config import SamplingConfig
 from torchtitan.runs.drawing import beside, open_drawing
 from torchtitan.runs.drawn_names import drawn_name
@@ -23,7 +24,8 @@ def parsed(monkeypatch, *words: str):
 def named(monkeypatch, *words: str, step: int | None = 200, track: str = "ema") -> str:
     arguments = parsed(monkeypatch, "outputs/run", *words)
     arguments.classes = [int(word) for word in arguments.classes or []]
-    trained = SimpleNamespace(step=step, track=track, config=SimpleNamespace(sampling=SamplingConfig()))
+    info = SimpleNamespace(condition_kind=Classes(10))
+    trained = SimpleNamespace(step=step, track=track, info=info, config=SimpleNamespace(sampling=SamplingConfig()))
     return drawn_name(arguments, trained, GRID_OPTIONS)
 
 

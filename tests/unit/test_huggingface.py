@@ -107,6 +107,18 @@ def test_a_saved_dataset_and_a_slice_of_a_split_are_read(tmp_path, package):
     assert everything(HuggingFace(sliced, "train"))[1] == [number % 5 for number in range(10, 30)]
 
 
+@pytest.mark.parametrize("labels", [None, [-1] * 40, [None, *range(39)], ["cat"] * 40])
+def test_labels_that_are_left_aside_need_not_be_there(tmp_path, streaming, labels):
+    rows = pa.array([{"bytes": image_bytes(number), "path": None} for number in range(40)])
+    table = pa.table({"picture": rows} | ({"kind": labels} if labels else {}))
+    kind = {} if labels is None else {"kind": {"_type": "Value", "dtype": "string" if "cat" in labels else "int64"}}
+    write_table(tmp_path, table, json.dumps({"info": {"features": {"picture": {"_type": "Image"}} | kind}}))
+    config = config_of(tmp_path, streaming=streaming, labels=False)
+    assert HuggingFace.info(config).condition_kind == Unconditional()
+    batch = HuggingFace(config, "train").fetch(np.arange(40))
+    assert set(batch) == {"images"} and torch.equal(batch["images"][7], decoded(image_bytes(7)))
+
+
 def test_a_store_is_streamed_from_folders_that_name_the_split_and_the_subset(tmp_path):
     write_files("memory://hf/small/train", "0000")
     write_files("memory://hf/large/train", "0000")
@@ -144,13 +156,14 @@ COLUMNS = {
     ),
     "none": (
         {"picture": {"_type": "Image"}, "kind": {"_type": "Value", "dtype": "int64"}}, {},
-        "has no column of class labels; say which of its columns: id (int64), picture (Image), kind (int64)",
+        "has no column of class labels; say which of its columns: id (int64), picture (Image), kind (int64), or set data.labels"
+        " = false",
     ),
     "missing": (
         FEATURES, {"label_column": "x"}, "has no column 'x'; it has id (int64), picture (Image), kind (ClassLa"
     ),
     "other kind": (FEATURES, {"image_column": "kind"}, "data.image_column: column 'kind' of {}/train-00000-of-"),
-    "an image as label": (FEATURES, {"label_column": "picture"}, "is Image, not class labels or integers"),
+    "an image as label": (FEATURES, {"label_column": "picture"}, "is Image, not class labels or integers (data.labels = "),
 }  # fmt: skip
 
 

@@ -15,6 +15,7 @@ from PIL import Image
 
 from tests.launcher import run_on_ranks
 from torchtitan.data import DatasetError, UnreadableImage
+from torchtitan.data.class_folders import list_class_folders
 from torchtitan.data.image_decoding import resize_and_crop
 from torchtitan.data.image_files import ImageList, SquareImages, list_images, read_square
 from torchtitan.data.image_folder import ImageFolder, ImageFolderConfig, _looks_classed
@@ -131,6 +132,22 @@ def test_floating_point_pixels_are_refused_with_what_to_do(tmp_path, name, most)
     assert caught.value.damaged  # as at every later try
 
 
+def test_pixels_of_32_bits_are_refused_and_those_of_16_are_scaled(tmp_path):
+    for kind in (np.int32, np.uint16):
+        save(tmp_path / f"{np.dtype(kind)}.tif", Image.fromarray(np.full((16, 16), 200 * 257, kind)))
+    assert (read_square(bytes(tmp_path / "uint16.tif"), 4) == 200).all()
+    with pytest.raises(ValueError, match=r"^32-bit integer pixels, of unknown black and white \(convert it to 8 or 16 bits\)$"):
+        read_square(bytes(tmp_path / "int32.tif"), 4)
+
+
+def test_a_transparent_grey_of_16_bits_becomes_white(tmp_path):
+    grey = np.full((16, 16), 100 * 257, np.uint16)
+    grey[:, 8:] = 0
+    save(tmp_path / "g.png", Image.fromarray(grey), transparency=0)
+    square = read_square(bytes(tmp_path / "g.png"), 16)
+    assert (square[:, :8] == 100).all() and (square[:, 8:] == 255).all()
+
+
 def test_a_transparent_colour_of_a_palette_becomes_white(tmp_path):
     image = Image.new("P", (16, 16), 1)
     image.putpalette([9, 9, 9, 200, 0, 0])
@@ -213,6 +230,38 @@ def test_a_validation_folder_is_numbered_as_the_training_folder(tmp_path):
     assert all_labels(ImageFolder(config, "validation")) == [1, 2]
 
 
+def test_labels_that_are_left_aside_ask_for_no_classes(tmp_path):
+    listed, root = tmp_path / "classes.txt", tmp_path / "images"
+    listed.write_text("b\n")
+    write_class(root / "a", ["1.png", "2.png"])
+    config = config_of(root, labels=False, classes_file=str(listed), validation_fraction=0.0)  # one class, of no line
+    assert ImageFolder.info(config).num_classes == 0 and set(ImageFolder(config, "train").fetch(np.arange(2))) == {"images"}
+    list_class_folders.cache_clear()
+    _looks_classed.cache_clear()
+    write_class(root, ["0.png"])  # an image beside the folder
+    assert len(ImageFolder(config_of(root, labels=False, validation_fraction=0.0), "train")) == 3
+
+
+def test_numbered_folders_are_classes_in_the_order_of_their_numbers(tmp_path):
+    config = config_of(folder_of(tmp_path, ("0", "1", "10", "2"), 2), validation_fraction=0.0)
+    assert ImageFolder.info(config).class_names == ("0", "1", "2", "10")
+    assert all_labels(ImageFolder(config, "train")) == [0, 0, 1, 1, 3, 3, 2, 2]  # images keep the order of earlier versions
+    write_class(tmp_path / "other", ["a.png"])
+    list_class_folders.cache_clear()
+    assert ImageFolder.info(config).class_names == ("0", "1", "10", "2", "other")
+
+
+def test_a_classes_file_may_begin_with_a_mark_and_end_with_an_empty_line(tmp_path):
+    folder_of(tmp_path / "images", ("b", "caf\xe9"), 2)
+    file = tmp_path / "classes.txt"
+    file.write_bytes(b"\xef\xbb\xbfcaf\xc3\xa9 Caf\xc3\xa9\r\nb B\r\n\r\n")
+    config = config_of(tmp_path / "images", classes_file=str(file), validation_fraction=0.0)
+    assert ImageFolder.info(config).class_names == ("Caf\xe9", "B") and all_labels(ImageFolder(config, "train")) == [1, 1, 0, 0]
+    file.write_text("cafe\u0301\nb\n")
+    with pytest.raises(DatasetError, match="'caf\xe9' is not in it; 'cafe\u0301' looks the same, in another Unicode form"):
+        ImageFolder.info(config)
+
+
 def test_a_classes_file_numbers_and_names_the_folders(tmp_path):
     folder_of(tmp_path / "images", ("n1", "n3"), 1)
     (tmp_path / "classes.txt").write_text("n3 big cat\nn2 dog\nn1\n")
@@ -287,7 +336,7 @@ BAD_FOLDERS = {
     ),
     "class not in file": (classes("a x\nc"), {"classes_file": "{}/classes.txt"}, "class folder 'b' is not in it"),
     "class twice": (classes("a\nb\na"), {"classes_file": "{}/classes.txt"}, "line 3: 'a' is listed twice"),
-    "class empty": (classes("a\n\nb"), {"classes_file": "{}/classes.txt"}, "line 2 is empty"),
+        "class empty": (classes("a\n\nb"), {"classes_file": "{}/classes.txt"}, "line 2 is empty"),
     "validation missing": (
         folder_of, {"validation_path": "{}/none"}, "data.validation_path: '{}/none' does not exist"
     ),

@@ -17,6 +17,7 @@ from tests.launcher import free_port
 from torchtitan.conditions import TEXT
 from torchtitan.config.job import ConfigError, load_config
 from torchtitan.config.latent_cache import cache_folder, trained_info
+from torchtitan.data.captioned_folder import _read_folder
 from torchtitan.files.weight_files import named_weights
 from torchtitan.latents.bucketed import open_stores
 from torchtitan.models import MODELS, build_model
@@ -146,8 +147,6 @@ def test_a_signal_while_filling_asks_for_the_same_command_again(pictures, tmp_pa
 
 def test_what_decides_the_latents_names_the_cache(pictures, tmp_path):
     def name(path=pictures, *more):
-        from torchtitan.data.captioned_folder import _read_folder
-
         _read_folder.cache_clear()
         return cache_folder(load_config(words(path, tmp_path / "out", *more), 1)).name
 
@@ -175,7 +174,14 @@ def test_a_run_is_not_resumed_on_another_cache(pictures, tmp_path, capsys):
     longer = [*given, "--data.null_caption", "[trigger]", "--training.steps", "3", "--job.allow_config_change", "false"]
     capsys.readouterr()
     assert run(load_config(longer, 1), lambda: load_config(longer, 1)) == 2
-    assert "data.path: " in capsys.readouterr().err
+    changed = "  data: the pictures or captions of the cache have changed, or how they are encoded"
+    said = capsys.readouterr().err
+    assert changed in said.splitlines() and "data.path" not in said
+    (pictures / "1.txt").write_text("a corrected caption")
+    _read_folder.cache_clear()
+    given += ["--training.steps", "3", "--job.allow_config_change", "false"]
+    assert run(load_config(given, 1), lambda: load_config(given, 1)) == 2
+    assert changed in capsys.readouterr().err.splitlines()
 
 
 @pytest.mark.parametrize(

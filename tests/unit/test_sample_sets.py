@@ -233,8 +233,12 @@ def test_classes_are_chosen_by_name_or_number():
         kind = Classes(len(names) or 12, tuple(names))
         return chosen_classes(given, SimpleNamespace(info=SimpleNamespace(condition_kind=kind)))
 
-    assert chosen(["fish", "0", "birds"], ["birds", "fish", "2"]) == [1, 0, 0]
-    assert chosen(["2"], ["2", "birds", "fish"]) == [2]  # a number is one, whatever the names are
+    assert chosen(["fish", "0", "birds"], ["birds", "fish", "other"]) == [1, 0, 0]
+    assert chosen(["2", 10, "7", "1"], ["0", "1", "10", "2", "007"]) == [3, 2, 4, 1]  # as folders ordered as text
+    with pytest.raises(WeightsError, match=r"^--classes: '3' is no class \(one of 0, 1, 10, 2\)$"):
+        chosen(["3"], ["0", "1", "10", "2"])
+    with pytest.raises(WeightsError, match=r"\(one of 0 caf\xe9; 'caf\xe9' looks the same, in another Unicode form\)"):
+        chosen(["cafe\u0301"], ["caf\xe9"])
     with pytest.raises(WeightsError, match=r"^--classes: 'cat' is no class \(one of 0 birds, 1 fish, 2 other\)$"):
         chosen(["1", "cat"], ["birds", "fish", "other"])
     with pytest.raises(WeightsError, match=r"8 i, 9 j, \.\.\.\)$"):

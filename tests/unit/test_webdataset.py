@@ -118,8 +118,9 @@ def test_shards_are_read_through_once_and_only_the_changed_one_again(tmp_path, m
 ODD = {
     "no image": ({"cls": b"1"}, {}, "the sample has no image"),
     "two images": ({"cls": b"1", "png": b"a", "jpg": b"b"}, {}, "the sample has several images (data.image_extension"),
-    "no label": ({"png": b"a"}, {}, "the sample has no label"),
-    "a word for a label": ({"png": b"a", "cls": b"cat"}, {}, "the sample's label is no whole number from 0 to 999999"),
+    "no label": ({"png": b"a"}, {}, "the sample has no label (data.labels = false"),
+    "a word for a label": ({"png": b"a", "cls": b"cat"}, {},
+        "the sample's label is no whole number from 0 to 999999 (write numbers, which data.classes_file names, or set"),
     "a huge label": ({"png": b"a", "cls": b"12345678"}, {}, "the sample's label is no whole number from 0 to 999999"),
     "not an image": ({"png": b"a", "cls": b"1"}, {}, "not an image of a known format"),
     "empty": ({"png": b"", "cls": b"1"}, {}, "the file is empty"),
@@ -142,6 +143,20 @@ def test_a_sample_that_lacks_something_is_an_unreadable_image(tmp_path, case):
     with pytest.raises(UnreadableImage) as caught:
         dataset.fetch(np.arange(PER_SHARD + 1))
     assert caught.value.index == PER_SHARD and str(caught.value).startswith(f"{tmp_path}/a.tar: odd: {reason}")
+
+
+def test_labels_that_are_left_aside_need_not_be_there(tmp_path):
+    files = {f"{number}.png": image_bytes(number) for number in range(4)}
+    write_tar(tmp_path / "a.tar", files | {"0.cls": b"-1", "1.cls": b"cat", "2.cls": b"999999"})
+    config = config_of(tmp_path, labels=False)
+    assert WebDataset.info(config).condition_kind == Unconditional()
+    batch = WebDataset(config, "train").fetch(np.arange(4))
+    assert set(batch) == {"images"} and torch.equal(batch["images"][3], decoded(image_bytes(3)))
+
+
+def test_a_label_is_read_after_a_byte_order_mark(tmp_path):
+    write_tar(tmp_path / "a.tar", {"0.png": image_bytes(0), "0.cls": b"\xef\xbb\xbf3\r\n"})
+    assert everything(WebDataset(config_of(tmp_path), "train"))[1] == [3]
 
 
 def test_an_image_extension_chooses_among_several(tmp_path):

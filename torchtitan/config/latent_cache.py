@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import hashlib
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ CACHED_DATASETS = ("captioned_folder",)
 SPLITS: tuple[Split, ...] = ("train", "validation")
 _VERSION = 1  # of the encoding that equal keys stand for
 _NAME_LENGTH = 40
+_OTHER_CACHE = re.compile(r"data\.(?:validation_)?path: (.*)-[0-9a-f]{16}/(\w+) -> \1-[0-9a-f]{16}/\2")
 
 
 @only_with("enable")
@@ -67,6 +69,13 @@ def cache_folder(config: Any) -> Path:
     place = user_path(config.cache.folder) if config.cache.folder else Path(config.job.dump_folder) / "latents"
     name = "".join(letter if letter.isascii() and letter.isalnum() else "_" for letter in user_path(data.path).resolve().name)
     return place / f"{name[:_NAME_LENGTH]}-{digest}"
+
+
+def without_cache_paths(changes: list[str]) -> list[str]:
+    """Lines of `config_differences`, where paths of a folder's caches differ with one that says why."""
+    moved = [line for line in changes if _OTHER_CACHE.fullmatch(line)]
+    said = ["data: the pictures or captions of the cache have changed, or how they are encoded"] if moved else []
+    return said + [line for line in changes if line not in moved]
 
 
 def splits_of(info: DatasetInfo) -> tuple[Split, ...]:

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from torchtitan.conditions import Unconditional
+from torchtitan.conditions import Unconditional, numbered_otherwise
 from torchtitan.config.speed_checks import shards_of
 from torchtitan.config.view import ConfigView
 from torchtitan.data import DataConfig
@@ -57,9 +57,10 @@ def _sampled_classes(checked: ConfigView) -> Iterator[Problem]:
         return
     kind = checked.dataset().condition_kind
     count = kind.choices
-    wrong = [label for label in checked.sampling.classes if not 0 <= label < count]
+    wrong = [label for label in checked.sampling.classes if not count or kind.number_of(label) is None]
     if wrong:
-        known = f"the {kind.choices_noun} 0 to {count - 1}" if count else f"no {kind.choices_noun}"
+        names = f"named {', '.join(kind.choice_names)}" if numbered_otherwise(kind.choice_names) else f"0 to {count - 1}"
+        known = f"the {kind.choices_noun} {names:.200}" if count else f"no {kind.choices_noun}"
         yield Problem("sampling.classes", f"{quoted(wrong)} is not in {data_text(checked.whole('data'))}, which has {known}")
 
 

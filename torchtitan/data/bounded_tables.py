@@ -15,7 +15,7 @@ def check_types(place: str, schema: Any, image_column: str, column_beside: str, 
     Args:
         place: name of the table in messages.
         schema: of the table, a pyarrow.Schema.
-        image_column, column_beside: their names.
+        image_column, column_beside: their names; the latter is "" where none is read.
         captioned: whether the latter holds captions.
 
     Raises:
@@ -23,7 +23,8 @@ def check_types(place: str, schema: Any, image_column: str, column_beside: str, 
     """
     import pyarrow
 
-    for name, wanted in ((image_column, "images"), (column_beside, "texts" if captioned else "integers")):
+    beside = [(column_beside, "texts" if captioned else "integers")] if column_beside else []
+    for name, wanted in [(image_column, "images"), *beside]:
         places = schema.get_all_field_indices(name)
         if len(places) != 1:
             count = f"has {len(places)} columns {name!r}; name another" if places else f"column {name!r} is missing"
@@ -50,7 +51,7 @@ def read_rows(
         captioned: whether the column beside the images holds captions.
 
     Returns:
-        pyarrow.Table of "image", large_binary in one array, and "label", int64, or "caption", large_string.
+        pyarrow.Table of "image", large_binary in one array, and "label", int64, or "caption", large_string, if that is read.
 
     Raises:
         DatasetError: the images take more.
@@ -61,15 +62,15 @@ def read_rows(
 
     # 64-bit offsets: one array, however large
     beside = ("caption", pyarrow.large_string()) if captioned else ("label", pyarrow.int64())
-    schema = pyarrow.schema([("image", pyarrow.large_binary()), beside])
+    schema = pyarrow.schema([("image", pyarrow.large_binary()), beside][: 1 + bool(column_beside)])
     is_struct = pyarrow.types.is_struct(reader.schema_arrow.field(image_column).type)
-    columns = [f"{image_column}.bytes" if is_struct else image_column, column_beside]
+    columns = [f"{image_column}.bytes" if is_struct else image_column, column_beside][: len(schema)]
     batches, taken = [], 0
     for batch in reader.iter_batches(ROWS_AT_A_TIME, row_groups=list(groups), columns=columns):
         images = batch.column(image_column)
         images = (compute.struct_field(images, "bytes") if is_struct else images).cast(schema.types[0])
-        others = batch.column(column_beside).cast(schema.types[1])
-        for column in (images, others) if captioned else (images,):
+        others = [batch.column(column_beside).cast(schema.types[1])] if column_beside else []
+        for column in (images, *others) if captioned else (images,):
             taken += compute.sum(compute.binary_length(column)).as_py() or 0
         if taken > most_bytes:
             held = "images and captions" if captioned else "images"
@@ -77,7 +78,7 @@ def read_rows(
                 f"{place}: {held} of more than {most_bytes >> 20} MiB, which the file stores once and repeats; write "
                 "it without a dictionary of that column"
             )
-        batches.append(pyarrow.record_batch([images, others], schema))
+        batches.append(pyarrow.record_batch([images, *others], schema))
     return pyarrow.Table.from_batches(batches, schema).combine_chunks()
 
 

@@ -7,10 +7,12 @@ from types import MappingProxyType
 
 import numpy as np
 
+from torchtitan.conditions import is_number
 from torchtitan.data.base import DatasetError
 from torchtitan.data.derived_classes import MOST_CLASSES
 from torchtitan.data.image_files import ImageList, found_instead, list_folders, list_images, shown_names, shown_path
 from torchtitan.data.saved_listing import list_images_of_folders
+from torchtitan.errors import look_alike
 from torchtitan.files.regular import read_regular, user_path
 
 MAX_CLASSES_BYTES = 16 << 20  # of a file that names classes
@@ -60,25 +62,30 @@ def missing_path(key: str, path: str) -> DatasetError:
     return DatasetError(f"{key}: {path!r} does not exist" + ("" if looked == path.rstrip("/") else f" (looked for {looked})"))
 
 
+def class_order(folders: list[bytes]) -> list[bytes]:
+    """Class folders in the order of their classes: by number where all names are numbers, or else as given, by name."""
+    return sorted(folders, key=lambda name: (int(name), name)) if all(map(is_number, shown_names(folders))) else folders
+
+
 def class_numbers(folders: list[bytes], classes_file: str) -> np.ndarray:
-    """Class number of each class folder, int64: its place, or its line in the given file.
+    """Class number of each class folder, int64: its place in `class_order`, or its line in the given file.
 
     Raises:
         DatasetError: the file cannot be read, or lacks a folder.
     """
-    if not classes_file:
-        return np.arange(len(folders))
-    known = {folder: number for number, folder in enumerate(read_classes(classes_file))}
+    order = read_classes(classes_file) if classes_file else shown_names(class_order(folders))
+    known = {folder: number for number, folder in enumerate(order)}
     unknown = [folder for folder in shown_names(folders) if folder not in known]
     if unknown:
-        raise DatasetError(f"data.classes_file: {classes_file}: class folder {unknown[0]!r} is not in it")
+        text = f"class folder {unknown[0]!r} is not in it{look_alike(unknown[0], known)}"
+        raise DatasetError(f"data.classes_file: {classes_file}: {text}")
     return np.array([known[folder] for folder in shown_names(folders)])
 
 
 def read_classes(path: str) -> Mapping[str, str]:
     """Read folder -> name, in the order of a file with one "folder name" a line. Raises DatasetError."""
     try:
-        return _parsed(path, read_regular(user_path(path), MAX_CLASSES_BYTES).decode("utf-8"))
+        return _parsed(path, read_regular(user_path(path), MAX_CLASSES_BYTES).decode("utf-8-sig"))
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or "not a text file"
         raise DatasetError(f"data.classes_file: {path}: cannot be read: {reason}") from error
@@ -86,7 +93,7 @@ def read_classes(path: str) -> Mapping[str, str]:
 
 @functools.lru_cache(maxsize=2)  # a run reads the same file several times, and it may have a million lines
 def _parsed(path: str, text: str) -> Mapping[str, str]:
-    lines = text.splitlines()
+    lines = text.rstrip().splitlines()
     if len(lines) > MOST_CLASSES:
         raise DatasetError(f"data.classes_file: {path}: {len(lines):,} lines, more than {MOST_CLASSES:,} classes")
     names: dict[str, str] = {}

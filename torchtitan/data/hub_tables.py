@@ -26,8 +26,8 @@ class HubImages:
     Attributes:
         place: its name in messages.
         columns: of images, and labels or captions.
-        num_classes: labels are 0 .. num_classes - 1; 0 with captions.
-        labels: int64 [N]; 0 with captions.
+        num_classes: labels are 0 .. num_classes - 1; 0 without labels.
+        labels: int64 [N]; 0 without labels.
         rows: the `datasets.Dataset` of the image column alone, not decoded.
         texts: that of the captions alone, None with labels.
     """
@@ -59,7 +59,7 @@ class HubImages:
 
 def open_hub_table(
     path: str, subset: str, revision: str, split: str, image_column: str, label_column: str, caption_column: str = "",
-    trigger_word: str = "",
+    trigger_word: str = "", labelled: bool = True,
 ) -> HubImages:  # fmt: skip
     """Open a split, downloading it where need be.
 
@@ -70,6 +70,7 @@ def open_hub_table(
         image_column, label_column: names, or "" to find them.
         caption_column: name of a column to be read instead of labels, or "".
         trigger_word: of the captions, which are checked with it.
+        labelled: false: no labels are read.
 
     Raises:
         DatasetError: the package is missing, the table cannot be read, lacks the columns, or has invalid labels or
@@ -90,7 +91,7 @@ def open_hub_table(
             path, lambda: datasets.load_dataset(found, subset or None, split=split, revision=revision or None)
         )
     place = f"{path} ({split})"
-    columns = find_columns(place, table.features.to_dict(), image_column, label_column, caption_column)
+    columns = find_columns(place, table.features.to_dict(), image_column, label_column, caption_column, labelled)
     if len(table) == 0:
         raise DatasetError(f"data.path: {place} has no rows")
     rows = table.select_columns([columns.image]).cast_column(columns.image, datasets.Image(decode=False))
@@ -98,6 +99,8 @@ def open_hub_table(
         texts = table.select_columns([columns.beside])
         _check_captions(place, texts, columns.beside, trigger_word)
         return HubImages(place, columns, 0, np.zeros(len(table), np.int64), rows, texts)
+    if not columns.labelled:
+        return HubImages(place, columns, 0, np.zeros(len(table), np.int64), rows)
     labels = _labels(place, table, columns)
     advice = f"if it is meant, make {columns.beside!r} a ClassLabel, which declares the classes"
     num_classes = len(columns.class_names) or num_classes_of(labels, lambda row: f"{place}: row {row}", advice)

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 import numpy as np
 
@@ -97,9 +97,9 @@ class HuggingFace(SquareImages):
             chosen = held_out if split == "validation" else ~held_out
             positions = chosen_positions(chosen, split, config.validation_fraction)
         labels = None
-        if columns.captioned or isinstance(images, HubImages):
-            labels = np.zeros(len(positions), np.int64) if columns.captioned else images.labels[positions]
-        super().__init__(images, positions, labels, config.required_size(), labelled=not columns.captioned)
+        if not columns.labelled or isinstance(images, HubImages):
+            labels = images.labels[positions] if columns.labelled else np.zeros(len(positions), np.int64)
+        super().__init__(images, positions, labels, config.required_size(), labelled=columns.labelled)
         self.encodes_captions = bool(config.text_encoder)
         self._captioned, self._trigger_word = columns.captioned, config.trigger_word
         if isinstance(images, RowGroupImages):
@@ -126,9 +126,9 @@ def _open(config: HuggingFaceConfig, split: Split) -> tuple:
     if not config.streaming:
         if "://" in config.path:
             raise DatasetError(f"data.path: {config.path!r} is a URL, which only data.streaming = true reads")
-        table = _open_table(config.path, *asked, config.trigger_word)
+        table = _open_table(config.path, *asked, config.trigger_word, config.labels)
         return table, table.columns, table.num_classes
-    groups = _open_groups(config.path, *asked)
+    groups = _open_groups(config.path, *asked, config.labels)
     num_kept = config.shuffle_row_groups if split == "train" else 1  # held-out images are read in order
     _check_memory(config, groups, num_kept)
     cache_bytes, window_bytes = (int(gib * GIB) for gib in (config.cache_gib, config.window_gib))
@@ -137,12 +137,12 @@ def _open(config: HuggingFaceConfig, split: Split) -> tuple:
 
 
 @lru_cache(maxsize=4)  # a run opens the same split several times
-def _open_table(*asked: str) -> HubImages:
+def _open_table(*asked: Any) -> HubImages:
     return open_hub_table(*asked)
 
 
 @lru_cache(maxsize=4)
-def _open_groups(path: str, subset: str, revision: str, *asked: str) -> RowGroups:
+def _open_groups(path: str, subset: str, revision: str, *asked: Any) -> RowGroups:
     return read_footers(table_url(path, revision), subset, *asked)
 
 

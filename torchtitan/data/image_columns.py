@@ -13,7 +13,7 @@ class Columns:
 
     Attributes:
         image: name of the column of images.
-        beside: name of the column read with it, of labels or captions.
+        beside: name of the column read with it, of labels or captions; "" where labels are left aside.
         class_names: of the labels, empty where the table does not name them.
         captioned: whether `beside` holds captions.
     """
@@ -23,10 +23,16 @@ class Columns:
     class_names: tuple[str, ...]
     captioned: bool = False
 
+    @property
+    def labelled(self) -> bool:
+        """Whether `beside` holds labels."""
+        return bool(self.beside) and not self.captioned
+
 
 def find_columns(
-    place: str, features: dict[str, Any], image_column: str, label_column: str, caption_column: str = ""
-) -> Columns:
+    place: str, features: dict[str, Any], image_column: str, label_column: str, caption_column: str = "",
+    labels: bool = True,
+) -> Columns:  # fmt: skip
     """Find the given columns, or the only ones of their kind.
 
     Args:
@@ -35,6 +41,7 @@ def find_columns(
             {"_type": "ClassLabel", "names": [...]}, {"_type": "Value", "dtype": "int64"}.
         image_column, label_column: names, or "" to find them.
         caption_column: name of a column of texts, to be read instead of labels, or "".
+        labels: false: labels are not read either.
 
     Raises:
         DatasetError: a column given is missing or of another kind, there is not exactly one of the kind, or names of
@@ -43,6 +50,8 @@ def find_columns(
     image = _choose(place, features, "image", image_column, _is_image)
     if caption_column:
         return Columns(image, _choose(place, features, "caption", caption_column, _is_text), (), captioned=True)
+    if not labels:
+        return Columns(image, "", ())
     label = _choose(place, features, "label", label_column, _is_label if label_column else _is_class_label)
     names = features[label].get("names") or []
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
@@ -74,7 +83,8 @@ def _choose(place: str, features: dict[str, Any], kind: str, given: str, fits: A
             raise DatasetError(f"{key}: {place} has no column {given!r}; it has {listed}")
         if not fits(features[given]):
             wanted = {"image": "images", "label": "class labels or integers", "caption": "texts"}[kind]
-            raise DatasetError(f"{key}: column {given!r} of {place} is {_describe(features[given])}, not {wanted}")
+            advice = " (data.labels = false trains without labels)" if kind == "label" else ""
+            raise DatasetError(f"{key}: column {given!r} of {place} is {_describe(features[given])}, not {wanted}{advice}")
         return given
     found = [name for name, feature in features.items() if fits(feature)]
     if len(found) == 1:
@@ -82,7 +92,8 @@ def _choose(place: str, features: dict[str, Any], kind: str, given: str, fits: A
     wanted = "images" if kind == "image" else "class labels"
     if found:
         raise DatasetError(f"{key}: {place} has several columns of {wanted}, {', '.join(found)}; say which")
-    raise DatasetError(f"{key}: {place} has no column of {wanted}; say which of its columns: {listed}")
+    advice = ", or set data.labels = false" if kind == "label" else ""
+    raise DatasetError(f"{key}: {place} has no column of {wanted}; say which of its columns: {listed}{advice}")
 
 
 def _describe(feature: Any) -> str:

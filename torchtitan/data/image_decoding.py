@@ -40,7 +40,7 @@ _PPM_HEADER = re.compile(rb"P(?:[14](?:%b){2}|[^14](?:%b){3})" % (_PPM_WORD, _PP
 _ORIENTATION = 0x0112
 _SIDEWAYS = (5, 6, 7, 8)  # orientations that exchange width and height
 _PNG_ORIENTATIONS = (b"eXIf", b"Raw profile type exif", b"XML:com.adobe.xmp")  # chunks that may follow the pixels
-_TILE_WIDTH, _TILE_HEIGHT = 322, 323  # of TIFF
+_BITS, _TILE_WIDTH, _TILE_HEIGHT = 258, 322, 323  # of TIFF
 
 
 def open_image(content: bytes) -> "Image":
@@ -80,6 +80,8 @@ def open_image(content: bytes) -> "Image":
     if image.mode == "F":  # as RGB it would be clipped to 0..255, and 0..1 become black
         raise ValueError("floating-point pixels, of unknown black and white (convert it to 8 or 16 bits)")
     if kind.lastgroup == "TIFF":
+        if image.mode == "I" and cast(TiffImagePlugin.TiffImageFile, image).tag_v2.get(_BITS, (1,))[0] == 32:
+            raise ValueError("32-bit integer pixels, of unknown black and white (convert it to 8 or 16 bits)")
         tile = [int(cast(TiffImagePlugin.TiffImageFile, image).tag_v2.get(tag, 1)) for tag in (_TILE_WIDTH, _TILE_HEIGHT)]
         if tile[0] * tile[1] > MAX_PIXELS:
             raise ValueError(f"tiles of {tile[0]} x {tile[1]} pixels, more than {MAX_PIXELS:,} each")
@@ -209,8 +211,11 @@ def _in_bands(image: "Image", convert) -> "Image":
 def _scaled_grey(image: "Image") -> "Image":
     from PIL import Image
 
-    grey = np.asarray(image).astype(np.float64) / 257
-    return Image.fromarray(grey.round().clip(0, 255).astype(np.uint8)).convert("RGB")
+    values = np.asarray(image)
+    grey = (values.astype(np.float64) / 257).round().clip(0, 255).astype(np.uint8)
+    if isinstance(clear := image.info.get("transparency"), int):
+        grey[values == clear] = 255
+    return Image.fromarray(grey).convert("RGB")
 
 
 def _on_white(image: "Image") -> "Image":

@@ -36,7 +36,7 @@ class RowGroups:
         url: folder or file, in fsspec's form.
         files: paths in its file system.
         columns: of images, and labels or captions.
-        num_classes: labels are 0 .. num_classes - 1; 0 with captions.
+        num_classes: labels are 0 .. num_classes - 1; 0 without labels.
         file, number: of each row group: its file, and its number within the file, int32 [K].
         starts: first row of each, int64 [K + 1].
         image_bytes: of the columns of images and captions of each, decompressed, int64 [K].
@@ -70,8 +70,9 @@ def table_url(path: str, revision: str) -> str:
 
 
 def read_footers(
-    url: str, subset: str, split: str, image_column: str, label_column: str, caption_column: str = ""
-) -> RowGroups:
+    url: str, subset: str, split: str, image_column: str, label_column: str, caption_column: str = "",
+    labelled: bool = True,
+) -> RowGroups:  # fmt: skip
     """Read the footers of a split's files.
 
     Args:
@@ -80,6 +81,7 @@ def read_footers(
         split: files are those whose name begins with it, or which lie in a folder of that name.
         image_column, label_column: names, or "" to find them.
         caption_column: name of a column to be read instead of labels, or "".
+        labelled: false: no labels are read.
 
     Raises:
         DatasetError: the URL cannot be reached, there are no files, or they are damaged, differ, or lack the columns.
@@ -89,11 +91,11 @@ def read_footers(
         reading = pool.map(lambda file: _read_footer(url, file), files)
         footers = list(tqdm(reading, "reading footers", len(files), delay=2))
     features = [_features(footer) for footer in footers]
-    columns = find_columns(files[0], features[0], image_column, label_column, caption_column)
+    columns = find_columns(files[0], features[0], image_column, label_column, caption_column, labelled)
     for file, footer in zip(files, footers, strict=True):
         check_types(file, footer.schema.to_arrow_schema(), columns.image, columns.beside, columns.captioned)
     for file, others in zip(files, features, strict=True):
-        if any(others.get(name) != features[0][name] for name in (columns.image, columns.beside)):
+        if any(others.get(name) != features[0].get(name) for name in (columns.image, columns.beside)):
             named = f"{columns.image!r} and {columns.beside!r}"
             raise DatasetError(f"{file}: its columns {named} are not those of {files[0]}")
     return _join(url, files, footers, columns)
@@ -178,24 +180,25 @@ def _join(url: str, files: tuple[str, ...], footers: list[Any], columns: Columns
     for file, footer in enumerate(footers):
         place = {footer.schema.column(number).path: number for number in range(footer.num_columns)}
         image = place[f"{columns.image}.bytes"] if f"{columns.image}.bytes" in place else place[columns.image]
-        beside = place[columns.beside]
+        read = [image, place[columns.beside]] if columns.beside else [image]
         for number in range(footer.num_row_groups):
             group = footer.row_group(number)
-            chunks = [group.column(image), group.column(beside)]
+            chunks = [group.column(column) for column in read]
             rows.append(group.num_rows)
             sizes.append(sum(chunk.total_uncompressed_size for chunk in chunks[: 1 + columns.captioned]))
             described = (url, files[file], number, columns.image, columns.beside, *map(_describe, chunks))
             keys.append(hashlib.sha256(repr(described).encode()).hexdigest()[:32])
             origin.append((file, number))
             check = _check_captions if columns.captioned else _check_labels
-            check(f"{files[file]}: row group {number}", columns, chunks[1].statistics)
-            if not columns.class_names and not columns.captioned:
+            if columns.beside:
+                check(f"{files[file]}: row group {number}", columns, chunks[1].statistics)
+            if not columns.class_names and columns.labelled:
                 largest.append(_largest(files[file], columns.beside, chunks[1]))
     if not sum(rows):
         raise DatasetError(f"data.path: {url}: its parquet files have no rows")
     kept = np.flatnonzero(rows)
     num_classes = len(columns.class_names)
-    if not num_classes and not columns.captioned:
+    if not num_classes and columns.labelled:
         advice = "or let the files' schema declare the classes, as the package datasets writes it"
         places = [f"{files[file]}: row group {number}" for file, number in origin]
         num_classes = num_classes_of(np.array(largest, np.int64)[kept], lambda group: places[kept[group]], advice)

@@ -1,5 +1,7 @@
 """Tar shards in WebDataset's format, read in place: files of one key are a sample, with random access."""
 
+import codecs
+import dataclasses
 import glob
 import json
 import os
@@ -39,8 +41,9 @@ PROBLEMS = (
     "",
     "the sample has no image",
     "the sample has several images (data.image_extension says which to take)",
-    "the sample has no label",
-    "the sample's label is no whole number from 0 to 999999",
+    "the sample has no label (data.labels = false trains without)",
+    "the sample's label is no whole number from 0 to 999999 (write numbers, which data.classes_file names, or set data.labels = "
+    "false)",
     "the sample has no caption (pack the shard again with its .txt, or without the image)",
     "the sample has several captions (.txt)",
     "the caption is empty",
@@ -141,6 +144,8 @@ class WebDataset(SquareImages):
             return DatasetInfo((3, size, size), online_kind(config) or Unconditional(), has_validation)
         if config.text_encoder:
             raise DatasetError("data.text_encoder: encodes captions, and data.captions = false reads none (set it to true)")
+        if not config.labels:
+            return DatasetInfo((3, size, size), has_validation=has_validation)
         names = tuple(read_classes(config.classes_file).values()) if config.classes_file else ()
         advice = "if it is meant, data.classes_file declares the classes"
         num_classes = len(names) or num_classes_of(train.labels, train.shown, advice)
@@ -158,7 +163,8 @@ class WebDataset(SquareImages):
             chosen = held_out if split == "validation" else ~held_out
             positions = chosen_positions(chosen, split, config.validation_fraction)
         labels = samples.labels[positions]
-        super().__init__(samples, positions, labels, config.required_size(), labelled=not config.captions)
+        labelled = config.labels and not config.captions
+        super().__init__(samples, positions, labels, config.required_size(), labelled=labelled)
         self.encodes_captions = bool(config.text_encoder)
         self._captioned, self._trigger_word = config.captions, config.trigger_word
 
@@ -181,7 +187,9 @@ def _open(config: WebDatasetConfig, split: Split) -> Samples:
     key = "validation_path" if split == "validation" and config.validation_path else "path"
     path, extension = getattr(config, key), config.image_extension.lower()
     if not config.captions:
-        return _open_shards(f"data.{key}", path, extension, config.label_key, False, config.index_path)
+        samples = _open_shards(f"data.{key}", path, extension, config.label_key, False, config.index_path)
+        of_labels = np.isin(samples.problems, (NO_LABEL, BAD_LABEL))
+        return samples if config.labels else dataclasses.replace(samples, problems=np.where(of_labels, 0, samples.problems))
     samples = _open_shards(f"data.{key}", path, extension, "", True, config.index_path)
     _check_captions(samples, config.trigger_word)
     return samples
@@ -384,6 +392,7 @@ def _no_image(files: dict[bytes, list[Member]]) -> int:
 
 def _label(text: bytes, label_key: str) -> tuple[int, int]:
     if not label_key:
+        text = text.removeprefix(codecs.BOM_UTF8)
         return (int(text), 0) if re.fullmatch(rb"\s*\d{1,6}\s*", text) else (0, BAD_LABEL)
     try:
         fields = json.loads(text)

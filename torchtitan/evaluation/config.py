@@ -69,7 +69,10 @@ class SamplingConfig:
     state_dtype: Literal["float32", "float64"] = setting(
         "float32", "dtype of the solver's state, not of the networks' compute", trajectory=False
     )
-    classes: list[int] = setting([], "classes or prompts of the grid, a row each; empty: the first ten", trajectory=False)
+    classes: list[int] = setting(
+        [], "numbers of the grid's classes (their names, where these are numbers) or prompts, a row each; empty: the first ten",
+        trajectory=False,
+    )  # fmt: skip
     previews: bool = setting(
         False, "draw before the first step too, keep the first sample of every row as a picture, and show all steps on one page "
         "with the change of each from the start", trajectory=False,

@@ -128,14 +128,14 @@ class Evaluation:
     def row_names(self) -> list[str]:
         """Names of the grid's rows: prompts, or classes; "" each where they have none."""
         kind = self._info.condition_kind
-        rows = grid_choices(self._sampling.classes, kind.choices, 1).tolist()
+        rows = grid_choices(kind.numbers_of(self._sampling.classes), kind.choices, 1).tolist()
         return [kind.choice_names[row] for row in rows] if kind.choice_names else [""] * len(rows)
 
     def sample_grid(self) -> SampleGrid | None:
         """Draw the grid of samples, a row per condition; on the first rank."""
         config = self._sampling
         kind = self._info.condition_kind
-        choices = grid_choices(config.classes, kind.choices, config.images_per_class)
+        choices = grid_choices(kind.numbers_of(config.classes), kind.choices, config.images_per_class)
         images = self._draw(choices, config.guidance_scale, "sampling")
         if self._decoder:
             images = self._decoder.decode(images)

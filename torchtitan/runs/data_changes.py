@@ -4,15 +4,20 @@ from collections.abc import Mapping
 from itertools import zip_longest
 from typing import Any
 
+from torchtitan.conditions import is_number
 from torchtitan.data.base import DatasetInfo
-from torchtitan.errors import CheckpointError
+from torchtitan.errors import CheckpointError, look_alike
 from torchtitan.runs.portable import RECORD
 from torchtitan.settings.schema import quoted
 
 IMAGES = "images_per_epoch"  # entry of a checkpoint's state: number of training images
+_OF_STORES = ("encoder", "shift", "scale")  # of RECORD
 
 
-def data_changes(state: Mapping[str, Any], place: str, info: DatasetInfo, num_images: int, *, tolerated: bool) -> list[str]:
+def data_changes(
+    state: Mapping[str, Any], place: str, info: DatasetInfo, num_images: int, *, tolerated: bool,
+    record: Mapping[str, Any] | None = None,
+) -> list[str]:
     """Compare the data with those that a checkpoint was trained on, as far as it records them.
 
     Args:
@@ -20,7 +25,8 @@ def data_changes(state: Mapping[str, Any], place: str, info: DatasetInfo, num_im
         place: of the checkpoint, for messages.
         info: of the data.
         num_images: of the training.
-        tolerated: other names of as many classes are accepted.
+        tolerated: other names of as many classes are accepted; the same names in another order never are.
+        record: of the data, as RECORD of the state.
 
     Returns:
         tolerated changes, a line each.
@@ -29,35 +35,52 @@ def data_changes(state: Mapping[str, Any], place: str, info: DatasetInfo, num_im
         CheckpointError: the classes are others.
     """
     changes = []
-    if change := _change_of_classes(state.get(RECORD), info):
-        same_count, text = change
+    if text := change_of_classes(state, info):
+        count, names = _recorded(state, info)
+        if info.class_names and sorted(names) == sorted(info.class_names):  # rows of the class table would be exchanged
+            listed = "data.classes_file with a line for each class in the recorded order, and --job.allow_config_change true"
+            raise CheckpointError(f"{place}: {text} ({listed}, resume it; or give another --job.name)")
+        same_count = count == info.num_classes
         if not (same_count and tolerated):
             nevertheless = ", or --job.allow_config_change true to resume it nevertheless" if same_count else ""
             raise CheckpointError(f"{place}: {text} (restore the classes, or give another --job.name{nevertheless})")
         changes.append(f"{place}: {text}")
+    before, now = state.get(RECORD) or {}, record or {}
+    if others := [key for key in _OF_STORES if key in before and key in now and before[key] != now[key]]:
+        text = f"was trained on latents of another {' and '.join(others)}; their store was made anew since"
+        changes.append(f"{place}: {text} (restore it, or train anew)")
     if state.get(IMAGES, num_images) != num_images:
         counts = f"was trained on {state[IMAGES]} images, and the data have {num_images} now"
         changes.append(f"{place}: {counts}; the order within an epoch is another")
     return changes
 
 
-def _change_of_classes(record: Any, info: DatasetInfo) -> tuple[bool, str] | None:
-    """Whether as many classes are there, and the first change in words; None if there is none, or no record."""
-    if not isinstance(record, Mapping) or not record:
-        return None
-    count, names = record.get("num_classes", 0), record.get("class_names", [])
+def _recorded(state: Mapping[str, Any], info: DatasetInfo) -> tuple[int, list[str]]:
+    """Number and names of a checkpoint's classes; as of the data where it has no record, numbered folders ordered as text."""
+    record = state.get(RECORD)
+    if isinstance(record, Mapping) and record:
+        return record.get("num_classes", 0), record.get("class_names", [])
+    names, data = list(info.class_names), state.get("config", {}).get("data", {})
+    as_text = RECORD not in state and data.get("name") == "image_folder" and not data.get("classes_file")
+    return info.num_classes, sorted(names) if as_text and all(map(is_number, names)) else names
+
+
+def change_of_classes(state: Mapping[str, Any], info: DatasetInfo) -> str:
+    """First change of the classes since a checkpoint's state, in words; "" if there is none, or no record."""
+    count, names = _recorded(state, info)
     comparable = isinstance(names, list) and names and info.class_names
     pairs = zip_longest(names, info.class_names) if comparable else ()
     differing = next(((number, *pair) for number, pair in enumerate(pairs) if pair[0] != pair[1]), None)
     if count == info.num_classes and differing is None:
-        return None
+        return ""
     text = f"was trained on {count} classes, and the data have {info.num_classes} now"
     if count == info.num_classes:
         text = "was trained on other classes than the data have now"
     if differing:
         number, before, now = differing
-        text += f": class {number} was {_shown(before)} and is {_shown(now)}"
-    return count == info.num_classes, text
+        alike = look_alike(before, [now]) if before and now else ""
+        text += f": class {number} was {_shown(before)} and is {_shown(now)}{alike}"
+    return text
 
 
 def _shown(name: str | None) -> str:

@@ -4,7 +4,6 @@ import argparse
 import dataclasses
 import math
 import os
-import re
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -14,8 +13,10 @@ from typing import Any
 from torchtitan.autoencoders import AUTOENCODERS
 from torchtitan.autoencoders.base import AutoencoderError
 from torchtitan.checkpoint.manifest import MANIFEST
+from torchtitan.conditions import numbered_otherwise
 from torchtitan.data import DATASETS
 from torchtitan.distributed.mesh import compute_device
+from torchtitan.errors import look_alike
 from torchtitan.evaluation.config import LATENT_DATASETS, WITH_WEIGHTS, AutoencoderConfig, SamplingConfig
 from torchtitan.evaluation.decoding import LatentDecoder, open_decoder
 from torchtitan.evaluation.sample_plans import SampleSetError, SetPlan, choices_of, read_seeds
@@ -150,33 +151,25 @@ def drawing_of(arguments: argparse.Namespace, trained: TrainedModel, decoder: La
     return Drawing(arguments.source, trained, sampling, guide, decoder, shape, batch_size, arguments.dtype or DTYPE)
 
 
-def check_classes(classes: list[int], trained: TrainedModel) -> None:
-    """Check the numbers of --classes. Raises WeightsError: the model knows no such class."""
-    known = max(trained.info.condition_kind.choices, 1)
-    if outside := [number for number in classes if not 0 <= number < known]:
-        raise WeightsError(f"--classes: {outside[0]} is not in 0..{known - 1}")
-
-
 def chosen_classes(given: Sequence[str | int], trained: TrainedModel) -> list[int]:
-    """Numbers of classes given by number or by name; a word that is a number is one. Raises WeightsError."""
-    names = trained.info.condition_kind.choice_names
-    number_of = {name: number for number, name in reversed(list(enumerate(names)))}
-    numbers = []
+    """Numbers of classes given by name or number, as `ConditionKind.number_of`. Raises WeightsError: there is no such class."""
+    kind = trained.info.condition_kind
     for word in map(str, given):
-        number = int(word) if re.fullmatch(r"-?\d{1,18}", word) else number_of.get(word)
-        if number is None:
-            raise WeightsError(f"--classes: {word!r} is no class{_known_names(names)}")
-        numbers.append(number)
-    check_classes(numbers, trained)
-    return numbers
+        if kind.number_of(word) is not None:
+            continue
+        if word.lstrip("-").isdigit() and not numbered_otherwise(kind.choice_names):
+            raise WeightsError(f"--classes: {word} is not in 0..{max(kind.choices, 1) - 1}")
+        raise WeightsError(f"--classes: {word!r} is no class{_known_names(word, kind.choice_names)}")
+    return kind.numbers_of(given)
 
 
-def _known_names(names: Sequence[str]) -> str:
-    """First names with their numbers, for a message; how to choose where there are none."""
+def _known_names(word: str, names: Sequence[str]) -> str:
+    """First names, with their numbers where these choose too, for a message; how to choose where there are none."""
     if not names:
         return " (the classes have no names: give numbers)"
-    shown = ", ".join(f"{number} {name}" for number, name in enumerate(names[:_MOST_NAMES]))
-    return f" (one of {shown}{', ...' if len(names) > _MOST_NAMES else ''})"
+    alone = numbered_otherwise(names)
+    shown = ", ".join(name if alone else f"{number} {name}" for number, name in enumerate(names[:_MOST_NAMES]))
+    return f" (one of {shown}{', ...' if len(names) > _MOST_NAMES else ''}{look_alike(word, names)})"
 
 
 def beside(source: Path, name: str) -> Path:

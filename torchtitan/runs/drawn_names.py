@@ -29,7 +29,8 @@ def drawn_name(arguments: argparse.Namespace, trained: TrainedModel, defaults: M
     """
     origin = [f"step-{trained.step}"] if trained.step is not None else []
     origin += [trained.track] if trained.track else []
-    options = "-".join(_given(arguments, {"classes": trained.config.sampling.classes, **defaults}))
+    usual = trained.info.condition_kind.numbers_of(trained.config.sampling.classes)
+    options = "-".join(_given(arguments, {"classes": usual, **defaults}))
     if len(options) > _LONGEST_NAME:
         options = f"options-{_digest(options)}"
     return "-".join(filter(None, [*origin, options, f"seed-{arguments.seed}"]))

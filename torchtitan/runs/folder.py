@@ -17,6 +17,7 @@ from torchtitan.checkpoint.owner import claim, read_owner
 from torchtitan.checkpoint.reading import read_state
 from torchtitan.checkpoint.store import foreign_content as foreign_checkpoint_content
 from torchtitan.config.job import JobConfig
+from torchtitan.config.latent_cache import without_cache_paths
 from torchtitan.errors import CheckpointError, RunFolderError, StoreError
 from torchtitan.evaluation.loss_targets import all_reached
 from torchtitan.files.durable import make_folder, remove_unfinished, replace_file
@@ -111,7 +112,10 @@ class RunFolder:
         if changes and not self._only_longer(old, changes):
             advice = "give another --job.name, or --job.allow_config_change true to resume it nevertheless"
             raise RunFolderError(
-                [f"{self.path}: holds a run of another configuration ({advice})", *(f"  {line}" for line in changes)]
+                [
+                    f"{self.path}: holds a run of another configuration ({advice})",
+                    *(f"  {line}" for line in without_cache_paths(changes)),
+                ]
             )
         return changes
 

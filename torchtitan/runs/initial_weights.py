@@ -18,6 +18,7 @@ from torchtitan.files.weight_files import WeightsError, check_fits, each_tensor,
 from torchtitan.files.weight_hash import joined_sha256, tensor_sha256
 from torchtitan.models.base import DiffusionModel
 from torchtitan.runs.network import check_base, frozen_sha256, network_on_meta
+from torchtitan.runs.portable import class_names_of_weights
 
 
 def check_initial_weights(config: JobConfig, info: DatasetInfo, checkpoints: AnyPath) -> str:
@@ -41,9 +42,19 @@ def check_initial_weights(config: JobConfig, info: DatasetInfo, checkpoints: Any
         digest = check_together(Path(path), model, hashed=frozen)
     except WeightsError as error:
         raise WeightsError("\n".join(f"checkpoint.initial_weights: {line}" for line in str(error).splitlines())) from error
+    from_first_rank(_check_classes, Path(path), info)
     if frozen:
         from_first_rank(_check_base, checkpoints, frozen_sha256(config, digest), path)
     return digest
+
+
+def _check_classes(path: Path, info: DatasetInfo) -> None:
+    """Check that classes are in the order in which the file's header has them. Raises WeightsError."""
+    names = class_names_of_weights(path)
+    if names != list(info.class_names) and sorted(names) == sorted(info.class_names):
+        number = next(number for number, name in enumerate(names) if name != info.class_names[number])
+        text = f"class {number} is {names[number]!r} there and {info.class_names[number]!r} in the data"
+        raise WeightsError(f"checkpoint.initial_weights: {path}: {text} (data.classes_file orders classes)")
 
 
 def check_together(path: Path, model: DiffusionModel, *, hashed: bool) -> str:

@@ -69,6 +69,14 @@ def _without_paths(table: Mapping[str, Any], section: str = "") -> dict[str, Any
     return {key: _without_paths(table[key], key) if isinstance(table[key], Mapping) else table[key] for key in kept}
 
 
+def class_names_of_weights(path: Path) -> list[str]:
+    """Names of the classes by the configuration in a file of weights; none where it has none. Raises WeightsError."""
+    try:
+        return [str(name) for name in tomllib.loads(header_of(path).get(CONFIG, ""))["data"]["class_names"]]
+    except (ValueError, TypeError, KeyError):
+        return []
+
+
 def config_without_data(folder: Path, checkpoint: AnyPath) -> JobConfig | None:
     """Configuration of a run, with the record of its data for `[data]`.
 

@@ -40,6 +40,7 @@ from torchtitan.models import MODELS
 from torchtitan.models.adapters.adapters import trained_parameters
 from torchtitan.models.base import DiffusionModel
 from torchtitan.models.published_layouts import ConversionError
+from torchtitan.runs.data_changes import change_of_classes
 from torchtitan.runs.network import adapted_network, check_base, network_on_meta
 from torchtitan.runs.portable import config_of_weights, config_without_data
 from torchtitan.runs.post_hoc_ema import Reconstruction, reconstruct, stored_averages
@@ -47,6 +48,7 @@ from torchtitan.runs.published import layout_of, open_published
 from torchtitan.training.snapshot_series import SnapshotError
 
 RECONSTRUCTED = "std="  # prefix of tracks that are reconstructed from snapshots
+_RunConfig = tuple[JobConfig, DatasetInfo, tuple[str, ...]]
 
 
 @dataclass(frozen=True)
@@ -88,7 +90,7 @@ def load_run(folder: Path, track: str | None, step: int | None, device: torch.de
         WeightsError, ConfigError, CheckpointError.
     """
     checkpoints, step = _checkpoints_of(folder, step)
-    config, missing = _config_of_run(folder, checkpoints)
+    config, info, missing = _config_of_run(folder, checkpoints)
     track = track or config.sampling.ema_track
     tracks = [entry.name for entry in config.ema.tracks]
     if track.startswith(RECONSTRUCTED) and track not in tracks:
@@ -97,7 +99,6 @@ def load_run(folder: Path, track: str | None, step: int | None, device: torch.de
         there = ", ".join(["none", *tracks, *([f"{RECONSTRUCTED}LENGTH"] if config.ema.snapshot_interval else [])])
         raise WeightsError(f"{folder}: has no EMA track {track!r} (there are: {there})")
     step, warnings = _choose_step(checkpoints, step)
-    info = dataset_info(config.data)
     model = _empty_model(config, info, device, checkpoint_path(checkpoints, step))
     prefix = "model." if track == "none" else f"ema.{track}."
     trained = trained_parameters(dict(model.named_parameters()))
@@ -143,8 +144,7 @@ def load_weights(path: Path, config_file: Path | None, device: torch.device) -> 
 
 def empty_trained_model(folder: Path, device: torch.device) -> TrainedModel:
     """Model and objective of a run's folder without values, for `fill_reconstructed`. Raises ConfigError."""
-    config, missing = _config_of_run(folder, run_checkpoints(folder))
-    info = dataset_info(config.data)
+    config, info, missing = _config_of_run(folder, run_checkpoints(folder))
     objective = build_objective(config.objective, config.debug.seed).to(device)
     return TrainedModel(config, info, _empty_model(config, info, device), objective, "", missing)
 
@@ -201,19 +201,37 @@ def _checkpoints_of(folder: Path, step: int | None) -> tuple[AnyPath, int | None
     return run_checkpoints(folder), step
 
 
-def _config_of_run(folder: Path, checkpoints: AnyPath) -> tuple[JobConfig, tuple[str, ...]]:
-    """Configuration of a run; where its data are not here, with their record; and what is to be said of that."""
+def _config_of_run(folder: Path, checkpoints: AnyPath) -> _RunConfig:
+    """Configuration of a run, its data, or their record where they are not here or have other classes; what is to be said."""
     try:
-        return read_config(folder / "config.toml"), ()
+        return _with_trained_classes(folder, checkpoints, read_config(folder / "config.toml"))
     except ConfigError as error:
         steps = checkpoint_steps(checkpoints)
         with suppress(ConfigError):
             if steps and (found := config_without_data(folder, checkpoint_path(checkpoints, steps[0]))):
                 said = f"{error.problems[0]} (the checkpoint's record of the data is used)"
-                return found, (said,) if (folder / "config.toml").exists() else ()
+                return found, dataset_info(found.data), (said,) if (folder / "config.toml").exists() else ()
         if not (folder / "config.toml").exists():
             raise WeightsError(f"{folder}: is no run folder, it has no config.toml (give the folder of one run)") from error
         raise
+
+
+def _with_trained_classes(folder: Path, checkpoints: AnyPath, config: JobConfig) -> _RunConfig:
+    """Configuration as given, or with the record of its data where the data have other classes now.
+
+    Raises:
+        WeightsError: classes are others, and there is no record.
+    """
+    info, steps, change = dataset_info(config.data), checkpoint_steps(checkpoints), ""
+    if steps and info.class_names:
+        checkpoint = checkpoint_path(checkpoints, steps[0])
+        with suppress(CheckpointError):  # of a damaged one, which is skipped or reported when weights are read
+            change = f"{checkpoint}: {text}" if (text := change_of_classes(read_state(checkpoint), info)) else ""
+    if not change:
+        return config, info, ()
+    if recorded := config_without_data(folder, checkpoint):
+        return recorded, dataset_info(recorded.data), (f"{change} (the checkpoint's record of the data is used)",)
+    raise WeightsError(f"{change}, and has no record of the data (give the classes in order with data.classes_file)")
 
 
 def _published_folder(path: Path, config_file: Path | None, device: torch.device) -> TrainedModel:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import typing
 from typing import Any, cast
 
@@ -51,9 +52,8 @@ def config_differences(old: Any, new: Any) -> list[str]:
                 continue
             default = default_name if default_name and field.name == "name" else toml_value(default_of(field))
             value, old_value = table.get(field.name), old_table.get(field.name, default)
-            if field.metadata.get("path"):
-                old_value = expanded(old_value)  # an earlier version recorded it as it was given
-            if _with_later_keys(old_value, hints[field.name]) != value:
+            old_value = _with_later_keys(old_value, hints[field.name])
+            if _located(old_value, hints[field.name], field) != _located(value, hints[field.name], field):
                 lines.append(f"{section}.{field.name}: {_text(old_value)} -> {_text(value)}")
     return lines
 
@@ -127,6 +127,20 @@ def _with_later_keys(old_value: Any, annotation: Any) -> Any:
         return entry | toml_value(cast(Any, element)(**{key: value for key, value in entry.items() if key in known}))
 
     return [completed(entry) if isinstance(entry, dict) else entry for entry in old_value]
+
+
+def _located(value: Any, annotation: Any, field: dataclasses.Field) -> Any:
+    """Value with its paths, also those of a list of tables, as the places that they lead to here; URLs stay as they are."""
+    if field.metadata.get("path") and isinstance(value, str):
+        return os.path.realpath(expanded(value)) if value and "://" not in value else value
+    element: Any = (*typing.get_args(annotation), None)[0]
+    if not (isinstance(value, list) and dataclasses.is_dataclass(element)):
+        return value
+    inner = element.__dataclass_fields__
+    return [
+        {key: _located(each, None, inner[key]) if key in inner else each for key, each in entry.items()}
+        if isinstance(entry, dict) else entry for entry in value
+    ]  # fmt: skip
 
 
 def _text(value: Any) -> str:

@@ -5,6 +5,7 @@ so that a study that is started again resumes.
 """
 
 import argparse
+import dataclasses
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -59,7 +60,7 @@ class StudyRun:
     device: torch.device
     kept: dict[str, Any] = field(default_factory=dict, repr=False)
     _opened: tuple[tuple[int, str], TrainedModel] | None = field(default=None, repr=False)
-    _datasets: dict[str, Dataset] = field(default_factory=dict, repr=False)
+    _datasets: dict[tuple[str, bool], Dataset] = field(default_factory=dict, repr=False)
     _samples: tuple[tuple[str, int, int], FixedSamples] | None = field(default=None, repr=False)
 
     @property
@@ -93,11 +94,12 @@ class StudyRun:
             self._opened = (wanted, load_run(self.folder, wanted[1], step, self.device))
         return self._opened[1]
 
-    def dataset(self, split: Split) -> Dataset:
-        """Split of the run's dataset. Raises DatasetError."""
-        if split not in self._datasets:
-            self._datasets[split] = DATASETS[self.config.data.name](self.config.data, split)
-        return self._datasets[split]
+    def dataset(self, split: Split, labels: bool = False) -> Dataset:
+        """Split of the run's dataset, with labels even if the run leaves them aside. Raises DatasetError."""
+        data = dataclasses.replace(self.config.data, labels=labels or self.config.data.labels)
+        if (split, data.labels) not in self._datasets:
+            self._datasets[split, data.labels] = DATASETS[data.name](data, split)
+        return self._datasets[split, data.labels]
 
     def samples(self, split: Split, count: int, seed: int) -> FixedSamples:
         """Samples of one split by `fixed_samples`; kept until others are requested. Raises DatasetError."""

@@ -8,6 +8,7 @@ multi-GPU port FutureXiang/edm2; `--probe port` is its protocol.
 """
 
 import argparse
+import dataclasses
 import hashlib
 import json
 import math
@@ -214,7 +215,7 @@ def _blocks(run: StudyRun) -> list[str]:
 
 def _num_classes(run: StudyRun) -> int:
     """Number of the dataset's classes, whether or not the run was conditioned on them. Raises StudyError."""
-    data = run.config.data
+    data = dataclasses.replace(run.config.data, labels=True)
     try:
         count = DATASETS[data.name].info(data).num_classes
     except DatasetError as error:
@@ -240,7 +241,7 @@ def _image_counts(run: StudyRun) -> dict[str, int]:
     splits: dict[Split, str] = {"train": "train_images", "validation": "test_images"}
     for split, name in splits.items():
         try:
-            there = len(run.dataset(split))
+            there = len(run.dataset(split, labels=True))
         except DatasetError as error:
             raise StudyError(str(error)) from error
         wanted = getattr(run.options, name)
@@ -279,8 +280,8 @@ def _new_passes(run: StudyRun, cell: Cell) -> Passes:
     settings |= {"names": names, "images_per_part": IMAGES_PER_PART}
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12]
     return Passes(
-        source, chosen_images(run.dataset("train"), cell["train_images"], options.seed),
-        chosen_images(run.dataset("validation"), cell["test_images"], options.seed, test=True),
+        source, chosen_images(run.dataset("train", labels=True), cell["train_images"], options.seed),
+        chosen_images(run.dataset("validation", labels=True), cell["test_images"], options.seed, test=True),
         _num_classes(run), cell["passes"], options.batch_size, options.seed, run.device,
         results_folder("linear_probe", run) / FEATURES / f"{cell['model']}-{digest}",
         f"features of {cell['model']}",
