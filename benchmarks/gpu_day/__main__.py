@@ -19,8 +19,8 @@ _LEAST = 8
 
 def main() -> int:
     if sys.argv[1] == "page":
-        for folder in sys.argv[2:]:
-            merge(Path(folder))
+        for results in sys.argv[2:]:
+            merge(Path(results))
         write_page()
         return 0
     call, folder, chosen = int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:]

@@ -11,6 +11,7 @@ import tempfile
 import time
 from collections.abc import Mapping
 from datetime import date
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -116,7 +117,7 @@ def parity(results: Results) -> None:
         cases = {name: case for name, case in cases.items() if "compiled" not in name}
     on_cpu = visit.in_child(_nine_steps, FLOAT32, seconds=60 * visit.PATIENCE, environment={"CUDA_VISIBLE_DEVICES": ""})
     for name, case in cases.items():
-        results.attempt(name, lambda case=case: _differences(_nine_steps(case), on_cpu))
+        results.attempt(name, partial(_compared, case, on_cpu))
 
 
 def _nine_steps(case: Settings) -> dict[str, Any]:
@@ -132,7 +133,8 @@ def _nine_steps(case: Settings) -> dict[str, Any]:
     return {"norms": norms, "loss": loss, **found}
 
 
-def _differences(here: Mapping[str, Any], there: Mapping[str, Any]) -> Mapping[str, Any]:
+def _compared(case: Settings, there: Mapping[str, Any]) -> Mapping[str, Any]:
+    here = _nine_steps(case)
     norm = max(abs(a / b - 1) for a, b in zip(here["norms"], there["norms"], strict=True))
     return {"grad_norm": norm} | {
         name: abs(here[name] / value - 1) for name, value in there.items() if name != "norms" and value
@@ -205,9 +207,12 @@ def two_ranks(results: Results) -> None:
     alone = _ranks("NCCL", 1)[0]
     results.row("NCCL", processes=1)
     for name in ("DDP", "FSDP2") if DRY_RUN else ("DDP", "FSDP2", "FSDP2 offloaded", "DDP compiled", "FSDP2 compiled"):
-        results.attempt(name, lambda name=name: {
-            "processes": 2, "grad_norm": max(abs(a / b - 1) for a, b in zip(_ranks(name, 2)[0], alone, strict=True)),
-        })  # fmt: skip
+        results.attempt(name, partial(_compared_ranks, name, alone))
+
+
+def _compared_ranks(name: str, alone: list[float]) -> Mapping[str, Any]:
+    norms = _ranks(name, 2)[0]
+    return {"processes": 2, "grad_norm": max(abs(a / b - 1) for a, b in zip(norms, alone, strict=True))}
 
 
 def _ranks(name: str, world_size: int) -> list[list[float]]:

@@ -51,7 +51,7 @@ def _network(kind: str, flavor: str, mode: str, images: int) -> Mapping[str, Any
     work = train_step(network, images, visit.device(), shape, CLASSES, torch.bfloat16)
     for _ in range(1 if DRY_RUN else 4):
         work()
-    windows = [timed(lambda: [work() for _ in range(4)], visit.device()) / 4 for _ in range(1 if DRY_RUN else 3)]
+    windows = visit.windows(work, 4)
     peak = {} if DRY_RUN else {"peak_GiB": torch.cuda.max_memory_allocated() / 2**30}
     return {
         "images_per_s": images / statistics.median(windows), "ms_of_windows": [1e3 * each for each in windows],
@@ -180,7 +180,8 @@ def loader(results: Results) -> None:
         for _ in range(steps // 4 + 1):
             visit.step(trainer)
         waited, began = trainer.state.data.data_seconds, time.perf_counter()
-        timed(lambda: [trainer_step(trainer) for _ in range(steps)], visit.device())
+        for _ in range(steps):
+            timed(functools.partial(trainer_step, trainer), visit.device())
         spent = time.perf_counter() - began
         trainer.close()
         share = (trainer.state.data.data_seconds - waited) / spent

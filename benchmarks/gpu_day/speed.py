@@ -13,7 +13,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.gpu_day import visit
 from benchmarks.gpu_day.visit import COMPILED, DRY_RUN, XL, Results, Settings
-from benchmarks.trainer_overhead import timed
 from torchtitan.estimate.memory import estimate_memory
 from torchtitan.training.hardware import memory_metrics, peak_tflops, reset_peak_memory
 
@@ -67,7 +66,7 @@ def _attention(width: int) -> dict[str, Any]:
     """TFLOP/s of forward and backward by kernel: 3.5 times the forward's FLOPs, since backward computes the weights again."""
     batch, heads, tokens = shape = (1, 2, 16) if DRY_RUN else (256, 16, 256)
     q, k, v, dy = torch.randn(4, *shape, width, device=visit.device(), dtype=torch.bfloat16)
-    found = {}
+    found: dict[str, Any] = {}
     for each in (q, k, v):
         each.requires_grad_()
     for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION):
@@ -92,8 +91,8 @@ def seven_b(results: Results) -> None:
 
     dist.init_process_group("fake", rank=0, world_size=_RANKS, store=FakeStore())
     # Python objects cannot travel over collectives that move nothing.
-    dist.broadcast_object_list = lambda *_, **__: None
-    dist.all_gather_object = lambda out, value, group=None: out.__setitem__(slice(None), [value] * len(out))
+    dist.broadcast_object_list = lambda object_list, src=None, group=None, device=None, group_src=None: None
+    dist.all_gather_object = lambda object_list, obj, group=None: object_list.__setitem__(slice(None), [obj] * len(object_list))
     settings = {
         **COMPILED, "model.flavor": "TorchDiTan-7B", "data.shape": "[16, 64, 64]", "ema.tracks": "[]",
         "parallelism.data_parallel_replicate_degree": "1", "parallelism.data_parallel_shard_degree": "-1",
@@ -108,20 +107,17 @@ def _measured(settings: Settings, images: int, world_size: int = 1) -> Mapping[s
     trainer = visit.build(settings, images, world_size)
     # A measured step of the noise scale comes every eighth: windows hold whole intervals.
     steps = 8 if not DRY_RUN or "gns.enable" in settings else 1
-    windows = 1 if DRY_RUN else 3
     for _ in range(steps + 1):
         visit.step(trainer)
     ready = time.perf_counter() - began
     reset_peak_memory(visit.device())
-    host, times = [], []
-    for _ in range(windows):
-        spent = time.thread_time()
-        times.append(timed(lambda: [trainer_step(trainer) for _ in range(steps)], visit.device()) / steps)
-        host.append((time.thread_time() - spent) / steps)
+    spent = time.thread_time()
+    times = visit.windows(partial(trainer_step, trainer), steps)
+    host = (time.thread_time() - spent) / steps / len(times)
     seconds, flops, peak = statistics.median(times), trainer.state.flops_per_image, peak_tflops(visit.device())
     found = {
         "images": images, "images_per_s": images / seconds, "ms": 1e3 * seconds, "ms_of_windows": [1e3 * each for each in times],
-        "mfu_percent": 100 * images * flops / seconds / 1e12 / peak if peak else None, "host_ms": 1e3 * statistics.median(host),
+        "mfu_percent": 100 * images * flops / seconds / 1e12 / peak if peak else None, "host_ms": 1e3 * host,
         "start_s": ready, **memory_metrics(visit.device()),
     }  # fmt: skip
     config = trainer.config

@@ -93,7 +93,7 @@ def images_per_step() -> int:
 def words(settings: Settings) -> list[str]:
     """Words of a command line; a dry run leaves out what needs a GPU, and takes the smallest network."""
     if DRY_RUN:
-        settings = {key: value for key, value in settings.items() if not key.startswith(_GPU_ONLY)} | TINY
+        settings = {**{key: value for key, value in settings.items() if not key.startswith(_GPU_ONLY)}, **TINY}
     return [word for key, value in settings.items() for word in (f"--{key}", value)]
 
 
@@ -110,15 +110,20 @@ def step(trainer: Trainer) -> float:
     return float(trainer.train_step()[0])
 
 
-def seconds_per_call(work: Callable[[], Any], calls: int) -> float:
-    """Median over three windows of as many calls, after one of warm-up; the device is waited for once per window."""
+def windows(work: Callable[[], Any], calls: int) -> list[float]:
+    """Seconds of a call in each of three windows of as many calls; the device is waited for once per window."""
 
     def window() -> None:
         for _ in range(calls):
             work()
 
-    window()
-    return statistics.median(timed(window, device()) for _ in range(3)) / calls
+    return [timed(window, device()) / calls for _ in range(1 if DRY_RUN else 3)]
+
+
+def seconds_per_call(work: Callable[[], Any], calls: int) -> float:
+    """Median of the windows, after one call of warm-up."""
+    work()
+    return statistics.median(windows(work, calls))
 
 
 def in_child(
