@@ -31,6 +31,7 @@ from torchtitan.evaluation.config import LATENT_DATASETS, WITH_WEIGHTS, excess_p
 from torchtitan.evaluation.loss_targets import target_problems
 from torchtitan.extras import EXTRAS, install_packages
 from torchtitan.gns.checks import gns_problems
+from torchtitan.gns.config import WITHOUT_TAPS
 from torchtitan.models import MODELS
 from torchtitan.models.float8 import float8_problems
 from torchtitan.models.quantized import quantization_problems
@@ -362,10 +363,7 @@ def _lora(checked: ConfigView) -> Iterator[Problem]:
     if checked.float8.enable:
         yield Problem("float8.enable", "computes products of weights that train, and lora freezes them (set it to false)")
     if checked.gns.enable and checked.gns.single_pass:
-        yield Problem(
-            "gns.single_pass", "taps gradients of whole layers, and lora trains adapters (set it to false with"
-            " gns.rank_gradients, or gns.enable to false)",
-        )  # fmt: skip
+        yield Problem("gns.single_pass", f"taps gradients of whole layers, and lora trains adapters ({WITHOUT_TAPS})")
 
 
 def _normalized_weights(checked: ConfigView) -> Iterator[Problem]:
@@ -375,8 +373,7 @@ def _normalized_weights(checked: ConfigView) -> Iterator[Problem]:
         text = "has no effect on weights that are normalised before each step, as the model's are (set it to 0)"
         yield Problem("optimizer.weight_decay", text)
     if checked.gns.enable and checked.gns.single_pass:
-        way_out = "set it to false and gns.rank_gradients to true, or gns.enable to false"
-        yield Problem("gns.single_pass", f"single gradients of normalised weights are not measured ({way_out})")
+        yield Problem("gns.single_pass", f"single gradients of normalised weights are not measured ({WITHOUT_TAPS})")
 
 
 def _profiling(checked: ConfigView) -> Iterator[Problem]:

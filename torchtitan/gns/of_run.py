@@ -32,6 +32,7 @@ def build_taps(config: Any, model: DiffusionModel, edges: Tensor, layout: Layout
         model, bin_edges=edges, local_batch_size=config.training.local_batch_size, sketch_size=config.gns.sketch_size,
         seed=config.debug.seed, adam=_updates_are_adams(config) and config.gns.adam_geometry, device=layout.device,
         compute_dtype=DTYPES[config.training.mixed_precision_param],
+        reduce_dtype=DTYPES[config.training.mixed_precision_reduce],
     )  # fmt: skip
 
 
