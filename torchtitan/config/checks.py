@@ -42,6 +42,7 @@ from torchtitan.settings.record import unmet_condition
 from torchtitan.settings.schema import Problem, no_effect, quoted
 from torchtitan.settings.sections import section_at
 from torchtitan.training.batch_ramp import ramp_problems
+from torchtitan.training.config import UPDATE_RULES
 
 _ADAMS_RULE = "the square-root rule by which the learning rate grows is Adam's"
 
@@ -208,9 +209,10 @@ def _gns(checked: ConfigView) -> Iterator[Problem]:
     )  # fmt: skip
     for key, text in found:
         yield Problem(f"gns.{key}", text)
-    if not checked.gns.adam_geometry and checked.optimizer.name == "Muon":
-        yield Problem("gns.adam_geometry", "has no effect with optimizer.name = Muon, which has no such geometry (remove it)")
-    if checked.gns.grow_batch and checked.optimizer.name == "Muon":
+    name = checked.optimizer.name
+    if not checked.gns.adam_geometry and not UPDATE_RULES[name].is_adams:
+        yield Problem("gns.adam_geometry", f"has no effect with optimizer.name = {name}, which has no such geometry (remove it)")
+    if checked.gns.grow_batch and not UPDATE_RULES[name].is_adams:
         yield Problem("gns.grow_batch", f"{_ADAMS_RULE} (set it to false, or optimizer.name to AdamW)")
 
 
@@ -220,7 +222,7 @@ def _batch_ramp(checked: ConfigView) -> Iterator[Problem]:
         yield Problem(key, text)
     if not doublings:
         return
-    if checked.optimizer.name == "Muon":
+    if not UPDATE_RULES[checked.optimizer.name].is_adams:
         yield Problem(key, f"{_ADAMS_RULE} (remove it, or set optimizer.name to AdamW)")
     if checked.gns.enable and checked.gns.grow_batch:
         yield Problem(key, "gns.grow_batch chooses the batch by what it measures (remove one of the two)")
@@ -315,13 +317,14 @@ def _parameter_groups(checked: ConfigView) -> Iterator[Problem]:
 
 
 def _low_bit_optimizer(checked: ConfigView) -> Iterator[Problem]:
-    if checked.optimizer.name == "AdamW8bit" and not checked.elsewhere:
+    name = checked.optimizer.name
+    if UPDATE_RULES[name].quantised and not checked.elsewhere:
         if importlib.util.find_spec("torchao") is None:
             command = install_packages(*EXTRAS["lowbit"])
-            text = f"AdamW8bit needs the package torchao, which is not installed ({command}, or set AdamW)"
+            text = f"{name} needs the package torchao, which is not installed ({command}, or set AdamW)"
             yield Problem("optimizer.name", text)
         if _no_compiler():
-            text = "AdamW8bit is compiled: none of g++, clang++, $CXX is there (install g++, or set AdamW)"
+            text = f"{name} is compiled: none of g++, clang++, $CXX is there (install g++, or set AdamW)"
             yield Problem("optimizer.name", text)
 
 
