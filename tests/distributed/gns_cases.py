@@ -4,12 +4,11 @@ from pathlib import Path
 from unittest.mock import patch
 
 import torch.distributed as dist
-from torch.nn.functional import linear
 
 from tests.distributed.cases import compiler, make_trainer, remove, shared_folder
 from torchtitan.errors import TrainingError
 from torchtitan.gns.raw_sums import read_sums
-from torchtitan.models.dit.layers import Attention
+from torchtitan.models.dit.layers import OutputLayer
 
 GNS = (
     "--gns.enable", "true", "--gns.num_bins", "4", "--gns.interval", "2", "--gns.sketch_size", "4",
@@ -39,16 +38,16 @@ def raw_sums(cases: dict[str, dict]) -> dict[str, list[dict]]:
 
 
 def refusals(cases: dict[str, dict]) -> dict[str, list]:
-    """Train each case with half of a linear's product outside of its forward; the step and the words of the refusal."""
+    """Train each case with a linear's weight used outside of its forward too; the step and the words of the refusal."""
 
     def forward(self, *arguments):
-        return whole(self, *arguments) - 0.5 * linear(*arguments[:1], self.out.weight, self.out.bias)
+        return whole(self, *arguments) + self.linear.weight.sum()
 
-    folder, found, whole = shared_folder(), {}, Attention.forward
+    folder, found, whole = shared_folder(), {}, OutputLayer.forward
     for name, case in cases.items():
-        options = {"steps": 4, "accumulation": 1, **case}
+        options = {"steps": 6, "accumulation": 1, **case}
         options["overrides"] = (*GNS, "--model.num_layers", "2", *case.get("overrides", ()))
-        with patch.object(Attention, "forward", forward), compiler(options.pop("backend", "inductor")):
+        with patch.object(OutputLayer, "forward", forward), compiler(options.pop("backend", "inductor")):
             trainer = make_trainer(folder, name, **options)
             try:
                 trainer.train()
