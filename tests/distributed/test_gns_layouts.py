@@ -101,6 +101,18 @@ def test_code_of_inductor_gives_the_same_sums(sums, ranks):
         test_layout_free_sums_equal_those_of_one_process(compiled, ranks, name)
 
 
+OUTSIDE = {1: ("accumulate", "one bf16", "full"), 2: ("ddp", "fsdp accumulate", "fsdp compile, full", "fsdp bf16"), 4: ("hsdp",)}
+
+
+@pytest.mark.parametrize("ranks", OUTSIDE)
+def test_a_weight_used_outside_of_its_layer_is_refused_on_every_rank(ranks):
+    cases = {name: {key: value for key, value in CASES[ranks][name].items() if key != "layers"} for name in OUTSIDE[ranks]}
+    for found in run_on_ranks("tests.distributed.gns_cases:refusals", ranks, {"cases": cases}, timeout=300):
+        for name in cases:
+            step, words = found[name]
+            assert step == 2 and "output.linear.weight or its bias is used outside of its layer" in words, name
+
+
 @pytest.mark.parametrize(("ranks", "name"), [(2, "ddp"), (4, "fsdp"), (4, "hsdp accumulate"), (1, "accumulate")])
 def test_pairs_within_microbatches_are_fewer_and_told(sums, ranks, name):
     microbatches = ranks * (2 if "accumulate" in name else 1)

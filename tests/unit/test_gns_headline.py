@@ -15,6 +15,7 @@ from torchtitan.console import measured_phase
 from torchtitan.diffusion.objectives import build_objective
 from torchtitan.distributed.config import ParallelismConfig
 from torchtitan.distributed.mesh import Layout
+from torchtitan.estimate.memory import estimate_memory
 from torchtitan.gns import monitor as monitor_module
 from torchtitan.gns.allocate import half_progress_in_words
 from torchtitan.gns.calibration import RATIO, RATIO_LOWER, RATIO_UPPER, HalfProgress, half_progress
@@ -25,7 +26,9 @@ from torchtitan.gns.logged_bins import bin_tags
 from torchtitan.gns.monitor import GNSMonitor
 from torchtitan.gns.pool import WHOLE_MODEL
 from torchtitan.trainer import Trainer
+from torchtitan.training.config import UPDATE_RULES, UpdateRule
 from torchtitan.training.lr_scheduler import lr_phase
+from torchtitan.training.optimizer import _RULES, optimizer_tensors
 
 BINS = 3
 CELLS = ROOT / "studies" / "results" / "gns_calibration"
@@ -201,19 +204,25 @@ def test_the_phase_named_is_that_of_the_measurement():
     assert "in warm-up" in measured_phase(config, 60, 1e6)
 
 
-@pytest.mark.parametrize(("words", "geometries", "half"), [
-    ((), GEOMETRIES, True), (("--gns.adam_geometry", "false"), GEOMETRIES[:1], True),
-    (("--optimizer.name", "Muon"), GEOMETRIES[:1], False),
+@pytest.mark.parametrize(("optimizer", "words", "geometries", "half"), [
+    ("AdamW", (), GEOMETRIES, True), ("AdamW", ("--gns.adam_geometry", "false"), GEOMETRIES[:1], True),
+    ("Muon", (), GEOMETRIES[:1], False), ("SGD", (), GEOMETRIES[:1], False),
 ])  # fmt: skip
-def test_adams_geometry_can_be_left_out_and_half_progress_stays(tmp_path, words, geometries, half):
-    trainer = Trainer(load_config([
+def test_adams_geometry_can_be_left_out_and_half_progress_stays(tmp_path, monkeypatch, optimizer, words, geometries, half):
+    monkeypatch.setitem(UPDATE_RULES, "SGD", UpdateRule(averages=1))  # as a user adds one
+    monkeypatch.setitem(_RULES, "SGD", lambda groups, config: torch.optim.SGD(groups, config.lr, momentum=0.9))
+    config = load_config([
         "--job.dump_folder", str(tmp_path), "--model.flavor", "debug", "--model.num_layers", "1", "--training.steps", "6",
         "--training.local_batch_size", "32", "--gns.enable", "true", "--gns.num_bins", "2", "--gns.interval", "1",
         "--gns.log_interval", "6", "--sampling.enable", "false", "--metrics.enable_tensorboard", "false",
         "--checkpoint.enable", "false", "--validation.enable", "false", *words,
-    ], 1))  # fmt: skip
+    ], 1)  # fmt: skip
+    config.optimizer.name = optimizer
+    trainer = Trainer(config)
     trainer.train()
     found = trainer.state.gns.metrics()
+    held = sum(tensor.nbytes for tensor in optimizer_tensors(trainer.state.optimizer, trainer.state.parameters).values())
+    assert estimate_memory(trainer.config, 1).optimizer == held
     assert {tag.split("/")[1] for tag in found} == {"bins", "edges", *geometries, *(["half_progress"] if half else [])}
     assert trainer.state.gns.pool.geometries == geometries
     trainer.close()

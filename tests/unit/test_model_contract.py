@@ -1,14 +1,20 @@
 """A family of networks that is not the transformer: what the program asks of it, and what it is told."""
 
+import re
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Literal
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from torchtitan.conditions import Classes, ConditionKind
+from torchtitan.conditions import Classes, ConditionKind, Unconditional
 from torchtitan.config.job import ConfigError, load_config
+from torchtitan.distributed import parallelize
+from torchtitan.distributed.compile import compile_blocks
+from torchtitan.gns.raw_sums import read_sums
 from torchtitan.models import MODELS
 from torchtitan.models.base import DiffusionModel, ModelConfig, ModelFamily
 from torchtitan.models.flops import MiscountedModel, check_macs, counted_macs_per_image
@@ -137,3 +143,40 @@ def test_single_gradients_of_convolutions_are_refused_before_a_folder_is_made(tm
     assert run(load_config([*arguments, "--gns.enable", "true"], 1)) == 2
     assert "gns.single_pass: first.weight belongs to a Conv2d; single gradients are measured at" in capsys.readouterr().err
     assert not (tmp_path / "one").exists()
+
+
+# --- the page on adding a family
+
+
+def documented_family() -> ModelFamily:
+    page = Path(__file__).parents[2] / "docs" / "adding_a_model.md"
+    namespace = {"__name__": "example"}
+    exec(re.search(r"```python\n(.*?)```", page.read_text(), re.DOTALL)[1], namespace)
+    return namespace["FAMILY"]
+
+
+def test_the_family_in_the_documentation_keeps_the_contract():
+    family, image = documented_family(), (3, 4, 6)
+    with torch.device("meta"):
+        model = family.build(family.flavors["small"], image, Unconditional())
+    assert model.forward_macs_per_image(image) == counted_macs_per_image(model)
+    model.to_empty(device="cpu")
+    torch.manual_seed(0)
+    model.init_weights()
+    output = model.bfloat16()(torch.randn(2, *image), torch.rand(2))
+    assert output.shape == (2, *image) and output.dtype == torch.float32 and output.isfinite().all()
+
+
+@pytest.mark.parametrize("options", [(), ("--compile.enable", "true", "--training.mixed_precision_param", "bfloat16")], ids=len)
+def test_the_family_in_the_documentation_trains_with_its_gradient_noise_measured(options, tmp_path, monkeypatch):
+    monkeypatch.setitem(MODELS, "pixel_mlp", documented_family())
+    monkeypatch.setattr(parallelize, "compile_blocks", partial(compile_blocks, backend="aot_eager"))
+    monkeypatch.setattr(parallelize, "compile_objective", lambda objective: None)
+    (tmp_path / "one.toml").write_text(
+        f'job.dump_folder = "{tmp_path}"\nmodel.name = "pixel_mlp"\ndata.name = "digits"\nsampling.enable = false\n'
+        'checkpoint.enable = false\ngns.enable = true\ngns.interval = 1\ngns.num_bins = 4\n'
+        "training.steps = 2\ntraining.global_batch_size = 32\ntraining.local_batch_size = 32\n"
+    )
+    assert run(load_config(["--job.config_file", str(tmp_path / "one.toml"), *options], 1)) == 0
+    steps = list(read_sums(tmp_path / "one" / "gns"))
+    assert all(sums.measured and (sums.squares[2:, 0].sum(1) > 0).all() for _, sums in steps) and len(steps) == 2

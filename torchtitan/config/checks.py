@@ -32,6 +32,7 @@ from torchtitan.evaluation.config import LATENT_DATASETS, WITH_WEIGHTS, excess_p
 from torchtitan.evaluation.loss_targets import target_problems
 from torchtitan.extras import EXTRAS, install_packages
 from torchtitan.gns.checks import gns_problems
+from torchtitan.gns.config import WITHOUT_TAPS
 from torchtitan.models import MODELS
 from torchtitan.models.float8 import float8_problems
 from torchtitan.models.quantized import quantization_problems
@@ -42,6 +43,7 @@ from torchtitan.settings.record import unmet_condition
 from torchtitan.settings.schema import Problem, no_effect, quoted
 from torchtitan.settings.sections import section_at
 from torchtitan.training.batch_ramp import ramp_problems
+from torchtitan.training.config import UPDATE_RULES
 
 _ADAMS_RULE = "the square-root rule by which the learning rate grows is Adam's"
 
@@ -208,9 +210,10 @@ def _gns(checked: ConfigView) -> Iterator[Problem]:
     )  # fmt: skip
     for key, text in found:
         yield Problem(f"gns.{key}", text)
-    if not checked.gns.adam_geometry and checked.optimizer.name == "Muon":
-        yield Problem("gns.adam_geometry", "has no effect with optimizer.name = Muon, which has no such geometry (remove it)")
-    if checked.gns.grow_batch and checked.optimizer.name == "Muon":
+    name = checked.optimizer.name
+    if not checked.gns.adam_geometry and not UPDATE_RULES[name].is_adams:
+        yield Problem("gns.adam_geometry", f"has no effect with optimizer.name = {name}, which has no such geometry (remove it)")
+    if checked.gns.grow_batch and not UPDATE_RULES[name].is_adams:
         yield Problem("gns.grow_batch", f"{_ADAMS_RULE} (set it to false, or optimizer.name to AdamW)")
 
 
@@ -220,7 +223,7 @@ def _batch_ramp(checked: ConfigView) -> Iterator[Problem]:
         yield Problem(key, text)
     if not doublings:
         return
-    if checked.optimizer.name == "Muon":
+    if not UPDATE_RULES[checked.optimizer.name].is_adams:
         yield Problem(key, f"{_ADAMS_RULE} (remove it, or set optimizer.name to AdamW)")
     if checked.gns.enable and checked.gns.grow_batch:
         yield Problem(key, "gns.grow_batch chooses the batch by what it measures (remove one of the two)")
@@ -315,13 +318,14 @@ def _parameter_groups(checked: ConfigView) -> Iterator[Problem]:
 
 
 def _low_bit_optimizer(checked: ConfigView) -> Iterator[Problem]:
-    if checked.optimizer.name == "AdamW8bit" and not checked.elsewhere:
+    name = checked.optimizer.name
+    if UPDATE_RULES[name].quantised and not checked.elsewhere:
         if importlib.util.find_spec("torchao") is None:
             command = install_packages(*EXTRAS["lowbit"])
-            text = f"AdamW8bit needs the package torchao, which is not installed ({command}, or set AdamW)"
+            text = f"{name} needs the package torchao, which is not installed ({command}, or set AdamW)"
             yield Problem("optimizer.name", text)
         if _no_compiler():
-            text = "AdamW8bit is compiled: none of g++, clang++, $CXX is there (install g++, or set AdamW)"
+            text = f"{name} is compiled: none of g++, clang++, $CXX is there (install g++, or set AdamW)"
             yield Problem("optimizer.name", text)
 
 
@@ -363,10 +367,7 @@ def _lora(checked: ConfigView) -> Iterator[Problem]:
     if checked.float8.enable:
         yield Problem("float8.enable", "computes products of weights that train, and lora freezes them (set it to false)")
     if checked.gns.enable and checked.gns.single_pass:
-        yield Problem(
-            "gns.single_pass", "taps gradients of whole layers, and lora trains adapters (set it to false with"
-            " gns.rank_gradients, or gns.enable to false)",
-        )  # fmt: skip
+        yield Problem("gns.single_pass", f"taps gradients of whole layers, and lora trains adapters ({WITHOUT_TAPS})")
 
 
 def _normalized_weights(checked: ConfigView) -> Iterator[Problem]:
@@ -376,8 +377,7 @@ def _normalized_weights(checked: ConfigView) -> Iterator[Problem]:
         text = "has no effect on weights that are normalised before each step, as the model's are (set it to 0)"
         yield Problem("optimizer.weight_decay", text)
     if checked.gns.enable and checked.gns.single_pass:
-        way_out = "set it to false and gns.rank_gradients to true, or gns.enable to false"
-        yield Problem("gns.single_pass", f"single gradients of normalised weights are not measured ({way_out})")
+        yield Problem("gns.single_pass", f"single gradients of normalised weights are not measured ({WITHOUT_TAPS})")
 
 
 def _profiling(checked: ConfigView) -> Iterator[Problem]:

@@ -8,6 +8,7 @@ from torchtitan.distributed.kernel_choices import kernel_problems
 from torchtitan.models import MODELS
 from torchtitan.settings.schema import Problem
 from torchtitan.training.batch_ramp import largest_growth
+from torchtitan.training.config import UPDATE_RULES
 
 
 def shards_of(checked: ConfigView) -> int:
@@ -20,7 +21,7 @@ def shards_of(checked: ConfigView) -> int:
 
 def needs_plain_weights(checked: ConfigView) -> str:
     """Setting that handles weights without a wrapper only; "" if there is none."""
-    if checked.optimizer.name != "AdamW":
+    if not UPDATE_RULES[checked.optimizer.name].any_weights:
         return f"optimizer.name = {checked.optimizer.name}"
     return "training.enable_cpu_offload" if checked.training.enable_cpu_offload else ""
 
@@ -75,8 +76,8 @@ def _offload(checked: ConfigView) -> Iterator[Problem]:
         reasons.append("weights are in host memory anyway, as CUDA is not there (set it to false)")
     elif shards_of(checked) == 1:
         reasons.append("is FSDP2's, which needs shards (set it to false, or parallelism.data_parallel_shard_degree above 1)")
-    if checked.optimizer.name != "AdamW":
-        reasons.append(f"optimizer.name = {checked.optimizer.name} would multiply matrices on the host (set AdamW)")
+    if not UPDATE_RULES[checked.optimizer.name].any_weights:
+        reasons.append(f"optimizer.name = {checked.optimizer.name} does not update weights in host memory (set AdamW)")
     if checked.gns.enable and checked.gns.single_pass:
         reasons.append("gns.single_pass needs the optimizer's state beside the gradients on the GPU (set it to false)")
     if checked.lora.enable:

@@ -28,7 +28,7 @@ from torchtitan.models.adapters.adapters import draw_adapter_dropout
 from torchtitan.models.adapters.frozen_network import freeze_and_adapt
 from torchtitan.models.base import DiffusionModel
 from torchtitan.training.batch_ramp import largest_growth
-from torchtitan.training.config import OptimizerConfig
+from torchtitan.training.config import UPDATE_RULES, OptimizerConfig
 from torchtitan.training.data_loading import microbatches_per_step
 from torchtitan.training.muon import orthogonalise
 from torchtitan.training.optimizer import QUANTISED_BLOCK, update_rule
@@ -105,7 +105,7 @@ class _Step:
         live.hold([p.grad for p in self.parameters if p.grad is not None], GRADIENTS)
         live.open_window((0, "optimizer", 0))
         held[GRADIENTS] = live.now()[GRADIENTS]
-        if config.optimizer.name == "Muon":
+        if config.optimizer.rule.orthogonalises:
             self._orthogonalise_largest()
         live.windows.pop(None)
         return SimulatedStep(held, live.windows)
@@ -200,12 +200,10 @@ class _Step:
 
 def _state_bytes(parameter: nn.Parameter, config: OptimizerConfig, in_block: bool) -> int:
     part = local(parameter.detach())
-    rule = update_rule(parameter, config, in_block)
-    if rule == "Muon":
-        return 4 * part.numel()
-    if rule == "AdamW8bit":  # codes and, a block, one scale
-        return 2 * (part.numel() + 4 * part.numel() // QUANTISED_BLOCK + 4 * _QUANTILE_TABLE)
-    return 8 * part.numel() + 4  # with the number of steps
+    rule = UPDATE_RULES[update_rule(parameter, config, in_block)]
+    if rule.quantised:  # codes and, a block, one scale
+        return rule.averages * (part.numel() + 4 * part.numel() // QUANTISED_BLOCK + 4 * _QUANTILE_TABLE)
+    return rule.averages * 4 * part.numel() + 4 * rule.is_adams  # with the number of steps
 
 
 def _bytes(tensor: Tensor) -> int:

@@ -5,7 +5,7 @@ Every parameter belongs to one part of the model, and every part has its own mea
     modulation  linears inside the blocks that see one vector per sample (adaLN): every step, exact within a microbatch
     embedding   the other layers that see one vector per sample: every step, exact within a microbatch
     patch       the narrow projections into and out of the token stream: every step, exact
-    token       linears over tokens, by sketches, and gains, exact: on measured steps
+    token       linears over tokens, by sketches, and gains and learned elements, exact: on measured steps
 
 On a measured step the sums over the samples of all ranks and microbatches are known for every part: exactly for patch
 and gains, through sketches for token, and for the first two through sketches for pairs from different microbatches and
@@ -14,6 +14,7 @@ exactly for pairs of the same one. Between measured steps only pairs of the same
 
 import itertools
 import math
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,12 +24,13 @@ from torch import Tensor, nn
 
 from torchtitan.distributed.mesh import Layout
 from torchtitan.gns import taps
+from torchtitan.gns.coverage import cannot_measure, check_applications, check_parameters, unseen_gradient
 from torchtitan.gns.projections import Projections
 from torchtitan.gns.second_moment import AdamFactors
 from torchtitan.gns.taps import FOLDED_ROWS, FREE, MEASURED, OFF, Scales, TapSwitch
 from torchtitan.models.base import DiffusionModel
 from torchtitan.models.converters import convert
-from torchtitan.models.layers import RMSNorm
+from torchtitan.models.layers import LayerNorm, RMSNorm, TokenBias, TokenGain
 
 PARTS = ("modulation", "embedding", "patch", "token")
 FREE_PARTS = PARTS[:3]
@@ -39,10 +41,6 @@ _PATCH, _TOKEN = PARTS.index("patch"), PARTS.index("token")
 
 # Gradients of single samples of a narrow layer are kept whole up to this size; above, they are sketched.
 _WHOLE_GRADIENT_SIZE = 2**17
-
-
-class CannotMeasure(Exception):
-    """Model with parameters that no tap can measure; the message is one line."""
 
 
 @dataclass(frozen=True)
@@ -121,6 +119,7 @@ class GradientTaps:
         adam: bool,
         device: torch.device,
         compute_dtype: torch.dtype = torch.float32,
+        reduce_dtype: torch.dtype = torch.float32,
     ) -> None:
         """Replace the model's layers by tapped ones, before the model is wrapped.
 
@@ -133,6 +132,7 @@ class GradientTaps:
             adam: measure in Adam's geometry too.
             device: of compute.
             compute_dtype: dtype of the layers' inputs. Parameters in float64 are measured in float64 instead.
+            reduce_dtype: dtype of the sum of gradients over ranks.
 
         Raises:
             CannotMeasure: a parameter belongs to no layer that can be tapped.
@@ -145,14 +145,16 @@ class GradientTaps:
         self._dtype = torch.promote_types(next(model.parameters()).dtype, torch.float32)
         # What products in the dtype of compute read is kept in it, and not cast by every layer.
         self._compute_dtype = self._dtype if self._dtype == torch.float64 else compute_dtype
+        self._coarsest = torch.bfloat16 if torch.bfloat16 in (self._compute_dtype, reduce_dtype) else self._compute_dtype
         self._switch = TapSwitch(OFF, torch.zeros(local_batch_size, self.num_bins, device=device, dtype=self._compute_dtype))
-        check_measurable(model)
         kinds = _tapped_layers(model)
+        check_parameters(model, kinds)
         self._layers: dict[str, Any] = convert(
             model, lambda name, module: kinds[name][1](module, self._switch) if name in kinds else None
         )
         self._attach({name: kinds[name][0] for name in self._layers})
         self._measured = False
+        self._samples, self._compared = 0, Counter[int]()
         self._start()
 
     # ------------------------------------------------------------------ a step, in the order of calls
@@ -187,7 +189,7 @@ class GradientTaps:
             samples_per_rank: samples of this rank (all its microbatches) over which the loss is a mean.
             loss: per-sample losses [B].
         """
-        self._switch.mode = OFF
+        self._switch.mode, self._samples = OFF, samples_per_rank
         one_hot, scale, step = self._switch.one_hot.to(self._dtype), float(samples_per_rank), self._step
         in_float64 = one_hot.to(torch.float64)
         counts = in_float64.sum(0)
@@ -206,6 +208,8 @@ class GradientTaps:
             return
         self._whole_sums["patch"] += patch
         self._whole_sums["token"] += self._take_whole("token", scale)
+        if not self._sketched_layers:
+            return
         sketches = torch.stack([_take(layer.sums) for layer in self._sketched_layers]).mul_(scale)  # [L, G, K, m k]
         self._sketch_sums += sketches
         # Pairs of one microbatch are known exactly: these replace their sketches.
@@ -213,8 +217,16 @@ class GradientTaps:
         for index, part in enumerate(_VECTOR_PARTS):
             step.corrections[index] -= _inner_products(sketches[self._places[part]]).sum(0)
 
-    def end_step(self) -> StepSums:
-        """Reduce the sums over all ranks, the same on every rank, and reset; collective."""
+    def end_step(self, gradients_on: Layout | None = None) -> StepSums:
+        """Reduce the sums over all ranks, the same on every rank, and reset; collective.
+
+        Args:
+            gradients_on: where the layers have the reduced gradients of the step, with which the first measured step of every
+                batch size is compared, and the second, fourth, eighth and so on; None: they have none.
+
+        Raises:
+            CannotMeasure: the taps did not see all of them; on every rank.
+        """
         step, measured = self._step, self._measured
         parallel = dist.is_initialized() and dist.get_world_size() > 1
         if parallel:
@@ -223,6 +235,8 @@ class GradientTaps:
         if measured:
             if parallel:
                 dist.all_reduce(self._flat)
+            if gradients_on is not None:
+                self._compare(gradients_on)
             step.all_pairs.copy_(_pairs(step.count))
             self._write_products_of_sums(step.sketched)
         else:
@@ -240,6 +254,28 @@ class GradientTaps:
         }  # fmt: skip
 
     # ------------------------------------------------------------------ inside
+
+    def _compare(self, layout: Layout) -> None:
+        """Compare the sums with the reduced gradients, ever more rarely: many are nearly 0 at first, and another batch size is
+        another graph.
+        """
+        self._compared[self._samples] += 1
+        count = self._compared[self._samples]
+        if count & (count - 1):
+            return
+        whole = [name for part in PARTS for name in self._whole[part]]
+        sketched = [name for part in PARTS for name in self._sketched[part]]
+        of_whole = [
+            sums for part in PARTS
+            for sums in self._whole_sums[part].split([self._layers[name].sums[0].numel() for name in self._whole[part]], dim=1)
+        ]  # fmt: skip
+        layers = {name: self._layers[name] for name in (*sketched, *whole)}
+        found = unseen_gradient(layers, [*self._sketch_sums[:, 0], *of_whole], self._step.count.sum(), layout, self._coarsest)
+        if found:
+            raise cannot_measure(
+                f"{found[0]}.weight or its bias is used outside of its layer's forward, so {found[1]:.0%} of its gradient is not"
+                " measured", "call the layer"
+            )  # fmt: skip
 
     def _start(self) -> None:
         if self._measured:
@@ -264,14 +300,14 @@ class GradientTaps:
         self._sketched: dict[str, list[str]] = {part: [] for part in PARTS}
         self._whole: dict[str, list[str]] = {part: [] for part in PARTS}
         for name, layer in self._layers.items():
-            rows, columns = layer.weight.shape[0], layer.weight.shape[1] + 1 if layer.weight.ndim == 2 else 1
+            rows, columns = layer.weight.shape[0], layer.weight[0].numel() + 1 if layer.weight.ndim > 1 else 1
             scales = Scales(
                 *(torch.zeros(geometries, count, device=self._device, dtype=self._dtype) for count in (rows, columns))
             )
             scales.rows[0], scales.columns[0] = 1.0, 1.0
             self._scales[name] = scales
             layer.rows, layer.columns = scales.rows, scales.columns
-            if isinstance(layer, taps.SmallLinear | taps.TappedNorm):
+            if isinstance(layer, taps.SmallLinear | taps.TappedNorm | taps.TappedElements):
                 layer.sums = probe(bins, rows, columns)
                 self._whole[parts[name]].append(name)
             else:
@@ -368,15 +404,10 @@ def _take(probe: Tensor) -> Tensor:
 
 
 def check_measurable(model: DiffusionModel) -> None:
-    """Check that a layer that can be tapped holds each parameter: linears, embeddings, norms. Raises CannotMeasure."""
-    covered = {id(p) for name in _tapped_layers(model) for p in model.get_submodule(name).parameters(recurse=False)}
-    for name, parameter in model.named_parameters():
-        if id(parameter) not in covered:
-            holder = type(model.get_submodule(name.rpartition(".")[0])).__name__
-            raise CannotMeasure(
-                f"gns.single_pass: {name} belongs to a {holder}; single gradients are measured at linears, embeddings and"
-                " norms (set it to false and gns.rank_gradients to true, or gns.enable to false)"
-            )
+    """Check that taps can measure a model on the meta device. Raises CannotMeasure."""
+    kinds = _tapped_layers(model)
+    check_parameters(model, kinds)
+    check_applications(model, {name: kind for name, (_, kind) in kinds.items()})
 
 
 def _tapped_layers(model: DiffusionModel) -> dict[str, tuple[str, type[nn.Module]]]:
@@ -385,13 +416,16 @@ def _tapped_layers(model: DiffusionModel) -> dict[str, tuple[str, type[nn.Module
     roles = model.linear_roles()
     found: dict[str, tuple[str, type[nn.Module]]] = {}
     for name, module in model.named_modules():
-        if isinstance(module, nn.Linear) and roles[name] == "vector":
+        # A class derived from these may compute something else.
+        if type(module) is nn.Linear and roles[name] == "vector":
             found[name] = ("modulation" if module in in_blocks else "embedding", taps.VectorLinear)
-        elif isinstance(module, nn.Linear):
+        elif type(module) is nn.Linear:
             whole = roles[name] == "small" and module.weight.numel() <= _WHOLE_GRADIENT_SIZE
             found[name] = ("patch", taps.SmallLinear) if whole else ("token", taps.SketchedLinear)
-        elif isinstance(module, nn.Embedding):
+        elif type(module) is nn.Embedding:
             found[name] = ("embedding", taps.TappedEmbedding)
-        elif isinstance(module, nn.LayerNorm | RMSNorm) and module.weight is not None:
+        elif type(module) in (LayerNorm, RMSNorm) and module.weight is not None:
             found[name] = ("token", taps.TappedNorm)
+        elif type(module) in (TokenBias, TokenGain):
+            found[name] = ("token", taps.TappedElements)
     return found

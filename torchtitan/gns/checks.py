@@ -8,7 +8,7 @@ from torch import Tensor
 
 from torchtitan.diffusion.objective import Objective
 from torchtitan.diffusion.timesteps.sampler import TimestepSampler
-from torchtitan.gns.config import GNSConfig, inner_edges
+from torchtitan.gns.config import WITHOUT_TAPS, GNSConfig, inner_edges
 from torchtitan.pictures.number_text import counted
 
 # Fewer samples of a bin in a step hold hardly a pair, and only pairs say anything of the mean gradient.
@@ -40,8 +40,7 @@ def gns_problems(
     yield from _rank_problems(config, objective, microbatches, ranks)
     if config.single_pass and objective.untrained_forwards:
         yield "single_pass", (
-            f"objective.name = {objective.config.name} calls the network more than once for each sample (set it to false,"
-            " and gns.rank_gradients to true)"
+            f"objective.name = {objective.config.name} calls the network more than once for each sample ({WITHOUT_TAPS})"
         )
     if not config.single_pass and not config.rank_gradients:
         yield "single_pass", "without it and without gns.rank_gradients nothing is measured (set gns.enable to false)"

@@ -13,6 +13,12 @@ from torchtitan.diffusion.timesteps.contract import Density
 from torchtitan.diffusion.timesteps.registry import build_density
 from torchtitan.settings import only_with, setting
 
+# What a user may do whose network or objective the taps cannot measure.
+WITHOUT_TAPS = (
+    "set gns.enable to false, or, with two or more processes or microbatches and objective.spread = none, gns.single_pass to"
+    " false and gns.rank_gradients to true"
+)
+
 _TAPPED = {"single_pass": (True,)}
 _BINNED = {"single_pass or bin_pure_microbatches": (True,)}
 

@@ -152,12 +152,12 @@ class GNSMonitor:
             self._ranks.end_microbatch(parameters, len(loss), k or 0, importance)
 
     def end_step(self, parameters: Sequence[nn.Parameter], samples_per_rank: int, microbatches: int) -> None:
-        """End a step, after its last microbatch and before clipping; collective."""
+        """End a step, after its last microbatch and before clipping; collective. Raises CannotMeasure."""
         if self._ranks:
             of_group = samples_per_rank // microbatches if self.separate_microbatches else samples_per_rank
             self._ranks.end_step(parameters, of_group)
         if self._taps:
-            sums = self._taps.end_step()
+            sums = self._taps.end_step(self._layout)
             importance = self._objective.timestep_sampler.bin_importance(sums.count.device)
             if importance is not None:  # what is measured is the objective, however its timesteps are drawn
                 sums = sums.rescaled(1.0 / importance)

@@ -30,8 +30,9 @@ def build_taps(config: Any, model: DiffusionModel, edges: Tensor, layout: Layout
     """
     return GradientTaps(
         model, bin_edges=edges, local_batch_size=config.training.local_batch_size, sketch_size=config.gns.sketch_size,
-        seed=config.debug.seed, adam=_updates_are_adams(config) and config.gns.adam_geometry, device=layout.device,
+        seed=config.debug.seed, adam=config.optimizer.rule.is_adams and config.gns.adam_geometry, device=layout.device,
         compute_dtype=DTYPES[config.training.mixed_precision_param],
+        reduce_dtype=DTYPES[config.training.mixed_precision_reduce],
     )  # fmt: skip
 
 
@@ -57,12 +58,8 @@ def build_monitor(
         )  # fmt: skip
     return GNSMonitor(
         gns, objective=objective, edges=edges, taps=taps, ranks=ranks, layout=layout, folder=folder,
-        global_batch_size=config.training.global_batch_size, adam=_updates_are_adams(config),
+        global_batch_size=config.training.global_batch_size, adam=config.optimizer.rule.is_adams,
     )  # fmt: skip
-
-
-def _updates_are_adams(config: Any) -> bool:
-    return config.optimizer.name != "Muon"
 
 
 def sampler_of_bins(config: GNSConfig, edges: Tensor, microbatches: int) -> SamplerOf | None:

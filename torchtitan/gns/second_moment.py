@@ -42,7 +42,7 @@ class AdamFactors:
     def __init__(self, modules: Sequence[nn.Module], scales: Sequence[Scales]) -> None:
         """
         Args:
-            modules: layers, in the same order on all ranks, each with `weight` [out, in], or [out] for gains, and maybe
+            modules: layers, in the same order on all ranks, each with `weight` [out, ...], or [out] for gains, and maybe
                 `bias` [out]; all plain or sharded over rows. A gain is a matrix of one column, and counts as its bias.
             scales: of each layer.
         """
@@ -121,7 +121,8 @@ class AdamFactors:
                 v = _second_moment(parameter, state)
                 if v is None or not v.numel():
                     continue
-                here = slice(first := _first_row(parameter, layout), first + len(v))
+                v = v.flatten(1) if v.ndim > 2 else v
+                here = slice(first := first_row(parameter, layout), first + len(v))
                 if v.ndim == 1:
                     sources.append(v)
                     targets.append(vector[here])
@@ -164,7 +165,8 @@ def _second_moment(parameter: nn.Parameter, state: dict[Tensor, dict]) -> Tensor
     return v.dequantize() if hasattr(v, "codes") else v
 
 
-def _first_row(parameter: nn.Parameter, layout: Layout) -> int:
+def first_row(parameter: nn.Parameter, layout: Layout) -> int:
+    """First of the rows of a parameter that this rank has."""
     if not isinstance(parameter, DTensor) or not layout.sharded or layout.mesh is None:
         return 0
     per_rank = -(-parameter.shape[0] // layout.shards)

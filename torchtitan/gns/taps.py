@@ -6,12 +6,12 @@ probe. So the measurement is an ordinary tensor of the autograd graph: it is com
 under activation checkpointing, and no hook and no graph break is needed. Probes are shared between layers whose
 measurements are summed: autograd adds them.
 
-For a sample i, a layer's input A_i and the gradient D_i of its output, both [T, channels], the gradient of the
-weight is D_i^T A_i, and with a bias D_i^T [A_i, 1]. Measured are, in every geometry g (a factor row_o col_i on the
-gradient's elements; the first geometry has factor 1):
+For a sample i, a layer's input A_i and the gradient D_i of its output, both [T, channels] (T are all axes between the sample's
+and the channels'), the gradient of the weight is D_i^T A_i, and with a bias D_i^T [A_i, 1]. Measured are, in every geometry g
+(a factor row_o col_i on the gradient's elements; the first geometry has factor 1):
 
     vector    T = 1: inner products of all pairs of samples, (D D^T) * (A A^T + 1)
-    small     the gradients themselves, summed by timestep bin, and their squared norms
+    whole     the gradients themselves, summed by timestep bin, and their squared norms
     sketch    L^T D_i^T [A_i, 1] R, L and R random signs over the roots of their m and k columns, summed by bin: inner
               products of sketches are unbiased for those of the gradients. Over tokens, squared norms are those of
               D_i^T [A_i, 1] R, unbiased too, so that L^T is multiplied once per bin instead of once per sample; and it
@@ -32,7 +32,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from torchtitan.models.layers import RMSNorm, layer_norm, rms_norm
+from torchtitan.models.layers import RMSNorm, TokenBias, TokenGain, layer_norm, rms_norm
 
 OFF, FREE, MEASURED = 0, 1, 2
 
@@ -61,8 +61,9 @@ class Scales:
     """Factors of all geometries on a layer's gradient, written in place before a step.
 
     Attributes:
-        rows: [G, out]; of a table of vectors: one per vector; of a gain: one per channel.
-        columns: [G, in + 1], the last is the bias's; of a gain: [G, 1].
+        rows: [G, out]; of a table of vectors: one per vector; of a gain: one per channel; of other elements: one per place of
+            their first dimension.
+        columns: [G, in + 1], the last is the bias's; of a gain, and of elements of one dimension: [G, 1].
     """
 
     rows: Tensor
@@ -186,7 +187,7 @@ class EmbeddingTap(Function):
 
 
 class SketchTap(Function):
-    """Tap of layers over tokens: y [B, T, out], and a_right [B, T, G k], [A_i, 1] R of the layer's input."""
+    """Tap of layers over tokens: y [B, ..., out], and a_right [B, T, G k], [A_i, 1] R of the layer's input."""
 
     @staticmethod
     def forward(ctx, y, a_right, squares, sums, one_hot, rows, places, signs):
@@ -197,20 +198,29 @@ class SketchTap(Function):
     @_outside_autocast
     def backward(ctx, dy):
         a_right, one_hot, rows, places, signs = ctx.saved_tensors
-        most = len(dy)
-        if dy.device.type == "cpu":
-            most = max(1, _IN_CACHE // (a_right.shape[2] * dy.shape[2]))
-        found = [_one_sided(*part, rows) for part in zip(a_right.split(most), dy.split(most), one_hot.split(most), strict=True)]
+        d, most = over_tokens(dy), len(dy)
+        if d.device.type == "cpu":
+            most = max(1, _IN_CACHE // (a_right.shape[2] * d.shape[2]))
+        found = [_one_sided(*part, rows) for part in zip(a_right.split(most), d.split(most), one_hot.split(most), strict=True)]
         squares, of_bins = found[0]  # the only one on a device
         if len(found) > 1:
             squares = torch.cat([part for part, _ in found])
             for _, part in found[1:]:
                 of_bins += part
-        of_bins = of_bins.view(-1, dy.shape[2])  # [K G k, out]
-        folded = (of_bins.index_select(1, places) * signs).unflatten(1, (-1, FOLDED_ROWS)).sum(1)  # [K G k, m]
+        folded = folded_rows(of_bins.view(-1, d.shape[2]), places, signs)  # [K G k, m]
         # In the layout of the probe: compiled, the sum writes it so; autograd would copy the sketch after it.
         folded = folded.view(one_hot.shape[1], len(rows), -1).transpose(0, 1).contiguous()  # [G, K, k m]
         return dy, None, squares.T, folded, None, None, None, None
+
+
+def over_tokens(x: Tensor) -> Tensor:
+    """View [B, ..., channels] as [B, T, channels]."""
+    return x.reshape(len(x), -1, x.shape[-1])
+
+
+def folded_rows(values: Tensor, places: Tensor, signs: Tensor) -> Tensor:
+    """Fold values [n, out], see Fold, [n, FOLDED_ROWS]."""
+    return (values.index_select(1, places) * signs).unflatten(1, (-1, FOLDED_ROWS)).sum(1)
 
 
 def _one_sided(a_right: Tensor, dy: Tensor, one_hot: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -223,7 +233,7 @@ def _one_sided(a_right: Tensor, dy: Tensor, one_hot: Tensor, rows: Tensor) -> tu
 
 
 class SmallTap(Function):
-    """Tap of narrow layers over tokens (single-sample gradients fit into memory): y [B, T, out], x [B, T, in]."""
+    """Tap of narrow layers over tokens (single-sample gradients fit into memory): y [B, ..., out], x [B, ..., in]."""
 
     @staticmethod
     def forward(ctx, y, x, squares, sums, one_hot, rows, columns, has_bias):
@@ -235,16 +245,13 @@ class SmallTap(Function):
     @_outside_autocast
     def backward(ctx, dy):
         x, one_hot, rows, columns = ctx.saved_tensors
-        gradient = _full_product(dy.mT, x.to(dy.dtype))  # [B, out, in]
+        d = over_tokens(dy)
+        gradient = _full_product(d.mT, over_tokens(x).to(dy.dtype))  # [B, out, in]
         bias = torch.zeros_like(gradient[..., :1])
         if ctx.has_bias:
-            bias = dy.mT.sum(2, keepdim=True, dtype=gradient.dtype)
+            bias = d.mT.sum(2, keepdim=True, dtype=gradient.dtype)
         gradient = torch.cat((gradient, bias), dim=2)  # [B, out, in + 1]
-        factors = (rows[:, :, None] * columns[:, None]).flatten(1)  # [G, out (in + 1)]
-        flat = gradient.flatten(1)
-        squares = factors.square() @ flat.square().T  # [G, B]
-        of_bins = one_hot.T.to(flat.dtype) @ flat
-        return dy, None, squares, of_bins.view(-1, *gradient.shape[1:]), None, None, None, None
+        return dy, None, *_of_whole(gradient, one_hot, rows, columns), None, None, None, None
 
 
 class GainTap(Function):
@@ -263,8 +270,8 @@ class GainTap(Function):
     @_outside_autocast
     def backward(ctx, dy):
         x, one_hot, rows, columns = ctx.saved_tensors
-        normed = _norm(x, None, ctx.rms, ctx.eps)
-        return dy, None, *_of_gains(_full(dy) * normed, one_hot, rows, columns), None, None, None, None, None
+        gradient = _summed(_full(dy) * _norm(x, None, ctx.rms, ctx.eps), rows.shape[1:])
+        return dy, None, *_of_whole(gradient, one_hot, rows, columns), None, None, None, None, None
 
 
 class TappedGain(Function):
@@ -281,18 +288,47 @@ class TappedGain(Function):
         normed, gain, one_hot, rows, columns = ctx.saved_tensors
         products = dy * normed
         total = products.sum(tuple(range(products.ndim - 1)))
-        return dy * gain, total, *_of_gains(products, one_hot, rows, columns), None, None, None
+        gradient = _summed(products, gain.shape)
+        return dy * gain, total, *_of_whole(gradient, one_hot, rows, columns), None, None, None
+
+
+class ElementTap(Function):
+    """Tap of elements that are added to an input or multiply it: y [B, ...], and x as y, or None of a sum."""
+
+    @staticmethod
+    def forward(ctx, y, x, squares, sums, one_hot, rows, columns, shape):
+        ctx.save_for_backward(x, one_hot, rows, columns)
+        ctx.shape = shape
+        return y.view_as(y)
+
+    @staticmethod
+    @_outside_autocast
+    def backward(ctx, dy):
+        x, one_hot, rows, columns = ctx.saved_tensors
+        gradient = _summed(_full(dy) if x is None else _full(dy) * x, ctx.shape)
+        return dy, None, *_of_whole(gradient, one_hot, rows, columns), None, None, None, None
 
 
 def _norm(x: Tensor, gain: Tensor | None, rms: bool, eps: float) -> Tensor:
     return (rms_norm if rms else layer_norm)(x, gain, eps)
 
 
-def _of_gains(products: Tensor, one_hot: Tensor, rows: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
-    """Squared norms [G, B] and sums by bin [K, channels, 1] of gains, from the gradient times their input, [B, ..., channels]."""
-    gradient = products.flatten(1, -2).sum(1)
-    squares = (gradient * (rows * columns)[:, None]).square().sum(2)
-    return squares, (one_hot.T.to(gradient.dtype) @ gradient)[..., None]
+def _summed(products: Tensor, shape: torch.Size) -> Tensor:
+    """Sum products [B, ...] of a sample over the axes along which elements of a shape are broadcast, as in `_of_whole`."""
+    of_sample = shape[1:] if len(shape) == products.ndim else shape  # [1, ...] otherwise
+    ones = [1] * (products.ndim - 1 - len(of_sample))
+    gradient = products.sum_to_size(len(products), *ones, *of_sample).reshape(len(products), shape[0], -1)
+    return gradient if len(shape) == 1 else F.pad(gradient, (0, 1))
+
+
+def _of_whole(gradient: Tensor, one_hot: Tensor, rows: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
+    """Squared norms [G, B] and sums by bin [K, rows, columns] of gradients [B, rows, columns]; the last column is the bias's,
+    except that of one column.
+    """
+    factors = (rows[:, :, None] * columns[:, None]).flatten(1)  # [G, rows columns]
+    flat = gradient.flatten(1)
+    squares = factors.square() @ flat.square().T  # [G, B]
+    return squares, (one_hot.T.to(flat.dtype) @ flat).view(-1, *gradient.shape[1:])
 
 
 class TappedLinear(nn.Linear):
@@ -342,10 +378,10 @@ class SketchedLinear(TappedLinear):
 
     @torch.no_grad()
     def _projected(self, x: Tensor) -> Tensor:
-        """[A_i, 1] R of the input [B, T, in], now and not in backward, since the layer has it in the cache now."""
-        right, tokens = self.right.to(x.dtype), x.flatten(0, 1)
+        """[A_i, 1] R of the input [B, ..., in], now and not in backward, since the layer has it in the cache now."""
+        right, tokens = self.right.to(x.dtype), x.flatten(0, -2)
         found = tokens @ right[:-1] if self.bias is None else torch.addmm(right[-1], tokens, right[:-1])
-        return found.unflatten(0, x.shape[:2])
+        return found.unflatten(0, (len(x), -1))
 
 
 class SmallLinear(TappedLinear):
@@ -397,3 +433,19 @@ class TappedNorm(nn.Module):
             # What the norm with a gain computes too, where it is not one kernel.
             return TappedGain.apply(_norm(x, None, self.rms, self.eps), self.weight, *taken)
         return GainTap.apply(_norm(x, self.weight, self.rms, self.eps), x, *taken, self.rms, self.eps)
+
+
+class TappedElements(nn.Module):
+    """TokenBias or TokenGain with an ElementTap. `squares`: probe [G, B]; `sums`: probe [K, rows, columns]."""
+
+    def __init__(self, layer: TokenBias | TokenGain, switch: TapSwitch) -> None:
+        super().__init__()
+        self.weight, self.switch, self.multiplies = layer.weight, switch, isinstance(layer, TokenGain)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.weight.to(x.dtype)
+        y = x * weight if self.multiplies else x + weight
+        if self.switch.mode != MEASURED:
+            return y
+        taken = self.squares, self.sums, self.switch.one_hot, self.rows, self.columns
+        return ElementTap.apply(y, x if self.multiplies else None, *taken, weight.shape)

@@ -14,17 +14,17 @@ class MiscountedModel(Exception):
 
 
 def counted_macs_per_image(model: DiffusionModel) -> int:
-    """Count multiply-accumulates of one image's forward, by torch.
-
-    Args:
-        model: on the meta device, where the forward computes nothing.
-    """
-    x = torch.empty(1, *model.image_shape, device="meta")
-    kind = model.condition_kind
-    condition = kind.of(kind.placeholder(1, "meta"))
-    with torch.no_grad(), FlopCounterMode(display=False) as counter:
-        model(x, torch.empty(1, device="meta"), condition)
+    """Count multiply-accumulates of one image's forward, by torch; the model is on the meta device."""
+    with FlopCounterMode(display=False) as counter:
+        forward_on_meta(model, 1)
     return counter.get_total_flops() // 2
+
+
+@torch.no_grad()
+def forward_on_meta(model: DiffusionModel, images: int) -> None:
+    """Call the forward of a model on the meta device, where it computes nothing."""
+    x, kind = torch.empty(images, *model.image_shape, device="meta"), model.condition_kind
+    model(x, torch.empty(images, device="meta"), kind.of(kind.placeholder(images, "meta")))
 
 
 def check_macs(model: DiffusionModel, name: str) -> None:

@@ -35,6 +35,32 @@ class RMSNorm(nn.Module):
         return rms_norm(x, self.weight, self.eps)
 
 
+class TokenBias(nn.Module):
+    """Learned elements added to an input [B, ...], as a table of positions [T, D] or a mask token [D], in its input's dtype.
+
+    Args:
+        shape: what is broadcast over the samples, and over any other axes.
+    """
+
+    def __init__(self, *shape: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(shape))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.weight.to(x.dtype)
+
+
+class TokenGain(nn.Module):
+    """Learned elements that multiply an input [B, ...], as a layer scale [D] or a scalar [1]; otherwise as TokenBias."""
+
+    def __init__(self, *shape: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(shape))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight.to(x.dtype)
+
+
 def layer_norm(x: Tensor, gain: Tensor | None, eps: float) -> Tensor:
     """Layer norm over the last dimension, in x's dtype; gain: [D] or None."""
     with own_dtype(x):

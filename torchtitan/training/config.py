@@ -1,11 +1,12 @@
 """`[training]`, `[optimizer]`, `[lr_scheduler]`, `[ema]` and `[metrics]`: their keys."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 from torchtitan.distributed.kernel_choices import AttentionBackend, Float32MatmulPrecision
 from torchtitan.programs import program
-from torchtitan.settings import setting
+from torchtitan.settings import OneOf, setting
 
 
 @dataclass(kw_only=True)
@@ -74,11 +75,40 @@ class ParameterGroupConfig:
     weight_decay: float | None = setting(None, "decay of these parameters, vectors too; default: as for others", ge=0)
 
 
+@dataclass(frozen=True)
+class UpdateRule:
+    """What others than the optimizer must know of an update rule.
+
+    Attributes:
+        averages: per element of the gradient that it keeps; the second, if any, is of squares, as Adam's.
+        quantised: whether they are kept in 8 bits, of large tensors.
+        orthogonalises: whether it is for the matrices of the blocks alone, and AdamW for the rest.
+        any_weights: whether it updates weights in host memory too, and those that are gathered in float8.
+    """
+
+    averages: int
+    quantised: bool = False
+    orthogonalises: bool = False
+    any_weights: bool = False
+
+    @property
+    def is_adams(self) -> bool:
+        """True if updates are divided by the root of a second moment."""
+        return self.averages == 2
+
+
+# Beside each, torchtitan/training/optimizer.py builds it.
+UPDATE_RULES: Mapping[str, UpdateRule] = {
+    "AdamW": UpdateRule(2, any_weights=True), "AdamW8bit": UpdateRule(2, quantised=True),
+    "Muon": UpdateRule(1, orthogonalises=True),
+}  # fmt: skip
+
+
 @dataclass(kw_only=True)
 class OptimizerConfig:
     """`[optimizer]`"""
 
-    name: Literal["AdamW", "AdamW8bit", "Muon"] = setting(
+    name: OneOf[str, UPDATE_RULES] = setting(
         "AdamW", "update rule; Muon is for the matrices of the blocks, AdamW8bit for large tensors, AdamW for the rest"
     )
     lr: float = setting(1e-4, "peak learning rate", gt=0)
@@ -90,6 +120,11 @@ class OptimizerConfig:
     )
     weight_decay: float = setting(0.0, "decoupled decay of matrices; gains and biases have none", ge=0)
     param_groups: list[ParameterGroupConfig] = setting([], "groups of parameters with another learning rate or decay")
+
+    @property
+    def rule(self) -> UpdateRule:
+        """Update rule of that name."""
+        return UPDATE_RULES[self.name]
 
 
 _TO_THE_END = ("linear", "cosine")  # decays that end with the run

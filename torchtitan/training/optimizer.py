@@ -95,10 +95,10 @@ def build_optimizer(
 
 
 def update_rule(parameter: nn.Parameter, config: OptimizerConfig, in_block: bool) -> str:
-    """Update rule of a parameter, plain or sharded: "AdamW", "AdamW8bit" or "Muon"; in_block: it belongs to a block."""
-    if config.name == "Muon" and in_block and parameter.ndim == 2:
-        return "Muon"
-    return "AdamW8bit" if config.name == "AdamW8bit" and _quantisable(parameter) else "AdamW"
+    """Name of a parameter's update rule, plain or sharded: the configuration's, or "AdamW"; in_block: it belongs to a block."""
+    if config.rule.orthogonalises:
+        return config.name if in_block and parameter.ndim == 2 else "AdamW"
+    return config.name if not config.rule.quantised or _quantisable(parameter) else "AdamW"
 
 
 def set_lr(optimizer: OptimizerSet, lr: float) -> None:

@@ -105,7 +105,7 @@ def require_one_preconditioner(run: StudyRun) -> None:
     optimizer = run.config.optimizer
     if run.track != "none":
         raise StudyError(f"--weights: {run.track!r} is an average, without second moments of Adam (leave it out)")
-    if optimizer.name != "AdamW":
+    if not optimizer.rule.is_adams or optimizer.rule.quantised:
         raise StudyError(f"{run.folder}: optimizer.name = {optimizer.name} has no second moment of each weight (AdamW only)")
     if any(group.lr_scale != 1.0 for group in optimizer.param_groups):
         raise StudyError(f"{run.folder}: optimizer.param_groups gives weights different learning rates (remove lr_scale)")

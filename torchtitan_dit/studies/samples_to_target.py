@@ -121,7 +121,7 @@ def _check(arguments: argparse.Namespace, base: JobConfig) -> None:
         raise StudyError("--factors: give 3 at least, 1 among them")
     if wrong := [batch for batch in arguments.batches if batch % arguments.processes]:
         raise StudyError(f"--batches: {wrong[0]} images cannot be divided among {counted(arguments.processes, 'process', 'es')}")
-    if base.optimizer.name != "AdamW":
+    if not base.optimizer.rule.is_adams or base.optimizer.rule.quantised:
         raise StudyError(f"{config}: optimizer.name: {base.optimizer.name} has no Adam geometry to compare with (AdamW only)")
 
 
