@@ -58,7 +58,6 @@ COMMANDS = {
     "breakdown": Command("breakdown", "time of a training step by kind of operation"),
     "timeline": Command("timeline", "timeline of all ranks of a run"),
     "train-extractor": Command("train_extractor", "train a small feature extractor"),
-    "import-edm2-config": Command("import_edm2_config", "import a configuration of EDM2's multi-GPU port"),
 }
 
 

@@ -31,7 +31,6 @@ from torchtitan.models.adapters.config import LoRAConfig
 from torchtitan.models.float8 import Float8Config
 from torchtitan.profiling.config import ProfilingConfig
 from torchtitan.settings import Choice, choice, has_key, section_of, setting
-from torchtitan.settings.earlier_keys import in_present_keys, where_now
 from torchtitan.settings.record import config_differences, dump_config, unmet_condition
 from torchtitan.settings.reference import UnknownTopic, build_json_schema, describe
 from torchtitan.settings.schema import (
@@ -217,9 +216,8 @@ def _read(argv: list[str]) -> tuple[dict[str, str], str | None, dict[str, Any]]:
         document, failure = read_toml(path)
         advice = own_pictures_advice(path) if failure else ""
         unreadable += [f"{line} ({advice})" if advice else line for line in failure]
-    document, flags, twice = in_present_keys(document, flags, path)
-    if unreadable or twice:
-        raise ConfigError(unreadable + twice)
+    if unreadable:
+        raise ConfigError(unreadable)
     return flags, path, document
 
 
@@ -449,7 +447,7 @@ def _advice(dotted: str, config: JobConfig, known: dict[str, dataclasses.Field],
         owners = [name for name in options.registry if has_key(options.section(name), key)]
         if dotted.startswith(f"{section}.{key}") and owners and not has_key(section_at(config, section), key):
             return f"it is a key of {section}.name = {' or '.join(owners)}"
-    return where_now(dotted) or synonym(dotted, prefix) or suggestion(dotted, known, prefix)
+    return synonym(dotted, prefix) or suggestion(dotted, known, prefix)
 
 
 def _unknown_in_file(section: str, value: Any, known: dict[str, dataclasses.Field]) -> str:

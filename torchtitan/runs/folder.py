@@ -26,7 +26,6 @@ from torchtitan.files.regular import UnsuitableFile, read_regular, read_toml
 from torchtitan.files.remote_path import AnyPath
 from torchtitan.files.run_lock import Busy, RunLock
 from torchtitan.runs.ownership import CONFIG_FILE, foreign_content
-from torchtitan.settings.earlier_keys import with_present_keys
 from torchtitan.settings.record import config_differences, dump_config
 
 logger = logging.getLogger(__name__)
@@ -123,7 +122,7 @@ class RunFolder:
         """Whether the only change is more steps, under a learning rate schedule that does not depend on their number."""
         if len(changes) != 1 or not changes[0].startswith("training.steps: "):
             return False
-        before = with_present_keys(old).get("training", {}).get("steps")
+        before = old.get("training", {}).get("steps")
         more = isinstance(before, int) and self._config.training.steps > before
         return more and not self._config.lr_scheduler.needs_length
 

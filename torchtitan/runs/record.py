@@ -14,7 +14,6 @@ from typing import Any
 
 from torchtitan.errors import unwrapped
 from torchtitan.files.regular import read_regular, read_toml
-from torchtitan.settings.earlier_keys import with_present_keys
 from torchtitan.settings.sections import filled_in, flattened
 from torchtitan.statistics.interval import Interval, mean_interval, positive_interval
 from torchtitan.training.metric_points import LATEST_STEP, read_points
@@ -261,7 +260,7 @@ def read_run(folder: Path) -> RunRecord:
         raise RunRecordError(f"{folder}: not a run's folder (no config.toml, metrics.jsonl or summary.json in it)")
     run = RunRecord(folder, folder.resolve().name)
     try:
-        config = with_present_keys(read_toml(folder / "config.toml", _LARGEST_FILE))
+        config = read_toml(folder / "config.toml", _LARGEST_FILE)
         dict(flattened(config))  # raises for one that is nested too deep
         run.config = config
     except (OSError, ValueError, RecursionError) as error:

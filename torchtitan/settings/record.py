@@ -9,7 +9,6 @@ from typing import Any, cast
 import tomli_w
 
 from torchtitan.settings import condition_met
-from torchtitan.settings.earlier_keys import with_present_keys
 from torchtitan.settings.schema import default_of, expanded, toml_value
 from torchtitan.settings.sections import all_sections, choices, keys, section_at, table_at
 
@@ -36,7 +35,7 @@ def config_differences(old: Any, new: Any) -> list[str]:
         one line per key of another value, as `training.steps: 100 -> 200`. A key that the old one lacks counts
         as its default.
     """
-    before = with_present_keys(old) if isinstance(old, dict) else effective(old)
+    before = old if isinstance(old, dict) else effective(old)
     now = effective(new)
     lines = []
     for section, values in all_sections(new):
