@@ -41,8 +41,9 @@ _GRID = re.compile(r"step-(\d{8})\.png")
 def introduce(state: RunState) -> None:
     """Introduce the run: log the model, the data, the layout, and a chosen loss weighting over noise levels."""
     config = state.config
+    parameters = f"parameters{' of adapters' if config.lora.enable else ''}"
     logger.info(
-        f"{config.job.name}: {config.model.flavor}, {state.num_parameters:,} parameters, on {config.data.name} "
+        f"{config.job.name}: {config.model.flavor}, {state.num_parameters:,} {parameters}, on {config.data.name} "
         f"{_shapes(state)}; {state.layout.describe()} on "
         f"{device_name(state.layout.device)}; "
         f"{config.training.global_batch_size} images per step, {counted(state.data.microbatches_per_step, 'microbatch', 'es')}"

@@ -33,6 +33,7 @@ from torchtitan.models.flops import MiscountedModel
 from torchtitan.processes.exit_codes import BUSY, FAILED, REFUSED
 from torchtitan.processes.launch import LaunchError, launch_number
 from torchtitan.runs.folder import RunFolder
+from torchtitan.runs.initial_weights import check_start
 from torchtitan.runs.status import write_status
 from torchtitan.trainer import Trainer
 from torchtitan.training.clock import RunClock, process_start
@@ -66,6 +67,7 @@ def run(config: JobConfig, reload: Callable[[], JobConfig] | None = None) -> int
                 return 0
             clock = RunClock(started=process_start())
             if config.cache.enable and reload:
+                check_start(config)
                 clock.switch("encode", clock.now())
                 with interruptible():
                     fill_cache(config)

@@ -26,7 +26,7 @@ from torchtitan.models.base import DiffusionModel
 from torchtitan.pictures.grids import class_labels, image_grid, to_rgb
 from torchtitan.runs.drawing import Drawing, add_drawing_options, chosen_classes, drawing_of, open_drawing
 from torchtitan.runs.folder import RunFolder
-from torchtitan.runs.prompts import filled_prompts, with_prompts
+from torchtitan.runs.prompts import check_prompted, filled_prompts, with_prompts
 from torchtitan.runs.sampling_options import option
 from torchtitan.runs.trained_model import WeightsError
 from torchtitan.settings.schema import quoted
@@ -146,6 +146,7 @@ class Model:
         trained, decoder = self._drawing.trained, self._drawing.decoder
         if prompts:
             trained = with_prompts(trained, prompts, _places(encoders or {}))
+        check_prompted(trained)
         names = trained.info.condition_kind.choice_names
         drawing = dataclasses.replace(drawing_of(arguments, trained, decoder), prompts=names if prompts else ())
         rows = list(range(len(prompts))) if prompts else chosen_classes(classes or self.config.sampling.classes, trained)

@@ -10,6 +10,7 @@ from torch import nn
 
 from tests.launcher import run_on_ranks
 from torchtitan.config.job import load_config
+from torchtitan.data import dataset_info
 from torchtitan.errors import CheckpointError
 from torchtitan.files.weight_files import WeightsError
 from torchtitan.files.weight_hash import file_sha256
@@ -67,13 +68,13 @@ def test_a_checkpoint_of_another_base_is_refused_and_one_with_the_hash_of_an_ear
     assert "step 1: is of an earlier version" in caplog.text
 
 
-def test_every_problem_of_initial_weights_names_their_key(tmp_path, monkeypatch):
+def test_every_problem_of_initial_weights_names_their_key(tmp_path):
     config = load_config(["--checkpoint.initial_weights", str(tmp_path / "missing.safetensors")], 1)
-    monkeypatch.setattr(initial_weights, "network_on_meta", lambda config, info: network())
-    with pytest.raises(WeightsError, match="^checkpoint.initial_weights: .*missing.safetensors: is not a readable"):
-        initial_weights.check_initial_weights(config, None, tmp_path / "checkpoint")
-    save_file({"0.weight": torch.zeros(1), "stranger": torch.zeros(1)}, tmp_path / "missing.safetensors")
+    info = dataset_info(config.data)
+    with pytest.raises(WeightsError, match="^checkpoint.initial_weights: .*missing.safetensors: no such file"):
+        initial_weights.check_initial_weights(config, info, tmp_path / "checkpoint")
+    save_file({"output.linear.weight": torch.zeros(1), "stranger": torch.zeros(1)}, tmp_path / "missing.safetensors")
     with pytest.raises(WeightsError) as refused:
-        initial_weights.check_initial_weights(config, None, tmp_path / "checkpoint")
+        initial_weights.check_initial_weights(config, info, tmp_path / "checkpoint")
     lines = str(refused.value).splitlines()
     assert len(lines) == 3 and all(line.startswith("checkpoint.initial_weights: ") for line in lines)

@@ -108,6 +108,7 @@ def small(name: str, folders: dict, latents: list[str], dump_folder) -> list[str
     if "cache" in preset:
         words += ["--data.path", str(folders[data]), "--data.trigger_word", "sks", "--data.resolutions", "[64]"]
         words += ["--data.text_encoder", "stub:16", "--data.pooled_encoder", "stub:8", "--data.text_length", "5"]
+        words += ["--checkpoint.initial_weights", ""] if "initial_weights" in preset["checkpoint"] else []
         return [*words, "--autoencoder.name", "identity", "--model.patch_size", "8", "--lora.rank", "4", "--lora.alpha", "4"]
     if model == "flux":
         words += ["--data.path", str(folders["captions"]), "--data.num_workers", "0", "--autoencoder.name", "identity"]
@@ -132,6 +133,19 @@ def small(name: str, folders: dict, latents: list[str], dump_folder) -> list[str
     if "validation" in preset:
         words += ["--validation.num_images", "3"]
     return words
+
+
+def test_the_recipe_of_dev_differs_from_that_of_schnell_in_what_must():
+    def leaves(name):
+        tables = tomllib.loads((ROOT / "train_configs" / f"flux_{name}_lora.toml").read_text())
+        return {(section, key): value for section, table in tables.items() if section != "ema" for key, value in table.items()}
+
+    dev, schnell = leaves("dev"), leaves("schnell")
+    differing = {".".join(key) for key in dev.keys() | schnell.keys() if dev.get(key) != schnell.get(key)}
+    assert differing == {
+        "model.flavor", "data.text_encoder", "data.pooled_encoder", "data.text_length", "autoencoder.path",
+        "checkpoint.initial_weights",
+    }  # fmt: skip
 
 
 def test_large_configurations_are_compiled():

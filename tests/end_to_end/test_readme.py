@@ -9,11 +9,16 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 from PIL import Image
+from safetensors.torch import save_file
 
 from benchmarks.documented_commands import documented
 from tests.forked import run_script
 from tests.launcher import ROOT
 from tests.unit.test_latent_cache import write_pictures
+from torchtitan.config.job import load_config
+from torchtitan.data import dataset_info
+from torchtitan.files.weight_files import named_weights
+from torchtitan.runs.network import network_on_meta
 
 README, INDEX = (ROOT / "README.md").read_text(), (ROOT / "docs" / "index.md").read_text()
 COMMANDS = sorted(documented())
@@ -40,6 +45,11 @@ def test_tables_are_read_whole():
 def test_training_command_passes_the_check(command, folder, tmp_path):
     if "PICTURES" in command:
         command = command.replace("PICTURES", str(write_pictures(tmp_path / "pictures", enlarged=2)))
+    if "dit.safetensors" in command:
+        command = command.replace("dit.safetensors", str(tmp_path / "dit.safetensors"))
+        config = load_config(["--job.config_file", str(ROOT / "train_configs" / "digits.toml")], 1)
+        network = network_on_meta(config, dataset_info(config.data)).to_empty(device="cpu")
+        save_file(named_weights(network), tmp_path / "dit.safetensors")
     words = shlex.split(command.replace("FOLDER", str(folder)))
     environment = {}
     if "=" in words[0] and not words[0].startswith("--"):

@@ -6,6 +6,9 @@ import json
 import pytest
 import torch
 
+from tests.end_to_end.test_presets import PRESETS
+from tests.launcher import ROOT
+from tests.unit.test_latent_cache import write_pictures
 from torchtitan.config import checks
 from torchtitan.config.job import ConfigError, load_config
 from torchtitan.estimate import measured
@@ -16,6 +19,8 @@ from torchtitan.models.float8 import Float8Config, converted_share
 from torchtitan_dit.commands import estimate
 
 FLOAT8 = ["--training.mixed_precision_param", "bfloat16", "--float8.enable", "true"]
+# Published counts: FLUX.1 [schnell], DiT-XL/2, ai-toolkit's adapters of rank 16.
+COUNTS = {"flux_schnell_256.toml": 11_891_178_560, "flux_dev_lora.toml": 85_917_696, "dit_xl2_256.toml": 674_834_720}
 FIND_SPEC = importlib.util.find_spec
 
 
@@ -85,3 +90,41 @@ def test_times_are_said_to_be_assumed_until_the_device_was_measured(tmp_path, mo
     assert "at measured 51% of the compute peak (measured: NVIDIA H200, 2027-01-02)" in said and said.count("(measured)") == 2
     for other in (["H100"], ["H200", "--compute", "0.3"]):
         assert estimate.main([*words, *other]) == 0 and "(assumed)" in capsys.readouterr().out
+
+
+class Reached(Exception):
+    """The estimate of memory, which takes a minute for a large network."""
+
+
+def estimated(monkeypatch, name, *words):
+    """Network and place of the data that the command estimates."""
+    def reach(config, *rest):
+        raise Reached(config)
+
+    monkeypatch.setattr(estimate, "estimate_memory", reach)
+    with pytest.raises(Reached) as found:
+        estimate.main([str(ROOT / "train_configs" / name), "--world-size", "1", "--device", "H100", *words])
+    (config,) = found.value.args
+    return model_on_meta(config)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_shipped_configuration_is_estimated_without_its_data(name, monkeypatch, tmp_path, capsys):
+    monkeypatch.chdir(tmp_path)
+    model = estimated(monkeypatch, name)
+    assert model.num_parameters() == COUNTS.get(name, model.num_parameters())
+    has_data = name.startswith(("digits", "dit_", "sit_"))
+    assert ("not here; " + " x ".join(map(str, model.image_shape)) in capsys.readouterr().err) == (not has_data)
+    side = next((int(side) for side in ("512", "256", "64") if side in name), None)
+    if side and "img64" not in name:
+        assert model.image_shape[1:] == (side // 8, side // 8)
+
+
+def test_pictures_that_are_here_count_and_a_mistaken_key_is_refused(monkeypatch, tmp_path, capsys):
+    pictures = str(write_pictures(tmp_path / "pictures"))
+    words = ["--data.path", pictures, "--data.trigger_word", "sks", "--data.resolutions", "[64, 128]"]
+    monkeypatch.chdir(tmp_path)
+    assert estimated(monkeypatch, "flux_schnell_lora.toml", *words).image_shape == (16, 16, 16)
+    assert "FLUX.1-schnell/vae: not here; 16 x 16 x 16 and 256 tokens of text are assumed" in capsys.readouterr().err
+    given = [str(ROOT / "train_configs" / "flux_schnell_lora.toml"), "--world-size", "1", "--device", "H100", "--data.pth", "x"]
+    assert estimate.main(given) == 2 and "did you mean" in capsys.readouterr().err

@@ -22,9 +22,11 @@ from torchtitan.files.weight_files import named_weights
 from torchtitan.latents.bucketed import open_stores
 from torchtitan.models import MODELS, build_model
 from torchtitan.run import run
+from torchtitan.runs.network import network_on_meta
 from torchtitan.runs.record import read_run
 from torchtitan.texts.stub import StubEncoder
 from torchtitan_dit.commands.checkpoint import main as checkpoint_tool
+from torchtitan_dit.commands.train import main as train
 
 SIZES = [(140, 130), (70, 64), (130, 200), (128, 128), (64, 96)]
 
@@ -224,6 +226,63 @@ def test_keys_that_contradict_a_cache_are_refused(pictures, tmp_path):
     assert "1.txt" in line and "[trigger]" in line
     (line,) = refused("--data.name", "digits", "--model.name", "dit")[:1]
     assert "unknown key" in line or "no effect" in line
+
+
+def weights_of(given):
+    """Random weights of a configuration's network."""
+    config = load_config(given, 1)
+    model = network_on_meta(config, trained_info(config))
+    return model, {name: torch.randn(tensor.shape) for name, tensor in named_weights(model).items()}
+
+
+def published_of(given, layout):
+    model, weights = weights_of(given)
+    published, _ = MODELS["flux"].layouts[layout].export_weights(weights, model)
+    return {name: published[name].contiguous() for name in published}
+
+
+PEFT = "base_model.model.transformer_blocks.0.attn.to_q.lora_A.weight"
+SD = "lora_unet_down_blocks_0_attentions_0_proj_in.lora_down.weight"
+STARTS = {  # key and value of a run that cannot start -> the file's tensors, and what is said
+    "missing": ("checkpoint.initial_weights", None, "no such file (published weights: scripts/checkpoint.py import)"),
+    "bfl": ("checkpoint.initial_weights", lambda given: published_of(given, "bfl"), "import it: scripts/checkpoint.py import"),
+    "diffusers": ("checkpoint.initial_weights", lambda given: published_of(given, "diffusers"), "--format diffusers"),
+    "folder": ("checkpoint.initial_weights", "folder", "is a folder (import it: scripts/checkpoint.py import"),
+    "dev": ("checkpoint.initial_weights", lambda given: weights_of([*given, "--model.guidance_embedding", "true"])[1],
+            "4 tensors are not of this model: guidance_embed"),
+    "rank": ("lora.rank", "100", "lora.rank: 100 is above the smaller side"),
+    "pattern": ("lora.patterns", '["xyz"]', "lora.patterns[0]: 'xyz' fits no layer"),
+    "peft": ("lora.initial_adapter", lambda given: dict.fromkeys([PEFT], torch.ones(2, 64)), "a raw peft file"),
+    "foreign": ("lora.initial_adapter", lambda given: dict.fromkeys([SD], torch.ones(2, 64)), "lora_unet_down_blocks_0"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", STARTS)
+def test_a_run_that_cannot_start_is_refused_before_anything_is_encoded(name, pictures, tmp_path, capsys, monkeypatch):
+    key, value, said = STARTS[name]
+    given = [*words(pictures, tmp_path / "out"), "--lora.enable", "true"]
+    place = tmp_path / ("x" if value == "folder" else "x.safetensors")
+    if value == "folder":
+        (place / "transformer").mkdir(parents=True)
+    elif callable(value):
+        save_file(value(given), place)
+    given += [f"--{key}", value if key in ("lora.rank", "lora.patterns") else str(place)]
+    monkeypatch.setattr(cache_filling, "_fill", lambda *arguments: pytest.fail("encoded"))
+    for refused in (lambda: train([*given, "--check-only"]), lambda: run(load_config(given, 1), lambda: load_config(given, 1))):
+        assert refused() == 2
+        error = capsys.readouterr().err
+        assert said in error, error
+        assert len(error.splitlines()) == 1 and not (tmp_path / "out" / "run").exists(), error
+
+
+def test_a_finished_run_needs_its_initial_weights_no_more(pictures, tmp_path):
+    base = tmp_path / "x.safetensors"
+    given = [*words(pictures, tmp_path / "out"), "--lora.enable", "true", "--checkpoint.initial_weights", str(base)]
+    save_file(weights_of(given)[1], base)
+    assert train([*given, "--check-only"]) == 0
+    assert run(load_config(given, 1), lambda: load_config(given, 1)) == 0
+    base.unlink()
+    assert train([*given, "--check-only"]) == 0 and run(load_config(given, 1), lambda: load_config(given, 1)) == 0
 
 
 def test_published_weights_are_imported_for_a_configuration_whose_cache_is_not_filled(pictures, tmp_path):

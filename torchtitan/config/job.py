@@ -58,6 +58,7 @@ __all__ = [
     "load_config",
     "load_data_section",
     "report_and_exit",
+    "unchecked_config",
 ]
 
 _MODEL = Choice(MODELS, "dit", make=lambda family: family.config_class(), flavors=lambda family: family.flavors)
@@ -165,6 +166,15 @@ def load_config(argv: list[str], world_size: int, *, elsewhere: bool = False) ->
         raise ConfigError([_line(problem, origins, known, path) for problem in problems])
     resolve(checked, config)
     return config
+
+
+def unchecked_config(argv: list[str]) -> JobConfig:
+    """Read a configuration without the checks across its sections. Raises ConfigError."""
+    flags, path, document = _read(argv)
+    filled = _fill(document, flags, path)
+    if filled.problems:
+        raise ConfigError([_line(problem, filled.origins, filled.known, path) for problem in filled.problems])
+    return filled.config
 
 
 def load_data_section(argv: list[str], path: str | None = None) -> tuple[DataConfig, DatasetInfo]:

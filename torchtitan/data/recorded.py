@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn, cast
 
@@ -11,6 +11,7 @@ import numpy as np
 
 from torchtitan.conditions import Classes, Unconditional, class_kind
 from torchtitan.data.base import Batch, DataConfig, Dataset, DatasetError, DatasetInfo, Split
+from torchtitan.data.synthetic import text_kind
 from torchtitan.settings import setting
 
 if TYPE_CHECKING:
@@ -39,6 +40,11 @@ class RecordedLatentsConfig(DataConfig):
     shape: list[int] = setting([4, 32, 32], "channels, height and width")
     num_classes: int = setting(0, "classes of the images; 0: none", ge=0, le=100_000_000)
     class_names: list[str] = setting([], "one per class, or none", applies={"num_classes": ">0"})
+    text_length: int = setting(
+        0, "tokens of the text embeddings that condition the network instead of the class; 0: the class", ge=0, le=8192
+    )
+    text_dim: int = setting(4096, "width of each token's embedding", ge=1, le=65536, applies={"text_length": ">0"})
+    pooled_dim: int = setting(768, "width of the embedding of the whole text", ge=1, le=65536, applies={"text_length": ">0"})
     shift: list[float] = setting([], "subtracted from each channel of the autoencoder's latents; empty: 0")
     scale: list[float] = setting([], "then multiplied with each channel; empty: 1")
     encoder: str = setting("", "the autoencoder that made the latents, as JSON; empty: unknown")
@@ -78,6 +84,11 @@ class RecordedLatents(Recorded):
     holds_latents = True
 
     @staticmethod
+    def info(config: RecordedLatentsConfig) -> DatasetInfo:
+        info = Recorded.info(config)
+        return replace(info, condition_kind=text_kind(config)) if config.text_length else info
+
+    @staticmethod
     def store(config: RecordedLatentsConfig) -> LatentStore:
         """What is known of the store: an index without shards, and no captions. Raises DatasetError."""
         return cast("LatentStore", _RecordedStore(Path("the recorded latents"), _index(config)))
@@ -101,8 +112,10 @@ def record_of(config: DataConfig, info: DatasetInfo, index: StoreIndex | None) -
         index: of the latent store that it is trained on; None for images.
 
     Returns:
-        the section to sample with; None where images are conditioned on more than a class, as captions.
+        the section to sample with; None where images are conditioned on more than a class, as captions, and it is no such record.
     """
+    if isinstance(config, RecordedLatentsConfig) and config.text_length:
+        return config
     kind = info.condition_kind
     if not isinstance(kind, Classes | Unconditional):
         return None

@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -97,8 +97,11 @@ class Synthetic(Dataset):
 
 
 def _condition_kind(config: SyntheticConfig) -> ConditionKind:
-    if not config.text_length:
-        return class_kind(config.num_classes)
+    return text_kind(config) if config.text_length else class_kind(config.num_classes)
+
+
+def text_kind(config: Any) -> Embeddings:
+    """Kind of a section with text_length, text_dim and pooled_dim; zeros stand for no condition."""
     zero = torch.zeros(())
     return Embeddings({TEXT: zero.expand(config.text_length, config.text_dim), POOLED: zero.expand(config.pooled_dim)})
 

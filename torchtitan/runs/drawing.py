@@ -29,6 +29,7 @@ from torchtitan.models.adapters.target import LowRankWeights
 from torchtitan.runs.drawn_size import drawn_shape
 from torchtitan.runs.guides import LoadedGuide, open_guide
 from torchtitan.runs.model_card import WEIGHTS
+from torchtitan.runs.prompts import check_prompted
 from torchtitan.runs.sample_settings import set_settings
 from torchtitan.runs.sampling_options import add_method_options, sampling_method
 from torchtitan.runs.trained_model import TrainedModel, WeightsError, is_published_folder, load_run, load_weights
@@ -89,8 +90,9 @@ class Drawing:
             classes: by turns; none: drawn for each seed.
 
         Raises:
-            SampleSetError: there can be none.
+            SampleSetError, WeightsError: there can be none.
         """
+        check_prompted(self.trained)
         channels = self.image_shape[0]
         if self.decoder is None and (self.trained.config.data.name in LATENT_DATASETS or channels not in (1, 3)):
             raise SampleSetError(

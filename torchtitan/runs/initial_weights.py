@@ -1,8 +1,12 @@
-"""Initial weights of a run, checked by its ranks together: each reads its share of the tensors.
+"""Initial weights of a run: checked by their header before anything is encoded, then by its ranks together, each of which
+reads its share of the tensors.
 
 With more ranks than tensors a rank reads one, whatever the size of the network is.
 """
 
+import os
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -11,14 +15,44 @@ import torch.distributed as dist
 from torchtitan.checkpoint.checkpointer import checkpoint_path, checkpoint_steps, newest_good, read_state
 from torchtitan.checkpoint.shared_verification import shares_of
 from torchtitan.config.job import JobConfig
+from torchtitan.config.latent_cache import trained_info
 from torchtitan.data.base import DatasetInfo
 from torchtitan.distributed.collectives import from_first_rank, of_all_ranks, on_all_ranks
 from torchtitan.files.remote_path import AnyPath
-from torchtitan.files.weight_files import WeightsError, check_fits, each_tensor, refuse_not_finite, tensor_sizes
+from torchtitan.files.weight_files import (
+    WeightsError,
+    check_fits,
+    each_tensor,
+    named_weights,
+    refuse_not_finite,
+    tensor_sizes,
+)
 from torchtitan.files.weight_hash import joined_sha256, tensor_sha256
+from torchtitan.models import MODELS
 from torchtitan.models.base import DiffusionModel
-from torchtitan.runs.network import check_base, frozen_sha256, network_on_meta
+from torchtitan.models.published_layouts import ConversionError
+from torchtitan.programs import program
+from torchtitan.runs.folder import RunFolder
+from torchtitan.runs.network import check_adapters, check_base, frozen_sha256, network_on_meta
 from torchtitan.runs.portable import class_names_of_weights
+
+
+def check_start(config: JobConfig) -> None:
+    """Check by headers that the files that a run starts from fit its network, and that this can have the adapters; on the meta
+    device, by this process alone. Nothing is checked that the run does not need, finished or resumed.
+
+    Raises:
+        CheckpointError, DatasetError.
+    """
+    path, frozen, folder = config.checkpoint.initial_weights, config.lora.enable, RunFolder(config)
+    if not (path or frozen) or folder.is_finished():
+        return
+    info = trained_info(config)
+    if path and (frozen or not checkpoint_steps(folder.checkpoints)):
+        with _of_key():
+            check_own(Path(path), network_on_meta(config, info))
+    if frozen:
+        check_adapters(config, info)
 
 
 def check_initial_weights(config: JobConfig, info: DatasetInfo, checkpoints: AnyPath) -> str:
@@ -38,10 +72,8 @@ def check_initial_weights(config: JobConfig, info: DatasetInfo, checkpoints: Any
     if not path or not from_first_rank(lambda: frozen or not checkpoint_steps(checkpoints)):
         return ""
     model = network_on_meta(config, info)
-    try:
+    with _of_key():
         digest = check_together(Path(path), model, hashed=frozen)
-    except WeightsError as error:
-        raise WeightsError("\n".join(f"checkpoint.initial_weights: {line}" for line in str(error).splitlines())) from error
     from_first_rank(_check_classes, Path(path), info)
     if frozen:
         from_first_rank(_check_base, checkpoints, frozen_sha256(config, digest), path)
@@ -55,6 +87,46 @@ def _check_classes(path: Path, info: DatasetInfo) -> None:
         number = next(number for number, name in enumerate(names) if name != info.class_names[number])
         text = f"class {number} is {names[number]!r} there and {info.class_names[number]!r} in the data"
         raise WeightsError(f"checkpoint.initial_weights: {path}: {text} (data.classes_file orders classes)")
+
+
+@contextmanager
+def _of_key() -> Iterator[None]:
+    try:
+        yield
+    except WeightsError as error:
+        raise WeightsError("\n".join(f"checkpoint.initial_weights: {line}" for line in str(error).splitlines())) from error
+
+
+def check_own(path: Path, model: DiffusionModel) -> None:
+    """Check by its header that a safetensors file has a model's weights under their names here.
+
+    Raises:
+        WeightsError: it has not; of published weights it names the command that imports them.
+    """
+    command = f"{program('checkpoint')} import"
+    if os.path.isdir(path):
+        raise WeightsError(f"{path}: is a folder (import it: {command} {path} --format diffusers --output FILE.safetensors)")
+    if not os.path.exists(path):  # False also of what is no path
+        raise WeightsError(f"{path}: no such file (published weights: {command})")
+    try:
+        check_fits(path, model)
+    except WeightsError as error:
+        if path.suffix != ".safetensors":
+            raise WeightsError(f"{error} (published weights: {command})") from error
+        if layout := _published_layout(tensor_sizes(path), model):
+            advice = f"import it: {command} {path} --format {layout} --output FILE.safetensors"
+            raise WeightsError(f"{path}: is in the {layout} layout, not in this program's ({advice})") from error
+        raise
+
+
+def _published_layout(names: Collection[str], model: DiffusionModel) -> str:
+    """Published layout that most of these names are of; "" if they are of none."""
+    for name, layout in MODELS[model.config.name].layouts.items():
+        with suppress(ConversionError):
+            published, _ = layout.export_weights(named_weights(model), model)
+            if 2 * len(published.keys() & names) > len(names):
+                return name
+    return ""
 
 
 def check_together(path: Path, model: DiffusionModel, *, hashed: bool) -> str:
@@ -74,7 +146,7 @@ def check_together(path: Path, model: DiffusionModel, *, hashed: bool) -> str:
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
     def own_share() -> tuple[list[str], dict[str, str]]:
-        check_fits(path, model)
+        check_own(path, model)
         return inspect(path, share_of(path, rank, world_size), hashed=hashed)
 
     found = of_all_ranks(on_all_ranks(own_share, (WeightsError,), None))

@@ -14,7 +14,7 @@ from torchtitan.errors import LatentStoreError
 from torchtitan.evaluation.config import LATENT_DATASETS
 from torchtitan.runs.trained_model import TrainedModel, WeightsError
 from torchtitan.texts import TextEncoderError, reopen_encoders
-from torchtitan.texts.opening import OPTIONS
+from torchtitan.texts.opening import OPTIONS, open_encoders
 
 _ENCODERS = {TEXT: "the text encoder", POOLED: "the pooled text encoder"}
 MOST_LETTERS = 4000  # of a prompt: more than any encoder reads
@@ -27,7 +27,7 @@ def add_prompt_options(parser: argparse._ActionsContainer) -> None:
         "data.trigger_word: one row of the grid each, or those of a set, by turns (default: the run's prompts)")
     for entry, option in OPTIONS.items():
         add(option, default="", metavar="ENCODER", help=f"folder or hub name of {_ENCODERS[entry]} of the run's captions; "
-            "needed for texts that are no captions of the run's data")
+            "needed for texts that are no captions of the run's data (default: of a pipeline's folder, the one in it)")
 
 
 def places(arguments: argparse.Namespace) -> dict[str, str]:
@@ -78,6 +78,8 @@ def with_prompts(trained: TrainedModel, prompts: Sequence[str], places: Mapping[
             raise WeightsError(f"{OPTIONS[next(iter(places))]}: the run's data name their own encoders (leave it out)")
         return _prompted(trained, kind, prompts, kind.encode(list(prompts)))
     store = DATASETS[data.name].store(data) if data.name in LATENT_DATASETS else None
+    if isinstance(kind, Embeddings) and data.name == "recorded_latents":
+        return _encoded(trained, kind, prompts, {**trained.encoders, **places})
     if not isinstance(kind, Embeddings) or store is None or store.captions is None:
         raise WeightsError(f"--prompt: the model was trained on {kind.wanted}, not on encoded captions (leave it out)")
     plan = store.captions.plan
@@ -90,9 +92,7 @@ def with_prompts(trained: TrainedModel, prompts: Sequence[str], places: Mapping[
         if new := [prompt for prompt, number in numbers.items() if number is None]:
             encoders = reopen_encoders(plan.encoders, places, plan.text_shape[0], compute_device())
             encoded, cut = encoders.encode(new)
-            if cut:
-                text = f"--prompt: {cut} of the texts are longer than {encoders.length} tokens, and are cut"
-                trained = dataclasses.replace(trained, warnings=(*trained.warnings, text))
+            trained = _with_cut(trained, cut, encoders.length)
             for place, prompt in enumerate(new):
                 known[prompt] = {name: value[place : place + 1] for name, value in encoded.items()}
     except LatentStoreError as error:
@@ -103,6 +103,39 @@ def with_prompts(trained: TrainedModel, prompts: Sequence[str], places: Mapping[
         name: torch.cat([known[prompt][name].to(dtype) for prompt in prompts]) for name, (_, dtype) in kind.entries.items()
     }
     return _prompted(trained, kind, prompts, rows)
+
+
+def check_prompted(trained: TrainedModel) -> None:
+    """Check that there is something to draw. Raises WeightsError: the weights come without captions, and no prompt is given."""
+    kind = trained.info.condition_kind
+    if isinstance(kind, Embeddings) and not kind.choices and trained.config.data.name == "recorded_latents":
+        raise WeightsError("--prompt: not given, and these weights come without captions")
+
+
+def _encoded(
+    trained: TrainedModel, kind: Embeddings, prompts: Sequence[str], places: Mapping[str, str]
+) -> TrainedModel:
+    """Published model with these prompts, encoded in bfloat16 as stores are; the empty text stands for no condition."""
+    for entry, option in OPTIONS.items():
+        if entry not in places:
+            raise WeightsError(f"{option}: not given, and the weights come without {_ENCODERS[entry]} (a folder or hub name)")
+    length = kind.entries[TEXT][0][0]
+    try:
+        encoders = open_encoders(places[TEXT], places[POOLED], length, torch.bfloat16, compute_device())
+        encoded, cut = encoders.encode(["", *prompts])
+    except TextEncoderError as error:
+        raise WeightsError(str(error)) from error
+    for entry, (shape, _) in kind.entries.items():
+        if (width := encoded[entry].shape[-1]) != shape[-1]:
+            raise WeightsError(f"{OPTIONS[entry]}: {places[entry]} has width {width}, this model takes {shape[-1]}")
+    kind = dataclasses.replace(kind, nulls={entry: values[0] for entry, values in encoded.items()})
+    rows = {entry: values[1:] for entry, values in encoded.items()}
+    return _prompted(_with_cut(trained, cut, length), kind, prompts, rows)
+
+
+def _with_cut(trained: TrainedModel, cut: int, length: int) -> TrainedModel:
+    text = f"--prompt: {cut} of the texts are longer than {length} tokens, and are cut"
+    return dataclasses.replace(trained, warnings=(*trained.warnings, text)) if cut else trained
 
 
 def _prompted(

@@ -217,7 +217,7 @@ def _config_shown(
             continue
         latents = tables["data"]["shape"][0] not in (1, 3)
         data = {"name": "recorded_latents" if latents else "recorded"} | tables["data"]
-        data |= {"class_names": class_names} if len(class_names) == data["num_classes"] else {}
+        data |= {"class_names": class_names} if class_names and len(class_names) == data["num_classes"] else {}
         tables = tables | {"model": {"name": name} | tables["model"], "data": data}
         return load_text(tomli_w.dumps(tables), str(source))
     raise WeightsError(f"{source}: its tensors show no model of a named size in the {layout_name} layout (add --config FILE)")

@@ -1,9 +1,9 @@
 """Trained model, read back for sampling: from a run folder's checkpoint, or from a file of weights."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -19,6 +19,7 @@ from torchtitan.checkpoint.checkpointer import (
 )
 from torchtitan.checkpoint.location import run_checkpoints
 from torchtitan.checkpoint.manifest import MANIFEST
+from torchtitan.conditions import POOLED, TEXT
 from torchtitan.config.job import ConfigError, JobConfig, load_config
 from torchtitan.data import dataset_info
 from torchtitan.data.base import DatasetInfo
@@ -47,6 +48,7 @@ from torchtitan.runs.post_hoc_ema import Reconstruction, reconstruct, stored_ave
 from torchtitan.runs.published import layout_of, open_published
 from torchtitan.training.snapshot_series import SnapshotError
 
+_ENCODERS = {TEXT: "text_encoder_2", POOLED: "text_encoder"}  # folders of Flux's pipeline
 RECONSTRUCTED = "std="  # prefix of tracks that are reconstructed from snapshots
 _RunConfig = tuple[JobConfig, DatasetInfo, tuple[str, ...]]
 
@@ -64,6 +66,7 @@ class TrainedModel:
         step: of the checkpoint or snapshot; None for a file of weights.
         track: EMA track, "none" for the trained weights; "" for a file of weights.
         warnings: damaged checkpoints that were skipped, or limits of a reconstruction's accuracy.
+        encoders: places of the text encoders in a published pipeline's folder, by entry.
     """
 
     config: JobConfig
@@ -74,6 +77,7 @@ class TrainedModel:
     warnings: tuple[str, ...] = ()
     step: int | None = None
     track: str = ""
+    encoders: Mapping[str, str] = field(default_factory=dict)
 
 
 def load_run(folder: Path, track: str | None, step: int | None, device: torch.device) -> TrainedModel:
@@ -242,7 +246,8 @@ def _published_folder(path: Path, config_file: Path | None, device: torch.device
     with torch.no_grad():
         for name, tensor in named_weights(model).items():
             tensor.copy_(weights.tensors[name])
-    return TrainedModel(config, info, model, objective, path.resolve().name)
+    encoders = {entry: str(path / name) for entry, name in _ENCODERS.items() if (path / name).is_dir()}
+    return TrainedModel(config, info, model, objective, path.resolve().name, encoders=encoders)
 
 
 def is_published_folder(path: Path) -> bool:

@@ -58,9 +58,11 @@ class TransformersEncoder(TextEncoder):
         self._kind = _kind(folder)
         self._dtype, self._device = dtype, device
         try:
-            self._tokenizer = transformers.AutoTokenizer.from_pretrained(_tokenizer_folder(folder, path))
+            self._tokenizer = transformers.AutoTokenizer.from_pretrained(_tokenizer_folder(folder, path), trust_remote_code=False)
             kind = transformers.CLIPTextModel if self._kind == "clip" else transformers.AutoModelForTextEncoding
-            model, report = kind.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+            model, report = kind.from_pretrained(
+                folder, dtype=torch.float32, output_loading_info=True, trust_remote_code=False
+            )
         except _UNREADABLE as error:
             raise TextEncoderError(f"{folder}: cannot be opened as a text encoder: {first_line(error)}") from error
         if missing := sorted(report["missing_keys"]):

@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import NoReturn
 
 from torchtitan.config.job import ConfigError, load_config
+from torchtitan.estimate.absent_data import without_data
 from torchtitan.estimate.devices import DEVICES, Device
 from torchtitan.estimate.measured import efficiency_on
 from torchtitan.estimate.memory import estimate_memory, model_on_meta
@@ -22,12 +23,14 @@ from torchtitan.processes.command_line import OneLineParser, run_program
 def main(words: list[str] | None = None) -> int:
     arguments, overrides = parse_arguments(words)
     try:
-        words = ["--job.config_file", arguments.config, *overrides]
+        words, note = without_data(["--job.config_file", arguments.config, *overrides])
         on_gpu = arguments.device.name != "CPU"
         config = load_config(words, arguments.world_size, elsewhere=on_gpu)
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
+    if note:
+        print(note, file=sys.stderr)
     if config.float8.enable and not config.float8.emulate and arguments.device.tflops_float8 is None:
         print(
             f"float8.enable: {arguments.device.name} has no float8 matrix products (set float8.emulate to true, or"

@@ -33,7 +33,7 @@ from torchtitan.pictures.grids import class_labels, image_grid, save_image
 from torchtitan.processes.command_line import OneLineParser, exit_code
 from torchtitan.runs.drawing import Drawing, add_drawing_options, beside, chosen_classes, open_drawing
 from torchtitan.runs.drawn_names import drawn_name
-from torchtitan.runs.prompts import add_prompt_options, places, with_prompts
+from torchtitan.runs.prompts import add_prompt_options, check_prompted, places, with_prompts
 from torchtitan.runs.sampling_options import option
 from torchtitan.runs.trained_model import WeightsError
 
@@ -105,6 +105,7 @@ def refuse_unused(arguments: argparse.Namespace) -> None:
 def check(arguments: argparse.Namespace, drawing: Drawing) -> None:
     """Check the options of a grid or a set. Raises WeightsError: one cannot be used."""
     config = drawing.trained.config
+    check_prompted(drawing.trained)
     if arguments.prompt and arguments.classes is not None:
         raise WeightsError("--classes: has no effect with --prompt (leave one out)")
     if arguments.prompt:

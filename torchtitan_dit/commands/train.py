@@ -54,11 +54,26 @@ def main(arguments: list[str]) -> int:
         from torchtitan.run import run  # the configuration is checked before anything heavy is imported
 
         return run(config, lambda: load_config(arguments, world_size))
-    if problem := _decoder_problem(config):
+    if problem := _start_problem(config) or _decoder_problem(config):
         print(problem, file=sys.stderr)
         return REFUSED
     print(f"{config.job.config_file or 'configuration'}: ok")
     return 0
+
+
+def _start_problem(config: JobConfig) -> Exception | None:
+    """Problem of the weights and adapters that a configuration starts from; None if there is none."""
+    if not (config.checkpoint.initial_weights or config.lora.enable):
+        return None
+    from torchtitan.data import DatasetError
+    from torchtitan.errors import CheckpointError
+    from torchtitan.runs.initial_weights import check_start
+
+    try:
+        check_start(config)
+    except (CheckpointError, DatasetError) as error:
+        return error
+    return None
 
 
 def _decoder_problem(config: JobConfig) -> Exception | None:

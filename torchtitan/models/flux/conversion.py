@@ -8,7 +8,7 @@ and computes none, so a round trip is exact. Differences of diffusers:
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -23,6 +23,9 @@ from torchtitan.models.published_layouts import ComputedTensors, ConversionError
 SWAPPED = "output.modulation"  # layer with its halves of rows in the other order in diffusers
 _ROPE_THETA = 10000.0
 _DIFFUSERS_FILE = "diffusion_pytorch_model.safetensors"
+_MARKS = {"bfl": "img_in.weight", "diffusers": "x_embedder.weight", "safetensors": "patch_embed.weight"}
+# Latents of FLUX.1: (raw - shift) * scale of its autoencoder's, 1024 x 1024 pixels as its pipeline draws unless asked.
+_CHANNELS, _SIDE, _SHIFT, _SCALE = 16, 128, 0.1159, 0.3611
 
 
 @dataclass(frozen=True)
@@ -36,13 +39,27 @@ class FluxLayout(PublishedLayout):
     name: str
     convention: str
 
-    latents = {16: (0.1159, 0.3611)}
+    latents = {_CHANNELS: (_SHIFT, _SCALE)}
 
     def constants(self, model: Flux) -> dict[str, Any]:
         trained = {"path": "rectified_flow", "prediction": "velocity", "preconditioning": "identity"}
         found = {f"objective.{key}": value for key, value in trained.items()} | {"model.rope_theta": _ROPE_THETA}
         published = FLAVORS["dev"]
         return found | ({"model.axes_dim": published.axes_dim} if model.config.dim == published.dim else {})
+
+    def settings(self, published: Mapping[str, Tensor], document: Mapping[str, Any]) -> dict[str, dict[str, Any]] | None:
+        sizes = [*FLAVORS.values(), *(replace(flavor, guidance_embedding=True) for flavor in FLAVORS.values())]
+        config = next((size for size in sizes if not _other_flavor(published, self.name, size)), None)
+        patch = published.get(_MARKS[self.name])
+        if config is None or patch is None or patch.shape[1:] != (_CHANNELS * config.patch_size**2,):
+            return None
+        guided = config.guidance_embedding
+        data = {
+            "shape": [_CHANNELS, _SIDE, _SIDE], "num_classes": 0, "shift": [_SHIFT] * _CHANNELS, "scale": [_SCALE] * _CHANNELS,
+            "text_length": 512 if guided else 256, "text_dim": config.text_dim, "pooled_dim": config.pooled_dim,
+        }  # fmt: skip
+        model = {"flavor": config.flavor, "guidance_embedding": guided}
+        return {"model": model, "objective": {"path": "rectified_flow", "prediction": "velocity"}, "data": data}
 
     def export_weights(self, weights: Mapping[str, Tensor], model: Flux) -> tuple[ComputedTensors, list[str]]:
         _require_flux(model)
@@ -267,13 +284,12 @@ def _require_flux(model: object) -> None:
 
 
 def _other_layout(published: Mapping[str, Tensor], layout: str) -> str:
-    marks = {"bfl": "img_in.weight", "diffusers": "x_embedder.weight", "safetensors": "patch_embed.weight"}
-    if marks[layout] in published:
+    if _MARKS[layout] in published:
         return ""
-    other = next((name for name, mark in marks.items() if mark in published), None)
+    other = next((name for name, mark in _MARKS.items() if mark in published), None)
     if other == "safetensors":
         return "is in this program's own layout already"
-    return f"is in the {other} layout (give --format {other})" if other else f"is no Flux: {marks[layout]} is missing"
+    return f"is in the {other} layout (give --format {other})" if other else f"is no Flux: {_MARKS[layout]} is missing"
 
 
 def _other_flavor(published: Mapping[str, Tensor], layout: str, config: FluxConfig) -> str:
