@@ -8,6 +8,7 @@ import os
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -29,7 +30,7 @@ from torchtitan.files.weight_files import (
 )
 from torchtitan.files.weight_hash import joined_sha256, tensor_sha256
 from torchtitan.models import MODELS
-from torchtitan.models.base import DiffusionModel
+from torchtitan.models.base import DiffusionModel, ModelConfig
 from torchtitan.models.published_layouts import ConversionError
 from torchtitan.programs import program
 from torchtitan.runs.folder import RunFolder
@@ -121,7 +122,8 @@ def check_own(path: Path, model: DiffusionModel) -> None:
 
 def _published_layout(names: Collection[str], model: DiffusionModel) -> str:
     """Published layout that most of these names are of; "" if they are of none."""
-    for name, layout in MODELS[model.config.name].layouts.items():
+    family = MODELS[cast(ModelConfig, model.config).name]
+    for name, layout in family.layouts.items():
         with suppress(ConversionError):
             published, _ = layout.export_weights(named_weights(model), model)
             if 2 * len(published.keys() & names) > len(names):
