@@ -19,6 +19,7 @@ from tests.unit.test_latent_cache import write_pictures
 from torchtitan.config.job import load_config
 from torchtitan.estimate.memory import estimate_memory
 from torchtitan_dit.commands.extract_latents import main as extract_latents
+from torchtitan_dit.commands.train import main as train
 
 SMALL = [
     "--training.steps", "3", "--training.global_batch_size", "4", "--training.mixed_precision_param", "float32",
@@ -42,7 +43,7 @@ PRESETS = [name for name in PRESETS if not name.startswith("sweeps")]
 LIKE_OTHERS = {f"edm2/{name}.toml" for name in ("cifar10_e", "cifar100_c", "cifar100_g", "tiny_imagenet_c", "tiny_imagenet_g")}
 LIKE_OTHERS |= {"edm2/img512_s.toml"}
 LARGE = {
-    "dit_xl2_256.toml", "sit_xl2_256.toml", "imagenet256_cosmos_dit_l2.toml", "imagenet256_dit_xl2.toml",
+    "dit_xl2_256.toml", "sit_xl2_256.toml", "sit_b2_256.toml", "imagenet256_cosmos_dit_l2.toml", "imagenet256_dit_xl2.toml",
     "imagenet512_dit_xl2.toml", "flux_schnell_256.toml", "edm2/img512_s.toml", "edm2/img512_xs.toml", "edm2/img64_s.toml",
 }  # fmt: skip
 
@@ -132,6 +133,15 @@ def small(name: str, folders: dict, latents: list[str], dump_folder) -> list[str
     if "validation" in preset:
         words += ["--validation.num_images", "3"]
     return words
+
+
+def test_no_configuration_trains_on_synthetic_images_unless_it_is_asked_to(capsys):
+    names = {name: tomllib.loads((ROOT / "train_configs" / name).read_text())["data"]["name"] for name in PRESETS}
+    assert not [name for name, data in names.items() if data == "synthetic"]
+    for name in ("dit_xl2_256", "sit_xl2_256"):
+        with pytest.raises(SystemExit):
+            train(["--job.config_file", name, "--check-only"])
+        assert "(scripts/extract_latents.py makes one of images, scripts/latents.py convert" in capsys.readouterr().err
 
 
 def test_large_configurations_are_compiled():
