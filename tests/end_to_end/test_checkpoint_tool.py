@@ -4,8 +4,6 @@ import argparse
 import json
 import os
 import pickle
-import re
-import shlex
 import shutil
 from pathlib import Path
 
@@ -18,7 +16,6 @@ from tests.end_to_end.runs import Run, checkpoint_tensors
 from tests.end_to_end.test_bad_input import call
 from tests.end_to_end.tools import caller, load_tool
 from tests.faults.forked import ForkedRun
-from tests.launcher import ROOT
 
 CONFIG = """
 [model]
@@ -314,15 +311,6 @@ def test_output_is_replaced_only_when_asked_for(run, command, tmp_path):
     assert code == 2 and "notes.txt" in error and (folder / "notes.txt").read_text() == "mine"
     inside = {"config.json", "diffusion_pytorch_model.safetensors", "notes.txt"}
     assert contents(tmp_path) == {"x.safetensors", "folder"} | {f"folder/{name}" for name in inside}
-
-
-@pytest.mark.parametrize("page", ["docs/index.md", "docs/checkpoints.md"])
-def test_commands_of_the_documentation_are_accepted(page):
-    commands = re.findall(r"\.venv/bin/python scripts/checkpoint\.py ([^`\n]+)", (ROOT / page).read_text())
-    named = {"list", "verify", "diff", "export", "import"} | ({"convert", "push"} if page.endswith("checkpoints.md") else set())
-    assert {command.split()[0] for command in commands} == named
-    for command in commands:
-        load_tool("checkpoint").parse_arguments(shlex.split(command))
 
 
 # --- initial weights
