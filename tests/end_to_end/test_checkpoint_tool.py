@@ -316,6 +316,26 @@ def test_output_is_replaced_only_when_asked_for(run, command, tmp_path):
 # --- initial weights
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_initial_weights_that_lack_a_tensor_or_have_another_need_a_key(run, config_file, command, tmp_path, ranks):
+    file = tmp_path / "start.safetensors"
+    command("export", run.folder, "--ema", "none", "--format", "safetensors", "--output", file)
+    weights = load_file(file)
+    lacking = weights.pop("patch_embed.weight")
+    save_file(weights | {"stranger": torch.zeros(2)}, file)
+    words = ["--checkpoint.initial_weights", str(file), "--optimizer.lr", "1e-30", "--training.steps", "1"]
+    name = f"lacking-{ranks}"
+    codes, outputs = ForkedRun(config_file, name, *words, ranks=ranks, shards=ranks).wait()
+    assert codes[0] == 2 and "--checkpoint.initial_weights_strict false draws tensors that are missing" in outputs[0]
+    begun = ForkedRun(config_file, name, *words, "--checkpoint.initial_weights_strict", "false", ranks=ranks, shards=ranks)
+    output = begun.finish()[0]
+    assert "1 tensors are missing: patch_embed.weight" in output and "1 tensors are not of this model: stranger" in output
+    found = weights_of(begun, "model.", step=1)
+    drawn = found.pop("patch_embed.weight")
+    assert found.keys() == weights.keys() and all(torch.equal(found[key], weights[key]) for key in found)
+    assert drawn.shape == lacking.shape and drawn.std() > 0 and not torch.equal(drawn, lacking)
+
+
 def test_a_new_run_starts_from_a_file_of_weights_and_a_resumed_one_does_not(run, config_file, command, tmp_path):
     file = tmp_path / "start.safetensors"
     command("export", run.folder, "--ema", "none", "--format", "safetensors", "--output", file)

@@ -3,6 +3,7 @@
 With more ranks than tensors a rank reads one, whatever the size of the network is.
 """
 
+import logging
 from pathlib import Path
 
 import torch
@@ -18,6 +19,8 @@ from torchtitan.files.weight_files import WeightsError, check_fits, each_tensor,
 from torchtitan.files.weight_hash import joined_sha256, tensor_sha256
 from torchtitan.models.base import DiffusionModel
 from torchtitan.runs.network import check_base, frozen_sha256, network_on_meta
+
+logger = logging.getLogger(__name__)
 
 
 def check_initial_weights(config: JobConfig, info: DatasetInfo, checkpoints: AnyPath) -> str:
@@ -38,15 +41,21 @@ def check_initial_weights(config: JobConfig, info: DatasetInfo, checkpoints: Any
         return ""
     model = network_on_meta(config, info)
     try:
-        digest = check_together(Path(path), model, hashed=frozen)
+        if not config.checkpoint.initial_weights_strict:
+            for line in from_first_rank(check_fits, Path(path), model, False):
+                logger.warning(f"checkpoint.initial_weights: {path}: {line}")
+        digest = check_together(Path(path), model, hashed=frozen, strict=config.checkpoint.initial_weights_strict)
     except WeightsError as error:
-        raise WeightsError("\n".join(f"checkpoint.initial_weights: {line}" for line in str(error).splitlines())) from error
+        lines = [f"checkpoint.initial_weights: {line}" for line in str(error).splitlines()]
+        if any(" tensors are " in line for line in lines):
+            lines.append("--checkpoint.initial_weights_strict false draws tensors that are missing, and leaves out others")
+        raise WeightsError("\n".join(lines)) from error
     if frozen:
         from_first_rank(_check_base, checkpoints, frozen_sha256(config, digest), path)
     return digest
 
 
-def check_together(path: Path, model: DiffusionModel, *, hashed: bool) -> str:
+def check_together(path: Path, model: DiffusionModel, *, hashed: bool, strict: bool = True) -> str:
     """Check that a safetensors file has a model's weights, all finite; collective.
 
     Args:
@@ -63,7 +72,7 @@ def check_together(path: Path, model: DiffusionModel, *, hashed: bool) -> str:
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
     def own_share() -> tuple[list[str], dict[str, str]]:
-        check_fits(path, model)
+        check_fits(path, model, strict)
         return inspect(path, share_of(path, rank, world_size), hashed=hashed)
 
     found = of_all_ranks(on_all_ranks(own_share, (WeightsError,), None))
