@@ -38,11 +38,8 @@ class NotTensors(WeightsError):
 def check_fits(path: Path, model: nn.Module, strict: bool = True) -> list[str]:
     """Read the header of a safetensors file and compare it with a model's weights; the model may be on meta.
 
-    Args:
-        strict: false: tensors may be missing or superfluous.
-
     Returns:
-        what is tolerated, one line per kind.
+        differences, one line per kind: of a file that is not read strictly, tensors that are missing or superfluous.
 
     Raises:
         WeightsError: not a safetensors file, or tensors are missing, superfluous or of another shape.

@@ -198,11 +198,11 @@ def as_text(found: Breakdown) -> str:
     total = ("total", *numbers(found.total))
     longest = "longest kernels" if found.cuda else "longest operations"
     steps = "1 step" if found.num_steps == 1 else f"{found.num_steps} steps"
-    known = found.besides_training is not None
+    besides = [] if found.besides_training is None else [", ".join(found.besides_training) or "nothing"]
     return "\n".join((
         f"{_HEADING}{found.trace}, {steps}, {work}\n",
         _table(("kind", "ms per step", "share"), [*kinds, total]),
-        *([f"Traced {steps}, besides training: {', '.join(found.besides_training) or 'nothing'}.\n"] if known else []),
+        *(f"Traced {steps}, besides training: {each}.\n" for each in besides),
         f"Communication hidden behind computation: {_ms(found, found.hidden_communication):.2f} ms per step more.\n",
         _table(("phase", "ms per step", "share"), [*phases, total]),
         _table((longest, "kind", "calls per step", "ms per step", "share"), top),

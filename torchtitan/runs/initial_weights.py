@@ -46,10 +46,9 @@ def check_initial_weights(config: JobConfig, info: DatasetInfo, checkpoints: Any
                 logger.warning(f"checkpoint.initial_weights: {path}: {line}")
         digest = check_together(Path(path), model, hashed=frozen, strict=config.checkpoint.initial_weights_strict)
     except WeightsError as error:
-        lines = [f"checkpoint.initial_weights: {line}" for line in str(error).splitlines()]
-        if any(" tensors are " in line for line in lines):
-            lines.append("--checkpoint.initial_weights_strict false draws tensors that are missing, and leaves out others")
-        raise WeightsError("\n".join(lines)) from error
+        advice = " (--checkpoint.initial_weights_strict false accepts that)"
+        lines = (f"{line}{advice if ' tensors are ' in line else ''}" for line in str(error).splitlines())
+        raise WeightsError("\n".join(f"checkpoint.initial_weights: {line}" for line in lines)) from error
     if frozen:
         from_first_rank(_check_base, checkpoints, frozen_sha256(config, digest), path)
     return digest
