@@ -357,7 +357,7 @@ def _product_rate(counted: CountedStep) -> float:
     return PRODUCTS["bfloat16"] / (1 - share + share / faster)
 
 
-_XL = ["train_configs/dit_xl2_256.toml"]
+_XL = ["train_configs/dit_xl2_256.toml", "--data.name", "synthetic", "--data.num_classes", "1000"]
 _B = [*_XL, "--model.flavor", "DiT-B/2", "--images", "256"]
 _NOISE = ["--gns.enable", "true", "--step", "16"]
 _FREE = ["--gns.enable", "true", "--step", "9"]  # a step between two measured ones

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from benchmarks.step_counts import as_record, count_step, images_words
+from tests.counted_steps import SYNTHETIC
 from torchtitan.conditions import Classes
 from torchtitan.distributed.config import ParallelismConfig
 from torchtitan.distributed.mesh import Layout
@@ -30,7 +31,7 @@ def write_noise_counts(path: str) -> int:
             for layers in LAYERS for kind, measured in (("measured", True), ("free", False))
         }  # fmt: skip
         words = [
-            "--job.config_file", "train_configs/dit_xl2_256.toml", "--model.num_layers", "1", "--gns.enable", "true",
+            "--job.config_file", "train_configs/dit_xl2_256.toml", *SYNTHETIC, "--model.num_layers", "1", "--gns.enable", "true",
             "--gns.interval", str(INTERVAL), *images_words(IMAGES),
         ]  # fmt: skip
         found |= {f"step {step}": as_record(count_step(words, 1, step)) for step in STEPS}

@@ -11,6 +11,8 @@ from benchmarks.step_counts import as_record, count_step, images_words
 from tests.forked import ForkedProcess
 from torchtitan.estimate.fake_cuda.device import NoFakeCuda
 
+SYNTHETIC = ["--data.name", "synthetic", "--data.num_classes", "1000"]
+
 
 def write_counts(cases: dict[str, tuple[list[str], int, int, bool]], path: str) -> int:
     """Write the counts of cases, name -> (words, ranks, step, whether they are compiled), as JSON; or why there are none."""
@@ -28,7 +30,7 @@ def write_counts(cases: dict[str, tuple[list[str], int, int, bool]], path: str) 
 def shrunk(preset: str, *words: str, images: int = 8) -> list[str]:
     """Words of a shipped configuration with two blocks and few images."""
     size = images_words(images)
-    return ["--job.config_file", f"train_configs/{preset}.toml", "--model.num_layers", "2", *size, *words]
+    return ["--job.config_file", f"train_configs/{preset}.toml", *SYNTHETIC, "--model.num_layers", "2", *size, *words]
 
 
 def counts_in_fork(write: Callable[..., None], arguments: tuple, path: Path) -> dict:

@@ -65,7 +65,12 @@ class Trainer:
             self.phases.settle = self._wait_for_device
         from_first_rank(remove_heartbeats, self.state.folder.path)
         self.reports = Reports(self.state, self.clock, self.phases)
-        self.profiler = Profiler(config.profiling, self.state.folder.path, self.state.layout, self.reports.excluded)
+        beside = (config.validation, config.sampling, config.evaluation, config.checkpoint)
+        self.profiler = Profiler(
+            config.profiling, self.state.folder.path, self.state.layout, self.reports.excluded, config.training.steps,
+            [config.metrics.log_freq, *([config.gns.log_interval] if config.gns.enable else [])],
+            [section.interval for section in beside if section.enable],
+        )  # fmt: skip
         self.supervision = Supervision(self.state, self.phases, self.reports.fail)
         self._starting = True  # until this process has made its first step
 
@@ -144,6 +149,7 @@ class Trainer:
     @contextmanager
     def _beside_training(self, name: str) -> Iterator[None]:
         """Enter a phase that trains nothing; unfinished work of the device on earlier steps counts as training."""
+        self.profiler.did("logging" if name == "report" else name)
         if self.state.layout.device.type == "cuda":
             with self.phases("waiting"):
                 self._wait_for_device()
@@ -184,6 +190,8 @@ class Trainer:
         if state.gns:
             with self.phases("gradients"):
                 state.gns.begin_step(state.step, state.optimizer.state, config.optimizer.beta2)
+            if config.gns.single_pass and state.step % config.gns.interval == 0:
+                self.profiler.did("gradient noise measured")
         for number in range(microbatches):
             with self.phases("data"):
                 batch = state.to_device(state.data.next_batch())

@@ -63,10 +63,11 @@ COMMANDS = {
 
 def run_command(module: str) -> NoReturn:
     """Run a program of torchtitan_dit/commands/ on the words of `sys.argv`, and end the process with its exit code."""
-    from torchtitan.processes.launch import prefer_expandable_segments
+    from torchtitan.processes.launch import bound_openmp_spin, prefer_expandable_segments
     from torchtitan.processes.parent_death import end_with_launcher
 
     end_with_launcher()  # before the seconds that importing torch takes
+    bound_openmp_spin()
     if not any(command.on_ranks for command in COMMANDS.values() if command.module == module):
         _refuse_ranks()
     if module == "train":

@@ -4,8 +4,6 @@ import argparse
 import json
 import os
 import pickle
-import re
-import shlex
 import shutil
 from pathlib import Path
 
@@ -18,7 +16,6 @@ from tests.end_to_end.runs import Run, checkpoint_tensors
 from tests.end_to_end.test_bad_input import call
 from tests.end_to_end.tools import caller, load_tool
 from tests.faults.forked import ForkedRun
-from tests.launcher import ROOT
 
 CONFIG = """
 [model]
@@ -319,16 +316,27 @@ def test_output_is_replaced_only_when_asked_for(run, command, tmp_path):
     assert contents(tmp_path) == {"x.safetensors", "folder"} | {f"folder/{name}" for name in inside}
 
 
-@pytest.mark.parametrize("page", ["docs/index.md", "docs/checkpoints.md"])
-def test_commands_of_the_documentation_are_accepted(page):
-    commands = re.findall(r"\.venv/bin/python scripts/checkpoint\.py ([^`\n]+)", (ROOT / page).read_text())
-    named = {"list", "verify", "diff", "export", "import"} | ({"convert", "push"} if page.endswith("checkpoints.md") else set())
-    assert {command.split()[0] for command in commands} == named
-    for command in commands:
-        load_tool("checkpoint").parse_arguments(shlex.split(command))
-
-
 # --- initial weights
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_initial_weights_that_lack_a_tensor_or_have_another_need_a_key(run, config_file, command, tmp_path, ranks):
+    file = tmp_path / "start.safetensors"
+    command("export", run.folder, "--ema", "none", "--format", "safetensors", "--output", file)
+    weights = load_file(file)
+    lacking = weights.pop("patch_embed.weight")
+    save_file(weights | {"stranger": torch.zeros(2)}, file)
+    words = ["--checkpoint.initial_weights", str(file), "--optimizer.lr", "1e-30", "--training.steps", "1"]
+    name = f"lacking-{ranks}"
+    codes, outputs = ForkedRun(config_file, name, *words, ranks=ranks, shards=ranks).wait()
+    assert codes[0] == 2 and outputs[0].count("(--checkpoint.initial_weights_strict false accepts that)") == 2
+    begun = ForkedRun(config_file, name, *words, "--checkpoint.initial_weights_strict", "false", ranks=ranks, shards=ranks)
+    output = begun.finish()[0]
+    assert "1 tensors are missing: patch_embed.weight" in output and "1 tensors are not of this model: stranger" in output
+    found = weights_of(begun, "model.", step=1)
+    drawn = found.pop("patch_embed.weight")
+    assert found.keys() == weights.keys() and all(torch.equal(found[key], weights[key]) for key in found)
+    assert drawn.shape == lacking.shape and drawn.std() > 0 and not torch.equal(drawn, lacking)
 
 
 def test_a_new_run_starts_from_a_file_of_weights_and_a_resumed_one_does_not(run, config_file, command, tmp_path):

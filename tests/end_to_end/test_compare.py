@@ -12,7 +12,6 @@ import pytest
 from PIL import Image
 
 from tests.forked import run_script
-from tests.launcher import ROOT
 from torchtitan.runs.compare.page import compare_page
 from torchtitan.runs.record import read_runs
 
@@ -206,12 +205,3 @@ def test_folders_that_are_no_runs_are_named_in_one_line_each(tmp_path):
     assert problems == ["not a run's folder", "no such folder", "not a folder"]
     result = compare(run, "--output", tmp_path / "empty")
     assert result.returncode == 2 and len(result.stderr.splitlines()) == 1 and "cannot be written" in result.stderr
-
-
-def test_documented_commands_are_accepted():
-    known = compare("--help").stdout
-    lines = (ROOT / "docs" / "comparing.md").read_text().splitlines()
-    commands = [line for line in lines if line.startswith("    ") and "scripts/compare.py" in line]
-    assert len(commands) >= 2
-    for option in re.findall(r"--[a-z]+", " ".join(commands)):
-        assert option in known, option

@@ -1,8 +1,6 @@
 """Studies that train: stopped and gone on with, equal samples, failures as rows, pictures, refusals in one line."""
 
 import os
-import re
-import shlex
 import shutil
 import time
 from pathlib import Path
@@ -13,14 +11,11 @@ from PIL import Image
 from tests.end_to_end.tools import load_tool, table
 from tests.faults.forked import _train
 from tests.forked import ForkedProcess
-from tests.launcher import ROOT
 from torchtitan.diffusion.timesteps.slot_edges import write_slot_edges
 from torchtitan.experiments import training
 from torchtitan.experiments.outcome import Outcome
 from torchtitan.files.run_lock import RunLock
 from torchtitan_dit.studies import grid_plots, paired_runs
-from torchtitan_dit.studies.compare_settings import read_arms
-from torchtitan_dit.studies.sampler_specs import parse_samplers
 
 CONFIG = """
 [model]
@@ -103,22 +98,6 @@ def no_pictures(monkeypatch):
         monkeypatch.setattr(paired_runs, "_draw", lambda *of: "")
 
     return stop_drawing
-
-
-def test_commands_of_the_page_are_accepted_and_every_study_of_timesteps_has_one():
-    page = (ROOT / "docs" / "timestep_studies.md").read_text()
-    commands = re.findall(r"^    \.venv/bin/python scripts/study\.py (.+)$", page, re.MULTILINE)
-    named = {"loss_curve", "slots", "forgetting", "oracle_replace", "posterior_coefficients", "batch_size"}
-    assert {command.split()[0] for command in commands} == named | {"prediction_types", "compare_samplers"}
-    for command in commands:
-        arguments = load_tool("study").parse_arguments(shlex.split(command))
-        if command.startswith("compare_samplers"):
-            assert len(parse_samplers(arguments.samplers)) == 8
-    page = (ROOT / "docs" / "magnitude_preserving.md").read_text()
-    commands = re.findall(r"^    \.venv/bin/python scripts/study\.py (.+)$", page, re.MULTILINE)
-    assert len(commands) == 2
-    for command in commands:
-        assert len(read_arms(load_tool("study").parse_arguments(shlex.split(command)).arm)) == 6
 
 
 def assert_picture(path: Path) -> None:

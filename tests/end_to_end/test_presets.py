@@ -1,24 +1,16 @@
 """Every shipped configuration trains, samples and validates; made small, and all else as it stands."""
 
-import io
 import json
+import os
 import tomllib
 from pathlib import Path
 
-import numpy as np
-import pyarrow
-import pyarrow.parquet
 import pytest
-from PIL import Image
 
-from tests.decoding import write_encoded_store
-from tests.encoded_images import image_bytes
 from tests.launcher import ROOT, run_on_ranks
-from tests.unit.test_data import write_tinyimagenet
-from tests.unit.test_latent_cache import write_pictures
 from torchtitan.config.job import load_config
 from torchtitan.estimate.memory import estimate_memory
-from torchtitan_dit.commands.extract_latents import main as extract_latents
+from torchtitan_dit.commands.train import main as train
 
 SMALL = [
     "--training.steps", "3", "--training.global_batch_size", "4", "--training.mixed_precision_param", "float32",
@@ -42,61 +34,15 @@ PRESETS = [name for name in PRESETS if not name.startswith("sweeps")]
 LIKE_OTHERS = {f"edm2/{name}.toml" for name in ("cifar10_e", "cifar100_c", "cifar100_g", "tiny_imagenet_c", "tiny_imagenet_g")}
 LIKE_OTHERS |= {"edm2/img512_s.toml"}
 LARGE = {
-    "dit_xl2_256.toml", "sit_xl2_256.toml", "imagenet256_cosmos_dit_l2.toml", "imagenet256_dit_xl2.toml",
+    "dit_xl2_256.toml", "sit_xl2_256.toml", "sit_b2_256.toml", "imagenet256_cosmos_dit_l2.toml", "imagenet256_dit_xl2.toml",
     "imagenet512_dit_xl2.toml", "flux_schnell_256.toml", "edm2/img512_s.toml", "edm2/img512_xs.toml", "edm2/img64_s.toml",
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def cifar10(tmp_path_factory):
-    """Forty images of noise in CIFAR-10's layout."""
-    folder, draw = tmp_path_factory.mktemp("cifar10"), np.random.default_rng(0)
-    rows = []
-    for number in range(40):
-        buffer = io.BytesIO()
-        Image.fromarray(draw.integers(0, 256, (32, 32, 3), dtype=np.uint8)).save(buffer, format="PNG")
-        rows.append({"img": {"bytes": buffer.getvalue(), "path": ""}, "label": number % 10, "fine_label": number})
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), folder / "train-00000-of-00001.parquet")
-    return folder
-
-
-@pytest.fixture(scope="module")
-def latents(tmp_path_factory):
-    """A store of tiny latents in Cosmos' number of channels, and keys that put it and its tokenizer in place."""
-    folder = tmp_path_factory.mktemp("latents")
-    write_encoded_store(folder / "store", folder / "tokenizer", num_images=100)
-    tokenizer = str(folder / "tokenizer")
-    return [
-        "--data.path", str(folder / "store"), "--data.num_workers", "0",
-        "--autoencoder.name", "cosmos", "--autoencoder.path", tokenizer,
-    ]  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def folders(cifar10, tmp_path_factory):
-    """Folder of each dataset that is not latents, and a store of captioned images."""
-    tiny, imagenet = tmp_path_factory.mktemp("tiny"), tmp_path_factory.mktemp("imagenet")
-    write_tinyimagenet(tiny)
-    for number in range(40):
-        place = imagenet / "train" / f"n0000000{number % 2}"
-        place.mkdir(parents=True, exist_ok=True)
-        (place / f"{number}.png").write_bytes(image_bytes(number))
-    captions = tmp_path_factory.mktemp("captions") / "store"
-    assert extract_latents([
-        "--output", str(captions), "--autoencoder", "identity", "--text-encoder", "stub:16", "--pooled-encoder", "stub:8",
-        "--text-length", "5", "--class-captions", "a photo of a {}", "--data.name", "cifar10", "--data.path", str(cifar10),
-    ]) == 0  # fmt: skip
-    pictures = write_pictures(tmp_path_factory.mktemp("captioned") / "pictures")
-    return {
-        "captioned_folder": pictures, "cifar10": cifar10, "cifar100": cifar10, "tinyimagenet": tiny, "imagenet": imagenet,
-        "captions": captions,
-    }  # fmt: skip
-
-
-def small(name: str, folders: dict, latents: list[str], dump_folder) -> list[str]:
-    """Command line of a preset made small."""
+def small(name: str, folders: dict, latents: list[str], dump_folder, data: str | None = None) -> list[str]:
+    """Command line of a preset made small, on its data or others."""
     preset = tomllib.loads((ROOT / "train_configs" / name).read_text())
-    model, data = preset["model"].get("name", "dit"), preset["data"]["name"]
+    model, data = preset["model"].get("name", "dit"), data or preset["data"]["name"]
     words = ["--job.config_file", str(ROOT / "train_configs" / name), "--job.dump_folder", str(dump_folder), *SMALL]
     words += SMALL_NETWORKS[model]
     if preset.get("lr_scheduler", {}).get("unit") == "images":
@@ -148,6 +94,15 @@ def test_the_recipe_of_dev_differs_from_that_of_schnell_in_what_must():
     }  # fmt: skip
 
 
+def test_no_configuration_trains_on_synthetic_images_unless_it_is_asked_to(capsys):
+    names = {name: tomllib.loads((ROOT / "train_configs" / name).read_text())["data"]["name"] for name in PRESETS}
+    assert not [name for name, data in names.items() if data == "synthetic"]
+    for name in ("dit_xl2_256", "sit_xl2_256"):
+        with pytest.raises(SystemExit):
+            train(["--job.config_file", name, "--check-only"])
+        assert "(scripts/extract_latents.py makes one of images, scripts/latents.py convert" in capsys.readouterr().err
+
+
 def test_large_configurations_are_compiled():
     enabled = {name: tomllib.loads((ROOT / "train_configs" / name).read_text()).get("compile", {}) for name in PRESETS}
     assert {name for name, section in enabled.items() if section.get("enable")} == LARGE
@@ -179,11 +134,12 @@ def train_all(arguments: list[list[str]]) -> None:
     from torchtitan.extraction.cache_filling import fill_cache
     from torchtitan.trainer import Trainer
 
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
     for argv in arguments:
-        config = load_config(argv, 1)
+        config = load_config(argv, world_size)
         if config.cache.enable:
             fill_cache(config)
-            config = load_config(argv, 1)
+            config = load_config(argv, world_size)
         trainer = Trainer(config)
         assert trainer.train() == 0
         trainer.close()

@@ -57,6 +57,7 @@ def test_traced_steps_learn_the_same_and_count_in_no_rate(tmp_path):
     order = [span.phase for span in trace.phases]
     assert order == 2 * [*microbatch, *microbatch, "gradients", "optimizer", "ema", "report"]
     page = json.loads((traced.state.folder.path / "profile" / "breakdown.json").read_text())
+    assert page["besides_training"] == ["logging"]
     assert page["trace"] == "step-00000006/rank0.json.gz" and page["num_steps"] == 2
     for part in ("kinds", "phases"):
         assert sum(entry["share"] for entry in page[part].values()) == pytest.approx(1, abs=1e-9)
@@ -69,17 +70,26 @@ def test_traced_steps_learn_the_same_and_count_in_no_rate(tmp_path):
         assert page["phases"][phase]["ms_per_step"] == pytest.approx(kinds[kind]["ms_per_step"])
 
 
+def test_a_trace_says_what_its_steps_did_besides_training(tmp_path):
+    noise = ("--gns.enable", "true", "--gns.num_bins", "2", "--gns.interval", "5", "--gns.log_interval", "6")
+    traced = trained(tmp_path, "noise", "--profiling.enable_profiling", "true", *noise)
+    folder = traced.state.folder.path / "profile"
+    assert [path.name for path in (folder / "trace").iterdir()] == ["step-00000005"]  # 6 is the last: it logs, draws and saves
+    assert json.loads((folder / "breakdown.json").read_text())["besides_training"] == ["gradient noise measured"]
+    assert "Traced 1 step, besides training: gradient noise measured.\n" in (folder / "breakdown.md").read_text()
+
+
 def test_every_rank_of_a_sharded_run_leaves_its_trace_and_the_script_reads_it(tmp_path, capsys):
     overrides = ("--training.steps", "6", "--sampling.enable", "false", "--checkpoint.enable", "false")
     run = ForkedRun(write_config(tmp_path), "fsdp", *overrides, *ON, ranks=2, shards=2)
     output = run.finish()[0]
     assert "communication, exposed" in output
     folder = run.folder / "profile"
-    assert {path.name for path in (folder / "trace" / "step-00000006").iterdir()} == {"rank0.json.gz", "rank1.json.gz"}
+    assert {path.name for path in (folder / "trace" / "step-00000004").iterdir()} == {"rank0.json.gz", "rank1.json.gz"}
     assert main([str(run.folder), "--rank", "1"]) == 0
     assert capsys.readouterr().out.strip() == (folder / "breakdown.md").read_text().strip()
     page = json.loads((folder / "breakdown.json").read_text())
-    assert page["trace"] == "step-00000006/rank1.json.gz" and page["kinds"]["communication"]["share"] > 0
+    assert page["trace"] == "step-00000004/rank1.json.gz" and page["kinds"]["communication"]["share"] > 0
     assert {entry["name"] for entry in page["top"]} & {
         "gloo:all_gather",
         "gloo:reduce_scatter",

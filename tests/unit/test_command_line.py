@@ -2,11 +2,13 @@
 
 import ast
 import dataclasses
+import os
 import re
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -17,6 +19,8 @@ from torchtitan.processes.command_line import OneLineParser
 from torchtitan.processes.exit_codes import BUSY
 from torchtitan.settings.record import dump_config
 from torchtitan.settings.sources import read_command_line
+from torchtitan.training.lr_scheduler import lr_factor
+from torchtitan_dit import cli
 from torchtitan_dit.commands import train
 
 PROGRAM = """
@@ -127,8 +131,6 @@ def test_the_tests_script_shows_its_own_options():
 
 
 @pytest.mark.parametrize(("words", "said"), [
-    (["--training.steps", "40"], "command line: --training.steps: 40 is shorter than the file's warm-up "
-     "(add --lr_scheduler.warmup_steps 4)"),
     (["--lr_scheduler.warmup_steps", "5000"], "command line: --lr_scheduler.warmup_steps: 5000 is more than "
      "training.steps = 900"),
 ])  # fmt: skip
@@ -136,6 +138,31 @@ def test_a_warm_up_longer_than_the_run_is_blamed_on_the_command_line(words, said
     with pytest.raises(ConfigError) as refused:
         load_config(["--config", "digits", *words], 1)
     assert refused.value.problems == [said]
+
+
+@pytest.mark.parametrize(("given", "bound"), [
+    ({}, "10000"), ({"GOMP_SPINCOUNT": "5"}, "5"), ({"OMP_WAIT_POLICY": "ACTIVE"}, None),
+])  # fmt: skip
+def test_every_program_bounds_the_spin_of_its_threads_unless_the_environment_does(monkeypatch, given, bound):
+    for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    seen = []
+    monkeypatch.setattr("torchtitan.processes.parent_death.end_with_launcher", lambda: None)
+    monkeypatch.setattr(cli, "_imported", lambda module: SimpleNamespace(__doc__="", run=lambda: seen.append(dict(os.environ))))
+    with pytest.raises(AssertionError):
+        cli.run_command("sample")
+    assert seen[0].get("GOMP_SPINCOUNT") == bound
+
+
+def test_a_files_warm_up_is_cut_to_a_tenth_of_a_shorter_run_with_a_warning(capsys):
+    assert train.main(["--config", "digits", "--training.steps", "40", "--check-only"]) == 0
+    said = capsys.readouterr().err
+    assert said == "lr_scheduler.warmup_steps: 50 is more than training.steps = 40: cut to a tenth of the run\n"
+    schedule = load_config(["--config", "digits", "--training.steps", "40"], 1).lr_scheduler
+    assert [lr_factor(schedule, step, 40) for step in (1, 2, 4, 5)] == [0.25, 0.5, 1, 1]
+    assert lr_factor(schedule, 23, 40) == pytest.approx(0.5 * (1 + schedule.min_lr_factor))  # half way from 4 to 40
 
 
 @pytest.mark.parametrize("more", [[], ["--sampling.interval", "100"], ["--evaluation.enable", "true"]])

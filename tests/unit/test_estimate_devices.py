@@ -113,7 +113,7 @@ def test_every_shipped_configuration_is_estimated_without_its_data(name, monkeyp
     monkeypatch.chdir(tmp_path)
     model = estimated(monkeypatch, name)
     assert model.num_parameters() == COUNTS.get(name, model.num_parameters())
-    has_data = name.startswith(("digits", "dit_", "sit_"))
+    has_data = name.startswith("digits")
     assert ("not here; " + " x ".join(map(str, model.image_shape)) in capsys.readouterr().err) == (not has_data)
     side = next((int(side) for side in ("512", "256", "64") if side in name), None)
     if side and "img64" not in name:

@@ -1,10 +1,8 @@
 """scripts/extract_latents.py in one process: what the store holds, what is skipped, refused, and gone on with."""
 
 import json
-import re
 import shutil
 from collections import namedtuple
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,7 +15,7 @@ from tests.unit.test_full_disk import files_end_at
 from torchtitan.autoencoders.base import Autoencoder
 from torchtitan.autoencoders.base import Latents as Encoded
 from torchtitan.autoencoders.identity import IdentityAutoencoder
-from torchtitan.config.job import ConfigError, load_data_section
+from torchtitan.config.job import load_data_section
 from torchtitan.data.base import DatasetError
 from torchtitan.data.class_folders import list_class_folders
 from torchtitan.data.latents import Latents, LatentsConfig
@@ -323,19 +321,3 @@ def test_rates_of_ranks_add_up_and_decoders_share_their_stage():
     assert rates == {"decode": 50 + 25, "encode": 20 + 50, "write": 100 + 100}
     assert summary["limited_by"] == "encode" and summary["images_per_second"] == 25
     assert summary["stages"]["decode"]["busy_seconds"] == 16.0
-
-
-
-
-def test_documented_commands_are_valid():
-    text = (Path(__file__).parents[2] / "docs" / "latents.md").read_text().replace("\\\n", " ")
-    commands = re.findall(r"scripts/extract_latents\.py (--[^`\n]+)", text)
-    parsed = [parse_arguments(command.split()) for command in commands]
-    assert len(parsed) == 2
-    for arguments, data_words in parsed:
-        assert arguments.autoencoder == "taef2" and arguments.output == Path("STORE")
-        with pytest.raises(ConfigError) as refused:
-            load_data_section(data_words)
-        assert refused.value.problems == [
-            f"command line: --data.path: 'PHOTOGRAPHS' does not exist (looked for {Path('PHOTOGRAPHS').absolute()})"
-        ]

@@ -17,7 +17,7 @@ from torchtitan.extraction.sources import Int8File, MirroredShards, NpyFolders, 
 from torchtitan.files.npy_files import map_npy
 from torchtitan.latents import LatentStore
 from torchtitan.latents.index import INDEX_FILE, PARTIAL_FOLDER
-from torchtitan_dit.commands.latents import main, parse_arguments
+from torchtitan_dit.commands.latents import main
 
 SHAPE = (4, 8, 8)
 COUNT = 20
@@ -296,13 +296,8 @@ def test_arguments_that_are_none(tmp_path, capsys):
     assert "no latent store" in capsys.readouterr().err
 
 
-def test_documented_commands_and_section_are_valid():
-    root = Path(__file__).parents[2]
-    text = (root / "docs" / "latents.md").read_text() + (root / "docs" / "index.md").read_text()
-    commands = re.findall(r"scripts/latents\.py ([^`]+)`", text)
-    assert {parse_arguments(words.split()).command.__name__ for words in commands} == {
-        "convert_source", "show", "verify", "measure_store",
-    }  # fmt: skip
+def test_documented_section_is_valid():
+    text = (Path(__file__).parents[2] / "docs" / "latents.md").read_text()
     sections = [tomllib.loads(block) for block in re.findall(r"```toml\n(.*?)```", text, re.DOTALL)]
     configs = [LatentsConfig(**table["data"]) for table in sections if table.get("data", {}).get("name") == "latents"]
     assert configs

@@ -183,9 +183,9 @@ def test_a_damaged_or_foreign_file_is_one_line_and_exit_code_2(tmp_path, capsys)
         find_trace(tmp_path, rank=3)
 
 
-def profiled_steps(tmp_path, config, first, last):
+def profiled_steps(tmp_path, config, first, last, *work):
     """Run the profiler over steps of one operation each; the steps in which it was on."""
-    profiler = Profiler(config, tmp_path, CPU, nullcontext)
+    profiler = Profiler(config, tmp_path, CPU, nullcontext, *work)
     on = []
     for step in range(first, last + 1):
         with profiler.step(step) as traced:
@@ -204,6 +204,18 @@ def test_traces_end_with_multiples_and_a_run_that_resumes_inside_a_window_leaves
     assert sorted(folder.rglob("*.json.gz")) == [trace_path(folder, step, 0) for step in (8, 16)]
     assert read_trace(trace_path(folder, 16, 0)).num_steps == 2
     assert not list((tmp_path / "resumed").rglob("*"))  # cut off in the middle: nothing is left
+
+
+@pytest.mark.parametrize(("steps", "within", "between", "traced"), [
+    (30, (10, 5), (8,), [8, 19, 29]),  # 10 and 20 log, 8 samples before 9, 30 is the last
+    (30, (1,), (), [10, 20, 30]),  # no step is without a log
+    (6, (10,), (2,), [4]),  # fewer steps than profile_freq: 6 is the last, 4 samples before 5
+])  # fmt: skip
+def test_a_trace_is_of_steps_that_only_train_where_there_are_any(tmp_path, monkeypatch, steps, within, between, traced):
+    config = ProfilingConfig(enable_profiling=True, profile_freq=10, profiler_active=1, profiler_warmup=3)
+    monkeypatch.setattr(profiler, "write_breakdown", lambda *arguments: "")
+    profiled_steps(tmp_path, config, 1, steps, steps, within, between)
+    assert sorted(tmp_path.rglob("*.json.gz")) == [trace_path(tmp_path / "profile", step, 0) for step in traced]
 
 
 def test_a_window_may_fill_the_whole_cycle(tmp_path, monkeypatch):
@@ -243,7 +255,7 @@ def test_memory_snapshots_come_by_their_rhythm_and_when_memory_runs_out(tmp_path
     ("overrides", "problem"),
     [
         ("enable_profiling true profile_freq 3", "profile_freq: 3 steps hold no trace of"),
-        ("enable_profiling true profile_freq 60", "profile_freq: no step would be traced, for training.steps = 50"),
+        ("enable_profiling true profiler_warmup 55", "profiler_warmup: no step would be traced, for training.steps = 50"),
         ("enable_memory_snapshot true", "enable_memory_snapshot: a snapshot is of CUDA's allocator"),
         ("profile_freq 10", "profile_freq: has no effect when profiling.enable_profiling = false"),
     ],

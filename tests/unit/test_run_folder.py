@@ -133,6 +133,15 @@ def test_a_first_start_cut_off_before_its_first_checkpoint_begins_anew(tmp_path,
     assert not list(run.path.glob(".*.unfinished"))
 
 
+def test_more_steps_alone_extend_a_run_whatever_its_schedule_is(tmp_path):
+    cosine = ("--lr_scheduler.decay_type", "cosine", "--training.steps")
+    opened(run_at(tmp_path, *cosine, "400"))
+    run = opened(run_at(tmp_path, *cosine, "500"))
+    assert "steps = 500" in (run.path / "config.toml").read_text()
+    with pytest.raises(RunFolderError, match="training.steps: 500 -> 450"):
+        run_at(tmp_path, *cosine, "450").open()
+
+
 def test_a_configuration_cut_off_beside_checkpoints_without_a_record_is_refused(tmp_path):
     run = opened(run_at(tmp_path))
     Checkpointer(run.checkpoints, CheckpointConfig(), 0).save(10, {"a": torch.ones(2)}, {})

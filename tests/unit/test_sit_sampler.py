@@ -35,7 +35,8 @@ def predict(x: torch.Tensor, t: torch.Tensor) -> tuple[torch.Tensor, torch.Tenso
 
 def test_the_preset_samples_as_sits_code():
     """Its `sample_ddp.py --mode SDE`: dx = (v + sigma s) ds + sqrt(2 sigma) dW over 0 .. 0.96, then "Mean" of 0.04."""
-    config = load_config(["--job.config_file", str(ROOT / "train_configs" / "sit_xl2_256.toml")], 1).sampling
+    preset = ["--job.config_file", str(ROOT / "train_configs" / "sit_xl2_256.toml"), "--data.name", "synthetic"]
+    config = load_config(preset, 1).sampling
     assert (config.num_steps, config.guidance_channels, config.guidance_scale) == (250, "first_three", 1.5)
     path = PATHS["rectified_flow"]()
     times = config.schedule.times(path, NUM_STEPS, lambda: 256)

@@ -4,6 +4,7 @@ import pytest
 
 from torchtitan.config.job import ConfigError, JobConfig, load_config
 from torchtitan.settings.synonyms import SYNONYMS, synonym
+from torchtitan_dit.commands import sample
 
 
 @pytest.mark.parametrize("key", sorted({key for key, _ in SYNONYMS.values()}))
@@ -17,12 +18,24 @@ def test_what_is_advised_exists(key):
     (["--training.bf16", "true"], "--training.bf16: unknown key (did you mean --training.mixed_precision_param bfloat16?)"),
     (["--cfg-scale=2"], "--cfg-scale: unknown key (did you mean --sampling.guidance_scale?)"),
     (["--amp"], "--amp: needs a value (did you mean --training.mixed_precision_param bfloat16?)"),
+    (["--ema.decay", "0.9"], "--ema.tracks '[{\"name\": \"ema\", \"decay\": 0.9999}]'"),
     (["--ema_decay", "0.9"], "--ema.tracks '[{\"name\": \"ema\", \"decay\": 0.9999}]'"),
 ])  # fmt: skip
 def test_the_command_line_is_answered(words, advice):
     with pytest.raises(ConfigError) as caught:
         load_config(["--config", "digits", *words], 1)
     assert advice in str(caught.value)
+
+
+@pytest.mark.parametrize(("word", "advice"), [
+    ("--cfg-scale", "--guidance-scale"), ("--num_sampling_steps", "--num-steps"), ("--per-proc-batch-size", "--batch-size"),
+    ("--guidence-scale", "--guidance-scale"),
+])  # fmt: skip
+def test_the_options_of_sampling_are_suggested_too(word, advice, capsys, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["sample.py", "run", word, "3"])
+    with pytest.raises(SystemExit):
+        sample.parse_arguments()
+    assert capsys.readouterr().err.endswith(f" 3 (did you mean {advice}?)\n")
 
 
 def test_other_words_are_left_to_the_nearest_key():

@@ -34,3 +34,6 @@ class CheckpointConfig:
     initial_weights: str = setting(
         "", "safetensors file of initial weights, named as the model's parameters; not read when a run resumes", path=True
     )
+    initial_weights_strict: bool = setting(
+        True, "false: tensors that the file of initial weights lacks are drawn, and others in it are not read", trajectory=False
+    )

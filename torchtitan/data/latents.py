@@ -177,11 +177,12 @@ def _read_captions(store: LatentStore, numbers: np.ndarray) -> dict[str, torch.T
 def _open(config: LatentsConfig, split: Split) -> list[LatentStore]:
     """Open the store that holds a split, one for each shape of its images. Raises DatasetError."""
     from torchtitan.latents.bucketed import open_stores  # which no other dataset's configuration needs
+    from torchtitan.latents.index import HOW_TO_MAKE
 
     key = "validation_path" if split == "validation" and config.validation_path else "path"
     path = getattr(config, key)
     if not path:
-        raise DatasetError(f"data.{key}: not given; latents needs a latent store ({program('latents')} makes them)")
+        raise DatasetError(f"data.{key}: not given; latents needs a latent store ({HOW_TO_MAKE})")
     try:
         stores = open_stores(path, watched=True)
     except LatentStoreError as error:

@@ -35,8 +35,11 @@ class NotTensors(WeightsError):
     """File of weights that holds other objects than tensors, or is damaged."""
 
 
-def check_fits(path: Path, model: nn.Module) -> None:
+def check_fits(path: Path, model: nn.Module, strict: bool = True) -> list[str]:
     """Read the header of a safetensors file and compare it with a model's weights; the model may be on meta.
+
+    Returns:
+        differences, one line per kind: of a file that is not read strictly, tensors that are missing or superfluous.
 
     Raises:
         WeightsError: not a safetensors file, or tensors are missing, superfluous or of another shape.
@@ -46,9 +49,13 @@ def check_fits(path: Path, model: nn.Module) -> None:
             found = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 (a file is no mapping)
     except (SafetensorError, OSError) as error:
         raise _unreadable(path, error) from error
-    problems = mismatches({name: tuple(tensor.shape) for name, tensor in named_weights(model).items()}, found)
-    if problems:
-        raise WeightsError("\n".join(f"{path}: {problem}" for problem in problems))
+    wanted = {name: tuple(tensor.shape) for name, tensor in named_weights(model).items()}
+    problems = mismatches(wanted, found)
+    common = wanted.keys() & found.keys()
+    refused = problems if strict or not common else mismatches(*({name: of[name] for name in common} for of in (wanted, found)))
+    if refused:
+        raise WeightsError("\n".join(f"{path}: {problem}" for problem in refused))
+    return problems
 
 
 def header_of(path: Path) -> dict[str, str]:
@@ -82,23 +89,24 @@ def saved_buffers(model: nn.Module) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def fill(model: nn.Module, path: Path) -> None:
+def fill(model: nn.Module, path: Path, strict: bool = True) -> None:
     """Fill a model with the weights of a safetensors file, under the names of `named_weights`. Raises WeightsError."""
-    check_fits(path, model)
+    check_fits(path, model, strict)
     weights = named_weights(model)
     for name, tensor in each_tensor(path):
-        weights[name].copy_(tensor)
+        if name in weights:
+            weights[name].copy_(tensor)
 
 
 @torch.no_grad()
 def fill_rows(weights: Mapping[str, Tensor], rows_of: Mapping[str, slice], path: Path) -> None:
-    """Fill tensors from a safetensors file that fits: with those rows where rows are given, else whole. Raises WeightsError.
+    """Fill tensors that a fitting safetensors file has: with those rows where rows are given, else whole. Raises WeightsError.
 
     No more of the file is read.
     """
     try:
         with safe_open(path, framework="pt") as file:
-            for name, tensor in weights.items():
+            for name, tensor in ((name, weights[name]) for name in weights.keys() & set(file.keys())):
                 tensor.copy_(file.get_slice(name)[rows_of[name]] if name in rows_of else file.get_tensor(name))
     except (SafetensorError, OSError) as error:
         raise _unreadable(path, error) from error

@@ -35,6 +35,7 @@ MOST_SHARDS = 100_000  # with explicit sizes; their records still fit the larges
 MOST_CLASSES = 1_000_000
 MOST_NUMBERS_OF_A_TEXT = 1 << 26
 CAPTION_SHARD_BYTES = 256 << 20
+HOW_TO_MAKE = f"{program('extract_latents')} makes one of images, {program('latents')} convert of published latents"
 
 StoredDtype = Literal["float16", "bfloat16", "int8"]
 CaptionDtype = Literal["float32", "float16", "bfloat16"]
@@ -301,7 +302,7 @@ def images_per_shard(num_source_images: int) -> int:
 def read_index(folder: Path) -> StoreIndex:
     """Read the index of a complete store. Raises LatentStoreError."""
     if not folder.is_dir():
-        raise LatentStoreError(f"{folder}: no such folder; give a latent store ({program('latents')} convert makes one)")
+        raise LatentStoreError(f"{folder}: no such folder; give a latent store ({HOW_TO_MAKE})")
     if not (folder / INDEX_FILE).is_file():
         if (folder / PARTIAL_FOLDER).is_dir():
             raise LatentStoreError(f"{folder}: not finished; run the command that writes it again, and it resumes")

@@ -3,15 +3,18 @@
 import argparse
 import errno
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from difflib import get_close_matches
 from typing import NoReturn
 
 from torchtitan.files.run_lock import Busy
 from torchtitan.processes.exit_codes import BUSY, FAILED, REFUSED
 from torchtitan.processes.launch import LaunchError, check_launch
+from torchtitan.settings.synonyms import SYNONYMS
 from torchtitan.terminal import OutputError, escape_output
 
 _READER_GONE = 128 + signal.SIGPIPE
@@ -30,7 +33,17 @@ class OneLineParser(argparse.ArgumentParser):
         return super().parse_known_args(words, namespace)
 
     def error(self, message: str):
-        self.exit(2, f"{self.prog}: {message}\n")
+        self.exit(2, f"{self.prog}: {message}{self._advice(message)}\n")
+
+    def _advice(self, message: str) -> str:
+        """Option that was meant by the first unknown one: of another program's name for it, or the nearest."""
+        unknown = re.search(r"unrecognized arguments: (--[\w-]+)", message)
+        if not unknown:
+            return ""
+        key, _ = SYNONYMS.get(unknown[1][2:].replace("-", "_").lower(), ("", ""))
+        own = f"--{key.rpartition('.')[2].replace('_', '-')}"
+        near = [own] if own in self._option_string_actions else get_close_matches(unknown[1], self._option_string_actions, n=1)
+        return f" (did you mean {near[0]}?)" if near else ""
 
 
 def _with_dashes(word: str) -> str:

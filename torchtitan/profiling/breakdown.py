@@ -69,6 +69,7 @@ class Breakdown:
         by_phase_and_kind: (phase, kind) -> time; adds up to `total`.
         hidden_communication: time of collectives behind computation; not part of `total`.
         top: longest kernels or operations: name, kind, calls, time; overlapping ones count in full.
+        besides_training: other work in the steps; None where it is not known.
     """
 
     trace: str
@@ -78,6 +79,7 @@ class Breakdown:
     by_phase_and_kind: dict[tuple[str, str], float]
     hidden_communication: float
     top: list[tuple[str, str, int, float]]
+    besides_training: list[str] | None = None
 
     def of_kind(self, kind: str) -> float:
         return sum(time for (_, found), time in self.by_phase_and_kind.items() if found == kind)
@@ -121,8 +123,9 @@ def break_down(trace: Trace, name: str) -> Breakdown:
         taken = sorted(taken + left, key=lambda span: span.start)
     hidden = _length(_disjoint(_clip(communicating, trace.start, trace.end))) - exposed
     return Breakdown(
-        name, trace.cuda, trace.num_steps, trace.end - trace.start, totals, hidden, _longest(computing + communicating)
-    )
+        name, trace.cuda, trace.num_steps, trace.end - trace.start, totals, hidden, _longest(computing + communicating),
+        trace.besides_training,
+    )  # fmt: skip
 
 
 def write_breakdown(trace: Path, folder: Path | None) -> str:
@@ -162,6 +165,7 @@ def as_record(found: Breakdown) -> dict[str, Any]:
         "trace": found.trace,
         "device": "cuda" if found.cuda else "cpu",
         "num_steps": found.num_steps,
+        "besides_training": found.besides_training,
         "ms_per_step": _ms(found, found.total),
         "kinds": {kind: entry(found.of_kind(kind)) for kind in KINDS},
         "phases": {phase: entry(found.of_phase(phase)) for phase in (*PHASES, OUTSIDE)},
@@ -194,9 +198,11 @@ def as_text(found: Breakdown) -> str:
     total = ("total", *numbers(found.total))
     longest = "longest kernels" if found.cuda else "longest operations"
     steps = "1 step" if found.num_steps == 1 else f"{found.num_steps} steps"
+    besides = [] if found.besides_training is None else [", ".join(found.besides_training) or "nothing"]
     return "\n".join((
         f"{_HEADING}{found.trace}, {steps}, {work}\n",
         _table(("kind", "ms per step", "share"), [*kinds, total]),
+        *(f"Traced {steps}, besides training: {each}.\n" for each in besides),
         f"Communication hidden behind computation: {_ms(found, found.hidden_communication):.2f} ms per step more.\n",
         _table(("phase", "ms per step", "share"), [*phases, total]),
         _table((longest, "kind", "calls per step", "ms per step", "share"), top),

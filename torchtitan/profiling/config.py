@@ -16,7 +16,7 @@ class ProfilingConfig:
         False, "write traces of steps to <run>/profile/trace, and their time by kind of work", trajectory=False
     )
     profile_freq: int = setting(
-        100, "steps between traces; a trace ends with each multiple of it", ge=2,
+        100, "steps between traces; of so many, the last that only train are traced", ge=2,
         applies={"enable_profiling": (True,)}, trajectory=False,
     )
     profiler_active: int = setting(
@@ -59,8 +59,9 @@ def profiling_problems(config: ProfilingConfig, steps: int) -> Iterator[tuple[st
                 f"{config.profile_freq} steps hold no trace of profiler_warmup + profiler_active = {window} steps"
                 f" (set it to {window} or more)"
             )
-        elif config.profile_freq > steps:
-            yield "profile_freq", f"no step would be traced, for training.steps = {steps} (set it to {steps} or less)"
+        elif window > steps:
+            needed = f"profiler_warmup + profiler_active = {window} steps are needed"
+            yield "profiler_warmup", f"no step would be traced, for training.steps = {steps} ({needed})"
     if config.enable_memory_snapshot and not torch.cuda.is_available():
         yield "enable_memory_snapshot", (
             "a snapshot is of CUDA's allocator; the CPU's keeps no record (set it to false; memory/max_resident is logged)"

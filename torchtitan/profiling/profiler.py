@@ -7,8 +7,9 @@
 Traced steps, and the profiler's warm-up steps, are left out of throughput.
 """
 
+import json
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from torchtitan.distributed.mesh import Layout
 from torchtitan.files.optional import OptionalOutputs
 from torchtitan.profiling.breakdown import write_breakdown
 from torchtitan.profiling.config import ProfilingConfig
-from torchtitan.profiling.trace import PROFILE_FOLDER, TraceError, trace_path
+from torchtitan.profiling.trace import BESIDES_TRAINING, PROFILE_FOLDER, TraceError, trace_path
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +37,9 @@ class Profiler:
         run_folder: Path,
         layout: Layout,
         excluded: Callable[[], AbstractContextManager],
+        steps: int | None = None,
+        within: Sequence[int] = (),
+        between: Sequence[int] = (),
     ) -> None:
         """
         Args:
@@ -43,8 +47,14 @@ class Profiler:
             run_folder: of the run.
             layout: this process's place.
             excluded: makes the context of work that is not training time.
+            steps: of the run, whose first and last step log.
+            within, between: intervals, in steps, of other work than training: in a step, and after it.
         """
         self._config = config
+        self._cycle = min(config.profile_freq, steps or config.profile_freq)
+        self._steps, self._within, self._between = steps, within, between
+        self._end = self._last = 0  # of the present cycle, and of its trace
+        self._besides: set[str] | None = None  # other work in the traced steps; None where none is traced
         self._folder = run_folder / PROFILE_FOLDER
         self._layout = layout
         self._excluded = excluded
@@ -56,17 +66,30 @@ class Profiler:
     @contextmanager
     def step(self, step: int) -> Iterator[bool]:
         """Surround a step of the loop; yields whether the profiler is on in it, so that the step is not timed."""
-        if self._config.enable_profiling and step % self._config.profile_freq == self._first_of_window:
+        if self._config.enable_profiling and step > self._end:
+            self._end = -(-step // self._cycle) * self._cycle
+            self._last = self._quietest()
+        # A run that resumes after it leaves this window out: without a warm-up its trace would be distorted.
+        if self._config.enable_profiling and step == self._last - self._window + 1:
             self._start()
         yield self._profile is not None
         if self._profile is not None:
             with self._excluded():
+                if step == self._last:
+                    self._profile.add_metadata_json(BESIDES_TRAINING, json.dumps(sorted(self._besides or ())))
                 self._profile.step()
-                if step % self._config.profile_freq == 0:
+                if step == self._last:
                     self._finish(self._profile, step)
+                elif step == self._last - self._config.profiler_active:
+                    self._besides = set()
         if self._config.enable_memory_snapshot and step % self._config.memory_snapshot_freq == 0:
             with self._excluded():
                 self._dump_memory(f"step-{step:08d}")
+
+    def did(self, work: str) -> None:
+        """Note other work than training, for the trace if one is being written."""
+        if self._besides is not None:
+            self._besides.add(work)
 
     def out_of_memory(self, step: int) -> None:
         """Save the allocator's history up to a failed step, if snapshots are enabled."""
@@ -82,10 +105,18 @@ class Profiler:
             torch.cuda.memory._record_memory_history(enabled=None)
 
     @property
-    def _first_of_window(self) -> int:
-        # A run that resumes after it leaves this window out: without a warm-up its trace would be distorted.
-        config = self._config
-        return (config.profile_freq - config.profiler_warmup - config.profiler_active + 1) % config.profile_freq
+    def _window(self) -> int:
+        return self._config.profiler_warmup + self._config.profiler_active
+
+    def _quietest(self) -> int:
+        """Last step of the cycle's trace: the latest with the least other work than training in its traced steps."""
+
+        def works(last: int) -> int:
+            traced = range(last - self._config.profiler_active + 1, last + 1)
+            logs = sum(step in (1, self._steps) or any(step % interval == 0 for interval in self._within) for step in traced)
+            return logs + sum(any((step - 1) % interval == 0 for interval in self._between) for step in traced)
+
+        return min(range(self._end, self._end - self._cycle + self._window - 1, -1), key=works)
 
     def _start(self) -> None:
         config, cuda = self._config, self._layout.device.type == "cuda"
@@ -102,7 +133,7 @@ class Profiler:
     def _finish(self, finished: profile, step: int) -> None:
         if self._layout.device.type == "cuda":
             torch.cuda.synchronize()  # the next step's time begins with an idle device, as the first traced one's did
-        self._profile = None
+        self._profile = self._besides = None
         path = trace_path(self._folder, step, self._layout.rank)
         unfinished = path.with_name(f"unfinished-{path.name}")
         with self._outputs.attempt("the trace", path, TraceError):

@@ -16,6 +16,7 @@ PROFILE_FOLDER = "profile"
 # The ranges of the train loop, in their order; what lies in none of them is `outside`.
 PHASES = ("data", "forward", "backward", "gradients", "optimizer", "ema", "report")
 OUTSIDE = "outside"
+BESIDES_TRAINING = "besides_training"  # key in a trace of this trainer
 
 _LARGEST_TRACE = 1 << 29  # bytes, uncompressed
 _LATEST = 1e300  # microseconds
@@ -60,6 +61,7 @@ class Trace:
         phases: ranges of the train loop, in order; `names` holds the phase.
         work: kernels, which may overlap; or spans of the thread by innermost operation, which do not.
         collectives: of the communicating threads on the CPU; a GPU's are kernels in `work`.
+        besides_training: other work in the steps; None in a trace of another program.
     """
 
     cuda: bool
@@ -69,6 +71,7 @@ class Trace:
     phases: list[Span]
     work: list[Span]
     collectives: list[Span]
+    besides_training: list[str] | None = None
 
 
 def trace_path(profile_folder: Path, step: int, rank: int) -> Path:
@@ -96,7 +99,7 @@ def read_trace(path: Path) -> Trace:
     Raises:
         TraceError: the file cannot be read, or no operation is in it.
     """
-    events = _events(path)
+    events, besides = _events(path)
     host = [event for event in events if event["cat"] in _HOST_KINDS | _LAUNCH_KINDS]
     steps = [event for event in host if event["name"].startswith(_STEP_PREFIX)]
     host = [event for event in host if not event["name"].startswith(_STEP_PREFIX)]
@@ -118,16 +121,18 @@ def read_trace(path: Path) -> Trace:
         for event in host
         if event["tid"] != thread and event["name"].startswith(_COLLECTIVE_PREFIXES) and not kernels
     ]
-    return Trace(bool(kernels), max(len(steps), 1), start, end, phases, work, collectives)
+    return Trace(bool(kernels), max(len(steps), 1), start, end, phases, work, collectives, besides)
 
 
-def _events(path: Path) -> list[dict[str, Any]]:
+def _events(path: Path) -> tuple[list[dict[str, Any]], list[str] | None]:
     try:
         with open_regular(path) as file:
             content = (gzip.open(file) if path.suffix == ".gz" else file).read(_LARGEST_TRACE + 1)
         if len(content) > _LARGEST_TRACE:
             raise TraceError(f"{path}: has more than {_LARGEST_TRACE >> 20} MiB (trace fewer steps)")
-        return list(filter(_is_operation, json.loads(content)["traceEvents"]))
+        trace = json.loads(content)
+        besides = trace.get(BESIDES_TRAINING)
+        return list(filter(_is_operation, trace["traceEvents"])), [*map(str, besides)] if isinstance(besides, list) else None
     except OSError as error:
         raise TraceError(f"{path}: cannot be read: {error.strerror or 'is not whole (a killed run?)'}") from error
     except (ValueError, EOFError, zlib.error, RecursionError) as error:

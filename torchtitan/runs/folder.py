@@ -119,12 +119,11 @@ class RunFolder:
         return changes
 
     def _only_longer(self, old: dict, changes: list[str]) -> bool:
-        """Whether the only change is more steps, under a learning rate schedule that does not depend on their number."""
+        """Whether the only change is more steps."""
         if len(changes) != 1 or not changes[0].startswith("training.steps: "):
             return False
         before = old.get("training", {}).get("steps")
-        more = isinstance(before, int) and self._config.training.steps > before
-        return more and not self._config.lr_scheduler.needs_length
+        return isinstance(before, int) and self._config.training.steps > before
 
     def _recorded_config(self, damage: str, needed: bool) -> dict:
         """Recorded configuration of the newest good checkpoint; empty where there is no checkpoint.

@@ -4,6 +4,7 @@ reads its share of the tensors.
 With more ranks than tensors a rank reads one, whatever the size of the network is.
 """
 
+import logging
 import os
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
@@ -37,6 +38,8 @@ from torchtitan.runs.folder import RunFolder
 from torchtitan.runs.network import check_adapters, check_base, frozen_sha256, network_on_meta
 from torchtitan.runs.portable import class_names_of_weights
 
+logger = logging.getLogger(__name__)
+
 
 def check_start(config: JobConfig) -> None:
     """Check by headers that the files that a run starts from fit its network, and that this can have the adapters; on the meta
@@ -51,7 +54,7 @@ def check_start(config: JobConfig) -> None:
     info = trained_info(config)
     if path and (frozen or not checkpoint_steps(folder.checkpoints)):
         with _of_key():
-            check_own(Path(path), network_on_meta(config, info))
+            check_own(Path(path), network_on_meta(config, info), config.checkpoint.initial_weights_strict)
     if frozen:
         check_adapters(config, info)
 
@@ -73,8 +76,12 @@ def check_initial_weights(config: JobConfig, info: DatasetInfo, checkpoints: Any
     if not path or not from_first_rank(lambda: frozen or not checkpoint_steps(checkpoints)):
         return ""
     model = network_on_meta(config, info)
+    strict = config.checkpoint.initial_weights_strict
     with _of_key():
-        digest = check_together(Path(path), model, hashed=frozen)
+        if not strict:
+            for line in from_first_rank(check_own, Path(path), model, False):
+                logger.warning(f"checkpoint.initial_weights: {path}: {line}")
+        digest = check_together(Path(path), model, hashed=frozen, strict=strict)
     from_first_rank(_check_classes, Path(path), info)
     if frozen:
         from_first_rank(_check_base, checkpoints, frozen_sha256(config, digest), path)
@@ -95,11 +102,13 @@ def _of_key() -> Iterator[None]:
     try:
         yield
     except WeightsError as error:
-        raise WeightsError("\n".join(f"checkpoint.initial_weights: {line}" for line in str(error).splitlines())) from error
+        advice = " (--checkpoint.initial_weights_strict false accepts that)"
+        lines = (f"{line}{advice if ' tensors are ' in line else ''}" for line in str(error).splitlines())
+        raise WeightsError("\n".join(f"checkpoint.initial_weights: {line}" for line in lines)) from error
 
 
-def check_own(path: Path, model: DiffusionModel) -> None:
-    """Check by its header that a safetensors file has a model's weights under their names here.
+def check_own(path: Path, model: DiffusionModel, strict: bool = True) -> list[str]:
+    """Check by its header that a safetensors file has a model's weights under their names here; returns as `check_fits` does.
 
     Raises:
         WeightsError: it has not; of published weights it names the command that imports them.
@@ -110,7 +119,7 @@ def check_own(path: Path, model: DiffusionModel) -> None:
     if not os.path.exists(path):  # False also of what is no path
         raise WeightsError(f"{path}: no such file (published weights: {command})")
     try:
-        check_fits(path, model)
+        return check_fits(path, model, strict)
     except WeightsError as error:
         if path.suffix != ".safetensors":
             raise WeightsError(f"{error} (published weights: {command})") from error
@@ -131,7 +140,7 @@ def _published_layout(names: Collection[str], model: DiffusionModel) -> str:
     return ""
 
 
-def check_together(path: Path, model: DiffusionModel, *, hashed: bool) -> str:
+def check_together(path: Path, model: DiffusionModel, *, hashed: bool, strict: bool = True) -> str:
     """Check that a safetensors file has a model's weights, all finite; collective.
 
     Args:
@@ -148,7 +157,7 @@ def check_together(path: Path, model: DiffusionModel, *, hashed: bool) -> str:
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
     def own_share() -> tuple[list[str], dict[str, str]]:
-        check_own(path, model)
+        check_own(path, model, strict)
         return inspect(path, share_of(path, rank, world_size), hashed=hashed)
 
     found = of_all_ranks(on_all_ranks(own_share, (WeightsError,), None))

@@ -78,7 +78,7 @@ def drawn_network(config: JobConfig, info: DatasetInfo, device: torch.device, in
     model.to_empty(device=device)
     model.init_weights()
     if initial_weights:
-        fill(model, Path(initial_weights))
+        fill(model, Path(initial_weights), config.checkpoint.initial_weights_strict)
     elif config.lora.enable:
         _draw_zeros(model)
     if kind:
@@ -115,7 +115,7 @@ def sharded_network(
         return drawn_network(config, info, layout.device, initial_weights), {}
     if initial_weights:
         path = Path(initial_weights)
-        check_fits(path, model)
+        check_fits(path, model, config.checkpoint.initial_weights_strict)
         rows = {name: rows_of(tuple(parameter.shape)) for name, parameter in model.named_parameters()}
         fill_rows(shards | saved_buffers(model), rows, path)
     elif config.lora.enable:

@@ -11,8 +11,12 @@ SYNONYMS = {
     ),
     "gradient_accumulation_steps": ("training.global_batch_size", ": what one device does not hold is accumulated"),
     **dict.fromkeys(("grad_clip", "gradient_clip_val", "max_grad_norm"), ("training.max_norm", "")),
-    **dict.fromkeys(("ema", "ema_decay", "ema_rate"), ("ema.tracks", ' \'[{"name": "ema", "decay": 0.9999}]\'')),
+    **dict.fromkeys(("ema", "ema.decay", "ema_decay", "ema_rate"), ("ema.tracks", ' \'[{"name": "ema", "decay": 0.9999}]\'')),
     **dict.fromkeys(("cfg", "cfg_scale"), ("sampling.guidance_scale", "")),
+    **dict.fromkeys(("num_inference_steps", "num_sampling_steps"), ("sampling.num_steps", "")),
+    "per_proc_batch_size": ("sampling.batch_size", ""),
+    "ckpt": ("checkpoint.initial_weights", ""),
+    "ckpt_every": ("checkpoint.interval", ""),
     **dict.fromkeys(
         ("resume", "resume_from", "resume_from_checkpoint"),
         ("checkpoint.load_step", ": without it, the same command resumes from the newest checkpoint"),
@@ -31,13 +35,14 @@ def synonym(key: str, prefix: str = "") -> str:
     """Suggest a key for a setting's name in another program.
 
     Args:
-        key: unknown dotted key; its last part is looked up.
+        key: unknown dotted key; it, or else its last part, is looked up.
         prefix: of the suggested key; "--" on the command line.
 
     Returns:
         a question, as "did you mean --training.steps?"; "" for a name that is not in the table.
     """
-    name = key.rpartition(".")[2].replace("-", "_").lower()
+    name = key.replace("-", "_").lower()
+    name = name if name in SYNONYMS else name.rpartition(".")[2]
     if name not in SYNONYMS:
         return ""
     wanted, more = SYNONYMS[name]

@@ -17,7 +17,8 @@ def lr_factor(config: LRSchedulerConfig, step: int, total_steps: int, images_per
         images_per_step: first global batch size; without effect on a schedule in steps.
 
     Returns:
-        a linear rise during warm-up: step / warmup_steps, or the images before the step / warmup_images; then 1, or a
+        a linear rise during warm-up: step / warmup_steps, or the images before the step / warmup_images; a warm-up that is
+        longer than the run is cut to a tenth of it; then 1, or a
         line or half cosine that would reach min_lr_factor one step after the last. inverse_sqrt multiplies the rise by
         1 / sqrt(max(n / reference, 1)), n being what is done before the step, and doesn't know the length of the run.
 
@@ -93,9 +94,13 @@ class _Place(NamedTuple):
 
 def _place(config: LRSchedulerConfig, step: int, total_steps: int, images_per_step: int) -> _Place:
     if config.unit == "steps":
-        return _Place(step - 1, step, config.warmup_steps, config.reference_steps, total_steps)
+        return _Place(step - 1, step, _cut(config.warmup_steps, total_steps), config.reference_steps, total_steps)
     images, epoch = (step - 1) * images_per_step, config.epoch_images
     if epoch:
         images -= images % epoch
     total = total_steps * images_per_step
-    return _Place(images, images + epoch, config.warmup_images, config.reference_images, total, epoch > 0)
+    return _Place(images, images + epoch, _cut(config.warmup_images, total), config.reference_images, total, epoch > 0)
+
+
+def _cut(warmup: int, total: int) -> int:
+    return warmup if warmup <= total else total // 10

@@ -18,6 +18,7 @@ from torchtitan.estimate.pixels import pixel_warning
 from torchtitan.processes.command_line import exit_code
 from torchtitan.processes.exit_codes import FAILED, REFUSED, forbid_restart
 from torchtitan.processes.launch import CHECKED, launch_number
+from torchtitan.training.lr_scheduler import warmup_problems
 
 _USAGE = """usage: train.py --config FILE [--section.key value ...] [--check-only]
   FILE: a TOML file, or the name of a shipped one, as digits (train_configs/ has them all)
@@ -48,8 +49,11 @@ def main(arguments: list[str]) -> int:
         config = load_config(arguments, world_size)
     except ConfigError as error:
         report_and_exit(error)
-    if rank == 0 and CHECKED not in os.environ and (warning := pixel_warning(config, world_size)):
-        print(warning, file=sys.stderr)
+    if rank == 0 and CHECKED not in os.environ:
+        for key, text in warmup_problems(config.lr_scheduler, config.training.steps, config.training.global_batch_size):
+            print(f"lr_scheduler.{key}: {text}: cut to a tenth of the run", file=sys.stderr)
+        if warning := pixel_warning(config, world_size):
+            print(warning, file=sys.stderr)
     if not check_only:
         from torchtitan.run import run  # the configuration is checked before anything heavy is imported
 

@@ -1,0 +1,113 @@
+"""Gradient noise scale under bfloat16 compute against float32: python benchmarks/gns_precision.py [--ages STEP ...] [--steps N]
+
+The digits model trains in float32. At each age its weights and Adam's state are held, and the same measured steps (the same
+images, noise, timesteps and sketches) are computed in both precisions: |G|^2, the signal, and tr Sigma, the noise, of the whole
+objective in both geometries, as ratios, with the signal's 95 % interval over steps. Writes benchmarks/results/gns_precision.json.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+from datetime import date
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+from scipy import stats
+
+from torchtitan.config.job import load_config
+from torchtitan.gns.capture import GEOMETRIES, StepSums
+from torchtitan.runs.folder import versions
+from torchtitan.trainer import Trainer
+from torchtitan.training.hardware import device_name
+from torchtitan.training.optimizer import materialise_state
+
+ROOT = Path(__file__).resolve().parent.parent
+PRECISIONS = ("float32", "bfloat16")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ages", type=int, nargs="+", default=[100, 400, 800], help="steps of training")
+    parser.add_argument("--steps", type=int, default=64, help="measured steps at each age")
+    arguments = parser.parse_args()
+    trained = build("float32")
+    found = {}
+    for age in arguments.ages:
+        while trained.state.step < age:
+            step(trained)
+        found[str(age)] = at_age(trained, arguments.steps)
+        print(age, json.dumps(found[str(age)], indent=1), flush=True)
+    result = {"ages": found, "steps": arguments.steps, "device": device_name(trained.state.layout.device),
+              "date": date.today().isoformat(), "versions": versions()}  # fmt: skip
+    (ROOT / "benchmarks" / "results" / "gns_precision.json").write_text(json.dumps(result, indent=1) + "\n")
+
+
+def build(precision: str) -> Trainer:
+    """Build a trainer of the digits model that measures every step."""
+    words = {
+        "job.config_file": str(ROOT / "train_configs" / "digits.toml"), "job.dump_folder": tempfile.mkdtemp(),
+        "training.mixed_precision_param": precision, "gns.interval": "1", "checkpoint.enable": "false",
+        "sampling.enable": "false", "evaluation.enable": "false", "validation.enable": "false",
+    }  # fmt: skip
+    return Trainer(load_config([word for key, value in words.items() for word in (f"--{key}", value)], 1))
+
+
+def step(trainer: Trainer) -> None:
+    trainer.state.step += 1
+    trainer.train_step()
+
+
+def at_age(trained: Trainer, steps: int) -> dict[str, dict[str, float | list[float]]]:
+    """Compare both precisions on the weights of a trainer."""
+    sums = {precision: measure(trained, precision, steps) for precision in PRECISIONS}
+    found: dict[str, dict[str, float | list[float]]] = {}
+    for number, geometry in enumerate(GEOMETRIES):
+        signals, noises = ([[part[number] for part in sums[p][which]] for p in PRECISIONS] for which in range(2))
+        mean, half = statistics.mean(signals[0]), stats.t.ppf(0.975, steps - 1) * statistics.stdev(signals[0]) / steps**0.5
+        found[geometry] = {
+            "signal": mean, "signal_95_percent": [mean - half, mean + half],
+            "signal_ratio": statistics.mean(signals[1]) / mean,
+            "noise_ratio": statistics.mean(noises[1]) / statistics.mean(noises[0]),
+        }  # fmt: skip
+    return found
+
+
+def measure(trained: Trainer, precision: str, steps: int) -> tuple[list[list[float]], list[list[float]]]:
+    """Signal and noise of each step in each geometry, with weights and Adam's state that stay as they are."""
+    trainer = build(precision)
+    materialise_state(trainer.state.optimizer)
+    there = trainer.state.tensors()
+    for name, tensor in trained.state.tensors().items():
+        there[name].copy_(tensor)
+    trainer.state.step, trainer.state.data.next_sample = trained.state.step, trained.state.data.next_sample
+    monitor = trainer.state.gns
+    assert monitor and monitor._taps
+    end, measured = monitor._taps.end_step, []
+
+    def recorded() -> StepSums:
+        measured.append(end())
+        return measured[-1]
+
+    monitor._taps.end_step = recorded  # type: ignore[method-assign]
+    trainer.state.optimizer.step = lambda skip: None  # type: ignore[method-assign, assignment]
+    for _ in range(steps):
+        step(trainer)
+    trainer.close()
+    estimates = [_signal_and_noise(sums) for sums in measured]
+    return [signal.tolist() for signal, _ in estimates], [noise.tolist() for _, noise in estimates]
+
+
+def _signal_and_noise(sums: StepSums) -> tuple[torch.Tensor, torch.Tensor]:
+    """Unbiased |G|^2 and tr Sigma [G] of all parts and bins, from the sums of a step's n gradients."""
+    n = sums.count.sum()
+    squares, products = sums.squares.sum((0, 2)), sums.all_products.sum((0, 2, 3))
+    signal = (products - squares) / (n * (n - 1))
+    return signal, squares / n - signal
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,242 @@
+"""Every command line of the README and of docs/ is parsed by its program; those of four pages train two steps."""
+
+import argparse
+import importlib
+import importlib.util
+import itertools
+import json
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+from torch.distributed.run import get_args_parser
+
+from benchmarks.documented_commands import documented
+from tests.end_to_end.test_presets import small
+from tests.launcher import ROOT, run_on_ranks
+from torchtitan.config.job import ConfigError, JobConfig, help_text, load_config
+from torchtitan.settings.sections import all_sections, keys
+from torchtitan_dit.cli import COMMANDS
+from torchtitan_dit.commands import sample
+
+PAGES = {path.name: path.read_text(encoding="utf-8") for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))}
+README, INDEX = PAGES["README.md"], PAGES["index.md"]
+for path in (ROOT / "train_configs").rglob("*.toml"):
+    lines = re.findall(r"^#(.*)$", path.read_text(encoding="utf-8"), re.MULTILINE)
+    PAGES[str(path.relative_to(ROOT))] = "\n".join(f"    {line.strip().lstrip('-')}" for line in lines)
+COMMAND = re.compile(
+    r"(?:[A-Z_]+=\S+ )*(?:(?:\S*/)?(?:python|torchrun)|sbatch|train\.py|optimization_analysis\.py|cosmos_latent_decoder\.py"
+    r"|(?:scripts|benchmarks)/\w+\.(?:py|sh|slurm)|torchtitan-dit)(?: |$)|--(?!section)\w+\.[a-z_]"
+)
+TRAINED = ("README.md", "installing.md", "from_dit.md", "my_images.md")
+MISSING = re.compile(r"does not exist|no such (?:file|folder)|not given|needs one of|is no ")  # files that a reader has
+
+
+class Parsed(Exception):
+    """A program's parser accepted its words."""
+
+
+def commands(page: str) -> list[str]:
+    """Command lines of a page: of its indented and fenced blocks, and of its inline code; of a preset, of its comments."""
+    text = re.sub(r"\\\n\s*", " ", PAGES[page])
+    fenced = re.findall(r"^```(?:sh|bash)?\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    text = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
+    lines = [line for block in fenced for line in block.splitlines()] + re.findall(r"^ {4,}(\S.*)$", text, re.MULTILINE)
+    inline = re.sub(r"^ {4,}\S.*$", "", text, flags=re.MULTILINE)
+    lines += [" ".join(code.split()) for code in re.findall(r"`([^`]+)`", inline)]
+    parts = (part.split(" # ")[0].strip() for line in lines for part in line.split("&&"))
+    return list(dict.fromkeys(part for part in parts if COMMAND.match(part) and "  " not in part))
+
+
+def split(command: str) -> tuple[int, str, list[str]]:
+    """Number of processes, program or `-m module`, and its words, of a command line."""
+    words = shlex.split(re.sub(r"\[(--[^]]*)\]", r"\1", re.sub(r"(\S+)(?: \| \S+)+", r"\1", command)))
+    processes = 1
+    while re.fullmatch(r"[A-Z_]+=\S+", words[0]):
+        name, value = words.pop(0).split("=")
+        processes = int(value) if name == "NGPU" else processes
+    if words[0] == "sbatch":
+        words = words[next((place for place, word in enumerate(words) if word.startswith("scripts/")), 0) :]
+    launcher = words[0].endswith("torchrun") or words[1:3] == ["-m", "torch.distributed.run"]
+    if launcher:
+        launched = get_args_parser().parse_args(words[1:] if words[0].endswith("torchrun") else words[3:])
+        processes = int(launched.nproc_per_node) * int(launched.nnodes.split(":")[-1])
+        words = ["-m " * launched.module + launched.training_script, *launched.training_script_args]
+    elif words[0].endswith("python"):
+        words = [f"-m {words[2]}", *words[3:]] if words[1] == "-m" else words[1:]
+    return processes, words[0], words[1:]
+
+
+def training_words(program: str, words: list[str]) -> list[str] | None:
+    """Words of train.py that a command trains with; None for a program that does not train."""
+    if program.startswith("--"):
+        return ["--job.config_file", "train_configs/digits.toml", program, *words]
+    if program in ("torchtitan-dit", "-m torchtitan_dit") and words[:1] == ["train"]:
+        return words[1:]
+    if re.fullmatch(r"scripts/(train\.sh|\w+\.slurm)", program):
+        config = [] if words and words[0].startswith("--") else words[:1]
+        return ["--job.config_file", *(config or ["train_configs/digits.toml"]), *words[len(config) :]]
+    return words if program == "train.py" else None
+
+
+def parse(program: str, words: list[str], monkeypatch, partial: bool) -> None:
+    """Have a program's parser accept words. Raises SystemExit: it refused them."""
+    if program in ("torchtitan-dit", "-m torchtitan_dit"):
+        if not words or words[0] == "NAME":
+            return
+        program, words = f"scripts/{COMMANDS[words[0]].module}.py", [*COMMANDS[words[0]].words, *words[1:]]
+    if program.startswith("-m "):
+        assert importlib.util.find_spec(program[3:])
+        return
+    if not program.endswith(".py"):
+        text = (ROOT / program).read_text() if "/" in program else ""
+        assert not [word for word in words if word.startswith("--") and text and word not in text]
+        return
+    if not words or "--help" in words:
+        assert (ROOT / program).is_file()
+        return
+    place, name = Path(program).parent.name, Path(program).stem
+    module = importlib.import_module(f"benchmarks.{name}" if place == "benchmarks" else f"torchtitan_dit.commands.{name}")
+    whole = argparse.ArgumentParser.parse_args
+
+    def parse_args(parser, args=None, namespace=None):
+        whole(parser, args, namespace)
+        raise Parsed
+
+    with monkeypatch.context() as patched:
+        patched.setattr(sys, "argv", [program, *words])
+        patched.setattr(argparse.ArgumentParser, "parse_args", parse_args)
+        if name in ("estimate", "step_counts"):
+            module.parse_arguments(words)
+        else:
+            with pytest.raises((Parsed, SystemExit) if partial else Parsed):
+                module.main()
+
+
+def configuration(words: list[str]) -> tuple[list[str], set[str]]:
+    """Words of the configuration in those of another program, of a shipped file and what all its runs share; and all keys."""
+    shipped = [word for word in words if word.startswith("train_configs/") and word.endswith(".toml") and "sweeps" not in word]
+    found, named, shared = ["--job.config_file", *shipped], set(), True
+    for word, after in zip(words, [*words[1:], ""], strict=False):
+        shared &= word != "--arm"
+        if key := re.match(r"--((?!section)\w+\.[a-z_][\w.]*)|([a-z]\w*\.[\w.]+)=", word):
+            named.add(key[1] or key[2])
+            found += [] if not shared else [f"--{word}"] if key[2] else [word] if "=" in word else [word, after]
+    return found if shipped else [], named
+
+
+def accept_training(words: list[str], processes: int) -> None:
+    """Check a training's words: keys, values, shipped files; a reader's data and weights need not be here."""
+    words = [word for word in words if word not in ("--check-only", "--setup-only")]
+    if "--help" in words:
+        help_text(words[words.index("--help") + 1 :])
+        return
+    try:
+        load_config(words, processes, elsewhere=True)
+    except ConfigError as error:
+        assert not [line for line in error.problems if not MISSING.search(line)], error
+
+
+def accept(page: str, command: str, monkeypatch) -> None:
+    processes, program, words = split(command.split(" ...")[0])
+    assert not [key for key in configuration([program, *words])[1] if not exists(key)]
+    partial = " ..." in command or len(words) <= 1 and program.startswith("scripts")  # it names a command, or some of its words
+    if program.startswith("--") and page not in ("README.md", "index.md"):  # of any configuration
+        return
+    if page == "adding_a_model.md":  # a family that is not here; tests/unit/test_dit.py trains it
+        return
+    training = training_words(program, words)
+    if training is None:
+        parse(program, words, monkeypatch, partial)
+        if found := configuration(words)[0]:
+            accept_training(found, processes)
+    elif "--autotune" in training:
+        parse("scripts/autotune_batch_size.py", [word for word in words if word != "--autotune"], monkeypatch, False)
+    elif training:
+        accept_training(training, processes)
+
+
+def exists(key: str) -> bool:
+    section, _, name = key.rpartition(".")
+    if any(section == each and name in {field.name for field in keys(values)} for each, values in all_sections(JobConfig())):
+        return True
+    return f"--{key}" in help_text([section.split(".")[0]]) or name in help_text([key])
+
+
+ALL = [pytest.param(page, command, id=f"{page}: {command[:60]}") for page in PAGES for command in commands(page)]
+
+
+@pytest.mark.parametrize(("page", "command"), ALL)
+def test_command_is_accepted_by_its_program(page, command, monkeypatch):
+    accept(page, command, monkeypatch)
+
+
+def test_trainings_of_four_pages_make_two_steps(folders, latents, tmp_path):
+    runs: dict[int, list[list[str]]] = {1: [], 4: []}
+    for page, command in [(name, each) for name in TRAINED for each in commands(name)]:
+        processes, program, words = split(command)
+        training = training_words(program, words) or []
+        if training[:1] != ["--job.config_file"] or program.startswith("--") and page != "README.md":
+            continue
+        preset = f"{training[1].removeprefix('train_configs/').removesuffix('.toml')}.toml"
+        data = training[training.index("--data.name") + 1] if "--data.name" in training else None
+        shrunk = small(preset, folders, latents, tmp_path, data)
+        pairs = zip(shrunk[::2], shrunk[1::2], strict=True)
+        pairs = [pair for pair in pairs if pair[0].startswith(("--data.", "--autoencoder.", "--validation."))]
+        last = [*itertools.chain(*pairs), "--training.steps", "2", "--lr_scheduler.warmup_steps", "1"]
+        ranks = 1 if processes == 1 else 4
+        runs[ranks].append([*shrunk, *training, *last, "--job.name", f"run-{ranks}-{len(runs[ranks])}"])
+    assert runs[1] and runs[4]
+    for ranks, arguments in runs.items():
+        run_on_ranks("tests.end_to_end.test_presets:train_all", ranks, {"arguments": arguments})
+    for run in (f"run-{ranks}-{number}" for ranks, arguments in runs.items() for number in range(len(arguments))):
+        points = [json.loads(line) for line in (tmp_path / run / "metrics.jsonl").read_text().splitlines()]
+        assert [point["step"] for point in points if "grad_norm" in point] == [1, 2], run
+
+
+def test_a_reference_is_made_before_it_is_compared_with():
+    for page in (README, INDEX):
+        assert page.index("evaluate.py reference digits --name digits") < page.index("--reference digits")
+
+
+# --- keys, options and files
+
+
+def test_keys_that_pages_name_exist():
+    sections, named = {name for name, _ in all_sections(JobConfig())}, set()
+    for page, text in PAGES.items():
+        if page == "from_torchtitan.md":  # its left cells are TorchTitan's keys
+            text = "\n".join(line if " | the same" in line else line.split(" | ", 1)[-1] for line in text.splitlines())
+        for key in re.findall(r"`(?:--)?((?:[a-z_0-9]+\.)+[a-z_0-9]+)(?=[` =])", text):
+            if sections & {key.partition(".")[0], key.rpartition(".")[0]} and not key.endswith((".py", ".json", ".jsonl")):
+                named.add((page, key))
+    assert len(named) > 400
+    assert not [(page, key) for page, key in named if key != "objective.uncertainty.weight" and not exists(key)]
+
+
+def test_options_of_sampling_that_the_page_for_dit_names_exist(monkeypatch):
+    _, _, samples = PAGES["from_dit.md"].partition("## Samples")
+    here = " ".join(line.split(" | ")[1] for line in samples.splitlines() if line.count(" | ") == 1)
+    options = {word for word in re.findall(r"--[a-z][\w-]*", here) if word != "--tf32"}
+    monkeypatch.setattr("sys.argv", ["sample.py", "run"])
+    parsed = {f"--{name.replace('_', '-')}" for name in vars(sample.parse_arguments())}
+    assert len(options) > 12 and not options - parsed
+
+
+@pytest.mark.parametrize("path", sorted(set(re.findall(r"(?:scripts|docs|benchmarks|train_configs)/[\w./]+\w", README + INDEX))))
+def test_named_file_exists(path):
+    assert (ROOT / path).exists()
+
+
+def test_tables_are_read_whole_by_the_benchmark():
+    assert len([row for row in README.split("## Results")[0].splitlines() if row.startswith("| ") and "`" in row]) <= 12
+    assert len(documented()) >= 40 and not [command for command in documented() if "|" in command]
+
+
+def test_index_names_every_page_script_and_benchmark():
+    pages = {path.name for kind in ("md", "ipynb") for path in (ROOT / "docs").glob(f"*.{kind}")} - {"index.md"}
+    assert pages == set(re.findall(r"^\| \[([\w.]+)\]\(\1\)", INDEX, re.MULTILINE))
+    programs = {f"{path.parent.name}/{path.name}" for folder in ("scripts", "benchmarks") for path in (ROOT / folder).glob("*.*")}
+    assert programs == set(re.findall(r"`((?:scripts|benchmarks)/[\w.]+)`", INDEX))
