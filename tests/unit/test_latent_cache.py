@@ -241,7 +241,7 @@ def published_of(given, layout):
     return {name: published[name].contiguous() for name in published}
 
 
-PEFT = "base_model.model.transformer_blocks.0.attn.to_q.lora_A.weight"
+PEFT = "base_model.model.transformer_blocks.0.attn.to_q.lora_{}.weight"
 SD = "lora_unet_down_blocks_0_attentions_0_proj_in.lora_down.weight"
 STARTS = {  # key and value of a run that cannot start -> the file's tensors, and what is said
     "missing": ("checkpoint.initial_weights", None, "no such file (published weights: scripts/checkpoint.py import)"),
@@ -252,7 +252,8 @@ STARTS = {  # key and value of a run that cannot start -> the file's tensors, an
             "4 tensors are not of this model: guidance_embed"),
     "rank": ("lora.rank", "100", "lora.rank: 100 is above the smaller side"),
     "pattern": ("lora.patterns", '["xyz"]', "lora.patterns[0]: 'xyz' fits no layer"),
-    "peft": ("lora.initial_adapter", lambda given: dict.fromkeys([PEFT], torch.ones(2, 64)), "a raw peft file"),
+    "peft": ("lora.initial_adapter", lambda given: {PEFT.format("A"): torch.ones(2, 64), PEFT.format("B"): torch.ones(64, 2)},
+             "adapter_config.json"),
     "foreign": ("lora.initial_adapter", lambda given: dict.fromkeys([SD], torch.ones(2, 64)), "lora_unet_down_blocks_0"),
 }  # fmt: skip
 
