@@ -222,8 +222,7 @@ class RunState:
     @property
     def _grown_factor(self) -> int:
         training = self.config.training
-        measured = self.gns.batch_factor if self.gns else 1
-        return max(measured, ramp_factor(training.double_batch_after, self.progress * training.global_batch_size))
+        return ramp_factor(training.double_batch_after, self.progress * training.global_batch_size)
 
     @property
     def grown_batch_size(self) -> int:

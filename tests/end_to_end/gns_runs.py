@@ -50,12 +50,7 @@ def abandon(folder: str, runs: list[dict]) -> None:
 
 
 def _trainer(folder: str, name: str, overrides: list[str], steps: int = STEPS, **layout) -> Trainer:
-    trainer = make_trainer(folder, name, steps=steps, overrides=(*SAVED, "--model.num_layers", "2", *overrides), **layout)
-    if trainer.state.gns and trainer.config.gns.grow_batch:
-        # As if the noise scale became known and rose: when a real one does is a matter of the last bits.
-        update = trainer.state.gns._batch.update
-        trainer.state.gns._batch.update = lambda step, samples, lower: update(step, samples, 0.75 * step)
-    return trainer
+    return make_trainer(folder, name, steps=steps, overrides=(*SAVED, "--model.num_layers", "2", *overrides), **layout)
 
 
 def _leave_after(trainer: Trainer, step: int) -> None:

@@ -39,7 +39,7 @@ def runs_of(ranks: int) -> dict[str, dict]:
     return {
         "measured": layout | {"accumulation": 4 // ranks, "overrides": [*GNS, *RANKS]},
         "grown": layout | {"accumulation": 1, "steps": 60, "overrides": [
-            *GNS, "--gns.grow_batch", "true", "--gns.growth_warmup", "0", "--gns.growth_interval", "2",
+            *GNS, "--training.double_batch_after", "[48, 120]",
             "--gns.num_bins", "2", "--training.global_batch_size", "4", "--training.local_batch_size", str(4 // ranks),
         ]},
         "allocated": layout | {

@@ -1,4 +1,4 @@
-"""The batch that grows with the noise scale: when, how far, and that nothing else of a step changes."""
+"""The batch that doubles after numbers of images: when, and that nothing else of a step changes."""
 
 import math
 from collections import Counter
@@ -11,35 +11,15 @@ import torch
 
 from tests.distributed.cases import make_trainer
 from torchtitan.config.job import ConfigError, load_config
-from torchtitan.gns.batch_schedule import BatchSchedule
 from torchtitan.gns.capture import StepSums
 from torchtitan.gns.config import GNSConfig
 from torchtitan.gns.pool import Pool
 from torchtitan.reports import Reports
+from torchtitan.run_state import RunState
 from torchtitan.trainer import Trainer
 from torchtitan.training.batch_ramp import lr_multiple, ramp_factor, ramp_steps
 from torchtitan.training.config import EMATrackConfig
 from torchtitan.training.ema import kept_share
-
-GROW = (
-    "--gns.enable", "true", "--gns.num_bins", "2", "--gns.sketch_size", "2", "--gns.interval", "2", "--gns.grow_batch", "true",
-    "--gns.growth_warmup", "0", "--gns.growth_interval", "1", "--gns.growth_limit", "4",
-)  # fmt: skip
-
-
-def factors(schedule: BatchSchedule, lowers: list[float], samples: int = 10**6) -> list[int]:
-    found = []
-    for step, lower in enumerate(lowers, start=1):
-        schedule.update(step, samples, lower)
-        found.append(schedule.factor)
-    return found
-
-
-def test_grows_to_the_lower_end_of_the_interval_by_doubling_at_most():
-    schedule = BatchSchedule(64, limit=6, warmup=0, interval=1)
-    lowers = [63.0, 127.9, 128.0, 1000.0, 1000.0, 10.0, math.nan]
-    assert factors(schedule, lowers) == [1, 1, 2, 4, 6, 6, 6]
-    assert factors(BatchSchedule(64, limit=8, warmup=0, interval=1), [64 * 3.5, 64 * 3.5, 64 * 3.5]) == [2, 3, 3]
 
 
 @pytest.mark.parametrize(
@@ -53,36 +33,6 @@ def test_steps_of_a_ramp_are_those_counted_one_by_one(doublings, batch_size, ste
         counted[factor] += 1
         progress += factor
     assert ramp_steps(doublings, batch_size, steps) == counted
-
-
-def test_an_unknown_noise_scale_leaves_the_batch_as_it_is():
-    assert factors(BatchSchedule(64, limit=8, warmup=0, interval=1), [math.nan, -math.inf, 0.0, math.inf]) == [1, 1, 1, 1]
-
-
-def test_waits_for_warmup_and_interval():
-    schedule = BatchSchedule(10, limit=64, warmup=1000, interval=5)
-    schedule.update(1, 999, 1e9)
-    assert schedule.factor == 1
-    found = []
-    for step in range(2, 14):
-        schedule.update(step, 1000, 1e9)
-        found.append(schedule.factor)
-    assert found == [2, 2, 2, 2, 2, 4, 4, 4, 4, 4, 8, 8]
-
-
-def test_state_goes_on_and_obeys_a_lower_limit():
-    schedule = BatchSchedule(10, limit=64, warmup=0, interval=5)
-    factors(schedule, [1e9] * 11)
-    assert schedule.factor == 8
-    resumed = BatchSchedule(10, limit=64, warmup=0, interval=5)
-    resumed.load_state_dict(schedule.state_dict())
-    for step in range(12, 18):
-        schedule.update(step, 10**6, 1e9)
-        resumed.update(step, 10**6, 1e9)
-        assert resumed.state_dict() == schedule.state_dict()
-    lowered = BatchSchedule(10, limit=3, warmup=0, interval=5)
-    lowered.load_state_dict(schedule.state_dict())
-    assert lowered.factor == 3
 
 
 @pytest.mark.parametrize(
@@ -99,61 +49,30 @@ def test_a_step_of_a_batch_n_times_as_large_keeps_what_n_steps_keep(track):
     assert kept_share(track, 13, 16, 3) == pytest.approx(one_by_one, rel=1e-12)
 
 
-def _one_step(folder, name: str, factor: int, before: int = 0, **arguments) -> tuple:
-    """What a step of a grown batch left, after `before` steps of the first one."""
-    trainer = make_trainer(str(folder), name, steps=20, replicas=1, shards=1, **arguments)
-    for step in range(1, before + 1):
-        trainer.state.step = step
-        trainer.train_step()
-    if trainer.state.gns:
-        trainer.state.gns._batch.factor = factor
-    trainer.state.step = before + 1
+def _one_step(folder, name: str, **arguments) -> tuple:
+    """What a first step left."""
+    trainer = make_trainer(str(folder), name, steps=20, replicas=1, shards=1, accumulation=1, **arguments)
+    trainer.state.step = 1
     norm, lr = trainer.train_step()
     weights = {name: parameter.detach().clone() for name, parameter in trainer.state.parameters.items()}
-    ema = trainer.state.ema.tensors()
     numbers = trainer.state.progress, trainer.state.batch_size, trainer.state.data.next_sample
     trainer.close()
-    return norm, lr, weights, ema, numbers
+    return norm, lr, weights, numbers
 
 
 @pytest.mark.parametrize("spread", ["none", "stratified"])
-def test_a_step_of_the_grown_batch_is_a_step_of_that_batch_at_the_root_of_the_rate(tmp_path, spread):
+def test_a_step_of_the_grown_batch_is_a_step_of_that_batch_at_the_root_of_the_rate(tmp_path, spread, monkeypatch):
     fixed = ("--objective.spread", spread, "--lr_scheduler.warmup_steps", "0")
-    grown = _one_step(tmp_path, "grown", 3, accumulation=1, overrides=(*GROW, *fixed))
     plain = _one_step(
-        tmp_path, "plain", 1, accumulation=1,
-        overrides=(*fixed, "--training.global_batch_size", "48", "--optimizer.lr", str(3e-3 * math.sqrt(3))),
+        tmp_path, "plain", overrides=(*fixed, "--training.global_batch_size", "48", "--optimizer.lr", str(3e-3 * math.sqrt(3)))
     )
+    monkeypatch.setattr(RunState, "_grown_factor", 3)
+    grown = _one_step(tmp_path, "grown", overrides=fixed)
     assert torch.equal(grown[0], plain[0])
     assert grown[1] == pytest.approx(plain[1], rel=1e-12)
     for name, weight in plain[2].items():
         torch.testing.assert_close(grown[2][name], weight, rtol=0, atol=1e-8)
-    assert grown[4] == (3, 48, 48) and plain[4] == (1, 48, 48)
-
-
-def test_the_run_ends_after_the_images_that_it_was_to_see(tmp_path, monkeypatch):
-    trainer = make_trainer(
-        str(tmp_path),
-        "run",
-        steps=20,
-        replicas=1,
-        shards=1,
-        accumulation=2,
-        overrides=(*GROW, "--gns.log_interval", "100"),
-    )
-    trainer.reports.log_gns = lambda: None
-    whole = {name: torch.tensor([1e9]) for name in ("b_simple", "lower", "upper", "lag")}
-    certain = SimpleNamespace(**whole)
-    monkeypatch.setattr(Pool, "whole", lambda *_: certain)
-    trainer.state.gns.draw = lambda points, global_batch_size: None
-    sizes, advance = [], trainer.reports.advance
-    trainer.reports.advance = lambda: (sizes.append(trainer.state.batch_size), advance())
-    assert trainer.train() == 0
-    # Measured on every second step; the last one has what is left.
-    assert sizes == [16, 16, 32, 32, 64, 64, 64, 32]
-    assert (trainer.state.step, trainer.state.progress, trainer.state.data.next_sample) == (8, 20, 320)
-    assert trainer.state.folder.is_finished()
-    trainer.close()
+    assert grown[3] == (3, 48, 48) and plain[3] == (1, 48, 48)
 
 
 def test_noise_between_bins_does_not_count_where_batches_are_stratified(monkeypatch):
@@ -187,26 +106,6 @@ def test_noise_between_bins_does_not_count_where_batches_are_stratified(monkeypa
     assert pool.whole("plain", "sketch").signal.item() == pytest.approx((112 * 9) / 240, rel=0.03)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--gns.rank_gradients", "true", "--gns.bin_pure_microbatches", "true"], "gns.grow_batch: the rotation"),
-        (["--optimizer.name", "Muon"], "gns.grow_batch: the square-root rule"),
-        (["--gns.single_pass", "false", "--gns.rank_gradients", "true"], "gns.grow_batch"),
-        (["--gns.growth_limit", "1"], "gns.growth_limit"),
-    ],
-)
-def test_what_cannot_grow_is_refused(arguments, words):
-    with pytest.raises(ConfigError) as refused:
-        load_config([*GROW, "--training.global_batch_size", "64", *arguments], 1)
-    assert any(words in line for line in refused.value.problems)
-
-
-def test_growth_keys_without_growth_are_refused():
-    with pytest.raises(ConfigError, match="gns.growth_limit"):
-        load_config(["--gns.enable", "true", "--gns.growth_limit", "4"], 1)
-
-
 def test_a_fixed_ramp_doubles_after_each_number_of_images():
     assert [ramp_factor([100, 300], images) for images in (0, 99, 100, 299, 300, 10**9)] == [1, 1, 2, 2, 4, 4]
     assert ramp_factor([], 10**9) == 1
@@ -227,21 +126,12 @@ def test_a_run_with_a_fixed_ramp_counts_steps_and_intervals_in_its_first_batch(t
     trainer.close()
 
 
-def test_a_step_of_a_fixed_ramp_is_one_of_the_measured_growth(tmp_path):
-    ramp = _one_step(tmp_path, "ramp", 1, accumulation=1, overrides=("--training.double_batch_after", "[16]"), before=1)
-    grown = _one_step(tmp_path, "grown", 2, accumulation=1, overrides=GROW, before=1)
-    assert ramp[1] == grown[1] and ramp[4] == grown[4] == (3, 32, 48)
-    for name, weight in grown[2].items():
-        assert torch.equal(ramp[2][name], weight)
-
-
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
         (["--training.double_batch_after", "[200, 100]"], "each above the one before"),
         (["--training.double_batch_after", "[0]"], "from 1 up"),
         (["--training.double_batch_after", str(list(range(1, 23)))], "has 22 doublings (give 20 at most)"),
-        (["--training.double_batch_after", "[100]", *GROW], "gns.grow_batch chooses the batch"),
         (["--training.double_batch_after", "[100]", "--optimizer.name", "Muon"], "the square-root rule"),
     ],
 )

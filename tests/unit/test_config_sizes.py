@@ -58,9 +58,9 @@ def test_sizes_that_are_possible_each_but_not_together_are_refused():
     )
     images = ["--data.shape=[3,16384,16384]", "--model.patch_size=64"]
     assert "training.local_batch_size: 2000 images of 805306368 values" in refused(*images, "--training.local_batch_size=2000")
-    steps = [f"--training.steps={2**40}", "--gns.enable=true", "--gns.single_pass=true", "--gns.grow_batch=true"]
-    grown = refused(*steps, "--gns.growth_limit=1000000", "--training.local_batch_size=64", "--training.global_batch_size=128")
-    assert f"training.steps: {2**40} steps of up to 128000000 images are more than {2**62} samples" in grown
+    steps = [f"--training.steps={2**40}", f"--training.double_batch_after={list(range(1, 21))}"]
+    grown = refused(*steps, "--training.local_batch_size=64", "--training.global_batch_size=128")
+    assert f"training.steps: {2**40} steps of up to {2**27} images are more than {2**62} samples" in grown
     assert load_config([*BASE, *images, "--training.local_batch_size=16"], 1).training.local_batch_size == 16
 
 

@@ -114,7 +114,6 @@ def test_few_samples_of_a_bin_in_a_microbatch_are_warned_of(masses, size, enough
 TOO_SHORT = {
     "gns.interval": ["--gns.enable", "true", "--gns.interval", "11"],
     "gns.allocation_warmup": ["--gns.enable", "true", "--gns.allocate_timesteps", "true", "--gns.allocation_warmup", "200"],
-    "gns.growth_warmup": ["--gns.enable", "true", "--gns.grow_batch", "true", "--gns.growth_warmup", "200"],
     "training.double_batch_after": ["--training.double_batch_after", "[200, 400]"],
 }
 

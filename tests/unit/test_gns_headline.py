@@ -85,7 +85,7 @@ def monitor_of(
         GNSConfig(enable=True, num_bins=BINS, **keys), objective=build_objective(load_config([], 1).objective, seed=0),
         edges=torch.tensor(edges, dtype=torch.float64),
         taps=SimpleNamespace(num_bins=BINS, geometries=GEOMETRIES), ranks=None,
-        layout=layout, folder=Path("unused"), global_batch_size=16, adam=adam,
+        layout=layout, folder=Path("unused"), adam=adam,
     )  # fmt: skip
     found.pool = PoolOf(narrow)
     return found
@@ -118,15 +118,13 @@ def test_the_picture_is_of_the_narrowest(narrow, monkeypatch):
 
 
 @pytest.mark.parametrize("narrow", WHOLE_MODEL)
-def test_growth_and_allocation_follow_the_narrowest_in_the_geometry_of_updates(narrow, monkeypatch):
-    monitor = monitor_of(narrow, grow_batch=True)
+def test_allocation_follows_the_narrowest_in_the_geometry_of_updates(narrow):
+    monitor = monitor_of(narrow)
     monitor._schedule = SimpleNamespace(update=lambda *given, **_: seen.append(given[2].b_simple.tolist()))
-    seen, lowest = [], []
-    monkeypatch.setattr(monitor._batch, "update", lambda step, samples, lower: lowest.append(lower))
+    seen = []
     monitor._step = monitor._config.interval
     monitor.conclude(torch.tensor(False))
     assert seen == [[OF_ADAM * SCALES[narrow]] * BINS]
-    assert lowest == [pytest.approx(OF_ADAM * SCALES[narrow] / 1.2)]
 
 
 @pytest.mark.parametrize("narrow", WHOLE_MODEL)
@@ -232,12 +230,11 @@ def test_a_state_of_other_bins_is_measured_anew_and_said(caplog):
     before, after = monitor_of("sketch"), monitor_of("sketch", edges=(0.3, 0.6))
     before.pool = after.pool = before._taps = before._agreement = None
     state = before.state_dict()
-    after._batch = SimpleNamespace(load_state_dict=lambda state: loaded.append("batch"))
     after._agreement = SimpleNamespace(load_state_dict=lambda state: loaded.append("agreement"))
-    state |= {"batch": {}, "agreement": {}}
+    state |= {"agreement": {}}
     loaded: list[str] = []
     after.load_state_dict(state, 7)
-    assert loaded == ["batch"] and "other edges of timestep bins than at step 7" in caplog.text
+    assert not loaded and "other edges of timestep bins than at step 7" in caplog.text
     after.load_state_dict(state | {"edges of timestep bins": [0.3, 0.6]}, 7)
     assert sorted(loaded) == ["agreement", "batch", "batch"]
 

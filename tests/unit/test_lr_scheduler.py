@@ -93,22 +93,20 @@ def test_the_rate_of_a_grown_batch_follows_the_images(tmp_path):
     trainer = make_trainer(
         str(tmp_path), "run", steps=40, replicas=1, shards=1, accumulation=1,
         overrides=(
-            "--gns.enable=true", "--gns.num_bins=2", "--gns.sketch_size=2", "--gns.interval=2", "--gns.grow_batch=true",
-            "--gns.growth_warmup=0", "--gns.growth_limit=4", "--lr_scheduler.unit=images",
+            "--training.double_batch_after=[16,48,64]", "--lr_scheduler.unit=images",
             "--lr_scheduler.warmup_images=100", "--lr_scheduler.decay_type=inverse_sqrt",
             "--lr_scheduler.reference_images=128",
         ),
     )  # fmt: skip
     state = trainer.state
-    for factor in (1, 3, 2, 4):
+    for factor in (1, 2, 4, 8):
         state.step += 1
-        state.gns._batch.factor = factor
         images = state.data.next_sample
         _, lr = trainer.train_step()
         rate = 3e-3 * min(images / 100, 1) / math.sqrt(max(images / 128, 1)) * math.sqrt(factor)
         assert lr == pytest.approx(rate, rel=1e-12)
         assert state.optimizer.param_groups[0]["lr"] == lr
-    assert state.data.next_sample == 16 * 10
+    assert state.data.next_sample == 16 * 15
     trainer.close()
 
 

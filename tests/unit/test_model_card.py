@@ -12,7 +12,6 @@ from torchtitan.runs.model_card import _facts
 
 @pytest.mark.parametrize(("grown", "said"), [
     ({}, "9 steps of 8 images, float32"), ({"training": {"double_batch_after": [16]}}, "9 steps of 8 images and more, float32"),
-    ({"gns": {"grow_batch": True}}, "9 steps of 8 images and more, float32"),
 ])  # fmt: skip
 def test_the_images_of_a_step_are_those_of_a_batch_that_stayed(grown, said):
     info, model = DatasetInfo((1, 8, 8), Classes(10)), SimpleNamespace(parameters=list)

@@ -213,8 +213,6 @@ def _gns(checked: ConfigView) -> Iterator[Problem]:
     name = checked.optimizer.name
     if not checked.gns.adam_geometry and not UPDATE_RULES[name].is_adams:
         yield Problem("gns.adam_geometry", f"has no effect with optimizer.name = {name}, which has no such geometry (remove it)")
-    if checked.gns.grow_batch and not UPDATE_RULES[name].is_adams:
-        yield Problem("gns.grow_batch", f"{_ADAMS_RULE} (set it to false, or optimizer.name to AdamW)")
 
 
 def _batch_ramp(checked: ConfigView) -> Iterator[Problem]:
@@ -225,8 +223,6 @@ def _batch_ramp(checked: ConfigView) -> Iterator[Problem]:
         return
     if not UPDATE_RULES[checked.optimizer.name].is_adams:
         yield Problem(key, f"{_ADAMS_RULE} (remove it, or set optimizer.name to AdamW)")
-    if checked.gns.enable and checked.gns.grow_batch:
-        yield Problem(key, "gns.grow_batch chooses the batch by what it measures (remove one of the two)")
     if checked.gns.enable and checked.gns.bin_pure_microbatches:
         yield Problem(key, "the rotation of gns.bin_pure_microbatches is made for one batch size (remove one of the two)")
 

@@ -13,7 +13,6 @@ def too_short_for(config: JobConfig) -> Iterator[str]:
         yield f"gns.interval: {gns.interval} is more than training.steps = {training.steps}: no step is measured (lower it)"
     later = {
         "gns.allocation_warmup": (gns.enable and gns.allocate_timesteps, gns.allocation_warmup, "the allocation"),
-        "gns.growth_warmup": (gns.enable and gns.grow_batch, gns.growth_warmup, "the batch size"),
         "training.double_batch_after": (
             training.double_batch_after, min(training.double_batch_after, default=0), "the batch size",
         ),

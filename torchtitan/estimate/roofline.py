@@ -49,7 +49,7 @@ class StepTime:
         images_per_second: of all ranks.
         mfu: as of `training/utilisation.py`, but a share.
         hours, device_hours: of the whole run, a ramp of the batch included; sampling, validation and checkpoints not
-            counted. With gns.grow_batch an upper end: how far the batch grows is not known.
+            counted.
     """
 
     compute: float

@@ -46,8 +46,6 @@ def gns_problems(
         yield "single_pass", "without it and without gns.rank_gradients nothing is measured (set gns.enable to false)"
     if config.allocate_timesteps and config.bin_pure_microbatches:
         yield "allocate_timesteps", "microbatches of one bin each leave nothing to allocate (set one of the two to false)"
-    if config.grow_batch and config.bin_pure_microbatches:
-        yield "grow_batch", "the rotation of bin-pure microbatches is made for one batch size (set one of the two to false)"
     if config.bin_unit == "index" and not objective.path.num_indices:
         yield "bin_unit", "index is for DDPM paths, whose times have one (use t or sigma)"
         return

@@ -84,19 +84,6 @@ class GNSConfig:
         100, "minimum steps between changes of the allocation", ge=1,
         applies={"allocate_timesteps": (True,)},
     )
-    grow_batch: bool = setting(
-        False, "grow the global batch to the measured noise scale by accumulating more; "
-        "training.steps counts steps of the first batch size, "
-        "and Adam's learning rate grows with the square root of the batch", applies=_TAPPED,
-    )
-    growth_limit: int = setting(
-        8, "largest batch, as a multiple of training.global_batch_size", ge=2, le=1_000_000, applies={"grow_batch": (True,)}
-    )
-    growth_warmup: int = setting(20_000, "images before the batch first grows", ge=0, applies={"grow_batch": (True,)})
-    growth_interval: int = setting(
-        100, "minimum steps between growths of the batch; each doubles it at most", ge=1,
-        applies={"grow_batch": (True,)},
-    )
 
 
 def inner_edges(config: GNSConfig, density: Density, path: NoisePath) -> Tensor:

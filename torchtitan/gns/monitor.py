@@ -29,7 +29,6 @@ from torchtitan.gns.allocate import (
     weight_shares,
     worthwhile,
 )
-from torchtitan.gns.batch_schedule import BatchSchedule
 from torchtitan.gns.calibration import HalfProgress, half_progress
 from torchtitan.gns.capture import GradientTaps, StepSums
 from torchtitan.gns.config import GNSConfig
@@ -61,7 +60,6 @@ class GNSMonitor:
         ranks: RankMonitor | None,
         layout: Layout,
         folder: Path,
-        global_batch_size: int,
         adam: bool,
     ) -> None:
         """
@@ -73,7 +71,6 @@ class GNSMonitor:
             ranks: on the reduction, for the estimator from ranks.
             layout: where the run goes.
             folder: the run's folder.
-            global_batch_size: before it grows, in samples.
             adam: whether the updates are Adam's, measured in its geometry or not.
         """
         self._config, self._objective, self._edges = config, objective, edges
@@ -91,16 +88,6 @@ class GNSMonitor:
             self._schedule = SharesSchedule(
                 self._mass, warmup=config.allocation_warmup, interval=config.allocation_interval
             )
-        self._batch = None
-        if config.grow_batch:
-            self._batch = BatchSchedule(
-                global_batch_size, limit=config.growth_limit, warmup=config.growth_warmup, interval=config.growth_interval
-            )
-
-    @property
-    def batch_factor(self) -> int:
-        """Batch factor: multiple of the first global batch size for the next step."""
-        return self._batch.factor if self._batch else 1
 
     @property
     def masses(self) -> Tensor:
@@ -182,11 +169,9 @@ class GNSMonitor:
         if self._step % self._config.interval:
             return
         self._late.send()
-        if self._schedule or self._batch:
+        if self._schedule:
             self.settle()
             self._allocate()
-            if self._batch:
-                self._batch.update(self._step, self._samples, self._whole(*self._of_updates).lower.item())
 
     def _allocate(self) -> None:
         if self._schedule:
@@ -353,7 +338,7 @@ class GNSMonitor:
         if differing and self._layout.rank == 0:
             logger.warning(f"gns: other {' and '.join(differing)} than at step {step}: noise scales are measured anew")
         for name, part in self._parts.items():
-            if part and name in state and (name == "batch" or not differing):
+            if part and name in state and not differing:
                 part.load_state_dict(state[name])
         if self._raw:
             self._raw.cut(step)
@@ -365,11 +350,8 @@ class GNSMonitor:
         return {"edges of timestep bins": self._edges.tolist(), "geometries": geometries}
 
     @property
-    def _parts(self) -> dict[str, Pool | Agreement | RankMonitor | SharesSchedule | BatchSchedule | None]:
-        return {
-            "pool": self.pool, "agreement": self._agreement, "ranks": self._ranks, "schedule": self._schedule,
-            "batch": self._batch,
-        }  # fmt: skip
+    def _parts(self) -> dict[str, Pool | Agreement | RankMonitor | SharesSchedule | None]:
+        return {"pool": self.pool, "agreement": self._agreement, "ranks": self._ranks, "schedule": self._schedule}
 
     @property
     def _allocated(self) -> AllocatedTimesteps:

@@ -58,7 +58,7 @@ def build_monitor(
         )  # fmt: skip
     return GNSMonitor(
         gns, objective=objective, edges=edges, taps=taps, ranks=ranks, layout=layout, folder=folder,
-        global_batch_size=config.training.global_batch_size, adam=config.optimizer.rule.is_adams,
+        adam=config.optimizer.rule.is_adams,
     )  # fmt: skip
 
 

@@ -62,8 +62,8 @@ def _facts(
     yield "objective", _objective(config)
     if trained.step is not None and {"global_batch_size", "mixed_precision_param"} <= training.keys():
         batch, dtype = training["global_batch_size"], training["mixed_precision_param"]
-        grows = training.get("double_batch_after") or recorded.get("gns", {}).get("grow_batch")
-        yield "training", f"{trained.step:,} steps of {batch:,} images{' and more' if grows else ''}, {inline(dtype)}"
+        more = " and more" if training.get("double_batch_after") else ""
+        yield "training", f"{trained.step:,} steps of {batch:,} images{more}, {inline(dtype)}"
     if {"name", "lr"} <= optimizer.keys():
         yield "optimizer", f"{inline(optimizer['name'])}, learning rate {optimizer['lr']:g}"
     if summary.get("step") != trained.step:

@@ -44,8 +44,7 @@ def largest_growth(config: Any) -> int:
     Args:
         config: a JobConfig, or a view of one.
     """
-    measured = config.gns.growth_limit if config.gns.enable and config.gns.grow_batch else 1
-    return max(measured, 2 ** len(config.training.double_batch_after))
+    return 2 ** len(config.training.double_batch_after)
 
 
 def completed(interval: int, before: int, after: int) -> bool:

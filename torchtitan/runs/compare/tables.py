@@ -154,8 +154,7 @@ def configuration(runs: Sequence[RunRecord], groups: Sequence[RunGroup]) -> dict
 
 def _steps(run: RunRecord) -> str:
     planned, batch = (as_number(run.settings.get(f"training.{key}")) for key in ("steps", "global_batch_size"))
-    grows = run.settings.get("training.double_batch_after") or run.settings.get("gns.grow_batch")
-    if grows and planned and batch:
+    if run.settings.get("training.double_batch_after") and planned and batch:
         done = run.images_at(run.last_step) / (planned * batch)
         return f"{run.last_step:,}" + ("" if done >= 1 else f" ({done:.0%} of the images)")
     return f"{run.last_step:,}" + ("" if planned is None or planned == run.last_step else f" of {planned:,}")
