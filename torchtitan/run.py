@@ -12,10 +12,10 @@ import torch.distributed as dist
 from torchtitan.autoencoders.base import AutoencoderError
 from torchtitan.config.job import ConfigError, JobConfig
 from torchtitan.data.base import DatasetError
-from torchtitan.distributed.collectives import Interrupted, interruptible, requests_ignored_at_the_end
+from torchtitan.distributed.collectives import Interrupted, interruptible, on_all_ranks, requests_ignored_at_the_end
 from torchtitan.distributed.failures import is_lost_rank, is_out_of_memory
 from torchtitan.distributed.kernel_choices import KernelError
-from torchtitan.distributed.mesh import process_group
+from torchtitan.distributed.mesh import init_process_group, process_group
 from torchtitan.errors import (
     CheckpointError,
     EvaluationError,
@@ -67,7 +67,8 @@ def run(config: JobConfig, reload: Callable[[], JobConfig] | None = None) -> int
                 return 0
             clock = RunClock(started=process_start())
             if config.cache.enable and reload:
-                check_start(config)
+                init_process_group(config.comm)
+                on_all_ranks(lambda: check_start(config), _REFUSALS, None)
                 clock.switch("encode", clock.now())
                 with interruptible():
                     fill_cache(config)

@@ -310,10 +310,6 @@ BAD_FILES = [
         "sampling.ema_track: 'emma' is not a name in ema.tracks (did you mean ema?)",
     ),
     (
-        "[training]\nsteps = 10\n[lr_scheduler]\nwarmup_steps = 11",
-        "lr_scheduler.warmup_steps: 11 is more than training.steps = 10",
-    ),
-    (
         "[training]\nglobal_batch_size = 48",
         "training.global_batch_size: 48 is not a multiple of 32 = 1 rank x training.local_batch_size"
         " (set a multiple, or -1 for 32, or set training.local_batch_size = -1)",

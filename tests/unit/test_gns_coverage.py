@@ -111,6 +111,16 @@ def test_a_weight_used_outside_of_its_layer_is_refused_by_name_on_the_first_meas
         measured_step(taps, problem, 2, dtype, problem.model.get_submodule(name).weight.square().sum())
 
 
+def test_a_step_whose_gradients_are_not_finite_is_left_to_the_guard():
+    problem = Problem(next(iter(OUTSIDE.values())), torch.float32)
+    taps = GradientTaps(
+        problem.model, bin_edges=EDGES, local_batch_size=len(problem.t), sketch_size=2, seed=1, adam=False,
+        device=torch.device("cpu"),
+    )  # fmt: skip
+    name = next(iter(OUTSIDE))
+    measured_step(taps, problem, 1, torch.float32, problem.model.get_submodule(name).weight.sum() * float("nan"))
+
+
 class Scaled(nn.Linear):
     """A linear that computes something else."""
 

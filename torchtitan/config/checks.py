@@ -360,6 +360,9 @@ def _lora(checked: ConfigView) -> Iterator[Problem]:
         yield Problem("lora.targets", f"{text} (one of {', '.join(('blocks', *sets))}, or give lora.patterns)")
     for text in () if checked.elsewhere else quantization_problems(checked.lora.base_dtype):
         yield Problem("lora.base_dtype", text)
+    if not checked.checkpoint.initial_weights_strict:
+        text = "lora trains on frozen weights, and those that the file lacks would be drawn (remove it)"
+        yield Problem("checkpoint.initial_weights_strict", text)
     if checked.float8.enable:
         yield Problem("float8.enable", "computes products of weights that train, and lora freezes them (set it to false)")
     if checked.gns.enable and checked.gns.single_pass:

@@ -9,7 +9,6 @@ from torchtitan.settings.schema import Problem
 from torchtitan.settings.sizes import largest_divisor, size_problems
 from torchtitan.training.batch_ramp import largest_growth
 from torchtitan.training.loader_processes import loader_problem, prefetch_problem
-from torchtitan.training.lr_scheduler import warmup_problems
 
 # Of each rank in a step: beyond any real run, as the bound of training.local_batch_size is.
 _MOST_MICROBATCHES, _MOST_IMAGES_IN_ONE = 2**20, 2**24
@@ -122,13 +121,4 @@ def _loader_processes(checked: ConfigView) -> Iterator[Problem]:
             yield Problem("data.prefetch_factor", text)
 
 
-def _warmup(checked: ConfigView) -> Iterator[Problem]:
-    batch = None if any(batch_sizes(checked)) else global_batch_size(checked)
-    steps, section = checked.training.steps, checked.whole("lr_scheduler")
-    for key, text in warmup_problems(section, steps, batch):
-        key = f"lr_scheduler.{key}"
-        if [checked.origins.get(each) for each in ("training.steps", key)] != ["command line", "file"]:  # that is cut
-            yield Problem(key, text)
-
-
-SIZE_CHECKS: list[Callable[[ConfigView], Iterator[Problem]]] = [_sizes, _loader_processes, _warmup, batch_sizes, _degrees]
+SIZE_CHECKS: list[Callable[[ConfigView], Iterator[Problem]]] = [_sizes, _loader_processes, batch_sizes, _degrees]

@@ -106,11 +106,13 @@ def unseen_gradient(
     wanted = flat.split([sums.shape[1] for sums in measured])
     gradient = torch.stack([whole.norm() for whole in wanted])
     size = gradient + torch.stack([sums.norm() for sums in measured])
+    if not size.isfinite().all():  # a step that the guard skips
+        return None
     missed = torch.stack([(whole - sums.sum(0)).norm() for sums, whole in zip(measured, wanted, strict=True)])
     rounding = _BFLOAT16 if dtype == torch.bfloat16 else _OF_FLOAT32[torch.get_float32_matmul_precision()]
     # Where a layer's gradients cancel, what remains is rounding of others'.
     seen = missed <= _ROUNDINGS * (rounding * size + _OF_SUM * size.max())
-    share = torch.where(seen | missed.isnan(), 0.0, missed / torch.maximum(missed, gradient))
+    share = torch.where(seen, 0.0, missed / torch.maximum(missed, gradient))
     worst = int(share.argmax())
     return (list(layers)[worst], share[worst].item()) if share[worst] > 0 else None
 

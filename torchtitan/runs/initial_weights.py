@@ -53,8 +53,9 @@ def check_start(config: JobConfig) -> None:
         return
     info = trained_info(config)
     if path and (frozen or not checkpoint_steps(folder.checkpoints)):
-        with _of_key():
-            check_own(Path(path), network_on_meta(config, info), config.checkpoint.initial_weights_strict)
+        model = network_on_meta(config, info)
+        with _of_key(config, model):
+            check_own(Path(path), model, config.checkpoint.initial_weights_strict)
     if frozen:
         check_adapters(config, info)
 
@@ -77,7 +78,7 @@ def check_initial_weights(config: JobConfig, info: DatasetInfo, checkpoints: Any
         return ""
     model = network_on_meta(config, info)
     strict = config.checkpoint.initial_weights_strict
-    with _of_key():
+    with _of_key(config, model):
         if not strict:
             for line in from_first_rank(check_own, Path(path), model, False):
                 logger.warning(f"checkpoint.initial_weights: {path}: {line}")
@@ -98,13 +99,24 @@ def _check_classes(path: Path, info: DatasetInfo) -> None:
 
 
 @contextmanager
-def _of_key() -> Iterator[None]:
+def _of_key(config: JobConfig, model: DiffusionModel) -> Iterator[None]:
+    checkpoint = config.checkpoint
     try:
         yield
     except WeightsError as error:
-        advice = " (--checkpoint.initial_weights_strict false accepts that)"
+        asks = checkpoint.initial_weights_strict and not config.lora.enable and _would_do(Path(checkpoint.initial_weights), model)
+        advice = " (--checkpoint.initial_weights_strict false accepts that)" if asks else ""
         lines = (f"{line}{advice if ' tensors are ' in line else ''}" for line in str(error).splitlines())
         raise WeightsError("\n".join(f"checkpoint.initial_weights: {line}" for line in lines)) from error
+
+
+def _would_do(path: Path, model: DiffusionModel) -> bool:
+    """Whether a file fits a model but for tensors that are missing or superfluous."""
+    try:
+        check_fits(path, model, strict=False)
+    except WeightsError:
+        return False
+    return True
 
 
 def check_own(path: Path, model: DiffusionModel, strict: bool = True) -> list[str]:

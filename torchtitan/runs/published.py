@@ -186,7 +186,8 @@ def _network_folder(path: Path, pipeline: bool) -> Iterator[Path]:
 
 def _autoencoder_beside(path: Path, config: JobConfig) -> AutoencoderConfig:
     """Autoencoder in a pipeline's folder, where the configuration names none."""
-    if config.autoencoder.name != "none" or not (path / "vae" / "config.json").is_file():
+    named = config.autoencoder.name not in ("none", "diffusers") or config.autoencoder.path
+    if named or not (path / "vae" / "config.json").is_file():
         return config.autoencoder
     return AutoencoderConfig(name="diffusers", path=str(path / "vae"))
 
@@ -247,12 +248,12 @@ def _check_constants(
     if header is not None:
         wanted, latents = {key: attrgetter(key)(header) for key in wanted}, None
     elif source.suffix == ".safetensors" and header_of(source).get("trained_for") == trained_for(config):
-        wanted = {}  # of captions: without a configuration
+        wanted, latents = {}, None  # of captions: without a configuration
     found = _differing(config, {key: value for key, value in wanted.items() if value is not None})
     if latents and config.data.name in LATENT_DATASETS:
         normalization = DATASETS[config.data.name].store(config.data).index.normalization
         for key, values, value in zip(("shift", "scale"), (normalization.shift, normalization.scale), latents, strict=True):
-            if any(abs(each - value) > 1e-3 * value for each in values):
+            if any(abs(each - value) > 1e-3 * abs(value) for each in values):
                 found.append(f"latents with {key} = {list(values)} (there {value:g})")
     if found:
         advice = "set it so; a run that starts from the imported file may have another"
