@@ -12,6 +12,8 @@ import sys
 import tempfile
 from datetime import date
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -88,14 +90,13 @@ def measure(trained: Trainer, precision: str, steps: int) -> tuple[list[list[flo
     assert monitor and monitor._taps
     end, measured = monitor._taps.end_step, []
 
-    def recorded() -> StepSums:
-        measured.append(end())
+    def recorded(*arguments: Any) -> StepSums:
+        measured.append(end(*arguments))
         return measured[-1]
 
-    monitor._taps.end_step = recorded  # type: ignore[method-assign]
-    trainer.state.optimizer.step = lambda skip: None  # type: ignore[method-assign, assignment]
-    for _ in range(steps):
-        step(trainer)
+    with patch.object(monitor._taps, "end_step", recorded), patch.object(trainer.state.optimizer, "step"):
+        for _ in range(steps):
+            step(trainer)
     trainer.close()
     estimates = [_signal_and_noise(sums) for sums in measured]
     return [signal.tolist() for signal, _ in estimates], [noise.tolist() for _, noise in estimates]

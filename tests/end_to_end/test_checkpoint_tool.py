@@ -365,5 +365,5 @@ def test_initial_weights_that_do_not_fit_are_refused_before_anything_is_written(
         "--checkpoint.initial_weights", str(file),
     ])
     assert code == 2 and "Traceback" not in error
-    said = f"checkpoint.initial_weights: {file}: is in the dit layout, not in this program's (import it: scripts/checkpoint.py import "
-    assert error.startswith(said) and error.count("\n") == 1 and not (tmp_path / "outputs").exists()
+    assert f"{file}: is in the dit layout, not in this program's (import it: scripts/checkpoint.py import " in error
+    assert error.count("\n") == 1 and not (tmp_path / "outputs").exists()

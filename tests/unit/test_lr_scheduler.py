@@ -32,8 +32,8 @@ def test_the_jump_of_a_decay_that_is_made_longer_is_said():
     said = length_change(cosine, 100, 100, 200, 1e-3, 64)
     first = 1e-3 * 0.5 * (1 + math.cos(math.pi * 99 / 100))
     second = 1e-3 * 0.5 * (1 + math.cos(math.pi * 100 / 200))
-    jump = f"the learning rate jumps from {first:.2g} to {second:.2g}"
-    assert said == f"training.steps: 100 -> 200: the cosine decay is another, {jump}"
+    jump = f"the rate jumps from {first:.2g} to {second:.2g}"
+    assert said == f"training.steps: 100 -> 200: the cosine decay has a new length, {jump}"
     training = TrainingConfig(steps=200, global_batch_size=64)
     config = SimpleNamespace(training=training, lr_scheduler=cosine, optimizer=OptimizerConfig(lr=1e-3))
     assert schedule_changes(config, {"step": 100, "config": {"training": {"steps": 100}}}) == [said]

@@ -111,6 +111,7 @@ def _rows(root: bytes, name: bytes) -> Iterator[tuple[str, str, str]]:
         reason = getattr(error, "strerror", None) or error
         raise DatasetError(f"{shown}: cannot be read as metadata of images: {reason}") from error
     if not any("file_name" in row and row.keys() & {"text", "caption"} for row in rows):
+        say_once(f"{shown}: not read: captions are in columns file_name and text (or caption)")
         return
     for number, row in enumerate(rows, 1):
         file, caption = row.get("file_name"), row.get("text") or row.get("caption") or ""

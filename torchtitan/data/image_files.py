@@ -202,7 +202,7 @@ class SquareImages(Dataset):
 
 
 def list_images(folder: bytes, prefix: bytes = b"") -> list[bytes]:
-    """List the files with an image's ending, as `list_files`; other pictures are said to be left out."""
+    """List the files with an image's ending, as `list_files`; other pictures are reported as left out."""
     left_out: Counter[str] = Counter()
     names = list_files(folder, is_image_name, prefix, left_out=left_out)
     if names:

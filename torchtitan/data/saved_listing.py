@@ -29,7 +29,7 @@ _LEFT_OUT = b"left out"  # number of pictures by ending
 
 
 def list_images_of_folders(root: bytes, folders: list[bytes]) -> ImageList:
-    """List the images in folders of any depth, each folder's sorted by name as bytes; others are said to be left out.
+    """List the images in folders of any depth, each folder's sorted by name as bytes; others are reported as left out.
 
     Args:
         root: absolute or relative to the working folder.

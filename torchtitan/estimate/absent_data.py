@@ -1,4 +1,4 @@
-"""Synthetic data for a run whose own are not here: what an estimate needs of them is their shape and their condition."""
+"""Synthetic data in place of a dataset that is not on this machine: an estimate needs its shape and its condition alone."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Efficiency measured on a device, where a visit to one has left its results in the checkout."""
+"""Efficiency measured on a device, if the checkout has results of benchmarks/gpu_day.sh for it."""
 
 import json
 from dataclasses import replace

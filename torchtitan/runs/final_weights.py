@@ -83,7 +83,7 @@ def _write_adapter(path: Path, checkpoint: AnyPath, source: TensorSource, config
 
 
 def final_layout(family: str) -> AdapterLayout:
-    """Layout of the adapter that a run leaves behind: with B scaled, as some readers know no alpha, or this program's own."""
+    """Layout of the adapter that a run leaves behind: ai-toolkit's, since some readers know no alpha, else this program's."""
     return MODELS[family].adapter_layouts.get("ai-toolkit", NATIVE)
 
 

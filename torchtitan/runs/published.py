@@ -74,7 +74,7 @@ def open_published(path: Path, layout_name: str, config: JobConfig | None) -> tu
         the weights, and a line for each thing left out or to know.
 
     Raises:
-        WeightsError: they are of another layout, another model, or of one that cannot be told from them; ConfigError.
+        WeightsError: they are of another layout, another model, or of a model that they do not show; ConfigError.
     """
     source, document, problems = published_file(path)
     if problems := problems or scheduler_problems(path):

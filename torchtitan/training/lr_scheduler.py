@@ -57,7 +57,7 @@ def length_change(config: LRSchedulerConfig, step: int, before: int, now: int, p
         return ""
     rates = (lr_factor(config, step, before, images_per_step), lr_factor(config, step + 1, now, images_per_step))
     jump = " to ".join(f"{peak * rate:.2g}" for rate in rates)
-    return f"training.steps: {before} -> {now}: the {config.decay_type} decay is another, the learning rate jumps from {jump}"
+    return f"training.steps: {before} -> {now}: the {config.decay_type} decay has a new length, the rate jumps from {jump}"
 
 
 def schedule_changes(config: Any, state: Mapping[str, Any]) -> list[str]:

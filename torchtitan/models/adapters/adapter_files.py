@@ -156,7 +156,8 @@ def _without_text_encoders(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Ten
 def _recognised(names: Collection[str], layouts: Mapping[str, AdapterLayout], model: DiffusionModel) -> AdapterLayout:
     """Layout of all the names: of those with their prefix, that which names most layers of the network. Raises AdapterError."""
     fitting = []
-    for layout in (spelling for each in layouts.values() for spelling in (each, *each.spellings)):
+    spellings = [spelling for each in layouts.values() for spelling in (each, *each.spellings)]
+    for layout in spellings:
         if all(name.startswith(layout.prefix) for name in names):
             layers = layout.layers(model)
             known = sum(layout.split(name)[0] in layers for name in names)
@@ -165,7 +166,7 @@ def _recognised(names: Collection[str], layouts: Mapping[str, AdapterLayout], mo
         return max(fitting, key=lambda each: each[:2])[2]
     strange = [name for name in names if not name.startswith(tuple(layout.prefix for layout in layouts.values()))]
     problem = f"{strange[0]} is of no layout of adapters of this network" if strange else "has names of several layouts"
-    raise AdapterError(f"{problem} (known: {', '.join(layouts)})")
+    raise AdapterError(f"{problem} (known: {', '.join(layout.name for layout in spellings)})")
 
 
 def _by_layer(tensors: Mapping[str, Tensor], layout: AdapterLayout) -> dict[str, LowRankWeights]:
