@@ -9,8 +9,8 @@ import torch.distributed as dist
 
 from tests.bucketed_images import registered
 from tests.distributed.cases import make_trainer, remove, shared_folder
-from torchtitan.gns.monitor import GNSMonitor
 from torchtitan.gns.raw_sums import read_sums
+from torchtitan.run_state import RunState
 from torchtitan.training.metrics import METRICS_FILE
 
 FLUX = (
@@ -27,7 +27,7 @@ def train_all(cases: dict[str, dict]) -> dict[str, dict]:
         options = {"steps": 8, "accumulation": 1, **case}
         options["overrides"] = (*FLUX, *case.get("overrides", ()))
         factor = options.pop("factor", 1)
-        with registered(), patch.object(GNSMonitor, "batch_factor", factor):
+        with registered(), patch.object(RunState, "_grown_factor", factor):
             trainer = make_trainer(folder, name, **options)
             seen, shapes = Counter(), []
             advance = trainer.reports.advance
