@@ -117,7 +117,7 @@ def test_an_imported_file_draws_the_same_and_says_what_it_needs(pipeline, tmp_pa
     encoders = {"text": str(folder / "text_encoder_2"), "pooled": str(folder / "text_encoder")}
     vae = {"autoencoder": "diffusers", "autoencoder_path": folder / "vae"}
     expected = drawn(folder)
-    assert np.array_equal(drawn(own, encoders=encoders), expected)
+    assert np.array_equal(drawn(own, encoders=encoders, **vae), expected)
     assert np.array_equal(drawn(back, encoders=encoders, **vae), expected)
     for given, message in (
         ({}, "--text-encoder: not given"),
@@ -126,6 +126,6 @@ def test_an_imported_file_draws_the_same_and_says_what_it_needs(pipeline, tmp_pa
         (dict(zip(encoders, reversed(encoders.values()), strict=True)), "--pooled-encoder: t5 has no embedding"),
     ):
         with pytest.raises(torchtitan_dit.api.WeightsError, match=message):
-            drawn(own, encoders=given)
-    ((code, said),) = sample(tmp_path / "refused", own, *OPTIONS)
+            drawn(own, encoders=given, **vae)
+    ((code, said),) = sample(tmp_path / "refused", own, *OPTIONS, "--autoencoder-path", folder / "vae")
     assert code == 2 and said.splitlines()[-1] == "--prompt: not given, and these weights come without captions"

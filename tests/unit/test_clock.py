@@ -142,7 +142,7 @@ def test_work_left_on_the_device_counts_as_training_and_not_as_what_follows(monk
     hand = HandClock()
     clock = RunClock(hand)
     trainer = object.__new__(Trainer)
-    trainer.phases = Phases(hand, clock.switch)
+    trainer.phases, trainer.profiler = Phases(hand, clock.switch), SimpleNamespace(did=lambda name: None)
     trainer.state = SimpleNamespace(layout=SimpleNamespace(device=torch.device("cuda")))
     queue = [70]
 
