@@ -202,7 +202,7 @@ def assert_equal(found, wanted):
     lambda table: table.update(sizes=table["sizes"] + 10**12),
     lambda table: table.update(letters=table["letters"][:-1]),
     lambda table: table.update(letter_counts=table["letter_counts"] + 2**62),
-    lambda table: table.update(problems=table["problems"] + np.uint8(9)),
+    lambda table: table.update(problems=table["problems"] + np.uint8(99)),
     lambda table: table.update(offsets=table["offsets"][:, None]),
 ])  # fmt: skip
 def test_an_index_that_is_not_whole_is_made_anew(tmp_path, change):
