@@ -135,7 +135,6 @@ def test_a_target_is_reached_once_and_from_the_side_that_is_better():
     ('metrics = ["fd", "fd"]\nreference = "x"', "metrics", "fd is given twice"),
     ('metrics = []', "metrics", "names no metric"),
     ('metrics = ["fidd"]\nreference = "x"', "metrics", "fidd"),
-    ('reference = "x"\n[sampling]\nenable = false', "enable", "samples are drawn by .sampling."),
 ])  # fmt: skip
 def test_configurations_that_measure_nothing_are_refused(tmp_path, monkeypatch, keys, key, reason):
     monkeypatch.chdir(tmp_path)
