@@ -2,11 +2,14 @@
 
 import os
 import signal
+import time
 
 # Exit codes of a process.
 FAILED = 1
 REFUSED = 2  # before anything was written
 BUSY = 75  # EX_TEMPFAIL, another process writes into the folder: nothing was written, try again later
+
+_FIRST_SPEAKS = 10.0  # seconds
 
 
 def forbid_restart() -> None:
@@ -16,5 +19,9 @@ def forbid_restart() -> None:
     ends its launcher, as an external signal would.
     """
     restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
-    if restarts.isdecimal() and restarts.strip("0") and os.environ.get("LOCAL_RANK") == "0":
+    if not restarts.isdecimal() or not restarts.strip("0"):
+        return
+    if os.environ.get("LOCAL_RANK") == "0":
         os.kill(os.getppid(), signal.SIGTERM)
+    else:  # torchrun ends the others when one has failed: the first must have said why, and ended torchrun, before
+        time.sleep(_FIRST_SPEAKS)
