@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+import setuptools  # noqa: F401  inductor imports it, which fails once the standard library's distutils is there
 
 ROOT = Path(__file__).resolve().parent.parent
 # Longest first, on two cores: were one of them begun last, the other core would have nothing left to do.
