@@ -15,8 +15,8 @@ _LOSS = "loss_metrics/global_avg_loss"
 # Standard errors of the run's mean that the band is wide on each side.
 _WIDTH = 3.0
 # Relative standard deviation over seeds of the mean loss of the first and second hundred steps, where the loss falls steeply
-# and the initial weights matter; 12 seeds of the digits model, batch 64, Adam at 2e-4.
-SEED_SPREAD = {100: 0.0, 200: 0.0}
+# and the initial weights matter: 12 seeds of the debug model on digits, batch 64, Adam at a constant 2e-4 with beta2 .95.
+SEED_SPREAD = {100: 0.0048, 200: 0.032}
 
 
 @dataclass(frozen=True)
