@@ -122,7 +122,7 @@ REFUSED = [
 
 @pytest.mark.parametrize(("layout", "key", "changes"), REFUSED)
 def test_constants_that_tensors_do_not_show_are_refused_by_name(tmp_path, layout, key, changes):
-    """On import; an export says it, and this program, whose header has the constants, reads it back as it was."""
+    """Refused on import. An export notes the difference, and this program reads it back by the constants in its header."""
     path, _ = published_file(tmp_path, layout)
     name, other = "diffusers" if layout == "flux" else layout, config_of(OF_LAYOUT[layout], changes)
     with pytest.raises(WeightsError, match=rf"{key} = .* which tensors do not show"):

@@ -22,7 +22,7 @@ def wandb(tmp_path, monkeypatch):
     settings = {"MODE": "offline", "SILENT": "true", "CONSOLE": "off", "BASE_URL": url, "CONFIG_DIR": str(tmp_path)}
     for name, value in settings.items():
         monkeypatch.setenv(f"WANDB_{name}", value)
-    monkeypatch.setenv("HOME", str(tmp_path))  # whose .netrc may have a key
+    monkeypatch.setenv("HOME", str(tmp_path))  # the user's .netrc may have a key
     yield package
     package.teardown()
 

@@ -13,7 +13,7 @@ from torchtitan.diffusion.timesteps.contract import Density
 from torchtitan.diffusion.timesteps.registry import build_density
 from torchtitan.settings import only_with, setting
 
-# What a user may do whose network or objective the taps cannot measure.
+# Advice where the taps cannot measure a network or an objective.
 WITHOUT_TAPS = (
     "set gns.enable to false, or, with two or more processes or microbatches and objective.spread = none, gns.single_pass to"
     " false and gns.rank_gradients to true"

@@ -47,7 +47,7 @@ class Profiler:
             run_folder: of the run.
             layout: this process's place.
             excluded: makes the context of work that is not training time.
-            steps: of the run, whose first and last step log.
+            steps: number of steps; the first and the last one log.
             within, between: intervals, in steps, of other work than training: in a step, and after it.
         """
         self._config = config

@@ -41,7 +41,7 @@ class LogPoint:
 
 
 def read_log(path: Path) -> dict[int, float]:
-    """Read the loss by step from a text log, whose lines name `step` and `loss`. Raises RunRecordError: there is none."""
+    """Read the loss by step from lines that name `step` and `loss`. Raises RunRecordError: there is none."""
     try:
         matches = (_LINE.search(line) for line in path.read_text(errors="replace").splitlines())
     except OSError as error:
