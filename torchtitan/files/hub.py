@@ -6,8 +6,15 @@ from pathlib import Path
 from torchtitan.errors import first_line
 from torchtitan.extras import install
 from torchtitan.files.regular import user_path
+from torchtitan.programs import program
 
-HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*(/[\w-][\w.-]*)?")
+_HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*(/[\w-][\w.-]*)?")
+DOWNLOADS = "downloads"  # folder of what scripts/download.py fetches
+
+
+def is_hub_name(path: str) -> bool:
+    """Whether a path can be a hub name: "owner/repository" or "owner/repository/folder", and there is no folder "owner" here."""
+    return bool(_HUB_NAME.fullmatch(path)) and not Path(path.split("/")[0]).is_dir()
 
 
 def local_folder(
@@ -30,8 +37,9 @@ def local_folder(
         return folder
     if not path:
         raise error_class(f"{model}: no path: give a folder or a name on the Hugging Face hub")
-    if not HUB_NAME.fullmatch(path):
-        raise error_class(f"{model}: {path}: no such {missing}")
+    if not is_hub_name(path):
+        remedy = f" (to fetch it: {program('download')} {folder.name})" if folder.parent.name == DOWNLOADS else ""
+        raise error_class(f"{model}: {path}: no such {missing}{remedy}")
     repository, subfolder = "/".join(path.split("/")[:2]), "/".join(path.split("/")[2:])
     try:
         from huggingface_hub import snapshot_download

@@ -21,7 +21,7 @@ from torchtitan.evaluation.config import LATENT_DATASETS, WITH_WEIGHTS, Autoenco
 from torchtitan.evaluation.decoding import LatentDecoder, open_decoder
 from torchtitan.evaluation.sample_plans import SampleSetError, SetPlan, choices_of, read_seeds
 from torchtitan.evaluation.sampling import ImageSampler
-from torchtitan.files.hub import HUB_NAME, local_folder
+from torchtitan.files.hub import is_hub_name, local_folder
 from torchtitan.models import MODELS
 from torchtitan.models.adapters.adapter_files import read_adapter
 from torchtitan.models.adapters.adapters import add_frozen_adapter
@@ -202,7 +202,7 @@ def _open_model(arguments: argparse.Namespace) -> TrainedModel:
 
 def _from_hub(source: Path) -> Path:
     """File or folder of weights of a repository on the Hugging Face hub. Raises WeightsError: it is none."""
-    if not HUB_NAME.fullmatch(str(source)):
+    if not is_hub_name(str(source)):
         raise WeightsError(f"{source}: no such run folder or weights file")
     folder = local_folder("weights", str(source), [WEIGHTS, *_FILES_OF_DIFFUSERS], WeightsError, missing="run, file or folder")
     return folder / WEIGHTS if (folder / WEIGHTS).is_file() else folder

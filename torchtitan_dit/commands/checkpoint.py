@@ -30,7 +30,7 @@ from torchtitan.config.job import ConfigError, JobConfig, split_data_words
 from torchtitan.config.latent_cache import trained_info
 from torchtitan.data.base import DatasetError
 from torchtitan.evaluation.config import SamplingConfig
-from torchtitan.files.hub import HUB_NAME
+from torchtitan.files.hub import is_hub_name
 from torchtitan.files.hub_upload import HubError, upload_folder
 from torchtitan.files.remote_path import AnyPath, RemotePath
 from torchtitan.files.weight_files import (
@@ -316,7 +316,7 @@ def export_file(arguments: argparse.Namespace) -> int:
 
 
 def push(arguments: argparse.Namespace) -> int:
-    if not HUB_NAME.fullmatch(arguments.repo) or arguments.repo.count("/") != 1:
+    if not is_hub_name(arguments.repo) or arguments.repo.count("/") != 1:
         raise WeightsError(f"--repo: {arguments.repo!r} is no name of a repository (give OWNER/NAME)")
     checkpoints_of(arguments.run)
     trained = load_run(arguments.run, arguments.ema, arguments.step, torch.device("cpu"))

@@ -17,7 +17,7 @@ from torchtitan.data.base import DatasetError
 from torchtitan.distributed.config import CommConfig
 from torchtitan.distributed.mesh import compute_device, init_process_group, process_group
 from torchtitan.files.weight_files import WeightsError, refuse_existing
-from torchtitan.processes.command_line import OneLineParser, exit_code, interrupt_by_signals
+from torchtitan.processes.command_line import FirstRankParser, exit_code, interrupt_by_signals
 from torchtitan.programs import program
 from torchtitan.runs.ema_sweep import SweepOptions, sweep
 from torchtitan.runs.post_hoc_ema import (
@@ -49,7 +49,7 @@ def main(words: list[str] | None = None) -> int:
 
 
 def parse_arguments(words: list[str] | None) -> argparse.Namespace:
-    parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = FirstRankParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     command = commands.add_parser("reconstruct", help="write the weights of an average of any length to a file")

@@ -30,7 +30,7 @@ from torchtitan.evaluation.sample_sets import SampleSet, draw_set
 from torchtitan.evaluation.sampling import ImageSampler, grid_choices
 from torchtitan.files.durable import replacing
 from torchtitan.pictures.grids import class_labels, image_grid, save_image
-from torchtitan.processes.command_line import OneLineParser, exit_code
+from torchtitan.processes.command_line import FirstRankParser, exit_code
 from torchtitan.runs.drawing import Drawing, add_drawing_options, beside, chosen_classes, open_drawing
 from torchtitan.runs.drawn_names import drawn_name
 from torchtitan.runs.prompts import add_prompt_options, check_prompted, places, with_prompts
@@ -68,7 +68,7 @@ def main() -> int:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = FirstRankParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("source", type=Path, help="a run's folder, a safetensors file of weights, or a folder of diffusers")
     add("--classes", nargs="+", help="names or numbers of classes: one row of the grid each (default: the run's), or those of a "
