@@ -131,7 +131,7 @@ SWEEPS = {
     "--stds 0.1 0.28": "above 0.1; they reach",
     "--stds 0.1 --metric fod": "--metric: no metric is called 'fod' (there are: loss, fid,",
     "--stds 0.1 --metric fd --images 20": "fd: a covariance of 64 features from 20 images",
-    "--stds 0.1 --metric memorisation": "--metric memorisation: [evaluation]: evaluation.held_out: not given",
+    "--stds 0.1 --metric memorisation": "--metric memorisation: evaluation.held_out: not given",
     "--stds 0.1 --guidance-scale 2": "has no effect on held-out loss",
     "--stds 0.1 --metric accuracy --guidance-scale 2 --guide :nobody": "has no EMA track 'nobody'",
     "--stds 0.1 --metric accuracy --guidance-scale 1 --guide :long": "--guide: has no effect at a guidance scale of 1",
