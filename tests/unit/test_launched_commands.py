@@ -7,6 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from research import grid_options, trained_grid
+from research.training_grid import GridRun, plan_grid, train_grid
 from tests.extractions import content, write_inputs
 from tests.unit.test_training_grid import Trainings, plan
 from torchtitan.experiments import training
@@ -23,8 +25,6 @@ from torchtitan.experiments.launchers.program import Program, report, run_progra
 from torchtitan.experiments.outcome import Outcome
 from torchtitan.experiments.training import TrainingFailed
 from torchtitan_dit.commands import autotune_batch_size, extract_latents
-from torchtitan_dit.studies import grid_options, trained_grid
-from torchtitan_dit.studies.training_grid import GridRun, plan_grid, train_grid
 
 LOST = Outcome("killed", "its machine was taken away", 1.0, 1, {"slurm_state": "PREEMPTED"})
 
