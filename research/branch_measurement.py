@@ -21,6 +21,7 @@ from research.branch_training import BRANCH_MARKS, TRACK, branch_config, run_lr,
 from research.cells import Cell, Row, measure_cells, missing_cells
 from research.equal_samples import BatchPlan, plan_batches
 from research.frame import require_at_least
+from research.result_table import ResultTable
 from torchtitan.checkpoint.checkpointer import (
     checkpoint_path,
     checkpoint_steps,
@@ -36,7 +37,6 @@ from torchtitan.distributed.mesh import compute_device
 from torchtitan.evaluation.validation import validation_loss
 from torchtitan.experiments.engine import Advance
 from torchtitan.experiments.folder import ResultsFolder, StudyError
-from torchtitan.experiments.record import ResultTable
 from torchtitan.experiments.training import Diverged, TrainingRun, remove_checkpoints, train
 from torchtitan.files.durable import make_folder, replace_file
 from torchtitan.files.regular import read_regular

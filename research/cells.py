@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 from research.offline_gradients import EstimateFailed, GradientError
+from research.result_table import ResultTable
 from torchtitan.checkpoint.checkpointer import CheckpointError
 from torchtitan.data.base import DatasetError
 from torchtitan.errors import unwrapped
 from torchtitan.experiments.engine import Advance, settle_cells
-from torchtitan.experiments.record import ResultTable
 from torchtitan.experiments.training import Diverged, TrainingFailed
 from torchtitan.runs.trained_model import WeightsError
 

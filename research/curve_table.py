@@ -12,11 +12,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from research.result_table import as_text
 from research.timestep_errors import TimestepNodes, in_parametrisation
 from torchtitan.diffusion.objective import Objective
 from torchtitan.diffusion.paths import has_indices
 from torchtitan.experiments.folder import StudyError
-from torchtitan.experiments.record import as_text
 from torchtitan.files.durable import replacing
 from torchtitan.files.regular import check_regular
 

@@ -28,6 +28,7 @@ from research.slot_training import (
     restored,
     slot_nodes,
 )
+from research.study_folder import claim
 from research.timestep_errors import timestep_errors
 from torchtitan.data.base import DatasetError
 from torchtitan.diffusion.objective import Objective
@@ -36,7 +37,7 @@ from torchtitan.diffusion.paths import indexed
 from torchtitan.diffusion.timesteps.densities import uniform_density
 from torchtitan.diffusion.timesteps.slot_edges import read_slot_edges, slot_positions, slot_unit, write_slot_edges
 from torchtitan.experiments.engine import Advance
-from torchtitan.experiments.folder import StudyError, claim
+from torchtitan.experiments.folder import StudyError
 from torchtitan.files.durable import replacing
 from torchtitan.training.optimizer import build_optimizer
 

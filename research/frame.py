@@ -16,6 +16,8 @@ from typing import Any, Protocol
 import torch
 
 from research.cells import Cell, Row, measure_cells, missing_cells
+from research.result_table import ResultTable
+from research.study_folder import STUDY_MARKS, claim, refuse_other_run
 from research.timestep_errors import FixedSamples, fixed_samples
 from torchtitan.checkpoint.checkpointer import checkpoint_path, checkpoint_steps
 from torchtitan.checkpoint.location import run_checkpoints
@@ -24,8 +26,7 @@ from torchtitan.data import DATASETS
 from torchtitan.data.base import Dataset, DatasetError, Split
 from torchtitan.distributed.mesh import compute_device
 from torchtitan.experiments.engine import Advance
-from torchtitan.experiments.folder import STUDY_MARKS, ResultsFolder, StudyError, claim, refuse_other_run
-from torchtitan.experiments.record import ResultTable
+from torchtitan.experiments.folder import ResultsFolder, StudyError
 from torchtitan.files.durable import make_folder, replace_file
 from torchtitan.pictures.markdown import inline, markdown_table
 from torchtitan.pictures.number_text import counted

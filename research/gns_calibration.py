@@ -29,13 +29,13 @@ from research.offline_gradients import (
     square_norm,
     timestep_bin,
 )
+from research.result_table import as_text
 from research.trained_checkpoint import checkpoint_digest
 from research.weights_loss import WeightsLoss
 from torchtitan.checkpoint.checkpointer import checkpoint_path, read_tensors
 from torchtitan.checkpoint.location import run_checkpoints
 from torchtitan.experiments.engine import Advance
 from torchtitan.experiments.folder import StudyError
-from torchtitan.experiments.record import as_text
 from torchtitan.statistics.interval import Interval
 from torchtitan.training.hardware import device_name
 from torchtitan.training.hardware_description import cpu_name

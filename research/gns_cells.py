@@ -20,10 +20,10 @@ from research.offline_gradients import (
 )
 from research.published_estimator import COLUMNS as PUBLISHED_COLUMNS
 from research.published_estimator import published_estimate
+from research.result_table import as_text
 from torchtitan.diffusion.objectives import build_objective
 from torchtitan.experiments.engine import Advance
 from torchtitan.experiments.folder import StudyError
-from torchtitan.experiments.record import as_text
 
 COLUMNS = (
     *PUBLISHED_COLUMNS,

@@ -15,12 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from research.cells import Cell, measure_cells
+from research.result_table import ResultTable
+from research.study_folder import STUDY_MARKS
 from torchtitan.checkpoint.checkpointer import CheckpointError, checkpoint_path, checkpoint_steps, read_state
 from torchtitan.config.job import ConfigError, JobConfig, config_differences, dump_config, load_config
 from torchtitan.config.places import place_problems
 from torchtitan.experiments.engine import Advance
-from torchtitan.experiments.folder import STUDY_MARKS, ResultsFolder, StudyError
-from torchtitan.experiments.record import ResultTable
+from torchtitan.experiments.folder import ResultsFolder, StudyError
 from torchtitan.experiments.training import TrainingRun, remove_checkpoints, train
 from torchtitan.files.durable import make_folder
 from torchtitan.files.regular import read_toml

@@ -38,9 +38,8 @@ from tests.unit.test_sweep_runner import SWEEP
 from torchtitan.checkpoint.checkpointer import BRANCHED_FROM
 from torchtitan.config.job import ConfigError, load_config
 from torchtitan.experiments.autotune.record import RecordError, SearchRecord
-from torchtitan.experiments.folder import StudyError
 from torchtitan.experiments.grid import SweepError, read_sweep
-from torchtitan.experiments.record import ResultTable, SweepFolder
+from torchtitan.experiments.record import SweepFolder
 from torchtitan.run import run as run_program
 from torchtitan.runs.check import check_run
 from torchtitan.runs.record import RunRecordError, read_run
@@ -149,10 +148,6 @@ def _write_records(outputs: Path) -> None:
     record = SearchRecord(outputs, {"question": 1})
     record.batch_size = record.guess = 8
     record.write()
-    table = ResultTable(outputs / "results.csv", ["step", "seed", "loss"], ["step", "seed"])
-    for seed in range(3):
-        table.add({"step": 2, "seed": seed, "loss": 0.5})
-    (outputs / "settings.json").write_text(json.dumps({"checkpoint": "run", "seeds": 2, "batch_sizes": [1, 2]}))
 
 
 def state_of(trainer: Trainer) -> str:
@@ -242,10 +237,6 @@ def _search(outputs: Path) -> object:
     return record.guess, record.probes, record.batch_size
 
 
-def _table(outputs: Path) -> object:
-    return ResultTable(outputs / "results.csv", ["step", "seed", "loss"], ["step", "seed"])._rows
-
-
 def plain_lines(text: str) -> str:
     lines = text.strip().splitlines()
     for line in lines:
@@ -300,7 +291,6 @@ KINDS: dict[str, tuple[str, Damage, Read]] = {
     )),
     "file of a sweep": ("grid.toml", damage_text, record_reader(lambda at: read_sweep(at / "grid.toml").cells, SweepError)),
     "record of a batch-size search": (_search_file(Path()), damage_json, record_reader(_search, RecordError)),
-    "results.csv of a study": ("results.csv", damage_bytes, record_reader(_table, StudyError)),
 }  # fmt: skip
 
 

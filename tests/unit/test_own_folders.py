@@ -9,13 +9,12 @@ import pytest
 
 from torchtitan.experiments.folder import ResultsFolder, StudyError
 from torchtitan.experiments.grid import SweepError, read_sweep
-from torchtitan.experiments.record import ResultTable, SweepFolder
+from torchtitan.experiments.record import SweepFolder
 from torchtitan.experiments.training import begin_branch, remove_checkpoints
 from torchtitan.files.durable import append_synced
 from torchtitan.files.ownership import begins_with, foreign_entry
 from torchtitan.files.run_lock import Busy
 
-COLUMNS, KEY = ("model", "value"), ("model",)
 UNFINISHED = ".results.csv." + 32 * "a" + ".unfinished"
 
 
@@ -68,30 +67,6 @@ def test_a_folder_of_results_is_held_by_one_and_says_what_cannot_be_written(tmp_
         raise OSError(errno.ENOSPC, "No space left on device", str(tmp_path / "full"))
     with folder.held():
         pass
-
-
-@pytest.mark.parametrize("text", ["", "name,age\nme,30\nyou,29", "a note without an end", "model,value"])
-def test_a_table_of_somebody_else_is_refused_and_stays_as_it_is(tmp_path, text):
-    path = tmp_path / "results.csv"
-    path.write_text(text)
-    own = text in ("", "model,value")  # a header that a kill has cut off
-    if own:
-        ResultTable(path, COLUMNS, KEY).add({"model": "a", "value": 1})
-        assert path.read_text() == "model,value\na,1\n"
-        return
-    with pytest.raises(StudyError, match="has other columns"):
-        ResultTable(path, COLUMNS, KEY)
-    assert path.read_text() == text
-
-
-def test_a_torn_row_is_cut_off_and_measured_again(tmp_path):
-    path = tmp_path / "results.csv"
-    table = ResultTable(path, COLUMNS, KEY)
-    table.begin()
-    table.add({"model": "a", "value": 1})
-    path.write_text(path.read_text() + "b,")
-    assert ResultTable(path, COLUMNS, KEY).find({"model": "b"}) is None
-    assert path.read_text() == "model,value\na,1\n"
 
 
 def test_what_does_not_fit_on_the_disk_leaves_the_file_as_it_was(tmp_path):
