@@ -1,6 +1,5 @@
 """Sets of samples by the command: the same on any number of processes and after a kill, guided by the run's own past."""
 
-import json
 import signal
 import time
 from pathlib import Path
