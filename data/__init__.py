@@ -1,4 +1,4 @@
-"""Datasets by name. To add one: write torchtitan/data/<name>.py after the contract in base.py, and one line here."""
+"""Datasets by name. To add one: write data/<name>.py after the contract in base.py, and one line here."""
 
 import dataclasses
 from typing import Any
