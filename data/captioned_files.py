@@ -31,12 +31,11 @@ _CONTROLS = re.compile(r"(^|/)_controls/")  # of ai-toolkit
 ReadCaption = Callable[[], str | None]
 
 
-def captioned_images(root: bytes) -> tuple[list[bytes], list[tuple[bytes, str, ReadCaption | None]]]:
+def captioned_images(root: bytes) -> list[tuple[bytes, str, ReadCaption | None]]:
     """Find the images in a folder, of any depth, and their captions.
 
     Returns:
-        names of all files that decide; and name of each image by name, place of its caption, and what reads it (None: there
-        is none).
+        name of each image by name, place of its caption, and what reads it (None: there is none).
 
     Raises:
         DatasetError: an image has two captions, or a caption none or two images.
@@ -67,7 +66,7 @@ def captioned_images(root: bytes) -> tuple[list[bytes], list[tuple[bytes, str, R
         raise DatasetError(f"{captions[alone[0]][0]}: a caption without an image (add the image, or remove the caption)")
     kept = sorted((name for stem, name in images.items() if stem not in masks), key=lambda name: os.path.splitext(name)[0])
     found = [(name, captions.get(_stem(name))) for name in kept]
-    return names, [(name, *given) if given else (name, _shown(root, name), None) for name, given in found]
+    return [(name, *given) if given else (name, _shown(root, name), None) for name, given in found]
 
 
 def _is_wanted(name: bytes) -> bool:

@@ -27,7 +27,6 @@ from torchtitan.data.image_files import (
 )
 from torchtitan.data.left_out import say_once
 from torchtitan.data.online_text import OnlineTextConfig, online_kind
-from torchtitan.data.saved_contents import CaptionedImages, read_once
 from torchtitan.data.splits import chosen_positions, spread_evenly
 from torchtitan.data.trigger_words import TRIGGER_KEY, filled
 from torchtitan.pictures.number_text import counted
@@ -65,6 +64,23 @@ class CaptionedFolderConfig(OnlineTextConfig, SquareImagesConfig):
             return [size for size in found if size is not None]
         side = self.required_size()
         return [(side, side)] if min(width, height) >= side else []
+
+
+@dataclass(frozen=True)
+class CaptionedImages:
+    """Images of a folder in the order of their names, with captions and sizes.
+
+    Attributes:
+        files: the images.
+        captions: of each, one line, the trigger word filled in.
+        sizes: width and height of each, in pixels, as it is shown.
+        digests: SHA-256 of the bytes of each file.
+    """
+
+    files: ImageList
+    captions: tuple[str, ...]
+    sizes: tuple[tuple[int, int], ...]
+    digests: tuple[bytes, ...]
 
 
 @dataclass(frozen=True)
@@ -198,23 +214,19 @@ def _repeats(files: ImageList) -> np.ndarray:
 
 @functools.lru_cache(maxsize=4)  # a run opens the same folder several times
 def _read_folder(key: str, path: str, trigger_word: str, missing: str = "refuse") -> CaptionedImages:
-    """Captions of a folder and sizes of its images, read once on a machine. Raises DatasetError."""
+    """Captions of a folder and sizes of its images. Raises DatasetError."""
     root = existing_folder(key, path)
-    names, captioned = captioned_images(root)
+    captioned = captioned_images(root)
     if not captioned:
         raise DatasetError(f"{key}: {path!r} has no images in it{found_instead(root)}")
 
-    def read() -> CaptionedImages:
-        captions = tuple(_read_caption(place, text, trigger_word, missing) for _, place, text in captioned)
-        files = ImageList.of(root, [[name for name, _, _ in captioned]])
-        numbers = tqdm(range(len(files)), "reading the sizes of images", delay=2)
-        sizes, digests = zip(*(_read_size_and_digest(files, position) for position in numbers), strict=True)
-        return CaptionedImages(files, captions, sizes, digests)
-
-    found = read_once(root, names, (trigger_word, missing), read)
-    if missing == "trigger" and (alone := found.captions.count(filled("[trigger]", trigger_word))):
-        say_once(f"{shown_path(root)}: the trigger word alone is the caption of {alone:,} of {len(found.captions):,} images")
-    return found
+    captions = tuple(_read_caption(place, text, trigger_word, missing) for _, place, text in captioned)
+    files = ImageList.of(root, [[name for name, _, _ in captioned]])
+    numbers = tqdm(range(len(files)), "reading the sizes of images", delay=2)
+    sizes, digests = zip(*(_read_size_and_digest(files, position) for position in numbers), strict=True)
+    if missing == "trigger" and (alone := captions.count(filled("[trigger]", trigger_word))):
+        say_once(f"{shown_path(root)}: the trigger word alone is the caption of {alone:,} of {len(captions):,} images")
+    return CaptionedImages(files, captions, sizes, digests)
 
 
 def _read_caption(place: str, read: ReadCaption | None, trigger_word: str, missing: str) -> str:

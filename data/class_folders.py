@@ -10,8 +10,15 @@ import numpy as np
 from torchtitan.conditions import is_number
 from torchtitan.data.base import DatasetError
 from torchtitan.data.derived_classes import MOST_CLASSES
-from torchtitan.data.image_files import ImageList, found_instead, list_folders, list_images, shown_names, shown_path
-from torchtitan.data.saved_listing import list_images_of_folders
+from torchtitan.data.image_files import (
+    ImageList,
+    found_instead,
+    list_folders,
+    list_images,
+    list_images_of_folders,
+    shown_names,
+    shown_path,
+)
 from torchtitan.errors import look_alike
 from torchtitan.files.regular import read_regular, user_path
 

@@ -49,6 +49,9 @@ class HubImages:
             raise ValueError("the row has no image")
         return read_regular(image["path"], MAX_FILE_BYTES) if image["bytes"] is None else image["bytes"]
 
+    def label(self, position: int) -> int:
+        return int(self.labels[position])
+
     def text(self, position: int) -> str | None:
         """Caption of an image as it is stored."""
         return self.texts[position][self.columns.beside]

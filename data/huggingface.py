@@ -50,14 +50,6 @@ class HuggingFaceConfig(OnlineTextConfig, SquareImagesConfig):
         4.0, "largest memory that these row groups may take in a loader process", gt=0, applies={"streaming": (True,)},
         trajectory=False,
     )  # fmt: skip
-    cache_path: str = setting(
-        "", "local folder in which the processes of a machine share row groups; default: each reads its own",
-        applies={"streaming": (True,)}, trajectory=False, writes="shared", path=True,
-    )  # fmt: skip
-    cache_gib: float = setting(
-        32.0, "largest size of that folder; the longest unused are removed first", gt=0, applies={"streaming": (True,)},
-        trajectory=False,
-    )  # fmt: skip
 
 
 class HuggingFace(SquareImages):
@@ -131,9 +123,7 @@ def _open(config: HuggingFaceConfig, split: Split) -> tuple:
     groups = _open_groups(config.path, *asked, config.labels)
     num_kept = config.shuffle_row_groups if split == "train" else 1  # held-out images are read in order
     _check_memory(config, groups, num_kept)
-    cache_bytes, window_bytes = (int(gib * GIB) for gib in (config.cache_gib, config.window_gib))
-    images = RowGroupImages(groups, num_kept, config.cache_path, cache_bytes, window_bytes)
-    return images, groups.columns, groups.num_classes
+    return RowGroupImages(groups, num_kept), groups.columns, groups.num_classes
 
 
 @lru_cache(maxsize=4)  # a run opens the same split several times
@@ -149,9 +139,8 @@ def _open_groups(path: str, subset: str, revision: str, *asked: Any) -> RowGroup
 def _check_memory(config: HuggingFaceConfig, groups: RowGroups, num_kept: int) -> None:
     """Refuse a window that may exceed its memory limit."""
     largest = np.sort(groups.image_bytes)[-num_kept:].sum() / GIB
-    for key in ("window_gib", "cache_gib") if config.cache_path else ("window_gib",):
-        if largest > getattr(config, key):
-            raise DatasetError(
-                f"data.shuffle_row_groups: {num_kept} row groups of {config.path} take up to "
-                f"{largest:.3g} GiB, more than data.{key} = {getattr(config, key):g}"
-            )
+    if largest > config.window_gib:
+        raise DatasetError(
+            f"data.shuffle_row_groups: {num_kept} row groups of {config.path} take up to "
+            f"{largest:.3g} GiB, more than data.window_gib = {config.window_gib:g}"
+        )

@@ -18,10 +18,7 @@ if TYPE_CHECKING:
 
 MAX_FILE_BYTES = 512 << 20
 MAX_PIXELS = 1 << 26  # decoded, four bytes each at least: 256 MiB
-MAX_PIXELS_WEBP = MAX_PIXELS // 2  # decoded, its decoder holds three copies more
 MAX_ASPECT_RATIO = 64  # resized to S on the shorter side, the longer has at most 64 S
-MAX_PPM_HEADER_BYTES = 1 << 12  # its decoder reads words and comments a byte at a time
-PIXELS_AT_A_TIME = 1 << 20  # of conversions that need several copies
 
 FORMATS = {
     "JPEG": rb"\xff\xd8\xff",
@@ -34,13 +31,10 @@ FORMATS = {
 }
 _BEGINNINGS = re.compile(b"|".join(b"(?P<%s>%s)" % (name.encode(), text) for name, text in FORMATS.items()), re.DOTALL)
 
-_PPM_WORD = rb"(?:\s|#[^\r\n]*[\r\n])+[^\s#]+(?=\s)"
-_PPM_HEADER = re.compile(rb"P(?:[14](?:%b){2}|[^14](?:%b){3})" % (_PPM_WORD, _PPM_WORD))
-
 _ORIENTATION = 0x0112
 _SIDEWAYS = (5, 6, 7, 8)  # orientations that exchange width and height
 _PNG_ORIENTATIONS = (b"eXIf", b"Raw profile type exif", b"XML:com.adobe.xmp")  # chunks that may follow the pixels
-_BITS, _TILE_WIDTH, _TILE_HEIGHT = 258, 322, 323  # of TIFF
+_BITS = 258  # of TIFF
 
 
 def open_image(content: bytes) -> "Image":
@@ -69,22 +63,16 @@ def open_image(content: bytes) -> "Image":
     kind = _BEGINNINGS.match(content)
     if kind is None:
         raise ValueError("not an image of a known format")
-    if kind.lastgroup == "PPM" and not _PPM_HEADER.match(content[:MAX_PPM_HEADER_BYTES]):
-        raise ValueError(f"no whole header in its first {MAX_PPM_HEADER_BYTES:,} bytes")
-    most = MAX_PIXELS_WEBP if kind.lastgroup == "WEBP" else MAX_PIXELS
     try:
         image = Image.open(io.BytesIO(content), formats=(str(kind.lastgroup),))
     except Image.DecompressionBombError as error:  # the package's own limit is higher
-        raise ValueError(f"more than {most:,} pixels (shrink it)") from error
-    _check_size(*image.size, most)
+        raise ValueError(f"more than {MAX_PIXELS:,} pixels (shrink it)") from error
+    _check_size(*image.size)
     if image.mode == "F":  # as RGB it would be clipped to 0..255, and 0..1 become black
         raise ValueError("floating-point pixels, of unknown black and white (convert it to 8 or 16 bits)")
-    if kind.lastgroup == "TIFF":
-        if image.mode == "I" and cast(TiffImagePlugin.TiffImageFile, image).tag_v2.get(_BITS, (1,))[0] == 32:
+    if kind.lastgroup == "TIFF" and image.mode == "I":
+        if cast(TiffImagePlugin.TiffImageFile, image).tag_v2.get(_BITS, (1,))[0] == 32:
             raise ValueError("32-bit integer pixels, of unknown black and white (convert it to 8 or 16 bits)")
-        tile = [int(cast(TiffImagePlugin.TiffImageFile, image).tag_v2.get(tag, 1)) for tag in (_TILE_WIDTH, _TILE_HEIGHT)]
-        if tile[0] * tile[1] > MAX_PIXELS:
-            raise ValueError(f"tiles of {tile[0]} x {tile[1]} pixels, more than {MAX_PIXELS:,} each")
     return image
 
 
@@ -136,9 +124,9 @@ def upright(image: "Image") -> "Image":
 def to_rgb(image: "Image") -> "Image":
     """Convert any mode to RGB: transparent pixels are laid on white, 16-bit grey is scaled to 8 bits."""
     if image.mode.startswith("I"):
-        return _in_bands(image, _scaled_grey)
+        return _scaled_grey(image)
     if image.mode in ("LA", "PA", "RGBA") or "transparency" in image.info:
-        return _in_bands(image, _on_white)
+        return _on_white(image)
     return image.convert("RGB")
 
 
@@ -178,9 +166,9 @@ def with_advice(problem: str, advice: str) -> str:
     return problem if "(shrink" in problem or "(convert" in problem else f"{problem} ({advice})"
 
 
-def _check_size(width: int, height: int, most: int) -> None:
-    if width * height > most:
-        raise ValueError(f"{width} x {height} pixels, more than {most:,} (shrink it)")
+def _check_size(width: int, height: int) -> None:
+    if width * height > MAX_PIXELS:
+        raise ValueError(f"{width} x {height} pixels, more than {MAX_PIXELS:,} (shrink it)")
     if max(width, height) > MAX_ASPECT_RATIO * min(width, height):
         raise ValueError(f"{width} x {height} pixels: one side is more than {MAX_ASPECT_RATIO} times the other")
 
@@ -194,25 +182,11 @@ def _orientation(image: "Image") -> int:
         return 1
 
 
-def _in_bands(image: "Image", convert) -> "Image":
-    """Apply a pixelwise conversion to a few rows at a time."""
-    from PIL import Image
-
-    rows = max(1, PIXELS_AT_A_TIME // image.width)
-    if image.height <= rows:
-        return convert(image)
-    whole = Image.new("RGB", image.size)
-    for top in range(0, image.height, rows):
-        bottom = min(top + rows, image.height)
-        whole.paste(convert(image.crop((0, top, image.width, bottom))), (0, top))
-    return whole
-
-
 def _scaled_grey(image: "Image") -> "Image":
     from PIL import Image
 
     values = np.asarray(image)
-    grey = (values.astype(np.float64) / 257).round().clip(0, 255).astype(np.uint8)
+    grey = (values.astype(np.float32) / 257).round().clip(0, 255).astype(np.uint8)
     if isinstance(clear := image.info.get("transparency"), int):
         grey[values == clear] = 255
     return Image.fromarray(grey).convert("RGB")

@@ -16,6 +16,7 @@ from torchtitan.data.left_out import PICTURES_NOT_READ, ending_of, say_left_out
 from torchtitan.data.online_text import with_captions
 from torchtitan.files.regular import UnsuitableFile, read_regular, user_path
 from torchtitan.settings import setting
+from torchtitan.terminal import printable
 
 SUFFIXES = frozenset((b"jpg", b"jpeg", b"png", b"webp", b"bmp", b"gif", b"tif", b"tiff", b"ppm", b"pgm"))
 NUM_PROBES = 16
@@ -210,10 +211,21 @@ def list_images(folder: bytes, prefix: bytes = b"") -> list[bytes]:
     return names
 
 
+def list_images_of_folders(root: bytes, folders: list[bytes]) -> ImageList:
+    """List the images in folders of `root` (b"": itself), a class each, as `list_images`. Raises OSError."""
+    left_out: Counter[str] = Counter()
+    names_by_class = [
+        list_files(os.path.join(root, folder), is_image_name, folder + b"/" if folder else b"", left_out) for folder in folders
+    ]
+    files = ImageList.of(root, names_by_class)
+    if len(files):
+        say_left_out(shown_path(root), left_out)
+    return files
+
+
 def list_files(
-    folder: bytes, wanted: Callable[[bytes], bool], prefix: bytes = b"", visit: Callable[[bytes], object] = lambda folder: None,
-    left_out: Counter[str] | None = None,
-) -> list[bytes]:  # fmt: skip
+    folder: bytes, wanted: Callable[[bytes], bool], prefix: bytes = b"", left_out: Counter[str] | None = None
+) -> list[bytes]:
     """List the files with wanted names, in folders of any depth, sorted by name as bytes.
 
     Names that begin with a dot are left out. Files are listed by their names, and not opened.
@@ -222,13 +234,11 @@ def list_files(
         folder: to search.
         wanted: whether a file of this name, without its folder, is listed.
         prefix: put before each name.
-        visit: called with each folder's path before the folder is read.
         left_out: counts by ending, to which those of the pictures not wanted are added.
     """
     found, pending = [], [(folder, prefix)]
     while pending:
         inside, before = pending.pop()
-        visit(inside)
         with os.scandir(inside) as entries:
             for entry in entries:
                 name = entry.name
@@ -305,7 +315,7 @@ def read_square(path: bytes, image_size: int) -> np.ndarray:
 
 def shown_path(path: bytes) -> str:
     """Show a path as one printable line, whatever bytes it has."""
-    return path.decode("utf-8", "backslashreplace").replace("\n", "\\n")
+    return printable(path.decode("utf-8", "backslashreplace").replace("\n", "\\n"))
 
 
 def shown_names(names: Iterable[bytes]) -> tuple[str, ...]:

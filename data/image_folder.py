@@ -18,10 +18,10 @@ from torchtitan.data.image_files import (
     found_instead,
     is_image_name,
     list_folders,
+    list_images_of_folders,
     shown_names,
     shown_path,
 )
-from torchtitan.data.saved_listing import list_images_of_folders
 from torchtitan.data.splits import chosen_positions, last_of_each_class
 from torchtitan.errors import look_alike
 from torchtitan.settings import setting

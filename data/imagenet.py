@@ -24,7 +24,7 @@ from torchtitan.data.image_files import (
     shown_names,
 )
 from torchtitan.data.imagenet_metadata import WNID, find_class_names, find_validation_wnids
-from torchtitan.data.saved_index import Advance, Table, are_places, is_column, saved_tables
+from torchtitan.data.saved_index import Advance, Table, saved_tables
 from torchtitan.data.splits import chosen_positions, last_of_each_class
 from torchtitan.data.tar_files import Member, OpenArchives, TarImages, read_members
 from torchtitan.files.regular import user_path
@@ -203,7 +203,7 @@ def _wnids_of(names: list[bytes], roots: list[Path]) -> list[bytes]:
 
 
 def _open_archive(path: Path, index_path: str) -> TarImages:
-    (table,) = saved_tables([path], "imagenet", _read_archive, _is_whole, index_path)
+    (table,) = saved_tables([path], "imagenet", _read_archive, index_path)
     names = PackedNames(table["letters"], table["letter_offsets"])
     archive = np.zeros(len(names), np.int32)
     return TarImages(OpenArchives([path]), archive, table["offsets"], table["sizes"], names)
@@ -226,16 +226,6 @@ def _read_archive(path: Path, advance: Advance) -> Table:
         "offsets": np.array([member.offset for member in found], np.int64),
         "sizes": np.array([member.size for member in found], np.int64),
     }
-
-
-def _is_whole(table: Table, archive_bytes: int) -> bool:
-    if not (is_column(table, "letters", np.uint8) and is_column(table, "letter_offsets", np.int64)):
-        return False
-    ends, count = table["letter_offsets"], len(table["letter_offsets"]) - 1
-    if count < 1 or ends[0] != 0 or ends[-1] != len(table["letters"]) or (np.diff(ends) < 0).any():
-        return False
-    columns = is_column(table, "offsets", np.int64, count) and is_column(table, "sizes", np.int64, count)
-    return columns and are_places(table["offsets"], table["sizes"], archive_bytes)
 
 
 def _is_shown(member: Member) -> bool:

@@ -184,7 +184,7 @@ def _open(config: LatentsConfig, split: Split) -> list[LatentStore]:
     if not path:
         raise DatasetError(f"data.{key}: not given; latents needs a latent store ({HOW_TO_MAKE})")
     try:
-        stores = open_stores(path, watched=True)
+        stores = open_stores(path)
     except LatentStoreError as error:
         raise DatasetError(f"data.{key}: {error}") from error
     if config.sample_posterior and not stores[0].index.posterior:

@@ -1,6 +1,5 @@
 """Parquet files in a folder, a store or on the Hugging Face hub: the files of a split, and their footers."""
 
-import hashlib
 import json
 import os
 import posixpath
@@ -16,7 +15,6 @@ import numpy as np
 from tqdm import tqdm
 
 from torchtitan.data.base import DatasetError
-from torchtitan.data.bounded_tables import check_types
 from torchtitan.data.class_folders import missing_path
 from torchtitan.data.derived_classes import num_classes_of
 from torchtitan.data.image_columns import Columns, arrow_features, find_columns
@@ -40,7 +38,6 @@ class RowGroups:
         file, number: of each row group: its file, and its number within the file, int32 [K].
         starts: first row of each, int64 [K + 1].
         image_bytes: of the columns of images and captions of each, decompressed, int64 [K].
-        keys: names that are equal for equal content, hexadecimal.
     """
 
     url: str
@@ -51,7 +48,6 @@ class RowGroups:
     number: np.ndarray
     starts: np.ndarray
     image_bytes: np.ndarray
-    keys: tuple[str, ...]
 
     def __len__(self) -> int:
         return len(self.file)
@@ -93,7 +89,7 @@ def read_footers(
     features = [_features(footer) for footer in footers]
     columns = find_columns(files[0], features[0], image_column, label_column, caption_column, labelled)
     for file, footer in zip(files, footers, strict=True):
-        check_types(file, footer.schema.to_arrow_schema(), columns.image, columns.beside, columns.captioned)
+        _check_types(file, footer.schema.to_arrow_schema(), columns)
     for file, others in zip(files, features, strict=True):
         if any(others.get(name) != features[0].get(name) for name in (columns.image, columns.beside)):
             named = f"{columns.image!r} and {columns.beside!r}"
@@ -176,7 +172,7 @@ def _features(footer: Any) -> dict[str, Any]:
 
 
 def _join(url: str, files: tuple[str, ...], footers: list[Any], columns: Columns) -> RowGroups:
-    rows, sizes, keys, origin, largest = [], [], [], [], []
+    rows, sizes, origin, largest = [], [], [], []
     for file, footer in enumerate(footers):
         place = {footer.schema.column(number).path: number for number in range(footer.num_columns)}
         image = place[f"{columns.image}.bytes"] if f"{columns.image}.bytes" in place else place[columns.image]
@@ -186,14 +182,12 @@ def _join(url: str, files: tuple[str, ...], footers: list[Any], columns: Columns
             chunks = [group.column(column) for column in read]
             rows.append(group.num_rows)
             sizes.append(sum(chunk.total_uncompressed_size for chunk in chunks[: 1 + columns.captioned]))
-            described = (url, files[file], number, columns.image, columns.beside, *map(_describe, chunks))
-            keys.append(hashlib.sha256(repr(described).encode()).hexdigest()[:32])
             origin.append((file, number))
             check = _check_captions if columns.captioned else _check_labels
             if columns.beside:
                 check(f"{files[file]}: row group {number}", columns, chunks[1].statistics)
             if not columns.class_names and columns.labelled:
-                largest.append(_largest(files[file], columns.beside, chunks[1]))
+                largest.append(_largest(files[file], columns.beside, chunks[1]) if group.num_rows else 0)
     if not sum(rows):
         raise DatasetError(f"data.path: {url}: its parquet files have no rows")
     kept = np.flatnonzero(rows)
@@ -211,16 +205,7 @@ def _join(url: str, files: tuple[str, ...], footers: list[Any], columns: Columns
         number=np.array(origin, np.int32)[kept, 1],
         starts=np.cumsum([0] + [rows[group] for group in kept], dtype=np.int64),
         image_bytes=np.array(sizes, np.int64)[kept],
-        keys=tuple(keys[group] for group in kept),
     )
-
-
-def _describe(chunk: Any) -> Any:
-    """Describe a row group's column: equal for equal content."""
-    try:
-        return chunk.to_dict()
-    except UnicodeDecodeError:  # of the statistics of texts, which may be cut within a character
-        return chunk.data_page_offset, chunk.total_compressed_size, chunk.num_values
 
 
 def _check_labels(place: str, columns: Columns, statistics: Any) -> None:
@@ -257,3 +242,41 @@ def _largest(file: str, label_column: str, chunk: Any) -> int:
     if not isinstance(chunk.statistics.max, int) or not 0 <= chunk.statistics.max < 1 << 62:
         raise DatasetError(f"{file}: its largest {label_column!r}, {chunk.statistics.max!r:.40}, is no label")
     return chunk.statistics.max
+
+
+def _check_types(place: str, schema: Any, columns: Columns) -> None:
+    """Check that a file's columns can hold images, and labels or captions, whatever its metadata say. Raises DatasetError."""
+    import pyarrow
+
+    beside = [(columns.beside, "texts" if columns.captioned else "integers")] if columns.beside else []
+    for name, wanted in [(columns.image, "images"), *beside]:
+        places = schema.get_all_field_indices(name)
+        if len(places) != 1:
+            count = f"has {len(places)} columns {name!r}; name another" if places else f"column {name!r} is missing"
+            raise DatasetError(f"{place}: {count}")
+        kind = schema.field(places[0]).type
+        stored = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
+        fits = {"images": _holds_bytes, "integers": pyarrow.types.is_integer, "texts": _is_text}[wanted]
+        if not fits(stored):
+            raise DatasetError(f"{place}: column {name!r} is {kind!s:.80}, not {wanted}")
+
+
+def _holds_bytes(kind: Any) -> bool:
+    import pyarrow
+
+    if pyarrow.types.is_struct(kind):
+        place = kind.get_field_index("bytes")
+        return place >= 0 and _is_binary(kind.field(place).type)
+    return _is_binary(kind)
+
+
+def _is_text(kind: Any) -> bool:
+    import pyarrow
+
+    return pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)
+
+
+def _is_binary(kind: Any) -> bool:
+    import pyarrow
+
+    return pyarrow.types.is_binary(kind) or pyarrow.types.is_large_binary(kind)

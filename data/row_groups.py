@@ -9,11 +9,9 @@ from typing import Any
 import numpy as np
 
 from torchtitan.data.base import DatasetError
-from torchtitan.data.bounded_tables import MAX_REPEATED_BYTES, read_rows
-from torchtitan.data.node_cache import NodeCache
+from torchtitan.data.image_columns import Columns
 from torchtitan.data.parquet_files import RowGroups, open_storage
 from torchtitan.errors import one_line
-from torchtitan.files.regular import user_path
 
 PAUSES = (1.0, 4.0, 16.0)  # seconds before a read is tried again
 LASTING = (FileNotFoundError, PermissionError, ImportError)
@@ -26,22 +24,14 @@ class RowGroupImages:
 
     names = None
 
-    def __init__(
-        self, groups: RowGroups, num_kept: int, cache_path: str = "", cache_bytes: int = 0, window_bytes: int = 4 << 30
-    ) -> None:
+    def __init__(self, groups: RowGroups, num_kept: int) -> None:
         """
         Args:
             groups: of all files.
             num_kept: row groups held at a time.
-            cache_path: folder in which the processes of a machine share row groups, or "".
-            cache_bytes: of row groups in it.
-            window_bytes: limit of repeated images in all row groups held.
         """
         self.groups = groups
         self._num_kept = num_kept
-        self._cache_path = cache_path
-        self._cache_bytes = cache_bytes
-        self._repeated_bytes = min(MAX_REPEATED_BYTES, window_bytes // num_kept)
         self._forget()
 
     def __len__(self) -> int:
@@ -83,16 +73,9 @@ class RowGroupImages:
         if group not in self._kept:
             while len(self._kept) >= self._num_kept:
                 self._kept.popitem(last=False)
-            self._kept[group] = self._shared(group) if self._cache_path else self._read(group)
+            self._kept[group] = self._read(group)
         self._kept.move_to_end(group)
         return self._kept[group]
-
-    def _shared(self, group: int) -> Any:
-        try:
-            cache = NodeCache(user_path(self._cache_path), self._cache_bytes)
-            return cache.get(self.groups.keys[group], lambda: self._read(group))
-        except OSError as error:
-            raise DatasetError(f"data.cache_path: {self._cache_path}: {error.strerror or error}") from error
 
     def _read(self, group: int) -> Any:
         """Read the row group's images and what is beside them, a pyarrow Table of two columns. Raises DatasetError."""
@@ -106,10 +89,8 @@ class RowGroupImages:
             with self._storage.open(self.groups.files[file], "rb") as opened:
                 reader = parquet.ParquetFile(opened, metadata=self._footers.get(file), pre_buffer=True)
                 self._footers[file] = reader.metadata
-                number = int(self.groups.number[group])
-                most = int(self.groups.image_bytes[group]) + self._repeated_bytes
-                place, captioned = self._described(group), columns.captioned
-                return read_rows(place, reader, [number], columns.image, columns.beside, most, captioned)
+                names = [name for name in (columns.image, columns.beside) if name]
+                return _plain(reader.read_row_group(int(self.groups.number[group]), columns=names), columns)
 
         return _try_again(self._described(group), read, is_local=self.groups.url.startswith(("/", "file:")))
 
@@ -121,6 +102,21 @@ class RowGroupImages:
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_storage": None, "_footers": {}, "_kept": OrderedDict()}
+
+
+def _plain(table: Any, columns: Columns) -> Any:
+    """Images as large_binary, and labels as int64 or captions as large_string, a pyarrow Table of one array each."""
+    import pyarrow
+    from pyarrow import compute
+
+    images = table.column(columns.image)
+    if pyarrow.types.is_struct(images.type):
+        images = compute.struct_field(images, "bytes")
+    arrays = {"image": images.cast(pyarrow.large_binary())}  # 64-bit offsets: one array, however large
+    if columns.beside:
+        name, kind = ("caption", pyarrow.large_string()) if columns.captioned else ("label", pyarrow.int64())
+        arrays[name] = table.column(columns.beside).cast(kind)
+    return pyarrow.table(arrays).combine_chunks()
 
 
 def _try_again(place: str, read: Callable[[], Any], is_local: bool) -> Any:

@@ -5,7 +5,6 @@ import hashlib
 import json
 import logging
 import os
-import stat
 import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -18,9 +17,9 @@ from tqdm import tqdm
 from torchtitan.data.base import DatasetError
 from torchtitan.errors import unwrapped
 from torchtitan.files.durable import make_folder, replacing
-from torchtitan.files.regular import check_regular, open_regular, user_path
+from torchtitan.files.regular import open_regular, user_path
 
-MAX_HEADER_BYTES = 1 << 16
+_MOST_HEADER_BYTES = 1 << 16
 
 logger = logging.getLogger(__name__)
 
@@ -29,9 +28,8 @@ Advance = Callable[[int], object]
 
 
 def saved_tables(
-    archives: Sequence[Path], kind: str, build: Callable[[Path, Advance], Table],
-    is_whole: Callable[[Table, int], bool], folder: str = "",
-) -> list[Table]:  # fmt: skip
+    archives: Sequence[Path], kind: str, build: Callable[[Path, Advance], Table], folder: str = ""
+) -> list[Table]:
     """Tables of the archives: from the index file if it is as new as the archive, or else built and saved.
 
     An interruption loses only the archive being read.
@@ -40,14 +38,13 @@ def saved_tables(
         archives: files.
         kind: of the tables; an index of another kind is not used.
         build: makes an archive's table; calls its second argument with the number of bytes read since the last call.
-        is_whole: whether a saved table can belong to an archive of that many bytes: names, types, lengths, places.
         folder: of the index files; "": each in its archive's folder, hidden, or nowhere if that cannot be written.
 
     Raises:
         DatasetError: an archive cannot be read, or `folder` not be written.
         (and the exceptions of `build`)
     """
-    tables = {path: _load(_index_file(path, folder), _mark(path, kind), is_whole) for path in archives}
+    tables = {path: _load(_index_file(path, folder), _mark(path, kind)) for path in archives}
     missing = [path for path in archives if tables[path] is None]
     unsaved = None
     total = sum(path.stat().st_size for path in missing)
@@ -85,13 +82,11 @@ def _mark(archive: Path, kind: str) -> dict[str, str]:
     return {"kind": kind, "size": str(status.st_size), "modified": str(status.st_mtime_ns)}
 
 
-def _load(path: Path, mark: dict[str, str], is_whole: Callable[[Table, int], bool]) -> Table | None:
+def _load(path: Path, mark: dict[str, str]) -> Table | None:
     """Load an index; None if there is none of that mark, or a damaged one."""
-    archive_bytes = int(mark["size"])
+    if not path.is_file():
+        return None
     try:
-        # Each member takes more room in its archive than in the index.
-        if check_regular(path).st_size > archive_bytes + MAX_HEADER_BYTES:
-            return None
         with safe_open(path, framework="np") as file:
             metadata = file.metadata() or {}
             if {key: metadata.get(key) for key in mark} != mark:
@@ -99,8 +94,7 @@ def _load(path: Path, mark: dict[str, str], is_whole: Callable[[Table, int], boo
             table = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (a file is no mapping)
     except (OSError, SafetensorError):
         return None
-    good = metadata.get("crc32") == _checksum(table) and is_whole(table, archive_bytes)
-    return table if good else None
+    return table if metadata.get("crc32") == _checksum(table) else None
 
 
 def _save(path: Path, mark: dict[str, str], table: Table) -> None:
@@ -117,28 +111,11 @@ def _save(path: Path, mark: dict[str, str], table: Table) -> None:
 
 def _may_replace(path: Path) -> bool:
     """Check whether the place is free, or holds an empty file or an index, good or damaged, by its header's marks."""
-    try:
-        status = path.lstat()
-    except FileNotFoundError:
-        return True
-    if not stat.S_ISREG(status.st_mode):
-        return False
-    if status.st_size == 0:
+    if not os.path.lexists(path):
         return True
     with open_regular(path) as file:
-        header = file.read(MAX_HEADER_BYTES)
-    return b"__metadata__" in header and b"crc32" in header and b"modified" in header
-
-
-def is_column(table: Table, name: str, dtype: type, length: int | None = None) -> bool:
-    """Check whether a table has an array [length] of that type, any length for None."""
-    array = table.get(name)
-    return array is not None and array.dtype == dtype and array.ndim == 1 and length in (None, len(array))
-
-
-def are_places(offsets: np.ndarray, sizes: np.ndarray, archive_bytes: int) -> bool:
-    """Check whether every offset and size, int64 [N] each, lies in an archive."""
-    return bool(((offsets >= 0) & (sizes >= 0) & (offsets <= archive_bytes) & (sizes <= archive_bytes - offsets)).all())
+        header = file.read(_MOST_HEADER_BYTES)
+    return not header or all(mark in header for mark in (b"__metadata__", b"crc32", b"modified"))
 
 
 def _checksum(table: Table) -> str:

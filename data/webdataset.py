@@ -30,7 +30,7 @@ from torchtitan.data.image_files import (
 )
 from torchtitan.data.left_out import PICTURES_NOT_READ, say_left_out
 from torchtitan.data.online_text import OnlineTextConfig, online_kind
-from torchtitan.data.saved_index import Advance, Table, are_places, is_column, saved_tables
+from torchtitan.data.saved_index import Advance, Table, saved_tables
 from torchtitan.data.splits import chosen_positions, spread_evenly
 from torchtitan.data.tar_files import Member, OpenArchives, TarImages, read_members
 from torchtitan.data.trigger_words import PLACEHOLDER, TRIGGER_KEY
@@ -202,7 +202,7 @@ def _open_shards(
     shards = find_shards(key, path)
     kind = json.dumps(["webdataset", image_extension, label_key] + ["captions"] * captioned)
     build = partial(_read_shard, image_extension=image_extension.encode(), label_key=label_key, captioned=captioned)
-    tables = saved_tables(shards, kind, build, partial(_is_whole, captioned=captioned), index_path)
+    tables = saved_tables(shards, kind, build, index_path)
     tables = _without_unread(path, tables)
     counts = [len(table["labels"]) for table in tables]
     if sum(counts) == 0:
@@ -325,26 +325,6 @@ def _read_shard(path: Path, advance: Advance, image_extension: bytes, label_key:
         "labels": columns[:, 2].copy(),
         "problems": columns[:, 3].astype(np.uint8),
     }
-
-
-def _is_whole(table: Table, archive_bytes: int, captioned: bool) -> bool:
-    if not (is_column(table, "letters", np.uint8) and is_column(table, "labels", np.int64)):
-        return False
-    count, labels = len(table["labels"]), table["labels"]
-    integers = all(is_column(table, name, np.int64, count) for name in ("letter_counts", "offsets", "sizes"))
-    if not (integers and is_column(table, "problems", np.uint8, count)):
-        return False
-    lengths, places = table["letter_counts"], are_places(table["offsets"], table["sizes"], archive_bytes)
-    in_range = bool(((lengths >= 0) & (lengths <= len(table["letters"]))).all())
-    named = in_range and int(lengths.sum()) == len(table["letters"])
-    known = bool(((labels >= 0) & (labels <= LARGEST_LABEL)).all() and (table["problems"] < len(PROBLEMS)).all())
-    return places and named and known and (not captioned or _are_text_places(table, archive_bytes))
-
-
-def _are_text_places(table: Table, archive_bytes: int) -> bool:
-    count = len(table["labels"])
-    integers = all(is_column(table, name, np.int64, count) for name in TEXT_COLUMNS)
-    return integers and are_places(table["text_offsets"], table["text_sizes"], archive_bytes)
 
 
 def _describe(
