@@ -55,7 +55,6 @@ COMMANDS = {
     "analyse": Command("optimization_analysis", "speed and memory of a folder of runs"),
     "breakdown": Command("breakdown", "time of a training step by kind of operation"),
     "timeline": Command("timeline", "timeline of all ranks of a run"),
-    "train-extractor": Command("train_extractor", "train a small feature extractor"),
 }
 
 

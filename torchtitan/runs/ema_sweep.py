@@ -21,8 +21,8 @@ from torchtitan.diffusion.guidance import Guide
 from torchtitan.distributed.collectives import from_first_rank, group_for_work
 from torchtitan.errors import DamagedFile, EvaluationError, first_line
 from torchtitan.evaluation.config import LATENT_DATASETS
+from torchtitan.evaluation.dataset_images import DatasetImages
 from torchtitan.evaluation.decoding import run_decoder
-from torchtitan.evaluation.image_sets import DatasetImages
 from torchtitan.evaluation.sample_metrics import SampleMetrics, measure_samples
 from torchtitan.evaluation.sampling import ImageSampler, balanced_choices
 from torchtitan.evaluation.validation import validation_loss
