@@ -28,12 +28,12 @@ from torchtitan.models.adapters.adapters import add_frozen_adapter
 from torchtitan.models.adapters.target import LowRankWeights
 from torchtitan.runs.drawn_size import drawn_shape
 from torchtitan.runs.guides import LoadedGuide, open_guide
-from torchtitan.runs.model_card import WEIGHTS
 from torchtitan.runs.prompts import check_prompted
 from torchtitan.runs.sample_settings import set_settings
 from torchtitan.runs.sampling_options import add_method_options, sampling_method
 from torchtitan.runs.trained_model import TrainedModel, WeightsError, is_published_folder, load_run, load_weights
 
+_WEIGHTS = "weights.safetensors"  # of this program, in a repository on the hub
 _FILES_OF_DIFFUSERS = ["*.json", *(f"{part}*.safetensors" for part in ("", "transformer/", "vae/"))]
 BATCH_SIZE, DTYPE = 256, "float32"
 _MOST_NAMES = 10  # of classes, in a message
@@ -204,8 +204,8 @@ def _from_hub(source: Path) -> Path:
     """File or folder of weights of a repository on the Hugging Face hub. Raises WeightsError: it is none."""
     if not is_hub_name(str(source)):
         raise WeightsError(f"{source}: no such run folder or weights file")
-    folder = local_folder("weights", str(source), [WEIGHTS, *_FILES_OF_DIFFUSERS], WeightsError, missing="run, file or folder")
-    return folder / WEIGHTS if (folder / WEIGHTS).is_file() else folder
+    folder = local_folder("weights", str(source), [_WEIGHTS, *_FILES_OF_DIFFUSERS], WeightsError, missing="run, file or folder")
+    return folder / _WEIGHTS if (folder / _WEIGHTS).is_file() else folder
 
 
 def _with_adapters(trained: TrainedModel, given: list[str]) -> TrainedModel:
