@@ -143,7 +143,9 @@ class ConfigError(Exception):
         super().__init__("\n".join(self.problems))
 
 
-def load_config(argv: list[str], world_size: int, *, elsewhere: bool = False) -> JobConfig:
+def load_config(
+    argv: list[str], world_size: int, *, elsewhere: bool = False, info: DatasetInfo | None = None
+) -> JobConfig:
     """Read, check and resolve a configuration.
 
     Args:
@@ -151,6 +153,7 @@ def load_config(argv: list[str], world_size: int, *, elsewhere: bool = False) ->
             `--job.config_file` names the TOML file that they override.
         world_size: number of processes of the run.
         elsewhere: the run is of another machine: packages, compilers and devices of this one are not judged.
+        info: properties of data that are elsewhere, which are not opened; None: the dataset is opened.
 
     Returns:
         the configuration with -1 and defaults that depend on other keys replaced by their values.
@@ -160,7 +163,8 @@ def load_config(argv: list[str], world_size: int, *, elsewhere: bool = False) ->
     """
     flags, path, document = _read(argv)
     filled = _fill(document, flags, path)
-    config, checked, origins, known = filled.config, filled.checked(world_size, elsewhere), filled.origins, filled.known
+    config, origins, known = filled.config, filled.origins, filled.known
+    checked = filled.checked(world_size, elsewhere, info)
     problems = filled.problems + find_problems(checked, known)
     if problems:
         raise ConfigError([_line(problem, origins, known, path) for problem in problems])
@@ -249,8 +253,8 @@ class _Filled:
     origins: dict[str, str]
     known: dict[str, dataclasses.Field]
 
-    def checked(self, world_size: int, elsewhere: bool = False) -> ConfigView:
-        return ConfigView(self.config, world_size, self.origins, self.refused, elsewhere)
+    def checked(self, world_size: int, elsewhere: bool = False, info: DatasetInfo | None = None) -> ConfigView:
+        return ConfigView(self.config, world_size, self.origins, self.refused, elsewhere, info)
 
 
 def _fill(document: dict[str, Any], flags: dict[str, str], path: str | None) -> _Filled:

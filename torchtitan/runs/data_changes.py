@@ -7,7 +7,7 @@ from typing import Any
 from torchtitan.conditions import is_number
 from torchtitan.data.base import DatasetInfo
 from torchtitan.errors import CheckpointError, look_alike
-from torchtitan.runs.portable import RECORD
+from torchtitan.runs.model_record import RECORD
 from torchtitan.settings.schema import quoted
 
 IMAGES = "images_per_epoch"  # entry of a checkpoint's state: number of training images

@@ -14,10 +14,9 @@ from torchtitan.autoencoders import AUTOENCODERS
 from torchtitan.autoencoders.base import AutoencoderError
 from torchtitan.checkpoint.manifest import MANIFEST
 from torchtitan.conditions import numbered_otherwise
-from torchtitan.data import DATASETS
 from torchtitan.distributed.mesh import compute_device
 from torchtitan.errors import look_alike
-from torchtitan.evaluation.config import LATENT_DATASETS, WITH_WEIGHTS, AutoencoderConfig, SamplingConfig
+from torchtitan.evaluation.config import WITH_WEIGHTS, AutoencoderConfig, SamplingConfig
 from torchtitan.evaluation.decoding import LatentDecoder, open_decoder
 from torchtitan.evaluation.sample_plans import SampleSetError, SetPlan, choices_of, read_seeds
 from torchtitan.evaluation.sampling import ImageSampler
@@ -94,7 +93,7 @@ class Drawing:
         """
         check_prompted(self.trained)
         channels = self.image_shape[0]
-        if self.decoder is None and (self.trained.config.data.name in LATENT_DATASETS or channels not in (1, 3)):
+        if self.decoder is None and (self.trained.record.latents or channels not in (1, 3)):
             raise SampleSetError(
                 f"{self.source}: draws latents or images of {channels} channels, a set is of pictures (for latents give"
                 " --autoencoder NAME --autoencoder-path PATH)"
@@ -240,11 +239,11 @@ def _weighted(word: str) -> tuple[str, float]:
 
 def _open_autoencoder(arguments: argparse.Namespace, trained: TrainedModel) -> LatentDecoder | None:
     """Open the autoencoder that decodes the drawn latents; None for none. Raises AutoencoderError, WeightsError."""
-    config, data = trained.config.autoencoder, trained.config.data
+    config, record = trained.config.autoencoder, trained.record
     given = arguments.autoencoder or arguments.autoencoder_path
-    if data.name not in LATENT_DATASETS:
+    if record.latents is None:
         if given:
-            raise WeightsError(f"--autoencoder: the model draws images of data.name = {data.name} (leave it out)")
+            raise WeightsError("--autoencoder: the model draws images, not latents (leave it out)")
         return None
     if arguments.autoencoder not in (None, config.name):
         config = AutoencoderConfig(name=arguments.autoencoder)
@@ -261,7 +260,8 @@ def _open_autoencoder(arguments: argparse.Namespace, trained: TrainedModel) -> L
         text = f"names the autoencoder {config.name} and no place of it: weights open nothing else"
         raise WeightsError(f"{arguments.source}: {text} (give --autoencoder-path PATH or --config FILE)")
     try:
-        return open_decoder(config, DATASETS[data.name].store(data), compute_device())
+        place = "the recorded latents" if record.elsewhere else trained.config.data.path
+        return open_decoder(config, record.latents, place, compute_device())
     except AutoencoderError as error:
         elsewhere = "" if arguments.autoencoder_path else " (--autoencoder-path says where it is on this machine)"
         raise AutoencoderError(f"{error}{elsewhere}") from error

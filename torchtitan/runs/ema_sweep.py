@@ -68,7 +68,7 @@ def sweep(
         for name, value in (("--guidance-scale", guidance_scale), ("--guide", guide)):
             if value is not None:
                 raise WeightsError(f"{name}: has no effect on held-out loss (leave it out)")
-        score = partial(_held_out_loss, trained, images, device)
+        score: Callable[[], float] = partial(_held_out_loss, trained, images, device)
     else:
         score = _sample_score(run, trained, metric, images, guidance_scale, guide, device)
     yield from (f"note: {line}" for line in [*stored.notes, *found[0].warnings])

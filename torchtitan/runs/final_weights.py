@@ -21,8 +21,8 @@ from torchtitan.models.adapters.adapters import TRAINED, adapted_layers
 from torchtitan.models.adapters.layers import LowRank
 from torchtitan.models.adapters.layouts import NATIVE, AdapterLayout
 from torchtitan.models.adapters.target import LowRankWeights, Target
+from torchtitan.runs.model_record import record_of
 from torchtitan.runs.network import BASE_SHA256, adapted_network_on_meta
-from torchtitan.runs.portable import header_config
 
 _MODEL = "model."
 
@@ -62,7 +62,7 @@ def write_final_weights(path: Path, checkpoint: AnyPath, config: JobConfig, step
     entries = dict(sorted(entries.items(), key=lambda item: (-item[1][1].itemsize, item[0])))
     label = f"{config.job.name}, step {step}, {_track_name(track)}"
     metadata = {"layout": "safetensors", "weights": label, "model": config.model.flavor}
-    metadata |= header_config(config, dataset_info(config.data))
+    metadata |= record_of(config).header()
     with written_whole(path, overwrite=True) as unfinished:
         write_tensors(unfinished, entries, _read(source, places, entries), metadata)
 

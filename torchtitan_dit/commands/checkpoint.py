@@ -39,6 +39,7 @@ from torchtitan.models.adapters.layouts import NATIVE, AdapterLayout
 from torchtitan.processes.command_line import OneLineParser, readable_size, run_program
 from torchtitan.runs.check import Finding, check_run
 from torchtitan.runs.final_weights import adapter_header
+from torchtitan.runs.model_record import ModelRecord, record_of
 from torchtitan.runs.network import network_on_meta
 from torchtitan.runs.published import LAYOUTS, OWN, WRITTEN, OwnWeights, open_published, write_weights
 from torchtitan.runs.trained_model import TrainedModel, load_run, read_config
@@ -303,15 +304,14 @@ def own_weights(run: Path, trained: TrainedModel) -> OwnWeights:
     tensors: Mapping[str, Tensor] = named_weights(model)
     if config.lora.enable:
         model, tensors = network_on_meta(config, trained.info), merged_weights(model)
-    return OwnWeights(run, config, trained.info, model, tensors, f"{run.resolve().name}, {trained.label}")
+    return OwnWeights(run, trained.record, model, tensors, f"{run.resolve().name}, {trained.label}")
 
 
 def import_(arguments: argparse.Namespace) -> int:
     refuse_existing(arguments.output, arguments.overwrite)
     if arguments.output.suffix != ".safetensors":
         raise WeightsError(f"{arguments.output}: must end in .safetensors, the format of the output")
-    config = read_config(arguments.config, arguments.data_words) if arguments.config else None
-    weights, notes = open_published(arguments.file, arguments.format, config)
+    weights, notes = open_published(arguments.file, arguments.format, given_record(arguments))
     print_notes(notes)
     write_weights(weights, arguments.output, OWN, dtype=arguments.dtype, overwrite=arguments.overwrite)
     print(f"{arguments.output}: {len(weights.tensors)} tensors")
@@ -320,11 +320,15 @@ def import_(arguments: argparse.Namespace) -> int:
 
 def convert(arguments: argparse.Namespace) -> int:
     refuse_existing(arguments.output, arguments.overwrite)
-    config = read_config(arguments.config, arguments.data_words) if arguments.config else None
-    weights, notes = open_published(arguments.file, getattr(arguments, "from"), config)
+    weights, notes = open_published(arguments.file, getattr(arguments, "from"), given_record(arguments))
     print_notes([*notes, *write_weights(weights, arguments.output, arguments.to, **write_options(arguments))])
     print(f"{arguments.output}: {weights.label}, {arguments.to} layout")
     return 0
+
+
+def given_record(arguments: argparse.Namespace) -> ModelRecord | None:
+    """Record of --config; None where it is not given."""
+    return record_of(read_config(arguments.config, arguments.data_words)) if arguments.config else None
 
 
 def write_options(arguments: argparse.Namespace) -> dict[str, Any]:

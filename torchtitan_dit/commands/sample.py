@@ -20,11 +20,9 @@ from torchtitan.autoencoders.base import AutoencoderError
 from torchtitan.checkpoint.checkpointer import CheckpointError
 from torchtitan.config.job import ConfigError
 from torchtitan.config.sampling_checks import data_text
-from torchtitan.data import DATASETS
 from torchtitan.distributed.collectives import group_for_work
 from torchtitan.distributed.config import CommConfig
 from torchtitan.distributed.mesh import init_process_group
-from torchtitan.evaluation.config import LATENT_DATASETS
 from torchtitan.evaluation.judges import judge_type
 from torchtitan.evaluation.sample_files import SET_FORMATS
 from torchtitan.evaluation.sample_plans import SampleNotFinite, SampleSetError
@@ -200,8 +198,7 @@ def draw_grid(arguments: argparse.Namespace, drawing: Drawing) -> None:
         print(f"{folder}: {len(images)} images")
     if arguments.latents:
         file = folder / f"latents-{name}.safetensors"
-        data = trained.config.data
-        metadata = DATASETS[data.name].store(data).index.metadata() if data.name in LATENT_DATASETS else None
+        metadata = trained.record.latents.metadata() if trained.record.latents else None
         with replacing(file) as unfinished:
             save_file({"latents": drawn.float().contiguous(), "labels": choices}, unfinished, metadata)
         print(file)
