@@ -11,7 +11,6 @@ from pathlib import Path
 from tests.faults.hostile_case import REFUSED, STOPPED, SURVIVED, Place, device, hostile
 from tests.faults.hostile_images import EPS
 from tests.faults.hostile_process import Outcome
-from tests.faults.hostile_runs import interrupted_run
 
 MARKUP = "<script>alert(1)</script>"
 EVIL = {
@@ -253,37 +252,6 @@ for _path in ("/dev/zero", "/dev/stdin", "/proc/self/mem", "/dev/ptmx", "/"):
     @hostile("sweep", REFUSED, name=f"sweep: the file is {_path}")
     def _(place: Place, path: str = _path) -> tuple[str, ...]:
         return ("scripts/sweep.py", path, "--output", str(place.outputs / "grid"), "--dry-run")
-
-
-# ---------------------------------------------------------------------- records of studies and searches
-
-
-def record(name: str, words: tuple[str, ...], file: str, text: str, *verdicts: str) -> None:
-    """Register a file that a tool left in a run before, and reads when it is started again."""
-
-    @hostile("record", *(verdicts or (REFUSED, SURVIVED)), name=f"record: {name}")
-    def write(place: Place) -> tuple[str, ...]:
-        interrupted_run(place)
-        path = place.run / file
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
-        return tuple(word.replace("{run}", str(place.run)) for word in words)
-
-
-BRANCH = ("scripts/critical_batch.py", "{run}", "--seeds", "1", "--factors", "1", "--samples", "-1")
-LOSS = ("scripts/study.py", "loss_curve", "{run}", "--steps", "4")
-for _name, _text in {
-    "nested 10^5 times": "[" * 10**5, "of a number of 10^5 digits": "9" * 10**5,
-    "of escape sequences": '{"\\u001b[2J": "\\u0007"}',
-    "of NaN": '{"checkpoint": NaN}', "of a list": "[1, 2]", "of nothing": "",
-}.items():  # fmt: skip
-    record(f"settings of a critical-batch measurement {_name}", BRANCH, "critical_batch/step-4/settings.json", _text)
-for _name, _text in {
-    "of NULs": "step\0,x\n1\0,2\n", "of escape sequences": "\x1b[2J,\x07\n\x1b[2J,1\n",
-    "of a field of 10^6 letters": "a\n" + "x" * 10**6 + "\n",
-    "of an open quote": 'a,b\n"' + "x\n" * 10**5, "of half a line": "step,weights\n4,",
-}.items():  # fmt: skip
-    record(f"results of a study {_name}", LOSS, "studies/loss_curve/results.csv", _text, REFUSED)
 
 
 # ---------------------------------------------------------------------- surroundings

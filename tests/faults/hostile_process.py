@@ -156,7 +156,7 @@ def _import_everything() -> None:
     from tests.end_to_end.tools import load_tool
 
     Image.init()
-    for name in ("sample", "checkpoint", "latents", "extract_latents", "compare", "sweep", "study", "critical_batch"):
+    for name in ("sample", "checkpoint", "latents", "extract_latents", "compare", "sweep"):
         load_tool(name)
     gc.collect()
     gc.freeze()  # nor shall each of them go through all of torch's objects when it collects its own

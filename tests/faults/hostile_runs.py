@@ -249,11 +249,10 @@ for _words in (
     ("scripts/checkpoint.py", "diff", "{run}", "{run}"), ("scripts/compare.py", "{run}", "--output", "{out}.html"),
     ("optimization_analysis.py", "{run}", "--out", "{out}"), ("scripts/timeline.py", "{run}"),
     ("scripts/checkpoint.py", "export", "{run}", "--format", "safetensors", "--output", "{out}.safetensors"),
-    ("scripts/study.py", "loss_curve", "{run}"), ("scripts/critical_batch.py", "{run}", "--factors", "nan"),
     ("scripts/sample.py", "{run}", "--images-per-class", "1", "--num-steps", "1"),
 ):  # fmt: skip
     tool(f"{_words[1]} of a folder of escape sequences", *_words, verdicts=(SURVIVED, REFUSED, STOPPED),
-         long=_words[0] in ("scripts/sample.py", "scripts/study.py"))(_renamed)  # fmt: skip
+         long=_words[0] == "scripts/sample.py")(_renamed)  # fmt: skip
 
 
 def _damaged_names(run: Path, place: Place) -> None:

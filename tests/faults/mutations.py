@@ -18,7 +18,6 @@ import traceback
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from unittest.mock import patch
 
 from safetensors.torch import save_file
@@ -39,14 +38,12 @@ from tests.unit.test_sweep_runner import SWEEP
 from torchtitan.checkpoint.checkpointer import BRANCHED_FROM
 from torchtitan.config.job import ConfigError, load_config
 from torchtitan.experiments.autotune.record import RecordError, SearchRecord
-from torchtitan.experiments.folder import ResultsFolder, StudyError
 from torchtitan.experiments.grid import SweepError, read_sweep
-from torchtitan.experiments.record import ResultTable, SweepFolder
+from torchtitan.experiments.record import SweepFolder
 from torchtitan.run import run as run_program
 from torchtitan.runs.check import check_run
 from torchtitan.runs.record import RunRecordError, read_run
 from torchtitan.trainer import Trainer
-from torchtitan_dit.studies.critical_batch import _hold_to_settings
 
 RESULTS = Path(__file__).with_name("mutations.json")
 SECONDS, MORE_MAPPED, MORE_RESIDENT = 60, 4 << 30, 500 << 20
@@ -151,10 +148,6 @@ def _write_records(outputs: Path) -> None:
     record = SearchRecord(outputs, {"question": 1})
     record.batch_size = record.guess = 8
     record.write()
-    table = ResultTable(outputs / "results.csv", ["step", "seed", "loss"], ["step", "seed"])
-    for seed in range(3):
-        table.add({"step": 2, "seed": seed, "loss": 0.5})
-    (outputs / "settings.json").write_text(json.dumps({"checkpoint": "run", "seeds": 2, "batch_sizes": [1, 2]}))
 
 
 def state_of(trainer: Trainer) -> str:
@@ -244,16 +237,6 @@ def _search(outputs: Path) -> object:
     return record.guess, record.probes, record.batch_size
 
 
-def _settings(outputs: Path) -> None:
-    asked = {"checkpoint": "run", "seeds": 2, "batch_sizes": [1, 2]}
-    results = ResultsFolder(outputs, {"settings.json": b"{"})
-    _hold_to_settings(SimpleNamespace(folder=outputs, results=results, settings=lambda: asked))
-
-
-def _table(outputs: Path) -> object:
-    return ResultTable(outputs / "results.csv", ["step", "seed", "loss"], ["step", "seed"])._rows
-
-
 def plain_lines(text: str) -> str:
     lines = text.strip().splitlines()
     for line in lines:
@@ -308,8 +291,6 @@ KINDS: dict[str, tuple[str, Damage, Read]] = {
     )),
     "file of a sweep": ("grid.toml", damage_text, record_reader(lambda at: read_sweep(at / "grid.toml").cells, SweepError)),
     "record of a batch-size search": (_search_file(Path()), damage_json, record_reader(_search, RecordError)),
-    "settings.json of a study": ("settings.json", damage_json, record_reader(_settings, StudyError)),
-    "results.csv of a study": ("results.csv", damage_bytes, record_reader(_table, StudyError)),
 }  # fmt: skip
 
 

@@ -13,7 +13,6 @@ from torchtitan.data.class_folders import read_classes
 from torchtitan.data.derived_classes import MOST_CLASSES
 from torchtitan.data.tar_headers import REGULAR, TarError, walk
 from torchtitan.errors import one_line
-from torchtitan.extras import install
 from torchtitan.files.regular import read_regular
 
 SYNSET_MAPPING = "LOC_synset_mapping.txt"
@@ -29,16 +28,13 @@ def find_class_names(roots: list[Path]) -> dict[str, str]:
     """Find wnid -> the first of its names, from Kaggle's mapping or the devkit; empty without either.
 
     Raises:
-        DatasetError: one of them is damaged, or scipy is missing for the devkit's.
+        DatasetError: one of them is damaged.
     """
     if mapping := _find(roots, SYNSET_MAPPING):
         return {wnid: _first(names) for wnid, names in read_classes(str(mapping)).items()}
     content = _devkit_file(roots, "meta.mat")
     if content is None:
         return {}
-    if not _has_scipy():
-        advice = f"{install('imagenet')}, or give data.classes_file"
-        raise DatasetError(f"data.path: {roots[0]}: reading class names from the devkit's meta.mat needs scipy: {advice}")
     return {wnid: _first(words) for wnid, words in _synsets(content).values()}
 
 
@@ -56,8 +52,6 @@ def find_validation_wnids(roots: list[Path]) -> dict[str, str]:
             f"data.path: the held-out images of {roots[0]} are in no class folders, and neither {VALIDATION_SOLUTION} "
             f"nor {DEVKIT}.tar.gz lies there to say their classes (put one there)"
         )
-    if not _has_scipy():
-        raise DatasetError(f"data.path: {roots[0]}: reading the devkit's meta.mat needs scipy: {install('imagenet')}")
     synsets = _synsets(content)
     try:
         wnids = [synsets[int(line)][0] for line in numbers.decode("ascii").split()]
@@ -118,12 +112,6 @@ def _unpacked(packed: bytes) -> bytes:
     if len(content) > MAX_FILE_BYTES:
         raise TarError(f"unpacked it has more than {MAX_FILE_BYTES:,} bytes")
     return content
-
-
-def _has_scipy() -> bool:
-    import importlib.util
-
-    return importlib.util.find_spec("scipy") is not None
 
 
 def _synsets(content: bytes) -> dict[int, tuple[str, str]]:
