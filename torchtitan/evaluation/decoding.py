@@ -34,10 +34,8 @@ class LatentDecoder:
     ) -> None:
         """
         Args:
-            autoencoder: of raw latents.
             normalization: of the latents for training.
             batch_size: images at a time on each rank.
-            device: of decoding.
         """
         self._autoencoder = autoencoder
         self._normalization = normalization
@@ -98,7 +96,6 @@ def open_decoder(config: AutoencoderConfig, index: StoreIndex, place: str, devic
         config: names an autoencoder other than "none".
         index: of the latents' store, or of their record.
         place: of the latents, for messages.
-        device: of decoding.
 
     Raises:
         AutoencoderError: it cannot be opened, or decodes other latents.

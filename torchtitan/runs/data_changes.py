@@ -21,10 +21,7 @@ def data_changes(
     """Compare the data with those that a checkpoint was trained on, as far as it records them.
 
     Args:
-        state: of the checkpoint.
         place: of the checkpoint, for messages.
-        info: of the data.
-        num_images: of the training.
         tolerated: other names of as many classes are accepted; the same names in another order never are.
         record: of the data, as RECORD of the state.
 

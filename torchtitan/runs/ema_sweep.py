@@ -38,10 +38,8 @@ def sweep(
     """Score averages of several lengths on the same images and noise; collective.
 
     Args:
-        run: the run's folder.
         stds: lengths.
         metric: LOSS, or a value of the metrics of the run's `[evaluation]`, as "fid".
-        device: of the model.
         step: of the last snapshot; None for the newest.
         images: held-out images, or samples; None: those of `[validation]` or `[evaluation]`.
         guidance_scale, guide: of samples, the guide as in `open_guide`; None: those of the run.

@@ -37,13 +37,6 @@ def write_final_weights(path: Path, checkpoint: AnyPath, config: JobConfig, step
 
     One tensor at a time is in memory; saved buffers keep their dtype. With adapters, they alone, in `final_layout`.
 
-    Args:
-        path: of the file; an earlier one of this step is replaced.
-        checkpoint: of the step.
-        config: of the run.
-        step: of the weights.
-        buffers: names of the network's saved buffers.
-
     Raises:
         CheckpointError: the checkpoint is damaged.
         WeightsError: the file cannot be written.
@@ -88,14 +81,7 @@ def final_layout(family: str) -> AdapterLayout:
 
 
 def adapter_header(config: JobConfig, step: int | None, label: str, state: Mapping[str, Any]) -> dict[str, str]:
-    """Header of a file of a run's adapter.
-
-    Args:
-        config: of the run.
-        step: of the weights.
-        label: says which weights they are.
-        state: of a checkpoint of the run.
-    """
+    """Header of a file of a run's adapter, by the state of a checkpoint."""
     trigger_word = config.data.trigger_word
     return {
         "step": str(step), "weights": label, "model": f"{config.model.name} {config.model.flavor}",

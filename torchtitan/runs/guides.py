@@ -102,8 +102,6 @@ def load_guide(
         reference: to the guide.
         source: run's folder or file of weights of the sampled model.
         config_file: configuration of the sampled file of weights; None for a run.
-        sampled: the model to guide.
-        device: of both.
 
     Raises:
         WeightsError: there are no such weights, they are the sampled ones, or they cannot guide them.

@@ -64,9 +64,6 @@ def check_initial_weights(config: JobConfig, info: DatasetInfo, checkpoints: Any
     """Check that a run's initial weights fit, are finite and, of a run that trained adapters before, are those that it
     trained them with; collective, before the run's folder is made. They are not read where the run does not need them.
 
-    Args:
-        checkpoints: of the run.
-
     Returns:
         the hash of frozen ones; "" where there are none, or they are drawn.
 
@@ -156,7 +153,6 @@ def check_together(path: Path, model: DiffusionModel, *, hashed: bool, strict: b
     """Check that a safetensors file has a model's weights, all finite; collective.
 
     Args:
-        path: the file.
         model: on any device.
         hashed: whether its hash is wanted.
 

@@ -137,7 +137,6 @@ def record_of_checkpoint(folder: Path, checkpoint: AnyPath) -> ModelRecord | Non
 
     Args:
         folder: of the run; or a folder without config.toml, if the configuration is the checkpoint's.
-        checkpoint: of the run.
 
     Returns:
         the record; None where the checkpoint has none.
@@ -165,8 +164,6 @@ def load_record(tables: Mapping[str, Any], place: str, with_paths: bool = False)
     """Load a record from tables of a configuration, of which `data` is the table of the data.
 
     Args:
-        tables: the sections.
-        place: of the record, for messages.
         with_paths: whether keys of files and folders are kept.
 
     Raises:

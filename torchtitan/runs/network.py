@@ -250,7 +250,6 @@ def check_base(state: dict, digest: str, place: str, initial_weights: str) -> No
     """Check that a frozen network is the one of a checkpoint's adapters.
 
     Args:
-        state: the checkpoint's state.
         digest: hash of the network's weights.
         place: the checkpoint, named in the error.
         initial_weights: where the weights are from.

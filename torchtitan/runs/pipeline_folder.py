@@ -28,7 +28,6 @@ def check_pipeline(source: Path, record: ModelRecord, vae: Path | None) -> Path:
 
     Args:
         source: run or file, for messages.
-        record: of the model.
         vae: folder of an AutoencoderKL; None: the autoencoder of the training.
 
     Returns:

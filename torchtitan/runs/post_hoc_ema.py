@@ -169,7 +169,6 @@ def stored_averages(
     """Stored averages of a run up to a step, verified.
 
     Args:
-        run: the run's folder.
         step: of the last snapshot; None for the newest.
         without: tracks that are not to be used.
         ignore_gaps: do without missing or damaged snapshots.
@@ -193,7 +192,6 @@ def reconstruct(stored: StoredAverages, std: float, max_error: float = MAX_ERROR
     """Reconstruct the average of a length at the last snapshot.
 
     Args:
-        stored: the run's stored averages.
         std: standard deviation of its profile relative to the time trained, in (0, 12^-1/2).
         max_error: largest profile error that is accepted.
 

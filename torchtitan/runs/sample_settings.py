@@ -21,16 +21,7 @@ def set_settings(
     trained: TrainedModel, sampling: SamplingConfig, guide: LoadedGuide | None, decoder: LatentDecoder | None,
     image_shape: tuple[int, int, int], dtype: str,
 ) -> dict[str, Any]:  # fmt: skip
-    """Settings of a set, for JSON.
-
-    Args:
-        trained: the model.
-        sampling: its sampling method.
-        guide: of its guidance; None for the null condition.
-        decoder: of its latents; None for a model of images.
-        image_shape: (C, H, W) of what the network draws.
-        dtype: of compute.
-    """
+    """Settings of a set, for JSON."""
     sections = {
         name: {
             key: value for key, value in dataclasses.asdict(getattr(sampling, name)).items()

@@ -86,11 +86,9 @@ def load_run(folder: Path, track: str | None, step: int | None, device: torch.de
     """Load a checkpoint of a run.
 
     Args:
-        folder: the run's folder.
         track: name of an EMA track, "none" for the trained weights, `std=0.15` for an average of that length from the
             run's snapshots, None for the run's own choice.
         step: of the checkpoint, or of the snapshot; None for the newest good one.
-        device: of the model.
 
     Raises:
         WeightsError, ConfigError, CheckpointError.
@@ -127,7 +125,6 @@ def load_weights(path: Path, config_file: Path | None, device: torch.device) -> 
         path: of the file, with tensors under the names of the model or, if its header says so, of a published layout; or of a
             folder of diffusers, which shows its model itself.
         config_file: configuration of the model; None: the one in the header of the file.
-        device: of the model.
 
     Raises:
         WeightsError: not a safetensors file, its header has no configuration, tensors are missing, superfluous or of another

@@ -63,7 +63,6 @@ def read_series(run: Path, step: int | None = None, ignore_gaps: bool = False) -
     """Read the snapshots up to a step, every byte of them.
 
     Args:
-        run: the run's folder.
         step: of the last one; None for the newest.
         ignore_gaps: do without the earlier snapshots that are missing or damaged, instead of refusing.
 
