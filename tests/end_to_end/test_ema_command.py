@@ -22,9 +22,8 @@ from torchtitan.runs.trained_model import load_run, load_weights
 OPTIONS = (
     "--training.steps", "8", "--checkpoint.interval", "4", "--sampling.enable", "false", "--ema.snapshot_interval", "32",
     "--training.local_batch_size", "16", "--ema.tracks", '[{"name": "ema"}, {"name": "short", "kind": "power", '
-    '"sigma_rel": 0.05}, {"name": "long", "kind": "power", "sigma_rel": 0.1}]', "--evaluation.enable", "true",
-    "--evaluation.extractor", "digits", "--evaluation.reference", "validation", "--evaluation.count", "40",
-    "--evaluation.metrics", '["prdc"]',
+    '"sigma_rel": 0.05}, {"name": "long", "kind": "power", "sigma_rel": 0.1}]', "--evaluation.extractor", "digits",
+    "--evaluation.reference", "validation", "--evaluation.count", "40",
 )  # fmt: skip
 tool = load_tool("ema")
 
@@ -116,7 +115,7 @@ def test_sweep_names_the_length_of_the_least_held_out_loss(straight, command):
 
 
 def test_sweep_ranks_lengths_in_the_direction_of_a_metric_of_samples(straight, command):
-    words = ("sweep", straight, "--stds", 0.05, 0.1, "--metric", "precision", "--guidance-scale", 2, "--guide", ":std=0.12")
+    words = ("sweep", straight, "--stds", 0.05, 0.1, "--metric", "prdc", "--guidance-scale", 2, "--guide", ":std=0.12")
     code, output, _ = command(*words)
     found = scores(output, "precision")
     assert code == 0 and list(found) == ["0.05", "0.1"], output
@@ -129,10 +128,12 @@ def test_sweep_ranks_lengths_in_the_direction_of_a_metric_of_samples(straight, c
 SWEEPS = {
     "--stds 0.1 0.3": "below 0.2887",
     "--stds 0.1 0.28": "above 0.1; they reach",
-    "--stds 0.1 --metric fid": "has no 'fid' (there are: loss, precision, recall",
+    "--stds 0.1 --metric fod": "--metric: no metric is called 'fod' (there are: loss, fid,",
+    "--stds 0.1 --metric fd --images 20": "fd: a covariance of 64 features from 20 images",
+    "--stds 0.1 --metric memorisation": "--metric memorisation: evaluation.held_out: not given",
     "--stds 0.1 --guidance-scale 2": "has no effect on held-out loss",
-    "--stds 0.1 --metric recall --guidance-scale 2 --guide :nobody": "has no EMA track 'nobody'",
-    "--stds 0.1 --metric recall --guidance-scale 1 --guide :long": "--guide: has no effect at a guidance scale of 1",
+    "--stds 0.1 --metric prdc --guidance-scale 2 --guide :nobody": "has no EMA track 'nobody'",
+    "--stds 0.1 --metric prdc --guidance-scale 1 --guide :long": "--guide: has no effect at a guidance scale of 1",
     "--stds 0.1 --images 0": "--images: must be at least 1",
 }
 

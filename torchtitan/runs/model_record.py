@@ -226,7 +226,7 @@ def _without_paths(table: Mapping[str, Any], section: str = "") -> dict[str, Any
 
 
 def _unjudged(tables: Mapping[str, Any]) -> dict[str, Any]:
-    """Tables by which samples are not judged by the data, which only the dataset itself can do."""
+    """Tables without a key of earlier versions."""
     sampling = tables.get("sampling", {})
     if not isinstance(sampling, Mapping):
         return dict(tables)

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
+from torchtitan.autoencoders.base import AutoencoderError
 from torchtitan.checkpoint.checkpointer import CheckpointError
 from torchtitan.config.job import ConfigError
 from torchtitan.data.base import DatasetError
@@ -32,7 +33,7 @@ def main(words: list[str] | None = None) -> int:
     arguments = parse_arguments(words)
     try:
         return arguments.command(arguments)
-    except (ConfigError, CheckpointError, DatasetError, EvaluationError) as error:
+    except (AutoencoderError, ConfigError, CheckpointError, DatasetError, EvaluationError) as error:
         if FIRST:
             print(error, file=sys.stderr)
         return 2
@@ -60,8 +61,8 @@ def parse_arguments(words: list[str] | None) -> argparse.Namespace:
     add_series(command)
     add_max_error(command)
     command.add_argument("--stds", type=float, nargs="+", required=True, metavar="S", help="lengths of the averages")
-    command.add_argument("--metric", default=LOSS, help="held-out loss, or a metric of samples that the run's [evaluation] "
-        "has, as fid (default: loss)")
+    command.add_argument("--metric", default=LOSS, help="held-out loss, or a metric of samples as fd, by the extractor and "
+        "the reference of [evaluation] (default: loss)")
     command.add_argument("--images", type=int, help="held-out images, or samples (default: validation.num_images, "
         "evaluation.count)")
     command.add_argument("--guidance-scale", type=float, help="guidance of samples (default: evaluation.guidance_scale)")
