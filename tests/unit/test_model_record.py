@@ -16,7 +16,8 @@ from tests.configurations import load
 from torchtitan.config.job import ConfigError
 from torchtitan.runs import model_record
 from torchtitan.runs.model_record import CONFIG, RECORD, load_record, record_of, record_of_checkpoint, record_of_weights
-from torchtitan.settings.record import effective
+from torchtitan.runs.trained_model import read_config
+from torchtitan.settings.record import CONFIG_HEADER, effective
 
 RUN = """
 [data]
@@ -56,7 +57,7 @@ def test_a_file_of_a_run_without_samples_is_read(unsampled):
     save_file({"x": torch.zeros(1)}, "weights.safetensors", record_of(unsampled).header())
     shutil.rmtree("pictures")
     found = record_of_weights(Path("weights.safetensors"))
-    assert found.elsewhere and found.latents is None and found.config.sampling.judge_images == 0
+    assert found.elsewhere and found.latents is None
     assert (found.info.image_shape, found.info.class_names) == ((3, 16, 16), ("cats", "dogs"))
 
 
@@ -110,3 +111,13 @@ def test_a_checkpoint_of_a_run_without_samples_is_read_where_its_data_are_gone(u
         (tmp_path / "config.toml").write_text(tomli_w.dumps({name: table for name, table in tables.items() if table}))
     found = record_of_checkpoint(tmp_path, tmp_path / "step-2")
     assert found.elsewhere and found.info.num_classes == 2 and found.config.data.path == ""
+
+
+def test_a_run_of_an_earlier_version_is_read_without_the_keys_that_are_no_more(tmp_path):
+    path = tmp_path / "config.toml"
+    own = '[data]\nname = "digits"\n[sampling]\nnum_steps = 7\njudge_images = 100\n[gns]\nenable = false\ngrow = 2\n'
+    path.write_text(CONFIG_HEADER + own)
+    assert read_config(path).sampling.num_steps == 7
+    path.write_text(own)  # by hand: it may be a typing error
+    with pytest.raises(ConfigError, match="sampling.judge_images: unknown key"):
+        read_config(path)

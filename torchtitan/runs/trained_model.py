@@ -25,7 +25,7 @@ from torchtitan.data.base import DatasetInfo
 from torchtitan.diffusion.objective import Objective
 from torchtitan.diffusion.objectives import build_objective
 from torchtitan.distributed.degrees import degrees_of
-from torchtitan.files.regular import read_toml
+from torchtitan.files.regular import read_text, read_toml
 from torchtitan.files.remote_path import AnyPath
 from torchtitan.files.weight_files import (
     WeightsError,
@@ -45,6 +45,7 @@ from torchtitan.runs.model_record import ModelRecord, record_of, record_of_check
 from torchtitan.runs.network import adapted_network, check_base, network_on_meta
 from torchtitan.runs.post_hoc_ema import Reconstruction, reconstruct, stored_averages
 from torchtitan.runs.published import layout_of, open_published
+from torchtitan.settings.record import CONFIG_HEADER
 from torchtitan.training.snapshot_series import SnapshotError
 
 _ENCODERS = {TEXT: "text_encoder_2", POOLED: "text_encoder"}  # folders of Flux's pipeline
@@ -186,13 +187,16 @@ def _reconstructed(folder: Path, track: str, step: int | None, device: torch.dev
 
 
 def read_config(path: Path, words: Sequence[str] = ()) -> JobConfig:
-    """Read the resolved configuration, for the number of processes that it had then; `words` override its keys."""
-    try:
+    """Read a configuration, for the number of processes that it had then; `words` override its keys.
+
+    A run's own may be of an earlier version, with keys that are no more.
+    """
+    degrees, earlier = None, False
+    with suppress(OSError, ValueError, AttributeError):  # what is wrong is reported by load_config
+        earlier = read_text(path).startswith(CONFIG_HEADER)
         table = read_toml(path).get("parallelism", {})
         degrees = degrees_of({f"parallelism.{key}": value for key, value in table.items()})
-    except (OSError, ValueError, AttributeError):
-        degrees = None  # what is wrong is reported by load_config
-    return load_config(["--job.config_file", str(path), *words], degrees.processes if degrees else 1)
+    return load_config(["--job.config_file", str(path), *words], degrees.processes if degrees else 1, earlier=earlier)
 
 
 def _checkpoints_of(folder: Path, step: int | None) -> tuple[AnyPath, int | None]:
