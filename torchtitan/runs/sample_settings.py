@@ -13,8 +13,6 @@ from torchtitan.runs.trained_model import TrainedModel
 from torchtitan.settings.sections import choices
 
 EMBEDDED = "embedded_guidance"
-# Section and key -> value that sets from before the key were drawn with, and do not record: they can be gone on with.
-_LATER_KEYS = {("schedule", "spacing"): "even", ("schedule", "last_step"): 0.0, ("solver", "last_step"): "velocity"}
 
 
 def set_settings(
@@ -22,13 +20,7 @@ def set_settings(
     image_shape: tuple[int, int, int], dtype: str,
 ) -> dict[str, Any]:  # fmt: skip
     """Settings of a set, for JSON."""
-    sections = {
-        name: {
-            key: value for key, value in dataclasses.asdict(getattr(sampling, name)).items()
-            if _LATER_KEYS.get((name, key)) != value
-        }
-        for name in choices(sampling)
-    }
+    sections = {name: dataclasses.asdict(getattr(sampling, name)) for name in choices(sampling)}
     return {
         "weights": _weights(trained),
         "guide": _weights(guide.model) if guide else None,
