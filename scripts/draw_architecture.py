@@ -13,6 +13,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from glob import glob
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -60,9 +61,10 @@ class Floor:
 
 
 def read_modules(root: Path = ROOT) -> dict[str, Path]:
-    """Dotted name -> file, of every module of the repository but its tests."""
+    """Dotted name -> file, of every module of the repository but its tests; torchtitan/data is a link to data/."""
     folders = [root / name for name in (PACKAGE, *PROGRAMS)]
-    files = [*root.glob("*.py"), *(file for folder in folders for file in folder.rglob("*.py"))]
+    in_folders = (Path(file) for folder in folders for file in glob(f"{folder}/**/*.py", recursive=True))
+    files = [*root.glob("*.py"), *in_folders]
     return {_dotted(file.relative_to(root)): file for file in sorted(files)}
 
 

@@ -44,7 +44,7 @@ def test_the_keys_that_name_written_places_are_declared_so():
         found |= {key: field.metadata["writes"] for key, _, field in places}
     assert found == {
         "job.dump_folder": "run", "job.name": "run", "checkpoint.folder": "run", "data.index_path": "shared",
-        "data.cache_path": "shared", "cache.folder": "shared",
+        "cache.folder": "shared",
     }  # fmt: skip
 
 
