@@ -149,7 +149,7 @@ def _write_records(outputs: Path) -> None:
         for cell in ("a", "b"):
             sweep.add({"cell": cell, "repeat": 0, "status": "ok", "reason": "", "seconds": 1.5})
     record = SearchRecord(outputs, {"question": 1})
-    record.batch_size = record.guess = 8
+    record.batch_size = 8
     record.write()
     table = ResultTable(outputs / "results.csv", ["step", "seed", "loss"], ["step", "seed"])
     for seed in range(3):
@@ -241,7 +241,7 @@ def record_reader(read: Callable[[Path], object], *errors: type[Exception]) -> C
 def _search(outputs: Path) -> object:
     record = SearchRecord(outputs, {"question": 1})
     record.read()
-    return record.guess, record.probes, record.batch_size
+    return record.probes, record.batch_size
 
 
 def _settings(outputs: Path) -> None:

@@ -1,7 +1,6 @@
 """Run of a cell on the machine that it was given: the search of its batch size, if requested, and the training."""
 
 import threading
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -32,9 +31,7 @@ class CellRun:
     environment: dict[str, str]
 
 
-def run_cell(
-    run: CellRun, *, devices: list[int] | None, stop: threading.Event | None, node: Node | None, poll: Callable[[], None]
-) -> Outcome:
+def run_cell(run: CellRun, *, devices: list[int] | None, stop: threading.Event | None, node: Node | None) -> Outcome:
     """Run a cell once; a searched batch size is in the outcome's `chosen`.
 
     Raises:
@@ -51,7 +48,7 @@ def run_cell(
         arguments = [*arguments, f"--{BATCH_KEY}={found}"]
     outcome = run_processes(
         arguments, processes=run.processes, timeout_s=settings.timeout_s, environment=run.environment, log=run.log,
-        memory_limit_gib=settings.memory_limit_gib, devices=devices, retries=0, stop=stop, node=node, poll=poll,
+        memory_limit_gib=settings.memory_limit_gib, devices=devices, retries=0, stop=stop, node=node,
     )  # fmt: skip
     named = " (timeout_s)" if outcome.status == "timeout" else ""
     return replace(outcome, reason=outcome.reason + named, chosen=chosen)

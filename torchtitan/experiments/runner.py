@@ -70,7 +70,7 @@ class SweepPlan:
             return f"repeat {full[cell.id]} is out of memory already"
         if order not in cell.axes:
             return ""
-        for other in self.sweep.all_cells:
+        for other in self.sweep.cells:
             if other.id in full and other.axes[order] < cell.axes[order] and other.arm(order) == cell.arm(order):
                 return f"{order} = {other.axes[order]} is out of memory already"
         return ""
@@ -93,7 +93,6 @@ def plan_sweep(
         SweepError: a cell is refused, the folder belongs to another sweep, or `only` names unknown values.
     """
     folder.check(sweep)
-    sweep = folder.with_recorded_names(sweep)
     cells = _select(sweep, only or {})
     refused = check_cells(sweep, cells, folder.path, elsewhere)
     tasks = [Task(cell, repeat) for repeat in range(sweep.settings.repeats) for cell in cells]
@@ -175,7 +174,7 @@ class _Runs:
 
     def _settle(self, task: Task, advance: Advance) -> None:
         started = datetime.now().astimezone().isoformat(timespec="seconds")
-        axes, seconds, evidence = task.cell.axes, 0.0, {}
+        axes, seconds = task.cell.axes, 0.0
         name = run_name(task.cell, task.repeat)
         if reason := self._plan.refused.get(task.cell.id):
             status = "refused"
@@ -186,11 +185,10 @@ class _Runs:
             log = self._folder.path / "logs" / f"{name}.log"
             outcome = repeat_killed(lambda: self._launcher.run(job, self._stop), log, self._sweep.settings.retries)
             axes, status, reason, seconds = axes | outcome.chosen, outcome.status, outcome.reason, outcome.seconds
-            evidence = {"evidence": outcome.evidence} if outcome.evidence else {}
         row = {
             "cell": task.cell.id, "name": name, "axes": axes, "repeat": task.repeat, "status": status,
             "reason": reason, "seconds": round(seconds, 2), "run": name, "processes": task.cell.processes,
-            "started": started, **evidence,
+            "started": started,
         }  # fmt: skip
         with self._lock:
             self._folder.add(row)

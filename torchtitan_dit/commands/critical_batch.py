@@ -16,8 +16,6 @@ from torchtitan.checkpoint.checkpointer import CheckpointError
 from torchtitan.config.job import ConfigError
 from torchtitan.data.base import DatasetError
 from torchtitan.experiments.folder import ExperimentError
-from torchtitan.experiments.launchers.choice import add_launcher_options, launching_of
-from torchtitan.experiments.launchers.program import as_job
 from torchtitan.processes.command_line import OneLineParser, interrupt_by_signals, run_program
 from torchtitan.runs.trained_model import WeightsError
 from torchtitan_dit.studies.branch_training import SCHEDULES
@@ -27,13 +25,9 @@ from torchtitan_dit.studies.equal_samples import LR_RULES, rule_name
 
 
 def main(words: list[str] | None = None) -> int:
-    words = sys.argv[1:] if words is None else words
     arguments = parse_arguments(words)
     try:
         measurement = open_measurement(arguments)
-        job = launching_of(arguments), measurement.folder.name, ["critical-batch", *words], measurement.folder
-        if (code := as_job(*job, processes=arguments.nproc)) is not None:
-            return code
         summary = report(measurement, run_measurement(measurement))
     except (ExperimentError, ConfigError, CheckpointError, WeightsError, DatasetError) as error:
         print(error, file=sys.stderr)
@@ -70,7 +64,6 @@ def parse_arguments(words: list[str] | None) -> argparse.Namespace:
     add("--retry-failed", action="store_true", help="train failed branches again")
     add("--keep-checkpoints", action="store_true", help="of branches that are measured (default: deleted)")
     add("--output", type=Path, help="folder of the results (default: RUN_FOLDER/critical_batch/step-N)")
-    add_launcher_options(parser)
     return parser.parse_args(words)
 
 

@@ -4,7 +4,7 @@
     scripts/study.py NAME CONFIG.toml [options]     of a study that trains
 
 Results are in RUN_FOLDER/studies/NAME, or outputs/<configuration>/studies/NAME: results.csv, pictures and summary.md.
-An interrupted study resumes. With --launcher, runs are trained and checkpoints measured as jobs of a scheduler.
+An interrupted study resumes.
 """
 
 import argparse
@@ -15,12 +15,10 @@ from typing import NoReturn
 from torchtitan.checkpoint.checkpointer import CheckpointError
 from torchtitan.config.job import ConfigError
 from torchtitan.experiments.folder import ExperimentError
-from torchtitan.experiments.launchers.choice import add_launcher_options, launching_of
-from torchtitan.experiments.launchers.program import as_job
 from torchtitan.experiments.training import TrainingFailed
 from torchtitan.processes.command_line import OneLineParser, interrupt_by_signals, run_program
 from torchtitan_dit.studies import STUDIES, load_study
-from torchtitan_dit.studies.frame import CellsFailed, add_run_options, open_run, results_folder, run_study
+from torchtitan_dit.studies.frame import CellsFailed, add_run_options, open_run, run_study
 
 
 def main(words: list[str] | None = None) -> int:
@@ -38,9 +36,6 @@ def main(words: list[str] | None = None) -> int:
     try:
         if entry.of_a_run:
             run = open_run(arguments, entry.several_weights)
-            code = as_job(launching_of(arguments), name, ["study", *words], results_folder(name, run))
-            if code is not None:
-                return code
             summary = run_study(name, study, run)
         else:
             summary = study.run_alone(arguments)
@@ -63,7 +58,6 @@ def parse_arguments(words: list[str]) -> argparse.Namespace:
     parser = OneLineParser(prog=f"study.py {name}", description=entry.description)
     if entry.of_a_run:
         add_run_options(parser, entry.several_weights)
-        add_launcher_options(parser)
     load_study(name).add_options(parser)
     return parser.parse_args(words[1:])
 

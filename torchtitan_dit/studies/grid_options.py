@@ -8,8 +8,6 @@ from pathlib import Path
 from torchtitan.config.job import JobConfig, load_config
 from torchtitan.config.places import written_places
 from torchtitan.experiments.folder import StudyError
-from torchtitan.experiments.launchers import JOBS
-from torchtitan.experiments.launchers.choice import HERE, add_launcher_options, launching_of
 from torchtitan_dit.studies.equal_samples import study_base, whole_samples
 
 # Options of training that have defaults, besides --seeds, whose default is the study's.
@@ -51,9 +49,6 @@ def add_training_options(parser: argparse.ArgumentParser, name: str, *, seeds: i
         f"(default: {processes})")
     add("--retry-failed", action="store_true", help="train and measure failed runs again")
     add("--output", type=Path, help=f"folder of runs and results (default: outputs/<configuration>/studies/{name})")
-    defaults = ", ".join(f"{launcher} {jobs}" for launcher, jobs in JOBS.items())
-    text = f"runs trained at the same time; on this machine with CUDA each has separate devices (default: {defaults})"
-    add_launcher_options(parser, jobs=text, machines=True)
 
 
 def refuse_training_options(arguments: argparse.Namespace) -> None:
@@ -61,8 +56,6 @@ def refuse_training_options(arguments: argparse.Namespace) -> None:
     for name in ("set", "samples", "seeds", *_DEFAULTS):
         if getattr(arguments, name):
             raise StudyError(f"--{name}: goes with a CONFIG.toml; runs that exist are not trained")
-    if launching_of(arguments) != HERE:
-        raise StudyError("--launcher, --jobs, --gpus and --machines: go with a CONFIG.toml; runs that exist are not trained")
 
 
 def fill_training_options(arguments: argparse.Namespace, seeds: int) -> None:
@@ -103,7 +96,7 @@ def read_base(arguments: argparse.Namespace) -> JobConfig:
         if not equals:
             raise StudyError(f"--set: {pair!r} is no KEY=VALUE")
         words.append(f"--{key}={value}")
-    config = load_config(words, arguments.processes, elsewhere=launching_of(arguments).elsewhere)
+    config = load_config(words, arguments.processes)
     given = {pair.partition("=")[0] for pair in arguments.set}
     for key, _, field in written_places(config):
         if key in given and field.metadata["writes"] == "run":

@@ -16,7 +16,6 @@ from typing import Any
 from torchtitan.config.job import JobConfig
 from torchtitan.evaluation.loss_targets import TARGETS, target_name
 from torchtitan.experiments.folder import STUDY_MARKS, ResultsFolder, StudyError
-from torchtitan.experiments.launchers.choice import launching_of
 from torchtitan.experiments.record import ResultTable
 from torchtitan.experiments.training import TrainingFailed
 from torchtitan.files.durable import make_folder, replace_file
@@ -83,7 +82,7 @@ def run_alone(arguments: argparse.Namespace) -> Path:
     retry = arguments.retry_failed
     while True:
         runs = plan_runs(arguments, base, factors)
-        grid = plan_grid(base, runs, folder, arguments.processes, launching_of(arguments))
+        grid = plan_grid(base, runs, folder, arguments.processes)
         _write_settings(folder, arguments, base)
         columns = (*RUN_COLUMNS, *map(target_name, base.validation.targets))
         train_grid(grid, retry, RunRecord(columns, partial(record_run, grid, {run.name: run.factor for run in runs})))

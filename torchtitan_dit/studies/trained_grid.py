@@ -1,12 +1,8 @@
 """Measurement of a grid of trained runs: the held-out loss of every checkpoint in every bin of timesteps."""
 
 import argparse
-import dataclasses
 import math
-import sys
-import threading
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,7 +11,7 @@ import torch
 
 from torchtitan.checkpoint.checkpointer import CheckpointError, checkpoint_steps
 from torchtitan.checkpoint.location import run_checkpoints
-from torchtitan.config.job import ConfigError, JobConfig
+from torchtitan.config.job import JobConfig
 from torchtitan.data import DATASETS
 from torchtitan.data.base import Dataset, DatasetError
 from torchtitan.diffusion.objective import Objective
@@ -27,12 +23,7 @@ from torchtitan.evaluation.timestep_errors import FixedSamples, fixed_samples, i
 from torchtitan.experiments.cells import Cell, Row
 from torchtitan.experiments.engine import Advance
 from torchtitan.experiments.folder import StudyError
-from torchtitan.experiments.launchers.choice import DAY_SECONDS, launching_of
-from torchtitan.experiments.launchers.job import Job
-from torchtitan.experiments.outcome import Outcome
-from torchtitan.experiments.process import RETRIES, Node, repeat_killed
 from torchtitan.experiments.training import TrainingFailed
-from torchtitan.files.run_lock import Busy
 from torchtitan.pictures.number_text import counted
 from torchtitan.runs.trained_model import TrainedModel, load_run
 from torchtitan.training.batch_ramp import largest_growth
@@ -288,15 +279,12 @@ def train_and_measure(
 
     Raises:
         StudyError: bad options, or a folder that cannot be used.
-        LauncherError: the runs cannot be started as requested.
-        TrainingFailed: the job that measures has failed.
     """
     folder = grid_options.study_folder(options, base, name)
     weights = choose_weights(base, options.weights)
-    grid = plan_grid(base, runs, folder, options.processes, launching_of(options))
+    grid = plan_grid(base, runs, folder, options.processes)
     parametrisation = getattr(options, "parametrisation", base.objective.prediction)
-    study = arm_column, parametrisation, getattr(options, "target", None)
-    GridStudy(*study)  # refuses its options before hours of training
+    study = GridStudy(arm_column, parametrisation, getattr(options, "target", None))
     trained = TrainedGrid(grid, list(runs), {}, options, grid_options.results_folder(base), "", weights)
     trained.bins()  # before hours of training
     try:
@@ -305,32 +293,4 @@ def train_and_measure(
         raise StudyError(f"--images: {error}") from error
     trained.failures = train_grid(grid, options.retry_failed)
     trained.description = f"{counted(len(runs), 'run')} of {base.model.flavor} on {base.data.name}, {base.objective.path}: {what}"
-    return _measure(name, study, trained)
-
-
-def _measure(name: str, study: tuple[str, str, str | None], trained: TrainedGrid) -> Path:
-    """Measure the trained runs: here, or as one job where they were trained elsewhere; return summary.md."""
-    launching = dataclasses.replace(trained.grid.launching, nodes=1)
-    if not launching.elsewhere:
-        return run_study(name, GridStudy(*study), trained)
-    print(f"{trained.grid.folder}: measuring all runs in one job", file=sys.stderr)
-    launcher, log = launching.open(trained.grid.folder), trained.grid.folder / "measuring.log"
-    trained = dataclasses.replace(trained, _opened=None, _samples=None)  # the job reads its own
-    job = Job("measuring", measure_in_job, (name, study, trained), 1, 1, launching.devices_of(1), DAY_SECONDS)
-    outcome = repeat_killed(lambda: launcher.run(job, threading.Event()), log, RETRIES)
-    if outcome.status != "ok":
-        raise TrainingFailed(f"{trained.grid.folder}: measuring: {outcome.status}: {outcome.reason}; the same command resumes")
-    return trained.grid.folder / "summary.md"
-
-
-def measure_in_job(
-    name: str, study: tuple[str, str, str | None], trained: TrainedGrid, *, devices: list[int] | None,
-    stop: threading.Event | None, node: Node | None, poll: Callable[[], None],
-) -> Outcome:  # fmt: skip
-    """Measure the trained runs on the machine of a job; what is measured is on record whenever that ends."""
-    begun = time.perf_counter()
-    try:
-        run_study(name, GridStudy(*study), trained)
-    except (StudyError, ConfigError, CheckpointError, Busy) as error:
-        return Outcome("failed", unwrapped(error), time.perf_counter() - begun, 1)
-    return Outcome("ok", "", time.perf_counter() - begun, 0)
+    return run_study(name, study, trained)

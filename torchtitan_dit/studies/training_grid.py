@@ -1,4 +1,4 @@
-"""Grid of runs, trained in separate processes, here or as jobs of a scheduler; finished runs are not trained again.
+"""Grid of runs, trained in separate processes; finished runs are not trained again.
 
     <study folder>/training.csv          a row per run that has ended, failed ones too; of two rows, the later counts
                    runs/<name>.toml      configuration of a run
@@ -8,7 +8,6 @@
 
 import json
 import tempfile
-import threading
 import tomllib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,10 +20,8 @@ from torchtitan.config.places import place_problems
 from torchtitan.experiments.cells import Cell, measure_cells
 from torchtitan.experiments.engine import Advance
 from torchtitan.experiments.folder import STUDY_MARKS, ResultsFolder, StudyError
-from torchtitan.experiments.launchers.choice import DAY_SECONDS, HERE, Launching, check_spread
-from torchtitan.experiments.launchers.job import Job
 from torchtitan.experiments.record import ResultTable
-from torchtitan.experiments.training import SAVING_SECONDS, TrainingRun, remove_checkpoints, run_training, train
+from torchtitan.experiments.training import TrainingRun, remove_checkpoints, train
 from torchtitan.files.durable import make_folder
 from torchtitan.files.regular import read_toml
 from torchtitan.training.batch_ramp import largest_growth
@@ -53,14 +50,12 @@ class TrainingGrid:
     Attributes:
         folder: of the study.
         configs: name of a run -> its whole configuration, in the order of training.
-        processes: of each run, on all its nodes.
-        launching: where the runs are started, and how many at a time.
+        processes: of each run.
     """
 
     folder: Path
     configs: dict[str, JobConfig]
     processes: int
-    launching: Launching = HERE
 
     def run_folder(self, name: str) -> Path:
         return self.folder / "runs" / name
@@ -79,9 +74,7 @@ class RunRecord:
     of_run: Callable[[str], dict[str, Any]]
 
 
-def plan_grid(
-    base: JobConfig, runs: Sequence[GridRun], folder: Path, processes: int, launching: Launching = HERE
-) -> TrainingGrid:
+def plan_grid(base: JobConfig, runs: Sequence[GridRun], folder: Path, processes: int) -> TrainingGrid:
     """Plan a grid: check every run; nothing is written.
 
     Args:
@@ -89,26 +82,21 @@ def plan_grid(
         runs: of different names.
         folder: of the study.
         processes: of each run; torchrun starts more than one.
-        launching: where the runs are started.
 
     Raises:
-        LauncherError: the processes cannot be spread over the nodes.
         StudyError: the folder is somebody else's; or a run cannot be trained as configured, would write outside of the
             folder, or its folder holds another one; the first reason.
     """
     ResultsFolder(folder, STUDY_MARKS).refuse_foreign()
-    check_spread(processes, launching)
     configs = {}
     for run in runs:
-        configs[run.name] = configure(base, run.overrides | _place(folder, run.name), processes, run.name, launching.elsewhere)
+        configs[run.name] = configure(base, run.overrides | _place(folder, run.name), processes, run.name)
         _refuse_other_places(configs[run.name], folder, run.name)
         _refuse_other_run(folder / "runs" / run.name, configs[run.name])
-    return TrainingGrid(folder, configs, processes, launching)
+    return TrainingGrid(folder, configs, processes)
 
 
-def configure(
-    base: JobConfig, overrides: dict[str, Any], processes: int, name: str, elsewhere: bool = False
-) -> JobConfig:
+def configure(base: JobConfig, overrides: dict[str, Any], processes: int, name: str) -> JobConfig:
     """Configure the base with other values of some keys, checked as any configuration.
 
     Args:
@@ -116,7 +104,6 @@ def configure(
         overrides: dotted key -> value, or its text as a command line has it.
         processes: of the run.
         name: prefix of the reason if it is refused.
-        elsewhere: the run is for another machine: packages and devices of this one refuse nothing.
 
     Raises:
         StudyError: with the first reason.
@@ -127,7 +114,7 @@ def configure(
         texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in overrides.items()}
         words = [f"--{key}={text}" for key, text in texts.items()]
         try:
-            return load_config(["--job.config_file", str(path), *words], processes, elsewhere=elsewhere)
+            return load_config(["--job.config_file", str(path), *words], processes)
         except ConfigError as error:
             raise StudyError(f"{name}: {error.problems[0].removeprefix(f'{path}: ')}") from None
 
@@ -149,11 +136,8 @@ def train_grid(grid: TrainingGrid, retry_failed: bool = False, record: RunRecord
     Raises:
         Busy: another process is at work in the folder.
         StudyError: it cannot be written.
-        LauncherError: the runs cannot be started as requested.
         KeyboardInterrupt: a request to stop; the interrupted runs resume from their newest checkpoints.
     """
-    launcher, stop = grid.launching.open(grid.folder), threading.Event()
-    launcher.check([_job(grid, name) for name in grid.configs])
     with ResultsFolder(grid.folder, STUDY_MARKS).held():
         make_folder(grid.folder / "runs")
         table = ResultTable(grid.folder / TABLE, (*COLUMNS, *(record.columns if record else ())), ("run",))
@@ -162,8 +146,9 @@ def train_grid(grid: TrainingGrid, retry_failed: bool = False, record: RunRecord
         missing = [cell for cell in cells if _is_missing(grid, table, cell["run"], retry_failed, record is not None)]
 
         def train_cell(cell: Cell, advance: Advance) -> dict[str, Any]:
-            job = _job(grid, cell["run"])
-            train(job.arguments[0], advance, once=lambda run, poll: launcher.run(job, stop, poll))
+            request = _request(grid.folder, cell["run"])
+            log = request.with_suffix(".log")
+            train(TrainingRun.of(grid.configs[cell["run"]], grid.processes, request, log), advance)
             return record.of_run(cell["run"]) if record else {}
 
         def recorded(cell: Cell) -> None:
@@ -172,19 +157,10 @@ def train_grid(grid: TrainingGrid, retry_failed: bool = False, record: RunRecord
 
         measure_cells(
             table, cells, missing, train_cell, cost=lambda cell: cell["samples"], unit="sample", recorded=recorded,
-            name=lambda cell: cell["run"], jobs=grid.launching.concurrent, stop=stop,
+            name=lambda cell: cell["run"],
         )  # fmt: skip
     rows = {name: table.find({"run": name}) for name in grid.configs}
     return {name: row["reason"] for name, row in rows.items() if row and row["status"] != "ok"}
-
-
-def _job(grid: TrainingGrid, name: str) -> Job:
-    """Job that trains a run."""
-    launching, request = grid.launching, _request(grid.folder, name)
-    threads = launching.threads_of(grid.processes)
-    run = TrainingRun.of(grid.configs[name], grid.processes, request, request.with_suffix(".log"), threads)
-    gpus = launching.devices_of(grid.processes)
-    return Job(name, run_training, (run,), grid.processes, launching.nodes, gpus, DAY_SECONDS, SAVING_SECONDS)
 
 
 def samples_of(config: JobConfig) -> int:

@@ -135,14 +135,14 @@ def autotune(
     })  # fmt: skip
     how = ProbeProcesses(processes, timeout_s, record.log, _data_limit(device, memory_gib), devices, stop)
     search = _Search(record, config_with, goal, how, memory_gib, (1 - headroom) * memory_gib, report)
-    with record.held():
-        if not fresh:
-            record.read()
+    if not fresh:
+        record.read()
+    if record.batch_size is None:
         if goal == "fastest":
             record.batch_size = fastest(doublings(candidates), search.rate)
         else:
-            record.guess = record.guess or _guess(config_with, candidates, processes, search.limit_gib, device)
-            record.batch_size = largest_fitting(candidates, record.guess, search.fits)
+            guess = _guess(config_with, candidates, processes, search.limit_gib, device)
+            record.batch_size = largest_fitting(candidates, guess, search.fits)
         record.write()
     if record.batch_size is None:
         raise NothingFits(_nothing_fits(smallest, record.probes, memory_gib, search.limit_gib, multiple_of))
