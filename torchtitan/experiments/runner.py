@@ -12,7 +12,7 @@ from torchtitan.experiments.cell_run import CellRun, run_cell
 from torchtitan.experiments.command_lines import check_cells, run_arguments, run_name
 from torchtitan.experiments.engine import Advance, settle_cells
 from torchtitan.experiments.grid import Cell, Sweep, SweepError
-from torchtitan.experiments.launchers.choice import HERE, Launching
+from torchtitan.experiments.launchers.choice import Launching
 from torchtitan.experiments.launchers.job import Job, Launcher
 from torchtitan.experiments.process import repeat_killed
 from torchtitan.experiments.record import Row, SweepFolder
@@ -119,7 +119,7 @@ def value_text(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def run_sweep(sweep: Sweep, folder: SweepFolder, plan: SweepPlan, launching: Launching = HERE) -> None:
+def run_sweep(sweep: Sweep, folder: SweepFolder, plan: SweepPlan, launching: Launching) -> None:
     """Run the missing cells; every finished run is a row of the folder's record.
 
     Args:
