@@ -41,14 +41,12 @@ class SweepPlan:
     Attributes:
         sweep: of the tasks.
         tasks: every requested run: all cells once, then all again with the next seed.
-        refused: id of a cell -> reason.
         rows: of the finished runs.
         retry_failed: repeat runs that failed, timed out, were killed or refused.
     """
 
     sweep: Sweep
     tasks: list[Task]
-    refused: dict[str, str]
     rows: dict[tuple[str, int], Row]
     retry_failed: bool = False
     missing: list[Task] = field(init=False)
@@ -94,9 +92,9 @@ def plan_sweep(
     """
     folder.check(sweep)
     cells = _select(sweep, only or {})
-    refused = check_cells(sweep, cells, folder.path, elsewhere)
+    check_cells(sweep, cells, folder.path, elsewhere)
     tasks = [Task(cell, repeat) for repeat in range(sweep.settings.repeats) for cell in cells]
-    return SweepPlan(sweep, tasks, refused, folder.rows(), retry_failed)
+    return SweepPlan(sweep, tasks, folder.rows(), retry_failed)
 
 
 def _select(sweep: Sweep, only: dict[str, list[str]]) -> list[Cell]:
@@ -132,7 +130,7 @@ def run_sweep(sweep: Sweep, folder: SweepFolder, plan: SweepPlan, launching: Lau
     """
     launcher = launching.open(folder.path)
     runs = _Runs(sweep, folder, plan, launching, launcher)
-    launcher.check([runs.job_of(task) for task in plan.tasks if task.cell.id not in plan.refused])
+    launcher.check([runs.job_of(task) for task in plan.tasks])
     with folder.held(sweep):
         runs.run()
 
@@ -176,9 +174,7 @@ class _Runs:
         started = datetime.now().astimezone().isoformat(timespec="seconds")
         axes, seconds = task.cell.axes, 0.0
         name = run_name(task.cell, task.repeat)
-        if reason := self._plan.refused.get(task.cell.id):
-            status = "refused"
-        elif reason := self._skip_reason(task):
+        if reason := self._skip_reason(task):
             status = "skipped"
         else:
             job = self.job_of(task)

@@ -41,7 +41,6 @@ def main(words: list[str] | None = None) -> int:
         print("stopped; the same command resumes", file=sys.stderr)
         return 130
     _say(f"{result.goal}: training.local_batch_size = {result.batch_size} ({result.record})")
-    _say(f"bounded by {result.bound}")
     print(result.batch_size)
     return 0
 

@@ -57,8 +57,6 @@ def show(plan: SweepPlan) -> None:
     missing = {task.key for task in plan.missing}
     for task in plan.tasks:
         state = plan.rows[task.key]["status"] if task.key not in missing else "to run"
-        if task.cell.id in plan.refused and state == "to run":
-            state = f"refused ({plan.refused[task.cell.id]})"
         print(f"{run_name(task.cell, task.repeat)}  {counted(task.cell.processes, 'process', 'es')}  {state}")
     print(f"{counted(len(plan.tasks), 'run')}, {len(missing)} to run")
 
