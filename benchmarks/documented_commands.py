@@ -63,11 +63,10 @@ BEFORE = {
     ),
 }
 DIGITS = {
-    "--training.steps": "120", "--lr_scheduler.warmup_steps": "4", "--sampling.judge_images": "100",
-    "--evaluation.enable": "false",
+    "--training.steps": "120", "--lr_scheduler.warmup_steps": "4", "--evaluation.enable": "false",
 }
 OPTION = DIGITS | {
-    "--training.steps": "40", "--sampling.judge_images": "50", "--sampling.num_steps": "10", "--validation.num_images": "64",
+    "--training.steps": "40", "--sampling.num_steps": "10", "--validation.num_images": "64",
 }
 TRAIN = r"scripts/train\.sh"
 # Pattern: options that shorten a command that it is found in; the first pattern counts.
@@ -97,7 +96,7 @@ SHORTENED: tuple[tuple[str, dict[str, str]], ...] = (
 )  # fmt: skip
 OF_LAUNCHER = re.compile(r"[EW]\d{4} |\*{5}|Setting OMP_NUM_THREADS")
 NOT_ENDING = ("tensorboard --logdir",)  # stopped after some seconds: they serve
-LONG = ("scripts/study.py", "critical_batch.py", "benchmarks/", "autotune", "ema.py sweep")  # stopped after a minute
+LONG = ("-m research", "benchmarks/", "autotune", "ema.py sweep")  # stopped after a minute
 DIFFERENCE = 1  # exit code of `checkpoint.py diff`
 
 E_YAML = """dataset: cifar

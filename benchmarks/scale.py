@@ -9,7 +9,6 @@ processor. Writes benchmarks/results/scale.json.
 import argparse
 import json
 import math
-import os
 import socket
 import sys
 import tempfile
@@ -26,7 +25,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import numpy as np
 import torch
 import torch.distributed as dist
-from PIL import Image
 from safetensors.torch import save_file
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.checkpoint import HuggingFaceStorageReader
@@ -35,8 +33,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torchtitan.checkpoint.shared_reading import Found, Wanted, _KnownTensor
 from torchtitan.checkpoint.shared_verification import shares_of
 from torchtitan.conditions import Classes
-from torchtitan.data import captioned_folder, saved_contents, saved_listing
-from torchtitan.data.image_files import list_images
 from torchtitan.distributed.config import ParallelismConfig
 from torchtitan.distributed.mesh import Layout
 from torchtitan.distributed.shard_drawing import draw_shards, own_rows
@@ -219,56 +215,6 @@ def order(folder: Path, images: int) -> Costs:
     return seconds_of(lambda: found._table(0)[batch]), min(seconds_of(lambda: found._computed(0)(batch)) for _ in range(5))
 
 
-def listing(folder: Path, images: int) -> Costs:
-    """Seconds in which the processes of a machine know the files of a folder of 100 class folders, together."""
-    names = [f"class-{number:03d}".encode() for number in range(100)]
-    root = os.fsencode(folder)
-    for number, name in enumerate(names):
-        inside = folder / name.decode()
-        inside.mkdir(parents=True)
-        for image in range(images // len(names)):
-            (inside / f"image-{number:03d}-{image:06d}.jpg").touch()
-    for path in (folder, *folder.iterdir()):
-        os.utime(path, (1e9, 1e9))
-
-    def by_everyone() -> None:
-        for _ in range(RANKS_OF_A_MACHINE):
-            for name in names:
-                list_images(os.path.join(root, name), name + b"/")
-
-    def by_one() -> None:
-        for _ in range(RANKS_OF_A_MACHINE):
-            saved_listing.list_images_of_folders(root, names)
-
-    with patch.object(saved_listing.tempfile, "tempdir", str(folder.parent)):
-        return seconds_of(by_everyone), seconds_of(by_one)
-
-
-def contents(folder: Path, images: int) -> Costs:
-    """Seconds in which the processes of a machine know the contents of a folder of captioned images, together."""
-    folder.mkdir()
-    picture = folder / "first.png"
-    Image.fromarray(np.random.default_rng(0).integers(0, 256, (256, 256, 3), np.uint8)).save(picture)  # 196 KB
-    for number in range(images):
-        os.link(picture, folder / f"{number:06d}.png")
-        (folder / f"{number:06d}.txt").write_text("a thing")
-    picture.unlink()
-
-    def by_each() -> None:
-        for _ in range(RANKS_OF_A_MACHINE):
-            captioned_folder._read_folder.cache_clear()
-            captioned_folder._read_folder("data.path", str(folder), "")
-
-    def time_of(settled: float) -> float:
-        with (
-            patch.object(saved_listing.tempfile, "tempdir", str(folder.parent)),
-            patch.object(saved_contents, "SECONDS_SETTLED", settled),
-        ):
-            return seconds_of(by_each)
-
-    return time_of(math.inf), time_of(0.0)
-
-
 # ---------------------------------------------------------------------- a run's files
 
 
@@ -356,8 +302,6 @@ LAWS: dict[str, tuple[str, str, list[int], Callable[[Path, int], Costs]]] = {
     "raw_rows": ("steps between checkpoints", "GiB in memory", [1_000, 10_000, 50_000], raw_rows),
     "pictures": ("points", "seconds of reading for all pictures", [500, 1_000, 2_000], pictures),
     "heartbeats": ("ranks", "files replaced in an interval", [64, 256, 1024], heartbeats),
-    "listing": ("files", "seconds of the 8 processes of a machine", [10_000, 20_000, 40_000], listing),
-    "contents": ("images", "seconds of the 8 processes of a machine", [100, 200, 400], contents),
 }
 
 

@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from torchtitan.files.patient_file import MIB, PatientFile
+from torchtitan.files.patient_file import PatientFile
 from torchtitan.supervision.phases import LONG_PHASES
 
 EVENTS_FOLDER = "events"
@@ -39,7 +39,7 @@ class EventLog:
         path = run_folder / EVENTS_FOLDER / f"rank-{rank:04d}.jsonl"
         # The watchdog writes from a thread of its own.
         self._file = PatientFile(
-            path, "the record of events", prepare=lambda: _end_cut_line(path), most_kept=MIB, may_lose=True
+            path, "the record of events", prepare=lambda: _end_cut_line(path), may_lose=True
         )
         self._keep_every = keep_every
         self._waiting: list[tuple[str, int, int, int]] = []
