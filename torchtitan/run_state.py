@@ -53,6 +53,7 @@ from torchtitan.models.magnitude import normalize_rows, normalized_weights
 from torchtitan.runs.data_changes import IMAGES, data_changes
 from torchtitan.runs.folder import RunFolder
 from torchtitan.runs.initial_weights import check_initial_weights
+from torchtitan.runs.model_record import RECORD, record_of
 from torchtitan.runs.network import (
     BASE_SHA256,
     add_adapters,
@@ -64,7 +65,6 @@ from torchtitan.runs.network import (
     network_on_meta,
     sharded_network,
 )
-from torchtitan.runs.portable import RECORD, data_record
 from torchtitan.runs.status import remove_status
 from torchtitan.settings.record import effective
 from torchtitan.training.batch_ramp import largest_growth, ramp_factor
@@ -368,7 +368,7 @@ class RunState:
     @functools.cached_property
     def _data_record(self) -> dict:
         """What sampling needs of the data, for a checkpoint that is taken elsewhere."""
-        return data_record(self.config, self.info)
+        return record_of(self.config, self.info).data_table()
 
     @property
     def snapshot_due(self) -> bool:
