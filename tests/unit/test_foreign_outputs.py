@@ -75,8 +75,7 @@ def test_a_breakdown_replaces_a_breakdown_only(run, tmp_path, capsys, name):
     refuse_other_files(output)
 
 
-@pytest.mark.parametrize("name", ["runs.csv", "cells.csv", "runs.parquet", "analysis.md", "report.html", "pareto.png",
-                                  "mfu_over_batch.png"])  # fmt: skip
+@pytest.mark.parametrize("name", ["results.csv", "analysis.md", "scaling.png", "mfu_over_batch.png"])
 def test_an_analysis_replaces_an_analysis_only(run, tmp_path, capsys, name):
     output = tmp_path / "thesis"
     output.mkdir()
