@@ -108,7 +108,7 @@ def parse(program: str, words: list[str], monkeypatch, partial: bool) -> None:
     with monkeypatch.context() as patched:
         patched.setattr(sys, "argv", [program, *words])
         patched.setattr(argparse.ArgumentParser, "parse_args", parse_args)
-        if name in ("estimate", "step_counts"):
+        if name == "estimate":
             module.parse_arguments(words)
         else:
             with pytest.raises((Parsed, SystemExit) if partial else Parsed):

@@ -10,10 +10,9 @@ from tqdm import tqdm
 
 from torchtitan.config.job import ConfigError, JobConfig, load_config
 from torchtitan.estimate.devices import DEVICES, Device
-from torchtitan.estimate.measured import efficiency_on
 from torchtitan.estimate.memory import MemoryEstimate, memory_by_batch_size, model_on_meta
 from torchtitan.estimate.report import fits
-from torchtitan.estimate.roofline import estimate_step_time
+from torchtitan.estimate.roofline import Efficiency, estimate_step_time
 from torchtitan.experiments.command_lines import run_arguments
 from torchtitan.experiments.grid import BATCH_KEY, Cell, Sweep, SweepError, point_name
 from torchtitan.experiments.runner import SweepPlan, Task
@@ -114,7 +113,7 @@ def cost_table(arms: list[ArmCost], device: Device, jobs: int) -> str:
             f"  {arm.device_seconds / 3600:9.1f}"
         )
     notes = [
-        "one run after another", f"speed {'measured' if efficiency_on(device).measured else 'assumed'}",
+        "one run after another", "speed assumed",
         f"a start counts {START_SECONDS:.0f} s and compiling {COMPILE_SECONDS:.0f} s",
         f"float8 by the peak of its products, derived, not measured; {total.refused} runs in it would be refused"
         if total.refused else "float8 by the peak of its products, derived, not measured",
@@ -166,7 +165,7 @@ class _StepEstimator:
         memory = self._memory_of(config, cell.processes)
         if not autotune and fits(memory, self._device) is False:
             return None
-        time = estimate_step_time(config, self._model_of(config), memory, self._device, efficiency_on(self._device))
+        time = estimate_step_time(config, self._model_of(config), memory, self._device, Efficiency())
         start = START_SECONDS + (COMPILE_SECONDS if config.compile.enable else 0.0)
         return start, time.step, 3600 * time.hours
 
