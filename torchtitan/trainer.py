@@ -149,7 +149,6 @@ class Trainer:
     @contextmanager
     def _beside_training(self, name: str) -> Iterator[None]:
         """Enter a phase that trains nothing; unfinished work of the device on earlier steps counts as training."""
-        self.profiler.did("logging" if name == "report" else name)
         if self.state.layout.device.type == "cuda":
             with self.phases("waiting"):
                 self._wait_for_device()
@@ -190,8 +189,6 @@ class Trainer:
         if state.gns:
             with self.phases("gradients"):
                 state.gns.begin_step(state.step, state.optimizer.state, config.optimizer.beta2)
-            if config.gns.single_pass and state.step % config.gns.interval == 0:
-                self.profiler.did("gradient noise measured")
         for number in range(microbatches):
             with self.phases("data"):
                 batch = state.to_device(state.data.next_batch())
@@ -327,7 +324,6 @@ class Trainer:
         if self.state.gns:
             self.state.gns.sync()
         self.reports.sync()
-        self.supervision.sync()
 
     def close(self) -> None:
         """Close: stop the profiler and the loader's workers, let a save end, close the sinks, and release the folder.

@@ -55,8 +55,6 @@ COMMANDS = {
     "compare": Command("compare", "compare runs on one page"),
     "compare-hardware": Command("compare_hardware", "compare hardware by runs of one configuration"),
     "analyse": Command("optimization_analysis", "speed and memory of a folder of runs"),
-    "breakdown": Command("breakdown", "time of a training step by kind of operation"),
-    "timeline": Command("timeline", "timeline of all ranks of a run"),
     "train-extractor": Command("train_extractor", "train a small feature extractor"),
 }
 

@@ -86,7 +86,7 @@ for _name in ("metrics.jsonl", "config.toml", "summary.json", "status.json", ".l
     _verdicts = (REFUSED, SURVIVED, *[STOPPED] * (_name == "summary.json"))
     run_folder(f"{_name} is a pipe", *_verdicts, **_at_the_end)(_in_place(_name, lambda path, place: os.mkfifo(path)))
     run_folder(f"{_name} is a folder", *_verdicts, **_at_the_end)(_in_place(_name, lambda path, place: path.mkdir()))
-for _name in ("checkpoint", "samples", "gns", "profile", "events", "tb", "faults"):
+for _name in ("checkpoint", "samples", "gns", "profile", "tb", "faults"):
     run_folder(f"{_name} is a link to a folder of the user's", adds=("precious",))(_in_place(_name, _link_to_folder))
 for _name in ("config.toml", "summary.json", "metrics.jsonl"):
     # Metrics are read through once, however many they are.
@@ -247,7 +247,7 @@ def _renamed(run: Path, place: Place) -> Path:
 for _words in (
     ("scripts/checkpoint.py", "list", "{run}"), ("scripts/checkpoint.py", "verify", "{run}"),
     ("scripts/checkpoint.py", "diff", "{run}", "{run}"), ("scripts/compare.py", "{run}", "--output", "{out}.html"),
-    ("optimization_analysis.py", "{run}", "--out", "{out}"), ("scripts/timeline.py", "{run}"),
+    ("optimization_analysis.py", "{run}", "--out", "{out}"),
     ("scripts/checkpoint.py", "export", "{run}", "--format", "safetensors", "--output", "{out}.safetensors"),
     ("scripts/study.py", "loss_curve", "{run}"), ("scripts/critical_batch.py", "{run}", "--factors", "nan"),
     ("scripts/sample.py", "{run}", "--images-per-class", "1", "--num-steps", "1"),
@@ -271,18 +271,6 @@ for _command in ("list", "verify"):
          "{run}")(_damaged_names)  # fmt: skip
 
 
-def _hostile_events(run: Path, place: Place) -> None:
-    (run / "events").mkdir(exist_ok=True)
-    lines = ['{"t": 1e400}', "[" * 10**5, '{"phase": "\\u001b[2J", "start": NaN, "end": -1}', '{"start": '
-             + "9" * 10**4 + "}", "{}"]  # fmt: skip
-    (run / "events" / "rank-0.jsonl").write_text("\n".join(lines))
-    (run / "events" / "rank-\u0663.jsonl").write_text("{}")
-
-
-tool("with events of other kinds", "scripts/timeline.py", "{run}")(_hostile_events)
-tool("with events from a pipe", "scripts/timeline.py", "{run}")(
-    lambda run, place: ((run / "events").mkdir(exist_ok=True), os.mkfifo(run / "events" / "rank-1.jsonl")) and None
-)
 for _words in (("scripts/compare.py", "{run}", "--output", "{out}.html"),
                ("optimization_analysis.py", "{run}", "--out", "{out}")):  # fmt: skip
     tool("with metrics from a pipe", *_words)(

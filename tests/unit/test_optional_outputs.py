@@ -18,7 +18,6 @@ from torchtitan.pictures.grids import save_animation
 from torchtitan.profiling.config import ProfilingConfig
 from torchtitan.profiling.profiler import Profiler
 from torchtitan.runs.status import remove_status, write_status
-from torchtitan.supervision.events import EventLog
 from torchtitan.supervision.heartbeat import Heartbeats
 from torchtitan.training.corrupt_images import CORRUPT_IMAGES_FILE, CorruptImages
 
@@ -36,17 +35,6 @@ def test_corrupt_images_are_listed_once_their_list_can_be_written(tmp_path, capl
     assert path.read_text() == "a\tempty\nb\tempty\nc\tempty\n"
     CorruptImages(tmp_path)
     assert not path.exists()  # of an attempt that ended before its first checkpoint
-
-
-def test_events_that_cannot_be_written_for_a_while_are_not_lost(tmp_path):
-    (tmp_path / "events").write_text("in the way")
-    events = EventLog(tmp_path, rank=0, world_size=1, keep_every=1, step=0)
-    events.fault("first", 1, "data")
-    (tmp_path / "events").unlink()
-    events.fault("second", 2, "data")
-    events.sync()
-    lines = (tmp_path / "events" / "rank-0000.jsonl").read_text().splitlines()
-    assert [json.loads(line).get("text") for line in lines] == [None, "first", "second"]
 
 
 def test_a_trace_that_cannot_be_written_leaves_nothing_and_the_next_one_is_made(tmp_path, caplog, capfd):

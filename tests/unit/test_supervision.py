@@ -1,8 +1,6 @@
-"""Event log and timeline, garbage control, memory monitor, and the status that becomes an exit code."""
+"""Garbage control, memory monitor, and the status that becomes an exit code."""
 
 import gc
-import gzip
-import json
 import logging
 import os
 import subprocess
@@ -11,74 +9,10 @@ import pytest
 
 from tests.launcher import ROOT
 from torchtitan.runs.status import write_status
-from torchtitan.supervision.events import EventLog
 from torchtitan.supervision.garbage import GarbageControl
 from torchtitan.training.memory_monitor import MemoryMonitor, host_memory
-from torchtitan_dit.commands.timeline import main
 
 GIB = 2**30
-
-
-def log(folder, rank=0, step=0):
-    return EventLog(folder, rank=rank, world_size=2, keep_every=10, step=step)
-
-
-def lines(folder, rank=0):
-    return [json.loads(line) for line in (folder / "events" / f"rank-{rank:04d}.jsonl").read_text().splitlines()]
-
-
-def test_events_keep_logged_steps_and_long_phases_and_append_sessions(tmp_path):
-    events = log(tmp_path)
-    for step in range(1, 21):
-        events.phase("forward", step, step * 1000, 500)
-    events.phase("checkpoint", 13, 0, 10)
-    assert len(lines(tmp_path)) == 1  # nothing is written between the logged points
-    events.flush()
-    events.fault("it fell", 20, "data")
-    found = lines(tmp_path)
-    assert [event["event"] for event in found] == ["session", *4 * ["phase"], "fault"]
-    assert [event["step"] for event in found[1:]] == [1, 10, 20, 13, 20]
-    assert found[2]["duration"] == pytest.approx(5e-7)
-    assert found[2]["start"] - found[1]["start"] == pytest.approx(9e-6, abs=1e-6)
-
-    path = tmp_path / "events" / "rank-0000.jsonl"
-    path.write_bytes(path.read_bytes()[:-7])  # a kill in the middle of a line
-    log(tmp_path, step=10)
-    assert json.loads(path.read_text().splitlines()[-1])["event"] == "session"
-
-
-def test_a_log_that_cannot_be_written_warns_once_and_costs_nothing_else(tmp_path, caplog):
-    (tmp_path / "events").write_text("in the way")
-    events = log(tmp_path)
-    events.fault("it fell", 1, "data")
-    assert len(caplog.records) == 1 and "events cannot be written" in caplog.text
-
-
-def test_timeline_merges_ranks_and_leaves_damaged_lines_out(tmp_path, capsys):
-    for rank in (0, 1):
-        events = log(tmp_path, rank)
-        events.phase("forward", 10, 1_000_000, 2_000_000)
-        events.fault("it fell", 10, "data")
-    with open(tmp_path / "events" / "rank-0001.jsonl", "a") as file:
-        file.write('{"event": "phase", "name": "for')
-    output = tmp_path / "trace.json.gz"
-    assert main([str(tmp_path), "--output", str(output)]) == 0
-    assert capsys.readouterr().out.strip() == f"{output}: 2 phases of 2 ranks, 1 damaged lines left out"
-    trace = json.loads(gzip.decompress(output.read_bytes()))["traceEvents"]
-    assert {entry["pid"] for entry in trace} == {0, 1}
-    spans = [entry for entry in trace if entry["ph"] == "X"]
-    assert [span["dur"] for span in spans] == pytest.approx([2000, 2000]) and spans[0]["args"] == {"step": 10}
-    assert min(entry["ts"] for entry in trace if "ts" in entry) == 0
-    assert sum(entry["ph"] == "i" and entry["name"] == "fault" for entry in trace) == 2
-
-
-@pytest.mark.parametrize("content", [None, "", "[1]\n", '{"event": "phase"}\n'])
-def test_timeline_of_a_folder_without_events_is_refused_in_one_line(tmp_path, capsys, content):
-    if content is not None:
-        (tmp_path / "events").mkdir()
-        (tmp_path / "events" / "rank-0000.jsonl").write_text(content)
-    assert main([str(tmp_path)]) == 2
-    assert capsys.readouterr().err.count("\n") == 1
 
 
 @pytest.mark.parametrize("automatic", [True, False])

@@ -48,7 +48,7 @@ def test_every_command_escapes_what_it_prints(command):
 
 def test_a_refusal_of_a_hostile_name_is_one_plain_line(tmp_path):
     name = "run\x1b[2J\u202e"
-    command = [sys.executable, str(ROOT / "scripts" / "timeline.py"), str(tmp_path / name)]
+    command = [sys.executable, str(ROOT / "scripts" / "compare.py"), str(tmp_path / name)]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert ended.returncode == 2 and ended.stdout == ""
     assert r"run\x1b[2J\u202e" in ended.stderr and ended.stderr.count("\n") == 1 and "\x1b" not in ended.stderr

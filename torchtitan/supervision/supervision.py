@@ -1,4 +1,4 @@
-"""Supervision of a process while it trains: event log, watchdog, garbage control, memory monitor."""
+"""Supervision of a process while it trains: watchdog, garbage control, memory monitor."""
 
 import multiprocessing
 from collections import Counter
@@ -8,7 +8,6 @@ from contextlib import ExitStack
 from torchtitan.processes.exit_codes import FAILED
 from torchtitan.run_state import RunState
 from torchtitan.runs.status import write_status
-from torchtitan.supervision.events import EventLog
 from torchtitan.supervision.garbage import GarbageControl
 from torchtitan.supervision.heartbeat import process_state
 from torchtitan.supervision.phases import Phases
@@ -28,22 +27,15 @@ class Supervision:
             close_summary: closes the run's summary with a status and a reason.
         """
         config, layout = state.config, state.layout
-        self._phases, self._close_summary = phases, close_summary
+        self._close_summary = close_summary
         self._folder, self._device = state.folder.path, layout.device
-        self._log: EventLog | None = None
-        if config.metrics.enable_events:
-            self._log = EventLog(
-                self._folder, rank=layout.rank, world_size=layout.world_size,
-                keep_every=config.metrics.log_freq, step=state.step, layout=layout.describe(),
-            )  # fmt: skip
-            phases.on_end = self._log.phase
         # Every forward is progress, also in the many of a validation or of a sampler.
         state.model.register_forward_pre_hook(phases.touch)
         self._garbage = GarbageControl(config.training.gc_freq)
         self._memory = MemoryMonitor(layout.rank)
         self._watchdog = Watchdog(
             phases, config.comm, self._folder, rank=layout.rank, world_size=layout.world_size,
-            compiles=config.compile.enable, describe=_waiting_for, on_fault=self._note, on_end=self._close_run,
+            compiles=config.compile.enable, describe=_waiting_for, on_end=self._close_run,
         )  # fmt: skip
         self._stack = ExitStack()
 
@@ -53,8 +45,6 @@ class Supervision:
         return self
 
     def __exit__(self, *details) -> bool | None:
-        if self._log:
-            self._log.flush()
         return self._stack.__exit__(*details)
 
     def first_step_done(self) -> None:
@@ -66,13 +56,6 @@ class Supervision:
         self._garbage.step(step)
         if logged:
             self._memory.check(memory_metrics(self._device))
-            if self._log:
-                self._log.flush()
-
-    def sync(self) -> None:
-        """Sync this rank's events to the disk, if it allows; any thread may call it, during training."""
-        if self._log:
-            self._log.sync()
 
     def culprit(self, wait: float) -> str | None:
         """Culprit: another rank that is gone, stopped or has failed, in words; waits that many seconds for it to show.
@@ -81,14 +64,9 @@ class Supervision:
         return heartbeats.certain_culprit(wait) if heartbeats else None
 
     def failed(self, status: str, reason: str) -> None:
-        """Close a failed run: its summary and status, the events, and a message for the other ranks."""
-        self._note(reason)
+        """Close a failed run: its summary and status, and a message for the other ranks."""
         self._close_run(reason, status)
         self._watchdog.ended(reason)
-
-    def _note(self, text: str) -> None:
-        if self._log:
-            self._log.fault(text, self._phases.step, self._phases.where)
 
     def _close_run(self, reason: str, status: str = "failed") -> None:
         heartbeats = self._watchdog.heartbeats

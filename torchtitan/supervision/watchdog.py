@@ -85,7 +85,6 @@ class Watchdog:
         world_size: int,
         compiles: bool,
         describe: Callable[[str], str],
-        on_fault: Callable[[str], None],
         on_end: Callable[[str], None],
         end_process: Callable[[int], None] = os._exit,
     ) -> None:
@@ -97,7 +96,6 @@ class Watchdog:
             rank, world_size: this process's place.
             compiles: whether the first step compiles.
             describe: phase -> details of its wait; an empty string if there are none.
-            on_fault: called with the report of a hung process.
             on_end: called with the reason before the process is ended; may write the summary.
             end_process: ends the process with a code.
         """
@@ -105,7 +103,7 @@ class Watchdog:
         self.heartbeats = Heartbeats(run_folder, rank, world_size, self.interval) if world_size > 1 else None
         self._phases, self._comm, self._folder = phases, comm, run_folder / FAULTS_FOLDER
         self._rank, self._compiles = rank, compiles
-        self._describe, self._on_fault, self._on_end, self._end_process = describe, on_fault, on_end, end_process
+        self._describe, self._on_end, self._end_process = describe, on_end, end_process
         self._first_step = True
         self._reported_at: int | None = None  # `since` of the standstill that was reported
         self._last_look = phases.clock()
@@ -169,9 +167,7 @@ class Watchdog:
     def _report(self, phase: str, stood: float, limit: Limits) -> None:
         left = max(limit.end - stood, 0.0)
         text = f"{self._where(phase, stood)}; ends in {left:.3g} s unless it continues ({limit.key} sets the limit)"
-        kept = dump_state(self._folder, self._rank)
-        self._on_fault(text)
-        _say(f"{text}; {kept}")
+        _say(f"{text}; {dump_state(self._folder, self._rank)}")
 
     def _end(self, phase: str, stood: float, limit: Limits) -> None:
         _within_patience(self._close, phase, stood, limit)

@@ -213,9 +213,6 @@ class MetricsConfig:
         None, "dense peak of one device in the dtype of the products, for MFU, in TFLOP/s; default: a table of devices", gt=0,
         trajectory=False,
     )
-    enable_events: bool = setting(
-        True, f"write each rank's phases and faults to <run>/events, for {program('timeline')}", trajectory=False
-    )
     exact_clock: bool = setting(
         False, "wait for the GPU between the parts of a step: then the clock splits its time, not the host's; costs speed",
         trajectory=False,
