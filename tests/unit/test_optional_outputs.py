@@ -18,7 +18,6 @@ from torchtitan.pictures.grids import save_animation
 from torchtitan.profiling.config import ProfilingConfig
 from torchtitan.profiling.profiler import Profiler
 from torchtitan.runs.status import remove_status, write_status
-from torchtitan.supervision.heartbeat import Heartbeats
 from torchtitan.training.corrupt_images import CORRUPT_IMAGES_FILE, CorruptImages
 
 
@@ -134,18 +133,3 @@ def test_a_status_that_one_place_refuses_is_written_to_the_other(tmp_path, monke
     ]
     with pytest.raises(RunFolderError, match="status.json: cannot be removed: "):
         remove_status(tmp_path)
-
-
-def test_a_heartbeat_that_cannot_be_removed_ends_no_run_that_went_well(tmp_path, monkeypatch):
-    beats = Heartbeats(tmp_path, 0, 2, 1.0)
-    beats.beat(1, "data", 1)
-
-    def read_only(*arguments, **more):
-        raise OSError(30, "Read-only file system")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "unlink", read_only)
-        beats.remove()
-    assert list(beats.read()) == [0]
-    beats.remove()
-    assert not list(tmp_path.iterdir())

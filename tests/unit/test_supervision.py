@@ -1,16 +1,21 @@
-"""Garbage control, memory monitor, and the status that becomes an exit code."""
+"""Garbage control, the host's memory, who closes a failed run, and the status that becomes an exit code."""
 
 import gc
-import logging
+import json
 import os
 import subprocess
+from types import SimpleNamespace
 
 import pytest
+from torch import nn
 
 from tests.launcher import ROOT
+from torchtitan.distributed.config import CommConfig, CompileConfig
 from torchtitan.runs.status import write_status
 from torchtitan.supervision.garbage import GarbageControl
-from torchtitan.training.memory_monitor import MemoryMonitor, host_memory
+from torchtitan.supervision.phases import Phases
+from torchtitan.supervision.supervision import Supervision
+from torchtitan.training.host_memory import host_memory
 
 GIB = 2**30
 
@@ -69,18 +74,25 @@ def test_host_memory_is_read_from_both_control_group_versions_and_the_machine(tm
     assert host_memory(tmp_path / "nothing") == []
 
 
-def test_memory_warnings_come_once_each(tmp_path, caplog):
-    caplog.set_level(logging.WARNING)
-    monitor = MemoryMonitor(3, machine(tmp_path, {}, available_gib=5.1))
-    monitor.check({})
-    assert not caplog.records
-    machine(tmp_path, {}, available_gib=4.9)
-    for _ in range(3):
-        monitor.check({})
-    assert len(caplog.records) == 1 and "rank 3: 95.1 of 100.0 GiB of the machine's memory" in caplog.text
-    for retries in (2, 2, 3, 4):  # what there was at the start is not a rise
-        monitor.check({"memory/num_alloc_retries": retries})
-    assert len(caplog.records) == 2 and "3 times so far" in caplog.text
+def test_the_rank_that_fails_first_closes_the_run_and_the_others_add_its_reason(tmp_path, caplog):
+    closed = []
+    config = SimpleNamespace(comm=CommConfig(), compile=CompileConfig(), training=SimpleNamespace(gc_freq=0))
+    ranks = [
+        Supervision(
+            SimpleNamespace(
+                config=config, layout=SimpleNamespace(rank=rank, world_size=2), folder=SimpleNamespace(path=tmp_path),
+                model=nn.Identity(),
+            ), Phases(), lambda *end: closed.append(end),
+        )
+        for rank in (0, 1)
+    ]  # fmt: skip
+    ranks[1].failed("failed", "step 7: no data", lost=False)
+    ranks[0].failed("failed", "step 7: lost another rank in backward: closed", lost=True)
+    assert closed == [("failed", "rank 1: step 7: no data")]
+    assert json.loads((tmp_path / "status.json").read_text())["reason"] == closed[0][1]
+    assert caplog.messages == [
+        "rank 1: step 7: no data", "rank 0: step 7: lost another rank in backward: closed; rank 1: step 7: no data",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(

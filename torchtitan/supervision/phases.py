@@ -23,7 +23,6 @@ class Phases:
         step: optimizer step, set by the train loop.
         name: innermost phase.
         since: time of its entry, of the return to it, or of `touch`; nanoseconds of `clock`.
-        changes: entries and exits so far, the same number on all ranks at the same place of the program.
         broken: phase that the first exception left; None without one.
         settle: called before each boundary of phases, as to wait for the device; None: nothing is.
     """
@@ -38,7 +37,6 @@ class Phases:
         """
         self.step = 0
         self.name = BETWEEN_STEPS
-        self.changes = 0
         self.broken: str | None = None
         self.settle: Callable[[], None] | None = None
         self.clock = clock
@@ -73,7 +71,6 @@ class Phases:
         now = self.clock()
         self._open.append((self.name, traced))
         self.name, self.since = name, now
-        self.changes += 1
         if self._on_change is not None:
             self._on_change(name, now)
 
@@ -85,7 +82,6 @@ class Phases:
         if failed and self.broken is None:
             self.broken = name
         self.name, self.since = outer, now
-        self.changes += 1
         if self._on_change is not None:
             self._on_change(outer, now)
         if traced is not None:
