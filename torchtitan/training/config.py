@@ -217,11 +217,4 @@ class MetricsConfig:
         False, "wait for the GPU between the parts of a step: then the clock splits its time, not the host's; costs speed",
         trajectory=False,
     )
-    price_per_hour: float | None = setting(
-        None, "price of an hour of all devices together, for the cost in summary.json; default: no cost", gt=0,
-        trajectory=False,
-    )
-    currency: str = setting(
-        "", "of the price, as USD or EUR", applies={"price_per_hour": "set"}, trajectory=False
-    )
     loss_bins: int = setting(10, "timestep bins of equal training mass for loss_by_bin", ge=1, le=1000, trajectory=False)

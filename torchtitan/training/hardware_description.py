@@ -12,7 +12,7 @@ from torchtitan.training.host_memory import host_memory
 
 
 def describe_hardware(device: torch.device, num_devices: int) -> dict[str, Any]:
-    """Describe the hardware as found; `ManagedDevice.description` adds the answers of a GPU's driver.
+    """Describe the hardware as found.
 
     Args:
         device: of compute.
