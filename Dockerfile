@@ -18,6 +18,7 @@ RUN python -c "import torch" 2>/dev/null \
     || python -m pip install --no-cache-dir ${TORCH_OPTIONS} torch==2.13.0
 
 COPY pyproject.toml README.md LICENSE /source/
+COPY data /source/data
 COPY torchtitan /source/torchtitan
 COPY torchtitan_dit /source/torchtitan_dit
 COPY train_configs /source/train_configs

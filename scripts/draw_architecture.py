@@ -13,6 +13,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from glob import glob
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -29,7 +30,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "architecture.md"
 PICTURE = ROOT / "docs" / "images" / "architecture.png"
 PACKAGE = "torchtitan"
-PROGRAMS = ("torchtitan_dit", "benchmarks", "scripts")  # and every file at the top
+PROGRAMS = ("torchtitan_dit", "benchmarks", "research", "scripts")  # and every file at the top
 _OF_ROOMS = (PACKAGE, "torchtitan_dit")  # packages with rooms inside
 
 _WIDTH, _GAP, _HEIGHT = 100.0, 2.0, 0.56  # of the picture, between rooms, of a room on a floor of height 1
@@ -60,9 +61,10 @@ class Floor:
 
 
 def read_modules(root: Path = ROOT) -> dict[str, Path]:
-    """Dotted name -> file, of every module of the repository but its tests."""
+    """Dotted name -> file, of every module of the repository but its tests; torchtitan/data is a link to data/."""
     folders = [root / name for name in (PACKAGE, *PROGRAMS)]
-    files = [*root.glob("*.py"), *(file for folder in folders for file in folder.rglob("*.py"))]
+    in_folders = (Path(file) for folder in folders for file in glob(f"{folder}/**/*.py", recursive=True))
+    files = [*root.glob("*.py"), *in_folders]
     return {_dotted(file.relative_to(root)): file for file in sorted(files)}
 
 

@@ -9,7 +9,6 @@ EXTRAS = {
     "diffusers": ("diffusers>=0.32", "huggingface_hub"),
     "digits": ("scikit-learn",),
     "hub": ("datasets", "huggingface_hub"),
-    "imagenet": ("scipy",),
     "lowbit": ("torchao>=0.18,<0.19",),
     "ray": ("ray>=2.9",),
     "remote": ("gcsfs", "s3fs"),

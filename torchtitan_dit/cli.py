@@ -50,8 +50,6 @@ COMMANDS = {
     "estimate": Command("estimate", "memory, speed and hours of a run before its launch"),
     "autotune": Command("autotune_batch_size", "find the largest or the fastest batch size"),
     "sweep": Command("sweep", "run a grid of configurations"),
-    "study": Command("study", "run a study of checkpoints, or of runs that it trains"),
-    "critical-batch": Command("critical_batch", "measure the critical batch size of a checkpoint"),
     "compare": Command("compare", "compare runs, and the hardware they ran on, on one page"),
     "analyse": Command("optimization_analysis", "speed and memory of a folder of runs"),
     "train-extractor": Command("train_extractor", "train a small feature extractor"),

@@ -22,7 +22,6 @@ class ForkedRun(Run):
 
 def _train(arguments: list[str]) -> int:
     """What train.py does as a program."""
-    from tests.faults import failing_disk
     from tests.faults.moments import arm
     from torchtitan_dit.commands.train import main
 
@@ -30,6 +29,4 @@ def _train(arguments: list[str]) -> int:
         rank, moment, occurrence = os.environ[FAULT].split(":")
         if rank == os.environ["RANK"]:
             arm(moment, int(occurrence))
-    if failing_disk.FAILING_DISK in os.environ:
-        failing_disk.arm(os.environ[failing_disk.FAILING_DISK])
     return main(arguments)

@@ -8,13 +8,38 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.mutations import CONFIG
 from torchtitan.checkpoint.checkpointer import Checkpointer, newest_good
 from torchtitan.config.job import JobConfig, load_config
 from torchtitan.errors import RunFolderError
 from torchtitan.run import run
 from torchtitan.runs.folder import RunFolder
 
+CONFIG = """
+[model]
+flavor = "debug"
+num_layers = 1
+dim = 16
+num_heads = 2
+mlp_hidden_dim = 16
+[data]
+name = "synthetic"
+shape = [1, 8, 8]
+num_classes = 3
+[lr_scheduler]
+warmup_steps = 1
+[training]
+steps = 6
+local_batch_size = 2
+[metrics]
+enable_tensorboard = false
+log_freq = 1
+[checkpoint]
+interval = 2
+[sampling]
+enable = false
+[validation]
+enable = false
+"""
 TEXT = "a user's own\n"
 UNIQUE, LONG_UNIQUE = "0123abcd", "0123456789abcdef" * 2
 

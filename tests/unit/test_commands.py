@@ -1,14 +1,10 @@
 """Every program under one name, and under the names that it has in the checkout."""
 
 import ast
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-import data
-import torchtitan.data
 from tests.forked import run_script
 from torchtitan import programs
 from torchtitan_dit import cli
@@ -17,7 +13,7 @@ from torchtitan_dit.commands import train
 
 ROOT = Path(__file__).resolve().parents[2]
 DRAWS_ONLY = ROOT / "scripts" / "draw_architecture.py"  # a tool of the project itself, not a program of its users
-PROGRAMS = sorted({*ROOT.glob("*.py"), *ROOT.glob("scripts/*.py")} - {ROOT / "data.py", DRAWS_ONLY})
+PROGRAMS = sorted({*ROOT.glob("*.py"), *ROOT.glob("scripts/*.py")} - {DRAWS_ONLY})
 
 
 def test_every_command_has_a_name_and_a_program_in_the_checkout():
@@ -43,18 +39,6 @@ def test_messages_name_programs_as_they_are_called(monkeypatch, tmp_path):
     assert {name: programs.program(name) for name in scripts} == {name: words[name] for name in scripts}
 
 
-def test_data_of_the_checkout_is_the_same_package():
-    import data.digits as of_the_checkout
-
-    import torchtitan.data.digits as of_the_package
-
-    assert data is torchtitan.data and of_the_checkout is of_the_package
-    names = "from data.base import DatasetError as a; from torchtitan.data.base import DatasetError as b"
-    code = f"{names}; assert a is b; import data.nothing"
-    ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert ended.stderr.splitlines()[-1] == "ModuleNotFoundError: No module named 'torchtitan.data.nothing'"
-
-
 def test_a_command_says_whether_it_runs_on_ranks():
     files = (ROOT / "torchtitan_dit" / "commands").glob("*.py")
     joining = {path.stem for path in files if "init_process_group(" in path.read_text()}
@@ -63,7 +47,7 @@ def test_a_command_says_whether_it_runs_on_ranks():
 
 def test_several_processes_of_a_command_of_one_are_refused_by_the_first_in_one_line(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    words = {"checkpoint": ("list", "x"), "study": ("linear_probe", "x")}
+    words = {"checkpoint": ("list", "x")}
     for name, given in words.items():
         script = f"scripts/{name}.py"
         first, second = (run_script(script, *given, RANK=rank, LOCAL_RANK=rank) for rank in "01")

@@ -9,7 +9,6 @@ import threading
 import tracemalloc
 import types
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import pytest
 from PIL import Image
@@ -17,6 +16,7 @@ from tensorboard.backend.event_processing import plugin_event_accumulator
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.util.tensor_util import make_ndarray
 
+from torchtitan.files import patient_file
 from torchtitan.files.optional import OptionalOutputs
 from torchtitan.files.patient_file import PatientFile
 from torchtitan.runs.run_evaluation import log_scalars
@@ -35,33 +35,6 @@ def files_end_at(size: int):
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
-@dataclass
-class FailingDisk:
-    """Fails to bring a file to the disk while `broken`; as Linux does, it then forgets what it could not write."""
-
-    path: os.PathLike
-    broken: bool = False
-    on_disk: int = 0
-
-    def fsync(self, descriptor: int) -> None:
-        if not os.path.samestat(os.fstat(descriptor), os.stat(self.path)):
-            return
-        size = os.path.getsize(self.path)
-        if self.broken:
-            with open(self.path, "r+b") as file:
-                file.seek(self.on_disk)
-                file.write(bytes(size - self.on_disk))
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-        self.on_disk = size
-
-
-@pytest.fixture
-def disk(tmp_path, monkeypatch):
-    disk = FailingDisk(tmp_path / METRICS_FILE)
-    monkeypatch.setattr(os, "fsync", disk.fsync)
-    return disk
 
 
 def metrics_log(folder, steps_done=0, unsaved=(), **config) -> MetricsLog:
@@ -102,49 +75,6 @@ def test_points_that_wait_are_written_at_the_end(tmp_path):
     assert steps(tmp_path) == [1, 2]
 
 
-def test_points_that_the_kernel_dropped_after_a_failed_sync_are_written_again(tmp_path, disk, caplog):
-    log = metrics_log(tmp_path)
-    log.write(1, {"loss": 1.0})
-    log.sync()
-    assert log.unsaved() == []
-    log.write(2, {"loss": 2.0})
-    log.write(3, {"loss": 3.0})
-    disk.broken = True
-    log.sync()
-    log.sync()
-    assert b"\0" not in (tmp_path / METRICS_FILE).read_bytes() and steps(tmp_path) == [1, 2, 3]
-    assert [json.loads(line)["step"] for line in log.unsaved()] == [2, 3]
-    log.write(4, {"loss": 4.0})
-    assert log.settle(0.2) == (3, 4)
-    disk.broken = False
-    assert log.settle(0.2) == (0, 4) and steps(tmp_path) == [1, 2, 3, 4]
-    assert [message.partition(": the file of metrics ")[2].partition(":")[0] for message in caplog.messages] == [
-        "cannot be written", "can be written again",
-    ]  # fmt: skip
-
-
-def test_a_half_line_that_cannot_be_cut_off_goes_before_anything_follows(tmp_path, monkeypatch):
-    file = PatientFile(tmp_path / "lines", "lines")
-    file.add(b"one\n")
-    write = os.write
-
-    def torn(descriptor, content):
-        if bytes(content) == b"two two\n":
-            return write(descriptor, content[:3])
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    def refused(*arguments):
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "write", torn)
-        patch.setattr(os, "ftruncate", refused)
-        file.add(b"two two\n")
-    assert (tmp_path / "lines").read_bytes() == b"one\ntwo"
-    file.add(b"three\n")
-    assert (tmp_path / "lines").read_bytes() == b"one\ntwo two\nthree\n"
-
-
 def test_a_sync_beside_training_holds_no_line_up_and_drops_only_what_was_there_when_it_began(tmp_path, monkeypatch):
     file = PatientFile(tmp_path / "lines", "lines")
     file.add(b"one\n")
@@ -165,43 +95,9 @@ def test_a_sync_beside_training_holds_no_line_up_and_drops_only_what_was_there_w
     assert file.unsaved() == [b"two\n"] and (tmp_path / "lines").read_bytes() == b"one\ntwo\n"
 
 
-def test_a_file_that_is_removed_or_whose_name_is_taken_is_made_again_with_all_that_was_not_safe(tmp_path, caplog):
-    path = tmp_path / "folder" / "lines"
-    file = PatientFile(path, "lines")
-    file.add(b"one\n")
-    assert file.sync()
-    file.add(b"two\n")
-    path.unlink()
-    path.parent.rmdir()
-    file.add(b"three\n")
-    assert path.read_bytes() == b"two\nthree\n" and not caplog.messages
-    path.rename(tmp_path / "aside")
-    path.mkdir()
-    file.add(b"four\n")
-    assert not file.sync() and "is a folder" in caplog.messages[0] and len(caplog.messages) == 1
-    path.rmdir()
-    (tmp_path / "aside").rename(path)
-    assert file.sync() and path.read_bytes().endswith(b"four\n") and file.unsaved() == []
-
-
-def test_a_file_that_is_made_again_during_a_sync_is_not_taken_for_the_one_that_was_synced(tmp_path, monkeypatch):
-    path, fsync = tmp_path / "lines", os.fsync
-    file = PatientFile(path, "the lines")
-    file.add(b"one\n")
-
-    def removed_meanwhile(descriptor: int) -> None:
-        fsync(descriptor)
-        monkeypatch.setattr(os, "fsync", fsync)
-        path.unlink()
-        file.add(b"two\n")  # into a new file, which may get the number of the old one
-
-    monkeypatch.setattr(os, "fsync", removed_meanwhile)
-    assert not file.sync() and file.unsaved() == [b"one\n", b"two\n"]
-    assert file.sync() and path.read_bytes() == b"one\ntwo\n" and file.unsaved() == []
-
-
-def test_records_that_may_be_lost_are_bounded_in_memory(tmp_path):
-    file = PatientFile(tmp_path / "in" / "lines", "lines", most_kept=1000, may_lose=True)
+def test_records_that_may_be_lost_are_bounded_in_memory(tmp_path, monkeypatch):
+    monkeypatch.setattr(patient_file, "_MOST_KEPT", 1000)
+    file = PatientFile(tmp_path / "in" / "lines", "lines", may_lose=True)
     (tmp_path / "in").write_text("in the way")
     for number in range(500):
         file.add(f"{number:9}\n".encode())

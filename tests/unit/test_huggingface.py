@@ -12,7 +12,6 @@ import torch
 from pyarrow import parquet
 
 from tests.encoded_images import SIDE, assert_resumes_in_mid_epoch, decoded, everything, image_bytes
-from tests.faults.confinement import bounded
 from tests.hub_tables import (
     FEATURES,
     NAMES,
@@ -242,7 +241,6 @@ BAD = {
     "window too large": (
         {"window_gib": 1e-6}, "data.shuffle_row_groups: 4 row groups of {} take up to 9."
     ),
-    "cache too small": ({"cache_gib": 1e-6, "cache_path": "{}/cache"}, "GiB, more than data.cache_gib = 1e-06"),
     "url unstreamed": ({"path": "memory://x", "streaming": False}, "is a URL, which only data.streaming = true reads"),
     "damaged footer": ({"path": "{}/broken"}, "train-0.parquet cannot be read (ArrowInvalid: "),
     "subset of one file": (
@@ -330,17 +328,6 @@ def test_captions_that_a_file_encodes_as_a_dictionary_are_read(tmp_path):
     huggingface._open_groups.cache_clear()
     HuggingFace.info(config)
     assert HuggingFace(config, "train").captions(np.arange(3)) == ["a", "b", "a"]
-
-
-def test_a_caption_stored_once_and_repeated_fills_no_memory(tmp_path):
-    texts = pa.DictionaryArray.from_arrays(pa.array([0] * 4000, pa.int32()), pa.array(["x" * (1 << 20)]))
-    table = pa.table({"picture": [{"bytes": image_bytes(0)}] * 4000, "text": texts})
-    path = tmp_path / "train-0.parquet"
-    parquet.write_table(table, path, compression="zstd", store_schema=False, dictionary_pagesize_limit=1 << 26)
-    assert path.stat().st_size < 1_000_000
-    config = config_of(tmp_path, streaming=True, caption_column="text", window_gib=0.25)
-    with bounded(20, 400 << 20), pytest.raises(DatasetError, match="row group 0: images and captions of more than 65 MiB"):
-        HuggingFace(config, "train").captions(np.array([0]))
 
 
 NO_TEXTS = {

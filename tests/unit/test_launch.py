@@ -45,7 +45,6 @@ def test_places_among_processes_are_taken(monkeypatch, words):
 ])  # fmt: skip
 def test_what_is_no_place_ends_every_program_with_a_line_and_2(monkeypatch, capsys, words, key):
     launched(monkeypatch, words)
-    monkeypatch.setattr(command_line, "escape_output", lambda: None)  # it would take pytest's own streams
     assert command_line.exit_code(lambda: pytest.fail("was started")) == 2
     line = capsys.readouterr().err
     assert line.startswith(f"{key}: must be ") and line.count("\n") == 1

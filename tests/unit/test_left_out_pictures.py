@@ -2,13 +2,12 @@
 
 import io
 import tarfile
-import time
 
 import numpy as np
 import pytest
 
 from tests.encoded_images import image_bytes
-from torchtitan.data import DATASETS, DatasetError, saved_listing
+from torchtitan.data import DATASETS, DatasetError
 from torchtitan.evaluation.image_sets import FolderImages
 from torchtitan.processes.launch import CHECKED
 
@@ -58,8 +57,7 @@ READERS = {
 
 
 @pytest.mark.parametrize("reader", READERS)
-def test_every_reader_says_once_what_it_leaves_out(reader, tmp_path, caplog, monkeypatch):
-    monkeypatch.setattr(saved_listing, "SECONDS_SETTLED", 0.0)
+def test_every_reader_says_once_what_it_leaves_out(reader, tmp_path, caplog):
     images = READERS[reader](tmp_path / "pictures")
     assert caplog.messages == [f"{tmp_path / 'pictures'}: {LINE}"]
     assert len(images) == 4
@@ -68,12 +66,10 @@ def test_every_reader_says_once_what_it_leaves_out(reader, tmp_path, caplog, mon
         assert len({image.numpy().tobytes() for image in images.fetch(np.arange(4))["images"]}) == len(set(wanted))
 
 
-def test_a_saved_listing_says_it_again_at_the_next_start_and_a_checked_run_does_not(tmp_path, caplog, monkeypatch):
+def test_the_next_start_says_it_again_and_a_checked_run_does_not(tmp_path, caplog, monkeypatch):
     from torchtitan.data import image_folder, left_out
 
-    monkeypatch.setattr(saved_listing, "SECONDS_SETTLED", 0.05)
     folder = write_folder(tmp_path / "pictures")
-    time.sleep(0.1)
     for checked, lines in ((False, 1), (False, 2), (True, 2)):
         image_folder._list_unlabelled.cache_clear()
         left_out.say_once.cache_clear()  # as in another process

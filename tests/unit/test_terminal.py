@@ -1,15 +1,7 @@
-"""What is printed holds no control characters, whichever way it is printed; lines and progress bars stay as they are."""
+"""File names and labels hold no control characters once they are shown; text of all languages stays."""
 
-import io
-import logging
-import subprocess
-import sys
-
-import pytest
-from tqdm import tqdm
-
-from tests.launcher import ROOT
-from torchtitan.terminal import PrintableStream, printable
+from torchtitan.data.image_files import shown_path
+from torchtitan.terminal import printable, shortened
 
 HOSTILE = "\x1b[31mred\x1b]0;title\x07\x9b2J\x7f\u202egnp.exe\u2066\udcff\r\x00"
 SHOWN = r"\x1b[31mred\x1b]0;title\x07\x9b2J\x7f\u202egnp.exe\u2066\udcff\x0d\x00"
@@ -21,34 +13,11 @@ def test_control_characters_are_shown_and_text_of_all_languages_stays():
     assert printable(plain) == plain
 
 
-def test_prints_logs_tracebacks_and_bars_are_escaped_and_bars_still_move(monkeypatch):
-    written = io.StringIO()
-    stream = PrintableStream(written)
-    monkeypatch.setattr(sys, "stderr", stream)
-    print(HOSTILE, file=stream)
-    logger = logging.Logger("test")
-    logger.addHandler(logging.StreamHandler())
-    logger.error("of %s", HOSTILE)
-    sys.excepthook(ValueError, ValueError(HOSTILE), None)
-    with tqdm(total=2, desc=HOSTILE, file=stream, position=1) as bar:
-        bar.update()
-    text = written.getvalue()
-    assert text.count(SHOWN) >= 4 and f"ValueError: {SHOWN}" in text
-    assert all(letter not in text.replace("\x1b[A", "") for letter in "\x1b\x07\x9b\x7f\u202e\udcff\x00")
-    assert text.startswith(SHOWN + "\n") and "\n\r" + SHOWN in text and "\x1b[A" in text
+def test_a_path_is_one_line_whatever_bytes_it_has():
+    assert shown_path(b"a\n\x1b[2J\xff.png") == r"a\n\x1b[2J\xff.png"
 
 
-@pytest.mark.parametrize(
-    "command", sorted(path for path in (ROOT / "torchtitan_dit" / "commands").glob("[!_]*.py")), ids=lambda path: path.stem
-)
-def test_every_command_escapes_what_it_prints(command):
-    main = command.read_text(encoding="utf-8").rpartition("\ndef run() -> NoReturn:\n")[2]
-    assert "run_program(main)" in main or "exit_code(" in main  # which escape it first
-
-
-def test_a_refusal_of_a_hostile_name_is_one_plain_line(tmp_path):
-    name = "run\x1b[2J\u202e"
-    command = [sys.executable, str(ROOT / "scripts" / "compare.py"), str(tmp_path / name)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert ended.returncode == 2 and ended.stdout == ""
-    assert r"run\x1b[2J\u202e" in ended.stderr and ended.stderr.count("\n") == 1 and "\x1b" not in ended.stderr
+def test_only_the_middle_of_a_long_line_is_left_out():
+    assert shortened("a" * 200) == "a" * 200
+    assert shortened("a" * 98 + "b" * 98 + "c" * 98) == "a" * 98 + "..." + "c" * 98
+    assert shortened(f"short\n{'x' * 30}", 9) == "short\nxxx...xxx"

@@ -79,12 +79,11 @@ def finish_buckets(store: Path, folders: Sequence[Path]) -> None:
     write_sealed(store / BUCKETS_FILE, content.model_dump(mode="json"))
 
 
-def open_stores(folder: str | Path, watched: bool = False) -> list[LatentStore]:
+def open_stores(folder: str | Path) -> list[LatentStore]:
     """Open a store: of one shape, or those of all shapes, with the normalisation of all.
 
     Args:
         folder: of the store.
-        watched: see `LatentStore`.
 
     Raises:
         LatentStoreError: it is no complete store.
@@ -94,7 +93,7 @@ def open_stores(folder: str | Path, watched: bool = False) -> list[LatentStore]:
         if not (folder / INDEX_FILE).exists() and (part := _first_part(folder)):
             advice = "run the command that writes it again, and it resumes"
             raise LatentStoreError(f"{folder}: not finished, though {part} is; {advice}")
-        return [LatentStore(folder, watched)]
+        return [LatentStore(folder)]
     content = parse_record(BucketsIndex, read_sealed(folder / BUCKETS_FILE), folder / BUCKETS_FILE)
     stores = []
     for name, checksum in zip(content.stores, content.checksums, strict=False):
@@ -103,7 +102,7 @@ def open_stores(folder: str | Path, watched: bool = False) -> list[LatentStore]:
         if _checksum(folder / name) != checksum:
             text = f"is not the store that {BUCKETS_FILE} lists"
             raise LatentStoreError(f"{folder / name}: {text}; take good copies of both, or write the store anew")
-        store = LatentStore(folder / name, watched)
+        store = LatentStore(folder / name)
         store.index = store.index.model_copy(update={"normalization": content.normalization})
         stores.append(store)
     if not stores or len(content.stores) != len(content.checksums):

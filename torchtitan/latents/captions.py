@@ -5,7 +5,7 @@
 """
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -30,14 +30,10 @@ class CaptionReader:
         plan: of the captions.
     """
 
-    def __init__(
-        self, folder: Path, plan: CaptionPlan, records: Sequence[FileRecord], used: Callable[[str], None] = lambda name: None
-    ) -> None:
-        """`used` is called with the name of each file before it is first read."""
+    def __init__(self, folder: Path, plan: CaptionPlan, records: Sequence[FileRecord]) -> None:
         self.plan = plan
         self._folder = folder
         self._records = records
-        self._used = used
         self._shards: dict[int, dict[str, Tensor]] = {}
         self._numbers: dict[str, int] | None = None
 
@@ -67,7 +63,6 @@ class CaptionReader:
 
     def _shard(self, number: int) -> dict[str, Tensor]:
         if number not in self._shards:
-            self._used(caption_shard_name(number))
             self._shards[number] = map_captions(self._folder, number, self.plan, self._records[number])
         return self._shards[number]
 

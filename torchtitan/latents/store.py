@@ -1,7 +1,6 @@
 """Reader of a latent store: opened by its index alone, random access through memory maps."""
 
 import hashlib
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,7 +15,6 @@ from torchtitan.latents.captions import CaptionReader, map_captions
 from torchtitan.latents.index import INDEX_FILE, FileRecord, StoreIndex, caption_shard_name, read_index, shard_name
 from torchtitan.latents.shards import MappedShard, map_shard
 from torchtitan.latents.values import check_captions, check_labels, decode
-from torchtitan.latents.watch import ShardWatch
 
 _CHUNK = 8 << 20  # bytes hashed at once
 
@@ -33,11 +31,10 @@ class LatentStore:
         captions: their texts and embeddings; None where the store has none.
     """
 
-    def __init__(self, folder: str | Path, watched: bool = False) -> None:
+    def __init__(self, folder: str | Path) -> None:
         """
         Args:
             folder: of the store.
-            watched: whether shards are compared with their checksums while they are read; see `ShardWatch`.
 
         Raises:
             LatentStoreError: it is no complete store.
@@ -49,20 +46,14 @@ class LatentStore:
                 raise LatentStoreError(problem)
         self._first_images = self.index.first_images()
         self._shards: dict[int, MappedShard] = {}
-        self._watched = watched
-        self._watch: ShardWatch | None = None
         plan, records = self.index.captions, self.index.caption_shards
-        self.captions = CaptionReader(self.folder, plan, records, self._used) if plan else None
+        self.captions = CaptionReader(self.folder, plan, records) if plan else None
 
     def __len__(self) -> int:
         return self.index.num_images
 
     def __getstate__(self) -> dict:
-        return self.__dict__ | {"_shards": {}, "_watch": None}
-
-    def __del__(self) -> None:
-        if watch := getattr(self, "_watch", None):
-            watch.stop()
+        return self.__dict__ | {"_shards": {}}
 
     def read(self, images: np.ndarray, views: np.ndarray | None = None) -> tuple[Tensor, Tensor]:
         """Read images in any order; raw values, not normalised.
@@ -76,8 +67,7 @@ class LatentStore:
             deviation; labels int64 [B].
 
         Raises:
-            LatentStoreError: a shard cannot be read or is not what the index says, a label is out of range, or, of a
-                watched store, some shard has been found to have changed.
+            LatentStoreError: a shard cannot be read or is not what the index says, or a label is out of range.
         """
         stored, scales, labels = self.read_stored(images, views)
         return decode(stored, scales, self.index.dtype), torch.from_numpy(labels)
@@ -139,7 +129,6 @@ class LatentStore:
 
     def _places(self, images: np.ndarray) -> tuple[np.ndarray, np.ndarray, dict[int, MappedShard]]:
         """Shard of each image and row in it, int64 [B] both, and the shards, mapped."""
-        self._refuse_changed()
         if len(images) and (images.min() < 0 or images.max() >= len(self)):
             raise IndexError(f"images 0..{len(self) - 1}")
         numbers = np.searchsorted(self._first_images, images, side="right") - 1
@@ -148,21 +137,8 @@ class LatentStore:
 
     def _map(self, number: int) -> MappedShard:
         shard = map_shard(self.folder, number, self.index)
-        self._used(shard_name(number))
         self._shards[number] = shard
         return shard
-
-    def _used(self, name: str) -> None:
-        """Begin to watch a file of a watched store."""
-        if self._watched:
-            if self._watch is None or self._watch.process != os.getpid():
-                self._watch = ShardWatch(self.folder, self.index)
-            self._watch.use(name)
-            self._refuse_changed()
-
-    def _refuse_changed(self) -> None:
-        if self._watch is not None and self._watch.problem:
-            raise LatentStoreError(self._watch.problem)
 
 
 def verify_shards(folder: Path, index: StoreIndex) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 import argparse
 import errno
+import io
 import os
 import re
 import signal
@@ -9,13 +10,12 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 from difflib import get_close_matches
-from typing import NoReturn
+from typing import Any, NoReturn, TextIO
 
 from torchtitan.files.run_lock import Busy
 from torchtitan.processes.exit_codes import BUSY, FAILED, REFUSED
 from torchtitan.processes.launch import LaunchError, check_launch
 from torchtitan.settings.synonyms import SYNONYMS
-from torchtitan.terminal import OutputError, escape_output
 
 _READER_GONE = 128 + signal.SIGPIPE
 
@@ -85,7 +85,8 @@ def exit_code(main: Callable[[], int]) -> int:
         output cannot be written.
     """
     _open_standard_files()
-    escape_output()
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout = _Output(sys.stdout)
     try:
         try:
             check_launch()
@@ -100,26 +101,58 @@ def exit_code(main: Callable[[], int]) -> int:
         except LaunchError as error:
             print(error, file=sys.stderr)
             code = REFUSED
-        for stream in filter(None, (sys.stdout, sys.stderr)):
-            stream.flush()
+        if sys.stdout is not None:  # it was closed when Python started
+            sys.stdout.flush()
         return code
-    except OutputError as error:
-        gone = error.errno == errno.EPIPE
-        if not gone:
-            with suppress(OSError):
-                print(f"standard output cannot be written: {error.strerror}", file=sys.stderr, flush=True)
-        return _READER_GONE if gone else FAILED
+    except _OutputError as error:
+        if error.errno == errno.EPIPE:
+            return _READER_GONE
+        with suppress(OSError):
+            print(f"standard output cannot be written: {error.strerror}", file=sys.stderr, flush=True)
+        return FAILED
     finally:
         _let_python_end_quietly()
 
 
 def _open_standard_files() -> None:
-    """Open closed standard files: otherwise the next opened file would take their number, and receive printed text."""
+    """Open closed standard files: otherwise the next opened file would take their number, and receive printed text.
+
+    A name of a file that is no UTF-8 is printed escaped.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     for number in range(3):
         try:
             os.fstat(number)
         except OSError:
             os.open(os.devnull, os.O_RDWR)  # the lowest number that is free
+
+
+class _OutputError(OSError):
+    """Output that cannot be written: its reader has gone, or the disk behind it is full."""
+
+
+class _Output:
+    """Standard output that fails with an error which no file has."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        try:
+            return self._stream.write(text)
+        except OSError as error:
+            raise _OutputError(error.errno, error.strerror) from error
+
+    def flush(self) -> None:
+        try:
+            self._stream.flush()
+        except OSError as error:
+            raise _OutputError(error.errno, error.strerror) from error
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
 
 def _let_python_end_quietly() -> None:

@@ -15,10 +15,8 @@ from PIL import Image
 
 from torchtitan.files.durable import replace_file
 from torchtitan.files.optional import OptionalOutputs
-from torchtitan.files.patient_file import MIB, PatientFile
+from torchtitan.files.patient_file import PatientFile
 from torchtitan.files.regular import read_text
-
-_MOST_KEPT = 16 * MIB  # of events that TensorBoard's file lacks
 
 
 class TensorBoardFile:
@@ -34,7 +32,7 @@ class TensorBoardFile:
 
         now = time.time_ns()
         name = f"events.out.tfevents.{now // 10**9:010d}.{socket.gethostname()}.{os.getpid()}.{now % 10**9:09d}"
-        self._file = PatientFile(folder / name, "TensorBoard's file", most_kept=_MOST_KEPT, may_lose=True)
+        self._file = PatientFile(folder / name, "TensorBoard's file", may_lose=True)
         self._event = Event
         self._add(Event(file_version="brain.Event:2"))
         if steps_done is not None:

@@ -17,15 +17,14 @@ from torch import Tensor
 
 from torchtitan.diffusion.objective import LossTerms
 from torchtitan.files.durable import replacing
-from torchtitan.files.patient_file import MIB, PatientFile
+from torchtitan.files.patient_file import PatientFile
 from torchtitan.training.config import MetricsConfig
 from torchtitan.training.metric_points import iter_points, parse_point
 from torchtitan.training.metric_sinks import TensorBoardFile, WandbRun
 
 METRICS_FILE = "metrics.jsonl"
-_MOST_UNSAVED = 4 * MIB
-_MOST_IN_A_CHECKPOINT = 16 * MIB  # its state.json may have 64
-_LONGEST_LINE = 16 * MIB
+_MOST_IN_A_CHECKPOINT = 16 << 20  # bytes; its state.json may have 64 MiB
+_LONGEST_LINE = 16 << 20
 _MOST_WAITING = 32  # microbatches
 
 
@@ -162,9 +161,7 @@ class MetricsLog:
             unsaved: of the checkpoint that it resumes from: lines up to that step, to be written again.
         """
         path = folder / METRICS_FILE
-        self._lines = PatientFile(
-            path, "the file of metrics", prepare=lambda: cut_metrics(path, steps_done, unsaved), most_kept=_MOST_UNSAVED
-        )
+        self._lines = PatientFile(path, "the file of metrics", prepare=lambda: cut_metrics(path, steps_done, unsaved))
         self._num_points = 0
         self._resumed = [f"{line}\n".encode() for line in unsaved]
         self._tensorboard = TensorBoardFile(folder / "tb", steps_done) if config.enable_tensorboard else None

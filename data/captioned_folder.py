@@ -1,0 +1,272 @@
+"""Images with a caption each, in one folder: name.png beside name.txt, as squares or in aspect buckets."""
+
+import functools
+import hashlib
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+from tqdm import tqdm
+
+from torchtitan.conditions import Unconditional
+from torchtitan.data.aspect_buckets import STEP, bucket_of, own_size
+from torchtitan.data.base import DatasetError, DatasetInfo, Split
+from torchtitan.data.captioned_files import ReadCaption, captioned_images
+from torchtitan.data.captions import caption_at
+from torchtitan.data.class_folders import existing_folder
+from torchtitan.data.image_decoding import decoding_problem, upright_size, with_advice
+from torchtitan.data.image_files import (
+    ImageList,
+    SquareImages,
+    SquareImagesConfig,
+    check_readable,
+    found_instead,
+    shown_path,
+)
+from torchtitan.data.left_out import say_once
+from torchtitan.data.online_text import OnlineTextConfig, online_kind
+from torchtitan.data.splits import chosen_positions, spread_evenly
+from torchtitan.data.trigger_words import TRIGGER_KEY, filled
+from torchtitan.pictures.number_text import counted
+from torchtitan.settings import setting
+
+_REPEATED = re.compile(rb"([1-9]\d{0,2})_[^/]+/")  # a folder as kohya's trainers repeat it; 2024_summer or 01_front is another
+
+
+@dataclass(kw_only=True)
+class CaptionedFolderConfig(OnlineTextConfig, SquareImagesConfig):
+    """`[data]` with name = "captioned_folder"."""
+
+    name: Literal["captioned_folder"] = setting("captioned_folder", "dataset")
+    path: str = setting("", "folder of images, each with a caption: name.jpg and name.txt, or a metadata.jsonl", path=True)
+    resolutions: list[int] = setting(
+        [], "roots of the areas of aspect buckets, as [512, 768, 1024]; default: squares of data.image_size"
+    )
+    trigger_word: str = setting("", TRIGGER_KEY)
+    missing_caption: Literal["refuse", "trigger"] = setting(
+        "refuse", "for an image without a caption, or with an empty one: refuse the run, or take the trigger word as its caption"
+    )
+    # Words about left and right, and letters in the picture, would be wrong in a mirror.
+    horizontal_flip: bool = setting(False, "mirror each training image with probability 1/2")
+    validation_path: str = setting("", "folder of held-out images, laid out like data.path", path=True)
+    validation_fraction: float = setting(
+        0.05, "share of data.path held out, spread evenly over its order", ge=0, lt=1,
+        applies={"validation_path": ("",)},
+    )  # fmt: skip
+
+    def sizes_of(self, width: int, height: int) -> list[tuple[int, int]]:
+        """Sizes (width, height) in which an image of that size is seen, none of them larger than it."""
+        if self.resolutions:
+            found = [bucket_of(width, height, resolution) for resolution in self.resolutions]
+            found = found if any(found) else [own_size(width, height, min(self.resolutions))]
+            return [size for size in found if size is not None]
+        side = self.required_size()
+        return [(side, side)] if min(width, height) >= side else []
+
+
+@dataclass(frozen=True)
+class CaptionedImages:
+    """Images of a folder in the order of their names, with captions and sizes.
+
+    Attributes:
+        files: the images.
+        captions: of each, one line, the trigger word filled in.
+        sizes: width and height of each, in pixels, as it is shown.
+        digests: SHA-256 of the bytes of each file.
+    """
+
+    files: ImageList
+    captions: tuple[str, ...]
+    sizes: tuple[tuple[int, int], ...]
+    digests: tuple[bytes, ...]
+
+
+@dataclass(frozen=True)
+class Entries:
+    """Images in the sizes in which they are seen, ordered by size.
+
+    Attributes:
+        positions: of each entry's image in its folder, int64 [N].
+        sizes: different sizes (width, height), ascending by area.
+        counts: entries of each size, int64 [K].
+    """
+
+    positions: np.ndarray
+    sizes: tuple[tuple[int, int], ...]
+    counts: np.ndarray
+
+
+class CaptionedFolder(SquareImages):
+    """Colour images with captions, one entry per image and resolution that the image covers without being enlarged.
+
+    Entries are numbered size by size, and within a size by the names of the files. Without `validation_path` image i of
+    the folder, in all of its sizes, is held out where floor((i + 1) f) > floor(i f), f = `validation_fraction`.
+    """
+
+    Config = CaptionedFolderConfig
+
+    @staticmethod
+    def info(config: CaptionedFolderConfig) -> DatasetInfo:
+        _check_keys(config)
+        train = _open(config, "train")
+        check_readable(train.files, "data.path")
+        if config.validation_path:
+            check_readable(_open(config, "validation").files, "data.validation_path")
+            has_validation = True
+        else:
+            has_validation = bool(spread_evenly(len(train.files), config.validation_fraction).any())
+        shapes = tuple((3, height, width) for width, height in _all_sizes(config))
+        buckets = shapes if len(shapes) > 1 else ()
+        return DatasetInfo(shapes[-1], online_kind(config) or Unconditional(), has_validation, buckets)
+
+    def __init__(self, config: CaptionedFolderConfig, split: Split) -> None:
+        _check_keys(config)
+        images = _open(config, split)
+        chosen = np.arange(len(images.files))
+        if not config.validation_path:
+            held_out = spread_evenly(len(images.files), config.validation_fraction)
+            chosen = chosen_positions(held_out if split == "validation" else ~held_out, split, config.validation_fraction)
+        if split == "train":
+            chosen = np.repeat(chosen, _repeats(images.files)[chosen])
+        entries = _entries(config, images, chosen, _all_sizes(config))
+        self._sizes = entries.sizes
+        self._ends = np.cumsum(entries.counts)
+        if len(entries.sizes) > 1:
+            self.buckets = entries.counts
+        self._captions, self.encodes_captions = images.captions, bool(config.text_encoder)
+        no_labels = np.zeros(len(entries.positions), np.int64)
+        super().__init__(images.files, entries.positions, no_labels, max(entries.sizes[-1]), labelled=False)
+
+    def captions(self, indices: np.ndarray) -> list[str]:
+        """Captions of images, one line each, with the trigger word."""
+        return [self._captions[position] for position in self._positions[indices]]
+
+    def listing_digest(self) -> str:
+        """Digest of the listing: names, captions, sizes; not of the pixels."""
+        described = (super().listing_digest(), self._captions, self._sizes, self._ends.tolist())
+        return hashlib.sha256(repr(described).encode()).hexdigest()
+
+    def _size_of(self, indices: np.ndarray) -> tuple[int, int]:
+        buckets = np.unique(np.searchsorted(self._ends, indices, side="right"))
+        if len(buckets) > 1:
+            raise DatasetError(f"images of {len(buckets)} sizes in one batch, which is of one bucket")
+        return self._sizes[buckets[0]]
+
+
+def content_digest(config: CaptionedFolderConfig) -> str:
+    """Digest of every name, caption and byte of the images of both splits. Raises DatasetError."""
+    splits: tuple[Split, ...] = ("train", "validation") if config.validation_path else ("train",)
+    found = [_open(config, split) for split in splits]
+    described: list[tuple] = [(images.files.names.letters.tobytes(), images.captions, images.digests) for images in found]
+    if (repeats := _repeats(found[0].files)).max() > 1:  # others keep the digest that they had
+        described.append(tuple(repeats.tolist()))
+    return hashlib.sha256(repr(described).encode()).hexdigest()
+
+
+def _check_keys(config: CaptionedFolderConfig) -> None:
+    """Check keys that belong together. Raises DatasetError."""
+    if config.missing_caption == "trigger" and not config.trigger_word.split():
+        raise DatasetError('data.missing_caption: "trigger" needs data.trigger_word, which replaces missing captions (give it)')
+    if config.resolutions and config.image_size is not None:
+        raise DatasetError("data.image_size: is the side of squares, and data.resolutions asks for buckets; give one of them")
+    if not config.resolutions and config.image_size is None:
+        raise DatasetError(
+            "data.resolutions: not given; captioned_folder needs resolutions of aspect buckets, as [512, 768, 1024], or "
+            "data.image_size for squares"
+        )
+    if small := [resolution for resolution in config.resolutions if resolution < STEP]:
+        raise DatasetError(f"data.resolutions: {small[0]} is below {STEP}, the smallest side of a bucket")
+    if len(set(config.resolutions)) < len(config.resolutions):
+        raise DatasetError(f"data.resolutions: {config.resolutions} names a resolution twice")
+
+
+def _open(config: CaptionedFolderConfig, split: Split) -> CaptionedImages:
+    key = "validation_path" if split == "validation" and config.validation_path else "path"
+    path = getattr(config, key)
+    if not path:
+        raise DatasetError(f"data.{key}: not given; captioned_folder needs a folder of images and captions")
+    images = _read_folder(f"data.{key}", path, config.trigger_word, config.missing_caption)
+    place, small = shown_path(images.files.folder), 0
+    for position, (width, height) in enumerate(images.sizes):
+        if not config.sizes_of(width, height):
+            asked = f"data.resolutions = {config.resolutions}" if config.resolutions else f"data.image_size = {config.image_size}"
+            raise DatasetError(
+                f"{images.files.shown(position)}: {width} x {height} pixels cover no size of {asked}, and images are never "
+                "enlarged (remove it, or ask for a smaller size)"
+            )
+        small += bool(config.resolutions) and not any(bucket_of(width, height, each) for each in config.resolutions)
+    if small:
+        text = f"cover no bucket of data.resolutions = {config.resolutions}: seen in their own size, in multiples of {STEP}"
+        say_once(f"{place}: {small:,} of {len(images.sizes):,} images {text}")
+    if key == "path" and (count := int(_repeats(images.files).sum())) > len(images.sizes):
+        text = f"are {count:,} entries of an epoch: folders named N_name repeat theirs N times"
+        say_once(f"{place}: {counted(len(images.sizes), 'image')} {text}")
+    return images
+
+
+def _repeats(files: ImageList) -> np.ndarray:
+    """Number of times that an epoch shows each image, int64 [N]."""
+    found = (_REPEATED.match(files.names[position]) for position in range(len(files)))
+    return np.array([int(each[1]) if each else 1 for each in found])
+
+
+@functools.lru_cache(maxsize=4)  # a run opens the same folder several times
+def _read_folder(key: str, path: str, trigger_word: str, missing: str = "refuse") -> CaptionedImages:
+    """Captions of a folder and sizes of its images. Raises DatasetError."""
+    root = existing_folder(key, path)
+    captioned = captioned_images(root)
+    if not captioned:
+        raise DatasetError(f"{key}: {path!r} has no images in it{found_instead(root)}")
+
+    captions = tuple(_read_caption(place, text, trigger_word, missing) for _, place, text in captioned)
+    files = ImageList.of(root, [[name for name, _, _ in captioned]])
+    numbers = tqdm(range(len(files)), "reading the sizes of images", delay=2)
+    sizes, digests = zip(*(_read_size_and_digest(files, position) for position in numbers), strict=True)
+    if missing == "trigger" and (alone := captions.count(filled("[trigger]", trigger_word))):
+        say_once(f"{shown_path(root)}: the trigger word alone is the caption of {alone:,} of {len(captions):,} images")
+    return CaptionedImages(files, captions, sizes, digests)
+
+
+def _read_caption(place: str, read: ReadCaption | None, trigger_word: str, missing: str) -> str:
+    def text() -> str:
+        found = read() if read else None
+        if found and found.split():
+            return found
+        if missing == "trigger":
+            return "[trigger]"
+        missing_file = f"an image without a caption (add {Path(place).stem}.txt, remove the image"
+        problem = "the caption is empty (write it" if read else missing_file
+        raise ValueError(f'{problem}, or set data.missing_caption = "trigger")')
+
+    return caption_at(place, text, trigger_word)
+
+
+def _read_size_and_digest(files: ImageList, position: int) -> tuple[tuple[int, int], bytes]:
+    try:
+        content = files.content(position)
+        return upright_size(content), hashlib.sha256(content).digest()
+    except Exception as error:  # a damaged file fails in any way, and its bucket is not known
+        problem = with_advice(decoding_problem(error), "mend or remove it")
+        raise DatasetError(f"{files.shown(position)}: {problem}") from error
+
+
+def _all_sizes(config: CaptionedFolderConfig) -> tuple[tuple[int, int], ...]:
+    """Different sizes in which images of either split are seen, ascending by area."""
+    splits: tuple[Split, ...] = ("train", "validation") if config.validation_path else ("train",)
+    shown = {size for split in splits for size in _open(config, split).sizes}
+    seen = {size for width, height in shown for size in config.sizes_of(width, height)}
+    return tuple(sorted(seen, key=lambda size: (size[0] * size[1], size)))
+
+
+def _entries(
+    config: CaptionedFolderConfig, images: CaptionedImages, chosen: np.ndarray, sizes: tuple[tuple[int, int], ...]
+) -> Entries:
+    """Entries of the chosen images, in an order that does not depend on the other split."""
+    number = {size: place for place, size in enumerate(sizes)}
+    found = sorted(
+        (number[size], position) for position in chosen.tolist() for size in config.sizes_of(*images.sizes[position])
+    )
+    buckets, positions = np.array(found, np.int64).T
+    return Entries(positions.copy(), sizes, np.bincount(buckets, minlength=len(sizes)))

@@ -1,0 +1,143 @@
+"""Metadata of ImageNet: names of classes, and the class of each held-out image."""
+
+import csv
+import io
+import math
+import re
+import zlib
+from pathlib import Path
+from typing import Literal
+
+from torchtitan.data.base import DatasetError
+from torchtitan.data.class_folders import read_classes
+from torchtitan.data.derived_classes import MOST_CLASSES
+from torchtitan.data.tar_headers import REGULAR, TarError, walk
+from torchtitan.errors import one_line
+from torchtitan.files.regular import read_regular
+
+SYNSET_MAPPING = "LOC_synset_mapping.txt"
+VALIDATION_SOLUTION = "LOC_val_solution.csv"
+DEVKIT = "ILSVRC2012_devkit_t12"
+GROUND_TRUTH = "ILSVRC2012_validation_ground_truth.txt"
+MAX_FILE_BYTES = 64 << 20  # of each of these, packed and unpacked; the devkit has 2.5 MB
+_MATLAB_HEADER_BYTES, _MATLAB_PACKED = 128, 15
+WNID = re.compile(r"n\d{8}")
+
+
+def find_class_names(roots: list[Path]) -> dict[str, str]:
+    """Find wnid -> the first of its names, from Kaggle's mapping or the devkit; empty without either.
+
+    Raises:
+        DatasetError: one of them is damaged.
+    """
+    if mapping := _find(roots, SYNSET_MAPPING):
+        return {wnid: _first(names) for wnid, names in read_classes(str(mapping)).items()}
+    content = _devkit_file(roots, "meta.mat")
+    if content is None:
+        return {}
+    return {wnid: _first(words) for wnid, words in _synsets(content).values()}
+
+
+def find_validation_wnids(roots: list[Path]) -> dict[str, str]:
+    """Find name of a held-out image without its ending -> wnid, from Kaggle's solution or the devkit.
+
+    Raises:
+        DatasetError: there is neither, or one is damaged.
+    """
+    if solution := _find(roots, VALIDATION_SOLUTION):
+        return _read_solution(solution)
+    numbers, content = _devkit_file(roots, GROUND_TRUTH), _devkit_file(roots, "meta.mat")
+    if numbers is None or content is None:
+        raise DatasetError(
+            f"data.path: the held-out images of {roots[0]} are in no class folders, and neither {VALIDATION_SOLUTION} "
+            f"nor {DEVKIT}.tar.gz lies there to say their classes (put one there)"
+        )
+    synsets = _synsets(content)
+    try:
+        wnids = [synsets[int(line)][0] for line in numbers.decode("ascii").split()]
+    except (ValueError, KeyError, UnicodeDecodeError) as error:
+        raise DatasetError(f"{roots[0]}: the devkit's ground truth is damaged: {error}") from error
+    return {f"ILSVRC2012_val_{number:08}": wnid for number, wnid in enumerate(wnids, 1)}
+
+
+def _find(roots: list[Path], name: str) -> Path | None:
+    return next((root / name for root in roots if (root / name).is_file()), None)
+
+
+def _first(names: str) -> str:
+    return names.split(",")[0].strip()
+
+
+def _read_solution(path: Path) -> dict[str, str]:
+    """Read lines "ImageId,PredictionString", where the prediction begins with the wnid."""
+    try:
+        rows = list(csv.reader(read_regular(path, MAX_FILE_BYTES).decode("utf-8").splitlines()))
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise DatasetError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
+    wnids = {}
+    for number, row in enumerate(rows[1:], 2):
+        name, wnid = (row[0], row[1].partition(" ")[0]) if len(row) == 2 else ("", "")
+        if not name or not WNID.fullmatch(wnid):
+            raise DatasetError(f"{path}: line {number}: not an image's name, a comma and a wnid")
+        wnids[name] = wnid
+    return wnids
+
+
+def _devkit_file(roots: list[Path], name: str) -> bytes | None:
+    """Read a file of the devkit's folder `data`, unpacked or still in its archive."""
+    inside = f"{DEVKIT}/data/{name}"
+    place = _find(roots, inside) or _find(roots, f"{DEVKIT}.tar.gz")
+    if place is None:
+        return None
+    try:
+        content = read_regular(place, MAX_FILE_BYTES)
+        return content if place.name == name else _packed_file(content, inside.encode())
+    except (OSError, EOFError, zlib.error, TarError) as error:
+        raise DatasetError(f"{place}: {inside} cannot be read from it ({error})") from error
+
+
+def _packed_file(packed: bytes, name: bytes) -> bytes:
+    """Read a file from an archive in the gzip format. Raises TarError, zlib.error."""
+    content = _unpacked(packed)
+    for entry in walk(lambda offset, count: content[offset : offset + count], 0, len(content)):
+        if entry.name == name and entry.kind in REGULAR:
+            return content[entry.offset : entry.offset + entry.size]
+    raise TarError("there is no such file in it")
+
+
+def _unpacked(packed: bytes) -> bytes:
+    """Unpack gzip as far as it goes. Raises TarError where it is more than MAX_FILE_BYTES, zlib.error."""
+    unpacker = zlib.decompressobj(wbits=31)
+    content = unpacker.decompress(packed, MAX_FILE_BYTES + 1)
+    if len(content) > MAX_FILE_BYTES:
+        raise TarError(f"unpacked it has more than {MAX_FILE_BYTES:,} bytes")
+    return content
+
+
+def _synsets(content: bytes) -> dict[int, tuple[str, str]]:
+    """Synsets of the devkit's table: ILSVRC2012_ID -> (wnid, words)."""
+    from scipy.io import loadmat, whosmat
+
+    try:
+        _check_packed_parts(content)
+        shapes = {name: shape for name, shape, _ in whosmat(io.BytesIO(content))}
+        if math.prod(shapes["synsets"]) > MOST_CLASSES:
+            raise ValueError(f"a table of {math.prod(shapes['synsets']):,} classes")
+        rows = loadmat(io.BytesIO(content), squeeze_me=True, variable_names=["synsets"])["synsets"]
+        return {int(row["ILSVRC2012_ID"]): (str(row["WNID"]), str(row["words"])) for row in rows}
+    except Exception as error:  # a damaged file fails in any way
+        raise DatasetError(f"the devkit's meta.mat is damaged ({one_line(error)})") from error
+
+
+def _check_packed_parts(content: bytes) -> None:
+    """Check that the packed parts of a MATLAB file are not too large. Raises ValueError, zlib.error."""
+    order: Literal["little", "big"] = "big" if content[126:128] == b"MI" else "little"
+    position, left = _MATLAB_HEADER_BYTES, MAX_FILE_BYTES
+    while position < len(content):
+        kind, size = (int.from_bytes(content[position + at : position + at + 4], order) for at in (0, 4))
+        position += 8
+        if kind == _MATLAB_PACKED:
+            left -= len(zlib.decompressobj().decompress(content[position : position + size], left + 1))
+            if left < 0:
+                raise ValueError(f"unpacked it has more than {MAX_FILE_BYTES:,} bytes")
+        position += size

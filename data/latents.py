@@ -1,0 +1,266 @@
+"""Dataset of encoded images: reads a latent store, draws from each posterior, normalises by channel."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+import torch
+
+from torchtitan.conditions import ConditionKind, Embeddings, class_kind
+from torchtitan.data.base import Batch, DataConfig, Dataset, DatasetError, DatasetInfo, Draws, Split, TrainingForm
+from torchtitan.data.splits import spread_evenly
+from torchtitan.errors import LatentStoreError
+from torchtitan.programs import program
+from torchtitan.settings import setting
+
+if TYPE_CHECKING:
+    from torchtitan.latents.index import CaptionPlan
+    from torchtitan.latents.store import LatentStore
+
+NUMBERS_AT_A_TIME = 2**18  # keeps the generator's 64-bit intermediates in the cache
+VALIDATION_SEED = 0
+
+
+@dataclass(kw_only=True)
+class LatentsConfig(DataConfig):
+    """`[data]` with name = "latents"."""
+
+    name: Literal["latents"] = setting("latents", "dataset")
+    path: str = setting("", "folder of a latent store", path=True)
+    sample_posterior: bool | None = setting(
+        None, "draw each latent anew from its posterior; false: take the mean; "
+        "default: true where the store keeps standard deviations",
+    )  # fmt: skip
+    mirror: bool | None = setting(
+        None, "take the mirror image's latent with probability 1/2; default: true where the store keeps mirror images"
+    )
+    condition: Literal["captions", "class"] | None = setting(
+        None, "what conditions each image: its encoded caption, or its class; default: captions where the store has them"
+    )
+    trigger_word: str = setting(
+        "", "word that was trained on; previews of prompts without it show what training changed besides", trajectory=False
+    )
+    validation_path: str = setting("", "latent store of held-out images", path=True)
+    validation_fraction: float = setting(
+        0.05, "share of data.path held out, spread evenly over its order", ge=0, lt=1,
+        applies={"validation_path": ("",)},
+    )  # fmt: skip
+
+
+class Latents(Dataset):
+    """Latents [C, h, w] at unit scale.
+
+    Training draws the view and the posterior's sample of each sample number; a validation image is always the
+    unmirrored one and the same sample of its posterior. Without `validation_path` image i of the store is held out
+    where floor((i + 1) f) > floor(i f), f = `validation_fraction`: of images in the order of their classes every class
+    gives its share to within one.
+    """
+
+    Config = LatentsConfig
+    holds_latents = True
+
+    @staticmethod
+    def info(config: LatentsConfig) -> DatasetInfo:
+        stores = _open(config, "train")
+        parts = [_held_out(config, store) for store in stores]
+        has_validation = bool(config.validation_path) or any(bool(part.any()) for part in parts)
+        for store in stores:
+            _check_first("path", store)
+        for store in _open(config, "validation") if config.validation_path else []:
+            _check_first("validation_path", store)
+        shapes = tuple(store.index.shape for store in stores)
+        kind = _condition_kind(config, stores[0])
+        return DatasetInfo(_largest(stores).index.shape, kind, has_validation, shapes if len(shapes) > 1 else ())
+
+    def __init__(self, config: LatentsConfig, split: Split) -> None:
+        self._stores = _open(config, split)
+        index = self._stores[0].index
+        self._sample = index.posterior if config.sample_posterior is None else config.sample_posterior
+        self._mirror = index.mirrored if config.mirror is None else config.mirror
+        if config.validation_path:
+            numbers = [np.arange(len(store)) for store in self._stores]
+        else:
+            parts = [_held_out(config, store) for store in self._stores]
+            numbers = [np.flatnonzero(part if split == "validation" else ~part) for part in parts]
+        self._numbers = np.concatenate(numbers)  # in its store, of each image
+        if len(self._numbers) == 0:
+            raise DatasetError(f"data.validation_fraction: {config.validation_fraction} leaves no image for {split}")
+        counts = np.array([len(part) for part in numbers])
+        self._firsts = np.cumsum(counts) - counts  # of each store
+        self.buckets = self._of_each_bucket(config, counts)
+        self._captioned = _is_captioned(config, self._stores[0])
+        # Held-out images are seen through the same map as those that are trained on.
+        normalization = _open(config, "train")[0].index.normalization
+        self._shift = torch.tensor(normalization.shift)[:, None, None]  # [C, 1, 1]
+        self._scale = torch.tensor(normalization.scale)[:, None, None]
+
+    @staticmethod
+    def store(config: LatentsConfig) -> LatentStore:
+        """Store for training; of images in buckets that with most pixels. Raises DatasetError."""
+        return _largest(_open(config, "train"))
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def fetch(self, indices: np.ndarray) -> Batch:
+        return self._read(indices, None, Draws(VALIDATION_SEED, torch.from_numpy(self._numbers[indices])))
+
+    def fetch_drawn(self, indices: np.ndarray, draws: Draws) -> Batch:
+        views = (draws.uniform("horizontal_flip") < 0.5).to(torch.int64).numpy() if self._mirror else None
+        return self._read(indices, views, draws)
+
+    def _of_each_bucket(self, config: LatentsConfig, counts: np.ndarray) -> np.ndarray | None:
+        """Number of images of each shape of the training store, of which a held-out one may lack some."""
+        shapes = [store.index.shape for store in _open(config, "train")]
+        if len(shapes) == 1:
+            return None
+        found = {store.index.shape: int(count) for store, count in zip(self._stores, counts, strict=True)}
+        return np.array([found.get(shape, 0) for shape in shapes])
+
+    def _store_of(self, indices: np.ndarray) -> LatentStore:
+        """Store of images of one bucket."""
+        return self._stores[int(np.searchsorted(self._firsts, indices[0], side="right")) - 1]
+
+    def training_forms(self, indices: np.ndarray) -> list[TrainingForm]:
+        forms = []
+        for view in (0, 1) if self._mirror else (0,):
+            values, labels = self._stored(indices, np.full(len(indices), view))
+            batch = self._batch(indices, values[:, 0], labels)
+            forms.append(TrainingForm(batch, values[:, 1] * self._scale.abs() if self._sample else None))
+        return forms
+
+    def _stored(self, indices: np.ndarray, views: np.ndarray | None) -> tuple[torch.Tensor, torch.Tensor]:
+        try:
+            return self._store_of(indices).read(self._numbers[indices], views)  # [B, P, C, h, w]
+        except LatentStoreError as error:
+            raise DatasetError(str(error)) from error
+
+    def _read(self, indices: np.ndarray, views: np.ndarray | None, draws: Draws) -> Batch:
+        values, labels = self._stored(indices, views)
+        latents = values[:, 0]
+        if self._sample:
+            at_a_time = max(1, NUMBERS_AT_A_TIME // latents[0].numel())
+            for first in range(0, len(latents), at_a_time):
+                slots = slice(first, first + at_a_time)
+                noise = draws[slots].normal("posterior", tuple(latents.shape[1:]))
+                latents[slots].addcmul_(values[slots, 1], noise)
+        return self._batch(indices, latents, labels)
+
+    def _batch(self, indices: np.ndarray, latents: torch.Tensor, labels: torch.Tensor) -> Batch:
+        store, numbers = self._store_of(indices), self._numbers[indices]
+        batch = {"images": (latents - self._shift) * self._scale}
+        if self._captioned:
+            return batch | _read_captions(store, numbers)
+        return batch | {"class": labels} if store.index.num_classes else batch
+
+    def captions(self, indices: np.ndarray) -> list[str]:
+        store = self._store_of(indices)
+        if store.captions is None:
+            return super().captions(indices)
+        try:
+            numbers = store.caption_numbers(self._numbers[indices]).tolist()
+            return [store.captions.text(number) for number in numbers]
+        except LatentStoreError as error:
+            raise DatasetError(str(error)) from error
+
+
+def _read_captions(store: LatentStore, numbers: np.ndarray) -> dict[str, torch.Tensor]:
+    assert store.captions is not None  # or they would not be asked for
+    try:
+        return store.captions.read(store.caption_numbers(numbers))
+    except LatentStoreError as error:
+        raise DatasetError(str(error)) from error
+
+
+def _open(config: LatentsConfig, split: Split) -> list[LatentStore]:
+    """Open the store that holds a split, one for each shape of its images. Raises DatasetError."""
+    from torchtitan.latents.bucketed import open_stores  # which no other dataset's configuration needs
+    from torchtitan.latents.index import HOW_TO_MAKE
+
+    key = "validation_path" if split == "validation" and config.validation_path else "path"
+    path = getattr(config, key)
+    if not path:
+        raise DatasetError(f"data.{key}: not given; latents needs a latent store ({HOW_TO_MAKE})")
+    try:
+        stores = open_stores(path)
+    except LatentStoreError as error:
+        raise DatasetError(f"data.{key}: {error}") from error
+    if config.sample_posterior and not stores[0].index.posterior:
+        raise DatasetError(f"data.sample_posterior: {path} keeps no standard deviations; leave the key out")
+    if key == "validation_path":
+        _check_alike(config, stores, _open(config, "train"))
+    elif config.mirror and not stores[0].index.mirrored:
+        raise DatasetError(f"data.mirror: {path} keeps no mirror images; leave the key out")
+    return stores
+
+
+def _held_out(config: LatentsConfig, store: LatentStore) -> np.ndarray:
+    """Which images of a training store are held out, bool [N]."""
+    return spread_evenly(len(store), config.validation_fraction)
+
+
+def _largest(stores: list[LatentStore]) -> LatentStore:
+    """Store of the largest images, the first of equals."""
+    return max(stores, key=lambda store: store.index.shape[1] * store.index.shape[2])
+
+
+def _is_captioned(config: LatentsConfig, store: LatentStore) -> bool:
+    return store.index.captions is not None and config.condition != "class"
+
+
+def _condition_kind(config: LatentsConfig, store: LatentStore) -> ConditionKind:
+    """Kind of condition of a store's images. Raises DatasetError."""
+    from torchtitan.latents.captions import NULL_CAPTION
+
+    index, captions = store.index, store.captions
+    if config.condition == "captions" and captions is None:
+        text = f"keeps no captions ({program('extract_latents')} with --text-encoder keeps them)"
+        raise DatasetError(f"data.condition: {store.folder} {text}")
+    if config.condition == "class" and not index.num_classes:
+        raise DatasetError(f"data.condition: {store.folder} keeps no classes; leave the key out")
+    if captions is None or not _is_captioned(config, store):
+        return class_kind(index.num_classes, index.class_names)
+    try:
+        nulls = {name: values[0] for name, values in captions.read([NULL_CAPTION]).items()}
+        prompts = captions.read(captions.plan.prompts) if captions.plan.prompts else {}
+        names = tuple(captions.text(number) for number in captions.plan.prompts)
+    except LatentStoreError as error:
+        raise DatasetError(f"data.path: {error}") from error
+    return Embeddings(nulls, prompts, names)
+
+
+def _check_first(key: str, store: LatentStore) -> None:
+    """Check the first image, so that a wrong shape is found before a model is built. Raises DatasetError."""
+    try:
+        store.read(np.zeros(1, np.int64))
+    except LatentStoreError as error:
+        raise DatasetError(f"data.{key}: {error}") from error
+
+
+def _check_alike(config: LatentsConfig, stores: list[LatentStore], trained_stores: list[LatentStore]) -> None:
+    """Check that held-out images are as those of training; of images in buckets, each of a shape that is there too."""
+    by_shape = {trained.index.shape: trained for trained in trained_stores}
+    order = [shape for shape in by_shape if shape in {store.index.shape for store in stores}]
+    stores.sort(key=lambda store: order.index(store.index.shape) if store.index.shape in order else len(order))
+    for store in stores:
+        _check_alike_one(config, store, by_shape.get(store.index.shape, trained_stores[0]))
+
+
+def _check_alike_one(config: LatentsConfig, store: LatentStore, trained: LatentStore) -> None:
+    for name in ("shape", "posterior", "num_classes", "class_names", "autoencoder"):
+        held_out, wanted = getattr(store.index, name), getattr(trained.index, name)
+        if held_out != wanted:
+            raise DatasetError(f"data.validation_path: {store.folder}: its {name} is not that of {trained.folder}")
+    differing = _differing(store.index.captions, trained.index.captions) if _is_captioned(config, trained) else None
+    if differing:
+        raise DatasetError(f"data.validation_path: {store.folder}: its {differing} is not that of {trained.folder}")
+
+
+def _differing(held_out: CaptionPlan | None, trained: CaptionPlan | None) -> str | None:
+    """First attribute of captions that must be equal, and is not."""
+    if held_out is None or trained is None:
+        return "captions"
+    names = ("encoders", "text_shape", "pooled_shape", "dtype")
+    return next((f"captions.{name}" for name in names if getattr(held_out, name) != getattr(trained, name)), None)

@@ -1,0 +1,384 @@
+"""Tar shards in WebDataset's format, read in place: files of one key are a sample, with random access."""
+
+import codecs
+import dataclasses
+import glob
+import json
+import os
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from itertools import islice
+from pathlib import Path
+from typing import Literal, cast
+
+import numpy as np
+
+from torchtitan.conditions import Classes, Unconditional
+from torchtitan.data.base import DatasetError, DatasetInfo, Split
+from torchtitan.data.captions import MAX_CAPTION_BYTES, CaptionedSource, captions_of
+from torchtitan.data.class_folders import read_classes
+from torchtitan.data.derived_classes import MOST_CLASSES, num_classes_of
+from torchtitan.data.image_files import (
+    SUFFIXES,
+    PackedNames,
+    SquareImages,
+    SquareImagesConfig,
+    check_readable,
+)
+from torchtitan.data.left_out import PICTURES_NOT_READ, say_left_out
+from torchtitan.data.online_text import OnlineTextConfig, online_kind
+from torchtitan.data.saved_index import Advance, Table, saved_tables
+from torchtitan.data.splits import chosen_positions, spread_evenly
+from torchtitan.data.tar_files import Member, OpenArchives, TarImages, read_members
+from torchtitan.data.trigger_words import PLACEHOLDER, TRIGGER_KEY
+from torchtitan.files.regular import open_regular
+from torchtitan.settings import setting
+
+PROBLEMS = (
+    "",
+    "the sample has no image",
+    "the sample has several images (data.image_extension says which to take)",
+    "the sample has no label (data.labels = false trains without)",
+    "the sample's label is no whole number from 0 to 999999 (write numbers, which data.classes_file names, or set data.labels = "
+    "false)",
+    "the sample has no caption (pack the shard again with its .txt, or without the image)",
+    "the sample has several captions (.txt)",
+    "the caption is empty",
+    "the caption is not UTF-8",
+    f"a caption of more than {MAX_CAPTION_BYTES:,} bytes",
+    *(f"the sample's picture is a .{ending.decode()}, which is not read" for ending in PICTURES_NOT_READ),
+)
+NO_IMAGE, SEVERAL_IMAGES, NO_LABEL, BAD_LABEL = 1, 2, 3, 4  # places in PROBLEMS
+NO_CAPTION, SEVERAL_CAPTIONS, EMPTY_CAPTION, NOT_UTF8, LONG_CAPTION = 5, 6, 7, 8, 9
+NOT_READ = 10  # the first of those
+TEXT_COLUMNS = ("text_offsets", "text_sizes", "triggers")  # of captions: place, and whether they have [trigger]
+LARGEST_LABEL = MOST_CLASSES - 1
+MAX_LABEL_BYTES = 1 << 20  # of the file that holds it; of a larger one the beginning is read, and is no label
+MAX_SHARDS = 1 << 18
+
+
+@dataclass(kw_only=True)
+class WebDatasetConfig(OnlineTextConfig, SquareImagesConfig):
+    """`[data]` with name = "webdataset"."""
+
+    name: Literal["webdataset"] = setting("webdataset", "dataset")
+    path: str = setting("", "tar shards: a folder of them, a pattern with * or ?, or names as train-{000..127}.tar", path=True)
+    image_extension: str = setting("", "extension of the image in samples with several")
+    label_key: str = setting(
+        "", "key of the label in a sample's .json; default: the number in its .cls", applies={"captions": (False,)}
+    )
+    classes_file: str = setting(
+        "", "text file, one 'id name' a line in the order of labels; default: no names, labels up to the largest found",
+        applies={"captions": (False,)}, path=True,
+    )  # fmt: skip
+    captions: bool = setting(False, "read the caption in each sample's .txt instead of a label")
+    trigger_word: str = setting("", TRIGGER_KEY, applies={"captions": (True,)})
+    validation_path: str = setting("", "shards of held-out images, in the form of data.path", path=True)
+    validation_fraction: float = setting(
+        0.05, "share of data.path held out, spread evenly over its order", ge=0, lt=1,
+        applies={"validation_path": ("",)},
+    )  # fmt: skip
+    index_path: str = setting(
+        "", "folder for the indexes of the shards; default: that of the shards", trajectory=False, writes="shared", path=True
+    )
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Samples of all shards in their order; a sample that lacks something is one that cannot be read.
+
+    Attributes:
+        images: the image of each; names are keys.
+        labels: int64 [N], 0 where there is none.
+        problems: number in PROBLEMS, uint8 [N].
+        texts: offset and size of each caption in its image's archive, and whether it has "[trigger]", int64 [N, 3]; None
+            where labels are read.
+    """
+
+    images: TarImages
+    labels: np.ndarray
+    problems: np.ndarray
+    texts: np.ndarray | None = None
+    names: PackedNames | None = None  # keys are not listed
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def content(self, position: int) -> bytes:
+        if self.problems[position]:
+            raise ValueError(PROBLEMS[self.problems[position]])
+        return self.images.content(position)
+
+    def text(self, position: int) -> str | None:
+        """Caption of a sample as it is stored. Raises OSError, or ValueError where the shard has changed."""
+        if self.texts is None:
+            return None
+        offset, size, _ = self.texts[position].tolist()
+        return self.images.archives.read(int(self.images.archive[position]), offset, size).decode("utf-8-sig")
+
+    def shown(self, position: int) -> str:
+        return self.images.shown(position)
+
+
+class WebDataset(SquareImages):
+    """Colour images [3, S, S] with the labels or captions in the shards.
+
+    Without `validation_path` sample i of data.path is held out where floor((i + 1) f) > floor(i f),
+    f = `validation_fraction`.
+    """
+
+    Config = WebDatasetConfig
+
+    @staticmethod
+    def info(config: WebDatasetConfig) -> DatasetInfo:
+        size = config.required_size()
+        train = _open(config, "train")
+        check_readable(train, "data.path")
+        if config.validation_path:
+            check_readable(_open(config, "validation"), "data.validation_path")
+        has_validation = bool(config.validation_path or spread_evenly(len(train), config.validation_fraction).any())
+        if config.captions:
+            return DatasetInfo((3, size, size), online_kind(config) or Unconditional(), has_validation)
+        if config.text_encoder:
+            raise DatasetError("data.text_encoder: encodes captions, and data.captions = false reads none (set it to true)")
+        if not config.labels:
+            return DatasetInfo((3, size, size), has_validation=has_validation)
+        names = tuple(read_classes(config.classes_file).values()) if config.classes_file else ()
+        advice = "if it is meant, data.classes_file declares the classes"
+        num_classes = len(names) or num_classes_of(train.labels, train.shown, advice)
+        _check_labels(train, num_classes, config.classes_file)
+        if config.validation_path:
+            _check_labels(_open(config, "validation"), num_classes, config.classes_file)
+        return DatasetInfo((3, size, size), Classes(num_classes, names), has_validation)
+
+    def __init__(self, config: WebDatasetConfig, split: Split) -> None:
+        samples = _open(config, split)
+        if config.validation_path:
+            positions = np.arange(len(samples))
+        else:
+            held_out = spread_evenly(len(samples), config.validation_fraction)
+            chosen = held_out if split == "validation" else ~held_out
+            positions = chosen_positions(chosen, split, config.validation_fraction)
+        labels = samples.labels[positions]
+        labelled = config.labels and not config.captions
+        super().__init__(samples, positions, labels, config.required_size(), labelled=labelled)
+        self.encodes_captions = bool(config.text_encoder)
+        self._captioned, self._trigger_word = config.captions, config.trigger_word
+
+    def captions(self, indices: np.ndarray) -> list[str]:
+        """Captions of images, one line each, with the trigger word. Raises DatasetError: as where they are not read."""
+        if not self._captioned:
+            raise DatasetError("data.captions: false, so that captions are not read (set it to true)")
+        return captions_of(cast(CaptionedSource, self._source), self._positions[indices], self._trigger_word)
+
+
+def _check_labels(samples: Samples, num_classes: int, classes_file: str) -> None:
+    wrong = np.flatnonzero(samples.labels >= num_classes)
+    if len(wrong):
+        known = "data.classes_file" if classes_file else "data.path"
+        label = samples.labels[wrong[0]]
+        raise DatasetError(f"{samples.shown(wrong[0])}: label {label} is not in 0..{num_classes - 1}, those of {known}")
+
+
+def _open(config: WebDatasetConfig, split: Split) -> Samples:
+    key = "validation_path" if split == "validation" and config.validation_path else "path"
+    path, extension = getattr(config, key), config.image_extension.lower()
+    if not config.captions:
+        samples = _open_shards(f"data.{key}", path, extension, config.label_key, False, config.index_path)
+        of_labels = np.isin(samples.problems, (NO_LABEL, BAD_LABEL))
+        return samples if config.labels else dataclasses.replace(samples, problems=np.where(of_labels, 0, samples.problems))
+    samples = _open_shards(f"data.{key}", path, extension, "", True, config.index_path)
+    _check_captions(samples, config.trigger_word)
+    return samples
+
+
+@lru_cache(maxsize=4)  # a run opens the same shards several times
+def _open_shards(
+    key: str, path: str, image_extension: str, label_key: str, captioned: bool, index_path: str
+) -> Samples:
+    shards = find_shards(key, path)
+    kind = json.dumps(["webdataset", image_extension, label_key] + ["captions"] * captioned)
+    build = partial(_read_shard, image_extension=image_extension.encode(), label_key=label_key, captioned=captioned)
+    tables = saved_tables(shards, kind, build, index_path)
+    tables = _without_unread(path, tables)
+    counts = [len(table["labels"]) for table in tables]
+    if sum(counts) == 0:
+        raise DatasetError(f"{key}: {path!r} has no samples in it")
+    joined = {name: np.concatenate([table[name] for table in tables]) for name in tables[0]}
+    ends = np.concatenate(([0], np.cumsum(joined["letter_counts"])))
+    images = TarImages(
+        archives=OpenArchives(shards),
+        archive=np.repeat(np.arange(len(shards), dtype=np.int32), counts),
+        offsets=joined["offsets"],
+        sizes=joined["sizes"],
+        names=PackedNames(joined["letters"], ends),
+    )
+    texts = np.stack([joined[name] for name in TEXT_COLUMNS], 1) if captioned else None  # [N, 3]
+    return Samples(images, joined["labels"], joined["problems"], texts)
+
+
+def _without_unread(path: str, tables: list[Table]) -> list[Table]:
+    """Tables without the samples of pictures of other endings, which are said to be left out."""
+    left_out: Counter[str] = Counter()
+    kept = []
+    for table in tables:
+        read = table["problems"] < NOT_READ
+        left_out.update(PICTURES_NOT_READ[problem - NOT_READ].decode() for problem in table["problems"][~read].tolist())
+        letters = table["letters"][np.repeat(read, table["letter_counts"])]
+        kept.append({name: letters if name == "letters" else column[read] for name, column in table.items()})
+    say_left_out(path, left_out)
+    return kept
+
+
+def _check_captions(samples: Samples, trigger_word: str) -> None:
+    """Check that every sample has an image and a caption. Raises DatasetError, with shard and key."""
+    wrong = np.flatnonzero(samples.problems)
+    if len(wrong):
+        raise DatasetError(f"{samples.shown(wrong[0])}: {PROBLEMS[samples.problems[wrong[0]]]}")
+    assert samples.texts is not None
+    captions_of(samples, np.flatnonzero(samples.texts[:, 2])[:1], trigger_word)  # refuses [trigger] without a word
+
+
+def find_shards(key: str, path: str) -> list[Path]:
+    """Find local tar files from a folder, a pattern or a name with {000..127} or {a,b}; a folder's by name.
+
+    Raises:
+        DatasetError: there are none, or one of those named is missing.
+    """
+    if not path:
+        raise DatasetError(f"{key}: not given; webdataset needs a folder of tar shards, or train-{{000..127}}.tar")
+    if "://" in path or path.startswith("pipe:"):
+        raise DatasetError(f"{key}: {path!r} is not on this machine; webdataset reads local shards (copy them here)")
+    expanded = os.path.expanduser(path)
+    if os.path.isdir(expanded):
+        found = sorted(file for file in Path(expanded).glob("*.tar") if not file.name.startswith("."))
+    else:
+        names = expand_braces(expanded)
+        if len(names) > MAX_SHARDS:
+            raise DatasetError(f"{key}: {path!r} stands for more than {MAX_SHARDS:,} names")
+        found = [Path(file) for name in names for file in ([name] if os.path.isfile(name) else _matches(name))]
+        missing = [file for file in found if not file.is_file()]
+        if missing:
+            raise DatasetError(f"{key}: {len(missing)} of {len(found)} shards do not exist, first {missing[0]}")
+    if not found:
+        raise DatasetError(f"{key}: {path!r} stands for no tar file")
+    return found
+
+
+def _matches(name: str) -> list[str]:
+    return sorted(glob.glob(name)) if glob.has_magic(name) else [name]
+
+
+def expand_braces(pattern: str) -> list[str]:
+    """Expand the braces of a pattern as a shell does: {a,b} and {08..11}, several of them too.
+
+    Of more than MAX_SHARDS names, only one more than those is returned.
+    """
+    return list(islice(_expanded(pattern), MAX_SHARDS + 1))
+
+
+def _expanded(pattern: str) -> Iterator[str]:
+    match = re.search(r"\{([^{}]*)\}", pattern)
+    if match is None:
+        yield pattern
+        return
+    limits = re.fullmatch(r"(\d{1,18})\.\.(\d{1,18})", match[1])
+    if limits:
+        width = max(map(len, limits.groups())) if any(text.startswith("0") for text in limits.groups()) else 0
+        choices: Iterable[str] = (f"{number:0{width}}" for number in range(int(limits[1]), int(limits[2]) + 1))
+    else:
+        choices = match[1].split(",")
+    before, after = pattern[: match.start()], pattern[match.end() :]
+    for choice in choices:
+        yield from _expanded(before + choice + after)
+
+
+def _read_shard(path: Path, advance: Advance, image_extension: bytes, label_key: str, captioned: bool) -> Table:
+    """Read a shard's samples in the order in which their keys first appear."""
+    groups: dict[bytes, dict[bytes, list[Member]]] = {}
+    for member in read_members(path, advance):
+        folder, _, name = member.name.rpartition(b"/")
+        key, _, extension = name.partition(b".")
+        if key:  # names that begin with a dot belong to no sample
+            files = groups.setdefault(os.path.join(folder, key), {})
+            files.setdefault(extension.lower(), []).append(member)
+    with open_regular(path) as file:
+
+        def read(member: Member) -> bytes:
+            file.seek(member.offset)
+            return file.read(min(member.size, MAX_LABEL_BYTES))
+
+        describe: Callable[..., tuple[int, ...]]
+        describe = _describe_captioned if captioned else partial(_describe, label_key=label_key)
+        rows = [describe(files, read, image_extension) for files in groups.values()]
+    names = PackedNames.of(list(groups))
+    columns = np.array(rows, np.int64).reshape(len(rows), 4 + len(TEXT_COLUMNS) * captioned)
+    texts = dict(zip(TEXT_COLUMNS, columns[:, 4:].T.copy(), strict=True)) if captioned else {}
+    return texts | {
+        "letters": names.letters,
+        "letter_counts": np.diff(names.offsets),
+        "offsets": columns[:, 0].copy(),
+        "sizes": columns[:, 1].copy(),
+        "labels": columns[:, 2].copy(),
+        "problems": columns[:, 3].astype(np.uint8),
+    }
+
+
+def _describe(
+    files: dict[bytes, list[Member]], read: Callable[[Member], bytes], image_extension: bytes, label_key: str
+) -> tuple[int, int, int, int]:
+    """Describe a sample: offset and size of its image, its label, and its problem."""
+    images = _images(files, image_extension)
+    if len(images) != 1:
+        return 0, 0, 0, SEVERAL_IMAGES if images else _no_image(files)
+    described = files.get(b"json" if label_key else b"cls")
+    label, problem = _label(read(described[0]), label_key) if described else (0, NO_LABEL)
+    return images[0].offset, images[0].size, label, problem
+
+
+def _describe_captioned(
+    files: dict[bytes, list[Member]], read: Callable[[Member], bytes], image_extension: bytes
+) -> tuple[int, int, int, int, int, int, bool]:
+    """Describe a sample: offset and size of its image, label 0, its problem, and TEXT_COLUMNS."""
+    images, texts = _images(files, image_extension), files.get(b"txt", [])
+    nowhere = (0, 0, False)
+    if len(images) != 1:
+        return 0, 0, 0, SEVERAL_IMAGES if images else _no_image(files), *nowhere
+    place = images[0].offset, images[0].size
+    if len(texts) != 1:
+        return *place, 0, SEVERAL_CAPTIONS if texts else NO_CAPTION, *nowhere
+    if texts[0].size > MAX_CAPTION_BYTES:
+        return *place, 0, LONG_CAPTION, *nowhere
+    try:
+        text = read(texts[0]).decode("utf-8-sig")
+    except UnicodeDecodeError:
+        return *place, 0, NOT_UTF8, *nowhere
+    problem = 0 if text.strip() else EMPTY_CAPTION
+    return *place, 0, problem, texts[0].offset, texts[0].size, PLACEHOLDER.search(text) is not None
+
+
+def _images(files: dict[bytes, list[Member]], image_extension: bytes) -> list[Member]:
+    wanted = {image_extension} if image_extension else SUFFIXES
+    return [member for extension, members in files.items() if extension in wanted for member in members]
+
+
+def _no_image(files: dict[bytes, list[Member]]) -> int:
+    """Problem of a sample without an image."""
+    return next((NOT_READ + PICTURES_NOT_READ.index(ending) for ending in files if ending in PICTURES_NOT_READ), NO_IMAGE)
+
+
+def _label(text: bytes, label_key: str) -> tuple[int, int]:
+    if not label_key:
+        text = text.removeprefix(codecs.BOM_UTF8)
+        return (int(text), 0) if re.fullmatch(rb"\s*\d{1,6}\s*", text) else (0, BAD_LABEL)
+    try:
+        fields = json.loads(text)
+    except (ValueError, RecursionError):
+        return 0, BAD_LABEL
+    if not isinstance(fields, dict) or label_key not in fields:
+        return 0, NO_LABEL
+    value = fields[label_key]
+    return (value, 0) if type(value) is int and 0 <= value <= LARGEST_LABEL else (0, BAD_LABEL)
