@@ -8,7 +8,7 @@ from torch import Tensor
 
 from torchtitan.gns.decayed import BinEstimates, DecayedSums
 from torchtitan.gns.statistics import PairSums
-from torchtitan.statistics.ratio_intervals import fieller
+from torchtitan.statistics.ratio_intervals import fieller, log_delta
 
 GRID = torch.linspace(-50.0, 200.0, 250_001, dtype=torch.float64)
 
@@ -45,6 +45,13 @@ def test_negative_denominator_counts_as_zero_and_no_knowledge_is_the_whole_line(
     ):
         assert fieller(*values) == (-math.inf, math.inf, True)
     assert fieller(1.0, 1.0, 1e-4, 1e-4, 0.0, math.inf) == (-math.inf, math.inf, True)
+
+
+def test_intervals_agree_where_the_denominator_is_well_known() -> None:
+    values = [torch.tensor(v, dtype=torch.float64) for v in ([10.0, 5.0], [2.0, 4.0], 1e-6, 2e-6, 5e-7, 2.0)]
+    for one, other in zip(fieller(*values), log_delta(*values), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=0)
+    assert log_delta(1.0, 0.1, 0.1, 0.1, 0.0, 2.0) == (0.0, math.inf, True)
 
 
 # ---------------------------------------------------------------------- coverage

@@ -58,3 +58,20 @@ def fieller(
     unbounded = ~known | (a <= 0)
     lower = torch.where(known & (~unbounded | ((numerator > 0) & (c > 0))), lower, -torch.inf)
     return lower, torch.where(unbounded, torch.inf, upper), unbounded
+
+
+@_floats_for_floats
+def log_delta(
+    numerator: Tensor, denominator: Tensor, var_n: Tensor, var_d: Tensor, covariance: Tensor, quantile: Tensor
+) -> Ends:
+    """Log-delta interval exp(log(n / d) +- q sigma) of a positive ratio, sigma the linearised standard error of the
+    log.
+
+    Args, Returns: as in `fieller`. Unbounded by the same rule; then lower is 0.
+    """
+    unbounded = ~(denominator > quantile * var_d.sqrt()) | ~(numerator > 0)
+    ratio = numerator / denominator
+    variance = var_n / numerator**2 - 2.0 * covariance / (numerator * denominator) + var_d / denominator**2
+    factor = torch.exp(quantile * variance.clamp_min(0.0).sqrt())
+    unbounded = unbounded | ~factor.isfinite()
+    return torch.where(unbounded, 0.0, ratio / factor), torch.where(unbounded, torch.inf, ratio * factor), unbounded
