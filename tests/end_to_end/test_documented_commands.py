@@ -219,7 +219,7 @@ def test_keys_that_pages_name_exist():
         for key in re.findall(r"`(?:--)?((?:[a-z_0-9]+\.)+[a-z_0-9]+)(?=[` =])", text):
             if sections & {key.partition(".")[0], key.rpartition(".")[0]} and not key.endswith((".py", ".json", ".jsonl")):
                 named.add((page, key))
-    assert len(named) > 400
+    assert len(named) > 250  # the pages are searched at all
     assert not [(page, key) for page, key in named if key != "objective.uncertainty.weight" and not exists(key)]
 
 
