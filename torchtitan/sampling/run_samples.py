@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torchtitan.evaluation.sample_plans import SetPlan
 from torchtitan.evaluation.sample_sets import SampleSet, draw_set
 from torchtitan.fidelity.images import ImageSet, open_images
-from torchtitan.runs.drawing import Drawing, beside
 from torchtitan.runs.ownership import CONFIG_FILE
+from torchtitan.sampling.setup import SamplingSetup, beside
 from torchtitan.training.metric_sinks import TensorBoardFile
 
 
@@ -21,7 +21,7 @@ def is_run(folder: Path) -> bool:
     return (folder / CONFIG_FILE).is_file()
 
 
-def draw_samples(drawing: Drawing, plan: SetPlan, group: dist.ProcessGroup | None, progress: bool = False) -> ImageSet:
+def draw_samples(setup: SamplingSetup, plan: SetPlan, group: dist.ProcessGroup | None, progress: bool = False) -> ImageSet:
     """Draw the set of a plan, or what is missing of it, and open its images; collective.
 
     The set's folder is named by a hash of its plan, so that sets of other methods and weights are beside one another.
@@ -31,15 +31,15 @@ def draw_samples(drawing: Drawing, plan: SetPlan, group: dist.ProcessGroup | Non
         SampleNotFinite, OSError: on the rank where it happens.
     """
     record = json.dumps(plan.record(), sort_keys=True).encode()
-    folder = beside(drawing.source, "sets") / hashlib.sha256(record).hexdigest()[:12]
-    draw_set(SampleSet(folder, plan), drawing.sampler(), drawing.method(), drawing.decoder, group, progress)
+    folder = beside(setup.source, "sets") / hashlib.sha256(record).hexdigest()[:12]
+    draw_set(SampleSet(folder, plan), setup.sampler(), setup.method(), setup.decoder, group, progress)
     return open_images(folder)
 
 
-def origin(drawing: Drawing) -> dict[str, Any]:
+def origin(setup: SamplingSetup) -> dict[str, Any]:
     """Origin of drawn samples, for their record: the run's name, step and EMA track."""
-    trained = drawing.trained
-    name = trained.config.job.name if drawing.source.is_dir() else drawing.source.name
+    trained = setup.trained
+    name = trained.config.job.name if setup.source.is_dir() else setup.source.name
     return {"run": name, "step": trained.step, "ema_track": trained.track or None, "weights": trained.label}
 
 
