@@ -214,7 +214,6 @@ def test_an_extraction_is_a_job_for_each_part_and_one_for_the_index(photographs,
     (["--slurm", "partition=gpu"], "--slurm: is of jobs"),
     (["--processes", "2"], "--processes: is of jobs"),
     (["--jobs", "2", "--part", "1/2"], "--part: is chosen for each of the jobs"),
-    (["--jobs", "2", "--report", "times.json"], "--report: has the times of one start, and jobs are several"),
     (["--jobs", "2", "--slurm", "partition=gpu"], "--slurm: is an option of --launcher slurm"),
     (["--part", "3/2"], "--part: must be K/N, a part of N from 1 to N, is '3/2'"),
 ])  # fmt: skip

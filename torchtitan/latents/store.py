@@ -122,11 +122,6 @@ class LatentStore:
             raise LatentStoreError(f"{self.folder}: {error}; the index does not describe its shard") from error
         return found
 
-    def read_whole(self, number: int) -> tuple[Tensor, Tensor]:
-        """Read all images of a shard: values float32 [n, V, P, C, h, w], labels int64 [n]. Raises LatentStoreError."""
-        shard = map_shard(self.folder, number, self.index)
-        return decode(shard.latents, shard.scales, self.index.dtype), torch.from_numpy(shard.labels)
-
     def _places(self, images: np.ndarray) -> tuple[np.ndarray, np.ndarray, dict[int, MappedShard]]:
         """Shard of each image and row in it, int64 [B] both, and the shards, mapped."""
         if len(images) and (images.min() < 0 or images.max() >= len(self)):
