@@ -97,7 +97,7 @@ SHORTENED: tuple[tuple[str, dict[str, str]], ...] = (
 )  # fmt: skip
 OF_LAUNCHER = re.compile(r"[EW]\d{4} |\*{5}|Setting OMP_NUM_THREADS")
 NOT_ENDING = ("tensorboard --logdir",)  # stopped after some seconds: they serve
-LONG = ("scripts/study.py", "critical_batch.py", "benchmarks/", "autotune", "ema.py sweep")  # stopped after a minute
+LONG = ("-m research", "benchmarks/", "autotune", "ema.py sweep")  # stopped after a minute
 DIFFERENCE = 1  # exit code of `checkpoint.py diff`
 
 E_YAML = """dataset: cifar

@@ -50,7 +50,6 @@ from torchtitan.runs.folder import versions
 from torchtitan.supervision.phases import Phases
 from torchtitan.trainer import Trainer
 from torchtitan.training.hardware import PEAK_TFLOPS_BF16, PEAK_TFLOPS_FLOAT8
-from torchtitan_dit.studies.grid_options import at_least
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "step_counts.json"
@@ -88,10 +87,10 @@ def parse_arguments(arguments: list[str] | None) -> tuple[argparse.Namespace, li
         prog="step_counts", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
     )  # fmt: skip
     parser.add_argument("config", nargs="?", help="configuration file")
-    parser.add_argument("--images", type=at_least(1), help="images per rank and step, in one microbatch; where ranks share the "
+    parser.add_argument("--images", type=int, help="images per rank and step, in one microbatch; where ranks share the "
                         "tokens of images, of each group of them (default: the configuration's)")
-    parser.add_argument("--ranks", type=at_least(1), default=1, help="ranks of the run; those of a sharded one share the model")
-    parser.add_argument("--step", type=at_least(2), default=9, help="number of the counted step; measurements have an interval")
+    parser.add_argument("--ranks", type=int, default=1, help="ranks of the run; those of a sharded one share the model")
+    parser.add_argument("--step", type=int, default=9, help="number of the counted step; measurements have an interval")
     parser.add_argument("--section", default="after", help="of the results, without a configuration (default: after)")
     parser.add_argument("--rows", default="", metavar="TEXT", help="only those with this in their name (default: all)")
     parser.add_argument("--compiled", action="store_true", help="count what would be compiled as such")

@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "architecture.md"
 PICTURE = ROOT / "docs" / "images" / "architecture.png"
 PACKAGE = "torchtitan"
-PROGRAMS = ("torchtitan_dit", "benchmarks", "scripts")  # and every file at the top
+PROGRAMS = ("torchtitan_dit", "benchmarks", "research", "scripts")  # and every file at the top
 _OF_ROOMS = (PACKAGE, "torchtitan_dit")  # packages with rooms inside
 
 _WIDTH, _GAP, _HEIGHT = 100.0, 2.0, 0.56  # of the picture, between rooms, of a room on a floor of height 1

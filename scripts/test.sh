@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Run the tests: scripts/test.sh [--all | --ray] [pytest arguments]   (--all: the long ones too; --ray: those of Ray; --setup-only: only .venv)
+# Run the tests: scripts/test.sh [--all | --ray | --research] [pytest arguments]   (--all: the long ones too; --ray: those of Ray; --research: those of the studies alone; --setup-only: only .venv)
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
@@ -16,6 +16,7 @@ for argument in "$@"; do
             TESTS_WITHOUT=
             arguments+=(tests/unit/test_launchers_ray.py)
             ;;
+        --research) arguments+=(tests/research) ;;
         --setup-only) setup_only=1 ;;
         --help | -h)
             sed -n '2s/^# //p' "${BASH_SOURCE[0]}"

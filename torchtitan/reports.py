@@ -18,7 +18,6 @@ from torchtitan.distributed.collectives import from_first_rank, group_for_work, 
 from torchtitan.distributed.compile import CompileCounter
 from torchtitan.errors import CheckpointError, EvaluationError, RunFolderError, TrainingError, reason
 from torchtitan.evaluation.during_training import Evaluation
-from torchtitan.evaluation.loss_targets import TARGETS, VALIDATED_AFTER, all_reached, follow_targets
 from torchtitan.evaluation.targets import described, described_text, newly_reached, scalars
 from torchtitan.files.durable import make_folder, remove_unfinished, replace_file
 from torchtitan.files.optional import OptionalOutputs
@@ -56,7 +55,6 @@ logger = logging.getLogger(__name__)
 _SHOWN_TIMES = ("clock/wall(s)", "clock/train(s)")
 # What one looks at of the noise scale; the rest is in metrics.jsonl.
 _SHOWN_OF_THE_NOISE = {"b_simple", "batch", "lower", "upper", "outlier_steps"}
-_EXCESS_LOSS = "validation_metrics/excess_loss"  # of the trained weights; those of averages are in metrics.jsonl
 # From the start of the process on: after them, every graph that is trained with has been compiled.
 _STEPS_TO_COMPILE = 3
 
@@ -92,13 +90,11 @@ class Reports:
             seed=config.debug.seed, param_dtype=config.training.mixed_precision_param, info=state.info, model=state.model,
             objective=state.objective, ema=state.ema, layout=state.layout, decoder=state.decoder,
             sample_metrics=state.sample_metrics, bin_edges=state.bin_edges, on_unreadable=state.corrupt_images.record,
-            shared_folder=Path(config.job.dump_folder), on_progress=phases.touch,
         )  # fmt: skip
         # Steps that measure the gradients of single samples have separate graphs.
         expected = max(_STEPS_TO_COMPILE, config.gns.interval if config.gns.enable and config.gns.single_pass else 0)
         self._compilations = CompileCounter(expected)
         self._results: dict[str, Any] = dict(state.reported.get("results", {}))
-        state.at_targets = all_reached(config.validation, self._results)
         self._outputs = OptionalOutputs()
         self._hardware = describe_hardware(self._device, state.layout.world_size)
         self._managed = ManagedDevice(self._device)
@@ -131,7 +127,6 @@ class Reports:
         self._noise_points = self._new_noise_points()
         self._clock.roll_back(self._state.reported["clock"])
         self._results = dict(self._state.reported.get("results", {}))
-        self._state.at_targets = all_reached(self._config.validation, self._results)
         self._bar.n = self._state.progress
         self._bar.refresh()
         self._rates.restart(self._state.step)
@@ -256,38 +251,18 @@ class Reports:
                             self._log.write_image(state.step, "gns", picture)
 
     def validate(self) -> None:
-        """Measure the held-out loss with the trained and with every averaged weight, and follow its targets; collective."""
+        """Measure the held-out loss with the trained and with every averaged weight; collective."""
         with self.excluded():
             self._show_held_out()
             metrics = self._evaluation.validate()
-        reached = self._follow_targets(metrics)
         self._results |= metrics
         if self._log:
             self._log.write(self._state.step, metrics)
             labels = {name: name.removeprefix("validation_metrics/") for name in metrics if name.endswith("/loss")}
-            if _EXCESS_LOSS in metrics:
-                labels[_EXCESS_LOSS] = "excess over the optimal training loss"
             shown = ", ".join(
                 f"{label} {metrics[name]:.4f} ± {_spread(metrics.get(f'{name}_stderr'))}" for name, label in labels.items()
             )
             self._say(f"step {self._state.step:>6}  held-out {shown}")
-            for text in reached:
-                self._say(f"  first {text}")
-
-    def _follow_targets(self, metrics: Mapping[str, float]) -> list[str]:
-        """Record the targets that the losses reach for the first time; return them in words; collective."""
-        config, state = self._config.validation, self._state
-        if not config.targets:  # a resumed run may have some, and interpolates from this validation
-            self._results[VALIDATED_AFTER] = state.data.next_sample
-            return []
-        before = set(self._results.get(TARGETS, {}))
-        found = from_first_rank(follow_targets, config, self._results, metrics, state.step, state.data.next_sample)
-        self._results |= found
-        state.at_targets = all_reached(config, self._results)
-        return [
-            f"{name}, {'after' if of['interpolated'] else 'within'} {of['n_images_seen']:,.0f} images"
-            for name, of in found[TARGETS].items() if name not in before
-        ]  # fmt: skip
 
     def sample_grid(self) -> None:
         """Draw the grid of samples of this step; collective."""

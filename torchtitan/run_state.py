@@ -92,7 +92,6 @@ class RunState:
         batch_size: images of the last step, over all ranks.
         branched_from: the `checkpoint.load_step` applied last, by this process or one before it.
         reported: state of the reports in the checkpoint that the run resumed from.
-        at_targets: True once a run that ends at the targets of its validation has reached them all.
     """
 
     def __init__(self, config: JobConfig) -> None:
@@ -202,7 +201,6 @@ class RunState:
         self.batch_size = config.training.global_batch_size
         self.branched_from: int | None = None
         self.reported: dict = {}
-        self.at_targets = False
         if resumed_step is None:
             self.snapshots.load_state_dict([], 0)
             if self.gns:
@@ -242,7 +240,7 @@ class RunState:
     @property
     def last_step(self) -> bool:
         """True after the run's last step."""
-        return self.at_targets or self.progress >= self.config.training.steps
+        return self.progress >= self.config.training.steps
 
     @property
     def num_parameters(self) -> int:

@@ -77,7 +77,7 @@ class Trainer:
     # ------------------------------------------------------------------ the loop
 
     def train(self) -> int:
-        """Train to the last step, to the targets of validation if the run ends there, or to a signal.
+        """Train to the last step or to a signal.
 
         Returns:
             0, or 128 + the signal's number for a run that was interrupted by a signal and saved.
@@ -125,8 +125,6 @@ class Trainer:
             if self.config.validation.enable and self._due(self.config.validation.interval):
                 with self._beside_training("validation"):
                     self.reports.validate()
-                if state.at_targets and not save_due and self._gone_back(saving=True):
-                    continue
             if state.snapshot_due:  # before the checkpoint, which names it
                 with self._beside_training("checkpoint"), self.reports.excluded():
                     state.save_snapshot()
@@ -162,9 +160,7 @@ class Trainer:
 
     def _report(self, norm: Tensor, lr: float) -> None:
         state = self.state
-        validation = self.config.validation
-        may_end = validation.stop_at_targets and self._due(validation.interval)
-        logged = state.step == 1 or self._due(self.config.metrics.log_freq) or may_end
+        logged = state.step == 1 or self._due(self.config.metrics.log_freq)
         gns_logged = state.gns is not None and self._due(self.config.gns.log_interval)
         with self._beside_training("report") if logged or gns_logged else self.phases("report"):
             if logged:

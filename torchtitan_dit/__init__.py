@@ -1,6 +1,6 @@
 """Train diffusion transformers, and sample from them, in Python: `load`, `sample`, `train`.
 
-The commands are in `torchtitan_dit.commands`, published questions answered on runs in `torchtitan_dit.studies`.
+The commands are in `torchtitan_dit.commands`.
 """
 
 from typing import TYPE_CHECKING, Any

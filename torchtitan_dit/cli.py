@@ -49,8 +49,6 @@ COMMANDS = {
     "estimate": Command("estimate", "memory, speed and hours of a run before its launch"),
     "autotune": Command("autotune_batch_size", "find the largest or the fastest batch size"),
     "sweep": Command("sweep", "run a grid of configurations"),
-    "study": Command("study", "run a study of checkpoints, or of runs that it trains"),
-    "critical-batch": Command("critical_batch", "measure the critical batch size of a checkpoint"),
     "compare": Command("compare", "compare runs on one page"),
     "compare-hardware": Command("compare_hardware", "compare hardware by runs of one configuration"),
     "analyse": Command("optimization_analysis", "speed and memory of a folder of runs"),

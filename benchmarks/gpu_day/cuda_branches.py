@@ -34,5 +34,4 @@ CUDA_BRANCHES: dict[str, tuple[str, str]] = {
     "torchtitan/evaluation/during_training.py": ("frees memory after extracting features", "interrupt and resume"),
     "torchtitan/extraction/extraction_plan.py": ("encodes in batches", _NO_STAGE + "needs an autoencoder's weights"),
     "torchtitan/extraction/cache_filling.py": ("frees the encoders' memory", _NO_STAGE + "needs an autoencoder's weights"),
-    "torchtitan_dit/studies/critical_batch.py": ("frees memory between branches", _NO_STAGE + "a study"),
 }

@@ -10,16 +10,9 @@ from PIL import Image
 
 from tests.decoding import write_encoded_store
 from tests.encoded_images import image_bytes
-from tests.end_to_end.tools import caller, load_tool
 from tests.unit.test_data import write_tinyimagenet
 from tests.unit.test_latent_cache import write_pictures
 from torchtitan_dit.commands.extract_latents import main as extract_latents
-
-
-@pytest.fixture
-def study(capsys):
-    """scripts/study.py in this process: words of a command line -> (exit code, output, errors)."""
-    return caller(load_tool("study"), capsys)
 
 
 @pytest.fixture(scope="module")

@@ -14,6 +14,8 @@ import pytest
 from torch.distributed.run import get_args_parser
 
 from benchmarks.documented_commands import documented
+from research import STUDIES
+from research import command_line as study
 from tests.end_to_end.test_presets import small
 from tests.launcher import ROOT, run_on_ranks
 from torchtitan.config.job import ConfigError, JobConfig, help_text, load_config
@@ -87,6 +89,11 @@ def parse(program: str, words: list[str], monkeypatch, partial: bool) -> None:
         if not words or words[0] == "NAME":
             return
         program, words = f"scripts/{COMMANDS[words[0]].module}.py", [*COMMANDS[words[0]].words, *words[1:]]
+    if program == "-m research" and words[:1] != ["--help"]:
+        assert words[0] in STUDIES
+        if len(words) > 1 and not partial:
+            study.parse_arguments(words)
+        return
     if program.startswith("-m "):
         assert importlib.util.find_spec(program[3:])
         return

@@ -22,7 +22,7 @@ QUICK = (
 )  # fmt: skip
 EVERYTHING = (
     *QUICK, "--sampling.interval", "1", "--sampling.previews", "true", "--sampling.judge_images", "20",
-    "--validation.enable", "true", "--validation.num_images", "20", "--validation.excess_images", "20", "--gns.enable", "true",
+    "--validation.enable", "true", "--validation.num_images", "20", "--gns.enable", "true",
     "--gns.num_bins", "4", "--evaluation.enable", "true", "--evaluation.extractor", "digits",
     "--evaluation.reference", "train", "--evaluation.count", "20", "--evaluation.allow_small", "true",
 )  # fmt: skip
@@ -48,7 +48,7 @@ def test_everything_that_ends_a_run_is_left_behind(config, layout):
     assert found and all(torch.equal(found[name], wanted[f"ema.ema.{name}"]) for name in found)
     summary = run.summary()
     assert summary["evaluation"]["step"] == 2 and "preview_change_percent" in summary
-    assert {"sample_frechet_distance", "validation_metrics/excess_loss"} <= summary.keys()
+    assert {"sample_frechet_distance", "validation_metrics/loss"} <= summary.keys()
     samples = {path.name for path in (run.folder / "samples").iterdir()}
     assert {"training.gif", "previews.html", "step-00000002.png"} <= samples
 

@@ -80,7 +80,7 @@ def test_help_speaks_of_the_command_that_was_called(command):
     made = "(torchtitan-dit extract makes one of images, and with convert of published latents)"
     assert made in command("extract", "show", "nowhere").stderr
     usage = command()
-    assert usage.returncode == 2 and "critical-batch" in usage.stdout
+    assert usage.returncode == 2 and "autotune" in usage.stdout
     assert command("trian").stderr == "torchtitan-dit: trian: no such command (did you mean train?)\n"
 
 

@@ -2,12 +2,10 @@
 
 import csv
 import importlib.util
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
-from tests.forked import start_script
 from tests.launcher import ROOT
 
 
@@ -38,20 +36,3 @@ def table(path: Path) -> list[dict[str, str]]:
     """The rows of a CSV file."""
     with open(path, newline="") as file:
         return list(csv.DictReader(file))
-
-
-def rows_of(folder: Path) -> list[dict[str, str]]:
-    """The rows of a study's results."""
-    return table(folder / "results.csv")
-
-
-def rows_of_killed(words: Sequence, folder: Path) -> list[dict[str, str]]:
-    """Kill a study, whose results go into a folder, once it has two rows or more; returns them."""
-    process = start_script("scripts/study.py", *map(str, words))
-    results, deadline = folder / "results.csv", time.monotonic() + 300
-    while not (results.exists() and results.read_bytes().count(b"\n") >= 3):
-        assert process.poll() is None and time.monotonic() < deadline, process.said()
-        time.sleep(0.01)
-    process.kill()
-    process.wait()
-    return rows_of(folder)

@@ -11,14 +11,14 @@ import pytest
 import torch
 from PIL import Image
 
+from research.offline_gradients import Gradients
+from research.timestep_errors import fixed_samples
 from tests.bucketed_images import SHAPES, Bucketed, BucketedConfig, registered
 from tests.distributed.cases import compiler
 from torchtitan.config.job import ConfigError, load_config
 from torchtitan.data import DatasetError
 from torchtitan.distributed import compile as compile_module
 from torchtitan.evaluation.image_sets import DatasetImages
-from torchtitan.evaluation.offline_gradients import Gradients
-from torchtitan.evaluation.timestep_errors import fixed_samples
 from torchtitan.models import build_model
 from torchtitan.run import run
 from torchtitan.training.rates import Rates

@@ -89,7 +89,7 @@ def test_the_parsers_end_and_other_broken_pipes_are_as_ever():
     assert done.returncode == 1 and "BrokenPipeError: [Errno 32] of something else" in done.stderr
 
 
-@pytest.mark.parametrize("folder", ["torchtitan_dit/commands", "torchtitan_dit/studies", "benchmarks"])
+@pytest.mark.parametrize("folder", ["torchtitan_dit/commands", "benchmarks"])
 def test_no_help_text_shows_the_name_of_a_value_instead_of_the_value(folder):
     """A help text that lost its `f` would show `{seeds}`."""
     helps = [

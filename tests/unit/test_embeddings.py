@@ -12,12 +12,12 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
+from research.offline_gradients import WHOLE, Gradients
 from torchtitan import philox
 from torchtitan.conditions import Classes, Condition, ConditionKind, Embeddings
 from torchtitan.config.job import ConfigError, load_config
 from torchtitan.data import DATASETS, DataConfig, Dataset, DatasetError, DatasetInfo, UnreadableImage
 from torchtitan.diffusion.objectives import build_objective
-from torchtitan.evaluation.offline_gradients import WHOLE, Gradients
 from torchtitan.extraction.image_source import ImageSource
 from torchtitan.models import MODELS
 from torchtitan.models.base import DiffusionModel, ModelConfig, ModelFamily

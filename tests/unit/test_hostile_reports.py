@@ -7,11 +7,10 @@ from html.parser import HTMLParser
 import pytest
 
 from torchtitan.pictures.markdown import Markdown, bullet, inline, markdown_table
-from torchtitan.pictures.style import new_figure
+from torchtitan.pictures.style import new_figure, save
 from torchtitan.runs.analysis.tables import write_csv
 from torchtitan_dit.commands.compare import main as compare
 from torchtitan_dit.commands.optimization_analysis import main as analyse
-from torchtitan_dit.studies import gns_plots
 
 NAMES = [
     "a|b `code` **bold**", "<script>alert(1)</script>", "![x](http:||e) [y](z)", "$\\frac$ $x", "esc\x1b[2J\u202e",
@@ -116,7 +115,7 @@ def test_names_in_pictures_are_no_formulas(tmp_path):
     axes[0, 0].set_xscale("log")
     axes[0, 0].set_yticks([1, 2, 3], ["$\\frac$", "b$", "esc\x1b"])
     axes[0, 0].legend()
-    gns_plots.save(figure, tmp_path / "x.png")
+    save(figure, tmp_path / "x.png")
     assert (tmp_path / "x.png").stat().st_size > 1000
     assert any("mathdefault" in label.get_text() for label in axes[0, 0].get_xticklabels())  # powers of ten stay
 
@@ -125,6 +124,6 @@ def test_probabilities_of_a_logit_axis_are_formulas(tmp_path):
     figure, axes = new_figure("loss over t")
     axes[0, 0].plot([0.001, 0.5, 0.999], [1, 2, 3])
     axes[0, 0].set_xscale("logit")
-    gns_plots.save(figure, tmp_path / "x.png")
+    save(figure, tmp_path / "x.png")
     formulas = [label for label in axes[0, 0].get_xticklabels() if "mathdefault" in label.get_text()]
     assert len(formulas) > 2 and all(label.get_parse_math() for label in formulas)

@@ -1,15 +1,12 @@
-"""Study grids, searches, studies and extractions through a launcher: which jobs they are, and what becomes of their ends."""
+"""Searches and extractions through a launcher: which jobs they are, and what becomes of their ends."""
 
 import argparse
 import pickle
 import threading
-from types import SimpleNamespace
 
 import pytest
 
 from tests.extractions import content, write_inputs
-from tests.unit.test_training_grid import Trainings, plan
-from torchtitan.experiments import training
 from torchtitan.experiments.launchers import LAUNCHERS, program
 from torchtitan.experiments.launchers.choice import (
     HERE,
@@ -21,10 +18,7 @@ from torchtitan.experiments.launchers.choice import (
 from torchtitan.experiments.launchers.job import LauncherError
 from torchtitan.experiments.launchers.program import Program, report, run_program_job
 from torchtitan.experiments.outcome import Outcome
-from torchtitan.experiments.training import TrainingFailed
 from torchtitan_dit.commands import autotune_batch_size, extract_latents
-from torchtitan_dit.studies import grid_options, trained_grid
-from torchtitan_dit.studies.training_grid import GridRun, plan_grid, train_grid
 
 LOST = Outcome("killed", "its machine was taken away", 1.0, 1, {"slurm_state": "PREEMPTED"})
 
@@ -71,64 +65,6 @@ def test_the_options_of_a_launcher_are_one_group_and_a_job_gets_the_others_in_th
     mixed = ["NAME", "--arm", "a", "x.y=1", *words[:4], "--retry-failed", *words[4:], "--model.flavor", "debug"]
     rest = ["NAME", "--arm", "a", "x.y=1", "--retry-failed", "--model.flavor", "debug"]
     assert without_launcher_options(mixed) == [*rest, "--launcher", "local"]
-
-
-def test_runs_of_a_grid_are_jobs_and_one_that_loses_its_machine_is_submitted_again(tmp_path, monkeypatch, elsewhere):
-    trainings = Trainings()
-    monkeypatch.setattr(training, "run_processes", trainings)
-    elsewhere.ends.append(LOST)
-    grid = plan(tmp_path, 1e-3)
-    two_machines = Launching("slurm", gpus=True, nodes=2)
-    grid = plan_grid(grid.configs["run"], [training_run("a"), training_run("b")], tmp_path, 4, two_machines)
-    assert train_grid(grid) == {}
-    assert sorted(job.name for job in elsewhere.jobs) in (["a", "a", "b"], ["a", "b", "b"])
-    assert {(job.processes, job.nodes, job.gpus, job.grace_s) for job in elsewhere.jobs} == {(4, 2, 2, 60.0)}
-    assert len(trainings.learning_rates) == 2 and train_grid(grid) == {} and len(elsewhere.jobs) == 3
-    elsewhere.ends += [LOST] * 3
-    lost = plan_grid(grid.configs["a"], [training_run("c")], tmp_path, 4, Launching("slurm"))
-    assert train_grid(lost) == {"c": "killed: its machine was taken away"} and len(elsewhere.jobs) == 6
-    assert train_grid(lost, retry_failed=True) == {}
-
-
-def training_run(name):
-    replicas = {"parallelism.data_parallel_replicate_degree": 4, "training.global_batch_size": 4, "training.local_batch_size": 1}
-    return GridRun(name, replicas)
-
-
-def test_a_grid_is_refused_before_anything_is_written(tmp_path, elsewhere):
-    base = plan(tmp_path, 1e-3).configs["run"]
-    with pytest.raises(LauncherError, match="--machines: 4 processes cannot be spread over 3 machines"):
-        plan_grid(base, [training_run("a")], tmp_path / "study", 4, Launching("slurm", nodes=3))
-    many = plan_grid(base, [training_run("a")], tmp_path / "study", 4, Launching("local", nodes=2))
-    with pytest.raises(LauncherError, match="a: nodes = 2 needs a scheduler"):
-        train_grid(many)
-    with pytest.raises(LauncherError, match="a run needs 4 CUDA devices, and this machine has 0"):
-        train_grid(plan_grid(base, [training_run("a")], tmp_path / "study", 4, Launching(gpus=True)))
-    options = SimpleNamespace(set=[], samples=None, seeds=None, checkpoints=None, processes=None, jobs=2)
-    with pytest.raises(grid_options.StudyError, match="--launcher, --jobs, --gpus and --machines: go with a CONFIG.toml"):
-        grid_options.refuse_training_options(options)
-    assert not (tmp_path / "study").exists()
-
-
-def test_trained_runs_are_measured_by_one_job_where_they_were_trained_elsewhere(tmp_path, monkeypatch, elsewhere):
-    measured = []
-
-    def run_study(name, study, trained):
-        measured.append((name, study.COLUMNS[2], trained.weights, trained._samples))
-        if len(measured) > 1:
-            raise trained_grid.StudyError("two\nlines")
-        return tmp_path / "summary.md"
-
-    monkeypatch.setattr(trained_grid, "run_study", run_study)
-    two_machines = Launching("slurm", gpus=True, nodes=2)
-    grid = plan_grid(plan(tmp_path, 1e-3).configs["run"], [training_run("a")], tmp_path, 4, two_machines)
-    trained = trained_grid.TrainedGrid(grid, [], {}, argparse.Namespace(), tmp_path, "", "none", _samples=object())
-    elsewhere.ends.append(LOST)
-    assert trained_grid._measure("compare_settings", ("settings", "v", None), trained) == tmp_path / "summary.md"
-    assert measured == [("compare_settings", "settings", "none", None)]  # images are read where they are needed
-    assert [(job.name, job.processes, job.nodes, job.gpus) for job in elsewhere.jobs] == [("measuring", 1, 1, 1)] * 2
-    with pytest.raises(TrainingFailed, match="measuring: failed: two lines; the same command resumes"):
-        trained_grid._measure("compare_settings", ("settings", "v", None), trained)
 
 
 def test_a_search_is_one_job_whose_number_is_printed(tmp_path, monkeypatch, elsewhere, capsys):

@@ -1,6 +1,5 @@
 """What is not provably the program's own is neither removed nor written over, wherever results are asked to go."""
 
-import argparse
 import errno
 import json
 import os
@@ -10,14 +9,12 @@ import pytest
 
 from torchtitan.experiments.folder import ResultsFolder, StudyError
 from torchtitan.experiments.grid import SweepError, read_sweep
-from torchtitan.experiments.record import ResultTable, SweepFolder
+from torchtitan.experiments.record import SweepFolder
 from torchtitan.experiments.training import begin_branch, remove_checkpoints
 from torchtitan.files.durable import append_synced
 from torchtitan.files.ownership import begins_with, foreign_entry
 from torchtitan.files.run_lock import Busy
-from torchtitan_dit.studies import gns_published, posterior_coefficients
 
-COLUMNS, KEY = ("model", "value"), ("model",)
 UNFINISHED = ".results.csv." + 32 * "a" + ".unfinished"
 
 
@@ -72,30 +69,6 @@ def test_a_folder_of_results_is_held_by_one_and_says_what_cannot_be_written(tmp_
         pass
 
 
-@pytest.mark.parametrize("text", ["", "name,age\nme,30\nyou,29", "a note without an end", "model,value"])
-def test_a_table_of_somebody_else_is_refused_and_stays_as_it_is(tmp_path, text):
-    path = tmp_path / "results.csv"
-    path.write_text(text)
-    own = text in ("", "model,value")  # a header that a kill has cut off
-    if own:
-        ResultTable(path, COLUMNS, KEY).add({"model": "a", "value": 1})
-        assert path.read_text() == "model,value\na,1\n"
-        return
-    with pytest.raises(StudyError, match="has other columns"):
-        ResultTable(path, COLUMNS, KEY)
-    assert path.read_text() == text
-
-
-def test_a_torn_row_is_cut_off_and_measured_again(tmp_path):
-    path = tmp_path / "results.csv"
-    table = ResultTable(path, COLUMNS, KEY)
-    table.begin()
-    table.add({"model": "a", "value": 1})
-    path.write_text(path.read_text() + "b,")
-    assert ResultTable(path, COLUMNS, KEY).find({"model": "b"}) is None
-    assert path.read_text() == "model,value\na,1\n"
-
-
 def test_what_does_not_fit_on_the_disk_leaves_the_file_as_it_was(tmp_path):
     from tests.unit.test_full_disk import files_end_at
 
@@ -106,23 +79,6 @@ def test_what_does_not_fit_on_the_disk_leaves_the_file_as_it_was(tmp_path):
     assert path.read_bytes() == b"first\n"
     append_synced(path, b"second\n")
     assert path.read_bytes() == b"first\nsecond\n"
-
-
-@pytest.mark.parametrize("study", [gns_published, posterior_coefficients])
-def test_studies_of_no_run_leave_a_folder_of_something_else_alone(tmp_path, study):
-    (tmp_path / "summary.md").write_text("# My thesis\n")
-    asked = argparse.Namespace(output=tmp_path, tables=tmp_path / "none", run=None, path="ddpm_linear")
-    with pytest.raises(StudyError, match="holds summary.md, which is not this study's; nothing was written"):
-        study.run_alone(asked)
-    assert content_of(tmp_path) == {"summary.md": b"# My thesis\n"}
-
-
-def test_a_study_goes_on_in_its_own_folder(tmp_path):
-    asked = argparse.Namespace(output=tmp_path / "new", run=None, path="ddpm_linear")
-    posterior_coefficients.run_alone(asked)
-    ResultsFolder(tmp_path / "new", {"coefficients.csv": b"index,t,log_sigma,"}).refuse_foreign()
-    with pytest.raises(StudyError, match="cannot be written: Not a directory"):
-        ResultsFolder(tmp_path / "new" / "summary.md", {}).refuse_foreign()
 
 
 def test_checkpoints_of_a_branch_go_and_what_else_lies_there_stays(tmp_path):

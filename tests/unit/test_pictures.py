@@ -14,8 +14,6 @@ from torchtitan.gns.capture import PARTS, StepSums
 from torchtitan.gns.decayed import WINDOW_SHARES, DecayedSums
 from torchtitan.gns.statistics import PairSums
 from torchtitan.pictures.grids import ACCENT, EMPTY, GAP, MARGIN, NOT_FINITE, PAPER, image_grid, save_animation
-from torchtitan.pictures.style import new_figure
-from torchtitan_dit.studies import gns_plots
 
 
 def as_array(picture: Image.Image) -> np.ndarray:
@@ -204,18 +202,6 @@ def test_long_trainings_show_sixty_frames_with_the_first_and_the_last(tmp_path):
         assert shade_of(animation) <= 2
         animation.seek(59)
         assert abs(shade_of(animation) - 199) <= 2
-
-
-@pytest.mark.parametrize("scale", ["linear", "log"])
-def test_an_interval_without_an_end_is_within_the_picture(scale):
-    bounded = {"status": "ok", "unbounded": "False", "gns_est": "20", "lower": "15", "upper": "30"}
-    unbounded = bounded | {"unbounded": "True"}
-    figure, axes = new_figure("title")
-    axes[0, 0].set_xscale(scale)
-    gns_plots.draw_line(axes[0, 0], [600, 700, 900], [bounded, unbounded, unbounded], "C0", "a bin")
-    figure.draw_without_rendering()
-    left, right = axes[0, 0].get_xlim()
-    assert 500 < left < 600 and 900 < right < 1000
 
 
 def test_arrows_of_the_noise_scale_end_within_the_picture():

@@ -6,18 +6,14 @@ import sys
 
 import pytest
 
-from torchtitan.config.job import JobConfig, load_config
+from torchtitan.config.job import JobConfig
 from torchtitan.config.places import place_problems, written_places
 from torchtitan.data import DATASETS
 from torchtitan.experiments import process
-from torchtitan.experiments.folder import StudyError
 from torchtitan.experiments.grid import SweepError, read_sweep
 from torchtitan.experiments.process import run_processes
 from torchtitan.experiments.record import SweepFolder
 from torchtitan.experiments.runner import plan_sweep
-from torchtitan_dit.studies.equal_samples import study_base
-from torchtitan_dit.studies.grid_options import read_base
-from torchtitan_dit.studies.training_grid import GridRun, plan_grid
 
 SWEEP = """
 [fixed]
@@ -92,22 +88,6 @@ def test_what_runs_share_lies_in_one_folder_of_the_sweep(tmp_path):
     (results / "shared").mkdir()
     (results / "shared" / "link").symlink_to(tmp_path)
     assert problems(results / "shared" / "link") == ["data.index_path"]
-
-
-@pytest.mark.parametrize("pair", ["job.dump_folder=/elsewhere", "job.name=other", "checkpoint.folder=/elsewhere"])
-def test_a_study_refuses_places_of_its_runs(tmp_path, pair):
-    config = tmp_path / "base.toml"
-    config.write_text('[model]\nflavor = "debug"\n')
-    arguments = type("Arguments", (), {"config": config, "set": [pair], "processes": 1})
-    with pytest.raises(StudyError, match=f"--set: {pair.partition('=')[0]}: every run has a separate folder"):
-        read_base(arguments)
-
-
-def test_no_run_of_a_grid_writes_outside_of_the_study(tmp_path):
-    base = study_base(load_config(["--training.steps=4", "--checkpoint.interval=4"], 1))
-    elsewhere = GridRun("run", {"checkpoint.folder": str(tmp_path)})
-    with pytest.raises(StudyError, match="run: checkpoint.folder: every run writes into a separate folder"):
-        plan_grid(base, [elsewhere], tmp_path / "study", 1)
 
 
 @pytest.mark.parametrize(

@@ -28,8 +28,7 @@ from torchtitan.diffusion.objectives import OBJECTIVES, build_objective, objecti
 from torchtitan.diffusion.paths import PATHS
 from torchtitan.distributed.config import checkpoint_problems, compile_problems
 from torchtitan.errors import unwrapped
-from torchtitan.evaluation.config import LATENT_DATASETS, WITH_WEIGHTS, excess_problems, timesteps_problem
-from torchtitan.evaluation.loss_targets import target_problems
+from torchtitan.evaluation.config import LATENT_DATASETS, WITH_WEIGHTS, timesteps_problem
 from torchtitan.extras import EXTRAS, install_packages
 from torchtitan.gns.checks import gns_problems
 from torchtitan.gns.config import WITHOUT_TAPS
@@ -247,23 +246,6 @@ def _held_out_timesteps(checked: ConfigView) -> Iterator[Problem]:
         yield Problem("validation.timesteps", text)
 
 
-def _excess_loss(checked: ConfigView) -> Iterator[Problem]:
-    validation = checked.whole("validation")
-    if validation.enable and validation.excess_images:
-        objective = checked.whole("objective")
-        heads = bool(objective.heads_of_network())
-        for key, text in excess_problems(validation, OBJECTIVES[objective.name].has_optimum, heads, checked.dataset()):
-            yield Problem(f"validation.{key}", text)
-
-
-def _loss_targets(checked: ConfigView) -> Iterator[Problem]:
-    validation = checked.whole("validation")
-    if validation.enable:
-        tracks = [track.name for track in checked.ema.tracks]
-        for place, key, text in target_problems(validation, tracks, checked.metrics.loss_bins):
-            yield Problem("validation.targets", text, f"[{place}].{key}")
-
-
 def _ema_names(checked: ConfigView) -> Iterator[Problem]:
     names = [track.name for track in checked.ema.tracks]
     first = {name: index for index, name in reversed(list(enumerate(names)))}
@@ -418,8 +400,6 @@ CHECKS: list[Callable[[ConfigView], Iterator[Problem]]] = [
     _checkpoint_folder,
     _held_out_images,
     _held_out_timesteps,
-    _excess_loss,
-    _loss_targets,
     *SAMPLING_CHECKS,
     *EVALUATION_CHECKS,
     _parameter_groups,

@@ -112,7 +112,6 @@ class Denoising(Objective):
 
     Config = DenoisingConfig
     learns_variance = True
-    has_optimum = True
 
     def __init__(self, config: DenoisingConfig, seed: int, sampler_of: SamplerOf | None = None) -> None:
         super().__init__(config, seed, sampler_of)

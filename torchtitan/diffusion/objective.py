@@ -121,19 +121,14 @@ class Objective(ABC):
         learns_variance: whether the loss trains the variance of `model.learned_variance`.
         untrained_forwards: calls of the network for each sample that no gradient runs through, beside the trained one.
         loss_at_zero: whether the loss is defined at t = 0, of clean images.
-        has_optimum: whether `LossTerms.error` is the squared error of the prediction in x_t = a x0 + b noise, which has a
-            least expectation, and `LossTerms.weighted` has it times `weighting`.
-        weighting: factor on that error as a function of sigma [N], of an objective that has an optimum.
     """
 
     Config: ClassVar[type[ObjectiveConfig]]
     learns_variance: ClassVar[bool] = False
     untrained_forwards: ClassVar[int] = 0
     loss_at_zero: ClassVar[bool] = True
-    has_optimum: ClassVar[bool] = False
     share_names: tuple[str, ...] = ()
     heads: Any = None
-    weighting: Callable[[Tensor], Tensor]
     learns_weights: bool = False
     reads_by_state: str = ""
 

@@ -1,15 +1,12 @@
 """`[sampling]`, `[evaluation]`, `[validation]` and `[autoencoder]`: their keys, and unsupported combinations."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 
 from torchtitan.autoencoders import AUTOENCODERS
-from torchtitan.conditions import Embeddings
 from torchtitan.data import DATASETS
-from torchtitan.data.base import DatasetInfo
 from torchtitan.diffusion.guidance import Guidance
 from torchtitan.diffusion.paths import PATHS, has_indices
 from torchtitan.diffusion.solvers import SCHEDULES, SOLVERS, ScheduleConfig, SolverConfig
@@ -146,17 +143,6 @@ class EvaluationConfig:
     )  # fmt: skip
 
 
-@dataclass(kw_only=True)
-class LossTargetConfig:
-    """One entry of `validation.targets`."""
-
-    loss: str = setting(
-        "loss", "loss by its tag under validation_metrics/, as excess_loss or excess_loss_by_bin/3; of an average after its name "
-        "and a slash"
-    )
-    value: float = setting(0.1, "value that the loss is to come down to", gt=0)
-
-
 @only_with("enable", but=("num_images", "timesteps"))  # which scripts/ema.py takes from the run
 @dataclass(kw_only=True)
 class ValidationConfig:
@@ -173,18 +159,6 @@ class ValidationConfig:
         [], "times t, 0 clean data and 1 noise, that images take in turn by their number, as [0, 0.25, 0.5, 0.75]; empty: "
         "times spread over the training density", trajectory=False,
     )  # fmt: skip
-    excess_images: int = setting(
-        0, "training images on which the excess over the optimal loss is measured, each at one fixed timestep with fixed "
-        "noise; the first measurement reads the whole training set; 0: none", ge=0, le=1_000_000, trajectory=False,
-    )  # fmt: skip
-    targets: list[LossTargetConfig] = setting(
-        [], "values of losses; summary.json has the images after which each was reached, interpolated between validations",
-        trajectory=False,
-    )
-    stop_at_targets: bool = setting(
-        False, "end the run, completed, at the validation at which the last target is reached", applies={"targets": "set"},
-        trajectory=False,
-    )
 
 
 @dataclass(kw_only=True)
@@ -268,28 +242,6 @@ def timesteps_problem(config: ValidationConfig, path_name: str, loss_at_zero: bo
     if twice := [t for t in timesteps if timesteps.count(t) > 1]:
         return f"{twice[0]:g} is given twice (leave it out once)"
     return ""
-
-
-def excess_problems(
-    config: ValidationConfig, has_optimum: bool, heads: bool, info: DatasetInfo
-) -> Iterator[tuple[str, str]]:
-    """Problems of `validation.excess_images`: (key of `[validation]`, cause and remedy) of each.
-
-    Args:
-        config: of validation, with excess_images above 0.
-        has_optimum: as `Objective.has_optimum`.
-        heads: whether the network makes several predictions.
-        info: of the dataset.
-    """
-    key = "excess_images"
-    if not has_optimum:
-        yield key, "objective.name names no objective whose optimal loss is known (set it to 0, or use denoising)"
-    if heads and 0.0 in config.timesteps:
-        yield "timesteps", "0 has no combined prediction of objective.heads, which excess_images needs (give times above 0)"
-    if isinstance(info.condition_kind, Embeddings):
-        yield key, "a caption names its image, so that the optimal loss is 0 (set it to 0, or data.labels to false)"
-    if info.bucket_shapes:
-        yield key, f"is of images of one shape, and these have {len(info.bucket_shapes)} (set it to 0)"
 
 
 def _interval_problem(config: SamplingConfig) -> str:

@@ -5,7 +5,6 @@ import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,9 +21,7 @@ from torchtitan.distributed.collectives import from_first_rank
 from torchtitan.distributed.mesh import Layout
 from torchtitan.evaluation.config import EvaluationConfig, SamplingConfig, ValidationConfig
 from torchtitan.evaluation.decoding import LatentDecoder, held_out_picture
-from torchtitan.evaluation.excess_loss import excess_loss
 from torchtitan.evaluation.judges import build_judge
-from torchtitan.evaluation.optimal_draws import OPTIMAL_FOLDER, OptimalDraws, TrainingSet, optimal_draws
 from torchtitan.evaluation.sample_metrics import SampleMetrics
 from torchtitan.evaluation.sampling import ImageSampler, balanced_choices, grid_choices
 from torchtitan.evaluation.validation import validation_loss
@@ -55,7 +52,7 @@ class Evaluation:
         self, *, data: DataConfig, sampling: SamplingConfig, evaluation: EvaluationConfig, validation: ValidationConfig,
         seed: int, param_dtype: str, info: DatasetInfo, model: DiffusionModel, objective: Objective, ema: EMABank,
         layout: Layout, decoder: LatentDecoder | None, sample_metrics: SampleMetrics | None, bin_edges: Tensor,
-        on_unreadable: Callable[..., Any], shared_folder: Path, on_progress: Callable[[], Any],
+        on_unreadable: Callable[..., Any],
     ) -> None:  # fmt: skip
         """
         Args:
@@ -68,8 +65,6 @@ class Evaluation:
             sample_metrics: of `[evaluation]`; None where it is not enabled.
             bin_edges: inner edges in t of the bins of `loss_by_bin`.
             on_unreadable: called with every held-out image that cannot be decoded.
-            shared_folder: holds what several runs use.
-            on_progress: called during long work that uses no network.
         """
         self._data, self._sampling, self._evaluation, self._validation = data, sampling, evaluation, validation
         self._seed, self._param_dtype = seed, param_dtype
@@ -77,12 +72,9 @@ class Evaluation:
         self._decoder, self._bin_edges, self._on_unreadable = decoder, bin_edges, on_unreadable
         self._metrics = sample_metrics
         self._sampler = ImageSampler(model, objective, param_dtype, layout.device)
-        self._shared_folder, self._on_progress = shared_folder, on_progress
-        self._optimal: OptimalDraws | None = None  # until it is first used
 
     def validate(self) -> dict[str, float]:
-        """Validate: held-out losses of the trained and of every averaged weight, by tag, and excess losses if configured.
-        """
+        """Validate: held-out losses of the trained and of every averaged weight, by tag."""
         layout, config = self._layout, self._validation
         dataset = DATASETS[self._data.name](self._data, "validation")
         count = min(config.num_images, len(dataset))
@@ -101,28 +93,9 @@ class Evaluation:
                     self._model, self._objective, batches, count=count, seed=self._seed, bin_edges=self._bin_edges,
                     param_dtype=self._param_dtype, device=layout.device, sharded=layout.sharded, timesteps=config.timesteps,
                 )
-                if config.excess_images:
-                    excess = self._excess_loss()
-                    # The optimal loss is of the images alone.
-                    losses |= {name: excess[name] for name in excess if track == "none" or not name.startswith("optimal")}
             prefix = "validation_metrics" if track == "none" else f"validation_metrics/{track}"
             metrics |= {f"{prefix}/{name}": value for name, value in losses.items()}
         return metrics
-
-    def _excess_loss(self) -> dict[str, float]:
-        layout, config = self._layout, self._validation
-        if self._optimal is None:
-            dataset = DATASETS[self._data.name](self._data, "train")
-            self._optimal = optimal_draws(
-                TrainingSet(dataset, self._info, self._data, self._model.condition_kind), self._objective,
-                count=config.excess_images, timesteps=tuple(config.timesteps), rank=layout.rank, world_size=layout.world_size,
-                device=layout.device, folder=self._shared_folder / OPTIMAL_FOLDER, advance=self._on_progress,
-            )  # fmt: skip
-        return excess_loss(
-            self._model, self._objective, self._optimal, batch_size=config.batch_size, rank=layout.rank,
-            world_size=layout.world_size, bin_edges=self._bin_edges, param_dtype=self._param_dtype, device=layout.device,
-            sharded=layout.sharded, timesteps=config.timesteps,
-        )  # fmt: skip
 
     @property
     def row_names(self) -> list[str]:

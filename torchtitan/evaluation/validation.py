@@ -3,7 +3,7 @@ weights.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -48,48 +48,43 @@ def held_out_draw(
 class MeansByTime:
     """Means with standard errors of images' losses: of all, and by timestep bin or by the place of given timesteps."""
 
-    def __init__(self, names: Sequence[str], bin_edges: Tensor, timesteps: Sequence[float], device: torch.device) -> None:
+    def __init__(self, bin_edges: Tensor, timesteps: Sequence[float], device: torch.device) -> None:
         """
         Args:
-            names: of the losses.
             bin_edges: inner edges in t, rising, [K - 1].
             timesteps: image i is at timestep i mod K of these K, instead of bins.
-            device: of the losses.
         """
         self._edges, self._part = bin_edges, "time" if timesteps else "bin"
         self._timesteps, self._bins = len(timesteps), len(timesteps) or len(bin_edges) + 1
         # (weights, values, squares) of each bin, and of all images in the last place.
-        self._sums = {name: torch.zeros(3, self._bins + 1, dtype=torch.float64, device=device) for name in names}
+        self._sums = torch.zeros(3, self._bins + 1, dtype=torch.float64, device=device)
 
-    def add(self, indices: Tensor, t: Tensor, weights: Tensor, losses: Mapping[str, tuple[Tensor, Tensor]]) -> None:
+    def add(self, indices: Tensor, t: Tensor, weights: Tensor, by_bin: Tensor, whole: Tensor) -> None:
         """Add images.
 
         Args:
             indices, t, weights: number, timestep and weight (0: padding) of each, [B].
-            losses: by name, the values by bin and those of the mean over all, [B] each.
+            by_bin, whole: losses for the means by bin, and for the mean over all, [B].
         """
         which = indices % self._timesteps if self._timesteps else torch.bucketize(t, self._edges)
-        whole = torch.full_like(which, self._bins)
-        for name, of_both in losses.items():
-            for where, values in zip((which, whole), of_both, strict=True):
-                values = values.to(torch.float64)
-                moments = torch.stack([torch.ones_like(values), values, values.square()])  # [3, B]
-                self._sums[name].index_add_(1, where, moments * weights)
+        for where, values in ((which, by_bin), (torch.full_like(which, self._bins), whole)):
+            values = values.to(torch.float64)
+            moments = torch.stack([torch.ones_like(values), values, values.square()])  # [3, B]
+            self._sums.index_add_(1, where, moments * weights)
 
     def metrics(self) -> dict[str, float]:
         """Means and standard errors over all ranks, by tag; collective."""
         found: dict[str, float] = {}
-        for name, sums in self._sums.items():
-            if dist.is_initialized() and dist.get_world_size() > 1:
-                dist.all_reduce(sums)
-            for place in (self._bins, *range(self._bins)):
-                ending = "" if place == self._bins else f"_by_{self._part}/{place}"
-                number, total, squares = sums[:, place].tolist()
-                if number > 0:
-                    found[f"{name}{ending}"] = total / number
-                if number > 1:
-                    variance = max(squares - total**2 / number, 0.0) / (number - 1)
-                    found[f"{name}_stderr{ending}"] = math.sqrt(variance / number)
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            dist.all_reduce(self._sums)
+        for place in (self._bins, *range(self._bins)):
+            ending = "" if place == self._bins else f"_by_{self._part}/{place}"
+            number, total, squares = self._sums[:, place].tolist()
+            if number > 0:
+                found[f"loss{ending}"] = total / number
+            if number > 1:
+                variance = max(squares - total**2 / number, 0.0) / (number - 1)
+                found[f"loss_stderr{ending}"] = math.sqrt(variance / number)
         return found
 
 
@@ -125,7 +120,7 @@ def validation_loss(
         those that have one. The errors are those of independent draws; timesteps are spread evenly, so the true
         ones are smaller. With `timesteps`, "by_time/k" of the k-th of them instead of "by_bin/k".
     """
-    means = MeansByTime(("loss",), bin_edges, timesteps, device)
+    means = MeansByTime(bin_edges, timesteps, device)
     with evaluating(model):
         for batch in batches:
             batch = {name: value.to(device) for name, value in batch.items()}
@@ -133,5 +128,5 @@ def validation_loss(
             draw = held_out_draw(objective, seed, indices, count, images.shape[1:], timesteps)
             with compute_context(param_dtype, device, sharded):
                 terms = objective.loss(model, images, model.condition_kind.of(batch), draw)
-            means.add(indices, terms.t, weights, {"loss": (terms.error, terms.weighted)})
+            means.add(indices, terms.t, weights, terms.error, terms.weighted)
     return means.metrics()

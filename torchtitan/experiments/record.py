@@ -1,6 +1,4 @@
-"""Records of experiments: a row per finished cell, whole and on the disk as soon as it is added.
-
-    results.csv, training.csv    of studies
+"""Record of a sweep: a row per finished run, whole and on the disk as soon as it is added.
 
     outputs/<sweep>/sweep.toml   the sweep's file
                     base.toml    the configuration that its cells start from, if there is one
@@ -9,18 +7,16 @@
                     <run>/       the runs' own folders
 """
 
-import csv
-import io
 import json
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from torchtitan.experiments.folder import ResultsFolder, StudyError
+from torchtitan.experiments.folder import ResultsFolder
 from torchtitan.experiments.grid import Sweep, SweepError, point_text, points_of, saved_table
 from torchtitan.files.durable import append_synced, replace_file
 from torchtitan.files.regular import read_regular, read_text
@@ -32,65 +28,8 @@ _MAY_CHANGE = ("repeats", "retries", "timeout_s", "device", "needs.gpus")
 _OF_THE_GRID = ("axes.", "extended.", "exclude", "include")
 # How records called every SIGKILL before its cause was looked into.
 _UNPROVEN = "a rank was killed by SIGKILL, as the system does where memory has run out"
-_LARGEST_TABLE = 1 << 28  # bytes
 
 Row = dict[str, Any]
-
-
-class ResultTable:
-    """Table of a study: rows by key, appended one at a time; of two rows with one key, the later counts."""
-
-    def __init__(self, path: Path, columns: Sequence[str], key: Sequence[str]) -> None:
-        """Read the file, if it exists. Raises StudyError: it is no such table."""
-        self.path = path
-        self._columns = list(columns)
-        self._key = list(key)
-        self._rows: dict[tuple[str, ...], dict[str, str]] = {}
-        self._begun = False
-        if path.exists():
-            self._read()
-
-    def find(self, cell: Row) -> dict[str, str] | None:
-        """Find the row of a cell, if it has one."""
-        return self._rows.get(self._key_of(cell))
-
-    def add(self, cell: Row) -> dict[str, str]:
-        """Append a row, on the disk when this returns."""
-        row = {name: as_text(cell.get(name)) for name in self._columns}
-        self.begin()
-        buffer = io.StringIO(newline="")
-        csv.DictWriter(buffer, self._columns, lineterminator="\n").writerow(row)
-        append_synced(self.path, buffer.getvalue().encode())
-        self._rows[self._key_of(row)] = row
-        return row
-
-    def begin(self) -> None:
-        """Write the header if there is none yet, which marks the folder as the study's. Raises OSError."""
-        if not self._begun:
-            replace_file(self.path, self._header)
-            self._begun = True
-
-    def _read(self) -> None:
-        try:
-            content = read_regular(self.path, _LARGEST_TABLE)
-        except OSError as error:
-            raise StudyError(f"{self.path}: cannot be read: {error.strerror}") from error
-        whole = content[: content.rfind(b"\n") + 1]
-        reader = csv.DictReader(io.StringIO(whole.decode("utf-8", errors="replace"), newline=""))
-        if not (reader.fieldnames == self._columns if whole else self._header.encode().startswith(content)):
-            raise StudyError(f"{self.path}: has other columns than this study writes (move it away, or give --output)")
-        self._begun = bool(whole)
-        for row in reader:
-            self._rows[self._key_of(row)] = row
-        if whole:  # else the table is not known to be the study's own
-            _drop_torn_line(self.path, content)
-
-    @property
-    def _header(self) -> str:
-        return ",".join(self._columns) + "\n"
-
-    def _key_of(self, cell: Row) -> tuple[str, ...]:
-        return tuple(as_text(cell.get(name)) for name in self._key)
 
 
 class SweepFolder:
@@ -155,7 +94,7 @@ class SweepFolder:
             for name, text in self._files(sweep).items():
                 replace_file(self.path / name, text)
             if (self.path / STATE_FILE).exists():
-                _drop_torn_line(self.path / STATE_FILE, read_regular(self.path / STATE_FILE))
+                drop_torn_line(self.path / STATE_FILE, read_regular(self.path / STATE_FILE))
             yield
 
     @property
@@ -197,14 +136,7 @@ def _is_name(cell: Any) -> bool:
     return isinstance(cell, str) and re.fullmatch(r"[\w.+-]+(=[\w.+-]+)+", cell) is not None
 
 
-def as_text(value: Any) -> str:
-    """Format a value for the table; the same text for the same value, so that rows are found again."""
-    if value is None:
-        return ""
-    return f"{value:.10g}" if isinstance(value, float) else str(value)
-
-
-def _drop_torn_line(path: Path, content: bytes) -> None:
+def drop_torn_line(path: Path, content: bytes) -> None:
     """Drop a torn last line, left by a kill."""
     whole = content.rfind(b"\n") + 1
     if whole < len(content):

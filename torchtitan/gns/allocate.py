@@ -35,7 +35,7 @@ CHANGES = {
 
 _DRAWS = 1000  # of the bootstrap
 _WORTHWHILE = 1.1  # a smaller factor is not worth a change, however certain
-_TEST = "scripts/critical_batch.py tests it, from a checkpoint (--step) before the learning rate decayed"
+_TEST = "python -m research critical_batch tests it, from a checkpoint (--step) before the learning rate decayed"
 _UNCERTAIN = 1.1  # times fewer samples that an interval must allow for, to be called too wide
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from torchtitan.gns.decayed import BinEstimates
 
 # Half-progress batch of Adam's update over the noise scale in plain geometry: geometric mean of 100 cells (digits and CIFAR-10,
-# five ages, ten bins) and the 2.5 and 97.5 percentiles of single cells; studies/results/gns_calibration/summary.md.
+# five ages, ten bins) and the 2.5 and 97.5 percentiles of single cells; research/results/gns_calibration.md.
 RATIO, RATIO_LOWER, RATIO_UPPER = 0.585, 0.307, 1.57
 
 
@@ -36,7 +36,7 @@ def half_progress(found: BinEstimates) -> HalfProgress:
     Args:
         found: of single bins, in plain geometry.
 
-    Source: docs/critical_batch.md, "Calibration": 100 cells on two data sets, small models, frozen weights.
+    Source: docs/research/critical_batch.md, "Calibration": 100 cells on two data sets, small models, frozen weights.
     """
     scale = torch.where(found.unbounded, torch.nan, found.b_simple)
     batch = RATIO * scale

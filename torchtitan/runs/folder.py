@@ -19,7 +19,6 @@ from torchtitan.checkpoint.store import foreign_content as foreign_checkpoint_co
 from torchtitan.config.job import JobConfig
 from torchtitan.config.latent_cache import without_cache_paths
 from torchtitan.errors import CheckpointError, RunFolderError, StoreError
-from torchtitan.evaluation.loss_targets import all_reached
 from torchtitan.files.durable import make_folder, remove_unfinished, replace_file
 from torchtitan.files.ownership import foreign_text
 from torchtitan.files.regular import UnsuitableFile, read_regular, read_toml
@@ -182,7 +181,7 @@ class RunFolder:
         try:
             summary = json.loads(read_regular(self.summary, _LARGEST_FILE))
             steps = summary.get("progress", summary["step"])  # steps of a batch that grew count as several
-            ended = steps >= self._config.training.steps or all_reached(self._config.validation, summary)
+            ended = steps >= self._config.training.steps
             as_asked = self._config.checkpoint.load_step in (-1, summary.get(BRANCHED_FROM))
             done = summary["status"] == "completed" and ended and as_asked
             return done and not self._owes_final_weights(summary["step"])

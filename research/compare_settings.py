@@ -1,0 +1,79 @@
+"""Settings of one configuration compared at equal samples: arms of keys x seeds, each trained from the start."""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from research import grid_options
+from research import trained_grid as grid_study
+from research.equal_samples import batch_overrides
+from research.trained_grid import Arm, PlannedRun
+from torchtitan.config.job import JobConfig
+from torchtitan.diffusion.predictions import PREDICTIONS
+from torchtitan.experiments.folder import StudyError
+
+NAME = "compare_settings"
+# The number of samples is what arms have in common; a batch size has a study of its own (`batch_size`).
+_SHARED = ("training.steps", "training.global_batch_size", "debug.seed")
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    grid_options.add_grid_options(parser, NAME, seeds=3)
+    add = parser.add_argument
+    add("--arm", nargs="+", action="append", required=True, metavar=("NAME", "KEY=VALUE"), help="an arm: its name, and "
+        "the keys in which it differs from the configuration; the reference first, which may differ in none")
+    add("--parametrisation", choices=PREDICTIONS, help="parametrisation of the errors (default: the configuration's "
+        "prediction)")
+    add("--target", choices=("reference", "worst"), help="count the samples until the final loss of the reference, or of the "
+        "worst arm, is reached (default: no counting)")
+    grid_study.add_measure_options(parser)
+
+
+def run_alone(arguments: argparse.Namespace) -> Path:
+    """Train and measure the missing runs; return summary.md. Raises StudyError, ConfigError."""
+    grid_options.require_seeds(arguments)
+    arms = read_arms(arguments.arm)
+    base = grid_options.read_base(arguments)
+    if arguments.parametrisation is None:
+        arguments.parametrisation = base.objective.prediction
+    batch = base.training.global_batch_size
+    samples = grid_options.equal_samples(arguments, [batch])
+    shared = batch_overrides(base, batch, samples, arguments.checkpoints, "const", arguments.processes)
+    return grid_study.train_and_measure(
+        NAME, base, plan_runs(arms, shared, arguments.seeds, base), arguments, "settings", f"{samples} samples per run."
+    )
+
+
+def read_arms(given: list[list[str]]) -> dict[str, dict[str, str]]:
+    """Read arms: name -> dotted key -> text of its value. Raises StudyError."""
+    arms: dict[str, dict[str, str]] = {}
+    for name, *pairs in given:
+        if "=" in name or not all(letter.isalnum() or letter in " -_." for letter in name):
+            raise StudyError(f"--arm: {name!r} names runs (letters, digits, blanks, - _ . first, then KEY=VALUE)")
+        if name in arms:
+            raise StudyError(f"--arm: {name!r} is given twice")
+        arms[name] = {}
+        for pair in pairs:
+            key, equals, value = pair.partition("=")
+            if not equals:
+                raise StudyError(f"--arm {name}: {pair!r} is no KEY=VALUE")
+            if key in _SHARED:
+                raise StudyError(f"--arm {name}: {key} cannot differ between arms: give it with --set or --samples")
+            arms[name][key] = value
+    if len(arms) < 2:
+        raise StudyError("--arm: give 2 arms at least")
+    return arms
+
+
+def plan_runs(
+    arms: dict[str, dict[str, str]], shared: dict[str, Any], seeds: int, base: JobConfig
+) -> list[PlannedRun]:
+    """Plan every arm with every seed."""
+    group = f"batch size {base.training.global_batch_size}"
+    return [
+        PlannedRun(
+            f"{name.replace(' ', '_')}_s{seed}", shared | overrides | {"debug.seed": base.debug.seed + seed},
+            Arm(group, name), seed,
+        )
+        for seed in range(seeds) for name, overrides in arms.items()
+    ]  # fmt: skip

@@ -1,0 +1,139 @@
+"""Options of studies that train a grid of runs, and the base configuration of all their runs."""
+
+import argparse
+import math
+import sys
+from pathlib import Path
+
+from research.equal_samples import study_base, whole_samples
+from torchtitan.config.job import JobConfig, load_config
+from torchtitan.config.places import written_places
+from torchtitan.experiments.folder import StudyError
+
+# Options of training that have defaults, besides --seeds, whose default is the study's.
+_DEFAULTS = {"checkpoints": 8, "processes": 1}
+
+
+def add_grid_options(parser: argparse.ArgumentParser, name: str, *, seeds: int, positional: bool = True) -> None:
+    """Add the options of every study that trains runs on equal samples and measures their checkpoints.
+
+    Args:
+        parser: of the study.
+        name: of the study.
+        seeds: default of --seeds.
+        positional: whether CONFIG.toml is a positional argument and --samples is required. If not, options of training
+            are None where they are not given, for `refuse_training_options` or `fill_training_options`.
+    """
+    checkpoints = _DEFAULTS["checkpoints"]
+    add_training_options(parser, name, seeds=seeds, positional=positional)
+    add = parser.add_argument
+    add("--samples", type=at_least(1), required=positional, metavar="N", help="images that every run sees; the "
+        "nearest multiple of --checkpoints x the batch size (of several: their least common multiple) is taken")
+    add("--checkpoints", type=at_least(1), default=checkpoints if positional else None, metavar="N", help="of every "
+        f"run, equally spaced (default: {checkpoints})")
+    add("--weights", metavar="none|TRACK",
+        help="weights to compare: an EMA track, none for the trained weights (default: the first track)")
+
+
+def add_training_options(parser: argparse.ArgumentParser, name: str, *, seeds: int, positional: bool = True) -> None:
+    """Add the options of every study that trains; arguments as of `add_grid_options`."""
+    processes = _DEFAULTS["processes"]
+    add = parser.add_argument
+    if positional:
+        add("config", metavar="CONFIG.toml", type=Path, help="base configuration of every run")
+    add("--set", metavar="KEY=VALUE", nargs="+", action="extend", default=[], help="keys of the configuration to "
+        "override, as model.flavor=debug")
+    add("--seeds", type=at_least(1), default=seeds if positional else None, metavar="N",
+        help=f"runs of each kind, with the configuration's seed and the following ones (default: {seeds})")
+    add("--processes", type=at_least(1), default=processes if positional else None, metavar="N", help="of every run "
+        f"(default: {processes})")
+    add("--retry-failed", action="store_true", help="train and measure failed runs again")
+    add("--output", type=Path, help=f"folder of runs and results (default: outputs/<configuration>/studies/{name})")
+
+
+def refuse_training_options(arguments: argparse.Namespace) -> None:
+    """Refuse options of training where nothing is trained. Raises StudyError."""
+    for name in ("set", "samples", "seeds", *_DEFAULTS):
+        if getattr(arguments, name):
+            raise StudyError(f"--{name}: goes with a CONFIG.toml; runs that exist are not trained")
+
+
+def fill_training_options(arguments: argparse.Namespace, seeds: int) -> None:
+    """Fill options that were not given with their defaults."""
+    for name, value in {"seeds": seeds, **_DEFAULTS}.items():
+        if getattr(arguments, name) is None:
+            setattr(arguments, name, value)
+
+
+def at_least(least: int):
+    """Type of options: whole numbers from `least` on."""
+
+    def whole(text: str) -> int:
+        value = int(text)
+        if value < least:
+            raise argparse.ArgumentTypeError(f"must be at least {least}, is {value}")
+        return value
+
+    whole.__name__ = "int"
+    return whole
+
+
+def batch_list(text: str) -> list[int]:
+    """Parse batch sizes with commas between, rising."""
+    return sorted({at_least(1)(size) for size in text.split(",")})
+
+
+def read_base(arguments: argparse.Namespace) -> JobConfig:
+    """Read the configuration of CONFIG.toml and --set, prepared for runs of a study.
+
+    Raises:
+        ConfigError: it is refused.
+        StudyError: --set is no key=value, or names a path that runs write to.
+    """
+    words = ["--job.config_file", str(arguments.config)]
+    for pair in arguments.set:
+        key, equals, value = pair.partition("=")
+        if not equals:
+            raise StudyError(f"--set: {pair!r} is no KEY=VALUE")
+        words.append(f"--{key}={value}")
+    config = load_config(words, arguments.processes)
+    given = {pair.partition("=")[0] for pair in arguments.set}
+    for key, _, field in written_places(config):
+        if key in given and field.metadata["writes"] == "run":
+            raise StudyError(f"--set: {key}: every run has a separate folder in the study's (--output FOLDER sets that)")
+    return study_base(config)
+
+
+def require_seeds(arguments: argparse.Namespace) -> None:
+    """Require enough seeds. Raises StudyError."""
+    if arguments.seeds < 2:
+        raise StudyError("--seeds: intervals need 2 seeds at least")
+
+
+def require_constant_batch(arguments: argparse.Namespace, base: JobConfig) -> None:
+    """Require a batch size that stays, where it is what runs differ in. Raises StudyError."""
+    if base.training.double_batch_after:
+        raise StudyError(f"{arguments.config}: training.double_batch_after: batch sizes are compared, each kept (remove it)")
+
+
+def study_folder(arguments: argparse.Namespace, base: JobConfig, name: str) -> Path:
+    """Folder of a study's runs and results."""
+    return arguments.output or results_folder(base) / name
+
+
+def results_folder(base: JobConfig) -> Path:
+    """Folder of all studies of a configuration."""
+    return Path(base.job.dump_folder) / base.job.name / "studies"
+
+
+def equal_samples(arguments: argparse.Namespace, batches: list[int]) -> int:
+    """Number of samples of every run; prints it where it is not --samples. Raises StudyError."""
+    wanted, checkpoints = arguments.samples, arguments.checkpoints
+    samples = whole_samples(wanted, batches, checkpoints)
+    if samples != wanted:
+        each = f"{checkpoints} checkpoint{'s' if checkpoints > 1 else ''} x {math.lcm(*batches)}"
+        print(f"--samples: {wanted} -> {samples} samples (a multiple of {each})", file=sys.stderr)
+    return samples
+
+
+batch_list.__name__ = "batch sizes"

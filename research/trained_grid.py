@@ -1,0 +1,296 @@
+"""Measurement of a grid of trained runs: the held-out loss of every checkpoint in every bin of timesteps."""
+
+import argparse
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from research import grid_options
+from research import trained_grid_report as grid_report
+from research.cells import Cell, Row
+from research.frame import run_study
+from research.grid_options import at_least
+from research.grid_results import GridResults
+from research.slot_nodes import TimestepBin, timestep_bins
+from research.timestep_errors import FixedSamples, fixed_samples, in_parametrisation, timestep_errors
+from research.trained_checkpoint import checkpoint_digest, samples_seen
+from research.training_grid import GridRun, TrainingGrid, plan_grid, train_grid
+from torchtitan.checkpoint.checkpointer import CheckpointError, checkpoint_steps
+from torchtitan.checkpoint.location import run_checkpoints
+from torchtitan.config.job import JobConfig
+from torchtitan.data import DATASETS
+from torchtitan.data.base import Dataset, DatasetError
+from torchtitan.diffusion.objective import Objective
+from torchtitan.diffusion.objectives import build_objective
+from torchtitan.diffusion.predictions import PREDICTIONS
+from torchtitan.distributed.mesh import compute_device
+from torchtitan.errors import unwrapped
+from torchtitan.experiments.engine import Advance
+from torchtitan.experiments.folder import StudyError
+from torchtitan.experiments.training import TrainingFailed
+from torchtitan.pictures.number_text import counted
+from torchtitan.runs.trained_model import TrainedModel, load_run
+from torchtitan.training.batch_ramp import largest_growth
+
+# "currency" is the parametrisation of the errors, under its name in earlier tables
+_MEASURED = (
+    "checkpoint", "step", "samples", "weights", "bin", "unit", "low", "high", "share", "nodes", "images", "currency",
+    "error", "error_se", "status", "reason", "date", "runtime",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Arm:
+    """Arm: a run of the grid is one repetition of it.
+
+    Attributes:
+        group: runs are compared within it, as "batch size 16".
+        label: of the arm within its group.
+    """
+
+    group: str
+    label: str
+
+
+@dataclass(frozen=True)
+class PlannedRun(GridRun):
+    """Planned run of the grid with its arm, and the number of its seed, by which arms are paired."""
+
+    arm: Arm
+    seed: int
+
+
+@dataclass
+class TrainedGrid:
+    """Trained grid, in the frame of studies instead of a run.
+
+    Attributes:
+        grid: trained.
+        runs: in the order of training.
+        failures: name of a run -> reason.
+        options: the study's.
+        results: folder that holds the study's folder.
+        description: of the training, for the summary.
+        weights: EMA track to compare, or "none".
+    """
+
+    grid: TrainingGrid
+    runs: list[PlannedRun]
+    failures: dict[str, str]
+    options: argparse.Namespace
+    results: Path
+    description: str
+    weights: str
+    _opened: tuple[Any, TrainedModel] | None = field(default=None, repr=False)
+    _samples: FixedSamples | None = field(default=None, repr=False)
+    _bins: list[TimestepBin] | None = field(default=None, repr=False)
+
+    def config(self, name: str) -> JobConfig:
+        return self.grid.configs[name]
+
+    def bins(self) -> list[TimestepBin]:
+        """Bins of the path, shared by all runs. Raises StudyError."""
+        if self._bins is None:
+            config = next(iter(self.grid.configs.values()))
+            self._bins = read_bins(build_objective(config.objective, 0), self.options)
+        return self._bins
+
+    def samples(self) -> FixedSamples:
+        """Held-out images with noise; the same for every run. Raises DatasetError."""
+        if self._samples is None:
+            config = next(iter(self.grid.configs.values()))
+            dataset: Dataset = DATASETS[config.data.name](config.data, "validation")
+            self._samples = fixed_samples(dataset, self.options.images, seed=0)
+        return self._samples
+
+    def model(self, name: str, track: str, step: int) -> TrainedModel:
+        """Model of a checkpoint; kept until another is requested. Raises CheckpointError."""
+        asked = (name, track, step)
+        if self._opened is None or self._opened[0] != asked:
+            self._opened = None
+            self._opened = (asked, load_run(self.grid.run_folder(name), track, step, compute_device()))
+        return self._opened[1]
+
+
+def add_measure_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of measuring a trained model."""
+    add = parser.add_argument
+    add("--images", type=at_least(2), default=64, metavar="K",
+        help="held-out images, each with its own noise, the same for every model (default: 64)")
+    add("--nodes", type=at_least(1), default=4, metavar="N", help="timesteps in each bin (default: 4)")
+    add("--edges", type=Path, metavar="FILE", help="file of bin edges, as objective.timesteps.edges_path (default: the "
+        "published slots on a DDPM path, else ten bins of equal width)")
+
+
+def read_bins(objective: Objective, options: argparse.Namespace) -> list[TimestepBin]:
+    """Read the bins of the options. Raises StudyError."""
+    try:
+        return timestep_bins(objective, options.nodes, options.edges)
+    except ValueError as error:
+        raise StudyError(f"--edges: {error}") from error
+
+
+def choose_weights(base: JobConfig, asked: str | None) -> str:
+    """Choose the EMA track to compare: the given one, else the first, else "none". Raises StudyError."""
+    tracks = [track.name for track in base.ema.tracks]
+    if asked is not None and asked not in ("none", *tracks):
+        raise StudyError(f"--weights: {asked!r} is no EMA track (there are: {', '.join(['none', *tracks])})")
+    return asked if asked is not None else (tracks or ["none"])[0]
+
+
+def bin_errors(
+    trained: TrainedModel, samples: FixedSamples, where: TimestepBin, parametrisation: str, advance: Advance
+) -> torch.Tensor:
+    """Bin errors: mean squared error of each image over a bin's timesteps, in a parametrisation; float64 [K]."""
+    errors = timestep_errors(
+        trained.model, trained.objective, samples, where.nodes, device=compute_device(), advance=advance,
+        param_dtype=trained.config.training.mixed_precision_param,
+    )  # fmt: skip
+    return in_parametrisation(errors, trained.objective, where.nodes, parametrisation).mean(1)
+
+
+class GridStudy:
+    """Study of a grid of trained runs, for the frame of studies."""
+
+    UNIT = "error"
+
+    def __init__(self, arm_column: str, parametrisation: str, target: str | None = None) -> None:
+        """`arm_column` names what differs between arms; errors are of `parametrisation`, a key of PREDICTIONS."""
+        if parametrisation not in PREDICTIONS:
+            known = ", ".join(PREDICTIONS)
+            raise StudyError(f"--parametrisation: {parametrisation!r} is no prediction (there are: {known})")
+        self._arm_column, self._parametrisation, self._target = arm_column, parametrisation, target
+        self.COLUMNS = ("model", "group", arm_column, "batch", "lr", "seed", *_MEASURED)
+        # Reports place a row by the number of its bin, and a run may have been trained anew under its old name.
+        self.KEY = ("model", "checkpoint", "step", "weights", "bin", "low", "high", "nodes", "images", "currency")
+
+    def cells(self, run: TrainedGrid) -> list[Cell]:
+        return [cell for planned in run.runs for cell in self._of_run(run, planned)]
+
+    def cost(self, cell: Cell) -> int:
+        return cell["images"] * cell["nodes"]
+
+    def measure(self, run: TrainedGrid, cell: Cell, advance: Advance) -> dict[str, Any]:
+        if cell["model"] in run.failures:
+            raise TrainingFailed(run.failures[cell["model"]])
+        trained = run.model(cell["model"], cell["weights"], cell["step"])
+        errors = bin_errors(trained, run.samples(), run.bins()[cell["bin"]], self._parametrisation, advance)
+        if not errors.isfinite().all():
+            raise TrainingFailed("the error is not finite")
+        return {"error": errors.mean().item(), "error_se": errors.std().item() / math.sqrt(len(errors))}
+
+    def report(self, run: TrainedGrid, rows: list[Row], folder: Path) -> str:
+        arms = list(dict.fromkeys((planned.arm.group, planned.arm.label) for planned in run.runs))
+        configs = [run.config(planned.name) for planned in run.runs]
+        points = {step * config.training.global_batch_size for config in configs for step in _planned_steps(config)}
+        results = GridResults(rows, arms, self._arm_column, run.weights, sorted(points))
+        return grid_report.write(results, self._target, run.bins(), folder)
+
+    def _of_run(self, run: TrainedGrid, planned: PlannedRun) -> list[Cell]:
+        name = planned.name
+        config = run.config(name)
+        of_run = {
+            "model": name, "group": planned.arm.group, self._arm_column: planned.arm.label,
+            "batch": config.training.global_batch_size, "lr": config.optimizer.lr, "seed": planned.seed,
+            "images": run.options.images, "currency": self._parametrisation,
+        }  # fmt: skip
+        samples: dict[int, int] = {}
+        if name not in run.failures:
+            try:
+                samples = _samples_at_checkpoints(run.grid.run_folder(name), config)
+            except CheckpointError as error:
+                run.failures[name] = unwrapped(error)
+        if name in run.failures:
+            return [of_run | {"nodes": 0}]
+        last = max(samples)
+        of_run["checkpoint"] = _digest(run, name, last)
+        wanted = [(step, run.weights) for step in samples]
+        if run.weights != "none":
+            wanted.append((last, "none"))
+        return [
+            of_run | {"step": step, "samples": samples[step], "weights": track} | _of_bin(number, where)
+            for step, track in wanted for number, where in enumerate(run.bins())
+        ]  # fmt: skip
+
+
+def _planned_steps(config: JobConfig) -> range:
+    """Steps of a run's checkpoints, in its first batch size."""
+    interval = config.checkpoint.interval
+    return range(interval, config.training.steps + 1, interval)
+
+
+def _samples_at_checkpoints(folder: Path, config: JobConfig) -> dict[int, int]:
+    """Steps of a finished run's checkpoints -> samples seen there, both rising; without those that a stop saved between.
+
+    Raises:
+        CheckpointError: there are none, or one cannot be read.
+    """
+    batch = config.training.global_batch_size
+    if largest_growth(config) == 1:
+        return {step: step * batch for step in _planned_steps(config)}
+    checkpoints = run_checkpoints(folder)
+    if not (there := sorted(checkpoint_steps(checkpoints))):
+        raise CheckpointError(f"{checkpoints}: holds no checkpoint")
+    found: dict[int, int] = {}
+    intervals = 0  # that the checkpoint before completed: one within the next was saved by a stop
+    for step in there:
+        samples = samples_seen(folder, step)
+        completed = samples // (batch * config.checkpoint.interval)
+        if completed > intervals or step == there[-1]:
+            found[step], intervals = samples, completed
+    return found
+
+
+def _digest(run: TrainedGrid, name: str, last: int) -> str:
+    """Digest of the last checkpoint, which identifies a run; empty for a damaged one, reported by its measurement."""
+    try:
+        return checkpoint_digest(run.grid.run_folder(name), last)
+    except CheckpointError:
+        return ""
+
+
+def _of_bin(number: int, where: TimestepBin) -> Cell:
+    return {
+        "bin": number, "unit": where.unit, "low": where.low, "high": where.high, "share": where.share,
+        "nodes": len(where.nodes.t),
+    }  # fmt: skip
+
+
+def train_and_measure(
+    name: str, base: JobConfig, runs: Sequence[PlannedRun], options: argparse.Namespace, arm_column: str, what: str
+) -> Path:
+    """Train a grid and measure it, as far as that is missing.
+
+    Args:
+        name: of the study.
+        base: configuration that the runs share but for their overrides.
+        runs: in the order of training.
+        options: those of `grid_options` and `add_measure_options`; `parametrisation` and `target` if the study has
+            them.
+        arm_column: column that differs between arms.
+        what: a sentence on their training, for the summary.
+
+    Returns:
+        summary.md.
+
+    Raises:
+        StudyError: bad options, or a folder that cannot be used.
+    """
+    folder = grid_options.study_folder(options, base, name)
+    weights = choose_weights(base, options.weights)
+    grid = plan_grid(base, runs, folder, options.processes)
+    parametrisation = getattr(options, "parametrisation", base.objective.prediction)
+    study = GridStudy(arm_column, parametrisation, getattr(options, "target", None))
+    trained = TrainedGrid(grid, list(runs), {}, options, grid_options.results_folder(base), "", weights)
+    trained.bins()  # before hours of training
+    try:
+        trained.samples()
+    except DatasetError as error:
+        raise StudyError(f"--images: {error}") from error
+    trained.failures = train_grid(grid, options.retry_failed)
+    trained.description = f"{counted(len(runs), 'run')} of {base.model.flavor} on {base.data.name}, {base.objective.path}: {what}"
+    return run_study(name, study, trained)
