@@ -121,7 +121,6 @@ class Draws:
     """Draws of random numbers for the samples of a batch: functions of (seed, purpose, sample number, attempt) alone.
 
     Attributes:
-        seed: of the run.
         samples: global sample numbers, int64 [B].
         attempt: changes after a rollback.
     """

@@ -100,7 +100,6 @@ class ImageList:
 
     Attributes:
         folder: base of the relative names.
-        names: of the files.
         classes: class of each file in the order of the list's class folders, int32 [N].
     """
 
@@ -148,7 +147,6 @@ class SquareImages(Dataset):
     ) -> None:
         """
         Args:
-            source: of the images.
             positions: in the source, int64 [N].
             labels: one per position, int64 [N]; None where only a LabelledSource knows them.
             image_size: pixels of each side.

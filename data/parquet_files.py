@@ -33,7 +33,6 @@ class RowGroups:
     Attributes:
         url: folder or file, in fsspec's form.
         files: paths in its file system.
-        columns: of images, and labels or captions.
         num_classes: labels are 0 .. num_classes - 1; 0 without labels.
         file, number: of each row group: its file, and its number within the file, int32 [K].
         starts: first row of each, int64 [K + 1].
@@ -72,7 +71,6 @@ def read_footers(
     """Read the footers of a split's files.
 
     Args:
-        url: of `table_url`.
         subset: folder of the split's files, needed where several subsets have it; or "".
         split: files are those whose name begins with it, or which lie in a folder of that name.
         image_column, label_column: names, or "" to find them.

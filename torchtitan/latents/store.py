@@ -26,16 +26,12 @@ class LatentStore:
     its pages. The object may be pickled: a copy maps shards anew.
 
     Attributes:
-        folder: of the store.
         index: its content.
         captions: their texts and embeddings; None where the store has none.
     """
 
     def __init__(self, folder: str | Path) -> None:
         """
-        Args:
-            folder: of the store.
-
         Raises:
             LatentStoreError: it is no complete store.
         """
