@@ -1,7 +1,6 @@
 """Metadata of ImageNet: names of classes, and the class of each held-out image."""
 
 import csv
-import importlib.util
 import io
 import re
 import tarfile
@@ -11,7 +10,6 @@ from pathlib import Path
 from torchtitan.data.base import DatasetError
 from torchtitan.data.class_folders import read_classes
 from torchtitan.errors import one_line
-from torchtitan.extras import install
 from torchtitan.files.regular import read_regular
 
 SYNSET_MAPPING = "LOC_synset_mapping.txt"
@@ -26,16 +24,13 @@ def find_class_names(roots: list[Path]) -> dict[str, str]:
     """Find wnid -> the first of its names, from Kaggle's mapping or the devkit; empty without either.
 
     Raises:
-        DatasetError: one of them is damaged, or scipy is missing for the devkit's.
+        DatasetError: one of them is damaged.
     """
     if mapping := _find(roots, SYNSET_MAPPING):
         return {wnid: _first(names) for wnid, names in read_classes(str(mapping)).items()}
     content = _devkit_file(roots, "meta.mat")
     if content is None:
         return {}
-    if not importlib.util.find_spec("scipy"):
-        advice = f"{install('imagenet')}, or give data.classes_file"
-        raise DatasetError(f"data.path: {roots[0]}: reading class names from the devkit's meta.mat needs scipy: {advice}")
     return {wnid: _first(words) for wnid, words in _synsets(content).values()}
 
 
@@ -53,8 +48,6 @@ def find_validation_wnids(roots: list[Path]) -> dict[str, str]:
             f"data.path: the held-out images of {roots[0]} are in no class folders, and neither {VALIDATION_SOLUTION} "
             f"nor {DEVKIT}.tar.gz lies there to say their classes (put one there)"
         )
-    if not importlib.util.find_spec("scipy"):
-        raise DatasetError(f"data.path: {roots[0]}: reading the devkit's meta.mat needs scipy: {install('imagenet')}")
     synsets = _synsets(content)
     try:
         wnids = [synsets[int(line)][0] for line in numbers.decode("ascii").split()]

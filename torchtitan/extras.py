@@ -10,7 +10,6 @@ EXTRAS = {
     "digits": ("scikit-learn",),
     "energy": ("nvidia-ml-py",),
     "hub": ("datasets", "huggingface_hub"),
-    "imagenet": ("scipy",),
     "lowbit": ("torchao>=0.18,<0.19",),
     "ray": ("ray>=2.9",),
     "remote": ("gcsfs", "s3fs"),

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.encoded_images import SIDE, assert_resumes_in_mid_epoch, decoded, everything, image_bytes, write_tar
-from torchtitan.data import DatasetError, UnreadableImage, imagenet, imagenet_metadata, saved_index
+from torchtitan.data import DatasetError, UnreadableImage, imagenet, saved_index
 from torchtitan.data.imagenet import ImageNet, ImageNetConfig
 
 WNIDS = ("n00000007", "n00000003", "n00000005")
@@ -319,13 +319,6 @@ BAD = {
         "archives", cut(DEVKIT, 100), {}, "{}/ILSVRC2012_devkit_t12.tar.gz: ILSVRC2012_devkit_t12/data/ILSVRC2012_val"
     ),
 }  # fmt: skip
-
-
-def test_names_that_only_the_devkit_has_need_scipy(tmp_path, monkeypatch):
-    write_archives(tmp_path)
-    monkeypatch.setattr(imagenet_metadata, "_has_scipy", lambda: False)
-    with pytest.raises(DatasetError, match="needs scipy: .*-m pip install scipy"):
-        ImageNet.info(ImageNetConfig(path=str(tmp_path), image_size=SIDE))
 
 
 def test_kaggles_folder_may_lie_at_the_root_of_a_disk():

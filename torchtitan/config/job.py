@@ -43,7 +43,7 @@ from torchtitan.settings.schema import (
     shown_name,
     validate_section,
 )
-from torchtitan.settings.sections import all_sections, choices, keys, put_section, section_at, table_at
+from torchtitan.settings.sections import all_sections, choices, keys, put_section, section_at
 from torchtitan.settings.sources import read_command_line, read_toml, shown_file, suggestion
 from torchtitan.settings.synonyms import synonym
 from torchtitan.training.config import EMAConfig, LRSchedulerConfig, MetricsConfig, OptimizerConfig, TrainingConfig
@@ -254,31 +254,109 @@ class _Filled:
 
 
 def _fill(document: dict[str, Any], flags: dict[str, str], path: str | None) -> _Filled:
-    """Fill a configuration: choose its classes, and lay file and command line over their defaults."""
+    """Fill a configuration with what is given, the command line's over the file's over the defaults.
+
+    The one rule of precedence: the command line overrules the file. A key of the file that means nothing in a class, or has
+    no effect under a switch, of the command line is left aside; within one source, it is a mistake and is reported.
+    """
     config = JobConfig()
-    document = _without_keys_of_replaced_classes(config, document, flags)
-    problems = _choose_classes(config, document, flags)
-    refused = {problem.key.rpartition(".")[0] for problem in problems}
-    unchosen = tuple(problem.key.removesuffix("name") for problem in problems if problem.key.endswith(".name"))
-    values, origins, misplaced = _merge(config, document, flags)
-    problems += [problem for problem in misplaced if not f"{problem.key}.".startswith(unchosen)]
+    given = _Given(flags)
+    left = given.visit(config, document)
     known = _keys(config)
-    defaults = {section: section_at(config, section) for section in values}
-    for section, given in values.items():
-        if f"{section}.".startswith(unchosen):
+    problems = given.problems + [problem for problem in given.misplaced(config, left, known) if not given.unchosen(problem.key)]
+    refused = {problem.key.rpartition(".")[0] for problem in given.problems}
+    defaults = {section: section_at(config, section) for section in given.values}
+    for section, values in given.values.items():
+        if given.unchosen(f"{section}."):
             continue
         advise = functools.partial(_advice, config=config, known=known)
-        filled, wrong = validate_section(section, section_at(config, section), given, advise)
+        filled, wrong = validate_section(section, section_at(config, section), values, advise)
         put_section(config, section, filled)
         earlier = {problem.key for problem in problems}
         problems += [problem for problem in wrong if problem.key not in earlier]
         refused |= {problem.key for problem in wrong}
     config.job.config_file = path or ""
-    if "job.name" not in origins:
+    if "job.name" not in given.origins:
         config.job.name = Path(path).stem if path else "run"
+    _drop_overruled(config, defaults, given.origins, known)
+    return _Filled(config, problems, refused, given.origins, known)
 
-    _drop_overruled(config, defaults, origins, known)
-    return _Filled(config, problems, refused, origins, known)
+
+class _Given:
+    """What file and command line give, by section; collected in one visit, which chooses the sections' classes.
+
+    Attributes:
+        values: dotted section -> key -> value.
+        origins: dotted key -> "file" or "command line".
+        problems: of classes that there are not, and of tables that are none.
+    """
+
+    def __init__(self, flags: dict[str, str]) -> None:
+        self._flags = flags
+        self._nameless: list[str] = []  # sections, with a dot, of an unknown name
+        self.values: dict[str, dict[str, Any]] = {}
+        self.origins: dict[str, str] = {}
+        self.problems: list[Problem] = []
+
+    def visit(self, section: Any, table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+        """Visit the sections inside of a section or configuration, outer ones first; return the rest of its table."""
+        left = dict(table)
+        for field_ in dataclasses.fields(section):
+            place, options = prefix + field_.name, field_.metadata.get("choice")
+            if not dataclasses.is_dataclass(getattr(section, field_.name)):
+                continue
+            inner = left.pop(field_.name, {})
+            if not isinstance(inner, dict):
+                text = f"must be a table, is {quoted(inner)} (write [{place}] and its keys)"
+                self.problems.append(Problem(place, text))
+                inner = {}
+            if options:
+                chosen, inner = self._choose(place, options, inner)
+                setattr(section, field_.name, chosen)
+            values = self.values[place] = {}
+            values |= self.visit(getattr(section, field_.name), inner, f"{place}.")
+            self.origins |= {f"{place}.{key}": "file" for key in values}
+        return left
+
+    def _choose(self, place: str, options: Choice, table: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """Choose the class of a section by name, a model's with its flavor's values; and the file's keys that it may have."""
+        in_file = table.get("name", options.default)
+        name, flavor = self._flags.get(f"{place}.name", in_file), self._flags.get(f"{place}.flavor", table.get("flavor"))
+        if not (isinstance(name, str) and name in options.registry):
+            self.problems.append(_not_one_of(f"{place}.name", name, options.registry))
+            self._nameless.append(f"{place}.")
+            return options.section(options.default), table
+        flavors = options.flavors(options.registry[name])
+        if flavors and flavor is not None and not (isinstance(flavor, str) and flavor in flavors):
+            self.problems.append(_not_one_of(f"{place}.flavor", flavor, flavors))
+            flavor = None
+        if name != in_file and isinstance(in_file, str) and in_file in options.registry:
+            replaced = _replaced_keys(options.section(in_file), options.section(name), shared_by_name="." not in place)
+            table = {key: value for key, value in table.items() if key not in replaced}
+        return options.section(name, flavor), table
+
+    def misplaced(self, config: JobConfig, left: dict[str, Any], known: dict[str, dataclasses.Field]) -> list[Problem]:
+        """Take the command line's keys; problems of unknown ones, and of `left`, what is in no section of the file."""
+        problems: list[Problem] = []
+        for section, table in left.items():
+            text = _unknown_in_file(section, table, known) if len(problems) < MOST_SHOWN else "is unknown too"
+            problems.append(Problem(shown_name(section), text))
+        if self.values["job"].pop("config_file", None) is not None:
+            problems.append(Problem("job.config_file", "is for the command line only (remove it)"))
+        for dotted, text in self._flags.items():
+            self.origins[dotted] = "command line"
+            section, _, key = dotted.rpartition(".")
+            if dotted in known:
+                self.values[section][key] = parse_text(text, get_type_hints(type(section_at(config, section)))[key])
+            else:
+                pictures = own_pictures_advice(text) if dotted == "data.path" else ""
+                advice = f" ({pictures or _advice(dotted, config, known, '--')})" if len(problems) < MOST_SHOWN else ""
+                problems.append(Problem(dotted, f"unknown key{advice}"))
+        return problems
+
+    def unchosen(self, key: str) -> bool:
+        """Whether a key, or a section with a dot, is in a section of which the class is unknown."""
+        return key.startswith(tuple(self._nameless)) and not key.endswith(".name")
 
 
 def report_and_exit(error: ConfigError) -> NoReturn:
@@ -308,25 +386,6 @@ def write_schema(path: Path) -> None:
     replace_file(path, schema)
 
 
-def _choose_classes(config: JobConfig, document: dict[str, Any], flags: dict[str, str]) -> list[Problem]:
-    """Choose the classes of sections whose keys depend on a name, a model's with its flavor's values; outer ones first.
-    """
-    problems = []
-    for section, options in _choices(config):
-        table = table_at(document, section)
-        given = {key: flags.get(f"{section}.{key}", table.get(key)) for key in ("name", "flavor")}
-        name = options.default if given["name"] is None else given["name"]
-        if not (isinstance(name, str) and name in options.registry):
-            problems.append(_not_one_of(f"{section}.name", name, options.registry))
-            continue
-        flavors, flavor = options.flavors(options.registry[name]), given["flavor"]
-        if flavors and flavor is not None and not (isinstance(flavor, str) and flavor in flavors):
-            problems.append(_not_one_of(f"{section}.flavor", flavor, flavors))
-            flavor = None
-        put_section(config, section, options.section(name, flavor))
-    return problems
-
-
 def _choices(section: Any, prefix: str = "") -> Iterator[tuple[str, Choice]]:
     """Choices: dotted name and choice of every section whose keys depend on a name, inner ones as they are by then."""
     for name in [each.name for each in dataclasses.fields(section)]:
@@ -340,78 +399,6 @@ def _not_one_of(key: str, value: Any, known: Mapping[str, Any]) -> Problem:
     guess = nearest(value, known) if isinstance(value, str) else ""
     advice = f" (did you mean {guess}?)" if guess else ""
     return Problem(key, f"must be one of {', '.join(known)}, is {quoted(value)}{advice}")
-
-
-def _merge(
-    config: JobConfig, document: dict[str, Any], flags: dict[str, str]
-) -> tuple[dict[str, dict[str, Any]], dict[str, str], list[Problem]]:
-    """Merge the command line over the file.
-
-    Returns:
-        section -> key -> given value; dotted key -> its source; problems of unknown sections or keys.
-    """
-    known = _keys(config)
-    values: dict[str, dict[str, Any]] = {section: {} for section, _ in all_sections(config)}
-    origins: dict[str, str] = {}
-    problems: list[Problem] = []
-    for section, table in document.items():
-        if section not in values:
-            text = _unknown_in_file(section, table, known) if len(problems) < MOST_SHOWN else "is unknown too"
-            problems.append(Problem(shown_name(section), text))
-        else:
-            problems += _take_table(section, table, values, origins)
-    if "config_file" in values["job"]:
-        del values["job"]["config_file"]
-        problems.append(Problem("job.config_file", "is for the command line only (remove it)"))
-    for dotted, text in flags.items():
-        origins[dotted] = "command line"
-        section, _, key = dotted.rpartition(".")
-        if dotted not in known:
-            pictures = own_pictures_advice(text) if dotted == "data.path" else ""
-            advice = f" ({pictures or _advice(dotted, config, known, '--')})" if len(problems) < MOST_SHOWN else ""
-            problems.append(Problem(dotted, f"unknown key{advice}"))
-            continue
-        annotation = get_type_hints(type(section_at(config, section)))[key]
-        values[section][key] = parse_text(text, annotation)
-    return values, origins, problems
-
-
-def _take_table(
-    section: str, table: Any, values: dict[str, dict[str, Any]], origins: dict[str, str]
-) -> Iterator[Problem]:
-    """Take a table of the file, and those of its inner sections, into the values by section."""
-    if not isinstance(table, dict):
-        yield Problem(section, f"must be a table, is {quoted(table)} (write [{section}] and its keys)")
-        return
-    for key, value in table.items():
-        if f"{section}.{key}" in values:
-            yield from _take_table(f"{section}.{key}", value, values, origins)
-        else:
-            values[section][key] = value
-            origins[f"{section}.{key}"] = "file"
-
-
-def _without_keys_of_replaced_classes(
-    section: Any, document: dict[str, Any], flags: dict[str, str], prefix: str = ""
-) -> dict[str, Any]:
-    """Leave out the file's keys of a class, as of a dataset, that the command line has replaced by another."""
-    kept = dict(document)
-    for field_ in dataclasses.fields(section):
-        table, inner = document.get(field_.name), getattr(section, field_.name)
-        if not isinstance(table, dict) or not dataclasses.is_dataclass(inner):
-            continue
-        place = f"{prefix}{field_.name}"
-        options = choices(section).get(field_.name)
-        if options:
-            registry, old, new = options.registry, table.get("name", options.default), flags.get(f"{place}.name")
-            if not (isinstance(old, str) and old in registry):
-                continue
-            inner = options.section(old)
-            if new is not None and new in registry:
-                replaced = _replaced_keys(inner, options.section(new), shared_by_name=not prefix)
-                table = {key: value for key, value in table.items() if key not in replaced}
-        kept[field_.name] = _without_keys_of_replaced_classes(inner, table, flags, f"{place}.")
-    return kept
 
 
 def _replaced_keys(old: Any, new: Any, shared_by_name: bool) -> set[str]:
