@@ -76,10 +76,10 @@ OF_TRAINING = {"num_workers": "--num-workers", "prefetch_factor": "--num-workers
 def main(words: list[str] | None = None) -> int:
     """Run as one of the started processes; return the exit code."""
     words = sys.argv[1:] if words is None else words
-    if words and words[0] in VERBS:
-        return run_verb(words)
-    arguments, data_words = parse_arguments(words)
     try:
+        if words and words[0] in VERBS:
+            return run_verb(words)
+        arguments, data_words = parse_arguments(words)
         if in_jobs(arguments):
             return extract_in_jobs(arguments, data_words, words)
         return extract(arguments, data_words)
