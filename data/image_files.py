@@ -306,11 +306,6 @@ def check_readable(source: ImageSource, key: str) -> None:
     raise DatasetError(f"{key}: none of {len(probes)} of its {len(source)} images can be read; the first is {first}")
 
 
-def read_square(path: bytes, image_size: int) -> np.ndarray:
-    """Read a square from a file, as `decode_square`."""
-    return decode_square(read_regular(path, MAX_FILE_BYTES), image_size)
-
-
 def shown_path(path: bytes) -> str:
     """Show a path as one printable line, whatever bytes it has."""
     return printable(path.decode("utf-8", "backslashreplace").replace("\n", "\\n"))
