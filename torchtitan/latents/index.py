@@ -236,25 +236,6 @@ class StoreIndex(StorePlan):
     shards: list[ShardRecord]
     caption_shards: list[FileRecord] = []
 
-    @pydantic.model_validator(mode="after")
-    def _lists_every_shard(self) -> "StoreIndex":
-        wanted = self.num_shards
-        if len(self.shards) != wanted:
-            raise ValueError(
-                f"{len(self.shards)} shards listed, {wanted} needed for {self.num_source_images} images of the source"
-            )
-        for number, shard in enumerate(self.shards):
-            most = len(self.source_images_of(number))
-            if shard.num_images > most:
-                raise ValueError(f"{shard_name(number)} has {shard.num_images} images, at most {most} belong there")
-        held = sum(shard.num_images for shard in self.shards)
-        if held != self.num_images:
-            raise ValueError(f"its shards hold {held} images, not {self.num_images}")
-        wanted = self.captions.num_shards if self.captions else 0
-        if len(self.caption_shards) != wanted:
-            raise ValueError(f"{len(self.caption_shards)} files of captions listed, {wanted} needed")
-        return self
-
     def metadata(self) -> dict[str, str]:
         """Describe latents drawn by a model of these: their normalisation, and the autoencoder that decodes them."""
         normalization = self.normalization.model_dump(include={"shift", "scale"})
