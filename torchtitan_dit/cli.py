@@ -38,9 +38,7 @@ COMMANDS = {
     "evaluate": Command("evaluate", "judge images by FID, KID, inception score, precision and recall", on_ranks=True),
     "extract": Command("extract_latents", "encode a dataset of images into a latent store", on_ranks=True),
     "latents": Command("latents", "convert, show, verify and measure latent stores"),
-    "decode": Command("cosmos_latent_decoder", "latents to images, with an autoencoder", ("decode",)),
-    "encode": Command("cosmos_latent_decoder", "images to latents, with an autoencoder", ("encode",)),
-    "check-autoencoder": Command("cosmos_latent_decoder", "measure an autoencoder's reconstruction quality", ("check",)),
+    "decode": Command("cosmos_latent_decoder", "latents to images with an autoencoder; encode images, check the autoencoder"),
     "checkpoint": Command("checkpoint", "list, verify and compare checkpoints; export and import weights"),
     "export": Command("checkpoint", "write a run's weights in a published layout", ("export",)),
     "import": Command("checkpoint", "make a checkpoint of published weights", ("import",)),
@@ -51,7 +49,6 @@ COMMANDS = {
     "sweep": Command("sweep", "run a grid of configurations"),
     "compare": Command("compare", "compare runs, and the hardware they ran on, on one page"),
     "analyse": Command("optimization_analysis", "speed and memory of a folder of runs"),
-    "train-extractor": Command("train_extractor", "train a small feature extractor"),
 }
 
 
