@@ -45,8 +45,8 @@ from torchtitan.models.base import DiffusionModel
 from torchtitan.models.float8 import Float8Config, converted_share
 from torchtitan.processes.command_line import OneLineParser, run_program
 from torchtitan.processes.exit_codes import REFUSED
-from torchtitan.run_state import RunState
 from torchtitan.runs.folder import versions
+from torchtitan.state.run_state import RunState
 from torchtitan.supervision.phases import Phases
 from torchtitan.trainer import Trainer
 from torchtitan.training.hardware import PEAK_TFLOPS_BF16, PEAK_TFLOPS_FLOAT8

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from contextlib import ExitStack
 
 from torchtitan.processes.exit_codes import FAILED
-from torchtitan.run_state import RunState
 from torchtitan.runs.status import write_status
+from torchtitan.state.run_state import RunState
 from torchtitan.supervision.events import EventLog
 from torchtitan.supervision.garbage import GarbageControl
 from torchtitan.supervision.heartbeat import process_state
