@@ -29,11 +29,11 @@ from torchtitan.data import DATASETS, DataConfig, Dataset, DatasetError, Dataset
 from torchtitan.data.digits import Digits, DigitsConfig
 from torchtitan.data.image_folder import ImageFolderConfig
 from torchtitan.extraction.image_source import ImageSource
-from torchtitan.runs.trained_model import load_run
 from torchtitan.settings import has_key, setting
 from torchtitan.training import data_loading
 from torchtitan.training.data_loading import TrainingData, validation_batches
 from torchtitan.training.sample_order import SampleOrder
+from torchtitan.weights.trained_model import load_run
 
 # --- order
 
@@ -379,7 +379,7 @@ KEYS = {
 }
 
 
-@pytest.mark.parametrize("name", [name for name, dataset in DATASETS.items() if dataset.holds_images])
+@pytest.mark.parametrize("name", DATASETS)
 @pytest.mark.parametrize("split", ["train", "validation"])
 def test_every_dataset_keeps_the_contract(name, split, tmp_path):
     dataset_class = DATASETS[name]

@@ -20,8 +20,8 @@ from torchtitan.diffusion.paths import per_image
 from torchtitan.diffusion.predictions import target
 from torchtitan.evaluation.config import SamplingConfig, sampling_problems
 from torchtitan.evaluation.sampling import ImageSampler
-from torchtitan.runs.guides import guide_problem, open_guide, read_reference
-from torchtitan.runs.trained_model import WeightsError
+from torchtitan.sampling.guides import guide_problem, open_guide, read_reference
+from torchtitan.weights.trained_model import WeightsError
 
 KIND, SHAPE = Classes(3), (4, 2, 2)
 EDM = {"path": "edm", "preconditioning": "edm", "timesteps": timesteps("lognormal_sigma")}
@@ -282,7 +282,8 @@ def test_an_existing_path_is_taken_as_it_is_and_nothing_is_no_reference(tmp_path
 def trained(shape=SHAPE, kind=KIND, path="rectified_flow") -> SimpleNamespace:
     config = JobConfig()
     config.objective.path = path
-    return SimpleNamespace(config=config, model=SimpleNamespace(image_shape=shape, condition_kind=kind))
+    model = SimpleNamespace(image_shape=shape, condition_kind=kind)
+    return SimpleNamespace(config=config, model=model, record=SimpleNamespace(latents=None))
 
 
 def test_guides_that_cannot_guide_are_refused_with_the_reason():

@@ -7,6 +7,7 @@ from torchtitan.runs.folder import RunFolder
 from torchtitan.training.buckets import images_of_shapes
 from torchtitan.training.corrupt_images import CorruptImages
 from torchtitan.training.data_loading import TrainingData
+from torchtitan.weights.model_record import record_of
 
 
 class RunData:
@@ -14,6 +15,7 @@ class RunData:
 
     Attributes:
         info: of the dataset.
+        record: what sampling needs of the data, for a checkpoint that is taken elsewhere.
         images_per_epoch: number of training images.
         images_of_shapes: shape (C, H, W) -> number of its images: one shape, or those of the buckets with images.
         corrupt_images: record of images that could not be read.
@@ -24,6 +26,7 @@ class RunData:
         """Open the training images. Raises DatasetError."""
         dataset = DATASETS[config.data.name](config.data, "train")
         self.info = dataset_info(config.data)
+        self.record = record_of(config, self.info).data_table()
         self.images_per_epoch = len(dataset)
         self.images_of_shapes = images_of_shapes(dataset, self.info)
         self.corrupt_images = CorruptImages(folder.path)

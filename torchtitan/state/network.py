@@ -18,7 +18,7 @@ from torchtitan.models.adapters.frozen_network import quantized_kind
 from torchtitan.models.base import DiffusionModel
 from torchtitan.models.float8 import compute_gather_scales, convert_to_float8
 from torchtitan.models.magnitude import normalize_rows, normalized_weights
-from torchtitan.runs.network import add_adapters, drawn_network, drawn_sha256, frozen_sha256, sharded_network
+from torchtitan.weights.network import add_adapters, drawn_sha256, frozen_sha256, new_network, sharded_network
 
 logger = logging.getLogger(__name__)
 
@@ -126,7 +126,7 @@ def _built(config: JobConfig, info: DatasetInfo, layout: Layout, new: bool) -> t
     if layout.sharded and not quantized_kind(config.lora):
         model, shards = sharded_network(config, info, layout, initial_weights)
     else:
-        model = drawn_network(config, info, layout.device, initial_weights)
+        model = new_network(config, info, layout.device, initial_weights)
     if config.lora.enable:
         add_adapters(model, config, info, layout.device)
     return model.train(), shards

@@ -19,9 +19,9 @@ from torchtitan.gns.capture import check_measurable
 from torchtitan.models.float8 import check_convertible
 from torchtitan.models.flops import check_macs
 from torchtitan.runs.folder import RunFolder
-from torchtitan.runs.initial_weights import check_initial_weights
-from torchtitan.runs.network import check_adapters, network_on_meta
 from torchtitan.runs.status import remove_status
+from torchtitan.weights.initial_weights import check_initial_weights
+from torchtitan.weights.network import check_adapters, network_on_meta
 
 
 def checked_decoder(config: JobConfig) -> LatentDecoder | None:

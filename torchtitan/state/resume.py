@@ -7,15 +7,15 @@ from torchtitan.config.job import JobConfig
 from torchtitan.distributed.parallelize import release_unsharded
 from torchtitan.errors import CheckpointError
 from torchtitan.files.remote_path import AnyPath
-from torchtitan.runs.data_changes import IMAGES, data_changes
-from torchtitan.runs.network import BASE_SHA256, check_base
-from torchtitan.runs.portable import RECORD, data_record
 from torchtitan.settings.record import effective
 from torchtitan.state.run_state import RunState
 from torchtitan.training.clock import ClockTotals
 from torchtitan.training.lr_scheduler import schedule_changes
 from torchtitan.training.metrics import checked_lines
 from torchtitan.training.optimizer import materialise_state
+from torchtitan.weights.data_changes import IMAGES, data_changes
+from torchtitan.weights.model_record import RECORD
+from torchtitan.weights.network import BASE_SHA256, check_base
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ def checkpointed_state(state: RunState, reports: dict) -> dict:
         "ema_snapshots": state.snapshots.state_dict(),
         "reports": reports,
         BRANCHED_FROM: state.branched_from,
-        RECORD: data_record(state.config, state.info),
+        RECORD: state.data_record,
         IMAGES: state.images_per_epoch,
         "gns": state.gns.state_dict() if state.gns else {},
     } | ({BASE_SHA256: state.network.base_sha256} if state.config.lora.enable else {})
@@ -70,7 +70,7 @@ def resume(state: RunState, step: int) -> None:
     saved, tensors = read_state(checkpoint), state.tensors()
     changes = data_changes(
         saved, str(checkpoint), state.info, state.images_per_epoch, tolerated=config.job.allow_config_change,
-        record=data_record(config, state.info),
+        record=state.data_record,
     )  # fmt: skip
     for change in changes + schedule_changes(config, saved):
         if state.layout.rank == 0:

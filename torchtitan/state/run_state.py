@@ -69,6 +69,7 @@ class RunState:
 
         data = RunData(config, layout, self.folder)
         self.data, self.info, self.corrupt_images = data.loader, data.info, data.corrupt_images
+        self.data_record = data.record
         self.images_per_epoch, self._images_of_shapes = data.images_per_epoch, data.images_of_shapes
         edges = bin_edges(config.gns, config.objective) if config.gns.enable else None
         sampler_of = None if edges is None else sampler_of_bins(config.gns, edges, self.data.microbatches_per_step)

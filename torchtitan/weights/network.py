@@ -41,9 +41,7 @@ from torchtitan.models.quantized import quantize_base, quantized_tensors, quanti
 
 logger = logging.getLogger(__name__)
 
-# Key of a checkpoint's state with the hash of the frozen network, and that of another hash in earlier ones.
-BASE_SHA256 = "lora_base_joined_sha256"
-_EARLIER_BASE_SHA256 = "lora_base_sha256"
+BASE_SHA256 = "lora_base_joined_sha256"  # entry of a checkpoint's state: hash of the frozen network
 _ZERO_STD = 0.02
 
 
@@ -53,7 +51,7 @@ def network_on_meta(config: JobConfig, info: DatasetInfo) -> DiffusionModel:
         return build_model(config.model, info.image_shape, info.condition_kind)
 
 
-def drawn_network(config: JobConfig, info: DatasetInfo, device: torch.device, initial_weights: str = "") -> DiffusionModel:
+def new_network(config: JobConfig, info: DatasetInfo, device: torch.device, initial_weights: str = "") -> DiffusionModel:
     """Network without adapters, drawn or read; the same on any layout.
 
     Args:
@@ -89,7 +87,7 @@ def drawn_network(config: JobConfig, info: DatasetInfo, device: torch.device, in
 def sharded_network(
     config: JobConfig, info: DatasetInfo, layout: Layout, initial_weights: str = ""
 ) -> tuple[DiffusionModel, dict[str, Tensor]]:
-    """Network of a run with a sharded layout and without adapters: the values of `drawn_network`, of which this rank has
+    """Network of a run with a sharded layout and without adapters: the values of `new_network`, of which this rank has
     its shards alone; collective. No quantised one.
 
     Returns:
@@ -112,7 +110,7 @@ def sharded_network(
                 f"model.name: {config.model.name}: its init_weights applies {operation} to a part of a parameter, so every rank"
                 " draws the whole model (whole parameters, in place, would be drawn shard by shard)"
             )
-        return drawn_network(config, info, layout.device, initial_weights), {}
+        return new_network(config, info, layout.device, initial_weights), {}
     if initial_weights:
         path = Path(initial_weights)
         check_fits(path, model, config.checkpoint.initial_weights_strict)
@@ -133,7 +131,7 @@ def adapted_network(config: JobConfig, info: DatasetInfo, device: torch.device) 
         WeightsError; AdapterError: it cannot have the adapters of `[lora]`.
     """
     initial_weights = config.checkpoint.initial_weights
-    model = drawn_network(config, info, device, initial_weights)
+    model = new_network(config, info, device, initial_weights)
     if initial_weights:
         base = file_sha256(Path(initial_weights))
     else:
@@ -250,7 +248,6 @@ def check_base(state: dict, digest: str, place: str, initial_weights: str) -> No
     """Check that a frozen network is the one of a checkpoint's adapters.
 
     Args:
-        state: the checkpoint's state.
         digest: hash of the network's weights.
         place: the checkpoint, named in the error.
         initial_weights: where the weights are from.
@@ -258,9 +255,7 @@ def check_base(state: dict, digest: str, place: str, initial_weights: str) -> No
     Raises:
         CheckpointError.
     """
-    if BASE_SHA256 not in state and _EARLIER_BASE_SHA256 in state:
-        logger.warning(f"{place}: is of an earlier version, whose hash of the frozen weights cannot be compared")
-    elif state.get(BASE_SHA256) != digest:
+    if state.get(BASE_SHA256) != digest:
         source = f"checkpoint.initial_weights = {initial_weights}" if initial_weights else "those drawn from debug.seed"
         raise CheckpointError(
             f"{place}: its adapters were trained on other frozen weights than {source} (name the file of those)"

@@ -1,43 +1,27 @@
 """Settings of a set of samples: all that its images depend on beside seeds and classes, for its record."""
 
 import dataclasses
+import json
 from typing import Any
 
 from torchtitan.evaluation.config import SamplingConfig
 from torchtitan.evaluation.decoding import LatentDecoder
 from torchtitan.files.weight_files import named_weights
 from torchtitan.files.weight_hash import weights_sha256
-from torchtitan.runs.guides import LoadedGuide
-from torchtitan.runs.sampling_options import METHOD_KEYS
-from torchtitan.runs.trained_model import TrainedModel
+from torchtitan.sampling.guides import LoadedGuide
+from torchtitan.sampling.method_options import METHOD_KEYS
 from torchtitan.settings.sections import choices
+from torchtitan.weights.trained_model import TrainedModel
 
 EMBEDDED = "embedded_guidance"
-# Section and key -> value that sets from before the key were drawn with, and do not record: they can be gone on with.
-_LATER_KEYS = {("schedule", "spacing"): "even", ("schedule", "last_step"): 0.0, ("solver", "last_step"): "velocity"}
 
 
 def set_settings(
     trained: TrainedModel, sampling: SamplingConfig, guide: LoadedGuide | None, decoder: LatentDecoder | None,
     image_shape: tuple[int, int, int], dtype: str,
 ) -> dict[str, Any]:  # fmt: skip
-    """Settings of a set, for JSON.
-
-    Args:
-        trained: the model.
-        sampling: its sampling method.
-        guide: of its guidance; None for the null condition.
-        decoder: of its latents; None for a model of images.
-        image_shape: (C, H, W) of what the network draws.
-        dtype: of compute.
-    """
-    sections = {
-        name: {
-            key: value for key, value in dataclasses.asdict(getattr(sampling, name)).items()
-            if _LATER_KEYS.get((name, key)) != value
-        }
-        for name in choices(sampling)
-    }
+    """Settings of a set, for JSON."""
+    sections = {name: dataclasses.asdict(getattr(sampling, name)) for name in choices(sampling)}
     return {
         "weights": _weights(trained),
         "guide": _weights(guide.model) if guide else None,
@@ -62,3 +46,11 @@ def _weights(trained: TrainedModel) -> dict[str, str]:
     """Origin and hash of the weights, and of what an objective has learned to read them by."""
     learned = {f"objective.{name}": tensor for name, tensor in trained.objective.tensors().items()}
     return {"label": trained.label, "sha256": weights_sha256(named_weights(trained.model) | learned)}
+
+
+def method_of(setup: Any) -> dict[str, Any]:
+    """Settings of a SamplingSetup that two measurements must share to compare."""
+    found = set_settings(setup.trained, setup.sampling, setup.guide, setup.decoder, setup.image_shape, setup.dtype)
+    for name in ("weights", "guide"):  # by their origin: other hardware trains other last digits
+        found[name] = found[name]["label"] if found[name] else None
+    return json.loads(json.dumps(found, default=str))

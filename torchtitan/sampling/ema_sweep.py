@@ -1,0 +1,128 @@
+"""Sweep over lengths of a weight average: each is reconstructed from a run's snapshots and scored."""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from torchtitan.config.sampling_checks import data_text
+from torchtitan.data import DATASETS
+from torchtitan.distributed.collectives import from_first_rank, group_for_work
+from torchtitan.errors import EvaluationError
+from torchtitan.evaluation.decoding import run_decoder
+from torchtitan.evaluation.image_sets import DatasetImages
+from torchtitan.evaluation.sample_metrics import SampleMetrics, measure_samples
+from torchtitan.evaluation.sampling import ImageSampler, balanced_choices
+from torchtitan.evaluation.validation import validation_loss
+from torchtitan.fidelity.metrics import METRICS
+from torchtitan.files.weight_files import WeightsError
+from torchtitan.sampling.guides import open_guide
+from torchtitan.training.data_loading import validation_batches
+from torchtitan.weights.post_hoc_ema import MAX_ERROR, StoredAverages, reconstruct, stored_averages
+from torchtitan.weights.trained_model import TrainedModel, empty_trained_model, fill_reconstructed
+
+LOSS = "loss"
+
+
+def sweep(
+    run: Path, stds: Sequence[float], metric: str, device: torch.device, *, step: int | None = None,
+    images: int | None = None, guidance_scale: float | None = None, guide: str | None = None,
+    max_error: float = MAX_ERROR, ignore_gaps: bool = False,
+) -> Iterator[str]:  # fmt: skip
+    """Score averages of several lengths on the same images and noise; collective.
+
+    Args:
+        stds: lengths.
+        metric: LOSS, or one of METRICS, by the extractor and the reference of the run's `[evaluation]`.
+        step: of the last snapshot; None for the newest.
+        images: held-out images, or samples; None: those of `[validation]` or `[evaluation]`.
+        guidance_scale, guide: of samples, the guide as in `open_guide`; None: those of the run.
+        max_error: largest profile error that is accepted.
+        ignore_gaps: do without missing or damaged snapshots.
+
+    Yields:
+        notes, a line per length in the order of `stds`, and the best length.
+
+    Raises:
+        SnapshotError, WeightsError, ConfigError, DatasetError, EvaluationError.
+    """
+    trained = empty_trained_model(run, device)
+    if metric not in (LOSS, *METRICS):
+        raise WeightsError(f"--metric: no metric is called {metric[:40]!r} (there are: {', '.join((LOSS, *METRICS))})")
+    if images is not None and images < 1:
+        raise WeightsError(f"--images: must be at least 1, is {images}")
+    stored: StoredAverages = from_first_rank(stored_averages, run, step, (), ignore_gaps)
+    found = [reconstruct(stored, std, max_error) for std in stds]
+    trained = dataclasses.replace(trained, step=stored.last.step)
+    name, better = LOSS, "lower"
+    if metric == LOSS:
+        for option, value in (("--guidance-scale", guidance_scale), ("--guide", guide)):
+            if value is not None:
+                raise WeightsError(f"{option}: has no effect on held-out loss (leave it out)")
+        if not trained.info.has_validation:
+            text = f"{data_text(trained.config.data)} holds out no images for a loss"
+            raise WeightsError(f"--metric: {text} (give one of {', '.join(METRICS)})")
+        score: Callable[[], Mapping[str, float]] = partial(_held_out_loss, trained, images, device)
+    else:
+        name, better = next((name, better) for name, better in METRICS[metric].better.items() if better)
+        score = _sample_score(run, trained, metric, images, guidance_scale, guide, device)
+    yield from (f"note: {line}" for line in [*stored.notes, *found[0].warnings])
+    values = []
+    for each in found:
+        fill_reconstructed(trained, each)
+        values.append(score()[name])
+        yield f"{name} {values[-1]:.6g}: {each.describe()}"
+    best = min(range(len(values)), key=lambda n: values[n] if better == "lower" else -values[n])
+    yield f"best: std {found[best].std:g}"
+
+
+def _held_out_loss(trained: TrainedModel, images: int | None, device: torch.device) -> Mapping[str, float]:
+    config = trained.config
+    dataset = DATASETS[config.data.name](config.data, "validation")
+    count = min(images or config.validation.num_images, len(dataset))
+    rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    batches = validation_batches(dataset, trained.info, count, config.validation.batch_size, rank, ranks)
+    return validation_loss(
+        trained.model, trained.objective, batches, count=count, seed=config.debug.seed,
+        bin_edges=torch.empty(0, device=device), param_dtype="float32", device=device, sharded=False,
+        timesteps=config.validation.timesteps,
+    )  # fmt: skip
+
+
+def _sample_score(
+    run: Path, trained: TrainedModel, metric: str, images: int | None, guidance_scale: float | None, guide: str | None,
+    device: torch.device,
+) -> Callable[[], Mapping[str, float]]:  # fmt: skip
+    """Function that draws samples with the present weights and measures them; collective."""
+    config, info, sampling, kind = trained.config, trained.info, trained.config.sampling, METRICS[metric]
+    evaluation = dataclasses.replace(config.evaluation, metrics=[metric], count=images or config.evaluation.count)
+    evaluation.reference = evaluation.reference if kind.reference else ""
+    evaluation.held_out = evaluation.held_out if kind.needs_held_out else ""
+    scale = evaluation.guidance_scale if guidance_scale is None else guidance_scale
+    opened = open_guide(guide, run, None, trained, scale, device)
+    method = sampling.method() | {
+        "guidance": dataclasses.replace(sampling.guidance, scale=scale), "guide": opened.guide if opened else None,
+    }  # fmt: skip
+    if trained.record.latents and config.autoencoder.name == "none":
+        text = f"{data_text(config.data)} has latents, and metrics are of images"
+        raise WeightsError(f"--metric: {text} (set autoencoder.name)")
+    decoder = run_decoder(config.autoencoder, config.data, draws_pictures=True)
+    size = None if trained.record.latents else info.image_shape[1:]
+    try:
+        open_split = partial(DatasetImages, config.data, info)
+        metrics = SampleMetrics(evaluation, device, size, group_for_work(), open_split, info.num_classes)
+    except EvaluationError as error:
+        raise WeightsError(f"--metric {metric}: {error}") from error
+    sampler = ImageSampler(trained.model, trained.objective, "float32", device)
+    choices = balanced_choices(metrics.count, info.condition_kind.choices)
+
+    def score() -> Mapping[str, float]:
+        found = measure_samples(
+            metrics, sampler, choices, config.debug.seed, batch_size=sampling.batch_size, decoder=decoder, **method
+        )
+        return {name: interval.value for name, interval in found.values.items()}
+
+    return score
