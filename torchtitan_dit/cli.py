@@ -49,11 +49,8 @@ COMMANDS = {
     "estimate": Command("estimate", "memory, speed and hours of a run before its launch"),
     "autotune": Command("autotune_batch_size", "find the largest or the fastest batch size"),
     "sweep": Command("sweep", "run a grid of configurations"),
-    "compare": Command("compare", "compare runs on one page"),
-    "compare-hardware": Command("compare_hardware", "compare hardware by runs of one configuration"),
+    "compare": Command("compare", "compare runs, and the hardware they ran on, on one page"),
     "analyse": Command("optimization_analysis", "speed and memory of a folder of runs"),
-    "breakdown": Command("breakdown", "time of a training step by kind of operation"),
-    "timeline": Command("timeline", "timeline of all ranks of a run"),
     "train-extractor": Command("train_extractor", "train a small feature extractor"),
 }
 
@@ -78,7 +75,7 @@ def run_command(module: str) -> NoReturn:
 
 def _refuse_ranks() -> None:
     """End the process if a launcher started several; the first one says so."""
-    from torchtitan.processes.exit_codes import forbid_restart
+    from torchtitan.processes.exit_codes import before_exit
 
     ranks = os.environ.get("WORLD_SIZE", "")
     if not ranks.isdecimal() or int(ranks) < 2:
@@ -86,7 +83,7 @@ def _refuse_ranks() -> None:
     if os.environ.get("RANK", "0") == "0":
         advice = "start it without torchrun, or unset WORLD_SIZE"
         print(f"{sys.argv[0]}: runs in one process, and WORLD_SIZE says {ranks} ({advice})", file=sys.stderr, flush=True)
-    forbid_restart()
+    before_exit(_REFUSED)
     sys.exit(_REFUSED)
 
 
