@@ -296,6 +296,8 @@ class GNSMonitor:
         if not self.pool or not self._agreement:
             return None
         self.settle()
+        if self.pool.mean_square_loss().isnan().all():  # no step was measured
+            return None
         names = {geometry: self.pool.headline(geometry) for geometry in self.pool.geometries}
         estimates = {
             geometry: [self.pool.by_bin(geometry, name), *self._agreement.estimates(geometry, self.pool.window(geometry))]
