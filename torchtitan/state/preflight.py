@@ -11,8 +11,8 @@ from torchtitan.distributed.kernel_choices import check_attention
 from torchtitan.distributed.mesh import Layout
 from torchtitan.distributed.precision import DTYPES
 from torchtitan.evaluation.config import LATENT_DATASETS
+from torchtitan.evaluation.dataset_images import DatasetImages
 from torchtitan.evaluation.decoding import LatentDecoder, run_decoder
-from torchtitan.evaluation.image_sets import DatasetImages
 from torchtitan.evaluation.sample_metrics import SampleMetrics
 from torchtitan.files.remote_path import AnyPath
 from torchtitan.gns.capture import check_measurable
