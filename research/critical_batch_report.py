@@ -10,7 +10,6 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.ticker import NullFormatter, NullLocator
 
-from research import gns_plots
 from research.branch_measurement import START, Measurement
 from research.cells import Row
 from research.critical_batch_bins import SHARE, BinTest, bin_test, rank_by_noise
@@ -24,13 +23,14 @@ from research.critical_batch_decision import (
     ratio_to_estimate,
 )
 from research.frame import number
+from research.pictures import legend_outside, save
 from torchtitan.gns.capture import GEOMETRIES
 from torchtitan.gns.config import bin_edges
 from torchtitan.gns.logged_bins import of_bins
 from torchtitan.pictures.colours import COLOURS
 from torchtitan.pictures.markdown import inline, markdown_table
 from torchtitan.pictures.number_text import counted
-from torchtitan.pictures.style import legend_outside, new_figure, note, ordered_colours
+from torchtitan.pictures.style import new_figure, note, ordered_colours
 from torchtitan.statistics.interval import Interval
 from torchtitan.training.metric_points import iter_points
 from torchtitan.training.metrics import METRICS_FILE
@@ -398,7 +398,7 @@ def _draw(asked: Measurement, findings: dict[str, Finding], scales: list[NoiseSc
     left.legend(fontsize=8, loc="best")
     bars = "bars: 95 % intervals over seeds" if asked.seeds > 1 else "one seed: no intervals"
     note(figure, f"{asked.samples} samples of every branch, {asked.seeds} seeds, paired; {bars}; dots: seeds")
-    return gns_plots.save(figure, asked.folder / "critical_batch.png")
+    return save(figure, asked.folder / "critical_batch.png")
 
 
 def _draw_excess(axis: Axes, found: list[Excess], color, label: str, shift: float, bars: bool) -> None:

@@ -12,6 +12,7 @@ import torch
 
 from research.cells import Cell, Row
 from research.frame import StudyRun, checkpoint_name, number, require_at_least
+from research.pictures import legend_outside
 from torchtitan.config.sampling_checks import data_text
 from torchtitan.diffusion.guidance import Guidance, Guide
 from torchtitan.evaluation.judges import JUDGES, Judge, build_judge, judge_type
@@ -20,7 +21,7 @@ from torchtitan.experiments.engine import Advance
 from torchtitan.experiments.folder import StudyError
 from torchtitan.pictures.colours import COLOURS
 from torchtitan.pictures.markdown import markdown_table
-from torchtitan.pictures.style import MARKERS, error_bar, legend_outside, new_figure, note, save
+from torchtitan.pictures.style import MARKERS, error_bar, new_figure, note, save
 from torchtitan.programs import program
 from torchtitan.runs.guides import load_guide, read_reference
 from torchtitan.statistics.interval import Interval, mean_interval, paired_difference

@@ -12,7 +12,7 @@ from torch import Tensor
 from research.by_image import log_ratio
 from research.cells import Cell, Row
 from research.frame import number
-from research.gns_plots import save
+from research.pictures import legend_outside, save
 from research.slot_nodes import TimestepBin
 from research.timestep_errors import FixedSamples, fixed_samples
 from research.trained_checkpoint import checkpoint_digest, samples_seen
@@ -28,7 +28,7 @@ from torchtitan.experiments.engine import Advance
 from torchtitan.experiments.folder import StudyError
 from torchtitan.experiments.training import TrainingFailed
 from torchtitan.pictures.markdown import Markdown, inline, markdown_table
-from torchtitan.pictures.style import colour, label_log_axis, legend_outside, new_figure, note
+from torchtitan.pictures.style import colour, label_log_axis, new_figure, note
 from torchtitan.runs.trained_model import TrainedModel, load_run, read_config
 from torchtitan.statistics.student import student_quantile
 from torchtitan.training.config import EMATrackConfig

@@ -14,10 +14,11 @@ from torch import Tensor
 from research import curve_plots
 from research.by_image import LEAST_RESAMPLED, resampled_shares
 from research.curve_table import ERRORS, LossCurve, read_curves, read_errors
+from research.equal_loss import equal_loss_edges, interpolate_loss
 from research.frame import require_at_least
 from research.result_table import as_text
 from torchtitan.diffusion.paths import NUM_INDICES
-from torchtitan.diffusion.timesteps.slot_edges import equal_loss_edges, interpolate_loss, write_slot_edges
+from torchtitan.diffusion.timesteps.slot_edges import write_slot_edges
 from torchtitan.experiments.folder import ResultsFolder, StudyError
 from torchtitan.files.durable import replace_file, replacing
 from torchtitan.pictures.markdown import markdown_table
