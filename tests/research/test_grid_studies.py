@@ -193,7 +193,7 @@ def test_batches_at_equal_samples_and_prediction_types_of_their_runs(
     assert trainings.names == [f"{kind}_s{seed}" for seed in (0, 1) for kind in ("b4_uniform", "b16_uniform")]
     rows = table(folder / "results.csv")
     assert {(row["group"], float(row["lr"])) for row in rows} == {("batch size 4", 1e-4), ("batch size 16", 4e-4)}
-    assert {row["samples"] for row in rows} == {"16", "32"} and {row["currency"] for row in rows} == {"v"}
+    assert {row["samples"] for row in rows} == {"16", "32"} and {row["parametrisation"] for row in rows} == {"v"}
     assert "## batch size 16" in (folder / "summary.md").read_text()
 
     runs = [folder / "runs" / name for name in ("b4_uniform_s0", "b16_uniform_s0", "b4_uniform_s1")]
@@ -291,7 +291,7 @@ def test_trained_prediction_types_killed_leave_no_process_and_go_on(
         (["compare_settings", "{config}", "--arm", "a", "--arm", "b", "model.dims=8"], "b_s0: command line: --model.dims: un"),
         (["prediction_types", "{config}"], "--predictions"),
         (["prediction_types", "{config}", "--predictions", "v,y"], "'y' is no prediction"),
-        (["prediction_types", "{config}", "--predictions", "v", "--currency", "w"], "invalid choice"),
+        (["prediction_types", "{config}", "--predictions", "v", "--parametrisation", "w"], "invalid choice"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(config, study, trainings, tmp_path, words, message):
