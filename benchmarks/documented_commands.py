@@ -63,11 +63,10 @@ BEFORE = {
     ),
 }
 DIGITS = {
-    "--training.steps": "120", "--lr_scheduler.warmup_steps": "4", "--sampling.judge_images": "100",
-    "--evaluation.enable": "false",
+    "--training.steps": "120", "--lr_scheduler.warmup_steps": "4", "--evaluation.enable": "false",
 }
 OPTION = DIGITS | {
-    "--training.steps": "40", "--sampling.judge_images": "50", "--sampling.num_steps": "10", "--validation.num_images": "64",
+    "--training.steps": "40", "--sampling.num_steps": "10", "--validation.num_images": "64",
 }
 TRAIN = r"scripts/train\.sh"
 # Pattern: options that shorten a command that it is found in; the first pattern counts.

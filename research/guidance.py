@@ -11,11 +11,13 @@ from typing import Any, NamedTuple
 import torch
 
 from research.cells import Cell, Row
+from research.digits_judge import DigitsJudge
 from research.frame import StudyRun, checkpoint_name, number, require_at_least
 from research.pictures import legend_outside
 from torchtitan.config.sampling_checks import data_text
+from torchtitan.data import DATASETS
+from torchtitan.data.base import Split
 from torchtitan.diffusion.guidance import Guidance, Guide
-from torchtitan.evaluation.judges import JUDGES, Judge, build_judge, judge_type
 from torchtitan.evaluation.sampling import ImageSampler, balanced_choices
 from torchtitan.experiments.engine import Advance
 from torchtitan.experiments.folder import StudyError
@@ -26,6 +28,7 @@ from torchtitan.programs import program
 from torchtitan.runs.guides import load_guide, read_reference
 from torchtitan.statistics.interval import Interval, mean_interval, paired_difference
 
+SPLITS: tuple[Split, ...] = ("train", "validation")
 NONE, NULL = "none", "null"
 NAMES = {NONE: "no guidance", NULL: "null class"}
 # Those of the judge's scores that are recorded.
@@ -69,8 +72,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def cells(run: StudyRun) -> list[Cell]:
     options = run.options
     require_at_least(options, {"num_steps": 1, "images": 2, "sets": 2, "batch_size": 1})
-    if not judge_type(run.config.data):
-        raise StudyError(f"{data_text(run.config.data)}: has no judge of samples (there are: {', '.join(JUDGES)})")
+    data = run.config.data
+    if data.name != "digits" or not data.labels or data.classes:
+        raise StudyError(f"{data_text(data)}: has no judge of samples (the study is of digits with all of their classes)")
     methods = read_methods(options.guides)
     if any(method.guide == NULL for method in methods) and not run.config.model.label_dropout:
         raise StudyError("--guides null: the model was trained without a null class (model.label_dropout is 0)")
@@ -127,9 +131,9 @@ def measure(run: StudyRun, cell: Cell, advance: Advance) -> dict[str, Any]:
     return {name: scores[name] for name in SCORES}
 
 
-def _judge(run: StudyRun) -> Judge:
+def _judge(run: StudyRun) -> DigitsJudge:
     if "judge" not in run.kept:
-        run.kept["judge"] = build_judge(run.config.data)
+        run.kept["judge"] = DigitsJudge.from_dataset(*(DATASETS["digits"](run.config.data, split) for split in SPLITS))
     return run.kept["judge"]
 
 

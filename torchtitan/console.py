@@ -146,7 +146,6 @@ def closing_lines(
     resumes = ": the same command resumes" if status == "interrupted" and config.checkpoint.enable else ""
     lines = [f"{status} after step {state.step}{resumes}", *_speed(clock)]
     lines += [f"  {name:<12} {path}" for name, path in places.items() if path]
-    lines += _verdict(results)
     lines += _metrics(results, config.evaluation)
     if state.gns:
         phase = measured_phase(state.config, state.progress, state.gns.lag)
@@ -193,25 +192,6 @@ def _speed(clock: dict[str, Any]) -> list[str]:
             f"{clock['cost_per_step_wall']:.3g}{unit} in all" if "cost_per_step_wall" in clock else ""
         )
         lines.append(f"  {'cost':<12} {clock['cost']:.4g}{unit} so far{each}")
-    return lines
-
-
-def _verdict(results: dict[str, Any]) -> list[str]:
-    if "sample_accuracy" not in results:
-        return []
-    lines = ["samples, judged by a classifier trained on the real images:"]
-    for suffix, kind in (("", "guided"), ("_unguided", "unguided")):
-        lines.append(
-            f"  {kind:<12} {100 * results[f'sample_accuracy{suffix}']:.1f} % recognised as the class asked for, "
-            f"Fréchet distance {results[f'sample_frechet_distance{suffix}']:.2f}, variety within a class "
-            f"{100 * results[f'sample_variety{suffix}']:.0f} % of real, {100 * results[f'sample_copies{suffix}']:.1f} % "
-            "copies of training images"
-        )
-    lines.append(
-        f"  {'real':<12} {100 * results['sample_accuracy_real']:.1f} % recognised, Fréchet distance "
-        f"{results['sample_frechet_distance_real']:.2f}, {100 * results['sample_copies_real']:.1f} % as near as a copy: "
-        "held-out images, for comparison"
-    )
     return lines
 
 

@@ -329,18 +329,13 @@ class Reports:
                 self._held_out_picture = None
 
     def finish(self, status: str) -> None:
-        """Finish: judge the samples, write animation, final weights and summary, and log the paths; collective.
+        """Finish: write animation, final weights and summary, and log the paths; collective.
 
         Raises:
             TrainingError: a file of a completed run that a later start needs could not be written.
         """
         state, sampling = self._state, self._config.sampling
         self._bar.close()
-        if status == "completed" and sampling.enable and sampling.judge_images:
-            if self._first:
-                logger.info(f"drawing 2 x {self._evaluation.num_judged} images to judge, guided and unguided")
-            with self._phases("evaluation"):
-                self._results |= self._evaluation.judge()
         if num_corrupt := state.corrupt_images.count():
             self._results["corrupt_images"] = num_corrupt
         self._results |= self._memory_over_ranks()
@@ -430,7 +425,7 @@ class Reports:
 
 
 def _numbers(results: Mapping[str, Any]) -> dict[str, float | str]:
-    """Results that are numbers: the judge's scores, the last held-out losses, memory."""
+    """Results that are numbers: the last held-out losses, memory."""
     return {name: value for name, value in results.items() if isinstance(value, int | float)}
 
 

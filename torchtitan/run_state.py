@@ -454,7 +454,7 @@ class RunState:
         info = dataset_info(data)
         size = None if data.name in LATENT_DATASETS else info.image_shape[1:]
         open_split = partial(DatasetImages, data, info)
-        return SampleMetrics(self.config.evaluation, self.layout.device, size, group_for_work(), open_split)
+        return SampleMetrics(self.config.evaluation, self.layout.device, size, group_for_work(), open_split, info.num_classes)
 
     def _build_model(self, new: bool) -> tuple[DiffusionModel, dict[str, Tensor]]:
         """Build the network, with the same weights on any layout; and its shards if it is still to be sharded on meta."""

@@ -178,7 +178,7 @@ def interrupt_and_resume(results: Results) -> None:
     words = ["--job.config_file", "train_configs/digits.toml", "--job.dump_folder", str(folder)]
     if DRY_RUN:
         words += "--training.steps 40 --training.global_batch_size 16 --gns.num_bins 4 --evaluation.enable false".split()
-        words += "--lr_scheduler.warmup_steps 2 --sampling.enable false --sampling.judge_images 0".split()
+        words += "--lr_scheduler.warmup_steps 2 --sampling.enable false".split()
     metrics = folder / "digits" / "metrics.jsonl"
 
     def run(interrupted: bool) -> int:

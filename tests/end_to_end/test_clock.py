@@ -21,7 +21,7 @@ num_images = 16
 """
 OPTIONS = (
     "--training.steps", "16", "--checkpoint.interval", "4", "--metrics.log_freq", "2", "--sampling.interval", "8",
-    "--sampling.judge_images", "0", "--metrics.price_per_hour", "7.2", "--metrics.currency", "EUR",
+    "--metrics.price_per_hour", "7.2", "--metrics.currency", "EUR",
 )  # fmt: skip
 
 

@@ -51,7 +51,7 @@ def write_run(folder: Path, seed: int = 0, lr: float = 1e-3, every: int = 10, st
     (folder / "metrics.jsonl").write_text("".join(json.dumps(point) + "\n" for point in points))
     summary = {
         "status": "completed", "step": steps, "num_parameters": 1234567, "layout": "FSDP over 8", "device": "H200",
-        "sample_accuracy": 0.8125, "sample_distance": float("inf"),
+        "evaluation": {"step": steps, "accuracy": {"value": 0.8125}, "fd": {"value": float("inf")}},
     }
     (folder / "summary.json").write_text(json.dumps(summary))
     return folder

@@ -25,6 +25,7 @@ OPTIONS = (
     "--training.steps", "8", "--checkpoint.interval", "4", "--sampling.enable", "false", "--ema.snapshot_interval", "32",
     "--training.local_batch_size", "16", "--ema.tracks", '[{"name": "ema"}, {"name": "short", "kind": "power", '
     '"sigma_rel": 0.05}, {"name": "long", "kind": "power", "sigma_rel": 0.1}]',
+    "--evaluation.extractor", "digits", "--evaluation.reference", "train",
 )  # fmt: skip
 tool = load_tool("ema")
 
@@ -128,7 +129,9 @@ def test_stopped_sweep_keeps_its_finished_lengths_and_resumes(straight, command,
 SWEEPS = {
     "--stds 0.1 0.3": "below 0.2887",
     "--stds 0.1 0.28": "above 0.1; they reach",
-    "--stds 0.1 --metric fid": "has no 'fid' (there are: loss, accuracy, frechet_distance",
+    "--stds 0.1 --metric fod": "--metric: no metric is called 'fod' (there are: loss, fid,",
+    "--stds 0.1 --metric fd --images 20": "fd: a covariance of 64 features from 20 images",
+    "--stds 0.1 --metric memorisation": "--metric memorisation: evaluation.held_out: not given",
     "--stds 0.1 --guidance-scale 2": "has no effect on held-out loss",
     "--stds 0.1 --metric accuracy --guidance-scale 2 --guide :nobody": "has no EMA track 'nobody'",
     "--stds 0.1 --metric accuracy --guidance-scale 1 --guide :long": "--guide: has no effect at a guidance scale of 1",
@@ -156,18 +159,18 @@ def test_refused_sweep_is_one_line_and_writes_nothing(straight, command, tmp_pat
     assert kept() == before
 
 
-def test_sweep_of_a_run_without_labels_has_no_judge(straight, command, tmp_path):
+def test_sweep_of_a_run_without_labels_has_no_accuracy(straight, command, tmp_path):
     run = Path(shutil.copytree(straight, tmp_path / "run"))
     text = (run / "config.toml").read_text()
     changed = re.sub("label_dropout = .*", "label_dropout = 0.0", text.replace("labels = true", "labels = false"))
     assert changed != text
     (run / "config.toml").write_text(changed)
     code, _, error = command("sweep", run, "--stds", 0.1, "--metric", "accuracy")
-    assert code == 2 and "data.name = digits with data.labels = false has no 'accuracy' (there are: loss)" in error
+    assert code == 2 and "accuracy: digits knows 10 classes, the data have 0 (leave it out)" in error
 
 
-def test_judged_sweep_ranks_lengths_in_the_direction_of_the_score(straight, command, tmp_path):
-    record = tmp_path / "judged.json"
+def test_sweep_by_a_metric_ranks_lengths_in_its_direction(straight, command, tmp_path):
+    record = tmp_path / "metric.json"
     options = (
         "--metric", "accuracy", "--images", 40, "--num-steps", 2, "--guidance-scale", 2, "--guide", ":std=0.12",
         "--output", record,
@@ -177,7 +180,9 @@ def test_judged_sweep_ranks_lengths_in_the_direction_of_the_score(straight, comm
     scores = {entry["std"]: entry["accuracy"] for entry in found["lengths"]}
     assert found["settings"]["better"] == "higher" and scores[found["best_std"]] == max(scores.values())
     assert found["settings"]["guide"] == ":std=0.12, step 8, std=0.12"
-    assert {"frechet_distance", "variety", "profile_error"} <= found["lengths"][0].keys()
+    assert found["lengths"][0].keys() == {"std", "accuracy", "profile_error", "sum_of_coefficient_magnitudes"}
+    distances = command("sweep", straight, "--stds", 0.1, "--metric", "fd", "--images", 80, "--num-steps", 2, "--output", record)
+    assert distances[0] == 2 and "is the record of a sweep with metric = accuracy instead of fd" in distances[2]
     words = ("sweep", straight, "--stds", 0.05, 0.1, *options[:-1], tmp_path / "two.json")
     ended = results_of(start_command("ema", *words, ranks=2))
     assert [code for code, _ in ended] == [0, 0] and ended[1][1] == "", ended

@@ -21,10 +21,11 @@ QUICK = (
     "--checkpoint.final_weights", "float32", "--comm.train_timeout_seconds", "20",
 )  # fmt: skip
 EVERYTHING = (
-    *QUICK, "--sampling.interval", "1", "--sampling.previews", "true", "--sampling.judge_images", "20",
+    *QUICK, "--sampling.interval", "1", "--sampling.previews", "true",
     "--validation.enable", "true", "--validation.num_images", "20", "--gns.enable", "true",
     "--gns.num_bins", "4", "--evaluation.enable", "true", "--evaluation.extractor", "digits",
     "--evaluation.reference", "train", "--evaluation.count", "20", "--evaluation.allow_small", "true",
+    "--evaluation.metrics", '["accuracy", "fd"]',
 )  # fmt: skip
 
 
@@ -47,8 +48,8 @@ def test_everything_that_ends_a_run_is_left_behind(config, layout):
     wanted = checkpoint_tensors(run.folder / "checkpoint" / "step-00000002")
     assert found and all(torch.equal(found[name], wanted[f"ema.ema.{name}"]) for name in found)
     summary = run.summary()
-    assert summary["evaluation"]["step"] == 2 and "preview_change_percent" in summary
-    assert {"sample_frechet_distance", "validation_metrics/loss"} <= summary.keys()
+    assert summary["evaluation"]["step"] == 2 and {"accuracy", "fd"} <= summary["evaluation"].keys()
+    assert {"preview_change_percent", "validation_metrics/loss"} <= summary.keys()
     samples = {path.name for path in (run.folder / "samples").iterdir()}
     assert {"training.gif", "previews.html", "step-00000002.png"} <= samples
 

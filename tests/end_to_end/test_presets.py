@@ -16,7 +16,7 @@ SMALL = [
     "--training.steps", "3", "--training.global_batch_size", "4", "--training.mixed_precision_param", "float32",
     "--checkpoint.enable", "false", "--metrics.log_freq", "1", "--metrics.enable_tensorboard", "false",
     "--compile.enable", "false",
-    "--sampling.num_steps", "3", "--sampling.images_per_class", "1", "--sampling.judge_images", "0",
+    "--sampling.num_steps", "3", "--sampling.images_per_class", "1",
 ]  # fmt: skip
 SMALL_NETWORKS = {
     "dit": ["--model.num_layers", "2", "--model.dim", "64", "--model.num_heads", "4", "--model.mlp_hidden_dim", "128"],

@@ -1,6 +1,5 @@
 """Sets of samples by the command: the same on any number of processes and after a kill, guided by the run's own past."""
 
-import json
 import signal
 import time
 from pathlib import Path
@@ -136,14 +135,3 @@ def test_other_continuations_and_other_folders_are_refused(run, straight, tmp_pa
     }.items():
         assert refusal(sample(tmp_path / "none", run, *options)).startswith(reason)
     assert not (tmp_path / "none").exists()
-
-
-def test_a_set_is_judged_and_keeps_its_scores(run, tmp_path):
-    options = ("--count", "60", "--classes", "0", "1", "2", "--judge", "--guide", "@10", "--format", "parquet")
-    said, = succeeded(sample(tmp_path / "set", run, *options))
-    scores = json.loads((tmp_path / "set" / "judge.json").read_text())["scores"]
-    assert 0 <= scores["accuracy"] <= 1 and f"{scores['variety']:.4f}" in said
-    from pyarrow import parquet
-
-    table = parquet.read_table(tmp_path / "set" / "samples.parquet")
-    assert table.column("label").to_pylist() == [0, 1, 2] * 20 and table.column("seed").to_pylist() == [*range(60)]

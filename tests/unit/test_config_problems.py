@@ -34,10 +34,6 @@ BAD_FILES = [
         "training.local_batch_size: must be at least 1, or -1 for a rank's share, is 0",
     ),
     (
-        SYNTHETIC + "[sampling]\njudge_images = 5",
-        "sampling.judge_images: data.name = synthetic has no judge (set it to 0)",
-    ),
-    (
         "[training]\nlocal_batchsize = 3",
         "training.local_batchsize: unknown key (did you mean training.local_batch_size?)",
     ),
@@ -252,10 +248,6 @@ BAD_FILES = [
     (
         "[data]\nlabels = false\n[model]\nlabel_dropout = 0.2",
         "model.label_dropout: data.name = digits with data.labels = false has no classes to drop (remove it or set it to 0)",
-    ),
-    (
-        "[data]\nlabels = false\n[sampling]\njudge_images = 10",
-        "sampling.judge_images: data.name = digits with data.labels = false has no judge (set it to 0)",
     ),
     (
         "[model]\nlabel_dropout = 0.0\n[sampling]\nguidance_scale = 2",

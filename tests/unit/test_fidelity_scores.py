@@ -1,4 +1,4 @@
-"""Inception score, and the extrapolated Fréchet distance."""
+"""Inception score, accuracy, and the extrapolated Fréchet distance."""
 
 import numpy as np
 import pytest
@@ -38,6 +38,20 @@ def test_the_score_is_the_mean_of_its_splits():
         for part in (shuffled[:19], shuffled[19:38], shuffled[38:])
     ]
     assert (found["is"].value, found["is_sd"].value) == pytest.approx((np.mean(scores), np.std(scores)), rel=1e-12)
+
+
+def test_accuracy_is_the_share_recognised_as_the_class_asked_for():
+    classes = np.arange(200) % 10
+    logits = np.eye(10)[np.where(np.arange(200) < 30, (classes + 1) % 10, classes)]
+    samples = FeatureSet("samples", "own", {"logits": logits}, classes=classes)
+    found = METRICS["accuracy"].measure(samples, None, Options()).values["accuracy"]
+    z = 1.959963984540054  # Wilson's interval
+    centre = (0.85 + z**2 / 400) / (1 + z**2 / 200)
+    half = z / (1 + z**2 / 200) * np.sqrt(0.85 * 0.15 / 200 + z**2 / (4 * 200**2))
+    assert (found.value, found.lower, found.upper) == pytest.approx((0.85, centre - half, centre + half), rel=1e-9)
+    for wrong, reason in ((None, "needs the class"), (classes + 1, "class 10 is none of own's 10 classes")):
+        with pytest.raises(FidelityError, match=reason):
+            METRICS["accuracy"].measure(FeatureSet("samples", "own", {"logits": logits}, classes=wrong), None, Options())
 
 
 def test_samples_in_order_of_class_are_noted_and_lose_what_the_note_says():

@@ -33,7 +33,6 @@ shape = [3, 16, 16]
 num_classes = 2
 [sampling]
 enable = false
-judge_images = 0
 """
 
 
@@ -49,12 +48,7 @@ def unsampled(tmp_path, monkeypatch):
 def test_a_file_of_a_run_without_samples_is_read(unsampled):
     save_file({"x": torch.zeros(1)}, "weights.safetensors", header_config(unsampled, dataset_info(unsampled.data)))
     found = config_of_weights(Path("weights.safetensors"))
-    assert (found.data.name, found.data.num_classes, found.sampling.judge_images) == ("recorded", 2, 0)
-
-
-def test_a_file_that_says_judge_images_of_a_run_without_samples_is_read(tmp_path):
-    save_file({"x": torch.zeros(1)}, tmp_path / "weights.safetensors", {portable.CONFIG: EARLIER})
-    assert config_of_weights(tmp_path / "weights.safetensors").data.num_classes == 2
+    assert (found.data.name, found.data.num_classes) == ("recorded", 2)
 
 
 def test_a_header_names_no_place_that_is_opened(unsampled, tmp_path):
@@ -78,4 +72,4 @@ def test_a_checkpoint_of_a_run_without_samples_is_read_where_its_data_are_gone(u
     if with_folder:
         (tmp_path / "config.toml").write_text(tomli_w.dumps({name: table for name, table in tables.items() if table}))
     found = config_without_data(tmp_path, tmp_path / "step-2")
-    assert (found.data.name, found.data.num_classes, found.sampling.judge_images) == ("recorded", 2, 0)
+    assert (found.data.name, found.data.num_classes) == ("recorded", 2)

@@ -256,7 +256,7 @@ def test_commands_of_the_documentation_are_ways_to_sample(script, monkeypatch):
 
 
 def test_every_key_of_the_method_is_an_option():
-    others = {"enable", "interval", "classes", "images_per_class", "ema_track", "guide_track", "judge_images", "batch_size"}
+    others = {"enable", "interval", "classes", "images_per_class", "ema_track", "guide_track", "batch_size"}
     others |= {"previews"}
     inner = {key.name for each in (*SOLVERS.values(), *SCHEDULES.values()) for key in keys(each) if key.name != "name"}
     options = {key for _, key in method_keys()}

@@ -116,7 +116,7 @@ class JobConfig:
     gns: GNSConfig = section_of(GNSConfig, "gradient noise scale of each timestep bin, and its uses")
     checkpoint: CheckpointConfig = section_of(CheckpointConfig, "saving, resuming, initial weights")
     metrics: MetricsConfig = section_of(MetricsConfig, "logging: console, TensorBoard, Weights & Biases")
-    sampling: SamplingConfig = section_of(SamplingConfig, "grids of samples while training, and their judge")
+    sampling: SamplingConfig = section_of(SamplingConfig, "grids of samples while training")
     evaluation: EvaluationConfig = section_of(EvaluationConfig, "metrics of drawn samples against a reference")
     validation: ValidationConfig = section_of(ValidationConfig, "loss on held-out images")
     profiling: ProfilingConfig = section_of(ProfilingConfig, "traces of steps, snapshots of memory")

@@ -9,7 +9,6 @@ from torchtitan.config.speed_checks import shards_of
 from torchtitan.config.view import ConfigView
 from torchtitan.data import DataConfig
 from torchtitan.evaluation.config import SamplingConfig, default_schedule, sampling_problems
-from torchtitan.evaluation.judges import judge_type
 from torchtitan.settings import has_key
 from torchtitan.settings.schema import MOST_SHOWN, Problem, nearest, quoted, shown_name
 from torchtitan.settings.sections import choices
@@ -91,11 +90,6 @@ def _adaptive(checked: ConfigView) -> Iterator[Problem]:
         yield Problem("sampling.solver.name", f"{text} (choose another for training; sample.py can use it on the run)")
 
 
-def _judge(checked: ConfigView) -> Iterator[Problem]:
-    if checked.sampling.enable and checked.sampling.judge_images and not judge_type(checked.whole("data")):
-        yield Problem("sampling.judge_images", f"{data_text(checked.whole('data'))} has no judge (set it to 0)")
-
-
 def _guidance(checked: ConfigView) -> Iterator[Problem]:
     explicit = "sampling.guidance_scale" in checked.given and checked.sampling.guidance_scale != 1
     if explicit and checked.sampling.enable and cannot_guide(checked):
@@ -131,7 +125,6 @@ SAMPLING_CHECKS: list[Callable[[ConfigView], Iterator[Problem]]] = [
     _sampled_classes,
     _sampled_tracks,
     _adaptive,
-    _judge,
     _guidance,
     _sampling_method,
 ]

@@ -27,7 +27,7 @@ OF_LATENTS = {"data.name or cache.enable": (*LATENT_DATASETS, True)}
 class SamplingConfig:
     """`[sampling]`: the grids drawn during training, and the defaults of scripts/sample.py and of `[evaluation]`."""
 
-    enable: bool = setting(True, "draw a grid of samples at intervals and at the end, and samples to judge", trajectory=False)
+    enable: bool = setting(True, "draw a grid of samples at intervals and at the end", trajectory=False)
     interval: int = setting(1000, "steps between grids", ge=1, trajectory=False)
     solver: SolverConfig = choice(Choice(SOLVERS, "euler"), "integrator from noise to image", trajectory=False)
     num_steps: int = setting(
@@ -79,10 +79,6 @@ class SamplingConfig:
         "ema", "weights to sample with: a name of ema.tracks, or 'none' for the trained weights",
         trajectory=False,
     )
-    judge_images: int = setting(
-        0, "images drawn at the end and judged against real ones; 0: none (the dataset must have a judge)", ge=0,
-        le=10_000_000, trajectory=False,
-    )
     batch_size: int = setting(256, "images drawn at a time on each rank", ge=1, le=1_000_000, trajectory=False)
 
     def method(self) -> dict[str, Any]:
@@ -106,7 +102,7 @@ class SamplingConfig:
         return Guidance(self.guidance_scale, (low, high), self.guidance_channels)
 
 
-@only_with("enable")
+@only_with("enable", but=("extractor", "reference", "held_out", "count", "allow_small"))  # which scripts/ema.py takes too
 @dataclass(kw_only=True)
 class EvaluationConfig:
     """`[evaluation]`: metrics of samples drawn while training, by the solver, steps and weights of `[sampling]`."""

@@ -3,11 +3,9 @@
 import dataclasses
 import sys
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
@@ -17,12 +15,10 @@ from torchtitan.conditions import Condition
 from torchtitan.data import DATASETS, DataConfig, DatasetInfo
 from torchtitan.diffusion.guidance import Guide
 from torchtitan.diffusion.objective import Objective
-from torchtitan.distributed.collectives import from_first_rank
 from torchtitan.distributed.mesh import Layout
 from torchtitan.evaluation.config import EvaluationConfig, SamplingConfig, ValidationConfig
 from torchtitan.evaluation.decoding import LatentDecoder, held_out_picture
-from torchtitan.evaluation.judges import build_judge
-from torchtitan.evaluation.sample_metrics import SampleMetrics
+from torchtitan.evaluation.sample_metrics import SampleMetrics, measure_samples
 from torchtitan.evaluation.sampling import ImageSampler, balanced_choices, grid_choices
 from torchtitan.evaluation.validation import validation_loss
 from torchtitan.fidelity.measurement import Measurement
@@ -109,7 +105,11 @@ class Evaluation:
         config = self._sampling
         kind = self._info.condition_kind
         choices = grid_choices(kind.numbers_of(config.classes), kind.choices, config.images_per_class)
-        images = self._draw(choices, config.guidance_scale, "sampling")
+        with self._ema.weights(config.ema_track, self._model):
+            images = self._sampler.draw(
+                choices, self._seed, **self._method(config.guidance_scale), batch_size=config.batch_size,
+                sharded=self._layout.sharded, progress=self._layout.rank == 0 and sys.stderr.isatty(),
+            )  # fmt: skip
         if self._decoder:
             images = self._decoder.decode(images)
         if self._layout.rank != 0:
@@ -132,55 +132,16 @@ class Evaluation:
     def measure(self) -> Measurement:
         """Metrics of newly drawn samples. Raises EvaluationError, on every rank."""
         assert self._metrics is not None
-        config, decoder, layout = self._sampling, self._decoder, self._layout
+        config, layout = self._sampling, self._layout
         choices = balanced_choices(self._metrics.count, self._info.condition_kind.choices)
-        method = self._method(self._evaluation.guidance_scale)
-        with (
-            self._ema.weights(config.ema_track, self._model),
-            self._sampler.drawing(self._seed, purpose="evaluation", sharded=layout.sharded, **method) as draw_batch,
-            decoder.on_device() if decoder else nullcontext(),
-        ):
-
-            def draw(numbers: Tensor) -> tuple[np.ndarray, int]:
-                images = draw_batch(choices[numbers], numbers)
-                images = decoder.decode_alone(images) if decoder else images.cpu()
-                return to_rgb(images.numpy()), int((~images.isfinite()).flatten(1).any(dim=1).sum())
-
-            drawn = self._metrics.extract(draw, config.batch_size)
-        measurement = self._metrics.measure(drawn)
+        with self._ema.weights(config.ema_track, self._model):
+            measurement = measure_samples(
+                self._metrics, self._sampler, choices, self._seed, batch_size=config.batch_size, decoder=self._decoder,
+                sharded=layout.sharded, **self._method(self._evaluation.guidance_scale),
+            )  # fmt: skip
         if layout.device.type == "cuda":  # what extraction needed is training's again
-            del drawn
             torch.cuda.empty_cache()
         return measurement
-
-    @property
-    def num_judged(self) -> int:
-        """Number of images in each of the two sets that `judge` draws."""
-        return len(balanced_choices(self._sampling.judge_images, self._info.num_classes))
-
-    def judge(self) -> dict[str, float]:
-        """Scores of guided and unguided samples by the dataset's judge, by name."""
-        labels = balanced_choices(self._sampling.judge_images, self._info.num_classes)
-        guided = self._draw(labels, self._sampling.guidance_scale, "evaluation")
-        unguided = self._draw(labels, 1.0, "evaluation")
-        return from_first_rank(self._judge_images, labels, {"": guided, "_unguided": unguided})
-
-    def _judge_images(self, labels: Tensor, sets: dict[str, Tensor]) -> dict[str, float]:
-        judge = build_judge(self._data)
-        return {
-            f"sample_{name}{suffix}": round(value, 4)
-            for suffix, images in sets.items()
-            for name, value in judge.judge(images.cpu().numpy(), labels.cpu().numpy()).items()
-            if not (suffix and name.endswith("_real"))  # the real images are the same
-        }
-
-    def _draw(self, choices: Tensor, guidance_scale: float, purpose: str) -> Tensor:
-        config = self._sampling
-        with self._ema.weights(config.ema_track, self._model):
-            return self._sampler.draw(
-                choices, self._seed, **self._method(guidance_scale), batch_size=config.batch_size,
-                sharded=self._layout.sharded, purpose=purpose, progress=self._layout.rank == 0 and sys.stderr.isatty(),
-            )  # fmt: skip
 
     def _method(self, guidance_scale: float) -> dict[str, Any]:
         guidance = dataclasses.replace(self._sampling.guidance, scale=guidance_scale)

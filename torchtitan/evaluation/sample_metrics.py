@@ -4,9 +4,9 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ from torchtitan.data.base import DatasetError
 from torchtitan.distributed.collectives import from_first_rank, of_all_ranks, on_all_ranks
 from torchtitan.errors import EvaluationError
 from torchtitan.evaluation.config import SPLITS, EvaluationConfig
+from torchtitan.evaluation.decoding import LatentDecoder
 from torchtitan.evaluation.image_sets import ImageSet
 from torchtitan.evaluation.measuring import (
     HELD_OUT,
@@ -29,6 +30,7 @@ from torchtitan.evaluation.measuring import (
     reference_features,
 )
 from torchtitan.evaluation.references import ImagesReference, Reference, open_reference
+from torchtitan.evaluation.sampling import ImageSampler
 from torchtitan.features.base import ExtractorError, FeatureExtractor
 from torchtitan.features.registry import open_extractor
 from torchtitan.fidelity.disjoint_sets import SETS
@@ -36,6 +38,7 @@ from torchtitan.fidelity.errors import FidelityError
 from torchtitan.fidelity.feature_set import FeatureSet, feature_set_of_rows
 from torchtitan.fidelity.measurement import Measurement
 from torchtitan.fidelity.moments import Moments, moments_of_rows
+from torchtitan.pictures.grids import to_rgb
 from torchtitan.programs import program
 from torchtitan.statistics.interval import Interval
 
@@ -102,7 +105,7 @@ class SampleMetrics:
 
     def __init__(
         self, config: EvaluationConfig, device: torch.device, size: tuple[int, int] | None, group: dist.ProcessGroup | None,
-        open_split: OpenSplit | None = None,
+        open_split: OpenSplit | None = None, num_classes: int = 0,
     ) -> None:  # fmt: skip
         """
         Args:
@@ -111,6 +114,7 @@ class SampleMetrics:
             size: height and width of the samples; None: not known yet.
             group: of all ranks, for CPU tensors, with a timeout above the duration of a measurement; None: one process.
             open_split: for references that are splits of the run's data.
+            num_classes: classes that samples are drawn for; 0: none.
 
         Raises:
             EvaluationError: an extractor or a reference cannot be opened, or does not hold what a metric needs; on every
@@ -121,7 +125,7 @@ class SampleMetrics:
             tuple(config.metrics), config.extractor, allow_small=config.allow_small, device=str(device)
         )
         self._rank, self._ranks = (dist.get_rank(), dist.get_world_size()) if group else (0, 1)
-        self._open_split = open_split
+        self._open_split, self._num_classes = open_split, num_classes
         self._splits: dict[str, SplitReference] = {}
         on_all_ranks(lambda: self._check(size), (EvaluationError,), group)
 
@@ -147,8 +151,12 @@ class SampleMetrics:
         rows, size = self._draw(draw, self.count, batch_size, extractors)
         return DrawnFeatures(extractors, rows, size)
 
-    def measure(self, drawn: DrawnFeatures) -> Measurement:
+    def measure(self, drawn: DrawnFeatures, classes: Tensor | None = None) -> Measurement:
         """Measure drawn samples on the first rank, while the others wait.
+
+        Args:
+            drawn: features of the samples.
+            classes: that they were drawn for, int64 [N].
 
         Returns:
             the values of all metrics, with the metrics' notes, on every rank.
@@ -156,7 +164,7 @@ class SampleMetrics:
         Raises:
             EvaluationError: on every rank.
         """
-        return from_first_rank(self._measure, drawn, group=self._group)
+        return from_first_rank(self._measure, drawn, classes, group=self._group)
 
     def _check(self, size: tuple[int, int] | None) -> None:
         with _in_keys():
@@ -167,6 +175,11 @@ class SampleMetrics:
             for name, extractor in extractors.items():
                 for role, reference in references.items():
                     check_stored(self._request, name, extractor, reference, role)
+            known = extractors[self._request.extractor].dims["logits"] if "accuracy" in self._request.metrics else 0
+            if known and known != self._num_classes:
+                raise EvaluationError(
+                    f"accuracy: {self._config.extractor} knows {known} classes, the data have {self._num_classes} (leave it out)"
+                )
 
     def _extractors(self) -> dict[str, FeatureExtractor]:
         try:
@@ -244,14 +257,14 @@ class SampleMetrics:
         dist.gather(part.contiguous(), parts, dst=0, group=self._group)
         return parts or []
 
-    def _measure(self, drawn: DrawnFeatures) -> Measurement:
+    def _measure(self, drawn: DrawnFeatures, classes: Tensor | None) -> Measurement:
         references = self._references()
         for place in (each.place for each in references.values() if each.size not in (None, drawn.size)):
             height, width = drawn.size
             raise EvaluationError(f"{place}: has images of another size than the samples' {width} x {height} pixels")
         request, found = self._request, dict[str, Measurement]()
         for name, extractor in drawn.extractors.items():
-            samples = self._sample_set(name, drawn)
+            samples = self._sample_set(name, drawn, None if classes is None else classes.numpy())
             compared = {
                 role: reference_features(request, name, extractor, reference, role) for role, reference in references.items()
             }
@@ -266,13 +279,42 @@ class SampleMetrics:
             values |= found[metric_name].values
         return Measurement(values, [note for metric_name in request.metrics for note in found[metric_name].notes])
 
-    def _sample_set(self, name: str, drawn: DrawnFeatures) -> FeatureSet:
+    def _sample_set(self, name: str, drawn: DrawnFeatures, classes: np.ndarray | None) -> FeatureSet:
         rows = {output: values for (extractor, output), values in drawn.rows.items() if extractor == name}
         in_sets = {metric.output for _, metric in self._request.of(name) if metric.samples == "sets"}
         moments = feature_set_of_rows(
             SAMPLES, name, {output: rows[output] for output in rows if output in in_sets}, min(SETS, self.count // 2)
         )
-        return dataclasses.replace(moments, rows=rows)
+        return dataclasses.replace(moments, rows=rows, classes=classes)
+
+
+def measure_samples(
+    metrics: SampleMetrics, sampler: ImageSampler, choices: Tensor, seed: int, *, batch_size: int,
+    decoder: LatentDecoder | None = None, sharded: bool = False, **method: Any,
+) -> Measurement:  # fmt: skip
+    """Metrics of newly drawn samples; collective.
+
+    Args:
+        metrics, sampler: of the run.
+        choices: conditions of the samples, int64 [N].
+        seed, batch_size, sharded, method: as in `ImageSampler.draw`.
+        decoder: of latents; None for a model of images.
+
+    Raises:
+        EvaluationError: on every rank.
+    """
+    with (
+        sampler.drawing(seed, purpose="evaluation", sharded=sharded, **method) as draw_batch,
+        decoder.on_device() if decoder else nullcontext(),
+    ):
+
+        def draw(numbers: Tensor) -> tuple[np.ndarray, int]:
+            images = draw_batch(choices[numbers], numbers)
+            images = decoder.decode_alone(images) if decoder else images.cpu()
+            return to_rgb(images.numpy()), int((~images.isfinite()).flatten(1).any(dim=1).sum())
+
+        drawn = metrics.extract(draw, batch_size)
+    return metrics.measure(drawn, choices)
 
 
 @contextmanager

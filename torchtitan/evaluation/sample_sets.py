@@ -10,27 +10,23 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchtitan.data import DataConfig
 from torchtitan.distributed.collectives import from_first_rank, of_all_ranks
 from torchtitan.distributed.shared_work import SharedProgress
 from torchtitan.evaluation.decoding import LatentDecoder
-from torchtitan.evaluation.judges import build_judge
 from torchtitan.evaluation.sample_files import SET_FORMATS, SetFiles
 from torchtitan.evaluation.sample_plans import KEY, SampleNotFinite, SampleSetError, SetPlan
 from torchtitan.evaluation.sampling import ImageSampler
 from torchtitan.files.durable import make_folder, remove_unfinished, replace_file
-from torchtitan.files.ownership import foreign_entry, foreign_text, refuse_foreign_file
+from torchtitan.files.ownership import foreign_entry, foreign_text
 from torchtitan.files.record_difference import first_difference
 from torchtitan.files.regular import read_regular
 from torchtitan.files.run_lock import Busy, RunLock
 from torchtitan.pictures.grids import to_rgb
 
 RECORD = "set.json"
-JUDGED = "judge.json"
 _FORMAT = {"sample_set": 1}
 _START = b'{\n "sample_set": 1,'
 _MOST_RECORD_BYTES = 64 << 20
@@ -91,25 +87,6 @@ class SampleSet:
             found = self.files.finish()
         self._lock.release()
         return found
-
-    def judge(self, data: DataConfig) -> dict[str, float]:
-        """Judge the finished set by the dataset's judge, one of JUDGES: scores by name, kept beside the set too.
-
-        Raises:
-            SampleSetError: the set has too few images of a class, or the scores cannot be written.
-        """
-        judge = build_judge(data)
-        channels = self.plan.settings["image_shape"][0]
-        pixels = torch.cat([torch.from_numpy(part) for part in self.files.read()]).permute(0, 3, 1, 2)[:, :channels]
-        labels = self.plan.seeds * 0 if self.plan.choices is None else self.plan.choices
-        try:
-            scores = judge.judge(pixels.numpy() / 127.5 - 1.0, labels.numpy())
-        except ValueError as error:
-            raise SampleSetError(f"{self.folder}: cannot be judged: {error} (draw more images)") from error
-        with self._writing():
-            refuse_foreign_file(self.folder / JUDGED, _START)
-            replace_file(self.folder / JUDGED, json.dumps(_FORMAT | {"scores": scores}, indent=1) + "\n")
-        return scores
 
     @contextmanager
     def _writing(self) -> Iterator[None]:

@@ -22,6 +22,7 @@ class FeatureSet:
         rows: feature vectors in the images' order, float32 or float64 [N, D]; a memory map will do.
         moments: of all images.
         sets: moments of disjoint sets that together are all images (`MomentsOfSets`), for intervals; may be missing.
+        classes: number of the class that each image was drawn for, int [N]; None: not known.
     """
 
     name: str
@@ -29,6 +30,7 @@ class FeatureSet:
     rows: Mapping[str, np.ndarray] = field(default_factory=dict)
     moments: Mapping[str, Moments] = field(default_factory=dict)
     sets: Mapping[str, tuple[Moments, ...]] = field(default_factory=dict)
+    classes: np.ndarray | None = None
 
     def rows_of(self, output: str) -> np.ndarray:
         """Rows of an output, checked to be finite."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
+from torchtitan.fidelity.accuracy import measure_accuracy
 from torchtitan.fidelity.errors import FidelityError
 from torchtitan.fidelity.fd_infinity import measure_fd_infinity
 from torchtitan.fidelity.feature_set import FeatureSet
@@ -93,6 +94,7 @@ METRICS: Mapping[str, Metric] = {
         "Precision, recall, density, coverage", "pooled", "rows", "rows",
         {"precision": "higher", "recall": "higher", "density": "higher", "coverage": "higher"}, measure_prdc,
     ),
+    "accuracy": Metric("Recognised as the class asked for", "logits", "rows", None, {"accuracy": "higher"}, measure_accuracy),
     "fd_inf": Metric("Fréchet distance at infinity", "pooled", "sets", "moments", {"fd_inf": "lower"}, measure_fd_infinity),
     "memorisation": Metric(
         "Memorisation", "pooled", "rows", "rows",

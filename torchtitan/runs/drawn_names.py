@@ -11,7 +11,7 @@ from torchtitan.runs.trained_model import TrainedModel
 
 # Options that are in the name already, or change no picture of it.
 _NOT_NAMED = (
-    "source", "step", "ema", "seed", "output", "files", "latents", "batch_size", "set", "count", "seeds", "format", "judge",
+    "source", "step", "ema", "seed", "output", "files", "latents", "batch_size", "set", "count", "seeds", "format",
 )  # fmt: skip
 _LONGEST_VALUE, _LONGEST_NAME = 24, 120
 

@@ -6,8 +6,9 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,11 +18,15 @@ from torchtitan.checkpoint.manifest import MANIFEST, hash_file, read_json
 from torchtitan.config.sampling_checks import data_text
 from torchtitan.data import DATASETS
 from torchtitan.diffusion.guidance import Guide
-from torchtitan.distributed.collectives import from_first_rank
-from torchtitan.errors import DamagedFile, first_line
-from torchtitan.evaluation.judges import Judge, build_judge, judge_type
+from torchtitan.distributed.collectives import from_first_rank, group_for_work
+from torchtitan.errors import DamagedFile, EvaluationError, first_line
+from torchtitan.evaluation.config import LATENT_DATASETS
+from torchtitan.evaluation.decoding import run_decoder
+from torchtitan.evaluation.image_sets import DatasetImages
+from torchtitan.evaluation.sample_metrics import SampleMetrics, measure_samples
 from torchtitan.evaluation.sampling import ImageSampler, balanced_choices
 from torchtitan.evaluation.validation import validation_loss
+from torchtitan.fidelity.metrics import METRICS
 from torchtitan.files.durable import make_folder, replace_file
 from torchtitan.files.run_lock import Busy, RunLock
 from torchtitan.files.weight_files import WeightsError
@@ -33,7 +38,6 @@ from torchtitan.training.data_loading import validation_batches
 from torchtitan.training.ema_snapshots import EMA_FOLDER
 
 LOSS = "loss"
-_JUDGED_IMAGES = 1000
 
 
 @dataclass(frozen=True)
@@ -42,10 +46,10 @@ class SweepOptions:
 
     Attributes:
         stds: lengths, rising.
-        metric: LOSS, or a score of the dataset's judge.
-        images: held-out images, or samples to judge.
+        metric: LOSS, or one of METRICS, by the extractor and the reference of the run's `[evaluation]`.
+        images: held-out images, or samples.
         batch_size: images at a time on each rank.
-        guidance_scale, num_steps: of judged samples.
+        guidance_scale, num_steps: of the samples.
         guide: `RUN[@step][:track]` of their guidance, "none" for the null condition.
         seed: of noise and timesteps.
         max_error: largest profile error that is accepted.
@@ -91,6 +95,7 @@ def sweep(
     trained = dataclasses.replace(trained, step=stored.last.step)
     scale = _given(options.guidance_scale, 1.0)
     guide = open_guide(options.guide, run, None, trained, scale, device)
+    metrics = None if options.metric == LOSS else _sample_metrics(trained, options, device)
     output = output or run / EMA_FOLDER / f"sweep-step-{stored.last.step:08d}-{options.metric}.json"
     record = SweepRecord(output, _settings(run, stored, options, trained, guide))
     with _locked(output):
@@ -99,11 +104,10 @@ def sweep(
         yield from (f"note: {line}" for line in [*stored.notes, *(found[0].warnings if found else [])])
         left = [each for each in found if each.std not in record.scores]
         first = not dist.is_initialized() or dist.get_rank() == 0
-        judge = build_judge(trained.config.data) if left and first and options.metric != LOSS else None
         hidden = None if first else True  # None: where stderr is no terminal
         for each in tqdm(left, desc=f"{options.metric} by length", unit="length", file=sys.stderr, disable=hidden):
             fill_reconstructed(trained, each)
-            record.add(each, _score(trained, options, device, guide.guide if guide else None, judge))
+            record.add(each, _score(trained, options, device, guide.guide if guide else None, metrics))
         from_first_rank(record.draw)
     yield from record.lines()
     yield str(output)
@@ -209,18 +213,18 @@ def _locked(output: Path) -> Iterator[None]:
 def _resolved(options: SweepOptions, trained: TrainedModel) -> SweepOptions:
     """Options with the run's values. Raises WeightsError: the metric cannot be measured."""
     data, sampling, validation = trained.config.data, trained.config.sampling, trained.config.validation
-    judge = judge_type(data)
-    known = ([LOSS] if trained.info.has_validation else []) + list(judge.BETTER if judge else ())
-    if options.metric not in known:
-        there = ", ".join(known) or "none: it holds out no images and has no judge"
-        raise WeightsError(f"--metric: {data_text(data)} has no {options.metric!r} (there are: {there})")
+    if options.metric not in (LOSS, *METRICS):
+        raise WeightsError(f"--metric: no metric is called {options.metric[:40]!r} (there are: {', '.join((LOSS, *METRICS))})")
+    if options.metric == LOSS and not trained.info.has_validation:
+        raise WeightsError(f"--metric: {data_text(data)} holds out no images for a loss (give one of {', '.join(METRICS)})")
     loss = options.metric == LOSS
     held_out = len(DATASETS[data.name](data, "validation")) if loss else 0
     if loss and (given := [name for name in ("guidance_scale", "num_steps", "guide") if getattr(options, name) is not None]):
         raise WeightsError(f"--{given[0].replace('_', '-')}: has no effect on held-out loss (leave it out)")
     resolved = dataclasses.replace(
         options,
-        images=min(_given(options.images, validation.num_images), held_out) if loss else _given(options.images, _JUDGED_IMAGES),
+        images=min(_given(options.images, validation.num_images), held_out) if loss
+        else _given(options.images, trained.config.evaluation.count),
         guidance_scale=None if loss else _given(options.guidance_scale, sampling.guidance_scale),
         num_steps=None if loss else _given(options.num_steps, sampling.num_steps),
         seed=_given(options.seed, trained.config.debug.seed),
@@ -237,11 +241,11 @@ def _settings(
     run: Path, stored: StoredAverages, options: SweepOptions, trained: TrainedModel, guide: LoadedGuide | None
 ) -> dict:
     """Settings of the scores: a record of others is not continued."""
-    judge, reference = judge_type(trained.config.data), options.guide or f":{trained.config.sampling.guide_track}"
-    better = "lower" if options.metric == LOSS or judge is None else judge.BETTER[options.metric]
+    reference = options.guide or f":{trained.config.sampling.guide_track}"
+    metric, better = (LOSS, "lower") if options.metric == LOSS else next(iter(METRICS[options.metric].better.items()))
     snapshots = {str(snapshot.step): hash_file(snapshot.path / MANIFEST)[:16] for snapshot in stored.snapshots}
     return {
-        "run": run.resolve().name, "step": stored.last.step, "images_trained": stored.last.images, "metric": options.metric,
+        "run": run.resolve().name, "step": stored.last.step, "images_trained": stored.last.images, "metric": metric,
         "better": better, "images": options.images, "seed": options.seed, "guidance_scale": options.guidance_scale,
         "num_steps": options.num_steps, "guide": f"{reference}, {guide.model.label}" if guide else None,
         "tracks": {name: stored.last.tracks[name] for name in stored.tracks}, "snapshots": snapshots,
@@ -249,18 +253,37 @@ def _settings(
 
 
 def _score(
-    trained: TrainedModel, options: SweepOptions, device: torch.device, guide: Guide | None, judge: Judge | None
+    trained: TrainedModel, options: SweepOptions, device: torch.device, guide: Guide | None, metrics: SampleMetrics | None
 ) -> dict[str, float]:
-    """Scores of the present weights; collective. The first rank has the judge, where samples are judged."""
-    if options.metric == LOSS:
+    """Scores of the present weights; collective."""
+    if metrics is None:
         return _held_out_loss(trained, options, device)
     sampling = trained.config.sampling
-    labels = balanced_choices(options.images or 0, trained.info.num_classes)
+    choices = balanced_choices(metrics.count, trained.info.condition_kind.choices)
     guidance = dataclasses.replace(sampling.guidance, scale=_given(options.guidance_scale, 1.0))
     method = sampling.method() | {"guidance": guidance, "num_steps": options.num_steps, "guide": guide}
     sampler = ImageSampler(trained.model, trained.objective, "float32", device)
-    images = sampler.draw(labels, options.seed or 0, **method, batch_size=options.batch_size, purpose="evaluation")
-    return from_first_rank(lambda: cast(Judge, judge).judge(images.numpy(), labels.numpy()))
+    decoder = run_decoder(trained.config.autoencoder, trained.config.data, draws_pictures=True)
+    found = measure_samples(
+        metrics, sampler, choices, options.seed or 0, batch_size=options.batch_size, decoder=decoder, **method
+    )
+    return {name: interval.value for name, interval in found.values.items()}
+
+
+def _sample_metrics(trained: TrainedModel, options: SweepOptions, device: torch.device) -> SampleMetrics:
+    """Metrics by the run's `[evaluation]`; collective. Raises WeightsError: they cannot be measured."""
+    data, info, metric = trained.config.data, trained.info, METRICS[options.metric]
+    evaluation = dataclasses.replace(trained.config.evaluation, metrics=[options.metric], count=options.images or 0)
+    evaluation.reference = evaluation.reference if metric.reference else ""
+    evaluation.held_out = evaluation.held_out if metric.needs_held_out else ""
+    latents = data.name in LATENT_DATASETS
+    if latents and trained.config.autoencoder.name == "none":
+        raise WeightsError(f"--metric: {data_text(data)} has latents, and metrics are of images (set autoencoder.name)")
+    size = None if latents else info.image_shape[1:]
+    try:
+        return SampleMetrics(evaluation, device, size, group_for_work(), partial(DatasetImages, data, info), info.num_classes)
+    except EvaluationError as error:
+        raise WeightsError(f"--metric {options.metric}: {error}") from error
 
 
 def _held_out_loss(trained: TrainedModel, options: SweepOptions, device: torch.device) -> dict[str, float]:

@@ -39,7 +39,7 @@ def header_config(config: JobConfig, info: DatasetInfo) -> dict[str, str]:
     record = data_record(config, info)
     if not record:
         return {}
-    tables = _unjudged(effective(config)) | {"data": record}
+    tables = effective(config) | {"data": record}
     return {CONFIG: tomli_w.dumps(_without_paths({name: tables[name] for name in _OF_WEIGHTS if tables.get(name)}))}
 
 
@@ -59,7 +59,7 @@ def config_of_weights(path: Path) -> JobConfig | None:
         data = tables.get("data")
         if not isinstance(data, Mapping) or data.get("name") not in RECORDS:
             return None
-        text = tomli_w.dumps(_without_paths(_unjudged({name: tables[name] for name in _OF_WEIGHTS if name in tables})))
+        text = tomli_w.dumps(_without_paths({name: tables[name] for name in _OF_WEIGHTS if name in tables}))
     return load_text(text, str(path))
 
 
@@ -100,16 +100,10 @@ def config_without_data(folder: Path, checkpoint: AnyPath) -> JobConfig | None:
     if not (record and isinstance(record, Mapping) and isinstance(tables, Mapping)):
         return None
     adapters = tables.get("lora", {}).get("enable", False)
-    tables = _unjudged(tables if of_run else _without_paths(tables))  # a checkpoint alone may be anybody's
+    tables = tables if of_run else _without_paths(tables)  # a checkpoint alone may be anybody's
     kept = [*_OF_RUNS, *(_OF_ADAPTERS if adapters else ())]
     tables = {name: tables[name] for name in kept if name in tables} | {"data": dict(record)}
     return load_text(tomli_w.dumps(tables), f"{folder}, with its data as recorded")
-
-
-def _unjudged(tables: Mapping[str, Any]) -> dict[str, Any]:
-    """Tables by which samples are not judged by the data, which only the dataset itself can do."""
-    sampling = tables.get("sampling", {})
-    return dict(tables) | {"sampling": {key: value for key, value in sampling.items() if key != "judge_images"}}
 
 
 def _with_data(config: JobConfig, data: DataConfig) -> dict[str, Any]:

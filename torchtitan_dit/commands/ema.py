@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
+from torchtitan.autoencoders.base import AutoencoderError
 from torchtitan.checkpoint.checkpointer import CheckpointError
 from torchtitan.config.job import ConfigError
 from torchtitan.data.base import DatasetError
@@ -38,7 +39,7 @@ def main(words: list[str] | None = None) -> int:
     arguments = parse_arguments(words)
     try:
         return arguments.command(arguments)
-    except (ConfigError, CheckpointError, DatasetError) as error:
+    except (AutoencoderError, ConfigError, CheckpointError, DatasetError) as error:
         if FIRST:
             print(error, file=sys.stderr)
         return 2
@@ -66,15 +67,15 @@ def parse_arguments(words: list[str] | None) -> argparse.Namespace:
     add_series(command)
     add_max_error(command)
     command.add_argument("--stds", type=float, nargs="+", required=True, metavar="S", help="lengths of the averages")
-    command.add_argument("--metric", default="loss", help="held-out loss, or a score of the dataset's judge of samples, "
-        "as frechet_distance (default: loss)")
-    command.add_argument("--images", type=int, help="held-out images, or samples to judge (default: "
-        "validation.num_images; 1000 samples)")
+    command.add_argument("--metric", default="loss", help="held-out loss, or a metric of samples as fd, by the "
+        "extractor and the reference of [evaluation] (default: loss)")
+    command.add_argument("--images", type=int, help="held-out images, or samples (default: validation.num_images, "
+        "evaluation.count)")
     command.add_argument("--batch-size", type=int, default=256, help="images at a time on each rank (default: 256)")
-    command.add_argument("--guidance-scale", type=float, help="of judged samples (default: sampling.guidance_scale)")
-    command.add_argument("--guide", metavar="RUN[@STEP][:TRACK]", help="weights that judged samples are guided away from, "
+    command.add_argument("--guidance-scale", type=float, help="of samples (default: sampling.guidance_scale)")
+    command.add_argument("--guide", metavar="RUN[@STEP][:TRACK]", help="weights that samples are guided away from, "
         f"as of {program('sample')} (default: sampling.guide_track)")
-    command.add_argument("--num-steps", type=int, help="solver steps of judged samples (default: sampling.num_steps)")
+    command.add_argument("--num-steps", type=int, help="solver steps of samples (default: sampling.num_steps)")
     command.add_argument("--seed", type=int, help="of noise and timesteps (default: debug.seed)")
     command.add_argument("--output", type=Path, metavar="FILE.json", help="record of the scores, its picture beside "
         "(default: RUN/ema/sweep-step-N-METRIC.json)")

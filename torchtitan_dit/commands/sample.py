@@ -17,13 +17,11 @@ from safetensors.torch import save_file
 from torchtitan.autoencoders.base import AutoencoderError
 from torchtitan.checkpoint.checkpointer import CheckpointError
 from torchtitan.config.job import ConfigError
-from torchtitan.config.sampling_checks import data_text
 from torchtitan.data import DATASETS
 from torchtitan.distributed.collectives import group_for_work
 from torchtitan.distributed.config import CommConfig
 from torchtitan.distributed.mesh import init_process_group
 from torchtitan.evaluation.config import LATENT_DATASETS
-from torchtitan.evaluation.judges import judge_type
 from torchtitan.evaluation.sample_files import SET_FORMATS
 from torchtitan.evaluation.sample_plans import SampleNotFinite, SampleSetError
 from torchtitan.evaluation.sample_sets import SampleSet, draw_set
@@ -40,7 +38,7 @@ from torchtitan.runs.trained_model import WeightsError
 FIRST = os.environ.get("RANK", "0") == "0"
 # Options of the grid, and their defaults; none has an effect on a set.
 GRID_OPTIONS = {"images_per_class": 8, "seed": 0, "files": False, "latents": False}
-SET_OPTIONS = ("format", "judge")
+SET_OPTIONS = ("format",)
 
 
 def main() -> int:
@@ -79,7 +77,6 @@ def parse_arguments() -> argparse.Namespace:
     add("--count", type=int, help="draw a set of this many images")
     add("--seeds", metavar="SEEDS", help="draw a set of these seeds, as 0-49999 or 1,5,10-19 (default: 0 to count - 1)")
     add("--format", choices=list(SET_FORMATS), help="files of a set (default: png)")
-    add("--judge", action="store_true", help="judge the set against real images, as at the end of a run")
     add_drawing_options(parser)
     add("--output", type=Path, help="folder to write to (default: RUN/samples/drawn, for a set RUN/samples/set, or the "
         "weights' folder)")
@@ -119,8 +116,6 @@ def check(arguments: argparse.Namespace, drawing: Drawing) -> None:
     arguments.classes = chosen_classes(arguments.classes, drawing.trained)
     if arguments.output and not arguments.set:
         refuse_earlier_pictures(arguments.output, arguments, drawn_name(arguments, drawing.trained, GRID_OPTIONS))
-    if arguments.judge and not judge_type(config.data):
-        raise WeightsError(f"--judge: {data_text(config.data)} has no judge (leave it out)")
 
 
 def plan_set(arguments: argparse.Namespace, drawing: Drawing) -> SampleSet:
@@ -139,7 +134,7 @@ def refuse_earlier_pictures(folder: Path, arguments: argparse.Namespace, name: s
 
 
 def draw(arguments: argparse.Namespace, drawing: Drawing, samples: SampleSet) -> int:
-    """Draw a set, or the rest of it, and judge it if asked to."""
+    """Draw a set, or the rest of it."""
     try:
         sampler = drawing.sampler()
         found = draw_set(
@@ -148,9 +143,6 @@ def draw(arguments: argparse.Namespace, drawing: Drawing, samples: SampleSet) ->
         if FIRST:
             print(f"{found}: {len(samples.plan.seeds)} images")
             print_evaluations(drawing, sampler)
-        if FIRST and arguments.judge:
-            for name, score in samples.judge(drawing.trained.config.data).items():
-                print(f"{name:28} {score:.4f}")
     except SampleNotFinite as error:  # of this rank alone
         print(error, file=sys.stderr)
         return 1

@@ -116,13 +116,12 @@ def hardware_table(names: Sequence[Name], runs: Sequence[RunRecord]) -> Table:
 
 
 def quality_table(groups: Sequence[RunGroup]) -> Table | None:
-    """Table of sample quality from the summaries: one column per judged run, before a group's runs its mean."""
-    keys = [key for group in groups for run in group.runs for key in run.summary or {} if key.startswith("sample_")]
-    keys = list(dict.fromkeys(keys))
+    """Table of the last metrics of samples: one column per evaluated run, before a group's runs its mean."""
+    keys = list(dict.fromkeys(key for group in groups for run in group.runs for key in _evaluated(run)))
     heads: list[str] = ["sample quality"]
     columns: list[list[str]] = []
     for n, group in enumerate(groups):
-        values = {run.name: [as_number((run.summary or {}).get(key)) for key in keys] for run in group.runs}
+        values = {run.name: [as_number(_evaluated(run).get(key)) for key in keys] for run in group.runs}
         if not any(value is not None for column in values.values() for value in column):
             continue
         if len(group.runs) > 1:
@@ -130,8 +129,15 @@ def quality_table(groups: Sequence[RunGroup]) -> Table | None:
             columns.append([interval_text(group.interval(row)) for row in zip(*values.values(), strict=True)])
         heads += [Name(name, n) for name in values]
         columns += [[value_text(value) for value in column] for column in values.values()]
-    names = [key.removeprefix("sample_").replace("_", " ") for key in keys]
-    return (heads, list(zip(names, *columns, strict=True))) if keys else None
+    return (heads, list(zip(keys, *columns, strict=True))) if keys else None
+
+
+def _evaluated(run: RunRecord) -> dict[str, Any]:
+    """Values of the last metrics of samples in a run's summary, by name."""
+    measured = (run.summary or {}).get("evaluation")
+    if not isinstance(measured, dict):
+        return {}
+    return {name: value.get("value") for name, value in measured.items() if isinstance(value, dict)}
 
 
 def configuration(runs: Sequence[RunRecord], groups: Sequence[RunGroup]) -> dict[str, Any] | None:

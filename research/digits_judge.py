@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from types import MappingProxyType
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -37,10 +35,6 @@ class DigitsJudge:
     Raises:
         ValueError: shapes that do not fit, values that are not finite, or a class without two images.
     """
-
-    BETTER: ClassVar[Mapping[str, Literal["lower", "higher"]]] = MappingProxyType(
-        {"accuracy": "higher", "frechet_distance": "lower", "variety": "higher", "variety_lowest": "higher", "copies": "lower"}
-    )
 
     def __init__(
         self,

@@ -3,7 +3,7 @@ import pytest
 import torch
 from sklearn.datasets import load_digits
 
-from torchtitan.evaluation.digits_judge import DigitsJudge
+from research.digits_judge import DigitsJudge
 
 
 class Split:
