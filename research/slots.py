@@ -22,7 +22,6 @@ from torchtitan.diffusion.timesteps.slot_edges import write_slot_edges
 from torchtitan.experiments.folder import ResultsFolder, StudyError
 from torchtitan.files.durable import replace_file, replacing
 from torchtitan.pictures.markdown import markdown_table
-from torchtitan.programs import program
 
 # First and last index of each slot as published; they are 1001 indices.
 # Source: Xie and Agam, "Rethinking timesteps samplers and prediction types", arXiv 2502.01990, Table 1.
@@ -157,7 +156,7 @@ def _places(arguments: argparse.Namespace) -> tuple[Path, Path]:
         return source, arguments.output or source.parent / "slots"
     curve = source / "studies" / "loss_curve" / "curve.csv"
     if not curve.is_file():
-        raise StudyError(f"{curve}: is missing (run {program('study')} loss_curve {source} first)")
+        raise StudyError(f"{curve}: is missing (run python -m research loss_curve {source} first)")
     return curve, arguments.output or source / "studies" / "slots"
 
 

@@ -216,13 +216,13 @@ def test_batches_at_equal_samples_and_prediction_types_of_their_runs(
         assert float(old["log_ratio"]) == pytest.approx(float(new["log_ratio"]), abs=1e-6)
 
     # Another run of the same name is another; the same run elsewhere is not.
-    elsewhere = [tmp_path / "elsewhere" / name for name in ("b4_s0", "b16_linear_s0")]
+    elsewhere = [tmp_path / "elsewhere" / name for name in ("b4_uniform_s0", "b16_uniform_s0")]
     shutil.copytree(runs[0], elsewhere[0])
-    shutil.copytree(folder / "runs" / "b16_linear_s1", elsewhere[1])
+    shutil.copytree(folder / "runs" / "b16_uniform_s1", elsewhere[1])
     code, _, error = study("prediction_types", *elsewhere, *words[4:])
     assert code == 0, error
     new = table(compared / "results.csv")[60:]
-    assert {row["model"] for row in new} == {"b16_linear_s0"} and len(new) == 10
+    assert {row["model"] for row in new} == {"b16_uniform_s0"} and len(new) == 10
     assert new[0]["error"] != in_v[10]["error"] and new[0]["checkpoint"] != in_v[10]["checkpoint"]
 
     code, _, error = study("prediction_types", *runs, "--images", "99999", "--output", tmp_path / "none")
