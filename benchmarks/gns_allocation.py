@@ -43,6 +43,7 @@ from tqdm import tqdm
 
 from torchtitan.config.job import load_config
 from torchtitan.data import DATASETS
+from torchtitan.diffusion.objective import Microbatch
 from torchtitan.diffusion.timesteps.sampler import GlobalBatch, TimestepSampler
 from torchtitan.diffusion.timesteps.shares import AllocatedTimesteps, bin_masses, bin_means
 from torchtitan.gns.allocate import FROM_WEIGHT, NEYMAN, STRATIFIED, neyman_shares, predicted_ratios, weight_shares
@@ -254,7 +255,7 @@ class FrozenDraws:
         draw = state.objective.draw(tuple(images.shape[1:]), GlobalBatch(first, len(numbers)), numbers)
         if before_forward:
             before_forward(draw.t)
-        return state.objective.loss(state.model, images, state.condition(batch, 0), draw).loss
+        return state.objective.loss(state.model, Microbatch(images, state.condition(batch, 0)), draw).loss
 
 
 # ---------------------------------------------------------------------- realised

@@ -34,7 +34,7 @@ from tqdm import tqdm
 
 from benchmarks.gns_allocation import taps_of
 from torchtitan.config.job import load_config
-from torchtitan.diffusion.objective import Draw
+from torchtitan.diffusion.objective import Draw, Microbatch
 from torchtitan.diffusion.timesteps.sampler import GlobalBatch
 from torchtitan.gns.capture import GEOMETRIES, PARTS, StepSums
 from torchtitan.gns.composite import Composite, FreeSums
@@ -229,7 +229,7 @@ def _measure(trainer: Trainer, first: int, number: int, sketched: bool) -> StepS
     taps = taps_of(trainer)
     taps.begin_step(first + number, sketched, trainer.state.optimizer.state, trainer.config.optimizer.beta2, trainer.state.layout)
     taps.begin_microbatch(draw.t)
-    trainer.state.objective.loss(trainer.state.model, x0, condition, draw).loss.mean().backward()
+    trainer.state.objective.loss(trainer.state.model, Microbatch(x0, condition), draw).loss.mean().backward()
     taps.end_microbatch(len(x0), torch.zeros(len(x0)))
     trainer.state.optimizer.zero_grad(set_to_none=True)
     return to_host(taps.end_step())
@@ -260,7 +260,7 @@ def exact_sums(trainer: Trainer, samples: Samples, elementwise: bool) -> dict[st
             return functional_call(model, weights, (x_t, time, classes))
 
         one = Draw(t[None], noise[None], importance[None])
-        return objective.loss(network, x[None], label[None], one).loss.sum()
+        return objective.loss(network, Microbatch(x[None], label[None]), one).loss.sum()
 
     bins = torch.bucketize(draw.t, taps_of(trainer)._edges)
     one_hot = torch.nn.functional.one_hot(bins, taps_of(trainer).num_bins).double()

@@ -65,6 +65,7 @@ from torch import Tensor
 from benchmarks.gns_allocation import taps_of
 from benchmarks.gns_estimators import DATA, Samples, copy_state, exact_sums, samples_of, spearman, train_to
 from torchtitan.config.job import load_config
+from torchtitan.diffusion.objective import Microbatch
 from torchtitan.diffusion.timesteps.sampler import GlobalBatch
 from torchtitan.gns.capture import StepSums
 from torchtitan.gns.config import GNSConfig
@@ -288,7 +289,7 @@ def measure_in_cuts(trainer: Trainer, number: int, size: int) -> StepSums:
     for first in range(0, BATCH, size):
         part = slice(first, first + size)
         taps.begin_microbatch(draw.t[part])
-        terms = state.objective.loss(state.model, x0[part], condition[part], draw_part(draw, part))
+        terms = state.objective.loss(state.model, Microbatch(x0[part], condition[part]), draw_part(draw, part))
         (terms.loss.mean() * size / BATCH).backward()
         taps.end_microbatch(BATCH, terms.loss)
         state.optimizer.zero_grad(set_to_none=True)

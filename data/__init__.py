@@ -13,7 +13,6 @@ from torchtitan.data.huggingface import HuggingFace
 from torchtitan.data.image_folder import ImageFolder
 from torchtitan.data.imagenet import ImageNet
 from torchtitan.data.latents import Latents
-from torchtitan.data.recorded import Recorded, RecordedLatents
 from torchtitan.data.synthetic import Synthetic
 from torchtitan.data.tinyimagenet import TinyImageNet
 from torchtitan.data.webdataset import WebDataset
@@ -28,8 +27,6 @@ DATASETS: dict[str, type[Any]] = {
     "image_folder": ImageFolder,
     "imagenet": ImageNet,
     "latents": Latents,
-    "recorded": Recorded,
-    "recorded_latents": RecordedLatents,
     "synthetic": Synthetic,
     "tinyimagenet": TinyImageNet,
     "webdataset": WebDataset,

@@ -165,7 +165,6 @@ class Dataset(ABC):
     Attributes:
         Config: the dataset's `[data]` section, a subclass of DataConfig; its `name` is a Literal.
         holds_latents: whether the images are latents of a store, which `store` opens.
-        holds_images: false for a record of data that are elsewhere, which opens no split.
         blocks: lengths of the runs of neighbours that are read as one, in order, int64 [K]; training then draws its
             images from `blocks_at_a_time` of them at a time (SampleOrder). None: any image costs as much as any other.
         buckets: of images of several shapes, the number of images of each of `DatasetInfo.bucket_shapes`, int64 [K], some
@@ -174,7 +173,6 @@ class Dataset(ABC):
 
     Config: ClassVar[type[DataConfig]]
     holds_latents: ClassVar[bool] = False
-    holds_images: ClassVar[bool] = True
     blocks: np.ndarray | None = None
     blocks_at_a_time: int = 1
     buckets: np.ndarray | None = None

@@ -18,7 +18,7 @@ from torch import Tensor
 from torchtitan import philox
 from torchtitan.conditions import Condition, each_tensor
 from torchtitan.data.base import Batch, Dataset, Draws, UnreadableImage
-from torchtitan.diffusion.objective import Draw, Objective
+from torchtitan.diffusion.objective import Draw, Microbatch, Objective
 from torchtitan.diffusion.paths import has_indices, indexed
 from torchtitan.distributed.precision import compute_context
 from torchtitan.gns.statistics import GroupSums
@@ -316,7 +316,7 @@ class Gradients:
             for samples, (images, condition, draw) in drawn:
                 self.model.draw_dropout(self.seed, samples.to(self.device), stream)
                 with compute_context(self.dtype, self.device, sharded=False):
-                    found.append(self.objective.loss(self.model, images, condition, draw).loss.double().cpu())
+                    found.append(self.objective.loss(self.model, Microbatch(images, condition), draw).loss.double().cpu())
             return torch.cat(found)
 
         return losses
@@ -331,7 +331,7 @@ class Gradients:
             images, condition, draw = self._samples(where, stream, samples)
             self.model.draw_dropout(self.seed, samples.to(self.device), stream)
             with compute_context(self.dtype, self.device, sharded=False):
-                terms = self.objective.loss(self.model, images, condition, draw)
+                terms = self.objective.loss(self.model, Microbatch(images, condition), draw)
             (weight * terms.loss.sum()).backward()
             if advance:
                 advance(len(samples))

@@ -10,7 +10,7 @@ from torch import Tensor
 from torchtitan import philox
 from torchtitan.conditions import each_tensor
 from torchtitan.data.base import Batch, Dataset, DatasetError, UnreadableImage
-from torchtitan.diffusion.objective import Draw, Objective
+from torchtitan.diffusion.objective import Draw, Microbatch, Objective
 from torchtitan.diffusion.paths import indexed
 from torchtitan.diffusion.predictions import noise_error_weight
 from torchtitan.distributed.precision import compute_context
@@ -156,7 +156,7 @@ def timestep_errors(
             images, noise = chosen.images.to(device), chosen.noise.to(device)
             condition = each_tensor(model.condition_kind.of(chosen.batch), lambda value: value.to(device))
             with compute_context(param_dtype, device, False):
-                terms = objective.loss(model, images, condition, Draw(t, noise, torch.ones_like(t), index))
+                terms = objective.loss(model, Microbatch(images, condition), Draw(t, noise, torch.ones_like(t), index))
             found[numbers] = terms.error.to("cpu", torch.float64)
             advance(len(numbers))
     return found.view(count, num_nodes)

@@ -24,7 +24,7 @@ from torchtitan.config.job import JobConfig
 from torchtitan.config.latent_cache import cache_folder
 from torchtitan.data import DATASETS, dataset_info
 from torchtitan.data.base import Batch, DatasetError
-from torchtitan.diffusion.objective import LossTerms
+from torchtitan.diffusion.objective import LossTerms, Microbatch
 from torchtitan.diffusion.objectives import build_objective
 from torchtitan.diffusion.timesteps.sampler import GlobalBatch
 from torchtitan.distributed.collectives import from_first_rank, group_for_work
@@ -53,6 +53,7 @@ from torchtitan.models.magnitude import normalize_rows, normalized_weights
 from torchtitan.runs.data_changes import IMAGES, data_changes
 from torchtitan.runs.folder import RunFolder
 from torchtitan.runs.initial_weights import check_initial_weights
+from torchtitan.runs.model_record import RECORD, record_of
 from torchtitan.runs.network import (
     BASE_SHA256,
     add_adapters,
@@ -64,7 +65,6 @@ from torchtitan.runs.network import (
     network_on_meta,
     sharded_network,
 )
-from torchtitan.runs.portable import RECORD, data_record
 from torchtitan.runs.status import remove_status
 from torchtitan.settings.record import effective
 from torchtitan.training.batch_ramp import largest_growth, ramp_factor
@@ -134,10 +134,12 @@ class RunState:
             training = config.training
             microbatches = microbatches_per_step(training.global_batch_size, training.local_batch_size, layout.data_ranks)
             sampler_of = sampler_of_bins(config.gns, edges, microbatches)
-        self.objective = build_objective(config.objective, config.debug.seed, sampler_of).to(layout.device)
+        self.objective = build_objective(config.objective, config.debug.seed, sampler_of)
         self.checkpointer = Checkpointer(self.folder.checkpoints, config.checkpoint, layout.rank)
         resumed_step = self.checkpointer.find() if config.checkpoint.enable else None
         self.model, shards = self._build_model(new=resumed_step is None)
+        self.objective.attach(self.model)
+        self.objective.to(layout.device)
         if edges is not None and config.gns.single_pass:
             taps = build_taps(config, self.model, edges, layout)
         if config.float8.enable:
@@ -190,7 +192,7 @@ class RunState:
         param_dtype = config.training.mixed_precision_param
         self._precision = compute_context(param_dtype, layout.device, layout.sharded)
         self.bin_edges = self._bin_edges(config.metrics.loss_bins)
-        self.window = LossWindow(self.bin_edges, self.objective.share_names)
+        self.window = LossWindow(self.bin_edges, self.objective.diagnostics)
         self.guard = NumericalGuard(
             config.training.max_skipped_steps, config.training.spike_threshold, layout.device, self.data.image_of,
             zeroes=config.training.non_finite_gradients == "zero",
@@ -306,7 +308,7 @@ class RunState:
         if measure and self.gns:
             self.gns.begin_microbatch(draw.t)
         with self._precision:
-            return self.objective.loss(self.train_module, images, condition, draw)
+            return self.objective.loss(self.train_module, Microbatch(images, condition, batch), draw)
 
     def condition(self, batch: Batch, attempt: int, dropping: Tensor | None = None) -> Condition:
         """Conditions of a microbatch with dropout, as the network is trained on them; dropping: as of a `Draw`."""
@@ -366,7 +368,7 @@ class RunState:
     @functools.cached_property
     def _data_record(self) -> dict:
         """What sampling needs of the data, for a checkpoint that is taken elsewhere."""
-        return data_record(self.config, self.info)
+        return record_of(self.config, self.info).data_table()
 
     @property
     def snapshot_due(self) -> bool:

@@ -43,7 +43,6 @@ COMMANDS = {
     "check-autoencoder": Command("cosmos_latent_decoder", "measure an autoencoder's reconstruction quality", ("check",)),
     "checkpoint": Command("checkpoint", "list, verify and compare checkpoints; export and import weights"),
     "export": Command("checkpoint", "write a run's weights in a published layout", ("export",)),
-    "push": Command("checkpoint", "upload a run's weights to the Hugging Face hub", ("push",)),
     "import": Command("checkpoint", "make a checkpoint of published weights", ("import",)),
     "download": Command("download", "fetch public autoencoders, latents and feature extractors"),
     "ema": Command("ema", "choose the length of a weight average after training", on_ranks=True),

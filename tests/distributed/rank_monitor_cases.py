@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.distributed.cases import make_trainer, remove, shared_folder
+from torchtitan.diffusion.objective import Microbatch
 from torchtitan.diffusion.timesteps.sampler import GlobalBatch
 from torchtitan.models import build_model
 from torchtitan.trainer import Trainer
@@ -76,7 +77,7 @@ def _by_hand(trainer: Trainer, model: nn.Module, batches: list[dict], first: int
         weights = draw.importance
         assert (weights == weights[0]).all()
         draw = replace(draw, importance=torch.ones_like(weights))
-        loss = trainer.state.objective.loss(model, batch["images"], condition, draw).loss.mean()
+        loss = trainer.state.objective.loss(model, Microbatch(batch["images"], condition), draw).loss.mean()
         own = torch.cat([part.flatten().double() for part in torch.autograd.grad(loss, list(model.parameters()))])
         gradients.append(_of_all_ranks(own))  # [ranks, parameters]
         weighted = weighted + weights[0].double() * gradients[-1].mean(0) / len(batches)

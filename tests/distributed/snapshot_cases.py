@@ -1,6 +1,7 @@
 """What the ranks of the tests of snapshots run; see tests.launcher."""
 
 import os
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import torch.distributed as dist
@@ -43,7 +44,8 @@ def on_two_ranks(folder: str, output: str) -> list[str]:
     assert len(after) >= 12
     tool = load_tool("ema")
     tool.FIRST = os.environ["RANK"] == "0"
-    assert tool.main(["sweep", str(run), *SWEEP, "--output", output]) == 0
+    with open(output if tool.FIRST else os.devnull, "w", encoding="utf-8") as file, redirect_stdout(file):
+        assert tool.main(["sweep", str(run), *SWEEP]) == 0
     return [path for path in before.keys() | after.keys() if before.get(path) != after.get(path)]
 
 

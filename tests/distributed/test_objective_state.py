@@ -1,15 +1,21 @@
 """What an objective learns beside the network: the same on every layout, in the checkpoint, and read back for sampling."""
 
+import dataclasses
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from tests.distributed.cases import make_trainer, remove, shared_folder
 from tests.launcher import run_on_ranks
+from torchtitan.diffusion.denoising import Denoising, DenoisingConfig
+from torchtitan.diffusion.objectives import OBJECTIVES as REGISTRY
 from torchtitan.runs.trained_model import WeightsError, load_run, load_weights
+from torchtitan.settings import setting
 from torchtitan.supervision.recovery import Fault, go_back
 
 HEADS = '--objective.heads=["x0","noise","v"]'
@@ -21,12 +27,41 @@ OBJECTIVES = {
     "learned uncertainty": (*BASE, "--objective.learned_uncertainty=true"),
     "inverse variance": (*BASE, HEADS),
     "soft minimum": (*BASE, HEADS, "--objective.combine.name=soft_minimum"),
+    "features": (*BASE, "--objective.name=features"),
 }
 CHECKPOINTS = ("--checkpoint.enable=true", "--checkpoint.interval=3")
 
 
+@dataclasses.dataclass(kw_only=True)
+class FeaturesConfig(DenoisingConfig):
+    name: Literal["features"] = setting("features", "objective")
+
+
+class Features(Denoising):
+    """Denoising, and a projection of the first block's output that is to be a feature of each sample in the batch."""
+
+    Config = FeaturesConfig
+
+    def attach(self, model):
+        self.diagnostics = ("alignment",)
+        model.blocks()[0].register_forward_hook(lambda block, inputs, output: setattr(self, "hidden", output))
+        projector = nn.Linear(model.config.dim, 4)
+        with torch.no_grad():
+            projector.weight.copy_(torch.linspace(-0.1, 0.1, projector.weight.numel()).view_as(projector.weight))
+            projector.bias.zero_()
+        self.learned["projector"] = projector
+
+    def loss(self, model, batch, draw):
+        terms = super().loss(model, batch, draw)
+        wanted = torch.cos(batch.entries["samples"][:, None] * torch.arange(1, 5))  # as precomputed
+        found = self.learned["projector"](self.hidden.float().mean(1))
+        error = (found - wanted).square().mean(1)
+        return dataclasses.replace(terms, loss=terms.loss + error, diagnostics={"alignment": error.detach()})
+
+
 def trained(layouts: dict[str, dict]) -> dict[str, dict]:
     """Train each objective on each layout for 4 steps; the last gradient norm, loss, and what was learned."""
+    REGISTRY["features"] = Features
     folder, found = shared_folder(), {}
     for place, (layout, case) in enumerate(layouts.items()):
         for number, (name, overrides) in enumerate(OBJECTIVES.items()):
@@ -70,6 +105,10 @@ def test_every_layout_learns_what_one_process_learns(layout, objective, by_layou
     for key, value in wanted["learned"].items():
         torch.testing.assert_close(torch.tensor(found["learned"][key]), torch.tensor(value), rtol=1e-3, atol=1e-5)
         assert torch.tensor(value).abs().max() > 1e-3, key  # it has moved
+
+
+def test_values_of_an_objective_are_logged_by_its_name_for_them(by_layout):
+    assert by_layout["alone, features"]["metrics"]["alignment/1"] > 0
 
 
 def test_shares_of_the_heads_are_logged_by_timestep_and_sum_to_1(by_layout):

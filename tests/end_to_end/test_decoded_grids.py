@@ -115,7 +115,7 @@ def test_grids_are_decoded_images_and_a_run_without_says_how_to_get_them(runs, e
     image_grid(
         decoded_by_hand(content["latents"], index, matrix), 3, 3, names, "step 6, ema"
     ).save(folder / "by-hand.png")  # fmt: skip
-    assert differences(folder / "by-hand.png", folder / "drawn" / "grid-step-6-ema-images_per_class-3-seed-0.png").max() == 0
+    assert differences(folder / "by-hand.png", folder / "drawn" / "grid-step-6-ema-seed-0.png").max() == 0
     # The run's own grid has the same images under another title; it was drawn by two ranks.
     drawn, trained = (np.asarray(Image.open(path)).astype(int) for path in (folder / "by-hand.png", grids["decoded"]))
     rows = 3 * 64 + 2 * 4

@@ -1,8 +1,7 @@
-"""scripts/ema.py on runs of train.py: killed within a snapshot and resumed, sampled from, swept and swept again."""
+"""scripts/ema.py on runs of train.py: killed within a snapshot and resumed, sampled from and swept."""
 
 import json
 import re
-import shutil
 from pathlib import Path
 
 import pytest
@@ -17,15 +16,14 @@ from tests.faults.moments import KILLED
 from tests.forked import run_script
 from torchtitan.checkpoint.comparison import compare, open_checkpoint
 from torchtitan.errors import CheckpointError
-from torchtitan.runs import ema_sweep
 from torchtitan.runs.check import check_run
 from torchtitan.runs.trained_model import load_run, load_weights
 
 OPTIONS = (
     "--training.steps", "8", "--checkpoint.interval", "4", "--sampling.enable", "false", "--ema.snapshot_interval", "32",
     "--training.local_batch_size", "16", "--ema.tracks", '[{"name": "ema"}, {"name": "short", "kind": "power", '
-    '"sigma_rel": 0.05}, {"name": "long", "kind": "power", "sigma_rel": 0.1}]',
-    "--evaluation.extractor", "digits", "--evaluation.reference", "train",
+    '"sigma_rel": 0.05}, {"name": "long", "kind": "power", "sigma_rel": 0.1}]', "--evaluation.extractor", "digits",
+    "--evaluation.reference", "validation", "--evaluation.count", "40",
 )  # fmt: skip
 tool = load_tool("ema")
 
@@ -102,28 +100,29 @@ def test_samples_are_drawn_from_the_file(straight, command, tmp_path):
     assert result.returncode == 0 and list((tmp_path / "average").glob("grid-*-seed-0.png")), result.stderr
 
 
-def test_stopped_sweep_keeps_its_finished_lengths_and_resumes(straight, command, tmp_path, monkeypatch):
-    run = Path(shutil.copytree(straight, tmp_path / "straight"))
-    words = ("sweep", run, "--images", 40, "--stds")
-    assert command(*words, 0.05, 0.075, 0.1, "--output", tmp_path / "whole.json")[0] == 0
-    score, scored = ema_sweep._score, []
+def scores(output: str, metric: str) -> dict[str, float]:
+    return {std: float(value) for value, std in re.findall(rf"^{metric} (\S+): std (\S+) ", output, re.MULTILINE)}
 
-    def stopped(*arguments):
-        scored.append(1)
-        if len(scored) == 3:
-            raise KeyboardInterrupt
-        return score(*arguments)
 
-    monkeypatch.setattr(ema_sweep, "_score", stopped)
-    code, _, error = command(*words, 0.05, 0.075, 0.1)
-    assert code == 130 and "the same command resumes" in error
-    record = run / "ema" / "sweep-step-00000008-loss.json"
-    assert [entry["std"] for entry in json.loads(record.read_text())["lengths"]] == [0.05, 0.075]
-    assert command(*words, 0.05, 0.075, 0.1)[0] == 0 and len(scored) == 4  # one was left
-    assert record.read_bytes() == (tmp_path / "whole.json").read_bytes()
-    code, output, _ = command(*words, 0.12)
-    assert code == 0 and output.count("\nstd ") == 3 and len(scored) == 5  # a length is added
-    assert record.with_suffix(".png").read_bytes()[:4] == b"\x89PNG"
+def test_sweep_names_the_length_of_the_least_held_out_loss(straight, command):
+    code, output, _ = command("sweep", straight, "--images", 40, "--stds", 0.1, 0.05, 0.075)
+    found = scores(output, "loss")
+    assert code == 0 and list(found) == ["0.05", "0.075", "0.1"] and len(set(found.values())) == 3
+    assert output.splitlines()[-1] == f"best: std {min(found, key=found.get)}"
+    points = [json.loads(line) for line in (straight / "metrics.jsonl").read_text().splitlines()]
+    (trained,) = (point[key] for point in points if (key := "validation_metrics/long/loss") in point)
+    assert scores(command("sweep", straight, "--stds", 0.1)[1], "loss")["0.1"] == pytest.approx(trained, rel=1e-5)
+
+
+def test_sweep_ranks_lengths_in_the_direction_of_a_metric_of_samples(straight, command):
+    words = ("sweep", straight, "--stds", 0.05, 0.1, "--metric", "prdc", "--guidance-scale", 2, "--guide", ":std=0.12")
+    code, output, _ = command(*words)
+    found = scores(output, "precision")
+    assert code == 0 and list(found) == ["0.05", "0.1"], output
+    assert output.splitlines()[-1] == f"best: std {max(found, key=found.get)}"
+    ended = results_of(start_command("ema", *words, ranks=2))
+    assert [code for code, _ in ended] == [0, 0] and ended[1][1] == "", ended
+    assert scores(ended[0][1], "precision") == pytest.approx(found, rel=1e-4)
 
 
 SWEEPS = {
@@ -133,61 +132,16 @@ SWEEPS = {
     "--stds 0.1 --metric fd --images 20": "fd: a covariance of 64 features from 20 images",
     "--stds 0.1 --metric memorisation": "--metric memorisation: evaluation.held_out: not given",
     "--stds 0.1 --guidance-scale 2": "has no effect on held-out loss",
-    "--stds 0.1 --metric accuracy --guidance-scale 2 --guide :nobody": "has no EMA track 'nobody'",
-    "--stds 0.1 --metric accuracy --guidance-scale 1 --guide :long": "--guide: has no effect at a guidance scale of 1",
+    "--stds 0.1 --metric prdc --guidance-scale 2 --guide :nobody": "has no EMA track 'nobody'",
+    "--stds 0.1 --metric prdc --guidance-scale 1 --guide :long": "--guide: has no effect at a guidance scale of 1",
     "--stds 0.1 --images 0": "--images: must be at least 1",
-    "--stds 0.1 --output {run}/scores.txt": "must end in .json",
-    "--stds 0.1 --output {run}/config.json": "is no record of a sweep",
-    "--stds 0.1 --output {run}/other.json": "is the record of a sweep with step = 7 instead of 8",
-    "--stds 0.1 --output {run}/picture.json": "picture.png: exists already",
 }
 
 
 @pytest.mark.parametrize("words", SWEEPS)
-def test_refused_sweep_is_one_line_and_writes_nothing(straight, command, tmp_path, words):
-    run = Path(shutil.copytree(straight, tmp_path / "run"))
-    (run / "config.json").write_text("{}")
-    (run / "other.json").write_text(json.dumps({"settings": {"step": 7, "run": "run"}, "lengths": []}))
-    (run / "picture.png").write_text("mine")
-
-    def kept() -> dict[Path, bytes]:
-        return {path: path.read_bytes() for path in run.rglob("*") if path.is_file() and ".lock" not in path.name}
-
-    before = kept()
-    code, output, error = command("sweep", run, *words.format(run=run).split())
+def test_refused_sweep_is_one_line(straight, command, words):
+    code, output, error = command("sweep", straight, *words.split())
     assert (code, output) == (2, "") and error.count("\n") == 1 and SWEEPS[words] in error
-    assert kept() == before
-
-
-def test_sweep_of_a_run_without_labels_has_no_accuracy(straight, command, tmp_path):
-    run = Path(shutil.copytree(straight, tmp_path / "run"))
-    text = (run / "config.toml").read_text()
-    changed = re.sub("label_dropout = .*", "label_dropout = 0.0", text.replace("labels = true", "labels = false"))
-    assert changed != text
-    (run / "config.toml").write_text(changed)
-    code, _, error = command("sweep", run, "--stds", 0.1, "--metric", "accuracy")
-    assert code == 2 and "accuracy: digits knows 10 classes, the data have 0 (leave it out)" in error
-
-
-def test_sweep_by_a_metric_ranks_lengths_in_its_direction(straight, command, tmp_path):
-    record = tmp_path / "metric.json"
-    options = (
-        "--metric", "accuracy", "--images", 40, "--num-steps", 2, "--guidance-scale", 2, "--guide", ":std=0.12",
-        "--output", record,
-    )  # fmt: skip
-    assert command("sweep", straight, "--stds", 0.05, 0.1, *options)[0] == 0
-    found = json.loads(record.read_text())
-    scores = {entry["std"]: entry["accuracy"] for entry in found["lengths"]}
-    assert found["settings"]["better"] == "higher" and scores[found["best_std"]] == max(scores.values())
-    assert found["settings"]["guide"] == ":std=0.12, step 8, std=0.12"
-    assert found["lengths"][0].keys() == {"std", "accuracy", "profile_error", "sum_of_coefficient_magnitudes"}
-    distances = command("sweep", straight, "--stds", 0.1, "--metric", "fd", "--images", 80, "--num-steps", 2, "--output", record)
-    assert distances[0] == 2 and "is the record of a sweep with metric = accuracy instead of fd" in distances[2]
-    words = ("sweep", straight, "--stds", 0.05, 0.1, *options[:-1], tmp_path / "two.json")
-    ended = results_of(start_command("ema", *words, ranks=2))
-    assert [code for code, _ in ended] == [0, 0] and ended[1][1] == "", ended
-    two = json.loads((tmp_path / "two.json").read_text())
-    assert two["lengths"] == [pytest.approx(entry, rel=1e-4) for entry in found["lengths"]]
 
 
 def test_other_ranks_leave_the_file_to_the_first(straight, command, tmp_path, monkeypatch):

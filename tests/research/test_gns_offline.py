@@ -24,7 +24,7 @@ from tests.objectives import timesteps
 from torchtitan.conditions import Classes
 from torchtitan.data.base import Dataset, Draws, UnreadableImage
 from torchtitan.diffusion.denoising import DenoisingConfig
-from torchtitan.diffusion.objective import Objective
+from torchtitan.diffusion.objective import Microbatch, Objective
 from torchtitan.diffusion.objectives import build_objective
 from torchtitan.models.base import DiffusionModel
 
@@ -83,7 +83,7 @@ def single_gradients(source: Gradients, where, stream: int, first: int, count: i
     rows = []
     for sample in range(first, first + count):
         images, condition, draw = source._samples(where, stream, torch.tensor([sample]))
-        loss = source.objective.loss(source.model, images, condition, draw).loss.sum()
+        loss = source.objective.loss(source.model, Microbatch(images, condition), draw).loss.sum()
         parts = torch.autograd.grad(loss, source.parameters, allow_unused=True)
         rows.append(torch.cat([part.flatten() for part in parts]).double())
     return torch.stack(rows)

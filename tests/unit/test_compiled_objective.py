@@ -9,6 +9,7 @@ from tests.objectives import combine, timesteps, weighting
 from torchtitan import philox
 from torchtitan.config.checks import _no_compiler
 from torchtitan.diffusion.denoising import DenoisingConfig
+from torchtitan.diffusion.objective import Microbatch
 from torchtitan.diffusion.objectives import build_objective
 from torchtitan.diffusion.timesteps.sampler import GlobalBatch
 from torchtitan.distributed.compile import CompileCounter, compile_objective
@@ -43,7 +44,7 @@ def step(objective, number, size, outputs):
     """Draw of one batch, its losses, and the gradient of the network."""
     network, samples = Network(outputs), torch.arange(size) + LARGEST * number
     draw = objective.draw(SHAPE, GlobalBatch(LARGEST * number, LARGEST, attempt=number // 2), samples)
-    terms = objective.loss(network, philox.normal(1, "synthetic_data", samples, SHAPE), None, draw)
+    terms = objective.loss(network, Microbatch(philox.normal(1, "synthetic_data", samples, SHAPE)), draw)
     terms.loss.mean().backward()
     return vars(draw), vars(terms), network.factor.grad
 

@@ -8,7 +8,7 @@ import torch
 from tests.launcher import run_on_ranks
 from torchtitan.config.job import ConfigError, load_config
 from torchtitan.diffusion.consistency import ConsistencyConfig
-from torchtitan.diffusion.objective import Draw, LossTerms
+from torchtitan.diffusion.objective import Draw, LossTerms, Microbatch
 from torchtitan.diffusion.objectives import build_objective, objective_problems
 from torchtitan.diffusion.paths import PATHS
 
@@ -48,7 +48,7 @@ def test_the_exact_solution_on_gaussian_data_has_no_gradient_and_others_have(pat
             a, b = (c.item() for c in objective.path.coefficients(torch.tensor([t], dtype=torch.float64)))
             return (1 / b - (a + b) / b * wanted) * x  # the velocity with which x0 is wanted * x
 
-        objective.loss(network, x0, None, draw).loss.mean().backward()
+        objective.loss(network, Microbatch(x0), draw).loss.mean().backward()
         return change.grad.item()
 
     exact, off = gradient(0.0), gradient(0.05)
@@ -65,7 +65,7 @@ def test_the_distance_is_the_published_one_up_to_the_root_of_the_size(shape):
     wanted, off = ((noise - x0 * factor).float().double() for factor in (1, 1 + scale))  # velocities at the two times
     t = torch.full((6,), T, dtype=torch.float64)
     draw = Draw(t, noise, torch.ones_like(t))
-    found = objective.loss(lambda *_: off if torch.is_grad_enabled() else wanted, x0, None, draw).loss
+    found = objective.loss(lambda *_: off if torch.is_grad_enabled() else wanted, Microbatch(x0), draw).loss
     estimates = [(1 - time) * x0 + time * noise - time * velocity for time, velocity in ((T, off), (0.9 * T, wanted))]
     c = 0.00054 * math.sqrt(size)  # 0.03 for CIFAR-10
     published = ((estimates[0] - estimates[1]).square().sum((1, 2, 3)) + c**2).sqrt() - c

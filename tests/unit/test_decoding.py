@@ -26,7 +26,7 @@ def encoded(tmp_path_factory):
 
 def decoder_of(folder, **keys):
     config = AutoencoderConfig(name="cosmos", path=str(folder / "tokenizer"), **keys)
-    return open_decoder(config, LatentStore(folder / "store"), CPU)
+    return open_decoder(config, LatentStore(folder / "store").index, "store", CPU)
 
 
 def drawn(count: int) -> torch.Tensor:
@@ -64,19 +64,19 @@ def test_another_autoencoder_than_the_stores_is_refused(encoded, tmp_path):
     store = LatentStore(folder / "store")
     write_taef2(tmp_path / "taef2")
     with pytest.raises(AutoencoderError, match="made with the autoencoder 'cosmos', not 'taef2'"):
-        open_decoder(AutoencoderConfig(name="taef2", path=str(tmp_path / "taef2")), store, CPU)
+        open_decoder(AutoencoderConfig(name="taef2", path=str(tmp_path / "taef2")), store.index, "store", CPU)
     write_tokenizer(tmp_path / "other", torch.bfloat16)
     with pytest.raises(AutoencoderError, match="sha256 differ"):
-        open_decoder(AutoencoderConfig(name="cosmos", path=str(tmp_path / "other")), store, CPU)
+        open_decoder(AutoencoderConfig(name="cosmos", path=str(tmp_path / "other")), store.index, "store", CPU)
     with pytest.raises(AutoencoderError, match="no such folder"):
-        open_decoder(AutoencoderConfig(name="cosmos", path=str(tmp_path / "nowhere")), store, CPU)
+        open_decoder(AutoencoderConfig(name="cosmos", path=str(tmp_path / "nowhere")), store.index, "store", CPU)
     anonymous = dict(autoencoder={"name": "unknown"})
     store.index = store.index.model_copy(update=anonymous)
     with pytest.raises(AutoencoderError, match="latents of 16 channels, and taef2 decodes 32"):
-        open_decoder(AutoencoderConfig(name="taef2", path=str(tmp_path / "taef2")), store, CPU)
+        open_decoder(AutoencoderConfig(name="taef2", path=str(tmp_path / "taef2")), store.index, "store", CPU)
     store.index = store.index.model_copy(update=anonymous | {"image_size": 64})
     with pytest.raises(AutoencoderError, match="images of 64 pixels, and cosmos decodes them to 32"):
-        open_decoder(AutoencoderConfig(name="cosmos", path=str(folder / "tokenizer")), store, CPU)
+        open_decoder(AutoencoderConfig(name="cosmos", path=str(folder / "tokenizer")), store.index, "store", CPU)
 
 
 def test_opening_an_autoencoder_leaves_the_random_state_alone(encoded, tmp_path):
@@ -84,7 +84,7 @@ def test_opening_an_autoencoder_leaves_the_random_state_alone(encoded, tmp_path)
     write_taef2(tmp_path)
     state = torch.get_rng_state()
     with pytest.raises(AutoencoderError):  # after the networks have been made
-        open_decoder(AutoencoderConfig(name="taef2", path=str(tmp_path)), store, CPU)
+        open_decoder(AutoencoderConfig(name="taef2", path=str(tmp_path)), store.index, "store", CPU)
     assert torch.equal(torch.get_rng_state(), state)
 
 

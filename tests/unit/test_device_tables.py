@@ -8,7 +8,7 @@ from tests.objectives import timesteps
 from torchtitan.conditions import POOLED, TEXT, Embeddings
 from torchtitan.device_tables import DeviceTables
 from torchtitan.diffusion.denoising import DenoisingConfig
-from torchtitan.diffusion.objective import Draw
+from torchtitan.diffusion.objective import Draw, Microbatch
 from torchtitan.diffusion.objectives import build_objective
 from torchtitan.diffusion.timesteps.one_bin_per_microbatch import BinPureTimesteps
 from torchtitan.diffusion.timesteps.sampler import GlobalBatch
@@ -93,7 +93,7 @@ def test_the_loss_copies_no_table(path):
     def step():
         t = torch.zeros(4, device=META)
         draw = Draw(t, torch.zeros_like(x0), torch.ones_like(t))
-        objective.loss(lambda x, time, condition: x.repeat(1, outputs, 1, 1), x0, None, draw)
+        objective.loss(lambda x, time, condition: x.repeat(1, outputs, 1, 1), Microbatch(x0), draw)
 
     assert copies_of_second_use(step) == []
 

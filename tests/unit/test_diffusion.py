@@ -10,7 +10,7 @@ from scipy import integrate, special, stats
 from tests.objectives import timesteps
 from torchtitan import philox
 from torchtitan.diffusion.denoising import DenoisingConfig
-from torchtitan.diffusion.objective import Draw
+from torchtitan.diffusion.objective import Draw, Microbatch
 from torchtitan.diffusion.objectives import build_objective
 from torchtitan.diffusion.paths import PATHS
 from torchtitan.diffusion.predictions import PREDICTIONS, noise_error_weight, target, to_x0_and_noise
@@ -245,7 +245,7 @@ def microbatch(size: int = 5):
 def test_loss_and_its_gradient_equal_the_written_formula(conditional):
     x0, classes, draw = microbatch()
     model, objective = Affine(), build_objective(DenoisingConfig(), seed=0)
-    terms = objective.loss(model, x0, classes if conditional else None, draw)
+    terms = objective.loss(model, Microbatch(x0, classes if conditional else None), draw)
     terms.loss.mean().backward()
 
     data, noise = x0.double().numpy(), draw.noise.double().numpy()
@@ -273,7 +273,7 @@ def test_weighting_multiplies_the_error_as_a_function_of_sigma():
         return 1 / (1 + sigma)
 
     objective.weighting = weighting
-    terms = objective.loss(Affine(), x0, classes, draw)
+    terms = objective.loss(Affine(), Microbatch(x0, classes), draw)
     assert seen[0][:4].tolist() == pytest.approx([0, 1 / 3, 1, 3]) and torch.isfinite(seen[0]).all()
     wanted = draw.importance * terms.error * torch.tensor([1, 0.75, 0.5, 0.25, 0])
     torch.testing.assert_close(terms.loss.detach(), wanted)
@@ -282,7 +282,7 @@ def test_weighting_multiplies_the_error_as_a_function_of_sigma():
 def test_half_precision_output_is_compared_in_float32():
     x0, _, draw = microbatch()
     model = lambda x, t, c: torch.zeros_like(x, dtype=torch.bfloat16)  # noqa: E731
-    terms = build_objective(DenoisingConfig(), 0).loss(model, x0, None, draw)
+    terms = build_objective(DenoisingConfig(), 0).loss(model, Microbatch(x0), draw)
     wanted = (draw.noise - x0).double().square().mean((1, 2, 3))
     assert terms.loss.dtype == torch.float32
     torch.testing.assert_close(terms.error.double(), wanted, rtol=1e-6, atol=0)
@@ -313,7 +313,7 @@ def test_the_best_linear_denoiser_reaches_the_closed_form_loss():
     k = (t - (1 - t) * s**2) / (((1 - t) * s) ** 2 + t**2)
     x0 = s * philox.normal(0, "synthetic_data", torch.arange(count), (1, 2, 2))
     draw = Draw(torch.full((count,), t), philox.normal(0, "noise", torch.arange(count), (1, 2, 2)), torch.ones(count))
-    terms = build_objective(DenoisingConfig(), 0).loss(lambda x, *_: k * x, x0, None, draw)
+    terms = build_objective(DenoisingConfig(), 0).loss(lambda x, *_: k * x, Microbatch(x0), draw)
     wanted = s**2 / (((1 - t) * s) ** 2 + t**2)
     assert terms.loss.double().mean().item() == pytest.approx(wanted, rel=4 * math.sqrt(2 / (4 * count)))
 

@@ -292,7 +292,7 @@ def test_sampling_in_training_and_by_the_command_agree_and_change_no_training(wo
 
 def trained_model(model_name: str = "flux") -> SimpleNamespace:
     config = SimpleNamespace(model=DEBUG if model_name == "flux" else DiTConfig(), data=WordsConfig())
-    return SimpleNamespace(config=config, model=SimpleNamespace(image_shape=IMAGE))
+    return SimpleNamespace(config=config, model=SimpleNamespace(image_shape=IMAGE), record=SimpleNamespace(latents=None))
 
 
 def test_an_image_of_another_size_is_that_of_a_network_built_for_it():
@@ -306,19 +306,18 @@ def test_an_image_of_another_size_is_that_of_a_network_built_for_it():
     )
 
 
-def test_a_size_is_in_pixels_also_where_latents_are_drawn(monkeypatch):
+def test_a_size_is_in_pixels_also_where_latents_are_drawn():
     assert drawn_shape(None, trained_model(), None) == IMAGE
     assert drawn_shape("16x10", trained_model(), None) == (3, 16, 10)
     latents = trained_model()
-    latents.config.data = SimpleNamespace(name="latents")
+    index = SimpleNamespace(autoencoder={"name": "a", "downscale": 16}, image_size=None, shape=IMAGE)
+    latents.record.latents = index
     decoder = SimpleNamespace(identity=lambda: {"downscale": 8})
     assert drawn_shape("64x96", latents, decoder) == (3, 8, 12)
-    store = SimpleNamespace(index=SimpleNamespace(autoencoder={"name": "a", "downscale": 16}, image_size=None, shape=IMAGE))
-    monkeypatch.setitem(DATASETS, "latents", SimpleNamespace(store=lambda config: store))
     assert drawn_shape("64x96", latents, None) == (3, 4, 6)
-    store.index.autoencoder, store.index.image_size = {"name": "unknown"}, 32
+    index.autoencoder, index.image_size = {"name": "unknown"}, 32
     assert drawn_shape("64x96", latents, None) == (3, 16, 24)
-    store.index.image_size = None
+    index.image_size = None
     with pytest.raises(WeightsError, match="the store does not know the pixels of a latent"):
         drawn_shape("64x96", latents, None)
     with pytest.raises(WeightsError) as refusal:

@@ -282,7 +282,8 @@ def test_an_existing_path_is_taken_as_it_is_and_nothing_is_no_reference(tmp_path
 def trained(shape=SHAPE, kind=KIND, path="rectified_flow") -> SimpleNamespace:
     config = JobConfig()
     config.objective.path = path
-    return SimpleNamespace(config=config, model=SimpleNamespace(image_shape=shape, condition_kind=kind))
+    model = SimpleNamespace(image_shape=shape, condition_kind=kind)
+    return SimpleNamespace(config=config, model=model, record=SimpleNamespace(latents=None))
 
 
 def test_guides_that_cannot_guide_are_refused_with_the_reason():

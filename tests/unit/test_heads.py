@@ -9,7 +9,7 @@ from torch import Tensor
 from tests.objectives import combine, timesteps, weighting
 from torchtitan.diffusion.denoising import DenoisingConfig
 from torchtitan.diffusion.heads import HEADS, RunningErrors
-from torchtitan.diffusion.objective import Draw, Objective
+from torchtitan.diffusion.objective import Draw, Microbatch, Objective
 from torchtitan.diffusion.objectives import build_objective, objective_problems
 from torchtitan.diffusion.paths import per_image
 from torchtitan.diffusion.predictions import target
@@ -229,7 +229,7 @@ def test_the_loss_weighs_the_common_error_whatever_head_it_is_of():
     def network(heads):
         return lambda *_: torch.cat([target(name, estimate, (x_t - a * estimate) / b, a, b) for name in heads], dim=1)
 
-    terms, wanted = several.loss(network(THREE), x0, None, draw), single.loss(network(["v"]), x0, None, draw)
+    terms, wanted = several.loss(network(THREE), Microbatch(x0), draw), single.loss(network(["v"]), Microbatch(x0), draw)
     torch.testing.assert_close(terms.loss, wanted.loss, rtol=1e-3, atol=0)
     torch.testing.assert_close(terms.error, wanted.error, rtol=1e-3, atol=0)
 
@@ -247,7 +247,7 @@ def test_the_error_reported_is_that_of_the_mix(name):
     errors = objective.heads.errors(output, x0, draw.noise, t)
     objective.heads.observe(errors, t)
     objective.heads.update(torch.tensor(False))
-    terms = objective.loss(lambda *_: output, x0, None, draw)
+    terms = objective.loss(lambda *_: output, Microbatch(x0), draw)
     assert terms.error.isfinite().all() and (terms.weighted >= 0).all()
     mixed = target("v", *objective.heads.combine(output, a * x0 + b * draw.noise, t), a, b)
     wanted = (mixed - target("v", x0, draw.noise, a, b)).square().flatten(1).mean(1)

@@ -249,13 +249,13 @@ def test_shards_are_mapped_when_they_are_read_not_at_opening(tmp_path):
 def test_store_of_another_autoencoder_is_refused(tmp_path):
     write_store(tmp_path)
     store = LatentStore(tmp_path)
-    check_autoencoder(store, {"name": "tiny", "sha256": "0" * 64})
+    check_autoencoder(store.index, str(store.folder), {"name": "tiny", "sha256": "0" * 64})
     with pytest.raises(LatentStoreError, match="made with the autoencoder 'tiny', not 'large'"):
-        check_autoencoder(store, {"name": "large"})
+        check_autoencoder(store.index, str(store.folder), {"name": "large"})
     with pytest.raises(LatentStoreError, match="another 'tiny' than this one \\(sha256 differ\\)"):
-        check_autoencoder(store, {"name": "tiny", "sha256": "1" * 64})
+        check_autoencoder(store.index, str(store.folder), {"name": "tiny", "sha256": "1" * 64})
     write_store(tmp_path / "converted", plan_of(autoencoder={"name": "unknown"}))
-    check_autoencoder(LatentStore(tmp_path / "converted"), {"name": "large"})
+    check_autoencoder(LatentStore(tmp_path / "converted").index, "x", {"name": "large"})
 
 
 SKIPPED = [0, 5, *range(8, 16), 23, 24]  # of shards of 8 images: some, all, the last, and the first of the next

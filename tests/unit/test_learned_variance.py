@@ -10,7 +10,7 @@ from scipy import stats
 from torchtitan import philox
 from torchtitan.diffusion.denoising import DenoisingConfig
 from torchtitan.diffusion.learned_variance import log_variance, posterior_mean, variational_bound
-from torchtitan.diffusion.objective import Draw
+from torchtitan.diffusion.objective import Draw, Microbatch
 from torchtitan.diffusion.objectives import build_objective
 
 DISCRETE = ["ddpm_linear", "ddpm_cosine"]
@@ -71,7 +71,7 @@ def level_log_probability(normal, centre, x0):
 def test_hybrid_loss_equals_its_definition_in_float64(path, prediction):
     objective, index, x0, draw = variance_batch(path, prediction)
     model = TwoOutputs()
-    terms = objective.loss(model, x0, None, draw)
+    terms = objective.loss(model, Microbatch(x0), draw)
     for n, k in enumerate(index.tolist()):
         bar = objective.path.alphas_cumprod[k].item()
         a, b = math.sqrt(bar), math.sqrt(1 - bar)
@@ -92,9 +92,9 @@ def test_hybrid_loss_equals_its_definition_in_float64(path, prediction):
 def test_bound_trains_the_variance_alone(path):
     objective, _, x0, draw = variance_batch(path)
     both = TwoOutputs()
-    objective.loss(both, x0, None, draw).loss.mean().backward()
+    objective.loss(both, Microbatch(x0), draw).loss.mean().backward()
     mean_only = TwoOutputs()
-    objective.loss(lambda x, *_: mean_only.first * x, x0, None, draw).loss.mean().backward()
+    objective.loss(lambda x, *_: mean_only.first * x, Microbatch(x0), draw).loss.mean().backward()
     assert both.first.grad.item() == pytest.approx(mean_only.first.grad.item(), rel=1e-6)
     assert both.second.grad.abs() > 1e-3 and torch.isfinite(both.second.grad)
 
@@ -126,4 +126,4 @@ def test_twice_the_channels_without_integer_steps_are_refused():
     _, _, x0, draw = variance_batch("ddpm_linear")
     for path in ("rectified_flow", "ddpm_linear_continuous"):
         with pytest.raises(ValueError, match="the model's output"):
-            build_objective(DenoisingConfig(path=path), 0).loss(TwoOutputs(), x0, None, draw)
+            build_objective(DenoisingConfig(path=path), 0).loss(TwoOutputs(), Microbatch(x0), draw)

@@ -18,7 +18,7 @@ from torchtitan import philox
 from torchtitan.conditions import Classes
 from torchtitan.config.job import load_config
 from torchtitan.diffusion.denoising import DenoisingConfig
-from torchtitan.diffusion.objective import Draw
+from torchtitan.diffusion.objective import Draw, Microbatch
 from torchtitan.diffusion.objectives import build_objective, objective_problems
 from torchtitan.diffusion.paths import PATHS
 from torchtitan.diffusion.preconditioning import PRECONDITIONINGS
@@ -342,7 +342,7 @@ def test_gradient_does_not_depend_on_the_prediction_type(path, name, small_dit):
         draw = objective.draw((1, 8, 8), GlobalBatch(0, 8), torch.arange(8))
         small_dit.zero_grad()
         model = InAnyCurrency(small_dit, path, prediction)
-        objective.loss(model, images, torch.arange(8), draw).loss.mean().backward()
+        objective.loss(model, Microbatch(images, torch.arange(8)), draw).loss.mean().backward()
         gradients[prediction] = torch.cat([p.grad.flatten() for p in small_dit.parameters() if p.grad is not None])
     scale = gradients["x0"].norm()
     assert scale > 1e-4
@@ -357,7 +357,7 @@ def test_edm_loss_is_the_paper_s_written_out(small_dit):
     objective = build_objective(config, seed=2)
     images, classes = philox.normal(1, "synthetic_data", torch.arange(8), (1, 8, 8)), torch.arange(8)
     draw = objective.draw((1, 8, 8), GlobalBatch(0, 8), torch.arange(8))
-    found = objective.loss(small_dit, images, classes, draw).loss
+    found = objective.loss(small_dit, Microbatch(images, classes), draw).loss
     sigma = (draw.t.double() / (1 - draw.t.double())).reshape(-1, 1, 1, 1)
     noisy, total = images + sigma * draw.noise, sigma**2 + 0.25
     network = small_dit((noisy / total.sqrt()).float(), (sigma.log() / 4).float().flatten(), classes).double()
@@ -396,7 +396,7 @@ def test_every_accepted_combination_has_a_finite_loss_and_effective_weight():
         of_samplers[sampler] += 1
         objective = build_objective(config, 0)
         t, importance = objective.timestep_sampler.sample(GlobalBatch(0, 64), torch.arange(64))
-        assert torch.isfinite(objective.loss(model, images, None, Draw(t, noise, importance)).loss).all(), config
+        assert torch.isfinite(objective.loss(model, Microbatch(images), Draw(t, noise, importance)).loss).all(), config
         weight = objective.effective_weight(log_sigma.double())
         assert torch.isfinite(weight).all() and (weight >= 0).all() and (weight > 0).any(), config
     assert accepted > 1000 and set(of_samplers) == set(choices("timesteps")) and min(of_samplers.values()) >= 10

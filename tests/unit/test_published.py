@@ -1,6 +1,7 @@
 """Weights between layouts without a run, what tensors show of their model, and pipelines of diffusers."""
 
 import json
+import tomllib
 from pathlib import Path
 
 import numpy as np
@@ -11,12 +12,11 @@ from safetensors.torch import load_file, save_file
 
 import torchtitan_dit
 from torchtitan import philox
-from torchtitan.config.latent_cache import trained_info
 from torchtitan.diffusion.solvers.schedules import leading_indices, trailing_indices
 from torchtitan.files.weight_files import WeightsError
 from torchtitan.models.dit.config import FLAVORS, DiTConfig
+from torchtitan.runs.model_record import load_record
 from torchtitan.runs.network import network_on_meta
-from torchtitan.runs.portable import load_text
 from torchtitan.runs.published import OwnWeights, open_published, write_weights
 from torchtitan_dit.commands.checkpoint import main
 
@@ -34,7 +34,6 @@ preconditioning = "index"
 solver.name = "ddim"
 schedule.name = "ddpm"
 [data]
-name = "recorded_latents"
 shape = [4, 8, 8]
 num_classes = 3
 class_names = ["cat", "dog", "axolotl"]
@@ -51,12 +50,11 @@ def tiny_flavor(monkeypatch):
 
 
 def random_weights(frequencies: str = "dit", changes: tuple[str, str] = ("", "")) -> OwnWeights:
-    config = load_text(CONFIG.replace("FREQUENCIES", frequencies).replace(*changes), "x.toml")
-    info = trained_info(config)
-    model = network_on_meta(config, info)
+    record = load_record(tomllib.loads(CONFIG.replace("FREQUENCIES", frequencies).replace(*changes)), "x.toml")
+    model = network_on_meta(record.config, record.info)
     generator = torch.Generator().manual_seed(0)
     tensors = {name: 0.2 * torch.randn(each.shape, generator=generator) for name, each in model.named_parameters()}
-    return OwnWeights(Path("x"), config, info, model, tensors, "x")
+    return OwnWeights(Path("x"), record, model, tensors, "x")
 
 
 def same(a, b) -> bool:
@@ -76,10 +74,9 @@ def test_published_tensors_show_their_model(layout, tmp_path):
         (out / "config.json").write_text(json.dumps(document | {"_class_name": "Transformer2DModel"}))
     found, _ = open_published(out, layout, None)
     assert same(found.tensors, weights.tensors) and found.model.config == weights.model.config
-    assert found.config.data.scale == [SCALE] * 4
-    assert found.info.image_shape == (4, 8, 8) and found.info.num_classes == 3
-    path = "rectified_flow" if layout == "sit" else "ddpm_linear"
-    assert (found.config.objective.path, found.config.data.name) == (path, "recorded_latents")
+    assert found.record.latents.normalization.scale == [SCALE] * 4
+    assert found.record.info.image_shape == (4, 8, 8) and found.record.info.num_classes == 3
+    assert found.record.config.objective.path == ("rectified_flow" if layout == "sit" else "ddpm_linear")
 
 
 OWN_EMBEDDINGS = ("learned_variance = true", "learned_variance = true\nembedding_per_block = true\nmlp_norm_eps = 1e-5")
@@ -108,7 +105,7 @@ def test_a_folder_of_diffusers_with_an_embedder_in_each_block_is_imported(tmp_pa
     assert "model.embedding_per_block = true: only the diffusers layout has that" in error and not (tmp_path / "x").exists()
     (folder / "config.json").write_text(json.dumps(document | {"norm_eps": 1e-3}))
     with pytest.raises(WeightsError, match="norm_eps is 0.001 there and 1e-05 in this configuration"):
-        open_published(folder, "diffusers", found.config)
+        open_published(folder, "diffusers", found.record)
 
 
 def test_an_embedder_in_each_block_draws_what_diffusers_draws(tmp_path):
@@ -123,7 +120,7 @@ def test_an_embedder_in_each_block_draws_what_diffusers_draws(tmp_path):
             parameter.add_(0.1 * torch.randn_like(parameter))
     theirs.save_pretrained(tmp_path / "native")
     found, _ = open_published(tmp_path / "native", "diffusers", None)
-    assert found.config.model.embedding_per_block and found.config.model.mlp_norm_eps == 1e-5
+    assert found.record.config.model.embedding_per_block and found.record.config.model.mlp_norm_eps == 1e-5
     model = found.model.to_empty(device="cpu")
     model.load_state_dict(found.tensors)
     model.init_buffers()
@@ -217,14 +214,14 @@ def test_a_pipeline_folder_has_all_its_parts(tmp_path):
     assert (tmp_path / "out" / "vae" / "diffusion_pytorch_model.safetensors").read_bytes() == b"weights"
     assert any("null class is number 1000" in note for note in notes)
     found, _ = open_published(tmp_path / "out", "diffusers", None)
-    assert found.info.class_names == ("cat", "dog", "axolotl")
+    assert found.record.info.class_names == ("cat", "dog", "axolotl")
     with pytest.raises(WeightsError, match="exists already"):
         write_weights(random_weights("diffusers"), tmp_path / "out", "diffusers-pipeline", vae=vae, **options)
 
 
 @pytest.mark.parametrize(("changes", "vae", "text"), [
     (('prediction = "noise"', 'prediction = "v"'), {}, "objective.prediction = v: DiTPipeline samples models of noise"),
-    (('name = "recorded_latents"\nshape = [4', 'name = "recorded"\nshape = [3'), {}, "draws images"),
+    ((CONFIG[CONFIG.index("shape = [4"):], "shape = [3, 8, 8]\nnum_classes = 3\n"), {}, "draws images"),
     ((f"scale = [{SCALE}, ", "scale = [1.0, "), {}, "or scaled by channel"),
     (("", ""), None, "(add --vae FOLDER)"),
     (("", ""), {"latent_channels": 16}, "its latents have 16 channels, those of x 4"),
@@ -232,8 +229,6 @@ def test_a_pipeline_folder_has_all_its_parts(tmp_path):
 ])  # fmt: skip
 def test_what_the_pipeline_would_not_draw_is_refused(changes, vae, text, tmp_path):
     folder = vae_folder(tmp_path / "vae", **vae) if vae is not None else None
-    if "recorded\"" in changes[1]:
-        changes = (CONFIG[CONFIG.index('name = "recorded_latents"'):], 'name = "recorded"\nshape = [3, 8, 8]\nnum_classes = 3\n')
     weights = random_weights("diffusers", changes)
     with pytest.raises(WeightsError) as refused:
         write_weights(weights, tmp_path / "out", "diffusers-pipeline", dtype="float32", overwrite=False, vae=folder)

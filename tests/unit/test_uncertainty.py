@@ -5,7 +5,7 @@ import torch
 
 from tests.objectives import timesteps, weighting
 from torchtitan.diffusion.denoising import DenoisingConfig
-from torchtitan.diffusion.objective import Draw
+from torchtitan.diffusion.objective import Draw, Microbatch
 from torchtitan.diffusion.objectives import build_objective
 from torchtitan.diffusion.paths import per_image
 from torchtitan.diffusion.timesteps.sampler import GlobalBatch
@@ -24,9 +24,9 @@ def test_the_loss_is_the_weighted_error_at_first_and_1_on_data_of_sigma_data():
     def zero(x, *_):
         return torch.zeros_like(x)
 
-    terms = objective.loss(zero, x0, None, draw)
+    terms = objective.loss(zero, Microbatch(x0), draw)
     assert terms.loss.mean().item() == pytest.approx(1.0, abs=0.01)
-    assert torch.equal(terms.loss, plain.loss(zero, x0, None, draw).loss)
+    assert torch.equal(terms.loss, plain.loss(zero, Microbatch(x0), draw).loss)
     # The best u is 0 then: its gradient vanishes but for the noise of 400,000 numbers.
     terms.loss.mean().backward()
     assert objective.uncertainty.weight.grad.abs().max() < 0.01
@@ -50,7 +50,7 @@ def test_u_converges_to_the_log_of_the_loss_on_gaussian_data():
         draw = objective.draw((1, 4, 4), GlobalBatch(step * size, size), indices)
         x0 = variance**0.5 * torch.randn(size, 1, 4, 4, generator=generator)
         optimizer.zero_grad()
-        objective.loss(best, x0, None, draw).loss.mean().backward()
+        objective.loss(best, Microbatch(x0), draw).loss.mean().backward()
         optimizer.param_groups[0]["lr"] = 0.3 * (1 - step / steps)
         optimizer.step()
     index = torch.arange(0, 1000, 9)
@@ -101,7 +101,7 @@ def test_validation_and_the_guard_see_the_loss_without_u():
         learned.uncertainty.weight.normal_(generator=torch.Generator().manual_seed(0))
     x0 = torch.randn(64, 1, 2, 2, generator=torch.Generator().manual_seed(1))
     draw = plain.draw((1, 2, 2), GlobalBatch(0, 64), torch.arange(64))
-    found, wanted = (one.loss(lambda x, *_: 0.5 * x, x0, None, draw) for one in (learned, plain))
+    found, wanted = (one.loss(lambda x, *_: 0.5 * x, Microbatch(x0), draw) for one in (learned, plain))
     assert torch.equal(found.weighted, wanted.loss) and torch.equal(wanted.weighted, wanted.loss)
     u = learned.uncertainty(torch.logit(draw.t))[0]
     torch.testing.assert_close(found.loss, wanted.loss * torch.exp(-u) + u)
@@ -111,6 +111,6 @@ def test_t_of_1_has_a_finite_u():
     objective = build_objective(DenoisingConfig(learned_uncertainty=True), 0)
     t = torch.tensor([0.0, 0.5, 1.0])
     draw = Draw(t, torch.randn(3, 1, 2, 2), torch.ones(3))
-    terms = objective.loss(lambda x, *_: torch.zeros_like(x), torch.randn(3, 1, 2, 2), None, draw)
+    terms = objective.loss(lambda x, *_: torch.zeros_like(x), Microbatch(torch.randn(3, 1, 2, 2)), draw)
     terms.loss.sum().backward()
     assert terms.loss.isfinite().all() and objective.uncertainty.weight.grad.isfinite().all()

@@ -23,7 +23,6 @@ from torchtitan.config.size_checks import SIZE_CHECKS, batch_sizes, global_batch
 from torchtitan.config.speed_checks import SPEED_CHECKS, needs_plain_weights, shards_of
 from torchtitan.config.view import ConfigView, RefusedValue, nearest_sizes
 from torchtitan.data.base import DatasetError
-from torchtitan.data.recorded import RECORDS
 from torchtitan.diffusion.objectives import OBJECTIVES, build_objective, objective_problems
 from torchtitan.diffusion.paths import PATHS
 from torchtitan.distributed.config import checkpoint_problems, compile_problems
@@ -180,8 +179,8 @@ def _heads(checked: ConfigView) -> Iterator[Problem]:
 
 def _autoencoder(checked: ConfigView) -> Iterator[Problem]:
     name = checked.autoencoder.name
-    of_latents = checked.data.name in {*LATENT_DATASETS} - {*RECORDS} or checked.cache.enable
-    if name in WITH_WEIGHTS and not checked.autoencoder.path and of_latents:
+    of_latents = checked.data.name in LATENT_DATASETS or checked.cache.enable
+    if name in WITH_WEIGHTS and not checked.autoencoder.path and of_latents and checked.has_data:
         text = f"is missing (give the folder of the weights of {name}; {program('download')} --list shows public ones)"
         yield Problem("autoencoder.path", text)
 

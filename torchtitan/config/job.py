@@ -43,7 +43,7 @@ from torchtitan.settings.schema import (
     shown_name,
     validate_section,
 )
-from torchtitan.settings.sections import all_sections, choices, keys, put_section, section_at
+from torchtitan.settings.sections import all_sections, choices, keys, put_section, section_at, table_at
 from torchtitan.settings.sources import read_command_line, read_toml, shown_file, suggestion
 from torchtitan.settings.synonyms import synonym
 from torchtitan.training.config import EMAConfig, LRSchedulerConfig, MetricsConfig, OptimizerConfig, TrainingConfig
@@ -143,7 +143,9 @@ class ConfigError(Exception):
         super().__init__("\n".join(self.problems))
 
 
-def load_config(argv: list[str], world_size: int, *, elsewhere: bool = False) -> JobConfig:
+def load_config(
+    argv: list[str], world_size: int, *, elsewhere: bool = False, info: DatasetInfo | None = None, earlier: bool = False
+) -> JobConfig:
     """Read, check and resolve a configuration.
 
     Args:
@@ -151,6 +153,8 @@ def load_config(argv: list[str], world_size: int, *, elsewhere: bool = False) ->
             `--job.config_file` names the TOML file that they override.
         world_size: number of processes of the run.
         elsewhere: the run is of another machine: packages, compilers and devices of this one are not judged.
+        info: properties of data that are elsewhere, which are not opened; None: the dataset is opened.
+        earlier: the file is what an earlier version wrote of its run: keys that are no more are left out.
 
     Returns:
         the configuration with -1 and defaults that depend on other keys replaced by their values.
@@ -160,12 +164,22 @@ def load_config(argv: list[str], world_size: int, *, elsewhere: bool = False) ->
     """
     flags, path, document = _read(argv)
     filled = _fill(document, flags, path)
-    config, checked, origins, known = filled.config, filled.checked(world_size, elsewhere), filled.origins, filled.known
+    while earlier and _drop_unknown(document, filled.problems):
+        filled = _fill(document, flags, path)
+    config, origins, known = filled.config, filled.origins, filled.known
+    checked = filled.checked(world_size, elsewhere, info)
     problems = filled.problems + find_problems(checked, known)
     if problems:
         raise ConfigError([_line(problem, origins, known, path) for problem in problems])
     resolve(checked, config)
     return config
+
+
+def _drop_unknown(document: dict[str, Any], problems: list[Problem]) -> bool:
+    """Drop the keys from a document that problems call unknown; returns whether there were any."""
+    unknown = [problem.key.rpartition(".") for problem in problems if problem.text.startswith("unknown key")]
+    dropped = [table_at(document, section).pop(key, None) for section, _, key in unknown]
+    return any(value is not None for value in dropped)
 
 
 def unchecked_config(argv: list[str]) -> JobConfig:
@@ -249,8 +263,8 @@ class _Filled:
     origins: dict[str, str]
     known: dict[str, dataclasses.Field]
 
-    def checked(self, world_size: int, elsewhere: bool = False) -> ConfigView:
-        return ConfigView(self.config, world_size, self.origins, self.refused, elsewhere)
+    def checked(self, world_size: int, elsewhere: bool = False, info: DatasetInfo | None = None) -> ConfigView:
+        return ConfigView(self.config, world_size, self.origins, self.refused, elsewhere, info)
 
 
 def _fill(document: dict[str, Any], flags: dict[str, str], path: str | None) -> _Filled:

@@ -22,19 +22,22 @@ class ConfigView:
         world_size: number of processes.
         data_ranks: ranks with different images; context parallelism divides the tokens of an image among the others.
         elsewhere: True for a run on another machine: its packages and devices are unknown here.
+        has_data: False where the properties of the data were given, and the data are not here.
         origins: dotted key -> where it was set, "file" or "command line".
         given: the dotted keys that were set.
     """
 
     def __init__(
-        self, config: Any, world_size: int, origins: Mapping[str, str], refused: set[str], elsewhere: bool = False
-    ) -> None:
+        self, config: Any, world_size: int, origins: Mapping[str, str], refused: set[str], elsewhere: bool = False,
+        info: DatasetInfo | None = None,
+    ) -> None:  # fmt: skip
         self.world_size, self.elsewhere = world_size, elsewhere
         self.data_ranks = max(world_size // config.parallelism.context_parallel_degree, 1)
         self.origins, self.given = origins, set(origins)
         self._config = config
         self._refused = refused
-        self._dataset: DatasetInfo | DatasetError | None = None
+        self._dataset: DatasetInfo | DatasetError | None = info
+        self.has_data = info is None
 
     def __getattr__(self, section: str) -> "_Section":
         return _Section(section, getattr(self._config, section), self._refused)

@@ -19,8 +19,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from torchtitan.conditions import Condition
-from torchtitan.diffusion.objective import Draw, LossTerms, Network, Objective, ObjectiveConfig
+from torchtitan.diffusion.objective import Draw, LossTerms, Microbatch, Network, Objective, ObjectiveConfig
 from torchtitan.diffusion.paths import PATHS, per_image
 from torchtitan.settings import setting
 
@@ -44,7 +43,8 @@ class Consistency(Objective):
     untrained_forwards = 1
     loss_at_zero = False
 
-    def loss(self, model: Network, x0: Tensor, condition: Condition, draw: Draw) -> LossTerms:
+    def loss(self, model: Network, batch: Microbatch, draw: Draw) -> LossTerms:
+        x0, condition = batch.images, batch.condition
         earlier = self.config.step_ratio * draw.t
         with torch.no_grad():  # the same weights, held still
             wanted, _ = self.predict(model, self._noisy(x0, draw.noise, earlier), earlier, condition)

@@ -14,7 +14,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torchtitan.conditions import Condition
 from torchtitan.diffusion.heads import (
     COMBINATIONS,
     CombineConfig,
@@ -24,7 +23,7 @@ from torchtitan.diffusion.heads import (
     head_problems,
 )
 from torchtitan.diffusion.learned_variance import BOUND_WEIGHT, variational_bound
-from torchtitan.diffusion.objective import Draw, LossTerms, Network, Objective, ObjectiveConfig
+from torchtitan.diffusion.objective import Draw, LossTerms, Microbatch, Network, Objective, ObjectiveConfig
 from torchtitan.diffusion.paths import PATHS, indexed, per_image
 from torchtitan.diffusion.predictions import noise_error_weight, target, to_x0_and_noise
 from torchtitan.diffusion.timesteps.registry import SamplerOf
@@ -92,8 +91,8 @@ class NoisyImages(NamedTuple):
 class DenoisingTerms(LossTerms):
     """Loss terms, with the bound of a learned variance in `loss` and `weighted`.
 
-    Of heads, `error` and `weighted` are those of their combination, and `shares` are as `CombinationRule.loss` has them. Without
-    a learned uncertainty `weighted` is the loss itself.
+    Of heads, `error` and `weighted` are those of their combination, and `diagnostics` their shares by `CombinationRule.loss`.
+    Without a learned uncertainty `weighted` is the loss itself.
 
     Attributes:
         head_errors: for the memory of the heads' rule; None without heads.
@@ -124,7 +123,7 @@ class Denoising(Objective):
             self.uncertainty = LogUncertainty(1, config.uncertainty_features, trained)
         named = {"heads": self.heads, "uncertainty": self.uncertainty}
         self.learned = nn.ModuleDict({name: module for name, module in named.items() if module is not None})
-        self.share_names = tuple(config.heads)
+        self.diagnostics = tuple(f"head_share/{name}" for name in config.heads)
         by_variance = self.heads is not None and isinstance(self.heads.rule, InverseVariance)
         self.learns_weights = self.uncertainty is not None or by_variance
         if self.heads is not None and self.tensors():
@@ -137,11 +136,12 @@ class Denoising(Objective):
     def graphs(self) -> tuple[str, ...]:
         return (*super().graphs, "noisy", "terms")
 
-    def loss(self, model: Network, x0: Tensor, condition: Condition, draw: Draw) -> DenoisingTerms:
-        noisy = self.noisy(x0, draw.noise, draw.t)
-        output = model(noisy.images, noisy.time, condition)
-        loss, error, weighted, shares, head_errors = self.terms(x0, draw, noisy, output)
-        return DenoisingTerms(loss, error, draw.t, weighted, shares, head_errors)
+    def loss(self, model: Network, batch: Microbatch, draw: Draw) -> DenoisingTerms:
+        noisy = self.noisy(batch.images, draw.noise, draw.t)
+        output = model(noisy.images, noisy.time, batch.condition)
+        loss, error, weighted, shares, head_errors = self.terms(batch.images, draw, noisy, output)
+        diagnostics = {} if shares is None else dict(zip(self.diagnostics, shares.unbind(1), strict=True))
+        return DenoisingTerms(loss, error, draw.t, weighted, diagnostics, head_errors)
 
     def noisy(self, x0: Tensor, noise: Tensor, t: Tensor) -> NoisyImages:
         """Add noise to clean images, and make the network's inputs."""

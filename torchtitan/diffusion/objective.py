@@ -6,8 +6,8 @@ contract of `Objective`, and one line there.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -77,6 +77,21 @@ class Draw:
 
 
 @dataclass(frozen=True)
+class Microbatch:
+    """What the loss of a microbatch is computed from, besides the network and the draw.
+
+    Attributes:
+        images: clean images, float32 [B, C, H, W].
+        condition: one per image, the null condition where it is dropped; or None.
+        entries: the dataset's tensors by name, [B, ...], for objectives that read precomputed features.
+    """
+
+    images: Tensor
+    condition: Condition = None
+    entries: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class LossTerms:
     """Loss terms of one microbatch, each float32 [B].
 
@@ -85,18 +100,18 @@ class LossTerms:
         error: the plain mean squared error of the prediction, for loss by timestep; no gradient.
         t: the timesteps.
         weighted: importance x the weighted error with all that is added to it, never negative; no gradient.
-        shares: of each of the objective's `share_names`, [B, K]; None where it has none.
+        diagnostics: values by the names in the objective's `diagnostics`, logged as means by timestep bin; no gradient.
     """
 
     loss: Tensor
     error: Tensor
     t: Tensor
     weighted: Tensor
-    shares: Tensor | None = None
+    diagnostics: Mapping[str, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Raises ValueError: a term is not one value per image, and would broadcast."""
-        for name, term in (("loss", self.loss), ("error", self.error), ("weighted", self.weighted)):
+        for name, term in {"loss": self.loss, "error": self.error, "weighted": self.weighted, **self.diagnostics}.items():
             if term.shape != self.t.shape:
                 raise ValueError(f"{name} of the objective is {list(term.shape)}, one per image is {list(self.t.shape)}")
 
@@ -106,14 +121,15 @@ class Objective(ABC):
 
     A subclass gives `Config` and `loss`. Its loss may call the network several times, at other times than those drawn,
     under `torch.no_grad` or a Jacobian-vector product, and may draw more than `draw` does by overriding it. What it
-    trains besides the network, as a projection of features, are modules in `learned`: they are in the optimizer, in the
-    averages over ranks and in the checkpoint. Sampling, validation and studies read the network through `predict`.
+    trains besides the network, as a projection of features, are modules in `learned`, made in `attach` where they depend on
+    the network: they are in the optimizer, in the averages over ranks and in the checkpoint. Sampling, validation and
+    studies read the network through `predict`.
 
     Attributes:
         path: from data to noise.
         timestep_sampler: draws the timesteps.
         learned: modules that are trained or measured beside the network, and belong into a checkpoint.
-        share_names: parts that `LossTerms.shares` tells of.
+        diagnostics: names of per-sample values in `LossTerms.diagnostics`.
         heads: of a network with several predictions, else None.
         learns_weights: whether losses are divided by what has been learned of them, which makes them alike at all
             timesteps.
@@ -127,7 +143,7 @@ class Objective(ABC):
     learns_variance: ClassVar[bool] = False
     untrained_forwards: ClassVar[int] = 0
     loss_at_zero: ClassVar[bool] = True
-    share_names: tuple[str, ...] = ()
+    diagnostics: tuple[str, ...] = ()
     heads: Any = None
     learns_weights: bool = False
     reads_by_state: str = ""
@@ -148,16 +164,12 @@ class Objective(ABC):
         self.learned = nn.ModuleDict()
         self.seed = seed
 
-    @abstractmethod
-    def loss(self, model: Network, x0: Tensor, condition: Condition, draw: Draw) -> LossTerms:
-        """Per-sample training loss of a network.
+    def attach(self, model: nn.Module) -> None:  # noqa: B027  most objectives learn nothing of a network's shapes
+        """Attach to the network that is trained or loaded, before it is sharded: make modules of its widths, or hooks."""
 
-        Args:
-            model: the network.
-            x0: clean images, float32 [B, C, H, W].
-            condition: of each image, the null condition where it is dropped, or None.
-            draw: timesteps and noise.
-        """
+    @abstractmethod
+    def loss(self, model: Network, batch: Microbatch, draw: Draw) -> LossTerms:
+        """Per-sample training loss of a network."""
 
     @classmethod
     def problems(cls, config: Any) -> Iterator[tuple[str, str]]:

@@ -14,7 +14,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from torchtitan.config.job import JobConfig
 from torchtitan.config.latent_cache import trained_info
-from torchtitan.diffusion.objective import Draw, Objective
+from torchtitan.diffusion.objective import Draw, Microbatch, Objective
 from torchtitan.diffusion.objectives import build_objective
 from torchtitan.distributed.activation_checkpoint import checkpoint_blocks
 from torchtitan.distributed.mesh import Layout
@@ -76,6 +76,7 @@ def simulate_step(config: JobConfig, world_size: int, on_gpu: bool | None = None
         with cuda_autocast(), FakeTensorMode(allow_non_fake_inputs=True), LiveStorages() as live, kernels:
             model = build_model(config.model, info.image_shape, info.condition_kind)
             freeze_and_adapt(model, config.lora, MODELS[config.model.name].adapter_sets).train()
+            objective.attach(model)
             return _Step(model, layout, config, objective, live).simulate()
 
 
@@ -176,7 +177,7 @@ class _Step:
         condition = kind.of(kind.placeholder(batch))
         with accumulate_locally(self.model, last=last):
             with compute_context(config.training.mixed_precision_param, self.layout.device, self.layout.sharded):
-                terms = self.objective.loss(self.model, images, condition, Draw(t, noise, importance, index))
+                terms = self.objective.loss(self.model, Microbatch(images, condition), Draw(t, noise, importance, index))
             live.open_window((self.microbatch, "backward", len(self.model.blocks())))
             terms.loss.mean().backward()
 

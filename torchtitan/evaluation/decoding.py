@@ -16,7 +16,8 @@ from torchtitan.data import DATASETS, DataConfig, Dataset
 from torchtitan.distributed.mesh import compute_device
 from torchtitan.errors import LatentStoreError
 from torchtitan.evaluation.config import AutoencoderConfig
-from torchtitan.latents.store import LatentStore, check_autoencoder
+from torchtitan.latents.index import StoreIndex
+from torchtitan.latents.store import check_autoencoder
 from torchtitan.pictures.grids import class_labels, image_grid
 
 HELD_OUT_IMAGES, HELD_OUT_COLUMNS = 32, 8
@@ -33,10 +34,8 @@ class LatentDecoder:
     ) -> None:
         """
         Args:
-            autoencoder: of raw latents.
             normalization: of the latents for training.
             batch_size: images at a time on each rank.
-            device: of decoding.
         """
         self._autoencoder = autoencoder
         self._normalization = normalization
@@ -90,16 +89,16 @@ class LatentDecoder:
         return self._autoencoder.decode(denormalize(latents.to(self._device), self._normalization))
 
 
-def open_decoder(config: AutoencoderConfig, store: LatentStore, device: torch.device) -> LatentDecoder:
-    """Open an autoencoder, and check that it is the one that a store was made with.
+def open_decoder(config: AutoencoderConfig, index: StoreIndex, place: str, device: torch.device) -> LatentDecoder:
+    """Open an autoencoder, and check that it is the one that latents were made with.
 
     Args:
         config: names an autoencoder other than "none".
-        store: of the latents for training.
-        device: of decoding.
+        index: of the latents' store, or of their record.
+        place: of the latents, for messages.
 
     Raises:
-        AutoencoderError: it cannot be opened, or decodes other latents than the store's.
+        AutoencoderError: it cannot be opened, or decodes other latents.
     """
     dtype = getattr(torch, config.dtype) if config.dtype else None
     try:
@@ -107,12 +106,11 @@ def open_decoder(config: AutoencoderConfig, store: LatentStore, device: torch.de
             autoencoder = build_autoencoder(config.name, config.path, dtype, device)
         if config.tile:
             autoencoder = in_tiles(autoencoder, config.tile, config.overlap)
-        check_autoencoder(store, autoencoder.identity())
-        _check_shape(store, autoencoder)
+        check_autoencoder(index, place, autoencoder.identity())
+        _check_shape(index, place, autoencoder)
     except (AutoencoderError, LatentStoreError) as error:
         raise AutoencoderError(f"[autoencoder]: {error}") from error
-    of_store = store.index.normalization
-    normalization: Normalization = {"shift": of_store.shift, "scale": of_store.scale}
+    normalization: Normalization = {"shift": index.normalization.shift, "scale": index.normalization.scale}
     return LatentDecoder(autoencoder, normalization, config.batch_size, device)
 
 
@@ -124,7 +122,8 @@ def run_decoder(autoencoder: AutoencoderConfig, data: DataConfig, draws_pictures
     """
     if autoencoder.name == "none" or not draws_pictures:
         return None
-    return open_decoder(autoencoder, DATASETS[data.name].store(data), compute_device())
+    store = DATASETS[data.name].store(data)
+    return open_decoder(autoencoder, store.index, str(store.folder), compute_device())
 
 
 def held_out_picture(dataset: Dataset, decoder: LatentDecoder, class_names: Sequence[str]) -> Image.Image:
@@ -146,16 +145,16 @@ def held_out_picture(dataset: Dataset, decoder: LatentDecoder, class_names: Sequ
     )  # fmt: skip
 
 
-def _check_shape(store: LatentStore, autoencoder: Autoencoder) -> None:
-    channels, height, _ = store.index.shape
+def _check_shape(index: StoreIndex, place: str, autoencoder: Autoencoder) -> None:
+    channels, height, _ = index.shape
     if channels != autoencoder.channels:
         raise AutoencoderError(
-            f"{store.folder}: latents of {channels} channels, and {autoencoder.name} decodes {autoencoder.channels}"
+            f"{place}: latents of {channels} channels, and {autoencoder.name} decodes {autoencoder.channels}"
         )
-    pixels = store.index.image_size
+    pixels = index.image_size
     if pixels is not None and pixels != height * autoencoder.downscale:
         raise AutoencoderError(
-            f"{store.folder}: made of images of {pixels} pixels, and {autoencoder.name} decodes them to "
+            f"{place}: made of images of {pixels} pixels, and {autoencoder.name} decodes them to "
             f"{height * autoencoder.downscale}"
         )
 

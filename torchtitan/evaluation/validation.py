@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchtitan import philox
-from torchtitan.diffusion.objective import Draw, Objective
+from torchtitan.diffusion.objective import Draw, Microbatch, Objective
 from torchtitan.diffusion.paths import indexed
 from torchtitan.distributed.precision import compute_context
 from torchtitan.evaluation.eval_mode import evaluating
@@ -127,6 +127,6 @@ def validation_loss(
             images, indices, weights = (batch[key] for key in ("images", "indices", "weights"))
             draw = held_out_draw(objective, seed, indices, count, images.shape[1:], timesteps)
             with compute_context(param_dtype, device, sharded):
-                terms = objective.loss(model, images, model.condition_kind.of(batch), draw)
+                terms = objective.loss(model, Microbatch(images, model.condition_kind.of(batch)), draw)
             means.add(indices, terms.t, weights, terms.error, terms.weighted)
     return means.metrics()

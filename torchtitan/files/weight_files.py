@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -44,11 +45,8 @@ def check_fits(path: Path, model: nn.Module, strict: bool = True) -> list[str]:
     Raises:
         WeightsError: not a safetensors file, or tensors are missing, superfluous or of another shape.
     """
-    try:
-        with safe_open(path, framework="pt") as file:
-            found = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 (a file is no mapping)
-    except (SafetensorError, OSError) as error:
-        raise _unreadable(path, error) from error
+    with _opened(path) as file:
+        found = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 (a file is no mapping)
     wanted = {name: tuple(tensor.shape) for name, tensor in named_weights(model).items()}
     problems = mismatches(wanted, found)
     common = wanted.keys() & found.keys()
@@ -60,11 +58,8 @@ def check_fits(path: Path, model: nn.Module, strict: bool = True) -> list[str]:
 
 def header_of(path: Path) -> dict[str, str]:
     """Header of a safetensors file: its entries beside the tensors. Raises WeightsError."""
-    try:
-        with safe_open(path, framework="pt") as file:
-            return dict(file.metadata() or {})
-    except (SafetensorError, OSError) as error:
-        raise _unreadable(path, error) from error
+    with _opened(path) as file:
+        return dict(file.metadata() or {})
 
 
 def refuse_not_finite(path: Path, bad: list[str]) -> None:
@@ -104,32 +99,23 @@ def fill_rows(weights: Mapping[str, Tensor], rows_of: Mapping[str, slice], path:
 
     No more of the file is read.
     """
-    try:
-        with safe_open(path, framework="pt") as file:
-            for name, tensor in ((name, weights[name]) for name in weights.keys() & set(file.keys())):
-                tensor.copy_(file.get_slice(name)[rows_of[name]] if name in rows_of else file.get_tensor(name))
-    except (SafetensorError, OSError) as error:
-        raise _unreadable(path, error) from error
+    with _opened(path) as file:
+        for name, tensor in ((name, weights[name]) for name in weights.keys() & set(file.keys())):
+            tensor.copy_(file.get_slice(name)[rows_of[name]] if name in rows_of else file.get_tensor(name))
 
 
 def tensor_sizes(path: Path) -> dict[str, int]:
     """Elements of each tensor of a safetensors file, by its header. Raises WeightsError."""
-    try:
-        with safe_open(path, framework="pt") as file:
-            names = file.keys()
-            return {name: math.prod(file.get_slice(name).get_shape()) for name in names}
-    except (SafetensorError, OSError) as error:
-        raise _unreadable(path, error) from error
+    with _opened(path) as file:
+        names = file.keys()
+        return {name: math.prod(file.get_slice(name).get_shape()) for name in names}
 
 
 def each_tensor(path: Path, names: Iterable[str] | None = None) -> Iterator[tuple[str, Tensor]]:
     """Read the tensors of a safetensors file with these names, or all, one after the other. Raises WeightsError."""
-    try:
-        with safe_open(path, framework="pt") as file:
-            for name in list(file.keys()) if names is None else names:
-                yield name, file.get_tensor(name)
-    except (SafetensorError, OSError) as error:
-        raise _unreadable(path, error) from error
+    with _opened(path) as file:
+        for name in list(file.keys()) if names is None else names:
+            yield name, file.get_tensor(name)
 
 
 def read_state_dict(path: Path) -> tuple[dict[str, Tensor], str | None]:
@@ -274,6 +260,16 @@ def mismatches(wanted: dict[str, tuple[int, ...]], found: dict[str, tuple[int, .
             f"{len(other)} tensors have another shape: {first} is {list(found[first])} instead of {list(wanted[first])}"
         )
     return problems
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    """Open a safetensors file. Raises WeightsError, also where reading in the block fails."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except (SafetensorError, OSError) as error:
+        raise _unreadable(path, error) from error
 
 
 def _unreadable(path: Path, error: Exception) -> WeightsError:

@@ -156,28 +156,30 @@ def verify_shards(folder: Path, index: StoreIndex) -> Iterator[str]:
         )
 
 
-def check_autoencoder(store: LatentStore, identity: dict) -> None:
+def check_autoencoder(index: StoreIndex, place: str, identity: dict) -> None:
     """Check that latents were made by the autoencoder that is to decode them.
 
     Args:
+        index: of the latents' store, or of their record.
+        place: of the latents, for messages.
         identity: of the autoencoder; at least "name".
 
     Raises:
-        LatentStoreError: the store names another. A store that names "unknown" passes.
+        LatentStoreError: the index names another. One that names "unknown" passes.
     """
-    made_with = store.index.autoencoder
+    made_with = index.autoencoder
     if made_with["name"] == "unknown" or made_with == identity:
         return
     if made_with["name"] != identity["name"]:
         raise LatentStoreError(
-            f"{store.folder}: made with the autoencoder {made_with['name']!r}, not {identity['name']!r}; name "
+            f"{place}: made with the autoencoder {made_with['name']!r}, not {identity['name']!r}; name "
             "that one, or another store"
         )
     differing = sorted(
         key for key in made_with.keys() | identity.keys() if made_with.get(key) != identity.get(key)
     )
     raise LatentStoreError(
-        f"{store.folder}: made with another {identity['name']!r} than this one ({', '.join(differing)} differ); give "
+        f"{place}: made with another {identity['name']!r} than this one ({', '.join(differing)} differ); give "
         "the files it was made with, or another store"
     )
 

@@ -4,10 +4,9 @@ from collections.abc import Mapping
 from itertools import zip_longest
 from typing import Any
 
-from torchtitan.conditions import is_number
 from torchtitan.data.base import DatasetInfo
 from torchtitan.errors import CheckpointError, look_alike
-from torchtitan.runs.portable import RECORD
+from torchtitan.runs.model_record import RECORD
 from torchtitan.settings.schema import quoted
 
 IMAGES = "images_per_epoch"  # entry of a checkpoint's state: number of training images
@@ -21,10 +20,7 @@ def data_changes(
     """Compare the data with those that a checkpoint was trained on, as far as it records them.
 
     Args:
-        state: of the checkpoint.
         place: of the checkpoint, for messages.
-        info: of the data.
-        num_images: of the training.
         tolerated: other names of as many classes are accepted; the same names in another order never are.
         record: of the data, as RECORD of the state.
 
@@ -56,13 +52,11 @@ def data_changes(
 
 
 def _recorded(state: Mapping[str, Any], info: DatasetInfo) -> tuple[int, list[str]]:
-    """Number and names of a checkpoint's classes; as of the data where it has no record, numbered folders ordered as text."""
+    """Number and names of a checkpoint's classes; as of the data where it has no record."""
     record = state.get(RECORD)
     if isinstance(record, Mapping) and record:
         return record.get("num_classes", 0), record.get("class_names", [])
-    names, data = list(info.class_names), state.get("config", {}).get("data", {})
-    as_text = RECORD not in state and data.get("name") == "image_folder" and not data.get("classes_file")
-    return info.num_classes, sorted(names) if as_text and all(map(is_number, names)) else names
+    return info.num_classes, list(info.class_names)
 
 
 def change_of_classes(state: Mapping[str, Any], info: DatasetInfo) -> str:

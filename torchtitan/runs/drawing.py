@@ -14,10 +14,9 @@ from torchtitan.autoencoders import AUTOENCODERS
 from torchtitan.autoencoders.base import AutoencoderError
 from torchtitan.checkpoint.manifest import MANIFEST
 from torchtitan.conditions import numbered_otherwise
-from torchtitan.data import DATASETS
 from torchtitan.distributed.mesh import compute_device
 from torchtitan.errors import look_alike
-from torchtitan.evaluation.config import LATENT_DATASETS, WITH_WEIGHTS, AutoencoderConfig, SamplingConfig
+from torchtitan.evaluation.config import WITH_WEIGHTS, AutoencoderConfig, SamplingConfig
 from torchtitan.evaluation.decoding import LatentDecoder, open_decoder
 from torchtitan.evaluation.sample_plans import SampleSetError, SetPlan, choices_of, read_seeds
 from torchtitan.evaluation.sampling import ImageSampler
@@ -28,12 +27,12 @@ from torchtitan.models.adapters.adapters import add_frozen_adapter
 from torchtitan.models.adapters.target import LowRankWeights
 from torchtitan.runs.drawn_size import drawn_shape
 from torchtitan.runs.guides import LoadedGuide, open_guide
-from torchtitan.runs.model_card import WEIGHTS
 from torchtitan.runs.prompts import check_prompted
 from torchtitan.runs.sample_settings import set_settings
 from torchtitan.runs.sampling_options import add_method_options, sampling_method
 from torchtitan.runs.trained_model import TrainedModel, WeightsError, is_published_folder, load_run, load_weights
 
+_WEIGHTS = "weights.safetensors"  # of this program, in a repository on the hub
 _FILES_OF_DIFFUSERS = ["*.json", *(f"{part}*.safetensors" for part in ("", "transformer/", "vae/"))]
 BATCH_SIZE, DTYPE = 256, "float32"
 _MOST_NAMES = 10  # of classes, in a message
@@ -94,7 +93,7 @@ class Drawing:
         """
         check_prompted(self.trained)
         channels = self.image_shape[0]
-        if self.decoder is None and (self.trained.config.data.name in LATENT_DATASETS or channels not in (1, 3)):
+        if self.decoder is None and (self.trained.record.latents or channels not in (1, 3)):
             raise SampleSetError(
                 f"{self.source}: draws latents or images of {channels} channels, a set is of pictures (for latents give"
                 " --autoencoder NAME --autoencoder-path PATH)"
@@ -204,8 +203,8 @@ def _from_hub(source: Path) -> Path:
     """File or folder of weights of a repository on the Hugging Face hub. Raises WeightsError: it is none."""
     if not is_hub_name(str(source)):
         raise WeightsError(f"{source}: no such run folder or weights file")
-    folder = local_folder("weights", str(source), [WEIGHTS, *_FILES_OF_DIFFUSERS], WeightsError, missing="run, file or folder")
-    return folder / WEIGHTS if (folder / WEIGHTS).is_file() else folder
+    folder = local_folder("weights", str(source), [_WEIGHTS, *_FILES_OF_DIFFUSERS], WeightsError, missing="run, file or folder")
+    return folder / _WEIGHTS if (folder / _WEIGHTS).is_file() else folder
 
 
 def _with_adapters(trained: TrainedModel, given: list[str]) -> TrainedModel:
@@ -240,11 +239,11 @@ def _weighted(word: str) -> tuple[str, float]:
 
 def _open_autoencoder(arguments: argparse.Namespace, trained: TrainedModel) -> LatentDecoder | None:
     """Open the autoencoder that decodes the drawn latents; None for none. Raises AutoencoderError, WeightsError."""
-    config, data = trained.config.autoencoder, trained.config.data
+    config, record = trained.config.autoencoder, trained.record
     given = arguments.autoencoder or arguments.autoencoder_path
-    if data.name not in LATENT_DATASETS:
+    if record.latents is None:
         if given:
-            raise WeightsError(f"--autoencoder: the model draws images of data.name = {data.name} (leave it out)")
+            raise WeightsError("--autoencoder: the model draws images, not latents (leave it out)")
         return None
     if arguments.autoencoder not in (None, config.name):
         config = AutoencoderConfig(name=arguments.autoencoder)
@@ -261,7 +260,8 @@ def _open_autoencoder(arguments: argparse.Namespace, trained: TrainedModel) -> L
         text = f"names the autoencoder {config.name} and no place of it: weights open nothing else"
         raise WeightsError(f"{arguments.source}: {text} (give --autoencoder-path PATH or --config FILE)")
     try:
-        return open_decoder(config, DATASETS[data.name].store(data), compute_device())
+        place = "the recorded latents" if record.elsewhere else trained.config.data.path
+        return open_decoder(config, record.latents, place, compute_device())
     except AutoencoderError as error:
         elsewhere = "" if arguments.autoencoder_path else " (--autoencoder-path says where it is on this machine)"
         raise AutoencoderError(f"{error}{elsewhere}") from error

@@ -3,8 +3,6 @@
 import math
 import re
 
-from torchtitan.data import DATASETS
-from torchtitan.evaluation.config import LATENT_DATASETS
 from torchtitan.evaluation.decoding import LatentDecoder
 from torchtitan.models import MODELS
 from torchtitan.runs.trained_model import TrainedModel, WeightsError
@@ -19,7 +17,6 @@ def drawn_shape(size: str | None, trained: TrainedModel, decoder: LatentDecoder 
     Args:
         size: of the images in pixels, as 512x768 (height and width), also where latents are drawn; None: the shape that the
             model was built for.
-        trained: the model.
         decoder: of its latents; None for a model of images, or where latents are shown as they are.
 
     Raises:
@@ -51,12 +48,11 @@ def drawn_shape(size: str | None, trained: TrainedModel, decoder: LatentDecoder 
 
 def _pixels_per_latent(trained: TrainedModel, decoder: LatentDecoder | None) -> int:
     """Pixels of an image's side per value of the network's; 1 for a network of images. Raises WeightsError."""
-    data = trained.config.data
-    if data.name not in LATENT_DATASETS:
+    index = trained.record.latents
+    if index is None:
         return 1
     if decoder:
         return decoder.identity()["downscale"]
-    index = DATASETS[data.name].store(data).index
     known = index.autoencoder.get("downscale")
     if isinstance(known, int) and known > 0:
         return known

@@ -21,8 +21,8 @@ from torchtitan.models.adapters.adapters import TRAINED, adapted_layers
 from torchtitan.models.adapters.layers import LowRank
 from torchtitan.models.adapters.layouts import NATIVE, AdapterLayout
 from torchtitan.models.adapters.target import LowRankWeights, Target
+from torchtitan.runs.model_record import record_of
 from torchtitan.runs.network import BASE_SHA256, adapted_network_on_meta
-from torchtitan.runs.portable import header_config
 
 _MODEL = "model."
 
@@ -36,13 +36,6 @@ def write_final_weights(path: Path, checkpoint: AnyPath, config: JobConfig, step
     """Write the weights that `sampling.ema_track` names, as scripts/checkpoint.py export does, from the last checkpoint.
 
     One tensor at a time is in memory; saved buffers keep their dtype. With adapters, they alone, in `final_layout`.
-
-    Args:
-        path: of the file; an earlier one of this step is replaced.
-        checkpoint: of the step.
-        config: of the run.
-        step: of the weights.
-        buffers: names of the network's saved buffers.
 
     Raises:
         CheckpointError: the checkpoint is damaged.
@@ -62,7 +55,7 @@ def write_final_weights(path: Path, checkpoint: AnyPath, config: JobConfig, step
     entries = dict(sorted(entries.items(), key=lambda item: (-item[1][1].itemsize, item[0])))
     label = f"{config.job.name}, step {step}, {_track_name(track)}"
     metadata = {"layout": "safetensors", "weights": label, "model": config.model.flavor}
-    metadata |= header_config(config, dataset_info(config.data))
+    metadata |= record_of(config).header()
     with written_whole(path, overwrite=True) as unfinished:
         write_tensors(unfinished, entries, _read(source, places, entries), metadata)
 
@@ -88,14 +81,7 @@ def final_layout(family: str) -> AdapterLayout:
 
 
 def adapter_header(config: JobConfig, step: int | None, label: str, state: Mapping[str, Any]) -> dict[str, str]:
-    """Header of a file of a run's adapter.
-
-    Args:
-        config: of the run.
-        step: of the weights.
-        label: says which weights they are.
-        state: of a checkpoint of the run.
-    """
+    """Header of a file of a run's adapter, by the state of a checkpoint."""
     trigger_word = config.data.trigger_word
     return {
         "step": str(step), "weights": label, "model": f"{config.model.name} {config.model.flavor}",

@@ -7,11 +7,9 @@ from pathlib import Path
 import torch
 
 from torchtitan.conditions import ConditionKind, Unconditional
-from torchtitan.data import DATASETS
 from torchtitan.diffusion.guidance import Guide
-from torchtitan.evaluation.config import LATENT_DATASETS
 from torchtitan.files.weight_files import header_of
-from torchtitan.runs.portable import CONFIG
+from torchtitan.runs.model_record import CONFIG
 from torchtitan.runs.trained_model import TrainedModel, WeightsError, load_run, load_weights
 
 _REFERENCE = re.compile(r"(?P<run>.*?)(@(?P<step>\d+))?(:(?P<track>[A-Za-z0-9][A-Za-z0-9._=-]*))?", re.DOTALL)
@@ -104,8 +102,6 @@ def load_guide(
         reference: to the guide.
         source: run's folder or file of weights of the sampled model.
         config_file: configuration of the sampled file of weights; None for a run.
-        sampled: the model to guide.
-        device: of both.
 
     Raises:
         WeightsError: there are no such weights, they are the sampled ones, or they cannot guide them.
@@ -169,10 +165,9 @@ def _condition_problem(sampled: ConditionKind, guide: ConditionKind) -> str:
 
 def _latent_scale(model: TrainedModel) -> tuple[list[float], list[float]] | None:
     """Shift and scale of the latents that a model is trained on; None for images."""
-    data = model.config.data
-    if data.name not in LATENT_DATASETS:
+    if model.record.latents is None:
         return None
-    normalization = DATASETS[data.name].store(data).index.normalization
+    normalization = model.record.latents.normalization
     return normalization.shift, normalization.scale
 
 

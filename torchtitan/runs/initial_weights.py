@@ -35,8 +35,8 @@ from torchtitan.models.base import DiffusionModel, ModelConfig
 from torchtitan.models.published_layouts import ConversionError
 from torchtitan.programs import program
 from torchtitan.runs.folder import RunFolder
+from torchtitan.runs.model_record import class_names_of_weights
 from torchtitan.runs.network import check_adapters, check_base, frozen_sha256, network_on_meta
-from torchtitan.runs.portable import class_names_of_weights
 
 logger = logging.getLogger(__name__)
 
@@ -63,9 +63,6 @@ def check_start(config: JobConfig) -> None:
 def check_initial_weights(config: JobConfig, info: DatasetInfo, checkpoints: AnyPath) -> str:
     """Check that a run's initial weights fit, are finite and, of a run that trained adapters before, are those that it
     trained them with; collective, before the run's folder is made. They are not read where the run does not need them.
-
-    Args:
-        checkpoints: of the run.
 
     Returns:
         the hash of frozen ones; "" where there are none, or they are drawn.
@@ -156,7 +153,6 @@ def check_together(path: Path, model: DiffusionModel, *, hashed: bool, strict: b
     """Check that a safetensors file has a model's weights, all finite; collective.
 
     Args:
-        path: the file.
         model: on any device.
         hashed: whether its hash is wanted.
 

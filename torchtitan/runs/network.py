@@ -41,9 +41,7 @@ from torchtitan.models.quantized import quantize_base, quantized_tensors, quanti
 
 logger = logging.getLogger(__name__)
 
-# Key of a checkpoint's state with the hash of the frozen network, and that of another hash in earlier ones.
-BASE_SHA256 = "lora_base_joined_sha256"
-_EARLIER_BASE_SHA256 = "lora_base_sha256"
+BASE_SHA256 = "lora_base_joined_sha256"  # entry of a checkpoint's state: hash of the frozen network
 _ZERO_STD = 0.02
 
 
@@ -250,7 +248,6 @@ def check_base(state: dict, digest: str, place: str, initial_weights: str) -> No
     """Check that a frozen network is the one of a checkpoint's adapters.
 
     Args:
-        state: the checkpoint's state.
         digest: hash of the network's weights.
         place: the checkpoint, named in the error.
         initial_weights: where the weights are from.
@@ -258,9 +255,7 @@ def check_base(state: dict, digest: str, place: str, initial_weights: str) -> No
     Raises:
         CheckpointError.
     """
-    if BASE_SHA256 not in state and _EARLIER_BASE_SHA256 in state:
-        logger.warning(f"{place}: is of an earlier version, whose hash of the frozen weights cannot be compared")
-    elif state.get(BASE_SHA256) != digest:
+    if state.get(BASE_SHA256) != digest:
         source = f"checkpoint.initial_weights = {initial_weights}" if initial_weights else "those drawn from debug.seed"
         raise CheckpointError(
             f"{place}: its adapters were trained on other frozen weights than {source} (name the file of those)"

@@ -8,11 +8,9 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from torchtitan.config.job import JobConfig
-from torchtitan.data import DATASETS, DatasetInfo
-from torchtitan.evaluation.config import LATENT_DATASETS
 from torchtitan.files.regular import read_regular
 from torchtitan.files.weight_files import WeightsError
+from torchtitan.runs.model_record import ModelRecord
 
 PIPELINE = "diffusers-pipeline"
 _VAE_FILES = ("config.json", "diffusion_pytorch_model.safetensors")
@@ -25,12 +23,11 @@ _SCHEDULER = {
 _TRAINED = ("num_train_timesteps", "beta_start", "beta_end", "beta_schedule", "prediction_type")
 
 
-def check_pipeline(source: Path, config: JobConfig, info: DatasetInfo, vae: Path | None) -> Path:
+def check_pipeline(source: Path, record: ModelRecord, vae: Path | None) -> Path:
     """Check that a DiTPipeline draws what a model draws.
 
     Args:
         source: run or file, for messages.
-        config, info: of the model.
         vae: folder of an AutoencoderKL; None: the autoencoder of the training.
 
     Returns:
@@ -39,13 +36,14 @@ def check_pipeline(source: Path, config: JobConfig, info: DatasetInfo, vae: Path
     Raises:
         WeightsError: it does not, or there is no such autoencoder.
     """
+    config = record.config
     for key, wanted in _SAMPLED.items():
         if (given := getattr(config.objective, key)) != wanted:
             raise WeightsError(f"{source}: objective.{key} = {given}: DiTPipeline samples models of {wanted}")
-    if config.data.name not in LATENT_DATASETS:
+    if record.latents is None:
         raise WeightsError(f"{source}: draws images, and DiTPipeline decodes latents (write the layout diffusers)")
-    index = DATASETS[config.data.name].store(config.data).index
-    if any(index.normalization.shift) or len(set(index.normalization.scale)) != 1:
+    normalization = record.latents.normalization
+    if any(normalization.shift) or len(set(normalization.scale)) != 1:
         raise WeightsError(f"{source}: its latents are shifted, or scaled by channel; DiTPipeline knows one factor for all")
     if vae is None and config.autoencoder.name == "diffusers" and config.autoencoder.path:
         vae = Path(config.autoencoder.path)
@@ -55,17 +53,18 @@ def check_pipeline(source: Path, config: JobConfig, info: DatasetInfo, vae: Path
     if missing := next((name for name in _VAE_FILES if not (folder / name).is_file()), None):
         raise WeightsError(f"{folder}: holds no {missing} (give the folder of an AutoencoderKL as diffusers saves it)")
     channels = _document(folder).get("latent_channels", 4)
-    if channels != info.image_shape[0]:
-        raise WeightsError(f"{folder}: its latents have {channels} channels, those of {source} {info.image_shape[0]}")
+    if channels != record.info.image_shape[0]:
+        raise WeightsError(f"{folder}: its latents have {channels} channels, those of {source} {record.info.image_shape[0]}")
     return folder
 
 
-def write_around(path: Path, vae: Path, config: JobConfig, info: DatasetInfo) -> None:
+def write_around(path: Path, vae: Path, record: ModelRecord) -> None:
     """Write everything of a pipeline but its network, which is in `path`/transformer. Raises OSError.
 
     The autoencoder's scaling factor becomes the one that the latents were trained with.
     """
-    (scale, *_) = DATASETS[config.data.name].store(config.data).index.normalization.scale
+    assert record.latents is not None  # by check_pipeline
+    (scale, *_) = record.latents.normalization.scale
     (path / "scheduler").mkdir()
     (path / "vae").mkdir()
     _write(path / "scheduler" / "scheduler_config.json", _SCHEDULER)
@@ -75,7 +74,8 @@ def write_around(path: Path, vae: Path, config: JobConfig, info: DatasetInfo) ->
         "transformer": ["diffusers", "DiTTransformer2DModel"], "vae": ["diffusers", "AutoencoderKL"],
         "scheduler": ["diffusers", "DDIMScheduler"],
     }  # fmt: skip
-    names = {"id2label": {str(number): name for number, name in enumerate(info.class_names)}} if info.class_names else {}
+    classes = record.info.class_names
+    names = {"id2label": {str(number): name for number, name in enumerate(classes)}} if classes else {}
     _write(path / "model_index.json", {"_class_name": "DiTPipeline"} | parts | names)
 
 

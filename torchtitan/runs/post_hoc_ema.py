@@ -3,7 +3,6 @@
 docs/post_hoc_ema.md has the method and its accuracy.
 """
 
-import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -70,12 +69,6 @@ class StoredAverages:
         starts = [std for n, std in enumerate(stds) if within[n] and not (n and within[n - 1])]
         ends = [std for n, std in enumerate(stds) if within[n] and not (n + 1 < len(stds) and within[n + 1])]
         return " and ".join(f"{low:g} to {high:g}" for low, high in zip(starts, ends, strict=True)) or "no length"
-
-    def evenly(self, count: int) -> "StoredAverages":
-        """Use `count` of the snapshots: the last, and others whose times are nearest to being evenly spaced."""
-        times, last = [snapshot.progress for snapshot in self.snapshots], self.last.progress
-        chosen = {min(range(len(times)), key=lambda n: abs(times[n] - last * k / count)) for k in range(1, count + 1)}
-        return dataclasses.replace(self, snapshots=tuple(self.snapshots[n] for n in sorted(chosen)))
 
 
 @dataclass(frozen=True)
@@ -176,7 +169,6 @@ def stored_averages(
     """Stored averages of a run up to a step, verified.
 
     Args:
-        run: the run's folder.
         step: of the last snapshot; None for the newest.
         without: tracks that are not to be used.
         ignore_gaps: do without missing or damaged snapshots.
@@ -200,7 +192,6 @@ def reconstruct(stored: StoredAverages, std: float, max_error: float = MAX_ERROR
     """Reconstruct the average of a length at the last snapshot.
 
     Args:
-        stored: the run's stored averages.
         std: standard deviation of its profile relative to the time trained, in (0, 12^-1/2).
         max_error: largest profile error that is accepted.
 
@@ -221,59 +212,6 @@ def reconstruct(stored: StoredAverages, std: float, max_error: float = MAX_ERROR
             f"{max_error:g}; they reach {stored.reach(max_error)} (give another length, or --max-error)"
         )
     return found
-
-
-@dataclass(frozen=True)
-class LeftOut:
-    """Tracked average, reconstructed from the other tracks.
-
-    Attributes:
-        track: its name.
-        found: the reconstruction.
-        error: L2 norm of the weights' difference over that of the tracked weights, over all averaged parameters.
-    """
-
-    track: str
-    found: Reconstruction
-    error: float
-
-
-def left_out_tracks(
-    run: Path, step: int | None = None, counts: Sequence[int] | None = None, ignore_gaps: bool = False
-) -> Iterator[LeftOut]:
-    """Reconstruct every tracked average from the other tracks, and compare.
-
-    Args:
-        run: the run's folder.
-        step: of the last snapshot; None for the newest.
-        counts: numbers of evenly spaced snapshots to use; None: all.
-        ignore_gaps: do without missing or damaged snapshots.
-
-    Raises:
-        SnapshotError: fewer than two tracks, or as by `stored_averages`.
-    """
-    every = stored_averages(run, step, ignore_gaps=ignore_gaps)
-    if len(every.tracks) < 2:
-        raise SnapshotError(f"{every.last.path}: has averages of one length only, none to compare (train with two or more)")
-    if wrong := [count for count in counts or () if not 1 <= count <= len(every.snapshots)]:
-        raise SnapshotError(f"--snapshots: {wrong[0]} is not in 1..{len(every.snapshots)}, the number of snapshots")
-    for track in every.tracks:
-        others = dataclasses.replace(every, tracks=tuple(name for name in every.tracks if name != track))
-        for count in counts or [len(every.snapshots)]:
-            std = every.last.tracks[track]
-            found = reconstruct(others.evenly(count), std, math.inf)
-            tracked = reconstruct(dataclasses.replace(every, snapshots=(every.last,), tracks=(track,)), std)
-            yield LeftOut(track, found, _relative_distance(found, tracked))
-
-
-def _relative_distance(a: Reconstruction, b: Reconstruction) -> float:
-    squares = torch.zeros(2, dtype=torch.float64)
-    for (name, value), (_, reference) in zip(a.tensors(), b.tensors(), strict=True):
-        if name in a.frozen:
-            continue
-        value, reference = value.to(torch.float64), reference.to(torch.float64)
-        squares += torch.stack([(value - reference).square().sum(), reference.square().sum()])
-    return float((squares[0] / squares[1]).sqrt())
 
 
 def check_std(std: float) -> None:

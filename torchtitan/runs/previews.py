@@ -96,9 +96,6 @@ def write_page(samples: Path, run: str, prompts: Sequence[str], trigger_word: st
     """Write page and picture of a run's previews.
 
     Args:
-        samples: the run's folder of samples.
-        run: its name.
-        prompts: of the rows.
         trigger_word: that was trained on; "" where there is none.
 
     Returns:

@@ -11,7 +11,6 @@ from torchtitan.data import DATASETS
 from torchtitan.data.trigger_words import PLACEHOLDER, filled
 from torchtitan.distributed.mesh import compute_device
 from torchtitan.errors import LatentStoreError
-from torchtitan.evaluation.config import LATENT_DATASETS
 from torchtitan.runs.trained_model import TrainedModel, WeightsError
 from torchtitan.texts import TextEncoderError, reopen_encoders
 from torchtitan.texts.opening import OPTIONS, open_encoders
@@ -77,9 +76,9 @@ def with_prompts(trained: TrainedModel, prompts: Sequence[str], places: Mapping[
         if places:
             raise WeightsError(f"{OPTIONS[next(iter(places))]}: the run's data name their own encoders (leave it out)")
         return _prompted(trained, kind, prompts, kind.encode(list(prompts)))
-    store = DATASETS[data.name].store(data) if data.name in LATENT_DATASETS else None
-    if isinstance(kind, Embeddings) and data.name == "recorded_latents":
+    if isinstance(kind, Embeddings) and trained.record.elsewhere:
         return _encoded(trained, kind, prompts, {**trained.encoders, **places})
+    store = DATASETS[data.name].store(data) if trained.record.latents and not trained.record.elsewhere else None
     if not isinstance(kind, Embeddings) or store is None or store.captions is None:
         raise WeightsError(f"--prompt: the model was trained on {kind.wanted}, not on encoded captions (leave it out)")
     plan = store.captions.plan
@@ -108,7 +107,7 @@ def with_prompts(trained: TrainedModel, prompts: Sequence[str], places: Mapping[
 def check_prompted(trained: TrainedModel) -> None:
     """Check that there is something to draw. Raises WeightsError: the weights come without captions, and no prompt is given."""
     kind = trained.info.condition_kind
-    if isinstance(kind, Embeddings) and not kind.choices and trained.config.data.name == "recorded_latents":
+    if isinstance(kind, Embeddings) and not kind.choices and trained.record.elsewhere:
         raise WeightsError("--prompt: not given, and these weights come without captions")
 
 

@@ -9,14 +9,11 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-import tomli_w
 import torch
 from torch import Tensor
 
 from torchtitan.config.job import JobConfig
-from torchtitan.config.latent_cache import trained_info
-from torchtitan.data import DATASETS, DatasetInfo
-from torchtitan.evaluation.config import LATENT_DATASETS, AutoencoderConfig
+from torchtitan.evaluation.config import AutoencoderConfig
 from torchtitan.files.regular import read_regular
 from torchtitan.files.shard_files import write_tensors
 from torchtitan.files.weight_files import (
@@ -31,9 +28,9 @@ from torchtitan.files.weight_files import (
 from torchtitan.models import MODELS
 from torchtitan.models.base import DiffusionModel
 from torchtitan.models.published_layouts import ComputedTensors, ConversionError, PublishedLayout
+from torchtitan.runs.model_record import ModelRecord, load_record, record_of_weights
 from torchtitan.runs.network import network_on_meta
 from torchtitan.runs.pipeline_folder import PIPELINE, check_pipeline, latents_of, scheduler_problems, write_around
-from torchtitan.runs.portable import config_of_weights, header_config, load_text
 
 OWN = "safetensors"
 LAYOUTS = tuple(dict.fromkeys(name for family in MODELS.values() for name in family.layouts))
@@ -48,27 +45,26 @@ class OwnWeights:
 
     Attributes:
         source: run or file, for messages.
-        config, info: of the network and its data.
+        record: configuration of the network, and what is known of its data.
         model: the network; may be on the meta device.
         tensors: every parameter and saved buffer by name.
         label: says which weights they are.
     """
 
     source: Path
-    config: JobConfig
-    info: DatasetInfo
+    record: ModelRecord
     model: DiffusionModel
     tensors: Mapping[str, Tensor]
     label: str
 
 
-def open_published(path: Path, layout_name: str, config: JobConfig | None) -> tuple[OwnWeights, list[str]]:
+def open_published(path: Path, layout_name: str, record: ModelRecord | None) -> tuple[OwnWeights, list[str]]:
     """Open weights of a published layout, or of this program's own.
 
     Args:
         path: file, or folder of diffusers.
         layout_name: one of OWN and LAYOUTS.
-        config: of the model; None: what the file's header says, or what its tensors show.
+        record: of the model; None: the one in the file's header, or what its tensors show.
 
     Returns:
         the weights, and a line for each thing left out or to know.
@@ -79,24 +75,21 @@ def open_published(path: Path, layout_name: str, config: JobConfig | None) -> tu
     source, document, problems = published_file(path)
     if problems := problems or scheduler_problems(path):
         raise WeightsError("\n".join(f"{path}: {problem}" for problem in problems))
-    if config is not None and layout_name != OWN:
-        layout_of(layout_name, config)  # before a large file is read
+    if record is not None and layout_name != OWN:
+        layout_of(layout_name, record.config)  # before a large file is read
     published, notes = _read_published(source, layout_name)
-    header, latents = _config_of_header(source), latents_of(path)
-    if config is None:
-        config = header or _config_shown(source, layout_name, published, document, _class_names(path))
-        if latents and header is None and config.data.name == "recorded_latents":
-            config.data.shift, config.data.scale = ([value] * config.data.shape[0] for value in latents)
-        header = config
-        config.autoencoder = _autoencoder_beside(path, config)
-    info = trained_info(config)
+    header, latents = record_of_weights(source) if source.suffix == ".safetensors" else None, latents_of(path)
+    if record is None:
+        header = record = header or _record_shown(source, layout_name, published, document, _class_names(path), latents)
+        record.config.autoencoder = _autoencoder_beside(path, record.config)
+    config, info = record.config, record.info
     model = network_on_meta(config, info)
     if layout_name == OWN:
-        _check_constants(source, config, dict.fromkeys(_OBJECTIVE), header)
+        _check_constants(source, record, dict.fromkeys(_OBJECTIVE), header)
         wanted, found = set(dict(model.named_parameters()) | saved_buffers(model)), set(published)
         if wanted != found:
             raise WeightsError(f"{source}: is not in this program's layout, or of another model ({len(wanted ^ found)} names)")
-        return OwnWeights(path, config, info, model, published, source.name), notes
+        return OwnWeights(path, record, model, published, source.name), notes
     layout = layout_of(layout_name, config)
     if document and (problems := layout.folder_config_problems(dict(document), model)):
         raise WeightsError("\n".join(f"{path}: {problem}" for problem in problems))
@@ -104,8 +97,8 @@ def open_published(path: Path, layout_name: str, config: JobConfig | None) -> tu
         tensors, left_out = layout.import_weights(published, model)
     except ConversionError as error:
         raise WeightsError(prefixed(source, error)) from error
-    _check_constants(source, config, layout.constants(model), header, latents or layout.latents.get(info.image_shape[0]))
-    return OwnWeights(path, config, info, model, tensors, source.name), [*left_out, *notes, layout.convention]
+    _check_constants(source, record, layout.constants(model), header, latents or layout.latents.get(info.image_shape[0]))
+    return OwnWeights(path, record, model, tensors, source.name), [*left_out, *notes, layout.convention]
 
 
 def write_weights(
@@ -129,7 +122,8 @@ def write_weights(
     Raises:
         WeightsError: the layout cannot hold them, or they cannot be written.
     """
-    config, model, tensors = weights.config, weights.model, weights.tensors
+    record, model, tensors = weights.record, weights.model, weights.tensors
+    config, num_classes = record.config, record.info.num_classes
     pipeline = layout_name == PIPELINE
     if vae is not None and not pipeline:
         raise WeightsError(f"--vae: has no effect on {layout_name} (leave it out, or write {PIPELINE})")
@@ -139,7 +133,7 @@ def write_weights(
         if problems := _export_problems(layout, model, approximate):
             raise WeightsError("\n".join(f"{weights.source}: {problem}" for problem in problems))
         if pipeline:
-            vae = check_pipeline(weights.source, config, weights.info, vae)
+            vae = check_pipeline(weights.source, record, vae)
         try:
             tensors, left_out = layout.export_weights(tensors, model)
         except ConversionError as error:
@@ -148,14 +142,14 @@ def write_weights(
         notes = [*left_out, f"{trained_for(config)}; {layout.convention}"]
         if differing := _differing(config, layout.constants(model)):
             notes.append(f"its code computes another function unless it is changed: {', '.join(differing)}")
-        if pipeline and weights.info.num_classes != 1000:
-            notes.append(f"DiTPipeline's null class is number 1000: guidance of {weights.info.num_classes} classes fails there")
+        if pipeline and num_classes != 1000:
+            notes.append(f"DiTPipeline's null class is number 1000: guidance of {num_classes} classes fails there")
     header = {
         "layout": "diffusers" if pipeline else layout_name,
         "weights": weights.label,
         "model": config.model.flavor,
         "trained_for": trained_for(config),
-    } | header_config(config, weights.info)
+    } | record.header()
     with written_whole(output, overwrite) as path:
         if layout and layout.folder_files:
             with _network_folder(path, pipeline) as folder:
@@ -163,7 +157,7 @@ def write_weights(
                 (folder / "config.json").write_text(text, encoding="utf-8")
                 _write_converted(folder / layout.folder_files[0], weights.source, tensors, dtype, unrounded, header)
             if pipeline and vae is not None:
-                write_around(path, vae, config, weights.info)
+                write_around(path, vae, record)
         else:
             _write_converted(path, weights.source, tensors, dtype, unrounded, header)
     return notes
@@ -203,24 +197,21 @@ def _class_names(path: Path) -> list[str]:
     return ordered if all(isinstance(name, str) for name in ordered) else []
 
 
-def _config_of_header(source: Path) -> JobConfig | None:
-    return config_of_weights(source) if source.suffix == ".safetensors" else None
-
-
-def _config_shown(
+def _record_shown(
     source: Path, layout_name: str, published: Mapping[str, Tensor], document: Mapping[str, Any],
-    class_names: list[str],
-) -> JobConfig:  # fmt: skip
-    """Configuration that the tensors show. Raises WeightsError: they show none."""
+    class_names: list[str], latents: tuple[float, float] | None,
+) -> ModelRecord:  # fmt: skip
+    """Record that the tensors show, of latents with a given shift and scale. Raises WeightsError: they show none."""
     for name, family in MODELS.items():
         layout = family.layouts.get(layout_name)
         if layout is None or (tables := layout.settings(published, document)) is None:
             continue
-        latents = tables["data"]["shape"][0] not in (1, 3)
-        data = {"name": "recorded_latents" if latents else "recorded"} | tables["data"]
+        channels = tables["data"]["shape"][0]
+        data = ({"scale": []} if channels not in (1, 3) else {}) | tables["data"]
+        if latents and "scale" in data:
+            data |= {"shift": [latents[0]] * channels, "scale": [latents[1]] * channels}
         data |= {"class_names": class_names} if class_names and len(class_names) == data["num_classes"] else {}
-        tables = tables | {"model": {"name": name} | tables["model"], "data": data}
-        return load_text(tomli_w.dumps(tables), str(source))
+        return load_record(tables | {"model": {"name": name} | tables["model"], "data": data}, str(source))
     raise WeightsError(f"{source}: its tensors show no model of a named size in the {layout_name} layout (add --config FILE)")
 
 
@@ -235,23 +226,24 @@ def layout_of(name: str, config: JobConfig) -> PublishedLayout:
 
 
 def _check_constants(
-    source: Path, config: JobConfig, wanted: Mapping[str, Any], header: JobConfig | None,
+    source: Path, record: ModelRecord, wanted: Mapping[str, Any], header: ModelRecord | None,
     latents: tuple[float, float] | None = None,
 ) -> None:  # fmt: skip
     """Refuse weights for a configuration in which they would be another function. Raises WeightsError.
 
     Args:
         wanted: constants of the published network by key of the configuration.
-        header: configuration of weights that this program wrote, with their constants.
+        header: of weights that this program wrote, with their constants.
         latents: published shift and scale.
     """
+    config = record.config
     if header is not None:
-        wanted, latents = {key: attrgetter(key)(header) for key in wanted}, None
+        wanted, latents = {key: attrgetter(key)(header.config) for key in wanted}, None
     elif source.suffix == ".safetensors" and header_of(source).get("trained_for") == trained_for(config):
         wanted, latents = {}, None  # of captions: without a configuration
     found = _differing(config, {key: value for key, value in wanted.items() if value is not None})
-    if latents and config.data.name in LATENT_DATASETS:
-        normalization = DATASETS[config.data.name].store(config.data).index.normalization
+    if latents and record.latents:
+        normalization = record.latents.normalization
         for key, values, value in zip(("shift", "scale"), (normalization.shift, normalization.scale), latents, strict=True):
             if any(abs(each - value) > 1e-3 * abs(value) for each in values):
                 found.append(f"latents with {key} = {list(values)} (there {value:g})")

@@ -13,31 +13,14 @@ from torchtitan.runs.trained_model import TrainedModel
 from torchtitan.settings.sections import choices
 
 EMBEDDED = "embedded_guidance"
-# Section and key -> value that sets from before the key were drawn with, and do not record: they can be gone on with.
-_LATER_KEYS = {("schedule", "spacing"): "even", ("schedule", "last_step"): 0.0, ("solver", "last_step"): "velocity"}
 
 
 def set_settings(
     trained: TrainedModel, sampling: SamplingConfig, guide: LoadedGuide | None, decoder: LatentDecoder | None,
     image_shape: tuple[int, int, int], dtype: str,
 ) -> dict[str, Any]:  # fmt: skip
-    """Settings of a set, for JSON.
-
-    Args:
-        trained: the model.
-        sampling: its sampling method.
-        guide: of its guidance; None for the null condition.
-        decoder: of its latents; None for a model of images.
-        image_shape: (C, H, W) of what the network draws.
-        dtype: of compute.
-    """
-    sections = {
-        name: {
-            key: value for key, value in dataclasses.asdict(getattr(sampling, name)).items()
-            if _LATER_KEYS.get((name, key)) != value
-        }
-        for name in choices(sampling)
-    }
+    """Settings of a set, for JSON."""
+    sections = {name: dataclasses.asdict(getattr(sampling, name)) for name in choices(sampling)}
     return {
         "weights": _weights(trained),
         "guide": _weights(guide.model) if guide else None,

@@ -21,12 +21,11 @@ from torchtitan.checkpoint.location import run_checkpoints
 from torchtitan.checkpoint.manifest import MANIFEST
 from torchtitan.conditions import POOLED, TEXT
 from torchtitan.config.job import ConfigError, JobConfig, load_config
-from torchtitan.data import dataset_info
 from torchtitan.data.base import DatasetInfo
 from torchtitan.diffusion.objective import Objective
 from torchtitan.diffusion.objectives import build_objective
 from torchtitan.distributed.degrees import degrees_of
-from torchtitan.files.regular import read_toml
+from torchtitan.files.regular import read_text, read_toml
 from torchtitan.files.remote_path import AnyPath
 from torchtitan.files.weight_files import (
     WeightsError,
@@ -42,15 +41,15 @@ from torchtitan.models.adapters.adapters import trained_parameters
 from torchtitan.models.base import DiffusionModel
 from torchtitan.models.published_layouts import ConversionError
 from torchtitan.runs.data_changes import change_of_classes
+from torchtitan.runs.model_record import ModelRecord, record_of, record_of_checkpoint, record_of_weights
 from torchtitan.runs.network import adapted_network, check_base, network_on_meta
-from torchtitan.runs.portable import config_of_weights, config_without_data
 from torchtitan.runs.post_hoc_ema import Reconstruction, reconstruct, stored_averages
 from torchtitan.runs.published import layout_of, open_published
+from torchtitan.settings.record import CONFIG_HEADER
 from torchtitan.training.snapshot_series import SnapshotError
 
 _ENCODERS = {TEXT: "text_encoder_2", POOLED: "text_encoder"}  # folders of Flux's pipeline
 RECONSTRUCTED = "std="  # prefix of tracks that are reconstructed from snapshots
-_RunConfig = tuple[JobConfig, DatasetInfo, tuple[str, ...]]
 
 
 @dataclass(frozen=True)
@@ -58,8 +57,8 @@ class TrainedModel:
     """Model ready to sample from.
 
     Attributes:
-        config: the run's configuration.
-        info: of the dataset.
+        record: configuration of the training, and what is known of its data.
+        info: of the data, or with prompts instead of its conditions.
         model: in eval mode, float32, whole, on the given device.
         objective: of its training.
         label: origin of the weights, such as `step 1000, ema`.
@@ -69,7 +68,7 @@ class TrainedModel:
         encoders: places of the text encoders in a published pipeline's folder, by entry.
     """
 
-    config: JobConfig
+    record: ModelRecord
     info: DatasetInfo
     model: DiffusionModel
     objective: Objective
@@ -79,22 +78,25 @@ class TrainedModel:
     track: str = ""
     encoders: Mapping[str, str] = field(default_factory=dict)
 
+    @property
+    def config(self) -> JobConfig:
+        return self.record.config
+
 
 def load_run(folder: Path, track: str | None, step: int | None, device: torch.device) -> TrainedModel:
     """Load a checkpoint of a run.
 
     Args:
-        folder: the run's folder.
         track: name of an EMA track, "none" for the trained weights, `std=0.15` for an average of that length from the
             run's snapshots, None for the run's own choice.
         step: of the checkpoint, or of the snapshot; None for the newest good one.
-        device: of the model.
 
     Raises:
         WeightsError, ConfigError, CheckpointError.
     """
     checkpoints, step = _checkpoints_of(folder, step)
-    config, info, missing = _config_of_run(folder, checkpoints)
+    record, missing = _record_of_run(folder, checkpoints)
+    config, info = record.config, record.info
     track = track or config.sampling.ema_track
     tracks = [entry.name for entry in config.ema.tracks]
     if track.startswith(RECONSTRUCTED) and track not in tracks:
@@ -114,7 +116,7 @@ def load_run(folder: Path, track: str | None, step: int | None, device: torch.de
     if learned:
         read_tensors(checkpoint_path(checkpoints, step), learned)
     label = f"step {step}, {'trained weights' if track == 'none' else track}"
-    return TrainedModel(config, info, model, objective, label, (*missing, *warnings), step, track)
+    return TrainedModel(record, info, model, objective, label, (*missing, *warnings), step, track)
 
 
 def load_weights(path: Path, config_file: Path | None, device: torch.device) -> TrainedModel:
@@ -124,7 +126,6 @@ def load_weights(path: Path, config_file: Path | None, device: torch.device) -> 
         path: of the file, with tensors under the names of the model or, if its header says so, of a published layout; or of a
             folder of diffusers, which shows its model itself.
         config_file: configuration of the model; None: the one in the header of the file.
-        device: of the model.
 
     Raises:
         WeightsError: not a safetensors file, its header has no configuration, tensors are missing, superfluous or of another
@@ -133,24 +134,25 @@ def load_weights(path: Path, config_file: Path | None, device: torch.device) -> 
     """
     if path.is_dir():
         return _published_folder(path, config_file, device)
-    config = read_config(config_file) if config_file else config_of_weights(path)
-    if config is None:
+    record = record_of(read_config(config_file)) if config_file else record_of_weights(path)
+    if record is None:
         raise WeightsError(f"{path}: which model is this? (add --config FILE)")
+    config, info = record.config, record.info
     config.lora.enable = False  # the file is of a whole network
-    info = dataset_info(config.data)
     objective = build_objective(config.objective, config.debug.seed).to(device)
     if objective.reads_by_state:
         raise WeightsError(f"{path}: holds weights alone, but {objective.reads_by_state}")
     model = _empty_model(config, info, device)
     _fill(model, path, config)
-    return TrainedModel(config, info, model, objective, path.stem)
+    return TrainedModel(record, info, model, objective, path.stem)
 
 
 def empty_trained_model(folder: Path, device: torch.device) -> TrainedModel:
     """Model and objective of a run's folder without values, for `fill_reconstructed`. Raises ConfigError."""
-    config, info, missing = _config_of_run(folder, run_checkpoints(folder))
+    record, missing = _record_of_run(folder, run_checkpoints(folder))
+    config, info = record.config, record.info
     objective = build_objective(config.objective, config.debug.seed).to(device)
-    return TrainedModel(config, info, _empty_model(config, info, device), objective, "", missing)
+    return TrainedModel(record, info, _empty_model(config, info, device), objective, "", missing)
 
 
 @torch.no_grad()
@@ -185,13 +187,16 @@ def _reconstructed(folder: Path, track: str, step: int | None, device: torch.dev
 
 
 def read_config(path: Path, words: Sequence[str] = ()) -> JobConfig:
-    """Read the resolved configuration, for the number of processes that it had then; `words` override its keys."""
-    try:
+    """Read a configuration, for the number of processes that it had then; `words` override its keys.
+
+    A run's own may be of an earlier version, with keys that are no more.
+    """
+    degrees, earlier = None, False
+    with suppress(OSError, ValueError, AttributeError):  # what is wrong is reported by load_config
+        earlier = read_text(path).startswith(CONFIG_HEADER)
         table = read_toml(path).get("parallelism", {})
         degrees = degrees_of({f"parallelism.{key}": value for key, value in table.items()})
-    except (OSError, ValueError, AttributeError):
-        degrees = None  # what is wrong is reported by load_config
-    return load_config(["--job.config_file", str(path), *words], degrees.processes if degrees else 1)
+    return load_config(["--job.config_file", str(path), *words], degrees.processes if degrees else 1, earlier=earlier)
 
 
 def _checkpoints_of(folder: Path, step: int | None) -> tuple[AnyPath, int | None]:
@@ -205,49 +210,51 @@ def _checkpoints_of(folder: Path, step: int | None) -> tuple[AnyPath, int | None
     return run_checkpoints(folder), step
 
 
-def _config_of_run(folder: Path, checkpoints: AnyPath) -> _RunConfig:
-    """Configuration of a run, its data, or their record where they are not here or have other classes; what is to be said."""
+def _record_of_run(folder: Path, checkpoints: AnyPath) -> tuple[ModelRecord, tuple[str, ...]]:
+    """Record of a run: with its data, or by its checkpoint where they are not here or have other classes; what is to be said."""
     try:
-        return _with_trained_classes(folder, checkpoints, read_config(folder / "config.toml"))
+        return _with_trained_classes(folder, checkpoints, record_of(read_config(folder / "config.toml")))
     except ConfigError as error:
         steps = checkpoint_steps(checkpoints)
         with suppress(ConfigError):
-            if steps and (found := config_without_data(folder, checkpoint_path(checkpoints, steps[0]))):
+            if steps and (found := record_of_checkpoint(folder, checkpoint_path(checkpoints, steps[0]))):
                 said = f"{error.problems[0]} (the checkpoint's record of the data is used)"
-                return found, dataset_info(found.data), (said,) if (folder / "config.toml").exists() else ()
+                return found, (said,) if (folder / "config.toml").exists() else ()
         if not (folder / "config.toml").exists():
             raise WeightsError(f"{folder}: is no run folder, it has no config.toml (give the folder of one run)") from error
         raise
 
 
-def _with_trained_classes(folder: Path, checkpoints: AnyPath, config: JobConfig) -> _RunConfig:
-    """Configuration as given, or with the record of its data where the data have other classes now.
+def _with_trained_classes(
+    folder: Path, checkpoints: AnyPath, record: ModelRecord
+) -> tuple[ModelRecord, tuple[str, ...]]:
+    """Record as given, or by the checkpoint where the data have other classes now.
 
     Raises:
-        WeightsError: classes are others, and there is no record.
+        WeightsError: classes are others, and the checkpoint has no record.
     """
-    info, steps, change = dataset_info(config.data), checkpoint_steps(checkpoints), ""
-    if steps and info.class_names:
+    steps, change = checkpoint_steps(checkpoints), ""
+    if steps and record.info.class_names:
         checkpoint = checkpoint_path(checkpoints, steps[0])
         with suppress(CheckpointError):  # of a damaged one, which is skipped or reported when weights are read
-            change = f"{checkpoint}: {text}" if (text := change_of_classes(read_state(checkpoint), info)) else ""
+            change = f"{checkpoint}: {text}" if (text := change_of_classes(read_state(checkpoint), record.info)) else ""
     if not change:
-        return config, info, ()
-    if recorded := config_without_data(folder, checkpoint):
-        return recorded, dataset_info(recorded.data), (f"{change} (the checkpoint's record of the data is used)",)
+        return record, ()
+    if recorded := record_of_checkpoint(folder, checkpoint):
+        return recorded, (f"{change} (the checkpoint's record of the data is used)",)
     raise WeightsError(f"{change}, and has no record of the data (give the classes in order with data.classes_file)")
 
 
 def _published_folder(path: Path, config_file: Path | None, device: torch.device) -> TrainedModel:
-    weights, _ = open_published(path, "diffusers", read_config(config_file) if config_file else None)
-    config, info = weights.config, weights.info
+    weights, _ = open_published(path, "diffusers", record_of(read_config(config_file)) if config_file else None)
+    config, info = weights.record.config, weights.record.info
     objective = build_objective(config.objective, config.debug.seed).to(device)
     model = _empty_model(config, info, device)
     with torch.no_grad():
         for name, tensor in named_weights(model).items():
             tensor.copy_(weights.tensors[name])
     encoders = {entry: str(path / name) for entry, name in _ENCODERS.items() if (path / name).is_dir()}
-    return TrainedModel(config, info, model, objective, path.resolve().name, encoders=encoders)
+    return TrainedModel(weights.record, info, model, objective, path.resolve().name, encoders=encoders)
 
 
 def is_published_folder(path: Path) -> bool:

@@ -39,12 +39,7 @@ class EMASnapshots:
     """
 
     def __init__(self, run: Path, config: Any, bank: EMABank, parameters: dict[str, nn.Parameter]) -> None:
-        """
-        Args:
-            run: the run's folder.
-            config: of the run, a JobConfig.
-            bank, parameters: averages, and the network's parameters by name.
-        """
+        """Open the series of a run, by its JobConfig."""
         self.folder = snapshot_folder(run)
         self._run_config, self._config = config, config.ema
         self._images_per_step = config.training.global_batch_size

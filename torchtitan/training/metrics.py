@@ -31,24 +31,24 @@ _MOST_WAITING = 32  # microbatches
 class LossWindow:
     """Losses summed on the device since the last logged point, without any host synchronisation."""
 
-    def __init__(self, bin_edges: Tensor, heads: Sequence[str] = ()) -> None:
+    def __init__(self, bin_edges: Tensor, diagnostics: Sequence[str] = ()) -> None:
         """
         Args:
             bin_edges: inner edges in t, rising, [K - 1]; bin k holds edges[k - 1] < t <= edges[k].
-            heads: names of the predictions whose shares in the loss are counted.
+            diagnostics: names of the objective's per-sample values, whose means by bin are logged.
         """
-        self._heads = tuple(heads)
+        self._diagnostics = tuple(diagnostics)
         self._edges = bin_edges
         bins, device = len(bin_edges) + 1, bin_edges.device
         self._loss = torch.zeros(2, dtype=torch.float64, device=device)  # sum, count
-        # Sums of errors, counts, sums of each head's share.
-        self._by_bin = torch.zeros(2 + len(self._heads), bins, dtype=torch.float64, device=device)
+        # Sums of errors, counts, sums of each diagnostic.
+        self._by_bin = torch.zeros(2 + len(self._diagnostics), bins, dtype=torch.float64, device=device)
         self._waiting: list[Tensor] = []  # of microbatches: counted together, they take as many operations as one
 
     def add(self, terms: LossTerms) -> None:
         """Count one microbatch; samples whose loss is not finite are left out."""
-        shares = () if terms.shares is None else terms.shares.unbind(1)
-        added = torch.stack((terms.t, terms.loss.detach(), terms.error, *shares))  # [3 + heads, B]
+        diagnostics = [terms.diagnostics[name] for name in self._diagnostics]
+        added = torch.stack((terms.t, terms.loss.detach(), terms.error, *diagnostics))  # [3 + diagnostics, B]
         if self._waiting and self._waiting[0].shape != added.shape:
             self._count()
         self._waiting.append(added)
@@ -59,14 +59,14 @@ class LossWindow:
         """Add the microbatches that wait to the sums, one after the other."""
         if not self._waiting:
             return
-        waiting, self._waiting = torch.stack(self._waiting), []  # [M, 3 + heads, B]
+        waiting, self._waiting = torch.stack(self._waiting), []  # [M, 3 + diagnostics, B]
         values = waiting[:, 1:].to(torch.float64)
         finite = values[:, :2].isfinite().all(1)  # [M, B]
-        loss, error, *shares = torch.where(finite[:, None], values, 0.0).unbind(1)
+        loss, error, *diagnostics = torch.where(finite[:, None], values, 0.0).unbind(1)
         self._loss[0] = torch.cat((self._loss[:1], loss.sum(1))).cumsum(0)[-1]
         self._loss[1] += finite.sum()
         bins = torch.bucketize(waiting[:, 0].contiguous(), self._edges).flatten()
-        for row, added in enumerate((error, finite.to(torch.float64), *shares)):
+        for row, added in enumerate((error, finite.to(torch.float64), *diagnostics)):
             self._by_bin[row].index_add_(0, bins, added.flatten())
 
     def reduce(self) -> dict[str, float]:
@@ -80,15 +80,15 @@ class LossWindow:
             dist.all_reduce(highest, op=dist.ReduceOp.MAX)
         self._loss.zero_()
         self._by_bin.zero_()
-        sums, counts, *shares = by_bin.tolist()
+        sums, counts, *diagnostics = by_bin.tolist()
         filled = [k for k in range(len(counts)) if counts[k]]
         return {
             "loss_metrics/global_avg_loss": float(total[0] / total[1]),
             "loss_metrics/global_max_loss": float(highest),
             **{f"loss_by_bin/{k}": sums[k] / counts[k] for k in filled},
             **{
-                f"head_share/{name}/{k}": of_head[k] / counts[k]
-                for name, of_head in zip(self._heads, shares, strict=True) for k in filled
+                f"{name}/{k}": values[k] / counts[k]
+                for name, values in zip(self._diagnostics, diagnostics, strict=True) for k in filled
             },
         }
 

@@ -5,13 +5,13 @@ Exit codes: 0; 1: verify found damage, or diff a difference; 2: refused, nothing
 
 import argparse
 import sys
-import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
+from torch import Tensor
 
 from torchtitan.checkpoint.checkpointer import CheckpointError, checkpoint_path, checkpoint_steps, newest_good, verify
 from torchtitan.checkpoint.comparison import (
@@ -30,25 +30,18 @@ from torchtitan.config.job import ConfigError, JobConfig, split_data_words
 from torchtitan.config.latent_cache import trained_info
 from torchtitan.data.base import DatasetError
 from torchtitan.evaluation.config import SamplingConfig
-from torchtitan.files.hub import is_hub_name
-from torchtitan.files.hub_upload import HubError, upload_folder
 from torchtitan.files.remote_path import AnyPath, RemotePath
-from torchtitan.files.weight_files import (
-    WeightsError,
-    header_of,
-    refuse_existing,
-)
+from torchtitan.files.weight_files import WeightsError, header_of, named_weights, refuse_existing
 from torchtitan.models import MODELS
 from torchtitan.models.adapters.adapter_files import DTYPES, known_layouts, read_adapter, write_adapter
-from torchtitan.models.adapters.adapters import adapter_weights
+from torchtitan.models.adapters.adapters import adapter_weights, merged_weights
 from torchtitan.models.adapters.layouts import NATIVE, AdapterLayout
 from torchtitan.processes.command_line import OneLineParser, readable_size, run_program
 from torchtitan.runs.check import Finding, check_run
 from torchtitan.runs.final_weights import adapter_header
+from torchtitan.runs.model_record import ModelRecord, record_of
 from torchtitan.runs.network import network_on_meta
-from torchtitan.runs.portable import header_config
-from torchtitan.runs.published import LAYOUTS, OWN, WRITTEN, open_published, write_weights
-from torchtitan.runs.shared_files import own_weights, write_model_files
+from torchtitan.runs.published import LAYOUTS, OWN, WRITTEN, OwnWeights, open_published, write_weights
 from torchtitan.runs.trained_model import TrainedModel, load_run, read_config
 
 MOST_ROWS = 10  # of differences
@@ -61,7 +54,7 @@ def main(words: list[str] | None = None) -> int:
     arguments = parse_arguments(sys.argv[1:] if words is None else words)
     try:
         return arguments.command(arguments)
-    except (ConfigError, CheckpointError, DatasetError, HubError) as error:
+    except (ConfigError, CheckpointError, DatasetError) as error:
         print(error, file=sys.stderr)
         return 2
 
@@ -96,16 +89,6 @@ def parse_arguments(words: list[str]) -> argparse.Namespace:
     what.add_argument("--adapter", choices=ADAPTER_LAYOUTS, help="write the adapter alone, in this layout")
     add_layout_options(command)
     add_output(command, "file to write, or folder for diffusers")
-
-    command = commands.add_parser("push", help="upload a run's weights to the Hugging Face hub, with a model card")
-    command.set_defaults(command=push)
-    command.add_argument("run", type=Path, help="a run's folder")
-    command.add_argument("--repo", required=True, metavar="OWNER/NAME", help="repository; it is made if there is none")
-    command.add_argument("--step", type=int, help="checkpoint of this step (default: the newest good one)")
-    command.add_argument("--ema", metavar="TRACK", help="EMA track, or 'none' (default: sampling.ema_track)")
-    command.add_argument("--dtype", choices=DTYPES, default="float32")
-    command.add_argument("--private", action="store_true", help="make the repository a private one")
-    command.add_argument("--dry-run", type=Path, metavar="FOLDER", help="write the files to this new folder, and upload none")
 
     command = commands.add_parser("import", help="turn published weights into a safetensors file of this program")
     command.set_defaults(command=import_)
@@ -315,33 +298,20 @@ def export_file(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def push(arguments: argparse.Namespace) -> int:
-    if not is_hub_name(arguments.repo) or arguments.repo.count("/") != 1:
-        raise WeightsError(f"--repo: {arguments.repo!r} is no name of a repository (give OWNER/NAME)")
-    checkpoints_of(arguments.run)
-    trained = load_run(arguments.run, arguments.ema, arguments.step, torch.device("cpu"))
-    print_notes(trained.warnings)
-    if not header_config(trained.config, trained.info):
-        reason = "sampling needs its caption embeddings, which are not stored with the weights"
-        raise WeightsError(f"{arguments.run}: a text-to-image model cannot be pushed: {reason}")
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = arguments.dry_run or Path(scratch) / "files"
-        refuse_existing(folder, overwrite=False)
-        folder.mkdir(parents=True)
-        write_model_files(folder, arguments.run, trained, arguments.repo, arguments.dtype)
-        if arguments.dry_run:
-            print(f"{folder}: {', '.join(sorted(path.name for path in folder.iterdir()))}")
-            return 0
-        print(upload_folder(folder, arguments.repo, private=arguments.private, message=trained.label))
-    return 0
+def own_weights(run: Path, trained: TrainedModel) -> OwnWeights:
+    """Weights of a run under the network's own names; adapters are merged into the network."""
+    model, config = trained.model, trained.config
+    tensors: Mapping[str, Tensor] = named_weights(model)
+    if config.lora.enable:
+        model, tensors = network_on_meta(config, trained.info), merged_weights(model)
+    return OwnWeights(run, trained.record, model, tensors, f"{run.resolve().name}, {trained.label}")
 
 
 def import_(arguments: argparse.Namespace) -> int:
     refuse_existing(arguments.output, arguments.overwrite)
     if arguments.output.suffix != ".safetensors":
         raise WeightsError(f"{arguments.output}: must end in .safetensors, the format of the output")
-    config = read_config(arguments.config, arguments.data_words) if arguments.config else None
-    weights, notes = open_published(arguments.file, arguments.format, config)
+    weights, notes = open_published(arguments.file, arguments.format, given_record(arguments))
     print_notes(notes)
     write_weights(weights, arguments.output, OWN, dtype=arguments.dtype, overwrite=arguments.overwrite)
     print(f"{arguments.output}: {len(weights.tensors)} tensors")
@@ -350,11 +320,15 @@ def import_(arguments: argparse.Namespace) -> int:
 
 def convert(arguments: argparse.Namespace) -> int:
     refuse_existing(arguments.output, arguments.overwrite)
-    config = read_config(arguments.config, arguments.data_words) if arguments.config else None
-    weights, notes = open_published(arguments.file, getattr(arguments, "from"), config)
+    weights, notes = open_published(arguments.file, getattr(arguments, "from"), given_record(arguments))
     print_notes([*notes, *write_weights(weights, arguments.output, arguments.to, **write_options(arguments))])
     print(f"{arguments.output}: {weights.label}, {arguments.to} layout")
     return 0
+
+
+def given_record(arguments: argparse.Namespace) -> ModelRecord | None:
+    """Record of --config; None where it is not given."""
+    return record_of(read_config(arguments.config, arguments.data_words)) if arguments.config else None
 
 
 def write_options(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -17,18 +17,12 @@ from torchtitan.config.job import ConfigError
 from torchtitan.data.base import DatasetError
 from torchtitan.distributed.config import CommConfig
 from torchtitan.distributed.mesh import compute_device, init_process_group, process_group
+from torchtitan.errors import EvaluationError
 from torchtitan.files.weight_files import WeightsError, refuse_existing
 from torchtitan.processes.command_line import FirstRankParser, exit_code, interrupt_by_signals
 from torchtitan.programs import program
-from torchtitan.runs.ema_sweep import SweepOptions, sweep
-from torchtitan.runs.post_hoc_ema import (
-    MAX_ERROR,
-    check_std,
-    left_out_tracks,
-    reconstruct,
-    stored_averages,
-    write_weights,
-)
+from torchtitan.runs.ema_sweep import LOSS, sweep
+from torchtitan.runs.post_hoc_ema import MAX_ERROR, check_std, reconstruct, stored_averages, write_weights
 from torchtitan.training.ema_snapshots import EMA_FOLDER
 
 FIRST = os.environ.get("RANK", "0") == "0"
@@ -39,13 +33,13 @@ def main(words: list[str] | None = None) -> int:
     arguments = parse_arguments(words)
     try:
         return arguments.command(arguments)
-    except (AutoencoderError, ConfigError, CheckpointError, DatasetError) as error:
+    except (AutoencoderError, ConfigError, CheckpointError, DatasetError, EvaluationError) as error:
         if FIRST:
             print(error, file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         if FIRST:
-            print("stopped; the same command resumes", file=sys.stderr)
+            print("stopped", file=sys.stderr)
         return 130
 
 
@@ -62,29 +56,18 @@ def parse_arguments(words: list[str] | None) -> argparse.Namespace:
     command.add_argument("--output", type=Path, help="file to write (default: RUN/ema/step-N-std-S.safetensors)")
     command.add_argument("--overwrite", action="store_true", help="replace an existing file")
 
-    command = commands.add_parser("sweep", help="score averages of several lengths, and draw the curve")
+    command = commands.add_parser("sweep", help="score averages of several lengths, and name the best")
     command.set_defaults(command=score_lengths)
     add_series(command)
     add_max_error(command)
     command.add_argument("--stds", type=float, nargs="+", required=True, metavar="S", help="lengths of the averages")
-    command.add_argument("--metric", default="loss", help="held-out loss, or a metric of samples as fd, by the "
-        "extractor and the reference of [evaluation] (default: loss)")
+    command.add_argument("--metric", default=LOSS, help="held-out loss, or a metric of samples as fd, by the extractor and "
+        "the reference of [evaluation] (default: loss)")
     command.add_argument("--images", type=int, help="held-out images, or samples (default: validation.num_images, "
         "evaluation.count)")
-    command.add_argument("--batch-size", type=int, default=256, help="images at a time on each rank (default: 256)")
-    command.add_argument("--guidance-scale", type=float, help="of samples (default: sampling.guidance_scale)")
-    command.add_argument("--guide", metavar="RUN[@STEP][:TRACK]", help="weights that samples are guided away from, "
-        f"as of {program('sample')} (default: sampling.guide_track)")
-    command.add_argument("--num-steps", type=int, help="solver steps of samples (default: sampling.num_steps)")
-    command.add_argument("--seed", type=int, help="of noise and timesteps (default: debug.seed)")
-    command.add_argument("--output", type=Path, metavar="FILE.json", help="record of the scores, its picture beside "
-        "(default: RUN/ema/sweep-step-N-METRIC.json)")
-
-    command = commands.add_parser("check", help="reconstruct each tracked average from the others, and compare")
-    command.set_defaults(command=check_accuracy)
-    add_series(command)
-    command.add_argument("--snapshots", type=int, nargs="+", metavar="K", help="numbers of evenly spaced snapshots to use "
-        "(default: all)")
+    command.add_argument("--guidance-scale", type=float, help="guidance of samples (default: evaluation.guidance_scale)")
+    command.add_argument("--guide", metavar="RUN[@STEP][:TRACK]", help="weights that samples are guided away from, as in "
+        f"{program('sample')} (default: sampling.guide_track)")
     return parser.parse_args(words)
 
 
@@ -126,29 +109,16 @@ def refuse_output(path: Path, overwrite: bool) -> None:
 def score_lengths(arguments: argparse.Namespace) -> int:
     for std in arguments.stds:
         check_std(std)
-    options = SweepOptions(
-        tuple(sorted(set(arguments.stds))), arguments.metric, arguments.images, arguments.batch_size, arguments.guidance_scale,
-        arguments.num_steps, arguments.guide, arguments.seed, arguments.max_error,
-    )  # fmt: skip
     init_process_group(CommConfig())
     with process_group():
-        for line in sweep(arguments.run, arguments.step, options, arguments.output, arguments.ignore_gaps, compute_device()):
+        lines = sweep(
+            arguments.run, sorted(set(arguments.stds)), arguments.metric, compute_device(), step=arguments.step,
+            images=arguments.images, guidance_scale=arguments.guidance_scale, guide=arguments.guide,
+            max_error=arguments.max_error, ignore_gaps=arguments.ignore_gaps,
+        )  # fmt: skip
+        for line in lines:
             if FIRST:
-                print(line)
-    return 0
-
-
-def check_accuracy(arguments: argparse.Namespace) -> int:
-    if not FIRST:
-        return 0
-    rows = left_out_tracks(arguments.run, arguments.step, arguments.snapshots, arguments.ignore_gaps)
-    titles = f"{'track':>16}  {'std':>7}  {'snapshots':>9}  {'profile error':>13}  {'error of weights':>16}  sum of |c|\n"
-    for number, row in enumerate(rows):
-        print("" if number else titles, end="")
-        print(
-            f"{row.track:>16}  {row.found.std:>7g}  {len(row.found.stored.snapshots):>9}  "
-            f"{row.found.combination.error:>13.3e}  {row.error:>16.3e}  {row.found.combination.magnitude:.3g}"
-        )
+                print(line, flush=True)
     return 0
 
 

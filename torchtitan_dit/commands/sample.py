@@ -1,11 +1,13 @@
 """Draw images from a trained model: scripts/sample.py RUN_FOLDER (or WEIGHTS.safetensors --config FILE).
 
-Without --count and --seeds a grid is drawn, named by step, weights and the options given; with one of them a set of images, which
-resumes after a kill. Under torchrun the images are divided among the ranks; they are the same on any number of them.
+Without --count and --seeds a grid is drawn, named by step, weights and seed, and numbered where there is one; with one of
+them a set of images, which resumes after a kill. Under torchrun the images are divided among the ranks; they are the same
+on any number of them.
 """
 
 import argparse
 import dataclasses
+import itertools
 import logging
 import os
 import sys
@@ -17,11 +19,9 @@ from safetensors.torch import save_file
 from torchtitan.autoencoders.base import AutoencoderError
 from torchtitan.checkpoint.checkpointer import CheckpointError
 from torchtitan.config.job import ConfigError
-from torchtitan.data import DATASETS
 from torchtitan.distributed.collectives import group_for_work
 from torchtitan.distributed.config import CommConfig
 from torchtitan.distributed.mesh import init_process_group
-from torchtitan.evaluation.config import LATENT_DATASETS
 from torchtitan.evaluation.sample_files import SET_FORMATS
 from torchtitan.evaluation.sample_plans import SampleNotFinite, SampleSetError
 from torchtitan.evaluation.sample_sets import SampleSet, draw_set
@@ -30,10 +30,9 @@ from torchtitan.files.durable import replacing
 from torchtitan.pictures.grids import class_labels, image_grid, save_image
 from torchtitan.processes.command_line import FirstRankParser, exit_code
 from torchtitan.runs.drawing import Drawing, add_drawing_options, beside, chosen_classes, open_drawing
-from torchtitan.runs.drawn_names import drawn_name
 from torchtitan.runs.prompts import add_prompt_options, check_prompted, places, with_prompts
 from torchtitan.runs.sampling_options import option
-from torchtitan.runs.trained_model import WeightsError
+from torchtitan.runs.trained_model import TrainedModel, WeightsError
 
 FIRST = os.environ.get("RANK", "0") == "0"
 # Options of the grid, and their defaults; none has an effect on a set.
@@ -114,8 +113,6 @@ def check(arguments: argparse.Namespace, drawing: Drawing) -> None:
     if not 0 <= arguments.seed < 2**64:
         raise WeightsError(f"--seed: must be in 0..2^64 - 1, is {arguments.seed}")
     arguments.classes = chosen_classes(arguments.classes, drawing.trained)
-    if arguments.output and not arguments.set:
-        refuse_earlier_pictures(arguments.output, arguments, drawn_name(arguments, drawing.trained, GRID_OPTIONS))
 
 
 def plan_set(arguments: argparse.Namespace, drawing: Drawing) -> SampleSet:
@@ -124,13 +121,13 @@ def plan_set(arguments: argparse.Namespace, drawing: Drawing) -> SampleSet:
     return SampleSet(arguments.output or beside(arguments.source, "set"), plan, arguments.format or "png")
 
 
-def refuse_earlier_pictures(folder: Path, arguments: argparse.Namespace, name: str) -> None:
-    """Refuse to overwrite files of a name in a folder of the user's. Raises WeightsError."""
-    names = [f"grid-{name}.png"]
-    names += [f"latents-{name}.safetensors"] if arguments.latents else []
-    names += [f"class-*-image-*-{name}.png"] if arguments.files else []
-    if there := [path for name in names for path in folder.glob(name)]:
-        raise WeightsError(f"{min(there)}: exists already (give another --output or --seed)")
+def unused_name(folder: Path, trained: TrainedModel, seed: int) -> str:
+    """Name of pictures, as `step-200-ema-seed-0`, which no grid in the folder has: the second one ends in `-2`."""
+    origin = [f"step-{trained.step}"] if trained.step is not None else []
+    origin += [trained.track] if trained.track else []
+    name = "-".join([*origin, f"seed-{seed}"])
+    names = (f"{name}-{number}" if number > 1 else name for number in itertools.count(1))
+    return next(name for name in names if not (folder / f"grid-{name}.png").exists())
 
 
 def draw(arguments: argparse.Namespace, drawing: Drawing, samples: SampleSet) -> int:
@@ -182,7 +179,7 @@ def draw_grid(arguments: argparse.Namespace, drawing: Drawing) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     rows = choices[:: arguments.images_per_class].tolist()
     names = class_labels(rows, kind.choice_names)
-    name = drawn_name(arguments, trained, GRID_OPTIONS)
+    name = unused_name(folder, trained, arguments.seed)
     grid = folder / f"grid-{name}.png"
     image_grid(images, len(rows), arguments.images_per_class, names, trained.label).save(grid)
     print(grid)
@@ -193,8 +190,7 @@ def draw_grid(arguments: argparse.Namespace, drawing: Drawing) -> None:
         print(f"{folder}: {len(images)} images")
     if arguments.latents:
         file = folder / f"latents-{name}.safetensors"
-        data = trained.config.data
-        metadata = DATASETS[data.name].store(data).index.metadata() if data.name in LATENT_DATASETS else None
+        metadata = trained.record.latents.metadata() if trained.record.latents else None
         with replacing(file) as unfinished:
             save_file({"latents": drawn.float().contiguous(), "labels": choices}, unfinished, metadata)
         print(file)

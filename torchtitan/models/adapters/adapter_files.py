@@ -6,13 +6,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from torchtitan.errors import first_line
 from torchtitan.files.regular import read_regular
 from torchtitan.files.shard_files import write_tensors
-from torchtitan.files.weight_files import WeightsError, read_state_dict, written_whole
+from torchtitan.files.weight_files import header_of, read_state_dict, written_whole
 from torchtitan.models.adapters.adapters import check_shape
 from torchtitan.models.adapters.fusing import padded, with_alpha
 from torchtitan.models.adapters.layouts import NATIVE, AdapterLayout
@@ -71,7 +69,7 @@ def read_adapter(path: Path, model: DiffusionModel, layouts: Mapping[str, Adapte
     """
     path = path / _PEFT_WEIGHTS if path.is_dir() else path
     tensors, _ = read_state_dict(path)
-    metadata = _metadata(path)
+    metadata = header_of(path) if path.suffix == ".safetensors" else {}
     try:
         of_network, notes = _without_text_encoders(tensors)
         layout = _recognised(of_network, known_layouts(layouts), model)
@@ -132,16 +130,6 @@ def write_adapter(
     with written_whole(path, overwrite) as temporary:
         write_tensors(temporary, entries, tensors.values(), header)
     return len(tensors)
-
-
-def _metadata(path: Path) -> dict[str, str]:
-    if path.suffix != ".safetensors":
-        return {}
-    try:
-        with safe_open(path, framework="pt") as file:
-            return dict(file.metadata() or {})
-    except (SafetensorError, OSError) as error:
-        raise WeightsError(f"{path}: is not a readable safetensors file: {first_line(error)}") from error
 
 
 def _without_text_encoders(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:

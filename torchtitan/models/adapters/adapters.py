@@ -73,7 +73,6 @@ def add_frozen_adapter(
 
     Args:
         name: without dots.
-        weights: of its targets.
         training_weight, sampling_weight: multiples of its update in train mode and in eval mode.
         source: file or key, named in errors.
         device: of the adapter; None: that of the layers.
@@ -169,25 +168,6 @@ def draw_adapter_dropout(model: nn.Module, seed: int, samples: Tensor, attempt: 
             layer.keys = of_layer
 
 
-@torch.no_grad()
-def merge(model: nn.Module) -> None:
-    """Add the updates to the weights, as they are in eval mode, in place; forwards then cost as much as without adapters."""
-    for _, layer in adapted_layers(model):
-        if not layer.merged:
-            merged = _merged(layer)
-            layer.weight.copy_(merged)
-            layer.merged = True
-
-
-@torch.no_grad()
-def unmerge(model: nn.Module) -> None:
-    """Subtract the updates that `merge` added; the weights are as before up to rounding."""
-    for _, layer in adapted_layers(model):
-        if layer.merged:
-            layer.weight.copy_(_merged(layer, -1.0))
-            layer.merged = False
-
-
 def merged_weights(model: nn.Module) -> ComputedTensors:
     """Weights of the network as if it had no adapters: their updates, in eval mode's multiples, are added in float32.
 
@@ -217,20 +197,20 @@ def trained_parameters(parameters: Mapping[str, nn.Parameter]) -> dict[str, nn.P
 
 
 def _weight_of(tensor: Tensor, layer: AdaptedLayer | None) -> Tensor:
-    return tensor if layer is None or layer.merged else _merged(layer)
+    return tensor if layer is None else _merged(layer)
 
 
 @torch.no_grad()
-def _merged(layer: AdaptedLayer, sign: float = 1.0) -> Tensor:
+def _merged(layer: AdaptedLayer) -> Tensor:
     was_training = layer.training
     layer.eval()
     try:
-        update = layer.update_of_weight(always=True)
+        update = layer.update_of_weight()
     finally:
         layer.train(was_training)
     weight = layer.weight.detach()
     weight = weight.to(torch.promote_types(weight.dtype, torch.float32))
-    return weight.clone() if update is None else weight + sign * update
+    return weight.clone() if update is None else weight + update
 
 
 def _empty(model: DiffusionModel, target: Target, rank: int, alpha: float, device: torch.device | None) -> LowRank:

@@ -26,7 +26,6 @@ def freeze_and_adapt(model: DiffusionModel, config: LoRAConfig, sets: TargetSets
 
     Args:
         model: on the meta device, or of fake tensors.
-        config: the section.
         sets: published sets of the model's family, by name.
 
     Raises:

@@ -17,7 +17,6 @@ def cut(whole: LowRankWeights, rows: Sequence[int]) -> list[LowRankWeights | Non
     """Cut the update of a layer into those of its parts.
 
     Args:
-        whole: of all rows.
         rows: of each part, in order.
 
     Returns:

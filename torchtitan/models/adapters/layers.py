@@ -67,7 +67,6 @@ class AdaptedLayer(nn.Module):
 
     Attributes:
         adapters: name -> updates of different rows, ascending.
-        merged: whether the updates are in the weight, see `merge`.
     """
 
     weight: Any  # a parameter; the layers that are replaced declare it differently
@@ -82,7 +81,6 @@ class AdaptedLayer(nn.Module):
         for name, module in layer._modules.items():
             self.register_module(name, module)
         self.adapters = nn.ModuleDict()
-        self.merged = False
         self.train(layer.training)
 
     def add(self, name: str, update: LowRank) -> None:
@@ -97,25 +95,20 @@ class AdaptedLayer(nn.Module):
 
     def updates(self) -> Iterator[list[LowRank]]:
         """Updates of each adapter that counts in the present mode."""
-        if not self.merged:
-            for pieces in self.adapters.values():
-                found = [piece for piece in cast(list[LowRank], pieces) if piece.strength]
-                if found:
-                    yield found
+        for pieces in self.adapters.values():
+            found = [piece for piece in cast(list[LowRank], pieces) if piece.strength]
+            if found:
+                yield found
 
-    def update_of_weight(self, *, always: bool = False) -> Tensor | None:
-        """Sum of all updates, of the shape of the weight; None where no adapter counts; always: merged ones too."""
+    def update_of_weight(self) -> Tensor | None:
+        """Sum of all updates, of the shape of the weight; None where no adapter counts."""
         if isinstance(self.weight, QuantizedWeight):
             refuse_merging(self.weight)
-        merged, self.merged = self.merged, self.merged and not always
-        try:
-            rows, total = self.weight.shape[0], None
-            for pieces in self.updates():
-                whole = _of_all_rows(pieces, [piece.of_weight() for piece in pieces], rows, dim=0)
-                total = whole if total is None else total + whole
-            return total
-        finally:
-            self.merged = merged
+        rows, total = self.weight.shape[0], None
+        for pieces in self.updates():
+            whole = _of_all_rows(pieces, [piece.of_weight() for piece in pieces], rows, dim=0)
+            total = whole if total is None else total + whole
+        return total
 
     def adapted_weight(self) -> Tensor:
         """Raw weight with all updates."""

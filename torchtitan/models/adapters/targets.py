@@ -22,7 +22,6 @@ def find_targets(model: DiffusionModel, config: LoRAConfig, sets: TargetSets) ->
 
     Args:
         model: on any device, without adapters.
-        config: the section.
         sets: published sets of the model's family, by name.
 
     Raises:

@@ -1,0 +1,123 @@
+"""Record that travels with weights: in a file's header and a checkpoint's state, written and read back."""
+
+import json
+import shutil
+import tomllib
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tomli_w
+import torch
+from PIL import Image
+from safetensors.torch import save_file
+
+from tests.configurations import load
+from torchtitan.config.job import ConfigError
+from torchtitan.runs import model_record
+from torchtitan.runs.model_record import CONFIG, RECORD, load_record, record_of, record_of_checkpoint, record_of_weights
+from torchtitan.runs.trained_model import read_config
+from torchtitan.settings.record import CONFIG_HEADER, effective
+
+RUN = """
+[data]
+name = "image_folder"
+path = "pictures"
+image_size = 16
+[sampling]
+enable = false
+[validation]
+enable = false
+"""
+# As files and checkpoints had it while the record was a dataset.
+EARLIER = """
+[data]
+name = "recorded"
+labels = true
+shape = [3, 16, 16]
+num_classes = 2
+[sampling]
+enable = false
+judge_images = 0
+"""
+LATENTS = {"shape": [4, 8, 8], "num_classes": 2, "class_names": ["a", "b"], "shift": [1.0, 0.0, 0.0, 0.0],
+           "scale": [0.5, 1.0, 1.0, 1.0], "encoder": '{"name": "taef2", "downscale": 8}', "image_size": 64}  # fmt: skip
+
+
+@pytest.fixture
+def unsampled(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("cats", "dogs"):
+        (tmp_path / "pictures" / name).mkdir(parents=True)
+        Image.fromarray(np.zeros((16, 16, 3), np.uint8)).save(tmp_path / "pictures" / name / "0.png")
+    return load(RUN)
+
+
+def test_a_file_of_a_run_without_samples_is_read(unsampled):
+    save_file({"x": torch.zeros(1)}, "weights.safetensors", record_of(unsampled).header())
+    shutil.rmtree("pictures")
+    found = record_of_weights(Path("weights.safetensors"))
+    assert found.elsewhere and found.latents is None
+    assert (found.info.image_shape, found.info.class_names) == ((3, 16, 16), ("cats", "dogs"))
+
+
+def test_a_record_of_latents_has_their_normalisation_and_autoencoder_and_is_written_again_as_it_was_read():
+    found = load_record({"model": {"patch_size": 2}, "data": LATENTS}, "x")
+    assert (found.latents.normalization.shift, found.latents.normalization.scale) == (LATENTS["shift"], LATENTS["scale"])
+    assert found.latents.autoencoder == json.loads(LATENTS["encoder"]) and found.latents.image_size == 64
+    assert found.data_table() == LATENTS and tomllib.loads(found.header()[CONFIG])["data"] == LATENTS
+    earlier = load_record({"data": {"name": "recorded_latents", "shape": [4, 8, 8], "shift": [], "scale": []}}, "x")
+    assert earlier.latents.normalization.scale == [1.0] * 4 and earlier.latents.autoencoder == {"name": "unknown"}
+
+
+def test_an_earlier_file_of_a_run_without_samples_is_read(tmp_path):
+    save_file({"x": torch.zeros(1)}, tmp_path / "weights.safetensors", {CONFIG: EARLIER})
+    assert record_of_weights(tmp_path / "weights.safetensors").info.num_classes == 2
+
+
+def test_a_header_names_no_place_that_is_opened(tmp_path):
+    path = tmp_path / "weights.safetensors"
+    text = EARLIER + '[objective.timesteps]\nname = "slots"\nedges = [0.0, 0.5, 1.0]\nedges_path = "edges.json"\n'
+    text += '[lora]\nenable = true\ninitial_adapter = "a.safetensors"\n[checkpoint]\ninitial_weights = "b.safetensors"\n'
+    save_file({"x": torch.zeros(1)}, path, {CONFIG: text})
+    found = record_of_weights(path).config
+    assert not (found.lora.enable or found.checkpoint.initial_weights or found.objective.timesteps.edges_path)
+    assert found.data.path == ""
+    for data in ('name = "image_folder"\npath = "pictures"', 'name = "huggingface"\npath = "owner/name"', 'name = ["recorded"]'):
+        save_file({"x": torch.zeros(1)}, path, {CONFIG: f"[data]\n{data}\n"})
+        assert record_of_weights(path) is None
+
+
+@pytest.mark.parametrize("change, text", [
+    ({"shape": [4, 0, 8]}, "x: data.shape: [4, 0, 8] is not three positive numbers: channels, height, width"),
+    ({"shape": "large"}, "x: data.shape: "),
+    ({"class_names": ["a"]}, "x: data.class_names: 1 names of 2 classes"),
+    ({"scale": [1.0]}, "x: data.scale: 1 numbers for 4 channels"),
+    ({"encoder": "[]"}, "x: data.encoder: is no autoencoder's record"),
+])  # fmt: skip
+def test_a_record_that_describes_no_data_is_refused(change, text):
+    with pytest.raises(ConfigError) as refused:
+        load_record({"data": LATENTS | change}, "x")
+    assert str(refused.value).startswith(text) and len(refused.value.problems) == 1
+
+
+@pytest.mark.parametrize("with_folder", [True, False])
+def test_a_checkpoint_of_a_run_without_samples_is_read_where_its_data_are_gone(unsampled, monkeypatch, tmp_path, with_folder):
+    tables = effective(unsampled)
+    state = {RECORD: record_of(unsampled).data_table(), "config": tables}
+    monkeypatch.setattr(model_record, "read_state", lambda checkpoint: state)
+    shutil.rmtree("pictures")
+    if with_folder:
+        (tmp_path / "config.toml").write_text(tomli_w.dumps({name: table for name, table in tables.items() if table}))
+    found = record_of_checkpoint(tmp_path, tmp_path / "step-2")
+    assert found.elsewhere and found.info.num_classes == 2 and found.config.data.path == ""
+
+
+def test_a_run_of_an_earlier_version_is_read_without_the_keys_that_are_no_more(tmp_path):
+    path = tmp_path / "config.toml"
+    own = '[data]\nname = "digits"\n[sampling]\nnum_steps = 7\njudge_images = 100\n[gns]\nenable = false\ngrow = 2\n'
+    path.write_text(CONFIG_HEADER + own)
+    assert read_config(path).sampling.num_steps == 7
+    path.write_text(own)  # by hand: it may be a typing error
+    with pytest.raises(ConfigError, match="sampling.judge_images: unknown key"):
+        read_config(path)

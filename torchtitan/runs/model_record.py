@@ -1,0 +1,233 @@
+"""Record that travels with weights: the configuration that builds and samples their network, and what is known of its data.
+
+A safetensors file has it in its header, as TOML; a checkpoint in its state. It names nothing that is opened.
+"""
+
+import dataclasses
+import json
+import tempfile
+import tomllib
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+
+from torchtitan.checkpoint.reading import read_state
+from torchtitan.conditions import POOLED, TEXT, Classes, Embeddings, Unconditional, class_kind
+from torchtitan.config.job import ConfigError, JobConfig, load_config
+from torchtitan.config.latent_cache import trained_info
+from torchtitan.data import DATASETS, DatasetInfo
+from torchtitan.data.synthetic import text_kind
+from torchtitan.errors import CheckpointError
+from torchtitan.evaluation.config import LATENT_DATASETS
+from torchtitan.files.regular import read_toml
+from torchtitan.files.remote_path import AnyPath
+from torchtitan.files.weight_files import header_of
+from torchtitan.latents.index import Normalization, StoreIndex
+from torchtitan.settings import setting
+from torchtitan.settings.record import effective
+from torchtitan.settings.schema import validate_section
+
+CONFIG = "config"  # entry of a safetensors header
+RECORD = "recorded_data"  # entry of a checkpoint's state: the table of the data, or nothing
+_OF_WEIGHTS = ("model", "objective", "sampling", "autoencoder", "debug")
+_OF_RUNS = (*_OF_WEIGHTS, "ema")
+_OF_ADAPTERS = ("lora", "checkpoint")  # the frozen network is filled from checkpoint.initial_weights
+
+
+@dataclass(frozen=True)
+class ModelRecord:
+    """Configuration of a network, and what drawing from it needs of its data.
+
+    Attributes:
+        config: of the network.
+        info: of the images.
+        latents: of latents, their normalisation and autoencoder; None for images.
+        elsewhere: whether the data are known by this record alone, and `config.data` must not be opened.
+    """
+
+    config: JobConfig
+    info: DatasetInfo
+    latents: StoreIndex | None = None
+    elsewhere: bool = False
+
+    def data_table(self) -> dict[str, Any]:
+        """Table of the data, for a header or a state; empty where captions of a dataset condition the network."""
+        info, kind = self.info, self.info.condition_kind
+        table: dict[str, Any] = {
+            "shape": list(info.image_shape), "num_classes": info.num_classes, "class_names": list(info.class_names)
+        }
+        if isinstance(kind, Embeddings) and self.elsewhere:
+            (length, dim), (pooled_dim,) = (kind.entries[name][0] for name in (TEXT, POOLED))
+            table |= {"text_length": length, "text_dim": dim, "pooled_dim": pooled_dim}
+        elif not isinstance(kind, Classes | Unconditional):
+            return {}
+        if self.latents:
+            normalization = self.latents.normalization
+            table |= {
+                "shift": list(normalization.shift), "scale": list(normalization.scale),
+                "encoder": json.dumps(self.latents.autoencoder), "image_size": self.latents.image_size or 0,
+            }  # fmt: skip
+        return table
+
+    def header(self) -> dict[str, str]:
+        """Entry for the header of a file of weights; none where there is no table of the data."""
+        table = self.data_table()
+        if not table:
+            return {}
+        tables = effective(self.config)
+        tables = {name: tables[name] for name in _OF_WEIGHTS if tables.get(name)}
+        return {CONFIG: tomli_w.dumps(_without_paths(tables) | {"data": table})}
+
+
+@dataclass(kw_only=True)
+class _DataTable:
+    """Keys of the table of the data; latents have `scale`."""
+
+    shape: list[int] = setting([], "channels, height and width")
+    num_classes: int = setting(0, "classes of the images; 0: none", ge=0, le=100_000_000)
+    class_names: list[str] = setting([], "one per class, or none")
+    text_length: int = setting(0, "tokens of the texts that condition the network; 0: the class does", ge=0, le=8192)
+    text_dim: int = setting(4096, "width of each token's embedding", ge=1, le=65536)
+    pooled_dim: int = setting(768, "width of the embedding of the whole text", ge=1, le=65536)
+    shift: list[float] = setting([], "subtracted from each channel of the autoencoder's latents; empty: 0")
+    scale: list[float] = setting([], "then multiplied with each channel; empty: 1")
+    encoder: str = setting("", "the autoencoder that made the latents, as JSON; empty: unknown")
+    image_size: int = setting(0, "pixels of each side of the encoded images; 0: unknown", ge=0, le=1_000_000)
+
+
+def record_of(config: JobConfig, info: DatasetInfo | None = None) -> ModelRecord:
+    """Record of a configuration with its data here, whose properties may be known already. Raises DatasetError."""
+    index = DATASETS[config.data.name].store(config.data).index if config.data.name in LATENT_DATASETS else None
+    return ModelRecord(config, info or trained_info(config), index)
+
+
+def record_of_weights(path: Path) -> ModelRecord | None:
+    """Record in the header of a file of weights, which may be anybody's; None where it has none.
+
+    Raises:
+        WeightsError, ConfigError.
+    """
+    text = header_of(path).get(CONFIG)
+    if not text:
+        return None
+    try:
+        tables = tomllib.loads(text)
+    except ValueError as error:
+        raise ConfigError([f"{path}: its configuration is no TOML: {error}"]) from error
+    data = tables.get("data")
+    if not isinstance(data, Mapping) or "shape" not in data:
+        return None
+    return load_record({name: tables[name] for name in (*_OF_WEIGHTS, "data") if name in tables}, str(path))
+
+
+def class_names_of_weights(path: Path) -> list[str]:
+    """Names of the classes by the record in a file of weights; none where it has none. Raises WeightsError."""
+    try:
+        return [str(name) for name in tomllib.loads(header_of(path).get(CONFIG, ""))["data"]["class_names"]]
+    except (ValueError, TypeError, KeyError):
+        return []
+
+
+def record_of_checkpoint(folder: Path, checkpoint: AnyPath) -> ModelRecord | None:
+    """Record of a run by its checkpoint, where its data are not here, or have changed.
+
+    Args:
+        folder: of the run; or a folder without config.toml, if the configuration is the checkpoint's.
+
+    Returns:
+        the record; None where the checkpoint has none.
+
+    Raises:
+        ConfigError: it cannot be used.
+    """
+    try:
+        state = read_state(checkpoint)
+        of_run = (folder / "config.toml").exists()
+        tables = read_toml(folder / "config.toml") if of_run else state.get("config", {})
+    except (CheckpointError, OSError, ValueError):
+        return None
+    table = state.get(RECORD)
+    if not (table and isinstance(table, Mapping) and isinstance(tables, Mapping)):
+        return None
+    kept = [*_OF_RUNS, *(_OF_ADAPTERS if tables.get("lora", {}).get("enable", False) else ())]
+    kept_tables = {name: tables[name] for name in kept if name in tables} | {"data": dict(table)}
+    record = load_record(kept_tables, f"{folder}, with its data as recorded", with_paths=of_run)
+    record.config.data.trigger_word = tables.get("data", {}).get("trigger_word", "")
+    return record
+
+
+def load_record(tables: Mapping[str, Any], place: str, with_paths: bool = False) -> ModelRecord:
+    """Load a record from tables of a configuration, of which `data` is the table of the data.
+
+    Args:
+        with_paths: whether keys of files and folders are kept.
+
+    Raises:
+        ConfigError.
+    """
+    info, latents = _read_data(tables["data"], place)
+    kept = tables if with_paths else _without_paths(tables)
+    # Neither names a folder, so neither can be opened.
+    kept = _unjudged(kept) | {"data": {"name": "latents" if latents else "image_folder"}}
+    with tempfile.NamedTemporaryFile("w", suffix=".toml", encoding="utf-8") as file:
+        file.write(tomli_w.dumps(kept))
+        file.flush()
+        try:
+            config = load_config(["--job.config_file", file.name], 1, info=info)
+        except ConfigError as error:
+            raise ConfigError([line.replace(file.name, place) for line in error.problems]) from None
+    return ModelRecord(config, info, latents, elsewhere=True)
+
+
+def _read_data(table: Mapping[str, Any], place: str) -> tuple[DatasetInfo, StoreIndex | None]:
+    known = {field.name for field in dataclasses.fields(_DataTable)}
+    data, refused = validate_section(
+        "data", _DataTable(), {key: value for key, value in table.items() if key in known}, lambda key: ""
+    )
+    problems = [f"{problem.key}: {problem.text}" for problem in refused]
+    if not problems and (len(data.shape) != 3 or min(data.shape) < 1):
+        problems.append(f"data.shape: {data.shape} is not three positive numbers: channels, height, width")
+    if not problems and len(data.class_names) not in (0, data.num_classes):
+        problems.append(f"data.class_names: {len(data.class_names)} names of {data.num_classes} classes")
+    for key in ("shift", "scale"):
+        if not problems and len(getattr(data, key)) not in (0, data.shape[0]):
+            problems.append(f"data.{key}: {len(getattr(data, key))} numbers for {data.shape[0]} channels")
+    encoder: Any = {"name": "unknown"}
+    if data.encoder:
+        with suppress(ValueError, RecursionError):
+            encoder = json.loads(data.encoder)
+        if not (isinstance(encoder, dict) and isinstance(encoder.get("name"), str)):
+            problems.append("data.encoder: is no autoencoder's record")
+    if problems:
+        raise ConfigError([f"{place}: {problem}" for problem in problems])
+    kind = text_kind(data) if data.text_length else class_kind(data.num_classes, data.class_names)
+    channels, height, width = data.shape
+    info = DatasetInfo((channels, height, width), kind, has_validation=False)
+    if "scale" not in table:
+        return info, None
+    normalization = Normalization.model_construct(
+        shift=data.shift or [0.0] * channels, scale=data.scale or [1.0] * channels, source="given"
+    )
+    return info, StoreIndex.model_construct(
+        shape=info.image_shape, num_classes=data.num_classes, class_names=data.class_names,
+        image_size=data.image_size or None, autoencoder=encoder, normalization=normalization, captions=None,
+        num_images=0, shards=[], posterior=False, mirrored=False,
+    )  # fmt: skip
+
+
+def _without_paths(table: Mapping[str, Any], section: str = "") -> dict[str, Any]:
+    """Tables without the keys of files and folders; objective.path names a diffusion path."""
+    kept = [key for key in table if not key.endswith("_path") and (section, key) != ("autoencoder", "path")]
+    return {key: _without_paths(table[key], key) if isinstance(table[key], Mapping) else table[key] for key in kept}
+
+
+def _unjudged(tables: Mapping[str, Any]) -> dict[str, Any]:
+    """Tables without a key of earlier versions."""
+    sampling = tables.get("sampling", {})
+    if not isinstance(sampling, Mapping):
+        return dict(tables)
+    return dict(tables) | {"sampling": {key: value for key, value in sampling.items() if key != "judge_images"}}
