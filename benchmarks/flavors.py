@@ -17,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 
 from torchtitan.experiments.grid import read_sweep
+from torchtitan.experiments.launchers.choice import Launching
 from torchtitan.experiments.record import SweepFolder
 from torchtitan.experiments.runner import plan_sweep, run_sweep
 from torchtitan.runs.analysis.measures import measure_run
@@ -43,7 +44,7 @@ def main() -> None:
     if arguments.flavors:
         only["model.flavor"] = arguments.flavors
     plan = plan_sweep(sweep, folder, only=only)
-    run_sweep(sweep, folder, plan)
+    run_sweep(sweep, folder, plan, Launching())
     found = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     measured = {

@@ -1,6 +1,5 @@
 """Cells that are measured: each is a row of a table, a failed one too, and is not measured again."""
 
-import threading
 import time
 from collections.abc import Callable
 from datetime import datetime, timedelta
@@ -43,18 +42,15 @@ def measure_cells(
     unit: str,
     name: Callable[[Cell], str] = lambda cell: "",
     recorded: Callable[[Cell], object] = lambda cell: None,
-    jobs: int = 1,
-    stop: threading.Event | None = None,
 ) -> None:
     """Measure the missing cells; every one is a row of the table, a failed one with its reason.
 
     Args:
         table: of the results.
-        cells, missing, cost, unit, name, jobs, stop: as `settle_cells` takes them.
+        cells, missing, cost, unit, name: as `settle_cells` takes them.
         measure: the other columns of a cell's row. Raises one of CELL_FAILURES where there is no answer.
         recorded: called when the row of a cell with an answer is on the disk.
     """
-    turn = threading.Lock()
 
     def settle(cell: Cell, advance: Advance) -> None:
         begun = time.perf_counter()
@@ -64,9 +60,8 @@ def measure_cells(
         except CELL_FAILURES as error:
             status = "diverged" if isinstance(error, Diverged) else "failed"
             row |= {"status": status, "reason": unwrapped(error)[:300]}
-        with turn:
-            table.add(row | {"runtime": str(timedelta(seconds=time.perf_counter() - begun))})
+        table.add(row | {"runtime": str(timedelta(seconds=time.perf_counter() - begun))})
         if row["status"] == "ok":
             recorded(cell)
 
-    settle_cells(cells, missing, settle, cost=cost, unit=unit, name=name, jobs=jobs, stop=stop)
+    settle_cells(cells, missing, settle, cost=cost, unit=unit, name=name)

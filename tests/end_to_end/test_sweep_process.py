@@ -93,11 +93,11 @@ def test_a_rank_that_is_preempted_is_started_again_and_is_not_out_of_memory(star
 
     outcome = start(poll=preempt, retries=1)
     assert outcome.status == "ok" and len(killed) == 1
-    [reason] = outcome.evidence["killed_before"]
-    assert reason.startswith("a rank was killed by SIGKILL") and "run.killed1.log" in os.listdir(tmp_path)
+    assert "run.killed1.log" in os.listdir(tmp_path)
     killed.clear()
     outcome = start(poll=preempt, retries=0)
-    assert (outcome.status, outcome.exit_code, outcome.evidence["exit_codes"]) == ("killed", 137, [137]), outcome
+    assert (outcome.status, outcome.exit_code) == ("killed", 137), outcome
+    assert outcome.reason.startswith("a rank was killed by SIGKILL")
 
 
 def test_a_crash_is_told_from_a_refusal_and_from_a_stale_summary(start, tmp_path):

@@ -219,4 +219,4 @@ def test_memory_budget_is_an_axis_of_a_sweep(tmp_path):
         words = [f"--{key}={str(value).lower()}" for key, value in cell.values.items()]
         config = load_config(words, 1).activation_checkpoint
         found.append((cell.id, config.mode, config.memory_budget))
-    assert found == [("ac=none", "none", 0.5), ("ac=memory-budget", "memory_budget", 0.5)]
+    assert found == [("ac=none_batch=16", "none", 0.5), ("ac=memory-budget_batch=16", "memory_budget", 0.5)]

@@ -46,6 +46,15 @@ def whole(inputs, tmp_path_factory):
     return store
 
 
+def test_parts_of_a_store_make_the_bytes_of_one_start(inputs, whole, tmp_path, capsys):
+    words = ["--output", str(tmp_path / "store"), *inputs[1]]
+    assert main([*words, "--part", "2/2"]) == 0
+    assert "part 2 of 2 is written; a start without --part writes the index" in capsys.readouterr().out
+    assert not (tmp_path / "store" / "index.json").exists()
+    assert main([*words, "--part", "1/2"]) == 0 and main(words) == 0
+    assert "nothing was missing" in capsys.readouterr().out and content(tmp_path / "store") == content(whole)
+
+
 def encoded_by_hand(folder, mirrored):
     """Latents [N, 16, 2, 2] of the good images as matrix products of 8x8 patches, and their labels."""
     matrix = load_matrix(folder)

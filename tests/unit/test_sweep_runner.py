@@ -7,7 +7,6 @@ from types import SimpleNamespace
 
 import pytest
 
-import torchtitan.experiments.autotune.tuned_batch as tuned_batch
 import torchtitan.experiments.cell_run as cell_run
 import torchtitan.experiments.launchers.local as local
 import torchtitan.experiments.runner as runner
@@ -20,7 +19,6 @@ from torchtitan.experiments.outcome import Outcome
 from torchtitan.experiments.process import Stopped
 from torchtitan.experiments.record import SweepFolder
 from torchtitan.experiments.runner import plan_sweep, run_sweep
-from torchtitan.experiments.table import sweep_table
 from torchtitan_dit.commands import sweep as sweep_command
 
 SWEEP = """
@@ -50,7 +48,7 @@ class Processes:
         if given["job.name"] == self.fail_at:
             return Outcome("failed", "step 2: it broke", 1.0, 1)
         if given["job.name"] == self.kill_at:
-            return Outcome("killed", "a rank was killed by SIGKILL", 1.0, 1, {"exit_codes": [-9, 1]})
+            return Outcome("killed", "a rank was killed by SIGKILL", 1.0, 1)
         if given["activation_checkpoint.mode"] == "none" and int(given["training.local_batch_size"]) >= 2:
             return Outcome("oom", "step 1: CUDA out of memory", 2.0, 1)
         return Outcome("ok", "", 3.0, 0)
@@ -113,29 +111,12 @@ def test_a_killed_run_leaves_larger_batches_alone_and_is_retried(sweep, tmp_path
     processes.kill_at = "batch=1_ac=full_r0"
     rows = {row["name"]: row for row in run(sweep, tmp_path)}
     assert rows["batch=1_ac=full_r0"]["status"] == "killed"
-    reason = "a rank was killed by SIGKILL"
-    assert rows["batch=1_ac=full_r0"]["evidence"] == {"exit_codes": [-9, 1], "killed_before": [reason, reason]}
+    assert rows["batch=1_ac=full_r0"]["reason"] == "a rank was killed by SIGKILL"
     assert processes.started.count("batch=1_ac=full_r0") == 3 and len(processes.started) == 9 + 2
     assert {rows[f"batch={batch}_ac=full_r0"]["status"] for batch in (2, 4)} == {"ok"}
     processes.kill_at = ""
     again = run(sweep, tmp_path, retry_failed=True)[12:]
     assert [(row["name"], row["status"]) for row in again] == [("batch=1_ac=full_r0", "ok")]
-
-
-def test_what_an_earlier_version_took_for_memory_is_tried_again(sweep, tmp_path, processes):
-    """Its record has every SIGKILL as out of memory, and skipped the larger batches."""
-    run(sweep, tmp_path, only={"training.local_batch_size": ["1"]})
-    reason = "a rank was killed by SIGKILL, as the system does where memory has run out"
-    with open(tmp_path / "results" / "sweep.jsonl", "a") as file:
-        for batch, status in ((2, "oom"), (4, "skipped")):
-            row = {"cell": f"batch={batch}_ac=full", "name": f"batch={batch}_ac=full_r0", "axes": {}, "repeat": 0,
-                   "status": status, "reason": reason, "seconds": 1.0, "run": "", "processes": 1, "started": ""}  # fmt: skip
-            file.write(json.dumps(row) + "\n")
-    processes.started.clear()
-    run(sweep, tmp_path, only={"activation_checkpoint.mode": ["full"]})
-    assert processes.started == ["batch=4_ac=full_r0", "batch=2_ac=full_r1", "batch=4_ac=full_r1"]
-    run(sweep, tmp_path, only={"activation_checkpoint.mode": ["full"]}, retry_failed=True)
-    assert processes.started[3:] == ["batch=2_ac=full_r0"]
 
 
 def test_failures_are_kept_and_retried_on_request_only(sweep, tmp_path, processes):
@@ -149,26 +130,14 @@ def test_failures_are_kept_and_retried_on_request_only(sweep, tmp_path, processe
     assert len(rows) == 13 and rows[-1]["name"] == "batch=1_ac=full_r0" and rows[-1]["status"] == "ok"
 
 
-def test_an_extended_grid_runs_what_is_new(sweep, tmp_path, processes):
+def test_a_grid_that_grows_runs_what_is_new(sweep, tmp_path, processes):
     run(sweep, tmp_path, only={"activation_checkpoint.mode": ["full"]})
     processes.started.clear()
-    text = SWEEP.replace("[1, 2, 4]", "[1, 2, 4, 8]") + "optimizer.weight_decay = [0.0]\n"
-    with pytest.raises(SweepError, match=r"sweep.toml: axes.training.local_batch_size: \[1, 2, 4\] -> \[1, 2, 4, 8\]"):
-        run(_read(tmp_path, text), tmp_path)  # another axis makes another grid
-    text = SWEEP.replace("repeats = 2", "repeats = 1") + "[[include]]\ntraining.local_batch_size = 8\n"
+    text = SWEEP.replace("[1, 2, 4]", "[1, 2, 4, 8]").replace("repeats = 2", "repeats = 1")
     rows = run(_read(tmp_path, text), tmp_path, only={"activation_checkpoint.mode": ["full"]})
     assert processes.started == ["batch=8_ac=full_r0"] and len(rows) == 7
-
-
-def test_a_cell_keeps_its_name_when_another_axis_gets_a_second_value(tmp_path, processes):
-    text = SWEEP.replace('["none", "full"]', '["full"]')
-    run(_read(tmp_path, text), tmp_path)
-    assert processes.started[0] == "batch=1_r0"
-    processes.started.clear()
-    run(_read(tmp_path, SWEEP.replace('"none", "full"', '"full", "selective"').replace("= 2", "= 3", 1)), tmp_path)
-    again = [name for name in processes.started if "ac=" not in name]
-    assert again == ["batch=1_r2", "batch=2_r2", "batch=4_r2"]
-    assert len(processes.started) == 12 and "batch=1_ac=selective_r0" in processes.started
+    with pytest.raises(SweepError, match="sweep.toml: axes: .* -> .*, axes.optimizer.weight_decay"):
+        run(_read(tmp_path, SWEEP + "optimizer.weight_decay = [0.0]\n"), tmp_path)  # another axis makes another grid
 
 
 def test_a_grid_that_needs_gpus_or_machines_does_not_start_without(tmp_path, processes):
@@ -181,8 +150,9 @@ def test_a_grid_that_needs_gpus_or_machines_does_not_start_without(tmp_path, pro
 
 def test_float8_is_refused_by_the_machine_that_runs_it(tmp_path):
     sweep = _read(tmp_path, SWEEP + 'dtype = ["bfloat16", "float8"]\n')
-    here, there = (plan_sweep(sweep, SweepFolder(tmp_path / "results"), elsewhere=elsewhere) for elsewhere in (False, True))
-    assert len(here.refused) == 6 and there.refused == {}
+    with pytest.raises(SweepError, match="dtype=float8: .*float8"):
+        plan_sweep(sweep, SweepFolder(tmp_path / "results"))
+    assert len(plan_sweep(sweep, SweepFolder(tmp_path / "results"), elsewhere=True).tasks) == 24
 
 
 def _read(tmp_path, text):
@@ -278,20 +248,6 @@ def test_the_exit_code_of_a_sweep(tmp_path, monkeypatch, capsys, statuses, code)
     assert said.count("not done after 4 s (timeout_s)\n") == statuses.count("timeout")
 
 
-def test_table_leaves_out_the_warm_up(tmp_path):
-    (tmp_path / "a").mkdir()
-    points = [{"step": step, "throughput(img/s)": rate, "memory/max_resident(GiB)": step / 8}
-              for step, rate in ((1, 1), (2, 2), (4, 3), (6, 70), (8, 90), (10, 80))]  # fmt: skip
-    (tmp_path / "a" / "metrics.jsonl").write_text("".join(json.dumps(point) + "\n" for point in points))
-    rows = [{"name": "a", "run": "a", "status": "ok", "reason": ""},
-            {"name": "b", "run": "b", "status": "oom", "reason": "out of memory"}]  # fmt: skip
-    header, first, second = sweep_table(rows, tmp_path, warmup_steps=4).splitlines()
-    assert header.split() == ["run", "status", "img/s", "GiB", "reason"]
-    # The median of 70, 90, 80: the point at step 4 is the mean of steps 3 and 4.
-    assert first.split() == ["a", "ok", "80.00", "1.25"]
-    assert second.split() == ["b", "oom", "-", "-", "out", "of", "memory"]
-
-
 def test_a_searched_batch_size_is_trained_and_recorded(tmp_path, monkeypatch):
     path = tmp_path / "grid.toml"
     table = SWEEP.replace("repeats = 2", "autotune = true\nautotune_goal = 'fastest'\nautotune_memory_gib = 2.0")
@@ -311,7 +267,7 @@ def test_a_searched_batch_size_is_trained_and_recorded(tmp_path, monkeypatch):
         trained.append(arguments)
         return Outcome("ok", "", 1.0, 0)
 
-    monkeypatch.setattr(tuned_batch, "autotune", search)
+    monkeypatch.setattr(cell_run, "autotune", search)
     monkeypatch.setattr(cell_run, "run_processes", train)
     none, full = run(read_sweep(path), tmp_path)
     assert (none["status"], none["reason"]) == ("oom", "batch 1 does not fit in 2 GiB")

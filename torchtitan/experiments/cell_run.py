@@ -1,13 +1,18 @@
 """Run of a cell on the machine that it was given: the search of its batch size, if requested, and the training."""
 
 import threading
-from collections.abc import Callable
+import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from torchtitan.experiments.autotune.tuned_batch import tuned_batch_size
+from torchtitan.config.job import ConfigError
+from torchtitan.errors import unwrapped
+from torchtitan.experiments.autotune.candidates import AutotuneRefused
+from torchtitan.experiments.autotune.probe import ProbeFailed
+from torchtitan.experiments.autotune.record import RecordError
+from torchtitan.experiments.autotune.tuning import NothingFits, autotune
 from torchtitan.experiments.grid import BATCH_KEY, SweepSettings
-from torchtitan.experiments.outcome import Outcome
+from torchtitan.experiments.outcome import Outcome, Status
 from torchtitan.experiments.process import Node, run_processes
 
 
@@ -32,9 +37,7 @@ class CellRun:
     environment: dict[str, str]
 
 
-def run_cell(
-    run: CellRun, *, devices: list[int] | None, stop: threading.Event | None, node: Node | None, poll: Callable[[], None]
-) -> Outcome:
+def run_cell(run: CellRun, *, devices: list[int] | None, stop: threading.Event | None, node: Node | None) -> Outcome:
     """Run a cell once; a searched batch size is in the outcome's `chosen`.
 
     Raises:
@@ -42,16 +45,36 @@ def run_cell(
     """
     settings, arguments, chosen = run.settings, run.arguments, {}
     if settings.autotune:
-        found = tuned_batch_size(
-            arguments, run.processes, settings, cache=run.cache, devices=devices, stop=stop or threading.Event()
-        )
+        found = _searched_batch_size(run, devices, stop)
         if isinstance(found, Outcome):
             return found
         chosen = {BATCH_KEY: found}
         arguments = [*arguments, f"--{BATCH_KEY}={found}"]
     outcome = run_processes(
         arguments, processes=run.processes, timeout_s=settings.timeout_s, environment=run.environment, log=run.log,
-        memory_limit_gib=settings.memory_limit_gib, devices=devices, retries=0, stop=stop, node=node, poll=poll,
+        memory_limit_gib=settings.memory_limit_gib, devices=devices, retries=0, stop=stop, node=node,
     )  # fmt: skip
     named = " (timeout_s)" if outcome.status == "timeout" else ""
     return replace(outcome, reason=outcome.reason + named, chosen=chosen)
+
+
+def _searched_batch_size(run: CellRun, devices: list[int] | None, stop: threading.Event | None) -> int | Outcome:
+    """Search the batch size of a cell; its outcome where there is none: oom if not even the smallest fits. Raises Stopped."""
+    begun, settings = time.perf_counter(), run.settings
+
+    def ended(status: Status, error: Exception) -> Outcome:
+        return Outcome(status, unwrapped(error), time.perf_counter() - begun, 1)
+
+    try:
+        return autotune(
+            run.arguments, run.processes, goal=settings.autotune_goal, memory_gib=settings.autotune_memory_gib,
+            cache=run.cache, multiple_of=settings.autotune_multiple_of, timeout_s=settings.timeout_s, devices=devices, stop=stop,
+        ).batch_size  # fmt: skip
+    except NothingFits as error:
+        return ended("oom", error)
+    except (ConfigError, AutotuneRefused) as error:
+        return ended("refused", error)
+    except ProbeFailed as error:
+        return ended("killed" if error.outcome.status == "killed" else "failed", error)
+    except RecordError as error:
+        return ended("failed", error)

@@ -33,7 +33,7 @@ def run_arguments(cell: Cell, repeat: int, folder: Path, base: Path | None) -> l
     return start + [f"--{key}={_text(value)}" for key, value in values.items()]
 
 
-def check_cells(sweep: Sweep, cells: list[Cell], folder: Path, elsewhere: bool = False) -> dict[str, str]:
+def check_cells(sweep: Sweep, cells: list[Cell], folder: Path, elsewhere: bool = False) -> None:
     """Check the configuration of every cell.
 
     Args:
@@ -41,13 +41,9 @@ def check_cells(sweep: Sweep, cells: list[Cell], folder: Path, elsewhere: bool =
         cells: to check.
         elsewhere: the runs are for other machines: packages and devices of this one refuse none.
 
-    Returns:
-        id of a cell -> reason of its refusal, for cells of dtype float8 on hardware without float8.
-
     Raises:
-        SweepError: any other cell is refused, or would write outside of the sweep's folder; with the first reason.
+        SweepError: a cell is refused, or would write outside of the sweep's folder; with the first reason.
     """
-    refused = {}
     for cell in cells:
         arguments = run_arguments(cell, 0, folder, sweep.base)
         if sweep.settings.autotune:
@@ -55,15 +51,11 @@ def check_cells(sweep: Sweep, cells: list[Cell], folder: Path, elsewhere: bool =
         try:
             config = load_config(arguments, cell.processes, elsewhere=elsewhere)
         except ConfigError as error:
-            if cell.axes.get("dtype") == "float8" and all("float8" in problem for problem in error.problems):
-                refused[cell.id] = "; ".join(error.problems)
-                continue
             raise SweepError(f"{sweep.path}: cell {cell.id}: {error.problems[0]}") from None
         _refuse_other_places(sweep, cell, config, folder)
         if sweep.settings.warmup_steps >= config.training.steps:
             text = f"{sweep.settings.warmup_steps} leaves none of training.steps = {config.training.steps}"
             raise SweepError(f"{sweep.path}: warmup_steps: {text} (lower it, or train longer)")
-    return refused
 
 
 def _refuse_other_places(sweep: Sweep, cell: Cell, config: JobConfig, folder: Path) -> None:
@@ -78,4 +70,4 @@ def _seed_of(base: Path | None) -> Any:
 
 
 def _text(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
+    return value if isinstance(value, str) else json.dumps(value, default=str)

@@ -7,7 +7,6 @@ import math
 import re
 import tomllib
 from dataclasses import dataclass, field
-from datetime import date, time
 from pathlib import Path
 from typing import Any, Literal
 
@@ -35,7 +34,7 @@ CHECKPOINTING: dict[str, dict[str, Any]] = {  # value of that axis -> configurat
 _NAMED = {"layout": LAYOUTS, "dtype": DTYPES, "checkpointing": tuple(CHECKPOINTING)}
 _COUNTS = ("processes", "nodes")
 _CONTEXT = DEGREE_KEYS[2]
-_TABLES = ("fixed", "axes", "exclude", "include", "extended", "needs")
+_TABLES = ("fixed", "axes", "exclude", "needs")
 # Words of a run's name, where the dotted key is long.
 _SHORT = {
     BATCH_KEY: "batch",
@@ -65,7 +64,6 @@ class SweepSettings:
     base: str = setting("", "configuration that all cells start from, relative to this file; default: none")
     processes: int = setting(1, "processes of every cell, unless they are an axis", ge=1, le=65536)
     nodes: int = setting(1, "machines that a cell's processes are spread over, unless they are an axis", ge=1, le=8192)
-    device: str = setting("", "device that --dry-run estimates for unless it is given another; default: none")
     repeats: int = setting(1, "runs of each cell; repeat r has debug.seed + r", ge=1, le=10_000)
     timeout_s: float = setting(1800.0, "seconds after which a run is ended", gt=0)
     retries: int = setting(RETRIES, "times that a run killed from outside is started again at once", ge=0, le=100)
@@ -95,7 +93,7 @@ class Cell:
     """Cell: one point of the grid.
 
     Attributes:
-        id: `axis=value` joined, for axes of several values; a file name, unique in the sweep.
+        id: `axis=value` of all axes joined; a file name, unique in the sweep.
         axes: axis -> value, as in the sweep's file.
         values: dotted key -> value of every key that the cell sets.
         processes: of its runs, on all nodes.
@@ -108,19 +106,9 @@ class Cell:
     processes: int
     nodes: int = 1
 
-    @property
-    def point(self) -> str:
-        """Text that is the same for the same values of the axes."""
-        return point_text(self.axes)
-
     def arm(self, order: str) -> str:
         """Arm: the part shared by cells that differ along the axis `order` only."""
-        return point_text({axis: value for axis, value in self.axes.items() if axis != order})
-
-
-def point_text(axes: dict[str, Any]) -> str:
-    """Text of a point of the grid; the order of its axes does not matter."""
-    return json.dumps(axes, sort_keys=True)
+        return json.dumps({axis: value for axis, value in self.axes.items() if axis != order})
 
 
 @dataclass
@@ -134,8 +122,7 @@ class Sweep:
         settings: its plain keys.
         base: configuration of all cells, None if there is none.
         needs: of the machine that runs a cell.
-        all_cells: of the grid and its extension, the batch rising fastest.
-        cells: of them, the requested ones.
+        cells: of the grid, the batch rising fastest.
     """
 
     path: Path
@@ -144,16 +131,11 @@ class Sweep:
     settings: SweepSettings
     base: Path | None
     needs: Needs
-    all_cells: list[Cell] = field(default_factory=list)
     cells: list[Cell] = field(default_factory=list)
 
 
-def read_sweep(path: Path, extended: bool = False) -> Sweep:
-    """Read a sweep's file and expand its grid; the cells' configurations are not checked here.
-
-    Args:
-        path: of the TOML file.
-        extended: request the cells of `[extended]` too.
+def read_sweep(path: Path) -> Sweep:
+    """Read a sweep's TOML file and expand its grid; the cells' configurations are not checked here.
 
     Raises:
         SweepError: with the first problem.
@@ -183,50 +165,16 @@ def read_sweep(path: Path, extended: bool = False) -> Sweep:
     if not settings.autotune and (given := [key for key in plain if key.startswith("autotune_")]):
         raise _error(path, f"{given[0]}: has no effect while autotune is false (remove it, or set autotune = true)")
     sweep = Sweep(path, read_text(path), _tables(path, document), settings, base, _needs(path, document))
-    sweep.all_cells = _expand(sweep)
-    if extended and not sweep.table["extended"]:
-        raise _error(path, "extended: the file has no such table, so there is nothing to extend by (leave --extended out)")
-    sweep.cells = [cell for cell in sweep.all_cells if extended or not _is_extension(sweep, cell)]
+    sweep.cells = _expand(sweep)
     return sweep
-
-
-def points_of(text: str) -> set[str]:
-    """Points of a saved sweep's grid with its extension; empty if the saved grid cannot be read."""
-    try:
-        document = tomllib.loads(text)
-        table = _tables(Path(), document)
-        return {point_text(point) for point in _points(Path(), table, str(document.get("order", BATCH_KEY)))}
-    except (SweepError, ValueError, TypeError, AttributeError):
-        return set()
 
 
 def _tables(path: Path, document: dict[str, Any]) -> dict[str, Any]:
     """Content of the file, flattened to dotted keys below each table."""
     table = {key: value for key, value in document.items() if key not in _TABLES}
-    table |= {name: _flat_table(path, name, document.get(name, {})) for name in ("fixed", "axes", "extended")}
-    for axis, values in table["extended"].items():
-        if axis not in table["axes"]:
-            raise _error(path, f"extended.{axis}: is no axis (there are: {', '.join(table['axes'])})")
-        if not isinstance(values, list) or not values:
-            raise _error(path, f"extended.{axis}: must be a list of one or more further values, is {quoted(values)}")
-    for name in ("exclude", "include"):
-        table[name] = _partial_points(path, name, document.get(name, []), table["axes"])
-    for table_of_values in table["exclude"]:
-        for axis, values in table_of_values.items():
-            for value in values:
-                there = _values_of(table, axis)
-                if not any(_same(value, known) for known in there):
-                    raise _error(path, f"exclude.{axis}: {quoted(value)} is not in the axis, {quoted(there)}")
+    table |= {name: _flat_table(path, name, document.get(name, {})) for name in ("fixed", "axes")}
+    table["exclude"] = _excluded(path, document.get("exclude", []), table["axes"])
     return table
-
-
-def _values_of(table: dict[str, Any], axis: str) -> list[Any]:
-    """Values of an axis: its own, those of the extension, and those that points are included with; each once."""
-    own = table["axes"][axis]
-    found = list(own) if isinstance(own, list) else [own]
-    for more in (table["extended"].get(axis, []), *(point.get(axis, []) for point in table["include"])):
-        found += [value for value in more if not any(_same(value, known) for known in found)]
-    return found
 
 
 def _needs(path: Path, document: dict[str, Any]) -> Needs:
@@ -239,42 +187,16 @@ def _needs(path: Path, document: dict[str, Any]) -> Needs:
     return needs
 
 
-def _is_extension(sweep: Sweep, cell: Cell) -> bool:
-    """Check whether a cell has a value that only the extension brings."""
-    axes, included = sweep.table["axes"], sweep.table["include"]
-    own = all(any(_same(value, known) for known in axes[axis]) for axis, value in cell.axes.items())
-    return not own and not any(_is_of(cell.axes, point, axes) for point in included)
-
-
-def _is_of(point: dict[str, Any], include: dict[str, list], axes: dict[str, Any]) -> bool:
-    choices = axes | include
-    return all(any(_same(value, known) for known in choices[axis]) for axis, value in point.items())
-
-
 def _points(path: Path, table: dict[str, Any], order: str) -> list[dict[str, Any]]:
-    """Points of the grid: the product of the axes and their extension, less the excluded, and the included ones."""
+    """Points of the grid: the product of the axes, less the excluded."""
     axes = table["axes"]
-    own = {axis: values + list(table["extended"].get(axis, [])) for axis, values in axes.items()}
-    points = [
-        point for point in _product(path, own, order)
-        if not any(_matches(point, exclude) for exclude in table["exclude"])
-    ]  # fmt: skip
-    known = {point_text(point) for point in points}
-    for include in table["include"]:
-        for point in _product(path, axes | include, order):
-            if point_text(point) not in known:
-                known.add(point_text(point))
-                points.append(point)
-    return points
-
-
-def _product(path: Path, choices: dict[str, list], order: str) -> list[dict[str, Any]]:
-    names = sorted(choices, key=lambda axis: axis == order)  # stable: the batch comes last, so it changes fastest
-    rising = [sorted(choices[axis]) if axis == order and _are_numbers(choices[axis]) else choices[axis] for axis in names]
+    names = sorted(axes, key=lambda axis: axis == order)  # stable: the batch comes last, so it changes fastest
+    rising = [sorted(axes[axis]) if axis == order and _are_numbers(axes[axis]) else axes[axis] for axis in names]
     if (size := math.prod(map(len, rising))) > MOST_CELLS:
         raise _error(path, f"axes: their product has {size} cells, at most {MOST_CELLS} can be run (shorten an axis)")
-    points = [dict(zip(names, values, strict=True)) for values in itertools.product(*rising)]
-    return [{axis: point[axis] for axis in choices} for point in points]  # in the file's order, for names
+    products = (dict(zip(names, values, strict=True)) for values in itertools.product(*rising))
+    points = [{axis: point[axis] for axis in axes} for point in products]  # in the file's order, for names
+    return [point for point in points if not any(_matches(point, exclude) for exclude in table["exclude"])]
 
 
 def _expand(sweep: Sweep) -> list[Cell]:
@@ -296,16 +218,15 @@ def _expand(sweep: Sweep) -> list[Cell]:
 
 def _check_axes(sweep: Sweep) -> None:
     axes, fixed, path, settings = sweep.table["axes"], sweep.table["fixed"], sweep.path, sweep.settings
-    for axis, own in axes.items():
-        if not isinstance(own, list) or not own:
-            raise _error(path, f"axes.{axis}: must be a list of one or more values, is {quoted(own)}")
-        values = own + sweep.table["extended"].get(axis, [])
-        texts = [json.dumps(value) for value in values]
+    for axis, values in axes.items():
+        if not isinstance(values, list) or not values:
+            raise _error(path, f"axes.{axis}: must be a list of one or more values, is {quoted(values)}")
+        texts = [json.dumps(value, default=str) for value in values]
         if len(set(texts)) < len(texts):
             raise _error(path, f"axes.{axis}: has a value twice, {quoted(values)}")
         if axis in fixed:
             raise _error(path, f"axes.{axis}: is in [fixed] too (remove one)")
-        for value in _values_of(sweep.table, axis):
+        for value in values:
             if axis in _NAMED and value not in _NAMED[axis]:
                 raise _error(path, f"axes.{axis}: must be one of {', '.join(_NAMED[axis])}, is {quoted(value)}")
             if axis in _COUNTS and (type(value) is not int or not 1 <= value <= 65536):
@@ -314,7 +235,7 @@ def _check_axes(sweep: Sweep) -> None:
             raise _error(path, f"axes.{axis}: {axis} is set for all cells too (remove one)")
     if settings.order not in axes and "order" in sweep.table:
         raise _error(path, f"order: {quoted(settings.order)} is no axis (there are: {', '.join(axes)})")
-    if settings.order in axes and not _are_numbers(_values_of(sweep.table, settings.order)):
+    if settings.order in axes and not _are_numbers(axes[settings.order]):
         raise _error(path, f"order: the values of axis {settings.order} are no numbers")
     if settings.autotune and (BATCH_KEY in axes or BATCH_KEY in fixed):
         raise _error(path, f"{BATCH_KEY}: is searched where autotune = true (remove one)")
@@ -339,14 +260,11 @@ def _cell(sweep: Sweep, point: dict[str, Any], context: Any) -> Cell:
     if processes % nodes:
         text = f"{counted(processes, 'process', 'es')} cannot be spread over {nodes} nodes"
         raise _error(sweep.path, f"nodes: {text} (change either)")
-    return Cell(point_name(sweep, point), point, values, processes, nodes)
+    return Cell(_name(point), point, values, processes, nodes)
 
 
-def point_name(sweep: Sweep, point: dict[str, Any], without: str = "") -> str:
-    """Name of a point of the grid: its values on the axes that have several, but for the axis `without`."""
-    distinguishing = [axis for axis in point if len(_values_of(sweep.table, axis)) > 1 and axis != without]
-    words = [f"{_SHORT.get(axis, axis)}={_file_safe(point[axis])}" for axis in distinguishing or point]
-    return "_".join(words)
+def _name(point: dict[str, Any]) -> str:
+    return "_".join(f"{_SHORT.get(axis, axis)}={_file_safe(value)}" for axis, value in point.items())
 
 
 def _meaning(sweep: Sweep, axis: str, value: Any, ranks: int, context: int) -> dict[str, Any]:
@@ -371,20 +289,21 @@ def _meaning(sweep: Sweep, axis: str, value: Any, ranks: int, context: int) -> d
     return dict(zip(DEGREE_KEYS[:2], (ranks // shard, shard), strict=True))
 
 
-def _partial_points(path: Path, name: str, tables: Any, axes: dict[str, Any]) -> list[dict[str, list]]:
-    """Tables `[[exclude]]` and `[[include]]`: axis -> values."""
+def _excluded(path: Path, tables: Any, axes: dict[str, Any]) -> list[dict[str, list]]:
+    """Tables `[[exclude]]`: axis -> values."""
     if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
-        raise _error(path, f"{name}: must be tables (write [[{name}]] and axis = value lines)")
+        raise _error(path, "exclude: must be tables (write [[exclude]] and axis = value lines)")
     found = []
     for table in tables:
         flat = {axis: value if isinstance(value, list) else [value] for axis, value in flattened(table)}
         if not flat:
-            raise _error(path, f"{name}: an empty table {name}s everything (name an axis, or remove it)")
+            raise _error(path, "exclude: an empty table excludes everything (name an axis, or remove it)")
         for axis, values in flat.items():
             if axis not in axes:
-                raise _error(path, f"{name}.{axis}: is no axis (there are: {', '.join(axes)})")
-            if not values:
-                raise _error(path, f"{name}.{axis}: has no value (name one, or remove the line)")
+                raise _error(path, f"exclude.{axis}: is no axis (there are: {', '.join(axes)})")
+            there = axes[axis] if isinstance(axes[axis], list) else [axes[axis]]
+            if missing := [value for value in values if not any(_same(value, known) for known in there)]:
+                raise _error(path, f"exclude.{axis}: {quoted(missing[0])} is not in the axis, {quoted(there)}")
         found.append(flat)
     return found
 
@@ -400,8 +319,6 @@ def _flat_table(path: Path, name: str, table: Any) -> dict[str, Any]:
     for key, value in flat.items():
         if not _fits_in_64_bits(value):  # Python would not even print the longest
             raise _error(path, f"{name}.{key}: a whole number must fit in 64 bits")
-        if _holds_a_date(value):
-            raise _error(path, f"{name}.{key}: a date or time is no value of a key (write it as a string)")
     return flat
 
 
@@ -409,12 +326,6 @@ def _fits_in_64_bits(value: Any) -> bool:
     if isinstance(value, list | dict):
         return all(map(_fits_in_64_bits, value.values() if isinstance(value, dict) else value))
     return not isinstance(value, int) or -(2**63) <= value < 2**63
-
-
-def _holds_a_date(value: Any) -> bool:
-    if isinstance(value, list | dict):
-        return any(map(_holds_a_date, value.values() if isinstance(value, dict) else value))
-    return isinstance(value, date | time)
 
 
 def _are_numbers(values: list) -> bool:
@@ -426,7 +337,7 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def _file_safe(value: Any) -> str:
-    text = value if isinstance(value, str) else json.dumps(value, separators=(",", ":"))
+    text = value if isinstance(value, str) else json.dumps(value, separators=(",", ":"), default=str)
     return re.sub(r"[^A-Za-z0-9.+-]+", "-", text).strip("-") or "none"
 
 

@@ -9,25 +9,20 @@
 
 import json
 import os
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from torchtitan.experiments.folder import ResultsFolder
-from torchtitan.experiments.grid import Sweep, SweepError, point_text, points_of, saved_table
+from torchtitan.experiments.grid import Sweep, SweepError, saved_table
 from torchtitan.files.durable import append_synced, replace_file
 from torchtitan.files.regular import read_regular, read_text
 from torchtitan.settings.schema import quoted
 
 STATE_FILE, SWEEP_FILE, BASE_FILE = "sweep.jsonl", "sweep.toml", "base.toml"
-# Keys that may change when a sweep resumes: limits, repeats and what a machine must have, not the cells.
-_MAY_CHANGE = ("repeats", "retries", "timeout_s", "device", "needs.gpus")
-_OF_THE_GRID = ("axes.", "extended.", "exclude", "include")
-# How records called every SIGKILL before its cause was looked into.
-_UNPROVEN = "a rank was killed by SIGKILL, as the system does where memory has run out"
+# Keys that may change when a sweep resumes: limits, repeats, what a machine must have, and which points are left out.
+_MAY_CHANGE = ("repeats", "retries", "timeout_s", "needs.gpus", "exclude")
 
 Row = dict[str, Any]
 
@@ -40,7 +35,7 @@ class SweepFolder:
         self._folder = ResultsFolder(path, {SWEEP_FILE: b"", STATE_FILE: b"{"}, SweepError, "a sweep's")
 
     def check(self, sweep: Sweep) -> None:
-        """Check that an existing folder belongs to this sweep, or to one that this sweep's grid extends.
+        """Check that an existing folder belongs to this sweep: values may be added to its axes and removed from them.
 
         Raises:
             SweepError: it belongs to another one, with the first difference; or it is no sweep's folder.
@@ -52,35 +47,12 @@ class SweepFolder:
                 if (self.path / STATE_FILE).exists():
                     raise SweepError(f"{self.path}: has finished runs, but no {name} (give another --output)")
                 continue
-            grown = name == SWEEP_FILE and self._is_grown(sweep)
+            if (axes := _axes(old)) != _axes(new):  # runs are named by them, in this order
+                self._folder.refuse(f"another sweep, {name}: axes: {', '.join(axes)} -> {', '.join(_axes(new))}")
             for key in (*new, *old):
-                may_change = name == SWEEP_FILE and (key in _MAY_CHANGE or (grown and key.startswith(_OF_THE_GRID)))
+                may_change = name == SWEEP_FILE and (key in _MAY_CHANGE or key in axes)
                 if old.get(key) != new.get(key) and not may_change:
                     self._folder.refuse(f"another sweep, {name}: {key}: {_text(old.get(key))} -> {_text(new.get(key))}")
-
-    def _is_grown(self, sweep: Sweep) -> bool:
-        """Check whether every point of the folder's grid is one of the sweep's."""
-        before = self._folder.read(SWEEP_FILE, points_of) or set()
-        return bool(before) and before <= {cell.point for cell in sweep.all_cells}
-
-    def with_recorded_names(self, sweep: Sweep) -> Sweep:
-        """Return the sweep with the names that its cells have on record, from before its grid was extended.
-
-        Raises:
-            SweepError: a line of the record is damaged, or two cells would have one name.
-        """
-        names = sweep.table["axes"]
-        recorded = {
-            point_text({axis: row["axes"][axis] for axis in names}): row["cell"]
-            for row in self.rows().values()
-            if isinstance(row.get("axes"), dict) and set(names) <= set(row["axes"]) and _is_name(row["cell"])
-        }  # fmt: skip
-        renamed = {cell.point: replace(cell, id=recorded.get(cell.point, cell.id)) for cell in sweep.all_cells}
-        by_id: dict[str, str] = {}
-        for point, cell in renamed.items():
-            if by_id.setdefault(cell.id.lower(), point) != point:
-                raise SweepError(f"{self.path}: holds {cell.id} with other values (give another --output)")
-        return replace(sweep, all_cells=list(renamed.values()), cells=[renamed[cell.point] for cell in sweep.cells])
 
     @contextmanager
     def held(self, sweep: Sweep) -> Iterator[None]:
@@ -113,8 +85,7 @@ class SweepFolder:
         for number, line in enumerate(lines or [], 1):
             try:
                 row = json.loads(line)
-                status = "killed" if (row["status"], row.get("reason")) == ("oom", _UNPROVEN) else row["status"]
-                rows[row["cell"], row["repeat"]] = {**row, "status": status}
+                rows[row["cell"], row["repeat"]] = row | {"status": row["status"]}
             except (ValueError, KeyError, TypeError, RecursionError):
                 text = f"line {number} is damaged (remove the line; its run is repeated)"
                 raise SweepError(f"{self.path / STATE_FILE}: {text}") from None
@@ -131,9 +102,8 @@ class SweepFolder:
         return files
 
 
-def _is_name(cell: Any) -> bool:
-    """Check whether a recorded name is one that a cell can have, and so a folder below the sweep's."""
-    return isinstance(cell, str) and re.fullmatch(r"[\w.+-]+(=[\w.+-]+)+", cell) is not None
+def _axes(table: Row) -> list[str]:
+    return [key for key in table if key.startswith("axes.")]
 
 
 def drop_torn_line(path: Path, content: bytes) -> None:

@@ -12,7 +12,7 @@ from torchtitan.experiments.cell_run import CellRun, run_cell
 from torchtitan.experiments.command_lines import check_cells, run_arguments, run_name
 from torchtitan.experiments.engine import Advance, settle_cells
 from torchtitan.experiments.grid import Cell, Sweep, SweepError
-from torchtitan.experiments.launchers.choice import HERE, Launching
+from torchtitan.experiments.launchers.choice import Launching
 from torchtitan.experiments.launchers.job import Job, Launcher
 from torchtitan.experiments.process import repeat_killed
 from torchtitan.experiments.record import Row, SweepFolder
@@ -41,14 +41,12 @@ class SweepPlan:
     Attributes:
         sweep: of the tasks.
         tasks: every requested run: all cells once, then all again with the next seed.
-        refused: id of a cell -> reason.
         rows: of the finished runs.
         retry_failed: repeat runs that failed, timed out, were killed or refused.
     """
 
     sweep: Sweep
     tasks: list[Task]
-    refused: dict[str, str]
     rows: dict[tuple[str, int], Row]
     retry_failed: bool = False
     missing: list[Task] = field(init=False)
@@ -70,7 +68,7 @@ class SweepPlan:
             return f"repeat {full[cell.id]} is out of memory already"
         if order not in cell.axes:
             return ""
-        for other in self.sweep.all_cells:
+        for other in self.sweep.cells:
             if other.id in full and other.axes[order] < cell.axes[order] and other.arm(order) == cell.arm(order):
                 return f"{order} = {other.axes[order]} is out of memory already"
         return ""
@@ -93,11 +91,10 @@ def plan_sweep(
         SweepError: a cell is refused, the folder belongs to another sweep, or `only` names unknown values.
     """
     folder.check(sweep)
-    sweep = folder.with_recorded_names(sweep)
     cells = _select(sweep, only or {})
-    refused = check_cells(sweep, cells, folder.path, elsewhere)
+    check_cells(sweep, cells, folder.path, elsewhere)
     tasks = [Task(cell, repeat) for repeat in range(sweep.settings.repeats) for cell in cells]
-    return SweepPlan(sweep, tasks, refused, folder.rows(), retry_failed)
+    return SweepPlan(sweep, tasks, folder.rows(), retry_failed)
 
 
 def _select(sweep: Sweep, only: dict[str, list[str]]) -> list[Cell]:
@@ -120,7 +117,7 @@ def value_text(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def run_sweep(sweep: Sweep, folder: SweepFolder, plan: SweepPlan, launching: Launching = HERE) -> None:
+def run_sweep(sweep: Sweep, folder: SweepFolder, plan: SweepPlan, launching: Launching) -> None:
     """Run the missing cells; every finished run is a row of the folder's record.
 
     Args:
@@ -133,7 +130,7 @@ def run_sweep(sweep: Sweep, folder: SweepFolder, plan: SweepPlan, launching: Lau
     """
     launcher = launching.open(folder.path)
     runs = _Runs(sweep, folder, plan, launching, launcher)
-    launcher.check([runs.job_of(task) for task in plan.tasks if task.cell.id not in plan.refused])
+    launcher.check([runs.job_of(task) for task in plan.tasks])
     with folder.held(sweep):
         runs.run()
 
@@ -175,22 +172,19 @@ class _Runs:
 
     def _settle(self, task: Task, advance: Advance) -> None:
         started = datetime.now().astimezone().isoformat(timespec="seconds")
-        axes, seconds, evidence = task.cell.axes, 0.0, {}
+        axes, seconds = task.cell.axes, 0.0
         name = run_name(task.cell, task.repeat)
-        if reason := self._plan.refused.get(task.cell.id):
-            status = "refused"
-        elif reason := self._skip_reason(task):
+        if reason := self._skip_reason(task):
             status = "skipped"
         else:
             job = self.job_of(task)
             log = self._folder.path / "logs" / f"{name}.log"
             outcome = repeat_killed(lambda: self._launcher.run(job, self._stop), log, self._sweep.settings.retries)
             axes, status, reason, seconds = axes | outcome.chosen, outcome.status, outcome.reason, outcome.seconds
-            evidence = {"evidence": outcome.evidence} if outcome.evidence else {}
         row = {
             "cell": task.cell.id, "name": name, "axes": axes, "repeat": task.repeat, "status": status,
             "reason": reason, "seconds": round(seconds, 2), "run": name, "processes": task.cell.processes,
-            "started": started, **evidence,
+            "started": started,
         }  # fmt: skip
         with self._lock:
             self._folder.add(row)

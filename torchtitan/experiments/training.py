@@ -4,18 +4,16 @@ import json
 import math
 import os
 import shutil
-import threading
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
 from torchtitan.checkpoint.checkpointer import checkpoint_steps
 from torchtitan.checkpoint.store import store_of
 from torchtitan.config.job import JobConfig, dump_config
-from torchtitan.experiments.outcome import Outcome
-from torchtitan.experiments.process import RETRIES, Node, repeat_killed, run_processes
+from torchtitan.experiments.process import run_processes
 from torchtitan.files.durable import make_folder, replace_file, sync
 from torchtitan.files.regular import open_regular
 from torchtitan.training.metrics import METRICS_FILE
@@ -33,15 +31,14 @@ class Diverged(TrainingFailed):
 
 @dataclass(frozen=True)
 class TrainingRun:
-    """Run of an experiment, as a job needs it.
+    """Run of an experiment.
 
     Attributes:
         configuration: as TOML, its folder included.
         folder: of the run.
         request: file that the configuration is written to.
-        processes: how many, on all nodes; torchrun starts more than one.
+        processes: how many; torchrun starts more than one.
         log: file for the output of the processes.
-        environment: variables to set besides those of the machine.
     """
 
     configuration: str
@@ -49,47 +46,21 @@ class TrainingRun:
     request: Path
     processes: int
     log: Path
-    environment: dict[str, str] = field(default_factory=dict)
 
     @classmethod
-    def of(
-        cls, config: JobConfig, processes: int, request: Path, log: Path, environment: dict[str, str] | None = None
-    ) -> Self:
+    def of(cls, config: JobConfig, processes: int, request: Path, log: Path) -> Self:
         """Run of a configuration; arguments as the attributes."""
         folder = Path(config.job.dump_folder) / config.job.name
-        return cls(dump_config(config), folder, request, processes, log, environment or {})
+        return cls(dump_config(config), folder, request, processes, log)
 
 
-def run_training(
-    run: TrainingRun, *, devices: list[int] | None, stop: threading.Event | None, node: Node | None,
-    poll: Callable[[], None],
-) -> Outcome:  # fmt: skip
-    """Train a run once, from its newest checkpoint where its folder has one. Raises Stopped, KeyboardInterrupt."""
-    replace_file(run.request, run.configuration)
-    return run_processes(
-        ["--job.config_file", str(run.request)], processes=run.processes, timeout_s=math.inf, log=run.log,
-        environment=run.environment, stop_grace_s=SAVING_SECONDS, devices=devices, stop=stop, node=node, poll=poll, retries=0,
-    )  # fmt: skip
-
-
-def run_here(run: TrainingRun, poll: Callable[[], None]) -> Outcome:
-    """Train a run on this machine, with all of its devices."""
-    return run_training(run, devices=None, stop=None, node=None, poll=poll)
-
-
-def train(
-    run: TrainingRun,
-    advance: Callable[[int], None],
-    start: Path | None = None,
-    once: Callable[[TrainingRun, Callable[[], None]], Outcome] = run_here,
-) -> None:
+def train(run: TrainingRun, advance: Callable[[int], None], start: Path | None = None) -> None:
     """Train a run to its end, from its newest checkpoint where its folder has one, again where it is killed from outside.
 
     Args:
         run: to train.
         advance: told how many more samples the run has seen, now and then.
         start: checkpoint that a branch begins with; None: a run from scratch.
-        once: trains it once; given a function to call again and again meanwhile.
 
     Raises:
         Diverged: its gradients became infinite or NaN.
@@ -107,7 +78,11 @@ def train(
         advance(logged - seen)
         seen = logged
 
-    outcome = repeat_killed(lambda: once(run, follow), run.log, RETRIES)
+    replace_file(run.request, run.configuration)
+    outcome = run_processes(
+        ["--job.config_file", str(run.request)], processes=run.processes, timeout_s=math.inf, log=run.log,
+        stop_grace_s=SAVING_SECONDS, poll=follow,
+    )  # fmt: skip
     if outcome.status != "ok":
         kind = "" if outcome.status == "failed" else f"{outcome.status}: "
         diverged = "gradient norm is" in outcome.reason

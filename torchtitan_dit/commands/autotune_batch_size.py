@@ -8,17 +8,13 @@ from there, and an interrupted search resumes. Exit codes: 0 found, 1 nothing fi
 import argparse
 import logging
 import sys
-from pathlib import Path
 from typing import NoReturn
 
-from torchtitan.config.job import ConfigError, load_config
+from torchtitan.config.job import ConfigError
 from torchtitan.experiments.autotune.candidates import AutotuneRefused
 from torchtitan.experiments.autotune.probe import ProbeFailed
 from torchtitan.experiments.autotune.record import RecordError
 from torchtitan.experiments.autotune.tuning import GOALS, MAX_BATCH_SIZE, NothingFits, autotune
-from torchtitan.experiments.launchers.choice import add_launcher_options, launching_of
-from torchtitan.experiments.launchers.job import LauncherError
-from torchtitan.experiments.launchers.program import as_job
 from torchtitan.processes.command_line import OneLineParser, interrupt_by_signals, run_program
 from torchtitan.settings.sources import read_command_line
 
@@ -30,14 +26,12 @@ def main(words: list[str] | None = None) -> int:
     arguments = ["--job.config_file", options.config, *overrides]
     try:
         _refuse_given_batch_size(overrides)
-        if (code := _as_job(words, arguments, options)) is not None:
-            return code
         result = autotune(
             arguments, options.processes, goal=options.goal, memory_gib=options.memory, headroom=options.headroom,
             multiple_of=options.multiple_of, max_batch_size=options.max, fresh=options.fresh, timeout_s=options.timeout,
             report=_say,
         )  # fmt: skip
-    except (ConfigError, AutotuneRefused, RecordError, LauncherError) as error:
+    except (ConfigError, AutotuneRefused, RecordError) as error:
         print(error, file=sys.stderr)
         return 2
     except (NothingFits, ProbeFailed) as error:
@@ -47,7 +41,6 @@ def main(words: list[str] | None = None) -> int:
         print("stopped; the same command resumes", file=sys.stderr)
         return 130
     _say(f"{result.goal}: training.local_batch_size = {result.batch_size} ({result.record})")
-    _say(f"bounded by {result.bound}")
     print(result.batch_size)
     return 0
 
@@ -82,20 +75,10 @@ def parse_arguments(words: list[str]) -> argparse.Namespace:
     add("--processes", type=int, default=1, metavar="N", help="of the run (default: 1)")
     add("--timeout", type=float, default=1800.0, metavar="SECONDS", help="for one try (default: 1800)")
     add("--fresh", action="store_true", help="do not use results of earlier searches")
-    add_launcher_options(parser)
     options = parser.parse_args(words)
     if options.processes < 1:
         parser.error(f"argument --processes: must be at least 1, is {options.processes}")
     return options
-
-
-def _as_job(words: list[str], arguments: list[str], options: argparse.Namespace) -> int | None:
-    """Search as a job of a scheduler, whole: each try depends on those before; its exit code, None to search here."""
-    launching = launching_of(options)
-    words_of_one = [*arguments, f"--training.local_batch_size={options.multiple_of}"]
-    config = load_config(words_of_one, options.processes, elsewhere=True) if launching.elsewhere else None
-    folder = Path(config.job.dump_folder if config else "") / "autotune"
-    return as_job(launching, "autotune", ["autotune", *words], folder, options.processes)
 
 
 def _refuse_given_batch_size(overrides: list[str]) -> None:

@@ -1,7 +1,7 @@
 """Encode a dataset of images: scripts/extract_latents.py --output STORE --autoencoder NAME --data.name DATASET ...
 
     torchrun --nproc_per_node N scripts/extract_latents.py ...    shares the work among N processes
-    scripts/extract_latents.py --launcher slurm --jobs N ...      shares it among N jobs of a scheduler
+    --part K/N                                                   writes a part of the files, as a task of an sbatch array
     --data.KEY VALUE                                              keys of the dataset's [data] section, as of train.py
 
 An interrupted extraction resumes when the same command is given again, on any number of processes; the store is the
@@ -9,7 +9,6 @@ same. Exit codes: 0; 1: failed at work, finished shards stay; 2: refused, nothin
 """
 
 import argparse
-import dataclasses
 import functools
 import json
 import os
@@ -33,9 +32,6 @@ from torchtitan.distributed.config import CommConfig
 from torchtitan.distributed.failures import is_lost_rank, is_out_of_memory
 from torchtitan.distributed.mesh import compute_device, init_process_group
 from torchtitan.errors import LatentStoreError, first_line, unwrapped
-from torchtitan.experiments.extraction_parts import run_parts
-from torchtitan.experiments.launchers.choice import add_launcher_options, launching_of
-from torchtitan.experiments.launchers.job import LauncherError
 from torchtitan.extraction.dataset_stores import (
     CaptionOptions,
     PlannedStore,
@@ -54,7 +50,7 @@ from torchtitan.files.durable import replace_file
 from torchtitan.files.ownership import refuse_foreign_file
 from torchtitan.files.regular import read_toml, user_path
 from torchtitan.latents.captions import CAPTION_DTYPES
-from torchtitan.latents.index import MOST_SHARDS, StoreIndex, images_per_shard
+from torchtitan.latents.index import MOST_SHARDS, StoreIndex
 from torchtitan.processes.command_line import FirstRankParser, exit_code, interrupt_by_signals, readable_size
 from torchtitan.processes.exit_codes import FAILED, REFUSED, forbid_restart
 from torchtitan.processes.launch import launch_number
@@ -66,7 +62,6 @@ UNUSABLE = (AutoencoderError, DatasetError, LatentStoreError, TextEncoderError, 
 TEXT_LENGTH = 256
 INTERRUPTED = 130
 MOST_WORKERS = 8
-PARTS = 8  # of a store, where jobs write it
 BATCH_SIZES = {"cuda": 16, "cpu": 4}
 
 # Keys of [data] that only training reads, and what does the like here.
@@ -78,8 +73,6 @@ def main(words: list[str] | None = None) -> int:
     words = sys.argv[1:] if words is None else words
     arguments, data_words = parse_arguments(words)
     try:
-        if in_jobs(arguments):
-            return extract_in_jobs(arguments, data_words, words)
         return extract(arguments, data_words)
     except KeyboardInterrupt:
         return refuse("interrupted; the same command resumes", code=INTERRUPTED)
@@ -120,28 +113,6 @@ def extract(arguments: argparse.Namespace, data_words: list[str]) -> int:
     if dist.is_initialized():
         dist.destroy_process_group()
     return 0
-
-
-def extract_in_jobs(arguments: argparse.Namespace, data_words: list[str], words: list[str]) -> int:
-    """Extract by jobs, each a start of this command for a part of the files; return the exit code."""
-    try:
-        sources = open_sources(*load_data_section(data_words, arguments.config), arguments.split)
-        shards = max(-(-len(source) // (arguments.images_per_shard or images_per_shard(len(source)))) for source in sources)
-        parts = min(arguments.jobs or PARTS, max(shards, 1))
-        launching = dataclasses.replace(launching_of(arguments), jobs=parts)
-        command = ["extract", *without_processes(words)]
-        return run_parts(launching, command, arguments.output, parts, arguments.processes or 1)
-    except ConfigError as error:
-        return refuse(*error.problems)
-    except (*UNUSABLE, LauncherError) as error:
-        return refuse(one_line(error))
-
-
-def without_processes(words: list[str]) -> list[str]:
-    """Words without --processes: in a job, torchrun has started them."""
-    parser = FirstRankParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--processes")
-    return parser.parse_known_args(words)[1]
 
 
 def refuse_report_of_buckets(arguments: argparse.Namespace, sources: list[ImageSource]) -> None:
@@ -228,9 +199,6 @@ def parse_arguments(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     add("--report", type=Path, metavar="FILE", help="JSON file for the times of each stage")
     add("--part", type=part_of, default=WHOLE, metavar="K/N", help="write every N-th file only, from the K-th on; when all N "
         "parts are written, a start without --part writes the index")
-    add("--processes", type=at_least(1), metavar="N", help="of each job, with --jobs or --launcher (default: 1)")
-    add_launcher_options(parser, jobs=f"jobs that share the files (default: all in this process; with --launcher slurm or ray "
-        f"{PARTS}, or as many as there are files)")
     own, data_words = split_data_words(words)
     arguments = parser.parse_args(own)
     if bool(arguments.text_encoder) != bool(arguments.pooled_encoder):
@@ -241,31 +209,12 @@ def parse_arguments(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
         parser.error(f"--{idle[0].replace('_', '-')}: has no effect without --text-encoder and --pooled-encoder")
     if arguments.overlap is not None and arguments.tile is None:
         parser.error("--overlap: has no effect without --tile")
-    if problem := launch_problem(arguments):
-        parser.error(problem)
     for word in data_words:
         if (instead := OF_TRAINING.get(word.removeprefix("--data.").partition("=")[0])) is not None:
             parser.error(f"{word.partition('=')[0]}: is for training; here it is {instead}")
     if arguments.config is not None and not Path(arguments.config).is_file():
         parser.error(f"--config: {arguments.config}: no such file")
     return arguments, data_words
-
-
-def in_jobs(arguments: argparse.Namespace) -> bool:
-    """Check whether other starts of this command are to do the work."""
-    return arguments.launcher != "local" or arguments.jobs is not None
-
-
-def launch_problem(arguments: argparse.Namespace) -> str:
-    """Reason against the options of a launcher; empty if there is none."""
-    if not in_jobs(arguments):
-        idle = next((name for name in ("processes", "gpus", "slurm") if getattr(arguments, name)), None)
-        return f"--{idle}: is of jobs (add --jobs N or --launcher)" if idle else ""
-    if "WORLD_SIZE" in os.environ:
-        return "--launcher, --jobs: start the processes themselves (leave out torchrun; give --processes N)"
-    if not arguments.part.whole:
-        return "--part: is chosen for each of the jobs (leave it out, or --launcher and --jobs)"
-    return "--report: has the times of one start, and jobs are several (leave it out)" if arguments.report else ""
 
 
 def part_of(text: str) -> Part:

@@ -3,15 +3,12 @@
 import dataclasses
 import hashlib
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from torchtitan.experiments.autotune.probe import Probe
 from torchtitan.files.durable import make_folder, replace_file
 from torchtitan.files.regular import read_regular
-from torchtitan.files.run_lock import RunLock
 
 
 class RecordError(Exception):
@@ -19,14 +16,10 @@ class RecordError(Exception):
 
 
 class SearchRecord:
-    """Record `<folder>/<hash>.json`: the question, the first guess, every probe and, at the end, the batch size found.
-
-    A search is a function of its probes, so a repeated search replays those on record, and resumes where the record
-    ends; a finished one tries nothing.
+    """Record `<folder>/<hash>.json`: the question, every probe and, at the end, the batch size found.
 
     Attributes:
         path: the file.
-        guess: batch size that the search begins with; None before it was estimated.
         probes: in the order in which they were made.
         batch_size: the answer; None while there is none.
     """
@@ -35,7 +28,6 @@ class SearchRecord:
         """question: all that the probes and the answer depend on, as JSON has it."""
         text = json.dumps(question, sort_keys=True)
         self.path = folder / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
-        self.guess: int | None = None
         self.probes: list[Probe] = []
         self.batch_size: int | None = None
         self._question = question
@@ -45,29 +37,10 @@ class SearchRecord:
         """Path of the latest probe's output."""
         return self.path.with_suffix(".log")
 
-    @contextmanager
-    def held(self) -> Iterator[None]:
-        """Hold the record: other processes with the same question wait for the answer.
-
-        Raises:
-            RecordError: the folder cannot be written.
-        """
-        lock = RunLock(self.path.parent, f"{self.path.stem}.lock")
-        try:
-            make_folder(self.path.parent)
-            lock.wait()
-        except OSError as error:
-            raise RecordError(f"{self.path.parent}: cannot be written: {error.strerror}") from error
-        try:
-            yield
-        finally:
-            lock.release()
-
     def read(self) -> None:
         """Read the record of an earlier search of the same question. Raises RecordError."""
         try:
             content = json.loads(read_regular(self.path))
-            self.guess = content["guess"]
             self.probes = [Probe(**probe) for probe in content["probes"]]
             self.batch_size = content["batch_size"]
         except FileNotFoundError:
@@ -82,13 +55,10 @@ class SearchRecord:
 
     def write(self) -> None:
         """Replace the file atomically. Raises RecordError."""
-        content = {
-            "batch_size": self.batch_size,
-            "guess": self.guess,
-            "probes": [dataclasses.asdict(probe) for probe in self.probes],
-            "question": self._question,
-        }
+        probes = [dataclasses.asdict(probe) for probe in self.probes]
+        content = {"batch_size": self.batch_size, "probes": probes, "question": self._question}
         try:
+            make_folder(self.path.parent)
             replace_file(self.path, json.dumps(content, indent=1) + "\n")
         except OSError as error:
             raise RecordError(f"{self.path}: cannot be written: {error.strerror}") from error

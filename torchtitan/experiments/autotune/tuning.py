@@ -51,7 +51,6 @@ class AutotuneResult:
         probes: every try, in order.
         tried: number of probes made now; 0: the answer was on record.
         record: file that holds all of it.
-        bound: what stopped the search, in words.
     """
 
     batch_size: int
@@ -59,7 +58,6 @@ class AutotuneResult:
     probes: list[Probe]
     tried: int
     record: Path
-    bound: str
 
 
 def autotune(
@@ -135,32 +133,18 @@ def autotune(
     })  # fmt: skip
     how = ProbeProcesses(processes, timeout_s, record.log, _data_limit(device, memory_gib), devices, stop)
     search = _Search(record, config_with, goal, how, memory_gib, (1 - headroom) * memory_gib, report)
-    with record.held():
-        if not fresh:
-            record.read()
+    if not fresh:
+        record.read()
+    if record.batch_size is None:
         if goal == "fastest":
             record.batch_size = fastest(doublings(candidates), search.rate)
         else:
-            record.guess = record.guess or _guess(config_with, candidates, processes, search.limit_gib, device)
-            record.batch_size = largest_fitting(candidates, record.guess, search.fits)
+            guess = _guess(config_with, candidates, processes, search.limit_gib, device)
+            record.batch_size = largest_fitting(candidates, guess, search.fits)
         record.write()
     if record.batch_size is None:
         raise NothingFits(_nothing_fits(smallest, record.probes, memory_gib, search.limit_gib, multiple_of))
-    by_option = whole is None or whole // ranks > max_batch_size
-    last = f"--max {max_batch_size}" if by_option else f"training.global_batch_size = {whole}"
-    bound = _bound(record.batch_size, record.probes, candidates[-1], search.limit_gib, last)
-    return AutotuneResult(record.batch_size, goal, record.probes, search.tried, record.path, bound)
-
-
-def _bound(found: int, probes: list[Probe], largest: int, limit_gib: float, last: str) -> str:
-    """What keeps the batch size from being larger, in words; `last` is what bounds the largest candidate."""
-    larger = [probe for probe in probes if probe.batch_size > found]
-    if any(probe.fits(limit_gib) for probe in larger):
-        return "larger ones that fit are hardly faster"
-    if larger:
-        smallest = min(probe.batch_size for probe in larger)
-        return f"memory: {smallest} does not fit in {limit_gib:.3g} GiB"
-    return last if found == largest else "larger ones were not tried"
+    return AutotuneResult(record.batch_size, goal, record.probes, search.tried, record.path)
 
 
 class _Search:

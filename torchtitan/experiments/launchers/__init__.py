@@ -9,8 +9,7 @@ from torchtitan.experiments.launchers.on_ray import RayLauncher
 from torchtitan.experiments.launchers.on_slurm import SlurmLauncher
 
 # Name -> launcher, from the folder for its own files, the number of concurrent jobs, and options of sbatch.
-LAUNCHERS: dict[str, Callable[[Path, int, dict[str, str]], Launcher]] = {
-    "local": LocalLauncher, "slurm": SlurmLauncher, "ray": RayLauncher,
-}  # fmt: skip
+Factory = Callable[[Path, int, dict[str, str]], Launcher]
+LAUNCHERS: dict[str, Factory] = {"local": LocalLauncher, "slurm": SlurmLauncher, "ray": RayLauncher}
 # Concurrent jobs where the number is not given.
 JOBS = {"local": 1, "slurm": 32, "ray": 32}

@@ -24,16 +24,15 @@ class Job:
     """Job: a function that is called on one or more machines.
 
     Attributes:
-        name: of the run.
+        name: of the run, a file name.
         function: of a module, so that another process can import it; called with the arguments and with `devices`
-            (numbers of the CUDA devices to use, None for all), `stop` (ends the run: it raises Stopped), `node` (None
-            for a run on one machine) and `poll` (called again and again while the run lasts, on this machine only).
-        arguments: of the function; two jobs with one representation of them are the same work.
+            (numbers of the CUDA devices to use, None for all), `stop` (ends the run: it raises Stopped) and `node` (None
+            for a run on one machine).
+        arguments: of the function.
         processes: of the run, on all its nodes.
         nodes: machines of the run.
         gpus: CUDA devices of each node to ask for.
         limit_s: seconds after which the machines are given back.
-        grace_s: seconds that a run which is stopped has to save what it has.
     """
 
     name: str
@@ -43,11 +42,6 @@ class Job:
     nodes: int
     gpus: int
     limit_s: float
-    grace_s: float = 0.0
-
-
-def nothing() -> None:
-    """Do nothing: what is called while a job lasts where there is nothing to follow."""
 
 
 class Launcher(Protocol):
@@ -56,17 +50,12 @@ class Launcher(Protocol):
     def check(self, jobs: Sequence[Job]) -> None:
         """Check that the jobs can be run. Raises LauncherError."""
 
-    def run(self, job: Job, stop: threading.Event, poll: Callable[[], None] = nothing) -> Outcome:
+    def run(self, job: Job, stop: threading.Event) -> Outcome:
         """Run a job to its end; `killed` if its machine was taken away.
 
-        Args:
-            job: to run.
-            stop: set from another thread, ends it.
-            poll: called again and again while it lasts, in this process.
-
         Raises:
-            Stopped: `stop` was set.
-            LauncherError: a scheduler refuses it.
+            Stopped: `stop` was set, by another thread.
+            LauncherError: a scheduler refuses the job.
             KeyboardInterrupt: after the job was ended.
         """
 

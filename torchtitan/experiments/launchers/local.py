@@ -1,12 +1,12 @@
 """Launcher on this machine: a job at a time, or several on separate CUDA devices."""
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
-from torchtitan.experiments.launchers.job import Job, LauncherError, nothing
+from torchtitan.experiments.launchers.job import Job, LauncherError
 from torchtitan.experiments.outcome import Outcome
 from torchtitan.experiments.process import Stopped
 from torchtitan.pictures.number_text import counted
@@ -28,18 +28,18 @@ class LocalLauncher:
         there, most = len(self._devices or []), max((job.processes for job in jobs), default=1)
         if (needed := max((job.gpus for job in jobs), default=0)) > there:
             raise LauncherError(
-                f"--gpus, needs.gpus: a run needs {needed} CUDA devices, and this machine has {there} (run it on a machine that"
-                " has them, or through --launcher slurm or ray; a grid's --dry-run tells what it takes)"
+                f"needs.gpus: a run needs {needed} CUDA devices, and this machine has {there} (run it on a machine that"
+                " has them, or through --launcher slurm or ray)"
             )
         if self._devices is not None and most * self._jobs > there:
             advice = f"lower --jobs to {there // most}" if there >= most else "lower processes"
             needed_processes = f"{counted(most, 'process', 'es')} x {counted(self._jobs, 'job')}"
             raise LauncherError(f"{needed_processes} need more than the {there} CUDA devices ({advice})")
 
-    def run(self, job: Job, stop: threading.Event, poll: Callable[[], None] = nothing) -> Outcome:
+    def run(self, job: Job, stop: threading.Event) -> Outcome:
         devices = self._acquire(job.processes, stop)
         try:
-            return job.function(*job.arguments, devices=devices, stop=stop, node=None, poll=poll)
+            return job.function(*job.arguments, devices=devices, stop=stop, node=None)
         finally:
             self._release(devices)
 

@@ -4,11 +4,11 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from torchtitan.experiments.launchers.job import Job, LauncherError, importable_environment, nothing
+from torchtitan.experiments.launchers.job import Job, LauncherError, importable_environment
 from torchtitan.experiments.outcome import Outcome
 from torchtitan.experiments.process import Stopped
 from torchtitan.extras import install
@@ -46,44 +46,35 @@ class RayLauncher:
                     text = f"a run needs {needed} {kind}s, and Ray's cluster has {there.get(kind, 0):g}"
                     raise LauncherError(f"{job.name}: {text} (add machines to the cluster, or lower processes)")
 
-    def run(self, job: Job, stop: threading.Event, poll: Callable[[], None] = nothing) -> Outcome:
+    def run(self, job: Job, stop: threading.Event) -> Outcome:
         begun, ray = time.perf_counter(), self._ray
         task = ray.remote(num_cpus=job.processes, num_gpus=job.gpus, max_retries=0)(run_in_task)
         reference = task.options(name=job.name).remote(job, str(Path.cwd()))
         try:
             while not ray.wait([reference], timeout=_POLL_SECONDS)[0]:
-                poll()
                 if stop.is_set():
                     raise Stopped
         except (KeyboardInterrupt, Stopped):
-            self._cancel(reference, job.grace_s)
+            ray.cancel(reference, force=True)
             raise
-        poll()
         try:
             return ray.get(reference)
         except ray.exceptions.RayError as error:
             return _lost(ray, error, time.perf_counter() - begun)
 
-    def _cancel(self, reference: Any, grace_s: float) -> None:
-        """End a task: by an interrupt, upon which its run saves, where it has time for that."""
-        if grace_s:
-            self._ray.cancel(reference, force=False)
-            self._ray.wait([reference], timeout=grace_s)
-        self._ray.cancel(reference, force=True)
-
 
 def run_in_task(job: Job, folder: str) -> Outcome:
     """Run a job's function within a Ray task."""
     os.chdir(folder)
-    return job.function(*job.arguments, devices=None, stop=None, node=None, poll=nothing)
+    return job.function(*job.arguments, devices=None, stop=None, node=None)
 
 
 def _lost(ray: Any, error: Exception, seconds: float) -> Outcome:
     """Outcome of a task that left no result."""
     lines = str(error).strip().splitlines() or [""]
-    first, evidence = lines[0][:200], {"ray_error": type(error).__name__}
+    first = lines[0][:200]
     if isinstance(error, ray.exceptions.RayTaskError):  # an exception in the task, with its traceback
-        return Outcome("failed", f"the Ray task failed: {lines[-1][:250]}", seconds, 1, evidence)
+        return Outcome("failed", f"the Ray task failed: {lines[-1][:250]}", seconds, 1)
     if isinstance(error, ray.exceptions.OutOfMemoryError):
-        return Outcome("oom", f"Ray ended the task: {first}", seconds, 1, evidence | {"proof": "Ray's memory monitor"})
-    return Outcome("killed", f"the Ray task left no result: {type(error).__name__}: {first}", seconds, 1, evidence)
+        return Outcome("oom", f"Ray ended the task: {first}", seconds, 1)
+    return Outcome("killed", f"the Ray task left no result: {type(error).__name__}: {first}", seconds, 1)
