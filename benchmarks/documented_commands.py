@@ -35,7 +35,7 @@ from torchtitan.data import dataset_info
 from torchtitan.files.weight_files import saved_buffers
 from torchtitan.models import MODELS
 from torchtitan.runs.folder import versions
-from torchtitan.runs.network import drawn_network
+from torchtitan.weights.network import new_network
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULT = ROOT / "benchmarks" / "results" / "documented_commands.md"
@@ -188,7 +188,7 @@ def make_weights(folder: Path, layout: str) -> dict[str, str]:
     config_file, weights_file = folder / f"{layout}.toml", folder / f"{layout}.pt"
     config_file.write_text(PUBLISHED[layout])
     config = load_config(["--config", str(config_file)], 1)
-    model = drawn_network(config, dataset_info(config.data), torch.device("cpu"))
+    model = new_network(config, dataset_info(config.data), torch.device("cpu"))
     weights = dict(model.named_parameters()) | saved_buffers(model)
     published, _ = MODELS[config.model.name].layouts[layout].export_weights(weights, model)
     torch.save({name: tensor.detach() for name, tensor in published.items()}, weights_file)

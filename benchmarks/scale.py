@@ -48,12 +48,12 @@ from torchtitan.models.adapters.config import LoRAConfig
 from torchtitan.models.adapters.frozen_network import cast_base
 from torchtitan.models.adapters.targets import find_targets
 from torchtitan.runs.folder import versions
-from torchtitan.runs.initial_weights import inspect, share_of
 from torchtitan.supervision import heartbeat
 from torchtitan.supervision.heartbeat import Heartbeats
 from torchtitan.training.hardware import device_name
 from torchtitan.training.metric_points import GrowingPoints, iter_points
 from torchtitan.training.sample_order import SampleOrder
+from torchtitan.weights.initial_weights import inspect, share_of
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "scale.json"

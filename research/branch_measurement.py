@@ -42,9 +42,9 @@ from torchtitan.files.durable import make_folder, replace_file
 from torchtitan.files.regular import read_regular
 from torchtitan.files.remote_path import AnyPath
 from torchtitan.runs.folder import RunFolder
-from torchtitan.runs.trained_model import load_run, read_config
 from torchtitan.settings.schema import quoted
 from torchtitan.training.data_loading import validation_batches
+from torchtitan.weights.trained_model import load_run, read_config
 
 KEY = ("batch_size", "seed")
 _LEAST_RATE = 0.01  # of the peak

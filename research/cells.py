@@ -14,7 +14,7 @@ from torchtitan.data.base import DatasetError
 from torchtitan.errors import unwrapped
 from torchtitan.experiments.engine import Advance, settle_cells
 from torchtitan.experiments.training import Diverged, TrainingFailed
-from torchtitan.runs.trained_model import WeightsError
+from torchtitan.weights.trained_model import WeightsError
 
 Row = dict[str, str]
 Cell = dict[str, Any]

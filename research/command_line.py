@@ -21,7 +21,7 @@ from torchtitan.data.base import DatasetError
 from torchtitan.experiments.folder import ExperimentError
 from torchtitan.experiments.training import TrainingFailed
 from torchtitan.processes.command_line import OneLineParser, interrupt_by_signals, run_program
-from torchtitan.runs.trained_model import WeightsError
+from torchtitan.weights.trained_model import WeightsError
 
 
 def main(words: list[str] | None = None) -> int:

@@ -30,7 +30,7 @@ from torchtitan.experiments.folder import ResultsFolder, StudyError
 from torchtitan.files.durable import make_folder, replace_file
 from torchtitan.pictures.markdown import inline, markdown_table
 from torchtitan.pictures.number_text import counted
-from torchtitan.runs.trained_model import TrainedModel, load_run, read_config
+from torchtitan.weights.trained_model import TrainedModel, load_run, read_config
 
 logger = logging.getLogger(__name__)
 

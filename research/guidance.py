@@ -25,7 +25,7 @@ from torchtitan.pictures.colours import COLOURS
 from torchtitan.pictures.markdown import markdown_table
 from torchtitan.pictures.style import MARKERS, error_bar, new_figure, note, save
 from torchtitan.programs import program
-from torchtitan.runs.guides import load_guide, read_reference
+from torchtitan.sampling.guides import load_guide, read_reference
 from torchtitan.statistics.interval import Interval, mean_interval, paired_difference
 
 SPLITS: tuple[Split, ...] = ("train", "validation")

@@ -41,8 +41,8 @@ from torchtitan.diffusion.paths import has_indices
 from torchtitan.diffusion.solvers.schedules import edm_times
 from torchtitan.experiments.engine import Advance
 from torchtitan.experiments.folder import StudyError
-from torchtitan.runs.trained_model import TrainedModel, empty_trained_model
 from torchtitan.statistics.interval import binomial_interval
+from torchtitan.weights.trained_model import TrainedModel, empty_trained_model
 
 KEY = (
     "model", "weights", "probe", "train_images", "test_images", "passes", "batch", "conditioning", "seed", "block", "sigma",

@@ -29,9 +29,9 @@ from torchtitan.experiments.folder import StudyError
 from torchtitan.experiments.training import TrainingFailed
 from torchtitan.pictures.markdown import Markdown, inline, markdown_table
 from torchtitan.pictures.style import colour, label_log_axis, new_figure, note
-from torchtitan.runs.trained_model import TrainedModel, load_run, read_config
 from torchtitan.statistics.student import student_quantile
 from torchtitan.training.config import EMATrackConfig
+from torchtitan.weights.trained_model import TrainedModel, load_run, read_config
 
 # Keys of `[data]` that change neither the held-out images nor what is learned of them.
 _DATA_KEYS_APART = ("num_workers", "prefetch_factor", "horizontal_flip")

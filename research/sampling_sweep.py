@@ -38,9 +38,9 @@ from torchtitan.pictures.grids import to_rgb
 from torchtitan.pictures.markdown import markdown_table
 from torchtitan.pictures.style import new_figure, note, save
 from torchtitan.programs import program
-from torchtitan.runs.guides import open_guide
-from torchtitan.runs.trained_model import TrainedModel
+from torchtitan.sampling.guides import open_guide
 from torchtitan.statistics.interval import Interval, mean_interval
+from torchtitan.weights.trained_model import TrainedModel
 
 # What a sweep ranks by: values that have a better direction. Memorisation has a protocol of its own.
 VALUES = {

@@ -33,8 +33,8 @@ from torchtitan.experiments.engine import Advance
 from torchtitan.experiments.folder import StudyError
 from torchtitan.experiments.training import TrainingFailed
 from torchtitan.pictures.number_text import counted
-from torchtitan.runs.trained_model import TrainedModel, load_run
 from torchtitan.training.batch_ramp import largest_growth
+from torchtitan.weights.trained_model import TrainedModel, load_run
 
 _MEASURED = (
     "checkpoint", "step", "samples", "weights", "bin", "unit", "low", "high", "share", "nodes", "images", "parametrisation",

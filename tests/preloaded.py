@@ -8,7 +8,7 @@ from PIL import Image
 from torchtitan.config.job import load_config
 from torchtitan.data import dataset_info
 from torchtitan.models.flops import check_macs
-from torchtitan.runs.network import network_on_meta
+from torchtitan.weights.network import network_on_meta
 
 for name in ("matplotlib.backends.backend_agg", "pyarrow.parquet"):  # which runs import when they first need them
     importlib.import_module(name)

@@ -25,12 +25,12 @@ from torchtitan.gns.pictures import PICTURE_FILE
 from torchtitan.pictures.number_text import counted
 from torchtitan.processes.launch import launch_number
 from torchtitan.run_state import RunState
-from torchtitan.runs.final_weights import final_weights_path
 from torchtitan.runs.previews import PAGE_FILE
 from torchtitan.training.corrupt_images import CORRUPT_IMAGES_FILE
 from torchtitan.training.hardware import device_name
 from torchtitan.training.lr_scheduler import lr_phase
 from torchtitan.training.metrics import METRICS_FILE
+from torchtitan.weights.final_weights import final_weights_path
 
 logger = logging.getLogger(__name__)
 

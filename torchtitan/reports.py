@@ -26,7 +26,6 @@ from torchtitan.gns.monitor import GNS_FOLDER
 from torchtitan.gns.pictures import PICTURE_FILE, is_drawn
 from torchtitan.pictures.grids import save_animation
 from torchtitan.run_state import RunState
-from torchtitan.runs.final_weights import final_weights_path, write_final_weights
 from torchtitan.runs.previews import PAGE_FILE, save_previews, write_page
 from torchtitan.settings.record import effective
 from torchtitan.summary import RunSummary
@@ -48,6 +47,7 @@ from torchtitan.training.metrics import METRICS_FILE, MetricsLog
 from torchtitan.training.nvml import EnergyMeter, ManagedDevice
 from torchtitan.training.rates import Rates
 from torchtitan.training.utilisation import products_of
+from torchtitan.weights.final_weights import final_weights_path, write_final_weights
 
 logger = logging.getLogger(__name__)
 

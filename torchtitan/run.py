@@ -33,11 +33,11 @@ from torchtitan.models.flops import MiscountedModel
 from torchtitan.processes.exit_codes import BUSY, FAILED, REFUSED
 from torchtitan.processes.launch import LaunchError, launch_number
 from torchtitan.runs.folder import RunFolder
-from torchtitan.runs.initial_weights import check_start
 from torchtitan.runs.status import write_status
 from torchtitan.trainer import Trainer
 from torchtitan.training.clock import RunClock, process_start
 from torchtitan.training.optimizer import OptimizerError
+from torchtitan.weights.initial_weights import check_start
 
 logger = logging.getLogger(__name__)
 

@@ -50,21 +50,7 @@ from torchtitan.models.base import DiffusionModel
 from torchtitan.models.float8 import check_convertible, compute_gather_scales, convert_to_float8
 from torchtitan.models.flops import check_macs
 from torchtitan.models.magnitude import normalize_rows, normalized_weights
-from torchtitan.runs.data_changes import IMAGES, data_changes
 from torchtitan.runs.folder import RunFolder
-from torchtitan.runs.initial_weights import check_initial_weights
-from torchtitan.runs.model_record import RECORD, record_of
-from torchtitan.runs.network import (
-    BASE_SHA256,
-    add_adapters,
-    check_adapters,
-    check_base,
-    drawn_network,
-    drawn_sha256,
-    frozen_sha256,
-    network_on_meta,
-    sharded_network,
-)
 from torchtitan.runs.status import remove_status
 from torchtitan.settings.record import effective
 from torchtitan.training.batch_ramp import largest_growth, ramp_factor
@@ -79,6 +65,20 @@ from torchtitan.training.metrics import LossWindow, checked_lines
 from torchtitan.training.non_finite import not_finite
 from torchtitan.training.numerical_guard import NumericalGuard
 from torchtitan.training.optimizer import build_optimizer, materialise_state, optimizer_tensors
+from torchtitan.weights.data_changes import IMAGES, data_changes
+from torchtitan.weights.initial_weights import check_initial_weights
+from torchtitan.weights.model_record import RECORD, record_of
+from torchtitan.weights.network import (
+    BASE_SHA256,
+    add_adapters,
+    check_adapters,
+    check_base,
+    drawn_sha256,
+    frozen_sha256,
+    network_on_meta,
+    new_network,
+    sharded_network,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -468,7 +468,7 @@ class RunState:
         if self.layout.sharded and not quantized_kind(config.lora):
             model, shards = sharded_network(config, info, self.layout, initial_weights)
         else:
-            model = drawn_network(config, info, device, initial_weights)
+            model = new_network(config, info, device, initial_weights)
         if config.lora.enable:
             add_adapters(model, config, info, device)
         return model.train(), shards

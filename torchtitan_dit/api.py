@@ -24,14 +24,14 @@ from torchtitan.experiments.training import train as train_to_the_end
 from torchtitan.files.regular import read_regular
 from torchtitan.models.base import DiffusionModel
 from torchtitan.pictures.grids import class_labels, image_grid, to_rgb
-from torchtitan.runs.drawing import Drawing, add_drawing_options, chosen_classes, drawing_of, open_drawing
 from torchtitan.runs.folder import RunFolder
-from torchtitan.runs.prompts import check_prompted, filled_prompts, with_prompts
-from torchtitan.runs.sampling_options import option
-from torchtitan.runs.trained_model import WeightsError
+from torchtitan.sampling.method_options import option
+from torchtitan.sampling.prompts import check_prompted, filled_prompts, with_prompts
+from torchtitan.sampling.setup import SamplingSetup, add_setup_options, chosen_classes, open_setup, setup_of
 from torchtitan.settings.schema import quoted
 from torchtitan.texts.opening import OPTIONS
 from torchtitan.training.metrics import METRICS_FILE
+from torchtitan.weights.trained_model import WeightsError
 
 _LARGEST_SUMMARY = 1 << 24  # bytes
 
@@ -50,32 +50,32 @@ class Model:
         class_names: of its classes, by number; empty where there are none.
     """
 
-    def __init__(self, drawing: Drawing, options: Mapping[str, Any]) -> None:
-        self._drawing, self._options = drawing, dict(options)
+    def __init__(self, setup: SamplingSetup, options: Mapping[str, Any]) -> None:
+        self._setup, self._options = setup, dict(options)
 
     @property
     def config(self) -> JobConfig:
-        return self._drawing.trained.config
+        return self._setup.trained.config
 
     @property
     def network(self) -> DiffusionModel:
-        return self._drawing.trained.model
+        return self._setup.trained.model
 
     @property
     def label(self) -> str:
-        return self._drawing.trained.label
+        return self._setup.trained.label
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        return tuple(self._drawing.warnings)
+        return tuple(self._setup.warnings)
 
     @property
     def image_shape(self) -> tuple[int, int, int]:
-        return self._drawing.image_shape
+        return self._setup.image_shape
 
     @property
     def class_names(self) -> tuple[str, ...]:
-        return tuple(self._drawing.trained.info.condition_kind.choice_names)
+        return tuple(self._setup.trained.info.condition_kind.choice_names)
 
     def __repr__(self) -> str:
         model = self.config.model
@@ -142,17 +142,17 @@ class Model:
             raise WeightsError("encoders: has no effect without prompts")
         if given := [name for name in _OF_LOADING if name in method]:
             raise WeightsError(f"{given[0]}: is an option of loading (give it to load)")
-        arguments = _options(self._drawing.source, self._options | method)
-        trained, decoder = self._drawing.trained, self._drawing.decoder
+        arguments = _options(self._setup.source, self._options | method)
+        trained, decoder = self._setup.trained, self._setup.decoder
         if prompts:
             trained = with_prompts(trained, prompts, _places(encoders or {}))
         check_prompted(trained)
         names = trained.info.condition_kind.choice_names
-        drawing = dataclasses.replace(drawing_of(arguments, trained, decoder), prompts=names if prompts else ())
+        setup = dataclasses.replace(setup_of(arguments, trained, decoder), prompts=names if prompts else ())
         rows = list(range(len(prompts))) if prompts else chosen_classes(classes or self.config.sampling.classes, trained)
         choices = grid_choices(rows, trained.info.condition_kind.choices, images_per_class)
-        drawn = drawing.sampler().draw(
-            choices, seed, **drawing.method(), batch_size=drawing.batch_size, progress=progress
+        drawn = setup.sampler().draw(
+            choices, seed, **setup.method(), batch_size=setup.batch_size, progress=progress
         )
         if decoder and output != "latents":
             drawn = decoder.decode(drawn)
@@ -163,9 +163,9 @@ class Model:
         classes, prompts = _numbers(classes), _texts(options.pop("prompts", None))
         images = self.sample(classes, prompts=prompts, images_per_class=images_per_class, output="tensor", **options)
         rows = len(images) // images_per_class
-        kind = self._drawing.trained.info.condition_kind
+        kind = self._setup.trained.info.condition_kind
         chosen = kind.numbers_of(classes or self.config.sampling.classes) or list(range(rows))
-        names = filled_prompts(self._drawing.trained, prompts) if prompts else class_labels(chosen, self.class_names)
+        names = filled_prompts(self._setup.trained, prompts) if prompts else class_labels(chosen, self.class_names)
         return image_grid(images, rows, images_per_class, names, self.label)
 
 
@@ -217,7 +217,7 @@ def load(source: str | Path, **options: Any) -> Model:
             what to do.
         TypeError: there is no such option.
     """
-    return Model(open_drawing(_options(Path(source), options)), options)
+    return Model(open_setup(_options(Path(source), options)), options)
 
 
 def sample(source: str | Path, classes: Sequence[int] | None = None, **options: Any) -> list[Image.Image]:
@@ -283,7 +283,7 @@ class _Parser(argparse.ArgumentParser):
 def _options(source: Path, options: Mapping[str, Any]) -> argparse.Namespace:
     """Options as of a command line, checked and converted by the parser of `torchtitan-dit sample`."""
     parser = _Parser(add_help=False, allow_abbrev=False)
-    add_drawing_options(parser)
+    add_setup_options(parser)
     known = {action.dest for action in parser._actions}
     if unknown := sorted(options.keys() - known):
         raise TypeError(f"{unknown[0]!r} is no option (there are: {', '.join(sorted(known))})")

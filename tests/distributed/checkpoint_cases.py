@@ -14,7 +14,7 @@ from tests.distributed.cases import make_trainer, remove, shared_folder
 from torchtitan.checkpoint import checkpointer as checkpoint
 from torchtitan.checkpoint.checkpointer import checkpoint_path, checkpoint_steps, newest_good
 from torchtitan.files.shard_files import write_shard
-from torchtitan.runs.trained_model import load_run
+from torchtitan.weights.trained_model import load_run
 
 ENABLED = ("--checkpoint.enable", "true", "--ema.tracks", '[{"name": "ema", "decay": 0.9}]')
 

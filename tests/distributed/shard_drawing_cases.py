@@ -15,7 +15,7 @@ from torchtitan.distributed.parallelize import named_parameters, parallelize
 from torchtitan.distributed.shard_drawing import place_shards
 from torchtitan.files.weight_files import named_weights
 from torchtitan.models.base import DiffusionModel
-from torchtitan.runs.network import add_adapters, drawn_network, drawn_sha256, sharded_network
+from torchtitan.weights.network import add_adapters, drawn_sha256, new_network, sharded_network
 
 
 def sha256_of_weights(cases: dict[str, tuple[str, ...]], replicas: int, shards: int) -> dict[str, str]:
@@ -28,7 +28,7 @@ def sha256_of_weights(cases: dict[str, tuple[str, ...]], replicas: int, shards: 
         found[name] = _hash(network(config))
         if not dist.is_initialized() or dist.get_rank() == 0:
             torch.manual_seed(7)
-            wanted = drawn_network(config, dataset_info(config.data), torch.device("cpu"))
+            wanted = new_network(config, dataset_info(config.data), torch.device("cpu"))
             save_file({key: torch.rand(value.shape) for key, value in named_weights(wanted).items()}, path)
         if dist.is_initialized():
             dist.barrier()
@@ -43,7 +43,7 @@ def network(config: JobConfig, initial_weights: str = "") -> DiffusionModel:
     """Network of a run on the present layout."""
     info, layout = dataset_info(config.data), Layout(config.parallelism)
     if not layout.sharded:
-        model = drawn_network(config, info, layout.device, initial_weights)
+        model = new_network(config, info, layout.device, initial_weights)
         if config.lora.enable:
             add_adapters(model, config, info, layout.device)
         return model

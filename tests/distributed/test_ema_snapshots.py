@@ -9,7 +9,7 @@ from tests.distributed.snapshot_cases import SWEEP, train_with_snapshots
 from tests.end_to_end.runs import checkpoint_tensors
 from tests.end_to_end.tools import caller, load_tool
 from tests.launcher import run_on_ranks
-from torchtitan.runs.post_hoc_ema import reconstruct, stored_averages
+from torchtitan.weights.post_hoc_ema import reconstruct, stored_averages
 
 CASES = "tests.distributed.snapshot_cases"
 LAYOUTS = ("DDP x 2", "FSDP x 2", pytest.param("HSDP 2 x 2", marks=pytest.mark.long))

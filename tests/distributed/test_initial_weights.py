@@ -14,9 +14,9 @@ from torchtitan.data import dataset_info
 from torchtitan.errors import CheckpointError
 from torchtitan.files.weight_files import WeightsError
 from torchtitan.files.weight_hash import file_sha256
-from torchtitan.runs import initial_weights
-from torchtitan.runs.initial_weights import check_together
-from torchtitan.runs.network import BASE_SHA256, check_base
+from torchtitan.weights import initial_weights
+from torchtitan.weights.initial_weights import check_together
+from torchtitan.weights.network import BASE_SHA256, check_base
 
 RANKS = 3
 

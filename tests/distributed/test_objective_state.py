@@ -14,9 +14,9 @@ from tests.distributed.cases import make_trainer, remove, shared_folder
 from tests.launcher import run_on_ranks
 from torchtitan.diffusion.denoising import Denoising, DenoisingConfig
 from torchtitan.diffusion.objectives import OBJECTIVES as REGISTRY
-from torchtitan.runs.trained_model import WeightsError, load_run, load_weights
 from torchtitan.settings import setting
 from torchtitan.supervision.recovery import Fault, go_back
+from torchtitan.weights.trained_model import WeightsError, load_run, load_weights
 
 HEADS = '--objective.heads=["x0","noise","v"]'
 BASE = (

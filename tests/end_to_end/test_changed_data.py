@@ -12,11 +12,11 @@ from tests.faults.forked import ForkedRun
 from torchtitan.conditions import Classes, Unconditional
 from torchtitan.data.base import DatasetInfo
 from torchtitan.errors import CheckpointError
-from torchtitan.runs.data_changes import IMAGES, data_changes
-from torchtitan.runs.drawing import chosen_classes
-from torchtitan.runs.initial_weights import _check_classes
-from torchtitan.runs.model_record import RECORD
-from torchtitan.runs.trained_model import WeightsError, load_run
+from torchtitan.sampling.setup import chosen_classes
+from torchtitan.weights.data_changes import IMAGES, data_changes
+from torchtitan.weights.initial_weights import _check_classes
+from torchtitan.weights.model_record import RECORD
+from torchtitan.weights.trained_model import WeightsError, load_run
 
 CONFIG = """
 [model]

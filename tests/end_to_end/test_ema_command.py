@@ -17,7 +17,7 @@ from tests.forked import run_script
 from torchtitan.checkpoint.comparison import compare, open_checkpoint
 from torchtitan.errors import CheckpointError
 from torchtitan.runs.check import check_run
-from torchtitan.runs.trained_model import load_run, load_weights
+from torchtitan.weights.trained_model import load_run, load_weights
 
 OPTIONS = (
     "--training.steps", "8", "--checkpoint.interval", "4", "--sampling.enable", "false", "--ema.snapshot_interval", "32",

@@ -13,7 +13,7 @@ from tests.end_to_end.drawing import results_of, start_command
 from tests.evaluations import random_images, write_folder
 from torchtitan.config.job import load_config
 from torchtitan.run import run
-from torchtitan.runs.run_evaluation import is_run
+from torchtitan.sampling.run_samples import is_run
 from torchtitan_dit.commands import evaluate
 
 DIGITS = ("--extractor", "digits")

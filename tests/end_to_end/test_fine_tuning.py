@@ -18,9 +18,9 @@ from torchtitan.checkpoint.checkpointer import read_state
 from torchtitan.config.job import load_config
 from torchtitan.diffusion.paths import PATHS
 from torchtitan.models.adapters.adapters import adapter_weights
-from torchtitan.runs.network import BASE_SHA256, adapted_network
 from torchtitan.runs.previews import pixel_change, preview_path
-from torchtitan.runs.trained_model import load_run
+from torchtitan.weights.network import BASE_SHA256, adapted_network
+from torchtitan.weights.trained_model import load_run
 
 CONFIG = Path(__file__).resolve().parents[2] / "train_configs" / "flux_lora_tiny.toml"
 ROWS = 3

@@ -16,7 +16,7 @@ from tests.forked import run_script
 from torchtitan.config.job import load_config
 from torchtitan.data import dataset_info
 from torchtitan.files.weight_files import named_weights
-from torchtitan.runs.network import drawn_network
+from torchtitan.weights.network import new_network
 
 QUICK = (
     "--training.steps", "4", "--lr_scheduler.warmup_steps", "0", "--sampling.enable", "false", "--checkpoint.interval", "2",
@@ -37,7 +37,7 @@ def bases(config) -> list[Path]:
         job = load_config(["--job.config_file", str(config), "--lora.enable", "true", "--debug.seed", str(seed)], 1)
         info = dataset_info(job.data)
         path = config.parent / f"base-{seed}.safetensors"
-        save_file(named_weights(drawn_network(job, info, torch.device("cpu"))), path)
+        save_file(named_weights(new_network(job, info, torch.device("cpu"))), path)
         found.append(path)
     return found
 

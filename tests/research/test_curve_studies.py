@@ -18,7 +18,7 @@ from tests.research.tables import rows_of, rows_of_killed
 from tests.research.test_timestep_errors import BestDenoiser
 from torchtitan.data.synthetic import Synthetic, optimal_noise_loss
 from torchtitan.diffusion.objectives import build_objective
-from torchtitan.runs.trained_model import read_config
+from torchtitan.weights.trained_model import read_config
 
 # One patch is the whole image: little more than a filter has to be learned. The variance puts the first inner edge
 # at index 38, where 5 % are two indices. Trained in v, whose error counts at every timestep: that of the noise at high

@@ -14,7 +14,7 @@ from research.frame import StudyRun
 from research.offline_gradients import Gradients
 from tests.faults.forked import ForkedRun
 from tests.research.tables import rows_of
-from torchtitan.runs.trained_model import read_config
+from torchtitan.weights.trained_model import read_config
 
 CONFIG = """
 [model]

@@ -15,7 +15,7 @@ from torchtitan.features.registry import open_extractor
 from torchtitan.fidelity.frechet import frechet_distance
 from torchtitan.fidelity.moments import moments_of_rows
 from torchtitan.pictures.grids import to_rgb
-from torchtitan.runs.trained_model import load_run
+from torchtitan.weights.trained_model import load_run
 
 SHORT = (
     "--training.steps", "8", "--lr_scheduler.warmup_steps", "0", "--checkpoint.interval", "8", "--sampling.enable", "false",

@@ -13,7 +13,7 @@ from torchtitan.models.adapters.adapter_files import read_adapter, write_adapter
 from torchtitan.models.adapters.target import AdapterError, LowRankWeights, Target
 from torchtitan.models.flux.conversion import LAYOUTS as NETWORKS
 from torchtitan.models.flux.conversion import published_linears
-from torchtitan.runs.final_weights import final_layout
+from torchtitan.weights.final_weights import final_layout
 
 FAMILY = MODELS["flux"]
 LAYOUTS = FAMILY.adapter_layouts

@@ -29,11 +29,11 @@ from torchtitan.data import DATASETS, DataConfig, Dataset, DatasetError, Dataset
 from torchtitan.data.digits import Digits, DigitsConfig
 from torchtitan.data.image_folder import ImageFolderConfig
 from torchtitan.extraction.image_source import ImageSource
-from torchtitan.runs.trained_model import load_run
 from torchtitan.settings import has_key, setting
 from torchtitan.training import data_loading
 from torchtitan.training.data_loading import TrainingData, validation_batches
 from torchtitan.training.sample_order import SampleOrder
+from torchtitan.weights.trained_model import load_run
 
 # --- order
 

@@ -31,10 +31,10 @@ from torchtitan.models.dit.config import DiTConfig
 from torchtitan.models.flux.config import FLAVORS, FluxConfig
 from torchtitan.models.flux.model import Flux
 from torchtitan.run import run
-from torchtitan.runs.drawing import Drawing, open_drawing
-from torchtitan.runs.drawn_size import drawn_shape
-from torchtitan.runs.trained_model import WeightsError
+from torchtitan.sampling.image_size import sampled_shape
+from torchtitan.sampling.setup import SamplingSetup, open_setup
 from torchtitan.settings import setting
+from torchtitan.weights.trained_model import WeightsError
 
 ROOT = Path(__file__).parents[2]
 DEBUG, IMAGE = FLAVORS["debug"], (3, 8, 12)
@@ -261,9 +261,9 @@ def script():
     return module
 
 
-def opened(monkeypatch, folder: Path, *options: str) -> Drawing:
+def opened(monkeypatch, folder: Path, *options: str) -> SamplingSetup:
     monkeypatch.setattr("sys.argv", ["sample.py", str(folder), *options])
-    return open_drawing(script().parse_arguments())
+    return open_setup(script().parse_arguments())
 
 
 def test_sampling_in_training_and_by_the_command_agree_and_change_no_training(words, tmp_path, monkeypatch):
@@ -307,21 +307,21 @@ def test_an_image_of_another_size_is_that_of_a_network_built_for_it():
 
 
 def test_a_size_is_in_pixels_also_where_latents_are_drawn():
-    assert drawn_shape(None, trained_model(), None) == IMAGE
-    assert drawn_shape("16x10", trained_model(), None) == (3, 16, 10)
+    assert sampled_shape(None, trained_model(), None) == IMAGE
+    assert sampled_shape("16x10", trained_model(), None) == (3, 16, 10)
     latents = trained_model()
     index = SimpleNamespace(autoencoder={"name": "a", "downscale": 16}, image_size=None, shape=IMAGE)
     latents.record.latents = index
     decoder = SimpleNamespace(identity=lambda: {"downscale": 8})
-    assert drawn_shape("64x96", latents, decoder) == (3, 8, 12)
-    assert drawn_shape("64x96", latents, None) == (3, 4, 6)
+    assert sampled_shape("64x96", latents, decoder) == (3, 8, 12)
+    assert sampled_shape("64x96", latents, None) == (3, 4, 6)
     index.autoencoder, index.image_size = {"name": "unknown"}, 32
-    assert drawn_shape("64x96", latents, None) == (3, 16, 24)
+    assert sampled_shape("64x96", latents, None) == (3, 16, 24)
     index.image_size = None
     with pytest.raises(WeightsError, match="the store does not know the pixels of a latent"):
-        drawn_shape("64x96", latents, None)
+        sampled_shape("64x96", latents, None)
     with pytest.raises(WeightsError) as refusal:
-        drawn_shape("60x100", latents, decoder)
+        sampled_shape("60x100", latents, decoder)
     assert str(refusal.value) == "--size: a latent stands for 8 pixels, which do not divide 60x100 (give 64x96)"
 
 
@@ -334,7 +334,7 @@ def test_a_size_is_in_pixels_also_where_latents_are_drawn():
 ])  # fmt: skip
 def test_a_size_that_cannot_be_drawn_is_refused_in_one_line(model_name, size, line):
     with pytest.raises(WeightsError) as refusal:
-        drawn_shape(size, trained_model(model_name), None)
+        sampled_shape(size, trained_model(model_name), None)
     assert str(refusal.value) == line
 
 
@@ -349,7 +349,7 @@ def test_the_command_draws_any_size_with_embedded_guidance_and_records_both(word
                                      "--output", str(tmp_path / "grid")])  # fmt: skip
     arguments = sample.parse_arguments()
     sample.refuse_unused(arguments)
-    drawing = open_drawing(arguments)
+    drawing = open_setup(arguments)
     sample.check(arguments, drawing)
     sample.draw_grid(arguments, drawing)
     (one, other) = sorted((tmp_path / "grid").glob("class-*.png"))
@@ -360,6 +360,6 @@ def test_the_command_draws_any_size_with_embedded_guidance_and_records_both(word
     assert {key for key in own if own[key] != other[key]} == {"image_shape", "embedded_guidance"}
     assert (other["image_shape"], other["embedded_guidance"]) == ([3, 16, 6], 2.0)
     of_one_shape = SimpleNamespace(model=SimpleNamespace(config=SimpleNamespace(model=DiTConfig())))
-    monkeypatch.setattr("torchtitan.runs.drawing.open_guide", lambda *arguments: of_one_shape)
+    monkeypatch.setattr("torchtitan.sampling.setup.open_guide", lambda *arguments: of_one_shape)
     with pytest.raises(WeightsError, match="--size: the guide takes images of one shape only"):
         opened(monkeypatch, folder, "--size", "16x6")

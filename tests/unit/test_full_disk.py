@@ -19,7 +19,7 @@ from tensorboard.util.tensor_util import make_ndarray
 from torchtitan.files import patient_file
 from torchtitan.files.optional import OptionalOutputs
 from torchtitan.files.patient_file import PatientFile
-from torchtitan.runs.run_evaluation import log_scalars
+from torchtitan.sampling.run_samples import log_scalars
 from torchtitan.training import metrics
 from torchtitan.training.config import MetricsConfig
 from torchtitan.training.metric_points import iter_points

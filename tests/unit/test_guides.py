@@ -20,8 +20,8 @@ from torchtitan.diffusion.paths import per_image
 from torchtitan.diffusion.predictions import target
 from torchtitan.evaluation.config import SamplingConfig, sampling_problems
 from torchtitan.evaluation.sampling import ImageSampler
-from torchtitan.runs.guides import guide_problem, open_guide, read_reference
-from torchtitan.runs.trained_model import WeightsError
+from torchtitan.sampling.guides import guide_problem, open_guide, read_reference
+from torchtitan.weights.trained_model import WeightsError
 
 KIND, SHAPE = Classes(3), (4, 2, 2)
 EDM = {"path": "edm", "preconditioning": "edm", "timesteps": timesteps("lognormal_sigma")}

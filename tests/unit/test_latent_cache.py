@@ -22,9 +22,9 @@ from torchtitan.files.weight_files import named_weights
 from torchtitan.latents.bucketed import open_stores
 from torchtitan.models import MODELS, build_model
 from torchtitan.run import run
-from torchtitan.runs.network import network_on_meta
 from torchtitan.runs.record import read_run
 from torchtitan.texts.stub import StubEncoder
+from torchtitan.weights.network import network_on_meta
 from torchtitan_dit.commands.checkpoint import main as checkpoint_tool
 from torchtitan_dit.commands.train import main as train
 

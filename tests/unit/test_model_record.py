@@ -14,10 +14,17 @@ from safetensors.torch import save_file
 
 from tests.configurations import load
 from torchtitan.config.job import ConfigError
-from torchtitan.runs import model_record
-from torchtitan.runs.model_record import CONFIG, RECORD, load_record, record_of, record_of_checkpoint, record_of_weights
-from torchtitan.runs.trained_model import read_config
 from torchtitan.settings.record import CONFIG_HEADER, effective
+from torchtitan.weights import model_record
+from torchtitan.weights.model_record import (
+    CONFIG,
+    RECORD,
+    load_record,
+    record_of,
+    record_of_checkpoint,
+    record_of_weights,
+)
+from torchtitan.weights.trained_model import read_config
 
 RUN = """
 [data]

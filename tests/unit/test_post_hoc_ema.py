@@ -16,12 +16,12 @@ from tests.end_to_end.tools import caller, load_tool
 from tests.extractions import content
 from torchtitan.checkpoint.manifest import MANIFEST, checkpoint_path, checkpoint_steps
 from torchtitan.config.job import ConfigError, JobConfig, load_config
-from torchtitan.runs import post_hoc_ema
 from torchtitan.runs.check import check_run
-from torchtitan.runs.post_hoc_ema import reconstruct, stored_averages
 from torchtitan.training.ema import EMABank
 from torchtitan.training.ema_snapshots import EMASnapshots
 from torchtitan.training.power_profiles import Profile, combine
+from torchtitan.weights import post_hoc_ema
+from torchtitan.weights.post_hoc_ema import reconstruct, stored_averages
 
 TOML = """
 [data]

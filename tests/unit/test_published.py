@@ -15,9 +15,9 @@ from torchtitan import philox
 from torchtitan.diffusion.solvers.schedules import leading_indices, trailing_indices
 from torchtitan.files.weight_files import WeightsError
 from torchtitan.models.dit.config import FLAVORS, DiTConfig
-from torchtitan.runs.model_record import load_record
-from torchtitan.runs.network import network_on_meta
-from torchtitan.runs.published import OwnWeights, open_published, write_weights
+from torchtitan.weights.model_record import load_record
+from torchtitan.weights.network import network_on_meta
+from torchtitan.weights.published import OwnWeights, open_published, write_weights
 from torchtitan_dit.commands.checkpoint import main
 
 SCALE = 0.18215

@@ -18,10 +18,10 @@ from torchtitan.diffusion.objectives import build_objective
 from torchtitan.files.weight_files import WeightsError, named_weights
 from torchtitan.models.dit.config import FLAVORS, DiTConfig
 from torchtitan.models.flux.config import FLAVORS as FLUX_FLAVORS
-from torchtitan.runs.model_record import load_record, record_of
-from torchtitan.runs.network import network_on_meta
-from torchtitan.runs.published import OwnWeights, open_published, write_weights
-from torchtitan.runs.trained_model import load_weights
+from torchtitan.weights.model_record import load_record, record_of
+from torchtitan.weights.network import network_on_meta
+from torchtitan.weights.published import OwnWeights, open_published, write_weights
+from torchtitan.weights.trained_model import load_weights
 
 EDM2 = (
     '[model]\nname = "edm2"\nflavor = "XS"\nchannels = 16\nchannel_mults = [1, 2, 4]\nnum_blocks = 1\n'

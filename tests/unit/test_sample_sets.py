@@ -26,9 +26,9 @@ from torchtitan.files.durable import replace_files
 from torchtitan.files.run_lock import Busy
 from torchtitan.models.base import ModelConfig
 from torchtitan.models.magnitude import MPFourier
-from torchtitan.runs.drawing import chosen_classes
-from torchtitan.runs.sample_settings import set_settings
-from torchtitan.runs.trained_model import WeightsError
+from torchtitan.sampling.set_settings import set_settings
+from torchtitan.sampling.setup import chosen_classes
+from torchtitan.weights.trained_model import WeightsError
 
 SETTINGS = {"image_shape": [1, 4, 4], "num_steps": 3, "solver": {"name": "heun"}}
 

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from torchtitan.runs.drawing import beside, open_drawing
-from torchtitan.runs.trained_model import WeightsError
+from torchtitan.sampling.setup import beside, open_setup
+from torchtitan.weights.trained_model import WeightsError
 from torchtitan_dit.commands.sample import parse_arguments, unused_name
 
 
@@ -27,13 +27,13 @@ def test_a_grid_never_has_the_name_of_an_earlier_one(tmp_path):
 def test_a_configuration_beside_a_run_is_refused(monkeypatch, tmp_path):
     (tmp_path / "config.toml").touch()
     with pytest.raises(WeightsError, match=r"--config: is of a file of weights; .* is a folder of a run \(leave it out\)$"):
-        open_drawing(parsed(monkeypatch, str(tmp_path), "--config", "other.toml"))
+        open_setup(parsed(monkeypatch, str(tmp_path), "--config", "other.toml"))
 
 
 def test_a_folder_above_runs_is_called_no_run(monkeypatch, tmp_path):
     (tmp_path / "run").mkdir()
     with pytest.raises(WeightsError, match=r"is no run folder, it has no config.toml \(give the folder of one run\)$") as refused:
-        open_drawing(parsed(monkeypatch, str(tmp_path)))
+        open_setup(parsed(monkeypatch, str(tmp_path)))
     assert str(refused.value).startswith(f"{tmp_path}: ")
 
 

@@ -23,7 +23,7 @@ from torchtitan.diffusion.solvers import SCHEDULES, SOLVERS, SolverConfig
 from torchtitan.evaluation.config import SamplingConfig, default_schedule, sampling_problems
 from torchtitan.evaluation.sampling import ImageSampler
 from torchtitan.models.flux.config import FLAVORS
-from torchtitan.runs.sampling_options import method_keys, sampling_method
+from torchtitan.sampling.method_options import method_keys, sampling_method
 from torchtitan.settings import setting
 from torchtitan.settings.record import dump_config
 from torchtitan.settings.sections import keys

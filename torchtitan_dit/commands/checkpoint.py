@@ -38,11 +38,11 @@ from torchtitan.models.adapters.adapters import adapter_weights, merged_weights
 from torchtitan.models.adapters.layouts import NATIVE, AdapterLayout
 from torchtitan.processes.command_line import OneLineParser, readable_size, run_program
 from torchtitan.runs.check import Finding, check_run
-from torchtitan.runs.final_weights import adapter_header
-from torchtitan.runs.model_record import ModelRecord, record_of
-from torchtitan.runs.network import network_on_meta
-from torchtitan.runs.published import LAYOUTS, OWN, WRITTEN, OwnWeights, open_published, write_weights
-from torchtitan.runs.trained_model import TrainedModel, load_run, read_config
+from torchtitan.weights.final_weights import adapter_header
+from torchtitan.weights.model_record import ModelRecord, record_of
+from torchtitan.weights.network import network_on_meta
+from torchtitan.weights.published import LAYOUTS, OWN, WRITTEN, OwnWeights, open_published, write_weights
+from torchtitan.weights.trained_model import TrainedModel, load_run, read_config
 
 MOST_ROWS = 10  # of differences
 KEPT_METADATA = ("step", "weights", "model", "base", "base_sha256", "trigger_word")  # of adapters that are converted

@@ -88,9 +88,10 @@ def measure(words: list[str]) -> int:
     from torchtitan.autoencoders.base import AutoencoderError
     from torchtitan.checkpoint.checkpointer import CheckpointError
     from torchtitan.config.job import ConfigError
-    from torchtitan.runs.drawing import open_drawing
     from torchtitan.runs.hardware import inference
-    from torchtitan.runs.trained_model import WeightsError
+    from torchtitan.sampling.set_settings import method_of
+    from torchtitan.sampling.setup import open_setup
+    from torchtitan.weights.trained_model import WeightsError
 
     arguments = parse_measurement(words)
     try:
@@ -98,7 +99,7 @@ def measure(words: list[str]) -> int:
             raise WeightsError(f"{arguments.source}: not a run's folder (no config.toml in it)")
         file = inference.check_writable(arguments.source)
         sizes = arguments.batch_size
-        drawing = open_drawing(argparse.Namespace(**vars(arguments) | {"batch_size": max(sizes)}))
+        drawing = open_setup(argparse.Namespace(**vars(arguments) | {"batch_size": max(sizes)}))
     except (AutoencoderError, ConfigError, CheckpointError, WeightsError) as error:
         print(error, file=sys.stderr)
         return 2
@@ -114,7 +115,7 @@ def measure(words: list[str]) -> int:
         width = f" +- {each.half_width:.2g}" if each.bounded else ""
         print(f"batch {one.batch_size}: {each.value:.4g}{width} s an image ({len(one.seconds)} drawings)", flush=True)
     try:
-        inference.write_inference(file, drawing, found)
+        inference.write_inference(file, method_of(drawing), found)
     except OSError as error:
         print(f"{file}: cannot be written: {error.strerror or error}", file=sys.stderr)
         return 1
@@ -123,7 +124,7 @@ def measure(words: list[str]) -> int:
 
 
 def parse_measurement(words: list[str]) -> argparse.Namespace:
-    from torchtitan.runs.drawing import add_drawing_options
+    from torchtitan.sampling.setup import add_setup_options
 
     parser = OneLineParser(
         prog=f"compare_hardware.py {MEASURE}", conflict_handler="resolve",
@@ -132,7 +133,7 @@ def parse_measurement(words: list[str]) -> argparse.Namespace:
     )  # fmt: skip
     add = parser.add_argument
     add("source", metavar="RUN", type=Path, help="folder of a run with a checkpoint")
-    add_drawing_options(parser)
+    add_setup_options(parser)
     add("--batch-size", type=number_from(1), nargs="+", default=[1, 4], help="images drawn together (default: 1 4)")
     add("--warm-up", type=number_from(0), default=2, help="drawings of each batch size before those that count (default: 2)")
     add("--repeats", type=number_from(1), default=5, help="drawings of each batch size that count (default: 5)")

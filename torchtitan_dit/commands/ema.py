@@ -21,9 +21,9 @@ from torchtitan.errors import EvaluationError
 from torchtitan.files.weight_files import WeightsError, refuse_existing
 from torchtitan.processes.command_line import FirstRankParser, exit_code, interrupt_by_signals
 from torchtitan.programs import program
-from torchtitan.runs.ema_sweep import LOSS, sweep
-from torchtitan.runs.post_hoc_ema import MAX_ERROR, check_std, reconstruct, stored_averages, write_weights
+from torchtitan.sampling.ema_sweep import LOSS, sweep
 from torchtitan.training.ema_snapshots import EMA_FOLDER
+from torchtitan.weights.post_hoc_ema import MAX_ERROR, check_std, reconstruct, stored_averages, write_weights
 
 FIRST = os.environ.get("RANK", "0") == "0"
 

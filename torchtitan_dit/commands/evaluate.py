@@ -63,10 +63,10 @@ from torchtitan.features.registry import open_extractor
 from torchtitan.processes.command_line import FirstRankParser, exit_code, interrupt_by_signals
 from torchtitan.processes.exit_codes import FAILED, REFUSED, forbid_restart
 from torchtitan.programs import program
-from torchtitan.runs.drawing import Drawing, add_drawing_options, chosen_classes, open_drawing
 from torchtitan.runs.folder import versions
-from torchtitan.runs.run_evaluation import draw_samples, is_run, log_scalars, origin
-from torchtitan.runs.sampling_options import option
+from torchtitan.sampling.method_options import option
+from torchtitan.sampling.run_samples import draw_samples, is_run, log_scalars, origin
+from torchtitan.sampling.setup import SamplingSetup, add_setup_options, chosen_classes, open_setup
 
 FIRST = os.environ.get("RANK", "0") == "0"
 UNUSABLE = (
@@ -141,7 +141,7 @@ def add_drawn_options(parser: argparse._ActionsContainer) -> None:
     parser.add_argument("--seeds", metavar="SEEDS", help="draw these seeds, as 0-49999 (default: 0 to count - 1)")
     parser.add_argument("--classes", nargs="+", help="names or numbers of classes, by turns (default: drawn for each seed)")
     parser.add_argument("--format", choices=list(SET_FORMATS), help="files of the set (default: png)")
-    add_drawing_options(parser)
+    add_setup_options(parser)
 
 
 def parse_reference(words: list[str]) -> argparse.Namespace:
@@ -194,8 +194,8 @@ def evaluate(arguments: argparse.Namespace) -> None:
     extractors = on_all_ranks(lambda: open_extractors(request.extractors(), arguments.weights), UNUSABLE, group)
     references = on_all_ranks(lambda: [each and open_reference(*each) for each in given_references(arguments)], UNUSABLE, group)
     if drawn:
-        drawing = on_all_ranks(lambda: open_drawing(arguments), UNUSABLE, group)
-        images = draw(arguments, request, extractors, references, drawing, group)
+        setup = on_all_ranks(lambda: open_setup(arguments), UNUSABLE, group)
+        images = draw(arguments, request, extractors, references, setup, group)
     else:
         images = on_all_ranks(lambda: open_images(source).first(arguments.count), UNUSABLE, group)
     check_request(request, extractors, len(images), images.size, *references)
@@ -204,9 +204,9 @@ def evaluate(arguments: argparse.Namespace) -> None:
     results = measure(request, extractors, compared, arguments.cache or output.with_suffix(""), group, progress=True)
     if FIRST:
         print("\n".join(result_lines(request, compared, results)))
-        file.add(describe(request, extractors, compared, results, versions(), origin(drawing) if drawn else {}))
-        if drawn and source.is_dir() and drawing.trained.config.metrics.enable_tensorboard:
-            log_scalars(source, drawing.trained.step or 0, scalars(results))
+        file.add(describe(request, extractors, compared, results, versions(), origin(setup) if drawn else {}))
+        if drawn and source.is_dir() and setup.trained.config.metrics.enable_tensorboard:
+            log_scalars(source, setup.trained.step or 0, scalars(results))
         print(output)
 
 
@@ -270,17 +270,17 @@ def open_extractors(names: Sequence[str], weights: Sequence[str]) -> dict[str, F
 
 def draw(
     arguments: argparse.Namespace, request: Request, extractors: dict[str, FeatureExtractor],
-    references: list[Reference | None], drawing: Drawing, group: dist.ProcessGroup | None,
+    references: list[Reference | None], setup: SamplingSetup, group: dist.ProcessGroup | None,
 ) -> ImageSet:  # fmt: skip
     """Draw the samples that are missing, once it is known that they can be measured; collective."""
-    for warning in drawing.warnings if FIRST else ():
+    for warning in setup.warnings if FIRST else ():
         print(warning, file=sys.stderr)
-    classes = chosen_classes(arguments.classes or [], drawing.trained)
+    classes = chosen_classes(arguments.classes or [], setup.trained)
     count = COUNT if arguments.count is None and arguments.seeds is None else arguments.count
-    plan = drawing.plan(arguments.seeds, count, classes)
-    _, height, width = drawing.image_shape
-    check_request(request, extractors, len(plan.seeds), None if drawing.decoder else (height, width), *references)
-    return draw_samples(drawing, plan, arguments.format or "png", group, progress=True)
+    plan = setup.plan(arguments.seeds, count, classes)
+    _, height, width = setup.image_shape
+    check_request(request, extractors, len(plan.seeds), None if setup.decoder else (height, width), *references)
+    return draw_samples(setup, plan, arguments.format or "png", group, progress=True)
 
 
 def default_output(source: Path) -> Path:

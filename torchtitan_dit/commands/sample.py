@@ -29,10 +29,10 @@ from torchtitan.evaluation.sampling import ImageSampler, grid_choices
 from torchtitan.files.durable import replacing
 from torchtitan.pictures.grids import class_labels, image_grid, save_image
 from torchtitan.processes.command_line import FirstRankParser, exit_code
-from torchtitan.runs.drawing import Drawing, add_drawing_options, beside, chosen_classes, open_drawing
-from torchtitan.runs.prompts import add_prompt_options, check_prompted, places, with_prompts
-from torchtitan.runs.sampling_options import option
-from torchtitan.runs.trained_model import TrainedModel, WeightsError
+from torchtitan.sampling.method_options import option
+from torchtitan.sampling.prompts import add_prompt_options, check_prompted, places, with_prompts
+from torchtitan.sampling.setup import SamplingSetup, add_setup_options, beside, chosen_classes, open_setup
+from torchtitan.weights.trained_model import TrainedModel, WeightsError
 
 FIRST = os.environ.get("RANK", "0") == "0"
 # Options of the grid, and their defaults; none has an effect on a set.
@@ -45,23 +45,23 @@ def main() -> int:
     try:
         refuse_unused(arguments)
         encoders = places(arguments)
-        drawing = open_drawing(arguments)
+        setup = open_setup(arguments)
         if arguments.prompt:
-            trained = with_prompts(drawing.trained, arguments.prompt, encoders)
-            drawing = dataclasses.replace(drawing, trained=trained, prompts=trained.info.condition_kind.choice_names)
-        check(arguments, drawing)
-        samples = plan_set(arguments, drawing) if arguments.set else None
+            trained = with_prompts(setup.trained, arguments.prompt, encoders)
+            setup = dataclasses.replace(setup, trained=trained, prompts=trained.info.condition_kind.choice_names)
+        check(arguments, setup)
+        samples = plan_set(arguments, setup) if arguments.set else None
     except (AutoencoderError, ConfigError, CheckpointError, SampleSetError, WeightsError) as error:
         if os.environ.get("LOCAL_RANK", "0") == "0":  # processes are not joined yet: one of each machine says it
             print(error, file=sys.stderr)
         return 2
-    for warning in drawing.warnings if FIRST else ():
+    for warning in setup.warnings if FIRST else ():
         print(warning, file=sys.stderr)
     init_process_group(CommConfig())
     if samples is None:
-        draw_grid(arguments, drawing)
+        draw_grid(arguments, setup)
         return 0
-    return draw(arguments, drawing, samples)
+    return draw(arguments, setup, samples)
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -76,7 +76,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--count", type=int, help="draw a set of this many images")
     add("--seeds", metavar="SEEDS", help="draw a set of these seeds, as 0-49999 or 1,5,10-19 (default: 0 to count - 1)")
     add("--format", choices=list(SET_FORMATS), help="files of a set (default: png)")
-    add_drawing_options(parser)
+    add_setup_options(parser)
     add("--output", type=Path, help="folder to write to (default: RUN/samples/drawn, for a set RUN/samples/set, or the "
         "weights' folder)")
     add("--files", action="store_true", help="one PNG per image besides the grid")
@@ -98,10 +98,10 @@ def refuse_unused(arguments: argparse.Namespace) -> None:
             setattr(arguments, name, default)
 
 
-def check(arguments: argparse.Namespace, drawing: Drawing) -> None:
+def check(arguments: argparse.Namespace, setup: SamplingSetup) -> None:
     """Check the options of a grid or a set. Raises WeightsError: one cannot be used."""
-    config = drawing.trained.config
-    check_prompted(drawing.trained)
+    config = setup.trained.config
+    check_prompted(setup.trained)
     if arguments.prompt and arguments.classes is not None:
         raise WeightsError("--classes: has no effect with --prompt (leave one out)")
     if arguments.prompt:
@@ -112,12 +112,12 @@ def check(arguments: argparse.Namespace, drawing: Drawing) -> None:
         raise WeightsError(f"--images-per-class: must be at least 1, is {arguments.images_per_class}")
     if not 0 <= arguments.seed < 2**64:
         raise WeightsError(f"--seed: must be in 0..2^64 - 1, is {arguments.seed}")
-    arguments.classes = chosen_classes(arguments.classes, drawing.trained)
+    arguments.classes = chosen_classes(arguments.classes, setup.trained)
 
 
-def plan_set(arguments: argparse.Namespace, drawing: Drawing) -> SampleSet:
+def plan_set(arguments: argparse.Namespace, setup: SamplingSetup) -> SampleSet:
     """Plan the set of the options. Raises SampleSetError: there can be none."""
-    plan = drawing.plan(arguments.seeds, arguments.count, arguments.classes)
+    plan = setup.plan(arguments.seeds, arguments.count, arguments.classes)
     return SampleSet(arguments.output or beside(arguments.source, "set"), plan, arguments.format or "png")
 
 
@@ -130,16 +130,16 @@ def unused_name(folder: Path, trained: TrainedModel, seed: int) -> str:
     return next(name for name in names if not (folder / f"grid-{name}.png").exists())
 
 
-def draw(arguments: argparse.Namespace, drawing: Drawing, samples: SampleSet) -> int:
+def draw(arguments: argparse.Namespace, setup: SamplingSetup, samples: SampleSet) -> int:
     """Draw a set, or the rest of it."""
     try:
-        sampler = drawing.sampler()
+        sampler = setup.sampler()
         found = draw_set(
-            samples, sampler, drawing.method(), drawing.decoder, group_for_work(), progress=True
+            samples, sampler, setup.method(), setup.decoder, group_for_work(), progress=True
         )
         if FIRST:
             print(f"{found}: {len(samples.plan.seeds)} images")
-            print_evaluations(drawing, sampler)
+            print_evaluations(setup, sampler)
     except SampleNotFinite as error:  # of this rank alone
         print(error, file=sys.stderr)
         return 1
@@ -157,22 +157,22 @@ def draw(arguments: argparse.Namespace, drawing: Drawing, samples: SampleSet) ->
     return 0
 
 
-def print_evaluations(drawing: Drawing, sampler: ImageSampler) -> None:
+def print_evaluations(setup: SamplingSetup, sampler: ImageSampler) -> None:
     """Print the number of evaluations that an adaptive solver has made."""
-    if drawing.sampling.solver.adaptive and sampler.evaluations:
+    if setup.sampling.solver.adaptive and sampler.evaluations:
         low, high = min(sampler.evaluations), max(sampler.evaluations)
         print(f"evaluations of the network: {low}" + (f" to {high} in a batch" if high > low else ""))
 
 
-def draw_grid(arguments: argparse.Namespace, drawing: Drawing) -> None:
-    trained = drawing.trained
+def draw_grid(arguments: argparse.Namespace, setup: SamplingSetup) -> None:
+    trained = setup.trained
     kind = trained.info.condition_kind
     choices = grid_choices(arguments.classes, kind.choices, arguments.images_per_class)
-    sampler = drawing.sampler()
+    sampler = setup.sampler()
     drawn = sampler.draw(
-        choices, arguments.seed, **drawing.method(), batch_size=drawing.batch_size, progress=FIRST
+        choices, arguments.seed, **setup.method(), batch_size=setup.batch_size, progress=FIRST
     )
-    images = drawing.decoder.decode(drawn) if drawing.decoder else drawn
+    images = setup.decoder.decode(drawn) if setup.decoder else drawn
     if not FIRST:
         return
     folder = arguments.output or beside(arguments.source, "drawn")
@@ -183,7 +183,7 @@ def draw_grid(arguments: argparse.Namespace, drawing: Drawing) -> None:
     grid = folder / f"grid-{name}.png"
     image_grid(images, len(rows), arguments.images_per_class, names, trained.label).save(grid)
     print(grid)
-    print_evaluations(drawing, sampler)
+    print_evaluations(setup, sampler)
     if arguments.files:
         for number, (image, label) in enumerate(zip(images, choices.tolist(), strict=True)):
             save_image(image, folder / f"class-{label:04d}-image-{number:06d}-{name}.png")

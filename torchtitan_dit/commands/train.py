@@ -71,7 +71,7 @@ def _start_problem(config: JobConfig) -> Exception | None:
         return None
     from torchtitan.data import DatasetError
     from torchtitan.errors import CheckpointError
-    from torchtitan.runs.initial_weights import check_start
+    from torchtitan.weights.initial_weights import check_start
 
     try:
         check_start(config)

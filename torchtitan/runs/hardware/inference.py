@@ -12,9 +12,7 @@ from torchtitan.evaluation.sampling import balanced_choices
 from torchtitan.files.durable import replace_file
 from torchtitan.files.ownership import refuse_foreign_file
 from torchtitan.files.regular import read_regular
-from torchtitan.runs.drawing import Drawing
 from torchtitan.runs.record import is_number
-from torchtitan.runs.sample_settings import set_settings
 from torchtitan.statistics.interval import Interval, positive_interval
 from torchtitan.training.hardware_description import describe_hardware
 
@@ -59,11 +57,11 @@ class Inference:
     measurements: tuple[Measurement, ...]
 
 
-def measure(drawing: Drawing, batch_sizes: Sequence[int], warm_up: int, repeats: int) -> Iterator[Measurement]:
+def measure(drawing: Any, batch_sizes: Sequence[int], warm_up: int, repeats: int) -> Iterator[Measurement]:
     """Measure drawing and decoding batches on this process's device.
 
     Args:
-        drawing: of the run.
+        drawing: SamplingSetup of the run.
         batch_sizes: in images.
         warm_up: drawings of each size that do not count, as the first ones compile and allocate.
         repeats: drawings that count.
@@ -84,28 +82,18 @@ def measure(drawing: Drawing, batch_sizes: Sequence[int], warm_up: int, repeats:
         yield Measurement(batch_size, seconds, warm_up)
 
 
-def method_of(drawing: Drawing) -> dict[str, Any]:
-    """Settings that two measurements must share to compare."""
-    found = set_settings(
-        drawing.trained, drawing.sampling, drawing.guide, drawing.decoder, drawing.image_shape, drawing.dtype
-    )
-    for name in ("weights", "guide"):  # by their origin: other hardware trains other last digits
-        found[name] = found[name]["label"] if found[name] else None
-    return json.loads(json.dumps(found, default=str))
-
-
 def check_writable(folder: Path) -> Path:
     """File of a run's measurements. Raises OSError: something else than the program's is there."""
     refuse_foreign_file(folder / FILE, _START.encode())
     return folder / FILE
 
 
-def write_inference(path: Path, drawing: Drawing, measurements: Sequence[Measurement]) -> None:
-    """Write or replace a run's measurements. Raises OSError."""
+def write_inference(path: Path, method: dict[str, Any], measurements: Sequence[Measurement]) -> None:
+    """Write or replace a run's measurements, with the settings that others must share to compare. Raises OSError."""
     content = {
         "kind": "seconds an image at inference",
         "hardware": describe_hardware(compute_device(), 1),
-        "method": method_of(drawing),
+        "method": method,
         "measurements": [
             {"batch_size": one.batch_size, "warm_up": one.warm_up, "seconds": list(one.seconds)} for one in measurements
         ],

@@ -11,9 +11,9 @@ from torchtitan.data import DATASETS
 from torchtitan.data.trigger_words import PLACEHOLDER, filled
 from torchtitan.distributed.mesh import compute_device
 from torchtitan.errors import LatentStoreError
-from torchtitan.runs.trained_model import TrainedModel, WeightsError
 from torchtitan.texts import TextEncoderError, reopen_encoders
 from torchtitan.texts.opening import OPTIONS, open_encoders
+from torchtitan.weights.trained_model import TrainedModel, WeightsError
 
 _ENCODERS = {TEXT: "the text encoder", POOLED: "the pooled text encoder"}
 MOST_LETTERS = 4000  # of a prompt: more than any encoder reads

@@ -35,8 +35,8 @@ from torchtitan.models.base import DiffusionModel, ModelConfig
 from torchtitan.models.published_layouts import ConversionError
 from torchtitan.programs import program
 from torchtitan.runs.folder import RunFolder
-from torchtitan.runs.model_record import class_names_of_weights
-from torchtitan.runs.network import check_adapters, check_base, frozen_sha256, network_on_meta
+from torchtitan.weights.model_record import class_names_of_weights
+from torchtitan.weights.network import check_adapters, check_base, frozen_sha256, network_on_meta
 
 logger = logging.getLogger(__name__)
 

@@ -51,7 +51,7 @@ def network_on_meta(config: JobConfig, info: DatasetInfo) -> DiffusionModel:
         return build_model(config.model, info.image_shape, info.condition_kind)
 
 
-def drawn_network(config: JobConfig, info: DatasetInfo, device: torch.device, initial_weights: str = "") -> DiffusionModel:
+def new_network(config: JobConfig, info: DatasetInfo, device: torch.device, initial_weights: str = "") -> DiffusionModel:
     """Network without adapters, drawn or read; the same on any layout.
 
     Args:
@@ -87,7 +87,7 @@ def drawn_network(config: JobConfig, info: DatasetInfo, device: torch.device, in
 def sharded_network(
     config: JobConfig, info: DatasetInfo, layout: Layout, initial_weights: str = ""
 ) -> tuple[DiffusionModel, dict[str, Tensor]]:
-    """Network of a run with a sharded layout and without adapters: the values of `drawn_network`, of which this rank has
+    """Network of a run with a sharded layout and without adapters: the values of `new_network`, of which this rank has
     its shards alone; collective. No quantised one.
 
     Returns:
@@ -110,7 +110,7 @@ def sharded_network(
                 f"model.name: {config.model.name}: its init_weights applies {operation} to a part of a parameter, so every rank"
                 " draws the whole model (whole parameters, in place, would be drawn shard by shard)"
             )
-        return drawn_network(config, info, layout.device, initial_weights), {}
+        return new_network(config, info, layout.device, initial_weights), {}
     if initial_weights:
         path = Path(initial_weights)
         check_fits(path, model, config.checkpoint.initial_weights_strict)
@@ -131,7 +131,7 @@ def adapted_network(config: JobConfig, info: DatasetInfo, device: torch.device) 
         WeightsError; AdapterError: it cannot have the adapters of `[lora]`.
     """
     initial_weights = config.checkpoint.initial_weights
-    model = drawn_network(config, info, device, initial_weights)
+    model = new_network(config, info, device, initial_weights)
     if initial_weights:
         base = file_sha256(Path(initial_weights))
     else:

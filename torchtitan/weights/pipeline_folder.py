@@ -10,7 +10,7 @@ from typing import Any
 
 from torchtitan.files.regular import read_regular
 from torchtitan.files.weight_files import WeightsError
-from torchtitan.runs.model_record import ModelRecord
+from torchtitan.weights.model_record import ModelRecord
 
 PIPELINE = "diffusers-pipeline"
 _VAE_FILES = ("config.json", "diffusion_pytorch_model.safetensors")

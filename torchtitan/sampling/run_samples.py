@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torchtitan.evaluation.image_sets import ImageSet, open_images
 from torchtitan.evaluation.sample_plans import SetPlan
 from torchtitan.evaluation.sample_sets import SampleSet, draw_set
-from torchtitan.runs.drawing import Drawing, beside
 from torchtitan.runs.ownership import CONFIG_FILE
+from torchtitan.sampling.setup import SamplingSetup, beside
 from torchtitan.training.metric_sinks import TensorBoardFile
 
 
@@ -22,7 +22,7 @@ def is_run(folder: Path) -> bool:
 
 
 def draw_samples(
-    drawing: Drawing, plan: SetPlan, file_format: str, group: dist.ProcessGroup | None, progress: bool = False
+    setup: SamplingSetup, plan: SetPlan, file_format: str, group: dist.ProcessGroup | None, progress: bool = False
 ) -> ImageSet:
     """Draw the set of a plan, or what is missing of it, and open its images; collective.
 
@@ -33,17 +33,17 @@ def draw_samples(
         SampleNotFinite, OSError: on the rank where it happens.
     """
     record = json.dumps(plan.record(), sort_keys=True).encode()
-    folder = beside(drawing.source, "sets") / f"{file_format}-{hashlib.sha256(record).hexdigest()[:12]}"
+    folder = beside(setup.source, "sets") / f"{file_format}-{hashlib.sha256(record).hexdigest()[:12]}"
     draw_set(
-        SampleSet(folder, plan, file_format), drawing.sampler(), drawing.method(), drawing.decoder, group, progress
+        SampleSet(folder, plan, file_format), setup.sampler(), setup.method(), setup.decoder, group, progress
     )
     return open_images(folder)
 
 
-def origin(drawing: Drawing) -> dict[str, Any]:
+def origin(setup: SamplingSetup) -> dict[str, Any]:
     """Origin of drawn samples, for their record: the run's name, step and EMA track."""
-    trained = drawing.trained
-    name = trained.config.job.name if drawing.source.is_dir() else drawing.source.name
+    trained = setup.trained
+    name = trained.config.job.name if setup.source.is_dir() else setup.source.name
     return {"run": name, "step": trained.step, "ema_track": trained.track or None, "weights": trained.label}
 
 

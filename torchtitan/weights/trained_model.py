@@ -40,13 +40,13 @@ from torchtitan.models import MODELS
 from torchtitan.models.adapters.adapters import trained_parameters
 from torchtitan.models.base import DiffusionModel
 from torchtitan.models.published_layouts import ConversionError
-from torchtitan.runs.data_changes import change_of_classes
-from torchtitan.runs.model_record import ModelRecord, record_of, record_of_checkpoint, record_of_weights
-from torchtitan.runs.network import adapted_network, check_base, network_on_meta
-from torchtitan.runs.post_hoc_ema import Reconstruction, reconstruct, stored_averages
-from torchtitan.runs.published import layout_of, open_published
 from torchtitan.settings.record import CONFIG_HEADER
 from torchtitan.training.snapshot_series import SnapshotError
+from torchtitan.weights.data_changes import change_of_classes
+from torchtitan.weights.model_record import ModelRecord, record_of, record_of_checkpoint, record_of_weights
+from torchtitan.weights.network import adapted_network, check_base, network_on_meta
+from torchtitan.weights.post_hoc_ema import Reconstruction, reconstruct, stored_averages
+from torchtitan.weights.published import layout_of, open_published
 
 _ENCODERS = {TEXT: "text_encoder_2", POOLED: "text_encoder"}  # folders of Flux's pipeline
 RECONSTRUCTED = "std="  # prefix of tracks that are reconstructed from snapshots

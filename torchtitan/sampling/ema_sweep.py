@@ -19,10 +19,10 @@ from torchtitan.evaluation.sampling import ImageSampler, balanced_choices
 from torchtitan.evaluation.validation import validation_loss
 from torchtitan.fidelity.metrics import METRICS
 from torchtitan.files.weight_files import WeightsError
-from torchtitan.runs.guides import open_guide
-from torchtitan.runs.post_hoc_ema import MAX_ERROR, StoredAverages, reconstruct, stored_averages
-from torchtitan.runs.trained_model import TrainedModel, empty_trained_model, fill_reconstructed
+from torchtitan.sampling.guides import open_guide
 from torchtitan.training.data_loading import validation_batches
+from torchtitan.weights.post_hoc_ema import MAX_ERROR, StoredAverages, reconstruct, stored_averages
+from torchtitan.weights.trained_model import TrainedModel, empty_trained_model, fill_reconstructed
 
 LOSS = "loss"
 

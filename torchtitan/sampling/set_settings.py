@@ -1,16 +1,17 @@
 """Settings of a set of samples: all that its images depend on beside seeds and classes, for its record."""
 
 import dataclasses
+import json
 from typing import Any
 
 from torchtitan.evaluation.config import SamplingConfig
 from torchtitan.evaluation.decoding import LatentDecoder
 from torchtitan.files.weight_files import named_weights
 from torchtitan.files.weight_hash import weights_sha256
-from torchtitan.runs.guides import LoadedGuide
-from torchtitan.runs.sampling_options import METHOD_KEYS
-from torchtitan.runs.trained_model import TrainedModel
+from torchtitan.sampling.guides import LoadedGuide
+from torchtitan.sampling.method_options import METHOD_KEYS
 from torchtitan.settings.sections import choices
+from torchtitan.weights.trained_model import TrainedModel
 
 EMBEDDED = "embedded_guidance"
 
@@ -45,3 +46,11 @@ def _weights(trained: TrainedModel) -> dict[str, str]:
     """Origin and hash of the weights, and of what an objective has learned to read them by."""
     learned = {f"objective.{name}": tensor for name, tensor in trained.objective.tensors().items()}
     return {"label": trained.label, "sha256": weights_sha256(named_weights(trained.model) | learned)}
+
+
+def method_of(setup: Any) -> dict[str, Any]:
+    """Settings of a SamplingSetup that two measurements must share to compare."""
+    found = set_settings(setup.trained, setup.sampling, setup.guide, setup.decoder, setup.image_shape, setup.dtype)
+    for name in ("weights", "guide"):  # by their origin: other hardware trains other last digits
+        found[name] = found[name]["label"] if found[name] else None
+    return json.loads(json.dumps(found, default=str))

@@ -6,11 +6,11 @@ import typing
 from typing import Any
 
 from torchtitan.evaluation.config import SamplingConfig, sampling_problems
-from torchtitan.runs.trained_model import TrainedModel, WeightsError
 from torchtitan.settings import has_key
 from torchtitan.settings.record import unmet_condition
 from torchtitan.settings.schema import validate_section, without_none
 from torchtitan.settings.sections import choices, keys, put_section, section_at
+from torchtitan.weights.trained_model import TrainedModel, WeightsError
 
 # Keys of `[sampling]` that say how an image is drawn; each is an option, as are those of the inner sections.
 METHOD_KEYS = [

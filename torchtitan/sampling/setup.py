@@ -25,12 +25,12 @@ from torchtitan.models import MODELS
 from torchtitan.models.adapters.adapter_files import read_adapter
 from torchtitan.models.adapters.adapters import add_frozen_adapter
 from torchtitan.models.adapters.target import LowRankWeights
-from torchtitan.runs.drawn_size import drawn_shape
-from torchtitan.runs.guides import LoadedGuide, open_guide
-from torchtitan.runs.prompts import check_prompted
-from torchtitan.runs.sample_settings import set_settings
-from torchtitan.runs.sampling_options import add_method_options, sampling_method
-from torchtitan.runs.trained_model import TrainedModel, WeightsError, is_published_folder, load_run, load_weights
+from torchtitan.sampling.guides import LoadedGuide, open_guide
+from torchtitan.sampling.image_size import sampled_shape
+from torchtitan.sampling.method_options import add_method_options, sampling_method
+from torchtitan.sampling.prompts import check_prompted
+from torchtitan.sampling.set_settings import set_settings
+from torchtitan.weights.trained_model import TrainedModel, WeightsError, is_published_folder, load_run, load_weights
 
 _WEIGHTS = "weights.safetensors"  # of this program, in a repository on the hub
 _FILES_OF_DIFFUSERS = ["*.json", *(f"{part}*.safetensors" for part in ("", "transformer/", "vae/"))]
@@ -39,7 +39,7 @@ _MOST_NAMES = 10  # of classes, in a message
 
 
 @dataclass(frozen=True)
-class Drawing:
+class SamplingSetup:
     """Everything that images are drawn with.
 
     Attributes:
@@ -106,8 +106,8 @@ class Drawing:
         return SetPlan(numbers, choices, self.batch_size, settings)
 
 
-def add_drawing_options(parser: argparse._ActionsContainer) -> None:
-    """Add the options of `open_drawing`, beside `source`, and those of the classes."""
+def add_setup_options(parser: argparse._ActionsContainer) -> None:
+    """Add the options of `open_setup`, beside `source`, and those of the classes."""
     add = parser.add_argument
     add("--config", type=Path, help="configuration of a safetensors file (default: the one in its header)")
     add("--step", type=int, help="checkpoint of this step (default: the newest good one)")
@@ -127,18 +127,18 @@ def add_drawing_options(parser: argparse._ActionsContainer) -> None:
     add("--autoencoder-path", metavar="PATH", help="its folder or hub name, if not the run's")
 
 
-def open_drawing(arguments: argparse.Namespace) -> Drawing:
+def open_setup(arguments: argparse.Namespace) -> SamplingSetup:
     """Open what the options name, on this process's device.
 
     Raises:
         WeightsError, ConfigError, CheckpointError, AutoencoderError: it cannot be used as they say.
     """
     trained = _with_adapters(_open_model(arguments), arguments.lora or [])
-    return drawing_of(arguments, trained, _open_autoencoder(arguments, trained))
+    return setup_of(arguments, trained, _open_autoencoder(arguments, trained))
 
 
-def drawing_of(arguments: argparse.Namespace, trained: TrainedModel, decoder: LatentDecoder | None) -> Drawing:
-    """Drawing by the method of the options, with what is loaded already. Raises as `open_drawing` does."""
+def setup_of(arguments: argparse.Namespace, trained: TrainedModel, decoder: LatentDecoder | None) -> SamplingSetup:
+    """SamplingSetup by the method of the options, with what is loaded already. Raises as `open_setup` does."""
     batch_size = BATCH_SIZE if arguments.batch_size is None else arguments.batch_size
     if batch_size < 1:
         raise WeightsError(f"--batch-size: must be at least 1, is {batch_size}")
@@ -146,10 +146,10 @@ def drawing_of(arguments: argparse.Namespace, trained: TrainedModel, decoder: La
     guide = open_guide(
         arguments.guide, arguments.source, arguments.config, trained, sampling.guidance_scale, compute_device()
     )
-    shape = drawn_shape(arguments.size, trained, decoder)
+    shape = sampled_shape(arguments.size, trained, decoder)
     if guide and arguments.size is not None and not MODELS[guide.model.config.model.name].many_shapes:
         raise WeightsError("--size: the guide takes images of one shape only (leave it out)")
-    return Drawing(arguments.source, trained, sampling, guide, decoder, shape, batch_size, arguments.dtype or DTYPE)
+    return SamplingSetup(arguments.source, trained, sampling, guide, decoder, shape, batch_size, arguments.dtype or DTYPE)
 
 
 def chosen_classes(given: Sequence[str | int], trained: TrainedModel) -> list[int]:

@@ -21,8 +21,8 @@ from torchtitan.models.adapters.adapters import TRAINED, adapted_layers
 from torchtitan.models.adapters.layers import LowRank
 from torchtitan.models.adapters.layouts import NATIVE, AdapterLayout
 from torchtitan.models.adapters.target import LowRankWeights, Target
-from torchtitan.runs.model_record import record_of
-from torchtitan.runs.network import BASE_SHA256, adapted_network_on_meta
+from torchtitan.weights.model_record import record_of
+from torchtitan.weights.network import BASE_SHA256, adapted_network_on_meta
 
 _MODEL = "model."
 

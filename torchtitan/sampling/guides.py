@@ -9,8 +9,8 @@ import torch
 from torchtitan.conditions import ConditionKind, Unconditional
 from torchtitan.diffusion.guidance import Guide
 from torchtitan.files.weight_files import header_of
-from torchtitan.runs.model_record import CONFIG
-from torchtitan.runs.trained_model import TrainedModel, WeightsError, load_run, load_weights
+from torchtitan.weights.model_record import CONFIG
+from torchtitan.weights.trained_model import TrainedModel, WeightsError, load_run, load_weights
 
 _REFERENCE = re.compile(r"(?P<run>.*?)(@(?P<step>\d+))?(:(?P<track>[A-Za-z0-9][A-Za-z0-9._=-]*))?", re.DOTALL)
 

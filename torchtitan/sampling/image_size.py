@@ -5,13 +5,13 @@ import re
 
 from torchtitan.evaluation.decoding import LatentDecoder
 from torchtitan.models import MODELS
-from torchtitan.runs.trained_model import TrainedModel, WeightsError
 from torchtitan.settings.sizes import MOST_VALUES_OF_AN_IMAGE
+from torchtitan.weights.trained_model import TrainedModel, WeightsError
 
 _SIZE = re.compile(r"([1-9]\d{0,5})x([1-9]\d{0,5})")
 
 
-def drawn_shape(size: str | None, trained: TrainedModel, decoder: LatentDecoder | None) -> tuple[int, int, int]:
+def sampled_shape(size: str | None, trained: TrainedModel, decoder: LatentDecoder | None) -> tuple[int, int, int]:
     """Shape (C, H, W) of what a network draws: images, or latents.
 
     Args:

@@ -6,8 +6,8 @@ from typing import Any
 
 from torchtitan.data.base import DatasetInfo
 from torchtitan.errors import CheckpointError, look_alike
-from torchtitan.runs.model_record import RECORD
 from torchtitan.settings.schema import quoted
+from torchtitan.weights.model_record import RECORD
 
 IMAGES = "images_per_epoch"  # entry of a checkpoint's state: number of training images
 _OF_STORES = ("encoder", "shift", "scale")  # of RECORD

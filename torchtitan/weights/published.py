@@ -28,9 +28,9 @@ from torchtitan.files.weight_files import (
 from torchtitan.models import MODELS
 from torchtitan.models.base import DiffusionModel
 from torchtitan.models.published_layouts import ComputedTensors, ConversionError, PublishedLayout
-from torchtitan.runs.model_record import ModelRecord, load_record, record_of_weights
-from torchtitan.runs.network import network_on_meta
-from torchtitan.runs.pipeline_folder import PIPELINE, check_pipeline, latents_of, scheduler_problems, write_around
+from torchtitan.weights.model_record import ModelRecord, load_record, record_of_weights
+from torchtitan.weights.network import network_on_meta
+from torchtitan.weights.pipeline_folder import PIPELINE, check_pipeline, latents_of, scheduler_problems, write_around
 
 OWN = "safetensors"
 LAYOUTS = tuple(dict.fromkeys(name for family in MODELS.values() for name in family.layouts))
