@@ -72,7 +72,7 @@ def run_command(module: str) -> NoReturn:
 
 def _refuse_ranks() -> None:
     """End the process if a launcher started several; the first one says so."""
-    from torchtitan.processes.exit_codes import forbid_restart
+    from torchtitan.processes.exit_codes import before_exit
 
     ranks = os.environ.get("WORLD_SIZE", "")
     if not ranks.isdecimal() or int(ranks) < 2:
@@ -80,7 +80,7 @@ def _refuse_ranks() -> None:
     if os.environ.get("RANK", "0") == "0":
         advice = "start it without torchrun, or unset WORLD_SIZE"
         print(f"{sys.argv[0]}: runs in one process, and WORLD_SIZE says {ranks} ({advice})", file=sys.stderr, flush=True)
-    forbid_restart()
+    before_exit(_REFUSED)
     sys.exit(_REFUSED)
 
 
