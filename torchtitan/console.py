@@ -177,22 +177,12 @@ def grids(samples: Path) -> list[tuple[int, Path]]:
 
 
 def _speed(clock: dict[str, Any]) -> list[str]:
-    """Lines of the run's clock: both speeds, then energy and cost where they are known."""
-    lines = [
+    """Line of the run's clock: both speeds."""
+    return [
         f"  {'speed':<12} {clock['steps_per_second_train']:.4g} steps/s of training alone, "
         f"{clock['steps_per_second_wall']:.4g} steps/s in all ({clock['steps']:,} steps in {clock['train_seconds']:.1f} s and "
         f"{clock['wall_seconds']:.1f} s)"
     ]
-    if "energy_joules" in clock:
-        lines.append(f"  {'energy':<12} {clock['energy_joules'] / 3.6e6:.4g} kWh")
-    if "cost" in clock:
-        unit = f" {clock['currency']}" if "currency" in clock else ""
-        each = (
-            f", {clock['cost_per_step_train']:.3g}{unit} per step of training alone, "
-            f"{clock['cost_per_step_wall']:.3g}{unit} in all" if "cost_per_step_wall" in clock else ""
-        )
-        lines.append(f"  {'cost':<12} {clock['cost']:.4g}{unit} so far{each}")
-    return lines
 
 
 def _metrics(results: dict[str, Any], config: EvaluationConfig) -> list[str]:

@@ -8,7 +8,6 @@ from pathlib import Path
 EXTRAS = {
     "diffusers": ("diffusers>=0.32", "huggingface_hub"),
     "digits": ("scikit-learn",),
-    "energy": ("nvidia-ml-py",),
     "hub": ("datasets", "huggingface_hub"),
     "lowbit": ("torchao>=0.18,<0.19",),
     "ray": ("ray>=2.9",),

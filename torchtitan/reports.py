@@ -2,6 +2,7 @@
 
 import logging
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache
@@ -14,7 +15,7 @@ from tqdm import tqdm
 
 from torchtitan.checkpoint.checkpointer import checkpoint_path
 from torchtitan.console import closing_lines, grids, introduce
-from torchtitan.distributed.collectives import from_first_rank, group_for_work, highest_over_ranks, sum_over_ranks
+from torchtitan.distributed.collectives import from_first_rank, group_for_work, highest_over_ranks
 from torchtitan.distributed.compile import CompileCounter
 from torchtitan.errors import CheckpointError, EvaluationError, RunFolderError, TrainingError, reason
 from torchtitan.evaluation.during_training import Evaluation
@@ -32,7 +33,6 @@ from torchtitan.summary import RunSummary
 from torchtitan.supervision.phases import Phases
 from torchtitan.training.batch_ramp import completed
 from torchtitan.training.clock import ClockTotals, RunClock
-from torchtitan.training.clock_records import recovered
 from torchtitan.training.hardware import (
     ALLOCATOR_RETRIES,
     PEAK_MEMORY,
@@ -44,7 +44,6 @@ from torchtitan.training.hardware_description import describe_hardware
 from torchtitan.training.metric_points import GrowingPoints
 from torchtitan.training.metric_sinks import as_png
 from torchtitan.training.metrics import METRICS_FILE, MetricsLog
-from torchtitan.training.nvml import EnergyMeter, ManagedDevice
 from torchtitan.training.rates import Rates
 from torchtitan.training.utilisation import products_of
 from torchtitan.weights.final_weights import final_weights_path, write_final_weights
@@ -97,17 +96,13 @@ class Reports:
         self._results: dict[str, Any] = dict(state.reported.get("results", {}))
         self._outputs = OptionalOutputs()
         self._hardware = describe_hardware(self._device, state.layout.world_size)
-        self._managed = ManagedDevice(self._device)
         self._summary = RunSummary(state, self._outputs, self._compilations, clock, self._hardware)
         self._held_out_shown = False
         self._held_out_picture: Image.Image | None = None  # until it is written
         self._peak_memory: float = 0.0  # GiB, of this rank, up to the last logged point
         self._allocator_retries: float = 0
-        meter = EnergyMeter(self._managed)
-        self._meter = meter if sum_over_ranks(meter.works) == state.layout.world_size else None
-        self._joules_before: float | None = None  # of the processes before this one
-        if self._first:
-            self._recover_clock()
+        self._seconds_per_picture: float | None = None  # of the last grid
+        self._clock.resume(state.reported.get("clock", ClockTotals()))
         self._log = self._new_log() if self._first else None
         self._noise_points = self._new_noise_points()
         from_first_rank(self._open)
@@ -140,14 +135,6 @@ class Reports:
 
     def _new_noise_points(self) -> GrowingPoints:
         return GrowingPoints(self._state.folder.path / METRICS_FILE, '"gns/', is_drawn)
-
-    def _recover_clock(self) -> None:
-        """Recover the clock, before opening the log cuts back what tells of a lost attempt."""
-        state = self._state
-        checkpoint = state.reported.get("clock", ClockTotals())
-        totals = recovered(checkpoint, state.step, state.folder.path / METRICS_FILE, state.folder.summary)
-        self._clock.resume(totals)
-        self._joules_before = totals.joules
 
     def _open(self) -> None:
         path = self._state.folder.path / METRICS_FILE
@@ -210,8 +197,6 @@ class Reports:
             metrics["data/corrupt_images"] = num_corrupt
         metrics |= state.guard.counts()
         reset_peak_memory(self._device)
-        self._measure_energy()
-        self._hardware |= self._managed.description()  # its clocks under load
         if self._log:
             times = self._clock.totals().metrics()
             metrics |= {tag: times.pop(tag) for tag in _SHOWN_TIMES}
@@ -268,9 +253,11 @@ class Reports:
         """Draw the grid of samples of this step; collective."""
         with self.excluded():
             self._show_held_out()
+            started = time.perf_counter()
             grid = self._evaluation.sample_grid()
             if grid is None or not self._log:
                 return
+            self._seconds_per_picture = (time.perf_counter() - started) / grid.count
             samples, step = self._state.folder.samples, self._state.step
             path = samples / f"step-{step:08d}.png"
             with self._outputs.attempt("the grid of samples", path):
@@ -339,7 +326,8 @@ class Reports:
         if num_corrupt := state.corrupt_images.count():
             self._results["corrupt_images"] = num_corrupt
         self._results |= self._memory_over_ranks()
-        self._measure_energy()
+        if self._seconds_per_picture:
+            self._results["seconds_per_picture"] = self._seconds_per_picture
         if self._first:
             self._animate()
             if sampling.enable and sampling.previews:
@@ -379,11 +367,6 @@ class Reports:
             self._log.close()
 
     # ------------------------------------------------------------------ inside
-
-    def _measure_energy(self) -> None:
-        """Measure the energy of all ranks' devices; collective where it can be measured."""
-        if self._meter:
-            self._clock.joules = (self._joules_before or 0.0) + sum_over_ranks(self._meter.read())
 
     def _memory(self) -> dict[str, float]:
         metrics = memory_metrics(self._device)

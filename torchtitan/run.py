@@ -45,7 +45,6 @@ _REFUSALS = (
     AutoencoderError, RunFolderError, CheckpointError, DatasetError, OptimizerError, CannotMeasure, Float8Error,
     LaunchError, MiscountedModel, EvaluationError, KernelError,
 )  # fmt: skip
-_WAIT = 3.0  # seconds for another rank to be seen gone, or to say why it ended
 _CLOSING_SECONDS = 60.0
 
 
@@ -146,15 +145,14 @@ def _train(trainer: Trainer, deadline: threading.Timer) -> int:
     except TrainingError as error:
         return _fail(trainer, deadline, "failed", str(error))
     except (CheckpointError, DatasetError, OSError) as error:  # OSError: a disk that is full or gone
-        wait = _WAIT if is_lost_rank(error) else 0.0
-        return _fail(trainer, deadline, "failed", f"step {trainer.state.step}: {error}", wait)
+        return _fail(trainer, deadline, "failed", f"step {trainer.state.step}: {error}", lost=is_lost_rank(error))
     except (RuntimeError, MemoryError) as error:
         if is_out_of_memory(error):
             trainer.profiler.out_of_memory(trainer.state.step)
             return _fail(trainer, deadline, "oom", f"step {trainer.state.step}: {_out_of_memory(error, trainer.config)}")
         if is_lost_rank(error):
             reason = f"step {trainer.state.step}: lost another rank in {trainer.phases.where}: {first_line(error)}"
-            return _fail(trainer, deadline, "failed", reason, wait=_WAIT)
+            return _fail(trainer, deadline, "failed", reason, lost=True)
         if "DataLoader worker" in str(error):  # a killed loader may be noticed anywhere in the step
             reason = trainer.state.data.lost_loader() or unwrapped(error)
             return _fail(trainer, deadline, "failed", f"step {trainer.state.step}: {reason}")
@@ -179,13 +177,10 @@ def _out_of_memory(error: BaseException, config: JobConfig) -> str:
     return f"out of memory ({advice}): {first_line(error)}"
 
 
-def _fail(trainer: Trainer, deadline: threading.Timer, status: str, reason: str, wait: float = 0.0) -> int:
-    """Close a failed run; wait: seconds in which another rank at fault may show."""
+def _fail(trainer: Trainer, deadline: threading.Timer, status: str, reason: str, lost: bool = False) -> int:
+    """Close a failed run; lost: this rank fails since another one has ended."""
     deadline.start()  # the watchdog has gone
-    culprit = trainer.supervision.culprit(wait)
-    reason = f"{reason}; {culprit}" if culprit else reason
-    logger.error(reason if trainer.state.layout.world_size == 1 else f"rank {trainer.state.layout.rank}: {reason}")
-    trainer.supervision.failed(status, reason)
+    trainer.supervision.failed(status, reason, lost)
     return FAILED
 
 

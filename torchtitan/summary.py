@@ -105,7 +105,7 @@ class RunSummary:
             "flops_per_image": state.flops_per_image,
             "tail_medians": self._tail_medians(),
             **({"compile": self._compilations.counts()} if config.compile.enable else {}),
-            "clock": self._clock.totals().summary(config.metrics.price_per_hour, config.metrics.currency),
+            "clock": self._clock.totals().summary(),
             **results,
             **({"checkpoint_failures": state.checkpointer.failures} if state.checkpointer.failures else {}),
             "versions": versions(),

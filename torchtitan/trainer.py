@@ -10,7 +10,7 @@ from torch import Tensor
 from torchtitan.config.job import JobConfig
 from torchtitan.data.base import Batch
 from torchtitan.diffusion.timesteps.sampler import GlobalBatch
-from torchtitan.distributed.collectives import StopRequest, from_first_rank
+from torchtitan.distributed.collectives import StopRequest
 from torchtitan.distributed.compile import begin_graphs
 from torchtitan.distributed.mesh import set_train_timeout
 from torchtitan.distributed.parallelize import (
@@ -26,7 +26,6 @@ from torchtitan.processes.host_allocator import keep_freed_memory
 from torchtitan.profiling.profiler import Profiler
 from torchtitan.reports import Reports
 from torchtitan.run_state import RunState
-from torchtitan.supervision.heartbeat import remove_heartbeats
 from torchtitan.supervision.phases import BEFORE_FIRST_STEP, Phases
 from torchtitan.supervision.recovery import gone_back, require_finite_start
 from torchtitan.supervision.supervision import Supervision
@@ -63,7 +62,6 @@ class Trainer:
             keep_freed_memory()
         if config.metrics.exact_clock:
             self.phases.settle = self._wait_for_device
-        from_first_rank(remove_heartbeats, self.state.folder.path)
         self.reports = Reports(self.state, self.clock, self.phases)
         beside = (config.validation, config.sampling, config.evaluation, config.checkpoint)
         self.profiler = Profiler(
@@ -147,7 +145,6 @@ class Trainer:
     @contextmanager
     def _beside_training(self, name: str) -> Iterator[None]:
         """Enter a phase that trains nothing; unfinished work of the device on earlier steps counts as training."""
-        self.profiler.did("logging" if name == "report" else name)
         if self.state.layout.device.type == "cuda":
             with self.phases("waiting"):
                 self._wait_for_device()
@@ -168,7 +165,7 @@ class Trainer:
             if gns_logged:
                 self.reports.log_gns()
             self.reports.advance()
-            self.supervision.step_done(state.step, logged)
+            self.supervision.step_done(state.step)
 
     def train_step(self) -> tuple[Tensor, float]:
         """Train one optimizer step, unless the guard skips it; return the gradient norm before clipping and the rate.
@@ -186,8 +183,6 @@ class Trainer:
         if state.gns:
             with self.phases("gradients"):
                 state.gns.begin_step(state.step, state.optimizer.state, config.optimizer.beta2)
-            if config.gns.single_pass and state.step % config.gns.interval == 0:
-                self.profiler.did("gradient noise measured")
         for number in range(microbatches):
             with self.phases("data"):
                 batch = state.to_device(state.data.next_batch())
@@ -323,7 +318,6 @@ class Trainer:
         if self.state.gns:
             self.state.gns.sync()
         self.reports.sync()
-        self.supervision.sync()
 
     def close(self) -> None:
         """Close: stop the profiler and the loader's workers, let a save end, close the sinks, and release the folder.

@@ -47,11 +47,8 @@ COMMANDS = {
     "estimate": Command("estimate", "memory, speed and hours of a run before its launch"),
     "autotune": Command("autotune_batch_size", "find the largest or the fastest batch size"),
     "sweep": Command("sweep", "run a grid of configurations"),
-    "compare": Command("compare", "compare runs on one page"),
-    "compare-hardware": Command("compare_hardware", "compare hardware by runs of one configuration"),
+    "compare": Command("compare", "compare runs, and the hardware they ran on, on one page"),
     "analyse": Command("optimization_analysis", "speed and memory of a folder of runs"),
-    "breakdown": Command("breakdown", "time of a training step by kind of operation"),
-    "timeline": Command("timeline", "timeline of all ranks of a run"),
     "train-extractor": Command("train_extractor", "train a small feature extractor"),
 }
 

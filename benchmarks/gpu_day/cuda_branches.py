@@ -5,7 +5,7 @@ import re
 # A line that only CUDA reaches, or that asks CUDA.
 PATTERN = re.compile(
     r'type [!=]= "cuda"|\.is_cuda|torch\.cuda\.(synchronize|empty_cache|current_stream|Event\(|memory|reset|get_device|set_device'
-    r"|device_count)|import pynvml|cudagraph_mark|ProfilerActivity\.CUDA|_scaled_mm\.default"
+    r"|device_count)|cudagraph_mark|ProfilerActivity\.CUDA|_scaled_mm\.default"
 )
 _NO_STAGE = "none: "
 
@@ -22,8 +22,7 @@ CUDA_BRANCHES: dict[str, tuple[str, str]] = {
     "torchtitan/training/numerical_guard.py": ("reads the verdict one step late, by an event", "features: spike threshold"),
     "torchtitan/training/ema.py": ("waits for weights that are on their way from the host", "two ranks: FSDP2 offloaded"),
     "torchtitan/training/hardware.py": ("device's name, peak and memory", "machine; XL/2 compiled"),
-    "torchtitan/training/hardware_description.py": ("driver and memory in summary.json", "interrupt and resume"),
-    "torchtitan/training/nvml.py": ("energy by NVML", "interrupt and resume"),
+    "torchtitan/training/hardware_description.py": ("memory in summary.json", "interrupt and resume"),
     "torchtitan/gns/late_sums.py": ("copies sums to pinned memory, read later", "features: noise scale"),
     "torchtitan/gns/rank_gradients.py": ("waits for the stream that measured a rank's gradient", "two ranks: DDP"),
     "torchtitan/checkpoint/host_copies.py": ("copies to pinned memory beside training", "features: pinned checkpoints"),

@@ -38,7 +38,7 @@ _RANKS = 8
 
 
 def ceilings(results: Results) -> None:
-    """Rates that benchmarks/step_counts.py assumes: memory, products of XL/2's shapes, attention, the least kernel."""
+    """Rates of the parts of a step: memory, products of XL/2's shapes, attention, the least kernel."""
     elements, rows = (2**16, 64) if DRY_RUN else (2**29, 65536)
     source = torch.randn(elements, device=visit.device())
     target = torch.empty_like(source)

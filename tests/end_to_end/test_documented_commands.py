@@ -115,7 +115,7 @@ def parse(program: str, words: list[str], monkeypatch, partial: bool) -> None:
     with monkeypatch.context() as patched:
         patched.setattr(sys, "argv", [program, *words])
         patched.setattr(argparse.ArgumentParser, "parse_args", parse_args)
-        if name in ("estimate", "step_counts"):
+        if name == "estimate":
             module.parse_arguments(words)
         else:
             with pytest.raises((Parsed, SystemExit) if partial else Parsed):
@@ -219,7 +219,7 @@ def test_keys_that_pages_name_exist():
         for key in re.findall(r"`(?:--)?((?:[a-z_0-9]+\.)+[a-z_0-9]+)(?=[` =])", text):
             if sections & {key.partition(".")[0], key.rpartition(".")[0]} and not key.endswith((".py", ".json", ".jsonl")):
                 named.add((page, key))
-    assert len(named) > 400
+    assert len(named) > 250  # the pages are searched at all
     assert not [(page, key) for page, key in named if key != "objective.uncertainty.weight" and not exists(key)]
 
 

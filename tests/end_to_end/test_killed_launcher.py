@@ -12,7 +12,7 @@ from tests.end_to_end.runs import Run, write_config
 from tests.end_to_end.test_launchers import same_weights, torchrun
 from tests.faults.forked import ForkedRun
 from tests.faults.test_orphans import descendants
-from torchtitan.supervision.heartbeat import process_state
+from torchtitan.processes.process_state import process_state
 
 QUICK = ("--training.steps", "60", "--checkpoint.interval", "10", "--sampling.enable", "false")
 

@@ -13,10 +13,18 @@ import pytest
 
 from tests.end_to_end.runs import write_config
 from tests.launcher import ROOT
-from torchtitan.supervision.heartbeat import process_state
-from torchtitan_dit.commands.timeline import main
+from torchtitan.processes.process_state import process_state
 
 LAUNCH = f"set -euo pipefail; source {ROOT}/scripts/status.sh; run_for_status \"$@\""
+
+
+def children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def rank_of(pid: int) -> str:
+    variables = Path(f"/proc/{pid}/environ").read_text().split("\0")
+    return next(variable for variable in variables if variable.startswith("RANK="))
 
 
 class Job:
@@ -46,13 +54,12 @@ class Job:
             raise
 
     def _wait_for_step(self, step: int) -> list[int]:
-        """Process ids of the ranks once they have come that far."""
-        deadline = time.monotonic() + 300
+        """Process ids of the ranks once a point of that step is logged."""
+        deadline, points = time.monotonic() + 300, self.folder / "metrics.jsonl"
         while time.monotonic() < deadline and self.process.poll() is None:
-            files = sorted((self.folder / "faults" / "heartbeat").glob("rank-*.json"))
-            beats = [json.loads(path.read_bytes()) for path in files]
-            if len(beats) == 2 and min(beat["step"] for beat in beats) >= step:
-                return [beat["pid"] for beat in beats]
+            if points.exists() and f'"step": {step},' in points.read_text():
+                (torchrun,) = children(self.process.pid)
+                return sorted(children(torchrun), key=rank_of)
             time.sleep(0.05)
         raise AssertionError(self.said())
 
@@ -80,22 +87,22 @@ def config(tmp_path_factory):
     return write_config(tmp_path_factory.mktemp("lost"))
 
 
-@pytest.mark.parametrize("number, state, victim", [(signal.SIGSTOP, "stopped", 1), (signal.SIGKILL, "gone", 0)])
-def test_a_rank_that_is_stopped_or_killed_ends_the_job_and_is_named(config, number, state, victim):
-    job = Job(config, state)
+@pytest.mark.parametrize("number, known, victim", [
+    (signal.SIGSTOP, "no report of rank 1: stopped, gone, or", 1), (signal.SIGKILL, "lost another rank in", 0),
+])  # fmt: skip
+def test_a_rank_that_is_stopped_or_killed_ends_the_job_with_what_is_known(config, number, known, victim):
+    job = Job(config, number.name)
     os.kill(job.ranks[victim], number)
     assert job.end() == 1
     summary, status = job.left("summary.json"), job.left("status.json")
     assert (summary["status"], status["status"], status["exit_code"]) == ("failed", "failed", 1)
     assert summary["reason"] == status["reason"]
-    assert f"process {job.ranks[victim]}) is {state}, last seen at step" in summary["reason"], job.said()
+    assert known in summary["reason"], job.said()
     survivor = 1 - victim
     phases = "data|forward|backward|gradients|optimizer|ema|report|waiting|between phases"
     assert re.search(rf" in ({phases})[;:]", summary["reason"]), summary["reason"]
-    assert f"rank {survivor}" in job.said() and f"step {summary['step']}" in summary["reason"]
-    assert f"rank {victim} (" in summary["reason"] and "torchtitan/trainer.py" not in job.said()  # no traceback
-    events = (job.folder / "events" / f"rank-{survivor:04d}.jsonl").read_text()
-    assert '"event": "fault"' in events
+    assert summary["reason"].startswith(f"rank {survivor}") and f"step {summary['step']}" in summary["reason"]
+    assert summary["reason"] in job.said() and "torchtitan/trainer.py" not in job.said()  # no traceback
     stacks = list((job.folder / "faults").glob(f"rank-{survivor:04d}-*-stacks.txt"))
     collectives = list((job.folder / "faults").glob(f"rank-{survivor:04d}-*-collectives.json"))
     if number == signal.SIGSTOP:
@@ -114,24 +121,3 @@ def test_usr1_through_the_launcher_saves_and_asks_to_be_queued_again(config):
     assert summary["status"] == "interrupted"
     assert (job.folder / "checkpoint" / f"step-{summary['step']:08d}" / "manifest.json").exists()
     assert not (job.folder / "faults").exists()
-
-    assert main([str(job.folder), "--output", str(job.folder / "trace.json")]) == 0
-    trace = json.loads((job.folder / "trace.json").read_bytes())["traceEvents"]
-    assert {entry["pid"] for entry in trace} == {0, 1}
-    for rank in (0, 1):
-        spans = sorted((e for e in trace if e["ph"] == "X" and e["pid"] == rank), key=lambda e: (e["ts"], -e["dur"]))
-        names = [span["name"] for span in spans if span["args"]["step"] == 10]
-        assert names[:9] == 2 * ["data", "forward", "backward", "gradients"] + ["gradients"]
-        assert {"start", "optimizer", "ema", "report", "checkpoint", "finish"} <= {span["name"] for span in spans}
-        outermost, open_until = [], []
-        for span in spans:  # each begins after the one before it, or lies within it
-            while open_until and open_until[-1] <= span["ts"] + 0.01:  # microseconds
-                open_until.pop()
-            if not open_until:
-                outermost.append(span)
-            end = span["ts"] + span["dur"]
-            assert all(end <= other + 0.01 for other in open_until), span
-            open_until.append(end)
-        assert {span["name"] for span in spans} - {span["name"] for span in outermost} == {"waiting"}
-        wall = max(span["ts"] + span["dur"] for span in spans) - spans[0]["ts"]
-        assert 0 < sum(span["dur"] for span in outermost) <= wall

@@ -38,7 +38,6 @@ def test_points_hold_the_documented_metrics(run):
     text = (ROOT / "docs" / "running.md").read_text().partition("\n## Metrics\n")[2].partition("\n## The clock\n")[0]
     rows = [line.split("|")[1] for line in text.splitlines() if line.startswith("| `") and "if blocks are compiled" not in line]
     documented = {tag for row in rows for tag in re.findall("`([^`]+)`", row) if "<" not in tag and "..." not in tag}
-    documented.remove("clock/energy(J)")  # of GPUs alone
     point = run.points()[-2] | run.points()[-1]
     assert len(documented) > 10 and documented <= point.keys(), documented - point.keys()
     assert [tag for tag in point if tag.startswith("loss_by_bin/")] == [f"loss_by_bin/{k}" for k in range(10)]

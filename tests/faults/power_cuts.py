@@ -4,8 +4,8 @@
 
 A cut takes more than a kill: what was written and not synced goes as well (tests/faults/cut_disk.py). The whole folder
 of a run lies on a disk that is cut at random moments of its start, of a step, around a save, in a resume and at its
-end. Then the same command again, until the last step. The run must end with the tensors, points, sums of gradient noise
-and events of one that nobody disturbed, bit for bit where they are not times. Writes tests/faults/power_cuts.json, and
+end. Then the same command again, until the last step. The run must end with the tensors, points and sums of gradient noise
+of one that nobody disturbed, bit for bit where they are not times. Writes tests/faults/power_cuts.json, and
 prints the table for docs/reliability.md (--table: that of the last time, without running anything).
 """
 
@@ -237,9 +237,6 @@ def differences(run: Run, straight: Run, layout: Layout) -> list[str]:
         found.append(f"{missing} of {len(expected)} points are missing")
     elif [_untimed(point) for point in run.points()] != [_untimed(point) for point in straight.points()]:
         found.append("points")
-    for rank in range(layout.ranks):
-        if missing := sorted(_events(straight, rank) - _events(run, rank), key=lambda event: event[1]):
-            found.append(f"{len(missing)} events of rank {rank} are missing, the first: {missing[0]}")
     if (straight.folder / "gns").exists():
         found += _noise_differences(run.folder / "gns", straight.folder / "gns")
     drawn, wanted = ({path.name for path in (one.folder / "samples").glob("*")} for one in (run, straight))
@@ -250,19 +247,6 @@ def differences(run: Run, straight: Run, layout: Layout) -> list[str]:
 
 def _untimed(point: dict) -> dict:
     return {tag: value for tag, value in point.items() if not tag.startswith(_TIMES)}
-
-
-def _events(run: Run, rank: int) -> set[tuple[str, int]]:
-    """Phases of steps; that of a save itself ends after the save, and may be lost."""
-    found = set()
-    for line in (run.folder / "events" / f"rank-{rank:04d}.jsonl").read_bytes().splitlines():
-        try:
-            entry = json.loads(line)
-        except ValueError:  # cut off
-            continue
-        if entry.get("name") in ("data", "forward", "backward", "optimizer", "ema"):
-            found.add((entry["name"], entry["step"]))
-    return found
 
 
 def _noise_differences(folder: Path, straight: Path) -> list[str]:

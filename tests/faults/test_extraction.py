@@ -13,7 +13,7 @@ from tests.faults.test_orphans import descendants
 from tests.forked import ForkedProcess
 from tests.launcher import free_port
 from torchtitan.latents.index import PARTIAL_FOLDER
-from torchtitan.supervision.heartbeat import process_state
+from torchtitan.processes.process_state import process_state
 
 COUNT = 72  # in 24 shards
 BAD = (4, 30, 31, 32, 71)

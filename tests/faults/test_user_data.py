@@ -62,7 +62,7 @@ LOOKALIKES = [
 RECORDS = [
     "config.toml", "metrics.jsonl", "summary.json", "status.json", "samples/step-00000001.png", "samples/training.gif",
     "samples/held-out.png", "gns/raw-00000001-00000010.parquet", "gns/raw-notes.parquet", "gns/noise_scale.png",
-    "events/rank-0000.jsonl", "faults/heartbeat/notes.txt", "faults/notes.txt", "tb/events.out.tfevents.mine",
+    "faults/notes.txt", "tb/events.out.tfevents.mine",
     "checkpoint/thesis.txt", "checkpoint/.git/config", "checkpoint/step-00000001/thesis.txt", "corrupt_images.jsonl",
     "wandb_id", "checkpoint_owner.json", "analysis/analysis.md", ".lock",
 ]  # fmt: skip
@@ -219,7 +219,7 @@ def _further(place: Path, *more: str) -> int:
 
 def test_what_a_user_puts_into_a_run_stays_there_when_it_resumes(tmp_path, own_run):
     elsewhere = tmp_path / "elsewhere"
-    write(own_run, [*LOOKALIKES, "samples/mine.png", "gns/raw-mine.parquet", "faults/notes.txt", "events/notes.txt"])
+    write(own_run, [*LOOKALIKES, "samples/mine.png", "gns/raw-mine.parquet", "faults/notes.txt"])
     write(own_run / "checkpoint", [*LOOKALIKES, "step-00000002/notes.txt"])
     link(own_run, elsewhere)
     for path in (own_run / "checkpoint" / "step-00000003", own_run / "checkpoint" / ".step-00000011"):

@@ -1,4 +1,4 @@
-"""The clock of a run: every nanosecond in exactly one part, through kills, rollbacks and damaged records."""
+"""The clock of a run: every nanosecond in exactly one part, through resumes and rollbacks."""
 
 import json
 import random
@@ -13,7 +13,6 @@ import torch
 from torchtitan.supervision.phases import Phases
 from torchtitan.trainer import Trainer
 from torchtitan.training.clock import PARTS, TRAIN_PARTS, ClockTotals, RunClock, process_start
-from torchtitan.training.clock_records import recovered
 
 SECOND = 10**9
 
@@ -28,14 +27,9 @@ class HandClock:
         return self.time
 
 
-def totals(steps=0, joules=None, **parts):
+def totals(steps=0, **parts):
     """Totals of parts in seconds."""
-    return ClockTotals({name: round(parts.get(name, 0) * SECOND) for name in PARTS}, steps, joules)
-
-
-def write_points(path, *points):
-    """A metrics.jsonl of (step, totals)."""
-    path.write_text("".join(json.dumps({"step": step, **found.metrics()}) + "\n" for step, found in points))
+    return ClockTotals({name: round(parts.get(name, 0) * SECOND) for name in PARTS}, steps)
 
 
 def test_nested_phases_are_exclusive_and_add_up():
@@ -103,22 +97,18 @@ def test_training_alone_is_the_parts_of_a_step_and_the_rates_name_both():
         steps=30, start_up=20, data=1, encode=50, forward=2, backward=3, gradients=4, optimizer=5, averages=6, waiting=9,
         validation=100, repeated=100,
     )
-    shown = found.summary(price_per_hour=3.6, currency="EUR")
+    shown = found.summary()
     assert shown["train_seconds"] == 30 and shown["wall_seconds"] == 300
     assert shown["steps_per_second_train"] == 1 and shown["steps_per_second_wall"] == 0.1
-    assert shown["cost"] == pytest.approx(0.3) and shown["currency"] == "EUR"
-    assert shown["cost_per_step_train"] == pytest.approx(0.001) and shown["cost_per_step_wall"] == pytest.approx(0.01)
     assert sum(shown[name] for name in PARTS) == shown["wall_seconds"]
-    assert not {"cost", "currency", "energy_joules"} & found.summary().keys()
     point = found.metrics()
     assert point["clock/train(s)"] == sum(point[f"clock/{name}(s)"] for name in TRAIN_PARTS) == 30
-    assert point["clock/steps"] == 30 and "clock/energy(J)" not in point
+    assert point["clock/steps"] == 30
 
 
 def test_rates_without_a_step_are_zero():
-    shown = ClockTotals().summary(price_per_hour=1.0)
-    assert shown["steps_per_second_train"] == shown["steps_per_second_wall"] == shown["cost"] == 0
-    assert "cost_per_step_wall" not in shown
+    shown = ClockTotals().summary()
+    assert shown["steps_per_second_train"] == shown["steps_per_second_wall"] == 0
 
 
 def test_exact_boundaries_are_read_after_the_device_was_waited_for():
@@ -142,7 +132,7 @@ def test_work_left_on_the_device_counts_as_training_and_not_as_what_follows(monk
     hand = HandClock()
     clock = RunClock(hand)
     trainer = object.__new__(Trainer)
-    trainer.phases, trainer.profiler = Phases(hand, clock.switch), SimpleNamespace(did=lambda name: None)
+    trainer.phases, trainer.profiler = Phases(hand, clock.switch), SimpleNamespace()
     trainer.state = SimpleNamespace(layout=SimpleNamespace(device=torch.device("cuda")))
     queue = [70]
 
@@ -159,17 +149,13 @@ def test_work_left_on_the_device_counts_as_training_and_not_as_what_follows(monk
 
 
 def test_totals_survive_their_checkpoint_exactly():
-    found = ClockTotals({name: 3**k for k, name in enumerate(PARTS)}, 12, 5.25)
+    found = ClockTotals({name: 3**k for k, name in enumerate(PARTS)}, 12)
     assert ClockTotals.from_state(json.loads(json.dumps(found.state_dict()))) == found
     assert ClockTotals.from_state({}) == ClockTotals()
-    days = ClockTotals({name: 20 * 86400 * SECOND + k for k, name in enumerate(PARTS)}, 12, 5.25)
-    point = json.loads(json.dumps(days.metrics()))
-    seconds = {name: point[f"clock/{name}(s)"] for name in PARTS}
-    assert ClockTotals.from_seconds(seconds, point["clock/steps"], point["clock/energy(J)"]) == days
 
 
 @pytest.mark.parametrize("change", [
-    {"parts_ns": None}, {"parts_ns": {}}, {"steps": -1}, {"steps": True}, {"joules": "1"}, {"joules": float("nan")},
+    {"parts_ns": None}, {"parts_ns": {}}, {"steps": -1}, {"steps": True},
     {"parts_ns": dict.fromkeys(PARTS, 0) | {"data": -1}}, {"parts_ns": dict.fromkeys(PARTS, 0) | {"data": 1.5}},
     {"parts_ns": dict.fromkeys(PARTS, 0) | {"data": 10**30}},
 ])  # fmt: skip
@@ -181,92 +167,19 @@ def test_damaged_totals_of_a_checkpoint_are_refused(change):
 # --- resume
 
 
-def test_a_lost_attempt_is_repeated_time_and_no_training(tmp_path):
-    checkpoint = totals(steps=30, joules=100.0, start_up=5, forward=30, saving=1)
-    write_points(
-        tmp_path / "metrics.jsonl", (30, totals(steps=30, start_up=5, forward=30)),
-        (35, totals(35, 120.0, start_up=5, forward=35, validation=2, saving=4)),
-        (40, totals(40, 150.0, start_up=5, forward=40, validation=2, saving=4, reports=1)),
-    )  # fmt: skip
-    found = recovered(checkpoint, 30, tmp_path / "metrics.jsonl", tmp_path / "summary.json")
-    assert found == totals(30, 150.0, start_up=5, forward=30, saving=4, repeated=10 + 2 + 1)
-
-
-def test_the_first_checkpoint_was_not_reached(tmp_path):
-    write_points(tmp_path / "metrics.jsonl", (1, totals(1, start_up=5, forward=1)), (5, totals(5, start_up=5, forward=6)))
-    found = recovered(ClockTotals(), 0, tmp_path / "metrics.jsonl", tmp_path / "summary.json")
-    assert found == totals(0, start_up=5, repeated=6)
-    assert recovered(ClockTotals(), 0, tmp_path / "none", tmp_path / "none") == ClockTotals()
-
-
-def test_two_lost_attempts_are_both_counted(tmp_path):
-    """The second one's points hold what the first had lost, and its own start."""
-    checkpoint, metrics = totals(4, start_up=5, forward=4), tmp_path / "metrics.jsonl"
-    write_points(metrics, (6, totals(6, start_up=5, forward=6)))
-    second = recovered(checkpoint, 4, metrics, tmp_path / "none")
-    assert second == totals(4, start_up=5, forward=4, repeated=2)
-    write_points(metrics, (7, totals(7, start_up=5 + 5, forward=7, repeated=2)))
-    third = recovered(checkpoint, 4, metrics, tmp_path / "none")
-    assert third == totals(4, start_up=10, forward=4, repeated=2 + 3)
-
-
-def test_what_came_after_the_last_save_is_taken_from_the_summary(tmp_path):
-    """A session that a signal ended has saved, and written reports, since the checkpoint's clock."""
-    checkpoint, summary = totals(30, start_up=5, forward=30), tmp_path / "summary.json"
-    closed = totals(30, 9.0, start_up=5, forward=30, saving=3, reports=2)
-    summary.write_text(json.dumps({"step": 30, "clock": closed.summary()}))
-    assert recovered(checkpoint, 30, tmp_path / "none", summary) == closed
-    # The session after it was killed: what the summary adds is nothing that was lost.
-    write_points(tmp_path / "metrics.jsonl", (33, totals(33, 12.0, start_up=10, forward=33, saving=3, reports=2)))
-    found = recovered(checkpoint, 30, tmp_path / "metrics.jsonl", summary)
-    assert found == totals(30, 12.0, start_up=10, forward=30, saving=3, reports=2, repeated=3)
-    # A session that failed beyond its checkpoint has lost what it did there.
-    summary.write_text(json.dumps({"step": 35, "clock": totals(35, start_up=5, forward=34).summary()}))
-    assert recovered(checkpoint, 30, tmp_path / "none", summary) == totals(30, start_up=5, forward=30, repeated=4)
-
-
-@pytest.mark.parametrize("damage", [
-    "", "{", "null", "[]", '{"step": 9}', '{"step": 9, "clock": []}', '{"step": "9", "clock": {"steps": 1}}',
-    '{"step": 9, "clock": {"steps": 1, "data": "x"}}', '{"step": 9, "clock/wall(s)": 1e400}',
-    '{"step": 9, "clock/wall(s)": 5, "clock/data(s)": 5, "clock/steps": 1}',
-])  # fmt: skip
-def test_damaged_records_change_nothing(damage, tmp_path):
-    checkpoint = totals(4, 8.0, start_up=5, forward=4)
-    for name in ("metrics.jsonl", "summary.json"):
-        (tmp_path / name).write_text(damage + "\n")
-    assert recovered(checkpoint, 4, tmp_path / "metrics.jsonl", tmp_path / "summary.json") == checkpoint
-
-
-@pytest.mark.parametrize("value", [-1, float("nan"), float("inf"), True, "5", None, 10**400, 1e300])
-def test_points_with_impossible_times_change_nothing(value, tmp_path):
-    checkpoint, point = totals(4, forward=4), totals(9, forward=9).metrics()
-    path = tmp_path / "metrics.jsonl"
-    path.write_text(json.dumps({"step": 9, **point}) + "\n")
-    assert recovered(checkpoint, 4, path, tmp_path / "none") == totals(4, forward=4, repeated=5)
-    path.write_text(json.dumps({"step": 9, **point, "clock/data(s)": value}) + "\n")
-    assert recovered(checkpoint, 4, path, tmp_path / "none") == checkpoint
-
-
-def test_points_of_another_run_make_no_negative_time(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    write_points(path, (9, totals(9, data=50)))
-    found = recovered(totals(4, forward=4), 4, path, tmp_path / "none")
-    assert min(found.parts.values()) >= 0 and ClockTotals.from_state(found.state_dict()) == found
-
-
 def test_a_resumed_process_adds_its_own_time():
     hand = HandClock()
     clock = RunClock(hand)
     hand.time = 3 * SECOND
-    clock.resume(totals(steps=4, joules=2.0, start_up=5, forward=4))
+    clock.resume(totals(steps=4, start_up=5, forward=4))
     hand.time = 4 * SECOND
-    assert clock.totals() == totals(4, 2.0, start_up=5 + 4, forward=4)
+    assert clock.totals() == totals(4, start_up=5 + 4, forward=4)
 
 
 def test_a_rollback_in_the_process_loses_no_nanosecond():
     hand = HandClock()
     clock = RunClock(hand)
-    phases, checkpoint = Phases(hand, clock.switch), totals(4, 1.0, start_up=5, forward=4)
+    phases, checkpoint = Phases(hand, clock.switch), totals(4, start_up=5, forward=4)
     clock.resume(checkpoint)
     clock.steps += 3
     with phases("forward"):
@@ -274,9 +187,8 @@ def test_a_rollback_in_the_process_loses_no_nanosecond():
     with phases("checkpoint"):
         hand.time += 2 * SECOND
     hand.time += SECOND
-    clock.joules = 7.0
     clock.roll_back(checkpoint)
-    assert clock.totals() == totals(4, 7.0, start_up=5, forward=4, saving=2, repeated=3 + 1)
+    assert clock.totals() == totals(4, start_up=5, forward=4, saving=2, repeated=3 + 1)
     assert clock.totals().wall_ns == 9 * SECOND + hand.time
 
 

@@ -47,7 +47,7 @@ def test_a_command_says_whether_it_runs_on_ranks():
 
 def test_several_processes_of_a_command_of_one_are_refused_by_the_first_in_one_line(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    words = {"checkpoint": ("list", "x"), "compare_hardware": ("measure", "x")}
+    words = {"checkpoint": ("list", "x")}
     for name, given in words.items():
         script = f"scripts/{name}.py"
         first, second = (run_script(script, *given, RANK=rank, LOCAL_RANK=rank) for rank in "01")

@@ -1,7 +1,6 @@
 """The estimate for a named device asks that device, not this machine."""
 
 import importlib.util
-import json
 
 import pytest
 import torch
@@ -11,7 +10,6 @@ from tests.launcher import ROOT
 from tests.unit.test_latent_cache import write_pictures
 from torchtitan.config import checks
 from torchtitan.config.job import ConfigError, load_config
-from torchtitan.estimate import measured
 from torchtitan.estimate.devices import DEVICES
 from torchtitan.estimate.memory import estimate_memory, model_on_meta
 from torchtitan.estimate.roofline import Efficiency, estimate_step_time
@@ -73,23 +71,6 @@ def test_products_in_float8_take_half_the_time_of_bfloat16():
     config.float8.enable = True
     found = estimate_step_time(config, model, memory, device, Efficiency()).compute
     assert found / plain == pytest.approx(1 - share / 2, rel=1e-4)  # 2,614.9 / 1,307.4
-
-
-def test_times_are_said_to_be_assumed_until_the_device_was_measured(tmp_path, monkeypatch, capsys):
-    config = tmp_path / "run.toml"
-    config.write_text('[model]\nflavor = "debug"\n[training]\nmixed_precision_param = "bfloat16"\n')
-    words = [str(config), "--world-size", "1", "--device"]
-    monkeypatch.setattr(measured, "RESULTS", tmp_path / "gpu_day.json")
-    assert estimate.main([*words, "H200"]) == 0
-    said = capsys.readouterr().out
-    assert "at assumed 45% of the compute peak" in said and said.count("(assumed)") == 2
-    row = {"XL/2 compiled": {"machine": {"date": "2027-01-02"}, "XL/2 compiled": {"mfu_percent": 51.0}}}
-    measured.RESULTS.write_text(json.dumps({"NVIDIA H200": row}))
-    assert estimate.main([*words, "H200"]) == 0
-    said = capsys.readouterr().out
-    assert "at measured 51% of the compute peak (measured: NVIDIA H200, 2027-01-02)" in said and said.count("(measured)") == 2
-    for other in (["H100"], ["H200", "--compute", "0.3"]):
-        assert estimate.main([*words, *other]) == 0 and "(assumed)" in capsys.readouterr().out
 
 
 class Reached(Exception):

@@ -1,7 +1,5 @@
 """A file or folder that the user names for output is written over where the program wrote it before, and nowhere else."""
 
-import gzip
-import json
 from pathlib import Path
 
 import pytest
@@ -11,22 +9,16 @@ from safetensors.torch import load_file, save_file
 from torchtitan.config.job import write_schema
 from torchtitan.files.ownership import refuse_foreign_file
 from torchtitan.files.weight_files import WeightsError, written_whole
-from torchtitan.profiling.breakdown import refuse_other_files
-from torchtitan.supervision.timeline import write_timeline
-from torchtitan_dit.commands.breakdown import main as breakdown
 from torchtitan_dit.commands.compare import main as compare
 from torchtitan_dit.commands.download import PARTIAL
 from torchtitan_dit.commands.optimization_analysis import main as analyse
 from torchtitan_dit.commands.sample import refuse_earlier_pictures
-from torchtitan_dit.commands.timeline import main as timeline
 
 
 @pytest.fixture
 def run(tmp_path) -> Path:
     folder = tmp_path / "run"
-    (folder / "events").mkdir(parents=True)
-    event = {"event": "phase", "name": "forward", "step": 1, "start": 1.0, "duration": 0.5}
-    (folder / "events" / "rank-0000.jsonl").write_text(json.dumps(event) + "\n")
+    folder.mkdir()
     (folder / "config.toml").write_text('[job]\nname = "run"\n')
     (folder / "metrics.jsonl").write_text('{"step": 1, "throughput(img/s)": 2.0}\n')
     (folder / "summary.json").write_text('{"status": "completed", "step": 1}')
@@ -51,28 +43,6 @@ def test_only_a_plain_file_that_begins_as_the_programs_is_replaced(tmp_path):
     path.symlink_to(tmp_path / "nowhere")
     with pytest.raises(FileExistsError):
         refuse_foreign_file(path, b"<!-- ours")
-
-
-@pytest.mark.parametrize("content", [b"my notes", gzip.compress(b"my notes"), b""], ids=["text", "gzip", "empty"])
-@pytest.mark.parametrize("name", ["trace.json", "trace.json.gz"])
-def test_a_timeline_replaces_a_timeline_only(run, tmp_path, capsys, name, content):
-    output = tmp_path / name
-    output.write_bytes(content)
-    assert refused(timeline([str(run), "--output", str(output)]), capsys, output) and output.read_bytes() == content
-    output.unlink()
-    assert [timeline([str(run), "--output", str(output)]) for _ in range(2)] == [0, 0]
-    write_timeline({"displayTimeUnit": "ms", "traceEvents": []}, output)
-
-
-@pytest.mark.parametrize("name", ["breakdown.md", "breakdown.json"])
-def test_a_breakdown_replaces_a_breakdown_only(run, tmp_path, capsys, name):
-    output = tmp_path / "notes"
-    output.mkdir()
-    (output / name).write_text("mine")
-    assert refused(breakdown([str(run), "--output", str(output)]), capsys, output / name)
-    assert (output / name).read_text() == "mine"
-    (output / "breakdown.md").write_text("# Where the time goes: of another run")
-    refuse_other_files(output)
 
 
 @pytest.mark.parametrize("name", ["results.csv", "analysis.md", "scaling.png", "mfu_over_batch.png"])

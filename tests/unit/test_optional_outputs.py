@@ -18,8 +18,6 @@ from torchtitan.pictures.grids import save_animation
 from torchtitan.profiling.config import ProfilingConfig
 from torchtitan.profiling.profiler import Profiler
 from torchtitan.runs.status import remove_status, write_status
-from torchtitan.supervision.events import EventLog
-from torchtitan.supervision.heartbeat import Heartbeats
 from torchtitan.training.corrupt_images import CORRUPT_IMAGES_FILE, CorruptImages
 
 
@@ -36,17 +34,6 @@ def test_corrupt_images_are_listed_once_their_list_can_be_written(tmp_path, capl
     assert path.read_text() == "a\tempty\nb\tempty\nc\tempty\n"
     CorruptImages(tmp_path)
     assert not path.exists()  # of an attempt that ended before its first checkpoint
-
-
-def test_events_that_cannot_be_written_for_a_while_are_not_lost(tmp_path):
-    (tmp_path / "events").write_text("in the way")
-    events = EventLog(tmp_path, rank=0, world_size=1, keep_every=1, step=0)
-    events.fault("first", 1, "data")
-    (tmp_path / "events").unlink()
-    events.fault("second", 2, "data")
-    events.sync()
-    lines = (tmp_path / "events" / "rank-0000.jsonl").read_text().splitlines()
-    assert [json.loads(line).get("text") for line in lines] == [None, "first", "second"]
 
 
 def test_a_trace_that_cannot_be_written_leaves_nothing_and_the_next_one_is_made(tmp_path, caplog, capfd):
@@ -146,18 +133,3 @@ def test_a_status_that_one_place_refuses_is_written_to_the_other(tmp_path, monke
     ]
     with pytest.raises(RunFolderError, match="status.json: cannot be removed: "):
         remove_status(tmp_path)
-
-
-def test_a_heartbeat_that_cannot_be_removed_ends_no_run_that_went_well(tmp_path, monkeypatch):
-    beats = Heartbeats(tmp_path, 0, 2, 1.0)
-    beats.beat(1, "data", 1)
-
-    def read_only(*arguments, **more):
-        raise OSError(30, "Read-only file system")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "unlink", read_only)
-        beats.remove()
-    assert list(beats.read()) == [0]
-    beats.remove()
-    assert not list(tmp_path.iterdir())

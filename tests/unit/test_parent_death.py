@@ -13,7 +13,7 @@ import pytest
 
 from tests.launcher import ROOT
 from torchtitan.processes import parent_death
-from torchtitan.supervision.heartbeat import process_state
+from torchtitan.processes.process_state import process_state
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Linux alone has a signal of the parent's death")
 

@@ -1,84 +1,23 @@
-"""Event log and timeline, garbage control, memory monitor, and the status that becomes an exit code."""
+"""Garbage control, the host's memory, who closes a failed run, and the status that becomes an exit code."""
 
 import gc
-import gzip
 import json
-import logging
 import os
 import subprocess
+from types import SimpleNamespace
 
 import pytest
+from torch import nn
 
 from tests.launcher import ROOT
+from torchtitan.distributed.config import CommConfig, CompileConfig
 from torchtitan.runs.status import write_status
-from torchtitan.supervision.events import EventLog
 from torchtitan.supervision.garbage import GarbageControl
-from torchtitan.training.memory_monitor import MemoryMonitor, host_memory
-from torchtitan_dit.commands.timeline import main
+from torchtitan.supervision.phases import Phases
+from torchtitan.supervision.supervision import Supervision
+from torchtitan.training.host_memory import host_memory
 
 GIB = 2**30
-
-
-def log(folder, rank=0, step=0):
-    return EventLog(folder, rank=rank, world_size=2, keep_every=10, step=step)
-
-
-def lines(folder, rank=0):
-    return [json.loads(line) for line in (folder / "events" / f"rank-{rank:04d}.jsonl").read_text().splitlines()]
-
-
-def test_events_keep_logged_steps_and_long_phases_and_append_sessions(tmp_path):
-    events = log(tmp_path)
-    for step in range(1, 21):
-        events.phase("forward", step, step * 1000, 500)
-    events.phase("checkpoint", 13, 0, 10)
-    assert len(lines(tmp_path)) == 1  # nothing is written between the logged points
-    events.flush()
-    events.fault("it fell", 20, "data")
-    found = lines(tmp_path)
-    assert [event["event"] for event in found] == ["session", *4 * ["phase"], "fault"]
-    assert [event["step"] for event in found[1:]] == [1, 10, 20, 13, 20]
-    assert found[2]["duration"] == pytest.approx(5e-7)
-    assert found[2]["start"] - found[1]["start"] == pytest.approx(9e-6, abs=1e-6)
-
-    path = tmp_path / "events" / "rank-0000.jsonl"
-    path.write_bytes(path.read_bytes()[:-7])  # a kill in the middle of a line
-    log(tmp_path, step=10)
-    assert json.loads(path.read_text().splitlines()[-1])["event"] == "session"
-
-
-def test_a_log_that_cannot_be_written_warns_once_and_costs_nothing_else(tmp_path, caplog):
-    (tmp_path / "events").write_text("in the way")
-    events = log(tmp_path)
-    events.fault("it fell", 1, "data")
-    assert len(caplog.records) == 1 and "events cannot be written" in caplog.text
-
-
-def test_timeline_merges_ranks_and_leaves_damaged_lines_out(tmp_path, capsys):
-    for rank in (0, 1):
-        events = log(tmp_path, rank)
-        events.phase("forward", 10, 1_000_000, 2_000_000)
-        events.fault("it fell", 10, "data")
-    with open(tmp_path / "events" / "rank-0001.jsonl", "a") as file:
-        file.write('{"event": "phase", "name": "for')
-    output = tmp_path / "trace.json.gz"
-    assert main([str(tmp_path), "--output", str(output)]) == 0
-    assert capsys.readouterr().out.strip() == f"{output}: 2 phases of 2 ranks, 1 damaged lines left out"
-    trace = json.loads(gzip.decompress(output.read_bytes()))["traceEvents"]
-    assert {entry["pid"] for entry in trace} == {0, 1}
-    spans = [entry for entry in trace if entry["ph"] == "X"]
-    assert [span["dur"] for span in spans] == pytest.approx([2000, 2000]) and spans[0]["args"] == {"step": 10}
-    assert min(entry["ts"] for entry in trace if "ts" in entry) == 0
-    assert sum(entry["ph"] == "i" and entry["name"] == "fault" for entry in trace) == 2
-
-
-@pytest.mark.parametrize("content", [None, "", "[1]\n", '{"event": "phase"}\n'])
-def test_timeline_of_a_folder_without_events_is_refused_in_one_line(tmp_path, capsys, content):
-    if content is not None:
-        (tmp_path / "events").mkdir()
-        (tmp_path / "events" / "rank-0000.jsonl").write_text(content)
-    assert main([str(tmp_path)]) == 2
-    assert capsys.readouterr().err.count("\n") == 1
 
 
 @pytest.mark.parametrize("automatic", [True, False])
@@ -135,18 +74,25 @@ def test_host_memory_is_read_from_both_control_group_versions_and_the_machine(tm
     assert host_memory(tmp_path / "nothing") == []
 
 
-def test_memory_warnings_come_once_each(tmp_path, caplog):
-    caplog.set_level(logging.WARNING)
-    monitor = MemoryMonitor(3, machine(tmp_path, {}, available_gib=5.1))
-    monitor.check({})
-    assert not caplog.records
-    machine(tmp_path, {}, available_gib=4.9)
-    for _ in range(3):
-        monitor.check({})
-    assert len(caplog.records) == 1 and "rank 3: 95.1 of 100.0 GiB of the machine's memory" in caplog.text
-    for retries in (2, 2, 3, 4):  # what there was at the start is not a rise
-        monitor.check({"memory/num_alloc_retries": retries})
-    assert len(caplog.records) == 2 and "3 times so far" in caplog.text
+def test_the_rank_that_fails_first_closes_the_run_and_the_others_add_its_reason(tmp_path, caplog):
+    closed = []
+    config = SimpleNamespace(comm=CommConfig(), compile=CompileConfig(), training=SimpleNamespace(gc_freq=0))
+    ranks = [
+        Supervision(
+            SimpleNamespace(
+                config=config, layout=SimpleNamespace(rank=rank, world_size=2), folder=SimpleNamespace(path=tmp_path),
+                model=nn.Identity(),
+            ), Phases(), lambda *end: closed.append(end),
+        )
+        for rank in (0, 1)
+    ]  # fmt: skip
+    ranks[1].failed("failed", "step 7: no data", lost=False)
+    ranks[0].failed("failed", "step 7: lost another rank in backward: closed", lost=True)
+    assert closed == [("failed", "rank 1: step 7: no data")]
+    assert json.loads((tmp_path / "status.json").read_text())["reason"] == closed[0][1]
+    assert caplog.messages == [
+        "rank 1: step 7: no data", "rank 0: step 7: lost another rank in backward: closed; rank 1: step 7: no data",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -97,14 +97,6 @@ def highest_over_ranks(*values: float) -> list[float]:
     return highest.tolist()
 
 
-def sum_over_ranks(value: float) -> float:
-    """Sum of a value over all ranks; collective."""
-    total = torch.tensor([value], dtype=torch.float64)
-    if _several():
-        dist.all_reduce(total)
-    return total.item()
-
-
 def _several() -> bool:
     """True if there are other ranks. Raises AssertionError: one of them alone calls a collective, and would wait for ever."""
     several = dist.is_initialized() and dist.get_world_size() > 1

@@ -1,13 +1,12 @@
-"""CUDA's kernels of RMS norm and of SiLU's backward, for a torch that was built without CUDA.
+"""CUDA's kernel of RMS norm on CPU tensors, to count what a GPU would keep.
 
-Without them torch composes both, and the backward of a composed norm keeps its input in float32, with a gain the normed input
-too. CUDA's kernel keeps the input in its own dtype and one number per row. The other operations of the networks are not
-composed on any device.
+The CPU composes the norm of other operations, and the backward of a composed norm keeps its input in float32, with a gain the
+normed input too. CUDA's kernel keeps the input in its own dtype and one number per row. The other operations of the networks
+are not composed on any device.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -15,18 +14,12 @@ from torch.library import Library
 
 
 @contextmanager
-def cuda_kernels(device: Literal["CPU", "CUDA"]) -> Iterator[None]:
-    """Register CUDA's kernels for a device inside the context, in this process.
-
-    Args:
-        device: torch's dispatch key of the device. On CPU tensors the kernels compute what CUDA's do.
-    """
+def cuda_kernels() -> Iterator[None]:
+    """Have RMS norms on the CPU compute and keep what CUDA's do inside the context, in this process."""
     library = Library("aten", "IMPL")
     try:
-        library.impl("_fused_rms_norm", _rms_norm, device)
-        library.impl("_fused_rms_norm_backward", _rms_norm_backward, device)
-        if device == "CUDA":  # a CPU has its own
-            library.impl("silu_backward", _silu_backward, device)
+        library.impl("_fused_rms_norm", _rms_norm, "CPU")
+        library.impl("_fused_rms_norm_backward", _rms_norm_backward, "CPU")
         yield
     finally:
         library._destroy()
@@ -51,12 +44,6 @@ def _rms_norm_backward(
     if weight is not None and mask[1]:
         of_weight = (gradient * normed).sum(tuple(range(x.ndim - len(axes)))).to(weight.dtype)
     return dx.to(x.dtype) if mask[0] else None, of_weight
-
-
-def _silu_backward(dy: Tensor, x: Tensor) -> Tensor:
-    wide = _widened(x)
-    sigmoid = wide.sigmoid()
-    return (_widened(dy) * sigmoid * (1.0 + wide * (1.0 - sigmoid))).to(x.dtype)
 
 
 def _widened(x: Tensor) -> Tensor:

@@ -108,16 +108,14 @@ def _range_lines(memory: MemoryEstimate) -> list[str]:
 
 
 def _time_lines(time: StepTime, efficiency: Efficiency) -> list[str]:
-    known = "measured" if efficiency.measured else "assumed"
-    source = f" (measured: {efficiency.measured})" if efficiency.measured else ""
     return [
-        f"time of a step, at {known} {efficiency.compute:.0%} of the compute peak{source}, {efficiency.memory:.0%} of memory "
+        f"time of a step, at assumed {efficiency.compute:.0%} of the compute peak, {efficiency.memory:.0%} of memory "
         f"bandwidth, {efficiency.link:.0%} of link bandwidth, {efficiency.overlap:.0%} of communication overlapped:",
         f"  compute             {time.compute:9.4f} s",
         f"  communication       {time.communication:9.4f} s, hidden or not",
         f"  optimizer and EMA   {time.optimizer:9.4f} s",
-        f"  step                {time.step:9.4f} s: {time.images_per_second:.4g} images/s, MFU {time.mfu:.1%} ({known})",
-        f"the run               {time.hours:.4g} hours, {time.device_hours:.4g} device hours ({known})",
+        f"  step                {time.step:9.4f} s: {time.images_per_second:.4g} images/s, MFU {time.mfu:.1%} (assumed)",
+        f"the run               {time.hours:.4g} hours, {time.device_hours:.4g} device hours (assumed)",
     ]
 
 

@@ -18,7 +18,7 @@ from torchtitan.training.utilisation import mfu_percent, products_of
 
 @dataclass(frozen=True)
 class Efficiency:
-    """Efficiencies: shares of a device's peaks reached in a step, each in (0, 1].
+    """Assumed efficiencies: shares of a device's peaks reached in a step, each in (0, 1].
 
     Attributes:
         compute: of the peak of matrix products, over forward and backward; well-tuned transformers reach 0.4 to 0.5 in
@@ -26,14 +26,12 @@ class Efficiency:
         memory: of the memory's bandwidth, in the optimizer and the averages.
         link: of the links' bandwidth, in collectives.
         overlap: share of communication that can be hidden behind compute; the rest is always exposed.
-        measured: device and date of the measurement of `compute`; "": all are assumed.
     """
 
     compute: float = 0.45
     memory: float = 0.8
     link: float = 0.8
     overlap: float = 0.9
-    measured: str = ""
 
 
 @dataclass(frozen=True)

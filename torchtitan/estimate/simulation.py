@@ -72,7 +72,7 @@ def simulate_step(config: JobConfig, world_size: int, on_gpu: bool | None = None
     objective = build_objective(config.objective, config.debug.seed)
     with _fake_process_group(world_size):
         layout = Layout(config.parallelism, torch.device("cpu"))
-        kernels = cuda_kernels("CPU") if on_gpu else nullcontext()
+        kernels = cuda_kernels() if on_gpu else nullcontext()
         with cuda_autocast(), FakeTensorMode(allow_non_fake_inputs=True), LiveStorages() as live, kernels:
             model = build_model(config.model, info.image_shape, info.condition_kind)
             freeze_and_adapt(model, config.lora, MODELS[config.model.name].adapter_sets).train()

@@ -35,10 +35,12 @@ class SampleGrid:
     Attributes:
         picture: of all.
         first: sample of each row, in its own size.
+        count: samples that were drawn.
     """
 
     picture: Image.Image
     first: list[Image.Image]
+    count: int
 
 
 class Evaluation:
@@ -119,7 +121,8 @@ class Evaluation:
         title = f"guidance {config.guidance_scale:g}" if kind.choices or config.guidance_scale != 1 else ""
         labels = class_labels(rows, kind.choice_names)
         picture = image_grid(images, len(rows), config.images_per_class, labels, title)
-        return SampleGrid(picture, [Image.fromarray(each) for each in to_rgb(images[:: config.images_per_class].numpy())])
+        first = [Image.fromarray(each) for each in to_rgb(images[:: config.images_per_class].numpy())]
+        return SampleGrid(picture, first, len(choices))
 
     def held_out_picture(self) -> Image.Image | None:
         """Picture of decoded held-out latents, which shows whether scale and shift are right; None without a decoder.

@@ -1,1 +1,1 @@
-"""Profiling: traces of single steps, and their time by kind of work."""
+"""Profiling: traces of single steps, and snapshots of CUDA's memory."""

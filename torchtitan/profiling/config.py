@@ -13,7 +13,7 @@ class ProfilingConfig:
     """`[profiling]`"""
 
     enable_profiling: bool = setting(
-        False, "write traces of steps to <run>/profile/trace, and their time by kind of work", trajectory=False
+        False, "write traces of steps, and tables of their operations, to <run>/profile/trace", trajectory=False
     )
     profile_freq: int = setting(
         100, "steps between traces; of so many, the last that only train are traced", ge=2,

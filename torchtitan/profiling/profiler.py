@@ -1,13 +1,12 @@
 """Traces of single steps, and snapshots of CUDA's memory.
 
-    <run>/profile/trace/step-00000100/rank0.json.gz    for chrome://tracing, perfetto.dev or scripts/breakdown.py
+    <run>/profile/trace/step-00000100/rank0.json.gz    for chrome://tracing or perfetto.dev
+    <run>/profile/trace/step-00000100/rank0.txt        its operations, those first that take longest
     <run>/profile/memory/step-00000100/rank0.pickle    for pytorch.org/memory_viz
-    <run>/profile/breakdown.md, breakdown.json         time of rank 0's newest trace by kind of work
 
 Traced steps, and the profiler's warm-up steps, are left out of throughput.
 """
 
-import json
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -18,14 +17,13 @@ from torch.profiler import ProfilerActivity, profile, schedule
 
 from torchtitan.distributed.mesh import Layout
 from torchtitan.files.optional import OptionalOutputs
-from torchtitan.profiling.breakdown import write_breakdown
 from torchtitan.profiling.config import ProfilingConfig
-from torchtitan.profiling.trace import BESIDES_TRAINING, PROFILE_FOLDER, TraceError, trace_path
 
 logger = logging.getLogger(__name__)
 
 # Allocations and releases that a snapshot looks back on: some steps of a large model.
 _HISTORY_ENTRIES = 100_000
+_TABLE_ROWS, _LOGGED_ROWS = 60, 10
 
 
 class Profiler:
@@ -54,8 +52,7 @@ class Profiler:
         self._cycle = min(config.profile_freq, steps or config.profile_freq)
         self._steps, self._within, self._between = steps, within, between
         self._end = self._last = 0  # of the present cycle, and of its trace
-        self._besides: set[str] | None = None  # other work in the traced steps; None where none is traced
-        self._folder = run_folder / PROFILE_FOLDER
+        self._folder = run_folder / "profile"
         self._layout = layout
         self._excluded = excluded
         self._profile: profile | None = None
@@ -75,21 +72,12 @@ class Profiler:
         yield self._profile is not None
         if self._profile is not None:
             with self._excluded():
-                if step == self._last:
-                    self._profile.add_metadata_json(BESIDES_TRAINING, json.dumps(sorted(self._besides or ())))
                 self._profile.step()
                 if step == self._last:
                     self._finish(self._profile, step)
-                elif step == self._last - self._config.profiler_active:
-                    self._besides = set()
         if self._config.enable_memory_snapshot and step % self._config.memory_snapshot_freq == 0:
             with self._excluded():
                 self._dump_memory(f"step-{step:08d}")
-
-    def did(self, work: str) -> None:
-        """Note other work than training, for the trace if one is being written."""
-        if self._besides is not None:
-            self._besides.add(work)
 
     def out_of_memory(self, step: int) -> None:
         """Save the allocator's history up to a failed step, if snapshots are enabled."""
@@ -133,10 +121,10 @@ class Profiler:
     def _finish(self, finished: profile, step: int) -> None:
         if self._layout.device.type == "cuda":
             torch.cuda.synchronize()  # the next step's time begins with an idle device, as the first traced one's did
-        self._profile = self._besides = None
-        path = trace_path(self._folder, step, self._layout.rank)
+        self._profile = None
+        path = self._folder / "trace" / f"step-{step:08d}" / f"rank{self._layout.rank}.json.gz"
         unfinished = path.with_name(f"unfinished-{path.name}")
-        with self._outputs.attempt("the trace", path, TraceError):
+        with self._outputs.attempt("the trace", path):
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 finished.export_chrome_trace(str(unfinished))
@@ -144,8 +132,14 @@ class Profiler:
             finally:
                 finished.stop()
                 unfinished.unlink(missing_ok=True)
+            path.with_name(f"rank{self._layout.rank}.txt").write_text(self._table(finished, _TABLE_ROWS))
             if self._layout.rank == 0:
-                logger.info(f"trace of step {step}: {path}\n{write_breakdown(path, self._folder)}")
+                logger.info(f"trace of step {step}: {path}\n{self._table(finished, _LOGGED_ROWS)}")
+
+    def _table(self, finished: profile, rows: int) -> str:
+        """Operations of a trace by their own time on the device."""
+        device = "device" if self._layout.device.type == "cuda" else "cpu"
+        return finished.key_averages().table(sort_by=f"self_{device}_time_total", row_limit=rows, max_name_column_width=60)
 
     def _dump_memory(self, name: str) -> None:
         path = self._folder / "memory" / name / f"rank{self._layout.rank}.pickle"

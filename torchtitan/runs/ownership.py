@@ -14,8 +14,8 @@ CONFIG_FILE = "config.toml"
 
 # What a run that begins writes before its first checkpoint.
 _BEGUN_NAMES = frozenset((
-    CONFIG_FILE, LOCK_FILE, "checkpoint", "checkpoint_owner.json", "ema", "events", "faults", "gns", "metrics.jsonl", "samples",
-    "tb", "wandb", "wandb_id",
+    CONFIG_FILE, LOCK_FILE, "checkpoint", "checkpoint_owner.json", "ema", "faults", "gns", "metrics.jsonl", "samples", "tb",
+    "wandb", "wandb_id",
 ))  # fmt: skip
 _SECTIONS = ("job", "model", "training")
 _MAX_BYTES = 1 << 20

@@ -85,18 +85,6 @@ class Series:
             means[i] = (sums[end] - sums[start]) / (end - start)
         return Series(self.steps, tuple(means))
 
-    def running_intervals(self, width: float, most: int) -> list[tuple[int, Interval]]:
-        """Intervals of the means that `smoothed` gives, Student's over the points within each, taken as independent.
-
-        Args:
-            width: in steps; below two points' spacing there are none.
-            most: about how many places of all, evenly chosen.
-        """
-        half = self._points_beside(width)
-        places = range(1, len(self), -(-len(self) // most)) if half else range(0)
-        around = ((i, self._around(i, half)) for i in places)
-        return [(self.steps[i], mean_interval(self.values[start:end])) for i, (start, end) in around]
-
     def _points_beside(self, width: float) -> int:
         """Points on each side of one that lie within half a width of steps; 0 where nothing is to be smoothed."""
         if len(self) < 3:

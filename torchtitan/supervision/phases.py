@@ -1,4 +1,4 @@
-"""Phases of the train loop, for profiler, event log and watchdog alike."""
+"""Phases of the train loop, for profiler, clock and watchdog alike."""
 
 import time
 from collections.abc import Callable
@@ -12,8 +12,6 @@ BETWEEN_STEPS = "between phases"
 # They last as long as there is work in them, and not as long as a step.
 LONG_PHASES = frozenset({BEFORE_FIRST_STEP, "validation", "sampling", "evaluation", "checkpoint", "finish"})
 
-OnEnd = Callable[[str, int, int, int], None]
-
 
 class Phases:
     """Phases of the train loop; `with phases("forward"): ...`, and phases may be nested.
@@ -25,9 +23,7 @@ class Phases:
         step: optimizer step, set by the train loop.
         name: innermost phase.
         since: time of its entry, of the return to it, or of `touch`; nanoseconds of `clock`.
-        changes: entries and exits so far, the same number on all ranks at the same place of the program.
         broken: phase that the first exception left; None without one.
-        on_end: called after a phase with its name, step, start and duration, in nanoseconds.
         settle: called before each boundary of phases, as to wait for the device; None: nothing is.
     """
 
@@ -41,14 +37,12 @@ class Phases:
         """
         self.step = 0
         self.name = BETWEEN_STEPS
-        self.changes = 0
         self.broken: str | None = None
-        self.on_end: OnEnd | None = None
         self.settle: Callable[[], None] | None = None
         self.clock = clock
         self._on_change = on_change
         self.since = clock()
-        self._open: list[tuple[str, int, record_function | None]] = []
+        self._open: list[tuple[str, record_function | None]] = []
         self._known: dict[str, _Phase] = {}
 
     def __call__(self, name: str) -> "_Phase":
@@ -75,9 +69,8 @@ class Phases:
         if self.settle is not None:
             self.settle()
         now = self.clock()
-        self._open.append((self.name, now, traced))
+        self._open.append((self.name, traced))
         self.name, self.since = name, now
-        self.changes += 1
         if self._on_change is not None:
             self._on_change(name, now)
 
@@ -85,17 +78,14 @@ class Phases:
         if self.settle is not None and not failed:
             self.settle()
         name, now = self.name, self.clock()
-        outer, start, traced = self._open.pop()
+        outer, traced = self._open.pop()
         if failed and self.broken is None:
             self.broken = name
         self.name, self.since = outer, now
-        self.changes += 1
         if self._on_change is not None:
             self._on_change(outer, now)
         if traced is not None:
             traced.__exit__(None, None, None)
-        if self.on_end is not None:
-            self.on_end(name, self.step, start, now - start)
 
 
 class _Phase:

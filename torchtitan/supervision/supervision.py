@@ -1,20 +1,26 @@
-"""Supervision of a process while it trains: event log, watchdog, garbage control, memory monitor."""
+"""Supervision of a process while it trains: watchdog, garbage control, and who closes a run that fails."""
 
+import json
+import logging
 import multiprocessing
+import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
 
+from torchtitan.files.regular import read_regular
 from torchtitan.processes.exit_codes import FAILED
+from torchtitan.processes.process_state import process_state
 from torchtitan.run_state import RunState
-from torchtitan.runs.status import write_status
-from torchtitan.supervision.events import EventLog
+from torchtitan.runs.status import STATUS_FILE, write_status
 from torchtitan.supervision.garbage import GarbageControl
-from torchtitan.supervision.heartbeat import process_state
 from torchtitan.supervision.phases import Phases
 from torchtitan.supervision.watchdog import Watchdog
-from torchtitan.training.hardware import memory_metrics
-from torchtitan.training.memory_monitor import MemoryMonitor
+
+logger = logging.getLogger(__name__)
+
+_WAIT = 1.0  # seconds for the rank that failed first, or for the first rank, to write the status
+_LARGEST_STATUS = 1 << 20  # bytes
 
 
 class Supervision:
@@ -28,22 +34,14 @@ class Supervision:
             close_summary: closes the run's summary with a status and a reason.
         """
         config, layout = state.config, state.layout
-        self._phases, self._close_summary = phases, close_summary
-        self._folder, self._device = state.folder.path, layout.device
-        self._log: EventLog | None = None
-        if config.metrics.enable_events:
-            self._log = EventLog(
-                self._folder, rank=layout.rank, world_size=layout.world_size,
-                keep_every=config.metrics.log_freq, step=state.step, layout=layout.describe(),
-            )  # fmt: skip
-            phases.on_end = self._log.phase
+        self._close_summary = close_summary
+        self._folder, self._rank, self._alone = state.folder.path, layout.rank, layout.world_size == 1
         # Every forward is progress, also in the many of a validation or of a sampler.
         state.model.register_forward_pre_hook(phases.touch)
         self._garbage = GarbageControl(config.training.gc_freq)
-        self._memory = MemoryMonitor(layout.rank)
         self._watchdog = Watchdog(
             phases, config.comm, self._folder, rank=layout.rank, world_size=layout.world_size,
-            compiles=config.compile.enable, describe=_waiting_for, on_fault=self._note, on_end=self._close_run,
+            compiles=config.compile.enable, describe=_waiting_for, on_end=self._hung,
         )  # fmt: skip
         self._stack = ExitStack()
 
@@ -53,49 +51,52 @@ class Supervision:
         return self
 
     def __exit__(self, *details) -> bool | None:
-        if self._log:
-            self._log.flush()
         return self._stack.__exit__(*details)
 
     def first_step_done(self) -> None:
         """End start-up: the watchdog's limits become the short ones."""
         self._watchdog.first_step_done()
 
-    def step_done(self, step: int, logged: bool) -> None:
-        """End a step; logged: whether its metrics were."""
+    def step_done(self, step: int) -> None:
+        """End a step."""
         self._garbage.step(step)
-        if logged:
-            self._memory.check(memory_metrics(self._device))
-            if self._log:
-                self._log.flush()
 
-    def sync(self) -> None:
-        """Sync this rank's events to the disk, if it allows; any thread may call it, during training."""
-        if self._log:
-            self._log.sync()
+    def failed(self, status: str, reason: str, lost: bool) -> None:
+        """Log why this rank ends, and close the run unless another rank has.
 
-    def culprit(self, wait: float) -> str | None:
-        """Culprit: another rank that is gone, stopped or has failed, in words; waits that many seconds for it to show.
+        Args:
+            status: of the summary.
+            reason: in words.
+            lost: whether another rank's end is the cause; its own reason, if it has given one, is added.
         """
-        heartbeats = self._watchdog.heartbeats
-        return heartbeats.certain_culprit(wait) if heartbeats else None
+        known = self._known_reason(wait=lost)
+        if lost and known:
+            reason = f"{reason}; {known}"
+        reason = reason if self._alone else f"rank {self._rank}: {reason}"
+        logger.error(reason)
+        self._close_run(status, reason, known)
 
-    def failed(self, status: str, reason: str) -> None:
-        """Close a failed run: its summary and status, the events, and a message for the other ranks."""
-        self._note(reason)
-        self._close_run(reason, status)
-        self._watchdog.ended(reason)
+    def _hung(self, reason: str) -> None:
+        self._close_run("failed", reason, self._known_reason(wait=False))
 
-    def _note(self, text: str) -> None:
-        if self._log:
-            self._log.fault(text, self._phases.step, self._phases.where)
-
-    def _close_run(self, reason: str, status: str = "failed") -> None:
-        heartbeats = self._watchdog.heartbeats
-        closes = heartbeats is None or heartbeats.writes_summary()
-        write_status(self._folder if closes else None, "failed", FAILED, reason)
-        if closes:
+    def _close_run(self, status: str, reason: str, known: str | None) -> None:
+        write_status(None if known else self._folder, "failed", FAILED, reason)
+        if not known:
             self._close_summary(status, reason)
+
+    def _known_reason(self, wait: bool) -> str | None:
+        """Reason with which another rank has closed the run; None if none has.
+
+        The first rank to fail closes it. The others give the first rank some time, so that one writes for all.
+        """
+        deadline = time.monotonic() + (_WAIT if wait or self._rank else 0.0)
+        while True:
+            try:
+                return str(json.loads(read_regular(self._folder / STATUS_FILE, _LARGEST_STATUS))["reason"])
+            except (OSError, ValueError, KeyError, TypeError):
+                if time.monotonic() >= deadline:
+                    return None
+            time.sleep(0.05)
 
 
 def _waiting_for(phase: str) -> str:

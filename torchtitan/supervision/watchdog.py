@@ -3,12 +3,12 @@
 A thread looks at the phase of the train loop. Near the end of the phase's time limit, it writes one line to stderr, and
 stacks and the last collectives to `<run>/faults/`; at the end it closes the summary and ends the process. It works
 while the interpreter lock is free, as it is in a collective, in a kernel and in waiting for data. A process that holds
-the lock, or is stopped, is named by the others.
+the lock, or is stopped, leaves no stacks: by that the others name it.
 """
 
 import faulthandler
-import logging
 import os
+import re
 import socket
 import sys
 import threading
@@ -22,12 +22,13 @@ import torch
 
 from torchtitan.distributed.config import CommConfig
 from torchtitan.processes.exit_codes import FAILED
-from torchtitan.supervision.heartbeat import FAULTS_FOLDER, Heartbeats
 from torchtitan.supervision.phases import LONG_PHASES, Phases
 
-logger = logging.getLogger(__name__)
-
+FAULTS_FOLDER = "faults"
+_STACKS = re.compile(r"rank-(\d{4,})-.+-stacks\.txt")
 _PATIENCE = 5.0  # seconds
+_MOST_NAMED = 8  # ranks
+_CLOCK_ERROR = 1.0  # seconds between this machine's clock and the file system's
 
 
 @dataclass(frozen=True)
@@ -71,8 +72,7 @@ class Watchdog:
     """Watchdog over the phases of one process.
 
     Attributes:
-        interval: seconds between two checks, and between the heartbeats of several processes.
-        heartbeats: of all ranks; None in a single process.
+        interval: seconds between two checks.
     """
 
     def __init__(
@@ -85,7 +85,6 @@ class Watchdog:
         world_size: int,
         compiles: bool,
         describe: Callable[[str], str],
-        on_fault: Callable[[str], None],
         on_end: Callable[[str], None],
         end_process: Callable[[int], None] = os._exit,
     ) -> None:
@@ -97,49 +96,34 @@ class Watchdog:
             rank, world_size: this process's place.
             compiles: whether the first step compiles.
             describe: phase -> details of its wait; an empty string if there are none.
-            on_fault: called with the report of a hung process.
             on_end: called with the reason before the process is ended; may write the summary.
             end_process: ends the process with a code.
         """
         self.interval = max(0.1, min(5.0, comm.train_timeout_seconds / 20, comm.init_timeout_seconds / 20))
-        self.heartbeats = Heartbeats(run_folder, rank, world_size, self.interval) if world_size > 1 else None
         self._phases, self._comm, self._folder = phases, comm, run_folder / FAULTS_FOLDER
-        self._rank, self._compiles = rank, compiles
-        self._describe, self._on_fault, self._on_end, self._end_process = describe, on_fault, on_end, end_process
+        self._rank, self._world_size, self._compiles = rank, world_size, compiles
+        self._describe, self._on_end, self._end_process = describe, on_end, end_process
         self._first_step = True
         self._reported_at: int | None = None  # `since` of the standstill that was reported
         self._last_look = phases.clock()
         self._resumed_at = 0
         self._stop = threading.Event()
-        self._threads: list[threading.Thread] = []
+        self._thread = threading.Thread(target=self._repeat, name="watchdog", daemon=True)
+        self._began = time.time()
 
     def __enter__(self) -> "Watchdog":
-        self._last_look = self._phases.clock()
-        self._beat()
-        # Apart, because a heartbeat may hang on the file system that the train loop hangs on.
-        for name, work in {"watchdog": self.look, "heartbeat": self._beat}.items():
-            thread = threading.Thread(target=self._repeat, args=(work,), name=name, daemon=True)
-            thread.start()
-            self._threads.append(thread)
+        self._last_look, self._began = self._phases.clock(), time.time()
+        self._thread.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *details: object) -> None:
+    def __exit__(self, *details: object) -> None:
         """Stop watching. Does not return if the thread is just ending the process."""
         self._stop.set()
-        watching, beating = self._threads
-        watching.join()
-        beating.join(_PATIENCE)
-        if self.heartbeats and kind is None:
-            self.heartbeats.remove()
+        self._thread.join()
 
     def first_step_done(self) -> None:
         """End start-up: from now on the limits are those of steady training."""
         self._first_step = False
-
-    def ended(self, reason: str) -> None:
-        """Tell the other ranks why this one ends."""
-        if self.heartbeats:
-            self.heartbeats.beat(self._phases.step, self._phases.where, self._phases.changes, ended=reason)
 
     def look(self) -> None:
         """Check the phase once; called by the thread."""
@@ -150,7 +134,7 @@ class Watchdog:
         since, phase = phases.since, phases.name
         stood = (now - max(since, self._resumed_at)) / 1e9
         limit = limits(
-            self._comm, phase, alone=self.heartbeats is None, first_step=self._first_step, compiles=self._compiles
+            self._comm, phase, alone=self._world_size == 1, first_step=self._first_step, compiles=self._compiles
         )
         if stood >= limit.report and self._reported_at != since:
             self._reported_at = since
@@ -158,42 +142,57 @@ class Watchdog:
         elif stood >= limit.end:
             self._end(phase, stood, limit)
 
-    def _repeat(self, work: Callable[[], None]) -> None:
+    def _repeat(self) -> None:
         while not self._stop.wait(self.interval):
-            work()
-
-    def _beat(self) -> None:
-        if self.heartbeats:
-            self.heartbeats.beat(self._phases.step, self._phases.name, self._phases.changes)
+            self.look()
 
     def _report(self, phase: str, stood: float, limit: Limits) -> None:
         left = max(limit.end - stood, 0.0)
         text = f"{self._where(phase, stood)}; ends in {left:.3g} s unless it continues ({limit.key} sets the limit)"
-        kept = dump_state(self._folder, self._rank)
-        self._on_fault(text)
-        _say(f"{text}; {kept}")
+        _say(f"{text}; {dump_state(self._folder, self._rank)}")
 
     def _end(self, phase: str, stood: float, limit: Limits) -> None:
         _within_patience(self._close, phase, stood, limit)
         self._end_process(FAILED)
 
     def _close(self, phase: str, stood: float, limit: Limits) -> None:
-        reason = f"{self._where(phase, stood)}; ended by the limit ({limit.key})"
+        silent = _named(silent_ranks(self._folder, self._world_size, self._began - _CLOCK_ERROR))
+        reason = "; ".join([self._where(phase, stood), *silent, f"ended by the limit ({limit.key})"])
         _say(reason)
         self._on_end(reason)
-        self.ended(reason)
 
     def _where(self, phase: str, stood: float) -> str:
         place = f"rank {self._rank} ({socket.gethostname()}): step {self._phases.step}: {stood:.3g} s in {phase}"
-        known = [self._describe(phase)]
-        if self.heartbeats:
-            known.append(self.heartbeats.culprit() or "no rank is at fault by its heartbeat")
-        return "; ".join([place, *filter(None, known)])
+        return "; ".join(filter(None, [place, self._describe(phase)]))
 
 
 def _say(text: str) -> None:
     with suppress(OSError):  # nobody reads it any more
         print(text, file=sys.stderr, flush=True)
+
+
+def silent_ranks(folder: Path, world_size: int, since: float) -> list[int]:
+    """Ranks that have left no stacks in a run's folder of faults since a time, while others wait for them.
+
+    Args:
+        folder: `<run>/faults`, which all ranks share.
+        world_size: number of ranks.
+        since: seconds since 1970.
+    """
+    reported = set()
+    with suppress(OSError):
+        for path in folder.iterdir():
+            if (found := _STACKS.fullmatch(path.name)) and path.stat().st_mtime >= since:
+                reported.add(int(found[1]))
+    return sorted({*range(world_size)} - reported)
+
+
+def _named(silent: list[int]) -> list[str]:
+    if not silent:
+        return []
+    ranks = ", ".join(f"rank {rank}" for rank in silent[:_MOST_NAMED])
+    more = f" and {len(silent) - _MOST_NAMED:,} more" if len(silent) > _MOST_NAMED else ""
+    return [f"no report of {ranks}{more}: stopped, gone, or holding the interpreter's lock"]
 
 
 def _within_patience(work: Callable[..., None], *arguments: object) -> None:

@@ -1,14 +1,13 @@
-"""Exclusive clock of a run: each second of its processes counts in one part, also through interruptions.
+"""Exclusive clock of a run: each second of its processes counts in one part.
 
 Names, for all that read them:
 
-    metrics.jsonl   clock/PART(s) for each of PARTS, clock/wall(s), clock/train(s), clock/steps, clock/energy(J)
+    metrics.jsonl   clock/PART(s) for each of PARTS, clock/wall(s), clock/train(s), clock/steps
     summary.json    "clock": PART for each of PARTS, wall_seconds, train_seconds, steps, steps_per_second_train,
-                    steps_per_second_wall; energy_joules if it is measured; with metrics.price_per_hour cost,
-                    cost_per_step_train, cost_per_step_wall and, with metrics.currency, currency
-    state.json      "reports.clock": parts_ns, steps, joules
+                    steps_per_second_wall
+    state.json      "reports.clock": parts_ns, steps
 
-All are totals since the run's first start. The parts add up to the wall seconds.
+All are totals since the run's first start, through its checkpoints. The parts add up to the wall seconds.
 """
 
 import os
@@ -17,8 +16,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
-
-from torchtitan.training.metric_points import LATEST_STEP
 
 PARTS = (
     "start_up", "data", "encode", "forward", "backward", "gradients", "optimizer", "averages", "validation", "sampling",
@@ -32,7 +29,6 @@ _PART_OF_PHASE = {
     "start": "start_up", "ema": "averages", "checkpoint": "saving", "report": "reports", "finish": "reports",
 } | {name: name for name in PARTS}  # fmt: skip
 _LONGEST = 10**19  # nanoseconds, three centuries; more is no time of a run
-_MOST_JOULES = 1e18
 
 
 @dataclass(frozen=True)
@@ -42,12 +38,10 @@ class ClockTotals:
     Attributes:
         parts: nanoseconds of each of PARTS.
         steps: optimizer steps that they were spent on, without those of lost attempts.
-        joules: of energy that the devices took; None: not measured.
     """
 
     parts: Mapping[str, int] = field(default_factory=lambda: dict.fromkeys(PARTS, 0))
     steps: int = 0
-    joules: float | None = None
 
     @property
     def wall_ns(self) -> int:
@@ -62,71 +56,44 @@ class ClockTotals:
     def metrics(self) -> dict[str, float]:
         """Values of a logged point, by tag."""
         found: dict[str, float] = {f"clock/{name}(s)": self.parts[name] / 1e9 for name in PARTS}
-        found |= {"clock/wall(s)": self.wall_ns / 1e9, "clock/train(s)": self.train_ns / 1e9, "clock/steps": self.steps}
-        return found if self.joules is None else found | {"clock/energy(J)": self.joules}
+        return found | {
+            "clock/wall(s)": self.wall_ns / 1e9, "clock/train(s)": self.train_ns / 1e9, "clock/steps": self.steps,
+        }  # fmt: skip
 
-    def summary(self, price_per_hour: float | None = None, currency: str = "") -> dict[str, Any]:
-        """Values of the summary's "clock".
-
-        Args:
-            price_per_hour: of all devices of the run together; None: no cost is given.
-            currency: of the price.
-        """
+    def summary(self) -> dict[str, Any]:
+        """Values of the summary's "clock"."""
         train, wall = self.train_ns / 1e9, self.wall_ns / 1e9
         found: dict[str, Any] = {name: self.parts[name] / 1e9 for name in PARTS}
-        found |= {
+        return found | {
             "train_seconds": train, "wall_seconds": wall, "steps": self.steps,
             "steps_per_second_train": self.steps / train if train else 0.0,
             "steps_per_second_wall": self.steps / wall if wall else 0.0,
         }  # fmt: skip
-        if self.joules is not None:
-            found["energy_joules"] = self.joules
-        if price_per_hour is not None:
-            found["cost"] = wall / 3600 * price_per_hour
-            if self.steps:
-                found["cost_per_step_train"] = train / 3600 * price_per_hour / self.steps
-                found["cost_per_step_wall"] = wall / 3600 * price_per_hour / self.steps
-            if currency:
-                found["currency"] = currency
-        return found
 
     def state_dict(self) -> dict[str, Any]:
-        return {"parts_ns": dict(self.parts), "steps": self.steps, "joules": self.joules}
+        return {"parts_ns": dict(self.parts), "steps": self.steps}
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> "ClockTotals":
         """Totals of a checkpoint; zero of one without. Raises ValueError: they are no totals."""
         if not state:
             return cls()
-        parts, steps, joules = state["parts_ns"], state["steps"], state.get("joules")
+        parts, steps = state["parts_ns"], state["steps"]
         if not isinstance(parts, dict) or parts.keys() != set(PARTS):
             raise ValueError(f"the clock has other parts than {', '.join(PARTS)}")
         if not all(type(value) is int and 0 <= value < _LONGEST for value in (steps, *parts.values())):
             raise ValueError("the clock holds something else than times")
-        if joules is not None and not _is_amount(joules, _MOST_JOULES):
-            raise ValueError("the clock's energy is no amount")
-        return cls({name: parts[name] for name in PARTS}, steps, joules)
-
-    @classmethod
-    def from_seconds(cls, seconds: Mapping[str, Any], steps: Any, joules: Any = None) -> "ClockTotals | None":
-        """Totals as a logged point or a summary has them; None if they are not whole."""
-        if not all(_is_amount(seconds.get(name), _LONGEST / 1e9) for name in PARTS):
-            return None
-        if type(steps) is not int or not 0 <= steps < LATEST_STEP:
-            return None
-        parts = {name: round(seconds[name] * 1e9) for name in PARTS}
-        return cls(parts, steps, joules if _is_amount(joules, _MOST_JOULES) else None)
+        return cls({name: parts[name] for name in PARTS}, steps)
 
     def after_loss(self, last: "ClockTotals") -> "ClockTotals":
-        """Totals of a run that resumes from these, after it had come to later ones.
+        """Totals of a run that goes back to these, after it had come to later ones.
 
         The time of the lost steps, and of the work between them, counts as repeated. Starts and saved checkpoints keep
-        their parts. Energy is spent whether the steps are lost or not.
+        their parts.
         """
-        later = {name: max(last.parts[name], self.parts[name]) for name in PARTS}
-        parts = {name: (later if name in _NEVER_LOST else self.parts)[name] for name in PARTS}
-        parts["repeated"] += sum(later.values()) - sum(parts.values())
-        return replace(self, parts=parts, joules=self.joules if last.joules is None else last.joules)
+        parts = {name: (last if name in _NEVER_LOST else self).parts[name] for name in PARTS}
+        parts["repeated"] += last.wall_ns - sum(parts.values())
+        return replace(self, parts=parts)
 
 
 class RunClock:
@@ -135,7 +102,6 @@ class RunClock:
     Attributes:
         now: reads the time, in nanoseconds.
         steps: as in ClockTotals, counted by the train loop.
-        joules: as in ClockTotals, up to the last measurement.
     """
 
     def __init__(self, now: Callable[[], int] = time.perf_counter_ns, started: int | None = None) -> None:
@@ -146,7 +112,6 @@ class RunClock:
         """
         self.now = now
         self.steps = 0
-        self.joules: float | None = None
         self._parts = dict.fromkeys(PARTS, 0)
         self._part = "start_up"
         self._since = now() if started is None else started
@@ -160,17 +125,17 @@ class RunClock:
         """Totals up to the present; another thread may ask."""
         parts = dict(self._parts)
         parts[self._part] += self.now() - self._since
-        return ClockTotals(parts, self.steps, self.joules)
+        return ClockTotals(parts, self.steps)
 
     def resume(self, totals: ClockTotals) -> None:
         """Add the time of this process so far to the totals of those before it."""
         self._parts = {name: self._parts[name] + totals.parts[name] for name in PARTS}
-        self.steps, self.joules = totals.steps, totals.joules
+        self.steps = totals.steps
 
     def roll_back(self, totals: ClockTotals) -> None:
         """Roll back to the totals of a checkpoint; later time counts as repeated."""
         self.switch(self._part, self.now())
-        rolled_back = totals.after_loss(ClockTotals(self._parts, self.steps, self.joules))
+        rolled_back = totals.after_loss(ClockTotals(self._parts, self.steps))
         self._parts, self.steps = dict(rolled_back.parts), rolled_back.steps
 
 
@@ -184,7 +149,3 @@ def process_start() -> int:
     except (OSError, ValueError, IndexError, AttributeError):  # another system than Linux
         return present
     return present - max(age, 0)
-
-
-def _is_amount(value: Any, most: float) -> bool:
-    return type(value) in (int, float) and 0 <= value < most

@@ -213,18 +213,8 @@ class MetricsConfig:
         None, "dense peak of one device in the dtype of the products, for MFU, in TFLOP/s; default: a table of devices", gt=0,
         trajectory=False,
     )
-    enable_events: bool = setting(
-        True, f"write each rank's phases and faults to <run>/events, for {program('timeline')}", trajectory=False
-    )
     exact_clock: bool = setting(
         False, "wait for the GPU between the parts of a step: then the clock splits its time, not the host's; costs speed",
         trajectory=False,
-    )
-    price_per_hour: float | None = setting(
-        None, "price of an hour of all devices together, for the cost in summary.json; default: no cost", gt=0,
-        trajectory=False,
-    )
-    currency: str = setting(
-        "", "of the price, as USD or EUR", applies={"price_per_hour": "set"}, trajectory=False
     )
     loss_bins: int = setting(10, "timestep bins of equal training mass for loss_by_bin", ge=1, le=1000, trajectory=False)

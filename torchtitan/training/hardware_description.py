@@ -8,11 +8,11 @@ from typing import Any
 import torch
 
 from torchtitan.training.hardware import device_name
-from torchtitan.training.memory_monitor import host_memory
+from torchtitan.training.host_memory import host_memory
 
 
 def describe_hardware(device: torch.device, num_devices: int) -> dict[str, Any]:
-    """Describe the hardware as found; `ManagedDevice.description` adds the answers of a GPU's driver.
+    """Describe the hardware as found.
 
     Args:
         device: of compute.

@@ -25,7 +25,7 @@ from torchtitan.data.base import DatasetError
 from torchtitan.errors import unwrapped
 from torchtitan.processes.command_line import readable_size
 from torchtitan.processes.parent_death import end_with_parent
-from torchtitan.training.memory_monitor import host_memory
+from torchtitan.training.host_memory import host_memory
 
 logger = logging.getLogger(__name__)
 

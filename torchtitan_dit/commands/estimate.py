@@ -7,13 +7,11 @@ running anything: a training step on tensors that have no memory. See docs/estim
 import argparse
 import json
 import sys
-from dataclasses import replace
 from typing import NoReturn
 
 from torchtitan.config.job import ConfigError, load_config
 from torchtitan.estimate.absent_data import without_data
 from torchtitan.estimate.devices import DEVICES, Device
-from torchtitan.estimate.measured import efficiency_on
 from torchtitan.estimate.memory import estimate_memory, model_on_meta
 from torchtitan.estimate.report import as_record, as_text
 from torchtitan.estimate.roofline import Efficiency, estimate_step_time
@@ -37,11 +35,7 @@ def main(words: list[str] | None = None) -> int:
             " float8.enable to false)", file=sys.stderr,
         )  # fmt: skip
         return 2
-    efficiency = replace(
-        efficiency_on(arguments.device), memory=arguments.bandwidth, link=arguments.link, overlap=arguments.overlap
-    )
-    if arguments.compute:
-        efficiency = replace(efficiency, compute=arguments.compute, measured="")
+    efficiency = Efficiency(arguments.compute, arguments.bandwidth, arguments.link, arguments.overlap)
     model, memory = model_on_meta(config), estimate_memory(config, arguments.world_size, on_gpu)
     time = estimate_step_time(config, model, memory, arguments.device, efficiency)
     if arguments.json:
@@ -66,8 +60,7 @@ def parse_arguments(words: list[str] | None) -> tuple[argparse.Namespace, list[s
     add("--memory-bandwidth", type=_positive, metavar="GB_PER_S", help="of the memory")
     add("--node-bandwidth", type=_positive, metavar="GB_PER_S", help="between processes of a node; 8 are one")
     add("--network-bandwidth", type=_positive, metavar="GB_PER_S", help="between nodes, per process")
-    add("--compute", type=_share,
-        help=f"share of the compute peak (default: as measured on the device, else {known.compute}, assumed)")
+    add("--compute", type=_share, default=known.compute, help=f"share of the compute peak (default: {known.compute})")
     add("--bandwidth", type=_share, default=known.memory, help=f"share of the memory's (default: {known.memory})")
     add("--link", type=_share, default=known.link, help=f"share of the links' (default: {known.link})")
     add("--overlap", type=_share, default=known.overlap,

@@ -14,7 +14,6 @@ from torchtitan.files.regular import read_regular, read_toml
 from torchtitan.runs.analysis.axes import Axes, add_further_axes, axes_of, word
 from torchtitan.runs.analysis.measures import IMAGES, measure_run
 from torchtitan.runs.record import RUN_FILES, RunRecord, read_run
-from torchtitan.runs.sessions import steps_of_earlier_layouts
 from torchtitan.settings.sections import flattened
 from torchtitan.statistics.interval import Interval
 
@@ -207,9 +206,6 @@ def _read(path: Path, name: str, warmup_steps: int | None) -> Run:
     run.status = _STATUS.get(str(summary.get("status")), "unfinished")
     run.reason = str(summary.get("reason") or ("" if run.ok else record.status))
     run.warmup_steps = _warm_up(record.settings.get("training.steps"), record.last_step, warmup_steps)
-    if (before := steps_of_earlier_layouts(path)) > run.warmup_steps:
-        run.notes.append(f"resumed on another layout after step {before}: points before do not count")
-        run.warmup_steps = before
     if run.status in ("ok", "unfinished") and (damage := _damage(record)):
         run.status, run.reason = "damaged", damage
     elif run.ok:

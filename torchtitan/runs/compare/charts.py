@@ -30,13 +30,10 @@ class Charts:
         runs: all runs of the groups, at least one.
         groups: one colour each.
         smoothing: steps of the running mean; 0: none; None: 3 % of the longest run.
-        window_bands: give runs alone bands over the points of the running mean in the loss by timestep.
     """
 
-    def __init__(
-        self, runs: Sequence[RunRecord], groups: list[RunGroup], smoothing: float | None, window_bands: bool = False
-    ) -> None:
-        self.runs, self.groups, self.window_bands = runs, groups, window_bands
+    def __init__(self, runs: Sequence[RunRecord], groups: list[RunGroup], smoothing: float | None) -> None:
+        self.runs, self.groups = runs, groups
         width = round(0.03 * max(run.last_step for run in runs)) if smoothing is None else smoothing
         losses = [run.series(TRAINING_LOSS) for run in runs]
         self.smoothing = width * any(loss != loss.smoothed(width) for loss in losses)
@@ -72,10 +69,7 @@ class Charts:
             over_images, charts[axis] = axis == "images", None
             lines = [
                 line for n, group in enumerate(self.groups)
-                for line in group_lines(
-                    n, group, tag, smoothing, marked, over_images, faint_raw=not small,
-                    window_band=small and self.window_bands,
-                )
+                for line in group_lines(n, group, tag, smoothing, marked, over_images, faint_raw=not small)
             ]  # fmt: skip
             if lines:
                 values = y_values or [y for line in lines for _, y in line.points]
@@ -105,11 +99,6 @@ class Charts:
         )
         smoothed = f"centred running mean over {self.smoothing:,} steps" if self.smoothing else "not smoothed"
         each = f"Each chart has its own vertical axis, logarithmic where it spans a factor of five; {smoothed}."
-        if self.window_bands and self.smoothing:
-            each += (
-                " Bands: the 95 % interval of the mean, over the runs of a group or, for a single run, over the logged points "
-                "within the running mean."
-            )
         if not in_t:
             note += " Where the bins' edges lie is not known for all runs: bins of one number may be other timesteps."
         elif not same:

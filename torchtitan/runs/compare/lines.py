@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from torchtitan.pictures.page_charts import MOST_POINTS, Line
+from torchtitan.pictures.page_charts import Line
 from torchtitan.runs.record import RunGroup, RunRecord, Series, align
 
 _RATES = ("throughput", "time_metrics", "mfu", "memory")  # beginnings of tags of positive values, averaged as logarithms
@@ -25,13 +25,9 @@ def held_out_tag(track: str) -> Tag:
 
 def group_lines(
     number: int, group: RunGroup, tag: Tag, smoothing: float, marked: bool,
-    over_images: bool, faint_raw: bool, window_band: bool = False,
+    over_images: bool, faint_raw: bool,
 ) -> list[Line]:
-    """Lines of a group over steps or images: of one run its curve, of several their mean and its band.
-
-    Args:
-        window_band: give one run alone the band of its running mean, 95 % over the points within the window.
-    """
+    """Lines of a group over steps or images: of one run its curve, of several their mean and its band."""
     runs = [run for run in group.runs if run.images_per_step or not over_images]
     raw = [(run, one) for run in runs if (one := series_of(run, tag))]
     if not raw:
@@ -47,9 +43,7 @@ def group_lines(
     if len(raw) == 1:
         run, series = raw[0]
         lines = [line(placed(run, series), f"{run.name}, as logged", faint=True)] if smoothing and faint_raw else []
-        intervals = series.running_intervals(smoothing, MOST_POINTS) if window_band else []
-        band = [(float(run.images_at(step) if over_images else step), one.lower, one.upper) for step, one in intervals]
-        return [*lines, line(placed(run, series.smoothed(smoothing)), run.name, marked=marked, band=band)]
+        return [*lines, line(placed(run, series.smoothed(smoothing)), run.name, marked=marked)]
     smooth = [placed(run, series.smoothed(smoothing)) for run, series in raw]
     lines = [line(series, run.name, faint=True, marked=marked) for (run, _), series in zip(raw, smooth, strict=True)]
     mean = align(smooth, rates=isinstance(tag, str) and tag.startswith(_RATES))

@@ -6,6 +6,7 @@ from markupsafe import Markup
 
 from torchtitan.pictures.page_charts import Bar, bar_chart
 from torchtitan.runs.compare.charts import Charts
+from torchtitan.runs.compare.hardware import compared_hardware
 from torchtitan.runs.compare.lines import cost
 from torchtitan.runs.compare.samples import samples_of
 from torchtitan.runs.compare.tables import (
@@ -44,6 +45,7 @@ def compare_page(runs: Sequence[RunRecord], smoothing: float | None = None) -> s
         runs=len(runs), groups=groups, missing=MISSING, notes=notes(runs),
         over_seeds=group_table(groups, tracks) if any(len(group.runs) > 1 for group in groups) else None,
         results=result_table(names, runs, tracks), quality=quality_table(groups), hardware=hardware_table(names, runs),
+        compared=compared_hardware(runs),
         curves=charts.curves(tracks), bins=charts.bins(), costs=_costs(names, runs), samples=samples_of(names, runs),
         configuration=configuration(runs, groups),
     )  # fmt: skip

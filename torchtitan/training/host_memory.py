@@ -1,49 +1,6 @@
-"""Memory monitor: warns before the host's memory runs out, or when CUDA's allocator begins to struggle."""
+"""Host memory in use and its limits."""
 
-import logging
 from pathlib import Path
-
-from torchtitan.training.hardware import ALLOCATOR_RETRIES
-
-logger = logging.getLogger(__name__)
-
-NEAR = 0.95  # share of the limit in use that is worth a warning
-
-
-class MemoryMonitor:
-    """Monitor that warns once of each."""
-
-    def __init__(self, rank: int, root: Path = Path("/")) -> None:
-        """root: where /proc and /sys lie."""
-        self._rank = rank
-        self._root = root
-        self._warned_of_host = False
-        self._retries: float | None = None
-        self._warned_of_retries = False
-
-    def check(self, metrics: dict[str, float]) -> None:
-        """Check the host's memory, and the allocator's count among the metrics of `hardware.memory_metrics`."""
-        if not self._warned_of_host:
-            self._check_host()
-        retries = metrics.get(ALLOCATOR_RETRIES)
-        if retries is not None and not self._warned_of_retries:
-            if self._retries is not None and retries > self._retries:
-                self._warned_of_retries = True
-                logger.warning(
-                    f"rank {self._rank}: CUDA's memory is so full that the allocator empties its cache and tries again "
-                    f"({int(retries)} times so far), which is slow (a smaller training.local_batch_size needs less)"
-                )
-            self._retries = retries
-
-    def _check_host(self) -> None:
-        for name, used, limit in host_memory(self._root):
-            if used > NEAR * limit:
-                self._warned_of_host = True
-                logger.warning(
-                    f"rank {self._rank}: {used / 2**30:.1f} of {limit / 2**30:.1f} GiB of {name} are in use; the system "
-                    "will kill a process when none is left (fewer data.num_workers or processes need less)"
-                )
-                return
 
 
 def host_memory(root: Path = Path("/")) -> list[tuple[str, int, int]]:

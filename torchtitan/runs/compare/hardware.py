@@ -1,0 +1,106 @@
+"""Hardware compared by runs of one configuration: seconds a step, images/s, speed-up, seconds a picture, loss."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torchtitan.distributed.degrees import DEGREE_KEYS
+from torchtitan.runs.compare.lines import cost, held_out
+from torchtitan.runs.compare.tables import Rows, Table
+from torchtitan.runs.compare.text import as_number, ends_text, interval_text, value_text
+from torchtitan.runs.record import HELD_OUT_LOSS, TRAINING_LOSS, RunGroup, RunRecord, differing_settings
+from torchtitan.statistics.interval import Interval, positive_interval
+
+_RATE, _STEP = "throughput(img/s)", "time_metrics/end_to_end(s)"
+# What hardware may change: where a run lies, the number of devices and how they share a batch, their peak.
+_FREE = ("job.", "comm.", "checkpoint.folder", "metrics.peak_tflops", "training.local_batch_size", *DEGREE_KEYS)
+_SEED = "debug.seed"
+
+
+def compared_hardware(runs: Sequence[RunRecord]) -> tuple[Table, str] | None:
+    """Table with a row for each hardware, the first one the reference, and a note; None for runs of one hardware."""
+    groups = by_hardware(runs)
+    if len(groups) < 2:
+        return None
+    columns = ["hardware", "runs", "s/step", "images/s", "speed-up", "training alone, s", "s a picture", "training loss",
+               "held-out loss"]  # fmt: skip
+    rows: Rows = []
+    for group in groups:
+        rates = [cost(run, _RATE) for run in group.runs]
+        rows.append([
+            group.name, ", ".join(run.name for run in group.runs),
+            interval_text(group.rate_interval(cost(run, _STEP) for run in group.runs)), interval_text(group.rate_interval(rates)),
+            "1 (reference)" if group is groups[0] else _text(speed_up(groups[0], group)),
+            interval_text(group.rate_interval(_train_seconds(run) for run in group.runs)),
+            interval_text(group.rate_interval(_of_summary(run, "seconds_per_picture") for run in group.runs)),
+            interval_text(group.interval(run.series(TRAINING_LOSS).tail_median() for run in group.runs)),
+            interval_text(group.interval(_held_out(run) for run in group.runs)),
+        ])  # fmt: skip
+    return (columns, rows), _note(runs)
+
+
+def by_hardware(runs: Sequence[RunRecord]) -> list[RunGroup]:
+    """Gather runs by devices and their number, in the order of their first runs; those without a summary are left out."""
+    groups: dict[str, list[RunRecord]] = {}
+    for run in runs:
+        if name := hardware_name(run):
+            groups.setdefault(name, []).append(run)
+    return [RunGroup(name, tuple(members)) for name, members in groups.items()]
+
+
+def hardware_name(run: RunRecord) -> str | None:
+    """Name of a run's devices, as `8 x NVIDIA H100`, of processors with the maker's name; None where none is recorded."""
+    summary = run.summary or {}
+    found = summary.get("hardware")
+    hardware: dict[str, Any] = found if isinstance(found, dict) else {}
+    device, count = hardware.get("device") or summary.get("device"), hardware.get("num_devices")
+    if not device:
+        return None
+    name = f"{hardware['cpu']}, {device}" if str(device).startswith("CPU") and hardware.get("cpu") else str(device)
+    return f"{count} x {name}" if type(count) is int and count > 1 else name
+
+
+def speed_up(reference: RunGroup, other: RunGroup) -> Interval | None:
+    """Images/s over those of the reference.
+
+    Of two or more seeds that both have, the geometric mean of their ratios with Student's interval of the logarithms; else the
+    ratio of the geometric means, without an interval.
+    """
+    rates = [{run.seed: rate for run in group.runs if (rate := cost(run, _RATE))} for group in (reference, other)]
+    if not all(rates):
+        return None
+    pairs = [rates[1][seed] / rates[0][seed] for seed in rates[0] if seed in rates[1]]
+    if len(pairs) > 1:
+        return positive_interval(pairs)
+    one, two = (positive_interval(list(found.values())).value for found in rates)
+    return Interval(two / one)
+
+
+def _note(runs: Sequence[RunRecord]) -> str:
+    """Say what the numbers are, and which settings differ beside the hardware."""
+    note = (
+        "Medians over the last half of the logged points of each run, so without start-up, saving and sampling; geometric means "
+        "over the runs of a hardware, ± half of the 95 % interval over them (none for a run alone). Speed-up: images/s over the "
+        "first hardware's, by pairs of equal seeds where there are two. Seconds a picture: of the last grid of samples, with "
+        "its decoding."
+    )
+    differing = [key for key in differing_settings(runs)[0] if key != _SEED and not key.startswith(_FREE)]
+    if differing:
+        note += f" The runs also differ in {', '.join(differing)}: the table compares these settings as well as the hardware."
+    return note
+
+
+def _text(interval: Interval | None) -> str:
+    return value_text(None) if interval is None else ends_text(interval)
+
+
+def _held_out(run: RunRecord) -> float | None:
+    return held_out(run, "raw").final() if HELD_OUT_LOSS in run.tags else None
+
+
+def _train_seconds(run: RunRecord) -> float | None:
+    clock = (run.summary or {}).get("clock")
+    return as_number(clock.get("train_seconds")) or None if isinstance(clock, dict) else None
+
+
+def _of_summary(run: RunRecord, key: str) -> float | None:
+    return as_number((run.summary or {}).get(key)) or None
