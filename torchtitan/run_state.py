@@ -35,8 +35,8 @@ from torchtitan.distributed.precision import DTYPES, compute_context
 from torchtitan.distributed.shard_drawing import place_shards
 from torchtitan.errors import CheckpointError
 from torchtitan.evaluation.config import LATENT_DATASETS
+from torchtitan.evaluation.dataset_images import DatasetImages
 from torchtitan.evaluation.decoding import run_decoder
-from torchtitan.evaluation.image_sets import DatasetImages
 from torchtitan.evaluation.sample_metrics import SampleMetrics
 from torchtitan.files.remote_path import AnyPath
 from torchtitan.files.weight_files import saved_buffers

@@ -49,7 +49,6 @@ COMMANDS = {
     "sweep": Command("sweep", "run a grid of configurations"),
     "compare": Command("compare", "compare runs, and the hardware they ran on, on one page"),
     "analyse": Command("optimization_analysis", "speed and memory of a folder of runs"),
-    "train-extractor": Command("train_extractor", "train a small feature extractor"),
 }
 
 
