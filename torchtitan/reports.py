@@ -26,9 +26,9 @@ from torchtitan.files.weight_files import saved_buffers
 from torchtitan.gns.monitor import GNS_FOLDER
 from torchtitan.gns.pictures import PICTURE_FILE, is_drawn
 from torchtitan.pictures.grids import save_animation
-from torchtitan.run_state import RunState
 from torchtitan.runs.previews import PAGE_FILE, save_previews, write_page
 from torchtitan.settings.record import effective
+from torchtitan.state.run_state import RunState
 from torchtitan.summary import RunSummary
 from torchtitan.supervision.phases import Phases
 from torchtitan.training.batch_ramp import completed
@@ -81,7 +81,7 @@ class Reports:
         self._device = state.layout.device
         peak = config.metrics.peak_tflops or peak_tflops(self._device, products_of(vars(config.training)))
         self._rates = Rates(
-            state.data, flops_of=cache(state.flops_of), tokens_of=cache(state.tokens_of),
+            state.data, flops_of=cache(state.network.flops_of), tokens_of=cache(state.network.tokens_of),
             world_size=state.layout.world_size, peak_tflops=peak,
         )  # fmt: skip
         evaluated = EvaluatedRun(

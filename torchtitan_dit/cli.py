@@ -36,8 +36,7 @@ COMMANDS = {
     "train": Command("train", "train a model, or resume its run", on_ranks=True),
     "sample": Command("sample", "draw images from a run or a file of weights", on_ranks=True),
     "evaluate": Command("evaluate", "judge images by FID, KID, inception score, precision and recall", on_ranks=True),
-    "extract": Command("extract_latents", "encode a dataset of images into a latent store", on_ranks=True),
-    "latents": Command("latents", "convert, show, verify and measure latent stores"),
+    "extract": Command("extract_latents", "encode images into a latent store; convert, show and verify stores", on_ranks=True),
     "decode": Command("cosmos_latent_decoder", "latents to images with an autoencoder; encode images, check the autoencoder"),
     "checkpoint": Command("checkpoint", "list, verify and compare checkpoints; export and import weights"),
     "export": Command("checkpoint", "write a run's weights in a published layout", ("export",)),
@@ -72,7 +71,7 @@ def run_command(module: str) -> NoReturn:
 
 def _refuse_ranks() -> None:
     """End the process if a launcher started several; the first one says so."""
-    from torchtitan.processes.exit_codes import forbid_restart
+    from torchtitan.processes.exit_codes import before_exit
 
     ranks = os.environ.get("WORLD_SIZE", "")
     if not ranks.isdecimal() or int(ranks) < 2:
@@ -80,7 +79,7 @@ def _refuse_ranks() -> None:
     if os.environ.get("RANK", "0") == "0":
         advice = "start it without torchrun, or unset WORLD_SIZE"
         print(f"{sys.argv[0]}: runs in one process, and WORLD_SIZE says {ranks} ({advice})", file=sys.stderr, flush=True)
-    forbid_restart()
+    before_exit(_REFUSED)
     sys.exit(_REFUSED)
 
 

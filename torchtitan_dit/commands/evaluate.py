@@ -45,7 +45,7 @@ from torchtitan.fidelity.npz import NPZ_SUFFIX
 from torchtitan.fidelity.references import REFERENCES, Reference, kept_outputs, open_reference, write_reference
 from torchtitan.fidelity.results import EVALUATION_FILE, EvaluationFile, describe, finite_values, table_lines
 from torchtitan.processes.command_line import FirstRankParser, exit_code, interrupt_by_signals
-from torchtitan.processes.exit_codes import FAILED, REFUSED, forbid_restart
+from torchtitan.processes.exit_codes import FAILED, REFUSED, before_exit
 from torchtitan.programs import program
 from torchtitan.runs.folder import versions
 from torchtitan.sampling.method_options import option
@@ -310,6 +310,5 @@ def run() -> NoReturn:
     """Run as a program, and end the process."""
     interrupt_by_signals()
     code = exit_code(main)
-    if code not in (0, FAILED):
-        forbid_restart()
+    before_exit(code)
     os._exit(code)  # a gloo thread may abort the interpreter while it shuts down

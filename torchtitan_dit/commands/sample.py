@@ -28,6 +28,7 @@ from torchtitan.evaluation.sampling import ImageSampler, grid_choices
 from torchtitan.files.durable import replacing
 from torchtitan.pictures.grids import class_labels, image_grid, save_image
 from torchtitan.processes.command_line import FirstRankParser, exit_code
+from torchtitan.processes.exit_codes import before_exit
 from torchtitan.sampling.method_options import option
 from torchtitan.sampling.prompts import add_prompt_options, check_prompted, places, with_prompts
 from torchtitan.sampling.setup import SamplingSetup, add_setup_options, beside, chosen_classes, open_setup
@@ -194,4 +195,6 @@ def draw_grid(arguments: argparse.Namespace, setup: SamplingSetup) -> None:
 def run() -> NoReturn:
     """Run as a program, and end the process."""
     logging.basicConfig(level=logging.WARNING)
-    os._exit(exit_code(main))  # a gloo thread may abort the interpreter while it shuts down
+    code = exit_code(main)
+    before_exit(code)
+    os._exit(code)  # a gloo thread may abort the interpreter while it shuts down
