@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from research import branch_measurement
+from research.branch_checkpoints import begin_branch
 from research.branch_measurement import HeldOut, _hold_to_settings
 from research.branch_training import TRACK, branch_config, run_lr, write_config, write_start
 from research.critical_batch_bins import BinTest, bin_test, rank_by_noise
@@ -35,7 +36,6 @@ from torchtitan.checkpoint.config import CheckpointConfig
 from torchtitan.config.job import JobConfig, load_config
 from torchtitan.data import DATASETS
 from torchtitan.experiments.folder import ResultsFolder, StudyError
-from torchtitan.experiments.training import begin_branch
 from torchtitan.statistics.interval import Interval, mean_interval
 from torchtitan.training.ema import kept_share
 
