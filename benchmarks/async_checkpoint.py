@@ -28,6 +28,7 @@ from torchtitan.checkpoint.checkpointer import Checkpointer
 from torchtitan.checkpoint.config import CheckpointConfig
 from torchtitan.config.job import load_config
 from torchtitan.runs.folder import versions
+from torchtitan.state.resume import checkpointed_state
 from torchtitan.trainer import Trainer
 from torchtitan.training.hardware import device_name
 
@@ -106,7 +107,7 @@ def measure(trainer: Trainer, keeper: Checkpointer, step: Callable[[], float], s
     """Measure seconds of an ordinary step, of the call that saves, and the total cost of a save."""
     ordinary = statistics.median(step() for _ in range(steps))
     start = time.perf_counter()
-    keeper.save(trainer.state.step, trainer.state.tensors(), trainer.state.state_dict(trainer.reports.state_dict()))
+    keeper.save(trainer.state.step, trainer.state.tensors(), checkpointed_state(trainer.state, trainer.reports.state_dict()))
     blocked = time.perf_counter() - start
     beside = []
     while keeper.under_way:

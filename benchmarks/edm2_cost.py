@@ -65,7 +65,7 @@ def compared(one: str, other: str, arguments: argparse.Namespace, device: torch.
     trainer, reference = build(one, arguments), build(other, arguments)
     step = stepper(trainer)
     times = interleaved(step, stepper(reference), arguments.pairs, device)
-    in_place = [timed(trainer.state.normalize_weights, device) / ours for ours, _ in times]
+    in_place = [timed(trainer.state.network.normalize_weights, device) / ours for ours, _ in times]
 
     def without() -> None:
         with no_normalization():
@@ -111,7 +111,7 @@ def no_normalization() -> Iterator[None]:
 
     with (
         patch.object(NormalizedWeight, "scaled_weight", scaled),
-        patch("torchtitan.run_state.normalize_rows", lambda weights: None),
+        patch("torchtitan.state.network.normalize_rows", lambda weights: None),
     ):
         yield
 

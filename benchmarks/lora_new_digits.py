@@ -23,7 +23,8 @@ import torch
 from PIL import Image
 
 from torchtitan.distributed.mesh import compute_device
-from torchtitan.features.registry import open_extractor
+from torchtitan.fidelity.extractors import open_extractor
+from torchtitan.fidelity.images import open_images
 from torchtitan.pictures.grids import image_grid
 from torchtitan.runs.folder import versions
 from torchtitan.statistics.interval import Interval, binomial_interval
@@ -86,11 +87,9 @@ def drawn(name: str, group: tuple[int, ...]) -> np.ndarray:
     """Images [N, H, W, 3] uint8 of a run, of the classes by turns."""
     folder = OUTPUTS / "sets" / f"{name}-{group[0]}"
     command(
-        "scripts/sample.py", OUTPUTS / name, "--count", COUNT, "--classes", *group, "--format", "npz",
-        "--out", folder,
-    )  # fmt: skip
-    with np.load(folder / "samples.npz") as file:
-        return file["arr_0"]
+        "scripts/sample.py", OUTPUTS / name, "--count", COUNT, "--classes", *group, "--output", folder,
+    )
+    return open_images(folder).pixels(range(COUNT))
 
 
 def share(images: np.ndarray, group: tuple[int, ...]) -> dict[str, float]:

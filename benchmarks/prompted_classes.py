@@ -1,6 +1,6 @@
 """Share of images drawn by prompt in which a classifier finds the class of the prompt: python benchmarks/prompted_classes.py SET
 
-SET is a set of images that `scripts/sample.py RUN --prompt ... --count N --format npz` has drawn, each prompt with the name
+SET is a set of images that `scripts/sample.py RUN --prompt ... --count N` has drawn, each prompt with the name
 of one class of CIFAR-10 in it. The classifier is the extractor `cifar10`, which has never seen them: 80.1 % of held-out real
 images are recognised. Shares have Wilson's 95 % interval; chance is one in as many as there are classes.
 
@@ -20,7 +20,8 @@ import torch
 
 from torchtitan.data.cifar10 import Cifar10
 from torchtitan.distributed.mesh import compute_device
-from torchtitan.features.registry import open_extractor
+from torchtitan.fidelity.extractors import open_extractor
+from torchtitan.fidelity.images import open_images
 from torchtitan.runs.folder import versions
 from torchtitan.statistics.interval import Interval, binomial_interval
 from torchtitan.training.hardware import device_name
@@ -30,12 +31,12 @@ BATCH = 200
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("set", type=Path, help="folder of a set drawn with --prompt and --format npz")
+    parser.add_argument("set", type=Path, help="folder of a set drawn with --prompt")
     folder = parser.parse_args().set
     record = json.loads((folder / "set.json").read_text())
     classes = [class_of(prompt) for prompt in record["prompts"]]
-    with np.load(folder / "samples.npz") as file:
-        images = file["arr_0"]  # [N, H, W, 3]
+    drawn = open_images(folder)
+    images = drawn.pixels(range(len(drawn)))  # [N, H, W, 3]
     asked = np.array(classes)[np.arange(len(images)) % len(classes)]
     extractor = open_extractor("cifar10")
     batches = torch.from_numpy(images.transpose(0, 3, 1, 2).copy()).split(BATCH)

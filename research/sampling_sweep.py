@@ -21,17 +21,15 @@ from torchtitan.config.sampling_checks import data_text
 from torchtitan.errors import EvaluationError
 from torchtitan.evaluation.config import LATENT_DATASETS
 from torchtitan.evaluation.decoding import LatentDecoder, run_decoder
-from torchtitan.evaluation.measuring import Request, check_request, known_metrics, reference_features
-from torchtitan.evaluation.references import open_reference
 from torchtitan.evaluation.sampling import ImageSampler, balanced_choices
 from torchtitan.experiments.engine import Advance
 from torchtitan.experiments.folder import StudyError
-from torchtitan.features.base import ExtractorError, FeatureExtractor
-from torchtitan.features.registry import open_extractor
-from torchtitan.fidelity.disjoint_sets import SETS
-from torchtitan.fidelity.errors import FidelityError
-from torchtitan.fidelity.feature_set import FeatureSet, feature_set_of_rows
+from torchtitan.fidelity.extractors import open_extractor
+from torchtitan.fidelity.feature_extractor import FeatureExtractor
+from torchtitan.fidelity.feature_set import FeatureSet
+from torchtitan.fidelity.measuring import Request, check_request, known_metrics, reference_features
 from torchtitan.fidelity.metrics import METRICS
+from torchtitan.fidelity.references import open_reference
 from torchtitan.files.regular import user_path
 from torchtitan.pictures.grids import to_rgb
 from torchtitan.pictures.markdown import markdown_table
@@ -80,7 +78,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         " the run's guide_track, else the null condition)")
     add("--num-steps", nargs="+", type=int, metavar="N", help="solver steps (default: the run's)")
     add("--metrics", default="fd", help=f"with commas between, as those of {program('evaluate')} (default: fd)")
-    add("--extractor", default="inception", metavar="NAME|PATH", help="network of the features (default: inception)")
+    add("--extractor", default="inception", metavar="NAME", help="network of the features (default: inception)")
     add("--extractor-weights", metavar="FILE", help=f"its weights, if not where {program('download')} puts them")
     add("--reference", metavar="REF", help=f"made by {program('evaluate')} reference, with features of the extractor")
     add("--images", type=int, default=1000, metavar="N", help="images of a set, all classes alike (default: 1000)")
@@ -137,12 +135,12 @@ def measure(run: StudyRun, cell: Cell, advance: Advance) -> dict[str, Any]:
             found.append(features[output].cpu().numpy())
         advance(len(pixels))
     rows = {output: np.concatenate(found) for output, found in parts.items()}
-    samples = feature_set_of_rows("samples", judging.request.extractor, rows, min(SETS, cell["images"] // 2))
+    samples = FeatureSet("samples", judging.request.extractor, rows)
     values: dict[str, Interval] = {}
     for name in judging.request.metrics:
         try:
             values |= METRICS[name].measure(samples, judging.reference, judging.request.options()).values
-        except FidelityError as error:
+        except EvaluationError as error:
             raise EstimateFailed(f"{name}: {error}") from error
     return {name: value.value for name, value in values.items() if name in VALUES}
 
@@ -173,7 +171,7 @@ def _judging(run: StudyRun) -> Judging:
     if "judging" not in run.kept:
         try:
             run.kept["judging"] = _open_judging(run)
-        except (EvaluationError, ExtractorError) as error:
+        except EvaluationError as error:
             raise StudyError(str(error)) from error
     return run.kept["judging"]
 
@@ -189,10 +187,7 @@ def _open_judging(run: StudyRun) -> Judging:
     request = Request(metrics, options.extractor, allow_small=options.allow_small, seed=options.seed, device=str(run.device))
     weights = user_path(options.extractor_weights) if options.extractor_weights else None
     extractor = open_extractor(options.extractor, weights, run.device)
-    if options.reference is None and request.needs_reference():
-        raise StudyError(f"--reference: not given; {options.metrics} need one ({program('evaluate')} reference makes it)")
     reference = None if options.reference is None else open_reference(options.reference)
-    stored = None if reference is None else reference_features(request, request.extractor, extractor, reference)
     data, decoder = run.config.data, None
     if data.name in LATENT_DATASETS:
         decoder = run_decoder(run.config.autoencoder, data, draws_pictures=True)
@@ -200,8 +195,10 @@ def _open_judging(run: StudyRun) -> Judging:
             raise StudyError(f"{data_text(data)}: metrics are of images (the run's autoencoder.name is none)")
     _, height, width = run.model(run.steps[-1], run.tracks[0]).model.image_shape
     size = None if decoder else (height, width)
-    check_request(request, {options.extractor: extractor}, options.images, size, reference, None)
-    return Judging(request, extractor, stored, decoder)
+    extractors = {options.extractor: extractor}
+    check_request(request, extractors, options.images, size, reference, None)
+    features = None if reference is None else reference_features(request, extractors, reference)[options.extractor]
+    return Judging(request, extractor, features, decoder)
 
 
 # ---------------------------------------------------------------------- report

@@ -9,9 +9,9 @@ from PIL import Image
 from torch import Tensor
 
 from torchtitan.errors import EvaluationError
-from torchtitan.evaluation.feature_files import FeatureFolder, extract_features, hash_images
-from torchtitan.evaluation.image_sets import open_images
-from torchtitan.features.base import FeatureExtractor
+from torchtitan.fidelity.extraction import extract_images
+from torchtitan.fidelity.feature_extractor import FeatureExtractor
+from torchtitan.fidelity.images import open_images
 
 
 class Projection(FeatureExtractor):
@@ -47,21 +47,20 @@ def write_folder(folder: Path, images: np.ndarray) -> Path:
     return folder
 
 
-def extracted_on_this_rank(images: str, cache: str, chunk: int) -> list[Any]:
-    """Extract as one of the running ranks: hash of the images, and the values of the features' moments on rank 0."""
+def extracted_on_this_rank(images: str, batch_size: int, damaged: int = -1) -> Any:
+    """Extract as one of the running ranks: rows of the images on rank 0; on all what is wrong, if anything is."""
     from torchtitan.distributed.collectives import group_for_work
-    from torchtitan.fidelity.moments import MomentsAccumulator
 
-    group = group_for_work()
-    hashed = hash_images(open_images(Path(images)), group, chunk=chunk)
-    folder = FeatureFolder(Path(cache), Projection())
-    with folder.opened(group):
-        extract_features(hashed, ["pooled"], folder, 3, group)
-        moments = MomentsAccumulator(6)
-        for rows in folder.rows(hashed, "pooled"):
-            moments.add(rows)
-    found = moments.moments()
-    return [hashed.sha256, found.mean.tolist(), found.covariance.tolist()]
+    extractors = {"projection": Projection(), "other": Projection(dim=3, name="other")}
+    outputs = {"projection": ["pooled", "logits"], "other": ["pooled"]}
+    source = open_images(Path(images))
+    if damaged >= 0:
+        (Path(images) / f"{damaged:06d}.png").write_bytes(b"damaged")
+    try:
+        rows = extract_images(source, extractors, outputs, batch_size, group_for_work())
+    except EvaluationError as error:
+        return str(error)
+    return {f"{name} {output}": values.tolist() for (name, output), values in rows.items()}
 
 
 def damaged_split_on_this_rank(images: int) -> str:
@@ -70,7 +69,7 @@ def damaged_split_on_this_rank(images: int) -> str:
     from torchtitan.data.digits import DigitsConfig
     from torchtitan.distributed.collectives import group_for_work
     from torchtitan.evaluation.config import EvaluationConfig
-    from torchtitan.evaluation.image_sets import DatasetImages
+    from torchtitan.evaluation.dataset_images import DatasetImages
     from torchtitan.evaluation.sample_metrics import SampleMetrics
 
     class Damaged(DatasetImages):
@@ -83,7 +82,7 @@ def damaged_split_on_this_rank(images: int) -> str:
     config = EvaluationConfig(extractor="digits", reference="train", count=80)
     metrics = SampleMetrics(config, torch.device("cpu"), (8, 8), group_for_work(), lambda name: split)
     try:
-        metrics.extract(lambda numbers: (np.zeros((len(numbers), 8, 8, 3), np.uint8), 0), batch_size=64)
+        metrics.measure(lambda numbers: np.zeros((len(numbers), 8, 8, 3), np.uint8), batch_size=64)
     except EvaluationError as error:
         return str(error)
     return "nothing"

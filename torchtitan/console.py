@@ -24,8 +24,8 @@ from torchtitan.gns.monitor import GNS_FOLDER
 from torchtitan.gns.pictures import PICTURE_FILE
 from torchtitan.pictures.number_text import counted
 from torchtitan.processes.launch import launch_number
-from torchtitan.run_state import RunState
 from torchtitan.runs.previews import PAGE_FILE
+from torchtitan.state.run_state import RunState
 from torchtitan.training.corrupt_images import CORRUPT_IMAGES_FILE
 from torchtitan.training.hardware import device_name
 from torchtitan.training.lr_scheduler import lr_phase

@@ -18,7 +18,7 @@ from torchtitan.console import closing_lines, grids, introduce
 from torchtitan.distributed.collectives import from_first_rank, group_for_work, highest_over_ranks
 from torchtitan.distributed.compile import CompileCounter
 from torchtitan.errors import CheckpointError, EvaluationError, RunFolderError, TrainingError, reason
-from torchtitan.evaluation.during_training import Evaluation
+from torchtitan.evaluation.during_training import EvaluatedRun, Evaluation
 from torchtitan.evaluation.targets import described, described_text, newly_reached, scalars
 from torchtitan.files.durable import make_folder, remove_unfinished, replace_file
 from torchtitan.files.optional import OptionalOutputs
@@ -26,9 +26,9 @@ from torchtitan.files.weight_files import saved_buffers
 from torchtitan.gns.monitor import GNS_FOLDER
 from torchtitan.gns.pictures import PICTURE_FILE, is_drawn
 from torchtitan.pictures.grids import save_animation
-from torchtitan.run_state import RunState
 from torchtitan.runs.previews import PAGE_FILE, save_previews, write_page
 from torchtitan.settings.record import effective
+from torchtitan.state.run_state import RunState
 from torchtitan.summary import RunSummary
 from torchtitan.supervision.phases import Phases
 from torchtitan.training.batch_ramp import completed
@@ -81,15 +81,14 @@ class Reports:
         self._device = state.layout.device
         peak = config.metrics.peak_tflops or peak_tflops(self._device, products_of(vars(config.training)))
         self._rates = Rates(
-            state.data, flops_of=cache(state.flops_of), tokens_of=cache(state.tokens_of),
+            state.data, flops_of=cache(state.network.flops_of), tokens_of=cache(state.network.tokens_of),
             world_size=state.layout.world_size, peak_tflops=peak,
         )  # fmt: skip
-        self._evaluation = Evaluation(
-            data=config.data, sampling=config.sampling, evaluation=config.evaluation, validation=config.validation,
-            seed=config.debug.seed, param_dtype=config.training.mixed_precision_param, info=state.info, model=state.model,
-            objective=state.objective, ema=state.ema, layout=state.layout, decoder=state.decoder,
-            sample_metrics=state.sample_metrics, bin_edges=state.bin_edges, on_unreadable=state.corrupt_images.record,
+        evaluated = EvaluatedRun(
+            state.model, state.objective, state.ema, state.layout, config.data, state.info, config.debug.seed,
+            config.training.mixed_precision_param, state.decoder,
         )  # fmt: skip
+        self._evaluation = Evaluation(evaluated, config.sampling)
         # Steps that measure the gradients of single samples have separate graphs.
         expected = max(_STEPS_TO_COMPILE, config.gns.interval if config.gns.enable and config.gns.single_pass else 0)
         self._compilations = CompileCounter(expected)
@@ -239,7 +238,9 @@ class Reports:
         """Measure the held-out loss with the trained and with every averaged weight; collective."""
         with self.excluded():
             self._show_held_out()
-            metrics = self._evaluation.validate()
+            metrics = self._evaluation.validate(
+                self._config.validation, self._state.bin_edges, self._state.corrupt_images.record
+            )
         self._results |= metrics
         if self._log:
             self._log.write(self._state.step, metrics)
@@ -280,10 +281,11 @@ class Reports:
 
         A measurement that fails, as without its reference, is left out: it must not end the run.
         """
-        state = self._state
+        state, metrics = self._state, self._state.sample_metrics
+        assert metrics is not None
         with self.excluded():
             try:
-                measurement = self._evaluation.measure()
+                measurement = self._evaluation.measure(metrics, self._config.evaluation.guidance_scale)
             except EvaluationError as error:
                 if self._first:
                     logger.warning(f"step {state.step}: samples were not measured: {error}")

@@ -9,8 +9,8 @@ from torchtitan import errors
 from torchtitan.checkpoint.checkpointer import BRANCHED_FROM
 from torchtitan.distributed.compile import CompileCounter
 from torchtitan.files.optional import OptionalOutputs
-from torchtitan.run_state import RunState
 from torchtitan.runs.folder import versions
+from torchtitan.state.run_state import RunState
 from torchtitan.training.clock import RunClock
 from torchtitan.training.hardware import device_name
 from torchtitan.training.metrics import METRICS_FILE, MetricsLog, tail_medians

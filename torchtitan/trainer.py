@@ -25,7 +25,7 @@ from torchtitan.distributed.parallelize import (
 from torchtitan.processes.host_allocator import keep_freed_memory
 from torchtitan.profiling.profiler import Profiler
 from torchtitan.reports import Reports
-from torchtitan.run_state import RunState
+from torchtitan.state.resume import checkpointed_state, open_run
 from torchtitan.supervision.phases import BEFORE_FIRST_STEP, Phases
 from torchtitan.supervision.recovery import gone_back, require_finite_start
 from torchtitan.supervision.supervision import Supervision
@@ -57,7 +57,7 @@ class Trainer:
         self.config = config
         self.clock = clock or RunClock()
         self.phases = Phases(self.clock.now, self.clock.switch)
-        self.state = RunState(config)
+        self.state = open_run(config)
         if self.state.layout.device.type == "cpu":
             keep_freed_memory()
         if config.metrics.exact_clock:
@@ -177,9 +177,9 @@ class Trainer:
         state.batch_size = factor * config.training.global_batch_size
         samples = GlobalBatch(state.data.next_sample, state.batch_size, state.data.attempt)
         microbatches = factor * state.data.microbatches_per_step
-        if state.has_normalized_weights:
+        if state.network.has_normalized_weights:
             with self.phases("optimizer"):
-                state.normalize_weights()
+                state.network.normalize_weights()
         if state.gns:
             with self.phases("gradients"):
                 state.gns.begin_step(state.step, state.optimizer.state, config.optimizer.beta2)
@@ -199,7 +199,7 @@ class Trainer:
             if state.gns:
                 state.gns.conclude(skip if zeroed is None else skip | zeroed.any())
             state.optimizer.step(skip)
-            state.after_update()
+            state.network.after_update()
             state.optimizer.zero_grad(set_to_none=True)
         state.progress += factor
         with self.phases("ema"):
@@ -307,7 +307,7 @@ class Trainer:
     def _save(self) -> None:
         state = self.state
         with self.reports.excluded():
-            content = state.state_dict(self.reports.state_dict())
+            content = checkpointed_state(state, self.reports.state_dict())
             state.checkpointer.save(state.step, state.tensors(), content, self._sync_outputs)
         # An asynchronous save is assumed to succeed: it ends at different moments on the ranks.
         if self.config.checkpoint.async_mode != "disabled" or state.checkpointer.wait() is None:

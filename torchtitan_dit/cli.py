@@ -38,9 +38,7 @@ COMMANDS = {
     "evaluate": Command("evaluate", "judge images by FID, KID, inception score, precision and recall", on_ranks=True),
     "extract": Command("extract_latents", "encode a dataset of images into a latent store", on_ranks=True),
     "latents": Command("latents", "convert, show, verify and measure latent stores"),
-    "decode": Command("cosmos_latent_decoder", "latents to images, with an autoencoder", ("decode",)),
-    "encode": Command("cosmos_latent_decoder", "images to latents, with an autoencoder", ("encode",)),
-    "check-autoencoder": Command("cosmos_latent_decoder", "measure an autoencoder's reconstruction quality", ("check",)),
+    "decode": Command("cosmos_latent_decoder", "latents to images with an autoencoder; encode images, check the autoencoder"),
     "checkpoint": Command("checkpoint", "list, verify and compare checkpoints; export and import weights"),
     "export": Command("checkpoint", "write a run's weights in a published layout", ("export",)),
     "import": Command("checkpoint", "make a checkpoint of published weights", ("import",)),
@@ -51,7 +49,6 @@ COMMANDS = {
     "sweep": Command("sweep", "run a grid of configurations"),
     "compare": Command("compare", "compare runs, and the hardware they ran on, on one page"),
     "analyse": Command("optimization_analysis", "speed and memory of a folder of runs"),
-    "train-extractor": Command("train_extractor", "train a small feature extractor"),
 }
 
 
@@ -75,7 +72,7 @@ def run_command(module: str) -> NoReturn:
 
 def _refuse_ranks() -> None:
     """End the process if a launcher started several; the first one says so."""
-    from torchtitan.processes.exit_codes import forbid_restart
+    from torchtitan.processes.exit_codes import before_exit
 
     ranks = os.environ.get("WORLD_SIZE", "")
     if not ranks.isdecimal() or int(ranks) < 2:
@@ -83,7 +80,7 @@ def _refuse_ranks() -> None:
     if os.environ.get("RANK", "0") == "0":
         advice = "start it without torchrun, or unset WORLD_SIZE"
         print(f"{sys.argv[0]}: runs in one process, and WORLD_SIZE says {ranks} ({advice})", file=sys.stderr, flush=True)
-    forbid_restart()
+    before_exit(_REFUSED)
     sys.exit(_REFUSED)
 
 

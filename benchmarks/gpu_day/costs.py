@@ -24,6 +24,7 @@ from benchmarks.step_speed import build as build_network
 from benchmarks.trainer_overhead import timed
 from torchtitan.config.job import load_config
 from torchtitan.gns.config import GNSConfig
+from torchtitan.state.resume import resume
 from torchtitan.trainer import Trainer
 
 LATENTS, CLASSES = (4, 32, 32), 1000
@@ -150,7 +151,7 @@ def _save(mode: str) -> Mapping[str, Any]:
         "GB": sum(tensor.nbytes for tensor in trainer.state.tensors().values()) / 1e9, "blocked_s": blocked, "whole_s": whole,
     }  # fmt: skip
     if mode == "disabled":
-        found["read_s"] = timed(lambda: trainer.state.resume(trainer.state.step), visit.device())
+        found["read_s"] = timed(lambda: resume(trainer.state, trainer.state.step), visit.device())
     trainer.close()
     shutil.rmtree(trainer.config.job.dump_folder)
     return found

@@ -12,7 +12,7 @@ _NO_STAGE = "none: "
 # File under torchtitan/ or torchtitan_dit/ -> (what it does, stage and row).
 CUDA_BRANCHES: dict[str, tuple[str, str]] = {
     "torchtitan/trainer.py": ("waits for the device where time is taken", "features: eager"),
-    "torchtitan/run_state.py": ("pins batches for asynchronous copies", "features: eager; loader"),
+    "torchtitan/state/data.py": ("pins batches for asynchronous copies", "features: eager; loader"),
     "torchtitan/distributed/mesh.py": ("NCCL beside gloo, a rank's device, timeouts", "two ranks: NCCL"),
     "torchtitan/distributed/parallelize.py": ("DDP's device, FSDP's pinned offload, norm on the device", "two ranks"),
     "torchtitan/distributed/compile.py": ("begins CUDA graphs", "features: CUDA graphs"),

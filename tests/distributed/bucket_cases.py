@@ -10,7 +10,7 @@ import torch.distributed as dist
 from tests.bucketed_images import registered
 from tests.distributed.cases import make_trainer, remove, shared_folder
 from torchtitan.gns.raw_sums import read_sums
-from torchtitan.run_state import RunState
+from torchtitan.state.run_state import RunState
 from torchtitan.training.metrics import METRICS_FILE
 
 FLUX = (

@@ -14,6 +14,7 @@ from tests.distributed.cases import make_trainer, remove, shared_folder
 from torchtitan.checkpoint import checkpointer as checkpoint
 from torchtitan.checkpoint.checkpointer import checkpoint_path, checkpoint_steps, newest_good
 from torchtitan.files.shard_files import write_shard
+from torchtitan.state.resume import checkpointed_state
 from torchtitan.weights.trained_model import load_run
 
 ENABLED = ("--checkpoint.enable", "true", "--ema.tracks", '[{"name": "ema", "decay": 0.9}]')
@@ -37,7 +38,7 @@ def saved_while_training(layouts: dict[str, dict]) -> dict[str, dict]:
                 if step == 2:
                     checkpoint.write_shard = slowly
                     trainer.state.checkpointer.save(
-                        step, trainer.state.tensors(), trainer.state.state_dict(trainer.reports.state_dict())
+                        step, trainer.state.tensors(), checkpointed_state(trainer.state, trainer.reports.state_dict())
                     )
                     under_way = not checkpoint_steps(trainer.state.folder.checkpoints)
             assert trainer.state.checkpointer.wait() is None
@@ -76,7 +77,7 @@ def resumed_from_a_store(replicas: int, shards: int) -> dict[str, object]:
     tempfile.tempdir = str(copies)
     trainer = make_trainer(folder, name, **given)
     straight = train(trainer, 2)
-    trainer.state.checkpointer.save(2, trainer.state.tensors(), trainer.state.state_dict(trainer.reports.state_dict()))
+    trainer.state.checkpointer.save(2, trainer.state.tensors(), checkpointed_state(trainer.state, trainer.reports.state_dict()))
     weights = {name: whole(parameter) for name, parameter in trainer.state.parameters.items()}
     straight += train(trainer, 4)
     trainer.state.checkpointer.require_saved()

@@ -15,6 +15,7 @@ from torchtitan.config.job import load_config
 from torchtitan.diffusion.timesteps.sampler import GlobalBatch
 from torchtitan.distributed.parallelize import fsdp_modules
 from torchtitan.gns.rank_gradients import RankGradients
+from torchtitan.state.resume import checkpointed_state
 
 
 @contextmanager
@@ -87,7 +88,7 @@ def offloaded() -> dict[str, list]:
                 while state.step < last:
                     state.step += 1
                     norms.append(float(trainer.train_step()[0]))
-                state.checkpointer.save(last, state.tensors(), state.state_dict(trainer.reports.state_dict()))
+                state.checkpointer.save(last, state.tensors(), checkpointed_state(state, trainer.reports.state_dict()))
                 found.setdefault(name, []).extend(norms)
                 groups = [module._get_fsdp_state()._fsdp_param_group for module in fsdp_modules(state.model)]
                 policies = {type(group.offload_policy).__name__ for group in groups}

@@ -7,6 +7,7 @@ from torch.distributed.tensor import DTensor
 
 from tests.distributed.cases import make_trainer, remove, shared_folder
 from tests.launcher import run_on_ranks
+from torchtitan.state.resume import checkpointed_state
 
 HERE = "tests.distributed.test_ema_and_optimizers"
 TRACKS = (
@@ -72,7 +73,7 @@ def differences_after_resume(cases: dict[str, dict]) -> dict[str, list[str]]:
                 trainer.train_step()
                 if trainer.state.step == 3 and not trainers:
                     trainer.state.checkpointer.save(
-                        3, trainer.state.tensors(), trainer.state.state_dict(trainer.reports.state_dict())
+                        3, trainer.state.tensors(), checkpointed_state(trainer.state, trainer.reports.state_dict())
                     )
             trainer.close()
             trainers.append(trainer)

@@ -16,10 +16,10 @@ STEPS = ("--training.steps", "20", "--sampling.interval", "20", "--sampling.num_
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory) -> str:
-    folder = tmp_path_factory.mktemp("reference") / "digits"
+    path = tmp_path_factory.mktemp("reference") / "digits.npz"
     words = ("reference", "digits", "--name", "digits-test", "--split", "validation", "--extractor", "digits")
-    assert evaluate.main([*words, "--rows", "all", "--output", str(folder)]) == 0
-    return str(folder)
+    assert evaluate.main([*words, "--output", str(path)]) == 0
+    return str(path)
 
 
 def measured_every_eight_steps(reference: str, *more: str) -> tuple[str, ...]:
@@ -45,7 +45,7 @@ def test_metrics_are_logged_alike_on_other_ranks_and_after_a_kill_and_leave_the_
     undrawn = ForkedRun(config, "undrawn", *measured_every_eight_steps(reference, "--sampling.enable", "false"))
     undrawn.finish()
     assert measured(undrawn) == measured(straight) and not (undrawn.folder / "samples").exists()
-    (code, said_of_set), = sample(tmp_path / "set", undrawn.folder, "--count", "1", "--format", "npz")
+    (code, said_of_set), = sample(tmp_path / "set", undrawn.folder, "--count", "1")
     assert code == 0 and json.loads((tmp_path / "set" / "set.json").read_text())["num_steps"] == 2, said_of_set
     killed = ForkedRun(config, "moved", *measured_every_eight_steps(reference))
     killed.wait_for_step(12)  # a checkpoint with a measurement is there
@@ -70,11 +70,11 @@ def test_metrics_are_logged_alike_on_other_ranks_and_after_a_kill_and_leave_the_
 
 
 def test_a_lost_reference_leaves_measurements_out_and_one_that_does_not_serve_is_refused(reference, tmp_path):
-    config, copy = write_config(tmp_path), tmp_path / "copy"
-    shutil.copytree(reference, copy)
+    config, copy = write_config(tmp_path), tmp_path / "copy.npz"
+    shutil.copy(reference, copy)
     run = ForkedRun(config, "lost", *measured_every_eight_steps(str(copy)))
     run.wait_for_step(1)
-    shutil.rmtree(copy)
+    copy.unlink()
     assert "samples were not measured: evaluation.reference:" in run.finish()[0]
     assert "evaluation" not in run.summary() or run.summary()["evaluation"]["step"] < 20
     few = measured_every_eight_steps(reference, "--evaluation.count", "64", "--job.name", "few")

@@ -76,7 +76,7 @@ def test_the_trigger_is_replaced_in_prompts(model, monkeypatch):
 
 
 def test_a_set_of_the_command_records_the_texts_that_it_draws(run_folder, tmp_path):
-    words = ["--count", "1", "--num-steps", "1", "--format", "npz", "--prompt", "a [trigger] cat"]
+    words = ["--count", "1", "--num-steps", "1", "--prompt", "a [trigger] cat"]
     ((code, said),) = sample(tmp_path / "set", run_folder, *words)
     assert code == 0, said
     records = [path.read_text() for path in (tmp_path / "set").glob("*.json")]

@@ -11,6 +11,7 @@ from PIL import Image
 from tests.end_to_end.drawing import results_of, sample, start_sampling
 from tests.extractions import write_photographs
 from torchtitan.config.job import load_config
+from torchtitan.fidelity.images import open_images
 from torchtitan.run import run
 from torchtitan_dit.commands.extract_latents import main as extract_latents
 
@@ -85,13 +86,12 @@ def test_a_prompt_of_the_data_draws_what_its_number_draws(trained, tmp_path):
 
 
 def pixels_of(folder):
-    with np.load(folder / "samples.npz") as file:
-        return file["arr_0"]
+    return open_images(folder).pixels(range(6))
 
 
 def test_prompts_make_sets_that_are_their_own(trained, tmp_path):
     run_folder, _ = trained
-    words = ["--count", "6", "--num-steps", "2", "--format", "npz", "--guidance-scale", "4"]
+    words = ["--count", "6", "--num-steps", "2", "--guidance-scale", "4"]
     ((code, said),) = sample(tmp_path / "set", run_folder, "--prompt", "a new text", "a photo of a class1", *words)
     assert code == 0, said
     before = pixels_of(tmp_path / "set")

@@ -11,7 +11,7 @@ from tests.faults.forked import ForkedRun
 from tests.research.tables import rows_of
 from torchtitan.data import DATASETS
 from torchtitan.evaluation.sampling import ImageSampler, balanced_choices
-from torchtitan.features.registry import open_extractor
+from torchtitan.fidelity.extractors import open_extractor
 from torchtitan.fidelity.frechet import frechet_distance
 from torchtitan.fidelity.moments import moments_of_rows
 from torchtitan.pictures.grids import to_rgb
@@ -34,10 +34,10 @@ def run(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("references") / "digits"
-    words = ["reference", "digits", "--name", "digits", "--output", str(folder), "--extractor", "digits", "--rows", "all"]
+    path = tmp_path_factory.mktemp("references") / "digits.npz"
+    words = ["reference", "digits", "--name", "digits", "--output", str(path), "--extractor", "digits"]
     assert load_tool("evaluate").main(words) == 0
-    return folder
+    return path
 
 
 def test_every_setting_is_judged_on_the_same_noise_and_drawn_as_a_heat_map(run, reference, study):
@@ -100,7 +100,7 @@ def distance(run, track, scale):
         (["--metrics", "is", "--scales", "1", "--guide", ":none"], "--guide: has no effect at a guidance scale of 1"),
         (["--metrics", "is", "--num-steps", "0"], "--num-steps"),
         (["--metrics", "is", "--images", "3"], "3 samples are too few for any metric"),
-        (["--metrics", "is", "--extractor", "nothing"], "nothing: is neither a file nor a feature extractor"),
+        (["--metrics", "is", "--extractor", "nothing"], "'nothing' is no feature extractor (there are"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(run, study, tmp_path, words, message):

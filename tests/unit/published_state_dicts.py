@@ -6,8 +6,8 @@ import zlib
 import numpy as np
 import torch
 
-from torchtitan.features.dinov2 import VisionTransformer
-from torchtitan.features.inception import InceptionNetwork, published_shapes
+from torchtitan.fidelity.dinov2 import VisionTransformer
+from torchtitan.fidelity.inception import InceptionNetwork, published_shapes
 
 
 def uniform(name, shape):

@@ -8,8 +8,6 @@ from torchtitan.pictures.style import spread
 from torchtitan.runs.analysis.axes import (
     add_further_axes,
     axes_of,
-    complete_from_siblings,
-    value_label,
     values_in_order,
 )
 from torchtitan.runs.analysis.measures import after_warm_up, measure_run
@@ -124,34 +122,6 @@ def test_degrees_of_context_are_told_apart_by_the_layout_alone():
     assert add_further_axes(runs) == []
     assert [axes["layout"] for axes, _ in runs] == ["ddp", "ddp (context=2)", "ddp (context=4)"]
     assert values_in_order("layout", ["fsdp", "ddp (context=2)", "single"]) == ["single", "ddp (context=2)", "fsdp"]
-
-
-def test_a_cell_that_never_started_has_the_batch_of_the_processes_with_images_of_their_own():
-    halved = {"layout": "ddp", "parallelism.context_parallel_degree": 2, "training.local_batch_size": 16}
-    cell = axes_of(halved, processes=8)
-    assert (cell["layout"], cell["world_size"]) == ("ddp (context=2)", 8)
-    plain = settings(training__local_batch_size=16, training__global_batch_size=256)  # 8 processes, two microbatches
-    complete_from_siblings(cell, [axes_of(plain)])
-    assert cell["global_batch"] == 16 * 4 * 2
-    cell = axes_of({"layout": "hsdp", "training.local_batch_size": 16}, processes=8)
-    complete_from_siblings(cell, [axes_of(settings(training__global_batch_size=32) | divided(4, 1, 2))])
-    assert cell["global_batch"] == 128
-
-
-def test_axes_of_a_cell_that_never_started_come_from_its_siblings():
-    siblings = [axes_of(settings()) | {"device": "H200"}, axes_of(settings(compile__enable=False)) | {"device": "H200"}]
-    cell = axes_of({"layout": "hsdp", "compile.enable": False, "training.local_batch_size": 16}, processes=8)
-    complete_from_siblings(cell, siblings)
-    assert cell == axes_of(settings(compile__enable=False)) | {
-        "device": "H200", "local_batch": 16, "global_batch": 128,
-    }
-
-
-def test_what_siblings_do_not_agree_on_stays_unknown():
-    siblings = [axes_of(settings()), axes_of(settings(compile__enable=False))]
-    cell = axes_of({"layout": "hsdp", "training.local_batch_size": 16}, processes=8)
-    complete_from_siblings(cell, siblings)
-    assert cell["compile"] is None and value_label("compile", None) == "compile unknown"
 
 
 def test_other_differing_keys_become_axes():

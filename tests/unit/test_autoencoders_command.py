@@ -113,7 +113,7 @@ def test_files_of_other_origin_are_read(tokenizer, latents, tmp_path):
 def test_normalized_latents_are_brought_back_as_their_file_says(tokenizer, latents, tmp_path):
     normalization = {"shift": [0.5] * 16, "scale": [2.0] * 16}
     save_file({"mean": (latents - 0.5) * 2}, tmp_path / "z.safetensors", {"normalization": json.dumps(normalization)})
-    assert run("decode", tmp_path / "z.safetensors", "--path", tokenizer) == 0
+    assert run(tmp_path / "z.safetensors", "--path", tokenizer) == 0
     assert decoded(tmp_path / "z", tokenizer, latents)
 
 

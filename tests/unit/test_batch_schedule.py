@@ -15,7 +15,7 @@ from torchtitan.gns.capture import StepSums
 from torchtitan.gns.config import GNSConfig
 from torchtitan.gns.pool import Pool
 from torchtitan.reports import Reports
-from torchtitan.run_state import RunState
+from torchtitan.state.run_state import RunState
 from torchtitan.trainer import Trainer
 from torchtitan.training.batch_ramp import lr_multiple, ramp_factor, ramp_steps
 from torchtitan.training.config import EMATrackConfig

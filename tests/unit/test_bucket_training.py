@@ -18,7 +18,7 @@ from tests.distributed.cases import compiler
 from torchtitan.config.job import ConfigError, load_config
 from torchtitan.data import DatasetError
 from torchtitan.distributed import compile as compile_module
-from torchtitan.evaluation.image_sets import DatasetImages
+from torchtitan.evaluation.dataset_images import DatasetImages
 from torchtitan.models import build_model
 from torchtitan.run import run
 from torchtitan.training.rates import Rates

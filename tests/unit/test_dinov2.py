@@ -6,9 +6,9 @@ import torch
 
 from tests.unit.published_state_dicts import noise_images, transformer_state_dict, uniform
 from tests.unit.test_inception import one_line
-from torchtitan.features.dinov2 import DGM_EVAL, EDM2, DinoV2, VisionTransformer
-from torchtitan.features.published import DINOV2
-from torchtitan.features.registry import open_extractor
+from torchtitan.fidelity.dinov2 import DGM_EVAL, EDM2, DinoV2, VisionTransformer
+from torchtitan.fidelity.extractors import open_extractor
+from torchtitan.fidelity.published import DINOV2
 
 WIDTH, DEPTH, HEADS, GRID = 48, 3, 4, 7
 # Of Dinov2Model of transformers 4.40.2, which interpolates positions as the published code does (later versions do

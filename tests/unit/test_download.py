@@ -18,7 +18,7 @@ from urllib.parse import unquote, urlparse
 import pytest
 
 from tests.launcher import ROOT
-from torchtitan.features.published import PUBLISHED, PublishedWeights
+from torchtitan.fidelity.published import PUBLISHED, PublishedWeights
 from torchtitan_dit.commands import download as program
 
 COMMIT = "c" * 40

@@ -1,12 +1,13 @@
 import numpy as np
 import pytest
 
-from torchtitan.fidelity.errors import FidelityError
-from torchtitan.fidelity.feature_set import FeatureSet, feature_set_of_rows
-from torchtitan.fidelity.frechet import FrechetReference, frechet_distance
+from torchtitan.errors import EvaluationError
+from torchtitan.fidelity.feature_set import FeatureSet
+from torchtitan.fidelity.frechet import FrechetReference, frechet_distance, jackknife_interval
 from torchtitan.fidelity.measurement import Options
 from torchtitan.fidelity.metrics import METRICS
 from torchtitan.fidelity.moments import Moments, moments_of_rows
+from torchtitan.statistics.interval import mean_interval
 
 
 def of_rows(rows_a, rows_b, weights_b=None):
@@ -74,7 +75,7 @@ def test_the_interval_of_a_frechet_distance_is_its_spread_over_sets_of_samples()
     found = []
     for _ in range(120):
         rows = generator.standard_normal((400, 6)) * np.linspace(0.7, 1.6, 6) + 0.2
-        samples = feature_set_of_rows("samples", "own", {"pooled": rows})
+        samples = FeatureSet("samples", "own", {"pooled": rows})
         found.append(METRICS["fd"].measure(samples, ends, Options()).values["fd"])
     values = np.array([each.value for each in found])
     errors = np.array([each.half_width for each in found]) / 2.2622  # Student's t of 9 degrees of freedom
@@ -85,14 +86,36 @@ def test_the_interval_of_a_frechet_distance_is_its_spread_over_sets_of_samples()
     assert values.mean() - truth > 3 * values.std() / np.sqrt(120)
 
 
+def test_the_jackknife_of_a_mean_is_students_interval():
+    """Without each of K groups, the mean moves by what the group's own mean is off, over K - 1."""
+    means = np.array([3.0, 5.0, 4.0, 8.0, 1.0])
+    without = (means.sum() - means) / 4
+    found, expected = jackknife_interval(means.mean(), without.tolist()), mean_interval(means.tolist())
+    assert (found.lower, found.upper) == pytest.approx((expected.lower, expected.upper), rel=1e-12)
+    assert not jackknife_interval(1.0, []).bounded
+
+
+def test_samples_in_order_of_class_have_the_interval_of_shuffled_ones():
+    """Groups of neighbours would be of one class each, and their distances far apart."""
+    generator = np.random.default_rng(8)
+    rows = generator.standard_normal((1000, 4)) + 5 * np.repeat(np.arange(10), 100)[:, None]
+    ends = FeatureSet("reference", "own", {"pooled": generator.permutation(rows) + 0.1})
+    ordered, mixed = (
+        METRICS["fd"].measure(FeatureSet("samples", "own", {"pooled": each}), ends, Options()).values["fd"]
+        for each in (rows, generator.permutation(rows))
+    )
+    assert ordered.value == pytest.approx(mixed.value, rel=1e-9)
+    assert ordered.half_width == pytest.approx(mixed.half_width, rel=0.6)
+
+
 def test_sets_smaller_than_their_rank_are_refused_or_noted():
     generator = np.random.default_rng(6)
     many, few = generator.standard_normal((500, 20)), generator.standard_normal((20, 20))
-    reference, samples = (feature_set_of_rows(name, "inception", {"pooled": rows}) for name, rows in
+    reference, samples = (FeatureSet(name, "inception", {"pooled": rows}) for name, rows in
                           (("reference", many), ("samples", few)))  # fmt: skip
-    with pytest.raises(FidelityError, match="^samples: .* 20 features from 20 images has rank 19 at most: take at least 21 "):
+    with pytest.raises(EvaluationError, match="^samples: .* 20 features from 20 images has rank 19 at most: take at least 21 "):
         METRICS["fid"].measure(samples, reference, Options())
-    with pytest.raises(FidelityError, match="^samples: .* rank 19"):
+    with pytest.raises(EvaluationError, match="^samples: .* rank 19"):
         METRICS["fid"].measure(reference, samples, Options())
     allowed = METRICS["fid"].measure(samples, reference, Options(allow_small=True))
     assert allowed.values["fid"].bounded and allowed.values["fid"].value > 0
@@ -102,23 +125,23 @@ def test_sets_smaller_than_their_rank_are_refused_or_noted():
 
 def test_features_that_are_not_the_metrics_are_refused():
     rows = np.random.default_rng(7).standard_normal((50, 3))
-    digits, inception = (feature_set_of_rows(name, name, {"pooled": rows}) for name in ("digits", "inception"))
-    with pytest.raises(FidelityError, match="FID is defined for inception features, not for those of digits"):
+    digits, inception = (FeatureSet(name, name, {"pooled": rows}) for name in ("digits", "inception"))
+    with pytest.raises(EvaluationError, match="FID is defined for inception features, not for those of digits"):
         METRICS["fid"].measure(digits, digits, Options())
-    with pytest.raises(FidelityError, match="extract both with one extractor"):
+    with pytest.raises(EvaluationError, match="extract both with one extractor"):
         METRICS["fd"].measure(digits, inception, Options())
-    with pytest.raises(FidelityError, match="has no moments of spatial features, only rows of pooled"):
+    with pytest.raises(EvaluationError, match="has no rows of spatial features, only rows of pooled"):
         METRICS["sfid"].measure(inception, inception, Options())
-    with pytest.raises(FidelityError, match="needs a reference"):
+    with pytest.raises(EvaluationError, match="needs a reference"):
         METRICS["fid"].measure(inception, None, Options())
 
 
 def test_frechet_distance_refuses_what_it_cannot_fit():
-    with pytest.raises(FidelityError, match="1 feature vectors .* at least 2"):
+    with pytest.raises(EvaluationError, match="1 feature vectors .* at least 2"):
         of_rows(np.zeros((1, 3)), np.zeros((5, 3)))
-    with pytest.raises(FidelityError, match="5 of 5 feature vectors .* not finite"):
+    with pytest.raises(EvaluationError, match="5 of 5 feature vectors .* not finite"):
         of_rows(np.zeros((5, 3)), np.full((5, 3), np.nan))
-    with pytest.raises(FidelityError, match="samples have 3 features and the reference has 4"):
+    with pytest.raises(EvaluationError, match="samples have 3 features and the reference has 4"):
         of_rows(np.eye(3), np.eye(4))
-    with pytest.raises(FidelityError, match="do not fit"):
+    with pytest.raises(EvaluationError, match="do not fit"):
         FrechetReference(Moments(5, np.zeros(3), np.eye(4)))

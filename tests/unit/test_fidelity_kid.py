@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from torchtitan.fidelity.errors import FidelityError
+from torchtitan.errors import EvaluationError
 from torchtitan.fidelity.feature_set import FeatureSet
 from torchtitan.fidelity.kid import kernel_distance, subset_distances
 from torchtitan.fidelity.measurement import Options
@@ -88,11 +88,11 @@ def test_sets_too_small_for_the_subsets_are_refused_or_noted():
     generator = np.random.default_rng(5)
     samples, reference = (FeatureSet(name, "inception", {"pooled": generator.standard_normal((count, 3))})
                           for name, count in (("samples", 1000), ("reference", 999)))  # fmt: skip
-    with pytest.raises(FidelityError, match="^reference: 999 images are too few for KID's subsets of 1000"):
+    with pytest.raises(EvaluationError, match="^reference: 999 images are too few for KID's subsets of 1000"):
         METRICS["kid"].measure(samples, reference, Options())
     allowed = METRICS["kid"].measure(samples, reference, Options(allow_small=True))
     assert list(allowed.values) == ["kid"] and "left out" in allowed.notes[0]
     both = METRICS["kid"].measure(samples, samples, Options())
     assert list(both.values) == list(METRICS["kid"].better)
-    with pytest.raises(FidelityError, match="at least 4 rows in each set, not 3 and 5"):
+    with pytest.raises(EvaluationError, match="at least 4 rows in each set, not 3 and 5"):
         kernel_distance(np.zeros((3, 2)), np.zeros((5, 2)))

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
+from torchtitan.errors import EvaluationError
 from torchtitan.fidelity import pairs
-from torchtitan.fidelity.errors import FidelityError
 from torchtitan.fidelity.feature_set import FeatureSet
 from torchtitan.fidelity.measurement import Options
 from torchtitan.fidelity.metrics import METRICS
@@ -89,11 +89,11 @@ def test_larger_sets_are_cut_to_the_protocols_numbers_and_smaller_ones_noted():
     cut = METRICS["prdc"].measure(of_rows(x), of_rows(y), Options(prdc_samples=100, prdc_reference=50))
     assert (cut.values["precision"].count, cut.values["recall"].count) == (100, 50) and not cut.notes
     assert "of 300 samples and 200 reference images" in METRICS["prdc"].measure(of_rows(x), of_rows(y), Options()).notes[0]
-    with pytest.raises(FidelityError, match="reference: 3 images have no 3-th nearest neighbour: take at least 4"):
+    with pytest.raises(EvaluationError, match="reference: 3 images have no 3-th nearest neighbour: take at least 4"):
         measured("prdc", x, y[:3])
-    with pytest.raises(FidelityError, match="samples: pooled: 1 of 300 feature vectors have values that are not finite"):
+    with pytest.raises(EvaluationError, match="samples: pooled: 1 of 300 feature vectors have values that are not finite"):
         measured("prdc", np.where(np.arange(300)[:, None] == 7, np.nan, x), y)
-    with pytest.raises(FidelityError, match="samples have 3 features and the reference has 2"):
+    with pytest.raises(EvaluationError, match="samples have 3 features and the reference has 2"):
         measured("prdc", x, y[:, :2])
 
 
@@ -133,9 +133,9 @@ def test_the_interval_of_a_memorised_share_covers_the_chance_of_its_threshold():
 def test_a_threshold_needs_held_out_images():
     generator = np.random.default_rng(7)
     rows = generator.standard_normal((99, 3))
-    with pytest.raises(FidelityError, match="99 images cannot place a threshold below which 1 % .*: take at least 100"):
+    with pytest.raises(EvaluationError, match="99 images cannot place a threshold below which 1 % .*: take at least 100"):
         memorised(rows, rows, rows)
-    with pytest.raises(FidelityError, match="Memorisation needs held-out images"):
+    with pytest.raises(EvaluationError, match="Memorisation needs held-out images"):
         measured("memorisation", rows, rows)
     none = memorised(rows + 100, rows, np.concatenate([rows, rows]) + 1)["memorised"]
     assert none.value == 0 and none.upper > 0.01
@@ -145,5 +145,5 @@ def test_held_out_images_that_are_training_images_are_refused():
     """Their threshold is 0 but for rounding in another batch, and no copy is nearer: the share would be 0 for copies alone."""
     training = np.random.default_rng(9).standard_normal((300, 4)) + 10
     for held_out in (training, training * (1 + 1e-7), np.concatenate([training[:20], training[:280] + 1])):
-        with pytest.raises(FidelityError, match="held-out images: more than 1 % of them are images of the reference"):
+        with pytest.raises(EvaluationError, match="held-out images: more than 1 % of them are images of the reference"):
             memorised(training, training, held_out)

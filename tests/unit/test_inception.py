@@ -11,8 +11,9 @@ import torch
 from torch.nn.functional import batch_norm, conv2d
 
 from tests.unit.published_state_dicts import convolution_weights, inception_state_dict, noise_images, uniform
-from torchtitan.features.base import ExtractorError
-from torchtitan.features.inception import (
+from torchtitan.errors import EvaluationError
+from torchtitan.fidelity.extractors import open_extractor
+from torchtitan.fidelity.inception import (
     CoarseBlock,
     FineBlock,
     Inception2015,
@@ -20,9 +21,8 @@ from torchtitan.features.inception import (
     fold_convolutions,
     max_pool,
 )
-from torchtitan.features.published import INCEPTION
-from torchtitan.features.registry import open_extractor
-from torchtitan.features.state_dicts import read_published
+from torchtitan.fidelity.published import INCEPTION
+from torchtitan.fidelity.state_dicts import read_published
 
 # Of torch-fidelity 0.4.0's FeatureExtractorInceptionV3 with these weights and images; `spatial` is the mean over the
 # places of its Mixed_6d.branch1x1.
@@ -171,7 +171,7 @@ def test_the_network_has_each_kind_of_pool_where_the_graph_has_it(extractor):
 
 
 def one_line(call):
-    with pytest.raises(ExtractorError) as refused:
+    with pytest.raises(EvaluationError) as refused:
         call()
     assert "\n" not in str(refused.value)
     return str(refused.value)

@@ -8,7 +8,7 @@ import torch
 from torchtitan.distributed.config import CommConfig
 from torchtitan.distributed.mesh import compute_device, init_process_group
 from torchtitan.processes import command_line, parent_death
-from torchtitan.processes.exit_codes import forbid_restart
+from torchtitan.processes.exit_codes import FAILED, REFUSED, before_exit
 from torchtitan.processes.launch import LaunchError, check_launch, check_rendezvous, launch_number
 from torchtitan_dit import cli
 
@@ -76,8 +76,19 @@ def test_only_a_launcher_that_would_restart_is_ended(monkeypatch, restarts, ende
     monkeypatch.setattr("os.kill", lambda *words: sent.append(words))
     launched(monkeypatch, "LOCAL_RANK=0")
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", restarts)
-    forbid_restart()
+    before_exit(143)
     assert bool(sent) == ended
+
+
+def test_the_first_process_has_said_why_a_job_is_refused_before_another_ends(monkeypatch):
+    waited = []
+    monkeypatch.setattr("time.sleep", waited.append)
+    for rank, code in (("0", REFUSED), ("1", 0), ("1", FAILED), ("1", 143)):
+        launched(monkeypatch, f"LOCAL_RANK={rank}")
+        before_exit(code)
+    assert not waited
+    before_exit(REFUSED)
+    assert len(waited) == 1
 
 
 @pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"])

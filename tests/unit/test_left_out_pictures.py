@@ -8,7 +8,7 @@ import pytest
 
 from tests.encoded_images import image_bytes
 from torchtitan.data import DATASETS, DatasetError
-from torchtitan.evaluation.image_sets import FolderImages
+from torchtitan.fidelity.images import FolderImages
 from torchtitan.processes.launch import CHECKED
 
 COUNTS = {"png": 4, "heic": 3, "AVIF": 1}

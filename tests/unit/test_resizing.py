@@ -6,7 +6,7 @@ import torch
 from PIL import Image
 
 from tests.unit.published_state_dicts import noise_images
-from torchtitan.features.resizing import resize_bicubic_antialias, resize_bicubic_pillow, resize_bilinear_tf1
+from torchtitan.fidelity.resizing import resize_bicubic_antialias, resize_bicubic_pillow, resize_bilinear_tf1
 
 
 def tensorflow_bilinear(image, size):

@@ -1,6 +1,7 @@
 """Metrics of samples that a training draws: their arithmetic, targets and refused configurations."""
 
 import re
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -13,11 +14,11 @@ from torchtitan.data.digits import DigitsConfig
 from torchtitan.errors import EvaluationError
 from torchtitan.evaluation import sample_metrics
 from torchtitan.evaluation.config import EvaluationConfig
-from torchtitan.evaluation.image_sets import DatasetImages
-from torchtitan.evaluation.sample_metrics import SampleMetrics
+from torchtitan.evaluation.dataset_images import DatasetImages
+from torchtitan.evaluation.sample_metrics import SampleMetrics, measure_samples
 from torchtitan.evaluation.targets import newly_reached
-from torchtitan.features.registry import open_extractor
-from torchtitan.fidelity.feature_set import feature_set_of_rows
+from torchtitan.fidelity.extractors import open_extractor
+from torchtitan.fidelity.feature_set import FeatureSet
 from torchtitan.fidelity.measurement import Options
 from torchtitan.fidelity.metrics import METRICS
 from torchtitan.pictures.grids import to_rgb
@@ -31,9 +32,9 @@ CPU = torch.device("cpu")
 def references(tmp_path_factory) -> dict[str, str]:
     folder, found = tmp_path_factory.mktemp("references"), {}
     for split in ("train", "validation"):
-        words = ["reference", "digits", "--name", split, "--split", split, "--extractor", "digits", "--rows", "all"]
-        assert evaluate.main([*words, "--output", str(folder / split)]) == 0
-        found[split] = str(folder / split)
+        words = ["reference", "digits", "--name", split, "--split", split, "--extractor", "digits"]
+        found[split] = str(folder / f"{split}.npz")
+        assert evaluate.main([*words, "--output", found[split]]) == 0
     return found
 
 
@@ -52,19 +53,19 @@ def features(pixels: np.ndarray) -> dict[str, np.ndarray]:
 def test_metrics_of_drawn_samples_are_those_of_their_features(references, pixels, made):
     noisy = np.clip(pixels + np.random.default_rng(0).normal(0, 20, pixels.shape), 0, 255).astype(np.uint8)
     config = EvaluationConfig(
-        metrics=["prdc", "fd", "is", "memorisation"], extractor="digits", count=150,
+        metrics=["prdc", "fd", "is", "memorisation", "accuracy"], extractor="digits", count=150,
         reference=references["train"] if made else "train", held_out=references["validation"] if made else "validation",
     )  # fmt: skip
-    metrics = SampleMetrics(config, CPU, (8, 8), None, open_split)
+    metrics = SampleMetrics(config, CPU, (8, 8), None, open_split, num_classes=10)
+    classes = DATASETS["digits"](DigitsConfig(), "validation").fetch(np.arange(150))["class"].numpy()
     found: dict[str, Interval] = {}
     for _ in range(2):  # splits are extracted once
-        drawn = metrics.extract(lambda numbers: (noisy[numbers], 0), batch_size=64)
-        before, found = found, dict(metrics.measure(drawn).values)
+        before, found = found, dict(metrics.measure(lambda numbers: noisy[numbers], 64, classes).values)
     assert found == before
     training = DATASETS["digits"](DigitsConfig(), "train")
     training = features(to_rgb(training.fetch(np.arange(len(training)))["images"].numpy()))
     samples, reference, held_out = (
-        feature_set_of_rows(name, "digits", rows)
+        FeatureSet(name, "digits", rows, classes=classes)
         for name, rows in (("samples", features(noisy[:150])), ("reference", training), ("held out", features(pixels)))
     )
     wanted: dict[str, Interval] = {}
@@ -81,9 +82,9 @@ def open_split(split: str) -> DatasetImages:
 
 
 def test_a_split_of_too_many_images_or_of_latents_is_refused(monkeypatch):
-    monkeypatch.setattr(sample_metrics, "MOST_SPLIT_IMAGES", 1499)
+    monkeypatch.setattr(sample_metrics, "MOST_IMAGES", 1499)
     config = EvaluationConfig(extractor="digits", reference="train", count=80)
-    with pytest.raises(EvaluationError, match=r"^evaluation.reference: the split has 1,500 images, more than the 1,499"):
+    with pytest.raises(EvaluationError, match=r"^evaluation.reference: dataset digits has 1,500 images, more than the 1,499"):
         SampleMetrics(config, CPU, (8, 8), None, open_split)
 
     def latents(split: str) -> DatasetImages:
@@ -98,18 +99,28 @@ def test_an_image_of_a_split_that_one_rank_cannot_read_is_an_error_of_all():
     assert found == ["dataset digits: image 1499 is damaged"] * 2
 
 
+class Nan:
+    """Sampler of images of which two in a batch are not finite."""
+
+    @contextmanager
+    def drawing(self, seed, **method):
+        yield lambda choices, numbers: torch.where(numbers[:, None, None, None] % 20 == 3, torch.nan, torch.zeros(1, 1, 8, 8))
+
+
 def test_samples_that_are_not_finite_are_not_measured(references, pixels):
     metrics = SampleMetrics(EvaluationConfig(extractor="digits", reference=references["train"], count=80), CPU, (8, 8), None)
-    with pytest.raises(EvaluationError, match="^4 of 80 samples have values that are not finite$"):
-        metrics.extract(lambda numbers: (pixels[numbers], 2), batch_size=40)
+    sampler = Nan()
+    with pytest.raises(EvaluationError, match="^2 of 40 samples have values that are not finite$"):
+        measure_samples(metrics, sampler, torch.arange(80) % 10, 0, batch_size=40)
 
 
 @pytest.mark.parametrize("keys, reason", [
-    ({"extractor": "nothing"}, "evaluation.extractor: nothing: is neither a file nor a feature extractor"),
+    ({"extractor": "nothing"}, "evaluation.extractor: 'nothing' is no feature extractor"),
     ({"reference": "nothing"}, "evaluation.reference: 'nothing' is neither a path nor the name of a reference"),
     ({"count": 30}, r"\[evaluation\]: fd: a covariance of 64 features from 30 images .* or evaluation.allow_small = true"),
     ({"size": (16, 16)}, r"\[evaluation\]: .*: images of 8 x 8 pixels, and the samples have 16 x 16"),
     ({"metrics": ["fd_dinov2"]}, "evaluation.extractor: "),
+    ({"metrics": ["accuracy"], "reference": ""}, r"\[evaluation\]: accuracy: digits knows 10 classes, the data have 0"),
 ])  # fmt: skip
 def test_what_cannot_be_measured_is_refused_before_training(references, keys, reason):
     size = keys.pop("size", (8, 8))

@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from torchtitan.conditions import Classes
-from torchtitan.evaluation import sample_files
+from torchtitan.evaluation import sample_sets
 from torchtitan.evaluation.config import SamplingConfig
-from torchtitan.evaluation.sample_files import SET_FORMATS
 from torchtitan.evaluation.sample_plans import (
     SampleNotFinite,
     SampleSetError,
@@ -22,6 +21,7 @@ from torchtitan.evaluation.sample_plans import (
     seeds_text,
 )
 from torchtitan.evaluation.sample_sets import SampleSet
+from torchtitan.fidelity.images import open_images
 from torchtitan.files.durable import replace_files
 from torchtitan.files.run_lock import Busy
 from torchtitan.models.base import ModelConfig
@@ -90,37 +90,38 @@ def test_choices_are_functions_of_their_seed_and_all_as_likely():
     assert choices_of(seeds, 0, []) is None
 
 
-@pytest.mark.parametrize("file_format", SET_FORMATS)
-def test_a_set_is_resumed_finished_and_read(tmp_path, file_format):
-    samples = SampleSet(tmp_path / "set", plan(), file_format)
+def test_a_set_is_resumed_finished_and_read(tmp_path):
+    samples = SampleSet(tmp_path / "set", plan())
     assert samples.begin() == [0, 1, 2]
     fill(samples, [1])
     with pytest.raises(SampleSetError, match="missing"):
         samples.finish()
     with pytest.raises(Busy):
-        SampleSet(tmp_path / "set", plan(), file_format).begin()
+        SampleSet(tmp_path / "set", plan()).begin()
     del samples
-    again = SampleSet(tmp_path / "set", plan(), file_format)
+    again = SampleSet(tmp_path / "set", plan())
     assert again.begin() == [0, 2]
     fill(again, [2, 0])
     again.finish()
-    found = np.concatenate(list(again.files.read()))
+    drawn = open_images(tmp_path / "set")
+    found = drawn.pixels(range(5))
+    assert drawn.classes().tolist() == [0, 1, 2, 0, 1]
     wanted = np.rint((images(torch.arange(5)).numpy() + 1) * 127.5).astype(np.uint8).repeat(3, 1).transpose(0, 2, 3, 1)
     assert found.dtype == np.uint8 and np.array_equal(found, wanted)
-    later = SampleSet(tmp_path / "set", plan(), file_format)
+    later = SampleSet(tmp_path / "set", plan())
     assert later.begin() == []
     names = {path.name for path in (tmp_path / "set").iterdir()} - {".lock", "set.json"}
-    assert names == ({*(f"00000{n}.png" for n in range(5)), "labels.csv"} if file_format == "png" else {f"samples.{file_format}"})
+    assert names == {*(f"00000{n}.png" for n in range(5)), "labels.csv"}
 
 
 def test_a_batch_of_which_some_images_are_missing_is_drawn_again(tmp_path):
-    samples = SampleSet(tmp_path / "set", plan(), "png")
+    samples = SampleSet(tmp_path / "set", plan())
     fill(samples, samples.begin())
     samples.finish()
     before = {path.name: path.read_bytes() for path in (tmp_path / "set").iterdir()}
     (tmp_path / "set" / "000003.png").unlink()
-    again = SampleSet(tmp_path / "set", plan(), "png")
-    assert again.begin() == [1] and not again.files.is_written(1)
+    again = SampleSet(tmp_path / "set", plan())
+    assert again.begin() == [1] and not again.is_written(1)
     with pytest.raises(SampleSetError, match="images are missing"):
         again.finish()
     fill(again, [1])
@@ -130,21 +131,9 @@ def test_a_batch_of_which_some_images_are_missing_is_drawn_again(tmp_path):
     }
 
 
-@pytest.mark.parametrize("file_format", ["npz", "parquet"])
-def test_a_damaged_part_is_named_and_the_other_parts_are_kept(tmp_path, file_format):
-    samples = SampleSet(tmp_path / "set", plan(), file_format)
-    fill(samples, samples.begin())
-    part = sorted((tmp_path / "set" / "parts").iterdir())[1]
-    part.write_bytes(part.read_bytes()[:50])
-    with pytest.raises(SampleSetError) as refusal:
-        samples.finish()
-    assert str(refusal.value) == f"{part}: is damaged (remove it, and the same command draws it again)"
-    assert len(list((tmp_path / "set" / "parts").iterdir())) == 3 and not list((tmp_path / "set").glob("*samples*"))
-
-
 def test_another_plan_a_damaged_record_and_foreign_pictures_are_refused(tmp_path):
     folder = tmp_path / "set"
-    samples = SampleSet(folder, plan(), "png")
+    samples = SampleSet(folder, plan())
     fill(samples, samples.begin())
     samples.finish()
     lines = {
@@ -154,24 +143,24 @@ def test_another_plan_a_damaged_record_and_foreign_pictures_are_refused(tmp_path
     }
     for line, other in lines.items():
         with pytest.raises(SampleSetError) as refusal:
-            SampleSet(folder, other, "png").begin()
+            SampleSet(folder, other).begin()
         assert str(refusal.value) == f"{folder}: {line}"
     (folder / "mine.png").write_bytes(b"mine")
     with pytest.raises(SampleSetError, match="holds mine.png, which is not of this set"):
-        SampleSet(folder, plan(), "png").begin()
+        SampleSet(folder, plan()).begin()
     (folder / "mine.png").unlink()
     (folder / "labels.csv").write_text("my,labels")
     with pytest.raises(SampleSetError, match="a file that this command did not write"):
-        SampleSet(folder, plan(), "png").begin()
+        SampleSet(folder, plan()).begin()
     assert (folder / "labels.csv").read_text() == "my,labels"
     start = "{\n \"sample_set\": 1,"
     for damaged in (start, start + ' "a": ' + "[" * 100_000):
         (folder / "set.json").write_text(damaged)
         with pytest.raises(SampleSetError, match="is damaged"):
-            SampleSet(folder, plan(), "png").begin()
+            SampleSet(folder, plan()).begin()
     (folder / "set.json").write_text(json.dumps({"mine": 1}))
     with pytest.raises(SampleSetError, match="which is not a set of samples'; nothing was written"):
-        SampleSet(folder, plan(), "png").begin()
+        SampleSet(folder, plan()).begin()
 
 
 def test_the_hash_of_weights_covers_buffers_that_are_saved_with_them():
@@ -187,7 +176,7 @@ def test_the_hash_of_weights_covers_buffers_that_are_saved_with_them():
 
 
 def test_values_that_are_not_finite_are_named_by_their_seed(tmp_path):
-    samples = SampleSet(tmp_path / "set", plan(), "png")
+    samples = SampleSet(tmp_path / "set", plan())
     samples.begin()
     broken = images(torch.tensor([2, 3]))
     broken[1, 0, 2, 2] = float("nan")
@@ -199,20 +188,15 @@ def test_values_that_are_not_finite_are_named_by_their_seed(tmp_path):
 def test_a_place_that_cannot_be_written_is_refused_in_one_line(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("mine")
     with pytest.raises(SampleSetError) as refusal:
-        SampleSet(tmp_path / "file", plan(), "png").begin()
+        SampleSet(tmp_path / "file", plan()).begin()
     assert str(refusal.value).startswith(f"{tmp_path / 'file'}: cannot be written: Not a directory")
 
     def full(*arguments):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    samples = SampleSet(tmp_path / "set", plan(), "npz")
-    fill(samples, samples.begin())
-    with monkeypatch.context() as patched:
-        patched.setattr(sample_files, "replacing", full)
-        with pytest.raises(SampleSetError, match="cannot be written: No space left on device"):
-            samples.finish()
-    assert len(list((tmp_path / "set" / "parts").iterdir())) == 3
-    assert samples.finish().stat().st_size > 200
+    monkeypatch.setattr(sample_sets, "replace_file", full)
+    with pytest.raises(SampleSetError, match="cannot be written: No space left on device"):
+        SampleSet(tmp_path / "set", plan()).begin()
 
 
 def test_files_are_replaced_together_or_left_out_whole(tmp_path, monkeypatch):

@@ -12,8 +12,7 @@ from torchtitan.statistics.interval import (
     paired_difference,
     positive_interval,
 )
-from torchtitan.statistics.multiple_comparisons import holm
-from torchtitan.statistics.student import student_quantile, student_two_sided
+from torchtitan.statistics.student import student_quantile
 
 
 def test_student_quantile_is_exact_where_a_closed_form_exists() -> None:
@@ -27,18 +26,6 @@ def test_student_quantile_is_exact_where_a_closed_form_exists() -> None:
     normal = torch.special.ndtri(torch.tensor(0.975, dtype=torch.float64)).item()
     assert student_quantile(0.975, 1e6) == pytest.approx(normal, rel=3e-6)
     assert student_quantile(0.975, 0.9) == math.inf
-
-
-def test_two_sided_p_values_are_those_of_closed_forms() -> None:
-    for t in (0.0, 0.3, 2.0, 40.0):
-        assert student_two_sided(t, 1) == pytest.approx(1 - 2 / math.pi * math.atan(t), abs=1e-9)
-        assert student_two_sided(-t, 2) == pytest.approx(1 - t / math.sqrt(2 + t * t), abs=1e-9)
-    assert student_two_sided(30.0, 20.0) == pytest.approx(4.2e-18, rel=0.02)  # far out in the tail
-
-
-def test_holm_adjusts_step_by_step() -> None:
-    assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
-    assert holm([0.5, 0.9]) == [1.0, 1.0] and holm([]) == [] and holm([0.03]) == [0.03]
 
 
 def test_rates_with_a_zero_have_no_negative_end() -> None:

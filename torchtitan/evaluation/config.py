@@ -113,8 +113,7 @@ class EvaluationConfig:
     interval: int = setting(10_000, "steps between measurements; also at the last step", ge=1, trajectory=False)
     metrics: list[OneOf[str, METRICS]] = setting(["fd"], f"metrics, as {program('evaluate')} names them", trajectory=False)
     extractor: str = setting(
-        "inception", "feature extractor of metrics that are defined for any: a name, or a file's path", trajectory=False,
-        path=True,
+        "inception", "feature extractor of metrics that are defined for any", trajectory=False
     )
     reference: str = setting(
         "", "reference to compare with: train or validation, the run's own images; or a name or a path of one made by "

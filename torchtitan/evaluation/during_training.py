@@ -12,11 +12,11 @@ from torch import Tensor
 from tqdm import tqdm
 
 from torchtitan.conditions import Condition
-from torchtitan.data import DATASETS, DataConfig, DatasetInfo
+from torchtitan.data import DATASETS, DataConfig, Dataset, DatasetInfo
 from torchtitan.diffusion.guidance import Guide
 from torchtitan.diffusion.objective import Objective
 from torchtitan.distributed.mesh import Layout
-from torchtitan.evaluation.config import EvaluationConfig, SamplingConfig, ValidationConfig
+from torchtitan.evaluation.config import SamplingConfig, ValidationConfig
 from torchtitan.evaluation.decoding import LatentDecoder, held_out_picture
 from torchtitan.evaluation.sample_metrics import SampleMetrics, measure_samples
 from torchtitan.evaluation.sampling import ImageSampler, balanced_choices, grid_choices
@@ -43,53 +43,63 @@ class SampleGrid:
     count: int
 
 
+@dataclass(frozen=True)
+class EvaluatedRun:
+    """What is evaluated of a run.
+
+    Attributes:
+        model, objective, ema, layout: of the training.
+        data, info: of the dataset.
+        seed: of the run.
+        param_dtype: dtype of compute.
+        decoder: of latents; None for training on images, or without an autoencoder.
+    """
+
+    model: DiffusionModel
+    objective: Objective
+    ema: EMABank
+    layout: Layout
+    data: DataConfig
+    info: DatasetInfo
+    seed: int
+    param_dtype: str
+    decoder: LatentDecoder | None
+
+
 class Evaluation:
     """Evaluation with the weights of a training and their averages. Every method is collective."""
 
-    def __init__(
-        self, *, data: DataConfig, sampling: SamplingConfig, evaluation: EvaluationConfig, validation: ValidationConfig,
-        seed: int, param_dtype: str, info: DatasetInfo, model: DiffusionModel, objective: Objective, ema: EMABank,
-        layout: Layout, decoder: LatentDecoder | None, sample_metrics: SampleMetrics | None, bin_edges: Tensor,
-        on_unreadable: Callable[..., Any],
-    ) -> None:  # fmt: skip
-        """
+    def __init__(self, run: EvaluatedRun, sampling: SamplingConfig) -> None:
+        """sampling: how grids and samples are drawn."""
+        self._run, self._sampling = run, sampling
+        self._sampler = ImageSampler(run.model, run.objective, run.param_dtype, run.layout.device)
+
+    def validate(
+        self, config: ValidationConfig, bin_edges: Tensor, on_unreadable: Callable[..., Any]
+    ) -> dict[str, float]:
+        """Validate: held-out losses of the trained and of every averaged weight, by tag.
+
         Args:
-            data, sampling, evaluation, validation: sections of the run's configuration.
-            seed: of the run.
-            param_dtype: dtype of compute.
-            info: of the dataset.
-            model, objective, ema, layout: of the run.
-            decoder: of latents; None for training on images, or without an autoencoder.
-            sample_metrics: of `[evaluation]`; None where it is not enabled.
+            config: which images, at which timesteps.
             bin_edges: inner edges in t of the bins of `loss_by_bin`.
             on_unreadable: called with every held-out image that cannot be decoded.
         """
-        self._data, self._sampling, self._evaluation, self._validation = data, sampling, evaluation, validation
-        self._seed, self._param_dtype = seed, param_dtype
-        self._info, self._model, self._objective, self._ema, self._layout = info, model, objective, ema, layout
-        self._decoder, self._bin_edges, self._on_unreadable = decoder, bin_edges, on_unreadable
-        self._metrics = sample_metrics
-        self._sampler = ImageSampler(model, objective, param_dtype, layout.device)
-
-    def validate(self) -> dict[str, float]:
-        """Validate: held-out losses of the trained and of every averaged weight, by tag."""
-        layout, config = self._layout, self._validation
-        dataset = DATASETS[self._data.name](self._data, "validation")
+        run, layout = self._run, self._run.layout
+        dataset = self._held_out()
         count = min(config.num_images, len(dataset))
         metrics: dict[str, float] = {}
-        for track in ("none", *self._ema.tracks):
+        for track in ("none", *run.ema.tracks):
             batches = validation_batches(
-                dataset, self._info, count, config.batch_size, layout.rank, layout.world_size,
-                on_unreadable=self._on_unreadable,
+                dataset, run.info, count, config.batch_size, layout.rank, layout.world_size, on_unreadable=on_unreadable
             )
             batches = tqdm(
                 batches, "held-out loss", num_validation_batches(dataset, count, config.batch_size, layout.world_size),
                 unit="batch", delay=2, leave=False, disable=None if layout.rank == 0 else True,
             )
-            with self._ema.weights(track, self._model):
+            with run.ema.weights(track, run.model):
                 losses = validation_loss(
-                    self._model, self._objective, batches, count=count, seed=self._seed, bin_edges=self._bin_edges,
-                    param_dtype=self._param_dtype, device=layout.device, sharded=layout.sharded, timesteps=config.timesteps,
+                    run.model, run.objective, batches, count=count, seed=run.seed, bin_edges=bin_edges,
+                    param_dtype=run.param_dtype, device=layout.device, sharded=layout.sharded, timesteps=config.timesteps,
                 )
             prefix = "validation_metrics" if track == "none" else f"validation_metrics/{track}"
             metrics |= {f"{prefix}/{name}": value for name, value in losses.items()}
@@ -98,23 +108,23 @@ class Evaluation:
     @property
     def row_names(self) -> list[str]:
         """Names of the grid's rows: prompts, or classes; "" each where they have none."""
-        kind = self._info.condition_kind
+        kind = self._run.info.condition_kind
         rows = grid_choices(kind.numbers_of(self._sampling.classes), kind.choices, 1).tolist()
         return [kind.choice_names[row] for row in rows] if kind.choice_names else [""] * len(rows)
 
     def sample_grid(self) -> SampleGrid | None:
         """Draw the grid of samples, a row per condition; on the first rank."""
         config = self._sampling
-        kind = self._info.condition_kind
+        kind = self._run.info.condition_kind
         choices = grid_choices(kind.numbers_of(config.classes), kind.choices, config.images_per_class)
-        with self._ema.weights(config.ema_track, self._model):
+        with self._run.ema.weights(config.ema_track, self._run.model):
             images = self._sampler.draw(
-                choices, self._seed, **self._method(config.guidance_scale), batch_size=config.batch_size,
-                sharded=self._layout.sharded, progress=self._layout.rank == 0 and sys.stderr.isatty(),
+                choices, self._run.seed, **self._method(config.guidance_scale), batch_size=config.batch_size,
+                sharded=self._run.layout.sharded, progress=self._run.layout.rank == 0 and sys.stderr.isatty(),
             )  # fmt: skip
-        if self._decoder:
-            images = self._decoder.decode(images)
-        if self._layout.rank != 0:
+        if self._run.decoder:
+            images = self._run.decoder.decode(images)
+        if self._run.layout.rank != 0:
             return None
         rows = choices[:: config.images_per_class].tolist()
         # The animation writes the step; there is nothing else to say of samples without conditions and guide.
@@ -127,24 +137,25 @@ class Evaluation:
     def held_out_picture(self) -> Image.Image | None:
         """Picture of decoded held-out latents, which shows whether scale and shift are right; None without a decoder.
         """
-        if self._decoder is None or not self._info.has_validation:
+        if self._run.decoder is None or not self._run.info.has_validation:
             return None
-        dataset = DATASETS[self._data.name](self._data, "validation")
-        return held_out_picture(dataset, self._decoder, self._info.class_names)
+        return held_out_picture(self._held_out(), self._run.decoder, self._run.info.class_names)
 
-    def measure(self) -> Measurement:
+    def measure(self, metrics: SampleMetrics, guidance_scale: float) -> Measurement:
         """Metrics of newly drawn samples. Raises EvaluationError, on every rank."""
-        assert self._metrics is not None
-        config, layout = self._sampling, self._layout
-        choices = balanced_choices(self._metrics.count, self._info.condition_kind.choices)
-        with self._ema.weights(config.ema_track, self._model):
+        run, layout, config = self._run, self._run.layout, self._sampling
+        choices = balanced_choices(metrics.count, run.info.condition_kind.choices)
+        with run.ema.weights(config.ema_track, run.model):
             measurement = measure_samples(
-                self._metrics, self._sampler, choices, self._seed, batch_size=config.batch_size, decoder=self._decoder,
-                sharded=layout.sharded, **self._method(self._evaluation.guidance_scale),
+                metrics, self._sampler, choices, run.seed, batch_size=config.batch_size, decoder=run.decoder,
+                sharded=layout.sharded, **self._method(guidance_scale),
             )  # fmt: skip
         if layout.device.type == "cuda":  # what extraction needed is training's again
             torch.cuda.empty_cache()
         return measurement
+
+    def _held_out(self) -> Dataset:
+        return DATASETS[self._run.data.name](self._run.data, "validation")
 
     def _method(self, guidance_scale: float) -> dict[str, Any]:
         guidance = dataclasses.replace(self._sampling.guidance, scale=guidance_scale)
@@ -157,16 +168,16 @@ class Evaluation:
             return None
 
         def network(x: Tensor, time: Tensor, condition: Condition) -> Tensor:
-            with self._ema.weights(track, self._model):
-                return self._model(x, time, condition)
+            with self._run.ema.weights(track, self._run.model):
+                return self._run.model(x, time, condition)
 
-        return Guide(network, self._objective, conditional=True)
+        return Guide(network, self._run.objective, conditional=True)
 
     @torch.no_grad()
     def log_uncertainties(self, bins: int) -> dict[str, float]:
         """Log uncertainties: the learned ln of the loss in the middle of each of equally likely bins of timesteps, by
         tag.
         """
-        density = self._objective.timestep_sampler.density
+        density = self._run.objective.timestep_sampler.density
         t = density.quantile((torch.arange(bins, dtype=torch.float64) + 0.5) / bins)
-        return self._objective.log_uncertainties(torch.logit(t).to(self._layout.device))
+        return self._run.objective.log_uncertainties(torch.logit(t).to(self._run.layout.device))

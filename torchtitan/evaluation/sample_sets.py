@@ -4,42 +4,43 @@ The unit of work is a batch of the plan. A batch is written whole by the process
 same bytes on any number of processes.
 """
 
+import io
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch.distributed as dist
+from PIL import Image
 from torch import Tensor
 
 from torchtitan.distributed.collectives import from_first_rank, of_all_ranks
 from torchtitan.distributed.shared_work import SharedProgress
 from torchtitan.evaluation.decoding import LatentDecoder
-from torchtitan.evaluation.sample_files import SET_FORMATS, SetFiles
 from torchtitan.evaluation.sample_plans import KEY, SampleNotFinite, SampleSetError, SetPlan
 from torchtitan.evaluation.sampling import ImageSampler
-from torchtitan.files.durable import make_folder, remove_unfinished, replace_file
-from torchtitan.files.ownership import foreign_entry, foreign_text
+from torchtitan.fidelity.images import SET_CLASSES, SET_RECORD
+from torchtitan.files.durable import make_folder, remove_unfinished, replace_file, replace_files
+from torchtitan.files.ownership import foreign_entry, foreign_text, refuse_foreign_file
 from torchtitan.files.record_difference import first_difference
 from torchtitan.files.regular import read_regular
 from torchtitan.files.run_lock import Busy, RunLock
 from torchtitan.pictures.grids import to_rgb
 
-RECORD = "set.json"
 _FORMAT = {"sample_set": 1}
+_CLASSES_HEADER = "file,class"
 _START = b'{\n "sample_set": 1,'
 _MOST_RECORD_BYTES = 64 << 20
 
 
 class SampleSet:
-    """Set of samples in a folder of its own, with a record of its plan beside the images."""
+    """Set of samples in a separate folder: a PNG file per image, named by its seed, their classes, and a record of the plan."""
 
-    def __init__(self, folder: Path, plan: SetPlan, file_format: str) -> None:
-        """file_format: a key of SET_FORMATS."""
+    def __init__(self, folder: Path, plan: SetPlan) -> None:
         self.folder, self.plan = folder, plan
-        self.files: SetFiles = SET_FORMATS[file_format](folder, plan)
-        self._record = json.loads(json.dumps(_FORMAT | {"format": file_format} | plan.record()))  # as it is read
+        self._record = json.loads(json.dumps(_FORMAT | plan.record()))  # as it is read
         self._lock = RunLock(folder)
 
     def begin(self) -> list[int]:
@@ -56,11 +57,15 @@ class SampleSet:
             if (owner := self._lock.acquire()) is not None:
                 raise Busy(self.folder, owner, "give another --output")
             self._refuse_others()  # what came before the lock
-            if not (self.folder / RECORD).exists():
-                replace_file(self.folder / RECORD, json.dumps(self._record, indent=1, ensure_ascii=False) + "\n")
+            if not (self.folder / SET_RECORD).exists():
+                replace_file(self.folder / SET_RECORD, json.dumps(self._record, indent=1, ensure_ascii=False) + "\n")
             remove_unfinished(self.folder)
-            self.files.begin()
-            return [batch for batch, there in enumerate(self.files.written()) if not there]
+            self._write_classes()
+            return self._missing()
+
+    def is_written(self, batch: int) -> bool:
+        """Check whether a batch is written."""
+        return all((self.folder / name).exists() for name in reversed(self._names(batch)))
 
     def write(self, batch: int, images: Tensor) -> None:
         """Write a batch of images [B, C, H, W] in [-1, 1] (clipped), C being 1 or 3.
@@ -75,18 +80,32 @@ class SampleSet:
             raise SampleNotFinite(
                 f"{self.folder}: the image of seed {seed} has values that are not finite (try more steps or less guidance)"
             )
-        self.files.write(batch, to_rgb(images.numpy()))
+        replace_files(self.folder, dict(zip(self._names(batch), map(_png, to_rgb(images.numpy())), strict=True)))
 
     def finish(self) -> Path:
-        """Finish the set, and let go of the folder: what there is to use.
-
-        Raises:
-            SampleSetError: a part is missing or damaged, or it cannot be written.
-        """
-        with self._writing():
-            found = self.files.finish()
+        """Finish the set, and let go of the folder. Raises SampleSetError: images are missing."""
+        if self._missing():
+            raise SampleSetError(f"{self.folder}: images are missing (the same command draws them)")
         self._lock.release()
-        return found
+        return self.folder
+
+    def _missing(self) -> list[int]:
+        there = {path.name for path in self.folder.iterdir()}
+        return [batch for batch in range(self.plan.num_batches) if not there.issuperset(self._names(batch))]
+
+    def _names(self, batch: int) -> list[str]:
+        return [f"{seed:06d}.png" for seed in self.plan.batch(batch)[0].tolist()]
+
+    def _write_classes(self) -> None:
+        """Write the class of each image, for those who read the folder. Raises SampleSetError, OSError."""
+        own = {name for batch in range(self.plan.num_batches) for name in self._names(batch)}
+        if others := sorted(path.name for path in self.folder.glob("*.png") if path.name not in own):
+            raise SampleSetError(f"{self.folder}: holds {others[0]}, which is not of this set (move it away)")
+        if self.plan.choices is not None:
+            pairs = zip(self.plan.seeds.tolist(), self.plan.choices.tolist(), strict=True)
+            lines = [_CLASSES_HEADER, *(f"{seed:06d}.png,{choice}" for seed, choice in pairs)]
+            refuse_foreign_file(self.folder / SET_CLASSES, _CLASSES_HEADER.encode())
+            replace_file(self.folder / SET_CLASSES, "\n".join(lines) + "\n")
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
@@ -99,9 +118,9 @@ class SampleSet:
 
     def _refuse_others(self) -> None:
         advice = "give a new or empty folder"
-        if name := foreign_entry(self.folder, {RECORD: _START}):
+        if name := foreign_entry(self.folder, {SET_RECORD: _START}):
             raise SampleSetError(foreign_text(self.folder, name, "a set of samples'", advice))
-        record = self.folder / RECORD
+        record = self.folder / SET_RECORD
         if not record.exists():
             return
         try:
@@ -130,7 +149,7 @@ def draw_set(
         progress: show a bar over the whole set, on the first rank.
 
     Returns:
-        what there is to use: the folder of PNG files, or the one file.
+        the set's folder.
 
     Raises:
         SampleSetError, Busy: as in `SampleSet.begin` and `SampleSet.finish`; on every rank.
@@ -143,7 +162,7 @@ def draw_set(
     pending = from_first_rank(samples.begin, group=group)
     plan = samples.plan
     with SharedProgress(
-        len(plan.seeds), pending, lambda batch: len(plan.batch(batch)[0]), samples.files.is_written, group,
+        len(plan.seeds), pending, lambda batch: len(plan.batch(batch)[0]), samples.is_written, group,
         verb="drawing", shown=progress,
     ) as work:  # fmt: skip
         with decoder.on_device() if decoder else nullcontext():
@@ -155,3 +174,9 @@ def draw_set(
                 work.advance(len(seeds))
         work.wait_for_all()
     return from_first_rank(samples.finish, group=group)
+
+
+def _png(pixels: np.ndarray) -> bytes:
+    content = io.BytesIO()
+    Image.fromarray(pixels).save(content, "PNG", compress_level=1)
+    return content.getvalue()

@@ -1,1 +1,1 @@
-"""Fidelity: metrics of sets of feature vectors."""
+"""Fidelity of samples: images, their features by a network, statistics of references, and distances between them."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torchtitan.fidelity.errors import FidelityError
+from torchtitan.errors import EvaluationError
 from torchtitan.fidelity.feature_set import FeatureSet
 from torchtitan.fidelity.measurement import Measurement, Options
 from torchtitan.statistics.interval import binomial_interval
@@ -14,12 +14,12 @@ def measure_accuracy(samples: FeatureSet, _reference: FeatureSet | None, output:
     It is as good as the classifier: the share of real held-out images is its upper limit, and typical samples pass it.
 
     Raises:
-        FidelityError: samples without classes, or a class that the classifier does not know.
+        EvaluationError: samples without classes, or a class that the classifier does not know.
     """
     logits = samples.rows_of(output)
     if samples.classes is None:
-        raise FidelityError(f"{samples.name}: accuracy needs the class that each was drawn for")
+        raise EvaluationError(f"{samples.name}: accuracy needs the class that each was drawn for")
     if (wrong := samples.classes[samples.classes >= logits.shape[1]]).size:
-        raise FidelityError(f"{samples.name}: class {wrong[0]} is none of {samples.extractor}'s {logits.shape[1]} classes")
+        raise EvaluationError(f"{samples.name}: class {wrong[0]} is none of {samples.extractor}'s {logits.shape[1]} classes")
     right = int((logits.argmax(axis=1) == samples.classes).sum())
     return Measurement({"accuracy": binomial_interval(right, len(logits), options.confidence)})

@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from torchtitan.fidelity.disjoint_sets import SETS, MomentsOfSets
-from torchtitan.fidelity.errors import FidelityError
-from torchtitan.fidelity.moments import Moments, check_rows, merged_moments
+from torchtitan.errors import EvaluationError
+from torchtitan.fidelity.moments import Moments, check_rows, moments_of_rows
 
 
 @dataclass(frozen=True)
@@ -19,9 +18,8 @@ class FeatureSet:
     Attributes:
         name: of the set in messages, such as "samples" or "reference".
         extractor: name of the extractor behind the features.
-        rows: feature vectors in the images' order, float32 or float64 [N, D]; a memory map will do.
-        moments: of all images.
-        sets: moments of disjoint sets that together are all images (`MomentsOfSets`), for intervals; may be missing.
+        rows: feature vectors in the images' order, float32 or float64 [N, D].
+        moments: of all images, for outputs without rows.
         classes: number of the class that each image was drawn for, int [N]; None: not known.
     """
 
@@ -29,37 +27,23 @@ class FeatureSet:
     extractor: str
     rows: Mapping[str, np.ndarray] = field(default_factory=dict)
     moments: Mapping[str, Moments] = field(default_factory=dict)
-    sets: Mapping[str, tuple[Moments, ...]] = field(default_factory=dict)
     classes: np.ndarray | None = None
 
     def rows_of(self, output: str) -> np.ndarray:
         """Rows of an output, checked to be finite."""
         if output not in self.rows:
-            raise FidelityError(f"{self.name}: has no rows of {output} features, only {self._contents()}")
+            raise EvaluationError(f"{self.name}: has no rows of {output} features, only {self._contents()}")
         check_rows(f"{self.name}: {output}", self.rows[output])
         return self.rows[output]
 
     def moments_of(self, output: str) -> Moments:
-        """Moments of an output, merged from those of the sets where they are not there."""
+        """Moments of an output, those of its rows where there are no others."""
         if output in self.moments:
             return self.moments[output]
-        if output not in self.sets:
-            raise FidelityError(f"{self.name}: has no moments of {output} features, only {self._contents()}")
-        return merged_moments(self.sets[output])
+        if output not in self.rows:
+            raise EvaluationError(f"{self.name}: has no {output} features, only {self._contents()}")
+        return moments_of_rows(self.rows_of(output))
 
     def _contents(self) -> str:
-        forms = (("rows", self.rows), ("moments", self.moments), ("moments of sets", self.sets))
+        forms = (("rows", self.rows), ("moments", self.moments))
         return ", ".join(f"{form} of {output}" for form, found in forms for output in found) or "nothing"
-
-
-def feature_set_of_rows(
-    name: str, extractor: str, rows: Mapping[str, np.ndarray], sets: int = SETS, seed: int = 0
-) -> FeatureSet:
-    """Feature set of rows in memory, with the moments of `sets` disjoint sets of each output."""
-    of_sets = {}
-    for output, values in rows.items():
-        accumulators = MomentsOfSets(values.shape[1], len(values), sets, seed)
-        accumulators.add(values)
-        of_sets[output] = accumulators.moments()
-    moments = {output: merged_moments(parts) for output, parts in of_sets.items()}
-    return FeatureSet(name, extractor, dict(rows), moments, of_sets)

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
 import numpy as np
 
-from torchtitan.fidelity.disjoint_sets import jackknife_interval
-from torchtitan.fidelity.errors import FidelityError
+from torchtitan.errors import EvaluationError
 from torchtitan.fidelity.feature_set import FeatureSet
 from torchtitan.fidelity.measurement import Measurement, Options
-from torchtitan.fidelity.moments import Moments, moments_without
+from torchtitan.fidelity.moments import Moments, merged_moments, moments_of_rows, moments_without
+from torchtitan.statistics.interval import Interval
+from torchtitan.statistics.student import student_quantile
+
+GROUPS = 10  # of the jackknife
 
 
 def frechet_distance(samples: Moments, reference: Moments) -> float:
@@ -21,7 +27,7 @@ def frechet_distance(samples: Moments, reference: Moments) -> float:
         the squared distance, >= 0, in the features' squared unit; 0 only if means and covariances are equal.
 
     Raises:
-        FidelityError: the features differ in size.
+        EvaluationError: the features differ in size.
 
     Source: Heusel et al. 2017, "GANs Trained by a Two Time-Scale Update Rule Converge to a Local Nash
     Equilibrium", equation 6.
@@ -49,7 +55,7 @@ class FrechetReference:
     def distance(self, samples: Moments) -> float:
         """Fréchet distance of a set from the reference, as `frechet_distance`."""
         if samples.dim != self.moments.dim:
-            raise FidelityError(f"samples have {samples.dim} features and the reference has {self.moments.dim}")
+            raise EvaluationError(f"samples have {samples.dim} features and the reference has {self.moments.dim}")
         eigenvalues = np.linalg.eigvalsh(self._root @ samples.covariance @ self._root)  # ascending
         rank = min(self._rank, _largest_rank(samples))
         trace_of_root = np.sqrt(eigenvalues[len(eigenvalues) - rank :].clip(min=0)).sum()
@@ -64,30 +70,62 @@ def measure_frechet(
     """Fréchet distance of samples from a reference, as FID is, with its interval by the delete-a-group jackknife.
 
     The interval is the spread over sets of as many samples, with the reference fixed. The bias of the distance at this
-    number of samples is not in it (`fd_infinity` estimates that), nor are another reference or another training run.
+    number of samples is not in it, nor are another reference or another training run.
 
     Raises:
-        FidelityError: a set has no more rows than features, so that its covariance cannot have full rank, unless
+        EvaluationError: a set has no more rows than features, so that its covariance cannot have full rank, unless
             `options.allow_small`.
     """
     assert reference is not None
+    rows = samples.rows_of(output)
+    groups = [moments_of_rows(rows[numbers]) for numbers in _groups(len(rows), options.seed)]
+    whole = merged_moments(groups)
     ends, notes = FrechetReference(reference.moments_of(output)), []
-    whole = samples.moments_of(output)
     for each, moments in ((reference, ends.moments), (samples, whole)):
         if moments.count is not None and moments.count <= moments.dim:
             notes.append(too_small(each.name, moments.count, moments.dim, options.allow_small))
-    without_each = [ends.distance(moments_without(whole, part)) for part in samples.sets.get(output, ())]
+    without_each = [ends.distance(moments_without(whole, group)) for group in groups]
     return Measurement({name: jackknife_interval(ends.distance(whole), without_each, options.confidence)}, notes)
+
+
+def jackknife_interval(value: float, without_each: Sequence[float], confidence: float = 0.95) -> Interval:
+    """Student's interval of a statistic by the delete-a-group jackknife over K disjoint groups of about one size.
+
+    The variance is (K - 1) / K times the sum of squared deviations of the K values; there are K - 1 degrees of freedom.
+    It is the statistic's spread from set of samples to set of samples of this size. A bias of the statistic, such as
+    that of a Fréchet distance at finite N, is not in it.
+
+    Args:
+        value: of all samples.
+        without_each: value without each of the K groups, K >= 2; with fewer, the result has no ends.
+        confidence: of the interval, in (0, 1).
+
+    Source: Kott 2001, "The delete-a-group jackknife", Journal of Official Statistics 17.
+    """
+    count = len(without_each)
+    if count < 2:
+        return Interval(value, count=count)
+    half = student_quantile(0.5 + 0.5 * confidence, count - 1.0) * math.sqrt((count - 1) * float(np.var(without_each)))
+    return Interval(value, value - half, value + half, count, confidence)
 
 
 def too_small(name: str, count: int, dim: int, allowed: bool) -> str:
     """Refuse a set whose covariance cannot have full rank, or if `allowed`, return a note about it."""
     message = f"{name}: a covariance of {dim} features from {count} images has rank {count - 1} at most"
     if not allowed:
-        raise FidelityError(f"{message}: take at least {dim + 1} images, or allow small sets (--allow-small)")
+        raise EvaluationError(f"{message}: take at least {dim + 1} images, or allow small sets (--allow-small)")
     return f"{message}; the distance compares only with one of as many images"
 
 
 def _largest_rank(moments: Moments) -> int:
     varying = int(np.count_nonzero(np.diag(moments.covariance)))
     return varying if moments.count is None else min(varying, moments.count - 1)
+
+
+def _groups(count: int, seed: int) -> list[np.ndarray]:
+    """Numbers of the samples in each group, drawn at random, so that samples in order of class leave the groups alike."""
+    groups = min(GROUPS, count // 2)
+    if groups < 1:
+        raise EvaluationError(f"{count} samples have no covariance: at least 2 are needed")
+    group_of = np.random.default_rng(seed).permutation(np.arange(count) % groups)
+    return [np.flatnonzero(group_of == group) for group in range(groups)]

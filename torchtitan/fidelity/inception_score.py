@@ -7,7 +7,7 @@ import math
 
 import numpy as np
 
-from torchtitan.fidelity.errors import FidelityError
+from torchtitan.errors import EvaluationError
 from torchtitan.fidelity.feature_set import FeatureSet
 from torchtitan.fidelity.measurement import Measurement, Options
 from torchtitan.statistics.interval import Interval, mean_interval
@@ -31,15 +31,15 @@ def measure_inception_score(
     splits, which the intervals do not cover: compare at equal numbers of samples.
 
     Raises:
-        FidelityError: logits of fewer than two classes, or fewer than two samples for a split.
+        EvaluationError: logits of fewer than two classes, or fewer than two samples for a split.
 
     Source: Salimans et al. 2016, "Improved Techniques for Training GANs", section 4.
     """
     logits = samples.rows_of(output)
     if logits.shape[1] < 2:
-        raise FidelityError(f"{samples.name}: an inception score needs at least 2 classes, not {logits.shape[1]}")
+        raise EvaluationError(f"{samples.name}: an inception score needs at least 2 classes, not {logits.shape[1]}")
     if len(logits) < 2 * options.splits:
-        raise FidelityError(f"{samples.name}: {len(logits)} images are too few for {options.splits} splits of at least 2")
+        raise EvaluationError(f"{samples.name}: {len(logits)} images are too few for {options.splits} splits of at least 2")
     order = np.random.RandomState(SHUFFLE_SEED).permutation(len(logits))
     scores, loss = _scores_of_splits(logits, order, options.splits)
     in_order, loss_in_order = _scores_of_splits(logits, np.arange(len(logits)), options.splits)

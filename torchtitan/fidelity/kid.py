@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchtitan.fidelity.errors import FidelityError
+from torchtitan.errors import EvaluationError
 from torchtitan.fidelity.feature_set import FeatureSet
 from torchtitan.fidelity.measurement import Measurement, Options
 from torchtitan.fidelity.pairs import row_blocks
@@ -29,7 +29,7 @@ def measure_kid(samples: FeatureSet, reference: FeatureSet | None, output: str, 
     the mean: the subsets overlap.
 
     Raises:
-        FidelityError: fewer than 1,000 rows in a set, unless `options.allow_small`, which leaves the subsets out.
+        EvaluationError: fewer than 1,000 rows in a set, unless `options.allow_small`, which leaves the subsets out.
     """
     assert reference is not None
     x, y = samples.rows_of(output), reference.rows_of(output)
@@ -44,7 +44,7 @@ def measure_kid(samples: FeatureSet, reference: FeatureSet | None, output: str, 
     elif options.allow_small:
         notes.append(f"{smaller}: {fewest} images are too few for KID's subsets of {SUBSET_SIZE}, which are left out")
     else:
-        raise FidelityError(
+        raise EvaluationError(
             f"{smaller}: {fewest} images are too few for KID's subsets of {SUBSET_SIZE}: take more, or allow small sets, "
             "without subsets (--allow-small)"
         )
@@ -77,7 +77,7 @@ def kernel_distance(x: np.ndarray, y: np.ndarray, confidence: float = 0.95, devi
     "Unbiased estimators for the variance of MMD estimators".
     """
     if min(len(x), len(y)) < _SMALLEST:
-        raise FidelityError(f"KID needs at least {_SMALLEST} rows in each set, not {len(x)} and {len(y)}")
+        raise EvaluationError(f"KID needs at least {_SMALLEST} rows in each set, not {len(x)} and {len(y)}")
     # Neither the distance nor its variance depends on a constant in the kernel; less is lost by rounding without it.
     level = _kernel(*(torch.from_numpy(each.mean(axis=0, dtype=np.float64))[None] for each in (x, y))).item()
     of_x, of_y, between = (_kernel_sums(a, b, level, device) for a, b in ((x, x), (y, y), (x, y)))
@@ -104,7 +104,7 @@ def subset_distances(
 def check_same_size(x: np.ndarray, y: np.ndarray) -> None:
     """Refuse rows of two sets that differ in size."""
     if x.shape[1] != y.shape[1]:
-        raise FidelityError(f"samples have {x.shape[1]} features and the reference has {y.shape[1]}")
+        raise EvaluationError(f"samples have {x.shape[1]} features and the reference has {y.shape[1]}")
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 
-from torchtitan.fidelity.errors import FidelityError
+from torchtitan.errors import EvaluationError
 from torchtitan.fidelity.feature_set import FeatureSet
 from torchtitan.fidelity.kid import check_same_size
 from torchtitan.fidelity.measurement import Measurement, Options
@@ -35,7 +35,7 @@ def measure_memorisation(
         memorised_threshold: Euclidean distance of features.
 
     Raises:
-        FidelityError: held-out images too few for their share, or among the training images; features that differ in size.
+        EvaluationError: held-out images too few for their share, or among the training images; features that differ in size.
 
     Source of the idea: Meehan et al. 2020, "A Three Sample Hypothesis Test for Evaluating Generative Models", section 2,
     which compares the same distances by ranks.
@@ -44,14 +44,14 @@ def measure_memorisation(
     training, held_out = reference.rows_of(output), options.held_out.rows_of(output)
     fewest = math.ceil(1 / options.held_out_share)
     if len(held_out) < fewest:
-        raise FidelityError(
+        raise EvaluationError(
             f"{options.held_out.name}: {len(held_out)} images cannot place a threshold below which "
             f"{100 * options.held_out_share:g} % of them lie: take at least {fewest}"
         )
     of_samples, of_held_out = (_nearest(each, training, options.device) for each in (samples.rows_of(output), held_out))
     threshold = float(np.quantile(of_held_out, options.held_out_share))
     if threshold <= _EQUAL * float(np.sqrt(np.mean(np.square(training, dtype=np.float64).sum(axis=1)))):
-        raise FidelityError(
+        raise EvaluationError(
             f"{options.held_out.name}: more than {100 * options.held_out_share:g} % of them are images of the reference, so "
             "that no copy is nearer (give images that are not in the reference)"
         )

@@ -1,7 +1,7 @@
 """Metrics of sets of feature vectors by name: what each needs, which direction is better, and its measurement.
 
     metric = METRICS["fid"]
-    samples = feature_set_of_rows("samples", "inception", {"pooled": rows})
+    samples = FeatureSet("samples", "inception", {"pooled": rows})
     metric.measure(samples, reference, Options()).values["fid"]  # an Interval
 """
 
@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
+from torchtitan.errors import EvaluationError
 from torchtitan.fidelity.accuracy import measure_accuracy
-from torchtitan.fidelity.errors import FidelityError
-from torchtitan.fidelity.fd_infinity import measure_fd_infinity
 from torchtitan.fidelity.feature_set import FeatureSet
 from torchtitan.fidelity.frechet import measure_frechet
 from torchtitan.fidelity.inception_score import measure_inception_score
@@ -24,6 +23,7 @@ from torchtitan.fidelity.memorisation import measure_memorisation
 from torchtitan.fidelity.prdc import measure_prdc
 
 Better = Literal["lower", "higher"]
+Form = Literal["rows", "moments"]
 
 
 @dataclass(frozen=True)
@@ -33,8 +33,7 @@ class Metric:
     Attributes:
         title: for tables.
         output: of the extractor that it reads.
-        samples: form of the samples' features that it needs: "rows", or "sets" for the moments of disjoint sets.
-        reference: form of the reference's; None: it takes no reference.
+        reference: form of the reference's features that it needs; None: it takes no reference.
         better: direction of each value that it returns, by the value's name; None where neither is better.
         compute: values from checked feature sets.
         extractor: the only one that it is defined for; None: any.
@@ -43,8 +42,7 @@ class Metric:
 
     title: str
     output: str
-    samples: Literal["rows", "sets"]
-    reference: Literal["rows", "moments"] | None
+    reference: Form | None
     better: Mapping[str, Better | None]
     compute: Callable[[FeatureSet, FeatureSet | None, str, Options], Measurement]
     extractor: str | None = None
@@ -54,28 +52,26 @@ class Metric:
         """Measure samples.
 
         Raises:
-            FidelityError: features that are missing, not finite, too few, or of different extractors.
+            EvaluationError: features that are missing, not finite, too few, or of different extractors.
         """
         given = [each for each in (samples, reference, options.held_out) if each is not None]
         for each in given:
             if each.extractor != samples.extractor:
-                raise FidelityError(
+                raise EvaluationError(
                     f"{samples.name} have features of {samples.extractor} and {each.name} of {each.extractor}: "
                     "extract both with one extractor"
                 )
         if self.extractor not in (None, samples.extractor):
-            raise FidelityError(f"{self.title} is defined for {self.extractor} features, not for those of {samples.extractor}")
+            raise EvaluationError(f"{self.title} is defined for {self.extractor} features, not for those of {samples.extractor}")
         if self.reference is not None and reference is None:
-            raise FidelityError(f"{self.title} needs a reference")
+            raise EvaluationError(f"{self.title} needs a reference")
         if self.needs_held_out and options.held_out is None:
-            raise FidelityError(f"{self.title} needs held-out images")
+            raise EvaluationError(f"{self.title} needs held-out images")
         return self.compute(samples, reference, self.output, options)
 
 
 def _frechet(title: str, name: str, output: str, extractor: str | None = None) -> Metric:
-    return Metric(
-        title, output, "sets", "moments", {name: "lower"}, partial(measure_frechet, name), extractor
-    )
+    return Metric(title, output, "moments", {name: "lower"}, partial(measure_frechet, name), extractor)
 
 
 METRICS: Mapping[str, Metric] = {
@@ -84,20 +80,19 @@ METRICS: Mapping[str, Metric] = {
     "fd_dinov2": _frechet("FD-DINOv2", "fd_dinov2", "pooled", "dinov2"),
     "fd": _frechet("Fréchet distance", "fd", "pooled"),
     "kid": Metric(
-        "KID", "pooled", "rows", "rows", {"kid": "lower", "kid_subsets_mean": "lower", "kid_subsets_sd": None}, measure_kid
+        "KID", "pooled", "rows", {"kid": "lower", "kid_subsets_mean": "lower", "kid_subsets_sd": None}, measure_kid
     ),
     "is": Metric(
-        "Inception score", "logits", "rows", None, {"is": "higher", "is_sd": None, "is_file_order": "higher"},
+        "Inception score", "logits", None, {"is": "higher", "is_sd": None, "is_file_order": "higher"},
         measure_inception_score,
     ),
     "prdc": Metric(
-        "Precision, recall, density, coverage", "pooled", "rows", "rows",
+        "Precision, recall, density, coverage", "pooled", "rows",
         {"precision": "higher", "recall": "higher", "density": "higher", "coverage": "higher"}, measure_prdc,
     ),
-    "accuracy": Metric("Recognised as the class asked for", "logits", "rows", None, {"accuracy": "higher"}, measure_accuracy),
-    "fd_inf": Metric("Fréchet distance at infinity", "pooled", "sets", "moments", {"fd_inf": "lower"}, measure_fd_infinity),
+    "accuracy": Metric("Recognised as the class asked for", "logits", None, {"accuracy": "higher"}, measure_accuracy),
     "memorisation": Metric(
-        "Memorisation", "pooled", "rows", "rows",
+        "Memorisation", "pooled", "rows",
         {"memorised": "lower", "memorised_held_out": None, "memorised_threshold": None}, measure_memorisation,
         needs_held_out=True,
     ),

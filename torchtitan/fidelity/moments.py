@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from torchtitan.fidelity.errors import FidelityError
+from torchtitan.errors import EvaluationError
 
 _ROWS_AT_ONCE = 4096  # converted to float64 together
 
@@ -28,9 +28,9 @@ class Moments:
 
     def __post_init__(self) -> None:
         if self.mean.ndim != 1 or self.covariance.shape != self.mean.shape * 2:
-            raise FidelityError(f"a mean {list(self.mean.shape)} and a covariance {list(self.covariance.shape)} do not fit")
+            raise EvaluationError(f"a mean {list(self.mean.shape)} and a covariance {list(self.covariance.shape)} do not fit")
         if not (np.isfinite(self.mean).all() and np.isfinite(self.covariance).all()):
-            raise FidelityError("a mean or a covariance has values that are not finite")
+            raise EvaluationError("a mean or a covariance has values that are not finite")
 
     @property
     def dim(self) -> int:
@@ -60,11 +60,11 @@ class MomentsAccumulator:
         """Add feature vectors [N, D] of any floating type.
 
         Raises:
-            FidelityError: the size of a row is another, or a value is not finite.
+            EvaluationError: the size of a row is another, or a value is not finite.
         """
         check_rows("features", rows)
         if rows.shape[1] != len(self._mean):
-            raise FidelityError(f"features of {rows.shape[1]} dimensions in a set of {len(self._mean)}")
+            raise EvaluationError(f"features of {rows.shape[1]} dimensions in a set of {len(self._mean)}")
         for first in range(0, len(rows), _ROWS_AT_ONCE):
             part = np.asarray(rows[first : first + _ROWS_AT_ONCE], dtype=np.float64)
             mean = part.mean(axis=0)
@@ -79,10 +79,10 @@ class MomentsAccumulator:
         """Moments of all rows so far.
 
         Raises:
-            FidelityError: fewer than two rows.
+            EvaluationError: fewer than two rows.
         """
         if self.count < 2:
-            raise FidelityError(f"{self.count} feature vectors have no covariance: at least 2 are needed")
+            raise EvaluationError(f"{self.count} feature vectors have no covariance: at least 2 are needed")
         return Moments(self.count, self._mean.copy(), self._scatter / (self.count - 1))
 
     def _join(self, count: int, mean: np.ndarray, scatter: np.ndarray) -> None:
@@ -100,7 +100,7 @@ def moments_of_rows(rows: np.ndarray, weights: np.ndarray | None = None) -> Mome
     """Moments of feature vectors [N, D], N >= 2, each with a weight > 0 [N]; default: equal weights.
 
     Raises:
-        FidelityError: fewer than two rows, or a value that is not finite.
+        EvaluationError: fewer than two rows, or a value that is not finite.
     """
     check_rows("features", rows)
     if weights is None or len(rows) < 2:
@@ -120,7 +120,7 @@ def merged_moments(parts: Iterable[Moments]) -> Moments:
         accumulator = accumulator or MomentsAccumulator(part.dim)
         accumulator.merge(part)
     if accumulator is None:
-        raise FidelityError("no moments to merge")
+        raise EvaluationError("no moments to merge")
     return accumulator.moments()
 
 
@@ -129,7 +129,7 @@ def moments_without(whole: Moments, part: Moments) -> Moments:
     count, removed = _known_count(whole), _known_count(part)
     left = count - removed
     if left < 2:
-        raise FidelityError(f"without {removed} of {count} feature vectors, fewer than 2 are left")
+        raise EvaluationError(f"without {removed} of {count} feature vectors, fewer than 2 are left")
     mean = (whole.mean * count - part.mean * removed) / left
     difference = mean - part.mean
     scatter = whole.covariance * (count - 1) - part.covariance * (removed - 1)
@@ -141,18 +141,18 @@ def check_rows(what: str, rows: np.ndarray) -> None:
     """Refuse what is not a table of finite feature vectors.
 
     Raises:
-        FidelityError: not two-dimensional, or a row has values that are not finite.
+        EvaluationError: not two-dimensional, or a row has values that are not finite.
     """
     if rows.ndim != 2 or not rows.shape[1]:
-        raise FidelityError(f"{what}: expected rows [N, D], got shape {list(rows.shape)}")
+        raise EvaluationError(f"{what}: expected rows [N, D], got shape {list(rows.shape)}")
     damaged = 0
     for first in range(0, len(rows), _ROWS_AT_ONCE):
         damaged += int((~np.isfinite(rows[first : first + _ROWS_AT_ONCE]).all(axis=1)).sum())
     if damaged:
-        raise FidelityError(f"{what}: {damaged} of {len(rows)} feature vectors have values that are not finite")
+        raise EvaluationError(f"{what}: {damaged} of {len(rows)} feature vectors have values that are not finite")
 
 
 def _known_count(moments: Moments) -> int:
     if moments.count is None:
-        raise FidelityError("moments of an unknown number of images cannot be merged with others")
+        raise EvaluationError("moments of an unknown number of images cannot be merged with others")
     return moments.count

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchtitan.fidelity.errors import FidelityError
+from torchtitan.errors import EvaluationError
 from torchtitan.fidelity.feature_set import FeatureSet
 from torchtitan.fidelity.kid import check_same_size
 from torchtitan.fidelity.measurement import Measurement, Options
@@ -30,7 +30,7 @@ def measure_prdc(samples: FeatureSet, reference: FeatureSet | None, output: str,
     with the samples' balls fixed; that k-th neighbours come nearer as sets grow is in none.
 
     Raises:
-        FidelityError: a set has no more than k rows.
+        EvaluationError: a set has no more than k rows.
 
     Source: Kynkäänniemi et al. 2019, "Improved Precision and Recall Metric for Assessing Generative Models", section 3;
     Naeem et al. 2020, "Reliable Fidelity and Diversity Metrics for Generative Models", equations 3 and 4.
@@ -42,7 +42,7 @@ def measure_prdc(samples: FeatureSet, reference: FeatureSet | None, output: str,
     k = options.neighbours
     for each, rows in ((samples, x), (reference, y)):
         if len(rows) <= k:
-            raise FidelityError(f"{each.name}: {len(rows)} images have no {k}-th nearest neighbour: take at least {k + 1}")
+            raise EvaluationError(f"{each.name}: {len(rows)} images have no {k}-th nearest neighbour: take at least {k + 1}")
     balls_around, is_recalled, is_covered = _memberships(x, y, k, options.device)
     values = {
         "precision": binomial_interval(int((balls_around > 0).sum()), len(x), options.confidence),

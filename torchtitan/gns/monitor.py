@@ -301,6 +301,8 @@ class GNSMonitor:
             geometry: [self.pool.by_bin(geometry, name), *self._agreement.estimates(geometry, self.pool.window(geometry))]
             for geometry, name in names.items()
         }
+        if all(levels[0].noise.isnan().all() for levels in estimates.values()):  # no step was measured
+            return None
         points = [point for point in points if of_bins(point, self._edges.tolist())]
         return draw_noise_scale(points, self._edges, estimates, global_batch_size, names, self._half_progress())
 

@@ -12,16 +12,19 @@ BUSY = 75  # EX_TEMPFAIL, another process writes into the folder: nothing was wr
 _FIRST_SPEAKS = 10.0  # seconds
 
 
-def forbid_restart() -> None:
-    """Forbid torchrun from restarting the job: a refusal would recur, and a requested stop must hold.
+def before_exit(code: int) -> None:
+    """Let the first process of a node be the one that ends a launcher's job; to be called last, with the exit code.
 
-    torchrun knows no exit codes: with --max-restarts it restarts every failed job. So the first process of each node
-    ends its launcher, as an external signal would.
+    torchrun ends the others when one process has ended with an error: of a refusal the first must have said why before. And
+    torchrun knows no exit codes: with --max-restarts it restarts every failed job, where a refusal would recur and a
+    requested stop must hold. So the first process ends torchrun then, as an external signal would.
     """
-    restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
-    if not restarts.isdecimal() or not restarts.strip("0"):
+    if code in (0, FAILED):
         return
-    if os.environ.get("LOCAL_RANK") == "0":
+    restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
+    restarts_follow = restarts.isdecimal() and bool(restarts.strip("0"))
+    rank = os.environ.get("LOCAL_RANK")
+    if rank == "0" and restarts_follow:
         os.kill(os.getppid(), signal.SIGTERM)
-    else:  # torchrun ends the others when one has failed: the first must have said why, and ended torchrun, before
+    elif rank not in (None, "0") and (restarts_follow or code in (REFUSED, BUSY)):
         time.sleep(_FIRST_SPEAKS)

@@ -12,8 +12,8 @@ from torchtitan.config.sampling_checks import data_text
 from torchtitan.data import DATASETS
 from torchtitan.distributed.collectives import from_first_rank, group_for_work
 from torchtitan.errors import EvaluationError
+from torchtitan.evaluation.dataset_images import DatasetImages
 from torchtitan.evaluation.decoding import run_decoder
-from torchtitan.evaluation.image_sets import DatasetImages
 from torchtitan.evaluation.sample_metrics import SampleMetrics, measure_samples
 from torchtitan.evaluation.sampling import ImageSampler, balanced_choices
 from torchtitan.evaluation.validation import validation_loss

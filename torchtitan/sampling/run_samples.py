@@ -8,9 +8,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from torchtitan.evaluation.image_sets import ImageSet, open_images
 from torchtitan.evaluation.sample_plans import SetPlan
 from torchtitan.evaluation.sample_sets import SampleSet, draw_set
+from torchtitan.fidelity.images import ImageSet, open_images
 from torchtitan.runs.ownership import CONFIG_FILE
 from torchtitan.sampling.setup import SamplingSetup, beside
 from torchtitan.training.metric_sinks import TensorBoardFile
@@ -21,9 +21,7 @@ def is_run(folder: Path) -> bool:
     return (folder / CONFIG_FILE).is_file()
 
 
-def draw_samples(
-    setup: SamplingSetup, plan: SetPlan, file_format: str, group: dist.ProcessGroup | None, progress: bool = False
-) -> ImageSet:
+def draw_samples(setup: SamplingSetup, plan: SetPlan, group: dist.ProcessGroup | None, progress: bool = False) -> ImageSet:
     """Draw the set of a plan, or what is missing of it, and open its images; collective.
 
     The set's folder is named by a hash of its plan, so that sets of other methods and weights are beside one another.
@@ -33,10 +31,8 @@ def draw_samples(
         SampleNotFinite, OSError: on the rank where it happens.
     """
     record = json.dumps(plan.record(), sort_keys=True).encode()
-    folder = beside(setup.source, "sets") / f"{file_format}-{hashlib.sha256(record).hexdigest()[:12]}"
-    draw_set(
-        SampleSet(folder, plan, file_format), setup.sampler(), setup.method(), setup.decoder, group, progress
-    )
+    folder = beside(setup.source, "sets") / hashlib.sha256(record).hexdigest()[:12]
+    draw_set(SampleSet(folder, plan), setup.sampler(), setup.method(), setup.decoder, group, progress)
     return open_images(folder)
 
 

@@ -32,10 +32,3 @@ def student_quantile(probability: float, degrees: "float | Tensor") -> "float | 
 
     quantile = torch.from_numpy(stdtrit(degrees.double().cpu().clamp_min(1.0).numpy(), probability)).to(degrees.device)
     return torch.where(degrees >= 1.0, quantile, torch.inf)
-
-
-def student_two_sided(t: float, degrees: float) -> float:
-    """Two-sided p-value P(|T| >= |t|) of Student's t for a statistic t; degrees of freedom above 0, also fractional."""
-    from scipy.special import stdtr
-
-    return 2.0 * float(stdtr(degrees, -abs(t)))

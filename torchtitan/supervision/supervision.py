@@ -11,8 +11,8 @@ from contextlib import ExitStack
 from torchtitan.files.regular import read_regular
 from torchtitan.processes.exit_codes import FAILED
 from torchtitan.processes.process_state import process_state
-from torchtitan.run_state import RunState
 from torchtitan.runs.status import STATUS_FILE, write_status
+from torchtitan.state.run_state import RunState
 from torchtitan.supervision.garbage import GarbageControl
 from torchtitan.supervision.phases import Phases
 from torchtitan.supervision.watchdog import Watchdog

@@ -1,6 +1,6 @@
-"""Decode, encode and check latents: cosmos_latent_decoder.py decode|encode|check ... --path TOKENIZER_FOLDER
+"""Decode, encode and check latents: cosmos_latent_decoder.py [decode|encode|check] ... --path TOKENIZER_FOLDER
 
-    decode LATENTS     a .safetensors or .npy file of latents, or a folder of them -> one PNG per latent
+    [decode] LATENTS   a .safetensors or .npy file of latents, or a folder of them -> one PNG per latent
     encode IMAGES...   image files or folders -> one .safetensors file of latents
     check IMAGES...    encode and decode again: PSNR of each image, and a picture of both side by side
 
@@ -75,9 +75,12 @@ class CosmosLatentDecoder:
 
 
 def main(words: list[str] | None = None) -> int:
+    words = sys.argv[1:] if words is None else words
+    if words and words[0] not in (*VERBS, "-h", "--help"):
+        words = ["decode", *words]
     arguments = parse_arguments(words)
     try:
-        return arguments.run(arguments)
+        return VERBS[arguments.verb](arguments)
     except (AutoencoderError, WeightsError) as error:
         print(error, file=sys.stderr)
     except OSError as error:
@@ -88,10 +91,10 @@ def main(words: list[str] | None = None) -> int:
     return 2
 
 
-def parse_arguments(words: list[str] | None) -> argparse.Namespace:
+def parse_arguments(words: list[str]) -> argparse.Namespace:
     parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = parser.add_subparsers(dest="command", required=True, parser_class=OneLineParser)
-    for name, run in (("decode", decode), ("encode", encode), ("check", check)):
+    commands = parser.add_subparsers(dest="verb", required=True, parser_class=OneLineParser)
+    for name, run in VERBS.items():
         add = commands.add_parser(name, help=run.__doc__).add_argument
         if name == "decode":
             add("source", metavar="LATENTS", type=Path, help="file of latents, or folder of such files")
@@ -118,7 +121,6 @@ def parse_arguments(words: list[str] | None) -> argparse.Namespace:
         add("--batch-size", type=at_least(1), default=16, help="images at a time (default: 16)")
         add("--tile", metavar="PIXELS", type=at_least(1), help="side of the tiles that large images are cut into")
         add("--overlap", metavar="PIXELS", type=at_least(1), help="of neighbouring tiles (default: a quarter of them)")
-        commands.choices[name].set_defaults(run=run)
     arguments = parser.parse_args(words)
     if arguments.overlap is not None and arguments.tile is None:
         parser.error("--overlap: has no effect without --tile")
@@ -322,6 +324,9 @@ def read_images(
             progress.update(len(everything[begin : begin + arguments.batch_size]))
     if not some:
         raise AutoencoderError(f"none of {len(files)} images can be read")
+
+
+VERBS = {"decode": decode, "encode": encode, "check": check}
 
 
 def run() -> NoReturn:

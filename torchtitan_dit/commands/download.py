@@ -25,7 +25,7 @@ from tqdm import tqdm
 
 from torchtitan.errors import first_line
 from torchtitan.extras import install
-from torchtitan.features.published import PUBLISHED, PublishedWeights
+from torchtitan.fidelity.published import PUBLISHED, PublishedWeights
 from torchtitan.files.durable import make_folder, replace_file, sync
 from torchtitan.files.ownership import refuse_foreign_file
 from torchtitan.files.removal import remove_folder

@@ -20,6 +20,7 @@ from torchtitan.distributed.mesh import compute_device, init_process_group, proc
 from torchtitan.errors import EvaluationError
 from torchtitan.files.weight_files import WeightsError, refuse_existing
 from torchtitan.processes.command_line import FirstRankParser, exit_code, interrupt_by_signals
+from torchtitan.processes.exit_codes import before_exit
 from torchtitan.programs import program
 from torchtitan.sampling.ema_sweep import LOSS, sweep
 from torchtitan.training.ema_snapshots import EMA_FOLDER
@@ -126,4 +127,6 @@ def run() -> NoReturn:
     """Run as a program, and end the process."""
     logging.basicConfig(level=logging.WARNING)
     interrupt_by_signals()
-    os._exit(exit_code(main))  # a gloo thread may abort the interpreter while it shuts down
+    code = exit_code(main)
+    before_exit(code)
+    os._exit(code)  # a gloo thread may abort the interpreter while it shuts down

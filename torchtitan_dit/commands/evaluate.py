@@ -1,12 +1,11 @@
-"""Judge samples by FID and others: scripts/evaluate.py RUN|FOLDER|NPZ --reference REF --metrics fid,kid,is,prdc
+"""Measure samples by FID and others: scripts/evaluate.py RUN|FOLDER|NPZ --reference REF --metrics fid,kid,is,prdc
 
     evaluate.py RUN ...            draws a set of samples from the run first, as scripts/sample.py --count does
-    evaluate.py FOLDER|NPZ ...     reads the images of a folder, a set of samples, or an npz file (arr_0)
+    evaluate.py FOLDER|NPZ ...     reads the images of a folder, or of an npz file (arr_0)
     evaluate.py reference SOURCE --name NAME ...    makes a reference of a dataset, a folder or an npz file
 
-Under torchrun the ranks share drawing and features; the result is that of one process. A killed evaluation resumes when the
-same command is given again. Results are kept in evaluation.json, and in the run's TensorBoard. Exit codes: 0; 1: failed at
-work; 2: refused.
+Under torchrun the ranks share drawing and features; the result is that of one process. Drawing resumes when the same command is
+given again. Results are kept in evaluation.json, and in the run's TensorBoard. Exit codes: 0; 1: failed at work; 2: refused.
 """
 
 import argparse
@@ -27,41 +26,26 @@ from torchtitan.distributed.collectives import from_first_rank, group_for_work, 
 from torchtitan.distributed.config import CommConfig
 from torchtitan.distributed.mesh import compute_device, init_process_group
 from torchtitan.errors import EvaluationError, unwrapped
-from torchtitan.evaluation.evaluation_file import EVALUATION_FILE, EvaluationFile, describe, scalars
-from torchtitan.evaluation.evaluation_table import result_lines
-from torchtitan.evaluation.feature_files import (
-    BATCH_SIZE,
-    ExtractionFailed,
-    FeatureFolder,
-    extract_features,
-    hash_images,
-)
-from torchtitan.evaluation.image_sets import DatasetImages, ImageSet, open_images
-from torchtitan.evaluation.measuring import (
+from torchtitan.evaluation.dataset_images import DatasetImages
+from torchtitan.evaluation.sample_plans import SampleNotFinite, SampleSetError
+from torchtitan.fidelity.extraction import BATCH_SIZE, extract_images
+from torchtitan.fidelity.extractors import open_extractor
+from torchtitan.fidelity.feature_extractor import FeatureExtractor
+from torchtitan.fidelity.images import SET_RECORD, ImageSet, open_images
+from torchtitan.fidelity.measuring import (
     DEFAULT_EXTRACTOR,
-    Compared,
     Request,
     check_request,
-    hash_compared,
+    features_by_extractor,
     known_metrics,
     measure,
+    reference_features,
 )
-from torchtitan.evaluation.references import (
-    DEFAULT_ROWS,
-    REFERENCES,
-    Reference,
-    add_features,
-    begin_reference,
-    kept_outputs,
-    open_reference,
-)
-from torchtitan.evaluation.sample_files import SET_FORMATS
-from torchtitan.evaluation.sample_plans import SampleNotFinite, SampleSetError
-from torchtitan.evaluation.sample_sets import RECORD as SET_RECORD
-from torchtitan.features.base import ExtractorError, FeatureExtractor
-from torchtitan.features.registry import open_extractor
+from torchtitan.fidelity.npz import NPZ_SUFFIX
+from torchtitan.fidelity.references import REFERENCES, Reference, kept_outputs, open_reference, write_reference
+from torchtitan.fidelity.results import EVALUATION_FILE, EvaluationFile, describe, finite_values, table_lines
 from torchtitan.processes.command_line import FirstRankParser, exit_code, interrupt_by_signals
-from torchtitan.processes.exit_codes import FAILED, REFUSED, forbid_restart
+from torchtitan.processes.exit_codes import FAILED, REFUSED, before_exit
 from torchtitan.programs import program
 from torchtitan.runs.folder import versions
 from torchtitan.sampling.method_options import option
@@ -69,9 +53,7 @@ from torchtitan.sampling.run_samples import draw_samples, is_run, log_scalars, o
 from torchtitan.sampling.setup import SamplingSetup, add_setup_options, chosen_classes, open_setup
 
 FIRST = os.environ.get("RANK", "0") == "0"
-UNUSABLE = (
-    AutoencoderError, CheckpointError, ConfigError, DatasetError, EvaluationError, ExtractorError, SampleSetError,
-)  # fmt: skip
+UNUSABLE = (AutoencoderError, CheckpointError, ConfigError, DatasetError, EvaluationError, SampleSetError)
 INTERRUPTED = 130
 COUNT = 50_000
 METRICS = "fid,kid,is,prdc"
@@ -93,7 +75,7 @@ def main(words: list[str] | None = None) -> int:
             arguments = parse_evaluation(words)
             init_process_group(CommConfig())
             evaluate(arguments)
-    except (ExtractionFailed, SampleNotFinite) as error:  # of this rank alone
+    except SampleNotFinite as error:  # of this rank alone
         print(unwrapped(error), file=sys.stderr)
         return REFUSED
     except UNUSABLE as error:
@@ -121,11 +103,9 @@ def parse_evaluation(words: list[str]) -> argparse.Namespace:
     add("--reference", metavar="REF", help="name of a reference, or path of one, of an npz file or of images")
     add("--metrics", help="names with commas between (default: fid,kid,is,prdc; fd instead of fid where --extractor is given)")
     add("--held-out", metavar="REF", help="images that were not trained on, for the threshold of memorisation")
-    add("--sets", type=int, default=1, metavar="K", help="measure K disjoint sets of the samples too, and their spread")
-    add("--seed", type=int, default=0, help="of subsets, disjoint sets and intervals (default: 0)")
+    add("--seed", type=int, default=0, help="of subsets and intervals (default: 0)")
     add("--allow-small", action="store_true", help="measure covariances of fewer images than features")
     add("--output", type=Path, metavar="FILE.json", help="file of the results (default: RUN/evaluation.json)")
-    add("--cache", type=Path, metavar="FOLDER", help="of features (default: named as the file of the results, beside it)")
     add_extractor_options(parser, "network of the features of metrics that do not name their own")
     add("--count", type=int, help=f"samples: as many are drawn (default: {COUNT}), or the first ones are read (default: all)")
     drawn = parser.add_argument_group("samples of a run or of weights")
@@ -140,7 +120,6 @@ def parse_evaluation(words: list[str]) -> argparse.Namespace:
 def add_drawn_options(parser: argparse._ActionsContainer) -> None:
     parser.add_argument("--seeds", metavar="SEEDS", help="draw these seeds, as 0-49999 (default: 0 to count - 1)")
     parser.add_argument("--classes", nargs="+", help="names or numbers of classes, by turns (default: drawn for each seed)")
-    parser.add_argument("--format", choices=list(SET_FORMATS), help="files of the set (default: png)")
     add_setup_options(parser)
 
 
@@ -155,22 +134,18 @@ def parse_reference(words: list[str]) -> argparse.Namespace:
     add("--split", choices=("train", "validation", "all"), help="of the dataset (default: train)")
     add("--config", metavar="FILE", help="TOML file with a [data] section, which the --data keys override")
     add("--count", type=int, help="the first images only (default: all)")
-    add("--rows", default=str(DEFAULT_ROWS), metavar="N|all", help="images to keep the features of, beside the moments, for "
-        f"kid, prdc and memorisation, which needs all (default: {DEFAULT_ROWS} at random)")
-    add("--output", type=Path, metavar="FOLDER", help=f"of the reference (default: {REFERENCES}/NAME)")
+    add("--output", type=Path, metavar="FILE.npz", help=f"of the reference (default: {REFERENCES}/NAME.npz)")
     add_extractor_options(parser, "networks of the features, with commas between")
     arguments = parser.parse_args(words)
     if not NAME.fullmatch(arguments.name):
         parser.error(f"--name: {arguments.name[:40]!r} is no name of letters, digits, '.', '_' and '-'")
-    if arguments.rows != "all" and not re.fullmatch(r"\d{1,12}", arguments.rows):
-        parser.error(f"--rows: {arguments.rows[:40]!r} is neither a number of images nor 'all'")
     arguments.extractor = list(dict.fromkeys((arguments.extractor or DEFAULT_EXTRACTOR).split(",")))
     return arguments
 
 
 def add_extractor_options(parser: argparse.ArgumentParser, text: str) -> None:
     add = parser.add_argument
-    add("--extractor", metavar="NAME|PATH", help=f"{text} (default: {DEFAULT_EXTRACTOR})")
+    add("--extractor", metavar="NAME", help=f"{text} (default: {DEFAULT_EXTRACTOR})")
     add("--weights", action="append", default=[], metavar="[NAME=]FILE", help="of an extractor, if not where "
         f"{program('download')} puts them; once for each extractor")
     add("--feature-batch-size", type=int, default=BATCH_SIZE, help=f"images at a time, of features (default: {BATCH_SIZE})")
@@ -187,26 +162,35 @@ def evaluate(arguments: argparse.Namespace) -> None:
     if not drawn:
         refuse_drawing_options(arguments)
     output = arguments.output or default_output(source)
-    if output.suffix != ".json":  # the cache has its name without that
-        raise EvaluationError(f"--output: {output} is no name of a .json file (give {output.name}.json)")
     file = EvaluationFile(output)
     from_first_rank(file.check, group=group)
     extractors = on_all_ranks(lambda: open_extractors(request.extractors(), arguments.weights), UNUSABLE, group)
-    references = on_all_ranks(lambda: [each and open_reference(*each) for each in given_references(arguments)], UNUSABLE, group)
+    reference, held_out = on_all_ranks(
+        lambda: [each and open_reference(*each) for each in given_references(arguments)], UNUSABLE, group
+    )
     if drawn:
         setup = on_all_ranks(lambda: open_setup(arguments), UNUSABLE, group)
-        images = draw(arguments, request, extractors, references, setup, group)
+        images = draw(arguments, request, extractors, [reference, held_out], setup, group)
     else:
         images = on_all_ranks(lambda: open_images(source).first(arguments.count), UNUSABLE, group)
-    check_request(request, extractors, len(images), images.size, *references)
-    compared = Compared(images, *references)
-    hash_compared(request, extractors, compared, group, progress=True)
-    results = measure(request, extractors, compared, arguments.cache or output.with_suffix(""), group, progress=True)
+    check_request(request, extractors, len(images), images.size, reference, held_out)
+    work = {"batch_size": arguments.feature_batch_size, "group": group, "progress": True}
+    rows = extract_images(images, extractors, request.outputs(), **work)
+    compared, calibrating = (
+        reference_features(request, extractors, each, held_out=each is held_out, **work) if each else {}
+        for each in (reference, held_out)
+    )
+    measured = from_first_rank(
+        lambda: measure(request, features_by_extractor("samples", rows, images.classes()), compared, calibrating), group=group
+    )
     if FIRST:
-        print("\n".join(result_lines(request, compared, results)))
-        file.add(describe(request, extractors, compared, results, versions(), origin(setup) if drawn else {}))
+        print("\n".join(table_lines(request, len(images), reference, measured)))
+        source_of_samples = origin(setup) if drawn else {}
+        file.add(describe(
+            request, extractors, images, reference, held_out, measured, versions(), source_of_samples
+        ))
         if drawn and source.is_dir() and setup.trained.config.metrics.enable_tensorboard:
-            log_scalars(source, setup.trained.step or 0, scalars(results))
+            log_scalars(source, setup.trained.step or 0, finite_values(measured))
         print(output)
 
 
@@ -219,10 +203,7 @@ def request_of(arguments: argparse.Namespace) -> Request:
     check_batch_size(arguments)
     if not 0 <= arguments.seed < 2**63:
         raise EvaluationError(f"--seed: must be in 0..2^63 - 1, is {arguments.seed}")
-    return Request(
-        metrics, extractor, arguments.sets, arguments.allow_small, arguments.seed, str(compute_device()),
-        arguments.feature_batch_size,
-    )  # fmt: skip
+    return Request(metrics, extractor, arguments.allow_small, arguments.seed, str(compute_device()))
 
 
 def check_batch_size(arguments: argparse.Namespace) -> None:
@@ -254,7 +235,7 @@ def refuse_run(path: str, name: str) -> None:
 
 
 def open_extractors(names: Sequence[str], weights: Sequence[str]) -> dict[str, FeatureExtractor]:
-    """Open extractors by name on this process's device. Raises EvaluationError, ExtractorError."""
+    """Open extractors by name on this process's device. Raises EvaluationError."""
     files: dict[str, Path] = {}
     for text in weights:
         name, separator, path = text.partition("=")
@@ -280,7 +261,7 @@ def draw(
     plan = setup.plan(arguments.seeds, count, classes)
     _, height, width = setup.image_shape
     check_request(request, extractors, len(plan.seeds), None if setup.decoder else (height, width), *references)
-    return draw_samples(setup, plan, arguments.format or "png", group, progress=True)
+    return draw_samples(setup, plan, group, progress=True)
 
 
 def default_output(source: Path) -> Path:
@@ -291,26 +272,24 @@ def default_output(source: Path) -> Path:
 
 
 def make_reference(arguments: argparse.Namespace, data_words: list[str]) -> None:
-    """Make a reference, or add an extractor's features to it. Raises UNUSABLE, Busy, OSError."""
+    """Make a reference. Raises UNUSABLE, OSError."""
     check_batch_size(arguments)
+    path = arguments.output or REFERENCES / f"{arguments.name}{NPZ_SUFFIX}"
+    if path.suffix != NPZ_SUFFIX:
+        raise EvaluationError(f"--output: {path} is no name of a {NPZ_SUFFIX} file")
+    if path.exists():
+        raise EvaluationError(f"{path}: exists already (remove it, or give another --name)")
     group = group_for_work()
     images = on_all_ranks(lambda: source_of(arguments, data_words).first(arguments.count), UNUSABLE, group)
     extractors = on_all_ranks(lambda: open_extractors(arguments.extractor, arguments.weights), UNUSABLE, group)
-    folder = arguments.output or REFERENCES / arguments.name
-    hashed = hash_images(images, group, progress=True)
-    from_first_rank(begin_reference, folder, arguments.name, hashed, versions(), group=group)
-    most = len(images) if arguments.rows == "all" else int(arguments.rows)
-    for extractor in extractors.values():
-        kept = kept_outputs(extractor, most)
-        features = FeatureFolder(folder / "features", extractor)
-        with features.opened(group):
-            outputs = [each.output for each in kept]
-            extract_features(hashed, outputs, features, arguments.feature_batch_size, group, progress=True)
-            from_first_rank(add_features, folder, hashed, features, kept, group=group)
-        from_first_rank(features.remove, group=group)
+    outputs = {name: list(kept_outputs(extractor)) for name, extractor in extractors.items()}
+    rows = extract_images(images, extractors, outputs, arguments.feature_batch_size, group, progress=True)
+    from_first_rank(
+        lambda: write_reference(path, arguments.name, images, extractors, rows, versions()), group=group
+    )
     if FIRST:
-        print(f"{folder}: reference {arguments.name} of {len(images):,} images, hash {hashed.sha256[:12]}")
-        print(f"holds {open_reference(str(folder)).contents()}")
+        print(f"{path}: reference {arguments.name} of {len(images):,} images")
+        print(f"holds {open_reference(str(path)).contents()}")
 
 
 def source_of(arguments: argparse.Namespace, data_words: list[str]) -> ImageSet:
@@ -331,6 +310,5 @@ def run() -> NoReturn:
     """Run as a program, and end the process."""
     interrupt_by_signals()
     code = exit_code(main)
-    if code not in (0, FAILED):
-        forbid_restart()
+    before_exit(code)
     os._exit(code)  # a gloo thread may abort the interpreter while it shuts down

@@ -52,7 +52,7 @@ from torchtitan.files.regular import read_toml, user_path
 from torchtitan.latents.captions import CAPTION_DTYPES
 from torchtitan.latents.index import MOST_SHARDS, StoreIndex
 from torchtitan.processes.command_line import FirstRankParser, exit_code, interrupt_by_signals, readable_size
-from torchtitan.processes.exit_codes import FAILED, REFUSED, forbid_restart
+from torchtitan.processes.exit_codes import FAILED, REFUSED, before_exit
 from torchtitan.processes.launch import launch_number
 from torchtitan.texts import TextEncoderError, TextEncoders, open_encoders
 from torchtitan.texts.opening import OPTIONS
@@ -334,6 +334,5 @@ def run() -> NoReturn:
     if "WORLD_SIZE" not in os.environ:  # torchrun ends its ranks itself
         interrupt_by_signals()
     code = exit_code(main)
-    if code not in (0, FAILED):
-        forbid_restart()
+    before_exit(code)
     os._exit(code)  # a gloo thread may abort the interpreter while it shuts down

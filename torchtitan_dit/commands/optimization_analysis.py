@@ -1,8 +1,8 @@
 """Analyse speed and memory of a folder of runs: optimization_analysis.py FOLDER... [--out DIR]
 
 Reads every run below the folders, those of sweeps with the sweep's record of failures, and writes to FOLDER/analysis:
-runs.csv and runs.parquet (a row per run), cells.csv (repeats joined), analysis.md (findings and tables), pictures, and
-report.html with all of it.
+results.csv (a row per run), analysis.md (findings and tables), and pictures of MFU, throughput and memory over the batch
+size and the number of ranks.
 """
 
 import argparse
@@ -25,8 +25,7 @@ def main(words: list[str] | None = None) -> int:
     try:
         refuse_other_files(folder)  # before everything is read
         results = analyse(arguments.folders, arguments.warmup_steps, progress=True)
-        title = f"Analysis of {', '.join(path.resolve().name for path in arguments.folders)}"
-        files = write_report(results, folder, title)
+        files = write_report(results, folder)
     except NoRuns as error:
         print(shortened(str(error), LONGEST_LINE), file=sys.stderr)
         return 2
@@ -37,7 +36,7 @@ def main(words: list[str] | None = None) -> int:
     for remark in results.remarks:
         print(shortened(remark, LONGEST_LINE), file=sys.stderr)
     print(shortened("\n".join(headlines(results)), LONGEST_LINE))
-    print(f"{folder}: {len(files)} files, report.html has all of them")
+    print(f"{folder}: {len(files)} files, analysis.md shows all of them")
     return 0
 
 

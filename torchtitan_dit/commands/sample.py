@@ -22,13 +22,13 @@ from torchtitan.config.job import ConfigError
 from torchtitan.distributed.collectives import group_for_work
 from torchtitan.distributed.config import CommConfig
 from torchtitan.distributed.mesh import init_process_group
-from torchtitan.evaluation.sample_files import SET_FORMATS
 from torchtitan.evaluation.sample_plans import SampleNotFinite, SampleSetError
 from torchtitan.evaluation.sample_sets import SampleSet, draw_set
 from torchtitan.evaluation.sampling import ImageSampler, grid_choices
 from torchtitan.files.durable import replacing
 from torchtitan.pictures.grids import class_labels, image_grid, save_image
 from torchtitan.processes.command_line import FirstRankParser, exit_code
+from torchtitan.processes.exit_codes import before_exit
 from torchtitan.sampling.method_options import option
 from torchtitan.sampling.prompts import add_prompt_options, check_prompted, places, with_prompts
 from torchtitan.sampling.setup import SamplingSetup, add_setup_options, beside, chosen_classes, open_setup
@@ -37,7 +37,6 @@ from torchtitan.weights.trained_model import TrainedModel, WeightsError
 FIRST = os.environ.get("RANK", "0") == "0"
 # Options of the grid, and their defaults; none has an effect on a set.
 GRID_OPTIONS = {"images_per_class": 8, "seed": 0, "files": False, "latents": False}
-SET_OPTIONS = ("format",)
 
 
 def main() -> int:
@@ -75,7 +74,6 @@ def parse_arguments() -> argparse.Namespace:
     add("--seed", type=int, help="of the grid's noise (default: 0)")
     add("--count", type=int, help="draw a set of this many images")
     add("--seeds", metavar="SEEDS", help="draw a set of these seeds, as 0-49999 or 1,5,10-19 (default: 0 to count - 1)")
-    add("--format", choices=list(SET_FORMATS), help="files of a set (default: png)")
     add_setup_options(parser)
     add("--output", type=Path, help="folder to write to (default: RUN/samples/drawn, for a set RUN/samples/set, or the "
         "weights' folder)")
@@ -87,14 +85,12 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def refuse_unused(arguments: argparse.Namespace) -> None:
-    """Refuse options of a grid for a set, and of a set for a grid, then fill in the defaults. Raises WeightsError."""
-    unused = GRID_OPTIONS if arguments.set else SET_OPTIONS
-    for name in unused:
-        if getattr(arguments, name) is not None and getattr(arguments, name) is not False:
-            reason = "a set (--count, --seeds; leave it out)" if arguments.set else "a grid (give --count or --seeds too)"
-            raise WeightsError(f"{option(name)}: has no effect on {reason}")
+    """Refuse options of a grid for a set, then fill in the defaults. Raises WeightsError."""
     for name, default in GRID_OPTIONS.items():
-        if getattr(arguments, name) is None:
+        given = getattr(arguments, name)
+        if arguments.set and given not in (None, False):
+            raise WeightsError(f"{option(name)}: has no effect on a set (--count, --seeds; leave it out)")
+        if given is None:
             setattr(arguments, name, default)
 
 
@@ -118,7 +114,7 @@ def check(arguments: argparse.Namespace, setup: SamplingSetup) -> None:
 def plan_set(arguments: argparse.Namespace, setup: SamplingSetup) -> SampleSet:
     """Plan the set of the options. Raises SampleSetError: there can be none."""
     plan = setup.plan(arguments.seeds, arguments.count, arguments.classes)
-    return SampleSet(arguments.output or beside(arguments.source, "set"), plan, arguments.format or "png")
+    return SampleSet(arguments.output or beside(arguments.source, "set"), plan)
 
 
 def unused_name(folder: Path, trained: TrainedModel, seed: int) -> str:
@@ -199,4 +195,6 @@ def draw_grid(arguments: argparse.Namespace, setup: SamplingSetup) -> None:
 def run() -> NoReturn:
     """Run as a program, and end the process."""
     logging.basicConfig(level=logging.WARNING)
-    os._exit(exit_code(main))  # a gloo thread may abort the interpreter while it shuts down
+    code = exit_code(main)
+    before_exit(code)
+    os._exit(code)  # a gloo thread may abort the interpreter while it shuts down

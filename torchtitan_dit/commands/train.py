@@ -16,7 +16,7 @@ from typing import NoReturn
 from torchtitan.config.job import ConfigError, JobConfig, help_text, load_config, report_and_exit
 from torchtitan.estimate.pixels import pixel_warning
 from torchtitan.processes.command_line import exit_code
-from torchtitan.processes.exit_codes import FAILED, REFUSED, forbid_restart
+from torchtitan.processes.exit_codes import REFUSED, before_exit
 from torchtitan.processes.launch import CHECKED, launch_number
 from torchtitan.training.lr_scheduler import warmup_problems
 
@@ -113,7 +113,6 @@ def run() -> NoReturn:
             print("interrupted; the same command starts or resumes the run", file=sys.stderr)
         code = 128 + signal.SIGINT
     logging.shutdown()
-    if code not in (0, FAILED):  # refused, busy, or ended by a signal
-        forbid_restart()
+    before_exit(code)
     # A gloo thread may abort the interpreter while it shuts down.
     os._exit(code)

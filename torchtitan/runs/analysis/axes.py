@@ -84,25 +84,6 @@ def axes_of(settings: Mapping[str, Any], processes: int | None = None) -> Axes:
     }
 
 
-def complete_from_siblings(unknown: Axes, siblings: Sequence[Axes]) -> None:
-    """Complete the axes of a cell that never started by values that cells of its sweep agree on, first the most
-    similar.
-    """
-    close = [one for one in siblings if _agree(unknown, one, ("model", "layout", "world_size"))]
-    for name in NAMED_AXES:
-        if name in BATCH or unknown.get(name) is not None:
-            continue
-        for candidates in (close, siblings if name != "mesh" else []):
-            values = {one[name] for one in candidates if one.get(name) is not None}
-            if len(values) == 1:
-                unknown[name] = values.pop()
-                break
-    factors = {_accumulation(one) for one in siblings} - {None}
-    if unknown["global_batch"] is None and unknown["local_batch"] and unknown["world_size"] and len(factors) == 1:
-        ranks = unknown["world_size"] // context_degree(unknown)
-        unknown["global_batch"] = round(unknown["local_batch"] * ranks * factors.pop())
-
-
 def add_further_axes(runs: Sequence[tuple[Axes, Mapping[str, Any]]]) -> list[str]:
     """Add an axis for every other key of which two runs have different values, so that they are never mixed up.
 
@@ -204,16 +185,6 @@ def _mesh(degrees: Degrees) -> str:
 def word(value: Any) -> str | None:
     """Convert a value to the text that represents it in an axis; None for a missing one."""
     return None if value is None else quoted(value) if not isinstance(value, str) else value
-
-
-def _agree(one: Axes, other: Axes, names: Iterable[str]) -> bool:
-    return all(one.get(name) is None or other.get(name) is None or one[name] == other[name] for name in names)
-
-
-def _accumulation(axes: Axes) -> float | None:
-    if not all(axes.get(name) for name in ("local_batch", "global_batch", "world_size")):
-        return None
-    return axes["global_batch"] * context_degree(axes) / (axes["local_batch"] * axes["world_size"])
 
 
 def _decided_by_model(runs: Sequence[tuple[Axes, Mapping[str, Any]]], values: Sequence[str | None]) -> bool:

@@ -12,9 +12,9 @@ from torchtitan.pictures.colours import SOFT
 from torchtitan.pictures.style import PRINT_DPI, colour, error_bar, label_lines, marker, new_figure, save
 from torchtitan.runs.analysis.axes import BATCH, label, value_label, values_in_order, varying
 from torchtitan.runs.analysis.cells import Cell, arms
-from torchtitan.runs.analysis.measures import IMAGES, MEMORY, MFU, MFU_REPORTED, Metric
+from torchtitan.runs.analysis.measures import IMAGES, MEMORY, MFU, Metric
 
-OVER_BATCH = (MFU, MFU_REPORTED, IMAGES, MEMORY)
+OVER_BATCH = (MFU, IMAGES, MEMORY)
 STATUS_WORDS = {
     "oom": "OOM", "failed": "fail", "timeout": "time", "skipped": "skip", "refused": "refd", "damaged": "dmgd",
     "interrupted": "stop", "unfinished": "stop", "short": "short", "killed": "kill",
@@ -74,7 +74,7 @@ def _draw(
         key=lambda kind: [-1 if value is None else place.index(value) for place, value in zip(places, kind, strict=True)],
     )
     size = (1.0 + (_PANEL[0] + 1.2) * len(across), 0.9 + (_PANEL[1] + 0.5) * len(down))
-    share = True if metric in (MFU, MFU_REPORTED) else "col"
+    share = True if metric is MFU else "col"
     figure, panels = new_figure(title, len(down), len(across), size, sharey=share, sharex="col")
     batches = {
         column: sorted({cell.axes["local_batch"] for cell in cells if cell.axes.get(columns) == column})

@@ -1,12 +1,10 @@
-"""Cells: repeats joined, and the missing cells of the grid."""
+"""Cells: repeats joined, and the arms that they are in."""
 
-import itertools
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from torchtitan.runs.analysis.axes import BATCH, SWITCHES, Axes, values_in_order
+from torchtitan.runs.analysis.axes import BATCH, Axes, values_in_order
 from torchtitan.runs.analysis.collect import Run
 from torchtitan.runs.analysis.measures import IMAGES, METRICS
 from torchtitan.statistics.interval import Interval, positive_interval
@@ -59,11 +57,6 @@ class Cell:
         counts = Counter(run.status for run in self.runs if not run.ok)
         return ", ".join(f"{n} {status}" for status, n in counts.items())
 
-    @property
-    def reason(self) -> str:
-        """Reason why it, or a repeat, is not ok."""
-        return next((run.reason for run in self.runs if not run.ok and (self.ok or run.status == self.status)), "")
-
     def value(self, metric: str) -> float | None:
         return self.measures[metric].value if metric in self.measures else None
 
@@ -77,8 +70,7 @@ def join_repeats(runs: Sequence[Run]) -> list[Cell]:
     names = list(dict.fromkeys(name for run in runs for name in run.axes))
     groups: dict[tuple, list[Run]] = {}
     for number, run in enumerate(runs):
-        of_one_model = run.axes.get("model") is not None or run.sweep is not None  # a sweep varies what its rows say
-        key = (None if of_one_model else number, *(run.axes.get(name) for name in names))
+        key = (None if run.axes.get("model") is not None else number, *(run.axes.get(name) for name in names))
         groups.setdefault(key, []).append(run)
     cells = [_cell(members) for members in groups.values()]
     places = {
@@ -100,16 +92,12 @@ def _cell(runs: list[Run]) -> Cell:
     return Cell(runs[0].axes, runs, measures)
 
 
-def arm_key(axes: Axes, without: Sequence[str] = ()) -> tuple:
-    """Key of an arm: all axes except the batch and `without`."""
-    return tuple((name, value) for name, value in axes.items() if name not in BATCH and name not in without)
-
-
 def arms(cells: Sequence[Cell]) -> dict[tuple, list[Cell]]:
-    """Arm -> its cells, batches rising."""
+    """Arms: all axes except the batch -> their cells, batches rising."""
     found: dict[tuple, list[Cell]] = {}
     for cell in cells:
-        found.setdefault(arm_key(cell.axes), []).append(cell)
+        key = tuple((name, value) for name, value in cell.axes.items() if name not in BATCH)
+        found.setdefault(key, []).append(cell)
     for members in found.values():
         members.sort(key=lambda cell: (cell.axes["local_batch"] or 0, cell.axes["global_batch"] or 0))
     return found
@@ -129,48 +117,3 @@ def what_limits(arm: Sequence[Cell], best: Cell) -> str:
     if any(cell.status == "oom" for cell in beyond):
         return "the next is out of memory"
     return f"the next: {beyond[0].status}" if beyond else "largest tried"
-
-
-@dataclass(frozen=True)
-class MissingArm:
-    """Missing arm: a combination of switches without a run, although each value was run with this model and ranks."""
-
-    values: dict[str, Any]
-
-
-def missing_arms(cells: Sequence[Cell]) -> list[MissingArm]:
-    """Missing arms: combinations of the switches' values never started, by model, ranks and further axes."""
-    groups: dict[tuple, list[Axes]] = {}
-    for cell in cells:
-        groups.setdefault(arm_key(cell.axes, without=(*SWITCHES, "mesh")), []).append(cell.axes)
-    missing = []
-    for rest, members in groups.items():
-        values = [values_in_order(name, [axes[name] for axes in members]) for name in SWITCHES]
-        there = {tuple(axes[name] for name in SWITCHES) for axes in members}
-        missing += [
-            MissingArm(dict(rest) | dict(zip(SWITCHES, combination, strict=True)))
-            for combination in itertools.product(*values)
-            if combination not in there
-        ]
-    return missing
-
-
-def missing_batches(cells: Sequence[Cell]) -> list[tuple[list[Cell], list[int]]]:
-    """Missing batches of arms, run by another arm of the same model, patch and ranks.
-
-    Returns:
-        arm and the batches that it lacks; those above one that ran out of memory do not count.
-    """
-    grouped: dict[tuple, list[list[Cell]]] = {}
-    for arm in arms(cells).values():
-        rest = tuple(arm[0].axes.get(name) for name in ("model", "patch", "world_size", "device"))
-        grouped.setdefault(rest, []).append(arm)
-    found = []
-    for members in grouped.values():
-        tried = sorted({cell.axes["local_batch"] for arm in members for cell in arm if cell.axes["local_batch"]})
-        for arm in members:
-            own = {cell.axes["local_batch"] for cell in arm}
-            full = min((cell.axes["local_batch"] or 0 for cell in arm if cell.status == "oom"), default=float("inf"))
-            if lacks := [batch for batch in tried if batch not in own and batch < full]:
-                found.append((arm, lacks))
-    return found

@@ -11,12 +11,10 @@ from tqdm import tqdm
 
 from torchtitan.errors import unwrapped
 from torchtitan.files.regular import read_regular, read_toml
-from torchtitan.runs.analysis.axes import Axes, add_further_axes, axes_of, complete_from_siblings, word
+from torchtitan.runs.analysis.axes import Axes, add_further_axes, axes_of, word
 from torchtitan.runs.analysis.measures import IMAGES, measure_run
-from torchtitan.runs.analysis.torchditan_runs import is_torchditan_run, read_torchditan_run
 from torchtitan.runs.record import RUN_FILES, RunRecord, read_run
 from torchtitan.settings.sections import flattened
-from torchtitan.settings.sizes import is_count
 from torchtitan.statistics.interval import Interval
 
 SWEEP_STATE, SWEEP_FILE = "sweep.jsonl", "sweep.toml"
@@ -36,7 +34,7 @@ class Run:
 
     Attributes:
         name: of its folder, below the given folder.
-        folder: None if it never started.
+        folder: None if it never started, or left none.
         axes: see axes.NAMED_AXES; further ones may follow.
         repeat: number or seed that distinguishes repeats.
         status: ok, oom, failed, timeout, refused, skipped, interrupted, damaged, unfinished or short.
@@ -45,8 +43,7 @@ class Run:
         warmup_steps: left out at the start.
         settings: dotted key -> value of the configuration.
         versions: of torch and others.
-        source: "torchditan" for runs of that program.
-        sweep: folder of its sweep.
+        cell: name of its cell in a sweep.
         notes: on its numbers.
     """
 
@@ -60,8 +57,7 @@ class Run:
     warmup_steps: int = 0
     settings: dict[str, Any] = field(default_factory=dict)
     versions: dict[str, Any] = field(default_factory=dict)
-    source: str = ""
-    sweep: Path | None = None
+    cell: str = ""
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -129,14 +125,13 @@ def collect(
         sweep = next((of_sweep[above] for above in path.parents if above in of_sweep), None)
         wanted = warmup_steps if warmup_steps is not None or sweep is None else sweep.warmup_steps
         by_path[path] = _read(path, _name(path, base), wanted)
-        by_path[path].sweep = sweep.folder if sweep else None
     runs = list(by_path.values())
     for sweep in sweeps:
         runs += _apply_rows(sweep, by_path)
     if not runs:
         where = ", ".join(map(str, folders))
         raise NoRuns(f"{where}: no run there or below (a run's folder has config.toml or metrics.jsonl)")
-    add_further_axes([(run.axes, run.settings) for run in runs])
+    add_further_axes([(run.axes, run.settings) for run in runs if run.folder])
     remarks += [f"{run.name}: {run.reason}" for run in runs if run.status == "damaged"]
     return runs, remarks
 
@@ -174,12 +169,8 @@ def read_sweep(folder: Path) -> Sweep:
 
 
 def _search(folders: Iterable[Path]) -> tuple[dict[Path, Path], list[Sweep]]:
-    """Search for run folders -> the folder below which each was found; and sweeps.
-
-    A run's own folder is not searched; that of a TorchDiTan run is, for runs of this program only.
-    """
+    """Search for run folders -> the folder below which each was found; and sweeps. A run's own folder is not searched."""
     found: dict[Path, Path] = {}
-    theirs: set[Path] = set()
     sweeps: dict[Path, Sweep] = {}
     for folder in folders:
         if not folder.is_dir():
@@ -189,20 +180,13 @@ def _search(folders: Iterable[Path]) -> tuple[dict[Path, Path], list[Sweep]]:
             below.sort()
             if SWEEP_STATE in files:
                 sweeps.setdefault(here, read_sweep(here))
-            elif _is_own_run(here):
+            elif _is_run(here):
                 found.setdefault(here, folder.resolve())
                 below.clear()
-            elif theirs.isdisjoint(here.parents) and is_torchditan_run(here):
-                found.setdefault(here, folder.resolve())
-                theirs.add(here)
     return found, list(sweeps.values())
 
 
 def _is_run(folder: Path) -> bool:
-    return _is_own_run(folder) or (os.path.isdir(folder) and is_torchditan_run(folder))
-
-
-def _is_own_run(folder: Path) -> bool:
     # os.path, unlike Path, takes a name that no folder can have, of a sweep's row, for one that is not there.
     return any(os.path.isfile(folder / name) for name in RUN_FILES)
 
@@ -212,8 +196,6 @@ def _name(path: Path, base: Path) -> str:
 
 
 def _read(path: Path, name: str, warmup_steps: int | None) -> Run:
-    if not any((path / file).is_file() for file in RUN_FILES):
-        return _read_torchditan(path, name, warmup_steps)
     record = read_run(path)
     summary = record.summary or {}
     run = Run(name, path, axes_of(record.settings), record.seed, settings=record.settings)
@@ -228,19 +210,6 @@ def _read(path: Path, name: str, warmup_steps: int | None) -> Run:
         run.status, run.reason = "damaged", damage
     elif run.ok:
         run.measures = measure_run(record, run.warmup_steps)
-        _refuse_empty(run)
-    return run
-
-
-def _read_torchditan(path: Path, name: str, warmup_steps: int | None) -> Run:
-    found = read_torchditan_run(path)
-    run = Run(name, path, found.axes, source="torchditan", notes=list(found.problems))
-    run.warmup_steps = _warm_up(found.planned_steps, found.last_step, warmup_steps)
-    whole = found.last_step > 0 and found.last_step >= (found.planned_steps or 0)
-    run.status = "ok" if whole else "unfinished"
-    run.reason = "" if whole else f"logged up to step {found.last_step} of {found.planned_steps or 'an unknown number'}"
-    if whole:
-        run.measures = found.measure(run.warmup_steps)
         _refuse_empty(run)
     return run
 
@@ -267,37 +236,28 @@ def _refuse_empty(run: Run) -> None:
 
 
 def _apply_rows(sweep: Sweep, by_path: dict[Path, Run]) -> list[Run]:
-    """Apply the sweep's record to its runs; return the cells without a folder."""
-    without_folder = []
+    """Apply the sweep's record to its runs; return those without a folder, which never started."""
+    found, without_folder = [], []
     for row in sweep.rows:
         path = sweep.run_folder(row)
         run = by_path.get(path) if path else None
         if run is None:
-            run = _started_never(sweep, row)
+            run = Run(str(row.get("name") or row["cell"]), None, axes_of(row["axes"]))
+            run.reason = "the sweep calls it ok, but its folder is gone"
             without_folder.append(run)
-        repeat = row.get("repeat")
+        else:
+            found.append(run)
+        run.cell, repeat = str(row["cell"]), row.get("repeat")
         run.repeat = repeat if type(repeat) is int and abs(repeat) < 2**63 else run.repeat
         status = str(row.get("status") or "failed")
         if status != "ok":  # a damaged run, too, is what the sweep saw of it
             run.status, run.measures = status, {}
             run.reason = str(row.get("reason") or run.reason)
         elif run.status in ("unfinished", "interrupted", "failed"):
-            run.status, run.reason = "damaged", f"the sweep calls it ok, its folder says: {run.reason}"
-    siblings = [run.axes for run in by_path.values() if run.sweep == sweep.folder]
-    for run in without_folder:
-        complete_from_siblings(run.axes, siblings)
-    for run in by_path.values():
-        if run.sweep == sweep.folder and run.axes["device"] is None:  # killed before its summary
-            complete_from_siblings(run.axes, siblings)
+            run.status = "damaged"
+            run.reason = f"the sweep calls it ok, its folder says: {run.reason}" if run.folder else run.reason
+    devices = {run.axes["device"] for run in found} - {None}
+    for run in found:
+        if run.axes["device"] is None and len(devices) == 1:  # killed before its summary
+            run.axes["device"] = next(iter(devices))
     return without_folder
-
-
-def _started_never(sweep: Sweep, row: dict[str, Any]) -> Run:
-    fixed = sweep.table.get("fixed")
-    settings = dict(flattened(fixed) if isinstance(fixed, dict) else ()) | row["axes"]
-    processes = row.get("processes")
-    axes = axes_of(settings, processes if is_count(processes) else None)
-    run = Run(str(row.get("name") or row["cell"]), None, axes, settings=settings, sweep=sweep.folder)
-    if row.get("status") == "ok":
-        run.status, run.reason = "damaged", "the sweep calls it ok, but its folder is gone"
-    return run

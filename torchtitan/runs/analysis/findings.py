@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from torchtitan.pictures.markdown import bullet, inline, markdown_table
 from torchtitan.pictures.number_text import counted, significant
 from torchtitan.runs.analysis.axes import BATCH, DATA, label, value_label, varying
-from torchtitan.runs.analysis.cells import Cell, arms, best_cell, missing_arms, missing_batches, what_limits
+from torchtitan.runs.analysis.cells import Cell, arms, best_cell, what_limits
 from torchtitan.runs.analysis.collect import Run
-from torchtitan.runs.analysis.effects import Effect, Interaction, Ratio, ScalingCurve
-from torchtitan.runs.analysis.measures import IMAGES, MEMORY, METRICS, MFU, MFU_REPORTED, STEP
-from torchtitan.runs.analysis.verdicts import Verdict, verdicts
+from torchtitan.runs.analysis.effects import Effect, ScalingCurve
+from torchtitan.runs.analysis.measures import IMAGES, MEMORY, METRICS, MFU, STEP
 from torchtitan.statistics.interval import Interval
 from torchtitan.terminal import shortened
 
@@ -29,11 +28,6 @@ HOW_PAIRED = (
     "interval over the logarithms of the ratios: how much it differs between these conditions, not between repeats. "
     "From one pair alone (‡) the interval is that of its two cells. At equal batch, cells that did not run in both "
     "arms have no part; at best batch each arm stands at the batch of its most images/s, which may differ."
-)
-HOW_TESTED = (
-    "A difference in images/s is significant where its interval excludes 0 and Student's test over the same logarithms (of one "
-    "pair: Welch's over its repeats) remains below 5 % after Holm's correction for all effects of the report, or for all "
-    "interactions: the probability of any false one in either table is at most 5 %. Intervals are not corrected."
 )
 
 
@@ -53,14 +47,13 @@ class Results:
 
     Attributes:
         runs, cells: as read and joined.
-        effects, interactions, curves: of the cells.
+        effects, curves: of the cells.
         remarks: on unreadable files.
     """
 
     runs: list[Run]
     cells: list[Cell]
     effects: list[Effect]
-    interactions: list[Interaction]
     curves: list[ScalingCurve]
     remarks: list[str]
 
@@ -79,32 +72,22 @@ def headlines(results: Results) -> list[str]:
         lines.append(f"The runs are of different data, and are compared with those of the same alone (cells: {names}).")
     if singles:
         lines.append(f"Measured cells with a single ok repeat: {singles}.")
-    if absent := len(missing_arms(results.cells)):
-        lines.append(f"{absent} {'arm' if absent == 1 else 'arms'} of the grid never ran.")
     lines += [_best_line(of_model) for of_model in _by_model(results.cells).values() if any(cell.ok for cell in of_model)]
-    on_effects = zip(results.effects, verdicts(results.effects), strict=True)
-    lines += [_effect_line(effect, verdict) for effect, verdict in on_effects if verdict]
-    lines += _interaction_lines(results.interactions)
+    lines += [_effect_line(effect) for effect in results.effects if IMAGES.name in effect.ratios]
     lines += [_scaling_line(curve) for curve in results.curves]
     return lines
 
 
 def cautions(results: Results) -> list[str]:
-    """Cautions about the findings: versions, unequal counts, damage, missing arms."""
+    """Cautions about the findings: versions, damage, what memory is."""
     lines = list(dict.fromkeys(results.remarks))
     for key, word in (("torch", "versions of torch"), ("git_commit", "commits")):
         found = sorted({str(run.versions[key]) for run in results.runs if run.ok and run.versions.get(key)})
         if len(found) > 1:
             lines.append(f"The runs are of several {word}, which are not distinguished: {', '.join(found)}.")
-    if any(MFU_REPORTED.name in run.measures for run in results.runs):
-        lines.append(
-            "TorchDiTan's own MFU counts every parameter once per token; “MFU as reported” is that, “MFU” is the "
-            "same measurement with the FLOPs of the matrix products alone, and missing where model or image are not "
-            "known. Its “hsdp” was sharded over all ranks, as fsdp is."
-        )
-    if any(not run.measures.get(MFU.name) for run in results.runs if run.ok and not run.source):
+    if any(not run.measures.get(MFU.name) for run in results.runs if run.ok):
         lines.append("Some runs have no MFU: their device's peak is not known (metrics.peak_tflops gives it).")
-    if any("(resident)" in _memory_kind(run) for run in results.runs):
+    if any(str(run.axes.get("device")).startswith("CPU") for run in results.runs):
         lines.append("Memory of runs on a CPU: peak resident memory of the first process, the interpreter included.")
     lines += [f"{run.name}: {note}." for run in results.runs for note in run.notes]
     return lines
@@ -113,10 +96,9 @@ def cautions(results: Results) -> list[str]:
 def tables(results: Results) -> list[Table]:
     """All tables, in the order of the report; those without rows are left out."""
     found = [
-        _best_table(results.cells), _effect_table(results.effects), _interaction_table(results.interactions),
-        _scaling_table(results.curves), _trouble_table(results.cells), _missing_table(results.cells),
-        cell_table(results.cells),
-    ]
+        _best_table(results.cells), _effect_table(results.effects), _scaling_table(results.curves),
+        _trouble_table(results.runs), cell_table(results.cells),
+    ]  # fmt: skip
     return [table for table in found if table.rows]
 
 
@@ -125,7 +107,7 @@ def markdown(results: Results, pictures: Iterable[tuple[str, str]]) -> str:
     parts = ["# Analysis\n", "## Findings\n", *map(bullet, headlines(results)), ""]
     if cautious := cautions(results):
         parts += ["## Notes\n", *map(bullet, cautious), ""]
-    parts += [HOW_MEASURED, "", HOW_PAIRED, "", HOW_TESTED, ""]
+    parts += [HOW_MEASURED, "", HOW_PAIRED, ""]
     for table in tables(results):
         parts += [f"## {table.heading}\n", *([inline(table.note), ""] if table.note else [])]
         parts.append(markdown_table(table.columns, table.rows).removesuffix("\n"))
@@ -139,7 +121,7 @@ def cell_table(cells: Sequence[Cell]) -> Table:
     """Table of every cell with its measurements, or the reason for missing ones."""
     names = _names(cells)
     metrics = [metric for metric in METRICS if any(metric.name in cell.measures for cell in cells)]
-    metrics = [metric for metric in metrics if metric.name in _SHOWN]
+    metrics = [metric for metric in metrics if metric in (IMAGES, MFU, STEP, MEMORY)]
     columns = (*(name.replace("_", " ") for name in names), "status", "runs", *(metric.title for metric in metrics))
     rows = []
     for cell in cells:
@@ -160,19 +142,12 @@ def value_text(estimate: Interval | None) -> str:
     return f"{significant(estimate.value)} [{significant(estimate.lower)}, {significant(estimate.upper)}]"
 
 
-def change_text(ratio: Ratio | None) -> str:
+def change_text(ratio: Interval | None) -> str:
     """Format a factor as a change: `+30.1 % [+29.0, +31.2]`."""
     if ratio is None:
         return MISSING
     mark = "‡" if ratio.count == 1 else ""
-    if not ratio.bounded:
-        return f"{percent(ratio.value)} %{mark}"
     return f"{percent(ratio.value)} % [{percent(ratio.lower)}, {percent(ratio.upper)}]{mark}"
-
-
-def change_label(switch: str, before: object, after: object) -> str:
-    """Format a contrast in words: `eager → compiled`."""
-    return f"{value_label(switch, before)} → {value_label(switch, after)}"
 
 
 def percent(factor: float) -> str:
@@ -181,7 +156,8 @@ def percent(factor: float) -> str:
     return "0.0" if float(text) == 0 else text
 
 
-_SHOWN = {IMAGES.name, MFU.name, MFU_REPORTED.name, STEP.name, MEMORY.name}
+def _change(effect: Effect) -> str:
+    return f"{value_label(effect.switch, effect.before)} → {value_label(effect.switch, effect.after)}"
 
 
 def _best_line(cells: list[Cell]) -> str:
@@ -196,33 +172,10 @@ def _best_line(cells: list[Cell]) -> str:
     return f"{where}: most images/s{with_}: {value_text(best.measures[IMAGES.name])}{mfu}{memory}{mark}."
 
 
-def _effect_line(effect: Effect, verdict: Verdict) -> str:
+def _effect_line(effect: Effect) -> str:
     images = effect.ratios[IMAGES.name]
-    pairs = "1 pair" if images.count == 1 else f"{images.count} pairs"
     memory = f", memory {change_text(effect.ratios[MEMORY.name])}" if MEMORY.name in effect.ratios else ""
-    told = "" if verdict.outcome == "significant" else f" (images/s: {verdict.text})"
-    change = change_label(effect.switch, effect.before, effect.after)
-    return f"{change}, at {effect.at}: images/s {change_text(images)}{memory}, {pairs}{told}."
-
-
-def _interaction_lines(found: Sequence[Interaction]) -> list[str]:
-    """A line for each significant interaction, and one that counts the others."""
-    by_verdict = [(one, verdict) for one, verdict in zip(found, verdicts(found), strict=True) if verdict]
-    lines = [_interaction_line(one) for one, verdict in by_verdict if verdict.outcome == "significant"]
-    rest = Counter(verdict.text for _, verdict in by_verdict if verdict.outcome != "significant")
-    if rest:
-        counts = ", ".join(f"{text}: {count}" for text, count in sorted(rest.items()))
-        lines.append(f"Interactions of two switches on images/s: {len(by_verdict)}, of which {len(lines)} significant; {counts}.")
-    return lines
-
-
-def _interaction_line(one: Interaction) -> str:
-    ratio = one.ratios[IMAGES.name]
-    (_, before, after), (_, from_, to) = one.first, one.second
-    return (
-        f"The effect of {change_label(one.first[0], before, after)} on images/s is multiplied by {_factor_text(ratio)} "
-        f"with {value_label(one.second[0], to)} instead of {value_label(one.second[0], from_)} ({ratio.count} fours)."
-    )
+    return f"{_change(effect)}, at {effect.at}: images/s {change_text(images)}{memory}, {counted(images.count, 'pair')}."
 
 
 def _scaling_line(curve: ScalingCurve) -> str:
@@ -230,7 +183,8 @@ def _scaling_line(curve: ScalingCurve) -> str:
     e = last.efficiency.scaled(100)
     return (
         f"{curve.kind.capitalize()} scaling, {_curve_label(curve)}: {last.ranks} ranks do {significant(e.value, 3)} % "
-        f"{_ends(e)}of {significant(last.ranks / curve.points[0].ranks, 3)} times what {curve.points[0].ranks} "
+        f"[{significant(e.lower, 3)}, {significant(e.upper, 3)}] of "
+        f"{significant(last.ranks / curve.points[0].ranks, 3)} times what {curve.points[0].ranks} "
         f"{'does' if curve.points[0].ranks == 1 else 'do'}."
     )
 
@@ -253,30 +207,12 @@ def _best_table(cells: Sequence[Cell]) -> Table:
 
 def _effect_table(effects: Sequence[Effect]) -> Table:
     rows = []
-    for effect, verdict in zip(effects, verdicts(effects), strict=True):
+    for effect in effects:
         alone = ", ".join(f"{n} {status}" for status, n in effect.alone.items()) or "none"
         texts = [change_text(effect.ratios.get(metric.name)) for metric in (IMAGES, MFU, MEMORY)]
-        change = change_label(effect.switch, effect.before, effect.after)
-        outcome = verdict.text if verdict else MISSING
-        rows.append((change, effect.at, str(len(effect.pairs)), *texts, outcome, alone))
-    columns = (
-        "switch", "paired at", "pairs", "images/s", "MFU", "memory", "difference in images/s",
-        "unpaired cells, by the partner's status",
-    )  # fmt: skip
+        rows.append((_change(effect), effect.at, str(len(effect.pairs)), *texts, alone))
+    columns = ("switch", "paired at", "pairs", "images/s", "MFU", "memory", "unpaired cells, by the partner's status")
     return Table("Effect of each switch", HOW_PAIRED, columns, tuple(rows))
-
-
-def _interaction_table(found: Sequence[Interaction]) -> Table:
-    rows = []
-    for one, verdict in zip(found, verdicts(found), strict=True):
-        ratios = [one.ratios.get(metric.name) for metric in (IMAGES, MEMORY)]
-        fours = max(ratio.count for ratio in ratios if ratio)
-        texts = [MISSING if ratio is None else _factor_text(ratio) for ratio in ratios]
-        outcome = verdict.text if verdict else MISSING
-        rows.append((change_label(*one.first), change_label(*one.second), str(fours), *texts, outcome))
-    note = "Effect of the first switch after the second, divided by that before it; 1: they are independent."
-    columns = ("effect of", "under", "fours", "images/s", "memory", "difference in images/s")
-    return Table("Interaction of switches", note, columns, tuple(rows))
 
 
 def _scaling_table(curves: Sequence[ScalingCurve]) -> Table:
@@ -289,35 +225,16 @@ def _scaling_table(curves: Sequence[ScalingCurve]) -> Table:
     return Table("Scaling over ranks", note, ("scaling", "arm", "ranks", "images/s", "efficiency, %"), tuple(rows))
 
 
-def _trouble_table(cells: Sequence[Cell]) -> Table:
-    rows = []
-    for cell in cells:
-        alike: dict[tuple[str, str], list[str]] = {}
-        for run in cell.runs:
-            if not run.ok:
-                alike.setdefault((run.status, run.reason or MISSING), []).append(run.name)
-        for (status, reason), names in alike.items():
-            others = f" and {len(names) - 1} more of the cell" if len(names) > 1 else ""
-            rows.append((names[0] + others, status, reason))
-    return Table("Runs without a result", "", ("run", "status", "reason"), tuple(rows))
-
-
-def _missing_table(cells: Sequence[Cell]) -> Table:
-    rows = []
-    names = [name for name in _names(cells) if name not in (*BATCH, "mesh")]
-    absent = missing_arms(cells)
-    rows += [(label(arm.values, names), "whole arm") for arm in absent[:MOST_LISTED]]
-    if len(absent) > MOST_LISTED:
-        rows.append((f"and {len(absent) - MOST_LISTED} more", "whole arm"))
-    lacking = missing_batches(cells)
-    rows += [
-        (label(arm[0].axes, names) or "all", "batch " + ", ".join(map(str, batches)))
-        for arm, batches in lacking[:MOST_LISTED]
+def _trouble_table(runs: Sequence[Run]) -> Table:
+    alike: dict[tuple[str, str, str], list[str]] = {}
+    for run in runs:
+        if not run.ok:
+            alike.setdefault((run.cell or run.name, run.status, run.reason or MISSING), []).append(run.name)
+    rows = [
+        (names[0] + (f" and {len(names) - 1} more of the cell" if len(names) > 1 else ""), status, reason)
+        for (_, status, reason), names in alike.items()
     ]
-    if len(lacking) > MOST_LISTED:
-        rows.append((f"and {len(lacking) - MOST_LISTED} more", "batches"))
-    note = "Combinations of values that were run otherwise; batches that another arm of the same model and patch has."
-    return Table("Never run", note, ("arm", "missing"), tuple(rows))
+    return Table("Runs without a result", "", ("run", "status", "reason"), tuple(rows))
 
 
 def _by_model(cells: Sequence[Cell]) -> dict[tuple, list[Cell]]:
@@ -328,13 +245,15 @@ def _by_model(cells: Sequence[Cell]) -> dict[tuple, list[Cell]]:
 
 
 def _names(cells: Sequence[Cell]) -> list[str]:
-    """Names of axes with several values, and the batch; the mesh only if layout and ranks do not determine it."""
+    """Names of axes with several values, and the batch; not the mesh, which layout and ranks determine."""
     found = varying([cell.axes for cell in cells])
-    names = [name for name in cells[0].axes if name in found or name == "local_batch"]
-    return [name for name in names if name != "mesh"]
+    names = dict.fromkeys(name for cell in cells for name in cell.axes)
+    return [name for name in names if (name in found or name == "local_batch") and name != "mesh"]
 
 
 def _common(cells: Sequence[Cell], names: Sequence[str]) -> str:
+    if not cells:
+        return ""
     same = [name for name in cells[0].axes if name not in names and name != "mesh" and cells[0].axes[name] is not None]
     return f"All: {label(cells[0].axes, same)}." if same else ""
 
@@ -342,19 +261,3 @@ def _common(cells: Sequence[Cell], names: Sequence[str]) -> str:
 def _curve_label(curve: ScalingCurve) -> str:
     batch = "local_batch" if curve.kind == "weak" else "global_batch"
     return label(curve.axes, ("model", "patch", "layout", "compile", "ac", "dtype", batch))
-
-
-def _memory_kind(run: Run) -> str:
-    return "(resident)" if str(run.axes.get("device")).startswith("CPU") else ""
-
-
-def _factor_text(ratio: Ratio) -> str:
-    mark = "‡" if ratio.count == 1 else ""
-    ends = f" [{ratio.lower:.3f}, {ratio.upper:.3f}]" if ratio.bounded else ""
-    return f"{ratio.value:.3f}{ends}{mark}"
-
-
-def _ends(estimate: Interval) -> str:
-    if not estimate.bounded:
-        return ""
-    return f"[{significant(estimate.lower, 3)}, {significant(estimate.upper, 3)}] "

@@ -31,10 +31,8 @@ STEP = Metric("step_seconds", "s/step", ("time_metrics/end_to_end(s)",))
 # What the device's allocator holds decides whether a batch fits; a CPU process has its resident memory alone.
 MEMORY = Metric("memory_gib", "memory, GiB", ("memory/max_reserved(GiB)", "memory/max_resident(GiB)"))
 ACTIVE_MEMORY = Metric("memory_active_gib", "active memory, GiB", ("memory/max_active(GiB)",))
-# As the run itself counted it, where that count is known to be another one than this program's.
-MFU_REPORTED = Metric("mfu_reported_percent", "MFU as reported, %", ())
 
-METRICS = (IMAGES, TOKENS, TFLOPS, MFU, STEP, MEMORY, ACTIVE_MEMORY, MFU_REPORTED)
+METRICS = (IMAGES, TOKENS, TFLOPS, MFU, STEP, MEMORY, ACTIVE_MEMORY)
 
 
 def measure(series: Mapping[str, Series], warmup_steps: int) -> dict[str, Interval]:

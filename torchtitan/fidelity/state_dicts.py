@@ -5,8 +5,9 @@ from pathlib import Path
 
 from torch import Tensor
 
-from torchtitan.features.base import ExtractorError, file_sha256
-from torchtitan.features.published import PublishedWeights
+from torchtitan.errors import EvaluationError
+from torchtitan.fidelity.feature_extractor import file_sha256
+from torchtitan.fidelity.published import PublishedWeights
 from torchtitan.files.regular import user_path
 from torchtitan.files.weight_files import WeightsError, mismatches, read_state_dict
 from torchtitan.programs import program
@@ -23,26 +24,26 @@ def read_published(weights: PublishedWeights, path: Path | None) -> tuple[dict[s
         the state dict, and the file's SHA-256.
 
     Raises:
-        ExtractorError: the file is missing, cannot be read, or is not the published one.
+        EvaluationError: the file is missing, cannot be read, or is not the published one.
     """
     file = weights.path if path is None else user_path(path)
     advice = f"python {program('download')} {weights.name} fetches it, {weights.size / 1e6:,.0f} MB; --weights names a copy"
     if not file.exists():
-        raise ExtractorError(f"{weights.name}: {file}: no such file of weights ({advice})")
+        raise EvaluationError(f"{weights.name}: {file}: no such file of weights ({advice})")
     found = file_sha256(file)
     if found != weights.sha256:
-        raise ExtractorError(
+        raise EvaluationError(
             f"{weights.name}: {file}: is not the published file: SHA-256 {found[:12]}..., not {weights.sha256[:12]}... "
             f"({advice})"
         )
     try:
         return read_state_dict(file)[0], found
     except WeightsError as error:
-        raise ExtractorError(f"{weights.name}: {error}") from error
+        raise EvaluationError(f"{weights.name}: {error}") from error
 
 
 def check_tensors(name: str, wanted: Mapping[str, tuple[int, ...]], tensors: Mapping[str, Tensor]) -> None:
-    """Compare a state dict with the shapes of a network's. Raises ExtractorError: one line with every difference."""
+    """Compare a state dict with the shapes of a network's. Raises EvaluationError: one line with every difference."""
     problems = mismatches(dict(wanted), {key: tuple(tensor.shape) for key, tensor in tensors.items()})
     if problems:
-        raise ExtractorError(f"{name}: weights of another network: {'; '.join(problems)}")
+        raise EvaluationError(f"{name}: weights of another network: {'; '.join(problems)}")

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import avg_pool2d, linear, max_pool2d
 
-from torchtitan.features.base import FeatureExtractor, as_rgb
-from torchtitan.features.published import INCEPTION
-from torchtitan.features.resizing import resize_bilinear_tf1
-from torchtitan.features.state_dicts import check_tensors, read_published
+from torchtitan.fidelity.feature_extractor import FeatureExtractor, as_rgb
+from torchtitan.fidelity.published import INCEPTION
+from torchtitan.fidelity.resizing import resize_bilinear_tf1
+from torchtitan.fidelity.state_dicts import check_tensors, read_published
 
 SIDE = 299
 CLASSES = 1008
@@ -43,7 +43,7 @@ class Inception2015(FeatureExtractor):
             device: where to compute.
 
         Raises:
-            ExtractorError: tensors are missing, superfluous or of another shape.
+            EvaluationError: tensors are missing, superfluous or of another shape.
         """
         with torch.device("meta"):
             network = InceptionNetwork()
@@ -61,7 +61,7 @@ class Inception2015(FeatureExtractor):
 
     @classmethod
     def open(cls, weights: Path | None, device: torch.device) -> "Inception2015":
-        """Open the published weights: a file, or where scripts/download.py puts it. Raises ExtractorError."""
+        """Open the published weights: a file, or where scripts/download.py puts it. Raises EvaluationError."""
         tensors, sha256 = read_published(INCEPTION, weights)
         return cls(tensors, sha256, device)
 
@@ -245,7 +245,7 @@ def fold_norms(network: InceptionNetwork, tensors: Mapping[str, Tensor]) -> dict
         the network's state dict, float32.
 
     Raises:
-        ExtractorError: tensors are missing, superfluous or of another shape.
+        EvaluationError: tensors are missing, superfluous or of another shape.
     """
     used = {name: tensor for name, tensor in tensors.items() if not name.endswith(".num_batches_tracked")}
     check_tensors(INCEPTION.name, published_shapes(network), used)

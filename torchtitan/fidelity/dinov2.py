@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import gelu, interpolate, scaled_dot_product_attention
 
-from torchtitan.features.base import FeatureExtractor, as_rgb
-from torchtitan.features.published import DINOV2
-from torchtitan.features.resizing import resize_bicubic_antialias, resize_bicubic_pillow
-from torchtitan.features.state_dicts import check_tensors, read_published
+from torchtitan.fidelity.feature_extractor import FeatureExtractor, as_rgb
+from torchtitan.fidelity.published import DINOV2
+from torchtitan.fidelity.resizing import resize_bicubic_antialias, resize_bicubic_pillow
+from torchtitan.fidelity.state_dicts import check_tensors, read_published
 
 SIDE = 224
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet's pixels in [0, 1]
@@ -66,7 +66,7 @@ class DinoV2(FeatureExtractor):
             device: where to compute.
 
         Raises:
-            ExtractorError: tensors are missing, superfluous or of another shape.
+            EvaluationError: tensors are missing, superfluous or of another shape.
         """
         self.name, self.resize, self.comparable_with = resizing.name, resizing.words, resizing.comparable_with
         self._resize = resizing.resize
@@ -83,7 +83,7 @@ class DinoV2(FeatureExtractor):
 
     @classmethod
     def open(cls, resizing: Resizing, weights: Path | None, device: torch.device) -> "DinoV2":
-        """Open the published weights: a file, or where scripts/download.py puts it. Raises ExtractorError."""
+        """Open the published weights: a file, or where scripts/download.py puts it. Raises EvaluationError."""
         tensors, sha256 = read_published(DINOV2, weights)
         return cls(resizing, tensors, sha256, device)
 

@@ -10,12 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchtitan.errors import reason
+from torchtitan.errors import EvaluationError, reason
 from torchtitan.files.regular import check_regular
-
-
-class ExtractorError(Exception):
-    """Extractor, or images for one, that cannot be used; one line: the cause and the remedy."""
 
 
 class FeatureExtractor(ABC):
@@ -50,11 +46,11 @@ class FeatureExtractor(ABC):
             each output of `dims`, float32 [B, D], on the extractor's device.
 
         Raises:
-            ExtractorError: the images are not of that kind, or the network gives other outputs than `dims` says.
+            EvaluationError: the images are not of that kind, or the network gives other outputs than `dims` says.
         """
         shape = list(images.shape)
         if images.dtype != torch.uint8 or images.ndim != 4 or shape[1] not in (1, 3) or 0 in shape:
-            raise ExtractorError(
+            raise EvaluationError(
                 f"{self.name}: takes uint8 images [B, 1 or 3, H, W], not {str(images.dtype).removeprefix('torch.')} {shape}"
             )
         with full_float32(self.device):
@@ -62,7 +58,7 @@ class FeatureExtractor(ABC):
         found = {name: list(values.shape) for name, values in features.items()}
         wanted = {name: [len(images), size] for name, size in self.dims.items()}
         if found != wanted:
-            raise ExtractorError(f"{self.name}: gives outputs of shapes {found} instead of {wanted}")
+            raise EvaluationError(f"{self.name}: gives outputs of shapes {found} instead of {wanted}")
         return features
 
     def record(self) -> dict:
@@ -86,13 +82,13 @@ def as_rgb(images: Tensor) -> Tensor:
 
 
 def file_sha256(path: Path) -> str:
-    """SHA-256 of a regular file. Raises ExtractorError: it is none, or cannot be read."""
+    """SHA-256 of a regular file. Raises EvaluationError: it is none, or cannot be read."""
     try:
         check_regular(path)
         with open(path, "rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
-        raise ExtractorError(f"{path}: cannot be read: {reason(error)}") from error
+        raise EvaluationError(f"{path}: cannot be read: {reason(error)}") from error
 
 
 @contextmanager

@@ -1,17 +1,13 @@
-"""Tidy tables: one row per run, one per cell, as CSV and parquet."""
+"""Table of all runs as CSV: axes, status, medians with their intervals."""
 
 import csv
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
-
 from torchtitan.errors import unwrapped
 from torchtitan.files.durable import replacing
 from torchtitan.runs.analysis.axes import NAMED_AXES, Axes
-from torchtitan.runs.analysis.cells import Cell
 from torchtitan.runs.analysis.collect import Run
 from torchtitan.runs.analysis.measures import IMAGES, METRICS
 from torchtitan.statistics.interval import Interval
@@ -20,10 +16,6 @@ from torchtitan.terminal import printable
 Row = dict[str, Any]
 
 _FORMULA = ("=", "+", "-", "@")
-
-_WHOLE = {"patch", "local_batch", "global_batch", "world_size", "repeat", "points", "warmup_steps", "runs", "ok_runs"}
-_NUMBERS = {name for metric in METRICS for name in (metric.name, f"{metric.name}_lower", f"{metric.name}_upper")}
-_NUMBERS |= {"interval_coverage"}
 
 
 def run_rows(runs: Sequence[Run]) -> list[Row]:
@@ -37,40 +29,20 @@ def run_rows(runs: Sequence[Run]) -> list[Row]:
             "status": run.status, "reason": run.reason, "points": run.points, "warmup_steps": run.warmup_steps,
             **_columns(run.measures), "interval_coverage": images.coverage if images else None,
             "torch": run.versions.get("torch"), "git_commit": run.versions.get("git_commit"),
-            "source": run.source or None, "notes": "; ".join(run.notes) or None,
+            "notes": "; ".join(run.notes) or None,
         })
     return rows
-
-
-def cell_rows(cells: Sequence[Cell]) -> list[Row]:
-    """Rows of the cells: repeats joined; `single` where there is one ok repeat alone."""
-    names = _axis_names([cell.axes for cell in cells])
-    return [
-        {
-            **{name: cell.axes.get(name) for name in names}, "status": cell.status, "reason": cell.reason,
-            "runs": len(cell.runs), "ok_runs": len(cell.good_runs), "not_ok": cell.not_ok,
-            "single": cell.single, **_columns(cell.measures),
-        }
-        for cell in cells
-    ]
 
 
 def write_csv(rows: Sequence[Row], path: Path) -> None:
     """Write CSV: floats with all their digits, nothing for None, true and false in small letters.
 
-    A text that a spreadsheet would take for a formula has an apostrophe before it; parquet has it as it is.
+    A text that a spreadsheet would take for a formula has an apostrophe before it.
     """
     with replacing(path) as unfinished, open(unfinished, "w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(map(_csv_text, rows[0]))
         writer.writerows([_csv_text(value) for value in row.values()] for row in rows)
-
-
-def write_parquet(rows: Sequence[Row], path: Path) -> None:
-    """Write parquet: the same columns with types int64, float64, bool, else string."""
-    columns = {name: pa.array([_typed(name, row[name]) for row in rows], _type(name)) for name in rows[0]}
-    with replacing(path) as unfinished:
-        pq.write_table(pa.table(columns), unfinished)
 
 
 def _columns(measures: dict[str, Interval]) -> Row:
@@ -96,19 +68,3 @@ def _csv_text(value: Any) -> str:
         return repr(value)
     text = printable(unwrapped(value))
     return f"'{text}" if text.startswith(_FORMULA) else text
-
-
-def _type(name: str) -> pa.DataType:
-    if name == "single":
-        return pa.bool_()
-    if name in _WHOLE:
-        return pa.int64()
-    return pa.float64() if name in _NUMBERS else pa.string()
-
-
-def _typed(name: str, value: Any) -> Any:
-    if value is None or name == "single":
-        return value
-    if name in _WHOLE:
-        return value if isinstance(value, int) else None
-    return float(value) if name in _NUMBERS else str(value).encode(errors="backslashreplace").decode()

@@ -1,0 +1,59 @@
+"""Images of a dataset's splits, as samples are compared with them."""
+
+from typing import Any
+
+import numpy as np
+
+from torchtitan.data import DATASETS, DataConfig, DatasetError, DatasetInfo
+from torchtitan.data.base import Split
+from torchtitan.errors import EvaluationError, unwrapped
+from torchtitan.fidelity.images import ImageSet
+from torchtitan.pictures.grids import to_rgb
+from torchtitan.training.buckets import require_one_shape
+from torchtitan.training.data_loading import read_checked
+
+
+class DatasetImages(ImageSet):
+    """Images of splits of a dataset, rounded to 8 bits as samples are."""
+
+    def __init__(self, config: DataConfig, info: DatasetInfo, split: str) -> None:
+        """split: train, validation, or all: the training images, then those held out.
+
+        Raises:
+            EvaluationError: it holds no images of pixels, or none in that split.
+            DatasetError.
+        """
+        self.place = f"dataset {config.name}"
+        dataset = DATASETS[config.name]
+        if dataset.holds_latents or info.image_shape[0] not in (1, 3):
+            raise EvaluationError(f"{self.place}: holds latents, not images (name the dataset that they were made of)")
+        if split == "validation" and not info.has_validation:
+            raise EvaluationError(f"--split validation: {self.place} holds out no images here")
+        splits: list[Split] = ["train"] if split == "train" else ["validation"]
+        if split == "all":
+            splits = ["train", "validation"] if info.has_validation else ["train"]
+        self._parts = [dataset(config, part) for part in splits]
+        require_one_shape(self._parts[0], "a set of images to compare")
+        self._starts = np.cumsum([0, *map(len, self._parts)])
+        self._config, self._info, self._split = config, info, split
+
+    @property
+    def size(self) -> tuple[int, int]:
+        return self._info.image_shape[1], self._info.image_shape[2]
+
+    def pixels(self, numbers: range) -> np.ndarray:
+        pieces = []
+        for part, start, end in zip(self._parts, self._starts, self._starts[1:], strict=False):
+            inside = np.arange(max(numbers.start, start), min(numbers.stop, end))
+            if len(inside):
+                try:
+                    pieces.append(to_rgb(read_checked(part, self._info, inside - start)["images"].numpy()))
+                except DatasetError as error:
+                    raise EvaluationError(f"{self.place}: {unwrapped(error)}") from error
+        return np.concatenate(pieces)
+
+    def record(self) -> dict[str, Any]:
+        return {"kind": "dataset", "place": self._config.name, "split": self._split}
+
+    def _count(self) -> int:
+        return int(self._starts[-1])

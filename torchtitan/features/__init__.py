@@ -1,1 +1,0 @@
-"""Feature extractors: networks that turn images into vectors, in which sets of images are compared."""

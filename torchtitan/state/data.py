@@ -1,0 +1,45 @@
+"""Data of a run: the dataset, its loader, and what could not be read of it."""
+
+from torchtitan.config.job import JobConfig
+from torchtitan.data import DATASETS, dataset_info
+from torchtitan.distributed.mesh import Layout
+from torchtitan.runs.folder import RunFolder
+from torchtitan.training.buckets import images_of_shapes
+from torchtitan.training.corrupt_images import CorruptImages
+from torchtitan.training.data_loading import TrainingData
+from torchtitan.weights.model_record import record_of
+
+
+class RunData:
+    """Data that a run trains on.
+
+    Attributes:
+        info: of the dataset.
+        record: what sampling needs of the data, for a checkpoint that is taken elsewhere.
+        images_per_epoch: number of training images.
+        images_of_shapes: shape (C, H, W) -> number of its images: one shape, or those of the buckets with images.
+        corrupt_images: record of images that could not be read.
+        loader: global batches, this process's share of each.
+    """
+
+    def __init__(self, config: JobConfig, layout: Layout, folder: RunFolder) -> None:
+        """Open the training images. Raises DatasetError."""
+        dataset = DATASETS[config.data.name](config.data, "train")
+        self.info = dataset_info(config.data)
+        self.record = record_of(config, self.info).data_table()
+        self.images_per_epoch = len(dataset)
+        self.images_of_shapes = images_of_shapes(dataset, self.info)
+        self.corrupt_images = CorruptImages(folder.path)
+        self.loader = TrainingData(
+            dataset,
+            config.data,
+            info=self.info,
+            seed=config.debug.seed,
+            end_sample=config.training.steps * config.training.global_batch_size,
+            global_batch_size=config.training.global_batch_size,
+            local_batch_size=config.training.local_batch_size,
+            rank=layout.data_rank,
+            world_size=layout.data_ranks,
+            pin_memory=layout.device.type == "cuda",
+            on_unreadable=self.corrupt_images.record,
+        )

@@ -1,0 +1,243 @@
+"""State of a run on one process: model, optimizer, averages, data and counters.
+
+The loop is elsewhere: `torchtitan.trainer` advances the state from step to step, `torchtitan.reports` reads it, and
+`torchtitan.state.resume` opens it, and takes it back to a checkpoint.
+"""
+
+from contextlib import ExitStack
+
+import torch
+from torch import Tensor
+
+from torchtitan.checkpoint.checkpointer import Checkpointer
+from torchtitan.conditions import Condition, Texts
+from torchtitan.config.job import JobConfig
+from torchtitan.data.base import Batch
+from torchtitan.diffusion.objective import LossTerms, Microbatch
+from torchtitan.diffusion.objectives import build_objective
+from torchtitan.diffusion.timesteps.sampler import GlobalBatch
+from torchtitan.distributed.collectives import from_first_rank
+from torchtitan.distributed.kernel_choices import kernel_choices
+from torchtitan.distributed.mesh import Layout, init_process_group
+from torchtitan.distributed.precision import compute_context
+from torchtitan.gns.config import bin_edges
+from torchtitan.gns.of_run import build_monitor, sampler_of_bins
+from torchtitan.models.adapters.adapters import draw_adapter_dropout
+from torchtitan.runs.folder import RunFolder
+from torchtitan.state.data import RunData
+from torchtitan.state.network import RunNetwork
+from torchtitan.state.preflight import check_run, checked_decoder, checked_sample_metrics, open_folder
+from torchtitan.training.batch_ramp import largest_growth, ramp_factor
+from torchtitan.training.ema import EMABank
+from torchtitan.training.ema_snapshots import EMASnapshots
+from torchtitan.training.metrics import LossWindow
+from torchtitan.training.non_finite import not_finite
+from torchtitan.training.numerical_guard import NumericalGuard
+from torchtitan.training.optimizer import build_optimizer, optimizer_tensors
+
+
+class RunState:
+    """State of a run: everything in a checkpoint, and the objects that compute with it.
+
+    Attributes:
+        resumed_step: step of the checkpoint to resume from; None: the run begins.
+        step: optimizer steps made.
+        progress: the same in steps of training.global_batch_size: above `step` once the batch has grown.
+        batch_size: images of the last step, over all ranks.
+        branched_from: the `checkpoint.load_step` applied last, by this process or one before it.
+        reported: state of the reports in the checkpoint that the run resumed from.
+    """
+
+    def __init__(self, config: JobConfig) -> None:
+        """Build the run as it is before its first step; collective.
+
+        Raises:
+            AutoencoderError: before there is a process group.
+            Busy: another process writes into the run's folder; on every rank.
+            EvaluationError, RunFolderError, MiscountedModel, CannotMeasure, CheckpointError, DatasetError, OptimizerError,
+                Float8Error, KernelError: on every rank, before anything is overwritten.
+        """
+        self.config = config
+        self.decoder = checked_decoder(config)
+        init_process_group(config.comm)
+        self.layout = layout = Layout(config.parallelism)
+        self.sample_metrics = checked_sample_metrics(config, layout) if config.evaluation.enable else None
+        self.folder = RunFolder(config)
+        base_sha256 = check_run(config, layout, self.folder.checkpoints)
+        from_first_rank(open_folder, self.folder)
+        torch.use_deterministic_algorithms(config.debug.deterministic)
+
+        data = RunData(config, layout, self.folder)
+        self.data, self.info, self.corrupt_images = data.loader, data.info, data.corrupt_images
+        self.data_record = data.record
+        self.images_per_epoch, self._images_of_shapes = data.images_per_epoch, data.images_of_shapes
+        edges = bin_edges(config.gns, config.objective) if config.gns.enable else None
+        sampler_of = None if edges is None else sampler_of_bins(config.gns, edges, self.data.microbatches_per_step)
+        self.objective = build_objective(config.objective, config.debug.seed, sampler_of)
+        self.checkpointer = Checkpointer(self.folder.checkpoints, config.checkpoint, layout.rank)
+        self.resumed_step = self.checkpointer.find() if config.checkpoint.enable else None
+        self.network = RunNetwork(
+            config, self.info, layout, self.objective, edges,
+            num_shapes=len(self.shapes), base_sha256=base_sha256, new=self.resumed_step is None,
+        )  # fmt: skip
+        self.model, self.train_module = self.network.model, self.network.train_module
+        self.parameters = self.network.parameters
+        self.optimizer = build_optimizer(
+            self.parameters | self.objective.parameters(), config.optimizer, self.model.blocks(),
+            lr_scales=self.objective.lr_scales(),
+        )  # fmt: skip
+        self.ema = EMABank(self.parameters, config.ema, config.training.global_batch_size)
+        self.snapshots = EMASnapshots(self.folder.path, config, self.ema, self.parameters)
+        self.gns = None
+        if edges is not None:
+            self.gns = build_monitor(
+                config, self.objective, edges, self.network.taps, self.train_module, layout, self.folder.path,
+                microbatches=self.data.microbatches_per_step,
+            )  # fmt: skip
+        self._precision = compute_context(config.training.mixed_precision_param, layout.device, layout.sharded)
+        self.bin_edges = self._bin_edges(config.metrics.loss_bins)
+        self.window = LossWindow(self.bin_edges, self.objective.diagnostics)
+        self.guard = NumericalGuard(
+            config.training.max_skipped_steps, config.training.spike_threshold, layout.device, self.data.image_of,
+            zeroes=config.training.non_finite_gradients == "zero",
+        )  # fmt: skip
+        self._kernels = ExitStack()
+        self.step = self.progress = 0
+        self.batch_size = config.training.global_batch_size
+        self.branched_from: int | None = None
+        self.reported: dict = {}
+
+    def choose_kernels(self) -> None:
+        """Choose the kernels of `[training]` for this process, until `close`."""
+        training = self.config.training
+        self._kernels.enter_context(kernel_choices(training.attention_backend, training.float32_matmul_precision))
+
+    # ------------------------------------------------------------------ where the run stands
+
+    @property
+    def batch_factor(self) -> int:
+        """Batch factor: multiple of training.global_batch_size in the next step; above 1 once the batch has grown."""
+        return min(self._grown_factor, self.config.training.steps - self.progress)
+
+    @property
+    def _grown_factor(self) -> int:
+        training = self.config.training
+        return ramp_factor(training.double_batch_after, self.progress * training.global_batch_size)
+
+    @property
+    def grown_batch_size(self) -> int:
+        """Images of a step over all ranks, as far as the batch has grown; the last step may have fewer."""
+        return self._grown_factor * self.config.training.global_batch_size
+
+    @property
+    def batch_grows(self) -> bool:
+        """True if the batch may come to differ from training.global_batch_size."""
+        return largest_growth(self.config) > 1
+
+    @property
+    def progress_before(self) -> int:
+        """Progress before the last step."""
+        return self.progress - self.batch_size // self.config.training.global_batch_size
+
+    @property
+    def last_step(self) -> bool:
+        """True after the run's last step."""
+        return self.progress >= self.config.training.steps
+
+    @property
+    def num_parameters(self) -> int:
+        """Number of parameters that train."""
+        return sum(parameter.numel() for parameter in self.parameters.values())
+
+    @property
+    def flops_per_image(self) -> int:
+        """Floating-point operations of training on one image; of images of several shapes their mean over an epoch."""
+        total = sum(count * self.network.flops_of(shape) for shape, count in self._images_of_shapes.items())
+        return round(total / self.images_per_epoch)
+
+    @property
+    def encodes_texts(self) -> bool:
+        """True if the captions of each batch are encoded while the network trains."""
+        return isinstance(self.model.condition_kind, Texts)
+
+    @property
+    def shapes(self) -> list[tuple[int, int, int]]:
+        """Shapes (C, H, W) of the training images: one, or those of the buckets with images."""
+        return list(self._images_of_shapes)
+
+    # ------------------------------------------------------------------ the loss of a microbatch
+
+    def to_device(self, batch: Batch) -> Batch:
+        """Move a microbatch to the model's device."""
+        return {name: value.to(self.layout.device, non_blocking=True) for name, value in batch.items()}
+
+    def loss_terms(
+        self, batch: Batch, samples: GlobalBatch, condition: Condition = None, *, measure: bool = False
+    ) -> LossTerms:
+        """Losses of a microbatch of a global batch.
+
+        Args:
+            batch: on the model's device.
+            samples: of the global batch.
+            condition: of the microbatch, as from `condition`; None: formed here.
+            measure: notify the monitor of gradient noise.
+        """
+        images = batch["images"]
+        draw = self.objective.draw(tuple(images.shape[1:]), samples, batch["samples"])
+        if condition is None:
+            condition = self.condition(batch, samples.attempt, draw.dropping)
+        if self.config.model.dropout > 0:
+            self.model.draw_dropout(self.config.debug.seed, batch["samples"], samples.attempt)
+        if self.config.lora.enable:
+            draw_adapter_dropout(self.model, self.config.debug.seed, batch["samples"], samples.attempt)
+        if measure and self.gns:
+            self.gns.begin_microbatch(draw.t)
+        with self._precision:
+            return self.objective.loss(self.train_module, Microbatch(images, condition, batch), draw)
+
+    def condition(self, batch: Batch, attempt: int, dropping: Tensor | None = None) -> Condition:
+        """Conditions of a microbatch with dropout, as the network is trained on them; dropping: as of a `Draw`."""
+        kind, dropout = self.model.condition_kind, self.config.model.label_dropout
+        condition = kind.of(batch)
+        if dropping is not None:
+            return kind.drop(condition, dropping < dropout)
+        return kind.drop_some(condition, dropout, self.config.debug.seed, batch["samples"], attempt)
+
+    # ------------------------------------------------------------------ what is saved
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Tensors of the run's state by name; the tensors themselves."""
+        parts = {
+            "model": self.network.tensors(),
+            "objective": self.objective.tensors(),
+            "optimizer": optimizer_tensors(self.optimizer, self.parameters | self.objective.parameters()),
+            "ema": self.ema.tensors(),
+            "gns": self.gns.tensors() if self.gns else {},
+        }
+        return {f"{part}.{name}": tensor for part, tensors in parts.items() for name, tensor in tensors.items()}
+
+    @property
+    def snapshot_due(self) -> bool:
+        """True where the averages belong into a snapshot after the last step."""
+        due = self.snapshots.due(self.progress, self.batch_size)
+        return due or (self.snapshots.enabled and self.last_step)
+
+    def save_snapshot(self) -> None:
+        """Save a snapshot of the averages; collective."""
+        self.snapshots.save(self.step, self.progress, self.network.buffers(), self.objective.tensors())
+
+    def fault(self) -> str:
+        """Name the weights, averages and optimizer states that are not finite; "" if all are; collective."""
+        measured = "gns."  # only looked at, never trained by
+        return not_finite({name: tensor for name, tensor in self.tensors().items() if not name.startswith(measured)})
+
+    def close(self) -> None:
+        """Close: stop the loader's workers, let a save end, and restore the process's kernels."""
+        self._kernels.close()
+        self.data.close()
+        self.checkpointer.close()
+
+    def _bin_edges(self, bins: int) -> Tensor:
+        quantiles = torch.arange(1, bins, dtype=torch.float64) / bins
+        density = self.objective.timestep_sampler.density
+        return density.quantile(quantiles).to(torch.float32).to(self.layout.device)
