@@ -111,7 +111,7 @@ def test_other_continuations_and_other_folders_are_refused(run, straight, tmp_pa
         ("--batch-size", "5"): "batch_size 4, not 5",
     }.items():
         said = refusal(sample(straight, run, *SET, *options))
-        assert said.startswith(f"{straight / 'png'}: was begun with {reason}") and said.endswith("another --output)")
+        assert said.startswith(f"{straight}: was begun with {reason}") and said.endswith("another --output)")
     assert contents(straight) == before
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "000000.png").write_bytes(b"mine")
