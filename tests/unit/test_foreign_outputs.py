@@ -12,7 +12,6 @@ from torchtitan.files.weight_files import WeightsError, written_whole
 from torchtitan_dit.commands.compare import main as compare
 from torchtitan_dit.commands.download import PARTIAL
 from torchtitan_dit.commands.optimization_analysis import main as analyse
-from torchtitan_dit.commands.sample import refuse_earlier_pictures
 
 
 @pytest.fixture
@@ -72,15 +71,6 @@ def test_pages_and_schemas_of_somebody_else_are_refused(run, tmp_path, capsys):
     assert [compare([str(run), "--output", str(output)]) for _ in range(2)] == [0, 0]
     for _ in range(2):
         write_schema(tmp_path / "schema.json")
-
-
-def test_drawings_in_a_folder_of_the_users_are_not_replaced(tmp_path):
-    asked = type("Arguments", (), {"seed": 3, "files": True, "latents": False})
-    (tmp_path / "latents-seed-3.safetensors").touch()
-    refuse_earlier_pictures(tmp_path, asked, "seed-3")
-    (tmp_path / "class-0001-image-000000-seed-3.png").touch()
-    with pytest.raises(WeightsError, match=r"class-0001-image-000000-seed-3.png: exists already"):
-        refuse_earlier_pictures(tmp_path, asked, "seed-3")
 
 
 def test_partial_downloads_are_known_by_their_names():
