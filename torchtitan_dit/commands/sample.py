@@ -10,6 +10,7 @@ import dataclasses
 import itertools
 import logging
 import os
+import re
 import sys
 from pathlib import Path
 from typing import NoReturn
@@ -123,7 +124,13 @@ def unused_name(folder: Path, trained: TrainedModel, seed: int) -> str:
     origin += [trained.track] if trained.track else []
     name = "-".join([*origin, f"seed-{seed}"])
     names = (f"{name}-{number}" if number > 1 else name for number in itertools.count(1))
-    return next(name for name in names if not any(folder.glob(f"*-{name}.*")))
+    there = [path.name for path in folder.glob("*")]
+
+    def used(name: str) -> bool:
+        pattern = re.compile(rf"(?:grid|latents|class-\d+-image-\d+)-{re.escape(name)}\.\w+")
+        return any(map(pattern.fullmatch, there))
+
+    return next(name for name in names if not used(name))
 
 
 def draw(arguments: argparse.Namespace, setup: SamplingSetup, samples: SampleSet) -> int:
