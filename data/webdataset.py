@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Literal, cast
 
 import numpy as np
+from tqdm import tqdm
 
 from torchtitan.conditions import Classes, Unconditional
 from torchtitan.data.base import DatasetError, DatasetInfo, Split
@@ -29,7 +30,6 @@ from torchtitan.data.image_files import (
 )
 from torchtitan.data.left_out import PICTURES_NOT_READ, say_left_out
 from torchtitan.data.online_text import OnlineTextConfig, online_kind
-from torchtitan.data.saved_index import Advance, Table, saved_tables
 from torchtitan.data.splits import chosen_positions, spread_evenly
 from torchtitan.data.tar_files import Member, OpenArchives, TarImages, read_members
 from torchtitan.data.trigger_words import PLACEHOLDER, TRIGGER_KEY
@@ -56,6 +56,8 @@ NOT_READ = 10  # the first of those
 TEXT_COLUMNS = ("text_offsets", "text_sizes", "triggers")  # of captions: place, and whether they have [trigger]
 LARGEST_LABEL = MOST_CLASSES - 1
 
+Table = dict[str, np.ndarray]
+
 
 @dataclass(kw_only=True)
 class WebDatasetConfig(OnlineTextConfig, SquareImagesConfig):
@@ -78,9 +80,6 @@ class WebDatasetConfig(OnlineTextConfig, SquareImagesConfig):
         0.05, "share of data.path held out, spread evenly over its order", ge=0, lt=1,
         applies={"validation_path": ("",)},
     )  # fmt: skip
-    index_path: str = setting(
-        "", "folder for the indexes of the shards; default: that of the shards", trajectory=False, writes="shared", path=True
-    )
 
 
 @dataclass(frozen=True)
@@ -184,23 +183,19 @@ def _open(config: WebDatasetConfig, split: Split) -> Samples:
     key = "validation_path" if split == "validation" and config.validation_path else "path"
     path, extension = getattr(config, key), config.image_extension.lower()
     if not config.captions:
-        samples = _open_shards(f"data.{key}", path, extension, config.label_key, False, config.index_path)
+        samples = _open_shards(f"data.{key}", path, extension, config.label_key, False)
         of_labels = np.isin(samples.problems, (NO_LABEL, BAD_LABEL))
         return samples if config.labels else dataclasses.replace(samples, problems=np.where(of_labels, 0, samples.problems))
-    samples = _open_shards(f"data.{key}", path, extension, "", True, config.index_path)
+    samples = _open_shards(f"data.{key}", path, extension, "", True)
     _check_captions(samples, config.trigger_word)
     return samples
 
 
 @lru_cache(maxsize=4)  # a run opens the same shards several times
-def _open_shards(
-    key: str, path: str, image_extension: str, label_key: str, captioned: bool, index_path: str
-) -> Samples:
+def _open_shards(key: str, path: str, image_extension: str, label_key: str, captioned: bool) -> Samples:
     shards = find_shards(key, path)
-    kind = json.dumps(["webdataset", image_extension, label_key] + ["captions"] * captioned)
-    build = partial(_read_shard, image_extension=image_extension.encode(), label_key=label_key, captioned=captioned)
-    tables = saved_tables(shards, kind, build, index_path)
-    tables = _without_unread(path, tables)
+    reading = tqdm(shards, "reading shards", delay=2, leave=False)
+    tables = _without_unread(path, [_read_shard(shard, image_extension.encode(), label_key, captioned) for shard in reading])
     counts = [len(table["labels"]) for table in tables]
     if sum(counts) == 0:
         raise DatasetError(f"{key}: {path!r} has no samples in it")
@@ -282,10 +277,10 @@ def expand_braces(pattern: str) -> list[str]:
     return [name for choice in choices for name in expand_braces(before + choice + after)]
 
 
-def _read_shard(path: Path, advance: Advance, image_extension: bytes, label_key: str, captioned: bool) -> Table:
+def _read_shard(path: Path, image_extension: bytes, label_key: str, captioned: bool) -> Table:
     """Read a shard's samples in the order in which their keys first appear."""
     groups: dict[bytes, dict[bytes, list[Member]]] = {}
-    for member in read_members(path, advance):
+    for member in read_members(path):
         folder, _, name = member.name.rpartition(b"/")
         key, _, extension = name.partition(b".")
         if key:  # names that begin with a dot belong to no sample

@@ -202,7 +202,6 @@ BAD = {
     "damaged": ({}, {"at": 1024, "text": b"\xff" * 100}, "{}/train-001.tar: damaged at byte 1024: no tar header"),
     "compressed": ({}, {"at": 0, "text": b"\x1f\x8b\x08" + bytes(300)}, "{}/train-001.tar: is compressed (gzip); decompress it"),
     "no labels": ({"label_key": "class"}, {}, "none of 16 of its 100 images can be read; the first is {}/train-000"),
-    "index nowhere": ({"index_path": "{}/train-000.tar/x"}, {}, "data.index_path: {}/train-000.tar/x: cannot be wr"),
 }  # fmt: skip
 
 
