@@ -252,14 +252,14 @@ BAD = {
         "{}/LOC_val_solution.csv: line 2: not an image's name, a comma and a wnid",
     ),
     "cut": ("archives", cut(VALIDATION, 600), {}, "{}/ILSVRC2012_img_val.tar: cut short: 'ILSVRC2012_val_0000000"),
-    "cut between members": ("archives", cut(VALIDATION, SECOND), {}, f"cut short at byte {SECOND}: a tar's last block"),
+    "cut between members": ("archives", cut(VALIDATION, SECOND), {}, f"cut short at byte {SECOND}: no tar header"),
     "damaged header": (
-        "archives", overwrite(VALIDATION, b"\xff" * 100, SECOND), {}, f"damaged at byte {SECOND}: no tar header (copy"
+        "archives", overwrite(VALIDATION, b"\xff" * 100, SECOND), {}, f"damaged or cut short at byte {SECOND}: no tar header (copy"
     ),
     "damaged inner archive": (
-        "archives", overwrite(TRAIN, b"\xff" * 100, 512), {}, "{}/ILSVRC2012_img_train.tar: damaged at byte 512: no tar"
+        "archives", overwrite(TRAIN, b"\xff" * 100, 512), {}, "{}/ILSVRC2012_img_train.tar: damaged or cut short at byte 512"
     ),
-    "no tar": ("archives", overwrite(TRAIN, b"text"), {}, "{}/ILSVRC2012_img_train.tar: no tar archive, or damaged ("),
+    "no tar": ("archives", overwrite(TRAIN, b"text"), {}, "{}/ILSVRC2012_img_train.tar: no tar archive, or damaged "),
     "compressed": ("archives", overwrite(TRAIN, b"\x1f\x8b\x08" + bytes(300)), {},
                    "img_train.tar: is compressed (gzip); decompress it"),
     "empty": ("archives", overwrite(TRAIN, bytes(10**6)), {}, "{}/ILSVRC2012_img_train.tar: has no images in it"),
