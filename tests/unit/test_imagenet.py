@@ -254,7 +254,7 @@ BAD = {
     "cut": ("archives", cut(VALIDATION, 600), {}, "{}/ILSVRC2012_img_val.tar: cut short: 'ILSVRC2012_val_0000000"),
     "cut between members": ("archives", cut(VALIDATION, SECOND), {}, f"cut short at byte {SECOND}: no tar header"),
     "damaged header": (
-        "archives", overwrite(VALIDATION, b"\xff" * 100, SECOND), {}, f"damaged or cut short at byte {SECOND}: no tar header (copy"
+        "archives", overwrite(VALIDATION, b"\xff" * 100, SECOND), {}, f"damaged or cut short at byte {SECOND}: no tar header"
     ),
     "damaged inner archive": (
         "archives", overwrite(TRAIN, b"\xff" * 100, 512), {}, "{}/ILSVRC2012_img_train.tar: damaged or cut short at byte 512"
