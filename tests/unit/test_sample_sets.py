@@ -22,7 +22,6 @@ from torchtitan.evaluation.sample_plans import (
 )
 from torchtitan.evaluation.sample_sets import SampleSet
 from torchtitan.fidelity.images import open_images
-from torchtitan.files.durable import replace_files
 from torchtitan.files.run_lock import Busy
 from torchtitan.models.base import ModelConfig
 from torchtitan.models.magnitude import MPFourier
@@ -197,19 +196,6 @@ def test_a_place_that_cannot_be_written_is_refused_in_one_line(tmp_path, monkeyp
     monkeypatch.setattr(sample_sets, "replace_file", full)
     with pytest.raises(SampleSetError, match="cannot be written: No space left on device"):
         SampleSet(tmp_path / "set", plan()).begin()
-
-
-def test_files_are_replaced_together_or_left_out_whole(tmp_path, monkeypatch):
-    replace_files(tmp_path, {"a": b"1", "b": b"2"})
-    os.mkfifo(tmp_path / "c")
-    with pytest.raises(OSError):
-        replace_files(tmp_path, {"a": b"new", "c": b"3"})
-    assert (tmp_path / "a").read_bytes() == b"1" and sorted(os.listdir(tmp_path)) == ["a", "b", "c"]
-    synced = []
-    monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(os.readlink(f"/proc/self/fd/{descriptor}")))
-    replace_files(tmp_path, {"a": b"new", "d": b"4"})
-    assert (tmp_path / "a").read_bytes() == b"new" and (tmp_path / "d").read_bytes() == b"4"
-    assert [os.path.basename(path)[:3] for path in synced[:2]] == [".a.", ".d."] and synced[2:] == [str(tmp_path)]
 
 
 def test_classes_are_chosen_by_name_or_number():
