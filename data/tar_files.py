@@ -60,7 +60,7 @@ def _members(path: Path, file: BinaryIO, begin: int, end: int) -> Iterator[Membe
         file.seek(begin)
         archive = tarfile.TarFile(fileobj=file, encoding="utf-8", errors="surrogateescape")
         while (entry := archive.next()) is not None:
-            archive.members.clear()  # or the headers of all members stay in memory
+            archive.members.clear()  # type: ignore[attr-defined]  # or the headers of all members stay in memory
             name = entry.name.encode("utf-8", "surrogateescape")
             if special := _special(entry):
                 advice = "pack it again with tar --hard-dereference --dereference, without --sparse"
