@@ -60,7 +60,7 @@ def read_regular(path: str | bytes | Path, limit: int = LARGEST_RECORD) -> bytes
     size = check_regular(path).st_size
     if size <= limit:
         with open(path, "rb") as file:
-            content = file.read(limit + 1)  # its size may not be known, as of files of the system
+            content = file.read(size + 1 if size else limit + 1)  # files of the system say that they are empty
             size = len(content)
     if size > limit:
         raise UnsuitableFile(errno.EFBIG, f"{size:,} bytes, more than {limit:,}", path)
