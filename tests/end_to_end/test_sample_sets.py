@@ -103,10 +103,10 @@ def test_an_image_is_that_of_its_seed_in_any_set(run, straight, tmp_path):
 
 
 def test_other_continuations_and_other_folders_are_refused(run, straight, tmp_path):
-    before = contents(straight / "png")
-    said = refusal(sample(straight / "png", run, *SET, "--guide", "@10"))
-    assert said.startswith(f"{straight / 'png'}: was begun with guide.label 'step 20, long', not 'step 10, ema'")
-    assert contents(straight / "png") == before
+    before = contents(straight)
+    said = refusal(sample(straight, run, *SET, "--guide", "@10"))
+    assert said.startswith(f"{straight}: was begun with guide.label 'step 20, long', not 'step 10, ema'")
+    assert contents(straight) == before
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "000000.png").write_bytes(b"mine")
     assert "holds 000000.png, which is not a set of samples'" in refusal(sample(tmp_path / "mine", run, "--count", "2"))
