@@ -3,7 +3,6 @@
 import graphlib
 import re
 from functools import cache
-from pathlib import Path
 
 import pytest
 
