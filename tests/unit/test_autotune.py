@@ -79,7 +79,7 @@ def exhaustive(candidates, limit_gib: float) -> int:
     return max(size for size in candidates if BASE_GIB + GIB_PER_IMAGE * size <= min(limit_gib, OOM_GIB))
 
 
-@pytest.mark.parametrize("memory_gib", [1.2, 2.0, 4.0, 5.99, 40.0])
+@pytest.mark.parametrize("memory_gib", [1.2, 4.0, 40.0])
 @pytest.mark.parametrize("multiple_of", [1, 3])
 @pytest.mark.parametrize("headroom", [0.0, 0.15])
 def test_largest_is_that_of_an_exhaustive_scan(find, memory_gib, multiple_of, headroom):

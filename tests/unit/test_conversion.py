@@ -312,15 +312,10 @@ def test_variance_that_is_not_in_the_weights_is_refused():
     ("change", "message"),
     [
         (lambda w: w.pop("blocks.1.attn.proj.bias"), "1 tensors are missing: blocks.1.attn.proj.bias"),
-        (lambda w: w.pop("pos_embed"), "1 tensors are missing: pos_embed"),
         (lambda w: w.update({"blocks.1.attn.q_norm.weight": torch.ones(8)}), "this model: blocks.1.attn.q_norm.weight"),
-        (lambda w: w["pos_embed"].mul_(1.001), "pos_embed differs by"),
         (lambda w: w.update(pos_embed=torch.zeros(1, 64, 32)), r"\[1, 64, 32\] instead of \[1, 16, 32\].*another size"),
-        (lambda w: w["pos_embed"].fill_(math.nan), "pos_embed differs by nan"),
         (lambda w: w.pop("x_embedder.proj.weight"), "is not in the dit layout"),
         (lambda w: w.update({LABELS: torch.ones(5, 32)}), r"\[5, 32\] instead of \[6, 32\]"),
-        (lambda w: w.update({"t_embedder.mlp.0.bias": torch.zeros(32).long()}), "int64, not floating point"),
-        (lambda w: w.update({"final_layer.linear.bias": torch.zeros(7)}), r"\[7\] instead of \[12\]"),
     ],
 )
 def test_weights_that_do_not_fit_are_refused(change, message):

@@ -56,12 +56,7 @@ def entries(content):
 
 
 DAMAGED = {
-    "a size in words": (header(size=b"many") + END, "no number of bytes"),
-    "a size of -512 by pax": (pax(size=b"-512") + member() + END, "no number of bytes"),
-    "a name past the end": (header(b"././@LongLink", octal(4000), b"L") + END, "a header extends past byte"),
-    "a record of no length": (member(b"pax", b"0 a=b\n", b"x") + member() + END, "no record of a pax header"),
     "another sum": (header().replace(b"a.png", b"b.png") + END, "no tar archive, or damaged"),
-    "nothing": (b"", "cut short at byte 0: a tar's last block is missing"),
     "half a block": (member(content=b"x" * 600)[:-10], "cut short"),
 }  # fmt: skip
 
@@ -75,21 +70,12 @@ def test_a_damaged_archive_is_refused_by_name(tmp_path, case):
     assert f"{tmp_path}/a.tar: " in str(caught.value) and reason in str(caught.value) and "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("kind, called", [
-    (b"1", "a link"), (b"2", "a link"), (b"3", "a device"), (b"4", "a device"), (b"6", "a pipe"),
-    (b"S", "a sparse file"),
-])  # fmt: skip
+@pytest.mark.parametrize("kind, called", [(b"2", "a link"), (b"S", "a sparse file")])
 def test_what_is_no_plain_member_is_refused_by_name(tmp_path, kind, called):
     (tmp_path / "a.tar").write_bytes(member(b"x\n\x1b[31m.txt", kind=kind) + END)
     with pytest.raises(DatasetError) as caught:
         list(read_members(tmp_path / "a.tar"))
     assert f"is {called}, which cannot be read in place" in str(caught.value) and "\n" not in str(caught.value)
-
-
-def test_a_sparse_file_of_pax_is_refused(tmp_path):
-    (tmp_path / "a.tar").write_bytes(pax(GNU_sparse_map=b"0,1") + member(content=b"x") + END)
-    with pytest.raises(DatasetError, match="'a.png' is a sparse file"):
-        list(read_members(tmp_path / "a.tar"))
 
 
 @pytest.mark.parametrize("form", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
@@ -189,8 +175,7 @@ def test_classes_of_a_data_set_without_a_declaration(labels, classes):
 
 
 @pytest.mark.parametrize("file, reason", [
-    ("/dev/zero", "is a device, not a regular file"), ("folder", "is a folder, not"), ("binary", "not a text file"),
-    ("absent", "No such file"),
+    ("folder", "is a folder, not"), ("binary", "not a text file"), ("absent", "No such file"),
 ])  # fmt: skip
 def test_a_file_of_classes_that_is_none_is_refused_in_one_line(tmp_path, file, reason):
     for name in "ab":
@@ -198,7 +183,7 @@ def test_a_file_of_classes_that_is_none_is_refused_in_one_line(tmp_path, file, r
         (tmp_path / "images" / name / "0.png").write_bytes(image_bytes(0))
     (tmp_path / "folder").mkdir()
     (tmp_path / "binary").write_bytes(b"\xff\xfe")
-    path = file if file.startswith("/") else str(tmp_path / file)
+    path = str(tmp_path / file)
     config = ImageFolderConfig(path=str(tmp_path / "images"), image_size=SIDE, classes_file=path)
     with pytest.raises(DatasetError) as caught:
         ImageFolder.info(config)

@@ -183,18 +183,6 @@ def test_the_order_is_the_same_on_every_machine():
     assert SampleOrder(10, 5, 1).indices(np.arange(10, 20)).tolist() == [3, 6, 7, 5, 2, 8, 9, 4, 1, 0]
 
 
-def test_reading_past_the_end_is_refused():
-    data = training_data(Numbered(30), total=12, local=12)
-    data.next_batch()
-    with pytest.raises(RuntimeError, match="12 samples"):
-        data.next_batch()
-
-
-def test_batch_sizes_that_do_not_divide_are_refused():
-    with pytest.raises(ValueError, match="not a multiple of 2 ranks x 5"):
-        training_data(Numbered(30), world_size=2, local=5)
-
-
 def test_loading_leaves_the_global_generator_alone():
     torch.manual_seed(0)
     expected = torch.rand(3)
@@ -315,12 +303,6 @@ def test_digits_are_split_into_disjoint_fixed_parts():
     # Together exactly the stored images with their labels, hence nothing in both parts.
     assert rows(images, labels) == rows(torch.from_numpy(stored.images) / 8 - 1, torch.from_numpy(stored.target))
     assert torch.bincount(labels[1500:], minlength=10).min() >= 15
-
-
-def test_digits_without_scikit_learn_name_the_extra(monkeypatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(DatasetError, match="-m pip install scikit-learn"):
-        Digits.info(DigitsConfig())
 
 
 def write_cifar(folder, label_column, count=30):

@@ -8,7 +8,6 @@ from collections import Counter
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils.flop_counter import FlopCounterMode
 
 from tests.launcher import ROOT
 from torchtitan.config.job import load_config
@@ -185,16 +184,6 @@ def test_optimizer_bytes_are_those_of_the_real_state(name):
     assert estimate_memory(config, 1).optimizer == sum(tensor.nbytes for tensor in state)
 
 
-def test_flops_are_those_of_the_counter():
-    model = model_on_meta(config_of(flavor="DiT-S/2"))
-    batch = 2
-    condition = torch.zeros(batch, dtype=torch.int64, device="meta")
-    with FlopCounterMode(display=False) as counter:
-        out = model(torch.empty(batch, *model.image_shape, device="meta"), torch.empty(batch, device="meta"), condition)
-        out.sum().backward()
-    assert batch * model.flops_per_image(model.image_shape) == pytest.approx(counter.get_total_flops(), rel=0.01)
-
-
 def test_a_forward_without_backward_is_a_third_of_a_training_s_operations():
     flops = {name: config_of("--objective.name", name) for name in ("denoising", "consistency")}
     flops = {name: training_flops_per_image(config, model_on_meta(config)) for name, config in flops.items()}
@@ -296,8 +285,6 @@ def test_command_estimates_seven_billion_parameters(tmp_path, capsys):
     [
         (["--device", "H2"], "is none of H200, H100"),
         (["--device", "CPU", "--memory", "8"], "needs --tflops"),
-        (["--device", "H200", "--memory", "8"], "is for --device CPU"),
-        (["--device", "H200", "--compute", "1.5"], "at most 1"),
         (["--device", "H200", "--model.flavour", "debug"], "did you mean"),
     ],
 )

@@ -334,11 +334,7 @@ def test_published_folder_of_several_files_is_imported(tmp_path, capsys):
 
     for harm, message in (
         (lambda: (folder / "part-1.safetensors").unlink(), f"{folder}/part-1.safetensors: missing, though diffusion_py"),
-        (lambda: save_file({"a": torch.zeros(1)}, folder / "part-1.safetensors"), f"{folder}/part-1.safetensors: lacks "),
         (lambda: (folder / "part-1.safetensors").write_bytes(b"none"), "part-1.safetensors: is not a readable safetensors"),
-        (lambda: (folder / "diffusion_pytorch_model.safetensors.index.json").write_text('{"weight_map": {"a": "../a"}}'),
-         "lists something else than files beside it"),
-        (lambda: (folder / "diffusion_pytorch_model.safetensors.index.json").write_text("[]"), "is no index of safetensors"),
     ):  # fmt: skip
         harm()
         assert main([*words, str(tmp_path / "other.safetensors")]) == 2

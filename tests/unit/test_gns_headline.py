@@ -246,10 +246,3 @@ def test_points_of_other_bins_are_not_drawn(monkeypatch):
     points: list[dict] = [{"step": step} | (bin_tags(edges[step]) if step in edges else {}) for step in (1, 2, 3, 4)]
     monitor_of("sketch").draw(points, 16)
     assert [point["step"] for point in drawn] == [2, 3]
-
-
-def test_a_finite_interval_from_zero_is_a_result_too():
-    monitor = monitor_of("sketch")
-    found = estimates(60.0, 1.5, 1)
-    monitor._whole = lambda *_: replace(found, lower=0.0 * found.lower)
-    assert "estimate 60 [0, 90] samples" in monitor.result()[0]
