@@ -1,6 +1,5 @@
 """The batch-size search on a model of memory: candidates, limits, records, and what ends it."""
 
-import importlib.util
 import json
 import os
 import stat
@@ -18,6 +17,7 @@ from torchtitan.experiments.autotune.probe import Probe, ProbeFailed, probe_conf
 from torchtitan.experiments.autotune.record import RecordError
 from torchtitan.experiments.autotune.tuning import NothingFits, autotune
 from torchtitan.experiments.outcome import Outcome
+from torchtitan_dit.commands import autotune_batch_size
 
 CONFIG = """
 [model]
@@ -240,15 +240,6 @@ def test_probes_train_the_same_steps_without_the_rest(arguments, tmp_path):
     assert short.training.steps == 11 and short.training.global_batch_size == 64
 
 
-@pytest.fixture(scope="module")
-def script():
-    program = ROOT / "torchtitan_dit" / "commands" / "autotune_batch_size.py"
-    specification = importlib.util.spec_from_file_location("autotune_script", program)
-    loaded = importlib.util.module_from_spec(specification)
-    specification.loader.exec_module(loaded)
-    return loaded
-
-
 @pytest.mark.parametrize(
     ("words", "text"),
     [
@@ -258,10 +249,10 @@ def script():
         ([], "--memory GiB"),
     ],
 )
-def test_bad_command_line_is_one_line_and_exit_code_2(script, arguments, words, text, capsys, probes, monkeypatch):
+def test_bad_command_line_is_one_line_and_exit_code_2(arguments, words, text, capsys, probes, monkeypatch):
     monkeypatch.setattr(module, "compute_device", lambda: torch.device("cpu"))
     try:
-        code = script.main([arguments[1], *words])
+        code = autotune_batch_size.main([arguments[1], *words])
     except SystemExit as end:
         code = end.code
     output, error = capsys.readouterr()
@@ -269,12 +260,12 @@ def test_bad_command_line_is_one_line_and_exit_code_2(script, arguments, words, 
     assert not probes.made
 
 
-def test_the_number_alone_goes_to_stdout(script, arguments, capsys, probes):
+def test_the_number_alone_goes_to_stdout(arguments, capsys, probes):
     words = [arguments[1], *arguments[2:], "--sampling.classes", "[1, 2]", "--memory", "4", "--headroom", "0"]
-    assert script.main(words) == 0
+    assert autotune_batch_size.main(words) == 0
     output, error = capsys.readouterr()
     assert output == "24\n" and "batch size    25: does not fit" in error
-    assert script.main([*words, "--memory", "1"]) == 1
+    assert autotune_batch_size.main([*words, "--memory", "1"]) == 1
     output, error = capsys.readouterr()
     assert output == "" and error.splitlines()[-1].startswith("nothing fits")
 

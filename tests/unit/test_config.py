@@ -8,7 +8,6 @@ import tomllib
 import types
 import typing
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +26,6 @@ from torchtitan.config.job import (
 from torchtitan.data import DATASETS
 from torchtitan.models import MODELS
 from torchtitan.runs.folder import RunFolder
-from torchtitan.settings import setting
-from torchtitan.settings.record import effective
 from torchtitan.settings.sections import choices, keys, section_at
 
 ROOT = Path(__file__).parents[2]
@@ -67,21 +64,6 @@ def every_section() -> Iterator[tuple[str, Any]]:
             section = getattr(JobConfig(), field.name)
             yield field.name, section
             yield from chosen(f"{field.name}.", section)
-
-
-def test_condition_on_a_key_without_effect_is_not_met():
-    @dataclass
-    class Section:
-        enable: bool = setting(False, "")
-        mode: str = setting("fast", "", applies={"enable": (True,)})
-        speed: int = setting(3, "", applies={"mode": ("fast",)})
-
-    @dataclass
-    class Config:
-        section: Section
-
-    assert effective(Config(Section())) == {"section": {"enable": False}}
-    assert effective(Config(Section(enable=True))) == {"section": {"enable": True, "mode": "fast", "speed": 3}}
 
 
 def test_command_line_overrides_file_overrides_default():

@@ -1,6 +1,5 @@
 """The estimate of a run against numbers known from elsewhere."""
 
-import importlib.util
 import json
 import math
 from collections import Counter
@@ -25,6 +24,7 @@ from torchtitan.estimate.roofline import (
 )
 from torchtitan.estimate.simulation import simulate_step
 from torchtitan.training.optimizer import build_optimizer, materialise_state, optimizer_tensors
+from torchtitan_dit.commands import estimate
 
 SEVEN_B = [
     "--model.flavor", "TorchDiTan-7B", "--data.name", "synthetic", "--data.shape", "[16, 64, 64]",
@@ -256,17 +256,10 @@ def test_a_ramp_takes_the_hours_of_its_steps_and_the_batch_reached_is_not_that_o
     assert ramp.device_hours == 2 * ramp.hours and ramp.hours < 0.9 * constant.hours
 
 
-def run_script(*words: str) -> int:
-    spec = importlib.util.spec_from_file_location("estimate_script", ROOT / "torchtitan_dit" / "commands" / "estimate.py")
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
-    return script.main(list(words))
-
-
 def test_command_estimates_seven_billion_parameters(tmp_path, capsys):
     path = tmp_path / "seven_b.toml"
     path.write_text("")
-    assert run_script(str(path), "--world-size", "64", "--device", "H200", "--json", *SEVEN_B) == 0
+    assert estimate.main([str(path), "--world-size", "64", "--device", "H200", "--json", *SEVEN_B]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["num_parameters"] == 7_128_547_904
     assert found["flops_per_image"] == pytest.approx(3.118e13, rel=1e-3)
@@ -290,7 +283,7 @@ def test_command_estimates_seven_billion_parameters(tmp_path, capsys):
 )
 def test_bad_words_are_refused_in_one_line(words, message, capsys):
     try:
-        code = run_script(str(ROOT / "train_configs" / "digits.toml"), "--world-size", "2", *words)
+        code = estimate.main([str(ROOT / "train_configs" / "digits.toml"), "--world-size", "2", *words])
     except SystemExit as end:
         code = end.code
     assert code == 2
