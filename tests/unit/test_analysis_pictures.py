@@ -59,11 +59,6 @@ def test_long_titles_and_notes_are_within_the_picture(tmp_path):
         assert each.get_text().count("\n") >= 1 and extent.width <= SCREEN_DPI * 4
 
 
-def measured(metric: str, value: float, **axes) -> Cell:
-    found = {metric: Interval(value)}
-    return Cell(NAMED | axes, [Run("r", None, NAMED | axes, 0, "ok", measures=found)], found)
-
-
 def test_a_report_without_pictures_has_no_heading_for_them():
     run = Run("r", None, NAMED, 0, "timeout")
     results = Results([run], [Cell(NAMED, [run], {})], [], [], [])

@@ -16,7 +16,6 @@ from torchtitan.data.tar_files import read_members
 from torchtitan.data.tar_headers import Entry, walk
 from torchtitan.data.webdataset import WebDataset, WebDatasetConfig
 
-MIB = 1 << 20
 END = bytes(1024)
 
 
@@ -39,16 +38,6 @@ def octal(number):
 
 def member(name=b"a.png", content=b"", kind=b"0", **fields):
     return header(name, octal(len(content)), kind, **fields) + content + bytes(-len(content) % 512)
-
-
-def pax(**records):
-    """A header of records, whose lengths count themselves."""
-    text = b""
-    for key, value in records.items():
-        body = b" " + key.replace("_", ".").encode() + b"=" + value + b"\n"
-        length = len(body) + 2 if len(body) < 98 else len(body) + 3 if len(body) < 997 else len(body) + 4
-        text += b"%d" % length + body
-    return member(b"pax", text, b"x")
 
 
 def entries(content):

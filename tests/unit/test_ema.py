@@ -54,13 +54,6 @@ def test_exponent_of_the_power_function_has_its_published_value(sigma_rel, gamma
     assert math.sqrt((found + 1) / ((found + 2) ** 2 * (found + 3))) == pytest.approx(sigma_rel, rel=1e-12)
 
 
-def test_exponent_covers_the_whole_range():
-    assert power_exponent(12**-0.5 * (1 - 1e-9)) == pytest.approx(0, abs=1e-6)
-    for sigma_rel in (1e-4, 0.288674):
-        roots = np.roots([1, 7, 16 - sigma_rel**-2, 12 - sigma_rel**-2])
-        assert power_exponent(sigma_rel) == pytest.approx(roots.real.max(), rel=1e-8)
-
-
 def test_power_function_keeps_the_published_shares():
     narrow, broad = (EMATrackConfig(kind="power", sigma_rel=sigma_rel) for sigma_rel in (0.05, 0.10))
     assert kept_share(narrow, 1, IMAGES) == kept_share(broad, 1, IMAGES) == 0

@@ -125,17 +125,6 @@ def test_composite_takes_each_bins_slope_over_steps_drawn_to_the_common_one(geom
     assert torch.allclose(composite.token_to_modulation()[1], wanted, rtol=1e-9)
 
 
-def test_composite_equals_sketch_where_the_token_part_is_a_multiple_of_the_modulation():
-    pool = Pool(BINS, GEOMETRIES, half_life=100.0)
-    for step in range(1, 13):
-        pool.add(made_up(step, measured=True, ratio=1.5))
-    for geometry in pool.geometries:
-        sketch, composite = (pool.by_bin(geometry, estimator) for estimator in ("sketch", "composite"))
-        for name in ("signal", "noise", "b_simple", "lower", "upper", "signal_stderr", "noise_stderr", "lag", "matrix"):
-            assert torch.allclose(getattr(composite, name), getattr(sketch, name), rtol=1e-9), name
-        assert torch.equal(composite.unbounded, sketch.unbounded)
-
-
 def test_composite_equals_sketch_where_every_step_is_measured_whatever_the_ratio():
     pool = Pool(BINS, GEOMETRIES, half_life=100.0)
     for step in range(1, 9):

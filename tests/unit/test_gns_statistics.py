@@ -201,18 +201,6 @@ def test_whole_objective_is_that_of_all_samples_in_one_bin() -> None:
         statistics.whole_objective(sums, 2 * mass, stratified=False)
 
 
-def test_timesteps_spread_evenly_over_a_bin_bias_the_noise_as_documented() -> None:
-    """E[g | t] = t, noise 1: D = 1 / 12 less what N strata of width 1 / N leave, (1 - N^-2) / 12."""
-    generator, number = torch.Generator().manual_seed(9), 4
-    t = (torch.arange(number) + torch.rand(20_000, number, generator=generator, dtype=torch.float64)) / number
-    gradients = t + torch.randn(20_000, number, generator=generator, dtype=torch.float64)
-    signal = (gradients.sum(1) ** 2 - gradients.square().sum(1)) / (number * (number - 1))
-    removed = (1 - number**-2) / 12
-    error = signal.std() / math.sqrt(len(signal))
-    assert (signal.mean() - (0.25 - removed / (number - 1))).abs() < 3 * error
-    assert (signal.mean() - 0.25).abs() > 3 * error
-
-
 def test_negative_signals_keep_their_sign() -> None:
     sums = PairSums.of_group(torch.tensor([2.0]), torch.tensor([2.0]), torch.tensor([[0.5]]))  # two nearly opposite
     assert statistics.signal(sums).item() == -0.75
