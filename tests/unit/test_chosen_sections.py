@@ -94,24 +94,12 @@ def test_the_command_line_replaces_a_choice_with_its_keys():
             " or time_warping or adaptive_log_snr)",
         ),
         (
-            WITH_BASE, ["--objective.timesteps.base.std=1"],
-            "command line: --objective.timesteps.base.std: unknown key (it is a key of objective.timesteps.base.name ="
-            " logit_normal)",
-        ),
-        (
             "", ["--objective.timesteps=mode"],
             "command line: --objective.timesteps: unknown key (it is a section; --objective.timesteps.name chooses its keys)",
         ),
         (
             "[objective]\ntimesteps = 'mode'", [],
             "run.toml: objective.timesteps: must be a table, is 'mode' (write [objective.timesteps] and its keys)",
-        ),
-        (
-            "[objective.timesteps]\nname = 'laplace'\nscael = 1.5", [],
-            "run.toml: objective.timesteps.scael: unknown key (did you mean objective.timesteps.scale?)",
-        ),
-        (
-            WITH_BASE + "mean = 'x'", [], "run.toml: objective.timesteps.base.mean: must be a number, is 'x'",
         ),
     ],
 )  # fmt: skip

@@ -332,7 +332,7 @@ def test_every_linear_has_the_role_of_the_shape_it_sees(name):
     assert {linear for linear in roles if roles[linear] == "small"} == {"patch_embed", "output.linear"}
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", ["paper", "debug"])
 @torch.no_grad()
 def test_bfloat16_weights_take_and_return_float32(name):
     model, x_t_c = build(CONFIGS[name], dtype=torch.float32), inputs(dtype=torch.float32)
@@ -344,7 +344,7 @@ def test_bfloat16_weights_take_and_return_float32(name):
     assert (output - exact).norm() < 0.05 * exact.norm()
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", ["paper", "debug"])
 @pytest.mark.filterwarnings("error")
 @torch.no_grad()
 def test_autocast_returns_float32(name):

@@ -181,18 +181,6 @@ def test_the_network_is_the_published_formula(config, image):
     assert (found - wanted).abs().max() <= 1e-10 * wanted.abs().max()
 
 
-def test_the_guidance_scale_is_an_input_of_guided_models_alone():
-    for config, moved in ((GUIDED, True), (DEBUG, False)):
-        model = build(config)
-        x, time, condition = inputs(config)
-        with torch.no_grad():
-            before = model(x, 1000 * time, condition)
-            model.set_guidance(7.0)
-            assert (not torch.equal(before, model(x, 1000 * time, condition))) == moved
-            model.set_guidance(config.guidance)
-            assert torch.equal(before, model(x, 1000 * time, condition))
-
-
 # --- sizes
 
 
