@@ -6,19 +6,12 @@ import pytest
 import torch
 
 from torchtitan.conditions import Classes, Embeddings, Unconditional
-from torchtitan.console import _images, _weighting
+from torchtitan.console import _images
 from torchtitan.data import DatasetInfo
 from torchtitan.data.digits import DigitsConfig
 from torchtitan.data.image_folder import ImageFolder, ImageFolderConfig
 from torchtitan.gns.allocate import NEYMAN, PredictedRatio
 from torchtitan.gns.monitor import GNSMonitor
-
-
-def test_the_weighting_is_told_by_its_peak_and_the_range_above_half():
-    points = torch.linspace(-6.0, 6.0, 121, dtype=torch.float64)
-    assert "equal at every noise level" in _weighting(points, torch.full_like(points, 3.0))
-    line = _weighting(points, torch.exp(-0.5 * points**2))  # half at ln sigma = ±1.18
-    assert "highest at noise level sigma = 1, at least half of that between 0.33 and 3" in line
 
 
 @pytest.mark.parametrize(("kind", "said"), [

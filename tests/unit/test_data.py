@@ -30,7 +30,6 @@ from torchtitan.data.digits import Digits, DigitsConfig
 from torchtitan.data.image_folder import ImageFolderConfig
 from torchtitan.extraction.image_source import ImageSource
 from torchtitan.settings import has_key, setting
-from torchtitan.training import data_loading
 from torchtitan.training.data_loading import TrainingData, validation_batches
 from torchtitan.training.sample_order import SampleOrder
 from torchtitan.weights.trained_model import load_run
@@ -108,14 +107,6 @@ def test_every_image_is_read_once_per_epoch_over_ranks_and_microbatches():
 def test_samples_do_not_depend_on_ranks_or_accumulation(world_size, local):
     one = read_layout(world_size=1, local=12, horizontal_flip=True)
     other = read_layout(world_size=world_size, local=local, horizontal_flip=True)
-    assert all(torch.equal(one[key], other[key]) for key in one)
-
-
-@pytest.mark.parametrize("at_a_time", [1, 30])
-def test_samples_do_not_depend_on_how_many_indices_are_computed_at_a_time(monkeypatch, at_a_time):
-    one = read_layout(world_size=2, local=3)
-    monkeypatch.setattr(data_loading, "_INDICES_AT_A_TIME", at_a_time)  # of a step 6 on each rank
-    other = read_layout(world_size=2, local=3)
     assert all(torch.equal(one[key], other[key]) for key in one)
 
 

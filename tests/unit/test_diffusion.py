@@ -244,17 +244,6 @@ def test_predict_inverts_a_perfect_network(t):
         torch.testing.assert_close(estimate, wanted, rtol=1e-5, atol=1e-6)
 
 
-def test_the_best_linear_denoiser_reaches_the_closed_form_loss():
-    # Data N(0, s^2): E[noise - x0 | x_t] = k x_t, and the error left is s^2 / ((1 - t)^2 s^2 + t^2).
-    s, t, count = 0.5, 0.3, 20_000
-    k = (t - (1 - t) * s**2) / (((1 - t) * s) ** 2 + t**2)
-    x0 = s * philox.normal(0, "synthetic_data", torch.arange(count), (1, 2, 2))
-    draw = Draw(torch.full((count,), t), philox.normal(0, "noise", torch.arange(count), (1, 2, 2)), torch.ones(count))
-    terms = build_objective(DenoisingConfig(), 0).loss(lambda x, *_: k * x, Microbatch(x0), draw)
-    wanted = s**2 / (((1 - t) * s) ** 2 + t**2)
-    assert terms.loss.double().mean().item() == pytest.approx(wanted, rel=4 * math.sqrt(2 / (4 * count)))
-
-
 @pytest.mark.parametrize(("sampler", "closed_form"), [
     # logistic density sigma / (1 + sigma)^2 times (1 + sigma)^2
     ("uniform", lambda sigma: sigma),

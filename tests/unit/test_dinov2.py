@@ -5,9 +5,7 @@ import pytest
 import torch
 
 from tests.unit.published_state_dicts import noise_images, transformer_state_dict, uniform
-from tests.unit.test_inception import one_line
 from torchtitan.fidelity.dinov2 import DGM_EVAL, EDM2, DinoV2, VisionTransformer
-from torchtitan.fidelity.extractors import open_extractor
 from torchtitan.fidelity.published import DINOV2
 
 WIDTH, DEPTH, HEADS, GRID = 48, 3, 4, 7
@@ -100,11 +98,3 @@ def test_each_resizing_gives_pixels_normalised_by_imagenet(resizing):
     whole = np.abs(pixels - pixels.round()).max() < 1e-3
     assert whole == (resizing is DGM_EVAL) and (pixels.min() < -1) == (resizing is EDM2)
     assert extractor.record()["name"] == resizing.name and resizing.words == extractor.record()["resize"]
-
-
-@pytest.mark.parametrize("name", ["dinov2", "dinov2-dgm"])
-def test_both_names_read_one_file(name, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    line = one_line(lambda: open_extractor(name))
-    assert line.startswith("dinov2: downloads/dinov2/dinov2_vitl14_pretrain.pth: no such file of weights")
-    assert "python scripts/download.py dinov2 fetches it, 1,218 MB" in line

@@ -188,13 +188,6 @@ def test_state_through_json_goes_on_bit_for_bit_also_in_the_middle_of_an_entry(c
     assert torch.equal(resumed.mean_square_loss(), straight.mean_square_loss())
 
 
-def test_an_entry_that_is_not_complete_is_part_of_the_state():
-    middle, begun_anew = filled(8), filled(6)
-    for name in ("plain", "adam"):
-        assert middle.state_dict()["entries"][name] != begun_anew.state_dict()["entries"][name]
-        assert middle.state_dict()["entries"][name]["count"] == [16.0] * BINS
-
-
 @pytest.mark.parametrize("other", [Pool(BINS + 1, GEOMETRIES, 100.0), Pool(BINS, 1, 100.0)])
 def test_state_of_other_bins_or_geometries_is_dropped(other):
     fresh = other.state_dict()
