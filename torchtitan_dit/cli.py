@@ -44,7 +44,7 @@ COMMANDS = {
     "download": Command("download", "fetch public autoencoders, latents and feature extractors"),
     "ema": Command("ema", "choose the length of a weight average after training", on_ranks=True),
     "estimate": Command("estimate", "memory, speed and hours of a run before its launch"),
-    "autotune": Command("autotune_batch_size", "find the largest or the fastest batch size"),
+    "autotune": Command("autotune_batch_size", "find the largest batch size that fits"),
     "sweep": Command("sweep", "run a grid of configurations"),
     "compare": Command("compare", "compare runs, and the hardware they ran on, on one page"),
     "analyse": Command("optimization_analysis", "speed and memory of a folder of runs"),
