@@ -10,15 +10,14 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import IO, cast
 
 from torchtitan.checkpoint.manifest import read_json
 from torchtitan.config.job import ConfigError, load_config
 from torchtitan.errors import DamagedFile, unwrapped
 from torchtitan.experiments.outcome import Outcome, classify
+from torchtitan.processes import parent_death
 
 _TRAIN = Path(__file__).resolve().parents[2] / "train.py"  # of the checkout, which need not be installed
-_GUARD = Path(__file__).with_name("guard.py")
 _OF_A_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
 RETRIES = 2
 _POLL_SECONDS = 0.1
@@ -46,7 +45,7 @@ def run_processes(
 ) -> Outcome:
     """Run train.py in separate processes until all of them have ended.
 
-    None of the processes remains at the end, not even if this process is killed.
+    None of the processes remains at the end, on Linux not even if this process is killed: each ends with its parent.
 
     Args:
         arguments: of train.py, `--section.key value`; relative paths in them are relative to the present folder.
@@ -98,25 +97,28 @@ def _attempt(
     summary = Path(config.job.dump_folder) / config.job.name / "summary.json"
     stale = _stamp(summary)
     log.parent.mkdir(parents=True, exist_ok=True)
-    limit = int((memory_limit_gib or 0) * 2**30)
     with open(log, "wb") as printed:
-        guard = subprocess.Popen(
-            [sys.executable, "-S", str(_GUARD), str(limit), *_command(arguments, processes)],
+        process = subprocess.Popen(
+            [sys.executable, "-S", parent_death.__file__, str(os.getpid()), *_command(arguments, processes)],
             env=_environment(processes, environment, devices),
-            stdin=subprocess.PIPE, stdout=printed, stderr=printed, start_new_session=True,  # a Ctrl-C is for this process alone
+            stdin=subprocess.DEVNULL, stdout=printed, stderr=printed,
+            start_new_session=True,  # a Ctrl-C is for this process alone
         )  # fmt: skip
+    if memory_limit_gib and sys.platform == "linux":
+        _limit_data(process.pid, int(memory_limit_gib * 2**30))
     try:
-        late = _wait(guard, begun + timeout_s, stop, poll)
+        late = _wait(process, begun + timeout_s, stop, poll)
     except (KeyboardInterrupt, Stopped):
         if stop_grace_s:
-            guard.terminate()
+            process.terminate()
             with suppress(subprocess.TimeoutExpired):
-                guard.wait(stop_grace_s)
+                process.wait(stop_grace_s)
         raise
     finally:
-        cast(IO[bytes], guard.stdin).close()  # the lifeline: the guard kills what is left
-        guard.wait()
-    seconds, code = time.perf_counter() - begun, guard.returncode
+        process.kill()  # torchrun's workers end with it
+        process.wait()
+    seconds, code = time.perf_counter() - begun, process.returncode
+    code = code if code >= 0 else 128 - code
     fresh = _read_summary(summary) if _stamp(summary) != stale else {}
     status, reason = classify(code, _ends_of(log), fresh)
     if late and status != "oom":  # a rank that is out of memory may leave others waiting for it
@@ -124,6 +126,15 @@ def _attempt(
     if status == "ok" and (problem := _unfinished(summary)):
         status, reason = "failed", f"exit code 0, but {problem}"
     return Outcome(status, reason, seconds, code)
+
+
+def _limit_data(pid: int, limit: int) -> None:
+    """Limit the data of a process that has just started, and of those that it will start."""
+    import resource
+
+    with suppress(ProcessLookupError):
+        _, hard = resource.prlimit(pid, resource.RLIMIT_DATA)
+        resource.prlimit(pid, resource.RLIMIT_DATA, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
 
 
 def _command(arguments: list[str], processes: int) -> list[str]:
@@ -145,10 +156,10 @@ def _environment(processes: int, extra: dict[str, str], devices: list[int] | Non
 
 
 def _wait(
-    guard: subprocess.Popen, deadline: float, stop: threading.Event | None, poll: Callable[[], None]
+    process: subprocess.Popen, deadline: float, stop: threading.Event | None, poll: Callable[[], None]
 ) -> bool:
     """Wait for the end; True if there was none before the deadline. Raises Stopped."""
-    while guard.poll() is None:
+    while process.poll() is None:
         if stop is not None and stop.is_set():
             raise Stopped
         if time.perf_counter() > deadline:
