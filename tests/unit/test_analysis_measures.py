@@ -4,7 +4,6 @@ import statistics
 
 import pytest
 
-from torchtitan.pictures.style import spread
 from torchtitan.runs.analysis.axes import (
     add_further_axes,
     axes_of,
@@ -165,11 +164,3 @@ def test_values_stand_in_the_order_in_which_they_are_compared():
     values = ["memory_budget (memory_budget=0.3)", "full", None, "selective (every=2)", "none"]
     assert values_in_order("ac", values) == ["none", "selective (every=2)", "full", values[0]]
     assert values_in_order("patch", [8, 2, 4]) == [2, 4, 8]
-
-
-def test_labels_keep_their_distance_and_stay_within_the_panel():
-    places = spread([0.5, 0.5, 0.52, 0.99], gap=0.1)
-    assert all(later - before >= 0.1 - 1e-12 for before, later in itertools.pairwise(sorted(places)))
-    assert 0 <= min(places) and max(places) <= 1
-    assert statistics.fmean(places[:3]) == pytest.approx(0.5066666, abs=1e-6)  # no more moved than needed
-    assert spread([0.2, 0.8], gap=0.1) == [0.2, 0.8]
