@@ -127,15 +127,6 @@ def test_bins_of_very_little_loss_are_drawn_as_rarely_at_the_default_half_life(n
     assert 0.9 < ratio.min() and ratio.max() < 2.5 and 0.95 < ratio.median() < 1.4
 
 
-def test_running_mean_forgets_by_the_half_life():
-    sampler = sampler_of("time_warping", "rectified_flow", spread="stratified", half_life=2000)
-    for number in range(3):
-        step(sampler, lambda t, _: torch.full_like(t, 4.0), 1000 * number, 1000)
-    half = 0.5**0.5
-    assert sampler._state["weight"].sum().item() == pytest.approx(1000 * (1 + half + half**2), rel=1e-12)
-    assert sampler._state["sum"].sum().item() == pytest.approx(4000 * (1 + half + half**2), rel=1e-12)
-
-
 def test_warped_time_has_equal_loss_in_equal_stretches():
     """With the loss t on the rectified flow F is t^2: its quantiles are square roots."""
     sampler = sampler_of("time_warping", "rectified_flow", spread="stratified", half_life=1e12)
@@ -193,13 +184,6 @@ def test_a_base_density_that_hardly_draws_some_index_is_refused_for_the_second_m
     ((key, text),) = objective_problems(DenoisingConfig(**keys))
     assert key == "objective.timesteps.base.name" and "some index once in 9e+07 samples" in text
     assert not list(objective_problems(DenoisingConfig(**keys, t_min=0.2, t_max=0.9)))
-
-
-@pytest.mark.parametrize("base", [timesteps("laplace", scale=20.0), timesteps("logit_normal", std=30.0)])
-def test_very_wide_densities_have_bins_too(base):
-    sampler = sampler_of("adaptive_log_snr", "rectified_flow", base=base)
-    step(sampler, noisy, 0, 3000)
-    assert sampler.shares.isfinite().all() and sampler.shares.sum().item() == pytest.approx(1)
 
 
 # --- state
