@@ -110,18 +110,6 @@ def test_shares_by_losses():
     torch.testing.assert_close(shares, MASS * losses.double() / (MASS * losses).sum())
 
 
-def test_wrong_arguments_are_refused():
-    with pytest.raises(ValueError, match="sum to 1"):
-        neyman_shares(2 * MASS, NOISE)
-    with pytest.raises(ValueError, match="floor"):
-        neyman_shares(MASS, NOISE, floor=0.0)
-    with pytest.raises(ValueError, match="multipliers"):
-        weight_shares(MASS, torch.tensor([1.0, -1.0, 1.0, 1.0]))
-    with pytest.raises(ValueError, match="signal"):
-        gradient_variance(MASS, MASS, NOISE, stratified=False)
-    assert gradient_variance(MASS, torch.tensor([0.0, 0.4, 0.3, 0.3]), NOISE, stratified=True).item() == math.inf
-
-
 # ---------------------------------------------------------------------- simulated gradients
 
 
