@@ -56,6 +56,7 @@ _SHOWN_TIMES = ("clock/wall(s)", "clock/train(s)")
 _SHOWN_OF_THE_NOISE = {"b_simple", "batch", "lower", "upper", "outlier_steps"}
 # From the start of the process on: after them, every graph that is trained with has been compiled.
 _STEPS_TO_COMPILE = 3
+_POINTS_A_PICTURE = 10  # logged noise scales between their pictures
 
 
 class Reports:
@@ -227,7 +228,7 @@ class Reports:
             shown = {tag: value for tag, value in found.items() if tag.rpartition("/")[2] in _SHOWN_OF_THE_NOISE}
             self._log.write(state.step, shown, {tag: value for tag, value in found.items() if tag not in shown})
             logged_before = state.progress_before // config.log_interval * config.log_interval
-            if state.last_step or completed(config.picture_interval, logged_before, state.progress):
+            if state.last_step or completed(_POINTS_A_PICTURE * config.log_interval, logged_before, state.progress):
                 with self._outputs.attempt("the picture of the noise scale", self._noise_scale):
                     if picture := gns.draw(self._noise_points.read(), state.grown_batch_size):
                         self._write_picture(self._noise_scale, picture)

@@ -40,9 +40,7 @@ COMPILED = {
 }
 CHECKPOINTED_ON_TWO = {
     "FSDP, selective": case(1, 2, 1, AC, "selective"), "DDP, full": case(2, 1, 1, AC, "full"),
-    "FSDP, attention kept in every second block": case(
-        1, 2, 1, AC, "selective", "--activation_checkpoint.keep", '["attention"]', "--activation_checkpoint.every", "2",
-    ),
+    "FSDP, selective in every second block": case(1, 2, 1, AC, "selective", "--activation_checkpoint.every", "2"),
     "FSDP, compiled, full": case(1, 2, 1, *COMPILE, AC, "full"), "DDP, compiled": case(2, 1, 1, *COMPILE),
     "DDP, whole, full": case(2, 1, 1, *WHOLE, AC, "full", backend=WITHOUT_CODE),
 }

@@ -13,11 +13,8 @@ from torchtitan import run as run_module
 from torchtitan.config.job import load_config
 from torchtitan.profiling.profiler import Profiler
 
-ON = (
-    "--profiling.enable_profiling", "true", "--profiling.profile_freq", "6", "--profiling.profiler_active", "2",
-    "--profiling.profiler_warmup", "1",
-)  # fmt: skip
-# The window is of steps 4 to 6.
+ON = ("--profiling.enable_profiling", "true", "--profiling.profile_freq", "6")
+# The window is of steps 3 to 6 where every step logs, and else up to a step that does not.
 
 
 PHASES = ("data", "forward", "backward", "gradients", "optimizer", "ema", "report")

@@ -27,8 +27,6 @@ BLOCKS = 3
 PRODUCTS = 5  # of a block: modulation, qkv, attention's output, two of the MLP
 SELECTIVE = {"mode": "selective"}
 FULL = {"mode": "full"}
-ATTENTION_KEPT = SELECTIVE | {"keep": ["attention"]}
-PRODUCTS_KEPT = SELECTIVE | {"keep": ["matmul"]}
 
 
 def debug_model(num_layers: int = BLOCKS) -> DiffusionModel:
@@ -80,11 +78,9 @@ def products_and_attentions_in_backward(model: DiffusionModel) -> tuple[int, int
     [
         ({"mode": "none"}, 0, 0),
         (SELECTIVE, 0, 0),
-        (ATTENTION_KEPT, BLOCKS * PRODUCTS, 0),
-        (PRODUCTS_KEPT, 0, BLOCKS),
         (FULL, BLOCKS * PRODUCTS, BLOCKS),
         (FULL | {"every": 2}, 2 * PRODUCTS, 2),
-        (ATTENTION_KEPT | {"every": 3}, PRODUCTS, 0),
+        (FULL | {"every": 3}, PRODUCTS, 1),
     ],
     ids=str,
 )
@@ -112,10 +108,9 @@ def test_less_is_kept_the_more_is_computed_again():
         config = load_config(["--model.flavor", "debug", "--model.num_layers", "4", *words], 1)
         return simulate_step(config, 1).windows[0, "backward", 4][ACTIVATIONS]
 
-    mode, keep = "--activation_checkpoint.mode", "--activation_checkpoint.keep"
+    mode = "--activation_checkpoint.mode"
     none, selective, full = kept(), kept(mode, "selective"), kept(mode, "full")
-    attention = kept(mode, "selective", keep, '["attention"]')
-    assert none > 1.2 * selective and selective > 1.2 * attention and attention > 1.2 * full
+    assert none > 1.2 * selective and selective > 1.2 * full
     half = kept(mode, "full", "--activation_checkpoint.every", "2")
     assert half == pytest.approx((none + full) / 2, rel=1e-3)
 
@@ -182,10 +177,6 @@ def test_a_model_without_blocks_cannot_recompute():
         ("every = 2", "every: has no effect when activation_checkpoint.mode = none; remove it or set"),
         ('mode = "full"\nevery = 0', "every: must be at least 1, is 0"),
         ('mode = "full"\nevery = 4', "every: 4 is more than the model's 3 blocks (set at most 3: the first alone)"),
-        ('mode = "full"\nkeep = ["attention"]', "keep: has no effect when activation_checkpoint.mode = full"),
-        ('mode = "selective"\nkeep = []', "keep: is empty, so all is recomputed (name matmul, attention or both"),
-        ('mode = "selective"\nkeep = ["norm"]', "keep[0]: must be one of matmul, attention, is 'norm'"),
-        ('mode = "selective"\nkeep = ["matmul", "matmul"]', "keep: names matmul twice (remove one)"),
         ('mode = "selective"\nmemory_budget = 0.5', "memory_budget: has no effect when activation_checkpoint.mode"),
         ('mode = "memory_budget"', "mode: memory_budget is the compiler's work (set compile.enable to true"),
         ('mode = "memory_budget"\nmemory_budget = 1.5\n[compile]\nenable = true', "memory_budget: must be at least 0"),

@@ -146,9 +146,9 @@ def test_rate_grows_with_the_square_root():
 
 
 @pytest.mark.parametrize(("factor", "drawn"), [(1, [10, 20, 30, 40]), (4, [12, 20, 32, 40]), (16, [16, 32, 48])])
-def test_pictures_of_the_noise_scale_come_at_the_first_logged_step_of_each_interval(factor, drawn):
+def test_pictures_of_the_noise_scale_come_at_the_tenth_logged_step(factor, drawn):
     found = []
-    config = SimpleNamespace(gns=GNSConfig(log_interval=5, picture_interval=10))
+    config = SimpleNamespace(gns=GNSConfig(log_interval=1))
     gns = SimpleNamespace(metrics=dict, draw=lambda points, batch: found.append(state.progress))
     state = SimpleNamespace(gns=gns, step=0, progress=0, last_step=False, grown_batch_size=8 * factor)
     reports = SimpleNamespace(
@@ -157,8 +157,7 @@ def test_pictures_of_the_noise_scale_come_at_the_first_logged_step_of_each_inter
     )  # fmt: skip
     for progress in range(factor, 49, factor):
         state.step, state.progress, state.progress_before = state.step + 1, progress, progress - factor
-        if progress // 5 > (progress - factor) // 5:  # logged
-            Reports.log_gns(reports)
+        Reports.log_gns(reports)
     assert found == drawn
 
 

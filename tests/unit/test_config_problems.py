@@ -267,11 +267,6 @@ BAD_FILES = [
         "sampling.guide_track: has no effect when sampling.guidance_scale = 1 (remove it)",
     ),
     (
-        "[sampling]\nguidance_interval_unit = 'sigma'",
-        "sampling.guidance_interval_unit: [0, 1] is the default in t (give sampling.guidance_interval in sigma, as"
-        " [0.3, 3.0])",
-    ),
-    (
         "[validation]\nenable = true\ntimesteps = [0.0, 1.0, 1.5]",
         "validation.timesteps: 1.5 is not a time of objective.path = rectified_flow (give times from 0 to 1: 0 is clean data,"
         " 1 noise)",
@@ -349,10 +344,6 @@ BAD_FILES = [
         "[lr_scheduler]\nmin_lr_factor = 0.1",
         "lr_scheduler.min_lr_factor: has no effect when lr_scheduler.decay_type = constant;"
         " remove it or set lr_scheduler.decay_type = linear or cosine",
-    ),
-    (
-        "[data]\nprefetch_factor = 4",
-        "data.prefetch_factor: has no effect when data.num_workers = 0; remove it or set data.num_workers above 0",
     ),
     (
         "[checkpoint]\nenable = false\nload_step = 5",

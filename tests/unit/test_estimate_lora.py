@@ -49,7 +49,7 @@ def test_flops_are_those_that_torch_counts(name):
     assert training_flops(model, shape) == model.flops_per_image(shape)
     config = LoRAConfig(enable=True, rank=4)
     add_trained_adapter(model, find_targets(model, config, {}), config)
-    draw_adapter(model, config, 0)
+    draw_adapter(model, 0)
     assisted = max(layer for layer in model.applications(shape) if "layers" in layer and layer.endswith("out"))
     outputs, inputs = weight_of(model, assisted)
     extra = LowRankWeights(torch.zeros(2, inputs), torch.zeros(outputs, 2), alpha=2.0)

@@ -238,9 +238,6 @@ BAD = {
     "no such subset": ({"config": "x"}, "data.path: {}: no parquet file in a folder 'x' of split 'train'"),
     "no parquet": ({"path": "{}/empty"}, "data.path: {}/empty: no parquet files there (data.streaming = false reads"),
     "unknown store": ({"path": "nowhere://x"}, "data.path: nowhere://x cannot be read (ValueError: Protocol not known"),
-    "window too large": (
-        {"window_gib": 1e-6}, "data.shuffle_row_groups: 4 row groups of {} take up to 9."
-    ),
     "url unstreamed": ({"path": "memory://x", "streaming": False}, "is a URL, which only data.streaming = true reads"),
     "damaged footer": ({"path": "{}/broken"}, "train-0.parquet cannot be read (ArrowInvalid: "),
     "subset of one file": (

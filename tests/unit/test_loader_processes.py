@@ -94,13 +94,13 @@ def test_batches_that_find_no_shared_memory_arrive_all_the_same_and_it_is_said_o
 
 def test_a_shortage_of_shared_memory_is_said_in_one_line_with_what_helps():
     batch = 16 * MIB
-    assert shared_memory_shortage(batch, 0, 2, 1, free_bytes=0) is None
-    assert shared_memory_shortage(batch, 4, 2, 1, free_bytes=9 * batch) is None
-    text = shared_memory_shortage(batch, 4, 2, 1, free_bytes=64 * MIB)
+    assert shared_memory_shortage(batch, 0, 1, free_bytes=0) is None
+    assert shared_memory_shortage(batch, 4, 1, free_bytes=9 * batch) is None
+    text = shared_memory_shortage(batch, 4, 1, free_bytes=64 * MIB)
     assert text.startswith("/dev/shm has 64.0 MiB free, and 9 batches of 16.0 MiB are loaded ahead")
     assert "--shm-size=160m, or data.num_workers 1" in text and "\n" not in text
-    assert shared_memory_shortage(batch, 1, 2, 1, free_bytes=64 * MIB) is None  # as the advice says
-    assert "data.num_workers 0" in shared_memory_shortage(batch, 4, 2, 4, free_bytes=64 * MIB)
+    assert shared_memory_shortage(batch, 1, 1, free_bytes=64 * MIB) is None  # as the advice says
+    assert "data.num_workers 0" in shared_memory_shortage(batch, 4, 4, free_bytes=64 * MIB)
 
 
 @pytest.mark.parametrize(
@@ -204,5 +204,5 @@ def test_more_loader_processes_than_a_machine_can_mean_are_refused():
 
 
 def test_more_prefetched_batches_than_memory_are_refused():
-    assert prefetch_problem(16 * MIB, 4, 2, 1) is None
-    assert "4000000000 batches of 16.0 MiB held ready are 61035.2 TiB" in prefetch_problem(16 * MIB, 4, 10**9, 1)
+    assert prefetch_problem(16 * MIB, 4, 1) is None
+    assert "8000000000 batches of 16.0 MiB held ready are 122070.3 TiB" in prefetch_problem(16 * MIB, 4 * 10**9, 1)

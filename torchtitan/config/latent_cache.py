@@ -92,7 +92,7 @@ def stored_section(config: Any) -> LatentsConfig | None:
     held_out = {"validation_path": str(folder / SPLITS[1])} if SPLITS[1] in splits else {"validation_fraction": 0.0}
     return LatentsConfig(
         path=str(folder / SPLITS[0]), trigger_word=data.trigger_word, labels=data.labels, num_workers=data.num_workers,
-        prefetch_factor=data.prefetch_factor, **held_out,
+        **held_out,
     )  # fmt: skip
 
 

@@ -37,8 +37,7 @@ def _kernels(checked: ConfigView) -> Iterator[Problem]:
 
 
 def _sharding(checked: ConfigView) -> Iterator[Problem]:
-    depth = checked.whole("model").depth
-    for key, text in parallelism_problems(checked.whole("parallelism"), shards_of(checked), depth):
+    for key, text in parallelism_problems(checked.whole("parallelism"), shards_of(checked)):
         yield Problem(f"parallelism.{key}", text)
 
 

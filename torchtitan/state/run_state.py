@@ -97,10 +97,7 @@ class RunState:
         self._precision = compute_context(config.training.mixed_precision_param, layout.device, layout.sharded)
         self.bin_edges = self._bin_edges(config.metrics.loss_bins)
         self.window = LossWindow(self.bin_edges, self.objective.diagnostics)
-        self.guard = NumericalGuard(
-            config.training.max_skipped_steps, config.training.spike_threshold, layout.device, self.data.image_of,
-            zeroes=config.training.non_finite_gradients == "zero",
-        )  # fmt: skip
+        self.guard = NumericalGuard(config.training.max_skipped_steps, self.data.image_of)
         self._kernels = ExitStack()
         self.step = self.progress = 0
         self.batch_size = config.training.global_batch_size

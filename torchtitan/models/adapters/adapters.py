@@ -43,11 +43,10 @@ def add_trained_adapter(
             layer.dropped = config.dropout
 
 
-def draw_adapter(model: nn.Module, config: LoRAConfig, seed: int) -> None:
+def draw_adapter(model: nn.Module, seed: int) -> None:
     """Draw A of the adapter that trains, and set B to zero: the update is zero at first.
 
-    Kaiming's uniform with a = sqrt(5), as of kohya's and ai-toolkit's scripts, is U(-1 / sqrt(inputs), 1 / sqrt(inputs));
-    diffusers' scripts draw from a normal of deviation 1 / rank.
+    Kaiming's uniform with a = sqrt(5), as of kohya's and ai-toolkit's scripts, is U(-1 / sqrt(inputs), 1 / sqrt(inputs)).
 
     Args:
         seed: of the run; the same values on any device and layout.
@@ -55,11 +54,8 @@ def draw_adapter(model: nn.Module, config: LoRAConfig, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     for _, update in trained_updates(model):
         values = torch.empty(update.down.shape)
-        if config.init == "kaiming":
-            bound = 1.0 / math.sqrt(values[0].numel())
-            values.uniform_(-bound, bound, generator=generator)
-        else:
-            values.normal_(0.0, 1.0 / update.rank, generator=generator)
+        bound = 1.0 / math.sqrt(values[0].numel())
+        values.uniform_(-bound, bound, generator=generator)
         with torch.no_grad():
             update.down.copy_(values)
             update.up.zero_()

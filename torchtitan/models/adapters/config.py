@@ -33,9 +33,6 @@ class LoRAConfig:
     patterns: list[str] = setting(
         [], "regular expressions, found anywhere in the names of the layers with adapters; default: lora.targets"
     )
-    init: Literal["kaiming", "gaussian"] = setting(
-        "kaiming", "draw of A: Kaiming's uniform of bound 1 / sqrt(inputs), or normal of deviation 1 / rank; B is 0"
-    )
     base_dtype: Literal["float32", "bfloat16", "float8", "int8", "int4"] = setting(
         "float32", "dtype of the frozen weights; float8, int8 and int4 quantise the linears of the blocks (needs torchao), the"
         " rest is then bfloat16; adapters are float32",
