@@ -40,7 +40,7 @@ from torchtitan.settings import setting
 PROBLEMS = (
     "",
     "the sample has no image",
-    "the sample has several images (data.image_extension says which to take)",
+    "the sample has several images",
     "the sample has no label (data.labels = false trains without)",
     "the sample's label is no whole number from 0 to 999999 (write numbers, which data.classes_file names, or set data.labels = "
     "false)",
@@ -66,10 +66,6 @@ class WebDatasetConfig(OnlineTextConfig, SquareImagesConfig):
 
     name: Literal["webdataset"] = setting("webdataset", "dataset")
     path: str = setting("", "tar shards: a folder of them, a pattern with * or ?, or names as train-{000..127}.tar", path=True)
-    image_extension: str = setting("", "extension of the image in samples with several")
-    label_key: str = setting(
-        "", "key of the label in a sample's .json; default: the number in its .cls", applies={"captions": (False,)}
-    )
     classes_file: str = setting(
         "", "text file, one 'id name' a line in the order of labels; default: no names, labels up to the largest found",
         applies={"captions": (False,)}, path=True,
@@ -185,24 +181,21 @@ def _check_labels(samples: Samples, num_classes: int, classes_file: str) -> None
 
 def _open(config: WebDatasetConfig, split: Split) -> Samples:
     key = "validation_path" if split == "validation" and config.validation_path else "path"
-    path, extension = getattr(config, key), config.image_extension.lower()
+    path = getattr(config, key)
     if not config.captions:
-        samples = _open_shards(f"data.{key}", path, extension, config.label_key, False, config.index_path)
+        samples = _open_shards(f"data.{key}", path, False, config.index_path)
         of_labels = np.isin(samples.problems, (NO_LABEL, BAD_LABEL))
         return samples if config.labels else dataclasses.replace(samples, problems=np.where(of_labels, 0, samples.problems))
-    samples = _open_shards(f"data.{key}", path, extension, "", True, config.index_path)
+    samples = _open_shards(f"data.{key}", path, True, config.index_path)
     _check_captions(samples, config.trigger_word)
     return samples
 
 
 @lru_cache(maxsize=4)  # a run opens the same shards several times
-def _open_shards(
-    key: str, path: str, image_extension: str, label_key: str, captioned: bool, index_path: str
-) -> Samples:
+def _open_shards(key: str, path: str, captioned: bool, index_path: str) -> Samples:
     shards = find_shards(key, path)
-    kind = json.dumps(["webdataset", image_extension, label_key] + ["captions"] * captioned)
-    build = partial(_read_shard, image_extension=image_extension.encode(), label_key=label_key, captioned=captioned)
-    tables = saved_tables(shards, kind, build, index_path)
+    kind = json.dumps(["webdataset"] + ["captions"] * captioned)
+    tables = saved_tables(shards, kind, partial(_read_shard, captioned=captioned), index_path)
     tables = _without_unread(path, tables)
     counts = [len(table["labels"]) for table in tables]
     if sum(counts) == 0:
@@ -296,7 +289,7 @@ def _expanded(pattern: str) -> Iterator[str]:
         yield from _expanded(before + choice + after)
 
 
-def _read_shard(path: Path, advance: Advance, image_extension: bytes, label_key: str, captioned: bool) -> Table:
+def _read_shard(path: Path, advance: Advance, captioned: bool) -> Table:
     """Read a shard's samples in the order in which their keys first appear."""
     groups: dict[bytes, dict[bytes, list[Member]]] = {}
     for member in read_members(path, advance):
@@ -312,8 +305,8 @@ def _read_shard(path: Path, advance: Advance, image_extension: bytes, label_key:
             return file.read(min(member.size, MAX_LABEL_BYTES))
 
         describe: Callable[..., tuple[int, ...]]
-        describe = _describe_captioned if captioned else partial(_describe, label_key=label_key)
-        rows = [describe(files, read, image_extension) for files in groups.values()]
+        describe = _describe_captioned if captioned else _describe
+        rows = [describe(files, read) for files in groups.values()]
     names = PackedNames.of(list(groups))
     columns = np.array(rows, np.int64).reshape(len(rows), 4 + len(TEXT_COLUMNS) * captioned)
     texts = dict(zip(TEXT_COLUMNS, columns[:, 4:].T.copy(), strict=True)) if captioned else {}
@@ -327,23 +320,21 @@ def _read_shard(path: Path, advance: Advance, image_extension: bytes, label_key:
     }
 
 
-def _describe(
-    files: dict[bytes, list[Member]], read: Callable[[Member], bytes], image_extension: bytes, label_key: str
-) -> tuple[int, int, int, int]:
+def _describe(files: dict[bytes, list[Member]], read: Callable[[Member], bytes]) -> tuple[int, int, int, int]:
     """Describe a sample: offset and size of its image, its label, and its problem."""
-    images = _images(files, image_extension)
+    images = _images(files)
     if len(images) != 1:
         return 0, 0, 0, SEVERAL_IMAGES if images else _no_image(files)
-    described = files.get(b"json" if label_key else b"cls")
-    label, problem = _label(read(described[0]), label_key) if described else (0, NO_LABEL)
+    described = files.get(b"cls")
+    label, problem = _label(read(described[0])) if described else (0, NO_LABEL)
     return images[0].offset, images[0].size, label, problem
 
 
 def _describe_captioned(
-    files: dict[bytes, list[Member]], read: Callable[[Member], bytes], image_extension: bytes
+    files: dict[bytes, list[Member]], read: Callable[[Member], bytes]
 ) -> tuple[int, int, int, int, int, int, bool]:
     """Describe a sample: offset and size of its image, label 0, its problem, and TEXT_COLUMNS."""
-    images, texts = _images(files, image_extension), files.get(b"txt", [])
+    images, texts = _images(files), files.get(b"txt", [])
     nowhere = (0, 0, False)
     if len(images) != 1:
         return 0, 0, 0, SEVERAL_IMAGES if images else _no_image(files), *nowhere
@@ -360,9 +351,8 @@ def _describe_captioned(
     return *place, 0, problem, texts[0].offset, texts[0].size, PLACEHOLDER.search(text) is not None
 
 
-def _images(files: dict[bytes, list[Member]], image_extension: bytes) -> list[Member]:
-    wanted = {image_extension} if image_extension else SUFFIXES
-    return [member for extension, members in files.items() if extension in wanted for member in members]
+def _images(files: dict[bytes, list[Member]]) -> list[Member]:
+    return [member for extension, members in files.items() if extension in SUFFIXES for member in members]
 
 
 def _no_image(files: dict[bytes, list[Member]]) -> int:
@@ -370,15 +360,6 @@ def _no_image(files: dict[bytes, list[Member]]) -> int:
     return next((NOT_READ + PICTURES_NOT_READ.index(ending) for ending in files if ending in PICTURES_NOT_READ), NO_IMAGE)
 
 
-def _label(text: bytes, label_key: str) -> tuple[int, int]:
-    if not label_key:
-        text = text.removeprefix(codecs.BOM_UTF8)
-        return (int(text), 0) if re.fullmatch(rb"\s*\d{1,6}\s*", text) else (0, BAD_LABEL)
-    try:
-        fields = json.loads(text)
-    except (ValueError, RecursionError):
-        return 0, BAD_LABEL
-    if not isinstance(fields, dict) or label_key not in fields:
-        return 0, NO_LABEL
-    value = fields[label_key]
-    return (value, 0) if type(value) is int and 0 <= value <= LARGEST_LABEL else (0, BAD_LABEL)
+def _label(text: bytes) -> tuple[int, int]:
+    text = text.removeprefix(codecs.BOM_UTF8)
+    return (int(text), 0) if re.fullmatch(rb"\s*\d{1,6}\s*", text) else (0, BAD_LABEL)

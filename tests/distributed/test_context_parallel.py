@@ -190,7 +190,6 @@ SPLIT = "[gns]\nenable = false\n[parallelism]\ncontext_parallel_degree = 2\n"
         (SPLIT, ["--model.patch_size", "8"], 2, "2 does not divide the 1 tokens of an image"),
         (SPLIT, ["--gns.enable", "true"], 2, "so neither per-sample nor per-rank gradients exist"),
         (SPLIT, ["--objective.timesteps.name", "time_warping"], 2, "learn from would count once per process"),
-        (SPLIT, ["--float8.enable", "true", "--lora.enable", "true", "--lora.dropout", "0.1"], 2, "lora.dropout is drawn for"),
         (SPLIT, [], 3, "2 does not divide the 3 processes of this run"),
         (SPLIT + "data_parallel_shard_degree = 3", [], 4, "1 replicas x 3 shards are not the 2 groups of 2 processes"),
     ],

@@ -92,7 +92,6 @@ def test_samples_need_the_frozen_weights(trained, config, bases, tmp_path):
         (["--lora.patterns", '["("]'], ["lora.patterns[0]", "regular expression"]),
         (["--gns.enable", "true"], ["gns.single_pass", "lora"]),
         (["--lora.enable", "false"], ["lora.rank"]),
-        (["--lora.patterns", '["label_embed"]', "--lora.dropout", "0.5"], ["lora.dropout", "label_embed"]),
     ],
 )
 def test_what_cannot_be_adapted_is_refused(config, overrides, fragments):

@@ -39,7 +39,7 @@ def test_latents_are_denormalised_and_decoded_in_batches(encoded):
     images = decoder_of(folder, batch_size=3).decode(drawn(7))
     assert images.dtype == torch.float32 and images.shape == (7, 3, 32, 32)
     torch.testing.assert_close(images, decoded_by_hand(drawn(7), index, matrix), rtol=0, atol=1e-6)
-    tiled = decoder_of(folder, tile=16, overlap=8).decode(drawn(7))
+    tiled = decoder_of(folder, tile=16).decode(drawn(7))
     torch.testing.assert_close(tiled, images, rtol=0, atol=1e-6)  # this decoder sees one position at a time
     with pytest.raises(AutoencoderError, match="made in float32"):
         decoder_of(folder, dtype="bfloat16")
@@ -104,8 +104,6 @@ def test_keys_that_cannot_be_meant_are_refused_with_the_way_out(encoded):
     assert "autoencoder.path: has no effect when autoencoder.name = none" in line
     (line,) = problems(folder, "--autoencoder.name", "identity", "--autoencoder.dtype", "bfloat16")
     assert "autoencoder.dtype: has no effect when autoencoder.name = identity" in line
-    (line,) = problems(folder, "--autoencoder.name", "cosmos", "--autoencoder.path", "x", "--autoencoder.overlap", "8")
-    assert "autoencoder.overlap: has no effect when autoencoder.tile = 0" in line
     with pytest.raises(ConfigError) as refused:
         load_config(["--data.name", "digits", "--autoencoder.name", "identity"], 1)
     (line,) = refused.value.problems

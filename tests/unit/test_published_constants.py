@@ -122,7 +122,6 @@ REFUSED = [
     ("sit", "objective.preconditioning", [('"sit"', '"identity"')]),
     *((layout, key, changes) for layout in ("bfl", "flux") for key, changes in (
         ("objective.preconditioning", [('"velocity"', '"x0"'), ('"identity"', '"edm"\nsigma_data = 1.0')]),
-        ("model.rope_theta", [('"debug"', '"debug"\nrope_theta = 20000.0')]),
     )),
 ]  # fmt: skip
 

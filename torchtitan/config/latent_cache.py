@@ -57,12 +57,12 @@ def cache_folder(config: Any) -> Path:
     data, autoencoder = config.data, config.autoencoder
     images = [content_digest(data), data.resolutions, data.image_size, data.horizontal_flip]
     null_caption, prompts = data.filled_texts()
-    texts = [data.text_encoder, data.pooled_encoder, data.text_length, data.text_dtype, null_caption, prompts]
+    texts = [data.text_encoder, data.pooled_encoder, data.text_length, null_caption, prompts]
     decisive = {
         "version": _VERSION,
         "images": images,
         "held_out": data.validation_fraction if not data.validation_path else "path",
-        "autoencoder": [autoencoder.name, autoencoder.path, autoencoder.dtype, autoencoder.tile, autoencoder.overlap],
+        "autoencoder": [autoencoder.name, autoencoder.path, autoencoder.dtype, autoencoder.tile],
         "texts": texts if data.text_encoder else [],
     }
     digest = hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()[:16]

@@ -110,8 +110,6 @@ def _context(checked: ConfigView) -> Iterator[Problem]:
         reasons.append(f"{text} (set it to 1)")
     if checked.whole("compile").cuda_graphs:
         reasons.append(f"compile.mode = {checked.compile.mode} would replay the exchange of tokens in a CUDA graph (set default)")
-    if checked.lora.enable and checked.lora.dropout:
-        reasons.append("lora.dropout is drawn for whole images (set lora.dropout to 0)")
     for reason in reasons:
         yield Problem("parallelism.context_parallel_degree", reason)
 

@@ -67,19 +67,13 @@ class CommConfig:
     """`[comm]`"""
 
     init_timeout_seconds: int = setting(
-        300, "collective timeout until the first step is done", ge=1, le=31_536_000, trajectory=False
+        300, "collective timeout until the first step is done; six times it is the longest time without a forward in "
+        "validation, sampling, checkpoints, start-up and compilation, for a single process in any phase", ge=1,
+        le=31_536_000, trajectory=False,
     )
     train_timeout_seconds: int = setting(
         100, "collective timeout after the first step; no phase of a step may last longer on several ranks", ge=1,
         le=31_536_000, trajectory=False,
-    )
-    long_phase_timeout_seconds: int = setting(
-        1800, "longest time without a forward in validation, sampling, checkpoints, start-up and compilation; "
-        "for a single process, in any phase", ge=1, le=31_536_000, trajectory=False,
-    )
-    trace_buf_size: int = setting(
-        2000, "number of last collectives recorded on a timeout (flight recorder); 0: none", ge=0, le=10_000_000,
-        trajectory=False,
     )
 
 

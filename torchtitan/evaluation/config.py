@@ -169,12 +169,8 @@ class AutoencoderConfig:
         applies=OF_LATENTS | {"name": WITH_WEIGHTS}, trajectory=False,
     )  # fmt: skip
     tile: int = setting(
-        0, "side in pixels of the overlapping tiles that larger images are decoded in; 0: none", ge=0,
+        0, "side in pixels of the tiles, a quarter of them shared, that larger images are decoded in; 0: none", ge=0,
         applies=OF_LATENTS | {"name": tuple(AUTOENCODERS)}, trajectory=False,
-    )  # fmt: skip
-    overlap: int | None = setting(
-        None, "pixels that neighbouring tiles share; default: a quarter of a tile", ge=1,
-        applies=OF_LATENTS | {"name": tuple(AUTOENCODERS), "tile": ">0"}, trajectory=False,
     )  # fmt: skip
     batch_size: int = setting(
         16, "images decoded at a time on each rank", ge=1, le=1_000_000, applies=OF_LATENTS | {"name": tuple(AUTOENCODERS)},

@@ -25,7 +25,6 @@ class LoRAConfig:
     enable: bool = setting(False, "freeze the network and train low-rank adapters of its layers")
     rank: int = setting(16, "rank of each layer's update", ge=1, le=65536)
     alpha: float | None = setting(None, "the update is scaled by alpha / rank; default: as the rank, scale 1", gt=0)
-    dropout: float = setting(0.0, "probability of dropping an input of an adapter in training", ge=0, lt=1)
     targets: str = setting(
         "blocks", "layers with adapters: blocks (all linears and convolutions of the blocks) or, of flux, a published"
         " set: ai-toolkit, diffusers, kohya", applies={"patterns": ([],)},
