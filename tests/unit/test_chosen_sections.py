@@ -72,7 +72,8 @@ def test_an_inner_section_of_an_inner_section_is_read_recorded_and_overridden():
 
 def test_the_command_line_replaces_a_choice_with_its_keys():
     assert load(LAPLACE, ["--objective.timesteps.name=uniform"]).objective.timesteps == TIMESTEPS["uniform"](name="uniform")
-    assert load(LAPLACE, ["--objective.timesteps.name=mode"]).objective.timesteps.scale == 0.75  # a key of both
+    warped = "[objective.timesteps]\nname = 'time_warping'\nhalf_life = 500"
+    assert load(warped, ["--objective.timesteps.name=adaptive_log_snr"]).objective.timesteps.half_life == 500  # a key of both
 
 
 @pytest.mark.parametrize(

@@ -209,7 +209,7 @@ BAD_FILES = [
     ),
     (
         "[objective]\ntimesteps.name = 'adaptive_log_snr'\nprediction = 'x0'\nweighting.name = 'snr_plus_one'",
-        "objective.timesteps.name: uniform draws so many timesteps near clean data that objective.weighting.name ="
+        "objective.timesteps.name: adaptive_log_snr draws so many timesteps near clean data that objective.weighting.name ="
         " snr_plus_one on objective.prediction = x0 has an infinite mean loss (use logit_normal or another weighting)",
     ),
     (
