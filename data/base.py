@@ -118,7 +118,6 @@ class Draws:
     """Draws of random numbers for the samples of a batch: functions of (seed, purpose, sample number, attempt) alone.
 
     Attributes:
-        seed: of the run.
         samples: global sample numbers, int64 [B].
         attempt: changes after a rollback.
     """
@@ -138,19 +137,6 @@ class Draws:
     def normal(self, purpose: str, shape: tuple[int, ...]) -> Tensor:
         """Normal draws, float32 [B, *shape]."""
         return philox.normal(self.seed, purpose, self.samples, shape, self.attempt)
-
-
-@dataclass(frozen=True)
-class TrainingForm:
-    """Form in which training draws images: one that is always the same, or its mean and the deviations of its noise.
-
-    Attributes:
-        batch: as of `fetch`.
-        deviations: of independent normal noise on each element of the images, of their shape; None: there is none.
-    """
-
-    batch: Batch
-    deviations: Tensor | None = None
 
 
 class Dataset(ABC):
@@ -207,17 +193,6 @@ class Dataset(ABC):
     def fetch_drawn(self, indices: np.ndarray, draws: Draws) -> Batch:
         """Fetch for training: as `fetch`, unless images are themselves drawn at random, by these draws alone."""
         return self.fetch(indices)
-
-    def training_forms(self, indices: np.ndarray) -> list[TrainingForm]:
-        """Read the forms, equally likely, in which `fetch_drawn` draws these images; a loader's mirroring is not among them.
-
-        Raises:
-            UnreadableImage, DatasetError: as `fetch`; DatasetError too where forms are not known.
-        """
-        if type(self).fetch_drawn is not Dataset.fetch_drawn:
-            name = type(self).Config.name
-            raise DatasetError(f"data.name = {name}: draws its images at random, and has no `training_forms`")
-        return [TrainingForm(self.fetch(indices))]
 
     def captions(self, indices: np.ndarray) -> list[str]:
         """Captions of images, as they are trained on. Raises DatasetError: as where images have none."""

@@ -34,7 +34,6 @@ def caption_at(place: str, read: Callable[[], str | None], trigger_word: str = "
     Args:
         place: its file, or its place in one, for messages.
         read: gives the text, or None where there is none.
-        trigger_word: of `caption_line`.
 
     Raises:
         DatasetError: it cannot be read, is missing or not UTF-8, or `caption_line` refuses it.
@@ -54,7 +53,6 @@ def caption_line(text: str, trigger_word: str = "") -> str:
     """Caption as it is trained on: one line, spaces for all white space, with the trigger word.
 
     Args:
-        text: of the caption.
         trigger_word: as of `filled`, and put first where neither a placeholder nor the word itself occurs; "": none.
 
     Raises:

@@ -25,7 +25,6 @@ class HubImages:
 
     Attributes:
         place: its name in messages.
-        columns: of images, and labels or captions.
         num_classes: labels are 0 .. num_classes - 1; 0 without labels.
         labels: int64 [N]; 0 without labels.
         rows: the `datasets.Dataset` of the image column alone, not decoded.

@@ -44,8 +44,7 @@ def find_columns(
         labels: false: labels are not read either.
 
     Raises:
-        DatasetError: a column given is missing or of another kind, there is not exactly one of the kind, or names of
-            classes are no texts.
+        DatasetError: a column given is missing or of another kind, or there is not exactly one of the kind.
     """
     image = _choose(place, features, "image", image_column, _is_image)
     if caption_column:
@@ -54,8 +53,6 @@ def find_columns(
         return Columns(image, "", ())
     label = _choose(place, features, "label", label_column, _is_label if label_column else _is_class_label)
     names = features[label].get("names") or []
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise DatasetError(f"{place}: the names of the classes of column {label!r} are no list of texts")
     if len(names) > MOST_CLASSES:
         raise DatasetError(f"{place}: column {label!r} has {len(names):,} classes, more than {MOST_CLASSES:,}")
     return Columns(image, label, tuple(names))

@@ -100,7 +100,6 @@ class ImageList:
 
     Attributes:
         folder: base of the relative names.
-        names: of the files.
         classes: class of each file in the order of the list's class folders, int32 [N].
     """
 
@@ -148,7 +147,6 @@ class SquareImages(Dataset):
     ) -> None:
         """
         Args:
-            source: of the images.
             positions: in the source, int64 [N].
             labels: one per position, int64 [N]; None where only a LabelledSource knows them.
             image_size: pixels of each side.
@@ -306,11 +304,6 @@ def check_readable(source: ImageSource, key: str) -> None:
         except Exception as error:  # noqa: BLE001 (decoders raise what they like; every probe is tried)
             first = first or f"{source.shown(position)}: {decoding_problem(error)}"
     raise DatasetError(f"{key}: none of {len(probes)} of its {len(source)} images can be read; the first is {first}")
-
-
-def read_square(path: bytes, image_size: int) -> np.ndarray:
-    """Read a square from a file, as `decode_square`."""
-    return decode_square(read_regular(path, MAX_FILE_BYTES), image_size)
 
 
 def shown_path(path: bytes) -> str:

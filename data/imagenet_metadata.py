@@ -2,16 +2,13 @@
 
 import csv
 import io
-import math
 import re
+import tarfile
 import zlib
 from pathlib import Path
-from typing import Literal
 
 from torchtitan.data.base import DatasetError
 from torchtitan.data.class_folders import read_classes
-from torchtitan.data.derived_classes import MOST_CLASSES
-from torchtitan.data.tar_headers import REGULAR, TarError, walk
 from torchtitan.errors import one_line
 from torchtitan.files.regular import read_regular
 
@@ -19,8 +16,7 @@ SYNSET_MAPPING = "LOC_synset_mapping.txt"
 VALIDATION_SOLUTION = "LOC_val_solution.csv"
 DEVKIT = "ILSVRC2012_devkit_t12"
 GROUND_TRUTH = "ILSVRC2012_validation_ground_truth.txt"
-MAX_FILE_BYTES = 64 << 20  # of each of these, packed and unpacked; the devkit has 2.5 MB
-_MATLAB_HEADER_BYTES, _MATLAB_PACKED = 128, 15
+MAX_FILE_BYTES = 64 << 20  # of each of these; the devkit has 2.5 MB
 WNID = re.compile(r"n\d{8}")
 
 
@@ -90,54 +86,21 @@ def _devkit_file(roots: list[Path], name: str) -> bytes | None:
     if place is None:
         return None
     try:
-        content = read_regular(place, MAX_FILE_BYTES)
-        return content if place.name == name else _packed_file(content, inside.encode())
-    except (OSError, EOFError, zlib.error, TarError) as error:
+        if place.name == name:
+            return read_regular(place, MAX_FILE_BYTES)
+        with tarfile.open(place) as archive:
+            file = archive.extractfile(inside)
+            return file.read() if file else None
+    except (OSError, EOFError, KeyError, zlib.error, tarfile.TarError) as error:
         raise DatasetError(f"{place}: {inside} cannot be read from it ({error})") from error
-
-
-def _packed_file(packed: bytes, name: bytes) -> bytes:
-    """Read a file from an archive in the gzip format. Raises TarError, zlib.error."""
-    content = _unpacked(packed)
-    for entry in walk(lambda offset, count: content[offset : offset + count], 0, len(content)):
-        if entry.name == name and entry.kind in REGULAR:
-            return content[entry.offset : entry.offset + entry.size]
-    raise TarError("there is no such file in it")
-
-
-def _unpacked(packed: bytes) -> bytes:
-    """Unpack gzip as far as it goes. Raises TarError where it is more than MAX_FILE_BYTES, zlib.error."""
-    unpacker = zlib.decompressobj(wbits=31)
-    content = unpacker.decompress(packed, MAX_FILE_BYTES + 1)
-    if len(content) > MAX_FILE_BYTES:
-        raise TarError(f"unpacked it has more than {MAX_FILE_BYTES:,} bytes")
-    return content
 
 
 def _synsets(content: bytes) -> dict[int, tuple[str, str]]:
     """Synsets of the devkit's table: ILSVRC2012_ID -> (wnid, words)."""
-    from scipy.io import loadmat, whosmat
+    from scipy.io import loadmat
 
     try:
-        _check_packed_parts(content)
-        shapes = {name: shape for name, shape, _ in whosmat(io.BytesIO(content))}
-        if math.prod(shapes["synsets"]) > MOST_CLASSES:
-            raise ValueError(f"a table of {math.prod(shapes['synsets']):,} classes")
         rows = loadmat(io.BytesIO(content), squeeze_me=True, variable_names=["synsets"])["synsets"]
         return {int(row["ILSVRC2012_ID"]): (str(row["WNID"]), str(row["words"])) for row in rows}
     except Exception as error:  # a damaged file fails in any way
         raise DatasetError(f"the devkit's meta.mat is damaged ({one_line(error)})") from error
-
-
-def _check_packed_parts(content: bytes) -> None:
-    """Check that the packed parts of a MATLAB file are not too large. Raises ValueError, zlib.error."""
-    order: Literal["little", "big"] = "big" if content[126:128] == b"MI" else "little"
-    position, left = _MATLAB_HEADER_BYTES, MAX_FILE_BYTES
-    while position < len(content):
-        kind, size = (int.from_bytes(content[position + at : position + at + 4], order) for at in (0, 4))
-        position += 8
-        if kind == _MATLAB_PACKED:
-            left -= len(zlib.decompressobj().decompress(content[position : position + size], left + 1))
-            if left < 0:
-                raise ValueError(f"unpacked it has more than {MAX_FILE_BYTES:,} bytes")
-        position += size

@@ -15,9 +15,6 @@ def read_labelled_pixels(
     """Read the first images of a split with their classes.
 
     Args:
-        name: of a dataset with classes in DATASETS.
-        path: of its files (data.path); "" for a dataset without.
-        split: of the dataset.
         most: number of images; None is all.
 
     Returns:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from torchtitan.conditions import ConditionKind, Embeddings, class_kind
-from torchtitan.data.base import Batch, DataConfig, Dataset, DatasetError, DatasetInfo, Draws, Split, TrainingForm
+from torchtitan.data.base import Batch, DataConfig, Dataset, DatasetError, DatasetInfo, Draws, Split
 from torchtitan.data.splits import spread_evenly
 from torchtitan.errors import LatentStoreError
 from torchtitan.programs import program
@@ -119,14 +119,6 @@ class Latents(Dataset):
     def _store_of(self, indices: np.ndarray) -> LatentStore:
         """Store of images of one bucket."""
         return self._stores[int(np.searchsorted(self._firsts, indices[0], side="right")) - 1]
-
-    def training_forms(self, indices: np.ndarray) -> list[TrainingForm]:
-        forms = []
-        for view in (0, 1) if self._mirror else (0,):
-            values, labels = self._stored(indices, np.full(len(indices), view))
-            batch = self._batch(indices, values[:, 0], labels)
-            forms.append(TrainingForm(batch, values[:, 1] * self._scale.abs() if self._sample else None))
-        return forms
 
     def _stored(self, indices: np.ndarray, views: np.ndarray | None) -> tuple[torch.Tensor, torch.Tensor]:
         try:

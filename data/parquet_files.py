@@ -6,7 +6,6 @@ import posixpath
 import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote
@@ -33,7 +32,6 @@ class RowGroups:
     Attributes:
         url: folder or file, in fsspec's form.
         files: paths in its file system.
-        columns: of images, and labels or captions.
         num_classes: labels are 0 .. num_classes - 1; 0 without labels.
         file, number: of each row group: its file, and its number within the file, int32 [K].
         starts: first row of each, int64 [K + 1].
@@ -72,7 +70,6 @@ def read_footers(
     """Read the footers of a split's files.
 
     Args:
-        url: of `table_url`.
         subset: folder of the split's files, needed where several subsets have it; or "".
         split: files are those whose name begins with it, or which lie in a folder of that name.
         image_column, label_column: names, or "" to find them.
@@ -89,7 +86,7 @@ def read_footers(
     features = [_features(footer) for footer in footers]
     columns = find_columns(files[0], features[0], image_column, label_column, caption_column, labelled)
     for file, footer in zip(files, footers, strict=True):
-        _check_types(file, footer.schema.to_arrow_schema(), columns)
+        _check_label_type(file, footer.schema.to_arrow_schema(), columns)
     for file, others in zip(files, features, strict=True):
         if any(others.get(name) != features[0].get(name) for name in (columns.image, columns.beside)):
             named = f"{columns.image!r} and {columns.beside!r}"
@@ -183,9 +180,8 @@ def _join(url: str, files: tuple[str, ...], footers: list[Any], columns: Columns
             rows.append(group.num_rows)
             sizes.append(sum(chunk.total_uncompressed_size for chunk in chunks[: 1 + columns.captioned]))
             origin.append((file, number))
-            check = _check_captions if columns.captioned else _check_labels
-            if columns.beside:
-                check(f"{files[file]}: row group {number}", columns, chunks[1].statistics)
+            if columns.beside and chunks[1].statistics:
+                _check_beside(f"{files[file]}: row group {number}", columns, chunks[1].statistics)
             if not columns.class_names and columns.labelled:
                 largest.append(_largest(files[file], columns.beside, chunks[1]) if group.num_rows else 0)
     if not sum(rows):
@@ -208,30 +204,28 @@ def _join(url: str, files: tuple[str, ...], footers: list[Any], columns: Columns
     )
 
 
-def _check_labels(place: str, columns: Columns, statistics: Any) -> None:
-    """Check labels against the footer's statistics, before any is read. Raises DatasetError."""
-    if statistics is None:
-        return
+def _check_label_type(file: str, schema: Any, columns: Columns) -> None:
+    """Check that a column of labels is of integers, whatever its metadata say. Raises DatasetError."""
+    import pyarrow
+
+    if columns.labelled:
+        kind = schema.field(columns.beside).type
+        stored = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
+        if not pyarrow.types.is_integer(stored):
+            raise DatasetError(f"{file}: column {columns.beside!r} is {kind!s:.80}, not integers")
+
+
+def _check_beside(place: str, columns: Columns, statistics: Any) -> None:
+    """Check labels or captions against the footer's statistics, before any is read. Raises DatasetError."""
     if statistics.has_null_count and statistics.null_count:
         raise DatasetError(f"{place}: {statistics.null_count} rows have no {columns.beside!r}")
-    if not statistics.has_min_max:
+    if columns.captioned or not statistics.has_min_max:
         return
     if statistics.min < 0:
         raise DatasetError(f"{place}: its smallest {columns.beside!r}, {statistics.min}, is no label")
     if columns.class_names and statistics.max >= len(columns.class_names):
         last = len(columns.class_names) - 1
         raise DatasetError(f"{place}: its largest {columns.beside!r}, {statistics.max}, is not in 0..{last}")
-
-
-def _check_captions(place: str, columns: Columns, statistics: Any) -> None:
-    """Check captions against the footer's statistics, before any is read. Raises DatasetError."""
-    if statistics is None:
-        return
-    if statistics.has_null_count and statistics.null_count:
-        raise DatasetError(f"{place}: {statistics.null_count} rows have no {columns.beside!r}")
-    with suppress(UnicodeDecodeError):  # as above; a caption that is not UTF-8 is named when it is read
-        if statistics.has_min_max and statistics.min in ("", b""):
-            raise DatasetError(f"{place}: a row has an empty {columns.beside!r}")
 
 
 def _largest(file: str, label_column: str, chunk: Any) -> int:
@@ -242,41 +236,3 @@ def _largest(file: str, label_column: str, chunk: Any) -> int:
     if not isinstance(chunk.statistics.max, int) or not 0 <= chunk.statistics.max < 1 << 62:
         raise DatasetError(f"{file}: its largest {label_column!r}, {chunk.statistics.max!r:.40}, is no label")
     return chunk.statistics.max
-
-
-def _check_types(place: str, schema: Any, columns: Columns) -> None:
-    """Check that a file's columns can hold images, and labels or captions, whatever its metadata say. Raises DatasetError."""
-    import pyarrow
-
-    beside = [(columns.beside, "texts" if columns.captioned else "integers")] if columns.beside else []
-    for name, wanted in [(columns.image, "images"), *beside]:
-        places = schema.get_all_field_indices(name)
-        if len(places) != 1:
-            count = f"has {len(places)} columns {name!r}; name another" if places else f"column {name!r} is missing"
-            raise DatasetError(f"{place}: {count}")
-        kind = schema.field(places[0]).type
-        stored = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
-        fits = {"images": _holds_bytes, "integers": pyarrow.types.is_integer, "texts": _is_text}[wanted]
-        if not fits(stored):
-            raise DatasetError(f"{place}: column {name!r} is {kind!s:.80}, not {wanted}")
-
-
-def _holds_bytes(kind: Any) -> bool:
-    import pyarrow
-
-    if pyarrow.types.is_struct(kind):
-        place = kind.get_field_index("bytes")
-        return place >= 0 and _is_binary(kind.field(place).type)
-    return _is_binary(kind)
-
-
-def _is_text(kind: Any) -> bool:
-    import pyarrow
-
-    return pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)
-
-
-def _is_binary(kind: Any) -> bool:
-    import pyarrow
-
-    return pyarrow.types.is_binary(kind) or pyarrow.types.is_large_binary(kind)

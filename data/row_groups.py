@@ -27,7 +27,6 @@ class RowGroupImages:
     def __init__(self, groups: RowGroups, num_kept: int) -> None:
         """
         Args:
-            groups: of all files.
             num_kept: row groups held at a time.
         """
         self.groups = groups

@@ -123,7 +123,6 @@ class TarImages:
         archives: the files.
         archive: number of each image's archive, int32 [N].
         offsets, sizes: bytes, int64 [N].
-        names: of the members.
     """
 
     archives: OpenArchives

@@ -7,10 +7,9 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from itertools import islice
 from pathlib import Path
 from typing import Literal, cast
 
@@ -56,8 +55,6 @@ NO_CAPTION, SEVERAL_CAPTIONS, EMPTY_CAPTION, NOT_UTF8, LONG_CAPTION = 5, 6, 7, 8
 NOT_READ = 10  # the first of those
 TEXT_COLUMNS = ("text_offsets", "text_sizes", "triggers")  # of captions: place, and whether they have [trigger]
 LARGEST_LABEL = MOST_CLASSES - 1
-MAX_LABEL_BYTES = 1 << 20  # of the file that holds it; of a larger one the beginning is read, and is no label
-MAX_SHARDS = 1 << 18
 
 
 @dataclass(kw_only=True)
@@ -250,8 +247,6 @@ def find_shards(key: str, path: str) -> list[Path]:
         found = sorted(file for file in Path(expanded).glob("*.tar") if not file.name.startswith("."))
     else:
         names = expand_braces(expanded)
-        if len(names) > MAX_SHARDS:
-            raise DatasetError(f"{key}: {path!r} stands for more than {MAX_SHARDS:,} names")
         found = [Path(file) for name in names for file in ([name] if os.path.isfile(name) else _matches(name))]
         missing = [file for file in found if not file.is_file()]
         if missing:
@@ -266,27 +261,18 @@ def _matches(name: str) -> list[str]:
 
 
 def expand_braces(pattern: str) -> list[str]:
-    """Expand the braces of a pattern as a shell does: {a,b} and {08..11}, several of them too.
-
-    Of more than MAX_SHARDS names, only one more than those is returned.
-    """
-    return list(islice(_expanded(pattern), MAX_SHARDS + 1))
-
-
-def _expanded(pattern: str) -> Iterator[str]:
+    """Expand the braces of a pattern as a shell does: {a,b} and {08..11}, several of them too."""
     match = re.search(r"\{([^{}]*)\}", pattern)
     if match is None:
-        yield pattern
-        return
+        return [pattern]
     limits = re.fullmatch(r"(\d{1,18})\.\.(\d{1,18})", match[1])
     if limits:
         width = max(map(len, limits.groups())) if any(text.startswith("0") for text in limits.groups()) else 0
-        choices: Iterable[str] = (f"{number:0{width}}" for number in range(int(limits[1]), int(limits[2]) + 1))
+        choices = [f"{number:0{width}}" for number in range(int(limits[1]), int(limits[2]) + 1)]
     else:
         choices = match[1].split(",")
     before, after = pattern[: match.start()], pattern[match.end() :]
-    for choice in choices:
-        yield from _expanded(before + choice + after)
+    return [name for choice in choices for name in expand_braces(before + choice + after)]
 
 
 def _read_shard(path: Path, advance: Advance, captioned: bool) -> Table:
@@ -302,7 +288,7 @@ def _read_shard(path: Path, advance: Advance, captioned: bool) -> Table:
 
         def read(member: Member) -> bytes:
             file.seek(member.offset)
-            return file.read(min(member.size, MAX_LABEL_BYTES))
+            return file.read(member.size)
 
         describe: Callable[..., tuple[int, ...]]
         describe = _describe_captioned if captioned else _describe

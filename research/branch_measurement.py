@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from research.branch_checkpoints import begin_branch, remove_checkpoints
 from research.branch_training import BRANCH_MARKS, TRACK, branch_config, run_lr, write_config, write_start
 from research.cells import Cell, Row, measure_cells, missing_cells
 from research.equal_samples import BatchPlan, plan_batches
@@ -37,7 +38,7 @@ from torchtitan.distributed.mesh import compute_device
 from torchtitan.evaluation.validation import validation_loss
 from torchtitan.experiments.engine import Advance
 from torchtitan.experiments.folder import ResultsFolder, StudyError
-from torchtitan.experiments.training import Diverged, TrainingRun, remove_checkpoints, train
+from torchtitan.experiments.training import Diverged, TrainingRun, train
 from torchtitan.files.durable import make_folder, replace_file
 from torchtitan.files.regular import read_regular
 from torchtitan.files.remote_path import AnyPath
@@ -304,7 +305,9 @@ def _measure_branch(
 
 
 def _train(config: JobConfig, processes: int, branch: Path, advance: Advance, start: Path) -> None:
-    train(TrainingRun.of(config, processes, branch / "branch.toml", branch / "train.log"), advance, start)
+    run = TrainingRun.of(config, processes, branch / "branch.toml", branch / "train.log")
+    begin_branch(start, run.folder)
+    train(run, advance)
     if skipped := json.loads(read_regular(branch / "summary.json")).get("skipped_steps"):
         raise Diverged(f"the gradient norm is not finite: {skipped} steps were skipped")
 

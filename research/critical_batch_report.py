@@ -10,10 +10,9 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.ticker import NullFormatter, NullLocator
 
-from research import gns_plots
 from research.branch_measurement import START, Measurement
 from research.cells import Row
-from research.critical_batch_bins import SHARE, BinTest, bin_test, rank_by_noise
+from research.critical_batch_bins import SHARE, BinTest, bin_test
 from research.critical_batch_decision import (
     CriticalBatch,
     Excess,
@@ -24,13 +23,14 @@ from research.critical_batch_decision import (
     ratio_to_estimate,
 )
 from research.frame import number
+from research.pictures import legend_outside, save
 from torchtitan.gns.capture import GEOMETRIES
 from torchtitan.gns.config import bin_edges
 from torchtitan.gns.logged_bins import of_bins
 from torchtitan.pictures.colours import COLOURS
 from torchtitan.pictures.markdown import inline, markdown_table
 from torchtitan.pictures.number_text import counted
-from torchtitan.pictures.style import legend_outside, new_figure, note, ordered_colours
+from torchtitan.pictures.style import new_figure, note, ordered_colours
 from torchtitan.statistics.interval import Interval
 from torchtitan.training.metric_points import iter_points
 from torchtitan.training.metrics import METRICS_FILE
@@ -94,11 +94,10 @@ def _losses(asked: Measurement, rows: list[Row], column: str) -> tuple[Losses, f
 
 @dataclass(frozen=True)
 class BinFindings:
-    """Findings of the bins: tests of all, noise scales of the run by geometry and bin, and how these rank them."""
+    """Findings of the bins: tests of all, and noise scales of the run by geometry and bin."""
 
     tests: list[BinTest]
     scales: dict[str, dict[int, Interval]]
-    ranks: dict[str, tuple[Interval, int]]
 
 
 def bin_findings(asked: Measurement, rows: list[Row]) -> BinFindings:
@@ -116,12 +115,7 @@ def bin_findings(asked: Measurement, rows: list[Row]) -> BinFindings:
         for k in bins:
             for scale in noise_scales(asked.run / METRICS_FILE, asked.step, str(k), edges):
                 scales.setdefault(scale.geometry, {})[k] = scale.samples
-    ranks = {}
-    for geometry, by_bin in scales.items():
-        known = {k: samples.value for k, samples in by_bin.items() if samples.bounded}
-        losses, starts = zip(*found, strict=True)
-        ranks[geometry] = rank_by_noise(tests, losses, starts, asked.batch_sizes, known)
-    return BinFindings(tests, scales, ranks)
+    return BinFindings(tests, scales)
 
 
 def noise_scales(
@@ -286,17 +280,12 @@ def _learned_bins_text(asked: Measurement, by_bin: BinFindings) -> str:
         table.append([str(test.place), *noise, _batch_text(test.batch_size, sizes), *cells])
     header = ["bin", *(f"noise scale (sketch), {geometry}" for geometry in geometries), f"batch at {100 * SHARE:.0f} %"]
     header += [f"{size}: of what was learned (%)" for size in sizes[1:]]
-    text = (
+    return (
         "## By timestep bin, of what it learned\n\n"
         f"Excess loss over batch {sizes[0]}, divided by the decrease of the bin's loss in its branches; ± half of a 95 % "
         f"interval over seeds. Then the batch size at which this share reaches {100 * SHARE:.0f} %. Bins without a significant "
         "decrease have no share.\n\n"
     ) + markdown_table(header, table)
-    for geometry, (rank, count) in by_bin.ranks.items():
-        ends = f" [{rank.lower:.2f}, {rank.upper:.2f}]" if rank.bounded else ""
-        told = f"{rank.value:.2f}{ends}" if math.isfinite(rank.value) else "unknown"
-        text += f"Rank correlation of that batch with the noise scale, {geometry}, {count} bins: {told}.\n\n"
-    return text
 
 
 def _share_text(share: Interval) -> str:
@@ -398,7 +387,7 @@ def _draw(asked: Measurement, findings: dict[str, Finding], scales: list[NoiseSc
     left.legend(fontsize=8, loc="best")
     bars = "bars: 95 % intervals over seeds" if asked.seeds > 1 else "one seed: no intervals"
     note(figure, f"{asked.samples} samples of every branch, {asked.seeds} seeds, paired; {bars}; dots: seeds")
-    return gns_plots.save(figure, asked.folder / "critical_batch.png")
+    return save(figure, asked.folder / "critical_batch.png")
 
 
 def _draw_excess(axis: Axes, found: list[Excess], color, label: str, shift: float, bars: bool) -> None:

@@ -7,11 +7,11 @@ import torch
 from matplotlib.axes import Axes
 from torch import Tensor
 
-from research import gns_plots
 from research.curve_table import LossCurve
+from research.pictures import legend_outside, save
 from torchtitan.diffusion.paths import IndexedPath
 from torchtitan.pictures.colours import COLOURS
-from torchtitan.pictures.style import legend_outside, new_figure, note, ordered_colours
+from torchtitan.pictures.style import new_figure, note, ordered_colours
 from torchtitan.statistics.student import student_quantile
 
 _LOWEST_BAND = 0.02  # of its value: the lower end of a band that would reach 0 on a logarithmic axis
@@ -46,7 +46,7 @@ def loss_curves(curves: Sequence[LossCurve], prediction: str, path: Path) -> str
         axis.set_yscale("log")
     legend_outside(right)
     note(figure, f"bands: 95 % intervals over {first.images} images")
-    return gns_plots.save(figure, path)
+    return save(figure, path)
 
 
 def slots(curve: LossCurve, error: str, edges: Sequence[float], paper: Sequence[int] | None, path: Path) -> str:
@@ -65,7 +65,7 @@ def slots(curve: LossCurve, error: str, edges: Sequence[float], paper: Sequence[
     axis.set_ylabel(f"squared error of the {error} (mean over values)")
     legend_outside(axis)
     note(figure, f"band: 95 % interval over {curve.images} images")
-    return gns_plots.save(figure, path)
+    return save(figure, path)
 
 
 def posterior(name: str, path: IndexedPath, marks: dict[str, int], picture: Path) -> str:
@@ -84,7 +84,7 @@ def posterior(name: str, path: IndexedPath, marks: dict[str, int], picture: Path
     axis.set_xlabel(_INDEX)
     axis.set_ylabel("coefficient, variance or ratio (no unit)")
     legend_outside(axis)
-    return gns_plots.save(figure, picture)
+    return save(figure, picture)
 
 
 def _draw(axis: Axes, curve: LossCurve, x: Tensor, value: Tensor, stderr: Tensor, **style) -> None:

@@ -12,13 +12,13 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
 from torch import Tensor
 
-from research import gns_plots
 from research.by_image import cosine, from_text, log_ratio
 from research.cells import Row
 from research.frame import StudyRun, number
+from research.pictures import save, write_cells
 from research.slot_training import Slot
 from torchtitan.pictures.markdown import markdown_table
-from torchtitan.pictures.style import new_figure, note, write_cells
+from torchtitan.pictures.style import new_figure, note
 from torchtitan.statistics.interval import Interval
 
 # Kinds of rows: errors of the checkpoint, errors after a training, products of gradients.
@@ -290,7 +290,7 @@ def _draw_factors(run: StudyRun, grid: Grid, factors: Matrix, path: Path) -> str
     figure.colorbar(picture, ax=axes[0, 0], label="ln F (red: error grew)", shrink=0.9)
     marks = "numbers: F; *: 95 % interval excludes 1\nframed: slots that were trained; below the line: the control"
     note(figure, marks)
-    return gns_plots.save(figure, path)
+    return save(figure, path)
 
 
 def _draw_cosines(run: StudyRun, grid: Grid, found: dict[tuple[int, int], Interval | None], path: Path) -> str:
@@ -311,7 +311,7 @@ def _draw_cosines(run: StudyRun, grid: Grid, found: dict[tuple[int, int], Interv
     figure.colorbar(picture, ax=axes[0, 0], label="cosine", shrink=0.9)
     marks = "freed of sampling noise; *: 95 % interval excludes 0\n?: a gradient is not distinguished from noise"
     note(figure, marks)
-    return gns_plots.save(figure, path)
+    return save(figure, path)
 
 
 def _heat_map(axes: Axes, values: list[list[float]], texts: list[list[str]], scale: float):

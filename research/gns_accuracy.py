@@ -12,9 +12,10 @@ from research import gns_cells, gns_plots
 from research.cells import Cell, Row
 from research.frame import StudyRun, number, step_of
 from research.gns_cells import COLUMNS, KEY, UNIT, WHOLE_BIN, cost, good, interval_text, measure
+from research.pictures import legend_outside, save
 from torchtitan.experiments.folder import StudyError
 from torchtitan.pictures.markdown import markdown_table
-from torchtitan.pictures.style import legend_outside, new_figure, note, ordered_colours
+from torchtitan.pictures.style import new_figure, note, ordered_colours
 
 __all__ = ["COLUMNS", "KEY", "UNIT", "add_options", "cells", "cost", "measure", "report"]
 
@@ -98,7 +99,7 @@ def report(run: StudyRun, rows: list[Row], folder: Path) -> str:
             for row in rows
         ),
     )
-    return f"{gns_cells.description(run.options)}\n\n{table}" + gns_plots.save(figure, folder / "accuracy.png")
+    return f"{gns_cells.description(run.options)}\n\n{table}" + save(figure, folder / "accuracy.png")
 
 
 def _share(row: Row) -> float:

@@ -9,8 +9,9 @@ from research.cells import Cell, Row
 from research.frame import StudyRun, number, step_of
 from research.gns_cells import COLUMNS, KEY, UNIT, bin_label, cost, interval_text, measure
 from research.gns_trajectory import against_trajectory
+from research.pictures import legend_outside, save
 from torchtitan.pictures.markdown import markdown_table
-from torchtitan.pictures.style import legend_outside, new_figure, note, ordered_colours
+from torchtitan.pictures.style import new_figure, note, ordered_colours
 
 MOST_PANELS = 12
 
@@ -68,7 +69,7 @@ def lines_over_training(run: StudyRun, grid: dict[str, list[Row]], rows: list[Ro
         axis.set_ylabel(gns_plots.NOISE_SCALE)
     legend_outside(axes[0, 1], "timesteps (0 is clean data)")
     note(figure, f"{gns_plots.caption(rows)}")
-    return gns_plots.save(figure, path)
+    return save(figure, path)
 
 
 def bars_per_checkpoint(run: StudyRun, rows: list[Row], path: Path) -> str:
@@ -94,7 +95,7 @@ def bars_per_checkpoint(run: StudyRun, rows: list[Row], path: Path) -> str:
     axes.flat[0].set_ylim(len(rows) // len(steps) - 0.4, -0.6)
     gns_plots.set_scale(axes.flat[0], rows, "log", along="x")
     note(figure, f"{gns_plots.NOISE_SCALE}\n{gns_plots.caption(rows)}")
-    return gns_plots.save(figure, path)
+    return save(figure, path)
 
 
 def deltas_over_training(run: StudyRun, grid: dict[str, list[Row]], path: Path) -> str:
@@ -112,7 +113,7 @@ def deltas_over_training(run: StudyRun, grid: dict[str, list[Row]], path: Path) 
     if axes[0, 0].lines[:-1]:
         legend_outside(axes[0, 0], "timesteps (0 is clean data)")
     note(figure, "between two checkpoints that both have a bounded estimate")
-    return gns_plots.save(figure, path)
+    return save(figure, path)
 
 
 def deltas(rows: list[Row]) -> list[tuple[int, float]]:

@@ -23,11 +23,12 @@ from research.gns_cells import (
     is_unbounded,
     measure,
 )
+from research.pictures import legend_outside, save
 from research.published_estimator import SOFTMAX_TEMPERATURES, p1_shares, softmax_shares
 from torchtitan.gns.allocate import gradient_variance, neyman_shares
 from torchtitan.pictures.colours import COLOURS
 from torchtitan.pictures.markdown import markdown_table
-from torchtitan.pictures.style import legend_outside, new_figure, note, ordered_colours
+from torchtitan.pictures.style import new_figure, note, ordered_colours
 
 __all__ = ["COLUMNS", "KEY", "UNIT", "add_options", "cells", "cost", "measure", "report"]
 
@@ -114,7 +115,7 @@ def _training_picture(run: StudyRun, whole: list[Row], binned: list[Row], path: 
     axis.set_ylabel("gradient noise scale, a proxy (samples)")
     legend_outside(axis, "timesteps (0 is clean data)")
     note(figure, gns_plots.caption(whole + binned))
-    return gns_plots.save(figure, path)
+    return save(figure, path)
 
 
 def _shares_picture(run: StudyRun, binned: list[Row], allocations: dict, path: Path) -> str:
@@ -154,4 +155,4 @@ def _shares_picture(run: StudyRun, binned: list[Row], allocations: dict, path: P
     fullest = max(axes.flat, key=lambda axis: len(axis.get_legend_handles_labels()[1]))
     legend_outside(axes[0, columns - 1], entries_of=fullest)
     note(figure, "Neyman minimises the gradient's variance; p1 and softmax as published, for comparison only")
-    return gns_plots.save(figure, path)
+    return save(figure, path)

@@ -8,9 +8,10 @@ from research import gns_cells, gns_plots
 from research.cells import Cell, Row
 from research.frame import StudyRun, number, run_seconds, step_of
 from research.gns_cells import COLUMNS, KEY, UNIT, WHOLE_BIN, cost, good, is_unbounded, measure
+from research.pictures import legend_outside, save
 from torchtitan.experiments.folder import StudyError
 from torchtitan.pictures.markdown import markdown_table
-from torchtitan.pictures.style import legend_outside, new_figure, note, ordered_colours
+from torchtitan.pictures.style import new_figure, note, ordered_colours
 
 # b, B / b and reps where the options say nothing.
 GRIDS = {"published": ([50, 100], [10, 100], [2, 5]), "correct": ([8, 32], [4, 16], [8, 16])}
@@ -81,7 +82,7 @@ def report(run: StudyRun, rows: list[Row], folder: Path) -> str:
     note(figure, gns_plots.caption(rows))
     return (
         f"{gns_cells.description(run.options)}\n\n{_table(rows, steps, settings)}"
-        + gns_plots.save(figure, folder / "hyperparameters.png")
+        + save(figure, folder / "hyperparameters.png")
     )
 
 

@@ -2,28 +2,19 @@
 
 import math
 from collections.abc import Sequence
-from pathlib import Path
 
 from matplotlib import colormaps
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter
 from matplotlib.transforms import ScaledTranslation
 
 from research.cells import Row
 from research.frame import number
 from research.gns_cells import bin_label, good, is_unbounded
-from torchtitan.pictures import style
 from torchtitan.pictures.number_text import counted
 
 NOISE_SCALE = "estimate of the gradient noise scale (samples)"
 ARROW = "arrow: interval without an upper end, from its lower end"
-
-
-def save(figure: Figure, path: Path) -> str:
-    """Save the picture; return a line of Markdown that shows it."""
-    style.save(figure, path)
-    return f"![{path.stem}]({path.name})\n\n"
 
 
 def draw_line(axes: Axes, xs: Sequence[float], rows: Sequence[Row], color, label: str, shift: float = 0.0) -> None:

@@ -14,12 +14,13 @@ from research.cells import Row
 from research.frame import StudyRun, number, step_of
 from research.gns_cells import bin_label, interval_text, is_unbounded
 from research.offline_gradients import timestep_bin
+from research.pictures import legend_outside, save
 from torchtitan.diffusion.objectives import build_objective
 from torchtitan.gns.config import bin_edges
 from torchtitan.gns.logged_bins import of_bins
 from torchtitan.pictures.colours import COLOURS
 from torchtitan.pictures.markdown import markdown_table
-from torchtitan.pictures.style import legend_outside, new_figure, note
+from torchtitan.pictures.style import new_figure, note
 from torchtitan.training.metric_points import iter_points
 from torchtitan.training.metrics import METRICS_FILE
 
@@ -57,7 +58,7 @@ def against_trajectory(run: StudyRun, rows: list[Row], path: Path) -> str:
     note(figure, f"plain geometry, 95 % intervals; {gns_plots.ARROW}")
     text = "## Against the values logged while training\n\nPlain geometry; while training: the composite, with its window.\n\n"
     text += markdown_table(["step", "bin", "at frozen weights", "while training", "ratio"], lines)
-    return text + gns_plots.save(figure, path)
+    return text + save(figure, path)
 
 
 def same_bins(run: StudyRun, rows: Sequence[Row]) -> bool:

@@ -110,12 +110,6 @@ def require_seeds(arguments: argparse.Namespace) -> None:
         raise StudyError("--seeds: intervals need 2 seeds at least")
 
 
-def require_constant_batch(arguments: argparse.Namespace, base: JobConfig) -> None:
-    """Require a batch size that stays, where it is what runs differ in. Raises StudyError."""
-    if base.training.double_batch_after:
-        raise StudyError(f"{arguments.config}: training.double_batch_after: batch sizes are compared, each kept (remove it)")
-
-
 def study_folder(arguments: argparse.Namespace, base: JobConfig, name: str) -> Path:
     """Folder of a study's runs and results."""
     return arguments.output or results_folder(base) / name

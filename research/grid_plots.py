@@ -8,10 +8,10 @@ from pathlib import Path
 
 from matplotlib.ticker import LogLocator, NullFormatter
 
-from research.gns_plots import save
 from research.grid_results import GridResults
+from research.pictures import legend_outside, save
 from research.slot_nodes import TimestepBin
-from torchtitan.pictures.style import MARKERS, colour, label_log_axis, legend_outside, new_figure, note
+from torchtitan.pictures.style import MARKERS, colour, label_log_axis, new_figure, note
 from torchtitan.statistics.interval import Interval, mean_interval, paired_difference
 
 _HOLLOW = "hollow: one seed alone, without an interval"

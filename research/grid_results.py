@@ -52,7 +52,7 @@ class GridResults:
         self._steps = {run: found for run, found in of_runs.items() if run[3] == self.weights}
         self.samples = sorted(planned) or sorted({int(row["samples"]) for row in asked})
         self.images = max((int(row["images"]) for row in asked), default=0)
-        self.parametrisation = self.rows[0]["currency"] if self.rows else ""
+        self.parametrisation = self.rows[0]["parametrisation"] if self.rows else ""
 
     @property
     def measured(self) -> bool:

@@ -13,6 +13,7 @@ import torch
 from research.cells import Cell, Row
 from research.digits_judge import DigitsJudge
 from research.frame import StudyRun, checkpoint_name, number, require_at_least
+from research.pictures import legend_outside
 from torchtitan.config.sampling_checks import data_text
 from torchtitan.data import DATASETS
 from torchtitan.data.base import Split
@@ -22,7 +23,7 @@ from torchtitan.experiments.engine import Advance
 from torchtitan.experiments.folder import StudyError
 from torchtitan.pictures.colours import COLOURS
 from torchtitan.pictures.markdown import markdown_table
-from torchtitan.pictures.style import MARKERS, error_bar, legend_outside, new_figure, note, save
+from torchtitan.pictures.style import MARKERS, error_bar, new_figure, note, save
 from torchtitan.programs import program
 from torchtitan.sampling.guides import load_guide, read_reference
 from torchtitan.statistics.interval import Interval, mean_interval, paired_difference

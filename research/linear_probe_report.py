@@ -7,8 +7,9 @@ import numpy as np
 
 from research.cells import Row
 from research.frame import number
+from research.pictures import write_cells
 from torchtitan.pictures.markdown import markdown_table
-from torchtitan.pictures.style import new_figure, note, save, write_cells
+from torchtitan.pictures.style import new_figure, note, save
 
 PIXELS = "pixels"  # block of the baseline's row
 _LEAST_SPAN = 0.02  # of colours on either side of the baseline

@@ -8,10 +8,10 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import LogLocator, NullFormatter
 from torch import Tensor
 
-from research import gns_plots
 from research.by_image import from_text, root_mean
 from research.cells import Row
 from research.frame import StudyRun
+from research.pictures import save
 from torchtitan.pictures.colours import COLOURS
 from torchtitan.pictures.markdown import markdown_table
 from torchtitan.pictures.style import new_figure, note
@@ -140,7 +140,7 @@ def _draw(run: StudyRun, variants: list[str], found: dict[Key, Interval], path: 
         figure, f"bars: 95 % intervals over {run.options.images} images; dashed: nothing replaced; "
         "0: below the axis, as the last step returns its estimate",
     )  # fmt: skip
-    return gns_plots.save(figure, path)
+    return save(figure, path)
 
 
 def _draw_variant(axes: Axes, variant: str, found: dict[Key, Interval], plain: Interval | None) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from research.by_image import log_ratio
 from research.cells import Cell, Row
 from research.frame import number
-from research.gns_plots import save
+from research.pictures import legend_outside, save
 from research.slot_nodes import TimestepBin
 from research.timestep_errors import FixedSamples, fixed_samples
 from research.trained_checkpoint import checkpoint_digest, samples_seen
@@ -28,7 +28,7 @@ from torchtitan.experiments.engine import Advance
 from torchtitan.experiments.folder import StudyError
 from torchtitan.experiments.training import TrainingFailed
 from torchtitan.pictures.markdown import Markdown, inline, markdown_table
-from torchtitan.pictures.style import colour, label_log_axis, legend_outside, new_figure, note
+from torchtitan.pictures.style import colour, label_log_axis, new_figure, note
 from torchtitan.statistics.student import student_quantile
 from torchtitan.training.config import EMATrackConfig
 from torchtitan.weights.trained_model import TrainedModel, load_run, read_config
@@ -185,12 +185,12 @@ class PairedStudy:
     UNIT = "error"
     COLUMNS = (
         "model", "checkpoint", "prediction", "step", "samples", "weights", "reference", "bin", "unit", "low", "high",
-        "share", "nodes", "images", "currency", "error", "error_se", "log_ratio", "log_ratio_low", "log_ratio_high",
+        "share", "nodes", "images", "parametrisation", "error", "error_se", "log_ratio", "log_ratio_low", "log_ratio_high",
         "status", "reason", "date", "runtime",
     )  # fmt: skip
     # A folder's name is not the run: another run may have it, or the same be trained further.
     KEY = (
-        "model", "checkpoint", "step", "weights", "reference", "bin", "low", "high", "nodes", "images", "currency",
+        "model", "checkpoint", "step", "weights", "reference", "bin", "low", "high", "nodes", "images", "parametrisation",
     )  # fmt: skip
 
     def cells(self, run: ComparedRuns) -> list[Cell]:
@@ -202,7 +202,7 @@ class PairedStudy:
                 "model": one.name, "checkpoint": run.digests[one.name], "step": one.step,
                 "prediction": one.config.objective.prediction, "samples": run.seen[one.name], "weights": one.weights,
                 "bin": place, "unit": where.unit, "low": where.low, "high": where.high,
-                "share": where.share, "nodes": len(where.nodes.t), "currency": options.parametrisation,
+                "share": where.share, "nodes": len(where.nodes.t), "parametrisation": options.parametrisation,
             }
             for one in run.runs for place, where in enumerate(run.bins)
         ]  # fmt: skip

@@ -23,7 +23,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "path, the reference first; or one configuration, of which --predictions are trained")
     add("--predictions", metavar="LIST", help=f"predictions to train, commas between, the reference first "
         f"({', '.join(PREDICTIONS)})")
-    add("--parametrisation", "--currency", choices=PREDICTIONS, default="v",
+    add("--parametrisation", choices=PREDICTIONS, default="v",
         help="parametrisation of the errors, whatever the model predicts (default: v)")
     grid_options.add_grid_options(parser, NAME, seeds=_SEEDS, positional=False)
     grid_study.add_measure_options(parser)

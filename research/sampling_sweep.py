@@ -17,6 +17,7 @@ from matplotlib.colors import LogNorm, Normalize
 from research.cells import Cell, Row
 from research.frame import StudyRun, checkpoint_name, number, require_at_least
 from research.offline_gradients import EstimateFailed
+from research.pictures import write_cells
 from torchtitan.config.sampling_checks import data_text
 from torchtitan.errors import EvaluationError
 from torchtitan.evaluation.config import LATENT_DATASETS
@@ -33,7 +34,7 @@ from torchtitan.fidelity.references import open_reference
 from torchtitan.files.regular import user_path
 from torchtitan.pictures.grids import to_rgb
 from torchtitan.pictures.markdown import markdown_table
-from torchtitan.pictures.style import new_figure, note, save, write_cells
+from torchtitan.pictures.style import new_figure, note, save
 from torchtitan.programs import program
 from torchtitan.sampling.guides import open_guide
 from torchtitan.statistics.interval import Interval, mean_interval

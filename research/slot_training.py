@@ -10,6 +10,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from research.equal_loss import equal_loss_edges, interpolate_loss
 from research.offline_gradients import (
     Advance,
     GradientError,
@@ -21,7 +22,6 @@ from research.offline_gradients import (
 from research.timestep_errors import TimestepNodes
 from torchtitan.diffusion.objective import Objective
 from torchtitan.diffusion.paths import IndexedPath, indexed
-from torchtitan.diffusion.timesteps.slot_edges import equal_loss_edges, interpolate_loss
 from torchtitan.distributed.parallelize import clip_gradients
 from torchtitan.training.optimizer import OptimizerSet
 

@@ -14,14 +14,14 @@ from torch import Tensor
 from research import curve_plots
 from research.by_image import LEAST_RESAMPLED, resampled_shares
 from research.curve_table import ERRORS, LossCurve, read_curves, read_errors
+from research.equal_loss import equal_loss_edges, interpolate_loss
 from research.frame import require_at_least
 from research.result_table import as_text
 from torchtitan.diffusion.paths import NUM_INDICES
-from torchtitan.diffusion.timesteps.slot_edges import equal_loss_edges, interpolate_loss, write_slot_edges
+from torchtitan.diffusion.timesteps.slot_edges import write_slot_edges
 from torchtitan.experiments.folder import ResultsFolder, StudyError
 from torchtitan.files.durable import replace_file, replacing
 from torchtitan.pictures.markdown import markdown_table
-from torchtitan.programs import program
 
 # First and last index of each slot as published; they are 1001 indices.
 # Source: Xie and Agam, "Rethinking timesteps samplers and prediction types", arXiv 2502.01990, Table 1.
@@ -156,7 +156,7 @@ def _places(arguments: argparse.Namespace) -> tuple[Path, Path]:
         return source, arguments.output or source.parent / "slots"
     curve = source / "studies" / "loss_curve" / "curve.csv"
     if not curve.is_file():
-        raise StudyError(f"{curve}: is missing (run {program('study')} loss_curve {source} first)")
+        raise StudyError(f"{curve}: is missing (run python -m research loss_curve {source} first)")
     return curve, arguments.output or source / "studies" / "slots"
 
 

@@ -36,9 +36,8 @@ from torchtitan.pictures.number_text import counted
 from torchtitan.training.batch_ramp import largest_growth
 from torchtitan.weights.trained_model import TrainedModel, load_run
 
-# "currency" is the parametrisation of the errors, under its name in earlier tables
 _MEASURED = (
-    "checkpoint", "step", "samples", "weights", "bin", "unit", "low", "high", "share", "nodes", "images", "currency",
+    "checkpoint", "step", "samples", "weights", "bin", "unit", "low", "high", "share", "nodes", "images", "parametrisation",
     "error", "error_se", "status", "reason", "date", "runtime",
 )  # fmt: skip
 
@@ -166,7 +165,7 @@ class GridStudy:
         self._arm_column, self._parametrisation, self._target = arm_column, parametrisation, target
         self.COLUMNS = ("model", "group", arm_column, "batch", "lr", "seed", *_MEASURED)
         # Reports place a row by the number of its bin, and a run may have been trained anew under its old name.
-        self.KEY = ("model", "checkpoint", "step", "weights", "bin", "low", "high", "nodes", "images", "currency")
+        self.KEY = ("model", "checkpoint", "step", "weights", "bin", "low", "high", "nodes", "images", "parametrisation")
 
     def cells(self, run: TrainedGrid) -> list[Cell]:
         return [cell for planned in run.runs for cell in self._of_run(run, planned)]
@@ -196,7 +195,7 @@ class GridStudy:
         of_run = {
             "model": name, "group": planned.arm.group, self._arm_column: planned.arm.label,
             "batch": config.training.global_batch_size, "lr": config.optimizer.lr, "seed": planned.seed,
-            "images": run.options.images, "currency": self._parametrisation,
+            "images": run.options.images, "parametrisation": self._parametrisation,
         }  # fmt: skip
         samples: dict[int, int] = {}
         if name not in run.failures:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from research.branch_checkpoints import remove_checkpoints
 from research.cells import Cell, measure_cells
 from research.result_table import ResultTable
 from research.study_folder import STUDY_MARKS
@@ -22,7 +23,7 @@ from torchtitan.config.job import ConfigError, JobConfig, config_differences, du
 from torchtitan.config.places import place_problems
 from torchtitan.experiments.engine import Advance
 from torchtitan.experiments.folder import ResultsFolder, StudyError
-from torchtitan.experiments.training import TrainingRun, remove_checkpoints, train
+from torchtitan.experiments.training import TrainingRun, train
 from torchtitan.files.durable import make_folder
 from torchtitan.files.regular import read_toml
 from torchtitan.training.batch_ramp import largest_growth

@@ -6,7 +6,6 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 from PIL import Image
@@ -14,19 +13,16 @@ from torch import Tensor
 from tqdm import tqdm
 
 from torchtitan.checkpoint.checkpointer import checkpoint_path
-from torchtitan.console import closing_lines, grids, introduce
+from torchtitan.console import closing_lines, introduce
 from torchtitan.distributed.collectives import from_first_rank, group_for_work, highest_over_ranks
 from torchtitan.distributed.compile import CompileCounter
 from torchtitan.errors import CheckpointError, EvaluationError, RunFolderError, TrainingError, reason
 from torchtitan.evaluation.during_training import EvaluatedRun, Evaluation
 from torchtitan.evaluation.targets import described, described_text, newly_reached, scalars
-from torchtitan.files.durable import make_folder, remove_unfinished, replace_file
 from torchtitan.files.optional import OptionalOutputs
 from torchtitan.files.weight_files import saved_buffers
-from torchtitan.gns.monitor import GNS_FOLDER
-from torchtitan.gns.pictures import PICTURE_FILE, is_drawn
-from torchtitan.pictures.grids import save_animation
-from torchtitan.runs.previews import PAGE_FILE, save_previews, write_page
+from torchtitan.gns.pictures import is_drawn
+from torchtitan.run_pictures import RunPictures
 from torchtitan.settings.record import effective
 from torchtitan.state.run_state import RunState
 from torchtitan.summary import RunSummary
@@ -42,7 +38,6 @@ from torchtitan.training.hardware import (
 )
 from torchtitan.training.hardware_description import describe_hardware
 from torchtitan.training.metric_points import GrowingPoints
-from torchtitan.training.metric_sinks import as_png
 from torchtitan.training.metrics import METRICS_FILE, MetricsLog
 from torchtitan.training.rates import Rates
 from torchtitan.training.utilisation import products_of
@@ -95,6 +90,7 @@ class Reports:
         self._compilations = CompileCounter(expected)
         self._results: dict[str, Any] = dict(state.reported.get("results", {}))
         self._outputs = OptionalOutputs()
+        self._pictures = RunPictures(state.folder, config.job.name, self._outputs)
         self._hardware = describe_hardware(self._device, state.layout.world_size)
         self._summary = RunSummary(state, self._outputs, self._compilations, clock, self._hardware)
         self._held_out_shown = False
@@ -143,9 +139,7 @@ class Reports:
                 self._log.open()
         except OSError as error:
             raise RunFolderError([f"{path}: cannot be written: {reason(error)}"]) from error
-        for folder in (self._state.folder.samples, self._noise_scale.parent):
-            with self._outputs.attempt("unfinished pictures", folder):
-                remove_unfinished(folder)
+        self._pictures.remove_unfinished()
 
     def state_dict(self) -> dict[str, Any]:
         """Return results, unwritten metrics and clock, for a run that resumes from here: for the first rank's checkpoint."""
@@ -229,11 +223,9 @@ class Reports:
             self._log.write(state.step, shown, {tag: value for tag, value in found.items() if tag not in shown})
             logged_before = state.progress_before // config.log_interval * config.log_interval
             if state.last_step or completed(_POINTS_A_PICTURE * config.log_interval, logged_before, state.progress):
-                with self._outputs.attempt("the picture of the noise scale", self._noise_scale):
-                    if picture := gns.draw(self._noise_points.read(), state.grown_batch_size):
-                        self._write_picture(self._noise_scale, picture)
-                        if state.last_step:
-                            self._log.write_image(state.step, "gns", picture)
+                draw = lambda: gns.draw(self._noise_points.read(), state.grown_batch_size)  # noqa: E731
+                if (picture := self._pictures.save_noise_scale(draw)) and state.last_step:
+                    self._log.write_image(state.step, "gns", picture)
 
     def validate(self) -> None:
         """Measure the held-out loss with the trained and with every averaged weight; collective."""
@@ -260,22 +252,11 @@ class Reports:
             if grid is None or not self._log:
                 return
             self._seconds_per_picture = (time.perf_counter() - started) / grid.count
-            samples, step = self._state.folder.samples, self._state.step
-            path = samples / f"step-{step:08d}.png"
-            with self._outputs.attempt("the grid of samples", path):
-                self._write_picture(path, grid.picture)
+            step, config = self._state.step, self._config
+            self._pictures.save_grid(step, grid.picture)
             self._log.write_image(step, "samples", grid.picture)
-            if self._config.sampling.previews:
-                with self._outputs.attempt("the previews", samples / PAGE_FILE):
-                    save_previews(samples, step, grid.first)
-                    self._write_previews()
-
-    def _write_previews(self) -> dict[str, float]:
-        """Write the page of previews; return the change of each prompt since the start. Raises OSError."""
-        config = self._config
-        return write_page(
-            self._state.folder.samples, config.job.name, self._evaluation.row_names, config.data.trigger_word
-        )
+            if config.sampling.previews:
+                self._pictures.save_previews(step, grid.first, self._evaluation.row_names, config.data.trigger_word)
 
     def evaluate(self) -> None:
         """Measure newly drawn samples by the metrics of `[evaluation]`; collective.
@@ -313,10 +294,8 @@ class Reports:
             if picture and self._log:
                 self._held_out_picture = picture
                 self._log.write_image(self._state.step, "held_out", picture)
-        if self._held_out_picture:
-            with self._outputs.attempt("the picture of held-out images", self._held_out):
-                self._write_picture(self._held_out, self._held_out_picture)
-                self._held_out_picture = None
+        if self._held_out_picture and self._pictures.save_held_out(self._held_out_picture):
+            self._held_out_picture = None
 
     def finish(self, status: str) -> None:
         """Finish: write animation, final weights and summary, and log the paths; collective.
@@ -332,10 +311,10 @@ class Reports:
         if self._seconds_per_picture:
             self._results["seconds_per_picture"] = self._seconds_per_picture
         if self._first:
-            self._animate()
+            self._pictures.animate()
             if sampling.enable and sampling.previews:
-                with self._outputs.attempt("the previews", self._state.folder.samples / PAGE_FILE):
-                    self._results["preview_change_percent"] = self._write_previews()
+                changes = self._pictures.preview_changes(self._evaluation.row_names, self._config.data.trigger_word)
+                self._results |= {"preview_change_percent": changes} if changes else {}
         if status == "completed":
             self._write_final_weights()
         if problem := from_first_rank(self._summary.close, self._log, status, self._results):
@@ -344,7 +323,7 @@ class Reports:
             self._log.summarise(_numbers(self._results) | {"status": status})
         if self._first:
             self._say("\n".join(closing_lines(
-                state, status, self._results, self._summary.clock, self._held_out, self._animation
+                state, status, self._results, self._summary.clock, self._pictures.held_out, self._pictures.animation
             )))
 
     def _write_final_weights(self) -> None:
@@ -381,27 +360,6 @@ class Reports:
         """Memory of the fullest rank, up to the last logged point; collective."""
         peak, retries = highest_over_ranks(self._peak_memory, self._allocator_retries)
         return {"peak_memory_GiB": round(peak, 6), "num_alloc_retries": int(retries)}
-
-    def _write_picture(self, path: Path, picture: Image.Image) -> None:
-        make_folder(path.parent)
-        replace_file(path, as_png(picture))
-
-    def _animate(self) -> None:
-        with self._outputs.attempt("the animation", self._animation, consequence="the grids are in the same folder"):
-            if len(frames := grids(self._state.folder.samples)) > 1:
-                save_animation(frames, self._animation)
-
-    @property
-    def _animation(self) -> Path:
-        return self._state.folder.samples / "training.gif"
-
-    @property
-    def _held_out(self) -> Path:
-        return self._state.folder.samples / "held-out.png"
-
-    @property
-    def _noise_scale(self) -> Path:
-        return self._state.folder.path / GNS_FOLDER / PICTURE_FILE
 
     def _say(self, text: str) -> None:
         if self._bar.disable:

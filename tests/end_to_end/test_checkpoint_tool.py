@@ -150,7 +150,7 @@ def test_exported_weights_draw_the_same_image(run, command, tmp_path):
     for name, source in sources.items():
         code, _, error = call([*source, *options, str(tmp_path / name)], "scripts/sample.py")
         assert code == 0, error
-    images = [next((tmp_path / name).glob("class-0003-image-000000-*-seed-0.png")).read_bytes() for name in sources]
+    images = [next((tmp_path / name).glob("class-0003-image-000000-*seed-0.png")).read_bytes() for name in sources]
     assert images[0] == images[1]
 
 

@@ -32,7 +32,7 @@ COMMAND = re.compile(
     r"(?:[A-Z_]+=\S+ )*(?:(?:\S*/)?(?:python|torchrun)|sbatch|train\.py|optimization_analysis\.py|cosmos_latent_decoder\.py"
     r"|(?:scripts|benchmarks)/\w+\.(?:py|sh|slurm)|torchtitan-dit)(?: |$)|--(?!section)\w+\.[a-z_]"
 )
-TRAINED = ("README.md", "installing.md", "from_dit.md", "my_images.md")
+TRAINED = ("README.md", "installing.md", "from_other_trainers.md", "my_images.md")
 MISSING = re.compile(r"does not exist|no such (?:file|folder)|not given|needs one of|is no ")  # files that a reader has
 
 
@@ -214,7 +214,7 @@ def test_a_reference_is_made_before_it_is_compared_with():
 def test_keys_that_pages_name_exist():
     sections, named = {name for name, _ in all_sections(JobConfig())}, set()
     for page, text in PAGES.items():
-        if page == "from_torchtitan.md":  # its left cells are TorchTitan's keys
+        if page == "from_other_trainers.md":  # the left cells are TorchTitan's keys
             text = "\n".join(line if " | the same" in line else line.split(" | ", 1)[-1] for line in text.splitlines())
         for key in re.findall(r"`(?:--)?((?:[a-z_0-9]+\.)+[a-z_0-9]+)(?=[` =])", text):
             if sections & {key.partition(".")[0], key.rpartition(".")[0]} and not key.endswith((".py", ".json", ".jsonl")):
@@ -224,7 +224,7 @@ def test_keys_that_pages_name_exist():
 
 
 def test_options_of_sampling_that_the_page_for_dit_names_exist(monkeypatch):
-    _, _, samples = PAGES["from_dit.md"].partition("## Samples")
+    samples = PAGES["from_other_trainers.md"].partition("### Samples")[2].partition("\n## ")[0]
     here = " ".join(line.split(" | ")[1] for line in samples.splitlines() if line.count(" | ") == 1)
     options = {word for word in re.findall(r"--[a-z][\w-]*", here) if word != "--tf32"}
     monkeypatch.setattr("sys.argv", ["sample.py", "run"])

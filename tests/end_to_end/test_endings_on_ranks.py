@@ -25,7 +25,6 @@ EVERYTHING = (
     "--validation.enable", "true", "--validation.num_images", "20", "--gns.enable", "true",
     "--gns.num_bins", "4", "--evaluation.enable", "true", "--evaluation.extractor", "digits",
     "--evaluation.reference", "train", "--evaluation.count", "20", "--evaluation.allow_small", "true",
-    "--evaluation.metrics", '["accuracy", "fd"]',
 )  # fmt: skip
 
 
@@ -48,7 +47,7 @@ def test_everything_that_ends_a_run_is_left_behind(config, layout):
     wanted = checkpoint_tensors(run.folder / "checkpoint" / "step-00000002")
     assert found and all(torch.equal(found[name], wanted[f"ema.ema.{name}"]) for name in found)
     summary = run.summary()
-    assert summary["evaluation"]["step"] == 2 and {"accuracy", "fd"} <= summary["evaluation"].keys()
+    assert summary["evaluation"]["step"] == 2 and "fd" in summary["evaluation"]
     assert {"preview_change_percent", "validation_metrics/loss"} <= summary.keys()
     samples = {path.name for path in (run.folder / "samples").iterdir()}
     assert {"training.gif", "previews.html", "step-00000002.png"} <= samples

@@ -77,8 +77,8 @@ def test_train_sample_and_export_from_another_folder(command):
 def test_help_speaks_of_the_command_that_was_called(command):
     told = command("sample", "--help")
     assert told.returncode == 0 and "torchtitan-dit sample" in told.stdout and "scripts/" not in told.stdout.split("\n\n")[1]
-    made = "(torchtitan-dit extract makes one of images, torchtitan-dit latents convert of published latents)"
-    assert made in command("latents", "info", "nowhere").stderr
+    made = "(torchtitan-dit extract makes one of images, and with convert of published latents)"
+    assert made in command("extract", "show", "nowhere").stderr
     usage = command()
     assert usage.returncode == 2 and "autotune" in usage.stdout
     assert command("trian").stderr == "torchtitan-dit: trian: no such command (did you mean train?)\n"

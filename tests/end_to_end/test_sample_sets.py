@@ -104,15 +104,15 @@ def test_an_image_is_that_of_its_seed_in_any_set(run, straight, tmp_path):
 
 
 def test_other_continuations_and_other_folders_are_refused(run, straight, tmp_path):
-    before = contents(straight / "png")
+    before = contents(straight)
     for options, reason in {
         ("--guide", "@10"): "guide.label 'step 20, long', not 'step 10, ema'",
         ("--classes", "3"): "choices ",
         ("--batch-size", "5"): "batch_size 4, not 5",
     }.items():
-        said = refusal(sample(straight / "png", run, *SET, *options))
-        assert said.startswith(f"{straight / 'png'}: was begun with {reason}") and said.endswith("another --output)")
-    assert contents(straight / "png") == before
+        said = refusal(sample(straight, run, *SET, *options))
+        assert said.startswith(f"{straight}: was begun with {reason}") and said.endswith("another --output)")
+    assert contents(straight) == before
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "000000.png").write_bytes(b"mine")
     assert "holds 000000.png, which is not a set of samples'" in refusal(sample(tmp_path / "mine", run, "--count", "2"))

@@ -114,8 +114,8 @@ def test_a_run_whose_metrics_cannot_be_written_to_the_end_fails_and_the_same_com
     status = json.loads((run.folder / "status.json").read_text())
     assert status["status"] == run.summary()["status"] == "failed" and status["reason"] == run.summary()["reason"]
     assert status["reason"].startswith(
-        "step 20: 7 of 7 metric points could not be written to metrics.jsonl; the last checkpoint holds them, and the "
-        "same command writes them"
+        "rank 0: step 20: 7 of 7 metric points could not be written to metrics.jsonl; the last checkpoint holds them, and "
+        "the same command writes them"
     )
     assert newest_good(run.folder / "checkpoint") == (20, [])
     again = ForkedRun(config, "metrics", *SHORT)

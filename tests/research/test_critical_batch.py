@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from research import branch_measurement
+from research.branch_checkpoints import begin_branch
 from research.branch_measurement import HeldOut, _hold_to_settings
 from research.branch_training import TRACK, branch_config, run_lr, write_config, write_start
-from research.critical_batch_bins import BinTest, bin_test, rank_by_noise
+from research.critical_batch_bins import bin_test
 from research.critical_batch_decision import (
     CriticalBatch,
     Excess,
@@ -35,7 +36,6 @@ from torchtitan.checkpoint.config import CheckpointConfig
 from torchtitan.config.job import JobConfig, load_config
 from torchtitan.data import DATASETS
 from torchtitan.experiments.folder import ResultsFolder, StudyError
-from torchtitan.experiments.training import begin_branch
 from torchtitan.statistics.interval import Interval, mean_interval
 from torchtitan.training.ema import kept_share
 
@@ -327,34 +327,6 @@ def test_a_bin_that_did_not_learn_significantly_has_no_share():
         assert (len(found.shares) == 4, math.isnan(found.batch_size)) == (known, not known)
 
 
-def test_bins_are_ranked_by_their_noise_scales():
-    of_bins = [losses_of(1.0, 0.01, [0.0, share, 2 * share, 4 * share]) for share in (0.3, 0.15, 0.09, 0.06, 0.01)]
-    tests = [bin_test(k, losses, SIZES, 1.0) for k, losses in enumerate(of_bins)]
-    sizes = [test.batch_size for test in tests]
-    assert sizes == sorted(sizes) and sizes[-1] == math.inf
-    starts = [1.0] * 5
-    rank, count = rank_by_noise(tests, of_bins, starts, SIZES, {0: 3.0, 1: 5.0, 2: 7.0, 3: 20.0, 4: 90.0})
-    assert (rank.value, rank.lower, rank.upper, count) == (pytest.approx(1.0), pytest.approx(1.0), pytest.approx(1.0), 5)
-    rank, _ = rank_by_noise(tests, of_bins, starts, SIZES, {0: 90.0, 1: 20.0, 2: 7.0, 3: 5.0})
-    assert rank.value == pytest.approx(-1.0)
-    # Of three bins with noise scales one has no share: two are no ranking.
-    flat = [*tests[:2], BinTest(2, Interval(0.0), (), math.nan)]
-    rank, count = rank_by_noise(flat, of_bins, starts, SIZES, {0: 3.0, 1: 5.0, 2: 7.0})
-    assert math.isnan(rank.value) and count == 2
-
-
-def test_seeds_that_disagree_widen_the_rank():
-    def seeds(first: list[float], second: list[float]) -> dict[int, dict[int, float]]:
-        return {size: {0: 0.99 + 0.01 * a, 1: 0.99 + 0.01 * b} for size, a, b in zip(SIZES, first, second, strict=True)}
-
-    steep, gentle = [0.0, 0.3, 0.6, 0.9], [0.0, 0.05, 0.1, 0.25]
-    of_bins = [seeds(steep, gentle), seeds([0.0, 0.1, 0.25, 0.5], [0.0, 0.1, 0.25, 0.5]), seeds(gentle, steep)]
-    tests = [bin_test(k, losses, SIZES, 1.0) for k, losses in enumerate(of_bins)]
-    rank, count = rank_by_noise(tests, of_bins, [1.0] * 3, SIZES, {0: 3.0, 1: 5.0, 2: 7.0})
-    # A seed alone ranks them 0, 1, 2 or the other way round.
-    assert (rank.lower, rank.upper, count) == (pytest.approx(-1.0), pytest.approx(1.0), 3)
-
-
 def test_a_bin_without_a_share_says_why_and_a_diverged_batch_has_none():
     of_bins = [
         {8: {0: 0.5}, 16: {0: 0.6}},  # one seed
@@ -362,6 +334,6 @@ def test_a_bin_without_a_share_says_why_and_a_diverged_batch_has_none():
         {8: {0: 0.5, 1: 0.501}, 16: {0: 0.6, 1: math.inf}},
     ]
     tests = [bin_test(k, losses, [8, 16], 1.0) for k, losses in enumerate(of_bins)]
-    text = _learned_bins_text(SimpleNamespace(batch_sizes=[8, 16]), BinFindings(tests, {}, {}))
+    text = _learned_bins_text(SimpleNamespace(batch_sizes=[8, 16]), BinFindings(tests, {}))
     last = [line.split("|")[-2].strip() for line in text.splitlines() if line.startswith("|")][2:]
     assert last == ["unknown: fewer than two whole seeds", "no significant decrease", "diverged"]

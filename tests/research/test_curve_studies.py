@@ -10,6 +10,7 @@ from PIL import Image
 
 from research import loss_curve
 from research.curve_table import LossCurve, read_curves, read_errors
+from research.equal_loss import equal_loss_edges
 from research.timestep_errors import fixed_samples, in_parametrisation, timestep_errors, timestep_nodes
 from tests.faults.forked import ForkedRun
 from tests.forked import run_script
@@ -17,7 +18,6 @@ from tests.research.tables import rows_of, rows_of_killed
 from tests.research.test_timestep_errors import BestDenoiser
 from torchtitan.data.synthetic import Synthetic, optimal_noise_loss
 from torchtitan.diffusion.objectives import build_objective
-from torchtitan.diffusion.timesteps.slot_edges import equal_loss_edges
 from torchtitan.weights.trained_model import read_config
 
 # One patch is the whole image: little more than a filter has to be learned. The variance puts the first inner edge

@@ -249,7 +249,7 @@ def test_an_age_that_differs_as_a_whole_widens_the_interval():
 def test_report_has_the_statistics_and_a_cell_counts_once(monkeypatch, tmp_path):
     monkeypatch.setattr(statistics, "_RESAMPLES", 200)
     text = statistics_text(cells(unbounded=11))
-    assert "11 of 100 cells left out" in text and "| all | g | 1" in text
+    assert "11 of 100 cells left out" in text and "| all | g | " in text
     assert "&lt;" not in text  # a correlation below zero is no upper bound
     needed = dict.fromkeys(report._NEEDED, "1") | {"data": "digits", "step": "30", "bin": "0"}
     for name in "ab":

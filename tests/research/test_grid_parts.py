@@ -240,14 +240,6 @@ def test_checkpoints_of_a_batch_that_grows_are_those_of_its_interval_and_the_las
         trained_grid._samples_at_checkpoints(Path("run"), config)
 
 
-def test_batch_sizes_that_are_compared_do_not_grow(base):
-    arguments = argparse.Namespace(config="run.toml")
-    grid_options.require_constant_batch(arguments, base)
-    ramp = dataclasses.replace(base, training=dataclasses.replace(base.training, double_batch_after=[64]))
-    with pytest.raises(StudyError, match=r"run.toml: training.double_batch_after: batch sizes are compared"):
-        grid_options.require_constant_batch(arguments, ramp)
-
-
 def test_runs_and_branches_of_a_study_take_a_schedule_in_images():
     words = [
         "--data.name=synthetic", "--model.flavor=debug", "--lr_scheduler.unit=images", "--lr_scheduler.warmup_images=1000",

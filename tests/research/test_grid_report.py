@@ -24,7 +24,7 @@ def rows() -> list[dict[str, str]]:
     found = []
     for arm, of_seeds in RUNS.items():
         for seed, value in enumerate(of_seeds):
-            shared = {"group": "all", "sampler": arm, "seed": str(seed), "currency": "v", "images": "8"}
+            shared = {"group": "all", "sampler": arm, "seed": str(seed), "parametrisation": "v", "images": "8"}
             if value is None:
                 empty = dict.fromkeys(("bin", "share", "samples", "weights", "error"), "")
                 found.append(shared | empty | {"status": "failed"})
@@ -97,7 +97,7 @@ def test_a_bin_that_no_run_has_is_missed(report, no_pictures):
 def test_a_run_whose_batch_has_grown_has_a_line_between_its_checkpoints():
     def row(arm: str, samples: int, step: int, error: float) -> dict[str, str]:
         return {
-            "group": "all", "sampler": arm, "seed": "0", "currency": "v", "images": "8", "bin": "0", "share": "1",
+            "group": "all", "sampler": arm, "seed": "0", "parametrisation": "v", "images": "8", "bin": "0", "share": "1",
             "weights": "none", "samples": str(samples), "step": str(step), "error": str(error),
             "status": "ok" if error else "failed",
         }  # fmt: skip
@@ -113,7 +113,7 @@ def test_a_run_whose_batch_has_grown_has_a_line_between_its_checkpoints():
 
 def test_a_target_reached_before_the_first_point_of_a_batch_that_grew_early_is_said_so(tmp_path, no_pictures):
     """Checkpoints at 25 and 40 samples only: known at the planned 40, and at the target of 2 there; none at 10 and 20."""
-    shared = {"group": "all", "seed": "0", "currency": "v", "images": "8", "share": "1", "weights": "none", "status": "ok"}
+    shared = {"group": "all", "seed": "0", "parametrisation": "v", "images": "8", "share": "1", "weights": "none", "status": "ok"}
     losses = {"plain": {10: 8.0, 20: 6.0, 40: 2.0}, "grown": {25: 1.0, 40: 0.5}}
     given = [
         shared | {"sampler": arm, "bin": str(place), "samples": str(n), "step": str(n // 10), "error": str(error)}

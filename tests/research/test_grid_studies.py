@@ -193,7 +193,7 @@ def test_batches_at_equal_samples_and_prediction_types_of_their_runs(
     assert trainings.names == [f"{kind}_s{seed}" for seed in (0, 1) for kind in ("b4_uniform", "b16_uniform")]
     rows = table(folder / "results.csv")
     assert {(row["group"], float(row["lr"])) for row in rows} == {("batch size 4", 1e-4), ("batch size 16", 4e-4)}
-    assert {row["samples"] for row in rows} == {"16", "32"} and {row["currency"] for row in rows} == {"v"}
+    assert {row["samples"] for row in rows} == {"16", "32"} and {row["parametrisation"] for row in rows} == {"v"}
     assert "## batch size 16" in (folder / "summary.md").read_text()
 
     runs = [folder / "runs" / name for name in ("b4_uniform_s0", "b16_uniform_s0", "b4_uniform_s1")]
@@ -216,13 +216,13 @@ def test_batches_at_equal_samples_and_prediction_types_of_their_runs(
         assert float(old["log_ratio"]) == pytest.approx(float(new["log_ratio"]), abs=1e-6)
 
     # Another run of the same name is another; the same run elsewhere is not.
-    elsewhere = [tmp_path / "elsewhere" / name for name in ("b4_s0", "b16_linear_s0")]
+    elsewhere = [tmp_path / "elsewhere" / name for name in ("b4_uniform_s0", "b16_uniform_s0")]
     shutil.copytree(runs[0], elsewhere[0])
-    shutil.copytree(folder / "runs" / "b16_linear_s1", elsewhere[1])
+    shutil.copytree(folder / "runs" / "b16_uniform_s1", elsewhere[1])
     code, _, error = study("prediction_types", *elsewhere, *words[4:])
     assert code == 0, error
     new = table(compared / "results.csv")[60:]
-    assert {row["model"] for row in new} == {"b16_linear_s0"} and len(new) == 10
+    assert {row["model"] for row in new} == {"b16_uniform_s0"} and len(new) == 10
     assert new[0]["error"] != in_v[10]["error"] and new[0]["checkpoint"] != in_v[10]["checkpoint"]
 
     code, _, error = study("prediction_types", *runs, "--images", "99999", "--output", tmp_path / "none")
@@ -291,7 +291,7 @@ def test_trained_prediction_types_killed_leave_no_process_and_go_on(
         (["compare_settings", "{config}", "--arm", "a", "--arm", "b", "model.dims=8"], "b_s0: command line: --model.dims: un"),
         (["prediction_types", "{config}"], "--predictions"),
         (["prediction_types", "{config}", "--predictions", "v,y"], "'y' is no prediction"),
-        (["prediction_types", "{config}", "--predictions", "v", "--currency", "w"], "invalid choice"),
+        (["prediction_types", "{config}", "--predictions", "v", "--parametrisation", "w"], "invalid choice"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(config, study, trainings, tmp_path, words, message):

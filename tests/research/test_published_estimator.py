@@ -8,7 +8,7 @@ import torch
 
 from research.offline_gradients import EstimateFailed, GroupNorms, noise_scale, sub_batch_sizes
 from research.published_estimator import effective_size, p1_shares, published_estimate, softmax_shares
-from research.synthetic import SyntheticGradients
+from tests.research.synthetic_gradients import SyntheticGradients
 from torchtitan.gns.allocate import gradient_variance
 
 PROBLEM = SyntheticGradients()

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from research.by_image import cosine, from_text, log_ratio, root_mean, to_text, with_student
+from research.equal_loss import equal_loss_edges
 from research.offline_gradients import GradientError, Gradients
 from research.slot_training import (
     curve_nodes,
@@ -23,7 +24,6 @@ from torchtitan.conditions import Unconditional
 from torchtitan.data.synthetic import Synthetic, SyntheticConfig
 from torchtitan.diffusion.denoising import DenoisingConfig
 from torchtitan.diffusion.objectives import build_objective
-from torchtitan.diffusion.timesteps.slot_edges import equal_loss_edges
 from torchtitan.models.base import DiffusionModel
 from torchtitan.training.config import OptimizerConfig
 from torchtitan.training.optimizer import build_optimizer

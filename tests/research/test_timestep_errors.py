@@ -11,6 +11,7 @@ from torch import nn
 
 from research import slots
 from research.curve_table import LossCurve, curve_of, write_curves, write_errors
+from research.equal_loss import equal_loss_edges, interpolate_loss
 from research.timestep_errors import (
     FixedSamples,
     fixed_samples,
@@ -19,7 +20,7 @@ from research.timestep_errors import (
     timestep_nodes,
 )
 from tests.objectives import timesteps
-from tests.unit.test_timestep_samplers import power_law_curve, scalar_curve
+from tests.research.test_equal_loss import power_law_curve, scalar_curve
 from torchtitan.conditions import Unconditional
 from torchtitan.data.synthetic import (
     Synthetic,
@@ -33,7 +34,6 @@ from torchtitan.diffusion.objective import Objective
 from torchtitan.diffusion.objectives import build_objective
 from torchtitan.diffusion.paths import PATHS
 from torchtitan.diffusion.predictions import PREDICTIONS
-from torchtitan.diffusion.timesteps.slot_edges import equal_loss_edges, interpolate_loss
 from torchtitan.experiments.folder import StudyError
 
 POWER_LAW = SyntheticConfig(shape=[1, 4, 8], spectrum_alpha=3.0, pixel_variance=1.0, num_classes=0)

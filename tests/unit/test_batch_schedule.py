@@ -152,8 +152,8 @@ def test_pictures_of_the_noise_scale_come_at_the_tenth_logged_step(factor, drawn
     gns = SimpleNamespace(metrics=dict, draw=lambda points, batch: found.append(state.progress))
     state = SimpleNamespace(gns=gns, step=0, progress=0, last_step=False, grown_batch_size=8 * factor)
     reports = SimpleNamespace(
-        _state=state, _config=config, _log=SimpleNamespace(write=lambda *of: None), excluded=nullcontext, _noise_scale="",
-        _noise_points=SimpleNamespace(read=list), _outputs=SimpleNamespace(attempt=lambda *of: nullcontext()),
+        _state=state, _config=config, _log=SimpleNamespace(write=lambda *of: None), excluded=nullcontext,
+        _noise_points=SimpleNamespace(read=list), _pictures=SimpleNamespace(save_noise_scale=lambda draw: draw()),
     )  # fmt: skip
     for progress in range(factor, 49, factor):
         state.step, state.progress, state.progress_before = state.step + 1, progress, progress - factor

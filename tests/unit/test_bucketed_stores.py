@@ -18,7 +18,6 @@ from torchtitan.latents.statistics import ChannelMoments
 from torchtitan.texts import open_encoder
 from torchtitan.training.data_loading import TrainingData
 from torchtitan_dit.commands.extract_latents import main
-from torchtitan_dit.commands.latents import main as latents_main
 
 SIZES = [(192, 128), (128, 128), (200, 130), (130, 200), (140, 140), (128, 192), (129, 150)]
 WORDS = "one two three four five six seven".split()
@@ -85,7 +84,7 @@ def test_every_image_is_in_the_store_of_its_shape_with_its_caption(store, folder
 
 def test_normalisation_is_of_all_images_together(store):
     stores = open_stores(store)
-    parts = [ChannelMoments.of(part.read_whole(0)[0]) for part in stores]
+    parts = [ChannelMoments.of(part.read(np.arange(len(part)))[0][:, None]) for part in stores]
     total = parts[0]
     for part in parts[1:]:
         total = total.joined(part)
@@ -137,16 +136,15 @@ def test_parts_that_are_missing_or_of_another_extraction_are_refused(store, fold
     with pytest.raises(DatasetError, match=f"{part}: is not the store that {BUCKETS_FILE} lists"):
         Latents.info(config_of(tmp_path / "copy"))
     capsys.readouterr()
-    assert latents_main(["verify", str(tmp_path / "copy"), str(store)]) == 1
+    assert main(["verify", str(tmp_path / "copy"), str(store)]) == 1
     assert f"{store}: good" in capsys.readouterr().out
-    assert latents_main(["info", str(store)]) == 0
+    assert main(["show", str(store)]) == 0
     assert capsys.readouterr().out.count("one for every image") == len(open_stores(store))
 
 
 @pytest.mark.parametrize(
     "more, message",
     [
-        (["--report", "report.json"], "--report: has the times of one store"),
         (["--null-caption", "nothing"], "holds a store with captions.digest"),
         (["--data.resolutions", "[64]"], "holds 128x128, which is not a latent store's; nothing was written"),
     ],

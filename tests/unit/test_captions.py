@@ -20,7 +20,6 @@ from torchtitan.latents.captions import NULL_CAPTION, texts_digest
 from torchtitan.latents.index import read_index
 from torchtitan.texts import TextEncoderError, open_encoder, open_encoders, reopen_encoders
 from torchtitan_dit.commands.extract_latents import main
-from torchtitan_dit.commands.latents import main as latents_main
 
 WIDTH, POOLED_WIDTH, LENGTH = 8, 4, 5
 ENCODERS = ["--text-encoder", f"stub:{WIDTH}", "--pooled-encoder", f"stub:{POOLED_WIDTH}", "--text-length", str(LENGTH)]
@@ -248,7 +247,7 @@ def test_damaged_captions_are_found(store, photographs, tmp_path, capsys, name):
         place = content.index(b"a photo of a class1")
         content[place] ^= 1
         file.write_bytes(content)
-        assert latents_main(["verify", str(copy)]) == 1
+        assert main(["verify", str(copy)]) == 1
         assert f"{file}: damaged, its SHA-256 is another" in capsys.readouterr().out
         assert LatentStore(copy).captions.number_of("a photo of a class1") is None
     else:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from torchtitan.runs.compare.hardware import by_hardware, compared_hardware, hardware_name, speed_up
+from torchtitan.runs.compare.page import compare_page
 from torchtitan.runs.record import RunRecord
 
 T_2 = 4.3026527297  # Student's t of 95 %, 2 degrees of freedom, from tables
@@ -36,6 +37,12 @@ def test_a_row_has_the_rates_the_speed_up_and_the_loss_of_its_hardware():
     assert (second["training alone, s"], second["s a picture"]) == ("2.000", "0.003125")
     assert (second["training loss"], second["held-out loss"]) == ("0.5000", "0.2500")
     assert "differ in" not in note
+
+
+def test_the_page_has_the_table_of_two_kinds_of_hardware():
+    first, second = run_on("A40", 160.0), run_on("A100", 320.0)
+    assert all(text in compare_page([first, second]) for text in ("Hardware compared", "8 x A100", "Speed-up: images/s over"))
+    assert "Hardware compared" not in compare_page([first])
 
 
 def test_speed_up_of_equal_seeds_is_the_mean_of_their_ratios():

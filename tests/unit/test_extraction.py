@@ -311,15 +311,6 @@ def test_section_of_a_file_is_taken_and_its_other_sections_are_left_alone(inputs
     )
 
 
-def test_report_names_the_stage_that_the_others_wait_for(inputs, tmp_path):
-    file = tmp_path / "report.json"
-    assert main(["--output", str(tmp_path / "store"), *inputs[1], "--report", str(file)]) == 0
-    report = json.loads(file.read_text())
-    assert report["images"] == COUNT and report["ranks"] == 1 and report["decoders_per_rank"] == 2
-    assert set(report["stages"]) == {"decode", "encode", "write"}
-    assert all(stage["busy_seconds"] > 0 for stage in report["stages"].values())
-
-
 def test_rates_of_ranks_add_up_and_decoders_share_their_stage():
     ranks = [
         StageTimes(decoders=4, images=100, busy={"decode": 8.0, "encode": 5.0, "write": 1.0}),

@@ -1,6 +1,7 @@
 """A file or folder that the user names for output is written over where the program wrote it before, and nowhere else."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torchtitan.files.weight_files import WeightsError, written_whole
 from torchtitan_dit.commands.compare import main as compare
 from torchtitan_dit.commands.download import PARTIAL
 from torchtitan_dit.commands.optimization_analysis import main as analyse
-from torchtitan_dit.commands.sample import refuse_earlier_pictures
+from torchtitan_dit.commands.sample import unused_name
 
 
 @pytest.fixture
@@ -75,12 +76,11 @@ def test_pages_and_schemas_of_somebody_else_are_refused(run, tmp_path, capsys):
 
 
 def test_drawings_in_a_folder_of_the_users_are_not_replaced(tmp_path):
-    asked = type("Arguments", (), {"seed": 3, "files": True, "latents": False})
+    file = SimpleNamespace(step=None, track="")
     (tmp_path / "latents-seed-3.safetensors").touch()
-    refuse_earlier_pictures(tmp_path, asked, "seed-3")
-    (tmp_path / "class-0001-image-000000-seed-3.png").touch()
-    with pytest.raises(WeightsError, match=r"class-0001-image-000000-seed-3.png: exists already"):
-        refuse_earlier_pictures(tmp_path, asked, "seed-3")
+    assert unused_name(tmp_path, file, 3) == "seed-3-2"
+    (tmp_path / "class-0001-image-000000-seed-3-2.png").touch()
+    assert unused_name(tmp_path, file, 3) == "seed-3-3" and unused_name(tmp_path, file, 4) == "seed-4"
 
 
 def test_partial_downloads_are_known_by_their_names():

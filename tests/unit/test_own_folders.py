@@ -10,7 +10,6 @@ import pytest
 from torchtitan.experiments.folder import ResultsFolder, StudyError
 from torchtitan.experiments.grid import SweepError, read_sweep
 from torchtitan.experiments.record import SweepFolder
-from torchtitan.experiments.training import begin_branch, remove_checkpoints
 from torchtitan.files.durable import append_synced
 from torchtitan.files.ownership import begins_with, foreign_entry
 from torchtitan.files.run_lock import Busy
@@ -79,22 +78,3 @@ def test_what_does_not_fit_on_the_disk_leaves_the_file_as_it_was(tmp_path):
     assert path.read_bytes() == b"first\n"
     append_synced(path, b"second\n")
     assert path.read_bytes() == b"first\nsecond\n"
-
-
-def test_checkpoints_of_a_branch_go_and_what_else_lies_there_stays(tmp_path):
-    start, branch = tmp_path / "start" / "step-00000000", tmp_path / "branch"
-    start.mkdir(parents=True)
-    for name in ("state.json", "manifest.json", "shard-00000.safetensors"):
-        (start / name).write_text(name)
-    cut_off = branch / "checkpoint" / ".step-00000000"
-    cut_off.mkdir(parents=True)
-    (cut_off / "state.json").write_text("half")
-    begin_branch(start, branch)
-    assert content_of(branch / "checkpoint" / "step-00000000") == content_of(start)
-    assert sorted(path.name for path in (branch / "checkpoint").iterdir()) == ["step-00000000"]
-    (branch / "checkpoint" / "notes.txt").write_text("mine")
-    remove_checkpoints(branch / "checkpoint")
-    assert content_of(branch) == {"checkpoint/notes.txt": b"mine"}
-    remove_checkpoints(tmp_path / "start")
-    assert not (tmp_path / "start").exists()
-    remove_checkpoints(tmp_path / "never there")

@@ -15,13 +15,13 @@ from typing import Any
 import torch
 
 from torchtitan.checkpoint.location import folder_problem
-from torchtitan.conditions import Embeddings
 from torchtitan.config.evaluation_checks import EVALUATION_CHECKS
 from torchtitan.config.latent_cache import cache_problems, stored_section
-from torchtitan.config.sampling_checks import SAMPLING_CHECKS, cannot_guide, data_text, resolved_sampling, unconditional
+from torchtitan.config.model_checks import ADAPTER_CHECKS, MODEL_CHECKS
+from torchtitan.config.sampling_checks import SAMPLING_CHECKS, cannot_guide, resolved_sampling, unconditional
 from torchtitan.config.size_checks import SIZE_CHECKS, batch_sizes, global_batch_size, local_batch_size
 from torchtitan.config.speed_checks import SPEED_CHECKS, needs_plain_weights, shards_of
-from torchtitan.config.view import ConfigView, RefusedValue, nearest_sizes
+from torchtitan.config.view import ConfigView, RefusedValue
 from torchtitan.data.base import DatasetError
 from torchtitan.diffusion.objectives import OBJECTIVES, build_objective, objective_problems
 from torchtitan.diffusion.paths import PATHS
@@ -30,10 +30,7 @@ from torchtitan.errors import unwrapped
 from torchtitan.evaluation.config import LATENT_DATASETS, WITH_WEIGHTS, timesteps_problem
 from torchtitan.extras import EXTRAS, install_packages
 from torchtitan.gns.checks import gns_problems
-from torchtitan.gns.config import WITHOUT_TAPS
-from torchtitan.models import MODELS
 from torchtitan.models.float8 import float8_problems
-from torchtitan.models.quantized import quantization_problems
 from torchtitan.profiling.config import profiling_problems
 from torchtitan.programs import program
 from torchtitan.settings import has_key
@@ -120,63 +117,6 @@ def _dataset_is_usable(checked: ConfigView) -> Iterator[Problem]:
         yield Problem(named[1], text[named.end() :]) if named else Problem(path, text)
 
 
-def _model_fits_images(checked: ConfigView) -> Iterator[Problem]:
-    model, info = checked.whole("model"), checked.dataset()
-    family = MODELS[model.name]
-    if info.bucket_shapes and not family.many_shapes:
-        others = " or ".join(name for name, other in MODELS.items() if other.many_shapes) or "another model"
-        text = f"{model.name} takes images of one shape, and data.name = {checked.data.name} has {len(info.shapes)}"
-        yield Problem("model.name", f"{text} (choose {others}, or data without buckets)")
-        return
-    lines = [line for shape in info.shapes for line in family.problems(model, shape)]
-    for line in dict.fromkeys(lines):
-        key, _, text = line.partition(": ")
-        yield Problem(key, f"{text}{nearest_sizes(checked) if key == 'model.patch_size' else ''}")
-
-
-def _condition(checked: ConfigView) -> Iterator[Problem]:
-    name, kind = checked.model.name, checked.dataset().condition_kind
-    if MODELS[name].takes(kind):
-        if isinstance(kind, MODELS[name].conditions):
-            for line in MODELS[name].condition_problems(checked.whole("model"), kind):
-                key, _, text = line.partition(": ")
-                yield Problem(key, text)
-        return
-    taken = " or ".join(condition.wanted for condition in MODELS[name].conditions)
-    others = " or ".join(other for other, family in MODELS.items() if family.takes(kind))
-    remedies = [others] if others else []
-    if isinstance(kind, Embeddings) and checked.data.name in LATENT_DATASETS:
-        remedies.append("data.condition = class where the store has classes")
-    elif Embeddings in MODELS[name].conditions:
-        remedies.append("captions encoded as docs/text.md describes")
-    remedy = "choose " + ", or ".join([*remedies, "other data"])
-    yield Problem("model.name", f"{name} takes {taken}, and data.name = {checked.data.name} gives {kind.wanted} ({remedy})")
-
-
-def _learned_variance(checked: ConfigView) -> Iterator[Problem]:
-    path, objective = checked.objective.path, checked.objective.name
-    if not checked.whole("model").learned_variance:
-        return
-    if not OBJECTIVES[objective].learns_variance:
-        yield Problem("model.learned_variance", f"objective.name = {objective} does not train it (set it to false)")
-    elif not PATHS[path]().discrete:
-        text = f"objective.path = {path} has no integer steps, whose variance it would be (set it to false)"
-        yield Problem("model.learned_variance", text)
-
-
-def _heads(checked: ConfigView) -> Iterator[Problem]:
-    model, heads = checked.whole("model"), checked.whole("objective").heads_of_network()
-    if heads and not has_key(model, "num_predictions"):
-        yield Problem("objective.heads", f"model.name = {model.name} makes one prediction (leave them out)")
-        return
-    if heads and model.learned_variance:
-        yield Problem("model.learned_variance", "is for a network of one prediction, without objective.heads (set it to false)")
-    wanted = max(len(heads), 1)
-    if "model.num_predictions" in checked.given and model.num_predictions != wanted:
-        text = f"{model.num_predictions} is not {wanted}, the number of objective.heads (leave it out: it follows)"
-        yield Problem("model.num_predictions", text)
-
-
 def _autoencoder(checked: ConfigView) -> Iterator[Problem]:
     name = checked.autoencoder.name
     of_latents = checked.data.name in LATENT_DATASETS or checked.cache.enable
@@ -223,13 +163,6 @@ def _batch_ramp(checked: ConfigView) -> Iterator[Problem]:
         yield Problem(key, f"{_ADAMS_RULE} (remove it, or set optimizer.name to AdamW)")
     if checked.gns.enable and checked.gns.bin_pure_microbatches:
         yield Problem(key, "the rotation of gns.bin_pure_microbatches is made for one batch size (remove one of the two)")
-
-
-def _label_dropout(checked: ConfigView) -> Iterator[Problem]:
-    explicit = "model.label_dropout" in checked.given and checked.model.label_dropout > 0
-    if explicit and unconditional(checked):
-        text = f"{data_text(checked.whole('data'))} has no classes to drop (remove it or set it to 0)"
-        yield Problem("model.label_dropout", text)
 
 
 def _held_out_images(checked: ConfigView) -> Iterator[Problem]:
@@ -332,34 +265,6 @@ def _float8(checked: ConfigView) -> Iterator[Problem]:
         yield Problem(key, text)
 
 
-def _lora(checked: ConfigView) -> Iterator[Problem]:
-    if not checked.lora.enable:
-        return
-    sets = MODELS[checked.model.name].adapter_sets
-    if not checked.lora.patterns and checked.lora.targets not in ("blocks", *sets):
-        text = f"{quoted(checked.lora.targets)} is no set of layers of model.name = {checked.model.name}"
-        yield Problem("lora.targets", f"{text} (one of {', '.join(('blocks', *sets))}, or give lora.patterns)")
-    for text in () if checked.elsewhere else quantization_problems(checked.lora.base_dtype):
-        yield Problem("lora.base_dtype", text)
-    if not checked.checkpoint.initial_weights_strict:
-        text = "lora trains on frozen weights, and those that the file lacks would be drawn (remove it)"
-        yield Problem("checkpoint.initial_weights_strict", text)
-    if checked.float8.enable:
-        yield Problem("float8.enable", "computes products of weights that train, and lora freezes them (set it to false)")
-    if checked.gns.enable and checked.gns.single_pass:
-        yield Problem("gns.single_pass", f"taps gradients of whole layers, and lora trains adapters ({WITHOUT_TAPS})")
-
-
-def _normalized_weights(checked: ConfigView) -> Iterator[Problem]:
-    if not checked.whole("model").normalizes_weights:
-        return
-    if checked.optimizer.weight_decay > 0:
-        text = "has no effect on weights that are normalised before each step, as the model's are (set it to 0)"
-        yield Problem("optimizer.weight_decay", text)
-    if checked.gns.enable and checked.gns.single_pass:
-        yield Problem("gns.single_pass", f"single gradients of normalised weights are not measured ({WITHOUT_TAPS})")
-
-
 def _profiling(checked: ConfigView) -> Iterator[Problem]:
     for key, text in profiling_problems(checked.whole("profiling"), checked.training.steps):
         yield Problem(f"profiling.{key}", text)
@@ -381,16 +286,12 @@ def _unsafe_as_folder(name: str) -> str:
 CHECKS: list[Callable[[ConfigView], Iterator[Problem]]] = [
     _job_name,
     _dataset_is_usable,
-    _model_fits_images,
-    _condition,
-    _learned_variance,
-    _heads,
+    *MODEL_CHECKS,
     _autoencoder,
     _cache,
     _objective,
     _gns,
     _batch_ramp,
-    _label_dropout,
     *SIZE_CHECKS,
     _ema_names,
     _ema_snapshots,
@@ -406,8 +307,7 @@ CHECKS: list[Callable[[ConfigView], Iterator[Problem]]] = [
     _compiler,
     _activation_checkpoint,
     _float8,
-    _lora,
-    _normalized_weights,
+    *ADAPTER_CHECKS,
     _profiling,
     *SPEED_CHECKS,
 ]

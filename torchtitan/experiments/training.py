@@ -3,18 +3,14 @@
 import json
 import math
 import os
-import shutil
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-from torchtitan.checkpoint.checkpointer import checkpoint_steps
-from torchtitan.checkpoint.store import store_of
 from torchtitan.config.job import JobConfig, dump_config
 from torchtitan.experiments.process import run_processes
-from torchtitan.files.durable import make_folder, replace_file, sync
+from torchtitan.files.durable import replace_file
 from torchtitan.files.regular import open_regular
 from torchtitan.training.metrics import METRICS_FILE
 
@@ -54,13 +50,12 @@ class TrainingRun:
         return cls(dump_config(config), folder, request, processes, log)
 
 
-def train(run: TrainingRun, advance: Callable[[int], None], start: Path | None = None) -> None:
+def train(run: TrainingRun, advance: Callable[[int], None]) -> None:
     """Train a run to its end, from its newest checkpoint where its folder has one, again where it is killed from outside.
 
     Args:
         run: to train.
         advance: told how many more samples the run has seen, now and then.
-        start: checkpoint that a branch begins with; None: a run from scratch.
 
     Raises:
         Diverged: its gradients became infinite or NaN.
@@ -68,8 +63,6 @@ def train(run: TrainingRun, advance: Callable[[int], None], start: Path | None =
         KeyboardInterrupt: asked to stop; the run has saved a checkpoint if there was time.
         OSError: a file cannot be written.
     """
-    if start is not None:
-        begin_branch(start, run.folder)
     seen = 0
 
     def follow() -> None:
@@ -87,36 +80,6 @@ def train(run: TrainingRun, advance: Callable[[int], None], start: Path | None =
         kind = "" if outcome.status == "failed" else f"{outcome.status}: "
         diverged = "gradient norm is" in outcome.reason
         raise (Diverged if diverged else TrainingFailed)(kind + outcome.reason)
-
-
-def begin_branch(start: Path, branch: Path) -> None:
-    """Begin a branch: put the start into its folder, unless it has checkpoints; as hard links if possible."""
-    checkpoints = branch / "checkpoint"
-    if checkpoint_steps(checkpoints):
-        return
-    make_folder(checkpoints)
-    store_of(checkpoints).prepare()  # what a copy that was cut off has left
-    partial = checkpoints / f".{start.name}"
-    shutil.copytree(start, partial, copy_function=_link_or_copy)
-    sync(partial)
-    partial.rename(checkpoints / start.name)
-    sync(checkpoints)
-
-
-def remove_checkpoints(folder: Path) -> None:
-    """Remove the checkpoints in a folder of an experiment, and the folder if nothing else is in it. Raises OSError."""
-    for step in checkpoint_steps(folder):
-        store_of(folder).delete(step)
-    with suppress(OSError):  # there is something else in it
-        folder.rmdir()
-
-
-def _link_or_copy(source: str, target: str) -> None:
-    try:
-        os.link(source, target)
-    except OSError:
-        shutil.copy2(source, target)
-        sync(Path(target))
 
 
 def samples_logged(folder: Path) -> int:

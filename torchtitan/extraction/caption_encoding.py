@@ -84,9 +84,7 @@ def plan_captions(
     """Plan the captions of a store. Raises LatentStoreError: impossible numbers.
 
     Args:
-        captions: of the source.
         encoders: that will encode them.
-        dtype: of the stored embeddings.
         shard_texts: texts per file at most; None: as many as CAPTION_SHARD_BYTES hold.
         from_classes: whether they are made from the names of classes.
     """
@@ -113,10 +111,8 @@ def encode_captions(
     """Encode and write files of captions.
 
     Args:
-        writer: of the store.
         numbers: of the files, none of which another rank writes.
         texts: all of the store.
-        encoders: those of its plan.
         on_texts: called with the number of texts of each batch.
 
     Returns:

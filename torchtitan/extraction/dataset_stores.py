@@ -26,7 +26,6 @@ class CaptionOptions:
         template: makes captions of classes; None: those of the images.
         null_caption: stands for no condition.
         prompts: texts for grids of samples; empty: the classes' captions, or the first of the images'.
-        dtype: of the stored embeddings.
     """
 
     template: str | None = None

@@ -54,9 +54,6 @@ def begin_store(folder: Path, plan: StorePlan, group: dist.ProcessGroup | None =
 def check_alike(plans: list[StorePlan]) -> None:
     """Check that every rank is about to write the same store: each has its own dataset and autoencoder.
 
-    Args:
-        plans: of all ranks, in their order.
-
     Raises:
         LatentStoreError: they differ.
     """

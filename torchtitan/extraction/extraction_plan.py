@@ -24,7 +24,6 @@ class Part:
 
     Attributes:
         number: 0 <= number < count.
-        count: of parts.
     """
 
     number: int = 0
@@ -49,7 +48,6 @@ class ExtractionOptions:
 
     Attributes:
         mirrored: whether mirror images are encoded too.
-        dtype: of the stored values.
         normalization: "measured" on the store, or from the "autoencoder"'s own configuration.
         batch_size: images that are encoded at once.
         shard_images: images of the source per file; None: that of `images_per_shard`.

@@ -34,8 +34,6 @@ class ImageSource:
     def __init__(self, config: DataConfig, info: DatasetInfo, split: SourceSplit, bucket: int | None = None) -> None:
         """
         Args:
-            config: of the dataset.
-            info: of the dataset.
             split: to be read.
             bucket: of a dataset with buckets, the number of one of them.
 

@@ -40,7 +40,6 @@ class BucketsIndex(StoreRecord):
     Attributes:
         stores: name of each folder, in order.
         checksums: of the index of each, by which a store of another extraction is found.
-        normalization: of all of them.
     """
 
     format: Literal["latent stores of several shapes"] = "latent stores of several shapes"
@@ -81,9 +80,6 @@ def finish_buckets(store: Path, folders: Sequence[Path]) -> None:
 
 def open_stores(folder: str | Path) -> list[LatentStore]:
     """Open a store: of one shape, or those of all shapes, with the normalisation of all.
-
-    Args:
-        folder: of the store.
 
     Raises:
         LatentStoreError: it is no complete store.

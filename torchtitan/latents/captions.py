@@ -25,9 +25,6 @@ _LETTERS, _ENDS = "letters", "ends"
 
 class CaptionReader:
     """Reader of a store's captions; files are mapped when they are first read. Survives pickling.
-
-    Attributes:
-        plan: of the captions.
     """
 
     def __init__(self, folder: Path, plan: CaptionPlan, records: Sequence[FileRecord]) -> None:
@@ -89,7 +86,6 @@ def caption_content(plan: CaptionPlan, number: int, texts: Sequence[str], embedd
     """Build the bytes of a file of captions.
 
     Args:
-        texts: those of `plan.texts_of(number)`.
         embeddings: TEXT [n, L, D] and POOLED [n, P], any floating dtype.
 
     Raises:

@@ -6,7 +6,6 @@
 A folder without the index is not a store yet: see `torchtitan.latents.writer`.
 """
 
-import errno
 import hashlib
 import json
 import math
@@ -26,16 +25,13 @@ INDEX_FILE = "index.json"
 SKIPPED_FILE = "skipped.jsonl"
 PARTIAL_FOLDER = "partial"
 MAX_INDEX_BYTES = 24 << 20
-MAX_INDEX_PARTS = 1 << 20  # items, lists and tables in it: each takes far more memory and time than its bytes
 MAX_SHARDS = 1000  # as many files as `images_per_shard` makes at most
 MIN_IMAGES_PER_SHARD = 1024
 
-MOST_NUMBERS_OF_AN_IMAGE = 1 << 28  # of a view: 512 MiB in half precision
 MOST_SHARDS = 100_000  # with explicit sizes; their records still fit the largest index
 MOST_CLASSES = 1_000_000
-MOST_NUMBERS_OF_A_TEXT = 1 << 26
 CAPTION_SHARD_BYTES = 256 << 20
-HOW_TO_MAKE = f"{program('extract_latents')} makes one of images, {program('latents')} convert of published latents"
+HOW_TO_MAKE = f"{program('extract_latents')} makes one of images, and with convert of published latents"
 
 StoredDtype = Literal["float16", "bfloat16", "int8"]
 CaptionDtype = Literal["float32", "float16", "bfloat16"]
@@ -127,8 +123,6 @@ class CaptionPlan(StoreRecord):
 
     @pydantic.model_validator(mode="after")
     def _agrees(self) -> "CaptionPlan":
-        if math.prod(self.text_shape) > MOST_NUMBERS_OF_A_TEXT or self.pooled_shape[0] > MOST_NUMBERS_OF_A_TEXT:
-            raise ValueError(f"{list(self.text_shape)} and {list(self.pooled_shape)} are no embeddings of one text")
         if self.num_shards > MOST_SHARDS:
             raise ValueError(f"texts_per_shard: {self.num_shards} files are too many")
         if any(prompt >= self.num_texts for prompt in self.prompts):
@@ -211,8 +205,6 @@ class StorePlan(StoreRecord):
         if self.num_shards > MOST_SHARDS:
             least = -(-self.num_source_images // MOST_SHARDS)
             raise ValueError(f"images_per_shard: {self.num_shards} files are too many; at least {least} each")
-        if math.prod(self.shape) > MOST_NUMBERS_OF_AN_IMAGE:
-            raise ValueError(f"shape: {list(self.shape)} is no latent of one image")
         if self.class_names and len(self.class_names) != self.num_classes:
             raise ValueError(f"{len(self.class_names)} class names for {self.num_classes} classes")
         if self.int8_step is not None and self.dtype != "int8":
@@ -243,25 +235,6 @@ class StoreIndex(StorePlan):
     normalization: Normalization
     shards: list[ShardRecord]
     caption_shards: list[FileRecord] = []
-
-    @pydantic.model_validator(mode="after")
-    def _lists_every_shard(self) -> "StoreIndex":
-        wanted = self.num_shards  # compared first: a list of that length may be too long to make
-        if len(self.shards) != wanted:
-            raise ValueError(
-                f"{len(self.shards)} shards listed, {wanted} needed for {self.num_source_images} images of the source"
-            )
-        for number, shard in enumerate(self.shards):
-            most = len(self.source_images_of(number))
-            if shard.num_images > most:
-                raise ValueError(f"{shard_name(number)} has {shard.num_images} images, at most {most} belong there")
-        held = sum(shard.num_images for shard in self.shards)
-        if held != self.num_images:
-            raise ValueError(f"its shards hold {held} images, not {self.num_images}")
-        wanted = self.captions.num_shards if self.captions else 0
-        if len(self.caption_shards) != wanted:
-            raise ValueError(f"{len(self.caption_shards)} files of captions listed, {wanted} needed")
-        return self
 
     def metadata(self) -> dict[str, str]:
         """Describe latents drawn by a model of these: their normalisation, and the autoencoder that decodes them."""
@@ -335,13 +308,8 @@ def write_sealed(path: Path, content: dict) -> None:
 def read_sealed(path: Path) -> dict:
     """Read a file of `write_sealed`. Raises LatentStoreError."""
     try:
-        text = read_regular(path, MAX_INDEX_BYTES)
-        if sum(text.count(mark) for mark in (b",", b"[", b"{")) > MAX_INDEX_PARTS:
-            raise LatentStoreError(f"{path}: more than {MAX_INDEX_PARTS:,} items are no index of a latent store")
-        content = json.loads(text)
+        content = json.loads(read_regular(path, MAX_INDEX_BYTES))
     except OSError as error:
-        if error.errno == errno.EFBIG:
-            raise LatentStoreError(f"{path}: more than {MAX_INDEX_BYTES >> 20} MiB is no index of a latent store") from error
         raise LatentStoreError(f"{path}: cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
         raise LatentStoreError(f"{path}: not JSON; take a good copy of it, or write the store anew") from error

@@ -26,16 +26,12 @@ class LatentStore:
     its pages. The object may be pickled: a copy maps shards anew.
 
     Attributes:
-        folder: of the store.
         index: its content.
         captions: their texts and embeddings; None where the store has none.
     """
 
     def __init__(self, folder: str | Path) -> None:
         """
-        Args:
-            folder: of the store.
-
         Raises:
             LatentStoreError: it is no complete store.
         """
@@ -121,11 +117,6 @@ class LatentStore:
         except LatentStoreError as error:
             raise LatentStoreError(f"{self.folder}: {error}; the index does not describe its shard") from error
         return found
-
-    def read_whole(self, number: int) -> tuple[Tensor, Tensor]:
-        """Read all images of a shard: values float32 [n, V, P, C, h, w], labels int64 [n]. Raises LatentStoreError."""
-        shard = map_shard(self.folder, number, self.index)
-        return decode(shard.latents, shard.scales, self.index.dtype), torch.from_numpy(shard.labels)
 
     def _places(self, images: np.ndarray) -> tuple[np.ndarray, np.ndarray, dict[int, MappedShard]]:
         """Shard of each image and row in it, int64 [B] both, and the shards, mapped."""

@@ -78,7 +78,6 @@ def decode(stored: np.ndarray, scales: np.ndarray | None, dtype: str) -> Tensor:
     Args:
         stored: [..., C, h, w], as integers of the dtype's width.
         scales: float32 [..., C] of int8.
-        dtype: of the store.
 
     Returns:
         float32 [..., C, h, w].

@@ -2,7 +2,7 @@
 
 import io
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -79,26 +79,9 @@ def ordered_colours(count: int) -> list:
     return [colormaps["viridis"](0.92 * place / max(count - 1, 1)) for place in range(count)]
 
 
-def legend_outside(panel: Panel, title: str | None = None, entries_of: Panel | None = None) -> None:
-    """Place the legend, of this panel or of another, to the right of the panel."""
-    panel.legend(
-        *(entries_of or panel).get_legend_handles_labels(), loc="center left", bbox_to_anchor=(1.01, 0.5), fontsize=8,
-        title=title, title_fontsize=8, frameon=False,
-    )  # fmt: skip
-
-
 def note(figure: Figure, text: str) -> None:
     """Add a line under the picture."""
     figure.supxlabel(text, fontsize=8, color=SOFT)
-
-
-def write_cells(
-    panel: Panel, values: np.ndarray, texts: Sequence[Sequence[str]], dark: Callable[[float], bool]
-) -> None:
-    """Write texts into the cells of a heat map of values [rows, columns], in white where a value's colour is dark."""
-    for (row, column), value in np.ndenumerate(values):
-        ink = "white" if dark(value) else "black"
-        panel.text(column, row, texts[row][column], ha="center", va="center", fontsize=8, color=ink)
 
 
 def label_log_axis(panel: Panel) -> None:

@@ -1,7 +1,6 @@
 """Settings of a set of samples: all that its images depend on beside seeds and classes, for its record."""
 
 import dataclasses
-import json
 from typing import Any
 
 from torchtitan.evaluation.config import SamplingConfig
@@ -46,11 +45,3 @@ def _weights(trained: TrainedModel) -> dict[str, str]:
     """Origin and hash of the weights, and of what an objective has learned to read them by."""
     learned = {f"objective.{name}": tensor for name, tensor in trained.objective.tensors().items()}
     return {"label": trained.label, "sha256": weights_sha256(named_weights(trained.model) | learned)}
-
-
-def method_of(setup: Any) -> dict[str, Any]:
-    """Settings of a SamplingSetup that two measurements must share to compare."""
-    found = set_settings(setup.trained, setup.sampling, setup.guide, setup.decoder, setup.image_shape, setup.dtype)
-    for name in ("weights", "guide"):  # by their origin: other hardware trains other last digits
-        found[name] = found[name]["label"] if found[name] else None
-    return json.loads(json.dumps(found, default=str))

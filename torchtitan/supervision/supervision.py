@@ -72,9 +72,9 @@ class Supervision:
         known = self._known_reason(wait=lost)
         if lost and known:
             reason = f"{reason}; {known}"
-        reason = reason if self._alone else f"rank {self._rank}: {reason}"
-        logger.error(reason)
-        self._close_run(status, reason, known)
+        ranked = f"rank {self._rank}: {reason}"
+        logger.error(reason if self._alone else ranked)
+        self._close_run(status, ranked if self._rank else reason, known)
 
     def _hung(self, reason: str) -> None:
         self._close_run("failed", reason, self._known_reason(wait=False))

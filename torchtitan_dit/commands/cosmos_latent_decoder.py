@@ -80,7 +80,7 @@ def main(words: list[str] | None = None) -> int:
         words = ["decode", *words]
     arguments = parse_arguments(words)
     try:
-        return VERBS[arguments.verb](arguments)
+        return VERBS[arguments.command](arguments)
     except (AutoencoderError, WeightsError) as error:
         print(error, file=sys.stderr)
     except OSError as error:
@@ -93,7 +93,7 @@ def main(words: list[str] | None = None) -> int:
 
 def parse_arguments(words: list[str]) -> argparse.Namespace:
     parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = parser.add_subparsers(dest="verb", required=True, parser_class=OneLineParser)
+    commands = parser.add_subparsers(dest="command", required=True, parser_class=OneLineParser)
     for name, run in VERBS.items():
         add = commands.add_parser(name, help=run.__doc__).add_argument
         if name == "decode":

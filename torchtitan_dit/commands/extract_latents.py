@@ -3,6 +3,8 @@
     torchrun --nproc_per_node N scripts/extract_latents.py ...    shares the work among N processes
     --part K/N                                                   writes a part of the files, as a task of an sbatch array
     --data.KEY VALUE                                              keys of the dataset's [data] section, as of train.py
+    scripts/extract_latents.py convert SOURCE --output STORE      writes a store from published latents
+    scripts/extract_latents.py show STORE, verify STORE ...       show a store's content, read every byte of stores
 
 An interrupted extraction resumes when the same command is given again, on any number of processes; the store is the
 same. Exit codes: 0; 1: failed at work, finished shards stay; 2: refused, nothing lost.
@@ -10,11 +12,10 @@ same. Exit codes: 0; 1: failed at work, finished shards stay; 2: refused, nothin
 
 import argparse
 import functools
-import json
 import os
 import sys
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 # Before torch is imported. An encoder's activations are large and fresh each time: on the CPU a third of its time went
 # into their page faults, half of which large pages save.
@@ -43,14 +44,13 @@ from torchtitan.extraction.dataset_stores import (
 from torchtitan.extraction.describe import describe_store
 from torchtitan.extraction.extraction import finish_store
 from torchtitan.extraction.extraction_plan import WHOLE, ExtractionOptions, Part, estimated_size
-from torchtitan.extraction.image_source import ImageSource, open_sources
+from torchtitan.extraction.image_source import open_sources
 from torchtitan.extraction.shard_encoding import DamagedImages
 from torchtitan.extraction.stage_times import describe_times
-from torchtitan.files.durable import replace_file
-from torchtitan.files.ownership import refuse_foreign_file
+from torchtitan.extraction.store_verbs import VERBS, run_verb
 from torchtitan.files.regular import read_toml, user_path
 from torchtitan.latents.captions import CAPTION_DTYPES
-from torchtitan.latents.index import MOST_SHARDS, StoreIndex
+from torchtitan.latents.index import MOST_SHARDS
 from torchtitan.processes.command_line import FirstRankParser, exit_code, interrupt_by_signals, readable_size
 from torchtitan.processes.exit_codes import FAILED, REFUSED, before_exit
 from torchtitan.processes.launch import launch_number
@@ -71,8 +71,10 @@ OF_TRAINING = {"num_workers": "--num-workers", "horizontal_flip": "--mirror or -
 def main(words: list[str] | None = None) -> int:
     """Run as one of the started processes; return the exit code."""
     words = sys.argv[1:] if words is None else words
-    arguments, data_words = parse_arguments(words)
     try:
+        if words and words[0] in VERBS:
+            return run_verb(words)
+        arguments, data_words = parse_arguments(words)
         return extract(arguments, data_words)
     except KeyboardInterrupt:
         return refuse("interrupted; the same command resumes", code=INTERRUPTED)
@@ -81,8 +83,6 @@ def main(words: list[str] | None = None) -> int:
 def extract(arguments: argparse.Namespace, data_words: list[str]) -> int:
     torch.set_num_threads(arguments.threads)
     try:
-        if arguments.report:
-            refuse_foreign_file(arguments.report, b'{\n "images":')
         config, info = load_data_section(data_words, arguments.config)
         warn_of_training_keys(arguments.config)
         init_process_group(CommConfig())
@@ -91,7 +91,6 @@ def extract(arguments: argparse.Namespace, data_words: list[str]) -> int:
         sources = on_all_ranks(lambda: open_sources(config, info, arguments.split), UNUSABLE, group)
         autoencoder = on_all_ranks(lambda: open_autoencoder(arguments), UNUSABLE, group)
         encoders = on_all_ranks(lambda: open_text_encoders(arguments), UNUSABLE, group)
-        refuse_report_of_buckets(arguments, sources)
         captions = caption_options(arguments)
         plan = functools.partial(plan_stores, arguments.output, sources, autoencoder, encoders, options, captions)
         stores = on_all_ranks(plan, UNUSABLE, group)
@@ -115,12 +114,6 @@ def extract(arguments: argparse.Namespace, data_words: list[str]) -> int:
     return 0
 
 
-def refuse_report_of_buckets(arguments: argparse.Namespace, sources: list[ImageSource]) -> None:
-    """Refuse --report, which is of one store, for several. Raises DatasetError."""
-    if arguments.report and sources[0].bucket is not None:
-        raise DatasetError("--report: has the times of one store, and images in buckets make several (leave it out)")
-
-
 def write_and_report(
     arguments: argparse.Namespace, store: PlannedStore, autoencoder: Autoencoder, encoders: TextEncoders | None,
     options: ExtractionOptions, group: dist.ProcessGroup | None,
@@ -142,12 +135,12 @@ def write_and_report(
         if is_first():
             text = f"part {part.number + 1} of {part.count} is written; a start without --part writes the index"
             print("\n".join([f"{store.folder}: {text}", *(describe_times(summary) if summary else ["nothing was missing"])]))
-            write_times(arguments.report, summary)
         return 0
     try:
         index = finish_store(store.folder, plan, store.source, options.max_skipped_share, group)
         if is_first():
-            report(arguments.report, store.folder, index, summary)
+            times = describe_times(summary) if summary else ["nothing was missing"]
+            print("\n".join(describe_store(store.folder, index) + times))
     except UNUSABLE as error:
         return refuse(one_line(error), code=REFUSED if isinstance(error, DamagedImages) else FAILED)
     return 0
@@ -196,7 +189,6 @@ def parse_arguments(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     add("--null-caption", metavar="TEXT", help="caption that stands for no condition (default: the empty text)")
     add("--prompts", nargs="+", metavar="TEXT", help="for the grids of samples that training draws (default: the "
         "captions of the classes, or of the first images)")
-    add("--report", type=Path, metavar="FILE", help="JSON file for the times of each stage")
     add("--part", type=part_of, default=WHOLE, metavar="K/N", help="write every N-th file only, from the K-th on; when all N "
         "parts are written, a start without --part writes the index")
     own, data_words = split_data_words(words)
@@ -278,17 +270,6 @@ def caption_options(arguments: argparse.Namespace) -> CaptionOptions:
         prompts=arguments.prompts or (),
         dtype=arguments.text_store_dtype or "bfloat16",
     )
-
-
-def report(file: Path | None, folder: Path, index: StoreIndex, summary: dict[str, Any] | None) -> None:
-    lines = describe_times(summary) if summary else ["nothing was missing"]
-    print("\n".join(describe_store(folder, index) + lines))
-    write_times(file, summary)
-
-
-def write_times(file: Path | None, summary: dict[str, Any] | None) -> None:
-    if file and summary:
-        replace_file(file, json.dumps(summary, indent=1) + "\n")
 
 
 def refuse(*lines: str, code: int = REFUSED) -> int:

@@ -10,6 +10,7 @@ import dataclasses
 import itertools
 import logging
 import os
+import re
 import sys
 from pathlib import Path
 from typing import NoReturn
@@ -118,12 +119,18 @@ def plan_set(arguments: argparse.Namespace, setup: SamplingSetup) -> SampleSet:
 
 
 def unused_name(folder: Path, trained: TrainedModel, seed: int) -> str:
-    """Name of pictures, as `step-200-ema-seed-0`, which no grid in the folder has: the second one ends in `-2`."""
+    """Name of pictures, as `step-200-ema-seed-0`, which no file in the folder has: the second one ends in `-2`."""
     origin = [f"step-{trained.step}"] if trained.step is not None else []
     origin += [trained.track] if trained.track else []
     name = "-".join([*origin, f"seed-{seed}"])
     names = (f"{name}-{number}" if number > 1 else name for number in itertools.count(1))
-    return next(name for name in names if not (folder / f"grid-{name}.png").exists())
+    there = [path.name for path in folder.glob("*")]
+
+    def used(name: str) -> bool:
+        pattern = re.compile(rf"(?:grid|latents|class-\d+-image-\d+)-{re.escape(name)}\.\w+")
+        return any(map(pattern.fullmatch, there))
+
+    return next(name for name in names if not used(name))
 
 
 def draw(arguments: argparse.Namespace, setup: SamplingSetup, samples: SampleSet) -> int:

@@ -27,11 +27,11 @@ _SMALLEST = 1e-4  # step that is taken whatever its error: fields with jumps end
 
 
 def dopri5(
-    predict: Predict, path: Path, x: Tensor, times: Tensor, draw_noise: DrawNoise, *, rtol: float = 1e-3
+    predict: Predict, path: Path, x: Tensor, times: Tensor, draw_noise: DrawNoise, *, rtol: float = 1e-3, atol: float = 1e-3
 ) -> Tensor:
     """Solve dx/dt = a'(t) x0 + b'(t) noise with steps that each image chooses for itself.
 
-    A step is taken if the root mean square over an image's elements of error / (rtol (1 + |x|)) is at most 1. Of the times,
+    A step is taken if the root mean square over an image's elements of error / (atol + rtol |x|) is at most 1. Of the times,
     the first is where it begins, and the first step is tried at the second. A batch is evaluated until its last image has
     arrived, each image at its own time; six evaluations a step, one more at the beginning and one at the end.
     """
@@ -51,7 +51,7 @@ def dopri5(
         for node, weights in zip(_NODES, _STAGES, strict=True):
             moved = x - size * _weighted(slopes, weights)
             slopes.append(slope(moved, t - node * h))
-        scale = rtol + rtol * torch.maximum(x.abs(), moved.abs())
+        scale = atol + rtol * torch.maximum(x.abs(), moved.abs())
         ratio = (size * _weighted(slopes, _ERROR) / scale).flatten(1).square().mean(1).sqrt().to(t)
         taken = moving & ((ratio <= 1.0) | (h <= _SMALLEST))
         x, first = (torch.where(per_image(taken, x), new, old) for new, old in ((moved, x), (slopes[-1], first)))
@@ -71,7 +71,8 @@ def _weighted(slopes: list[Tensor], weights: tuple[float, ...]) -> Tensor:
 class Dopri5Config(SolverConfig):
     """Keys of `dopri5`."""
 
-    rtol: float = setting(1e-3, "error allowed in a step, absolute and relative to the values", gt=0, le=1)
+    rtol: float = setting(1e-3, "error allowed in a step, relative to the values", ge=0, le=1)
+    atol: float = setting(1e-3, "and absolute", gt=0, le=1)
 
     adaptive = True
     solve = staticmethod(dopri5)

@@ -1,0 +1,84 @@
+"""Pictures in a run's folder: grids of samples with their page and animation, held-out images, the noise scale.
+
+A failing disk loses a picture, never the run.
+"""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from PIL import Image
+
+from torchtitan.console import grids
+from torchtitan.files.durable import make_folder, remove_unfinished, replace_file
+from torchtitan.files.optional import OptionalOutputs
+from torchtitan.gns.monitor import GNS_FOLDER
+from torchtitan.gns.pictures import PICTURE_FILE
+from torchtitan.pictures.grids import save_animation
+from torchtitan.runs.folder import RunFolder
+from torchtitan.runs.previews import PAGE_FILE, save_previews, write_page
+from torchtitan.training.metric_sinks import as_png
+
+
+class RunPictures:
+    """Pictures of a run; of the first rank alone.
+
+    Attributes:
+        held_out, animation, noise_scale: paths.
+    """
+
+    def __init__(self, folder: RunFolder, name: str, outputs: OptionalOutputs) -> None:
+        self._samples, self._name, self._outputs = folder.samples, name, outputs
+        self.held_out = folder.samples / "held-out.png"
+        self.animation = folder.samples / "training.gif"
+        self.noise_scale = folder.path / GNS_FOLDER / PICTURE_FILE
+
+    def remove_unfinished(self) -> None:
+        """Remove what a killed process has left half written."""
+        for folder in (self._samples, self.noise_scale.parent):
+            with self._outputs.attempt("unfinished pictures", folder):
+                remove_unfinished(folder)
+
+    def save_grid(self, step: int, picture: Image.Image) -> None:
+        """Save the grid of samples of a step."""
+        path = self._samples / f"step-{step:08d}.png"
+        with self._outputs.attempt("the grid of samples", path):
+            _write(path, picture)
+
+    def save_previews(self, step: int, first: Sequence[Image.Image], row_names: Sequence[str], trigger: str) -> None:
+        """Save the first sample of each row, and the page that shows their changes."""
+        with self._outputs.attempt("the previews", self._samples / PAGE_FILE):
+            save_previews(self._samples, step, first)
+            write_page(self._samples, self._name, row_names, trigger)
+
+    def preview_changes(self, row_names: Sequence[str], trigger: str) -> dict[str, float]:
+        """Change of each prompt's sample since the start in percent, and the page of previews; empty if it cannot be written."""
+        with self._outputs.attempt("the previews", self._samples / PAGE_FILE):
+            return write_page(self._samples, self._name, row_names, trigger)
+        return {}
+
+    def save_held_out(self, picture: Image.Image) -> bool:
+        """Save the decoded held-out images; return whether they are saved."""
+        with self._outputs.attempt("the picture of held-out images", self.held_out):
+            _write(self.held_out, picture)
+            return True
+        return False
+
+    def save_noise_scale(self, draw: Callable[[], Image.Image | None]) -> Image.Image | None:
+        """Draw and save the picture of the gradient noise scale; return it if there is one and it is saved."""
+        with self._outputs.attempt("the picture of the noise scale", self.noise_scale):
+            picture = draw()
+            if picture:
+                _write(self.noise_scale, picture)
+            return picture
+        return None
+
+    def animate(self) -> None:
+        """Make an animation of the grids."""
+        with self._outputs.attempt("the animation", self.animation, consequence="the grids are in the same folder"):
+            if len(frames := grids(self._samples)) > 1:
+                save_animation(frames, self.animation)
+
+
+def _write(path: Path, picture: Image.Image) -> None:
+    make_folder(path.parent)
+    replace_file(path, as_png(picture))
