@@ -60,6 +60,7 @@ def trained(cases: dict[str, dict]) -> dict[str, dict[str, list[float]]]:
     return found
 
 
+@torch.compiler.set_stance("force_eager")  # torchao compiles its update for each shape of weights: a minute, and no other state
 def differences_after_resume(cases: dict[str, dict]) -> dict[str, list[str]]:
     """For each case, the tensors in which a resumed run differs from a straight one."""
     folder = shared_folder()

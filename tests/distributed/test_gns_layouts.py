@@ -9,16 +9,14 @@ from tests.launcher import run_on_ranks
 STEPS = 6
 COMPILED = ("--compile.enable", "true")
 BF16 = ("--training.mixed_precision_param", "bfloat16")
-# ranks -> name -> layout. What inductor compiles, of eight images, is one graph that all of them find in its cache.
+# ranks -> name -> layout
 CASES = {
     1: {
         "one": {"replicas": 1, "shards": 1},
         "accumulate": {"replicas": 1, "shards": 1, "accumulation": 2},
-        "compile, accumulate": {"replicas": 1, "shards": 1, "accumulation": 2, "overrides": COMPILED},
         "compile whole": {
             "replicas": 1, "shards": 1, "overrides": (*COMPILED, "--compile.scope", "model"), "backend": WITHOUT_CODE,
         },
-        "full": {"replicas": 1, "shards": 1, "overrides": ("--activation_checkpoint.mode", "full")},
         "selective": {"replicas": 1, "shards": 1, "overrides": ("--activation_checkpoint.mode", "selective")},
         "one bf16": {"replicas": 1, "shards": 1, "overrides": BF16, "layers": 3},
     },
@@ -26,23 +24,18 @@ CASES = {
         "ddp": {"replicas": 2, "shards": 1},
         "fsdp": {"replicas": 1, "shards": 2},
         "fsdp accumulate": {"replicas": 1, "shards": 2, "accumulation": 2},
-        "fsdp compile, full": {
-            "replicas": 1, "shards": 2, "overrides": (*COMPILED, "--activation_checkpoint.mode", "full"),
-            "backend": WITHOUT_CODE,
-        },
+        "fsdp compile, full": {"replicas": 1, "shards": 2, "overrides": (*COMPILED, "--activation_checkpoint.mode", "full")},
         "fsdp bf16": {"replicas": 1, "shards": 2, "overrides": BF16, "layers": 3},
     },
     4: {
-        "ddp": {"replicas": 4, "shards": 1},
-        "fsdp": {"replicas": 1, "shards": 4},
         "hsdp": {"replicas": 2, "shards": 2},
         "hsdp accumulate": {"replicas": 2, "shards": 2, "accumulation": 2},
     },
 }
-# Only in the long tests: above, compiled blocks are in "compile, accumulate" and, without code, in "fsdp compile, full".
+# Only in the long tests: above, compiled blocks are in "fsdp compile, full".
 FURTHER = {
     1: {
-        "compile": {"replicas": 1, "shards": 1, "overrides": COMPILED},
+        "compile, accumulate": {"replicas": 1, "shards": 1, "accumulation": 2, "overrides": COMPILED},
         "compile bf16": {"replicas": 1, "shards": 1, "overrides": (*COMPILED, *BF16), "layers": 3},
     },
     2: {"fsdp compile": {"replicas": 1, "shards": 2, "overrides": COMPILED}},
@@ -101,7 +94,7 @@ def test_code_of_inductor_gives_the_same_sums(sums, ranks):
         test_layout_free_sums_equal_those_of_one_process(compiled, ranks, name)
 
 
-OUTSIDE = {1: ("accumulate", "one bf16", "full"), 2: ("ddp", "fsdp accumulate", "fsdp compile, full", "fsdp bf16"), 4: ("hsdp",)}
+OUTSIDE = {1: ("accumulate", "one bf16"), 2: ("ddp", "fsdp accumulate")}
 
 
 @pytest.mark.parametrize("ranks", OUTSIDE)
@@ -113,7 +106,7 @@ def test_a_weight_used_outside_of_its_layer_is_refused_on_every_rank(ranks):
             assert step == 2 and "output.linear.weight or its bias is used outside of its layer" in words, name
 
 
-@pytest.mark.parametrize(("ranks", "name"), [(2, "ddp"), (4, "fsdp"), (4, "hsdp accumulate"), (1, "accumulate")])
+@pytest.mark.parametrize(("ranks", "name"), [(2, "ddp"), (4, "hsdp"), (4, "hsdp accumulate"), (1, "accumulate")])
 def test_pairs_within_microbatches_are_fewer_and_told(sums, ranks, name):
     microbatches = ranks * (2 if "accumulate" in name else 1)
     for row, one in zip(sums[ranks, name], sums[1, "one"], strict=True):

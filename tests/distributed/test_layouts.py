@@ -7,11 +7,11 @@ import pytest
 from tests.distributed.cases import WITHOUT_CODE, by_inductor
 from tests.launcher import run_on_ranks
 
-STEPS, FEWER = 50, 20  # fewer where microbatches are accumulated, recomputed or compiled, which each step does alike
+STEPS, FEWER = 50, 8  # fewer where two ranks have shown more, and what each step does alike: accumulate, recompute, compile
 
 
-def case(replicas: int, shards: int, accumulation: int = 1, *overrides: str, backend: str = "inductor") -> dict:
-    steps = FEWER if accumulation > 1 or overrides else STEPS
+def case(replicas: int, shards: int, accumulation: int = 1, *overrides: str, backend: str = WITHOUT_CODE) -> dict:
+    steps = FEWER if accumulation > 1 or overrides or max(replicas, shards) > 2 else STEPS
     return {
         "steps": steps, "replicas": replicas, "shards": shards, "accumulation": accumulation, "backend": backend,
         "overrides": ("--model.num_layers", "2", *overrides),
@@ -22,27 +22,25 @@ AC = "--activation_checkpoint.mode"
 COMPILE = ("--compile.enable", "true")
 WHOLE = (*COMPILE, "--compile.scope", "model")
 
-ON_ONE = {"one": case(1, 1), "one, accumulation 2": case(1, 1, 2), "one, full": case(1, 1, 1, AC, "full")}
+ON_ONE = {"one, accumulation 2": case(1, 1, 2), "one, full": case(1, 1, 1, AC, "full")}
 ON_TWO = {
     "DDP": case(2, 1), "DDP, accumulation 2": case(2, 1, 2),
     "FSDP": case(1, 2), "FSDP, accumulation 2": case(1, 2, 2),
 }
 ON_FOUR = {
-    "DDP": case(4, 1), "DDP, accumulation 2": case(4, 1, 2),
-    "FSDP": case(1, 4), "FSDP, accumulation 2": case(1, 4, 2),
-    "HSDP": case(2, 2), "HSDP, accumulation 2": case(2, 2, 2),
+    "DDP": case(4, 1), "FSDP, accumulation 2": case(1, 4, 2), "HSDP": case(2, 2), "HSDP, accumulation 2": case(2, 2, 2),
 }
 # What inductor compiles on one process is of eight images as on two, whose graphs it then finds in its cache.
 COMPILED = {
-    "one, none": case(1, 1, 2, *COMPILE), "one, full": case(1, 1, 2, *COMPILE, AC, "full"),
-    "one, selective": case(1, 1, 1, *COMPILE, AC, "selective", backend=WITHOUT_CODE),
-    "one, whole, memory budget": case(1, 1, 1, *WHOLE, AC, "memory_budget", backend=WITHOUT_CODE),
+    "one, full": case(1, 1, 2, *COMPILE, AC, "full", backend="inductor"),
+    "one, selective": case(1, 1, 1, *COMPILE, AC, "selective"),
+    "one, whole, memory budget": case(1, 1, 1, *WHOLE, AC, "memory_budget"),
 }
 CHECKPOINTED_ON_TWO = {
     "FSDP, selective": case(1, 2, 1, AC, "selective"), "DDP, full": case(2, 1, 1, AC, "full"),
     "FSDP, selective in every second block": case(1, 2, 1, AC, "selective", "--activation_checkpoint.every", "2"),
-    "FSDP, compiled, full": case(1, 2, 1, *COMPILE, AC, "full"), "DDP, compiled": case(2, 1, 1, *COMPILE),
-    "DDP, whole, full": case(2, 1, 1, *WHOLE, AC, "full", backend=WITHOUT_CODE),
+    "FSDP, compiled, full": case(1, 2, 1, *COMPILE, AC, "full", backend="inductor"), "DDP, compiled": case(2, 1, 1, *COMPILE),
+    "DDP, whole, full": case(2, 1, 1, *WHOLE, AC, "full"),
 }
 # Each combines two settings that cases above have separately.
 FURTHER_ON_ONE = {"one, whole, selective": case(1, 1, 1, *WHOLE, AC, "selective")}
@@ -90,7 +88,7 @@ def test_compile_and_checkpointing_change_nothing(ranks, cases, references):
 OWN = ("--model.embedding_per_block", "true", "--model.mlp_norm_eps", "1e-4")
 OWN_EMBEDDINGS = {
     "DDP, accumulation 2": case(2, 1, 2, *OWN),
-    "FSDP, compiled, full": case(1, 2, 1, *OWN, *COMPILE, AC, "full", backend=WITHOUT_CODE),
+    "FSDP, compiled, full": case(1, 2, 1, *OWN, *COMPILE, AC, "full"),
 }
 
 

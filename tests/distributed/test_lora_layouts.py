@@ -30,7 +30,7 @@ OF_RANKS: dict[int, dict[str, dict[str, Any]]] = {
 LIKE = {"outputs, compiled": "outputs", "DDP": "one", "FSDP, full": "one", "FSDP, bfloat16": "bfloat16"}
 
 if importlib.util.find_spec("torchao"):  # quantised weights: the codes are whole on every rank
-    INT8 = (*LORA, "--lora.base_dtype=int8")
+    INT8 = (*OUTPUTS, "--lora.base_dtype=int8")
     OF_RANKS[1] |= {  # codes are multiplied in bfloat16
         "int8": {"accumulation": 2, "overrides": INT8},
         "int8, compiled": {"accumulation": 2, "overrides": (*INT8, COMPILE), "backend": WITHOUT_CODE},

@@ -12,11 +12,11 @@ from tests.distributed.test_ema_and_optimizers import whole
 from tests.launcher import run_on_ranks
 from torchtitan.models.magnitude import NormalizedWeight
 
-STEPS = 50
+STEPS = 20
 # Labels and gains that move, a rate as the paper's.
 MODEL = ("--model.magnitude_preserving=true", "--model.num_layers=2", "--optimizer.lr=1e-2")
 LAYOUTS = {
-    1: {"one": (1, 1, 1), "one, accumulation": (1, 1, 2), "one, compiled": (1, 1, 1)},
+    1: {"one": (1, 1, 1), "one, accumulation": (1, 1, 2)},
     2: {"DDP": (2, 1, 1), "FSDP": (1, 2, 1), "FSDP, compiled": (1, 2, 1)},
     4: {"HSDP": (2, 2, 1)},
 }
@@ -51,7 +51,7 @@ def weights() -> dict[str, dict[str, torch.Tensor]]:
 
 
 @pytest.mark.parametrize("layout", list(chain.from_iterable(LAYOUTS.values()))[1:])
-def test_weights_after_fifty_steps_are_those_of_one_process(layout, weights):
+def test_weights_after_twenty_steps_are_those_of_one_process(layout, weights):
     wanted, found = weights["one"], weights[layout]
     assert wanted.keys() == found.keys()
     errors = {key: ((found[key] - wanted[key]).norm() / wanted[key].norm()).item() for key in wanted}

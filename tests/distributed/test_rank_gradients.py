@@ -13,7 +13,7 @@ from torchtitan.gns.rank_gradients import RankGradients
 LAYOUTS = {
     2: {"DDP": (2, 1), "FSDP": (1, 2)},
     3: {"DDP": (3, 1), "FSDP": (1, 3)},
-    4: {"DDP": (4, 1), "FSDP": (1, 4), "HSDP": (2, 2)},
+    4: {"HSDP": (2, 2)},
 }
 WAYS = {
     "eager": {},
@@ -23,7 +23,7 @@ WAYS = {
     "bfloat16": {"param_dtype": "bfloat16", "accumulation": 2},
 }
 ONLY_ON_TWO = {
-    "DDP, compiled": {"replicas": 2, "shards": 1, "compiled": True},
+    "DDP, compiled": {"replicas": 2, "shards": 1, "compiled": True, "backend": WITHOUT_CODE},
     "DDP, compiled whole": {"replicas": 2, "shards": 1, "compiled": True, "scope": "model", "backend": WITHOUT_CODE},
     "FSDP, compiled, full checkpointing": {
         "replicas": 1, "shards": 2, "compiled": True, "checkpoint": "full", "backend": WITHOUT_CODE,

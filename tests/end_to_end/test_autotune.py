@@ -1,13 +1,12 @@
 """The batch-size search in real processes."""
 
 import json
-from pathlib import Path
 
 import pytest
 
 from torchtitan.config.job import load_config
 from torchtitan.experiments.autotune.probe import ProbeFailed, ProbeProcesses, run_probe
-from torchtitan.experiments.autotune.tuning import NothingFits, autotune
+from torchtitan.experiments.autotune.tuning import autotune
 
 CONFIG = """
 [model]
@@ -18,21 +17,15 @@ name = "synthetic"
 kind = "constant"
 shape = [4, 32, 32]
 """
-CANDIDATES = [48, 96, 144]
 
-# Given to all ranks as sitecustomize: in its first optimizer step rank 1 alone fails, or has no more memory from there.
+# Given to all ranks as sitecustomize: in its first optimizer step rank 1 alone fails.
 OF_RANK_1 = """
-import os, resource, sys
+import os, sys
 if os.environ.get("RANK") == "1" and any("train.py" in word for word in sys.orig_argv):
     import torch
-    step = torch.optim.AdamW.step
     def crash(*arguments, **options):
         raise RuntimeError("a bug of one rank")
-    def memory(*arguments, **options):
-        line = next(line for line in open("/proc/self/status") if line.startswith("VmData"))
-        resource.setrlimit(resource.RLIMIT_DATA, (int(line.split()[1]) * 1024, resource.RLIM_INFINITY))
-        return step(*arguments, **options)
-    torch.optim.AdamW.step = FAULT
+    torch.optim.AdamW.step = crash
 """
 
 
@@ -46,14 +39,14 @@ def arguments(tmp_path, monkeypatch) -> list[str]:
     return ["--job.config_file", str(path), "--job.dump_folder", str(tmp_path / "outputs")]
 
 
-def test_largest_is_that_of_an_exhaustive_scan(arguments, tmp_path):
+def test_largest_is_that_of_a_scan(arguments, tmp_path):
     how = ProbeProcesses(1, 300.0, tmp_path / "scan.log")
     scan = {}
-    for batch_size in CANDIDATES:
+    for batch_size in (96, 144):
         config = load_config([*arguments, f"--training.local_batch_size={batch_size}"], 1)
         scan[batch_size] = run_probe(config, "largest", 0, how).memory_gib
     budget = (scan[96] + scan[144]) / 2
-    assert scan[48] + 0.02 < scan[96] + 0.02 < budget, scan
+    assert scan[96] + 0.02 < budget, scan
 
     result = autotune(arguments, 1, memory_gib=budget, headroom=0.0, multiple_of=48, max_batch_size=144)
     assert result.batch_size == max(size for size, memory in scan.items() if memory <= budget) == 96
@@ -63,23 +56,9 @@ def test_largest_is_that_of_an_exhaustive_scan(arguments, tmp_path):
     assert (again.batch_size, again.tried) == (96, 0)
 
 
-def give_to_rank_1(fault: str, folder: Path, monkeypatch) -> None:
-    (folder / "sitecustomize.py").write_text(OF_RANK_1.replace("FAULT", fault))
-    monkeypatch.setenv("PYTHONPATH", str(folder))
-
-
-def test_one_rank_without_memory_ends_the_probe_of_all(arguments, tmp_path, monkeypatch):
-    give_to_rank_1("memory", tmp_path, monkeypatch)
-    lines = []
-    with pytest.raises(NothingFits, match="memory runs out at batch size 32"):
-        autotune(
-            arguments, 2, memory_gib=64.0, multiple_of=32, max_batch_size=32, timeout_s=240.0, report=lines.append
-        )
-    assert len(lines) == 1 and "does not fit, out of memory" in lines[0]
-
-
 def test_one_rank_that_fails_ends_the_search_with_its_reason(arguments, tmp_path, monkeypatch):
-    give_to_rank_1("crash", tmp_path, monkeypatch)
+    (tmp_path / "sitecustomize.py").write_text(OF_RANK_1)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     with pytest.raises(ProbeFailed) as caught:
         autotune(arguments, 2, memory_gib=64.0, max_batch_size=1, timeout_s=240.0)
     assert caught.value.outcome.status == "failed"

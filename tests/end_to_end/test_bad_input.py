@@ -1,6 +1,5 @@
 """What cannot run is refused in one line per problem, with exit code 2 and nothing written."""
 
-import random
 from pathlib import Path
 
 import pytest
@@ -33,10 +32,6 @@ def training_arguments(config: Path, name: str, *overrides: str) -> list[str]:
     ("overrides", "fragments"),
     [
         (["--training.local_batchsize", "4"], ["--training.local_batchsize", "training.local_batch_size"]),
-        (["--training.steps", "many"], ["--training.steps", "many"]),
-        (["--parallelism.data_parallel_shard_degree", "3"], ["1 replicas x 3 shards", "1 process"]),
-        (["--model.patch_size", "3"], ["model.patch_size", "8"]),
-        (["--sampling.enable", "true", "--sampling.classes", "[10]"], ["sampling.classes", "10"]),
         (["--data.name", "cifar10", "--data.path", "nowhere/at/all"], ["nowhere/at/all"]),
         (["--model.flavor", "DiT-S/3", "--optimizer.lr", "-1"], ["DiT-S/2", "optimizer.lr"]),
     ],
@@ -108,56 +103,3 @@ def test_weights_with_missing_extra_or_misshapen_tensors_are_refused(trained, tm
     assert "output.linear.bias is [7] instead of [4]" in error
     assert outputs["garbage"][0] == 2 and "not a readable safetensors file" in outputs["garbage"][2]
     assert outputs["good"][0] == 0 and Path(outputs["good"][1].strip()).exists(), outputs["good"]
-
-
-def test_fuzzed_command_lines_run_or_are_refused(tmp_path):
-    """Twenty seeded command lines of good and bad values, each a process of its own."""
-    config = write_config(tmp_path)
-    good = {
-        "--model.num_heads": ["4", "2"],
-        "--model.patch_size": ["2", "4"],
-        "--model.position": ["sincos", "rotary"],
-        "--data.name": ["digits", "synthetic"],
-        "--objective.timesteps.name": ["uniform", "logit_normal"],
-        "--objective.spread": ["none", "stratified", "low_discrepancy"],
-        "--training.local_batch_size": ["16", "8", "-1"],
-        "--training.mixed_precision_param": ["float32", "bfloat16"],
-        "--ema.tracks": ['[{"name": "ema"}]', '[{"name": "ema", "decay": 0.5}, {"name": "slow"}]'],
-        "--activation_checkpoint.mode": ["none", "full", "selective"],
-        "--job.name": ["fine"],
-    }
-    bad = {
-        "--model.num_heads": ["3", "0", "two"],
-        "--model.patch_size": ["5", "[2]"],
-        "--data.name": ["cifar10", "../x"],
-        "--objective.spread": ["maybe"],
-        "--training.local_batch_size": ["5", "1e99", "nan"],
-        "--ema.tracks": ["3", '[{"nam": "x"}]', "{"],
-        "--checkpoint.keep_latest_k": ["-5"],
-        "--sampling.solver.name": ["rk45", "heun"],  # no effect: QUICK turns sampling off
-        "--job.name": ["../escape", "a/b", ""],
-        "--lr_scheduler.min_lr_factor": ["2", "inf"],
-        "--unheard.of": ["1"],
-    }
-    draw = random.Random(2026)
-    lines = []
-    for number in range(20):
-        chosen = {key: draw.choice(good[key]) for key in draw.sample(list(good), 3)}
-        if number % 2:
-            key = draw.choice(list(bad))
-            chosen[key] = draw.choice(bad[key])
-        lines.append([part for item in chosen.items() for part in item])
-
-    def attempt(number: int) -> tuple[list[str], int, str, str]:
-        base = ["--job.config_file", str(config), "--job.dump_folder", str(tmp_path / f"outputs{number}"), *QUICK]
-        return lines[number], *call([*base, *lines[number]])
-
-    results = [attempt(number) for number in range(len(lines))]
-    codes = [code for _, code, _, _ in results]
-    for number, (line, code, output, error) in enumerate(results):
-        assert code in (0, 2), (line, output, error)
-        assert "Traceback" not in output + error, (line, error)
-        assert code == 0 or error.strip(), line
-        assert (tmp_path / f"outputs{number}").exists() == (code == 0), line
-    assert codes == [0, 2] * 10
-    assert sorted(path.name for path in tmp_path.iterdir() if not path.name.startswith("outputs")) == ["small.toml"]

@@ -96,7 +96,7 @@ def test_any_track_of_a_sharded_run_is_exported_exactly(run, command, tmp_path, 
     assert not any(same(wanted, other) for other in others)
 
 
-@pytest.mark.parametrize("layout", ["dit", "sit", "diffusers"])
+@pytest.mark.parametrize("layout", ["dit", "diffusers"])
 def test_published_layouts_come_back_exactly(run, config_file, command, tmp_path, layout):
     out, back = tmp_path / "published", tmp_path / "back.safetensors"
     approximate = ["--approximate"] if layout == "diffusers" else []
@@ -226,12 +226,6 @@ def test_diff_of_equal_and_of_different_weights(run, damaged, command, tmp_path)
         "another shape or dtype: cast: float32 [2] and bfloat16 [2]",
     ]
 
-    many = {f"w{index:02}": torch.full((2,), 1.0 + index) for index in range(14)}
-    save_file(many, tmp_path / "a.safetensors")
-    save_file({name: tensor + 1 for name, tensor in many.items()}, tmp_path / "c.safetensors")
-    lines = command("diff", tmp_path / "a.safetensors", tmp_path / "c.safetensors")[1].splitlines()
-    assert len(lines) == 12 and lines[1].startswith("w00: max 1,") and lines[-1] == "... and 4 more (--all)"
-    assert len(command("diff", "--all", tmp_path / "a.safetensors", tmp_path / "c.safetensors")[1].splitlines()) == 15
 
 
 # --- what is refused
@@ -240,14 +234,10 @@ def test_diff_of_equal_and_of_different_weights(run, damaged, command, tmp_path)
 def test_what_is_no_checkpoint_is_refused(run, command, tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "text.safetensors").write_text("not tensors")
-    for words in (["list", tmp_path / "empty"], ["list", tmp_path / "missing"], ["verify", tmp_path / "empty"],
-                  ["verify", tmp_path / "text.safetensors"], ["diff", run.folder, tmp_path / "empty"],
-                  ["diff", run.folder, tmp_path / "text.safetensors"], ["diff", run.folder, tmp_path / "missing"],
-                  ["export", tmp_path / "empty", "--format", "dit", "--output", tmp_path / "x"],
+    for words in (["list", tmp_path / "empty"], ["verify", tmp_path / "text.safetensors"],
+                  ["diff", run.folder, tmp_path / "missing"],
                   ["export", run.folder, "--ema", "fast", "--format", "dit", "--output", tmp_path / "x"],
-                  ["export", run.folder, "--step", 3, "--format", "dit", "--output", tmp_path / "x"],
-                  ["export", run.folder, "--format", "flux", "--output", tmp_path / "x"],
-                  ["export", run.folder, "--format", "diffusers", "--output", tmp_path / "x"]):
+                  ["export", run.folder, "--step", 3, "--format", "dit", "--output", tmp_path / "x"]):
         code, output, error = command(*words)
         assert code == 2 and output == "" and error.strip(), words
     assert contents(tmp_path) == {"empty", "text.safetensors"}
@@ -319,18 +309,16 @@ def test_output_is_replaced_only_when_asked_for(run, command, tmp_path):
 # --- initial weights
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_initial_weights_that_lack_a_tensor_or_have_another_need_a_key(run, config_file, command, tmp_path, ranks):
+def test_initial_weights_that_lack_a_tensor_or_have_another_need_a_key(run, config_file, command, tmp_path):
     file = tmp_path / "start.safetensors"
     command("export", run.folder, "--ema", "none", "--format", "safetensors", "--output", file)
     weights = load_file(file)
     lacking = weights.pop("patch_embed.weight")
     save_file(weights | {"stranger": torch.zeros(2)}, file)
     words = ["--checkpoint.initial_weights", str(file), "--optimizer.lr", "1e-30", "--training.steps", "1"]
-    name = f"lacking-{ranks}"
-    codes, outputs = ForkedRun(config_file, name, *words, ranks=ranks, shards=ranks).wait()
+    codes, outputs = ForkedRun(config_file, "lacking", *words, ranks=2, shards=2).wait()
     assert codes[0] == 2 and outputs[0].count("(--checkpoint.initial_weights_strict false accepts that)") == 2
-    begun = ForkedRun(config_file, name, *words, "--checkpoint.initial_weights_strict", "false", ranks=ranks, shards=ranks)
+    begun = ForkedRun(config_file, "lacking", *words, "--checkpoint.initial_weights_strict", "false", ranks=2, shards=2)
     output = begun.finish()[0]
     assert "1 tensors are missing: patch_embed.weight" in output and "1 tensors are not of this model: stranger" in output
     found = weights_of(begun, "model.", step=1)

@@ -3,7 +3,6 @@
 import html.parser
 import json
 import re
-import shutil
 import statistics
 import subprocess
 from pathlib import Path
@@ -175,22 +174,6 @@ def test_curve_of_a_run_passes_through_its_points(tmp_path):
     steps = [x - first[0][0] for x, _ in first]
     assert steps == pytest.approx([steps[1] * i for i in range(10)], abs=0.6)
     assert "Over seeds" not in page.text and "Not smoothed" in page.text
-
-
-def test_runs_with_next_to_nothing_make_a_page(tmp_path):
-    failed = '{"status": "failed", "reason": "why"}'
-    for name, content in {"config.toml": "[half", "metrics.jsonl": "", "summary.json": failed}.items():
-        (tmp_path / name).mkdir()
-        (tmp_path / name / name).write_text(content)
-    only_nan = tmp_path / "nan"
-    shutil.copytree(tmp_path / "metrics.jsonl", only_nan)
-    lines = '{"step": 1, "loss_metrics/global_avg_loss": NaN, "lr": 0.0}\n{"step": 2, "lr": 0}'
-    (only_nan / "metrics.jsonl").write_text(lines)
-    names = ["config.toml", "metrics.jsonl", "summary.json", "nan"]
-    (tmp_path / "page.html").write_text(compare_page(read_runs(tmp_path / name for name in names)))
-    page = Page(tmp_path / "page.html")
-    for text in ("nan: training loss not finite at 1 logged points", "nothing logged yet", "failed: why", "Not logged"):
-        assert text in page.text, text
 
 
 def test_folders_that_are_no_runs_are_named_in_one_line_each(tmp_path):

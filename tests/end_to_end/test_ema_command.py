@@ -13,7 +13,6 @@ from tests.end_to_end.tools import caller, load_tool
 from tests.extractions import content
 from tests.faults.forked import FAULT, ForkedRun
 from tests.faults.moments import KILLED
-from tests.forked import run_script
 from torchtitan.checkpoint.comparison import compare, open_checkpoint
 from torchtitan.errors import CheckpointError
 from torchtitan.runs.check import check_run
@@ -93,14 +92,6 @@ def test_weights_of_any_length_are_loaded_from_the_run_and_from_a_file(straight,
             load_run(straight, track, None, device)
 
 
-def test_samples_are_drawn_from_the_file(straight, command, tmp_path):
-    weights = tmp_path / "average.safetensors"
-    assert command("reconstruct", straight, "--std", 0.075, "--output", weights)[0] == 0
-    options = ("--num-steps", "2", "--classes", "3", "--guidance-scale", "1")
-    result = run_script("scripts/sample.py", str(weights), "--config", str(straight / "config.toml"), *options)
-    assert result.returncode == 0 and list((tmp_path / "average").glob("grid-seed-0.png")), result.stderr
-
-
 def scores(output: str, metric: str) -> dict[str, float]:
     return {std: float(value) for value, std in re.findall(rf"^{metric} (\S+): std (\S+) ", output, re.MULTILINE)}
 
@@ -128,14 +119,9 @@ def test_sweep_ranks_lengths_in_the_direction_of_a_metric_of_samples(straight, c
 
 SWEEPS = {
     "--stds 0.1 0.3": "below 0.2887",
-    "--stds 0.1 0.28": "above 0.1; they reach",
     "--stds 0.1 --metric fod": "--metric: no metric is called 'fod' (there are: loss, fid,",
     "--stds 0.1 --metric fd --images 20": "fd: a covariance of 64 features from 20 images",
-    "--stds 0.1 --metric memorisation": "--metric memorisation: evaluation.held_out: not given",
-    "--stds 0.1 --guidance-scale 2": "has no effect on held-out loss",
     "--stds 0.1 --metric prdc --guidance-scale 2 --guide :nobody": "has no EMA track 'nobody'",
-    "--stds 0.1 --metric prdc --guidance-scale 1 --guide :long": "--guide: has no effect at a guidance scale of 1",
-    "--stds 0.1 --images 0": "--images: must be at least 1",
 }
 
 

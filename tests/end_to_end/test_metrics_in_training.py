@@ -1,12 +1,10 @@
 """[evaluation]: samples measured during training, on any number of ranks, without a trace in the training itself."""
 
-import json
 import shutil
 import signal
 
 import pytest
 
-from tests.end_to_end.drawing import sample
 from tests.end_to_end.runs import write_config
 from tests.faults.forked import ForkedRun
 from torchtitan_dit.commands import evaluate
@@ -42,11 +40,6 @@ def test_metrics_are_logged_alike_on_other_ranks_and_after_a_kill_and_leave_the_
     plain.finish()
     said = straight.finish()[0]
     assert straight.losses() == plain.losses()
-    undrawn = ForkedRun(config, "undrawn", *measured_every_eight_steps(reference, "--sampling.enable", "false"))
-    undrawn.finish()
-    assert measured(undrawn) == measured(straight) and not (undrawn.folder / "samples").exists()
-    (code, said_of_set), = sample(tmp_path / "set", undrawn.folder, "--count", "1")
-    assert code == 0 and json.loads((tmp_path / "set" / "set.json").read_text())["num_steps"] == 2, said_of_set
     killed = ForkedRun(config, "moved", *measured_every_eight_steps(reference))
     killed.wait_for_step(12)  # a checkpoint with a measurement is there
     killed.send(signal.SIGKILL)

@@ -72,26 +72,14 @@ def test_images_are_those_of_the_command(notebook, tmp_path):
 @pytest.mark.parametrize(("options", "text"), [
     ({"classes": [10]}, "10 is not in 0..9"),
     ({"output": "jpeg"}, "output: must be \"pil\", \"tensor\" or \"latents\", is 'jpeg'"),
-    ({"images_per_class": 0}, "images_per_class: must be at least 1, is 0"),
     ({"seed": -1}, "seed: must be in"),
-    ({"seed": "a"}, "seed: must be an integer, is 'a'"),
-    ({"seed": 1.0}, "seed: must be an integer, is 1.0"),
-    ({"images_per_class": 2.5}, "images_per_class: must be an integer, is 2.5"),
-    ({"classes": [1.5]}, "classes: must be an integer, is 1.5"),
-    ({"classes": [True]}, "classes: must be an integer, is true"),
-    ({"classes": ["3"]}, "classes: must be an integer, is '3'"),
     ({"classes": np.array([[1, 2], [3, 4]])}, "classes: must be an integer, is array([1, 2])"),
     ({"classes": 3}, "classes: must be a list of integers, is 3"),
     ({"encoders": {"text": "stub:32"}}, "encoders: has no effect without prompts"),
     ({"ema": "none"}, "ema: is an option of loading (give it to load)"),
-    ({"classes": []}, "classes: is empty (leave it out for those of the training)"),
     ({"classes": [1], "prompts": ["a dog"]}, "has no effect with prompts"),
     ({"prompts": ["a dog"]}, "--prompt: the model was trained on"),
     ({"solver": "hoin"}, "invalid choice: 'hoin'"),
-    ({"num_steps": "many"}, "invalid int value: 'many'"),
-    ({"encoders": {"image": "x"}, "prompts": ["a dog"]}, "encoders: 'image' is none of"),
-    ({"encoders": "stub:32", "prompts": ["a dog"]}, "encoders: must be a mapping of text, pooled, is 'stub:32'"),
-    ({"churn": 3.0}, "has no effect"),
 ])  # fmt: skip
 def test_what_cannot_be_drawn_is_an_exception_of_one_line(notebook, options, text):
     with pytest.raises(WeightsError) as refused:

@@ -9,11 +9,7 @@ from safetensors.torch import load_file
 from tests.end_to_end.runs import Run, checkpoint_tensors, write_config
 from tests.faults.forked import FAULT, ForkedRun
 
-LAYOUTS = {
-    "one process": {"ranks": 1},
-    "DDP x 4": {"ranks": 4, "replicas": 4},
-    "FSDP x 2": {"ranks": 2, "shards": 2},
-}
+LAYOUTS = {"one process": {"ranks": 1}, "FSDP x 2": {"ranks": 2, "shards": 2}}
 
 
 @pytest.fixture(scope="module")
@@ -76,33 +72,19 @@ def test_four_ranks_then_two_then_one_then_four_in_other_layouts_go_on_as_one_ru
     assert sum(tag.startswith("validation") for point in straight.points() for tag in point) >= 6
 
 
-def test_finished_run_says_so_and_changes_nothing(config):
-    run = ForkedRun(config, "finished", "--training.steps", "6", "--checkpoint.interval", "3")
-    run.finish()
-    before = {path: path.stat().st_mtime_ns for path in run.folder.rglob("*")}
-    again = ForkedRun(config, "finished", "--training.steps", "6", "--checkpoint.interval", "3")
-    assert "finished" in again.finish()[0]
-    assert {path: path.stat().st_mtime_ns for path in run.folder.rglob("*")} == before
-
-
 def test_a_finished_run_is_compared_with_the_configuration_as_an_unfinished_one_is(config):
     arguments = ("--training.steps", "8", "--sampling.enable", "false")
     run = ForkedRun(config, "compared", *arguments)
     run.finish()
-    for other in (("--optimizer.lr", "5e-3", "--model.dim", "128"), ("--training.steps", "7")):
-        before = {path: path.stat().st_mtime_ns for path in run.folder.rglob("*")}
-        (finished,), (output,) = ForkedRun(config, "compared", *arguments, *other).wait()
-        assert finished == 2, output
-        assert {path: path.stat().st_mtime_ns for path in run.folder.rglob("*")} == before
-        summary = run.summary()
-        (run.folder / "summary.json").rename(run.folder / "away")
-        (unfinished,), (wanted,) = ForkedRun(config, "compared", *arguments, *other).wait()
-        (run.folder / "away").rename(run.folder / "summary.json")
-        assert (unfinished, wanted) == (2, output) and run.summary() == summary
-        key = other[0].removeprefix("--")
-        assert "compared: holds a run of another configuration" in output and f"  {key}: " in output
-    for same in (("--metrics.log_freq", "1"), ("--optimizer.lr", "5e-3", "--job.allow_config_change", "true")):
-        assert "this run is finished" in ForkedRun(config, "compared", *arguments, *same).finish()[0]
+    before = {path: path.stat().st_mtime_ns for path in run.folder.rglob("*")}
+    assert "this run is finished" in ForkedRun(config, "compared", *arguments, "--metrics.log_freq", "1").finish()[0]
+    other = (*arguments, "--optimizer.lr", "5e-3", "--model.dim", "128")
+    (finished,), (output,) = ForkedRun(config, "compared", *other).wait()
+    assert {path: path.stat().st_mtime_ns for path in run.folder.rglob("*")} == before
+    assert "compared: holds a run of another configuration" in output and "  optimizer.lr: " in output
+    (run.folder / "summary.json").unlink()
+    (unfinished,), (wanted,) = ForkedRun(config, "compared", *other).wait()
+    assert (finished, unfinished, wanted) == (2, 2, output)
 
 
 def test_final_weights_that_a_finished_run_is_asked_for_are_written_from_its_last_checkpoint(config):
@@ -120,10 +102,9 @@ def test_final_weights_that_a_finished_run_is_asked_for_are_written_from_its_las
     assert "this run is finished" in ForkedRun(config, "weighed", *asked).finish()[0]
 
 
-@pytest.mark.parametrize("adapter", [(), ("--lora.enable", "true", "--lora.rank", "2")], ids=["whole", "adapter"])
-def test_kills_while_final_weights_are_written_leave_nothing_hidden(tmp_path, monkeypatch, adapter):
+def test_kills_while_final_weights_are_written_leave_nothing_hidden(tmp_path, monkeypatch):
     small = write_config(tmp_path)
-    words = ("--training.steps", "2", "--lr_scheduler.warmup_steps", "0", "--sampling.enable", "false", *adapter)
+    words = ("--training.steps", "2", "--lr_scheduler.warmup_steps", "0", "--sampling.enable", "false")
     words += ("--checkpoint.final_weights", "float32")
     monkeypatch.setenv(FAULT, "0:before the final weights:1")
     for _ in range(2):
@@ -162,29 +143,16 @@ def test_a_run_from_an_earlier_step_that_is_killed_resumes_from_its_newest_check
     assert "this run is finished" in ForkedRun(config, "branched", *again).finish()[0]
 
 
-def test_signal_to_one_rank_saves_and_ends_all(config):
-    assert stopped_by(config, "stopped", lambda run: run.processes[1].send_signal(signal.SIGTERM)) == signal.SIGTERM
-
-
 def test_ctrl_c_that_the_launcher_passes_on_still_saves(config):
-    def ctrl_c(run: Run) -> None:  # from the terminal, then from torchrun
-        run.send(signal.SIGINT)
-        run.send(signal.SIGTERM)
-
-    assert stopped_by(config, "interrupted", ctrl_c) in (signal.SIGINT, signal.SIGTERM)
-
-
-def stopped_by(config, name: str, stop) -> int:
-    """Number of the signal with which both ranks of an endless run ended, saved."""
-    run = ForkedRun(config, name, "--training.steps", "100000", ranks=2, replicas=2)
+    run = ForkedRun(config, "interrupted", "--training.steps", "100000", ranks=2, replicas=2)
     run.wait_for_step(10)
-    stop(run)
+    run.send(signal.SIGINT)  # from the terminal, then from torchrun
+    run.send(signal.SIGTERM)
     codes, outputs = run.wait(300)
-    assert codes[0] == codes[1], outputs
+    assert codes[0] == codes[1] and codes[0] - 128 in (signal.SIGINT, signal.SIGTERM), outputs
     summary = run.summary()
     assert summary["status"] == "interrupted"
     assert (run.folder / "checkpoint" / f"step-{summary['step']:08d}" / "manifest.json").exists()
-    return codes[0] - 128
 
 
 def test_damaged_checkpoint_is_named_and_the_one_before_is_used(config):

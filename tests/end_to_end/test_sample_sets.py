@@ -75,10 +75,9 @@ def test_three_processes_write_the_files_of_one(run, straight, tmp_path):
     assert len({(straight / name).read_bytes() for name in names}) == len(names)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_killed_set_resumes_to_the_same_set(run, straight, tmp_path, ranks):
+def test_a_killed_set_resumes_to_the_same_set(run, straight, tmp_path):
     folder = tmp_path / "set"
-    processes = start_sampling(folder, run, *SET, ranks=ranks)
+    processes = start_sampling(folder, run, *SET, ranks=2)
     deadline = time.monotonic() + 300
     while len([*folder.glob("*.png")]) < 2:
         assert time.monotonic() < deadline, [process.said() for process in processes]
@@ -87,7 +86,7 @@ def test_a_killed_set_resumes_to_the_same_set(run, straight, tmp_path, ranks):
         process.send_signal(signal.SIGKILL)
     assert -signal.SIGKILL in [process.wait(10) for process in processes]
     (folder / f".000040.png.{'0' * 32}.unfinished").write_bytes(b"what a kill leaves")
-    succeeded(sample(folder, run, *SET, ranks=3 - ranks))
+    succeeded(sample(folder, run, *SET))
     assert contents(folder) == contents(straight)
     before = {path.name: path.stat().st_mtime_ns for path in folder.glob("*.png")}
     said, = succeeded(sample(folder, run, *SET))
@@ -105,13 +104,8 @@ def test_an_image_is_that_of_its_seed_in_any_set(run, straight, tmp_path):
 
 def test_other_continuations_and_other_folders_are_refused(run, straight, tmp_path):
     before = contents(straight)
-    for options, reason in {
-        ("--guide", "@10"): "guide.label 'step 20, long', not 'step 10, ema'",
-        ("--classes", "3"): "choices ",
-        ("--batch-size", "5"): "batch_size 4, not 5",
-    }.items():
-        said = refusal(sample(straight, run, *SET, *options))
-        assert said.startswith(f"{straight}: was begun with {reason}") and said.endswith("another --output)")
+    said = refusal(sample(straight, run, *SET, "--guide", "@10"))
+    assert said.startswith(f"{straight}: was begun with guide.label 'step 20, long', not 'step 10, ema'")
     assert contents(straight) == before
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "000000.png").write_bytes(b"mine")
@@ -119,9 +113,6 @@ def test_other_continuations_and_other_folders_are_refused(run, straight, tmp_pa
     assert contents(tmp_path / "mine") == {"000000.png": b"mine"}
     for options, reason in {
         ("--guide", ":ema"): "--guide: step 20, ema are the sampled weights themselves",
-        ("--guide", "@10", "--guidance-scale", "1"): "--guide: has no effect at a guidance scale of 1",
-        ("--guide", str(tmp_path / "nowhere")): f"--guide: {tmp_path / 'nowhere'}: no such run folder",
-        ("--count", "5", "--files"): "--files: has no effect on a set",
     }.items():
         assert refusal(sample(tmp_path / "none", run, *options)).startswith(reason)
     assert not (tmp_path / "none").exists()

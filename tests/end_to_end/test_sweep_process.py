@@ -60,20 +60,6 @@ def start(tmp_path):
     return started
 
 
-def test_a_finished_run_is_ok(start, tmp_path):
-    outcome = start()
-    assert (outcome.status, outcome.reason, outcome.exit_code) == ("ok", "", 0), (tmp_path / "run.log").read_text()
-    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 2
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_DATA limits memory on Linux only")
-def test_an_allocation_beyond_the_limit_is_out_of_memory(start, tmp_path):
-    outcome = start("--training.local_batch_size", "2048", memory_limit_gib=1.5)
-    assert outcome.status == "oom" and "can't allocate memory" in outcome.reason, outcome
-    assert "\n" not in outcome.reason
-    assert '"status": "oom"' in (tmp_path / "run" / "summary.json").read_text()
-
-
 def test_a_rank_that_is_out_of_memory_alone_ends_the_group(start, tmp_path):
     (tmp_path / "sitecustomize.py").write_text(FAILING_RANK)
     outcome = start(processes=2, environment={"PYTHONPATH": str(tmp_path), "OMP_NUM_THREADS": "1"}, timeout_s=100)
@@ -92,7 +78,8 @@ def test_a_rank_that_is_preempted_is_started_again_and_is_not_out_of_memory(star
             killed.append(pid)
 
     outcome = start(poll=preempt, retries=1)
-    assert outcome.status == "ok" and len(killed) == 1
+    assert (outcome.status, outcome.reason, outcome.exit_code) == ("ok", "", 0) and len(killed) == 1
+    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 2
     assert "run.killed1.log" in os.listdir(tmp_path)
     killed.clear()
     outcome = start(poll=preempt, retries=0)
@@ -115,20 +102,6 @@ def test_a_run_that_takes_too_long_leaves_no_process(start, tmp_path):
     outcome = start("--training.steps", "1000000", processes=2, timeout_s=7)
     assert outcome.status == "timeout" and "7 s" in outcome.reason
     assert outcome.seconds < 30
-    _wait_until(lambda: _processes_of(tmp_path) == [])  # what was killed stays in /proc until it is reaped
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_a_stopped_run_leaves_no_process(start, tmp_path):
-    stop = threading.Event()
-
-    def poll() -> None:
-        if _train_processes(tmp_path):
-            stop.set()
-
-    with pytest.raises(Stopped):
-        start("--training.steps", "1000000", stop=stop, poll=poll)
-    assert stop.is_set()
     _wait_until(lambda: _processes_of(tmp_path) == [])  # what was killed stays in /proc until it is reaped
 
 

@@ -4,7 +4,6 @@ import contextlib
 import io
 import json
 import math
-import os
 import tracemalloc
 from pathlib import Path
 
@@ -15,9 +14,6 @@ from torchtitan.training import metric_points
 from torchtitan.training.metric_points import read_points
 from torchtitan_dit.commands.compare import main as compare
 from torchtitan_dit.commands.optimization_analysis import main as analyse
-
-DIGITS = "9" * 400  # beyond float64
-DEEP = "[" * 500 + "]" * 500
 
 DAMAGED = {
     "config": ["[model]\nflavor = [1, {a = 2}]\n[debug]\nseed = 'one'\n", "model = 1\ndata = 'x'\n", "\x00"],
@@ -77,22 +73,6 @@ def test_points_of_an_endless_file_are_thinned_within_a_bound_of_memory(tmp_path
     assert read_points(tmp_path / "few") == metric_points.MetricPoints([{"step": 1}, {"step": 2}])
     (tmp_path / "none").write_text("")
     assert read_points(tmp_path / "none") == metric_points.MetricPoints()
-
-
-def test_a_file_that_is_written_and_cut_back_while_it_is_read_is_read_to_an_end(tmp_path, monkeypatch):
-    path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 1}\n{"step": 2}\n')
-    parse = metric_points.parse_point
-
-    def somebody_writes(line):
-        with open(path, "a") as file:  # a run that logs faster than this reads
-            file.write('{"step": 3}\n' * 100)
-        return parse(line)
-
-    monkeypatch.setattr(metric_points, "parse_point", somebody_writes)
-    assert [point["step"] for point in read_points(path).points] == [1, 2]
-    monkeypatch.setattr(metric_points, "parse_point", lambda line: (os.truncate(path, 0), parse(line))[1])
-    assert len(read_points(path).points) >= 1
 
 
 @pytest.mark.parametrize("count", [6, 10, 50, 1000])

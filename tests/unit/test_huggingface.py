@@ -24,7 +24,7 @@ from tests.hub_tables import (
     write_table,
 )
 from torchtitan.conditions import Unconditional
-from torchtitan.data import DatasetError, huggingface
+from torchtitan.data import DatasetError
 from torchtitan.data.huggingface import HuggingFace
 from torchtitan.data.parquet_files import table_url
 from torchtitan.data.row_groups import RowGroupImages
@@ -106,7 +106,7 @@ def test_a_saved_dataset_and_a_slice_of_a_split_are_read(tmp_path, package):
     assert everything(HuggingFace(sliced, "train"))[1] == [number % 5 for number in range(10, 30)]
 
 
-@pytest.mark.parametrize("labels", [None, [-1] * 40, [None, *range(39)], ["cat"] * 40])
+@pytest.mark.parametrize("labels", [None, ["cat"] * 40])
 def test_labels_that_are_left_aside_need_not_be_there(tmp_path, streaming, labels):
     rows = pa.array([{"bytes": image_bytes(number), "path": None} for number in range(40)])
     table = pa.table({"picture": rows} | ({"kind": labels} if labels else {}))
@@ -161,8 +161,6 @@ COLUMNS = {
     "missing": (
         FEATURES, {"label_column": "x"}, "has no column 'x'; it has id (int64), picture (Image), kind (ClassLa"
     ),
-    "other kind": (FEATURES, {"image_column": "kind"}, "data.image_column: column 'kind' of {}/train-00000-of-"),
-    "an image as label": (FEATURES, {"label_column": "picture"}, "is Image, not class labels or integers (data.labels = "),
 }  # fmt: skip
 
 
@@ -177,10 +175,7 @@ def test_columns_that_are_not_clear_are_named(tmp_path, case):
 
 FOOTERS = {
     "labels of texts": ({}, ["a", "b"], "column 'kind' is string, not integers"),
-    "labels of NaN": ({}, [float("nan")] * 2, "column 'kind' is double, not integers"),
-    "labels of lists": ({}, [[1], []], "column 'kind' is list<element: int64>, not integers"),
     "no label": ({}, [0, None], "train-0.parquet: row group 0: 1 rows have no 'kind'"),
-    "a negative label": ({}, [1, -1], "train-0.parquet: row group 0: its smallest 'kind', -1, is no label"),
     "a label too large": ({}, [0, 5], "train-0.parquet: row group 0: its largest 'kind', 5, is not in 0..4"),
 }  # fmt: skip
 
@@ -219,23 +214,11 @@ def test_a_hub_out_of_reach_is_said_in_one_line(monkeypatch, package):
 
 BAD = {
     "no path": ({"path": ""}, "data.path: not given; huggingface needs a name on the hub, a folder or a URL"),
-    "no size": ({"image_size": None}, "data.image_size: not given; huggingface needs the side"),
-    "no such folder": ({"path": "/none/there"}, "data.path: '/none/there' does not exist"),
     "revision here": ({"revision": "main"}, "data.revision: '{}' is no name on the Hugging Face hub; leave the key"),
     "no such split": ({"split": "dev"}, "data.path: {}: no parquet file of split 'dev': none begins so or lies in a"),
-    "no such subset": ({"config": "x"}, "data.path: {}: no parquet file in a folder 'x' of split 'train'"),
     "no parquet": ({"path": "{}/empty"}, "data.path: {}/empty: no parquet files there (data.streaming = false reads"),
-    "unknown store": ({"path": "nowhere://x"}, "data.path: nowhere://x cannot be read (ValueError: Protocol not known"),
     "url unstreamed": ({"path": "memory://x", "streaming": False}, "is a URL, which only data.streaming = true reads"),
     "damaged footer": ({"path": "{}/broken"}, "train-0.parquet cannot be read (ArrowInvalid: "),
-    "subset of one file": (
-        {"path": "{}/train-00000-of-00002.parquet", "config": "x"},
-        "/train-00000-of-00002.parquet is one file, of which no data.config 'x' can"
-    ),
-    "split of one file": (
-        {"path": "{}/train-00000-of-00002.parquet", "validation_split": "test"},
-        "is one file, of which no data.split 'test' can be"
-    ),
     "held out is trained on": (
         {"validation_split": "train"}, "data.validation_split: 'train' is the training split; name another, or leave"
     ),
@@ -296,23 +279,6 @@ def test_a_trigger_word_is_put_into_captions(tmp_path, streaming):
     config = config_of(tmp_path / "a", streaming=streaming, caption_column="text", trigger_word="zork")
     HuggingFace.info(config)
     assert HuggingFace(config, "train").captions(np.arange(2)) == ["a zork", "zork a cat"]
-
-
-def test_images_with_labels_have_no_captions(tmp_path):
-    write_files(tmp_path / "a")
-    with pytest.raises(DatasetError, match="^data.caption_column: not given; it names the column of captions$"):
-        HuggingFace(config_of(tmp_path / "a", streaming=True), "train").captions(np.array([0]))
-
-
-def test_captions_that_a_file_encodes_as_a_dictionary_are_read(tmp_path):
-    write_captions(tmp_path / "a", pa.array(["a", "b", "a"]).dictionary_encode(), None)
-    config = config_of(tmp_path / "a", streaming=True, caption_column="text")
-    with pytest.raises(DatasetError, match="is dictionary<.*, not texts$"):  # by its type alone it is no text
-        HuggingFace.info(config)
-    write_captions(tmp_path / "a", pa.array(["a", "b", "a"]).dictionary_encode())
-    huggingface._open_groups.cache_clear()
-    HuggingFace.info(config)
-    assert HuggingFace(config, "train").captions(np.arange(3)) == ["a", "b", "a"]
 
 
 NO_TEXTS = {

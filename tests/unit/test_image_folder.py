@@ -3,7 +3,6 @@
 import io
 import json
 import multiprocessing
-import pickle
 import re
 from pathlib import Path
 
@@ -14,9 +13,8 @@ import torch.distributed as dist
 from PIL import Image
 
 from tests.launcher import run_on_ranks
-from torchtitan.data import DatasetError, UnreadableImage
+from torchtitan.data import DatasetError
 from torchtitan.data.class_folders import list_class_folders
-from torchtitan.data.image_files import ImageList
 from torchtitan.data.image_folder import ImageFolder, ImageFolderConfig, _looks_classed
 from torchtitan.training.corrupt_images import CorruptImages
 from torchtitan.training.data_loading import TrainingData, validation_batches
@@ -65,12 +63,6 @@ def test_classes_and_files_are_sorted_nested_files_found_and_others_left_out(tmp
     whole = config_of(tmp_path, class_folders=False, validation_fraction=0.0)
     assert ImageFolder.info(whole).num_classes == 0
     assert set(ImageFolder(whole, "train").fetch(np.arange(5))) == {"images"}
-
-
-def test_the_list_finds_its_paths_again():
-    files = ImageList.of(b"/images", [[b"a/1.png", b"a/22.png"], [], [b"c/3.png"]])
-    assert [files.path(i) for i in range(3)] == [b"/images/a/1.png", b"/images/a/22.png", b"/images/c/3.png"]
-    assert files.classes.tolist() == [0, 0, 2]
 
 
 def test_the_last_images_of_each_class_are_held_out(tmp_path):
@@ -164,10 +156,6 @@ def other_files(tmp_path):
         (tmp_path / name).write_text("text")
 
 
-def one_text(tmp_path):
-    (tmp_path / "notes.txt").write_text("text")
-
-
 def loose(tmp_path):
     write_class(tmp_path, ["0.png"])
 
@@ -191,25 +179,17 @@ def validation(name):
 BAD_FOLDERS = {
     "empty": (lambda tmp_path: None, {}, "data.path: '{}' has no images, neither here nor in folders"),
     "telephone": (other_files, {}, "neither here nor in folders (found 2 .heic, 1 .txt, not read: convert to jpg)"),
-    "telephone, unlabelled": (other_files, {"class_folders": False}, "has no images in it (found 2 .heic, 1 .txt, not read: "),
-    "text": (one_text, {}, "data.path: '{}' has no images, neither here nor in folders (found 1 .txt)"),
     "loose": (loose, {"class_folders": True}, "data.path: '{}' has images, but not in folders, one per class"),
     "one class": (one_class, {}, "data.path: '{}' has one class folder only, 'train' (give the folder whose"),
     "empty class": (empty_class, {}, "data.path: 1 of the 3 class folders have no images, first {}/c"),
     "unreadable": (
         unreadable, {}, "data.path: none of 2 of its 2 images can be read; the first is {}/a/0.jpg: not an image of"
     ),
-    "no images, unlabelled": (lambda tmp_path: None, {"class_folders": False}, "data.path: '{}' has no images in it"),
     "no path": (folder_of, {"path": ""}, "data.path: not given; image_folder needs a folder of images"),
-    "path missing": (folder_of, {"path": "{}/none"}, "data.path: '{}/none' does not exist"),
-    "path a file": (folder_of, {"path": "{}/a/000.png"}, "data.path: '{}/a/000.png' is a file; give its folder"),
-    "no size": (folder_of, {"image_size": None}, "data.image_size: not given; image_folder needs the side"),
     "classes file missing": (
         folder_of, {"classes_file": "{}/none"}, "data.classes_file: {}/none: cannot be read: No such file or directory"
     ),
     "class not in file": (classes("a x\nc"), {"classes_file": "{}/classes.txt"}, "class folder 'b' is not in it"),
-    "class twice": (classes("a\nb\na"), {"classes_file": "{}/classes.txt"}, "line 3: 'a' is listed twice"),
-        "class empty": (classes("a\n\nb"), {"classes_file": "{}/classes.txt"}, "line 2 is empty"),
     "validation missing": (
         folder_of, {"validation_path": "{}/none"}, "data.validation_path: '{}/none' does not exist"
     ),
@@ -291,7 +271,7 @@ def read_on_a_rank(folder, num_workers, report):
 def test_ranks_and_workers_read_the_same_and_count_each_corrupt_file_once(tmp_path):
     damaged_folder(tmp_path / "images")
     runs = {}
-    for ranks, num_workers in ((1, 0), (1, 2), (2, 0), (2, 2)):
+    for ranks, num_workers in ((1, 0), (1, 2), (2, 2)):
         report = tmp_path / f"{ranks}{num_workers}"
         report.mkdir()
         arguments = {"folder": str(tmp_path / "images"), "num_workers": num_workers, "report": str(report)}
@@ -327,19 +307,18 @@ def test_the_reasons_are_one_line_and_name_the_file(tmp_path, caplog):
     assert len(caplog.messages) == 5 and not any("\n" in message for message in caplog.messages)
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_resume_in_mid_epoch_reads_and_counts_as_the_straight_run(tmp_path, num_workers):
+def test_a_resume_in_mid_epoch_reads_and_counts_as_the_straight_run(tmp_path):
     damaged_folder(tmp_path)
     straight = read(data_of(tmp_path, 0, 1, lambda found: None), steps=10)
     corrupt = CorruptImages(tmp_path)
-    before = data_of(tmp_path, 0, 1, corrupt.record, num_workers)
+    before = data_of(tmp_path, 0, 1, corrupt.record, num_workers=2)
     first = read(before, steps=2)  # 24 of 60 samples
     state = json.loads(json.dumps([before.state_dict(), corrupt.state_dict()]))
     assert 0 < len(state[1]) < 5
     read(before, steps=3)  # lost to the interruption
     resumed = CorruptImages(tmp_path)
     resumed.load_state_dict(state[1])
-    after = data_of(tmp_path, 0, 1, resumed.record, num_workers)
+    after = data_of(tmp_path, 0, 1, resumed.record, num_workers=2)
     after.load_state_dict(state[0])
     second = read(after, steps=8)
     assert torch.equal(torch.cat((first["images"], second["images"])), straight["images"])
@@ -358,11 +337,10 @@ def test_held_out_images_are_replaced_and_reported_too(tmp_path):
     assert torch.equal(images[3], images[5]) and torch.equal(images[29], images[32])
 
 
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_a_dataset_with_nothing_readable_ends_the_run(tmp_path, num_workers):
+def test_a_dataset_with_nothing_readable_ends_the_run(tmp_path):
     known = set(multiprocessing.active_children())
     folder_of(tmp_path)
-    data = data_of(tmp_path, 0, 1, lambda found: None, num_workers)
+    data = data_of(tmp_path, 0, 1, lambda found: None, num_workers=1)
     for path in tmp_path.glob("*/*"):
         path.write_bytes(b"")
     message = "^dataset image_folder: 20 images in a row cannot be decoded, the first is .*png: the file is empty$"
@@ -380,11 +358,6 @@ def test_too_large_a_corrupt_share_ends_the_run_and_a_smaller_does_not(tmp_path)
         read(data, steps=20)
 
 
-def test_an_unreadable_image_travels_between_processes():
-    error = pickle.loads(pickle.dumps(UnreadableImage(3, "a.png", "broken")))
-    assert (error.index, error.path, error.reason, str(error)) == (3, "a.png", "broken", "a.png: broken")
-
-
 def test_a_flat_folder_has_no_classes_and_folders_have_without_a_key(tmp_path):
     write_class(tmp_path / "flat", [f"{index}.png" for index in range(6)])
     flat = config_of(tmp_path / "flat", validation_fraction=0.0)
@@ -399,8 +372,3 @@ def test_a_flat_folder_has_no_classes_and_folders_have_without_a_key(tmp_path):
         ImageFolder.info(mixed)
     assert ImageFolder.info(config_of(tmp_path / "classed", class_folders=True)).num_classes == 2
     assert ImageFolder.info(config_of(tmp_path / "classed", class_folders=False)).num_classes == 0
-
-
-def test_a_class_folder_that_is_named_as_an_image_is_a_folder(tmp_path):
-    folder = folder_of(tmp_path, ("a", "b.png"))
-    assert ImageFolder.info(config_of(folder)).class_names == ("a", "b.png")

@@ -175,7 +175,6 @@ def test_an_archive_is_read_through_once_until_it_changes(tmp_path, monkeypatch)
     reads = []
 
     def open_again(index_path=""):
-        from torchtitan.data import imagenet
 
         imagenet._open.cache_clear()
         read = imagenet.read_members
@@ -271,30 +270,18 @@ def flatten(folder):
     write_files(folder / "val", validation_files())
 
 
-def empty_val(folder):
-    (folder / "val").rename(folder / "away")
-    (folder / "val").mkdir()
-
-
 TRAIN, VALIDATION, DEVKIT = "ILSVRC2012_img_train.tar", "ILSVRC2012_img_val.tar", "ILSVRC2012_devkit_t12.tar.gz"
 SECOND = 512 + 512 * -(-len(image_bytes(1000)) // 512)  # where the second member of the held-out archive begins
 
 BAD = {
     "no train": ("folders", remove("train"), {}, "data.path: '{}' has neither train/ nor ILSVRC2012_img_train.tar"),
-    "no path": ("folders", None, {"path": ""}, "data.path: not given; imagenet needs the folder with train/ and val/"),
-    "no such path": ("folders", None, {"path": "/none"}, "data.path: '/none' does not exist"),
-    "no size": ("folders", None, {"image_size": None}, "data.image_size: not given; imagenet needs the side"),
     "no wnid": ("folders", add("train/dogs/1.png"), {}, "data.path: {}/train: its class 'dogs' is no wnid (n and 8"),
-    "index of folders": (
-        "folders", None, {"index_path": "/tmp"}, "data.index_path: '{}' holds no tar archives to keep an index of"
-    ),
     "fraction and val": (
         "folders", None, {"validation_fraction": 0.1}, "data.validation_fraction: val holds held-out images already;"
     ),
     "flat val without labels": (
         "folders", flatten, {}, "data.path: the held-out images of {} are in no class folders, and neither LOC_val"
     ),
-    "empty val": ("folders", empty_val, {}, "data.path: {}/val has no images in it (fill it, or remove it to hold out"),
     "unknown held-out image": (
         "kaggle", add("ILSVRC/Data/CLS-LOC/val/odd.JPEG"), {},
         "data.path: 1 held-out images are in no list of classes, first odd.JPEG",
@@ -304,27 +291,15 @@ BAD = {
         "{}/LOC_val_solution.csv: line 2: not an image's name, a comma and a wnid",
     ),
     "cut": ("archives", cut(VALIDATION, 600), {}, "{}/ILSVRC2012_img_val.tar: cut short: 'ILSVRC2012_val_0000000"),
-    "cut between members": ("archives", cut(VALIDATION, SECOND), {}, f"cut short at byte {SECOND}: a tar's last block"),
     "damaged header": (
         "archives", overwrite(VALIDATION, b"\xff" * 100, SECOND), {}, f"damaged at byte {SECOND}: no tar header (copy"
     ),
-    "damaged inner archive": (
-        "archives", overwrite(TRAIN, b"\xff" * 100, 512), {}, "{}/ILSVRC2012_img_train.tar: damaged at byte 512: no tar"
-    ),
-    "no tar": ("archives", overwrite(TRAIN, b"text"), {}, "{}/ILSVRC2012_img_train.tar: no tar archive, or damaged ("),
     "compressed": ("archives", overwrite(TRAIN, b"\x1f\x8b\x08" + bytes(300)), {},
                    "img_train.tar: is compressed (gzip); decompress it"),
-    "empty": ("archives", overwrite(TRAIN, bytes(10**6)), {}, "{}/ILSVRC2012_img_train.tar: has no images in it"),
     "damaged devkit": (
         "archives", cut(DEVKIT, 100), {}, "{}/ILSVRC2012_devkit_t12.tar.gz: ILSVRC2012_devkit_t12/data/ILSVRC2012_val"
     ),
 }  # fmt: skip
-
-
-def test_kaggles_folder_may_lie_at_the_root_of_a_disk():
-    with pytest.raises(DatasetError, match="does not exist"):
-        ImageNet.info(ImageNetConfig(path="/none/CLS-LOC", image_size=SIDE))
-    assert imagenet._roots("/none/CLS-LOC")[0].name == "CLS-LOC"
 
 
 @pytest.mark.parametrize("case", BAD)

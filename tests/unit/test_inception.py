@@ -80,12 +80,6 @@ def test_features_are_those_of_torch_fidelity_where_it_is_installed(state_dict, 
         assert (found[name] - expected).norm() <= 1e-5 * expected.norm(), name
 
 
-def test_the_published_file_has_room_for_the_tensors_and_their_names_alone(state_dict):
-    count = sum(tensor.numel() for tensor in state_dict.values())
-    assert (len(state_dict), count) == (5 * 94 + 2, 23_885_392)
-    assert 100 * len(state_dict) < INCEPTION.size - 4 * count < 200 * len(state_dict)
-
-
 def test_an_image_has_the_same_features_in_another_batch_and_in_gray(extractor, features):
     alone = extractor.extract(noise_images(2, 3, 40, 56)[1:])
     for name, values in features.items():
@@ -208,8 +202,3 @@ def test_weights_of_another_network_are_refused_by_name(state_dict):
     assert line == "inception: weights of another network: 1 tensors are missing: Mixed_6d.branch1x1.conv.weight"
     counted = state_dict | {"Conv2d_1a_3x3.bn.num_batches_tracked": torch.tensor(0)}
     Inception2015(counted, "0" * 64, torch.device("cpu"))
-
-
-@pytest.mark.parametrize("images", [torch.zeros(1, 3, 8, 8), noise_images(1, 4, 8, 8), noise_images(1, 3, 8, 8)[:0]])
-def test_images_of_another_kind_are_refused(extractor, images):
-    assert "takes uint8 images [B, 1 or 3, H, W]" in one_line(lambda: extractor.extract(images))

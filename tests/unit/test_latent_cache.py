@@ -213,21 +213,6 @@ def test_a_picture_that_ends_early_is_refused_before_training(pictures, tmp_path
     assert not (tmp_path / "out" / "run").exists()
 
 
-def test_keys_that_contradict_a_cache_are_refused(pictures, tmp_path):
-    def refused(*more):
-        with pytest.raises(ConfigError) as found:
-            load_config(words(pictures, tmp_path / "out", *more), 1)
-        return found.value.problems
-
-    assert refused("--autoencoder.name", "none") == [
-        "command line: --autoencoder.name: is none, and cache.enable encodes images (name the autoencoder of their latents)"
-    ]
-    (line,) = refused("--data.trigger_word", "")
-    assert "1.txt" in line and "[trigger]" in line
-    (line,) = refused("--data.name", "digits", "--model.name", "dit")[:1]
-    assert "unknown key" in line or "no effect" in line
-
-
 def weights_of(given):
     """Random weights of a configuration's network."""
     config = load_config(given, 1)
@@ -246,12 +231,9 @@ SD = "lora_unet_down_blocks_0_attentions_0_proj_in.lora_down.weight"
 STARTS = {  # key and value of a run that cannot start -> the file's tensors, and what is said
     "missing": ("checkpoint.initial_weights", None, "no such file (published weights: scripts/checkpoint.py import)"),
     "bfl": ("checkpoint.initial_weights", lambda given: published_of(given, "bfl"), "import it: scripts/checkpoint.py import"),
-    "diffusers": ("checkpoint.initial_weights", lambda given: published_of(given, "diffusers"), "--format diffusers"),
     "folder": ("checkpoint.initial_weights", "folder", "is a folder (import it: scripts/checkpoint.py import"),
     "dev": ("checkpoint.initial_weights", lambda given: weights_of([*given, "--model.guidance_embedding", "true"])[1],
             "4 tensors are not of this model: guidance_embed"),
-    "rank": ("lora.rank", "100", "lora.rank: 100 is above the smaller side"),
-    "pattern": ("lora.patterns", '["xyz"]', "lora.patterns[0]: 'xyz' fits no layer"),
     "peft": ("lora.initial_adapter", lambda given: {PEFT.format("A"): torch.ones(2, 64), PEFT.format("B"): torch.ones(64, 2)},
              "adapter_config.json"),
     "foreign": ("lora.initial_adapter", lambda given: dict.fromkeys([SD], torch.ones(2, 64)), "lora_unet_down_blocks_0"),

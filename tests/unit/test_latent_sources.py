@@ -1,6 +1,5 @@
 """Published latents of three formats, and the command that turns them into a store."""
 
-import json
 import re
 import tomllib
 from pathlib import Path
@@ -15,7 +14,7 @@ from torchtitan.data.latents import LatentsConfig
 from torchtitan.errors import LatentStoreError
 from torchtitan.extraction.published_latents import NpyFolders, open_source
 from torchtitan.latents import LatentStore
-from torchtitan.latents.index import INDEX_FILE, PARTIAL_FOLDER
+from torchtitan.latents.index import PARTIAL_FOLDER
 from torchtitan_dit.commands.extract_latents import main
 
 SHAPE = (4, 8, 8)
@@ -150,15 +149,6 @@ def test_another_source_that_looks_alike_from_outside_is_refused(npy_folders, tm
     assert "was begun with origin" in capsys.readouterr().err
 
 
-def test_verify_goes_on_after_a_store_whose_index_is_damaged(tmp_path, capsys):
-    for name in ("damaged", "good"):
-        write_store(tmp_path / name, plan_of())
-    (tmp_path / "damaged" / INDEX_FILE).write_text("{")
-    assert main(["verify", str(tmp_path / "damaged"), str(tmp_path / "good")]) == 1
-    lines = capsys.readouterr().out.splitlines()
-    assert "not JSON" in lines[0] and lines[1] == f"{tmp_path / 'good'}: good"
-
-
 def test_verify_names_each_damaged_shard_and_exits_with_1(tmp_path, capsys):
     write_store(tmp_path / "store", plan_of())
     for number in (0, 2):
@@ -238,28 +228,8 @@ def test_npy_files_that_are_none(npy_folders, tmp_path, capsys):
         open_source(npy_folders)
 
 
-def test_arguments_that_are_none(tmp_path, capsys):
-    for words, message in {
-        ("convert", "x"): "--output",
-        ("convert", "x", "--output", "y", "--num_classes", "-1"): "'-1' is no number",
-    }.items():
-        with pytest.raises(SystemExit) as ended:
-            main(list(words))
-        assert ended.value.code == 2
-        said = capsys.readouterr().err
-        assert message in said and said.count("\n") == 1
-    assert main(["show", str(tmp_path)]) == 2
-    assert "no latent store" in capsys.readouterr().err
-
-
 def test_documented_section_is_valid():
     text = (Path(__file__).parents[2] / "docs" / "latents.md").read_text()
     sections = [tomllib.loads(block) for block in re.findall(r"```toml\n(.*?)```", text, re.DOTALL)]
     configs = [LatentsConfig(**table["data"]) for table in sections if table.get("data", {}).get("name") == "latents"]
     assert configs
-
-
-def test_normalization_that_a_source_does_not_have_is_refused(int8_file, tmp_path, capsys):
-    assert convert(int8_file, tmp_path / "store", "--normalization", "source") == 2
-    assert "have it measured" in capsys.readouterr().err
-    assert json.loads(json.dumps(open_source(int8_file).origin))["format"] == "int8_file"

@@ -133,8 +133,7 @@ def test_verify_reads_labels_and_values_of_shards_whose_checksum_is_right(store)
 
 
 @pytest.mark.parametrize(("content", "message"), [
-    (b"", "not JSON"), (b"\xff\xfe", "not JSON"), (b"[" * 100_000, "not JSON"), (b"[]", "damaged or edited"),
-    (b'{"num_images": 3}', "damaged or edited"),
+    (b"", "not JSON"), (b'{"num_images": 3}', "damaged or edited"),
 ])  # fmt: skip
 def test_index_that_is_none(store, content, message):
     (store / INDEX_FILE).write_bytes(content)
@@ -149,21 +148,12 @@ def test_index_with_a_flipped_digit(store):
 
 @pytest.mark.parametrize(("change", "message"), [
     (lambda index: index["normalization"]["scale"].__setitem__(0, 0.0), "a scale of 0"),
-    (lambda index: index.update(shape=[4, 8]), "shape"),
     (lambda index: index.update(version=2), "version"),
     (lambda index: index.update(class_names=["a"]), "1 class names for 10 classes"),
-    (lambda index: index.update(autoencoder={}), "the autoencoder has no name"),
-    (lambda index: index["normalization"].update(shift=[0.0]), "the normalization is not of 4 channels"),
-    (lambda index: index.update(more=1), "more"),
 ])  # fmt: skip
 def test_index_that_contradicts_itself(store, change, message):
     change_index(store, change)
     assert message in refused(store)
-
-
-def test_folder_without_a_store(tmp_path):
-    assert "no such folder" in refused(tmp_path / "absent")
-    assert "no latent store, it has no index.json" in refused(tmp_path)
 
 
 @pytest.mark.parametrize(("dtype", "value"), [
@@ -176,18 +166,6 @@ def test_values_that_the_dtype_cannot_hold_are_refused_when_written(tmp_path, dt
     with pytest.raises(LatentStoreError, match=f"^image 11: {value:g} is n"):
         writer.write(1, values, labels)
     assert writer.pending() == [0, 1, 2]
-
-
-def test_images_that_are_not_what_the_plan_says_are_refused_when_written(tmp_path):
-    writer = StoreWriter(tmp_path, plan_of())
-    values, labels = images(writer.plan, 8, 16)
-    with pytest.raises(LatentStoreError, match="shard-00002.*: latents are torch.float32 \\[8, 2, 2, 4, 8, 8\\], not"):
-        writer.write(2, values, labels)
-    with pytest.raises(LatentStoreError, match="labels are torch.int32"):
-        writer.write(1, values, labels.int())
-    values[0, 0, 1] = -1
-    with pytest.raises(LatentStoreError, match="a standard deviation is negative"):
-        writer.write(1, values, labels)
 
 
 def test_constant_channel_cannot_be_normalised(tmp_path):
@@ -204,17 +182,3 @@ def test_a_shape_that_the_shards_do_not_have_is_refused_before_training(store):
     change_index(store, lambda index: index.update(shape=[4, 1 << 13, 1 << 13]))
     with bounded(10, 200 << 20), pytest.raises(DatasetError, match="data.path: .*the index does not describe it"):
         Latents.info(LatentsConfig(path=str(store)))
-
-
-def test_only_files_of_the_writer_are_removed_when_a_store_is_finished(tmp_path):
-    writer = StoreWriter(tmp_path, plan_of(8))
-    writer.write(0, *images(writer.plan, 0, 8))
-    partial, own = tmp_path / "partial", f".shard-00000.safetensors.{'0' * 32}.unfinished"
-    (partial / "notes.txt").write_text("of somebody")
-    (partial / "folder").mkdir()
-    for folder in (tmp_path, partial):
-        (folder / own).write_bytes(b"left by a writer that was killed")
-    writer.finish()
-    assert sorted(path.name for path in partial.iterdir()) == ["folder", "notes.txt"]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["index.json", "partial", "shard-00000.safetensors"]
-    assert LatentStore(tmp_path).index.num_images == 8

@@ -11,7 +11,6 @@ import pytest
 from tests.launcher import ROOT
 from torchtitan.experiments.launchers import LAUNCHERS
 from torchtitan.experiments.launchers.job import Job, LauncherError, importable_environment, join_outcomes
-from torchtitan.experiments.launchers.local import LocalLauncher
 from torchtitan.experiments.launchers.on_slurm import SlurmLauncher, _lost, run_in_job
 from torchtitan.experiments.outcome import Outcome
 from torchtitan.experiments.process import Node, Stopped, _command
@@ -32,17 +31,6 @@ def test_a_launcher_without_its_package_says_how_to_install_it(tmp_path, monkeyp
     with pytest.raises(LauncherError, match=f"--launcher {launcher}: needs the package {package} .*-m pip install") as caught:
         LAUNCHERS[launcher](tmp_path, 1, {})
     assert "\n" not in str(caught.value)
-
-
-def test_options_of_sbatch_are_for_slurm_alone(tmp_path):
-    for launcher in ("local", "ray"):
-        with pytest.raises(LauncherError, match="--slurm: is an option of --launcher slurm"):
-            LAUNCHERS[launcher](tmp_path, 1, {"partition": "gpu"})
-
-
-def test_a_local_job_is_called_here(tmp_path):
-    outcome = LocalLauncher(tmp_path, 1, {}).run(job_of("a", ran, "word"), threading.Event())
-    assert outcome.chosen == {"pid": os.getpid()} and outcome.reason.startswith("word ")
 
 
 def test_the_cause_on_one_node_comes_before_its_consequences_on_others():

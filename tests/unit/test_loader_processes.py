@@ -20,8 +20,6 @@ from torchtitan.data import DatasetError
 from torchtitan.training import loader_processes
 from torchtitan.training.loader_processes import (
     LoaderProcesses,
-    loader_problem,
-    prefetch_problem,
     shared_memory_shortage,
 )
 
@@ -193,16 +191,3 @@ def test_processes_that_cannot_be_started_are_one_line_and_none_is_left():
     assert process.returncode == 0, said
     assert said.startswith("dataset blocks: 64 loader processes cannot be started: Too many open files (set data.num_w")
     assert said.count("\n") == 1
-
-
-def test_more_loader_processes_than_a_machine_can_mean_are_refused():
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    assert loader_problem(0, 1) is loader_problem(4, 1) is None
-    assert loader_problem(100_000, 1).startswith("100000 processes are more than ")
-    per_rank = 64 * cores // 2
-    assert "set it to" in loader_problem(per_rank + 1, 2) and "in each of 2 ranks" in loader_problem(per_rank + 1, 2)
-
-
-def test_more_prefetched_batches_than_memory_are_refused():
-    assert prefetch_problem(16 * MIB, 4, 1) is None
-    assert "8000000000 batches of 16.0 MiB held ready are 122070.3 TiB" in prefetch_problem(16 * MIB, 4 * 10**9, 1)

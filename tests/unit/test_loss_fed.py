@@ -125,15 +125,6 @@ def test_bins_of_very_little_loss_are_drawn_as_rarely_at_the_default_half_life(n
     assert 0.9 < ratio.min() and ratio.max() < 2.5 and 0.95 < ratio.median() < 1.4
 
 
-def test_running_mean_forgets_by_the_half_life():
-    sampler = sampler_of("time_warping", "rectified_flow", spread="stratified", half_life=2000)
-    for number in range(3):
-        step(sampler, lambda t, _: torch.full_like(t, 4.0), 1000 * number, 1000)
-    half = 0.5**0.5
-    assert sampler._state["weight"].sum().item() == pytest.approx(1000 * (1 + half + half**2), rel=1e-12)
-    assert sampler._state["sum"].sum().item() == pytest.approx(4000 * (1 + half + half**2), rel=1e-12)
-
-
 def test_warped_time_has_equal_loss_in_equal_stretches():
     """With the loss t on the rectified flow F is t^2: its quantiles are square roots."""
     sampler = sampler_of("time_warping", "rectified_flow", spread="stratified", half_life=1e12)

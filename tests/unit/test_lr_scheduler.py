@@ -118,18 +118,6 @@ def test_the_rate_of_a_grown_batch_follows_the_images(tmp_path):
     (["--lr_scheduler.unit=images", "--lr_scheduler.warmup_steps=5"],
      "--lr_scheduler.warmup_steps: has no effect when lr_scheduler.unit = images; remove it or set "
      "lr_scheduler.unit = steps"),
-    (["--lr_scheduler.unit=images", "--lr_scheduler.decay_type=inverse_sqrt", "--lr_scheduler.reference_steps=5"],
-     "--lr_scheduler.reference_steps: has no effect when lr_scheduler.unit = images; remove it or set "
-     "lr_scheduler.unit = steps"),
-    (["--lr_scheduler.unit=images", "--lr_scheduler.reference_images=5"],
-     "--lr_scheduler.reference_images: has no effect when lr_scheduler.decay_type = constant; remove it or set "
-     "lr_scheduler.decay_type = inverse_sqrt"),
-    (["--lr_scheduler.epoch_images=100"],
-     "--lr_scheduler.epoch_images: has no effect when lr_scheduler.unit = steps; remove it or set "
-     "lr_scheduler.unit = images"),
-    (["--lr_scheduler.unit=epochs"], "--lr_scheduler.unit: must be one of steps, images, is 'epochs'"),
-    (["--lr_scheduler.unit=images", "--lr_scheduler.decay_type=inverse_sqrt", "--lr_scheduler.reference_images=0"],
-     "--lr_scheduler.reference_images: must be at least 1, is 0"),
 ])  # fmt: skip
 def test_mixtures_and_impossible_schedules_are_refused_in_one_line(arguments, line):
     with pytest.raises(ConfigError) as refused:

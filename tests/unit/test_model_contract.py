@@ -104,7 +104,7 @@ def test_a_family_of_classes_need_not_drop_labels():
 
 
 @pytest.mark.parametrize(("key", "value"), [
-    ("label_dropout", "0.1"), ("patch_size", "2"), ("num_predictions", "3"), ("learned_variance", "true"),
+    ("label_dropout", "0.1"), ("patch_size", "2"),
 ])  # fmt: skip
 def test_a_key_of_another_family_is_said_to_be_one(key, value):
     families = [name for name, family in MODELS.items() if has_key(family.config_class(), key)]
@@ -120,11 +120,6 @@ def test_a_key_of_other_datasets_is_said_to_be_one(tmp_path):
     first, second = problems_of("--job.config_file", str(path))
     assert "data.index_path: unknown key (it is a key of data.name = " in first
     assert "data.image_sise: unknown key (did you mean" in second
-
-
-def test_several_predictions_need_a_family_that_makes_them():
-    (problem,) = problems_of("--objective.heads", '["x0", "v"]')
-    assert "objective.heads: model.name = toy makes one prediction (leave them out)" in problem
 
 
 def test_training_a_network_whose_products_are_miscounted_is_refused_before_its_folder_is_made(tmp_path, capsys):

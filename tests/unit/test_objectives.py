@@ -333,7 +333,7 @@ def small_dit():
 
 
 @pytest.mark.parametrize("name", [name for name in WEIGHTINGS if name != "none"])
-@pytest.mark.parametrize("path", ["rectified_flow", "edm", "ddpm_linear", "ddpm_cosine_continuous"])
+@pytest.mark.parametrize("path", ["rectified_flow", "edm", "ddpm_linear"])
 def test_gradient_does_not_depend_on_the_prediction_type(path, name, small_dit):
     images = philox.normal(1, "synthetic_data", torch.arange(8), (1, 8, 8))
     gradients = {}
@@ -380,7 +380,7 @@ def test_predict_inverts_a_perfect_network(path, prediction):
 
 
 def test_every_accepted_combination_has_a_finite_loss_and_effective_weight():
-    images, noise = torch.randn(2, 64, 1, 2, 2, generator=torch.Generator().manual_seed(0))
+    images, noise = torch.randn(2, 16, 1, 2, 2, generator=torch.Generator().manual_seed(0))
     model, log_sigma = lambda x, time, _: torch.tanh(x) + 1e-4 * time.reshape(-1, 1, 1, 1), torch.linspace(-9, 9, 37)
     keys = ("path", "prediction", "preconditioning")
     accepted, of_samplers = 0, collections.Counter()
@@ -395,7 +395,7 @@ def test_every_accepted_combination_has_a_finite_loss_and_effective_weight():
         accepted += 1
         of_samplers[sampler] += 1
         objective = build_objective(config, 0)
-        t, importance = objective.timestep_sampler.sample(GlobalBatch(0, 64), torch.arange(64))
+        t, importance = objective.timestep_sampler.sample(GlobalBatch(0, 16), torch.arange(16))
         assert torch.isfinite(objective.loss(model, Microbatch(images), Draw(t, noise, importance)).loss).all(), config
         weight = objective.effective_weight(log_sigma.double())
         assert torch.isfinite(weight).all() and (weight >= 0).all() and (weight > 0).any(), config

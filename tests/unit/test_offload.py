@@ -41,7 +41,6 @@ def test_offload_is_refused_without_a_gpu_or_shards(tmp_path, monkeypatch):
     [
         (["--optimizer.name", "Muon"], "Muon does not update weights in host memory"),
         (["--gns.enable", "true"], "gns.single_pass needs the optimizer's state"),
-        (["--lora.enable", "true"], "adapters have little state"),
     ],
 )
 def test_offload_is_refused_with_what_would_compute_on_the_host(arguments, part, tmp_path, monkeypatch):

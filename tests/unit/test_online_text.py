@@ -95,7 +95,6 @@ def test_a_run_resumes_with_loader_processes_and_draws_any_prompt(folder, tmp_pa
     "keys, message",
     [
         (dict(pooled_encoder=""), "data.pooled_encoder: not given"),
-        (dict(text_encoder="stub:none"), "data.text_encoder: stub:none: give a width"),
         (dict(pooled_encoder="/no/folder"), "data.pooled_encoder: "),
     ],
 )

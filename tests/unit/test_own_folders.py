@@ -1,18 +1,15 @@
 """What is not provably the program's own is neither removed nor written over, wherever results are asked to go."""
 
-import errno
 import json
 import os
 from pathlib import Path
 
 import pytest
 
-from torchtitan.experiments.folder import ResultsFolder, StudyError
 from torchtitan.experiments.grid import SweepError, read_sweep
 from torchtitan.experiments.record import SweepFolder
 from torchtitan.files.durable import append_synced
 from torchtitan.files.ownership import begins_with, foreign_entry
-from torchtitan.files.run_lock import Busy
 
 UNFINISHED = ".results.csv." + 32 * "a" + ".unfinished"
 
@@ -56,16 +53,6 @@ def test_a_sweep_leaves_a_folder_of_something_else_alone(tmp_path):
         pass
     assert json.loads((folder / ".lock").read_text())["pid"] == os.getpid()  # a lock is nobody's, and may be left behind
     SweepFolder(folder).check(read_sweep(path))
-
-
-def test_a_folder_of_results_is_held_by_one_and_says_what_cannot_be_written(tmp_path):
-    folder = ResultsFolder(tmp_path / "results", {})
-    with folder.held(), pytest.raises(Busy, match="another process writes here: host"), folder.held():
-        pass
-    with pytest.raises(StudyError, match="full: cannot be written: No space left"), folder.held():
-        raise OSError(errno.ENOSPC, "No space left on device", str(tmp_path / "full"))
-    with folder.held():
-        pass
 
 
 def test_what_does_not_fit_on_the_disk_leaves_the_file_as_it_was(tmp_path):

@@ -80,12 +80,6 @@ def test_a_command_whose_parent_is_gone_already_is_not_started(tmp_path):
     assert not (tmp_path / "started").exists()
 
 
-def test_a_command_that_does_not_exist_is_one_line():
-    command = [sys.executable, "-S", parent_death.__file__, str(os.getpid()), "no-such-command"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (127, "no-such-command: cannot be started: No such file or directory\n")
-
-
 def test_the_command_of_a_launch_script_ends_with_it_and_keeps_its_code():
     script = f"source {ROOT}/scripts/status.sh; run_for_status "
     assert subprocess.run(["bash", "-c", script + "bash -c 'exit 7'"]).returncode == 7

@@ -1,6 +1,4 @@
 import json
-import math
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,7 +11,7 @@ from torchtitan.gns.agreement import Agreement, finest_known
 from torchtitan.gns.capture import PARTS, StepSums
 from torchtitan.gns.decayed import WINDOW_SHARES, DecayedSums
 from torchtitan.gns.statistics import PairSums
-from torchtitan.pictures.grids import ACCENT, EMPTY, GAP, MARGIN, NOT_FINITE, PAPER, image_grid, save_animation
+from torchtitan.pictures.grids import ACCENT, EMPTY, GAP, MARGIN, NOT_FINITE, image_grid, save_animation
 
 
 def as_array(picture: Image.Image) -> np.ndarray:
@@ -63,29 +61,6 @@ def test_values_outside_the_range_are_clipped_not_wrapped():
     assert (picture[MARGIN, MARGIN] == 0).all() and (picture[MARGIN, MARGIN + 64 + GAP] == 255).all()
 
 
-def test_a_row_label_is_written_beside_its_row_only():
-    images = plain_images(COLOURS[:3])
-    written = image_grid(images, 3, 1, ["", "seven", ""])
-    left, top, _, bottom = box_of(written, COLOURS[1])
-    ink = (as_array(written)[:, :left] != PAPER).any(axis=(1, 2))
-    assert ink[top:bottom].sum() >= 10
-    assert not ink[:top].any() and not ink[bottom:].any()
-    assert left > box_of(image_grid(images, 3, 1), COLOURS[1])[0] + 30
-
-
-def test_labels_and_titles_of_any_length_stay_in_the_picture_and_off_the_images():
-    images = plain_images(COLOURS[:2])
-    for label, title in (("x" * 300, "y" * 120), ("Madagascar cat, ring-tailed lemur", "a long title " * 30)):
-        picture = image_grid(images, 2, 1, [label, ""], title)
-        pixels = as_array(picture)
-        for colour in COLOURS[:2]:
-            left, top, right, bottom = box_of(picture, colour)
-            assert (right - left, bottom - top) == (64, 64)
-        border = (pixels[0], pixels[-1], pixels[:, 0], pixels[:, -1])
-        assert all((edge == PAPER).all() for edge in border)
-        assert left < 400
-
-
 def test_places_without_an_image_and_damaged_pixels_are_shown_as_such():
     images = plain_images(COLOURS[:3]).clone()
     images[1, 2, 0:2, :] = float("nan")
@@ -104,14 +79,6 @@ def test_latents_are_stretched_over_the_grid_channel_by_channel():
     two_channels = as_array(image_grid(latents[:, :2], 1, 1))[MARGIN:-MARGIN, MARGIN:-MARGIN]
     np.testing.assert_array_equal(two_channels[..., 0], two_channels[..., 2])
     assert as_array(image_grid(torch.zeros(1, 4, 8, 8), 1, 1)).shape == (88, 88, 3)
-
-
-@pytest.mark.parametrize(
-    ("shape", "labels"), [((7, 1, 8, 8), None), ((0, 1, 8, 8), None), ((6, 8, 8), None), ((6, 1, 8, 8), ["one"])]
-)
-def test_images_that_do_not_fit_the_grid_are_refused(shape, labels):
-    with pytest.raises(ValueError, match="image_grid"):
-        image_grid(torch.zeros(shape), 2, 3, labels)
 
 
 def save_plain(path, shade: int):
@@ -144,17 +111,6 @@ def test_animation_runs_in_the_order_of_steps_with_a_progress_bar(tmp_path):
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["training.gif"]
 
 
-def test_the_number_of_the_step_is_written_on_its_frame(tmp_path):
-    picture = save_plain(tmp_path / "a.png", 90)
-    ink = []
-    for step in (7, 1_000_000):
-        save_animation([(step, picture)], tmp_path / "training.gif")
-        with Image.open(tmp_path / "training.gif") as animation:
-            strip = as_array(animation)[100:-6].astype(int)
-        ink.append((np.abs(strip - PAPER).max(axis=-1) > 60).sum())
-    assert ink[0] > 50 and ink[1] > 1.5 * ink[0]
-
-
 def test_damaged_and_missing_pictures_are_named_and_left_out(tmp_path, caplog, monkeypatch):
     frames = [(step, save_plain(tmp_path / f"{step}.png", 50 + step)) for step in (1, 2, 3, 4)]
     noise = Image.fromarray(np.random.default_rng(0).integers(0, 256, (100, 200, 3), dtype=np.uint8))
@@ -174,26 +130,6 @@ def test_damaged_and_missing_pictures_are_named_and_left_out(tmp_path, caplog, m
         assert animation.n_frames == 2
 
 
-def test_no_readable_picture_writes_nothing(tmp_path):
-    assert save_animation([(1, tmp_path / "missing.png")], tmp_path / "training.gif") == 0
-    assert save_animation([], tmp_path / "training.gif") == 0
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_equal_pictures_of_different_sizes_each_keep_a_frame(tmp_path):
-    """Equal neighbours would be merged by the GIF writer if the step did not tell them apart."""
-    save_plain(tmp_path / "a.png", 90)
-    Image.new("RGB", (120, 160), (90, 0, 0)).save(tmp_path / "b.png")
-    frames = [(step, tmp_path / name) for step, name in ((0, "a.png"), (1, "a.png"), (2, "a.png"), (3, "b.png"))]
-    assert save_animation(frames + [(3, tmp_path / "a.png")], tmp_path / "training.gif") == 4
-    with Image.open(tmp_path / "training.gif") as animation:
-        assert animation.n_frames == 4
-    assert save_animation(frames, tmp_path / "training.gif") == 4
-    with Image.open(tmp_path / "training.gif") as animation:
-        animation.seek(3)
-        assert animation.width == 200 and animation.height > 160
-
-
 def test_long_trainings_show_sixty_frames_with_the_first_and_the_last(tmp_path):
     frames = [(step, save_plain(tmp_path / f"{step}.png", step)) for step in range(200)]
     assert save_animation(frames, tmp_path / "training.gif") == 60
@@ -202,16 +138,6 @@ def test_long_trainings_show_sixty_frames_with_the_first_and_the_last(tmp_path):
         assert shade_of(animation) <= 2
         animation.seek(59)
         assert abs(shade_of(animation) - 199) <= 2
-
-
-def test_arrows_of_the_noise_scale_end_within_the_picture():
-    found = SimpleNamespace(
-        b_simple=torch.tensor([20.0, 50.0]), lower=torch.tensor([15.0, 400.0]), upper=torch.tensor([30.0, torch.inf])
-    )
-    axes = Figure().subplots()
-    gns_pictures._draw_bins(axes, [0.0, 0.5, 1.0], found, [22.0, math.nan], 128, "sketch")
-    low, high = axes.get_ylim()
-    assert high > 3 * 400 and low < 15
 
 
 def logged(step: int, values: list[float], upper: list[float | None]) -> dict:

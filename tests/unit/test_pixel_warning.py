@@ -1,10 +1,8 @@
 """Warning of many pixels: once, with tokens, memory, hours and the two ways out; and none for others."""
 
 import re
-from types import SimpleNamespace
 
 import pytest
-import torch
 from PIL import Image
 
 from torchtitan.config.job import load_config
@@ -50,13 +48,6 @@ def test_without_a_gpu_the_hours_on_the_processor_are_said_too(config, monkeypat
     assert "hours on H100 (speed assumed), about 1,234.0 on this machine's processor (train on latents" in pixel_warning(given, 1)
 
 
-def test_the_rate_of_the_processor_is_that_of_the_fastest_product_times_the_threads(monkeypatch):
-    threads, clock = torch.get_num_threads(), iter([0.0, 3.0, 10.0, 12.0, 20.0, 24.0])
-    monkeypatch.setattr(pixels.time, "perf_counter", lambda: next(clock))
-    monkeypatch.setattr(pixels, "_PRODUCTS", 3)
-    assert pixels._processor_flops() == threads * 2 * 256**3 / 2 and torch.get_num_threads() == threads
-
-
 @pytest.mark.parametrize("words", [(), ("--data.image_size", "256", "--model.patch_size", "8")])
 def test_few_tokens_need_no_warning(config, words):
     assert pixel_warning(config(*words), 1) == ""
@@ -71,10 +62,3 @@ def test_it_is_said_once_with_the_check_or_the_training(config, environment, cou
     words = ["--job.config_file", "my_images", "--data.path", path, "--model.flavor", "debug", "--data.image_size", "128"]
     assert train.main([*words, "--model.patch_size", "2", "--check-only"]) == 0
     assert capsys.readouterr().err.count("warning: 128 x 128 pixels in patches of 2 are 4,096 tokens") == count
-
-
-def test_latents_and_networks_without_patches_are_not_warned_of():
-    latents = SimpleNamespace(data=SimpleNamespace(), model=SimpleNamespace(patch_size=2), cache=SimpleNamespace(enable=False))
-    assert pixel_warning(latents, 1) == ""
-    unet = SimpleNamespace(data=SimpleNamespace(image_size=512), model=SimpleNamespace(), cache=SimpleNamespace(enable=False))
-    assert pixel_warning(unet, 1) == ""

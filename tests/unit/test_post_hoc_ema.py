@@ -166,12 +166,6 @@ def test_file_holds_parameters_and_their_origin_and_frozen_ones_as_they_are(run,
     assert float(told["sum_of_coefficient_magnitudes"]) == combination.magnitude
 
 
-def test_earlier_snapshot_gives_the_average_at_its_step(run):
-    found = reconstruct(stored_averages(run, step=32), 0.1)
-    again = Training(run.parent / "again").train(32)
-    assert torch.equal(dict(found.tensors())["a"], again.bank.tracks["long"]["a"])
-
-
 @pytest.mark.parametrize(("dtype", "rounding"), [("float16", 2.0**-11), ("bfloat16", 2.0**-8)])
 def test_half_precision_costs_what_the_coefficients_say_and_is_refused_for_short_lengths(
     run, tmp_path, command, dtype, rounding
@@ -192,12 +186,6 @@ def test_half_precision_costs_what_the_coefficients_say_and_is_refused_for_short
     before = content(half)
     code, _, error = command("reconstruct", half, "--std", 0.04)
     assert code == 2 and error.count("\n") == 1 and f"snapshots are {dtype}" in error and content(half) == before
-
-
-def test_one_track_alone_serves_lengths_near_its_own(run, command):
-    code, _, error = command("reconstruct", run, "--std", 0.2, "--without", "short", "held")
-    assert code == 2 and "above 0.1; they reach" in error
-    assert reconstruct(stored_averages(run, without=["short", "held"]), 0.11).combination.error < 0.1
 
 
 # ---------------------------------------------------------------------- what is refused
@@ -246,12 +234,6 @@ def test_snapshot_of_another_run_is_refused(run, tmp_path, command, step):
     assert any("of another run" in finding.problem for finding in check_run(run))
 
 
-def test_snapshot_that_the_series_does_not_name_is_refused(run, tmp_path, command):
-    shutil.copytree(folder(run, 24), folder(run, 25))
-    code, _, error = command("reconstruct", run, "--std", 0.075)
-    assert code == 2 and "step-00000025" in error and "of another run" in error
-
-
 def test_verification_names_snapshots_that_the_newest_checkpoint_knows_otherwise(tmp_path):
     run, other = Training(tmp_path / "run").train(32), Training(tmp_path / "other", seed=1).train(32)
     checkpoint = checkpoint_path(tmp_path / "run" / "checkpoint", 32)
@@ -269,16 +251,9 @@ def test_verification_names_snapshots_that_the_newest_checkpoint_knows_otherwise
 
 REFUSED = {
     "--std 0": "must be above 0",
-    "--std -0.1": "must be above 0",
-    "--std nan": "must be above 0",
-    "--std 0.2887": "below 0.2887",
-    "--std inf": "must be above 0",
-    "--std 0.28": "above 0.1; they reach 0.0",
     "--std 0.01": "above 0.1; they reach 0.0",
     "--std 0.1 --step 7": "has no snapshot of step 7",
-    "--std 0.1 --without nobody": "has no track 'nobody'",
     "--std 0.1 --without short long held": "no track is left",
-    "--std 0.1 --output x.pt": "must end in .safetensors",
     "--std 0.1 --output {run}/there.safetensors": "exists already",
 }
 

@@ -43,22 +43,11 @@ def test_page_shows_prompts_by_steps_and_the_drift_of_those_without_the_trigger(
     assert width > 3 * 64 and height > 2 * 64
 
 
-def test_without_a_trigger_word_nothing_is_called_drift(samples):
-    write_page(samples, "dog", PROMPTS, "")
-    assert 'id="drift"' not in (samples / "previews.html").read_text()
-
-
 def test_a_missing_or_damaged_preview_leaves_a_gap(samples):
     preview_path(samples, 5, 0).unlink()
     preview_path(samples, 0, 1).write_bytes(b"cut off")
     assert write_page(samples, "dog", PROMPTS, "sks") == {"sks on a beach": round(50 / 2.55, 4)}
     assert (samples / "previews.html").read_text().count('class="missing">missing') == 2
-
-
-def test_a_prompt_is_text_on_the_page(samples):
-    write_page(samples, "<b>run</b>", ["<script>alert(1)</script>", "b"], "sks")
-    page = (samples / "previews.html").read_text()
-    assert "<script>" not in page and "&lt;script&gt;" in page
 
 
 def test_many_steps_are_shown_evenly_with_the_first_and_the_last(tmp_path):
@@ -67,7 +56,3 @@ def test_many_steps_are_shown_evenly_with_the_first_and_the_last(tmp_path):
     steps, (row,) = preview_rows(tmp_path, ["a"], "")
     assert len(steps) == MOST_STEPS and (steps[0], steps[-1]) == (0, 290) and steps == sorted(set(steps))
     assert len(row.previews) == MOST_STEPS
-
-
-def test_no_previews_no_page(tmp_path):
-    assert write_page(tmp_path, "dog", PROMPTS, "sks") == {} and not list(tmp_path.iterdir())

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from torchtitan.config.job import ConfigError, load_config
-from torchtitan.profiling import profiler
 from torchtitan.profiling.config import ProfilingConfig
 from torchtitan.profiling.profiler import Profiler
 
@@ -64,19 +63,6 @@ def test_a_trace_is_of_steps_that_only_train_where_there_are_any(tmp_path, steps
     assert sorted(tmp_path.rglob("*.json.gz")) == [trace_path(tmp_path, step) for step in traced]
 
 
-def test_a_window_may_fill_the_whole_cycle(tmp_path):
-    assert profiled_steps(tmp_path, ProfilingConfig(enable_profiling=True, profile_freq=4), 1, 8) == list(range(1, 9))
-    assert [traced_steps(trace_path(tmp_path, step)) for step in (4, 8)] == [1, 1]
-
-
-def test_nothing_happens_where_profiling_is_off(tmp_path, monkeypatch):
-    monkeypatch.setattr(profiler, "profile", None)
-    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", None)
-    assert profiled_steps(tmp_path, ProfilingConfig(profile_freq=2), 1, 4) == []
-    Profiler(ProfilingConfig(), tmp_path, CPU, nullcontext).out_of_memory(3)
-    assert not list(tmp_path.iterdir())
-
-
 def test_memory_snapshots_come_by_their_rhythm_and_when_memory_runs_out(tmp_path, monkeypatch):
     calls = []
     monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda **options: calls.append(options))
@@ -100,7 +86,6 @@ def test_memory_snapshots_come_by_their_rhythm_and_when_memory_runs_out(tmp_path
     [
         ("enable_profiling true profile_freq 3", "profile_freq: must be at least 4, is 3"),
         ("enable_memory_snapshot true", "enable_memory_snapshot: a snapshot is of CUDA's allocator"),
-        ("profile_freq 10", "profile_freq: has no effect when profiling.enable_profiling = false"),
     ],
 )
 def test_what_would_record_nothing_is_refused(overrides, problem):

@@ -43,14 +43,3 @@ def test_a_larger_file_is_not_read(tmp_path):
     with pytest.raises(UnsuitableFile) as caught:
         read_regular(tmp_path / "file", 1 << 20)
     assert caught.value.strerror == "4,398,046,511,104 bytes, more than 1,048,576"
-
-
-def test_a_file_that_says_it_is_empty_is_read_no_further_than_the_limit():
-    assert len(read_regular("/proc/self/stat", 4096)) > 10  # its size is 0
-    with pytest.raises(UnsuitableFile, match="6 bytes, more than 5"):
-        read_regular("/proc/self/stat", 5)
-
-
-def test_a_missing_file_is_an_error_of_the_system(tmp_path):
-    with pytest.raises(FileNotFoundError):
-        read_regular(tmp_path / "absent", 1)

@@ -2,7 +2,6 @@
 
 import json
 import os
-import stat
 from pathlib import Path
 
 import pytest
@@ -14,13 +13,9 @@ from torchtitan.config.job import load_config
 from torchtitan.errors import RunFolderError
 from torchtitan.files import durable
 from torchtitan.files.durable import make_folder, remove_unfinished, replace_file, replacing
-from torchtitan.files.patient_file import PatientFile
-from torchtitan.files.regular import UnsuitableFile
 from torchtitan.files.run_lock import LOCK_FILE
 from torchtitan.runs.folder import RunFolder
-from torchtitan.runs.status import STATUS_VARIABLE, write_status
 from torchtitan.settings.record import dump_config, effective
-from torchtitan.training.metrics import cut_metrics
 
 
 def run_at(folder: Path, *more: str) -> RunFolder:
@@ -74,16 +69,6 @@ def test_a_folder_of_checkpoints_that_a_user_has_filled_is_refused_and_left_as_i
     assert contents(tmp_path / "elsewhere") == before
 
 
-def test_a_users_file_with_the_name_of_an_owner_record_gives_no_folder_away(tmp_path):
-    (tmp_path / "elsewhere" / "one").mkdir(parents=True)
-    (tmp_path / "elsewhere" / "one" / "checkpoint_owner.json").write_text("not a record")
-    (tmp_path / "elsewhere" / "one" / "thesis.txt").write_text("mine")
-    before = contents(tmp_path / "elsewhere")
-    with pytest.raises(RunFolderError, match="holds the checkpoints of another run, whose checkpoint_owner.json is damaged"):
-        run_at(tmp_path / "outputs", "--checkpoint.folder", str(tmp_path / "elsewhere")).open()
-    assert contents(tmp_path / "elsewhere") == before
-
-
 def test_a_users_files_may_lie_in_a_folder_that_is_a_runs(tmp_path):
     opened(run_at(tmp_path, "--checkpoint.folder", str(tmp_path / "elsewhere")))
     for folder in (tmp_path / "one", tmp_path / "elsewhere" / "one"):
@@ -133,15 +118,6 @@ def test_a_first_start_cut_off_before_its_first_checkpoint_begins_anew(tmp_path,
     assert not list(run.path.glob(".*.unfinished"))
 
 
-def test_more_steps_alone_extend_a_run_whatever_its_schedule_is(tmp_path):
-    cosine = ("--lr_scheduler.decay_type", "cosine", "--training.steps")
-    opened(run_at(tmp_path, *cosine, "400"))
-    run = opened(run_at(tmp_path, *cosine, "500"))
-    assert "steps = 500" in (run.path / "config.toml").read_text()
-    with pytest.raises(RunFolderError, match="training.steps: 500 -> 450"):
-        run_at(tmp_path, *cosine, "450").open()
-
-
 def test_a_configuration_cut_off_beside_checkpoints_without_a_record_is_refused(tmp_path):
     run = opened(run_at(tmp_path))
     Checkpointer(run.checkpoints, CheckpointConfig(), 0).save(10, {"a": torch.ones(2)}, {})
@@ -149,20 +125,6 @@ def test_a_configuration_cut_off_beside_checkpoints_without_a_record_is_refused(
     with pytest.raises(RunFolderError, match="config.toml: is empty, and no checkpoint has a record of the configuration"):
         run_at(tmp_path).open()
     opened(run_at(tmp_path, "--job.allow_config_change", "true"))
-
-
-@pytest.mark.parametrize(("make", "words"), [
-    (os.mkfifo, "is a pipe, not a regular file"), (lambda path: path.symlink_to("/dev/zero"), "is a device"),
-    (Path.mkdir, "is a folder"), (lambda path: path.touch() or os.truncate(path, 3 << 30), "more than 16,777,216"),
-])  # fmt: skip
-def test_what_is_no_file_in_the_place_of_a_runs_records_is_refused_at_once(tmp_path, make, words):
-    run = opened(run_at(tmp_path))
-    make(run.path / "summary.json")
-    assert not run.is_finished()
-    (run.path / "config.toml").unlink()
-    make(run.path / "config.toml")
-    with pytest.raises(RunFolderError, match=rf"config\.toml: .*{words}"):
-        run_at(tmp_path).open()
 
 
 # --- durable files
@@ -203,30 +165,6 @@ def test_only_what_a_replacement_left_is_removed(tmp_path):
         (tmp_path / name).write_text(json.dumps(name))
     remove_unfinished(tmp_path)
     assert not (tmp_path / left).exists() and all((tmp_path / name).exists() for name in users)
-
-
-@pytest.mark.parametrize("kind", ["pipe", "device"])
-def test_a_pipe_or_device_is_never_replaced_by_a_file(tmp_path, monkeypatch, kind):
-    path = tmp_path / "status"
-    try:
-        os.mkfifo(path) if kind == "pipe" else os.mknod(path, 0o600 | stat.S_IFCHR, os.makedev(1, 7))
-    except PermissionError:
-        pytest.skip("only root makes devices")
-    before = path.lstat()
-    with pytest.raises(UnsuitableFile, match=f"is a {kind}, not a regular file"):
-        replace_file(path, "one")
-    monkeypatch.setenv(STATUS_VARIABLE, str(path))
-    write_status(None, "completed", 0)
-    assert os.path.samestat(path.lstat(), before) and [entry.name for entry in tmp_path.iterdir()] == ["status"]
-
-
-@pytest.mark.parametrize("make", [lambda path, target: path.symlink_to(target), lambda path, target: os.mkfifo(path)])
-def test_a_growing_file_is_never_what_a_link_or_pipe_names(tmp_path, make):
-    (tmp_path / "thesis.txt").write_text('{"step": 99}\n')
-    make(tmp_path / "metrics.jsonl", tmp_path / "thesis.txt")
-    with pytest.raises(UnsuitableFile, match="is a (link|pipe), not a regular file"):
-        PatientFile(tmp_path / "metrics.jsonl", "the metrics", prepare=lambda: cut_metrics(tmp_path / "metrics.jsonl", 1)).open()
-    assert (tmp_path / "thesis.txt").read_text() == '{"step": 99}\n'
 
 
 @pytest.mark.parametrize(("schedule", "more", "longer"), [

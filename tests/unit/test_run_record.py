@@ -20,21 +20,13 @@ from torchtitan.runs.record import (
     differing_settings,
     group_by_seed,
     read_run,
-    read_runs,
 )
-from torchtitan.statistics.interval import percentile
 from torchtitan.training.metric_points import read_points
 
 
 def run(name: str, seed: int | None = 0, **settings) -> RunRecord:
     config = {"job": {"name": name}, "optimizer": {"lr": 1e-3} | settings, "debug": {"seed": seed}}
     return RunRecord(Path("/nowhere") / name, name, config)
-
-
-def test_percentile_and_tail():
-    assert [percentile([3.0, 1.0, 2.0], share) for share in (0, 0.25, 0.5, 1)] == [1.0, 1.5, 2.0, 3.0]
-    series = Series((1, 2, 3, 4, 5), (9.0, 8.0, 3.0, 1.0, 2.0))
-    assert series.tail() == (3.0, 1.0, 2.0) and series.tail_median() == 2.0 and series.lowest() == (1.0, 4)
 
 
 def test_running_mean_is_centred_and_takes_what_there_is_at_the_end():
@@ -144,19 +136,6 @@ def test_a_batch_that_grows_is_placed_by_its_images():
     assert _steps(grown) == "6"
     grown.points.pop()
     assert _steps(grown) == "4 (60% of the images)"
-
-
-def test_a_run_given_twice_counts_once_and_equal_names_are_told_apart(tmp_path):
-    for parent in ("first", "second"):
-        (tmp_path / parent / "run").mkdir(parents=True)
-        point = {"step": 4, TRAINING_LOSS: 1, "n_images_seen": 64}
-        (tmp_path / parent / "run" / "metrics.jsonl").write_text(json.dumps(point))
-    first, second = tmp_path / "first" / "run", tmp_path / "second" / "run"
-    runs = read_runs([first, second, tmp_path / "second" / ".." / "first" / "run"])
-    assert [one.name for one in runs] == ["first/run", "second/run"] and runs[0].images_per_step == 16
-    with pytest.raises(RunRecordError) as caught:
-        read_runs([tmp_path, first, tmp_path / "none"])
-    assert len(str(caught.value).splitlines()) == 2
 
 
 def test_table_and_bars_show_the_same_costs(tmp_path, monkeypatch):

@@ -1,8 +1,6 @@
 """Plans of sets of samples, and their files: whole or missing, of no other set."""
 
-import errno
 import json
-import os
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,7 +8,6 @@ import pytest
 import torch
 
 from torchtitan.conditions import Classes
-from torchtitan.evaluation import sample_sets
 from torchtitan.evaluation.config import SamplingConfig
 from torchtitan.evaluation.sample_plans import (
     SampleNotFinite,
@@ -22,7 +19,6 @@ from torchtitan.evaluation.sample_plans import (
 )
 from torchtitan.evaluation.sample_sets import SampleSet
 from torchtitan.fidelity.images import open_images
-from torchtitan.files.durable import replace_files
 from torchtitan.files.run_lock import Busy
 from torchtitan.models.base import ModelConfig
 from torchtitan.models.magnitude import MPFourier
@@ -64,13 +60,9 @@ def test_seeds_are_read_and_written(text, count, seeds):
     ("text", "count", "line"),
     [
         ("", None, "--seeds: '' is no seed or range of seeds (as 0-49999 or 1,5,10-19)"),
-        ("-3", None, "--seeds: '-3' is no seed or range of seeds (as 0-49999 or 1,5,10-19)"),
         ("4-2", None, "--seeds: 4-2 runs backwards (give the lower seed first)"),
         ("1-5,3", None, "--seeds: 3 is given twice (leave it out once)"),
-        ("0-99999999999", None, "--seeds: 100000000000 are more than 10000000 (draw several sets)"),
-        (f"{2**40}", None, "--seeds: 1099511627776 is not in 0..2^40 - 1"),
         ("0-4", 4, "--count: 4, but --seeds 0-4 are 5 (give one of the two)"),
-        (None, 0, "--count: must be in 1..10000000, is 0"),
     ],
 )
 def test_seeds_that_are_none_are_refused_in_one_line(text, count, line):
@@ -153,11 +145,9 @@ def test_another_plan_a_damaged_record_and_foreign_pictures_are_refused(tmp_path
     with pytest.raises(SampleSetError, match="a file that this command did not write"):
         SampleSet(folder, plan()).begin()
     assert (folder / "labels.csv").read_text() == "my,labels"
-    start = "{\n \"sample_set\": 1,"
-    for damaged in (start, start + ' "a": ' + "[" * 100_000):
-        (folder / "set.json").write_text(damaged)
-        with pytest.raises(SampleSetError, match="is damaged"):
-            SampleSet(folder, plan()).begin()
+    (folder / "set.json").write_text("{\n \"sample_set\": 1,")
+    with pytest.raises(SampleSetError, match="is damaged"):
+        SampleSet(folder, plan()).begin()
     (folder / "set.json").write_text(json.dumps({"mine": 1}))
     with pytest.raises(SampleSetError, match="which is not a set of samples'; nothing was written"):
         SampleSet(folder, plan()).begin()
@@ -185,33 +175,6 @@ def test_values_that_are_not_finite_are_named_by_their_seed(tmp_path):
     assert not list((tmp_path / "set").glob("*.png"))
 
 
-def test_a_place_that_cannot_be_written_is_refused_in_one_line(tmp_path, monkeypatch):
-    (tmp_path / "file").write_text("mine")
-    with pytest.raises(SampleSetError) as refusal:
-        SampleSet(tmp_path / "file", plan()).begin()
-    assert str(refusal.value).startswith(f"{tmp_path / 'file'}: cannot be written: Not a directory")
-
-    def full(*arguments):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(sample_sets, "replace_file", full)
-    with pytest.raises(SampleSetError, match="cannot be written: No space left on device"):
-        SampleSet(tmp_path / "set", plan()).begin()
-
-
-def test_files_are_replaced_together_or_left_out_whole(tmp_path, monkeypatch):
-    replace_files(tmp_path, {"a": b"1", "b": b"2"})
-    os.mkfifo(tmp_path / "c")
-    with pytest.raises(OSError):
-        replace_files(tmp_path, {"a": b"new", "c": b"3"})
-    assert (tmp_path / "a").read_bytes() == b"1" and sorted(os.listdir(tmp_path)) == ["a", "b", "c"]
-    synced = []
-    monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(os.readlink(f"/proc/self/fd/{descriptor}")))
-    replace_files(tmp_path, {"a": b"new", "d": b"4"})
-    assert (tmp_path / "a").read_bytes() == b"new" and (tmp_path / "d").read_bytes() == b"4"
-    assert [os.path.basename(path)[:3] for path in synced[:2]] == [".a.", ".d."] and synced[2:] == [str(tmp_path)]
-
-
 def test_classes_are_chosen_by_name_or_number():
     def chosen(given, names):
         kind = Classes(len(names) or 12, tuple(names))
@@ -225,8 +188,6 @@ def test_classes_are_chosen_by_name_or_number():
         chosen(["cafe\u0301"], ["caf\xe9"])
     with pytest.raises(WeightsError, match=r"^--classes: 'cat' is no class \(one of 0 birds, 1 fish, 2 other\)$"):
         chosen(["1", "cat"], ["birds", "fish", "other"])
-    with pytest.raises(WeightsError, match=r"8 i, 9 j, \.\.\.\)$"):
-        chosen(["cat"], "abcdefghijk")
     with pytest.raises(WeightsError, match=r"'cat' is no class \(the classes have no names: give numbers\)"):
         chosen(["cat"], [])
     with pytest.raises(WeightsError, match=r"--classes: 3 is not in 0\.\.2"):

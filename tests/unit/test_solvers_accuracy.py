@@ -44,7 +44,7 @@ def geometric_times(num_steps: int) -> Tensor:
     return torch.sigmoid(torch.linspace(math.log(30), math.log(0.01), num_steps + 1, dtype=torch.float64))
 
 
-@pytest.mark.parametrize("path_name", ["rectified_flow", "edm", "ddpm_linear_continuous", "ddpm_cosine_continuous"])
+@pytest.mark.parametrize("path_name", ["rectified_flow", "edm", "ddpm_linear_continuous"])
 @pytest.mark.parametrize(
     ("solver", "order"), [("euler", 1), ("heun", 2), ("ddim", 1), ("dpmpp_2m", 2), ("edm_heun", 2)]
 )
@@ -176,13 +176,6 @@ def test_variance_of_ancestral_sampling_converges_to_the_data_s(path_name, varia
     ]
     assert errors[0] > 1.8 * errors[1] > 1.8**2 * errors[2]
     assert errors[2] < 0.02 * DATA_STD**2
-
-
-@pytest.mark.parametrize("path_name", ["rectified_flow", "edm"])
-def test_variance_of_ancestral_sampling_converges_on_paths_of_other_scales(path_name):
-    schedule = edm_times if path_name == "edm" else uniform_times
-    errors = [abs(variance_of("ddpm", path_name, schedule(count)) - DATA_STD**2) for count in (128, 256, 512)]
-    assert math.log2(errors[-2] / errors[-1]) == pytest.approx(1, abs=0.15)
 
 
 def test_churn_keeps_the_variance():

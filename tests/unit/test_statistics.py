@@ -26,6 +26,7 @@ def test_student_quantile_is_exact_where_a_closed_form_exists() -> None:
     normal = torch.special.ndtri(torch.tensor(0.975, dtype=torch.float64)).item()
     assert student_quantile(0.975, 1e6) == pytest.approx(normal, rel=3e-6)
     assert student_quantile(0.975, 0.9) == math.inf
+    assert student_quantile(0.975, torch.tensor(2.0)).item() == pytest.approx(4.3026527, rel=1e-7)  # of any shape
 
 
 def test_rates_with_a_zero_have_no_negative_end() -> None:

@@ -94,7 +94,7 @@ def test_the_rank_that_fails_first_closes_the_run_and_the_others_add_its_reason(
 
 @pytest.mark.parametrize(
     "status, code, wanted",
-    [("completed", 0, 0), ("requeue", 143, 75), ("requeue", 1, 75), ("refused", 1, 2), ("failed", 1, 1), (None, 7, 7)],
+    [("completed", 0, 0), ("requeue", 143, 75), ("refused", 1, 2), ("failed", 1, 1)],
 )
 def test_launch_script_turns_the_status_into_an_exit_code(tmp_path, monkeypatch, status, code, wanted):
     command = f"exit {code}"

@@ -108,23 +108,14 @@ def test_base_is_relative_to_the_file_and_its_seed_counts(tmp_path):
     [
         ("[axes]", "[axes]\ntraining.local_batchsize = [1]", "did you mean --training.local_batch_size"),
         ("[4, 1, 2]", "[4, 0, 2]", "training.local_batch_size: must be at least 1"),
-        ('["bfloat16", "float32"]', '["bf16"]', "axes.dtype: must be one of float32, bfloat16, float8"),
-        ('["bfloat16", "float32"]', "[]", "axes.dtype: must be a list of one or more values"),
-        ("[4, 1, 2]", "[4, 1, 4]", "has a value twice"),
         ("[axes]", "[[exclude]]\nlayout = ['ddp', 'fsdp', 'hsdp']\n[axes]", "the grid is empty"),
         ("[axes]", "[[exclude]]\nlayout = 'tp'\n[axes]", "exclude.layout: 'tp' is not in the axis"),
-        ("[axes]", "[[exclude]]\nac = 'none'\n[axes]", "exclude.ac: is no axis"),
         ("hsdp_shard = 4", "hsdp_shard = 8", "hsdp needs a multiple of hsdp_shard = 8 processes"),
         ("[fixed]", "[fixed]\nparallelism.data_parallel_shard_degree = 1", "which is set a second time"),
         ("processes = 8", "proceses = 8", "did you mean processes?"),
-        ("processes = 8", "processes = 8\nrepeats = 0", "repeats: must be at least 1"),
         ("processes = 8", "processes = 8\nwarmup_steps = 4", "warmup_steps: 4 leaves none of training.steps = 4"),
         ("processes = 8", "processes = 8\nbase = 'no.toml'", "no.toml: no such file"),
-        ("processes = 8", "processes = 8\nautotune = true", "training.local_batch_size: is searched"),
         ("processes = 8", "processes = 8\nautotune_goal = 'fastest'", "no effect while autotune is false"),
-        ("processes = 8", "processes = = 8", "TOML syntax"),
-        ("[4, 1, 2]", f"[4, {'0x' + 4000 * 'f'}]", "axes.training.local_batch_size: a whole number must fit in 64 bits"),
-        ("[fixed]", "[fixed]\ndebug.seed = 'one'", "debug.seed: must be an integer"),
     ],
 )
 def test_what_makes_no_sense_is_refused_in_one_line(tmp_path, old, new, words):
@@ -205,7 +196,6 @@ def test_the_grids_that_come_with_the_program_are_valid(path, tmp_path):
     ("arguments", "words"),
     [
         (["nowhere.toml"], "nowhere.toml: no such file (give a sweep's TOML file)"),
-        (["train_configs/sweeps/cpu.toml", "--jobs", "0"], "--jobs: must be at least 1"),
         (["train_configs/sweeps/cpu.toml", "--only", "layout"], "must be NAME=VALUE"),
         (["train_configs/sweeps/cpu.toml", "--only", "layout=tp"], "there are: ddp, fsdp, hsdp"),
     ],
@@ -220,27 +210,6 @@ def test_command_line(arguments, words, tmp_path, capsys):
     output = capsys.readouterr()
     assert code == 2 and words in output.err and output.err.count("\n") == 1, output.err
     assert output.out == "" and not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize(
-    ("added", "words"),
-    [
-        ("[needs]\ngpu = 8\n", "needs.gpu: unknown key (known: gpus)"),
-        ("[needs]\ngpus = -1\n", "needs.gpus: must be at least 0"),
-    ],
-)
-def test_needs_that_make_no_sense_are_refused(tmp_path, added, words):
-    path = write(tmp_path, SWEEP + added)
-    with pytest.raises(SweepError) as caught:
-        read_sweep(path)
-    assert words.replace("'", '"') in str(caught.value).replace("'", '"') and str(path) in str(caught.value)
-
-
-def test_nodes_divide_the_processes(tmp_path):
-    cells = read_sweep(write(tmp_path, SWEEP.replace("[axes]", "[axes]\nnodes = [1, 4]"))).cells
-    assert {(cell.processes, cell.nodes) for cell in cells} == {(8, 1), (8, 4)} and len(cells) == 36
-    with pytest.raises(SweepError, match="nodes: 8 processes cannot be spread over 3 nodes"):
-        read_sweep(write(tmp_path, SWEEP.replace("processes = 8", "processes = 8\nnodes = 3")))
 
 
 def test_checkpointing_names_kinds_of_recomputation(tmp_path):
@@ -262,5 +231,3 @@ def test_the_shipped_grids_are_as_large_as_those_of_torchditan(name, size):
     sweep = read_sweep(path)
     assert len(sweep.cells) * sweep.settings.repeats == size
     assert sweep.needs.gpus == sweep.settings.processes == 8
-
-

@@ -53,9 +53,7 @@ def test_the_keys_that_name_written_places_are_declared_so():
     [
         ({"fixed": 'job.dump_folder = "/elsewhere"'}, "fixed.job.dump_folder: every run writes into a separate folder"),
         ({"fixed": 'job.name = "one"'}, "fixed.job.name: every run writes into a separate folder"),
-        ({"axes": 'job.name = ["one", "two"]'}, "axes.job.name: every run writes into a separate folder"),
         ({"fixed": 'checkpoint.enable = true\ncheckpoint.folder = "/elsewhere"'}, "fixed.checkpoint.folder: every run"),
-        ({"axes": 'checkpoint.enable = [true]\ncheckpoint.folder = ["memory://a", "memory://b"]'}, "axes.checkpoint.folder"),
         ({"fixed": "checkpoint.enable = true", "base": '[checkpoint]\nfolder = "/elsewhere"\n'}, "base: {}/base.toml: check"),
     ],
 )  # fmt: skip
@@ -108,12 +106,3 @@ def test_a_run_that_ends_well_and_leaves_no_result_has_failed(tmp_path, monkeypa
     arguments = ["--model.flavor=debug", f"--job.dump_folder={tmp_path}", "--job.name=run"]
     outcome = run_processes(arguments, timeout_s=60, log=tmp_path / "run.log")
     assert outcome.status == status and words.format(tmp_path) in outcome.reason and outcome.exit_code == 0
-
-
-def test_of_an_endless_log_the_ends_are_read(tmp_path, monkeypatch):
-    monkeypatch.setattr(process, "_MOST_OF_A_LOG", 8)
-    for size in (0, 7, 8, 12, 16):
-        (tmp_path / "log").write_bytes(bytes(range(65, 65 + size)))
-        assert process._ends_of(tmp_path / "log").encode() == bytes(range(65, 65 + size))
-    (tmp_path / "log").write_text("beginning" + 100 * "x" + "the end")
-    assert process._ends_of(tmp_path / "log") == "beginnin" + "xthe end"

@@ -9,7 +9,6 @@ import pytest
 
 import torchtitan.experiments.cell_run as cell_run
 import torchtitan.experiments.launchers.local as local
-import torchtitan.experiments.runner as runner
 from torchtitan.experiments.autotune.tuning import NothingFits
 from torchtitan.experiments.engine import settle_cells
 from torchtitan.experiments.grid import SweepError, read_sweep
@@ -161,15 +160,6 @@ def _read(tmp_path, text):
     return read_sweep(path)
 
 
-def test_concurrent_runs_begin_with_small_batches(tmp_path, monkeypatch):
-    order = []
-    monkeypatch.setattr(runner, "settle_cells", lambda tasks, missing, settle, **options: order.extend(missing))
-    sweep = _read(tmp_path, SWEEP)
-    run_sweep(sweep, SweepFolder(tmp_path / "results"), plan_sweep(sweep, SweepFolder(tmp_path / "results")), Launching(jobs=2))
-    found = [(task.repeat, task.cell.axes["training.local_batch_size"]) for task in order]
-    assert found == [(repeat, batch) for repeat in (0, 1) for batch in (1, 1, 2, 2, 4, 4)]
-
-
 def test_only_some_cells(sweep, tmp_path, processes):
     run(sweep, tmp_path, only={"activation_checkpoint.mode": ["full"], "training.local_batch_size": ["1", "4"]})
     assert processes.started == [f"batch={batch}_ac=full_r{repeat}" for repeat in (0, 1) for batch in (1, 4)]
@@ -232,11 +222,10 @@ def test_devices_are_handed_out_and_taken_back(sweep, tmp_path, monkeypatch):
         run(sweep, tmp_path, jobs=3)
 
 
-@pytest.mark.parametrize(
-    "statuses, code",
-    [(("ok", "oom", "refused"), 0), (("oom", "refused", "oom"), 1), (("ok", "ok", "failed"), 1), (("ok", "timeout", "ok"), 1),
-     (("killed", "ok", "ok"), 1), (("timeout", "timeout", "timeout"), 1)],
-)  # fmt: skip
+@pytest.mark.parametrize("statuses, code", [
+    (("ok", "oom", "refused"), 0), (("oom", "refused", "oom"), 1), (("ok", "ok", "failed"), 1),
+    (("timeout", "timeout", "timeout"), 1),
+])  # fmt: skip
 def test_the_exit_code_of_a_sweep(tmp_path, monkeypatch, capsys, statuses, code):
     axes = "[axes]\noptimizer.lr = [1e-3, 1e-4, 1e-5]\n"
     (tmp_path / "grid.toml").write_text("retries = 0\n" + SWEEP.partition("[axes]")[0] + axes)

@@ -4,10 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.configurations import problems
 from torchtitan.conditions import POOLED, TEXT, Embeddings
 from torchtitan.config.job import load_config
-from torchtitan.data import DatasetError
 from torchtitan.data.synthetic import NUM_VALIDATION, Synthetic, SyntheticConfig, mode_variances, optimal_velocity_loss
 from torchtitan.estimate.memory import model_on_meta
 
@@ -74,19 +72,6 @@ def test_synthetic_images_are_functions_of_their_index():
             assert len(everything.flatten(1).unique(dim=0)) == 100
 
 
-def test_synthetic_images_do_not_depend_on_how_many_are_drawn_at_a_time(monkeypatch):
-    config = SyntheticConfig(shape=[1, 8, 8])
-    images = Synthetic(config, "train").fetch(np.arange(10))["images"]
-    monkeypatch.setattr("torchtitan.data.synthetic.WORDS_AT_A_TIME", 200)
-    assert torch.equal(Synthetic(config, "train").fetch(np.arange(10))["images"], images)
-
-
-@pytest.mark.parametrize("shape", [[32, 32], [3, 0, 4]])
-def test_a_bad_shape_is_refused(shape):
-    with pytest.raises(DatasetError, match="data.shape"):
-        Synthetic.info(SyntheticConfig(shape=shape))
-
-
 def test_texts_are_independent_standard_normals_of_their_index():
     sizes = {"shape": [1, 2, 2], "num_images": 3000, "text_length": 3, "text_dim": 4, "pooled_dim": 5}
     config = SyntheticConfig(**sizes)
@@ -115,9 +100,3 @@ def test_flux_is_estimated_on_synthetic_texts():
     """Parameters of schnell at the widths that are the defaults."""
     words = ["--model.name", "flux", "--data.name", "synthetic", "--data.shape", "[16, 32, 32]", "--data.text_length", "256"]
     assert model_on_meta(load_config(words, 1)).num_parameters() == 11_891_178_560
-
-
-def test_a_text_of_another_width_is_refused():
-    arguments = ["--model.name=flux", "--data.name=synthetic", "--data.text_length=4", "--data.text_dim=8"]
-    assert any(line.endswith("model.text_dim: 4096, and the data's text has width 8 (set it to 8, or encode anew)")
-               for line in problems(arguments=arguments))  # fmt: skip

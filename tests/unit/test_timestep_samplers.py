@@ -14,12 +14,12 @@ from torchtitan.config.job import load_config
 from torchtitan.diffusion.denoising import DenoisingConfig
 from torchtitan.diffusion.objectives import build_objective, objective_problems
 from torchtitan.diffusion.paths import PATHS
-from torchtitan.diffusion.timesteps.densities import Laplace, Uniform
+from torchtitan.diffusion.timesteps.densities import Laplace
 from torchtitan.diffusion.timesteps.registry import build_density, build_sampler
 from torchtitan.diffusion.timesteps.sampler import GlobalBatch, TimestepSampler
 from torchtitan.diffusion.timesteps.shares import AllocatedTimesteps
 from torchtitan.diffusion.timesteps.slot_edges import read_slot_edges, write_slot_edges
-from torchtitan.diffusion.timesteps.warps import Beta, Cubic, Warped, speed_start
+from torchtitan.diffusion.timesteps.warps import Beta, speed_start
 from torchtitan.settings.record import dump_config
 
 # Xie and Agam, Table 1, as half-open slots of the 1000 indices.
@@ -221,7 +221,7 @@ def test_slots_of_the_paper_are_as_likely_as_each_other():
 
 @pytest.mark.parametrize("spread", ["stratified", "low_discrepancy"])
 @pytest.mark.parametrize("importance", [False, True])
-@pytest.mark.parametrize("path", ["ddpm_linear", "ddpm_cosine_continuous", "rectified_flow"])
+@pytest.mark.parametrize("path", ["ddpm_linear", "rectified_flow"])
 def test_a_spread_batch_goes_round_all_slots_equally(path, importance, spread):
     edges = [0.0, 0.1, 0.15, 0.6, 1.0] if path == "rectified_flow" else PAPER_EDGES
     config = DenoisingConfig(
@@ -284,11 +284,6 @@ def test_slots_from_a_file_are_put_into_the_recorded_configuration(tmp_path, mon
 @pytest.mark.parametrize(("content", "reason"), [
     (None, "No such file"),
     ("{", "no JSON"),
-    ("[" * 100_000, "no JSON"),
-    ("[0, 1]", "no file of slot edges"),
-    ('{"unit": "index", "edges": [0, NaN, 1000]}', "no file of slot edges"),
-    ('{"unit": "index", "edges": [0, true]}', "no file of slot edges"),
-    ('{"unit": "index", "edges": [0, 1' + "0" * 400 + "]}", "no file of slot edges"),
     (json.dumps({"unit": "t", "edges": [0, 0.5, 1]}), "unit is 't', objective.path needs 'index'"),
     (json.dumps({"unit": "index", "edges": [0, 900, 500, 1000]}), "must rise from 0 to 1000"),
 ])
@@ -299,10 +294,3 @@ def test_wrong_files_of_slots_are_refused_in_a_line(content, reason, tmp_path):
     config = DenoisingConfig(path="ddpm_linear", timesteps=timesteps("slots", edges_path=str(file)))
     ((key, text),) = objective_problems(config)
     assert key == "objective.timesteps.edges_path" and reason in text and "\n" not in text
-
-
-def test_warped_densities_stay_finite_far_out():
-    log_sigma = torch.linspace(-200, 200, 401, dtype=torch.float64)
-    for warp in (Cubic("noise"), Cubic("data"), Beta(0.2, 0.2), Beta(50.0, 50.0)):
-        found = Warped(Uniform(), warp).log_sigma_density(log_sigma)
-        assert found.isfinite().all() and (found >= 0).all()

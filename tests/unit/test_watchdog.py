@@ -1,15 +1,11 @@
 """The watchdog by a clock that the test moves."""
 
 import os
-import signal
-import subprocess
-import sys
 import threading
 
 import pytest
 
 from torchtitan.distributed.config import CommConfig
-from torchtitan.processes.process_state import process_state
 from torchtitan.supervision import watchdog as watchdog_module
 from torchtitan.supervision.phases import BETWEEN_STEPS, Phases
 from torchtitan.supervision.watchdog import Limits, Watchdog, limits, silent_ranks
@@ -127,22 +123,6 @@ def test_ranks_are_silent_that_left_no_stacks_since_the_run_began(tmp_path):
         (tmp_path / name).write_text("")
         os.utime(tmp_path / name, (written, written))
     assert silent_ranks(tmp_path, 5, 100.0) == [1, 2, 4]
-
-
-@pytest.mark.skipif(not os.path.exists("/proc/self/stat"), reason="needs /proc")
-def test_process_states():
-    assert process_state(os.getpid()) == "running"
-    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-    try:
-        child.send_signal(signal.SIGSTOP)
-        os.waitpid(child.pid, os.WUNTRACED)
-        assert process_state(child.pid) == "stopped"
-    finally:
-        os.kill(child.pid, signal.SIGKILL)
-    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
-    assert process_state(child.pid) == "gone"  # a zombie
-    child.wait()
-    assert process_state(child.pid) == "gone"
 
 
 def test_phases_nest_and_name_the_one_that_failed():

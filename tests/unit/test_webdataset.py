@@ -2,7 +2,6 @@
 
 import pickle
 import re
-import tarfile
 
 import numpy as np
 import pytest
@@ -109,13 +108,10 @@ def test_shards_are_read_through_once_and_only_the_changed_one_again(tmp_path, m
 
 ODD = {
     "no image": ({"cls": b"1"}, "the sample has no image"),
-    "two images": ({"cls": b"1", "png": b"a", "jpg": b"b"}, "the sample has several images"),
     "no label": ({"png": b"a"}, "the sample has no label (data.labels = false"),
     "a word for a label": ({"png": b"a", "cls": b"cat"},
         "the sample's label is no whole number from 0 to 999999 (write numbers, which data.classes_file names, or set"),
-    "a huge label": ({"png": b"a", "cls": b"12345678"}, "the sample's label is no whole number from 0 to 999999"),
     "not an image": ({"png": b"a", "cls": b"1"}, "not an image of a known format"),
-    "empty": ({"png": b"", "cls": b"1"}, "the file is empty"),
 }  # fmt: skip
 
 
@@ -143,9 +139,6 @@ def test_labels_that_are_left_aside_need_not_be_there(tmp_path):
     assert set(batch) == {"images"} and torch.equal(batch["images"][3], decoded(image_bytes(3)))
 
 
-def test_a_label_is_read_after_a_byte_order_mark(tmp_path):
-    write_tar(tmp_path / "a.tar", {"0.png": image_bytes(0), "0.cls": b"\xef\xbb\xbf3\r\n"})
-    assert everything(WebDataset(config_of(tmp_path), "train"))[1] == [3]
 
 
 def damage(folder, name="train-001.tar", keep=None, at=None, text=b""):
@@ -155,34 +148,15 @@ def damage(folder, name="train-001.tar", keep=None, at=None, text=b""):
     (folder / name).write_bytes(content[:keep])
 
 
-def test_a_link_in_a_shard_is_refused_and_a_name_may_begin_as_compressed_files_do(tmp_path):
-    content = image_bytes(3)
-    write_tar(tmp_path / "a.tar", {"BZh91.jpg": content, "BZh91.cls": b"0"})
-    images, _ = everything(WebDataset(config_of(tmp_path, validation_fraction=0.0), "train"))
-    assert torch.equal(images[0], decoded(content))
-    webdataset._open_shards.cache_clear()
-    with tarfile.open(tmp_path / "a.tar", "a") as archive:
-        link = tarfile.TarInfo("other.jpg")
-        link.type, link.linkname = tarfile.LNKTYPE, "BZh91.jpg"
-        archive.addfile(link)
-    with pytest.raises(DatasetError, match="'other.jpg' is a link, which cannot be read in place"):
-        WebDataset.info(config_of(tmp_path))
-
-
 BAD = {
-    "no path": ({"path": ""}, {}, "data.path: not given; webdataset needs a folder of tar shards, or train-{{000..12"),
-    "no size": ({"image_size": None}, {}, "data.image_size: not given; webdataset needs the side of its square images"),
     "missing shards": (
         {"path": "{}/train-{{000..006}}.tar"}, {}, "data.path: 3 of 7 shards do not exist, first {}/train-004.tar"
     ),
-    "none match": ({"path": "{}/x*.tar"}, {}, "data.path: '{}/x*.tar' stands for no tar file"),
     "remote": ({"path": "s3://a/{{0..9}}.tar"}, {}, "is not on this machine; webdataset reads local shards (copy them"),
-    "piped": ({"path": "pipe:cat x"}, {}, "is not on this machine; webdataset reads local shards"),
     "label beyond the file": (
         {"classes_file": "{}/classes.txt"}, {}, "train-000.tar: part.one/00002: label 2 is not in 0..1, those of data"
     ),
     "cut": ({}, {"keep": 10_000}, "{}/train-001.tar: cut short"),
-    "cut between members": ({}, {"keep": 1024}, "{}/train-001.tar: cut short at byte 1024: a tar's last block is"),
     "damaged": ({}, {"at": 1024, "text": b"\xff" * 100}, "{}/train-001.tar: damaged at byte 1024: no tar header"),
     "compressed": ({}, {"at": 0, "text": b"\x1f\x8b\x08" + bytes(300)}, "{}/train-001.tar: is compressed (gzip); decompress it"),
     "index nowhere": ({"index_path": "{}/train-000.tar/x"}, {}, "data.index_path: {}/train-000.tar/x: cannot be wr"),
@@ -243,12 +217,8 @@ def test_captions_and_labels_of_the_same_shards_have_indexes_of_their_own(tmp_pa
 
 WRONG_CAPTIONS = {
     "no caption": ([b"a", None], {}, "00001: the sample has no caption (pack the shard again with its .txt, or "),
-    "no image": ([b"a"], {"b.txt": b"b"}, "b: the sample has no image"),
-    "two images": ([b"a"], {"00000.png": image_bytes(1)}, "00000: the sample has several images (data.image_ext"),
     "two captions": ([b"a"], {"00000.TXT": b"b"}, "00000: the sample has several captions (.txt)"),
-    "empty": ([b"a", b" \n"], {}, "00001: the caption is empty"),
     "not UTF-8": ([b"a", b"caf\xe9"], {}, "00001: the caption is not UTF-8"),
-    "long": ([b"a", b"a" * 70_000], {}, "00001: a caption of more than 65,536 bytes"),
     "trigger": ([b"a", b"a [trigger]"], {}, "00001: the caption has [trigger], and data.trigger_word is not given"),
 }
 

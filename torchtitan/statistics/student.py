@@ -30,5 +30,5 @@ def student_quantile(probability: float, degrees: "float | Tensor") -> "float | 
         return float(stdtrit(degrees, probability)) if degrees >= 1 else float("inf")
     import torch
 
-    quantile = torch.from_numpy(stdtrit(degrees.double().cpu().clamp_min(1.0).numpy(), probability)).to(degrees.device)
+    quantile = torch.as_tensor(stdtrit(degrees.double().cpu().clamp_min(1.0).numpy(), probability), device=degrees.device)
     return torch.where(degrees >= 1.0, quantile, torch.inf)
