@@ -194,7 +194,7 @@ def test_fused_layers_in_diffusers(diffusers, tmp_path):
 
 
 def test_layers_outside_of_the_blocks_are_lost_in_diffusers_conversion_of_fused_layouts(diffusers, tmp_path):
-    """A limit of diffusers 0.42: it names them without the prefix that it reads; docs/lora.md says so."""
+    """A limit of diffusers 0.42: it names them without the prefix that it reads; docs/fine_tuning.md says so."""
     model = flux()
     path = tmp_path / "adapter.safetensors"
     write_adapter(path, drawn(model, [Target("patch_embed", 0, 64)]), model, LAYOUTS["kohya"])
