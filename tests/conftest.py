@@ -12,11 +12,11 @@ ROOT = Path(__file__).resolve().parent.parent
 # Longest first, on two cores: were one of them begun last, the other core would have nothing left to do.
 LONGEST = (
     "tests/distributed/test_layouts.py",
+    "tests/distributed/test_lora_layouts.py",
+    "tests/distributed/test_gns_layouts.py",
     "tests/end_to_end/test_gns.py",
     "tests/end_to_end/test_launchers.py",
     "tests/end_to_end/test_resume.py",
-    "tests/end_to_end/test_autotune.py",
-    "tests/distributed/test_gns_layouts.py",
     "tests/unit/test_estimate.py",
     "tests/end_to_end/test_installed.py",
     "tests/end_to_end/test_sweep_process.py",
@@ -25,9 +25,8 @@ LONGEST = (
     "tests/end_to_end/test_sweep.py",
     "tests/distributed/test_rank_gradients.py",
     "tests/end_to_end/test_lost_rank.py",
-    "tests/end_to_end/test_killed_launcher.py",
+    "tests/end_to_end/test_autotune.py",
     "tests/research/test_curve_studies.py",
-    "tests/distributed/test_lora_layouts.py",
     "tests/distributed/test_flux_layouts.py",
     "tests/research/test_grid_studies.py",
     "tests/distributed/test_context_parallel.py",
@@ -44,8 +43,6 @@ LONGEST = (
     "tests/distributed/test_edm2_layouts.py",
     "tests/faults/test_kills.py",
     "tests/unit/test_activation_checkpoint.py",
-    "tests/end_to_end/test_outputs.py",
-    "tests/end_to_end/test_bad_input.py",
 )
 assert all((ROOT / name).exists() for name in LONGEST), "a file of LONGEST has another name now"
 

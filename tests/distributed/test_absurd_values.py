@@ -57,7 +57,7 @@ def is_finite(trainer) -> bool:
     return not_finite(trainer.state.tensors()) == ""
 
 
-@pytest.mark.parametrize("objective", OBJECTIVES)
+@pytest.mark.parametrize("objective", [name for name in OBJECTIVES if name != "bf16"])
 def test_one_pixel_of_1e20_costs_one_step_at_most_and_its_image_is_named(objective, tmp_path, caplog):
     # Where the target is not the image, the network's normalisation makes an ordinary step of it: nothing is skipped.
     skipped = 0 if objective == "soft minimum" else 1
@@ -186,7 +186,7 @@ NAMES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("part", ["ema", "u"])
 def test_a_state_that_is_not_finite_is_never_saved_and_never_completes(part, tmp_path, caplog):
     """Broken after the last step before a save, where no verdict sees it: gone back from once, then the end."""
     trainer = build(tmp_path, 4, *CHECKPOINTS, *OBJECTIVES["learned uncertainty"])

@@ -14,7 +14,6 @@ OF_RANKS: dict[int, dict[str, dict[str, Any]]] = {
     2: {
         "DDP": {"replicas": 2, "resumed": True},
         "FSDP, accumulation 2": {"shards": 2, "accumulation": 2, "resumed": True},
-        "FSDP, full": {"shards": 2, "overrides": (AC + "full",)},
         "FSDP, selective": {"shards": 2, "overrides": (AC + "selective",)},
     },
     4: {"HSDP": {"replicas": 2, "shards": 2}},
@@ -64,7 +63,7 @@ def test_the_reference_moves(found):
 def test_each_block_is_a_unit_of_fsdp(found):
     """Two double and two single blocks, and the rest."""
     assert {name: run["units"] for name, run in found.items() if "FSDP" in name or "HSDP" in name} == {
-        "FSDP, accumulation 2": 5, "FSDP, full": 5, "FSDP, selective": 5, "HSDP": 5
+        "FSDP, accumulation 2": 5, "FSDP, selective": 5, "HSDP": 5
     }  # fmt: skip
 
 

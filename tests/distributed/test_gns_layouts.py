@@ -24,7 +24,10 @@ CASES = {
         "ddp": {"replicas": 2, "shards": 1},
         "fsdp": {"replicas": 1, "shards": 2},
         "fsdp accumulate": {"replicas": 1, "shards": 2, "accumulation": 2},
-        "fsdp compile, full": {"replicas": 1, "shards": 2, "overrides": (*COMPILED, "--activation_checkpoint.mode", "full")},
+        "fsdp compile, full": {
+            "replicas": 1, "shards": 2, "overrides": (*COMPILED, "--activation_checkpoint.mode", "full"),
+            "backend": WITHOUT_CODE,
+        },
         "fsdp bf16": {"replicas": 1, "shards": 2, "overrides": BF16, "layers": 3},
     },
     4: {

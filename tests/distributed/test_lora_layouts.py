@@ -30,10 +30,12 @@ OF_RANKS: dict[int, dict[str, dict[str, Any]]] = {
 LIKE = {"outputs, compiled": "outputs", "DDP": "one", "FSDP, full": "one", "FSDP, bfloat16": "bfloat16"}
 
 if importlib.util.find_spec("torchao"):  # quantised weights: the codes are whole on every rank
-    INT8 = (*OUTPUTS, "--lora.base_dtype=int8")
+    INT8 = (*LORA, "--lora.base_dtype=int8")
+    OF_OUTPUTS = (*OUTPUTS, "--lora.base_dtype=int8")
     OF_RANKS[1] |= {  # codes are multiplied in bfloat16
         "int8": {"accumulation": 2, "overrides": INT8},
-        "int8, compiled": {"accumulation": 2, "overrides": (*INT8, COMPILE), "backend": WITHOUT_CODE},
+        "int8, outputs": {"overrides": OF_OUTPUTS},
+        "int8, outputs, compiled": {"overrides": (*OF_OUTPUTS, COMPILE), "backend": WITHOUT_CODE},
     }
     OF_RANKS[2] |= {
         "DDP, int8": {"replicas": 2, "resumed": True, "overrides": (*INT8, FULL)},
@@ -67,6 +69,6 @@ def test_a_run_resumes_bit_for_bit(found):
 @pytest.mark.skipif("int8" not in OF_RANKS[1], reason="could not import 'torchao'")
 def test_compiled_blocks_compute_with_codes_as_eager_ones_do(found):
     for (loss, norm), (of_eager, norm_of_eager) in zip(
-        found["int8, compiled"]["curve"], found["int8"]["curve"], strict=True
+        found["int8, outputs, compiled"]["curve"], found["int8, outputs"]["curve"], strict=True
     ):  # compute is in bfloat16, and compilation rounds it at other places: by its unit roundoff, 2^-8
         assert loss == pytest.approx(of_eager, rel=2.0**-8) and norm == pytest.approx(norm_of_eager, rel=2.0**-8)

@@ -227,7 +227,6 @@ def test_diff_of_equal_and_of_different_weights(run, damaged, command, tmp_path)
     ]
 
 
-
 # --- what is refused
 
 

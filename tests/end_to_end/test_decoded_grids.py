@@ -17,7 +17,6 @@ from tests.end_to_end.drawing import sample
 from tests.end_to_end.runs import checkpoint_tensors
 from tests.faults.forked import ForkedRun
 from tests.forked import run_script
-from tests.unit.autoencoder_files import write_taef2
 from torchtitan.fidelity.images import open_images
 from torchtitan.pictures.grids import class_labels, image_grid
 from torchtitan_dit.api import WeightsError
@@ -183,20 +182,3 @@ def test_a_set_of_latents_is_decoded_by_the_rank_that_drew_it(runs, encoded):
     (code, said), = sample(folder / "refused", runs["plain"][0].folder, *options)
     assert code == 2 and "draws latents or images of 16 channels, a set is of pictures" in said
     assert not (folder / "refused").exists()
-
-
-def test_weights_that_do_not_fit_end_a_run_before_it_starts_in_one_line(encoded):
-    folder = encoded[0]
-    write_taef2(folder / "taef2")
-    other = ["--autoencoder.name", "taef2", "--autoencoder.path", str(folder / "taef2")]
-    missing = ["--autoencoder.name", "cosmos", "--autoencoder.path", str(folder / "nowhere")]
-    for words, reason in ((other, "made with the autoencoder 'cosmos', not 'taef2'"), (missing, "no such folder")):
-        run = ForkedRun(folder / "latents.toml", "refused", *words, ranks=2, replicas=2)
-        codes, outputs = run.wait()
-        assert codes == [2, 2], outputs
-        said = [line for output in outputs for line in output.splitlines()]
-        assert len(said) == 1 and said[0].startswith("[autoencoder]: ") and reason in said[0]
-        assert not run.folder.exists()
-        checked = ForkedRun(folder / "latents.toml", "refused", *words, "--check-only")
-        codes, outputs = checked.wait()
-        assert codes == [2] and outputs[0].splitlines() == said

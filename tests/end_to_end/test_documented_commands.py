@@ -214,8 +214,9 @@ def test_a_reference_is_made_before_it_is_compared_with():
 def test_keys_that_pages_name_exist():
     sections, named = {name for name, _ in all_sections(JobConfig())}, set()
     for page, text in PAGES.items():
-        if page == "from_other_trainers.md":  # the left cells are TorchTitan's keys
-            text = "\n".join(line if " | the same" in line else line.split(" | ", 1)[-1] for line in text.splitlines())
+        if page == "configuration.md":  # the left cells of its last table are TorchTitan's keys
+            text, _, other = text.partition("## Keys of TorchTitan")
+            text += "\n".join(line if " | the same" in line else line.split(" | ", 1)[-1] for line in other.splitlines())
         for key in re.findall(r"`(?:--)?((?:[a-z_0-9]+\.)+[a-z_0-9]+)(?=[` =])", text):
             if sections & {key.partition(".")[0], key.rpartition(".")[0]} and not key.endswith((".py", ".json", ".jsonl")):
                 named.add((page, key))
@@ -224,7 +225,7 @@ def test_keys_that_pages_name_exist():
 
 
 def test_options_of_sampling_that_the_page_for_dit_names_exist(monkeypatch):
-    samples = PAGES["from_other_trainers.md"].partition("### Samples")[2].partition("\n## ")[0]
+    samples = PAGES["configuration.md"].partition("### Samples")[2].partition("\n## ")[0]
     here = " ".join(line.split(" | ")[1] for line in samples.splitlines() if line.count(" | ") == 1)
     options = {word for word in re.findall(r"--[a-z][\w-]*", here) if word != "--tf32"}
     monkeypatch.setattr("sys.argv", ["sample.py", "run"])

@@ -1,7 +1,6 @@
 """Runs of two ranks end as those of one process: final weights, pictures, scores, summary and exit code are left behind."""
 
 import shutil
-import signal
 from pathlib import Path
 
 import pytest
@@ -65,15 +64,3 @@ def test_the_adapter_of_captioned_pictures_is_what_one_process_exports(tmp_path)
     assert (run.folder / "samples" / "previews.html").exists()
     drawn = results_of(start_command("sample", run.folder, "--count", 2, "--num-steps", 1, "--output", tmp_path / "set", ranks=2))
     assert [code for code, _ in drawn] == [0, 0] and (tmp_path / "set").is_dir(), drawn
-
-
-def test_an_interrupted_run_resumes_and_writes_its_weights(config):
-    words = (*QUICK, "--sampling.interval", "100", "--training.steps", "60")
-    run = ForkedRun(config, "interrupted", *words, ranks=2, shards=2)
-    run.wait_for_step(1)
-    run.processes[1].send_signal(signal.SIGTERM)
-    codes, outputs = run.wait()
-    assert codes == [128 + signal.SIGTERM] * 2 and run.summary()["status"] == "interrupted", outputs
-    assert not [*run.folder.glob("*.safetensors")]
-    ended(config, "interrupted", *words, shards=2)
-    assert (run.folder / "interrupted-step-00000060.safetensors").is_file()

@@ -110,5 +110,4 @@ def test_packages_are_this_repository_s_even_where_others_are_installed(tmp_path
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").write_text("raise RuntimeError('the other package')")
     environment = os.environ | {"PYTHONPATH": str(tmp_path)}
-    for command in (["train.py", "--check-only"], ["scripts/sample.py", "--help"]):
-        subprocess.run([sys.executable, *command], cwd=ROOT, env=environment, check=True, capture_output=True)
+    subprocess.run([sys.executable, "train.py", "--check-only"], cwd=ROOT, env=environment, check=True, capture_output=True)

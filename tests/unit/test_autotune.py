@@ -1,6 +1,5 @@
 """The batch-size search on a model of memory: candidates, limits, records, and what ends it."""
 
-import importlib.util
 import json
 import os
 import stat
@@ -18,6 +17,7 @@ from torchtitan.experiments.autotune.probe import Probe, ProbeFailed, probe_conf
 from torchtitan.experiments.autotune.record import RecordError
 from torchtitan.experiments.autotune.tuning import NothingFits, autotune
 from torchtitan.experiments.outcome import Outcome
+from torchtitan_dit.commands import autotune_batch_size
 
 CONFIG = """
 [model]
@@ -79,7 +79,7 @@ def exhaustive(candidates, limit_gib: float) -> int:
     return max(size for size in candidates if BASE_GIB + GIB_PER_IMAGE * size <= min(limit_gib, OOM_GIB))
 
 
-@pytest.mark.parametrize("memory_gib", [1.2, 2.0, 4.0, 5.99, 40.0])
+@pytest.mark.parametrize("memory_gib", [1.2, 4.0, 40.0])
 @pytest.mark.parametrize("multiple_of", [1, 3])
 @pytest.mark.parametrize("headroom", [0.0, 0.15])
 def test_largest_is_that_of_an_exhaustive_scan(find, memory_gib, multiple_of, headroom):
@@ -168,25 +168,16 @@ def test_an_answer_on_record_needs_no_try(find, probes):
     ("overrides", "options"),
     [
         (["--model.patch_size", "4"], {}),
-        (["--data.shape", "[4, 16, 16]"], {}),
         (["--activation_checkpoint.mode", "full"], {}),
-        (["--training.mixed_precision_param", "bfloat16"], {}),
         (["--training.global_batch_size", "128"], {}),
         (["--optimizer.name", "Muon"], {}),
         ([], {"processes": 2}),
         ([], {"memory_gib": 5.0}),
-        ([], {"headroom": 0.1}),
-        ([], {"multiple_of": 2}),
         ([], {"goal": "fastest"}),
     ],
 )
 def test_another_question_has_another_record(find, overrides, options):
     assert find(*overrides, **options).record != find().record
-
-
-def test_layouts_have_records_of_their_own(find):
-    ddp = ("--parallelism.data_parallel_replicate_degree", "2", "--parallelism.data_parallel_shard_degree", "1")
-    assert find(*ddp, processes=2).record != find(processes=2).record
 
 
 def test_a_search_that_was_killed_goes_on(find, probes):
@@ -228,25 +219,6 @@ def test_damaged_record_is_refused_and_replaced_on_demand(find):
     assert find(fresh=True).batch_size == first.batch_size and find().tried == 0
 
 
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
-        ({"goal": "cheapest"}, "goal: must be one of largest, fastest, is cheapest"),
-        ({"multiple_of": 9, "max_batch_size": 8}, "multiple-of: 9 is more than max = 8"),
-        ({"multiple_of": 0}, "multiple-of: must be at least 1"),
-        ({"max_batch_size": 0}, "max: must be at least 1"),
-        ({"headroom": 1.0}, "headroom: must be a share"),
-        ({"memory_gib": -1.0}, "memory: must be a number of GiB above 0"),
-        ({"memory_gib": float("nan")}, "memory: must be a number"),
-        ({"timeout_s": 0.0}, "timeout: must be"),
-    ],
-)
-def test_senseless_options_are_refused(find, probes, options, text):
-    with pytest.raises(AutotuneRefused, match=text):
-        find(**options)
-    assert not probes.made
-
-
 def test_probes_train_the_same_steps_without_the_rest(arguments, tmp_path):
     words = [*arguments, "--training.local_batch_size=8", "--training.global_batch_size=64", "--sampling.interval", "3"]
     config = load_config([*words, "--lr_scheduler.warmup_steps", "50"], 1)
@@ -268,31 +240,19 @@ def test_probes_train_the_same_steps_without_the_rest(arguments, tmp_path):
     assert short.training.steps == 11 and short.training.global_batch_size == 64
 
 
-@pytest.fixture(scope="module")
-def script():
-    program = ROOT / "torchtitan_dit" / "commands" / "autotune_batch_size.py"
-    specification = importlib.util.spec_from_file_location("autotune_script", program)
-    loaded = importlib.util.module_from_spec(specification)
-    specification.loader.exec_module(loaded)
-    return loaded
-
-
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        (["--goal", "cheapest"], "invalid choice: 'cheapest'"),
-        (["--memory", "1", "--processes", "0"], "--processes: must be at least 1"),
         (["--memory", "1", "--multiple-of", "9", "--max", "8"], "9 is more than max = 8"),
         (["--memory", "1", "--training.local_batch_size", "8"], "is the result of the search"),
         (["--memory", "1", "--model.flavour", "debug"], "--model.flavour: unknown key"),
-        (["--memory", "1", "--job.config_file", "nowhere.toml"], "nowhere.toml: no such file"),
         ([], "--memory GiB"),
     ],
 )
-def test_bad_command_line_is_one_line_and_exit_code_2(script, arguments, words, text, capsys, probes, monkeypatch):
+def test_bad_command_line_is_one_line_and_exit_code_2(arguments, words, text, capsys, probes, monkeypatch):
     monkeypatch.setattr(module, "compute_device", lambda: torch.device("cpu"))
     try:
-        code = script.main([arguments[1], *words])
+        code = autotune_batch_size.main([arguments[1], *words])
     except SystemExit as end:
         code = end.code
     output, error = capsys.readouterr()
@@ -300,12 +260,12 @@ def test_bad_command_line_is_one_line_and_exit_code_2(script, arguments, words, 
     assert not probes.made
 
 
-def test_the_number_alone_goes_to_stdout(script, arguments, capsys, probes):
+def test_the_number_alone_goes_to_stdout(arguments, capsys, probes):
     words = [arguments[1], *arguments[2:], "--sampling.classes", "[1, 2]", "--memory", "4", "--headroom", "0"]
-    assert script.main(words) == 0
+    assert autotune_batch_size.main(words) == 0
     output, error = capsys.readouterr()
     assert output == "24\n" and "batch size    25: does not fit" in error
-    assert script.main([*words, "--memory", "1"]) == 1
+    assert autotune_batch_size.main([*words, "--memory", "1"]) == 1
     output, error = capsys.readouterr()
     assert output == "" and error.splitlines()[-1].startswith("nothing fits")
 

@@ -16,7 +16,6 @@ from torchtitan.data.tar_files import read_members
 from torchtitan.data.tar_headers import Entry, walk
 from torchtitan.data.webdataset import WebDataset, WebDatasetConfig
 
-MIB = 1 << 20
 END = bytes(1024)
 
 
@@ -41,27 +40,12 @@ def member(name=b"a.png", content=b"", kind=b"0", **fields):
     return header(name, octal(len(content)), kind, **fields) + content + bytes(-len(content) % 512)
 
 
-def pax(**records):
-    """A header of records, whose lengths count themselves."""
-    text = b""
-    for key, value in records.items():
-        body = b" " + key.replace("_", ".").encode() + b"=" + value + b"\n"
-        length = len(body) + 2 if len(body) < 98 else len(body) + 3 if len(body) < 997 else len(body) + 4
-        text += b"%d" % length + body
-    return member(b"pax", text, b"x")
-
-
 def entries(content):
     return list(walk(lambda offset, count: content[offset : offset + count], 0, len(content)))
 
 
 DAMAGED = {
-    "a size in words": (header(size=b"many") + END, "no number of bytes"),
-    "a size of -512 by pax": (pax(size=b"-512") + member() + END, "no number of bytes"),
-    "a name past the end": (header(b"././@LongLink", octal(4000), b"L") + END, "a header extends past byte"),
-    "a record of no length": (member(b"pax", b"0 a=b\n", b"x") + member() + END, "no record of a pax header"),
     "another sum": (header().replace(b"a.png", b"b.png") + END, "no tar archive, or damaged"),
-    "nothing": (b"", "cut short at byte 0: a tar's last block is missing"),
     "half a block": (member(content=b"x" * 600)[:-10], "cut short"),
 }  # fmt: skip
 
@@ -75,21 +59,12 @@ def test_a_damaged_archive_is_refused_by_name(tmp_path, case):
     assert f"{tmp_path}/a.tar: " in str(caught.value) and reason in str(caught.value) and "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("kind, called", [
-    (b"1", "a link"), (b"2", "a link"), (b"3", "a device"), (b"4", "a device"), (b"6", "a pipe"),
-    (b"S", "a sparse file"),
-])  # fmt: skip
+@pytest.mark.parametrize("kind, called", [(b"2", "a link"), (b"S", "a sparse file")])
 def test_what_is_no_plain_member_is_refused_by_name(tmp_path, kind, called):
     (tmp_path / "a.tar").write_bytes(member(b"x\n\x1b[31m.txt", kind=kind) + END)
     with pytest.raises(DatasetError) as caught:
         list(read_members(tmp_path / "a.tar"))
     assert f"is {called}, which cannot be read in place" in str(caught.value) and "\n" not in str(caught.value)
-
-
-def test_a_sparse_file_of_pax_is_refused(tmp_path):
-    (tmp_path / "a.tar").write_bytes(pax(GNU_sparse_map=b"0,1") + member(content=b"x") + END)
-    with pytest.raises(DatasetError, match="'a.png' is a sparse file"):
-        list(read_members(tmp_path / "a.tar"))
 
 
 @pytest.mark.parametrize("form", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
@@ -189,8 +164,7 @@ def test_classes_of_a_data_set_without_a_declaration(labels, classes):
 
 
 @pytest.mark.parametrize("file, reason", [
-    ("/dev/zero", "is a device, not a regular file"), ("folder", "is a folder, not"), ("binary", "not a text file"),
-    ("absent", "No such file"),
+    ("folder", "is a folder, not"), ("binary", "not a text file"), ("absent", "No such file"),
 ])  # fmt: skip
 def test_a_file_of_classes_that_is_none_is_refused_in_one_line(tmp_path, file, reason):
     for name in "ab":
@@ -198,7 +172,7 @@ def test_a_file_of_classes_that_is_none_is_refused_in_one_line(tmp_path, file, r
         (tmp_path / "images" / name / "0.png").write_bytes(image_bytes(0))
     (tmp_path / "folder").mkdir()
     (tmp_path / "binary").write_bytes(b"\xff\xfe")
-    path = file if file.startswith("/") else str(tmp_path / file)
+    path = str(tmp_path / file)
     config = ImageFolderConfig(path=str(tmp_path / "images"), image_size=SIDE, classes_file=path)
     with pytest.raises(DatasetError) as caught:
         ImageFolder.info(config)

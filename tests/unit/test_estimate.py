@@ -1,6 +1,5 @@
 """The estimate of a run against numbers known from elsewhere."""
 
-import importlib.util
 import json
 import math
 from collections import Counter
@@ -8,7 +7,6 @@ from collections import Counter
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils.flop_counter import FlopCounterMode
 
 from tests.launcher import ROOT
 from torchtitan.config.job import load_config
@@ -26,6 +24,7 @@ from torchtitan.estimate.roofline import (
 )
 from torchtitan.estimate.simulation import simulate_step
 from torchtitan.training.optimizer import build_optimizer, materialise_state, optimizer_tensors
+from torchtitan_dit.commands import estimate
 
 SEVEN_B = [
     "--model.flavor", "TorchDiTan-7B", "--data.name", "synthetic", "--data.shape", "[16, 64, 64]",
@@ -185,16 +184,6 @@ def test_optimizer_bytes_are_those_of_the_real_state(name):
     assert estimate_memory(config, 1).optimizer == sum(tensor.nbytes for tensor in state)
 
 
-def test_flops_are_those_of_the_counter():
-    model = model_on_meta(config_of(flavor="DiT-S/2"))
-    batch = 2
-    condition = torch.zeros(batch, dtype=torch.int64, device="meta")
-    with FlopCounterMode(display=False) as counter:
-        out = model(torch.empty(batch, *model.image_shape, device="meta"), torch.empty(batch, device="meta"), condition)
-        out.sum().backward()
-    assert batch * model.flops_per_image(model.image_shape) == pytest.approx(counter.get_total_flops(), rel=0.01)
-
-
 def test_a_forward_without_backward_is_a_third_of_a_training_s_operations():
     flops = {name: config_of("--objective.name", name) for name in ("denoising", "consistency")}
     flops = {name: training_flops_per_image(config, model_on_meta(config)) for name, config in flops.items()}
@@ -203,7 +192,7 @@ def test_a_forward_without_backward_is_a_third_of_a_training_s_operations():
 
 def test_checkpointing_keeps_less():
     kept = [
-        estimate_memory(config_of("--model.num_layers", "12", "--activation_checkpoint.mode", mode), 1).activations
+        estimate_memory(config_of("--model.num_layers", "6", "--activation_checkpoint.mode", mode), 1).activations
         for mode in ("none", "selective", "full")
     ]
     assert kept[0] > 1.2 * kept[1] > 2 * kept[2]
@@ -261,17 +250,10 @@ def test_a_ramp_takes_the_hours_of_its_steps_and_the_batch_reached_is_not_that_o
     assert ramp.device_hours == 2 * ramp.hours and ramp.hours < 0.9 * constant.hours
 
 
-def run_script(*words: str) -> int:
-    spec = importlib.util.spec_from_file_location("estimate_script", ROOT / "torchtitan_dit" / "commands" / "estimate.py")
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
-    return script.main(list(words))
-
-
 def test_command_estimates_seven_billion_parameters(tmp_path, capsys):
     path = tmp_path / "seven_b.toml"
     path.write_text("")
-    assert run_script(str(path), "--world-size", "64", "--device", "H200", "--json", *SEVEN_B) == 0
+    assert estimate.main([str(path), "--world-size", "64", "--device", "H200", "--json", *SEVEN_B]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["num_parameters"] == 7_128_547_904
     assert found["flops_per_image"] == pytest.approx(3.118e13, rel=1e-3)
@@ -290,14 +272,12 @@ def test_command_estimates_seven_billion_parameters(tmp_path, capsys):
     [
         (["--device", "H2"], "is none of H200, H100"),
         (["--device", "CPU", "--memory", "8"], "needs --tflops"),
-        (["--device", "H200", "--memory", "8"], "is for --device CPU"),
-        (["--device", "H200", "--compute", "1.5"], "at most 1"),
         (["--device", "H200", "--model.flavour", "debug"], "did you mean"),
     ],
 )
 def test_bad_words_are_refused_in_one_line(words, message, capsys):
     try:
-        code = run_script(str(ROOT / "train_configs" / "digits.toml"), "--world-size", "2", *words)
+        code = estimate.main([str(ROOT / "train_configs" / "digits.toml"), "--world-size", "2", *words])
     except SystemExit as end:
         code = end.code
     assert code == 2

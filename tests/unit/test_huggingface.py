@@ -312,20 +312,3 @@ def test_streamed_captions_that_footers_do_not_show_are_named_when_they_are_read
     HuggingFace.info(config)
     with pytest.raises(DatasetError, match=re.escape(message)):
         HuggingFace(config, "train").captions(np.array([0, 1]))
-
-
-@pytest.mark.parametrize("case", LATE)
-def test_such_captions_of_a_table_here_are_refused_before_training(tmp_path, package, case):
-    texts, message = LATE[case]
-    write_captions(tmp_path / "a", texts)
-    with pytest.raises(DatasetError, match=re.escape(message.removeprefix("row group 0, "))):
-        HuggingFace.info(config_of(tmp_path / "a", caption_column="text"))
-
-
-def test_a_caption_that_is_not_utf8_is_named(tmp_path):
-    texts = pa.array([b"a", b"caf\xe9"]).view(pa.string())
-    write_captions(tmp_path / "a", texts)
-    config = config_of(tmp_path / "a", streaming=True, caption_column="text")
-    with pytest.raises(DatasetError, match="row group 0, row 1: the caption is not UTF-8"):
-        HuggingFace.info(config)
-        HuggingFace(config, "train").captions(np.arange(2))

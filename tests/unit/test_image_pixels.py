@@ -106,21 +106,6 @@ def test_pixels_of_32_bits_are_refused_and_those_of_16_are_scaled(tmp_path):
         read_square(bytes(tmp_path / "int32.tif"), 4)
 
 
-def test_a_transparent_grey_of_16_bits_becomes_white(tmp_path):
-    grey = np.full((16, 16), 100 * 257, np.uint16)
-    grey[:, 8:] = 0
-    save(tmp_path / "g.png", Image.fromarray(grey), transparency=0)
-    square = read_square(bytes(tmp_path / "g.png"), 16)
-    assert (square[:, :8] == 100).all() and (square[:, 8:] == 255).all()
-
-
-def test_a_transparent_colour_of_a_palette_becomes_white(tmp_path):
-    image = Image.new("P", (16, 16), 1)
-    image.putpalette([9, 9, 9, 200, 0, 0])
-    save(tmp_path / "p.png", image, transparency=1)
-    assert (read_square(bytes(tmp_path / "p.png"), 4) == 255).all()
-
-
 def test_exif_orientation_is_obeyed_and_broken_exif_ignored(tmp_path, monkeypatch):
     image = Image.new("RGB", (16, 16), (0, 0, 0))
     image.paste((255, 255, 255), (0, 0, 16, 8))  # white above

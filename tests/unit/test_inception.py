@@ -8,18 +8,12 @@ import sys
 
 import pytest
 import torch
-from torch.nn.functional import batch_norm, conv2d
 
-from tests.unit.published_state_dicts import convolution_weights, inception_state_dict, noise_images, uniform
+from tests.unit.published_state_dicts import inception_state_dict, noise_images
 from torchtitan.errors import EvaluationError
 from torchtitan.fidelity.extractors import open_extractor
 from torchtitan.fidelity.inception import (
-    CoarseBlock,
-    FineBlock,
     Inception2015,
-    average_pool,
-    fold_convolutions,
-    max_pool,
 )
 from torchtitan.fidelity.published import INCEPTION
 from torchtitan.fidelity.state_dicts import read_published
@@ -100,68 +94,6 @@ def test_a_process_that_allows_lower_precision_has_the_same_features(extractor, 
     finally:
         matmul.fp32_precision = before
     assert all(torch.equal(values, found[name]) for name, values in features.items())
-
-
-def hand_written_unit(tensors, name, x, padding=0):
-    """Convolution, batch norm with the graph's epsilon, and ReLU, in float64."""
-    weight, gain, bias, mean, variance = (
-        tensors[f"{name}.{part}"].double()
-        for part in ("conv.weight", "bn.weight", "bn.bias", "bn.running_mean", "bn.running_var")
-    )
-    return batch_norm(conv2d(x, weight, padding=padding), mean, variance, gain, bias, eps=0.001).relu()
-
-
-def neighbourhoods(x, outside):
-    """The 3 x 3 neighbours of each place, [B, C, 9, H, W]; beyond the border they are `outside`."""
-    padded = torch.nn.functional.pad(x, (1, 1, 1, 1), value=outside)
-    return padded.unfold(2, 3, 1).unfold(3, 3, 1).flatten(4).movedim(-1, 2)
-
-
-def block_and_weights(block):
-    shapes = {}
-    for name, child in block.named_children():
-        shapes |= {f"{name}.conv.weight": tuple(child.weight.shape)}
-        shapes |= {f"{name}.bn.{part}": (child.out_channels,) for part in ("weight", "bias", "running_mean", "running_var")}
-    tensors = {name: convolution_weights(name, shape) for name, shape in shapes.items()}
-    block.load_state_dict(fold_convolutions(block, tensors))
-    return block.double(), tensors
-
-
-def test_a_fine_block_averages_over_the_neighbours_inside_the_image():
-    block, tensors = block_and_weights(FineBlock(5, pool_width=6))
-    x = uniform("fine", (1, 5, 4, 6)).double()
-    present = neighbourhoods(torch.ones_like(x), 0.0).sum(2)
-    assert present.min() == 4  # at the corners, not 9
-    average = neighbourhoods(x, 0.0).sum(2) / present
-    double = hand_written_unit(tensors, "branch3x3dbl_2", hand_written_unit(tensors, "branch3x3dbl_1", x), 1)
-    expected = [
-        hand_written_unit(tensors, "branch1x1", x),
-        hand_written_unit(tensors, "branch5x5_2", hand_written_unit(tensors, "branch5x5_1", x), 2),
-        hand_written_unit(tensors, "branch3x3dbl_3", double, 1),
-        hand_written_unit(tensors, "branch_pool", average),
-    ]
-    assert torch.allclose(block(x), torch.cat(expected, 1), rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("pool", [average_pool, max_pool])
-def test_the_last_block_takes_the_largest_neighbour_and_the_one_before_the_mean(pool):
-    block, tensors = block_and_weights(CoarseBlock(5, pool))
-    x = uniform("coarse", (1, 5, 3, 4)).double()
-    if pool is max_pool:
-        pooled = neighbourhoods(x, -torch.inf).amax(2)
-    else:
-        pooled = neighbourhoods(x, 0.0).sum(2) / neighbourhoods(torch.ones_like(x), 0.0).sum(2)
-    single = hand_written_unit(tensors, "branch3x3_1", x)
-    double = hand_written_unit(tensors, "branch3x3dbl_2", hand_written_unit(tensors, "branch3x3dbl_1", x), 1)
-    expected = [hand_written_unit(tensors, "branch1x1", x)]
-    for inner, stem in ((single, "branch3x3_2"), (double, "branch3x3dbl_3")):
-        expected += [hand_written_unit(tensors, f"{stem}a", inner, (0, 1)), hand_written_unit(tensors, f"{stem}b", inner, (1, 0))]
-    expected.append(hand_written_unit(tensors, "branch_pool", pooled))
-    assert torch.allclose(block(x), torch.cat(expected, 1), rtol=1e-5, atol=1e-6)
-
-
-def test_the_network_has_each_kind_of_pool_where_the_graph_has_it(extractor):
-    assert extractor.network.Mixed_7b.pool is average_pool and extractor.network.Mixed_7c.pool is max_pool
 
 
 def one_line(call):

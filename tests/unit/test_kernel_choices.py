@@ -66,8 +66,6 @@ def test_a_run_attends_by_its_choice_in_training_and_sampling_until_it_is_closed
         ("flash", "highest", "float32", 64, "attention_backend", "flash has no float32 kernels"),
         ("cudnn", "highest", "bfloat16", 36, "attention_backend", "multiple of 8 channels, and these have 36"),
         ("cudnn", "highest", "bfloat16", 72, None, ""),
-        ("flash", "high", "bfloat16", 36, None, ""),
-        ("efficient", "medium", "float32", None, None, ""),
     ],
 )
 def test_kernels_that_cuda_lacks_are_refused(attention, precision, dtype, width, key, part, monkeypatch):

@@ -160,21 +160,6 @@ def test_store_that_was_begun_otherwise_and_a_folder_of_other_files_are_refused(
     assert [path.name for path in (tmp_path / "taken").iterdir()] == ["thesis.tex"]
 
 
-def test_writers_that_begin_at_the_same_moment_agree_and_with_another_plan_do_not_mix(tmp_path):
-    first = StoreWriter(tmp_path, plan_of())
-    (tmp_path / PARTIAL_FOLDER / "plan.json").unlink()  # as the other saw it, just before
-    other = StoreWriter(tmp_path, plan_of(dtype="bfloat16"))  # of as many bytes
-    for number in first.pending():
-        write_shard(first, number)
-    assert other.pending() == [0, 1, 2]
-    for number in other.pending():
-        write_shard(other, number)
-    with pytest.raises(LatentStoreError, match="3 of 3 shards are not written"):
-        first.finish()
-    other.finish()
-    assert not any(verify_shards(tmp_path, LatentStore(tmp_path).index))
-
-
 @pytest.mark.parametrize("posterior", [True, False])
 def test_measured_normalization_is_that_of_the_posterior_samples(tmp_path, posterior):
     index = write_store(tmp_path, plan_of(150, images_per_shard=70, posterior=posterior))

@@ -5,7 +5,6 @@ import multiprocessing
 import os
 import resource
 import signal
-import threading
 import time
 import warnings
 from pathlib import Path
@@ -106,7 +105,6 @@ def test_a_shortage_of_shared_memory_is_said_in_one_line_with_what_helps():
     [
         (signal.SIGKILL, "SIGKILL, as the system does where memory has run out (fewer data.num_workers"),
         (signal.SIGBUS, "SIGBUS: /dev/shm is full (docker run --shm-size"),
-        (signal.SIGSEGV, "SIGSEGV"),
     ],
 )
 def test_a_lost_process_is_named_within_seconds_and_the_others_end(number, cause):
@@ -141,35 +139,6 @@ def test_a_lost_process_is_found_without_a_signal_of_its_death(monkeypatch):
         assert time.monotonic() - started < 3
     finally:
         signal.signal(signal.SIGCHLD, before)
-
-
-class BatchesOfADeadPinningThread:
-    """What torch's iterator is once its thread has failed, for lack of open files or of pinned memory."""
-
-    _workers = ()
-
-    def __init__(self) -> None:
-        self._pin_memory_thread = threading.Thread(target=bool)
-        self._pin_memory_thread.start()
-        self._pin_memory_thread.join()
-        self.looks = 0
-
-    def __next__(self):
-        self.looks += 1
-        assert self.looks < 10, "waits for ever"
-        raise RuntimeError("DataLoader timed out after 0.5 seconds")
-
-
-def test_a_pinning_thread_that_has_ended_is_not_waited_for():
-    loader = loading(0)
-    loader._batches = BatchesOfADeadPinningThread()
-    with pytest.raises(DatasetError, match="dataset blocks: loading failed: the thread that pins batches has ended"):
-        next(loader)
-
-
-def test_a_slow_batch_is_waited_for():
-    loader = loading(1, count=2, seconds=1.2 * loader_processes._LOOK_SECONDS)
-    assert [batch["text"] for batch in loader] == ["0", "1"]
 
 
 def start_too_many() -> int:

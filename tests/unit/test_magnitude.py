@@ -22,7 +22,6 @@ from torchtitan.models.magnitude import (
     mp_sum,
     normalize_rows,
     normalized_weights,
-    pixel_norm,
 )
 
 SMALL = DiTConfig(dim=32, num_layers=3, num_heads=2, mlp_hidden_dim=48, mlp="swiglu", position="rotary",
@@ -208,11 +207,6 @@ def test_tokens_keep_their_magnitude_through_many_blocks():
         block.register_forward_hook(lambda module, given, out: seen.append(out.square().mean().sqrt().item()))
     model(torch.randn(8, 1, 8, 8), torch.linspace(0, 1000, 8), torch.arange(8))
     assert all(0.9 <= value <= 1 for value in seen), seen
-
-
-def test_pixel_norm_normalises_channels():
-    x = 5 * torch.randn(2, 16, 3, 3, dtype=torch.float64)
-    assert torch.allclose(pixel_norm(x, dim=1).square().mean(1), torch.ones(2, 3, 3, dtype=torch.float64), atol=1e-4)
 
 
 def test_each_weight_of_the_transformer_but_gains_is_normalised():

@@ -226,16 +226,6 @@ def test_edm_preconditioning_equals_the_paper_s_on_the_unscaled_image(path):
         torch.testing.assert_close(value, wanted, rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("name", PRECONDITIONINGS)
-def test_only_a_preconditioning_of_one_zero_and_one_leaves_images_and_output_alone(name):
-    preconditioning = PRECONDITIONINGS[name](PATHS["ddpm_linear"](), "velocity", 0.5)
-    t = torch.linspace(0.1, 0.9, 7)
-    found = preconditioning.scaling(t)
-    plain = all((c == wanted).all() for c, wanted in ((found.c_in, 1), (found.c_skip, 0), (found.c_out, 1)))
-    assert preconditioning.scales != plain
-    assert torch.equal(preconditioning.time(t), found.c_noise)
-
-
 def test_network_of_sit_is_read_in_its_own_convention():
     """SiT counts time from noise to data and predicts data - noise; here it does so exactly, for Gaussian data."""
     deviation = 0.7
@@ -274,12 +264,6 @@ def test_every_draw_on_a_discrete_path_is_one_of_its_indices(path, sampler):
     draw = objective.draw((1, 1, 1), GlobalBatch(0, 4000), torch.arange(4000))
     assert draw.index.dtype == torch.int64 and draw.index.min() >= 0 and draw.index.max() <= 999
     assert torch.equal(draw.t, objective.path.index_to_t(draw.index).float())
-
-
-@pytest.mark.parametrize("path", [*DDPM_PATHS, "rectified_flow", "edm"])
-def test_continuous_paths_carry_no_index(path):
-    draw = build_objective(DenoisingConfig(path=path), 0).draw((1, 1, 1), GlobalBatch(0, 8), torch.arange(8))
-    assert (draw.index is not None) == (path in DISCRETE)
 
 
 # --- whole objectives

@@ -106,11 +106,6 @@ def test_words_from_a_later_one_on_are_those_of_the_whole():
     assert torch.equal(philox.random_words(5, "noise", indices, 22, first=8), whole[:, 8:])
 
 
-def test_purposes_are_numbered_apart_and_fit_their_bits():
-    numbers = list(philox.PURPOSES.values())
-    assert len(set(numbers)) == len(numbers) and max(numbers) < 256
-
-
 def test_no_word_block_repeats_across_seeds_purposes_attempts_and_indices():
     indices = torch.cat((torch.arange(500), torch.arange(500) + 2**32, torch.arange(500) + 2**40))
     blocks = [
@@ -180,7 +175,7 @@ def test_normal_draws_have_the_distribution_and_moments_of_the_normal():
     assert abs(sizes) < 4 / math.sqrt(flat.size / 2)
 
 
-@pytest.mark.parametrize("words", [(0,), (WORD - 1,), (0, WORD - 1), (WORD - 1, 0), (WORD // 2,)])
+@pytest.mark.parametrize("words", [(0,), (WORD - 1,), (0, WORD - 1)])
 def test_extreme_words_give_finite_normals_and_uniforms_inside_the_interval(monkeypatch, operations, words):
     fixed_words(monkeypatch, *words)
     draws = philox.normal(0, "noise", torch.arange(3), (5,))

@@ -11,7 +11,6 @@ from torch import nn
 
 from tests.end_to_end.runs import checkpoint_tensors
 from tests.unit.test_estimate_lora import NETWORKS, network
-from torchtitan.conditions import Classes
 from torchtitan.config.job import ConfigError, load_config
 from torchtitan.files.weight_files import named_weights
 from torchtitan.models import quantized
@@ -26,14 +25,12 @@ from torchtitan.models.adapters.target import AdapterError
 from torchtitan.models.adapters.targets import find_targets
 from torchtitan.models.quantized import (
     KINDS,
-    QuantizationError,
     QuantizedLinear,
-    check_quantizable,
     quantize_base,
     quantized_tensors,
     quantized_weights,
 )
-from torchtitan.run import REFUSED, run
+from torchtitan.run import run
 from torchtitan.weights.network import adapted_network
 
 needs_torchao = pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="could not import 'torchao'")
@@ -226,13 +223,3 @@ def test_a_missing_package_is_named(monkeypatch, tmp_path):
     with pytest.raises(ConfigError, match=r"lora.base_dtype: needs the package torchao.*-m pip install 'torchao>=0.18,<0.19'"):
         lora_config(tmp_path, "--lora.base_dtype", "int8")
     lora_config(tmp_path, "--lora.base_dtype", "bfloat16")
-
-
-def test_a_network_of_convolutions_is_refused(tmp_path, capsys):
-    model = network("edm2", "cifar", Classes(10), (3, 16, 16))
-    with pytest.raises(QuantizationError, match="lora.base_dtype: int8 quantises plain linears, which are 0% .*EDM2"):
-        check_quantizable(model, "int8")
-    if FIND_SPEC("torchao"):
-        words = ("--model.name", "edm2", "--model.flavor", "cifar", "--data.shape", "[3, 16, 16]", "--lora.base_dtype", "int8")
-        assert run(lora_config(tmp_path, *words)) == REFUSED
-        assert "set it to bfloat16" in capsys.readouterr().err

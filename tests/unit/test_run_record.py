@@ -56,11 +56,6 @@ def test_a_seed_that_is_repeated_and_runs_without_configuration_stand_alone():
     assert [[one.name for one in group.runs] for group in group_by_seed(runs)] == [["x", "y"], ["z"], ["p"], ["q"]]
 
 
-def test_differing_settings():
-    differing, common = differing_settings([run("a", 0), run("b", 1, beta1=0.8), RunRecord(Path("/p"), "p")])
-    assert differing == ["job.name", "debug.seed", "optimizer.beta1"] and common == ["optimizer.lr"]
-
-
 def test_a_cached_store_counts_by_its_digest_wherever_it_lies():
     def on(place: str, digest: str, seed: int) -> RunRecord:
         folder = f"{place}/pictures-{digest}"
@@ -82,14 +77,6 @@ def test_damaged_lines_are_counted_and_left_out(tmp_path):
     assert [point["step"] for point in read.points] == [2, 5] and read.damaged == len(bad)
     record = RunRecord(Path("/p"), "p", points=read.points)
     assert record.series("a") == Series((2,), (1.0,)) and record.not_finite("a") == 1
-
-
-def test_status_of_runs_with_and_without_a_fresh_summary():
-    points = [{"step": 10}, {"step": 20}]
-    assert RunRecord(Path("/p"), "p", points=points).status == "no summary (running or killed)"
-    assert RunRecord(Path("/p"), "p", points=points, summary={"status": "completed", "step": 20}).status == "completed"
-    resumed = RunRecord(Path("/p"), "p", points=points, summary={"status": "interrupted", "step": 10})
-    assert "resumed since" in resumed.status and resumed.last_step == 20
 
 
 def test_bin_edges_hold_equal_shares_of_the_timesteps():

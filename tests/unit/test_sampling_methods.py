@@ -4,7 +4,6 @@ import importlib.util
 import re
 import shlex
 import tomllib
-from dataclasses import dataclass
 from types import SimpleNamespace
 
 import pytest
@@ -19,12 +18,11 @@ from torchtitan.config.job import ConfigError, JobConfig, load_config
 from torchtitan.diffusion.denoising import DenoisingConfig
 from torchtitan.diffusion.guidance import Guidance, guided_network, predictor
 from torchtitan.diffusion.objectives import build_objective
-from torchtitan.diffusion.solvers import SCHEDULES, SOLVERS, SolverConfig
+from torchtitan.diffusion.solvers import SCHEDULES, SOLVERS
 from torchtitan.evaluation.config import SamplingConfig, default_schedule, sampling_problems
 from torchtitan.evaluation.sampling import ImageSampler
 from torchtitan.models.flux.config import FLAVORS
 from torchtitan.sampling.method_options import method_keys, sampling_method
-from torchtitan.settings import setting
 from torchtitan.settings.record import dump_config
 from torchtitan.settings.sections import keys
 
@@ -298,17 +296,3 @@ def test_a_model_that_learns_the_variance_can_use_it(tmp_path):
     learns = SMALL_DDPM + "[model]\nlearned_variance = true\n"
     config = load(tmp_path, learns + '[sampling]\nsolver.name = "ddpm"\nsolver.variance = "learned"')
     assert config.sampling.solver.options() == {"variance": "learned"}
-
-
-def test_a_key_of_two_solvers_is_one_option_and_a_truth_value_is_read_as_one(script, monkeypatch, capsys):
-    @dataclass(kw_only=True)
-    class OtherConfig(SolverConfig):
-        eta: float = setting(0.5, "share of fresh noise")
-        flip: bool = setting(True, "direction")
-
-    monkeypatch.setitem(SOLVERS, "other", OtherConfig)
-    method = method_of(script, monkeypatch, ["run", "--solver", "other", "--eta", "0.3", "--flip", "false"])
-    assert (method.solver.name, method.solver.eta, method.solver.flip) == ("other", 0.3, False)
-    with pytest.raises(SystemExit):
-        method_of(script, monkeypatch, ["run", "--solver", "other", "--flip", "perhaps"])
-    assert "--flip" in capsys.readouterr().err

@@ -221,13 +221,3 @@ def test_checkpointing_names_kinds_of_recomputation(tmp_path):
     assert found == {
         "none": ("none", 1), "selective": ("selective", 1), "every_second_block": ("full", 2), "full": ("full", 1),
     }  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("name", "size"), [("dit_0.5B", 252), ("dit_7B", 396), ("dit_7B_autotune", 72), ("torchditan_0.5B", 252)]
-)
-def test_the_shipped_grids_are_as_large_as_those_of_torchditan(name, size):
-    path = ROOT / "train_configs" / "sweeps" / f"{name}.toml"
-    sweep = read_sweep(path)
-    assert len(sweep.cells) * sweep.settings.repeats == size
-    assert sweep.needs.gpus == sweep.settings.processes == 8

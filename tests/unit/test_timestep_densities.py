@@ -18,7 +18,7 @@ from torchtitan.diffusion.timesteps.densities import (
     Uniform,
     UniformIndex,
 )
-from torchtitan.diffusion.timesteps.placement import OnContinuousIndices, OnDiscreteIndices, Shifted
+from torchtitan.diffusion.timesteps.placement import OnDiscreteIndices, Shifted
 from torchtitan.diffusion.timesteps.registry import build_density
 from torchtitan.diffusion.timesteps.sampler import GlobalBatch, TimestepSampler
 from torchtitan.diffusion.timesteps.warps import Beta, Cubic, Warped
@@ -146,12 +146,6 @@ def test_densities_on_indices_integrate_to_one_and_are_zero_outside(path, sample
     assert (found[(points < low) | (points > high)] == 0).all()
     t = density.quantile(middles(1000))
     assert path.t_to_index(t).min() >= 0 and path.t_to_index(t).max() <= 999 and (t.diff() >= 0).all()
-
-
-def test_a_density_beside_the_path_is_refused():
-    for path, wrapper in (("ddpm_linear", OnDiscreteIndices), ("ddpm_linear_continuous", OnContinuousIndices)):
-        with pytest.raises(ValueError, match="mass"):
-            wrapper(LogitNormal(-60.0, 1.0), PATHS[path]())
 
 
 # --- low discrepancy

@@ -44,7 +44,7 @@ def test_an_archive_that_unpacks_to_more_than_its_size_is_refused(tmp_path):
         read_state_dict(tmp_path / "a.pt")
 
 
-@pytest.mark.parametrize("content", [b"", b"t.", b"h\x05.", b"0.", b"\x80\x02}q\x00(K\x01"])
+@pytest.mark.parametrize("content", [b"", b"\x80\x02}q\x00(K\x01"])
 def test_a_list_of_tensors_cut_off_is_refused(tmp_path, content):
     saved(tmp_path / "a.pt")
     rewritten(tmp_path / "a.pt", lambda name, old: (content if name.endswith("data.pkl") else old, zipfile.ZIP_STORED))
