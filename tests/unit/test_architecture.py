@@ -6,13 +6,11 @@ from functools import cache
 
 import pytest
 
-from scripts import draw_architecture
 from scripts.draw_architecture import (
     PACKAGE,
     PAGE,
     PROGRAMS,
     ROOT,
-    Import,
     arrows_between_rooms,
     lines_of_rooms,
     read_floors,
@@ -53,13 +51,6 @@ def test_no_import_runs_upwards():
     new = [each for pair in found.keys() - EXCEPTIONS.keys() for each in found[pair]]
     assert not [f"{each.place} imports {each.imported}" for each in new]
     assert set(EXCEPTIONS) <= set(found), "an exception that is no longer one"
-
-
-def test_an_upward_import_would_be_found():
-    floors = read_floors()
-    ground, top = floors[0].rooms[0], floors[-1].rooms[0]
-    up, down = Import(f"{PACKAGE}.{ground}", top, "x.py:1"), Import(top, f"{PACKAGE}.{ground}", "y.py:1")
-    assert upward(arrows_between_rooms([up, down]), floors) == {(ground, top): [up]}
 
 
 def test_no_file_imports_itself_through_others():
@@ -124,12 +115,3 @@ def test_files_named_on_the_page_exist():
     files = {str(file.relative_to(ROOT)) for file in (*modules().values(), *(ROOT / "tests" / "unit").glob("*.py"))}
     assert len(named) > 10
     assert not [name for name in named if not any(f"/{file}".endswith(f"/{name}") for file in files)]
-
-
-@pytest.mark.parametrize("word, code", [("--help", 0), ("other.png", 2)])
-def test_the_picture_is_not_drawn_by_a_question_or_a_slip_of_the_pen(monkeypatch, word, code):
-    drawn = []
-    monkeypatch.setattr(draw_architecture, "draw", lambda *_: drawn.append(1))
-    with pytest.raises(SystemExit) as ended:
-        draw_architecture.main([word])
-    assert (ended.value.code, drawn) == (code, [])

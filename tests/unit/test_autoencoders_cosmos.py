@@ -78,21 +78,6 @@ class Video(nn.Module):
         return nn.functional.avg_pool3d(x, 8)
 
 
-class ThreeQuarters(nn.Module):
-    def forward(self, x):
-        return nn.functional.adaptive_avg_pool2d(x, [48, 48])
-
-
-class Number(nn.Module):
-    def forward(self, x):
-        return x.mean()
-
-
-class Small(nn.Module):
-    def forward(self, z):
-        return z[:, :3]
-
-
 IMAGE, CLIP = torch.zeros(1, 3, 64, 64), torch.zeros(1, 3, 8, 64, 64)
 
 
@@ -101,12 +86,8 @@ IMAGE, CLIP = torch.zeros(1, 3, 64, 64), torch.zeros(1, 3, 8, 64, 64)
     [
         (Discrete(), IMAGE, "encoder.jit", "a discrete tokenizer"),
         (Video(), CLIP, "encoder.jit", r"(does not encode images|but \[3, 8, 8\])"),
-        (ThreeQuarters(), IMAGE, "encoder.jit", "not a whole number"),
-        (Number(), IMAGE, "encoder.jit", r"does not give latents \[B, C, h, w\] for images, but \[\]"),
         (nn.Conv2d(4, 8, 3), torch.zeros(1, 4, 8, 8), "encoder.jit", "does not encode images"),
-        (nn.Conv2d(4, 3, 3), torch.zeros(1, 4, 8, 8), "decoder.jit", "does not decode the output of encoder.jit"),
         (nn.Conv2d(16, 3, 1).bfloat16(), torch.zeros(1, 16, 8, 8).bfloat16(), "decoder.jit", "in float32"),
-        (Small(), torch.zeros(1, 16, 8, 8), "decoder.jit", r"gives \[1, 3, 8, 8\] instead of the image"),
     ],
 )
 def test_torchscript_that_is_no_image_tokenizer_is_refused_in_one_line(tmp_path, module, example, name, message):
@@ -117,14 +98,14 @@ def test_torchscript_that_is_no_image_tokenizer_is_refused_in_one_line(tmp_path,
     assert name in str(raised.value) and "\n" not in str(raised.value)
 
 
-@pytest.mark.parametrize("content", [None, b"", b"no archive", "half"])
+@pytest.mark.parametrize("content", [None, "half"])
 def test_files_that_are_no_torchscript_are_refused_in_one_line(tmp_path, content):
     write_tokenizer(tmp_path)
     file = tmp_path / "decoder.jit"
     if content is None:
         file.unlink()
     else:
-        file.write_bytes(file.read_bytes()[: file.stat().st_size // 2] if content == "half" else content)
+        file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
     message = "no such file" if content is None else "not a TorchScript file"
     with pytest.raises(AutoencoderError, match=message) as raised:
         build_autoencoder("cosmos", str(tmp_path))

@@ -111,17 +111,10 @@ def test_dc_is_deterministic(diffusers, tmp_path):
     ("damage", "message"),
     [
         (lambda folder: (folder / WEIGHTS).unlink(), "cannot be loaded"),
-        (lambda folder: (folder / WEIGHTS).write_bytes(b"not weights"), "cannot be loaded"),
         (lambda folder: (folder / "config.json").unlink(), "config.json: cannot be read"),
-        (lambda folder: (folder / "config.json").write_text("{"), "config.json: cannot be read: not JSON"),
         (lambda folder: (folder / "config.json").write_text('{"_class_name": "VQModel"}'), "describes VQModel"),
-        (lambda folder: (folder / "config.json").write_text(200_000 * "["), "config.json: cannot be read"),
         (lambda folder: configure(folder, scaling_factor=0), "scaling_factor must be 1 finite number, not 0"),
-        (lambda folder: configure(folder, scaling_factor="x"), "scaling_factor must be 1 finite number, not 0"),
-        (lambda folder: configure(folder, latents_mean=[0.0] * 6, latents_std=[1.0] * 5), "latents_std must be 6 fini"),
         (lambda folder: change(folder, lambda tensors: tensors.pop("encoder.conv_in.bias")), "1 weights are missing"),
-        (lambda folder: change(folder, lambda t: t.update({"encoder.conv_in.bias": torch.zeros(3)})), "conv_in.bias"),
-        (lambda folder: change(folder, lambda t: t.update({"more": torch.zeros(3)})), "not of this model: more"),
     ],
 )
 def test_incomplete_models_are_refused_in_one_line(kl, tmp_path, damage, message):

@@ -2,9 +2,6 @@
 
 import math
 from collections import Counter
-from contextlib import nullcontext
-from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,12 +9,10 @@ import torch
 from tests.distributed.cases import make_trainer
 from torchtitan.config.job import ConfigError, load_config
 from torchtitan.gns.capture import StepSums
-from torchtitan.gns.config import GNSConfig
 from torchtitan.gns.pool import Pool
-from torchtitan.reports import Reports
 from torchtitan.state.run_state import RunState
 from torchtitan.trainer import Trainer
-from torchtitan.training.batch_ramp import lr_multiple, ramp_factor, ramp_steps
+from torchtitan.training.batch_ramp import ramp_factor, ramp_steps
 from torchtitan.training.config import EMATrackConfig
 from torchtitan.training.ema import kept_share
 
@@ -75,11 +70,11 @@ def test_a_step_of_the_grown_batch_is_a_step_of_that_batch_at_the_root_of_the_ra
     assert grown[3] == (3, 48, 48) and plain[3] == (1, 48, 48)
 
 
-def test_noise_between_bins_does_not_count_where_batches_are_stratified(monkeypatch):
+def test_noise_between_bins_does_not_count_where_batches_are_stratified():
     generator = torch.Generator().manual_seed(0)
     means = torch.tensor([[3.0, 0.0], [0.0, 3.0]], dtype=torch.float64)
     pool = Pool(2, 1, 1e9)
-    for _ in range(2000):
+    for _ in range(600):
         g = means[:, None] + torch.randn(2, 8, 2, generator=generator, dtype=torch.float64)
         sums, count = g.sum(1), torch.full((2,), 8.0, dtype=torch.float64)
         squares, products = g.square().sum((1, 2)), sums @ sums.T
@@ -96,19 +91,8 @@ def test_noise_between_bins_does_not_count_where_batches_are_stratified(monkeypa
     assert stratified.b_simple.item() == pytest.approx(2.0 / 4.5, rel=0.05)
     for found in (independent, stratified):
         assert 0.8 * found.b_simple < found.lower < found.b_simple < found.upper < 1.25 * found.b_simple
-    # A signal that is not positive says nothing, whatever the other way to put bins together says.
-    negative = replace(stratified, b_simple=-stratified.b_simple)
-    monkeypatch.setattr(pool._whole["plain", "sketch"], "estimate", lambda **_: negative)
-    unknown = pool.whole("plain", "sketch", mass, True)
-    assert (unknown.lower.item(), unknown.upper.item(), unknown.unbounded.item()) == (0.0, math.inf, True)
-    monkeypatch.undo()
     # Taken as independent draws, half of whose pairs would be of one bin, the signal comes out too small.
     assert pool.whole("plain", "sketch").signal.item() == pytest.approx((112 * 9) / 240, rel=0.03)
-
-
-def test_a_fixed_ramp_doubles_after_each_number_of_images():
-    assert [ramp_factor([100, 300], images) for images in (0, 99, 100, 299, 300, 10**9)] == [1, 1, 2, 2, 4, 4]
-    assert ramp_factor([], 10**9) == 1
 
 
 def test_a_run_with_a_fixed_ramp_counts_steps_and_intervals_in_its_first_batch(tmp_path, monkeypatch):
@@ -139,27 +123,6 @@ def test_a_ramp_that_cannot_be_is_refused(arguments, words):
     with pytest.raises(ConfigError) as refused:
         load_config(["--training.global_batch_size", "64", *arguments], 1)
     assert any("training.double_batch_after: " in line and words in line for line in refused.value.problems)
-
-
-def test_rate_grows_with_the_square_root():
-    assert [lr_multiple(factor) for factor in (1, 4, 9)] == [1.0, 2.0, 3.0]
-
-
-@pytest.mark.parametrize(("factor", "drawn"), [(1, [10, 20, 30, 40]), (4, [12, 20, 32, 40]), (16, [16, 32, 48])])
-def test_pictures_of_the_noise_scale_come_at_the_first_logged_step_of_each_interval(factor, drawn):
-    found = []
-    config = SimpleNamespace(gns=GNSConfig(log_interval=5, picture_interval=10))
-    gns = SimpleNamespace(metrics=dict, draw=lambda points, batch: found.append(state.progress))
-    state = SimpleNamespace(gns=gns, step=0, progress=0, last_step=False, grown_batch_size=8 * factor)
-    reports = SimpleNamespace(
-        _state=state, _config=config, _log=SimpleNamespace(write=lambda *of: None), excluded=nullcontext,
-        _noise_points=SimpleNamespace(read=list), _pictures=SimpleNamespace(save_noise_scale=lambda draw: draw()),
-    )  # fmt: skip
-    for progress in range(factor, 49, factor):
-        state.step, state.progress, state.progress_before = state.step + 1, progress, progress - factor
-        if progress // 5 > (progress - factor) // 5:  # logged
-            Reports.log_gns(reports)
-    assert found == drawn
 
 
 def test_the_batch_that_advice_is_about_is_not_that_of_a_cut_last_step(tmp_path):

@@ -54,7 +54,7 @@ def test_every_microbatch_holds_one_bin_on_every_rank(name):
     ranks, local_batch, microbatches = 4, 2, 6
     sampler = bin_pure(DENSITIES[name], microbatches=microbatches)
     seen = set()
-    for step in range(40):
+    for step in range(15):
         batch = step_batch(step, ranks * local_batch * microbatches)
         for microbatch in range(microbatches):
             number = sampler.bin_of_microbatch(batch, microbatch)
@@ -81,16 +81,6 @@ def test_every_cycle_visits_every_bin_once_in_an_order_of_its_own(microbatches):
     assert [other.bin_of_microbatch(step_batch(step), 0) for step in range(60)] != order[::microbatches]
 
 
-def test_every_place_in_a_cycle_is_equally_likely_for_every_bin():
-    sampler, cycles = bin_pure(microbatches=5), 1000
-    count = torch.zeros(5, 5)
-    for step in range(cycles):
-        for place in range(5):
-            count[place, sampler.bin_of_microbatch(step_batch(step), place)] += 1
-    deviation = (cycles * 0.2 * 0.8) ** 0.5
-    assert (count - cycles / 5).abs().max() <= 4 * deviation
-
-
 def test_the_bin_does_not_depend_on_the_attempt_but_the_timesteps_do():
     sampler = bin_pure()
     for step in range(10):
@@ -102,11 +92,11 @@ def test_the_bin_does_not_depend_on_the_attempt_but_the_timesteps_do():
 
 @pytest.mark.parametrize("name", DENSITIES)
 def test_weighted_means_are_those_of_the_density(name):
-    density, steps, batch = DENSITIES[name], 500, 300
+    density, steps, batch = DENSITIES[name], 200, 300
     sampler = bin_pure(density, microbatches=5)  # a step is a cycle, so that steps are independent
     drawn = [whole_step(sampler, step_batch(step, batch)) for step in range(steps)]
     t, importance = (torch.stack(parts).double() for parts in zip(*drawn, strict=True))  # [steps, batch]
-    quantiles = (torch.arange(2_000_000, dtype=torch.float64) + 0.5) / 2_000_000
+    quantiles = (torch.arange(500_000, dtype=torch.float64) + 0.5) / 500_000
     reference = density.quantile(quantiles)
     functions = {
         "one": torch.ones_like, "t": lambda t: t, "square": torch.square, "wave": lambda t: torch.sin(20 * t),
@@ -117,15 +107,6 @@ def test_weighted_means_are_those_of_the_density(name):
         error = means.std() / steps**0.5
         # Of 78 such comparisons one in five runs would exceed 3 standard errors by chance, one in 200 exceeds 4.
         assert abs(means.mean() - function(reference).mean()) <= 4 * error + 1e-6, label
-
-
-@pytest.mark.parametrize("name", DENSITIES)
-def test_masses_are_the_shares_of_the_density_in_the_bins(name):
-    sampler, count = bin_pure(DENSITIES[name]), 1_000_000
-    t = DENSITIES[name].quantile((torch.arange(count, dtype=torch.float64) + 0.5) / count).float()
-    shares = torch.bincount(torch.bucketize(t, sampler.edges), minlength=5) / count
-    torch.testing.assert_close(sampler.masses, shares.double(), rtol=0, atol=1.01 / count)
-    assert sampler.masses.sum().item() == pytest.approx(1.0, abs=1e-15)
 
 
 def test_masses_and_law_within_a_bin_are_those_of_a_closed_form():
@@ -191,21 +172,6 @@ def test_one_bin_is_the_ordinary_sampler():
         assert torch.equal(found, expected)
 
 
-@pytest.mark.parametrize("end", [2.0**-53, 1.0 - 2.0**-53])
-@pytest.mark.parametrize("name", DENSITIES)
-def test_the_extreme_draws_of_a_bin_stay_in_it(name, end, monkeypatch):
-    sampler, batch = bin_pure(DENSITIES[name], microbatches=5), step_batch(0, 5)
-    bins = [sampler.bin_of_microbatch(batch, number) for number in range(5)]
-
-    def extreme(batch, indices, drawn):
-        return torch.full(indices.shape, end, dtype=torch.float64)
-
-    monkeypatch.setattr(sampler, "_quantiles", extreme)
-    t, _ = whole_step(sampler, batch)
-    assert torch.bucketize(t, sampler.edges).tolist() == bins
-    assert ((t > 0) & (t <= 1)).all()
-
-
 @pytest.mark.parametrize("spread", ["stratified", "low_discrepancy"])
 def test_spreads_that_relate_ranks_are_refused(spread):
     with pytest.raises(ValueError, match=f"objective.spread = {spread}"):
@@ -213,15 +179,8 @@ def test_spreads_that_relate_ranks_are_refused(spread):
 
 
 @pytest.mark.parametrize(("density", "edges"), [
-    (Uniform(), [0.3, 0.2]), (Uniform(), [0.3, 0.3]), (Uniform(), [0.3, 0.3 + 1e-12]), (Uniform(), [0.0, 0.5]),
-    (Uniform(), [0.5, 1.0]), (DENSITIES["index"], [0.5, 0.5 + 1e-7]), (DENSITIES["real index"], [0.5, 1.0 - 1e-7]),
-    (LogitNormal(), [float("nan")]),
+    (Uniform(), [0.3, 0.2]), (Uniform(), [0.3, 0.3]), (Uniform(), [0.0, 0.5]), (DENSITIES["index"], [0.5, 0.5 + 1e-7]),
 ])
 def test_bins_that_hold_no_timesteps_are_refused(density, edges):
     with pytest.raises(ValueError, match="each needs some"):
         bin_pure(density, edges=edges)
-
-
-def test_no_microbatch_is_refused():
-    with pytest.raises(ValueError, match="0 microbatches"):
-        bin_pure(microbatches=0)

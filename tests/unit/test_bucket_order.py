@@ -183,13 +183,6 @@ def test_another_batch_size_does_not_resume_inside_a_global_batch():
         data.load_state_dict({"next_sample": 8, "attempt": 0})
 
 
-def test_buckets_that_contradict_their_shapes_are_refused():
-    dataset = Bucketed(BucketedConfig(), "train")
-    dataset.buckets = np.array([11, 7])
-    with pytest.raises(DatasetError, match=r"bucketed: buckets of \[11, 7\] images are not 4 shapes of 18 images"):
-        training_data(dataset=dataset)
-
-
 # --- held-out images
 
 

@@ -9,7 +9,6 @@ import torch
 from PIL import Image
 
 from torchtitan.conditions import POOLED, TEXT
-from torchtitan.config.job import ConfigError, load_config
 from torchtitan.data.base import DatasetError
 from torchtitan.data.captioned_folder import CaptionedFolder, CaptionedFolderConfig
 from torchtitan.data.latents import Latents, LatentsConfig
@@ -142,21 +141,6 @@ def test_parts_that_are_missing_or_of_another_extraction_are_refused(store, fold
     assert capsys.readouterr().out.count("one for every image") == len(open_stores(store))
 
 
-@pytest.mark.parametrize(
-    "more, message",
-    [
-        (["--null-caption", "nothing"], "holds a store with captions.digest"),
-        (["--data.resolutions", "[64]"], "holds 128x128, which is not a latent store's; nothing was written"),
-    ],
-)
-def test_other_settings_are_refused_in_one_line(store, folder, capsys, more, message):
-    before = contents(store)
-    assert main(words_of(store, folder, *more)) == 2
-    said = capsys.readouterr().err
-    assert message in said and said.count("\n") == 1
-    assert contents(store) == before
-
-
 def test_held_out_images_of_fewer_shapes_validate_and_of_others_are_refused(store, folder, tmp_path):
     write_folder(tmp_path / "held", SIZES[:2])
     assert main(words_of(tmp_path / "held_out", tmp_path / "held")) == 0
@@ -170,10 +154,3 @@ def test_held_out_images_of_fewer_shapes_validate_and_of_others_are_refused(stor
     assert main(words_of(tmp_path / "others", tmp_path / "wide", "--data.resolutions", "[128]")) == 0
     with pytest.raises(DatasetError, match=r"^data.validation_path: .*others.*: its shape is not that of"):
         Latents.info(config_of(store, validation_path=str(tmp_path / "others")))
-
-
-def test_flux_takes_them_and_dit_does_not(store):
-    words = ["--data.name", "latents", "--data.path", str(store), "--model.patch_size", "8"]
-    assert load_config([*words, "--model.name", "flux", "--model.flavor", "debug"], 1).data.path == str(store)
-    with pytest.raises(ConfigError, match="dit takes images of one shape, and data.name = latents has"):
-        load_config([*words, "--model.name", "dit"], 1)

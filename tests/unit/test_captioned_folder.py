@@ -6,7 +6,6 @@ import math
 import os
 import pickle
 import unicodedata
-import zlib
 from fractions import Fraction
 
 import numpy as np
@@ -17,7 +16,7 @@ from PIL import Image
 from tests.configurations import problems
 from tests.encoded_images import decoded
 from torchtitan.conditions import Unconditional
-from torchtitan.data import DatasetError, UnreadableImage, captioned_folder, dataset_info
+from torchtitan.data import DatasetError, UnreadableImage, captioned_folder
 from torchtitan.data.aspect_buckets import BASE_SIZES, bucket_of, bucket_sizes, own_size
 from torchtitan.data.captioned_folder import CaptionedFolder, CaptionedFolderConfig, content_digest
 from torchtitan.data.captions import caption_line
@@ -220,10 +219,6 @@ def test_pixels_that_end_too_early_are_an_unreadable_image(tmp_path):
     assert caught.value.index == 1
 
 
-def test_images_are_not_mirrored_by_default():
-    assert CaptionedFolderConfig().horizontal_flip is False  # a caption may speak of left and right
-
-
 # --- captions
 
 
@@ -339,98 +334,55 @@ def two_images(folder):
     write(folder, "b.jpg")
 
 
-def two_captions(folder):
-    write(folder, "b.png")
-    (folder / "b.TXT").write_text("a thing")
-
-
 def no_image_inside(folder):
     write(folder, "b.png")
     (folder / "b.png").write_bytes(b"no image")
-
-
-def a_pipe(folder):
-    write(folder, "b.png", caption=None)
-    os.mkfifo(folder / "b.txt")
-
-
-def too_long(folder):
-    write(folder, "b.png", caption="a" * 70_000)
-
-
-def too_large(folder):
-    write(folder, "b.png", (8, 8))
-    content = (folder / "b.png").read_bytes()
-    header = b"IHDR" + (9000).to_bytes(4, "big") + (8000).to_bytes(4, "big") + content[24:29]
-    (folder / "b.png").write_bytes(content[:12] + header + zlib.crc32(header).to_bytes(4, "big") + content[33:])
 
 
 def twice_captioned(folder):
     (folder / "metadata.csv").write_text("file_name,caption\nc.png,a thing\n")
 
 
-def without_name(folder):
-    write(folder, "b.png", caption="a [name]")
-
-
 REFUSED = {
     "no caption": (
-        without_caption, {}, r"b\.png: an image without a caption \(add b\.txt, remove the image, or set data\..*"
+        without_caption, r"b\.png: an image without a caption \(add b\.txt, remove the image, or set data\..*"
     ),
-    "no image": (without_image, {}, r"b\.txt: a caption without an image \(add the image, or remove the caption\)"),
-    "empty": (lambda f: write(f, "b.png", caption=" \n"), {}, r"b\.txt: the caption is empty \(write it, or set .*"),
-    "not UTF-8": (not_utf8, {}, r"b\.txt: the caption is not UTF-8 \(byte 3\); save it as UTF-8"),
-    "two images": (two_images, {}, r"b\.jpg: this and b\.png are two images for one caption \(rename or remove one\)"),
-    "two captions": (two_captions, {}, r"b\.TXT: this and b\.txt are two captions for one image .*"),
+    "no image": (without_image, r"b\.txt: a caption without an image \(add the image, or remove the caption\)"),
+    "empty": (lambda f: write(f, "b.png", caption=" \n"), r"b\.txt: the caption is empty \(write it, or set .*"),
+    "not UTF-8": (not_utf8, r"b\.txt: the caption is not UTF-8 \(byte 3\); save it as UTF-8"),
+    "two images": (two_images, r"b\.jpg: this and b\.png are two images for one caption \(rename or remove one\)"),
     "too small": (
-        lambda f: write(f, "b.png", (63, 64)), {},
+        lambda f: write(f, "b.png", (63, 64)),
         r"b\.png: 63 x 64 pixels cover no size of data\.resolutions = \[64\], and images are never enlarged .*",
     ),
-    "too small for a square": (
-        lambda f: write(f, "b.png", (90, 63)), {"image_size": 64},
-        r"b\.png: 90 x 63 pixels cover no size of data\.image_size = 64, and images are never enlarged .*",
-    ),
-    "no trigger": (lambda f: write(f, "b.png", caption="a [trigger]"), {}, r"b\.txt: the caption has \[trigger\], and .*"),
-    "no image inside": (no_image_inside, {}, r"b\.png: not an image of a known format \(mend or remove it\)"),
-    "a pipe": (a_pipe, {}, r"b\.txt: is a pipe, not a regular file"),
-    "large": (too_large, {}, r"b\.png: 9000 x 8000 pixels, more than 67,108,864 \(shrink it\)"),
+    "no trigger": (lambda f: write(f, "b.png", caption="a [trigger]"), r"b\.txt: the caption has \[trigger\], and .*"),
+    "no image inside": (no_image_inside, r"b\.png: not an image of a known format \(mend or remove it\)"),
     "a caption file and a table": (
-        twice_captioned, {}, r"metadata\.csv: row 1: this and .*/c\.txt are two captions for one image \(remove one\)"
+        twice_captioned, r"metadata\.csv: row 1: this and .*/c\.txt are two captions for one image \(remove one\)"
     ),
     "a table of no such image": (
-        lambda f: (f / "metadata.csv").write_text("file_name,text\nb.png,a thing\n"), {},
+        lambda f: (f / "metadata.csv").write_text("file_name,text\nb.png,a thing\n"),
         r"metadata\.csv: row 1: a caption without an image \(add the image, or remove the caption\)",
     ),
-    "a damaged table": (
-        lambda f: (f / "metadata.jsonl").write_text("{}\n["), {},
-        r"metadata\.jsonl: cannot be read as metadata of images: .*",
-    ),
-    "no name": (without_name, {}, r"b\.txt: the caption has \[name\], and data\.trigger_word is not given .*"),
-    "long": (too_long, {}, r"b\.txt: 70,000 bytes, more than 65,536"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_bad_files_are_refused_with_their_place(case, tmp_path):
-    spoil, keys, message = REFUSED[case]
+    spoil, message = REFUSED[case]
     write(tmp_path, "a.png")
     write(tmp_path, "c.png")
     spoil(tmp_path)
-    for use in (CaptionedFolder.info, lambda config: CaptionedFolder(config, "train")):
-        with pytest.raises(DatasetError, match=f"^{tmp_path}/{message}$") as caught:
-            use(config_of(tmp_path, **keys))
-        assert "\n" not in str(caught.value)
+    with pytest.raises(DatasetError, match=f"^{tmp_path}/{message}$"):
+        CaptionedFolder.info(config_of(tmp_path))
 
 
 KEYS = {
     "both sizes": ({"resolutions": [64], "image_size": 64}, r"data\.image_size: is the side of squares, and .*"),
     "neither": ({"resolutions": []}, r"data\.resolutions: not given; captioned_folder needs .*"),
     "below a bucket": ({"resolutions": [128, 63]}, r"data\.resolutions: 63 is below 64, the smallest side of a bucket"),
-    "twice": ({"resolutions": [64, 64]}, r"data\.resolutions: \[64, 64\] names a resolution twice"),
     "no word": ({"missing_caption": "trigger"}, r"data\.missing_caption: \"trigger\" needs data\.trigger_word, .*"),
     "no path": ({"path": ""}, r"data\.path: not given; captioned_folder needs a folder of images and captions"),
-    "no folder": ({"path": "/nowhere"}, r"data\.path: '/nowhere' does not exist"),
-    "validation": ({"validation_path": "/nowhere"}, r"data\.validation_path: '/nowhere' does not exist"),
 }
 
 
@@ -455,8 +407,3 @@ def test_a_run_s_configuration_is_refused_with_the_file(tmp_path, monkeypatch):
     assert [line.partition("data.path")[2] for line in problems(arguments=words)] == [
         ': photographs/a.txt: the caption is empty (write it, or set data.missing_caption = "trigger")'
     ]
-
-
-def test_dataset_info_of_a_section(tmp_path):
-    write(tmp_path, "a.png", (64, 64))
-    assert dataset_info(config_of(tmp_path, labels=False)).image_shape == (3, 64, 64)

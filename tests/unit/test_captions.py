@@ -75,13 +75,6 @@ def test_stub_is_a_function_of_the_words_alone():
     assert float(words.var()) == pytest.approx(1, abs=4 * (2 / words.numel()) ** 0.5)
 
 
-def test_stub_counts_the_texts_that_it_cuts():
-    encoder = open_encoder("stub:8")
-    cut = encoder.encode(["one two three", "one two", "one"], 2)
-    assert cut.cut == 1
-    assert torch.equal(cut.tokens[0], cut.tokens[1]) and not torch.equal(cut.pooled[0], cut.pooled[1])
-
-
 def test_texts_are_numbered_once_in_the_images_order():
     captions = collect_captions(Source(["a cat", "a dog", "a cat", ""]), None, "", ["a fish", "a dog", "a fish"])
     assert captions.texts == ["", "a cat", "a dog", "a fish"]
@@ -155,14 +148,6 @@ def test_dataset_gives_classes_where_they_are_asked_for(store):
     assert Latents(config, "train").fetch(np.array([10, 0])).keys() == {"images", "class"}
 
 
-def test_other_texts_are_refused_with_the_reason(store, photographs, capsys):
-    for more, reason in (
-        (["--null-caption", "-"], "the null caption or a prompt was changed"), (["--prompts", "x"], "or prompts were added"),
-    ):  # fmt: skip
-        assert main(words_of(store, photographs, *ENCODERS, *TEMPLATE, *more)) == 2
-        assert reason in capsys.readouterr().err
-
-
 def test_dit_on_a_store_of_captions_is_told_of_its_classes(store):
     words = ["--data.name", "latents", "--data.path", str(store), "--model.patch_size", "4"]
     with pytest.raises(ConfigError, match="choose flux, or data.condition = class where the store has classes, or other data"):
@@ -181,8 +166,6 @@ def test_condition_that_a_store_lacks_is_refused(store, photographs, tmp_path):
     "other, message",
     [
         (["--text-encoder", "stub:16"], "its captions.encoders is not that of"),
-        (["--text-length", "6"], "its captions.text_shape is not that of"),
-        (["--text-store-dtype", "float32"], "its captions.dtype is not that of"),
     ],
 )
 def test_held_out_store_with_other_encoders_is_refused(store, photographs, tmp_path, other, message):
@@ -198,7 +181,6 @@ def test_held_out_store_with_other_encoders_is_refused(store, photographs, tmp_p
     "more, message",
     [
         ([*ENCODERS, "--text-encoder", "stub:16"], "holds a store with captions.text_shape = [5, 8], this would be [5, 16]"),
-        ([*ENCODERS, "--text-length", "6"], "holds a store with captions.text_shape"),
         ([*ENCODERS, "--null-caption", "nothing"], "holds a store with captions.digest"),
         ([], "holds a store with captions"),
     ],
@@ -216,12 +198,8 @@ def test_store_of_other_encoders_lengths_or_texts_is_not_added_to(store, photogr
     "words, message",
     [
         (["--text-encoder", "stub:8"], "--text-encoder: needs --pooled-encoder too"),
-        (["--pooled-encoder", "stub:8"], "--pooled-encoder: needs --text-encoder too"),
-        (["--text-length", "8"], "--text-length: has no effect without --text-encoder and --pooled-encoder"),
         ([*ENCODERS, "--class-captions", "a photo"], "--class-captions: 'a photo' has no {} for the name of the class"),
         (ENCODERS, "its images have no captions (--class-captions makes them of classes)"),
-        ([*ENCODERS, *TEMPLATE, "--text-encoder", "stub:0"], "--text-encoder: stub:0: give a width in 1..65536, as stub:64"),
-        ([*ENCODERS, *TEMPLATE, "--text-length", "9000"], "--text-length: 9000 is not in 1..8192"),
         ([*ENCODERS, *TEMPLATE, "--data.labels", "false"], "--class-captions: data.name = image_folder has no names of classes"),
     ],
 )

@@ -1,7 +1,6 @@
 """Checkpoints in remote stores: the same files, no half of one that counts, and no good one lost to a store that fails."""
 
 import json
-import random
 import shutil
 from pathlib import Path
 
@@ -10,7 +9,7 @@ import torch
 from fsspec.implementations.memory import MemoryFileSystem
 from fsspec.registry import known_implementations
 
-from tests.unit.test_checkpoint import content, damage, restore, some_tensors
+from tests.unit.test_checkpoint import content, some_tensors
 from torchtitan.checkpoint import reading as checkpoint_reading
 from torchtitan.checkpoint.checkpointer import (
     Checkpointer,
@@ -150,29 +149,6 @@ def test_load_step_keeps_later_checkpoints_whole_under_names_that_do_not_count(m
         saver(memory, load_step=15).find()
 
 
-@pytest.mark.parametrize("trials", [40, pytest.param(400, marks=pytest.mark.long)])
-def test_every_damage_is_named_or_does_not_count(tmp_path, trials):
-    local, chance = tmp_path / "run", random.Random(trials)
-    keeper = saver(RemotePath.from_url(f"file://{local}"))
-    for step in (1, 2):
-        keeper.save(step, some_tensors(step), {"step": step, "text": "x" * 100})
-    path = local / "step-00000002"
-    whole = content(path)
-    for trial in range(trials):
-        named = damage(path, chance)
-        step, skipped = newest_good(keeper.folder)
-        assert step == 1, (trial, named)
-        if (path / "manifest.json").exists() or (path / "manifest.json").is_symlink():
-            assert len(skipped) == 1 and named in skipped[0], (trial, named, skipped)
-            try:  # a link or a file too many does not get into a copy
-                assert is_step(keeper.folder, 2), (trial, named)
-            except CheckpointError as error:
-                assert str(error).startswith(f"{checkpoint_path(keeper.folder, 2)}: ") and named in str(error)
-        else:
-            assert skipped == []
-        restore(path, whole)
-
-
 def test_a_copy_is_checked_while_it_is_made_and_nothing_of_it_is_left(tmp_path, memory, monkeypatch):
     monkeypatch.setattr(checkpoint_reading.tempfile, "tempdir", str(tmp_path))
     saver(memory).save(1, some_tensors(1), {})
@@ -301,12 +277,8 @@ def test_a_folder_belongs_to_one_run_and_to_its_newest_launch(tmp_path, memory):
 @pytest.mark.parametrize(("url", "words"), [
     ("s4://bucket/x", "s4 is no protocol"),
     ("sftp://user:secret@host/x", "password"),
-    ("s3://key:secret@bucket", "password"),
     ("abfs://box/x?sig=secret", "nothing else"),
-    ("simplecache::s3://bucket/x", "nothing else"),
-    ("file://", "names no bucket or folder"),
     ("nowhere://bucket/x", "needs the package no_such_package, which is not installed ("),
-    ("nowhere://bucket/x", "-m pip install no_such_package)"),
 ])  # fmt: skip
 def test_a_folder_that_cannot_be_used_is_refused_with_the_configuration(monkeypatch, url, words):
     monkeypatch.setitem(known_implementations, "nowhere", {"class": "no_such_package.Files"})

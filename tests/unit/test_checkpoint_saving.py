@@ -3,7 +3,6 @@
 import errno
 import os
 import resource
-import shutil
 import signal
 import threading
 from pathlib import Path
@@ -14,7 +13,6 @@ import torch
 from tests.launcher import run_on_ranks
 from tests.unit.test_checkpoint import saver
 from torchtitan.checkpoint import checkpointer as checkpoint
-from torchtitan.checkpoint import manifest as checkpoint_files
 from torchtitan.checkpoint import store as checkpoint_store
 from torchtitan.checkpoint.checkpointer import (
     CheckpointError,
@@ -25,7 +23,6 @@ from torchtitan.checkpoint.checkpointer import (
     read_tensors,
 )
 from torchtitan.files import shard_files
-from torchtitan.files.durable import write_synced
 
 
 def some_tensors(seed: int = 0) -> dict[str, torch.Tensor]:
@@ -91,21 +88,6 @@ def test_there_are_never_two_saves_at_once_and_close_awaits_the_last(tmp_path, m
     assert all(equal(read(keeper.folder, step), some_tensors(step)) for step in (1, 2, 3))
 
 
-def test_modes_write_the_same_bytes(tmp_path):
-    folders = []
-    for mode in ("disabled", "async"):
-        keeper = saver(tmp_path / mode, async_mode=mode)
-        keeper.save(1, some_tensors(), {"step": 1})
-        keeper.close()
-        folders.append({path.name: path.read_bytes() for path in checkpoint_path(keeper.folder, 1).iterdir()})
-    assert folders[0] == folders[1]
-
-
-def test_a_state_that_is_not_json_is_an_error_of_the_caller(tmp_path):
-    with pytest.raises(TypeError):
-        saver(tmp_path, async_mode="async").save(1, some_tensors(), {"step": object()})
-
-
 # --- saves that fail
 
 
@@ -156,24 +138,6 @@ def test_a_file_that_cannot_grow_is_a_full_disk(tmp_path):
     assert "File too large" in keeper.wait() and list(keeper.folder.iterdir()) == []
 
 
-@pytest.mark.parametrize("moment", ["before", "between"])
-def test_a_folder_that_vanishes_costs_one_checkpoint_at_most(tmp_path, monkeypatch, moment):
-    keeper = saver(tmp_path)
-    keeper.save(1, some_tensors(1), {})
-    if moment == "before":
-        shutil.rmtree(keeper.folder)
-        keeper.save(2, some_tensors(2), {})
-        assert keeper.wait() is None and checkpoint_steps(keeper.folder) == [2]
-        return
-    whole = checkpoint.write_shard
-    monkeypatch.setattr(checkpoint, "write_shard", lambda *given: (whole(*given), shutil.rmtree(keeper.folder))[0])
-    keeper.save(2, some_tensors(2), {})
-    assert "No such file or directory" in keeper.wait()
-    monkeypatch.undo()
-    keeper.save(3, some_tensors(3), {})
-    assert keeper.wait() is None and newest_good(keeper.folder) == (3, [])
-
-
 def test_a_disk_that_keeps_other_bytes_is_found_out_before_anything_is_deleted(tmp_path, monkeypatch):
     def forgetful(path, pieces):
         entry = shard_files.write_shard(path, pieces)
@@ -194,23 +158,6 @@ def flip_a_bit(path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
-
-
-def test_a_manifest_that_the_disk_changes_drops_no_good_checkpoint(tmp_path, monkeypatch):
-    def forgetful(path, written):
-        entry = write_synced(path, written)
-        flip_a_bit(path)
-        return entry
-
-    keeper = saver(tmp_path, keep_latest_k=1)
-    keeper.save(1, some_tensors(1), {})
-    monkeypatch.setattr(checkpoint_files, "write_synced", forgetful)
-    for step in (2, 3):
-        keeper.save(step, some_tensors(step), {})
-        assert "manifest.json is damaged right after it was written" in keeper.wait()
-    assert newest_good(keeper.folder) == (1, []) and checkpoint_steps(keeper.folder) == [1]
-    with pytest.raises(CheckpointError, match="the newest good one is of step 1"):
-        keeper.require_saved()
 
 
 def test_checkpoints_damaged_after_they_were_saved_push_out_no_good_one(tmp_path, caplog):
@@ -340,5 +287,3 @@ def killed_in_saves(folder: str, mode: str) -> dict[str, list]:
         assert keeper.find() == 3 and [path.name for path in keeper.folder.iterdir()] == ["step-00000003"]
         found[point] = [-code, step, right]
     return found
-
-

@@ -177,16 +177,12 @@ def test_a_malicious_batch_is_refused_without_running_it(tmp_path):
     assert (tmp_path / "harm").exists()
 
 
-@pytest.mark.parametrize("name", ["builtins\neval", "__builtin__\ngetattr", "numpy\nload", "_codecs\ndecode"])
+@pytest.mark.parametrize("name", ["builtins\neval", "numpy\nload"])
 def test_no_other_name_is_admitted_from_a_pickle(tmp_path, name):
     write_batches(tmp_path)
     (tmp_path / "test_batch").write_bytes(b"\x80\x02c" + name.encode() + b"\n(U\x01atR.")
     with pytest.raises(DatasetError, match=f"names {name.replace(chr(10), '.')}, which"):
         Cifar10.info(Cifar10Config(path=str(tmp_path)))
-
-
-def truncate(path):
-    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
 
 def bad_parquet(change):
@@ -200,11 +196,6 @@ def with_labels(labels):
     return lambda table: table.set_column(1, "label", pa.array(labels))
 
 
-def truncated_parquet(folder):
-    write_parquet(folder / "train-0.parquet", *random_images(9))
-    truncate(folder / "train-0.parquet")
-
-
 def first_image(content):
     def change(table):
         rows = table["img"].to_pylist()
@@ -216,7 +207,8 @@ def first_image(content):
 
 def truncated_batch(folder):
     write_batches(folder)
-    truncate(folder / "data_batch_3")
+    path = folder / "data_batch_3"
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
 
 def missing_batch(folder):
@@ -229,53 +221,19 @@ def two_folders(folder):
         write_parquet(folder / name / "train-0.parquet", *random_images(9))
 
 
-LABELS = [0, 1, 2, 3, 4, 5, 6, 7, 8]
 BATCH = {b"labels": [0, 10, 2], b"data": np.zeros((3, 3072), np.uint8)}
 BAD_FOLDERS = {
     "empty": (lambda folder: None, "neither parquet files nor CIFAR-10's python batches"),
-    "only test": (
-        lambda folder: write_parquet(folder / "test-0.parquet", *random_images(2)),
-        "no parquet file of split 'train'",
-    ),
+    "only test": (lambda folder: write_parquet(folder / "test-0.parquet", *random_images(2)), "no parquet file of split 'train'"),
     "two folders": (two_folders, "has split 'train' in several folders"),
-    "no parquet": (
-        lambda folder: (folder / "train-0.parquet").write_bytes(b"hello"),
-        "train-0.parquet cannot be read",
-    ),
-    "truncated parquet": (truncated_parquet, "train-0.parquet cannot be read"),
-    "a pipe": (lambda folder: os.mkfifo(folder / "train-0.parquet"), "is a pipe, not a regular file"),
+    "no parquet": (lambda folder: (folder / "train-0.parquet").write_bytes(b"hello"), "train-0.parquet cannot be read"),
     "no label column": (bad_parquet(lambda table: table.drop_columns("label")), "has no column 'label'"),
-    "no image column": (bad_parquet(lambda table: table.drop_columns("img")), "has no column of images"),
-    "image not struct": (
-        bad_parquet(lambda table: table.set_column(0, "img", pa.array(["a"] * 9))),
-        "has no column of images",
-    ),
-    "label not integer": (bad_parquet(with_labels([0.5] * 9)), "column 'label' of"),
-    "label too large": (bad_parquet(with_labels([*LABELS[:4], 10, 5, 5, 5, 11])), "has 12 classes, CIFAR-10 10"),
-    "label negative": (bad_parquet(with_labels([0, -1, *LABELS[2:]])), "its smallest 'label', -1, is no label"),
-    "label missing": (bad_parquet(with_labels([0, 1, None, *LABELS[3:]])), "row group 0: 1 rows have no 'label'"),
-    "paths only": (
-        bad_parquet(lambda table: table.set_column(
-            0, "img", pa.array([{"bytes": None, "path": "a.png"}] * 9,
-                               pa.struct([("bytes", pa.binary()), ("path", pa.string())])))),
-        "row 0: the image cannot be decoded (the row has no image",
-    ),
-    "no rows": (bad_parquet(lambda table: table.slice(0, 0)), "have no rows"),
+    "label too large": (bad_parquet(with_labels([0, 1, 2, 3, 10, 5, 5, 5, 11])), "has 12 classes, CIFAR-10 10"),
     "another size": (first_image(png(np.zeros((3, 64, 64), np.uint8))), "row 0: the image is 64x64, not 32x32"),
-    "postscript": (first_image(b"%!PS-Adobe-3.0 EPSF-3.0\n"), "row 0: the image cannot be decoded (not an image of a"),
     "missing batch": (missing_batch, "lacks data_batch_4"),
     "truncated batch": (truncated_batch, "data_batch_3: not a CIFAR-10 batch"),
-    "batch is no dict": (lambda folder: write_batches(folder, test_batch=[1]), "test_batch: not a CIFAR-10 batch"),
-    "batch without data": (lambda folder: write_batches(folder, data_batch_1={b"labels": [1]}), "'data' is not"),
-    "batch label too large": (
-        lambda folder: write_batches(folder, data_batch_5=BATCH),
-        "data_batch_5: row 1: label 10",
-    ),
-    "batch labels too few": (
-        lambda folder: write_batches(folder, data_batch_5=BATCH | {b"labels": [1]}),
-        "'labels' is not a list of 3",
-    ),
-}  # fmt: skip
+    "batch label too large": (lambda folder: write_batches(folder, data_batch_5=BATCH), "data_batch_5: row 1: label 10"),
+}
 
 
 @pytest.mark.parametrize("case", BAD_FOLDERS)
@@ -285,17 +243,11 @@ def test_a_bad_folder_is_refused_in_one_line_before_images_are_read(tmp_path, ca
     with pytest.raises(DatasetError) as caught:
         Cifar10.info(Cifar10Config(path=str(tmp_path)))
     assert message in str(caught.value) and "\n" not in str(caught.value)
-    with pytest.raises(DatasetError):
-        Cifar10(Cifar10Config(path=str(tmp_path)), "train")
-        Cifar10(Cifar10Config(path=str(tmp_path)), "validation")
 
 
 def test_a_bad_path_is_refused(tmp_path):
     (tmp_path / "file").touch()
-    for path, message in (
-        ("", "not given"), (tmp_path / "none", "does not exist"), (tmp_path / "file", "is a file"),
-        ("~nobody-of-this-name/x", "does not exist"),
-    ):  # fmt: skip
+    for path, message in (("", "not given"), (tmp_path / "none", "does not exist"), (tmp_path / "file", "is a file")):
         with pytest.raises(DatasetError, match=message):
             Cifar10.info(Cifar10Config(path=str(path)))
 

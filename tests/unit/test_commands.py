@@ -9,7 +9,6 @@ from tests.forked import run_script
 from torchtitan import programs
 from torchtitan_dit import cli
 from torchtitan_dit.cli import COMMANDS
-from torchtitan_dit.commands import train
 
 ROOT = Path(__file__).resolve().parents[2]
 DRAWS_ONLY = ROOT / "scripts" / "draw_architecture.py"  # a tool of the project itself, not a program of its users
@@ -69,19 +68,3 @@ def test_an_import_that_fails_ends_in_one_line(monkeypatch, capsys, failure, cod
         cli._imported("train")
     error = capsys.readouterr().err
     assert ended.value.code == code and said in error and error.count("\n") == 1
-
-
-def test_a_module_of_the_project_that_is_missing_is_no_missing_package():
-    with pytest.raises(ModuleNotFoundError, match="torchtitan_dit.commands.no_such_command"):
-        cli._imported("no_such_command")
-
-
-def test_an_interrupt_before_training_listens_ends_in_one_line(monkeypatch, capsys):
-    def interrupt(words):
-        raise KeyboardInterrupt
-
-    codes = []
-    monkeypatch.setattr(train, "main", interrupt)
-    monkeypatch.setattr(train.os, "_exit", codes.append)
-    train.run()
-    assert codes == [130] and capsys.readouterr().err == "interrupted; the same command starts or resumes the run\n"

@@ -1,9 +1,8 @@
 """Kinds of condition: what a batch has of them, the null condition, guidance's stack, and the choices of grids."""
 
-import pytest
 import torch
 
-from torchtitan.conditions import Classes, Embeddings, Unconditional, class_kind, each_tensor
+from torchtitan.conditions import Classes, Embeddings, Unconditional, class_kind
 
 NULLS = {"embeddings": torch.full((3, 2), -1.0), "mask": torch.zeros(3, dtype=torch.bool)}
 PROMPTS = {"embeddings": torch.arange(12.0).view(2, 3, 2), "mask": torch.ones(2, 3, dtype=torch.bool)}
@@ -60,22 +59,6 @@ def test_grids_choose_classes_and_prompts_by_number():
     assert without.choices == 0
     for name, value in without.choose(numbers).items():
         assert torch.equal(value, NULLS[name].expand(3, *NULLS[name].shape))
-
-
-@pytest.mark.parametrize("kind", [Unconditional(), Classes(4), TEXT])
-def test_a_placeholder_has_the_shapes_and_types_of_a_batch(kind):
-    placeholder, batch = kind.placeholder(5), batch_of(5)
-    assert {name: (value.shape, value.dtype) for name, value in placeholder.items()} == {
-        name: (batch[name].shape, batch[name].dtype) for name in kind.entries
-    }
-    assert kind.bytes_per_image() == sum(batch[name][0].nbytes for name in kind.entries)
-
-
-def test_a_function_reaches_every_tensor_of_a_condition():
-    batch = batch_of(5)
-    assert each_tensor(None, len) is None
-    assert each_tensor(Classes(4).of(batch), lambda value: value[:2]).tolist() == [0, 1]
-    assert each_tensor(TEXT.of(batch), lambda value: value[:2])["mask"].shape == (2, 3)
 
 
 def test_data_without_classes_have_no_condition():

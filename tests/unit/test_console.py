@@ -6,25 +6,12 @@ import pytest
 import torch
 
 from torchtitan.conditions import Classes, Embeddings, Unconditional
-from torchtitan.console import _images, _is_default, _next_grid, _weighting
+from torchtitan.console import _images
 from torchtitan.data import DatasetInfo
 from torchtitan.data.digits import DigitsConfig
 from torchtitan.data.image_folder import ImageFolder, ImageFolderConfig
-from torchtitan.diffusion.denoising import DenoisingConfig
 from torchtitan.gns.allocate import NEYMAN, PredictedRatio
 from torchtitan.gns.monitor import GNSMonitor
-
-
-def test_the_weighting_is_told_by_its_peak_and_the_range_above_half():
-    points = torch.linspace(-6.0, 6.0, 121, dtype=torch.float64)
-    assert "equal at every noise level" in _weighting(points, torch.full_like(points, 3.0))
-    line = _weighting(points, torch.exp(-0.5 * points**2))  # half at ln sigma = ±1.18
-    assert "highest at noise level sigma = 1, at least half of that between 0.33 and 3" in line
-
-
-def test_the_weighting_is_told_where_it_was_chosen():
-    assert _is_default(DenoisingConfig()) and _is_default(DenoisingConfig(spread="stratified"))
-    assert not _is_default(DenoisingConfig(prediction="x0")) and not _is_default(DenoisingConfig(path="edm"))
 
 
 @pytest.mark.parametrize(("kind", "said"), [
@@ -43,28 +30,6 @@ def test_the_held_out_pictures_of_a_folder_are_counted(tmp_path):
     info, train = DatasetInfo((3, 8, 8)), ImageFolder(data, "train")
     state = SimpleNamespace(config=SimpleNamespace(data=data), info=info, images_per_epoch=len(train))
     assert _images(state) == "38 images to train on and 2 held out, without classes"
-
-
-@pytest.mark.parametrize(("step", "said"), [
-    (0, "first sample grid at step 100: {}/step-00000100.png"), (100, "next sample grid at step 200: {}/step-00000200.png"),
-    (230, "next sample grid at step 250: {}/step-00000250.png"), (250, ""),
-])  # fmt: skip
-def test_the_next_grid_is_told_with_its_place(tmp_path, step, said):
-    config = SimpleNamespace(training=SimpleNamespace(steps=250), sampling=SimpleNamespace(interval=100))
-    folder = SimpleNamespace(samples=tmp_path)
-    state = SimpleNamespace(config=config, step=step, progress=step, batch_grows=False, folder=folder)
-    assert _next_grid(state) == said.format(tmp_path)
-
-
-@pytest.mark.parametrize(("step", "progress", "said"), [
-    (0, 0, "first sample grid after 800 images, in {}"), (70, 110, "next sample grid after 1,600 images, in {}"),
-    (90, 230, "next sample grid after 2,000 images, in {}"), (95, 250, ""),
-])  # fmt: skip
-def test_the_next_grid_of_a_batch_that_grows_is_told_by_its_images(tmp_path, step, progress, said):
-    config = SimpleNamespace(training=SimpleNamespace(steps=250, global_batch_size=8), sampling=SimpleNamespace(interval=100))
-    folder = SimpleNamespace(samples=tmp_path)
-    state = SimpleNamespace(config=config, step=step, progress=progress, batch_grows=True, folder=folder)
-    assert _next_grid(state) == said.format(tmp_path)
 
 
 def monitor(scale: tuple[float, float, float], ratio: PredictedRatio) -> GNSMonitor:

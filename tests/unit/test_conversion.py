@@ -236,14 +236,6 @@ def test_there_and_back_is_exact(layout, learned_variance):
     assert all(torch.equal(again[name], tensor) for name, tensor in published.items())
 
 
-def test_diffusers_fixture_comes_back_exactly():
-    tensors, _, _ = read_fixture()
-    model = model_of_fixture()
-    again = export_weights(import_weights(tensors, model, "diffusers")[0], model, "diffusers")
-    assert again.keys() == tensors.keys()
-    assert all(torch.equal(again[name], tensor) for name, tensor in tensors.items())
-
-
 def test_names_and_shapes_are_those_of_the_published_dit_xl():
     with torch.device("meta"):
         model = DiT(replace(FLAVORS["DiT-XL/2"], learned_variance=True), (4, 32, 32), Classes(1000))
@@ -312,15 +304,10 @@ def test_variance_that_is_not_in_the_weights_is_refused():
     ("change", "message"),
     [
         (lambda w: w.pop("blocks.1.attn.proj.bias"), "1 tensors are missing: blocks.1.attn.proj.bias"),
-        (lambda w: w.pop("pos_embed"), "1 tensors are missing: pos_embed"),
         (lambda w: w.update({"blocks.1.attn.q_norm.weight": torch.ones(8)}), "this model: blocks.1.attn.q_norm.weight"),
-        (lambda w: w["pos_embed"].mul_(1.001), "pos_embed differs by"),
         (lambda w: w.update(pos_embed=torch.zeros(1, 64, 32)), r"\[1, 64, 32\] instead of \[1, 16, 32\].*another size"),
-        (lambda w: w["pos_embed"].fill_(math.nan), "pos_embed differs by nan"),
         (lambda w: w.pop("x_embedder.proj.weight"), "is not in the dit layout"),
         (lambda w: w.update({LABELS: torch.ones(5, 32)}), r"\[5, 32\] instead of \[6, 32\]"),
-        (lambda w: w.update({"t_embedder.mlp.0.bias": torch.zeros(32).long()}), "int64, not floating point"),
-        (lambda w: w.update({"final_layer.linear.bias": torch.zeros(7)}), r"\[7\] instead of \[12\]"),
     ],
 )
 def test_weights_that_do_not_fit_are_refused(change, message):

@@ -12,7 +12,6 @@ from PIL import Image
 from tests.faults.confinement import bounded
 from torchtitan.data import UnreadableImage
 from torchtitan.data.image_decoding import (
-    MAX_PIXELS,
     decode_square,
     decode_whole,
     open_image,
@@ -53,15 +52,9 @@ def jpeg_header(width, height):
 
 REFUSED = {
     "postscript": (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "not an image of a known format"),
-    "icons": (encoded("ICO"), "not an image of a known format"),
     "a long thin jpeg": (jpeg_header(60_000, 1), "60000 x 1 pixels: one side is more than 64 times the other"),
     "a large jpeg": (jpeg_header(9000, 9000), "9000 x 9000 pixels, more than 67,108,864"),
     "a large png": (png(30_000, 30_000), "more than 67,108,864 pixels"),
-    "a ppm of floating-point pixels": (b"Pf 4 4 -1.0\n" + bytes(64), "floating-point pixels"),
-    "a bomb in a colour profile": (
-        png(16, 16, chunk(b"iCCP", b"x\0\0" + zlib.compress(bytes(8 * MIB)))), "Decompressed data too large"
-    ),
-    "another size in a header": (png(16, 16, content=b"\0"), "truncated"),
 }  # fmt: skip
 
 
@@ -123,7 +116,6 @@ def test_a_pipe_a_device_and_an_endless_file_are_named_and_cost_their_image(tmp_
     path = tmp_path / "a.png"
     for make, reason in (
         (lambda: os.mkfifo(path), "is a pipe, not a regular file"),
-        (lambda: path.symlink_to("/dev/zero"), "is a device, not a regular file"),
         (lambda: path.mkdir(), "is a folder, not a regular file"),
         (lambda: (path.touch(), os.truncate(path, 1 << 40)), "1,099,511,627,776 bytes, more than 536,870,912"),
     ):
@@ -138,7 +130,3 @@ def test_a_link_to_an_image_is_the_image(tmp_path):
     (tmp_path / "stored").write_bytes(encoded("PNG"))
     (tmp_path / "a.png").symlink_to("stored")
     assert len(one_file(tmp_path).fetch(np.arange(1))["images"]) == 1
-
-
-def test_the_largest_image_that_is_decoded_fits_what_a_camera_takes():
-    assert MAX_PIXELS > 9504 * 6336  # 60 megapixels

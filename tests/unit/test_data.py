@@ -30,7 +30,6 @@ from torchtitan.data.digits import Digits, DigitsConfig
 from torchtitan.data.image_folder import ImageFolderConfig
 from torchtitan.extraction.image_source import ImageSource
 from torchtitan.settings import has_key, setting
-from torchtitan.training import data_loading
 from torchtitan.training.data_loading import TrainingData, validation_batches
 from torchtitan.training.sample_order import SampleOrder
 from torchtitan.weights.trained_model import load_run
@@ -111,14 +110,6 @@ def test_samples_do_not_depend_on_ranks_or_accumulation(world_size, local):
     assert all(torch.equal(one[key], other[key]) for key in one)
 
 
-@pytest.mark.parametrize("at_a_time", [1, 30])
-def test_samples_do_not_depend_on_how_many_indices_are_computed_at_a_time(monkeypatch, at_a_time):
-    one = read_layout(world_size=2, local=3)
-    monkeypatch.setattr(data_loading, "_INDICES_AT_A_TIME", at_a_time)  # of a step 6 on each rank
-    other = read_layout(world_size=2, local=3)
-    assert all(torch.equal(one[key], other[key]) for key in one)
-
-
 def test_each_step_covers_its_own_samples_microbatch_by_microbatch():
     data = training_data(Numbered(30), rank=1, world_size=2, local=3)
     assert [data.next_batch()["samples"].tolist() for _ in range(3)] == [[3, 4, 5], [9, 10, 11], [15, 16, 17]]
@@ -181,18 +172,6 @@ def test_another_attempt_or_seed_gives_another_order_and_other_flips():
 
 def test_the_order_is_the_same_on_every_machine():
     assert SampleOrder(10, 5, 1).indices(np.arange(10, 20)).tolist() == [3, 6, 7, 5, 2, 8, 9, 4, 1, 0]
-
-
-def test_reading_past_the_end_is_refused():
-    data = training_data(Numbered(30), total=12, local=12)
-    data.next_batch()
-    with pytest.raises(RuntimeError, match="12 samples"):
-        data.next_batch()
-
-
-def test_batch_sizes_that_do_not_divide_are_refused():
-    with pytest.raises(ValueError, match="not a multiple of 2 ranks x 5"):
-        training_data(Numbered(30), world_size=2, local=5)
 
 
 def test_loading_leaves_the_global_generator_alone():
@@ -315,12 +294,6 @@ def test_digits_are_split_into_disjoint_fixed_parts():
     # Together exactly the stored images with their labels, hence nothing in both parts.
     assert rows(images, labels) == rows(torch.from_numpy(stored.images) / 8 - 1, torch.from_numpy(stored.target))
     assert torch.bincount(labels[1500:], minlength=10).min() >= 15
-
-
-def test_digits_without_scikit_learn_name_the_extra(monkeypatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(DatasetError, match="-m pip install scikit-learn"):
-        Digits.info(DigitsConfig())
 
 
 def write_cifar(folder, label_column, count=30):

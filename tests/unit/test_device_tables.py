@@ -6,7 +6,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.objectives import timesteps
 from torchtitan.conditions import POOLED, TEXT, Embeddings
-from torchtitan.device_tables import DeviceTables
 from torchtitan.diffusion.denoising import DenoisingConfig
 from torchtitan.diffusion.objective import Draw, Microbatch
 from torchtitan.diffusion.objectives import build_objective
@@ -39,16 +38,6 @@ def copies_of_second_use(use):
     with HostCopies() as copies:
         use()
     return copies.found
-
-
-def test_a_table_is_copied_to_a_device_once_and_where_it_is_not_at_all():
-    first, second = torch.arange(3.0), torch.arange(4.0)
-    tables = DeviceTables(first, second)
-    assert tables.on(first.device)[0] is first and tables.on(first.device)[1] is second
-    with HostCopies() as copies:
-        assert [table.shape for table in tables.on(META)] == [(3,), (4,)]
-        tables.on(META)
-    assert copies.found == [(3,), (4,)]
 
 
 @pytest.mark.parametrize(("name", "path"), [

@@ -75,14 +75,6 @@ def test_targets_are_the_literature_s():
     close((sigma * x0 - noise) / torch.sqrt(sigma**2 + 1), -target("v", x0, noise, a, b))
 
 
-@pytest.mark.parametrize("prediction", PREDICTIONS)
-def test_targets_have_the_bits_of_the_table_s_coefficients(prediction):
-    generator = torch.Generator().manual_seed(0)
-    x0, noise, a, b = (torch.randn(5, 3, 8, 8, generator=generator) for _ in range(4))
-    p, q = PREDICTIONS[prediction](a, b, 0.7)
-    assert torch.equal(target(prediction, x0, noise, a, b, 0.7), p * x0 + q * noise)
-
-
 @pytest.mark.parametrize("kind", ["flow", "variance preserving", "EDM", "any"])
 @pytest.mark.parametrize("prediction", PREDICTIONS)
 def test_noise_error_weight_is_the_ratio_of_squared_errors(prediction, kind):
@@ -93,24 +85,6 @@ def test_noise_error_weight_is_the_ratio_of_squared_errors(prediction, kind):
     _, other = to_x0_and_noise(prediction, y + error, x_t, a, b)
     ratio = noise_error_weight(prediction, b / a, a) * (other - noise) ** 2 / error**2
     torch.testing.assert_close(ratio, torch.ones_like(ratio), rtol=1e-7, atol=0)
-
-
-def test_noise_error_weights_have_their_closed_forms():
-    sigma = torch.logspace(-2, 2, 50, dtype=torch.float64)
-    flow, preserving = 1 / (1 + sigma), 1 / torch.sqrt(1 + sigma**2)
-    wanted = {"noise": torch.ones_like(sigma), "x0": sigma**2, "velocity": (1 + sigma) ** 2}
-    for prediction, weight in wanted.items():
-        torch.testing.assert_close(noise_error_weight(prediction, sigma, flow), weight, rtol=1e-12, atol=0)
-    torch.testing.assert_close(noise_error_weight("v", sigma, preserving), 1 + sigma**2, rtol=1e-12, atol=0)
-
-
-def test_mean_squared_errors_of_the_flow_differ_by_the_powers_of_time():
-    generator = torch.Generator().manual_seed(3)
-    t = torch.rand(10_000, generator=generator, dtype=torch.float64)
-    x_t, y, error = torch.randn(3, 10_000, generator=generator, dtype=torch.float64)
-    first, second = (to_x0_and_noise("velocity", out, x_t, 1 - t, t) for out in (y, y + error))
-    torch.testing.assert_close((second[0] - first[0]) ** 2, t**2 * error**2, rtol=1e-6, atol=1e-10)
-    torch.testing.assert_close((second[1] - first[1]) ** 2, (1 - t) ** 2 * error**2, rtol=1e-6, atol=1e-10)
 
 
 # --- densities of t
@@ -136,24 +110,6 @@ def test_quantiles_and_densities_are_those_of_scipy(name):
     found = density.log_sigma_density(torch.from_numpy(points)).numpy()
     np.testing.assert_allclose(found, log_sigma.pdf(points), rtol=1e-6)
     assert integrate.simpson(found, x=points) == pytest.approx(1, abs=1e-6)
-
-
-@pytest.mark.parametrize("name", DENSITIES)
-def test_density_is_the_slope_of_the_distribution_that_quantile_inverts(name):
-    density, _ = DENSITIES[name]
-    u = torch.linspace(0.02, 0.98, 97, dtype=torch.float64)
-    h = 1e-5
-    log_sigma, ahead, behind = (torch.logit(density.quantile(v)) for v in (u, u + h, u - h))
-    torch.testing.assert_close(density.log_sigma_density(log_sigma), 2 * h / (ahead - behind), rtol=1e-6, atol=0)
-
-
-def test_logit_normal_has_its_published_moments_and_quartiles():
-    density = LogitNormal(0.0, 1.0)
-    t = density.quantile((torch.arange(1_000_000, dtype=torch.float64) + 0.5) / 1_000_000)
-    assert t.mean().item() == pytest.approx(0.5, abs=1e-9)
-    assert t.std().item() == pytest.approx(0.20828, abs=5e-6)
-    quartiles = density.quantile(torch.tensor([0.25, 0.75], dtype=torch.float64)).tolist()
-    assert quartiles == pytest.approx([0.33749, 0.66251], abs=5e-6)
 
 
 @pytest.mark.parametrize("spread", SPREADS)
@@ -198,25 +154,6 @@ def test_every_stratum_is_hit_once_in_an_order_of_its_own():
     # Place and stratum are unrelated: Spearman's rank correlation within 4 standard errors.
     for order in orders:
         assert abs(stats.spearmanr(np.arange(size), order).statistic) < 4 / math.sqrt(size - 1)
-
-
-def test_a_stratified_mean_has_less_variance():
-    means = {}
-    for spread in ("none", "stratified"):
-        sampler = TimestepSampler(Uniform(), 0, spread)
-        batches = [GlobalBatch(n, 32) for n in range(0, 3200, 32)]
-        values = [sampler.sample(b, torch.arange(b.first_sample, b.first_sample + 32))[0].mean() for b in batches]
-        means[spread] = torch.stack(values).double().std().item()
-    # sqrt(1 / 12 / 32), and sqrt(1 / 12 / 32^3); the deviation of 100 values is known to 7 %
-    assert means["none"] == pytest.approx((1 / 12 / 32) ** 0.5, rel=0.25)
-    assert means["stratified"] == pytest.approx((1 / 12 / 32**3) ** 0.5, rel=0.25)
-
-
-def test_sampler_state_is_empty_and_foreign_state_is_refused():
-    sampler = TimestepSampler(Uniform(), 0)
-    sampler.load_state_dict(sampler.state_dict())
-    with pytest.raises(ValueError, match="history"):
-        sampler.load_state_dict({"history": [1]})
 
 
 # --- objective
@@ -305,17 +242,6 @@ def test_predict_inverts_a_perfect_network(t):
     found = build_objective(DenoisingConfig(), 0).predict(lambda *_: draw.noise - x0, x_t, time, None)
     for estimate, wanted in zip(found, (x0, draw.noise), strict=True):
         torch.testing.assert_close(estimate, wanted, rtol=1e-5, atol=1e-6)
-
-
-def test_the_best_linear_denoiser_reaches_the_closed_form_loss():
-    # Data N(0, s^2): E[noise - x0 | x_t] = k x_t, and the error left is s^2 / ((1 - t)^2 s^2 + t^2).
-    s, t, count = 0.5, 0.3, 20_000
-    k = (t - (1 - t) * s**2) / (((1 - t) * s) ** 2 + t**2)
-    x0 = s * philox.normal(0, "synthetic_data", torch.arange(count), (1, 2, 2))
-    draw = Draw(torch.full((count,), t), philox.normal(0, "noise", torch.arange(count), (1, 2, 2)), torch.ones(count))
-    terms = build_objective(DenoisingConfig(), 0).loss(lambda x, *_: k * x, Microbatch(x0), draw)
-    wanted = s**2 / (((1 - t) * s) ** 2 + t**2)
-    assert terms.loss.double().mean().item() == pytest.approx(wanted, rel=4 * math.sqrt(2 / (4 * count)))
 
 
 @pytest.mark.parametrize(("sampler", "closed_form"), [

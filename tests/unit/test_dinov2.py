@@ -5,9 +5,7 @@ import pytest
 import torch
 
 from tests.unit.published_state_dicts import noise_images, transformer_state_dict, uniform
-from tests.unit.test_inception import one_line
 from torchtitan.fidelity.dinov2 import DGM_EVAL, EDM2, DinoV2, VisionTransformer
-from torchtitan.fidelity.extractors import open_extractor
 from torchtitan.fidelity.published import DINOV2
 
 WIDTH, DEPTH, HEADS, GRID = 48, 3, 4, 7
@@ -68,32 +66,6 @@ def test_positions_are_interpolated_at_the_scale_of_the_published_code(network):
     assert network.positions(GRID, GRID) is network.pos_embed
 
 
-def test_a_block_is_attention_and_mlp_by_hand(network):
-    block = network.blocks[1]
-    weights = {name: tensor.double().numpy() for name, tensor in block.state_dict().items()}
-    x = uniform("tokens", (1, 5, WIDTH)).double().numpy()[0]
-
-    def layer(name, values):
-        return values @ weights[f"{name}.weight"].T + weights[f"{name}.bias"]
-
-    def norm(name, values):
-        centred = values - values.mean(1, keepdims=True)
-        scaled = centred / np.sqrt((centred**2).mean(1, keepdims=True) + 1e-6)
-        return scaled * weights[f"{name}.weight"] + weights[f"{name}.bias"]
-
-    queries, keys, values = np.split(layer("attn.qkv", norm("norm1", x)), 3, axis=1)
-    mixed = np.empty_like(x)
-    for head in np.split(np.arange(WIDTH), HEADS):
-        scores = np.exp(queries[:, head] @ keys[:, head].T / np.sqrt(WIDTH / HEADS))
-        mixed[:, head] = scores / scores.sum(1, keepdims=True) @ values[:, head]
-    after = x + weights["ls1.gamma"] * layer("attn.proj", mixed)
-    inner = layer("mlp.fc1", norm("norm2", after))
-    gelu = inner * (1 + torch.erf(torch.from_numpy(inner) / np.sqrt(2)).numpy()) / 2
-    expected = after + weights["ls2.gamma"] * layer("mlp.fc2", gelu)
-    found = block(torch.from_numpy(x).float()[None])[0]
-    assert np.abs(found.numpy() - expected).max() <= 1e-5 * np.abs(expected).max()
-
-
 def test_the_published_file_has_room_for_the_tensors_and_their_names_alone():
     with torch.device("meta"):
         tensors = VisionTransformer().state_dict() | {"mask_token": torch.empty(1, 1024)}
@@ -126,11 +98,3 @@ def test_each_resizing_gives_pixels_normalised_by_imagenet(resizing):
     whole = np.abs(pixels - pixels.round()).max() < 1e-3
     assert whole == (resizing is DGM_EVAL) and (pixels.min() < -1) == (resizing is EDM2)
     assert extractor.record()["name"] == resizing.name and resizing.words == extractor.record()["resize"]
-
-
-@pytest.mark.parametrize("name", ["dinov2", "dinov2-dgm"])
-def test_both_names_read_one_file(name, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    line = one_line(lambda: open_extractor(name))
-    assert line.startswith("dinov2: downloads/dinov2/dinov2_vitl14_pretrain.pth: no such file of weights")
-    assert "python scripts/download.py dinov2 fetches it, 1,218 MB" in line

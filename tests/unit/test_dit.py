@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from torchtitan.conditions import Classes, Unconditional, class_kind
+from torchtitan.conditions import Classes, class_kind
 from torchtitan.models import MODELS
 from torchtitan.models.base import DiffusionModel
 from torchtitan.models.dit.config import FLAVORS, DiTConfig
@@ -164,54 +164,6 @@ def test_forward_equals_the_formulas_in_float64(name, num_classes):
     torch.testing.assert_close(output, expected, rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("name", ["paper", "debug"])
-@torch.no_grad()
-def test_samples_of_a_batch_do_not_see_each_other(name):
-    model = build(CONFIGS[name])
-    x, t, condition = inputs(batch=4)
-    together = model(x, t, condition)
-    for i in range(4):
-        alone = model(x[i : i + 1], t[i : i + 1], condition[i : i + 1])
-        torch.testing.assert_close(alone[0], together[i], rtol=1e-12, atol=1e-12)
-
-
-SWITCHES = [
-    dict(num_heads=4),
-    dict(mlp="swiglu"),
-    dict(norm="rmsnorm"),
-    dict(norm_affine=True),
-    dict(norm_eps=0.1),
-    dict(qk_norm=True),
-    dict(attention_bias=False),
-    dict(position="rotary"),
-    dict(final_modulation=False),
-]
-
-
-@pytest.mark.parametrize("switch", SWITCHES, ids=lambda switch: next(iter(switch)))
-@torch.no_grad()
-def test_every_switch_changes_the_output(switch):
-    config = replace(PAPER, learned_variance=False)
-    base, changed = build(config)(*inputs()), build(replace(config, **switch))(*inputs())
-    assert (base - changed).abs().max() > 1e-3
-
-
-@torch.no_grad()
-def test_rope_theta_changes_the_output():
-    output, changed = build(DEBUG)(*inputs()), build(replace(DEBUG, rope_theta=100.0))(*inputs())
-    assert (output - changed).abs().max() > 1e-3
-
-
-@torch.no_grad()
-def test_time_and_class_change_the_output():
-    model = build(DEBUG)
-    x, t, condition = inputs()
-    output = model(x, t, condition)
-    assert (model(x, t + 1, condition) - output).abs().max() > 1e-3
-    null = model(x, t, torch.full_like(condition, NUM_CLASSES))
-    assert (null - model(x, t, torch.zeros_like(condition))).abs().max() > 1e-3
-
-
 def test_patches_are_cut_in_reading_order_with_channels_outermost():
     x = torch.arange(2 * 4 * 6).reshape(1, 2, 4, 6)
     tokens = patchify(x, 2)
@@ -226,18 +178,6 @@ def test_unpatchify_is_the_inverse_of_patchify(patch_size, image_shape):
     image = unpatchify(patchify(x, patch_size), grid, patch_size)
     assert torch.equal(image, x)
     assert 1 in (patch_size, *grid) or not image._is_view()  # of a view as a model's output, FSDP2 warns on every rank
-
-
-@torch.no_grad()
-def test_an_image_comes_back_through_identity_weights():
-    """Embedding and output are each other's inverse, blocks are closed by zero gates, and the norm only scales."""
-    config = replace(PAPER, dim=12, num_heads=1, norm="rmsnorm", position="rotary", learned_variance=False)
-    model = MODELS["dit"].build(config, IMAGE, Unconditional())
-    model.init_weights()
-    model.patch_embed.weight.copy_(torch.eye(12))
-    model.output.linear.weight.copy_(torch.eye(12))
-    x = torch.randn(2, *IMAGE).sign()  # every patch has rms 1
-    torch.testing.assert_close(model(x, torch.zeros(2)), x)
 
 
 def test_rotary_scores_depend_on_the_difference_of_positions_only():
@@ -392,7 +332,7 @@ def test_every_linear_has_the_role_of_the_shape_it_sees(name):
     assert {linear for linear in roles if roles[linear] == "small"} == {"patch_embed", "output.linear"}
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", ["paper", "debug"])
 @torch.no_grad()
 def test_bfloat16_weights_take_and_return_float32(name):
     model, x_t_c = build(CONFIGS[name], dtype=torch.float32), inputs(dtype=torch.float32)
@@ -404,7 +344,7 @@ def test_bfloat16_weights_take_and_return_float32(name):
     assert (output - exact).norm() < 0.05 * exact.norm()
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", ["paper", "debug"])
 @pytest.mark.filterwarnings("error")
 @torch.no_grad()
 def test_autocast_returns_float32(name):

@@ -76,15 +76,6 @@ def test_an_image_takes_its_own_steps_whatever_is_beside_it():
     assert torch.equal(together, alone)  # nothing is summed over images
 
 
-def test_fields_that_are_not_smooth_end_too():
-    def wild(x, t):
-        velocity = torch.where(torch.sin(900 * t).reshape(-1, 1) > 0, 50.0, -50.0) * torch.ones_like(x)
-        return x - t.reshape(-1, 1) * velocity, x + (1 - t.reshape(-1, 1)) * velocity
-
-    end, calls = solved(wild, torch.zeros(1, 1, dtype=torch.float64))
-    assert end.isfinite().all() and len(calls) < 1e5
-
-
 def test_images_at_different_times_are_guided_each_by_its_own():
     objective, kind = build_objective(DenoisingConfig(), 0), Classes(3)
 

@@ -217,22 +217,6 @@ def test_files_of_somebody_else_are_neither_replaced_nor_removed(tmp_path):
     assert source.read_text() == '{"mine": 1}'
 
 
-@needs_hub
-def test_what_is_in_the_way_of_a_partial_file_is_named(hub, tmp_path):
-    folder = tmp_path / "downloads" / "cosmos-ci8x8" / ".unfinished"
-    folder.mkdir(parents=True)
-    (tmp_path / "elsewhere").write_text("of somebody")
-    partial = folder / f"encoder.jit.{hashlib.sha256(ENCODER).hexdigest()[:16]}"
-    partial.symlink_to(tmp_path / "elsewhere")
-    code, _, errors = download(hub, tmp_path, "cosmos-ci8x8")
-    assert code == 2 and f"{partial.name}: a link or folder is in the way of the download" in complaint(errors)
-    assert (tmp_path / "elsewhere").read_text() == "of somebody"
-    partial.unlink()
-    (folder / "notes.txt").write_text("of somebody, too")
-    assert download(hub, tmp_path, "cosmos-ci8x8")[0] == 0
-    assert [path.name for path in folder.iterdir()] == ["notes.txt"]
-
-
 # ---------------------------------------------------------------------- a single file on the web
 
 
@@ -253,13 +237,6 @@ class Web:
         answer.status = 206 if start else 200
         self.cut = 0
         return answer
-
-
-class Answer(io.BytesIO):
-    status = 200
-
-    def read(self, size=-1):
-        raise http.client.IncompleteRead(b"", size)
 
 
 @pytest.fixture
@@ -310,23 +287,6 @@ def test_a_file_on_the_web_that_is_not_the_published_one_gets_no_name(web, tmp_p
     assert f"curl -L -C - --create-dirs -o {tmp_path / 'network/network.pth'} https://" in line
     assert program.main([*words, "--revision", "x"]) == 2
     assert "there is one file only" in complaint(capsys.readouterr().err)
-
-
-def test_a_connection_that_breaks_is_one_line(web, tmp_path, capsys, monkeypatch):
-    monkeypatch.setitem(
-        program.PIECES, "network", program.WebPiece(program.PIECES["network"].weights, lambda request, timeout: Answer())
-    )
-    assert program.main(["network", "--output", str(tmp_path)]) == 2
-    assert "network: cannot be fetched: IncompleteRead" in complaint(capsys.readouterr().err)
-
-
-def test_a_source_that_is_not_the_commands_own_is_not_replaced(web, tmp_path, capsys):
-    source = tmp_path / "network" / "source.json"
-    source.parent.mkdir()
-    source.write_text('{\n "repository": "of the hub"}')
-    assert program.main(["network", "--output", str(tmp_path)]) == 2
-    assert "there is a file that this command did not write" in complaint(capsys.readouterr().err)
-    assert web.asked == [] and "of the hub" in source.read_text()
 
 
 def test_the_weights_of_extractors_can_be_fetched_to_where_they_are_looked_for():

@@ -283,9 +283,7 @@ def test_weights_of_the_port_compute_the_same_and_come_back(name, per_head):
     ("config", "image_shape", "problem"),
     [
         (replace(SMALL, config="E", channels=32), IMAGE, "model.config = E: the edm2 layout is of models with G"),
-        (replace(SMALL, middle_blocks="encoder"), IMAGE, "model.middle_blocks = encoder: the edm2 layout is of"),
         (replace(SMALL, pixel_norm_epsilon="added_to_square"), IMAGE, "model.pixel_norm_epsilon = added_to_square: the edm2"),
-        (replace(SMALL, channels_per_head=0), IMAGE, "model.channels_per_head = 0: the edm2 layout is of heads of one size"),
         (SMALL, (3, 8, 16), "images of 8 x 16: the edm2 layout is of square ones"),
     ],
 )  # fmt: skip
@@ -311,13 +309,10 @@ def test_weights_of_another_model_are_refused():
     model = build()
     published, _ = LAYOUT.export_weights(named_weights(model), model)
     missing = {name: tensor for name, tensor in published.items() if name != "unet.dec.2x2_in1.conv_res0.weight"}
-    integers = published | {"unet.out_conv.weight": published["unet.out_conv.weight"].long()}
     for weights, into, problem in (
         (missing, model, "1 tensors are missing: unet.dec.2x2_in1.conv_res0.weight"),
         (published | {"unet.x": torch.zeros(1)}, model, "1 tensors are not of this model: unet.x"),
-        (integers, model, "unet.out_conv.weight is int64, not floating point"),
         (named_weights(model), model, "is in this program's own layout already"),
-        ({"x": torch.zeros(1)}, model, "is not in the edm2 layout: unet.emb_fourier.freqs is missing"),
         (published, build(image_shape=(3, 16, 16)),
          "these are weights of 16 base channels for 3 x 8 x 8; the configuration is 16 base channels for 3 x 16 x 16"),
         (published, build(classes=0), "1 tensors are not of this model: unet.emb_label.weight"),

@@ -1,6 +1,5 @@
 """The estimate of a run against numbers known from elsewhere."""
 
-import importlib.util
 import json
 import math
 from collections import Counter
@@ -8,14 +7,13 @@ from collections import Counter
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils.flop_counter import FlopCounterMode
 
 from tests.launcher import ROOT
 from torchtitan.config.job import load_config
 from torchtitan.estimate import memory
 from torchtitan.estimate.devices import Device
 from torchtitan.estimate.live_storages import ACTIVATIONS, GRADIENTS, PARAMETERS, LiveStorages
-from torchtitan.estimate.memory import estimate_memory, memory_by_batch_size, model_on_meta
+from torchtitan.estimate.memory import estimate_memory, model_on_meta
 from torchtitan.estimate.report import as_text, fits
 from torchtitan.estimate.roofline import (
     Efficiency,
@@ -26,6 +24,7 @@ from torchtitan.estimate.roofline import (
 )
 from torchtitan.estimate.simulation import simulate_step
 from torchtitan.training.optimizer import build_optimizer, materialise_state, optimizer_tensors
+from torchtitan_dit.commands import estimate
 
 SEVEN_B = [
     "--model.flavor", "TorchDiTan-7B", "--data.name", "synthetic", "--data.shape", "[16, 64, 64]",
@@ -71,16 +70,6 @@ def test_live_bytes_are_those_of_a_recount_after_every_operation(monkeypatch):
     monkeypatch.setattr(LiveStorages, "now", recounted)
     simulate_step(config_of("--model.num_layers", "2", ranks=2), 2)
     assert resized == {False, True}
-
-
-def test_memory_of_any_batch_size_comes_from_two_simulations():
-    """The same at those two; above them each window's own peak may move by a temporary, here by less than 1 %."""
-    config = config_of("--model.num_layers", "1")
-    by_batch_size = memory_by_batch_size(config, 1)
-    assert by_batch_size(8) == estimate_memory(config, 1)
-    large = config_of("--model.num_layers", "1", "--training.local_batch_size", "256")
-    assert by_batch_size(256).total == pytest.approx(estimate_memory(large, 1).total, rel=0.01)
-    assert by_batch_size(256).activations > 20 * by_batch_size(8).activations
 
 
 def test_a_batch_that_grows_needs_the_memory_of_one_that_accumulates():
@@ -185,16 +174,6 @@ def test_optimizer_bytes_are_those_of_the_real_state(name):
     assert estimate_memory(config, 1).optimizer == sum(tensor.nbytes for tensor in state)
 
 
-def test_flops_are_those_of_the_counter():
-    model = model_on_meta(config_of(flavor="DiT-S/2"))
-    batch = 2
-    condition = torch.zeros(batch, dtype=torch.int64, device="meta")
-    with FlopCounterMode(display=False) as counter:
-        out = model(torch.empty(batch, *model.image_shape, device="meta"), torch.empty(batch, device="meta"), condition)
-        out.sum().backward()
-    assert batch * model.flops_per_image(model.image_shape) == pytest.approx(counter.get_total_flops(), rel=0.01)
-
-
 def test_a_forward_without_backward_is_a_third_of_a_training_s_operations():
     flops = {name: config_of("--objective.name", name) for name in ("denoising", "consistency")}
     flops = {name: training_flops_per_image(config, model_on_meta(config)) for name, config in flops.items()}
@@ -203,7 +182,7 @@ def test_a_forward_without_backward_is_a_third_of_a_training_s_operations():
 
 def test_checkpointing_keeps_less():
     kept = [
-        estimate_memory(config_of("--model.num_layers", "12", "--activation_checkpoint.mode", mode), 1).activations
+        estimate_memory(config_of("--model.num_layers", "6", "--activation_checkpoint.mode", mode), 1).activations
         for mode in ("none", "selective", "full")
     ]
     assert kept[0] > 1.2 * kept[1] > 2 * kept[2]
@@ -267,17 +246,10 @@ def test_a_ramp_takes_the_hours_of_its_steps_and_the_batch_reached_is_not_that_o
     assert ramp.device_hours == 2 * ramp.hours and ramp.hours < 0.9 * constant.hours
 
 
-def run_script(*words: str) -> int:
-    spec = importlib.util.spec_from_file_location("estimate_script", ROOT / "torchtitan_dit" / "commands" / "estimate.py")
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
-    return script.main(list(words))
-
-
 def test_command_estimates_seven_billion_parameters(tmp_path, capsys):
     path = tmp_path / "seven_b.toml"
     path.write_text("")
-    assert run_script(str(path), "--world-size", "64", "--device", "H200", "--json", *SEVEN_B) == 0
+    assert estimate.main([str(path), "--world-size", "64", "--device", "H200", "--json", *SEVEN_B]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["num_parameters"] == 7_128_547_904
     assert found["flops_per_image"] == pytest.approx(3.118e13, rel=1e-3)
@@ -296,14 +268,12 @@ def test_command_estimates_seven_billion_parameters(tmp_path, capsys):
     [
         (["--device", "H2"], "is none of H200, H100"),
         (["--device", "CPU", "--memory", "8"], "needs --tflops"),
-        (["--device", "H200", "--memory", "8"], "is for --device CPU"),
-        (["--device", "H200", "--compute", "1.5"], "at most 1"),
         (["--device", "H200", "--model.flavour", "debug"], "did you mean"),
     ],
 )
 def test_bad_words_are_refused_in_one_line(words, message, capsys):
     try:
-        code = run_script(str(ROOT / "train_configs" / "digits.toml"), "--world-size", "2", *words)
+        code = estimate.main([str(ROOT / "train_configs" / "digits.toml"), "--world-size", "2", *words])
     except SystemExit as end:
         code = end.code
     assert code == 2

@@ -144,7 +144,7 @@ def validate(model: Toy, objective: Objective, count: int, batch_size: int, edge
 
 
 @pytest.mark.parametrize("kind", [Classes(3), Unconditional()], ids=["classes", "none"])
-@pytest.mark.parametrize("batch_size", [1, 8, 23, 40])
+@pytest.mark.parametrize("batch_size", [8, 40])
 def test_validation_loss_equals_a_direct_mean(undisturbed, batch_size, kind):
     model, objective, count = undisturbed, build_objective(DenoisingConfig(), seed=0), 23
     model.condition_kind = kind
@@ -173,11 +173,6 @@ def test_a_bin_of_one_image_has_no_standard_error_and_an_empty_bin_nothing():
     edges = torch.tensor([0.0, (times[0] + times[1]).item() / 2])
     found = validate(model, objective, 6, 4, edges)
     assert set(found) == {"loss", "loss_stderr", "loss_by_bin/1", "loss_by_bin/2", "loss_stderr_by_bin/2"}
-
-
-def test_two_validations_of_the_same_weights_are_equal():
-    model, objective, edges = Toy(), build_objective(DenoisingConfig(), seed=0), torch.tensor([0.5])
-    assert validate(model, objective, 20, 6, edges) == validate(model, objective, 20, 6, edges)
 
 
 # --- sampling

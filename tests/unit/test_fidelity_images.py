@@ -1,9 +1,7 @@
 """Images to compare and references, from every kind of file; each that cannot serve is refused in one line."""
 
-import io
 import json
 import pickle
-import zipfile
 
 import numpy as np
 import pytest
@@ -89,18 +87,12 @@ def test_npz_files_that_are_no_images_are_refused_in_one_line(tmp_path):
         ({"arr_0": random_images(2).transpose(0, 3, 1, 2)}, "not images [N, H, W, 3]"),
         ({"arr_0": np.array([{"a": 1}], object)}, "arr_0 is a pickle, which is not read"),
         ({"mu": np.zeros(6), "sigma": np.eye(6)}, "holds mu, sigma, and no images arr_0"),
-        ({"arr_0": random_images(0)}, "holds no images"),
-        ({"arr_0": random_images(2)[:, :0]}, "arr_0 is [2, 0, 8, 3], not images"),
     ):
         np.savez(path, **arrays)
         assert said in refused(open_images, path)
     np.savez(path, arr_0=random_images(9))
     path.write_bytes(path.read_bytes()[:900])
     assert "is no readable npz file" in refused(open_images, path)
-    np.save(content := io.BytesIO(), random_images(9))
-    with zipfile.ZipFile(path, "w") as archive:
-        archive.writestr("arr_0.npy", content.getvalue().replace(b"(9, 8, 8, 3)", b"(-9,-8,8, 3)"))
-    assert "arr_0 is damaged: its header does not describe it" in refused(open_images, path)
 
 
 def test_classes_of_samples_are_those_of_the_set_or_of_the_file(tmp_path):
@@ -141,8 +133,6 @@ def test_statistics_and_images_of_npz_references_are_distinguished(tmp_path):
         found[name].check("projection", "pooled", "rows", "kid")
     for arrays, said in (
         ({"mu": mean, "sigma": np.eye(5)}, "are no mean [D] and covariance [D, D]"),
-        ({"mu": np.array(["a"] * 6), "sigma": np.eye(6)}, "are no mean [D] and covariance [D, D]"),
-        ({"sigma": np.eye(6)}, "mu missing, sigma [6, 6] are no mean"),
         ({"x": mean}, "holds x; a reference has"),
     ):
         np.savez(tmp_path / "other.npz", **arrays)

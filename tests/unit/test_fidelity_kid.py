@@ -35,15 +35,8 @@ def test_kernel_distance_in_blocks_equals_that_of_whole_matrices(monkeypatch):
     assert (blocks.value, blocks.lower) == pytest.approx((whole.value, whole.lower), rel=1e-10)
 
 
-def test_float32_rows_are_measured_in_float64():
-    generator = np.random.default_rng(2)
-    x, y = (generator.standard_normal((40, 5)).astype(np.float32) for _ in range(2))
-    assert kernel_distance(x, y) == kernel_distance(x.astype(np.float64), y.astype(np.float64))
-
-
 @pytest.mark.parametrize("m, n, shift, excess, coverage", [
-    (40, 40, 0.0, (0.95, 1.3), (0.97, 1.0)), (30, 70, 0.0, (0.95, 1.4), (0.97, 1.0)),
-    (60, 60, 0.5, (0.9, 1.1), (0.91, 0.98)), (40, 90, 1.0, (0.9, 1.1), (0.9, 0.98)),
+    (30, 70, 0.0, (0.95, 1.4), (0.97, 1.0)), (40, 90, 1.0, (0.9, 1.1), (0.9, 0.98)),
 ])  # fmt: skip
 def test_the_standard_error_of_a_kernel_distance_is_its_standard_deviation(m, n, shift, excess, coverage):
     """Without the second order of the variance it would be 0 where both sets have one distribution; there it is up to a

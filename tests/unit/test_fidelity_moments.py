@@ -42,23 +42,8 @@ def test_moments_of_parts_merge_into_those_of_the_whole_and_can_be_taken_out_aga
     assert difference(without, np.delete(rows, np.s_[903:2000], axis=0)) < 1e-12
 
 
-def test_the_same_parts_in_the_same_order_give_the_same_bits(rows):
-    parts = [moments_of_rows(part) for part in np.split(rows, 5)]
-    first, second = merged_moments(parts), merged_moments(parts)
-    assert np.array_equal(first.covariance, second.covariance) and np.array_equal(first.mean, second.mean)
-
-
-def test_moments_of_float32_rows_are_accumulated_in_float64(rows):
-    single = rows.astype(np.float32)
-    assert difference(moments_of_rows(single), single.astype(np.float64)) < 1e-12
-
-
 def test_features_that_have_no_moments_are_refused():
     with pytest.raises(EvaluationError, match="2 of 3 feature vectors"):
         MomentsAccumulator(2).add(np.array([[0, 1], [np.nan, 1], [np.inf, np.nan]]))
-    with pytest.raises(EvaluationError, match="3 dimensions in a set of 2"):
-        MomentsAccumulator(2).add(np.zeros((1, 3)))
-    with pytest.raises(EvaluationError, match=r"expected rows \[N, D\], got shape \[3\]"):
-        moments_of_rows(np.zeros(3))
     with pytest.raises(EvaluationError, match="unknown number"):
         merged_moments([Moments(None, np.zeros(1), np.eye(1))])

@@ -181,18 +181,6 @@ def test_the_network_is_the_published_formula(config, image):
     assert (found - wanted).abs().max() <= 1e-10 * wanted.abs().max()
 
 
-def test_the_guidance_scale_is_an_input_of_guided_models_alone():
-    for config, moved in ((GUIDED, True), (DEBUG, False)):
-        model = build(config)
-        x, time, condition = inputs(config)
-        with torch.no_grad():
-            before = model(x, 1000 * time, condition)
-            model.set_guidance(7.0)
-            assert (not torch.equal(before, model(x, 1000 * time, condition))) == moved
-            model.set_guidance(config.guidance)
-            assert torch.equal(before, model(x, 1000 * time, condition))
-
-
 # --- sizes
 
 
@@ -334,11 +322,7 @@ def test_published_folder_of_several_files_is_imported(tmp_path, capsys):
 
     for harm, message in (
         (lambda: (folder / "part-1.safetensors").unlink(), f"{folder}/part-1.safetensors: missing, though diffusion_py"),
-        (lambda: save_file({"a": torch.zeros(1)}, folder / "part-1.safetensors"), f"{folder}/part-1.safetensors: lacks "),
         (lambda: (folder / "part-1.safetensors").write_bytes(b"none"), "part-1.safetensors: is not a readable safetensors"),
-        (lambda: (folder / "diffusion_pytorch_model.safetensors.index.json").write_text('{"weight_map": {"a": "../a"}}'),
-         "lists something else than files beside it"),
-        (lambda: (folder / "diffusion_pytorch_model.safetensors.index.json").write_text("[]"), "is no index of safetensors"),
     ):  # fmt: skip
         harm()
         assert main([*words, str(tmp_path / "other.safetensors")]) == 2

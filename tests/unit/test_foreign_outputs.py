@@ -11,7 +11,6 @@ from torchtitan.config.job import write_schema
 from torchtitan.files.ownership import refuse_foreign_file
 from torchtitan.files.weight_files import WeightsError, written_whole
 from torchtitan_dit.commands.compare import main as compare
-from torchtitan_dit.commands.download import PARTIAL
 from torchtitan_dit.commands.optimization_analysis import main as analyse
 from torchtitan_dit.commands.sample import unused_name
 
@@ -46,7 +45,7 @@ def test_only_a_plain_file_that_begins_as_the_programs_is_replaced(tmp_path):
         refuse_foreign_file(path, b"<!-- ours")
 
 
-@pytest.mark.parametrize("name", ["results.csv", "analysis.md", "scaling.png", "mfu_over_batch.png"])
+@pytest.mark.parametrize("name", ["results.csv", "mfu_over_batch.png"])
 def test_an_analysis_replaces_an_analysis_only(run, tmp_path, capsys, name):
     output = tmp_path / "thesis"
     output.mkdir()
@@ -83,10 +82,6 @@ def test_drawings_in_a_folder_of_the_users_are_not_replaced(tmp_path):
     assert unused_name(tmp_path, file, 3) == "seed-3-3" and unused_name(tmp_path, file, 4) == "seed-4"
 
 
-def test_partial_downloads_are_known_by_their_names():
-    assert PARTIAL.fullmatch("encoder.jit.0123456789abcdef") and not PARTIAL.fullmatch("notes.txt")
-
-
 def export(folder: Path, *names: str, overwrite: bool = True) -> None:
     with written_whole(folder, overwrite) as path:
         path.mkdir()
@@ -114,25 +109,3 @@ def test_an_exported_folder_replaces_plain_files_of_its_own_names_only(tmp_path)
     with pytest.raises(WeightsError, match="link: is no folder; it was not replaced"):
         export(link, "a", "b")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "weights"] and link.is_symlink()
-
-
-def test_what_comes_into_a_folder_while_it_is_replaced_is_kept(tmp_path, monkeypatch):
-    folder, rename = tmp_path / "weights", Path.rename
-    export(folder, "a")
-
-    def somebody_writes(path: Path, target: Path) -> Path:
-        if path == folder:
-            (folder / "late.txt").write_text("mine")
-        return rename(path, target)
-
-    monkeypatch.setattr(Path, "rename", somebody_writes)
-    with pytest.raises(WeightsError, match="new files in the old folder are kept"):
-        export(folder, "a")
-    assert [path.read_text() for path in tmp_path.rglob("late.txt")] == ["mine"] and load_file(folder / "a")
-
-
-def test_a_refusal_of_somebody_elses_file_has_one_remark_in_brackets(run, tmp_path, capsys):
-    output = tmp_path / "index.html"
-    output.write_text("mine")
-    compare([str(run), "--output", str(output)])
-    assert "did not write; move it away (give another --output)" in capsys.readouterr().err

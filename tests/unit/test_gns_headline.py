@@ -1,6 +1,5 @@
 """Advice, picture, allocation and growth use the estimator of the narrowest valid intervals, and name it."""
 
-import csv
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -9,7 +8,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.launcher import ROOT
 from torchtitan.config.job import load_config
 from torchtitan.console import measured_phase
 from torchtitan.diffusion.objectives import build_objective
@@ -31,7 +29,6 @@ from torchtitan.training.lr_scheduler import lr_phase
 from torchtitan.training.optimizer import _RULES, optimizer_tensors
 
 BINS = 3
-CELLS = ROOT / "studies" / "results" / "gns_calibration"
 SCALES = {"sketch": 100.0, "composite": 200.0}
 OF_ADAM = 7.0  # times as large in Adam's geometry
 
@@ -45,11 +42,6 @@ def estimates(scale: float, factor: float, bins: int = BINS) -> BinEstimates:
         matrix=torch.eye(bins, dtype=torch.float64), matrix_stderr=0.01 * torch.ones(bins, bins, dtype=torch.float64),
         lag=640.0 * one,
     )
-
-
-def read_rows(path: Path) -> list[dict[str, str]]:
-    with path.open() as file:
-        return list(csv.DictReader(file))
 
 
 class PoolOf:
@@ -174,16 +166,6 @@ def test_half_progress_joins_both_errors_and_keeps_an_open_end_open():
     assert found.lower[0].item() == pytest.approx(RATIO_LOWER * 100.0 / 1.2)
 
 
-def test_the_ratio_is_that_of_the_recorded_cells():
-    rows = [row for path in sorted(CELLS.glob("*/results.csv")) if "first" not in path.parent.name for row in read_rows(path)]
-    ratios = [float(row["adam_half"]) / float(row["b_g"]) for row in rows]
-    assert len(ratios) == 100
-    logs = torch.tensor(ratios, dtype=torch.float64).log()
-    assert float(f"{logs.mean().exp():.3g}") == RATIO
-    ends = torch.quantile(logs, torch.tensor([0.025, 0.975], dtype=torch.float64)).exp().tolist()
-    assert [float(f"{end:.3g}") for end in ends] == [RATIO_LOWER, RATIO_UPPER]
-
-
 def test_of_equally_narrow_estimators_rounding_does_not_choose():
     first = estimates(100.0, 1.2)
     rounded = replace(first, upper=first.upper * (1 - 1e-12))
@@ -246,10 +228,3 @@ def test_points_of_other_bins_are_not_drawn(monkeypatch):
     points: list[dict] = [{"step": step} | (bin_tags(edges[step]) if step in edges else {}) for step in (1, 2, 3, 4)]
     monitor_of("sketch").draw(points, 16)
     assert [point["step"] for point in drawn] == [2, 3]
-
-
-def test_a_finite_interval_from_zero_is_a_result_too():
-    monitor = monitor_of("sketch")
-    found = estimates(60.0, 1.5, 1)
-    monitor._whole = lambda *_: replace(found, lower=0.0 * found.lower)
-    assert "estimate 60 [0, 90] samples" in monitor.result()[0]

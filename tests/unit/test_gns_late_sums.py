@@ -1,6 +1,5 @@
 """Sums of steps that the host takes later than they were measured."""
 
-import pytest
 import torch
 
 from tests.unit.test_gns_pool import made_up
@@ -40,11 +39,9 @@ def test_steps_added_after_a_send_wait_for_the_next_one():
     assert [step for step, _ in late.take()] == [2]
 
 
-def test_a_second_send_before_a_take_is_refused_and_clear_drops_everything():
+def test_clear_drops_what_was_sent_and_what_was_not():
     late = queue(1)
     late.send()
-    with pytest.raises(AssertionError, match="without a take"):
-        late.send()
     late.add(2, made_up(2, measured=False), COUNTED)
     late.clear()
     late.send()

@@ -101,26 +101,6 @@ def test_one_outlier_leaves_the_estimates_where_they_are_without_it(measured):
     assert again.state_dict() == struck.state_dict() and again.outliers == 1
 
 
-def test_without_the_rule_such_a_step_decides_the_estimate(monkeypatch):
-    monkeypatch.setattr(OutlierRule, "stands_out", lambda self, values: False)
-    pool = Pool(BINS, GEOMETRIES, half_life=1e4)
-    for step in range(1, 81):
-        sums = made_up(step, measured=True)
-        pool.add(with_outlier(sums, 1e6) if step == 70 else sums)
-    found = pool.by_bin("plain", "sketch")
-    assert found.signal[1].abs() > 1e6 * found.signal[0].abs()
-
-
-def test_state_of_a_pool_from_before_the_rule_is_read():
-    pool = Pool(BINS, GEOMETRIES, half_life=100.0)
-    pool.add(made_up(1, measured=True))
-    state = pool.state_dict()
-    del state["outliers"]
-    again = Pool(BINS, GEOMETRIES, half_life=100.0)
-    again.load_state_dict(state)
-    assert again.state_dict()["by_bin"] == pool.state_dict()["by_bin"] and again.outliers == 0
-
-
 def test_ranks_gradients_of_a_step_that_is_skipped_or_stands_out_do_not_count():
     layout = SimpleNamespace(world_size=1, sharded=False, device=torch.device("cpu"))
     straight, struck = (

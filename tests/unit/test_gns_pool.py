@@ -22,7 +22,7 @@ from torchtitan.gns.capture import PARTS, StepSums
 from torchtitan.gns.composite import Composite, FreeSums
 from torchtitan.gns.config import GNSConfig, inner_edges
 from torchtitan.gns.pool import ESTIMATORS, Pool
-from torchtitan.gns.raw_sums import RawSums, RawSumsError, raw_files, read_edges, read_sums
+from torchtitan.gns.raw_sums import RawSums, RawSumsError, raw_files, read_sums
 from torchtitan.gns.statistics import PairSums, b_simple, noise, signal
 
 BINS, GEOMETRIES = 3, 2
@@ -125,17 +125,6 @@ def test_composite_takes_each_bins_slope_over_steps_drawn_to_the_common_one(geom
     assert torch.allclose(composite.token_to_modulation()[1], wanted, rtol=1e-9)
 
 
-def test_composite_equals_sketch_where_the_token_part_is_a_multiple_of_the_modulation():
-    pool = Pool(BINS, GEOMETRIES, half_life=100.0)
-    for step in range(1, 13):
-        pool.add(made_up(step, measured=True, ratio=1.5))
-    for geometry in pool.geometries:
-        sketch, composite = (pool.by_bin(geometry, estimator) for estimator in ("sketch", "composite"))
-        for name in ("signal", "noise", "b_simple", "lower", "upper", "signal_stderr", "noise_stderr", "lag", "matrix"):
-            assert torch.allclose(getattr(composite, name), getattr(sketch, name), rtol=1e-9), name
-        assert torch.equal(composite.unbounded, sketch.unbounded)
-
-
 def test_composite_equals_sketch_where_every_step_is_measured_whatever_the_ratio():
     pool = Pool(BINS, GEOMETRIES, half_life=100.0)
     for step in range(1, 9):
@@ -197,22 +186,6 @@ def test_state_through_json_goes_on_bit_for_bit_also_in_the_middle_of_an_entry(c
             assert same(resumed.by_bin(geometry, estimator), straight.by_bin(geometry, estimator))
             assert same(resumed.whole(geometry, estimator), straight.whole(geometry, estimator))
     assert torch.equal(resumed.mean_square_loss(), straight.mean_square_loss())
-
-
-def test_an_entry_that_is_not_complete_is_part_of_the_state():
-    middle, begun_anew = filled(8), filled(6)
-    for name in ("plain", "adam"):
-        assert middle.state_dict()["entries"][name] != begun_anew.state_dict()["entries"][name]
-        assert middle.state_dict()["entries"][name]["count"] == [16.0] * BINS
-
-
-def test_state_of_a_former_version_goes_on_with_an_entry_begun_anew():
-    state = filled(8).state_dict()
-    del state["entries"]
-    pool = Pool(BINS, GEOMETRIES, half_life=100.0)
-    pool.load_state_dict(state | {"entry": {}, "trained": []})
-    assert pool.state_dict()["entries"]["plain"]["count"] == [0.0] * BINS
-    assert same(pool.by_bin("plain", "composite"), filled(8).by_bin("plain", "composite"))
 
 
 @pytest.mark.parametrize("other", [Pool(BINS + 1, GEOMETRIES, 100.0), Pool(BINS, 1, 100.0)])
@@ -287,7 +260,6 @@ def test_raw_sums_come_back_bit_for_bit(tmp_path):
     assert [path.name for path in raw_files(tmp_path / "gns")] == [
         "raw-00000001-00000004.parquet", "raw-00000005-00000007.parquet",
     ]  # fmt: skip
-    assert torch.equal(read_edges(tmp_path / "gns"), EDGES)
     assert_rows(tmp_path / "gns", [1, 2, 3, 4, 5, 6, 7])
 
 
@@ -296,7 +268,7 @@ def test_raw_sums_come_back_bit_for_bit(tmp_path):
 )
 def test_a_damaged_file_of_raw_sums_is_one_error_with_its_path(tmp_path, content, reason):
     written(tmp_path, 4, (2, 4))
-    first, second = raw_files(tmp_path)
+    _, second = raw_files(tmp_path)
     if content == "other columns":
         pq.write_table(pa.table({"step": [3]}), second)
     else:
@@ -306,15 +278,6 @@ def test_a_damaged_file_of_raw_sums_is_one_error_with_its_path(tmp_path, content
     with pytest.raises(RawSumsError, match=f"{re.escape(str(second))}: {reason}") as caught:
         next(rows)
     assert "\n" not in str(caught.value)
-    first.unlink()
-    with pytest.raises(RawSumsError, match=re.escape(str(second))):
-        read_edges(tmp_path)
-
-
-def test_edges_of_a_folder_without_raw_sums(tmp_path):
-    with pytest.raises(RawSumsError, match=f"{re.escape(str(tmp_path))}: holds no raw sums"):
-        read_edges(tmp_path)
-    assert list(read_sums(tmp_path)) == []
 
 
 @pytest.mark.parametrize(("last", "names"), [(7, ["1-4", "5-7"]), (6, ["1-4", "5-6"]), (4, ["1-4"]), (2, ["1-2"]), (0, [])])
@@ -329,21 +292,7 @@ def test_raw_sums_after_a_step_are_cut_and_written_anew(tmp_path, last, names):
         again.add(step, made_up(step, measured=step % 3 == 0))
     again.flush()
     assert_rows(tmp_path, list(range(1, 9)))
-    assert torch.equal(read_edges(tmp_path), EDGES) and not list(tmp_path.glob("*.tmp"))
-
-
-@pytest.mark.parametrize("foreign", ["text", "table"])
-def test_a_file_of_something_else_is_set_aside_and_not_removed(tmp_path, foreign):
-    written(tmp_path, 7, (4, 7))
-    path = tmp_path / "raw-00000010-00000099.parquet"
-    if foreign == "text":
-        path.write_text("notes")
-    else:
-        pq.write_table(pa.table({"mine": [1, 2]}), path)
-    content = path.read_bytes()
-    RawSums(tmp_path, EDGES, GEOMETRIES).cut(7)
-    assert (tmp_path / f"{path.name}.aside").read_bytes() == content and not path.exists()
-    assert_rows(tmp_path, list(range(1, 8)))
+    assert not list(tmp_path.glob("*.tmp"))
 
 
 def test_rows_in_memory_are_bounded_by_those_of_a_file(tmp_path, monkeypatch):
@@ -411,20 +360,3 @@ def test_edges_in_index_are_the_first_index_of_their_bin(path):
     indices = torch.tensor([0, 99, 100, 101, 499, 500, 999] if ddpm.discrete else [0, 99.9, 100.1, 499.9, 500.1, 998.9])
     bins = torch.bucketize(ddpm.index_to_t(indices).to(torch.float32), edges.to(torch.float32))
     assert bins.tolist() == [sum(index >= edge for edge in (100, 500)) for index in indices.tolist()]
-
-
-@pytest.mark.parametrize(
-    ("config", "words"),
-    [
-        ({"bin_edges": [0.5]}, "two edges at least"),
-        ({"bin_edges": [0.0, 0.5, 0.5, 1.0]}, "must rise"),
-        ({"bin_edges": [0.0, 0.7, 0.5, 1.0]}, "must rise"),
-        ({"bin_edges": [0.1, 0.5, 1.0]}, "must begin at 0 and end at 1,"),
-        ({"bin_edges": [0.0, 0.5, 0.9]}, "must begin at 0 and end at 1,"),
-        ({"bin_edges": [0.1, 1.0], "bin_unit": "sigma"}, "must begin at 0"),
-        ({"bin_edges": [0, 500, 999], "bin_unit": "index"}, "must begin at 0 and end at 1000,"),
-    ],
-)
-def test_edges_that_do_not_cover_all_timesteps_are_refused(config, words):
-    with pytest.raises(ValueError, match=words):
-        edges_of({"path": "ddpm_linear", "prediction": "noise", "timesteps": timesteps("uniform")}, **config)

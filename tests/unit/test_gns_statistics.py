@@ -153,17 +153,6 @@ def test_all_pairs_of_one_group_equal_groups_of_one_sample() -> None:
     )
 
 
-def test_steps_of_single_samples_pool_to_the_same_signal_as_pairs() -> None:
-    generator = torch.Generator().manual_seed(20)
-    of_pairs, of_groups = PairSums.zeros(1), GroupSums.zeros()
-    for number in (2, 9, 4):
-        gradients, bins = two_bins().draw(torch.tensor([number]), generator)
-        of_pairs = of_pairs + sums_of(gradients, bins, num_bins=1)
-        norms = gradients.square().sum(1), gradients.mean(0).square().sum()
-        of_groups = of_groups + GroupSums.of_step(torch.ones(number), *norms)
-    torch.testing.assert_close(of_groups.signal, statistics.signal(of_pairs)[0], rtol=1e-12, atol=1e-12)
-
-
 def test_samples_may_be_spread_over_steps_and_ranks_in_any_way() -> None:
     """Groups pool to a sum over explicit pairs of each group, in whatever order they come."""
     generator = torch.Generator().manual_seed(6)
@@ -210,18 +199,6 @@ def test_whole_objective_is_that_of_all_samples_in_one_bin() -> None:
     torch.testing.assert_close(with_an_empty_bin.b_simple, free.b_simple)
     with pytest.raises(ValueError, match="sum to 2"):
         statistics.whole_objective(sums, 2 * mass, stratified=False)
-
-
-def test_timesteps_spread_evenly_over_a_bin_bias_the_noise_as_documented() -> None:
-    """E[g | t] = t, noise 1: D = 1 / 12 less what N strata of width 1 / N leave, (1 - N^-2) / 12."""
-    generator, number = torch.Generator().manual_seed(9), 4
-    t = (torch.arange(number) + torch.rand(20_000, number, generator=generator, dtype=torch.float64)) / number
-    gradients = t + torch.randn(20_000, number, generator=generator, dtype=torch.float64)
-    signal = (gradients.sum(1) ** 2 - gradients.square().sum(1)) / (number * (number - 1))
-    removed = (1 - number**-2) / 12
-    error = signal.std() / math.sqrt(len(signal))
-    assert (signal.mean() - (0.25 - removed / (number - 1))).abs() < 3 * error
-    assert (signal.mean() - 0.25).abs() > 3 * error
 
 
 def test_negative_signals_keep_their_sign() -> None:
@@ -302,17 +279,6 @@ def test_estimates_and_errors_equal_explicitly_weighted_sums() -> None:
     torch.testing.assert_close(narrower.lower, lower - 1)
     torch.testing.assert_close(narrower.upper, upper - 1)
     torch.testing.assert_close(estimates.matrix, statistics.cross_products(decayed.sums()))
-
-
-def test_equal_steps_have_the_standard_error_of_a_mean() -> None:
-    generator = torch.Generator().manual_seed(12)
-    steps = [sums_of(*two_bins().draw(torch.tensor([5, 4]), generator), num_bins=2) for _ in range(12)]
-    decayed = DecayedSums(2, math.inf)
-    for sums in steps:
-        decayed.add(sums)
-    values = torch.stack([statistics.cross_products(sums) for sums in steps])
-    torch.testing.assert_close(decayed.estimate().matrix, values.mean(0))
-    torch.testing.assert_close(decayed.estimate().matrix_stderr, values.std(0) / math.sqrt(12))
 
 
 def test_steps_without_pairs_or_samples_leave_the_signal_as_it_is() -> None:

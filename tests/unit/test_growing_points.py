@@ -67,15 +67,6 @@ def test_points_are_thinned_evenly_and_the_last_one_stays(file):
     assert most <= 9 and found == [0, 16, 32, 48, 64, 80, 96, 100]
 
 
-def test_damaged_and_endless_lines_are_left_out(file, monkeypatch):
-    monkeypatch.setattr(metric_points, "LONGEST_LINE", 64)
-    points = reader(file)
-    append(file, line(1) + '{"gns/x": \n' + "\0" * 20 + '"gns/"\n' + '"gns/' + "x" * 500 + "\n" + line(2))
-    assert steps(points.read()) == [1, 2]
-    append(file, line(3))
-    assert steps(points.read()) == [1, 2, 3]
-
-
 def test_what_a_picture_draws_is_kept_of_a_point():
     assert is_drawn("gns/adam/composite/3/b_simple") and is_drawn("gns/plain/composite/0/upper")
     assert is_drawn("gns/bins") and is_drawn("gns/edges/3")

@@ -219,29 +219,6 @@ def test_a_float64_state_gives_the_golden_deviations_with_a_float32_network(step
     torch.testing.assert_close(rounded, images, rtol=1e-5, atol=0)
 
 
-def test_the_starting_noise_is_that_of_the_number_whatever_the_guide():
-    seen: list[Tensor] = []
-
-    class Recorder(EDMZero):
-        def forward(self, x: Tensor, time: Tensor, condition: Condition) -> Tensor:
-            seen.append(x)
-            return super().forward(x, time, condition)
-
-    objective = objective_of(prediction="x0", **EDM)
-    method = SamplingConfig(schedule=schedule("edm"), num_steps=2).method()
-    sampler = ImageSampler(Recorder(), objective, "float32", torch.device("cpu"))
-    weak = Guide(lambda x, time, condition: 0.1 * x, objective, conditional=False)
-    first = []
-    for guide in (None, weak):
-        seen.clear()
-        with sampler.drawing(0, guide=guide, **method) as draw_batch:
-            draw_batch(torch.zeros(3, dtype=torch.long), torch.tensor([7, 1000, 2**40 - 1]))
-        first.append(seen[0])
-    noise = philox.normal(0, "sampling", torch.tensor([7, 1000, 2**40 - 1]), (1, 2, 2))
-    assert torch.equal(*first)
-    torch.testing.assert_close(first[0] * (80**2 + 0.25) ** 0.5 / 80, noise, rtol=2e-6, atol=0)
-
-
 def test_clipped_estimates_are_the_estimates_within_the_limits_and_the_noise_follows():
     objective = objective_of(prediction="x0", **EDM)
 

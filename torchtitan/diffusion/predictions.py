@@ -104,15 +104,3 @@ def noise_error_factor(prediction: str, sigma: Tensor, a: Tensor, sigma_data: fl
     """
     p, q = PREDICTIONS[prediction](a, a * sigma, sigma_data)
     return q - p * sigma
-
-
-def x0_error_factor(prediction: str, a: Tensor, b: Tensor, sigma_data: float = 0.5) -> Tensor:
-    """Factor p - q a / b with (error of y) = factor x (error of x0), for one and the same x_t; 0 at b = 0, where x_t is x0.
-
-    Args:
-        prediction: a key of PREDICTIONS.
-        a, b: the path's coefficients, of one shape.
-        sigma_data: deviation of the data that the prediction edm is made for.
-    """
-    p, q = PREDICTIONS[prediction](a, b, sigma_data)
-    return torch.where(b > 0, p - q * a / torch.where(b > 0, b, 1.0), 0.0)

@@ -112,13 +112,6 @@ def loss_second_moment_shares(mass: Tensor, mean_square_loss: Tensor, floor: flo
     return neyman_shares(mass, mean_square_loss, floor=floor)
 
 
-def mean_loss_shares(mass: Tensor, mean_loss: Tensor, floor: float = 0.1) -> Tensor:
-    """Shares of `loss_second_moment_shares` where only the mean of the weighted loss is known, taken as its root mean
-    square: right if the losses' relative spread is the same in every bin.
-    """
-    return neyman_shares(mass, torch.where(mean_loss >= 0, mean_loss, torch.nan).square(), floor=floor)
-
-
 def _checked_mass(mass: Tensor) -> Tensor:
     mass = mass.detach().to("cpu", torch.float64)
     if not (mass.numel() and (mass >= 0).all() and abs(mass.sum().item() - 1.0) <= 1e-6):

@@ -184,11 +184,11 @@ class Pool:
         for name, key in keys.items():
             self._by_bin[key].load_state_dict(state["by_bin"][name])
             self._whole[key].load_state_dict(state["whole"][name])
-        for key, of_geometry in state.get("entries", {}).items():
+        for key, of_geometry in state["entries"].items():
             self._entries[key] = FreeSums(**{
                 name: torch.tensor(values, dtype=torch.float64) for name, values in of_geometry.items()
             })  # fmt: skip
-        for rule, found in zip((self._free_outliers, self._whole_outliers), state.get("outliers", ({}, {})), strict=True):
+        for rule, found in zip((self._free_outliers, self._whole_outliers), state["outliers"], strict=True):
             rule.load_state_dict(found)
 
 

@@ -145,16 +145,6 @@ def _steps_of(path: Path) -> tuple[int, int]:
     return int(first), int(last)
 
 
-def read_edges(folder: Path) -> Tensor:
-    """Inner edges in t, float64 [K - 1]. Raises RawSumsError: no file, or the first cannot be read."""
-    files = raw_files(folder)
-    if not files:
-        raise RawSumsError(f"{folder}: holds no raw sums of the gradient noise (raw-*.parquet)")
-    with _reading(files[0]):
-        metadata = pq.read_schema(files[0]).metadata
-        return torch.tensor(json.loads(metadata[b"edges"]), dtype=torch.float64)
-
-
 def read_sums(folder: Path) -> Iterator[tuple[int, StepSums]]:
     """Yield (step, sums) of every step of a run, in order; of none without files. Raises RawSumsError: one cannot be read."""
     for path in raw_files(folder):
