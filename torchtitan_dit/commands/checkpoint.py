@@ -21,7 +21,6 @@ from torchtitan.checkpoint.comparison import (
     is_counter,
     open_checkpoint,
     open_weights,
-    weights_of,
 )
 from torchtitan.checkpoint.location import location, run_checkpoints
 from torchtitan.checkpoint.manifest import MANIFEST
@@ -29,7 +28,6 @@ from torchtitan.checkpoint.reading import read_state
 from torchtitan.config.job import ConfigError, JobConfig, split_data_words
 from torchtitan.config.latent_cache import trained_info
 from torchtitan.data.base import DatasetError
-from torchtitan.evaluation.config import SamplingConfig
 from torchtitan.files.remote_path import AnyPath, RemotePath
 from torchtitan.files.weight_files import WeightsError, header_of, named_weights, refuse_existing
 from torchtitan.models import MODELS
@@ -73,7 +71,7 @@ def parse_arguments(words: list[str]) -> argparse.Namespace:
     command.set_defaults(command=verify_checkpoints)
     command.add_argument("paths", nargs="+", metavar="RUN|CHECKPOINT", help="folder or URL")
 
-    command = commands.add_parser("diff", help="compare checkpoints or files of weights, a file with a run's weights")
+    command = commands.add_parser("diff", help="compare two checkpoints, or two files of weights")
     command.set_defaults(command=show_differences)
     for name in ("a", "b"):
         command.add_argument(name, metavar=name.upper(), help="checkpoint, run (its newest) or file")
@@ -157,10 +155,11 @@ def verify_checkpoints(arguments: argparse.Namespace) -> int:
 
 def show_differences(arguments: argparse.Namespace) -> int:
     a, b = open_source(location(arguments.a)), open_source(location(arguments.b))
-    if a.state is None and b.state is not None:
-        b = comparable_weights(arguments.b, b, arguments.a, a)
-    elif a.state is not None and b.state is None:
-        a = comparable_weights(arguments.a, a, arguments.b, b)
+    if (a.state is None) != (b.state is None):
+        raise CheckpointError(
+            f"{arguments.a} and {arguments.b}: a checkpoint and a file of weights (compare with a file of: export RUN --format "
+            "safetensors)"
+        )
     result = compare(a, b)
     if result.equal:
         print(f"equal bit for bit: {result.num_equal} tensors")
@@ -179,23 +178,6 @@ def show_differences(arguments: argparse.Namespace) -> int:
     for found in (lines, other):
         print_rows(found, len(found) if arguments.all else MOST_ROWS)
     return 1
-
-
-def comparable_weights(run: str, checkpoint: TensorSource, file: str, weights: TensorSource) -> TensorSource:
-    """Weights of a checkpoint that are compared with a file: those that the run samples with.
-
-    Raises:
-        WeightsError: none of them is in the file.
-    """
-    config = (checkpoint.state or {}).get("config", {})
-    track = config.get("sampling", {}).get("ema_track", SamplingConfig().ema_track)
-    track = track if track in ema_tracks(checkpoint) else "none"
-    found = weights_of(checkpoint, track)
-    if not found.shapes.keys() & weights.shapes.keys():
-        advice = "compare with a file of: export RUN --format safetensors"
-        raise WeightsError(f"{file}: holds no tensor of the network of {run}: another layout or model ({advice})")
-    print_notes([f"{run}: only its {'trained weights' if track == 'none' else f'weights of the EMA track {track}'} are compared"])
-    return found
 
 
 def print_rows(lines: list[str], most: int) -> None:
