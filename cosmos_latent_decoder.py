@@ -1,4 +1,4 @@
-"""Decode, encode and check latents: torchtitan_dit/commands/cosmos_latent_decoder.py."""
+"""Decode latents: torchtitan_dit/commands/cosmos_latent_decoder.py."""
 
 from torchtitan_dit.cli import run_command
 

@@ -67,7 +67,7 @@ def compare(name: str, processes: int, overrides: list[str], folder: Path) -> di
     needs = {}
     for batch_size in tqdm(range(MULTIPLE, LARGEST + 1, MULTIPLE), desc=name, leave=False):
         config = load_config([*arguments, f"--training.local_batch_size={batch_size}"], processes)
-        needs[batch_size] = run_probe(config, "largest", 0, how).memory_gib or math.nan
+        needs[batch_size] = run_probe(config, how).memory_gib or math.nan
     wanted = LARGEST_THAT_FIT[name]
     budget = (needs[wanted] + needs[wanted + MULTIPLE]) / 2
     found = autotune(

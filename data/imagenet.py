@@ -24,7 +24,6 @@ from torchtitan.data.image_files import (
     shown_names,
 )
 from torchtitan.data.imagenet_metadata import WNID, find_class_names, find_validation_wnids
-from torchtitan.data.saved_index import Advance, Table, saved_tables
 from torchtitan.data.splits import chosen_positions, last_of_each_class
 from torchtitan.data.tar_files import Member, OpenArchives, TarImages, read_members
 from torchtitan.files.regular import user_path
@@ -51,9 +50,6 @@ class ImageNetConfig(SquareImagesConfig):
         None, "share of the training images held out, the last of each class; only without val; default: 0.05",
         ge=0, lt=1,
     )  # fmt: skip
-    index_path: str = setting(
-        "", "folder for the indexes of tar archives; default: that of the archives", trajectory=False, writes="shared", path=True
-    )
 
 
 @dataclass(frozen=True)
@@ -83,7 +79,7 @@ class ImageNet(SquareImages):
     @staticmethod
     def info(config: ImageNetConfig) -> DatasetInfo:
         size = config.required_size()
-        train, held_out = _open(config.path, config.index_path)
+        train, held_out = _open(config.path)
         class_numbers(train.wnids, config.classes_file)
         check_readable(train.source, "data.path")
         if held_out:
@@ -95,7 +91,7 @@ class ImageNet(SquareImages):
         return DatasetInfo((3, size, size), Classes(len(names), names), has_validation)
 
     def __init__(self, config: ImageNetConfig, split: Split) -> None:
-        train, held_out = _open(config.path, config.index_path)
+        train, held_out = _open(config.path)
         numbers = class_numbers(train.wnids, config.classes_file)
         if held_out and split == "validation":
             number_of = dict(zip(train.wnids, numbers, strict=True))
@@ -122,16 +118,14 @@ def _class_names(config: ImageNetConfig, wnids: list[bytes]) -> tuple[str, ...]:
 
 
 @functools.lru_cache(maxsize=2)  # a run opens the same folder several times
-def _open(path: str, index_path: str) -> tuple[_Part, _Part | None]:
+def _open(path: str) -> tuple[_Part, _Part | None]:
     """Open the training images, and the held-out ones if there are any. Raises DatasetError."""
     if not path:
         raise DatasetError("data.path: not given; imagenet needs the folder with train/ and val/, or with the archives")
     existing_folder("data.path", path)
     roots = _roots(path)
-    train = _open_train(roots, index_path)
-    held_out = _open_validation(roots, index_path)
-    if index_path and not any(isinstance(part.source, TarImages) for part in (train, held_out) if part):
-        raise DatasetError(f"data.index_path: {path!r} holds no tar archives to keep an index of; leave the key out")
+    train = _open_train(roots)
+    held_out = _open_validation(roots)
     if held_out and not set(held_out.wnids) & set(train.wnids):
         raise DatasetError(f"data.path: {path!r}: no image of val is of a class that train has")
     return train, held_out
@@ -144,13 +138,13 @@ def _roots(path: str) -> list[Path]:
     return [folder, folder / KAGGLE_IMAGES, *inside]
 
 
-def _open_train(roots: list[Path], index_path: str) -> _Part:
+def _open_train(roots: list[Path]) -> _Part:
     for root in roots[:2]:
         if (root / "train").is_dir():
             wnids, files = list_class_folders("data.path", str(root / "train"))
             return _checked(root / "train", _Part(wnids, files, files.classes))
         if (root / TRAIN_ARCHIVE).is_file():
-            images = _open_archive(root / TRAIN_ARCHIVE, index_path)
+            images = _open_archive(root / TRAIN_ARCHIVE)
             wnids = [os.path.dirname(name).removesuffix(b".tar") for name in _names(images)]
             return _checked(root / TRAIN_ARCHIVE, _by_wnid(images, wnids))
     raise DatasetError(
@@ -166,7 +160,7 @@ def _checked(place: Path, part: _Part) -> _Part:
     return part
 
 
-def _open_validation(roots: list[Path], index_path: str) -> _Part | None:
+def _open_validation(roots: list[Path]) -> _Part | None:
     for root in roots[:2]:
         folder = root / "val"
         if folder.is_dir() and list_folders(os.fsencode(folder)):
@@ -175,7 +169,7 @@ def _open_validation(roots: list[Path], index_path: str) -> _Part | None:
         if folder.is_dir() and (names := list_images(os.fsencode(folder))):
             return _by_wnid(ImageList.of(os.fsencode(folder), [names]), _wnids_of(names, roots))
         if (root / VALIDATION_ARCHIVE).is_file():
-            images = _open_archive(root / VALIDATION_ARCHIVE, index_path)
+            images = _open_archive(root / VALIDATION_ARCHIVE)
             return _by_wnid(images, _wnids_of(_names(images), roots))
         if folder.is_dir():
             raise DatasetError(f"data.path: {folder} has no images in it (fill it, or remove it to hold out some of train)")
@@ -202,30 +196,20 @@ def _wnids_of(names: list[bytes], roots: list[Path]) -> list[bytes]:
     return [known[stem] for stem in stems]
 
 
-def _open_archive(path: Path, index_path: str) -> TarImages:
-    (table,) = saved_tables([path], "imagenet", _read_archive, index_path)
-    names = PackedNames(table["letters"], table["letter_offsets"])
-    archive = np.zeros(len(names), np.int32)
-    return TarImages(OpenArchives([path]), archive, table["offsets"], table["sizes"], names)
-
-
-def _read_archive(path: Path, advance: Advance) -> Table:
-    """Read an archive as images by class and name, like a listing of folders."""
+def _open_archive(path: Path) -> TarImages:
+    """Open the images of an archive, by class and name, like a listing of folders."""
 
     def place(member: Member) -> tuple[bytes, bytes]:
         archive, _, name = member.name.rpartition(b".tar/")
         return archive, name
 
-    found = sorted((member for member in read_members(path, advance, nested=True) if _is_shown(member)), key=place)
+    found = sorted((member for member in read_members(path, nested=True) if _is_shown(member)), key=place)
     if not found:
         raise DatasetError(f"{path}: has no images in it")
-    names = PackedNames.of([member.name for member in found])
-    return {
-        "letters": names.letters,
-        "letter_offsets": names.offsets,
-        "offsets": np.array([member.offset for member in found], np.int64),
-        "sizes": np.array([member.size for member in found], np.int64),
-    }
+    return TarImages(
+        OpenArchives([path]), np.zeros(len(found), np.int32), np.array([member.offset for member in found], np.int64),
+        np.array([member.size for member in found], np.int64), PackedNames.of([member.name for member in found]),
+    )  # fmt: skip
 
 
 def _is_shown(member: Member) -> bool:

@@ -1,20 +1,19 @@
 """Members of plain tar archives, read in place by offset and size."""
 
 import os
+import tarfile
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 import numpy as np
+from tqdm import tqdm
 
 from torchtitan.data.base import DatasetError
 from torchtitan.data.image_decoding import MAX_FILE_BYTES
 from torchtitan.data.image_files import PackedNames, shown_path
-from torchtitan.data.saved_index import Advance
-from torchtitan.data.tar_headers import BLOCK, REGULAR, SPECIAL, Entry, TarError, walk
 from torchtitan.files.regular import check_regular, open_regular
 
 MAX_OPEN_ARCHIVES = 64
@@ -29,60 +28,60 @@ class Member(NamedTuple):
     size: int  # bytes
 
 
-def read_members(path: Path, advance: Advance = lambda count: None, nested: bool = False) -> Iterator[Member]:
+def read_members(path: Path, nested: bool = False) -> Iterator[Member]:
     """Read the regular files of a plain tar archive, in its order.
 
     Args:
         path: the archive.
-        advance: called with the number of bytes read since the last call.
         nested: instead of each member that is an archive itself, give its members, as "archive.tar/member".
 
     Raises:
         DatasetError: it cannot be read, is compressed, cut short or damaged, or holds a link, a pipe or the like.
     """
-    with _opened(path) as file:
-        descriptor = file.fileno()
-        size = os.fstat(descriptor).st_size
-
-        def read_at(offset: int, count: int) -> bytes:  # the caller may have read elsewhere
-            return os.pread(descriptor, count, offset)
-
-        head = read_at(0, BLOCK)
-        kind = next((kind for magic, kind in COMPRESSIONS.items() if head.startswith(magic)), "")
-        if kind and head[257:262] != b"ustar":  # a member's name may begin like one
-            raise DatasetError(f"{path}: is compressed ({kind}); decompress it to read from it in place")
-        gone = 0
-        for member in _checked(path, walk(read_at, 0, size)):
-            if nested and member.name.endswith(b".tar"):
-                for inner in _checked(path, walk(read_at, member.offset, member.offset + member.size)):
-                    yield Member(member.name + b"/" + inner.name, inner.offset, inner.size)
-            else:
-                yield member
-            advance(member.offset + member.size - gone)
-            gone = member.offset + member.size
-
-
-def _checked(path: Path, entries: Iterator[Entry]) -> Iterator[Member]:
-    """Give the regular files among the entries. Raises DatasetError: damage, or a file that cannot be read in place."""
-    try:
-        for entry in entries:
-            if entry.kind in SPECIAL:
-                advice = "pack it again with tar --hard-dereference --dereference, without --sparse"
-                kind, name = SPECIAL[entry.kind], shown_path(entry.name)
-                raise DatasetError(f"{path}: {name!r} is {kind}, which cannot be read in place ({advice})")
-            if entry.kind in REGULAR:
-                yield Member(entry.name, entry.offset, entry.size)
-    except TarError as error:
-        raise DatasetError(f"{path}: {error} (copy it again)") from error
-
-
-@contextmanager
-def _opened(path: Path) -> Iterator[BinaryIO]:
     try:
         with open_regular(path) as file:
-            yield file
+            end, head = os.fstat(file.fileno()).st_size, file.read(tarfile.BLOCKSIZE)
+            kind = next((kind for magic, kind in COMPRESSIONS.items() if head.startswith(magic)), "")
+            if kind and head[257:262] != b"ustar":  # a member's name may begin like one
+                raise DatasetError(f"{path}: is compressed ({kind}); decompress it to read from it in place")
+            for member in tqdm(_members(path, file, 0, end), path.name, unit=" members", delay=2, leave=False):
+                if nested and member.name.endswith(b".tar"):
+                    for inner in _members(path, file, member.offset, member.offset + member.size):
+                        yield Member(member.name + b"/" + inner.name, inner.offset, inner.size)
+                else:
+                    yield member
     except OSError as error:
         raise DatasetError(f"{path}: cannot be read: {error.strerror or error}") from error
+
+
+def _members(path: Path, file: BinaryIO, begin: int, end: int) -> Iterator[Member]:
+    """Give the regular files of the archive between two bytes. Raises DatasetError, OSError."""
+    try:
+        file.seek(begin)
+        archive = tarfile.TarFile(fileobj=file, encoding="utf-8", errors="surrogateescape")
+        while (entry := archive.next()) is not None:
+            archive.members.clear()  # type: ignore[attr-defined]  # or the headers of all members stay in memory
+            name = entry.name.encode("utf-8", "surrogateescape")
+            if special := _special(entry):
+                advice = "pack it again with tar --hard-dereference --dereference, without --sparse"
+                raise DatasetError(f"{path}: {shown_path(name)!r} is {special}, which cannot be read in place ({advice})")
+            if entry.isreg():
+                if not 0 <= entry.size <= end - entry.offset_data:
+                    raise DatasetError(f"{path}: cut short: {shown_path(name)!r} extends past byte {end} (copy it again)")
+                yield Member(name, entry.offset_data, entry.size)
+        # The library ends at a damaged header as at the last one, which is a block of zeros.
+        block = os.pread(file.fileno(), tarfile.BLOCKSIZE, archive.offset)
+        if any(block) or len(block) < tarfile.BLOCKSIZE or archive.offset + tarfile.BLOCKSIZE > end:
+            raise DatasetError(f"{path}: damaged or cut short at byte {archive.offset}: no tar header (copy it again)")
+    except (tarfile.TarError, ValueError, OverflowError) as error:
+        raise DatasetError(f"{path}: no tar archive, or damaged or cut short: {error} (copy it again)") from error
+
+
+def _special(entry: tarfile.TarInfo) -> str | None:
+    if entry.issparse() or entry.type == tarfile.GNUTYPE_SPARSE:
+        return "a sparse file"
+    kinds = {"a link": entry.issym() or entry.islnk(), "a device": entry.ischr() or entry.isblk(), "a pipe": entry.isfifo()}
+    return next((kind for kind, found in kinds.items() if found), None)
 
 
 class OpenArchives:

@@ -9,11 +9,12 @@ import re
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from pathlib import Path
 from typing import Literal, cast
 
 import numpy as np
+from tqdm import tqdm
 
 from torchtitan.conditions import Classes, Unconditional
 from torchtitan.data.base import DatasetError, DatasetInfo, Split
@@ -29,7 +30,6 @@ from torchtitan.data.image_files import (
 )
 from torchtitan.data.left_out import PICTURES_NOT_READ, say_left_out
 from torchtitan.data.online_text import OnlineTextConfig, online_kind
-from torchtitan.data.saved_index import Advance, Table, saved_tables
 from torchtitan.data.splits import chosen_positions, spread_evenly
 from torchtitan.data.tar_files import Member, OpenArchives, TarImages, read_members
 from torchtitan.data.trigger_words import PLACEHOLDER, TRIGGER_KEY
@@ -48,12 +48,9 @@ PROBLEMS = (
     "the caption is empty",
     "the caption is not UTF-8",
     f"a caption of more than {MAX_CAPTION_BYTES:,} bytes",
-    *(f"the sample's picture is a .{ending.decode()}, which is not read" for ending in PICTURES_NOT_READ),
 )
 NO_IMAGE, SEVERAL_IMAGES, NO_LABEL, BAD_LABEL = 1, 2, 3, 4  # places in PROBLEMS
 NO_CAPTION, SEVERAL_CAPTIONS, EMPTY_CAPTION, NOT_UTF8, LONG_CAPTION = 5, 6, 7, 8, 9
-NOT_READ = 10  # the first of those
-TEXT_COLUMNS = ("text_offsets", "text_sizes", "triggers")  # of captions: place, and whether they have [trigger]
 LARGEST_LABEL = MOST_CLASSES - 1
 
 
@@ -78,9 +75,6 @@ class WebDatasetConfig(OnlineTextConfig, SquareImagesConfig):
         0.05, "share of data.path held out, spread evenly over its order", ge=0, lt=1,
         applies={"validation_path": ("",)},
     )  # fmt: skip
-    index_path: str = setting(
-        "", "folder for the indexes of the shards; default: that of the shards", trajectory=False, writes="shared", path=True
-    )
 
 
 @dataclass(frozen=True)
@@ -184,50 +178,34 @@ def _open(config: WebDatasetConfig, split: Split) -> Samples:
     key = "validation_path" if split == "validation" and config.validation_path else "path"
     path, extension = getattr(config, key), config.image_extension.lower()
     if not config.captions:
-        samples = _open_shards(f"data.{key}", path, extension, config.label_key, False, config.index_path)
+        samples = _open_shards(f"data.{key}", path, extension, config.label_key, False)
         of_labels = np.isin(samples.problems, (NO_LABEL, BAD_LABEL))
         return samples if config.labels else dataclasses.replace(samples, problems=np.where(of_labels, 0, samples.problems))
-    samples = _open_shards(f"data.{key}", path, extension, "", True, config.index_path)
+    samples = _open_shards(f"data.{key}", path, extension, "", True)
     _check_captions(samples, config.trigger_word)
     return samples
 
 
 @lru_cache(maxsize=4)  # a run opens the same shards several times
-def _open_shards(
-    key: str, path: str, image_extension: str, label_key: str, captioned: bool, index_path: str
-) -> Samples:
+def _open_shards(key: str, path: str, image_extension: str, label_key: str, captioned: bool) -> Samples:
     shards = find_shards(key, path)
-    kind = json.dumps(["webdataset", image_extension, label_key] + ["captions"] * captioned)
-    build = partial(_read_shard, image_extension=image_extension.encode(), label_key=label_key, captioned=captioned)
-    tables = saved_tables(shards, kind, build, index_path)
-    tables = _without_unread(path, tables)
-    counts = [len(table["labels"]) for table in tables]
+    left_out: Counter[str] = Counter()
+    reading = tqdm(shards, "reading shards", delay=2, leave=False)
+    read = [_read_shard(shard, image_extension.encode(), label_key, captioned, left_out) for shard in reading]
+    say_left_out(path, left_out)
+    counts = [len(rows) for _, rows in read]
     if sum(counts) == 0:
         raise DatasetError(f"{key}: {path!r} has no samples in it")
-    joined = {name: np.concatenate([table[name] for table in tables]) for name in tables[0]}
-    ends = np.concatenate(([0], np.cumsum(joined["letter_counts"])))
+    rows = np.concatenate([rows for _, rows in read])  # [N, 7]
+    lengths = np.concatenate([np.diff(names.offsets) for names, _ in read])
     images = TarImages(
         archives=OpenArchives(shards),
         archive=np.repeat(np.arange(len(shards), dtype=np.int32), counts),
-        offsets=joined["offsets"],
-        sizes=joined["sizes"],
-        names=PackedNames(joined["letters"], ends),
+        offsets=rows[:, 0].copy(),
+        sizes=rows[:, 1].copy(),
+        names=PackedNames(np.concatenate([names.letters for names, _ in read]), np.concatenate(([0], np.cumsum(lengths)))),
     )
-    texts = np.stack([joined[name] for name in TEXT_COLUMNS], 1) if captioned else None  # [N, 3]
-    return Samples(images, joined["labels"], joined["problems"], texts)
-
-
-def _without_unread(path: str, tables: list[Table]) -> list[Table]:
-    """Tables without the samples of pictures of other endings, which are said to be left out."""
-    left_out: Counter[str] = Counter()
-    kept = []
-    for table in tables:
-        read = table["problems"] < NOT_READ
-        left_out.update(PICTURES_NOT_READ[problem - NOT_READ].decode() for problem in table["problems"][~read].tolist())
-        letters = table["letters"][np.repeat(read, table["letter_counts"])]
-        kept.append({name: letters if name == "letters" else column[read] for name, column in table.items()})
-    say_left_out(path, left_out)
-    return kept
+    return Samples(images, rows[:, 2].copy(), rows[:, 3].astype(np.uint8), rows[:, 4:].copy() if captioned else None)
 
 
 def _check_captions(samples: Samples, trigger_word: str) -> None:
@@ -282,78 +260,70 @@ def expand_braces(pattern: str) -> list[str]:
     return [name for choice in choices for name in expand_braces(before + choice + after)]
 
 
-def _read_shard(path: Path, advance: Advance, image_extension: bytes, label_key: str, captioned: bool) -> Table:
-    """Read a shard's samples in the order in which their keys first appear."""
+def _read_shard(
+    path: Path, image_extension: bytes, label_key: str, captioned: bool, left_out: Counter[str]
+) -> tuple[PackedNames, np.ndarray]:
+    """Read the keys of a shard's samples, in the order in which they first appear, and what `_describe` says of each, [n, 7].
+
+    Args:
+        left_out: counts the samples that have a picture of another ending instead of an image.
+    """
     groups: dict[bytes, dict[bytes, list[Member]]] = {}
-    for member in read_members(path, advance):
+    for member in read_members(path):
         folder, _, name = member.name.rpartition(b"/")
         key, _, extension = name.partition(b".")
         if key:  # names that begin with a dot belong to no sample
             files = groups.setdefault(os.path.join(folder, key), {})
             files.setdefault(extension.lower(), []).append(member)
+    keys, rows = [], []
     with open_regular(path) as file:
 
         def read(member: Member) -> bytes:
             file.seek(member.offset)
             return file.read(member.size)
 
-        describe: Callable[..., tuple[int, ...]]
-        describe = _describe_captioned if captioned else partial(_describe, label_key=label_key)
-        rows = [describe(files, read, image_extension) for files in groups.values()]
-    names = PackedNames.of(list(groups))
-    columns = np.array(rows, np.int64).reshape(len(rows), 4 + len(TEXT_COLUMNS) * captioned)
-    texts = dict(zip(TEXT_COLUMNS, columns[:, 4:].T.copy(), strict=True)) if captioned else {}
-    return texts | {
-        "letters": names.letters,
-        "letter_counts": np.diff(names.offsets),
-        "offsets": columns[:, 0].copy(),
-        "sizes": columns[:, 1].copy(),
-        "labels": columns[:, 2].copy(),
-        "problems": columns[:, 3].astype(np.uint8),
-    }
+        for key, files in groups.items():
+            images = _images(files, image_extension)
+            unread = next((ending for ending in files if ending in PICTURES_NOT_READ), None)
+            if unread and not images:
+                left_out[unread.decode()] += 1
+            else:
+                keys.append(key)
+                rows.append(_describe(files, images, read, label_key, captioned))
+    return PackedNames.of(keys), np.array(rows, np.int64).reshape(len(rows), 7)
 
 
 def _describe(
-    files: dict[bytes, list[Member]], read: Callable[[Member], bytes], image_extension: bytes, label_key: str
-) -> tuple[int, int, int, int]:
-    """Describe a sample: offset and size of its image, its label, and its problem."""
-    images = _images(files, image_extension)
+    files: dict[bytes, list[Member]], images: list[Member], read: Callable[[Member], bytes], label_key: str, captioned: bool
+) -> tuple[int, ...]:
+    """Describe a sample: offset and size of its image, its label, its problem, and what `_caption` says."""
     if len(images) != 1:
-        return 0, 0, 0, SEVERAL_IMAGES if images else _no_image(files)
+        return 0, 0, 0, SEVERAL_IMAGES if images else NO_IMAGE, 0, 0, False
+    place = images[0].offset, images[0].size
+    if captioned:
+        problem, *caption = _caption(files.get(b"txt", []), read)
+        return *place, 0, problem, *caption
     described = files.get(b"json" if label_key else b"cls")
     label, problem = _label(read(described[0]), label_key) if described else (0, NO_LABEL)
-    return images[0].offset, images[0].size, label, problem
+    return *place, label, problem, 0, 0, False
 
 
-def _describe_captioned(
-    files: dict[bytes, list[Member]], read: Callable[[Member], bytes], image_extension: bytes
-) -> tuple[int, int, int, int, int, int, bool]:
-    """Describe a sample: offset and size of its image, label 0, its problem, and TEXT_COLUMNS."""
-    images, texts = _images(files, image_extension), files.get(b"txt", [])
-    nowhere = (0, 0, False)
-    if len(images) != 1:
-        return 0, 0, 0, SEVERAL_IMAGES if images else _no_image(files), *nowhere
-    place = images[0].offset, images[0].size
+def _caption(texts: list[Member], read: Callable[[Member], bytes]) -> tuple[int, int, int, bool]:
+    """Describe a caption: its problem, offset and size, and whether it has [trigger]."""
     if len(texts) != 1:
-        return *place, 0, SEVERAL_CAPTIONS if texts else NO_CAPTION, *nowhere
+        return SEVERAL_CAPTIONS if texts else NO_CAPTION, 0, 0, False
     if texts[0].size > MAX_CAPTION_BYTES:
-        return *place, 0, LONG_CAPTION, *nowhere
+        return LONG_CAPTION, 0, 0, False
     try:
         text = read(texts[0]).decode("utf-8-sig")
     except UnicodeDecodeError:
-        return *place, 0, NOT_UTF8, *nowhere
-    problem = 0 if text.strip() else EMPTY_CAPTION
-    return *place, 0, problem, texts[0].offset, texts[0].size, PLACEHOLDER.search(text) is not None
+        return NOT_UTF8, 0, 0, False
+    return 0 if text.strip() else EMPTY_CAPTION, texts[0].offset, texts[0].size, PLACEHOLDER.search(text) is not None
 
 
 def _images(files: dict[bytes, list[Member]], image_extension: bytes) -> list[Member]:
     wanted = {image_extension} if image_extension else SUFFIXES
     return [member for extension, members in files.items() if extension in wanted for member in members]
-
-
-def _no_image(files: dict[bytes, list[Member]]) -> int:
-    """Problem of a sample without an image."""
-    return next((NOT_READ + PICTURES_NOT_READ.index(ending) for ending in files if ending in PICTURES_NOT_READ), NO_IMAGE)
 
 
 def _label(text: bytes, label_key: str) -> tuple[int, int]:

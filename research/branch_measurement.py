@@ -38,7 +38,7 @@ from torchtitan.distributed.mesh import compute_device
 from torchtitan.evaluation.validation import validation_loss
 from torchtitan.experiments.engine import Advance
 from torchtitan.experiments.folder import ResultsFolder, StudyError
-from torchtitan.experiments.training import Diverged, TrainingRun, train
+from torchtitan.experiments.training import Diverged, train
 from torchtitan.files.durable import make_folder, replace_file
 from torchtitan.files.regular import read_regular
 from torchtitan.files.remote_path import AnyPath
@@ -305,9 +305,8 @@ def _measure_branch(
 
 
 def _train(config: JobConfig, processes: int, branch: Path, advance: Advance, start: Path) -> None:
-    run = TrainingRun.of(config, processes, branch / "branch.toml", branch / "train.log")
-    begin_branch(start, run.folder)
-    train(run, advance)
+    begin_branch(start, Path(config.job.dump_folder) / config.job.name)
+    train(config, processes, branch / "branch.toml", branch / "train.log", advance)
     if skipped := json.loads(read_regular(branch / "summary.json")).get("skipped_steps"):
         raise Diverged(f"the gradient norm is not finite: {skipped} steps were skipped")
 

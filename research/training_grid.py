@@ -23,7 +23,7 @@ from torchtitan.config.job import ConfigError, JobConfig, config_differences, du
 from torchtitan.config.places import place_problems
 from torchtitan.experiments.engine import Advance
 from torchtitan.experiments.folder import ResultsFolder, StudyError
-from torchtitan.experiments.training import TrainingRun, train
+from torchtitan.experiments.training import train
 from torchtitan.files.durable import make_folder
 from torchtitan.files.regular import read_toml
 from torchtitan.training.batch_ramp import largest_growth
@@ -150,7 +150,7 @@ def train_grid(grid: TrainingGrid, retry_failed: bool = False, record: RunRecord
         def train_cell(cell: Cell, advance: Advance) -> dict[str, Any]:
             request = _request(grid.folder, cell["run"])
             log = request.with_suffix(".log")
-            train(TrainingRun.of(grid.configs[cell["run"]], grid.processes, request, log), advance)
+            train(grid.configs[cell["run"]], grid.processes, request, log, advance)
             return record.of_run(cell["run"]) if record else {}
 
         def recorded(cell: Cell) -> None:

@@ -2,7 +2,7 @@
 # Train: scripts/train.sh [CONFIG] [--section.key value ...]   (CONFIG: train_configs/digits.toml)
 #   NGPU=4 scripts/train.sh ...   that many processes
 #   --autotune                    find training.local_batch_size first; takes the options of
-#                                 scripts/autotune_batch_size.py, as --goal fastest --headroom 0.2
+#                                 scripts/autotune_batch_size.py, as --memory 4 --headroom 0.2
 #   --check-only                  check the configuration and stop
 #   --setup-only                  stop after setting up .venv
 # Other paths than CONFIG's are relative to the repository.
@@ -47,11 +47,11 @@ while [ $# -gt 0 ]; do
             ;;
         --check-only) check_only=1 ;;
         --autotune) autotune=1 ;;
-        --goal | --multiple-of | --max | --headroom | --memory | --timeout)
+        --multiple-of | --max | --headroom | --memory | --timeout)
             search+=("$1" ${2+"$2"})
             [ $# -lt 2 ] || shift
             ;;
-        --goal=* | --multiple-of=* | --max=* | --headroom=* | --memory=* | --timeout=* | --fresh) search+=("$1") ;;
+        --multiple-of=* | --max=* | --headroom=* | --memory=* | --timeout=* | --fresh) search+=("$1") ;;
         *) arguments+=("$1") ;;
     esac
     shift

@@ -123,10 +123,7 @@ class Reports:
 
     def _new_log(self) -> MetricsLog:
         state, config = self._state, self._config
-        return MetricsLog(
-            state.folder.path, config.metrics, config.job.name, effective(config), state.step,
-            state.reported.get("unsaved_metrics", ()),
-        )  # fmt: skip
+        return MetricsLog(state.folder.path, config.metrics, config.job.name, effective(config), state.step)
 
     def _new_noise_points(self) -> GrowingPoints:
         return GrowingPoints(self._state.folder.path / METRICS_FILE, '"gns/', is_drawn)
@@ -141,11 +138,8 @@ class Reports:
         self._pictures.remove_unfinished()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return results, unwritten metrics and clock, for a run that resumes from here: for the first rank's checkpoint."""
-        return {
-            "results": self._results, "unsaved_metrics": self._log.unsaved() if self._log else [],
-            "clock": self._clock.totals().state_dict(),
-        }  # fmt: skip
+        """Return results and clock, for a run that resumes from here: for the first rank's checkpoint."""
+        return {"results": self._results, "clock": self._clock.totals().state_dict()}
 
     def sync(self) -> None:
         """Sync metrics and lists to the disk, as far as it allows; any thread may call it, during training."""

@@ -60,10 +60,7 @@ class RunSummary:
         patience = LAST_TRIES_SECONDS if completed else 0.0
         lacking, points = log.settle(patience)
         if lacking:
-            held = len(log.unsaved())
-            those = "them" if held == lacking else f"the last {held}"
-            fate = f"the last checkpoint holds {those}, and the same command writes them" if safe else "they are lost"
-            problem = f"{lacking} of {points} metric points could not be written to {METRICS_FILE}; {fate}"
+            problem = f"{lacking} of {points} metric points could not be written to {METRICS_FILE}; they are lost"
             if completed:
                 return problem
             logger.error(problem)

@@ -5,7 +5,7 @@ import dataclasses
 import json
 import operator
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -19,7 +19,7 @@ from tqdm import tqdm
 from torchtitan.config.job import ConfigError, JobConfig, load_config
 from torchtitan.errors import unwrapped
 from torchtitan.evaluation.sampling import grid_choices
-from torchtitan.experiments.training import TrainingFailed, TrainingRun
+from torchtitan.experiments.training import TrainingFailed
 from torchtitan.experiments.training import train as train_to_the_end
 from torchtitan.files.regular import read_regular
 from torchtitan.models.base import DiffusionModel
@@ -264,12 +264,7 @@ def train(
             raise ConfigError([_named(line, places | {"command line: --": "overrides: "}) for line in error.problems]) from None
         images = resolved.training.steps * resolved.training.global_batch_size
         with tqdm(total=images, unit="image", unit_scale=True, disable=not progress) as bar:
-            def advance(seen: int) -> None:
-                if seen:
-                    bar.update(seen)
-
-            run = TrainingRun.of(resolved, processes, Path(scratch) / "run.toml", Path(scratch) / "log")
-            train_to_the_end(run, advance)
+            train_to_the_end(resolved, processes, Path(scratch) / "run.toml", Path(scratch) / "log", bar.update)
     return Run(RunFolder(resolved).path)
 
 
@@ -309,15 +304,11 @@ def _word(value: Any) -> str:
 
 
 def _numbers(classes: Sequence[int] | None) -> list[int] | None:
-    """Numbers of `classes`, None for none given. Raises WeightsError: they are no integers."""
-    if classes is None:
-        return None
-    if not isinstance(classes, Iterable):
-        raise WeightsError(f"classes: must be a list of integers, is {unwrapped(quoted(classes))}")
-    numbers = [_integer("classes", number) for number in classes]
-    if not numbers:
-        raise WeightsError("classes: is empty (leave it out for those of the training)")
-    return numbers
+    return [_integer("classes", number) for number in classes] if classes is not None else None
+
+
+def _texts(prompts: str | Sequence[str] | None) -> list[str] | None:
+    return [prompts] if isinstance(prompts, str) else list(prompts) if prompts is not None else None
 
 
 def _integer(name: str, value: Any) -> int:
@@ -330,22 +321,7 @@ def _integer(name: str, value: Any) -> int:
     raise WeightsError(f"{name}: must be an integer, is {unwrapped(quoted(value))}")
 
 
-def _texts(prompts: str | Sequence[str] | None) -> list[str] | None:
-    """Texts of `prompts`, None for none given. Raises WeightsError: it is neither a text nor texts."""
-    if prompts is None:
-        return None
-    several = isinstance(prompts, Iterable) and not isinstance(prompts, str | bytes)
-    texts: list[Any] = list(prompts) if several else [prompts]
-    if other := [text for text in texts if not isinstance(text, str)]:
-        raise WeightsError(f"prompts: must be a string or strings, has {unwrapped(quoted(other[0]))}")
-    if not texts:
-        raise WeightsError("prompts: is empty (leave it out for the prompts of the training)")
-    return texts
-
-
 def _places(encoders: Mapping[str, str]) -> dict[str, str]:
-    if not isinstance(encoders, Mapping):
-        raise WeightsError(f"encoders: must be a mapping of {', '.join(OPTIONS)}, is {unwrapped(quoted(encoders))}")
     names = {entry.removesuffix("_encoder"): entry for entry in OPTIONS}
     if unknown := sorted(encoders.keys() - names.keys() - OPTIONS.keys()):
         raise WeightsError(f"encoders: {unknown[0]!r} is none of {', '.join(OPTIONS)}")

@@ -15,25 +15,15 @@ def found() -> list[dict]:
     return run_on_ranks("tests.distributed.verification_cases:checked_together", RANKS)
 
 
-def test_each_rank_receives_what_is_meant_for_it(found):
-    for rank, of_rank in enumerate(found):
-        assert of_rank["sent"] == [f"{other} to {rank}" * rank for other in range(RANKS)]
-
-
-def test_a_rank_reads_its_own_headers_when_saving(found):
-    assert [of_rank["saved"] for of_rank in found] == [[None, [f"shard-{rank:05d}.safetensors"]] for rank in (1, 2, 3)]
-
-
 def test_each_file_is_hashed_by_one_rank_when_resuming(found):
-    steps, headers, hashed = zip(*(of_rank["found"] for of_rank in found), strict=True)
+    assert [of_rank["saved"] for of_rank in found] == [None] * RANKS
+    steps, hashed = zip(*(of_rank["found"] for of_rank in found), strict=True)
     assert set(steps) == {1} and all(len(names) <= 2 for names in hashed)
-    shards = [f"shard-{rank:05d}.safetensors" for rank in (1, 2, 3)]
-    assert sorted(chain(*headers)) == shards and sorted(chain(*hashed)) == [*shards, "state.json"]
+    assert sorted(chain(*hashed)) == [*(f"shard-{rank:05d}.safetensors" for rank in (1, 2, 3)), "state.json"]
 
 
-def test_tensors_are_read_into_any_layout_and_each_header_by_one_rank(found):
-    for rank, of_rank in enumerate(found, 1):
-        assert of_rank["read"] and of_rank["read headers"] == [f"shard-{rank:05d}.safetensors"]
+def test_tensors_are_read_into_any_layout(found):
+    assert all(of_rank["read"] for of_rank in found)
 
 
 def test_one_rank_reads_without_the_others(found):

@@ -44,7 +44,7 @@ def test_largest_is_that_of_a_scan(arguments, tmp_path):
     scan = {}
     for batch_size in (96, 144):
         config = load_config([*arguments, f"--training.local_batch_size={batch_size}"], 1)
-        scan[batch_size] = run_probe(config, "largest", 0, how).memory_gib
+        scan[batch_size] = run_probe(config, how).memory_gib
     budget = (scan[96] + scan[144]) / 2
     assert scan[96] + 0.02 < budget, scan
 

@@ -107,7 +107,7 @@ def test_an_imported_file_draws_the_same_and_says_what_it_needs(pipeline, tmp_pa
     folder, _, length = pipeline
     own, bfl, back = (tmp_path / f"{name}.safetensors" for name in ("own", "bfl", "back"))
     assert checkpoint_tool(["import", str(folder), "--format", "diffusers", "--output", str(own)]) == 0
-    assert checkpoint_tool(["convert", str(own), "--from", "safetensors", "--to", "bfl", "--output", str(bfl)]) == 0
+    assert checkpoint_tool(["export", str(own), "--format", "bfl", "--output", str(bfl)]) == 0
     save_file(load_file(bfl), bfl)  # as published, without a header
     assert checkpoint_tool(["import", str(bfl), "--format", "bfl", "--output", str(back)]) == 0
     with safe_open(back, "pt") as file:

@@ -91,11 +91,3 @@ def test_the_trigger_without_a_word_is_refused(run_folder, tmp_path):
     config.write_text(text.replace('trigger_word = "sks"', 'trigger_word = ""'))
     with pytest.raises(WeightsError, match=r"^--prompt: the caption has \[trigger\], and data.trigger_word is not given"):
         load(untriggered).sample(prompts=["a [trigger] cat"])
-
-
-@pytest.mark.parametrize(("prompts", "text"), [
-    ([], "prompts: is empty"), ([3], "prompts: must be a string or strings, has 3"),
-])  # fmt: skip
-def test_prompts_that_are_no_texts_are_refused(model, prompts, text):
-    with pytest.raises(WeightsError, match=text):
-        model.sample(prompts=prompts)

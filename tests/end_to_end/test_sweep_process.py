@@ -121,16 +121,17 @@ def test_a_run_that_is_stopped_with_grace_saves_a_checkpoint_first(start, tmp_pa
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_nothing_outlives_a_caller_that_was_killed(start, tmp_path):
-    guard = [sys.executable, str(ROOT / "torchtitan" / "experiments" / "guard.py"), "0"]
-    child = "import subprocess, sys; subprocess.run(['sleep', sys.argv[1]], start_new_session=True)"
-    caller = f"import subprocess, time; p = subprocess.Popen({guard + [sys.executable, '-c', child, '4711.5']!r}, "
-    caller += "stdin=subprocess.PIPE, start_new_session=True); time.sleep(60)"
-    process = subprocess.Popen([sys.executable, "-c", caller])
-    _wait_until(lambda: any("sleep\0" + "4711.5" in line for line in _command_lines()))
+def test_nothing_outlives_a_caller_that_was_killed(tmp_path):
+    config = tmp_path / "small.toml"
+    config.write_text(CONFIG)
+    words = [f"--job.config_file={config}", f"--job.dump_folder={tmp_path}", "--training.steps=1000000"]
+    caller = "from pathlib import Path; from torchtitan.experiments.process import run_processes; "
+    caller += f"run_processes({words}, processes=2, timeout_s=600, log=Path({str(tmp_path / 'log')!r}))"
+    process = subprocess.Popen([sys.executable, "-c", caller], cwd=ROOT)
+    _wait_until(lambda: len(_processes_of(tmp_path)) > 2 and (tmp_path / "log").stat().st_size, seconds=240)
     process.kill()
     process.wait()
-    _wait_until(lambda: not any("4711.5" in line for line in _command_lines()))
+    _wait_until(lambda: _processes_of(tmp_path) == [])
 
 
 def _wait_until(condition, seconds: float = 20) -> None:

@@ -4,7 +4,6 @@ import statistics
 
 import pytest
 
-from torchtitan.pictures.style import spread
 from torchtitan.runs.analysis.axes import (
     add_further_axes,
     axes_of,
@@ -148,11 +147,3 @@ def test_two_meshes_of_one_size_are_two_layouts():
     runs = [(axes_of(one), one) for one in every]
     add_further_axes(runs)
     assert [axes["layout"] for axes, _ in runs] == ["hsdp 2x4x2 (context=2)", "hsdp 4x2x2 (context=2)", "hsdp"]
-
-
-def test_labels_keep_their_distance_and_stay_within_the_panel():
-    places = spread([0.5, 0.5, 0.52, 0.99], gap=0.1)
-    assert all(later - before >= 0.1 - 1e-12 for before, later in itertools.pairwise(sorted(places)))
-    assert 0 <= min(places) and max(places) <= 1
-    assert statistics.fmean(places[:3]) == pytest.approx(0.5066666, abs=1e-6)  # no more moved than needed
-    assert spread([0.2, 0.8], gap=0.1) == [0.2, 0.8]

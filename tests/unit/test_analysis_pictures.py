@@ -2,49 +2,18 @@
 
 import itertools
 
-import pytest
-from PIL import Image
-
 from torchtitan.pictures.style import SCREEN_DPI, new_figure, note, save
+from torchtitan.runs.analysis import batch_pictures
+from torchtitan.runs.analysis.batch_pictures import draw_over_batch
 from torchtitan.runs.analysis.cells import Cell
 from torchtitan.runs.analysis.collect import Run
-from torchtitan.runs.analysis.effects import ScalingCurve, ScalingPoint
 from torchtitan.runs.analysis.findings import Results, markdown
-from torchtitan.runs.analysis.scaling_picture import curves_in_panels, draw_scaling
 from torchtitan.statistics.interval import Interval
 
 NAMED = {
     "model": "m", "patch": 2, "local_batch": 8, "global_batch": 8, "layout": "ddp", "mesh": None, "world_size": 1, "ac": "none",
     "compile": "false", "dtype": "bfloat16", "device": "d",
 }  # fmt: skip
-
-
-def cell(images: float, **axes) -> Cell:
-    found = {"images_per_second": Interval(images, 0.98 * images, 1.02 * images, 9)}
-    return Cell(NAMED | axes, [Run("r", None, NAMED | axes, 0, "ok", measures=found)], found)
-
-
-def curve(kind: str = "strong", **axes) -> ScalingCurve:
-    points = [ScalingPoint(ranks, cell(100.0 * ranks, world_size=ranks, **axes), Interval(0.9)) for ranks in (1, 2, 4)]
-    return ScalingCurve(kind, points[0].cell.axes | {"layout": axes.get("layout", "ddp")}, tuple(points))
-
-
-def test_many_arms_are_spread_over_panels_of_few_curves():
-    values = itertools.product(("false", "true"), ("none", "selective"), ("ddp", "fsdp"), (2, 4))
-    curves = [curve(kind, **dict(zip(("compile", "ac", "layout", "patch"), each, strict=True)))
-              for each in values for kind in ("weak", "strong")]  # fmt: skip
-    inner, outer, rows = curves_in_panels(curves)
-    assert (inner, outer) == (["compile", "ac"], ["patch", "layout"])
-    assert [(kind, [len(panel) for panel in panels]) for kind, panels in rows] == [("weak", [4] * 4), ("strong", [4] * 4)]
-    for _, panels in rows:
-        for panel in panels:
-            assert len({(each.axes["layout"], each.axes["patch"]) for each in panel}) == 1
-
-
-def test_pictures_have_200_dots_an_inch(tmp_path):
-    draw_scaling([curve(), curve(layout="fsdp")], tmp_path / "scaling.png")
-    with Image.open(tmp_path / "scaling.png") as picture:
-        assert picture.info["dpi"] == pytest.approx((200, 200), abs=0.5 * 0.0254) and picture.width >= 1000
 
 
 def test_long_titles_and_notes_are_within_the_picture(tmp_path):
@@ -65,3 +34,17 @@ def test_a_report_without_pictures_has_no_heading_for_them():
     text = markdown(results, [])
     assert "## Pictures" not in text and "1 run (1 timeout) in 1 cell, 0 of them measured." in text
     assert markdown(results, [("a", "a.png")]).endswith("## Pictures\n\n![a](a.png)\n")
+
+
+def test_a_legend_names_the_arms_where_there_are_several(tmp_path, monkeypatch):
+    def measured(**axes) -> Cell:
+        found = {"memory_gib": Interval(1.0)}
+        return Cell(NAMED | axes, [Run("r", None, NAMED | axes, 0, "ok", measures=found)], found)
+
+    drawn = []
+    monkeypatch.setattr(batch_pictures, "save", lambda figure, path, dpi: drawn.append(figure))
+    draw_over_batch([measured(local_batch=batch) for batch in (8, 16)], tmp_path)
+    draw_over_batch([measured(local_batch=batch, ac=ac) for batch, ac in itertools.product((8, 16), ("none", "full"))], tmp_path)
+    assert [[text.get_text() for legend in figure.legends for text in legend.texts] for figure in drawn] == [
+        [], ["no AC", "AC full"],
+    ]  # fmt: skip

@@ -13,7 +13,7 @@ from torchtitan.config.job import load_config
 from torchtitan.estimate import memory
 from torchtitan.estimate.devices import Device
 from torchtitan.estimate.live_storages import ACTIVATIONS, GRADIENTS, PARAMETERS, LiveStorages
-from torchtitan.estimate.memory import estimate_memory, memory_by_batch_size, model_on_meta
+from torchtitan.estimate.memory import estimate_memory, model_on_meta
 from torchtitan.estimate.report import as_text, fits
 from torchtitan.estimate.roofline import (
     Efficiency,
@@ -70,16 +70,6 @@ def test_live_bytes_are_those_of_a_recount_after_every_operation(monkeypatch):
     monkeypatch.setattr(LiveStorages, "now", recounted)
     simulate_step(config_of("--model.num_layers", "2", ranks=2), 2)
     assert resized == {False, True}
-
-
-def test_memory_of_any_batch_size_comes_from_two_simulations():
-    """The same at those two; above them each window's own peak may move by a temporary, here by less than 1 %."""
-    config = config_of("--model.num_layers", "1")
-    by_batch_size = memory_by_batch_size(config, 1)
-    assert by_batch_size(8) == estimate_memory(config, 1)
-    large = config_of("--model.num_layers", "1", "--training.local_batch_size", "256")
-    assert by_batch_size(256).total == pytest.approx(estimate_memory(large, 1).total, rel=0.01)
-    assert by_batch_size(256).activations > 20 * by_batch_size(8).activations
 
 
 def test_a_batch_that_grows_needs_the_memory_of_one_that_accumulates():

@@ -23,7 +23,6 @@ from torchtitan.errors import LatentStoreError
 from torchtitan.extraction.extraction import check_alike
 from torchtitan.extraction.extraction_plan import plan_extraction
 from torchtitan.extraction.image_source import ImageSource
-from torchtitan.extraction.stage_times import StageTimes, summarize
 from torchtitan.latents import LatentStore, verify_shards
 from torchtitan.latents.index import PARTIAL_FOLDER, SKIPPED_FILE
 from torchtitan_dit.commands.extract_latents import main, open_autoencoder, options_of, parse_arguments
@@ -299,15 +298,3 @@ def test_section_of_a_file_is_taken_and_its_other_sections_are_left_alone(inputs
     assert f"{config}: keys of [data] for training, which have other options here: num_workers (--num" in (
         capsys.readouterr().err
     )
-
-
-def test_rates_of_ranks_add_up_and_decoders_share_their_stage():
-    ranks = [
-        StageTimes(decoders=4, images=100, busy={"decode": 8.0, "encode": 5.0, "write": 1.0}),
-        StageTimes(decoders=4, images=50, busy={"decode": 8.0, "encode": 1.0, "write": 0.5}),
-    ]
-    summary = summarize(ranks, seconds=6.0)
-    rates = {name: stage["images_per_second_alone"] for name, stage in summary["stages"].items()}
-    assert rates == {"decode": 50 + 25, "encode": 20 + 50, "write": 100 + 100}
-    assert summary["limited_by"] == "encode" and summary["images_per_second"] == 25
-    assert summary["stages"]["decode"]["busy_seconds"] == 16.0

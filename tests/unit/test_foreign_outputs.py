@@ -45,7 +45,7 @@ def test_only_a_plain_file_that_begins_as_the_programs_is_replaced(tmp_path):
         refuse_foreign_file(path, b"<!-- ours")
 
 
-@pytest.mark.parametrize("name", ["results.csv", "scaling.png"])
+@pytest.mark.parametrize("name", ["results.csv", "mfu_over_batch.png"])
 def test_an_analysis_replaces_an_analysis_only(run, tmp_path, capsys, name):
     output = tmp_path / "thesis"
     output.mkdir()

@@ -16,7 +16,7 @@ from torchtitan.files.optional import OptionalOutputs
 from torchtitan.files.patient_file import PatientFile
 from torchtitan.sampling.run_samples import log_scalars
 from torchtitan.training.config import MetricsConfig
-from torchtitan.training.metrics import METRICS_FILE, MetricsLog, checked_lines, cut_metrics
+from torchtitan.training.metrics import METRICS_FILE, MetricsLog, cut_metrics
 
 
 @contextmanager
@@ -30,9 +30,9 @@ def files_end_at(size: int):
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def metrics_log(folder, steps_done=0, unsaved=(), **config) -> MetricsLog:
+def metrics_log(folder, steps_done=0, **config) -> MetricsLog:
     config = MetricsConfig(**({"enable_tensorboard": False} | config))
-    return MetricsLog(folder, config, "run", {}, steps_done, unsaved)
+    return MetricsLog(folder, config, "run", {}, steps_done)
 
 
 def steps(folder) -> list[int]:
@@ -50,7 +50,7 @@ def test_points_wait_in_memory_until_there_is_room(tmp_path, caplog, room):
             log.write(step, {"loss": float(step), "text": "x" * 40})
             assert all(json.loads(line) for line in path.read_text().splitlines())
     assert path.read_bytes().startswith(before) and len(steps(tmp_path)) < 5
-    said = f"{path}: the file of metrics cannot be written: File too large; training continues, its lines wait in memory"
+    said = f"{path}: the file of metrics cannot be written: File too large; training continues, its records wait in memory"
     assert caplog.messages == [said]
     log.write(6, {"loss": 6.0})
     log.close()
@@ -63,12 +63,12 @@ def test_points_that_wait_are_written_at_the_end(tmp_path):
     with files_end_at(0):
         log.write(1, {"loss": 1.0})
         log.write(2, {"loss": 1.0})
-        assert log.settle(0.3) == (2, 2) and [json.loads(line)["step"] for line in log.unsaved()] == [1, 2]
+        assert log.settle(0.3) == (2, 2)
     assert log.settle(0.3) == (0, 2)
     assert steps(tmp_path) == [1, 2]
 
 
-def test_a_sync_beside_training_holds_no_line_up_and_drops_only_what_was_there_when_it_began(tmp_path, monkeypatch):
+def test_a_sync_beside_training_holds_no_line_up(tmp_path, monkeypatch):
     file = PatientFile(tmp_path / "lines", "lines")
     file.add(b"one\n")
     began, may_end = threading.Event(), threading.Event()
@@ -82,26 +82,9 @@ def test_a_sync_beside_training_holds_no_line_up_and_drops_only_what_was_there_w
     thread.start()
     assert began.wait(10)
     file.add(b"two\n")  # a deadlock here would be one of training
-    assert file.unsaved() == [b"one\n", b"two\n"]
     may_end.set()
     thread.join(10)
-    assert file.unsaved() == [b"two\n"] and (tmp_path / "lines").read_bytes() == b"one\ntwo\n"
-
-
-@pytest.mark.parametrize("written, synced", [(10, 0), (10, 4), (4, 4), (7, 4), (0, 0)])
-def test_lines_that_a_power_cut_took_from_the_file_come_back_from_the_checkpoint_in_order(tmp_path, written, synced):
-    lines = [json.dumps({"step": step, "loss": step / 7}) for step in (1, 2, 3, 3, 4, 5, 6, 7, 8, 9)]
-    kept = lines[:written]
-    if written == 7:
-        kept[5] = "\0" * 20  # a block that was never written, though the next was
-    (tmp_path / METRICS_FILE).write_text("".join(f"{line}\n" for line in kept))
-    log = metrics_log(tmp_path, 7, checked_lines(lines[synced:8], 7))
-    log.open()
-    assert (tmp_path / METRICS_FILE).read_text().splitlines() == lines[:8]
-    assert log.unsaved() == []
-    log.write(8, {})
-    log.close()
-    assert steps(tmp_path) == [1, 2, 3, 3, 4, 5, 6, 7, 8]
+    assert (tmp_path / "lines").read_bytes() == b"one\ntwo\n"
 
 
 @pytest.mark.parametrize("end", [b"", b"\n"])

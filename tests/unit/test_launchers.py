@@ -10,19 +10,19 @@ import pytest
 
 from tests.launcher import ROOT
 from torchtitan.experiments.launchers import LAUNCHERS
-from torchtitan.experiments.launchers.job import Job, LauncherError, importable_environment, join_outcomes
+from torchtitan.experiments.launchers.job import Job, LauncherError, importable_environment
 from torchtitan.experiments.launchers.on_slurm import SlurmLauncher, _lost, run_in_job
 from torchtitan.experiments.outcome import Outcome
-from torchtitan.experiments.process import Node, Stopped, _command
+from torchtitan.experiments.process import Stopped
 
 
-def job_of(name, function, *arguments, nodes=1):
-    return Job(name, function, arguments, processes=1, nodes=nodes, gpus=0, limit_s=600.0)
+def job_of(name, function, *arguments):
+    return Job(name, function, arguments, processes=1, gpus=0, limit_s=600.0)
 
 
-def ran(word, *, devices, stop, node):
+def ran(word, *, devices, stop):
     """A job's function, here and in other processes."""
-    return Outcome("ok", f"{word} {os.getcwd()} {node.rank if node else None}", 1.0, 0, {"pid": os.getpid()})
+    return Outcome("ok", f"{word} {os.getcwd()}", 1.0, 0, {"pid": os.getpid()})
 
 
 @pytest.mark.parametrize(("launcher", "package"), [("slurm", "submitit"), ("ray", "ray")])
@@ -31,15 +31,6 @@ def test_a_launcher_without_its_package_says_how_to_install_it(tmp_path, monkeyp
     with pytest.raises(LauncherError, match=f"--launcher {launcher}: needs the package {package} .*-m pip install") as caught:
         LAUNCHERS[launcher](tmp_path, 1, {})
     assert "\n" not in str(caught.value)
-
-
-def test_the_cause_on_one_node_comes_before_its_consequences_on_others():
-    def outcomes(*statuses):
-        return [Outcome(status, "", 1.0, 1) for status in statuses]
-
-    assert join_outcomes(outcomes("failed", "oom")).status == "oom"
-    assert join_outcomes(outcomes("failed", "killed", "timeout")).status == "killed"
-    assert join_outcomes(outcomes("ok", "ok")).status == "ok"
 
 
 def test_a_lost_job_is_out_of_memory_only_if_slurm_says_so():
@@ -51,26 +42,20 @@ def test_a_lost_job_is_out_of_memory_only_if_slurm_says_so():
     assert (failed.status, failed.reason) == ("failed", "Slurm job 17_4: KeyError: 'a'")
 
 
-def test_nodes_meet_at_the_first():
-    words = " ".join(_command(["--a=1"], 16, Node(1, 2, "first:29017", "17")))
-    assert "--nnodes 2 --node_rank 1 --nproc_per_node 8 --rdzv_backend c10d --rdzv_id 17 --rdzv_endpoint first:29017" in words
-
-
-def test_jobs_of_submitit_run_elsewhere_and_on_several_nodes(tmp_path, monkeypatch):
+def test_jobs_of_submitit_run_elsewhere(tmp_path, monkeypatch):
     pytest.importorskip("submitit")
     monkeypatch.setenv("PYTHONPATH", importable_environment()["PYTHONPATH"])
     monkeypatch.chdir(ROOT)
     launcher = SlurmLauncher(tmp_path, 2, {}, cluster="local")
     outcome = launcher.run(job_of("a", ran, "word"), threading.Event())
-    assert outcome.status == "ok" and outcome.reason == f"word {ROOT} None" and outcome.chosen["pid"] != os.getpid()
-    assert launcher.run(job_of("b", ran, "word", nodes=2), threading.Event()).status == "ok"
+    assert outcome.status == "ok" and outcome.reason == f"word {ROOT}" and outcome.chosen["pid"] != os.getpid()
     stop = threading.Event()
     stop.set()
     with pytest.raises(Stopped):
         launcher.run(job_of("c", ran, "word"), stop)
 
 
-def until_told(*, devices, stop, node):
+def until_told(*, devices, stop):
     """A job's function that is preempted in its midst."""
     os.kill(os.getpid(), signal.SIGTERM)
     assert stop.wait(10)
@@ -78,7 +63,7 @@ def until_told(*, devices, stop, node):
 
 
 def test_a_job_that_slurm_takes_the_machine_of_is_stopped_in_time_to_save_and_counts_as_killed(tmp_path, monkeypatch):
-    here = SimpleNamespace(job_id="17_3", global_rank=0, hostnames=["first"])
+    here = SimpleNamespace(job_id="17_3")
     monkeypatch.setitem(sys.modules, "submitit", SimpleNamespace(JobEnvironment=lambda: here))
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR2)}
     monkeypatch.chdir(tmp_path)
@@ -132,6 +117,6 @@ def test_a_preempted_job_that_left_no_result_is_killed(small_slurm):
 
 def test_a_job_asks_for_its_machines_with_the_options_of_the_user(small_slurm):
     launcher = SlurmLauncher(small_slurm / "out", 2, {"partition": "gpu", "cpus-per-task": "64"})
-    assert launcher._submit(Job("a", ran, ("word",), 16, 2, 8, 2400.0)).job_id == "17"
+    assert launcher._submit(Job("a", ran, ("word",), 16, 8, 2400.0)).job_id == "17"
     lines = {line.removeprefix("#SBATCH --") for line in (small_slurm / "script").read_text().splitlines()}
-    assert {"nodes=2", "ntasks-per-node=1", "gpus-per-node=8", "cpus-per-task=64", "partition=gpu", "time=40"} <= lines
+    assert {"nodes=1", "ntasks-per-node=1", "gpus-per-node=8", "cpus-per-task=64", "partition=gpu", "time=40"} <= lines

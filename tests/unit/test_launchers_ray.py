@@ -29,23 +29,23 @@ def launcher(tmp_path_factory):
         ray.shutdown()
 
 
-def job_of(function, *arguments, processes=1, nodes=1, gpus=0):
-    return Job(function.__name__, function, arguments, processes, nodes, gpus, 600.0)
+def job_of(function, *arguments, processes=1, gpus=0):
+    return Job(function.__name__, function, arguments, processes, gpus, 600.0)
 
 
-def ran(word, *, devices, stop, node):
+def ran(word, *, devices, stop):
     return Outcome("ok", f"{word} {os.getcwd()}", 1.0, 0, {"pid": os.getpid()})
 
 
-def failed(*, devices, stop, node):
+def failed(*, devices, stop):
     raise KeyError("no such cell")
 
 
-def lost(*, devices, stop, node):
+def lost(*, devices, stop):
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def endless(folder, *, devices, stop, node):
+def endless(folder, *, devices, stop):
     (folder / "pid").write_text(str(os.getpid()))
     while True:
         time.sleep(0.1)
@@ -90,5 +90,3 @@ def test_what_the_cluster_has_not_is_refused(launcher):
         launcher.check([job_of(ran, processes=cpus + 1)])
     with pytest.raises(LauncherError, match=r"^ran: a run needs 1000 GPUs"):
         launcher.check([job_of(ran, gpus=1000)])
-    with pytest.raises(LauncherError, match=r"^ran: nodes = 2 needs --launcher slurm"):
-        launcher.check([job_of(ran, nodes=2)])

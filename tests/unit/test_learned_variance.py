@@ -9,7 +9,7 @@ from scipy import stats
 
 from torchtitan import philox
 from torchtitan.diffusion.denoising import DenoisingConfig
-from torchtitan.diffusion.learned_variance import log_variance, posterior_mean, variational_bound
+from torchtitan.diffusion.learned_variance import log_variance, variational_bound
 from torchtitan.diffusion.objective import Draw, Microbatch
 from torchtitan.diffusion.objectives import build_objective
 
@@ -118,8 +118,6 @@ def test_variance_lies_between_its_two_limits():
     for interpolation, variance in ((-1.0, smallest), (1.0, path.betas)):
         ends = log_variance(path, torch.full_like(x0, interpolation), index)[:, 0, 0, 0]
         torch.testing.assert_close(ends.double(), variance[index].log(), rtol=1e-6, atol=0)
-    mean = posterior_mean(path, x0, draw.noise, torch.zeros(7, dtype=torch.int64))
-    torch.testing.assert_close(mean, x0, rtol=1e-6, atol=1e-6)  # the last step returns x0
 
 
 def test_twice_the_channels_without_integer_steps_are_refused():

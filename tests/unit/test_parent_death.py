@@ -88,13 +88,3 @@ def test_the_command_of_a_launch_script_ends_with_it_and_keeps_its_code():
     shell.kill()
     shell.wait()
     assert gone_within(command, 5)
-
-
-def test_the_command_of_a_guard_ends_even_if_the_guard_is_killed():
-    guard = [sys.executable, "-S", str(ROOT / "torchtitan" / "experiments" / "guard.py"), "0", "sleep", "60"]
-    process = subprocess.Popen(guard, stdin=subprocess.PIPE)
-    command = child_that_sleeps(process.pid)
-    process.kill()
-    process.wait()
-    process.stdin.close()
-    assert gone_within(command, 5)

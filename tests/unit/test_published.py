@@ -95,11 +95,11 @@ def test_a_folder_of_diffusers_with_an_embedder_in_each_block_is_imported(tmp_pa
     assert same(found.tensors, weights.tensors) and found.model.config == weights.model.config
     own, again = tmp_path / "own.safetensors", tmp_path / "again"
     assert main(["import", str(folder), "--format", "diffusers", "--output", str(own)]) == 0
-    assert main(["convert", str(own), "--from", "safetensors", "--to", "diffusers", "--output", str(again)]) == 0
+    assert main(["export", str(own), "--format", "diffusers", "--output", str(again)]) == 0
     assert same(load_file(again / file.name), load_file(file))
     assert json.loads((again / "config.json").read_text())["norm_eps"] == 1e-5
     capsys.readouterr()
-    dit = ["convert", str(own), "--from", "safetensors", "--to", "dit", "--approximate", "--output", str(tmp_path / "x")]
+    dit = ["export", str(own), "--format", "dit", "--approximate", "--output", str(tmp_path / "x")]
     assert main(dit) == 2
     error = capsys.readouterr().err
     assert "model.embedding_per_block = true: only the diffusers layout has that" in error and not (tmp_path / "x").exists()
@@ -156,20 +156,20 @@ def test_published_to_published_and_back_is_exact(tmp_path, capsys):
     write_weights(weights, first, "dit", dtype="float32", overwrite=False)
     published = load_file(first)
     torch.save({"ema": published}, tmp_path / "DiT.pt")
-    words = ["convert", str(tmp_path / "DiT.pt"), "--from", "dit", "--to", "diffusers", "--output", str(folder)]
+    own = tmp_path / "imported.safetensors"
+    assert main(["import", str(tmp_path / "DiT.pt"), "--format", "dit", "--output", str(own)]) == 0
+    assert "taken from 'ema'" in capsys.readouterr().err
+    words = ["export", str(own), "--format", "diffusers", "--output", str(folder)]
     assert main(words) == 2
     assert "--approximate" in capsys.readouterr().err and not folder.exists()
     assert main([*words, "--approximate"]) == 0
-    assert "taken from 'ema'" in capsys.readouterr().err
-    assert main(["convert", str(folder), "--from", "diffusers", "--to", "safetensors", "--output", str(back)]) == 0
+    assert main(["import", str(folder), "--format", "diffusers", "--output", str(back)]) == 0
     assert same(load_file(back), weights.tensors)
     again = tmp_path / "again.safetensors"
-    assert main(["convert", str(back), "--from", "safetensors", "--to", "dit", "--approximate", "--output", str(again)]) == 0
+    assert main(["export", str(back), "--format", "dit", "--approximate", "--output", str(again)]) == 0
     assert same(load_file(again), published)
     with safe_open(back, framework="pt") as file:
         assert 'flavor = "DiT-T/2"' in file.metadata()["config"]
-    assert main(["import", str(first), "--format", "dit", "--output", str(tmp_path / "imported.safetensors")]) == 0
-    assert same(load_file(tmp_path / "imported.safetensors"), weights.tensors)
 
 
 def test_what_shows_no_model_is_refused_in_one_line(tmp_path, capsys):
@@ -179,16 +179,15 @@ def test_what_shows_no_model_is_refused_in_one_line(tmp_path, capsys):
     save_file(wider, tmp_path / "wide.safetensors")
     save_file({"x": torch.zeros(1)}, tmp_path / "other.safetensors")
     write_weights(random_weights(), tmp_path / "own.safetensors", "safetensors", dtype="float32", overwrite=False)
-    out = ("--to", "safetensors", "--output", str(tmp_path / "y.safetensors"))
+    out = ("--output", str(tmp_path / "y.safetensors"))
     for words, text in (
-        (("wide.safetensors", "--from", "dit", *out), "show no model of a named size in the dit layout (add --config FILE)"),
-        (("other.safetensors", "--from", "sit", *out), "show no model of a named size in the sit layout"),
-        (("own.safetensors", "--from", "dit", *out), "own layout already"),
-        (("x.safetensors", "--from", "safetensors", *out), "is not in this program's layout"),
-        (("x.safetensors", "--from", "dit", "--vae", "v", *out), "--vae: has no effect on safetensors"),
-        (("nothing.safetensors", "--from", "dit", *out), "no such file of weights"),
+        (("import", "wide.safetensors", "--format", "dit", *out), "of a named size in the dit layout (add --config FILE)"),
+        (("import", "other.safetensors", "--format", "sit", *out), "show no model of a named size in the sit layout"),
+        (("import", "own.safetensors", "--format", "dit", *out), "own layout already"),
+        (("export", "own.safetensors", "--format", "safetensors", "--vae", "v", *out), "--vae: has no effect on safetensors"),
+        (("import", "nothing.safetensors", "--format", "dit", *out), "no such file of weights"),
     ):
-        assert main(["convert", str(tmp_path / words[0]), *words[1:]]) == 2
+        assert main([words[0], str(tmp_path / words[1]), *words[2:]]) == 2
         error = capsys.readouterr().err
         assert text in error and len(error.splitlines()) == 1, error
     assert not (tmp_path / "y.safetensors").exists()

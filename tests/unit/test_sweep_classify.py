@@ -2,7 +2,6 @@
 
 import pytest
 
-from torchtitan.experiments import guard
 from torchtitan.experiments.outcome import Outcome, classify
 from torchtitan.experiments.process import _environment, repeat_killed
 
@@ -82,10 +81,3 @@ def test_devices_are_numbered_among_the_visible_ones(monkeypatch, outside, insid
     monkeypatch.setenv("RANK", "3")  # a sweep started by a launcher must not hand its rank on
     found = _environment(2, {}, [1, 2])
     assert found["CUDA_VISIBLE_DEVICES"] == inside and "RANK" not in found
-
-
-def test_what_a_dead_process_has_started_is_found(monkeypatch):
-    """Processes are looked at one after another: a parent may have died since its child was."""
-    table = [(30, 20, True), (20, 10, False), (10, 1, True), (40, 1, True)]
-    monkeypatch.setattr(guard, "_processes", lambda: table)
-    assert guard._descendants(10) == [30]

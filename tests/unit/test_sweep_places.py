@@ -43,8 +43,7 @@ def test_the_keys_that_name_written_places_are_declared_so():
         places = written_places(dataclasses.replace(JobConfig(), data=section))
         found |= {key: field.metadata["writes"] for key, _, field in places}
     assert found == {
-        "job.dump_folder": "run", "job.name": "run", "checkpoint.folder": "run", "data.index_path": "shared",
-        "cache.folder": "shared",
+        "job.dump_folder": "run", "job.name": "run", "checkpoint.folder": "run", "cache.folder": "shared",
     }  # fmt: skip
 
 
@@ -70,22 +69,21 @@ def test_places_of_a_base_that_the_sweep_replaces_do_not_matter(tmp_path):
 
 
 def test_what_runs_share_lies_in_one_folder_of_the_sweep(tmp_path):
-    data = dataclasses.replace(DATASETS["webdataset"].Config(), name="webdataset")
     results = tmp_path / "results"
 
-    def problems(index_path):
+    def problems(folder):
         config = JobConfig()
         config.job.dump_folder, config.job.name = str(results), "cell"
-        config.data = dataclasses.replace(data, index_path=str(index_path))
+        config.data.name, config.cache.enable, config.cache.folder = "captioned_folder", True, str(folder)
         return [key for key, _ in place_problems(config, results, results, "cell")]
 
-    assert problems("") == problems(results / "shared") == problems(results / "shared" / "index") == []
+    assert problems("") == problems(results / "shared") == problems(results / "shared" / "latents") == []
     outside = (tmp_path, results, results / "cell", results / "shared" / ".." / "cell", results / "shared-not")
-    assert all(problems(path) == ["data.index_path"] for path in outside)
+    assert all(problems(path) == ["cache.folder"] for path in outside)
     results.mkdir()
     (results / "shared").mkdir()
     (results / "shared" / "link").symlink_to(tmp_path)
-    assert problems(results / "shared" / "link") == ["data.index_path"]
+    assert problems(results / "shared" / "link") == ["cache.folder"]
 
 
 @pytest.mark.parametrize(

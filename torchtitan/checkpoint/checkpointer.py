@@ -5,7 +5,7 @@
                              manifest.json        size and SHA-256 of each file; written last
 
 A checkpoint is written, read back, and counts once it is whole (checkpoint/store.py). Tensors are read back in
-any layout (checkpoint/shared_reading.py; torch.distributed.checkpoint can, too). Nothing is pickled.
+any layout (checkpoint/reading.py; torch.distributed.checkpoint can, too). Nothing is pickled.
 
 Saving does not use torch.distributed.checkpoint: names and layouts determine the rank that writes each piece, so that a
 rank copies only its own share to host memory, and the ranks only exchange the outcome. They do so in a separate process
@@ -29,6 +29,7 @@ from torchtitan.checkpoint.host_copies import HostCopies
 from torchtitan.checkpoint.manifest import (
     STATE,
     check_content,
+    check_pieces,
     checkpoint_path,
     checkpoint_steps,
     first_good,
@@ -36,10 +37,10 @@ from torchtitan.checkpoint.manifest import (
     newest_good,
     read_back,
     verify,
+    verify_together,
 )
 from torchtitan.checkpoint.pieces import pieces_of
 from torchtitan.checkpoint.reading import read_state, read_tensors, read_tensors_together
-from torchtitan.checkpoint.shared_verification import check_pieces_together, first_problem, verify_together
 from torchtitan.checkpoint.store import store_of
 from torchtitan.distributed.collectives import from_first_rank, group_for_work, of_all_ranks
 from torchtitan.errors import CheckpointError, StoreError, first_line
@@ -200,9 +201,9 @@ class Checkpointer:
         partial, problem = from_first_rank(self._begin, step, group=self._group)
         if problem is None:
             files, failure = self._write_files(self.folder / partial, pieces, state)
-            outcomes = of_all_ranks((files, self._problems_of(self.folder / partial, files, failure)), group=self._group)
+            outcomes = of_all_ranks((files, failure), group=self._group)
             files = {name: entry for written, _ in outcomes for name, entry in written.items()}
-            problem = first_problem([problems for _, problems in outcomes])
+            problem = next((failure for _, failure in outcomes if failure), None)
             problem = from_first_rank(self._conclude, partial, step, files, problem, group=self._group)
         return f"{checkpoint_path(self.folder, step)}: cannot be written: {problem}" if problem else None
 
@@ -227,17 +228,11 @@ class Checkpointer:
             return files, first_line(error)
         return files, None
 
-    def _problems_of(self, partial: AnyPath, files: dict[str, dict], failure: str | None) -> list[str | None]:
-        """Problems of this rank's files: the failure of writing them, and those of their pieces among the others'."""
-        try:
-            return [failure, *check_pieces_together(partial, [] if failure else list(files), self._group)]
-        except StoreError as error:
-            return [first_line(error), None, None]
-
     def _conclude(self, partial: str, step: int, files: dict[str, dict], problem: str | None) -> str | None:
         """Conclude a save: let the checkpoint count, or remove it; return the failure."""
         try:
-            problem = problem or check_content(self.folder / partial, files)
+            folder = self.folder / partial
+            problem = problem or check_content(folder, files) or check_pieces(folder, files)
             if problem is None:
                 self._store.commit(partial, step, files)
         except OSError as error:

@@ -87,25 +87,6 @@ def ema_tracks(source: TensorSource) -> list[str]:
     return sorted(name.removeprefix("ema.").removesuffix(ending) for name in found)
 
 
-def weights_of(source: TensorSource, track: str) -> TensorSource:
-    """Weights of a checkpoint under the names of a file of weights: those of a track, and buffers.
-
-    Args:
-        source: of a checkpoint.
-        track: of its averages; "none" for the trained weights.
-    """
-    average = f"ema.{track}."
-    held = {name.removeprefix("model."): name for name in source.shapes if name.startswith("model.")}
-    if track != "none":
-        held |= {name.removeprefix(average): name for name in source.shapes if name.startswith(average)}
-
-    def read(names: list[str]) -> dict[str, Tensor]:
-        found = source.read([held[name] for name in names])
-        return {name: found[held[name]] for name in names}
-
-    return TensorSource({name: source.shapes[place] for name, place in held.items()}, read, None)
-
-
 def is_counter(name: str) -> bool:
     """Check whether a tensor of a checkpoint is an optimizer's count of steps."""
     return name.startswith("optimizer.") and name.endswith(".step")

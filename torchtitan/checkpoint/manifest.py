@@ -1,9 +1,11 @@
 """Manifest of a checkpoint's folder: its names, sizes and checksums, and the test of a good one.
 
-Nothing in it is trusted before it is checked: sizes, types, names and links as well as checksums.
+Nothing in it is trusted before it is checked: sizes, types, names and links as well as checksums. Several ranks divide the
+bytes of a checkpoint between them; the first one checks the headers of all shards.
 """
 
 import hashlib
+import heapq
 import json
 import os
 import re
@@ -14,6 +16,9 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
+import torch.distributed as dist
+
+from torchtitan.distributed.collectives import from_first_rank, of_all_ranks, on_all_ranks
 from torchtitan.errors import DamagedFile, StoreError
 from torchtitan.files.durable import sync, write_synced
 from torchtitan.files.remote_path import AnyPath, RemotePath
@@ -112,18 +117,8 @@ def check_content(checkpoint: AnyPath, files: dict[str, dict]) -> str | None:
 
 def check_pieces(checkpoint: AnyPath, files: Iterable[str]) -> str | None:
     """Check the headers of the shards among files, and that their pieces fill each tensor once; return the problem."""
-    return problem_of_pieces(checkpoint, lambda: check_shards(shards_of(checkpoint, files)))
-
-
-def shards_of(checkpoint: _Folder, files: Iterable[str]) -> list[_Folder]:
-    """Paths of the shards among a checkpoint's files, by name."""
-    return [checkpoint / name for name in sorted(files) if name.endswith(".safetensors")]
-
-
-def problem_of_pieces(checkpoint: AnyPath, check: Callable[[], object]) -> str | None:
-    """Problem that a check of shards finds; None if it finds none. Raises StoreError."""
     try:
-        check()
+        check_shards([checkpoint / name for name in sorted(files) if name.endswith(".safetensors")])
     except DamagedShard as error:
         return str(error)
     except StoreError:
@@ -131,6 +126,44 @@ def problem_of_pieces(checkpoint: AnyPath, check: Callable[[], object]) -> str |
     except OSError as error:
         return f"{Path(str(error.filename or checkpoint)).name} is missing or unreadable"
     return None
+
+
+def verify_together(checkpoint: AnyPath, group: dist.ProcessGroup | None = None) -> str | None:
+    """Read every byte of a checkpoint, each rank its share; collective. Returns as `verify`, on every rank.
+
+    Raises:
+        StoreError: on every rank; the store does not answer, which is not damage.
+    """
+    files, problem = from_first_rank(_files_of, checkpoint, group=group)
+    if problem:
+        return problem
+    rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+    def problems() -> list[str | None]:
+        found = [check_files(checkpoint, {name: files[name] for name in shares_of(files, world_size)[rank]})]
+        return [*found, check_content(checkpoint, files), check_pieces(checkpoint, files)] if rank == 0 else found
+
+    answers = of_all_ranks(on_all_ranks(problems, (StoreError,), group), group)
+    damaged = [found[0] for found in answers] + answers[0][1:]  # causes before what follows from them
+    return next((problem for problem in damaged if problem), None)
+
+
+def shares_of(files: dict[str, dict], world_size: int) -> list[list[str]]:
+    """Share of the files for each rank: from the largest down, each to the rank with the fewest bytes so far."""
+    shares: list[list[str]] = [[] for _ in range(world_size)]
+    loads = [(0, rank) for rank in range(world_size)]
+    for name in sorted(files, key=lambda name: (-files[name]["size"], name)):
+        load, rank = loads[0]
+        heapq.heapreplace(loads, (load + files[name]["size"], rank))
+        shares[rank].append(name)
+    return shares
+
+
+def _files_of(checkpoint: AnyPath) -> tuple[dict[str, dict], str | None]:
+    try:
+        return read_manifest(checkpoint), None
+    except DamagedFile as error:
+        return {}, str(error)
 
 
 def newest_good(folder: AnyPath) -> tuple[int | None, list[str]]:

@@ -1,5 +1,9 @@
-"""Read a good checkpoint. One of a remote store is read from a local copy, which is checked again."""
+"""Read a good checkpoint into any layout: each rank reads the headers of all shards, and the pieces that it holds a part of.
 
+One of a remote store is read from a local copy, which is checked again.
+"""
+
+import errno
 import hashlib
 import os
 import shutil
@@ -11,18 +15,21 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 
 from torchtitan.checkpoint.manifest import STATE, check_content, check_file, check_pieces, read_json, read_manifest
-from torchtitan.checkpoint.shared_reading import find_pieces, find_pieces_together, read_pieces
+from torchtitan.checkpoint.pieces import offsets_of
 from torchtitan.distributed.collectives import of_all_ranks, on_all_ranks
 from torchtitan.errors import CheckpointError, DamagedFile, StoreError, first_line
 from torchtitan.files.remote_path import AnyPath, RemotePath
-from torchtitan.files.shard_files import DamagedShard, whole_tensors
+from torchtitan.files.shard_files import DamagedShard, Place, read_places, whole_tensors
 from torchtitan.processes.launch import launch_number
 
 _CHUNK = 8 << 20  # bytes copied at once
@@ -37,7 +44,7 @@ def read_tensors(checkpoint: AnyPath, tensors: dict[str, Tensor]) -> None:
     with ExitStack() as stack:
         folder = checkpoint if isinstance(checkpoint, Path) else _fetched(checkpoint, stack)
         with _fitting(checkpoint):
-            read_pieces(folder, find_pieces(folder, tensors), tensors)
+            _fill(folder, tensors)
 
 
 def read_tensors_together(checkpoint: AnyPath, tensors: dict[str, Tensor]) -> None:
@@ -47,8 +54,7 @@ def read_tensors_together(checkpoint: AnyPath, tensors: dict[str, Tensor]) -> No
         CheckpointError: on every rank.
     """
     with shared_copy(checkpoint) as folder, _fitting(checkpoint):
-        answers = find_pieces_together(folder, tensors)
-        on_all_ranks(lambda: read_pieces(folder, answers, tensors), (RuntimeError, ValueError, OSError), None)
+        on_all_ranks(lambda: _fill(folder, tensors), (DamagedShard, RuntimeError, ValueError, OSError), None)
 
 
 @contextmanager
@@ -91,6 +97,70 @@ def reader(checkpoint: AnyPath) -> Callable[[Iterable[str]], dict[str, Tensor]]:
         return tensors
 
     return read
+
+
+# ---------------------------------------------------------------------- pieces
+
+
+@torch.no_grad()
+def _fill(folder: Path, tensors: dict[str, Tensor]) -> None:
+    """Fill this rank's parts of tensors in place. Raises ValueError: one is missing or has another shape; OSError, DamagedShard.
+    """
+    pieces: dict[str, list[tuple[Path, Place]]] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        for name, place in read_places(file).items():
+            pieces.setdefault(name, []).append((file, place))
+    by_file: dict[Path, list[tuple[str, Place]]] = {}
+    for name, tensor in tensors.items():
+        for file, place in _pieces_for(name, tensor, pieces.get(name, [])):
+            by_file.setdefault(file, []).append((name, place))
+    for file, inside in sorted(by_file.items()):
+        try:
+            with safe_open(file, framework="pt") as opened:
+                for name, place in inside:
+                    _read_piece(opened, name, place, tensors[name])
+        except SafetensorError as error:
+            raise OSError(errno.EIO, str(error), file.name) from error
+
+
+def _pieces_for(name: str, tensor: Tensor, pieces: list[tuple[Path, Place]]) -> list[tuple[Path, Place]]:
+    """Pieces of a tensor that lie in this rank's part of it. Raises ValueError: the whole has another shape."""
+    if not pieces:
+        raise ValueError(f"a tensor is missing: {name}")
+    whole = tuple(max(ends) for ends in zip(*(map(sum, zip(*place, strict=True)) for _, place in pieces), strict=True))
+    if whole != tuple(tensor.shape):
+        raise ValueError(f"a tensor has the shape {list(whole)} instead of {list(tensor.shape)}: {name}")
+    part = _part_here(tensor)
+    return [(file, place) for file, place in pieces if _common(part, place) is not None]
+
+
+def _read_piece(opened: Any, name: str, place: Place, tensor: Tensor) -> None:
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    common = _common(_part_here(tensor), place)
+    assert common is not None, "it was chosen for what they have in common"
+    if local.ndim:
+        local[common[0]].copy_(opened.get_slice(name)[common[1]])
+    else:
+        local.copy_(opened.get_tensor(name))
+
+
+def _part_here(tensor: Tensor) -> Place:
+    """Offsets and shape of this rank's part of a tensor."""
+    if isinstance(tensor, DTensor):
+        return offsets_of(tensor), tuple(tensor.to_local().shape)
+    return (0,) * tensor.ndim, tuple(tensor.shape)
+
+
+def _common(part: Place, piece: Place) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
+    """Common box of a part and a piece of a tensor: its slices in each; None if it is empty."""
+    of_part, of_piece = [], []
+    for first, size, other, length in zip(*part, *piece, strict=True):
+        begin, end = max(first, other), min(first + size, other + length)
+        if begin >= end:
+            return None
+        of_part.append(slice(begin - first, end - first))
+        of_piece.append(slice(begin - other, end - other))
+    return tuple(of_part), tuple(of_piece)
 
 
 # ---------------------------------------------------------------------- copies on the node's disk

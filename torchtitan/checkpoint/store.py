@@ -9,7 +9,6 @@ import os
 import re
 import uuid
 from pathlib import Path
-from typing import Protocol
 
 from torchtitan.checkpoint.manifest import (
     MANIFEST,
@@ -32,52 +31,28 @@ _SET_ASIDE = re.compile(r"set-aside-step-\d{8,18}-[0-9a-f]{8}")
 _HIDDEN = re.compile(r"\.((deleted|replaced)-)?step-\d{8,18}(-[0-9a-f]{8})?")
 
 
-class CheckpointStore(Protocol):
-    """Store of a run's checkpoints, used by the first rank; every method raises OSError."""
-
-    def prepare(self) -> None:
-        """Prepare once, when a run starts: remove the remains of an interrupted save."""
-
-    def begin(self, step: int) -> str:
-        """Begin a checkpoint: name of a new, empty folder for its files."""
-
-    def commit(self, name: str, step: int, files: dict[str, dict]) -> None:
-        """Commit a folder with all its files as the checkpoint of a step."""
-
-    def discard(self, name: str) -> None:
-        """Discard the files of a failed save, as far as possible."""
-
-    def delete(self, step: int) -> None:
-        """Delete a checkpoint; at no moment does half of one count."""
-
-    def set_aside(self, step: int) -> str:
-        """Set aside a checkpoint under a name that does not count; return the name."""
-
-
-def store_of(folder: AnyPath) -> CheckpointStore:
-    """Store that keeps checkpoints in a folder."""
-    return RemoteStore(folder) if isinstance(folder, RemotePath) else LocalStore(folder)
-
-
 class LocalStore:
-    """Checkpoints in a folder of a file system that renames in one go."""
+    """Checkpoints in a folder of a file system that renames in one go; used by the first rank, every method raises OSError."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
     def prepare(self) -> None:
+        """Prepare once, when a run starts: remove the remains of an interrupted save."""
         if self._folder.is_dir():
             for path in sorted(self._folder.iterdir()):
                 if _HIDDEN.fullmatch(path.name) and _is_own(path):
                     self._remove(path)
 
     def begin(self, step: int) -> str:
+        """Begin a checkpoint: name of a new, empty folder for its files."""
         name = f".step-{step:08d}-{_unique()}"
         make_folder(self._folder)
         (self._folder / name).mkdir()
         return name
 
     def commit(self, name: str, step: int, files: dict[str, dict]) -> None:
+        """Commit a folder with all its files as the checkpoint of a step."""
         partial = self._folder / name
         write_manifest(partial, files)
         final = checkpoint_path(self._folder, step)
@@ -97,9 +72,11 @@ class LocalStore:
             self._remove(replaced)
 
     def discard(self, name: str) -> None:
+        """Discard the files of a failed save, as far as possible."""
         self._remove(self._folder / name)
 
     def delete(self, step: int) -> None:
+        """Delete a checkpoint; at no moment does half of one count."""
         path = checkpoint_path(self._folder, step)
         if not (path / MANIFEST).exists():  # not made here, or somebody is at work on it
             return
@@ -109,6 +86,7 @@ class LocalStore:
         self._remove(hidden)
 
     def set_aside(self, step: int) -> str:
+        """Set aside a checkpoint under a name that does not count; return the name."""
         path = checkpoint_path(self._folder, step)
         aside = path.with_name(f"set-aside-{path.name}-{_unique()}")
         path.rename(aside)
@@ -127,7 +105,7 @@ class LocalStore:
 
 
 class RemoteStore:
-    """Checkpoints in a store of whole file names, without guarantees about several of them."""
+    """Checkpoints in a store of whole file names, without guarantees about several of them; methods as of LocalStore."""
 
     def __init__(self, folder: RemotePath) -> None:
         self._folder = folder
@@ -169,6 +147,11 @@ class RemoteStore:
             source.copy_to(aside / source.name)
         _remove(path)
         return aside.name
+
+
+def store_of(folder: AnyPath) -> LocalStore | RemoteStore:
+    """Store that keeps checkpoints in a folder."""
+    return RemoteStore(folder) if isinstance(folder, RemotePath) else LocalStore(folder)
 
 
 def _is_own(folder: Path) -> bool:

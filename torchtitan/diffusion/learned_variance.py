@@ -34,12 +34,6 @@ def log_variance(path: IndexedPath, interpolation: Tensor, index: Tensor) -> Ten
     return _log_variance(low, high, interpolation)
 
 
-def posterior_mean(path: IndexedPath, x0: Tensor, x_t: Tensor, index: Tensor) -> Tensor:
-    """Mean of q(x_(k-1) | x_k = x_t, x0) at integer indices k [B]. Source: Ho et al., arXiv 2006.11239, eq. 7."""
-    of_x0, of_x_t, _, _ = _constants(path, index, x_t)
-    return of_x0 * x0 + of_x_t * x_t
-
-
 def variational_bound(
     path: IndexedPath, x0: Tensor, x_t: Tensor, x0_estimate: Tensor, interpolation: Tensor, index: Tensor
 ) -> Tensor:

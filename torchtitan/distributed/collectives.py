@@ -1,7 +1,6 @@
 """Collectives of plain objects: one rank decides for all, or one rank's request reaches everyone."""
 
 import os
-import pickle
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -48,26 +47,6 @@ def of_all_ranks(value: Any, group: dist.ProcessGroup | None = None) -> list[Any
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value, group=group)
     return values
-
-
-def from_each_rank(values: list[Any], group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Send a value (a picklable object) to each rank; return those sent here, in rank order; collective.
-
-    A rank receives only what is meant for it, unlike in `of_all_ranks`. The group holds all ranks, as by default.
-
-    Args:
-        values: one for each rank, in rank order.
-    """
-    if not _several():
-        return list(values)
-    packed = [pickle.dumps(value) for value in values]
-    sizes = torch.tensor([len(data) for data in packed])
-    sizes_here = torch.empty_like(sizes)
-    dist.all_to_all_single(sizes_here, sizes, group=group)
-    sent = torch.frombuffer(bytearray(b"".join(packed)), dtype=torch.uint8)
-    received = torch.empty(int(sizes_here.sum()), dtype=torch.uint8)
-    dist.all_to_all_single(received, sent, sizes_here.tolist(), sizes.tolist(), group=group)
-    return [pickle.loads(part.numpy().tobytes()) for part in received.split(sizes_here.tolist())]
 
 
 def on_all_ranks(function: Callable[[], Any], errors: tuple[type[Exception], ...], group: dist.ProcessGroup | None) -> Any:

@@ -3,8 +3,6 @@
 import dataclasses
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -22,7 +20,6 @@ from torchtitan.models.quantized import quantized_tensors, quantized_weights
 
 # Prefetching of parameters reaches from one block to the next, or farther, so the first and the last differ from those between.
 _EDGE = 1
-_TWO_BATCH_SIZES = (8, 64)  # the peak within a window moves in small ones
 
 
 @dataclass(frozen=True)
@@ -106,60 +103,15 @@ def estimate_memory(config: JobConfig, world_size: int, on_gpu: bool | None = No
     return _estimate(config, world_size, on_gpu)
 
 
-def memory_by_batch_size(
-    config: JobConfig, world_size: int, on_gpu: bool | None = None
-) -> Callable[[int], MemoryEstimate]:
-    """Memory of each rank as a function of training.local_batch_size, by two simulations.
-
-    Each window of the step is linear in the batch size, and the peak is the highest window. The number of microbatches
-    stays that of the configuration.
-
-    Args:
-        config, world_size, on_gpu: as for `estimate_memory`.
-    """
-    if config.activation_checkpoint.mode == "memory_budget":
-        most, least = (memory_by_batch_size(_recomputing(config, mode), world_size, on_gpu) for mode in ("none", "full"))
-        return lambda batch_size: dataclasses.replace(most(batch_size), least=least(batch_size).total)
-    ranks = config.parallelism.data_ranks
-    microbatches = config.training.global_batch_size // (config.training.local_batch_size * ranks)
-    start_up, (first, second) = _start_up_bytes(config), _TWO_BATCH_SIZES
-
-    def step_of(batch_size: int) -> SimulatedStep:
-        training = dataclasses.replace(
-            config.training, local_batch_size=batch_size, global_batch_size=batch_size * ranks * microbatches
-        )
-        return _of_full_depth(dataclasses.replace(config, training=training), world_size, on_gpu)
-
-    with _without_warnings():
-        low, high = step_of(first), step_of(second)
-
-    def extrapolated(low: Counter, high: Counter, batch_size: int) -> Counter:
-        share = (batch_size - first) / (second - first)
-        return Counter({part: round(low[part] + share * (high[part] - low[part])) for part in low | high})
-
-    def memory(batch_size: int) -> MemoryEstimate:
-        windows = {key: extrapolated(peak, high.windows[key], batch_size) for key, peak in low.windows.items()}
-        step = SimulatedStep(extrapolated(low.held, high.held, batch_size), windows)
-        return _at_the_peak(step, start_up, config.training.enable_cpu_offload)
-
-    return memory
-
-
 def _recomputing(config: JobConfig, mode: CheckpointMode) -> JobConfig:
     return dataclasses.replace(config, activation_checkpoint=ActivationCheckpointConfig(mode=mode))
 
 
 def _estimate(config: JobConfig, world_size: int, on_gpu: bool | None) -> MemoryEstimate:
-    with _without_warnings():
-        step = _of_full_depth(config, world_size, on_gpu)
-    return _at_the_peak(step, _start_up_bytes(config), config.training.enable_cpu_offload)
-
-
-@contextmanager
-def _without_warnings() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "FSDP2-wrapped module")  # of a view, which nothing here changes in place
-        yield
+        step = _of_full_depth(config, world_size, on_gpu)
+    return _at_the_peak(step, _start_up_bytes(config), config.training.enable_cpu_offload)
 
 
 def _at_the_peak(step: SimulatedStep, start_up: int, offloads: bool) -> MemoryEstimate:
@@ -242,5 +194,3 @@ def _of_full_depth(config: JobConfig, world_size: int, on_gpu: bool | None) -> S
 
 def _extrapolate(shallow: Counter, deeper: Counter, times: int) -> Counter:
     return Counter({part: shallow[part] + times * (deeper[part] - shallow[part]) for part in shallow | deeper})
-
-

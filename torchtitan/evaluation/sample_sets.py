@@ -22,7 +22,7 @@ from torchtitan.evaluation.decoding import LatentDecoder
 from torchtitan.evaluation.sample_plans import KEY, SampleNotFinite, SampleSetError, SetPlan
 from torchtitan.evaluation.sampling import ImageSampler
 from torchtitan.fidelity.images import SET_CLASSES, SET_RECORD
-from torchtitan.files.durable import make_folder, remove_unfinished, replace_file, replace_files
+from torchtitan.files.durable import make_folder, remove_unfinished, replace_file
 from torchtitan.files.ownership import foreign_entry, foreign_text, refuse_foreign_file
 from torchtitan.files.record_difference import first_difference
 from torchtitan.files.regular import read_regular
@@ -80,7 +80,8 @@ class SampleSet:
             raise SampleNotFinite(
                 f"{self.folder}: the image of seed {seed} has values that are not finite (try more steps or less guidance)"
             )
-        replace_files(self.folder, dict(zip(self._names(batch), map(_png, to_rgb(images.numpy())), strict=True)))
+        for name, picture in zip(self._names(batch), to_rgb(images.numpy()), strict=True):
+            replace_file(self.folder / name, _png(picture))
 
     def finish(self) -> Path:
         """Finish the set, and let go of the folder. Raises SampleSetError: images are missing."""

@@ -13,7 +13,7 @@ from torchtitan.experiments.autotune.record import RecordError
 from torchtitan.experiments.autotune.tuning import NothingFits, autotune
 from torchtitan.experiments.grid import BATCH_KEY, SweepSettings
 from torchtitan.experiments.outcome import Outcome, Status
-from torchtitan.experiments.process import Node, run_processes
+from torchtitan.experiments.process import run_processes
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class CellRun:
 
     Attributes:
         arguments: of train.py.
-        processes: of the run, on all nodes.
+        processes: of the run.
         settings: of the sweep.
         cache: folder of the batch sizes' searches.
         log: file for the output of its processes.
@@ -37,7 +37,7 @@ class CellRun:
     environment: dict[str, str]
 
 
-def run_cell(run: CellRun, *, devices: list[int] | None, stop: threading.Event | None, node: Node | None) -> Outcome:
+def run_cell(run: CellRun, *, devices: list[int] | None, stop: threading.Event | None) -> Outcome:
     """Run a cell once; a searched batch size is in the outcome's `chosen`.
 
     Raises:
@@ -52,7 +52,7 @@ def run_cell(run: CellRun, *, devices: list[int] | None, stop: threading.Event |
         arguments = [*arguments, f"--{BATCH_KEY}={found}"]
     outcome = run_processes(
         arguments, processes=run.processes, timeout_s=settings.timeout_s, environment=run.environment, log=run.log,
-        memory_limit_gib=settings.memory_limit_gib, devices=devices, retries=0, stop=stop, node=node,
+        memory_limit_gib=settings.memory_limit_gib, devices=devices, retries=0, stop=stop,
     )  # fmt: skip
     named = " (timeout_s)" if outcome.status == "timeout" else ""
     return replace(outcome, reason=outcome.reason + named, chosen=chosen)
@@ -67,7 +67,7 @@ def _searched_batch_size(run: CellRun, devices: list[int] | None, stop: threadin
 
     try:
         return autotune(
-            run.arguments, run.processes, goal=settings.autotune_goal, memory_gib=settings.autotune_memory_gib,
+            run.arguments, run.processes, memory_gib=settings.autotune_memory_gib,
             cache=run.cache, multiple_of=settings.autotune_multiple_of, timeout_s=settings.timeout_s, devices=devices, stop=stop,
         ).batch_size  # fmt: skip
     except NothingFits as error:

@@ -8,13 +8,12 @@ import re
 import tomllib
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from torchtitan.distributed.degrees import DEGREE_KEYS
 from torchtitan.experiments.folder import ExperimentError
 from torchtitan.experiments.process import RETRIES
 from torchtitan.files.regular import read_text
-from torchtitan.pictures.number_text import counted
 from torchtitan.settings import setting
 from torchtitan.settings.schema import nearest, quoted, validate_section
 from torchtitan.settings.sections import flattened
@@ -32,7 +31,6 @@ CHECKPOINTING: dict[str, dict[str, Any]] = {  # value of that axis -> configurat
     "full": {"activation_checkpoint.mode": "full"},
 }
 _NAMED = {"layout": LAYOUTS, "dtype": DTYPES, "checkpointing": tuple(CHECKPOINTING)}
-_COUNTS = ("processes", "nodes")
 _CONTEXT = DEGREE_KEYS[2]
 _TABLES = ("fixed", "axes", "exclude", "needs")
 # Words of a run's name, where the dotted key is long.
@@ -63,7 +61,6 @@ class SweepSettings:
     name: str = setting("", "name of the folder outputs/<name>; default: the file's name")
     base: str = setting("", "configuration that all cells start from, relative to this file; default: none")
     processes: int = setting(1, "processes of every cell, unless they are an axis", ge=1, le=65536)
-    nodes: int = setting(1, "machines that a cell's processes are spread over, unless they are an axis", ge=1, le=8192)
     repeats: int = setting(1, "runs of each cell; repeat r has debug.seed + r", ge=1, le=10_000)
     timeout_s: float = setting(1800.0, "seconds after which a run is ended", gt=0)
     retries: int = setting(RETRIES, "times that a run killed from outside is started again at once", ge=0, le=100)
@@ -71,10 +68,7 @@ class SweepSettings:
     order: str = setting(BATCH_KEY, "axis of rising memory: cells above a value that is out of memory are skipped")
     hsdp_shard: int = setting(2, "shard degree of layout hsdp", ge=2)
     memory_limit_gib: float | None = setting(None, "memory of a process on the CPU, in GiB; Linux only", gt=0)
-    autotune: bool = setting(False, "search the batch size of every cell instead of having it as an axis")
-    autotune_goal: Literal["largest", "fastest"] = setting(
-        "largest", "largest that fits, or fastest", applies={"autotune": (True,)}
-    )
+    autotune: bool = setting(False, "search the largest batch size of every cell instead of having it as an axis")
     autotune_multiple_of: int = setting(1, "divisor of the batch size", ge=1, applies={"autotune": (True,)})
     autotune_memory_gib: float | None = setting(
         None, "memory of a process, in GiB; needed on the CPU", gt=0, applies={"autotune": (True,)}
@@ -96,15 +90,13 @@ class Cell:
         id: `axis=value` of all axes joined; a file name, unique in the sweep.
         axes: axis -> value, as in the sweep's file.
         values: dotted key -> value of every key that the cell sets.
-        processes: of its runs, on all nodes.
-        nodes: machines of its runs.
+        processes: of its runs.
     """
 
     id: str
     axes: dict[str, Any]
     values: dict[str, Any]
     processes: int
-    nodes: int = 1
 
     def arm(self, order: str) -> str:
         """Arm: the part shared by cells that differ along the axis `order` only."""
@@ -229,9 +221,9 @@ def _check_axes(sweep: Sweep) -> None:
         for value in values:
             if axis in _NAMED and value not in _NAMED[axis]:
                 raise _error(path, f"axes.{axis}: must be one of {', '.join(_NAMED[axis])}, is {quoted(value)}")
-            if axis in _COUNTS and (type(value) is not int or not 1 <= value <= 65536):
+            if axis == "processes" and (type(value) is not int or not 1 <= value <= 65536):
                 raise _error(path, f"axes.{axis}: must be whole numbers from 1 to 65536, is {quoted(value)}")
-        if axis in _COUNTS and axis in sweep.table:
+        if axis == "processes" and axis in sweep.table:
             raise _error(path, f"axes.{axis}: {axis} is set for all cells too (remove one)")
     if settings.order not in axes and "order" in sweep.table:
         raise _error(path, f"order: {quoted(settings.order)} is no axis (there are: {', '.join(axes)})")
@@ -254,13 +246,7 @@ def _cell(sweep: Sweep, point: dict[str, Any], context: Any) -> Cell:
             if key in sweep.table["fixed"] or (key != axis and key in sweep.table["axes"]):
                 raise _error(sweep.path, f"axes.{axis}: sets {key}, which is set a second time (remove one)")
             values[key] = set_value
-    nodes = point.get("nodes", sweep.settings.nodes)
-    if nodes > 1 and sweep.settings.autotune:
-        raise _error(sweep.path, "nodes: a batch size is searched on one machine (set nodes to 1, or autotune to false)")
-    if processes % nodes:
-        text = f"{counted(processes, 'process', 'es')} cannot be spread over {nodes} nodes"
-        raise _error(sweep.path, f"nodes: {text} (change either)")
-    return Cell(_name(point), point, values, processes, nodes)
+    return Cell(_name(point), point, values, processes)
 
 
 def _name(point: dict[str, Any]) -> str:
@@ -269,7 +255,7 @@ def _name(point: dict[str, Any]) -> str:
 
 def _meaning(sweep: Sweep, axis: str, value: Any, ranks: int, context: int) -> dict[str, Any]:
     """Configuration keys set by a value of an axis, for ranks with images of their own, each of `context` processes."""
-    if axis in _COUNTS:
+    if axis == "processes":
         return {}
     if axis == "checkpointing":
         return CHECKPOINTING[value]

@@ -7,18 +7,17 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import IO, cast
 
 from torchtitan.checkpoint.manifest import read_json
 from torchtitan.config.job import ConfigError, load_config
 from torchtitan.errors import DamagedFile, unwrapped
 from torchtitan.experiments.outcome import Outcome, classify
+from torchtitan.processes import parent_death
 
 _TRAIN = Path(__file__).resolve().parents[2] / "train.py"  # of the checkout, which need not be installed
-_GUARD = Path(__file__).with_name("guard.py")
 _OF_A_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
 RETRIES = 2
 _POLL_SECONDS = 0.1
@@ -30,23 +29,6 @@ class Stopped(Exception):
     """Run ended because `stop` was set; no result on the run."""
 
 
-@dataclass(frozen=True)
-class Node:
-    """Node: one machine of a run; processes of all machines connect to the first.
-
-    Attributes:
-        rank: of the machine, from 0.
-        count: of machines.
-        endpoint: host:port where torchrun's agents meet.
-        name: of the run, the same on all of them.
-    """
-
-    rank: int
-    count: int
-    endpoint: str
-    name: str
-
-
 def run_processes(
     arguments: list[str],
     *,
@@ -56,7 +38,6 @@ def run_processes(
     environment: dict[str, str] | None = None,
     memory_limit_gib: float | None = None,
     devices: list[int] | None = None,
-    node: Node | None = None,
     retries: int = RETRIES,
     stop: threading.Event | None = None,
     stop_grace_s: float = 0.0,
@@ -64,7 +45,7 @@ def run_processes(
 ) -> Outcome:
     """Run train.py in separate processes until all of them have ended.
 
-    None of the processes remains at the end, not even if this process is killed.
+    None of the processes remains at the end, on Linux not even if this process is killed: each ends with its parent.
 
     Args:
         arguments: of train.py, `--section.key value`; relative paths in them are relative to the present folder.
@@ -74,7 +55,6 @@ def run_processes(
         environment: variables to set besides the present ones.
         memory_limit_gib: of each process's data (RLIMIT_DATA), so that allocating more on the CPU fails; Linux.
         devices: numbers of the CUDA devices to use, among those that this process sees.
-        node: this machine among several; each calls this function, and gets the result of its local processes.
         retries: times that a run which is killed from outside is started again.
         stop: set from another thread, ends the run.
         stop_grace_s: seconds that a run which is stopped has to save a checkpoint.
@@ -84,7 +64,7 @@ def run_processes(
         KeyboardInterrupt, Stopped: after all processes were killed.
     """
     attempt = partial(
-        _attempt, arguments, processes, timeout_s, log, environment or {}, memory_limit_gib, devices, node, stop,
+        _attempt, arguments, processes, timeout_s, log, environment or {}, memory_limit_gib, devices, stop,
         stop_grace_s, poll,
     )  # fmt: skip
     return repeat_killed(attempt, log, retries)
@@ -105,7 +85,7 @@ def repeat_killed(attempt: Callable[[], Outcome], log: Path, retries: int) -> Ou
 
 def _attempt(
     arguments: list[str], processes: int, timeout_s: float, log: Path, environment: dict[str, str],
-    memory_limit_gib: float | None, devices: list[int] | None, node: Node | None, stop: threading.Event | None,
+    memory_limit_gib: float | None, devices: list[int] | None, stop: threading.Event | None,
     stop_grace_s: float, poll: Callable[[], None],
 ) -> Outcome:  # fmt: skip
     """Run train.py once; see `run_processes`."""
@@ -116,47 +96,51 @@ def _attempt(
         return Outcome("refused", "; ".join(error.problems), time.perf_counter() - begun, 2)
     summary = Path(config.job.dump_folder) / config.job.name / "summary.json"
     stale = _stamp(summary)
-    if node and node.rank:
-        log = log.with_suffix(f".node{node.rank}.log")
     log.parent.mkdir(parents=True, exist_ok=True)
-    limit = int((memory_limit_gib or 0) * 2**30)
     with open(log, "wb") as printed:
-        guard = subprocess.Popen(
-            [sys.executable, "-S", str(_GUARD), str(limit), *_command(arguments, processes, node)],
-            env=_environment(processes // (node.count if node else 1), environment, devices),
-            stdin=subprocess.PIPE, stdout=printed, stderr=printed, start_new_session=True,  # a Ctrl-C is for this process alone
+        process = subprocess.Popen(
+            [sys.executable, "-S", parent_death.__file__, str(os.getpid()), *_command(arguments, processes)],
+            env=_environment(processes, environment, devices),
+            stdin=subprocess.DEVNULL, stdout=printed, stderr=printed,
+            start_new_session=True,  # a Ctrl-C is for this process alone
         )  # fmt: skip
+    if memory_limit_gib and sys.platform == "linux":
+        _limit_data(process.pid, int(memory_limit_gib * 2**30))
     try:
-        late = _wait(guard, begun + timeout_s, stop, poll)
+        late = _wait(process, begun + timeout_s, stop, poll)
     except (KeyboardInterrupt, Stopped):
         if stop_grace_s:
-            guard.terminate()
+            process.terminate()
             with suppress(subprocess.TimeoutExpired):
-                guard.wait(stop_grace_s)
+                process.wait(stop_grace_s)
         raise
     finally:
-        cast(IO[bytes], guard.stdin).close()  # the lifeline: the guard kills what is left
-        guard.wait()
-    seconds, code = time.perf_counter() - begun, guard.returncode
+        process.kill()  # torchrun's workers end with it
+        process.wait()
+    seconds, code = time.perf_counter() - begun, process.returncode
+    code = code if code >= 0 else 128 - code
     fresh = _read_summary(summary) if _stamp(summary) != stale else {}
     status, reason = classify(code, _ends_of(log), fresh)
     if late and status != "oom":  # a rank that is out of memory may leave others waiting for it
         return Outcome("timeout", f"not done after {timeout_s:g} s", seconds, code)
-    if status == "ok" and not (node and node.rank) and (problem := _unfinished(summary)):
+    if status == "ok" and (problem := _unfinished(summary)):
         status, reason = "failed", f"exit code 0, but {problem}"
     return Outcome(status, reason, seconds, code)
 
 
-def _command(arguments: list[str], processes: int, node: Node | None) -> list[str]:
+def _limit_data(pid: int, limit: int) -> None:
+    """Limit the data of a process that has just started, and of those that it will start."""
+    import resource
+
+    with suppress(ProcessLookupError):
+        _, hard = resource.prlimit(pid, resource.RLIMIT_DATA)
+        resource.prlimit(pid, resource.RLIMIT_DATA, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
+
+
+def _command(arguments: list[str], processes: int) -> list[str]:
     program = [str(_TRAIN)] if _TRAIN.is_file() else ["-m", "torchtitan_dit", "train"]
     words = [sys.executable]
-    if node:
-        words += [
-            "-m", "torch.distributed.run", "--nnodes", str(node.count), "--node_rank", str(node.rank),
-            "--nproc_per_node", str(processes // node.count), "--rdzv_backend", "c10d", "--rdzv_id", node.name,
-            "--rdzv_endpoint", node.endpoint,
-        ]  # fmt: skip
-    elif processes > 1:
+    if processes > 1:
         words += ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
     return [*words, *program, *arguments]
 
@@ -172,10 +156,10 @@ def _environment(processes: int, extra: dict[str, str], devices: list[int] | Non
 
 
 def _wait(
-    guard: subprocess.Popen, deadline: float, stop: threading.Event | None, poll: Callable[[], None]
+    process: subprocess.Popen, deadline: float, stop: threading.Event | None, poll: Callable[[], None]
 ) -> bool:
     """Wait for the end; True if there was none before the deadline. Raises Stopped."""
-    while guard.poll() is None:
+    while process.poll() is None:
         if stop is not None and stop.is_set():
             raise Stopped
         if time.perf_counter() > deadline:

@@ -4,9 +4,7 @@ import json
 import math
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
 
 from torchtitan.config.job import JobConfig, dump_config
 from torchtitan.experiments.process import run_processes
@@ -25,36 +23,14 @@ class Diverged(TrainingFailed):
     """Run whose gradients became infinite or NaN."""
 
 
-@dataclass(frozen=True)
-class TrainingRun:
-    """Run of an experiment.
-
-    Attributes:
-        configuration: as TOML, its folder included.
-        folder: of the run.
-        request: file that the configuration is written to.
-        processes: how many; torchrun starts more than one.
-        log: file for the output of the processes.
-    """
-
-    configuration: str
-    folder: Path
-    request: Path
-    processes: int
-    log: Path
-
-    @classmethod
-    def of(cls, config: JobConfig, processes: int, request: Path, log: Path) -> Self:
-        """Run of a configuration; arguments as the attributes."""
-        folder = Path(config.job.dump_folder) / config.job.name
-        return cls(dump_config(config), folder, request, processes, log)
-
-
-def train(run: TrainingRun, advance: Callable[[int], None]) -> None:
+def train(config: JobConfig, processes: int, request: Path, log: Path, advance: Callable[[int], object]) -> None:
     """Train a run to its end, from its newest checkpoint where its folder has one, again where it is killed from outside.
 
     Args:
-        run: to train.
+        config: of the run.
+        processes: how many; torchrun starts more than one.
+        request: file that the configuration is written to.
+        log: file for the output of the processes.
         advance: told how many more samples the run has seen, now and then.
 
     Raises:
@@ -63,18 +39,18 @@ def train(run: TrainingRun, advance: Callable[[int], None]) -> None:
         KeyboardInterrupt: asked to stop; the run has saved a checkpoint if there was time.
         OSError: a file cannot be written.
     """
-    seen = 0
+    folder, seen = Path(config.job.dump_folder) / config.job.name, 0
 
     def follow() -> None:
         nonlocal seen
-        logged = max(samples_logged(run.folder), seen)
+        logged = max(samples_logged(folder), seen)
         advance(logged - seen)
         seen = logged
 
-    replace_file(run.request, run.configuration)
+    replace_file(request, dump_config(config))
     outcome = run_processes(
-        ["--job.config_file", str(run.request)], processes=run.processes, timeout_s=math.inf, log=run.log,
-        stop_grace_s=SAVING_SECONDS, poll=follow,
+        ["--job.config_file", str(request)], processes=processes, timeout_s=math.inf, log=log, stop_grace_s=SAVING_SECONDS,
+        poll=follow,
     )  # fmt: skip
     if outcome.status != "ok":
         kind = "" if outcome.status == "failed" else f"{outcome.status}: "

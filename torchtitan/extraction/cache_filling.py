@@ -19,8 +19,14 @@ from torchtitan.data.captioned_folder import CaptionedFolderConfig
 from torchtitan.distributed.collectives import from_first_rank, group_for_work, on_all_ranks
 from torchtitan.distributed.mesh import compute_device, init_process_group
 from torchtitan.errors import LatentStoreError
-from torchtitan.extraction.dataset_stores import CaptionOptions, begin_stores, finish_stores, plan_stores, write_store
-from torchtitan.extraction.extraction import finish_store
+from torchtitan.extraction.extraction import (
+    CaptionOptions,
+    begin_stores,
+    finish_store,
+    finish_stores,
+    plan_stores,
+    write_store,
+)
 from torchtitan.extraction.extraction_plan import ExtractionOptions
 from torchtitan.extraction.image_source import SourceSplit, open_sources
 from torchtitan.files.durable import make_folder
@@ -95,7 +101,7 @@ def _fill(
     for each in stores:
         try:
             cut, _ = write_store(each, autoencoder, encoders, options, group)
-            finish_store(each.folder, each.plan, each.source, options.max_skipped_share, group)
+            finish_store(each, options.max_skipped_share, group)
         except DatasetError as error:
             raise DatasetError(f"data.{_key(split, data)}: {error}") from error
         if cut and _first():

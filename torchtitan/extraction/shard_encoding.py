@@ -3,7 +3,6 @@
 Inside a shard batches are cut by the images' numbers, so that the result does not depend on anything else.
 """
 
-import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -17,7 +16,6 @@ from torchtitan.data.image_decoding import with_advice
 from torchtitan.extraction.caption_encoding import Captions
 from torchtitan.extraction.extraction_plan import ExtractionOptions
 from torchtitan.extraction.image_source import ImageSource
-from torchtitan.extraction.stage_times import StageTimes
 from torchtitan.latents.index import SkippedImage, StorePlan
 from torchtitan.latents.values import pack_views
 from torchtitan.latents.writer import StoreWriter
@@ -27,7 +25,7 @@ from torchtitan.training.loader_processes import LoaderProcesses
 def encode_shards(
     writer: StoreWriter, numbers: list[int], source: ImageSource, autoencoder: Autoencoder,
     options: ExtractionOptions, on_images: Callable[[int], None], captions: Captions | None = None,
-) -> StageTimes:  # fmt: skip
+) -> None:  # fmt: skip
     """Encode and write shards, one after the other.
 
     Args:
@@ -36,11 +34,10 @@ def encode_shards(
         captions: of the source, if the store has captions.
 
     Raises:
-        as `torchtitan.extraction.extraction.extract`; the shards that are finished stay.
+        as `torchtitan.extraction.extraction.write_store`; the shards that are finished stay.
     """
-    times = StageTimes(decoders=max(options.num_workers, 1))
     if not numbers:
-        return times
+        return
     parts = {number: _cut(writer.plan.source_images_of(number), options.batch_size) for number in numbers}
     batches = _decode_ahead(source, [part for number in numbers for part in parts[number]], options.num_workers)
     skipped: list[SkippedImage] = []
@@ -50,7 +47,7 @@ def encode_shards(
             for number in numbers:
                 shard = _Shard(number, writer.plan, captions)
                 for part in parts[number]:
-                    shard.add(next(batches), autoencoder, times)
+                    shard.add(next(batches), autoencoder)
                     on_images(len(part))
                     if before is not None and before.done():
                         before.result()  # what went wrong there ends the work here
@@ -58,12 +55,11 @@ def encode_shards(
                 check_skipped(skipped, options.max_skipped_share, source)
                 if before is not None:
                     before.result()  # one shard in memory beside the one being encoded
-                before = pool.submit(shard.write, writer, times)
+                before = pool.submit(shard.write, writer)
             if before is not None:
                 before.result()
     finally:
         batches.close()
-    return times
 
 
 class DamagedImages(DatasetError):
@@ -90,11 +86,10 @@ class _Shard:
         self._number, self._plan, self._captions = number, plan, captions
         self._values: list[Tensor] = [torch.empty(0, plan.views, plan.parts, *plan.shape)]
         self._labels: list[Tensor] = [torch.empty(0, dtype=torch.int64)]
-        self._num_source_images = 0
         self.skipped: list[SkippedImage] = []
 
-    def add(self, batch: dict[str, Any], autoencoder: Autoencoder, times: StageTimes) -> None:
-        images, started = batch["images"], time.perf_counter()
+    def add(self, batch: dict[str, Any], autoencoder: Autoencoder) -> None:
+        images = batch["images"]
         if len(images):
             views = [images, images.flip(-1)][: self._plan.views]
             encoded = [autoencoder.encode(view) for view in views]
@@ -103,20 +98,14 @@ class _Shard:
             )
         self._labels.append(batch["labels"])
         self.skipped += batch["skipped"]
-        self._num_source_images += len(images) + len(batch["skipped"])
-        times.busy["encode"] += time.perf_counter() - started
-        times.busy["decode"] += batch["seconds"]
 
-    def write(self, writer: StoreWriter, times: StageTimes) -> None:
-        started = time.perf_counter()
+    def write(self, writer: StoreWriter) -> None:
         labels, captions = torch.cat(self._labels), None
         if self._captions is not None:
             left_out = {entry.image for entry in self.skipped}
             kept = [image for image in self._plan.source_images_of(self._number) if image not in left_out]
             captions = self._captions.of(kept, labels)
         writer.write(self._number, torch.cat(self._values), labels, self.skipped, captions)
-        times.busy["write"] += time.perf_counter() - started
-        times.images += self._num_source_images
 
 
 def _cut(images: range, batch_size: int) -> list[range]:
@@ -130,13 +119,11 @@ class _BatchReader:
         self._source = source
 
     def __getitem__(self, numbers: range) -> dict[str, Any] | str:
-        started = time.perf_counter()
         try:
             images, labels, skipped = self._source.read(numbers)
         except DatasetError as error:
             return str(error)
-        seconds = time.perf_counter() - started
-        return {"images": images, "labels": labels, "skipped": skipped, "seconds": seconds}
+        return {"images": images, "labels": labels, "skipped": skipped}
 
 
 def _decode_ahead(source: ImageSource, batches: list[range], num_workers: int) -> LoaderProcesses:

@@ -10,7 +10,7 @@ import os
 import re
 import stat
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
@@ -85,29 +85,6 @@ def replace_file(path: Path, content: bytes | str) -> None:
     """Replace a file's content by this (text as UTF-8), or create the file. Raises OSError."""
     with replacing(path) as unfinished, open(unfinished, "xb") as file:
         file.write(content.encode() if isinstance(content, str) else content)
-
-
-def replace_files(folder: Path, contents: Mapping[str, bytes]) -> None:
-    """Replace or create files of a folder, by their names, whose list is brought to the disk once.
-
-    Raises:
-        OSError: one cannot be brought to the disk, or is a pipe, a device or a folder; some may be replaced then, each whole.
-    """
-    unfinished = {}
-    try:
-        for name, content in contents.items():
-            refuse_special(folder / name)
-            hidden = unfinished_path(folder / name)
-            unfinished[hidden] = folder / name
-            write_synced(hidden, content)
-        for hidden, path in unfinished.items():
-            hidden.replace(path)
-    except BaseException:
-        for hidden in unfinished:
-            with suppress(OSError):
-                hidden.unlink(missing_ok=True)
-        raise
-    sync(folder)
 
 
 def append_synced(path: Path, content: bytes) -> None:

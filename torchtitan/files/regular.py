@@ -43,14 +43,7 @@ def check_regular(path: str | bytes | Path) -> os.stat_result:
 def open_regular(path: str | bytes | Path) -> BinaryIO:
     """Open a regular file, or a link to one, for reading. Raises as `check_regular`."""
     check_regular(path)
-    # What was a file a moment ago may be a pipe now, on which opening must not wait.
-    file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
-    try:
-        _refuse_special(os.fstat(file.fileno()), path)
-    except UnsuitableFile:
-        file.close()
-        raise
-    return file
+    return open(path, "rb")
 
 
 def read_regular(path: str | bytes | Path, limit: int = LARGEST_RECORD) -> bytes:
@@ -64,13 +57,13 @@ def read_regular(path: str | bytes | Path, limit: int = LARGEST_RECORD) -> bytes
         UnsuitableFile: it is no regular file, or larger.
         OSError: it cannot be read.
     """
-    with open_regular(path) as file:
-        size = os.fstat(file.fileno()).st_size
-        content = file.read(size + 1) if size <= limit else b""
-        if len(content) > size:  # it grows, or its size is not known
-            content += file.read(limit + 1 - len(content))
-    if max(size, len(content)) > limit:
-        raise UnsuitableFile(errno.EFBIG, f"{max(size, len(content)):,} bytes, more than {limit:,}", path)
+    size = check_regular(path).st_size
+    if size <= limit:
+        with open(path, "rb") as file:
+            content = file.read(size + 1 if size else limit + 1)  # files of the system say that they are empty
+            size = len(content)
+    if size > limit:
+        raise UnsuitableFile(errno.EFBIG, f"{size:,} bytes, more than {limit:,}", path)
     return content
 
 

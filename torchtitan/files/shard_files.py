@@ -7,6 +7,7 @@ import hashlib
 import json
 import math
 from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
@@ -134,28 +135,20 @@ def check_shards(paths: Iterable[AnyPath]) -> None:
     Raises:
         DamagedShard, OSError.
     """
-    check_filled(map(read_places, paths))
+    places: dict[str, list[Place]] = {}
+    with ThreadPoolExecutor(8) as pool:  # a store answers slowly, and to many at once
+        for file in pool.map(read_places, paths):
+            for name, place in file.items():
+                places.setdefault(name, []).append(place)
+    for name, found in places.items():
+        if not _fills(found):
+            raise DamagedShard(f"the pieces of {name[:80]} leave a gap or overlap")
 
 
 def read_places(path: AnyPath) -> dict[str, Place]:
     """Read the place of each piece of a file with a checked header, by the name of its tensor. Raises DamagedShard, OSError.
     """
     return {name: (offsets, shape) for name, (offsets, shape, _) in _read_header(path).items()}
-
-
-def check_filled(files: Iterable[Mapping[str, Place]]) -> None:
-    """Check that the pieces of several files fill each tensor once. Raises DamagedShard.
-
-    Args:
-        files: of each file, the place of the piece of each tensor in it.
-    """
-    places: dict[str, list[Place]] = {}
-    for file in files:
-        for name, place in file.items():
-            places.setdefault(name, []).append(place)
-    for name, found in places.items():
-        if not _fills(found):
-            raise DamagedShard(f"the pieces of {name[:80]} leave a gap or overlap")
 
 
 def whole_tensors(paths: Iterable[AnyPath]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:

@@ -21,7 +21,6 @@ from torchtitan.errors import CheckpointError, first_line
 from torchtitan.files.durable import follow_umask, make_folder, sync, unfinished_path
 from torchtitan.files.regular import read_regular
 from torchtitan.files.removal import remove_folder
-from torchtitan.files.torch_archives import check_archive
 
 INDEX_SUFFIX = ".safetensors.index.json"
 _MOST_INDEX_BYTES = 16 << 20
@@ -140,7 +139,6 @@ def read_state_dict(path: Path) -> tuple[dict[str, Tensor], str | None]:
         except (SafetensorError, OSError) as error:
             raise _unreadable(path, error) from error
     try:
-        check_archive(path)
         # The usual training script saves its arguments with the weights, as this plain record of values.
         with torch.serialization.safe_globals([argparse.Namespace]), warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Detected pickle protocol")

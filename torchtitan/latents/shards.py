@@ -18,8 +18,7 @@ from torchtitan.latents.values import (
     LABELS,
     LATENTS,
     SCALES,
-    check_captions,
-    check_labels,
+    check_numbers,
     encode,
     tensor_shapes,
 )
@@ -63,15 +62,14 @@ def shard_content(
         raise LatentStoreError(
             f"{shard_name(number)}: latents are {values.dtype} {list(values.shape)}, not torch.float32 {list(shape)}"
         )
-    _check_numbers(number, "labels", labels, images)
-    check_labels(labels.numpy(), images, plan)
+    _check_shape(number, "labels", labels, images)
     if (captions is None) != (plan.captions is None):
         raise LatentStoreError(f"{shard_name(number)}: captions are {'missing' if captions is None else 'not in the plan'}")
     beside = {LABELS: labels}
     if captions is not None:
-        _check_numbers(number, "captions", captions, images)
-        check_captions(captions.numpy(), images, plan)
+        _check_shape(number, "captions", captions, images)
         beside[CAPTIONS] = captions
+    check_numbers(labels.numpy(), None if captions is None else captions.numpy(), images, plan)
     if plan.posterior and (values[:, :, 1] < 0).any():
         raise LatentStoreError(f"{shard_name(number)}: a standard deviation is negative")
     return safetensors.torch.save(encode(values, plan, images) | beside)
@@ -103,7 +101,7 @@ def map_tensors(path: Path, wanted: dict[str, tuple[tuple[int, ...], torch.dtype
         raise LatentStoreError(f"{path}: cannot be read: {unwrapped(error)}") from error
 
 
-def _check_numbers(shard: int, what: str, given: Tensor, images: Sequence[int]) -> None:
+def _check_shape(shard: int, what: str, given: Tensor, images: Sequence[int]) -> None:
     if given.shape != (len(images),) or given.dtype != torch.int64:
         raise LatentStoreError(
             f"{shard_name(shard)}: {what} are {given.dtype} {list(given.shape)}, not torch.int64 [{len(images)}]"

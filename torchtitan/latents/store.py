@@ -14,9 +14,7 @@ from torchtitan.files.regular import user_path
 from torchtitan.latents.captions import CaptionReader, map_captions
 from torchtitan.latents.index import INDEX_FILE, FileRecord, StoreIndex, caption_shard_name, read_index, shard_name
 from torchtitan.latents.shards import MappedShard, map_shard
-from torchtitan.latents.values import check_captions, check_labels, decode
-
-_CHUNK = 8 << 20  # bytes hashed at once
+from torchtitan.latents.values import check_numbers, decode
 
 
 class LatentStore:
@@ -92,10 +90,7 @@ class LatentStore:
             labels[slot] = shard.labels[row]
             if scales is not None and shard.scales is not None:
                 scales[slot] = shard.scales[row, view]
-        try:
-            check_labels(labels, images, index)
-        except LatentStoreError as error:
-            raise LatentStoreError(f"{self.folder}: {error}; the index does not describe its shard") from error
+        self._check(labels, None, images)
         return stored, scales, labels
 
     def caption_numbers(self, images: np.ndarray) -> np.ndarray:
@@ -112,11 +107,14 @@ class LatentStore:
             captions = shards[number].captions
             assert captions is not None  # the shard was mapped by the index
             found[slot] = captions[row]
+        self._check(np.zeros_like(found), found, images)
+        return found
+
+    def _check(self, labels: np.ndarray, captions: np.ndarray | None, images: np.ndarray) -> None:
         try:
-            check_captions(found, images, self.index)
+            check_numbers(labels, captions, images, self.index)
         except LatentStoreError as error:
             raise LatentStoreError(f"{self.folder}: {error}; the index does not describe its shard") from error
-        return found
 
     def _places(self, images: np.ndarray) -> tuple[np.ndarray, np.ndarray, dict[int, MappedShard]]:
         """Shard of each image and row in it, int64 [B] both, and the shards, mapped."""
@@ -186,14 +184,11 @@ def _size_problem(path: Path, record: FileRecord) -> str:
 
 
 def _checksum_problem(path: Path, record: FileRecord) -> str:
-    digest = hashlib.sha256()
     try:
         with open(path, "rb") as file:
-            while chunk := file.read(_CHUNK):
-                digest.update(chunk)
+            good = hashlib.file_digest(file, "sha256").hexdigest() == record.sha256
     except OSError as error:
         return f"{path}: cannot be read: {error.strerror}"
-    good = digest.hexdigest() == record.sha256
     return "" if good else f"{path}: damaged, its SHA-256 is another; take a good copy of it"
 
 
@@ -202,9 +197,7 @@ def _content_problem(folder: Path, index: StoreIndex, number: int) -> str:
         shard = map_shard(folder, number, index)
         first = int(index.first_images()[number])
         images = range(first, first + len(shard.labels))
-        check_labels(shard.labels, images, index)
-        if shard.captions is not None:
-            check_captions(shard.captions, images, index)
+        check_numbers(shard.labels, shard.captions, images, index)
         values = decode(shard.latents, shard.scales, index.dtype)
     except LatentStoreError as error:
         return str(error)

@@ -86,30 +86,19 @@ def decode(stored: np.ndarray, scales: np.ndarray | None, dtype: str) -> Tensor:
     return values if scales is None else values.mul_(torch.from_numpy(scales)[..., None, None])
 
 
-def check_labels(labels: np.ndarray, images: np.ndarray | Sequence[int], plan: StorePlan) -> None:
-    """Check labels; raise LatentStoreError, beginning with the image's number, for a label out of range.
+def check_numbers(labels: np.ndarray, captions: np.ndarray | None, images: np.ndarray | Sequence[int], plan: StorePlan) -> None:
+    """Check labels and numbers of captions, int64 [N] each, of images with numbers [N].
 
-    Args:
-        labels: int64 [N].
-        images: numbers of the images [N].
+    Raises:
+        LatentStoreError: one is out of range; begins with the image's number.
     """
-    largest = max(plan.num_classes, 1) - 1
-    bad = np.flatnonzero((labels < 0) | (labels > largest))
-    if len(bad):
-        raise LatentStoreError(f"image {images[bad[0]]}: label {labels[bad[0]]} is not in 0..{largest}")
-
-
-def check_captions(captions: np.ndarray, images: np.ndarray | Sequence[int], plan: StorePlan) -> None:
-    """Check numbers of captions; raise LatentStoreError, beginning with the image's number, for one out of range.
-
-    Args:
-        captions: int64 [N].
-        images: numbers of the images [N].
-    """
-    count = plan.captions.num_texts if plan.captions else 0
-    bad = np.flatnonzero((captions < 0) | (captions >= count))
-    if len(bad):
-        raise LatentStoreError(f"image {images[bad[0]]}: caption {captions[bad[0]]} is not in 0..{count - 1}")
+    limits = [("label", labels, max(plan.num_classes, 1))]
+    if captions is not None:
+        limits.append(("caption", captions, plan.captions.num_texts if plan.captions else 0))
+    for name, numbers, count in limits:
+        bad = np.flatnonzero((numbers < 0) | (numbers >= count))
+        if len(bad):
+            raise LatentStoreError(f"image {images[bad[0]]}: {name} {numbers[bad[0]]} is not in 0..{count - 1}")
 
 
 def _refuse(bad: Tensor, values: Tensor, images: Sequence[int], why: str) -> None:

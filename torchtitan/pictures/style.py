@@ -2,7 +2,6 @@
 
 import io
 import math
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -99,52 +98,3 @@ def error_bar(estimate: Interval | None) -> tuple[float, float]:
     if estimate is None or not estimate.bounded:
         return 0.0, 0.0
     return max(estimate.value - estimate.lower, 0.0), max(estimate.upper - estimate.value, 0.0)
-
-
-def spread(places: Sequence[float], gap: float, low: float = 0.0, high: float = 1.0) -> list[float]:
-    """Spread places apart until neighbours keep a gap, as little as possible, within low and high where they fit.
-
-    Args:
-        places: any order.
-        gap: least distance, > 0.
-
-    Returns:
-        the new places, in the order of the old.
-    """
-    order = sorted(range(len(places)), key=lambda n: places[n])
-    blocks: list[list[float]] = []  # wanted start of the first one, how many
-    for n in order:
-        blocks.append([places[n], 1])
-        while len(blocks) > 1 and blocks[-2][0] + gap * blocks[-2][1] > blocks[-1][0]:
-            start, count = blocks.pop()
-            before, more = blocks[-1]
-            blocks[-1] = [(before * more + (start - gap * more) * count) / (more + count), more + count]
-    moved = [start + gap * k for start, count in blocks for k in range(int(count))]
-    if moved and moved[-1] > high:
-        for k in range(len(moved)):
-            moved[-1 - k] = min(moved[-1 - k], high - gap * k)
-    if moved and moved[0] < low:
-        for k in range(len(moved)):
-            moved[k] = max(moved[k], low + gap * k)
-    result = [0.0] * len(places)
-    for n, place in zip(order, moved, strict=True):
-        result[n] = place
-    return result
-
-
-def label_lines(panel: Panel, ends: Sequence[tuple[float, float, str, str]], inches: float, size: float = 7.5) -> None:
-    """Label lines at the right of a panel, with a thin leader from the edge at the height of each line's end.
-
-    Args:
-        ends: (x, y, text, colour) of each line's last point; empty texts are left out; the panel's limits are final.
-        inches: about the panel's height, to keep labels apart.
-    """
-    ends = [end for end in ends if end[2]]
-    wanted = [panel.transAxes.inverted().transform(panel.transData.transform((x, y)))[1] for x, y, _, _ in ends]
-    places = spread(wanted, gap=1.25 * size / 72 / inches)
-    for (_, y, text, color), place in zip(ends, places, strict=True):
-        panel.annotate(
-            text, (1, y), xycoords=panel.get_yaxis_transform(), xytext=(1.03, place), textcoords="axes fraction",
-            fontsize=size, color=color, va="center", annotation_clip=False,
-            arrowprops={"arrowstyle": "-", "color": color, "linewidth": 0.6, "alpha": 0.6, "shrinkA": 0, "shrinkB": 3},
-        )

@@ -11,7 +11,6 @@ from torchtitan.settings.record import effective
 from torchtitan.state.run_state import RunState
 from torchtitan.training.clock import ClockTotals
 from torchtitan.training.lr_scheduler import schedule_changes
-from torchtitan.training.metrics import checked_lines
 from torchtitan.training.optimizer import materialise_state
 from torchtitan.weights.data_changes import IMAGES, data_changes
 from torchtitan.weights.model_record import RECORD
@@ -104,18 +103,18 @@ def _load(state: RunState, checkpoint: AnyPath, saved: dict) -> None:
     state.window.load_state_dict(saved["loss_window"])
     state.guard.load_state_dict(saved["guard"])
     state.snapshots.load_state_dict(saved["ema_snapshots"], state.step)
-    state.reported = _checked_reports(saved["reports"], state.step)
+    state.reported = _checked_reports(saved["reports"])
     if state.gns:
         state.gns.load_state_dict(gns_state, state.step)
 
 
-def _checked_reports(state: dict, step: int) -> dict:
-    """Check the state of reports in a checkpoint of a step. Raises ValueError, TypeError: it is no such state."""
-    results, lines = state.get("results", {}), state.get("unsaved_metrics", [])
+def _checked_reports(state: dict) -> dict:
+    """Check the state of reports in a checkpoint. Raises ValueError, TypeError: it is no such state."""
+    results = state.get("results", {})
     if not _are_numbers(dict(results)):
         raise ValueError("the results are no numbers")
     clock = ClockTotals.from_state(state.get("clock", {}))
-    return {"results": dict(results), "unsaved_metrics": checked_lines(lines, step), "clock": clock}
+    return {"results": dict(results), "clock": clock}
 
 
 def _are_numbers(results: dict) -> bool:

@@ -32,7 +32,7 @@ class TensorBoardFile:
 
         now = time.time_ns()
         name = f"events.out.tfevents.{now // 10**9:010d}.{socket.gethostname()}.{os.getpid()}.{now % 10**9:09d}"
-        self._file = PatientFile(folder / name, "TensorBoard's file", may_lose=True)
+        self._file = PatientFile(folder / name, "TensorBoard's file")
         self._event = Event
         self._add(Event(file_version="brain.Event:2"))
         if steps_done is not None:

@@ -4,11 +4,11 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import torch
 import torch.distributed as dist
@@ -23,7 +23,6 @@ from torchtitan.training.metric_points import iter_points, parse_point
 from torchtitan.training.metric_sinks import TensorBoardFile, WandbRun
 
 METRICS_FILE = "metrics.jsonl"
-_MOST_IN_A_CHECKPOINT = 16 << 20  # bytes; its state.json may have 64 MiB
 _LONGEST_LINE = 16 << 20
 _MOST_WAITING = 32  # microbatches
 
@@ -143,40 +142,26 @@ class MetricsLog:
     No method raises but `open`: a point that cannot be written waits, and other sinks are skipped while they fail.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        config: MetricsConfig,
-        run_name: str,
-        run_config: dict,
-        steps_done: int,
-        unsaved: Sequence[str] = (),
-    ) -> None:
+    def __init__(self, folder: Path, config: MetricsConfig, run_name: str, run_config: dict, steps_done: int) -> None:
         """
         Args:
             folder: of the run.
             config: the section.
             run_name, run_config: what Weights & Biases shows.
             steps_done: step that the run resumes from; later points are dropped.
-            unsaved: of the checkpoint that it resumes from: lines up to that step, to be written again.
         """
         path = folder / METRICS_FILE
-        self._lines = PatientFile(path, "the file of metrics", prepare=lambda: cut_metrics(path, steps_done, unsaved))
+        self._lines = PatientFile(path, "the file of metrics", prepare=lambda: cut_metrics(path, steps_done))
         self._num_points = 0
-        self._resumed = [f"{line}\n".encode() for line in unsaved]
         self._tensorboard = TensorBoardFile(folder / "tb", steps_done) if config.enable_tensorboard else None
         self._wandb = WandbRun(folder, run_name, run_config) if config.enable_wandb else None
 
     def open(self) -> None:
         """Bring metrics.jsonl into the state of the step that the run resumes from. Raises OSError."""
         self._lines.open()
-        if self._resumed:
-            self._add_resumed()
-            self._lines.sync()
 
     def write(self, step: int, metrics: dict[str, float], beside: Mapping[str, float] = MappingProxyType({})) -> None:
         """Append one point to every sink; beside: more values of it, for metrics.jsonl alone."""
-        self._add_resumed()
         self._lines.add(json.dumps({"step": step, **metrics, **beside}).encode() + b"\n")
         self._num_points += 1
         if self._tensorboard:
@@ -202,17 +187,6 @@ class MetricsLog:
         if self._tensorboard:
             self._tensorboard.sync()
 
-    def unsaved(self) -> list[str]:
-        """Lines that the disk is not known to hold, without their ends; the newest 16 MiB of them."""
-        self._add_resumed()
-        lines, size = [], 0
-        for line in reversed(self._lines.unsaved()):
-            size += len(line)
-            if size > _MOST_IN_A_CHECKPOINT:
-                break
-            lines.append(line.decode().rstrip("\n"))
-        return lines[::-1]
-
     def settle(self, seconds: float) -> tuple[int, int]:
         """Try for so long to bring metrics.jsonl to the disk; the points that it lacks, and those of this process."""
         return self._lines.settle(seconds), self._num_points
@@ -225,23 +199,16 @@ class MetricsLog:
         if self._wandb:
             self._wandb.close()
 
-    def _add_resumed(self) -> None:
-        lines, self._resumed = self._resumed, []
-        for line in lines:
-            self._lines.add(line)
-            self._num_points += 1
 
-
-def cut_metrics(path: Path, last_step: int, rewritten: Collection[str] = ()) -> None:
+def cut_metrics(path: Path, last_step: int) -> None:
     """Drop points from metrics.jsonl, so that a resumed run reads as one run.
 
-    Dropped are those after a step, those that are going to be written again, and what a kill or a power cut has left of
-    others: half lines, blocks of zeros. At the end of the file they are cut off in place.
+    Dropped are those after a step, and what a kill or a power cut has left of others: half lines, blocks of zeros. At the end
+    of the file they are cut off in place.
 
     Raises:
         OSError: the file cannot be read or written; it is as it was.
     """
-    again = {line.encode() for line in rewritten}
     try:
         file = open(path, "r+b")
     except FileNotFoundError:
@@ -249,7 +216,7 @@ def cut_metrics(path: Path, last_step: int, rewritten: Collection[str] = ()) -> 
     with file:
         end, damaged = 0, False  # of the points to keep, if nothing is between them
         for line in _lines(file):
-            if _keeps(line, last_step, again):
+            if _keeps(line, last_step):
                 damaged |= end + len(line) != file.tell() or not line.endswith(b"\n")
                 end += len(line)
         if not damaged:
@@ -259,7 +226,7 @@ def cut_metrics(path: Path, last_step: int, rewritten: Collection[str] = ()) -> 
             return
         file.seek(0)
         with replacing(path) as unfinished, open(unfinished, "xb") as whole:
-            whole.writelines(line.rstrip(b"\n") + b"\n" for line in _lines(file) if _keeps(line, last_step, again))
+            whole.writelines(line.rstrip(b"\n") + b"\n" for line in _lines(file) if _keeps(line, last_step))
 
 
 def tail_medians(path: Path, tags: tuple[str, ...]) -> dict[str, float]:
@@ -275,19 +242,10 @@ def tail_medians(path: Path, tags: tuple[str, ...]) -> dict[str, float]:
     return {tag: statistics.median(found) for tag, found in values.items() if found}
 
 
-def checked_lines(lines: Any, last_step: int) -> list[str]:
-    """Check the unsaved lines of a checkpoint's state. Raises ValueError: they are no points up to its step."""
-    if not isinstance(lines, list) or not all(isinstance(line, str) and "\n" not in line for line in lines):
-        raise ValueError("the unsaved metrics are no lines")
-    if not all((point := parse_point(line.encode())) and point["step"] <= last_step for line in lines):
-        raise ValueError("the unsaved metrics are no points up to its step")
-    return lines
-
-
 def _lines(file: BinaryIO) -> Iterator[bytes]:
     return iter(lambda: file.readline(_LONGEST_LINE), b"")
 
 
-def _keeps(line: bytes, last_step: int, again: Collection[bytes]) -> bool:
+def _keeps(line: bytes, last_step: int) -> bool:
     point = parse_point(line)
-    return point is not None and point["step"] <= last_step and line.rstrip(b"\n") not in again
+    return point is not None and point["step"] <= last_step

@@ -1,4 +1,4 @@
-"""Find the local batch size for this device: scripts/autotune_batch_size.py CONFIG [options] [--section.key value ...]
+"""Find the largest local batch size for this device: scripts/autotune_batch_size.py CONFIG [options] [--section.key value ...]
 
 Each batch size is tried by a few steps of train.py in fresh processes. The number for training.local_batch_size is
 printed to stdout, all else to stderr. Tries are kept in <job.dump_folder>/autotune: the same question again is answered
@@ -14,7 +14,7 @@ from torchtitan.config.job import ConfigError
 from torchtitan.experiments.autotune.candidates import AutotuneRefused
 from torchtitan.experiments.autotune.probe import ProbeFailed
 from torchtitan.experiments.autotune.record import RecordError
-from torchtitan.experiments.autotune.tuning import GOALS, MAX_BATCH_SIZE, NothingFits, autotune
+from torchtitan.experiments.autotune.tuning import MAX_BATCH_SIZE, NothingFits, autotune
 from torchtitan.processes.command_line import OneLineParser, interrupt_by_signals, run_program
 from torchtitan.settings.sources import read_command_line
 
@@ -27,7 +27,7 @@ def main(words: list[str] | None = None) -> int:
     try:
         _refuse_given_batch_size(overrides)
         result = autotune(
-            arguments, options.processes, goal=options.goal, memory_gib=options.memory, headroom=options.headroom,
+            arguments, options.processes, memory_gib=options.memory, headroom=options.headroom,
             multiple_of=options.multiple_of, max_batch_size=options.max, fresh=options.fresh, timeout_s=options.timeout,
             report=_say,
         )  # fmt: skip
@@ -40,7 +40,7 @@ def main(words: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("stopped; the same command resumes", file=sys.stderr)
         return 130
-    _say(f"{result.goal}: training.local_batch_size = {result.batch_size} ({result.record})")
+    _say(f"training.local_batch_size = {result.batch_size} ({result.record})")
     print(result.batch_size)
     return 0
 
@@ -66,8 +66,6 @@ def parse_arguments(words: list[str]) -> argparse.Namespace:
     )  # fmt: skip
     add = parser.add_argument
     add("config", metavar="CONFIG", help="TOML file of the run")
-    add("--goal", choices=GOALS, default="largest", help="largest: that fits; fastest: the smallest within 3 %% of the "
-        "best images per second (default: largest)")
     add("--multiple-of", type=int, default=1, metavar="M", help="try multiples of M only (default: 1)")
     add("--max", type=int, default=MAX_BATCH_SIZE, metavar="B", help=f"largest to try (default: {MAX_BATCH_SIZE})")
     add("--headroom", type=float, default=0.1, help="share of the memory to leave free (default: 0.1)")

@@ -21,7 +21,6 @@ from torchtitan.checkpoint.comparison import (
     is_counter,
     open_checkpoint,
     open_weights,
-    weights_of,
 )
 from torchtitan.checkpoint.location import location, run_checkpoints
 from torchtitan.checkpoint.manifest import MANIFEST
@@ -29,7 +28,6 @@ from torchtitan.checkpoint.reading import read_state
 from torchtitan.config.job import ConfigError, JobConfig, split_data_words
 from torchtitan.config.latent_cache import trained_info
 from torchtitan.data.base import DatasetError
-from torchtitan.evaluation.config import SamplingConfig
 from torchtitan.files.remote_path import AnyPath, RemotePath
 from torchtitan.files.weight_files import WeightsError, header_of, named_weights, refuse_existing
 from torchtitan.models import MODELS
@@ -39,7 +37,7 @@ from torchtitan.models.adapters.layouts import NATIVE, AdapterLayout
 from torchtitan.processes.command_line import OneLineParser, readable_size, run_program
 from torchtitan.runs.check import Finding, check_run
 from torchtitan.weights.final_weights import adapter_header
-from torchtitan.weights.model_record import ModelRecord, record_of
+from torchtitan.weights.model_record import record_of
 from torchtitan.weights.network import network_on_meta
 from torchtitan.weights.published import LAYOUTS, OWN, WRITTEN, OwnWeights, open_published, write_weights
 from torchtitan.weights.trained_model import TrainedModel, load_run, read_config
@@ -73,7 +71,7 @@ def parse_arguments(words: list[str]) -> argparse.Namespace:
     command.set_defaults(command=verify_checkpoints)
     command.add_argument("paths", nargs="+", metavar="RUN|CHECKPOINT", help="folder or URL")
 
-    command = commands.add_parser("diff", help="compare checkpoints or files of weights, a file with a run's weights")
+    command = commands.add_parser("diff", help="compare two checkpoints, or two files of weights")
     command.set_defaults(command=show_differences)
     for name in ("a", "b"):
         command.add_argument(name, metavar=name.upper(), help="checkpoint, run (its newest) or file")
@@ -94,17 +92,9 @@ def parse_arguments(words: list[str]) -> argparse.Namespace:
     command.set_defaults(command=import_)
     command.add_argument("file", type=Path, help=".safetensors or .pt file; for diffusers also its folder")
     command.add_argument("--format", choices=LAYOUTS, required=True)
-    add_config(command)
+    command.add_argument("--config", type=Path,
+        help="configuration of the model, which --data.KEY VALUE completes (default: what the file itself shows)")
     add_output(command, "file to write")
-
-    command = commands.add_parser("convert", help="write weights of one layout in another, without a run")
-    command.set_defaults(command=convert)
-    command.add_argument("file", type=Path, help=".safetensors or .pt file; for diffusers also its folder")
-    command.add_argument("--from", choices=(OWN, *LAYOUTS), required=True, help="layout of the file")
-    command.add_argument("--to", choices=WRITTEN, required=True, help="layout to write")
-    add_config(command)
-    add_layout_options(command)
-    add_output(command, "file to write, or folder for diffusers")
 
     command = commands.add_parser("convert-adapter", help="write a file of an adapter in another layout")
     command.set_defaults(command=convert_adapter)
@@ -113,15 +103,10 @@ def parse_arguments(words: list[str]) -> argparse.Namespace:
     command.add_argument("--config", type=Path, required=True, help="configuration of the model")
     add_output(command, "file to write")
     arguments = parser.parse_args(words)
-    if data_words and arguments.command not in (import_, convert, convert_adapter):
-        parser.error(f"{data_words[0]}: is for import, convert and convert-adapter alone")
+    if data_words and arguments.command not in (import_, convert_adapter):
+        parser.error(f"{data_words[0]}: is for import and convert-adapter alone")
     arguments.data_words = data_words
     return arguments
-
-
-def add_config(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--config", type=Path,
-        help="configuration of the model, which --data.KEY VALUE completes (default: what the file itself shows)")
 
 
 def add_layout_options(command: argparse.ArgumentParser) -> None:
@@ -170,10 +155,11 @@ def verify_checkpoints(arguments: argparse.Namespace) -> int:
 
 def show_differences(arguments: argparse.Namespace) -> int:
     a, b = open_source(location(arguments.a)), open_source(location(arguments.b))
-    if a.state is None and b.state is not None:
-        b = comparable_weights(arguments.b, b, arguments.a, a)
-    elif a.state is not None and b.state is None:
-        a = comparable_weights(arguments.a, a, arguments.b, b)
+    if (a.state is None) != (b.state is None):
+        raise CheckpointError(
+            f"{arguments.a} and {arguments.b}: a checkpoint and a file of weights (compare with a file of: export RUN --format "
+            "safetensors)"
+        )
     result = compare(a, b)
     if result.equal:
         print(f"equal bit for bit: {result.num_equal} tensors")
@@ -192,23 +178,6 @@ def show_differences(arguments: argparse.Namespace) -> int:
     for found in (lines, other):
         print_rows(found, len(found) if arguments.all else MOST_ROWS)
     return 1
-
-
-def comparable_weights(run: str, checkpoint: TensorSource, file: str, weights: TensorSource) -> TensorSource:
-    """Weights of a checkpoint that are compared with a file: those that the run samples with.
-
-    Raises:
-        WeightsError: none of them is in the file.
-    """
-    config = (checkpoint.state or {}).get("config", {})
-    track = config.get("sampling", {}).get("ema_track", SamplingConfig().ema_track)
-    track = track if track in ema_tracks(checkpoint) else "none"
-    found = weights_of(checkpoint, track)
-    if not found.shapes.keys() & weights.shapes.keys():
-        advice = "compare with a file of: export RUN --format safetensors"
-        raise WeightsError(f"{file}: holds no tensor of the network of {run}: another layout or model ({advice})")
-    print_notes([f"{run}: only its {'trained weights' if track == 'none' else f'weights of the EMA track {track}'} are compared"])
-    return found
 
 
 def print_rows(lines: list[str], most: int) -> None:
@@ -291,7 +260,7 @@ def export_file(arguments: argparse.Namespace) -> int:
             raise WeightsError(f"--{option}: is for runs; {arguments.run} is a file of whole weights (leave it out)")
     layout = header_of(arguments.run).get("layout", "") if arguments.run.suffix == ".safetensors" else ""
     if layout not in (OWN, *LAYOUTS):
-        raise WeightsError(f"{arguments.run}: no header names its layout (use convert FILE --from LAYOUT --to LAYOUT)")
+        raise WeightsError(f"{arguments.run}: no header names its layout (use import FILE --format LAYOUT first)")
     weights, _ = open_published(arguments.run, layout, None)
     print_notes(write_weights(weights, arguments.output, arguments.format, **write_options(arguments)))
     print(f"{arguments.output}: {weights.label}, {arguments.format} layout")
@@ -311,24 +280,12 @@ def import_(arguments: argparse.Namespace) -> int:
     refuse_existing(arguments.output, arguments.overwrite)
     if arguments.output.suffix != ".safetensors":
         raise WeightsError(f"{arguments.output}: must end in .safetensors, the format of the output")
-    weights, notes = open_published(arguments.file, arguments.format, given_record(arguments))
+    record = record_of(read_config(arguments.config, arguments.data_words)) if arguments.config else None
+    weights, notes = open_published(arguments.file, arguments.format, record)
     print_notes(notes)
     write_weights(weights, arguments.output, OWN, dtype=arguments.dtype, overwrite=arguments.overwrite)
     print(f"{arguments.output}: {len(weights.tensors)} tensors")
     return 0
-
-
-def convert(arguments: argparse.Namespace) -> int:
-    refuse_existing(arguments.output, arguments.overwrite)
-    weights, notes = open_published(arguments.file, getattr(arguments, "from"), given_record(arguments))
-    print_notes([*notes, *write_weights(weights, arguments.output, arguments.to, **write_options(arguments))])
-    print(f"{arguments.output}: {weights.label}, {arguments.to} layout")
-    return 0
-
-
-def given_record(arguments: argparse.Namespace) -> ModelRecord | None:
-    """Record of --config; None where it is not given."""
-    return record_of(read_config(arguments.config, arguments.data_words)) if arguments.config else None
 
 
 def write_options(arguments: argparse.Namespace) -> dict[str, Any]:

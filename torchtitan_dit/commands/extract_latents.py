@@ -33,20 +33,19 @@ from torchtitan.distributed.config import CommConfig
 from torchtitan.distributed.failures import is_lost_rank, is_out_of_memory
 from torchtitan.distributed.mesh import compute_device, init_process_group
 from torchtitan.errors import LatentStoreError, first_line, unwrapped
-from torchtitan.extraction.dataset_stores import (
+from torchtitan.extraction.describe import describe_store
+from torchtitan.extraction.extraction import (
     CaptionOptions,
     PlannedStore,
     begin_stores,
+    finish_store,
     finish_stores,
     plan_stores,
     write_store,
 )
-from torchtitan.extraction.describe import describe_store
-from torchtitan.extraction.extraction import finish_store
 from torchtitan.extraction.extraction_plan import WHOLE, ExtractionOptions, Part, estimated_size
 from torchtitan.extraction.image_source import open_sources
 from torchtitan.extraction.shard_encoding import DamagedImages
-from torchtitan.extraction.stage_times import describe_times
 from torchtitan.extraction.store_verbs import VERBS, run_verb
 from torchtitan.files.regular import read_toml, user_path
 from torchtitan.latents.captions import CAPTION_DTYPES
@@ -125,7 +124,7 @@ def write_and_report(
         print(f"{store.folder}: {len(store.source):,} images in {plan.num_shards} files, about {size} in all", flush=True)
     part = options.part
     try:
-        cut, summary = write_store(store, autoencoder, encoders, options, group)
+        cut, speed = write_store(store, autoencoder, encoders, options, group)
     except (*UNUSABLE, RuntimeError, MemoryError) as error:
         return fail(error)
     if cut and is_first():
@@ -134,13 +133,12 @@ def write_and_report(
     if not part.whole:
         if is_first():
             text = f"part {part.number + 1} of {part.count} is written; a start without --part writes the index"
-            print("\n".join([f"{store.folder}: {text}", *(describe_times(summary) if summary else ["nothing was missing"])]))
+            print(f"{store.folder}: {text}\n{speed}")
         return 0
     try:
-        index = finish_store(store.folder, plan, store.source, options.max_skipped_share, group)
+        index = finish_store(store, options.max_skipped_share, group)
         if is_first():
-            times = describe_times(summary) if summary else ["nothing was missing"]
-            print("\n".join(describe_store(store.folder, index) + times))
+            print("\n".join([*describe_store(store.folder, index), speed]))
     except UNUSABLE as error:
         return refuse(one_line(error), code=REFUSED if isinstance(error, DamagedImages) else FAILED)
     return 0

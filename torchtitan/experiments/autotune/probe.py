@@ -13,10 +13,7 @@ from torchtitan.experiments.process import run_processes
 from torchtitan.files.regular import read_regular
 from torchtitan.training.batch_ramp import largest_growth
 
-Goal = Literal["largest", "fastest"]
-
-_STEPS_OF_A_POINT = 4
-_POINTS_OF_A_RATE = 4
+_STEPS = 4
 _RUN_NAME = "probe"
 
 
@@ -26,16 +23,14 @@ class Probe:
 
     Attributes:
         batch_size: images per rank in one forward.
-        repeat: 0 for its first try.
         status: ok, or oom if memory ran out on any rank; other ends of a probe give no answer and are not kept.
         memory_gib: peak of the fullest rank, reserved on CUDA and resident on the CPU; None after oom.
         num_alloc_retries: times that a CUDA allocator had to free its cache, of the rank with most; None after oom.
-        images_per_second: median over the second half of the points, of all ranks together; None after oom.
+        images_per_second: of all ranks together; None after oom.
         seconds: wall time, start-up included.
     """
 
     batch_size: int
-    repeat: int
     status: Literal["ok", "oom"]
     memory_gib: float | None
     num_alloc_retries: int | None
@@ -78,17 +73,14 @@ class ProbeFailed(Exception):
         self.outcome = outcome
 
 
-def probe_config(config: JobConfig, goal: Goal, processes: int, folder: Path) -> tuple[JobConfig, list[str]]:
+def probe_config(config: JobConfig, processes: int, folder: Path) -> tuple[JobConfig, list[str]]:
     """Derive the short run that probes a configuration.
 
-    It takes the same steps, without checkpoints, samples, validation, traces and event files. For memory alone, two
-    microbatches per step represent any number of them, also of a batch that grows: the second one has the accumulated
-    gradients in memory.
+    It takes the same steps, without checkpoints, samples, validation, traces and event files. Two microbatches per
+    step represent any number of them, also of a batch that grows: the second one has the accumulated gradients in memory.
 
     Args:
         config: with the batch size to try, resolved.
-        goal: of the probe.
-        processes: of the run.
         folder: of the run; its configuration is written there.
 
     Returns:
@@ -99,19 +91,19 @@ def probe_config(config: JobConfig, goal: Goal, processes: int, folder: Path) ->
     batch = config.training.global_batch_size
     accumulated = 2 * config.parallelism.data_ranks * config.training.local_batch_size
     tapped = config.gns.enable and config.gns.single_pass
-    if goal == "largest" and largest_growth(config) > 1:
+    if largest_growth(config) > 1:
         batch = max(batch, accumulated)
-    if goal == "largest" and not config.gns.enable:
+    if not config.gns.enable:
         batch = min(batch, accumulated)
-    # A measured step of the noise scale needs more memory and time than others: each point has one.
-    point = config.gns.interval if tapped else _STEPS_OF_A_POINT
+    # A measured step of the noise scale needs more memory than others: there is one.
+    steps = config.gns.interval if tapped else _STEPS
     overrides = {
         "job.config_file": file,
         "job.dump_folder": folder,
         "job.name": _RUN_NAME,
         "training.global_batch_size": batch,
         "training.double_batch_after": [],
-        "training.steps": point * (1 if goal == "largest" else _POINTS_OF_A_RATE),
+        "training.steps": steps,
         "lr_scheduler.unit": "steps",
         "lr_scheduler.warmup_steps": 0,
         "checkpoint.enable": "false",
@@ -120,7 +112,7 @@ def probe_config(config: JobConfig, goal: Goal, processes: int, folder: Path) ->
         "validation.enable": "false",
         "profiling.enable_profiling": "false",
         "profiling.enable_memory_snapshot": "false",
-        "metrics.log_freq": point,
+        "metrics.log_freq": steps,
         "metrics.enable_tensorboard": "false",
         "metrics.enable_wandb": "false",
     }
@@ -128,7 +120,7 @@ def probe_config(config: JobConfig, goal: Goal, processes: int, folder: Path) ->
     return load_config(words, processes), words
 
 
-def run_probe(config: JobConfig, goal: Goal, repeat: int, how: ProbeProcesses) -> Probe:
+def run_probe(config: JobConfig, how: ProbeProcesses) -> Probe:
     """Probe the batch size of a configuration.
 
     Raises:
@@ -138,18 +130,18 @@ def run_probe(config: JobConfig, goal: Goal, repeat: int, how: ProbeProcesses) -
     batch_size = config.training.local_batch_size
     with tempfile.TemporaryDirectory(prefix="autotune-") as name:
         folder = Path(name)
-        _, words = probe_config(config, goal, how.processes, folder)
+        _, words = probe_config(config, how.processes, folder)
         outcome = run_processes(
             words, processes=how.processes, timeout_s=how.timeout_s, log=how.log, memory_limit_gib=how.memory_limit_gib,
             devices=how.devices, stop=how.stop,
         )  # fmt: skip
         if outcome.status == "oom":
-            return Probe(batch_size, repeat, "oom", None, None, None, round(outcome.seconds, 1))
+            return Probe(batch_size, "oom", None, None, None, round(outcome.seconds, 1))
         if outcome.status != "ok":
             raise ProbeFailed(batch_size, outcome, how.log)
         summary = json.loads(read_regular(folder / _RUN_NAME / "summary.json"))
     return Probe(
-        batch_size, repeat, "ok",
+        batch_size, "ok",
         memory_gib=summary["peak_memory_GiB"],
         num_alloc_retries=summary["num_alloc_retries"],
         images_per_second=round(summary["tail_medians"]["throughput(img/s)"], 3),

@@ -48,10 +48,9 @@ class SearchRecord:
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise RecordError(f"{self.path}: damaged (--fresh replaces it)") from error
 
-    def find(self, batch_size: int, repeat: int) -> Probe | None:
+    def find(self, batch_size: int) -> Probe | None:
         """Find the probe of a batch size, if it was made."""
-        matching = (probe for probe in self.probes if (probe.batch_size, probe.repeat) == (batch_size, repeat))
-        return next(matching, None)
+        return next((probe for probe in self.probes if probe.batch_size == batch_size), None)
 
     def write(self) -> None:
         """Replace the file atomically. Raises RecordError."""

@@ -1,4 +1,4 @@
-"""Tuning of a configuration's batch size on this device by trying: the largest that fits, or the fastest."""
+"""Tuning of a configuration's batch size on this device by trying: the largest that fits."""
 
 import math
 import tempfile
@@ -19,14 +19,13 @@ from torchtitan.experiments.autotune.candidates import (
     data_ranks_of,
     given_global_batch_size,
 )
-from torchtitan.experiments.autotune.probe import Goal, Probe, ProbeProcesses, probe_config, run_probe
+from torchtitan.experiments.autotune.probe import Probe, ProbeProcesses, probe_config, run_probe
 from torchtitan.experiments.autotune.record import SearchRecord
-from torchtitan.experiments.autotune.search import doublings, fastest, largest_fitting
+from torchtitan.experiments.autotune.search import largest_fitting
 from torchtitan.settings import has_key
 from torchtitan.settings.record import effective
 from torchtitan.training.hardware import device_name, peak_resident_gib
 
-GOALS: tuple[Goal, ...] = ("largest", "fastest")
 MAX_BATCH_SIZE = 65536
 
 _GIB = 2**30
@@ -47,14 +46,12 @@ class AutotuneResult:
 
     Attributes:
         batch_size: for training.local_batch_size.
-        goal: largest or fastest.
         probes: every try, in order.
         tried: number of probes made now; 0: the answer was on record.
         record: file that holds all of it.
     """
 
     batch_size: int
-    goal: Goal
     probes: list[Probe]
     tried: int
     record: Path
@@ -64,7 +61,6 @@ def autotune(
     arguments: list[str],
     processes: int = 1,
     *,
-    goal: Goal = "largest",
     memory_gib: float | None = None,
     cache: Path | None = None,
     multiple_of: int = 1,
@@ -76,7 +72,7 @@ def autotune(
     stop: threading.Event | None = None,
     report: Callable[[str], None] = lambda line: None,
 ) -> AutotuneResult:
-    """Find training.local_batch_size for a configuration on this device.
+    """Find the largest training.local_batch_size of a configuration on this device, by doubling and bisection from an estimate.
 
     Every batch size is tried in fresh processes, by a few steps of train.py. It fits if every rank ends well, its peak
     of memory is at most (1 - headroom) of the available memory, and no CUDA allocator had to free its cache. Where
@@ -84,9 +80,6 @@ def autotune(
 
     Args:
         arguments: of train.py, `--section.key value`; a local batch size among them is overridden.
-        processes: of the run.
-        goal: largest: the largest that fits, found by doubling and bisection from an estimate; fastest: the smallest
-            whose images/s are within 3 % of the best, over doublings of the smallest that fit.
         memory_gib: memory of each process, > 0; on CUDA the device's, if that is less or it is not given; on the CPU it
             must be given.
         cache: folder of the records, by default <job.dump_folder>/autotune; a question on record is answered from it,
@@ -108,7 +101,7 @@ def autotune(
         RecordError: the record cannot be read or written.
         KeyboardInterrupt, Stopped: after the processes of the present try were ended; its record stays.
     """
-    _check(goal, memory_gib, multiple_of, max_batch_size, headroom, timeout_s)
+    _check(memory_gib, multiple_of, max_batch_size, headroom, timeout_s)
     whole = given_global_batch_size(arguments)
     device = compute_device() if devices is None else torch.device(compute_device().type, devices[0])
     memory_gib = _memory_of(device, memory_gib)
@@ -120,7 +113,6 @@ def autotune(
     candidates = candidates_of(config_with, whole, ranks, multiple_of, max_batch_size)
     smallest = config_with(candidates[0])
     record = SearchRecord(cache or Path(smallest.job.dump_folder) / "autotune", {
-        "goal": goal,
         "headroom": headroom,
         "multiple_of": multiple_of,
         "max_batch_size": max_batch_size,
@@ -129,52 +121,42 @@ def autotune(
         "device": device_name(device),
         "memory_gib": round(memory_gib, 3),
         "torch": torch.__version__,
-        "configuration": _what_decides(smallest, goal, processes),
+        "configuration": _what_decides(smallest, processes),
     })  # fmt: skip
     how = ProbeProcesses(processes, timeout_s, record.log, _data_limit(device, memory_gib), devices, stop)
-    search = _Search(record, config_with, goal, how, memory_gib, (1 - headroom) * memory_gib, report)
+    search = _Search(record, config_with, how, memory_gib, (1 - headroom) * memory_gib, report)
     if not fresh:
         record.read()
     if record.batch_size is None:
-        if goal == "fastest":
-            record.batch_size = fastest(doublings(candidates), search.rate)
-        else:
-            guess = _guess(config_with, candidates, processes, search.limit_gib, device)
-            record.batch_size = largest_fitting(candidates, guess, search.fits)
+        guess = _guess(config_with, candidates, processes, search.limit_gib, device)
+        record.batch_size = largest_fitting(candidates, guess, search.fits)
         record.write()
     if record.batch_size is None:
         raise NothingFits(_nothing_fits(smallest, record.probes, memory_gib, search.limit_gib, multiple_of))
-    return AutotuneResult(record.batch_size, goal, record.probes, search.tried, record.path)
+    return AutotuneResult(record.batch_size, record.probes, search.tried, record.path)
 
 
 class _Search:
     """Search that tries batch sizes, or takes them from the record."""
 
     def __init__(
-        self, record: SearchRecord, config_with: Callable[[int], JobConfig], goal: Goal, how: ProbeProcesses,
+        self, record: SearchRecord, config_with: Callable[[int], JobConfig], how: ProbeProcesses,
         memory_gib: float, limit_gib: float, report: Callable[[str], None],
     ) -> None:  # fmt: skip
         self.limit_gib = limit_gib
         self.memory_gib = memory_gib
         self.tried = 0
-        self._record, self._config_with, self._goal, self._how, self._report = record, config_with, goal, how, report
+        self._record, self._config_with, self._how, self._report = record, config_with, how, report
 
     def fits(self, batch_size: int) -> bool:
-        return self._probe(batch_size, 0).fits(self.limit_gib)
-
-    def rate(self, batch_size: int, repeat: int) -> float | None:
-        probe = self._probe(batch_size, repeat)
-        return probe.images_per_second if probe.fits(self.limit_gib) else None
-
-    def _probe(self, batch_size: int, repeat: int) -> Probe:
-        known = self._record.find(batch_size, repeat)
-        probe = known or run_probe(self._config_with(batch_size), self._goal, repeat, self._how)
+        known = self._record.find(batch_size)
+        probe = known or run_probe(self._config_with(batch_size), self._how)
         if not known:
             self.tried += 1
             self._record.probes.append(probe)
             self._record.write()
         self._report(self._line(probe, known is not None))
-        return probe
+        return probe.fits(self.limit_gib)
 
     def _line(self, probe: Probe, known: bool) -> str:
         words = f"batch size {probe.batch_size:>5}: {'fits' if probe.fits(self.limit_gib) else 'does not fit'}"
@@ -187,11 +169,7 @@ class _Search:
         return words + (" (on record)" if known else f" ({probe.seconds:.0f} s)")
 
 
-def _check(
-    goal: str, memory_gib: float | None, multiple_of: int, max_batch_size: int, headroom: float, timeout_s: float
-) -> None:
-    if goal not in GOALS:
-        raise AutotuneRefused(f"goal: must be one of {', '.join(GOALS)}, is {goal}")
+def _check(memory_gib: float | None, multiple_of: int, max_batch_size: int, headroom: float, timeout_s: float) -> None:
     if multiple_of < 1:
         raise AutotuneRefused(f"multiple-of: must be at least 1, is {multiple_of}")
     if max_batch_size < 1:
@@ -220,10 +198,10 @@ def _data_limit(device: torch.device, memory_gib: float) -> float | None:
     return 2 * memory_gib + 2 if device.type == "cpu" else None
 
 
-def _what_decides(config: JobConfig, goal: Goal, processes: int) -> dict[str, Any]:
+def _what_decides(config: JobConfig, processes: int) -> dict[str, Any]:
     """Keys of the short runs that memory and speed may depend on."""
     with tempfile.TemporaryDirectory() as folder:
-        probed, _ = probe_config(config, goal, processes, Path(folder))
+        probed, _ = probe_config(config, processes, Path(folder))
     tables = {name: table for name, table in effective(probed).items() if name not in _SECTIONS_WITHOUT_EFFECT}
     return {
         section: {key: value for key, value in table.items() if f"{section}.{key}" not in _WITHOUT_EFFECT}

@@ -11,8 +11,6 @@ from torchtitan.experiments.folder import ExperimentError
 from torchtitan.experiments.outcome import Outcome
 
 _ROOT = Path(__file__).resolve().parents[3]
-# Of several nodes' outcomes, the first of these statuses that one has is that of the run.
-_PRECEDENCE = ("oom", "refused", "killed", "timeout", "failed", "ok")
 
 
 class LauncherError(ExperimentError):
@@ -21,25 +19,22 @@ class LauncherError(ExperimentError):
 
 @dataclass(frozen=True)
 class Job:
-    """Job: a function that is called on one or more machines.
+    """Job: a function that is called on a machine.
 
     Attributes:
         name: of the run, a file name.
         function: of a module, so that another process can import it; called with the arguments and with `devices`
-            (numbers of the CUDA devices to use, None for all), `stop` (ends the run: it raises Stopped) and `node` (None
-            for a run on one machine).
+            (numbers of the CUDA devices to use, None for all) and `stop` (ends the run: it raises Stopped).
         arguments: of the function.
-        processes: of the run, on all its nodes.
-        nodes: machines of the run.
-        gpus: CUDA devices of each node to ask for.
-        limit_s: seconds after which the machines are given back.
+        processes: of the run.
+        gpus: CUDA devices to ask for.
+        limit_s: seconds after which the machine is given back.
     """
 
     name: str
     function: Callable[..., Outcome]
     arguments: tuple[Any, ...]
     processes: int
-    nodes: int
     gpus: int
     limit_s: float
 
@@ -58,11 +53,6 @@ class Launcher(Protocol):
             LauncherError: a scheduler refuses the job.
             KeyboardInterrupt: after the job was ended.
         """
-
-
-def join_outcomes(outcomes: Sequence[Outcome]) -> Outcome:
-    """Join the outcomes of a run's nodes: the cause before its consequences on other nodes."""
-    return min(outcomes, key=lambda outcome: _PRECEDENCE.index(outcome.status))
 
 
 def importable_environment() -> dict[str, str]:

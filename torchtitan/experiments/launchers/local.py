@@ -23,8 +23,6 @@ class LocalLauncher:
         self._devices = list(range(torch.cuda.device_count())) if torch.cuda.is_available() else None
 
     def check(self, jobs: Sequence[Job]) -> None:
-        if several := next((job for job in jobs if job.nodes > 1), None):
-            raise LauncherError(f"{several.name}: nodes = {several.nodes} needs a scheduler (give --launcher slurm)")
         there, most = len(self._devices or []), max((job.processes for job in jobs), default=1)
         if (needed := max((job.gpus for job in jobs), default=0)) > there:
             raise LauncherError(
@@ -39,7 +37,7 @@ class LocalLauncher:
     def run(self, job: Job, stop: threading.Event) -> Outcome:
         devices = self._acquire(job.processes, stop)
         try:
-            return job.function(*job.arguments, devices=devices, stop=stop, node=None)
+            return job.function(*job.arguments, devices=devices, stop=stop)
         finally:
             self._release(devices)
 

@@ -38,9 +38,6 @@ class RayLauncher:
     def check(self, jobs: Sequence[Job]) -> None:
         there = self._ray.cluster_resources()
         for job in jobs:
-            if job.nodes > 1:
-                text = f"nodes = {job.nodes} needs --launcher slurm (Ray's tasks are of one machine)"
-                raise LauncherError(f"{job.name}: {text}")
             for kind, needed in (("CPU", job.processes), ("GPU", job.gpus)):
                 if needed > there.get(kind, 0):
                     text = f"a run needs {needed} {kind}s, and Ray's cluster has {there.get(kind, 0):g}"
@@ -66,7 +63,7 @@ class RayLauncher:
 def run_in_task(job: Job, folder: str) -> Outcome:
     """Run a job's function within a Ray task."""
     os.chdir(folder)
-    return job.function(*job.arguments, devices=None, stop=None, node=None)
+    return job.function(*job.arguments, devices=None, stop=None)
 
 
 def _lost(ray: Any, error: Exception, seconds: float) -> Outcome:

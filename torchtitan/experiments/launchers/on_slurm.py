@@ -17,21 +17,20 @@ from typing import Any
 
 from tqdm import tqdm
 
-from torchtitan.experiments.launchers.job import Job, LauncherError, importable_environment, join_outcomes
+from torchtitan.experiments.launchers.job import Job, LauncherError, importable_environment
 from torchtitan.experiments.outcome import Outcome
-from torchtitan.experiments.process import Node, Stopped
+from torchtitan.experiments.process import Stopped
 from torchtitan.extras import install
 from torchtitan.files.durable import make_folder, replace_file
 
 _POLL_SECONDS = 1.0
-_PORT = 29_000
 
 
 class SlurmLauncher:
     """Runs jobs through sbatch; the folder is on a disk that all machines see."""
 
     def __init__(self, folder: Path, jobs: int, options: dict[str, str], cluster: str = "slurm") -> None:
-        """cluster: "slurm", or "local" for submitit's executor without Slurm, where nodes are processes."""
+        """cluster: "slurm", or "local" for submitit's executor without Slurm."""
         try:
             import submitit
         except ImportError:
@@ -69,7 +68,7 @@ class SlurmLauncher:
             return None
         from submitit import SlurmJob
 
-        found: Any = SlurmJob(folder=self._executor.folder, job_id=job_id, tasks=list(range(job.nodes)))
+        found: Any = SlurmJob(folder=self._executor.folder, job_id=job_id)
         if not found.done(force_check=True) and found.state == "UNKNOWN":  # Slurm does not know it any more
             return None
         tqdm.write(f"{job.name}: waiting for Slurm job {job_id} of an earlier start", file=sys.stderr)
@@ -91,12 +90,11 @@ class SlurmLauncher:
         return submitted
 
     def _parameters(self, job: Job) -> dict[str, Any]:
-        local = self._cluster == "local"
         parameters: dict[str, Any] = {
-            "name": "torchtitan-dit", "timeout_min": math.ceil(job.limit_s / 60), "nodes": 1 if local else job.nodes,
-            "tasks_per_node": job.nodes if local else 1, "cpus_per_task": job.processes // job.nodes,
+            "name": "torchtitan-dit", "timeout_min": math.ceil(job.limit_s / 60), "nodes": 1, "tasks_per_node": 1,
+            "cpus_per_task": job.processes,
         } | ({"gpus_per_node": job.gpus} if job.gpus else {})  # fmt: skip
-        if local:
+        if self._cluster == "local":
             return parameters
         # A job that is preempted is submitted again from here, and must not be queued again by Slurm too.
         options: dict[str, Any] = {"no_requeue": True}
@@ -105,20 +103,15 @@ class SlurmLauncher:
 
 
 def run_in_job(job: Job, folder: str) -> Outcome:
-    """Run a job's function on one of its nodes, within a Slurm job; it is stopped when Slurm is about to take the machine."""
+    """Run a job's function within a Slurm job; it is stopped when Slurm is about to take the machine."""
     import submitit
 
     os.chdir(folder)
     here, begun, stop = submitit.JobEnvironment(), time.perf_counter(), threading.Event()
-    node = None
-    if job.nodes > 1:
-        name = "".join(filter(str.isalnum, here.job_id))
-        port = _PORT + int("".join(filter(str.isdigit, name)) or 0) % 1000
-        node = Node(here.global_rank, job.nodes, f"{here.hostnames[0]}:{port}", name)
     for number in (signal.SIGTERM, signal.SIGUSR2):  # preemption, and submitit's warning before the end of the time
         signal.signal(number, lambda *_: stop.set())
     try:
-        return job.function(*job.arguments, devices=None, stop=stop, node=node)
+        return job.function(*job.arguments, devices=None, stop=stop)
     except Stopped:
         reason = f"Slurm job {here.job_id} was ended by Slurm: preempted, cancelled or out of time"
         return Outcome("killed", reason, time.perf_counter() - begun, 1)
@@ -136,7 +129,7 @@ def _outcome_of(submitted: Any, seconds: float) -> Outcome:
     if not submitted.done():
         return _lost(state, job_id, RuntimeError("ended by Slurm"), False, seconds)
     try:
-        return join_outcomes(submitted.results())
+        return submitted.result()
     except (UncompletedJobError, OSError) as error:
         return _lost(state, job_id, error, isinstance(error, FailedJobError), seconds)
 

@@ -4,12 +4,13 @@ import itertools
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from matplotlib.axes import Axes as Panel
 from matplotlib.ticker import FixedLocator, NullLocator
 
 from torchtitan.pictures.colours import SOFT
-from torchtitan.pictures.style import PRINT_DPI, colour, error_bar, label_lines, marker, new_figure, save
+from torchtitan.pictures.style import PRINT_DPI, colour, error_bar, marker, new_figure, save
 from torchtitan.runs.analysis.axes import BATCH, label, value_label, values_in_order, varying
 from torchtitan.runs.analysis.cells import Cell, arms
 from torchtitan.runs.analysis.measures import IMAGES, MEMORY, MFU, Metric
@@ -73,25 +74,26 @@ def _draw(
         {tuple(cell.axes.get(name) for name in lines) for cell in cells},
         key=lambda kind: [-1 if value is None else place.index(value) for place, value in zip(places, kind, strict=True)],
     )
-    size = (1.0 + (_PANEL[0] + 1.2) * len(across), 0.9 + (_PANEL[1] + 0.5) * len(down))
+    size = (2.6 + (_PANEL[0] + 0.4) * len(across), 0.9 + (_PANEL[1] + 0.5) * len(down))
     share = True if metric is MFU else "col"
     figure, panels = new_figure(title, len(down), len(across), size, sharey=share, sharex="col")
     batches = {
         column: sorted({cell.axes["local_batch"] for cell in cells if cell.axes.get(columns) == column})
         for column in across
     }
-    ends = []
     for i, row in enumerate(down):
         for j, column in enumerate(across):
             chosen = [cell for cell in cells if (cell.axes.get(rows), cell.axes.get(columns)) == (row, column)]
             words = [value_label(name, value) for name, value in ((rows, row), (columns, column)) if value is not None]
-            drawn = _draw_arms(panels[i][j], chosen, metric, kinds, lines, batches[column], ", ".join(words))
-            ends.append((panels[i][j], drawn))
+            _draw_arms(panels[i][j], chosen, metric, kinds, lines, batches[column], ", ".join(words))
         panels[i][0].set_ylabel(metric.title)
     for j, column in enumerate(across):
         _batch_axis([panel_row[j] for panel_row in panels], batches[column])
-    for panel, of_panel in ends:  # last: labels need the final limits
-        label_lines(panel, of_panel, _PANEL[1])
+    for n, kind in enumerate(kinds if lines else []):
+        text, (style, _) = label(dict(zip(lines, kind, strict=True)), lines), _line_style(n)
+        panels[0][0].plot([], [], color=colour(n), marker=marker(n), linestyle=style, label=text)
+    if lines:
+        figure.legend(loc="outside right upper", fontsize=8.5, frameon=False)
     return save(figure, path, PRINT_DPI)
 
 
@@ -103,17 +105,12 @@ def _draw_arms(
     lines: list[str],
     batches: list[int],
     title: str,
-) -> list[tuple[float, float, str, str]]:
-    """Draw all arms of a panel; return the end of each line, its name and colour."""
-    ends, lanes = [], 0
+) -> None:
+    lanes = 0
     for arm in arms(cells).values():
         n = kinds.index(tuple(arm[0].axes.get(name) for name in lines))
-        measured = [cell for cell in arm if metric.name in cell.measures]
-        if measured:
+        if any(metric.name in cell.measures for cell in arm):
             _draw_line(panel, arm, metric.name, n)
-            last = measured[-1]
-            place = last.axes["local_batch"], last.measures[metric.name].value
-            ends.append((*place, label(arm[0].axes, lines), colour(n)))
         lanes += _draw_statuses(panel, arm, batches, colour(n), lanes)
     there = {tuple(cell.axes.get(name) for name in lines) for cell in cells}
     for n in (n for n, kind in enumerate(kinds) if cells and kind not in there):
@@ -121,15 +118,11 @@ def _draw_arms(
     if not cells:
         panel.text(0.5, 0.5, "never run", transform=panel.transAxes, ha="center", color=SOFT, fontsize=9)
     panel.set_title(title, fontsize=9, pad=4 + 9 * lanes, loc="left")
-    return ends
 
 
 def _draw_line(panel: Panel, arm: list[Cell], metric: str, n: int) -> None:
-    """Draw a line through the measured cells of an arm, broken where one is not.
-
-    Every second arm is dashed and has smaller marks, so that overlapping ones stay visible.
-    """
-    style, size = ("-", 6.5) if n % 2 == 0 else ((0, (4, 3)), 4.0)
+    """Draw a line through the measured cells of an arm, broken where one is not."""
+    style, size = _line_style(n)
     xs = [cell.axes["local_batch"] for cell in arm]
     estimates = [cell.measures.get(metric) for cell in arm]
     values = [estimate.value if estimate else float("nan") for estimate in estimates]
@@ -138,6 +131,11 @@ def _draw_line(panel: Panel, arm: list[Cell], metric: str, n: int) -> None:
     for x, y, cell in zip(xs, values, arm, strict=True):
         face = "white" if cell.single else colour(n)
         panel.plot([x], [y], marker=marker(n), color=colour(n), markerfacecolor=face, markersize=size, linestyle="")
+
+
+def _line_style(n: int) -> tuple[Any, float]:
+    """Style of a line and size of its marks: every second arm is dashed and smaller, so that overlapping ones stay visible."""
+    return ("-", 6.5) if n % 2 == 0 else ((0, (4, 3)), 4.0)
 
 
 def _draw_statuses(panel: Panel, arm: list[Cell], batches: list[int], color: str, lane: int) -> int:

@@ -13,10 +13,9 @@ from torchtitan.runs.analysis.collect import collect
 from torchtitan.runs.analysis.effects import all_effects, scaling
 from torchtitan.runs.analysis.findings import Results, markdown
 from torchtitan.runs.analysis.results_table import run_rows, write_csv
-from torchtitan.runs.analysis.scaling_picture import draw_scaling
 
 # The table is written before all else, and is that by which a folder is known.
-_TABLE, _TEXT, _SCALING = "results.csv", "analysis.md", "scaling.png"
+_TABLE, _TEXT = "results.csv", "analysis.md"
 _DRAWN = "*_over_batch*.png"
 _NOTHING = b"\0"  # begins no file of a report
 
@@ -52,8 +51,6 @@ def write_report(results: Results, folder: Path) -> list[Path]:
     make_folder(folder)
     write_csv(run_rows(results.runs), folder / _TABLE)
     pictures = draw_over_batch(results.cells, folder)
-    if results.curves:
-        pictures.append(("Scaling over ranks", draw_scaling(results.curves, folder / _SCALING)))
     replace_file(folder / _TEXT, markdown(results, [(name, path.name) for name, path in pictures]))
     return [folder / _TABLE, folder / _TEXT, *(path for _, path in pictures)]
 
@@ -63,5 +60,5 @@ def refuse_other_files(folder: Path) -> None:
     table = folder / _TABLE
     refuse_foreign_file(table, f"name,{','.join(NAMED_AXES)},".encode())
     if not os.path.lexists(table):  # there was no report; what has its names is somebody else's
-        for path in (folder / _TEXT, folder / _SCALING, *folder.glob(_DRAWN)):
+        for path in (folder / _TEXT, *folder.glob(_DRAWN)):
             refuse_foreign_file(path, _NOTHING)
