@@ -89,10 +89,8 @@ def test_two_shallow_models_give_the_peak_of_a_deep_one_exactly(monkeypatch):
 
     monkeypatch.setattr(memory, "simulate_step", simulate)
     for words, ranks in (
-        (["--activation_checkpoint.mode", "selective"], 4),
         (["--activation_checkpoint.mode", "full", "--activation_checkpoint.every", "2", "--model.num_layers", "10"], 4),
         (["--training.global_batch_size", "32", "--parallelism.data_parallel_replicate_degree", "2"], 2),
-        (["--activation_checkpoint.mode", "full", "--training.mixed_precision_param", "bfloat16"], 1),
     ):
         config = config_of("--model.num_layers", "6", *words, ranks=ranks)
         whole = simulate_step(config, ranks)

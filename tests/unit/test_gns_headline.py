@@ -186,7 +186,7 @@ def test_the_phase_named_is_that_of_the_measurement():
 
 @pytest.mark.parametrize(("optimizer", "words", "geometries", "half"), [
     ("AdamW", (), GEOMETRIES, True), ("AdamW", ("--gns.adam_geometry", "false"), GEOMETRIES[:1], True),
-    ("Muon", (), GEOMETRIES[:1], False), ("SGD", (), GEOMETRIES[:1], False),
+    ("SGD", (), GEOMETRIES[:1], False),
 ])  # fmt: skip
 def test_adams_geometry_can_be_left_out_and_half_progress_stays(tmp_path, monkeypatch, optimizer, words, geometries, half):
     monkeypatch.setitem(UPDATE_RULES, "SGD", UpdateRule(averages=1))  # as a user adds one
