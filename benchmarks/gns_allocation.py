@@ -160,7 +160,7 @@ def build(
 def look(trainer: Trainer, steps: int, groups: int, group_size: int) -> list[dict]:
     """Compare prediction and realisation with frozen weights: a row per spread, geometry and change of the sampler."""
     ordinary = trainer.state.objective.timestep_sampler
-    fine_edges = inner_edges(trainer.config.gns, ordinary.density, trainer.state.objective.path)
+    fine_edges = inner_edges(trainer.config.gns, ordinary.density)
     edges, fine_mass = fine_edges[PARTS_OF_BIN - 1 :: PARTS_OF_BIN], bin_masses(ordinary.density, fine_edges)
     mass = bin_masses(ordinary.density, edges)
     multiplier = bin_means(ordinary.density, edges, lambda t: trainer.state.objective.learned_weighting(t / (1.0 - t)))

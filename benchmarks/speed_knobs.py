@@ -55,7 +55,6 @@ KNOBS: dict[str, tuple[dict[str, str], dict[str, str]]] = {
         "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs",
     )},
     **{f"reshard {when}": (SHARDED, {"parallelism.fsdp_reshard_after_forward": when}) for when in ("always", "never")},
-    "prefetch 2": (SHARDED, {"parallelism.fsdp_prefetch_blocks": "2"}),
     "bfloat16 reduction": (SHARDED, {"training.mixed_precision_reduce": "bfloat16"}),
     "CPU offload": (SHARDED, {"training.enable_cpu_offload": "true"}),
     "float8": (SHARDED, {"float8.enable": "true"}),

@@ -111,9 +111,6 @@ class DataConfig:
     num_workers: int = setting(
         0, "processes per rank that load ahead of training; 0 loads in the training process", ge=0, trajectory=False
     )
-    prefetch_factor: int = setting(
-        2, "batches that each loader process holds ready", ge=1, applies={"num_workers": ">0"}, trajectory=False
-    )
 
 
 @dataclass(frozen=True)

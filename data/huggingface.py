@@ -20,6 +20,8 @@ from torchtitan.settings import setting
 
 GIB = 2**30
 
+_MOST_GIB = 4  # of the row groups that a loader process holds
+
 
 @dataclass(kw_only=True)
 class HuggingFaceConfig(OnlineTextConfig, SquareImagesConfig):
@@ -45,10 +47,6 @@ class HuggingFaceConfig(OnlineTextConfig, SquareImagesConfig):
     shuffle_row_groups: int = setting(
         64, "row groups whose images are shuffled among themselves, and held by each loader process", ge=1,
         applies={"streaming": (True,)},
-    )  # fmt: skip
-    window_gib: float = setting(
-        4.0, "largest memory that these row groups may take in a loader process", gt=0, applies={"streaming": (True,)},
-        trajectory=False,
     )  # fmt: skip
 
 
@@ -139,8 +137,8 @@ def _open_groups(path: str, subset: str, revision: str, *asked: Any) -> RowGroup
 def _check_memory(config: HuggingFaceConfig, groups: RowGroups, num_kept: int) -> None:
     """Refuse a window that may exceed its memory limit."""
     largest = np.sort(groups.image_bytes)[-num_kept:].sum() / GIB
-    if largest > config.window_gib:
+    if largest > _MOST_GIB:
         raise DatasetError(
             f"data.shuffle_row_groups: {num_kept} row groups of {config.path} take up to "
-            f"{largest:.3g} GiB, more than data.window_gib = {config.window_gib:g}"
+            f"{largest:.3g} GiB, more than {_MOST_GIB} (take fewer)"
         )

@@ -33,9 +33,6 @@ class LatentsConfig(DataConfig):
         None, "draw each latent anew from its posterior; false: take the mean; "
         "default: true where the store keeps standard deviations",
     )  # fmt: skip
-    mirror: bool | None = setting(
-        None, "take the mirror image's latent with probability 1/2; default: true where the store keeps mirror images"
-    )
     condition: Literal["captions", "class"] | None = setting(
         None, "what conditions each image: its encoded caption, or its class; default: captions where the store has them"
     )
@@ -78,7 +75,7 @@ class Latents(Dataset):
         self._stores = _open(config, split)
         index = self._stores[0].index
         self._sample = index.posterior if config.sample_posterior is None else config.sample_posterior
-        self._mirror = index.mirrored if config.mirror is None else config.mirror
+        self._mirror = index.mirrored
         if config.validation_path:
             numbers = [np.arange(len(store)) for store in self._stores]
         else:
@@ -183,8 +180,6 @@ def _open(config: LatentsConfig, split: Split) -> list[LatentStore]:
         raise DatasetError(f"data.sample_posterior: {path} keeps no standard deviations; leave the key out")
     if key == "validation_path":
         _check_alike(config, stores, _open(config, "train"))
-    elif config.mirror and not stores[0].index.mirrored:
-        raise DatasetError(f"data.mirror: {path} keeps no mirror images; leave the key out")
     return stores
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -32,7 +31,6 @@ class OnlineTextConfig:
     )  # fmt: skip
     pooled_encoder: str = setting("", "encoder of whole captions: a CLIP text model, or stub:WIDTH", applies=_ENCODED, path=True)
     text_length: int = setting(256, "tokens of every caption", ge=1, le=8192, applies=_ENCODED)
-    text_dtype: Literal["bfloat16", "float32"] = setting("bfloat16", "dtype of the encoders' compute", applies=_ENCODED)
     null_caption: str = setting("", "caption that stands for no condition; may have [trigger]", applies=_ENCODED)
     prompts: list[str] = setting(
         [], "texts that grids of samples show, [trigger] filled in; default: the null caption, or with cache.enable the first "
@@ -57,20 +55,18 @@ class OnlineEncoders:
     Attributes:
         text, pooled: options of `torchtitan.texts.open_encoder`.
         length: of every text, in tokens.
-        dtype: of compute, by name.
     """
 
     text: str
     pooled: str
     length: int
-    dtype: str
 
     def __call__(self, texts: Sequence[str]) -> dict[str, Tensor]:
         """Embeddings TEXT [B, L, D] and POOLED [B, P] of texts, bfloat16 as a store keeps them. Raises DatasetError."""
         from torchtitan.texts import TextEncoderError, open_encoders  # which other data do not need
 
         try:
-            encoders = open_encoders(self.text, self.pooled, self.length, getattr(torch, self.dtype), compute_device())
+            encoders = open_encoders(self.text, self.pooled, self.length, torch.bfloat16, compute_device())
             found, _ = encoders.encode(texts)
         except TextEncoderError as error:
             option, colon, text = str(error).partition(":")
@@ -84,7 +80,7 @@ def online_kind(config: OnlineTextConfig) -> Texts | None:
         return None
     if not config.pooled_encoder:
         raise DatasetError("data.pooled_encoder: not given; captions need an encoder of tokens and one of whole texts")
-    encode = OnlineEncoders(config.text_encoder, config.pooled_encoder, config.text_length, config.text_dtype)
+    encode = OnlineEncoders(config.text_encoder, config.pooled_encoder, config.text_length)
     null_caption, shown = config.filled_texts()
     found = encode([null_caption, *shown])
     nulls = {name: found[name][0] for name in (TEXT, POOLED)}

@@ -14,6 +14,7 @@ from torchtitan.data.base import Batch, DataConfig, Dataset, DatasetError, Datas
 from torchtitan.settings import setting
 
 NUM_VALIDATION = 10_000
+_SEED = 0  # of the images and texts
 WORDS_AT_A_TIME = 2**20  # bounds the memory of the generator's 64-bit intermediates
 
 
@@ -29,7 +30,6 @@ class SyntheticConfig(DataConfig):
     shape: list[int] = setting([4, 32, 32], "channels, height and width")
     num_classes: int = setting(10, "image i has label i modulo this; 0: no labels", ge=0, le=100_000_000)
     num_images: int = setting(1_000_000, "training images", ge=1, le=10_000_000_000)
-    seed: int = setting(0, "seed of the images and texts", ge=0, applies={"kind": ("noise", "gaussian")})
     spectrum_alpha: float = setting(
         2.0, "variance at radial frequency f falls as f^-alpha", ge=0, le=100, applies={"kind": ("gaussian",)}
     )
@@ -84,13 +84,13 @@ class Synthetic(Dataset):
         count = length * dim + pooled
         texts_at_a_time = max(1, WORDS_AT_A_TIME // count)
         drawn = torch.cat([
-            philox.normal(self._config.seed, "synthetic_text", part, (count,)) for part in numbers.split(texts_at_a_time)
+            philox.normal(_SEED, "synthetic_text", part, (count,)) for part in numbers.split(texts_at_a_time)
         ])  # [B, L D + P]
         text, whole = drawn.split((length * dim, pooled), dim=1)
         return {TEXT: text.reshape(-1, length, dim), POOLED: whole.contiguous()}
 
     def _draw(self, numbers: Tensor) -> Tensor:
-        white = philox.normal(self._config.seed, "synthetic_data", numbers, self._shape)  # [B, C, H, W]
+        white = philox.normal(_SEED, "synthetic_data", numbers, self._shape)  # [B, C, H, W]
         if self._config.kind == "noise":
             return white
         return torch.fft.irfft2(torch.fft.rfft2(white) * self._filter, s=self._shape[1:])

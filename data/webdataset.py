@@ -3,7 +3,6 @@
 import codecs
 import dataclasses
 import glob
-import json
 import os
 import re
 from collections import Counter
@@ -20,7 +19,7 @@ from torchtitan.conditions import Classes, Unconditional
 from torchtitan.data.base import DatasetError, DatasetInfo, Split
 from torchtitan.data.captions import MAX_CAPTION_BYTES, CaptionedSource, captions_of
 from torchtitan.data.class_folders import read_classes
-from torchtitan.data.derived_classes import MOST_CLASSES, num_classes_of
+from torchtitan.data.derived_classes import num_classes_of
 from torchtitan.data.image_files import (
     SUFFIXES,
     PackedNames,
@@ -39,7 +38,7 @@ from torchtitan.settings import setting
 PROBLEMS = (
     "",
     "the sample has no image",
-    "the sample has several images (data.image_extension says which to take)",
+    "the sample has several images",
     "the sample has no label (data.labels = false trains without)",
     "the sample's label is no whole number from 0 to 999999 (write numbers, which data.classes_file names, or set data.labels = "
     "false)",
@@ -51,7 +50,6 @@ PROBLEMS = (
 )
 NO_IMAGE, SEVERAL_IMAGES, NO_LABEL, BAD_LABEL = 1, 2, 3, 4  # places in PROBLEMS
 NO_CAPTION, SEVERAL_CAPTIONS, EMPTY_CAPTION, NOT_UTF8, LONG_CAPTION = 5, 6, 7, 8, 9
-LARGEST_LABEL = MOST_CLASSES - 1
 
 
 @dataclass(kw_only=True)
@@ -60,10 +58,6 @@ class WebDatasetConfig(OnlineTextConfig, SquareImagesConfig):
 
     name: Literal["webdataset"] = setting("webdataset", "dataset")
     path: str = setting("", "tar shards: a folder of them, a pattern with * or ?, or names as train-{000..127}.tar", path=True)
-    image_extension: str = setting("", "extension of the image in samples with several")
-    label_key: str = setting(
-        "", "key of the label in a sample's .json; default: the number in its .cls", applies={"captions": (False,)}
-    )
     classes_file: str = setting(
         "", "text file, one 'id name' a line in the order of labels; default: no names, labels up to the largest found",
         applies={"captions": (False,)}, path=True,
@@ -176,22 +170,22 @@ def _check_labels(samples: Samples, num_classes: int, classes_file: str) -> None
 
 def _open(config: WebDatasetConfig, split: Split) -> Samples:
     key = "validation_path" if split == "validation" and config.validation_path else "path"
-    path, extension = getattr(config, key), config.image_extension.lower()
+    path = getattr(config, key)
     if not config.captions:
-        samples = _open_shards(f"data.{key}", path, extension, config.label_key, False)
+        samples = _open_shards(f"data.{key}", path, False)
         of_labels = np.isin(samples.problems, (NO_LABEL, BAD_LABEL))
         return samples if config.labels else dataclasses.replace(samples, problems=np.where(of_labels, 0, samples.problems))
-    samples = _open_shards(f"data.{key}", path, extension, "", True)
+    samples = _open_shards(f"data.{key}", path, True)
     _check_captions(samples, config.trigger_word)
     return samples
 
 
 @lru_cache(maxsize=4)  # a run opens the same shards several times
-def _open_shards(key: str, path: str, image_extension: str, label_key: str, captioned: bool) -> Samples:
+def _open_shards(key: str, path: str, captioned: bool) -> Samples:
     shards = find_shards(key, path)
     left_out: Counter[str] = Counter()
     reading = tqdm(shards, "reading shards", delay=2, leave=False)
-    read = [_read_shard(shard, image_extension.encode(), label_key, captioned, left_out) for shard in reading]
+    read = [_read_shard(shard, captioned, left_out) for shard in reading]
     say_left_out(path, left_out)
     counts = [len(rows) for _, rows in read]
     if sum(counts) == 0:
@@ -260,9 +254,7 @@ def expand_braces(pattern: str) -> list[str]:
     return [name for choice in choices for name in expand_braces(before + choice + after)]
 
 
-def _read_shard(
-    path: Path, image_extension: bytes, label_key: str, captioned: bool, left_out: Counter[str]
-) -> tuple[PackedNames, np.ndarray]:
+def _read_shard(path: Path, captioned: bool, left_out: Counter[str]) -> tuple[PackedNames, np.ndarray]:
     """Read the keys of a shard's samples, in the order in which they first appear, and what `_describe` says of each, [n, 7].
 
     Args:
@@ -283,18 +275,18 @@ def _read_shard(
             return file.read(member.size)
 
         for key, files in groups.items():
-            images = _images(files, image_extension)
+            images = _images(files)
             unread = next((ending for ending in files if ending in PICTURES_NOT_READ), None)
             if unread and not images:
                 left_out[unread.decode()] += 1
             else:
                 keys.append(key)
-                rows.append(_describe(files, images, read, label_key, captioned))
+                rows.append(_describe(files, images, read, captioned))
     return PackedNames.of(keys), np.array(rows, np.int64).reshape(len(rows), 7)
 
 
 def _describe(
-    files: dict[bytes, list[Member]], images: list[Member], read: Callable[[Member], bytes], label_key: str, captioned: bool
+    files: dict[bytes, list[Member]], images: list[Member], read: Callable[[Member], bytes], captioned: bool
 ) -> tuple[int, ...]:
     """Describe a sample: offset and size of its image, its label, its problem, and what `_caption` says."""
     if len(images) != 1:
@@ -303,8 +295,8 @@ def _describe(
     if captioned:
         problem, *caption = _caption(files.get(b"txt", []), read)
         return *place, 0, problem, *caption
-    described = files.get(b"json" if label_key else b"cls")
-    label, problem = _label(read(described[0]), label_key) if described else (0, NO_LABEL)
+    described = files.get(b"cls")
+    label, problem = _label(read(described[0])) if described else (0, NO_LABEL)
     return *place, label, problem, 0, 0, False
 
 
@@ -321,20 +313,10 @@ def _caption(texts: list[Member], read: Callable[[Member], bytes]) -> tuple[int,
     return 0 if text.strip() else EMPTY_CAPTION, texts[0].offset, texts[0].size, PLACEHOLDER.search(text) is not None
 
 
-def _images(files: dict[bytes, list[Member]], image_extension: bytes) -> list[Member]:
-    wanted = {image_extension} if image_extension else SUFFIXES
-    return [member for extension, members in files.items() if extension in wanted for member in members]
+def _images(files: dict[bytes, list[Member]]) -> list[Member]:
+    return [member for extension, members in files.items() if extension in SUFFIXES for member in members]
 
 
-def _label(text: bytes, label_key: str) -> tuple[int, int]:
-    if not label_key:
-        text = text.removeprefix(codecs.BOM_UTF8)
-        return (int(text), 0) if re.fullmatch(rb"\s*\d{1,6}\s*", text) else (0, BAD_LABEL)
-    try:
-        fields = json.loads(text)
-    except (ValueError, RecursionError):
-        return 0, BAD_LABEL
-    if not isinstance(fields, dict) or label_key not in fields:
-        return 0, NO_LABEL
-    value = fields[label_key]
-    return (value, 0) if type(value) is int and 0 <= value <= LARGEST_LABEL else (0, BAD_LABEL)
+def _label(text: bytes) -> tuple[int, int]:
+    text = text.removeprefix(codecs.BOM_UTF8)
+    return (int(text), 0) if re.fullmatch(rb"\s*\d{1,6}\s*", text) else (0, BAD_LABEL)

@@ -253,8 +253,7 @@ def _finetune(run: StudyRun, cell: Cell, advance: Advance) -> None:
     slots: list[TimestepBin] = [slot.where for slot in grid.slots_of(cell["trained"])] or [WHOLE]
     finetune(
         gradients, optimizer, slots, steps=cell["finetune_steps"], batch_size=cell["batch"],
-        stream=_stream("training", cell["draw"]), max_norm=run.config.training.max_norm,
-        clip_value=run.config.training.clip_value, advance=advance,
+        stream=_stream("training", cell["draw"]), max_norm=run.config.training.max_norm, advance=advance,
     )  # fmt: skip
 
 

@@ -34,7 +34,7 @@ from torchtitan.training.config import EMATrackConfig
 from torchtitan.weights.trained_model import TrainedModel, load_run, read_config
 
 # Keys of `[data]` that change neither the held-out images nor what is learned of them.
-_DATA_KEYS_APART = ("num_workers", "prefetch_factor", "horizontal_flip")
+_DATA_KEYS_APART = ("num_workers", "horizontal_flip")
 # Datasets whose images are the same wherever they lie.
 _FIXED_DATA = ("cifar10", "cifar100", "digits")
 

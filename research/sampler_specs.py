@@ -13,7 +13,7 @@ from torchtitan.diffusion.objective import ObjectiveConfig
 from torchtitan.diffusion.timesteps.registry import TIMESTEPS
 from torchtitan.experiments.folder import StudyError
 from torchtitan.settings import chosen
-from torchtitan.settings.sections import choices, keys
+from torchtitan.settings.sections import keys
 
 SPREADS: tuple[str, ...] = get_args(get_type_hints(ObjectiveConfig)["spread"])
 # Of the objective, and not of how its timesteps are drawn.
@@ -65,11 +65,7 @@ def without_sampler(config: JobConfig) -> JobConfig:
 
 def _keys_of(name: str) -> dict[str, str]:
     """Keys of a sampler on the command line -> dotted keys."""
-    timesteps = TIMESTEPS[name]()
-    found = {key.name: f"objective.timesteps.{key.name}" for key in keys(timesteps) if key.name != "name"}
-    for inner, options in choices(timesteps).items():  # of any base, which its own name chooses
-        names = {key.name for each in options.registry for key in keys(options.section(each))}
-        found |= {f"{inner}.{key}": f"objective.timesteps.{inner}.{key}" for key in names}
+    found = {key.name: f"objective.timesteps.{key.name}" for key in keys(TIMESTEPS[name]()) if key.name != "name"}
     return found | {key: f"objective.{key}" for key in (*_SHARED, "spread")}
 
 

@@ -22,7 +22,7 @@ from research.offline_gradients import (
 from research.timestep_errors import TimestepNodes
 from torchtitan.diffusion.objective import Objective
 from torchtitan.diffusion.paths import IndexedPath, indexed
-from torchtitan.distributed.parallelize import clamp_gradients, clip_gradients
+from torchtitan.distributed.parallelize import clip_gradients
 from torchtitan.training.optimizer import OptimizerSet
 
 
@@ -123,7 +123,6 @@ def finetune(
     batch_size: int,
     stream: int,
     max_norm: float = 0.0,
-    clip_value: float = 0.0,
     advance: Advance | None = None,
 ) -> None:
     """Fine-tune on the timesteps of some slots alone; the slots take turns within a batch.
@@ -138,7 +137,6 @@ def finetune(
         batch_size: samples of a step.
         stream: of samples, 0 <= stream < 2^24.
         max_norm: above which the gradient is scaled down; 0: no clipping.
-        clip_value: above which an element of it is cut; 0: no cutting.
         advance: called with the number of samples after some are done.
 
     Raises:
@@ -155,8 +153,6 @@ def finetune(
             raise GradientError(f"the gradient of step {step + 1} is not finite")
         if max_norm > 0:
             clip_gradients(gradients.parameters, torch.tensor(norm), max_norm)
-        if clip_value > 0:
-            clamp_gradients(gradients.parameters, clip_value)
         optimizer.step()
     optimizer.zero_grad()
 

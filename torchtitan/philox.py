@@ -42,7 +42,6 @@ PURPOSES = {
     "probe": 16,
     "synthetic_text": 17,
     "stub_words": 18,
-    "adapter_dropout": 19,
 }
 
 _ROUND_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)

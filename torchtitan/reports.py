@@ -51,6 +51,7 @@ _SHOWN_TIMES = ("clock/wall(s)", "clock/train(s)")
 _SHOWN_OF_THE_NOISE = {"b_simple", "batch", "lower", "upper", "outlier_steps"}
 # From the start of the process on: after them, every graph that is trained with has been compiled.
 _STEPS_TO_COMPILE = 3
+_POINTS_A_PICTURE = 10  # logged noise scales between their pictures
 
 
 class Reports:
@@ -215,7 +216,7 @@ class Reports:
             shown = {tag: value for tag, value in found.items() if tag.rpartition("/")[2] in _SHOWN_OF_THE_NOISE}
             self._log.write(state.step, shown, {tag: value for tag, value in found.items() if tag not in shown})
             logged_before = state.progress_before // config.log_interval * config.log_interval
-            if state.last_step or completed(config.picture_interval, logged_before, state.progress):
+            if state.last_step or completed(_POINTS_A_PICTURE * config.log_interval, logged_before, state.progress):
                 draw = lambda: gns.draw(self._noise_points.read(), state.grown_batch_size)  # noqa: E731
                 if (picture := self._pictures.save_noise_scale(draw)) and state.last_step:
                     self._log.write_image(state.step, "gns", picture)

@@ -16,11 +16,9 @@ from torchtitan.distributed.mesh import set_train_timeout
 from torchtitan.distributed.parallelize import (
     accumulate_locally,
     average_gradients,
-    clamp_gradients,
     clip_gradients,
     gradient_norm,
     whole_gradient_norm,
-    zero_non_finite,
 )
 from torchtitan.processes.host_allocator import keep_freed_memory
 from torchtitan.profiling.profiler import Profiler
@@ -60,8 +58,6 @@ class Trainer:
         self.state = open_run(config)
         if self.state.layout.device.type == "cpu":
             keep_freed_memory()
-        if config.metrics.exact_clock:
-            self.phases.settle = self._wait_for_device
         self.reports = Reports(self.state, self.clock, self.phases)
         beside = (config.validation, config.sampling, config.evaluation, config.checkpoint)
         self.profiler = Profiler(
@@ -188,8 +184,8 @@ class Trainer:
                 batch = state.to_device(state.data.next_batch())
             self._forward_backward(batch, samples, number, microbatches)
         with self.phases("gradients"):
-            norms, zeroed = self._treat_gradients(microbatches)
-            skip = state.guard.judge(StepSamples(state.step, samples, microbatches), *norms, zeroed=zeroed)
+            norms = self._treat_gradients(microbatches)
+            skip = state.guard.judge(StepSamples(state.step, samples, microbatches), *norms)
         training = config.training
         of_step = lr_factor(config.lr_scheduler, state.progress + 1, training.steps, training.global_batch_size)
         lr = config.optimizer.lr * of_step * lr_multiple(factor)
@@ -197,7 +193,7 @@ class Trainer:
             set_lr(state.optimizer, lr)
             state.objective.update(skip)
             if state.gns:
-                state.gns.conclude(skip if zeroed is None else skip | zeroed.any())
+                state.gns.conclude(skip)
             state.optimizer.step(skip)
             state.network.after_update()
             state.optimizer.zero_grad(set_to_none=True)
@@ -231,37 +227,30 @@ class Trainer:
                 )
             state.window.add(terms)
             state.objective.observe(samples, batch["samples"], terms)
-            state.guard.watch_loss(terms.loss)
-            state.guard.add_loss(terms.weighted, microbatches)
             state.guard.add_images(batch["images"], batch["samples"])
 
-    def _treat_gradients(self, microbatches: int) -> tuple[list[Tensor], Tensor | None]:
-        """Zero the non-finite elements of the step's gradients if the run does, measure the gradients, then clip them.
+    def _treat_gradients(self, microbatches: int) -> list[Tensor]:
+        """Measure the step's gradients, then clip them.
 
         The objective's own parameters have a separate norm, the second if there are any, and are clipped by it: in one
         norm, u would scale the network's updates down, and grad_norm would not compare between runs with and without u.
 
         Returns:
-            norms before clipping, the network's first; the number of elements set to zero in either, or None where none
-            is looked for.
+            norms before clipping, the network's first.
         """
-        state, training = self.state, self.config.training
+        state, max_norm = self.state, self.config.training.max_norm
         parameters = list(state.parameters.values())
         if state.gns:
             state.gns.end_step(parameters, state.batch_size // state.layout.world_size, microbatches)
-        groups, zeroed = [parameters], None
+        groups = [parameters]
         if beside := list(state.objective.parameters().values()):
             average_gradients(beside, state.layout)
             groups.append(beside)
-        if training.non_finite_gradients == "zero":
-            zeroed = torch.stack([zero_non_finite(group, state.layout) for group in groups])
         norms = [gradient_norm(parameters, state.layout), *map(whole_gradient_norm, groups[1:])]
         for group, norm in zip(groups, norms, strict=True):
-            if training.max_norm > 0:
-                clip_gradients(group, norm, training.max_norm)
-            if training.clip_value > 0:
-                clamp_gradients(group, training.clip_value)
-        return norms, zeroed
+            if max_norm > 0:
+                clip_gradients(group, norm, max_norm)
+        return norms
 
     def _warm_up(self) -> None:
         """Run a backward of an image of one shape, or of every shape, and discard it.

@@ -59,13 +59,12 @@ FEATURES: dict[str, Settings] = {
     "EDM2's network": {
         **COMPILED, "model.name": "edm2", "model.channels": "32", "objective.path": "edm", "objective.prediction": "edm",
         "objective.preconditioning": "edm", "objective.timesteps.name": "lognormal_sigma",
-        "objective.learned_uncertainty": "true", "training.non_finite_gradients": "zero",
+        "objective.learned_uncertainty": "true",
     },
     "RMSNorm, SwiGLU, rotary": {
         **COMPILED, "model.norm": "rmsnorm", "model.mlp": "swiglu", "model.position": "rotary",
     },
     "loader processes": {"data.num_workers": "2"},
-    "spike threshold": {"training.spike_threshold": "4"},
     "dopri5": {"sampling.solver.name": "dopri5"},
     "profiler": {"profiling.enable_profiling": "true", "profiling.profile_freq": "4"},
     "memory snapshot": {"profiling.enable_memory_snapshot": "true"},

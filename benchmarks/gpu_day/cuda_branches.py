@@ -19,7 +19,7 @@ CUDA_BRANCHES: dict[str, tuple[str, str]] = {
     "torchtitan/distributed/activation_checkpoint.py": ("keeps float8 products", "features: selective recomputation"),
     "torchtitan/models/float8.py": ("refuses devices without float8 products", "features: float8"),
     "torchtitan/training/muon.py": ("iterates in bfloat16", "features: Muon"),
-    "torchtitan/training/numerical_guard.py": ("reads the verdict one step late, by an event", "features: spike threshold"),
+    "torchtitan/training/numerical_guard.py": ("reads the verdict one step late, by an event", "features: eager"),
     "torchtitan/training/ema.py": ("waits for weights that are on their way from the host", "two ranks: FSDP2 offloaded"),
     "torchtitan/training/hardware.py": ("device's name, peak and memory", "machine; XL/2 compiled"),
     "torchtitan/training/hardware_description.py": ("memory in summary.json", "interrupt and resume"),

@@ -33,21 +33,18 @@ def gathers():
 
 
 def gathered(layouts: dict[str, dict]) -> dict[str, dict]:
-    """For each case: gathers of a step, those begun when each block computes, and gradient norms of two steps."""
+    """For each case: gathers of a step, and gradient norms of two steps."""
     folder = shared_folder()
     found = {}
     for name, case in layouts.items():
         trainer = make_trainer(folder, name, steps=10, accumulation=1, **case)
-        begun: list[int] = []
         with gathers() as count:
-            for block in trainer.state.model.blocks():
-                block.register_forward_pre_hook(lambda *_, begun=begun, count=count: begun.append(count[0]))
             trainer.state.step += 1
             first = float(trainer.train_step()[0])
-            in_step, begun_first = count[0], list(begun)
+            in_step = count[0]
             trainer.state.step += 1
             second = float(trainer.train_step()[0])
-        found[name] = {"gathers": in_step, "begun": begun_first, "norms": [first, second]}
+        found[name] = {"gathers": in_step, "norms": [first, second]}
         trainer.close()
     remove(folder)
     assert torch.get_float32_matmul_precision() == "highest"

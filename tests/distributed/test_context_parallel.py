@@ -188,7 +188,6 @@ SPLIT = "[gns]\nenable = false\n[parallelism]\ncontext_parallel_degree = 2\n"
         (SPLIT, ["--model.name", "edm2"], 2, "model.name = edm2 does not divide its tokens"),
         (SPLIT, ["--gns.enable", "true"], 2, "so neither per-sample nor per-rank gradients exist"),
         (SPLIT, ["--objective.timesteps.name", "time_warping"], 2, "learn from would count once per process"),
-        (SPLIT, ["--float8.enable", "true", "--lora.enable", "true", "--lora.dropout", "0.1"], 2, "lora.dropout is drawn for"),
         (SPLIT, [], 3, "2 does not divide the 3 processes of this run"),
     ],
 )

@@ -14,7 +14,7 @@ OF_RANKS: dict[int, dict[str, dict[str, Any]]] = {
     2: {
         "DDP": {"replicas": 2, "resumed": True},
         "FSDP, accumulation 2": {"shards": 2, "accumulation": 2, "resumed": True},
-        "FSDP, selective": {"shards": 2, "overrides": (AC + "selective", '--activation_checkpoint.keep=["attention"]')},
+        "FSDP, selective": {"shards": 2, "overrides": (AC + "selective",)},
     },
     4: {"HSDP": {"replicas": 2, "shards": 2}},
 }

@@ -36,9 +36,7 @@ COMPILED = {
 }
 CHECKPOINTED_ON_TWO = {
     "FSDP, selective": case(1, 2, 1, AC, "selective"), "DDP, full": case(2, 1, 1, AC, "full"),
-    "FSDP, attention kept in every second block": case(
-        1, 2, 1, AC, "selective", "--activation_checkpoint.keep", '["attention"]', "--activation_checkpoint.every", "2",
-    ),
+    "FSDP, selective in every second block": case(1, 2, 1, AC, "selective", "--activation_checkpoint.every", "2"),
     "FSDP, compiled, full": case(1, 2, 1, *COMPILE, AC, "full", backend="inductor"), "DDP, compiled": case(2, 1, 1, *COMPILE),
 }
 # Each combines two settings that cases above have separately.

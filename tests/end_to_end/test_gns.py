@@ -115,8 +115,9 @@ def same_tensors(run: Path, other: Path, without: str = "none") -> bool:
 
 
 @pytest.mark.parametrize(
-    ("folder", "name"), [(1, "measured"), (1, "allocated"), (2, "measured"), (2, "grown")], indirect=["folder"]
-)
+    ("folder", "name"), [(1, "measured"), (1, "allocated"), (2, "measured"), (2, "grown")], indirect=["folder"],
+    scope="module",  # or the runs would be made anew for each
+)  # fmt: skip
 def test_killed_between_measured_steps_and_resumed_run_equals_straight_run_bit_for_bit(folder, name):
     assert CHECKPOINTS[f"killed {name}"] % MEASURED_EVERY and STEPS % MEASURED_EVERY
     straight, killed = folder / name, folder / f"killed {name}"

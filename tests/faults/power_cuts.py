@@ -55,8 +55,7 @@ class Trial:
         if self.everything:
             more = [
                 "--sampling.interval", "25", "--sampling.images_per_class", "1", "--metrics.enable_tensorboard", "true",
-                "--gns.enable", "true", "--gns.num_bins", "4", "--gns.log_interval", "10",
-                "--gns.picture_interval", "50",
+                "--gns.enable", "true", "--gns.num_bins", "4", "--gns.log_interval", "5",
             ]  # fmt: skip
         if self.apart:
             more += ["--checkpoint.folder", str(folder / "checkpoints")]

@@ -16,8 +16,7 @@ from torchtitan.training.metrics import MetricsLog
 PICTURES = (
     "--training.steps", "100000", "--sampling.interval", "5", "--sampling.num_steps", "1",
     "--sampling.images_per_class", "1", "--checkpoint.interval", "10", "--checkpoint.async_mode", "async",
-    "--metrics.enable_tensorboard", "true", "--gns.enable", "true", "--gns.num_bins", "4", "--gns.log_interval", "5",
-    "--gns.picture_interval", "20",
+    "--metrics.enable_tensorboard", "true", "--gns.enable", "true", "--gns.num_bins", "4", "--gns.log_interval", "2",
 )  # fmt: skip
 SHORT = (
     "--training.steps", "20", "--sampling.enable", "false", "--checkpoint.interval", "10", "--validation.enable", "true",

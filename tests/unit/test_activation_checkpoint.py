@@ -24,8 +24,6 @@ BLOCKS = 3
 PRODUCTS = 5  # of a block: modulation, qkv, attention's output, two of the MLP
 SELECTIVE = {"mode": "selective"}
 FULL = {"mode": "full"}
-ATTENTION_KEPT = SELECTIVE | {"keep": ["attention"]}
-PRODUCTS_KEPT = SELECTIVE | {"keep": ["matmul"]}
 
 
 def debug_model(num_layers: int = BLOCKS) -> DiffusionModel:
@@ -77,11 +75,9 @@ def products_and_attentions_in_backward(model: DiffusionModel) -> tuple[int, int
     [
         ({"mode": "none"}, 0, 0),
         (SELECTIVE, 0, 0),
-        (ATTENTION_KEPT, BLOCKS * PRODUCTS, 0),
-        (PRODUCTS_KEPT, 0, BLOCKS),
         (FULL, BLOCKS * PRODUCTS, BLOCKS),
         (FULL | {"every": 2}, 2 * PRODUCTS, 2),
-        (ATTENTION_KEPT | {"every": 3}, PRODUCTS, 0),
+        (FULL | {"every": 3}, PRODUCTS, 1),
     ],
     ids=str,
 )
@@ -158,8 +154,6 @@ def test_parallelize_hands_the_budget_to_the_compiler_and_refuses_one_without_it
     [
         ("every = 2", "every: has no effect when activation_checkpoint.mode = none; remove it or set"),
         ('mode = "full"\nevery = 4', "every: 4 is more than the model's 3 blocks (set at most 3: the first alone)"),
-        ('mode = "selective"\nkeep = []', "keep: is empty, so all is recomputed (name matmul, attention or both"),
-        ('mode = "selective"\nkeep = ["norm"]', "keep[0]: must be one of matmul, attention, is 'norm'"),
         ('mode = "memory_budget"', "mode: memory_budget is the compiler's work (set compile.enable to true"),
     ],
 )

@@ -155,14 +155,11 @@ def test_drawn_adapter_is_no_update_at_first_and_has_published_deviations():
     x = flux_inputs()
     before = model(*x)
     add_trained_adapter(model, targets, LoRAConfig(enable=True, rank=8))
-    draw_adapter(model, LoRAConfig(enable=True, rank=8), seed=0)
+    draw_adapter(model, seed=0)
     assert torch.equal(model(*x), before)
     downs = torch.cat([values.down.flatten() for values in adapter_weights(model).values() if values.down.shape[1] == 64])
     assert downs.abs().max() <= 1 / 64**0.5
     assert downs.std() == pytest.approx(1 / (3 * 64) ** 0.5, rel=0.02)
-    draw_adapter(model, LoRAConfig(enable=True, rank=8, init="gaussian"), seed=0)
-    downs = torch.cat([values.down.flatten() for values in adapter_weights(model).values()])
-    assert downs.std() == pytest.approx(1 / 8, rel=0.02)
 
 
 @each_network

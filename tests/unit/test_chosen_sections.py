@@ -19,8 +19,7 @@ from torchtitan.config.job import (
 )
 from torchtitan.diffusion.objectives import build_objective
 from torchtitan.diffusion.timesteps.densities import LogitNormal
-from torchtitan.diffusion.timesteps.density_registry import DENSITIES
-from torchtitan.diffusion.timesteps.registry import TIMESTEPS
+from torchtitan.diffusion.timesteps.registry import DENSITIES, TIMESTEPS
 from torchtitan.diffusion.timesteps.sampler import GlobalBatch, TimestepsConfig
 from torchtitan.settings import setting
 
@@ -42,11 +41,10 @@ def problems(toml: str, arguments: list[str] | None = None) -> list[str]:
     return caught.value.problems
 
 
-WITH_BASE = """
+LAPLACE = """
+[objective]
+name = "consistency"
 [objective.timesteps]
-name = "time_warping"
-half_life = 500
-[objective.timesteps.base]
 name = "laplace"
 scale = 0.75
 """
@@ -63,22 +61,18 @@ def test_every_choice_goes_round_by_its_record(name):
 
 
 def test_an_inner_section_of_an_inner_section_is_read_recorded_and_overridden():
-    config = load(WITH_BASE, ["--objective.timesteps.base.mean=0.5"])
+    config = load(LAPLACE, ["--objective.timesteps.mean=0.5"])
     timesteps = config.objective.timesteps
-    assert (timesteps.half_life, timesteps.base.name, timesteps.base.scale, timesteps.base.mean) == (500, "laplace", 0.75, 0.5)
+    assert (config.objective.name, timesteps.name, timesteps.scale, timesteps.mean) == ("consistency", "laplace", 0.75, 0.5)
     table = tomllib.loads(dump_config(config))["objective"]["timesteps"]
-    assert table == {
-        "name": "time_warping", "half_life": 500.0, "base": {"name": "laplace", "mean": 0.5, "scale": 0.75}
-    }  # fmt: skip
-    assert config_differences(config, load(WITH_BASE)) == ["objective.timesteps.base.mean: 0.5 -> 0.0"]
+    assert table == {"name": "laplace", "mean": 0.5, "scale": 0.75}
+    assert config_differences(config, load(LAPLACE)) == ["objective.timesteps.mean: 0.5 -> 0.0"]
 
 
 def test_the_command_line_replaces_a_choice_with_its_keys():
-    assert load(WITH_BASE, ["--objective.timesteps.name=mode"]).objective.timesteps == TIMESTEPS["mode"](name="mode")
-    kept = load(WITH_BASE, ["--objective.timesteps.name=adaptive_log_snr"]).objective.timesteps
-    assert (kept.half_life, kept.base.scale) == (500, 0.75)
-    other_base = load(WITH_BASE, ["--objective.timesteps.base.name=mode"]).objective.timesteps
-    assert (other_base.half_life, other_base.base) == (500, DENSITIES["mode"](name="mode"))
+    assert load(LAPLACE, ["--objective.timesteps.name=uniform"]).objective.timesteps == TIMESTEPS["uniform"](name="uniform")
+    warped = "[objective.timesteps]\nname = 'time_warping'\nhalf_life = 500"
+    assert load(warped, ["--objective.timesteps.name=adaptive_log_snr"]).objective.timesteps.half_life == 500  # a key of both
 
 
 @pytest.mark.parametrize(
@@ -89,9 +83,8 @@ def test_the_command_line_replaces_a_choice_with_its_keys():
             "run.toml: objective.timesteps.a: unknown key (it is a key of objective.timesteps.name = beta)",
         ),
         (
-            "[objective.timesteps.base]\nname = 'mode'", [],
-            "run.toml: objective.timesteps.base: unknown key (it is a key of objective.timesteps.name = loss_second_moment"
-            " or time_warping or adaptive_log_snr)",
+            LAPLACE, ["--objective.timesteps.std=1"],
+            "command line: --objective.timesteps.std: unknown key (it is a key of objective.timesteps.name = logit_normal)",
         ),
         (
             "", ["--objective.timesteps=mode"],
@@ -131,8 +124,6 @@ def test_a_density_is_added_by_one_class_and_one_line(monkeypatch):
     assert problems("[objective.timesteps]\ncentre = 0.3") == [
         "run.toml: objective.timesteps.centre: unknown key (it is a key of objective.timesteps.name = narrow)"
     ]
-    learned = load("[objective.timesteps]\nname = 'adaptive_log_snr'\nbase.name = 'narrow'\nbase.centre = 0.3")
-    assert learned.objective.timesteps.base == config.objective.timesteps
     assert "--objective.timesteps.centre" in help_text(["objective.timesteps"]) and "NarrowConfig" in str(json_schema())
 
 

@@ -195,11 +195,6 @@ BAD_FILES = [
         "sampling.guide_track: has no effect when sampling.guidance_scale = 1 (remove it)",
     ),
     (
-        "[sampling]\nguidance_interval_unit = 'sigma'",
-        "sampling.guidance_interval_unit: [0, 1] is the default in t (give sampling.guidance_interval in sigma, as"
-        " [0.3, 3.0])",
-    ),
-    (
         "[validation]\nenable = true\ntimesteps = [0.0, 1.0, 1.5]",
         "validation.timesteps: 1.5 is not a time of objective.path = rectified_flow (give times from 0 to 1: 0 is clean data,"
         " 1 noise)",

@@ -73,7 +73,7 @@ def schema_errors(value, schema, root=None, place="") -> list[str]:
 
 def test_schema_accepts_what_load_accepts_and_refuses_what_it_refuses():
     schema = json.loads(json.dumps(json_schema()))
-    nested = ["--objective.timesteps.name=time_warping", "--objective.timesteps.base.name=mode"]
+    nested = ["--objective.name=consistency", "--objective.timesteps.name=mode"]
     for arguments in ([], nested, ["--data.name=synthetic"], ["--ema.tracks=[]", "--sampling.ema_track=none"]):
         document = tomllib.loads(dump_config(load(arguments=arguments)))
         assert schema_errors(document, schema) == []
@@ -119,14 +119,14 @@ def test_help_lists_every_section_in_a_line():
 def test_help_of_a_section_has_every_key_with_its_description():
     found = list(every_section())
     texts = {name: " ".join(help_text([name]).split()) for name in dict(found)}
-    assert {"sampling.solver", "objective.timesteps.base", "model", "debug"} <= set(texts)
+    assert {"sampling.solver", "objective.timesteps", "model", "debug"} <= set(texts)
     for name, section in found:
         for field in keys(section):
             assert f"--{name}.{field.name} " in texts[name]
             assert " ".join(field.metadata["description"].split()) in texts[name]
     timesteps = " ".join(help_text(["objective.timesteps"]).split())
     assert "--objective.timesteps.std a number, above 0 (default 1.0)" in timesteps
-    assert {"objective.timesteps", "objective.timesteps.base"} <= set(help_text(["objective"]).splitlines()[-1].split())
+    assert {"objective.timesteps", "objective.weighting"} <= set(help_text(["objective"]).splitlines()[-1].split())
     assert "only with checkpoint.enable = true" in help_text(["checkpoint"])
     assert "only with objective.heads is set" in " ".join(help_text(["objective.combine"]).split())
     assert "--data.num_classes" in help_text(["data"]) and "DiT-XL/2," in help_text(["model"])

@@ -27,7 +27,7 @@ CONFIGS = {
     "torchditan": TORCHDITAN,
     "debug": DEBUG,
     "affine layernorm": replace(PAPER, norm_affine=True, qk_norm=True, attention_bias=False, learned_variance=False),
-    "rotary gelu": replace(PAPER, position="rotary", rope_theta=100.0, num_heads=4),
+    "rotary gelu": replace(PAPER, position="rotary", num_heads=4),
     "embedding per block": replace(PAPER, embedding_per_block=True, mlp_norm_eps=0.05),
     "swiglu sincos": replace(TORCHDITAN, position="sincos", norm_affine=False, attention_bias=True),
 }
@@ -81,7 +81,7 @@ def reference_forward(model: DiT, x: Tensor, t: Tensor, condition: Tensor | None
         z = torch.complex(h[..., : head_dim // 2], h[..., head_dim // 2 :]).clone()
         for token in range(rows * columns):
             for k in range(head_dim // 4):
-                frequency = config.rope_theta ** (-4 * k / head_dim)
+                frequency = 10000.0 ** (-4 * k / head_dim)
                 by_column = complex(math.cos(token % columns * frequency), math.sin(token % columns * frequency))
                 by_row = complex(math.cos(token // columns * frequency), math.sin(token // columns * frequency))
                 z[:, token, :, k] *= by_column
@@ -182,7 +182,7 @@ def test_unpatchify_is_the_inverse_of_patchify(patch_size, image_shape):
 
 def test_rotary_scores_depend_on_the_difference_of_positions_only():
     rows, columns, head_dim = 4, 5, 16
-    table = rotary_table(head_dim, (rows, columns), 100.0)
+    table = rotary_table(head_dim, (rows, columns))
     generator = torch.Generator().manual_seed(0)
     q, k = torch.randn(2, 1, 1, 1, head_dim, generator=generator, dtype=torch.float64)
     q = rotate(q.expand(1, 1, rows * columns, head_dim), table)[0, 0]

@@ -191,18 +191,12 @@ def test_recomputed_products_are_a_share_of_the_forward():
         config = config_of("--model.num_layers", "5", *words)
         return recomputed_share(config, model_on_meta(config))
 
-    mode, keep = "--activation_checkpoint.mode", "--activation_checkpoint.keep"
+    mode = "--activation_checkpoint.mode"
     assert share() == share(mode, "selective") == share(mode, "memory_budget", "--compile.enable", "true") == 0
     assert share(mode, "full") == pytest.approx(1 / 3)
     # Of four forwards' worth of training, one of which has no gradient, one is made again.
     assert share(mode, "full", "--objective.name", "consistency") == pytest.approx(1 / 4)
     assert share(mode, "full", "--activation_checkpoint.every", "2") == pytest.approx(3 / 5 / 3)
-    products, attention = share(mode, "selective", keep, '["attention"]'), share(mode, "selective", keep, '["matmul"]')
-    model = model_on_meta(config_of("--model.num_layers", "5"))
-    tokens = model.tokens_per_image(model.image_shape)
-    # Scores and values: two products of [T, d] with [d, T] and of [T, T] with [T, d], in each of 5 blocks.
-    by_hand = 5 * 2 * tokens**2 * model.config.dim / model.forward_macs_per_image(model.image_shape) / 3
-    assert attention == pytest.approx(by_hand) and products + attention == pytest.approx(1 / 3)
 
 
 def test_a_memory_budget_is_told_as_a_range():

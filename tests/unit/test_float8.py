@@ -92,9 +92,9 @@ def test_only_wide_linears_over_tokens_are_converted_and_keep_their_parameters()
 
     filtered = Float8Config(enable=True, emulate=True, filter_fqns=["layers.0", "mlp"])
     assert set(convert_to_float8(debug_model(), filtered)) == {name for name in blocks if "0" not in name and "mlp" not in name}
-    wide = Float8Config(enable=True, emulate=True, min_features=65)
+    none = Float8Config(enable=True, emulate=True, filter_fqns=["attention", "mlp"])
     with pytest.raises(Float8Error, match="no linear over tokens is left"):
-        check_convertible(debug_model("meta"), wide, 16)
+        check_convertible(debug_model("meta"), none, 16)
 
 
 def test_tokens_of_a_batch_must_suit_the_products(monkeypatch):
@@ -270,7 +270,7 @@ def test_what_cannot_run_is_refused_in_a_line_that_says_what_to_do(monkeypatch):
 
 def test_a_model_without_anything_to_convert_is_refused_before_its_folder_is_made(tmp_path, capsys, monkeypatch):
     pretend_torchao(monkeypatch, object())
-    argv = [*ON, "--float8.min_features", "5000", "--job.dump_folder", str(tmp_path), "--job.name", "none"]
+    argv = [*ON, "--float8.filter_fqns", '["layers"]', "--job.dump_folder", str(tmp_path), "--job.name", "none"]
     assert run(load_config(argv, 1)) == REFUSED
     assert capsys.readouterr().err.startswith("float8.enable: no linear over tokens is left to convert")
     assert not list(tmp_path.iterdir())

@@ -151,7 +151,7 @@ def waves(t: Tensor) -> Tensor:
 def turned(x: Tensor, place: tuple[int, int, int], config: FluxConfig) -> Tensor:
     """Each pair of neighbouring channels as a complex number, times e^(i angle)."""
     angles = [
-        place[axis] * config.rope_theta ** (-2 * i / channels)
+        place[axis] * 10000.0 ** (-2 * i / channels)
         for axis, channels in enumerate(config.axes_dim) for i in range(channels // 2)
     ]
     turns = torch.exp(1j * torch.tensor(angles, dtype=torch.float64))

@@ -34,9 +34,6 @@ REFUSED = {
         "", "rank_gradients = true\nbin_pure_microbatches = true\nallocate_timesteps = true", 2,
         "gns.allocate_timesteps: microbatches of one bin each leave nothing to allocate",
     ),
-    "index of what has none": (
-        "", 'bin_unit = "index"\nbin_edges = [0, 500, 1000]', 1, "gns.bin_unit: index is for DDPM paths"
-    ),
     "two numbers of bins": (
         "", "num_bins = 2\nbin_edges = [0.0, 0.5, 1.0]", 1, "gns.num_bins: has no effect with gns.bin_edges"
     ),
@@ -45,10 +42,6 @@ REFUSED = {
     ),
     "falling edges": ("", "bin_edges = [0.0, 0.6, 0.5, 1.0]", 1, "gns.bin_edges: must rise"),
     "late begin": ("", "bin_edges = [0.1, 0.5, 1.0]", 1, "gns.bin_edges: must begin at 0 and end at 1,"),
-    "late begin in sigma": ("", 'bin_edges = [0.1, 1.0]\nbin_unit = "sigma"', 1, "gns.bin_edges: must begin at 0"),
-    "early end in index": (
-        DDPM, 'bin_edges = [0, 500, 999]\nbin_unit = "index"', 1, "gns.bin_edges: must begin at 0 and end at 1000,"
-    ),
     "empty bin": (NARROW, "bin_edges = [0.0, 0.01, 0.5, 1.0]", 1, "gns.bin_edges: no training timestep falls into bin 0 of 3"),
     "more bins than images allow": (
         "", "num_bins = 9", 1, "gns.num_bins: 9 bins share 16 images per step: a bin needs 2 or more"
@@ -111,8 +104,7 @@ def test_settings_that_act_after_the_end_of_a_run_are_warned_of(key):
     ("objective", "section", "ranks"),
     [
         ("", "num_bins = 8", 1),
-        (DDPM, 'bin_edges = [0, 100, 1000]\nbin_unit = "index"', 1),
-        ("", 'bin_edges = [0, 0.5, 1.0]\nbin_unit = "sigma"', 1),
+        (DDPM, "bin_edges = [0, 0.5, 1.0]", 1),
         (STRATIFIED, "allocate_timesteps = true", 2),
         # Without pairs of samples the number of bins is no matter of the batch.
         ("", "rank_gradients = true\nsingle_pass = false", 2),
@@ -123,7 +115,7 @@ def test_what_can_be_measured_is_accepted(objective, section, ranks):
     assert load(objective, section, ranks).gns.enable
 
 
-@pytest.mark.parametrize("section", ["num_bins = 4", "bin_edges = [0, 1, 9]\nbin_unit = 'sigma'", "bin_edges = [0, 0.5, 1]"])
+@pytest.mark.parametrize("section", ["num_bins = 4", "bin_edges = [0, 0.5, 1]"])
 def test_recorded_configuration_is_accepted_again(section):
     config = load("", section, 1)
     Path("recorded.toml").write_text(dump_config(config))

@@ -336,7 +336,7 @@ def test_rows_written_beyond_a_checkpoint_are_there_once_after_a_kill(tmp_path, 
 
 def edges_of(objective: dict | None = None, **config) -> list[float]:
     built = build_objective(DenoisingConfig(**(objective or {})), seed=0)
-    return inner_edges(GNSConfig(**config), built.timestep_sampler.density, built.path).tolist()
+    return inner_edges(GNSConfig(**config), built.timestep_sampler.density).tolist()
 
 
 def test_bins_without_edges_are_of_equal_mass():
@@ -346,17 +346,5 @@ def test_bins_without_edges_are_of_equal_mass():
     assert edges_of(num_bins=1) == []
 
 
-def test_edges_in_t_and_in_sigma():
+def test_given_edges_are_in_t():
     assert edges_of(bin_edges=[0.0, 0.2, 0.7, 1.0]) == [0.2, 0.7]
-    # t = sigma / (1 + sigma); the last bin, of sigma above 9, is open.
-    assert edges_of(bin_edges=[0.0, 0.25, 1.0, 9.0], bin_unit="sigma") == pytest.approx([0.2, 0.5, 0.9])
-
-
-@pytest.mark.parametrize("path", ["ddpm_linear", "ddpm_linear_continuous"])
-def test_edges_in_index_are_the_first_index_of_their_bin(path):
-    objective = {"path": path, "prediction": "noise", "timesteps": timesteps("uniform")}
-    edges = torch.tensor(edges_of(objective, bin_edges=[0, 100, 500, 1000], bin_unit="index"), dtype=torch.float64)
-    ddpm = build_objective(DenoisingConfig(**objective), seed=0).path
-    indices = torch.tensor([0, 99, 100, 101, 499, 500, 999] if ddpm.discrete else [0, 99.9, 100.1, 499.9, 500.1, 998.9])
-    bins = torch.bucketize(ddpm.index_to_t(indices).to(torch.float32), edges.to(torch.float32))
-    assert bins.tolist() == [sum(index >= edge for edge in (100, 500)) for index in indices.tolist()]

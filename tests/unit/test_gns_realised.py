@@ -25,7 +25,7 @@ def trainer(tmp_path_factory):
 
 def test_variance_of_fresh_batches_is_as_predicted(trainer):
     density = trainer.state.objective.timestep_sampler.density
-    edges = inner_edges(trainer.config.gns, density, trainer.state.objective.path)
+    edges = inner_edges(trainer.config.gns, density)
     mass = bin_masses(density, edges)
     draws, present = FrozenDraws(trainer), TimestepSampler(density, trainer.config.debug.seed)
     measured = measure(trainer, draws, present, MEASURED_STEPS)["adam"][0]

@@ -1,6 +1,5 @@
 """Guidance by other networks, its interval in sigma, clipped estimates and a float64 state, against closed forms."""
 
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,7 +17,7 @@ from torchtitan.diffusion.objective import Objective
 from torchtitan.diffusion.objectives import build_objective
 from torchtitan.diffusion.paths import per_image
 from torchtitan.diffusion.predictions import target
-from torchtitan.evaluation.config import SamplingConfig, sampling_problems
+from torchtitan.evaluation.config import SamplingConfig
 from torchtitan.evaluation.sampling import ImageSampler
 from torchtitan.sampling.guides import guide_problem, open_guide, read_reference
 from torchtitan.weights.trained_model import WeightsError
@@ -174,20 +173,6 @@ def test_guidance_by_the_null_condition_is_bit_equal_to_the_combined_output_of_o
     found = predictor(objective, network, KIND, classes, Guidance(scale))(x_t, time)
     wanted = objective.predict(combined, x_t, time, classes)
     assert torch.equal(found.x0, wanted[0]) and torch.equal(found.noise, wanted[1])
-
-
-def test_an_interval_in_sigma_is_that_of_its_times():
-    config = SamplingConfig(guidance_interval=[0.25, 3.0], guidance_interval_unit="sigma")
-    assert config.guidance.interval == pytest.approx((0.2, 0.75)) and sampling_problems(config, "edm", False) == []
-    assert replace(config, guidance_interval=[0.0, 80.0]).guidance.interval == pytest.approx((0.0, 80 / 81))
-    lines = {
-        (3.0, 0.2): "[3, 0.2] runs backwards (give the lower sigma first, both at least 0)",
-        (-1.0, 0.2): "[-1, 0.2] has a negative sigma (give the lower sigma first, both at least 0)",
-        (1.0,): "takes two noise levels, has 1 (as [0.3, 3.0])",
-    }
-    for interval, line in lines.items():
-        problem = sampling_problems(replace(config, guidance_interval=list(interval)), "rectified_flow", False)
-        assert problem == [("guidance_interval", line)]
 
 
 class EDMZero(torch.nn.Module):

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tests.objectives import combine, timesteps, weighting
 from torchtitan.diffusion.denoising import DenoisingConfig
-from torchtitan.diffusion.heads import HEADS, RunningErrors
+from torchtitan.diffusion.heads import HEADS, RunningErrors, SoftMinimum
 from torchtitan.diffusion.objective import Draw, Microbatch, Objective
 from torchtitan.diffusion.objectives import build_objective, objective_problems
 from torchtitan.diffusion.paths import per_image
@@ -91,13 +91,10 @@ def test_the_soft_minimum_lies_between_the_minimum_and_the_mean():
     x0, draw = drawn(objective_of("minimum"), torch.tensor([40, 400]))
     errors = {"x0": torch.full_like(x0, 0.2), "noise": torch.full_like(x0, 0.1), "v": torch.full_like(x0, 0.12)}
 
-    def loss(name: str, **of_rule) -> tuple[Tensor, Tensor]:
-        objective = objective_of(name, of_rule=of_rule)
-        found = objective.heads.errors(outputs(objective, x0, draw, errors), x0, draw.noise, draw.t)
-        return objective.heads.rule.loss(found, torch.logit(draw.t))
-
-    least, chosen = loss("minimum")
-    cold, hot, middle = (loss("soft_minimum", temperature=value) for value in (1e-3, 1e6, 0.5))
+    objective = objective_of("soft_minimum")
+    found = objective.heads.errors(outputs(objective, x0, draw, errors), x0, draw.noise, draw.t)
+    least, chosen = objective_of("minimum").heads.rule.loss(found, torch.logit(draw.t))
+    cold, hot, middle = (SoftMinimum(3, value).loss(found, torch.logit(draw.t)) for value in (1e-3, 1e6, 0.5))
     torch.testing.assert_close(cold[0], least)
     torch.testing.assert_close(cold[1], chosen)
     torch.testing.assert_close(hot[1], torch.full_like(chosen, 1 / 3), rtol=1e-4, atol=0)

@@ -217,9 +217,6 @@ BAD = {
     "revision here": ({"revision": "main"}, "data.revision: '{}' is no name on the Hugging Face hub; leave the key"),
     "no such split": ({"split": "dev"}, "data.path: {}: no parquet file of split 'dev': none begins so or lies in a"),
     "no parquet": ({"path": "{}/empty"}, "data.path: {}/empty: no parquet files there (data.streaming = false reads"),
-    "window too large": (
-        {"window_gib": 1e-6}, "data.shuffle_row_groups: 4 row groups of {} take up to 9."
-    ),
     "url unstreamed": ({"path": "memory://x", "streaming": False}, "is a URL, which only data.streaming = true reads"),
     "damaged footer": ({"path": "{}/broken"}, "train-0.parquet cannot be read (ArrowInvalid: "),
     "held out is trained on": (

@@ -93,9 +93,10 @@ def test_mirror_and_posterior_change_between_epochs(path):
     share, spread = float(mirrored.double().mean()), 0.5 / (epochs * COUNT) ** 0.5
     assert abs(share - 0.5) < 4 * spread
 
-    found, _ = epochs_by_image(read_epochs(config_of(path, mirror=False), epochs=epochs), path)
-    scale = torch.tensor(NORMALIZATION.scale)[:, None, None]
-    z = (found - normalised(means[:, 0])) / (stds[:, 0] * scale)  # [E, N, C, h, w], standard normal
+    drawn, _ = epochs_by_image(read_epochs(config_of(path), epochs=epochs), path)  # of the same views
+    scale, views = torch.tensor(NORMALIZATION.scale)[:, None, None], mirrored.long()
+    rows = torch.arange(COUNT)
+    z = (drawn - found) / (stds[rows, views] * scale)  # [E, N, C, h, w], standard normal
     assert abs(float(z.mean())) < 4 / z.numel() ** 0.5
     assert float(z.var()) == pytest.approx(1, abs=4 * (2 / z.numel()) ** 0.5)
     between = (z[0] * z[1]).mean()
@@ -140,7 +141,7 @@ def test_held_out_images_are_spread_evenly_and_left_out_of_training(path):
 def test_validation_store_is_normalised_as_the_trained_one(path, tmp_path):
     other = Normalization(shift=[9.0] * 4, scale=[9.0] * 4, source="given")
     write_store(tmp_path / "val", plan_of(16, normalization=other, class_names=list("abcdefghij"), mirrored=False))
-    keys = {"path": path, "validation_path": str(tmp_path / "val"), "sample_posterior": False, "mirror": True}
+    keys = {"path": path, "validation_path": str(tmp_path / "val"), "sample_posterior": False}
     held_out = Latents(LatentsConfig(**keys), "validation")
     wanted = LatentStore(tmp_path / "val").read(np.arange(16))[0][:, 0]
     torch.testing.assert_close(held_out.fetch(np.arange(16))["images"], normalised(wanted))
@@ -156,9 +157,8 @@ def test_latents_without_posterior_or_mirror_are_read_as_they_are(tmp_path):
     found = batch["images"]
     torch.testing.assert_close(found, normalised(images(plan, 0, 8)[0][:, 0, 0].bfloat16().float()))
     assert set(batch) == {"images"} and Latents.info(config).num_classes == 0
-    for key in ("sample_posterior", "mirror"):
-        with pytest.raises(DatasetError, match=f"^data.{key}: .* keeps no .*; leave the key out$"):
-            Latents.info(config_of(str(tmp_path), **{key: True}))
+    with pytest.raises(DatasetError, match="^data.sample_posterior: .* keeps no .*; leave the key out$"):
+        Latents.info(config_of(str(tmp_path), sample_posterior=True))
 
 
 def test_stores_that_cannot_be_read_are_refused_in_one_line(path, tmp_path):

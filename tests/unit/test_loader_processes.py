@@ -91,13 +91,13 @@ def test_batches_that_find_no_shared_memory_arrive_all_the_same_and_it_is_said_o
 
 def test_a_shortage_of_shared_memory_is_said_in_one_line_with_what_helps():
     batch = 16 * MIB
-    assert shared_memory_shortage(batch, 0, 2, 1, free_bytes=0) is None
-    assert shared_memory_shortage(batch, 4, 2, 1, free_bytes=9 * batch) is None
-    text = shared_memory_shortage(batch, 4, 2, 1, free_bytes=64 * MIB)
+    assert shared_memory_shortage(batch, 0, 1, free_bytes=0) is None
+    assert shared_memory_shortage(batch, 4, 1, free_bytes=9 * batch) is None
+    text = shared_memory_shortage(batch, 4, 1, free_bytes=64 * MIB)
     assert text.startswith("/dev/shm has 64.0 MiB free, and 9 batches of 16.0 MiB are loaded ahead")
     assert "--shm-size=160m, or data.num_workers 1" in text and "\n" not in text
-    assert shared_memory_shortage(batch, 1, 2, 1, free_bytes=64 * MIB) is None  # as the advice says
-    assert "data.num_workers 0" in shared_memory_shortage(batch, 4, 2, 4, free_bytes=64 * MIB)
+    assert shared_memory_shortage(batch, 1, 1, free_bytes=64 * MIB) is None  # as the advice says
+    assert "data.num_workers 0" in shared_memory_shortage(batch, 4, 4, free_bytes=64 * MIB)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.distributed.cases import make_trainer
 from torchtitan.config import checks as config_checks
 from torchtitan.config.job import ConfigError, load_config
-from torchtitan.distributed.parallelize import clamp_gradients
 from torchtitan.extras import install
 from torchtitan.state.resume import checkpointed_state
 from torchtitan.training.config import LRSchedulerConfig, OptimizerConfig, ParameterGroupConfig
@@ -47,44 +46,6 @@ def test_inverse_root_schedule_has_the_published_rates():
     long = LRSchedulerConfig(warmup_steps=100, decay_type="inverse_sqrt", reference_steps=25)
     assert lr_factor(long, 51, 1000) == pytest.approx(0.51 / math.sqrt(2))
     assert lr_factor(LRSchedulerConfig(decay_type="inverse_sqrt", reference_steps=9), 1, 100) == 1
-
-
-def test_clamping_cuts_elements_and_leaves_small_ones():
-    model = network()
-    gradients(model)
-    model[0].bias.grad = None
-    before = [p.grad.clone() for p in model.parameters() if p.grad is not None]
-    clamp_gradients(list(model.parameters()), 0.5)
-    after = [p.grad for p in model.parameters() if p.grad is not None]
-    for old, new in zip(before, after, strict=True):
-        small = old.abs() <= 0.5
-        assert torch.equal(new[small], old[small])
-        assert torch.equal(new[~small], 0.5 * old[~small].sign())
-    assert any((old.abs() > 0.5).any() for old in before)
-
-
-def test_elements_are_cut_after_the_norm(tmp_path):
-    options = {"steps": 1, "replicas": 1, "shards": 1, "accumulation": 1}
-    trainer = make_trainer(
-        str(tmp_path), "cut", **options,
-        overrides=("--lr_scheduler.warmup_steps=0", "--training.max_norm=0.5", "--training.clip_value=1e-3"),
-    )
-    seen = {}
-    step = trainer.state.optimizer.step
-
-    def watched(skip):
-        seen.update({name: p.grad.clone() for name, p in trainer.state.parameters.items()})
-        step(skip)
-
-    trainer.state.optimizer.step = watched
-    trainer.state.step = 1
-    norm, _ = trainer.train_step()
-    trainer.close()
-    largest = max(gradient.abs().max().item() for gradient in seen.values())
-    assert norm > 0.5 and largest == pytest.approx(1e-3)
-
-
-# --- parameter groups
 
 
 def test_groups_scale_rate_and_decay_and_the_first_that_fits_counts():
@@ -132,9 +93,6 @@ def test_a_pattern_without_parameters_is_refused_with_the_closest_names():
     (['--optimizer.param_groups=[{"pattern": "a("}]'],
      "command line: --optimizer.param_groups[0].pattern: 'a(' is no regular expression: "
      "missing ), unterminated subpattern at position 1"),
-    (["--optimizer.momentum=0.9"],
-     "command line: --optimizer.momentum: has no effect when optimizer.name = AdamW; remove it or set "
-     "optimizer.name = Muon"),
     (["--optimizer.name=AdamW8bit"],
      "command line: --optimizer.name: AdamW8bit needs the package torchao, which is not installed "
      f"({install('lowbit')}, or set AdamW)"),
@@ -189,7 +147,7 @@ def test_orthogonalising_nothing_is_nothing():
 
 def test_muon_steps_equal_their_formula_and_the_rest_is_adamw():
     model, twin = network(), network()
-    config = OptimizerConfig(name="Muon", lr=0.01, momentum=0.9, weight_decay=0.1)
+    config = OptimizerConfig(name="Muon", lr=0.01, weight_decay=0.1)
     optimizer = build_optimizer(dict(model.named_parameters()), config, blocks=[model[0], model[1]])
     adamw = build_optimizer(dict(twin.named_parameters()), OptimizerConfig(lr=0.01, weight_decay=0.1))
     weight, average = model[0].weight.detach().double(), torch.zeros(7, 5, dtype=torch.float64)
@@ -198,8 +156,8 @@ def test_muon_steps_equal_their_formula_and_the_rest_is_adamw():
             gradients(each, step)
             rule.step()
         gradient = model[0].weight.grad.double()
-        average = 0.9 * average + 0.1 * gradient
-        direction = orthogonalised(0.9 * average + 0.1 * gradient)
+        average = 0.95 * average + 0.05 * gradient
+        direction = orthogonalised(0.95 * average + 0.05 * gradient)
         weight = (1 - 0.01 * 0.1) * weight - 0.01 * 0.2 * math.sqrt(7) * direction
         torch.testing.assert_close(model[0].weight.detach().double(), weight, rtol=0, atol=3e-7)
     for (name, found), wanted in zip(model.named_parameters(), twin.parameters(), strict=True):

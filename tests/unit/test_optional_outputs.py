@@ -34,16 +34,16 @@ def test_corrupt_images_are_listed_once_their_list_can_be_written(tmp_path, capl
 
 
 def test_a_trace_that_cannot_be_written_leaves_nothing_and_the_next_one_is_made(tmp_path, caplog, capfd):
-    config = ProfilingConfig(enable_profiling=True, profile_freq=3, profiler_active=1, profiler_warmup=1)
+    config = ProfilingConfig(enable_profiling=True, profile_freq=4)
     profiler = Profiler(config, tmp_path, CPU, nullcontext)
     (tmp_path / "profile").write_text("in the way")
-    for step in range(1, 10):
-        if step == 7:
+    for step in range(1, 13):
+        if step == 9:
             (tmp_path / "profile").unlink()
         with profiler.step(step):
             torch.ones(2).mul(step)
     profiler.close()
-    assert [path.parent.name for path in tmp_path.rglob("*.json.gz")] == ["step-00000009"]
+    assert [path.parent.name for path in tmp_path.rglob("*.json.gz")] == ["step-00000012"]
     assert [message.split(": ")[1] for message in caplog.messages] == [
         "the trace cannot be written", "the trace can be written again",
     ]  # fmt: skip

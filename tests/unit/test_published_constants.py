@@ -121,7 +121,6 @@ REFUSED = [
     ("diffusers", "latents with scale", [("scale = [0.18215,", "scale = [1.0,")]),
     ("sit", "objective.preconditioning", [('"sit"', '"identity"')]),
     ("bfl", "objective.preconditioning", [('"velocity"', '"x0"'), ('"identity"', '"edm"\nsigma_data = 1.0')]),
-    ("flux", "model.rope_theta", [('"debug"', '"debug"\nrope_theta = 20000.0')]),
 ]  # fmt: skip
 
 

@@ -153,7 +153,7 @@ def test_adapters_of_a_quantised_base_have_the_gradients_of_the_dequantised_one(
                 parent, _, child = place.rpartition(".")
                 model.get_submodule(parent).register_module(child, plain)
         add_trained_adapter(model, find_targets(model, config, {}), config)
-        draw_adapter(model, config, 0)
+        draw_adapter(model, 0)
         for _, update in trained_updates(model):
             nn.init.constant_(update.up, 0.01)
         output(model).square().mean().backward()
@@ -168,7 +168,7 @@ def test_merging_into_codes_is_refused():
     model, config = drawn("dit"), LoRAConfig(enable=True, rank=4)
     quantize_base(model, "int8")
     add_trained_adapter(model, find_targets(model, config, {}), config)
-    draw_adapter(model, config, 0)
+    draw_adapter(model, 0)
     with pytest.raises(AdapterError, match="lora.base_dtype: a weight in int8 .*export the adapter, or set it to bfloat16"):
         merged_weights(model)
 

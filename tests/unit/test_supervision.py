@@ -40,9 +40,6 @@ def test_garbage_is_collected_at_its_steps_only_and_the_collector_is_left_as_it_
                 control.step(step)
                 counts.append(len(collections))
         assert counts == [0, 0, 1, 1, 1, 2, 2, 2, 3] and gc.isenabled() == automatic
-        with GarbageControl(0) as control:
-            assert gc.isenabled() == automatic
-        assert gc.isenabled() == automatic
     finally:
         gc.callbacks.remove(note)
         (gc.enable if before else gc.disable)()
@@ -76,7 +73,7 @@ def test_host_memory_is_read_from_both_control_group_versions_and_the_machine(tm
 
 def test_the_rank_that_fails_first_closes_the_run_and_the_others_add_its_reason(tmp_path, caplog):
     closed = []
-    config = SimpleNamespace(comm=CommConfig(), compile=CompileConfig(), training=SimpleNamespace(gc_freq=0))
+    config = SimpleNamespace(comm=CommConfig(), compile=CompileConfig())
     ranks = [
         Supervision(
             SimpleNamespace(

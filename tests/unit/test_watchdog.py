@@ -10,7 +10,7 @@ from torchtitan.supervision import watchdog as watchdog_module
 from torchtitan.supervision.phases import BETWEEN_STEPS, Phases
 from torchtitan.supervision.watchdog import Limits, Watchdog, limits, silent_ranks
 
-COMM = CommConfig(init_timeout_seconds=300, train_timeout_seconds=100, long_phase_timeout_seconds=1000)
+COMM = CommConfig(init_timeout_seconds=300, train_timeout_seconds=100)
 
 
 class Clock:
@@ -76,7 +76,7 @@ def test_phases_that_change_and_forwards_inside_them_keep_a_process_alive(tmp_pa
     assert not capfd.readouterr().err and not watched.codes
     with watched.phases("sampling"):
         watched.wait(2000)
-    assert watched.codes and "comm.long_phase_timeout_seconds" in watched.reasons[0]
+    assert watched.codes and "comm.init_timeout_seconds" in watched.reasons[0]
 
 
 def test_a_process_that_was_itself_suspended_counts_anew(tmp_path, capfd):
@@ -97,7 +97,7 @@ def test_a_single_process_may_be_slow_but_says_so(tmp_path, capfd):
     with watched.phases("data"):
         watched.wait(500)
         assert capfd.readouterr().err.count("\n") == 1 and not watched.codes
-        watched.wait(500)
+        watched.wait(1500)
     assert watched.codes == [1]
 
 
@@ -106,9 +106,9 @@ def test_a_single_process_may_be_slow_but_says_so(tmp_path, capfd):
     [
         ("forward", {}, Limits(80, 90, "comm.train_timeout_seconds")),
         ("forward", {"first_step": True}, Limits(280, 290, "comm.init_timeout_seconds")),
-        ("forward", {"first_step": True, "compiles": True}, Limits(280, 900, "comm.long_phase_timeout_seconds")),
-        ("forward", {"alone": True}, Limits(80, 900, "comm.long_phase_timeout_seconds")),
-        ("checkpoint", {}, Limits(800, 900, "comm.long_phase_timeout_seconds")),
+        ("forward", {"first_step": True, "compiles": True}, Limits(280, 1620, "comm.init_timeout_seconds")),
+        ("forward", {"alone": True}, Limits(80, 1620, "comm.init_timeout_seconds")),
+        ("checkpoint", {}, Limits(1440, 1620, "comm.init_timeout_seconds")),
     ],
 )
 def test_limits(phase, place, wanted):

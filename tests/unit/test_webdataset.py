@@ -1,6 +1,5 @@
 """Tar shards: samples by key, labels, damage, and exact resume."""
 
-import json
 import pickle
 import re
 
@@ -16,18 +15,17 @@ from torchtitan.data.webdataset import WebDataset, WebDatasetConfig, expand_brac
 PER_SHARD = 25
 
 
-def members_of(shard, label="cls"):
+def members_of(shard):
     members = {}
     for number in range(PER_SHARD * shard, PER_SHARD * (shard + 1)):
         key = f"part.one/{number:05}"  # a dot in a folder's name belongs to no ending
-        label_file = {"cls": f"{number % 7}\n", "json": json.dumps({"class": number % 7, "text": "x"})}[label]
-        members |= {f"{key}.{label}": label_file.encode(), f"{key}.PNG": image_bytes(number), f"{key}.seg.png": b"mask"}
+        members |= {f"{key}.cls": f"{number % 7}\n".encode(), f"{key}.PNG": image_bytes(number), f"{key}.seg.png": b"mask"}
     return members
 
 
-def write_shards(folder, count=4, label="cls"):
+def write_shards(folder, count=4):
     for shard in range(count):
-        write_tar(folder / f"train-{shard:03}.tar", members_of(shard, label))
+        write_tar(folder / f"train-{shard:03}.tar", members_of(shard))
     return folder
 
 
@@ -36,10 +34,9 @@ def config_of(path, **keys):
     return WebDatasetConfig(path=str(path), **defaults | keys)
 
 
-@pytest.mark.parametrize("label, keys", [("cls", {}), ("json", {"label_key": "class"})])
-def test_images_and_labels_are_those_of_the_samples_in_order(tmp_path, label, keys):
-    write_shards(tmp_path, label=label)
-    config = config_of(tmp_path, **keys)
+def test_images_and_labels_are_those_of_the_samples_in_order(tmp_path):
+    write_shards(tmp_path)
+    config = config_of(tmp_path)
     info = WebDataset.info(config)
     assert (info.num_classes, info.class_names, info.has_validation) == (7, (), False)
     images, labels = everything(WebDataset(config, "train"))
@@ -91,22 +88,21 @@ def test_a_copy_reads_the_same_and_is_small(tmp_path):
 
 
 ODD = {
-    "no image": ({"cls": b"1"}, {}, "the sample has no image"),
-    "no label": ({"png": b"a"}, {}, "the sample has no label (data.labels = false"),
-    "a word for a label": ({"png": b"a", "cls": b"cat"}, {},
+    "no image": ({"cls": b"1"}, "the sample has no image"),
+    "no label": ({"png": b"a"}, "the sample has no label (data.labels = false"),
+    "a word for a label": ({"png": b"a", "cls": b"cat"},
         "the sample's label is no whole number from 0 to 999999 (write numbers, which data.classes_file names, or set"),
-    "not an image": ({"png": b"a", "cls": b"1"}, {}, "not an image of a known format"),
-    "no key": ({"png": b"a", "json": b"{}"}, {"label_key": "class"}, "the sample has no label"),
+    "not an image": ({"png": b"a", "cls": b"1"}, "not an image of a known format"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("case", ODD)
 def test_a_sample_that_lacks_something_is_an_unreadable_image(tmp_path, case):
-    files, keys, reason = ODD[case]
-    members = members_of(0, "json" if keys else "cls")
+    files, reason = ODD[case]
+    members = members_of(0)
     members |= {f"odd.{extension}": content for extension, content in files.items()}
     write_tar(tmp_path / "a.tar", members)
-    config = config_of(tmp_path, **keys)
+    config = config_of(tmp_path)
     assert WebDataset.info(config).num_classes == 7
     dataset = WebDataset(config, "train")
     assert len(dataset) == PER_SHARD + 1
@@ -124,11 +120,6 @@ def test_labels_that_are_left_aside_need_not_be_there(tmp_path):
     assert set(batch) == {"images"} and torch.equal(batch["images"][3], decoded(image_bytes(3)))
 
 
-def test_an_image_extension_chooses_among_several(tmp_path):
-    files = {"a.cls": b"0", "a.png": image_bytes(1), "a.jpg": image_bytes(2, "JPEG")}
-    write_tar(tmp_path / "a.tar", files)
-    images, _ = everything(WebDataset(config_of(tmp_path, image_extension="jpg"), "train"))
-    assert torch.equal(images[0], decoded(files["a.jpg"]))
 
 
 def damage(folder, name="train-001.tar", keep=None, at=None, text=b""):
@@ -149,7 +140,6 @@ BAD = {
     "cut": ({}, {"keep": 10_000}, "{}/train-001.tar: no tar archive, or damaged or cut short: "),
     "damaged": ({}, {"at": 1024, "text": b"\xff" * 100}, "{}/train-001.tar: damaged or cut short at byte 1024: no tar h"),
     "compressed": ({}, {"at": 0, "text": b"\x1f\x8b\x08" + bytes(300)}, "{}/train-001.tar: is compressed (gzip); decompress it"),
-    "no labels": ({"label_key": "class"}, {}, "none of 16 of its 100 images can be read; the first is {}/train-000"),
 }  # fmt: skip
 
 

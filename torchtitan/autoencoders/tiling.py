@@ -69,7 +69,7 @@ class TiledAutoencoder(Autoencoder):
         return blend_tiles(decode_tile, height, width, self.tile, self.overlap, zoom=self.downscale)
 
 
-def in_tiles(autoencoder: Autoencoder, tile: int, overlap: int | None) -> TiledAutoencoder:
+def in_tiles(autoencoder: Autoencoder, tile: int, overlap: int | None = None) -> TiledAutoencoder:
     """Wrap an autoencoder in tiles of `tile` pixels that share `overlap`; None: a quarter. Raises AutoencoderError."""
     quarter = max(tile // 4 // autoencoder.downscale, 1) * autoencoder.downscale
     return TiledAutoencoder(autoencoder, tile, quarter if overlap is None else overlap)

@@ -57,12 +57,12 @@ def cache_folder(config: Any) -> Path:
     data, autoencoder = config.data, config.autoencoder
     images = [content_digest(data), data.resolutions, data.image_size, data.horizontal_flip]
     null_caption, prompts = data.filled_texts()
-    texts = [data.text_encoder, data.pooled_encoder, data.text_length, data.text_dtype, null_caption, prompts]
+    texts = [data.text_encoder, data.pooled_encoder, data.text_length, null_caption, prompts]
     decisive = {
         "version": _VERSION,
         "images": images,
         "held_out": data.validation_fraction if not data.validation_path else "path",
-        "autoencoder": [autoencoder.name, autoencoder.path, autoencoder.dtype, autoencoder.tile, autoencoder.overlap],
+        "autoencoder": [autoencoder.name, autoencoder.path, autoencoder.dtype, autoencoder.tile],
         "texts": texts if data.text_encoder else [],
     }
     digest = hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()[:16]
@@ -92,7 +92,7 @@ def stored_section(config: Any) -> LatentsConfig | None:
     held_out = {"validation_path": str(folder / SPLITS[1])} if SPLITS[1] in splits else {"validation_fraction": 0.0}
     return LatentsConfig(
         path=str(folder / SPLITS[0]), trigger_word=data.trigger_word, labels=data.labels, num_workers=data.num_workers,
-        prefetch_factor=data.prefetch_factor, **held_out,
+        **held_out,
     )  # fmt: skip
 
 

@@ -105,9 +105,6 @@ def _guidance(checked: ConfigView) -> Iterator[Problem]:
 def _sampling_method(checked: ConfigView) -> Iterator[Problem]:
     if not _draws_while_training(checked):
         return
-    if checked.sampling.guidance_interval_unit != "t" and "sampling.guidance_interval" not in checked.given:
-        text = "[0, 1] is the default in t (give sampling.guidance_interval in sigma, as [0.3, 3.0])"
-        yield Problem("sampling.guidance_interval_unit", text)
     sampling, path_name = resolved_sampling(checked), checked.objective.path
     if not has_key(sampling.schedule, "shift") and "sampling.schedule.shift" in checked.given:
         of_model = "schedule.name" in checked.whole("model").sampling_defaults(path_name)

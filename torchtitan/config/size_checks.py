@@ -117,8 +117,8 @@ def _loader_processes(checked: ConfigView) -> Iterator[Problem]:
         local = checked.training.local_batch_size
         local = checked.training.global_batch_size // checked.data_ranks if local == -1 else local
         batch_bytes = local * checked.dataset().sample_bytes
-        if text := prefetch_problem(batch_bytes, workers, checked.data.prefetch_factor, ranks):
-            yield Problem("data.prefetch_factor", text)
+        if text := prefetch_problem(batch_bytes, workers, ranks):
+            yield Problem("data.num_workers", text)
 
 
 SIZE_CHECKS: list[Callable[[ConfigView], Iterator[Problem]]] = [_sizes, _loader_processes, batch_sizes, _degrees]

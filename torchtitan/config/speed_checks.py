@@ -37,8 +37,7 @@ def _kernels(checked: ConfigView) -> Iterator[Problem]:
 
 
 def _sharding(checked: ConfigView) -> Iterator[Problem]:
-    depth = checked.whole("model").depth
-    for key, text in parallelism_problems(checked.whole("parallelism"), shards_of(checked), depth):
+    for key, text in parallelism_problems(checked.whole("parallelism"), shards_of(checked)):
         yield Problem(f"parallelism.{key}", text)
 
 
@@ -111,8 +110,6 @@ def _context(checked: ConfigView) -> Iterator[Problem]:
         reasons.append(f"{text} (set it to 1)")
     if checked.whole("compile").cuda_graphs:
         reasons.append(f"compile.mode = {checked.compile.mode} would replay the exchange of tokens in a CUDA graph (set default)")
-    if checked.lora.enable and checked.lora.dropout:
-        reasons.append("lora.dropout is drawn for whole images (set lora.dropout to 0)")
     for reason in reasons:
         yield Problem("parallelism.context_parallel_degree", reason)
 

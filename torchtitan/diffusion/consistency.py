@@ -4,7 +4,7 @@
 
 with f the estimate of x0, which is x_t itself at t = 0, and d the pseudo-Huber distance of the root mean square difference,
 
-    d(x, y) = sqrt(|x - y|^2 / D + c^2) - c,   c = huber_c, of D elements.
+    d(x, y) = sqrt(|x - y|^2 / D + c^2) - c,   c = HUBER_C, of D elements.
 
 The source sums over the elements, with c = 0.00054 sqrt(D), 0.03 for CIFAR-10: its distance is sqrt(D) times this one with
 c = 0.00054 at any size. One evaluation of f then draws a sample. Source: Song and Dhariwal, "Improved techniques for training
@@ -23,6 +23,9 @@ from torchtitan.diffusion.objective import Draw, LossTerms, Microbatch, Network,
 from torchtitan.diffusion.paths import PATHS, per_image
 from torchtitan.settings import setting
 
+# Root mean square difference at which the distance turns from quadratic to linear.
+HUBER_C = 0.00054
+
 
 @dataclass(kw_only=True)
 class ConsistencyConfig(ObjectiveConfig):
@@ -30,10 +33,6 @@ class ConsistencyConfig(ObjectiveConfig):
 
     name: Literal["consistency"] = setting("consistency", "objective")
     step_ratio: float = setting(0.9, "smaller of the two times that are compared, over the larger", gt=0, lt=1)
-    huber_c: float = setting(
-        0.00054, "root mean square difference at which the distance turns from quadratic to linear; Song and Dhariwal's "
-        "number for any size, which is 0.03 for sums over images of 3 x 32 x 32", gt=0,
-    )
 
 
 class Consistency(Objective):
@@ -50,7 +49,7 @@ class Consistency(Objective):
             wanted, _ = self.predict(model, self._noisy(x0, draw.noise, earlier), earlier, condition)
         found, _ = self.predict(model, self._noisy(x0, draw.noise, draw.t), draw.t, condition)
         error = (found - wanted).square().flatten(1).mean(1)  # [B]
-        distance = (error + self.config.huber_c**2).sqrt() - self.config.huber_c
+        distance = (error + HUBER_C**2).sqrt() - HUBER_C
         loss = draw.importance * distance / (1.0 - self.config.step_ratio)
         return LossTerms(loss, error.detach(), draw.t, loss.detach())
 

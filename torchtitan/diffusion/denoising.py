@@ -251,13 +251,13 @@ class Denoising(Objective):
 
     def problems_of_parts(self) -> Iterator[tuple[str, str]]:
         """Find a density whose tail makes the mean loss infinite."""
-        config, density = self.config, self.config.timesteps.of_density()
+        config, timesteps = self.config, self.config.timesteps
         # Others' tails fall as powers of sigma.
-        if density.light_tailed or self.path.num_indices:
+        if timesteps.light_tailed or self.path.num_indices:
             return
         if end := self._end_without_mean():
             yield "objective.timesteps.name", (
-                f"{density.name} draws so many timesteps near {end} that objective.weighting.name ="
+                f"{timesteps.name} draws so many timesteps near {end} that objective.weighting.name ="
                 f" {config.weighting.name} on objective.prediction = {config.prediction} has an infinite mean loss"
                 " (use logit_normal or another weighting)"
             )

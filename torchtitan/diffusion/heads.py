@@ -187,7 +187,8 @@ class SoftMinimum(CompetingHeads):
     Errors are of one prediction; T -> 0 is the minimum, T -> infinity the mean of all heads.
     """
 
-    def __init__(self, heads: int, temperature: float) -> None:
+    def __init__(self, heads: int, temperature: float = 0.1) -> None:
+        """temperature: relative excess of a head's error over the least at which its share falls to 1 / e."""
         super().__init__(heads)
         self._temperature = temperature
 
@@ -291,12 +292,8 @@ class MinimumConfig(CombineConfig):
 class SoftMinimumConfig(CombineConfig):
     """Shares that fall with the error."""
 
-    temperature: float = setting(
-        0.1, "excess of a head's error over the least one, relative, at which its share falls to 1 / e", gt=0
-    )
-
     def rule(self, count: int, uncertainty: Callable[[], CombinationRule]) -> CombinationRule:
-        return SoftMinimum(count, self.temperature)
+        return SoftMinimum(count)
 
 
 @dataclass(kw_only=True)

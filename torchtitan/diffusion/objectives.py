@@ -51,8 +51,6 @@ def objective_problems(config: ObjectiveConfig) -> Iterator[tuple[str, str]]:
         text = f"{problem}: {config.timesteps.name} lies outside objective.path = {config.path}"
         yield "objective.timesteps.name", text
         return
-    for key, text in config.timesteps.sampler_problems(objective.timestep_sampler):
-        yield f"objective.timesteps.{key}", text
     yield from objective.problems_of_parts()
 
 

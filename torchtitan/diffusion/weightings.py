@@ -95,15 +95,14 @@ class EDMWeightingConfig(WeightingConfig):
 
 @dataclass(kw_only=True)
 class P2Config(WeightingConfig):
-    """(k + snr)^-gamma. Source: Choi et al., "Perception prioritized training", arXiv 2204.00227, eq. 8."""
+    """(1 + snr)^-gamma. Source: Choi et al., "Perception prioritized training", arXiv 2204.00227, eq. 8."""
 
-    k: float = setting(1.0, "k of (k + snr)^-gamma", gt=0)
-    gamma: float = setting(1.0, "gamma of (k + snr)^-gamma", ge=0)
+    gamma: float = setting(1.0, "gamma of (1 + snr)^-gamma", ge=0)
 
     parametrisation = "noise"
 
     def weight(self, snr: Tensor, sigma_data: float) -> Tensor:
-        return (self.k + snr) ** -self.gamma
+        return (1.0 + snr) ** -self.gamma
 
 
 WEIGHTINGS: dict[str, type[WeightingConfig]] = {

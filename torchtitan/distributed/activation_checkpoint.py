@@ -10,22 +10,18 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from torchtitan.distributed.config import ActivationCheckpointConfig
 
-# The operations that dominate a block's time, on every device.
-_OPERATIONS = {
-    "matmul": [
-        torch.ops.aten.mm.default,
-        torch.ops.aten.addmm.default,
-        torch.ops.aten._scaled_mm.default,
-        torch.ops.aten.convolution.default,
-    ],
+# The operations that dominate a block's time, on every device; mode `selective` keeps their results.
+_KEPT = [
+    torch.ops.aten.mm.default,
+    torch.ops.aten.addmm.default,
+    torch.ops.aten._scaled_mm.default,
+    torch.ops.aten.convolution.default,
     # Each also returns the log-sum-exp of the scores, without which its backward would need the scores anew.
-    "attention": [
-        torch.ops.aten._scaled_dot_product_flash_attention.default,
-        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
-        torch.ops.aten._scaled_dot_product_efficient_attention.default,
-        torch.ops.aten._scaled_dot_product_cudnn_attention.default,
-    ],
-}
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+]
 
 # The prefix that the wrapper adds to names of parameters.
 WRAPPER_PREFIX = "_checkpoint_wrapped_module."
@@ -39,7 +35,7 @@ def checkpoint_blocks(model: nn.Module, blocks: list[nn.Module], config: Activat
     Args:
         model: the model that holds the blocks.
         blocks: modules of the model, in the order of the forward.
-        config: choice of the blocks, and the results that they keep.
+        config: choice of the blocks.
 
     Raises:
         ValueError: there is no block.
@@ -50,8 +46,7 @@ def checkpoint_blocks(model: nn.Module, blocks: list[nn.Module], config: Activat
         raise ValueError(f"activation_checkpoint.mode = {config.mode}: {type(model).__name__} has no blocks")
     options: dict[str, Any] = {}
     if config.mode == "selective":
-        kept = [operation for name in config.keep for operation in _OPERATIONS[name]]
-        options["context_fn"] = partial(create_selective_checkpoint_contexts, kept)
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, _KEPT)
     names = {id(module): name for name, module in model.named_modules()}
     for block in blocks[:: config.every]:
         parent, _, child = names[id(block)].rpartition(".")

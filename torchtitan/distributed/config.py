@@ -30,10 +30,6 @@ class ParallelismConfig:
         "default", "where weights that a forward gathered are released, to be gathered again for the backward: in blocks; in the "
         "layers around them too (always); nowhere (never)", trajectory=False,
     )
-    fsdp_prefetch_blocks: int = setting(
-        0, "number of blocks to gather ahead of the block that computes; 0: FSDP2's default, one in backward", ge=0,
-        le=4096, trajectory=False,
-    )
 
     @property
     def degrees(self) -> Degrees:
@@ -51,13 +47,12 @@ class ParallelismConfig:
         return self.degrees.processes
 
 
-def parallelism_problems(config: ParallelismConfig, shards: int, num_blocks: int | None) -> Iterator[tuple[str, str]]:
+def parallelism_problems(config: ParallelismConfig, shards: int) -> Iterator[tuple[str, str]]:
     """Find settings of FSDP2 without effect.
 
     Args:
         config: the section.
         shards: processes that share the parameters of one replica.
-        num_blocks: blocks of the model, None if it does not say.
 
     Yields:
         (key, what is wrong and what to do).
@@ -65,11 +60,6 @@ def parallelism_problems(config: ParallelismConfig, shards: int, num_blocks: int
     whole = "has no effect without shards, whose weights FSDP2 gathers"
     if shards == 1 and config.fsdp_reshard_after_forward != "default":
         yield "fsdp_reshard_after_forward", f"{whole} (set default, or data_parallel_shard_degree above 1)"
-    if shards == 1 and config.fsdp_prefetch_blocks:
-        yield "fsdp_prefetch_blocks", f"{whole} (set 0, or data_parallel_shard_degree above 1)"
-    elif num_blocks is not None and config.fsdp_prefetch_blocks >= max(num_blocks, 1):
-        text = f"{config.fsdp_prefetch_blocks} ahead of one are more than the model's {num_blocks} blocks"
-        yield "fsdp_prefetch_blocks", f"{text} (1 or 2 hide a gather)"
 
 
 @dataclass(kw_only=True)
@@ -77,19 +67,13 @@ class CommConfig:
     """`[comm]`"""
 
     init_timeout_seconds: int = setting(
-        300, "collective timeout until the first step is done", ge=1, le=31_536_000, trajectory=False
+        300, "collective timeout until the first step is done; six times it is the longest time without a forward in "
+        "validation, sampling, checkpoints, start-up and compilation, for a single process in any phase", ge=1,
+        le=31_536_000, trajectory=False,
     )
     train_timeout_seconds: int = setting(
         100, "collective timeout after the first step; no phase of a step may last longer on several ranks", ge=1,
         le=31_536_000, trajectory=False,
-    )
-    long_phase_timeout_seconds: int = setting(
-        1800, "longest time without a forward in validation, sampling, checkpoints, start-up and compilation; "
-        "for a single process, in any phase", ge=1, le=31_536_000, trajectory=False,
-    )
-    trace_buf_size: int = setting(
-        2000, "number of last collectives recorded on a timeout (flight recorder); 0: none", ge=0, le=10_000_000,
-        trajectory=False,
     )
 
 
@@ -153,17 +137,13 @@ class ActivationCheckpointConfig:
 
     mode: CheckpointMode = setting(
         "none",
-        "recomputed in backward: nothing; all but the results in `keep`; whole blocks; the compiler's choice",
+        "recomputed in backward: nothing; all but products, convolutions and attention; whole blocks; the compiler's choice",
         trajectory=False,
     )
     every: int = setting(
         1, "recompute every n-th block only, from the first on", ge=1, applies={"mode": ("selective", "full")},
         trajectory=False,
     )
-    keep: list[Literal["matmul", "attention"]] = setting(
-        ["matmul", "attention"], "results that are kept: of matrix products and convolutions, of attention",
-        applies={"mode": ("selective",)}, trajectory=False,
-    )  # fmt: skip
     memory_budget: float = setting(
         0.5, "activations to keep, as a share of the bytes kept without recomputation; 0: blocks' inputs only",
         ge=0, le=1, applies={"mode": ("memory_budget",)}, trajectory=False,
@@ -183,10 +163,6 @@ def checkpoint_problems(
     Yields:
         (key, what is wrong and what to do).
     """
-    if config.mode == "selective" and not config.keep:
-        yield "keep", "is empty, so all is recomputed (name matmul, attention or both, or set mode to full)"
-    if config.mode == "selective" and len(set(config.keep)) < len(config.keep):
-        yield "keep", f"names {config.keep[-1]} twice (remove one)"
     if config.mode in ("selective", "full") and num_blocks is not None and config.every > num_blocks:
         advice = f"set at most {num_blocks}: the first alone"
         yield "every", f"{config.every} is more than the model's {num_blocks} blocks ({advice})"

@@ -127,7 +127,7 @@ def init_process_group(comm: CommConfig) -> None:
     device = compute_device()
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(comm.trace_buf_size))
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # last collectives in the flight recorder
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
         timeout=timedelta(seconds=comm.init_timeout_seconds),

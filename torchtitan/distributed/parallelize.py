@@ -121,19 +121,10 @@ def _shard(
         wrap(block, reshard_after_forward=when != "never")
     # The layers around the blocks are the last of a forward and the first of its backward: by default they stay gathered.
     wrap(model, reshard_after_forward=when == "always")
-    if ahead := sharding.fsdp_prefetch_blocks:
-        _prefetch(cast(list[FSDPModule], _blocks(model)), ahead)
     if layout.device.type == "cpu":
         # gloo's own averaging is not to be relied on: sum, then divide.
         for module in fsdp_modules(model):
             module.set_force_sum_reduction_for_comms(True)
-
-
-def _prefetch(blocks: list[FSDPModule], ahead: int) -> None:
-    """Gather the weights of that many blocks ahead of the one that computes, in forward and in backward."""
-    for number, block in enumerate(blocks):
-        block.set_modules_to_forward_prefetch(blocks[number + 1 : number + 1 + ahead])
-        block.set_modules_to_backward_prefetch(blocks[max(number - ahead, 0) : number][::-1])
 
 
 def fsdp_modules(model: nn.Module) -> Iterator[FSDPModule]:
@@ -235,23 +226,6 @@ def average_gradients(parameters: Iterable[nn.Parameter], layout: Layout) -> Non
 
 
 @torch.no_grad()
-def zero_non_finite(parameters: Iterable[nn.Parameter], layout: Layout) -> Tensor:
-    """Zero the elements of the reduced gradients that are not finite, in place.
-
-    Returns:
-        their number over the whole parameters, float64 scalar, the same on every rank; collective if they are sharded.
-    """
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    count = torch.zeros((), dtype=torch.float64, device=layout.device)
-    for gradient in map(local, gradients):
-        count += gradient.isfinite().logical_not().sum()
-        gradient.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
-    if any(isinstance(gradient, DTensor) for gradient in gradients):
-        torch.distributed.all_reduce(count, group=layout.shard_group)
-    return count
-
-
-@torch.no_grad()
 def clip_gradients(parameters: list[nn.Parameter], norm: Tensor, max_norm: float) -> None:
     """Clip gradients in place to a norm of at most max_norm; `norm` is the value of gradient_norm."""
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0).to(torch.float32)
@@ -259,11 +233,3 @@ def clip_gradients(parameters: list[nn.Parameter], norm: Tensor, max_norm: float
         return
     gradients = [local(p.grad) for p in parameters if p.grad is not None]
     torch._foreach_mul_(gradients, scale.to(gradients[0].device))  # in host memory if they are offloaded
-
-
-@torch.no_grad()
-def clamp_gradients(parameters: list[nn.Parameter], limit: float) -> None:
-    """Clamp every element of the gradients into [-limit, limit], in place."""
-    gradients = [local(p.grad) for p in parameters if p.grad is not None]
-    torch._foreach_clamp_min_(gradients, -limit)
-    torch._foreach_clamp_max_(gradients, limit)

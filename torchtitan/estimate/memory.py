@@ -171,7 +171,7 @@ def _of_full_depth(config: JobConfig, world_size: int, on_gpu: bool | None) -> S
     the deep one, and both their ends have windows for a whole period beyond the edge.
     """
     depth, period = config.model.depth or 0, config.activation_checkpoint.every
-    end = max(_EDGE, config.parallelism.fsdp_prefetch_blocks) + period
+    end = _EDGE + period
     shallow_depth = 2 * end + (depth - 2 * end) % period
     deeper_depth = shallow_depth + period
     some_blocks = config.lora.enable and config.lora.patterns  # the pattern may name a block

@@ -85,7 +85,7 @@ def _start_up(config: JobConfig) -> str:
 def _checkpointing(config: ActivationCheckpointConfig) -> str:
     if config.mode == "memory_budget":
         return f"memory_budget = {config.memory_budget:g} is not known before compiling, none counted"
-    kept = f", keeps {' and '.join(config.keep)}" if config.mode == "selective" else ""
+    kept = ", keeps matmul and attention" if config.mode == "selective" else ""
     every = f", every {config.every} blocks" if config.mode != "none" and config.every > 1 else ""
     return config.mode + kept + every
 

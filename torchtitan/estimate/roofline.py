@@ -120,18 +120,13 @@ def recomputed_share(config: JobConfig, model: DiffusionModel) -> float:
     """Recomputed share: FLOPs of recomputation over the training FLOPs, products alone; at most 1/3, a whole forward again, or
     nearly 1/2 with a frozen network and adapters.
 
-    With a memory budget the compiler chooses, and 0 is the least.
+    Mode `selective` keeps all products. With a memory budget the compiler chooses, and 0 is the least.
     """
-    checkpointing = config.activation_checkpoint
-    if checkpointing.mode in ("none", "memory_budget"):
+    if config.activation_checkpoint.mode != "full":
         return 0.0
     blocks = len(model.blocks())
-    forward = model.forward_macs_per_image(model.image_shape)
-    of_attention = model.attention_macs(model.tokens_per_image(model.image_shape))
-    macs = {"attention": of_attention, "matmul": forward - of_attention}
-    kept = sum(macs[name] for name in checkpointing.keep) if checkpointing.mode == "selective" else 0
-    wrapped = math.ceil(blocks / checkpointing.every) / blocks
-    return wrapped * 2 * (forward - kept) / training_flops_per_image(config, model)
+    wrapped = math.ceil(blocks / config.activation_checkpoint.every) / blocks
+    return wrapped * 2 * model.forward_macs_per_image(model.image_shape) / training_flops_per_image(config, model)
 
 
 def communication_bytes(config: JobConfig, num_parameters: int, gathered: int | None = None) -> dict[str, float]:

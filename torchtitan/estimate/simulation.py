@@ -24,7 +24,6 @@ from torchtitan.estimate.cuda_autocast import cuda_autocast
 from torchtitan.estimate.cuda_kernels import cuda_kernels
 from torchtitan.estimate.live_storages import ACTIVATIONS, GRADIENTS, PARAMETERS, LiveStorages
 from torchtitan.models import MODELS, build_model
-from torchtitan.models.adapters.adapters import draw_adapter_dropout
 from torchtitan.models.adapters.frozen_network import freeze_and_adapt
 from torchtitan.models.base import DiffusionModel
 from torchtitan.training.batch_ramp import largest_growth
@@ -168,7 +167,6 @@ class _Step:
         live.open_window((self.microbatch, "forward", -1))
         samples = torch.arange(config.training.local_batch_size)
         self.model.draw_dropout(config.debug.seed, samples)
-        draw_adapter_dropout(self.model, config.debug.seed, samples)
         batch, shape = config.training.local_batch_size, self.model.image_shape
         images, noise = torch.empty(batch, *shape), torch.empty(batch, *shape)
         t, importance = torch.empty(batch), torch.empty(batch)

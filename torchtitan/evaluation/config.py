@@ -46,10 +46,7 @@ class SamplingConfig:
         trajectory=False,
     )  # fmt: skip
     guidance_interval: list[float] = setting(
-        [0.0, 1.0], "lowest and highest t, or sigma, with guidance; the plain model outside", trajectory=False
-    )
-    guidance_interval_unit: Literal["t", "sigma"] = setting(
-        "t", "unit of guidance_interval: the time t = sigma / (1 + sigma), or the noise level sigma", trajectory=False
+        [0.0, 1.0], "lowest and highest t = sigma / (1 + sigma) with guidance; the plain model outside", trajectory=False
     )
     guidance_channels: Literal["all", "first_three"] = setting(
         "all", "channels with guidance; the plain conditional model's beyond",
@@ -97,8 +94,6 @@ class SamplingConfig:
     def guidance(self) -> Guidance:
         """Guidance by these keys."""
         low, high = self.guidance_interval
-        if self.guidance_interval_unit == "sigma":
-            low, high = low / (1.0 + low), high / (1.0 + high)
         return Guidance(self.guidance_scale, (low, high), self.guidance_channels)
 
 
@@ -174,12 +169,8 @@ class AutoencoderConfig:
         applies=OF_LATENTS | {"name": WITH_WEIGHTS}, trajectory=False,
     )  # fmt: skip
     tile: int = setting(
-        0, "side in pixels of the overlapping tiles that larger images are decoded in; 0: none", ge=0,
+        0, "side in pixels of the tiles, a quarter of them shared, that larger images are decoded in; 0: none", ge=0,
         applies=OF_LATENTS | {"name": tuple(AUTOENCODERS)}, trajectory=False,
-    )  # fmt: skip
-    overlap: int | None = setting(
-        None, "pixels that neighbouring tiles share; default: a quarter of a tile", ge=1,
-        applies=OF_LATENTS | {"name": tuple(AUTOENCODERS), "tile": ">0"}, trajectory=False,
     )  # fmt: skip
     batch_size: int = setting(
         16, "images decoded at a time on each rank", ge=1, le=1_000_000, applies=OF_LATENTS | {"name": tuple(AUTOENCODERS)},
@@ -240,18 +231,14 @@ def timesteps_problem(config: ValidationConfig, path_name: str, loss_at_zero: bo
 
 
 def _interval_problem(config: SamplingConfig) -> str:
-    interval, in_t = config.guidance_interval, config.guidance_interval_unit == "t"
+    interval = config.guidance_interval
     if len(interval) != 2:
-        quantity = "times" if in_t else "noise levels"
-        return f"takes two {quantity}, has {len(interval)} (as {'[0.0, 1.0]' if in_t else '[0.3, 3.0]'})"
+        return f"takes two times, has {len(interval)} (as [0.0, 1.0])"
     low, high = interval
-    if 0.0 <= low <= high and (high <= 1.0 or not in_t):
+    if 0.0 <= low <= high <= 1.0:
         return ""
-    if in_t:
-        reason = "runs backwards" if low > high else "leaves 0..1"
-        return f"[{low:g}, {high:g}] {reason} (give the lower t first, both in 0..1)"
-    reason = "runs backwards" if low > high else "has a negative sigma"
-    return f"[{low:g}, {high:g}] {reason} (give the lower sigma first, both at least 0)"
+    reason = "runs backwards" if low > high else "leaves 0..1"
+    return f"[{low:g}, {high:g}] {reason} (give the lower t first, both in 0..1)"
 
 
 def default_schedule(path_name: str) -> str:

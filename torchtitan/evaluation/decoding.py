@@ -105,7 +105,7 @@ def open_decoder(config: AutoencoderConfig, index: StoreIndex, place: str, devic
         with torch.random.fork_rng(devices=[]):  # networks are filled with random numbers before their weights
             autoencoder = build_autoencoder(config.name, config.path, dtype, device)
         if config.tile:
-            autoencoder = in_tiles(autoencoder, config.tile, config.overlap)
+            autoencoder = in_tiles(autoencoder, config.tile)
         check_autoencoder(index, place, autoencoder.identity())
         _check_shape(index, place, autoencoder)
     except (AutoencoderError, LatentStoreError) as error:

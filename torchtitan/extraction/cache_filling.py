@@ -119,14 +119,13 @@ def _open_autoencoder(config: JobConfig) -> Autoencoder:
     with torch.random.fork_rng(devices=[]):  # networks are filled with random numbers before their weights
         dtype = getattr(torch, section.dtype) if section.dtype else None
         autoencoder = build_autoencoder(section.name, section.path, dtype, compute_device())
-    return in_tiles(autoencoder, section.tile, section.overlap) if section.tile else autoencoder
+    return in_tiles(autoencoder, section.tile) if section.tile else autoencoder
 
 
 def _open_text_encoders(data: CaptionedFolderConfig) -> TextEncoders | None:
     if not data.text_encoder:
         return None
-    dtype = getattr(torch, data.text_dtype)
-    return open_encoders(data.text_encoder, data.pooled_encoder, data.text_length, dtype, compute_device())
+    return open_encoders(data.text_encoder, data.pooled_encoder, data.text_length, torch.bfloat16, compute_device())
 
 
 @contextlib.contextmanager

@@ -46,17 +46,12 @@ def gns_problems(
         yield "single_pass", "without it and without gns.rank_gradients nothing is measured (set gns.enable to false)"
     if config.allocate_timesteps and config.bin_pure_microbatches:
         yield "allocate_timesteps", "microbatches of one bin each leave nothing to allocate (set one of the two to false)"
-    if config.bin_unit == "index" and not objective.path.num_indices:
-        yield "bin_unit", "index is for DDPM paths, whose times have one (use t or sigma)"
-        return
     # A run's recorded configuration gives every key, so that defaults must pass.
-    if "gns.bin_unit" in given and config.bin_unit != GNSConfig.bin_unit and not config.bin_edges:
-        yield "bin_unit", "has no effect without gns.bin_edges (remove it)"
     if "gns.num_bins" in given and config.num_bins != GNSConfig.num_bins and config.bin_edges:
         yield "num_bins", "has no effect with gns.bin_edges (remove one of them)"
     density = objective.timestep_sampler.density
     try:
-        edges = inner_edges(config, density, objective.path)
+        edges = inner_edges(config, density)
     except ValueError as problem:
         yield "bin_edges", str(problem)
         return

@@ -1,14 +1,12 @@
 """`[gns]`: its keys, and the edges of the bins that they describe."""
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from torchtitan.diffusion.objective import ObjectiveConfig
-from torchtitan.diffusion.paths import PATHS, has_indices
-from torchtitan.diffusion.paths import Path as NoisePath
+from torchtitan.diffusion.paths import PATHS
 from torchtitan.diffusion.timesteps.contract import Density
 from torchtitan.diffusion.timesteps.registry import build_density
 from torchtitan.settings import only_with, setting
@@ -46,20 +44,15 @@ class GNSConfig:
         trajectory=False,
     )
     bin_edges: list[float] = setting(
-        [], "edges of the bins, rising from 0: to 1 in t, to the number of indices in index; in sigma the last bin is open",
-        applies=_BINNED, trajectory=False,
-    )
-    bin_unit: Literal["t", "sigma", "index"] = setting(
-        "t", "unit of bin_edges; index: of a DDPM path", applies=_BINNED, trajectory=False
+        [], "edges of the bins in t, rising from 0 to 1", applies=_BINNED, trajectory=False
     )
     half_life: float = setting(
         32768.0, "longest half-life of a measurement, in samples trained of its bin; shorter where the noise scale drifts, "
         "but for rank_gradients",
         gt=0, trajectory=False,
     )
-    log_interval: int = setting(50, "steps between logged estimates", ge=1, trajectory=False)
-    picture_interval: int = setting(
-        500, "steps between pictures <run>/gns/noise_scale.png; also at the last step", ge=1, applies=_TAPPED,
+    log_interval: int = setting(
+        50, "steps between logged estimates; each tenth, and the last step, draws <run>/gns/noise_scale.png too", ge=1,
         trajectory=False,
     )
     single_pass: bool = setting(
@@ -86,7 +79,7 @@ class GNSConfig:
     )
 
 
-def inner_edges(config: GNSConfig, density: Density, path: NoisePath) -> Tensor:
+def inner_edges(config: GNSConfig, density: Density) -> Tensor:
     """Inner edges of the timestep bins in t, rising, float64 [K - 1].
 
     Raises:
@@ -97,20 +90,11 @@ def inner_edges(config: GNSConfig, density: Density, path: NoisePath) -> Tensor:
     edges = torch.tensor(config.bin_edges, dtype=torch.float64)
     if len(edges) < 2 or not (edges.diff() > 0).all():
         raise ValueError("must rise from one edge to the next, two edges at least")
-    if config.bin_unit == "sigma":
-        if edges[0] != 0:
-            raise ValueError("must begin at 0, or samples fall into no bin")
-        return edges[1:] / (1.0 + edges[1:])
-    end = 1.0 if config.bin_unit == "t" else float(path.num_indices)
-    if edges[0] != 0 or edges[-1] != end:
-        raise ValueError(f"must begin at 0 and end at {end:g}, or samples fall into no bin")
-    inner = edges[1:-1]
-    if config.bin_unit == "index" and has_indices(path):
-        return path.index_to_t(inner - 0.5 if path.discrete else inner)
-    return inner
+    if edges[0] != 0 or edges[-1] != 1:
+        raise ValueError("must begin at 0 and end at 1, or samples fall into no bin")
+    return edges[1:-1]
 
 
 def bin_edges(config: GNSConfig, objective: ObjectiveConfig) -> Tensor:
     """Inner edges of the bins of an objective's timesteps, as `inner_edges`."""
-    path = PATHS[objective.path]()
-    return inner_edges(config, build_density(objective, path), path)
+    return inner_edges(config, build_density(objective, PATHS[objective.path]()))

@@ -9,7 +9,7 @@ from torchtitan import philox
 _LEVELS = 2**16
 
 
-def dropout_keys(seed: int, samples: Tensor, layers: int, attempt: int = 0, purpose: str = "dropout") -> Tensor:
+def dropout_keys(seed: int, samples: Tensor, layers: int, attempt: int = 0) -> Tensor:
     """Keys of one forward in training: int64 [layers, B, 2], random words in [0, 2^32).
 
     Args:
@@ -17,9 +17,8 @@ def dropout_keys(seed: int, samples: Tensor, layers: int, attempt: int = 0, purp
         samples: sample numbers [B], int64.
         layers: layers with dropout.
         attempt: changes after a rollback.
-        purpose: a key of philox.PURPOSES.
     """
-    words = philox.random_words(seed, purpose, samples, 2 * layers, attempt)  # [B, 2 layers]
+    words = philox.random_words(seed, "dropout", samples, 2 * layers, attempt)  # [B, 2 layers]
     return words.unflatten(1, (layers, 2)).transpose(0, 1).contiguous()
 
 

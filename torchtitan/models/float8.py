@@ -40,7 +40,6 @@ class Float8Config:
     filter_fqns: list[str] = setting(
         [], "linears whose name contains one of these are not converted, such as \"attention.out\"",
     )
-    min_features: int = setting(0, "linears with fewer input or output features are not converted", ge=0)
 
 
 class Float8Error(Exception):
@@ -114,8 +113,8 @@ def check_convertible(
         )
     if not _names(model, config):
         raise Float8Error(
-            "float8.enable: no linear over tokens is left to convert: features must be multiples of 16, at least"
-            f" float8.min_features = {config.min_features}, and no name in float8.filter_fqns (widen one of them)"
+            "float8.enable: no linear over tokens is left to convert: features must be multiples of 16,"
+            " and no name in float8.filter_fqns (take a part out)"
         )
     for shape in shapes or (model.image_shape,):
         rows = local_batch_size * model.tokens_per_image(shape) // context_degree
@@ -179,8 +178,7 @@ def _names(model: DiffusionModel, config: Float8Config) -> set[str]:
         linear = model.get_submodule(name)
         if not isinstance(linear, nn.Linear):
             return False
-        sizes = (linear.in_features, linear.out_features)
-        return min(sizes) >= config.min_features and all(size % _MULTIPLE == 0 for size in sizes)
+        return linear.in_features % _MULTIPLE == 0 and linear.out_features % _MULTIPLE == 0
 
     return {name for name in _over_tokens(model) if fits(name) and not any(part in name for part in config.filter_fqns)}
 

@@ -7,6 +7,8 @@ import torch
 
 from torchtitan.settings import setting
 
+WARMUP_STEPS = 3  # of the profiler before a traced step, not recorded
+
 
 @dataclass(kw_only=True)
 class ProfilingConfig:
@@ -16,29 +18,12 @@ class ProfilingConfig:
         False, "write traces of steps, and tables of their operations, to <run>/profile/trace", trajectory=False
     )
     profile_freq: int = setting(
-        100, "steps between traces; of so many, the last that only train are traced", ge=2,
+        100, "steps between traces; of so many, the last that only trains is traced", ge=WARMUP_STEPS + 1,
         applies={"enable_profiling": (True,)}, trajectory=False,
-    )
-    profiler_active: int = setting(
-        1, "steps in a trace", ge=1, applies={"enable_profiling": (True,)}, trajectory=False
-    )
-    profiler_warmup: int = setting(
-        3, "warm-up steps of the profiler before a trace, not recorded", ge=1,
-        applies={"enable_profiling": (True,)}, trajectory=False,
-    )
-    record_shapes: bool = setting(
-        False, "shapes of every operation's inputs in the traces", applies={"enable_profiling": (True,)},
-        trajectory=False,
-    )
-    with_stack: bool = setting(
-        False, "Python stacks in the traces: slow and large", applies={"enable_profiling": (True,)}, trajectory=False
     )
     enable_memory_snapshot: bool = setting(
-        False, "write snapshots of CUDA's allocator to <run>/profile/memory, and one when memory runs out",
+        False, "write a snapshot of CUDA's allocator to <run>/profile/memory every 100 steps, and when memory runs out",
         trajectory=False,
-    )
-    memory_snapshot_freq: int = setting(
-        100, "steps between snapshots", ge=1, applies={"enable_memory_snapshot": (True,)}, trajectory=False
     )
 
 
@@ -52,16 +37,10 @@ def profiling_problems(config: ProfilingConfig, steps: int) -> Iterator[tuple[st
     Returns:
         pairs of a key of the section and the reason.
     """
-    if config.enable_profiling:
-        window = config.profiler_warmup + config.profiler_active
-        if window > config.profile_freq:
-            yield "profile_freq", (
-                f"{config.profile_freq} steps hold no trace of profiler_warmup + profiler_active = {window} steps"
-                f" (set it to {window} or more)"
-            )
-        elif window > steps:
-            needed = f"profiler_warmup + profiler_active = {window} steps are needed"
-            yield "profiler_warmup", f"no step would be traced, for training.steps = {steps} ({needed})"
+    if config.enable_profiling and steps <= WARMUP_STEPS:
+        yield "enable_profiling", (
+            f"no step would be traced, for training.steps = {steps} ({WARMUP_STEPS} steps warm the profiler up)"
+        )
     if config.enable_memory_snapshot and not torch.cuda.is_available():
         yield "enable_memory_snapshot", (
             "a snapshot is of CUDA's allocator; the CPU's keeps no record (set it to false; memory/max_resident is logged)"

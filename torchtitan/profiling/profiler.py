@@ -17,12 +17,13 @@ from torch.profiler import ProfilerActivity, profile, schedule
 
 from torchtitan.distributed.mesh import Layout
 from torchtitan.files.optional import OptionalOutputs
-from torchtitan.profiling.config import ProfilingConfig
+from torchtitan.profiling.config import WARMUP_STEPS, ProfilingConfig
 
 logger = logging.getLogger(__name__)
 
 # Allocations and releases that a snapshot looks back on: some steps of a large model.
 _HISTORY_ENTRIES = 100_000
+_SNAPSHOT_FREQ = 100  # steps between snapshots of CUDA's memory
 _TABLE_ROWS, _LOGGED_ROWS = 60, 10
 
 
@@ -51,7 +52,7 @@ class Profiler:
         self._config = config
         self._cycle = min(config.profile_freq, steps or config.profile_freq)
         self._steps, self._within, self._between = steps, within, between
-        self._end = self._last = 0  # of the present cycle, and of its trace
+        self._end = self._last = 0  # of the present cycle, and its traced step
         self._folder = run_folder / "profile"
         self._layout = layout
         self._excluded = excluded
@@ -67,7 +68,7 @@ class Profiler:
             self._end = -(-step // self._cycle) * self._cycle
             self._last = self._quietest()
         # A run that resumes after it leaves this window out: without a warm-up its trace would be distorted.
-        if self._config.enable_profiling and step == self._last - self._window + 1:
+        if self._config.enable_profiling and step == self._last - WARMUP_STEPS:
             self._start()
         yield self._profile is not None
         if self._profile is not None:
@@ -75,7 +76,7 @@ class Profiler:
                 self._profile.step()
                 if step == self._last:
                     self._finish(self._profile, step)
-        if self._config.enable_memory_snapshot and step % self._config.memory_snapshot_freq == 0:
+        if self._config.enable_memory_snapshot and step % _SNAPSHOT_FREQ == 0:
             with self._excluded():
                 self._dump_memory(f"step-{step:08d}")
 
@@ -92,29 +93,22 @@ class Profiler:
         if self._config.enable_memory_snapshot:
             torch.cuda.memory._record_memory_history(enabled=None)
 
-    @property
-    def _window(self) -> int:
-        return self._config.profiler_warmup + self._config.profiler_active
-
     def _quietest(self) -> int:
-        """Last step of the cycle's trace: the latest with the least other work than training in its traced steps."""
+        """Traced step of the cycle: the latest with the least other work than training."""
 
-        def works(last: int) -> int:
-            traced = range(last - self._config.profiler_active + 1, last + 1)
-            logs = sum(step in (1, self._steps) or any(step % interval == 0 for interval in self._within) for step in traced)
-            return logs + sum(any((step - 1) % interval == 0 for interval in self._between) for step in traced)
+        def works(step: int) -> int:
+            logs = step in (1, self._steps) or any(step % interval == 0 for interval in self._within)
+            return logs + any((step - 1) % interval == 0 for interval in self._between)
 
-        return min(range(self._end, self._end - self._cycle + self._window - 1, -1), key=works)
+        return min(range(self._end, self._end - self._cycle + WARMUP_STEPS, -1), key=works)
 
     def _start(self) -> None:
-        config, cuda = self._config, self._layout.device.type == "cuda"
+        cuda = self._layout.device.type == "cuda"
         if cuda:
             torch.cuda.synchronize()  # the work of the steps before counts in their time
         self._profile = profile(
             activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])],
-            schedule=schedule(wait=0, warmup=config.profiler_warmup, active=config.profiler_active, repeat=1),
-            record_shapes=config.record_shapes,
-            with_stack=config.with_stack,
+            schedule=schedule(wait=0, warmup=WARMUP_STEPS, active=1, repeat=1),
         )
         self._profile.start()
 

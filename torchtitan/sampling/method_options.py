@@ -14,9 +14,8 @@ from torchtitan.weights.trained_model import TrainedModel, WeightsError
 
 # Keys of `[sampling]` that say how an image is drawn; each is an option, as are those of the inner sections.
 METHOD_KEYS = [
-    "num_steps", "guidance_scale", "guidance_interval", "guidance_interval_unit", "guidance_channels", "embedded_guidance",
-    "clip_x0", "state_dtype",
-]  # fmt: skip
+    "num_steps", "guidance_scale", "guidance_interval", "guidance_channels", "embedded_guidance", "clip_x0", "state_dtype",
+]
 
 
 def add_method_options(parser: argparse._ActionsContainer) -> None:
@@ -47,7 +46,7 @@ def sampling_method(arguments: argparse.Namespace, trained: TrainedModel) -> Sam
     """Sampling method: `[sampling]` of the run, with the options given here. Raises WeightsError."""
     given = {key: getattr(arguments, key) for _, key in method_keys() if getattr(arguments, key) is not None}
     sampling = dataclasses.replace(trained.config.sampling, enable=True)
-    problems = _interval_of_another_unit(arguments, sampling)
+    problems: list[tuple[str, str]] = []
     for name, options in choices(sampling).items():
         if chosen := getattr(arguments, name):
             section = getattr(sampling, name)
@@ -73,15 +72,6 @@ def sampling_method(arguments: argparse.Namespace, trained: TrainedModel) -> Sam
     if problems:
         raise WeightsError("\n".join(f"{option(_option_of(key))}: {text}" for key, text in problems))
     return sampling
-
-
-def _interval_of_another_unit(arguments: argparse.Namespace, own: SamplingConfig) -> list[tuple[str, str]]:
-    unit = arguments.guidance_interval_unit
-    if unit in (None, own.guidance_interval_unit) or arguments.guidance_interval is not None:
-        return []
-    low, high = own.guidance_interval
-    text = f"the run's guidance_interval is [{low:g}, {high:g}] in {own.guidance_interval_unit} (give --guidance-interval)"
-    return [("guidance_interval_unit", text)]
 
 
 def _option_of(key: str) -> str:

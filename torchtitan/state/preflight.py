@@ -60,7 +60,7 @@ def checked_sample_metrics(config: JobConfig, layout: Layout) -> SampleMetrics:
     info = dataset_info(config.data)
     size = None if config.data.name in LATENT_DATASETS else info.image_shape[1:]
     open_split = partial(DatasetImages, config.data, info)
-    return SampleMetrics(config.evaluation, layout.device, size, group_for_work(), open_split)
+    return SampleMetrics(config.evaluation, layout.device, size, group_for_work(), open_split, info.num_classes)
 
 
 def open_folder(folder: RunFolder) -> None:

@@ -22,7 +22,6 @@ from torchtitan.distributed.mesh import Layout, init_process_group
 from torchtitan.distributed.precision import compute_context
 from torchtitan.gns.config import bin_edges
 from torchtitan.gns.of_run import build_monitor, sampler_of_bins
-from torchtitan.models.adapters.adapters import draw_adapter_dropout
 from torchtitan.runs.folder import RunFolder
 from torchtitan.state.data import RunData
 from torchtitan.state.network import RunNetwork
@@ -97,10 +96,7 @@ class RunState:
         self._precision = compute_context(config.training.mixed_precision_param, layout.device, layout.sharded)
         self.bin_edges = self._bin_edges(config.metrics.loss_bins)
         self.window = LossWindow(self.bin_edges, self.objective.diagnostics)
-        self.guard = NumericalGuard(
-            config.training.max_skipped_steps, config.training.spike_threshold, layout.device, self.data.image_of,
-            zeroes=config.training.non_finite_gradients == "zero",
-        )  # fmt: skip
+        self.guard = NumericalGuard(config.training.max_skipped_steps, self.data.image_of)
         self._kernels = ExitStack()
         self.step = self.progress = 0
         self.batch_size = config.training.global_batch_size
@@ -188,8 +184,6 @@ class RunState:
             condition = self.condition(batch, samples.attempt, draw.dropping)
         if self.config.model.dropout > 0:
             self.model.draw_dropout(self.config.debug.seed, batch["samples"], samples.attempt)
-        if self.config.lora.enable:
-            draw_adapter_dropout(self.model, self.config.debug.seed, batch["samples"], samples.attempt)
         if measure and self.gns:
             self.gns.begin_microbatch(draw.t)
         with self._precision:

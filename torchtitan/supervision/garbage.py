@@ -9,23 +9,22 @@ class GarbageControl:
     A collection takes tens of milliseconds, and in a synchronous step all ranks wait for the one that collects.
     """
 
-    def __init__(self, every: int) -> None:
-        """every: steps between collections; 0 leaves automatic collection on."""
+    def __init__(self, every: int = 1000) -> None:
+        """every: steps between collections."""
         self._every = every
         self._was_enabled = False
 
     def __enter__(self) -> "GarbageControl":
         self._was_enabled = gc.isenabled()
-        if self._every:
-            gc.collect()
-            gc.disable()
+        gc.collect()
+        gc.disable()
         return self
 
     def __exit__(self, *details: object) -> None:
-        if self._every and self._was_enabled:
+        if self._was_enabled:
             gc.enable()
 
     def step(self, step: int) -> None:
         """Collect if it is due."""
-        if self._every and step % self._every == 0:
+        if step % self._every == 0:
             gc.collect()

@@ -16,15 +16,14 @@ LONG_PHASES = frozenset({BEFORE_FIRST_STEP, "validation", "sampling", "evaluatio
 class Phases:
     """Phases of the train loop; `with phases("forward"): ...`, and phases may be nested.
 
-    A phase costs two readings of the clock, and a range in the profiler's trace while the profiler is on. Without `settle`
-    nothing waits for the device, so on a GPU a phase is the host's. Other threads may read the attributes.
+    A phase costs two readings of the clock, and a range in the profiler's trace while the profiler is on. Nothing
+    waits for the device, so on a GPU a phase is the host's. Other threads may read the attributes.
 
     Attributes:
         step: optimizer step, set by the train loop.
         name: innermost phase.
         since: time of its entry, of the return to it, or of `touch`; nanoseconds of `clock`.
         broken: phase that the first exception left; None without one.
-        settle: called before each boundary of phases, as to wait for the device; None: nothing is.
     """
 
     def __init__(
@@ -38,7 +37,6 @@ class Phases:
         self.step = 0
         self.name = BETWEEN_STEPS
         self.broken: str | None = None
-        self.settle: Callable[[], None] | None = None
         self.clock = clock
         self._on_change = on_change
         self.since = clock()
@@ -66,8 +64,6 @@ class Phases:
         if torch.autograd._profiler_enabled():
             traced = record_function(name)
             traced.__enter__()
-        if self.settle is not None:
-            self.settle()
         now = self.clock()
         self._open.append((self.name, traced))
         self.name, self.since = name, now
@@ -75,8 +71,6 @@ class Phases:
             self._on_change(name, now)
 
     def _exit(self, failed: bool) -> None:
-        if self.settle is not None and not failed:
-            self.settle()
         name, now = self.name, self.clock()
         outer, traced = self._open.pop()
         if failed and self.broken is None:

@@ -106,7 +106,7 @@ def locate(state: RunState, samples: StepSamples) -> str:
     found, image = _repeat(state, samples)
     if found:
         return f"the first value that is not finite: {found}" + (f"; {image}" if image else "")
-    return image or "all values are finite when the step is repeated: a fault of the hardware, or a loss spike"
+    return image or "all values are finite when the step is repeated: a fault of the hardware"
 
 
 def _repeat(state: RunState, step: StepSamples) -> tuple[str, str]:

@@ -38,7 +38,7 @@ class Supervision:
         self._folder, self._rank, self._alone = state.folder.path, layout.rank, layout.world_size == 1
         # Every forward is progress, also in the many of a validation or of a sampler.
         state.model.register_forward_pre_hook(phases.touch)
-        self._garbage = GarbageControl(config.training.gc_freq)
+        self._garbage = GarbageControl()
         self._watchdog = Watchdog(
             phases, config.comm, self._folder, rank=layout.rank, world_size=layout.world_size,
             compiles=config.compile.enable, describe=_waiting_for, on_end=self._hung,

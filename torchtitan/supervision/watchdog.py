@@ -28,6 +28,7 @@ FAULTS_FOLDER = "faults"
 _STACKS = re.compile(r"rank-(\d{4,})-.+-stacks\.txt")
 _PATIENCE = 5.0  # seconds
 _MOST_NAMED = 8  # ranks
+_LONG = 6  # limit of long phases over comm.init_timeout_seconds
 _CLOCK_ERROR = 1.0  # seconds between this machine's clock and the file system's
 
 
@@ -60,11 +61,11 @@ def limits(comm: CommConfig, phase: str, *, alone: bool, first_step: bool, compi
     key = "comm.init_timeout_seconds" if first_step else "comm.train_timeout_seconds"
     short = comm.init_timeout_seconds if first_step else comm.train_timeout_seconds
     margin = min(20.0, 0.2 * short)
-    long = max(comm.long_phase_timeout_seconds, short)
+    long = max(_LONG * comm.init_timeout_seconds, short)
     if phase in LONG_PHASES:
-        return Limits(0.8 * long, 0.9 * long, "comm.long_phase_timeout_seconds")
+        return Limits(0.8 * long, 0.9 * long, "comm.init_timeout_seconds")
     if alone or (first_step and compiles):
-        return Limits(short - margin, 0.9 * long, "comm.long_phase_timeout_seconds")
+        return Limits(short - margin, 0.9 * long, "comm.init_timeout_seconds")
     return Limits(short - margin, short - margin / 2, key)
 
 

@@ -30,22 +30,9 @@ class TrainingConfig:
         "the first batch size, and Adam's learning rate grows with the square root of the batch",
     )
     max_norm: float = setting(1.0, "gradient norm above which gradients are scaled down; 0: no clipping", ge=0)
-    clip_value: float = setting(
-        0.0, "magnitude above which an element of the gradient is clipped, after max_norm; 0: no clipping", ge=0
-    )
-    non_finite_gradients: Literal["skip", "zero"] = setting(
-        "skip", "a gradient with non-finite elements skips the step, or has zeros instead of them; zeroed ones are counted"
-    )
     max_skipped_steps: int = setting(
-        10, "skipped steps (loss or gradient not finite, or a spike) tolerated between checkpoints; above it, "
+        10, "skipped steps (loss or gradient not finite) tolerated between checkpoints; above it, "
         "the run is rolled back to the checkpoint, and stops if it was rolled back to it before", ge=0,
-        trajectory=False,
-    )
-    spike_threshold: float = setting(
-        0.0, "standard deviations of ln loss above its running mean at which a step is skipped; 0: never", ge=0
-    )
-    gc_freq: int = setting(
-        1000, "steps between Python's garbage collections, on all ranks at once; 0: automatic collection", ge=0,
         trajectory=False,
     )
     mixed_precision_param: Literal["float32", "bfloat16"] = setting(
@@ -115,9 +102,6 @@ class OptimizerConfig:
     beta1: float = setting(0.9, "decay of the first moment per step", ge=0, lt=1)
     beta2: float = setting(0.999, "decay of the second moment per step", ge=0, lt=1)
     eps: float = setting(1e-8, "added to the root of the second moment", gt=0)
-    momentum: float = setting(
-        0.95, "decay of Muon's average gradient per step", ge=0, lt=1, applies={"name": ("Muon",)}
-    )
     weight_decay: float = setting(0.0, "decoupled decay of matrices; gains and biases have none", ge=0)
     param_groups: list[ParameterGroupConfig] = setting([], "groups of parameters with another learning rate or decay")
 
@@ -211,10 +195,6 @@ class MetricsConfig:
     enable_wandb: bool = setting(False, "log to Weights & Biases (WANDB_* variables apply)", trajectory=False)
     peak_tflops: float | None = setting(
         None, "dense peak of one device in the dtype of the products, for MFU, in TFLOP/s; default: a table of devices", gt=0,
-        trajectory=False,
-    )
-    exact_clock: bool = setting(
-        False, "wait for the GPU between the parts of a step: then the clock splits its time, not the host's; costs speed",
         trajectory=False,
     )
     loss_bins: int = setting(10, "timestep bins of equal training mass for loss_by_bin", ge=1, le=1000, trajectory=False)

@@ -26,7 +26,7 @@ from torchtitan.errors import unwrapped
 from torchtitan.pictures.number_text import counted
 from torchtitan.processes.launch import launch_number
 from torchtitan.training.buckets import bucket_range, check_buckets, held_out_parts, shape_of, small_buckets
-from torchtitan.training.loader_processes import LoaderProcesses, shared_memory_shortage
+from torchtitan.training.loader_processes import PREFETCH_FACTOR, LoaderProcesses, shared_memory_shortage
 from torchtitan.training.sample_order import BucketOrder, SampleOrder, sample_order
 
 logger = logging.getLogger(__name__)
@@ -100,7 +100,7 @@ class TrainingData:
                 logger.warning(repeated)
             batch_bytes = local_batch_size * info.sample_bytes
             ranks = launch_number("LOCAL_WORLD_SIZE", world_size)
-            shortage = shared_memory_shortage(batch_bytes, config.num_workers, config.prefetch_factor, ranks)
+            shortage = shared_memory_shortage(batch_bytes, config.num_workers, ranks)
             if shortage:
                 logger.warning(shortage)
 
@@ -237,7 +237,7 @@ def build_loader(
         sampler=_MicrobatchSampler(
             sample_order(dataset, seed, attempt, global_batch_size), steps, parts, local_batch_size, rank, world_size
         ),
-        prefetch_factor=config.prefetch_factor if config.num_workers else None,
+        prefetch_factor=PREFETCH_FACTOR if config.num_workers else None,
         pin_memory=pin_memory,
     )
 

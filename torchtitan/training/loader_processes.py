@@ -31,6 +31,7 @@ logger = logging.getLogger(__name__)
 
 SHARED_MEMORY = "/dev/shm"
 MOST_PER_CORE = 64
+PREFETCH_FACTOR = 2  # batches that each loader process holds ready
 _SMALL = 2**16  # bytes; passing on the descriptor of shared memory costs more than copying as much twice
 _OPEN_FILES_PER_PROCESS = 4  # of the training process: both ends of a queue, two for the end of the process
 _OPEN_FILES_BESIDE = 128  # of data, checkpoints, connections and libraries
@@ -169,23 +170,23 @@ class LoaderProcesses:
 
 
 def shared_memory_shortage(
-    batch_bytes: int, num_workers: int, prefetch_factor: int, ranks: int, free_bytes: int | None = None
+    batch_bytes: int, num_workers: int, ranks: int, free_bytes: int | None = None
 ) -> str | None:
     """Report in one line that the batches loaded ahead do not fit in shared memory, if so.
 
     Args:
         batch_bytes: of a rank's microbatch.
-        num_workers, prefetch_factor: of `[data]`.
+        num_workers: of `[data]`.
         ranks: training processes on this machine.
         free_bytes: of shared memory; None: what this machine has now.
     """
     if not num_workers or batch_bytes < _SMALL:
         return None
-    batches = ranks * (num_workers * prefetch_factor + 1)  # one more in the hands of the trainer
+    batches = ranks * (num_workers * PREFETCH_FACTOR + 1)  # one more in the hands of the trainer
     free = _free_shared_memory() if free_bytes is None else free_bytes
     if free is None or batches * batch_bytes <= free:
         return None
-    fitting = (free // (ranks * batch_bytes) - 1) // prefetch_factor
+    fitting = (free // (ranks * batch_bytes) - 1) // PREFETCH_FACTOR
     fewer = f"data.num_workers {max(fitting, 0)}"
     return (
         f"{SHARED_MEMORY} has {readable_size(free)} free, and {batches} batches of {readable_size(batch_bytes)} are "
@@ -216,15 +217,16 @@ def loader_problem(num_workers: int, ranks: int) -> str | None:
     return f"{num_workers} processes{each} are more than {name} allow (set it to {most} at most; 1 or 2 per core are usual)"
 
 
-def prefetch_problem(batch_bytes: int, num_workers: int, prefetch_factor: int, ranks: int) -> str | None:
+def prefetch_problem(batch_bytes: int, num_workers: int, ranks: int) -> str | None:
     """Problem of that many batches held ready; None if there is none."""
     memory = min((limit for _, _, limit in host_memory()), default=None)
-    needed = ranks * num_workers * prefetch_factor * batch_bytes
+    batches = ranks * num_workers * PREFETCH_FACTOR
+    needed = batches * batch_bytes
     if memory is None or needed <= memory:
         return None
     return (
-        f"{ranks * num_workers * prefetch_factor} batches of {readable_size(batch_bytes)} held ready are "
-        f"{readable_size(needed)}, and there are {readable_size(memory)} of memory (set it or data.num_workers lower)"
+        f"{batches} batches of {readable_size(batch_bytes)} held ready are "
+        f"{readable_size(needed)}, and there are {readable_size(memory)} of memory (set it lower)"
     )
 
 

@@ -59,7 +59,7 @@ class Muon(torch.optim.Optimizer):
     Source: Liu et al., "Muon is Scalable for LLM Training", arXiv 2502.16982 (scale and decay).
     """
 
-    def __init__(self, groups: list[dict[str, Any]], lr: float, momentum: float) -> None:
+    def __init__(self, groups: list[dict[str, Any]], lr: float, momentum: float = 0.95) -> None:
         super().__init__(groups, {"lr": lr, "momentum": momentum, "weight_decay": 0.0})
 
     @torch.no_grad()

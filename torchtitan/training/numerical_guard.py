@@ -1,4 +1,4 @@
-"""Numerical guard: skip steps with a non-finite loss or gradient, a gradient too large to square, or a loss spike.
+"""Numerical guard: skip steps with a non-finite loss or gradient, or a gradient too large to square.
 
 The verdict on a step is a tensor on the device, the same on every rank, which the optimizer takes as it is; the host
 reads it one step late, so that no healthy step waits for the device.
@@ -16,9 +16,6 @@ from torch import Tensor
 from torchtitan.diffusion.timesteps.sampler import GlobalBatch
 
 logger = logging.getLogger(__name__)
-
-_SPIKE_MEMORY = 0.99  # decay per step of the running mean and variance of ln loss
-_SPIKE_STEPS = 100  # steps before which nothing is called a spike
 
 # Adam squares every element in float32. From this norm on a square may be infinite: the parameter would never move again.
 LARGEST_NORM = math.sqrt(torch.finfo(torch.float32).max)
@@ -62,30 +59,21 @@ class NumericalGuard:
 
     Attributes:
         skipped: steps skipped in the run.
-        zeroed_steps: steps that counted though elements of their gradients were not finite and were set to zero.
-        zeroed_elements: number of these elements.
         rollbacks: number of rollbacks of the run.
         last_skipped: the latest of them known to the host, None if there is none.
-        last_healthy: the latest step that counted and had no such element, likewise.
+        last_healthy: the latest step that counted, likewise.
         reason: why `last_skipped` was skipped, in a few words.
         in_doubt: whether the latest step known to the host was skipped: then no save, since its cause may be in the
             weights already.
     """
 
-    def __init__(
-        self, limit: int, spike_threshold: float, device: torch.device,
-        image_of: Callable[[int, int], int] | None = None, *, zeroes: bool = False,
-    ) -> None:  # fmt: skip
+    def __init__(self, limit: int, image_of: Callable[[int, int], int] | None = None) -> None:
         """
         Args:
             limit: skipped steps tolerated between checkpoints.
-            spike_threshold: standard deviations of ln loss above its running mean; 0: any loss will do.
-            device: of compute.
             image_of: (sample number, attempt) -> index in the dataset, for messages.
-            zeroes: whether non-finite elements of gradients are set to zero before their norms are measured.
         """
         self.skipped, self.rollbacks = 0, 0
-        self.zeroed_steps, self.zeroed_elements = 0, 0
         self.last_skipped: StepSamples | None = None
         self.last_healthy: StepSamples | None = None
         self.reason = ""
@@ -93,9 +81,6 @@ class NumericalGuard:
         self._limit = limit
         self._since_checkpoint = 0
         self._rolled_back_to: int | None = None
-        self._spikes = _Spikes(spike_threshold, device) if spike_threshold > 0 else None
-        self._zeroes = zeroes
-        self._lost = torch.zeros((), dtype=torch.float64, device=device)  # losses of the step that are not finite
         self._pending: tuple[StepSamples, Tensor, torch.cuda.Event | None] | None = None
         self._image_of = image_of or (lambda sample, attempt: sample)
         self._largest: list[tuple[Tensor, Tensor]] = []  # of each image of this rank's step, and its sample number
@@ -105,53 +90,25 @@ class NumericalGuard:
         """Add the images [B, ...] of one of a step's microbatches and their sample numbers [B]."""
         self._largest.append((_largest_values(images.flatten(1)), indices))
 
-    def watch_loss(self, loss: Tensor) -> None:
-        """Watch the losses [B] of one of a step's microbatches, whose NaN in the gradient is lost if elements are set to
-        zero.
-        """
-        if self._zeroes:
-            self._lost += loss.detach().isfinite().logical_not().sum()
-
-    def add_loss(self, loss: Tensor, microbatches: int) -> None:
-        """Add the per-sample losses [B] of one of a step's microbatches."""
-        if self._spikes:
-            self._spikes.add(loss, microbatches)
-
-    def judge(self, samples: StepSamples, norm: Tensor, *others: Tensor, zeroed: Tensor | None = None) -> Tensor:
-        """Judge whether a step must be skipped, bool scalar on the device; collective with a spike threshold.
+    def judge(self, samples: StepSamples, norm: Tensor, *others: Tensor) -> Tensor:
+        """Judge whether a step must be skipped, bool scalar on the device.
 
         Args:
             samples: the step.
             norm: of the network's reduced gradient before clipping, equal on all ranks. A loss that is not finite makes it
                 NaN, see `backward`.
             others: the same of parameters trained besides the network's, if there are any.
-            zeroed: number of elements that were set to zero before each of these norms was measured [1 + others]; then
-                collective. The norm counts as NaN if a loss is not finite, or nothing but zeros is left.
         """
         self.settle()
         norms = torch.stack((norm, *others)).to(torch.float64)
-        if zeroed is None:
-            zeroed = torch.zeros_like(norms)
-        else:
-            norms = torch.where(self._take_lost() | (zeroed > 0) & (norms == 0), math.nan, norms)
         broken = ~(norms < LARGEST_NORM).all()
-        spike = self._spikes.judge(broken) if self._spikes else torch.zeros_like(broken)
-        verdict = torch.stack((broken, spike)).to(torch.float64)
-        found, event = torch.cat((verdict, self._take_largest(norms), norms, zeroed)), None
+        found, event = torch.cat((broken.to(torch.float64)[None], self._take_largest(norms), norms)), None
         if found.device.type == "cuda":
             found = found.to("cpu", non_blocking=True)
             event = torch.cuda.Event()
             event.record()
         self._pending = (samples, found, event)
-        return broken | spike
-
-    def _take_lost(self) -> Tensor:
-        """Take whether a loss of the step is not finite on any rank, bool scalar; collective."""
-        lost = self._lost.clone()
-        self._lost.zero_()
-        if dist.is_initialized() and dist.get_world_size() > 1:
-            dist.all_reduce(lost, op=dist.ReduceOp.MAX)
-        return lost > 0
+        return broken
 
     def _take_largest(self, like: Tensor) -> Tensor:
         """Take the largest absolute value of this rank's images of the step, and the number of its sample; float64 [2].
@@ -171,34 +128,20 @@ class NumericalGuard:
         self._pending = None
         if event is not None:
             event.synchronize()
-        broken, spike, largest, number, *rest = found.tolist()
-        norms, zeroed = rest[: len(rest) // 2], rest[len(rest) // 2 :]
+        broken, largest, number, *norms = found.tolist()
         self._name_image(samples, largest, int(number))
-        self.in_doubt = bool(broken or spike)
+        self.in_doubt = bool(broken)
         if not self.in_doubt:
-            self._count_zeroed(samples, int(sum(zeroed)))
+            self.last_healthy = samples
             return
         self.skipped += 1
         self._since_checkpoint += 1
         self.last_skipped = samples
-        self.reason = _too_large(norms) if broken else "its loss is a spike"
+        self.reason = _too_large(norms)
         _warn(
             f"step {samples.step}: skipped, {self.reason} ({self._since_checkpoint} since the last checkpoint, "
             f"training.max_skipped_steps = {self._limit})"
         )
-
-    def _count_zeroed(self, samples: StepSamples, zeroed: int) -> None:
-        """Count the elements of a step that counts, and warn of the first such step, the second, fourth, eighth, ..."""
-        if not zeroed:
-            self.last_healthy = samples
-            return
-        self.zeroed_steps += 1
-        self.zeroed_elements += zeroed
-        if self.zeroed_steps.bit_count() == 1:
-            _warn(
-                f"step {samples.step}: {zeroed:,} elements of the gradient are not finite and count as 0 (in "
-                f"{self.zeroed_steps:,} steps so far; training.non_finite_gradients = zero)"
-            )
 
     def _name_image(self, samples: StepSamples, largest: float, number: int) -> None:
         """Warn of an implausible value in an image, once per image; on the rank that read it."""
@@ -211,12 +154,8 @@ class NumericalGuard:
             logger.warning(f"step {samples.step}: {describe_image(number, image, largest)}: check it{more}")
 
     def counts(self) -> dict[str, int]:
-        """Counts of steps that were skipped or had elements set to zero, by their tags; those that are not 0."""
-        counts = {
-            "skipped_steps": self.skipped, "zeroed_steps": self.zeroed_steps,
-            "zeroed_gradient_elements": self.zeroed_elements,
-        }  # fmt: skip
-        return {tag: count for tag, count in counts.items() if count}
+        """Count of skipped steps by its tag; nothing if it is 0."""
+        return {"skipped_steps": self.skipped} if self.skipped else {}
 
     @property
     def exhausted(self) -> bool:
@@ -244,22 +183,14 @@ class NumericalGuard:
     def state_dict(self) -> dict:
         """Return plain numbers; waits for the device."""
         self.settle()
-        counts = {"skipped": self.skipped, "rollbacks": self.rollbacks}
-        if self.zeroed_steps:
-            counts |= {"zeroed_steps": self.zeroed_steps, "zeroed_elements": self.zeroed_elements}
-        return counts | ({"spikes": self._spikes.state_dict()} if self._spikes else {})
+        return {"skipped": self.skipped, "rollbacks": self.rollbacks}
 
     def load_state_dict(self, state: dict) -> None:
         """Resume from a state; this process's own count stays if it is higher."""
         self._pending = self.last_healthy = None
-        self._lost.zero_()
         self._largest = []
         self.skipped = max(self.skipped, state.get("skipped", 0))
         self.rollbacks = max(self.rollbacks, state.get("rollbacks", 0))
-        self.zeroed_steps = max(self.zeroed_steps, state.get("zeroed_steps", 0))
-        self.zeroed_elements = max(self.zeroed_elements, state.get("zeroed_elements", 0))
-        if self._spikes:
-            self._spikes.load_state_dict(state.get("spikes", {}))
 
 
 def _largest_values(rows: Tensor) -> Tensor:
@@ -285,42 +216,3 @@ def _warn(line: str) -> None:
     """Log a warning once over all ranks."""
     if not dist.is_initialized() or dist.get_rank() == 0:
         logger.warning(line)
-
-
-class _Spikes:
-    """Spike detector: running mean and variance of ln loss, exponentially weighted."""
-
-    def __init__(self, threshold: float, device: torch.device) -> None:
-        self._threshold = threshold
-        self._loss = torch.zeros((), dtype=torch.float64, device=device)  # mean over this rank's samples of the step
-        self._seen = torch.zeros(3, dtype=torch.float64, device=device)  # steps, mean, variance
-
-    def add(self, loss: Tensor, microbatches: int) -> None:
-        self._loss += loss.detach().to(torch.float64).mean() / microbatches
-
-    def judge(self, broken: Tensor) -> Tensor:
-        """Judge whether the step's loss is a spike, bool scalar; a spike, and a broken step's loss, leave the mean
-        unchanged.
-        """
-        loss = self._loss.clone()
-        self._loss.zero_()
-        if dist.is_initialized() and dist.get_world_size() > 1:
-            dist.all_reduce(loss)
-            loss /= dist.get_world_size()
-        steps, mean, variance = self._seen.unbind()
-        off = loss.log() - mean
-        spike = (steps >= _SPIKE_STEPS) & (off > self._threshold * variance.sqrt())
-        # As many steps as there are weigh the same until the memory is full.
-        share = torch.clamp(1.0 / (steps + 1.0), min=1.0 - _SPIKE_MEMORY)
-        updated = torch.stack((steps + 1.0, mean + share * off, (1.0 - share) * (variance + share * off**2)))
-        self._seen = torch.where(broken | spike | ~off.isfinite(), self._seen, updated)
-        return spike & ~broken
-
-    def state_dict(self) -> dict:
-        return {"seen": self._seen.tolist()}
-
-    def load_state_dict(self, state: dict) -> None:
-        self._loss.zero_()
-        seen = state.get("seen", [0.0, 0.0, 0.0])
-        self._seen.copy_(torch.tensor(seen, dtype=torch.float64))
-

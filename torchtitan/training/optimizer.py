@@ -185,7 +185,7 @@ def _adamw_8bit(groups: list[dict[str, Any]], config: OptimizerConfig) -> torch.
 
 
 def _muon(groups: list[dict[str, Any]], config: OptimizerConfig) -> torch.optim.Optimizer:
-    return Muon(groups, lr=config.lr, momentum=config.momentum)
+    return Muon(groups, lr=config.lr)
 
 
 _RULES = {"AdamW": _adamw, "AdamW8bit": _adamw_8bit, "Muon": _muon}

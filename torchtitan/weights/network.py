@@ -152,7 +152,7 @@ def add_adapters(model: DiffusionModel, config: JobConfig, info: DatasetInfo, de
     """
     sets = MODELS[config.model.name].adapter_sets
     add_trained_adapter(model, find_targets(model, config.lora, sets), config.lora, device)
-    draw_adapter(model, config.lora, config.debug.seed)
+    draw_adapter(model, config.debug.seed)
     if config.lora.initial_adapter:
         fill_adapter(model, read_configured(config, info, config.lora.initial_adapter), config.lora.initial_adapter)
     for number, extra in enumerate(config.lora.extra):

@@ -64,7 +64,7 @@ MOST_WORKERS = 8
 BATCH_SIZES = {"cuda": 16, "cpu": 4}
 
 # Keys of [data] that only training reads, and what does the like here.
-OF_TRAINING = {"num_workers": "--num-workers", "prefetch_factor": "--num-workers", "horizontal_flip": "--mirror or --no-mirror"}
+OF_TRAINING = {"num_workers": "--num-workers", "horizontal_flip": "--mirror or --no-mirror"}
 
 
 def main(words: list[str] | None = None) -> int:

@@ -1,7 +1,6 @@
 """Solvers in t for flows: the probability-flow equation, and the stochastic one with the same marginals."""
 
-import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -18,14 +17,7 @@ from torchtitan.diffusion.solvers.contract import (
     predict_at,
     steps,
 )
-from torchtitan.settings import OneOf, setting
-
-# name -> squared diffusion w_t as a function of (t, b). Source: Ma et al., "SiT", arXiv 2401.08740, section 3.
-DIFFUSIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "sigma": lambda t, b: b,
-    "sin_squared": lambda t, b: (math.pi * t).sin().square(),
-    "constant": lambda t, b: t.new_ones(()),
-}
+from torchtitan.settings import setting
 
 
 def euler(predict: Predict, path: Path, x: Tensor, times: Tensor, draw_noise: DrawNoise) -> Tensor:
@@ -49,26 +41,25 @@ def heun(predict: Predict, path: Path, x: Tensor, times: Tensor, draw_noise: Dra
 
 def euler_maruyama(
     predict: Predict, path: Path, x: Tensor, times: Tensor, draw_noise: DrawNoise,
-    *, diffusion: str = "sigma", diffusion_scale: float = 1.0, last_step: str = "velocity",
+    *, diffusion_scale: float = 1.0, last_step: str = "velocity",
 ) -> Tensor:
     """Euler-Maruyama for the reverse-time equation with the flow's marginals; weakly of first order.
 
     dx = (v - w_t s / 2) dt + sqrt(w_t) dW with dt < 0, the velocity v = a' x0 + b' noise and the score
-    s = -noise / b. Any w_t >= 0 keeps the marginals; diffusion_scale multiplies the one that `diffusion` names (0 is
-    `euler`). The last step adds no noise. With last_step = "velocity" it follows v alone, and on the rectified flow returns
-    the estimate of x0; with "mean" it follows the whole drift.
+    s = -noise / b. Any w_t >= 0 keeps the marginals; here it is b, times diffusion_scale (0 is `euler`). The last step
+    adds no noise. With last_step = "velocity" it follows v alone, and on the rectified flow returns the estimate of x0;
+    with "mean" it follows the whole drift.
 
-    SiT's code has the drift v + sigma s and the noise sqrt(2 sigma) dW, in time from noise to data: diffusion = "sigma",
+    SiT's code has the drift v + sigma s and the noise sqrt(2 sigma) dW, in time from noise to data:
     diffusion_scale = 2, last_step = "mean".
 
     Source: Ma et al., "SiT", arXiv 2401.08740, eq. 4 (the equation) and section 3 (the choices of w_t).
     """
-    squared_diffusion = DIFFUSIONS[diffusion]
 
     def moved(x: Tensor, now: Tensor, then: Tensor) -> tuple[Tensor, Tensor]:
         """State after a step without noise, and w there."""
         _, b = path.coefficients(now)
-        w = diffusion_scale * squared_diffusion(now, b)
+        w = diffusion_scale * b
         estimate = predict_at(predict, x, now)
         return x + (then - now) * (_velocity(path, estimate, now) + 0.5 * w / b * estimate.noise), w
 
@@ -103,10 +94,7 @@ class HeunConfig(SolverConfig):
 class EulerMaruyamaConfig(SolverConfig):
     """Keys of `euler_maruyama`."""
 
-    diffusion: OneOf[str, DIFFUSIONS] = setting(
-        "sigma", "squared diffusion w_t of the stochastic flow: t, sin^2(pi t), or 1"
-    )
-    diffusion_scale: float = setting(1.0, "factor on the squared diffusion; 2 with sigma: as in SiT's code", ge=0)
+    diffusion_scale: float = setting(1.0, "squared diffusion of the stochastic flow, as a multiple of t; 2: SiT's code", ge=0)
     last_step: Literal["velocity", "mean"] = setting(
         "velocity", "what the last step follows, without noise: the velocity alone, or the whole drift as in SiT's code"
     )

@@ -42,13 +42,16 @@ def flux_log_shift(num_tokens: int) -> float:
     return 0.5 + (num_tokens - 256) * (1.15 - 0.5) / (4096 - 256)
 
 
-def edm_times(num_steps: int, sigma_min: float = 0.002, sigma_max: float = 80.0, rho: float = 7.0) -> Tensor:
-    """Times of num_steps noise levels from sigma_max to sigma_min, equally spaced in sigma^(1 / rho), and 0.
+RHO = 7.0  # EDM's, eq. 5
+
+
+def edm_times(num_steps: int, sigma_min: float = 0.002, sigma_max: float = 80.0) -> Tensor:
+    """Times of num_steps noise levels from sigma_max to sigma_min, equally spaced in sigma^(1 / 7), and 0.
 
     Source: Karras et al., "Elucidating the design space of diffusion-based generative models", eq. 5.
     """
-    first, last = sigma_max ** (1.0 / rho), sigma_min ** (1.0 / rho)
-    sigma = torch.linspace(first, last, num_steps, dtype=torch.float64) ** rho
+    first, last = sigma_max ** (1.0 / RHO), sigma_min ** (1.0 / RHO)
+    sigma = torch.linspace(first, last, num_steps, dtype=torch.float64) ** RHO
     return torch.cat((sigma / (1.0 + sigma), sigma.new_zeros(1)))
 
 
@@ -122,14 +125,13 @@ class FluxShiftScheduleConfig(ScheduleConfig):
 
 @dataclass(kw_only=True)
 class EDMScheduleConfig(ScheduleConfig):
-    """Equally spaced in sigma^(1 / rho)."""
+    """Equally spaced in sigma^(1 / 7)."""
 
     sigma_min: float = setting(0.002, "lowest noise level before 0", gt=0)
     sigma_max: float = setting(80.0, "noise level of the first step", gt=0)
-    rho: float = setting(7.0, "larger values make the steps near data shorter", gt=0)
 
     def times(self, path: Path, num_steps: int, num_tokens: Callable[[], int]) -> Tensor:
-        return edm_times(num_steps, self.sigma_min, self.sigma_max, self.rho)
+        return edm_times(num_steps, self.sigma_min, self.sigma_max)
 
     def problems(self, trained: Trained, num_steps: int) -> Iterator[tuple[str, str]]:
         yield from super().problems(trained, num_steps)

@@ -6,7 +6,6 @@ of ranks with the same losses. It changes after each step, so that a step is dra
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -14,11 +13,11 @@ from torch import Tensor
 
 from torchtitan.diffusion.paths import IndexedPath, Path, indexed
 from torchtitan.diffusion.timesteps.contract import Density, SmoothDensity
-from torchtitan.diffusion.timesteps.density_registry import DENSITIES
+from torchtitan.diffusion.timesteps.densities import uniform_density
 from torchtitan.diffusion.timesteps.placement import Placement
-from torchtitan.diffusion.timesteps.sampler import GlobalBatch, TimestepSampler, TimestepsConfig
+from torchtitan.diffusion.timesteps.sampler import GlobalBatch, TimestepsConfig
 from torchtitan.diffusion.timesteps.shares import AllocatedTimesteps
-from torchtitan.settings import Choice, choice, setting
+from torchtitan.settings import setting
 
 HISTORY = 10  # losses kept of each index, as in improved DDPM
 SECOND_MOMENT_FLOOR = 0.001  # share of the objective's own density, as in improved DDPM
@@ -30,8 +29,6 @@ _PRIOR_LOSSES = 0.02
 # Outside of these quantiles of the density, and beyond what float64 tells from t = 1, bins of ln sigma are open.
 _TAIL = 1e-3
 _LOG_SIGMA_LIMIT = 30.0
-# Of an index, so that ten of each are met within a million samples.
-_LEAST_MASS = 1e-5
 
 
 class LearningTimesteps(AllocatedTimesteps):
@@ -151,23 +148,12 @@ class LearningTimesteps(AllocatedTimesteps):
 
 @dataclass(kw_only=True)
 class LearningConfig(TimestepsConfig):
-    """Keys of every learning sampler: `[objective.timesteps.base]`, the density that it starts from."""
-
-    base: TimestepsConfig = choice(
-        Choice(DENSITIES, "uniform"), "initial density of the sampler, and density of the mean loss"
-    )
+    """Sampler that starts from uniform timesteps, the density of its mean loss, and learns from losses."""
 
     learns = True
 
-    def of_density(self) -> TimestepsConfig:
-        return self.base
-
     def density(self, path: Path) -> SmoothDensity:
-        return self.base.density(path)
-
-    def problems(self, path: Path, path_name: str) -> Iterator[tuple[str, str]]:
-        for key, text in self.base.problems(path, path_name):
-            yield f"base.{key}", text
+        return uniform_density(path)
 
 
 class LossSecondMoment(LearningTimesteps):
@@ -221,15 +207,6 @@ class LossSecondMomentConfig(LearningConfig):
             yield "name", (
                 f"{self.name} keeps losses of every integer index, and objective.path = {path_name} has none (use"
                 " ddpm_linear or ddpm_cosine, or adaptive_log_snr)"
-            )
-
-    def sampler_problems(self, sampler: TimestepSampler) -> Iterator[tuple[str, str]]:
-        masses = cast(LossSecondMoment, sampler).masses
-        least = masses[masses > 0].min().item()
-        if least < _LEAST_MASS:
-            yield "base.name", (
-                f"{self.base.name} draws some index once in {1 / least:.0e} samples, and loss_second_moment begins"
-                " when it has seen each ten times (use uniform, or cut the range by objective.t_min and t_max)"
             )
 
 

@@ -6,13 +6,33 @@ from typing import Any
 
 from torchtitan.diffusion.paths import Path
 from torchtitan.diffusion.timesteps.contract import Density
-from torchtitan.diffusion.timesteps.density_registry import DENSITIES
+from torchtitan.diffusion.timesteps.densities import (
+    CosMapConfig,
+    LaplaceConfig,
+    LogitNormalConfig,
+    LognormalSigmaConfig,
+    ModeConfig,
+    UniformConfig,
+)
 from torchtitan.diffusion.timesteps.learning import AdaptiveLogSNRConfig, LossSecondMomentConfig, TimeWarpingConfig
 from torchtitan.diffusion.timesteps.placement import Placement
 from torchtitan.diffusion.timesteps.sampler import TimestepSampler, TimestepsConfig
 from torchtitan.diffusion.timesteps.slots import SlotsConfig
+from torchtitan.diffusion.timesteps.warps import BetaConfig, CubicConfig, SpeedConfig
 
-# Samplers that change a density; to add one: its file, and a line here.
+# Densities that stay the same throughout a run; to add one: its file, and a line here.
+DENSITIES: dict[str, type[TimestepsConfig]] = {
+    "uniform": UniformConfig,
+    "logit_normal": LogitNormalConfig,
+    "lognormal_sigma": LognormalSigmaConfig,
+    "laplace": LaplaceConfig,
+    "mode": ModeConfig,
+    "cosmap": CosMapConfig,
+    "cubic": CubicConfig,
+    "beta": BetaConfig,
+    "speed": SpeedConfig,
+}
+# Samplers with slots, or that learn; to add one: its file, and a line here.
 SAMPLERS: dict[str, type[TimestepsConfig]] = {
     "slots": SlotsConfig,
     "loss_second_moment": LossSecondMomentConfig,

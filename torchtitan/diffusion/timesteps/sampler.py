@@ -125,10 +125,6 @@ class TimestepsConfig:
     light_tailed = False
     learns = False
 
-    def of_density(self) -> "TimestepsConfig":
-        """Section of the density of the mean loss: this one itself, or the base of a learning sampler."""
-        return self
-
     def density(self, path: Path) -> SmoothDensity:
         """Density of t, before it is shifted and cut to the path.
 
@@ -147,10 +143,6 @@ class TimestepsConfig:
 
     def problems(self, path: Path, path_name: str) -> Iterator[tuple[str, str]]:
         """Problems of drawing timesteps on a path: pairs of a key of this section and the reason."""
-        yield from ()
-
-    def sampler_problems(self, sampler: TimestepSampler) -> Iterator[tuple[str, str]]:
-        """Problems of the built sampler: as `problems`."""
         yield from ()
 
     def resolved(self, path: Path) -> "TimestepsConfig":

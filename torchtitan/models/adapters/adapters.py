@@ -11,11 +11,10 @@ from torch import Tensor, nn
 from torchtitan.files.weight_files import named_weights
 from torchtitan.models.adapters.config import LoRAConfig
 from torchtitan.models.adapters.fusing import join
-from torchtitan.models.adapters.layers import ADAPTED, AdaptedLayer, AdaptedLinear, LowRank, refuse_merging
+from torchtitan.models.adapters.layers import ADAPTED, AdaptedLayer, LowRank, refuse_merging
 from torchtitan.models.adapters.target import AdapterError, AdapterWeights, LowRankWeights, Target
 from torchtitan.models.adapters.targets import can_adapt, weight_of
 from torchtitan.models.base import DiffusionModel
-from torchtitan.models.dropout import dropout_keys
 from torchtitan.models.published_layouts import ComputedTensors
 from torchtitan.models.quantized import quantized_weights
 
@@ -37,17 +36,13 @@ def add_trained_adapter(
     for target in targets:
         alpha = config.rank if config.alpha is None else config.alpha
         update = _empty(model, target, config.rank, alpha, device)
-        layer = _adapted_layer(model, target.module)
-        layer.add(TRAINED, update)
-        if isinstance(layer, AdaptedLinear):
-            layer.dropped = config.dropout
+        _adapted_layer(model, target.module).add(TRAINED, update)
 
 
-def draw_adapter(model: nn.Module, config: LoRAConfig, seed: int) -> None:
+def draw_adapter(model: nn.Module, seed: int) -> None:
     """Draw A of the adapter that trains, and set B to zero: the update is zero at first.
 
-    Kaiming's uniform with a = sqrt(5), as of kohya's and ai-toolkit's scripts, is U(-1 / sqrt(inputs), 1 / sqrt(inputs));
-    diffusers' scripts draw from a normal of deviation 1 / rank.
+    Kaiming's uniform with a = sqrt(5), as of kohya's and ai-toolkit's scripts, is U(-1 / sqrt(inputs), 1 / sqrt(inputs)).
 
     Args:
         seed: of the run; the same values on any device and layout.
@@ -55,11 +50,8 @@ def draw_adapter(model: nn.Module, config: LoRAConfig, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     for _, update in trained_updates(model):
         values = torch.empty(update.down.shape)
-        if config.init == "kaiming":
-            bound = 1.0 / math.sqrt(values[0].numel())
-            values.uniform_(-bound, bound, generator=generator)
-        else:
-            values.normal_(0.0, 1.0 / update.rank, generator=generator)
+        bound = 1.0 / math.sqrt(values[0].numel())
+        values.uniform_(-bound, bound, generator=generator)
         with torch.no_grad():
             update.down.copy_(values)
             update.up.zero_()
@@ -157,15 +149,6 @@ def adapter_weights(model: nn.Module) -> dict[Target, LowRankWeights]:
 def adapted_layers(model: nn.Module) -> Iterator[tuple[str, AdaptedLayer]]:
     """Layers with adapters, by name, in the order of the network."""
     return ((name, module) for name, module in model.named_modules() if isinstance(module, AdaptedLayer))
-
-
-def draw_adapter_dropout(model: nn.Module, seed: int, samples: Tensor, attempt: int = 0) -> None:
-    """Draw which inputs of the adapters the following forwards in training drop; as `DiffusionModel.draw_dropout`."""
-    layers = [layer for _, layer in adapted_layers(model) if isinstance(layer, AdaptedLinear) and layer.dropped]
-    if layers:
-        keys = dropout_keys(seed, samples, len(layers), attempt, purpose="adapter_dropout")
-        for layer, of_layer in zip(layers, keys, strict=True):
-            layer.keys = of_layer
 
 
 def merged_weights(model: nn.Module) -> ComputedTensors:

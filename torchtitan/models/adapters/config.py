@@ -25,16 +25,12 @@ class LoRAConfig:
     enable: bool = setting(False, "freeze the network and train low-rank adapters of its layers")
     rank: int = setting(16, "rank of each layer's update", ge=1, le=65536)
     alpha: float | None = setting(None, "the update is scaled by alpha / rank; default: as the rank, scale 1", gt=0)
-    dropout: float = setting(0.0, "probability of dropping an input of an adapter in training", ge=0, lt=1)
     targets: str = setting(
         "blocks", "layers with adapters: blocks (all linears and convolutions of the blocks) or, of flux, a published"
         " set: ai-toolkit, diffusers, kohya", applies={"patterns": ([],)},
     )  # fmt: skip
     patterns: list[str] = setting(
         [], "regular expressions, found anywhere in the names of the layers with adapters; default: lora.targets"
-    )
-    init: Literal["kaiming", "gaussian"] = setting(
-        "kaiming", "draw of A: Kaiming's uniform of bound 1 / sqrt(inputs), or normal of deviation 1 / rank; B is 0"
     )
     base_dtype: Literal["float32", "bfloat16", "float8", "int8", "int4"] = setting(
         "float32", "dtype of the frozen weights; float8, int8 and int4 quantise the linears of the blocks (needs torchao), the"

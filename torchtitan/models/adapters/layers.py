@@ -17,7 +17,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchtitan.models.adapters.target import AdapterError
-from torchtitan.models.dropout import dropout
 from torchtitan.models.magnitude import MPConv2d, MPLinear
 from torchtitan.models.quantized import QuantizedLinear, QuantizedWeight
 
@@ -117,24 +116,15 @@ class AdaptedLayer(nn.Module):
 
 
 class AdaptedLinear(AdaptedLayer, nn.Linear):
-    """Linear with adapters.
-
-    Attributes:
-        dropped: probability of dropping an input of the adapters in training.
-        keys: random numbers of that, int64 [B, 2], for the batch of the next forwards; None: nothing is dropped.
-    """
+    """Linear with adapters."""
 
     def __init__(self, linear: nn.Linear) -> None:
         self._adopt(linear)
-        self.dropped = 0.0
-        self.keys: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.product(x)
-        dropped = dropout(x, self.keys, self.dropped) if self.training and self.keys is not None else x
         for pieces in self.updates():
-            x_of = dropped if pieces[0].up.requires_grad else x  # frozen adapters assist whole
-            y = y + _of_all_rows(pieces, [piece(x_of) for piece in pieces], self.out_features, dim=-1).to(y.dtype)
+            y = y + _of_all_rows(pieces, [piece(x) for piece in pieces], self.out_features, dim=-1).to(y.dtype)
         return y
 
     def product(self, x: Tensor) -> Tensor:

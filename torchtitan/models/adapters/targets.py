@@ -25,14 +25,11 @@ def find_targets(model: DiffusionModel, config: LoRAConfig, sets: TargetSets) ->
         sets: published sets of the model's family, by name.
 
     Raises:
-        AdapterError: none is found, a rank is above the smaller side of a layer, or an ability is lacking.
+        AdapterError: none is found, or a rank is above the smaller side of a layer.
     """
     targets = _matching(model, config.patterns) if config.patterns else _named(model, config.targets, sets)
     for target in targets:
         check_rank(model, target, config.rank, "lora.rank")
-        if config.dropout and not isinstance(model.get_submodule(target.module), nn.Linear):
-            kind = type(model.get_submodule(target.module)).__name__
-            raise AdapterError(f"lora.dropout: is for linears, and {target.module} is {kind} (set it to 0)")
     return targets
 
 

@@ -37,7 +37,6 @@ class DiTConfig(ModelConfig):
     position: Literal["sincos", "rotary"] = setting(
         "sincos", "fixed 2-D sine-cosine table added to the tokens, or 2-D rotary embedding of queries and keys"
     )
-    rope_theta: float = setting(10000.0, "base of the rotary frequencies", gt=1, applies={"position": ("rotary",)})
     timestep_frequencies: Literal["dit", "diffusers"] = setting(
         "dit", "frequencies of the timestep's sinusoid: 10000^(-i / 128) for i = 0..127, or diffusers' 10000^(-i / 127)"
     )

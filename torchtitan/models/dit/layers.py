@@ -174,16 +174,16 @@ def sincos_table(dim: int, grid: tuple[int, int]) -> Tensor:
 
     Source: the paper's public weights, whose first half belongs to the column.
     """
-    columns, rows = _grid_angles(dim // 4, grid, 10000.0)  # each [T, dim / 4]
+    columns, rows = _grid_angles(dim // 4, grid)  # each [T, dim / 4]
     return torch.cat((columns.sin(), columns.cos(), rows.sin(), rows.cos()), dim=-1)
 
 
-def rotary_table(head_dim: int, grid: tuple[int, int], theta: float) -> Tensor:
+def rotary_table(head_dim: int, grid: tuple[int, int]) -> Tensor:
     """Cosines and sines [2, T, head_dim / 2], float64: half of the angles go with the column, half with the row.
 
     Source: Su et al., "RoFormer", arXiv 2104.09864, equation 34, applied to each axis.
     """
-    angles = torch.cat(_grid_angles(head_dim // 4, grid, theta), dim=-1)  # [T, head_dim / 2]
+    angles = torch.cat(_grid_angles(head_dim // 4, grid), dim=-1)  # [T, head_dim / 2]
     return torch.stack((angles.cos(), angles.sin()))
 
 
@@ -212,9 +212,9 @@ def rotate(x: Tensor, rotary: Tensor) -> Tensor:
     return torch.cat((first * cos - second * sin, first * sin + second * cos), dim=-1)
 
 
-def _grid_angles(count: int, grid: tuple[int, int], theta: float) -> tuple[Tensor, Tensor]:
-    """Column and row number of each token times `count` frequencies theta^(-i / count), each [T, count]."""
-    frequencies = theta ** (-torch.arange(count, dtype=torch.float64) / count)
+def _grid_angles(count: int, grid: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    """Column and row number of each token times `count` frequencies 10000^(-i / count), each [T, count]."""
+    frequencies = 10000.0 ** (-torch.arange(count, dtype=torch.float64) / count)
     rows, columns = torch.meshgrid(*(torch.arange(n, dtype=torch.float64) for n in grid), indexing="ij")
     return columns.reshape(-1, 1) * frequencies, rows.reshape(-1, 1) * frequencies
 

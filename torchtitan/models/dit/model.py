@@ -108,7 +108,7 @@ class PatchTransformer(DiffusionModel):
             self.position.copy_(sincos_table(self.config.dim, self.grid))
         if self.rotary is not None:
             head_dim = self.config.dim // self.config.num_heads
-            self.rotary.copy_(rotary_table(head_dim, self.grid, self.config.rope_theta))
+            self.rotary.copy_(rotary_table(head_dim, self.grid))
 
     def blocks(self) -> list[nn.Module]:
         return list(self.layers)

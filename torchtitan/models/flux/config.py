@@ -22,7 +22,6 @@ class FluxConfig(ModelConfig):
     axes_dim: list[int] = setting(
         [16, 56, 56], "channels of a head that rotary embedding turns by place in the text (always 0), row and column"
     )
-    rope_theta: float = setting(10000.0, "base of the rotary frequencies", gt=1)
     text_dim: int = setting(4096, "width of the text's token embeddings, that of the text encoder", ge=1, le=65536)
     pooled_dim: int = setting(768, "width of the embedding of the whole text", ge=1, le=65536)
     guidance_embedding: bool = setting(False, "whether a guidance scale is an input, as in guidance-distilled models")

@@ -21,7 +21,6 @@ from torchtitan.models.flux.model import Flux
 from torchtitan.models.published_layouts import ComputedTensors, ConversionError, PublishedLayout
 
 SWAPPED = "output.modulation"  # layer with its halves of rows in the other order in diffusers
-_ROPE_THETA = 10000.0
 _DIFFUSERS_FILE = "diffusion_pytorch_model.safetensors"
 _MARKS = {"bfl": "img_in.weight", "diffusers": "x_embedder.weight", "safetensors": "patch_embed.weight"}
 # Latents of FLUX.1: (raw - shift) * scale of its autoencoder's, 1024 x 1024 pixels as its pipeline draws unless asked.
@@ -43,7 +42,7 @@ class FluxLayout(PublishedLayout):
 
     def constants(self, model: Flux) -> dict[str, Any]:
         trained = {"path": "rectified_flow", "prediction": "velocity", "preconditioning": "identity"}
-        found = {f"objective.{key}": value for key, value in trained.items()} | {"model.rope_theta": _ROPE_THETA}
+        found = {f"objective.{key}": value for key, value in trained.items()}
         published = FLAVORS["dev"]
         return found | ({"model.axes_dim": published.axes_dim} if model.config.dim == published.dim else {})
 
@@ -162,8 +161,6 @@ class DiffusersLayout(FluxLayout):
         found = []
         if config.mlp_hidden_dim != 4 * config.dim:
             found.append(f"model.mlp_hidden_dim = {config.mlp_hidden_dim}: diffusers has 4 model.dim always")
-        if config.rope_theta != _ROPE_THETA:
-            found.append(f"model.rope_theta = {config.rope_theta:g}: diffusers has 10000 always")
         return "; ".join(found)
 
 

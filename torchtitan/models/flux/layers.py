@@ -131,11 +131,11 @@ def rotate_pairs(x: Tensor, rotary: Tensor) -> Tensor:
 
 
 def rotary_table(
-    axes_dim: list[int], theta: float, num_text_tokens: int, grid: tuple[int, int], device: torch.device | None = None
+    axes_dim: list[int], num_text_tokens: int, grid: tuple[int, int], device: torch.device | None = None
 ) -> Tensor:
     """Cosines and sines [2, L + T, sum(axes_dim) / 2], float64, of tokens at (0, row, column); text is at (0, 0, 0).
 
-    Angle i of an axis with d channels is place x theta^(-2 i / d).
+    Angle i of an axis with d channels is place x 10000^(-2 i / d).
 
     Source: Su et al., "RoFormer", arXiv 2104.09864, equation 34, on the axes of FLUX.1.
     """
@@ -143,7 +143,7 @@ def rotary_table(
     places = torch.stack(torch.meshgrid(rows, columns, indexing="ij"), dim=-1).flatten(0, 1)  # [T, 2]
     places = F.pad(places, (1, 0, num_text_tokens, 0))  # [L + T, 3]
     frequencies = [
-        theta ** (-torch.arange(0, channels, 2, dtype=torch.float64, device=device) / channels) for channels in axes_dim
+        10000.0 ** (-torch.arange(0, channels, 2, dtype=torch.float64, device=device) / channels) for channels in axes_dim
     ]
     angles = torch.cat([places[:, axis, None] * of_axis for axis, of_axis in enumerate(frequencies)], dim=-1)
     return torch.stack((angles.cos(), angles.sin()))

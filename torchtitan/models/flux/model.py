@@ -150,7 +150,7 @@ class Flux(DiffusionModel):
         return height // self.config.patch_size, width // self.config.patch_size
 
     def _table(self, grid: tuple[int, int], device: torch.device | None) -> Tensor:
-        table = rotary_table(self.config.axes_dim, self.config.rope_theta, self.num_text_tokens, grid, device)
+        table = rotary_table(self.config.axes_dim, self.num_text_tokens, grid, device)
         return table.to(self.rotary.dtype)
 
     def _checked(self, x: Tensor, condition: Condition) -> tuple[Tensor, Tensor]:

@@ -33,7 +33,7 @@ _SOURCES = {
 # multiplied whatever they are.
 _NOT_SPEED = (
     "job.", "metrics.", "checkpoint.", "sampling.", "validation.", "evaluation.", "comm.", "profiling.", "training.steps",
-    "optimizer.lr", "optimizer.beta", "optimizer.eps", "optimizer.weight_decay", "optimizer.momentum", "lr_scheduler.",
+    "optimizer.lr", "optimizer.beta", "optimizer.eps", "optimizer.weight_decay", "lr_scheduler.",
     "objective.timesteps", "objective.weighting", "data.path", "data.validation_path",
 )
 DATA = "data"  # axis of runs of different data: they are no arms of one experiment
