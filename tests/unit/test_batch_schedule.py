@@ -74,7 +74,7 @@ def test_noise_between_bins_does_not_count_where_batches_are_stratified():
     generator = torch.Generator().manual_seed(0)
     means = torch.tensor([[3.0, 0.0], [0.0, 3.0]], dtype=torch.float64)
     pool = Pool(2, 1, 1e9)
-    for _ in range(600):
+    for _ in range(2000):
         g = means[:, None] + torch.randn(2, 8, 2, generator=generator, dtype=torch.float64)
         sums, count = g.sum(1), torch.full((2,), 8.0, dtype=torch.float64)
         squares, products = g.square().sum((1, 2)), sums @ sums.T

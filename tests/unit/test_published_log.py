@@ -1,0 +1,63 @@
+"""A run's loss beside a published log: one that follows the same curve, and one that is off by 5 %."""
+
+import json
+import math
+import random
+from pathlib import Path
+
+import pytest
+
+from torchtitan.runs.compare.published_log import against_log, read_log
+from torchtitan.runs.record import RunRecordError, read_run
+from torchtitan_dit.commands.compare import main
+
+STEPS = (100, 200, 1_000, 2_000, 3_000)
+
+
+def curve(step: float) -> float:
+    return 0.34 + 2.0 * math.exp(-step / 60) + 0.06 * math.exp(-step / 700)
+
+
+def mean_of_hundred(step: int) -> float:
+    return sum(map(curve, range(step - 99, step + 1))) / 100
+
+
+@pytest.fixture
+def run_folder(tmp_path) -> Path:
+    folder, draw = tmp_path / "run", random.Random(1)
+    folder.mkdir()
+    points = [
+        {"step": step, "loss_metrics/global_avg_loss": sum(map(curve, range(step - 9, step + 1))) / 10 + draw.gauss(0, 0.003)}
+        for step in range(10, 3_001, 10)
+    ]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(point) + "\n" for point in points))
+    return folder
+
+
+def write_log(path: Path, factor: float, line: str) -> Path:
+    path.write_text("".join(line.format(step=step, loss=factor * mean_of_hundred(step)) + "\n" for step in STEPS))
+    return path
+
+
+@pytest.mark.parametrize(
+    "line", ["[2025-01-01] (step={step:07d}) Train Loss: {loss:.4f}, Train Steps/Sec: 1.2", "step {step} loss {loss:.4f}"]
+)
+def test_the_same_curve_is_inside_the_band_and_one_off_by_five_percent_is_not(run_folder, tmp_path, capsys, line):
+    run = read_run(run_folder)
+    points = against_log(run, read_log(write_log(tmp_path / "same.txt", 1.0, line)))
+    assert [point.step for point in points] == list(STEPS) and all(point.inside for point in points)
+    assert points[-1].mean == pytest.approx(mean_of_hundred(3_000), abs=0.003)
+    assert points[-1].half_width == pytest.approx(3 * 0.003 / math.sqrt(10), rel=0.8)
+    off = against_log(run, read_log(write_log(tmp_path / "off.txt", 1.05, line)))
+    assert [point.inside for point in off[2:]] == [False] * 3
+    assert main([str(run_folder), "--log", str(tmp_path / "off.txt")]) == 0
+    assert "OUTSIDE" in capsys.readouterr().out
+
+
+def test_a_text_without_losses_and_a_run_that_logs_too_rarely_are_refused(run_folder, tmp_path):
+    text = tmp_path / "notes.txt"
+    text.write_text("no numbers here\n")
+    with pytest.raises(RunRecordError, match="no line has a step and a loss"):
+        read_log(text)
+    with pytest.raises(RunRecordError, match="two logged losses within the 5 steps"):
+        against_log(read_run(run_folder), {5: 1.0, 10: 0.9})
