@@ -147,7 +147,7 @@ def test_a_file_system_that_hangs_cannot_keep_the_watchdog_from_ending_the_proce
     released, before = threading.Event(), threading.enumerate()
     monkeypatch.setattr(watchdog_module, "silent_ranks", lambda *_: released.wait(60) and [])
     with watched.phases("checkpoint"):
-        watched.wait(1000)
+        watched.wait(2000)
     assert watched.codes == [1] and not watched.reasons
     released.set()
     for thread in set(threading.enumerate()) - set(before):
