@@ -116,9 +116,9 @@ def test_a_key_of_another_family_is_said_to_be_one(key, value):
 
 def test_a_key_of_other_datasets_is_said_to_be_one(tmp_path):
     path = tmp_path / "a.toml"
-    path.write_text('[data]\nname = "digits"\nlabel_key = "x"\nimage_sise = 3\n')
+    path.write_text('[data]\nname = "digits"\nlabel_column = "x"\nimage_sise = 3\n')
     first, second = problems_of("--job.config_file", str(path))
-    assert "data.label_key: unknown key (it is a key of data.name = " in first
+    assert "data.label_column: unknown key (it is a key of data.name = " in first
     assert "data.image_sise: unknown key (did you mean" in second
 
 

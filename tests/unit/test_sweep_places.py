@@ -100,7 +100,7 @@ def test_a_run_that_ends_well_and_leaves_no_result_has_failed(tmp_path, monkeypa
         (tmp_path / "run").mkdir()
         text = left if left == "torn" else json.dumps(left)
         (tmp_path / "run" / "summary.json").write_text(text)  # of a launch before: a finished run does not write again
-    monkeypatch.setattr(process, "_command", lambda arguments, processes, node: [sys.executable, "-S", "-c", "print('done')"])
+    monkeypatch.setattr(process, "_command", lambda arguments, processes: [sys.executable, "-S", "-c", "print('done')"])
     arguments = ["--model.flavor=debug", f"--job.dump_folder={tmp_path}", "--job.name=run"]
     outcome = run_processes(arguments, timeout_s=60, log=tmp_path / "run.log")
     assert outcome.status == status and words.format(tmp_path) in outcome.reason and outcome.exit_code == 0
