@@ -106,7 +106,7 @@ def _pixels(source: LabelledSource, position: int) -> np.ndarray:
             pixels = np.asarray(image.convert("RGB")) if width == height == 32 else None  # [32, 32, 3]
     except DatasetError:
         raise
-    except Exception as error:
+    except Exception as error:  # decoders raise anything at a damaged image
         reason = decoding_problem(error)
         raise DatasetError(f"{source.shown(position)}: the image cannot be decoded ({reason})") from error
     if pixels is None:

@@ -6,7 +6,7 @@ from torch import Tensor
 
 
 def equal_loss_edges(loss_by_timestep: Tensor, num_slots: int) -> list[int]:
-    """Cut the timesteps into slots whose summed losses are equal, as nearly as whole timesteps can be.
+    """Cut the timesteps into slots of equal summed loss, as nearly as whole timesteps allow.
 
     Args:
         loss_by_timestep: mean loss at each of T timesteps, [T], non-negative.

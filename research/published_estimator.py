@@ -4,7 +4,7 @@ With g_b and g_B mean gradients of two independent batches of b and B samples, S
 
     S = (|g_b|^2 - |g_B|^2) / (1/b - 1/B),      |G|^2 = (B |g_B|^2 - b |g_b|) / (B - b),      noise scale = S / |G|^2
 
-The correct |G|^2 has b |g_b|^2: the square is missing. And a batch is computed in sub-batches of 32 whose means are
+The correct |G|^2 has b |g_b|^2: the square is missing. And a batch is computed in sub-batches of 32, and their means are
 averaged with equal weight although the last one is short, so that it counts as `effective_size` samples, not as b or B.
 S is of one pair of batches, |G|^2 a mean over several pairs of which the negative draws are left out.
 

@@ -9,7 +9,7 @@ from research.offline_gradients import Gradients, TimestepBin
 
 
 class WeightsLoss:
-    """Loss of a timestep bin around a checkpoint's weights, which `restore` gives back; a `BinLoss`."""
+    """Loss of a timestep bin around a checkpoint's weights, which `restore` restores; a `BinLoss`."""
 
     def __init__(self, gradients: Gradients, where: TimestepBin, stream: int) -> None:
         """

@@ -14,7 +14,7 @@ def rows_of(folder: Path) -> list[dict[str, str]]:
 
 
 def rows_of_killed(words: Sequence, folder: Path) -> list[dict[str, str]]:
-    """Kill a study, whose results go into a folder, once it has two rows or more; returns them."""
+    """Kill a study once its table in a folder has two rows or more; return these rows."""
     process = start_script("-m", "research", *map(str, words))
     results, deadline = folder / "results.csv", time.monotonic() + 300
     while not (results.exists() and results.read_bytes().count(b"\n") >= 3):

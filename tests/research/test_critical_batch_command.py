@@ -1,4 +1,4 @@
-"""python -m research critical_batch on a small run: killed and gone on with, and what cannot be tested refused in one line."""
+"""python -m research critical_batch on a small run: killed and resumed, and what cannot be tested refused in one line."""
 
 import csv
 import json

@@ -1,4 +1,4 @@
-"""The studies of losses by timestep on a run: against what is possible, stopped, gone on with, and refused."""
+"""The studies of losses by timestep on a run: against what is possible, stopped, resumed, and refused."""
 
 import json
 import shutil

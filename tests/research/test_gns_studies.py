@@ -1,4 +1,4 @@
-"""python -m research on a run: every study, stopped and gone on with, and what cannot be studied refused in one line."""
+"""python -m research on a run: every study, stopped and resumed, and what cannot be studied refused in one line."""
 
 import shutil
 from pathlib import Path

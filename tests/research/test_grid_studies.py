@@ -1,4 +1,4 @@
-"""Studies that train: stopped and gone on with, equal samples, failures as rows, pictures, refusals in one line."""
+"""Studies that train: stopped and resumed, equal samples, failures as rows, pictures, refusals in one line."""
 
 import os
 import shutil
