@@ -42,8 +42,10 @@ def _encode(text: str, encoding: str) -> bytes:
     return text.encode("latin1")
 
 
+_SCALAR = np.float64(0).__reduce__()[0]  # NumPy's constructor of a number
 _KNOWN = {
     ("numpy.core.multiarray", "_reconstruct"): _reconstruct, ("numpy._core.multiarray", "_reconstruct"): _reconstruct,
+    ("numpy.core.multiarray", "scalar"): _SCALAR, ("numpy._core.multiarray", "scalar"): _SCALAR,
     ("numpy", "ndarray"): np.ndarray, ("numpy", "dtype"): np.dtype, ("_codecs", "encode"): _encode,
 }  # fmt: skip
 

@@ -6,6 +6,7 @@ python -m torchtitan.config FILE    write the JSON schema of a configuration fil
 import dataclasses
 import functools
 import json
+import logging
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -61,6 +62,9 @@ __all__ = [
     "unchecked_config",
 ]
 
+logger = logging.getLogger(__name__)
+
+_SHAPES_SAMPLES = ("model.", "objective.", "autoencoder.", "sampling.", "lora.")  # sections that decide what is sampled
 _MODEL = Choice(MODELS, "dit", make=lambda family: family.config_class(), flavors=lambda family: family.flavors)
 _DATA = Choice(DATASETS, "digits", make=lambda dataset: dataset.Config())
 _OBJECTIVE = Choice(OBJECTIVES, "denoising", make=lambda objective: objective.Config())
@@ -154,7 +158,8 @@ def load_config(
         world_size: number of processes of the run.
         elsewhere: the run is of another machine: packages, compilers and devices of this one are not judged.
         info: properties of data that are elsewhere, which are not opened; None: the dataset is opened.
-        earlier: the file is what an earlier version wrote of its run: keys that are no more are left out.
+        earlier: the file is what an earlier version wrote of its run: keys that are no more are left out, and those that
+            shape samples are named in a warning.
 
     Returns:
         the configuration with -1 and defaults that depend on other keys replaced by their values.
@@ -164,7 +169,9 @@ def load_config(
     """
     flags, path, document = _read(argv)
     filled = _fill(document, flags, path)
-    while earlier and _drop_unknown(document, filled.problems):
+    while earlier and (dropped := _drop_unknown(document, filled.problems)):
+        if said := [key for key in dropped if key.startswith(_SHAPES_SAMPLES)]:
+            logger.warning(f"{shown_file(path or '')}: keys of an earlier version are left out: {', '.join(said)}")
         filled = _fill(document, flags, path)
     config, origins, known = filled.config, filled.origins, filled.known
     checked = filled.checked(world_size, elsewhere, info)
@@ -175,11 +182,11 @@ def load_config(
     return config
 
 
-def _drop_unknown(document: dict[str, Any], problems: list[Problem]) -> bool:
-    """Drop the keys from a document that problems call unknown; returns whether there were any."""
-    unknown = [problem.key.rpartition(".") for problem in problems if problem.text.startswith("unknown key")]
-    dropped = [table_at(document, section).pop(key, None) for section, _, key in unknown]
-    return any(value is not None for value in dropped)
+def _drop_unknown(document: dict[str, Any], problems: list[Problem]) -> list[str]:
+    """Drop the keys from a document that problems call unknown; return them with their values."""
+    unknown = [problem.key for problem in problems if problem.text.startswith("unknown key")]
+    places = [(dotted, table_at(document, dotted.rpartition(".")[0]), dotted.rpartition(".")[2]) for dotted in unknown]
+    return [f"{dotted} = {quoted(table.pop(key))}" for dotted, table, key in places if key in table]
 
 
 def unchecked_config(argv: list[str]) -> JobConfig:

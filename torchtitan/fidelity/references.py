@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import numpy as np
 
+from torchtitan.data.numpy_pickle import read_table
 from torchtitan.errors import EvaluationError, first_line
 from torchtitan.fidelity.extraction import Rows
 from torchtitan.fidelity.feature_extractor import FeatureExtractor
@@ -250,23 +251,11 @@ def _statistics_of_edm2(path: Path) -> dict[str, np.ndarray]:
     """
     arrays: dict[str, np.ndarray] = {}
     try:
-        with open(path, "rb") as file:
-            content = _ArraysOnly(file).load()
+        content = read_table(path)
         for metric, extractor in _EDM2_EXTRACTORS.items():
             if metric in content:
                 found = (np.asarray(content[metric][key], dtype=np.float64) for key in ("mu", "sigma"))
                 arrays |= dict(zip(_names(extractor, "pooled"), found, strict=True))
-    except Exception as error:  # an unpickler raises anything at a damaged file
+    except (pickle.UnpicklingError, OSError, ValueError, TypeError, KeyError) as error:
         raise EvaluationError(f"{path}: is no file of EDM2's statistics: {first_line(error)}") from error
     return arrays
-
-
-class _ArraysOnly(pickle.Unpickler):
-    """Unpickler of numpy arrays in dicts, which refuses everything else."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        reconstruct = np.empty(0).__reduce__()[0]
-        known = {"_reconstruct": reconstruct, "ndarray": np.ndarray, "dtype": np.dtype, "scalar": np.float64(0).__reduce__()[0]}
-        if module.split(".")[0] == "numpy" and name in known:
-            return known[name]
-        raise pickle.UnpicklingError(f"it holds {module}.{name}, which is not opened")

@@ -155,16 +155,17 @@ def record_of_checkpoint(folder: Path, checkpoint: AnyPath) -> ModelRecord | Non
         return None
     kept = [*_OF_RUNS, *(_OF_ADAPTERS if tables.get("lora", {}).get("enable", False) else ())]
     kept_tables = {name: tables[name] for name in kept if name in tables} | {"data": dict(table)}
-    record = load_record(kept_tables, f"{folder}, with its data as recorded", with_paths=of_run)
+    record = load_record(kept_tables, f"{folder}, with its data as recorded", with_paths=of_run, earlier=True)
     record.config.data.trigger_word = tables.get("data", {}).get("trigger_word", "")
     return record
 
 
-def load_record(tables: Mapping[str, Any], place: str, with_paths: bool = False) -> ModelRecord:
+def load_record(tables: Mapping[str, Any], place: str, with_paths: bool = False, earlier: bool = False) -> ModelRecord:
     """Load a record from tables of a configuration, of which `data` is the table of the data.
 
     Args:
         with_paths: whether keys of files and folders are kept.
+        earlier: whether keys that are no more are left out, as of a run's checkpoint; else they are refused.
 
     Raises:
         ConfigError.
@@ -172,12 +173,12 @@ def load_record(tables: Mapping[str, Any], place: str, with_paths: bool = False)
     info, latents = _read_data(tables["data"], place)
     kept = tables if with_paths else _without_paths(tables)
     # Neither names a folder, so neither can be opened.
-    kept = _unjudged(kept) | {"data": {"name": "latents" if latents else "image_folder"}}
+    kept = dict(kept) | {"data": {"name": "latents" if latents else "image_folder"}}
     with tempfile.NamedTemporaryFile("w", suffix=".toml", encoding="utf-8") as file:
         file.write(tomli_w.dumps(kept))
         file.flush()
         try:
-            config = load_config(["--job.config_file", file.name], 1, info=info)
+            config = load_config(["--job.config_file", file.name], 1, info=info, earlier=earlier)
         except ConfigError as error:
             raise ConfigError([line.replace(file.name, place) for line in error.problems]) from None
     return ModelRecord(config, info, latents, elsewhere=True)
@@ -223,11 +224,3 @@ def _without_paths(table: Mapping[str, Any], section: str = "") -> dict[str, Any
     """Tables without the keys of files and folders; objective.path names a diffusion path."""
     kept = [key for key in table if not key.endswith("_path") and (section, key) != ("autoencoder", "path")]
     return {key: _without_paths(table[key], key) if isinstance(table[key], Mapping) else table[key] for key in kept}
-
-
-def _unjudged(tables: Mapping[str, Any]) -> dict[str, Any]:
-    """Tables without a key of earlier versions."""
-    sampling = tables.get("sampling", {})
-    if not isinstance(sampling, Mapping):
-        return dict(tables)
-    return dict(tables) | {"sampling": {key: value for key, value in sampling.items() if key != "judge_images"}}
