@@ -45,7 +45,6 @@ shape = [3, 16, 16]
 num_classes = 2
 [sampling]
 enable = false
-judge_images = 0
 """
 LATENTS = {"shape": [4, 8, 8], "num_classes": 2, "class_names": ["a", "b"], "shift": [1.0, 0.0, 0.0, 0.0],
            "scale": [0.5, 1.0, 1.0, 1.0], "encoder": '{"name": "taef2", "downscale": 8}', "image_size": 64}  # fmt: skip
@@ -112,11 +111,12 @@ def test_a_checkpoint_of_a_run_without_samples_is_read_where_its_data_are_gone(u
     assert found.elsewhere and found.info.num_classes == 2 and found.config.data.path == ""
 
 
-def test_a_run_of_an_earlier_version_is_read_without_the_keys_that_are_no_more(tmp_path):
+def test_a_run_of_an_earlier_version_is_read_without_the_keys_that_are_no_more(tmp_path, caplog):
     path = tmp_path / "config.toml"
     own = '[data]\nname = "digits"\n[sampling]\nnum_steps = 7\njudge_images = 100\n[gns]\nenable = false\ngrow = 2\n'
     path.write_text(CONFIG_HEADER + own)
     assert read_config(path).sampling.num_steps == 7
+    assert "are left out: sampling.judge_images = 100" in caplog.text and "gns.grow" not in caplog.text
     path.write_text(own)  # by hand: it may be a typing error
     with pytest.raises(ConfigError, match="sampling.judge_images: unknown key"):
         read_config(path)
