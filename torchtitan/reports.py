@@ -217,8 +217,10 @@ class Reports:
             self._log.write(state.step, shown, {tag: value for tag, value in found.items() if tag not in shown})
             logged_before = state.progress_before // config.log_interval * config.log_interval
             if state.last_step or completed(_POINTS_A_PICTURE * config.log_interval, logged_before, state.progress):
-                draw = lambda: gns.draw(self._noise_points.read(), state.grown_batch_size)  # noqa: E731
-                if (picture := self._pictures.save_noise_scale(draw)) and state.last_step:
+                picture = self._pictures.save_noise_scale(
+                    lambda: gns.draw(self._noise_points.read(), state.grown_batch_size)
+                )
+                if picture and state.last_step:
                     self._log.write_image(state.step, "gns", picture)
 
     def validate(self) -> None:

@@ -14,6 +14,7 @@ from research.equal_loss import equal_loss_edges
 from research.timestep_errors import fixed_samples, in_parametrisation, timestep_errors, timestep_nodes
 from tests.faults.forked import ForkedRun
 from tests.forked import run_script
+from tests.research.small_runs import trained_folder
 from tests.research.tables import rows_of, rows_of_killed
 from tests.research.test_timestep_errors import BestDenoiser
 from torchtitan.data.synthetic import Synthetic, optimal_noise_loss
@@ -65,11 +66,7 @@ FEW = ["--nodes", "120", "--images", "96"]
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory) -> Path:
-    config = tmp_path_factory.mktemp("curves") / "gaussian.toml"
-    config.write_text(CONFIG)
-    trained = ForkedRun(config, "gaussian")
-    trained.finish()
-    return trained.folder
+    return trained_folder(tmp_path_factory.mktemp("curves"), "gaussian", CONFIG)
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ import pytest
 from PIL import Image
 
 from tests.end_to_end.tools import table
-from tests.faults.forked import ForkedRun
+from tests.research.small_runs import trained_folder
 from tests.research.test_gns_studies import CONFIG
 
 DDPM = """
@@ -23,11 +23,7 @@ GRADIENTS = ["--gradient-samples", "16", "--gradient-repeats", "2"]
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory) -> Path:
-    config = tmp_path_factory.mktemp("slots") / "small.toml"
-    config.write_text(CONFIG + DDPM)
-    trained = ForkedRun(config, "trained")
-    trained.finish()
-    return trained.folder
+    return trained_folder(tmp_path_factory.mktemp("slots"), "trained", CONFIG + DDPM)
 
 
 @pytest.fixture(scope="module")

@@ -12,20 +12,11 @@ from safetensors.torch import load_file
 from research import gns_calibration
 from research.frame import StudyRun
 from research.offline_gradients import Gradients
-from tests.faults.forked import ForkedRun
+from tests.research.small_runs import SMALL, trained_folder
 from tests.research.tables import rows_of
 from torchtitan.weights.trained_model import read_config
 
-CONFIG = """
-[model]
-flavor = "DiT-S/2"
-dim = 16
-num_layers = 1
-num_heads = 2
-mlp_hidden_dim = 32
-[data]
-name = "digits"
-[training]
+CONFIG = SMALL + """[training]
 steps = 4
 local_batch_size = 16
 global_batch_size = 16
@@ -49,11 +40,7 @@ TINY = ["--batches", "1", "8", "--samples", "1024", "--replicates", "8", "--held
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory) -> Path:
-    config = tmp_path_factory.mktemp("calibration") / "small.toml"
-    config.write_text(CONFIG)
-    trained = ForkedRun(config, "trained")
-    trained.finish()
-    return trained.folder
+    return trained_folder(tmp_path_factory.mktemp("calibration"), "trained", CONFIG)
 
 
 def test_cells_are_measured_once_and_reported_from_their_tables(run, study, tmp_path):

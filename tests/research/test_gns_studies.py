@@ -8,19 +8,10 @@ from PIL import Image
 
 from research import STUDIES, load_study
 from research.published_estimator import COLUMNS
-from tests.faults.forked import ForkedRun
+from tests.research.small_runs import SMALL, trained_folder
 from tests.research.tables import rows_of, rows_of_killed
 
-CONFIG = """
-[model]
-flavor = "DiT-S/2"
-dim = 16
-num_layers = 1
-num_heads = 2
-mlp_hidden_dim = 32
-[data]
-name = "digits"
-[training]
+CONFIG = SMALL + """[training]
 steps = 4
 local_batch_size = 4
 global_batch_size = 4
@@ -43,11 +34,7 @@ PUBLISHED = ["--estimator", "published", "--small", "4", "--large", "40", "--rep
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory) -> Path:
-    config = tmp_path_factory.mktemp("studies") / "small.toml"
-    config.write_text(CONFIG)
-    trained = ForkedRun(config, "trained")
-    trained.finish()
-    return trained.folder
+    return trained_folder(tmp_path_factory.mktemp("studies"), "trained", CONFIG)
 
 
 @pytest.mark.parametrize(

@@ -12,21 +12,13 @@ from research import command_line, grid_plots, paired_runs
 from tests.end_to_end.tools import table
 from tests.faults.forked import _train
 from tests.forked import ForkedProcess
+from tests.research.small_runs import SMALL
 from torchtitan.diffusion.timesteps.slot_edges import write_slot_edges
 from torchtitan.experiments import training
 from torchtitan.experiments.outcome import Outcome
 from torchtitan.files.run_lock import RunLock
 
-CONFIG = """
-[model]
-flavor = "DiT-S/2"
-dim = 16
-num_layers = 1
-num_heads = 2
-mlp_hidden_dim = 32
-[data]
-name = "digits"
-[objective]
+CONFIG = SMALL + """[objective]
 path = "ddpm_linear"
 prediction = "v"
 preconditioning = "index"
