@@ -37,7 +37,7 @@ COMMANDS = {
     "sample": Command("sample", "draw images from a run or a file of weights", on_ranks=True),
     "evaluate": Command("evaluate", "judge images by FID, KID, inception score, precision and recall", on_ranks=True),
     "extract": Command("extract_latents", "encode images into a latent store; convert, show and verify stores", on_ranks=True),
-    "decode": Command("cosmos_latent_decoder", "latents to images with an autoencoder"),
+    "decode": Command("cosmos_latent_decoder", "latents to images with an autoencoder; encode images, check the autoencoder"),
     "checkpoint": Command("checkpoint", "list, verify and compare checkpoints; export and import weights"),
     "export": Command("checkpoint", "write a run's weights in a published layout", ("export",)),
     "import": Command("checkpoint", "make a checkpoint of published weights", ("import",)),

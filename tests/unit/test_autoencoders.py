@@ -1,6 +1,7 @@
 """The contract of autoencoders, the identity and TAEF2, tiling of large images, figures of reconstruction."""
 
 import hashlib
+import math
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch.nn import functional
 from tests.unit.autoencoder_files import write_taef2
 from torchtitan.autoencoders import build_autoencoder
 from torchtitan.autoencoders.base import Autoencoder, AutoencoderError, Latents
+from torchtitan.autoencoders.reconstruction import psnr, side_by_side
 from torchtitan.autoencoders.tiling import TiledAutoencoder, ramp, spans
 from torchtitan.files.weight_hash import weights_sha256
 
@@ -222,3 +224,12 @@ def test_blending_is_linear_and_sums_to_one():
     assert (left[:-6] == 1).all() and (right[6:] == 1).all()
     identity = TiledAutoencoder(build_autoencoder("identity"), tile=10, overlap=4)
     torch.testing.assert_close(identity.encode(IMAGES).mean, IMAGES)
+
+
+def test_psnr_is_of_the_range_two_and_side_by_side_shows_three_cells_a_row():
+    others = IMAGES.clone()
+    others[1] += 0.02
+    decibels = psnr(IMAGES, others)
+    assert math.isinf(decibels[0])
+    assert decibels[1].item() == pytest.approx(20 * math.log10(2 / 0.02), abs=1e-3)
+    assert side_by_side(IMAGES, others, ["first", "second"]).size[0] > 3 * 2 * 48

@@ -1,4 +1,4 @@
-"""Files of latents, safetensors or npy, which the latent decoder reads."""
+"""Files of latents, safetensors or npy, which the latent decoder reads and writes."""
 
 import json
 import math
@@ -9,11 +9,13 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
-from torchtitan.autoencoders.base import AutoencoderError, Normalization, denormalize
+from torchtitan.autoencoders.base import AutoencoderError, Latents, Normalization, denormalize
 from torchtitan.errors import first_line
 from torchtitan.files.npy_files import map_npy
+from torchtitan.files.weight_files import written_whole
 
 SUFFIXES = (".safetensors", ".npy")
 KEYS = ("mean", "latents")
@@ -99,6 +101,25 @@ def find_latents(source: Path) -> list[Path]:
     if not found:
         raise AutoencoderError(f"{source}: holds no files of latents ({' or '.join(SUFFIXES)})")
     return found
+
+
+def save_latents(path: Path, latents: Latents, names: list[str], autoencoder: dict, overwrite: bool) -> None:
+    """Save raw latents as safetensors: `mean`, and `std` where there is one, with their origin as metadata.
+
+    Args:
+        path: must end in .safetensors.
+        latents: of N images.
+        names: of the images, N.
+        autoencoder: identity of the autoencoder.
+        overwrite: whether a file in the way is replaced.
+
+    Raises:
+        WeightsError: the file exists, or cannot be written; no partial file is left.
+    """
+    tensors = {"mean": latents.mean} | ({} if latents.std is None else {"std": latents.std})
+    metadata = {"autoencoder": json.dumps(autoencoder), "names": json.dumps(names)}
+    with written_whole(path, overwrite) as temporary:
+        save_file({key: tensor.cpu().contiguous() for key, tensor in tensors.items()}, temporary, metadata)
 
 
 def _npy_header(path: Path) -> tuple[tuple[int, ...], str, dict]:
