@@ -1,7 +1,7 @@
 """Allocate samples to timestep bins by gradient noise: shares, predicted savings and their confidence intervals.
 
 The objective is fixed: sum over K bins of pi_b E[weighted loss in bin b], with pi_b the bin's mass in the objective's
-own density. SamplingSetup a share q_b of the samples from bin b, with importance weights pi_b / q_b, leaves the mean gradient
+own density. Drawing a share q_b of the samples from bin b, with importance weights pi_b / q_b, leaves the mean gradient
 as it is and changes its variance. S_b = tr Sigma_b and |G_b|^2 are noise and signal of gradients of single samples'
 weighted losses, before importance weights. Within a bin, timesteps follow the objective's own density throughout, so a
 density of another shape within its bins counts here by its shares only.
