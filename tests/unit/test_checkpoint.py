@@ -1,5 +1,6 @@
 """Checkpoints come back bit for bit, and no damage passes for one."""
 
+import hashlib
 import random
 import re
 import shutil
@@ -19,6 +20,7 @@ from torchtitan.checkpoint.checkpointer import (
     verify,
 )
 from torchtitan.checkpoint.config import CheckpointConfig
+from torchtitan.checkpoint.manifest import read_manifest, write_manifest
 from torchtitan.files.shard_files import DamagedShard, Piece, check_shards, write_shard
 
 DTYPES = ("float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool")
@@ -243,6 +245,17 @@ def test_a_manifest_that_is_something_else_is_damaged(tmp_path, content):
     (path / "manifest.json").write_bytes(content)
     assert verify(path) == "manifest.json is damaged"
     assert newest_good(keeper.folder) == (1, [f"{path}: manifest.json is damaged; skipped"])
+
+
+@pytest.mark.parametrize("name", ["../../elsewhere", "/etc/hostname", ".."])
+def test_a_manifest_that_names_files_elsewhere_is_damaged(tmp_path, name):
+    """By these names a checkpoint of a remote store is copied."""
+    saver(tmp_path).save(1, some_tensors(), {})
+    path = checkpoint_path(tmp_path / "checkpoint", 1)
+    files = read_manifest(path) | {name: {"size": 0, "sha256": hashlib.sha256(b"").hexdigest()}}
+    (path / "manifest.json").unlink()
+    write_manifest(path, files)
+    assert verify(path) == "manifest.json is damaged"
 
 
 def test_a_truncated_file_is_named_with_its_sizes(tmp_path):
