@@ -34,10 +34,8 @@ class CifarEdition:
     Attributes:
         title: in messages.
         class_names: one per label.
-        label_column: of parquet files.
         folder: inside the official archive.
         train_batches, validation_batches: the files in it.
-        label_key: of a batch.
     """
 
     title: str

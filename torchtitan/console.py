@@ -158,7 +158,6 @@ def measured_phase(config: JobConfig, progress: int, lag: float) -> str:
     """Phase of the learning rate, in words, at the mean age of a measurement.
 
     Args:
-        config: of the run.
         progress: in steps of the first batch size.
         lag: images trained since, on average; NaN: unknown.
     """

@@ -64,9 +64,7 @@ class Reports:
         """Open the reports; collective.
 
         Args:
-            state: of the run.
             clock: of this process; gets the totals of the processes before it.
-            phases: of the train loop.
 
         Raises:
             RunFolderError: metrics.jsonl cannot be written; on every rank.

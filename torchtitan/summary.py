@@ -38,10 +38,8 @@ class RunSummary:
     ) -> None:  # fmt: skip
         """
         Args:
-            state: of the run.
             outputs: says which files cannot be written.
             compilations: counts the compiler's graphs.
-            clock: of this process.
             hardware: as found so far; the caller may add to it.
         """
         self._state = state

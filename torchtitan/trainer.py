@@ -37,19 +37,12 @@ logger = logging.getLogger(__name__)
 
 
 class Trainer:
-    """Trainer: the loop over a run's state, with its reports and its supervision.
-
-    Attributes:
-        state: of the run.
-        phases: of the loop.
-        clock: of the process's time.
-    """
+    """Trainer: the loop over a run's state, with its reports and its supervision."""
 
     def __init__(self, config: JobConfig, clock: RunClock | None = None) -> None:
         """Build the run, or resume it; collective. Raises as RunState does.
 
         Args:
-            config: of the run.
             clock: of this process; None: one that starts now.
         """
         self.config = config
@@ -164,8 +157,7 @@ class Trainer:
             self.supervision.step_done(state.step)
 
     def train_step(self) -> tuple[Tensor, float]:
-        """Train one optimizer step, unless the guard skips it; return the gradient norm before clipping and the rate.
-        """
+        """Train one optimizer step, unless the guard skips it; return the gradient norm before clipping and the rate."""
         state, config = self.state, self.config
         if config.compile.cuda_graphs:
             begin_graphs()
@@ -309,8 +301,7 @@ class Trainer:
         self.reports.sync()
 
     def close(self) -> None:
-        """Close: stop the profiler and the loader's workers, let a save end, close the sinks, and release the folder.
-        """
+        """Close: stop the profiler and the loader's workers, let a save end, close the sinks, and release the folder."""
         self.profiler.close()
         self.state.close()
         self.reports.close()

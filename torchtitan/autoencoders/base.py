@@ -39,7 +39,6 @@ class Autoencoder(nn.Module):
     A subclass implements `_encode`, `_decode` and `weights_sha256`; both methods take and give the compute dtype.
 
     Attributes:
-        name: of its entry in the registry.
         channels: C of the latents.
         downscale: pixels per latent position along each side.
         normalization: of the latents, from the model's own configuration, or None where it has none.

@@ -26,7 +26,6 @@ class LatentFile:
     """Latents on disk, read in parts.
 
     Attributes:
-        path: of the file.
         shape: (N, C, h, w).
         integers: whether they are stored as whole numbers, which mean nothing without a factor.
         autoencoder: identity of the one that made them, if the file states it.

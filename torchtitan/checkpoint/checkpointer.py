@@ -67,7 +67,6 @@ class Checkpointer:
     tries again.
 
     Attributes:
-        folder: of the checkpoints.
         failures: saves of this process that failed; settled by `wait`.
     """
 

@@ -177,7 +177,6 @@ def first_good(
     """First step with a good checkpoint, None if no step has one, and one line for each before it.
 
     Args:
-        folder: of the checkpoints.
         steps: in the order in which they are tried.
         problem_of: problem of a checkpoint, None for a good one.
     """

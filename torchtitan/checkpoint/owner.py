@@ -25,7 +25,6 @@ def claim(run: Path, folder: AnyPath) -> str | None:
 
     Args:
         run: the run's folder, locked by this launch.
-        folder: of its checkpoints.
 
     Raises:
         OSError.

@@ -47,7 +47,6 @@ def find_problems(checked: ConfigView, fields: dict[str, Any]) -> list[Problem]:
     """Run every check.
 
     Args:
-        checked: the configuration.
         fields: dotted key -> its dataclass field, for every key of the configuration.
     """
     problems = [problem for key, field in fields.items() for problem in _problems_of(_has_effect, checked, key, field)]

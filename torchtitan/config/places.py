@@ -27,7 +27,6 @@ def place_problems(config: Any, folder: Path, dump_folder: Path, name: str) -> l
     Args:
         config: a resolved JobConfig.
         folder: of all runs.
-        dump_folder, name: of this run.
 
     Returns:
         dotted key, and cause with remedy, of each misplaced key.

@@ -83,9 +83,6 @@ def predictor(
     dtype.
 
     Args:
-        objective: of the network's training.
-        model: the network.
-        kind: of its conditions.
         condition: of each image, or None for an unconditional network, which only a guide can guide.
         guidance: an image is guided while its time is within the interval.
         guide: reference; None for the network itself with the null condition.

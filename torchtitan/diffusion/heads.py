@@ -341,7 +341,6 @@ class PredictionHeads(nn.Module):
 
     Attributes:
         names: keys of PREDICTIONS, [K].
-        rule: of their training and combination.
     """
 
     def __init__(self, config: Any, path: Path, log_sigma_range: tuple[float, float]) -> None:

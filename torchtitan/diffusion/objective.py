@@ -152,7 +152,6 @@ class Objective(ABC):
         """
         Args:
             config: section of the objective, a `Config`.
-            seed: of the run.
             sampler_of: makes a sampler of the configured density, used instead of the configured sampler.
         """
         self.config = config
@@ -223,7 +222,6 @@ class Objective(ABC):
         """Estimate the clean image, the noise, and the place of the reverse step's variance between its limits.
 
         Args:
-            model: the network.
             x_t: noisy images [B, C, H, W].
             t: their times [B].
             condition: of each image, or None.

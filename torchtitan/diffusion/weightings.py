@@ -121,7 +121,6 @@ def prediction_weight(config: Any, path: Path, sigma: Tensor) -> Tensor:
 
     Args:
         config: the `[objective]` section.
-        path: of the prediction's coefficients.
         sigma: noise levels b / a, [N].
 
     Returns:

@@ -85,11 +85,7 @@ def _several() -> bool:
 
 
 class Interrupted(Exception):
-    """Signal that asked this process to stop in work that resumes by itself.
-
-    Attributes:
-        number: of the signal.
-    """
+    """Signal that asked this process to stop in work that resumes by itself."""
 
     def __init__(self, number: int) -> None:
         super().__init__(f"interrupted by signal {number}")

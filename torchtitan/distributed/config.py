@@ -51,7 +51,6 @@ def parallelism_problems(config: ParallelismConfig, shards: int) -> Iterator[tup
     """Find settings of FSDP2 without effect.
 
     Args:
-        config: the section.
         shards: processes that share the parameters of one replica.
 
     Yields:
@@ -107,7 +106,6 @@ def compile_problems(config: CompileConfig, shards: int, has_cuda: bool | None =
     """Find combinations that cannot be compiled.
 
     Args:
-        config: the section.
         shards: processes that share the parameters of one replica.
         has_cuda: whether the run has a CUDA device; None: if this process has.
 
@@ -156,7 +154,6 @@ def checkpoint_problems(
     """Find combinations that cannot work or would be ignored.
 
     Args:
-        config: the section.
         compiled: whether blocks are compiled.
         num_blocks: blocks of the model, None if it does not say.
 

@@ -60,7 +60,6 @@ def context_bytes(
 
     Args:
         batch: images of the microbatch.
-        tokens: of an image.
         width: channels of a token.
         num_blocks: blocks with attention.
         degree: processes that share the tokens.

@@ -78,7 +78,6 @@ def check_attention(attention: AttentionBackend, head_width: int, dtype: torch.d
         attention: see `kernel_choices`.
         head_width: channels of a head.
         dtype: of queries, keys and values.
-        device: of the run.
     """
     if attention == "auto":
         return

@@ -73,8 +73,6 @@ def estimate_step_time(
     Args:
         config: a resolved configuration.
         model: the configured one, on any device.
-        memory: of `estimate_memory`.
-        device: of the run.
         efficiency: shares of the peaks.
     """
     training, world_size = config.training, config.parallelism.processes

@@ -184,7 +184,6 @@ def sampling_problems(
     """Problems of sampling a model in this way.
 
     Args:
-        config: of sampling.
         path_name: a key of PATHS, the path of its training.
         learned_variance: whether the model has learned the variance of the reverse step.
         heads: whether it makes several predictions.
@@ -211,7 +210,6 @@ def timesteps_problem(config: ValidationConfig, path_name: str, loss_at_zero: bo
     """Problem of `validation.timesteps` on a path: cause and remedy, "" if there is none.
 
     Args:
-        config: of validation.
         path_name: a key of PATHS, the path of the training.
         loss_at_zero: as `Objective.loss_at_zero`.
     """

@@ -34,7 +34,6 @@ class LatentDecoder:
     ) -> None:
         """
         Args:
-            normalization: of the latents for training.
             batch_size: images at a time on each rank.
         """
         self._autoencoder = autoencoder

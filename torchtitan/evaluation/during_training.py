@@ -48,9 +48,6 @@ class EvaluatedRun:
     """What is evaluated of a run.
 
     Attributes:
-        model, objective, ema, layout: of the training.
-        data, info: of the dataset.
-        seed: of the run.
         param_dtype: dtype of compute.
         decoder: of latents; None for training on images, or without an autoencoder.
     """
@@ -135,8 +132,7 @@ class Evaluation:
         return SampleGrid(picture, first, len(choices))
 
     def held_out_picture(self) -> Image.Image | None:
-        """Picture of decoded held-out latents, which shows whether scale and shift are right; None without a decoder.
-        """
+        """Picture of decoded held-out latents, which shows whether scale and shift are right; None without a decoder."""
         if self._run.decoder is None or not self._run.info.has_validation:
             return None
         return held_out_picture(self._held_out(), self._run.decoder, self._run.info.class_names)

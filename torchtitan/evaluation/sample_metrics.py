@@ -59,7 +59,6 @@ class SampleMetrics:
         """
         Args:
             config: with metrics that can be measured.
-            device: of the extractors.
             size: height and width of the samples; None: not known yet.
             group: of all ranks, for CPU tensors, with a timeout above the duration of a measurement; None: one process.
             open_split: for references that are splits of the run's data.
@@ -172,7 +171,6 @@ def measure_samples(
     """Metrics of newly drawn samples; collective.
 
     Args:
-        metrics, sampler: of the run.
         choices: conditions of the samples, int64 [N].
         seed, batch_size, sharded, method: as in `ImageSampler.draw`.
         decoder: of latents; None for a model of images.

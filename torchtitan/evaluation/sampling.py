@@ -51,9 +51,7 @@ class ImageSampler:
 
         Args:
             model: the whole or sharded model (not its DDP wrapper).
-            objective: of its training.
             param_dtype: dtype of compute.
-            device: of the model.
             condition_kind: conditions to draw by, such as those of other prompts; None: the model's.
         """
         self._model = model

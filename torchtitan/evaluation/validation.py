@@ -27,7 +27,6 @@ def held_out_draw(
         seed: of the noise.
         indices: numbers of the images [B] out of `count`.
         count: held-out images in all.
-        shape: of one image.
         timesteps: image i is at timestep i mod K of these K; on a path in steps, at the nearest one of the path.
     """
     if timesteps:
@@ -106,7 +105,6 @@ def validation_loss(
 
     Args:
         model: the whole or sharded model (not its DDP wrapper).
-        objective: of its training.
         batches: this rank's images with their conditions, indices and weights, as many on every rank; weight 0 is padding.
         count: held-out images in all.
         seed: of timesteps and noise.

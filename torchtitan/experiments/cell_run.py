@@ -22,8 +22,6 @@ class CellRun:
 
     Attributes:
         arguments: of train.py.
-        processes: of the run.
-        settings: of the sweep.
         cache: folder of the batch sizes' searches.
         log: file for the output of its processes.
         environment: variables to set besides those of the machine.

@@ -21,9 +21,7 @@ def run_arguments(cell: Cell, repeat: int, folder: Path, base: Path | None) -> l
     """Arguments of train.py.
 
     Args:
-        cell: of the grid.
         repeat: number of the run, from 0; added to the seed.
-        folder: of the sweep.
         base: configuration to start from, if any.
     """
     values = {"job.dump_folder": str(folder), "job.name": run_name(cell, repeat)} | cell.values

@@ -90,7 +90,6 @@ class Cell:
         id: `axis=value` of all axes joined; a file name, unique in the sweep.
         axes: axis -> value, as in the sweep's file.
         values: dotted key -> value of every key that the cell sets.
-        processes: of its runs.
     """
 
     id: str
@@ -108,8 +107,6 @@ class Sweep:
     """Sweep: its file, read and expanded.
 
     Attributes:
-        path: of the file.
-        text: of the file.
         table: its content, flattened to dotted keys.
         settings: its plain keys.
         base: configuration of all cells, None if there is none.

@@ -45,7 +45,6 @@ def classify(exit_code: int, log: str, summary: dict) -> tuple[Status, str]:
     messages, from any rank, take precedence.
 
     Args:
-        exit_code: of the launcher.
         log: output of all ranks, and of torchrun.
         summary: the run's summary.json, if this run wrote it.
     """

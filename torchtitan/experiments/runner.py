@@ -41,7 +41,6 @@ class SweepPlan:
     Attributes:
         sweep: of the tasks.
         tasks: every requested run: all cells once, then all again with the next seed.
-        rows: of the finished runs.
         retry_failed: repeat runs that failed, timed out, were killed or refused.
     """
 
@@ -82,7 +81,6 @@ def plan_sweep(
 
     Args:
         sweep: read from its file.
-        folder: of its results.
         only: axis -> the values to run, as text; other cells are left out.
         retry_failed: repeat runs that failed, timed out, were killed or refused.
         elsewhere: the runs are for other machines: packages and devices of this one refuse none.

@@ -30,7 +30,6 @@ class Resizing:
     """Resizing of an entry of the registry.
 
     Attributes:
-        name: of the entry.
         resize: of uint8 images [B, C, H, W] to a side; pixels stay in [0, 255] or near.
         words: description.
         comparable_with: published numbers made with it.
@@ -98,7 +97,6 @@ class VisionTransformer(nn.Module):
     Args:
         width: of a token.
         depth: number of blocks.
-        heads: of attention.
         patch: pixels of a patch's side.
         grid: patches of a side of the images that the position embedding was trained on.
     """

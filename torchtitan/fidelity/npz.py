@@ -26,9 +26,6 @@ class NPZArray:
     """Array in an npz file, read by its first dimension; a rising order of reads is cheap for a compressed one too.
 
     Attributes:
-        path: of the file.
-        name: of the array.
-        shape, dtype: of the array.
         start: byte where its values begin in its member.
     """
 

@@ -11,10 +11,7 @@ class PublishedWeights:
     """File of weights on the web.
 
     Attributes:
-        name: of the download.
-        url: of the file.
         size: in bytes.
-        sha256: of the file.
         what: description.
     """
 

@@ -196,8 +196,6 @@ def write_reference(
         name: in results.
         images: that the features are of.
         extractors: by name.
-        rows: of the outputs of `kept_outputs`.
-        versions: of what computed it.
 
     Raises:
         EvaluationError: features are not finite, or it cannot be written.

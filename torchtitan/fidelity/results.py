@@ -85,8 +85,6 @@ def describe(
     """Entry of evaluation.json: every fact that the results depend on.
 
     Args:
-        request, extractors, samples, reference, held_out, measured: of the measurement.
-        versions: of what computed it.
         source: of the samples where they were drawn from a run: its folder, step and EMA track.
     """
     made = {

@@ -26,7 +26,6 @@ class SmallArchitecture:
     Attributes:
         channels, side: of the images.
         stages: output channels of the 3x3 convolutions of each stage; the resolution is halved between stages.
-        sha256: of the file of its weights.
         num_classes: of the logits.
     """
 

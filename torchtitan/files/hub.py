@@ -26,7 +26,6 @@ def local_folder(
         model: name to begin messages with.
         path: a folder; where there is none, a name "owner/repository" or "owner/repository/folder".
         patterns: names of the files to fetch, with * for any letters.
-        error_class: of what is raised.
         missing: what is not there, for messages.
 
     Raises:

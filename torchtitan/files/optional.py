@@ -35,7 +35,6 @@ class OptionalOutputs:
 
         Args:
             output: name of the output, the same at every attempt.
-            path: of its file or folder.
             errors: other exceptions that may be raised, besides OSError.
             consequence: the end of the line that is logged.
         """

@@ -88,7 +88,6 @@ def write_tensors(
     """Write a new safetensors file tensor by tensor, of which one at a time need be in memory.
 
     Args:
-        path: of the file.
         entries: name -> shape and dtype, those of more bytes first.
         values: of each entry, in that order.
         metadata: of the header, besides the format.

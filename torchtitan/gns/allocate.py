@@ -423,7 +423,6 @@ class SharesSchedule:
 
         Args:
             step: the step just made.
-            samples: of the run so far.
             measured: of gradients without importance weights, equal on all ranks.
             stratified: as in `predicted_ratios`.
         """

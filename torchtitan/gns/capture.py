@@ -128,7 +128,6 @@ class GradientTaps:
             bin_edges: inner edges in t, rising, [K - 1]; bin k holds edges[k - 1] < t <= edges[k].
             local_batch_size: samples per microbatch.
             sketch_size: k, columns of a sketch over tokens.
-            seed: of the random projections.
             adam: measure in Adam's geometry too.
             device: of compute.
             compute_dtype: dtype of the layers' inputs. Parameters in float64 are measured in float64 instead.

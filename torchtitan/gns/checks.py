@@ -21,7 +21,6 @@ def gns_problems(
     """Find what makes a measurement impossible or wrong.
 
     Args:
-        config: the section.
         objective: whose timesteps are binned.
         given: the dotted keys that were set.
         global_batch_size: samples per step.
@@ -73,7 +72,6 @@ def few_pairs(config: GNSConfig, local_batch_size: int, masses: Tensor) -> str |
     """Warning if microbatches hold so few samples of a bin that unmeasured steps say next to nothing; None if not.
 
     Args:
-        config: the section.
         local_batch_size: samples per microbatch.
         masses: probability of each bin, [K].
     """

@@ -103,7 +103,6 @@ class Composite:
 
         Args:
             entry: of the steps since the previous measured one, this one included.
-            sums: of the measured step.
 
         Returns:
             None, and nothing is learned, where a sum is not finite.

@@ -73,7 +73,6 @@ class ControlledSums:
         """Pool one step of finite sums.
 
         Args:
-            sums: of the step.
             controls: C of the second moment and of the signal, [K, 2], as sums.
             trained: see DecayedSums.
         """

@@ -97,7 +97,6 @@ class DecayedSums:
         """Pool one step; it is left out, and counted in `skipped`, if any sum is not finite.
 
         Args:
-            sums: of the step.
             trained: samples of each bin trained since the previous call, [K], those of `sums` included; None: no others.
         """
         sums = sums.to("cpu")

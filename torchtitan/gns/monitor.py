@@ -125,7 +125,6 @@ class GNSMonitor:
         Args:
             loss: per-sample losses [B], whose mean over `microbatches` backward was given.
             microbatches: of each rank in this step.
-            parameters: of the model.
             samples: the global batch.
             number: of this microbatch within the step.
         """

@@ -26,7 +26,6 @@ def build_taps(config: Any, model: DiffusionModel, edges: Tensor, layout: Layout
         config: JobConfig of the run.
         model: the network, not yet wrapped; its layers get taps.
         edges: inner edges of the timestep bins in t, rising, [K - 1].
-        layout: of the run.
     """
     return GradientTaps(
         model, bin_edges=edges, local_batch_size=config.training.local_batch_size, sketch_size=config.gns.sketch_size,
@@ -44,10 +43,8 @@ def build_monitor(
 
     Args:
         config, edges, layout: as of `build_taps`.
-        objective: of the run.
         taps: of the network, if the run has them.
         train_module: the network as it is trained, wrapped by DDP or FSDP, for the ranks' gradients.
-        folder: of the run.
         microbatches: of each rank in a step of the first batch size.
     """
     gns, ranks = config.gns, None

@@ -61,7 +61,6 @@ class Projections:
             layers: sketched ones, with `rows` and `columns`.
             sketch_size: k, columns over tokens: a sketch has FOLDED_ROWS k numbers.
             geometries: G.
-            seed: of what is drawn.
             factors: of Adam's geometry, the last: of these layers, and maybe of others behind them; None without it.
             dtype: of `left` and `right`.
         """

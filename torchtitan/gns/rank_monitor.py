@@ -72,7 +72,6 @@ class RankMonitor:
         """End a microbatch, after its backward; collective where microbatches are separate.
 
         Args:
-            parameters: of the model.
             samples: of the microbatch on this rank.
             k: its bin, where it is pure.
             importance: weight of the bin's samples in the loss.
@@ -93,7 +92,6 @@ class RankMonitor:
         afterwards.
 
         Args:
-            parameters: of the model.
             samples: of a group: all samples of this rank in the step, or of one microbatch in a single process.
         """
         if self.separate:

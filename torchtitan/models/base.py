@@ -107,7 +107,6 @@ class DiffusionModel(nn.Module):
         """Draw what the following forwards in training drop; nothing is dropped by a model without dropout.
 
         Args:
-            seed: of the run.
             samples: sample numbers of the images of these forwards [B], int64, on the model's device.
             attempt: changes after a rollback.
         """

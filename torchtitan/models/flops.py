@@ -32,7 +32,6 @@ def check_macs(model: DiffusionModel, name: str) -> None:
 
     Args:
         model: on the meta device.
-        name: of its family.
 
     Raises:
         MiscountedModel: they differ.

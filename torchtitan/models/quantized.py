@@ -48,7 +48,6 @@ class QuantizedWeight(nn.Module):
         codes: int8 [outputs, inputs]; of float8 its bytes, uint8; of int4 two a byte, uint8 [outputs, inputs / 2].
         scale: [outputs, 1]; of int4 [outputs, inputs / 64].
         zero: code of the value 0, as `scale`, of int4 alone.
-        shape: of the weight.
         dtype: of the weight that was quantised.
     """
 

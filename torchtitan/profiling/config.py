@@ -30,10 +30,6 @@ class ProfilingConfig:
 def profiling_problems(config: ProfilingConfig, steps: int) -> Iterator[tuple[str, str]]:
     """Find settings that would give no trace or no snapshot.
 
-    Args:
-        config: the section.
-        steps: of the run.
-
     Returns:
         pairs of a key of the section and the reason.
     """

@@ -42,8 +42,6 @@ class Profiler:
     ) -> None:
         """
         Args:
-            config: the section.
-            run_folder: of the run.
             layout: this process's place.
             excluded: makes the context of work that is not training time.
             steps: number of steps; the first and the last one log.

@@ -102,7 +102,6 @@ class RunRecord:
 
     Attributes:
         folder: as given.
-        name: of the folder.
         config: the tables of config.toml; empty where there is none.
         summary: of summary.json; None where there is none, as in a run in progress or killed.
         points: metrics.jsonl in the order of steps; later lines follow earlier ones of the same step.
@@ -346,7 +345,6 @@ def align(series: Sequence[Series], rates: bool = False) -> list[tuple[int, Inte
     do not count.
 
     Args:
-        series: of the runs.
         rates: values are positive rates: geometric means, intervals over logarithms.
 
     Returns:

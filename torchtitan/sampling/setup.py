@@ -44,7 +44,6 @@ class SamplingSetup:
 
     Attributes:
         source: run's folder, or file of weights.
-        trained: the model.
         sampling: its method.
         guide: of its guidance; None for the null condition.
         decoder: of its latents; None for a model of images, or where latents are shown as they are.

@@ -14,7 +14,6 @@ class RunData:
     """Data that a run trains on.
 
     Attributes:
-        info: of the dataset.
         record: what sampling needs of the data, for a checkpoint that is taken elsewhere.
         images_per_epoch: number of training images.
         images_of_shapes: shape (C, H, W) -> number of its images: one shape, or those of the buckets with images.

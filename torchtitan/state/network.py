@@ -27,7 +27,6 @@ class RunNetwork:
     """Network of a run, on every layout with the same weights.
 
     Attributes:
-        model: the network.
         train_module: what a train step calls: the network, sharded or replicated, and compiled.
         parameters: those that train, by name.
         taps: of the gradient noise in a single pass; None without.
@@ -41,9 +40,6 @@ class RunNetwork:
         """Build the network and attach the objective to it; collective.
 
         Args:
-            config: of the run.
-            info: of its data.
-            layout: of the processes.
             objective: on any device.
             edges: of the bins of the gradient noise; None: it is not measured.
             num_shapes: number of shapes of images, each of which is a graph.

@@ -40,7 +40,6 @@ def checkpointed_state(state: RunState, reports: dict) -> dict:
     """What a checkpoint holds besides tensors; called by all ranks, and equal on them except `reports`.
 
     Args:
-        state: of the run.
         reports: state of the first rank's reports.
     """
     return {

@@ -35,7 +35,6 @@ def fieller(
 
     Args:
         numerator, denominator: estimates n and d, any shape; jointly about normal.
-        var_n, var_d, covariance: of the estimates.
         quantile: q, of Student's t or the normal distribution.
 
     Returns:

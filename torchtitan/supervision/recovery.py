@@ -23,7 +23,6 @@ class Fault:
     """Fault of a run that cannot continue, or be saved, in its present state.
 
     Attributes:
-        step: of its detection.
         reason: in a few words.
         samples: of the step to repeat for finding its origin; None: the reason names it already.
     """

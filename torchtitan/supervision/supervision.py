@@ -29,8 +29,6 @@ class Supervision:
     def __init__(self, state: RunState, phases: Phases, close_summary: Callable[[str, str], None]) -> None:
         """
         Args:
-            state: of the run.
-            phases: of its loop.
             close_summary: closes the run's summary with a status and a reason.
         """
         config, layout = state.config, state.layout
@@ -65,7 +63,6 @@ class Supervision:
         """Log why this rank ends, and close the run unless another rank has.
 
         Args:
-            status: of the summary.
             reason: in words.
             lost: whether another rank's end is the cause; its own reason, if it has given one, is added.
         """

@@ -52,8 +52,6 @@ def limits(comm: CommConfig, phase: str, *, alone: bool, first_step: bool, compi
     The end comes before the collectives' own timeout, after which NCCL would abort the process without a message.
 
     Args:
-        comm: the section.
-        phase: of the process.
         alone: whether it is the run's only process: no other waits for it, and it may just be slow.
         first_step: whether this process has yet to finish its first step.
         compiles: whether that step compiles.
@@ -91,9 +89,6 @@ class Watchdog:
     ) -> None:
         """
         Args:
-            phases: of the train loop.
-            comm: the section.
-            run_folder: of the run.
             rank, world_size: this process's place.
             compiles: whether the first step compiles.
             describe: phase -> details of its wait; an empty string if there are none.

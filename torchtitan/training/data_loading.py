@@ -276,7 +276,6 @@ def validation_batches(
 
     Args:
         dataset: the validation split.
-        info: of the dataset.
         num_images: held-out images over all ranks.
         batch_size: images at a time on each rank.
         rank, world_size: select this process's part.
@@ -423,7 +422,6 @@ def read_checked(dataset: Dataset, info: DatasetInfo, indices: np.ndarray, draws
 
     Args:
         dataset: one split.
-        info: of the dataset.
         indices: int64 [B].
         draws: of training; None reads with `fetch`.
 

@@ -76,7 +76,6 @@ class GrowingPoints:
     def __init__(self, path: Path, word: str, keeps: Callable[[str], bool], most: int = 2_000) -> None:
         """
         Args:
-            path: of the file.
             word: without which a line is not parsed.
             keeps: whether a tag is kept.
             most: points that are kept.

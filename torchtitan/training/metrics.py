@@ -145,8 +145,6 @@ class MetricsLog:
     def __init__(self, folder: Path, config: MetricsConfig, run_name: str, run_config: dict, steps_done: int) -> None:
         """
         Args:
-            folder: of the run.
-            config: the section.
             run_name, run_config: what Weights & Biases shows.
             steps_done: step that the run resumes from; later points are dropped.
         """

@@ -94,7 +94,6 @@ class NumericalGuard:
         """Judge whether a step must be skipped, bool scalar on the device.
 
         Args:
-            samples: the step.
             norm: of the network's reduced gradient before clipping, equal on all ranks. A loss that is not finite makes it
                 NaN, see `backward`.
             others: the same of parameters trained besides the network's, if there are any.
@@ -111,8 +110,7 @@ class NumericalGuard:
         return broken
 
     def _take_largest(self, like: Tensor) -> Tensor:
-        """Take the largest absolute value of this rank's images of the step, and the number of its sample; float64 [2].
-        """
+        """Take the largest absolute value of this rank's images of the step, and the number of its sample; float64 [2]."""
         noted, self._largest = self._largest, []
         if not noted:
             return like.new_zeros(2)

@@ -33,7 +33,6 @@ class SampleOrder:
     ) -> None:  # fmt: skip
         """
         Args:
-            num_images: of the dataset.
             seed, attempt: determine the order.
             blocks: number of images in each run of neighbours that is read as one, int64 [K], together `num_images`;
                 None: all images cost the same.

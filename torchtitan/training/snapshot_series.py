@@ -29,7 +29,6 @@ class Snapshot:
     """Snapshot of a run's power-function averages.
 
     Attributes:
-        path: of its folder.
         step: optimizer steps done.
         progress: the same in steps of training.global_batch_size: the averages' time.
         images: seen so far.

@@ -43,7 +43,6 @@ class ModelRecord:
     """Configuration of a network, and what drawing from it needs of its data.
 
     Attributes:
-        config: of the network.
         info: of the images.
         latents: of latents, their normalisation and autoencoder; None for images.
         elsewhere: whether the data are known by this record alone, and `config.data` must not be opened.

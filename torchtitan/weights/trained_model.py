@@ -60,7 +60,6 @@ class TrainedModel:
         record: configuration of the training, and what is known of its data.
         info: of the data, or with prompts instead of its conditions.
         model: in eval mode, float32, whole, on the given device.
-        objective: of its training.
         label: origin of the weights, such as `step 1000, ema`.
         step: of the checkpoint or snapshot; None for a file of weights.
         track: EMA track, "none" for the trained weights; "" for a file of weights.

@@ -85,8 +85,6 @@ class Piece(ABC):
         """Receive the missing part of a file, with a progress bar. Raises OSError.
 
         Args:
-            file: of `look_up`.
-            commit: of `look_up`.
             content: what there is already, open at its end.
         """
 
@@ -101,9 +99,7 @@ class HubPiece(Piece):
 
     Attributes:
         repository: owner/name.
-        files: of the repository.
         what: description with size.
-        kind: of repository.
         revision: the commit that is fetched; "main" is the newest.
         sha256: of files with known content; the hub must agree.
     """

@@ -61,7 +61,6 @@ class ScheduleConfig:
         """Times [N + 1] that a solver visits, falling to 0; float64 on the CPU.
 
         Args:
-            path: of the network's training.
             num_steps: N.
             num_tokens: returns the tokens of an image that is drawn; called only where the times depend on it.
         """
@@ -79,7 +78,6 @@ class SolverConfig:
     """`[sampling.solver]`: base of the keys of every solver. Keys other than `name` are the options of `solve`.
 
     Attributes:
-        solve: the solver.
         adaptive: whether the number of evaluations depends on the images; it is reported then.
     """
 

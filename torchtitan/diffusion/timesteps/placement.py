@@ -16,7 +16,6 @@ class Placement:
     """Placement: the range of the training timesteps, and their shift towards noise.
 
     Attributes:
-        path: of the objective.
         shift: factor on sigma.
         t_min, t_max: the range; indices of other times are left out.
     """

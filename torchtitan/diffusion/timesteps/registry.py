@@ -52,9 +52,6 @@ def build_sampler(config: Any, path: Path, seed: int, sampler_of: SamplerOf | No
     with a state, draws from another.
 
     Args:
-        config: the section.
-        path: of the objective.
-        seed: of the draws.
         sampler_of: makes a sampler of the section's density, used instead of the section's own.
 
     Raises:

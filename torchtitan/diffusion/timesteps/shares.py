@@ -164,7 +164,6 @@ def bin_masses(density: Density, edges: Tensor) -> Tensor:
     bin in which `torch.bucketize(t, edges)` finds it.
 
     Args:
-        density: of t.
         edges: inner edges in t, rising, [K - 1]; bin k holds edges[k - 1] < t <= edges[k].
 
     Raises:
@@ -177,7 +176,6 @@ def bin_means(density: Density, edges: Tensor, function: Callable[[Tensor], Tens
     """Mean of a function of t over each bin under a density, float64 [K]; NaN in an empty bin.
 
     Args:
-        density: of t.
         edges: as in `bin_masses`.
         function: of timesteps, float32 [N] to [N]; a loss multiplier, for one.
         points: quantiles per bin, at the middles of equal parts.
@@ -226,7 +224,6 @@ def bin_quantiles(density: Density, edges: Tensor) -> tuple[Tensor, Tensor, Tens
     Computed from quantiles alone, so that t, where it moves in steps, is binned as it will be when sampled.
 
     Args:
-        density: of t.
         edges: inner edges in t, float32, rising, [K - 1].
     """
     # By halving: `low` is the last quantile whose t is at most the edge, and `high` the next one.

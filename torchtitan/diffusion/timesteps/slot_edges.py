@@ -27,7 +27,6 @@ def read_slot_edges(path: Path, unit: str) -> list[float]:
     """Read the edges of a file.
 
     Args:
-        path: of the file.
         unit: required, "index" or "t".
 
     Raises:
@@ -60,7 +59,6 @@ def slot_positions(edges: Sequence[float], path: NoisePath, base: SmoothDensity)
 
     Args:
         edges: rising from 0 to 1 in t, or to T in indices, where they are whole numbers on a discrete path.
-        path: of the objective.
         base: uniform on it.
 
     Raises:

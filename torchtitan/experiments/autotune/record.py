@@ -19,7 +19,6 @@ class SearchRecord:
     """Record `<folder>/<hash>.json`: the question, every probe and, at the end, the batch size found.
 
     Attributes:
-        path: the file.
         probes: in the order in which they were made.
         batch_size: the answer; None while there is none.
     """

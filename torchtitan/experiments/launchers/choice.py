@@ -16,7 +16,6 @@ class Launching:
     Attributes:
         launcher: key of LAUNCHERS.
         jobs: concurrent ones; None: those of JOBS.
-        options: of sbatch.
     """
 
     launcher: str = "local"

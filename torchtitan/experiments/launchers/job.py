@@ -25,8 +25,6 @@ class Job:
         name: of the run, a file name.
         function: of a module, so that another process can import it; called with the arguments and with `devices`
             (numbers of the CUDA devices to use, None for all) and `stop` (ends the run: it raises Stopped).
-        arguments: of the function.
-        processes: of the run.
         gpus: CUDA devices to ask for.
         limit_s: seconds after which the machine is given back.
     """

@@ -42,7 +42,6 @@ class Run:
         measures: metric's name -> median over the points after the warm-up; empty unless ok.
         warmup_steps: left out at the start.
         settings: dotted key -> value of the configuration.
-        versions: of torch and others.
         cell: name of its cell in a sweep.
         notes: on its numbers.
     """

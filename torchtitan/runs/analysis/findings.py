@@ -47,7 +47,6 @@ class Results:
 
     Attributes:
         runs, cells: as read and joined.
-        effects, curves: of the cells.
         remarks: on unreadable files.
     """
 

@@ -24,9 +24,7 @@ class LogPoint:
     """One step of a published log beside the run's mean loss of the steps that lead to it.
 
     Attributes:
-        step: of the log.
         published: its loss.
-        mean: the run's.
         half_width: of the band around the mean.
     """
 
