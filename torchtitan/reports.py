@@ -28,7 +28,7 @@ from torchtitan.state.run_state import RunState
 from torchtitan.summary import RunSummary
 from torchtitan.supervision.phases import Phases
 from torchtitan.training.batch_ramp import completed
-from torchtitan.training.clock import ClockTotals, RunClock
+from torchtitan.training.clock import RunClock
 from torchtitan.training.hardware import (
     ALLOCATOR_RETRIES,
     PEAK_MEMORY,
@@ -86,7 +86,7 @@ class Reports:
         # Steps that measure the gradients of single samples have separate graphs.
         expected = max(_STEPS_TO_COMPILE, config.gns.interval if config.gns.enable and config.gns.single_pass else 0)
         self._compilations = CompileCounter(expected)
-        self._results: dict[str, Any] = dict(state.reported.get("results", {}))
+        self._results: dict[str, Any] = dict(state.reported["results"])
         self._outputs = OptionalOutputs()
         self._pictures = RunPictures(state.folder, config.job.name, self._outputs)
         self._hardware = describe_hardware(self._device, state.layout.world_size)
@@ -96,7 +96,7 @@ class Reports:
         self._peak_memory: float = 0.0  # GiB, of this rank, up to the last logged point
         self._allocator_retries: float = 0
         self._seconds_per_picture: float | None = None  # of the last grid
-        self._clock.resume(state.reported.get("clock", ClockTotals()))
+        self._clock.resume(state.reported["clock"])
         self._log = self._new_log() if self._first else None
         self._noise_points = self._new_noise_points()
         from_first_rank(self._open)
@@ -115,7 +115,7 @@ class Reports:
             self._log = self._new_log()
         self._noise_points = self._new_noise_points()
         self._clock.roll_back(self._state.reported["clock"])
-        self._results = dict(self._state.reported.get("results", {}))
+        self._results = dict(self._state.reported["results"])
         self._bar.n = self._state.progress
         self._bar.refresh()
         self._rates.restart(self._state.step)

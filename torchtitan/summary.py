@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from torchtitan import errors
-from torchtitan.checkpoint.checkpointer import BRANCHED_FROM
+from torchtitan.checkpoint.finding import BRANCHED_FROM
 from torchtitan.distributed.compile import CompileCounter
 from torchtitan.files.optional import OptionalOutputs
 from torchtitan.runs.folder import versions

@@ -16,7 +16,8 @@ from torchtitan.files.optional import OptionalOutputs
 from torchtitan.files.patient_file import PatientFile
 from torchtitan.sampling.run_samples import log_scalars
 from torchtitan.training.config import MetricsConfig
-from torchtitan.training.metrics import METRICS_FILE, MetricsLog, cut_metrics
+from torchtitan.training.metric_cut import cut_metrics
+from torchtitan.training.metrics import METRICS_FILE, MetricsLog
 
 
 @contextmanager
