@@ -4,7 +4,7 @@ import logging
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import cache
 from typing import Any
 
@@ -37,7 +37,7 @@ from torchtitan.training.hardware import (
     reset_peak_memory,
 )
 from torchtitan.training.hardware_description import describe_hardware
-from torchtitan.training.metric_points import GrowingPoints
+from torchtitan.training.metric_points import ThinnedPoints, iter_points
 from torchtitan.training.metrics import METRICS_FILE, MetricsLog
 from torchtitan.training.rates import Rates
 from torchtitan.training.utilisation import products_of
@@ -124,8 +124,15 @@ class Reports:
         state, config = self._state, self._config
         return MetricsLog(state.folder.path, config.metrics, config.job.name, effective(config), state.step)
 
-    def _new_noise_points(self) -> GrowingPoints:
-        return GrowingPoints(self._state.folder.path / METRICS_FILE, '"gns/', is_drawn)
+    def _new_noise_points(self) -> ThinnedPoints:
+        """Points of the noise scale up to the run's step, as far as its picture shows them; of the first rank."""
+        found = ThinnedPoints()
+        if self._first and self._state.gns and self._state.step:
+            with suppress(OSError):  # the picture lacks them
+                for point in iter_points(self._state.folder.path / METRICS_FILE, '"gns/'):
+                    if point["step"] <= self._state.step:
+                        found.add(_drawn(point))
+        return found
 
     def _open(self) -> None:
         path = self._state.folder.path / METRICS_FILE
@@ -213,6 +220,7 @@ class Reports:
             found = gns.metrics()
             shown = {tag: value for tag, value in found.items() if tag.rpartition("/")[2] in _SHOWN_OF_THE_NOISE}
             self._log.write(state.step, shown, {tag: value for tag, value in found.items() if tag not in shown})
+            self._noise_points.add(_drawn({"step": state.step} | found))
             logged_before = state.progress_before // config.log_interval * config.log_interval
             if state.last_step or completed(_POINTS_A_PICTURE * config.log_interval, logged_before, state.progress):
                 picture = self._pictures.save_noise_scale(
@@ -365,6 +373,11 @@ class Reports:
 def _numbers(results: Mapping[str, Any]) -> dict[str, float | str]:
     """Results that are numbers: the last held-out losses, memory."""
     return {name: value for name, value in results.items() if isinstance(value, int | float)}
+
+
+def _drawn(point: Mapping[str, Any]) -> dict[str, Any]:
+    """Values of a point that the picture of the noise scale shows, and its step."""
+    return {tag: value for tag, value in point.items() if tag == "step" or is_drawn(tag)}
 
 
 def _spread(stderr: float | None) -> str:

@@ -64,8 +64,8 @@ def test_points_that_wait_are_written_at_the_end(tmp_path):
     with files_end_at(0):
         log.write(1, {"loss": 1.0})
         log.write(2, {"loss": 1.0})
-        assert log.settle(0.3) == (2, 2)
-    assert log.settle(0.3) == (0, 2)
+        assert log.settle() == (2, 2)
+    assert log.settle() == (0, 2)
     assert steps(tmp_path) == [1, 2]
 
 

@@ -177,9 +177,10 @@ class MetricsLog:
         if self._tensorboard:
             self._tensorboard.sync()
 
-    def settle(self, seconds: float) -> tuple[int, int]:
-        """Try for so long to bring metrics.jsonl to the disk; the points that it lacks, and those of this process."""
-        return self._lines.settle(seconds), self._num_points
+    def settle(self) -> tuple[int, int]:
+        """Bring metrics.jsonl to the disk; return the number of points that it lacks, and of those of this process."""
+        self._lines.sync()
+        return self._lines.num_waiting, self._num_points
 
     def close(self) -> None:
         """Close all sinks; what waits is written if that is possible now."""
