@@ -30,7 +30,6 @@ class Resizing:
 
     Attributes:
         resize: of uint8 images [B, C, H, W] to a side; pixels stay in [0, 255] or near.
-        words: description.
         comparable_with: published numbers made with it.
     """
 
@@ -81,8 +80,6 @@ class VisionTransformer(nn.Module):
     """Vision transformer with a class token and LayerScale; parameters have the published names.
 
     Args:
-        width: of a token.
-        depth: number of blocks.
         patch: pixels of a patch's side.
         grid: patches of a side of the images that the position embedding was trained on.
     """

@@ -15,8 +15,6 @@ class FeatureSet:
     """Features of a set of images, by the extractor's output ("pooled", "logits", "spatial").
 
     Attributes:
-        name: of the set in messages, such as "samples" or "reference".
-        extractor: name of the extractor behind the features.
         rows: feature vectors in the images' order, float32 or float64 [N, D].
         moments: of all images, for outputs without rows.
         classes: number of the class that each image was drawn for, int [N]; None: not known.

@@ -81,9 +81,7 @@ def jackknife_interval(value: float, without_each: Sequence[float], confidence: 
     that of a Fréchet distance at finite N, is not in it.
 
     Args:
-        value: of all samples.
         without_each: value without each of the K groups, K >= 2; with fewer, the result has no ends.
-        confidence: of the interval, in (0, 1).
 
     Source: Kott 2001, "The delete-a-group jackknife", Journal of Official Statistics 17.
     """

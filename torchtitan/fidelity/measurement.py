@@ -19,7 +19,6 @@ class Options:
         device: torch device of products of rows with rows.
         neighbours: k of precision, recall, density and coverage, at least 1.
         prdc_samples, prdc_reference: images that these take of each set, at most.
-        splits: of the inception score, at least 1.
         held_out: images of the distribution of the reference that no generator was trained on, for memorisation.
         held_out_share: share of held-out images that are nearer to a training image than its threshold, in (0, 1).
     """

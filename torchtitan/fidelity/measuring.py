@@ -27,10 +27,8 @@ class Request:
     """Request for metrics.
 
     Attributes:
-        metrics: names, each once.
         extractor: of those that are defined for any.
         allow_small: measure sets that are too small for a metric's protocol or rank, with a note, instead of refusing.
-        seed, device: as of Options.
     """
 
     metrics: tuple[str, ...]
@@ -93,7 +91,6 @@ def check_request(
 
     Args:
         extractors: by name, those that the request needs.
-        count: number of samples.
         size: their height and width; None: not known yet.
 
     Raises:
@@ -149,10 +146,6 @@ def reference_features(
     batch_size: int = BATCH_SIZE, group: dist.ProcessGroup | None = None, progress: bool = False,
 ) -> dict[str, FeatureSet]:  # fmt: skip
     """Features of a reference that the metrics need, by extractor: those that it holds, or of its images; collective.
-
-    Args:
-        held_out: whether it is of the held-out images.
-        batch_size, group, progress: as of `extract_images`.
 
     Returns:
         feature sets on the first rank; nothing that can be used on the others.

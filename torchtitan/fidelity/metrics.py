@@ -30,7 +30,6 @@ class Metric:
     """Metric of samples, mostly against a reference.
 
     Attributes:
-        title: for tables.
         output: of the extractor that it reads.
         reference: form of the reference's features that it needs; None: it takes no reference.
         better: direction of each value that it returns, by the value's name; None where neither is better.

@@ -38,12 +38,9 @@ class Reference:
     ADM's batches have statistics of the whole training set, and 10,000 images of it.
 
     Attributes:
-        name: in results.
-        place: in messages.
         images: to extract what `holds` denies; None: there are none.
         size: height and width of the images; None: not known.
         count: images behind the statistics; None: not known.
-        origin: of its images, for results.
     """
 
     def __init__(self, images: ImageSet | None, place: str, arrays: Mapping[str, NPZArray | np.ndarray] | None = None) -> None:

@@ -23,9 +23,7 @@ class SmallArchitecture:
     """Architecture of a small classifier.
 
     Attributes:
-        channels, side: of the images.
         stages: output channels of the 3x3 convolutions of each stage; the resolution is halved between stages.
-        num_classes: of the logits.
     """
 
     channels: int

@@ -38,7 +38,6 @@ class BucketsIndex(StoreRecord):
     """Index of the stores of a folder.
 
     Attributes:
-        stores: name of each folder, in order.
         checksums: of the index of each, by which a store of another extraction is found.
     """
 

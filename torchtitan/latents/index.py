@@ -56,7 +56,6 @@ class Normalization(StoreRecord):
     """Normalisation per channel: normalised = (raw - shift) * scale.
 
     Attributes:
-        shift, scale: one number per channel.
         source: "measured" on this store, from the "autoencoder"'s own configuration, or "given" by the user.
     """
 
@@ -87,11 +86,9 @@ class CaptionPlan(StoreRecord):
         source: "image": every image has a caption of its own; "class": it is made from the name of the class.
         num_texts: different ones, with the null caption.
         texts_per_shard: text i belongs to file i // texts_per_shard.
-        digest: of all texts in order.
         prompts: numbers of the texts that grids of samples show.
         text_shape: (tokens, width) of the embeddings of a text's tokens.
         pooled_shape: (width,) of the embedding of the whole text.
-        dtype: of the stored embeddings.
         encoders: of "text" and of "pooled": "name", and everything that identifies the encoder.
     """
 
@@ -125,9 +122,7 @@ class SkippedImage(StoreRecord):
     """Image that could not be decoded, and is not in the store.
 
     Attributes:
-        image: its number in the source.
         path: its file, or its place in one, relative to the source.
-        reason: of the failure, one line.
     """
 
     image: CountOrNone
@@ -141,13 +136,10 @@ class StorePlan(StoreRecord):
     Attributes:
         num_source_images: images of the source; the store holds those of them that can be decoded.
         images_per_shard: of the source, image i of which belongs to shard i // images_per_shard.
-        shape: (channels, height, width) of the latents.
         posterior: whether mean and standard deviation are kept, or only the latent.
         mirrored: whether each image's mirror image is kept too, encoded as such.
-        dtype: of the stored values.
         int8_step: with dtype int8, the difference of neighbouring values; None gives each image and channel its own.
         num_classes: labels are 0 .. num_classes - 1; 0: no labels.
-        class_names: one per class, or none.
         image_size: pixels of each side of the images that were encoded, None where it is not known.
         autoencoder: maker of the latents: "name", and everything that identifies it; "unknown" if it is not known.
         normalization: None: measured after the last shard.
@@ -209,7 +201,6 @@ class StoreIndex(StorePlan):
 
     Attributes:
         num_images: in the whole store, numbered through its shards.
-        caption_shards: in order.
     """
 
     format: Literal["latent store"] = "latent store"

@@ -33,7 +33,6 @@ class MappedShard:
     Attributes:
         latents: [n, V, P, C, h, w], as integers of the dtype's width.
         scales: float32 [n, V, P, C] of int8, else None.
-        labels: int64 [n].
         captions: numbers of the captions, int64 [n], where the store has captions, else None.
     """
 
@@ -51,7 +50,6 @@ def shard_content(
     Args:
         images: their numbers in the source, n.
         values: float32 [n, V, P, C, h, w].
-        labels: int64 [n].
         captions: numbers of the captions, int64 [n]; None where the plan has no captions.
 
     Raises:

@@ -21,10 +21,6 @@ class LatentStore:
 
     Opening reads the index and the sizes of the shards. A shard is mapped when it is first read; all processes share
     its pages. The object may be pickled: a copy maps shards anew.
-
-    Attributes:
-        index: its content.
-        captions: their texts and embeddings; None where the store has none.
     """
 
     def __init__(self, folder: str | Path) -> None:
