@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.launcher import ROOT
-from torchtitan.experiments.launchers import LAUNCHERS
+from torchtitan.experiments.launchers.choice import LAUNCHERS
 from torchtitan.experiments.launchers.job import Job, LauncherError, importable_environment
 from torchtitan.experiments.launchers.on_slurm import SlurmLauncher, _lost, run_in_job
 from torchtitan.experiments.outcome import Outcome

@@ -224,20 +224,6 @@ def load_data_section(argv: list[str], path: str | None = None) -> tuple[DataCon
     return filled.config.data, checked.dataset()
 
 
-def split_data_words(words: list[str]) -> tuple[list[str], list[str]]:
-    """Split the words of the command's own options from `--data.KEY VALUE` and `--data.KEY=VALUE`."""
-    own, of_data, words = [], [], list(words)
-    while words:
-        word = words.pop(0)
-        if not word.startswith("--data."):
-            own.append(word)
-            continue
-        of_data.append(word)
-        if "=" not in word and words and not words[0].startswith("--"):
-            of_data.append(words.pop(0))
-    return own, of_data
-
-
 def _read(argv: list[str]) -> tuple[dict[str, str], str | None, dict[str, Any]]:
     """Read the command line's keys, its file, and the file's content. Raises ConfigError."""
     flags, unreadable = read_command_line(argv)

@@ -1,5 +1,6 @@
 """Sources of values: the TOML file and the command line."""
 
+import re
 import stat
 import tomllib
 from collections.abc import Iterable
@@ -42,6 +43,20 @@ def read_command_line(argv: list[str]) -> tuple[dict[str, str], list[str]]:
             advice = synonym(key, "--") or f"--{name} VALUE or --{name}=VALUE"
             problems.append(f"command line: --{name}: needs a value ({advice})")
     return texts, problems
+
+
+def split_keys(words: list[str], section: str = r"[\w-]+") -> tuple[list[str], list[str]]:
+    """Split the words of a command's own options from `--section.key VALUE` and `--section.key=VALUE`, of one section or all."""
+    own, of_keys, rest = [], [], list(words)
+    while rest:
+        word = rest.pop(0)
+        if not re.match(rf"--{section}\.", word):
+            own.append(word)
+            continue
+        of_keys.append(word)
+        if "=" not in word and rest and not rest[0].startswith("--"):
+            of_keys.append(rest.pop(0))
+    return own, of_keys
 
 
 def _shipped(path: str) -> str | None:

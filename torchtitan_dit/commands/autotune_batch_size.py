@@ -16,12 +16,12 @@ from torchtitan.experiments.autotune.probe import ProbeFailed
 from torchtitan.experiments.autotune.record import RecordError
 from torchtitan.experiments.autotune.tuning import MAX_BATCH_SIZE, NothingFits, autotune
 from torchtitan.processes.command_line import OneLineParser, interrupt_by_signals, run_program
-from torchtitan.settings.sources import read_command_line
+from torchtitan.settings.sources import read_command_line, split_keys
 
 
 def main(words: list[str] | None = None) -> int:
     words = sys.argv[1:] if words is None else words
-    own, overrides = split_arguments(words)
+    own, overrides = split_keys(words)
     options = parse_arguments(own)
     arguments = ["--job.config_file", options.config, *overrides]
     try:
@@ -45,25 +45,8 @@ def main(words: list[str] | None = None) -> int:
     return 0
 
 
-def split_arguments(words: list[str]) -> tuple[list[str], list[str]]:
-    """Split this script's options from train.py's, which have a dot in their names."""
-    own, overrides, rest = [], [], list(words)
-    while rest:
-        word = rest.pop(0)
-        if not (word.startswith("--") and "." in word.partition("=")[0]):
-            own.append(word)
-            continue
-        overrides.append(word)
-        if "=" not in word and rest and not rest[0].startswith("--"):
-            overrides.append(rest.pop(0))
-    return own, overrides
-
-
 def parse_arguments(words: list[str]) -> argparse.Namespace:
-    parser = OneLineParser(
-        prog="autotune_batch_size.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )  # fmt: skip
+    parser = OneLineParser(prog="autotune_batch_size.py", description=__doc__, allow_abbrev=False)
     add = parser.add_argument
     add("config", metavar="CONFIG", help="TOML file of the run")
     add("--multiple-of", type=int, default=1, metavar="M", help="try multiples of M only (default: 1)")

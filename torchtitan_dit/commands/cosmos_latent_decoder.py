@@ -32,7 +32,7 @@ from torchtitan.distributed.mesh import compute_device
 from torchtitan.files.durable import make_folder, replacing
 from torchtitan.files.weight_files import WeightsError, refuse_existing
 from torchtitan.pictures.grids import save_image
-from torchtitan.processes.command_line import OneLineParser, run_program
+from torchtitan.processes.command_line import OneLineParser, at_least, run_program
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -92,7 +92,7 @@ def main(words: list[str] | None = None) -> int:
 
 
 def parse_arguments(words: list[str]) -> argparse.Namespace:
-    parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = OneLineParser(description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True, parser_class=OneLineParser)
     for name, run in VERBS.items():
         add = commands.add_parser(name, help=run.__doc__).add_argument
@@ -125,21 +125,6 @@ def parse_arguments(words: list[str]) -> argparse.Namespace:
     if arguments.overlap is not None and arguments.tile is None:
         parser.error("--overlap: has no effect without --tile")
     return arguments
-
-
-def at_least(lowest: int):
-    """Reader of whole numbers from `lowest` up."""
-
-    def read(text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError:
-            value = lowest - 1
-        if value < lowest:
-            raise argparse.ArgumentTypeError(f"must be a whole number of at least {lowest}, is {text!r}")
-        return value
-
-    return read
 
 
 def factor(text: str) -> float:

@@ -253,7 +253,7 @@ def main(words: list[str] | None = None) -> int:
 
 
 def parse_arguments(words: list[str] | None) -> argparse.Namespace:
-    parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = OneLineParser(description=__doc__)
     add = parser.add_argument
     add("names", nargs="*", metavar="NAME", help="names of the downloads")
     add("--list", action="store_true", help="show the names, and stop")

@@ -19,8 +19,7 @@ from torchtitan.distributed.config import CommConfig
 from torchtitan.distributed.mesh import compute_device, init_process_group, process_group
 from torchtitan.errors import EvaluationError
 from torchtitan.files.weight_files import WeightsError, refuse_existing
-from torchtitan.processes.command_line import FirstRankParser, exit_code, interrupt_by_signals
-from torchtitan.processes.exit_codes import before_exit
+from torchtitan.processes.command_line import FirstRankParser, interrupt_by_signals, run_rank
 from torchtitan.programs import program
 from torchtitan.sampling.ema_sweep import LOSS, sweep
 from torchtitan.training.ema_snapshots import EMA_FOLDER
@@ -45,7 +44,7 @@ def main(words: list[str] | None = None) -> int:
 
 
 def parse_arguments(words: list[str] | None) -> argparse.Namespace:
-    parser = FirstRankParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = FirstRankParser(description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     command = commands.add_parser("reconstruct", help="write the weights of an average of any length to a file")
@@ -127,6 +126,4 @@ def run() -> NoReturn:
     """Run as a program, and end the process."""
     logging.basicConfig(level=logging.WARNING)
     interrupt_by_signals()
-    code = exit_code(main)
-    before_exit(code)
-    os._exit(code)  # a gloo thread may abort the interpreter while it shuts down
+    run_rank(main)

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from torchtitan.autoencoders.base import AutoencoderError
 from torchtitan.checkpoint.checkpointer import CheckpointError
-from torchtitan.config.job import ConfigError, load_data_section, split_data_words
+from torchtitan.config.job import ConfigError, load_data_section
 from torchtitan.data import DATASETS, DatasetError
 from torchtitan.distributed.collectives import from_first_rank, group_for_work, on_all_ranks
 from torchtitan.distributed.config import CommConfig
@@ -44,13 +44,14 @@ from torchtitan.fidelity.measuring import (
 from torchtitan.fidelity.npz import NPZ_SUFFIX
 from torchtitan.fidelity.references import REFERENCES, Reference, kept_outputs, open_reference, write_reference
 from torchtitan.fidelity.results import EVALUATION_FILE, EvaluationFile, describe, finite_values, table_lines
-from torchtitan.processes.command_line import FirstRankParser, exit_code, interrupt_by_signals
-from torchtitan.processes.exit_codes import FAILED, REFUSED, before_exit
+from torchtitan.processes.command_line import FirstRankParser, interrupt_by_signals, run_rank
+from torchtitan.processes.exit_codes import FAILED, REFUSED
 from torchtitan.programs import program
 from torchtitan.runs.folder import versions
 from torchtitan.sampling.method_options import option
 from torchtitan.sampling.run_samples import draw_samples, is_run, log_scalars, origin
 from torchtitan.sampling.setup import SamplingSetup, add_setup_options, chosen_classes, open_setup
+from torchtitan.settings.sources import split_keys
 
 FIRST = os.environ.get("RANK", "0") == "0"
 UNUSABLE = (AutoencoderError, CheckpointError, ConfigError, DatasetError, EvaluationError, SampleSetError)
@@ -67,7 +68,7 @@ def main(words: list[str] | None = None) -> int:
     words = sys.argv[1:] if words is None else words
     try:
         if words[:1] == ["reference"]:
-            own, of_data = split_data_words(words[1:])
+            own, of_data = split_keys(words[1:], "data")
             arguments = parse_reference(own)
             init_process_group(CommConfig())
             make_reference(arguments, of_data)
@@ -95,9 +96,7 @@ def main(words: list[str] | None = None) -> int:
 
 
 def parse_evaluation(words: list[str]) -> argparse.Namespace:
-    parser = FirstRankParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = FirstRankParser(description=__doc__, allow_abbrev=False)
     add = parser.add_argument
     add("source", type=Path, metavar="RUN|FOLDER|NPZ", help="a run, a file of weights (with --config), or images")
     add("--reference", metavar="REF", help="name of a reference, or path of one, of an npz file or of images")
@@ -309,6 +308,4 @@ def source_of(arguments: argparse.Namespace, data_words: list[str]) -> ImageSet:
 def run() -> NoReturn:
     """Run as a program, and end the process."""
     interrupt_by_signals()
-    code = exit_code(main)
-    before_exit(code)
-    os._exit(code)  # a gloo thread may abort the interpreter while it shuts down
+    run_rank(main)

@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from torchtitan.autoencoders import AUTOENCODERS
 from torchtitan.autoencoders.base import Autoencoder, AutoencoderError
-from torchtitan.config.job import ConfigError, load_data_section, split_data_words
+from torchtitan.config.job import ConfigError, load_data_section
 from torchtitan.data.base import DataConfig, DatasetError
 from torchtitan.distributed.collectives import group_for_work, on_all_ranks
 from torchtitan.distributed.config import CommConfig
@@ -50,12 +50,13 @@ from torchtitan.extraction.store_verbs import VERBS, run_verb
 from torchtitan.files.regular import read_toml, user_path
 from torchtitan.latents.captions import CAPTION_DTYPES
 from torchtitan.latents.index import MOST_SHARDS
-from torchtitan.processes.command_line import FirstRankParser, exit_code, interrupt_by_signals, readable_size
-from torchtitan.processes.exit_codes import FAILED, REFUSED, before_exit
+from torchtitan.processes.command_line import FirstRankParser, at_least, interrupt_by_signals, readable_size, run_rank
+from torchtitan.processes.exit_codes import FAILED, REFUSED
 from torchtitan.processes.launch import launch_number
+from torchtitan.settings.sources import split_keys
 from torchtitan.texts import TextEncoderError, TextEncoders, open_encoders
 from torchtitan.texts.opening import OPTIONS
-from torchtitan_dit.commands.cosmos_latent_decoder import DTYPES, CosmosLatentDecoder, at_least
+from torchtitan_dit.commands.cosmos_latent_decoder import DTYPES, CosmosLatentDecoder
 
 UNUSABLE = (AutoencoderError, DatasetError, LatentStoreError, TextEncoderError, OSError)
 TEXT_LENGTH = 256
@@ -146,9 +147,7 @@ def write_and_report(
 
 def parse_arguments(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Parse the command's own options, and those of the dataset."""
-    parser = FirstRankParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = FirstRankParser(description=__doc__, allow_abbrev=False)
     add = parser.add_argument
     add("--output", type=user_path, required=True, metavar="STORE", help="folder to write, or to resume")
     add("--autoencoder", choices=tuple(AUTOENCODERS), required=True)
@@ -189,7 +188,7 @@ def parse_arguments(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
         "captions of the classes, or of the first images)")
     add("--part", type=part_of, default=WHOLE, metavar="K/N", help="write every N-th file only, from the K-th on; when all N "
         "parts are written, a start without --part writes the index")
-    own, data_words = split_data_words(words)
+    own, data_words = split_keys(words, "data")
     arguments = parser.parse_args(own)
     if bool(arguments.text_encoder) != bool(arguments.pooled_encoder):
         given, other = OPTIONS.values() if arguments.text_encoder else reversed(OPTIONS.values())
@@ -312,6 +311,4 @@ def run() -> NoReturn:
     """Run as a program, and end the process."""
     if "WORLD_SIZE" not in os.environ:  # torchrun ends its ranks itself
         interrupt_by_signals()
-    code = exit_code(main)
-    before_exit(code)
-    os._exit(code)  # a gloo thread may abort the interpreter while it shuts down
+    run_rank(main)

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
-from torchtitan.processes.command_line import OneLineParser, run_program
+from torchtitan.processes.command_line import OneLineParser, at_least, run_program
 from torchtitan.runs.analysis.collect import NoRuns
 from torchtitan.runs.analysis.findings import headlines
 from torchtitan.runs.analysis.report import analyse, refuse_other_files, write_report
@@ -41,22 +41,14 @@ def main(words: list[str] | None = None) -> int:
 
 
 def parse_arguments(words: list[str] | None) -> argparse.Namespace:
-    parser = OneLineParser(
-        prog="optimization_analysis.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = OneLineParser(prog="optimization_analysis.py", description=__doc__)
     add = parser.add_argument
     add("folders", metavar="FOLDER", type=Path, nargs="+", help="a sweep's folder, or any above run folders, as "
         "outputs; several are analysed together")
     add("--out", type=Path, metavar="DIR", help="folder of the results (default: analysis in the first FOLDER)")
-    add("--warmup-steps", type=not_negative, metavar="N",
+    add("--warmup-steps", type=at_least(0), metavar="N",
         help="steps left out at the start of every run (default: its sweep's setting, else a tenth of its steps)")
     return parser.parse_args(words)
-
-
-def not_negative(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"must be a whole number, 0 or more, is {text!r}")
-    return int(text)
 
 
 def run() -> NoReturn:

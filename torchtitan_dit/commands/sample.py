@@ -28,8 +28,7 @@ from torchtitan.evaluation.sample_sets import SampleSet, draw_set
 from torchtitan.evaluation.sampling import ImageSampler, grid_choices
 from torchtitan.files.durable import replacing
 from torchtitan.pictures.grids import class_labels, image_grid, save_image
-from torchtitan.processes.command_line import FirstRankParser, exit_code
-from torchtitan.processes.exit_codes import before_exit
+from torchtitan.processes.command_line import FirstRankParser, run_rank
 from torchtitan.sampling.method_options import option
 from torchtitan.sampling.prompts import add_prompt_options, check_prompted, places, with_prompts
 from torchtitan.sampling.setup import SamplingSetup, add_setup_options, beside, chosen_classes, open_setup
@@ -65,7 +64,7 @@ def main() -> int:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = FirstRankParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = FirstRankParser(description=__doc__)
     add = parser.add_argument
     add("source", type=Path, help="a run's folder, a safetensors file of weights, or a folder of diffusers")
     add("--classes", nargs="+", help="names or numbers of classes: one row of the grid each (default: the run's), or those of a "
@@ -202,6 +201,4 @@ def draw_grid(arguments: argparse.Namespace, setup: SamplingSetup) -> None:
 def run() -> NoReturn:
     """Run as a program, and end the process."""
     logging.basicConfig(level=logging.WARNING)
-    code = exit_code(main)
-    before_exit(code)
-    os._exit(code)  # a gloo thread may abort the interpreter while it shuts down
+    run_rank(main)

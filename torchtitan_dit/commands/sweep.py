@@ -13,11 +13,11 @@ from typing import NoReturn
 from torchtitan.experiments.command_lines import run_name
 from torchtitan.experiments.folder import ExperimentError
 from torchtitan.experiments.grid import read_sweep
-from torchtitan.experiments.launchers.choice import Launching, add_launcher_options, assignment, positive
+from torchtitan.experiments.launchers.choice import Launching, add_launcher_options
 from torchtitan.experiments.record import SweepFolder
 from torchtitan.experiments.runner import SweepPlan, plan_sweep, run_sweep
 from torchtitan.pictures.number_text import counted
-from torchtitan.processes.command_line import OneLineParser, interrupt_by_signals, run_program
+from torchtitan.processes.command_line import OneLineParser, assignment, at_least, interrupt_by_signals, run_program
 
 _UNSUCCESSFUL = ("failed", "timeout", "killed")  # nothing is known of the cell; oom, refused and skipped are results
 
@@ -62,12 +62,12 @@ def show(plan: SweepPlan) -> None:
 
 
 def parse_arguments(words: list[str] | None) -> argparse.Namespace:
-    parser = OneLineParser(prog="sweep.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = OneLineParser(prog="sweep.py", description=__doc__)
     add = parser.add_argument
     add("sweep", metavar="SWEEP.toml", type=Path, help="a file as those in train_configs/sweeps")
     add("--only", type=assignment, action="append", default=[], metavar="AXIS=VALUE", help="run these cells only; "
         "may be given several times")
-    add("--repeats", type=positive, metavar="N", help="runs of each cell with different seeds (default: the file's)")
+    add("--repeats", type=at_least(1), metavar="N", help="runs of each cell with different seeds (default: the file's)")
     add("--retry-failed", action="store_true", help="repeat runs that failed, timed out, were killed or refused")
     add("--dry-run", action="store_true", help="check everything and list the runs; nothing is written")
     add("--output", type=Path, metavar="FOLDER", help="of the results (default: outputs/<sweep>)")
