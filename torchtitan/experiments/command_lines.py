@@ -6,8 +6,8 @@ from typing import Any
 
 from torchtitan.config.job import ConfigError, JobConfig, load_config
 from torchtitan.config.places import place_problems
+from torchtitan.config.toml_file import read_toml
 from torchtitan.experiments.grid import BATCH_KEY, Cell, Sweep, SweepError
-from torchtitan.settings.sources import read_toml
 
 SEED_KEY = "debug.seed"
 

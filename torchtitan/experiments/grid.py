@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from torchtitan.config.toml_file import read_toml, shown_file
 from torchtitan.distributed.degrees import DEGREE_KEYS
 from torchtitan.experiments.folder import ExperimentError
 from torchtitan.experiments.process import RETRIES
@@ -18,7 +19,6 @@ from torchtitan.settings import setting
 from torchtitan.settings.schema import nearest, quoted, validate_section
 from torchtitan.settings.sections import flattened
 from torchtitan.settings.sizes import is_count
-from torchtitan.settings.sources import read_toml, shown_file
 
 BATCH_KEY = "training.local_batch_size"
 MOST_CELLS = 100_000
@@ -136,7 +136,7 @@ def read_sweep(path: Path) -> Sweep:
     known = [each.name for each in dataclasses.fields(SweepSettings)]
 
     def advise(key: str) -> str:
-        guess = nearest(key.removeprefix("sweep."), [*known, *_TABLES])
+        guess = nearest(key, [*known, *_TABLES])
         advice = f"keys of runs belong in [fixed] and [axes]; here: {', '.join(known)}"
         return f"did you mean {guess}?" if guess else advice
 

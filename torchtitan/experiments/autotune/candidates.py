@@ -4,8 +4,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from torchtitan.config.job import ConfigError, JobConfig
+from torchtitan.config.toml_file import read_toml
 from torchtitan.distributed.degrees import DEGREE_KEYS
-from torchtitan.settings.sources import read_command_line, read_toml
+from torchtitan.settings.sources import read_command_line
 
 _GLOBAL = "training.global_batch_size"
 
