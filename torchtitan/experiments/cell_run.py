@@ -15,6 +15,11 @@ from torchtitan.experiments.grid import BATCH_KEY, SweepSettings
 from torchtitan.experiments.outcome import Outcome, Status
 from torchtitan.experiments.process import run_processes
 
+# What a cell is called of which no batch size was found.
+_STATUS: dict[type[Exception], Status] = {
+    NothingFits: "oom", ConfigError: "refused", AutotuneRefused: "refused", ProbeFailed: "failed", RecordError: "failed",
+}  # fmt: skip
+
 
 @dataclass(frozen=True)
 class CellRun:
@@ -50,7 +55,7 @@ def run_cell(run: CellRun, *, devices: list[int] | None, stop: threading.Event |
         arguments = [*arguments, f"--{BATCH_KEY}={found}"]
     outcome = run_processes(
         arguments, processes=run.processes, timeout_s=settings.timeout_s, environment=run.environment, log=run.log,
-        memory_limit_gib=settings.memory_limit_gib, devices=devices, retries=0, stop=stop,
+        memory_limit_gib=settings.memory_limit_gib, devices=devices, stop=stop,
     )  # fmt: skip
     named = " (timeout_s)" if outcome.status == "timeout" else ""
     return replace(outcome, reason=outcome.reason + named, chosen=chosen)
@@ -59,20 +64,11 @@ def run_cell(run: CellRun, *, devices: list[int] | None, stop: threading.Event |
 def _searched_batch_size(run: CellRun, devices: list[int] | None, stop: threading.Event | None) -> int | Outcome:
     """Search the batch size of a cell; its outcome where there is none: oom if not even the smallest fits. Raises Stopped."""
     begun, settings = time.perf_counter(), run.settings
-
-    def ended(status: Status, error: Exception) -> Outcome:
-        return Outcome(status, unwrapped(error), time.perf_counter() - begun, 1)
-
     try:
         return autotune(
             run.arguments, run.processes, memory_gib=settings.autotune_memory_gib,
             cache=run.cache, multiple_of=settings.autotune_multiple_of, timeout_s=settings.timeout_s, devices=devices, stop=stop,
         ).batch_size  # fmt: skip
-    except NothingFits as error:
-        return ended("oom", error)
-    except (ConfigError, AutotuneRefused) as error:
-        return ended("refused", error)
-    except ProbeFailed as error:
-        return ended("killed" if error.outcome.status == "killed" else "failed", error)
-    except RecordError as error:
-        return ended("failed", error)
+    except tuple(_STATUS) as error:
+        status = "killed" if isinstance(error, ProbeFailed) and error.outcome.status == "killed" else _STATUS[type(error)]
+        return Outcome(status, unwrapped(error), time.perf_counter() - begun, 1)

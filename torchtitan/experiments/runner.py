@@ -163,7 +163,7 @@ class _Runs:
             run_arguments(cell, task.repeat, path, self._folder.base), cell.processes, settings, path / "autotune",
             path / "logs" / f"{name}.log", self._launching.threads_of(cell.processes),
         )  # fmt: skip
-        gpus = cell.processes if self._sweep.needs.gpus else 0
+        gpus = cell.processes if settings.needs.gpus else 0
         tries = _MOST_TRIES if settings.autotune else 0
         limit_s = (1 + tries) * settings.timeout_s + _LEEWAY_SECONDS
         return Job(name, run_cell, (run,), cell.processes, gpus, limit_s)
