@@ -14,9 +14,6 @@ from torchtitan.processes.command_line import OneLineParser, at_least, run_progr
 from torchtitan.runs.analysis.collect import NoRuns
 from torchtitan.runs.analysis.findings import headlines
 from torchtitan.runs.analysis.report import analyse, refuse_other_files, write_report
-from torchtitan.terminal import shortened
-
-LONGEST_LINE = 1000  # characters printed of a remark or a headline
 
 
 def main(words: list[str] | None = None) -> int:
@@ -27,15 +24,14 @@ def main(words: list[str] | None = None) -> int:
         results = analyse(arguments.folders, arguments.warmup_steps, progress=True)
         files = write_report(results, folder)
     except NoRuns as error:
-        print(shortened(str(error), LONGEST_LINE), file=sys.stderr)
+        print(error, file=sys.stderr)
         return 2
     except OSError as error:
-        place = shortened(str(error.filename or folder))
-        print(f"{place}: cannot be written: {error.strerror or error} (give another --out)", file=sys.stderr)
+        print(f"{error.filename or folder}: cannot be written: {error.strerror or error} (give another --out)", file=sys.stderr)
         return 2
     for remark in results.remarks:
-        print(shortened(remark, LONGEST_LINE), file=sys.stderr)
-    print(shortened("\n".join(headlines(results)), LONGEST_LINE))
+        print(remark, file=sys.stderr)
+    print("\n".join(headlines(results)))
     print(f"{folder}: {len(files)} files, analysis.md shows all of them")
     return 0
 

@@ -8,7 +8,6 @@ from typing import Any
 from torchtitan.distributed.degrees import DEGREE_KEYS, Degrees, degrees_of
 from torchtitan.settings.schema import quoted
 from torchtitan.settings.sizes import is_count
-from torchtitan.terminal import shortened
 
 Axes = dict[str, Any]
 
@@ -37,7 +36,7 @@ _NOT_SPEED = (
     "objective.timesteps", "objective.weighting", "data.path", "data.validation_path",
 )
 DATA = "data"  # axis of runs of different data: they are no arms of one experiment
-_CONTEXT = re.compile(r"\(context=([1-9]\d{0,9})\)")  # in a layout
+_CONTEXT = re.compile(r"\(context=(\d+)\)")  # in a layout
 _LONGEST_VALUE = 32  # characters, in a label
 _FOLDED = {
     "data": DATA,
@@ -56,15 +55,13 @@ def axes_of(settings: Mapping[str, Any], processes: int | None = None) -> Axes:
     degrees = degrees_of(settings)
     layout = _layout(degrees) if degrees else word(settings.get("layout"))
     context = settings.get(DEGREE_KEYS[2])
-    if layout and is_count(context) and context > 1:
+    if layout and context and context > 1:
         layout = f"{layout} (context={context})"
-    patch, local, all_ranks = (
-        settings.get(key) if is_count(settings.get(key)) else None
-        for key in ("model.patch_size", "training.local_batch_size", "training.global_batch_size")
-    )
+    keys = ("model.patch_size", "training.local_batch_size", "training.global_batch_size")
+    patch, local, all_ranks = (size if is_count(size := settings.get(key)) else None for key in keys)
     flavor = word(settings.get("model.flavor"))
     stem, _, suffix = (flavor or "").rpartition("/")
-    named_patch = stem and suffix.isdecimal() and len(suffix) < 6
+    named_patch = stem and suffix.isdecimal()
     if patch is None and named_patch:
         patch = int(suffix)
     dtype = "float8" if settings.get("float8.enable") else settings.get("training.mixed_precision_param")
@@ -155,7 +152,7 @@ def value_label(name: str, value: Any) -> str:
     words["layout"] = "one process" if text == "single" else "{}"
     if name in ("model", "mesh", "dtype", "device", DATA) or name in words:
         return words.get(name, "{}").format(text)
-    return f"{name}={shortened(text, _LONGEST_VALUE)}"
+    return f"{name}={text[:_LONGEST_VALUE]}"
 
 
 def label(axes: Axes, names: Iterable[str]) -> str:

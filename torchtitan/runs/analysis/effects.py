@@ -23,7 +23,6 @@ _EQUAL_WORK: dict[Kind, Callable[[Axes], Any]] = {
 }
 EFFECT_METRICS = (IMAGES, MFU, MEMORY)
 MOST_VALUES = 6  # of a further axis that counts as a switch
-_LARGEST_EXPONENT = 700.0
 
 
 @dataclass(frozen=True)
@@ -135,7 +134,7 @@ def mean_ratio(pairs: Sequence[tuple[Cell, Cell]], metric: str) -> Interval:
     if len(logs) == 1:
         half = math.hypot(*(_log_half_width(cell.measures[metric]) for cell in pairs[0]))
         lower, upper = mean.value - half, mean.value + half
-    value, lower, upper = (math.exp(min(end, _LARGEST_EXPONENT)) for end in (mean.value, lower, upper))
+    value, lower, upper = (math.exp(end) for end in (mean.value, lower, upper))
     return Interval(value, lower, upper, len(logs), mean.coverage)
 
 

@@ -12,10 +12,8 @@ from torchtitan.runs.analysis.collect import Run
 from torchtitan.runs.analysis.effects import Effect, ScalingCurve
 from torchtitan.runs.analysis.measures import IMAGES, MEMORY, METRICS, MFU, STEP
 from torchtitan.statistics.interval import Interval
-from torchtitan.terminal import shortened
 
 MISSING = "–"
-MOST_LISTED = 30
 
 HOW_MEASURED = (
     "A run's value is the median over its logged points after the warm-up, with the interval between two order "
@@ -67,7 +65,7 @@ def headlines(results: Results) -> list[str]:
     lines = [f"{runs} ({told}) in {cells}, {measured} of them measured."]
     kinds = Counter(cell.axes[DATA] for cell in results.cells if cell.axes.get(DATA))
     if len(kinds) > 1:
-        names = ", ".join(f"{shortened(name, 40)}: {count}" for name, count in kinds.most_common(MOST_LISTED))
+        names = ", ".join(f"{name}: {count}" for name, count in kinds.most_common())
         lines.append(f"The runs are of different data, and are compared with those of the same alone (cells: {names}).")
     if singles:
         lines.append(f"Measured cells with a single ok repeat: {singles}.")

@@ -50,13 +50,12 @@ def by_hardware(runs: Sequence[RunRecord]) -> list[RunGroup]:
 def hardware_name(run: RunRecord) -> str | None:
     """Name of a run's devices, as `8 x NVIDIA H100`, of processors with the maker's name; None where none is recorded."""
     summary = run.summary or {}
-    found = summary.get("hardware")
-    hardware: dict[str, Any] = found if isinstance(found, dict) else {}
-    device, count = hardware.get("device") or summary.get("device"), hardware.get("num_devices")
+    hardware: dict[str, Any] = summary.get("hardware") or {}
+    device, count = hardware.get("device") or summary.get("device"), hardware.get("num_devices", 1)
     if not device:
         return None
     name = f"{hardware['cpu']}, {device}" if str(device).startswith("CPU") and hardware.get("cpu") else str(device)
-    return f"{count} x {name}" if type(count) is int and count > 1 else name
+    return f"{count} x {name}" if count > 1 else name
 
 
 def speed_up(reference: RunGroup, other: RunGroup) -> Interval | None:
@@ -98,8 +97,7 @@ def _held_out(run: RunRecord) -> float | None:
 
 
 def _train_seconds(run: RunRecord) -> float | None:
-    clock = (run.summary or {}).get("clock")
-    return as_number(clock.get("train_seconds")) or None if isinstance(clock, dict) else None
+    return as_number((run.summary or {}).get("clock", {}).get("train_seconds")) or None
 
 
 def _of_summary(run: RunRecord, key: str) -> float | None:
