@@ -152,7 +152,6 @@ def load_config(
     Args:
         argv: command line without the program's name: `--section.key value` or `--section.key=value`.
             `--job.config_file` names the TOML file that they override.
-        world_size: number of processes of the run.
         elsewhere: the run is of another machine: packages, compilers and devices of this one are not judged.
         info: properties of data that are elsewhere, which are not opened; None: the dataset is opened.
         earlier: the file is what an earlier version wrote of its run: keys that are no more are left out, and those that
@@ -222,12 +221,7 @@ class _Filled:
     """Configuration as given, before its parts are compared with one another.
 
     Attributes:
-        config: with defaults instead of refused values.
-        path: of the TOML file.
-        known: dotted key -> its field, of all keys.
         origins: dotted key -> where it was given, "file" or "command line".
-        problems: reasons of the refusals.
-        refused: their dotted keys, or sections.
     """
 
     config: JobConfig
@@ -251,9 +245,6 @@ def _fill(document: dict[str, Any], flags: dict[str, str], path: str | None, ear
 
     The one rule of precedence: the command line overrules the file. A key of the file that means nothing in a class, or has
     no effect under a switch, of the command line is left aside; within one source, it is a mistake and is reported.
-
-    Args:
-        earlier: see `load_config`.
     """
     config = JobConfig()
     filled = _Filled(config, path)

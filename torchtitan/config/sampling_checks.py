@@ -6,7 +6,7 @@ from typing import Any
 
 from torchtitan.conditions import Unconditional, numbered_otherwise
 from torchtitan.config.speed_checks import shards_of
-from torchtitan.config.view import ConfigView
+from torchtitan.config.view import ConfigView, in_section
 from torchtitan.data import DataConfig
 from torchtitan.evaluation.config import SamplingConfig, default_schedule, sampling_problems
 from torchtitan.settings import has_key
@@ -112,8 +112,7 @@ def _sampling_method(checked: ConfigView) -> Iterator[Problem]:
         yield Problem("sampling.schedule.shift", text)
     model, heads = checked.whole("model"), bool(checked.whole("objective").heads_of_network())
     found = sampling_problems(sampling, path_name, model.learned_variance, heads, model.guidance_embedding)
-    for key, text in found:
-        yield Problem(f"sampling.{key}", text)
+    yield from in_section("sampling", found)
 
 
 SAMPLING_CHECKS: list[Callable[[ConfigView], Iterator[Problem]]] = [

@@ -29,10 +29,7 @@ class ResultsFolder:
     """Folder of results.
 
     Attributes:
-        path: of the folder, which need not exist.
         marks: files that identify it, as for `foreign_entry`.
-        error: raised if it cannot be used.
-        owner: of the folder, in words.
     """
 
     path: Path

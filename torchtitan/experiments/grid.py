@@ -87,7 +87,6 @@ class Cell:
 
     Attributes:
         id: `axis=value` of all axes joined; a file name, unique in the sweep.
-        axes: axis -> value, as in the sweep's file.
         values: dotted key -> value of every key that the cell sets.
     """
 
@@ -103,14 +102,7 @@ class Cell:
 
 @dataclass
 class Sweep:
-    """Sweep: its file, read and expanded.
-
-    Attributes:
-        table: its content, flattened to dotted keys.
-        settings: its plain keys.
-        base: configuration of all cells, None if there is none.
-        cells: of the grid, the batch rising fastest.
-    """
+    """Sweep: its file, read and expanded."""
 
     path: Path
     text: str

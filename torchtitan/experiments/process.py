@@ -61,14 +61,9 @@ def run_processes(
     Args:
         arguments: of train.py, `--section.key value`; relative paths in them are relative to the present folder.
         processes: number of them; torchrun starts more than one, on a separate port.
-        timeout_s: seconds after which everything is killed.
-        log: file for the output of all processes, written anew.
-        environment: variables to set besides the present ones.
         memory_limit_gib: of each process's data (RLIMIT_DATA), so that allocating more on the CPU fails; Linux.
         devices: numbers of the CUDA devices to use, among those that this process sees.
-        stop: set from another thread, ends the run.
         stop_grace_s: seconds that a run which is stopped has to save a checkpoint.
-        poll: called again and again while the run lasts.
 
     Raises:
         KeyboardInterrupt, Stopped: after all processes were killed.

@@ -4,11 +4,12 @@ import sys
 import threading
 from dataclasses import dataclass, field
 from datetime import datetime
+from functools import partial
 from typing import Any
 
 from tqdm import tqdm
 
-from torchtitan.experiments.cell_run import CellRun, run_cell
+from torchtitan.experiments.cell_run import run_cell
 from torchtitan.experiments.command_lines import check_cells, run_arguments, run_name
 from torchtitan.experiments.engine import Advance, settle_cells
 from torchtitan.experiments.grid import Cell, Sweep, SweepError
@@ -39,7 +40,6 @@ class SweepPlan:
     """Plan of a sweep's remaining work.
 
     Attributes:
-        sweep: of the tasks.
         tasks: every requested run: all cells once, then all again with the next seed.
         retry_failed: repeat runs that failed, timed out, were killed or refused.
     """
@@ -80,7 +80,6 @@ def plan_sweep(
     """Plan a sweep: check everything possible before anything is written or started.
 
     Args:
-        sweep: read from its file.
         only: axis -> the values to run, as text; other cells are left out.
         retry_failed: repeat runs that failed, timed out, were killed or refused.
         elsewhere: the runs are for other machines: packages and devices of this one refuse none.
@@ -159,14 +158,14 @@ class _Runs:
         """Job of a task: what it runs, and what it needs of machines."""
         settings, cell, name = self._sweep.settings, task.cell, run_name(task.cell, task.repeat)
         path = self._folder.path
-        run = CellRun(
-            run_arguments(cell, task.repeat, path, self._folder.base), cell.processes, settings, path / "autotune",
+        run = partial(
+            run_cell, run_arguments(cell, task.repeat, path, self._folder.base), cell.processes, settings, path / "autotune",
             path / "logs" / f"{name}.log", self._launching.threads_of(cell.processes),
         )  # fmt: skip
         gpus = cell.processes if settings.needs.gpus else 0
         tries = _MOST_TRIES if settings.autotune else 0
         limit_s = (1 + tries) * settings.timeout_s + _LEEWAY_SECONDS
-        return Job(name, run_cell, (run,), cell.processes, gpus, limit_s)
+        return Job(name, run, cell.processes, gpus, limit_s)
 
     def _settle(self, task: Task, advance: Advance) -> None:
         started = datetime.now().astimezone().isoformat(timespec="seconds")

@@ -27,9 +27,6 @@ def train(config: JobConfig, processes: int, request: Path, log: Path, advance: 
     """Train a run to its end, from its newest checkpoint where its folder has one, again where it is killed from outside.
 
     Args:
-        processes: how many; torchrun starts more than one.
-        request: file that the configuration is written to.
-        log: file for the output of the processes.
         advance: told how many more samples the run has seen, now and then.
 
     Raises:

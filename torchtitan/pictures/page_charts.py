@@ -39,11 +39,7 @@ class Line:
 
     Attributes:
         points: (x, y), x rising.
-        group: number that gives the colour.
-        name: shown on hover.
-        faint: drawn thin, behind the others.
         band: (x, low, high) around it.
-        marked: with a dot on every point.
     """
 
     points: Sequence[Point]
@@ -139,8 +135,6 @@ def line_chart(
 
     Args:
         lines: in any order; faint ones are drawn first.
-        x_values, y_values: values within the axes.
-        small: without labels of the axes.
     """
     chart = _Chart(270, 170, (44, 8, 8, 26)) if small else _Chart(560, 300, (68, 10, 14, 42))
     chart.set_axes(x_values, y_values, log, ticks=4 if small else 6)

@@ -13,7 +13,6 @@ def render_page(template: str, **values: Any) -> str:
     """Render a self-contained page.
 
     Args:
-        template: file in templates/.
         values: its variables; texts that are not Markup are escaped.
     """
     environment = Environment(

@@ -51,7 +51,6 @@ class PromptRow:
 
     Attributes:
         drifts: whether the prompt lacks the trigger word that was trained on: its change is drift.
-        previews: one for each step.
     """
 
     prompt: str

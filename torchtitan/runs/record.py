@@ -99,14 +99,11 @@ class RunRecord:
     """Record of one run's folder.
 
     Attributes:
-        folder: as given.
         config: the tables of config.toml; empty where there is none.
         summary: of summary.json; None where there is none, as in a run in progress or killed.
         points: metrics.jsonl in the order of steps; later lines follow earlier ones of the same step.
-        samples: step -> grid of samples.
         damaged_lines: lines of metrics.jsonl that could not be read.
         stride: 1; of a very large metrics.jsonl k, where every k-th point was kept.
-        problems: other unreadable files, one line each.
     """
 
     folder: Path

@@ -32,12 +32,7 @@ class GuideReference:
 
 @dataclass(frozen=True)
 class LoadedGuide:
-    """Loaded guide.
-
-    Attributes:
-        guide: for the predictor.
-        model: that it was loaded as.
-    """
+    """Loaded guide."""
 
     guide: Guide
     model: TrainedModel
@@ -51,7 +46,6 @@ def open_guide(
 
     Args:
         text: of --guide, "none" for the null condition; None for the run's own choice.
-        source, config_file, sampled, device: as in `load_guide`.
         guidance_scale: 1 for no guidance.
 
     Returns:
@@ -99,7 +93,6 @@ def load_guide(
     newest good checkpoint and the run's own choice. A file of weights is of the sampled model's configuration.
 
     Args:
-        reference: to the guide.
         source: run's folder or file of weights of the sampled model.
         config_file: configuration of the sampled file of weights; None for a run.
 

@@ -42,12 +42,6 @@ def validate_section(
 ) -> tuple[Any, list[Problem]]:
     """Check the given values of a section and lay them over its defaults.
 
-    Args:
-        section: name of the section, as `training`.
-        defaults: an instance of the section's dataclass.
-        values: given ones, key -> value as TOML or JSON has it.
-        suggest: unknown key -> advice, printed in parentheses.
-
     Returns:
         a new instance, with the defaults instead of refused values, and the problems.
     """
@@ -68,8 +62,7 @@ def validate_section(
 
 @functools.cache
 def schema_of(section: type) -> type[pydantic.BaseModel]:
-    """Schema of a section as a pydantic model: keys, types, bounds, descriptions and defaults; without inner sections.
-    """
+    """Schema of a section as a pydantic model: keys, types, bounds, descriptions and defaults; without inner sections."""
     hints = typing.get_type_hints(section)
     keys: dict[str, Any] = {}
     for field in section_keys(section):

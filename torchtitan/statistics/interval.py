@@ -13,7 +13,6 @@ class Interval:
     """Interval: an estimate with the ends of its confidence interval.
 
     Attributes:
-        value: estimate.
         lower, upper: ends; infinite on an unbounded side.
         count: values or repeats behind the estimate.
         coverage: probability that the interval holds the true value; None where none is claimed.
@@ -49,7 +48,6 @@ def mean_interval(values: Sequence[float], confidence: float = 0.95) -> Interval
     Args:
         values: any number; a single one leaves the mean unbounded. Without any, or with an infinite one, all of the
             result is NaN or infinite.
-        confidence: of the interval, in (0, 1).
     """
     count = len(values)
     mean = statistics.fmean(values) if values else math.nan
@@ -87,10 +85,6 @@ def median_interval(values: Sequence[float], confidence: float = 0.95) -> Interv
     is at least `confidence`. Below six values none reaches 95 %: then it is the range, with its lower `coverage`. A
     single value leaves the median unbounded.
 
-    Args:
-        values: at least one.
-        confidence: in (0, 1).
-
     Source: David and Nagaraja, "Order Statistics", section 7.1.
     """
     ordered, n = sorted(values), len(values)
@@ -112,7 +106,6 @@ def binomial_interval(successes: int, trials: int, confidence: float = 0.95) -> 
     Args:
         successes: in 0..trials.
         trials: at least 1.
-        confidence: in (0, 1).
 
     Source: Wilson, "Probable Inference, the Law of Succession, and Statistical Inference", 1927.
     """

@@ -12,7 +12,7 @@ import argparse
 import math
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -115,16 +115,21 @@ def parse_arguments(words: list[str]) -> argparse.Namespace:
             add("--output", type=Path, help="picture to write (default: NAME-reconstruction.png beside the first of IMAGES)")
             add("--pictures", type=at_least(1), default=8, help="images in the picture (default: 8)")
         add("--overwrite", action="store_true", help="replace existing files")
-        add("--autoencoder", choices=tuple(AUTOENCODERS), default="cosmos")
-        add("--path", default="", help="the autoencoder's folder, or its name on the Hugging Face hub")
-        add("--dtype", choices=tuple(DTYPES), help="of compute (default: float32; for cosmos that of its files)")
+        add_autoencoder_options(add, default="cosmos")
         add("--batch-size", type=at_least(1), default=16, help="images at a time (default: 16)")
-        add("--tile", metavar="PIXELS", type=at_least(1), help="side of the tiles that large images are cut into")
-        add("--overlap", metavar="PIXELS", type=at_least(1), help="of neighbouring tiles (default: a quarter of them)")
     arguments = parser.parse_args(words)
     if arguments.overlap is not None and arguments.tile is None:
         parser.error("--overlap: has no effect without --tile")
     return arguments
+
+
+def add_autoencoder_options(add: Callable[..., Any], **required_or_default: Any) -> None:
+    """Add the options of `open_decoder`, without the batch size."""
+    add("--autoencoder", choices=tuple(AUTOENCODERS), **required_or_default)
+    add("--path", default="", help="the autoencoder's folder, or its name on the Hugging Face hub")
+    add("--dtype", choices=tuple(DTYPES), help="of compute (default: float32; for cosmos that of its files)")
+    add("--tile", metavar="PIXELS", type=at_least(1), help="side of the tiles that large images are cut into")
+    add("--overlap", metavar="PIXELS", type=at_least(1), help="of neighbouring tiles (default: a quarter of them)")
 
 
 def factor(text: str) -> float:

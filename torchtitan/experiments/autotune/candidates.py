@@ -18,10 +18,6 @@ def candidates_of(
 
     Args:
         config_with: local batch size -> configuration; raises ConfigError where it cannot run.
-        whole: the global batch size, None if it follows.
-        ranks: of the run, with images of their own.
-        multiple_of: divides every candidate.
-        largest: bound of the candidates.
 
     Returns:
         one or more, rising.

@@ -57,10 +57,6 @@ def probe_config(config: JobConfig, processes: int, folder: Path) -> tuple[JobCo
     It takes the same steps, without checkpoints, samples, validation, traces and event files. Two microbatches per
     step represent any number of them, also of a batch that grows: the second one has the accumulated gradients in memory.
 
-    Args:
-        config: with the batch size to try, resolved.
-        folder: of the run; its configuration is written there.
-
     Returns:
         the configuration of the short run, and its command line.
     """

@@ -16,12 +16,7 @@ class RecordError(Exception):
 
 
 class SearchRecord:
-    """Record `<folder>/<hash>.json`: the question, every probe and, at the end, the batch size found.
-
-    Attributes:
-        probes: in the order in which they were made.
-        batch_size: the answer; None while there is none.
-    """
+    """Record `<folder>/<hash>.json`: the question, every probe and, at the end, the batch size found."""
 
     def __init__(self, folder: Path, question: dict[str, Any]) -> None:
         """question: all that the probes and the answer depend on, as JSON has it."""

@@ -44,10 +44,7 @@ class AutotuneResult:
     """Result of a search.
 
     Attributes:
-        batch_size: for training.local_batch_size.
-        probes: every try, in order.
         tried: number of probes made now; 0: the answer was on record.
-        record: file that holds all of it.
     """
 
     batch_size: int
@@ -84,13 +81,7 @@ def autotune(
         cache: folder of the records, by default <job.dump_folder>/autotune; a question on record is answered from it,
             an interrupted search resumes.
         multiple_of: only multiples of it are tried, 1 or more.
-        max_batch_size: largest to try.
         headroom: share of the memory to leave free, 0 <= headroom < 1.
-        fresh: forget the record.
-        timeout_s: seconds for one try.
-        devices: numbers of the CUDA devices to use.
-        stop: set from another thread, ends the search.
-        report: called with one line per try.
 
     Raises:
         ConfigError: the configuration cannot run.

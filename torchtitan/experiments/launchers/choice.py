@@ -24,7 +24,6 @@ class Launching:
     """Choice of a launcher.
 
     Attributes:
-        launcher: key of LAUNCHERS.
         jobs: concurrent ones; None: those of JOBS.
     """
 

@@ -87,9 +87,6 @@ def add_further_axes(runs: Sequence[tuple[Axes, Mapping[str, Any]]]) -> list[str
     Keys of a section that has an axis of its own go into that axis' value, as `selective (interval=2)`. Keys that the
     model alone decides are none.
 
-    Args:
-        runs: axes, which are changed, and settings of every run.
-
     Returns:
         names of the new axes.
     """

@@ -31,17 +31,11 @@ class Run:
     """Run: one run, or one cell of a sweep that left none.
 
     Attributes:
-        name: of its folder, below the given folder.
         folder: None if it never started, or left none.
         axes: see axes.NAMED_AXES; further ones may follow.
         repeat: number or seed that distinguishes repeats.
         status: ok, oom, failed, timeout, refused, skipped, interrupted, damaged, unfinished or short.
-        reason: of a status that is not ok, one line.
         measures: metric's name -> median over the points after the warm-up; empty unless ok.
-        warmup_steps: left out at the start.
-        settings: dotted key -> value of the configuration.
-        cell: name of its cell in a sweep.
-        notes: on its numbers.
     """
 
     name: str
@@ -72,10 +66,7 @@ class Sweep:
     """Sweep and its state.
 
     Attributes:
-        folder: that holds sweep.jsonl.
         rows: the last row of every cell and repeat.
-        table: of sweep.toml.
-        problems: what could not be read, one line each.
     """
 
     folder: Path
@@ -100,7 +91,6 @@ def collect(
     Args:
         folders: each a run's folder or one above run folders; sweeps among them are read with their state.
         warmup_steps: left out at the start of every run; default: the sweep's setting, else a tenth of its steps.
-        progress: whether to show it.
 
     Returns:
         runs, with comparable axes, and lines about unreadable files.

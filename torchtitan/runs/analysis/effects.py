@@ -30,8 +30,6 @@ class Effect:
     """Effect of changing one switch.
 
     Attributes:
-        switch, before, after: the axis and its two values.
-        at: rule of pairing.
         ratios: metric's name -> after / before; metrics without a pair are left out.
         pairs: cells (before, after), equal in all other axes; with "best batch" each the best of its arm.
         alone: status of the partner -> number of measured cells without a measured partner; "none" where it never ran.
@@ -51,8 +49,6 @@ class ScalingPoint:
     """Scaling point: one cell of a scaling curve.
 
     Attributes:
-        ranks: processes.
-        cell: measured.
         efficiency: images/s per rank over that of the curve's smallest number of ranks, with its interval.
     """
 

@@ -41,12 +41,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Results:
-    """Results of the analysis.
-
-    Attributes:
-        runs, cells: as read and joined.
-        remarks: on unreadable files.
-    """
+    """Results of the analysis."""
 
     runs: list[Run]
     cells: list[Cell]

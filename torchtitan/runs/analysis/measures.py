@@ -14,7 +14,6 @@ class Metric:
 
     Attributes:
         name: column, with its unit.
-        title: for pictures and texts.
         tags: in metrics.jsonl, the first logged one counts.
     """
 
@@ -39,7 +38,6 @@ def measure(series: Mapping[str, Series], warmup_steps: int) -> dict[str, Interv
     """Measure the median of every metric logged after the warm-up.
 
     Args:
-        series: tag -> logged values.
         warmup_steps: steps at the start that do not count, >= 0.
 
     Returns:

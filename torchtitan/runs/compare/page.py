@@ -32,7 +32,6 @@ def compare_page(runs: Sequence[RunRecord], smoothing: float | None = None) -> s
     """Write the page.
 
     Args:
-        runs: at least one.
         smoothing: steps of the running mean of training loss and gradient norm; 0 is none; default: 3 % of the longest
             run.
     """
