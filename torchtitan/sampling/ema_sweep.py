@@ -36,7 +36,6 @@ def sweep(
 
     Args:
         metric: LOSS, or one of METRICS, by the extractor and the reference of the run's `[evaluation]`.
-        step: of the last snapshot; None for the newest.
         images: held-out images, or samples; None: those of `[validation]` or `[evaluation]`.
         guidance_scale, guide: of samples, the guide as in `open_guide`; None: those of the run.
 

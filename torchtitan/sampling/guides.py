@@ -21,7 +21,6 @@ class GuideReference:
 
     Attributes:
         source: run's folder, or a file of weights; None for the sampled run itself.
-        step: of the checkpoint; None if not given.
         track: EMA track, "none" for the trained weights, or `std=0.15` as of `load_run`; None if not given.
     """
 
@@ -46,7 +45,6 @@ def open_guide(
 
     Args:
         text: of --guide, "none" for the null condition; None for the run's own choice.
-        guidance_scale: 1 for no guidance.
 
     Returns:
         the guide; None for guidance by the null condition, or none.
