@@ -2,6 +2,7 @@
 
 import argparse
 import errno
+import functools
 import io
 import logging
 import os
@@ -91,6 +92,27 @@ def assignment(text: str) -> tuple[str, str]:
     if not (name and equals and value):
         raise argparse.ArgumentTypeError(f"must be NAME=VALUE, is {text!r}")
     return name, value
+
+
+def refusing(*errors: type[Exception], stopped: str = "stopped") -> Callable[[Callable[..., int]], Callable[..., int]]:
+    """Decorate a command's main: one of these errors is a line of the first process and exit code 2, Ctrl-C one and 130."""
+
+    def decorate(main: Callable[..., int]) -> Callable[..., int]:
+        @functools.wraps(main)
+        def wrapped(words: list[str] | None = None) -> int:
+            try:
+                return main(words)
+            except errors as error:
+                line, code = str(error), REFUSED
+            except KeyboardInterrupt:
+                line, code = stopped, 128 + signal.SIGINT
+            if os.environ.get("RANK", "0") == "0":
+                print(line, file=sys.stderr)
+            return code
+
+        return wrapped
+
+    return decorate
 
 
 def interrupt_by_signals() -> None:

@@ -64,25 +64,25 @@ def paired_difference(values: Mapping[int, float], reference: Mapping[int, float
     return mean_interval([values[key] - reference[key] for key in sorted(values) if key in reference])
 
 
-def positive_interval(values: Sequence[float], confidence: float = 0.95) -> Interval:
+def positive_interval(values: Sequence[float]) -> Interval:
     """Geometric mean of positive values with Student's interval over their logarithms: both ends are positive.
 
     As `mean_interval` for values that differ little. With a zero, negative or infinite value it is that, the lower end not below
     zero where no value is.
     """
     if len(values) < 2 or not all(0.0 < value < math.inf for value in values):
-        mean = mean_interval(values, confidence)
+        mean = mean_interval(values)
         return replace(mean, lower=max(mean.lower, 0.0)) if mean.bounded and min(values) >= 0 else mean
-    logs = mean_interval([math.log(value) for value in values], confidence)
+    logs = mean_interval([math.log(value) for value in values])
     value, lower, upper = (math.exp(min(end, 700.0)) for end in (logs.value, logs.lower, logs.upper))
     return Interval(value, lower, upper, logs.count, logs.coverage)
 
 
-def median_interval(values: Sequence[float], confidence: float = 0.95) -> Interval:
+def median_interval(values: Sequence[float]) -> Interval:
     """Median with the interval between two order statistics, whatever the distribution of independent values.
 
     [x_(k), x_(n+1-k)] covers the median with probability 1 - 2 P(Binomial(n, 1/2) < k); k is the largest for which that
-    is at least `confidence`. Below six values none reaches 95 %: then it is the range, with its lower `coverage`. A
+    is at least 95 %. Below six values none reaches 95 %: then it is the range, with its lower `coverage`. A
     single value leaves the median unbounded.
 
     Source: David and Nagaraja, "Order Statistics", section 7.1.
@@ -94,7 +94,7 @@ def median_interval(values: Sequence[float], confidence: float = 0.95) -> Interv
     rank, tail = 1, _binomial(n, 0)  # P(Binomial < rank)
     while rank < n // 2:
         further = tail + _binomial(n, rank)
-        if 2 * further > 1 - confidence:
+        if 2 * further > 0.05:
             break
         rank, tail = rank + 1, further
     return Interval(median, ordered[rank - 1], ordered[n - rank], n, 1 - 2 * tail)

@@ -15,10 +15,18 @@ from torchtitan.experiments.autotune.candidates import AutotuneRefused
 from torchtitan.experiments.autotune.probe import ProbeFailed
 from torchtitan.experiments.autotune.record import RecordError
 from torchtitan.experiments.autotune.tuning import MAX_BATCH_SIZE, NothingFits, autotune
-from torchtitan.processes.command_line import OneLineParser, at_least, interrupt_by_signals, positive, run_program
+from torchtitan.processes.command_line import (
+    OneLineParser,
+    at_least,
+    interrupt_by_signals,
+    positive,
+    refusing,
+    run_program,
+)
 from torchtitan.settings.sources import read_command_line, split_keys
 
 
+@refusing(ConfigError, AutotuneRefused, RecordError, stopped="stopped; the same command resumes")
 def main(words: list[str] | None = None) -> int:
     words = sys.argv[1:] if words is None else words
     own, overrides = split_keys(words)
@@ -31,15 +39,9 @@ def main(words: list[str] | None = None) -> int:
             multiple_of=options.multiple_of, max_batch_size=options.max, fresh=options.fresh, timeout_s=options.timeout,
             report=_say,
         )  # fmt: skip
-    except (ConfigError, AutotuneRefused, RecordError) as error:
-        print(error, file=sys.stderr)
-        return 2
     except (NothingFits, ProbeFailed) as error:
         print(error, file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
-        print("stopped; the same command resumes", file=sys.stderr)
-        return 130
     _say(f"training.local_batch_size = {result.batch_size} ({result.record})")
     print(result.batch_size)
     return 0

@@ -34,7 +34,7 @@ from torchtitan.models import MODELS
 from torchtitan.models.adapters.adapter_files import DTYPES, known_layouts, read_adapter, write_adapter
 from torchtitan.models.adapters.adapters import adapter_weights, merged_weights
 from torchtitan.models.adapters.layouts import NATIVE, AdapterLayout
-from torchtitan.processes.command_line import OneLineParser, readable_size, run_program
+from torchtitan.processes.command_line import OneLineParser, readable_size, refusing, run_program
 from torchtitan.runs.check import Finding, check_run
 from torchtitan.settings.sources import split_keys
 from torchtitan.weights.final_weights import adapter_header
@@ -48,14 +48,11 @@ KEPT_METADATA = ("step", "weights", "model", "base", "base_sha256", "trigger_wor
 ADAPTER_LAYOUTS = (NATIVE.name, *(name for family in MODELS.values() for name in family.adapter_layouts))
 
 
+@refusing(ConfigError, CheckpointError, DatasetError)
 def main(words: list[str] | None = None) -> int:
     """Run one command; returns its exit code."""
     arguments = parse_arguments(sys.argv[1:] if words is None else words)
-    try:
-        return arguments.command(arguments)
-    except (ConfigError, CheckpointError, DatasetError) as error:
-        print(error, file=sys.stderr)
-        return 2
+    return arguments.command(arguments)
 
 
 def parse_arguments(words: list[str]) -> argparse.Namespace:

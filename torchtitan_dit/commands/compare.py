@@ -13,12 +13,13 @@ from typing import NoReturn
 
 from torchtitan.files.durable import make_folder, replace_file
 from torchtitan.files.ownership import refuse_foreign_file
-from torchtitan.processes.command_line import OneLineParser, at_least, run_program
+from torchtitan.processes.command_line import OneLineParser, at_least, refusing, run_program
 from torchtitan.runs.compare.page import PAGE_START, compare_page
 from torchtitan.runs.compare.published_log import against_log, log_table, read_log
 from torchtitan.runs.record import RunRecordError, read_run, read_runs
 
 
+@refusing(RunRecordError)
 def main(words: list[str] | None = None) -> int:
     arguments = parse_arguments(words)
     try:
@@ -27,9 +28,6 @@ def main(words: list[str] | None = None) -> int:
             return 0
         refuse_foreign_file(arguments.output, PAGE_START.encode())
         runs = read_runs(arguments.runs)
-    except RunRecordError as error:
-        print(error, file=sys.stderr)
-        return 2
     except OSError as error:
         return refuse_output(arguments.output, error)
     page = compare_page(runs, arguments.smoothing)

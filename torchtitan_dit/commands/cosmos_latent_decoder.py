@@ -32,7 +32,7 @@ from torchtitan.distributed.mesh import compute_device
 from torchtitan.files.durable import make_folder, replacing
 from torchtitan.files.weight_files import WeightsError, refuse_existing
 from torchtitan.pictures.grids import save_image
-from torchtitan.processes.command_line import OneLineParser, at_least, run_program
+from torchtitan.processes.command_line import OneLineParser, at_least, refusing, run_program
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -74,6 +74,10 @@ class CosmosLatentDecoder:
         return torch.cat([self.autoencoder.decode(part).cpu() for part in latents.split(self.batch_size)])
 
 
+@refusing(
+    AutoencoderError, WeightsError,
+    stopped="interrupted; images that were written stay (resume with --first, or --overwrite them)",
+)  # fmt: skip
 def main(words: list[str] | None = None) -> int:
     words = sys.argv[1:] if words is None else words
     if words and words[0] not in (*VERBS, "-h", "--help"):
@@ -81,14 +85,9 @@ def main(words: list[str] | None = None) -> int:
     arguments = parse_arguments(words)
     try:
         return VERBS[arguments.command](arguments)
-    except (AutoencoderError, WeightsError) as error:
-        print(error, file=sys.stderr)
     except OSError as error:
         print(f"{error.filename or 'output'}: {error.strerror or error}", file=sys.stderr)
-    except KeyboardInterrupt:
-        print("interrupted; images that were written stay (resume with --first, or --overwrite them)", file=sys.stderr)
-        return 130
-    return 2
+        return 2
 
 
 def parse_arguments(words: list[str]) -> argparse.Namespace:

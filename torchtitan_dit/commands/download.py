@@ -28,7 +28,7 @@ from torchtitan.fidelity.published import PUBLISHED, PublishedWeights
 from torchtitan.files.durable import make_folder, replace_file, sync
 from torchtitan.files.ownership import refuse_foreign_file
 from torchtitan.files.removal import remove_folder
-from torchtitan.processes.command_line import OneLineParser, run_program
+from torchtitan.processes.command_line import OneLineParser, refusing, run_program
 
 CHUNK = 8 << 20  # bytes hashed at once
 UNFINISHED = ".unfinished"
@@ -196,22 +196,15 @@ PIECES: dict[str, Piece] = {
 }  # fmt: skip
 
 
+@refusing(DownloadError, stopped="interrupted; the same command resumes")
 def main(words: list[str] | None = None) -> int:
     arguments = parse_arguments(words)
     if arguments.list:
         print(table())
         return 0
-    try:
-        for name in arguments.names:
-            fetch(name, arguments.output / name, arguments.revision)
-    except DownloadError as error:
-        print(error, file=sys.stderr)
-    except KeyboardInterrupt:
-        print("interrupted; the same command resumes", file=sys.stderr)
-        return 130
-    else:
-        return 0
-    return 2
+    for name in arguments.names:
+        fetch(name, arguments.output / name, arguments.revision)
+    return 0
 
 
 def parse_arguments(words: list[str] | None) -> argparse.Namespace:

@@ -15,18 +15,15 @@ from torchtitan.estimate.devices import DEVICES, Device
 from torchtitan.estimate.memory import estimate_memory, model_on_meta
 from torchtitan.estimate.report import as_record, as_text
 from torchtitan.estimate.roofline import Efficiency, estimate_step_time
-from torchtitan.processes.command_line import OneLineParser, at_least, positive, run_program
+from torchtitan.processes.command_line import OneLineParser, at_least, positive, refusing, run_program
 
 
+@refusing(ConfigError)
 def main(words: list[str] | None = None) -> int:
     arguments, overrides = parse_arguments(words)
-    try:
-        words, note = without_data(["--job.config_file", arguments.config, *overrides])
-        on_gpu = arguments.device.name != "CPU"
-        config = load_config(words, arguments.world_size, elsewhere=on_gpu)
-    except ConfigError as error:
-        print(error, file=sys.stderr)
-        return 2
+    words, note = without_data(["--job.config_file", arguments.config, *overrides])
+    on_gpu = arguments.device.name != "CPU"
+    config = load_config(words, arguments.world_size, elsewhere=on_gpu)
     if note:
         print(note, file=sys.stderr)
     if config.float8.enable and not config.float8.emulate and arguments.device.tflops_float8 is None:

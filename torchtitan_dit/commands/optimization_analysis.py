@@ -10,12 +10,13 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
-from torchtitan.processes.command_line import OneLineParser, at_least, run_program
+from torchtitan.processes.command_line import OneLineParser, at_least, refusing, run_program
 from torchtitan.runs.analysis.collect import NoRuns
 from torchtitan.runs.analysis.findings import headlines
 from torchtitan.runs.analysis.report import analyse, refuse_other_files, write_report
 
 
+@refusing(NoRuns)
 def main(words: list[str] | None = None) -> int:
     arguments = parse_arguments(words)
     folder = arguments.out or arguments.folders[0] / "analysis"
@@ -23,9 +24,6 @@ def main(words: list[str] | None = None) -> int:
         refuse_other_files(folder)  # before everything is read
         results = analyse(arguments.folders, arguments.warmup_steps, progress=True)
         files = write_report(results, folder)
-    except NoRuns as error:
-        print(error, file=sys.stderr)
-        return 2
     except OSError as error:
         print(f"{error.filename or folder}: cannot be written: {error.strerror or error} (give another --out)", file=sys.stderr)
         return 2

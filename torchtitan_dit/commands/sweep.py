@@ -5,7 +5,6 @@ sweep that was stopped, in any way, resumes when it is started again. See docs/s
 """
 
 import argparse
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import NoReturn
@@ -17,32 +16,32 @@ from torchtitan.experiments.launchers.choice import Launching, add_launcher_opti
 from torchtitan.experiments.record import SweepFolder
 from torchtitan.experiments.runner import SweepPlan, plan_sweep, run_sweep
 from torchtitan.pictures.number_text import counted
-from torchtitan.processes.command_line import OneLineParser, assignment, at_least, interrupt_by_signals, run_program
+from torchtitan.processes.command_line import (
+    OneLineParser,
+    assignment,
+    at_least,
+    interrupt_by_signals,
+    refusing,
+    run_program,
+)
 
 _UNSUCCESSFUL = ("failed", "timeout", "killed")  # nothing is known of the cell; oom, refused and skipped are results
 
 
+@refusing(ExperimentError, stopped="stopped; the same command resumes")
 def main(words: list[str] | None = None) -> int:
     arguments = parse_arguments(words)
     launching = Launching(arguments.launcher, arguments.jobs, dict(arguments.slurm))
-    try:
-        sweep = read_sweep(arguments.sweep)
-        sweep.settings.repeats = arguments.repeats or sweep.settings.repeats
-        folder = SweepFolder(arguments.output or Path("outputs") / sweep.settings.name)
-        plan = plan_sweep(
-            sweep, folder, only=_by_axis(arguments.only), retry_failed=arguments.retry_failed,
-            elsewhere=launching.elsewhere,
-        )  # fmt: skip
-        if arguments.dry_run:
-            show(plan)
-            return 0
-        run_sweep(sweep, folder, plan, launching)
-    except ExperimentError as error:
-        print(error, file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("stopped; the same command resumes", file=sys.stderr)
-        return 130
+    sweep = read_sweep(arguments.sweep)
+    sweep.settings.repeats = arguments.repeats or sweep.settings.repeats
+    folder = SweepFolder(arguments.output or Path("outputs") / sweep.settings.name)
+    plan = plan_sweep(
+        sweep, folder, only=_by_axis(arguments.only), retry_failed=arguments.retry_failed, elsewhere=launching.elsewhere
+    )
+    if arguments.dry_run:
+        show(plan)
+        return 0
+    run_sweep(sweep, folder, plan, launching)
     rows = [plan.rows[task.key] for task in plan.tasks]
     for row in rows:
         print(f"{row['status']:<8}  {row['name']}  {row['reason']}".rstrip())

@@ -44,13 +44,12 @@ _FOLDED = {
 }
 
 
-def axes_of(settings: Mapping[str, Any], processes: int | None = None) -> Axes:
+def axes_of(settings: Mapping[str, Any]) -> Axes:
     """Axes of a run.
 
     Args:
         settings: dotted key -> value of its configuration; or of a sweep's cell, where `layout` and `dtype` stand for
             the keys behind them. Missing ones are None in the axes.
-        processes: their number, where the degrees do not give it.
     """
     degrees = degrees_of(settings)
     layout = _layout(degrees) if degrees else word(settings.get("layout"))
@@ -73,7 +72,7 @@ def axes_of(settings: Mapping[str, Any], processes: int | None = None) -> Axes:
         "global_batch": all_ranks,
         "layout": layout,
         "mesh": _mesh(degrees) if degrees else None,
-        "world_size": degrees.processes if degrees else processes,
+        "world_size": degrees.processes if degrees else None,
         "ac": word(settings.get("activation_checkpoint.mode")),
         "compile": None if compiled is None else str(word(compiled)).lower(),
         "dtype": word(settings.get("dtype", dtype)),
