@@ -4,9 +4,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from torchtitan.distributed.degrees import DEGREE_KEYS
+from torchtitan.pictures.number_text import ends_text
 from torchtitan.runs.compare.lines import cost, held_out
 from torchtitan.runs.compare.tables import Rows, Table
-from torchtitan.runs.compare.text import as_number, ends_text, interval_text, value_text
+from torchtitan.runs.compare.text import as_number, interval_text
 from torchtitan.runs.record import HELD_OUT_LOSS, TRAINING_LOSS, RunGroup, RunRecord, differing_settings
 from torchtitan.statistics.interval import Interval, positive_interval
 
@@ -29,7 +30,7 @@ def compared_hardware(runs: Sequence[RunRecord]) -> tuple[Table, str] | None:
         rows.append([
             group.name, ", ".join(run.name for run in group.runs),
             interval_text(group.rate_interval(cost(run, _STEP) for run in group.runs)), interval_text(group.rate_interval(rates)),
-            "1 (reference)" if group is groups[0] else _text(speed_up(groups[0], group)),
+            "1 (reference)" if group is groups[0] else ends_text(speed_up(groups[0], group)),
             interval_text(group.rate_interval(_train_seconds(run) for run in group.runs)),
             interval_text(group.rate_interval(_of_summary(run, "seconds_per_picture") for run in group.runs)),
             interval_text(group.interval(run.series(TRAINING_LOSS).tail_median() for run in group.runs)),
@@ -86,10 +87,6 @@ def _note(runs: Sequence[RunRecord]) -> str:
     if differing:
         note += f" The runs also differ in {', '.join(differing)}: the table compares these settings as well as the hardware."
     return note
-
-
-def _text(interval: Interval | None) -> str:
-    return value_text(None) if interval is None else ends_text(interval)
 
 
 def _held_out(run: RunRecord) -> float | None:
