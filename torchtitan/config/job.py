@@ -32,7 +32,7 @@ from torchtitan.models.adapters.config import LoRAConfig
 from torchtitan.models.float8 import Float8Config
 from torchtitan.profiling.config import ProfilingConfig
 from torchtitan.settings import Choice, choice, has_key, section_of, setting
-from torchtitan.settings.record import config_differences, dump_config, unmet_condition
+from torchtitan.settings.record import unmet_condition
 from torchtitan.settings.reference import UnknownTopic, build_json_schema, describe
 from torchtitan.settings.schema import (
     Problem,
@@ -47,19 +47,6 @@ from torchtitan.settings.sections import all_sections, choices, flattened, keys,
 from torchtitan.settings.sources import read_command_line, suggestion
 from torchtitan.settings.synonyms import synonym
 from torchtitan.training.config import EMAConfig, LRSchedulerConfig, MetricsConfig, OptimizerConfig, TrainingConfig
-
-__all__ = [
-    "ConfigError",
-    "JobConfig",
-    "config_differences",
-    "dump_config",
-    "help_text",
-    "json_schema",
-    "load_config",
-    "load_data_section",
-    "report_and_exit",
-    "unchecked_config",
-]
 
 logger = logging.getLogger(__name__)
 

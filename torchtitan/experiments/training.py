@@ -6,10 +6,11 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from torchtitan.config.job import JobConfig, dump_config
+from torchtitan.config.job import JobConfig
 from torchtitan.experiments.process import repeat_killed, run_processes
 from torchtitan.files.durable import replace_file
 from torchtitan.files.regular import open_regular
+from torchtitan.settings.record import dump_config
 from torchtitan.training.metrics import METRICS_FILE
 
 SAVING_SECONDS = 60.0  # for the checkpoint of a run that is stopped

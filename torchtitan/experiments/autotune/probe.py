@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from torchtitan.config.job import JobConfig, dump_config, load_config
+from torchtitan.config.job import JobConfig, load_config
 from torchtitan.experiments.outcome import Outcome
 from torchtitan.experiments.process import repeat_killed, run_processes
 from torchtitan.files.regular import read_regular
+from torchtitan.settings.record import dump_config
 from torchtitan.training.batch_ramp import largest_growth
 
 _STEPS = 4
