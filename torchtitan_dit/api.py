@@ -33,8 +33,6 @@ from torchtitan.texts.opening import OPTIONS
 from torchtitan.training.metrics import METRICS_FILE
 from torchtitan.weights.trained_model import WeightsError
 
-_LARGEST_SUMMARY = 1 << 24  # bytes
-
 _OF_LOADING = ("config", "step", "ema", "lora", "autoencoder", "autoencoder_path")
 
 
@@ -182,7 +180,7 @@ class Run:
     @cached_property
     def summary(self) -> dict[str, Any]:
         """Contents of summary.json: status, final losses, throughput, memory."""
-        return json.loads(read_regular(self.folder / "summary.json", _LARGEST_SUMMARY))
+        return json.loads(read_regular(self.folder / "summary.json"))
 
     @cached_property
     def metrics(self) -> list[dict[str, float]]:

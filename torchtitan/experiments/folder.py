@@ -59,7 +59,7 @@ class ResultsFolder:
             return None
         except OSError as error:
             raise self.error(f"{path}: cannot be read: {error.strerror}") from None
-        except (ValueError, KeyError, TypeError, RecursionError):
+        except (ValueError, KeyError, TypeError):
             raise self.error(f"{path}: is damaged (restore it, or {_ADVICE})") from None
 
     def refuse(self, held: str) -> NoReturn:

@@ -20,8 +20,6 @@ _TRAIN = Path(__file__).resolve().parents[2] / "train.py"  # of the checkout, wh
 _OF_A_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
 RETRIES = 2
 _POLL_SECONDS = 0.1
-_LARGEST_SUMMARY = 1 << 24  # bytes
-_MOST_OF_A_LOG = 1 << 22  # bytes, of its beginning and of its end
 
 
 class Stopped(Exception):
@@ -99,7 +97,7 @@ def run_processes(
     seconds, code = time.perf_counter() - begun, process.returncode
     code = code if code >= 0 else 128 - code
     fresh = _read_summary(summary) if _stamp(summary) != stale else {}
-    status, reason = classify(code, _ends_of(log), fresh)
+    status, reason = classify(code, log.read_text(errors="replace"), fresh)
     if late and status != "oom":  # a rank that is out of memory may leave others waiting for it
         return Outcome("timeout", f"not done after {timeout_s:g} s", seconds, code)
     if status == "ok" and (problem := _unfinished(summary)):
@@ -158,19 +156,9 @@ def _stamp(path: Path) -> tuple[int, int] | None:
 
 def _read_summary(path: Path) -> dict:
     try:
-        return read_json(path, dict, _LARGEST_SUMMARY)
+        return read_json(path, dict)
     except DamagedFile:
         return {}
-
-
-def _ends_of(log: Path) -> str:
-    """Begin and end of a log, of a run that may have printed endlessly."""
-    with open(log, "rb") as file:
-        content = file.read(_MOST_OF_A_LOG)
-        middle = file.tell()
-        file.seek(max(file.seek(0, os.SEEK_END) - _MOST_OF_A_LOG, middle))
-        content += file.read(_MOST_OF_A_LOG)
-    return content.decode("utf-8", errors="replace")
 
 
 def _unfinished(summary: Path) -> str:

@@ -39,7 +39,7 @@ class SearchRecord:
             self.batch_size = content["batch_size"]
         except FileNotFoundError:
             return
-        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        except (OSError, ValueError, KeyError, TypeError) as error:
             raise RecordError(f"{self.path}: damaged (--fresh replaces it)") from error
 
     def find(self, batch_size: int) -> Probe | None:

@@ -134,7 +134,7 @@ def quality_table(groups: Sequence[RunGroup]) -> Table | None:
 def _evaluated(run: RunRecord) -> dict[str, Any]:
     """Values of the last metrics of samples in a run's summary, by name."""
     measured = (run.summary or {}).get("evaluation") or {}
-    return {name: value.get("value") for name, value in measured.items() if isinstance(value, dict)}
+    return {name: value["value"] for name, value in measured.items() if isinstance(value, dict)}  # others say how
 
 
 def configuration(runs: Sequence[RunRecord], groups: Sequence[RunGroup]) -> dict[str, Any] | None:
