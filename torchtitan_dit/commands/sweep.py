@@ -9,7 +9,6 @@ from collections import Counter
 from pathlib import Path
 from typing import NoReturn
 
-from torchtitan.experiments.command_lines import run_name
 from torchtitan.experiments.folder import ExperimentError
 from torchtitan.experiments.grid import read_sweep
 from torchtitan.experiments.launchers.choice import Launching, add_launcher_options
@@ -41,7 +40,7 @@ def main(words: list[str] | None = None) -> int:
     if arguments.dry_run:
         show(plan)
         return 0
-    run_sweep(sweep, folder, plan, launching)
+    run_sweep(plan, launching)
     rows = [plan.rows[task.key] for task in plan.tasks]
     for row in rows:
         print(f"{row['status']:<8}  {row['name']}  {row['reason']}".rstrip())
@@ -56,7 +55,7 @@ def show(plan: SweepPlan) -> None:
     missing = {task.key for task in plan.missing}
     for task in plan.tasks:
         state = plan.rows[task.key]["status"] if task.key not in missing else "to run"
-        print(f"{run_name(task.cell, task.repeat)}  {counted(task.cell.processes, 'process', 'es')}  {state}")
+        print(f"{task.name}  {counted(task.cell.processes, 'process', 'es')}  {state}")
     print(f"{counted(len(plan.tasks), 'run')}, {len(missing)} to run")
 
 
