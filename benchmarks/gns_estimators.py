@@ -36,13 +36,11 @@ from benchmarks.gns_allocation import taps_of
 from torchtitan.config.job import load_config
 from torchtitan.diffusion.objective import Draw, Microbatch
 from torchtitan.diffusion.timesteps.sampler import GlobalBatch
-from torchtitan.gns.capture import GEOMETRIES, PARTS, StepSums
-from torchtitan.gns.composite import Composite, FreeSums
+from torchtitan.gns.composite import Composite, ControlledSums, FreeSums
 from torchtitan.gns.config import GNSConfig
-from torchtitan.gns.control_variate import ControlledSums
 from torchtitan.gns.decayed import BinEstimates, DecayedSums
-from torchtitan.gns.pool import to_host
 from torchtitan.gns.statistics import PairSums
+from torchtitan.gns.step_sums import GEOMETRIES, PARTS, StepSums
 from torchtitan.runs.folder import versions
 from torchtitan.trainer import Trainer
 from torchtitan.training.optimizer import materialise_state, optimizer_tensors
@@ -232,7 +230,7 @@ def _measure(trainer: Trainer, first: int, number: int, sketched: bool) -> StepS
     trainer.state.objective.loss(trainer.state.model, Microbatch(x0, condition), draw).loss.mean().backward()
     taps.end_microbatch(len(x0), torch.zeros(len(x0)))
     trainer.state.optimizer.zero_grad(set_to_none=True)
-    return to_host(taps.end_step())
+    return taps.end_step().to_host()
 
 
 def _samples(trainer: Trainer, first: int, number: int) -> Samples:
@@ -301,7 +299,7 @@ def _elementwise(trainer: Trainer) -> dict[str, Tensor]:
 
 def _factored(trainer: Trainer) -> dict[str, Tensor]:
     found = {}
-    for name, scales in taps_of(trainer)._scales.items():
+    for name, scales in taps_of(trainer)._layers.items():
         rows, columns = scales.rows[-1], scales.columns[-1]
         weight = trainer.state.model.get_submodule(name).weight
         found[f"{name}.weight"] = rows[:, None] * columns[None, :-1] if weight.ndim == 2 else rows * columns

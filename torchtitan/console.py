@@ -19,7 +19,7 @@ from torchtitan.distributed.mesh import crosses_nodes
 from torchtitan.evaluation.config import LATENT_DATASETS, EvaluationConfig
 from torchtitan.evaluation.targets import described_text
 from torchtitan.fidelity.metrics import METRICS
-from torchtitan.gns.checks import few_pairs
+from torchtitan.gns.config import few_pairs
 from torchtitan.gns.monitor import GNS_FOLDER
 from torchtitan.gns.pictures import PICTURE_FILE
 from torchtitan.pictures.number_text import counted

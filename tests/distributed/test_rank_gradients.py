@@ -8,7 +8,7 @@ from tests.distributed.rank_gradient_cases import set_aside_alone
 from tests.launcher import run_on_ranks
 from torchtitan.distributed.config import ParallelismConfig
 from torchtitan.distributed.mesh import Layout
-from torchtitan.gns.rank_gradients import RankGradients
+from torchtitan.gns.ranks import RankGradients
 
 LAYOUTS = {
     2: {"DDP": (2, 1), "FSDP": (1, 2)},

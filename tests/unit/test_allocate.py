@@ -15,13 +15,13 @@ from torchtitan.gns.allocate import (
     PredictedRatio,
     SharesSchedule,
     advice,
-    batch_advice,
     gradient_variance,
     loss_second_moment_shares,
     neyman_shares,
     predicted_ratios,
     weight_shares,
 )
+from torchtitan.gns.batch_size import batch_advice
 
 MASS = torch.tensor([0.1, 0.4, 0.2, 0.3], dtype=torch.float64)
 NOISE = torch.tensor([9.0, 1.0, 4.0, 0.25], dtype=torch.float64)

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from tests.unit.test_gns_pool import BINS, GEOMETRIES, made_up
-from torchtitan.gns.outliers import OutlierRule
-from torchtitan.gns.pool import ESTIMATORS, Pool
-from torchtitan.gns.rank_monitor import RankMonitor
+from torchtitan.gns.pool import ESTIMATORS, OutlierRule, Pool
+from torchtitan.gns.ranks import RankMonitor
 
 
 def lognormal(sigma: float, steps: int, samples: int, bins: int) -> Tensor:
@@ -116,7 +115,7 @@ def test_ranks_gradients_of_a_step_that_is_skipped_or_stands_out_do_not_count():
                 parameter.grad = 0.5 * gradients[number] * (1e6 if step == 50 and number else 1.0)
                 monitor.end_microbatch([parameter], 8, 0, 1.0)
             monitor.end_step([parameter], 8)
-            monitor.conclude(torch.tensor(step == 55))
+            monitor.keep_step(torch.tensor(step == 55))
     found = struck.metrics()
     assert found.pop("gns/plain/ranks/outlier_steps") == 1.0
     assert found == straight.metrics() and len(found) > 4

@@ -18,12 +18,12 @@ from tests.objectives import timesteps
 from torchtitan.diffusion.denoising import DenoisingConfig
 from torchtitan.diffusion.objectives import build_objective
 from torchtitan.gns import raw_sums
-from torchtitan.gns.capture import PARTS, StepSums
 from torchtitan.gns.composite import Composite, FreeSums
 from torchtitan.gns.config import GNSConfig, inner_edges
 from torchtitan.gns.pool import ESTIMATORS, Pool
 from torchtitan.gns.raw_sums import RawSums, RawSumsError, raw_files, read_sums
 from torchtitan.gns.statistics import PairSums, b_simple, noise, signal
+from torchtitan.gns.step_sums import PARTS, StepSums
 
 BINS, GEOMETRIES = 3, 2
 MODULATION, TOKEN = PARTS.index("modulation"), PARTS.index("token")

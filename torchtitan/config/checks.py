@@ -29,7 +29,7 @@ from torchtitan.distributed.config import checkpoint_problems, compile_problems
 from torchtitan.errors import unwrapped
 from torchtitan.evaluation.config import LATENT_DATASETS, WITH_WEIGHTS, timesteps_problem
 from torchtitan.extras import EXTRAS, install_packages
-from torchtitan.gns.checks import gns_problems
+from torchtitan.gns.config import gns_problems
 from torchtitan.models.float8 import float8_problems
 from torchtitan.profiling.config import profiling_problems
 from torchtitan.programs import program

@@ -11,12 +11,11 @@ Less variance is not less loss: it matters where the batch is below the noise sc
 
 import math
 from collections.abc import Iterable, Mapping
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from torchtitan.gns.calibration import HalfProgress
 from torchtitan.gns.decayed import BinEstimates
 
 # Names of samplers, and what changing to each means.
@@ -34,8 +33,7 @@ CHANGES = {
 }
 
 _DRAWS = 1000  # of the bootstrap
-_WORTHWHILE = 1.1  # a smaller factor is not worth a change, however certain
-_TEST = "python -m research critical_batch tests it, from a checkpoint (--step) before the learning rate decayed"
+WORTHWHILE = 1.1  # a smaller factor is not worth a change, however certain
 _UNCERTAIN = 1.1  # times fewer samples that an interval must allow for, to be called too wide
 
 
@@ -290,82 +288,9 @@ def advice(ratios: Iterable[PredictedRatio]) -> str:
     return f"nothing to be gained from another sampler of t: at best {_times_fewer(best)} fewer samples"
 
 
-BatchPlace = Literal["unknown", "near", "below", "above"]
-
-
 def worthwhile(ratios: Iterable[PredictedRatio]) -> dict[str, PredictedRatio]:
     """Those that would save samples, by name: the interval excludes a ratio of 1, and 1.1 times fewer are needed."""
-    return {ratio.name: ratio for ratio in ratios if ratio.upper < 1.0 and ratio.ratio <= 1.0 / _WORTHWHILE}
-
-
-def place_of_batch(b_simple: float, lower: float, upper: float, global_batch_size: int) -> BatchPlace:
-    """Place of the batch size among noise scales; arguments and rule as of `batch_advice`."""
-    if math.isnan(lower) or math.isnan(upper):
-        return "unknown"
-    if math.isinf(upper):
-        return "below" if _WORTHWHILE * global_batch_size <= lower else "unknown"
-    if lower <= global_batch_size <= upper or 0.5 <= global_batch_size / b_simple <= 2.0:
-        return "near"
-    return "below" if global_batch_size < lower else "above"
-
-
-def batch_advice(b_simple: float, lower: float, upper: float, global_batch_size: int) -> str:
-    """Advice on the batch size in one line: below, near or above the noise scale.
-
-    Near is within a factor of 2 of the estimate, or within the interval.
-
-    Args:
-        b_simple, lower, upper: noise scale of the whole objective with its confidence interval, in samples; an infinite
-            upper end means that only the lower one is known.
-        global_batch_size: in samples.
-
-    The noise scale stands in for the critical batch size, which was found far larger (Merrill et al., arXiv 2505.23971)
-    and, under a decayed learning rate, two to four times smaller: what another batch would do is for a test to say.
-
-    Source: McCandlish et al., arXiv 1812.06162, eq. 2.7: a batch of B makes 1 / (1 + B_simple / B) of the largest
-    progress of one step where the Hessian is a multiple of the identity; for bins under Adam half was measured at 0.585
-    B_simple (torchtitan/gns/calibration.py).
-    """
-    batch, place = f"global batch size {global_batch_size:,}", place_of_batch(b_simple, lower, upper, global_batch_size)
-    if not (math.isfinite(upper) or (math.isinf(upper) and lower > 0)):
-        return f"{batch}: too few samples for an estimate of the noise scale"
-    scale = f"the noise scale, {scale_in_words(b_simple, lower, upper)}"
-    return {
-        "unknown": f"{batch}: too few samples to tell whether it is below {scale}",
-        "near": f"{batch} is near {scale}: a balance of steps against samples",
-        "below": f"{batch} is below {scale}: a larger one may need fewer steps; {_TEST}",
-        "above": f"{batch} is above {scale}: a smaller one may need fewer samples; {_TEST}",
-    }[place]
-
-
-def scale_in_words(b_simple: float, lower: float, upper: float) -> str:
-    """Noise scale with its interval, in samples; an infinite upper end means that only the lower one is known."""
-    if math.isinf(upper):
-        return f"by estimate more than {_samples(lower)} samples"
-    return f"estimate {_samples(b_simple)} [{_samples(lower)}, {_samples(upper)}] samples"
-
-
-def half_progress_in_words(half: HalfProgress, edges: Tensor) -> str:
-    """The least and the largest half-progress batch of the bins with an upper end, with their intervals; "" without any.
-
-    Args:
-        half: of K bins.
-        edges: their inner edges in t, [K - 1].
-    """
-    known = half.upper.isfinite().nonzero().flatten().tolist()
-    if not known:
-        return ""
-    bounds = [0.0, *edges.tolist(), 1.0]
-
-    def of_bin(k: int) -> str:
-        value, lower, upper = (_samples(values[k].item()) for values in (half.batch, half.lower, half.upper))
-        return f"{value} [{lower}, {upper}] samples of t {bounds[k]:.2f} to {bounds[k + 1]:.2f}"
-
-    least, most = (pick(known, key=lambda k: half.batch[k].item()) for pick in (min, max))
-    bins = len(half.batch)
-    which = "by timestep bin" if len(known) == bins else f"of {len(known)} of {bins} timestep bins (the others have no upper end)"
-    values = of_bin(least) if least == most else f"least {of_bin(least)}, largest {of_bin(most)}"
-    return f"half-progress batch of one step of Adam, {which}: {values}"
+    return {ratio.name: ratio for ratio in ratios if ratio.upper < 1.0 and ratio.ratio <= 1.0 / WORTHWHILE}
 
 
 def _change(name: str) -> str:
@@ -380,10 +305,6 @@ def _times_fewer(ratio: PredictedRatio) -> str:
     saved, least, most = (1.0 / value if value > 0 else math.inf for value in (ratio.ratio, ratio.upper, ratio.lower))
     digits = 1 if least >= 1.15 else 2
     return f"{saved:.{digits}f}x [{least:.{digits}f}, {most:.{digits}f}]"
-
-
-def _samples(number: float) -> str:
-    return f"{float(f'{number:.2g}'):,.0f}" if number >= 10 else f"{number:.2g}"
 
 
 # ---------------------------------------------------------------------- when to change

@@ -16,7 +16,7 @@ from torchtitan.distributed.mesh import Layout
 from torchtitan.distributed.parallelize import local
 from torchtitan.errors import TrainingError
 from torchtitan.gns.config import WITHOUT_TAPS
-from torchtitan.gns.second_moment import first_row
+from torchtitan.gns.projections import first_row
 from torchtitan.gns.taps import SketchedLinear, TappedEmbedding, VectorLinear, folded_rows
 from torchtitan.models.base import DiffusionModel
 from torchtitan.models.flops import forward_on_meta

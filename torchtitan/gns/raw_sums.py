@@ -26,7 +26,7 @@ from torch import Tensor
 from torchtitan.errors import one_line, reason
 from torchtitan.files.durable import make_folder, replacing, sync
 from torchtitan.files.optional import OptionalOutputs
-from torchtitan.gns.capture import GEOMETRIES, PARTS, StepSums
+from torchtitan.gns.step_sums import GEOMETRIES, PARTS, StepSums
 
 logger = logging.getLogger(__name__)
 

@@ -57,20 +57,6 @@ class TapSwitch:
 
 
 @dataclass
-class Scales:
-    """Factors of all geometries on a layer's gradient, written in place before a step.
-
-    Attributes:
-        rows: [G, out]; of a table of vectors: one per vector; of a gain: one per channel; of other elements: one per place of
-            their first dimension.
-        columns: [G, in + 1], the last is the bias's; of a gain, and of elements of one dimension: [G, 1].
-    """
-
-    rows: Tensor
-    columns: Tensor
-
-
-@dataclass
 class Fold:
     """Random fold of a layer's n rows onto FOLDED_ROWS sums: block after block of rows, each rotated by a random number of
     places, is added to them with random signs.
@@ -334,10 +320,12 @@ def _of_whole(gradient: Tensor, one_hot: Tensor, rows: Tensor, columns: Tensor) 
 class TappedLinear(nn.Linear):
     """Linear with a tap behind it.
 
-    The installer gives it the tensors that its tap needs, on the device of compute, each under its name: `rows` [G, out]
-    and `columns` [G, in + 1] (see Scales), float32; `left` [out, G m] and `right` [in + 1, G k] (projections times these
-    factors; over tokens there is a `fold` instead of `left`), in the dtype of compute; and the probes, float32, which
-    require a gradient: `sums` [G, K, m k] where sketches are taken.
+    `GradientTaps` gives it, and all other tapped layers, the tensors that their taps need, on the device of compute, each under
+    its name. The factors of all geometries on the gradient, float32, are written in place before a step: `rows` [G, out]; of a
+    table of vectors one per vector, of a gain one per channel, of other elements one per place of their first dimension; and
+    `columns` [G, in + 1], the last the bias's; of a gain, and of elements of one dimension, [G, 1]. `left` [out, G m] and
+    `right` [in + 1, G k] (projections times these factors; over tokens there is a `fold` instead of `left`) are in the dtype
+    of compute. The probes, float32, require a gradient: `sums` [G, K, m k] where sketches are taken.
     """
 
     def __init__(self, linear: nn.Linear, switch: TapSwitch) -> None:

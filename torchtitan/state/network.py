@@ -11,7 +11,7 @@ from torchtitan.distributed.mesh import Layout
 from torchtitan.distributed.parallelize import local, named_parameters, parallelize, release_unsharded
 from torchtitan.distributed.shard_drawing import place_shards
 from torchtitan.files.weight_files import saved_buffers
-from torchtitan.gns.of_run import build_taps
+from torchtitan.gns.build import build_taps
 from torchtitan.models.adapters.adapters import trained_parameters
 from torchtitan.models.adapters.flops import training_flops
 from torchtitan.models.adapters.frozen_network import quantized_kind

@@ -20,8 +20,8 @@ from torchtitan.distributed.collectives import from_first_rank
 from torchtitan.distributed.kernel_choices import kernel_choices
 from torchtitan.distributed.mesh import Layout, init_process_group
 from torchtitan.distributed.precision import compute_context
+from torchtitan.gns.build import build_monitor, sampler_of_bins
 from torchtitan.gns.config import bin_edges
-from torchtitan.gns.of_run import build_monitor, sampler_of_bins
 from torchtitan.runs.folder import RunFolder
 from torchtitan.state.data import RunData
 from torchtitan.state.network import RunNetwork
