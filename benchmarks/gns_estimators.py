@@ -284,7 +284,8 @@ def exact_sums(trainer: Trainer, samples: Samples, elementwise: bool) -> dict[st
             scaled = sum_of_bin.double() * of[name].flatten()
             products[kind] = products[kind] + scaled @ scaled.T
     return {
-        kind: PairSums.of_group(one_hot.sum(0), squares[:, place], products[kind]) for place, kind in enumerate(factors)
+        kind: PairSums.of_group(one_hot.sum(0).cpu(), squares[:, place].cpu(), products[kind].cpu())
+        for place, kind in enumerate(factors)
     }
 
 

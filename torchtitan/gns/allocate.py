@@ -27,14 +27,13 @@ CHANGES = {
     STRATIFIED: "stratified timesteps",
     FROM_WEIGHT: "drawing t from the weight instead of multiplying by it",
     "loss_second_moment": "drawing t in proportion to the root mean square loss, with importance weights,",
-    "mean_loss": "drawing t in proportion to the mean loss, with importance weights,",
     "uniform": "drawing t uniformly, with importance weights,",
     "logit_normal": "drawing t from a logit-normal density, with importance weights,",
 }
 
 _DRAWS = 1000  # of the bootstrap
+_CONFIDENCE = 0.95  # of each interval by itself
 WORTHWHILE = 1.1  # a smaller factor is not worth a change, however certain
-_UNCERTAIN = 1.1  # times fewer samples that an interval must allow for, to be called too wide
 
 
 class PredictedRatio(NamedTuple):
@@ -72,13 +71,11 @@ def neyman_shares(mass: Tensor, noise: Tensor, signal: Tensor | None = None, flo
         q_b, float64 [..., K], summing to 1; 0 only where the mass is.
 
     Raises:
-        ValueError: the masses are negative or do not sum to 1, or floor is out of range.
+        ValueError: the masses are negative or do not sum to 1.
 
     Source: Neyman, "On the two different aspects of the representative method", J. R. Statist. Soc. 97, 1934.
     """
     mass = _checked_mass(mass)
-    if not 0.0 < floor <= 1.0:
-        raise ValueError(f"floor is {floor:g}, must be above 0 and at most 1")
     moment = noise.to(mass) if signal is None else noise.to(mass) + signal.to(mass)
     usable = moment.isfinite() & (moment >= 0)
     wanted = mass * torch.where(usable, moment, 0.0).sqrt()
@@ -91,23 +88,10 @@ def weight_shares(mass: Tensor, mean_multiplier: Tensor) -> Tensor:
     """Shares of a density proportional to the loss multiplier: pi_b x its mean in the bin, normalised; float64 [K].
 
     Such a sampler divides the multiplier out again, so that every sample counts the same.
-
-    Raises:
-        ValueError: a multiplier is negative or not finite, or all are 0.
     """
     mass = _checked_mass(mass)
     product = mass * mean_multiplier.to(mass)
-    if not (product.isfinite().all() and (product >= 0).all() and product.sum() > 0):
-        raise ValueError(f"loss multipliers {mean_multiplier.tolist()}: must be finite, none negative, and not all 0")
     return product / product.sum()
-
-
-def loss_second_moment_shares(mass: Tensor, mean_square_loss: Tensor, floor: float = 0.1) -> Tensor:
-    """Shares in proportion to pi_b sqrt(E[L^2]) of the weighted losses L of single samples; otherwise `neyman_shares`.
-
-    Source: Nichol and Dhariwal, "Improved denoising diffusion probabilistic models", arXiv 2102.09672, eq. 18.
-    """
-    return neyman_shares(mass, mean_square_loss, floor=floor)
 
 
 def _checked_mass(mass: Tensor) -> Tensor:
@@ -168,7 +152,6 @@ def predicted_ratios(
     stratified: bool,
     present: Tensor | None = None,
     floor: float = 0.1,
-    confidence: float = 0.95,
 ) -> list[PredictedRatio]:
     """Gradient variance of other samplers of t over that of the present one.
 
@@ -185,7 +168,6 @@ def predicted_ratios(
         stratified: whether the present sampler gives every batch its shares of the bins.
         present: shares of the present sampler, [K]; None: the masses.
         floor: of the Neyman shares.
-        confidence: of each interval by itself.
 
     Returns:
         "neyman"; "stratified", the present shares with fixed counts, unless they are stratified already; then the
@@ -215,7 +197,7 @@ def predicted_ratios(
     for name, (shares, fake_shares, fixed_counts) in samplers.items():
         promised = log_ratio(shares, fixed_counts, truth).item()
         errors = log_ratio(fake_shares, fixed_counts, truth) - log_ratio(fake_shares, fixed_counts, fakes)
-        results.append(_with_interval(name, promised, errors, confidence))
+        results.append(_with_interval(name, promised, errors))
     return results
 
 
@@ -251,8 +233,8 @@ def _by_pairs(mass: Tensor, matrix: Tensor) -> Tensor:
     return torch.where(weights == 0, 0.0, weights * matrix)  # an unknown value of weight 0 does no harm
 
 
-def _with_interval(name: str, promised: float, errors: Tensor, confidence: float) -> PredictedRatio:
-    tail = 0.5 * (1.0 - confidence)
+def _with_interval(name: str, promised: float, errors: Tensor) -> PredictedRatio:
+    tail = 0.5 * (1.0 - _CONFIDENCE)
     valid = errors[errors.isfinite()]
     if not math.isfinite(promised) or len(valid) < (1.0 - tail) * len(errors):
         return PredictedRatio(name, math.nan, 0.0, math.inf)
@@ -264,47 +246,26 @@ def _with_interval(name: str, promised: float, errors: Tensor, confidence: float
 # ---------------------------------------------------------------------- advice
 
 
-def advice(ratios: Iterable[PredictedRatio]) -> str:
-    """Advice on the timestep sampler in one line: which one would save samples, that none would, or too few samples.
+def sampler_advice(ratios: Iterable[PredictedRatio]) -> str | None:
+    """Advice on the timestep sampler in one line: which one would save samples; None where none is worth a change.
 
     A change is recommended only where its interval excludes a ratio of 1 and it saves a factor of 1.1; a loss multiplier
     that wastes samples comes first, since nothing has to be measured to leave it out.
     """
-    named = {ratio.name: ratio for ratio in ratios}
-    better = worthwhile(named.values())
+    better = {ratio.name: ratio for ratio in ratios if ratio.upper < 1.0 and ratio.ratio <= 1.0 / WORTHWHILE}
     if FROM_WEIGHT in better:
         text = f"the loss multiplier wastes samples: {_saving(better[FROM_WEIGHT])}"
         if NEYMAN in better and better[NEYMAN].upper < better[FROM_WEIGHT].lower:
             text += f"; {_saving(better[NEYMAN])}"
         return text
-    if better:
-        return _saving(min(better.values(), key=lambda r: r.ratio))
-    widest = min(named.values(), key=lambda r: r.lower, default=None)
-    if widest is None or math.isnan(widest.ratio):
-        return "too few samples to tell whether another sampler of t would save any"
-    if widest.upper >= 1.0 and widest.lower < 1.0 / _UNCERTAIN:
-        return f"too few samples to tell: {_change(widest.name)} might need {_times_fewer(widest)} fewer samples"
-    best = min(named.values(), key=lambda r: r.ratio)
-    return f"nothing to be gained from another sampler of t: at best {_times_fewer(best)} fewer samples"
-
-
-def worthwhile(ratios: Iterable[PredictedRatio]) -> dict[str, PredictedRatio]:
-    """Those that would save samples, by name: the interval excludes a ratio of 1, and 1.1 times fewer are needed."""
-    return {ratio.name: ratio for ratio in ratios if ratio.upper < 1.0 and ratio.ratio <= 1.0 / WORTHWHILE}
-
-
-def _change(name: str) -> str:
-    return CHANGES.get(name, f"drawing t by {name}")
+    return _saving(min(better.values(), key=lambda r: r.ratio)) if better else None
 
 
 def _saving(ratio: PredictedRatio) -> str:
-    return f"{_change(ratio.name)} would give the same gradient variance with {_times_fewer(ratio)} fewer samples"
-
-
-def _times_fewer(ratio: PredictedRatio) -> str:
     saved, least, most = (1.0 / value if value > 0 else math.inf for value in (ratio.ratio, ratio.upper, ratio.lower))
     digits = 1 if least >= 1.15 else 2
-    return f"{saved:.{digits}f}x [{least:.{digits}f}, {most:.{digits}f}]"
+    fewer = f"{saved:.{digits}f}x [{least:.{digits}f}, {most:.{digits}f}] fewer samples"
+    return f"{CHANGES[ratio.name]} would give the same gradient variance with {fewer}"
 
 
 # ---------------------------------------------------------------------- when to change
@@ -325,15 +286,11 @@ class SharesSchedule:
         """
         Args:
             mass: pi_b, [K]: the shares to begin with.
-            warmup: samples of the run before the first change, >= 0.
-            interval: steps between considered changes, >= 1.
-            least_gain: factor of samples that a change must save by prediction, >= 1.
+            warmup: samples of the run before the first change.
+            interval: steps between considered changes.
+            least_gain: factor of samples that a change must save by prediction.
             floor: see `neyman_shares`.
         """
-        if warmup < 0 or interval < 1 or least_gain < 1.0:
-            raise ValueError(
-                f"warmup {warmup}, interval {interval}, least_gain {least_gain:g}: must be at least 0, 1 and 1"
-            )
         self._mass = _checked_mass(mass)
         self._warmup, self._interval, self._least_gain, self._floor = warmup, interval, least_gain, floor
         self.shares = self._mass.tolist()
@@ -365,7 +322,5 @@ class SharesSchedule:
         return {"shares": list(self.shares), "considered_at": self.considered_at}
 
     def load_state_dict(self, state: dict) -> None:
-        """Resume from a state. Raises ValueError: it is of another number of bins."""
-        if len(state["shares"]) != len(self._mass):
-            raise ValueError(f"the state is of {len(state['shares'])} timestep bins, this run has {len(self._mass)}")
+        """Resume from a state of as many bins."""
         self.shares, self.considered_at = list(state["shares"]), state["considered_at"]

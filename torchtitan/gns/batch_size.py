@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -15,8 +14,6 @@ from torchtitan.gns.decayed import BinEstimates
 RATIO, RATIO_LOWER, RATIO_UPPER = 0.585, 0.307, 1.57
 
 _TEST = "python -m research critical_batch tests it, from a checkpoint (--step) before the learning rate decayed"
-
-BatchPlace = Literal["unknown", "near", "below", "above"]
 
 
 @dataclass(frozen=True)
@@ -57,19 +54,8 @@ def half_progress(found: BinEstimates) -> HalfProgress:
     )
 
 
-def place_of_batch(b_simple: float, lower: float, upper: float, global_batch_size: int) -> BatchPlace:
-    """Place of the batch size among noise scales; arguments and rule as of `batch_advice`."""
-    if math.isnan(lower) or math.isnan(upper):
-        return "unknown"
-    if math.isinf(upper):
-        return "below" if WORTHWHILE * global_batch_size <= lower else "unknown"
-    if lower <= global_batch_size <= upper or 0.5 <= global_batch_size / b_simple <= 2.0:
-        return "near"
-    return "below" if global_batch_size < lower else "above"
-
-
-def batch_advice(b_simple: float, lower: float, upper: float, global_batch_size: int) -> str:
-    """Advice on the batch size in one line: below, near or above the noise scale.
+def batch_advice(b_simple: float, lower: float, upper: float, global_batch_size: int) -> str | None:
+    """Advice on the batch size in one line: below or above the noise scale; None where it is near or too few samples tell.
 
     Near is within a factor of 2 of the estimate, or within the interval.
 
@@ -85,16 +71,17 @@ def batch_advice(b_simple: float, lower: float, upper: float, global_batch_size:
     progress of one step where the Hessian is a multiple of the identity; for bins under Adam half was measured at 0.585
     B_simple (`RATIO`).
     """
-    batch, place = f"global batch size {global_batch_size:,}", place_of_batch(b_simple, lower, upper, global_batch_size)
-    if not (math.isfinite(upper) or (math.isinf(upper) and lower > 0)):
-        return f"{batch}: too few samples for an estimate of the noise scale"
-    scale = f"the noise scale, {scale_in_words(b_simple, lower, upper)}"
-    return {
-        "unknown": f"{batch}: too few samples to tell whether it is below {scale}",
-        "near": f"{batch} is near {scale}: a balance of steps against samples",
-        "below": f"{batch} is below {scale}: a larger one may need fewer steps; {_TEST}",
-        "above": f"{batch} is above {scale}: a smaller one may need fewer samples; {_TEST}",
-    }[place]
+    if math.isinf(upper):
+        below, above = WORTHWHILE * global_batch_size <= lower, False
+    elif math.isnan(lower) or math.isnan(upper) or 0.5 <= global_batch_size / b_simple <= 2.0:
+        return None
+    else:
+        below, above = global_batch_size < lower, global_batch_size > upper
+    if not below and not above:
+        return None
+    where = f"is {'below' if below else 'above'} the noise scale, {scale_in_words(b_simple, lower, upper)}"
+    change = "a larger one may need fewer steps" if below else "a smaller one may need fewer samples"
+    return f"global batch size {global_batch_size:,} {where}: {change}; {_TEST}"
 
 
 def scale_in_words(b_simple: float, lower: float, upper: float) -> str:

@@ -22,6 +22,12 @@ WITHOUT_TAPS = (
     " false and gns.rank_gradients to true"
 )
 
+# Tags of the number of bins and of their inner edges.
+_COUNT, _EDGE = "gns/bins", "gns/edges"
+
+# Fewer samples of a bin in a step hold hardly a pair, and only pairs say anything of the mean gradient.
+_LEAST_PER_BIN = 2
+
 _TAPPED = {"single_pass": (True,)}
 _BINNED = {"single_pass or bin_pure_microbatches": (True,)}
 
@@ -105,9 +111,6 @@ def bin_edges(config: GNSConfig, objective: ObjectiveConfig) -> Tensor:
     return inner_edges(config, build_density(objective, PATHS[objective.path]()))
 
 
-_COUNT, _EDGE = "gns/bins", "gns/edges"
-
-
 def bin_tags(edges: Sequence[float]) -> dict[str, float]:
     """Tags that say which bins a point's noise scales are of.
 
@@ -133,10 +136,6 @@ def of_bins(point: Mapping[str, Any], edges: Sequence[float]) -> bool:
     return point[_COUNT] == len(edges) + 1 and all(
         math.isclose(point.get(f"{_EDGE}/{k}", math.nan), edge, abs_tol=1e-6) for k, edge in enumerate(edges)
     )
-
-
-# Fewer samples of a bin in a step hold hardly a pair, and only pairs say anything of the mean gradient.
-_LEAST_PER_BIN = 2
 
 
 def gns_problems(

@@ -18,18 +18,16 @@ from torchtitan.gns.allocate import (
     FROM_WEIGHT,
     PredictedRatio,
     SharesSchedule,
-    advice,
-    loss_second_moment_shares,
+    neyman_shares,
     predicted_ratios,
+    sampler_advice,
     weight_shares,
-    worthwhile,
 )
 from torchtitan.gns.batch_size import (
     HalfProgress,
     batch_advice,
     half_progress,
     half_progress_in_words,
-    place_of_batch,
     scale_in_words,
 )
 from torchtitan.gns.capture import GradientTaps
@@ -251,12 +249,11 @@ class GNSMonitor:
             return []
         self.pool_kept_steps()
         whole = self._whole(*self._for_batch_size)
-        scale = whole.b_simple.item(), whole.lower.item(), whole.upper.item(), global_batch_size
-        ratios = self.predicted_ratios()
-        lines = [(self._for_batch_size, batch_advice(*scale))] if place_of_batch(*scale) in ("below", "above") else []
-        lines += [(self._for_samplers, advice(ratios))] if worthwhile(ratios) else []
+        of_batch = batch_advice(whole.b_simple.item(), whole.lower.item(), whole.upper.item(), global_batch_size)
+        of_sampler = sampler_advice(self.predicted_ratios())
         return [
-            f"measured {phase} ({estimator}, {GEOMETRY_NAMES[geometry]}): {line}" for (geometry, estimator), line in lines
+            f"measured {phase} ({estimator}, {GEOMETRY_NAMES[geometry]}): {line}"
+            for (geometry, estimator), line in ((self._for_batch_size, of_batch), (self._for_samplers, of_sampler)) if line
         ]
 
     def predicted_ratios(self) -> list[PredictedRatio]:
@@ -266,7 +263,8 @@ class GNSMonitor:
         if multiplier.max() > 1.01 * multiplier.min():
             others[FROM_WEIGHT] = weight_shares(self.masses, multiplier)
         if not self._objective.learns_weights:
-            others["loss_second_moment"] = loss_second_moment_shares(self.masses, self._pooled.mean_square_loss())
+            # In proportion to pi_b sqrt(E[L^2]) of single samples: Nichol and Dhariwal, arXiv 2102.09672, eq. 18.
+            others["loss_second_moment"] = neyman_shares(self.masses, self._pooled.mean_square_loss())
         for name, density in (("uniform", Uniform()), ("logit_normal", LogitNormal())):
             masses = bin_masses(density, self._edges)
             if (masses / self.masses - 1.0).abs().max() > 0.01:

@@ -154,8 +154,6 @@ class Pool:
             return {"/".join(key): value for key, value in values.items()}
 
         return {
-            "num_bins": self.num_bins,
-            "windows": list(WINDOW_SHARES),
             "losses": self._losses.tolist(),
             "composites": [composite.state_dict() for kind in self._composites for composite in kind],
             "controlled": [sums.state_dict() for kind in self._controlled for sums in kind],
@@ -168,19 +166,14 @@ class Pool:
         }
 
     def load_state_dict(self, state: dict) -> None:
-        """Resume from a state; one of other bins, geometries or windows is dropped."""
-        keys = {"/".join(key): key for key in self._by_bin}
-        if state["num_bins"] != self.num_bins or set(state["by_bin"]) != set(keys):
-            return
-        if state.get("windows") != list(WINDOW_SHARES):
-            return
+        """Resume from a state of the same bins and geometries."""
         self._losses = torch.tensor(state["losses"], dtype=torch.float64)
         for name, parts in (("composites", self._composites), ("controlled", self._controlled)):
             for part, found in zip((part for kind in parts for part in kind), state[name], strict=True):
                 part.load_state_dict(found)
-        for name, key in keys.items():
-            self._by_bin[key].load_state_dict(state["by_bin"][name])
-            self._whole[key].load_state_dict(state["whole"][name])
+        for key in self._by_bin:
+            self._by_bin[key].load_state_dict(state["by_bin"]["/".join(key)])
+            self._whole[key].load_state_dict(state["whole"]["/".join(key)])
         for key, of_geometry in state["entries"].items():
             self._entries[key] = FreeSums(**{
                 name: torch.tensor(values, dtype=torch.float64) for name, values in of_geometry.items()
@@ -249,9 +242,7 @@ class OutlierRule:
         return {"count": self.count, "seen": self._seen.tolist(), "logs": rings}
 
     def load_state_dict(self, state: dict) -> None:
-        """Resume from a state of as many bins; an empty one is that of a new run."""
-        fresh = {"count": 0, "seen": [0] * len(self._seen), "logs": [[]] * len(self._seen)}
-        state = fresh | state
+        """Resume from a state of as many bins."""
         self.count, self._seen = state["count"], torch.tensor(state["seen"], dtype=torch.int64)
         self._logs.fill_(torch.nan)
         for ring, logs, seen in zip(self._logs, state["logs"], state["seen"], strict=True):
@@ -302,12 +293,10 @@ class Agreement:
 
     def state_dict(self) -> dict:
         levels = {geometry: [level.state_dict() for level in found] for geometry, found in self._sums.items()}
-        return {"num_bins": self.num_bins, "levels": levels, "trained": self._trained.tolist()}
+        return {"levels": levels, "trained": self._trained.tolist()}
 
     def load_state_dict(self, state: dict) -> None:
-        """Resume from a state; one of other bins or geometries is dropped."""
-        if state["num_bins"] != self.num_bins or set(state["levels"]) != set(self._sums):
-            return
+        """Resume from a state of the same bins and geometries."""
         for geometry, levels in self._sums.items():
             for level, found in zip(levels, state["levels"][geometry], strict=True):
                 level.load_state_dict(found)

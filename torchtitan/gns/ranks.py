@@ -175,7 +175,7 @@ class RankMonitor:
         self._noted, self._pending = [], []
         if state.get("names") != self._names:
             return
-        self._outliers.load_state_dict(state.get("outliers", {}))
+        self._outliers.load_state_dict(state["outliers"])
         self._sums = [
             GroupSums(RatioMoments(*(torch.tensor(values, dtype=torch.float64) for values in moments)))
             for moments in state["moments"]

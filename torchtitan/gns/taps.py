@@ -358,18 +358,14 @@ class SketchedLinear(TappedLinear):
         if self.switch.mode != MEASURED:
             return F.linear(x, self.weight, self.bias)
         x = _cast_by_autocast(x)
-        projected = self._projected(x)
+        with torch.no_grad():  # [A_i, 1] R now and not in backward, since the layer has its input in the cache now
+            right, tokens = self.right.to(x.dtype), x.flatten(0, -2)
+            projected = tokens @ right[:-1] if self.bias is None else torch.addmm(right[-1], tokens, right[:-1])
+            projected = projected.unflatten(0, (len(x), -1))  # [B, T, G k]
         return SketchTap.apply(
             F.linear(x, self.weight, self.bias), projected, self.squares, self.sums, self.switch.one_hot, self.rows,
             self.fold.places, self.fold.signs,
         )  # fmt: skip
-
-    @torch.no_grad()
-    def _projected(self, x: Tensor) -> Tensor:
-        """[A_i, 1] R of the input [B, ..., in], now and not in backward, since the layer has it in the cache now."""
-        right, tokens = self.right.to(x.dtype), x.flatten(0, -2)
-        found = tokens @ right[:-1] if self.bias is None else torch.addmm(right[-1], tokens, right[:-1])
-        return found.unflatten(0, (len(x), -1))
 
 
 class SmallLinear(TappedLinear):
