@@ -238,7 +238,7 @@ def test_older_samples_decay_by_the_samples_of_their_bin() -> None:
 
 
 def test_estimates_and_errors_equal_explicitly_weighted_sums() -> None:
-    generator, half_life = torch.Generator().manual_seed(11), 40.0
+    generator, half_life = torch.Generator().manual_seed(11), 200.0
     steps = [step(generator) for _ in range(30)]
     decayed = DecayedSums(2, half_life)
     for sums in steps:

@@ -240,26 +240,6 @@ class SmallTap(Function):
         return dy, None, *_of_whole(gradient, one_hot, rows, columns), None, None, None, None
 
 
-class GainTap(Function):
-    """Tap of a norm's learned gain: y = gain * norm(x), any shape [B, ..., channels].
-
-    norm(x) is computed again in the backward instead of being kept: the norm keeps x anyway.
-    """
-
-    @staticmethod
-    def forward(ctx, y, x, squares, sums, one_hot, rows, columns, rms, eps):
-        ctx.save_for_backward(x, one_hot, rows, columns)
-        ctx.rms, ctx.eps = rms, eps
-        return y.view_as(y)
-
-    @staticmethod
-    @_outside_autocast
-    def backward(ctx, dy):
-        x, one_hot, rows, columns = ctx.saved_tensors
-        gradient = _summed(_full(dy) * _norm(x, None, ctx.rms, ctx.eps), rows.shape[1:])
-        return dy, None, *_of_whole(gradient, one_hot, rows, columns), None, None, None, None, None
-
-
 class TappedGain(Function):
     """Gain with its tap, normed [B, ..., channels] -> gain * normed: the gradient's product is that of the measurement."""
 
@@ -279,20 +259,25 @@ class TappedGain(Function):
 
 
 class ElementTap(Function):
-    """Tap of elements that are added to an input or multiply it: y [B, ...], and x as y, or None of a sum."""
+    """Tap of elements that are added to an input, or multiply it or its norm: y [B, ...], and x as y, or None of a sum.
+
+    norm(x) is computed again in the backward instead of being kept: the norm keeps x anyway.
+    """
 
     @staticmethod
-    def forward(ctx, y, x, squares, sums, one_hot, rows, columns, shape):
+    def forward(ctx, y, x, squares, sums, one_hot, rows, columns, shape, rms, eps):
         ctx.save_for_backward(x, one_hot, rows, columns)
-        ctx.shape = shape
+        ctx.shape, ctx.rms, ctx.eps = shape, rms, eps
         return y.view_as(y)
 
     @staticmethod
     @_outside_autocast
     def backward(ctx, dy):
         x, one_hot, rows, columns = ctx.saved_tensors
+        if ctx.rms is not None:
+            x = _norm(x, None, ctx.rms, ctx.eps)
         gradient = _summed(_full(dy) if x is None else _full(dy) * x, ctx.shape)
-        return dy, None, *_of_whole(gradient, one_hot, rows, columns), None, None, None, None
+        return dy, None, *_of_whole(gradient, one_hot, rows, columns), None, None, None, None, None, None
 
 
 def _norm(x: Tensor, gain: Tensor | None, rms: bool, eps: float) -> Tensor:
@@ -400,7 +385,7 @@ class TappedEmbedding(nn.Embedding):
 
 
 class TappedNorm(nn.Module):
-    """Norm with a learned gain and a GainTap. `squares`: probe [G, B]; `sums`: probe [K, channels, 1]."""
+    """Norm with a learned gain and an ElementTap. `squares`: probe [G, B]; `sums`: probe [K, channels, 1]."""
 
     def __init__(self, norm: nn.LayerNorm | RMSNorm, switch: TapSwitch) -> None:
         super().__init__()
@@ -416,7 +401,8 @@ class TappedNorm(nn.Module):
         if self.rms and x.device.type == "cpu" and x.dtype == self.weight.dtype == _full(x).dtype:
             # What the norm with a gain computes too, where it is not one kernel.
             return TappedGain.apply(_norm(x, None, self.rms, self.eps), self.weight, *taken)
-        return GainTap.apply(_norm(x, self.weight, self.rms, self.eps), x, *taken, self.rms, self.eps)
+        y = _norm(x, self.weight, self.rms, self.eps)
+        return ElementTap.apply(y, x, *taken, self.weight.shape, self.rms, self.eps)
 
 
 class TappedElements(nn.Module):
@@ -432,4 +418,4 @@ class TappedElements(nn.Module):
         if self.switch.mode != MEASURED:
             return y
         taken = self.squares, self.sums, self.switch.one_hot, self.rows, self.columns
-        return ElementTap.apply(y, x if self.multiplies else None, *taken, weight.shape)
+        return ElementTap.apply(y, x if self.multiplies else None, *taken, weight.shape, None, 0.0)
