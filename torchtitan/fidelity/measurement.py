@@ -14,18 +14,15 @@ class Options:
     """Settings of all metrics.
 
     Attributes:
-        allow_small: measure sets that are too small for a metric's protocol or rank, with a note, instead of refusing.
         confidence: of intervals, in (0, 1).
         seed: of subsets and of the bootstrap, through numpy's PCG64; a named protocol of a tool has the tool's own.
         device: torch device of products of rows with rows.
         neighbours: k of precision, recall, density and coverage, at least 1.
         prdc_samples, prdc_reference: images that these take of each set, at most.
-        splits: of the inception score, at least 1.
         held_out: images of the distribution of the reference that no generator was trained on, for memorisation.
         held_out_share: share of held-out images that are nearer to a training image than its threshold, in (0, 1).
     """
 
-    allow_small: bool = False
     confidence: float = 0.95
     seed: int = 0
     device: str = "cpu"

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
-from torchtitan.errors import EvaluationError
 from torchtitan.fidelity.accuracy import measure_accuracy
 from torchtitan.fidelity.feature_set import FeatureSet
 from torchtitan.fidelity.frechet import measure_frechet
@@ -31,11 +30,10 @@ class Metric:
     """Metric of samples, mostly against a reference.
 
     Attributes:
-        title: for tables.
         output: of the extractor that it reads.
         reference: form of the reference's features that it needs; None: it takes no reference.
         better: direction of each value that it returns, by the value's name; None where neither is better.
-        compute: values from checked feature sets.
+        compute: values from feature sets of one extractor, those that it needs.
         extractor: the only one that it is defined for; None: any.
         needs_held_out: True if `Options.held_out` must have rows of the same output.
     """
@@ -49,24 +47,7 @@ class Metric:
     needs_held_out: bool = False
 
     def measure(self, samples: FeatureSet, reference: FeatureSet | None, options: Options) -> Measurement:
-        """Measure samples.
-
-        Raises:
-            EvaluationError: features that are missing, not finite, too few, or of different extractors.
-        """
-        given = [each for each in (samples, reference, options.held_out) if each is not None]
-        for each in given:
-            if each.extractor != samples.extractor:
-                raise EvaluationError(
-                    f"{samples.name} have features of {samples.extractor} and {each.name} of {each.extractor}: "
-                    "extract both with one extractor"
-                )
-        if self.extractor not in (None, samples.extractor):
-            raise EvaluationError(f"{self.title} is defined for {self.extractor} features, not for those of {samples.extractor}")
-        if self.reference is not None and reference is None:
-            raise EvaluationError(f"{self.title} needs a reference")
-        if self.needs_held_out and options.held_out is None:
-            raise EvaluationError(f"{self.title} needs held-out images")
+        """Measure samples. Raises EvaluationError: features that are not finite, or too few."""
         return self.compute(samples, reference, self.output, options)
 
 
