@@ -130,7 +130,7 @@ class GradientTaps:
         step.count += counts
         step.square_losses += loss.detach().to(torch.float64).square() @ in_float64
         step.pairs += _pairs(counts)
-        modulation, embedding, patch, token = (_read(probe) for probe in self._probes.values())
+        modulation, embedding, patch, token = map(_read, self._probes.values())
         grams = torch.stack((modulation, embedding)).mul_(scale**2)  # [2, G, B, B]
         squares = torch.stack((patch, token)).mul_(scale**2)  # [2, G, B]
         squares = torch.cat((grams.diagonal(dim1=2, dim2=3), squares)) @ one_hot
@@ -143,9 +143,9 @@ class GradientTaps:
             return
         self._whole_sums["patch"] += of_patch
         self._whole_sums["token"] += self._read_whole("token", scale)
-        if not self._sketched_layers:
+        if not self._sketches:
             return
-        sketches = torch.stack([_read(layer.sums) for layer in self._sketched_layers]).mul_(scale)  # [L, G, K, m k]
+        sketches = torch.stack([*map(_read, self._sketches)]).mul_(scale)  # [L, G, K, m k]
         self._sketch_sums += sketches
         # Pairs of one microbatch are known exactly: these replace their sketches.
         step.corrections[: len(_VECTOR_PARTS)] += products
@@ -203,7 +203,8 @@ class GradientTaps:
         count = self._compared[self._samples]
         if count & (count - 1):
             return
-        layers, of_whole = {}, []
+        layers: dict[str, Any] = {}
+        of_whole: list[Tensor] = []
         for part in PARTS:
             layers |= self._sketched[part]
         for part in PARTS:
@@ -245,17 +246,18 @@ class GradientTaps:
 
     def _arrange_layers(self) -> None:
         """Lay out what all layers have in common tensors, so that they are computed at once: sketched layers first."""
-        self._sketched_layers = [layer for part in PARTS for layer in self._sketched[part].values()]
+        layers = [layer for part in PARTS for layer in self._sketched[part].values()]
+        self._sketches = [layer.sums for layer in layers]
         ends = list(itertools.accumulate(len(self._sketched[part]) for part in PARTS))
         self._places = {
             part: slice(end - len(self._sketched[part]), end) for part, end in zip(PARTS, ends, strict=True)
         }
         of_whole = [layer for part in PARTS for layer in self._whole[part].values()]
-        self._factors = AdamFactors([*self._sketched_layers, *of_whole]) if len(self.geometries) > 1 else None
+        self._factors = AdamFactors([*layers, *of_whole]) if len(self.geometries) > 1 else None
         self._projections = Projections(
-            self._sketched_layers, self._sketch_size, len(self.geometries), self._seed, self._factors, self._compute_dtype
+            layers, self._sketch_size, len(self.geometries), self._seed, self._factors, self._compute_dtype
         )
-        shapes = [(len(self._sketched_layers), len(self.geometries), self.num_bins, FOLDED_ROWS * self._sketch_size)]
+        shapes: list[tuple[int, ...]] = [(len(layers), len(self.geometries), self.num_bins, FOLDED_ROWS * self._sketch_size)]
         shapes += [(self.num_bins, sum(layer.sums[0].numel() for layer in self._whole[part].values())) for part in PARTS]
         sizes = [math.prod(shape) for shape in shapes]
         # What is summed over the ranks on a measured step.
@@ -284,13 +286,13 @@ class _StepBuffer:
     def __init__(self, bins: int, geometries: int, device: torch.device) -> None:
         whole = (len(PARTS), geometries, bins, bins)
         shapes = ((bins,), (bins,), (bins, bins), whole[:3], whole, whole, (bins, bins), whole)
-        sizes = [math.prod(shape) for shape in shapes]
+        sizes = list(map(math.prod, shapes))
         self.reduced, self.reduced_when_measured = sum(sizes[:5]), sum(sizes[:6])
         self.flat = torch.zeros(sum(sizes), dtype=torch.float64, device=device)
         (
             self.count, self.square_losses, self.pairs, self.squares, self.products,
             self.corrections, self.all_pairs, self.sketched,
-        ) = (part.view(shape) for part, shape in zip(self.flat.split(sizes), shapes, strict=True))  # fmt: skip
+        ) = map(Tensor.view, self.flat.split(sizes), shapes)  # fmt: skip
 
 
 def _pairs(counts: Tensor) -> Tensor:

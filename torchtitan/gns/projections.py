@@ -51,6 +51,7 @@ class AdamFactors:
         """
         self._modules, layers = modules, len(modules)
         device, dtype = modules[0].rows.device, modules[0].rows.dtype
+        self._targets = [layer.rows[-1] for layer in modules] + [layer.columns[-1] for layer in modules]
         self._rows, self._columns = ([getattr(m, side).shape[1] for m in modules] for side in ("rows", "columns"))
         self.num_rows, num_columns = sum(self._rows), sum(self._columns)
         rows, columns = (torch.tensor(counts, device=device) for counts in (self._rows, self._columns))
@@ -93,14 +94,16 @@ class AdamFactors:
         if layout.sharded:
             dist.all_reduce(self._sums, group=layout.shard_group)
         self.values = self._inverse_roots(correction)
-        targets = [layer.rows[-1] for layer in self._modules] + [layer.columns[-1] for layer in self._modules]
-        torch._foreach_copy_(targets, list(self.values.split([*self._rows, *self._columns])))
+        torch._foreach_copy_(self._targets, list(self.values.split([*self._rows, *self._columns])))
 
     def _correction(self, state: dict[Tensor, dict], beta2: float) -> Tensor:
         """Divisors of the averages that began at zero, of all weights and then of all vectors, [2 layers]."""
-        weights = [layer.weight for layer in self._modules]
-        vectors = [layer.weight if layer.weight.ndim == 1 else getattr(layer, "bias", None) for layer in self._modules]
-        steps: list[Tensor] = [state.get(found, {}).get("step", self._step_of_none) for found in (*weights, *vectors)]
+        weights, vectors = [], []
+        for layer in self._modules:
+            vector: Any = layer.weight if layer.weight.ndim == 1 else getattr(layer, "bias", None)
+            weights.append(state.get(layer.weight, {}).get("step", self._step_of_none))
+            vectors.append(state.get(vector, {}).get("step", self._step_of_none))
+        steps = weights + vectors
         if any(step.device != self._sums.device for step in steps):
             steps = [step.to("cpu") for step in steps]  # an optimizer that counts on the host
         return 1.0 - beta2 ** torch.stack(steps).to(self._sums.device, self._sums.dtype)
@@ -228,6 +231,10 @@ class Projections:
         )
         self._signs = [self._attach_signs(layers, *group) for group in groups if group[0]]
         self._folds = self._attach_folds([layers[n] for n in over_tokens]) if over_tokens else None
+        # Random bytes of a step: of the signs of each group, then of the folds' signs and rotations.
+        self._bytes = [len(signs.values) * -(-signs.values.shape[2] // 8) for signs in self._signs]
+        if self._folds:
+            self._bytes += [-(-len(self._folds.first) // 8), len(self._folds.first) // FOLDED_ROWS]
         bits = (torch.arange(256)[:, None] >> torch.arange(8)) & 1
         self._byte_signs = (2.0 * bits - 1.0).to(layers[0].rows) if layers else bits
 
@@ -253,16 +260,12 @@ class Projections:
 
     def draw(self, step: int) -> None:
         """Draw the projections of a step, a function of its number, and multiply by the present factors."""
-        counts = [len(signs.values) * -(-signs.values.shape[2] // 8) for signs in self._signs]
-        if self._folds:
-            places = len(self._folds.first)
-            counts += [-(-places // 8), places // FOLDED_ROWS]
-        blocks = -(-sum(counts) // (_BYTES_PER_WORD * _WORDS_PER_BLOCK))
-        if not blocks:
+        if not self._bytes:
             return
+        blocks = -(-sum(self._bytes) // (_BYTES_PER_WORD * _WORDS_PER_BLOCK))
         indices = torch.arange(step * blocks, (step + 1) * blocks, device=self._byte_signs.device)
         words = philox.random_words(self._seed, "gns_projection", indices, _WORDS_PER_BLOCK)
-        drawn = words.to(torch.int32).flatten().view(torch.uint8)[: sum(counts)].int().split(counts)
+        drawn = words.to(torch.int32).flatten().view(torch.uint8)[: sum(self._bytes)].int().split(self._bytes)
         for signs, of_signs in zip(self._signs, drawn, strict=False):
             self._draw_signs(signs, of_signs)
         if self._folds:

@@ -1,5 +1,6 @@
 """Sums measured in one step, and their way from the device to the host, which reads them without waiting for the device."""
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -66,29 +67,32 @@ class StepSums:
     def combined(self) -> "StepSums":
         """Combine all bins of a measured step into one."""
         assert self.all_pairs is not None and self.sketched is not None and self.corrections is not None
-        matrices = self.products, self.all_pairs, self.sketched, self.corrections
         return StepSums(
             self.count.sum(0, keepdim=True), self.square_losses.sum(0, keepdim=True), self.pairs.sum((0, 1), keepdim=True),
-            self.squares.sum(-1, keepdim=True), *(matrix.sum((-2, -1), keepdim=True) for matrix in matrices),
+            self.squares.sum(-1, keepdim=True), self.products.sum((-2, -1), keepdim=True),
+            self.all_pairs.sum((-2, -1), keepdim=True), self.sketched.sum((-2, -1), keepdim=True),
+            self.corrections.sum((-2, -1), keepdim=True),
         )  # fmt: skip
 
     def to_host(self) -> "StepSums":
         """Copy the sums to the host's memory; waits for the device."""
-        return StepSums(**{name: None if value is None else value.cpu() for name, value in vars(self).items()})
+        return StepSums(*(value.cpu() for value in self.known))
 
 
 class LateSums:
     """Queue of steps: they wait on the device, are sent to the host in one copy, and are received there later."""
 
     def __init__(self) -> None:
-        self._waiting: list[tuple[int, Tensor, StepSums]] = []
-        self._sent: list[tuple[int, Tensor, StepSums]] = []
+        self._waiting: list[tuple[int, list[torch.Size], Tensor]] = []
+        self._sent: list[tuple[int, list[torch.Size], Tensor]] = []
         self._copy: Tensor | None = None
         self._arrival: torch.cuda.Event | None = None
 
     def add(self, step: int, sums: StepSums, skip: Tensor) -> None:
         """Add a step's sums, on the device, and whether the step was skipped, bool scalar."""
-        self._waiting.append((step, skip.to(torch.float64), sums))
+        known = sums.known
+        row = torch.cat([skip.to(torch.float64)[None], *map(torch.flatten, known)])
+        self._waiting.append((step, [value.shape for value in known], row))
 
     def send(self) -> None:
         """Send the steps that wait to the host, which does not wait for them; those sent before must have been received."""
@@ -96,7 +100,7 @@ class LateSums:
         if not self._waiting:
             return
         self._sent, self._waiting = self._waiting, []
-        rows = torch.cat([value.flatten() for _, skip, sums in self._sent for value in (skip, *sums.known)])
+        rows = torch.cat([row for _, _, row in self._sent])
         self._copy, self._arrival = rows, None
         if rows.device.type == "cuda":
             self._copy = rows.to("cpu", non_blocking=True)  # into pinned memory
@@ -111,13 +115,13 @@ class LateSums:
         if self._arrival is not None:
             self._arrival.synchronize()
         assert self._copy is not None
-        parts = iter(self._copy.split([value.numel() for _, skip, sums in sent for value in (skip, *sums.known)]))
+        found, rest = [], self._copy
         self._copy = self._arrival = None
-        found = []
-        for step, _, on_device in sent:
-            skipped, sums = next(parts), StepSums(*(next(parts).view(value.shape) for value in on_device.known))
+        for step, shapes, row in sent:
+            arrived, rest = rest.tensor_split([len(row)])
+            skipped, *values = arrived.split([1, *map(math.prod, shapes)])
             if not skipped:
-                found.append((step, sums))
+                found.append((step, StepSums(*map(Tensor.view, values, shapes))))
         return found
 
     def clear(self) -> None:

@@ -187,16 +187,19 @@ class SketchTap(Function):
         d, most = over_tokens(dy), len(dy)
         if d.device.type == "cpu":
             most = max(1, _IN_CACHE // (a_right.shape[2] * d.shape[2]))
-        found = [_one_sided(*part, rows) for part in zip(a_right.split(most), d.split(most), one_hot.split(most), strict=True)]
-        squares, of_bins = found[0]  # the only one on a device
-        if len(found) > 1:
-            squares = torch.cat([part for part, _ in found])
-            for _, part in found[1:]:
-                of_bins += part
+        squares: list[Tensor] = []
+        of_bins = d.new_zeros(())
+        for some_right, some_d, some_hot in zip(a_right.split(most), d.split(most), one_hot.split(most), strict=True):
+            one_sided = (some_right.mT @ some_d).unflatten(1, (len(rows), -1))  # D_i^T [A_i, 1] R, [B, G, k, out]
+            if len(rows) > 1:
+                one_sided[:, 1:].mul_(rows[1:, None])
+            squares.append(torch.linalg.vector_norm(one_sided.flatten(2), dim=2, dtype=rows.dtype).square())  # [B, G]
+            summed = _full_product(some_hot.T.to(one_sided.dtype), one_sided.flatten(1))  # [K, G k out]
+            of_bins = summed if len(squares) == 1 else of_bins.add_(summed)
         folded = folded_rows(of_bins.view(-1, d.shape[2]), places, signs)  # [K G k, m]
         # In the layout of the probe: compiled, the sum writes it so; autograd would copy the sketch after it.
         folded = folded.view(one_hot.shape[1], len(rows), -1).transpose(0, 1).contiguous()  # [G, K, k m]
-        return dy, None, squares.T, folded, None, None, None, None
+        return dy, None, torch.cat(squares).T, folded, None, None, None, None
 
 
 def over_tokens(x: Tensor) -> Tensor:
@@ -207,15 +210,6 @@ def over_tokens(x: Tensor) -> Tensor:
 def folded_rows(values: Tensor, places: Tensor, signs: Tensor) -> Tensor:
     """Fold values [n, out], see Fold, [n, FOLDED_ROWS]."""
     return (values.index_select(1, places) * signs).unflatten(1, (-1, FOLDED_ROWS)).sum(1)
-
-
-def _one_sided(a_right: Tensor, dy: Tensor, one_hot: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Squared norms [B, G] of D_i^T [A_i, 1] R in every geometry, and their sums by bin [K, G k out]."""
-    one_sided = (a_right.mT @ dy).unflatten(1, (len(rows), -1))  # [B, G, k, out]
-    if len(rows) > 1:
-        one_sided[:, 1:].mul_(rows[1:, None])
-    squares = torch.linalg.vector_norm(one_sided.flatten(2), dim=2, dtype=rows.dtype).square()
-    return squares, _full_product(one_hot.T.to(one_sided.dtype), one_sided.flatten(1))
 
 
 class SmallTap(Function):
