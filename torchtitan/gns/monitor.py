@@ -1,4 +1,11 @@
-"""Monitor of the gradient noise scale of every timestep bin while a model trains, called by the trainer."""
+"""Monitor of the gradient noise scale of every timestep bin while a model trains, called by the trainer.
+
+A gradient's way through the room: in the backward each layer's tap measures it (taps.py; on measured steps by fresh projections,
+projections.py), capture.py sums what the taps measured over a step and over the ranks, and step_sums.py brings the sums to the
+host once the step counts. There pool.py leaves out outliers and adds the others to the decayed sums (decayed.py) of every
+estimator (composite.py corrects measured steps by the free ones before them). Estimates are quotients of sums (statistics.py).
+raw_sums.py writes every step to the disk. ranks.py measures without taps, on the gradients' way through the reduction.
+"""
 
 import logging
 import math

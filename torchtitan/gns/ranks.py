@@ -46,12 +46,7 @@ class RankMonitor:
             microbatches: per step and rank.
             num_bins: bins of bin-pure microbatches; None: microbatches mix bins.
             half_life: samples of a bin, or of the whole, after which a step counts half.
-
-        Raises:
-            ValueError: there are no two groups.
         """
-        if layout.world_size == 1 and (microbatches == 1 or num_bins is not None):
-            raise ValueError("a single process has no two groups of a kind")
         self._layout, self.microbatches, self._half_life = layout, microbatches, half_life
         self.bin_pure = num_bins is not None
         self._ranks = RankGradients(train_module, layout) if layout.world_size > 1 else None
@@ -194,12 +189,7 @@ class RankGradients:
         Args:
             train_module: what `parallelize` returned.
             layout: where it runs, more than one process.
-
-        Raises:
-            ValueError: a single process reduces nothing.
         """
-        if layout.world_size == 1:
-            raise ValueError("one process reduces no gradient: take square_norm of every microbatch instead")
         self._squares = torch.zeros((), dtype=torch.float64, device=layout.device)
         self._measured: torch.cuda.Event | None = None
         if isinstance(train_module, DistributedDataParallel):
@@ -264,7 +254,8 @@ class SetAside:
                 sums.append(local(self._sums[parameter]))
                 gradients.append(local(parameter.grad))
             else:
-                self._sums[parameter] = _kept(parameter.grad)
+                # DDP's gradients are views of its buckets, which the next backward overwrites; FSDP's are new every time.
+                self._sums[parameter] = parameter.grad if isinstance(parameter.grad, DTensor) else parameter.grad.clone()
             parameter.grad = None
         if sums:
             torch._foreach_add_(sums, gradients)
@@ -275,11 +266,6 @@ class SetAside:
         self.add(parameters)
         for parameter in parameters:
             parameter.grad = self._sums.pop(parameter, None)
-
-
-def _kept(gradient: Tensor) -> Tensor:
-    """Keep a gradient safe from the next backward: DDP's are views of its buckets, FSDP's are new every time."""
-    return gradient if isinstance(gradient, DTensor) else gradient.clone()
 
 
 def square_norm(parameters: Sequence[nn.Parameter], layout: Layout) -> Tensor:
