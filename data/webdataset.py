@@ -29,7 +29,7 @@ from torchtitan.data.image_files import (
 )
 from torchtitan.data.left_out import PICTURES_NOT_READ, say_left_out
 from torchtitan.data.online_text import OnlineTextConfig, online_kind
-from torchtitan.data.splits import chosen_positions, spread_evenly
+from torchtitan.data.splits import split_positions, spread_evenly
 from torchtitan.data.tar_files import Member, OpenArchives, TarImages, read_members
 from torchtitan.data.trigger_words import PLACEHOLDER, TRIGGER_KEY
 from torchtitan.files.regular import open_regular
@@ -141,12 +141,9 @@ class WebDataset(SquareImages):
 
     def __init__(self, config: WebDatasetConfig, split: Split) -> None:
         samples = _open(config, split)
-        if config.validation_path:
-            positions = np.arange(len(samples))
-        else:
-            held_out = spread_evenly(len(samples), config.validation_fraction)
-            chosen = held_out if split == "validation" else ~held_out
-            positions = chosen_positions(chosen, split, config.validation_fraction)
+        positions = np.arange(len(samples))
+        if not config.validation_path:
+            positions = split_positions(len(samples), split, config.validation_fraction)
         labels = samples.labels[positions]
         labelled = config.labels and not config.captions
         super().__init__(samples, positions, labels, config.required_size(), labelled=labelled)

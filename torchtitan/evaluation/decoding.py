@@ -32,8 +32,6 @@ class LatentDecoder:
     def __init__(
         self, autoencoder: Autoencoder, normalization: Normalization, batch_size: int, device: torch.device
     ) -> None:
-        """
-        """
         self._autoencoder = autoencoder
         self._normalization = normalization
         self._batch_size = batch_size
