@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from torchtitan.conditions import Classes, Unconditional
 from torchtitan.data.base import DatasetError, DatasetInfo, Split
-from torchtitan.data.captions import MAX_CAPTION_BYTES, CaptionedSource, captions_of
+from torchtitan.data.captions import CaptionedSource, captions_of
 from torchtitan.data.class_folders import read_classes
 from torchtitan.data.derived_classes import num_classes_of
 from torchtitan.data.image_files import (
@@ -43,13 +43,11 @@ PROBLEMS = (
     "the sample's label is no whole number from 0 to 999999 (write numbers, which data.classes_file names, or set data.labels = "
     "false)",
     "the sample has no caption (pack the shard again with its .txt, or without the image)",
-    "the sample has several captions (.txt)",
     "the caption is empty",
     "the caption is not UTF-8",
-    f"a caption of more than {MAX_CAPTION_BYTES:,} bytes",
 )
 NO_IMAGE, SEVERAL_IMAGES, NO_LABEL, BAD_LABEL = 1, 2, 3, 4  # places in PROBLEMS
-NO_CAPTION, SEVERAL_CAPTIONS, EMPTY_CAPTION, NOT_UTF8, LONG_CAPTION = 5, 6, 7, 8, 9
+NO_CAPTION, EMPTY_CAPTION, NOT_UTF8 = 5, 6, 7
 
 
 @dataclass(kw_only=True)
@@ -299,10 +297,8 @@ def _describe(
 
 def _caption(texts: list[Member], read: Callable[[Member], bytes]) -> tuple[int, int, int, bool]:
     """Describe a caption: its problem, offset and size, and whether it has [trigger]."""
-    if len(texts) != 1:
-        return SEVERAL_CAPTIONS if texts else NO_CAPTION, 0, 0, False
-    if texts[0].size > MAX_CAPTION_BYTES:
-        return LONG_CAPTION, 0, 0, False
+    if not texts:
+        return NO_CAPTION, 0, 0, False
     try:
         text = read(texts[0]).decode("utf-8-sig")
     except UnicodeDecodeError:

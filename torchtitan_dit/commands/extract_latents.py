@@ -24,7 +24,7 @@ os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 import torch
 import torch.distributed as dist
 
-from torchtitan.autoencoders import AUTOENCODERS
+from torchtitan.autoencoders import AUTOENCODERS, build_autoencoder
 from torchtitan.autoencoders.base import Autoencoder, AutoencoderError
 from torchtitan.config.job import ConfigError, load_data_section, split_data_words
 from torchtitan.data.base import DataConfig, DatasetError
@@ -55,7 +55,7 @@ from torchtitan.processes.exit_codes import FAILED, REFUSED, before_exit
 from torchtitan.processes.launch import launch_number
 from torchtitan.texts import TextEncoderError, TextEncoders, open_encoders
 from torchtitan.texts.opening import OPTIONS
-from torchtitan_dit.commands.cosmos_latent_decoder import DTYPES, CosmosLatentDecoder, at_least
+from torchtitan_dit.commands.cosmos_latent_decoder import DTYPES, at_least
 
 UNUSABLE = (AutoencoderError, DatasetError, LatentStoreError, TextEncoderError, OSError)
 TEXT_LENGTH = 256
@@ -246,10 +246,8 @@ def options_of(arguments: argparse.Namespace, config: DataConfig) -> ExtractionO
 
 
 def open_autoencoder(arguments: argparse.Namespace) -> Autoencoder:
-    return CosmosLatentDecoder(
-        arguments.path, arguments.autoencoder, DTYPES.get(arguments.dtype), tile=arguments.tile,
-        overlap=arguments.overlap,
-    ).autoencoder  # fmt: skip
+    dtype = DTYPES.get(arguments.dtype)
+    return build_autoencoder(arguments.autoencoder, arguments.path, dtype, compute_device(), arguments.tile, arguments.overlap)
 
 
 def open_text_encoders(arguments: argparse.Namespace) -> TextEncoders | None:
