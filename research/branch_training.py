@@ -13,9 +13,10 @@ from torchtitan.checkpoint.checkpointer import Checkpointer, checkpoint_path, ch
 from torchtitan.checkpoint.comparison import open_checkpoint
 from torchtitan.checkpoint.config import CheckpointConfig
 from torchtitan.checkpoint.reading import read_state
-from torchtitan.config.job import JobConfig, dump_config, load_config
+from torchtitan.config.job import JobConfig, load_config
 from torchtitan.files.durable import replace_file
 from torchtitan.files.remote_path import AnyPath
+from torchtitan.settings.record import dump_config
 from torchtitan.training.config import EMAConfig, EMATrackConfig, LRSchedulerConfig
 from torchtitan.training.lr_scheduler import lr_factor
 

@@ -49,7 +49,7 @@ def _is_config(path: Path) -> bool:
         with open(path, "rb") as file:
             text = file.read(_MAX_BYTES).decode()
         return text.startswith(CONFIG_HEADER) or all(isinstance(tomllib.loads(text).get(name), dict) for name in _SECTIONS)
-    except (OSError, ValueError, RecursionError):
+    except (OSError, ValueError):
         return False
 
 
@@ -80,5 +80,5 @@ def _may_be_cut_off(path: Path) -> bool:
         return not start
     try:
         return "step" in json.loads(start.split(b"\n")[0])
-    except (ValueError, TypeError, RecursionError):
+    except (ValueError, TypeError):
         return b"\n" not in start and start.startswith(b'{"step"')
