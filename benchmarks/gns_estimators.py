@@ -42,8 +42,9 @@ from torchtitan.gns.decayed import BinEstimates, DecayedSums
 from torchtitan.gns.statistics import PairSums
 from torchtitan.gns.step_sums import GEOMETRIES, PARTS, StepSums
 from torchtitan.runs.folder import versions
+from torchtitan.state.resume import materialise_state
 from torchtitan.trainer import Trainer
-from torchtitan.training.optimizer import materialise_state, optimizer_tensors
+from torchtitan.training.optimizer import optimizer_tensors
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIG = """
@@ -154,7 +155,7 @@ def train_to(trainer: Trainer, age: int) -> None:
 def copy_state(trainer: Trainer, to: Trainer) -> None:
     """Copy weights and moments; the other trainer's batch may differ."""
     to.state.model.load_state_dict(trainer.state.model.state_dict())
-    materialise_state(to.state.optimizer)
+    materialise_state(to.state.optimizer, to.config.optimizer.lr)
     copies = optimizer_tensors(to.state.optimizer, to.state.parameters)
     for name, tensor in optimizer_tensors(trainer.state.optimizer, trainer.state.parameters).items():
         copies[name].copy_(tensor)

@@ -159,8 +159,7 @@ def _text_kind(config: Any) -> Embeddings:
 def _channels_and_downscale(name: str, path: str, dtype: str | None) -> tuple[int, int]:
     """Channels of an autoencoder's latents, and pixels per latent position. Raises DatasetError."""
     try:
-        with torch.random.fork_rng(devices=[]):  # networks are filled with random numbers before their weights
-            autoencoder = build_autoencoder(name, path, getattr(torch, dtype) if dtype else None)
+        autoencoder = build_autoencoder(name, path, getattr(torch, dtype) if dtype else None)
     except AutoencoderError as error:
         raise DatasetError(f"autoencoder.path: {error}") from error
     return autoencoder.channels, autoencoder.downscale
