@@ -147,7 +147,6 @@ class Dataset(ABC):
 
     Attributes:
         Config: the dataset's `[data]` section, a subclass of DataConfig; its `name` is a Literal.
-        holds_latents: whether the images are latents of a store, which `store` opens.
         blocks: lengths of the runs of neighbours that are read as one, in order, int64 [K]; training then draws its
             images from `blocks_at_a_time` of them at a time (SampleOrder). None: any image costs as much as any other.
         buckets: of images of several shapes, the number of images of each of `DatasetInfo.bucket_shapes`, int64 [K], some
@@ -155,7 +154,6 @@ class Dataset(ABC):
     """
 
     Config: ClassVar[type[DataConfig]]
-    holds_latents: ClassVar[bool] = False
     blocks: np.ndarray | None = None
     blocks_at_a_time: int = 1
     buckets: np.ndarray | None = None

@@ -56,7 +56,6 @@ class Latents(Dataset):
     """
 
     Config = LatentsConfig
-    holds_latents = True
 
     @staticmethod
     def info(config: LatentsConfig) -> DatasetInfo:

@@ -18,9 +18,8 @@ from torchtitan.config.job import (
     load_config,
 )
 from torchtitan.diffusion.objectives import build_objective
-from torchtitan.diffusion.timesteps.densities import LogitNormal
 from torchtitan.diffusion.timesteps.registry import DENSITIES, TIMESTEPS
-from torchtitan.diffusion.timesteps.sampler import GlobalBatch, TimestepsConfig
+from torchtitan.diffusion.timesteps.sampler import GlobalBatch, LogitNormal, TimestepsConfig
 from torchtitan.settings import setting
 
 

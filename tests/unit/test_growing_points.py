@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from torchtitan.gns.pictures import is_drawn
+from torchtitan.gns.logged_bins import is_drawn
 from torchtitan.training import metric_points
 from torchtitan.training.metric_points import GrowingPoints
 

@@ -5,9 +5,9 @@ from collections.abc import Callable, Iterator
 from torchtitan.conditions import Embeddings
 from torchtitan.config.sampling_checks import data_text, unconditional
 from torchtitan.config.view import ConfigView, nearest_sizes
+from torchtitan.data import LATENT_DATASETS
 from torchtitan.diffusion.objectives import OBJECTIVES
 from torchtitan.diffusion.paths import PATHS
-from torchtitan.evaluation.config import LATENT_DATASETS
 from torchtitan.gns.config import WITHOUT_TAPS
 from torchtitan.models import MODELS
 from torchtitan.models.quantized import quantization_problems

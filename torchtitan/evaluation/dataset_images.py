@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from torchtitan.data import DATASETS, DataConfig, DatasetError, DatasetInfo
+from torchtitan.data import DATASETS, LATENT_DATASETS, DataConfig, DatasetError, DatasetInfo
 from torchtitan.data.base import Split
 from torchtitan.errors import EvaluationError, unwrapped
 from torchtitan.fidelity.images import ImageSet
@@ -25,7 +25,7 @@ class DatasetImages(ImageSet):
         """
         self.place = f"dataset {config.name}"
         dataset = DATASETS[config.name]
-        if dataset.holds_latents or info.image_shape[0] not in (1, 3):
+        if config.name in LATENT_DATASETS or info.image_shape[0] not in (1, 3):
             raise EvaluationError(f"{self.place}: holds latents, not images (name the dataset that they were made of)")
         if split == "validation" and not info.has_validation:
             raise EvaluationError(f"--split validation: {self.place} holds out no images here")

@@ -1,12 +1,17 @@
-"""What a metric is given besides features, and what it returns."""
+"""Metric of sets of feature vectors: what it needs, which direction is better, what it is given and returns."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
+from torchtitan.errors import EvaluationError
 from torchtitan.fidelity.feature_set import FeatureSet
 from torchtitan.statistics.interval import Interval
+
+Better = Literal["lower", "higher"]
+Form = Literal["rows", "moments"]
 
 
 @dataclass(frozen=True)
@@ -43,3 +48,47 @@ class Measurement:
 
     values: Mapping[str, Interval]
     notes: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class Metric:
+    """Metric of samples, mostly against a reference.
+
+    Attributes:
+        title: for tables.
+        output: of the extractor that it reads.
+        reference: form of the reference's features that it needs; None: it takes no reference.
+        better: direction of each value that it returns, by the value's name; None where neither is better.
+        compute: values from checked feature sets.
+        extractor: the only one that it is defined for; None: any.
+        needs_held_out: True if `Options.held_out` must have rows of the same output.
+    """
+
+    title: str
+    output: str
+    reference: Form | None
+    better: Mapping[str, Better | None]
+    compute: Callable[[FeatureSet, FeatureSet | None, str, Options], Measurement]
+    extractor: str | None = None
+    needs_held_out: bool = False
+
+    def measure(self, samples: FeatureSet, reference: FeatureSet | None, options: Options) -> Measurement:
+        """Measure samples.
+
+        Raises:
+            EvaluationError: features that are missing, not finite, too few, or of different extractors.
+        """
+        given = [each for each in (samples, reference, options.held_out) if each is not None]
+        for each in given:
+            if each.extractor != samples.extractor:
+                raise EvaluationError(
+                    f"{samples.name} have features of {samples.extractor} and {each.name} of {each.extractor}: "
+                    "extract both with one extractor"
+                )
+        if self.extractor not in (None, samples.extractor):
+            raise EvaluationError(f"{self.title} is defined for {self.extractor} features, not for those of {samples.extractor}")
+        if self.reference is not None and reference is None:
+            raise EvaluationError(f"{self.title} needs a reference")
+        if self.needs_held_out and options.held_out is None:
+            raise EvaluationError(f"{self.title} needs held-out images")
+        return self.compute(samples, reference, self.output, options)

@@ -11,7 +11,6 @@ from torchtitan.distributed.mesh import Layout
 from torchtitan.distributed.parallelize import local, named_parameters, parallelize, release_unsharded
 from torchtitan.distributed.shard_drawing import place_shards
 from torchtitan.files.weight_files import saved_buffers
-from torchtitan.gns.of_run import build_taps
 from torchtitan.models.adapters.adapters import trained_parameters
 from torchtitan.models.adapters.flops import training_flops
 from torchtitan.models.adapters.frozen_network import quantized_kind
@@ -55,6 +54,8 @@ class RunNetwork:
         objective.to(layout.device)
         self.taps = None
         if edges is not None and config.gns.single_pass:
+            from torchtitan.gns.of_run import build_taps
+
             self.taps = build_taps(config, self.model, edges, layout)
         if config.float8.enable:
             convert_to_float8(self.model, config.float8)

@@ -21,7 +21,6 @@ from torchtitan.distributed.kernel_choices import kernel_choices
 from torchtitan.distributed.mesh import Layout, init_process_group
 from torchtitan.distributed.precision import compute_context
 from torchtitan.gns.config import bin_edges
-from torchtitan.gns.of_run import build_monitor, sampler_of_bins
 from torchtitan.runs.folder import RunFolder
 from torchtitan.state.data import RunData
 from torchtitan.state.network import RunNetwork
@@ -70,8 +69,12 @@ class RunState:
         self.data, self.info, self.corrupt_images = data.loader, data.info, data.corrupt_images
         self.data_record = data.record
         self.images_per_epoch, self._images_of_shapes = data.images_per_epoch, data.images_of_shapes
-        edges = bin_edges(config.gns, config.objective) if config.gns.enable else None
-        sampler_of = None if edges is None else sampler_of_bins(config.gns, edges, self.data.microbatches_per_step)
+        edges = sampler_of = None
+        if config.gns.enable:
+            from torchtitan.gns.of_run import build_monitor, sampler_of_bins
+
+            edges = bin_edges(config.gns, config.objective)
+            sampler_of = sampler_of_bins(config.gns, edges, self.data.microbatches_per_step)
         self.objective = build_objective(config.objective, config.debug.seed, sampler_of)
         self.checkpointer = Checkpointer(self.folder.checkpoints, config.checkpoint, layout.rank)
         self.resumed_step = self.checkpointer.find() if config.checkpoint.enable else None
