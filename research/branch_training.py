@@ -17,7 +17,7 @@ from torchtitan.config.job import JobConfig, dump_config, load_config
 from torchtitan.files.durable import replace_file
 from torchtitan.files.remote_path import AnyPath
 from torchtitan.training.config import EMAConfig, EMATrackConfig, LRSchedulerConfig
-from torchtitan.training.lr_scheduler import lr_factor
+from torchtitan.training.schedules import lr_factor
 
 # Its profile is relative to the branch, so at equal samples it averages over the same samples at any batch size, and
 # its first update forgets the weights that the branch began with.

@@ -26,7 +26,7 @@ from torchtitan.experiments.folder import ResultsFolder, StudyError
 from torchtitan.experiments.training import train
 from torchtitan.files.durable import make_folder
 from torchtitan.files.regular import read_toml
-from torchtitan.training.batch_ramp import largest_growth
+from torchtitan.training.schedules import largest_growth
 
 TABLE = "training.csv"
 COLUMNS = ("run", "status", "reason", "samples", "date", "runtime")

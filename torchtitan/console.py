@@ -26,8 +26,8 @@ from torchtitan.runs.previews import PAGE_FILE
 from torchtitan.state.run_state import RunState
 from torchtitan.training.corrupt_images import CORRUPT_IMAGES_FILE
 from torchtitan.training.hardware import device_name
-from torchtitan.training.lr_scheduler import lr_phase
 from torchtitan.training.metrics import METRICS_FILE
+from torchtitan.training.schedules import lr_phase
 from torchtitan.weights.final_weights import final_weights_path
 
 logger = logging.getLogger(__name__)

@@ -11,8 +11,8 @@ from tests.distributed.cases import make_trainer
 from torchtitan.config.job import ConfigError, load_config
 from torchtitan.experiments.autotune.probe import probe_config
 from torchtitan.training.config import LRSchedulerConfig, OptimizerConfig, TrainingConfig
-from torchtitan.training.lr_scheduler import length_change, lr_factor, lr_phase, schedule_changes
 from torchtitan.training.optimizer import build_optimizer
+from torchtitan.training.schedules import length_change, lr_factor, lr_phase, schedule_changes
 
 # Warm-up over 200 epochs of CIFAR, decay from epoch 400 on.
 PER_EPOCH = LRSchedulerConfig(

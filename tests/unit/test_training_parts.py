@@ -21,9 +21,9 @@ from torchtitan.run import run
 from torchtitan.supervision.supervision import Supervision
 from torchtitan.training import metrics
 from torchtitan.training.config import LRSchedulerConfig, OptimizerConfig
-from torchtitan.training.lr_scheduler import lr_factor
 from torchtitan.training.metrics import LossWindow, Stopwatch, cut_metrics, tail_medians
 from torchtitan.training.optimizer import build_optimizer, materialise_state, optimizer_tensors, set_lr
+from torchtitan.training.schedules import lr_factor
 
 
 def network(seed: int = 0) -> nn.Module:

@@ -37,8 +37,8 @@ from torchtitan.settings import has_key
 from torchtitan.settings.record import unmet_condition
 from torchtitan.settings.schema import Problem, no_effect, quoted
 from torchtitan.settings.sections import section_at
-from torchtitan.training.batch_ramp import ramp_problems
 from torchtitan.training.config import UPDATE_RULES
+from torchtitan.training.schedules import ramp_problems
 
 _ADAMS_RULE = "the square-root rule by which the learning rate grows is Adam's"
 

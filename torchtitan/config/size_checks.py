@@ -7,8 +7,8 @@ from torchtitan.pictures.number_text import counted
 from torchtitan.processes.launch import launch_number
 from torchtitan.settings.schema import Problem
 from torchtitan.settings.sizes import largest_divisor, size_problems
-from torchtitan.training.batch_ramp import largest_growth
 from torchtitan.training.loader_processes import loader_problem, prefetch_problem
+from torchtitan.training.schedules import largest_growth
 
 # Of each rank in a step: beyond any real run, as the bound of training.local_batch_size is.
 _MOST_MICROBATCHES, _MOST_IMAGES_IN_ONE = 2**20, 2**24

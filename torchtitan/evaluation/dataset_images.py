@@ -5,11 +5,10 @@ from typing import Any
 import numpy as np
 
 from torchtitan.data import DATASETS, LATENT_DATASETS, DataConfig, DatasetError, DatasetInfo
-from torchtitan.data.base import Split
+from torchtitan.data.base import Split, require_one_shape
 from torchtitan.errors import EvaluationError, unwrapped
 from torchtitan.fidelity.images import ImageSet
 from torchtitan.pictures.grids import to_rgb
-from torchtitan.training.buckets import require_one_shape
 from torchtitan.training.data_loading import read_checked
 
 

@@ -15,7 +15,7 @@ from torchtitan.models.adapters.adapters import trained_parameters
 from torchtitan.models.adapters.flops import training_flops
 from torchtitan.models.adapters.frozen_network import quantized_kind
 from torchtitan.models.base import DiffusionModel
-from torchtitan.models.float8 import compute_gather_scales, convert_to_float8
+from torchtitan.models.float8 import convert_to_float8
 from torchtitan.models.magnitude import normalize_rows, normalized_weights
 from torchtitan.weights.network import add_adapters, drawn_sha256, frozen_sha256, new_network, sharded_network
 
@@ -29,6 +29,8 @@ class RunNetwork:
         train_module: what a train step calls: the network, sharded or replicated, and compiled.
         parameters: those that train, by name.
         taps: of the gradient noise in a single pass; None without.
+        normalizes_weights: whether it preserves magnitudes by weights that are normalised at the start of each step.
+        gathers_float8: whether the updated weights are gathered in float8, by scales.
         base_sha256: of the frozen network of adapters; "" without.
     """
 
@@ -42,13 +44,15 @@ class RunNetwork:
             objective: on any device.
             edges: of the bins of the gradient noise; None: it is not measured.
             num_shapes: number of shapes of images, each of which is a graph.
-            base_sha256: of the frozen network's file; "": not known.
+            normalizes_weights: whether it preserves magnitudes by weights that are normalised at the start of each step.
+        gathers_float8: whether the updated weights are gathered in float8, by scales.
+        base_sha256: of the frozen network's file; "": not known.
             new: the run has no checkpoint to resume from.
 
         Raises:
             WeightsError, AdapterError, CannotMeasure: on every rank.
         """
-        self._config, self._untrained_forwards = config, objective.untrained_forwards
+        self._untrained_forwards = objective.untrained_forwards
         self.model, shards = _built(config, info, layout, new)
         objective.attach(self.model)
         objective.to(layout.device)
@@ -78,6 +82,8 @@ class RunNetwork:
             self.base_sha256 = frozen_sha256(config, base_sha256 or drawn_sha256(self.model))
         self.parameters = trained_parameters(named_parameters(self.model))
         self._normalized = normalized_weights(self.model)
+        self.normalizes_weights = bool(self._normalized)
+        self.gathers_float8 = config.float8.enable and config.float8.enable_fsdp_float8_all_gather
 
     def tensors(self) -> dict[str, Tensor]:
         """Tensors of a checkpoint by name: the parameters that train, and the buffers."""
@@ -87,21 +93,11 @@ class RunNetwork:
         """Buffers that belong to the weights, by name."""
         return saved_buffers(self.model)
 
-    @property
-    def has_normalized_weights(self) -> bool:
-        """True if the network preserves magnitudes by weights that are normalised at the start of each step."""
-        return bool(self._normalized)
-
     def normalize_weights(self) -> None:
         """Normalise the raw weights of a magnitude-preserving network in place, as at the start of each step."""
         if self._normalized:
             normalize_rows([local(weight.detach()) for weight in self._normalized])
             release_unsharded(self.model)
-
-    def after_update(self) -> None:
-        """Prepare the updated weights for their next gather; collective where it is in float8."""
-        if self._config.float8.enable and self._config.float8.enable_fsdp_float8_all_gather:
-            compute_gather_scales(self.model)
 
     def flops_of(self, shape: tuple[int, ...]) -> int:
         """Floating-point operations of training on one image of a shape (C, H, W)."""

@@ -10,8 +10,8 @@ from torchtitan.files.remote_path import AnyPath
 from torchtitan.settings.record import effective
 from torchtitan.state.run_state import RunState
 from torchtitan.training.clock import ClockTotals
-from torchtitan.training.lr_scheduler import schedule_changes
 from torchtitan.training.optimizer import materialise_state
+from torchtitan.training.schedules import schedule_changes
 from torchtitan.weights.data_changes import IMAGES, data_changes
 from torchtitan.weights.model_record import RECORD
 from torchtitan.weights.network import BASE_SHA256, check_base

@@ -25,13 +25,13 @@ from torchtitan.runs.folder import RunFolder
 from torchtitan.state.data import RunData
 from torchtitan.state.network import RunNetwork
 from torchtitan.state.preflight import check_run, checked_decoder, checked_sample_metrics, open_folder
-from torchtitan.training.batch_ramp import largest_growth, ramp_factor
 from torchtitan.training.ema import EMABank
 from torchtitan.training.ema_snapshots import EMASnapshots
 from torchtitan.training.metrics import LossWindow
 from torchtitan.training.non_finite import not_finite
 from torchtitan.training.numerical_guard import NumericalGuard
 from torchtitan.training.optimizer import build_optimizer, optimizer_tensors
+from torchtitan.training.schedules import largest_growth, ramp_factor
 
 
 class RunState:
@@ -43,6 +43,7 @@ class RunState:
         progress: the same in steps of training.global_batch_size: above `step` once the batch has grown.
         batch_size: images of the last step, over all ranks.
         branched_from: the `checkpoint.load_step` applied last, by this process or one before it.
+        encodes_texts: whether the captions of each batch are encoded while the network trains.
         reported: state of the reports in the checkpoint that the run resumed from.
     """
 
@@ -84,6 +85,7 @@ class RunState:
         )  # fmt: skip
         self.model, self.train_module = self.network.model, self.network.train_module
         self.parameters = self.network.parameters
+        self.encodes_texts = isinstance(self.model.condition_kind, Texts)
         self.optimizer = build_optimizer(
             self.parameters | self.objective.parameters(), config.optimizer, self.model.blocks(),
             lr_scales=self.objective.lr_scales(),
@@ -153,11 +155,6 @@ class RunState:
         """Floating-point operations of training on one image; of images of several shapes their mean over an epoch."""
         total = sum(count * self.network.flops_of(shape) for shape, count in self._images_of_shapes.items())
         return round(total / self.images_per_epoch)
-
-    @property
-    def encodes_texts(self) -> bool:
-        """True if the captions of each batch are encoded while the network trains."""
-        return isinstance(self.model.condition_kind, Texts)
 
     @property
     def shapes(self) -> list[tuple[int, int, int]]:
