@@ -215,9 +215,10 @@ class _Lanes:
         self.words = np.empty((2, *shape), np.uint64)
         self.lower_of_words = _half(self.words, _LOWER)
         self.multipliers = _MULTIPLIERS.reshape(2, *[1] * len(shape))
-        products = [np.empty_like(self.words) for _ in range(2)]
-        # Each with its upper and lower halves, which change places.
-        self.products = [(each, _half(each, _UPPER)[::-1], _half(each, _LOWER)[::-1]) for each in products]
+        self.products = []  # each with its upper and lower halves, which change places
+        for _ in range(2):
+            product = np.empty_like(self.words)
+            self.products.append((product, _half(product, _UPPER)[::-1], _half(product, _LOWER)[::-1]))
 
 
 def _rounds_by_numpy(counter: Sequence[np.ndarray], keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -1,6 +1,7 @@
 """The train loop: batch -> clean images -> objective -> backward -> clip -> optimizer -> EMA -> reports."""
 
 import logging
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 
@@ -30,7 +31,7 @@ from torchtitan.supervision.supervision import Supervision
 from torchtitan.training.clock import BEFORE_FIRST_STEP, Phases, RunClock
 from torchtitan.training.numerical_guard import StepSamples, backward
 from torchtitan.training.optimizer import set_lr
-from torchtitan.training.schedules import completed, lr_factor, lr_multiple
+from torchtitan.training.schedules import completed, lr_factor
 
 logger = logging.getLogger(__name__)
 
@@ -182,7 +183,8 @@ class Trainer:
             skip = state.guard.judge(StepSamples(state.step, samples, microbatches), *norms)
         training = config.training
         of_step = lr_factor(config.lr_scheduler, state.progress + 1, training.steps, training.global_batch_size)
-        lr = config.optimizer.lr * of_step * lr_multiple(factor)
+        # Of Adam, a batch `factor` times as large takes the square root of it (Malladi et al., arXiv 2205.10287).
+        lr = config.optimizer.lr * of_step * math.sqrt(factor)
         with self.phases("optimizer"):
             set_lr(state.optimizer, lr)
             state.objective.update(skip)

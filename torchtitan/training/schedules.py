@@ -159,13 +159,6 @@ def completed(interval: int, before: int, after: int) -> bool:
     return after // interval > before // interval
 
 
-def lr_multiple(factor: int) -> float:
-    """Multiple of Adam's learning rate at a batch `factor` times as large: the square root (Malladi et al., "On the SDEs and
-    scaling rules for adaptive gradient algorithms", arXiv 2205.10287).
-    """
-    return math.sqrt(factor)
-
-
 def ramp_problems(doublings: Sequence[int]) -> Iterator[str]:
     """Find what is wrong with a ramp."""
     if len(doublings) > _MOST_DOUBLINGS:
