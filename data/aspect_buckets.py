@@ -40,7 +40,6 @@ def bucket_of(width: int, height: int, resolution: int) -> tuple[int, int] | Non
     It is the bucket that cuts away the fewest pixels, among those that the image covers without being enlarged.
 
     Args:
-        width, height: of the image, in pixels.
         resolution: root of the buckets' area, in pixels, >= 64.
 
     Returns:

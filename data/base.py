@@ -29,9 +29,7 @@ class UnreadableImage(DatasetError):
     """Image that cannot be decoded: the next one replaces it, and the run continues and reports it.
 
     Attributes:
-        index: position in the split.
         path: its file, or its place in one.
-        reason: of the failure, one line.
         damaged: its bytes were read and are no image; false: they could not be read, which may be temporary.
     """
 
@@ -53,7 +51,6 @@ class DatasetInfo:
     Attributes:
         image_shape: (channels, height, width) of every image; of images in buckets that of the bucket with most pixels.
         condition_kind: what comes with each image: `Classes(number, names)`, `Embeddings(...)`, or nothing.
-        has_validation: whether the validation split has images.
         bucket_shapes: of images of several shapes, the shape of each bucket, in the order of `Dataset.buckets`; empty
             where all images have `image_shape`.
     """
@@ -92,8 +89,6 @@ class DataConfig:
     dataset keeps the constant value here.
 
     Attributes:
-        path: where the data are.
-        validation_path: where held-out data are.
         horizontal_flip: whether the loader mirrors each training image with probability 1/2.
         max_corrupt_share: share of unreadable images that ends a run.
         classes: numbers of the classes to use; empty: all.

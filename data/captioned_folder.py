@@ -71,7 +71,6 @@ class CaptionedImages:
     """Images of a folder in the order of their names, with captions and sizes.
 
     Attributes:
-        files: the images.
         captions: of each, one line, the trigger word filled in.
         sizes: width and height of each, in pixels, as it is shown.
         digests: SHA-256 of the bytes of each file.

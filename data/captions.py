@@ -31,10 +31,6 @@ def captions_of(source: CaptionedSource, positions: np.ndarray, trigger_word: st
 def caption_at(place: str, read: Callable[[], str | None], trigger_word: str = "") -> str:
     """Caption that a function reads, as `caption_line`.
 
-    Args:
-        place: its file, or its place in one, for messages.
-        read: gives the text, or None where there is none.
-
     Raises:
         DatasetError: it cannot be read, is missing or not UTF-8, or `caption_line` refuses it.
     """

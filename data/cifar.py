@@ -32,8 +32,6 @@ class CifarEdition:
     """Edition: the differences between the two collections.
 
     Attributes:
-        title: in messages.
-        class_names: one per label.
         folder: inside the official archive.
         train_batches, validation_batches: the files in it.
     """

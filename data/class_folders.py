@@ -29,10 +29,6 @@ MAX_CLASSES_BYTES = 16 << 20  # of a file that names classes
 def list_class_folders(key: str, path: str) -> tuple[list[bytes], ImageList]:
     """List class folders by name, and the images in them.
 
-    Args:
-        key: of the configuration, for messages.
-        path: the folder that holds the class folders.
-
     Raises:
         DatasetError: no such folder, no images in it, or a class folder without any.
     """

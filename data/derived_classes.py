@@ -19,7 +19,6 @@ def num_classes_of(labels: np.ndarray, place: Callable[[int], str], advice: str)
     Args:
         labels: int64 [N], N >= 1, none negative.
         place: name, in messages, of the image at a position.
-        advice: for a data set that has that many classes.
 
     Raises:
         DatasetError: there is a stray, or a label beyond MOST_CLASSES; it is named with its place.

@@ -24,7 +24,6 @@ class HubImages:
     """Images of a table that is memory-mapped on this machine.
 
     Attributes:
-        place: its name in messages.
         num_classes: labels are 0 .. num_classes - 1; 0 without labels.
         labels: int64 [N]; 0 without labels.
         rows: the `datasets.Dataset` of the image column alone, not decoded.
@@ -66,13 +65,9 @@ def open_hub_table(
     """Open a split, downloading it where need be.
 
     Args:
-        path: a folder here, or a name on the hub.
-        subset, revision: of it, or "".
         split: name, or a slice such as "train[:10%]".
         image_column, label_column: names, or "" to find them.
         caption_column: name of a column to be read instead of labels, or "".
-        trigger_word: of the captions, which are checked with it.
-        labelled: false: no labels are read.
 
     Raises:
         DatasetError: the package is missing, the table cannot be read, lacks the columns, or has invalid labels or

@@ -12,10 +12,8 @@ class Columns:
     """Columns that training reads.
 
     Attributes:
-        image: name of the column of images.
         beside: name of the column read with it, of labels or captions; "" where labels are left aside.
         class_names: of the labels, empty where the table does not name them.
-        captioned: whether `beside` holds captions.
     """
 
     image: str
@@ -36,12 +34,10 @@ def find_columns(
     """Find the given columns, or the only ones of their kind.
 
     Args:
-        place: name of the table in messages.
         features: column -> description, as Hugging Face `datasets` writes them: {"_type": "Image"},
             {"_type": "ClassLabel", "names": [...]}, {"_type": "Value", "dtype": "int64"}.
         image_column, label_column: names, or "" to find them.
         caption_column: name of a column of texts, to be read instead of labels, or "".
-        labels: false: labels are not read either.
 
     Raises:
         DatasetError: a column given is missing or of another kind, or there is not exactly one of the kind.

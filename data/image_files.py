@@ -43,11 +43,7 @@ class SquareImagesConfig(DataConfig):
 
 
 class ImageSource(Protocol):
-    """Source of encoded images by position, in any kind of store.
-
-    Attributes:
-        names: of the images; None where they have none.
-    """
+    """Source of encoded images by position, in any kind of store."""
 
     @property
     def names(self) -> "PackedNames | None":
@@ -149,7 +145,6 @@ class SquareImages(Dataset):
         Args:
             positions: in the source, int64 [N].
             labels: one per position, int64 [N]; None where only a LabelledSource knows them.
-            image_size: pixels of each side.
             labelled: whether labels are classes; false: every one is 0, and no image has a class.
         """
         self._source = source
@@ -229,9 +224,7 @@ def list_files(
     Names that begin with a dot are left out. Files are listed by their names, and not opened.
 
     Args:
-        folder: to search.
         wanted: whether a file of this name, without its folder, is listed.
-        prefix: put before each name.
         left_out: counts by ending, to which those of the pictures not wanted are added.
     """
     found, pending = [], [(folder, prefix)]

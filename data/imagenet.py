@@ -58,7 +58,6 @@ class _Part:
 
     Attributes:
         wnids: the classes that have images, sorted.
-        source: the images.
         classes: number of each image's wnid in `wnids`, int32 [N].
     """
 

@@ -54,7 +54,6 @@ class OnlineEncoders:
 
     Attributes:
         text, pooled: options of `torchtitan.texts.open_encoder`.
-        length: of every text, in tokens.
     """
 
     text: str

@@ -74,7 +74,6 @@ def read_footers(
         split: files are those whose name begins with it, or which lie in a folder of that name.
         image_column, label_column: names, or "" to find them.
         caption_column: name of a column to be read instead of labels, or "".
-        labelled: false: no labels are read.
 
     Raises:
         DatasetError: the URL cannot be reached, there are no files, or they are damaged, differ, or lack the columns.

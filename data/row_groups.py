@@ -26,8 +26,6 @@ class RowGroupImages:
 
     def __init__(self, groups: RowGroups, num_kept: int) -> None:
         """
-        Args:
-            num_kept: row groups held at a time.
         """
         self.groups = groups
         self._num_kept = num_kept

@@ -32,7 +32,6 @@ def read_members(path: Path, nested: bool = False) -> Iterator[Member]:
     """Read the regular files of a plain tar archive, in its order.
 
     Args:
-        path: the archive.
         nested: instead of each member that is an archive itself, give its members, as "archive.tar/member".
 
     Raises:
@@ -119,7 +118,6 @@ class TarImages:
     """Images inside archives.
 
     Attributes:
-        archives: the files.
         archive: number of each image's archive, int32 [N].
         offsets, sizes: bytes, int64 [N].
     """

@@ -11,7 +11,13 @@ from torch import Tensor
 from torchtitan.errors import EvaluationError
 from torchtitan.fidelity.extraction import extract_images
 from torchtitan.fidelity.feature_extractor import FeatureExtractor
+from torchtitan.fidelity.frechet import FrechetReference
 from torchtitan.fidelity.images import open_images
+from torchtitan.fidelity.moments import Moments
+
+
+def frechet_distance(samples: Moments, reference: Moments) -> float:
+    return FrechetReference(reference).distance(samples)
 
 
 class Projection(FeatureExtractor):

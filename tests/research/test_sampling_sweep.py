@@ -7,12 +7,12 @@ import torch
 from research.sampling_sweep import VALUES
 from tests.end_to_end.runs import write_config
 from tests.end_to_end.tools import load_tool
+from tests.evaluations import frechet_distance
 from tests.faults.forked import ForkedRun
 from tests.research.tables import rows_of
 from torchtitan.data import DATASETS
 from torchtitan.evaluation.sampling import ImageSampler, balanced_choices
 from torchtitan.fidelity.extractors import open_extractor
-from torchtitan.fidelity.frechet import frechet_distance
 from torchtitan.fidelity.moments import moments_of_rows
 from torchtitan.pictures.grids import to_rgb
 from torchtitan.weights.trained_model import load_run

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from torchtitan.fidelity.dinov2 import VisionTransformer
-from torchtitan.fidelity.inception import InceptionNetwork, published_shapes
+from torchtitan.fidelity.inception import Convolution, InceptionNetwork
 
 
 def uniform(name, shape):
@@ -31,7 +31,12 @@ def convolution_weights(name, shape):
 
 def inception_state_dict():
     with torch.device("meta"):
-        shapes = published_shapes(InceptionNetwork())
+        network = InceptionNetwork()
+    shapes = {"fc.weight": (1008, 2048), "fc.bias": (1008,)}
+    for name, module in network.named_modules():
+        if isinstance(module, Convolution):
+            shapes[f"{name}.conv.weight"] = tuple(module.weight.shape)
+            shapes |= {f"{name}.bn.{part}": (module.out_channels,) for part in ("weight", "bias", "running_mean", "running_var")}
     return {name: convolution_weights(name, shape) for name, shape in shapes.items()}
 
 

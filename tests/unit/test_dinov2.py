@@ -88,7 +88,7 @@ def test_each_resizing_gives_pixels_normalised_by_imagenet(resizing):
     with torch.device("meta"):
         shapes = VisionTransformer().state_dict()
     zeros = {name: torch.zeros(1).expand(each.shape) for name, each in shapes.items()}
-    extractor = DinoV2(resizing, zeros, "0" * 64, torch.device("cpu"))
+    extractor = DinoV2(resizing, zeros, torch.device("cpu"))
     extractor.network = Recorded()
     images = noise_images(2, 3, 40, 56)
     assert extractor.extract(images)["pooled"].shape == (2, 1024)

@@ -7,11 +7,10 @@ import numpy as np
 import pytest
 import torch
 
-from tests.evaluations import Projection, extracted_on_this_rank, random_images, write_folder
+from tests.evaluations import Projection, extracted_on_this_rank, frechet_distance, random_images, write_folder
 from tests.launcher import run_on_ranks
 from torchtitan.errors import EvaluationError
 from torchtitan.fidelity.extraction import extract_images
-from torchtitan.fidelity.frechet import frechet_distance
 from torchtitan.fidelity.images import open_images, read_ahead
 from torchtitan.fidelity.measuring import Request, check_request, features_by_extractor, measure, reference_features
 from torchtitan.fidelity.moments import moments_of_rows
@@ -191,7 +190,8 @@ def test_what_cannot_be_measured_is_refused_before_any_work(tmp_path):
         return refused(check_request, Request(metrics, "projection", **options), extractors, count, size, given, held_out)
 
     check_request(Request(("fd", "is"), "projection"), extractors, 7, (9, 9), reference, None)
-    assert "kid: 999 samples are too few (take at least 1000, or" in refusal(("kid",), 999)
+    assert "kid: 999 images (samples) are too few (take at least 1000, or" in refusal(("kid",), 999)
+    assert f"kid: 30 images ({reference.place}) are too few" in refusal(("kid",), 1000)
     assert "fd: a covariance of 6 features from 6 images (samples) has rank 5 at most" in refusal(("fd",), 6)
     check_request(Request(("fd",), "projection", allow_small=True), extractors, 6, (9, 9), reference, None)
     assert "3 samples are too few for any metric" in refusal(("fd",), 3, allow_small=True)

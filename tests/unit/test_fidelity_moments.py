@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from torchtitan.errors import EvaluationError
-from torchtitan.fidelity.moments import Moments, MomentsAccumulator, merged_moments, moments_of_rows, moments_without
+from torchtitan.fidelity.moments import Moments, merged_moments, moments_of_rows, moments_without
 
 
 @pytest.fixture(scope="module")
@@ -25,12 +25,10 @@ def difference(found: Moments, rows):
 
 
 @pytest.mark.parametrize("batch", [1, 7, 1000, 5000])
-def test_moments_in_batches_equal_those_of_two_passes(rows, batch):
-    accumulator = MomentsAccumulator(12)
-    for first in range(0, len(rows), batch):
-        accumulator.add(rows[first : first + batch])
-    assert accumulator.moments().count == len(rows)
-    assert difference(accumulator.moments(), rows) < 1e-12
+def test_moments_in_batches_equal_those_of_two_passes(rows, batch, monkeypatch):
+    monkeypatch.setattr("torchtitan.fidelity.moments._ROWS_AT_ONCE", batch)
+    assert moments_of_rows(rows).count == len(rows)
+    assert difference(moments_of_rows(rows), rows) < 1e-12
 
 
 def test_moments_of_parts_merge_into_those_of_the_whole_and_can_be_taken_out_again(rows):
@@ -44,6 +42,4 @@ def test_moments_of_parts_merge_into_those_of_the_whole_and_can_be_taken_out_aga
 
 def test_features_that_have_no_moments_are_refused():
     with pytest.raises(EvaluationError, match="2 of 3 feature vectors"):
-        MomentsAccumulator(2).add(np.array([[0, 1], [np.nan, 1], [np.inf, np.nan]]))
-    with pytest.raises(EvaluationError, match="unknown number"):
-        merged_moments([Moments(None, np.zeros(1), np.eye(1))])
+        moments_of_rows(np.array([[0, 1], [np.nan, 1], [np.inf, np.nan]]))

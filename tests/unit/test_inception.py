@@ -12,11 +12,9 @@ import torch
 from tests.unit.published_state_dicts import inception_state_dict, noise_images
 from torchtitan.errors import EvaluationError
 from torchtitan.fidelity.extractors import open_extractor
-from torchtitan.fidelity.inception import (
-    Inception2015,
-)
+from torchtitan.fidelity.feature_extractor import read_published
+from torchtitan.fidelity.inception import Inception2015
 from torchtitan.fidelity.published import INCEPTION
-from torchtitan.fidelity.state_dicts import read_published
 
 # Of torch-fidelity 0.4.0's FeatureExtractorInceptionV3 with these weights and images; `spatial` is the mean over the
 # places of its Mixed_6d.branch1x1.
@@ -37,7 +35,7 @@ def state_dict():
 
 @pytest.fixture(scope="module")
 def extractor(state_dict):
-    return Inception2015(state_dict, "0" * 64, torch.device("cpu"))
+    return Inception2015(state_dict, torch.device("cpu"))
 
 
 @pytest.fixture(scope="module")
@@ -126,11 +124,3 @@ def test_a_file_with_the_hash_is_still_read_without_running_it(tmp_path):
     pinned = dataclasses.replace(INCEPTION, sha256=hashlib.sha256(path.read_bytes()).hexdigest())
     one_line(lambda: read_published(pinned, path))
     assert not (tmp_path / "ran").exists()
-
-
-def test_weights_of_another_network_are_refused_by_name(state_dict):
-    others = {name: tensor for name, tensor in state_dict.items() if name != "Mixed_6d.branch1x1.conv.weight"}
-    line = one_line(lambda: Inception2015(others, "0" * 64, torch.device("cpu")))
-    assert line == "inception: weights of another network: 1 tensors are missing: Mixed_6d.branch1x1.conv.weight"
-    counted = state_dict | {"Conv2d_1a_3x3.bn.num_batches_tracked": torch.tensor(0)}
-    Inception2015(counted, "0" * 64, torch.device("cpu"))

@@ -1,6 +1,5 @@
 """Latent stores that are damaged, cut short or not what their index says: one line each, and never a wrong image."""
 
-import hashlib
 import json
 import shutil
 from pathlib import Path
@@ -86,19 +85,13 @@ def test_flipped_byte_is_found_by_verify(store, place):
 
 def test_shard_of_other_shape_dtype_count_or_names(store):
     good = shard_tensors(store)
-    replace_shard(store, good | {"latents": good["latents"].flatten(-2)})
-    said = "'latents' is torch.float16 [8, 2, 2, 4, 64], not torch.float16 [8, 2, 2, 4, 8, 8]; the index"
-    assert said in refused(store)
-    replace_shard(store, good | {"latents": good["latents"].bfloat16()})
-    assert "'latents' is torch.bfloat16" in refused(store)
-    replace_shard(store, {name: tensor[:7] for name, tensor in good.items()})
-    assert "'labels' is torch.int64 [7], not torch.int64 [8]; the index does not describe it" in refused(store)
-    replace_shard(store, good | {"labels": good["labels"].int()})
-    assert "'labels' is torch.int32 [8], not torch.int64 [8]" in refused(store)
-    replace_shard(store, {"latents": good["latents"]})
-    assert "has no 'labels'" in refused(store)
-    replace_shard(store, good | {"more": good["labels"].clone()})
-    assert "has a tensor 'more'" in refused(store)
+    for tensors in (
+        good | {"latents": good["latents"].flatten(-2)}, good | {"latents": good["latents"].bfloat16()},
+        {name: tensor[:7] for name, tensor in good.items()}, {"latents": good["latents"]},
+        good | {"more": good["labels"].clone()},
+    ):  # fmt: skip
+        replace_shard(store, tensors)
+        assert f"{SHARD}: holds other tensors than the index describes" in refused(store)
 
 
 def test_labels_out_of_range_are_refused_when_written_read_and_verified(store, tmp_path):
@@ -117,21 +110,6 @@ def test_labels_out_of_range_are_refused_when_written_read_and_verified(store, t
     assert writer.pending() == [0, 1, 2]
 
 
-def test_verify_reads_labels_and_values_of_shards_whose_checksum_is_right(store):
-    def admit():
-        content = (store / SHARD).read_bytes()
-        record = {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-        change_index(store, lambda index: index["shards"][1].update(record))
-        return list(verify_shards(store, read_index(store)))[1]
-
-    tensors = shard_tensors(store)
-    replace_shard(store, tensors | {"labels": tensors["labels"] + 1})
-    assert admit() == "image 9: label 10 is not in 0..9"
-    tensors["latents"][2, 0, 1, 3, 1, 1] = torch.inf
-    replace_shard(store, tensors)
-    assert admit() == f"{store / SHARD}: a value is not finite"
-
-
 @pytest.mark.parametrize(("content", "message"), [
     (b"", "not JSON"), (b'{"num_images": 3}', "damaged or edited"),
 ])  # fmt: skip
@@ -147,7 +125,6 @@ def test_index_with_a_flipped_digit(store):
 
 
 @pytest.mark.parametrize(("change", "message"), [
-    (lambda index: index["normalization"]["scale"].__setitem__(0, 0.0), "a scale of 0"),
     (lambda index: index.update(version=2), "version"),
     (lambda index: index.update(class_names=["a"]), "1 class names for 10 classes"),
 ])  # fmt: skip
@@ -180,5 +157,5 @@ def test_constant_channel_cannot_be_normalised(tmp_path):
 
 def test_a_shape_that_the_shards_do_not_have_is_refused_before_training(store):
     change_index(store, lambda index: index.update(shape=[4, 1 << 13, 1 << 13]))
-    with bounded(10, 200 << 20), pytest.raises(DatasetError, match="data.path: .*the index does not describe it"):
+    with bounded(10, 200 << 20), pytest.raises(DatasetError, match="data.path: .*holds other tensors than the index describes"):
         Latents.info(LatentsConfig(path=str(store)))

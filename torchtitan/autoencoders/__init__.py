@@ -21,10 +21,8 @@ def build_autoencoder(
     """Open an autoencoder for use.
 
     Args:
-        name: of an entry of AUTOENCODERS.
         path: folder of its weights, or for cosmos and diffusers a name on the Hugging Face hub; none for identity.
         dtype: of compute, float32 or bfloat16; None is float32, and for cosmos the dtype that its files are traced in.
-        device: where it computes.
 
     Raises:
         AutoencoderError: an unknown name, missing, damaged or wrong weights, or a package that is not installed.

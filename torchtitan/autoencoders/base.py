@@ -39,11 +39,9 @@ class Autoencoder(nn.Module):
     A subclass implements `_encode`, `_decode` and `weights_sha256`; both methods take and give the compute dtype.
 
     Attributes:
-        channels: C of the latents.
         downscale: pixels per latent position along each side.
         normalization: of the latents, from the model's own configuration, or None where it has none.
         weights_sha256: hash of the weights, the same on every machine and in any compute dtype.
-        dtype: of compute.
         device: where it computes; images and latents are brought there.
     """
 

@@ -33,8 +33,6 @@ class CosmosTokenizer(Autoencoder):
         """
         Args:
             path: folder with encoder.jit and decoder.jit, or a hub name such as nvidia/Cosmos-0.1-Tokenizer-CI8x8.
-            dtype: None, or the one that the files were made in.
-            device: where to compute.
 
         Raises:
             AutoencoderError: a file is missing, is no continuous image tokenizer, or was made in another dtype.

@@ -33,8 +33,6 @@ class DiffusersAutoencoder(Autoencoder):
         Args:
             path: folder with config.json and safetensors weights, a pipeline's folder that holds one as `vae`, or a
                 name on the hub: owner/repository or owner/repository/vae.
-            dtype: of compute, float32 (None) or bfloat16.
-            device: where to compute.
 
         Raises:
             AutoencoderError: diffusers is not installed, or the folder holds no complete model of the two kinds.

@@ -26,7 +26,6 @@ class LatentFile:
     """Latents on disk, read in parts.
 
     Attributes:
-        shape: (N, C, h, w).
         integers: whether they are stored as whole numbers, which mean nothing without a factor.
         autoencoder: identity of the one that made them, if the file states it.
         normalization: applied to them, if the file states it; None: they are raw.
@@ -40,10 +39,6 @@ class LatentFile:
 
     def read(self, begin: int, end: int, factor: float | None = None) -> Tensor:
         """Read raw latents begin .. end - 1, [end - begin, C, h, w] float32.
-
-        Args:
-            begin, end: in 0..N.
-            factor: multiplies the stored numbers.
 
         Raises:
             AutoencoderError: that part of the file cannot be read.
@@ -104,13 +99,6 @@ def find_latents(source: Path) -> list[Path]:
 
 def save_latents(path: Path, latents: Latents, names: list[str], autoencoder: dict, overwrite: bool) -> None:
     """Save raw latents as safetensors: `mean`, and `std` where there is one, with their origin as metadata.
-
-    Args:
-        path: must end in .safetensors.
-        latents: of N images.
-        names: of the images, N.
-        autoencoder: identity of the autoencoder.
-        overwrite: whether a file in the way is replaced.
 
     Raises:
         WeightsError: the file exists, or cannot be written; no partial file is left.

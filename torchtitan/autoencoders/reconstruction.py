@@ -29,7 +29,6 @@ def side_by_side(images: Tensor, reconstructions: Tensor, labels: Sequence[str],
 
     Args:
         images, reconstructions: [N, 3, H, W] in [-1, 1].
-        labels: one per image.
     """
     difference = (DIFFERENCE_GAIN * (reconstructions - images)).clamp(-1, 1)
     cells = torch.stack((images, reconstructions, difference), dim=1).flatten(0, 1)  # [3 N, 3, H, W]

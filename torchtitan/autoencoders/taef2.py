@@ -32,8 +32,6 @@ class Taef2(Autoencoder):
         """
         Args:
             path: folder with taef2_encoder and taef2_decoder, as .safetensors or as the .pth files of the source.
-            dtype: of compute, float32 (None) or bfloat16.
-            device: where to compute.
 
         Raises:
             AutoencoderError: a file is missing or damaged, or holds other weights.

@@ -19,7 +19,6 @@ class TiledAutoencoder(Autoencoder):
     def __init__(self, autoencoder: Autoencoder, tile: int, overlap: int) -> None:
         """
         Args:
-            autoencoder: encodes and decodes the tiles.
             tile: side of a tile in pixels, a multiple of the autoencoder's downscale.
             overlap: minimum of pixels shared by neighbours, also a multiple, at most half of the tile.
 
@@ -83,7 +82,6 @@ def blend_tiles(
     Args:
         run: (top, bottom, left, right) in [0, height] and [0, width] -> result [B, C, (bottom - top) * zoom,
             (right - left) * zoom].
-        height, width: of the whole.
         tile: side of a tile; a shorter whole is one tile on that side.
         overlap: minimum of positions shared by neighbours; the last tile of a row shares more.
         zoom: positions of the result per position of the tile.

@@ -182,12 +182,6 @@ def sampling_problems(
 ) -> list[tuple[str, str]]:
     """Problems of sampling a model in this way.
 
-    Args:
-        path_name: a key of PATHS, the path of its training.
-        learned_variance: whether the model has learned the variance of the reverse step.
-        heads: whether it makes several predictions.
-        guidance_embedding: whether it takes a guidance scale as an input.
-
     Returns:
         (key of `[sampling]`, cause and remedy) of each problem.
     """
@@ -207,10 +201,6 @@ def sampling_problems(
 
 def timesteps_problem(config: ValidationConfig, path_name: str, loss_at_zero: bool) -> str:
     """Problem of `validation.timesteps` on a path: cause and remedy, "" if there is none.
-
-    Args:
-        path_name: a key of PATHS, the path of the training.
-        loss_at_zero: as `Objective.loss_at_zero`.
     """
     path, timesteps = PATHS[path_name](), config.timesteps
     if len(timesteps) > config.num_images:

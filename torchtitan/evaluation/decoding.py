@@ -33,8 +33,6 @@ class LatentDecoder:
         self, autoencoder: Autoencoder, normalization: Normalization, batch_size: int, device: torch.device
     ) -> None:
         """
-        Args:
-            batch_size: images at a time on each rank.
         """
         self._autoencoder = autoencoder
         self._normalization = normalization
@@ -91,11 +89,6 @@ class LatentDecoder:
 def open_decoder(config: AutoencoderConfig, index: StoreIndex, place: str, device: torch.device) -> LatentDecoder:
     """Open an autoencoder, and check that it is the one that latents were made with.
 
-    Args:
-        config: names an autoencoder other than "none".
-        index: of the latents' store, or of their record.
-        place: of the latents, for messages.
-
     Raises:
         AutoencoderError: it cannot be opened, or decodes other latents.
     """
@@ -129,11 +122,6 @@ def held_out_picture(dataset: Dataset, decoder: LatentDecoder, class_names: Sequ
     """Picture of up to 32 decoded held-out latents, spread over the split; collective.
 
     A wrong scale or shift, or another autoencoder's latents, is obvious in it.
-
-    Args:
-        dataset: the validation split, with latents as the model sees them.
-        decoder: of those latents.
-        class_names: one per class, written under the images; empty where there are none.
     """
     count = min(HELD_OUT_IMAGES, len(dataset))
     batch = dataset.fetch((torch.arange(count) * len(dataset) // count).numpy())

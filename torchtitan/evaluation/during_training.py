@@ -35,9 +35,7 @@ class SampleGrid:
     """Grid of samples.
 
     Attributes:
-        picture: of all.
         first: sample of each row, in its own size.
-        count: samples that were drawn.
     """
 
     picture: Image.Image
@@ -50,7 +48,6 @@ class EvaluatedRun:
     """What is evaluated of a run.
 
     Attributes:
-        param_dtype: dtype of compute.
         decoder: of latents; None for training on images, or without an autoencoder.
     """
 
@@ -79,7 +76,6 @@ class Evaluation:
         """Validate: held-out losses of the trained and of every averaged weight, by tag.
 
         Args:
-            config: which images, at which timesteps.
             bin_edges: inner edges in t of the bins of `loss_by_bin`.
             on_unreadable: called with every held-out image that cannot be decoded.
         """

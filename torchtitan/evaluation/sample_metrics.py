@@ -58,7 +58,6 @@ class SampleMetrics:
     ) -> None:  # fmt: skip
         """
         Args:
-            config: with metrics that can be measured.
             size: height and width of the samples; None: not known yet.
             group: of all ranks, for CPU tensors, with a timeout above the duration of a measurement; None: one process.
             open_split: for references that are splits of the run's data.
@@ -89,8 +88,6 @@ class SampleMetrics:
         Args:
             draw: numbers of samples, int64 [B], to their pixels, uint8 [B, H, W, 3]; may raise EvaluationError. It is called
                 equally often on every rank.
-            batch_size: most samples at a time on each rank.
-            classes: that samples are drawn for, int64 [N].
 
         Returns:
             the values of all metrics, with the metrics' notes, on every rank.

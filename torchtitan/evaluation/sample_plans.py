@@ -35,7 +35,6 @@ class SetPlan:
     Attributes:
         seeds: int64 [N], each once.
         choices: numbers of their conditions, int64 [N]; None for a model without.
-        batch_size: images drawn at a time.
         settings: whatever else the images depend on, for JSON.
     """
 
@@ -101,7 +100,6 @@ def choices_of(seeds: Tensor, count: int, given: Sequence[int]) -> Tensor | None
     """Choices of conditions for seeds [N], each a function of its seed alone.
 
     Args:
-        seeds: int64 [N].
         count: number of choices that there are; 0: the model has no conditions.
         given: choices to cycle through, seed 0 having the first; none: each seed's is drawn, all being as likely.
 

@@ -142,12 +142,10 @@ def draw_set(
     """Draw the missing images of a set; called by every rank, each with its own model and decoder.
 
     Args:
-        samples: the set, the same on every rank.
         sampler: of the model, which is whole on every rank.
         method: as in `ImageSampler.drawing`.
         decoder: of latents; None for a model of images.
         group: of all ranks, for CPU tensors, with a timeout above the duration of the work; None: one process.
-        progress: show a bar over the whole set, on the first rank.
 
     Returns:
         the set's folder.

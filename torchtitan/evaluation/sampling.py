@@ -51,7 +51,6 @@ class ImageSampler:
 
         Args:
             model: the whole or sharded model (not its DDP wrapper).
-            param_dtype: dtype of compute.
             condition_kind: conditions to draw by, such as those of other prompts; None: the model's.
         """
         self._model = model
@@ -79,12 +78,8 @@ class ImageSampler:
         Args:
             choices: numbers [N], int64, of the conditions among those that the kind knows, as classes; ignored
                 by an unconditional model.
-            seed: of the images' noise.
-            batch_size: images at a time on each rank.
             first_number: number of the first image; image i starts from noise of number first_number + i.
             purpose: random stream of the starting noise.
-            sharded: whether the model's parameters are sharded.
-            progress: show a bar over the batches.
             method: as in `drawing`.
 
         Returns:
@@ -127,15 +122,10 @@ class ImageSampler:
 
         Args:
             seed, purpose, sharded: as in `draw`.
-            solver: section of the solver, with its options.
-            num_steps: solver steps.
-            schedule: section of the steps' times.
-            guidance: scale, interval and channels.
             guide: reference of guidance; None for the null condition.
             embedded_guidance: scale that networks with a guidance embedding are given, a guide's too; None for that of
                 their training, which they have again afterwards.
             image_shape: (C, H, W) to draw; None for the model's, which is the only one of most models.
-            clip_x0: whether estimates of clean images are clipped to [-1, 1].
             state_dtype: of the solver's state, a key of STATE_DTYPES.
 
         Yields:

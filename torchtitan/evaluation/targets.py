@@ -15,8 +15,6 @@ def newly_reached(config: EvaluationConfig, values: Mapping[str, Interval], befo
     EP_FID@5, the first epoch with a FID below 5, is that of "fid <= 5"; it is as exact as `evaluation.interval` allows.
 
     Args:
-        config: with the targets, of the first value of the first metric.
-        values: just measured.
         before: targets that have been reached, by these words.
 
     Source of EP_FID@k: RAEv2, arXiv 2605.18324.

@@ -23,8 +23,6 @@ def held_out_draw(
     """Draw of held-out images: the training density's quantiles, one per image, or given timesteps; and fixed noise.
 
     Args:
-        objective: of the density of t.
-        seed: of the noise.
         indices: numbers of the images [B] out of `count`.
         count: held-out images in all.
         timesteps: image i is at timestep i mod K of these K; on a path in steps, at the nearest one of the path.
@@ -107,10 +105,7 @@ def validation_loss(
         model: the whole or sharded model (not its DDP wrapper).
         batches: this rank's images with their conditions, indices and weights, as many on every rank; weight 0 is padding.
         count: held-out images in all.
-        seed: of timesteps and noise.
         bin_edges: inner edges in t, rising, [K - 1].
-        param_dtype, device, sharded: of the model's compute.
-        timesteps: as of `held_out_draw`.
 
     Returns:
         {"loss": mean of `LossTerms.weighted`, "loss_stderr": its standard error, "loss_by_bin/k": mean of bin k's plain error,

@@ -48,9 +48,7 @@ def collect_captions(
     """Collect the texts of a source.
 
     Args:
-        source: of images, with captions unless a template is given.
         class_template: makes captions of classes: {} becomes a class's name; None: every image has a caption.
-        null_caption: stands for no condition.
         prompts: texts for grids, encoded too; none: the classes' captions, or the first of the images'.
 
     Raises:
@@ -84,9 +82,7 @@ def plan_captions(
     """Plan the captions of a store. Raises LatentStoreError: impossible numbers.
 
     Args:
-        encoders: that will encode them.
         shard_texts: texts per file at most; None: as many as CAPTION_SHARD_BYTES hold.
-        from_classes: whether they are made from the names of classes.
     """
     (length, width), (pooled,) = encoders.text_shape, encoders.pooled_shape
     size = (length * width + pooled) * CAPTION_DTYPES[dtype].itemsize
@@ -112,8 +108,6 @@ def encode_captions(
 
     Args:
         numbers: of the files, none of which another rank writes.
-        texts: all of the store.
-        on_texts: called with the number of texts of each batch.
 
     Returns:
         how many of the texts were longer than the store's length, and lost their ends.

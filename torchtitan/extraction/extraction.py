@@ -31,7 +31,6 @@ class CaptionOptions:
 
     Attributes:
         template: makes captions of classes; None: those of the images.
-        null_caption: stands for no condition.
         prompts: texts for grids of samples; empty: the classes' captions, or the first of the images'.
     """
 
@@ -43,11 +42,7 @@ class CaptionOptions:
 
 @dataclass
 class PlannedStore:
-    """Store of a source of images: all of a dataset, or one bucket of them.
-
-    Attributes:
-        pending: numbers of the shards that are not written yet.
-    """
+    """Store of a source of images: all of a dataset, or one bucket of them."""
 
     folder: Path
     source: ImageSource
@@ -64,7 +59,6 @@ def plan_stores(
 
     Args:
         folder: of the store; of images in buckets it holds one for each.
-        encoders: of captions; None: the store has none.
 
     Raises:
         AutoencoderError, DatasetError, LatentStoreError: as `plan_extraction` and `plan_captions`.

@@ -47,9 +47,7 @@ class ExtractionOptions:
     """Options of an extraction.
 
     Attributes:
-        mirrored: whether mirror images are encoded too.
         normalization: "measured" on the store, or from the "autoencoder"'s own configuration.
-        batch_size: images that are encoded at once.
         shard_images: images of the source per file; None: that of `images_per_shard`.
         threads: of torch on the CPU, on each rank.
         num_workers: decoding processes of each rank; 0: the encoding process decodes.

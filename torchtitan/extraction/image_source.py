@@ -41,10 +41,6 @@ class ImageSource:
 
     def __init__(self, config: DataConfig, info: DatasetInfo, split: SourceSplit, bucket: int | None = None) -> None:
         """
-        Args:
-            split: to be read.
-            bucket: of a dataset with buckets, the number of one of them.
-
         Raises:
             DatasetError: the dataset has no pixels to encode, no image in that split, or buckets, and none is given.
         """

@@ -39,8 +39,6 @@ class LatentSource:
     """Source of latents, its properties and images.
 
     Attributes:
-        num_images, shape: of the latents, shape (C, h, w).
-        mirrored: whether mirror images are included.
         int8_step: the step of the source's own int8 values, None where they are floats.
         normalization: used by the source's makers in training, None where it is not stated.
         origin: to distinguish it from other sources, the same wherever it lies.
@@ -155,9 +153,7 @@ def plan_conversion(
 
     Args:
         num_classes: 0 stores no labels.
-        class_names: one per class, or none.
         measured: whether the normalisation is measured, or else taken from the source's makers.
-        shard_images: images per file; None: that of `images_per_shard`.
 
     Raises:
         LatentStoreError: the source's makers say nothing about normalisation.

@@ -30,8 +30,6 @@ def encode_shards(
 
     Args:
         numbers: of the shards, none of which another rank writes.
-        on_images: called with the number of source images of each batch.
-        captions: of the source, if the store has captions.
 
     Raises:
         as `torchtitan.extraction.extraction.write_store`; the shards that are finished stay.

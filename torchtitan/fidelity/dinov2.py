@@ -14,10 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import gelu, interpolate, scaled_dot_product_attention
 
-from torchtitan.fidelity.feature_extractor import FeatureExtractor, as_rgb
+from torchtitan.fidelity.feature_extractor import FeatureExtractor, as_rgb, read_published
 from torchtitan.fidelity.published import DINOV2
 from torchtitan.fidelity.resizing import resize_bicubic_antialias, resize_bicubic_pillow
-from torchtitan.fidelity.state_dicts import check_tensors, read_published
 
 SIDE = 224
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet's pixels in [0, 1]
@@ -31,7 +30,6 @@ class Resizing:
 
     Attributes:
         resize: of uint8 images [B, C, H, W] to a side; pixels stay in [0, 255] or near.
-        words: description.
         comparable_with: published numbers made with it.
     """
 
@@ -56,35 +54,22 @@ class DinoV2(FeatureExtractor):
 
     dims = MappingProxyType({"pooled": 1024})
 
-    def __init__(self, resizing: Resizing, tensors: Mapping[str, Tensor], sha256: str, device: torch.device) -> None:
-        """
-        Args:
-            resizing: EDM2 or DGM_EVAL.
-            tensors: the published state dict.
-            sha256: of the file that they are from.
-            device: where to compute.
-
-        Raises:
-            EvaluationError: tensors are missing, superfluous or of another shape.
-        """
+    def __init__(self, resizing: Resizing, tensors: Mapping[str, Tensor], device: torch.device) -> None:
         self.name, self.resize, self.comparable_with = resizing.name, resizing.words, resizing.comparable_with
         self._resize = resizing.resize
         with torch.device("meta"):
             network = VisionTransformer()
-        wanted = {name: tuple(tensor.shape) for name, tensor in network.state_dict().items()}
         used = {name: tensor.float() for name, tensor in tensors.items() if name != "mask_token"}  # of training alone
-        check_tensors(self.name, wanted, used)
         network.load_state_dict(used, assign=True)
         self.network = network.eval().requires_grad_(False).to(device)
         self._mean, self._std = (torch.tensor(each, device=device).reshape(3, 1, 1) for each in (MEAN, STD))
         self.device = device
-        self.weights_sha256 = sha256
+        self.weights_sha256 = DINOV2.sha256
 
     @classmethod
     def open(cls, resizing: Resizing, weights: Path | None, device: torch.device) -> "DinoV2":
         """Open the published weights: a file, or where scripts/download.py puts it. Raises EvaluationError."""
-        tensors, sha256 = read_published(DINOV2, weights)
-        return cls(resizing, tensors, sha256, device)
+        return cls(resizing, read_published(DINOV2, weights), device)
 
     def _features(self, images: Tensor) -> dict[str, Tensor]:
         x = self._resize(as_rgb(images), SIDE).float().div(255)  # [B, 3, 224, 224]
@@ -95,8 +80,6 @@ class VisionTransformer(nn.Module):
     """Vision transformer with a class token and LayerScale; parameters have the published names.
 
     Args:
-        width: of a token.
-        depth: number of blocks.
         patch: pixels of a patch's side.
         grid: patches of a side of the images that the position embedding was trained on.
     """

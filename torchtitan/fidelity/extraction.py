@@ -37,11 +37,8 @@ def extract_features(
 
     Args:
         pixels: images of each batch of `own_batches`, uint8 [B, H, W, 3]; may raise EvaluationError.
-        count, batch_size: as of `own_batches`.
-        extractors: by name, each on this rank's device.
         outputs: those to keep, by extractor.
         group: of all ranks, for CPU tensors, with a timeout above the duration of the work; None: one process.
-        progress: show a bar, on the first rank.
 
     Returns:
         rows of all images in order, on the first rank; nothing on the others.

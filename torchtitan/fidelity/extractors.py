@@ -25,9 +25,7 @@ def open_extractor(name: str, weights: Path | None = None, device: torch.device 
     """Open an extractor for use.
 
     Args:
-        name: key of EXTRACTORS.
         weights: file of its weights; None is the place where scripts/download.py puts them, or the package's own.
-        device: where it computes.
 
     Raises:
         EvaluationError: an unknown name, or missing, damaged or wrong weights.

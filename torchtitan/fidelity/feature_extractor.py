@@ -11,7 +11,10 @@ import torch
 from torch import Tensor
 
 from torchtitan.errors import EvaluationError, reason
-from torchtitan.files.regular import check_regular
+from torchtitan.fidelity.published import PublishedWeights
+from torchtitan.files.regular import check_regular, user_path
+from torchtitan.files.weight_files import WeightsError, read_state_dict
+from torchtitan.programs import program
 
 
 class FeatureExtractor(ABC):
@@ -44,22 +47,9 @@ class FeatureExtractor(ABC):
 
         Returns:
             each output of `dims`, float32 [B, D], on the extractor's device.
-
-        Raises:
-            EvaluationError: the images are not of that kind, or the network gives other outputs than `dims` says.
         """
-        shape = list(images.shape)
-        if images.dtype != torch.uint8 or images.ndim != 4 or shape[1] not in (1, 3) or 0 in shape:
-            raise EvaluationError(
-                f"{self.name}: takes uint8 images [B, 1 or 3, H, W], not {str(images.dtype).removeprefix('torch.')} {shape}"
-            )
         with full_float32(self.device):
-            features = {name: values.float() for name, values in self._features(images.to(self.device)).items()}
-        found = {name: list(values.shape) for name, values in features.items()}
-        wanted = {name: [len(images), size] for name, size in self.dims.items()}
-        if found != wanted:
-            raise EvaluationError(f"{self.name}: gives outputs of shapes {found} instead of {wanted}")
-        return features
+            return {name: values.float() for name, values in self._features(images.to(self.device)).items()}
 
     def record(self) -> dict:
         """Identity of the extractor, for JSON; equal on every machine."""
@@ -81,14 +71,34 @@ def as_rgb(images: Tensor) -> Tensor:
     return images.expand(-1, 3, -1, -1)
 
 
-def file_sha256(path: Path) -> str:
-    """SHA-256 of a regular file. Raises EvaluationError: it is none, or cannot be read."""
+def read_published(weights: PublishedWeights, path: Path | None) -> dict[str, Tensor]:
+    """Read published weights; no code of the file is run.
+
+    Args:
+        path: of the file, of any name; None is where scripts/download.py puts it.
+
+    Raises:
+        EvaluationError: the file is missing, cannot be read, or is not the published one.
+    """
+    file = weights.path if path is None else user_path(path)
+    advice = f"python {program('download')} {weights.name} fetches it, {weights.size / 1e6:,.0f} MB; --weights names a copy"
+    if not file.exists():
+        raise EvaluationError(f"{weights.name}: {file}: no such file of weights ({advice})")
     try:
-        check_regular(path)
-        with open(path, "rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
+        check_regular(file)
+        with open(file, "rb") as content:
+            found = hashlib.file_digest(content, "sha256").hexdigest()
     except OSError as error:
-        raise EvaluationError(f"{path}: cannot be read: {reason(error)}") from error
+        raise EvaluationError(f"{file}: cannot be read: {reason(error)}") from error
+    if found != weights.sha256:
+        raise EvaluationError(
+            f"{weights.name}: {file}: is not the published file: SHA-256 {found[:12]}..., not {weights.sha256[:12]}... "
+            f"({advice})"
+        )
+    try:
+        return read_state_dict(file)[0]
+    except WeightsError as error:
+        raise EvaluationError(f"{weights.name}: {error}") from error
 
 
 @contextmanager

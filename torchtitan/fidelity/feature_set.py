@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from torchtitan.errors import EvaluationError
 from torchtitan.fidelity.moments import Moments, check_rows, moments_of_rows
 
 
@@ -16,8 +15,6 @@ class FeatureSet:
     """Features of a set of images, by the extractor's output ("pooled", "logits", "spatial").
 
     Attributes:
-        name: of the set in messages, such as "samples" or "reference".
-        extractor: name of the extractor behind the features.
         rows: feature vectors in the images' order, float32 or float64 [N, D].
         moments: of all images, for outputs without rows.
         classes: number of the class that each image was drawn for, int [N]; None: not known.
@@ -31,19 +28,9 @@ class FeatureSet:
 
     def rows_of(self, output: str) -> np.ndarray:
         """Rows of an output, checked to be finite."""
-        if output not in self.rows:
-            raise EvaluationError(f"{self.name}: has no rows of {output} features, only {self._contents()}")
         check_rows(f"{self.name}: {output}", self.rows[output])
         return self.rows[output]
 
     def moments_of(self, output: str) -> Moments:
         """Moments of an output, those of its rows where there are no others."""
-        if output in self.moments:
-            return self.moments[output]
-        if output not in self.rows:
-            raise EvaluationError(f"{self.name}: has no {output} features, only {self._contents()}")
-        return moments_of_rows(self.rows_of(output))
-
-    def _contents(self) -> str:
-        forms = (("rows", self.rows), ("moments", self.moments))
-        return ", ".join(f"{form} of {output}" for form, found in forms for output in found) or "nothing"
+        return self.moments[output] if output in self.moments else moments_of_rows(self.rows_of(output))

@@ -18,33 +18,12 @@ from torchtitan.statistics.student import student_quantile
 GROUPS = 10  # of the jackknife
 
 
-def frechet_distance(samples: Moments, reference: Moments) -> float:
-    """Fréchet distance |mean_a - mean_b|² + tr(A + B - 2 (A B)^(1/2)) of two Gaussians with covariances A and B.
-
-    Its estimate from samples is too high, by an amount that falls about as 1/N, so two distances can be compared only
-    where the sets have the same sizes.
-
-    Returns:
-        the squared distance, >= 0, in the features' squared unit; 0 only if means and covariances are equal.
-
-    Raises:
-        EvaluationError: the features differ in size.
-
-    Source: Heusel et al. 2017, "GANs Trained by a Two Time-Scale Update Rule Converge to a Local Nash
-    Equilibrium", equation 6.
-    """
-    return FrechetReference(reference).distance(samples)
-
-
 class FrechetReference:
     """Reference set with the root of its covariance, for the distances of many sets from it.
 
     The trace of (A B)^(1/2) is taken from the eigenvalues of B^(1/2) A B^(1/2), which is symmetric: no complex
     intermediate, and singular covariances stay finite. Only as many eigenvalues count as the rank can be, by the numbers
     of rows and of features that vary, since the root of an eigenvalue's rounding error is not small.
-
-    Args:
-        reference: moments; the covariance is symmetric and positive semi-definite.
     """
 
     def __init__(self, reference: Moments) -> None:
@@ -54,7 +33,14 @@ class FrechetReference:
         self._rank = _largest_rank(reference)
 
     def distance(self, samples: Moments) -> float:
-        """Fréchet distance of a set from the reference, as `frechet_distance`."""
+        """Fréchet distance |mean_a - mean_b|² + tr(A + B - 2 (A B)^(1/2)) of two Gaussians with covariances A and B, >= 0.
+
+        Its estimate from samples is too high, by an amount that falls about as 1/N, so two distances can be compared only
+        where the sets have the same sizes. Raises EvaluationError: the features differ in size.
+
+        Source: Heusel et al. 2017, "GANs Trained by a Two Time-Scale Update Rule Converge to a Local Nash
+        Equilibrium", equation 6.
+        """
         if samples.dim != self.moments.dim:
             raise EvaluationError(f"samples have {samples.dim} features and the reference has {self.moments.dim}")
         eigenvalues = np.linalg.eigvalsh(self._root @ samples.covariance @ self._root)  # ascending
@@ -72,10 +58,6 @@ def measure_frechet(
 
     The interval is the spread over sets of as many samples, with the reference fixed. The bias of the distance at this
     number of samples is not in it, nor are another reference or another training run.
-
-    Raises:
-        EvaluationError: a set has no more rows than features, so that its covariance cannot have full rank, unless
-            `options.allow_small`.
     """
     assert reference is not None
     rows = samples.rows_of(output)
@@ -84,7 +66,10 @@ def measure_frechet(
     ends, notes = FrechetReference(reference.moments_of(output)), []
     for each, moments in ((reference, ends.moments), (samples, whole)):
         if moments.count is not None and moments.count <= moments.dim:
-            notes.append(too_small(each.name, moments.count, moments.dim, options.allow_small))
+            notes.append(
+                f"{each.name}: a covariance of {moments.dim} features from {moments.count} images has rank {moments.count - 1} "
+                "at most; the distance compares only with one of as many images"
+            )
     without_each = [ends.distance(moments_without(whole, group)) for group in groups]
     return Measurement({name: jackknife_interval(ends.distance(whole), without_each, options.confidence)}, notes)
 
@@ -97,9 +82,7 @@ def jackknife_interval(value: float, without_each: Sequence[float], confidence: 
     that of a Fréchet distance at finite N, is not in it.
 
     Args:
-        value: of all samples.
         without_each: value without each of the K groups, K >= 2; with fewer, the result has no ends.
-        confidence: of the interval, in (0, 1).
 
     Source: Kott 2001, "The delete-a-group jackknife", Journal of Official Statistics 17.
     """
@@ -110,14 +93,6 @@ def jackknife_interval(value: float, without_each: Sequence[float], confidence: 
     return Interval(value, value - half, value + half, count, confidence)
 
 
-def too_small(name: str, count: int, dim: int, allowed: bool) -> str:
-    """Refuse a set whose covariance cannot have full rank, or if `allowed`, return a note about it."""
-    message = f"{name}: a covariance of {dim} features from {count} images has rank {count - 1} at most"
-    if not allowed:
-        raise EvaluationError(f"{message}: take at least {dim + 1} images, or allow small sets (--allow-small)")
-    return f"{message}; the distance compares only with one of as many images"
-
-
 def _largest_rank(moments: Moments) -> int:
     varying = int(np.count_nonzero(np.diag(moments.covariance)))
     return varying if moments.count is None else min(varying, moments.count - 1)
@@ -126,8 +101,6 @@ def _largest_rank(moments: Moments) -> int:
 def _groups(count: int, seed: int) -> list[np.ndarray]:
     """Numbers of the samples in each group, drawn at random, so that samples in order of class leave the groups alike."""
     groups = min(GROUPS, count // 2)
-    if groups < 1:
-        raise EvaluationError(f"{count} samples have no covariance: at least 2 are needed")
     group_of = np.random.default_rng(seed).permutation(np.arange(count) % groups)
     return [np.flatnonzero(group_of == group) for group in range(groups)]
 

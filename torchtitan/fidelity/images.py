@@ -31,7 +31,6 @@ class ImageSet(ABC):
     """Finite set of RGB images of one size.
 
     Attributes:
-        place: of the images, in messages.
         readers: threads that may read at the same time.
     """
 

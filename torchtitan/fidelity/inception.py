@@ -12,10 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import avg_pool2d, linear, max_pool2d
 
-from torchtitan.fidelity.feature_extractor import FeatureExtractor, as_rgb
+from torchtitan.fidelity.feature_extractor import FeatureExtractor, as_rgb, read_published
 from torchtitan.fidelity.published import INCEPTION
 from torchtitan.fidelity.resizing import resize_bilinear_tf1
-from torchtitan.fidelity.state_dicts import check_tensors, read_published
 
 SIDE = 299
 CLASSES = 1008
@@ -35,21 +34,12 @@ class Inception2015(FeatureExtractor):
     resize = "TensorFlow 1's bilinear to 299 x 299, no antialias"
     comparable_with = "FID, KID, IS, precision and recall of most papers; sFID of ADM"
 
-    def __init__(self, tensors: Mapping[str, Tensor], sha256: str, device: torch.device) -> None:
-        """
-        Args:
-            tensors: the published state dict.
-            sha256: of the file that they are from.
-            device: where to compute.
-
-        Raises:
-            EvaluationError: tensors are missing, superfluous or of another shape.
-        """
+    def __init__(self, tensors: Mapping[str, Tensor], device: torch.device) -> None:
         with torch.device("meta"):
             network = InceptionNetwork()
         # CUDA's float32 kernels want channels first; channels last serves those of TF32 and half precision.
         self._layout = torch.channels_last if device.type == "cpu" else torch.contiguous_format
-        folded = fold_norms(network, tensors)
+        folded = fold_convolutions(network, tensors) | {name: tensors[name].float() for name in ("fc.weight", "fc.bias")}
         laid_out = {
             name: tensor.contiguous(memory_format=self._layout) if tensor.ndim == 4 else tensor
             for name, tensor in folded.items()
@@ -57,13 +47,12 @@ class Inception2015(FeatureExtractor):
         network.load_state_dict(laid_out, assign=True)
         self.network = network.eval().requires_grad_(False).to(device)
         self.device = device
-        self.weights_sha256 = sha256
+        self.weights_sha256 = INCEPTION.sha256
 
     @classmethod
     def open(cls, weights: Path | None, device: torch.device) -> "Inception2015":
         """Open the published weights: a file, or where scripts/download.py puts it. Raises EvaluationError."""
-        tensors, sha256 = read_published(INCEPTION, weights)
-        return cls(tensors, sha256, device)
+        return cls(read_published(INCEPTION, weights), device)
 
     def _features(self, images: Tensor) -> dict[str, Tensor]:
         x = resize_bilinear_tf1(as_rgb(images), SIDE).sub_(128).div_(128)  # [B, 3, 299, 299]
@@ -228,32 +217,8 @@ def _columns(channels_in: int, channels_out: int, length: int) -> Convolution:
     return Convolution(channels_in, channels_out, (length, 1), padding=(length // 2, 0))
 
 
-def published_shapes(network: InceptionNetwork) -> dict[str, tuple[int, ...]]:
-    """Shapes of the published state dict by name: convolutions without bias, batch norms, and the classifier."""
-    shapes: dict[str, tuple[int, ...]] = {}
-    for name, module in network.named_modules():
-        if isinstance(module, Convolution):
-            shapes[f"{name}.conv.weight"] = tuple(module.weight.shape)
-            shapes |= {f"{name}.bn.{part}": (module.out_channels,) for part in ("weight", "bias", "running_mean", "running_var")}
-    return shapes | {"fc.weight": (CLASSES, 2048), "fc.bias": (CLASSES,)}
-
-
-def fold_norms(network: InceptionNetwork, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Fold the batch norms of the published state dict into the network's convolutions.
-
-    Returns:
-        the network's state dict, float32.
-
-    Raises:
-        EvaluationError: tensors are missing, superfluous or of another shape.
-    """
-    used = {name: tensor for name, tensor in tensors.items() if not name.endswith(".num_batches_tracked")}
-    check_tensors(INCEPTION.name, published_shapes(network), used)
-    return fold_convolutions(network, used) | {name: used[name].float() for name in ("fc.weight", "fc.bias")}
-
-
 def fold_convolutions(network: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Weight and bias of each Convolution of a network, float32, computed in float64 from published tensors."""
+    """Weight and bias of each Convolution with its batch norm folded in, float32, computed in float64 from published tensors."""
     folded = {}
     for name in [name for name, module in network.named_modules() if isinstance(module, Convolution)]:
         weight, gain, bias, mean, variance = (

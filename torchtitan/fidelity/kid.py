@@ -27,9 +27,7 @@ def measure_kid(samples: FeatureSet, reference: FeatureSet | None, output: str, 
     from 0. `kid_subsets_mean` and `kid_subsets_sd` are torch-fidelity's numbers: 100 pairs of subsets of 1,000 rows each,
     drawn with its generator and seed. Their standard deviation belongs to one pair of subsets and is no standard error of
     the mean: the subsets overlap.
-
-    Raises:
-        EvaluationError: fewer than 1,000 rows in a set, unless `options.allow_small`, which leaves the subsets out.
+    Of fewer than 1,000 rows in a set there are no subsets.
     """
     assert reference is not None
     x, y = samples.rows_of(output), reference.rows_of(output)
@@ -41,13 +39,8 @@ def measure_kid(samples: FeatureSet, reference: FeatureSet | None, output: str, 
         of_subsets = subset_distances(x, y)
         values["kid_subsets_mean"] = Interval(float(np.mean(of_subsets)), count=SUBSETS)
         values["kid_subsets_sd"] = Interval(float(np.std(of_subsets)), count=SUBSETS)
-    elif options.allow_small:
-        notes.append(f"{smaller}: {fewest} images are too few for KID's subsets of {SUBSET_SIZE}, which are left out")
     else:
-        raise EvaluationError(
-            f"{smaller}: {fewest} images are too few for KID's subsets of {SUBSET_SIZE}: take more, or allow small sets, "
-            "without subsets (--allow-small)"
-        )
+        notes.append(f"{smaller}: {fewest} images are too few for KID's subsets of {SUBSET_SIZE}, which are left out")
     return Measurement(values, notes)
 
 
@@ -69,8 +62,6 @@ def kernel_distance(x: np.ndarray, y: np.ndarray, confidence: float = 0.95, devi
 
     Args:
         x, y: rows [m, D] and [n, D], m, n >= 4.
-        confidence: of the interval, in (0, 1).
-        device: torch device of the products.
 
     Source of the metric: Binkowski et al. 2018, "Demystifying MMD GANs", section 4. Source of the variance: Lee 1990,
     "U-Statistics: Theory and Practice", sections 1.3 and 2.2; for equal numbers of rows the estimate of Sutherland 2019,

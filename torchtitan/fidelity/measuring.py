@@ -15,12 +15,11 @@ from torchtitan.fidelity.kid import SUBSET_SIZE
 from torchtitan.fidelity.measurement import Form, Measurement, Metric, Options
 from torchtitan.fidelity.metrics import METRICS
 from torchtitan.fidelity.moments import moments_of_rows
-from torchtitan.fidelity.references import Reference, StatisticsReference
+from torchtitan.fidelity.references import Reference
 
 DEFAULT_EXTRACTOR = "inception"
 FEWEST = 4  # samples: two groups with a covariance each, for the jackknife
-# Metrics of rows -> the fewest samples of their published protocol.
-_FEWEST_ROWS = {"kid": SUBSET_SIZE}
+_FEWEST_ROWS = {"kid": SUBSET_SIZE}  # of metrics of rows, by their published protocol
 
 
 @dataclass(frozen=True)
@@ -28,9 +27,8 @@ class Request:
     """Request for metrics.
 
     Attributes:
-        metrics: names, each once.
         extractor: of those that are defined for any.
-        allow_small, seed, device: as of Options.
+        allow_small: measure sets that are too small for a metric's protocol or rank, with a note, instead of refusing.
     """
 
     metrics: tuple[str, ...]
@@ -61,13 +59,13 @@ class Request:
         return list(dict.fromkeys(forms))
 
     def options(self, held_out: FeatureSet | None = None) -> Options:
-        return Options(allow_small=self.allow_small, seed=self.seed, device=self.device, held_out=held_out)
+        return Options(seed=self.seed, device=self.device, held_out=held_out)
 
     def settings(self) -> dict[str, Any]:
         """Settings that values depend on, for JSON."""
         options = self.options()
         names = [each.name for each in fields(options) if each.name not in ("held_out", "device")]
-        return {name: getattr(options, name) for name in names}
+        return {"allow_small": self.allow_small} | {name: getattr(options, name) for name in names}
 
     def of(self, extractor: str) -> Iterator[tuple[str, Metric]]:
         """Metrics of an extractor's features, with their names."""
@@ -92,11 +90,8 @@ def check_request(
     """Check that samples can be measured, before the first is drawn or read.
 
     Args:
-        request: the metrics.
-        extractors: by name, those that it needs.
-        count: number of samples.
+        extractors: by name, those that the request needs.
         size: their height and width; None: not known yet.
-        reference, held_out: to compare with.
 
     Raises:
         EvaluationError: with what is missing, too small or of another size.
@@ -116,8 +111,13 @@ def check_request(
             reference.check(extractor.name, metric.output, metric.reference, name)
         if held_out is not None and metric.needs_held_out:
             held_out.check(extractor.name, metric.output, "rows", f"{name} (--held-out)")
-            _refuse_partial(name, reference, extractor, metric.output)
-        _refuse_small(name, metric, extractor, count, reference, request.allow_small)
+            if reference is not None and not (reference.images or reference.holds_all_rows(extractor.name, metric.output)):
+                raise EvaluationError(
+                    f"{name}: {reference.place} keeps rows of some of its {reference.count} images, the nearest may be missing "
+                    "(give the images themselves)"
+                )
+        if not request.allow_small:
+            _refuse_small(name, metric, extractor, count, reference)
     for other in (reference, held_out):
         if size is not None and other is not None:
             check_size(other, size)
@@ -146,13 +146,6 @@ def reference_features(
     batch_size: int = BATCH_SIZE, group: dist.ProcessGroup | None = None, progress: bool = False,
 ) -> dict[str, FeatureSet]:  # fmt: skip
     """Features of a reference that the metrics need, by extractor: those that it holds, or of its images; collective.
-
-    Args:
-        request: the metrics, checked.
-        extractors: by name, each on this rank's device.
-        reference: to take them from.
-        held_out: whether it is of the held-out images.
-        batch_size, group, progress: as of `extract_images`.
 
     Returns:
         feature sets on the first rank; nothing that can be used on the others.
@@ -204,29 +197,17 @@ def measure(
 
 
 def _refuse_small(
-    name: str, metric: Metric, extractor: FeatureExtractor, count: int, reference: Reference | None, allowed: bool
+    name: str, metric: Metric, extractor: FeatureExtractor, count: int, reference: Reference | None
 ) -> None:
-    """Refuse too few images for a covariance or a protocol before any work; the metric itself does so after it."""
-    fewest = _FEWEST_ROWS.get(name, 0)
-    if count < fewest and not allowed:
-        raise EvaluationError(f"{name}: {count} samples are too few (take at least {fewest}, or --allow-small)")
-    if metric.reference != "moments":
-        return
+    """Refuse too few images for a covariance or a protocol."""
     size, counts = extractor.dims[metric.output], {"samples": count}
     if reference is not None and reference.count is not None:
         counts[reference.place] = reference.count
     for place, images in counts.items():
-        if images <= size and not allowed:
+        if images < (fewest := _FEWEST_ROWS.get(name, 0)):
+            raise EvaluationError(f"{name}: {images} images ({place}) are too few (take at least {fewest}, or --allow-small)")
+        if metric.reference == "moments" and images <= size:
             raise EvaluationError(
                 f"{name}: a covariance of {size} features from {images} images ({place}) has rank {images - 1} at most (take "
                 f"at least {size + 1} images, or --allow-small)"
-            )
-
-
-def _refuse_partial(name: str, reference: Reference | None, extractor: FeatureExtractor, output: str) -> None:
-    if isinstance(reference, StatisticsReference) and reference.images is None:
-        if not reference.holds_all_rows(extractor.name, output):
-            raise EvaluationError(
-                f"{name}: {reference.place} keeps rows of some of its {reference.count} images, the nearest may be missing "
-                "(give the images themselves)"
             )

@@ -1,4 +1,4 @@
-"""Mean and covariance of feature vectors, accumulated in float64 from batches."""
+"""Mean and covariance of feature vectors, in float64."""
 
 from __future__ import annotations
 
@@ -26,74 +26,9 @@ class Moments:
     mean: np.ndarray
     covariance: np.ndarray
 
-    def __post_init__(self) -> None:
-        if self.mean.ndim != 1 or self.covariance.shape != self.mean.shape * 2:
-            raise EvaluationError(f"a mean {list(self.mean.shape)} and a covariance {list(self.covariance.shape)} do not fit")
-        if not (np.isfinite(self.mean).all() and np.isfinite(self.covariance).all()):
-            raise EvaluationError("a mean or a covariance has values that are not finite")
-
     @property
     def dim(self) -> int:
         return len(self.mean)
-
-
-class MomentsAccumulator:
-    """Running mean and sum of squared deviations of rows that arrive in batches or as moments of parts.
-
-    Batches are centred on their own mean, and joined by Chan's formula for the moments of a union. Sums of x and x xᵀ
-    would cancel where a mean is large against its deviation, and sums about a common shift would need one that all ranks
-    agree on before the first batch. The formula is exact but for rounding: the same parts joined in the same order give
-    the same bits, and other divisions of the same rows agree to about 1e-15 of the covariance's scale.
-
-    Args:
-        dim: size D of a row.
-
-    Source: Chan, Golub and LeVeque 1983, "Algorithms for computing the sample variance", equation 2.1.
-    """
-
-    def __init__(self, dim: int) -> None:
-        self.count = 0
-        self._mean = np.zeros(dim)
-        self._scatter = np.zeros((dim, dim))  # sum of (x - mean) (x - mean)ᵀ
-
-    def add(self, rows: np.ndarray) -> None:
-        """Add feature vectors [N, D] of any floating type.
-
-        Raises:
-            EvaluationError: the size of a row is another, or a value is not finite.
-        """
-        check_rows("features", rows)
-        if rows.shape[1] != len(self._mean):
-            raise EvaluationError(f"features of {rows.shape[1]} dimensions in a set of {len(self._mean)}")
-        for first in range(0, len(rows), _ROWS_AT_ONCE):
-            part = np.asarray(rows[first : first + _ROWS_AT_ONCE], dtype=np.float64)
-            mean = part.mean(axis=0)
-            part = part - mean
-            self._join(len(part), mean, part.T @ part)
-
-    def merge(self, part: Moments) -> None:
-        """Add the rows behind the moments of a part."""
-        self._join(_known_count(part), part.mean, part.covariance * (_known_count(part) - 1))
-
-    def moments(self) -> Moments:
-        """Moments of all rows so far.
-
-        Raises:
-            EvaluationError: fewer than two rows.
-        """
-        if self.count < 2:
-            raise EvaluationError(f"{self.count} feature vectors have no covariance: at least 2 are needed")
-        return Moments(self.count, self._mean.copy(), self._scatter / (self.count - 1))
-
-    def _join(self, count: int, mean: np.ndarray, scatter: np.ndarray) -> None:
-        if not count:
-            return
-        total = self.count + count
-        difference = mean - self._mean
-        self._scatter += scatter
-        self._scatter += np.outer(difference, difference * (self.count * count / total))
-        self._mean += difference * (count / total)
-        self.count = total
 
 
 def moments_of_rows(rows: np.ndarray, weights: np.ndarray | None = None) -> Moments:
@@ -103,10 +38,10 @@ def moments_of_rows(rows: np.ndarray, weights: np.ndarray | None = None) -> Mome
         EvaluationError: fewer than two rows, or a value that is not finite.
     """
     check_rows("features", rows)
-    if weights is None or len(rows) < 2:
-        accumulator = MomentsAccumulator(rows.shape[1])
-        accumulator.add(rows)
-        return accumulator.moments()
+    if len(rows) < 2:
+        raise EvaluationError(f"{len(rows)} feature vectors have no covariance: at least 2 are needed")
+    if weights is None:
+        return merged_moments(_of_part(rows[first : first + _ROWS_AT_ONCE]) for first in range(0, len(rows), _ROWS_AT_ONCE))
     weights = weights / weights.sum()
     mean = weights @ rows
     deviations = rows - mean
@@ -114,22 +49,30 @@ def moments_of_rows(rows: np.ndarray, weights: np.ndarray | None = None) -> Mome
 
 
 def merged_moments(parts: Iterable[Moments]) -> Moments:
-    """Moments of the union of disjoint sets, at least one, joined in the order given."""
-    accumulator = None
+    """Moments of the union of disjoint sets, at least one, of known numbers of rows.
+
+    Sums of x and x xᵀ would cancel where a mean is large against its deviation; this is exact but for rounding.
+
+    Source: Chan, Golub and LeVeque 1983, "Algorithms for computing the sample variance", equation 2.1.
+    """
+    total, mean, scatter = 0, np.zeros(1), np.zeros(1)  # scatter: sum of (x - mean) (x - mean)ᵀ
     for part in parts:
-        accumulator = accumulator or MomentsAccumulator(part.dim)
-        accumulator.merge(part)
-    if accumulator is None:
-        raise EvaluationError("no moments to merge")
-    return accumulator.moments()
+        count = _count(part)
+        if not total:
+            total, mean, scatter = count, part.mean, part.covariance * (count - 1)
+            continue
+        difference = part.mean - mean
+        scatter += part.covariance * (count - 1)
+        scatter += np.outer(difference, difference * (total * count / (total + count)))
+        total += count
+        mean = mean + difference * (count / total)
+    return Moments(total, mean, scatter / (total - 1))
 
 
 def moments_without(whole: Moments, part: Moments) -> Moments:
     """Moments of the rows of `whole` that are not behind `part`, which is one of its disjoint sets."""
-    count, removed = _known_count(whole), _known_count(part)
+    count, removed = _count(whole), _count(part)
     left = count - removed
-    if left < 2:
-        raise EvaluationError(f"without {removed} of {count} feature vectors, fewer than 2 are left")
     mean = (whole.mean * count - part.mean * removed) / left
     difference = mean - part.mean
     scatter = whole.covariance * (count - 1) - part.covariance * (removed - 1)
@@ -138,13 +81,7 @@ def moments_without(whole: Moments, part: Moments) -> Moments:
 
 
 def check_rows(what: str, rows: np.ndarray) -> None:
-    """Refuse what is not a table of finite feature vectors.
-
-    Raises:
-        EvaluationError: not two-dimensional, or a row has values that are not finite.
-    """
-    if rows.ndim != 2 or not rows.shape[1]:
-        raise EvaluationError(f"{what}: expected rows [N, D], got shape {list(rows.shape)}")
+    """Check that all feature vectors are finite. Raises EvaluationError."""
     damaged = 0
     for first in range(0, len(rows), _ROWS_AT_ONCE):
         damaged += int((~np.isfinite(rows[first : first + _ROWS_AT_ONCE]).all(axis=1)).sum())
@@ -152,7 +89,13 @@ def check_rows(what: str, rows: np.ndarray) -> None:
         raise EvaluationError(f"{what}: {damaged} of {len(rows)} feature vectors have values that are not finite")
 
 
-def _known_count(moments: Moments) -> int:
-    if moments.count is None:
-        raise EvaluationError("moments of an unknown number of images cannot be merged with others")
+def _of_part(rows: np.ndarray) -> Moments:
+    rows = np.asarray(rows, dtype=np.float64)
+    mean = rows.mean(axis=0)
+    rows = rows - mean
+    return Moments(len(rows), mean, rows.T @ rows / max(len(rows) - 1, 1))
+
+
+def _count(moments: Moments) -> int:
+    assert moments.count is not None  # a published file's moments are never merged
     return moments.count

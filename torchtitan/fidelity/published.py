@@ -8,12 +8,7 @@ DOWNLOADS = Path("downloads")  # of scripts/download.py, which makes a folder of
 
 @dataclass(frozen=True)
 class PublishedWeights:
-    """File of weights on the web.
-
-    Attributes:
-        size: in bytes.
-        what: description.
-    """
+    """File of weights on the web."""
 
     name: str
     url: str

@@ -8,7 +8,7 @@ import json
 import pickle
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
@@ -16,7 +16,7 @@ from torchtitan.data.numpy_pickle import read_table
 from torchtitan.errors import EvaluationError, first_line
 from torchtitan.fidelity.extraction import Rows
 from torchtitan.fidelity.feature_extractor import FeatureExtractor
-from torchtitan.fidelity.images import IMAGES, ImageSet, NPZImages, open_images
+from torchtitan.fidelity.images import IMAGES, ImageSet, open_images
 from torchtitan.fidelity.measurement import Form
 from torchtitan.fidelity.metrics import METRICS
 from torchtitan.fidelity.moments import Moments, moments_of_rows
@@ -34,44 +34,72 @@ _EDM2_EXTRACTORS = {"fid": "inception", "fd_dinov2": "dinov2"}
 
 
 class Reference:
-    """Reference of images alone; others hold features too.
+    """Reference: images, or statistics and rows of features, or both.
+
+    ADM's batches have statistics of the whole training set, and 10,000 images of it.
 
     Attributes:
-        name: in results.
-        place: in messages.
         images: to extract what `holds` denies; None: there are none.
         size: height and width of the images; None: not known.
         count: images behind the statistics; None: not known.
-        origin: of its images, for results.
     """
 
-    name: str
-    place: str
-    images: ImageSet | None = None
-    size: tuple[int, int] | None = None
-    count: int | None = None
-
-    def __init__(self, images: ImageSet | None, place: str) -> None:
+    def __init__(self, images: ImageSet | None, place: str, arrays: Mapping[str, NPZArray | np.ndarray] | None = None) -> None:
+        """Raises EvaluationError: the shapes do not fit, or there is nothing of the kind."""
         self.images, self.place, self.name = images, place, Path(place).stem
+        self.size: tuple[int, int] | None = None if images is None else images.size
+        self.count = None if images is None else len(images)
         self.origin: dict[str, Any] = {} if images is None else images.record()
-        if images is not None:
-            self.size, self.count = images.size, len(images)
+        self._arrays = arrays or {}
+        self._there = {key for key in map(_key_of, self._arrays) if key is not None}
+        for key in self._there:
+            self._check_shapes(*_names(*key))
+        if images is None and not self._there:
+            there = ", ".join(self._arrays) or "nothing"
+            raise EvaluationError(f"{place}: holds {there}; a reference has images {IMAGES}, or mu and sigma")
+        if self._there:
+            self.count = None  # of other images than those in the file
+        if _RECORD in self._arrays:
+            self._read_record()
+
+    def _check_shapes(self, *names: str) -> None:
+        shapes = {name: self._arrays[name].shape for name in names if name in self._arrays}
+        mean, covariance = map(shapes.get, names)
+        if mean is None or len(mean) != 1 or covariance != mean * 2:
+            found = ", ".join(f"{name} {list(shapes[name]) if name in shapes else 'missing'}" for name in names)
+            raise EvaluationError(f"{self.place}: {found} are no mean [D] and covariance [D, D]")
 
     def holds(self, extractor: str, output: str, form: Form) -> bool:
         """Whether it holds these features itself."""
-        return False
+        if form == "rows":
+            return _rows_name(extractor, output) in self._arrays
+        return (extractor, output) in self._there
+
+    def holds_all_rows(self, extractor: str, output: str) -> bool:
+        name = _rows_name(extractor, output)
+        return name in self._arrays and self._arrays[name].shape[0] == self.count
 
     def contents(self) -> str:
         """What it holds, in words."""
-        return f"{self.count} images"
+        held = []
+        for extractor, output in sorted(self._there):
+            rows = self._arrays.get(_rows_name(extractor, output))
+            held.append(f"statistics{'' if rows is None else f' and {rows.shape[0]} rows'} of {extractor}'s {output} features")
+        return " and ".join(held + ([f"{len(self.images)} images"] if self.images else []))
 
     def moments(self, extractor: str, output: str) -> Moments:
         """Moments that it holds. Raises EvaluationError: they are damaged."""
-        raise NotImplementedError
+        mean, covariance = (self._whole(name).astype(np.float64) for name in _names(extractor, output))
+        rounding = _ROUNDING * np.abs(covariance).max()
+        # A NaN fails both.
+        if not ((np.diag(covariance) >= 0).all() and (np.abs(covariance - covariance.T) <= rounding).all()):
+            name = _names(extractor, output)[1]
+            raise EvaluationError(f"{self.place}: {name} is no covariance: it is not symmetric, or has variances below 0")
+        return Moments(self.count, mean, covariance)
 
     def rows(self, extractor: str, output: str) -> np.ndarray:
         """Rows that it holds, float32 [N, D]. Raises EvaluationError: they are damaged."""
-        raise NotImplementedError
+        return self._whole(_rows_name(extractor, output))
 
     def record(self) -> dict[str, Any]:
         """Record for results."""
@@ -84,63 +112,6 @@ class Reference:
                 f"{metric}: needs {form} of {extractor}'s {output} features, and {self.place} holds {self.contents()} "
                 f"({program('evaluate')} reference makes another)"
             )
-
-
-class StatisticsReference(Reference):
-    """Reference of an npz file of arrays, or of one of EDM2's.
-
-    ADM's batches have statistics of the whole training set, and 10,000 images of it.
-    """
-
-    def __init__(self, path: Path, arrays: Mapping[str, NPZArray | np.ndarray]) -> None:
-        """Raises EvaluationError: the shapes do not fit, or there is nothing of the kind."""
-        images = arrays.get(IMAGES)
-        super().__init__(None if images is None else NPZImages(cast(NPZArray, images)), str(path))
-        self._arrays = arrays
-        self._there = {key for key in map(_key_of, arrays) if key is not None}
-        for extractor, output in self._there:
-            names = _names(extractor, output)
-            shapes = [arrays[name].shape if name in arrays else None for name in names]
-            floating = all(arrays[name].dtype.kind == "f" for name in names if name in arrays)
-            if shapes[0] is None or len(shapes[0]) != 1 or shapes[1] != shapes[0] * 2 or not floating:
-                found = ", ".join(f"{name} {list(arrays[name].shape) if name in arrays else 'missing'}" for name in names)
-                raise EvaluationError(f"{path}: {found} are no mean [D] and covariance [D, D] of {output} features")
-        if self.images is not None:
-            self.images.check()
-        elif not self._there:
-            there = ", ".join(arrays) or "nothing"
-            raise EvaluationError(f"{path}: holds {there}; a reference has images {IMAGES}, or mu and sigma")
-        if self._there:
-            self.count = None  # of other images than those in the file
-        if _RECORD in arrays:
-            self._read_record()
-
-    def holds(self, extractor: str, output: str, form: Form) -> bool:
-        if form == "rows":
-            return _rows_name(extractor, output) in self._arrays
-        return (extractor, output) in self._there
-
-    def holds_all_rows(self, extractor: str, output: str) -> bool:
-        name = _rows_name(extractor, output)
-        return name in self._arrays and self._arrays[name].shape[0] == self.count
-
-    def contents(self) -> str:
-        held = []
-        for extractor, output in sorted(self._there):
-            rows = self._arrays.get(_rows_name(extractor, output))
-            held.append(f"statistics{'' if rows is None else f' and {rows.shape[0]} rows'} of {extractor}'s {output} features")
-        return " and ".join(held + ([f"{len(self.images)} images"] if self.images else []))
-
-    def moments(self, extractor: str, output: str) -> Moments:
-        mean, covariance = (self._whole(name).astype(np.float64) for name in _names(extractor, output))
-        rounding = _ROUNDING * np.abs(covariance).max()
-        if (np.diag(covariance) < 0).any() or (np.abs(covariance - covariance.T) > rounding).any():
-            name = _names(extractor, output)[1]
-            raise EvaluationError(f"{self.place}: {name} is no covariance: it is not symmetric, or has variances below 0")
-        return Moments(self.count, mean, covariance)
-
-    def rows(self, extractor: str, output: str) -> np.ndarray:
-        return self._whole(_rows_name(extractor, output))
 
     def _whole(self, name: str) -> np.ndarray:
         array = self._arrays[name]
@@ -172,9 +143,10 @@ def open_reference(text: str, option: str = "--reference") -> Reference:
             f"{program('evaluate')} reference makes one)"
         )
     if path.suffix == NPZ_SUFFIX and path.is_file():
-        return StatisticsReference(path, open_npz(path))
+        arrays = open_npz(path)
+        return Reference(open_images(path) if IMAGES in arrays else None, str(path), arrays)
     if path.suffix == PKL_SUFFIX and path.is_file():
-        return StatisticsReference(path, _statistics_of_edm2(path))
+        return Reference(None, str(path), _statistics_of_edm2(path))
     return Reference(open_images(path), str(path))
 
 
@@ -191,12 +163,6 @@ def write_reference(
     path: Path, name: str, images: ImageSet, extractors: Mapping[str, FeatureExtractor], rows: Rows, versions: Mapping[str, Any]
 ) -> None:
     """Write a reference: statistics of all images, and at most MOST_ROWS rows, drawn at random; in one process.
-
-    Args:
-        path: of the npz file, which must not exist.
-        name: in results.
-        images: that the features are of.
-        extractors: by name.
 
     Raises:
         EvaluationError: features are not finite, or it cannot be written.

@@ -14,10 +14,6 @@ def resize_bilinear_tf1(images: Tensor, size: int) -> Tensor:
     is repeated. The result is that of TensorFlow bit for bit where multiplication and addition are rounded one by
     one: lines first, then columns.
 
-    Args:
-        images: uint8 [B, C, H, W].
-        size: of both sides.
-
     Returns:
         float32 [B, C, size, size] in [0, 255], not rounded.
     """
@@ -37,10 +33,6 @@ def resize_bilinear_tf1(images: Tensor, size: int) -> Tensor:
 def resize_bicubic_antialias(images: Tensor, size: int) -> Tensor:
     """Resize as torch does with antialias, in float32: neither rounded nor clamped, so that it may leave [0, 255].
 
-    Args:
-        images: uint8 [B, C, H, W].
-        size: of both sides.
-
     Returns:
         float32 [B, C, size, size].
     """
@@ -54,7 +46,6 @@ def resize_bicubic_pillow(images: Tensor, size: int) -> Tensor:
 
     Args:
         images: uint8 [B, C, H, W], C 1 or 3.
-        size: of both sides.
 
     Returns:
         uint8 [B, C, size, size] on the images' device.

@@ -38,7 +38,6 @@ class BucketsIndex(StoreRecord):
     """Index of the stores of a folder.
 
     Attributes:
-        stores: name of each folder, in order.
         checksums: of the index of each, by which a store of another extraction is found.
     """
 
@@ -92,7 +91,7 @@ def open_stores(folder: str | Path) -> list[LatentStore]:
         return [LatentStore(folder)]
     content = parse_record(BucketsIndex, read_sealed(folder / BUCKETS_FILE), folder / BUCKETS_FILE)
     stores = []
-    for name, checksum in zip(content.stores, content.checksums, strict=False):
+    for name, checksum in zip(content.stores, content.checksums, strict=True):
         if Path(name).name != name or not (folder / name).is_dir():
             raise LatentStoreError(f"{folder / name}: missing, though {BUCKETS_FILE} lists it; take a good copy of it")
         if _checksum(folder / name) != checksum:
@@ -101,8 +100,6 @@ def open_stores(folder: str | Path) -> list[LatentStore]:
         store = LatentStore(folder / name)
         store.index = store.index.model_copy(update={"normalization": content.normalization})
         stores.append(store)
-    if not stores or len(content.stores) != len(content.checksums):
-        raise LatentStoreError(f"{folder / BUCKETS_FILE}: lists no stores; write the store anew")
     return stores
 
 

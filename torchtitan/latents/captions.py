@@ -15,7 +15,7 @@ from torch import Tensor
 
 from torchtitan.conditions import POOLED, TEXT
 from torchtitan.errors import LatentStoreError
-from torchtitan.latents.index import CaptionPlan, FileRecord, caption_shard_name
+from torchtitan.latents.index import CaptionPlan, caption_shard_name
 from torchtitan.latents.shards import map_tensors
 
 CAPTION_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -24,13 +24,11 @@ _LETTERS, _ENDS = "letters", "ends"
 
 
 class CaptionReader:
-    """Reader of a store's captions; files are mapped when they are first read. Survives pickling.
-    """
+    """Reader of a store's captions; files are mapped when they are first read. Survives pickling."""
 
-    def __init__(self, folder: Path, plan: CaptionPlan, records: Sequence[FileRecord]) -> None:
+    def __init__(self, folder: Path, plan: CaptionPlan) -> None:
         self.plan = plan
         self._folder = folder
-        self._records = records
         self._shards: dict[int, dict[str, Tensor]] = {}
         self._numbers: dict[str, int] | None = None
 
@@ -60,7 +58,8 @@ class CaptionReader:
 
     def _shard(self, number: int) -> dict[str, Tensor]:
         if number not in self._shards:
-            self._shards[number] = map_captions(self._folder, number, self.plan, self._records[number])
+            wanted = caption_shapes(self.plan, len(self.plan.texts_of(number)))
+            self._shards[number] = map_tensors(self._folder / caption_shard_name(number), wanted, letters=_LETTERS)
         return self._shards[number]
 
 
@@ -82,21 +81,18 @@ def caption_shapes(plan: CaptionPlan, count: int) -> dict[str, tuple[tuple[int, 
     }  # fmt: skip
 
 
-def caption_content(plan: CaptionPlan, number: int, texts: Sequence[str], embeddings: Mapping[str, Tensor]) -> bytes:
+def caption_content(plan: CaptionPlan, texts: Sequence[str], embeddings: Mapping[str, Tensor]) -> bytes:
     """Build the bytes of a file of captions.
 
     Args:
         embeddings: TEXT [n, L, D] and POOLED [n, P], any floating dtype.
 
     Raises:
-        LatentStoreError: they contradict the plan, or the dtype cannot hold a value.
+        LatentStoreError: the dtype cannot hold a value.
     """
     letters = [text.encode() for text in texts]
     tensors = {name: embeddings[name].to(CAPTION_DTYPES[plan.dtype]).contiguous() for name in (TEXT, POOLED)}
     tensors[_ENDS] = torch.tensor(np.cumsum([len(text) for text in letters], dtype=np.int64))
-    for name, (shape, _) in caption_shapes(plan, len(plan.texts_of(number))).items():
-        if tensors[name].shape != shape:
-            raise LatentStoreError(f"{caption_shard_name(number)}: {name} is {list(tensors[name].shape)}, not {list(shape)}")
     for name in (TEXT, POOLED):
         finite = tensors[name].isfinite().flatten(1).all(1)
         if not finite.all():
@@ -107,30 +103,7 @@ def caption_content(plan: CaptionPlan, number: int, texts: Sequence[str], embedd
     return safetensors.torch.save(tensors | {_LETTERS: torch.frombuffer(bytearray(joined), dtype=torch.uint8)})
 
 
-def map_captions(folder: Path, number: int, plan: CaptionPlan, record: FileRecord) -> dict[str, Tensor]:
-    """Map a file of captions for reading. Raises LatentStoreError where the index contradicts it."""
-    path = folder / caption_shard_name(number)
-    wanted = caption_shapes(plan, len(plan.texts_of(number)))
-    fixed = sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in wanted.values())
-    # The header's length is not known, the letters' only from it: the file says it, and its own size bounds it.
-    count = _letter_count(path, max(record.size - fixed, 0))
-    tensors = map_tensors(path, wanted | {_LETTERS: ((count,), torch.uint8)})
-    ends = tensors[_ENDS].numpy()
-    if np.any(np.diff(ends, prepend=0) < 0) or ends[-1] != count - 1:
-        raise LatentStoreError(f"{path}: its texts do not fill their letters; the index does not describe it")
-    return tensors
-
-
 def texts_of(shard: Mapping[str, Tensor]) -> list[str]:
     """Texts of a mapped file."""
     letters, ends = shard[_LETTERS].numpy().tobytes(), shard[_ENDS].tolist()
     return [letters[first:end].decode(errors="replace") for first, end in zip([0, *ends], ends, strict=False)]
-
-
-def _letter_count(path: Path, most: int) -> int:
-    try:
-        with safetensors.safe_open(path, framework="pt") as file:
-            shape = file.get_slice(_LETTERS).get_shape()
-    except (OSError, safetensors.SafetensorError):
-        return 0  # refused with its reason when the tensors are mapped
-    return shape[0] if len(shape) == 1 and 1 <= shape[0] <= most else 0

@@ -33,7 +33,6 @@ class MappedShard:
     Attributes:
         latents: [n, V, P, C, h, w], as integers of the dtype's width.
         scales: float32 [n, V, P, C] of int8, else None.
-        labels: int64 [n].
         captions: numbers of the captions, int64 [n], where the store has captions, else None.
     """
 
@@ -44,34 +43,20 @@ class MappedShard:
 
 
 def shard_content(
-    plan: StorePlan, number: int, images: Sequence[int], values: Tensor, labels: Tensor, captions: Tensor | None
+    plan: StorePlan, images: Sequence[int], values: Tensor, labels: Tensor, captions: Tensor | None
 ) -> bytes:
     """Build the bytes of a shard: a function of its images alone.
 
     Args:
         images: their numbers in the source, n.
         values: float32 [n, V, P, C, h, w].
-        labels: int64 [n].
         captions: numbers of the captions, int64 [n]; None where the plan has no captions.
 
     Raises:
-        LatentStoreError: the arrays contradict the plan, or it cannot hold a value or label.
+        LatentStoreError: the plan has no such label, or its dtype cannot hold a value.
     """
-    shape = tensor_shapes(plan, len(images))[LATENTS][0]
-    if values.shape != shape or values.dtype != torch.float32:
-        raise LatentStoreError(
-            f"{shard_name(number)}: latents are {values.dtype} {list(values.shape)}, not torch.float32 {list(shape)}"
-        )
-    _check_shape(number, "labels", labels, images)
-    if (captions is None) != (plan.captions is None):
-        raise LatentStoreError(f"{shard_name(number)}: captions are {'missing' if captions is None else 'not in the plan'}")
-    beside = {LABELS: labels}
-    if captions is not None:
-        _check_shape(number, "captions", captions, images)
-        beside[CAPTIONS] = captions
     check_numbers(labels.numpy(), None if captions is None else captions.numpy(), images, plan)
-    if plan.posterior and (values[:, :, 1] < 0).any():
-        raise LatentStoreError(f"{shard_name(number)}: a standard deviation is negative")
+    beside = {LABELS: labels} | ({} if captions is None else {CAPTIONS: captions})
     return safetensors.torch.save(encode(values, plan, images) | beside)
 
 
@@ -87,34 +72,19 @@ def map_shard(folder: Path, number: int, index: StoreIndex) -> MappedShard:
     )
 
 
-def map_tensors(path: Path, wanted: dict[str, tuple[tuple[int, ...], torch.dtype]]) -> dict[str, Tensor]:
-    """Map the tensors of a file of a store for reading. Raises LatentStoreError where it holds other ones."""
+def map_tensors(path: Path, wanted: dict[str, tuple[tuple[int, ...], torch.dtype]], letters: str = "") -> dict[str, Tensor]:
+    """Map the tensors of a file of a store for reading; `letters`, if named, has any length.
+
+    Raises:
+        LatentStoreError: it holds other ones.
+    """
     try:
         found = whole_tensors([path])
-        if found != wanted:
-            raise LatentStoreError(f"{path}: {_difference(found, wanted)}; the index does not describe it")
+        if {name: found[name] for name in found if name != letters} != wanted:
+            raise LatentStoreError(f"{path}: holds other tensors than the index describes; take a good copy of it")
         with safetensors.safe_open(path, framework="pt") as file:
-            return {name: file.get_tensor(name) for name in wanted}
+            return {name: file.get_tensor(name) for name in found}
     except DamagedShard as error:
         raise LatentStoreError(f"{path.parent}: {error}") from error
     except (OSError, safetensors.SafetensorError) as error:
         raise LatentStoreError(f"{path}: cannot be read: {unwrapped(error)}") from error
-
-
-def _check_shape(shard: int, what: str, given: Tensor, images: Sequence[int]) -> None:
-    if given.shape != (len(images),) or given.dtype != torch.int64:
-        raise LatentStoreError(
-            f"{shard_name(shard)}: {what} are {given.dtype} {list(given.shape)}, not torch.int64 [{len(images)}]"
-        )
-
-
-def _difference(found: dict, wanted: dict) -> str:
-    for name in sorted(found.keys() | wanted.keys()):
-        if name not in found:
-            return f"has no {name!r}"
-        if name not in wanted:
-            return f"has a tensor {name[:40]!r}"
-        if found[name] != wanted[name]:
-            shape, dtype = found[name]
-            return f"{name!r} is {dtype} {list(shape)}, not {wanted[name][1]} {list(wanted[name][0])}"
-    return "differs"

@@ -19,7 +19,6 @@ class ChannelMoments:
     Var[m] + E[s^2].
 
     Attributes:
-        count: values per channel.
         mean, squares: float64 [C].
     """
 

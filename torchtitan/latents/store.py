@@ -8,11 +8,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchtitan.conditions import POOLED, TEXT
 from torchtitan.errors import LatentStoreError
 from torchtitan.files.regular import user_path
-from torchtitan.latents.captions import CaptionReader, map_captions
-from torchtitan.latents.index import INDEX_FILE, FileRecord, StoreIndex, caption_shard_name, read_index, shard_name
+from torchtitan.latents.captions import CaptionReader
+from torchtitan.latents.index import INDEX_FILE, FileRecord, StoreIndex, read_index
 from torchtitan.latents.shards import MappedShard, map_shard
 from torchtitan.latents.values import check_numbers, decode
 
@@ -22,17 +21,10 @@ class LatentStore:
 
     Opening reads the index and the sizes of the shards. A shard is mapped when it is first read; all processes share
     its pages. The object may be pickled: a copy maps shards anew.
-
-    Attributes:
-        index: its content.
-        captions: their texts and embeddings; None where the store has none.
     """
 
     def __init__(self, folder: str | Path) -> None:
-        """
-        Raises:
-            LatentStoreError: it is no complete store.
-        """
+        """Raises LatentStoreError: it is no complete store."""
         self.folder = user_path(folder)
         self.index: StoreIndex = read_index(self.folder)
         for name, record in self.index.files().items():
@@ -40,8 +32,7 @@ class LatentStore:
                 raise LatentStoreError(problem)
         self._first_images = self.index.first_images()
         self._shards: dict[int, MappedShard] = {}
-        plan, records = self.index.captions, self.index.caption_shards
-        self.captions = CaptionReader(self.folder, plan, records) if plan else None
+        self.captions = CaptionReader(self.folder, self.index.captions) if self.index.captions else None
 
     def __len__(self) -> int:
         return self.index.num_images
@@ -77,8 +68,6 @@ class LatentStore:
         index = self.index
         numbers, rows, shards = self._places(images)
         chosen = np.zeros_like(images) if views is None else views
-        if len(images) and not 0 <= chosen.max() < index.views:
-            raise IndexError(f"views 0..{index.views - 1}")
         width = np.int8 if index.dtype == "int8" else np.int16
         stored = np.empty((len(images), index.parts, *index.shape), width)
         scales = np.empty((len(images), index.parts, index.shape[0]), np.float32) if index.dtype == "int8" else None
@@ -94,13 +83,7 @@ class LatentStore:
         return stored, scales, labels
 
     def caption_numbers(self, images: np.ndarray) -> np.ndarray:
-        """Numbers of the captions of images, int64 [B]; `captions` reads them.
-
-        Raises:
-            LatentStoreError: as `read`, or the store has no captions.
-        """
-        if self.captions is None:
-            raise LatentStoreError(f"{self.folder}: has no captions")
+        """Numbers of the captions of images of a store with captions, int64 [B]. Raises LatentStoreError as `read`."""
         numbers, rows, shards = self._places(images)
         found = np.empty(len(images), np.int64)
         for slot, (number, row) in enumerate(zip(numbers.tolist(), rows.tolist(), strict=True)):
@@ -118,8 +101,6 @@ class LatentStore:
 
     def _places(self, images: np.ndarray) -> tuple[np.ndarray, np.ndarray, dict[int, MappedShard]]:
         """Shard of each image and row in it, int64 [B] both, and the shards, mapped."""
-        if len(images) and (images.min() < 0 or images.max() >= len(self)):
-            raise IndexError(f"images 0..{len(self) - 1}")
         numbers = np.searchsorted(self._first_images, images, side="right") - 1
         shards = {number: self._shards.get(number) or self._map(number) for number in set(numbers.tolist())}
         return numbers, images - self._first_images[numbers], shards
@@ -131,27 +112,13 @@ class LatentStore:
 
 
 def verify_shards(folder: Path, index: StoreIndex) -> Iterator[str]:
-    """Read every byte of a store.
-
-    Yields:
-        for each of `index.files()` in order its problem, one line, or "".
-    """
-    for place, (name, record) in enumerate(index.files().items()):
-        path = folder / name
-        yield (
-            _size_problem(path, record)
-            or _checksum_problem(path, record)
-            or (_content_problem if place < index.num_shards else _caption_problem)(folder, index, place)
-        )
+    """Read every byte of a store: for each of `index.files()` in order its problem, one line, or ""."""
+    for name, record in index.files().items():
+        yield _size_problem(folder / name, record) or _checksum_problem(folder / name, record)
 
 
 def check_autoencoder(index: StoreIndex, place: str, identity: dict) -> None:
     """Check that latents were made by the autoencoder that is to decode them.
-
-    Args:
-        index: of the latents' store, or of their record.
-        place: of the latents, for messages.
-        identity: of the autoencoder; at least "name".
 
     Raises:
         LatentStoreError: the index names another. One that names "unknown" passes.
@@ -190,26 +157,3 @@ def _checksum_problem(path: Path, record: FileRecord) -> str:
     except OSError as error:
         return f"{path}: cannot be read: {error.strerror}"
     return "" if good else f"{path}: damaged, its SHA-256 is another; take a good copy of it"
-
-
-def _content_problem(folder: Path, index: StoreIndex, number: int) -> str:
-    try:
-        shard = map_shard(folder, number, index)
-        first = int(index.first_images()[number])
-        images = range(first, first + len(shard.labels))
-        check_numbers(shard.labels, shard.captions, images, index)
-        values = decode(shard.latents, shard.scales, index.dtype)
-    except LatentStoreError as error:
-        return str(error)
-    return "" if torch.isfinite(values).all() else f"{folder / shard_name(number)}: a value is not finite"
-
-
-def _caption_problem(folder: Path, index: StoreIndex, place: int) -> str:
-    number, plan = place - index.num_shards, index.captions
-    assert plan is not None
-    try:
-        tensors = map_captions(folder, number, plan, index.caption_shards[number])
-    except LatentStoreError as error:
-        return str(error)
-    finite = all(tensors[name].isfinite().all() for name in (TEXT, POOLED))
-    return "" if finite else f"{folder / caption_shard_name(number)}: a value is not finite"

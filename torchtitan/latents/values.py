@@ -49,7 +49,6 @@ def encode(values: Tensor, plan: StorePlan, images: Sequence[int]) -> dict[str, 
 
     Args:
         values: float32 [N, V, P, C, h, w].
-        images: their numbers, for messages, N.
 
     Returns:
         the tensors LATENTS and, of int8, SCALES, float32 [N, V, P, C].

@@ -131,14 +131,12 @@ class StoreWriter:
             captions: numbers of the captions, int64 [n]; None where the plan has no captions.
 
         Raises:
-            LatentStoreError: they contradict the plan.
+            LatentStoreError: the store cannot hold a value or label.
             OSError: the shard cannot be written; it stays pending.
         """
         left_out = {entry.image for entry in skipped}
-        if not left_out <= {*self.plan.source_images_of(number)}:
-            raise LatentStoreError(f"{shard_name(number)}: an image is left out of it that does not belong there")
         images = [image for image in self.plan.source_images_of(number) if image not in left_out]
-        content = shard_content(self.plan, number, images, values, labels, captions)
+        content = shard_content(self.plan, images, values, labels, captions)
         record = place_durably(self.folder / shard_name(number), content)
         # Moments are of what can be read back, so that measuring the store again gives the same.
         moments = ChannelMoments.of(_as_read(values, self.plan, images)).to_json() if images else None
@@ -155,19 +153,16 @@ class StoreWriter:
             embeddings: TEXT [n, L, D] and POOLED [n, P].
 
         Raises:
-            LatentStoreError: they contradict the plan.
+            LatentStoreError: the store cannot hold a value.
             OSError: the file cannot be written; it stays pending.
         """
-        if self.plan.captions is None:
-            raise LatentStoreError(f"{self.folder}: captions are not in the plan")
+        assert self.plan.captions is not None  # or there would be no file to write
         name = caption_shard_name(number)
-        record = place_durably(self.folder / name, caption_content(self.plan.captions, number, texts, embeddings))
+        record = place_durably(self.folder / name, caption_content(self.plan.captions, texts, embeddings))
         write_sealed(self._note_file(name), record | {"plan": self._plan_digest()})
 
     def skipped(self) -> list[SkippedImage]:
-        """Images left out of the finished shards, in order. Raises LatentStoreError: the store is finished."""
-        if self._is_complete():
-            raise LatentStoreError(f"{self.folder}: is finished; {SKIPPED_FILE} lists what was left out")
+        """Images left out of the finished shards of an unfinished store, in order."""
         notes = [note for number in range(self.plan.num_shards) if (note := self._note(shard_name(number)))]
         return [SkippedImage(**entry) for note in notes for entry in note["skipped"]]
 

@@ -35,13 +35,9 @@ def sweep(
     """Score averages of several lengths on the same images and noise; collective.
 
     Args:
-        stds: lengths.
         metric: LOSS, or one of METRICS, by the extractor and the reference of the run's `[evaluation]`.
-        step: of the last snapshot; None for the newest.
         images: held-out images, or samples; None: those of `[validation]` or `[evaluation]`.
         guidance_scale, guide: of samples, the guide as in `open_guide`; None: those of the run.
-        max_error: largest profile error that is accepted.
-        ignore_gaps: do without missing or damaged snapshots.
 
     Yields:
         notes, a line per length in the order of `stds`, and the best length.

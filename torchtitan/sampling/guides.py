@@ -21,7 +21,6 @@ class GuideReference:
 
     Attributes:
         source: run's folder, or a file of weights; None for the sampled run itself.
-        step: of the checkpoint; None if not given.
         track: EMA track, "none" for the trained weights, or `std=0.15` as of `load_run`; None if not given.
     """
 
@@ -32,12 +31,7 @@ class GuideReference:
 
 @dataclass(frozen=True)
 class LoadedGuide:
-    """Loaded guide.
-
-    Attributes:
-        guide: for the predictor.
-        model: that it was loaded as.
-    """
+    """Loaded guide."""
 
     guide: Guide
     model: TrainedModel
@@ -51,8 +45,6 @@ def open_guide(
 
     Args:
         text: of --guide, "none" for the null condition; None for the run's own choice.
-        source, config_file, sampled, device: as in `load_guide`.
-        guidance_scale: 1 for no guidance.
 
     Returns:
         the guide; None for guidance by the null condition, or none.
@@ -99,7 +91,6 @@ def load_guide(
     newest good checkpoint and the run's own choice. A file of weights is of the sampled model's configuration.
 
     Args:
-        reference: to the guide.
         source: run's folder or file of weights of the sampled model.
         config_file: configuration of the sampled file of weights; None for a run.
 

@@ -17,7 +17,6 @@ def sampled_shape(size: str | None, trained: TrainedModel, decoder: LatentDecode
     Args:
         size: of the images in pixels, as 512x768 (height and width), also where latents are drawn; None: the shape that the
             model was built for.
-        decoder: of its latents; None for a model of images, or where latents are shown as they are.
 
     Raises:
         WeightsError: it is no size, or the network does not draw images of it.

@@ -60,8 +60,6 @@ def with_prompts(trained: TrainedModel, prompts: Sequence[str], places: Mapping[
     encoder.
 
     Args:
-        trained: a model of captions.
-        prompts: at least one.
         places: of the encoders, see `reopen_encoders`.
 
     Raises:

@@ -44,12 +44,9 @@ class SamplingSetup:
 
     Attributes:
         source: run's folder, or file of weights.
-        sampling: its method.
         guide: of its guidance; None for the null condition.
         decoder: of its latents; None for a model of images, or where latents are shown as they are.
         image_shape: (C, H, W) of what the network draws.
-        batch_size: images at a time on each rank.
-        dtype: of compute.
         prompts: texts that are drawn instead of the data's; none: those.
     """
 

@@ -20,11 +20,7 @@ OPTIONS = {TEXT: "--text-encoder", POOLED: "--pooled-encoder"}
 
 
 class TextEncoders:
-    """The two encoders of a text condition: one embeds the tokens, one the whole text.
-
-    Attributes:
-        length: of every text, in tokens.
-    """
+    """The two encoders of a text condition: one embeds the tokens, one the whole text."""
 
     def __init__(self, tokens: TextEncoder, pooled: TextEncoder, length: int) -> None:
         """Raises TextEncoderError: they do not fit their parts."""
@@ -66,8 +62,6 @@ def open_encoder(option: str, dtype: torch.dtype = torch.bfloat16, device: torch
 
     Args:
         option: "stub:WIDTH", or a folder or a name on the Hugging Face hub, see `TransformersEncoder`.
-        dtype: of compute.
-        device: where to compute.
 
     Raises:
         TextEncoderError: it cannot be opened.
@@ -99,10 +93,7 @@ def reopen_encoders(
     """Open encoders again, to add texts to those that others of the same identities have encoded.
 
     Args:
-        identities: of TEXT and POOLED.
         places: option of `open_encoder` by entry; a stub needs none.
-        length: in tokens.
-        device: where to compute.
 
     Raises:
         TextEncoderError: a place is missing, or its encoder is another one.

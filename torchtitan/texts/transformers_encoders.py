@@ -43,8 +43,6 @@ class TransformersEncoder(TextEncoder):
             path: folder with config.json, safetensors weights and the tokenizer's files, or a name on the Hugging Face
                 hub: owner/repository or owner/repository/folder. The tokenizer of a pipeline's `text_encoder` is its
                 `tokenizer`, of `text_encoder_2` its `tokenizer_2`.
-            dtype: of compute, float32 or bfloat16.
-            device: where to compute.
 
         Raises:
             TextEncoderError: transformers is not installed, or the folder holds no encoder of a known kind.

@@ -20,9 +20,7 @@ def data_changes(
     """Compare the data with those that a checkpoint was trained on, as far as it records them.
 
     Args:
-        place: of the checkpoint, for messages.
         tolerated: other names of as many classes are accepted; the same names in another order never are.
-        record: of the data, as RECORD of the state.
 
     Returns:
         tolerated changes, a line each.

@@ -152,10 +152,6 @@ def _published_layout(names: Collection[str], model: DiffusionModel) -> str:
 def check_together(path: Path, model: DiffusionModel, *, hashed: bool, strict: bool = True) -> str:
     """Check that a safetensors file has a model's weights, all finite; collective.
 
-    Args:
-        model: on any device.
-        hashed: whether its hash is wanted.
-
     Returns:
         `file_sha256` of it; "" if it is not wanted.
 

@@ -43,7 +43,6 @@ class ModelRecord:
     """Configuration of a network, and what drawing from it needs of its data.
 
     Attributes:
-        info: of the images.
         latents: of latents, their normalisation and autoencoder; None for images.
         elsewhere: whether the data are known by this record alone, and `config.data` must not be opened.
     """
@@ -163,7 +162,6 @@ def load_record(tables: Mapping[str, Any], place: str, with_paths: bool = False,
     """Load a record from tables of a configuration, of which `data` is the table of the data.
 
     Args:
-        with_paths: whether keys of files and folders are kept.
         earlier: whether keys that are no more are left out, as of a run's checkpoint; else they are refused.
 
     Raises:

@@ -247,11 +247,6 @@ def _draw_zero_shards(model: DiffusionModel, shards: dict[str, Tensor], layout: 
 def check_base(state: dict, digest: str, place: str, initial_weights: str) -> None:
     """Check that a frozen network is the one of a checkpoint's adapters.
 
-    Args:
-        digest: hash of the network's weights.
-        place: the checkpoint, named in the error.
-        initial_weights: where the weights are from.
-
     Raises:
         CheckpointError.
     """

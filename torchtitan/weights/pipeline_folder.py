@@ -27,7 +27,6 @@ def check_pipeline(source: Path, record: ModelRecord, vae: Path | None) -> Path:
     """Check that a DiTPipeline draws what a model draws.
 
     Args:
-        source: run or file, for messages.
         vae: folder of an AutoencoderKL; None: the autoencoder of the training.
 
     Returns:

@@ -36,8 +36,6 @@ class StoredAverages:
 
     Attributes:
         snapshots: oldest first.
-        tracks: names of the averages to use.
-        notes: lines about what was left out.
     """
 
     snapshots: tuple[Snapshot, ...]
@@ -78,7 +76,6 @@ class Reconstruction:
     Attributes:
         std: standard deviation of its profile relative to the time trained.
         stored: the averages that it is put together from.
-        combination: their coefficients.
     """
 
     std: float
@@ -170,8 +167,6 @@ def stored_averages(
 
     Args:
         step: of the last snapshot; None for the newest.
-        without: tracks that are not to be used.
-        ignore_gaps: do without missing or damaged snapshots.
 
     Raises:
         SnapshotError.
@@ -193,7 +188,6 @@ def reconstruct(stored: StoredAverages, std: float, max_error: float = MAX_ERROR
 
     Args:
         std: standard deviation of its profile relative to the time trained, in (0, 12^-1/2).
-        max_error: largest profile error that is accepted.
 
     Raises:
         SnapshotError: there is no such length, or the snapshots cannot represent it.

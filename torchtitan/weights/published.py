@@ -44,11 +44,8 @@ class OwnWeights:
     """Weights of a network under its own names.
 
     Attributes:
-        source: run or file, for messages.
         record: configuration of the network, and what is known of its data.
-        model: the network; may be on the meta device.
         tensors: every parameter and saved buffer by name.
-        label: says which weights they are.
     """
 
     source: Path
@@ -63,7 +60,6 @@ def open_published(path: Path, layout_name: str, record: ModelRecord | None) -> 
 
     Args:
         path: file, or folder of diffusers.
-        layout_name: one of OWN and LAYOUTS.
         record: of the model; None: the one in the file's header, or what its tensors show.
 
     Returns:
@@ -108,11 +104,7 @@ def write_weights(
     """Write weights in a layout, with a header that says how they are sampled.
 
     Args:
-        weights: to write.
         output: file; folder for diffusers.
-        layout_name: one of WRITTEN.
-        dtype: float32, float16 or bfloat16.
-        overwrite: replace what is there.
         approximate: accept that the layout's network computes another sinusoid of the timestep.
         vae: folder of the AutoencoderKL for a pipeline; None: the autoencoder of the training.
 

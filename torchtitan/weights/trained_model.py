@@ -57,7 +57,6 @@ class TrainedModel:
     """Model ready to sample from.
 
     Attributes:
-        record: configuration of the training, and what is known of its data.
         info: of the data, or with prompts instead of its conditions.
         model: in eval mode, float32, whole, on the given device.
         label: origin of the weights, such as `step 1000, ema`.
