@@ -11,13 +11,10 @@ from torchtitan.distributed.mesh import Layout
 from torchtitan.distributed.parallelize import local, named_parameters, parallelize, release_unsharded
 from torchtitan.distributed.shard_drawing import place_shards
 from torchtitan.files.weight_files import saved_buffers
-from torchtitan.models.adapters.adapters import trained_parameters
-from torchtitan.models.adapters.flops import training_flops
-from torchtitan.models.adapters.frozen_network import quantized_kind
 from torchtitan.models.base import DiffusionModel
 from torchtitan.models.float8 import convert_to_float8
 from torchtitan.models.magnitude import normalize_rows, normalized_weights
-from torchtitan.weights.network import add_adapters, drawn_sha256, frozen_sha256, new_network, sharded_network
+from torchtitan.weights.network import new_network, sharded_network
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +49,7 @@ class RunNetwork:
         Raises:
             WeightsError, AdapterError, CannotMeasure: on every rank.
         """
-        self._untrained_forwards = objective.untrained_forwards
+        self._adapted, self._untrained_forwards = config.lora.enable, objective.untrained_forwards
         self.model, shards = _built(config, info, layout, new)
         objective.attach(self.model)
         objective.to(layout.device)
@@ -78,9 +75,13 @@ class RunNetwork:
         if shards:
             place_shards(self.model, shards, on_host=config.training.enable_cpu_offload)
         self.base_sha256 = ""
+        self.parameters = named_parameters(self.model)
         if config.lora.enable:
+            from torchtitan.models.adapters.adapters import trained_parameters
+            from torchtitan.weights.adapted_network import drawn_sha256, frozen_sha256
+
+            self.parameters = trained_parameters(self.parameters)
             self.base_sha256 = frozen_sha256(config, base_sha256 or drawn_sha256(self.model))
-        self.parameters = trained_parameters(named_parameters(self.model))
         self._normalized = normalized_weights(self.model)
         self.normalizes_weights = bool(self._normalized)
         self.gathers_float8 = config.float8.enable and config.float8.enable_fsdp_float8_all_gather
@@ -102,6 +103,10 @@ class RunNetwork:
     def flops_of(self, shape: tuple[int, ...]) -> int:
         """Floating-point operations of training on one image of a shape (C, H, W)."""
         channels, height, width = shape
+        if not self._adapted:
+            return self.model.flops_per_image((channels, height, width), self._untrained_forwards)
+        from torchtitan.models.adapters.flops import training_flops
+
         return training_flops(self.model, (channels, height, width), self._untrained_forwards)
 
     def tokens_of(self, shape: tuple[int, ...]) -> int:
@@ -116,10 +121,12 @@ def _built(config: JobConfig, info: DatasetInfo, layout: Layout, new: bool) -> t
     initial_weights = config.checkpoint.initial_weights if new or config.lora.enable else ""
     if config.lora.enable and new and not initial_weights and layout.rank == 0:
         logger.warning("lora: the frozen network is drawn at random (checkpoint.initial_weights names a trained one)")
-    if layout.sharded and not quantized_kind(config.lora):
+    if layout.sharded and not config.lora.quantized_kind:
         model, shards = sharded_network(config, info, layout, initial_weights)
     else:
         model = new_network(config, info, layout.device, initial_weights)
     if config.lora.enable:
+        from torchtitan.weights.adapted_network import add_adapters
+
         add_adapters(model, config, info, layout.device)
     return model.train(), shards

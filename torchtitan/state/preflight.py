@@ -17,7 +17,7 @@ from torchtitan.models.flops import check_macs
 from torchtitan.runs.folder import RunFolder
 from torchtitan.runs.status import remove_status
 from torchtitan.weights.initial_weights import check_initial_weights
-from torchtitan.weights.network import check_adapters, network_on_meta
+from torchtitan.weights.network import network_on_meta
 
 if TYPE_CHECKING:
     from torchtitan.evaluation.decoding import LatentDecoder
@@ -48,6 +48,8 @@ def check_run(config: JobConfig, layout: Layout, checkpoints: AnyPath) -> str:
     from_first_rank(check_macs, network_on_meta(config, info), config.model.name)
     base_sha256 = check_initial_weights(config, info, checkpoints)
     if config.lora.enable:
+        from torchtitan.weights.adapted_network import check_adapters
+
         check_adapters(config, info)
     if config.float8.enable:
         model = network_on_meta(config, info)
