@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from tqdm import tqdm
 
 from torchtitan.config.job import load_config
-from torchtitan.experiments.autotune.probe import ProbeProcesses, run_probe
+from torchtitan.experiments.autotune.probe import run_probe
 from torchtitan.experiments.autotune.tuning import autotune
 from torchtitan.runs.folder import versions
 
@@ -63,11 +63,11 @@ def compare(name: str, processes: int, overrides: list[str], folder: Path) -> di
     file = folder / "small.toml"
     file.write_text(CONFIG)
     arguments = ["--job.config_file", str(file), "--job.dump_folder", str(folder / "outputs"), *overrides]
-    how = ProbeProcesses(processes, 600.0, folder / "scan.log")
     needs = {}
     for batch_size in tqdm(range(MULTIPLE, LARGEST + 1, MULTIPLE), desc=name, leave=False):
         config = load_config([*arguments, f"--training.local_batch_size={batch_size}"], processes)
-        needs[batch_size] = run_probe(config, how).memory_gib or math.nan
+        probe = run_probe(config, processes=processes, timeout_s=600.0, log=folder / "scan.log")
+        needs[batch_size] = probe.memory_gib or math.nan
     wanted = LARGEST_THAT_FIT[name]
     budget = (needs[wanted] + needs[wanted + MULTIPLE]) / 2
     found = autotune(

@@ -44,7 +44,7 @@ def main() -> None:
     if arguments.flavors:
         only["model.flavor"] = arguments.flavors
     plan = plan_sweep(sweep, folder, only=only)
-    run_sweep(sweep, folder, plan, Launching())
+    run_sweep(plan, Launching())
     found = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     measured = {

@@ -9,6 +9,7 @@ from research.equal_samples import study_base, whole_samples
 from torchtitan.config.job import JobConfig, load_config
 from torchtitan.config.places import written_places
 from torchtitan.experiments.folder import StudyError
+from torchtitan.processes.command_line import at_least
 
 # Options of training that have defaults, besides --seeds, whose default is the study's.
 _DEFAULTS = {"checkpoints": 8, "processes": 1}
@@ -63,19 +64,6 @@ def fill_training_options(arguments: argparse.Namespace, seeds: int) -> None:
     for name, value in {"seeds": seeds, **_DEFAULTS}.items():
         if getattr(arguments, name) is None:
             setattr(arguments, name, value)
-
-
-def at_least(least: int):
-    """Type of options: whole numbers from `least` on."""
-
-    def whole(text: str) -> int:
-        value = int(text)
-        if value < least:
-            raise argparse.ArgumentTypeError(f"must be at least {least}, is {value}")
-        return value
-
-    whole.__name__ = "int"
-    return whole
 
 
 def batch_list(text: str) -> list[int]:

@@ -13,7 +13,6 @@ from research import grid_options
 from research import trained_grid_report as grid_report
 from research.cells import Cell, Row
 from research.frame import run_study
-from research.grid_options import at_least
 from research.grid_results import GridResults
 from research.slot_nodes import TimestepBin, timestep_bins
 from research.timestep_errors import FixedSamples, fixed_samples, in_parametrisation, timestep_errors
@@ -33,6 +32,7 @@ from torchtitan.experiments.engine import Advance
 from torchtitan.experiments.folder import StudyError
 from torchtitan.experiments.training import TrainingFailed
 from torchtitan.pictures.number_text import counted
+from torchtitan.processes.command_line import at_least
 from torchtitan.training.schedules import largest_growth
 from torchtitan.weights.trained_model import TrainedModel, load_run
 

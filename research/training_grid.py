@@ -19,13 +19,14 @@ from research.cells import Cell, measure_cells
 from research.result_table import ResultTable
 from research.study_folder import STUDY_MARKS
 from torchtitan.checkpoint.checkpointer import CheckpointError, checkpoint_path, checkpoint_steps, read_state
-from torchtitan.config.job import ConfigError, JobConfig, config_differences, dump_config, load_config
+from torchtitan.config.job import ConfigError, JobConfig, load_config
 from torchtitan.config.places import place_problems
 from torchtitan.experiments.engine import Advance
 from torchtitan.experiments.folder import ResultsFolder, StudyError
 from torchtitan.experiments.training import train
 from torchtitan.files.durable import make_folder
 from torchtitan.files.regular import read_toml
+from torchtitan.settings.record import config_differences, dump_config
 from torchtitan.training.schedules import largest_growth
 
 TABLE = "training.csv"

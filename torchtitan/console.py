@@ -68,9 +68,6 @@ def introduce(state: RunState) -> None:
         logger.info(
             "grids show three latent channels as colours; for images give --autoencoder.name and --autoencoder.path"
         )
-    if state.step:
-        done = f", {state.progress / config.training.steps:.1%} done" if state.batch_grows else f" of {config.training.steps}"
-        logger.info(f"resumed after step {state.step}{done}")
 
 
 def _images(state: RunState) -> str:

@@ -1,4 +1,4 @@
-"""Text of file names and labels for terminals and pages: control characters are shown escaped, so that they move no cursor."""
+"""Text of file names for terminals: control characters are shown escaped, so that they move no cursor."""
 
 # C0 and C1 controls and DEL but for tab and newline; line separators, marks and overrides of the writing direction; and
 # halves of surrogate pairs, as which Python holds the bytes of a name that is no UTF-8.
@@ -7,18 +7,8 @@ _HIDDEN = (
     *range(0x2028, 0x202F), *range(0x2066, 0x206A), 0xFEFF, *range(0xD800, 0xE000),
 )  # fmt: skip
 _ESCAPED = {code: f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" for code in _HIDDEN}
-MOST_OF_A_NAME = 200  # characters of a line of a name that are shown; those of folders have 255 at most
 
 
 def printable(text: str) -> str:
     """Escape characters that move the cursor, change colours or reverse reading order; newlines and tabs stay."""
     return text.translate(_ESCAPED)
-
-
-def shortened(text: str, most: int = MOST_OF_A_NAME) -> str:
-    """Shorten lines to a number of characters; of longer ones the middle is left out."""
-    if len(text) <= most:
-        return text
-    half = (most - 3) // 2
-    lines = text.split("\n")
-    return "\n".join(line if len(line) <= most else f"{line[:half]}...{line[-half:]}" for line in lines)

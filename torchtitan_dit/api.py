@@ -21,19 +21,16 @@ from torchtitan.errors import unwrapped
 from torchtitan.evaluation.sampling import grid_choices
 from torchtitan.experiments.training import TrainingFailed
 from torchtitan.experiments.training import train as train_to_the_end
-from torchtitan.files.regular import read_regular
 from torchtitan.models.base import DiffusionModel
 from torchtitan.pictures.grids import class_labels, image_grid, to_rgb
 from torchtitan.runs.folder import RunFolder
+from torchtitan.runs.record import TRAINING_LOSS, RunRecord, read_run
 from torchtitan.sampling.method_options import option
 from torchtitan.sampling.prompts import check_prompted, filled_prompts, with_prompts
 from torchtitan.sampling.setup import SamplingSetup, add_setup_options, chosen_classes, open_setup, setup_of
 from torchtitan.settings.schema import quoted
 from torchtitan.texts.opening import OPTIONS
-from torchtitan.training.metrics import METRICS_FILE
 from torchtitan.weights.trained_model import WeightsError
-
-_LARGEST_SUMMARY = 1 << 24  # bytes
 
 _OF_LOADING = ("config", "step", "ema", "lora", "autoencoder", "autoencoder_path")
 
@@ -180,23 +177,24 @@ class Run:
     folder: Path
 
     @cached_property
+    def record(self) -> RunRecord:
+        return read_run(self.folder)
+
+    @property
     def summary(self) -> dict[str, Any]:
         """Contents of summary.json: status, final losses, throughput, memory."""
-        return json.loads(read_regular(self.folder / "summary.json", _LARGEST_SUMMARY))
+        return self.record.summary or {}
 
-    @cached_property
-    def metrics(self) -> list[dict[str, float]]:
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
         """Points of metrics.jsonl, a mapping each: `step`, `loss_metrics/global_avg_loss` and others."""
-        lines = (self.folder / METRICS_FILE).read_text(encoding="utf-8").splitlines()
-        return [json.loads(line) for line in lines]
+        return self.record.points
 
-    def series(self, name: str = "loss_metrics/global_avg_loss") -> list[tuple[int, float]]:
+    def series(self, name: str = TRAINING_LOSS) -> list[tuple[int, float]]:
         """Pairs of step and value of one metric. Raises KeyError: no point has it."""
-        found = [(int(point["step"]), point[name]) for point in self.metrics if name in point]
-        if not found:
-            names = sorted({key for point in self.metrics for key in point})
-            raise KeyError(f"{name}: not measured in {self.folder} (there are: {', '.join(names)})")
-        return found
+        if name not in self.record.tags:
+            raise KeyError(f"{name}: not measured in {self.folder} (there are: {', '.join(sorted(self.record.tags))})")
+        return [(point["step"], point[name]) for point in self.metrics if name in point]
 
     def load(self, **options: Any) -> Model:
         """Load its model; options as of `load`."""

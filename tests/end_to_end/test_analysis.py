@@ -114,7 +114,7 @@ def test_runs_of_this_program_are_read_without_a_sweep(tmp_path):
     "words, message",
     [
         (("missing",), "no such folder"), (("empty",), "no run there or below"), (("file.txt",), "not a folder"),
-        (("empty", "--warmup-steps", "-1"), "must be a whole number"), ((), "FOLDER"),
+        (("empty", "--warmup-steps", "-1"), "must be at least 0, is -1"), ((), "FOLDER"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(tmp_path, capsys, words, message):

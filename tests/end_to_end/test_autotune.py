@@ -5,7 +5,7 @@ import json
 import pytest
 
 from torchtitan.config.job import load_config
-from torchtitan.experiments.autotune.probe import ProbeFailed, ProbeProcesses, run_probe
+from torchtitan.experiments.autotune.probe import ProbeFailed, run_probe
 from torchtitan.experiments.autotune.tuning import autotune
 
 CONFIG = """
@@ -40,11 +40,10 @@ def arguments(tmp_path, monkeypatch) -> list[str]:
 
 
 def test_largest_is_that_of_a_scan(arguments, tmp_path):
-    how = ProbeProcesses(1, 300.0, tmp_path / "scan.log")
     scan = {}
     for batch_size in (96, 144):
         config = load_config([*arguments, f"--training.local_batch_size={batch_size}"], 1)
-        scan[batch_size] = run_probe(config, how).memory_gib
+        scan[batch_size] = run_probe(config, processes=1, timeout_s=300.0, log=tmp_path / "scan.log").memory_gib
     budget = (scan[96] + scan[144]) / 2
     assert scan[96] + 0.02 < budget, scan
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.launcher import ROOT
-from torchtitan.experiments.process import Stopped, run_processes
+from torchtitan.experiments.process import Stopped, repeat_killed, run_processes
 
 CONFIG = """
 [model]
@@ -55,7 +55,8 @@ def start(tmp_path):
     def started(*overrides: str, **options):
         arguments = ["--job.config_file", str(config), "--job.dump_folder", str(tmp_path), "--job.name", "run"]
         options = {"timeout_s": 120, "environment": {"OMP_NUM_THREADS": "1"}} | options
-        return run_processes([*arguments, *overrides], log=tmp_path / "run.log", **options)
+        log, retries = tmp_path / "run.log", options.pop("retries", 0)
+        return repeat_killed(lambda: run_processes([*arguments, *overrides], log=log, **options), log, retries)
 
     return started
 

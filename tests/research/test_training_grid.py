@@ -9,10 +9,11 @@ import pytest
 from research.equal_samples import study_base
 from research.grid_options import read_base
 from research.training_grid import GridRun, TrainingGrid, plan_grid, train_grid
-from torchtitan.config.job import dump_config, load_config
+from torchtitan.config.job import load_config
 from torchtitan.experiments import training
 from torchtitan.experiments.folder import StudyError
 from torchtitan.experiments.outcome import Outcome
+from torchtitan.settings.record import dump_config
 
 STEPS = 4
 

@@ -39,7 +39,7 @@ class FakeProbes:
         self.retries: dict[int, int] = {}
         self.failing: dict[int, BaseException] = {}
 
-    def __call__(self, config, how) -> Probe:
+    def __call__(self, config, **how) -> Probe:
         batch_size = config.training.local_batch_size
         self.made.append(batch_size)
         if batch_size in self.failing:

@@ -25,10 +25,11 @@ from torchtitan.checkpoint.checkpointer import (
 from torchtitan.checkpoint.config import CheckpointConfig
 from torchtitan.checkpoint.location import folder_problem, run_checkpoints
 from torchtitan.checkpoint.owner import OWNER_FILE, claim, read_owner
-from torchtitan.config.job import ConfigError, dump_config, load_config
+from torchtitan.config.job import ConfigError, load_config
 from torchtitan.errors import RunFolderError
 from torchtitan.files.remote_path import RemotePath
 from torchtitan.runs.folder import RunFolder
+from torchtitan.settings.record import dump_config
 from torchtitan_dit.commands.checkpoint import main as checkpoint_tool
 
 

@@ -8,19 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from torchtitan.config.job import (
-    ConfigError,
-    JobConfig,
-    config_differences,
-    dump_config,
-    help_text,
-    json_schema,
-    load_config,
-)
+from torchtitan.config.job import ConfigError, JobConfig, help_text, json_schema, load_config
 from torchtitan.diffusion.objectives import build_objective
 from torchtitan.diffusion.timesteps.registry import DENSITIES, TIMESTEPS
 from torchtitan.diffusion.timesteps.sampler import GlobalBatch, LogitNormal, TimestepsConfig
 from torchtitan.settings import setting
+from torchtitan.settings.record import config_differences, dump_config
 
 
 @pytest.fixture(autouse=True)

@@ -15,17 +15,11 @@ import pytest
 
 from tests.configurations import load
 from torchtitan.conditions import Classes
-from torchtitan.config.job import (
-    ConfigError,
-    JobConfig,
-    config_differences,
-    dump_config,
-    load_config,
-    report_and_exit,
-)
+from torchtitan.config.job import ConfigError, JobConfig, load_config, report_and_exit
 from torchtitan.data import DATASETS
 from torchtitan.models import MODELS
 from torchtitan.runs.folder import RunFolder
+from torchtitan.settings.record import config_differences, dump_config
 from torchtitan.settings.sections import choices, keys, section_at
 
 ROOT = Path(__file__).parents[2]

@@ -34,7 +34,7 @@ BAD_ARGUMENTS = [
     ),
     (["x.toml"], "command line: 'x.toml': argument without a key (--job.config_file x.toml)"),
     (["--job.config_file", "no.toml"], "no.toml: no such file (give a TOML file)"),
-    (["--job.config_file", "."], ".: is a folder (give a TOML file)"),
+    (["--job.config_file", "."], ".: is a folder, not a regular file (give a TOML file)"),
     (
         ["--job.name", ""],
         "command line: --job.name: '' is no folder name; it names the run's folder (set --job.name NAME)",

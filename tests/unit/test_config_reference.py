@@ -10,15 +10,9 @@ import pytest
 from tests.configurations import load
 from tests.forked import run_script
 from tests.unit.test_config import every_section
-from torchtitan.config.job import (
-    ConfigError,
-    JobConfig,
-    dump_config,
-    help_text,
-    json_schema,
-    load_config,
-)
+from torchtitan.config.job import ConfigError, JobConfig, help_text, json_schema, load_config
 from torchtitan.data import DATASETS
+from torchtitan.settings.record import dump_config
 from torchtitan.settings.sections import keys
 from torchtitan_dit.commands import train
 

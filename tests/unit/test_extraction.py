@@ -25,7 +25,8 @@ from torchtitan.extraction.extraction_plan import plan_extraction
 from torchtitan.extraction.image_source import ImageSource
 from torchtitan.latents import LatentStore, verify_shards
 from torchtitan.latents.index import PARTIAL_FOLDER, SKIPPED_FILE
-from torchtitan_dit.commands.extract_latents import main, open_autoencoder, options_of, parse_arguments
+from torchtitan_dit.commands.cosmos_latent_decoder import open_decoder
+from torchtitan_dit.commands.extract_latents import main, options_of, parse_arguments
 
 COUNT = 18
 BAD = (1, 6, 7, 8, 17)  # of shards of three: one in the middle, all of the third, the very last
@@ -194,7 +195,7 @@ def test_ranks_that_see_other_data_or_weights_are_refused(tmp_path):
         arguments, data_words = parse_arguments(["--output", "store", *words])
         config, info = load_data_section(data_words)
         source = ImageSource(config, info, "train")
-        plans.append(plan_extraction(source, open_autoencoder(arguments), options_of(arguments, config)))
+        plans.append(plan_extraction(source, open_decoder(arguments).autoencoder, options_of(arguments, config)))
     check_alike([plans[0], plans[0]])
     with pytest.raises(LatentStoreError, match="^rank 2: origin.listing is "):
         check_alike([plans[0], plans[0], plans[1]])

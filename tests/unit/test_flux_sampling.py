@@ -16,7 +16,6 @@ from tests.configurations import load, problems
 from tests.objectives import schedule, solver
 from torchtitan import philox
 from torchtitan.conditions import POOLED, TEXT, Embeddings
-from torchtitan.config.job import dump_config
 from torchtitan.data import DATASETS, DataConfig, Dataset, DatasetInfo
 from torchtitan.diffusion.denoising import DenoisingConfig
 from torchtitan.diffusion.guidance import Guidance, Guide
@@ -33,6 +32,7 @@ from torchtitan.run import run
 from torchtitan.sampling.image_size import sampled_shape
 from torchtitan.sampling.setup import SamplingSetup, open_setup
 from torchtitan.settings import setting
+from torchtitan.settings.record import dump_config
 from torchtitan.weights.trained_model import WeightsError
 from torchtitan_dit.commands import sample
 

@@ -1,4 +1,4 @@
-"""Folders of runs that somebody has filled with anything are compared and analysed, or refused, within bounds of memory."""
+"""Folders of runs with torn or very long files are compared and analysed; intervals of medians."""
 
 import contextlib
 import io
@@ -15,11 +15,7 @@ from torchtitan.training.metric_points import read_points
 from torchtitan_dit.commands.compare import main as compare
 from torchtitan_dit.commands.optimization_analysis import main as analyse
 
-DAMAGED = {
-    "config": ["[model]\nflavor = [1, {a = 2}]\n[debug]\nseed = 'one'\n", "model = 1\ndata = 'x'\n", "\x00"],
-    "summary": ['{"status": ["completed"], "step": "8", "device": ["cpu"], "versions": [1]}', "[]", "{"],
-    "points": ['{"step": true}', '{"step": 6, "throughput(img/s)": [1], "validation_metrics/a/loss": NaN, "lr": "1"}', "{"],
-}  # fmt: skip
+TORN = {"config": "[model]\nflavor = ", "summary": "{", "points": '{"step": 6, "throughput(img/s)": NaN}\n{'}
 
 
 def write_run(folder: Path, config: str = "", summary: str = "", points: str = "") -> Path:
@@ -42,14 +38,13 @@ def both(outputs: Path) -> str:
     return (outputs.parent / "compare.html").read_text() + (outputs.parent / "analysis" / "analysis.md").read_text()
 
 
-@pytest.mark.parametrize(("part", "text"), [(part, text) for part, texts in DAMAGED.items() for text in texts])
-def test_a_run_of_anything_is_compared_with_a_good_one(tmp_path, part, text):
+def test_a_run_of_torn_files_is_compared_with_a_good_one(tmp_path):
     outputs = tmp_path / "outputs"
     write_run(outputs / "good")
-    write_run(outputs / "bad", **{part: text})
-    write_run(outputs / "worse", **{part: text + "\n" + text})
+    for part, text in TORN.items():
+        write_run(outputs / f"bad {part}", **{part: text})
     page = both(outputs)
-    assert "good" in page and "bad" in page
+    assert "good" in page and all(f"bad {part}" in page for part in TORN)
 
 
 def test_points_of_an_endless_file_are_thinned_within_a_bound_of_memory(tmp_path, monkeypatch):

@@ -4,12 +4,13 @@ import os
 import signal
 import sys
 import threading
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 
 from tests.launcher import ROOT
-from torchtitan.experiments.launchers import LAUNCHERS
+from torchtitan.experiments.launchers.choice import LAUNCHERS
 from torchtitan.experiments.launchers.job import Job, LauncherError, importable_environment
 from torchtitan.experiments.launchers.on_slurm import SlurmLauncher, _lost, run_in_job
 from torchtitan.experiments.outcome import Outcome
@@ -17,7 +18,7 @@ from torchtitan.experiments.process import Stopped
 
 
 def job_of(name, function, *arguments):
-    return Job(name, function, arguments, processes=1, gpus=0, limit_s=600.0)
+    return Job(name, partial(function, *arguments), processes=1, gpus=0, limit_s=600.0)
 
 
 def ran(word, *, devices, stop):
@@ -117,6 +118,6 @@ def test_a_preempted_job_that_left_no_result_is_killed(small_slurm):
 
 def test_a_job_asks_for_its_machines_with_the_options_of_the_user(small_slurm):
     launcher = SlurmLauncher(small_slurm / "out", 2, {"partition": "gpu", "cpus-per-task": "64"})
-    assert launcher._submit(Job("a", ran, ("word",), 16, 8, 2400.0)).job_id == "17"
+    assert launcher._submit(Job("a", partial(ran, "word"), 16, 8, 2400.0)).job_id == "17"
     lines = {line.removeprefix("#SBATCH --") for line in (small_slurm / "script").read_text().splitlines()}
     assert {"nodes=1", "ntasks-per-node=1", "gpus-per-node=8", "cpus-per-task=64", "partition=gpu", "time=40"} <= lines

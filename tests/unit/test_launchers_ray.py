@@ -4,6 +4,7 @@ import os
 import signal
 import threading
 import time
+from functools import partial
 
 import pytest
 
@@ -30,7 +31,7 @@ def launcher(tmp_path_factory):
 
 
 def job_of(function, *arguments, processes=1, gpus=0):
-    return Job(function.__name__, function, arguments, processes, gpus, 600.0)
+    return Job(function.__name__, partial(function, *arguments), processes, gpus, 600.0)
 
 
 def ran(word, *, devices, stop):

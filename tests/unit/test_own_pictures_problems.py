@@ -15,7 +15,7 @@ MY_IMAGES = "(its pictures train with train_configs/my_images.toml --data.path F
 
 
 @pytest.mark.parametrize(("words", "line"), [
-    (["--job.config_file", "{}"], "{}: is a folder (give a TOML file)"),
+    (["--job.config_file", "{}"], "{}: is a folder, not a regular file (give a TOML file)"),
     (["--job.config_file", "digits", "--data.path", "{}"], "command line: --data.path: unknown key"),
     (["--job.config_file", "cifar10", "--data.path", "{}"],
      "command line: --data.path: '{}' holds neither parquet files nor CIFAR-10's python batches"),

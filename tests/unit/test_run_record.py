@@ -103,7 +103,7 @@ def test_a_folder_is_read_with_whatever_is_there(tmp_path):
         (tmp_path / "samples" / name).write_text("")
     record = read_run(tmp_path)
     assert [problem.split(" (")[0] for problem in record.problems] == [
-        "config.toml cannot be read", "summary.json cannot be read", "no metrics.jsonl"
+        "config.toml cannot be read", "summary.json is damaged", "no metrics.jsonl"
     ]
     assert list(record.samples) == [10] and record.last_step == 0 and record.images_per_step is None
 

@@ -70,7 +70,7 @@ def sweep(tmp_path):
 def run(sweep, tmp_path, jobs=1, **options):
     folder = SweepFolder(tmp_path / "results")
     plan = plan_sweep(sweep, folder, **options)
-    run_sweep(sweep, folder, plan, Launching(jobs=jobs))
+    run_sweep(plan, Launching(jobs=jobs))
     return [json.loads(line) for line in (folder.path / "sweep.jsonl").read_text().splitlines()]
 
 

@@ -4,19 +4,19 @@ python -m torchtitan.config FILE    write the JSON schema of a configuration fil
 """
 
 import dataclasses
-import functools
 import json
 import logging
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn, get_type_hints
 
 from torchtitan.checkpoint.config import CheckpointConfig
 from torchtitan.config.checks import find_problems, resolve
 from torchtitan.config.latent_cache import CacheConfig
+from torchtitan.config.toml_file import read_toml, shown_file
 from torchtitan.config.view import ConfigView
 from torchtitan.data import DATASETS, DataConfig, DatasetInfo
 from torchtitan.data.image_files import own_pictures_advice
@@ -32,10 +32,9 @@ from torchtitan.models.adapters.config import LoRAConfig
 from torchtitan.models.float8 import Float8Config
 from torchtitan.profiling.config import ProfilingConfig
 from torchtitan.settings import Choice, choice, has_key, section_of, setting
-from torchtitan.settings.record import config_differences, dump_config, unmet_condition
+from torchtitan.settings.record import unmet_condition
 from torchtitan.settings.reference import UnknownTopic, build_json_schema, describe
 from torchtitan.settings.schema import (
-    MOST_SHOWN,
     Problem,
     expanded,
     nearest,
@@ -44,23 +43,10 @@ from torchtitan.settings.schema import (
     shown_name,
     validate_section,
 )
-from torchtitan.settings.sections import all_sections, choices, keys, put_section, section_at, table_at
-from torchtitan.settings.sources import read_command_line, read_toml, shown_file, suggestion
+from torchtitan.settings.sections import all_sections, choices, flattened, keys, put_section, section_at
+from torchtitan.settings.sources import read_command_line, suggestion
 from torchtitan.settings.synonyms import synonym
 from torchtitan.training.config import EMAConfig, LRSchedulerConfig, MetricsConfig, OptimizerConfig, TrainingConfig
-
-__all__ = [
-    "ConfigError",
-    "JobConfig",
-    "config_differences",
-    "dump_config",
-    "help_text",
-    "json_schema",
-    "load_config",
-    "load_data_section",
-    "report_and_exit",
-    "unchecked_config",
-]
 
 logger = logging.getLogger(__name__)
 
@@ -88,7 +74,7 @@ class JobSection:
 class DebugConfig:
     """`[debug]`"""
 
-    seed: int = setting(0, "seed of weights, noise, timesteps, data order: everything random", ge=0)
+    seed: int = setting(0, "seed of weights, noise, timesteps, data order: everything random", ge=0, lt=2**63)
     deterministic: bool = setting(False, "use only deterministic kernels", trajectory=False)
 
 
@@ -137,14 +123,12 @@ class ConfigError(Exception):
     """Configuration that cannot run.
 
     Attributes:
-        problems: the reasons, a line each: place of the value, its key, the cause, the remedy. Of more than MOST_SHOWN
-            a last line gives the number left out.
+        problems: the reasons, a line each: place of the value, its key, the cause, the remedy.
     """
 
     def __init__(self, problems: list[str]) -> None:
-        left = len(problems) - MOST_SHOWN
-        self.problems = [*problems[:MOST_SHOWN], f"... and {left:,} more"] if left > 0 else problems
-        super().__init__("\n".join(self.problems))
+        self.problems = problems
+        super().__init__("\n".join(problems))
 
 
 def load_config(
@@ -155,7 +139,6 @@ def load_config(
     Args:
         argv: command line without the program's name: `--section.key value` or `--section.key=value`.
             `--job.config_file` names the TOML file that they override.
-        world_size: number of processes of the run.
         elsewhere: the run is of another machine: packages, compilers and devices of this one are not judged.
         info: properties of data that are elsewhere, which are not opened; None: the dataset is opened.
         earlier: the file is what an earlier version wrote of its run: keys that are no more are left out, and those that
@@ -168,33 +151,18 @@ def load_config(
         ConfigError: with all problems at once.
     """
     flags, path, document = _read(argv)
-    filled = _fill(document, flags, path)
-    while earlier and (dropped := _drop_unknown(document, filled.problems)):
-        if said := [key for key in dropped if key.startswith(_SHAPES_SAMPLES)]:
-            logger.warning(f"{shown_file(path or '')}: keys of an earlier version are left out: {', '.join(said)}")
-        filled = _fill(document, flags, path)
-    config, origins, known = filled.config, filled.origins, filled.known
+    filled = _fill(document, flags, path, earlier)
     checked = filled.checked(world_size, elsewhere, info)
-    problems = filled.problems + find_problems(checked, known)
-    if problems:
-        raise ConfigError([_line(problem, origins, known, path) for problem in problems])
-    resolve(checked, config)
-    return config
-
-
-def _drop_unknown(document: dict[str, Any], problems: list[Problem]) -> list[str]:
-    """Drop the keys from a document that problems call unknown; return them with their values."""
-    unknown = [problem.key for problem in problems if problem.text.startswith("unknown key")]
-    places = [(dotted, table_at(document, dotted.rpartition(".")[0]), dotted.rpartition(".")[2]) for dotted in unknown]
-    return [f"{dotted} = {quoted(table.pop(key))}" for dotted, table, key in places if key in table]
+    filled.refuse(find_problems(checked, filled.known))
+    resolve(checked, filled.config)
+    return filled.config
 
 
 def unchecked_config(argv: list[str]) -> JobConfig:
     """Read a configuration without the checks across its sections. Raises ConfigError."""
     flags, path, document = _read(argv)
     filled = _fill(document, flags, path)
-    if filled.problems:
-        raise ConfigError([_line(problem, filled.origins, filled.known, path) for problem in filled.problems])
+    filled.refuse([])
     return filled.config
 
 
@@ -217,25 +185,8 @@ def load_data_section(argv: list[str], path: str | None = None) -> tuple[DataCon
         raise ConfigError([f"data.name: not given (one of {', '.join(DATASETS)})"])
     checked = filled.checked(world_size=1)
     # Checks of other sections see their defaults here, which say nothing of this dataset.
-    found = [problem for problem in find_problems(checked, filled.known) if problem.key.startswith("data.")]
-    problems = filled.problems + found
-    if problems:
-        raise ConfigError([_line(problem, filled.origins, filled.known, path) for problem in problems])
+    filled.refuse([problem for problem in find_problems(checked, filled.known) if problem.key.startswith("data.")])
     return filled.config.data, checked.dataset()
-
-
-def split_data_words(words: list[str]) -> tuple[list[str], list[str]]:
-    """Split the words of the command's own options from `--data.KEY VALUE` and `--data.KEY=VALUE`."""
-    own, of_data, words = [], [], list(words)
-    while words:
-        word = words.pop(0)
-        if not word.startswith("--data."):
-            own.append(word)
-            continue
-        of_data.append(word)
-        if "=" not in word and words and not words[0].startswith("--"):
-            of_data.append(words.pop(0))
-    return own, of_data
 
 
 def _read(argv: list[str]) -> tuple[dict[str, str], str | None, dict[str, Any]]:
@@ -257,127 +208,92 @@ class _Filled:
     """Configuration as given, before its parts are compared with one another.
 
     Attributes:
-        config: with defaults instead of refused values.
-        problems: reasons of the refusals.
-        refused: their dotted keys, or sections.
-        origins: dotted key -> where it was given.
-        known: dotted key -> its field, of all keys.
+        origins: dotted key -> where it was given, "file" or "command line".
     """
 
     config: JobConfig
-    problems: list[Problem]
-    refused: set[str]
-    origins: dict[str, str]
-    known: dict[str, dataclasses.Field]
+    path: str | None
+    known: dict[str, dataclasses.Field] = field(default_factory=dict)
+    origins: dict[str, str] = field(default_factory=dict)
+    problems: list[Problem] = field(default_factory=list)
+    refused: set[str] = field(default_factory=set)
 
     def checked(self, world_size: int, elsewhere: bool = False, info: DatasetInfo | None = None) -> ConfigView:
         return ConfigView(self.config, world_size, self.origins, self.refused, elsewhere, info)
 
+    def refuse(self, further: list[Problem]) -> None:
+        """Refuse a configuration with problems: these and further ones. Raises ConfigError."""
+        if problems := [*dict.fromkeys(self.problems), *further]:
+            raise ConfigError([_line(problem, self.origins, self.known, self.path) for problem in problems])
 
-def _fill(document: dict[str, Any], flags: dict[str, str], path: str | None) -> _Filled:
+
+def _fill(document: dict[str, Any], flags: dict[str, str], path: str | None, earlier: bool = False) -> _Filled:
     """Fill a configuration with what is given, the command line's over the file's over the defaults.
 
     The one rule of precedence: the command line overrules the file. A key of the file that means nothing in a class, or has
     no effect under a switch, of the command line is left aside; within one source, it is a mistake and is reported.
     """
     config = JobConfig()
-    given = _Given(flags)
-    left = given.visit(config, document)
-    known = _keys(config)
-    problems = given.problems + [problem for problem in given.misplaced(config, left, known) if not given.unchosen(problem.key)]
-    refused = {problem.key.rpartition(".")[0] for problem in given.problems}
-    defaults = {section: section_at(config, section) for section in given.values}
-    for section, values in given.values.items():
-        if given.unchosen(f"{section}."):
-            continue
-        advise = functools.partial(_advice, config=config, known=known)
-        filled, wrong = validate_section(section, section_at(config, section), values, advise)
-        put_section(config, section, filled)
-        earlier = {problem.key for problem in problems}
-        problems += [problem for problem in wrong if problem.key not in earlier]
-        refused |= {problem.key for problem in wrong}
+    filled = _Filled(config, path)
+    given: dict[str, Any] = dict(flattened(document))
+    filled.origins = dict.fromkeys(given, "file") | dict.fromkeys(flags, "command line")
+    for place, options in _choices(config):  # outer ones first, inner ones as they are by then
+        _choose(filled, given, flags, place, options)
+    filled.known = {f"{name}.{key.name}": key for name, section in all_sections(config) for key in keys(section)}
+    values: dict[str, dict[str, Any]] = {name: {} for name, _ in all_sections(config)}
+    dropped = []
+    for dotted, value in (given | flags).items():
+        section, _, key = dotted.rpartition(".")
+        if filled.origins[dotted] == "file" and dotted == "job.config_file":
+            filled.problems.append(Problem(dotted, "is for the command line only (remove it)"))
+        elif dotted in filled.known:
+            of_key = get_type_hints(type(section_at(config, section)))[key]
+            values[section][key] = parse_text(value, of_key) if dotted in flags else value
+        elif earlier:
+            dropped.append(f"{dotted} = {quoted(value)}")
+        else:
+            filled.problems.append(_unknown(filled, dotted, value))
+            filled.refused.add(dotted)
+    if said := [line for line in dropped if line.startswith(_SHAPES_SAMPLES)]:
+        logger.warning(f"{shown_file(path or '')}: keys of an earlier version are left out: {', '.join(said)}")
+    defaults = {section: section_at(config, section) for section in values}
+    for section, of_section in values.items():
+        checked, wrong = validate_section(section, defaults[section], of_section)
+        put_section(config, section, checked)
+        filled.problems += wrong
+        filled.refused |= {problem.key for problem in wrong}
     config.job.config_file = path or ""
-    if "job.name" not in given.origins:
+    if "job.name" not in filled.origins:
         config.job.name = Path(path).stem if path else "run"
-    _drop_overruled(config, defaults, given.origins, known)
-    return _Filled(config, problems, refused, given.origins, known)
+    _drop_overruled(filled, defaults)
+    return filled
 
 
-class _Given:
-    """What file and command line give, by section; collected in one visit, which chooses the sections' classes.
-
-    Attributes:
-        values: dotted section -> key -> value.
-        origins: dotted key -> "file" or "command line".
-        problems: of classes that there are not, and of tables that are none.
-    """
-
-    def __init__(self, flags: dict[str, str]) -> None:
-        self._flags = flags
-        self._nameless: list[str] = []  # sections, with a dot, of an unknown name
-        self.values: dict[str, dict[str, Any]] = {}
-        self.origins: dict[str, str] = {}
-        self.problems: list[Problem] = []
-
-    def visit(self, section: Any, table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-        """Visit the sections inside of a section or configuration, outer ones first; return the rest of its table."""
-        left = dict(table)
-        for field_ in dataclasses.fields(section):
-            place, options = prefix + field_.name, field_.metadata.get("choice")
-            if not dataclasses.is_dataclass(getattr(section, field_.name)):
-                continue
-            inner = left.pop(field_.name, {})
-            if not isinstance(inner, dict):
-                text = f"must be a table, is {quoted(inner)} (write [{place}] and its keys)"
-                self.problems.append(Problem(place, text))
-                inner = {}
-            if options:
-                chosen, inner = self._choose(place, options, inner)
-                setattr(section, field_.name, chosen)
-            values = self.values[place] = {}
-            values |= self.visit(getattr(section, field_.name), inner, f"{place}.")
-            self.origins |= {f"{place}.{key}": "file" for key in values}
-        return left
-
-    def _choose(self, place: str, options: Choice, table: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """Choose the class of a section by name, a model's with its flavor's values; and the file's keys that it may have."""
-        in_file = table.get("name", options.default)
-        name, flavor = self._flags.get(f"{place}.name", in_file), self._flags.get(f"{place}.flavor", table.get("flavor"))
-        if not (isinstance(name, str) and name in options.registry):
-            self.problems.append(_not_one_of(f"{place}.name", name, options.registry))
-            self._nameless.append(f"{place}.")
-            return options.section(options.default), table
-        flavors = options.flavors(options.registry[name])
-        if flavors and flavor is not None and not (isinstance(flavor, str) and flavor in flavors):
-            self.problems.append(_not_one_of(f"{place}.flavor", flavor, flavors))
-            flavor = None
-        if name != in_file and isinstance(in_file, str) and in_file in options.registry:
-            replaced = _replaced_keys(options.section(in_file), options.section(name), shared_by_name="." not in place)
-            table = {key: value for key, value in table.items() if key not in replaced}
-        return options.section(name, flavor), table
-
-    def misplaced(self, config: JobConfig, left: dict[str, Any], known: dict[str, dataclasses.Field]) -> list[Problem]:
-        """Take the command line's keys; problems of unknown ones, and of `left`, what is in no section of the file."""
-        problems: list[Problem] = []
-        for section, table in left.items():
-            text = _unknown_in_file(section, table, known) if len(problems) < MOST_SHOWN else "is unknown too"
-            problems.append(Problem(shown_name(section), text))
-        if self.values["job"].pop("config_file", None) is not None:
-            problems.append(Problem("job.config_file", "is for the command line only (remove it)"))
-        for dotted, text in self._flags.items():
-            self.origins[dotted] = "command line"
-            section, _, key = dotted.rpartition(".")
-            if dotted in known:
-                self.values[section][key] = parse_text(text, get_type_hints(type(section_at(config, section)))[key])
-            else:
-                pictures = own_pictures_advice(text) if dotted == "data.path" else ""
-                advice = f" ({pictures or _advice(dotted, config, known, '--')})" if len(problems) < MOST_SHOWN else ""
-                problems.append(Problem(dotted, f"unknown key{advice}"))
-        return problems
-
-    def unchosen(self, key: str) -> bool:
-        """Whether a key, or a section with a dot, is in a section of which the class is unknown."""
-        return key.startswith(tuple(self._nameless)) and not key.endswith(".name")
+def _choose(filled: _Filled, given: dict[str, Any], flags: dict[str, str], place: str, options: Choice) -> None:
+    """Choose the class of a section by name, a model's with its flavor's values; drop the file's keys that it cannot have."""
+    in_file = given.get(f"{place}.name", options.default)
+    name, flavor = (flags.get(f"{place}.{key}", given.get(f"{place}.{key}")) for key in ("name", "flavor"))
+    name = options.default if name is None else name
+    if not (isinstance(name, str) and name in options.registry):
+        filled.problems.append(_not_one_of(f"{place}.name", name, options.registry))
+        filled.refused.add(place)
+        for keys_of in (given, flags):  # nobody knows what they would mean
+            for dotted in [each for each in keys_of if each.startswith(f"{place}.")]:
+                del keys_of[dotted]
+        return
+    flavors = options.flavors(options.registry[name])
+    if flavors and flavor is not None and not (isinstance(flavor, str) and flavor in flavors):
+        filled.problems.append(_not_one_of(f"{place}.flavor", flavor, flavors))
+        filled.refused.add(place)
+        flavor = None
+    if name != in_file and isinstance(in_file, str) and in_file in options.registry:
+        replaced = _replaced_keys(options.section(in_file), options.section(name), shared_by_name="." not in place)
+        for dotted in [each for each in given if each.startswith(f"{place}.")]:
+            if dotted[len(place) + 1 :].partition(".")[0] in replaced:
+                del given[dotted]
+                if dotted not in flags:
+                    del filled.origins[dotted]
+    put_section(filled.config, place, options.section(name, flavor))
 
 
 def report_and_exit(error: ConfigError) -> NoReturn:
@@ -428,56 +344,57 @@ def _replaced_keys(old: Any, new: Any, shared_by_name: bool) -> set[str]:
     return {key for key in before if key not in after or not (shared_by_name or before[key] is after[key])}
 
 
-def _drop_overruled(
-    config: JobConfig, defaults: dict[str, Any], origins: dict[str, str], known: dict[str, dataclasses.Field]
-) -> None:
+def _drop_overruled(filled: _Filled, defaults: dict[str, Any]) -> None:
     """Drop the file's keys without effect because the command line overrules them; in place.
 
     `--gns.enable false` is meant to overrule a file that says how to measure. Within one source, a key
     without effect is a mistake and stays for the checks to report.
     """
+    config, origins = filled.config, filled.origins
     chosen = dict(_choices(config))
     overruled = {dotted for dotted, origin in origins.items() if origin == "command line"}  # and, in turn, what it drops
-    for dotted, field_ in known.items():
+    for dotted, field_ in filled.known.items():
         section, _, key = dotted.rpartition(".")
-        if origins.get(dotted) != "file":
-            continue
-        unmet = unmet_condition(config, section, field_)
+        unmet = unmet_condition(config, section, field_) if origins.get(dotted) == "file" else None
         if not unmet or unmet[0] not in overruled:
             continue
         overruled.add(dotted)
         if section in chosen and key == "name":  # its keys with it
             put_section(config, section, chosen[section].section(chosen[section].default))
-            for each in [name for name in origins if name.startswith(f"{section}.")]:
-                if origins[each] == "file":
-                    del origins[each]
+            for each in [name for name in origins if name.startswith(f"{section}.") and origins[name] == "file"]:
+                del origins[each]
         else:
             setattr(section_at(config, section), key, getattr(defaults[section], key))
             del origins[dotted]
 
 
-def _advice(dotted: str, config: JobConfig, known: dict[str, dataclasses.Field], prefix: str = "") -> str:
+def _unknown(filled: _Filled, dotted: str, value: Any) -> Problem:
+    """Problem of a key that there is not; of an unknown section in the file one for all of its keys."""
+    section, _, key = dotted.rpartition(".")
+    sections, first = dict(all_sections(filled.config)), dotted.partition(".")[0]
+    if filled.origins[dotted] == "command line":
+        pictures = own_pictures_advice(value) if dotted == "data.path" else ""
+        return Problem(dotted, f"unknown key ({pictures or _advice(dotted, filled, '--')})")
+    if dotted in sections:
+        return Problem(dotted, f"must be a table, is {quoted(value)} (write [{dotted}] and its keys)")
+    if not section:
+        return Problem(shown_name(dotted), f"is in no section ({synonym(dotted) or suggestion(dotted, filled.known)})")
+    if first not in sections:
+        guess = nearest(first, [name for name in sections if "." not in name])
+        return Problem(shown_name(first), f"unknown section ({f'did you mean {guess}?' if guess else '--help lists all'})")
+    return Problem(f"{section}.{shown_name(key)}", f"unknown key ({_advice(dotted, filled)})")
+
+
+def _advice(dotted: str, filled: _Filled, prefix: str = "") -> str:
     """Advice on an unknown key: it may be one under another name of its section, or one that has moved."""
-    for section, options in _choices(config):
+    for section, options in _choices(filled.config):
         if dotted == section:
             return f"it is a section; {prefix}{section}.name chooses its keys"
         key = dotted.removeprefix(f"{section}.").partition(".")[0]
         owners = [name for name in options.registry if has_key(options.section(name), key)]
-        if dotted.startswith(f"{section}.{key}") and owners and not has_key(section_at(config, section), key):
+        if dotted.startswith(f"{section}.{key}") and owners and not has_key(section_at(filled.config, section), key):
             return f"it is a key of {section}.name = {' or '.join(owners)}"
-    return synonym(dotted, prefix) or suggestion(dotted, known, prefix)
-
-
-def _unknown_in_file(section: str, value: Any, known: dict[str, dataclasses.Field]) -> str:
-    if not isinstance(value, dict):
-        return f"is in no section ({synonym(section) or suggestion(section, known)})"
-    guess = nearest(section, [field.name for field in dataclasses.fields(JobConfig)])
-    return f"unknown section ({f'did you mean {guess}?' if guess else '--help lists all'})"
-
-
-def _keys(config: JobConfig) -> dict[str, dataclasses.Field]:
-    """Keys of the configuration: dotted key -> its field."""
-    return {f"{name}.{key.name}": key for name, section in all_sections(config) for key in keys(section)}
+    return synonym(dotted, prefix) or suggestion(dotted, filled.known, prefix)
 
 
 def _line(problem: Problem, origins: dict[str, str], known: dict[str, Any], path: str | None) -> str:

@@ -9,6 +9,7 @@ import functools
 import hashlib
 import json
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -172,17 +173,9 @@ def _channels_and_downscale(name: str, path: str, dtype: str | None) -> tuple[in
     return autoencoder.channels, autoencoder.downscale
 
 
-def cache_problems(config: Any) -> list[tuple[str, str]]:
-    """Problems of a cache with other sections: dotted key, and cause with remedy, of each.
-
-    Args:
-        config: a JobConfig, or a view of one.
-    """
-    found: list[tuple[str, str]] = []
-    if not config.cache.enable:
-        return found
-    if config.autoencoder.name == "none":
-        found.append(("autoencoder.name", "is none, and cache.enable encodes images (name the autoencoder of their latents)"))
-    if config.sampling.clip_x0:
-        found.append(("sampling.clip_x0", "latents have no such limits (set it to false)"))
-    return found
+def cache_problems(config: Any) -> Iterator[tuple[str, str]]:
+    """Yield problems of a cache with other sections: dotted key, and cause with remedy."""
+    if config.cache.enable and config.autoencoder.name == "none":
+        yield "autoencoder.name", "is none, and cache.enable encodes images (name the autoencoder of their latents)"
+    if config.cache.enable and config.sampling.clip_x0:
+        yield "sampling.clip_x0", "latents have no such limits (set it to false)"

@@ -24,10 +24,6 @@ def written_places(config: Any) -> Iterator[tuple[str, str, dataclasses.Field]]:
 def place_problems(config: Any, folder: Path, dump_folder: Path, name: str) -> list[tuple[str, str]]:
     """Find keys that would make one of several runs write elsewhere than into its own folder and the shared one.
 
-    Args:
-        config: a resolved JobConfig.
-        folder: of all runs.
-
     Returns:
         dotted key, and cause with remedy, of each misplaced key.
     """

@@ -6,11 +6,11 @@ from typing import Any
 
 from torchtitan.conditions import Unconditional, numbered_otherwise
 from torchtitan.config.speed_checks import shards_of
-from torchtitan.config.view import ConfigView
+from torchtitan.config.view import ConfigView, in_section
 from torchtitan.data import DataConfig
 from torchtitan.evaluation.config import SamplingConfig, default_schedule, sampling_problems
 from torchtitan.settings import has_key
-from torchtitan.settings.schema import MOST_SHOWN, Problem, nearest, quoted, shown_name
+from torchtitan.settings.schema import Problem, nearest, quoted
 from torchtitan.settings.sections import choices
 
 
@@ -71,9 +71,7 @@ def _sampled_tracks(checked: ConfigView) -> Iterator[Problem]:
     for key, track in ({"ema_track": drawn} | ({"guide_track": guide} if guide else {})).items():
         if track not in known:
             guess = nearest(track, known)
-            more = f", ... ({len(known):,} in all)" if len(known) > MOST_SHOWN else ""
-            choices = ", ".join(map(shown_name, known[:MOST_SHOWN])) + more
-            advice = f"did you mean {guess}?" if guess not in ("", "none") else f"set it to one of {choices}"
+            advice = f"did you mean {guess}?" if guess not in ("", "none") else f"set it to one of {', '.join(known)}"
             yield Problem(f"sampling.{key}", f"{quoted(track)} is not a name in ema.tracks ({advice})")
     if drawn == guide:
         yield Problem("sampling.guide_track", f"{quoted(guide)} is sampling.ema_track itself (give another, or remove it)")
@@ -114,8 +112,7 @@ def _sampling_method(checked: ConfigView) -> Iterator[Problem]:
         yield Problem("sampling.schedule.shift", text)
     model, heads = checked.whole("model"), bool(checked.whole("objective").heads_of_network())
     found = sampling_problems(sampling, path_name, model.learned_variance, heads, model.guidance_embedding)
-    for key, text in found:
-        yield Problem(f"sampling.{key}", text)
+    yield from in_section("sampling", found)
 
 
 SAMPLING_CHECKS: list[Callable[[ConfigView], Iterator[Problem]]] = [

@@ -1,4 +1,4 @@
-"""Checks of sizes: processes, batches, images held in memory, loader processes, and the length of the warm-up."""
+"""Checks of sizes: processes, batches, loader processes."""
 
 from collections.abc import Callable, Iterator
 
@@ -6,12 +6,8 @@ from torchtitan.config.view import ConfigView
 from torchtitan.pictures.number_text import counted
 from torchtitan.processes.launch import launch_number
 from torchtitan.settings.schema import Problem
-from torchtitan.settings.sizes import largest_divisor, size_problems
+from torchtitan.settings.sizes import largest_divisor
 from torchtitan.training.loader_processes import loader_problem, prefetch_problem
-from torchtitan.training.schedules import largest_growth
-
-# Of each rank in a step: beyond any real run, as the bound of training.local_batch_size is.
-_MOST_MICROBATCHES, _MOST_IMAGES_IN_ONE = 2**20, 2**24
 
 
 def _degrees(checked: ConfigView) -> Iterator[Problem]:
@@ -73,10 +69,6 @@ def batch_sizes(checked: ConfigView) -> Iterator[Problem]:
 def _problem_of_share(share: int, local: int, limit: int, ranks: int) -> str:
     """Problem with a rank's `share` of the batch, computed `local` images at a time; for -1, at most `limit` (0: all)."""
     size = local if local != -1 else limit or share
-    if size > _MOST_IMAGES_IN_ONE:
-        return f"{size:,} images in one forward (at most {_MOST_IMAGES_IN_ONE:,}; set training.max_local_batch_size)"
-    if share // size > _MOST_MICROBATCHES:
-        return f"{share // size:,} microbatches on each rank (at most {_MOST_MICROBATCHES:,})"
     if local == -1 and share > size and 4 * largest_divisor(share, size) < size:
         fitting = -(-share // limit) * limit * ranks
         text = f"{share} images per rank split into no equal parts of about {limit}, training.max_local_batch_size"
@@ -99,16 +91,6 @@ def local_batch_size(checked: ConfigView) -> int:
     return largest_divisor(share, training.max_local_batch_size or share)
 
 
-def _sizes(checked: ConfigView) -> Iterator[Problem]:
-    training, shape, growth = checked.training, checked.dataset().image_shape, largest_growth(checked)
-    found = size_problems(
-        shape, checked.whole("data"), training.steps, training.local_batch_size, training.global_batch_size * growth,
-        checked.data_ranks,
-    )  # fmt: skip
-    for key, text in found:
-        yield Problem(key, text)
-
-
 def _loader_processes(checked: ConfigView) -> Iterator[Problem]:
     workers, ranks = checked.data.num_workers, launch_number("LOCAL_WORLD_SIZE", checked.world_size)
     if text := loader_problem(workers, ranks):
@@ -121,4 +103,4 @@ def _loader_processes(checked: ConfigView) -> Iterator[Problem]:
             yield Problem("data.num_workers", text)
 
 
-SIZE_CHECKS: list[Callable[[ConfigView], Iterator[Problem]]] = [_sizes, _loader_processes, batch_sizes, _degrees]
+SIZE_CHECKS: list[Callable[[ConfigView], Iterator[Problem]]] = [_loader_processes, batch_sizes, _degrees]

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 
-from torchtitan.config.view import ConfigView
+from torchtitan.config.view import ConfigView, in_section
 from torchtitan.distributed.config import parallelism_problems
 from torchtitan.distributed.kernel_choices import kernel_problems
 from torchtitan.models import MODELS
@@ -32,13 +32,7 @@ def _kernels(checked: ConfigView) -> Iterator[Problem]:
         training.attention_backend, training.float32_matmul_precision, training.mixed_precision_param, width,
         checked.has_cuda,
     )  # fmt: skip
-    for key, text in found:
-        yield Problem(f"training.{key}", text)
-
-
-def _sharding(checked: ConfigView) -> Iterator[Problem]:
-    for key, text in parallelism_problems(checked.whole("parallelism"), shards_of(checked)):
-        yield Problem(f"parallelism.{key}", text)
+    yield from in_section("training", found)
 
 
 def _reduction(checked: ConfigView) -> Iterator[Problem]:
@@ -122,7 +116,7 @@ def _cuda_graphs(checked: ConfigView) -> Iterator[Problem]:
 
 SPEED_CHECKS: list[Callable[[ConfigView], Iterator[Problem]]] = [
     _kernels,
-    _sharding,
+    lambda checked: in_section("parallelism", parallelism_problems(checked.whole("parallelism"), shards_of(checked))),
     _reduction,
     _offload,
     _context,

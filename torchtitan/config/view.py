@@ -1,6 +1,6 @@
 """View of a configuration for checks: a check that reads a refused value has no result."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -8,6 +8,7 @@ import torch
 from torchtitan.config.latent_cache import CACHED_DATASETS, cached_info
 from torchtitan.data import dataset_info
 from torchtitan.data.base import DatasetError, DatasetInfo
+from torchtitan.settings.schema import Problem
 from torchtitan.settings.sections import choices
 
 
@@ -19,12 +20,10 @@ class ConfigView:
     """View of a configuration for checks: `checked.training.steps`; reading a refused value raises RefusedValue.
 
     Attributes:
-        world_size: number of processes.
         data_ranks: ranks with different images; context parallelism divides the tokens of an image among the others.
         elsewhere: True for a run on another machine: its packages and devices are unknown here.
         has_data: False where the properties of the data were given, and the data are not here.
         origins: dotted key -> where it was set, "file" or "command line".
-        given: the dotted keys that were set.
     """
 
     def __init__(
@@ -85,6 +84,11 @@ class _Section:
             raise RefusedValue
         value = getattr(self._values, key)
         return _Section(f"{self._name}.{key}", value, self._refused) if key in choices(self._values) else value
+
+
+def in_section(section: str, found: Iterable[tuple[str, str]]) -> Iterator[Problem]:
+    """Problems of keys of a section."""
+    return (Problem(f"{section}.{key}", text) for key, text in found)
 
 
 def nearest_sizes(checked: ConfigView) -> str:

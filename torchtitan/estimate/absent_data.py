@@ -2,11 +2,12 @@
 
 from typing import Any
 
-from torchtitan.config.job import JobConfig, split_data_words, unchecked_config
+from torchtitan.config.job import JobConfig, unchecked_config
 from torchtitan.config.latent_cache import images_only
 from torchtitan.data import DatasetError, dataset_info
 from torchtitan.evaluation.config import WITH_WEIGHTS
 from torchtitan.files.regular import user_path
+from torchtitan.settings.sources import split_keys
 
 # Side in pixels, and classes, of data sets that have one size.
 _IMAGES = {"cifar10": (32, 10), "cifar100": (32, 100), "tinyimagenet": (64, 200), "imagenet": (0, 1000)}
@@ -38,7 +39,7 @@ def without_data(words: list[str]) -> tuple[list[str], str]:
     shape, classes, tokens = _cached(config, missing) if cached else _known(data)
     if not shape:
         return words, ""
-    own, _ = split_data_words(words)
+    own, _ = split_keys(words, "data")
     made = {"name": "synthetic", "shape": shape, "num_classes": classes if data.labels else 0}
     if tokens:
         made |= {"text_length": tokens, "text_dim": config.model.text_dim, "pooled_dim": config.model.pooled_dim}

@@ -14,10 +14,8 @@ class Device:
         name: key of DEVICES, or "CPU" for numbers of the user's own.
         memory_gib: memory that a process can see.
         tflops_bf16, tflops_float32: dense peaks of matrix products; float32 without TF32.
-        memory_gb_per_s: bandwidth of the memory.
         node_gb_per_s: of the links within a node, per device and direction.
         network_gb_per_s: of the network between nodes, per device and direction.
-        per_node: devices of a node.
         tflops_float8: dense peak of float8 products; None: there are none.
     """
 

@@ -33,14 +33,11 @@ class MemoryEstimate:
         parameters: weights, or this rank's shards, float32, and the model's fixed tables; with `[lora]` the frozen ones
             as lora.base_dtype stores them, quantised ones as codes, scales and zeros, whole on every rank.
         gradients: gradients, or their shards, float32; DDP's buckets, which exist throughout.
-        optimizer: state of the optimizer.
-        ema: all averages of the weights.
         activations: the batch, the tensors kept for the backward (fewer under activation checkpointing), and the
             temporaries of that moment. Eager: compiled blocks usually keep less.
         communication: gathered parameters and the buffers of collectives (FSDP2, HSDP); none with DDP, whose buckets
             are the gradients.
         phase: "forward", "backward" or "optimizer": the phase of the peak.
-        all_gradients: gradients when all of them exist.
         start_up: peak of initialisation: this rank's shards and one whole parameter, and adapters whole; with DDP, or quantised
             weights, the whole model.
         least: peak of a step in which every block is recomputed whole, where the compiler chooses the kept tensors
@@ -88,7 +85,6 @@ def estimate_memory(config: JobConfig, world_size: int, on_gpu: bool | None = No
 
     Args:
         config: a resolved configuration (`load_config`) of that many processes.
-        world_size: number of processes of the run.
         on_gpu: whether the run is on GPUs, where RMS norms keep less than on a CPU; None: whether this machine has one.
 
     Returns:

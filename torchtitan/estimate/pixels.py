@@ -15,10 +15,6 @@ _SIDE, _PRODUCTS = 256, 100  # matrices by which the processor is measured: 50 m
 def pixel_warning(config: JobConfig, world_size: int) -> str:
     """Warn of a transformer on more than MANY_TOKENS tokens an image, of pixels.
 
-    Args:
-        config: resolved.
-        world_size: processes.
-
     Returns:
         one line with tokens, memory and hours on H100s, and on this machine's processor if it has no GPU, and what to do; ""
         where there is nothing to warn of.

@@ -24,7 +24,6 @@ class Efficiency:
         compute: of the peak of matrix products, over forward and backward; well-tuned transformers reach 0.4 to 0.5 in
             bfloat16.
         memory: of the memory's bandwidth, in the optimizer and the averages.
-        link: of the links' bandwidth, in collectives.
         overlap: share of communication that can be hidden behind compute; the rest is always exposed.
     """
 
@@ -44,7 +43,6 @@ class StepTime:
         communication: all collectives, hidden or not.
         optimizer: reading and writing weights, state and averages.
         step: max(compute, overlap x communication) + (1 - overlap) x communication + optimizer.
-        images_per_second: of all ranks.
         mfu: as of `training/utilisation.py`, but a share.
         hours, device_hours: of the whole run, a ramp of the batch included; sampling, validation and checkpoints not
             counted.
@@ -68,13 +66,7 @@ def training_flops_per_image(config: JobConfig, model: DiffusionModel) -> int:
 def estimate_step_time(
     config: JobConfig, model: DiffusionModel, memory: MemoryEstimate, device: Device, efficiency: Efficiency
 ) -> StepTime:
-    """Estimate a step's time: compute = FLOPs / (peak x efficiency), communication = bytes / (link x efficiency).
-
-    Args:
-        config: a resolved configuration.
-        model: the configured one, on any device.
-        efficiency: shares of the peaks.
-    """
+    """Estimate a step's time: compute = FLOPs / (peak x efficiency), communication = bytes / (link x efficiency)."""
     training, world_size = config.training, config.parallelism.processes
     compute, communication, optimizer = _parts_of_step(config, model, memory, device, efficiency)
     step = _overlapped(compute, communication, optimizer, efficiency)
@@ -136,7 +128,6 @@ def communication_bytes(config: JobConfig, num_parameters: int, gathered: int | 
     the whole gradient.
 
     Args:
-        config: a resolved configuration.
         num_parameters: that train, and so have gradients.
         gathered: parameters that are sharded, frozen ones too; default: those that train. Quantised weights are not.
     """

@@ -59,8 +59,6 @@ def simulate_step(config: JobConfig, world_size: int, on_gpu: bool | None = None
     With bfloat16 compute, dtypes are those of CUDA's autocast.
 
     Args:
-        config: a resolved configuration of that many processes.
-        world_size: number of processes of the run.
         on_gpu: whether the run is on GPUs, where RMS norms keep less than on a CPU; None: whether this machine has one.
 
     Raises:

@@ -2,7 +2,7 @@
 
 import threading
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from torchtitan.config.job import ConfigError
@@ -15,64 +15,36 @@ from torchtitan.experiments.grid import BATCH_KEY, SweepSettings
 from torchtitan.experiments.outcome import Outcome, Status
 from torchtitan.experiments.process import run_processes
 
-
-@dataclass(frozen=True)
-class CellRun:
-    """Run of a cell.
-
-    Attributes:
-        arguments: of train.py.
-        cache: folder of the batch sizes' searches.
-        log: file for the output of its processes.
-        environment: variables to set besides those of the machine.
-    """
-
-    arguments: list[str]
-    processes: int
-    settings: SweepSettings
-    cache: Path
-    log: Path
-    environment: dict[str, str]
+# What a cell is called of which no batch size was found.
+_STATUS: dict[type[Exception], Status] = {
+    NothingFits: "oom", ConfigError: "refused", AutotuneRefused: "refused", ProbeFailed: "failed", RecordError: "failed",
+}  # fmt: skip
 
 
-def run_cell(run: CellRun, *, devices: list[int] | None, stop: threading.Event | None) -> Outcome:
+def run_cell(
+    arguments: list[str], processes: int, settings: SweepSettings, cache: Path, log: Path, environment: dict[str, str], *,
+    devices: list[int] | None, stop: threading.Event | None,
+) -> Outcome:  # fmt: skip
     """Run a cell once; a searched batch size is in the outcome's `chosen`.
 
     Raises:
         Stopped: `stop` was set.
     """
-    settings, arguments, chosen = run.settings, run.arguments, {}
+    begun, chosen = time.perf_counter(), {}
     if settings.autotune:
-        found = _searched_batch_size(run, devices, stop)
-        if isinstance(found, Outcome):
-            return found
-        chosen = {BATCH_KEY: found}
-        arguments = [*arguments, f"--{BATCH_KEY}={found}"]
+        try:
+            found = autotune(
+                arguments, processes, memory_gib=settings.autotune_memory_gib, cache=cache,
+                multiple_of=settings.autotune_multiple_of, timeout_s=settings.timeout_s, devices=devices, stop=stop,
+            )  # fmt: skip
+        except tuple(_STATUS) as error:
+            status = "killed" if isinstance(error, ProbeFailed) and error.outcome.status == "killed" else _STATUS[type(error)]
+            return Outcome(status, unwrapped(error), time.perf_counter() - begun, 1)
+        chosen = {BATCH_KEY: found.batch_size}
+        arguments = [*arguments, f"--{BATCH_KEY}={found.batch_size}"]
     outcome = run_processes(
-        arguments, processes=run.processes, timeout_s=settings.timeout_s, environment=run.environment, log=run.log,
-        memory_limit_gib=settings.memory_limit_gib, devices=devices, retries=0, stop=stop,
+        arguments, processes=processes, timeout_s=settings.timeout_s, environment=environment, log=log,
+        memory_limit_gib=settings.memory_limit_gib, devices=devices, stop=stop,
     )  # fmt: skip
     named = " (timeout_s)" if outcome.status == "timeout" else ""
     return replace(outcome, reason=outcome.reason + named, chosen=chosen)
-
-
-def _searched_batch_size(run: CellRun, devices: list[int] | None, stop: threading.Event | None) -> int | Outcome:
-    """Search the batch size of a cell; its outcome where there is none: oom if not even the smallest fits. Raises Stopped."""
-    begun, settings = time.perf_counter(), run.settings
-
-    def ended(status: Status, error: Exception) -> Outcome:
-        return Outcome(status, unwrapped(error), time.perf_counter() - begun, 1)
-
-    try:
-        return autotune(
-            run.arguments, run.processes, memory_gib=settings.autotune_memory_gib,
-            cache=run.cache, multiple_of=settings.autotune_multiple_of, timeout_s=settings.timeout_s, devices=devices, stop=stop,
-        ).batch_size  # fmt: skip
-    except NothingFits as error:
-        return ended("oom", error)
-    except (ConfigError, AutotuneRefused) as error:
-        return ended("refused", error)
-    except ProbeFailed as error:
-        return ended("killed" if error.outcome.status == "killed" else "failed", error)
-    except RecordError as error:
-        return ended("failed", error)

@@ -6,8 +6,8 @@ from typing import Any
 
 from torchtitan.config.job import ConfigError, JobConfig, load_config
 from torchtitan.config.places import place_problems
+from torchtitan.config.toml_file import read_toml
 from torchtitan.experiments.grid import BATCH_KEY, Cell, Sweep, SweepError
-from torchtitan.settings.sources import read_toml
 
 SEED_KEY = "debug.seed"
 
@@ -22,7 +22,6 @@ def run_arguments(cell: Cell, repeat: int, folder: Path, base: Path | None) -> l
 
     Args:
         repeat: number of the run, from 0; added to the seed.
-        base: configuration to start from, if any.
     """
     values = {"job.dump_folder": str(folder), "job.name": run_name(cell, repeat)} | cell.values
     seed = values.get(SEED_KEY, _seed_of(base))
@@ -35,8 +34,6 @@ def check_cells(sweep: Sweep, cells: list[Cell], folder: Path, elsewhere: bool =
     """Check the configuration of every cell.
 
     Args:
-        sweep, folder: as of `run_arguments`.
-        cells: to check.
         elsewhere: the runs are for other machines: packages and devices of this one refuse none.
 
     Raises:

@@ -28,14 +28,8 @@ def settle_cells(
     """Settle the missing cells, and show the progress.
 
     Args:
-        cells: all requested ones.
-        missing: those of them that are not on record.
         settle: brings a cell to its end and on record; may report the share of its cost done meanwhile. With one job it
             is called in this thread, with several in separate threads.
-        cost: of a cell, in units.
-        unit: of costs, in the singular.
-        name: of a cell, for the progress bar.
-        jobs: number of cells settled at the same time.
         stop: set when the other threads must end, where `settle` raises Stopped.
 
     Raises:

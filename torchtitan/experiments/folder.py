@@ -29,10 +29,7 @@ class ResultsFolder:
     """Folder of results.
 
     Attributes:
-        path: of the folder, which need not exist.
         marks: files that identify it, as for `foreign_entry`.
-        error: raised if it cannot be used.
-        owner: of the folder, in words.
     """
 
     path: Path
@@ -62,7 +59,7 @@ class ResultsFolder:
             return None
         except OSError as error:
             raise self.error(f"{path}: cannot be read: {error.strerror}") from None
-        except (ValueError, KeyError, TypeError, RecursionError):
+        except (ValueError, KeyError, TypeError):
             raise self.error(f"{path}: is damaged (restore it, or {_ADVICE})") from None
 
     def refuse(self, held: str) -> NoReturn:

@@ -3,13 +3,13 @@
 import dataclasses
 import itertools
 import json
-import math
 import re
 import tomllib
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from torchtitan.config.toml_file import read_toml, shown_file
 from torchtitan.distributed.degrees import DEGREE_KEYS
 from torchtitan.experiments.folder import ExperimentError
 from torchtitan.experiments.process import RETRIES
@@ -18,10 +18,8 @@ from torchtitan.settings import setting
 from torchtitan.settings.schema import nearest, quoted, validate_section
 from torchtitan.settings.sections import flattened
 from torchtitan.settings.sizes import is_count
-from torchtitan.settings.sources import read_toml, shown_file
 
 BATCH_KEY = "training.local_batch_size"
-MOST_CELLS = 100_000
 LAYOUTS = ("ddp", "fsdp", "hsdp")
 DTYPES = ("float32", "bfloat16", "float8")
 CHECKPOINTING: dict[str, dict[str, Any]] = {  # value of that axis -> configuration keys
@@ -32,7 +30,7 @@ CHECKPOINTING: dict[str, dict[str, Any]] = {  # value of that axis -> configurat
 }
 _NAMED = {"layout": LAYOUTS, "dtype": DTYPES, "checkpointing": tuple(CHECKPOINTING)}
 _CONTEXT = DEGREE_KEYS[2]
-_TABLES = ("fixed", "axes", "exclude", "needs")
+_TABLES = ("fixed", "axes", "exclude")
 # Words of a run's name, where the dotted key is long.
 _SHORT = {
     BATCH_KEY: "batch",
@@ -54,16 +52,24 @@ class SweepError(ExperimentError):
     """Sweep that cannot be run as requested; the message is one line."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Needs:
+    """`needs`: what a machine must have to run a cell."""
+
+    gpus: int = setting(0, "CUDA devices of the machine", ge=0)
+
+
 @dataclass(kw_only=True)
 class SweepSettings:
     """Keys of a sweep's file outside of its tables."""
 
     name: str = setting("", "name of the folder outputs/<name>; default: the file's name")
     base: str = setting("", "configuration that all cells start from, relative to this file; default: none")
-    processes: int = setting(1, "processes of every cell, unless they are an axis", ge=1, le=65536)
-    repeats: int = setting(1, "runs of each cell; repeat r has debug.seed + r", ge=1, le=10_000)
+    processes: int = setting(1, "processes of every cell, unless they are an axis", ge=1)
+    repeats: int = setting(1, "runs of each cell; repeat r has debug.seed + r", ge=1)
     timeout_s: float = setting(1800.0, "seconds after which a run is ended", gt=0)
-    retries: int = setting(RETRIES, "times that a run killed from outside is started again at once", ge=0, le=100)
+    retries: int = setting(RETRIES, "times that a run killed from outside is started again at once", ge=0)
+    needs: Needs = setting(Needs(), "what a machine must have to run a cell")
     warmup_steps: int = setting(0, "first steps, left out of all medians", ge=0)
     order: str = setting(BATCH_KEY, "axis of rising memory: cells above a value that is out of memory are skipped")
     hsdp_shard: int = setting(2, "shard degree of layout hsdp", ge=2)
@@ -75,20 +81,12 @@ class SweepSettings:
     )
 
 
-@dataclass(kw_only=True)
-class Needs:
-    """`needs`: what a machine must have to run a cell."""
-
-    gpus: int = setting(0, "CUDA devices of the machine", ge=0, le=1024)
-
-
 @dataclass(frozen=True)
 class Cell:
     """Cell: one point of the grid.
 
     Attributes:
         id: `axis=value` of all axes joined; a file name, unique in the sweep.
-        axes: axis -> value, as in the sweep's file.
         values: dotted key -> value of every key that the cell sets.
     """
 
@@ -104,22 +102,13 @@ class Cell:
 
 @dataclass
 class Sweep:
-    """Sweep: its file, read and expanded.
-
-    Attributes:
-        table: its content, flattened to dotted keys.
-        settings: its plain keys.
-        base: configuration of all cells, None if there is none.
-        needs: of the machine that runs a cell.
-        cells: of the grid, the batch rising fastest.
-    """
+    """Sweep: its file, read and expanded."""
 
     path: Path
     text: str
     table: dict[str, Any]
     settings: SweepSettings
     base: Path | None
-    needs: Needs
     cells: list[Cell] = field(default_factory=list)
 
 
@@ -136,7 +125,7 @@ def read_sweep(path: Path) -> Sweep:
     known = [each.name for each in dataclasses.fields(SweepSettings)]
 
     def advise(key: str) -> str:
-        guess = nearest(key.removeprefix("sweep."), [*known, *_TABLES])
+        guess = nearest(key, [*known, *_TABLES])
         advice = f"keys of runs belong in [fixed] and [axes]; here: {', '.join(known)}"
         return f"did you mean {guess}?" if guess else advice
 
@@ -153,7 +142,7 @@ def read_sweep(path: Path) -> Sweep:
         raise _error(path, f"base: {said}")
     if not settings.autotune and (given := [key for key in plain if key.startswith("autotune_")]):
         raise _error(path, f"{given[0]}: has no effect while autotune is false (remove it, or set autotune = true)")
-    sweep = Sweep(path, read_text(path), _tables(path, document), settings, base, _needs(path, document))
+    sweep = Sweep(path, read_text(path), _tables(path, document), settings, base)
     sweep.cells = _expand(sweep)
     return sweep
 
@@ -166,23 +155,11 @@ def _tables(path: Path, document: dict[str, Any]) -> dict[str, Any]:
     return table
 
 
-def _needs(path: Path, document: dict[str, Any]) -> Needs:
-    given = document.get("needs", {})
-    if not isinstance(given, dict):
-        raise _error(path, f"needs: must be a table, is {quoted(given)} (write needs = {{gpus = 8}})")
-    needs, problems = validate_section("needs", Needs(), given, lambda key: "known: gpus")
-    for problem in problems:
-        raise _error(path, f"{problem.key}{problem.within}: {problem.text}")
-    return needs
-
-
 def _points(path: Path, table: dict[str, Any], order: str) -> list[dict[str, Any]]:
     """Points of the grid: the product of the axes, less the excluded."""
     axes = table["axes"]
     names = sorted(axes, key=lambda axis: axis == order)  # stable: the batch comes last, so it changes fastest
     rising = [sorted(axes[axis]) if axis == order and _are_numbers(axes[axis]) else axes[axis] for axis in names]
-    if (size := math.prod(map(len, rising))) > MOST_CELLS:
-        raise _error(path, f"axes: their product has {size} cells, at most {MOST_CELLS} can be run (shorten an axis)")
     products = (dict(zip(names, values, strict=True)) for values in itertools.product(*rising))
     points = [{axis: point[axis] for axis in axes} for point in products]  # in the file's order, for names
     return [point for point in points if not any(_matches(point, exclude) for exclude in table["exclude"])]
@@ -218,8 +195,8 @@ def _check_axes(sweep: Sweep) -> None:
         for value in values:
             if axis in _NAMED and value not in _NAMED[axis]:
                 raise _error(path, f"axes.{axis}: must be one of {', '.join(_NAMED[axis])}, is {quoted(value)}")
-            if axis == "processes" and (type(value) is not int or not 1 <= value <= 65536):
-                raise _error(path, f"axes.{axis}: must be whole numbers from 1 to 65536, is {quoted(value)}")
+            if axis == "processes" and not is_count(value):
+                raise _error(path, f"axes.{axis}: must be whole numbers from 1 on, is {quoted(value)}")
         if axis == "processes" and axis in sweep.table:
             raise _error(path, f"axes.{axis}: {axis} is set for all cells too (remove one)")
     if settings.order not in axes and "order" in sweep.table:
@@ -285,38 +262,24 @@ def _excluded(path: Path, tables: Any, axes: dict[str, Any]) -> list[dict[str, l
             if axis not in axes:
                 raise _error(path, f"exclude.{axis}: is no axis (there are: {', '.join(axes)})")
             there = axes[axis] if isinstance(axes[axis], list) else [axes[axis]]
-            if missing := [value for value in values if not any(_same(value, known) for known in there)]:
+            if missing := [value for value in values if value not in there]:
                 raise _error(path, f"exclude.{axis}: {quoted(missing[0])} is not in the axis, {quoted(there)}")
         found.append(flat)
     return found
 
 
 def _matches(point: dict[str, Any], exclude: dict[str, list]) -> bool:
-    return all(any(_same(point[axis], value) for value in values) for axis, values in exclude.items())
+    return all(point[axis] in values for axis, values in exclude.items())
 
 
 def _flat_table(path: Path, name: str, table: Any) -> dict[str, Any]:
     if not isinstance(table, dict):
         raise _error(path, f"{name}: must be a table, is {quoted(table)} (write [{name}] and its keys)")
-    flat = dict(flattened(table))
-    for key, value in flat.items():
-        if not _fits_in_64_bits(value):  # Python would not even print the longest
-            raise _error(path, f"{name}.{key}: a whole number must fit in 64 bits")
-    return flat
-
-
-def _fits_in_64_bits(value: Any) -> bool:
-    if isinstance(value, list | dict):
-        return all(map(_fits_in_64_bits, value.values() if isinstance(value, dict) else value))
-    return not isinstance(value, int) or -(2**63) <= value < 2**63
+    return dict(flattened(table))
 
 
 def _are_numbers(values: list) -> bool:
     return all(isinstance(value, int | float) and not isinstance(value, bool) for value in values)
-
-
-def _same(one: Any, other: Any) -> bool:
-    return one == other and isinstance(one, bool) == isinstance(other, bool)
 
 
 def _file_safe(value: Any) -> str:

@@ -25,7 +25,6 @@ class Outcome:
         status: ok; oom (an allocator of any rank said so); killed (ended by a signal from outside, as a preempted rank
             is; nothing is known about the run); failed; timeout; refused (nothing was trained: bad configuration, run
             folder or data).
-        reason: one line; empty if ok.
         seconds: wall time, from start to end of all processes, of all attempts.
         exit_code: of the launcher, 128 + signal if a signal ended it; torchrun's own is 1 for every failure.
         chosen: configuration keys that were searched first, with the values found.
@@ -45,7 +44,6 @@ def classify(exit_code: int, log: str, summary: dict) -> tuple[Status, str]:
     messages, from any rank, take precedence.
 
     Args:
-        log: output of all ranks, and of torchrun.
         summary: the run's summary.json, if this run wrote it.
     """
     if exit_code == 0:

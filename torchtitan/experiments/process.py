@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 from torchtitan.checkpoint.manifest import read_json
@@ -21,56 +20,13 @@ _TRAIN = Path(__file__).resolve().parents[2] / "train.py"  # of the checkout, wh
 _OF_A_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
 RETRIES = 2
 _POLL_SECONDS = 0.1
-_LARGEST_SUMMARY = 1 << 24  # bytes
-_MOST_OF_A_LOG = 1 << 22  # bytes, of its beginning and of its end
 
 
 class Stopped(Exception):
     """Run ended because `stop` was set; no result on the run."""
 
 
-def run_processes(
-    arguments: list[str],
-    *,
-    processes: int = 1,
-    timeout_s: float,
-    log: Path,
-    environment: dict[str, str] | None = None,
-    memory_limit_gib: float | None = None,
-    devices: list[int] | None = None,
-    retries: int = RETRIES,
-    stop: threading.Event | None = None,
-    stop_grace_s: float = 0.0,
-    poll: Callable[[], None] = lambda: None,
-) -> Outcome:
-    """Run train.py in separate processes until all of them have ended.
-
-    None of the processes remains at the end, on Linux not even if this process is killed: each ends with its parent.
-
-    Args:
-        arguments: of train.py, `--section.key value`; relative paths in them are relative to the present folder.
-        processes: number of them; torchrun starts more than one, on a separate port.
-        timeout_s: seconds after which everything is killed, of each attempt.
-        log: file for the output of all processes, written anew.
-        environment: variables to set besides the present ones.
-        memory_limit_gib: of each process's data (RLIMIT_DATA), so that allocating more on the CPU fails; Linux.
-        devices: numbers of the CUDA devices to use, among those that this process sees.
-        retries: times that a run which is killed from outside is started again.
-        stop: set from another thread, ends the run.
-        stop_grace_s: seconds that a run which is stopped has to save a checkpoint.
-        poll: called again and again while the run lasts.
-
-    Raises:
-        KeyboardInterrupt, Stopped: after all processes were killed.
-    """
-    attempt = partial(
-        _attempt, arguments, processes, timeout_s, log, environment or {}, memory_limit_gib, devices, stop,
-        stop_grace_s, poll,
-    )  # fmt: skip
-    return repeat_killed(attempt, log, retries)
-
-
-def repeat_killed(attempt: Callable[[], Outcome], log: Path, retries: int) -> Outcome:
+def repeat_killed(attempt: Callable[[], Outcome], log: Path, retries: int = RETRIES) -> Outcome:
     """Repeat a run as long as it is killed from outside, up to `retries` times; the log of each killed one is kept."""
     seconds = 0.0
     for number in range(retries + 1):
@@ -83,12 +39,33 @@ def repeat_killed(attempt: Callable[[], Outcome], log: Path, retries: int) -> Ou
     return replace(outcome, seconds=seconds)
 
 
-def _attempt(
-    arguments: list[str], processes: int, timeout_s: float, log: Path, environment: dict[str, str],
-    memory_limit_gib: float | None, devices: list[int] | None, stop: threading.Event | None,
-    stop_grace_s: float, poll: Callable[[], None],
-) -> Outcome:  # fmt: skip
-    """Run train.py once; see `run_processes`."""
+def run_processes(
+    arguments: list[str],
+    *,
+    processes: int = 1,
+    timeout_s: float,
+    log: Path,
+    environment: dict[str, str] | None = None,
+    memory_limit_gib: float | None = None,
+    devices: list[int] | None = None,
+    stop: threading.Event | None = None,
+    stop_grace_s: float = 0.0,
+    poll: Callable[[], None] = lambda: None,
+) -> Outcome:
+    """Run train.py once in separate processes until all of them have ended.
+
+    None of the processes remains at the end, on Linux not even if this process is killed: each ends with its parent.
+
+    Args:
+        arguments: of train.py, `--section.key value`; relative paths in them are relative to the present folder.
+        processes: number of them; torchrun starts more than one, on a separate port.
+        memory_limit_gib: of each process's data (RLIMIT_DATA), so that allocating more on the CPU fails; Linux.
+        devices: numbers of the CUDA devices to use, among those that this process sees.
+        stop_grace_s: seconds that a run which is stopped has to save a checkpoint.
+
+    Raises:
+        KeyboardInterrupt, Stopped: after all processes were killed.
+    """
     begun = time.perf_counter()
     try:
         config = load_config(arguments, processes)
@@ -100,7 +77,7 @@ def _attempt(
     with open(log, "wb") as printed:
         process = subprocess.Popen(
             [sys.executable, "-S", parent_death.__file__, str(os.getpid()), *_command(arguments, processes)],
-            env=_environment(processes, environment, devices),
+            env=_environment(processes, environment or {}, devices),
             stdin=subprocess.DEVNULL, stdout=printed, stderr=printed,
             start_new_session=True,  # a Ctrl-C is for this process alone
         )  # fmt: skip
@@ -120,7 +97,7 @@ def _attempt(
     seconds, code = time.perf_counter() - begun, process.returncode
     code = code if code >= 0 else 128 - code
     fresh = _read_summary(summary) if _stamp(summary) != stale else {}
-    status, reason = classify(code, _ends_of(log), fresh)
+    status, reason = classify(code, log.read_text(errors="replace"), fresh)
     if late and status != "oom":  # a rank that is out of memory may leave others waiting for it
         return Outcome("timeout", f"not done after {timeout_s:g} s", seconds, code)
     if status == "ok" and (problem := _unfinished(summary)):
@@ -179,19 +156,9 @@ def _stamp(path: Path) -> tuple[int, int] | None:
 
 def _read_summary(path: Path) -> dict:
     try:
-        return read_json(path, dict, _LARGEST_SUMMARY)
+        return read_json(path, dict)
     except DamagedFile:
         return {}
-
-
-def _ends_of(log: Path) -> str:
-    """Begin and end of a log, of a run that may have printed endlessly."""
-    with open(log, "rb") as file:
-        content = file.read(_MOST_OF_A_LOG)
-        middle = file.tell()
-        file.seek(max(file.seek(0, os.SEEK_END) - _MOST_OF_A_LOG, middle))
-        content += file.read(_MOST_OF_A_LOG)
-    return content.decode("utf-8", errors="replace")
 
 
 def _unfinished(summary: Path) -> str:

@@ -86,7 +86,7 @@ class SweepFolder:
             try:
                 row = json.loads(line)
                 rows[row["cell"], row["repeat"]] = row | {"status": row["status"]}
-            except (ValueError, KeyError, TypeError, RecursionError):
+            except (ValueError, KeyError, TypeError):
                 text = f"line {number} is damaged (remove the line; its run is repeated)"
                 raise SweepError(f"{self.path / STATE_FILE}: {text}") from None
         return rows

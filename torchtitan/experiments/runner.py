@@ -4,16 +4,18 @@ import sys
 import threading
 from dataclasses import dataclass, field
 from datetime import datetime
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
-from torchtitan.experiments.cell_run import CellRun, run_cell
+from torchtitan.experiments.cell_run import run_cell
 from torchtitan.experiments.command_lines import check_cells, run_arguments, run_name
 from torchtitan.experiments.engine import Advance, settle_cells
 from torchtitan.experiments.grid import Cell, Sweep, SweepError
 from torchtitan.experiments.launchers.choice import Launching
-from torchtitan.experiments.launchers.job import Job, Launcher
+from torchtitan.experiments.launchers.job import Job
 from torchtitan.experiments.process import repeat_killed
 from torchtitan.experiments.record import Row, SweepFolder
 
@@ -33,24 +35,30 @@ class Task:
     def key(self) -> tuple[str, int]:
         return self.cell.id, self.repeat
 
+    @property
+    def name(self) -> str:
+        return run_name(self.cell, self.repeat)
+
 
 @dataclass
 class SweepPlan:
     """Plan of a sweep's remaining work.
 
     Attributes:
-        sweep: of the tasks.
         tasks: every requested run: all cells once, then all again with the next seed.
         retry_failed: repeat runs that failed, timed out, were killed or refused.
+        rows: the latest of every cell and repeat on record.
     """
 
     sweep: Sweep
+    folder: SweepFolder
     tasks: list[Task]
-    rows: dict[tuple[str, int], Row]
     retry_failed: bool = False
+    rows: dict[tuple[str, int], Row] = field(init=False)
     missing: list[Task] = field(init=False)
 
     def __post_init__(self) -> None:
+        self.rows = self.folder.rows()
         self.missing = [task for task in self.tasks if self._is_missing(task)]
 
     def _is_missing(self, task: Task) -> bool:
@@ -80,7 +88,6 @@ def plan_sweep(
     """Plan a sweep: check everything possible before anything is written or started.
 
     Args:
-        sweep: read from its file.
         only: axis -> the values to run, as text; other cells are left out.
         retry_failed: repeat runs that failed, timed out, were killed or refused.
         elsewhere: the runs are for other machines: packages and devices of this one refuse none.
@@ -92,7 +99,7 @@ def plan_sweep(
     cells = _select(sweep, only or {})
     check_cells(sweep, cells, folder.path, elsewhere)
     tasks = [Task(cell, repeat) for repeat in range(sweep.settings.repeats) for cell in cells]
-    return SweepPlan(sweep, tasks, folder.rows(), retry_failed)
+    return SweepPlan(sweep, folder, tasks, retry_failed)
 
 
 def _select(sweep: Sweep, only: dict[str, list[str]]) -> list[Cell]:
@@ -115,80 +122,59 @@ def value_text(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def run_sweep(sweep: Sweep, folder: SweepFolder, plan: SweepPlan, launching: Launching) -> None:
+def run_sweep(plan: SweepPlan, launching: Launching) -> None:
     """Run the missing cells; every finished run is a row of the folder's record.
 
     Args:
-        sweep, folder, plan: as `plan_sweep` takes and returns them.
         launching: where the runs are started, and how many at a time; on this machine with CUDA each has separate devices.
 
     Raises:
         ExperimentError: the folder is in use or cannot be written, or the launcher cannot run it.
         KeyboardInterrupt: a request to stop; running cells are ended and left out of the record.
     """
-    launcher = launching.open(folder.path)
-    runs = _Runs(sweep, folder, plan, launching, launcher)
-    launcher.check([runs.job_of(task) for task in plan.tasks])
-    with folder.held(sweep):
-        runs.run()
+    sweep, folder, missing = plan.sweep, plan.folder, plan.missing
+    launcher, stop, lock = launching.open(folder.path), threading.Event(), threading.Lock()
 
-
-class _Runs:
-    """Settles runs of a sweep: what its jobs share."""
-
-    def __init__(
-        self, sweep: Sweep, folder: SweepFolder, plan: SweepPlan, launching: Launching, launcher: Launcher
-    ) -> None:
-        self._sweep, self._folder, self._plan, self._launching, self._launcher = sweep, folder, plan, launching, launcher
-        self._lock = threading.Lock()
-        self._stop = threading.Event()
-
-    def run(self) -> None:
-        missing = self._plan.missing
-        if self._launching.concurrent > 1:  # small batches of all arms first, so that few are begun whose arm runs out of memory
-            missing = sorted(missing, key=lambda task: (task.repeat, self._rank(task.cell)))
-        settle_cells(
-            self._plan.tasks, missing, self._settle, cost=lambda task: 1, unit="run",
-            name=lambda task: run_name(task.cell, task.repeat), jobs=self._launching.concurrent, stop=self._stop,
-        )  # fmt: skip
-
-    def _rank(self, cell: Cell) -> float:
-        return cell.axes.get(self._sweep.settings.order, 0)
-
-    def job_of(self, task: Task) -> Job:
-        """Job of a task: what it runs, and what it needs of machines."""
-        settings, cell, name = self._sweep.settings, task.cell, run_name(task.cell, task.repeat)
-        path = self._folder.path
-        run = CellRun(
-            run_arguments(cell, task.repeat, path, self._folder.base), cell.processes, settings, path / "autotune",
-            path / "logs" / f"{name}.log", self._launching.threads_of(cell.processes),
-        )  # fmt: skip
-        gpus = cell.processes if self._sweep.needs.gpus else 0
-        tries = _MOST_TRIES if settings.autotune else 0
-        limit_s = (1 + tries) * settings.timeout_s + _LEEWAY_SECONDS
-        return Job(name, run_cell, (run,), cell.processes, gpus, limit_s)
-
-    def _settle(self, task: Task, advance: Advance) -> None:
+    def settle(task: Task, advance: Advance) -> None:
         started = datetime.now().astimezone().isoformat(timespec="seconds")
-        axes, seconds = task.cell.axes, 0.0
-        name = run_name(task.cell, task.repeat)
-        if reason := self._skip_reason(task):
-            status = "skipped"
-        else:
-            job = self.job_of(task)
-            log = self._folder.path / "logs" / f"{name}.log"
-            outcome = repeat_killed(lambda: self._launcher.run(job, self._stop), log, self._sweep.settings.retries)
+        axes, status, seconds = task.cell.axes, "skipped", 0.0
+        with lock:
+            reason = plan.known_out_of_memory(task)
+        if not reason:
+            job = _job_of(plan, task, launching)
+            outcome = repeat_killed(lambda: launcher.run(job, stop), _log_of(plan, task), sweep.settings.retries)
             axes, status, reason, seconds = axes | outcome.chosen, outcome.status, outcome.reason, outcome.seconds
         row = {
-            "cell": task.cell.id, "name": name, "axes": axes, "repeat": task.repeat, "status": status,
-            "reason": reason, "seconds": round(seconds, 2), "run": name, "processes": task.cell.processes,
+            "cell": task.cell.id, "name": task.name, "axes": axes, "repeat": task.repeat, "status": status,
+            "reason": reason, "seconds": round(seconds, 2), "run": task.name, "processes": task.cell.processes,
             "started": started,
         }  # fmt: skip
-        with self._lock:
-            self._folder.add(row)
-            self._plan.rows[task.key] = row
-            tqdm.write(f"{status:<8}{seconds:7.1f} s  {name}  {reason}".rstrip(), file=sys.stderr)
+        with lock:
+            folder.add(row)
+            plan.rows[task.key] = row
+            tqdm.write(f"{status:<8}{seconds:7.1f} s  {task.name}  {reason}".rstrip(), file=sys.stderr)
 
-    def _skip_reason(self, task: Task) -> str:
-        with self._lock:
-            return self._plan.known_out_of_memory(task)
+    launcher.check([_job_of(plan, task, launching) for task in plan.tasks])
+    if launching.concurrent > 1:  # small batches of all arms first, so that few are begun whose arm runs out of memory
+        missing = sorted(missing, key=lambda task: (task.repeat, task.cell.axes.get(sweep.settings.order, 0)))
+    with folder.held(sweep):
+        settle_cells(
+            plan.tasks, missing, settle, cost=lambda task: 1, unit="run", name=lambda task: task.name,
+            jobs=launching.concurrent, stop=stop,
+        )  # fmt: skip
+
+
+def _job_of(plan: SweepPlan, task: Task, launching: Launching) -> Job:
+    """Job of a task: what it runs, and what it needs of machines."""
+    settings, cell, path = plan.sweep.settings, task.cell, plan.folder.path
+    run = partial(
+        run_cell, run_arguments(cell, task.repeat, path, plan.folder.base), cell.processes, settings, path / "autotune",
+        _log_of(plan, task), launching.threads_of(cell.processes),
+    )  # fmt: skip
+    tries = _MOST_TRIES if settings.autotune else 0
+    limit_s = (1 + tries) * settings.timeout_s + _LEEWAY_SECONDS
+    return Job(task.name, run, cell.processes, cell.processes if settings.needs.gpus else 0, limit_s)
+
+
+def _log_of(plan: SweepPlan, task: Task) -> Path:
+    return plan.folder.path / "logs" / f"{task.name}.log"

@@ -6,10 +6,11 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from torchtitan.config.job import JobConfig, dump_config
-from torchtitan.experiments.process import run_processes
+from torchtitan.config.job import JobConfig
+from torchtitan.experiments.process import repeat_killed, run_processes
 from torchtitan.files.durable import replace_file
 from torchtitan.files.regular import open_regular
+from torchtitan.settings.record import dump_config
 from torchtitan.training.metrics import METRICS_FILE
 
 SAVING_SECONDS = 60.0  # for the checkpoint of a run that is stopped
@@ -27,9 +28,6 @@ def train(config: JobConfig, processes: int, request: Path, log: Path, advance: 
     """Train a run to its end, from its newest checkpoint where its folder has one, again where it is killed from outside.
 
     Args:
-        processes: how many; torchrun starts more than one.
-        request: file that the configuration is written to.
-        log: file for the output of the processes.
         advance: told how many more samples the run has seen, now and then.
 
     Raises:
@@ -47,10 +45,10 @@ def train(config: JobConfig, processes: int, request: Path, log: Path, advance: 
         seen = logged
 
     replace_file(request, dump_config(config))
-    outcome = run_processes(
-        ["--job.config_file", str(request)], processes=processes, timeout_s=math.inf, log=log, stop_grace_s=SAVING_SECONDS,
-        poll=follow,
-    )  # fmt: skip
+    words = ["--job.config_file", str(request)]
+    outcome = repeat_killed(lambda: run_processes(
+        words, processes=processes, timeout_s=math.inf, log=log, stop_grace_s=SAVING_SECONDS, poll=follow
+    ), log)  # fmt: skip
     if outcome.status != "ok":
         kind = "" if outcome.status == "failed" else f"{outcome.status}: "
         diverged = "gradient norm is" in outcome.reason

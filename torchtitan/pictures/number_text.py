@@ -2,6 +2,10 @@
 
 import math
 
+from torchtitan.statistics.interval import Interval
+
+MISSING = "–"
+
 
 def short(value: float) -> str:
     """Format a number on an axis: 20k, 1.5M, 0.02, 1e-4."""
@@ -27,3 +31,12 @@ def significant(value: float, digits: int = 4) -> str:
 def counted(count: int, noun: str, plural: str = "s") -> str:
     """Format a count of things: `1 run`, `2 runs`, with thousands separated; `plural` is the noun's ending."""
     return f"{count:,} {noun}{'' if count == 1 else plural}"
+
+
+def ends_text(estimate: Interval | None) -> str:
+    """Format an estimate with the ends of its interval: `1,234 [1,200, 1,260]`."""
+    if estimate is None:
+        return MISSING
+    if not estimate.bounded:
+        return significant(estimate.value)
+    return f"{significant(estimate.value)} [{significant(estimate.lower)}, {significant(estimate.upper)}]"

@@ -17,10 +17,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator, ScalarFormatter
 
 from torchtitan.pictures.colours import COLOURS, LINE, SOFT
-from torchtitan.pictures.figure_text import show_text_as_it_is
 from torchtitan.pictures.number_text import short, significant
 from torchtitan.pictures.style import STYLE, colour, dashes, label_log_axis
-from torchtitan.terminal import printable, shortened
 
 Point = tuple[float, float]
 
@@ -41,11 +39,7 @@ class Line:
 
     Attributes:
         points: (x, y), x rising.
-        group: number that gives the colour.
-        name: shown on hover.
-        faint: drawn thin, behind the others.
         band: (x, low, high) around it.
-        marked: with a dot on every point.
     """
 
     points: Sequence[Point]
@@ -114,11 +108,10 @@ class _Chart:
     def tag(self, artist: Artist, group: int, name: str | None = None) -> None:
         """Make an artist hide with its group, and show a name on hover."""
         artist.set_gid(f"tagged-{len(self._tags)}")
-        title = f"<title>{escape(printable(shortened(name)))}</title>" if name else ""
+        title = f"<title>{escape(name)}</title>" if name else ""
         self._tags.append(f'<g class="g{group}">{title}')
 
     def svg(self, label: str) -> Markup:
-        show_text_as_it_is(self._figure)
         content = io.StringIO()
         with rc_context({"svg.fonttype": "none", "svg.hashsalt": "page"}), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Glyph .* missing")  # the browser has more fonts
@@ -131,7 +124,7 @@ class _Chart:
         digest = hashlib.sha256(text.encode()).hexdigest()[:8]
         text = re.sub(r'((?:id|href)="#?m[0-9a-f]{10})"', rf'\g<1>-{digest}"', text)
         box = " ".join(map(str, (0, 0, *self._size)))
-        return Markup(f'<svg viewBox="{box}" role="img" aria-label="{escape(printable(label))}">{text}</svg>')
+        return Markup(f'<svg viewBox="{box}" role="img" aria-label="{escape(label)}">{text}</svg>')
 
 
 def line_chart(
@@ -142,8 +135,6 @@ def line_chart(
 
     Args:
         lines: in any order; faint ones are drawn first.
-        x_values, y_values: values within the axes.
-        small: without labels of the axes.
     """
     chart = _Chart(270, 170, (44, 8, 8, 26)) if small else _Chart(560, 300, (68, 10, 14, 42))
     chart.set_axes(x_values, y_values, log, ticks=4 if small else 6)
@@ -192,7 +183,6 @@ def bin_chart(series: Sequence[tuple[str, int, Sequence[Step]]], *, x_label: str
 def bar_chart(bars: Sequence[Bar], *, unit: str) -> Markup:
     """Draw horizontal bars from zero, one below the other, with their values written at the end."""
     names = [bar.name if len(bar.name) <= _LONGEST_NAME else f"{bar.name[: _LONGEST_NAME - 1]}…" for bar in bars]
-    names = list(map(printable, names))
     chart = _Chart(560, 24 * len(bars) + 48, (min(24 + 7 * max(map(len, names)), 200), 8, 78, 40))
     panel = chart.panel
     lengths = [max(bar.value, bar.high) for bar in bars if bar.value is not None]

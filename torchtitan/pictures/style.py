@@ -15,7 +15,6 @@ from PIL import Image
 
 from torchtitan.files.durable import replacing
 from torchtitan.pictures.colours import COLOURS, LINE, SOFT
-from torchtitan.pictures.figure_text import fit_to_width, show_text_as_it_is
 from torchtitan.statistics.interval import Interval
 
 MARKERS = ("o", "s", "^", "D", "v", "P", "*")
@@ -36,13 +35,12 @@ def new_figure(
     with rc_context(STYLE):
         layout = ConstrainedLayoutEngine(w_pad=0.08, h_pad=0.08)
         figure = Figure(figsize=size, layout=layout, facecolor="white")
-        figure.suptitle(title)
+        figure.suptitle(title, wrap=True)
         return figure, figure.subplots(rows, columns, squeeze=False, **options)
 
 
 def save(figure: Figure, path: Path, dpi: int = SCREEN_DPI) -> Path:
     """Write a PNG; its folder is there."""
-    _prepare(figure, dpi)
     with replacing(path) as unfinished:
         figure.savefig(unfinished, format="png", dpi=dpi)
     return path
@@ -50,15 +48,9 @@ def save(figure: Figure, path: Path, dpi: int = SCREEN_DPI) -> Path:
 
 def as_image(figure: Figure) -> Image.Image:
     """Render the figure as an RGB picture."""
-    _prepare(figure, _EMBEDDED_DPI)
     content = io.BytesIO()
     figure.savefig(content, format="png", dpi=_EMBEDDED_DPI)
     return Image.open(content).convert("RGB")
-
-
-def _prepare(figure: Figure, dpi: int) -> None:
-    show_text_as_it_is(figure)
-    fit_to_width(figure, dpi)
 
 
 def colour(number: int) -> str:
@@ -80,7 +72,7 @@ def ordered_colours(count: int) -> list:
 
 def note(figure: Figure, text: str) -> None:
     """Add a line under the picture."""
-    figure.supxlabel(text, fontsize=8, color=SOFT)
+    figure.supxlabel(text, fontsize=8, color=SOFT, wrap=True)
 
 
 def label_log_axis(panel: Panel) -> None:

@@ -2,7 +2,9 @@
 
 import argparse
 import errno
+import functools
 import io
+import logging
 import os
 import re
 import signal
@@ -13,7 +15,7 @@ from difflib import get_close_matches
 from typing import Any, NoReturn, TextIO
 
 from torchtitan.files.run_lock import Busy
-from torchtitan.processes.exit_codes import BUSY, FAILED, REFUSED
+from torchtitan.processes.exit_codes import BUSY, FAILED, REFUSED, before_exit
 from torchtitan.processes.launch import LaunchError, check_launch
 from torchtitan.settings.synonyms import SYNONYMS
 
@@ -25,6 +27,9 @@ class OneLineParser(argparse.ArgumentParser):
 
     An option may be written with _ for -; a configuration that stands alone, as CONFIG, after --config too.
     """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**{"formatter_class": argparse.RawDescriptionHelpFormatter} | options)
 
     def parse_known_args(self, args=None, namespace=None):
         words = [_with_dashes(word) for word in (sys.argv[1:] if args is None else args)]
@@ -61,6 +66,55 @@ class FirstRankParser(OneLineParser):
         self.exit(REFUSED)
 
 
+def at_least(least: int) -> Callable[[str], int]:
+    """Type of options: whole numbers from `least` on."""
+
+    def integer(text: str) -> int:
+        value = int(text)
+        if value < least:
+            raise argparse.ArgumentTypeError(f"must be at least {least}, is {value}")
+        return value
+
+    return integer
+
+
+def positive(text: str) -> float:
+    """Type of options: numbers above 0."""
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"must be positive, is {text}")
+    return value
+
+
+def assignment(text: str) -> tuple[str, str]:
+    """Type of options: NAME=VALUE."""
+    name, equals, value = text.partition("=")
+    if not (name and equals and value):
+        raise argparse.ArgumentTypeError(f"must be NAME=VALUE, is {text!r}")
+    return name, value
+
+
+def refusing(*errors: type[Exception], stopped: str = "stopped") -> Callable[[Callable[..., int]], Callable[..., int]]:
+    """Decorate a command's main: one of these errors is a line of the first process and exit code 2, Ctrl-C one and 130."""
+
+    def decorate(main: Callable[..., int]) -> Callable[..., int]:
+        @functools.wraps(main)
+        def wrapped(words: list[str] | None = None) -> int:
+            try:
+                return main(words)
+            except errors as error:
+                line, code = str(error), REFUSED
+            except KeyboardInterrupt:
+                line, code = stopped, 128 + signal.SIGINT
+            if os.environ.get("RANK", "0") == "0":
+                print(line, file=sys.stderr)
+            return code
+
+        return wrapped
+
+    return decorate
+
+
 def interrupt_by_signals() -> None:
     """Have SIGTERM, SIGUSR1 (Slurm) and SIGINT, in a shell's background job too, raise KeyboardInterrupt."""
 
@@ -74,6 +128,14 @@ def interrupt_by_signals() -> None:
 def run_program(main: Callable[[], int]) -> NoReturn:
     """Run a command as `exit_code` does, and end the process with its code."""
     sys.exit(exit_code(main))
+
+
+def run_rank(main: Callable[[], int]) -> NoReturn:
+    """Run a command that may be one of several processes as `exit_code` does, and end the process at once with its code."""
+    code = exit_code(main)
+    logging.shutdown()
+    before_exit(code)
+    os._exit(code)  # a gloo thread may abort the interpreter while it shuts down
 
 
 def exit_code(main: Callable[[], int]) -> int:

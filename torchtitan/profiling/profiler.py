@@ -42,7 +42,6 @@ class Profiler:
     ) -> None:
         """
         Args:
-            layout: this process's place.
             excluded: makes the context of work that is not training time.
             steps: number of steps; the first and the last one log.
             within, between: intervals, in steps, of other work than training: in a step, and after it.

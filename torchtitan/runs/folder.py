@@ -10,9 +10,9 @@ from pathlib import Path
 
 import torch
 
-from torchtitan.checkpoint.checkpointer import BRANCHED_FROM
+from torchtitan.checkpoint.finding import BRANCHED_FROM, newest_good
 from torchtitan.checkpoint.location import checkpoint_folder, run_checkpoints
-from torchtitan.checkpoint.manifest import checkpoint_path, checkpoint_steps, newest_good
+from torchtitan.checkpoint.manifest import checkpoint_path, checkpoint_steps
 from torchtitan.checkpoint.owner import claim, read_owner
 from torchtitan.checkpoint.reading import read_state
 from torchtitan.checkpoint.store import foreign_content as foreign_checkpoint_content
@@ -28,8 +28,6 @@ from torchtitan.runs.ownership import CONFIG_FILE, foreign_content
 from torchtitan.settings.record import config_differences, dump_config
 
 logger = logging.getLogger(__name__)
-
-_LARGEST_FILE = 16 << 20  # bytes of config.toml and summary.json
 
 
 class RunFolder:
@@ -94,7 +92,7 @@ class RunFolder:
             return []
         saved = self.path / CONFIG_FILE
         try:
-            old = read_toml(saved, _LARGEST_FILE)
+            old = read_toml(saved)
             damage = "" if old else "is empty"
         except FileNotFoundError:
             old, damage = {}, "is missing"
@@ -102,7 +100,7 @@ class RunFolder:
             raise RunFolderError([f"{saved}: {error.strerror} (move it away)"]) from error
         except OSError as error:
             raise RunFolderError([f"{saved}: cannot be read: {error.strerror}"]) from error
-        except ValueError as error:  # no TOML, no text, an endless number, nested too deep
+        except ValueError as error:  # no TOML, no text
             old, damage = {}, f"is damaged ({error})"
         if damage:
             old = self._recorded_config(f"{saved}: {damage}", needed=saved.exists())
@@ -122,7 +120,7 @@ class RunFolder:
         if len(changes) != 1 or not changes[0].startswith("training.steps: "):
             return False
         before = old.get("training", {}).get("steps")
-        return isinstance(before, int) and self._config.training.steps > before
+        return before is not None and self._config.training.steps > before
 
     def _recorded_config(self, damage: str, needed: bool) -> dict:
         """Recorded configuration of the newest good checkpoint; empty where there is no checkpoint.
@@ -179,19 +177,19 @@ class RunFolder:
         is not finished.
         """
         try:
-            summary = json.loads(read_regular(self.summary, _LARGEST_FILE))
+            summary = json.loads(read_regular(self.summary))
             steps = summary.get("progress", summary["step"])  # steps of a batch that grew count as several
             ended = steps >= self._config.training.steps
             as_asked = self._config.checkpoint.load_step in (-1, summary.get(BRANCHED_FROM))
             done = summary["status"] == "completed" and ended and as_asked
             return done and not self._owes_final_weights(summary["step"])
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return False
 
     def _owes_final_weights(self, step: int) -> bool:
         """Check whether final weights are asked for that the run has not written, and its last checkpoint can give."""
         try:
-            recorded = read_toml(self.path / CONFIG_FILE, _LARGEST_FILE).get("checkpoint", {}).get("final_weights", "none")
+            recorded = read_toml(self.path / CONFIG_FILE).get("checkpoint", {}).get("final_weights", "none")
         except (OSError, ValueError, AttributeError):
             return False
         asked = self._config.checkpoint

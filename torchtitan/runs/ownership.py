@@ -33,9 +33,8 @@ def foreign_content(folder: Path) -> str | None:
     Raises:
         OSError: it cannot be read.
     """
-    if _is_lock(folder / LOCK_FILE) or _is_config(folder / CONFIG_FILE) or _has_checkpoint(folder):
-        return None
-    return foreign_entry(folder, is_own=_is_begun)
+    is_run = _is_lock(folder / LOCK_FILE) or _is_config(folder / CONFIG_FILE) or _has_checkpoint(folder)
+    return None if is_run else foreign_entry(folder, is_own=_is_begun)
 
 
 def _is_begun(path: Path) -> bool:
@@ -49,7 +48,7 @@ def _is_config(path: Path) -> bool:
         with open(path, "rb") as file:
             text = file.read(_MAX_BYTES).decode()
         return text.startswith(CONFIG_HEADER) or all(isinstance(tomllib.loads(text).get(name), dict) for name in _SECTIONS)
-    except (OSError, ValueError, RecursionError):
+    except (OSError, ValueError):
         return False
 
 
@@ -80,5 +79,5 @@ def _may_be_cut_off(path: Path) -> bool:
         return not start
     try:
         return "step" in json.loads(start.split(b"\n")[0])
-    except (ValueError, TypeError, RecursionError):
+    except (ValueError, TypeError):
         return b"\n" not in start and start.startswith(b'{"step"')

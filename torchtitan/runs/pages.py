@@ -1,26 +1,23 @@
-"""HTML pages from the templates in this folder: every text is escaped, control characters are shown."""
+"""HTML pages from the templates in this folder: every text is escaped."""
 
 import base64
 from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
-from markupsafe import Markup
 
 from torchtitan.pictures.colours import COLOURS
-from torchtitan.terminal import printable
 
 
 def render_page(template: str, **values: Any) -> str:
     """Render a self-contained page.
 
     Args:
-        template: file in templates/.
         values: its variables; texts that are not Markup are escaped.
     """
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent / "templates"), autoescape=True, undefined=StrictUndefined,
-        finalize=_shown, trim_blocks=True, lstrip_blocks=True,
+        trim_blocks=True, lstrip_blocks=True,
     )  # fmt: skip
     return environment.get_template(template).render(colours=COLOURS, **values) + "\n"
 
@@ -28,7 +25,3 @@ def render_page(template: str, **values: Any) -> str:
 def png_source(content: bytes) -> str:
     """Encode a PNG as the source of an image."""
     return "data:image/png;base64," + base64.b64encode(content).decode()
-
-
-def _shown(value: Any) -> Any:
-    return value if isinstance(value, Markup) else printable(str(value))

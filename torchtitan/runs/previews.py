@@ -27,7 +27,6 @@ FOLDER, PAGE_FILE, PICTURE_FILE = "previews", "previews.html", "previews.png"
 MOST_STEPS = 12  # columns of the page
 SHOWN_SIDE = 256  # pixels of the longer side of a picture on the page; the file has all
 _NAME = re.compile(r"step-(\d{8})-(\d{2,4})\.png")
-_LARGEST_FILE = 1 << 28  # bytes
 
 
 @dataclass(frozen=True)
@@ -51,7 +50,6 @@ class PromptRow:
 
     Attributes:
         drifts: whether the prompt lacks the trigger word that was trained on: its change is drift.
-        previews: one for each step.
     """
 
     prompt: str
@@ -157,7 +155,7 @@ def _picture(samples: Path, run: str, steps: list[int], rows: list[PromptRow]) -
 def _read(path: Path) -> Image.Image | None:
     """Picture of a file; None where it is missing or damaged, as after a disk that was full."""
     try:
-        return open_image(read_regular(path, _LARGEST_FILE)).convert("RGB")
+        return open_image(read_regular(path)).convert("RGB")
     except (OSError, SyntaxError, ValueError, EOFError, Image.DecompressionBombError):
         return None
 

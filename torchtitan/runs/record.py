@@ -12,11 +12,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from torchtitan.errors import unwrapped
-from torchtitan.files.regular import read_regular, read_toml
+from torchtitan.checkpoint.manifest import read_json
+from torchtitan.errors import DamagedFile, unwrapped
+from torchtitan.files.regular import read_toml
 from torchtitan.settings.sections import filled_in, flattened
 from torchtitan.statistics.interval import Interval, mean_interval, positive_interval
-from torchtitan.training.metric_points import LATEST_STEP, read_points
+from torchtitan.training.metric_points import read_points
 
 TRAINING_LOSS = "loss_metrics/global_avg_loss"
 HELD_OUT_LOSS = "validation_metrics/loss"
@@ -26,9 +27,6 @@ RUN_FILES = ("config.toml", "metrics.jsonl", "summary.json")
 # Keys that never make two runs different trainings: the seed, and everything about where a run is kept.
 _NOT_A_SETTING = ("debug.seed", "job.")
 _CACHED_STORE = re.compile(r"-[0-9a-f]{16}/(train|validation)$")  # as torchtitan.config.latent_cache names stores
-
-_LARGEST_FILE = 1 << 24  # bytes, of config.toml and summary.json
-_SMALLEST_NUMBER, _LARGEST_NUMBER = 1e-100, 1e100  # beyond, squares and axes leave float64
 
 
 class RunRecordError(Exception):
@@ -101,14 +99,11 @@ class RunRecord:
     """Record of one run's folder.
 
     Attributes:
-        folder: as given.
         config: the tables of config.toml; empty where there is none.
         summary: of summary.json; None where there is none, as in a run in progress or killed.
         points: metrics.jsonl in the order of steps; later lines follow earlier ones of the same step.
-        samples: step -> grid of samples.
         damaged_lines: lines of metrics.jsonl that could not be read.
         stride: 1; of a very large metrics.jsonl k, where every k-th point was kept.
-        problems: other unreadable files, one line each.
     """
 
     folder: Path
@@ -134,8 +129,7 @@ class RunRecord:
 
     @property
     def seed(self) -> int | None:
-        seed = self.settings.get("debug.seed")
-        return seed if type(seed) is int and abs(seed) < 2**63 else None
+        return self.settings.get("debug.seed")
 
     @property
     def last_step(self) -> int:
@@ -231,8 +225,7 @@ class RunRecord:
             return None  # of another version of the program
 
     def _summary_step(self) -> int:
-        step = (self.summary or {}).get("step", 0)
-        return step if type(step) is int and 0 <= step < LATEST_STEP else 0
+        return (self.summary or {}).get("step", 0)
 
 
 def read_run(folder: Path) -> RunRecord:
@@ -247,20 +240,14 @@ def read_run(folder: Path) -> RunRecord:
         raise RunRecordError(f"{folder}: not a run's folder (no config.toml, metrics.jsonl or summary.json in it)")
     run = RunRecord(folder, folder.resolve().name)
     try:
-        config = read_toml(folder / "config.toml", _LARGEST_FILE)
-        dict(flattened(config))  # raises for one that is nested too deep
-        run.config = config
-    except (OSError, ValueError, RecursionError) as error:
+        run.config = read_toml(folder / "config.toml")
+    except (OSError, ValueError) as error:
         run.problems.append(_unread("config.toml", error))
     try:
-        summary = json.loads(read_regular(folder / "summary.json", _LARGEST_FILE))
-        if not isinstance(summary, dict):
-            raise ValueError("not an object")
-        run.summary = summary
-    except FileNotFoundError:
-        pass
-    except (OSError, ValueError, RecursionError) as error:
-        run.problems.append(_unread("summary.json", error))
+        run.summary = read_json(folder / "summary.json", dict)
+    except DamagedFile as error:
+        if (folder / "summary.json").exists():
+            run.problems.append(str(error))
     try:
         read = read_points(folder / "metrics.jsonl")
         run.points, run.damaged_lines, run.stride = read.points, read.damaged, read.stride
@@ -373,10 +360,8 @@ def differing_settings(runs: Sequence[RunRecord]) -> tuple[list[str], list[str]]
 
 
 def is_number(value: Any) -> bool:
-    """Check whether a value of JSON or TOML is a number for means and charts: 0, or from 1e-100 to 1e100 in size."""
-    if not isinstance(value, (int, float)) or isinstance(value, bool):
-        return False
-    return value == 0 or _SMALLEST_NUMBER <= abs(value) <= _LARGEST_NUMBER
+    """Check whether a value of JSON or TOML is a finite number."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _unread(name: str, error: Exception) -> str:

@@ -25,7 +25,6 @@ def write_status(run_folder: Path | None, status: str, exit_code: int, reason: s
 
     Args:
         run_folder: of the run; None if this process must not write there.
-        status: one of those above.
     """
     content = {"status": status, "exit_code": exit_code} | ({"reason": reason} if reason else {})
     places = [run_folder / STATUS_FILE] if run_folder else []

@@ -1,14 +1,12 @@
 """Size of drawn images, where a network takes images of any."""
 
-import math
 import re
 
 from torchtitan.evaluation.decoding import LatentDecoder
 from torchtitan.models import MODELS
-from torchtitan.settings.sizes import MOST_VALUES_OF_AN_IMAGE
 from torchtitan.weights.trained_model import TrainedModel, WeightsError
 
-_SIZE = re.compile(r"([1-9]\d{0,5})x([1-9]\d{0,5})")
+_SIZE = re.compile(r"([1-9]\d*)x([1-9]\d*)")
 
 
 def sampled_shape(size: str | None, trained: TrainedModel, decoder: LatentDecoder | None) -> tuple[int, int, int]:
@@ -38,8 +36,6 @@ def sampled_shape(size: str | None, trained: TrainedModel, decoder: LatentDecode
         nearest = "x".join(str(max(round(side / factor), 1) * factor) for side in pixels)
         raise WeightsError(f"--size: a latent stands for {factor} pixels, which do not divide {size} (give {nearest})")
     shape = channels, pixels[0] // factor, pixels[1] // factor
-    if math.prod(shape) > MOST_VALUES_OF_AN_IMAGE:
-        raise WeightsError(f"--size: {size} has more than {MOST_VALUES_OF_AN_IMAGE} values (give a smaller one)")
     if found := family.problems(config.model, shape):
         raise WeightsError(f"--size: {size}: {found[0]}")
     return shape

@@ -55,7 +55,7 @@ def sampling_method(arguments: argparse.Namespace, trained: TrainedModel) -> Sam
     for name in ("sampling", *(f"sampling.{inner}" for inner in choices(sampling))):
         section = section_at(config, name)
         own = {key: given.pop(key) for key in list(given) if has_key(section, key)}
-        filled, refused = validate_section(name, section, own, lambda key: "")
+        filled, refused = validate_section(name, section, own)
         put_section(config, name, filled)
         problems += [(problem.key.rpartition(".")[2], problem.text) for problem in refused]
         for field in keys(filled):

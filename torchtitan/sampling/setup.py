@@ -43,7 +43,6 @@ class SamplingSetup:
     """Everything that images are drawn with.
 
     Attributes:
-        source: run's folder, or file of weights.
         guide: of its guidance; None for the null condition.
         decoder: of its latents; None for a model of images, or where latents are shown as they are.
         image_shape: (C, H, W) of what the network draws.

@@ -39,7 +39,6 @@ def setting(
 
     Args:
         default: value when the key is not given; a list or dict is copied for every instance.
-        description: one line, printed by `--help`.
         ge, gt, le, lt: bounds of a number (inclusive, exclusive, inclusive, exclusive).
         applies: other key -> the values of it under which this one has an effect, or ">0" for any positive
             number, or "set" for any list but the empty one; given under another value, this key is refused instead of
@@ -74,8 +73,6 @@ class Choice:
 
     Attributes:
         registry: name -> entry; read anew each time, so that an entry may be added.
-        default: name where none is given.
-        make: entry -> its section with default values.
         flavors: entry -> named sets of default values, of which the section's key `flavor` chooses one; usually none.
     """
 

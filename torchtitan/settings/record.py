@@ -29,7 +29,6 @@ def config_differences(old: Any, new: Any) -> list[str]:
 
     Args:
         old: a JobConfig, or the tables of a config.toml, which may lack keys or have ones that exist no more.
-        new: the JobConfig to resume with.
 
     Returns:
         one line per key of another value, as `training.steps: 100 -> 200`. A key that the old one lacks counts

@@ -35,7 +35,6 @@ def describe(config: Any, topics: Sequence[str] = ()) -> str:
     """Describe a configuration: its sections in a line each, or the keys of some topics in full.
 
     Args:
-        config: with its defaults.
         topics: a section (`optimizer`), its keys under one name (`data.webdataset`), or a key (`optimizer.lr`).
 
     Raises:
@@ -131,8 +130,7 @@ def build_json_schema(config: Any) -> dict[str, Any]:
 
 
 def _with_inner(config: Any, prefix: str = "") -> dict[str, _Section]:
-    """Sections with inner ones: dotted name -> section or Choice, those inside of any alternative following directly.
-    """
+    """Sections with inner ones: dotted name -> section or Choice, those inside of any alternative following directly."""
     found: dict[str, _Section] = {}
     for field in dataclasses.fields(config):
         declared = choices(config).get(field.name, getattr(config, field.name))

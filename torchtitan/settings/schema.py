@@ -13,7 +13,7 @@ import os
 import re
 import types
 import typing
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Annotated, Any, Literal, NamedTuple
 
 import pydantic
@@ -21,10 +21,6 @@ import pydantic_core
 
 from torchtitan.settings import condition_met
 from torchtitan.settings.sections import keys as section_keys
-
-MOST_ENTRIES = 10_000  # of a list
-MOST_SHOWN = 20  # problems of one configuration that are printed, and among which words that are alike are looked for
-_SMALLEST, _LARGEST = 1.1754943508222875e-38, 3.4028234663852886e38  # normal numbers of float32
 
 
 class Problem(NamedTuple):
@@ -42,15 +38,9 @@ class Problem(NamedTuple):
 
 
 def validate_section(
-    section: str, defaults: Any, values: dict[str, Any], suggest: typing.Callable[[str], str]
+    section: str, defaults: Any, values: dict[str, Any], suggest: Callable[[str], str] = lambda key: ""
 ) -> tuple[Any, list[Problem]]:
     """Check the given values of a section and lay them over its defaults.
-
-    Args:
-        section: name of the section, as `training`.
-        defaults: an instance of the section's dataclass.
-        values: given ones, key -> value as TOML or JSON has it.
-        suggest: unknown dotted key -> advice, printed in parentheses with the first MOST_SHOWN problems.
 
     Returns:
         a new instance, with the defaults instead of refused values, and the problems.
@@ -60,28 +50,19 @@ def validate_section(
     try:
         given = schema_of(declared).model_validate(values)
     except pydantic.ValidationError as failure:
-        for number, error in enumerate(failure.errors(include_url=False, include_context=False)):
+        for error in failure.errors(include_url=False):
             key, *rest = error["loc"]
             refused.add(key)
-            if number >= MOST_SHOWN:
-                text = "is refused too"
-            else:
-                advice = suggest(f"{section}.{key}") if error["type"] == "extra_forbidden" else ""
-                text = _wording(error, declared, advice)
-            problems.append(Problem(f"{section}.{shown_name(str(key))}", text, _within(rest)))
-        good = {key: value for key, value in values.items() if key not in refused}
-        given = schema_of(declared).model_validate(good)
-    changes = {key: _to_dataclass(getattr(given, key), declared, key) for key in given.model_fields_set}
-    for key in changes:
-        for place, text in _ignored_in_tables(getattr(given, key), changes[key]):
-            problems.append(Problem(f"{section}.{key}", text, place))
+            text, place = _wording(error, declared, suggest), rest + [*filter(None, [error.get("ctx", {}).get("key")])]
+            problems.append(Problem(f"{section}.{shown_name(str(key))}", text, _within(place)))
+        given = schema_of(declared).model_validate({key: value for key, value in values.items() if key not in refused})
+    changes = {key: getattr(given, key) for key in given.model_fields_set}
     return dataclasses.replace(copy.deepcopy(defaults), **changes), problems
 
 
 @functools.cache
 def schema_of(section: type) -> type[pydantic.BaseModel]:
-    """Schema of a section as a pydantic model: keys, types, bounds, descriptions and defaults; without inner sections.
-    """
+    """Schema of a section as a pydantic model: keys, types, bounds, descriptions and defaults; without inner sections."""
     hints = typing.get_type_hints(section)
     keys: dict[str, Any] = {}
     for field in section_keys(section):
@@ -158,7 +139,7 @@ def parse_text(text: str, annotation: Any) -> Any:
         return text
     try:
         return json.loads(text)
-    except (ValueError, RecursionError):
+    except ValueError:
         return text
 
 
@@ -202,10 +183,7 @@ def quoted(value: Any, limit: int = 60) -> str:
     """Format a value on one line for a message: strings quoted, long ones cut."""
     if isinstance(value, bool):
         return str(value).lower()
-    try:
-        text = repr(value)
-    except (ValueError, RecursionError):  # an integer of thousands of digits; a list thousands deep
-        return "a value too long to print"
+    text = repr(value)
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
@@ -223,98 +201,52 @@ def _strict_type(annotation: Any) -> Any:
     strict: Any
     inner, optional = without_none(annotation)
     if typing.get_origin(inner) is list:
-        entries = types.GenericAlias(list, (_strict_type(typing.get_args(inner)[0]),))
-        strict = Annotated[entries, pydantic.AfterValidator(_of_bounded_length)]
+        strict = types.GenericAlias(list, (_strict_type(typing.get_args(inner)[0]),))
     elif dataclasses.is_dataclass(inner):
-        strict = schema_of(typing.cast(Any, inner))
+        strict = Annotated[schema_of(typing.cast(Any, inner)), pydantic.AfterValidator(functools.partial(_as_table, inner))]
     elif inner is int:
-        strict = Annotated[int, pydantic.BeforeValidator(_integral_in_64_bits)]
-    elif inner is float:
-        strict = Annotated[float, pydantic.BeforeValidator(_in_64_bits), pydantic.AfterValidator(_in_float32)]
-    elif inner is str:
-        strict = Annotated[str, pydantic.AfterValidator(_printable)]
+        strict = Annotated[int, pydantic.BeforeValidator(_integral)]
     else:
         strict = inner
     return strict | None if optional else strict
 
 
-def _integral_in_64_bits(value: Any) -> Any:
+def _integral(value: Any) -> Any:
     """Accept 1e6 as an integer like 1000000, in TOML and on the command line."""
-    return _in_64_bits(int(value) if isinstance(value, float) and value.is_integer() else value)
-
-
-def _in_64_bits(value: Any) -> Any:
-    if isinstance(value, int) and not -(2**63) <= value < 2**63:
-        raise pydantic_core.PydanticCustomError("worded", "must fit in 64 bits")
-    return value
-
-
-def _in_float32(value: float) -> float:
-    """Require a normal number of float32: others would be 0 or infinite in most tensors of this program."""
-    if value and not _SMALLEST <= abs(value) <= _LARGEST:
-        raise pydantic_core.PydanticCustomError("worded", f"must be 0 or from {_SMALLEST:.2g} to {_LARGEST:.2g} in size")
-    return value
-
-
-def _of_bounded_length(value: list) -> list:
-    if len(value) > MOST_ENTRIES:
-        raise pydantic_core.PydanticCustomError("worded", f"must have at most {MOST_ENTRIES} entries, has {len(value)}")
-    return value
-
-
-def _printable(value: str) -> str:
-    if not value.isprintable():
-        raise pydantic_core.PydanticCustomError("worded", "must have printable characters only")
-    return value
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _number(text: str, kind: type) -> Any:
     """Parse a number, or return the text itself; nan and inf are numbers, which the schema refuses."""
-    if re.fullmatch(r"[+-]?[0-9]+(_[0-9]+)*", text):
-        return kind(int(text)) if len(text) <= 100 else text
-    try:
-        return float(text)
-    except ValueError:
-        return text
+    for read in (int, float) if kind is int else (float,):
+        try:
+            return read(text)
+        except ValueError:
+            pass
+    return text
 
 
-def _to_dataclass(value: Any, declared: type, key: str) -> Any:
-    """Convert the pydantic models inside a validated value back to the dataclasses they came from."""
-    return _rebuild(value, typing.get_type_hints(declared)[key])
-
-
-def _rebuild(value: Any, annotation: Any) -> Any:
-    inner, _ = without_none(annotation)
-    if isinstance(value, list):
-        return [_rebuild(entry, typing.get_args(inner)[0]) for entry in value]
-    if isinstance(value, pydantic.BaseModel):
-        return inner(**{key: _to_dataclass(getattr(value, key), inner, key) for key in value.model_fields_set})
-    return value
-
-
-def _ignored_in_tables(given: Any, value: Any, place: str = "") -> Iterator[tuple[str, str]]:
-    """Ignored keys of tables: (place, text) of every given key that has no effect with the others."""
-    if isinstance(given, list):
-        for index, (entry, table) in enumerate(zip(given, value, strict=True)):
-            yield from _ignored_in_tables(entry, table, f"{place}[{index}]")
-    elif isinstance(given, pydantic.BaseModel):
-        for field in dataclasses.fields(value):
-            if field.name in given.model_fields_set and (unmet := unmet_in_table(value, field)):
-                yield f"{place}.{field.name}", no_effect(*unmet)
+def _as_table(declared: Any, given: pydantic.BaseModel) -> Any:
+    """Convert a validated table to its dataclass. Raises PydanticCustomError: a given key has no effect with the others."""
+    table = declared(**{key: getattr(given, key) for key in given.model_fields_set})
+    for field in dataclasses.fields(table):
+        if field.name in given.model_fields_set and (unmet := unmet_in_table(table, field)):
+            raise pydantic_core.PydanticCustomError("no_effect", no_effect(*unmet), {"key": field.name})
+    return table
 
 
 def _unquoted(value: Any) -> str:
     return value if isinstance(value, str) else quoted(value)
 
 
-def _wording(error: Any, declared: type, advice: str) -> str:
+def _wording(error: Any, declared: type, suggest: Callable[[str], str]) -> str:
     """Word pydantic's findings for users."""
     kind, value = error["type"], error["input"]
-    if kind == "worded":
-        return f"{error['msg']}, is {quoted(value)}"
+    if kind == "no_effect":
+        return error["msg"]
     if kind == "extra_forbidden":
         if len(error["loc"]) == 1:
-            return f"unknown key ({advice})"
+            return f"unknown key ({suggest(error['loc'][0])})"
         table, _ = _declaration(declared, error["loc"][:-1])
         known = [field.name for field in dataclasses.fields(table)]
         guess = nearest(error["loc"][-1], known)

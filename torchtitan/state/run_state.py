@@ -25,6 +25,7 @@ from torchtitan.runs.folder import RunFolder
 from torchtitan.state.data import RunData
 from torchtitan.state.network import RunNetwork
 from torchtitan.state.preflight import check_run, checked_decoder, checked_sample_metrics, open_folder
+from torchtitan.training.clock import ClockTotals
 from torchtitan.training.ema import EMABank
 from torchtitan.training.ema_snapshots import EMASnapshots
 from torchtitan.training.metrics import LossWindow
@@ -106,7 +107,7 @@ class RunState:
         self.step = self.progress = 0
         self.batch_size = config.training.global_batch_size
         self.branched_from: int | None = None
-        self.reported: dict = {}
+        self.reported: dict = {"results": {}, "clock": ClockTotals()}
 
     def choose_kernels(self) -> None:
         """Choose the kernels of `[training]` for this process, until `close`."""

@@ -13,7 +13,6 @@ class Interval:
     """Interval: an estimate with the ends of its confidence interval.
 
     Attributes:
-        value: estimate.
         lower, upper: ends; infinite on an unbounded side.
         count: values or repeats behind the estimate.
         coverage: probability that the interval holds the true value; None where none is claimed.
@@ -49,7 +48,6 @@ def mean_interval(values: Sequence[float], confidence: float = 0.95) -> Interval
     Args:
         values: any number; a single one leaves the mean unbounded. Without any, or with an infinite one, all of the
             result is NaN or infinite.
-        confidence: of the interval, in (0, 1).
     """
     count = len(values)
     mean = statistics.fmean(values) if values else math.nan
@@ -66,30 +64,26 @@ def paired_difference(values: Mapping[int, float], reference: Mapping[int, float
     return mean_interval([values[key] - reference[key] for key in sorted(values) if key in reference])
 
 
-def positive_interval(values: Sequence[float], confidence: float = 0.95) -> Interval:
+def positive_interval(values: Sequence[float]) -> Interval:
     """Geometric mean of positive values with Student's interval over their logarithms: both ends are positive.
 
     As `mean_interval` for values that differ little. With a zero, negative or infinite value it is that, the lower end not below
     zero where no value is.
     """
     if len(values) < 2 or not all(0.0 < value < math.inf for value in values):
-        mean = mean_interval(values, confidence)
+        mean = mean_interval(values)
         return replace(mean, lower=max(mean.lower, 0.0)) if mean.bounded and min(values) >= 0 else mean
-    logs = mean_interval([math.log(value) for value in values], confidence)
+    logs = mean_interval([math.log(value) for value in values])
     value, lower, upper = (math.exp(min(end, 700.0)) for end in (logs.value, logs.lower, logs.upper))
     return Interval(value, lower, upper, logs.count, logs.coverage)
 
 
-def median_interval(values: Sequence[float], confidence: float = 0.95) -> Interval:
+def median_interval(values: Sequence[float]) -> Interval:
     """Median with the interval between two order statistics, whatever the distribution of independent values.
 
     [x_(k), x_(n+1-k)] covers the median with probability 1 - 2 P(Binomial(n, 1/2) < k); k is the largest for which that
-    is at least `confidence`. Below six values none reaches 95 %: then it is the range, with its lower `coverage`. A
+    is at least 95 %. Below six values none reaches 95 %: then it is the range, with its lower `coverage`. A
     single value leaves the median unbounded.
-
-    Args:
-        values: at least one.
-        confidence: in (0, 1).
 
     Source: David and Nagaraja, "Order Statistics", section 7.1.
     """
@@ -100,7 +94,7 @@ def median_interval(values: Sequence[float], confidence: float = 0.95) -> Interv
     rank, tail = 1, _binomial(n, 0)  # P(Binomial < rank)
     while rank < n // 2:
         further = tail + _binomial(n, rank)
-        if 2 * further > 1 - confidence:
+        if 2 * further > 0.05:
             break
         rank, tail = rank + 1, further
     return Interval(median, ordered[rank - 1], ordered[n - rank], n, 1 - 2 * tail)
@@ -112,7 +106,6 @@ def binomial_interval(successes: int, trials: int, confidence: float = 0.95) -> 
     Args:
         successes: in 0..trials.
         trials: at least 1.
-        confidence: in (0, 1).
 
     Source: Wilson, "Probable Inference, the Law of Succession, and Statistical Inference", 1927.
     """

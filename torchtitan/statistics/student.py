@@ -1,25 +1,14 @@
 """Student's t distribution, by scipy."""
 
-from typing import TYPE_CHECKING, overload
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from typing import Any
 
 
-@overload
-def student_quantile(probability: float, degrees: float) -> float: ...
-
-
-@overload
-def student_quantile(probability: float, degrees: "Tensor") -> "Tensor": ...
-
-
-def student_quantile(probability: float, degrees: "float | Tensor") -> "float | Tensor":
+def student_quantile(probability: float, degrees: Any) -> Any:
     """Quantile of Student's t.
 
     Args:
         probability: above 0.5.
-        degrees: of freedom, also fractional, any shape.
+        degrees: of freedom, also fractional: a number, or a tensor of any shape.
 
     Returns:
         t in float64, of the same shape; infinity below one degree of freedom, where it is useless.

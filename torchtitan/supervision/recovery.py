@@ -94,6 +94,7 @@ def go_back(state: RunState, fault: Fault) -> None:
     if state.layout.rank == 0:
         logger.warning(f"step {fault.step}: {fault.reason}; rolled back to the checkpoint of step {step}, with other draws")
     attempt = state.data.attempt + 1
+    state.data.close()
     resume(state, step)
     state.data.attempt = attempt
     release_unsharded(state.model)

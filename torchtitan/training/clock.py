@@ -32,7 +32,6 @@ _NEVER_LOST = ("start_up", "saving", "repeated")
 _PART_OF_PHASE = {
     "start": "start_up", "ema": "averages", "checkpoint": "saving", "report": "reports", "finish": "reports",
 } | {name: name for name in PARTS}  # fmt: skip
-_LONGEST = 10**19  # nanoseconds, three centuries; more is no time of a run
 
 
 @dataclass(frozen=True)
@@ -76,18 +75,6 @@ class ClockTotals:
 
     def state_dict(self) -> dict[str, Any]:
         return {"parts_ns": dict(self.parts), "steps": self.steps}
-
-    @classmethod
-    def from_state(cls, state: Mapping[str, Any]) -> "ClockTotals":
-        """Totals of a checkpoint; zero of one without. Raises ValueError: they are no totals."""
-        if not state:
-            return cls()
-        parts, steps = state["parts_ns"], state["steps"]
-        if not isinstance(parts, dict) or parts.keys() != set(PARTS):
-            raise ValueError(f"the clock has other parts than {', '.join(PARTS)}")
-        if not all(type(value) is int and 0 <= value < _LONGEST for value in (steps, *parts.values())):
-            raise ValueError("the clock holds something else than times")
-        return cls({name: parts[name] for name in PARTS}, steps)
 
     def after_loss(self, last: "ClockTotals") -> "ClockTotals":
         """Totals of a run that goes back to these, after it had come to later ones.

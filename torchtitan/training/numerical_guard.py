@@ -178,18 +178,13 @@ class NumericalGuard:
         self._rolled_back_to = step
         self._since_checkpoint = 0
         self.in_doubt = False
+        self._pending = self.last_healthy = None  # of steps that do not count now
+        self._largest, self._numbers = [], []
 
     def state_dict(self) -> dict:
         """Return plain numbers; waits for the device."""
         self.settle()
         return {"skipped": self.skipped, "rollbacks": self.rollbacks}
-
-    def load_state_dict(self, state: dict) -> None:
-        """Resume from a state; this process's own count stays if it is higher."""
-        self._pending = self.last_healthy = None
-        self._largest, self._numbers = [], []
-        self.skipped = max(self.skipped, state.get("skipped", 0))
-        self.rollbacks = max(self.rollbacks, state.get("rollbacks", 0))
 
 
 def _largest_values(rows: Tensor) -> Tensor:

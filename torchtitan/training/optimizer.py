@@ -1,4 +1,4 @@
-"""Optimizer: parameter groups by name, one update rule for each parameter, states created at the start."""
+"""Optimizer: parameter groups by name, one update rule for each parameter."""
 
 import difflib
 import re
@@ -109,26 +109,6 @@ def set_lr(optimizer: OptimizerSet, lr: float) -> None:
         _set_rate(group, lr * group["lr_scale"])
 
 
-def materialise_state(optimizer: OptimizerSet) -> None:
-    """Materialise the state that an optimizer otherwise creates in its first step, so that a checkpoint can fill it.
-
-    A step with zero gradients and zero learning rate: weights stay as they are.
-    """
-    rates = [float(group["lr"]) for group in optimizer.param_groups]
-    for group in optimizer.param_groups:
-        _set_rate(group, 0.0)
-        for parameter in group["params"]:
-            parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    for state in optimizer.state.values():
-        for key, value in state.items():
-            for _, part in _parts(key, value):
-                part.zero_()
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        _set_rate(group, rate)
-
-
 def optimizer_tensors(optimizer: OptimizerSet, parameters: dict[str, nn.Parameter]) -> dict[str, Tensor]:
     """Tensors of the optimizer's state by parameter name, as `<name>.<state>`; the tensors themselves, not copies.
 
@@ -139,7 +119,7 @@ def optimizer_tensors(optimizer: OptimizerSet, parameters: dict[str, nn.Paramete
         f"{name}.{part_name}": part
         for name, parameter in parameters.items()
         for key, value in states.get(parameter, {}).items()
-        for part_name, part in _parts(key, value)
+        for part_name, part in state_parts(key, value)
     }
 
 
@@ -209,7 +189,7 @@ def _replicas(tensor: DTensor) -> int:
     return copies
 
 
-def _parts(key: str, value: Tensor) -> Iterator[tuple[str, Tensor]]:
+def state_parts(key: str, value: Tensor) -> Iterator[tuple[str, Tensor]]:
     """Ordinary tensors, plain or sharded, of one entry of the state."""
     held: Any = local(value)
     if not hasattr(held, "codes"):

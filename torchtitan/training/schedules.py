@@ -4,7 +4,7 @@ import itertools
 import math
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from torchtitan.training.config import TO_THE_END, LRSchedulerConfig
@@ -52,24 +52,6 @@ def lr_phase(config: LRSchedulerConfig, step: int, total_steps: int, images_per_
         return "at the peak learning rate"
     shape = config.decay_type if config.decay_type in TO_THE_END else "inverse square root"
     return f"in the {shape} decay, at {100 * factor:.0f} % of the peak learning rate"
-
-
-def length_change(config: LRSchedulerConfig, step: int, before: int, now: int, peak: float, images_per_step: int = 1) -> str:
-    """Line on the jump of the learning rate where a run of `before` steps, resumed after a step, has `now`; "" without one."""
-    if before == now or config.decay_type not in TO_THE_END:
-        return ""
-    rates = (lr_factor(config, step, before, images_per_step), lr_factor(config, step + 1, now, images_per_step))
-    jump = " to ".join(f"{peak * rate:.2g}" for rate in rates)
-    return f"training.steps: {before} -> {now}: the {config.decay_type} decay has a new length, the rate jumps from {jump}"
-
-
-def schedule_changes(config: Any, state: Mapping[str, Any]) -> list[str]:
-    """Lines on changes of the schedule of a JobConfig since a checkpoint's state."""
-    training = config.training
-    before = state.get("config", {}).get("training", {}).get("steps", training.steps)
-    step = max(state.get("progress", state.get("step", 1)), 1)
-    line = length_change(config.lr_scheduler, step, before, training.steps, config.optimizer.lr, training.global_batch_size)
-    return [line] if line else []
 
 
 def warmup_problems(config: LRSchedulerConfig, steps: int, images_per_step: int | None) -> Iterator[tuple[str, str]]:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from torchtitan.checkpoint.checkpointer import checkpoint_path, checkpoint_steps, newest_good, read_state
-from torchtitan.checkpoint.manifest import shares_of
+from torchtitan.checkpoint.finding import shares_of
 from torchtitan.config.job import JobConfig
 from torchtitan.config.latent_cache import trained_info
 from torchtitan.data.base import DatasetInfo

@@ -186,9 +186,7 @@ def _read_data(table: Mapping[str, Any], place: str) -> tuple[DatasetInfo, "Stor
     from torchtitan.latents.index import Normalization, StoreIndex
 
     known = {field.name for field in dataclasses.fields(_DataTable)}
-    data, refused = validate_section(
-        "data", _DataTable(), {key: value for key, value in table.items() if key in known}, lambda key: ""
-    )
+    data, refused = validate_section("data", _DataTable(), {key: value for key, value in table.items() if key in known})
     problems = [f"{problem.key}: {problem.text}" for problem in refused]
     if not problems and (len(data.shape) != 3 or min(data.shape) < 1):
         problems.append(f"data.shape: {data.shape} is not three positive numbers: channels, height, width")

@@ -15,13 +15,21 @@ from torchtitan.experiments.autotune.candidates import AutotuneRefused
 from torchtitan.experiments.autotune.probe import ProbeFailed
 from torchtitan.experiments.autotune.record import RecordError
 from torchtitan.experiments.autotune.tuning import MAX_BATCH_SIZE, NothingFits, autotune
-from torchtitan.processes.command_line import OneLineParser, interrupt_by_signals, run_program
-from torchtitan.settings.sources import read_command_line
+from torchtitan.processes.command_line import (
+    OneLineParser,
+    at_least,
+    interrupt_by_signals,
+    positive,
+    refusing,
+    run_program,
+)
+from torchtitan.settings.sources import read_command_line, split_keys
 
 
+@refusing(ConfigError, AutotuneRefused, RecordError, stopped="stopped; the same command resumes")
 def main(words: list[str] | None = None) -> int:
     words = sys.argv[1:] if words is None else words
-    own, overrides = split_arguments(words)
+    own, overrides = split_keys(words)
     options = parse_arguments(own)
     arguments = ["--job.config_file", options.config, *overrides]
     try:
@@ -31,52 +39,34 @@ def main(words: list[str] | None = None) -> int:
             multiple_of=options.multiple_of, max_batch_size=options.max, fresh=options.fresh, timeout_s=options.timeout,
             report=_say,
         )  # fmt: skip
-    except (ConfigError, AutotuneRefused, RecordError) as error:
-        print(error, file=sys.stderr)
-        return 2
     except (NothingFits, ProbeFailed) as error:
         print(error, file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
-        print("stopped; the same command resumes", file=sys.stderr)
-        return 130
     _say(f"training.local_batch_size = {result.batch_size} ({result.record})")
     print(result.batch_size)
     return 0
 
 
-def split_arguments(words: list[str]) -> tuple[list[str], list[str]]:
-    """Split this script's options from train.py's, which have a dot in their names."""
-    own, overrides, rest = [], [], list(words)
-    while rest:
-        word = rest.pop(0)
-        if not (word.startswith("--") and "." in word.partition("=")[0]):
-            own.append(word)
-            continue
-        overrides.append(word)
-        if "=" not in word and rest and not rest[0].startswith("--"):
-            overrides.append(rest.pop(0))
-    return own, overrides
-
-
 def parse_arguments(words: list[str]) -> argparse.Namespace:
-    parser = OneLineParser(
-        prog="autotune_batch_size.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )  # fmt: skip
+    parser = OneLineParser(prog="autotune_batch_size.py", description=__doc__, allow_abbrev=False)
     add = parser.add_argument
     add("config", metavar="CONFIG", help="TOML file of the run")
-    add("--multiple-of", type=int, default=1, metavar="M", help="try multiples of M only (default: 1)")
-    add("--max", type=int, default=MAX_BATCH_SIZE, metavar="B", help=f"largest to try (default: {MAX_BATCH_SIZE})")
-    add("--headroom", type=float, default=0.1, help="share of the memory to leave free (default: 0.1)")
-    add("--memory", type=float, metavar="GIB", help="of each process (default: the CUDA device's; needed on the CPU)")
-    add("--processes", type=int, default=1, metavar="N", help="of the run (default: 1)")
-    add("--timeout", type=float, default=1800.0, metavar="SECONDS", help="for one try (default: 1800)")
+    add("--multiple-of", type=at_least(1), default=1, metavar="M", help="try multiples of M only (default: 1)")
+    add("--max", type=at_least(1), default=MAX_BATCH_SIZE, metavar="B", help=f"largest to try (default: {MAX_BATCH_SIZE})")
+    add("--headroom", type=share, default=0.1, help="share of the memory to leave free (default: 0.1)")
+    add("--memory", type=positive, metavar="GIB", help="of each process (default: the CUDA device's; needed on the CPU)")
+    add("--processes", type=at_least(1), default=1, metavar="N", help="of the run (default: 1)")
+    add("--timeout", type=positive, default=1800.0, metavar="SECONDS", help="for one try (default: 1800)")
     add("--fresh", action="store_true", help="do not use results of earlier searches")
-    options = parser.parse_args(words)
-    if options.processes < 1:
-        parser.error(f"argument --processes: must be at least 1, is {options.processes}")
-    return options
+    return parser.parse_args(words)
+
+
+def share(text: str) -> float:
+    """Type of options: numbers from 0 up to, not including, 1."""
+    value = float(text)
+    if not 0 <= value < 1:
+        raise argparse.ArgumentTypeError(f"must be a share from 0 up to, not including, 1, is {text}")
+    return value
 
 
 def _refuse_given_batch_size(overrides: list[str]) -> None:

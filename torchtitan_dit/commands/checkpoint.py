@@ -25,7 +25,7 @@ from torchtitan.checkpoint.comparison import (
 from torchtitan.checkpoint.location import location, run_checkpoints
 from torchtitan.checkpoint.manifest import MANIFEST
 from torchtitan.checkpoint.reading import read_state
-from torchtitan.config.job import ConfigError, JobConfig, split_data_words
+from torchtitan.config.job import ConfigError, JobConfig
 from torchtitan.config.latent_cache import trained_info
 from torchtitan.data.base import DatasetError
 from torchtitan.files.remote_path import AnyPath, RemotePath
@@ -34,8 +34,9 @@ from torchtitan.models import MODELS
 from torchtitan.models.adapters.adapter_files import DTYPES, known_layouts, read_adapter, write_adapter
 from torchtitan.models.adapters.adapters import adapter_weights, merged_weights
 from torchtitan.models.adapters.layouts import NATIVE, AdapterLayout
-from torchtitan.processes.command_line import OneLineParser, readable_size, run_program
+from torchtitan.processes.command_line import OneLineParser, readable_size, refusing, run_program
 from torchtitan.runs.check import Finding, check_run
+from torchtitan.settings.sources import split_keys
 from torchtitan.weights.final_weights import adapter_header
 from torchtitan.weights.model_record import record_of
 from torchtitan.weights.network import network_on_meta
@@ -47,20 +48,17 @@ KEPT_METADATA = ("step", "weights", "model", "base", "base_sha256", "trigger_wor
 ADAPTER_LAYOUTS = (NATIVE.name, *(name for family in MODELS.values() for name in family.adapter_layouts))
 
 
+@refusing(ConfigError, CheckpointError, DatasetError)
 def main(words: list[str] | None = None) -> int:
     """Run one command; returns its exit code."""
     arguments = parse_arguments(sys.argv[1:] if words is None else words)
-    try:
-        return arguments.command(arguments)
-    except (ConfigError, CheckpointError, DatasetError) as error:
-        print(error, file=sys.stderr)
-        return 2
+    return arguments.command(arguments)
 
 
 def parse_arguments(words: list[str]) -> argparse.Namespace:
     """Parse a command line; `--data.KEY VALUE` are words for the configuration's data."""
-    words, data_words = split_data_words(words)
-    parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    words, data_words = split_keys(words, "data")
+    parser = OneLineParser(description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     command = commands.add_parser("list", help="the checkpoints of a run")

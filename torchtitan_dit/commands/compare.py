@@ -13,12 +13,13 @@ from typing import NoReturn
 
 from torchtitan.files.durable import make_folder, replace_file
 from torchtitan.files.ownership import refuse_foreign_file
-from torchtitan.processes.command_line import OneLineParser, run_program
+from torchtitan.processes.command_line import OneLineParser, at_least, refusing, run_program
 from torchtitan.runs.compare.page import PAGE_START, compare_page
 from torchtitan.runs.compare.published_log import against_log, log_table, read_log
 from torchtitan.runs.record import RunRecordError, read_run, read_runs
 
 
+@refusing(RunRecordError)
 def main(words: list[str] | None = None) -> int:
     arguments = parse_arguments(words)
     try:
@@ -27,9 +28,6 @@ def main(words: list[str] | None = None) -> int:
             return 0
         refuse_foreign_file(arguments.output, PAGE_START.encode())
         runs = read_runs(arguments.runs)
-    except RunRecordError as error:
-        print(error, file=sys.stderr)
-        return 2
     except OSError as error:
         return refuse_output(arguments.output, error)
     page = compare_page(runs, arguments.smoothing)
@@ -50,11 +48,11 @@ def refuse_output(path: Path, error: OSError) -> int:
 
 
 def parse_arguments(words: list[str] | None) -> argparse.Namespace:
-    parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = OneLineParser(description=__doc__)
     add = parser.add_argument
     add("runs", metavar="RUN_FOLDER", type=Path, nargs="+", help="a run's folder, as outputs/digits")
     add("--output", type=Path, default=Path("compare.html"), help="file to write (default: compare.html)")
-    add("--smoothing", type=not_negative, metavar="STEPS",
+    add("--smoothing", type=at_least(0), metavar="STEPS",
         help="steps of the running mean of training loss, gradient norm and loss by timestep; 0: none (default: "
         "3 %% of the longest run)")
     add("--log", type=Path, metavar="FILE",
@@ -64,13 +62,6 @@ def parse_arguments(words: list[str] | None) -> argparse.Namespace:
     if arguments.log and len(arguments.runs) > 1:
         parser.error(f"--log: is compared with one run, and {len(arguments.runs)} are given")
     return arguments
-
-
-def not_negative(text: str) -> int:
-    value = int(text)
-    if value < 0:
-        raise argparse.ArgumentTypeError(f"must not be negative, is {value}")
-    return value
 
 
 def run() -> NoReturn:

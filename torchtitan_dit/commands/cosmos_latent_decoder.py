@@ -12,7 +12,7 @@ import argparse
 import math
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -32,7 +32,7 @@ from torchtitan.distributed.mesh import compute_device
 from torchtitan.files.durable import make_folder, replacing
 from torchtitan.files.weight_files import WeightsError, refuse_existing
 from torchtitan.pictures.grids import save_image
-from torchtitan.processes.command_line import OneLineParser, run_program
+from torchtitan.processes.command_line import OneLineParser, at_least, refusing, run_program
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -74,6 +74,10 @@ class CosmosLatentDecoder:
         return torch.cat([self.autoencoder.decode(part).cpu() for part in latents.split(self.batch_size)])
 
 
+@refusing(
+    AutoencoderError, WeightsError,
+    stopped="interrupted; images that were written stay (resume with --first, or --overwrite them)",
+)  # fmt: skip
 def main(words: list[str] | None = None) -> int:
     words = sys.argv[1:] if words is None else words
     if words and words[0] not in (*VERBS, "-h", "--help"):
@@ -81,18 +85,13 @@ def main(words: list[str] | None = None) -> int:
     arguments = parse_arguments(words)
     try:
         return VERBS[arguments.command](arguments)
-    except (AutoencoderError, WeightsError) as error:
-        print(error, file=sys.stderr)
     except OSError as error:
         print(f"{error.filename or 'output'}: {error.strerror or error}", file=sys.stderr)
-    except KeyboardInterrupt:
-        print("interrupted; images that were written stay (resume with --first, or --overwrite them)", file=sys.stderr)
-        return 130
-    return 2
+        return 2
 
 
 def parse_arguments(words: list[str]) -> argparse.Namespace:
-    parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = OneLineParser(description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True, parser_class=OneLineParser)
     for name, run in VERBS.items():
         add = commands.add_parser(name, help=run.__doc__).add_argument
@@ -115,31 +114,21 @@ def parse_arguments(words: list[str]) -> argparse.Namespace:
             add("--output", type=Path, help="picture to write (default: NAME-reconstruction.png beside the first of IMAGES)")
             add("--pictures", type=at_least(1), default=8, help="images in the picture (default: 8)")
         add("--overwrite", action="store_true", help="replace existing files")
-        add("--autoencoder", choices=tuple(AUTOENCODERS), default="cosmos")
-        add("--path", default="", help="the autoencoder's folder, or its name on the Hugging Face hub")
-        add("--dtype", choices=tuple(DTYPES), help="of compute (default: float32; for cosmos that of its files)")
+        add_autoencoder_options(add, default="cosmos")
         add("--batch-size", type=at_least(1), default=16, help="images at a time (default: 16)")
-        add("--tile", metavar="PIXELS", type=at_least(1), help="side of the tiles that large images are cut into")
-        add("--overlap", metavar="PIXELS", type=at_least(1), help="of neighbouring tiles (default: a quarter of them)")
     arguments = parser.parse_args(words)
     if arguments.overlap is not None and arguments.tile is None:
         parser.error("--overlap: has no effect without --tile")
     return arguments
 
 
-def at_least(lowest: int):
-    """Reader of whole numbers from `lowest` up."""
-
-    def read(text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError:
-            value = lowest - 1
-        if value < lowest:
-            raise argparse.ArgumentTypeError(f"must be a whole number of at least {lowest}, is {text!r}")
-        return value
-
-    return read
+def add_autoencoder_options(add: Callable[..., Any], **required_or_default: Any) -> None:
+    """Add the options of `open_decoder`, without the batch size."""
+    add("--autoencoder", choices=tuple(AUTOENCODERS), **required_or_default)
+    add("--path", default="", help="the autoencoder's folder, or its name on the Hugging Face hub")
+    add("--dtype", choices=tuple(DTYPES), help="of compute (default: float32; for cosmos that of its files)")
+    add("--tile", metavar="PIXELS", type=at_least(1), help="side of the tiles that large images are cut into")
+    add("--overlap", metavar="PIXELS", type=at_least(1), help="of neighbouring tiles (default: a quarter of them)")
 
 
 def factor(text: str) -> float:

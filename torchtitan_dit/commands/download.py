@@ -12,7 +12,6 @@ import os
 import re
 import shutil
 import sys
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -29,7 +28,7 @@ from torchtitan.fidelity.published import PUBLISHED, PublishedWeights
 from torchtitan.files.durable import make_folder, replace_file, sync
 from torchtitan.files.ownership import refuse_foreign_file
 from torchtitan.files.removal import remove_folder
-from torchtitan.processes.command_line import OneLineParser, run_program
+from torchtitan.processes.command_line import OneLineParser, refusing, run_program
 
 CHUNK = 8 << 20  # bytes hashed at once
 UNFINISHED = ".unfinished"
@@ -52,49 +51,8 @@ class RemoteFile:
     git_sha1: str | None = None
 
 
-class Piece(ABC):
-    """Files of one source.
-
-    Attributes:
-        source: repository, or address of the file.
-        kept: key under which a source.json names the source.
-        revision: that is fetched unless another is asked for; "" where there is only one.
-    """
-
-    kept: str
-    revision: str
-
-    @property
-    @abstractmethod
-    def source(self) -> str: ...
-
-    @abstractmethod
-    def description(self) -> tuple[str, str]:
-        """What it is, with size; and source and files."""
-
-    @abstractmethod
-    def command(self, folder: Path, revision: str) -> str:
-        """Command that fetches the same files by hand."""
-
-    @abstractmethod
-    def look_up(self, revision: str) -> tuple[str, list[RemoteFile]]:
-        """Find the commit of a revision ("" where there is none) and its files. Raises OSError, DownloadError."""
-
-    @abstractmethod
-    def receive(self, file: RemoteFile, commit: str, content: BinaryIO) -> None:
-        """Receive the missing part of a file, with a progress bar. Raises OSError.
-
-        Args:
-            content: what there is already, open at its end.
-        """
-
-    @abstractmethod
-    def record(self, commit: str) -> dict[str, str]:
-        """Record of the source for source.json; the first key is `kept`."""
-
-
 @dataclass(frozen=True)
-class HubPiece(Piece):
+class HubPiece:
     """Files of one repository on the Hugging Face hub.
 
     Attributes:
@@ -110,22 +68,24 @@ class HubPiece(Piece):
     kind: str = "model"
     revision: str = "main"
     sha256: tuple[tuple[str, str], ...] = ()
-    kept = "repository"
 
     @property
     def source(self) -> str:
         return self.repository
 
     def description(self) -> tuple[str, str]:
+        """Describe it with its size; and source and files."""
         commit = "the newest commit" if self.revision == "main" else f"commit {self.revision[:12]}"
         return self.what, f"{self.repository}, {commit}: {', '.join(self.files)}"
 
     def command(self, folder: Path, revision: str) -> str:
+        """Command that fetches the same files by hand."""
         options = "" if self.kind == "model" else f" --repo-type {self.kind}"
         options += "" if revision == "main" else f" --revision {revision}"
         return f"hf download {self.repository} {' '.join(self.files)}{options} --local-dir {folder}"
 
     def look_up(self, revision: str) -> tuple[str, list[RemoteFile]]:
+        """Find the commit of a revision and its files. Raises OSError, DownloadError."""
         try:
             from huggingface_hub import HfApi
         except ImportError as error:
@@ -146,6 +106,7 @@ class HubPiece(Piece):
         return info.sha, files
 
     def receive(self, file: RemoteFile, commit: str, content: BinaryIO) -> None:
+        """Receive what `content`, open at its end, lacks of a file, with a progress bar. Raises OSError."""
         from huggingface_hub import hf_hub_url
         from huggingface_hub.file_download import http_get  # hf_hub_download begins anew in every process
         from huggingface_hub.utils import build_hf_headers
@@ -156,11 +117,12 @@ class HubPiece(Piece):
             http_get(url, content, resume_size=content.tell(), headers=headers, expected_size=file.size)
 
     def record(self, commit: str) -> dict[str, str]:
+        """Record of the source for source.json."""
         return {"repository": self.repository, "kind": self.kind, "commit": commit}
 
 
 @dataclass(frozen=True)
-class WebPiece(Piece):
+class WebPiece:
     """File of weights on the web, of known content.
 
     Attributes:
@@ -170,7 +132,6 @@ class WebPiece(Piece):
 
     weights: PublishedWeights
     open_url: Callable[..., Any] = urlopen
-    kept = "url"
     revision = ""
 
     @property
@@ -211,6 +172,7 @@ class WebPiece(Piece):
         return {"url": self.weights.url}
 
 
+Piece = HubPiece | WebPiece
 JIT = ("encoder.jit", "decoder.jit")
 VAE_WEIGHTS = "diffusion_pytorch_model.safetensors"
 VAE = ("config.json", VAE_WEIGHTS)
@@ -234,26 +196,19 @@ PIECES: dict[str, Piece] = {
 }  # fmt: skip
 
 
+@refusing(DownloadError, stopped="interrupted; the same command resumes")
 def main(words: list[str] | None = None) -> int:
     arguments = parse_arguments(words)
     if arguments.list:
         print(table())
         return 0
-    try:
-        for name in arguments.names:
-            fetch(name, arguments.output / name, arguments.revision)
-    except DownloadError as error:
-        print(error, file=sys.stderr)
-    except KeyboardInterrupt:
-        print("interrupted; the same command resumes", file=sys.stderr)
-        return 130
-    else:
-        return 0
-    return 2
+    for name in arguments.names:
+        fetch(name, arguments.output / name, arguments.revision)
+    return 0
 
 
 def parse_arguments(words: list[str] | None) -> argparse.Namespace:
-    parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = OneLineParser(description=__doc__)
     add = parser.add_argument
     add("names", nargs="*", metavar="NAME", help="names of the downloads")
     add("--list", action="store_true", help="show the names, and stop")
@@ -283,7 +238,7 @@ def fetch(name: str, folder: Path, revision: str | None) -> None:
     piece = PIECES[name]
     revision = revision or piece.revision
     try:
-        refuse_foreign_file(folder / SOURCE_FILE, f'{{\n "{piece.kept}": '.encode())
+        refuse_foreign_file(folder / SOURCE_FILE, f'{{\n "{next(iter(piece.record("")))}": '.encode())
         commit, files = piece.look_up(revision)
         for file in files:
             fetch_file(piece, file, folder, commit)

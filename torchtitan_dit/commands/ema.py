@@ -19,8 +19,7 @@ from torchtitan.distributed.config import CommConfig
 from torchtitan.distributed.mesh import compute_device, init_process_group, process_group
 from torchtitan.errors import EvaluationError
 from torchtitan.files.weight_files import WeightsError, refuse_existing
-from torchtitan.processes.command_line import FirstRankParser, exit_code, interrupt_by_signals
-from torchtitan.processes.exit_codes import before_exit
+from torchtitan.processes.command_line import FirstRankParser, interrupt_by_signals, refusing, run_rank
 from torchtitan.programs import program
 from torchtitan.sampling.ema_sweep import LOSS, sweep
 from torchtitan.training.ema_snapshots import EMA_FOLDER
@@ -29,23 +28,15 @@ from torchtitan.weights.post_hoc_ema import MAX_ERROR, check_std, reconstruct, s
 FIRST = os.environ.get("RANK", "0") == "0"
 
 
+@refusing(AutoencoderError, ConfigError, CheckpointError, DatasetError, EvaluationError)
 def main(words: list[str] | None = None) -> int:
     """Run one command; returns its exit code."""
     arguments = parse_arguments(words)
-    try:
-        return arguments.command(arguments)
-    except (AutoencoderError, ConfigError, CheckpointError, DatasetError, EvaluationError) as error:
-        if FIRST:
-            print(error, file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        if FIRST:
-            print("stopped", file=sys.stderr)
-        return 130
+    return arguments.command(arguments)
 
 
 def parse_arguments(words: list[str] | None) -> argparse.Namespace:
-    parser = FirstRankParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = FirstRankParser(description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     command = commands.add_parser("reconstruct", help="write the weights of an average of any length to a file")
@@ -127,6 +118,4 @@ def run() -> NoReturn:
     """Run as a program, and end the process."""
     logging.basicConfig(level=logging.WARNING)
     interrupt_by_signals()
-    code = exit_code(main)
-    before_exit(code)
-    os._exit(code)  # a gloo thread may abort the interpreter while it shuts down
+    run_rank(main)

@@ -15,18 +15,15 @@ from torchtitan.estimate.devices import DEVICES, Device
 from torchtitan.estimate.memory import estimate_memory, model_on_meta
 from torchtitan.estimate.report import as_record, as_text
 from torchtitan.estimate.roofline import Efficiency, estimate_step_time
-from torchtitan.processes.command_line import OneLineParser, run_program
+from torchtitan.processes.command_line import OneLineParser, at_least, positive, refusing, run_program
 
 
+@refusing(ConfigError)
 def main(words: list[str] | None = None) -> int:
     arguments, overrides = parse_arguments(words)
-    try:
-        words, note = without_data(["--job.config_file", arguments.config, *overrides])
-        on_gpu = arguments.device.name != "CPU"
-        config = load_config(words, arguments.world_size, elsewhere=on_gpu)
-    except ConfigError as error:
-        print(error, file=sys.stderr)
-        return 2
+    words, note = without_data(["--job.config_file", arguments.config, *overrides])
+    on_gpu = arguments.device.name != "CPU"
+    config = load_config(words, arguments.world_size, elsewhere=on_gpu)
     if note:
         print(note, file=sys.stderr)
     if config.float8.enable and not config.float8.emulate and arguments.device.tflops_float8 is None:
@@ -47,19 +44,16 @@ def main(words: list[str] | None = None) -> int:
 
 def parse_arguments(words: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
     """Parse arguments, `device` as a Device, and the words of the configuration."""
-    parser = OneLineParser(
-        prog="estimate.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = OneLineParser(prog="estimate.py", description=__doc__, allow_abbrev=False)
     add, known = parser.add_argument, Efficiency()
     add("config", metavar="CONFIG", help="TOML file of the run")
-    add("--world-size", type=_count, required=True, metavar="N", help="processes")
+    add("--world-size", type=at_least(1), required=True, metavar="N", help="processes")
     add("--device", required=True, metavar="NAME", help=f"{', '.join(DEVICES)}, or CPU with the five numbers below")
-    add("--memory", type=_positive, metavar="GIB", help="memory of each process")
-    add("--tflops", type=_positive, help="peak of matrix products in the run's precision, TFLOP/s")
-    add("--memory-bandwidth", type=_positive, metavar="GB_PER_S", help="of the memory")
-    add("--node-bandwidth", type=_positive, metavar="GB_PER_S", help="between processes of a node; 8 are one")
-    add("--network-bandwidth", type=_positive, metavar="GB_PER_S", help="between nodes, per process")
+    add("--memory", type=positive, metavar="GIB", help="memory of each process")
+    add("--tflops", type=positive, help="peak of matrix products in the run's precision, TFLOP/s")
+    add("--memory-bandwidth", type=positive, metavar="GB_PER_S", help="of the memory")
+    add("--node-bandwidth", type=positive, metavar="GB_PER_S", help="between processes of a node; 8 are one")
+    add("--network-bandwidth", type=positive, metavar="GB_PER_S", help="between nodes, per process")
     add("--compute", type=_share, default=known.compute, help=f"share of the compute peak (default: {known.compute})")
     add("--bandwidth", type=_share, default=known.memory, help=f"share of the memory's (default: {known.memory})")
     add("--link", type=_share, default=known.link, help=f"share of the links' (default: {known.link})")
@@ -89,24 +83,10 @@ def _device(parser: OneLineParser, arguments: argparse.Namespace) -> Device:
     )  # fmt: skip
 
 
-def _positive(text: str) -> float:
-    value = float(text)
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"must be positive, is {text}")
-    return value
-
-
 def _share(text: str) -> float:
-    value = _positive(text)
+    value = positive(text)
     if value > 1:
         raise argparse.ArgumentTypeError(f"must be at most 1, is {text}")
-    return value
-
-
-def _count(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, is {text}")
     return value
 
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from torchtitan.autoencoders.base import AutoencoderError
 from torchtitan.checkpoint.checkpointer import CheckpointError
-from torchtitan.config.job import ConfigError, load_data_section, split_data_words
+from torchtitan.config.job import ConfigError, load_data_section
 from torchtitan.data import DATASETS, DatasetError
 from torchtitan.distributed.collectives import from_first_rank, group_for_work, on_all_ranks
 from torchtitan.distributed.config import CommConfig
@@ -44,13 +44,14 @@ from torchtitan.fidelity.measuring import (
 from torchtitan.fidelity.npz import NPZ_SUFFIX
 from torchtitan.fidelity.references import REFERENCES, Reference, kept_outputs, open_reference, write_reference
 from torchtitan.fidelity.results import EVALUATION_FILE, EvaluationFile, describe, finite_values, table_lines
-from torchtitan.processes.command_line import FirstRankParser, exit_code, interrupt_by_signals
-from torchtitan.processes.exit_codes import FAILED, REFUSED, before_exit
+from torchtitan.processes.command_line import FirstRankParser, at_least, interrupt_by_signals, run_rank
+from torchtitan.processes.exit_codes import FAILED, REFUSED
 from torchtitan.programs import program
 from torchtitan.runs.folder import versions
 from torchtitan.sampling.method_options import option
 from torchtitan.sampling.run_samples import draw_samples, is_run, log_scalars, origin
 from torchtitan.sampling.setup import SamplingSetup, add_setup_options, chosen_classes, open_setup
+from torchtitan.settings.sources import split_keys
 
 FIRST = os.environ.get("RANK", "0") == "0"
 UNUSABLE = (AutoencoderError, CheckpointError, ConfigError, DatasetError, EvaluationError, SampleSetError)
@@ -67,7 +68,7 @@ def main(words: list[str] | None = None) -> int:
     words = sys.argv[1:] if words is None else words
     try:
         if words[:1] == ["reference"]:
-            own, of_data = split_data_words(words[1:])
+            own, of_data = split_keys(words[1:], "data")
             arguments = parse_reference(own)
             init_process_group(CommConfig())
             make_reference(arguments, of_data)
@@ -95,15 +96,13 @@ def main(words: list[str] | None = None) -> int:
 
 
 def parse_evaluation(words: list[str]) -> argparse.Namespace:
-    parser = FirstRankParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = FirstRankParser(description=__doc__, allow_abbrev=False)
     add = parser.add_argument
     add("source", type=Path, metavar="RUN|FOLDER|NPZ", help="a run, a file of weights (with --config), or images")
     add("--reference", metavar="REF", help="name of a reference, or path of one, of an npz file or of images")
     add("--metrics", help="names with commas between (default: fid,kid,is,prdc; fd instead of fid where --extractor is given)")
     add("--held-out", metavar="REF", help="images that were not trained on, for the threshold of memorisation")
-    add("--seed", type=int, default=0, help="of subsets and intervals (default: 0)")
+    add("--seed", type=at_least(0), default=0, help="of subsets and intervals (default: 0)")
     add("--allow-small", action="store_true", help="measure covariances of fewer images than features")
     add("--output", type=Path, metavar="FILE.json", help="file of the results (default: RUN/evaluation.json)")
     add_extractor_options(parser, "network of the features of metrics that do not name their own")
@@ -148,7 +147,8 @@ def add_extractor_options(parser: argparse.ArgumentParser, text: str) -> None:
     add("--extractor", metavar="NAME", help=f"{text} (default: {DEFAULT_EXTRACTOR})")
     add("--weights", action="append", default=[], metavar="[NAME=]FILE", help="of an extractor, if not where "
         f"{program('download')} puts them; once for each extractor")
-    add("--feature-batch-size", type=int, default=BATCH_SIZE, help=f"images at a time, of features (default: {BATCH_SIZE})")
+    add("--feature-batch-size", type=at_least(1), default=BATCH_SIZE,
+        help=f"images at a time, of features (default: {BATCH_SIZE})")
 
 
 def evaluate(arguments: argparse.Namespace) -> None:
@@ -200,15 +200,7 @@ def request_of(arguments: argparse.Namespace) -> Request:
     metrics = known_metrics(arguments.metrics)
     if "fid" in metrics and extractor != DEFAULT_EXTRACTOR:
         raise EvaluationError(f"--metrics: fid is of {DEFAULT_EXTRACTOR} features (with --extractor {extractor} it is fd)")
-    check_batch_size(arguments)
-    if not 0 <= arguments.seed < 2**63:
-        raise EvaluationError(f"--seed: must be in 0..2^63 - 1, is {arguments.seed}")
     return Request(metrics, extractor, arguments.allow_small, arguments.seed, str(compute_device()))
-
-
-def check_batch_size(arguments: argparse.Namespace) -> None:
-    if arguments.feature_batch_size < 1:
-        raise EvaluationError(f"--feature-batch-size: must be at least 1, is {arguments.feature_batch_size}")
 
 
 def refuse_drawing_options(arguments: argparse.Namespace) -> None:
@@ -273,7 +265,6 @@ def default_output(source: Path) -> Path:
 
 def make_reference(arguments: argparse.Namespace, data_words: list[str]) -> None:
     """Make a reference. Raises UNUSABLE, OSError."""
-    check_batch_size(arguments)
     path = arguments.output or REFERENCES / f"{arguments.name}{NPZ_SUFFIX}"
     if path.suffix != NPZ_SUFFIX:
         raise EvaluationError(f"--output: {path} is no name of a {NPZ_SUFFIX} file")
@@ -309,6 +300,4 @@ def source_of(arguments: argparse.Namespace, data_words: list[str]) -> ImageSet:
 def run() -> NoReturn:
     """Run as a program, and end the process."""
     interrupt_by_signals()
-    code = exit_code(main)
-    before_exit(code)
-    os._exit(code)  # a gloo thread may abort the interpreter while it shuts down
+    run_rank(main)

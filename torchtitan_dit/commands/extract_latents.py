@@ -24,9 +24,8 @@ os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 import torch
 import torch.distributed as dist
 
-from torchtitan.autoencoders import AUTOENCODERS
 from torchtitan.autoencoders.base import Autoencoder, AutoencoderError
-from torchtitan.config.job import ConfigError, load_data_section, split_data_words
+from torchtitan.config.job import ConfigError, load_data_section
 from torchtitan.data.base import DataConfig, DatasetError
 from torchtitan.distributed.collectives import group_for_work, on_all_ranks
 from torchtitan.distributed.config import CommConfig
@@ -50,12 +49,13 @@ from torchtitan.extraction.store_verbs import VERBS, run_verb
 from torchtitan.files.regular import read_toml, user_path
 from torchtitan.latents.captions import CAPTION_DTYPES
 from torchtitan.latents.index import MOST_SHARDS
-from torchtitan.processes.command_line import FirstRankParser, exit_code, interrupt_by_signals, readable_size
-from torchtitan.processes.exit_codes import FAILED, REFUSED, before_exit
+from torchtitan.processes.command_line import FirstRankParser, at_least, interrupt_by_signals, readable_size, run_rank
+from torchtitan.processes.exit_codes import FAILED, REFUSED
 from torchtitan.processes.launch import launch_number
+from torchtitan.settings.sources import split_keys
 from torchtitan.texts import TextEncoderError, TextEncoders, open_encoders
 from torchtitan.texts.opening import OPTIONS
-from torchtitan_dit.commands.cosmos_latent_decoder import DTYPES, CosmosLatentDecoder, at_least
+from torchtitan_dit.commands.cosmos_latent_decoder import DTYPES, add_autoencoder_options, open_decoder
 
 UNUSABLE = (AutoencoderError, DatasetError, LatentStoreError, TextEncoderError, OSError)
 TEXT_LENGTH = 256
@@ -88,7 +88,7 @@ def extract(arguments: argparse.Namespace, data_words: list[str]) -> int:
         group = group_for_work()
         options = options_of(arguments, config)
         sources = on_all_ranks(lambda: open_sources(config, info, arguments.split), UNUSABLE, group)
-        autoencoder = on_all_ranks(lambda: open_autoencoder(arguments), UNUSABLE, group)
+        autoencoder = on_all_ranks(lambda: open_decoder(arguments).autoencoder, UNUSABLE, group)
         encoders = on_all_ranks(lambda: open_text_encoders(arguments), UNUSABLE, group)
         captions = caption_options(arguments)
         plan = functools.partial(plan_stores, arguments.output, sources, autoencoder, encoders, options, captions)
@@ -146,16 +146,10 @@ def write_and_report(
 
 def parse_arguments(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Parse the command's own options, and those of the dataset."""
-    parser = FirstRankParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = FirstRankParser(description=__doc__, allow_abbrev=False)
     add = parser.add_argument
     add("--output", type=user_path, required=True, metavar="STORE", help="folder to write, or to resume")
-    add("--autoencoder", choices=tuple(AUTOENCODERS), required=True)
-    add("--path", default="", help="the autoencoder's folder, or its name on the Hugging Face hub")
-    add("--dtype", choices=tuple(DTYPES), help="of compute (default: float32; for cosmos that of its files)")
-    add("--tile", metavar="PIXELS", type=at_least(1), help="side of the tiles that large images are cut into")
-    add("--overlap", metavar="PIXELS", type=at_least(1), help="of neighbouring tiles (default: a quarter of them)")
+    add_autoencoder_options(add, required=True)
     add("--config", metavar="FILE", help="TOML file whose [data] section the --data keys override")
     add("--split", choices=("train", "validation", "all"), default="train",
         help="of the dataset; all: training images, then held-out ones (default: train)")
@@ -189,7 +183,7 @@ def parse_arguments(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
         "captions of the classes, or of the first images)")
     add("--part", type=part_of, default=WHOLE, metavar="K/N", help="write every N-th file only, from the K-th on; when all N "
         "parts are written, a start without --part writes the index")
-    own, data_words = split_data_words(words)
+    own, data_words = split_keys(words, "data")
     arguments = parser.parse_args(own)
     if bool(arguments.text_encoder) != bool(arguments.pooled_encoder):
         given, other = OPTIONS.values() if arguments.text_encoder else reversed(OPTIONS.values())
@@ -243,13 +237,6 @@ def options_of(arguments: argparse.Namespace, config: DataConfig) -> ExtractionO
         max_skipped_share=config.max_corrupt_share,
         part=arguments.part,
     )
-
-
-def open_autoencoder(arguments: argparse.Namespace) -> Autoencoder:
-    return CosmosLatentDecoder(
-        arguments.path, arguments.autoencoder, DTYPES.get(arguments.dtype), tile=arguments.tile,
-        overlap=arguments.overlap,
-    ).autoencoder  # fmt: skip
 
 
 def open_text_encoders(arguments: argparse.Namespace) -> TextEncoders | None:
@@ -312,6 +299,4 @@ def run() -> NoReturn:
     """Run as a program, and end the process."""
     if "WORLD_SIZE" not in os.environ:  # torchrun ends its ranks itself
         interrupt_by_signals()
-    code = exit_code(main)
-    before_exit(code)
-    os._exit(code)  # a gloo thread may abort the interpreter while it shuts down
+    run_rank(main)

@@ -10,15 +10,13 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
-from torchtitan.processes.command_line import OneLineParser, run_program
+from torchtitan.processes.command_line import OneLineParser, at_least, refusing, run_program
 from torchtitan.runs.analysis.collect import NoRuns
 from torchtitan.runs.analysis.findings import headlines
 from torchtitan.runs.analysis.report import analyse, refuse_other_files, write_report
-from torchtitan.terminal import shortened
-
-LONGEST_LINE = 1000  # characters printed of a remark or a headline
 
 
+@refusing(NoRuns)
 def main(words: list[str] | None = None) -> int:
     arguments = parse_arguments(words)
     folder = arguments.out or arguments.folders[0] / "analysis"
@@ -26,37 +24,25 @@ def main(words: list[str] | None = None) -> int:
         refuse_other_files(folder)  # before everything is read
         results = analyse(arguments.folders, arguments.warmup_steps, progress=True)
         files = write_report(results, folder)
-    except NoRuns as error:
-        print(shortened(str(error), LONGEST_LINE), file=sys.stderr)
-        return 2
     except OSError as error:
-        place = shortened(str(error.filename or folder))
-        print(f"{place}: cannot be written: {error.strerror or error} (give another --out)", file=sys.stderr)
+        print(f"{error.filename or folder}: cannot be written: {error.strerror or error} (give another --out)", file=sys.stderr)
         return 2
     for remark in results.remarks:
-        print(shortened(remark, LONGEST_LINE), file=sys.stderr)
-    print(shortened("\n".join(headlines(results)), LONGEST_LINE))
+        print(remark, file=sys.stderr)
+    print("\n".join(headlines(results)))
     print(f"{folder}: {len(files)} files, analysis.md shows all of them")
     return 0
 
 
 def parse_arguments(words: list[str] | None) -> argparse.Namespace:
-    parser = OneLineParser(
-        prog="optimization_analysis.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = OneLineParser(prog="optimization_analysis.py", description=__doc__)
     add = parser.add_argument
     add("folders", metavar="FOLDER", type=Path, nargs="+", help="a sweep's folder, or any above run folders, as "
         "outputs; several are analysed together")
     add("--out", type=Path, metavar="DIR", help="folder of the results (default: analysis in the first FOLDER)")
-    add("--warmup-steps", type=not_negative, metavar="N",
+    add("--warmup-steps", type=at_least(0), metavar="N",
         help="steps left out at the start of every run (default: its sweep's setting, else a tenth of its steps)")
     return parser.parse_args(words)
-
-
-def not_negative(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"must be a whole number, 0 or more, is {text!r}")
-    return int(text)
 
 
 def run() -> NoReturn:

@@ -28,8 +28,7 @@ from torchtitan.evaluation.sample_sets import SampleSet, draw_set
 from torchtitan.evaluation.sampling import ImageSampler, grid_choices
 from torchtitan.files.durable import replacing
 from torchtitan.pictures.grids import class_labels, image_grid, save_image
-from torchtitan.processes.command_line import FirstRankParser, exit_code
-from torchtitan.processes.exit_codes import before_exit
+from torchtitan.processes.command_line import FirstRankParser, at_least, run_rank
 from torchtitan.sampling.method_options import option
 from torchtitan.sampling.prompts import add_prompt_options, check_prompted, places, with_prompts
 from torchtitan.sampling.setup import SamplingSetup, add_setup_options, beside, chosen_classes, open_setup
@@ -65,14 +64,14 @@ def main() -> int:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = FirstRankParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = FirstRankParser(description=__doc__)
     add = parser.add_argument
     add("source", type=Path, help="a run's folder, a safetensors file of weights, or a folder of diffusers")
     add("--classes", nargs="+", help="names or numbers of classes: one row of the grid each (default: the run's), or those of a "
         "set, by turns (default: drawn for each seed)")
     add_prompt_options(parser)
-    add("--images-per-class", type=int, help="columns of the grid (default: 8)")
-    add("--seed", type=int, help="of the grid's noise (default: 0)")
+    add("--images-per-class", type=at_least(1), help="columns of the grid (default: 8)")
+    add("--seed", type=at_least(0), help="of the grid's noise (default: 0)")
     add("--count", type=int, help="draw a set of this many images")
     add("--seeds", metavar="SEEDS", help="draw a set of these seeds, as 0-49999 or 1,5,10-19 (default: 0 to count - 1)")
     add_setup_options(parser)
@@ -105,10 +104,6 @@ def check(arguments: argparse.Namespace, setup: SamplingSetup) -> None:
         arguments.classes = list(range(len(arguments.prompt)))
     elif arguments.classes is None:
         arguments.classes = [] if arguments.set else config.sampling.classes
-    if arguments.images_per_class < 1:
-        raise WeightsError(f"--images-per-class: must be at least 1, is {arguments.images_per_class}")
-    if not 0 <= arguments.seed < 2**64:
-        raise WeightsError(f"--seed: must be in 0..2^64 - 1, is {arguments.seed}")
     arguments.classes = chosen_classes(arguments.classes, setup.trained)
 
 
@@ -202,6 +197,4 @@ def draw_grid(arguments: argparse.Namespace, setup: SamplingSetup) -> None:
 def run() -> NoReturn:
     """Run as a program, and end the process."""
     logging.basicConfig(level=logging.WARNING)
-    code = exit_code(main)
-    before_exit(code)
-    os._exit(code)  # a gloo thread may abort the interpreter while it shuts down
+    run_rank(main)

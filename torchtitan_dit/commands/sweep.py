@@ -5,44 +5,42 @@ sweep that was stopped, in any way, resumes when it is started again. See docs/s
 """
 
 import argparse
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import NoReturn
 
-from torchtitan.experiments.command_lines import run_name
 from torchtitan.experiments.folder import ExperimentError
 from torchtitan.experiments.grid import read_sweep
-from torchtitan.experiments.launchers.choice import Launching, add_launcher_options, assignment, positive
+from torchtitan.experiments.launchers.choice import Launching, add_launcher_options
 from torchtitan.experiments.record import SweepFolder
 from torchtitan.experiments.runner import SweepPlan, plan_sweep, run_sweep
 from torchtitan.pictures.number_text import counted
-from torchtitan.processes.command_line import OneLineParser, interrupt_by_signals, run_program
+from torchtitan.processes.command_line import (
+    OneLineParser,
+    assignment,
+    at_least,
+    interrupt_by_signals,
+    refusing,
+    run_program,
+)
 
 _UNSUCCESSFUL = ("failed", "timeout", "killed")  # nothing is known of the cell; oom, refused and skipped are results
 
 
+@refusing(ExperimentError, stopped="stopped; the same command resumes")
 def main(words: list[str] | None = None) -> int:
     arguments = parse_arguments(words)
     launching = Launching(arguments.launcher, arguments.jobs, dict(arguments.slurm))
-    try:
-        sweep = read_sweep(arguments.sweep)
-        sweep.settings.repeats = arguments.repeats or sweep.settings.repeats
-        folder = SweepFolder(arguments.output or Path("outputs") / sweep.settings.name)
-        plan = plan_sweep(
-            sweep, folder, only=_by_axis(arguments.only), retry_failed=arguments.retry_failed,
-            elsewhere=launching.elsewhere,
-        )  # fmt: skip
-        if arguments.dry_run:
-            show(plan)
-            return 0
-        run_sweep(sweep, folder, plan, launching)
-    except ExperimentError as error:
-        print(error, file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("stopped; the same command resumes", file=sys.stderr)
-        return 130
+    sweep = read_sweep(arguments.sweep)
+    sweep.settings.repeats = arguments.repeats or sweep.settings.repeats
+    folder = SweepFolder(arguments.output or Path("outputs") / sweep.settings.name)
+    plan = plan_sweep(
+        sweep, folder, only=_by_axis(arguments.only), retry_failed=arguments.retry_failed, elsewhere=launching.elsewhere
+    )
+    if arguments.dry_run:
+        show(plan)
+        return 0
+    run_sweep(plan, launching)
     rows = [plan.rows[task.key] for task in plan.tasks]
     for row in rows:
         print(f"{row['status']:<8}  {row['name']}  {row['reason']}".rstrip())
@@ -57,17 +55,17 @@ def show(plan: SweepPlan) -> None:
     missing = {task.key for task in plan.missing}
     for task in plan.tasks:
         state = plan.rows[task.key]["status"] if task.key not in missing else "to run"
-        print(f"{run_name(task.cell, task.repeat)}  {counted(task.cell.processes, 'process', 'es')}  {state}")
+        print(f"{task.name}  {counted(task.cell.processes, 'process', 'es')}  {state}")
     print(f"{counted(len(plan.tasks), 'run')}, {len(missing)} to run")
 
 
 def parse_arguments(words: list[str] | None) -> argparse.Namespace:
-    parser = OneLineParser(prog="sweep.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = OneLineParser(prog="sweep.py", description=__doc__)
     add = parser.add_argument
     add("sweep", metavar="SWEEP.toml", type=Path, help="a file as those in train_configs/sweeps")
     add("--only", type=assignment, action="append", default=[], metavar="AXIS=VALUE", help="run these cells only; "
         "may be given several times")
-    add("--repeats", type=positive, metavar="N", help="runs of each cell with different seeds (default: the file's)")
+    add("--repeats", type=at_least(1), metavar="N", help="runs of each cell with different seeds (default: the file's)")
     add("--retry-failed", action="store_true", help="repeat runs that failed, timed out, were killed or refused")
     add("--dry-run", action="store_true", help="check everything and list the runs; nothing is written")
     add("--output", type=Path, metavar="FOLDER", help="of the results (default: outputs/<sweep>)")

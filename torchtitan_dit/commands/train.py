@@ -15,8 +15,8 @@ from typing import NoReturn
 
 from torchtitan.config.job import ConfigError, JobConfig, help_text, load_config, report_and_exit
 from torchtitan.estimate.pixels import pixel_warning
-from torchtitan.processes.command_line import exit_code
-from torchtitan.processes.exit_codes import REFUSED, before_exit
+from torchtitan.processes.command_line import run_rank
+from torchtitan.processes.exit_codes import REFUSED
 from torchtitan.processes.launch import CHECKED, launch_number
 from torchtitan.training.schedules import warmup_problems
 
@@ -104,15 +104,15 @@ def _help(topics: list[str]) -> int:
     return 0
 
 
-def run() -> NoReturn:
-    """Run as a program, and end the process."""
+def _interruptible() -> int:
     try:
-        code = exit_code(lambda: main(sys.argv[1:]))
+        return main(sys.argv[1:])
     except KeyboardInterrupt:  # where training does not listen to it: before its first step, and after its last
         if os.environ.get("RANK", "0") == "0":
             print("interrupted; the same command starts or resumes the run", file=sys.stderr)
-        code = 128 + signal.SIGINT
-    logging.shutdown()
-    before_exit(code)
-    # A gloo thread may abort the interpreter while it shuts down.
-    os._exit(code)
+        return 128 + signal.SIGINT
+
+
+def run() -> NoReturn:
+    """Run as a program, and end the process."""
+    run_rank(_interruptible)

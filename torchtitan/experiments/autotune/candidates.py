@@ -1,41 +1,14 @@
 """Candidate batch sizes of a configuration: multiples, or divisors of a given global batch size."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from torchtitan.config.job import ConfigError, JobConfig
-from torchtitan.distributed.degrees import DEGREE_KEYS
-from torchtitan.settings.sources import read_command_line, read_toml
 
 _GLOBAL = "training.global_batch_size"
 
 
 class AutotuneRefused(Exception):
     """Search that cannot begin with the given options; the message is one line."""
-
-
-def given_global_batch_size(arguments: list[str]) -> int | None:
-    """Global batch size given by the command line or else the file; None where it follows from the local one."""
-    return _given_count(arguments, _GLOBAL)
-
-
-def data_ranks_of(arguments: list[str], processes: int) -> int:
-    """Ranks with images of their own, of so many processes; those that the degrees do not divide load_config refuses."""
-    return max(processes // (_given_count(arguments, DEGREE_KEYS[2]) or 1), 1)
-
-
-def _given_count(arguments: list[str], key: str) -> int | None:
-    """Number above 0 given by the command line or else the file; load_config refuses what is no number."""
-    flags, _ = read_command_line(arguments)
-    document, _ = read_toml(flags["job.config_file"]) if "job.config_file" in flags else ({}, [])
-    section, _, name = key.partition(".")
-    table = document.get(section)
-    text: Any = flags.get(key, table.get(name) if isinstance(table, dict) else None)
-    try:
-        value = int(text)
-    except (TypeError, ValueError):
-        return None
-    return value if value > 0 else None
 
 
 def candidates_of(
@@ -45,10 +18,6 @@ def candidates_of(
 
     Args:
         config_with: local batch size -> configuration; raises ConfigError where it cannot run.
-        whole: the global batch size, None if it follows.
-        ranks: of the run, with images of their own.
-        multiple_of: divides every candidate.
-        largest: bound of the candidates.
 
     Returns:
         one or more, rising.

@@ -2,15 +2,15 @@
 
 import json
 import tempfile
-import threading
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from torchtitan.config.job import JobConfig, dump_config, load_config
+from torchtitan.config.job import JobConfig, load_config
 from torchtitan.experiments.outcome import Outcome
-from torchtitan.experiments.process import run_processes
+from torchtitan.experiments.process import repeat_killed, run_processes
 from torchtitan.files.regular import read_regular
+from torchtitan.settings.record import dump_config
 from torchtitan.training.schedules import largest_growth
 
 _STEPS = 4
@@ -43,27 +43,6 @@ class Probe:
         return self.status == "ok" and within and self.num_alloc_retries == 0
 
 
-@dataclass(frozen=True)
-class ProbeProcesses:
-    """Processes of a probe and their limits.
-
-    Attributes:
-        processes: their number.
-        timeout_s: seconds after which a probe has failed.
-        log: file for the output of the latest probe.
-        memory_limit_gib: of each process's data, None for none.
-        devices: numbers of the CUDA devices to use, None for all.
-        stop: set from another thread, ends the probe.
-    """
-
-    processes: int
-    timeout_s: float
-    log: Path
-    memory_limit_gib: float | None = None
-    devices: list[int] | None = None
-    stop: threading.Event | None = None
-
-
 class ProbeFailed(Exception):
     """Probe that ended otherwise than by running or by running out of memory; no answer on the batch size."""
 
@@ -78,10 +57,6 @@ def probe_config(config: JobConfig, processes: int, folder: Path) -> tuple[JobCo
 
     It takes the same steps, without checkpoints, samples, validation, traces and event files. Two microbatches per
     step represent any number of them, also of a batch that grows: the second one has the accumulated gradients in memory.
-
-    Args:
-        config: with the batch size to try, resolved.
-        folder: of the run; its configuration is written there.
 
     Returns:
         the configuration of the short run, and its command line.
@@ -120,8 +95,8 @@ def probe_config(config: JobConfig, processes: int, folder: Path) -> tuple[JobCo
     return load_config(words, processes), words
 
 
-def run_probe(config: JobConfig, how: ProbeProcesses) -> Probe:
-    """Probe the batch size of a configuration.
+def run_probe(config: JobConfig, *, processes: int, log: Path, **options: Any) -> Probe:
+    """Probe the batch size of a configuration; further options are those of `run_processes`.
 
     Raises:
         ProbeFailed: it failed for another reason than memory.
@@ -130,15 +105,12 @@ def run_probe(config: JobConfig, how: ProbeProcesses) -> Probe:
     batch_size = config.training.local_batch_size
     with tempfile.TemporaryDirectory(prefix="autotune-") as name:
         folder = Path(name)
-        _, words = probe_config(config, how.processes, folder)
-        outcome = run_processes(
-            words, processes=how.processes, timeout_s=how.timeout_s, log=how.log, memory_limit_gib=how.memory_limit_gib,
-            devices=how.devices, stop=how.stop,
-        )  # fmt: skip
+        _, words = probe_config(config, processes, folder)
+        outcome = repeat_killed(lambda: run_processes(words, processes=processes, log=log, **options), log)
         if outcome.status == "oom":
             return Probe(batch_size, "oom", None, None, None, round(outcome.seconds, 1))
         if outcome.status != "ok":
-            raise ProbeFailed(batch_size, outcome, how.log)
+            raise ProbeFailed(batch_size, outcome, log)
         summary = json.loads(read_regular(folder / _RUN_NAME / "summary.json"))
     return Probe(
         batch_size, "ok",

@@ -16,12 +16,7 @@ class RecordError(Exception):
 
 
 class SearchRecord:
-    """Record `<folder>/<hash>.json`: the question, every probe and, at the end, the batch size found.
-
-    Attributes:
-        probes: in the order in which they were made.
-        batch_size: the answer; None while there is none.
-    """
+    """Record `<folder>/<hash>.json`: the question, every probe and, at the end, the batch size found."""
 
     def __init__(self, folder: Path, question: dict[str, Any]) -> None:
         """question: all that the probes and the answer depend on, as JSON has it."""
@@ -44,7 +39,7 @@ class SearchRecord:
             self.batch_size = content["batch_size"]
         except FileNotFoundError:
             return
-        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        except (OSError, ValueError, KeyError, TypeError) as error:
             raise RecordError(f"{self.path}: damaged (--fresh replaces it)") from error
 
     def find(self, batch_size: int) -> Probe | None:

@@ -5,21 +5,20 @@ import tempfile
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from torchtitan.config.job import JobConfig, load_config
+from torchtitan.config.job import JobConfig, load_config, unchecked_config
 from torchtitan.distributed.mesh import compute_device
 from torchtitan.estimate.memory import estimate_memory
 from torchtitan.experiments.autotune.candidates import (
     AutotuneRefused,
     candidates_of,
-    data_ranks_of,
-    given_global_batch_size,
 )
-from torchtitan.experiments.autotune.probe import Probe, ProbeProcesses, probe_config, run_probe
+from torchtitan.experiments.autotune.probe import Probe, probe_config, run_probe
 from torchtitan.experiments.autotune.record import SearchRecord
 from torchtitan.experiments.autotune.search import largest_fitting
 from torchtitan.settings import has_key
@@ -45,10 +44,7 @@ class AutotuneResult:
     """Result of a search.
 
     Attributes:
-        batch_size: for training.local_batch_size.
-        probes: every try, in order.
         tried: number of probes made now; 0: the answer was on record.
-        record: file that holds all of it.
     """
 
     batch_size: int
@@ -85,13 +81,7 @@ def autotune(
         cache: folder of the records, by default <job.dump_folder>/autotune; a question on record is answered from it,
             an interrupted search resumes.
         multiple_of: only multiples of it are tried, 1 or more.
-        max_batch_size: largest to try.
         headroom: share of the memory to leave free, 0 <= headroom < 1.
-        fresh: forget the record.
-        timeout_s: seconds for one try.
-        devices: numbers of the CUDA devices to use.
-        stop: set from another thread, ends the search.
-        report: called with one line per try.
 
     Raises:
         ConfigError: the configuration cannot run.
@@ -101,15 +91,17 @@ def autotune(
         RecordError: the record cannot be read or written.
         KeyboardInterrupt, Stopped: after the processes of the present try were ended; its record stays.
     """
-    _check(memory_gib, multiple_of, max_batch_size, headroom, timeout_s)
-    whole = given_global_batch_size(arguments)
+    if multiple_of > max_batch_size:
+        raise AutotuneRefused(f"multiple-of: {multiple_of} is more than max = {max_batch_size} (raise max)")
+    given = unchecked_config(arguments)
+    whole = given.training.global_batch_size if given.training.global_batch_size > 0 else None
+    ranks = max(processes // given.parallelism.context_parallel_degree, 1)
     device = compute_device() if devices is None else torch.device(compute_device().type, devices[0])
     memory_gib = _memory_of(device, memory_gib)
 
     def config_with(batch_size: int) -> JobConfig:
         return load_config([*arguments, f"--training.local_batch_size={batch_size}"], processes)
 
-    ranks = data_ranks_of(arguments, processes)
     candidates = candidates_of(config_with, whole, ranks, multiple_of, max_batch_size)
     smallest = config_with(candidates[0])
     record = SearchRecord(cache or Path(smallest.job.dump_folder) / "autotune", {
@@ -123,8 +115,12 @@ def autotune(
         "torch": torch.__version__,
         "configuration": _what_decides(smallest, processes),
     })  # fmt: skip
-    how = ProbeProcesses(processes, timeout_s, record.log, _data_limit(device, memory_gib), devices, stop)
-    search = _Search(record, config_with, how, memory_gib, (1 - headroom) * memory_gib, report)
+    # Of a process's data in a hopeless try on the CPU; address space that is not touched counts too.
+    limit = 2 * memory_gib + 2 if device.type == "cpu" else None
+    probe = partial(
+        run_probe, processes=processes, timeout_s=timeout_s, log=record.log, memory_limit_gib=limit, devices=devices, stop=stop
+    )
+    search = _Search(record, lambda size: probe(config_with(size)), memory_gib, (1 - headroom) * memory_gib, report)
     if not fresh:
         record.read()
     if record.batch_size is None:
@@ -140,17 +136,17 @@ class _Search:
     """Search that tries batch sizes, or takes them from the record."""
 
     def __init__(
-        self, record: SearchRecord, config_with: Callable[[int], JobConfig], how: ProbeProcesses,
-        memory_gib: float, limit_gib: float, report: Callable[[str], None],
+        self, record: SearchRecord, probe: Callable[[int], Probe], memory_gib: float, limit_gib: float,
+        report: Callable[[str], None],
     ) -> None:  # fmt: skip
         self.limit_gib = limit_gib
         self.memory_gib = memory_gib
         self.tried = 0
-        self._record, self._config_with, self._how, self._report = record, config_with, how, report
+        self._record, self._probe, self._report = record, probe, report
 
     def fits(self, batch_size: int) -> bool:
         known = self._record.find(batch_size)
-        probe = known or run_probe(self._config_with(batch_size), self._how)
+        probe = known or self._probe(batch_size)
         if not known:
             self.tried += 1
             self._record.probes.append(probe)
@@ -169,21 +165,6 @@ class _Search:
         return words + (" (on record)" if known else f" ({probe.seconds:.0f} s)")
 
 
-def _check(memory_gib: float | None, multiple_of: int, max_batch_size: int, headroom: float, timeout_s: float) -> None:
-    if multiple_of < 1:
-        raise AutotuneRefused(f"multiple-of: must be at least 1, is {multiple_of}")
-    if max_batch_size < 1:
-        raise AutotuneRefused(f"max: must be at least 1, is {max_batch_size}")
-    if multiple_of > max_batch_size:
-        raise AutotuneRefused(f"multiple-of: {multiple_of} is more than max = {max_batch_size} (raise max)")
-    if not 0 <= headroom < 1:
-        raise AutotuneRefused(f"headroom: must be a share from 0 up to, not including, 1, is {headroom:g}")
-    if memory_gib is not None and not 0 < memory_gib < math.inf:
-        raise AutotuneRefused(f"memory: must be a number of GiB above 0, is {memory_gib:g}")
-    if not timeout_s > 0:
-        raise AutotuneRefused(f"timeout: must be a number of seconds above 0, is {timeout_s:g}")
-
-
 def _memory_of(device: torch.device, given_gib: float | None) -> float:
     if device.type == "cuda":
         there = torch.cuda.get_device_properties(device).total_memory / _GIB
@@ -191,11 +172,6 @@ def _memory_of(device: torch.device, given_gib: float | None) -> float:
     if given_gib is None:
         raise AutotuneRefused("memory: the CPU's is shared, so give the limit of each process (--memory GiB)")
     return given_gib
-
-
-def _data_limit(device: torch.device, memory_gib: float) -> float | None:
-    """Limit of a process's data in a hopeless try on the CPU; address space that is not touched counts too."""
-    return 2 * memory_gib + 2 if device.type == "cpu" else None
 
 
 def _what_decides(config: JobConfig, processes: int) -> dict[str, Any]:

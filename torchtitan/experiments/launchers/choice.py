@@ -2,11 +2,21 @@
 
 import argparse
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from torchtitan.experiments.launchers import JOBS, LAUNCHERS
 from torchtitan.experiments.launchers.job import Launcher
+from torchtitan.experiments.launchers.local import LocalLauncher
+from torchtitan.experiments.launchers.on_ray import RayLauncher
+from torchtitan.experiments.launchers.on_slurm import SlurmLauncher
+from torchtitan.processes.command_line import assignment, at_least
+
+# Name -> launcher, from the folder for its own files, the number of concurrent jobs, and options of sbatch.
+LAUNCHERS: dict[str, Callable[[Path, int, dict[str, str]], Launcher]] = {
+    "local": LocalLauncher, "slurm": SlurmLauncher, "ray": RayLauncher,
+}  # fmt: skip
+JOBS = {"local": 1, "slurm": 32, "ray": 32}  # concurrent ones where the number is not given
 
 
 @dataclass(frozen=True)
@@ -14,7 +24,6 @@ class Launching:
     """Choice of a launcher.
 
     Attributes:
-        launcher: key of LAUNCHERS.
         jobs: concurrent ones; None: those of JOBS.
     """
 
@@ -51,21 +60,5 @@ def add_launcher_options(parser: argparse.ArgumentParser) -> None:
         "as Ray tasks (default: local)")
     add("--slurm", type=assignment, action="append", default=[], metavar="OPTION=VALUE",
         help="option of sbatch, as partition=gpu; may be given several times")
-    add("--jobs", type=positive, metavar="N",
+    add("--jobs", type=at_least(1), metavar="N",
         help=f"concurrent runs; on this machine with CUDA each has separate devices (default: {defaults})")
-
-
-def positive(text: str) -> int:
-    """Type of options: whole numbers from 1 on."""
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, is {value}")
-    return value
-
-
-def assignment(text: str) -> tuple[str, str]:
-    """Type of options: NAME=VALUE."""
-    name, equals, value = text.partition("=")
-    if not (name and equals and value):
-        raise argparse.ArgumentTypeError(f"must be NAME=VALUE, is {text!r}")
-    return name, value

@@ -5,7 +5,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from torchtitan.experiments.folder import ExperimentError
 from torchtitan.experiments.outcome import Outcome
@@ -22,16 +22,14 @@ class Job:
     """Job: a function that is called on a machine.
 
     Attributes:
-        name: of the run, a file name.
-        function: of a module, so that another process can import it; called with the arguments and with `devices`
-            (numbers of the CUDA devices to use, None for all) and `stop` (ends the run: it raises Stopped).
+        run: function that another process can unpickle; called with `devices` (numbers of the CUDA devices to use, None for
+            all) and `stop` (ends the run: it raises Stopped).
         gpus: CUDA devices to ask for.
         limit_s: seconds after which the machine is given back.
     """
 
     name: str
-    function: Callable[..., Outcome]
-    arguments: tuple[Any, ...]
+    run: Callable[..., Outcome]
     processes: int
     gpus: int
     limit_s: float

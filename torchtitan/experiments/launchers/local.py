@@ -37,7 +37,7 @@ class LocalLauncher:
     def run(self, job: Job, stop: threading.Event) -> Outcome:
         devices = self._acquire(job.processes, stop)
         try:
-            return job.function(*job.arguments, devices=devices, stop=stop)
+            return job.run(devices=devices, stop=stop)
         finally:
             self._release(devices)
 

@@ -63,7 +63,7 @@ class RayLauncher:
 def run_in_task(job: Job, folder: str) -> Outcome:
     """Run a job's function within a Ray task."""
     os.chdir(folder)
-    return job.function(*job.arguments, devices=None, stop=None)
+    return job.run(devices=None, stop=None)
 
 
 def _lost(ray: Any, error: Exception, seconds: float) -> Outcome:

@@ -111,7 +111,7 @@ def run_in_job(job: Job, folder: str) -> Outcome:
     for number in (signal.SIGTERM, signal.SIGUSR2):  # preemption, and submitit's warning before the end of the time
         signal.signal(number, lambda *_: stop.set())
     try:
-        return job.function(*job.arguments, devices=None, stop=stop)
+        return job.run(devices=None, stop=stop)
     except Stopped:
         reason = f"Slurm job {here.job_id} was ended by Slurm: preempted, cancelled or out of time"
         return Outcome("killed", reason, time.perf_counter() - begun, 1)

@@ -8,7 +8,6 @@ from typing import Any
 from torchtitan.distributed.degrees import DEGREE_KEYS, Degrees, degrees_of
 from torchtitan.settings.schema import quoted
 from torchtitan.settings.sizes import is_count
-from torchtitan.terminal import shortened
 
 Axes = dict[str, Any]
 
@@ -37,7 +36,7 @@ _NOT_SPEED = (
     "objective.timesteps", "objective.weighting", "data.path", "data.validation_path",
 )
 DATA = "data"  # axis of runs of different data: they are no arms of one experiment
-_CONTEXT = re.compile(r"\(context=([1-9]\d{0,9})\)")  # in a layout
+_CONTEXT = re.compile(r"\(context=(\d+)\)")  # in a layout
 _LONGEST_VALUE = 32  # characters, in a label
 _FOLDED = {
     "data": DATA,
@@ -45,26 +44,23 @@ _FOLDED = {
 }
 
 
-def axes_of(settings: Mapping[str, Any], processes: int | None = None) -> Axes:
+def axes_of(settings: Mapping[str, Any]) -> Axes:
     """Axes of a run.
 
     Args:
         settings: dotted key -> value of its configuration; or of a sweep's cell, where `layout` and `dtype` stand for
             the keys behind them. Missing ones are None in the axes.
-        processes: their number, where the degrees do not give it.
     """
     degrees = degrees_of(settings)
     layout = _layout(degrees) if degrees else word(settings.get("layout"))
     context = settings.get(DEGREE_KEYS[2])
-    if layout and is_count(context) and context > 1:
+    if layout and context and context > 1:
         layout = f"{layout} (context={context})"
-    patch, local, all_ranks = (
-        settings.get(key) if is_count(settings.get(key)) else None
-        for key in ("model.patch_size", "training.local_batch_size", "training.global_batch_size")
-    )
+    keys = ("model.patch_size", "training.local_batch_size", "training.global_batch_size")
+    patch, local, all_ranks = (size if is_count(size := settings.get(key)) else None for key in keys)
     flavor = word(settings.get("model.flavor"))
     stem, _, suffix = (flavor or "").rpartition("/")
-    named_patch = stem and suffix.isdecimal() and len(suffix) < 6
+    named_patch = stem and suffix.isdecimal()
     if patch is None and named_patch:
         patch = int(suffix)
     dtype = "float8" if settings.get("float8.enable") else settings.get("training.mixed_precision_param")
@@ -76,7 +72,7 @@ def axes_of(settings: Mapping[str, Any], processes: int | None = None) -> Axes:
         "global_batch": all_ranks,
         "layout": layout,
         "mesh": _mesh(degrees) if degrees else None,
-        "world_size": degrees.processes if degrees else processes,
+        "world_size": degrees.processes if degrees else None,
         "ac": word(settings.get("activation_checkpoint.mode")),
         "compile": None if compiled is None else str(word(compiled)).lower(),
         "dtype": word(settings.get("dtype", dtype)),
@@ -89,9 +85,6 @@ def add_further_axes(runs: Sequence[tuple[Axes, Mapping[str, Any]]]) -> list[str
 
     Keys of a section that has an axis of its own go into that axis' value, as `selective (interval=2)`. Keys that the
     model alone decides are none.
-
-    Args:
-        runs: axes, which are changed, and settings of every run.
 
     Returns:
         names of the new axes.
@@ -155,7 +148,7 @@ def value_label(name: str, value: Any) -> str:
     words["layout"] = "one process" if text == "single" else "{}"
     if name in ("model", "mesh", "dtype", "device", DATA) or name in words:
         return words.get(name, "{}").format(text)
-    return f"{name}={shortened(text, _LONGEST_VALUE)}"
+    return f"{name}={text[:_LONGEST_VALUE]}"
 
 
 def label(axes: Axes, names: Iterable[str]) -> str:

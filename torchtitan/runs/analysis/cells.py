@@ -20,8 +20,6 @@ class Cell:
     """Cell: runs that are equal in all axes.
 
     Attributes:
-        axes: of all of them.
-        runs: its repeats, ok or not.
         measures: metric's name -> mean over the ok repeats with Student's interval; of one repeat alone its own median
             and interval.
     """

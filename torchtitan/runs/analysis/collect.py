@@ -14,11 +14,9 @@ from torchtitan.files.regular import read_regular, read_toml
 from torchtitan.runs.analysis.axes import Axes, add_further_axes, axes_of, word
 from torchtitan.runs.analysis.measures import IMAGES, measure_run
 from torchtitan.runs.record import RUN_FILES, RunRecord, read_run
-from torchtitan.settings.sections import flattened
 from torchtitan.statistics.interval import Interval
 
 SWEEP_STATE, SWEEP_FILE = "sweep.jsonl", "sweep.toml"
-_LARGEST_FILE = 1 << 26  # bytes
 DEFAULT_WARM_UP = 0.1  # of a run's steps
 
 _STATUS = {"completed": "ok", "oom": "oom", "failed": "failed", "interrupted": "interrupted"}
@@ -33,17 +31,11 @@ class Run:
     """Run: one run, or one cell of a sweep that left none.
 
     Attributes:
-        name: of its folder, below the given folder.
         folder: None if it never started, or left none.
         axes: see axes.NAMED_AXES; further ones may follow.
         repeat: number or seed that distinguishes repeats.
         status: ok, oom, failed, timeout, refused, skipped, interrupted, damaged, unfinished or short.
-        reason: of a status that is not ok, one line.
         measures: metric's name -> median over the points after the warm-up; empty unless ok.
-        warmup_steps: left out at the start.
-        settings: dotted key -> value of the configuration.
-        cell: name of its cell in a sweep.
-        notes: on its numbers.
     """
 
     name: str
@@ -74,10 +66,7 @@ class Sweep:
     """Sweep and its state.
 
     Attributes:
-        folder: that holds sweep.jsonl.
         rows: the last row of every cell and repeat.
-        table: of sweep.toml.
-        problems: what could not be read, one line each.
     """
 
     folder: Path
@@ -85,15 +74,9 @@ class Sweep:
     table: dict[str, Any]
     problems: list[str]
 
-    @property
-    def warmup_steps(self) -> int | None:
-        steps = self.table.get("warmup_steps")
-        return steps if isinstance(steps, int) and not isinstance(steps, bool) and steps >= 0 else None
-
     def run_folder(self, row: dict[str, Any]) -> Path | None:
         """Folder of a row's run, if there is one."""
-        names = [name for name in (row.get("run"), row.get("name")) if isinstance(name, str) and name]
-        for name in names:
+        for name in filter(None, (row.get("run"), row.get("name"))):
             for above in (self.folder, self.folder.parent):
                 if _is_run(above / name):
                     return (above / name).resolve()
@@ -108,7 +91,6 @@ def collect(
     Args:
         folders: each a run's folder or one above run folders; sweeps among them are read with their state.
         warmup_steps: left out at the start of every run; default: the sweep's setting, else a tenth of its steps.
-        progress: whether to show it.
 
     Returns:
         runs, with comparable axes, and lines about unreadable files.
@@ -122,7 +104,7 @@ def collect(
     of_sweep = {sweep.folder: sweep for sweep in sweeps}
     for path, base in tqdm(found.items(), desc="reading runs", unit="run", disable=not (progress and found)):
         sweep = next((of_sweep[above] for above in path.parents if above in of_sweep), None)
-        wanted = warmup_steps if warmup_steps is not None or sweep is None else sweep.warmup_steps
+        wanted = warmup_steps if warmup_steps is not None or sweep is None else sweep.table.get("warmup_steps")
         by_path[path] = _read(path, _name(path, base), wanted)
     runs = list(by_path.values())
     for sweep in sweeps:
@@ -136,34 +118,24 @@ def collect(
 
 
 def read_sweep(folder: Path) -> Sweep:
-    """Read sweep.jsonl and sweep.toml; of several rows of a cell's repeat the last counts."""
+    """Read sweep.jsonl and sweep.toml; of several rows of a cell's repeat the last counts, one torn by a kill does not."""
     rows: dict[tuple, dict[str, Any]] = {}
-    problems, damaged = [], 0
+    table, problems, damaged, text = {}, [], 0, ""
     try:
-        lines = read_regular(folder / SWEEP_STATE, _LARGEST_FILE).decode(errors="replace").split("\n")
-    except OSError as error:
-        problems.append(f"{folder / SWEEP_STATE}: cannot be read ({error.strerror})")
-        lines = []
-    for line in filter(str.strip, lines):
+        text = read_regular(folder / SWEEP_STATE).decode(errors="replace")
+        table = read_toml(folder / SWEEP_FILE)
+    except FileNotFoundError:  # of the table
+        pass
+    except (OSError, ValueError) as error:
+        problems.append(f"{folder}: {SWEEP_STATE} or {SWEEP_FILE} cannot be read ({unwrapped(error)})")
+    for line in filter(str.strip, text.split("\n")):
         try:
             row = json.loads(line)
-        except (ValueError, RecursionError):
-            row = None
-        if isinstance(row, dict) and "cell" in row and isinstance(row.get("axes"), dict):
-            rows[str(row["cell"]), str(row.get("repeat"))] = row
-        else:
+            rows[row["cell"], row["repeat"]] = row | {key: row[key] for key in ("axes", "status")}
+        except (ValueError, KeyError, TypeError):
             damaged += 1
     if damaged:
         problems.append(f"{folder / SWEEP_STATE}: {damaged} of its lines could not be read and left out")
-    table = {}
-    try:
-        table = read_toml(folder / SWEEP_FILE, _LARGEST_FILE)
-        dict(flattened(table))  # raises for one that is nested too deep
-    except FileNotFoundError:
-        pass
-    except (OSError, ValueError, RecursionError) as error:
-        table = {}
-        problems.append(f"{folder / SWEEP_FILE}: cannot be read ({unwrapped(error)})")
     return Sweep(folder.resolve(), list(rows.values()), table, problems)
 
 
@@ -186,8 +158,7 @@ def _search(folders: Iterable[Path]) -> tuple[dict[Path, Path], list[Sweep]]:
 
 
 def _is_run(folder: Path) -> bool:
-    # os.path, unlike Path, takes a name that no folder can have, of a sweep's row, for one that is not there.
-    return any(os.path.isfile(folder / name) for name in RUN_FILES)
+    return any((folder / name).is_file() for name in RUN_FILES)
 
 
 def _name(path: Path, base: Path) -> str:
@@ -201,22 +172,19 @@ def _read(path: Path, name: str, warmup_steps: int | None) -> Run:
     run.axes["device"] = word(summary.get("device"))
     if record.stride > 1:
         run.notes.append(f"metrics.jsonl is very large: every {record.stride}th of its points counts")
-    run.versions = summary["versions"] if isinstance(summary.get("versions"), dict) else {}
+    run.versions = summary.get("versions", {})
     run.status = _STATUS.get(str(summary.get("status")), "unfinished")
     run.reason = str(summary.get("reason") or ("" if run.ok else record.status))
-    run.warmup_steps = _warm_up(record.settings.get("training.steps"), record.last_step, warmup_steps)
+    planned = record.settings.get("training.steps", record.last_step)
+    run.warmup_steps = round(DEFAULT_WARM_UP * planned) if warmup_steps is None else warmup_steps
     if run.status in ("ok", "unfinished") and (damage := _damage(record)):
         run.status, run.reason = "damaged", damage
     elif run.ok:
         run.measures = measure_run(record, run.warmup_steps)
-        _refuse_empty(run)
+        if not run.points:
+            run.status, run.reason = "short", f"no point of images/s after the {run.warmup_steps} warm-up steps"
+            run.measures = {}
     return run
-
-
-def _warm_up(planned: Any, last: int, asked: int | None) -> int:
-    if asked is not None:
-        return asked
-    return round(DEFAULT_WARM_UP * (planned if type(planned) is int and 0 < planned < 2**63 else last))
 
 
 def _damage(record: RunRecord) -> str:
@@ -226,12 +194,6 @@ def _damage(record: RunRecord) -> str:
     if lost:
         parts.insert(0, f"{lost} {'line' if lost == 1 else 'lines'} of metrics.jsonl cannot be read")
     return "; ".join(parts)
-
-
-def _refuse_empty(run: Run) -> None:
-    if not run.points:
-        run.status, run.reason = "short", f"no point of images/s after the {run.warmup_steps} warm-up steps"
-        run.measures = {}
 
 
 def _apply_rows(sweep: Sweep, by_path: dict[Path, Run]) -> list[Run]:
@@ -246,9 +208,7 @@ def _apply_rows(sweep: Sweep, by_path: dict[Path, Run]) -> list[Run]:
             without_folder.append(run)
         else:
             found.append(run)
-        run.cell, repeat = str(row["cell"]), row.get("repeat")
-        run.repeat = repeat if type(repeat) is int and abs(repeat) < 2**63 else run.repeat
-        status = str(row.get("status") or "failed")
+        run.cell, run.repeat, status = row["cell"], row["repeat"], row["status"]
         if status != "ok":  # a damaged run, too, is what the sweep saw of it
             run.status, run.measures = status, {}
             run.reason = str(row.get("reason") or run.reason)

@@ -23,7 +23,6 @@ _EQUAL_WORK: dict[Kind, Callable[[Axes], Any]] = {
 }
 EFFECT_METRICS = (IMAGES, MFU, MEMORY)
 MOST_VALUES = 6  # of a further axis that counts as a switch
-_LARGEST_EXPONENT = 700.0
 
 
 @dataclass(frozen=True)
@@ -31,8 +30,6 @@ class Effect:
     """Effect of changing one switch.
 
     Attributes:
-        switch, before, after: the axis and its two values.
-        at: rule of pairing.
         ratios: metric's name -> after / before; metrics without a pair are left out.
         pairs: cells (before, after), equal in all other axes; with "best batch" each the best of its arm.
         alone: status of the partner -> number of measured cells without a measured partner; "none" where it never ran.
@@ -52,8 +49,6 @@ class ScalingPoint:
     """Scaling point: one cell of a scaling curve.
 
     Attributes:
-        ranks: processes.
-        cell: measured.
         efficiency: images/s per rank over that of the curve's smallest number of ranks, with its interval.
     """
 
@@ -135,7 +130,7 @@ def mean_ratio(pairs: Sequence[tuple[Cell, Cell]], metric: str) -> Interval:
     if len(logs) == 1:
         half = math.hypot(*(_log_half_width(cell.measures[metric]) for cell in pairs[0]))
         lower, upper = mean.value - half, mean.value + half
-    value, lower, upper = (math.exp(min(end, _LARGEST_EXPONENT)) for end in (mean.value, lower, upper))
+    value, lower, upper = (math.exp(end) for end in (mean.value, lower, upper))
     return Interval(value, lower, upper, len(logs), mean.coverage)
 
 

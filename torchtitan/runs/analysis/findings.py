@@ -5,17 +5,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from torchtitan.pictures.markdown import bullet, inline, markdown_table
-from torchtitan.pictures.number_text import counted, significant
+from torchtitan.pictures.number_text import MISSING, counted, ends_text, significant
 from torchtitan.runs.analysis.axes import BATCH, DATA, label, value_label, varying
 from torchtitan.runs.analysis.cells import Cell, arms, best_cell, what_limits
 from torchtitan.runs.analysis.collect import Run
 from torchtitan.runs.analysis.effects import Effect, ScalingCurve
 from torchtitan.runs.analysis.measures import IMAGES, MEMORY, METRICS, MFU, STEP
 from torchtitan.statistics.interval import Interval
-from torchtitan.terminal import shortened
-
-MISSING = "–"
-MOST_LISTED = 30
 
 HOW_MEASURED = (
     "A run's value is the median over its logged points after the warm-up, with the interval between two order "
@@ -43,12 +39,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Results:
-    """Results of the analysis.
-
-    Attributes:
-        runs, cells: as read and joined.
-        remarks: on unreadable files.
-    """
+    """Results of the analysis."""
 
     runs: list[Run]
     cells: list[Cell]
@@ -67,7 +58,7 @@ def headlines(results: Results) -> list[str]:
     lines = [f"{runs} ({told}) in {cells}, {measured} of them measured."]
     kinds = Counter(cell.axes[DATA] for cell in results.cells if cell.axes.get(DATA))
     if len(kinds) > 1:
-        names = ", ".join(f"{shortened(name, 40)}: {count}" for name, count in kinds.most_common(MOST_LISTED))
+        names = ", ".join(f"{name}: {count}" for name, count in kinds.most_common())
         lines.append(f"The runs are of different data, and are compared with those of the same alone (cells: {names}).")
     if singles:
         lines.append(f"Measured cells with a single ok repeat: {singles}.")
@@ -126,19 +117,10 @@ def cell_table(cells: Sequence[Cell]) -> Table:
     for cell in cells:
         mark = "†" if cell.single else ""
         status = cell.status + (f" ({cell.not_ok} besides)" if cell.ok and cell.not_ok else "")
-        texts = [value_text(cell.measures.get(metric.name)) for metric in metrics]
+        texts = [ends_text(cell.measures.get(metric.name)) for metric in metrics]
         axes = [MISSING if cell.axes.get(name) is None else str(cell.axes[name]) for name in names]
         rows.append((*axes, status, f"{len(cell.runs)}{mark}", *texts))
     return Table("All cells", _common(cells, names), columns, tuple(rows))
-
-
-def value_text(estimate: Interval | None) -> str:
-    """Format a value with its interval: `1,234 [1,200, 1,260]`."""
-    if estimate is None:
-        return MISSING
-    if not estimate.bounded:
-        return significant(estimate.value)
-    return f"{significant(estimate.value)} [{significant(estimate.lower)}, {significant(estimate.upper)}]"
 
 
 def change_text(ratio: Interval | None) -> str:
@@ -163,12 +145,12 @@ def _best_line(cells: list[Cell]) -> str:
     best = best_cell(cells) or cells[0]
     names = [name for name in _names(cells) if name not in ("model", "patch", "global_batch")]
     where = label(cells[0].axes, ("model", "patch"))
-    mfu = f", MFU {value_text(best.measures[MFU.name])} %" if MFU.name in best.measures else ""
-    memory = f", {value_text(best.measures[MEMORY.name])} GiB" if MEMORY.name in best.measures else ""
+    mfu = f", MFU {ends_text(best.measures[MFU.name])} %" if MFU.name in best.measures else ""
+    memory = f", {ends_text(best.measures[MEMORY.name])} GiB" if MEMORY.name in best.measures else ""
     mark = " †" if best.single else ""
     conditions = label(best.axes, names)
     with_ = f" with {conditions}" if conditions else ""
-    return f"{where}: most images/s{with_}: {value_text(best.measures[IMAGES.name])}{mfu}{memory}{mark}."
+    return f"{where}: most images/s{with_}: {ends_text(best.measures[IMAGES.name])}{mfu}{memory}{mark}."
 
 
 def _effect_line(effect: Effect) -> str:
@@ -198,7 +180,7 @@ def _best_table(cells: Sequence[Cell]) -> Table:
             statuses = ", ".join(dict.fromkeys(cell.status for cell in arm))
             rows.append((name, MISSING, MISSING, MISSING, MISSING, f"none ran ({statuses})"))
             continue
-        speed, mfu, memory = (value_text(best.measures.get(metric.name)) for metric in (IMAGES, MFU, MEMORY))
+        speed, mfu, memory = (ends_text(best.measures.get(metric.name)) for metric in (IMAGES, MFU, MEMORY))
         mark = "†" if best.single else ""
         rows.append((name, f"{best.axes['local_batch']}{mark}", speed, mfu, memory, what_limits(arm, best)))
     return Table("Best batch of each arm", "The batch per process with the most images/s.", columns, tuple(rows))
@@ -216,8 +198,8 @@ def _effect_table(effects: Sequence[Effect]) -> Table:
 
 def _scaling_table(curves: Sequence[ScalingCurve]) -> Table:
     rows = [
-        (curve.kind, _curve_label(curve), str(point.ranks), value_text(point.cell.measures[IMAGES.name]),
-         "100" if point is curve.points[0] else value_text(point.efficiency.scaled(100)))
+        (curve.kind, _curve_label(curve), str(point.ranks), ends_text(point.cell.measures[IMAGES.name]),
+         "100" if point is curve.points[0] else ends_text(point.efficiency.scaled(100)))
         for curve in curves for point in curve.points
     ]
     note = "Weak: equal batch per process; strong: equal global batch. Efficiency: against the curve's fewest ranks."

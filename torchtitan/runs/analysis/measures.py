@@ -14,7 +14,6 @@ class Metric:
 
     Attributes:
         name: column, with its unit.
-        title: for pictures and texts.
         tags: in metrics.jsonl, the first logged one counts.
     """
 
@@ -39,7 +38,6 @@ def measure(series: Mapping[str, Series], warmup_steps: int) -> dict[str, Interv
     """Measure the median of every metric logged after the warm-up.
 
     Args:
-        series: tag -> logged values.
         warmup_steps: steps at the start that do not count, >= 0.
 
     Returns:
@@ -64,10 +62,10 @@ def measure_run(record: RunRecord, warmup_steps: int) -> dict[str, Interval]:
 def _peak_tflops(record: RunRecord) -> float | None:
     """Peak of a run's device for its products; None where it is not known."""
     given = record.settings.get("metrics.peak_tflops")
-    if isinstance(given, int | float) and given > 0:
+    if given:
         return float(given)
     device = (record.summary or {}).get("device")
-    if not isinstance(device, str) or device.startswith("CPU"):
+    if not device or device.startswith("CPU"):
         return None
     from torchtitan.training.hardware import named_peak_tflops  # imports torch, which takes seconds
 

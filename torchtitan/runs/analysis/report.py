@@ -26,7 +26,6 @@ def analyse(folders: Sequence[Path], warmup_steps: int | None = None, progress: 
     Args:
         folders: each a run's folder, or one above run folders and sweeps.
         warmup_steps: left out at the start of every run; default: its sweep's setting, else a tenth of its steps.
-        progress: whether to show it.
 
     Raises:
         NoRuns: a folder is not there, or no run is below any.

@@ -5,17 +5,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from torchtitan.errors import unwrapped
 from torchtitan.files.durable import replacing
 from torchtitan.runs.analysis.axes import NAMED_AXES, Axes
 from torchtitan.runs.analysis.collect import Run
 from torchtitan.runs.analysis.measures import IMAGES, METRICS
 from torchtitan.statistics.interval import Interval
-from torchtitan.terminal import printable
 
 Row = dict[str, Any]
-
-_FORMULA = ("=", "+", "-", "@")
 
 
 def run_rows(runs: Sequence[Run]) -> list[Row]:
@@ -35,14 +31,11 @@ def run_rows(runs: Sequence[Run]) -> list[Row]:
 
 
 def write_csv(rows: Sequence[Row], path: Path) -> None:
-    """Write CSV: floats with all their digits, nothing for None, true and false in small letters.
-
-    A text that a spreadsheet would take for a formula has an apostrophe before it.
-    """
+    """Write CSV: floats with all their digits, nothing for None."""
     with replacing(path) as unfinished, open(unfinished, "w", encoding="utf-8", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(map(_csv_text, rows[0]))
-        writer.writerows([_csv_text(value) for value in row.values()] for row in rows)
+        writer = csv.DictWriter(file, rows[0], lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
 
 
 def _columns(measures: dict[str, Interval]) -> Row:
@@ -57,14 +50,3 @@ def _columns(measures: dict[str, Interval]) -> Row:
 
 def _axis_names(all_axes: Sequence[Axes]) -> list[str]:
     return list(dict.fromkeys((*NAMED_AXES, *(name for axes in all_axes for name in axes))))
-
-
-def _csv_text(value: Any) -> str:
-    if value is None:
-        return ""
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, int | float):
-        return repr(value)
-    text = printable(unwrapped(value))
-    return f"'{text}" if text.startswith(_FORMULA) else text

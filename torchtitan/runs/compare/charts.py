@@ -27,8 +27,6 @@ class Charts:
     """Charts of groups of runs.
 
     Args:
-        runs: all runs of the groups, at least one.
-        groups: one colour each.
         smoothing: steps of the running mean; 0: none; None: 3 % of the longest run.
     """
 

@@ -4,9 +4,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from torchtitan.distributed.degrees import DEGREE_KEYS
+from torchtitan.pictures.number_text import ends_text
 from torchtitan.runs.compare.lines import cost, held_out
 from torchtitan.runs.compare.tables import Rows, Table
-from torchtitan.runs.compare.text import as_number, ends_text, interval_text, value_text
+from torchtitan.runs.compare.text import as_number, interval_text
 from torchtitan.runs.record import HELD_OUT_LOSS, TRAINING_LOSS, RunGroup, RunRecord, differing_settings
 from torchtitan.statistics.interval import Interval, positive_interval
 
@@ -29,7 +30,7 @@ def compared_hardware(runs: Sequence[RunRecord]) -> tuple[Table, str] | None:
         rows.append([
             group.name, ", ".join(run.name for run in group.runs),
             interval_text(group.rate_interval(cost(run, _STEP) for run in group.runs)), interval_text(group.rate_interval(rates)),
-            "1 (reference)" if group is groups[0] else _text(speed_up(groups[0], group)),
+            "1 (reference)" if group is groups[0] else ends_text(speed_up(groups[0], group)),
             interval_text(group.rate_interval(_train_seconds(run) for run in group.runs)),
             interval_text(group.rate_interval(_of_summary(run, "seconds_per_picture") for run in group.runs)),
             interval_text(group.interval(run.series(TRAINING_LOSS).tail_median() for run in group.runs)),
@@ -50,13 +51,12 @@ def by_hardware(runs: Sequence[RunRecord]) -> list[RunGroup]:
 def hardware_name(run: RunRecord) -> str | None:
     """Name of a run's devices, as `8 x NVIDIA H100`, of processors with the maker's name; None where none is recorded."""
     summary = run.summary or {}
-    found = summary.get("hardware")
-    hardware: dict[str, Any] = found if isinstance(found, dict) else {}
-    device, count = hardware.get("device") or summary.get("device"), hardware.get("num_devices")
+    hardware: dict[str, Any] = summary.get("hardware") or {}
+    device, count = hardware.get("device") or summary.get("device"), hardware.get("num_devices", 1)
     if not device:
         return None
     name = f"{hardware['cpu']}, {device}" if str(device).startswith("CPU") and hardware.get("cpu") else str(device)
-    return f"{count} x {name}" if type(count) is int and count > 1 else name
+    return f"{count} x {name}" if count > 1 else name
 
 
 def speed_up(reference: RunGroup, other: RunGroup) -> Interval | None:
@@ -89,17 +89,12 @@ def _note(runs: Sequence[RunRecord]) -> str:
     return note
 
 
-def _text(interval: Interval | None) -> str:
-    return value_text(None) if interval is None else ends_text(interval)
-
-
 def _held_out(run: RunRecord) -> float | None:
     return held_out(run, "raw").final() if HELD_OUT_LOSS in run.tags else None
 
 
 def _train_seconds(run: RunRecord) -> float | None:
-    clock = (run.summary or {}).get("clock")
-    return as_number(clock.get("train_seconds")) or None if isinstance(clock, dict) else None
+    return as_number((run.summary or {}).get("clock", {}).get("train_seconds")) or None
 
 
 def _of_summary(run: RunRecord, key: str) -> float | None:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from markupsafe import Markup
 
+from torchtitan.pictures.number_text import MISSING
 from torchtitan.pictures.page_charts import Bar, bar_chart
 from torchtitan.runs.compare.charts import Charts
 from torchtitan.runs.compare.hardware import compared_hardware
@@ -19,7 +20,6 @@ from torchtitan.runs.compare.tables import (
     quality_table,
     result_table,
 )
-from torchtitan.runs.compare.text import MISSING
 from torchtitan.runs.pages import render_page
 from torchtitan.runs.record import RunRecord, group_by_seed
 from torchtitan.statistics.interval import percentile
@@ -32,7 +32,6 @@ def compare_page(runs: Sequence[RunRecord], smoothing: float | None = None) -> s
     """Write the page.
 
     Args:
-        runs: at least one.
         smoothing: steps of the running mean of training loss and gradient norm; 0 is none; default: 3 % of the longest
             run.
     """

@@ -21,12 +21,7 @@ SEED_SPREAD = {100: 0.0048, 200: 0.032}
 
 @dataclass(frozen=True)
 class LogPoint:
-    """One step of a published log beside the run's mean loss of the steps that lead to it.
-
-    Attributes:
-        published: its loss.
-        half_width: of the band around the mean.
-    """
+    """One step of a published log beside the run's mean loss of the steps that lead to it."""
 
     step: int
     published: float

@@ -13,7 +13,6 @@ from torchtitan.runs.record import RunRecord
 
 MOST_GRIDS = 40  # steps of sample grids on the page, per run
 WIDEST_GRID = 800  # pixels; larger ones are made smaller
-_LARGEST_GRID = 1 << 26  # bytes of a file
 
 
 @dataclass(frozen=True)
@@ -50,7 +49,7 @@ def samples_of(names: Sequence[Name], runs: Sequence[RunRecord]) -> Samples | No
 
 
 def _grid_source(path: Path) -> str:
-    content = read_regular(path, _LARGEST_GRID)
+    content = read_regular(path)
     with open_image(content) as picture:
         picture.load()
         if picture.width > WIDEST_GRID:

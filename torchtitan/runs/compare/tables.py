@@ -103,8 +103,7 @@ def hardware_table(names: Sequence[Name], runs: Sequence[RunRecord]) -> Table:
     rows: Rows = []
     for name, run in zip(names, runs, strict=True):
         summary = run.summary or {}
-        versions = summary.get("versions")
-        versions = versions if isinstance(versions, dict) else {}
+        versions = summary.get("versions", {})
         rates = ("throughput(img/s)", "time_metrics/end_to_end(s)", "mfu(%)")
         values = [cost(run, tag) for tag in (*rates, *memory)]
         rows.append([
@@ -134,10 +133,8 @@ def quality_table(groups: Sequence[RunGroup]) -> Table | None:
 
 def _evaluated(run: RunRecord) -> dict[str, Any]:
     """Values of the last metrics of samples in a run's summary, by name."""
-    measured = (run.summary or {}).get("evaluation")
-    if not isinstance(measured, dict):
-        return {}
-    return {name: value.get("value") for name, value in measured.items() if isinstance(value, dict)}
+    measured = (run.summary or {}).get("evaluation") or {}
+    return {name: value["value"] for name, value in measured.items() if isinstance(value, dict)}  # others say how
 
 
 def configuration(runs: Sequence[RunRecord], groups: Sequence[RunGroup]) -> dict[str, Any] | None:

@@ -4,11 +4,9 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from torchtitan.pictures.number_text import short, significant
+from torchtitan.pictures.number_text import MISSING, short, significant
 from torchtitan.runs.record import Series, is_number
 from torchtitan.statistics.interval import Interval
-
-MISSING = "–"
 
 
 def track_name(track: str) -> str:
@@ -45,13 +43,6 @@ def count_text(value: float | None) -> str:
 def lowest_text(series: Series) -> str:
     found = series.lowest()
     return f"{significant(found[0])} at {found[1]:,}" if found else MISSING
-
-
-def ends_text(interval: Interval) -> str:
-    """Format an estimate with the ends of its interval, which need not be as far from it."""
-    if not interval.bounded:
-        return significant(interval.value)
-    return f"{significant(interval.value)} ({significant(interval.lower)} to {significant(interval.upper)})"
 
 
 def interval_text(interval: Interval | None) -> str:

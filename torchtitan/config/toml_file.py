@@ -1,0 +1,47 @@
+"""TOML file of a configuration: of a path, or one that the package brings."""
+
+from pathlib import Path
+from typing import Any
+
+from torchtitan.errors import unwrapped
+from torchtitan.files import regular
+from torchtitan.settings.schema import quoted
+
+SHIPPED = Path(__file__).resolve().parents[1] / "train_configs"
+
+
+def _shipped(path: str) -> str | None:
+    """Path of the configuration that the package brings as `train_configs/NAME.toml`, `NAME.toml` or NAME."""
+    name = Path(path)
+    if name.is_absolute() or ".." in name.parts or name.exists():
+        return None
+    inside = Path(*name.parts[1:]) if name.parts[:1] == (SHIPPED.name,) else name
+    found = SHIPPED / inside.with_name(f"{inside.name.removesuffix('.toml')}.toml") if inside.name else SHIPPED
+    return str(found) if found.is_file() else None
+
+
+def read_toml(path: str) -> tuple[dict[str, Any], list[str]]:
+    """Read a TOML file: of this path or, if there is none, the shipped configuration of this name.
+
+    Returns:
+        the document, empty if it cannot be read, and in that case one line with the reason.
+    """
+    try:
+        path = _shipped(path) or path
+        return regular.read_toml(path), []
+    except FileNotFoundError:
+        reason = "no such file (give a TOML file)"
+    except regular.UnsuitableFile as failure:
+        reason = f"{failure.strerror} (give a TOML file)"
+    except UnicodeDecodeError as failure:
+        reason = f"is not UTF-8 text, see byte {failure.start} (save it as UTF-8)"
+    except OSError as failure:
+        reason = f"cannot be read: {failure.strerror}"
+    except ValueError as failure:
+        reason = f"TOML syntax: {unwrapped(failure)}"
+    return {}, [f"{shown_file(path)}: {reason}"]
+
+
+def shown_file(path: str) -> str:
+    """Show a path in a message; quoted and cut where it would not print on one line."""
+    return path if path.isprintable() and 0 < len(path) < 500 else quoted(path, 200)
