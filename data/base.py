@@ -158,7 +158,7 @@ class Dataset(ABC):
     def info(config: Any) -> DatasetInfo:
         """Describe the dataset without reading its images. Raises DatasetError, so that a missing, empty or
         damaged dataset is refused before any process group or model exists."""
-        raise DatasetError(f"data.name = {config.name}: its class has no `info`")
+        raise NotImplementedError
 
     @staticmethod
     def store(config: Any) -> "LatentStore":

@@ -166,8 +166,7 @@ def _channels_and_downscale(name: str, path: str, dtype: str | None) -> tuple[in
     from torchtitan.autoencoders.base import AutoencoderError
 
     try:
-        with torch.random.fork_rng(devices=[]):  # networks are filled with random numbers before their weights
-            autoencoder = build_autoencoder(name, path, getattr(torch, dtype) if dtype else None)
+        autoencoder = build_autoencoder(name, path, getattr(torch, dtype) if dtype else None)
     except AutoencoderError as error:
         raise DatasetError(f"autoencoder.path: {error}") from error
     return autoencoder.channels, autoencoder.downscale
