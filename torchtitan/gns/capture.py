@@ -23,7 +23,8 @@ from torch import Tensor, nn
 
 from torchtitan.distributed.mesh import Layout
 from torchtitan.gns import taps
-from torchtitan.gns.coverage import cannot_measure, check_applications, check_parameters, unseen_gradient
+from torchtitan.gns.config import cannot_measure
+from torchtitan.gns.coverage import check_applications, check_parameters, unseen_gradient
 from torchtitan.gns.projections import AdamFactors, Projections
 from torchtitan.gns.step_sums import GEOMETRIES, PARTS, StepSums
 from torchtitan.gns.taps import FOLDED_ROWS, FREE, MEASURED, OFF, TapSwitch

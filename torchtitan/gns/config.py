@@ -10,11 +10,15 @@ from torch import Tensor
 
 from torchtitan.diffusion.objective import Objective, ObjectiveConfig
 from torchtitan.diffusion.paths import PATHS
-from torchtitan.diffusion.timesteps.contract import Density
+from torchtitan.diffusion.timesteps.placement import Density
 from torchtitan.diffusion.timesteps.registry import build_density
 from torchtitan.diffusion.timesteps.sampler import TimestepSampler
+from torchtitan.errors import TrainingError
 from torchtitan.pictures.number_text import counted
 from torchtitan.settings import only_with, setting
+
+# Folder in that of a run, and the picture in it.
+GNS_FOLDER, PICTURE_FILE = "gns", "noise_scale.png"
 
 # Advice where the taps cannot measure a network or an objective.
 WITHOUT_TAPS = (
@@ -24,6 +28,9 @@ WITHOUT_TAPS = (
 
 # Tags of the number of bins and of their inner edges.
 _COUNT, _EDGE = "gns/bins", "gns/edges"
+
+# Quantities of a bin that are drawn.
+DRAWN = ("b_simple", "lower", "upper")
 
 # Fewer samples of a bin in a step hold hardly a pair, and only pairs say anything of the mean gradient.
 _LEAST_PER_BIN = 2
@@ -120,8 +127,11 @@ def bin_tags(edges: Sequence[float]) -> dict[str, float]:
     return {_COUNT: float(len(edges) + 1)} | {f"{_EDGE}/{k}": edge for k, edge in enumerate(edges)}
 
 
-def is_bin_tag(tag: str) -> bool:
-    return tag == _COUNT or tag.startswith(f"{_EDGE}/")
+def is_drawn(tag: str) -> bool:
+    """Check whether a logged value is drawn, or needed for it."""
+    parts = tag.split("/")
+    of_a_bin = len(parts) == 5 and parts[0] == "gns" and parts[2] == "composite" and parts[3] != "all"
+    return tag == _COUNT or tag.startswith(f"{_EDGE}/") or (of_a_bin and parts[4] in DRAWN)
 
 
 def of_bins(point: Mapping[str, Any], edges: Sequence[float]) -> bool:
@@ -189,6 +199,15 @@ def gns_problems(
             f" {counted(global_batch_size, 'image')} per step: a bin needs {_LEAST_PER_BIN} or"
             f" more, for only pairs tell signal from noise ({_enough(global_batch_size)})"
         )
+
+
+class CannotMeasure(TrainingError):
+    """Model with gradients that no tap can measure; the message is one line."""
+
+
+def cannot_measure(problem: str, remedy: str) -> CannotMeasure:
+    """Error of a problem and what may be done about it in the model."""
+    return CannotMeasure(f"gns.single_pass: {problem} ({remedy}, or {WITHOUT_TAPS})")
 
 
 def few_pairs(config: GNSConfig, local_batch_size: int, masses: Tensor) -> str | None:

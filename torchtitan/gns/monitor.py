@@ -17,8 +17,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from torchtitan.diffusion.objective import Objective
-from torchtitan.diffusion.timesteps.densities import LogitNormal, Uniform
-from torchtitan.diffusion.timesteps.sampler import GlobalBatch
+from torchtitan.diffusion.timesteps.sampler import GlobalBatch, LogitNormal, Uniform
 from torchtitan.diffusion.timesteps.shares import AllocatedTimesteps, bin_masses, bin_means
 from torchtitan.distributed.mesh import Layout
 from torchtitan.gns.allocate import (
@@ -38,7 +37,7 @@ from torchtitan.gns.batch_size import (
     scale_in_words,
 )
 from torchtitan.gns.capture import GradientTaps
-from torchtitan.gns.config import GNSConfig, bin_tags, of_bins
+from torchtitan.gns.config import GNS_FOLDER, GNSConfig, bin_tags, of_bins
 from torchtitan.gns.decayed import BinEstimates
 from torchtitan.gns.pictures import GEOMETRY_NAMES, draw_noise_scale
 from torchtitan.gns.pool import ESTIMATORS, Agreement, Pool
@@ -47,8 +46,6 @@ from torchtitan.gns.raw_sums import RawSums
 from torchtitan.gns.step_sums import LateSums, StepSums
 
 logger = logging.getLogger(__name__)
-
-GNS_FOLDER = "gns"
 
 _QUANTITIES = ("signal", "noise", "b_simple", "lower", "upper", "samples", "lag")
 
