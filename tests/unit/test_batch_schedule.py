@@ -8,13 +8,13 @@ import torch
 
 from tests.distributed.cases import make_trainer
 from torchtitan.config.job import ConfigError, load_config
-from torchtitan.gns.capture import StepSums
 from torchtitan.gns.pool import Pool
+from torchtitan.gns.step_sums import StepSums
 from torchtitan.state.run_state import RunState
 from torchtitan.trainer import Trainer
-from torchtitan.training.batch_ramp import ramp_factor, ramp_steps
 from torchtitan.training.config import EMATrackConfig
 from torchtitan.training.ema import kept_share
+from torchtitan.training.schedules import ramp_factor, ramp_steps
 
 
 @pytest.mark.parametrize(
