@@ -4,7 +4,6 @@ from torchtitan.settings.declare import (
     Choice,
     OneOf,
     choice,
-    chosen,
     condition_met,
     has_key,
     only_with,
@@ -12,4 +11,4 @@ from torchtitan.settings.declare import (
     setting,
 )
 
-__all__ = ["Choice", "OneOf", "choice", "chosen", "condition_met", "has_key", "only_with", "section_of", "setting"]
+__all__ = ["Choice", "OneOf", "choice", "condition_met", "has_key", "only_with", "section_of", "setting"]
