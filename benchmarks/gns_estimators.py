@@ -44,8 +44,9 @@ from torchtitan.gns.decayed import BinEstimates, DecayedSums
 from torchtitan.gns.pool import to_host
 from torchtitan.gns.statistics import PairSums
 from torchtitan.runs.folder import versions
+from torchtitan.state.resume import materialise_state
 from torchtitan.trainer import Trainer
-from torchtitan.training.optimizer import materialise_state, optimizer_tensors
+from torchtitan.training.optimizer import optimizer_tensors
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIG = """
@@ -156,7 +157,7 @@ def train_to(trainer: Trainer, age: int) -> None:
 def copy_state(trainer: Trainer, to: Trainer) -> None:
     """Copy weights and moments; the other trainer's batch may differ."""
     to.state.model.load_state_dict(trainer.state.model.state_dict())
-    materialise_state(to.state.optimizer)
+    materialise_state(to.state.optimizer, to.config.optimizer.lr)
     copies = optimizer_tensors(to.state.optimizer, to.state.parameters)
     for name, tensor in optimizer_tensors(trainer.state.optimizer, trainer.state.parameters).items():
         copies[name].copy_(tensor)

@@ -23,9 +23,9 @@ from scipy import stats
 from torchtitan.config.job import load_config
 from torchtitan.gns.capture import GEOMETRIES, StepSums
 from torchtitan.runs.folder import versions
+from torchtitan.state.resume import materialise_state
 from torchtitan.trainer import Trainer
 from torchtitan.training.hardware import device_name
-from torchtitan.training.optimizer import materialise_state
 
 ROOT = Path(__file__).resolve().parent.parent
 PRECISIONS = ("float32", "bfloat16")
@@ -81,7 +81,7 @@ def at_age(trained: Trainer, steps: int) -> dict[str, dict[str, float | list[flo
 def measure(trained: Trainer, precision: str, steps: int) -> tuple[list[list[float]], list[list[float]]]:
     """Signal and noise of each step in each geometry, with weights and Adam's state that stay as they are."""
     trainer = build(precision)
-    materialise_state(trainer.state.optimizer)
+    materialise_state(trainer.state.optimizer, trainer.config.optimizer.lr)
     there = trainer.state.tensors()
     for name, tensor in trained.state.tensors().items():
         there[name].copy_(tensor)

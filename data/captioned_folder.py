@@ -27,7 +27,7 @@ from torchtitan.data.image_files import (
 )
 from torchtitan.data.left_out import say_once
 from torchtitan.data.online_text import OnlineTextConfig, online_kind
-from torchtitan.data.splits import chosen_positions, spread_evenly
+from torchtitan.data.splits import split_positions, spread_evenly
 from torchtitan.data.trigger_words import TRIGGER_KEY, filled
 from torchtitan.pictures.number_text import counted
 from torchtitan.settings import setting
@@ -125,8 +125,7 @@ class CaptionedFolder(SquareImages):
         images = _open(config, split)
         chosen = np.arange(len(images.files))
         if not config.validation_path:
-            held_out = spread_evenly(len(images.files), config.validation_fraction)
-            chosen = chosen_positions(held_out if split == "validation" else ~held_out, split, config.validation_fraction)
+            chosen = split_positions(len(images.files), split, config.validation_fraction)
         if split == "train":
             chosen = np.repeat(chosen, _repeats(images.files)[chosen])
         entries = _entries(config, images, chosen, _all_sizes(config))

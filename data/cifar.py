@@ -1,22 +1,21 @@
 """CIFAR-10 and CIFAR-100 from parquet files, the official python batches, or the Hugging Face hub."""
 
 import pickle
-import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import torch
 
 from torchtitan.conditions import Classes
 from torchtitan.data.base import Batch, DataConfig, Dataset, DatasetError, DatasetInfo, Split
-from torchtitan.data.class_folders import missing_path
+from torchtitan.data.class_folders import existing_folder
 from torchtitan.data.hub_tables import open_hub_table
 from torchtitan.data.image_decoding import decoding_problem, open_image
 from torchtitan.data.image_files import LabelledSource, own_pictures_advice
 from torchtitan.data.numpy_pickle import read_table
-from torchtitan.data.parquet_files import read_footers
+from torchtitan.data.parquet_files import HUB_NAME, read_footers
 from torchtitan.data.row_groups import RowGroupImages
 from torchtitan.errors import one_line
 from torchtitan.files.regular import user_path
@@ -24,7 +23,6 @@ from torchtitan.settings import setting
 
 IMAGE_SHAPE = (3, 32, 32)
 MAX_HELD_OUT = 5000
-_HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 
 
 @dataclass(frozen=True)
@@ -115,14 +113,11 @@ def _open(path: str, edition: CifarEdition, split: Split) -> tuple[LabelledSourc
     if not path:
         raise DatasetError(f"data.path: not given; {edition.title} needs a folder or a Hugging Face hub name")
     folder = user_path(path)
-    if not folder.exists() and _HUB_NAME.fullmatch(path):
+    if not folder.exists() and HUB_NAME.fullmatch(path):
         name = "test" if split == "validation" else "train"
         hub = open_hub_table(path, "", "", name, "", edition.label_column)
         return _with_known_classes(hub, hub.num_classes, path, edition), True
-    if not folder.exists():
-        raise missing_path("data.path", path)
-    if not folder.is_dir():
-        raise DatasetError(f"data.path: {path!r} is a file; give its folder")
+    existing_folder("data.path", path)
     for candidate in (folder, folder / edition.folder):
         if any((candidate / name).exists() for name in edition.train_batches + edition.validation_batches):
             return _PythonBatches(candidate, edition, split), True
@@ -179,21 +174,12 @@ def _read_batch(path: Path, edition: CifarEdition) -> tuple[np.ndarray, np.ndarr
         table = read_table(path)
     except (pickle.UnpicklingError, OSError) as error:
         raise DatasetError(f"{path}: not a {edition.title} batch: {one_line(error)}") from error
-    key = edition.label_key
-    pixels, labels = table.get("data"), _integers(table.get(key))
-    if not isinstance(pixels, np.ndarray) or pixels.dtype != np.uint8 or pixels.shape[1:] != (3072,):
-        raise DatasetError(f"{path}: 'data' is not an array of bytes [N, 3072]")
-    if labels is None or labels.shape != pixels.shape[:1]:
-        raise DatasetError(f"{path}: '{key}' is not a list of {len(pixels)} integers")
+    try:
+        pixels, labels = table["data"].reshape(-1, *IMAGE_SHAPE), np.array(table[edition.label_key], np.int64)
+    except (KeyError, ValueError, TypeError, AttributeError) as error:
+        raise DatasetError(f"{path}: not a {edition.title} batch of images [N, 3072] and labels [N]") from error
     largest = len(edition.class_names) - 1
     wrong = np.flatnonzero((labels < 0) | (labels > largest))
     if len(wrong):
         raise DatasetError(f"{path}: row {wrong[0]}: label {labels[wrong[0]]} is not in 0..{largest}")
-    return pixels.reshape(-1, *IMAGE_SHAPE), labels.astype(np.int64)
-
-
-def _integers(labels: Any) -> np.ndarray | None:
-    """Convert a list or array of plain integers to an array; None for anything else, such as a ragged list."""
-    if isinstance(labels, list) and all(type(label) is int and abs(label) < 1 << 62 for label in labels):
-        return np.array(labels, np.int64)
-    return labels if isinstance(labels, np.ndarray) and labels.dtype.kind == "i" else None
+    return pixels, labels

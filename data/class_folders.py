@@ -2,14 +2,11 @@
 
 import functools
 import os
-from collections.abc import Mapping
-from types import MappingProxyType
 
 import numpy as np
 
 from torchtitan.conditions import is_number
 from torchtitan.data.base import DatasetError
-from torchtitan.data.derived_classes import MOST_CLASSES
 from torchtitan.data.image_files import (
     ImageList,
     found_instead,
@@ -20,9 +17,7 @@ from torchtitan.data.image_files import (
     shown_path,
 )
 from torchtitan.errors import look_alike
-from torchtitan.files.regular import read_regular, user_path
-
-MAX_CLASSES_BYTES = 16 << 20  # of a file that names classes
+from torchtitan.files.regular import read_text, user_path
 
 
 @functools.lru_cache(maxsize=4)  # a run opens the same folder several times, and may have a million files
@@ -85,20 +80,14 @@ def class_numbers(folders: list[bytes], classes_file: str) -> np.ndarray:
     return np.array([known[folder] for folder in shown_names(folders)])
 
 
-def read_classes(path: str) -> Mapping[str, str]:
+def read_classes(path: str) -> dict[str, str]:
     """Read folder -> name, in the order of a file with one "folder name" a line. Raises DatasetError."""
     try:
-        return _parsed(path, read_regular(user_path(path), MAX_CLASSES_BYTES).decode("utf-8-sig"))
+        lines = read_text(user_path(path)).rstrip().splitlines()
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or "not a text file"
         raise DatasetError(f"data.classes_file: {path}: cannot be read: {reason}") from error
 
-
-@functools.lru_cache(maxsize=2)  # a run reads the same file several times, and it may have a million lines
-def _parsed(path: str, text: str) -> Mapping[str, str]:
-    lines = text.rstrip().splitlines()
-    if len(lines) > MOST_CLASSES:
-        raise DatasetError(f"data.classes_file: {path}: {len(lines):,} lines, more than {MOST_CLASSES:,} classes")
     names: dict[str, str] = {}
     for number, line in enumerate(lines, 1):
         folder, _, name = line.strip().partition(" ")
@@ -109,4 +98,4 @@ def _parsed(path: str, text: str) -> Mapping[str, str]:
         names[folder] = name.strip() or folder
     if not names:
         raise DatasetError(f"data.classes_file: {path}: has no classes")
-    return MappingProxyType(names)
+    return names

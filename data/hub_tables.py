@@ -1,8 +1,6 @@
 """Tables of the package `datasets`: from the Hugging Face hub, a folder, or saved by the package itself."""
 
-import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -138,21 +136,8 @@ def _check_captions(place: str, texts: Any, name: str, trigger_word: str) -> Non
 
 def _asked(path: str, ask: Callable[[], Any]) -> Any:
     try:
-        with _without_retry_messages():
-            return ask()
+        return ask()
     except DatasetError:
         raise
     except Exception as error:  # the package and those that it calls have their own
         raise DatasetError(f"data.path: {path!r} cannot be read by the package datasets ({one_line(error)})") from error
-
-
-@contextmanager
-def _without_retry_messages() -> Iterator[None]:
-    """Silence the hub's messages of single attempts; the final outcome matters."""
-    logger = logging.getLogger("huggingface_hub")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)

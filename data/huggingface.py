@@ -14,7 +14,7 @@ from torchtitan.data.image_files import SquareImages, SquareImagesConfig, check_
 from torchtitan.data.online_text import OnlineTextConfig, online_kind
 from torchtitan.data.parquet_files import RowGroups, read_footers, table_url
 from torchtitan.data.row_groups import RowGroupImages
-from torchtitan.data.splits import chosen_positions, spread_evenly
+from torchtitan.data.splits import split_positions, spread_evenly
 from torchtitan.data.trigger_words import TRIGGER_KEY
 from torchtitan.settings import setting
 
@@ -83,9 +83,7 @@ class HuggingFace(SquareImages):
         images, columns, _ = _open(config, split)
         positions = np.arange(len(images))
         if not config.validation_split:
-            held_out = spread_evenly(len(images), config.validation_fraction)
-            chosen = held_out if split == "validation" else ~held_out
-            positions = chosen_positions(chosen, split, config.validation_fraction)
+            positions = split_positions(len(images), split, config.validation_fraction)
         labels = None
         if not columns.labelled or isinstance(images, HubImages):
             labels = images.labels[positions] if columns.labelled else np.zeros(len(positions), np.int64)

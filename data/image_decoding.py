@@ -84,11 +84,6 @@ def decode_cropped(content: bytes, width: int, height: int) -> np.ndarray:
             return np.asarray(resize_and_crop(to_rgb(upright(image)), width, height))
 
 
-def decode_square(content: bytes, image_size: int) -> np.ndarray:
-    """Decode a file's content to pixels uint8 [image_size, image_size, 3]. Raises as `open_image`."""
-    return decode_cropped(content, image_size, image_size)
-
-
 def decode_whole(content: bytes) -> np.ndarray:
     """Decode a file's content to pixels uint8 [H, W, 3] in the image's own size. Raises as `open_image`."""
     with warnings.catch_warnings():

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from torchtitan.data.base import Batch, DataConfig, Dataset, DatasetError, UnreadableImage
-from torchtitan.data.image_decoding import MAX_FILE_BYTES, decode_cropped, decode_square, decoding_problem
+from torchtitan.data.image_decoding import MAX_FILE_BYTES, decode_cropped, decoding_problem
 from torchtitan.data.left_out import PICTURES_NOT_READ, ending_of, say_left_out
 from torchtitan.data.online_text import with_captions
 from torchtitan.files.regular import UnsuitableFile, read_regular, user_path
@@ -290,7 +290,7 @@ def check_readable(source: ImageSource, key: str) -> None:
     first = None
     for position in probes.tolist():
         try:
-            decode_square(source.content(position), 8)
+            decode_cropped(source.content(position), 8, 8)
             return
         except DatasetError:
             raise

@@ -10,13 +10,12 @@ from pathlib import Path
 from torchtitan.data.base import DatasetError
 from torchtitan.data.class_folders import read_classes
 from torchtitan.errors import one_line
-from torchtitan.files.regular import read_regular
+from torchtitan.files.regular import read_regular, read_text
 
 SYNSET_MAPPING = "LOC_synset_mapping.txt"
 VALIDATION_SOLUTION = "LOC_val_solution.csv"
 DEVKIT = "ILSVRC2012_devkit_t12"
 GROUND_TRUTH = "ILSVRC2012_validation_ground_truth.txt"
-MAX_FILE_BYTES = 64 << 20  # of each of these; the devkit has 2.5 MB
 WNID = re.compile(r"n\d{8}")
 
 
@@ -67,7 +66,7 @@ def _first(names: str) -> str:
 def _read_solution(path: Path) -> dict[str, str]:
     """Read lines "ImageId,PredictionString", where the prediction begins with the wnid."""
     try:
-        rows = list(csv.reader(read_regular(path, MAX_FILE_BYTES).decode("utf-8").splitlines()))
+        rows = list(csv.reader(read_text(path).splitlines()))
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise DatasetError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
     wnids = {}
@@ -87,7 +86,7 @@ def _devkit_file(roots: list[Path], name: str) -> bytes | None:
         return None
     try:
         if place.name == name:
-            return read_regular(place, MAX_FILE_BYTES)
+            return read_regular(place)
         with tarfile.open(place) as archive:
             file = archive.extractfile(inside)
             return file.read() if file else None

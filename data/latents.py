@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -16,7 +18,7 @@ from torchtitan.programs import program
 from torchtitan.settings import setting
 
 if TYPE_CHECKING:
-    from torchtitan.latents.index import CaptionPlan
+    from torchtitan.latents.index import StoreIndex
     from torchtitan.latents.store import LatentStore
 
 NUMBERS_AT_A_TIME = 2**18  # keeps the generator's 64-bit intermediates in the cache
@@ -56,7 +58,6 @@ class Latents(Dataset):
     """
 
     Config = LatentsConfig
-    holds_latents = True
 
     @staticmethod
     def info(config: LatentsConfig) -> DatasetInfo:
@@ -64,9 +65,11 @@ class Latents(Dataset):
         parts = [_held_out(config, store) for store in stores]
         has_validation = bool(config.validation_path) or any(bool(part.any()) for part in parts)
         for store in stores:
-            _check_first("path", store)
+            with _of_store("path"):
+                store.read(np.zeros(1, np.int64))  # a wrong shape is found before a model is built
         for store in _open(config, "validation") if config.validation_path else []:
-            _check_first("validation_path", store)
+            with _of_store("validation_path"):
+                store.read(np.zeros(1, np.int64))
         shapes = tuple(store.index.shape for store in stores)
         kind = _condition_kind(config, stores[0])
         return DatasetInfo(_largest(stores).index.shape, kind, has_validation, shapes if len(shapes) > 1 else ())
@@ -121,10 +124,8 @@ class Latents(Dataset):
         return self._stores[int(np.searchsorted(self._firsts, indices[0], side="right")) - 1]
 
     def _stored(self, indices: np.ndarray, views: np.ndarray | None) -> tuple[torch.Tensor, torch.Tensor]:
-        try:
+        with _of_store():
             return self._store_of(indices).read(self._numbers[indices], views)  # [B, P, C, h, w]
-        except LatentStoreError as error:
-            raise DatasetError(str(error)) from error
 
     def _read(self, indices: np.ndarray, views: np.ndarray | None, draws: Draws) -> Batch:
         values, labels = self._stored(indices, views)
@@ -140,27 +141,26 @@ class Latents(Dataset):
     def _batch(self, indices: np.ndarray, latents: torch.Tensor, labels: torch.Tensor) -> Batch:
         store, numbers = self._store_of(indices), self._numbers[indices]
         batch = {"images": (latents - self._shift) * self._scale}
-        if self._captioned:
-            return batch | _read_captions(store, numbers)
+        if self._captioned and store.captions:
+            with _of_store():
+                return batch | store.captions.read(store.caption_numbers(numbers))
         return batch | {"class": labels} if store.index.num_classes else batch
 
     def captions(self, indices: np.ndarray) -> list[str]:
         store = self._store_of(indices)
         if store.captions is None:
             return super().captions(indices)
-        try:
+        with _of_store():
             numbers = store.caption_numbers(self._numbers[indices]).tolist()
             return [store.captions.text(number) for number in numbers]
-        except LatentStoreError as error:
-            raise DatasetError(str(error)) from error
 
 
-def _read_captions(store: LatentStore, numbers: np.ndarray) -> dict[str, torch.Tensor]:
-    assert store.captions is not None  # or they would not be asked for
+@contextmanager
+def _of_store(key: str = "") -> Iterator[None]:
     try:
-        return store.captions.read(store.caption_numbers(numbers))
+        yield
     except LatentStoreError as error:
-        raise DatasetError(str(error)) from error
+        raise DatasetError(f"data.{key}: {error}" if key else str(error)) from error
 
 
 def _open(config: LatentsConfig, split: Split) -> list[LatentStore]:
@@ -172,10 +172,8 @@ def _open(config: LatentsConfig, split: Split) -> list[LatentStore]:
     path = getattr(config, key)
     if not path:
         raise DatasetError(f"data.{key}: not given; latents needs a latent store ({HOW_TO_MAKE})")
-    try:
+    with _of_store(key):
         stores = open_stores(path)
-    except LatentStoreError as error:
-        raise DatasetError(f"data.{key}: {error}") from error
     if config.sample_posterior and not stores[0].index.posterior:
         raise DatasetError(f"data.sample_posterior: {path} keeps no standard deviations; leave the key out")
     if key == "validation_path":
@@ -209,21 +207,11 @@ def _condition_kind(config: LatentsConfig, store: LatentStore) -> ConditionKind:
         raise DatasetError(f"data.condition: {store.folder} keeps no classes; leave the key out")
     if captions is None or not _is_captioned(config, store):
         return class_kind(index.num_classes, index.class_names)
-    try:
+    with _of_store("path"):
         nulls = {name: values[0] for name, values in captions.read([NULL_CAPTION]).items()}
         prompts = captions.read(captions.plan.prompts) if captions.plan.prompts else {}
         names = tuple(captions.text(number) for number in captions.plan.prompts)
-    except LatentStoreError as error:
-        raise DatasetError(f"data.path: {error}") from error
     return Embeddings(nulls, prompts, names)
-
-
-def _check_first(key: str, store: LatentStore) -> None:
-    """Check the first image, so that a wrong shape is found before a model is built. Raises DatasetError."""
-    try:
-        store.read(np.zeros(1, np.int64))
-    except LatentStoreError as error:
-        raise DatasetError(f"data.{key}: {error}") from error
 
 
 def _check_alike(config: LatentsConfig, stores: list[LatentStore], trained_stores: list[LatentStore]) -> None:
@@ -232,22 +220,17 @@ def _check_alike(config: LatentsConfig, stores: list[LatentStore], trained_store
     order = [shape for shape in by_shape if shape in {store.index.shape for store in stores}]
     stores.sort(key=lambda store: order.index(store.index.shape) if store.index.shape in order else len(order))
     for store in stores:
-        _check_alike_one(config, store, by_shape.get(store.index.shape, trained_stores[0]))
+        trained = by_shape.get(store.index.shape, trained_stores[0])
+        found, wanted = (_properties(each.index, _is_captioned(config, trained)) for each in (store, trained))
+        if differing := next((name for name in wanted if wanted[name] != found[name]), None):
+            raise DatasetError(f"data.validation_path: {store.folder}: its {differing} is not that of {trained.folder}")
 
 
-def _check_alike_one(config: LatentsConfig, store: LatentStore, trained: LatentStore) -> None:
-    for name in ("shape", "posterior", "num_classes", "class_names", "autoencoder"):
-        held_out, wanted = getattr(store.index, name), getattr(trained.index, name)
-        if held_out != wanted:
-            raise DatasetError(f"data.validation_path: {store.folder}: its {name} is not that of {trained.folder}")
-    differing = _differing(store.index.captions, trained.index.captions) if _is_captioned(config, trained) else None
-    if differing:
-        raise DatasetError(f"data.validation_path: {store.folder}: its {differing} is not that of {trained.folder}")
-
-
-def _differing(held_out: CaptionPlan | None, trained: CaptionPlan | None) -> str | None:
-    """First attribute of captions that must be equal, and is not."""
-    if held_out is None or trained is None:
-        return "captions"
-    names = ("encoders", "text_shape", "pooled_shape", "dtype")
-    return next((f"captions.{name}" for name in names if getattr(held_out, name) != getattr(trained, name)), None)
+def _properties(index: StoreIndex, captioned: bool) -> dict[str, Any]:
+    """Properties that held-out images have in common with those of training."""
+    found = {name: getattr(index, name) for name in ("shape", "posterior", "num_classes", "class_names", "autoencoder")}
+    if captioned:
+        found["captions"] = index.captions is None
+        parts = ("encoders", "text_shape", "pooled_shape", "dtype")
+        found |= {f"captions.{part}": getattr(index.captions, part, None) for part in parts}
+    return found

@@ -68,9 +68,14 @@ class OnlineEncoders:
             encoders = open_encoders(self.text, self.pooled, self.length, torch.bfloat16, compute_device())
             found, _ = encoders.encode(texts)
         except TextEncoderError as error:
-            option, colon, text = str(error).partition(":")
-            raise DatasetError(f"{_OPTIONS.get(option, option)}{colon}{text}") from error
+            raise DatasetError(in_keys(error)) from error
         return {name: value.to(torch.bfloat16) for name, value in found.items()}
+
+
+def in_keys(error: Exception) -> str:
+    """Message of a text encoder with keys of the configuration instead of options of a command."""
+    option, colon, text = str(error).partition(":")
+    return f"{_OPTIONS.get(option, option)}{colon}{text}"
 
 
 def online_kind(config: OnlineTextConfig) -> Texts | None:

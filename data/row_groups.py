@@ -25,8 +25,6 @@ class RowGroupImages:
     names = None
 
     def __init__(self, groups: RowGroups, num_kept: int) -> None:
-        """
-        """
         self.groups = groups
         self._num_kept = num_kept
         self._forget()

@@ -30,6 +30,12 @@ def spread_evenly(count: int, fraction: float) -> np.ndarray:
     return np.diff(np.floor(np.arange(count + 1) * fraction + 1e-9)) > 0
 
 
+def split_positions(count: int, split: Split, fraction: float) -> np.ndarray:
+    """Positions of a split of `count` images that `spread_evenly` divides. Raises DatasetError: there are none."""
+    held_out = spread_evenly(count, fraction)
+    return chosen_positions(held_out if split == "validation" else ~held_out, split, fraction)
+
+
 def chosen_positions(chosen: np.ndarray, split: Split, fraction: float) -> np.ndarray:
     """Positions of a split where its bool [N] is true. Raises DatasetError where it is nowhere."""
     positions = np.flatnonzero(chosen)

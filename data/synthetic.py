@@ -118,13 +118,8 @@ def mode_variances(config: SyntheticConfig) -> Tensor:
 
     Returns:
         float64 [C, H, W], indexed as torch.fft.fft2 orders frequencies.
-
-    Raises:
-        ValueError: constant images have no such description.
     """
     channels, height, width = config.shape
-    if config.kind == "constant":
-        raise ValueError("data.kind: constant images are not Gaussian")
     if config.kind == "noise":
         return torch.ones(channels, height, width, dtype=torch.float64)
     fy = torch.fft.fftfreq(height, d=1 / height, dtype=torch.float64)
@@ -132,41 +127,3 @@ def mode_variances(config: SyntheticConfig) -> Tensor:
     squared_radius = (fy[:, None] ** 2 + fx[None, :] ** 2).clamp(min=1)  # [H, W]
     spectrum = squared_radius ** (-config.spectrum_alpha / 2)
     return (config.pixel_variance * spectrum / spectrum.mean()).expand(channels, -1, -1).clone()
-
-
-def optimal_velocity_loss(config: SyntheticConfig, t: Tensor) -> Tensor:
-    """Optimal velocity loss: smallest mean squared error per pixel of any prediction of the flow's velocity.
-
-    In the eigenbasis a mode of x_t = (1 - t) x0 + t noise has variance v = (1 - t)^2 s + t^2, where s is the data's.
-    The velocity u = noise - x0 has variance 1 + s and covariance t - (1 - t) s with x_t. All is Gaussian, so the best
-    prediction is linear and leaves 1 + s - (t - (1 - t) s)^2 / v = s / v. The loss is the mean over modes, from
-    1 at t = 0 (x0 is known, the noise is not) to pixel_variance at t = 1.
-
-    Args:
-        config: kind "gaussian" or "noise".
-        t: times in [0, 1], [N].
-
-    Returns:
-        float64 [N].
-    """
-    variances = mode_variances(config)[0].flatten()  # channels are alike
-    t = t.to(torch.float64)[:, None]
-    return (variances / ((1 - t) ** 2 * variances + t**2)).mean(dim=1)
-
-
-def optimal_noise_loss(config: SyntheticConfig, log_sigma: Tensor) -> Tensor:
-    """Optimal noise loss: smallest mean squared error per pixel of any prediction of the noise, on any path.
-
-    A mode of x_t / a = x0 + sigma noise has variance s + sigma^2, so the best prediction of the noise, linear again,
-    leaves 1 - sigma^2 / (s + sigma^2) = s / (s + sigma^2). The loss is the mean over modes, from 1 for clean images
-    to pixel_variance / sigma^2 for noise.
-
-    Args:
-        config: kind "gaussian" or "noise".
-        log_sigma: values of ln sigma [N].
-
-    Returns:
-        float64 [N].
-    """
-    variances = mode_variances(config)[0].flatten()  # channels are alike
-    return (variances / (variances + torch.exp(2 * log_sigma.to(torch.float64))[:, None])).mean(dim=1)

@@ -61,9 +61,10 @@ def _members(path: Path, file: BinaryIO, begin: int, end: int) -> Iterator[Membe
         while (entry := archive.next()) is not None:
             archive.members.clear()  # type: ignore[attr-defined]  # or the headers of all members stay in memory
             name = entry.name.encode("utf-8", "surrogateescape")
-            if special := _special(entry):
+            if entry.issym() or entry.islnk() or entry.issparse() or entry.type == tarfile.GNUTYPE_SPARSE:
+                kind = "a link" if entry.issym() or entry.islnk() else "a sparse file"
                 advice = "pack it again with tar --hard-dereference --dereference, without --sparse"
-                raise DatasetError(f"{path}: {shown_path(name)!r} is {special}, which cannot be read in place ({advice})")
+                raise DatasetError(f"{path}: {shown_path(name)!r} is {kind}, which cannot be read in place ({advice})")
             if entry.isreg():
                 if not 0 <= entry.size <= end - entry.offset_data:
                     raise DatasetError(f"{path}: cut short: {shown_path(name)!r} extends past byte {end} (copy it again)")
@@ -74,13 +75,6 @@ def _members(path: Path, file: BinaryIO, begin: int, end: int) -> Iterator[Membe
             raise DatasetError(f"{path}: damaged or cut short at byte {archive.offset}: no tar header (copy it again)")
     except (tarfile.TarError, ValueError, OverflowError) as error:
         raise DatasetError(f"{path}: no tar archive, or damaged or cut short: {error} (copy it again)") from error
-
-
-def _special(entry: tarfile.TarInfo) -> str | None:
-    if entry.issparse() or entry.type == tarfile.GNUTYPE_SPARSE:
-        return "a sparse file"
-    kinds = {"a link": entry.issym() or entry.islnk(), "a device": entry.ischr() or entry.isblk(), "a pipe": entry.isfifo()}
-    return next((kind for kind, found in kinds.items() if found), None)
 
 
 class OpenArchives:

@@ -9,12 +9,11 @@ import numpy as np
 
 from torchtitan.conditions import Classes
 from torchtitan.data.base import DataConfig, DatasetError, DatasetInfo, Split
-from torchtitan.data.image_files import ImageList, SquareImages, check_readable, list_images
-from torchtitan.files.regular import read_regular, user_path
+from torchtitan.data.image_files import ImageList, SquareImages, check_readable, list_images_of_folders
+from torchtitan.files.regular import read_text, user_path
 from torchtitan.settings import setting
 
 IMAGE_SIZE = 64
-MAX_LIST_BYTES = 16 << 20  # words.txt has 2.6 MB
 ANNOTATIONS = "val/val_annotations.txt"
 
 
@@ -78,16 +77,12 @@ def _class_names(folder: Path, wnids: list[str]) -> tuple[str, ...]:
 
 
 def _list_train(folder: Path, wnids: list[str]) -> ImageList:
-    root = os.fsencode(folder / "train")
-    names_by_class = []
-    for wnid in wnids:
-        inside = os.path.join(os.fsencode(wnid), b"images")
-        images = os.path.join(root, inside)
-        names = list_images(images, inside + b"/") if os.path.isdir(images) else []
-        if not names:
-            raise DatasetError(f"{folder}: train/{wnid}/images has no images")
-        names_by_class.append(names)
-    return ImageList.of(root, names_by_class)
+    there = [wnid for wnid in wnids if (folder / "train" / wnid / "images").is_dir()]
+    files = list_images_of_folders(os.fsencode(folder / "train"), [os.fsencode(f"{wnid}/images") for wnid in there])
+    full = {there[number] for number in np.unique(files.classes)}
+    if empty := [wnid for wnid in wnids if wnid not in full]:
+        raise DatasetError(f"{folder}: train/{empty[0]}/images has no images")
+    return files
 
 
 def _list_validation(folder: Path, wnids: list[str]) -> tuple[ImageList, np.ndarray]:
@@ -107,7 +102,7 @@ def _list_validation(folder: Path, wnids: list[str]) -> tuple[ImageList, np.ndar
 
 def _read_lines(path: Path) -> list[str]:
     try:
-        return [line for line in read_regular(path, MAX_LIST_BYTES).decode("utf-8").splitlines() if line.strip()]
+        return [line for line in read_text(path).splitlines() if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "not a text file"
         raise DatasetError(f"{path}: cannot be read: {reason}") from error

@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from torchtitan.conditions import Classes, Unconditional
 from torchtitan.data.base import DatasetError, DatasetInfo, Split
-from torchtitan.data.captions import MAX_CAPTION_BYTES, CaptionedSource, captions_of
+from torchtitan.data.captions import CaptionedSource, captions_of
 from torchtitan.data.class_folders import read_classes
 from torchtitan.data.derived_classes import num_classes_of
 from torchtitan.data.image_files import (
@@ -29,7 +29,7 @@ from torchtitan.data.image_files import (
 )
 from torchtitan.data.left_out import PICTURES_NOT_READ, say_left_out
 from torchtitan.data.online_text import OnlineTextConfig, online_kind
-from torchtitan.data.splits import chosen_positions, spread_evenly
+from torchtitan.data.splits import split_positions, spread_evenly
 from torchtitan.data.tar_files import Member, OpenArchives, TarImages, read_members
 from torchtitan.data.trigger_words import PLACEHOLDER, TRIGGER_KEY
 from torchtitan.files.regular import open_regular
@@ -43,13 +43,11 @@ PROBLEMS = (
     "the sample's label is no whole number from 0 to 999999 (write numbers, which data.classes_file names, or set data.labels = "
     "false)",
     "the sample has no caption (pack the shard again with its .txt, or without the image)",
-    "the sample has several captions (.txt)",
     "the caption is empty",
     "the caption is not UTF-8",
-    f"a caption of more than {MAX_CAPTION_BYTES:,} bytes",
 )
 NO_IMAGE, SEVERAL_IMAGES, NO_LABEL, BAD_LABEL = 1, 2, 3, 4  # places in PROBLEMS
-NO_CAPTION, SEVERAL_CAPTIONS, EMPTY_CAPTION, NOT_UTF8, LONG_CAPTION = 5, 6, 7, 8, 9
+NO_CAPTION, EMPTY_CAPTION, NOT_UTF8 = 5, 6, 7
 
 
 @dataclass(kw_only=True)
@@ -141,12 +139,9 @@ class WebDataset(SquareImages):
 
     def __init__(self, config: WebDatasetConfig, split: Split) -> None:
         samples = _open(config, split)
-        if config.validation_path:
-            positions = np.arange(len(samples))
-        else:
-            held_out = spread_evenly(len(samples), config.validation_fraction)
-            chosen = held_out if split == "validation" else ~held_out
-            positions = chosen_positions(chosen, split, config.validation_fraction)
+        positions = np.arange(len(samples))
+        if not config.validation_path:
+            positions = split_positions(len(samples), split, config.validation_fraction)
         labels = samples.labels[positions]
         labelled = config.labels and not config.captions
         super().__init__(samples, positions, labels, config.required_size(), labelled=labelled)
@@ -302,10 +297,8 @@ def _describe(
 
 def _caption(texts: list[Member], read: Callable[[Member], bytes]) -> tuple[int, int, int, bool]:
     """Describe a caption: its problem, offset and size, and whether it has [trigger]."""
-    if len(texts) != 1:
-        return SEVERAL_CAPTIONS if texts else NO_CAPTION, 0, 0, False
-    if texts[0].size > MAX_CAPTION_BYTES:
-        return LONG_CAPTION, 0, 0, False
+    if not texts:
+        return NO_CAPTION, 0, 0, False
     try:
         text = read(texts[0]).decode("utf-8-sig")
     except UnicodeDecodeError:

@@ -12,13 +12,15 @@ from research.equal_samples import BatchPlan, layout_on
 from torchtitan.checkpoint.checkpointer import Checkpointer, checkpoint_path, checkpoint_steps
 from torchtitan.checkpoint.comparison import open_checkpoint
 from torchtitan.checkpoint.config import CheckpointConfig
+from torchtitan.checkpoint.finding import BRANCHED_FROM
 from torchtitan.checkpoint.reading import read_state
 from torchtitan.config.job import JobConfig, load_config
 from torchtitan.files.durable import replace_file
 from torchtitan.files.remote_path import AnyPath
 from torchtitan.settings.record import dump_config
+from torchtitan.training.clock import ClockTotals
 from torchtitan.training.config import EMAConfig, EMATrackConfig, LRSchedulerConfig
-from torchtitan.training.lr_scheduler import lr_factor
+from torchtitan.training.schedules import lr_factor
 
 # Its profile is relative to the branch, so at equal samples it averages over the same samples at any batch size, and
 # its first update forgets the weights that the branch began with.
@@ -102,12 +104,19 @@ def write_start(checkpoint: AnyPath, folder: Path) -> Path:
     tensors = source.read([name for name in source.shapes if not name.startswith("ema.")])
     weights = {name.removeprefix("model."): tensor for name, tensor in tensors.items() if name.startswith("model.")}
     tensors |= {f"ema.{TRACK.name}.{name}": tensor.clone() for name, tensor in weights.items()}
-    state = {
+    saved = read_state(checkpoint)
+    del saved["config"]  # the branch has another
+    state = saved | {
         "step": 0,
+        "progress": 0,
         "data": {"next_sample": 0, "attempt": 0},
         "corrupt_images": {},
-        "timestep_sampler": _learned(read_state(checkpoint).get("timestep_sampler", {})),
+        "timestep_sampler": _learned(saved["timestep_sampler"]),
         "loss_window": {"sums": []},
+        "guard": {"skipped": 0, "rollbacks": 0},
+        "ema_snapshots": [],
+        "reports": {"results": {}, "clock": ClockTotals().state_dict()},
+        BRANCHED_FROM: None,
         "gns": {},
     }
     keeper = Checkpointer(folder, CheckpointConfig(), rank=0)

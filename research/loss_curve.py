@@ -18,7 +18,7 @@ from research.frame import StudyRun, checkpoint_name, results_folder, step_of
 from research.offline_gradients import GradientError
 from research.timestep_errors import TimestepNodes, timestep_errors, timestep_nodes
 from torchtitan.data.base import DatasetError
-from torchtitan.data.synthetic import SyntheticConfig, optimal_noise_loss
+from torchtitan.data.synthetic import SyntheticConfig, mode_variances
 from torchtitan.diffusion.objective import Objective
 from torchtitan.diffusion.objectives import build_objective
 from torchtitan.experiments.engine import Advance
@@ -138,6 +138,16 @@ def _optimal_noise(run: StudyRun, nodes: TimestepNodes) -> Tensor | None:
     if isinstance(data, SyntheticConfig) and data.kind != "constant":
         return optimal_noise_loss(data, nodes.log_sigma)
     return None
+
+
+def optimal_noise_loss(config: SyntheticConfig, log_sigma: Tensor) -> Tensor:
+    """Smallest mean squared error per pixel of any prediction of the noise of Gaussian images, on any path, float64 [N].
+
+    A mode of x_t / a = x0 + sigma noise has variance s + sigma^2, where s is the data's, so the best prediction of the noise
+    is linear and leaves 1 - sigma^2 / (s + sigma^2) = s / (s + sigma^2). The loss is the mean over modes.
+    """
+    variances = mode_variances(config)[0].flatten()  # channels are alike
+    return (variances / (variances + torch.exp(2 * log_sigma.to(torch.float64))[:, None])).mean(dim=1)
 
 
 def _description(run: StudyRun, objective: Objective, nodes: TimestepNodes) -> str:

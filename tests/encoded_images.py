@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from PIL import Image
 
+from torchtitan.state.resume import load_position
 from torchtitan.training.data_loading import TrainingData
 
 SIDE = 8
@@ -51,7 +52,7 @@ def read_samples(dataset, config, info, steps: int, state=None, ranks: int = 1) 
             world_size=ranks,
         )  # fmt: skip
         if state:
-            data.load_state_dict(state)
+            load_position(data, state)
         parts += [data.next_batch() for _ in range(steps * data.microbatches_per_step)]
         data.close()
     joined = {key: torch.cat([part[key] for part in parts]) for key in parts[0]}

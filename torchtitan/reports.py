@@ -4,7 +4,7 @@ import logging
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import cache
 from typing import Any
 
@@ -21,14 +21,12 @@ from torchtitan.evaluation.during_training import EvaluatedRun, Evaluation
 from torchtitan.evaluation.targets import described, described_text, newly_reached, scalars
 from torchtitan.files.optional import OptionalOutputs
 from torchtitan.files.weight_files import saved_buffers
-from torchtitan.gns.pictures import is_drawn
+from torchtitan.gns.logged_bins import is_drawn
 from torchtitan.run_pictures import RunPictures
 from torchtitan.settings.record import effective
 from torchtitan.state.run_state import RunState
 from torchtitan.summary import RunSummary
-from torchtitan.supervision.phases import Phases
-from torchtitan.training.batch_ramp import completed
-from torchtitan.training.clock import ClockTotals, RunClock
+from torchtitan.training.clock import Phases, RunClock
 from torchtitan.training.hardware import (
     ALLOCATOR_RETRIES,
     PEAK_MEMORY,
@@ -37,9 +35,10 @@ from torchtitan.training.hardware import (
     reset_peak_memory,
 )
 from torchtitan.training.hardware_description import describe_hardware
-from torchtitan.training.metric_points import GrowingPoints
+from torchtitan.training.metric_points import ThinnedPoints, iter_points
 from torchtitan.training.metrics import METRICS_FILE, MetricsLog
 from torchtitan.training.rates import Rates
+from torchtitan.training.schedules import completed
 from torchtitan.training.utilisation import products_of
 from torchtitan.weights.final_weights import final_weights_path, write_final_weights
 
@@ -86,7 +85,7 @@ class Reports:
         # Steps that measure the gradients of single samples have separate graphs.
         expected = max(_STEPS_TO_COMPILE, config.gns.interval if config.gns.enable and config.gns.single_pass else 0)
         self._compilations = CompileCounter(expected)
-        self._results: dict[str, Any] = dict(state.reported.get("results", {}))
+        self._results: dict[str, Any] = dict(state.reported["results"])
         self._outputs = OptionalOutputs()
         self._pictures = RunPictures(state.folder, config.job.name, self._outputs)
         self._hardware = describe_hardware(self._device, state.layout.world_size)
@@ -96,7 +95,7 @@ class Reports:
         self._peak_memory: float = 0.0  # GiB, of this rank, up to the last logged point
         self._allocator_retries: float = 0
         self._seconds_per_picture: float | None = None  # of the last grid
-        self._clock.resume(state.reported.get("clock", ClockTotals()))
+        self._clock.resume(state.reported["clock"])
         self._log = self._new_log() if self._first else None
         self._noise_points = self._new_noise_points()
         from_first_rank(self._open)
@@ -115,7 +114,7 @@ class Reports:
             self._log = self._new_log()
         self._noise_points = self._new_noise_points()
         self._clock.roll_back(self._state.reported["clock"])
-        self._results = dict(self._state.reported.get("results", {}))
+        self._results = dict(self._state.reported["results"])
         self._bar.n = self._state.progress
         self._bar.refresh()
         self._rates.restart(self._state.step)
@@ -124,8 +123,15 @@ class Reports:
         state, config = self._state, self._config
         return MetricsLog(state.folder.path, config.metrics, config.job.name, effective(config), state.step)
 
-    def _new_noise_points(self) -> GrowingPoints:
-        return GrowingPoints(self._state.folder.path / METRICS_FILE, '"gns/', is_drawn)
+    def _new_noise_points(self) -> ThinnedPoints:
+        """Points of the noise scale up to the run's step, as far as its picture shows them; of the first rank."""
+        found = ThinnedPoints()
+        if self._first and self._state.gns and self._state.step:
+            with suppress(OSError):  # the picture lacks them
+                for point in iter_points(self._state.folder.path / METRICS_FILE, '"gns/'):
+                    if point["step"] <= self._state.step:
+                        found.add(_drawn(point))
+        return found
 
     def _open(self) -> None:
         path = self._state.folder.path / METRICS_FILE
@@ -213,6 +219,7 @@ class Reports:
             found = gns.metrics()
             shown = {tag: value for tag, value in found.items() if tag.rpartition("/")[2] in _SHOWN_OF_THE_NOISE}
             self._log.write(state.step, shown, {tag: value for tag, value in found.items() if tag not in shown})
+            self._noise_points.add(_drawn({"step": state.step} | found))
             logged_before = state.progress_before // config.log_interval * config.log_interval
             if state.last_step or completed(_POINTS_A_PICTURE * config.log_interval, logged_before, state.progress):
                 picture = self._pictures.save_noise_scale(
@@ -365,6 +372,11 @@ class Reports:
 def _numbers(results: Mapping[str, Any]) -> dict[str, float | str]:
     """Results that are numbers: the last held-out losses, memory."""
     return {name: value for name, value in results.items() if isinstance(value, int | float)}
+
+
+def _drawn(point: Mapping[str, Any]) -> dict[str, Any]:
+    """Values of a point that the picture of the noise scale shows, and its step."""
+    return {tag: value for tag, value in point.items() if tag == "step" or is_drawn(tag)}
 
 
 def _spread(stderr: float | None) -> str:

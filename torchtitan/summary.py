@@ -1,12 +1,10 @@
 """Summary that closes a run, and messages about files that could not be written."""
 
 import logging
-import time
-from collections.abc import Callable
 from typing import Any
 
 from torchtitan import errors
-from torchtitan.checkpoint.checkpointer import BRANCHED_FROM
+from torchtitan.checkpoint.finding import BRANCHED_FROM
 from torchtitan.distributed.compile import CompileCounter
 from torchtitan.files.optional import OptionalOutputs
 from torchtitan.runs.folder import versions
@@ -26,7 +24,6 @@ _TAIL_TAGS = (
     "time_metrics/end_to_end(s)",
     "time_metrics/data_loading(%)",
 )
-LAST_TRIES_SECONDS = 10.0  # for what a completed run cannot write
 
 
 class RunSummary:
@@ -55,8 +52,7 @@ class RunSummary:
             Missing files that matter, in words; None if there are none.
         """
         completed, safe = status == "completed", self._state.config.checkpoint.enable
-        patience = LAST_TRIES_SECONDS if completed else 0.0
-        lacking, points = log.settle(patience)
+        lacking, points = log.settle()
         if lacking:
             problem = f"{lacking} of {points} metric points could not be written to {METRICS_FILE}; they are lost"
             if completed:
@@ -64,7 +60,7 @@ class RunSummary:
             logger.error(problem)
         summary = self._content(status, results)
         self.clock = summary["clock"]
-        written = _within(patience, lambda: self._write(summary))
+        written = self._write(summary)
         if completed and not (written or safe):
             return f"{self._state.folder.summary.name} could not be written, and checkpoint.enable is false"
         return None
@@ -113,11 +109,3 @@ class RunSummary:
         except OSError as error:
             logger.error(f"{path}: cannot be read: {errors.reason(error)}; the summary has no medians")
             return {}
-
-
-def _within(seconds: float, work: Callable[[], bool]) -> bool:
-    """Retry an action for that time while it fails; return whether it succeeded."""
-    deadline = time.monotonic() + seconds
-    while not (done := work()) and time.monotonic() < deadline:
-        time.sleep(min(1.0, seconds / 10))
-    return done

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from tests.distributed.cases import remove, shared_folder
 from torchtitan.checkpoint import checkpointer as checkpoint
-from torchtitan.checkpoint import manifest
+from torchtitan.checkpoint import finding, manifest
 from torchtitan.checkpoint.checkpointer import (
     Checkpointer,
     checkpoint_path,
@@ -20,7 +20,7 @@ from torchtitan.checkpoint.checkpointer import (
     verify,
 )
 from torchtitan.checkpoint.config import CheckpointConfig
-from torchtitan.checkpoint.manifest import verify_together
+from torchtitan.checkpoint.finding import verify_together
 from torchtitan.distributed.collectives import from_first_rank
 from torchtitan.errors import CheckpointError, StoreError
 from torchtitan.files.shard_files import Piece, write_shard
@@ -120,7 +120,7 @@ def store_that_does_not_answer() -> str:
         raise StoreError(f"rank {dist.get_rank()} gets no answer")
 
     if dist.get_rank() == 1:
-        manifest.check_files = unanswered
+        finding.check_files = unanswered
     try:
         keeper.find()
     except StoreError as error:

@@ -11,7 +11,7 @@ import pytest
 from tests.end_to_end.runs import Run, write_config
 from tests.end_to_end.test_launchers import torchrun
 from tests.faults.test_orphans import descendants
-from torchtitan.processes.process_state import process_state
+from tests.process_state import process_state
 
 QUICK = ("--training.steps", "60", "--checkpoint.interval", "10", "--sampling.enable", "false")
 

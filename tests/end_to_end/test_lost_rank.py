@@ -13,7 +13,7 @@ import pytest
 
 from tests.end_to_end.runs import write_config
 from tests.launcher import ROOT
-from torchtitan.processes.process_state import process_state
+from tests.process_state import process_state
 
 LAUNCH = f"set -euo pipefail; source {ROOT}/scripts/status.sh; run_for_status \"$@\""
 

@@ -12,8 +12,8 @@ from tests.extractions import content, run_rank, write_inputs
 from tests.faults.test_orphans import descendants
 from tests.forked import ForkedProcess
 from tests.launcher import free_port
+from tests.process_state import process_state
 from torchtitan.latents.index import PARTIAL_FOLDER
-from torchtitan.processes.process_state import process_state
 
 COUNT = 72  # in 24 shards
 BAD = (4, 30, 31, 32, 71)

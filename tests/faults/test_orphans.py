@@ -9,7 +9,7 @@ import pytest
 
 from tests.end_to_end.runs import write_config
 from tests.faults.forked import ForkedRun
-from torchtitan.processes.process_state import process_state
+from tests.process_state import process_state
 
 
 def descendants(pid: int) -> list[int]:

@@ -49,23 +49,22 @@ def release(path) -> None:
     path.with_name(f"{path.name} aside").rename(path)
 
 
-class ImpatientRun(ForkedRun):
-    """A run that soon gives up what it cannot write at its end; from step 7 on the disk of its metrics is full, or the place of
-    its summary taken, as its name says."""
+class OccupiedRun(ForkedRun):
+    """A run that cannot write at its end: from step 7 on the disk of its metrics is full, or the place of its summary taken, as
+    its name says."""
 
     def start(self, arguments: list[str], environment: dict[str, str]) -> ForkedProcess:
-        return ForkedProcess(_train_impatiently, (arguments,), environment)
+        return ForkedProcess(_train_occupied, (arguments,), environment)
 
 
 def fill_disk(log: MetricsLog) -> None:
     log._lines._file = open("/dev/full", "ab", buffering=0)
 
 
-def _train_impatiently(arguments: list[str]) -> int:
-    from torchtitan import reports, summary
+def _train_occupied(arguments: list[str]) -> int:
+    from torchtitan import reports
     from torchtitan_dit.commands.train import main
 
-    summary.LAST_TRIES_SECONDS = 1.0
     advance = reports.Reports.advance
 
     def occupying(self) -> None:
@@ -109,7 +108,7 @@ def test_pictures_that_cannot_be_written_cost_themselves_alone_and_appear_again(
 
 
 def test_a_run_whose_metrics_cannot_be_written_to_the_end_fails_and_says_how_many_are_lost(config):
-    run = ImpatientRun(config, "metrics", *SHORT, ranks=2, replicas=2)
+    run = OccupiedRun(config, "metrics", *SHORT, ranks=2, replicas=2)
     codes, outputs = run.wait()
     assert codes == [1, 1] and "Traceback" not in "".join(outputs)
     status = json.loads((run.folder / "status.json").read_text())
@@ -124,7 +123,7 @@ def test_a_run_whose_metrics_cannot_be_written_to_the_end_fails_and_says_how_man
 
 
 def test_a_completed_run_whose_summary_cannot_be_written_says_so_and_the_next_start_writes_it(config):
-    [output] = ImpatientRun(config, "summary", *SHORT).finish()
+    [output] = OccupiedRun(config, "summary", *SHORT).finish()
     taken = config.parent / "outputs" / "summary" / "summary.json"
     assert (
         f"{taken}: the summary cannot be written: is a folder, not a regular file; the run has completed, and the same"

@@ -273,7 +273,8 @@ def test_the_average_is_of_the_branch_alone():
 def test_a_branch_begins_with_the_weights_and_optimizer_state_of_the_run_and_new_counters(tmp_path):
     tensors = {"model.w": torch.randn(3), "optimizer.w.exp_avg": torch.randn(3), "optimizer.w.step": torch.tensor(7.0),
                "ema.slow.w": torch.zeros(3)}  # fmt: skip
-    Checkpointer(tmp_path / "run", CheckpointConfig(), 0).save(7, tensors, {"step": 7, "data": {"next_sample": 112}})
+    state = {"step": 7, "config": {}, "data": {"next_sample": 112}, "timestep_sampler": {}}
+    Checkpointer(tmp_path / "run", CheckpointConfig(), 0).save(7, tensors, state)
     start = write_start(checkpoint_path(tmp_path / "run", 7), tmp_path / "start")
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
@@ -286,6 +287,7 @@ def test_a_branch_begins_with_the_weights_and_optimizer_state_of_the_run_and_new
     assert all(torch.equal(found[name], tensors[name]) for name in tensors if not name.startswith("ema."))
     assert torch.equal(found[f"ema.{TRACK.name}.w"], tensors["model.w"])
     assert source.state["step"] == 0 and source.state["data"] == {"next_sample": 0, "attempt": 0}
+    assert "config" not in source.state
 
 
 def test_held_out_triples_are_all_different_and_use_every_image_as_often():

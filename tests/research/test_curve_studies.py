@@ -11,13 +11,14 @@ from PIL import Image
 from research import loss_curve
 from research.curve_table import LossCurve, read_curves, read_errors
 from research.equal_loss import equal_loss_edges
+from research.loss_curve import optimal_noise_loss
 from research.timestep_errors import fixed_samples, in_parametrisation, timestep_errors, timestep_nodes
 from tests.faults.forked import ForkedRun
 from tests.forked import run_script
 from tests.research.small_runs import trained_folder
 from tests.research.tables import rows_of, rows_of_killed
 from tests.research.test_timestep_errors import BestDenoiser
-from torchtitan.data.synthetic import Synthetic, optimal_noise_loss
+from torchtitan.data.synthetic import Synthetic
 from torchtitan.diffusion.objectives import build_objective
 from torchtitan.weights.trained_model import read_config
 

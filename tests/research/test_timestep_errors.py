@@ -12,6 +12,7 @@ from torch import nn
 from research import slots
 from research.curve_table import LossCurve, curve_of, write_curves, write_errors
 from research.equal_loss import equal_loss_edges, interpolate_loss
+from research.loss_curve import optimal_noise_loss
 from research.timestep_errors import (
     FixedSamples,
     fixed_samples,
@@ -22,13 +23,7 @@ from research.timestep_errors import (
 from tests.objectives import timesteps
 from tests.research.test_equal_loss import power_law_curve, scalar_curve
 from torchtitan.conditions import Unconditional
-from torchtitan.data.synthetic import (
-    Synthetic,
-    SyntheticConfig,
-    mode_variances,
-    optimal_noise_loss,
-    optimal_velocity_loss,
-)
+from torchtitan.data.synthetic import Synthetic, SyntheticConfig, mode_variances
 from torchtitan.diffusion.denoising import DenoisingConfig
 from torchtitan.diffusion.objective import Objective
 from torchtitan.diffusion.objectives import build_objective
@@ -132,13 +127,6 @@ def test_currencies_agree_with_models_that_are_trained_in_them(prediction):
     torch.testing.assert_close(curve.stderr, of_other.std(0) / 6**0.5)
     torch.testing.assert_close(curve.noise_error / curve.error * curve.optimum,
                                optimal_noise_loss(POWER_LAW, nodes.log_sigma))  # fmt: skip
-
-
-def test_least_errors_of_noise_and_velocity_are_of_one_estimate():
-    t = torch.linspace(0.01, 0.99, 9, dtype=torch.float64)
-    torch.testing.assert_close(
-        optimal_noise_loss(POWER_LAW, torch.logit(t)) / (1 - t) ** 2, optimal_velocity_loss(POWER_LAW, t)
-    )
 
 
 @pytest.mark.parametrize(

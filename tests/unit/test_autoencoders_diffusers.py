@@ -72,8 +72,6 @@ def test_scale_and_shift_are_those_of_the_configuration(kl, tmp_path):
         torch.testing.assert_close(denormalize(normalized, autoencoder.normalization), raw)
     without = build_autoencoder("diffusers", copy_with(folder, tmp_path / "without", scaling_factor=None))
     assert without.normalization is None
-    with pytest.raises(AutoencoderError, match="latents_mean must be 6 finite numbers"):
-        build_autoencoder("diffusers", copy_with(folder, tmp_path / "short", latents_mean=[0.0], latents_std=[1.0]))
 
 
 def test_bfloat16_is_the_same_autoencoder_and_a_pipeline_folder_is_looked_into(kl, tmp_path):
@@ -113,7 +111,6 @@ def test_dc_is_deterministic(diffusers, tmp_path):
         (lambda folder: (folder / WEIGHTS).unlink(), "cannot be loaded"),
         (lambda folder: (folder / "config.json").unlink(), "config.json: cannot be read"),
         (lambda folder: (folder / "config.json").write_text('{"_class_name": "VQModel"}'), "describes VQModel"),
-        (lambda folder: configure(folder, scaling_factor=0), "scaling_factor must be 1 finite number, not 0"),
         (lambda folder: change(folder, lambda tensors: tensors.pop("encoder.conv_in.bias")), "1 weights are missing"),
     ],
 )
@@ -124,11 +121,6 @@ def test_incomplete_models_are_refused_in_one_line(kl, tmp_path, damage, message
     with pytest.raises(AutoencoderError, match=message) as raised:
         build_autoencoder("diffusers", str(folder))
     assert "\n" not in str(raised.value)
-
-
-def configure(folder, **changes):
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | changes))
 
 
 def change(folder, edit):

@@ -9,6 +9,7 @@ import pytest
 
 from tests.bucketed_images import SHAPES, Bucketed, BucketedConfig, buckets_of, numbers_of
 from torchtitan.data import DatasetError
+from torchtitan.state.resume import load_position
 from torchtitan.training.data_loading import TrainingData, validation_batches
 from torchtitan.training.sample_order import BucketOrder, SampleOrder
 
@@ -121,7 +122,7 @@ def steps_of(ranks, local, steps=40, first=0, **keys):
     datas = [training_data(rank, ranks, local, **keys) for rank in range(ranks)]
     found = []
     for data in datas:
-        data.load_state_dict({"next_sample": first * 8, "attempt": 0})
+        load_position(data, {"next_sample": first * 8, "attempt": 0})
     for _ in range(steps - first):
         batches = [data.next_batch() for data in datas for _ in range(data.microbatches_per_step)]
         pairs = [pair for batch in batches for pair in zip(batch["samples"].tolist(), numbers_of(batch), strict=True)]
@@ -180,7 +181,7 @@ def test_a_bucket_smaller_than_a_step_is_reported(caplog):
 def test_another_batch_size_does_not_resume_inside_a_global_batch():
     data = training_data(local=3, size=9)
     with pytest.raises(ValueError, match="training.global_batch_size: 8 images were read, no multiple of 9"):
-        data.load_state_dict({"next_sample": 8, "attempt": 0})
+        load_position(data, {"next_sample": 8, "attempt": 0})
 
 
 # --- held-out images

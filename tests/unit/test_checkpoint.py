@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from torchtitan.checkpoint.checkpointer import (
-    BRANCHED_FROM,
     Checkpointer,
     CheckpointError,
     checkpoint_path,
@@ -20,8 +19,10 @@ from torchtitan.checkpoint.checkpointer import (
     verify,
 )
 from torchtitan.checkpoint.config import CheckpointConfig
+from torchtitan.checkpoint.finding import BRANCHED_FROM
 from torchtitan.checkpoint.manifest import read_manifest, write_manifest
-from torchtitan.files.shard_files import DamagedShard, Piece, check_shards, write_shard
+from torchtitan.files.shard_files import Piece, write_shard
+from torchtitan.files.shard_headers import DamagedShard, check_shards
 
 DTYPES = ("float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool")
 

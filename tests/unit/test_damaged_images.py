@@ -12,7 +12,7 @@ from PIL import Image
 from tests.faults.confinement import bounded
 from torchtitan.data import UnreadableImage
 from torchtitan.data.image_decoding import (
-    decode_square,
+    decode_cropped,
     decode_whole,
     open_image,
     upright_size,
@@ -61,11 +61,11 @@ REFUSED = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_is_made_to_harm_costs_its_image_and_little_else(case, monkeypatch):
     content, reason = REFUSED[case]
-    decode_square(encoded("PNG"), SIDE)  # the decoders' own libraries
+    decode_cropped(encoded("PNG"), SIDE, SIDE)  # the decoders' own libraries
     monkeypatch.setattr(os, "posix_spawn", None)
     monkeypatch.setattr("subprocess.Popen", None)
     with bounded(20, 600 * MIB), pytest.raises((ValueError, OSError)) as caught:
-        decode_square(content, SIDE)
+        decode_cropped(content, SIDE, SIDE)
     assert reason in str(caught.value)
 
 
@@ -73,7 +73,7 @@ def test_a_cut_jpeg_is_to_be_mended_and_a_large_one_to_be_shrunk():
     said = []
     for content in (encoded("JPEG", (64, 64), quality=100)[:-20], jpeg_header(9000, 8000)):
         with pytest.raises((ValueError, OSError)) as caught:
-            decode_square(content, SIDE)
+            decode_cropped(content, SIDE, SIDE)
         said.append(with_advice(str(caught.value), "mend it"))
     assert said[0].startswith("image file is truncated (") and said[0].endswith("processed) (mend it)")
     assert said[1] == "9000 x 8000 pixels, more than 67,108,864 (shrink it)"

@@ -30,6 +30,7 @@ from torchtitan.data.digits import Digits, DigitsConfig
 from torchtitan.data.image_folder import ImageFolderConfig
 from torchtitan.extraction.image_source import ImageSource
 from torchtitan.settings import has_key, setting
+from torchtitan.state.resume import load_position
 from torchtitan.training.data_loading import TrainingData, validation_batches
 from torchtitan.training.sample_order import SampleOrder
 from torchtitan.weights.trained_model import load_run
@@ -126,8 +127,9 @@ def test_resume_within_an_epoch_equals_the_uninterrupted_run(num_workers, world_
     ranks = []
     for rank in range(world_size):
         after = training_data(Numbered(30), rank, world_size, num_workers=num_workers, horizontal_flip=True)
-        after.next_batch()  # a loader that already runs must be replaced
-        after.load_state_dict(state)
+        after.next_batch()
+        after.close()  # as a rollback does
+        load_position(after, state)
         ranks.append(read_all(after, steps=6))
     images = torch.cat([first["images"], *(rank["images"] for rank in ranks)])
     samples = torch.cat([first["samples"], *(rank["samples"] for rank in ranks)])
@@ -158,7 +160,7 @@ def test_flips_are_a_function_of_the_sample_number():
 def test_another_attempt_or_seed_gives_another_order_and_other_flips():
     def read(attempt, seed):
         data = training_data(Numbered(30), seed=seed, horizontal_flip=True)
-        data.load_state_dict({"next_sample": 0, "attempt": attempt})
+        load_position(data, {"next_sample": 0, "attempt": attempt})
         return read_all(data, steps=10)
 
     runs = [read(attempt, seed) for attempt, seed in ((0, 3), (1, 3), (0, 4))]
@@ -417,7 +419,8 @@ def test_a_run_without_labels_trains_an_unconditional_network(tmp_path):
     # The images are the same ones, in the same order.
     assert torch.equal(*(each.state.data.next_batch()["images"] for each in (with_labels, without)))
     for each in (with_labels, without):
-        each.state.data.load_state_dict({"next_sample": 0, "attempt": 0})
+        each.state.data.close()
+        load_position(each.state.data, {"next_sample": 0, "attempt": 0})
     assert without.train() == 0
     assert load_run(tmp_path / "without", None, None, torch.device("cpu")).info.num_classes == 0
     with_labels.close()

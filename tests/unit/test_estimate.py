@@ -23,7 +23,8 @@ from torchtitan.estimate.roofline import (
     training_flops_per_image,
 )
 from torchtitan.estimate.simulation import simulate_step
-from torchtitan.training.optimizer import build_optimizer, materialise_state, optimizer_tensors
+from torchtitan.state.resume import materialise_state
+from torchtitan.training.optimizer import build_optimizer, optimizer_tensors
 from torchtitan_dit.commands import estimate
 
 SEVEN_B = [
@@ -167,7 +168,7 @@ def test_optimizer_bytes_are_those_of_the_real_state(name):
     model = model_on_meta(config).to_empty(device="cpu")
     parameters = dict(model.named_parameters())
     optimizer = build_optimizer(parameters, config.optimizer, model.blocks())
-    materialise_state(optimizer)
+    materialise_state(optimizer, config.optimizer.lr)
     state = optimizer_tensors(optimizer, parameters).values()
     assert estimate_memory(config, 1).optimizer == sum(tensor.nbytes for tensor in state)
 

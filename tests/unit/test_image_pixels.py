@@ -8,12 +8,12 @@ from PIL import Image
 
 from tests.unit.test_image_folder import save
 from torchtitan.data import UnreadableImage
-from torchtitan.data.image_decoding import decode_square, resize_and_crop
+from torchtitan.data.image_decoding import decode_cropped, resize_and_crop
 from torchtitan.data.image_files import ImageList, SquareImages, list_images
 
 
 def read_square(path: bytes, image_size: int) -> np.ndarray:
-    return decode_square(Path(path.decode()).read_bytes(), image_size)
+    return decode_cropped(Path(path.decode()).read_bytes(), image_size, image_size)
 
 
 def box_half(size, count):

@@ -12,6 +12,7 @@ from torchtitan.config.job import ConfigError, load_config
 from torchtitan.data import DatasetError
 from torchtitan.data.latents import Latents, LatentsConfig
 from torchtitan.latents import LatentStore, Normalization
+from torchtitan.state.resume import load_position
 from torchtitan.training.data_loading import TrainingData, validation_batches
 from torchtitan.training.sample_order import SampleOrder
 
@@ -44,7 +45,7 @@ def read_epochs(config, epochs=1, rank=0, world_size=1, seed=3, resume_after=Non
             state = data.state_dict()
             data.close()
             data = open_data()
-            data.load_state_dict(state)
+            load_position(data, state)
         batches += [data.next_batch() for _ in range(data.microbatches_per_step)]
     data.close()
     return {key: torch.cat([batch[key] for batch in batches]) for key in batches[0]}

@@ -10,9 +10,10 @@ import torch
 from tests.distributed.cases import make_trainer
 from torchtitan.config.job import ConfigError, load_config
 from torchtitan.experiments.autotune.probe import probe_config
+from torchtitan.state.resume import schedule_changes
 from torchtitan.training.config import LRSchedulerConfig, OptimizerConfig, TrainingConfig
-from torchtitan.training.lr_scheduler import length_change, lr_factor, lr_phase, schedule_changes
 from torchtitan.training.optimizer import build_optimizer
+from torchtitan.training.schedules import lr_factor, lr_phase
 
 # Warm-up over 200 epochs of CIFAR, decay from epoch 400 on.
 PER_EPOCH = LRSchedulerConfig(
@@ -27,16 +28,17 @@ STEPS = 195_313  # 2,000 epochs in batches of 512
 
 def test_the_jump_of_a_decay_that_is_made_longer_is_said():
     cosine = LRSchedulerConfig(decay_type="cosine", warmup_steps=0)
-    said = length_change(cosine, 100, 100, 200, 1e-3, 64)
     first = 1e-3 * 0.5 * (1 + math.cos(math.pi * 99 / 100))
     second = 1e-3 * 0.5 * (1 + math.cos(math.pi * 100 / 200))
     jump = f"the rate jumps from {first:.2g} to {second:.2g}"
-    assert said == f"training.steps: 100 -> 200: the cosine decay has a new length, {jump}"
+    said = f"training.steps: 100 -> 200: the cosine decay has a new length, {jump}"
     training = TrainingConfig(steps=200, global_batch_size=64)
     config = SimpleNamespace(training=training, lr_scheduler=cosine, optimizer=OptimizerConfig(lr=1e-3))
-    assert schedule_changes(config, {"step": 100, "config": {"training": {"steps": 100}}}) == [said]
-    assert length_change(cosine, 50, 200, 200, 1e-3, 64) == ""
-    assert length_change(LRSchedulerConfig(decay_type="constant"), 100, 100, 200, 1e-3, 64) == ""
+    saved = {"progress": 100, "config": {"training": {"steps": 100}}}
+    assert schedule_changes(config, saved) == [said]
+    assert schedule_changes(config, {"progress": 50, "config": {"training": {"steps": 200}}}) == []
+    config.lr_scheduler = LRSchedulerConfig(decay_type="constant")
+    assert schedule_changes(config, saved) == []
 
 
 def test_per_epoch_rates_are_the_published_ones_and_constant_within_an_epoch():

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from tests.launcher import ROOT
+from tests.process_state import process_state
 from torchtitan.processes import parent_death
-from torchtitan.processes.process_state import process_state
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Linux alone has a signal of the parent's death")
 

@@ -6,7 +6,7 @@ import torch
 
 from torchtitan.conditions import POOLED, TEXT, Embeddings
 from torchtitan.config.job import load_config
-from torchtitan.data.synthetic import NUM_VALIDATION, Synthetic, SyntheticConfig, mode_variances, optimal_velocity_loss
+from torchtitan.data.synthetic import NUM_VALIDATION, Synthetic, SyntheticConfig, mode_variances
 from torchtitan.estimate.memory import model_on_meta
 
 
@@ -39,22 +39,6 @@ def test_gaussian_images_have_the_stated_covariance(shape):
     assert images.mean(dim=0).abs().max() < 5 * (0.6 / 40_000) ** 0.5
     if shape[0] == 2:
         assert (images[:, 0] * images[:, 1]).mean(dim=0).abs().max() < 5 * 0.6 / 200
-
-
-@pytest.mark.parametrize("kind", ["gaussian", "noise"])
-def test_optimal_velocity_loss_is_that_of_the_exact_linear_estimator(kind):
-    config = SyntheticConfig(shape=[1, 6, 6], kind=kind)
-    x0 = Synthetic(config, "train").fetch(np.arange(20_000))["images"].flatten(1).to(torch.float64)
-    noise = torch.randn(x0.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    covariance, identity = torch.from_numpy(dense_covariance(config)), torch.eye(36, dtype=torch.float64)
-    times = torch.tensor([0.0, 0.02, 0.3, 0.5, 0.9, 1.0])
-    expected = optimal_velocity_loss(config, times)
-    assert expected[0] == pytest.approx(1.0) and expected[-1] == pytest.approx(1.0)
-    for t, loss in zip(times.tolist(), expected.tolist(), strict=True):
-        x_t = (1 - t) * x0 + t * noise
-        gain = torch.linalg.solve((1 - t) ** 2 * covariance + t**2 * identity, t * identity - (1 - t) * covariance)
-        measured = ((x_t @ gain) - (noise - x0)).square().mean().item()
-        assert measured == pytest.approx(loss, rel=0.015)
 
 
 def test_synthetic_images_are_functions_of_their_index():

@@ -18,12 +18,14 @@ from torchtitan.distributed import collectives as agreement
 from torchtitan.distributed.collectives import StopRequest
 from torchtitan.distributed.parallelize import clip_gradients, gradient_norm, sum_of_squares
 from torchtitan.run import run
+from torchtitan.state.resume import load_sums, materialise_state
 from torchtitan.supervision.supervision import Supervision
 from torchtitan.training import metrics
 from torchtitan.training.config import LRSchedulerConfig, OptimizerConfig
-from torchtitan.training.lr_scheduler import lr_factor
-from torchtitan.training.metrics import LossWindow, Stopwatch, cut_metrics, tail_medians
-from torchtitan.training.optimizer import build_optimizer, materialise_state, optimizer_tensors, set_lr
+from torchtitan.training.metric_cut import cut_metrics
+from torchtitan.training.metrics import LossWindow, Stopwatch, tail_medians
+from torchtitan.training.optimizer import build_optimizer, optimizer_tensors, set_lr
+from torchtitan.training.schedules import lr_factor
 
 
 def network(seed: int = 0) -> nn.Module:
@@ -88,7 +90,7 @@ def test_materialised_state_is_zero_and_the_next_step_that_of_a_fresh_optimizer(
     config = OptimizerConfig(lr=0.02, weight_decay=0.1)
     models = {name: network() for name in ("fresh", "materialised")}
     optimizers = {name: build_optimizer(dict(m.named_parameters()), config) for name, m in models.items()}
-    materialise_state(optimizers["materialised"])
+    materialise_state(optimizers["materialised"], 0.02)
 
     parameters = dict(models["materialised"].named_parameters())
     state = optimizer_tensors(optimizers["materialised"], parameters)
@@ -184,14 +186,14 @@ def test_window_goes_on_from_its_stored_state():
     before, after = terms(generator, 20), terms(generator, 9)
     for window in (straight, first):
         window.add(before)
-    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    load_sums(second, json.loads(json.dumps(first.state_dict()))["sums"], first=True)
     for window in (straight, first, second):
         window.add(after)
     wanted = straight.reduce()
     assert first.reduce() == wanted and second.reduce() == wanted
 
     other_bins = LossWindow(torch.tensor([0.5]))
-    other_bins.load_state_dict(straight.state_dict())
+    load_sums(other_bins, straight.state_dict()["sums"], first=True)
     other_bins.add(after)
     assert other_bins.reduce()["loss_metrics/global_avg_loss"] == pytest.approx(after.loss.double().mean().item())
 

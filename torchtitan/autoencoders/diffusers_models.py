@@ -1,7 +1,6 @@
 """Autoencoders of the diffusers package: AutoencoderKL (SD, SDXL, SD3, Flux) and AutoencoderDC."""
 
 import json
-import math
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +50,7 @@ class DiffusersAutoencoder(Autoencoder):
         self.channels = config.latent_channels
         stages = config.block_out_channels if self.kind == STOCHASTIC else config.encoder_block_out_channels
         self.downscale = 2 ** (len(stages) - 1)
-        self.normalization = _normalization(folder, config, self.channels)
+        self.normalization = _normalization(config, self.channels)
         self.weights_sha256 = weights_sha256(self.model.state_dict())
         self.freeze()
 
@@ -110,7 +109,7 @@ def _load(folder: Path, kind: str) -> torch.nn.Module:
     return model
 
 
-def _normalization(folder: Path, config, channels: int) -> Normalization | None:
+def _normalization(config: Any, channels: int) -> Normalization | None:
     """Normalisation (shift and scale) as the pipelines of diffusers apply it, from the model's own configuration.
 
     With per-channel statistics: (raw - latents_mean) * scaling_factor / latents_std; else (raw - shift_factor) *
@@ -119,24 +118,6 @@ def _normalization(folder: Path, config, channels: int) -> Normalization | None:
     if config.scaling_factor is None:
         return None
     mean, std, shift = config.get("latents_mean"), config.get("latents_std"), config.get("shift_factor") or 0.0
-    per_channel = mean is not None and std is not None
-    for name, values, count in (
-        ("scaling_factor", [config.scaling_factor], 1), ("shift_factor", [shift], 1),
-        ("latents_mean", mean if per_channel else [0.0], channels if per_channel else 1),
-        ("latents_std", std if per_channel else [1.0], channels if per_channel else 1),
-    ):  # fmt: skip
-        divides = name in ("scaling_factor", "latents_std")
-        if not _are_numbers(values, count) or divides and 0 in values:
-            raise AutoencoderError(
-                f"diffusers: {folder / 'config.json'}: {name} must be {count} finite number{'s' * (count > 1)}"
-                f"{', not 0' * divides}"
-            )
-    if per_channel:
+    if mean is not None and std is not None:
         return {"shift": [float(value) for value in mean], "scale": [config.scaling_factor / value for value in std]}
     return {"shift": [float(shift)] * channels, "scale": [float(config.scaling_factor)] * channels}
-
-
-def _are_numbers(values: object, count: int) -> bool:
-    return isinstance(values, list | tuple) and len(values) == count and all(
-        type(value) in (int, float) and math.isfinite(value) for value in values
-    )

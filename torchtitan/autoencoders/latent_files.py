@@ -1,10 +1,8 @@
 """Files of latents, safetensors or npy, which the latent decoder reads and writes."""
 
 import json
-import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -74,6 +72,7 @@ def open_latents(path: Path) -> LatentFile:
         raise AutoencoderError(f"{path}: latents are read from {' and '.join(SUFFIXES)} files")
     try:
         shape, dtype, metadata = _npy_header(path) if path.suffix == ".npy" else _safetensors_header(path)
+        autoencoder, normalization = (json.loads(metadata.get(key, "null")) for key in ("autoencoder", "normalization"))
     except (OSError, ValueError, EOFError, MemoryError, SafetensorError) as error:  # MemoryError: too large to map
         raise _unreadable(path, error) from error
     if dtype not in ("integer", "floating"):
@@ -81,9 +80,6 @@ def open_latents(path: Path) -> LatentFile:
     if len(shape) not in (3, 4) or 0 in shape:
         raise AutoencoderError(f"{path}: holds {list(shape)}, not latents [N, C, h, w] or [C, h, w]")
     count, channels, height, width = (1,) * (4 - len(shape)) + tuple(shape)
-    autoencoder, normalization = (_from_json(path, metadata, key) for key in ("autoencoder", "normalization"))
-    if normalization is not None and not _is_normalization(normalization, channels):
-        raise AutoencoderError(f"{path}: its normalization is not shift and scale of {channels} channels")
     return LatentFile(path, (count, channels, height, width), dtype == "integer", autoencoder, normalization)
 
 
@@ -130,26 +126,6 @@ def _key(path: Path, keys: list[str]) -> str:
         held = ", ".join(sorted(keys)[:3]) or "nothing"
         raise AutoencoderError(f"{path}: has no tensor {' or '.join(KEYS)}, but {held}")
     return found
-
-
-def _from_json(path: Path, metadata: dict, key: str) -> Any:
-    if key not in metadata:
-        return None
-    try:
-        value = json.loads(metadata[key])
-    except (ValueError, RecursionError):
-        value = None
-    if not isinstance(value, dict):
-        raise AutoencoderError(f"{path}: its metadata {key!r} is not a JSON object")
-    return value
-
-
-def _is_normalization(value: dict, channels: int) -> bool:
-    rows: list[Any] = [value.get("shift"), value.get("scale")]
-    if not all(isinstance(row, list) and len(row) == channels for row in rows):
-        return False
-    numbers = [number for row in rows for number in row]
-    return all(type(number) in (int, float) and math.isfinite(number) for number in numbers) and 0 not in rows[1]
 
 
 def _unreadable(path: Path, error: Exception) -> AutoencoderError:

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchtitan.checkpoint.config import CheckpointConfig
+from torchtitan.checkpoint.finding import CheckpointFinder, newest_good, verify
 from torchtitan.checkpoint.host_copies import HostCopies
 from torchtitan.checkpoint.manifest import (
     STATE,
@@ -32,17 +33,13 @@ from torchtitan.checkpoint.manifest import (
     check_pieces,
     checkpoint_path,
     checkpoint_steps,
-    first_good,
     glance,
-    newest_good,
     read_back,
-    verify,
-    verify_together,
 )
 from torchtitan.checkpoint.pieces import pieces_of
 from torchtitan.checkpoint.reading import read_state, read_tensors, read_tensors_together
 from torchtitan.checkpoint.store import store_of
-from torchtitan.distributed.collectives import from_first_rank, group_for_work, of_all_ranks
+from torchtitan.distributed.collectives import from_first_rank, of_all_ranks
 from torchtitan.errors import CheckpointError, StoreError, first_line
 from torchtitan.files.durable import write_synced
 from torchtitan.files.remote_path import AnyPath
@@ -55,7 +52,6 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-BRANCHED_FROM = "branched_from"  # entry of a checkpoint's state: the `checkpoint.load_step` applied last, or nothing
 # How long a rank waits for the others' share of a checkpoint.
 _GROUP_TIMEOUT = timedelta(minutes=10)
 
@@ -74,11 +70,11 @@ class Checkpointer:
         self.folder = folder
         self.failures = 0
         self._store = store_of(folder)
+        self._finder = CheckpointFinder(folder, self._store, rank)
         self._config = config
         self._rank = rank
         self._world_size = dist.get_world_size() if dist.is_initialized() else 1
         self._group: dist.ProcessGroup | None = None  # of saves
-        self._patient_group: dist.ProcessGroup | None = None  # of verification
         self._problem: str | None = None  # of the last save
         self._last: int | None = None  # step of the last save that came off, on the first rank
         self._pending: Future[None] | None = None
@@ -88,31 +84,13 @@ class Checkpointer:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
 
     def find(self) -> int | None:
-        """Find the step to resume from, None for a new run; names damaged checkpoints in the log.
-
-        `checkpoint.load_step` is applied once: checkpoints saved since record it, and the newest of them is resumed from.
-
-        Raises:
-            CheckpointError: `checkpoint.load_step` names a step that is missing or damaged.
-            StoreError: the store does not answer.
-        """
-        from_first_rank(self._store.prepare)
-        wanted = self._config.load_step
-        step, messages = self._newest_good()
-        if wanted >= 0:
-            if step is None or step <= wanted or from_first_rank(self._branch_of, step) != wanted:
-                return self._find_wanted(wanted)
-            messages.append(
-                f"checkpoint.load_step: {wanted}: was applied before; resuming from the newest checkpoint, step {step} "
-                f"(to start from {wanted} again, move the later checkpoints out of {self.folder})"
-            )
-        self._warn(messages)
-        return step
+        """Find the step to resume from, as `CheckpointFinder.find`."""
+        return self._finder.find(self._config.load_step)
 
     def newest(self) -> int | None:
         """Find the newest good checkpoint's step, on every rank; waits for a save in progress."""
         self.wait()
-        return self._newest_good()[0]
+        return self._finder.newest()[0]
 
     def save(
         self,
@@ -260,43 +238,3 @@ class Checkpointer:
                 logger.warning(f"{path}: {problem}; an older one is kept instead")
             else:
                 whole += 1
-
-    # ---------------------------------------------------------------------- finding
-
-    def _newest_good(self) -> tuple[int | None, list[str]]:
-        return first_good(self.folder, from_first_rank(checkpoint_steps, self.folder), self._problem_of)
-
-    def _problem_of(self, checkpoint: AnyPath) -> str | None:
-        # The disk may keep one rank busy for longer than collectives of training wait.
-        if self._world_size > 1 and self._patient_group is None:
-            self._patient_group = group_for_work()
-        return verify_together(checkpoint, self._patient_group)
-
-    def _branch_of(self, step: int) -> int | None:
-        return read_state(checkpoint_path(self.folder, step)).get(BRANCHED_FROM)
-
-    def _find_wanted(self, step: int) -> int:
-        path = checkpoint_path(self.folder, step)
-        problem = self._problem_of(path) if from_first_rank(path.exists) else "no such checkpoint"
-        if problem:
-            there = ", ".join(map(str, from_first_rank(checkpoint_steps, self.folder))) or "none"
-            raise CheckpointError(
-                f"checkpoint.load_step: {step}: {problem} (checkpoints in {self.folder}: {there})"
-            )
-        self._warn(from_first_rank(self._set_aside_after, step))
-        return step
-
-    def _warn(self, messages: list[str]) -> None:
-        for message in messages:
-            if self._rank == 0:
-                logger.warning(message)
-
-    def _set_aside_after(self, step: int) -> list[str]:
-        """Set aside later checkpoints under names that do not count: the next restart must follow the new branch."""
-        messages = []
-        for later in checkpoint_steps(self.folder):
-            if later > step:
-                path = checkpoint_path(self.folder, later)
-                aside = self._store.set_aside(later)
-                messages.append(f"{path}: is later than checkpoint.load_step = {step}; kept as {aside}")
-        return messages

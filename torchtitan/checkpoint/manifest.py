@@ -1,28 +1,22 @@
-"""Manifest of a checkpoint's folder: its names, sizes and checksums, and the test of a good one.
+"""Manifest of a checkpoint's folder: its names, sizes and checksums, and what they are compared with.
 
-Nothing in it is trusted before it is checked: sizes, types, names and links as well as checksums. Several ranks divide the
-bytes of a checkpoint between them; the first one checks the headers of all shards.
+Nothing in it is trusted before it is checked: sizes, types, names and links as well as checksums.
 """
 
 import hashlib
-import heapq
 import json
 import os
 import re
 import stat
-from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable
 from io import BufferedReader
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-import torch.distributed as dist
-
-from torchtitan.distributed.collectives import from_first_rank, of_all_ranks, on_all_ranks
 from torchtitan.errors import DamagedFile, StoreError
 from torchtitan.files.durable import sync, write_synced
 from torchtitan.files.remote_path import AnyPath, RemotePath
-from torchtitan.files.shard_files import DamagedShard, check_shards
+from torchtitan.files.shard_headers import DamagedShard, check_shards
 
 STATE, MANIFEST = "state.json", "manifest.json"
 MAX_JSON_BYTES = 64 << 20  # a manifest of 100,000 files has 15 MB; state.json holds counters and short lists
@@ -79,29 +73,6 @@ def glance(checkpoint: AnyPath) -> str | None:
     return None
 
 
-def verify(checkpoint: AnyPath) -> str | None:
-    """Read every byte of a checkpoint.
-
-    Returns:
-        None for a good checkpoint, else its problem in a few words.
-
-    Raises:
-        StoreError: the store does not answer, which is not damage.
-    """
-    try:
-        files = read_manifest(checkpoint)
-    except DamagedFile as error:
-        return str(error)
-    return check_files(checkpoint, files) or check_content(checkpoint, files) or check_pieces(checkpoint, files)
-
-
-def check_files(checkpoint: AnyPath, files: dict[str, dict]) -> str | None:
-    """Compare files with their entries of the manifest; return the problem. Raises StoreError."""
-    with ThreadPoolExecutor(4) as pool:
-        problems = pool.map(lambda name: check_file(checkpoint / name, files[name]), files)
-        return next((problem for problem in problems if problem), None)
-
-
 def check_content(checkpoint: AnyPath, files: dict[str, dict]) -> str | None:
     """Check a checkpoint's content, except the bytes of its files and the pieces in its shards; return the problem."""
     # The reader takes every shard in the folder, so one that was not verified must not lie there.
@@ -126,67 +97,6 @@ def check_pieces(checkpoint: AnyPath, files: Iterable[str]) -> str | None:
     except OSError as error:
         return f"{Path(str(error.filename or checkpoint)).name} is missing or unreadable"
     return None
-
-
-def verify_together(checkpoint: AnyPath, group: dist.ProcessGroup | None = None) -> str | None:
-    """Read every byte of a checkpoint, each rank its share; collective. Returns as `verify`, on every rank.
-
-    Raises:
-        StoreError: on every rank; the store does not answer, which is not damage.
-    """
-    files, problem = from_first_rank(_files_of, checkpoint, group=group)
-    if problem:
-        return problem
-    rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-
-    def problems() -> list[str | None]:
-        found = [check_files(checkpoint, {name: files[name] for name in shares_of(files, world_size)[rank]})]
-        return [*found, check_content(checkpoint, files), check_pieces(checkpoint, files)] if rank == 0 else found
-
-    answers = of_all_ranks(on_all_ranks(problems, (StoreError,), group), group)
-    damaged = [found[0] for found in answers] + answers[0][1:]  # causes before what follows from them
-    return next((problem for problem in damaged if problem), None)
-
-
-def shares_of(files: dict[str, dict], world_size: int) -> list[list[str]]:
-    """Share of the files for each rank: from the largest down, each to the rank with the fewest bytes so far."""
-    shares: list[list[str]] = [[] for _ in range(world_size)]
-    loads = [(0, rank) for rank in range(world_size)]
-    for name in sorted(files, key=lambda name: (-files[name]["size"], name)):
-        load, rank = loads[0]
-        heapq.heapreplace(loads, (load + files[name]["size"], rank))
-        shares[rank].append(name)
-    return shares
-
-
-def _files_of(checkpoint: AnyPath) -> tuple[dict[str, dict], str | None]:
-    try:
-        return read_manifest(checkpoint), None
-    except DamagedFile as error:
-        return {}, str(error)
-
-
-def newest_good(folder: AnyPath) -> tuple[int | None, list[str]]:
-    """Step of the newest good checkpoint, and one line for each newer one that is damaged."""
-    return first_good(folder, checkpoint_steps(folder), verify)
-
-
-def first_good(
-    folder: AnyPath, steps: Iterable[int], problem_of: Callable[[AnyPath], str | None]
-) -> tuple[int | None, list[str]]:
-    """First step with a good checkpoint, None if no step has one, and one line for each before it.
-
-    Args:
-        steps: in the order in which they are tried.
-        problem_of: problem of a checkpoint, None for a good one.
-    """
-    skipped: list[str] = []
-    for step in steps:
-        problem = problem_of(checkpoint_path(folder, step))
-        if problem is None:
-            return step, skipped
-        skipped.append(f"{checkpoint_path(folder, step)}: {problem}; skipped")
-    return None, skipped
 
 
 # ---------------------------------------------------------------------- manifest

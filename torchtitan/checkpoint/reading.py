@@ -26,10 +26,10 @@ from tqdm import tqdm
 
 from torchtitan.checkpoint.manifest import STATE, check_content, check_file, check_pieces, read_json, read_manifest
 from torchtitan.checkpoint.pieces import offsets_of
-from torchtitan.distributed.collectives import of_all_ranks, on_all_ranks
+from torchtitan.distributed.collectives import of_all_ranks
 from torchtitan.errors import CheckpointError, DamagedFile, StoreError, first_line
 from torchtitan.files.remote_path import AnyPath, RemotePath
-from torchtitan.files.shard_files import DamagedShard, Place, read_places, whole_tensors
+from torchtitan.files.shard_headers import DamagedShard, Place, read_places, whole_tensors
 from torchtitan.processes.launch import launch_number
 
 _CHUNK = 8 << 20  # bytes copied at once
@@ -43,8 +43,8 @@ def read_tensors(checkpoint: AnyPath, tensors: dict[str, Tensor]) -> None:
     """
     with ExitStack() as stack:
         folder = checkpoint if isinstance(checkpoint, Path) else _fetched(checkpoint, stack)
-        with _fitting(checkpoint):
-            _fill(folder, tensors)
+        if problem := _filled(folder, tensors):
+            raise CheckpointError(f"{checkpoint}: {problem}")
 
 
 def read_tensors_together(checkpoint: AnyPath, tensors: dict[str, Tensor]) -> None:
@@ -53,16 +53,10 @@ def read_tensors_together(checkpoint: AnyPath, tensors: dict[str, Tensor]) -> No
     Raises:
         CheckpointError: on every rank.
     """
-    with shared_copy(checkpoint) as folder, _fitting(checkpoint):
-        on_all_ranks(lambda: _fill(folder, tensors), (DamagedShard, RuntimeError, ValueError, OSError), None)
-
-
-@contextmanager
-def _fitting(checkpoint: AnyPath) -> Iterator[None]:
-    try:
-        yield
-    except (DamagedShard, RuntimeError, ValueError, OSError) as error:
-        raise CheckpointError(f"{checkpoint}: does not fit this model: {first_line(error)}") from error
+    with shared_copy(checkpoint) as folder:
+        problems = of_all_ranks(_filled(folder, tensors))
+    if problem := next((problem for problem in problems if problem), None):
+        raise CheckpointError(f"{checkpoint}: {problem}")
 
 
 def read_state(checkpoint: AnyPath) -> dict:
@@ -100,6 +94,15 @@ def reader(checkpoint: AnyPath) -> Callable[[Iterable[str]], dict[str, Tensor]]:
 
 
 # ---------------------------------------------------------------------- pieces
+
+
+def _filled(folder: Path, tensors: dict[str, Tensor]) -> str | None:
+    """Fill this rank's parts of tensors in place; return the problem."""
+    try:
+        _fill(folder, tensors)
+    except (DamagedShard, RuntimeError, ValueError, OSError) as error:
+        return f"does not fit this model: {first_line(error)}"
+    return None
 
 
 @torch.no_grad()

@@ -39,10 +39,9 @@ class LocalStore:
 
     def prepare(self) -> None:
         """Prepare once, when a run starts: remove the remains of an interrupted save."""
-        if self._folder.is_dir():
-            for path in sorted(self._folder.iterdir()):
-                if _HIDDEN.fullmatch(path.name) and _is_own(path):
-                    self._remove(path)
+        for path in sorted(self._folder.glob(".*")):
+            if _HIDDEN.fullmatch(path.name) and _is_own(path):
+                self._remove(path)
 
     def begin(self, step: int) -> str:
         """Begin a checkpoint: name of a new, empty folder for its files."""

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from torchtitan.autoencoders import build_autoencoder
 from torchtitan.autoencoders.base import Autoencoder, AutoencoderError, Normalization, denormalize
-from torchtitan.autoencoders.tiling import in_tiles
 from torchtitan.data import DATASETS, DataConfig, Dataset
 from torchtitan.distributed.mesh import compute_device
 from torchtitan.errors import LatentStoreError
@@ -32,8 +31,6 @@ class LatentDecoder:
     def __init__(
         self, autoencoder: Autoencoder, normalization: Normalization, batch_size: int, device: torch.device
     ) -> None:
-        """
-        """
         self._autoencoder = autoencoder
         self._normalization = normalization
         self._batch_size = batch_size
@@ -94,10 +91,7 @@ def open_decoder(config: AutoencoderConfig, index: StoreIndex, place: str, devic
     """
     dtype = getattr(torch, config.dtype) if config.dtype else None
     try:
-        with torch.random.fork_rng(devices=[]):  # networks are filled with random numbers before their weights
-            autoencoder = build_autoencoder(config.name, config.path, dtype, device)
-        if config.tile:
-            autoencoder = in_tiles(autoencoder, config.tile)
+        autoencoder = build_autoencoder(config.name, config.path, dtype, device, config.tile)
         check_autoencoder(index, place, autoencoder.identity())
         _check_shape(index, place, autoencoder)
     except (AutoencoderError, LatentStoreError) as error:

@@ -10,12 +10,12 @@ import torch.distributed as dist
 
 from torchtitan.autoencoders import build_autoencoder
 from torchtitan.autoencoders.base import Autoencoder, AutoencoderError
-from torchtitan.autoencoders.tiling import in_tiles
 from torchtitan.config.job import JobConfig
 from torchtitan.config.latent_cache import cache_folder, images_only, is_finished, splits_of
 from torchtitan.data import dataset_info
 from torchtitan.data.base import DatasetError
 from torchtitan.data.captioned_folder import CaptionedFolderConfig
+from torchtitan.data.online_text import in_keys
 from torchtitan.distributed.collectives import from_first_rank, group_for_work, on_all_ranks
 from torchtitan.distributed.mesh import compute_device, init_process_group
 from torchtitan.errors import LatentStoreError
@@ -37,7 +37,6 @@ from torchtitan.texts.opening import open_encoder
 logger = logging.getLogger(__name__)
 
 _UNUSABLE = (AutoencoderError, DatasetError, LatentStoreError, TextEncoderError, OSError)
-_KEYS = {"--text-encoder": "data.text_encoder", "--pooled-encoder": "data.pooled_encoder", "--text-length": "data.text_length"}
 
 
 def fill_cache(config: JobConfig) -> None:
@@ -64,8 +63,7 @@ def fill_cache(config: JobConfig) -> None:
         except LatentStoreError as error:
             raise DatasetError(f"cache.folder: {error}") from error
         except TextEncoderError as error:
-            option, colon, text = str(error).partition(":")
-            raise DatasetError(f"{_KEYS.get(option, option)}{colon}{text}") from error
+            raise DatasetError(in_keys(error)) from error
         finally:
             open_encoder.cache_clear()
             autoencoder = encoders = None
@@ -116,10 +114,8 @@ def _key(split: SourceSplit, data: CaptionedFolderConfig) -> str:
 
 def _open_autoencoder(config: JobConfig) -> Autoencoder:
     section = config.autoencoder
-    with torch.random.fork_rng(devices=[]):  # networks are filled with random numbers before their weights
-        dtype = getattr(torch, section.dtype) if section.dtype else None
-        autoencoder = build_autoencoder(section.name, section.path, dtype, compute_device())
-    return in_tiles(autoencoder, section.tile) if section.tile else autoencoder
+    dtype = getattr(torch, section.dtype) if section.dtype else None
+    return build_autoencoder(section.name, section.path, dtype, compute_device(), section.tile)
 
 
 def _open_text_encoders(data: CaptionedFolderConfig) -> TextEncoders | None:

@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 from torchtitan.errors import LatentStoreError, unwrapped
 from torchtitan.files.npy_files import map_npy
-from torchtitan.files.shard_files import DamagedShard, whole_tensors
+from torchtitan.files.shard_headers import DamagedShard, whole_tensors
 from torchtitan.latents.index import Normalization, StoreIndex, StorePlan, images_per_shard
 from torchtitan.latents.values import pack_views
 from torchtitan.latents.writer import StoreWriter

@@ -2,7 +2,6 @@
 
 import os
 import threading
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -47,24 +46,21 @@ class PatientFile:
             while sum(map(len, self._waiting)) > _MOST_WAITING:
                 del self._waiting[0]
 
-    def sync(self) -> bool:
-        """Sync all records to the disk; return whether the disk holds them."""
+    def sync(self) -> None:
+        """Sync all records to the disk, as far as the disk allows."""
         with self._lock:
-            written, file = self._write(), self._file
+            self._write()
+            file = self._file
         try:
             if file is not None:
                 os.fsync(file.fileno())
                 sync(self._path.parent)
         except OSError as error:
             self._failed(error)
-            return False
-        return written
 
-    def settle(self, seconds: float) -> int:
-        """Settle: sync, and retry for that time while it fails; return the number of records that wait still."""
-        deadline = time.monotonic() + seconds
-        while not self.sync() and (left := deadline - time.monotonic()) > 0:
-            time.sleep(min(0.5, left))
+    @property
+    def num_waiting(self) -> int:
+        """Number of records that wait in memory."""
         return len(self._waiting)
 
     def close(self) -> None:
@@ -85,17 +81,16 @@ class PatientFile:
             self._file = open(self._path, "ab", buffering=0)
         return self._file
 
-    def _write(self) -> bool:
-        """Write the waiting records, with the lock held; return whether none is left."""
+    def _write(self) -> None:
+        """Write the waiting records, with the lock held."""
         while self._waiting:
             try:
                 _append_whole(self._opened(), self._waiting[0])
             except OSError as error:
                 self._failed(error)
-                return False
+                return
             del self._waiting[0]
             self._outputs.worked(self._output, self._path)
-        return True
 
     def _failed(self, error: OSError) -> None:
         self._outputs.failed(self._output, self._path, error, "training continues, its records wait in memory")

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from torchtitan.errors import LatentStoreError, unwrapped
-from torchtitan.files.shard_files import DamagedShard, whole_tensors
+from torchtitan.files.shard_headers import DamagedShard, whole_tensors
 from torchtitan.latents.index import StoreIndex, StorePlan, shard_name
 from torchtitan.latents.values import (
     CAPTIONS,

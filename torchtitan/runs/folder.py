@@ -10,9 +10,9 @@ from pathlib import Path
 
 import torch
 
-from torchtitan.checkpoint.checkpointer import BRANCHED_FROM
+from torchtitan.checkpoint.finding import BRANCHED_FROM, newest_good
 from torchtitan.checkpoint.location import checkpoint_folder, run_checkpoints
-from torchtitan.checkpoint.manifest import checkpoint_path, checkpoint_steps, newest_good
+from torchtitan.checkpoint.manifest import checkpoint_path, checkpoint_steps
 from torchtitan.checkpoint.owner import claim, read_owner
 from torchtitan.checkpoint.reading import read_state
 from torchtitan.checkpoint.store import foreign_content as foreign_checkpoint_content

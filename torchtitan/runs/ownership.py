@@ -33,9 +33,8 @@ def foreign_content(folder: Path) -> str | None:
     Raises:
         OSError: it cannot be read.
     """
-    if _is_lock(folder / LOCK_FILE) or _is_config(folder / CONFIG_FILE) or _has_checkpoint(folder):
-        return None
-    return foreign_entry(folder, is_own=_is_begun)
+    is_run = _is_lock(folder / LOCK_FILE) or _is_config(folder / CONFIG_FILE) or _has_checkpoint(folder)
+    return None if is_run else foreign_entry(folder, is_own=_is_begun)
 
 
 def _is_begun(path: Path) -> bool:

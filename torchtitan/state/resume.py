@@ -1,17 +1,25 @@
 """What a checkpoint holds of a run besides its tensors, and how the run resumes from it."""
 
 import logging
+from collections.abc import Mapping
+from typing import Any
 
-from torchtitan.checkpoint.checkpointer import BRANCHED_FROM, checkpoint_path, read_state, read_tensors_together
+import torch
+
+from torchtitan.checkpoint.checkpointer import checkpoint_path, read_state, read_tensors_together
+from torchtitan.checkpoint.finding import BRANCHED_FROM
 from torchtitan.config.job import JobConfig
-from torchtitan.distributed.parallelize import release_unsharded
 from torchtitan.errors import CheckpointError
 from torchtitan.files.remote_path import AnyPath
 from torchtitan.settings.record import effective
 from torchtitan.state.run_state import RunState
 from torchtitan.training.clock import ClockTotals
-from torchtitan.training.lr_scheduler import schedule_changes
-from torchtitan.training.optimizer import materialise_state
+from torchtitan.training.config import TO_THE_END
+from torchtitan.training.data_loading import TrainingData
+from torchtitan.training.metrics import LossWindow
+from torchtitan.training.numerical_guard import NumericalGuard
+from torchtitan.training.optimizer import OptimizerSet, set_lr, state_parts
+from torchtitan.training.schedules import lr_factor
 from torchtitan.weights.data_changes import IMAGES, data_changes
 from torchtitan.weights.model_record import RECORD
 from torchtitan.weights.network import BASE_SHA256, check_base
@@ -32,6 +40,9 @@ def open_run(config: JobConfig) -> RunState:
             state.gns.load_state_dict({}, 0)  # cuts what a process that was killed before its first checkpoint has written
     else:
         resume(state, state.resumed_step)
+        steps = config.training.steps
+        done = f", {state.progress / steps:.1%} done" if state.batch_grows else f" of {steps}"
+        logger.info(f"resumed after step {state.step}{done}")
     state.choose_kernels()
     return state
 
@@ -61,10 +72,16 @@ def checkpointed_state(state: RunState, reports: dict) -> dict:
 
 
 def resume(state: RunState, step: int) -> None:
-    """Resume the state after a step from its checkpoint; collective. Raises CheckpointError."""
+    """Resume the state after a step from its checkpoint; collective.
+
+    Of a run that has made steps, the loader and the guard's verdicts on them are the caller's to end.
+
+    Raises:
+        CheckpointError.
+    """
     config, checkpoint = state.config, checkpoint_path(state.folder.checkpoints, step)
     logger.info(f"reading {checkpoint}")
-    materialise_state(state.optimizer)
+    materialise_state(state.optimizer, config.optimizer.lr)
     saved, tensors = read_state(checkpoint), state.tensors()
     changes = data_changes(
         saved, str(checkpoint), state.info, state.images_per_epoch, tolerated=config.job.allow_config_change,
@@ -78,7 +95,6 @@ def resume(state: RunState, step: int) -> None:
     if state.gns and not state.gns.fits(saved["gns"]):
         tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith("gns.")}
     read_tensors_together(checkpoint, tensors)
-    release_unsharded(state.model)
     if found := state.fault():
         raise CheckpointError(f"{checkpoint}: {found} (checkpoint.load_step resumes from an earlier one)")
     try:
@@ -91,31 +107,83 @@ def _load(state: RunState, checkpoint: AnyPath, saved: dict) -> None:
     training, load_step = state.config.training, state.config.checkpoint.load_step
     state.step, state.progress = saved["step"], saved["progress"]
     state.branched_from = load_step if load_step >= 0 else saved[BRANCHED_FROM]
-    state.data.load_state_dict(saved["data"], (training.steps - state.progress) * training.global_batch_size)
+    load_position(state.data, saved["data"])
+    state.data.end_sample = state.data.next_sample + (training.steps - state.progress) * training.global_batch_size
     state.corrupt_images.load_state_dict(saved["corrupt_images"])
-    gns_state = dict(saved["gns"])
+    sampler, gns_state = state.objective.timestep_sampler, dict(saved["gns"])
     try:
-        state.objective.timestep_sampler.load_state_dict(saved["timestep_sampler"])
+        if saved["timestep_sampler"] != sampler.state_dict():
+            sampler.load_state_dict(saved["timestep_sampler"])
     except ValueError as other:  # the sampler or its bins are others now
         logger.warning(f"ignoring the state of the timestep sampler in {checkpoint}: {other}")
         gns_state.pop("schedule", None)
-    state.window.load_state_dict(saved["loss_window"])
-    state.guard.load_state_dict(saved["guard"])
+    load_sums(state.window, saved["loss_window"]["sums"], first=state.layout.rank == 0)
+    load_counts(state.guard, saved["guard"])
     state.snapshots.load_state_dict(saved["ema_snapshots"], state.step)
-    state.reported = _checked_reports(saved["reports"])
+    clock = saved["reports"]["clock"]
+    state.reported = {"results": saved["reports"]["results"], "clock": ClockTotals(clock["parts_ns"], clock["steps"])}
     if state.gns:
         state.gns.load_state_dict(gns_state, state.step)
 
 
-def _checked_reports(state: dict) -> dict:
-    """Check the state of reports in a checkpoint. Raises ValueError, TypeError: it is no such state."""
-    results = state.get("results", {})
-    if not _are_numbers(dict(results)):
-        raise ValueError("the results are no numbers")
-    clock = ClockTotals.from_state(state.get("clock", {}))
-    return {"results": dict(results), "clock": clock}
+# ---------------------------------------------------------------------- parts of the state
 
 
-def _are_numbers(results: dict) -> bool:
-    """Check whether results are numbers by name, or tables of them, as of a measurement."""
-    return all(_are_numbers(value) if isinstance(value, dict) else isinstance(value, int | float) for value in results.values())
+def materialise_state(optimizer: OptimizerSet, lr: float) -> None:
+    """Materialise the state that an optimizer otherwise creates in its first step, so that a checkpoint can fill it.
+
+    A step with zero gradients and zero learning rate: weights stay as they are. The rates are those of `lr` afterwards.
+    """
+    set_lr(optimizer, 0.0)
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    for state in optimizer.state.values():
+        for key, value in state.items():
+            for _, part in state_parts(key, value):
+                part.zero_()
+    set_lr(optimizer, lr)
+
+
+def load_position(data: TrainingData, saved: Mapping[str, int]) -> None:
+    """Continue a run's data, on any number of ranks and loader processes; no loader is open.
+
+    Raises:
+        ValueError: images are in buckets, and the checkpoint is not of a run with this global batch size.
+    """
+    next_sample, size = saved["next_sample"], data.global_batch_size
+    if data.in_buckets and next_sample % size:
+        raise ValueError(
+            f"training.global_batch_size: {next_sample} images were read, no multiple of {size}, and a global batch is of "
+            "one bucket (set the size that the run had)"
+        )
+    data.next_sample, data.attempt = next_sample, saved["attempt"]
+
+
+def load_sums(window: LossWindow, sums: list[float], first: bool) -> None:
+    """Continue a window of losses, all of them on the first rank; sums of another number of bins start anew."""
+    window.begin()
+    if first and len(sums) == len(window.sums):
+        window.sums.copy_(torch.tensor(sums, dtype=torch.float64))
+
+
+def load_counts(guard: NumericalGuard, saved: Mapping[str, int]) -> None:
+    """Continue the guard's counts; this process's own stay where they are higher."""
+    guard.skipped = max(guard.skipped, saved["skipped"])
+    guard.rollbacks = max(guard.rollbacks, saved["rollbacks"])
+
+
+def schedule_changes(config: JobConfig, saved: Mapping[str, Any]) -> list[str]:
+    """Line on the jump of the learning rate where the run has another length than at its checkpoint."""
+    schedule, training = config.lr_scheduler, config.training
+    recorded = saved.get("config")  # none: the checkpoint was put here for a run that begins
+    before = recorded["training"]["steps"] if recorded else training.steps
+    if before == training.steps or schedule.decay_type not in TO_THE_END:
+        return []
+    step, size = max(saved["progress"], 1), training.global_batch_size
+    factors = (lr_factor(schedule, step, before, size), lr_factor(schedule, step + 1, training.steps, size))
+    jump = " to ".join(f"{config.optimizer.lr * factor:.2g}" for factor in factors)
+    change = f"training.steps: {before} -> {training.steps}"
+    return [f"{change}: the {schedule.decay_type} decay has a new length, the rate jumps from {jump}"]

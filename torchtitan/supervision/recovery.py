@@ -9,7 +9,7 @@ from torchtitan.distributed.parallelize import accumulate_locally, local, releas
 from torchtitan.errors import TrainingError
 from torchtitan.state.resume import resume
 from torchtitan.state.run_state import RunState
-from torchtitan.supervision.phases import Phases
+from torchtitan.training.clock import Phases
 from torchtitan.training.non_finite import Watch, over_ranks, watched
 from torchtitan.training.numerical_guard import StepSamples, describe_image, is_sane
 
@@ -94,6 +94,7 @@ def go_back(state: RunState, fault: Fault) -> None:
     if state.layout.rank == 0:
         logger.warning(f"step {fault.step}: {fault.reason}; rolled back to the checkpoint of step {step}, with other draws")
     attempt = state.data.attempt + 1
+    state.data.close()
     resume(state, step)
     state.data.attempt = attempt
     release_unsharded(state.model)

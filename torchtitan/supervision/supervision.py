@@ -2,20 +2,17 @@
 
 import json
 import logging
-import multiprocessing
 import time
-from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
 
 from torchtitan.files.regular import read_regular
 from torchtitan.processes.exit_codes import FAILED
-from torchtitan.processes.process_state import process_state
 from torchtitan.runs.status import STATUS_FILE, write_status
 from torchtitan.state.run_state import RunState
 from torchtitan.supervision.garbage import GarbageControl
-from torchtitan.supervision.phases import Phases
 from torchtitan.supervision.watchdog import Watchdog
+from torchtitan.training.clock import Phases
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +36,7 @@ class Supervision:
         self._garbage = GarbageControl()
         self._watchdog = Watchdog(
             phases, config.comm, self._folder, rank=layout.rank, world_size=layout.world_size,
-            compiles=config.compile.enable, describe=_waiting_for, on_end=self._hung,
+            compiles=config.compile.enable, on_end=self._hung,
         )  # fmt: skip
         self._stack = ExitStack()
 
@@ -94,15 +91,3 @@ class Supervision:
                 if time.monotonic() >= deadline:
                     return None
             time.sleep(0.05)
-
-
-def _waiting_for(phase: str) -> str:
-    if phase != "data":
-        return ""
-    workers = [child for child in multiprocessing.active_children() if child.pid]
-    if not workers:
-        return ""
-    states = {pid: process_state(pid) for child in workers if (pid := child.pid)}
-    odd = [f"process {pid} is {state}" for pid, state in states.items() if state != "running"]
-    counts = ", ".join(f"{count} {state}" for state, count in Counter(states.values()).items())
-    return f"of its loader processes {counts}" + (f" ({', '.join(odd)})" if odd else "")

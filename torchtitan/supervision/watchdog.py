@@ -22,7 +22,7 @@ import torch
 
 from torchtitan.distributed.config import CommConfig
 from torchtitan.processes.exit_codes import FAILED
-from torchtitan.supervision.phases import LONG_PHASES, Phases
+from torchtitan.training.clock import LONG_PHASES, Phases
 
 FAULTS_FOLDER = "faults"
 _STACKS = re.compile(r"rank-(\d{4,})-.+-stacks\.txt")
@@ -83,7 +83,6 @@ class Watchdog:
         rank: int,
         world_size: int,
         compiles: bool,
-        describe: Callable[[str], str],
         on_end: Callable[[str], None],
         end_process: Callable[[int], None] = os._exit,
     ) -> None:
@@ -91,14 +90,13 @@ class Watchdog:
         Args:
             rank, world_size: this process's place.
             compiles: whether the first step compiles.
-            describe: phase -> details of its wait; an empty string if there are none.
             on_end: called with the reason before the process is ended; may write the summary.
             end_process: ends the process with a code.
         """
         self.interval = max(0.1, min(5.0, comm.train_timeout_seconds / 20, comm.init_timeout_seconds / 20))
         self._phases, self._comm, self._folder = phases, comm, run_folder / FAULTS_FOLDER
         self._rank, self._world_size, self._compiles = rank, world_size, compiles
-        self._describe, self._on_end, self._end_process = describe, on_end, end_process
+        self._on_end, self._end_process = on_end, end_process
         self._first_step = True
         self._reported_at: int | None = None  # `since` of the standstill that was reported
         self._last_look = phases.clock()
@@ -158,8 +156,7 @@ class Watchdog:
         self._on_end(reason)
 
     def _where(self, phase: str, stood: float) -> str:
-        place = f"rank {self._rank} ({socket.gethostname()}): step {self._phases.step}: {stood:.3g} s in {phase}"
-        return "; ".join(filter(None, [place, self._describe(phase)]))
+        return f"rank {self._rank} ({socket.gethostname()}): step {self._phases.step}: {stood:.3g} s in {phase}"
 
 
 def _say(text: str) -> None:

@@ -21,17 +21,29 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchtitan.data.base import Batch, DataConfig, Dataset, DatasetError, DatasetInfo, Draws, UnreadableImage
+from torchtitan.data.base import (
+    Batch,
+    DataConfig,
+    Dataset,
+    DatasetError,
+    DatasetInfo,
+    Draws,
+    UnreadableImage,
+    bucket_range,
+    check_buckets,
+    held_out_parts,
+    shape_of,
+    small_buckets,
+)
 from torchtitan.errors import unwrapped
 from torchtitan.pictures.number_text import counted
 from torchtitan.processes.launch import launch_number
-from torchtitan.training.buckets import bucket_range, check_buckets, held_out_parts, shape_of, small_buckets
 from torchtitan.training.loader_processes import PREFETCH_FACTOR, LoaderProcesses, shared_memory_shortage
 from torchtitan.training.sample_order import BucketOrder, SampleOrder, sample_order
 
 logger = logging.getLogger(__name__)
 
-ADDED = ("samples", "unreadable", "num_replaced", "by_pipe", "indices", "weights")  # to what a dataset gives
+ADDED = {"samples", "unreadable", "num_replaced", "by_pipe", "indices", "weights"}  # to what a dataset gives
 SHARE_WINDOW = 1000  # samples of one rank over which data.max_corrupt_share is taken
 MAX_UNREADABLE_IN_A_ROW = 1000
 _INDICES_AT_A_TIME = 2**12  # of as many samples: for a few, they would take as long
@@ -46,6 +58,9 @@ class TrainingData:
         next_sample: global number of the first sample of the next optimizer step; advances by
             `global_batch_size` after as many microbatches as make it up. A step may be several of these.
         attempt: selects order and flips; another number after a rollback.
+        end_sample: steps begin before this number.
+        global_batch_size: images of as many microbatches as `microbatches_per_step` on every rank.
+        in_buckets: each global batch is of one bucket.
         data_seconds: time spent waiting in `next_batch` so far.
         images_by_shape: number of images delivered by this object so far, over all ranks, by (C, H, W); counted after each
             global batch.
@@ -74,10 +89,12 @@ class TrainingData:
         """
         self.next_sample = 0
         self.attempt = 0
+        self.end_sample = end_sample
+        self.global_batch_size = global_batch_size
+        self.in_buckets = dataset.buckets is not None
         self.data_seconds = 0.0
         self.images_by_shape: Counter[tuple[int, ...]] = Counter()
         self.microbatches_per_step = microbatches_per_step(global_batch_size, local_batch_size, world_size)
-        self._global_batch_size = global_batch_size
         self._on_unreadable = on_unreadable or (lambda found: None)
         self._share = _CorruptShare(config.max_corrupt_share, _name(dataset))
         self._loader_arguments: dict[str, Any] = dict(
@@ -85,7 +102,6 @@ class TrainingData:
             config=config,
             info=info,
             seed=seed,
-            end_sample=end_sample,
             global_batch_size=global_batch_size,
             local_batch_size=local_batch_size,
             rank=rank,
@@ -114,12 +130,12 @@ class TrainingData:
         started = time.perf_counter()
         if self._batches is None:
             self._batches = build_loader(
-                first_sample=self.next_sample, attempt=self.attempt, **self._loader_arguments
+                first_sample=self.next_sample, end_sample=self.end_sample, attempt=self.attempt, **self._loader_arguments
             )
         batch = next(self._batches, None)
         self.data_seconds += time.perf_counter() - started
         if batch is None:
-            raise RuntimeError(f"all {self._loader_arguments['end_sample']} samples of the run have been read")
+            raise RuntimeError(f"all {self.end_sample} samples of the run have been read")
         found, replaced = batch.pop("unreadable"), batch.pop("num_replaced")
         if found:
             self._on_unreadable(found)
@@ -127,50 +143,28 @@ class TrainingData:
         self._microbatches_taken += 1
         if self._microbatches_taken == self.microbatches_per_step:
             self._microbatches_taken = 0
-            self.next_sample += self._global_batch_size
-            self.images_by_shape[tuple(batch["images"].shape[1:])] += self._global_batch_size
+            self.next_sample += self.global_batch_size
+            self.images_by_shape[tuple(batch["images"].shape[1:])] += self.global_batch_size
         return batch
 
     def again(self, first_sample: int, attempt: int, microbatches: int) -> Iterator[Batch]:
         """Read this rank's microbatches of an earlier step again; the position of the run does not change."""
         parts = self.microbatches_per_step
-        arguments = self._loader_arguments | {
-            "end_sample": first_sample + microbatches // parts * self._global_batch_size, "attempt": attempt,
-        }  # fmt: skip
-        for batch in build_loader(first_sample=first_sample, **arguments):
+        end_sample = first_sample + microbatches // parts * self.global_batch_size
+        arguments = self._loader_arguments
+        for batch in build_loader(first_sample=first_sample, end_sample=end_sample, attempt=attempt, **arguments):
             del batch["unreadable"], batch["num_replaced"]  # counted when they were first read
             yield batch
 
     def image_of(self, sample: int, attempt: int) -> int:
         """Index in the dataset of a sample number's image."""
         arguments = self._loader_arguments
-        order = sample_order(arguments["dataset"], arguments["seed"], attempt, self._global_batch_size)
+        order = sample_order(arguments["dataset"], arguments["seed"], attempt, self.global_batch_size)
         return int(order.indices(np.array([sample]))[0])
 
     def state_dict(self) -> dict[str, int]:
         """Return the position between steps: the begin of the next one."""
         return {"next_sample": self.next_sample, "attempt": self.attempt}
-
-    def load_state_dict(self, state: dict[str, int], samples_left: int | None = None) -> None:
-        """Resume from a state, of a run on any number of ranks and loader processes.
-
-        Args:
-            state: what `state_dict` returned.
-            samples_left: samples still to read; None: up to the configured end.
-
-        Raises:
-            ValueError: images are in buckets, and the state is not of a run with this global batch size.
-        """
-        next_sample, size = int(state["next_sample"]), self._global_batch_size
-        if self._loader_arguments["dataset"].buckets is not None and next_sample % size:
-            raise ValueError(
-                f"training.global_batch_size: {next_sample} images were read, no multiple of {size}, and a global batch is of "
-                "one bucket (set the size that the run had)"
-            )
-        self.close()
-        self.next_sample, self.attempt = next_sample, int(state["attempt"])
-        if samples_left is not None:
-            self._loader_arguments["end_sample"] = self.next_sample + samples_left
 
     def lost_loader(self) -> str | None:
         """Name the lost loader process and the cause, in words."""
@@ -469,10 +463,10 @@ def _check(batch: Batch, count: int, info: DatasetInfo, image_shape: tuple[int, 
     if not isinstance(batch, dict):
         raise DatasetError(f"fetch gives a {type(batch).__name__}, not a mapping of names to tensors")
     wanted = {"images": (image_shape, torch.float32)} | info.condition_kind.batch_entries
-    if missing := [name for name in wanted if name not in batch]:
-        raise DatasetError(f"a batch has {', '.join(batch)} and no {missing[0]}, which the dataset says it gives")
-    if taken := [name for name in batch if name in ADDED]:
-        raise DatasetError(f"a batch has {taken[0]}, which the loader adds (give it another name)")
+    if missing := wanted.keys() - batch.keys():
+        raise DatasetError(f"a batch has {', '.join(batch)} and no {min(missing)}, which the dataset says it gives")
+    if taken := batch.keys() & ADDED:
+        raise DatasetError(f"a batch has {min(taken)}, which the loader adds (give it another name)")
     for name, (shape, dtype) in wanted.items():
         found = batch[name]
         if found.shape != (count, *shape) or found.dtype != dtype:

@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -66,62 +66,31 @@ def iter_points(path: Path, word: str = "") -> Iterator[dict[str, Any]]:
                 yield point
 
 
-class GrowingPoints:
-    """Points of a growing metrics.jsonl: each call reads what was appended since the one before.
+class ThinnedPoints:
+    """Points in the order in which they are added, bounded in number.
 
-    Of more than `most` points every second is dropped, then of as many again, and so on, so that memory and the work on
-    them are bounded; the last one is always there.
+    Of more than `most` every second is dropped, then of as many again, and so on; the last one is always there.
     """
 
-    def __init__(self, path: Path, word: str, keeps: Callable[[str], bool], most: int = 2_000) -> None:
-        """
-        Args:
-            word: without which a line is not parsed.
-            keeps: whether a tag is kept.
-            most: points that are kept.
-        """
-        self._path, self._word, self._keeps, self._most = path, word.encode(), keeps, most
-        self._end = 0  # of what was read
-        self._begin_again()
-
-    def read(self) -> list[dict[str, Any]]:
-        """Read on; return the points kept, in the order of the file; damaged lines are left out. Raises OSError."""
-        with open_regular(self._path) as file:
-            size = os.fstat(file.fileno()).st_size
-            if not self._continues(file, size):
-                self._begin_again()
-            file.seek(self._end)
-            for line in _lines(file, size):
-                whole = line.endswith(b"\n")
-                if not whole and len(line) < LONGEST_LINE:  # it is being written
-                    break
-                self._end, self._last_line = file.tell(), line if whole else b""
-                if whole and self._word in line and (point := parse_point(line)):
-                    self._add({tag: value for tag, value in point.items() if tag == "step" or self._keeps(tag)})
-        if self._last is None or self._last is self._points[-1]:
-            return self._points
-        return [*self._points, self._last]
-
-    def _begin_again(self) -> None:
-        self._end, self._last_line = 0, b""
+    def __init__(self, most: int = 2_000) -> None:
+        self._most = most
         self._points: list[dict[str, Any]] = []
         self._last: dict[str, Any] | None = None
         self._number, self._stride = 0, 1
 
-    def _continues(self, file: BinaryIO, size: int) -> bool:
-        """Check whether the file still has what was read last, in its place: a rollback cuts it back."""
-        if size < self._end:
-            return False
-        file.seek(self._end - len(self._last_line))
-        return file.read(len(self._last_line)) == self._last_line
-
-    def _add(self, point: dict[str, Any]) -> None:
+    def add(self, point: dict[str, Any]) -> None:
         self._last = point
         if self._number % self._stride == 0:
             self._points.append(point)
         self._number += 1
         if len(self._points) > self._most:
             self._points, self._stride = self._points[::2], 2 * self._stride
+
+    def read(self) -> list[dict[str, Any]]:
+        """Return the points kept."""
+        if self._last is None or self._last is self._points[-1]:
+            return self._points
+        return [*self._points, self._last]
 
 
 def parse_point(line: bytes) -> dict[str, Any] | None:

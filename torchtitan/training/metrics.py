@@ -1,14 +1,12 @@
 """Metrics of a run: losses gathered on the device, rates, and their sinks."""
 
 import json
-import os
 import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
-from typing import BinaryIO
 
 import torch
 import torch.distributed as dist
@@ -16,19 +14,22 @@ from PIL import Image
 from torch import Tensor
 
 from torchtitan.diffusion.objective import LossTerms
-from torchtitan.files.durable import replacing
 from torchtitan.files.patient_file import PatientFile
 from torchtitan.training.config import MetricsConfig
-from torchtitan.training.metric_points import iter_points, parse_point
+from torchtitan.training.metric_cut import cut_metrics
+from torchtitan.training.metric_points import iter_points
 from torchtitan.training.metric_sinks import TensorBoardFile, WandbRun
 
 METRICS_FILE = "metrics.jsonl"
-_LONGEST_LINE = 16 << 20
 _MOST_WAITING = 32  # microbatches
 
 
 class LossWindow:
-    """Losses summed on the device since the last logged point, without any host synchronisation."""
+    """Losses summed on the device since the last logged point, without any host synchronisation.
+
+    Attributes:
+        sums: of this rank's losses, float64 [N]; a checkpoint holds them over all ranks.
+    """
 
     def __init__(self, bin_edges: Tensor, diagnostics: Sequence[str] = ()) -> None:
         """
@@ -39,9 +40,9 @@ class LossWindow:
         self._diagnostics = tuple(diagnostics)
         self._edges = bin_edges
         bins, device = len(bin_edges) + 1, bin_edges.device
-        self._loss = torch.zeros(2, dtype=torch.float64, device=device)  # sum, count
-        # Sums of errors, counts, sums of each diagnostic.
-        self._by_bin = torch.zeros(2 + len(self._diagnostics), bins, dtype=torch.float64, device=device)
+        rows = 2 + len(self._diagnostics)  # sums of errors, counts, sums of each diagnostic
+        self.sums = torch.zeros(2 + rows * bins, dtype=torch.float64, device=device)
+        self._loss, self._by_bin = self.sums[:2], self.sums[2:].view(rows, bins)  # of the loss: sum, count
         self._waiting: list[Tensor] = []  # of microbatches: counted together, they take as many operations as one
 
     def add(self, terms: LossTerms) -> None:
@@ -71,20 +72,17 @@ class LossWindow:
     def reduce(self) -> dict[str, float]:
         """Metrics over all ranks' samples; starts a new window. Called by all ranks together."""
         self._count()
-        total, highest, by_bin = self._loss.clone(), self._loss[0] / self._loss[1], self._by_bin.clone()
+        highest, sums = self._loss[0] / self._loss[1], self.sums.clone()
         if dist.is_initialized() and dist.get_world_size() > 1:
-            packed = torch.cat((total, by_bin.flatten()))
-            dist.all_reduce(packed)
-            total, by_bin = packed[:2], packed[2:].view_as(by_bin)
+            dist.all_reduce(sums)
             dist.all_reduce(highest, op=dist.ReduceOp.MAX)
-        self._loss.zero_()
-        self._by_bin.zero_()
-        sums, counts, *diagnostics = by_bin.tolist()
+        self.begin()
+        total, (errors, counts, *diagnostics) = sums[:2], sums[2:].view_as(self._by_bin).tolist()
         filled = [k for k in range(len(counts)) if counts[k]]
         return {
             "loss_metrics/global_avg_loss": float(total[0] / total[1]),
             "loss_metrics/global_max_loss": float(highest),
-            **{f"loss_by_bin/{k}": sums[k] / counts[k] for k in filled},
+            **{f"loss_by_bin/{k}": errors[k] / counts[k] for k in filled},
             **{
                 f"{name}/{k}": values[k] / counts[k]
                 for name, values in zip(self._diagnostics, diagnostics, strict=True) for k in filled
@@ -94,23 +92,17 @@ class LossWindow:
     def state_dict(self) -> dict:
         """Sums over all ranks, so that a mean over a window survives an interruption. Called by all ranks."""
         self._count()
-        packed = torch.cat((self._loss, self._by_bin.flatten()))
         if dist.is_initialized() and dist.get_world_size() > 1:
-            dist.all_reduce(packed)
-            # From here on the first rank carries the sums, as it will after a resume.
-            self._restore(packed if dist.get_rank() == 0 else torch.zeros_like(packed))
-        return {"sums": packed.tolist()}
+            dist.all_reduce(self.sums)
+        state = {"sums": self.sums.tolist()}
+        if dist.is_initialized() and dist.get_rank() > 0:
+            self.begin()  # from here on the first rank carries the sums, as it will after a resume
+        return state
 
-    def load_state_dict(self, state: dict) -> None:
+    def begin(self) -> None:
+        """Begin a window without losses."""
         self._waiting = []
-        packed = torch.tensor(state["sums"], dtype=torch.float64, device=self._edges.device)
-        first = not dist.is_initialized() or dist.get_rank() == 0
-        if len(packed) == self._loss.numel() + self._by_bin.numel():  # else: another number of bins, start anew
-            self._restore(packed if first else torch.zeros_like(packed))
-
-    def _restore(self, packed: Tensor) -> None:
-        self._loss.copy_(packed[:2])
-        self._by_bin.copy_(packed[2:].view_as(self._by_bin))
+        self.sums.zero_()
 
 
 class Stopwatch:
@@ -185,9 +177,10 @@ class MetricsLog:
         if self._tensorboard:
             self._tensorboard.sync()
 
-    def settle(self, seconds: float) -> tuple[int, int]:
-        """Try for so long to bring metrics.jsonl to the disk; the points that it lacks, and those of this process."""
-        return self._lines.settle(seconds), self._num_points
+    def settle(self) -> tuple[int, int]:
+        """Bring metrics.jsonl to the disk; return the number of points that it lacks, and of those of this process."""
+        self._lines.sync()
+        return self._lines.num_waiting, self._num_points
 
     def close(self) -> None:
         """Close all sinks; what waits is written if that is possible now."""
@@ -196,35 +189,6 @@ class MetricsLog:
             self._tensorboard.close()
         if self._wandb:
             self._wandb.close()
-
-
-def cut_metrics(path: Path, last_step: int) -> None:
-    """Drop points from metrics.jsonl, so that a resumed run reads as one run.
-
-    Dropped are those after a step, and what a kill or a power cut has left of others: half lines, blocks of zeros. At the end
-    of the file they are cut off in place.
-
-    Raises:
-        OSError: the file cannot be read or written; it is as it was.
-    """
-    try:
-        file = open(path, "r+b")
-    except FileNotFoundError:
-        return
-    with file:
-        end, damaged = 0, False  # of the points to keep, if nothing is between them
-        for line in _lines(file):
-            if _keeps(line, last_step):
-                damaged |= end + len(line) != file.tell() or not line.endswith(b"\n")
-                end += len(line)
-        if not damaged:
-            if end < file.tell():
-                file.truncate(end)
-                os.fsync(file.fileno())
-            return
-        file.seek(0)
-        with replacing(path) as unfinished, open(unfinished, "xb") as whole:
-            whole.writelines(line.rstrip(b"\n") + b"\n" for line in _lines(file) if _keeps(line, last_step))
 
 
 def tail_medians(path: Path, tags: tuple[str, ...]) -> dict[str, float]:
@@ -238,12 +202,3 @@ def tail_medians(path: Path, tags: tuple[str, ...]) -> dict[str, float]:
     tail = points[len(points) // 2 :]
     values = {tag: [point[tag] for point in tail if isinstance(point.get(tag), int | float)] for tag in tags}
     return {tag: statistics.median(found) for tag, found in values.items() if found}
-
-
-def _lines(file: BinaryIO) -> Iterator[bytes]:
-    return iter(lambda: file.readline(_LONGEST_LINE), b"")
-
-
-def _keeps(line: bytes, last_step: int) -> bool:
-    point = parse_point(line)
-    return point is not None and point["step"] <= last_step

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from torchtitan.checkpoint.finding import verify
 from torchtitan.checkpoint.location import run_checkpoints
 from torchtitan.checkpoint.manifest import (
     MANIFEST,
@@ -16,7 +17,6 @@ from torchtitan.checkpoint.manifest import (
     hash_file,
     read_json,
     read_manifest,
-    verify,
 )
 from torchtitan.errors import CheckpointError, DamagedFile
 from torchtitan.training.ema_snapshots import snapshot_folder

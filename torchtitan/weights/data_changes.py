@@ -50,9 +50,8 @@ def data_changes(
 
 
 def _recorded(state: Mapping[str, Any], info: DatasetInfo) -> tuple[int, list[str]]:
-    """Number and names of a checkpoint's classes; as of the data where it has no record."""
-    record = state.get(RECORD)
-    if isinstance(record, Mapping) and record:
+    """Number and names of a checkpoint's classes; as of the data where its record says nothing, as of captions."""
+    if record := state.get(RECORD):
         return record.get("num_classes", 0), record.get("class_names", [])
     return info.num_classes, list(info.class_names)
 

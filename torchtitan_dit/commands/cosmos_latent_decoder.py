@@ -25,7 +25,6 @@ from torchtitan.autoencoders import AUTOENCODERS, build_autoencoder
 from torchtitan.autoencoders.base import Autoencoder, AutoencoderError, Latents, denormalize
 from torchtitan.autoencoders.latent_files import LatentFile, find_latents, open_latents, save_latents
 from torchtitan.autoencoders.reconstruction import psnr, side_by_side
-from torchtitan.autoencoders.tiling import in_tiles
 from torchtitan.data.base import UnreadableImage
 from torchtitan.data.image_files import ImageList, SquareImages, list_images, shown_path
 from torchtitan.distributed.mesh import compute_device
@@ -52,19 +51,14 @@ class CosmosLatentDecoder:
     ) -> None:
         """
         Args:
-            path, autoencoder, dtype: as in `build_autoencoder`.
+            path, autoencoder, dtype, tile, overlap: as in `build_autoencoder`.
             device: where to compute; None is the GPU where there is one.
             batch_size: latents at a time.
-            tile: tile side in pixels for larger images; None: no tiles.
-            overlap: of neighbouring tiles in pixels; None is a quarter of the tile.
 
         Raises:
             AutoencoderError: the autoencoder cannot be opened, or tile and overlap do not suit it.
         """
-        opened = build_autoencoder(autoencoder, path, dtype, device or compute_device())
-        if tile is not None:
-            opened = in_tiles(opened, tile, overlap)
-        self.autoencoder = opened
+        self.autoencoder = build_autoencoder(autoencoder, path, dtype, device or compute_device(), tile, overlap)
         self.batch_size = batch_size
 
     def decode(self, latents: Tensor) -> Tensor:
