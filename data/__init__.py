@@ -6,8 +6,7 @@ from typing import Any
 from torchtitan.conditions import Unconditional
 from torchtitan.data.base import DataConfig, Dataset, DatasetError, DatasetInfo, Draws, Split, UnreadableImage
 from torchtitan.data.captioned_folder import CaptionedFolder
-from torchtitan.data.cifar10 import Cifar10
-from torchtitan.data.cifar100 import Cifar100
+from torchtitan.data.cifar import Cifar10, Cifar100
 from torchtitan.data.digits import Digits
 from torchtitan.data.huggingface import HuggingFace
 from torchtitan.data.image_folder import ImageFolder
