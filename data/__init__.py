@@ -5,31 +5,24 @@ from typing import Any
 
 from torchtitan.conditions import Unconditional
 from torchtitan.data.base import DataConfig, Dataset, DatasetError, DatasetInfo, Draws, Split, UnreadableImage
-from torchtitan.data.captioned_folder import CaptionedFolder
-from torchtitan.data.cifar import Cifar10, Cifar100
-from torchtitan.data.digits import Digits
-from torchtitan.data.huggingface import HuggingFace
-from torchtitan.data.image_folder import ImageFolder
-from torchtitan.data.imagenet import ImageNet
-from torchtitan.data.latents import Latents
-from torchtitan.data.synthetic import Synthetic
-from torchtitan.data.tinyimagenet import TinyImageNet
-from torchtitan.data.webdataset import WebDataset
+from torchtitan.settings import Registry
 
 # Each follows the contract of Dataset, and has its own Config.
-DATASETS: dict[str, type[Any]] = {
-    "digits": Digits,
-    "captioned_folder": CaptionedFolder,
-    "cifar10": Cifar10,
-    "cifar100": Cifar100,
-    "huggingface": HuggingFace,
-    "image_folder": ImageFolder,
-    "imagenet": ImageNet,
-    "latents": Latents,
-    "synthetic": Synthetic,
-    "tinyimagenet": TinyImageNet,
-    "webdataset": WebDataset,
-}
+DATASETS: Registry[type[Any]] = Registry("torchtitan.data", {
+    "digits": "digits.Digits",
+    "captioned_folder": "captioned_folder.CaptionedFolder",
+    "cifar10": "cifar.Cifar10",
+    "cifar100": "cifar.Cifar100",
+    "huggingface": "huggingface.HuggingFace",
+    "image_folder": "image_folder.ImageFolder",
+    "imagenet": "imagenet.ImageNet",
+    "latents": "latents.Latents",
+    "synthetic": "synthetic.Synthetic",
+    "tinyimagenet": "tinyimagenet.TinyImageNet",
+    "webdataset": "webdataset.WebDataset",
+})
+# Those whose images are latents of a store, which their `store` opens.
+LATENT_DATASETS = ("latents",)
 
 
 def dataset_info(config: DataConfig) -> DatasetInfo:
@@ -43,5 +36,6 @@ def dataset_info(config: DataConfig) -> DatasetInfo:
 
 
 __all__ = [
-    "DATASETS", "DataConfig", "Dataset", "DatasetError", "DatasetInfo", "Draws", "Split", "UnreadableImage", "dataset_info",
+    "DATASETS", "LATENT_DATASETS", "DataConfig", "Dataset", "DatasetError", "DatasetInfo", "Draws", "Split",
+    "UnreadableImage", "dataset_info",
 ]  # fmt: skip

@@ -58,7 +58,6 @@ class Latents(Dataset):
     """
 
     Config = LatentsConfig
-    holds_latents = True
 
     @staticmethod
     def info(config: LatentsConfig) -> DatasetInfo:

@@ -20,7 +20,7 @@ from torchtitan.files.remote_path import AnyPath
 from torchtitan.settings.record import dump_config
 from torchtitan.training.clock import ClockTotals
 from torchtitan.training.config import EMAConfig, EMATrackConfig, LRSchedulerConfig
-from torchtitan.training.lr_scheduler import lr_factor
+from torchtitan.training.schedules import lr_factor
 
 # Its profile is relative to the branch, so at equal samples it averages over the same samples at any batch size, and
 # its first update forgets the weights that the branch began with.

@@ -34,7 +34,7 @@ from torchtitan.data.base import DatasetError
 from torchtitan.diffusion.objective import Objective
 from torchtitan.diffusion.objectives import build_objective
 from torchtitan.diffusion.paths import indexed
-from torchtitan.diffusion.timesteps.densities import uniform_density
+from torchtitan.diffusion.timesteps.sampler import uniform_density
 from torchtitan.diffusion.timesteps.slot_edges import read_slot_edges, slot_positions, slot_unit, write_slot_edges
 from torchtitan.experiments.engine import Advance
 from torchtitan.experiments.folder import StudyError

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from torchtitan import philox
 from torchtitan.conditions import Condition, each_tensor
-from torchtitan.data.base import Batch, Dataset, Draws, UnreadableImage
+from torchtitan.data.base import Batch, Dataset, Draws, UnreadableImage, require_one_shape
 from torchtitan.diffusion.objective import Draw, Microbatch, Objective
 from torchtitan.diffusion.paths import has_indices, indexed
 from torchtitan.distributed.precision import compute_context
@@ -25,7 +25,6 @@ from torchtitan.gns.statistics import GroupSums
 from torchtitan.models.base import DiffusionModel
 from torchtitan.statistics.ratio_intervals import fieller
 from torchtitan.statistics.student import student_quantile
-from torchtitan.training.buckets import require_one_shape
 
 # Offsets of the draws of one sample, added to its number.
 _TIMESTEP, _NOISE, _IMAGE, _MIRROR, _LABEL = (place << 40 for place in range(5))

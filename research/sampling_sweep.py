@@ -19,8 +19,8 @@ from research.frame import StudyRun, checkpoint_name, number, require_at_least
 from research.offline_gradients import EstimateFailed
 from research.pictures import write_cells
 from torchtitan.config.sampling_checks import data_text
+from torchtitan.data import LATENT_DATASETS
 from torchtitan.errors import EvaluationError
-from torchtitan.evaluation.config import LATENT_DATASETS
 from torchtitan.evaluation.decoding import LatentDecoder, run_decoder
 from torchtitan.evaluation.sampling import ImageSampler, balanced_choices
 from torchtitan.experiments.engine import Advance

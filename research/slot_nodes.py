@@ -10,7 +10,7 @@ import torch
 from research.timestep_errors import TimestepNodes
 from torchtitan.diffusion.objective import Objective
 from torchtitan.diffusion.paths import has_indices
-from torchtitan.diffusion.timesteps.densities import uniform_density
+from torchtitan.diffusion.timesteps.sampler import uniform_density
 from torchtitan.diffusion.timesteps.slot_edges import read_slot_edges, slot_positions, slot_unit
 
 # Xie and Agam, arXiv 2502.01990, Table 1; its last slot ends at index 1000 there, and there is none.

@@ -9,14 +9,13 @@ from torch import Tensor
 
 from torchtitan import philox
 from torchtitan.conditions import each_tensor
-from torchtitan.data.base import Batch, Dataset, DatasetError, UnreadableImage
+from torchtitan.data.base import Batch, Dataset, DatasetError, UnreadableImage, require_one_shape
 from torchtitan.diffusion.objective import Draw, Microbatch, Objective
 from torchtitan.diffusion.paths import indexed
 from torchtitan.diffusion.predictions import noise_error_weight
 from torchtitan.distributed.precision import compute_context
 from torchtitan.evaluation.eval_mode import evaluating
 from torchtitan.models.base import DiffusionModel
-from torchtitan.training.buckets import require_one_shape
 from torchtitan.training.data_loading import joined
 
 # Outside of these quantiles of the training density nothing can be said to have been learned.

@@ -33,7 +33,7 @@ from torchtitan.experiments.folder import StudyError
 from torchtitan.experiments.training import TrainingFailed
 from torchtitan.pictures.number_text import counted
 from torchtitan.processes.command_line import at_least
-from torchtitan.training.batch_ramp import largest_growth
+from torchtitan.training.schedules import largest_growth
 from torchtitan.weights.trained_model import TrainedModel, load_run
 
 _MEASURED = (

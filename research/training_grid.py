@@ -27,7 +27,7 @@ from torchtitan.experiments.training import train
 from torchtitan.files.durable import make_folder
 from torchtitan.files.regular import read_toml
 from torchtitan.settings.record import config_differences, dump_config
-from torchtitan.training.batch_ramp import largest_growth
+from torchtitan.training.schedules import largest_growth
 
 TABLE = "training.csv"
 COLUMNS = ("run", "status", "reason", "samples", "date", "runtime")

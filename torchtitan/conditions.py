@@ -181,8 +181,8 @@ class Classes(ConditionKind):
 
     def problem(self, batch: Mapping[str, Tensor]) -> str | None:
         classes = batch["class"]
-        lowest, highest = (int(value) for value in classes.aminmax())
-        if lowest >= 0 and highest < self.count:
+        lowest, highest = classes.aminmax()
+        if lowest.item() >= 0 and highest.item() < self.count:
             return None
         return f"label {int(classes[(classes < 0) | (classes >= self.count)][0])} is not in 0..{self.count - 1}"
 

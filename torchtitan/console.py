@@ -13,23 +13,21 @@ from torch import Tensor
 from torchtitan.conditions import Classes, Unconditional, numbered_otherwise
 from torchtitan.config.job import JobConfig
 from torchtitan.config.short_runs import too_short_for
-from torchtitan.data.image_folder import ImageFolder, ImageFolderConfig
+from torchtitan.data import DATASETS, LATENT_DATASETS
 from torchtitan.diffusion.objective import ObjectiveConfig
 from torchtitan.distributed.mesh import crosses_nodes
-from torchtitan.evaluation.config import LATENT_DATASETS, EvaluationConfig
+from torchtitan.evaluation.config import EvaluationConfig
 from torchtitan.evaluation.targets import described_text
 from torchtitan.fidelity.metrics import METRICS
-from torchtitan.gns.checks import few_pairs
-from torchtitan.gns.monitor import GNS_FOLDER
-from torchtitan.gns.pictures import PICTURE_FILE
+from torchtitan.gns.config import GNS_FOLDER, PICTURE_FILE
 from torchtitan.pictures.number_text import counted
 from torchtitan.processes.launch import launch_number
 from torchtitan.runs.previews import PAGE_FILE
 from torchtitan.state.run_state import RunState
 from torchtitan.training.corrupt_images import CORRUPT_IMAGES_FILE
 from torchtitan.training.hardware import device_name
-from torchtitan.training.lr_scheduler import lr_phase
 from torchtitan.training.metrics import METRICS_FILE
+from torchtitan.training.schedules import lr_phase
 from torchtitan.weights.final_weights import final_weights_path
 
 logger = logging.getLogger(__name__)
@@ -53,8 +51,11 @@ def introduce(state: RunState) -> None:
         logger.info(line)
     if advice := crosses_nodes(state.layout, launch_number("LOCAL_WORLD_SIZE", state.layout.world_size)):
         logger.warning(advice)
-    if state.gns and (warning := few_pairs(config.gns, config.training.local_batch_size, state.gns.masses)):
-        logger.warning(warning)
+    if state.gns:
+        from torchtitan.gns.checks import few_pairs
+
+        if warning := few_pairs(config.gns, config.training.local_batch_size, state.gns.masses):
+            logger.warning(warning)
     for warning in too_short_for(config):
         logger.warning(warning)
     points = torch.linspace(-6.0, 6.0, 121, dtype=torch.float64)
@@ -72,7 +73,7 @@ def introduce(state: RunState) -> None:
 def _images(state: RunState) -> str:
     """Line on the images that were found: to train on, held out where that is known without reading, and their classes."""
     info, data = state.info, state.config.data
-    held_out = len(ImageFolder(data, "validation")) if isinstance(data, ImageFolderConfig) and info.has_validation else 0
+    held_out = len(DATASETS[data.name](data, "validation")) if data.name == "image_folder" and info.has_validation else 0
     moved = [f"{name} is class {number}" for name, number in numbered_otherwise(info.class_names).items()]
     moved = [*moved[:_MOST_CLASSES], "..."] if len(moved) > _MOST_CLASSES else moved
     chosen = f", chosen by name: {', '.join(moved)}" if moved else ""

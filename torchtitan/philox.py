@@ -128,15 +128,16 @@ def uniform_bits(seed: int, draws: Sequence[tuple[str, Tensor]], attempt: int = 
     Returns:
         int64 [B_i], values in [0, 2^52), for each; they are ordered as the uniform draws are.
     """
-    sizes = [len(indices) for _, indices in draws]
-    if _by_numpy(*(indices for _, indices in draws)):
-        streams = np.array([_stream(purpose, attempt) for purpose, _ in draws], np.uint64).repeat(sizes)
-        numbers = np.concatenate([_array(indices) for _, indices in draws])
+    purposes, indices = zip(*draws, strict=True)
+    sizes = list(map(len, indices))
+    if _by_numpy(*indices):
+        streams = np.array([_stream(purpose, attempt) for purpose in purposes], np.uint64).repeat(sizes)
+        numbers = np.concatenate(list(map(_array, indices)))
         counter = (np.zeros(1, np.uint64), numbers & _MASK_ARRAY, numbers >> _HALF_ARRAY, streams)
         even, odd = _rounds_by_numpy(counter, _key_array(_halves(seed)))
         return torch.from_numpy(((even[0] >> 6 << 26) + (odd[0] >> 6)).view(np.int64)).split(sizes)
-    stream = torch.cat([torch.full_like(indices, _stream(purpose, attempt)) for purpose, indices in draws])
-    low, high = _halves(torch.cat([indices for _, indices in draws]))
+    stream = torch.cat([torch.full_like(numbers, _stream(purpose, attempt)) for purpose, numbers in draws])
+    low, high = _halves(torch.cat(indices))
     first, second, _, _ = philox_4x32((torch.zeros_like(low), low, high, stream), _halves(seed))
     bits = torch.add(second >> 6, first >> 6, alpha=1 << 26)
     return bits.split(sizes)
@@ -183,8 +184,8 @@ def _normal_by_numpy(seed: int, purpose: str, indices: Tensor, count: int, attem
                 lanes = _Lanes(piece.shape[2:])
             parts = (of_0[here], word_1[those], of_2[those], word_3[here], word_1_of_block[here], word_3_of_index[those])
             even, odd = _eight_rounds(parts, keys, lanes)
-            floats = (torch.from_numpy(words.astype(np.float32)) for words in (even.view(np.int64), odd))
-            radius, angle = _polar(*floats)  # [2, rows, blocks]
+            radii, angles = even.view(np.int64).astype(np.float32), odd.astype(np.float32)
+            radius, angle = _polar(torch.from_numpy(radii), torch.from_numpy(angles))  # [2, rows, blocks]
             np.multiply(radius.numpy(), torch.cos(angle).numpy(), out=piece[0])
             np.multiply(radius.numpy(), angle.sin_().numpy(), out=piece[1])
     return torch.from_numpy(draws).flatten(1)
@@ -214,9 +215,10 @@ class _Lanes:
         self.words = np.empty((2, *shape), np.uint64)
         self.lower_of_words = _half(self.words, _LOWER)
         self.multipliers = _MULTIPLIERS.reshape(2, *[1] * len(shape))
-        products = [np.empty_like(self.words) for _ in range(2)]
-        # Each with its upper and lower halves, which change places.
-        self.products = [(each, _half(each, _UPPER)[::-1], _half(each, _LOWER)[::-1]) for each in products]
+        self.products = []  # each with its upper and lower halves, which change places
+        for _ in range(2):
+            product = np.empty_like(self.words)
+            self.products.append((product, _half(product, _UPPER)[::-1], _half(product, _LOWER)[::-1]))
 
 
 def _rounds_by_numpy(counter: Sequence[np.ndarray], keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -230,7 +232,7 @@ def _rounds_by_numpy(counter: Sequence[np.ndarray], keys: np.ndarray) -> tuple[n
         words 0 and 2, uint64 [2, *]; words 1 and 3, uint32 [2, *].
     """
     parts = _two_rounds(counter, keys)
-    return _eight_rounds(parts, keys, _Lanes(np.broadcast_shapes(*(part.shape for part in parts))))
+    return _eight_rounds(parts, keys, _Lanes(np.broadcast(*parts).shape))
 
 
 def _two_rounds(counter: Sequence[np.ndarray], keys: np.ndarray) -> tuple[np.ndarray, ...]:

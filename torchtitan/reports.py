@@ -21,14 +21,12 @@ from torchtitan.evaluation.during_training import EvaluatedRun, Evaluation
 from torchtitan.evaluation.targets import described, described_text, newly_reached, scalars
 from torchtitan.files.optional import OptionalOutputs
 from torchtitan.files.weight_files import saved_buffers
-from torchtitan.gns.pictures import is_drawn
+from torchtitan.gns.logged_bins import is_drawn
 from torchtitan.run_pictures import RunPictures
 from torchtitan.settings.record import effective
 from torchtitan.state.run_state import RunState
 from torchtitan.summary import RunSummary
-from torchtitan.supervision.phases import Phases
-from torchtitan.training.batch_ramp import completed
-from torchtitan.training.clock import RunClock
+from torchtitan.training.clock import Phases, RunClock
 from torchtitan.training.hardware import (
     ALLOCATOR_RETRIES,
     PEAK_MEMORY,
@@ -40,6 +38,7 @@ from torchtitan.training.hardware_description import describe_hardware
 from torchtitan.training.metric_points import ThinnedPoints, iter_points
 from torchtitan.training.metrics import METRICS_FILE, MetricsLog
 from torchtitan.training.rates import Rates
+from torchtitan.training.schedules import completed
 from torchtitan.training.utilisation import products_of
 from torchtitan.weights.final_weights import final_weights_path, write_final_weights
 

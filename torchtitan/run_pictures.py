@@ -11,8 +11,7 @@ from PIL import Image
 from torchtitan.console import grids
 from torchtitan.files.durable import make_folder, remove_unfinished, replace_file
 from torchtitan.files.optional import OptionalOutputs
-from torchtitan.gns.monitor import GNS_FOLDER
-from torchtitan.gns.pictures import PICTURE_FILE
+from torchtitan.gns.config import GNS_FOLDER, PICTURE_FILE
 from torchtitan.pictures.grids import save_animation
 from torchtitan.runs.folder import RunFolder
 from torchtitan.runs.previews import PAGE_FILE, save_previews, write_page

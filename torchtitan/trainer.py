@@ -1,6 +1,7 @@
 """The train loop: batch -> clean images -> objective -> backward -> clip -> optimizer -> EMA -> reports."""
 
 import logging
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 
@@ -20,18 +21,17 @@ from torchtitan.distributed.parallelize import (
     gradient_norm,
     whole_gradient_norm,
 )
+from torchtitan.models.float8 import compute_gather_scales
 from torchtitan.processes.host_allocator import keep_freed_memory
 from torchtitan.profiling.profiler import Profiler
 from torchtitan.reports import Reports
 from torchtitan.state.resume import checkpointed_state, open_run
-from torchtitan.supervision.phases import BEFORE_FIRST_STEP, Phases
 from torchtitan.supervision.recovery import gone_back, require_finite_start
 from torchtitan.supervision.supervision import Supervision
-from torchtitan.training.batch_ramp import completed, lr_multiple
-from torchtitan.training.clock import RunClock
-from torchtitan.training.lr_scheduler import lr_factor
+from torchtitan.training.clock import BEFORE_FIRST_STEP, Phases, RunClock
 from torchtitan.training.numerical_guard import StepSamples, backward
 from torchtitan.training.optimizer import set_lr
+from torchtitan.training.schedules import completed, lr_factor
 
 logger = logging.getLogger(__name__)
 
@@ -59,6 +59,9 @@ class Trainer:
             [section.interval for section in beside if section.enable],
         )  # fmt: skip
         self.supervision = Supervision(self.state, self.phases, self.reports.fail)
+        self._parameters = list(self.state.parameters.values())
+        self._beside = list(self.state.objective.parameters().values())
+        self._replays_graphs = config.compile.cuda_graphs
         self._starting = True  # until this process has made its first step
 
     # ------------------------------------------------------------------ the loop
@@ -159,13 +162,13 @@ class Trainer:
     def train_step(self) -> tuple[Tensor, float]:
         """Train one optimizer step, unless the guard skips it; return the gradient norm before clipping and the rate."""
         state, config = self.state, self.config
-        if config.compile.cuda_graphs:
+        if self._replays_graphs:
             begin_graphs()
         factor = state.batch_factor
         state.batch_size = factor * config.training.global_batch_size
         samples = GlobalBatch(state.data.next_sample, state.batch_size, state.data.attempt)
         microbatches = factor * state.data.microbatches_per_step
-        if state.network.has_normalized_weights:
+        if state.network.normalizes_weights:
             with self.phases("optimizer"):
                 state.network.normalize_weights()
         if state.gns:
@@ -180,14 +183,16 @@ class Trainer:
             skip = state.guard.judge(StepSamples(state.step, samples, microbatches), *norms)
         training = config.training
         of_step = lr_factor(config.lr_scheduler, state.progress + 1, training.steps, training.global_batch_size)
-        lr = config.optimizer.lr * of_step * lr_multiple(factor)
+        # Of Adam, a batch `factor` times as large takes the square root of it (Malladi et al., arXiv 2205.10287).
+        lr = config.optimizer.lr * of_step * math.sqrt(factor)
         with self.phases("optimizer"):
             set_lr(state.optimizer, lr)
             state.objective.update(skip)
             if state.gns:
                 state.gns.conclude(skip)
             state.optimizer.step(skip)
-            state.network.after_update()
+            if state.network.gathers_float8:
+                compute_gather_scales(state.model)
             state.optimizer.zero_grad(set_to_none=True)
         state.progress += factor
         with self.phases("ema"):
@@ -214,9 +219,7 @@ class Trainer:
                 backward(terms.loss.mean() / microbatches)
         with self.phases("gradients"):
             if state.gns:
-                state.gns.end_microbatch(
-                    terms.loss, microbatches, list(state.parameters.values()), samples, number
-                )
+                state.gns.end_microbatch(terms.loss, microbatches, self._parameters, samples, number)
             state.window.add(terms)
             state.objective.observe(samples, batch["samples"], terms)
             state.guard.add_images(batch["images"], batch["samples"])
@@ -231,16 +234,14 @@ class Trainer:
             norms before clipping, the network's first.
         """
         state, max_norm = self.state, self.config.training.max_norm
-        parameters = list(state.parameters.values())
         if state.gns:
-            state.gns.end_step(parameters, state.batch_size // state.layout.world_size, microbatches)
-        groups = [parameters]
-        if beside := list(state.objective.parameters().values()):
-            average_gradients(beside, state.layout)
-            groups.append(beside)
-        norms = [gradient_norm(parameters, state.layout), *map(whole_gradient_norm, groups[1:])]
-        for group, norm in zip(groups, norms, strict=True):
-            if max_norm > 0:
+            state.gns.end_step(self._parameters, state.batch_size // state.layout.world_size, microbatches)
+        norms = [gradient_norm(self._parameters, state.layout)]
+        if self._beside:
+            average_gradients(self._beside, state.layout)
+            norms.append(whole_gradient_norm(self._beside))
+        if max_norm > 0:
+            for group, norm in zip((self._parameters, self._beside), norms, strict=False):
                 clip_gradients(group, norm, max_norm)
         return norms
 
@@ -260,7 +261,7 @@ class Trainer:
 
     def _discarded_backward(self, shape: tuple[int, int, int]) -> None:
         state, count = self.state, self.config.training.local_batch_size
-        if self.config.compile.cuda_graphs:
+        if self._replays_graphs:
             begin_graphs()
         batch = {"images": torch.zeros(count, *shape), "samples": torch.arange(count)}
         batch |= state.model.condition_kind.placeholder(count)

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from tests.distributed.cases import compiler, make_trainer, remove, shared_folder
 from torchtitan.errors import TrainingError
 from torchtitan.gns.raw_sums import read_sums
-from torchtitan.models.dit.layers import OutputLayer
+from torchtitan.models.dit.model import OutputLayer
 
 GNS = (
     "--gns.enable", "true", "--gns.num_bins", "4", "--gns.interval", "2", "--gns.sketch_size", "4",

@@ -15,7 +15,8 @@ from torchtitan.distributed.parallelize import named_parameters, parallelize
 from torchtitan.distributed.shard_drawing import place_shards
 from torchtitan.files.weight_files import named_weights
 from torchtitan.models.base import DiffusionModel
-from torchtitan.weights.network import add_adapters, drawn_sha256, new_network, sharded_network
+from torchtitan.weights.adapted_network import add_adapters, drawn_sha256
+from torchtitan.weights.network import new_network, sharded_network
 
 
 def sha256_of_weights(cases: dict[str, tuple[str, ...]], replicas: int, shards: int) -> dict[str, str]:

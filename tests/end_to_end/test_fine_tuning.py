@@ -19,7 +19,8 @@ from torchtitan.config.job import load_config
 from torchtitan.diffusion.paths import PATHS
 from torchtitan.models.adapters.adapters import adapter_weights
 from torchtitan.runs.previews import pixel_change, preview_path
-from torchtitan.weights.network import BASE_SHA256, adapted_network
+from torchtitan.weights.adapted_network import adapted_network
+from torchtitan.weights.network import BASE_SHA256
 from torchtitan.weights.trained_model import load_run
 
 CONFIG = Path(__file__).resolve().parents[2] / "train_configs" / "flux_lora_tiny.toml"

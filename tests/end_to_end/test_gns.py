@@ -15,7 +15,7 @@ from tests.faults.forked import ForkedRun
 from tests.launcher import run_on_ranks
 from torchtitan.gns.raw_sums import raw_files, read_sums
 from torchtitan.training.config import LRSchedulerConfig
-from torchtitan.training.lr_scheduler import lr_factor
+from torchtitan.training.schedules import lr_factor
 
 # Step of the checkpoint from which a run resumes. Intervals count in steps of the first batch: the grown run needs fewer.
 CHECKPOINTS = {"killed measured": CHECKPOINT_INTERVAL, "killed grown": 14, "killed allocated": CHECKPOINT_INTERVAL}

@@ -15,7 +15,7 @@ from typing import Any
 
 from torchtitan.checkpoint import store as checkpoint_store
 from torchtitan.checkpoint.host_copies import HostCopies
-from torchtitan.supervision.phases import Phases
+from torchtitan.training.clock import Phases
 
 # How a process ends that was killed at a moment: in a write it is the kernel that does it, at a file's size.
 KILLED = (-signal.SIGKILL, -signal.SIGXFSZ)

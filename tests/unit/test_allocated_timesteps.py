@@ -9,9 +9,8 @@ from scipy import stats
 from tests.objectives import timesteps
 from torchtitan.diffusion.denoising import DenoisingConfig
 from torchtitan.diffusion.paths import PATHS
-from torchtitan.diffusion.timesteps.densities import LogitNormal, Uniform
 from torchtitan.diffusion.timesteps.registry import build_density
-from torchtitan.diffusion.timesteps.sampler import GlobalBatch, TimestepSampler
+from torchtitan.diffusion.timesteps.sampler import GlobalBatch, LogitNormal, TimestepSampler, Uniform
 from torchtitan.diffusion.timesteps.shares import AllocatedTimesteps, bin_masses, bin_means
 
 PATH_NAMES = ("rectified_flow", "ddpm_linear", "ddpm_cosine", "ddpm_linear_continuous", "ddpm_cosine_continuous")

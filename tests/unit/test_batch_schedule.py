@@ -12,9 +12,9 @@ from torchtitan.gns.capture import StepSums
 from torchtitan.gns.pool import Pool
 from torchtitan.state.run_state import RunState
 from torchtitan.trainer import Trainer
-from torchtitan.training.batch_ramp import ramp_factor, ramp_steps
 from torchtitan.training.config import EMATrackConfig
 from torchtitan.training.ema import kept_share
+from torchtitan.training.schedules import ramp_factor, ramp_steps
 
 
 @pytest.mark.parametrize(

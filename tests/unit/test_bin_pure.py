@@ -6,11 +6,18 @@ import torch
 from tests.objectives import timesteps
 from torchtitan.diffusion.denoising import DenoisingConfig
 from torchtitan.diffusion.paths import PATHS
-from torchtitan.diffusion.timesteps.densities import CosMap, LogitNormal, Mode, Uniform, UniformIndex
 from torchtitan.diffusion.timesteps.one_bin_per_microbatch import BinPureTimesteps
 from torchtitan.diffusion.timesteps.placement import Shifted
 from torchtitan.diffusion.timesteps.registry import build_density
-from torchtitan.diffusion.timesteps.sampler import GlobalBatch, TimestepSampler
+from torchtitan.diffusion.timesteps.sampler import (
+    CosMap,
+    GlobalBatch,
+    LogitNormal,
+    Mode,
+    TimestepSampler,
+    Uniform,
+    UniformIndex,
+)
 
 
 def on_path(path: str, sampler: str, **settings):

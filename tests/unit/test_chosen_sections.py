@@ -10,9 +10,8 @@ import torch
 
 from torchtitan.config.job import ConfigError, JobConfig, help_text, json_schema, load_config
 from torchtitan.diffusion.objectives import build_objective
-from torchtitan.diffusion.timesteps.densities import LogitNormal
 from torchtitan.diffusion.timesteps.registry import DENSITIES, TIMESTEPS
-from torchtitan.diffusion.timesteps.sampler import GlobalBatch, TimestepsConfig
+from torchtitan.diffusion.timesteps.sampler import GlobalBatch, LogitNormal, TimestepsConfig
 from torchtitan.settings import setting
 from torchtitan.settings.record import config_differences, dump_config
 

@@ -8,9 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from torchtitan.supervision.phases import Phases
 from torchtitan.trainer import Trainer
-from torchtitan.training.clock import PARTS, TRAIN_PARTS, ClockTotals, RunClock
+from torchtitan.training.clock import PARTS, TRAIN_PARTS, ClockTotals, Phases, RunClock
 
 SECOND = 10**9
 

@@ -17,7 +17,7 @@ from torchtitan.processes.command_line import OneLineParser
 from torchtitan.processes.exit_codes import BUSY
 from torchtitan.settings.record import dump_config
 from torchtitan.settings.sources import read_command_line
-from torchtitan.training.lr_scheduler import lr_factor
+from torchtitan.training.schedules import lr_factor
 from torchtitan_dit import cli
 from torchtitan_dit.commands import train
 

@@ -14,8 +14,7 @@ from torchtitan.diffusion.objective import Draw, Microbatch
 from torchtitan.diffusion.objectives import build_objective
 from torchtitan.diffusion.paths import PATHS
 from torchtitan.diffusion.predictions import PREDICTIONS, noise_error_weight, target, to_x0_and_noise
-from torchtitan.diffusion.timesteps.densities import LogitNormal, Uniform
-from torchtitan.diffusion.timesteps.sampler import GlobalBatch, TimestepSampler
+from torchtitan.diffusion.timesteps.sampler import GlobalBatch, LogitNormal, TimestepSampler, Uniform
 
 # --- paths and predictions
 

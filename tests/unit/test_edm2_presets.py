@@ -17,7 +17,7 @@ from torchtitan.data import DATASETS, dataset_info
 from torchtitan.diffusion.uncertainty import LogUncertainty
 from torchtitan.estimate.memory import model_on_meta
 from torchtitan.training.ema import kept_share
-from torchtitan.training.lr_scheduler import lr_factor
+from torchtitan.training.schedules import lr_factor
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "train_configs" / "edm2"

@@ -25,8 +25,8 @@ from torchtitan.gns.monitor import GNSMonitor
 from torchtitan.gns.pool import WHOLE_MODEL
 from torchtitan.trainer import Trainer
 from torchtitan.training.config import UPDATE_RULES, UpdateRule
-from torchtitan.training.lr_scheduler import lr_phase
 from torchtitan.training.optimizer import _RULES, optimizer_tensors
+from torchtitan.training.schedules import lr_phase
 
 BINS = 3
 SCALES = {"sketch": 100.0, "composite": 200.0}

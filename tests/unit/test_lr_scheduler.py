@@ -12,8 +12,8 @@ from torchtitan.config.job import ConfigError, load_config
 from torchtitan.experiments.autotune.probe import probe_config
 from torchtitan.state.resume import schedule_changes
 from torchtitan.training.config import LRSchedulerConfig, OptimizerConfig, TrainingConfig
-from torchtitan.training.lr_scheduler import lr_factor, lr_phase
 from torchtitan.training.optimizer import build_optimizer
+from torchtitan.training.schedules import lr_factor, lr_phase
 
 # Warm-up over 200 epochs of CIFAR, decay from epoch 400 on.
 PER_EPOCH = LRSchedulerConfig(

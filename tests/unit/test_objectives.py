@@ -21,8 +21,7 @@ from torchtitan.diffusion.denoising import DenoisingConfig
 from torchtitan.diffusion.objective import Draw, Microbatch
 from torchtitan.diffusion.objectives import build_objective, objective_problems
 from torchtitan.diffusion.paths import PATHS
-from torchtitan.diffusion.preconditioning import PRECONDITIONINGS
-from torchtitan.diffusion.predictions import PREDICTIONS, target
+from torchtitan.diffusion.predictions import PRECONDITIONINGS, PREDICTIONS, target
 from torchtitan.diffusion.timesteps.registry import TIMESTEPS
 from torchtitan.diffusion.timesteps.sampler import GlobalBatch
 from torchtitan.diffusion.weightings import WEIGHTINGS, prediction_weight

@@ -17,9 +17,9 @@ from torchtitan.config.job import ConfigError, load_config
 from torchtitan.extras import install
 from torchtitan.state.resume import checkpointed_state
 from torchtitan.training.config import LRSchedulerConfig, OptimizerConfig, ParameterGroupConfig
-from torchtitan.training.lr_scheduler import lr_factor
 from torchtitan.training.muon import orthogonalise
 from torchtitan.training.optimizer import OptimizerError, build_optimizer, optimizer_tensors, set_lr
+from torchtitan.training.schedules import lr_factor
 
 
 def network(seed: int = 0) -> nn.Sequential:

@@ -31,7 +31,7 @@ from torchtitan.models.quantized import (
     quantized_weights,
 )
 from torchtitan.run import run
-from torchtitan.weights.network import adapted_network
+from torchtitan.weights.adapted_network import adapted_network
 
 needs_torchao = pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="could not import 'torchao'")
 FIND_SPEC = importlib.util.find_spec

@@ -13,8 +13,8 @@ from tests.launcher import ROOT
 from torchtitan.distributed.config import CommConfig, CompileConfig
 from torchtitan.runs.status import write_status
 from torchtitan.supervision.garbage import GarbageControl
-from torchtitan.supervision.phases import Phases
 from torchtitan.supervision.supervision import Supervision
+from torchtitan.training.clock import Phases
 from torchtitan.training.host_memory import host_memory
 
 GIB = 2**30

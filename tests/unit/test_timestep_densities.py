@@ -10,17 +10,18 @@ from scipy import integrate, stats
 from tests.objectives import timesteps
 from torchtitan.diffusion.denoising import DenoisingConfig
 from torchtitan.diffusion.paths import PATHS
-from torchtitan.diffusion.timesteps.densities import (
+from torchtitan.diffusion.timesteps.placement import OnDiscreteIndices, Shifted
+from torchtitan.diffusion.timesteps.registry import build_density
+from torchtitan.diffusion.timesteps.sampler import (
     CosMap,
+    GlobalBatch,
     Laplace,
     LogitNormal,
     Mode,
+    TimestepSampler,
     Uniform,
     UniformIndex,
 )
-from torchtitan.diffusion.timesteps.placement import OnDiscreteIndices, Shifted
-from torchtitan.diffusion.timesteps.registry import build_density
-from torchtitan.diffusion.timesteps.sampler import GlobalBatch, TimestepSampler
 from torchtitan.diffusion.timesteps.warps import Beta, Cubic, Warped
 
 CONTINUOUS = PATHS["ddpm_cosine_continuous"]()

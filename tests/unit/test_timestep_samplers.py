@@ -14,9 +14,8 @@ from torchtitan.config.job import load_config
 from torchtitan.diffusion.denoising import DenoisingConfig
 from torchtitan.diffusion.objectives import build_objective, objective_problems
 from torchtitan.diffusion.paths import PATHS
-from torchtitan.diffusion.timesteps.densities import Laplace
 from torchtitan.diffusion.timesteps.registry import build_density, build_sampler
-from torchtitan.diffusion.timesteps.sampler import GlobalBatch, TimestepSampler
+from torchtitan.diffusion.timesteps.sampler import GlobalBatch, Laplace, TimestepSampler
 from torchtitan.diffusion.timesteps.shares import AllocatedTimesteps
 from torchtitan.diffusion.timesteps.slot_edges import read_slot_edges, write_slot_edges
 from torchtitan.diffusion.timesteps.warps import Beta, speed_start

@@ -22,10 +22,10 @@ from torchtitan.state.resume import load_sums, materialise_state
 from torchtitan.supervision.supervision import Supervision
 from torchtitan.training import metrics
 from torchtitan.training.config import LRSchedulerConfig, OptimizerConfig
-from torchtitan.training.lr_scheduler import lr_factor
 from torchtitan.training.metric_cut import cut_metrics
 from torchtitan.training.metrics import LossWindow, Stopwatch, tail_medians
 from torchtitan.training.optimizer import build_optimizer, optimizer_tensors, set_lr
+from torchtitan.training.schedules import lr_factor
 
 
 def network(seed: int = 0) -> nn.Module:

@@ -7,8 +7,8 @@ import pytest
 
 from torchtitan.distributed.config import CommConfig
 from torchtitan.supervision import watchdog as watchdog_module
-from torchtitan.supervision.phases import BETWEEN_STEPS, Phases
 from torchtitan.supervision.watchdog import Limits, Watchdog, limits, silent_ranks
+from torchtitan.training.clock import BETWEEN_STEPS, Phases
 
 COMM = CommConfig(init_timeout_seconds=300, train_timeout_seconds=100)
 

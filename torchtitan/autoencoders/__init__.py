@@ -5,18 +5,15 @@ from collections.abc import Callable
 import torch
 
 from torchtitan.autoencoders.base import Autoencoder, AutoencoderError
-from torchtitan.autoencoders.cosmos import CosmosTokenizer
-from torchtitan.autoencoders.diffusers_models import DiffusersAutoencoder
-from torchtitan.autoencoders.identity import IdentityAutoencoder
-from torchtitan.autoencoders.taef2 import Taef2
 from torchtitan.autoencoders.tiling import in_tiles
+from torchtitan.settings import Registry
 
-AUTOENCODERS: dict[str, Callable[[str, torch.dtype | None, torch.device], Autoencoder]] = {
-    "identity": IdentityAutoencoder,
-    "cosmos": CosmosTokenizer,
-    "diffusers": DiffusersAutoencoder,
-    "taef2": Taef2,
-}
+AUTOENCODERS: Registry[Callable[[str, torch.dtype | None, torch.device], Autoencoder]] = Registry("torchtitan.autoencoders", {
+    "identity": "identity.IdentityAutoencoder",
+    "cosmos": "cosmos.CosmosTokenizer",
+    "diffusers": "diffusers_models.DiffusersAutoencoder",
+    "taef2": "taef2.Taef2",
+})
 
 
 def build_autoencoder(

@@ -21,14 +21,14 @@ from torchtitan.config.sampling_checks import SAMPLING_CHECKS, cannot_guide, res
 from torchtitan.config.size_checks import SIZE_CHECKS, batch_sizes, global_batch_size, local_batch_size
 from torchtitan.config.speed_checks import SPEED_CHECKS, needs_plain_weights, shards_of
 from torchtitan.config.view import ConfigView, RefusedValue, in_section
+from torchtitan.data import LATENT_DATASETS
 from torchtitan.data.base import DatasetError
 from torchtitan.diffusion.objectives import OBJECTIVES, build_objective, objective_problems
 from torchtitan.diffusion.paths import PATHS
 from torchtitan.distributed.config import checkpoint_problems, compile_problems
 from torchtitan.errors import unwrapped
-from torchtitan.evaluation.config import LATENT_DATASETS, WITH_WEIGHTS, timesteps_problem
+from torchtitan.evaluation.config import WITH_WEIGHTS, timesteps_problem
 from torchtitan.extras import EXTRAS, install_packages
-from torchtitan.gns.checks import gns_problems
 from torchtitan.models.float8 import float8_problems
 from torchtitan.profiling.config import profiling_problems
 from torchtitan.programs import program
@@ -36,8 +36,8 @@ from torchtitan.settings import has_key
 from torchtitan.settings.record import unmet_condition
 from torchtitan.settings.schema import Problem, no_effect, quoted
 from torchtitan.settings.sections import section_at
-from torchtitan.training.batch_ramp import ramp_problems
 from torchtitan.training.config import UPDATE_RULES
+from torchtitan.training.schedules import ramp_problems
 
 _ADAMS_RULE = "the square-root rule by which the learning rate grows is Adam's"
 
@@ -125,6 +125,8 @@ def _autoencoder(checked: ConfigView) -> Iterator[Problem]:
 def _gns(checked: ConfigView) -> Iterator[Problem]:
     if not checked.gns.enable:
         return
+    from torchtitan.gns.checks import gns_problems
+
     objective, ranks = checked.whole("objective"), checked.data_ranks
     if any(objective_problems(objective)) or any(batch_sizes(checked)):
         return  # they cannot be built

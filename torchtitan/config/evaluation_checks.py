@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 
 from torchtitan.config.sampling_checks import cannot_guide
 from torchtitan.config.view import ConfigView
-from torchtitan.evaluation.config import LATENT_DATASETS
+from torchtitan.data import LATENT_DATASETS
 from torchtitan.fidelity.metrics import METRICS
 from torchtitan.programs import program
 from torchtitan.settings.schema import Problem

@@ -12,20 +12,20 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from torchtitan.autoencoders import build_autoencoder
-from torchtitan.autoencoders.base import AutoencoderError
 from torchtitan.conditions import POOLED, TEXT, Embeddings, Unconditional
 from torchtitan.data import dataset_info
 from torchtitan.data.base import DatasetError, DatasetInfo, Split
-from torchtitan.data.captioned_folder import CaptionedFolderConfig, content_digest
-from torchtitan.data.latents import LatentsConfig
 from torchtitan.files.regular import user_path
 from torchtitan.programs import program
 from torchtitan.settings import only_with, setting
+
+if TYPE_CHECKING:
+    from torchtitan.data.captioned_folder import CaptionedFolderConfig
+    from torchtitan.data.latents import LatentsConfig
 
 CACHED_DATASETS = ("captioned_folder",)
 SPLITS: tuple[Split, ...] = ("train", "validation")
@@ -48,13 +48,15 @@ class CacheConfig:
     )
 
 
-def images_only(data: CaptionedFolderConfig) -> CaptionedFolderConfig:
+def images_only(data: "CaptionedFolderConfig") -> "CaptionedFolderConfig":
     """`[data]` of the images alone: their captions are read, and condition nothing."""
     return dataclasses.replace(data, text_encoder="", pooled_encoder="", null_caption="", prompts=[])
 
 
 def cache_folder(config: Any) -> Path:
     """Folder of the stores of a JobConfig, one for each split. Raises DatasetError: the images cannot be used."""
+    from torchtitan.data.captioned_folder import content_digest
+
     data, autoencoder = config.data, config.autoencoder
     images = [content_digest(data), data.resolutions, data.image_size, data.horizontal_flip]
     null_caption, prompts = data.filled_texts()
@@ -84,8 +86,10 @@ def splits_of(info: DatasetInfo) -> tuple[Split, ...]:
     return SPLITS if info.has_validation else SPLITS[:1]
 
 
-def stored_section(config: Any) -> LatentsConfig | None:
+def stored_section(config: Any) -> "LatentsConfig | None":
     """`[data]` of the finished store; None while there is none. Raises DatasetError: the images cannot be used."""
+    from torchtitan.data.latents import LatentsConfig
+
     folder, data = cache_folder(config), config.data
     splits = splits_of(dataset_info(images_only(data)))
     if not all(is_finished(folder / split) for split in splits):
@@ -158,6 +162,9 @@ def _text_kind(config: Any) -> Embeddings:
 @functools.lru_cache(maxsize=4)
 def _channels_and_downscale(name: str, path: str, dtype: str | None) -> tuple[int, int]:
     """Channels of an autoencoder's latents, and pixels per latent position. Raises DatasetError."""
+    from torchtitan.autoencoders import build_autoencoder
+    from torchtitan.autoencoders.base import AutoencoderError
+
     try:
         autoencoder = build_autoencoder(name, path, getattr(torch, dtype) if dtype else None)
     except AutoencoderError as error:

@@ -5,12 +5,11 @@ from collections.abc import Callable, Iterator
 from torchtitan.conditions import Embeddings
 from torchtitan.config.sampling_checks import data_text, unconditional
 from torchtitan.config.view import ConfigView, nearest_sizes
+from torchtitan.data import LATENT_DATASETS
 from torchtitan.diffusion.objectives import OBJECTIVES
 from torchtitan.diffusion.paths import PATHS
-from torchtitan.evaluation.config import LATENT_DATASETS
 from torchtitan.gns.config import WITHOUT_TAPS
 from torchtitan.models import MODELS
-from torchtitan.models.quantized import quantization_problems
 from torchtitan.settings import has_key
 from torchtitan.settings.schema import Problem, quoted
 
@@ -82,6 +81,8 @@ def _label_dropout(checked: ConfigView) -> Iterator[Problem]:
 def _lora(checked: ConfigView) -> Iterator[Problem]:
     if not checked.lora.enable:
         return
+    from torchtitan.models.quantized import quantization_problems
+
     sets = MODELS[checked.model.name].adapter_sets
     if not checked.lora.patterns and checked.lora.targets not in ("blocks", *sets):
         text = f"{quoted(checked.lora.targets)} is no set of layers of model.name = {checked.model.name}"

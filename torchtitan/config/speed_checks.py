@@ -7,8 +7,8 @@ from torchtitan.distributed.config import parallelism_problems
 from torchtitan.distributed.kernel_choices import kernel_problems
 from torchtitan.models import MODELS
 from torchtitan.settings.schema import Problem
-from torchtitan.training.batch_ramp import largest_growth
 from torchtitan.training.config import UPDATE_RULES
+from torchtitan.training.schedules import largest_growth
 
 
 def shards_of(checked: ConfigView) -> int:

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from torchtitan import philox
 from torchtitan.conditions import Condition
 from torchtitan.diffusion.paths import PATHS, indexed, per_image
-from torchtitan.diffusion.preconditioning import PRECONDITIONINGS
-from torchtitan.diffusion.predictions import PREDICTIONS, target, to_x0_and_noise
+from torchtitan.diffusion.predictions import PRECONDITIONINGS, PREDICTIONS, target, to_x0_and_noise
 from torchtitan.diffusion.timesteps.registry import TIMESTEPS, SamplerOf, build_sampler
 from torchtitan.diffusion.timesteps.sampler import GlobalBatch, TimestepsConfig
 from torchtitan.settings import Choice, OneOf, choice, setting

@@ -2,14 +2,16 @@
 
 from collections.abc import Iterator
 
-from torchtitan.diffusion.consistency import Consistency
-from torchtitan.diffusion.denoising import Denoising
 from torchtitan.diffusion.objective import Objective, ObjectiveConfig
 from torchtitan.diffusion.paths import PATHS, Path
 from torchtitan.diffusion.timesteps.registry import SamplerOf
+from torchtitan.settings import Registry
 
 # To add an objective: its file after the contract of Objective, and a line here.
-OBJECTIVES: dict[str, type[Objective]] = {"denoising": Denoising, "consistency": Consistency}
+OBJECTIVES: Registry[type[Objective]] = Registry("torchtitan.diffusion", {
+    "denoising": "denoising.Denoising",
+    "consistency": "consistency.Consistency",
+})
 
 
 def build_objective(config: ObjectiveConfig, seed: int, sampler_of: SamplerOf | None = None) -> Objective:

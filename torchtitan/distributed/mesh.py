@@ -25,6 +25,7 @@ class Layout:
         device: where this process computes.
         replicas: copies of the model, also of processes that share tokens, if it is not sharded.
         shards: processes that share one copy (1: every process holds the whole model); those that share tokens among them.
+        sharded: whether parameters are sharded (FSDP2 or HSDP).
         context: exchange of tokens between the processes that have the same images; None if each has its own.
         mesh: DeviceMesh with dimensions ("replicate", "shard"), of which those of size 1 are left out;
             None in a single process.
@@ -36,6 +37,7 @@ class Layout:
         self.world_size = dist.get_world_size() if dist.is_initialized() else 1
         self.device = device or compute_device()
         self.replicas, self.shards = parallelism.degrees.copies_and_shards
+        self.sharded = self.shards > 1
         self.degree = parallelism.context_parallel_degree
         self.data_rank, self.data_ranks = self.rank // self.degree, self.world_size // self.degree
         if self.replicas * self.shards != self.world_size:
@@ -55,11 +57,6 @@ class Layout:
         sizes = {"replicate": self.replicas, "shard": self.shards}
         used = {name: size for name, size in sizes.items() if size > 1}
         return init_device_mesh(self.device.type, tuple(used.values()), mesh_dim_names=tuple(used))
-
-    @property
-    def sharded(self) -> bool:
-        """True if parameters are sharded (FSDP2 or HSDP)."""
-        return self.shards > 1
 
     @property
     def shard_group(self) -> dist.ProcessGroup | None:

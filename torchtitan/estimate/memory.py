@@ -14,7 +14,7 @@ from torchtitan.estimate.live_storages import ACTIVATIONS, COMMUNICATION, GRADIE
 from torchtitan.estimate.simulation import SimulatedStep, Window, simulate_step
 from torchtitan.models import MODELS, build_model
 from torchtitan.models.adapters.adapters import is_adapter_parameter
-from torchtitan.models.adapters.frozen_network import freeze_and_adapt, quantized_kind
+from torchtitan.models.adapters.frozen_network import freeze_and_adapt
 from torchtitan.models.base import DiffusionModel
 from torchtitan.models.quantized import quantized_tensors, quantized_weights
 
@@ -146,7 +146,7 @@ def _start_up_bytes(config: JobConfig) -> int:
     """
     model, drawn = model_on_meta(config), not config.checkpoint.initial_weights
     _, shards = config.parallelism.degrees.copies_and_shards
-    if shards > 1 and not quantized_kind(config.lora):
+    if shards > 1 and not config.lora.quantized_kind:
         parameters = dict(model.named_parameters())
         adapters = [parameters.pop(name).nbytes for name in list(parameters) if is_adapter_parameter(name)]
         rows = [-(-tensor.shape[0] // shards) * tensor[0].nbytes for tensor in parameters.values()]

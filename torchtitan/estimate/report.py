@@ -8,7 +8,6 @@ from torchtitan.distributed.config import ActivationCheckpointConfig
 from torchtitan.estimate.devices import Device
 from torchtitan.estimate.memory import PARTS, MemoryEstimate
 from torchtitan.estimate.roofline import Efficiency, StepTime, training_flops_per_image
-from torchtitan.models.adapters.frozen_network import quantized_kind
 from torchtitan.models.base import DiffusionModel
 from torchtitan.models.quantized import quantized_weights
 
@@ -77,7 +76,7 @@ def as_text(
 
 
 def _start_up(config: JobConfig) -> str:
-    if config.parallelism.data_parallel_shard_degree == 1 or quantized_kind(config.lora):
+    if config.parallelism.data_parallel_shard_degree == 1 or config.lora.quantized_kind:
         return "the whole model is drawn on every rank"
     return "the rank's shards and one whole parameter"
 

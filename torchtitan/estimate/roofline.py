@@ -12,7 +12,7 @@ from torchtitan.estimate.memory import MemoryEstimate
 from torchtitan.models.adapters.flops import training_flops
 from torchtitan.models.base import DiffusionModel
 from torchtitan.models.float8 import converted_share
-from torchtitan.training.batch_ramp import ramp_steps
+from torchtitan.training.schedules import ramp_steps
 from torchtitan.training.utilisation import mfu_percent, products_of
 
 

@@ -26,11 +26,11 @@ from torchtitan.estimate.live_storages import ACTIVATIONS, GRADIENTS, PARAMETERS
 from torchtitan.models import MODELS, build_model
 from torchtitan.models.adapters.frozen_network import freeze_and_adapt
 from torchtitan.models.base import DiffusionModel
-from torchtitan.training.batch_ramp import largest_growth
 from torchtitan.training.config import UPDATE_RULES, OptimizerConfig
 from torchtitan.training.data_loading import microbatches_per_step
 from torchtitan.training.muon import orthogonalise
 from torchtitan.training.optimizer import QUANTISED_BLOCK, update_rule
+from torchtitan.training.schedules import largest_growth
 
 Window = tuple[int, str, int]
 

@@ -6,7 +6,7 @@ from typing import Any, Literal
 import torch
 
 from torchtitan.autoencoders import AUTOENCODERS
-from torchtitan.data import DATASETS
+from torchtitan.data import DATASETS, LATENT_DATASETS
 from torchtitan.diffusion.guidance import Guidance
 from torchtitan.diffusion.paths import PATHS, has_indices
 from torchtitan.diffusion.solvers import SCHEDULES, SOLVERS, ScheduleConfig, SolverConfig
@@ -18,7 +18,6 @@ from torchtitan.settings import Choice, OneOf, choice, only_with, setting
 SPLITS = ("train", "validation")
 DECODERS = ("none", *AUTOENCODERS)
 WITH_WEIGHTS = tuple(name for name in AUTOENCODERS if name != "identity")
-LATENT_DATASETS = tuple(name for name, dataset in DATASETS.items() if dataset.holds_latents)
 OF_PIXELS = tuple(name for name in DATASETS if name not in LATENT_DATASETS)
 OF_LATENTS = {"data.name or cache.enable": (*LATENT_DATASETS, True)}
 

@@ -4,12 +4,11 @@ from typing import Any
 
 import numpy as np
 
-from torchtitan.data import DATASETS, DataConfig, DatasetError, DatasetInfo
-from torchtitan.data.base import Split
+from torchtitan.data import DATASETS, LATENT_DATASETS, DataConfig, DatasetError, DatasetInfo
+from torchtitan.data.base import Split, require_one_shape
 from torchtitan.errors import EvaluationError, unwrapped
 from torchtitan.fidelity.images import ImageSet
 from torchtitan.pictures.grids import to_rgb
-from torchtitan.training.buckets import require_one_shape
 from torchtitan.training.data_loading import read_checked
 
 
@@ -25,7 +24,7 @@ class DatasetImages(ImageSet):
         """
         self.place = f"dataset {config.name}"
         dataset = DATASETS[config.name]
-        if dataset.holds_latents or info.image_shape[0] not in (1, 3):
+        if config.name in LATENT_DATASETS or info.image_shape[0] not in (1, 3):
             raise EvaluationError(f"{self.place}: holds latents, not images (name the dataset that they were made of)")
         if split == "validation" and not info.has_validation:
             raise EvaluationError(f"--split validation: {self.place} holds out no images here")

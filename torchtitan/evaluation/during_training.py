@@ -4,7 +4,7 @@ import dataclasses
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from PIL import Image
@@ -17,15 +17,17 @@ from torchtitan.diffusion.guidance import Guide
 from torchtitan.diffusion.objective import Objective
 from torchtitan.distributed.mesh import Layout
 from torchtitan.evaluation.config import SamplingConfig, ValidationConfig
-from torchtitan.evaluation.decoding import LatentDecoder, held_out_picture
-from torchtitan.evaluation.sample_metrics import SampleMetrics, measure_samples
 from torchtitan.evaluation.sampling import ImageSampler, balanced_choices, grid_choices
 from torchtitan.evaluation.validation import validation_loss
-from torchtitan.fidelity.measurement import Measurement
 from torchtitan.models.base import DiffusionModel
 from torchtitan.pictures.grids import class_labels, image_grid, to_rgb
 from torchtitan.training.data_loading import num_validation_batches, validation_batches
 from torchtitan.training.ema import EMABank
+
+if TYPE_CHECKING:
+    from torchtitan.evaluation.decoding import LatentDecoder
+    from torchtitan.evaluation.sample_metrics import SampleMetrics
+    from torchtitan.fidelity.measurement import Measurement
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,7 @@ class EvaluatedRun:
     info: DatasetInfo
     seed: int
     param_dtype: str
-    decoder: LatentDecoder | None
+    decoder: "LatentDecoder | None"
 
 
 class Evaluation:
@@ -131,10 +133,14 @@ class Evaluation:
         """Picture of decoded held-out latents, which shows whether scale and shift are right; None without a decoder."""
         if self._run.decoder is None or not self._run.info.has_validation:
             return None
+        from torchtitan.evaluation.decoding import held_out_picture
+
         return held_out_picture(self._held_out(), self._run.decoder, self._run.info.class_names)
 
-    def measure(self, metrics: SampleMetrics, guidance_scale: float) -> Measurement:
+    def measure(self, metrics: "SampleMetrics", guidance_scale: float) -> "Measurement":
         """Metrics of newly drawn samples. Raises EvaluationError, on every rank."""
+        from torchtitan.evaluation.sample_metrics import measure_samples
+
         run, layout, config = self._run, self._run.layout, self._sampling
         choices = balanced_choices(metrics.count, run.info.condition_kind.choices)
         with run.ema.weights(config.ema_track, run.model):

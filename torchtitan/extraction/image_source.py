@@ -12,11 +12,19 @@ from torch import Tensor
 
 from torchtitan.conditions import Classes, Unconditional
 from torchtitan.data import DATASETS
-from torchtitan.data.base import Batch, DataConfig, Dataset, DatasetError, DatasetInfo, Split, UnreadableImage
+from torchtitan.data.base import (
+    Batch,
+    DataConfig,
+    Dataset,
+    DatasetError,
+    DatasetInfo,
+    Split,
+    UnreadableImage,
+    require_one_shape,
+)
 from torchtitan.files.regular import user_path
 from torchtitan.latents.index import SkippedImage
 from torchtitan.settings.schema import toml_value
-from torchtitan.training.buckets import require_one_shape
 from torchtitan.training.data_loading import read_checked
 
 SourceSplit = Literal["train", "validation", "all"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torchtitan.errors import EvaluationError
 from torchtitan.fidelity.feature_set import FeatureSet
-from torchtitan.fidelity.measurement import Measurement, Options
+from torchtitan.fidelity.measurement import Measurement, Metric, Options
 from torchtitan.statistics.interval import binomial_interval
 
 
@@ -23,3 +23,6 @@ def measure_accuracy(samples: FeatureSet, _reference: FeatureSet | None, output:
         raise EvaluationError(f"{samples.name}: class {wrong[0]} is none of {samples.extractor}'s {logits.shape[1]} classes")
     right = int((logits.argmax(axis=1) == samples.classes).sum())
     return Measurement({"accuracy": binomial_interval(right, len(logits), options.confidence)})
+
+
+ACCURACY = Metric("Recognised as the class asked for", "logits", None, {"accuracy": "higher"}, measure_accuracy)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 
 from torchtitan.errors import EvaluationError
 from torchtitan.fidelity.feature_set import FeatureSet
-from torchtitan.fidelity.measurement import Measurement, Options
+from torchtitan.fidelity.measurement import Measurement, Metric, Options
 from torchtitan.fidelity.moments import Moments, merged_moments, moments_of_rows, moments_without
 from torchtitan.statistics.interval import Interval
 from torchtitan.statistics.student import student_quantile
@@ -102,3 +103,13 @@ def _groups(count: int, seed: int) -> list[np.ndarray]:
     groups = min(GROUPS, count // 2)
     group_of = np.random.default_rng(seed).permutation(np.arange(count) % groups)
     return [np.flatnonzero(group_of == group) for group in range(groups)]
+
+
+def _metric(title: str, name: str, output: str, extractor: str | None = None) -> Metric:
+    return Metric(title, output, "moments", {name: "lower"}, partial(measure_frechet, name), extractor)
+
+
+FID = _metric("FID", "fid", "pooled", "inception")
+SFID = _metric("sFID", "sfid", "spatial", "inception")
+FD_DINOV2 = _metric("FD-DINOv2", "fd_dinov2", "pooled", "dinov2")
+FD = _metric("Fréchet distance", "fd", "pooled")

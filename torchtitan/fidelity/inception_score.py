@@ -9,7 +9,7 @@ import numpy as np
 
 from torchtitan.errors import EvaluationError
 from torchtitan.fidelity.feature_set import FeatureSet
-from torchtitan.fidelity.measurement import Measurement, Options
+from torchtitan.fidelity.measurement import Measurement, Metric, Options
 from torchtitan.statistics.interval import Interval, mean_interval
 
 SHUFFLE_SEED = 2020  # of torch-fidelity
@@ -81,3 +81,8 @@ def _scores_of_splits(logits: np.ndarray, order: np.ndarray, splits: int) -> tup
 def _log(p: np.ndarray) -> np.ndarray:
     """Logarithm that stays finite where a class has no probability at all, so that 0 log 0 is 0."""
     return np.log(np.maximum(p, np.finfo(np.float64).tiny))
+
+
+INCEPTION_SCORE = Metric(
+    "Inception score", "logits", None, {"is": "higher", "is_sd": None, "is_file_order": "higher"}, measure_inception_score
+)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from torchtitan.errors import EvaluationError
 from torchtitan.fidelity.feature_set import FeatureSet
-from torchtitan.fidelity.measurement import Measurement, Options
+from torchtitan.fidelity.measurement import Measurement, Metric, Options
 from torchtitan.fidelity.pairs import row_blocks
 from torchtitan.statistics.interval import Interval
 
@@ -175,3 +175,6 @@ def _covariance(own: _KernelSums, across: Tensor) -> float:
     """Covariance of E_x' k(x, x') and E_y k(x, y) over x; `across` has the means over the rows y, [m]."""
     m, product, both = len(own.rows), (own.rows * across).sum().item(), own.rows.sum().item() * across.sum().item()
     return product / (m * (m - 1)) - (both - 2 * product) / (m * (m - 1) * (m - 2))
+
+
+KID = Metric("KID", "pooled", "rows", {"kid": "lower", "kid_subsets_mean": "lower", "kid_subsets_sd": None}, measure_kid)

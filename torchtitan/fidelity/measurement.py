@@ -1,12 +1,16 @@
-"""What a metric is given besides features, and what it returns."""
+"""Metric of sets of feature vectors: what it needs, which direction is better, what it is given and returns."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from torchtitan.fidelity.feature_set import FeatureSet
 from torchtitan.statistics.interval import Interval
+
+Better = Literal["lower", "higher"]
+Form = Literal["rows", "moments"]
 
 
 @dataclass(frozen=True)
@@ -40,3 +44,29 @@ class Measurement:
 
     values: Mapping[str, Interval]
     notes: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class Metric:
+    """Metric of samples, mostly against a reference.
+
+    Attributes:
+        output: of the extractor that it reads.
+        reference: form of the reference's features that it needs; None: it takes no reference.
+        better: direction of each value that it returns, by the value's name; None where neither is better.
+        compute: values from feature sets of one extractor, those that it needs.
+        extractor: the only one that it is defined for; None: any.
+        needs_held_out: True if `Options.held_out` must have rows of the same output.
+    """
+
+    title: str
+    output: str
+    reference: Form | None
+    better: Mapping[str, Better | None]
+    compute: Callable[[FeatureSet, FeatureSet | None, str, Options], Measurement]
+    extractor: str | None = None
+    needs_held_out: bool = False
+
+    def measure(self, samples: FeatureSet, reference: FeatureSet | None, options: Options) -> Measurement:
+        """Measure samples. Raises EvaluationError: features that are not finite, or too few."""
+        return self.compute(samples, reference, self.output, options)

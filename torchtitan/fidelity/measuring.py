@@ -12,8 +12,8 @@ from torchtitan.fidelity.extraction import BATCH_SIZE, Rows, extract_images
 from torchtitan.fidelity.feature_extractor import FeatureExtractor
 from torchtitan.fidelity.feature_set import FeatureSet
 from torchtitan.fidelity.kid import SUBSET_SIZE
-from torchtitan.fidelity.measurement import Measurement, Options
-from torchtitan.fidelity.metrics import METRICS, Form, Metric
+from torchtitan.fidelity.measurement import Form, Measurement, Metric, Options
+from torchtitan.fidelity.metrics import METRICS
 from torchtitan.fidelity.moments import moments_of_rows
 from torchtitan.fidelity.references import Reference
 

@@ -9,7 +9,7 @@ import numpy as np
 from torchtitan.errors import EvaluationError
 from torchtitan.fidelity.feature_set import FeatureSet
 from torchtitan.fidelity.kid import check_same_size
-from torchtitan.fidelity.measurement import Measurement, Options
+from torchtitan.fidelity.measurement import Measurement, Metric, Options
 from torchtitan.fidelity.pairs import squared_neighbour_distances
 from torchtitan.statistics.interval import Interval, binomial_interval
 
@@ -81,3 +81,9 @@ def _bootstrap(of_samples: np.ndarray, of_held_out: np.ndarray, options: Options
     shares = generator.binomial(len(of_samples), shares) / len(of_samples)
     lower, upper = np.quantile(shares, [0.5 - 0.5 * options.confidence, 0.5 + 0.5 * options.confidence])
     return float(lower), float(upper)
+
+
+MEMORISATION = Metric(
+    "Memorisation", "pooled", "rows", {"memorised": "lower", "memorised_held_out": None, "memorised_threshold": None},
+    measure_memorisation, needs_held_out=True,
+)  # fmt: skip

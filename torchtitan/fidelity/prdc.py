@@ -9,7 +9,7 @@ from torch import Tensor
 from torchtitan.errors import EvaluationError
 from torchtitan.fidelity.feature_set import FeatureSet
 from torchtitan.fidelity.kid import check_same_size
-from torchtitan.fidelity.measurement import Measurement, Options
+from torchtitan.fidelity.measurement import Measurement, Metric, Options
 from torchtitan.fidelity.pairs import row_blocks, squared_distances, squared_neighbour_distances
 from torchtitan.statistics.interval import binomial_interval, mean_interval
 
@@ -80,3 +80,9 @@ def _at_most(count: int, rows: np.ndarray, seed: int) -> np.ndarray:
     if len(rows) <= count:
         return rows
     return rows[np.sort(np.random.default_rng(seed).choice(len(rows), count, replace=False))]
+
+
+PRDC = Metric(
+    "Precision, recall, density, coverage", "pooled", "rows",
+    {"precision": "higher", "recall": "higher", "density": "higher", "coverage": "higher"}, measure_prdc,
+)  # fmt: skip

@@ -17,7 +17,8 @@ from torchtitan.errors import EvaluationError, first_line
 from torchtitan.fidelity.extraction import Rows
 from torchtitan.fidelity.feature_extractor import FeatureExtractor
 from torchtitan.fidelity.images import IMAGES, ImageSet, open_images
-from torchtitan.fidelity.metrics import METRICS, Form
+from torchtitan.fidelity.measurement import Form
+from torchtitan.fidelity.metrics import METRICS
 from torchtitan.fidelity.moments import Moments, moments_of_rows
 from torchtitan.fidelity.npz import NPZ_SUFFIX, NPZArray, open_npz
 from torchtitan.files.durable import make_folder, replacing

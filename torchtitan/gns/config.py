@@ -7,9 +7,12 @@ from torch import Tensor
 
 from torchtitan.diffusion.objective import ObjectiveConfig
 from torchtitan.diffusion.paths import PATHS
-from torchtitan.diffusion.timesteps.contract import Density
+from torchtitan.diffusion.timesteps.placement import Density
 from torchtitan.diffusion.timesteps.registry import build_density
 from torchtitan.settings import only_with, setting
+
+# Folder in that of a run, and the picture in it.
+GNS_FOLDER, PICTURE_FILE = "gns", "noise_scale.png"
 
 # Advice where the taps cannot measure a network or an objective.
 WITHOUT_TAPS = (

@@ -1,10 +1,11 @@
-"""Timestep bins of logged noise scales: a run may be resumed with others, under the same tags."""
+"""Tags of logged noise scales: those that are drawn, and those of the bins, as a run may be resumed with others."""
 
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 _COUNT, _EDGE = "gns/bins", "gns/edges"
+DRAWN = ("b_simple", "lower", "upper")  # of a bin
 
 
 def bin_tags(edges: Sequence[float]) -> dict[str, float]:
@@ -18,6 +19,13 @@ def bin_tags(edges: Sequence[float]) -> dict[str, float]:
 
 def is_bin_tag(tag: str) -> bool:
     return tag == _COUNT or tag.startswith(f"{_EDGE}/")
+
+
+def is_drawn(tag: str) -> bool:
+    """Check whether a logged value is drawn, or needed for it."""
+    parts = tag.split("/")
+    of_a_bin = len(parts) == 5 and parts[0] == "gns" and parts[2] == "composite" and parts[3] != "all"
+    return is_bin_tag(tag) or (of_a_bin and parts[4] in DRAWN)
 
 
 def of_bins(point: Mapping[str, Any], edges: Sequence[float]) -> bool:

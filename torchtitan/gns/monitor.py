@@ -10,8 +10,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from torchtitan.diffusion.objective import Objective
-from torchtitan.diffusion.timesteps.densities import LogitNormal, Uniform
-from torchtitan.diffusion.timesteps.sampler import GlobalBatch
+from torchtitan.diffusion.timesteps.sampler import GlobalBatch, LogitNormal, Uniform
 from torchtitan.diffusion.timesteps.shares import AllocatedTimesteps, bin_masses, bin_means
 from torchtitan.distributed.mesh import Layout
 from torchtitan.gns.agreement import Agreement
@@ -31,7 +30,7 @@ from torchtitan.gns.allocate import (
 )
 from torchtitan.gns.calibration import HalfProgress, half_progress
 from torchtitan.gns.capture import GradientTaps, StepSums
-from torchtitan.gns.config import GNSConfig
+from torchtitan.gns.config import GNS_FOLDER, GNSConfig
 from torchtitan.gns.decayed import BinEstimates
 from torchtitan.gns.late_sums import LateSums
 from torchtitan.gns.logged_bins import bin_tags, of_bins
@@ -41,8 +40,6 @@ from torchtitan.gns.rank_monitor import RankMonitor
 from torchtitan.gns.raw_sums import RawSums
 
 logger = logging.getLogger(__name__)
-
-GNS_FOLDER = "gns"
 
 _QUANTITIES = ("signal", "noise", "b_simple", "lower", "upper", "samples", "lag")
 

@@ -11,12 +11,9 @@ from torch import Tensor
 from torchtitan.gns.agreement import finest_known, wider_bins
 from torchtitan.gns.calibration import HalfProgress
 from torchtitan.gns.decayed import BinEstimates
-from torchtitan.gns.logged_bins import is_bin_tag
+from torchtitan.gns.logged_bins import DRAWN
 from torchtitan.pictures.colours import COLOURS
 
-PICTURE_FILE = "noise_scale.png"
-
-_DRAWN = ("b_simple", "lower", "upper")
 _UNBOUNDED = "0.8"
 GEOMETRY_NAMES = {"adam": "Adam's geometry", "plain": "plain geometry"}
 
@@ -61,13 +58,6 @@ def draw_noise_scale(
         for label in (panel.xaxis.label, panel.yaxis.label):
             label.set_fontsize(11)
     return style.as_image(figure)
-
-
-def is_drawn(tag: str) -> bool:
-    """Check whether a logged value is drawn, or needed for it."""
-    parts = tag.split("/")
-    of_a_bin = len(parts) == 5 and parts[0] == "gns" and parts[2] == "composite" and parts[3] != "all"
-    return is_bin_tag(tag) or (of_a_bin and parts[4] in _DRAWN)
 
 
 def _say_why_empty(axes, reason: str = "too early to say") -> None:
@@ -191,9 +181,9 @@ def _draw_agreement(axes, figure, levels: Sequence[BinEstimates], bounds: list[f
 
 def _series(points: Sequence[dict], geometry: str, k: int) -> tuple[list[float], ...]:
     """Steps, values, lower and upper ends of a bin; NaN where the noise scale is not known or has no upper end."""
-    tags = [f"gns/{geometry}/composite/{k}/{name}" for name in _DRAWN]
+    tags = [f"gns/{geometry}/composite/{k}/{name}" for name in DRAWN]
     found = [_bounded(point, tags) for point in points]
-    return [point["step"] for point in points], *([row[place] for row in found] for place in range(len(_DRAWN)))
+    return [point["step"] for point in points], *([row[place] for row in found] for place in range(len(DRAWN)))
 
 
 def _bounded(point: dict, tags: list[str]) -> tuple[float, ...]:

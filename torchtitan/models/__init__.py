@@ -1,14 +1,14 @@
 """Families of networks by the name in `model.name`."""
 
 from torchtitan.conditions import ConditionKind, Unconditional
-from torchtitan.models import dit, edm2, flux
 from torchtitan.models.base import DiffusionModel, ModelConfig, ModelFamily
+from torchtitan.settings import Registry
 
-MODELS: dict[str, ModelFamily] = {
-    "dit": dit.FAMILY,
-    "edm2": edm2.FAMILY,
-    "flux": flux.FAMILY,
-}
+MODELS: Registry[ModelFamily] = Registry("torchtitan.models", {
+    "dit": "dit.FAMILY",
+    "edm2": "edm2.FAMILY",
+    "flux": "flux.FAMILY",
+})
 
 
 def build_model(config: ModelConfig, image_shape: tuple[int, int, int], offered: ConditionKind) -> DiffusionModel:

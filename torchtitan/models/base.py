@@ -7,15 +7,17 @@ around it from outside, through the few methods below.
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, cast
+from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 
 from torch import Tensor, nn
 
 from torchtitan.conditions import Condition, ConditionKind, Unconditional
-from torchtitan.models.adapters.layouts import AdapterLayout
-from torchtitan.models.adapters.target import Target
-from torchtitan.models.published_layouts import PublishedLayout
 from torchtitan.settings import setting
+
+if TYPE_CHECKING:
+    from torchtitan.models.adapters.layouts import AdapterLayout
+    from torchtitan.models.adapters.target import Target
+    from torchtitan.models.published_layouts import PublishedLayout
 
 # How often a linear is applied to one image: once, to a vector; or to every token, as a narrow projection into or
 # out of the token stream (small), or inside the blocks (token).
@@ -253,12 +255,12 @@ class ModelFamily:
     build: Callable[[Any, tuple[int, int, int], ConditionKind], DiffusionModel]
     problems: Callable[[Any, tuple[int, int, int]], list[str]]
     conditions: tuple[type[ConditionKind], ...] = (Unconditional,)
-    layouts: Mapping[str, PublishedLayout] = field(default_factory=dict)
+    layouts: Mapping[str, "PublishedLayout"] = field(default_factory=dict)
     condition_problems: Callable[[Any, ConditionKind], list[str]] = lambda config, kind: []
     many_shapes: bool = False
     splits_tokens: bool = False
-    adapter_sets: Mapping[str, Callable[[Any], list[Target]]] = field(default_factory=dict)
-    adapter_layouts: Mapping[str, AdapterLayout] = field(default_factory=dict)
+    adapter_sets: Mapping[str, "Callable[[Any], list[Target]]"] = field(default_factory=dict)
+    adapter_layouts: Mapping[str, "AdapterLayout"] = field(default_factory=dict)
 
     def takes(self, kind: ConditionKind) -> bool:
         """Check whether the family's networks can be trained on data with conditions of a kind."""

@@ -64,13 +64,13 @@ class TokenGain(nn.Module):
 def layer_norm(x: Tensor, gain: Tensor | None, eps: float) -> Tensor:
     """Layer norm over the last dimension, in x's dtype; gain: [D] or None."""
     with own_dtype(x):
-        return F.layer_norm(x, x.shape[-1:], _gain(gain, x), None, eps)
+        return F.layer_norm(x, x.shape[-1:], None if gain is None else gain.to(x.dtype), None, eps)
 
 
 def rms_norm(x: Tensor, gain: Tensor | None, eps: float) -> Tensor:
     """RMS norm over the last dimension, in x's dtype; gain: [D] or None."""
     with own_dtype(x):
-        return F.rms_norm(x, x.shape[-1:], _gain(gain, x), eps)
+        return F.rms_norm(x, x.shape[-1:], None if gain is None else gain.to(x.dtype), eps)
 
 
 def group_norm(x: Tensor, groups: int) -> Tensor:
@@ -81,17 +81,13 @@ def group_norm(x: Tensor, groups: int) -> Tensor:
 
 def own_dtype(x: Tensor) -> AbstractContextManager:
     """Context without autocast, which widens norms and nearest-neighbour upsampling on CUDA, not on the CPU: a copy of x in
-    float32, and all up to the next product in float32. Kernels of norms compute statistics of bfloat16 in float32 themselves.
+    float32, and all up to the next product in float32. Kernels of norms compute statistics of bfloat16 in float32 themselves,
+    and a gain of float32 with an input of bfloat16 has no fused kernel.
     """
     device = x.device.type
     if x.is_meta or not torch.is_autocast_enabled(device):
         return nullcontext()
     return torch.autocast(device, enabled=False)
-
-
-def _gain(gain: Tensor | None, x: Tensor) -> Tensor | None:
-    # Under autocast the gain is float32 and x bfloat16: a mixture that has no fused kernel.
-    return None if gain is None else gain.to(x.dtype)
 
 
 def check_inputs(model: DiffusionModel, x: Tensor, condition: Condition) -> None:

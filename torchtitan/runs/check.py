@@ -13,7 +13,7 @@ from torchtitan.checkpoint.manifest import read_json
 from torchtitan.errors import DamagedFile, unwrapped
 from torchtitan.files.regular import UnsuitableFile, check_regular, open_regular, read_toml
 from torchtitan.files.remote_path import AnyPath, RemotePath
-from torchtitan.gns.monitor import GNS_FOLDER
+from torchtitan.gns.config import GNS_FOLDER
 from torchtitan.programs import program
 from torchtitan.training.metric_points import parse_point
 from torchtitan.training.metrics import METRICS_FILE

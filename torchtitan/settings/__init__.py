@@ -11,5 +11,8 @@ from torchtitan.settings.declare import (
     section_of,
     setting,
 )
+from torchtitan.settings.registry import Registry
 
-__all__ = ["Choice", "OneOf", "choice", "chosen", "condition_met", "has_key", "only_with", "section_of", "setting"]
+__all__ = [
+    "Choice", "OneOf", "Registry", "choice", "chosen", "condition_met", "has_key", "only_with", "section_of", "setting",
+]  # fmt: skip

@@ -2,9 +2,9 @@
 
 from torchtitan.config.job import JobConfig
 from torchtitan.data import DATASETS, dataset_info
+from torchtitan.data.base import images_of_shapes
 from torchtitan.distributed.mesh import Layout
 from torchtitan.runs.folder import RunFolder
-from torchtitan.training.buckets import images_of_shapes
 from torchtitan.training.corrupt_images import CorruptImages
 from torchtitan.training.data_loading import TrainingData
 from torchtitan.weights.model_record import record_of

@@ -11,14 +11,10 @@ from torchtitan.distributed.mesh import Layout
 from torchtitan.distributed.parallelize import local, named_parameters, parallelize, release_unsharded
 from torchtitan.distributed.shard_drawing import place_shards
 from torchtitan.files.weight_files import saved_buffers
-from torchtitan.gns.of_run import build_taps
-from torchtitan.models.adapters.adapters import trained_parameters
-from torchtitan.models.adapters.flops import training_flops
-from torchtitan.models.adapters.frozen_network import quantized_kind
 from torchtitan.models.base import DiffusionModel
-from torchtitan.models.float8 import compute_gather_scales, convert_to_float8
+from torchtitan.models.float8 import convert_to_float8
 from torchtitan.models.magnitude import normalize_rows, normalized_weights
-from torchtitan.weights.network import add_adapters, drawn_sha256, frozen_sha256, new_network, sharded_network
+from torchtitan.weights.network import new_network, sharded_network
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +26,8 @@ class RunNetwork:
         train_module: what a train step calls: the network, sharded or replicated, and compiled.
         parameters: those that train, by name.
         taps: of the gradient noise in a single pass; None without.
+        normalizes_weights: whether it preserves magnitudes by weights that are normalised at the start of each step.
+        gathers_float8: whether the updated weights are gathered in float8, by scales.
         base_sha256: of the frozen network of adapters; "" without.
     """
 
@@ -43,18 +41,22 @@ class RunNetwork:
             objective: on any device.
             edges: of the bins of the gradient noise; None: it is not measured.
             num_shapes: number of shapes of images, each of which is a graph.
-            base_sha256: of the frozen network's file; "": not known.
+            normalizes_weights: whether it preserves magnitudes by weights that are normalised at the start of each step.
+        gathers_float8: whether the updated weights are gathered in float8, by scales.
+        base_sha256: of the frozen network's file; "": not known.
             new: the run has no checkpoint to resume from.
 
         Raises:
             WeightsError, AdapterError, CannotMeasure: on every rank.
         """
-        self._config, self._untrained_forwards = config, objective.untrained_forwards
+        self._adapted, self._untrained_forwards = config.lora.enable, objective.untrained_forwards
         self.model, shards = _built(config, info, layout, new)
         objective.attach(self.model)
         objective.to(layout.device)
         self.taps = None
         if edges is not None and config.gns.single_pass:
+            from torchtitan.gns.of_run import build_taps
+
             self.taps = build_taps(config, self.model, edges, layout)
         if config.float8.enable:
             convert_to_float8(self.model, config.float8)
@@ -73,10 +75,16 @@ class RunNetwork:
         if shards:
             place_shards(self.model, shards, on_host=config.training.enable_cpu_offload)
         self.base_sha256 = ""
+        self.parameters = named_parameters(self.model)
         if config.lora.enable:
+            from torchtitan.models.adapters.adapters import trained_parameters
+            from torchtitan.weights.adapted_network import drawn_sha256, frozen_sha256
+
+            self.parameters = trained_parameters(self.parameters)
             self.base_sha256 = frozen_sha256(config, base_sha256 or drawn_sha256(self.model))
-        self.parameters = trained_parameters(named_parameters(self.model))
         self._normalized = normalized_weights(self.model)
+        self.normalizes_weights = bool(self._normalized)
+        self.gathers_float8 = config.float8.enable and config.float8.enable_fsdp_float8_all_gather
 
     def tensors(self) -> dict[str, Tensor]:
         """Tensors of a checkpoint by name: the parameters that train, and the buffers."""
@@ -86,25 +94,19 @@ class RunNetwork:
         """Buffers that belong to the weights, by name."""
         return saved_buffers(self.model)
 
-    @property
-    def has_normalized_weights(self) -> bool:
-        """True if the network preserves magnitudes by weights that are normalised at the start of each step."""
-        return bool(self._normalized)
-
     def normalize_weights(self) -> None:
         """Normalise the raw weights of a magnitude-preserving network in place, as at the start of each step."""
         if self._normalized:
             normalize_rows([local(weight.detach()) for weight in self._normalized])
             release_unsharded(self.model)
 
-    def after_update(self) -> None:
-        """Prepare the updated weights for their next gather; collective where it is in float8."""
-        if self._config.float8.enable and self._config.float8.enable_fsdp_float8_all_gather:
-            compute_gather_scales(self.model)
-
     def flops_of(self, shape: tuple[int, ...]) -> int:
         """Floating-point operations of training on one image of a shape (C, H, W)."""
         channels, height, width = shape
+        if not self._adapted:
+            return self.model.flops_per_image((channels, height, width), self._untrained_forwards)
+        from torchtitan.models.adapters.flops import training_flops
+
         return training_flops(self.model, (channels, height, width), self._untrained_forwards)
 
     def tokens_of(self, shape: tuple[int, ...]) -> int:
@@ -119,10 +121,12 @@ def _built(config: JobConfig, info: DatasetInfo, layout: Layout, new: bool) -> t
     initial_weights = config.checkpoint.initial_weights if new or config.lora.enable else ""
     if config.lora.enable and new and not initial_weights and layout.rank == 0:
         logger.warning("lora: the frozen network is drawn at random (checkpoint.initial_weights names a trained one)")
-    if layout.sharded and not quantized_kind(config.lora):
+    if layout.sharded and not config.lora.quantized_kind:
         model, shards = sharded_network(config, info, layout, initial_weights)
     else:
         model = new_network(config, info, layout.device, initial_weights)
     if config.lora.enable:
+        from torchtitan.weights.adapted_network import add_adapters
+
         add_adapters(model, config, info, layout.device)
     return model.train(), shards

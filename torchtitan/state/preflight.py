@@ -1,33 +1,37 @@
 """Checks of a run before its folder is made, so that nothing is left behind by one that cannot train."""
 
 from functools import partial
+from typing import TYPE_CHECKING
 
 from torchtitan.config.job import JobConfig
 from torchtitan.config.latent_cache import cache_folder
-from torchtitan.data import dataset_info
+from torchtitan.data import LATENT_DATASETS, dataset_info
 from torchtitan.data.base import DatasetError
 from torchtitan.distributed.collectives import from_first_rank, group_for_work
 from torchtitan.distributed.kernel_choices import check_attention
 from torchtitan.distributed.mesh import Layout
 from torchtitan.distributed.precision import DTYPES
-from torchtitan.evaluation.config import LATENT_DATASETS
-from torchtitan.evaluation.dataset_images import DatasetImages
-from torchtitan.evaluation.decoding import LatentDecoder, run_decoder
-from torchtitan.evaluation.sample_metrics import SampleMetrics
 from torchtitan.files.remote_path import AnyPath
-from torchtitan.gns.capture import check_measurable
 from torchtitan.models.float8 import check_convertible
 from torchtitan.models.flops import check_macs
 from torchtitan.runs.folder import RunFolder
 from torchtitan.runs.status import remove_status
 from torchtitan.weights.initial_weights import check_initial_weights
-from torchtitan.weights.network import check_adapters, network_on_meta
+from torchtitan.weights.network import network_on_meta
+
+if TYPE_CHECKING:
+    from torchtitan.evaluation.decoding import LatentDecoder
+    from torchtitan.evaluation.sample_metrics import SampleMetrics
 
 
-def checked_decoder(config: JobConfig) -> LatentDecoder | None:
+def checked_decoder(config: JobConfig) -> "LatentDecoder | None":
     """Decoder of the run's latents, None without one. Raises AutoencoderError, DatasetError."""
     if config.cache.enable:
         raise DatasetError(f"cache.enable: {cache_folder(config)} is not filled yet (scripts/train.sh fills it)")
+    if config.autoencoder.name == "none":
+        return None
+    from torchtitan.evaluation.decoding import run_decoder
+
     return run_decoder(config.autoencoder, config.data, config.draws_pictures)
 
 
@@ -44,19 +48,26 @@ def check_run(config: JobConfig, layout: Layout, checkpoints: AnyPath) -> str:
     from_first_rank(check_macs, network_on_meta(config, info), config.model.name)
     base_sha256 = check_initial_weights(config, info, checkpoints)
     if config.lora.enable:
+        from torchtitan.weights.adapted_network import check_adapters
+
         check_adapters(config, info)
     if config.float8.enable:
         model = network_on_meta(config, info)
         check_convertible(model, config.float8, training.local_batch_size, info.shapes, layout.degree)
     if config.gns.enable and config.gns.single_pass:
+        from torchtitan.gns.capture import check_measurable
+
         check_measurable(network_on_meta(config, info))
     if (width := config.model.head_width) is not None:  # of attention heads, where the network says it
         check_attention(training.attention_backend, width, DTYPES[training.mixed_precision_param], layout.device)
     return base_sha256
 
 
-def checked_sample_metrics(config: JobConfig, layout: Layout) -> SampleMetrics:
+def checked_sample_metrics(config: JobConfig, layout: Layout) -> "SampleMetrics":
     """Metrics of samples; collective. Raises EvaluationError."""
+    from torchtitan.evaluation.dataset_images import DatasetImages
+    from torchtitan.evaluation.sample_metrics import SampleMetrics
+
     info = dataset_info(config.data)
     size = None if config.data.name in LATENT_DATASETS else info.image_shape[1:]
     open_split = partial(DatasetImages, config.data, info)

@@ -14,11 +14,12 @@ from torchtitan.files.remote_path import AnyPath
 from torchtitan.settings.record import effective
 from torchtitan.state.run_state import RunState
 from torchtitan.training.clock import ClockTotals
+from torchtitan.training.config import TO_THE_END
 from torchtitan.training.data_loading import TrainingData
-from torchtitan.training.lr_scheduler import lr_factor
 from torchtitan.training.metrics import LossWindow
 from torchtitan.training.numerical_guard import NumericalGuard
 from torchtitan.training.optimizer import OptimizerSet, set_lr, state_parts
+from torchtitan.training.schedules import lr_factor
 from torchtitan.weights.data_changes import IMAGES, data_changes
 from torchtitan.weights.model_record import RECORD
 from torchtitan.weights.network import BASE_SHA256, check_base
@@ -179,7 +180,7 @@ def schedule_changes(config: JobConfig, saved: Mapping[str, Any]) -> list[str]:
     schedule, training = config.lr_scheduler, config.training
     recorded = saved.get("config")  # none: the checkpoint was put here for a run that begins
     before = recorded["training"]["steps"] if recorded else training.steps
-    if before == training.steps or not schedule.needs_length:
+    if before == training.steps or schedule.decay_type not in TO_THE_END:
         return []
     step, size = max(saved["progress"], 1), training.global_batch_size
     factors = (lr_factor(schedule, step, before, size), lr_factor(schedule, step + 1, training.steps, size))

@@ -21,12 +21,10 @@ from torchtitan.distributed.kernel_choices import kernel_choices
 from torchtitan.distributed.mesh import Layout, init_process_group
 from torchtitan.distributed.precision import compute_context
 from torchtitan.gns.config import bin_edges
-from torchtitan.gns.of_run import build_monitor, sampler_of_bins
 from torchtitan.runs.folder import RunFolder
 from torchtitan.state.data import RunData
 from torchtitan.state.network import RunNetwork
 from torchtitan.state.preflight import check_run, checked_decoder, checked_sample_metrics, open_folder
-from torchtitan.training.batch_ramp import largest_growth, ramp_factor
 from torchtitan.training.clock import ClockTotals
 from torchtitan.training.ema import EMABank
 from torchtitan.training.ema_snapshots import EMASnapshots
@@ -34,6 +32,7 @@ from torchtitan.training.metrics import LossWindow
 from torchtitan.training.non_finite import not_finite
 from torchtitan.training.numerical_guard import NumericalGuard
 from torchtitan.training.optimizer import build_optimizer, optimizer_tensors
+from torchtitan.training.schedules import largest_growth, ramp_factor
 
 
 class RunState:
@@ -45,6 +44,7 @@ class RunState:
         progress: the same in steps of training.global_batch_size: above `step` once the batch has grown.
         batch_size: images of the last step, over all ranks.
         branched_from: the `checkpoint.load_step` applied last, by this process or one before it.
+        encodes_texts: whether the captions of each batch are encoded while the network trains.
         reported: state of the reports in the checkpoint that the run resumed from.
     """
 
@@ -71,8 +71,12 @@ class RunState:
         self.data, self.info, self.corrupt_images = data.loader, data.info, data.corrupt_images
         self.data_record = data.record
         self.images_per_epoch, self._images_of_shapes = data.images_per_epoch, data.images_of_shapes
-        edges = bin_edges(config.gns, config.objective) if config.gns.enable else None
-        sampler_of = None if edges is None else sampler_of_bins(config.gns, edges, self.data.microbatches_per_step)
+        edges = sampler_of = None
+        if config.gns.enable:
+            from torchtitan.gns.of_run import build_monitor, sampler_of_bins
+
+            edges = bin_edges(config.gns, config.objective)
+            sampler_of = sampler_of_bins(config.gns, edges, self.data.microbatches_per_step)
         self.objective = build_objective(config.objective, config.debug.seed, sampler_of)
         self.checkpointer = Checkpointer(self.folder.checkpoints, config.checkpoint, layout.rank)
         self.resumed_step = self.checkpointer.find() if config.checkpoint.enable else None
@@ -82,6 +86,7 @@ class RunState:
         )  # fmt: skip
         self.model, self.train_module = self.network.model, self.network.train_module
         self.parameters = self.network.parameters
+        self.encodes_texts = isinstance(self.model.condition_kind, Texts)
         self.optimizer = build_optimizer(
             self.parameters | self.objective.parameters(), config.optimizer, self.model.blocks(),
             lr_scales=self.objective.lr_scales(),
@@ -151,11 +156,6 @@ class RunState:
         """Floating-point operations of training on one image; of images of several shapes their mean over an epoch."""
         total = sum(count * self.network.flops_of(shape) for shape, count in self._images_of_shapes.items())
         return round(total / self.images_per_epoch)
-
-    @property
-    def encodes_texts(self) -> bool:
-        """True if the captions of each batch are encoded while the network trains."""
-        return isinstance(self.model.condition_kind, Texts)
 
     @property
     def shapes(self) -> list[tuple[int, int, int]]:

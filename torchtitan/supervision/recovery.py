@@ -9,7 +9,7 @@ from torchtitan.distributed.parallelize import accumulate_locally, local, releas
 from torchtitan.errors import TrainingError
 from torchtitan.state.resume import resume
 from torchtitan.state.run_state import RunState
-from torchtitan.supervision.phases import Phases
+from torchtitan.training.clock import Phases
 from torchtitan.training.non_finite import Watch, over_ranks, watched
 from torchtitan.training.numerical_guard import StepSamples, describe_image, is_sane
 

@@ -11,8 +11,8 @@ from torchtitan.processes.exit_codes import FAILED
 from torchtitan.runs.status import STATUS_FILE, write_status
 from torchtitan.state.run_state import RunState
 from torchtitan.supervision.garbage import GarbageControl
-from torchtitan.supervision.phases import Phases
 from torchtitan.supervision.watchdog import Watchdog
+from torchtitan.training.clock import Phases
 
 logger = logging.getLogger(__name__)
 

@@ -22,7 +22,7 @@ import torch
 
 from torchtitan.distributed.config import CommConfig
 from torchtitan.processes.exit_codes import FAILED
-from torchtitan.supervision.phases import LONG_PHASES, Phases
+from torchtitan.training.clock import LONG_PHASES, Phases
 
 FAULTS_FOLDER = "faults"
 _STACKS = re.compile(r"rank-(\d{4,})-.+-stacks\.txt")

@@ -1,4 +1,4 @@
-"""Exclusive clock of a run: each second of its processes counts in one part.
+"""Phases of the train loop, and the exclusive clock of a run: each second of its processes counts in one part.
 
 Names, for all that read them:
 
@@ -15,7 +15,11 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import TracebackType
 from typing import Any
+
+import torch
+from torch.profiler import record_function
 
 PARTS = (
     "start_up", "data", "encode", "forward", "backward", "gradients", "optimizer", "averages", "validation", "sampling",
@@ -136,3 +140,77 @@ def process_start() -> int:
     except (OSError, ValueError, IndexError, AttributeError):  # another system than Linux
         return present
     return present - max(age, 0)
+
+
+BEFORE_FIRST_STEP = "start"
+BETWEEN_STEPS = "between phases"
+# They last as long as there is work in them, and not as long as a step.
+LONG_PHASES = frozenset({BEFORE_FIRST_STEP, "validation", "sampling", "evaluation", "checkpoint", "finish"})
+
+
+class Phases:
+    """Phases of the train loop; `with phases("forward"): ...`, and phases may be nested.
+
+    A phase costs two readings of the clock, and a range in the profiler's trace while the profiler is on. Nothing
+    waits for the device, so on a GPU a phase is the host's. Other threads may read the attributes.
+
+    Attributes:
+        step: optimizer step, set by the train loop.
+        name: innermost phase.
+        since: time of its entry, of the return to it, or of `touch`; nanoseconds of `clock`.
+        broken: phase that the first exception left; None without one.
+    """
+
+    def __init__(
+        self, clock: Callable[[], int] = time.perf_counter_ns, on_change: Callable[[str, int], None] | None = None
+    ) -> None:
+        """
+        Args:
+            clock: reads the time, in nanoseconds.
+            on_change: called at each boundary with the phase that begins or continues there, and the time.
+        """
+        self.step = 0
+        self.name = BETWEEN_STEPS
+        self.broken: str | None = None
+        self.clock = clock
+        self._on_change = on_change
+        self.since = clock()
+        self._open: list[tuple[str, record_function | None]] = []
+        self._entered = BETWEEN_STEPS
+
+    def __call__(self, name: str) -> "Phases":
+        """Name the phase that the `with` around this call enters."""
+        self._entered = name
+        return self
+
+    def touch(self, *_: object) -> None:
+        """Record progress inside the current phase; takes any arguments, to serve as a hook."""
+        self.since = self.clock()
+
+    @property
+    def where(self) -> str:
+        """Current phase, or the one that an exception left."""
+        return self.broken or self.name
+
+    def __enter__(self) -> None:
+        traced = None
+        if torch.autograd._profiler_enabled():
+            traced = record_function(self._entered)
+            traced.__enter__()
+        self._open.append((self.name, traced))
+        self._begin(self._entered)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if kind is not None and self.broken is None:
+            self.broken = self.name
+        outer, traced = self._open.pop()
+        self._begin(outer)
+        if traced is not None:
+            traced.__exit__(None, None, None)
+
+    def _begin(self, name: str) -> None:
+        self.name, self.since = name, self.clock()
+        if self._on_change is not None:
+            self._on_change(name, self.since)

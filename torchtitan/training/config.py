@@ -111,7 +111,7 @@ class OptimizerConfig:
         return UPDATE_RULES[self.name]
 
 
-_TO_THE_END = ("linear", "cosine")  # decays that end with the run
+TO_THE_END = ("linear", "cosine")  # decays that end with the run
 
 
 @dataclass(kw_only=True)
@@ -124,7 +124,7 @@ class LRSchedulerConfig:
     decay_type: Literal["constant", "linear", "cosine", "inverse_sqrt"] = setting("constant", "shape after warm-up")
     min_lr_factor: float = setting(
         0.0, "learning rate at the end, as a fraction of the peak", ge=0, le=1,
-        applies={"decay_type": _TO_THE_END},
+        applies={"decay_type": TO_THE_END},
     )
     reference_steps: int = setting(
         10000, "steps at the peak, warm-up included, before it falls with the root of the steps done", ge=1,
@@ -138,11 +138,6 @@ class LRSchedulerConfig:
         0, "images of an epoch, in which the rate is constant; 0: it changes with every step", ge=0,
         applies={"unit": ("images",)},
     )
-
-    @property
-    def needs_length(self) -> bool:
-        """Whether the rate of a step depends on how many there are."""
-        return self.decay_type in _TO_THE_END
 
 
 @dataclass(kw_only=True)

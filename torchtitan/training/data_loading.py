@@ -21,17 +21,29 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchtitan.data.base import Batch, DataConfig, Dataset, DatasetError, DatasetInfo, Draws, UnreadableImage
+from torchtitan.data.base import (
+    Batch,
+    DataConfig,
+    Dataset,
+    DatasetError,
+    DatasetInfo,
+    Draws,
+    UnreadableImage,
+    bucket_range,
+    check_buckets,
+    held_out_parts,
+    shape_of,
+    small_buckets,
+)
 from torchtitan.errors import unwrapped
 from torchtitan.pictures.number_text import counted
 from torchtitan.processes.launch import launch_number
-from torchtitan.training.buckets import bucket_range, check_buckets, held_out_parts, shape_of, small_buckets
 from torchtitan.training.loader_processes import PREFETCH_FACTOR, LoaderProcesses, shared_memory_shortage
 from torchtitan.training.sample_order import BucketOrder, SampleOrder, sample_order
 
 logger = logging.getLogger(__name__)
 
-ADDED = ("samples", "unreadable", "num_replaced", "by_pipe", "indices", "weights")  # to what a dataset gives
+ADDED = {"samples", "unreadable", "num_replaced", "by_pipe", "indices", "weights"}  # to what a dataset gives
 SHARE_WINDOW = 1000  # samples of one rank over which data.max_corrupt_share is taken
 MAX_UNREADABLE_IN_A_ROW = 1000
 _INDICES_AT_A_TIME = 2**12  # of as many samples: for a few, they would take as long
@@ -451,10 +463,10 @@ def _check(batch: Batch, count: int, info: DatasetInfo, image_shape: tuple[int, 
     if not isinstance(batch, dict):
         raise DatasetError(f"fetch gives a {type(batch).__name__}, not a mapping of names to tensors")
     wanted = {"images": (image_shape, torch.float32)} | info.condition_kind.batch_entries
-    if missing := [name for name in wanted if name not in batch]:
-        raise DatasetError(f"a batch has {', '.join(batch)} and no {missing[0]}, which the dataset says it gives")
-    if taken := [name for name in batch if name in ADDED]:
-        raise DatasetError(f"a batch has {taken[0]}, which the loader adds (give it another name)")
+    if missing := wanted.keys() - batch.keys():
+        raise DatasetError(f"a batch has {', '.join(batch)} and no {min(missing)}, which the dataset says it gives")
+    if taken := batch.keys() & ADDED:
+        raise DatasetError(f"a batch has {min(taken)}, which the loader adds (give it another name)")
     for name, (shape, dtype) in wanted.items():
         found = batch[name]
         if found.shape != (count, *shape) or found.dtype != dtype:

@@ -83,12 +83,14 @@ class NumericalGuard:
         self._rolled_back_to: int | None = None
         self._pending: tuple[StepSamples, Tensor, torch.cuda.Event | None] | None = None
         self._image_of = image_of or (lambda sample, attempt: sample)
-        self._largest: list[tuple[Tensor, Tensor]] = []  # of each image of this rank's step, and its sample number
+        self._largest: list[Tensor] = []  # values of this rank's images of the step, by microbatch
+        self._numbers: list[Tensor] = []  # of their samples
         self._named: set[int] = set()
 
     def add_images(self, images: Tensor, indices: Tensor) -> None:
         """Add the images [B, ...] of one of a step's microbatches and their sample numbers [B]."""
-        self._largest.append((_largest_values(images.flatten(1)), indices))
+        self._largest.append(_largest_values(images.flatten(1)))
+        self._numbers.append(indices)
 
     def judge(self, samples: StepSamples, norm: Tensor, *others: Tensor) -> Tensor:
         """Judge whether a step must be skipped, bool scalar on the device.
@@ -111,11 +113,11 @@ class NumericalGuard:
 
     def _take_largest(self, like: Tensor) -> Tensor:
         """Take the largest absolute value of this rank's images of the step, and the number of its sample; float64 [2]."""
-        noted, self._largest = self._largest, []
-        if not noted:
+        if not self._largest:
             return like.new_zeros(2)
-        value, place = torch.cat([values for values, _ in noted]).max(dim=0, keepdim=True)  # NaN counts as the largest
-        number = torch.cat([indices for _, indices in noted]).index_select(0, place)
+        value, place = torch.cat(self._largest).max(dim=0, keepdim=True)  # NaN counts as the largest
+        number = torch.cat(self._numbers).index_select(0, place)
+        self._largest, self._numbers = [], []
         return torch.cat((value.to(like), number.to(like)))
 
     def settle(self) -> None:
@@ -127,7 +129,8 @@ class NumericalGuard:
         if event is not None:
             event.synchronize()
         broken, largest, number, *norms = found.tolist()
-        self._name_image(samples, largest, int(number))
+        if not is_sane(largest) and len(self._named) < _MOST_NAMED:
+            self._name_image(samples, largest, int(number))
         self.in_doubt = bool(broken)
         if not self.in_doubt:
             self.last_healthy = samples
@@ -143,8 +146,6 @@ class NumericalGuard:
 
     def _name_image(self, samples: StepSamples, largest: float, number: int) -> None:
         """Warn of an implausible value in an image, once per image; on the rank that read it."""
-        if is_sane(largest) or len(self._named) == _MOST_NAMED:
-            return
         image = self._image_of(number, samples.samples.attempt)
         if image not in self._named:
             self._named.add(image)
@@ -178,7 +179,7 @@ class NumericalGuard:
         self._since_checkpoint = 0
         self.in_doubt = False
         self._pending = self.last_healthy = None  # of steps that do not count now
-        self._largest = []
+        self._largest, self._numbers = [], []
 
     def state_dict(self) -> dict:
         """Return plain numbers; waits for the device."""

@@ -3,15 +3,16 @@
 import difflib
 import re
 from collections.abc import Iterable, Iterator
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from torchtitan.distributed.parallelize import local
 from torchtitan.training.config import OptimizerConfig
-from torchtitan.training.fused_adamw import FusedAdamW
 from torchtitan.training.muon import Muon
 
 
@@ -20,15 +21,16 @@ class OptimizerError(Exception):
 
 
 class OptimizerSet:
-    """Set of optimizers that step together, each with its own parameters."""
+    """Set of optimizers that step together, each with its own parameters.
+
+    Attributes:
+        param_groups: of all optimizers; the dicts themselves.
+    """
 
     def __init__(self, optimizers: list[torch.optim.Optimizer]) -> None:
         self._optimizers = optimizers
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """Groups of all optimizers; the dicts themselves."""
-        return [group for optimizer in self._optimizers for group in optimizer.param_groups]
+        self.param_groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+        self._on_host = any(p.device.type == "cpu" for group in self.param_groups for p in group["params"])
 
     @property
     def state(self) -> dict[Tensor, dict[str, Any]]:
@@ -45,7 +47,7 @@ class OptimizerSet:
         for optimizer in self._optimizers:
             if isinstance(optimizer, FusedAdamW):
                 # torch's own copy to the host would not be waited for.
-                optimizer.update(skip.cpu() if skip is not None and _on_host(optimizer) else skip)
+                optimizer.update(skip.cpu() if skip is not None and self._on_host else skip)
             elif isinstance(optimizer, Muon):
                 optimizer.step(skip)
             elif skip is None or not skip.item():
@@ -119,10 +121,6 @@ def optimizer_tensors(optimizer: OptimizerSet, parameters: dict[str, nn.Paramete
         for key, value in states.get(parameter, {}).items()
         for part_name, part in state_parts(key, value)
     }
-
-
-def _on_host(optimizer: torch.optim.Optimizer) -> bool:
-    return any(parameter.device.type == "cpu" for group in optimizer.param_groups for parameter in group["params"])
 
 
 def _set_rate(group: dict[str, Any], rate: float) -> None:
@@ -206,3 +204,72 @@ def state_parts(key: str, value: Tensor) -> Iterator[tuple[str, Tensor]]:
                 part, value.device_mesh, value.placements, run_check=False, shape=shape, stride=part.stride()
             )
         yield name, part
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """Arguments of one call of the kernel: parameters of one group, device and dtype, and their states."""
+
+    group: dict[str, Any]
+    parameters: list[Tensor]
+    averages: list[Tensor]
+    squares: list[Tensor]
+    steps: list[Tensor]  # views of `counts`
+    counts: Tensor
+
+
+class FusedAdamW(torch.optim.AdamW):
+    """torch's AdamW with the same kernel and the same states, at less cost to the host.
+
+    torch gathers parameters and states anew in each step and counts the steps of each parameter by operations of their own,
+    which takes longer than the kernel of a small model. Here both are done once, for plain tensors that all have gradients;
+    any other step is torch's.
+    """
+
+    def __init__(self, groups: list[dict[str, Any]], **arguments: Any) -> None:
+        super().__init__(groups, fused=True, **arguments)
+        self._parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        self._prepared: list[_Prepared] = []
+
+    @torch.no_grad()
+    def update(self, skip: Tensor | None = None) -> None:
+        """Update every parameter that has a gradient.
+
+        Args:
+            skip: bool scalar; where it is true, weights and states stay as they are. Moved to the parameters' device.
+        """
+        found = None if skip is None else skip.to(torch.float32)
+        if not (self._prepared or self._prepare()) or any(parameter.grad is None for parameter in self._parameters):
+            cast(Any, self).found_inf = found
+            super().step()
+            return
+        for prepared in self._prepared:
+            gradients = [cast(Tensor, parameter.grad) for parameter in prepared.parameters]
+            group, broken = prepared.group, None if found is None else found.to(prepared.counts.device)
+            beta1, beta2 = group["betas"]
+            prepared.counts.add_(1)
+            torch._fused_adamw_(
+                prepared.parameters, gradients, prepared.averages, prepared.squares, [], prepared.steps,
+                amsgrad=False, lr=group["lr"], beta1=beta1, beta2=beta2, weight_decay=group["weight_decay"],
+                eps=group["eps"], maximize=False, grad_scale=None, found_inf=broken,
+            )  # fmt: skip
+            if broken is not None:
+                prepared.counts.sub_(broken)
+
+    def _prepare(self) -> bool:
+        """Prepare the calls of the kernel, if all parameters are plain and have a state."""
+        together: dict[tuple, list[Tensor]] = {}
+        for number, group in enumerate(self.param_groups):
+            for parameter in group["params"]:
+                if is_traceable_wrapper_subclass(parameter) or not self.state.get(parameter):
+                    return False
+                together.setdefault((number, parameter.device, parameter.dtype), []).append(parameter)
+        for (number, *_), parameters in together.items():
+            states = [self.state[parameter] for parameter in parameters]
+            counts = torch.stack([state["step"] for state in states])
+            steps = list(counts.unbind())
+            for state, step in zip(states, steps, strict=True):
+                state["step"] = step
+            averages, squares = ([state[name] for state in states] for name in ("exp_avg", "exp_avg_sq"))
+            self._prepared.append(_Prepared(self.param_groups[number], parameters, averages, squares, steps, counts))
+        return True

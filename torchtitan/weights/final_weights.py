@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -16,13 +16,12 @@ from torchtitan.files.remote_path import AnyPath
 from torchtitan.files.shard_files import write_tensors
 from torchtitan.files.weight_files import written_whole
 from torchtitan.models import MODELS
-from torchtitan.models.adapters.adapter_files import write_adapter
-from torchtitan.models.adapters.adapters import TRAINED, adapted_layers
-from torchtitan.models.adapters.layers import LowRank
-from torchtitan.models.adapters.layouts import NATIVE, AdapterLayout
-from torchtitan.models.adapters.target import LowRankWeights, Target
 from torchtitan.weights.model_record import record_of
-from torchtitan.weights.network import BASE_SHA256, adapted_network_on_meta
+from torchtitan.weights.network import BASE_SHA256
+
+if TYPE_CHECKING:
+    from torchtitan.models.adapters.layers import LowRank
+    from torchtitan.models.adapters.layouts import AdapterLayout
 
 _MODEL = "model."
 
@@ -61,12 +60,17 @@ def write_final_weights(path: Path, checkpoint: AnyPath, config: JobConfig, step
 
 
 def _write_adapter(path: Path, checkpoint: AnyPath, source: TensorSource, config: JobConfig, step: int) -> None:
+    from torchtitan.models.adapters.adapter_files import write_adapter
+    from torchtitan.models.adapters.adapters import TRAINED, adapted_layers
+    from torchtitan.models.adapters.target import LowRankWeights, Target
+    from torchtitan.weights.adapted_network import adapted_network_on_meta
+
     model = adapted_network_on_meta(config, dataset_info(config.data))
     track = config.sampling.ema_track
     prefix = _MODEL if track == "none" else f"ema.{track}."
     weights = {}
     for name, layer in adapted_layers(model):
-        for number, update in enumerate(cast(list[LowRank], layer.adapters[TRAINED])):
+        for number, update in enumerate(cast("list[LowRank]", layer.adapters[TRAINED])):
             down, up = (f"{prefix}{name}.adapters.{TRAINED}.{number}.{part}" for part in ("down", "up"))
             values = source.read([down, up])
             weights[Target(name, update.start, update.stop)] = LowRankWeights(values[down], values[up], update.alpha)
@@ -75,8 +79,10 @@ def _write_adapter(path: Path, checkpoint: AnyPath, source: TensorSource, config
     write_adapter(path, weights, model, layout, dtype=dtype, metadata=header, overwrite=True)
 
 
-def final_layout(family: str) -> AdapterLayout:
+def final_layout(family: str) -> "AdapterLayout":
     """Layout of the adapter that a run leaves behind: ai-toolkit's, since some readers know no alpha, else this program's."""
+    from torchtitan.models.adapters.layouts import NATIVE
+
     return MODELS[family].adapter_layouts.get("ai-toolkit", NATIVE)
 
 

@@ -36,7 +36,7 @@ from torchtitan.models.published_layouts import ConversionError
 from torchtitan.programs import program
 from torchtitan.runs.folder import RunFolder
 from torchtitan.weights.model_record import class_names_of_weights
-from torchtitan.weights.network import check_adapters, check_base, frozen_sha256, network_on_meta
+from torchtitan.weights.network import check_base, network_on_meta
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +57,8 @@ def check_start(config: JobConfig) -> None:
         with _of_key(config, model):
             check_own(Path(path), model, config.checkpoint.initial_weights_strict)
     if frozen:
+        from torchtitan.weights.adapted_network import check_adapters
+
         check_adapters(config, info)
 
 
@@ -82,6 +84,8 @@ def check_initial_weights(config: JobConfig, info: DatasetInfo, checkpoints: Any
         digest = check_together(Path(path), model, hashed=frozen, strict=strict)
     from_first_rank(_check_classes, Path(path), info)
     if frozen:
+        from torchtitan.weights.adapted_network import frozen_sha256
+
         from_first_rank(_check_base, checkpoints, frozen_sha256(config, digest), path)
     return digest
 

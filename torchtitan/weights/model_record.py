@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import tomli_w
 
@@ -19,17 +19,17 @@ from torchtitan.checkpoint.reading import read_state
 from torchtitan.conditions import POOLED, TEXT, Classes, Embeddings, Unconditional, class_kind
 from torchtitan.config.job import ConfigError, JobConfig, load_config
 from torchtitan.config.latent_cache import trained_info
-from torchtitan.data import DATASETS, DatasetInfo
-from torchtitan.data.synthetic import text_kind
+from torchtitan.data import DATASETS, LATENT_DATASETS, DatasetInfo
 from torchtitan.errors import CheckpointError
-from torchtitan.evaluation.config import LATENT_DATASETS
 from torchtitan.files.regular import read_toml
 from torchtitan.files.remote_path import AnyPath
 from torchtitan.files.weight_files import header_of
-from torchtitan.latents.index import Normalization, StoreIndex
 from torchtitan.settings import setting
 from torchtitan.settings.record import effective
 from torchtitan.settings.schema import validate_section
+
+if TYPE_CHECKING:
+    from torchtitan.latents.index import StoreIndex
 
 CONFIG = "config"  # entry of a safetensors header
 RECORD = "recorded_data"  # entry of a checkpoint's state: the table of the data, or nothing
@@ -49,7 +49,7 @@ class ModelRecord:
 
     config: JobConfig
     info: DatasetInfo
-    latents: StoreIndex | None = None
+    latents: "StoreIndex | None" = None
     elsewhere: bool = False
 
     def data_table(self) -> dict[str, Any]:
@@ -181,7 +181,10 @@ def load_record(tables: Mapping[str, Any], place: str, with_paths: bool = False,
     return ModelRecord(config, info, latents, elsewhere=True)
 
 
-def _read_data(table: Mapping[str, Any], place: str) -> tuple[DatasetInfo, StoreIndex | None]:
+def _read_data(table: Mapping[str, Any], place: str) -> tuple[DatasetInfo, "StoreIndex | None"]:
+    from torchtitan.data.synthetic import text_kind
+    from torchtitan.latents.index import Normalization, StoreIndex
+
     known = {field.name for field in dataclasses.fields(_DataTable)}
     data, refused = validate_section("data", _DataTable(), {key: value for key, value in table.items() if key in known})
     problems = [f"{problem.key}: {problem.text}" for problem in refused]

@@ -42,9 +42,10 @@ from torchtitan.models.base import DiffusionModel
 from torchtitan.models.published_layouts import ConversionError
 from torchtitan.settings.record import CONFIG_HEADER
 from torchtitan.training.snapshot_series import SnapshotError
+from torchtitan.weights.adapted_network import adapted_network
 from torchtitan.weights.data_changes import change_of_classes
 from torchtitan.weights.model_record import ModelRecord, record_of, record_of_checkpoint, record_of_weights
-from torchtitan.weights.network import adapted_network, check_base, network_on_meta
+from torchtitan.weights.network import check_base, network_on_meta
 from torchtitan.weights.post_hoc_ema import Reconstruction, reconstruct, stored_averages
 from torchtitan.weights.published import layout_of, open_published
 

@@ -18,7 +18,7 @@ from torchtitan.estimate.pixels import pixel_warning
 from torchtitan.processes.command_line import run_rank
 from torchtitan.processes.exit_codes import REFUSED
 from torchtitan.processes.launch import CHECKED, launch_number
-from torchtitan.training.lr_scheduler import warmup_problems
+from torchtitan.training.schedules import warmup_problems
 
 _USAGE = """usage: train.py --config FILE [--section.key value ...] [--check-only]
   FILE: a TOML file, or the name of a shipped one, as digits (train_configs/ has them all)

@@ -12,10 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchtitan.diffusion.paths import IndexedPath, Path, indexed
-from torchtitan.diffusion.timesteps.contract import Density, SmoothDensity
-from torchtitan.diffusion.timesteps.densities import uniform_density
-from torchtitan.diffusion.timesteps.placement import Placement
-from torchtitan.diffusion.timesteps.sampler import GlobalBatch, TimestepsConfig
+from torchtitan.diffusion.timesteps.placement import Density, Placement, SmoothDensity
+from torchtitan.diffusion.timesteps.sampler import GlobalBatch, TimestepsConfig, uniform_density
 from torchtitan.diffusion.timesteps.shares import AllocatedTimesteps
 from torchtitan.settings import setting
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from torchtitan import philox
 from torchtitan.device_tables import DeviceTables
-from torchtitan.diffusion.timesteps.contract import Density
+from torchtitan.diffusion.timesteps.placement import Density
 from torchtitan.diffusion.timesteps.sampler import GlobalBatch, TimestepSampler
 from torchtitan.diffusion.timesteps.shares import bin_quantiles
 

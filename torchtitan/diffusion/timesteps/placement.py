@@ -1,14 +1,31 @@
-"""Placement of a density of t by the keys of `[objective]`: shifted, and cut to the path and to a range."""
+"""Density of the training timestep, and its placement by the keys of `[objective]`: shifted, cut to the path and to a range."""
 
 import math
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from torchtitan.device_tables import DeviceTables
 from torchtitan.diffusion.paths import IndexedPath, Path, has_indices
-from torchtitan.diffusion.timesteps.contract import Density, SmoothDensity
+
+
+class Density(Protocol):
+    """Density: a probability density of t on (0, 1)."""
+
+    def quantile(self, u: Tensor) -> Tensor:
+        """Inverse distribution function; u and the result are float64 in (0, 1)."""
+
+    def log_sigma_density(self, log_sigma: Tensor) -> Tensor:
+        """Density of ln sigma = logit t at the given values."""
+
+
+class SmoothDensity(Density, Protocol):
+    """Smooth density, from which others can be made."""
+
+    def distribution(self, log_sigma: Tensor) -> Tensor:
+        """Distribution function: probability of a smaller ln sigma, the inverse of quantile; float64."""
 
 
 @dataclass(frozen=True)

@@ -5,40 +5,29 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from torchtitan.diffusion.paths import Path
-from torchtitan.diffusion.timesteps.contract import Density
-from torchtitan.diffusion.timesteps.densities import (
-    CosMapConfig,
-    LaplaceConfig,
-    LogitNormalConfig,
-    LognormalSigmaConfig,
-    ModeConfig,
-    UniformConfig,
-)
-from torchtitan.diffusion.timesteps.learning import AdaptiveLogSNRConfig, LossSecondMomentConfig, TimeWarpingConfig
-from torchtitan.diffusion.timesteps.placement import Placement
+from torchtitan.diffusion.timesteps.placement import Density, Placement
 from torchtitan.diffusion.timesteps.sampler import TimestepSampler, TimestepsConfig
-from torchtitan.diffusion.timesteps.slots import SlotsConfig
-from torchtitan.diffusion.timesteps.warps import BetaConfig, CubicConfig, SpeedConfig
+from torchtitan.settings import Registry
 
 # Densities that stay the same throughout a run; to add one: its file, and a line here.
-DENSITIES: dict[str, type[TimestepsConfig]] = {
-    "uniform": UniformConfig,
-    "logit_normal": LogitNormalConfig,
-    "lognormal_sigma": LognormalSigmaConfig,
-    "laplace": LaplaceConfig,
-    "mode": ModeConfig,
-    "cosmap": CosMapConfig,
-    "cubic": CubicConfig,
-    "beta": BetaConfig,
-    "speed": SpeedConfig,
-}
+DENSITIES: Registry[type[TimestepsConfig]] = Registry("torchtitan.diffusion.timesteps", {
+    "uniform": "sampler.UniformConfig",
+    "logit_normal": "sampler.LogitNormalConfig",
+    "lognormal_sigma": "sampler.LognormalSigmaConfig",
+    "laplace": "sampler.LaplaceConfig",
+    "mode": "sampler.ModeConfig",
+    "cosmap": "sampler.CosMapConfig",
+    "cubic": "warps.CubicConfig",
+    "beta": "warps.BetaConfig",
+    "speed": "warps.SpeedConfig",
+})
 # Samplers with slots, or that learn; to add one: its file, and a line here.
-SAMPLERS: dict[str, type[TimestepsConfig]] = {
-    "slots": SlotsConfig,
-    "loss_second_moment": LossSecondMomentConfig,
-    "time_warping": TimeWarpingConfig,
-    "adaptive_log_snr": AdaptiveLogSNRConfig,
-}
+SAMPLERS: Registry[type[TimestepsConfig]] = Registry("torchtitan.diffusion.timesteps", {
+    "slots": "slots.SlotsConfig",
+    "loss_second_moment": "learning.LossSecondMomentConfig",
+    "time_warping": "learning.TimeWarpingConfig",
+    "adaptive_log_snr": "learning.AdaptiveLogSNRConfig",
+})
 TIMESTEPS: Mapping[str, type[TimestepsConfig]] = ChainMap(SAMPLERS, DENSITIES)
 
 # (density, seed, spread) -> sampler of that density

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from torchtitan.device_tables import DeviceTables
-from torchtitan.diffusion.timesteps.contract import Density
+from torchtitan.diffusion.timesteps.placement import Density
 from torchtitan.diffusion.timesteps.sampler import GlobalBatch, TimestepSampler
 
 _BISECTIONS = 64

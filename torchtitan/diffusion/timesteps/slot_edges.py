@@ -13,7 +13,7 @@ import torch
 
 from torchtitan.diffusion.paths import Path as NoisePath
 from torchtitan.diffusion.paths import indexed
-from torchtitan.diffusion.timesteps.contract import SmoothDensity
+from torchtitan.diffusion.timesteps.placement import SmoothDensity
 
 _LARGEST_FILE = 1 << 20  # bytes
 

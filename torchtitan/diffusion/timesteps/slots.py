@@ -8,10 +8,8 @@ from pathlib import Path as FilePath
 import torch
 
 from torchtitan.diffusion.paths import Path
-from torchtitan.diffusion.timesteps.contract import SmoothDensity
-from torchtitan.diffusion.timesteps.densities import uniform_density
-from torchtitan.diffusion.timesteps.placement import Placement
-from torchtitan.diffusion.timesteps.sampler import TimestepSampler, TimestepsConfig
+from torchtitan.diffusion.timesteps.placement import Placement, SmoothDensity
+from torchtitan.diffusion.timesteps.sampler import TimestepSampler, TimestepsConfig, uniform_density
 from torchtitan.diffusion.timesteps.shares import AllocatedTimesteps, bin_masses
 from torchtitan.diffusion.timesteps.slot_edges import read_slot_edges, slot_positions, slot_unit
 from torchtitan.diffusion.timesteps.warps import Steps, Warped

@@ -13,9 +13,8 @@ from torch import Tensor
 
 from torchtitan.device_tables import DeviceTables
 from torchtitan.diffusion.paths import IndexedPath, Path, has_indices
-from torchtitan.diffusion.timesteps.contract import SmoothDensity
-from torchtitan.diffusion.timesteps.densities import uniform_density
-from torchtitan.diffusion.timesteps.sampler import TimestepsConfig
+from torchtitan.diffusion.timesteps.placement import SmoothDensity
+from torchtitan.diffusion.timesteps.sampler import TimestepsConfig, uniform_density
 from torchtitan.settings import setting
 
 # Source: Wang et al., "A closer look at time steps is worthy of triple speed-up for diffusion model training",

@@ -11,7 +11,7 @@ from torchtitan.experiments.outcome import Outcome
 from torchtitan.experiments.process import repeat_killed, run_processes
 from torchtitan.files.regular import read_regular
 from torchtitan.settings.record import dump_config
-from torchtitan.training.batch_ramp import largest_growth
+from torchtitan.training.schedules import largest_growth
 
 _STEPS = 4
 _RUN_NAME = "probe"

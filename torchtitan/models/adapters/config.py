@@ -38,3 +38,10 @@ class LoRAConfig:
     )
     initial_adapter: str = setting("", "file of an adapter to start from; default: one drawn anew", path=True)
     extra: list[ExtraAdapterConfig] = setting([], "further adapters, frozen, such as one that assists the training")
+
+    @property
+    def quantized_kind(self) -> Literal["float8", "int8", "int4"] | None:
+        """Kind of the frozen network's quantised weights; None: there are none."""
+        if not self.enable or self.base_dtype == "float32" or self.base_dtype == "bfloat16":
+            return None
+        return self.base_dtype

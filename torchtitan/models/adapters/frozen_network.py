@@ -6,7 +6,7 @@ from torchtitan.models.adapters.adapters import add_trained_adapter
 from torchtitan.models.adapters.config import LoRAConfig
 from torchtitan.models.adapters.targets import TargetSets, find_targets
 from torchtitan.models.base import DiffusionModel
-from torchtitan.models.quantized import KINDS, Kind, quantize_base
+from torchtitan.models.quantized import quantize_base
 
 
 def cast_base(model: DiffusionModel, config: LoRAConfig) -> None:
@@ -14,11 +14,6 @@ def cast_base(model: DiffusionModel, config: LoRAConfig) -> None:
     dtype = torch.float32 if config.base_dtype == "float32" else torch.bfloat16
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
-
-
-def quantized_kind(config: LoRAConfig) -> Kind | None:
-    """Kind of the frozen network's quantised weights; None: there are none."""
-    return next((kind for kind in KINDS if config.enable and kind == config.base_dtype), None)
 
 
 def freeze_and_adapt(model: DiffusionModel, config: LoRAConfig, sets: TargetSets) -> DiffusionModel:
@@ -33,7 +28,7 @@ def freeze_and_adapt(model: DiffusionModel, config: LoRAConfig, sets: TargetSets
     """
     if config.enable:
         cast_base(model, config)
-        if kind := quantized_kind(config):
+        if kind := config.quantized_kind:
             quantize_base(model, kind, values=False)
         add_trained_adapter(model, find_targets(model, config, sets), config)
     return model

@@ -21,8 +21,7 @@ from torch import Tensor
 
 from torchtitan.conditions import Classes
 from torchtitan.models.dit.config import FLAVORS, DiTConfig
-from torchtitan.models.dit.layers import sincos_table
-from torchtitan.models.dit.model import DiT
+from torchtitan.models.dit.model import DiT, sincos_table
 from torchtitan.models.published_layouts import ConversionError, PublishedLayout
 
 _NORM_EPS = 1e-5  # of diffusers' feed-forward norms where config.json has none

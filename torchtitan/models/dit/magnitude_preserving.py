@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from torchtitan.conditions import Classes, Condition, ConditionKind
 from torchtitan.models.base import TokenExchange
 from torchtitan.models.dit.config import DiTConfig
-from torchtitan.models.dit.layers import attend
-from torchtitan.models.dit.model import PatchTransformer
+from torchtitan.models.dit.model import PatchTransformer, attend
 from torchtitan.models.layers import SINUSOID_CHANNELS, timestep_sinusoid
 from torchtitan.models.magnitude import MPLinear, init_magnitude_preserving, mp_gelu, mp_silu, mp_sum, pixel_norm
 

@@ -1,10 +1,13 @@
-"""Learning-rate schedule, a pure function of the step."""
+"""Schedules of a run, pure functions of its progress: the learning rate, and a batch that grows by doublings."""
 
+import itertools
 import math
-from collections.abc import Iterator
-from typing import NamedTuple
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
-from torchtitan.training.config import LRSchedulerConfig
+from torchtitan.training.config import TO_THE_END, LRSchedulerConfig
 
 
 def lr_factor(config: LRSchedulerConfig, step: int, total_steps: int, images_per_step: int = 1) -> float:
@@ -33,7 +36,7 @@ def lr_factor(config: LRSchedulerConfig, step: int, total_steps: int, images_per
     rise = min(at.counted / at.warmup, 1.0) if warming else 1.0
     if config.decay_type == "inverse_sqrt" and not (warming and at.by_epoch):
         return rise / math.sqrt(max(at.done / at.reference, 1.0))
-    if warming or not config.needs_length:
+    if warming or config.decay_type not in TO_THE_END:
         return rise
     progress = (at.done - at.warmup) / (at.total - at.warmup)
     shape = 1.0 - progress if config.decay_type == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
@@ -47,7 +50,7 @@ def lr_phase(config: LRSchedulerConfig, step: int, total_steps: int, images_per_
         return f"in warm-up, at {100 * factor:.0f} % of the peak learning rate"
     if factor >= 0.995:
         return "at the peak learning rate"
-    shape = config.decay_type if config.needs_length else "inverse square root"
+    shape = config.decay_type if config.decay_type in TO_THE_END else "inverse square root"
     return f"in the {shape} decay, at {100 * factor:.0f} % of the peak learning rate"
 
 
@@ -86,3 +89,61 @@ def _place(config: LRSchedulerConfig, step: int, total_steps: int, images_per_st
 
 def _cut(warmup: int, total: int) -> int:
     return warmup if warmup <= total else total // 10
+
+
+_MOST_DOUBLINGS = 20  # a million times the first batch
+
+
+def ramp_factor(doublings: Sequence[int], images: int) -> int:
+    """Multiple of the first global batch size after a number of images: 2 to the number of doublings passed.
+
+    Args:
+        doublings: numbers of images after which the batch doubles, rising.
+        images: trained before the step.
+    """
+    return 2 ** bisect_right(doublings, images)
+
+
+def ramp_steps(doublings: Sequence[int], batch_size: int, steps: int) -> Counter[int]:
+    """Number of optimizer steps of a ramp by multiple of the first batch size; the last step has the images that are left.
+
+    Args:
+        doublings: as of `ramp_factor`.
+        batch_size: the first global batch size.
+        steps: of the first batch size, of the whole run.
+    """
+    counts: Counter[int] = Counter()
+    progress = 0  # in steps of the first batch size
+    while progress < steps:
+        factor = min(ramp_factor(doublings, progress * batch_size), steps - progress)
+        end = min([steps, *(-(-images // batch_size) for images in doublings if images > progress * batch_size)])
+        number = max(1, min(-(-(end - progress) // factor), (steps - progress) // factor))
+        counts[factor] += number
+        progress += number * factor
+    return counts
+
+
+def largest_growth(config: Any) -> int:
+    """Largest multiple of the first global batch size that a step may come to have; 1 where the batch does not grow.
+
+    Args:
+        config: a JobConfig, or a view of one.
+    """
+    return 2 ** len(config.training.double_batch_after)
+
+
+def completed(interval: int, before: int, after: int) -> bool:
+    """Whether an interval ends within a step, or between two.
+
+    Args:
+        interval, before, after: in steps of the first batch size.
+    """
+    return after // interval > before // interval
+
+
+def ramp_problems(doublings: Sequence[int]) -> Iterator[str]:
+    """Find what is wrong with a ramp."""
+    if len(doublings) > _MOST_DOUBLINGS:
+        yield f"has {len(doublings)} doublings (give {_MOST_DOUBLINGS} at most)"
+    if any(images < 1 for images in doublings) or any(a >= b for a, b in itertools.pairwise(doublings)):
+        yield "must be numbers of images from 1 up, each above the one before"
