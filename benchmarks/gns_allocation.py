@@ -47,12 +47,12 @@ from torchtitan.diffusion.objective import Microbatch
 from torchtitan.diffusion.timesteps.sampler import GlobalBatch, TimestepSampler
 from torchtitan.diffusion.timesteps.shares import AllocatedTimesteps, bin_masses, bin_means
 from torchtitan.gns.allocate import FROM_WEIGHT, NEYMAN, STRATIFIED, neyman_shares, predicted_ratios, weight_shares
-from torchtitan.gns.capture import GEOMETRIES, GradientTaps
+from torchtitan.gns.capture import GradientTaps
 from torchtitan.gns.config import inner_edges
 from torchtitan.gns.decayed import BinEstimates, DecayedSums
 from torchtitan.gns.monitor import GNSMonitor
-from torchtitan.gns.pool import to_host
 from torchtitan.gns.statistics import PairSums
+from torchtitan.gns.step_sums import GEOMETRIES
 from torchtitan.runs.folder import versions
 from torchtitan.statistics.student import student_quantile
 from torchtitan.trainer import Trainer
@@ -228,7 +228,7 @@ def measure(
         loss.mean().backward()
         taps.end_microbatch(batch, loss)
         trainer.state.optimizer.zero_grad(set_to_none=True)
-        found = to_host(taps.end_step())
+        found = taps.end_step().to_host()
         for index, geometry in enumerate(GEOMETRIES):
             squares, products = found.squares[:, index].sum(0), found.all_products[:, index].sum(0)
             sums = PairSums(found.count, squares, products, cast(Tensor, found.all_pairs))
@@ -317,7 +317,7 @@ def geometry_factors(trainer: Trainer) -> dict[str, Tensor]:
     found: dict[str, list[Tensor]] = {geometry: [] for geometry in GEOMETRIES}
     for name, parameter in trainer.state.model.named_parameters():
         layer, _, kind = name.rpartition(".")
-        scales = taps_of(trainer)._scales[layer]
+        scales = taps_of(trainer)._layers[layer]
         for index, geometry in enumerate(GEOMETRIES):
             rows, columns = scales.rows[index], scales.columns[index]
             if kind == "bias":

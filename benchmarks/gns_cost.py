@@ -110,7 +110,7 @@ def in_turns(trainer: Trainer, rounds: int) -> list[tuple[float, ...]]:
         monitor._config.interval = 1 if arm == "measured" else 1_000_000_000
         trainer.train_step()
         if arm != "off":
-            monitor.settle()  # the host's part, which is otherwise left to a later step
+            monitor.pool_kept_steps()  # the host's part, which is otherwise left to a later step
 
     for _ in range(rounds + 3):
         seconds = {}

@@ -36,13 +36,11 @@ from benchmarks.gns_allocation import taps_of
 from torchtitan.config.job import load_config
 from torchtitan.diffusion.objective import Draw, Microbatch
 from torchtitan.diffusion.timesteps.sampler import GlobalBatch
-from torchtitan.gns.capture import GEOMETRIES, PARTS, StepSums
-from torchtitan.gns.composite import Composite, FreeSums
+from torchtitan.gns.composite import Composite, ControlledSums, FreeSums
 from torchtitan.gns.config import GNSConfig
-from torchtitan.gns.control_variate import ControlledSums
 from torchtitan.gns.decayed import BinEstimates, DecayedSums
-from torchtitan.gns.pool import to_host
 from torchtitan.gns.statistics import PairSums
+from torchtitan.gns.step_sums import GEOMETRIES, PARTS, StepSums
 from torchtitan.runs.folder import versions
 from torchtitan.state.resume import materialise_state
 from torchtitan.trainer import Trainer
@@ -233,7 +231,7 @@ def _measure(trainer: Trainer, first: int, number: int, sketched: bool) -> StepS
     trainer.state.objective.loss(trainer.state.model, Microbatch(x0, condition), draw).loss.mean().backward()
     taps.end_microbatch(len(x0), torch.zeros(len(x0)))
     trainer.state.optimizer.zero_grad(set_to_none=True)
-    return to_host(taps.end_step())
+    return taps.end_step().to_host()
 
 
 def _samples(trainer: Trainer, first: int, number: int) -> Samples:
@@ -287,7 +285,8 @@ def exact_sums(trainer: Trainer, samples: Samples, elementwise: bool) -> dict[st
             scaled = sum_of_bin.double() * of[name].flatten()
             products[kind] = products[kind] + scaled @ scaled.T
     return {
-        kind: PairSums.of_group(one_hot.sum(0), squares[:, place], products[kind]) for place, kind in enumerate(factors)
+        kind: PairSums.of_group(one_hot.sum(0).cpu(), squares[:, place].cpu(), products[kind].cpu())
+        for place, kind in enumerate(factors)
     }
 
 
@@ -302,7 +301,7 @@ def _elementwise(trainer: Trainer) -> dict[str, Tensor]:
 
 def _factored(trainer: Trainer) -> dict[str, Tensor]:
     found = {}
-    for name, scales in taps_of(trainer)._scales.items():
+    for name, scales in taps_of(trainer)._layers.items():
         rows, columns = scales.rows[-1], scales.columns[-1]
         weight = trainer.state.model.get_submodule(name).weight
         found[f"{name}.weight"] = rows[:, None] * columns[None, :-1] if weight.ndim == 2 else rows * columns

@@ -67,13 +67,13 @@ from benchmarks.gns_estimators import DATA, Samples, copy_state, exact_sums, sam
 from torchtitan.config.job import load_config
 from torchtitan.diffusion.objective import Microbatch
 from torchtitan.diffusion.timesteps.sampler import GlobalBatch
-from torchtitan.gns.capture import StepSums
 from torchtitan.gns.config import GNSConfig
 from torchtitan.gns.decayed import WINDOW_SHARES, BinEstimates, DecayedSums
 from torchtitan.gns.monitor import GNSMonitor
-from torchtitan.gns.pool import Pool, to_host
+from torchtitan.gns.pool import Pool
 from torchtitan.gns.raw_sums import read_sums
 from torchtitan.gns.statistics import PairSums
+from torchtitan.gns.step_sums import StepSums
 from torchtitan.runs.folder import versions
 from torchtitan.statistics.interval import mean_interval
 from torchtitan.statistics.ratio_intervals import log_delta
@@ -293,7 +293,7 @@ def measure_in_cuts(trainer: Trainer, number: int, size: int) -> StepSums:
         (terms.loss.mean() * size / BATCH).backward()
         taps.end_microbatch(BATCH, terms.loss)
         state.optimizer.zero_grad(set_to_none=True)
-    return to_host(taps.end_step())
+    return taps.end_step().to_host()
 
 
 def draw_part(draw, part: slice):

@@ -21,7 +21,7 @@ import torch
 from scipy import stats
 
 from torchtitan.config.job import load_config
-from torchtitan.gns.capture import GEOMETRIES, StepSums
+from torchtitan.gns.step_sums import GEOMETRIES, StepSums
 from torchtitan.runs.folder import versions
 from torchtitan.state.resume import materialise_state
 from torchtitan.trainer import Trainer

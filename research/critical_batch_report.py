@@ -24,9 +24,8 @@ from research.critical_batch_decision import (
 )
 from research.frame import number
 from research.pictures import legend_outside, save
-from torchtitan.gns.capture import GEOMETRIES
-from torchtitan.gns.config import bin_edges
-from torchtitan.gns.logged_bins import of_bins
+from torchtitan.gns.config import bin_edges, of_bins
+from torchtitan.gns.step_sums import GEOMETRIES
 from torchtitan.pictures.colours import COLOURS
 from torchtitan.pictures.markdown import inline, markdown_table
 from torchtitan.pictures.number_text import counted

@@ -16,8 +16,7 @@ from research.gns_cells import bin_label, interval_text, is_unbounded
 from research.offline_gradients import timestep_bin
 from research.pictures import legend_outside, save
 from torchtitan.diffusion.objectives import build_objective
-from torchtitan.gns.config import bin_edges
-from torchtitan.gns.logged_bins import of_bins
+from torchtitan.gns.config import bin_edges, of_bins
 from torchtitan.pictures.colours import COLOURS
 from torchtitan.pictures.markdown import markdown_table
 from torchtitan.pictures.style import new_figure, note

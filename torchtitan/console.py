@@ -19,7 +19,7 @@ from torchtitan.distributed.mesh import crosses_nodes
 from torchtitan.evaluation.config import EvaluationConfig
 from torchtitan.evaluation.targets import described_text
 from torchtitan.fidelity.metrics import METRICS
-from torchtitan.gns.config import GNS_FOLDER, PICTURE_FILE
+from torchtitan.gns.config import GNS_FOLDER, PICTURE_FILE, few_pairs
 from torchtitan.pictures.number_text import counted
 from torchtitan.processes.launch import launch_number
 from torchtitan.runs.previews import PAGE_FILE
@@ -51,11 +51,8 @@ def introduce(state: RunState) -> None:
         logger.info(line)
     if advice := crosses_nodes(state.layout, launch_number("LOCAL_WORLD_SIZE", state.layout.world_size)):
         logger.warning(advice)
-    if state.gns:
-        from torchtitan.gns.checks import few_pairs
-
-        if warning := few_pairs(config.gns, config.training.local_batch_size, state.gns.masses):
-            logger.warning(warning)
+    if state.gns and (warning := few_pairs(config.gns, config.training.local_batch_size, state.gns.masses)):
+        logger.warning(warning)
     for warning in too_short_for(config):
         logger.warning(warning)
     points = torch.linspace(-6.0, 6.0, 121, dtype=torch.float64)

@@ -21,7 +21,7 @@ from torchtitan.evaluation.during_training import EvaluatedRun, Evaluation
 from torchtitan.evaluation.targets import described, described_text, newly_reached, scalars
 from torchtitan.files.optional import OptionalOutputs
 from torchtitan.files.weight_files import saved_buffers
-from torchtitan.gns.logged_bins import is_drawn
+from torchtitan.gns.config import is_drawn
 from torchtitan.run_pictures import RunPictures
 from torchtitan.settings.record import effective
 from torchtitan.state.run_state import RunState

@@ -27,7 +27,7 @@ from torchtitan.errors import (
 )
 from torchtitan.extraction.cache_filling import fill_cache
 from torchtitan.files.run_lock import Busy
-from torchtitan.gns.coverage import CannotMeasure
+from torchtitan.gns.config import CannotMeasure
 from torchtitan.models.float8 import Float8Error
 from torchtitan.models.flops import MiscountedModel
 from torchtitan.processes.exit_codes import BUSY, FAILED, REFUSED

@@ -189,7 +189,7 @@ class Trainer:
             set_lr(state.optimizer, lr)
             state.objective.update(skip)
             if state.gns:
-                state.gns.conclude(skip)
+                state.gns.keep_step(skip)
             state.optimizer.step(skip)
             if state.network.gathers_float8:
                 compute_gather_scales(state.model)
@@ -269,7 +269,7 @@ class Trainer:
             state.loss_terms(state.to_device(batch), GlobalBatch(0, count)).loss.mean().backward()
         state.optimizer.zero_grad(set_to_none=True)
         if state.gns:
-            state.gns.forget()
+            state.gns.discard_backward()
 
     def _due(self, interval: int) -> bool:
         """Whether the step just made completes an interval in steps of the first batch size, or is the last."""

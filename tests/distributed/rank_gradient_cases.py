@@ -20,7 +20,7 @@ from torchtitan.distributed.parallelize import (
     parallelize,
 )
 from torchtitan.distributed.precision import compute_context
-from torchtitan.gns.rank_gradients import RankGradients, SetAside, square_norm
+from torchtitan.gns.ranks import RankGradients, SetAside, square_norm
 from torchtitan.models import MODELS
 from torchtitan.models.base import DiffusionModel
 from torchtitan.models.dit.config import FLAVORS
@@ -68,8 +68,8 @@ def _measure(case: Case) -> dict:
         found["reduced"].append(square_norm(measured.parameters, layout).item())
         # What is clipped and forgotten has been measured before.
         clip_gradients(measured.parameters, gradient_norm(measured.parameters, layout), 1e-3)
-        found["measured"].append(rank_gradients.take().item())
-        assert rank_gradients.take().item() == 0.0
+        found["measured"].append(rank_gradients.pop_square_norm().item())
+        assert rank_gradients.pop_square_norm().item() == 0.0
         own = by_hand(case, layout, model, step)
         found["by_hand"].append(_squares(own))
         in_float32 = replace(case, param_dtype="float32")
@@ -106,7 +106,7 @@ def _set_aside(
         measured.zero_grad()
         for number in range(case.accumulation):
             measured.backward(step, number, reduce=True)
-            own = rank_gradients.take() if rank_gradients else square_norm(measured.parameters, layout)
+            own = rank_gradients.pop_square_norm() if rank_gradients else square_norm(measured.parameters, layout)
             found["measured"].append(own.item())
             found["by_hand"].append(_squares(by_hand(case, layout, model, step, only=number)))
             aside.add(measured.parameters)

@@ -14,7 +14,7 @@ from tests.distributed.cases import make_trainer, remove, shared_folder
 from torchtitan.config.job import load_config
 from torchtitan.diffusion.timesteps.sampler import GlobalBatch
 from torchtitan.distributed.parallelize import fsdp_modules
-from torchtitan.gns.rank_gradients import RankGradients
+from torchtitan.gns.ranks import RankGradients
 from torchtitan.state.resume import checkpointed_state
 
 
@@ -61,7 +61,7 @@ def reduced(layouts: dict[str, dict]) -> dict[str, dict]:
         measured = RankGradients(state.train_module, state.layout)
         batch = state.to_device(state.data.next_batch())
         state.loss_terms(batch, GlobalBatch(0, count * dist.get_world_size())).loss.mean().backward()
-        own = measured.take().sqrt()
+        own = measured.pop_square_norm().sqrt()
         dist.all_reduce(own)
         gradient = torch.cat([whole(p.grad).flatten() for p in state.parameters.values()])
         found[name] = {"gradient": gradient.tolist(), "own": own.item() / dist.get_world_size(), "dtype": str(gradient.dtype)}

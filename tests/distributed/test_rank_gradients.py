@@ -1,14 +1,10 @@
 """Norms of the ranks' own gradients against plain backwards of the whole model on each rank's samples alone."""
 
 import pytest
-from torch import nn
 
 from tests.distributed.cases import WITHOUT_CODE, by_inductor
 from tests.distributed.rank_gradient_cases import set_aside_alone
 from tests.launcher import run_on_ranks
-from torchtitan.distributed.config import ParallelismConfig
-from torchtitan.distributed.mesh import Layout
-from torchtitan.gns.rank_gradients import RankGradients
 
 LAYOUTS = {
     2: {"DDP": (2, 1), "FSDP": (1, 2)},
@@ -108,9 +104,3 @@ def test_one_process_measures_its_microbatches_one_by_one():
     aside = [("one process", set_aside_alone())]
     assert max(largest_errors(aside, "measured", "by_hand").values()) <= 1e-5
     assert max(aside[0][1]["differences"]) <= 1e-6
-
-
-def test_one_process_has_no_reduction_to_measure_at():
-    layout = Layout(ParallelismConfig(data_parallel_replicate_degree=1, data_parallel_shard_degree=1))
-    with pytest.raises(ValueError, match="one process reduces no gradient"):
-        RankGradients(nn.Linear(2, 2), layout)

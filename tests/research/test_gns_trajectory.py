@@ -11,7 +11,7 @@ from research import gns_plots
 from research.frame import StudyRun
 from research.gns_trajectory import against_trajectory
 from torchtitan.config.job import load_config
-from torchtitan.gns.logged_bins import bin_tags
+from torchtitan.gns.config import bin_tags
 from torchtitan.pictures.style import new_figure
 from torchtitan.training.metrics import METRICS_FILE
 

@@ -8,8 +8,8 @@ import torch
 
 from tests.distributed.cases import make_trainer
 from torchtitan.config.job import ConfigError, load_config
-from torchtitan.gns.capture import StepSums
 from torchtitan.gns.pool import Pool
+from torchtitan.gns.step_sums import StepSums
 from torchtitan.state.run_state import RunState
 from torchtitan.trainer import Trainer
 from torchtitan.training.config import EMATrackConfig

@@ -6,7 +6,7 @@ import torch
 from tests.objectives import timesteps
 from torchtitan.diffusion.denoising import DenoisingConfig
 from torchtitan.diffusion.paths import PATHS
-from torchtitan.diffusion.timesteps.one_bin_per_microbatch import BinPureTimesteps
+from torchtitan.diffusion.timesteps.bin_pure import BinPureTimesteps
 from torchtitan.diffusion.timesteps.placement import Shifted
 from torchtitan.diffusion.timesteps.registry import build_density
 from torchtitan.diffusion.timesteps.sampler import (

@@ -35,8 +35,8 @@ def test_the_held_out_pictures_of_a_folder_are_counted(tmp_path):
 def monitor(scale: tuple[float, float, float], ratio: PredictedRatio) -> GNSMonitor:
     """Monitor that has measured a noise scale with its interval, and predicted a sampler's ratio."""
     made = object.__new__(GNSMonitor)
-    made.pool = SimpleNamespace(geometries=("plain",), headline=lambda geometry: "sketch")
-    made.settle = lambda: None
+    made.pool = SimpleNamespace(geometries=("plain",), narrowest=lambda geometry: "sketch")
+    made.pool_kept_steps = lambda: None
     names = ("b_simple", "lower", "upper")
     made._whole = lambda *_: SimpleNamespace(**dict(zip(names, map(torch.tensor, scale), strict=True)))
     made.predicted_ratios = lambda: [ratio]

@@ -9,7 +9,7 @@ from torchtitan.conditions import POOLED, TEXT, Embeddings
 from torchtitan.diffusion.denoising import DenoisingConfig
 from torchtitan.diffusion.objective import Draw, Microbatch
 from torchtitan.diffusion.objectives import build_objective
-from torchtitan.diffusion.timesteps.one_bin_per_microbatch import BinPureTimesteps
+from torchtitan.diffusion.timesteps.bin_pure import BinPureTimesteps
 from torchtitan.diffusion.timesteps.sampler import GlobalBatch
 from torchtitan.diffusion.timesteps.shares import AllocatedTimesteps
 

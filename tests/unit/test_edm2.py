@@ -11,7 +11,7 @@ from torchtitan.config.job import ConfigError, load_config
 from torchtitan.estimate.memory import estimate_memory
 from torchtitan.estimate.simulation import simulate_step
 from torchtitan.gns.capture import check_measurable
-from torchtitan.gns.coverage import CannotMeasure
+from torchtitan.gns.config import CannotMeasure
 from torchtitan.models import MODELS
 from torchtitan.models.dropout import dropout, dropout_keys
 from torchtitan.models.edm2.config import FLAVORS, EDM2Config

@@ -7,8 +7,7 @@ import torch
 
 from torchtitan.config.job import ConfigError, load_config
 from torchtitan.config.short_runs import too_short_for
-from torchtitan.gns.checks import few_pairs
-from torchtitan.gns.config import GNSConfig
+from torchtitan.gns.config import GNSConfig, few_pairs
 from torchtitan.settings.record import dump_config
 
 DDPM = '[objective]\npath = "ddpm_linear"\nprediction = "noise"\ntimesteps.name = "uniform"\n'

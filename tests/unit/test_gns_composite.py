@@ -14,11 +14,10 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from torchtitan.gns.capture import PARTS, StepSums
-from torchtitan.gns.composite import Composite, FreeSums
-from torchtitan.gns.control_variate import ControlledSums
+from torchtitan.gns.composite import Composite, ControlledSums, FreeSums
 from torchtitan.gns.decayed import BinEstimates, DecayedSums
 from torchtitan.gns.statistics import PairSums
+from torchtitan.gns.step_sums import PARTS, StepSums
 
 RUNS, SAMPLES, DIM, INTERVAL, ENTRIES = 80, 16, 16, 8, 32
 MODULATION, TOKEN = PARTS.index("modulation"), PARTS.index("token")

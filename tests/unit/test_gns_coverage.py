@@ -5,8 +5,9 @@ import torch
 from torch import Tensor, nn
 
 from tests.unit.test_gns_taps import BETA2, BINS, EDGES, GAINS, OWN_EMBEDDINGS, PAPER, Problem, one_process
-from torchtitan.gns.capture import PARTS, GradientTaps, check_measurable
-from torchtitan.gns.coverage import CannotMeasure
+from torchtitan.gns.capture import GradientTaps, check_measurable
+from torchtitan.gns.config import CannotMeasure
+from torchtitan.gns.step_sums import PARTS
 from torchtitan.models.base import DiffusionModel
 from torchtitan.models.layers import LayerNorm, TokenBias, TokenGain
 

@@ -15,14 +15,19 @@ from torchtitan.distributed.config import ParallelismConfig
 from torchtitan.distributed.mesh import Layout
 from torchtitan.estimate.memory import estimate_memory
 from torchtitan.gns import monitor as monitor_module
-from torchtitan.gns.allocate import half_progress_in_words
-from torchtitan.gns.calibration import RATIO, RATIO_LOWER, RATIO_UPPER, HalfProgress, half_progress
-from torchtitan.gns.capture import GEOMETRIES
-from torchtitan.gns.config import GNSConfig
+from torchtitan.gns.batch_size import (
+    RATIO,
+    RATIO_LOWER,
+    RATIO_UPPER,
+    HalfProgress,
+    half_progress,
+    half_progress_in_words,
+)
+from torchtitan.gns.config import GNSConfig, bin_tags
 from torchtitan.gns.decayed import BinEstimates, narrowest
-from torchtitan.gns.logged_bins import bin_tags
 from torchtitan.gns.monitor import GNSMonitor
-from torchtitan.gns.pool import WHOLE_MODEL
+from torchtitan.gns.pool import WHOLE_MODEL, Agreement
+from torchtitan.gns.step_sums import GEOMETRIES
 from torchtitan.trainer import Trainer
 from torchtitan.training.config import UPDATE_RULES, UpdateRule
 from torchtitan.training.optimizer import _RULES, optimizer_tensors
@@ -50,6 +55,7 @@ class PoolOf:
     geometries, outliers, num_bins = GEOMETRIES, 0, BINS
 
     def __init__(self, narrow: str) -> None:
+        self.agreement = Agreement(BINS, len(GEOMETRIES), half_life=1e9)
         self._factors = {name: 1.2 if name == narrow else 1.5 for name in WHOLE_MODEL}
 
     def by_bin(self, geometry: str, name: str) -> BinEstimates:
@@ -58,7 +64,7 @@ class PoolOf:
     def whole(self, geometry: str, name: str, mass: torch.Tensor | None, stratified: bool) -> BinEstimates:
         return estimates(SCALES.get(name, 1.0) * (OF_ADAM if geometry == "adam" else 1.0), self._factors.get(name, 1.5), 1)
 
-    def headline(self, geometry: str) -> str:
+    def narrowest(self, geometry: str) -> str:
         return narrowest({name: self.by_bin(geometry, name) for name in WHOLE_MODEL})
 
     def window(self, geometry: str) -> int:
@@ -115,7 +121,7 @@ def test_allocation_follows_the_narrowest_in_the_geometry_of_updates(narrow):
     monitor._schedule = SimpleNamespace(update=lambda *given, **_: seen.append(given[2].b_simple.tolist()))
     seen = []
     monitor._step = monitor._config.interval
-    monitor.conclude(torch.tensor(False))
+    monitor.keep_step(torch.tensor(False))
     assert seen == [[OF_ADAM * SCALES[narrow]] * BINS]
 
 
@@ -210,15 +216,15 @@ def test_adams_geometry_can_be_left_out_and_half_progress_stays(tmp_path, monkey
 
 def test_a_state_of_other_bins_is_measured_anew_and_said(caplog):
     before, after = monitor_of("sketch"), monitor_of("sketch", edges=(0.3, 0.6))
-    before.pool = after.pool = before._taps = before._agreement = None
+    before.pool = after.pool = before._taps = None
     state = before.state_dict()
-    after._agreement = SimpleNamespace(load_state_dict=lambda state: loaded.append("agreement"))
-    state |= {"agreement": {}}
+    after._ranks = SimpleNamespace(load_state_dict=lambda state: loaded.append("ranks"))
+    state |= {"ranks": {}}
     loaded: list[str] = []
     after.load_state_dict(state, 7)
     assert not loaded and "other edges of timestep bins than at step 7" in caplog.text
     after.load_state_dict(state | {"edges of timestep bins": [0.3, 0.6]}, 7)
-    assert loaded == ["agreement"]
+    assert loaded == ["ranks"]
 
 
 def test_points_of_other_bins_are_not_drawn(monkeypatch):

@@ -83,7 +83,7 @@ def test_estimates_are_unbiased_with_random_counts_empty_bins_and_unequal_ranks(
         assert_unbiased(torch.stack(estimates), truth[name], name)
 
 
-def test_group_estimate_is_unbiased_with_unequal_and_empty_groups() -> None:
+def test_estimate_of_groups_is_unbiased_with_unequal_and_empty_groups() -> None:
     generator = torch.Generator().manual_seed(3)
     mean = torch.full((DIM,), 0.3, dtype=torch.float64)
     sizes = torch.poisson(torch.tensor([0.5, 1.0, 2.0, 5.0, 9.0]).expand(SEEDS, 5), generator=generator).double()
@@ -91,9 +91,9 @@ def test_group_estimate_is_unbiased_with_unequal_and_empty_groups() -> None:
     group_means = mean + 2.0 * noise / sizes.sqrt()[..., None]  # infinite where the group is empty
     total = torch.where(sizes[..., None] > 0, sizes[..., None] * group_means, 0.0).sum(1)
     mean_norms = (total / sizes.sum(1, keepdim=True)).square().sum(1)
-    signal, noise = statistics.group_estimate(sizes, group_means.square().sum(2), mean_norms)
-    assert_unbiased(signal, mean.square().sum(), "signal")
-    assert_unbiased(noise, torch.tensor(4.0 * DIM), "noise")
+    steps = [GroupSums.of_step(*step) for step in zip(sizes, group_means.square().sum(2), mean_norms, strict=True)]
+    assert_unbiased(torch.stack([step.signal for step in steps]), mean.square().sum(), "signal")
+    assert_unbiased(torch.stack([step.noise for step in steps]), torch.tensor(4.0 * DIM), "noise")
 
 
 def test_pooled_groups_are_unbiased_and_give_their_own_error() -> None:
@@ -129,9 +129,9 @@ def test_one_sample_per_group_has_no_signal_even_up_to_rounding() -> None:
 @pytest.mark.parametrize("sizes", [[0.0, 0.0], [0.0, 7.0]])
 def test_fewer_than_two_groups_say_nothing(sizes: list[float]) -> None:
     step = torch.tensor(sizes), torch.tensor([math.nan, 3.0]), 3.0
-    assert all(value.isnan() for value in statistics.group_estimate(*step))
+    assert GroupSums.of_step(*step).signal.isnan() and GroupSums.of_step(*step).noise.isnan()
     other = torch.tensor([2.0, 3.0]), torch.tensor([1.0, 2.0]), torch.tensor(1.2)
-    assert (GroupSums.of_step(*step) + GroupSums.of_step(*other)).signal == statistics.group_estimate(*other)[0]
+    assert (GroupSums.of_step(*step) + GroupSums.of_step(*other)).signal == GroupSums.of_step(*other).signal
 
 
 def test_all_pairs_of_one_group_equal_groups_of_one_sample() -> None:
@@ -141,8 +141,8 @@ def test_all_pairs_of_one_group_equal_groups_of_one_sample() -> None:
     for b in range(BINS):
         own = gradients[bins == b]
         group = torch.ones(len(own)), own.square().sum(1), own.mean(0).square().sum()
-        signal, noise = statistics.group_estimate(*group)
-        pooled = GroupSums.of_step(*group) + GroupSums.of_step(*group)
+        one = GroupSums.of_step(*group)
+        pooled, signal, noise = one + one, one.signal, one.noise
         torch.testing.assert_close(statistics.signal(sums)[b], signal, rtol=1e-12, atol=1e-12)
         torch.testing.assert_close(statistics.noise(sums)[b], noise, rtol=1e-12, atol=1e-12)
         torch.testing.assert_close(torch.stack([pooled.signal, pooled.noise]), torch.stack([signal, noise]))
@@ -171,15 +171,12 @@ def test_samples_may_be_spread_over_steps_and_ranks_in_any_way() -> None:
         torch.testing.assert_close(statistics.cross_products(sums), numerator / pairs, rtol=1e-12, atol=1e-12)
 
 
-def test_rescaled_and_combined_equal_sums_of_the_changed_samples() -> None:
+def test_combined_bins_equal_sums_of_the_samples_in_wider_bins() -> None:
     gradients, bins = anisotropic().draw(torch.tensor([4, 3, 5]), torch.Generator().manual_seed(7))
-    factor, bin_of = torch.tensor([2.0, 0.5, 3.0], dtype=torch.float64), torch.tensor([1, 0, 1])
-    for changed, expected in (
-        (sums_of(gradients, bins).rescaled(factor), sums_of(gradients * factor[bins, None], bins)),
-        (sums_of(gradients, bins).combined(bin_of, 2), sums_of(gradients, bin_of[bins], 2)),
-    ):
-        for name in ("count", "squares", "products", "pairs"):
-            torch.testing.assert_close(getattr(changed, name), getattr(expected, name))
+    bin_of = torch.tensor([1, 0, 1])
+    combined, expected = sums_of(gradients, bins).combined(bin_of, 2), sums_of(gradients, bin_of[bins], 2)
+    for name in ("count", "squares", "products", "pairs"):
+        torch.testing.assert_close(getattr(combined, name), getattr(expected, name))
 
 
 def test_whole_objective_is_that_of_all_samples_in_one_bin() -> None:
@@ -191,7 +188,7 @@ def test_whole_objective_is_that_of_all_samples_in_one_bin() -> None:
     one = sums.combined(torch.zeros(BINS, dtype=torch.int64), 1)
     free, stratified = (statistics.whole_objective(sums, mass, stratified=value) for value in (False, True))
     torch.testing.assert_close(free.signal, statistics.signal(one)[0], rtol=1e-4, atol=0)
-    torch.testing.assert_close(free.b_simple, statistics.b_simple(one)[0], rtol=1e-4, atol=0)
+    torch.testing.assert_close(free.b_simple, (statistics.noise(one) / statistics.signal(one))[0], rtol=1e-4, atol=0)
     assert stratified.noise == free.within
     torch.testing.assert_close(free.noise, free.within + free.between, rtol=1e-12, atol=0)
     padded = sums_of(*planted.draw(counts, torch.Generator().manual_seed(8)), num_bins=BINS + 1)
@@ -241,7 +238,7 @@ def test_older_samples_decay_by_the_samples_of_their_bin() -> None:
 
 
 def test_estimates_and_errors_equal_explicitly_weighted_sums() -> None:
-    generator, half_life = torch.Generator().manual_seed(11), 40.0
+    generator, half_life = torch.Generator().manual_seed(11), 200.0
     steps = [step(generator) for _ in range(30)]
     decayed = DecayedSums(2, half_life)
     for sums in steps:
@@ -273,11 +270,10 @@ def test_estimates_and_errors_equal_explicitly_weighted_sums() -> None:
         of_moment.square().sum(0) * correction,
         of_signal.square().sum(0) * correction,
         (of_moment * of_signal).sum(0) * correction,
-        student_quantile(0.95, degrees),
+        student_quantile(0.975, degrees),
     )
-    narrower = decayed.estimate(confidence=0.9)
-    torch.testing.assert_close(narrower.lower, lower - 1)
-    torch.testing.assert_close(narrower.upper, upper - 1)
+    torch.testing.assert_close(estimates.lower, lower - 1)
+    torch.testing.assert_close(estimates.upper, upper - 1)
     torch.testing.assert_close(estimates.matrix, statistics.cross_products(decayed.sums()))
 
 
@@ -306,7 +302,7 @@ def test_nothing_is_claimed_from_no_step_or_one() -> None:
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_a_step_that_is_not_finite_is_skipped_and_counted(bad: float) -> None:
+def test_a_step_that_is_not_finite_is_skipped(bad: float) -> None:
     generator = torch.Generator().manual_seed(15)
     decayed = DecayedSums(2, 50.0)
     for _ in range(3):
@@ -315,7 +311,7 @@ def test_a_step_that_is_not_finite_is_skipped_and_counted(bad: float) -> None:
     sums = step(generator)
     sums.products[0, 1] = bad
     decayed.add(sums)
-    assert decayed.state_dict() == before | {"skipped": 1}
+    assert decayed.state_dict() == before
 
 
 def test_state_survives_json_bit_for_bit() -> None:
@@ -330,8 +326,6 @@ def test_state_survives_json_bit_for_bit() -> None:
         resumed.add(sums)
     assert resumed.state_dict() == decayed.state_dict()
     assert torch.equal(resumed.estimate().upper, decayed.estimate().upper)
-    with pytest.raises(ValueError, match="of 2 timestep bins, this run has 3"):
-        DecayedSums(3, 30.0).load_state_dict(decayed.state_dict())
 
 
 # ---------------------------------------------------------------------- cosines

@@ -11,9 +11,10 @@ from torchtitan.distributed.compile import compile_blocks
 from torchtitan.distributed.config import ActivationCheckpointConfig, ParallelismConfig
 from torchtitan.distributed.mesh import Layout
 from torchtitan.distributed.parallelize import parallelize
-from torchtitan.gns.capture import PARTS, GradientTaps
+from torchtitan.gns.capture import GradientTaps
 from torchtitan.gns.config import GNSConfig
 from torchtitan.gns.projections import Projections
+from torchtitan.gns.step_sums import PARTS
 from torchtitan.gns.taps import FOLDED_ROWS, MEASURED, OFF, Fold, SketchedLinear, TapSwitch
 from torchtitan.models import MODELS
 from torchtitan.models.base import ModelConfig

@@ -7,10 +7,10 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 from torchtitan.gns import pictures as gns_pictures
-from torchtitan.gns.agreement import Agreement, finest_known
-from torchtitan.gns.capture import PARTS, StepSums
 from torchtitan.gns.decayed import WINDOW_SHARES, DecayedSums
+from torchtitan.gns.pool import Agreement, finest_known
 from torchtitan.gns.statistics import PairSums
+from torchtitan.gns.step_sums import PARTS, StepSums
 from torchtitan.pictures.grids import ACCENT, EMPTY, GAP, MARGIN, NOT_FINITE, image_grid, save_animation
 
 

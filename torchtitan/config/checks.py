@@ -29,6 +29,7 @@ from torchtitan.distributed.config import checkpoint_problems, compile_problems
 from torchtitan.errors import unwrapped
 from torchtitan.evaluation.config import WITH_WEIGHTS, timesteps_problem
 from torchtitan.extras import EXTRAS, install_packages
+from torchtitan.gns.config import gns_problems
 from torchtitan.models.float8 import float8_problems
 from torchtitan.profiling.config import profiling_problems
 from torchtitan.programs import program
@@ -125,8 +126,6 @@ def _autoencoder(checked: ConfigView) -> Iterator[Problem]:
 def _gns(checked: ConfigView) -> Iterator[Problem]:
     if not checked.gns.enable:
         return
-    from torchtitan.gns.checks import gns_problems
-
     objective, ranks = checked.whole("objective"), checked.data_ranks
     if any(objective_problems(objective)) or any(batch_sizes(checked)):
         return  # they cannot be built

@@ -11,12 +11,11 @@ Less variance is not less loss: it matters where the batch is below the noise sc
 
 import math
 from collections.abc import Iterable, Mapping
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from torchtitan.gns.calibration import HalfProgress
 from torchtitan.gns.decayed import BinEstimates
 
 # Names of samplers, and what changing to each means.
@@ -28,15 +27,13 @@ CHANGES = {
     STRATIFIED: "stratified timesteps",
     FROM_WEIGHT: "drawing t from the weight instead of multiplying by it",
     "loss_second_moment": "drawing t in proportion to the root mean square loss, with importance weights,",
-    "mean_loss": "drawing t in proportion to the mean loss, with importance weights,",
     "uniform": "drawing t uniformly, with importance weights,",
     "logit_normal": "drawing t from a logit-normal density, with importance weights,",
 }
 
 _DRAWS = 1000  # of the bootstrap
-_WORTHWHILE = 1.1  # a smaller factor is not worth a change, however certain
-_TEST = "python -m research critical_batch tests it, from a checkpoint (--step) before the learning rate decayed"
-_UNCERTAIN = 1.1  # times fewer samples that an interval must allow for, to be called too wide
+_CONFIDENCE = 0.95  # of each interval by itself
+WORTHWHILE = 1.1  # a smaller factor is not worth a change, however certain
 
 
 class PredictedRatio(NamedTuple):
@@ -74,13 +71,11 @@ def neyman_shares(mass: Tensor, noise: Tensor, signal: Tensor | None = None, flo
         q_b, float64 [..., K], summing to 1; 0 only where the mass is.
 
     Raises:
-        ValueError: the masses are negative or do not sum to 1, or floor is out of range.
+        ValueError: the masses are negative or do not sum to 1.
 
     Source: Neyman, "On the two different aspects of the representative method", J. R. Statist. Soc. 97, 1934.
     """
     mass = _checked_mass(mass)
-    if not 0.0 < floor <= 1.0:
-        raise ValueError(f"floor is {floor:g}, must be above 0 and at most 1")
     moment = noise.to(mass) if signal is None else noise.to(mass) + signal.to(mass)
     usable = moment.isfinite() & (moment >= 0)
     wanted = mass * torch.where(usable, moment, 0.0).sqrt()
@@ -93,23 +88,10 @@ def weight_shares(mass: Tensor, mean_multiplier: Tensor) -> Tensor:
     """Shares of a density proportional to the loss multiplier: pi_b x its mean in the bin, normalised; float64 [K].
 
     Such a sampler divides the multiplier out again, so that every sample counts the same.
-
-    Raises:
-        ValueError: a multiplier is negative or not finite, or all are 0.
     """
     mass = _checked_mass(mass)
     product = mass * mean_multiplier.to(mass)
-    if not (product.isfinite().all() and (product >= 0).all() and product.sum() > 0):
-        raise ValueError(f"loss multipliers {mean_multiplier.tolist()}: must be finite, none negative, and not all 0")
     return product / product.sum()
-
-
-def loss_second_moment_shares(mass: Tensor, mean_square_loss: Tensor, floor: float = 0.1) -> Tensor:
-    """Shares in proportion to pi_b sqrt(E[L^2]) of the weighted losses L of single samples; otherwise `neyman_shares`.
-
-    Source: Nichol and Dhariwal, "Improved denoising diffusion probabilistic models", arXiv 2102.09672, eq. 18.
-    """
-    return neyman_shares(mass, mean_square_loss, floor=floor)
 
 
 def _checked_mass(mass: Tensor) -> Tensor:
@@ -170,7 +152,6 @@ def predicted_ratios(
     stratified: bool,
     present: Tensor | None = None,
     floor: float = 0.1,
-    confidence: float = 0.95,
 ) -> list[PredictedRatio]:
     """Gradient variance of other samplers of t over that of the present one.
 
@@ -187,7 +168,6 @@ def predicted_ratios(
         stratified: whether the present sampler gives every batch its shares of the bins.
         present: shares of the present sampler, [K]; None: the masses.
         floor: of the Neyman shares.
-        confidence: of each interval by itself.
 
     Returns:
         "neyman"; "stratified", the present shares with fixed counts, unless they are stratified already; then the
@@ -217,7 +197,7 @@ def predicted_ratios(
     for name, (shares, fake_shares, fixed_counts) in samplers.items():
         promised = log_ratio(shares, fixed_counts, truth).item()
         errors = log_ratio(fake_shares, fixed_counts, truth) - log_ratio(fake_shares, fixed_counts, fakes)
-        results.append(_with_interval(name, promised, errors, confidence))
+        results.append(_with_interval(name, promised, errors))
     return results
 
 
@@ -253,8 +233,8 @@ def _by_pairs(mass: Tensor, matrix: Tensor) -> Tensor:
     return torch.where(weights == 0, 0.0, weights * matrix)  # an unknown value of weight 0 does no harm
 
 
-def _with_interval(name: str, promised: float, errors: Tensor, confidence: float) -> PredictedRatio:
-    tail = 0.5 * (1.0 - confidence)
+def _with_interval(name: str, promised: float, errors: Tensor) -> PredictedRatio:
+    tail = 0.5 * (1.0 - _CONFIDENCE)
     valid = errors[errors.isfinite()]
     if not math.isfinite(promised) or len(valid) < (1.0 - tail) * len(errors):
         return PredictedRatio(name, math.nan, 0.0, math.inf)
@@ -266,124 +246,26 @@ def _with_interval(name: str, promised: float, errors: Tensor, confidence: float
 # ---------------------------------------------------------------------- advice
 
 
-def advice(ratios: Iterable[PredictedRatio]) -> str:
-    """Advice on the timestep sampler in one line: which one would save samples, that none would, or too few samples.
+def sampler_advice(ratios: Iterable[PredictedRatio]) -> str | None:
+    """Advice on the timestep sampler in one line: which one would save samples; None where none is worth a change.
 
     A change is recommended only where its interval excludes a ratio of 1 and it saves a factor of 1.1; a loss multiplier
     that wastes samples comes first, since nothing has to be measured to leave it out.
     """
-    named = {ratio.name: ratio for ratio in ratios}
-    better = worthwhile(named.values())
+    better = {ratio.name: ratio for ratio in ratios if ratio.upper < 1.0 and ratio.ratio <= 1.0 / WORTHWHILE}
     if FROM_WEIGHT in better:
         text = f"the loss multiplier wastes samples: {_saving(better[FROM_WEIGHT])}"
         if NEYMAN in better and better[NEYMAN].upper < better[FROM_WEIGHT].lower:
             text += f"; {_saving(better[NEYMAN])}"
         return text
-    if better:
-        return _saving(min(better.values(), key=lambda r: r.ratio))
-    widest = min(named.values(), key=lambda r: r.lower, default=None)
-    if widest is None or math.isnan(widest.ratio):
-        return "too few samples to tell whether another sampler of t would save any"
-    if widest.upper >= 1.0 and widest.lower < 1.0 / _UNCERTAIN:
-        return f"too few samples to tell: {_change(widest.name)} might need {_times_fewer(widest)} fewer samples"
-    best = min(named.values(), key=lambda r: r.ratio)
-    return f"nothing to be gained from another sampler of t: at best {_times_fewer(best)} fewer samples"
-
-
-BatchPlace = Literal["unknown", "near", "below", "above"]
-
-
-def worthwhile(ratios: Iterable[PredictedRatio]) -> dict[str, PredictedRatio]:
-    """Those that would save samples, by name: the interval excludes a ratio of 1, and 1.1 times fewer are needed."""
-    return {ratio.name: ratio for ratio in ratios if ratio.upper < 1.0 and ratio.ratio <= 1.0 / _WORTHWHILE}
-
-
-def place_of_batch(b_simple: float, lower: float, upper: float, global_batch_size: int) -> BatchPlace:
-    """Place of the batch size among noise scales; arguments and rule as of `batch_advice`."""
-    if math.isnan(lower) or math.isnan(upper):
-        return "unknown"
-    if math.isinf(upper):
-        return "below" if _WORTHWHILE * global_batch_size <= lower else "unknown"
-    if lower <= global_batch_size <= upper or 0.5 <= global_batch_size / b_simple <= 2.0:
-        return "near"
-    return "below" if global_batch_size < lower else "above"
-
-
-def batch_advice(b_simple: float, lower: float, upper: float, global_batch_size: int) -> str:
-    """Advice on the batch size in one line: below, near or above the noise scale.
-
-    Near is within a factor of 2 of the estimate, or within the interval.
-
-    Args:
-        b_simple, lower, upper: noise scale of the whole objective with its confidence interval, in samples; an infinite
-            upper end means that only the lower one is known.
-        global_batch_size: in samples.
-
-    The noise scale stands in for the critical batch size, which was found far larger (Merrill et al., arXiv 2505.23971)
-    and, under a decayed learning rate, two to four times smaller: what another batch would do is for a test to say.
-
-    Source: McCandlish et al., arXiv 1812.06162, eq. 2.7: a batch of B makes 1 / (1 + B_simple / B) of the largest
-    progress of one step where the Hessian is a multiple of the identity; for bins under Adam half was measured at 0.585
-    B_simple (torchtitan/gns/calibration.py).
-    """
-    batch, place = f"global batch size {global_batch_size:,}", place_of_batch(b_simple, lower, upper, global_batch_size)
-    if not (math.isfinite(upper) or (math.isinf(upper) and lower > 0)):
-        return f"{batch}: too few samples for an estimate of the noise scale"
-    scale = f"the noise scale, {scale_in_words(b_simple, lower, upper)}"
-    return {
-        "unknown": f"{batch}: too few samples to tell whether it is below {scale}",
-        "near": f"{batch} is near {scale}: a balance of steps against samples",
-        "below": f"{batch} is below {scale}: a larger one may need fewer steps; {_TEST}",
-        "above": f"{batch} is above {scale}: a smaller one may need fewer samples; {_TEST}",
-    }[place]
-
-
-def scale_in_words(b_simple: float, lower: float, upper: float) -> str:
-    """Noise scale with its interval, in samples; an infinite upper end means that only the lower one is known."""
-    if math.isinf(upper):
-        return f"by estimate more than {_samples(lower)} samples"
-    return f"estimate {_samples(b_simple)} [{_samples(lower)}, {_samples(upper)}] samples"
-
-
-def half_progress_in_words(half: HalfProgress, edges: Tensor) -> str:
-    """The least and the largest half-progress batch of the bins with an upper end, with their intervals; "" without any.
-
-    Args:
-        half: of K bins.
-        edges: their inner edges in t, [K - 1].
-    """
-    known = half.upper.isfinite().nonzero().flatten().tolist()
-    if not known:
-        return ""
-    bounds = [0.0, *edges.tolist(), 1.0]
-
-    def of_bin(k: int) -> str:
-        value, lower, upper = (_samples(values[k].item()) for values in (half.batch, half.lower, half.upper))
-        return f"{value} [{lower}, {upper}] samples of t {bounds[k]:.2f} to {bounds[k + 1]:.2f}"
-
-    least, most = (pick(known, key=lambda k: half.batch[k].item()) for pick in (min, max))
-    bins = len(half.batch)
-    which = "by timestep bin" if len(known) == bins else f"of {len(known)} of {bins} timestep bins (the others have no upper end)"
-    values = of_bin(least) if least == most else f"least {of_bin(least)}, largest {of_bin(most)}"
-    return f"half-progress batch of one step of Adam, {which}: {values}"
-
-
-def _change(name: str) -> str:
-    return CHANGES.get(name, f"drawing t by {name}")
+    return _saving(min(better.values(), key=lambda r: r.ratio)) if better else None
 
 
 def _saving(ratio: PredictedRatio) -> str:
-    return f"{_change(ratio.name)} would give the same gradient variance with {_times_fewer(ratio)} fewer samples"
-
-
-def _times_fewer(ratio: PredictedRatio) -> str:
     saved, least, most = (1.0 / value if value > 0 else math.inf for value in (ratio.ratio, ratio.upper, ratio.lower))
     digits = 1 if least >= 1.15 else 2
-    return f"{saved:.{digits}f}x [{least:.{digits}f}, {most:.{digits}f}]"
-
-
-def _samples(number: float) -> str:
-    return f"{float(f'{number:.2g}'):,.0f}" if number >= 10 else f"{number:.2g}"
+    fewer = f"{saved:.{digits}f}x [{least:.{digits}f}, {most:.{digits}f}] fewer samples"
+    return f"{CHANGES[ratio.name]} would give the same gradient variance with {fewer}"
 
 
 # ---------------------------------------------------------------------- when to change
@@ -404,15 +286,11 @@ class SharesSchedule:
         """
         Args:
             mass: pi_b, [K]: the shares to begin with.
-            warmup: samples of the run before the first change, >= 0.
-            interval: steps between considered changes, >= 1.
-            least_gain: factor of samples that a change must save by prediction, >= 1.
+            warmup: samples of the run before the first change.
+            interval: steps between considered changes.
+            least_gain: factor of samples that a change must save by prediction.
             floor: see `neyman_shares`.
         """
-        if warmup < 0 or interval < 1 or least_gain < 1.0:
-            raise ValueError(
-                f"warmup {warmup}, interval {interval}, least_gain {least_gain:g}: must be at least 0, 1 and 1"
-            )
         self._mass = _checked_mass(mass)
         self._warmup, self._interval, self._least_gain, self._floor = warmup, interval, least_gain, floor
         self.shares = self._mass.tolist()
@@ -444,7 +322,5 @@ class SharesSchedule:
         return {"shares": list(self.shares), "considered_at": self.considered_at}
 
     def load_state_dict(self, state: dict) -> None:
-        """Resume from a state. Raises ValueError: it is of another number of bins."""
-        if len(state["shares"]) != len(self._mass):
-            raise ValueError(f"the state is of {len(state['shares'])} timestep bins, this run has {len(self._mass)}")
+        """Resume from a state of as many bins."""
         self.shares, self.considered_at = list(state["shares"]), state["considered_at"]

@@ -15,7 +15,6 @@ exactly for pairs of the same one. Between measured steps only pairs of the same
 import itertools
 import math
 from collections import Counter
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,85 +23,20 @@ from torch import Tensor, nn
 
 from torchtitan.distributed.mesh import Layout
 from torchtitan.gns import taps
-from torchtitan.gns.coverage import cannot_measure, check_applications, check_parameters, unseen_gradient
-from torchtitan.gns.projections import Projections
-from torchtitan.gns.second_moment import AdamFactors
-from torchtitan.gns.taps import FOLDED_ROWS, FREE, MEASURED, OFF, Scales, TapSwitch
+from torchtitan.gns.config import cannot_measure
+from torchtitan.gns.coverage import check_applications, check_parameters, unseen_gradient
+from torchtitan.gns.projections import AdamFactors, Projections
+from torchtitan.gns.step_sums import GEOMETRIES, PARTS, StepSums
+from torchtitan.gns.taps import FOLDED_ROWS, FREE, MEASURED, OFF, TapSwitch
 from torchtitan.models.base import DiffusionModel
 from torchtitan.models.converters import convert
 from torchtitan.models.layers import LayerNorm, RMSNorm, TokenBias, TokenGain
-
-PARTS = ("modulation", "embedding", "patch", "token")
-FREE_PARTS = PARTS[:3]
-GEOMETRIES = ("plain", "adam")
 
 _VECTOR_PARTS = PARTS[:2]
 _PATCH, _TOKEN = PARTS.index("patch"), PARTS.index("token")
 
 # Gradients of single samples of a narrow layer are kept whole up to this size; above, they are sketched.
 _WHOLE_GRADIENT_SIZE = 2**17
-
-
-@dataclass(frozen=True)
-class StepSums:
-    """Sums measured in one step, float64, of the gradient of the per-sample loss; K bins, P parts, G geometries.
-
-    Attributes:
-        count: samples [K].
-        square_losses: sums of squared per-sample losses [K].
-        pairs: ordered pairs of samples in the free parts' products, own pairs not counted, [K, K].
-        squares: sums of squared norms [P, G, K]; NaN in parts that were not measured.
-        products: inner products of the bins' sums, own products included, [P, G, K, K]: within microbatches.
-        all_pairs: ordered pairs of the whole step [K, K]; None on a free step, like the two below.
-        sketched: inner products over the whole step, of sketches where the part has any, [P, G, K, K].
-        corrections: exact minus sketched products of the pairs of one microbatch, [P, G, K, K].
-
-    count, square_losses, squares, all_pairs and sketched are the same on any layout; the others depend on how a step is cut into
-    microbatches.
-    """
-
-    count: Tensor
-    square_losses: Tensor
-    pairs: Tensor
-    squares: Tensor
-    products: Tensor
-    all_pairs: Tensor | None = None
-    sketched: Tensor | None = None
-    corrections: Tensor | None = None
-
-    @property
-    def measured(self) -> bool:
-        """True if the token part was measured."""
-        return self.sketched is not None
-
-    @property
-    def all_products(self) -> Tensor:
-        """Inner products over the whole step [P, G, K, K]: the best known of every pair; of a measured step."""
-        assert self.sketched is not None and self.corrections is not None
-        return self.sketched + self.corrections
-
-    def rescaled(self, factor: Tensor) -> "StepSums":
-        """Rescale the losses of bin b by factor[b], [K]."""
-        matrix = torch.outer(factor, factor)
-
-        return StepSums(
-            self.count, self.square_losses * factor**2, self.pairs, self.squares * factor**2,
-            self.products * matrix, self.all_pairs,
-            None if self.sketched is None else self.sketched * matrix,
-            None if self.corrections is None else self.corrections * matrix,
-        )  # fmt: skip
-
-    def combined(self) -> "StepSums":
-        """Combine all bins into one."""
-
-        def over_bins(matrix: Tensor | None) -> Tensor | None:
-            return None if matrix is None else matrix.sum((-2, -1), keepdim=True)
-
-        return StepSums(
-            self.count.sum(0, keepdim=True), self.square_losses.sum(0, keepdim=True), self.pairs.sum((0, 1), keepdim=True),
-            self.squares.sum(-1, keepdim=True), self.products.sum((-2, -1), keepdim=True),
-            over_bins(self.all_pairs), over_bins(self.sketched), over_bins(self.corrections),
-        )  # fmt: skip
 
 
 class GradientTaps:
@@ -151,10 +85,11 @@ class GradientTaps:
         self._layers: dict[str, Any] = convert(
             model, lambda name, module: kinds[name][1](module, self._switch) if name in kinds else None
         )
-        self._attach({name: kinds[name][0] for name in self._layers})
+        self._parts = {name: kinds[name][0] for name in self._layers}
+        self._attach_probes()
+        self._arrange_layers()
         self._measured = False
         self._samples, self._compared = 0, Counter[int]()
-        self._start()
 
     # ------------------------------------------------------------------ a step, in the order of calls
 
@@ -168,9 +103,10 @@ class GradientTaps:
             beta2: decay of the second moment in it.
             layout: where the model runs.
         """
-        self._measured = measured
+        self._measured, self._step = measured, _StepBuffer(self.num_bins, len(self.geometries), self._device)
         if not measured:
             return
+        self._flat.zero_()
         if self._factors:
             self._factors.write(optimizer_state, beta2, layout)
         self._projections.draw(step)
@@ -195,21 +131,22 @@ class GradientTaps:
         step.count += counts
         step.square_losses += loss.detach().to(torch.float64).square() @ in_float64
         step.pairs += _pairs(counts)
-        grams = torch.stack([_take(self._probes[part]) for part in _VECTOR_PARTS]).mul_(scale**2)  # [2, G, B, B]
-        squares = torch.stack([_take(self._probes[part]) for part in PARTS[2:]]).mul_(scale**2)  # [2, G, B]
+        modulation, embedding, patch, token = map(_read, self._probes.values())
+        grams = torch.stack((modulation, embedding)).mul_(scale**2)  # [2, G, B, B]
+        squares = torch.stack((patch, token)).mul_(scale**2)  # [2, G, B]
         squares = torch.cat((grams.diagonal(dim1=2, dim2=3), squares)) @ one_hot
         step.squares += squares.to(torch.float64)
         products = (one_hot.T @ (grams @ one_hot)).to(torch.float64)  # [2, G, K, K]
         step.products[: len(_VECTOR_PARTS)] += products
-        patch = self._take_whole("patch", scale)
-        step.products[_PATCH] += self._whole_products("patch", patch)
+        of_patch = self._read_whole("patch", scale)
+        step.products[_PATCH] += self._whole_products("patch", of_patch)
         if not self._measured:
             return
-        self._whole_sums["patch"] += patch
-        self._whole_sums["token"] += self._take_whole("token", scale)
-        if not self._sketched_layers:
+        self._whole_sums["patch"] += of_patch
+        self._whole_sums["token"] += self._read_whole("token", scale)
+        if not self._sketches:
             return
-        sketches = torch.stack([_take(layer.sums) for layer in self._sketched_layers]).mul_(scale)  # [L, G, K, m k]
+        sketches = torch.stack([*map(_read, self._sketches)]).mul_(scale)  # [L, G, K, m k]
         self._sketch_sums += sketches
         # Pairs of one microbatch are known exactly: these replace their sketches.
         step.corrections[: len(_VECTOR_PARTS)] += products
@@ -226,31 +163,36 @@ class GradientTaps:
         Raises:
             CannotMeasure: the taps did not see all of them; on every rank.
         """
-        step, measured = self._step, self._measured
+        step, self._measured, measured = self._step, False, self._measured
         parallel = dist.is_initialized() and dist.get_world_size() > 1
         if parallel:
-            dist.all_reduce(step.reduced(measured))
+            dist.all_reduce(step.flat[: step.reduced_when_measured if measured else step.reduced])
         step.products[_TOKEN] = torch.nan
-        if measured:
-            if parallel:
-                dist.all_reduce(self._flat)
-            if gradients_on is not None:
-                self._compare(gradients_on)
-            step.all_pairs.copy_(_pairs(step.count))
-            self._write_products_of_sums(step.sketched)
-        else:
+        if not measured:
             step.squares[_TOKEN] = torch.nan
-        self._start()
-        return step.sums(measured)
+            return StepSums(step.count, step.square_losses, step.pairs, step.squares, step.products)
+        if parallel:
+            dist.all_reduce(self._flat)
+        if gradients_on is not None:
+            self._compare(gradients_on)
+        step.all_pairs.copy_(_pairs(step.count))
+        sketched = _inner_products(self._sketch_sums)  # [L, G, K, K]
+        for index, part in enumerate(PARTS):
+            torch.sum(sketched[self._places[part]], 0, out=step.sketched[index])
+            if self._whole[part]:
+                step.sketched[index] += self._whole_products(part, self._whole_sums[part])
+        return StepSums(
+            step.count, step.square_losses, step.pairs, step.squares, step.products, step.all_pairs, step.sketched,
+            step.corrections,
+        )  # fmt: skip
 
     def tensors(self) -> dict[str, Tensor]:
         """Adam's factors of every layer by name, the tensors themselves: of the last measured step, used until the next."""
         if len(self.geometries) == 1:
             return {}
         return {
-            f"{name}.{side}": getattr(scales, side)[-1]
-            for name, scales in self._scales.items() for side in ("rows", "columns")
-        }  # fmt: skip
+            f"{name}.{side}": getattr(layer, side)[-1] for name, layer in self._layers.items() for side in ("rows", "columns")
+        }
 
     # ------------------------------------------------------------------ inside
 
@@ -262,13 +204,13 @@ class GradientTaps:
         count = self._compared[self._samples]
         if count & (count - 1):
             return
-        whole = [name for part in PARTS for name in self._whole[part]]
-        sketched = [name for part in PARTS for name in self._sketched[part]]
-        of_whole = [
-            sums for part in PARTS
-            for sums in self._whole_sums[part].split([self._layers[name].sums[0].numel() for name in self._whole[part]], dim=1)
-        ]  # fmt: skip
-        layers = {name: self._layers[name] for name in (*sketched, *whole)}
+        layers: dict[str, Any] = {}
+        of_whole: list[Tensor] = []
+        for part in PARTS:
+            layers |= self._sketched[part]
+        for part in PARTS:
+            layers |= self._whole[part]
+            of_whole += self._whole_sums[part].split([layer.sums[0].numel() for layer in self._whole[part].values()], dim=1)
         found = unseen_gradient(layers, [*self._sketch_sums[:, 0], *of_whole], self._step.count.sum(), layout, self._coarsest)
         if found:
             raise cannot_measure(
@@ -276,114 +218,82 @@ class GradientTaps:
                 " measured", "call the layer"
             )  # fmt: skip
 
-    def _start(self) -> None:
-        if self._measured:
-            self._flat.zero_()
-        self._measured = False
-        self._step = _StepBuffer(self.num_bins, len(self.geometries), self._device)
-
-    def _attach(self, parts: dict[str, str]) -> None:
-        """Give every tapped layer its factors, projections and probes."""
-        self._parts, self._scales = parts, {}
+    def _attach_probes(self) -> None:
+        """Give every tapped layer its probes, and factors of 1 in the plain geometry."""
         geometries, bins, batch = len(self.geometries), self.num_bins, self._batch
 
         def probe(*shape: int) -> Tensor:
             return torch.zeros(shape, device=self._device, dtype=self._dtype, requires_grad=True)
 
-        self._probes = {
-            "modulation": probe(geometries, batch, batch),
-            "embedding": probe(geometries, batch, batch),
-            "patch": probe(geometries, batch),
-            "token": probe(geometries, batch),
-        }
-        self._sketched: dict[str, list[str]] = {part: [] for part in PARTS}
-        self._whole: dict[str, list[str]] = {part: [] for part in PARTS}
+        shapes = (geometries, batch, batch), (geometries, batch, batch), (geometries, batch), (geometries, batch)
+        self._probes = {part: probe(*shape) for part, shape in zip(PARTS, shapes, strict=True)}
+        self._sketched: dict[str, dict[str, Any]] = {part: {} for part in PARTS}
+        self._whole: dict[str, dict[str, Any]] = {part: {} for part in PARTS}
         for name, layer in self._layers.items():
+            part = self._parts[name]
             rows, columns = layer.weight.shape[0], layer.weight[0].numel() + 1 if layer.weight.ndim > 1 else 1
-            scales = Scales(
-                *(torch.zeros(geometries, count, device=self._device, dtype=self._dtype) for count in (rows, columns))
-            )
-            scales.rows[0], scales.columns[0] = 1.0, 1.0
-            self._scales[name] = scales
-            layer.rows, layer.columns = scales.rows, scales.columns
+            for side, count in (("rows", rows), ("columns", columns)):
+                factors = torch.zeros(geometries, count, device=self._device, dtype=self._dtype)
+                factors[0] = 1.0
+                setattr(layer, side, factors)
             if isinstance(layer, taps.SmallLinear | taps.TappedNorm | taps.TappedElements):
                 layer.sums = probe(bins, rows, columns)
-                self._whole[parts[name]].append(name)
+                self._whole[part][name] = layer
             else:
                 layer.sums = probe(geometries, bins, FOLDED_ROWS * self._sketch_size)
-                self._sketched[parts[name]].append(name)
+                self._sketched[part][name] = layer
             vector = isinstance(layer, taps.VectorLinear | taps.TappedEmbedding)
-            setattr(layer, "gram" if vector else "squares", self._probes[parts[name]])
-        self._arrange_layers()
+            setattr(layer, "gram" if vector else "squares", self._probes[part])
 
     def _arrange_layers(self) -> None:
         """Lay out what all layers have in common tensors, so that they are computed at once: sketched layers first."""
-        names = [name for part in PARTS for name in self._sketched[part]]
-        self._sketched_layers = [self._layers[name] for name in names]
+        layers = [layer for part in PARTS for layer in self._sketched[part].values()]
+        self._sketches = [layer.sums for layer in layers]
         ends = list(itertools.accumulate(len(self._sketched[part]) for part in PARTS))
         self._places = {
             part: slice(end - len(self._sketched[part]), end) for part, end in zip(PARTS, ends, strict=True)
         }
-        names += [name for part in PARTS for name in self._whole[part]]
-        self._factors = None
-        if len(self.geometries) > 1:
-            self._factors = AdamFactors([self._layers[name] for name in names], [self._scales[name] for name in names])
+        of_whole = [layer for part in PARTS for layer in self._whole[part].values()]
+        self._factors = AdamFactors([*layers, *of_whole]) if len(self.geometries) > 1 else None
         self._projections = Projections(
-            self._sketched_layers, self._sketch_size, len(self.geometries), self._seed, self._factors, self._compute_dtype
+            layers, self._sketch_size, len(self.geometries), self._seed, self._factors, self._compute_dtype
         )
-        sketches = (len(self._sketched_layers), len(self.geometries), self.num_bins, FOLDED_ROWS * self._sketch_size)
-        whole = {part: (self.num_bins, sum(self._layers[name].sums[0].numel() for name in self._whole[part])) for part in PARTS}
-        sizes = [math.prod(sketches), *(math.prod(shape) for shape in whole.values())]
+        shapes: list[tuple[int, ...]] = [(len(layers), len(self.geometries), self.num_bins, FOLDED_ROWS * self._sketch_size)]
+        shapes += [(self.num_bins, sum(layer.sums[0].numel() for layer in self._whole[part].values())) for part in PARTS]
+        sizes = [math.prod(shape) for shape in shapes]
         # What is summed over the ranks on a measured step.
         self._flat = torch.zeros(sum(sizes), device=self._device, dtype=self._dtype)
-        of_sketches, *of_whole = self._flat.split(sizes)
-        self._sketch_sums = of_sketches.view(sketches)
-        self._whole_sums = {part: sums.view(whole[part]) for part, sums in zip(PARTS, of_whole, strict=True)}
+        self._sketch_sums, *whole = (part.view(shape) for part, shape in zip(self._flat.split(sizes), shapes, strict=True))
+        self._whole_sums = dict(zip(PARTS, whole, strict=True))
 
-    def _take_whole(self, part: str, scale: float) -> Tensor:
-        """Take this microbatch's sums for layers with whole gradients in a part, [K, elements]."""
+    def _read_whole(self, part: str, scale: float) -> Tensor:
+        """Read this microbatch's sums for layers with whole gradients in a part, [K, elements]."""
         if not self._whole[part]:
             return self._whole_sums[part]
-        return torch.cat([_take(self._layers[name].sums).flatten(1) for name in self._whole[part]], dim=1).mul_(scale)
+        return torch.cat([_read(layer.sums).flatten(1) for layer in self._whole[part].values()], dim=1).mul_(scale)
 
     def _whole_products(self, part: str, sums: Tensor) -> Tensor:
         """Inner products [G, K, K] of sums [K, elements] of gradients kept whole."""
         if not self._whole[part]:
             return torch.zeros_like(self._step.products[0])
-        of_layers = [self._scales[name] for name in self._whole[part]]
-        factors = torch.cat([(s.rows[..., None] * s.columns[:, None]).flatten(1) for s in of_layers], dim=1)
+        layers = self._whole[part].values()
+        factors = torch.cat([(layer.rows[..., None] * layer.columns[:, None]).flatten(1) for layer in layers], dim=1)
         return _inner_products(sums * factors[:, None])
-
-    def _write_products_of_sums(self, out: Tensor) -> None:
-        """Write the inner products of all bins' sums over the step, [P, G, K, K]."""
-        sketched = _inner_products(self._sketch_sums)  # [L, G, K, K]
-        for index, part in enumerate(PARTS):
-            torch.sum(sketched[self._places[part]], 0, out=out[index])
-            if self._whole[part]:
-                out[index] += self._whole_products(part, self._whole_sums[part])
 
 
 class _StepBuffer:
-    """Sums of a step, all in one vector: those reduced over the ranks on every step first."""
+    """Sums of a step, all in one vector: those reduced over the ranks on every step first, then on measured ones."""
 
     def __init__(self, bins: int, geometries: int, device: torch.device) -> None:
         whole = (len(PARTS), geometries, bins, bins)
         shapes = ((bins,), (bins,), (bins, bins), whole[:3], whole, whole, (bins, bins), whole)
-        sizes = [math.prod(shape) for shape in shapes]
-        self._flat = torch.zeros(sum(sizes), dtype=torch.float64, device=device)
-        self._ends = sum(sizes[:5]), sum(sizes[:6])
+        sizes = list(map(math.prod, shapes))
+        self.reduced, self.reduced_when_measured = sum(sizes[:5]), sum(sizes[:6])
+        self.flat = torch.zeros(sum(sizes), dtype=torch.float64, device=device)
         (
             self.count, self.square_losses, self.pairs, self.squares, self.products,
             self.corrections, self.all_pairs, self.sketched,
-        ) = (part.view(shape) for part, shape in zip(self._flat.split(sizes), shapes, strict=True))  # fmt: skip
-
-    def reduced(self, measured: bool) -> Tensor:
-        """Part of the vector that is summed over the ranks."""
-        return self._flat[: self._ends[measured]]
-
-    def sums(self, measured: bool) -> StepSums:
-        every = (self.count, self.square_losses, self.pairs, self.squares, self.products)
-        return StepSums(*every, *((self.all_pairs, self.sketched, self.corrections) if measured else ()))
+        ) = map(Tensor.view, self.flat.split(sizes), shapes)  # fmt: skip
 
 
 def _pairs(counts: Tensor) -> Tensor:
@@ -396,8 +306,8 @@ def _inner_products(sums: Tensor) -> Tensor:
     return (sums @ sums.mT).to(torch.float64)
 
 
-def _take(probe: Tensor) -> Tensor:
-    """Measurement received by a probe, once; zeros where no layer measured into it."""
+def _read(probe: Tensor) -> Tensor:
+    """Read what a probe received, once; zeros where no layer measured into it."""
     found, probe.grad = probe.grad, None
     return torch.zeros_like(probe) if found is None else found
 

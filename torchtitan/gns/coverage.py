@@ -14,9 +14,8 @@ from torch import Tensor, nn
 
 from torchtitan.distributed.mesh import Layout
 from torchtitan.distributed.parallelize import local
-from torchtitan.errors import TrainingError
-from torchtitan.gns.config import WITHOUT_TAPS
-from torchtitan.gns.second_moment import first_row
+from torchtitan.gns.config import cannot_measure
+from torchtitan.gns.projections import first_row
 from torchtitan.gns.taps import SketchedLinear, TappedEmbedding, VectorLinear, folded_rows
 from torchtitan.models.base import DiffusionModel
 from torchtitan.models.flops import forward_on_meta
@@ -29,15 +28,6 @@ _OF_FLOAT32 = {"highest": 2.0**-16, "high": 2.0**-11, "medium": _BFLOAT16}
 _ROUNDINGS = 16
 
 _IMAGES = 7  # of the forward that is looked at, unlike other sizes
-
-
-class CannotMeasure(TrainingError):
-    """Model with gradients that no tap can measure; the message is one line."""
-
-
-def cannot_measure(problem: str, remedy: str) -> CannotMeasure:
-    """Error of a problem and what may be done about it in the model."""
-    return CannotMeasure(f"gns.single_pass: {problem} ({remedy}, or {WITHOUT_TAPS})")
 
 
 def check_parameters(model: DiffusionModel, tapped: Iterable[str]) -> None:

@@ -68,8 +68,6 @@ class DecayedSums:
     A noise scale drifts, by orders of magnitude early in training, most of all in Adam's geometry. With `shares`, the
     same steps are pooled in several windows, whose half-lives are these shares of the samples trained so far, at most
     of `half_life`; `window` chooses the one to estimate from.
-
-    `skipped` counts steps left out because a sum was not finite.
     """
 
     def __init__(self, num_bins: int, half_life: float, shares: Sequence[float] = ()) -> None:
@@ -79,12 +77,9 @@ class DecayedSums:
             half_life: in samples of a bin, > 0; infinity: nothing decays.
             shares: of the W windows, falling; none: a single window whose half-life is `half_life` from the beginning.
         """
-        if not half_life > 0:
-            raise ValueError(f"half_life is {half_life:g} samples, must be positive")
         self.num_bins = num_bins
         self.half_life = half_life
         self._shares = torch.tensor(shares, dtype=torch.float64)[:, None] if shares else None
-        self.skipped = 0
         self._seen = torch.zeros(num_bins, dtype=torch.float64)  # samples trained of each bin, none forgotten
         windows = max(len(shares), 1)
         # Ratios (|g|^2 per sample, signal per pair) of each bin; one ratio of each pair of bins.
@@ -94,15 +89,13 @@ class DecayedSums:
         self._fourth_powers, self._ages = torch.zeros(2, windows, num_bins, dtype=torch.float64)
 
     def add(self, sums: PairSums, trained: Tensor | None = None) -> None:
-        """Pool one step; it is left out, and counted in `skipped`, if any sum is not finite.
+        """Pool one step, on the host; it is left out if any sum is not finite.
 
         Args:
             trained: samples of each bin trained since the previous call, [K], those of `sums` included; None: no others.
         """
-        sums = sums.to("cpu")
         trained = sums.count if trained is None else trained
         if not sums.is_finite():
-            self.skipped += 1
             return
         numerators = sums.products - sums.squares.diag()
         pairs, numerator = sums.pairs.diagonal(), numerators.diagonal()
@@ -150,7 +143,7 @@ class DecayedSums:
         numerators, pairs = self._pairs.first[window, :, :, 0].unbind(-1)
         return PairSums(count, squares, numerators + squares.diag(), pairs)
 
-    def estimate(self, confidence: float = 0.95, window: int = 0) -> BinEstimates:
+    def estimate(self, window: int = 0) -> BinEstimates:
         """Estimate noise scales from the pooled steps.
 
         The variances are those between steps, whatever the gradients' distribution and however alike the samples of a
@@ -159,8 +152,7 @@ class DecayedSums:
         and 1,000 samples nearly all its misses are above it), and says nothing where Fieller's set has a lower bound.
 
         Args:
-            confidence: of each bin's interval by itself.
-            window: index of the window.
+            window: index.
         """
         bins, pairs = (RatioMoments(of.first[window], of.second[window]) for of in (self._bins, self._pairs))
         weight = bins.first[:, 1, 1]
@@ -173,24 +165,15 @@ class DecayedSums:
             matrix=pairs.ratios[..., 0],
             matrix_stderr=pairs.covariance[..., 0, 0].sqrt(),
             lag=torch.where(weight > 0, self._ages[window] / weight, torch.nan),
-            confidence=confidence,
         )
 
     def state_dict(self) -> dict:
         """Return plain numbers and lists of them, so that JSON holds the state exactly."""
-        tensors = {name: tensor.tolist() for name, tensor in self._tensors().items()}
-        return {"num_bins": self.num_bins, "skipped": self.skipped, **tensors}
+        return {name: tensor.tolist() for name, tensor in self._tensors().items()}
 
     def load_state_dict(self, state: dict) -> None:
-        """Resume from a state; the half-life is this object's own.
-
-        Raises:
-            ValueError: the state is of another number of bins.
-        """
-        if state["num_bins"] != self.num_bins:
-            raise ValueError(f"the state is of {state['num_bins']} timestep bins, this run has {self.num_bins}")
+        """Resume from a state of as many bins; the half-life is this object's own."""
         loaded = {name: torch.tensor(state[name], dtype=torch.float64) for name in self._tensors()}
-        self.skipped = state["skipped"]
         self._bins = RatioMoments(loaded["bins_first"], loaded["bins_second"])
         self._pairs = RatioMoments(loaded["pairs_first"], loaded["pairs_second"])
         self._fourth_powers, self._seen, self._ages = loaded["fourth_powers"], loaded["seen"], loaded["ages"]
@@ -251,9 +234,8 @@ def estimates_of_ratios(
     matrix: Tensor,
     matrix_stderr: Tensor,
     lag: Tensor,
-    confidence: float = 0.95,
 ) -> BinEstimates:
-    """Noise scales of the second moment E|g|^2 and the signal |G_b|^2, with Fieller's intervals.
+    """Noise scales of the second moment E|g|^2 and the signal |G_b|^2, with Fieller's intervals of 95 % each.
 
     Args:
         ratios: (second moment, signal) of each bin, [K, 2].
@@ -262,11 +244,10 @@ def estimates_of_ratios(
         degrees: of freedom of the variances, [K].
         matrix, matrix_stderr: of inner products between bins, [K, K].
         lag: of the pooled pairs, [K].
-        confidence: of each interval by itself.
     """
     second_moment, signal = ratios.unbind(-1)
     var_moment, var_signal, joint = covariance[:, 0, 0], covariance[:, 1, 1], covariance[:, 0, 1]
-    quantile = student_quantile(0.5 + 0.5 * confidence, degrees)
+    quantile = student_quantile(0.975, degrees)
     lower, upper, unbounded = fieller(second_moment, signal, var_moment, var_signal, joint, quantile)
     noise = second_moment - signal
     return BinEstimates(

@@ -1,4 +1,11 @@
-"""Monitor of the gradient noise scale of every timestep bin while a model trains, called by the trainer."""
+"""Monitor of the gradient noise scale of every timestep bin while a model trains, called by the trainer.
+
+A gradient's way through the room: in the backward each layer's tap measures it (taps.py; on measured steps by fresh projections,
+projections.py), capture.py sums what the taps measured over a step and over the ranks, and step_sums.py brings the sums to the
+host once the step counts. There pool.py leaves out outliers and adds the others to the decayed sums (decayed.py) of every
+estimator (composite.py corrects measured steps by the free ones before them). Estimates are quotients of sums (statistics.py).
+raw_sums.py writes every step to the disk. ranks.py measures without taps, on the gradients' way through the reduction.
+"""
 
 import logging
 import math
@@ -13,31 +20,30 @@ from torchtitan.diffusion.objective import Objective
 from torchtitan.diffusion.timesteps.sampler import GlobalBatch, LogitNormal, Uniform
 from torchtitan.diffusion.timesteps.shares import AllocatedTimesteps, bin_masses, bin_means
 from torchtitan.distributed.mesh import Layout
-from torchtitan.gns.agreement import Agreement
 from torchtitan.gns.allocate import (
     FROM_WEIGHT,
     PredictedRatio,
     SharesSchedule,
-    advice,
-    batch_advice,
-    half_progress_in_words,
-    loss_second_moment_shares,
-    place_of_batch,
+    neyman_shares,
     predicted_ratios,
-    scale_in_words,
+    sampler_advice,
     weight_shares,
-    worthwhile,
 )
-from torchtitan.gns.calibration import HalfProgress, half_progress
-from torchtitan.gns.capture import GradientTaps, StepSums
-from torchtitan.gns.config import GNS_FOLDER, GNSConfig
+from torchtitan.gns.batch_size import (
+    HalfProgress,
+    batch_advice,
+    half_progress,
+    half_progress_in_words,
+    scale_in_words,
+)
+from torchtitan.gns.capture import GradientTaps
+from torchtitan.gns.config import GNS_FOLDER, GNSConfig, bin_tags, of_bins
 from torchtitan.gns.decayed import BinEstimates
-from torchtitan.gns.late_sums import LateSums
-from torchtitan.gns.logged_bins import bin_tags, of_bins
 from torchtitan.gns.pictures import GEOMETRY_NAMES, draw_noise_scale
-from torchtitan.gns.pool import ESTIMATORS, Pool
-from torchtitan.gns.rank_monitor import RankMonitor
+from torchtitan.gns.pool import ESTIMATORS, Agreement, Pool
+from torchtitan.gns.ranks import RankMonitor
 from torchtitan.gns.raw_sums import RawSums
+from torchtitan.gns.step_sums import LateSums, StepSums
 
 logger = logging.getLogger(__name__)
 
@@ -73,9 +79,8 @@ class GNSMonitor:
         self._config, self._objective, self._edges = config, objective, edges
         self._taps, self._ranks, self._layout, self._folder = taps, ranks, layout, folder / GNS_FOLDER
         self._adam = adam
-        self._mass = bin_masses(objective.timestep_sampler.density, edges)
+        self.masses = bin_masses(objective.timestep_sampler.density, edges)  # [K], in the objective
         self.pool = Pool(taps.num_bins, len(taps.geometries), config.half_life) if taps else None
-        self._agreement = Agreement(taps.num_bins, len(taps.geometries), config.half_life) if taps else None
         self._raw = RawSums(self._folder, edges, len(taps.geometries)) if taps and layout.rank == 0 else None
         self._measured: StepSums | None = None  # of a step that no verdict has been given on
         self._late = LateSums()
@@ -83,13 +88,8 @@ class GNSMonitor:
         self._schedule = None
         if config.allocate_timesteps:
             self._schedule = SharesSchedule(
-                self._mass, warmup=config.allocation_warmup, interval=config.allocation_interval
+                self.masses, warmup=config.allocation_warmup, interval=config.allocation_interval
             )
-
-    @property
-    def masses(self) -> Tensor:
-        """Probability of each bin in the objective, [K]."""
-        return self._mass
 
     @property
     def separate_microbatches(self) -> bool:
@@ -98,10 +98,10 @@ class GNSMonitor:
 
     # ------------------------------------------------------------------ a step, in the order of calls
 
-    def forget(self) -> None:
-        """Forget a backward that is thrown away: its reduction does not count."""
+    def discard_backward(self) -> None:
+        """Discard what a backward handed to the reduction."""
         if self._ranks:
-            self._ranks.forget()
+            self._ranks.discard_backward()
 
     def begin_step(self, step: int, optimizer_state: dict[Tensor, dict], beta2: float) -> None:
         """Begin a step, before its first microbatch; collective on a measured step."""
@@ -147,8 +147,8 @@ class GNSMonitor:
             self._measured = sums
         self._samples += samples_per_rank * self._layout.world_size
 
-    def conclude(self, skip: Tensor) -> None:
-        """Conclude a step after its verdict: the measurement of a skipped one does not count.
+    def keep_step(self, skip: Tensor) -> None:
+        """Keep the measurement of a step after its verdict, unless the step is skipped.
 
         A measured step sends its sums and those of the free steps before it to the host, which pools them in the next
         step, while the device computes. Only where the next step depends on them, the host waits.
@@ -157,8 +157,8 @@ class GNSMonitor:
             skip: whether the optimizer leaves the step out, bool scalar, equal on all ranks.
         """
         if self._ranks:
-            self._ranks.conclude(skip)
-        self._pool_sent()
+            self._ranks.keep_step(skip)
+        self._pool_received()
         if self._measured is not None:
             self._late.add(self._step, self._measured, skip)
             self._measured = None
@@ -166,54 +166,46 @@ class GNSMonitor:
             return
         self._late.send()
         if self._schedule:
-            self.settle()
-            self._allocate()
-
-    def _allocate(self) -> None:
-        if self._schedule:
-            shares = self._schedule.update(
-                self._step, self._samples, self._pooled.by_bin(*self._of_updates), stratified=self._stratified
-            )
+            self.pool_kept_steps()
+            measured = self._pooled.by_bin(*self._for_samplers)
+            shares = self._schedule.update(self._step, self._samples, measured, stratified=self._stratified)
             if shares is not None:
                 self._allocated.set_shares(shares)
 
     # ------------------------------------------------------------------ what came of it
 
-    def settle(self) -> None:
-        """Settle all measurements: bring them to the host and pool them; waits for the device."""
-        self._pool_sent()
+    def pool_kept_steps(self) -> None:
+        """Pool all steps that were kept, after bringing their sums to the host; waits for the device."""
+        self._pool_received()
         self._late.send()
-        self._pool_sent()
+        self._pool_received()
         if self._ranks:
-            self._ranks.settle()
+            self._ranks.pool_kept_steps()
 
-    def _pool_sent(self) -> None:
+    def _pool_received(self) -> None:
         """Pool the steps sent to the host, in their order."""
-        for step, sums in self._late.take():
-            if self._pooled.add(sums):
-                if self._agreement:
-                    self._agreement.add(sums)
-            elif self._layout.rank == 0:
+        for step, sums in self._late.receive():
+            if not self._pooled.add(sums) and self._layout.rank == 0:
                 logger.warning(f"step {step}: left out of the gradient noise scale: its gradients are outliers")
             if self._raw:
                 self._raw.add(step, sums)
 
     def metrics(self) -> dict[str, float]:
         """Metrics by tag, `gns/<geometry>/<estimator>/<bin or all>/<quantity>`; unknown ones are left out."""
-        self.settle()
+        self.pool_kept_steps()
         found = bin_tags(self._edges.tolist()) | (self._ranks.metrics() if self._ranks else {})
         if self.pool and self.pool.outliers:
             found["gns/outlier_steps"] = float(self.pool.outliers)
         if self._ranks and self._ranks.separate:
             found["gns/reductions_per_step"] = float(self._ranks.microbatches)
         for geometry in self.pool.geometries if self.pool else ():
-            headline = self._pooled.headline(geometry)
+            headline = self._pooled.narrowest(geometry)
             for estimator in ESTIMATORS:
                 prefix = f"gns/{geometry}/{estimator}"
                 found |= _tags(f"{prefix}/{{}}", self._pooled.by_bin(geometry, estimator))
                 found |= _tags(f"{prefix}/all", self._whole(geometry, estimator))
                 found[f"{prefix}/all/headline"] = float(estimator == headline)
-            parts = self._pooled.parts_of_whole(geometry, self._mass, self._stratified)
+            parts = self._pooled.parts_of_whole(geometry, self.masses, self._stratified)
             found |= {f"gns/{geometry}/sketch/all/{name}": value for name, value in parts.items() if math.isfinite(value)}
         if half := self._half_progress():
             found |= _tags("gns/half_progress/{}", half, ("batch", "lower", "upper"))
@@ -228,8 +220,8 @@ class GNSMonitor:
         """
         if not self.pool:
             return []
-        self.settle()
-        geometry, estimator = self._headline
+        self.pool_kept_steps()
+        geometry, estimator = self._for_batch_size
         whole, lines = self._whole(geometry, estimator), []
         if whole.lower.item() > 0 or math.isfinite(whole.upper.item()):
             text = scale_in_words(whole.b_simple.item(), whole.lower.item(), whole.upper.item())
@@ -247,8 +239,8 @@ class GNSMonitor:
         """Mean age of the noise scale of the whole objective, in images; NaN while unknown."""
         if not self.pool:
             return math.nan
-        self.settle()
-        return self._whole(*self._headline).lag.item()
+        self.pool_kept_steps()
+        return self._whole(*self._for_batch_size).lag.item()
 
     def advice(self, global_batch_size: int, phase: str) -> list[str]:
         """Advice on the batch size and on the timestep sampler, a line each; none where nothing is to be changed.
@@ -259,14 +251,13 @@ class GNSMonitor:
         """
         if not self.pool:
             return []
-        self.settle()
-        whole = self._whole(*self._headline)
-        scale = whole.b_simple.item(), whole.lower.item(), whole.upper.item(), global_batch_size
-        ratios = self.predicted_ratios()
-        lines = [(self._headline, batch_advice(*scale))] if place_of_batch(*scale) in ("below", "above") else []
-        lines += [(self._of_updates, advice(ratios))] if worthwhile(ratios) else []
+        self.pool_kept_steps()
+        whole = self._whole(*self._for_batch_size)
+        of_batch = batch_advice(whole.b_simple.item(), whole.lower.item(), whole.upper.item(), global_batch_size)
+        of_sampler = sampler_advice(self.predicted_ratios())
         return [
-            f"measured {phase} ({estimator}, {GEOMETRY_NAMES[geometry]}): {line}" for (geometry, estimator), line in lines
+            f"measured {phase} ({estimator}, {GEOMETRY_NAMES[geometry]}): {line}"
+            for (geometry, estimator), line in ((self._for_batch_size, of_batch), (self._for_samplers, of_sampler)) if line
         ]
 
     def predicted_ratios(self) -> list[PredictedRatio]:
@@ -274,27 +265,28 @@ class GNSMonitor:
         density, others = self._objective.timestep_sampler.density, {}
         multiplier = bin_means(density, self._edges, lambda t: self._objective.learned_weighting(t / (1.0 - t)))
         if multiplier.max() > 1.01 * multiplier.min():
-            others[FROM_WEIGHT] = weight_shares(self._mass, multiplier)
+            others[FROM_WEIGHT] = weight_shares(self.masses, multiplier)
         if not self._objective.learns_weights:
-            others["loss_second_moment"] = loss_second_moment_shares(self._mass, self._pooled.mean_square_loss())
+            # In proportion to pi_b sqrt(E[L^2]) of single samples: Nichol and Dhariwal, arXiv 2102.09672, eq. 18.
+            others["loss_second_moment"] = neyman_shares(self.masses, self._pooled.mean_square_loss())
         for name, density in (("uniform", Uniform()), ("logit_normal", LogitNormal())):
             masses = bin_masses(density, self._edges)
-            if (masses / self._mass - 1.0).abs().max() > 0.01:
+            if (masses / self.masses - 1.0).abs().max() > 0.01:
                 others[name] = masses
         importance = self._objective.timestep_sampler.bin_importance()
-        present = None if importance is None else self._mass / importance
+        present = None if importance is None else self.masses / importance
         return predicted_ratios(
-            self._mass, self._pooled.by_bin(*self._of_updates), others, stratified=self._stratified, present=present
+            self.masses, self._pooled.by_bin(*self._for_samplers), others, stratified=self._stratified, present=present
         )
 
     def draw(self, points: Sequence[dict], global_batch_size: int) -> Image.Image | None:
         """Draw the picture of the run so far from its logged points; None if there is nothing to draw."""
-        if not self.pool or not self._agreement:
+        if not self.pool:
             return None
-        self.settle()
-        names = {geometry: self.pool.headline(geometry) for geometry in self.pool.geometries}
+        self.pool_kept_steps()
+        names = {geometry: self.pool.narrowest(geometry) for geometry in self.pool.geometries}
         estimates = {
-            geometry: [self.pool.by_bin(geometry, name), *self._agreement.estimates(geometry, self.pool.window(geometry))]
+            geometry: [self.pool.by_bin(geometry, name), *self.pool.agreement.estimates(geometry, self.pool.window(geometry))]
             for geometry, name in names.items()
         }
         if all(levels[0].noise.isnan().all() for levels in estimates.values()):  # no step was measured
@@ -304,7 +296,7 @@ class GNSMonitor:
 
     def flush(self) -> None:
         """Write the raw sums of all steps so far."""
-        self.settle()
+        self.pool_kept_steps()
         self.sync()
 
     def sync(self) -> None:
@@ -318,7 +310,7 @@ class GNSMonitor:
 
     def state_dict(self) -> dict:
         """Return the rest of the state, and the tensors' sizes."""
-        self.settle()
+        self.pool_kept_steps()
         sizes = {name: len(tensor) for name, tensor in self.tensors().items()}
         parts = {name: part.state_dict() for name, part in self._parts.items() if part}
         return {"samples": self._samples, "sizes": sizes} | self._measured_as | parts
@@ -349,7 +341,8 @@ class GNSMonitor:
 
     @property
     def _parts(self) -> dict[str, Pool | Agreement | RankMonitor | SharesSchedule | None]:
-        return {"pool": self.pool, "agreement": self._agreement, "ranks": self._ranks, "schedule": self._schedule}
+        agreement = self.pool.agreement if self.pool else None
+        return {"pool": self.pool, "agreement": agreement, "ranks": self._ranks, "schedule": self._schedule}
 
     @property
     def _allocated(self) -> AllocatedTimesteps:
@@ -366,29 +359,29 @@ class GNSMonitor:
 
     def _whole(self, geometry: str, estimator: str) -> BinEstimates:
         as_drawn = not (self._stratified or self._config.allocate_timesteps or self._config.bin_pure_microbatches)
-        return self._pooled.whole(geometry, estimator, None if as_drawn else self._mass, self._stratified)
+        return self._pooled.whole(geometry, estimator, None if as_drawn else self.masses, self._stratified)
 
     @property
-    def _headline(self) -> tuple[str, str]:
+    def _for_batch_size(self) -> tuple[str, str]:
         """Geometry and estimator of statements on batch sizes. The plain geometry predicts single bins' half-progress batches;
         for the whole objective this was not measured.
         """
         geometry = self._pooled.geometries[0]
-        return geometry, self._pooled.headline(geometry)
+        return geometry, self._pooled.narrowest(geometry)
 
     @property
-    def _of_updates(self) -> tuple[str, str]:
+    def _for_samplers(self) -> tuple[str, str]:
         """Geometry of the updates, Adam's where it is measured, and its estimator. Allocation of timesteps and growing batches
         were tested in it.
         """
         geometry = self._pooled.geometries[-1]
-        return geometry, self._pooled.headline(geometry)
+        return geometry, self._pooled.narrowest(geometry)
 
     def _half_progress(self) -> HalfProgress | None:
         """Half-progress batches by bin; None where updates are not Adam's, for which no ratio was measured."""
         if not self.pool or not self._adam:
             return None
-        return half_progress(self.pool.by_bin(*self._headline))
+        return half_progress(self.pool.by_bin(*self._for_batch_size))
 
 
 def _tags(pattern: str, estimates: BinEstimates | HalfProgress, quantities: Sequence[str] = _QUANTITIES) -> dict[str, float]:

@@ -8,10 +8,10 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from torchtitan.gns.agreement import finest_known, wider_bins
-from torchtitan.gns.calibration import HalfProgress
+from torchtitan.gns.batch_size import HalfProgress
+from torchtitan.gns.config import DRAWN
 from torchtitan.gns.decayed import BinEstimates
-from torchtitan.gns.logged_bins import DRAWN
+from torchtitan.gns.pool import finest_known, wider_bins
 from torchtitan.pictures.colours import COLOURS
 
 _UNBOUNDED = "0.8"

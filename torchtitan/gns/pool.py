@@ -1,17 +1,16 @@
-"""Pools of noise scales over many steps: every estimator and the sums that it takes."""
+"""Pools of noise scales over many steps: every estimator with its sums, outlier steps, and agreement of the bins' gradients."""
 
-from dataclasses import fields, replace
-from typing import Any
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from torchtitan.gns.capture import FREE_PARTS, GEOMETRIES, StepSums
-from torchtitan.gns.composite import Composite, FreeSums
-from torchtitan.gns.control_variate import ControlledSums
+from torchtitan.gns.composite import Composite, ControlledSums, FreeSums
 from torchtitan.gns.decayed import WINDOW_SHARES, BinEstimates, DecayedSums, narrowest
-from torchtitan.gns.outliers import OutlierRule
-from torchtitan.gns.statistics import whole_objective
+from torchtitan.gns.statistics import PairSums, cosine_stderr, cosines, whole_objective
+from torchtitan.gns.step_sums import FREE_PARTS, GEOMETRIES, StepSums
 
 # sketch: the whole model on measured steps, pairs of the whole step
 # composite: the whole model, from measured steps and what the free parts say on all others, see torchtitan.gns.composite
@@ -48,6 +47,7 @@ class Pool:
         self._whole = {key: DecayedSums(1, half_life * num_bins, WINDOW_SHARES) for key in keys}
         # Of the steps since the last measured one; none before the geometry's first.
         self._entries = {geometry: FreeSums.zeros(num_bins) for geometry in self.geometries}
+        self.agreement = Agreement(num_bins, num_geometries, half_life)
         # Of the free parts on every step, and of the whole model on measured ones, in plain geometry: the other's scale
         # changes with its factors.
         self._free_outliers, self._whole_outliers = OutlierRule(num_bins), OutlierRule(num_bins)
@@ -73,18 +73,15 @@ class Pool:
                 self._entries[geometry] = self._entries[geometry] + free
                 if sums.measured:
                     self._close_entry(index, sums)
+        self.agreement.add(sums)
         return True
 
     def _close_entry(self, index: int, sums: StepSums) -> None:
         """Add the entry that a measured step ends to the sums of a geometry, all of it or, where a sum is not finite, nothing."""
         geometry, as_one = self.geometries[index], torch.zeros(self.num_bins, dtype=torch.int64)
         entry, self._entries[geometry] = self._entries[geometry], FreeSums.zeros(self.num_bins)
-        by_bin, whole = (
-            kind[index].add(of_entry, of_step)
-            for kind, of_entry, of_step in zip(
-                self._composites, (entry, entry.combined()), (sums, sums.combined()), strict=True
-            )
-        )
+        by_bin = self._composites[0][index].add(entry, sums)
+        whole = self._composites[1][index].add(entry.combined(), sums.combined())
         if by_bin is None or whole is None:
             return
         of_all = entry.count.sum(0, keepdim=True)
@@ -98,7 +95,7 @@ class Pool:
         """Window that all estimates of a geometry are from."""
         return self._by_bin[geometry, "sketch"].window()
 
-    def headline(self, geometry: str) -> str:
+    def narrowest(self, geometry: str) -> str:
         """Name of the estimator of the whole model whose intervals by bin are the narrowest: see `narrowest`."""
         return narrowest({name: self.by_bin(geometry, name) for name in WHOLE_MODEL})
 
@@ -157,8 +154,6 @@ class Pool:
             return {"/".join(key): value for key, value in values.items()}
 
         return {
-            "num_bins": self.num_bins,
-            "windows": list(WINDOW_SHARES),
             "losses": self._losses.tolist(),
             "composites": [composite.state_dict() for kind in self._composites for composite in kind],
             "controlled": [sums.state_dict() for kind in self._controlled for sums in kind],
@@ -171,19 +166,14 @@ class Pool:
         }
 
     def load_state_dict(self, state: dict) -> None:
-        """Resume from a state; one of other bins, geometries or windows is dropped."""
-        keys = {"/".join(key): key for key in self._by_bin}
-        if state["num_bins"] != self.num_bins or set(state["by_bin"]) != set(keys):
-            return
-        if state.get("windows") != list(WINDOW_SHARES):
-            return
+        """Resume from a state of the same bins and geometries."""
         self._losses = torch.tensor(state["losses"], dtype=torch.float64)
         for name, parts in (("composites", self._composites), ("controlled", self._controlled)):
             for part, found in zip((part for kind in parts for part in kind), state[name], strict=True):
                 part.load_state_dict(found)
-        for name, key in keys.items():
-            self._by_bin[key].load_state_dict(state["by_bin"][name])
-            self._whole[key].load_state_dict(state["whole"][name])
+        for key in self._by_bin:
+            self._by_bin[key].load_state_dict(state["by_bin"]["/".join(key)])
+            self._whole[key].load_state_dict(state["whole"]["/".join(key)])
         for key, of_geometry in state["entries"].items():
             self._entries[key] = FreeSums(**{
                 name: torch.tensor(values, dtype=torch.float64) for name, values in of_geometry.items()
@@ -192,8 +182,154 @@ class Pool:
             rule.load_state_dict(found)
 
 
-def to_host(sums: StepSums) -> StepSums:
-    """Copy the sums to the host's memory; waits for the device."""
-    values = (getattr(sums, field.name) for field in fields(StepSums))
-    on_host: list[Any] = [None if value is None else value.to("cpu", torch.float64) for value in values]
-    return StepSums(*on_host)
+_STEPS = 64  # remembered of each bin
+_LEAST_STEPS = 32  # before which nothing stands out
+_LEAST_RATIO = 1e6  # of the mean square to its running median
+_DEVIATIONS = 8.0  # robust standard deviations of its ln
+
+_NORMAL = 1.4826  # standard deviation of a normal distribution over its median absolute deviation
+
+
+class OutlierRule:
+    """Outlier rule: mean squared gradients of the latest steps by bin, against which a new one is compared.
+
+    One sample whose gradient is a million times the others' has 10^12 times their square. It decides a pooled second
+    moment for as long as it is remembered, and the signal, a small difference of such sums, comes out anywhere.
+
+    A bin's mean square is an outlier if it exceeds the median of its latest 64 a million times (a norm
+    a thousand times), and its ln by 8 standard deviations, estimated by 1.4826 times the median absolute deviation of
+    theirs. Nothing is an outlier of fewer than 32. Squared norms of single samples that are lognormal, however wide,
+    thus practically never do; the mean of a step's samples varies less. Every value is remembered, outliers too, so
+    that a lasting change is ordinary after half of the memory at the latest.
+
+    Attributes:
+        count: outlier steps.
+    """
+
+    def __init__(self, num_bins: int) -> None:
+        self.count = 0
+        self._logs = torch.full((num_bins, _STEPS), torch.nan, dtype=torch.float64)  # a ring in each bin
+        self._seen = torch.zeros(num_bins, dtype=torch.int64)
+
+    def stands_out(self, mean_squares: Tensor) -> bool:
+        """Check whether a step is an outlier by the mean squared gradient of each bin [K], in any bin, and remember it.
+
+        A bin without samples (NaN), or with a square that is zero or infinite, is left out.
+        """
+        logs = mean_squares.log()
+        known = logs.isfinite()
+        found = self._exceed_limit(logs, known & (self._seen >= _LEAST_STEPS))
+        self._logs[known, self._seen[known] % _STEPS] = logs[known]
+        self._seen += known
+        self.count += found
+        return found
+
+    def _exceed_limit(self, logs: Tensor, judged: Tensor) -> bool:
+        lowest = self._logs.nan_to_num(nan=torch.inf).amin(1)  # at most the median: ordinary steps end here
+        if not (judged & (logs > lowest + math.log(_LEAST_RATIO))).any():
+            return False
+        median = self._logs.nanmedian(1).values
+        deviation = _NORMAL * (self._logs - median[:, None]).abs().nanmedian(1).values
+        limit = median + (_DEVIATIONS * deviation).clamp_min(math.log(_LEAST_RATIO))
+        return bool((judged & (logs > limit)).any())
+
+    def state_dict(self) -> dict:
+        """Return plain numbers: of each bin the latest steps' ln, the oldest first, and how many there were."""
+        rings = [
+            ring.roll(-int(seen) % _STEPS if seen >= _STEPS else 0)[: int(seen)].tolist()
+            for ring, seen in zip(self._logs, self._seen, strict=True)
+        ]
+        return {"count": self.count, "seen": self._seen.tolist(), "logs": rings}
+
+    def load_state_dict(self, state: dict) -> None:
+        """Resume from a state of as many bins."""
+        self.count, self._seen = state["count"], torch.tensor(state["seen"], dtype=torch.int64)
+        self._logs.fill_(torch.nan)
+        for ring, logs, seen in zip(self._logs, state["logs"], state["seen"], strict=True):
+            places = (seen - len(logs) + torch.arange(len(logs))) % _STEPS
+            ring[places] = torch.tensor(logs, dtype=torch.float64)
+
+
+# A cosine is known to this standard error, which tells conflict from agreement.
+_LARGEST_ERROR = 0.5
+
+
+class Agreement:
+    """Decayed sums of all pairs of measured steps, in half as many bins, a quarter, and so on down to two.
+
+    The signals of many narrow bins are each a small difference of large sums, and their cosines are noise. Samples of
+    neighbours put together have as many more pairs, so the bins' mean gradients are compared in the finest bins in which
+    their agreement is known.
+    """
+
+    def __init__(self, num_bins: int, num_geometries: int, half_life: float) -> None:
+        """`half_life`: samples trained of a bin, one of `num_bins`, after which a step counts half, at most."""
+        self.num_bins = num_bins
+        self._sums = {
+            geometry: [DecayedSums(count, half_life * num_bins / count, WINDOW_SHARES) for count in coarser(num_bins)]
+            for geometry in GEOMETRIES[:num_geometries]
+        }
+        # Samples trained since the last measured step, by geometry: none before the geometry's first.
+        self._trained = torch.zeros(num_geometries, num_bins, dtype=torch.float64)
+
+    def add(self, sums: StepSums) -> None:
+        """Add a step; one that was not measured says only how many samples were trained."""
+        for index, levels in enumerate(self._sums.values()):
+            if not sums.squares[:, index].any():
+                continue  # no second moment yet
+            self._trained[index] += sums.count
+            if sums.all_pairs is None:
+                continue
+            found = PairSums(sums.count, sums.squares[:, index].sum(0), sums.all_products[:, index].sum(0), sums.all_pairs)
+            trained, self._trained[index] = self._trained[index].clone(), 0.0
+            for level in levels:
+                wide = wider_bins(self.num_bins, level.num_bins)
+                of_level = torch.zeros(level.num_bins, dtype=torch.float64).index_add_(0, wide, trained)
+                level.add(found.combined(wide, level.num_bins), of_level)
+
+    def estimates(self, geometry: str, window: int) -> list[BinEstimates]:
+        """Estimates in fewer and fewer bins, from a window of `DecayedSums`."""
+        return [level.estimate(window=window) for level in self._sums[geometry]]
+
+    def state_dict(self) -> dict:
+        levels = {geometry: [level.state_dict() for level in found] for geometry, found in self._sums.items()}
+        return {"levels": levels, "trained": self._trained.tolist()}
+
+    def load_state_dict(self, state: dict) -> None:
+        """Resume from a state of the same bins and geometries."""
+        for geometry, levels in self._sums.items():
+            for level, found in zip(levels, state["levels"][geometry], strict=True):
+                level.load_state_dict(found)
+        self._trained = torch.tensor(state["trained"], dtype=torch.float64)
+
+
+def coarser(num_bins: int) -> Iterator[int]:
+    """Numbers of bins below K: each half of the one before, rounded up, down to two."""
+    while num_bins > 2:
+        num_bins = -(-num_bins // 2)
+        yield num_bins
+
+
+def wider_bins(num_bins: int, count: int) -> Tensor:
+    """Wide bin of each bin, int64 [K]: neighbours share one, as many as possible in each."""
+    return torch.arange(num_bins) * count // num_bins
+
+
+def known_cosines(found: BinEstimates) -> Tensor:
+    """Cosines between the bins' mean gradients [K, K]; NaN where a signal is too weak or the error is too large."""
+    values = cosines(found.matrix, found.matrix_stderr.diagonal())
+    return torch.where(cosine_stderr(found.matrix, found.matrix_stderr) <= _LARGEST_ERROR, values, torch.nan)
+
+
+def finest_known(levels: Sequence[BinEstimates]) -> Tensor | None:
+    """Cosines of the first level of which at least half of the pairs of bins are known; None if there is none.
+
+    Args:
+        levels: estimates in fewer and fewer bins.
+    """
+    for found in levels:
+        values = known_cosines(found)
+        pairs = values[torch.triu(torch.ones_like(values, dtype=torch.bool), diagonal=1)]
+        if len(pairs) and 2 * int(pairs.isfinite().sum()) >= len(pairs):
+            return values
+    return None

@@ -26,7 +26,7 @@ from torch import Tensor
 from torchtitan.errors import one_line, reason
 from torchtitan.files.durable import make_folder, replacing, sync
 from torchtitan.files.optional import OptionalOutputs
-from torchtitan.gns.capture import GEOMETRIES, PARTS, StepSums
+from torchtitan.gns.step_sums import GEOMETRIES, PARTS, StepSums
 
 logger = logging.getLogger(__name__)
 
@@ -75,23 +75,20 @@ class RawSums:
     def flush(self) -> None:
         """Flush the kept rows to one more file, on the disk when this returns; or keep them. Any thread may call it."""
         with self._writing:
-            self._flush()
-
-    def _flush(self) -> None:
-        with self._lock:
-            steps, rows = self._steps, self._rows
-            self._steps, self._rows = [], []
-        if not steps:
-            return
-        path = self._folder / f"raw-{steps[0]:08d}-{steps[-1]:08d}.parquet"
-        kept = f"training continues, rows of the last {_MOST_ROWS:,} steps wait in memory"
-        with self._outputs.attempt("the sums of the gradient noise scale", path, consequence=kept):
-            make_folder(self._folder)
-            with replacing(path) as unfinished:
-                pq.write_table(self._table(steps, rows), unfinished, compression="zstd")
-            return
-        with self._lock:
-            self._steps, self._rows = (steps + self._steps)[-_MOST_ROWS:], (rows + self._rows)[-_MOST_ROWS:]
+            with self._lock:
+                steps, rows = self._steps, self._rows
+                self._steps, self._rows = [], []
+            if not steps:
+                return
+            path = self._folder / f"raw-{steps[0]:08d}-{steps[-1]:08d}.parquet"
+            kept = f"training continues, rows of the last {_MOST_ROWS:,} steps wait in memory"
+            with self._outputs.attempt("the sums of the gradient noise scale", path, consequence=kept):
+                make_folder(self._folder)
+                with replacing(path) as unfinished:
+                    pq.write_table(self._table(steps, rows), unfinished, compression="zstd")
+                return
+            with self._lock:
+                self._steps, self._rows = (steps + self._steps)[-_MOST_ROWS:], (rows + self._rows)[-_MOST_ROWS:]
 
     def _table(self, steps: list[int], rows: list[StepSums]) -> pa.Table:
         columns = {"step": pa.array(steps, pa.int64())}
@@ -107,26 +104,23 @@ class RawSums:
         A file that cannot be read, or holds something else, is set aside under another name, and does not count.
         """
         with self._writing:
-            self._cut(last_step)
-
-    def _cut(self, last_step: int) -> None:
-        with self._lock:
-            self._steps, self._rows = [], []
-        for path in raw_files(self._folder):
-            first, last = _steps_of(path)
-            if last <= last_step:
-                continue
-            try:
-                if b"parts" not in (pq.read_schema(path).metadata or {}):  # another program's
-                    raise KeyError("it holds no raw sums of the gradient noise")
-                if first <= last_step:
-                    self._shorten(path, first, last_step)
-                path.unlink()
-                sync(self._folder)
-            except (OSError, pa.ArrowException, KeyError) as error:
-                logger.error(f"{path}: cannot be cut to step {last_step}: {reason(error)}; it is set aside")
-                with self._outputs.attempt("the name under which it is set aside", path, consequence="it stays"):
-                    path.replace(path.with_name(f"{path.name}.aside"))
+            with self._lock:
+                self._steps, self._rows = [], []
+            for path in raw_files(self._folder):
+                first, last = _steps_of(path)
+                if last <= last_step:
+                    continue
+                try:
+                    if b"parts" not in (pq.read_schema(path).metadata or {}):  # another program's
+                        raise KeyError("it holds no raw sums of the gradient noise")
+                    if first <= last_step:
+                        self._shorten(path, first, last_step)
+                    path.unlink()
+                    sync(self._folder)
+                except (OSError, pa.ArrowException, KeyError) as error:
+                    logger.error(f"{path}: cannot be cut to step {last_step}: {reason(error)}; it is set aside")
+                    with self._outputs.attempt("the name under which it is set aside", path, consequence="it stays"):
+                        path.replace(path.with_name(f"{path.name}.aside"))
 
     def _shorten(self, path: Path, first: int, last_step: int) -> None:
         table = pq.read_table(path)

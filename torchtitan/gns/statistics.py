@@ -60,11 +60,6 @@ class PairSums:
             self.pairs + other.pairs,
         )
 
-    def rescaled(self, factor: Tensor) -> Self:
-        """Rescale the gradients of bin b by factor[b], as a loss weight does; factor [K]."""
-        products = self.products * torch.outer(factor, factor)
-        return type(self)(self.count, self.squares * factor**2, products, self.pairs)
-
     def combined(self, bin_of: Tensor, num_bins: int) -> Self:
         """Combine bins: the sums as if bin b were part of bin `bin_of[b]` of fewer, larger bins.
 
@@ -82,10 +77,6 @@ class PairSums:
             belongs @ self.products @ belongs.T,
             belongs @ self.pairs @ belongs.T,
         )
-
-    def to(self, device: torch.device | str) -> Self:
-        """Copy the sums to another device."""
-        return type(self)(*(t.to(device) for t in (self.count, self.squares, self.products, self.pairs)))
 
     def is_finite(self) -> bool:
         """True if every sum is a finite number."""
@@ -115,11 +106,6 @@ def noise(sums: PairSums) -> Tensor:
     the tr Sigma_b - D that acts on the mean by D N / (N - 1). D is at most the variance of E[g | t] within the bin.
     """
     return second_moment(sums) - signal(sums)
-
-
-def b_simple(sums: PairSums) -> Tensor:
-    """Noise scale tr Sigma_b / |G_b|^2 in samples, [K]; negative with the signal. Means little without an interval."""
-    return noise(sums) / signal(sums)
 
 
 def cross_products(sums: PairSums) -> Tensor:
@@ -219,37 +205,7 @@ def _weighted_sum(weights: Tensor, values: Tensor) -> Tensor:
     return torch.where(weights == 0, 0.0, weights * values).sum()  # an unknown value of weight 0 does no harm
 
 
-# ---------------------------------------------------------------------- norms of groups' mean gradients
-
-
-def group_estimate(sizes: Tensor, square_norms: Tensor, mean_square_norm: Tensor | float) -> tuple[Tensor, Tensor]:
-    """Signal and noise from the mean gradients h_j of m groups of n_j samples of one bin, N in all, and their mean g:
-
-        tr Sigma = (sum_j n_j |h_j|^2 - N |g|^2) / (m - 1),     |G|^2 = |g|^2 - tr Sigma / N
-
-    Unbiased for any sizes that do not depend on the gradients. With equal sizes it is McCandlish et al.'s; with groups
-    of one sample it is `signal` and `noise` of PairSums.
-
-    Args:
-        sizes: n_j, [..., m]; an empty group (0) drops out, whatever its norm.
-        square_norms: |h_j|^2, [..., m].
-        mean_square_norm: |g|^2 of g = sum_j n_j h_j / N, [...].
-
-    Returns:
-        |G|^2 and tr Sigma, float64 [...]; NaN with fewer than two groups.
-    """
-    total, groups, scatter, mean_square_norm = _group_scatter(sizes, square_norms, mean_square_norm)
-    estimate = torch.where(groups >= 2, scatter / (groups - 1), torch.nan)
-    return mean_square_norm - estimate / total, estimate
-
-
-def _group_scatter(sizes: Tensor, square_norms: Tensor, mean_square_norm: Tensor | float) -> tuple[Tensor, ...]:
-    sizes = torch.as_tensor(sizes).to(torch.float64)
-    square_norms = torch.as_tensor(square_norms).to(torch.float64)
-    mean_square_norm = torch.as_tensor(mean_square_norm, dtype=torch.float64, device=sizes.device)
-    total, groups = sizes.sum(-1), (sizes > 0).sum(-1)
-    within = torch.where(sizes > 0, sizes * square_norms, 0.0).sum(-1)
-    return total, groups, within - total * mean_square_norm, mean_square_norm
+# ---------------------------------------------------------------------- ratios pooled over steps
 
 
 @dataclass(frozen=True)
@@ -311,9 +267,13 @@ class RatioMoments:
 
 @dataclass(frozen=True)
 class GroupSums:
-    """`group_estimate` pooled over steps: numerators and denominators of noise and signal, each summed.
+    """Signal and noise from the mean gradients h_j of m groups of n_j samples of one bin, N in all, and their mean g:
 
-    A step counts m - 1 in the noise and N^2 (m - 1) / m in the signal, which is the inverse of its variance where noise
+        tr Sigma = (sum_j n_j |h_j|^2 - N |g|^2) / (m - 1),     |G|^2 = |g|^2 - tr Sigma / N
+
+    Unbiased for any sizes that do not depend on the gradients. With equal sizes it is McCandlish et al.'s; with groups of one
+    sample it is `signal` and `noise` of PairSums. Over steps, numerators and denominators of noise and signal are each summed:
+    a step counts m - 1 in the noise and N^2 (m - 1) / m in the signal, which is the inverse of its variance where noise
     dominates, and the number of pairs where groups are of one sample. A step of fewer than two groups adds nothing.
     """
 
@@ -326,10 +286,19 @@ class GroupSums:
 
     @classmethod
     def of_step(cls, sizes: Tensor, square_norms: Tensor, mean_square_norm: Tensor | float) -> Self:
-        """Sums of one step's groups; arguments as in `group_estimate`."""
-        total, groups, scatter, mean_square_norm = _group_scatter(sizes, square_norms, mean_square_norm)
+        """Sums of one step's groups.
+
+        Args:
+            sizes: n_j, [m]; an empty group (0) drops out, whatever its norm.
+            square_norms: |h_j|^2, [m].
+            mean_square_norm: |g|^2 of g = sum_j n_j h_j / N, scalar.
+        """
+        sizes, square_norms = sizes.to(torch.float64), square_norms.to(torch.float64)
+        mean_square_norm = torch.as_tensor(mean_square_norm, dtype=torch.float64, device=sizes.device)
+        total, groups = sizes.sum(), (sizes > 0).sum()
         if groups < 2:
             return cls.zeros()
+        scatter = torch.where(sizes > 0, sizes * square_norms, 0.0).sum() - total * mean_square_norm
         degrees, pairs = groups - 1.0, total**2 * (groups - 1.0) / groups
         signal_numerator = pairs * (mean_square_norm - scatter / (degrees * total))
         values = torch.stack([torch.stack([scatter, degrees]), torch.stack([signal_numerator, pairs])])

@@ -57,20 +57,6 @@ class TapSwitch:
 
 
 @dataclass
-class Scales:
-    """Factors of all geometries on a layer's gradient, written in place before a step.
-
-    Attributes:
-        rows: [G, out]; of a table of vectors: one per vector; of a gain: one per channel; of other elements: one per place of
-            their first dimension.
-        columns: [G, in + 1], the last is the bias's; of a gain, and of elements of one dimension: [G, 1].
-    """
-
-    rows: Tensor
-    columns: Tensor
-
-
-@dataclass
 class Fold:
     """Random fold of a layer's n rows onto FOLDED_ROWS sums: block after block of rows, each rotated by a random number of
     places, is added to them with random signs.
@@ -201,16 +187,19 @@ class SketchTap(Function):
         d, most = over_tokens(dy), len(dy)
         if d.device.type == "cpu":
             most = max(1, _IN_CACHE // (a_right.shape[2] * d.shape[2]))
-        found = [_one_sided(*part, rows) for part in zip(a_right.split(most), d.split(most), one_hot.split(most), strict=True)]
-        squares, of_bins = found[0]  # the only one on a device
-        if len(found) > 1:
-            squares = torch.cat([part for part, _ in found])
-            for _, part in found[1:]:
-                of_bins += part
+        squares: list[Tensor] = []
+        of_bins = d.new_zeros(())
+        for some_right, some_d, some_hot in zip(a_right.split(most), d.split(most), one_hot.split(most), strict=True):
+            one_sided = (some_right.mT @ some_d).unflatten(1, (len(rows), -1))  # D_i^T [A_i, 1] R, [B, G, k, out]
+            if len(rows) > 1:
+                one_sided[:, 1:].mul_(rows[1:, None])
+            squares.append(torch.linalg.vector_norm(one_sided.flatten(2), dim=2, dtype=rows.dtype).square())  # [B, G]
+            summed = _full_product(some_hot.T.to(one_sided.dtype), one_sided.flatten(1))  # [K, G k out]
+            of_bins = summed if len(squares) == 1 else of_bins.add_(summed)
         folded = folded_rows(of_bins.view(-1, d.shape[2]), places, signs)  # [K G k, m]
         # In the layout of the probe: compiled, the sum writes it so; autograd would copy the sketch after it.
         folded = folded.view(one_hot.shape[1], len(rows), -1).transpose(0, 1).contiguous()  # [G, K, k m]
-        return dy, None, squares.T, folded, None, None, None, None
+        return dy, None, torch.cat(squares).T, folded, None, None, None, None
 
 
 def over_tokens(x: Tensor) -> Tensor:
@@ -221,15 +210,6 @@ def over_tokens(x: Tensor) -> Tensor:
 def folded_rows(values: Tensor, places: Tensor, signs: Tensor) -> Tensor:
     """Fold values [n, out], see Fold, [n, FOLDED_ROWS]."""
     return (values.index_select(1, places) * signs).unflatten(1, (-1, FOLDED_ROWS)).sum(1)
-
-
-def _one_sided(a_right: Tensor, dy: Tensor, one_hot: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Squared norms [B, G] of D_i^T [A_i, 1] R in every geometry, and their sums by bin [K, G k out]."""
-    one_sided = (a_right.mT @ dy).unflatten(1, (len(rows), -1))  # [B, G, k, out]
-    if len(rows) > 1:
-        one_sided[:, 1:].mul_(rows[1:, None])
-    squares = torch.linalg.vector_norm(one_sided.flatten(2), dim=2, dtype=rows.dtype).square()
-    return squares, _full_product(one_hot.T.to(one_sided.dtype), one_sided.flatten(1))
 
 
 class SmallTap(Function):
@@ -254,26 +234,6 @@ class SmallTap(Function):
         return dy, None, *_of_whole(gradient, one_hot, rows, columns), None, None, None, None
 
 
-class GainTap(Function):
-    """Tap of a norm's learned gain: y = gain * norm(x), any shape [B, ..., channels].
-
-    norm(x) is computed again in the backward instead of being kept: the norm keeps x anyway.
-    """
-
-    @staticmethod
-    def forward(ctx, y, x, squares, sums, one_hot, rows, columns, rms, eps):
-        ctx.save_for_backward(x, one_hot, rows, columns)
-        ctx.rms, ctx.eps = rms, eps
-        return y.view_as(y)
-
-    @staticmethod
-    @_outside_autocast
-    def backward(ctx, dy):
-        x, one_hot, rows, columns = ctx.saved_tensors
-        gradient = _summed(_full(dy) * _norm(x, None, ctx.rms, ctx.eps), rows.shape[1:])
-        return dy, None, *_of_whole(gradient, one_hot, rows, columns), None, None, None, None, None
-
-
 class TappedGain(Function):
     """Gain with its tap, normed [B, ..., channels] -> gain * normed: the gradient's product is that of the measurement."""
 
@@ -293,20 +253,25 @@ class TappedGain(Function):
 
 
 class ElementTap(Function):
-    """Tap of elements that are added to an input or multiply it: y [B, ...], and x as y, or None of a sum."""
+    """Tap of elements that are added to an input, or multiply it or its norm: y [B, ...], and x as y, or None of a sum.
+
+    norm(x) is computed again in the backward instead of being kept: the norm keeps x anyway.
+    """
 
     @staticmethod
-    def forward(ctx, y, x, squares, sums, one_hot, rows, columns, shape):
+    def forward(ctx, y, x, squares, sums, one_hot, rows, columns, shape, rms, eps):
         ctx.save_for_backward(x, one_hot, rows, columns)
-        ctx.shape = shape
+        ctx.shape, ctx.rms, ctx.eps = shape, rms, eps
         return y.view_as(y)
 
     @staticmethod
     @_outside_autocast
     def backward(ctx, dy):
         x, one_hot, rows, columns = ctx.saved_tensors
+        if ctx.rms is not None:
+            x = _norm(x, None, ctx.rms, ctx.eps)
         gradient = _summed(_full(dy) if x is None else _full(dy) * x, ctx.shape)
-        return dy, None, *_of_whole(gradient, one_hot, rows, columns), None, None, None, None
+        return dy, None, *_of_whole(gradient, one_hot, rows, columns), None, None, None, None, None, None
 
 
 def _norm(x: Tensor, gain: Tensor | None, rms: bool, eps: float) -> Tensor:
@@ -334,10 +299,12 @@ def _of_whole(gradient: Tensor, one_hot: Tensor, rows: Tensor, columns: Tensor) 
 class TappedLinear(nn.Linear):
     """Linear with a tap behind it.
 
-    The installer gives it the tensors that its tap needs, on the device of compute, each under its name: `rows` [G, out]
-    and `columns` [G, in + 1] (see Scales), float32; `left` [out, G m] and `right` [in + 1, G k] (projections times these
-    factors; over tokens there is a `fold` instead of `left`), in the dtype of compute; and the probes, float32, which
-    require a gradient: `sums` [G, K, m k] where sketches are taken.
+    `GradientTaps` gives it, and all other tapped layers, the tensors that their taps need, on the device of compute, each under
+    its name. The factors of all geometries on the gradient, float32, are written in place before a step: `rows` [G, out]; of a
+    table of vectors one per vector, of a gain one per channel, of other elements one per place of their first dimension; and
+    `columns` [G, in + 1], the last the bias's; of a gain, and of elements of one dimension, [G, 1]. `left` [out, G m] and
+    `right` [in + 1, G k] (projections times these factors; over tokens there is a `fold` instead of `left`) are in the dtype
+    of compute. The probes, float32, require a gradient: `sums` [G, K, m k] where sketches are taken.
     """
 
     def __init__(self, linear: nn.Linear, switch: TapSwitch) -> None:
@@ -370,18 +337,14 @@ class SketchedLinear(TappedLinear):
         if self.switch.mode != MEASURED:
             return F.linear(x, self.weight, self.bias)
         x = _cast_by_autocast(x)
-        projected = self._projected(x)
+        with torch.no_grad():  # [A_i, 1] R now and not in backward, since the layer has its input in the cache now
+            right, tokens = self.right.to(x.dtype), x.flatten(0, -2)
+            projected = tokens @ right[:-1] if self.bias is None else torch.addmm(right[-1], tokens, right[:-1])
+            projected = projected.unflatten(0, (len(x), -1))  # [B, T, G k]
         return SketchTap.apply(
             F.linear(x, self.weight, self.bias), projected, self.squares, self.sums, self.switch.one_hot, self.rows,
             self.fold.places, self.fold.signs,
         )  # fmt: skip
-
-    @torch.no_grad()
-    def _projected(self, x: Tensor) -> Tensor:
-        """[A_i, 1] R of the input [B, ..., in], now and not in backward, since the layer has it in the cache now."""
-        right, tokens = self.right.to(x.dtype), x.flatten(0, -2)
-        found = tokens @ right[:-1] if self.bias is None else torch.addmm(right[-1], tokens, right[:-1])
-        return found.unflatten(0, (len(x), -1))
 
 
 class SmallLinear(TappedLinear):
@@ -416,7 +379,7 @@ class TappedEmbedding(nn.Embedding):
 
 
 class TappedNorm(nn.Module):
-    """Norm with a learned gain and a GainTap. `squares`: probe [G, B]; `sums`: probe [K, channels, 1]."""
+    """Norm with a learned gain and an ElementTap. `squares`: probe [G, B]; `sums`: probe [K, channels, 1]."""
 
     def __init__(self, norm: nn.LayerNorm | RMSNorm, switch: TapSwitch) -> None:
         super().__init__()
@@ -432,7 +395,8 @@ class TappedNorm(nn.Module):
         if self.rms and x.device.type == "cpu" and x.dtype == self.weight.dtype == _full(x).dtype:
             # What the norm with a gain computes too, where it is not one kernel.
             return TappedGain.apply(_norm(x, None, self.rms, self.eps), self.weight, *taken)
-        return GainTap.apply(_norm(x, self.weight, self.rms, self.eps), x, *taken, self.rms, self.eps)
+        y = _norm(x, self.weight, self.rms, self.eps)
+        return ElementTap.apply(y, x, *taken, self.weight.shape, self.rms, self.eps)
 
 
 class TappedElements(nn.Module):
@@ -448,4 +412,4 @@ class TappedElements(nn.Module):
         if self.switch.mode != MEASURED:
             return y
         taken = self.squares, self.sums, self.switch.one_hot, self.rows, self.columns
-        return ElementTap.apply(y, x if self.multiplies else None, *taken, weight.shape)
+        return ElementTap.apply(y, x if self.multiplies else None, *taken, weight.shape, None, 0.0)

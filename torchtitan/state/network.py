@@ -55,7 +55,7 @@ class RunNetwork:
         objective.to(layout.device)
         self.taps = None
         if edges is not None and config.gns.single_pass:
-            from torchtitan.gns.of_run import build_taps
+            from torchtitan.gns.build import build_taps
 
             self.taps = build_taps(config, self.model, edges, layout)
         if config.float8.enable:

@@ -73,7 +73,7 @@ class RunState:
         self.images_per_epoch, self._images_of_shapes = data.images_per_epoch, data.images_of_shapes
         edges = sampler_of = None
         if config.gns.enable:
-            from torchtitan.gns.of_run import build_monitor, sampler_of_bins
+            from torchtitan.gns.build import build_monitor, sampler_of_bins
 
             edges = bin_edges(config.gns, config.objective)
             sampler_of = sampler_of_bins(config.gns, edges, self.data.microbatches_per_step)

@@ -7,19 +7,26 @@ Groups, by the layout and the configuration:
     bin-pure       every microbatch holds one timestep bin on all ranks and is reduced by itself, so that its ranks'
                    gradients tell that bin's noise scale; a reduction and a copy of the gradient per microbatch
 
-Plain geometry, every parameter, before clipping; a rank's gradient is seen as it goes into the reduction.
+Plain geometry, every parameter, before clipping. A rank's own gradient exists only inside the backward, where it is
+measured as it is handed to the reduction. Its squared norm and that of the reduced one are in units of the loss that
+backward was given: where each of M microbatches is reduced by itself and its mean loss was divided by M, both are
+1 / M^2 of those of the mean loss.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from torchtitan.distributed.mesh import Layout
-from torchtitan.gns.outliers import OutlierRule
-from torchtitan.gns.rank_gradients import RankGradients, SetAside, square_norm
+from torchtitan.distributed.parallelize import fsdp_modules, gradient_norm, local, sum_of_squares
+from torchtitan.gns.pool import OutlierRule
 from torchtitan.gns.statistics import GroupSums, RatioMoments
 from torchtitan.statistics.ratio_intervals import fieller
 from torchtitan.statistics.student import student_quantile
@@ -39,12 +46,7 @@ class RankMonitor:
             microbatches: per step and rank.
             num_bins: bins of bin-pure microbatches; None: microbatches mix bins.
             half_life: samples of a bin, or of the whole, after which a step counts half.
-
-        Raises:
-            ValueError: there are no two groups.
         """
-        if layout.world_size == 1 and (microbatches == 1 or num_bins is not None):
-            raise ValueError("a single process has no two groups of a kind")
         self._layout, self.microbatches, self._half_life = layout, microbatches, half_life
         self.bin_pure = num_bins is not None
         self._ranks = RankGradients(train_module, layout) if layout.world_size > 1 else None
@@ -63,10 +65,10 @@ class RankMonitor:
         """True if every microbatch is reduced separately."""
         return self.bin_pure or self._ranks is None
 
-    def forget(self) -> None:
-        """Forget the gradients that a backward handed to the reduction."""
+    def discard_backward(self) -> None:
+        """Discard what a backward handed to the reduction."""
         if self._ranks:
-            self._ranks.take()
+            self._ranks.pop_square_norm()
 
     def end_microbatch(self, parameters: Sequence[nn.Parameter], samples: int, k: int, importance: float) -> None:
         """End a microbatch, after its backward; collective where microbatches are separate.
@@ -82,7 +84,7 @@ class RankMonitor:
             large = square_norm(parameters, self._layout)
             # A microbatch's loss is divided by their number, and weighted by the bin's importance.
             scale = (self.microbatches / importance) ** 2
-            self._note(k, samples, self._ranks.take() * scale, large * scale)
+            self._note(k, samples, self._ranks.pop_square_norm() * scale, large * scale)
         else:
             self._small.append(square_norm(parameters, self._layout))
         self._aside.add(parameters)
@@ -104,7 +106,7 @@ class RankMonitor:
             self._noted.append((0, samples, torch.stack(self._small) * len(self._small) ** 2, large))
             self._small = []
         else:
-            self._note(0, samples, self._ranks.take(), large)
+            self._note(0, samples, self._ranks.pop_square_norm(), large)
 
     def _note(self, k: int, samples: int, small: Tensor, large: Tensor) -> None:
         everyone = torch.zeros(self._layout.world_size, dtype=torch.float64, device=small.device)
@@ -112,13 +114,13 @@ class RankMonitor:
         dist.all_reduce(everyone)
         self._noted.append((k, samples, everyone, large))
 
-    def conclude(self, skip: Tensor) -> None:
-        """Conclude a step after its verdict; skip: it does not count, bool scalar."""
+    def keep_step(self, skip: Tensor) -> None:
+        """Keep the measurement of a step after its verdict; skip: it does not count, bool scalar."""
         self._pending += [(k, n, torch.where(skip, torch.nan, small), large) for k, n, small, large in self._noted]
         self._noted = []
 
-    def settle(self) -> None:
-        """Settle: pool the measurements; waits for the device, once."""
+    def pool_kept_steps(self) -> None:
+        """Pool all steps that were kept; waits for the device, once."""
         if not self._pending:
             return
         on_host = torch.cat([torch.cat((small, large[None])) for _, _, small, large in self._pending]).cpu()
@@ -140,7 +142,7 @@ class RankMonitor:
 
     def metrics(self) -> dict[str, float]:
         """Metrics `gns/plain/ranks/<bin or all>/<quantity>`; unknown ones are left out."""
-        self.settle()
+        self.pool_kept_steps()
         found: dict[str, float] = {}
         for name, sums, last in zip(self._names, self._sums, self._last, strict=True):
             signal, noise, covariance = sums.signal, sums.noise, sums.covariance
@@ -159,7 +161,7 @@ class RankMonitor:
         return found
 
     def state_dict(self) -> dict:
-        self.settle()
+        self.pool_kept_steps()
         moments = [[sums.moments.first.tolist(), sums.moments.second.tolist()] for sums in self._sums]
         return {"names": self._names, "moments": moments, "outliers": self._outliers.state_dict()}
 
@@ -168,8 +170,104 @@ class RankMonitor:
         self._noted, self._pending = [], []
         if state.get("names") != self._names:
             return
-        self._outliers.load_state_dict(state.get("outliers", {}))
+        self._outliers.load_state_dict(state["outliers"])
         self._sums = [
             GroupSums(RatioMoments(*(torch.tensor(values, dtype=torch.float64) for values in moments)))
             for moments in state["moments"]
         ]
+
+
+class RankGradients:
+    """Sum of squares of this rank's gradient, taken just before every reduction. Changes no bit of the gradient.
+
+    A backward without reduction is not seen; the next one with a reduction hands over the sum.
+    """
+
+    def __init__(self, train_module: nn.Module, layout: Layout) -> None:
+        """Install on a parallelised model, once, before its first backward.
+
+        Args:
+            train_module: what `parallelize` returned.
+            layout: where it runs, more than one process.
+        """
+        self._squares = torch.zeros((), dtype=torch.float64, device=layout.device)
+        self._measured: torch.cuda.Event | None = None
+        if isinstance(train_module, DistributedDataParallel):
+            train_module.register_comm_hook(train_module.process_group, self._measure_and_average)
+            return
+        for module in fsdp_modules(train_module):
+            module.set_custom_reduce_scatter(_MeasuredReduceScatter(self._add))
+
+    def pop_square_norm(self) -> Tensor:
+        """Return |h|^2, float64 scalar on the device, of the gradients that this rank handed over since the last call.
+
+        h is the gradient of the loss that this rank accumulated, not divided by the number of ranks.
+        """
+        if self._measured is not None:
+            torch.cuda.current_stream(self._squares.device).wait_event(self._measured)
+        taken = self._squares.clone()
+        self._squares.zero_()
+        return taken
+
+    def _add(self, gradient: Tensor) -> None:
+        # On the stream that reduces. A norm of bfloat16 numbers would itself be rounded to bfloat16.
+        self._squares += sum_of_squares([gradient.to(torch.float32)])
+        if gradient.is_cuda:
+            self._measured = torch.cuda.current_stream(gradient.device).record_event()
+
+    def _measure_and_average(
+        self, group: dist.ProcessGroup, bucket: dist.GradBucket
+    ) -> torch.futures.Future[torch.Tensor]:
+        gradient = bucket.buffer()
+        self._add(gradient)
+        # As DDP does without a hook. A division differs in the last bit where 1 / size is not a power of two.
+        gradient.mul_(1.0 / group.size())
+        return dist.all_reduce(gradient, group=group, async_op=True).get_future().then(lambda work: work.value()[0])
+
+
+class _MeasuredReduceScatter(DefaultReduceScatter):
+    """FSDP2's reduce-scatter of one module, with the whole local gradient as input, flat and padded with zeros."""
+
+    def __init__(self, measure: Callable[[Tensor], None]) -> None:
+        super().__init__()
+        self._measure = measure
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        self._measure(input_tensor)
+        return super().__call__(output_tensor, input_tensor, *args, **kwargs)
+
+
+class SetAside:
+    """Sum of the reduced gradients of a step's microbatches, kept aside so that each can be measured alone."""
+
+    def __init__(self) -> None:
+        self._sums: dict[nn.Parameter, Tensor] = {}
+
+    @torch.no_grad()
+    def add(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Add p.grad to the sum and set it to None, for every parameter that has one."""
+        sums, gradients = [], []
+        for parameter in parameters:
+            if parameter.grad is None:
+                continue
+            if parameter in self._sums:
+                sums.append(local(self._sums[parameter]))
+                gradients.append(local(parameter.grad))
+            else:
+                # DDP's gradients are views of its buckets, which the next backward overwrites; FSDP's are new every time.
+                self._sums[parameter] = parameter.grad if isinstance(parameter.grad, DTensor) else parameter.grad.clone()
+            parameter.grad = None
+        if sums:
+            torch._foreach_add_(sums, gradients)
+
+    def restore(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Restore p.grad: the sum plus the gradients in it; then forget the sum."""
+        parameters = list(parameters)
+        self.add(parameters)
+        for parameter in parameters:
+            parameter.grad = self._sums.pop(parameter, None)
+
+
+def square_norm(parameters: Sequence[nn.Parameter], layout: Layout) -> Tensor:
+    """Square norm |g|^2 of the reduced gradient, whole model, float64 scalar, equal on every rank; collective."""
+    return gradient_norm(list(parameters), layout).square()

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from torchtitan.diffusion.objective import Objective
-from torchtitan.diffusion.timesteps.one_bin_per_microbatch import BinPureTimesteps
+from torchtitan.diffusion.timesteps.bin_pure import BinPureTimesteps
 from torchtitan.diffusion.timesteps.registry import SamplerOf
 from torchtitan.diffusion.timesteps.shares import AllocatedTimesteps
 from torchtitan.distributed.mesh import Layout
@@ -15,7 +15,7 @@ from torchtitan.distributed.precision import DTYPES
 from torchtitan.gns.capture import GradientTaps
 from torchtitan.gns.config import GNSConfig
 from torchtitan.gns.monitor import GNSMonitor
-from torchtitan.gns.rank_monitor import RankMonitor
+from torchtitan.gns.ranks import RankMonitor
 from torchtitan.models.base import DiffusionModel
 
 

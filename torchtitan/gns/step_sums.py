@@ -1,0 +1,129 @@
+"""Sums measured in one step, and their way from the device to the host, which reads them without waiting for the device."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+PARTS = ("modulation", "embedding", "patch", "token")
+FREE_PARTS = PARTS[:3]
+GEOMETRIES = ("plain", "adam")
+
+
+@dataclass(frozen=True)
+class StepSums:
+    """Sums measured in one step, float64, of the gradient of the per-sample loss; K bins, P parts, G geometries.
+
+    Attributes:
+        count: samples [K].
+        square_losses: sums of squared per-sample losses [K].
+        pairs: ordered pairs of samples in the free parts' products, own pairs not counted, [K, K].
+        squares: sums of squared norms [P, G, K]; NaN in parts that were not measured.
+        products: inner products of the bins' sums, own products included, [P, G, K, K]: within microbatches.
+        all_pairs: ordered pairs of the whole step [K, K]; None on a free step, like the two below.
+        sketched: inner products over the whole step, of sketches where the part has any, [P, G, K, K].
+        corrections: exact minus sketched products of the pairs of one microbatch, [P, G, K, K].
+
+    count, square_losses, squares, all_pairs and sketched are the same on any layout; the others depend on how a step is cut into
+    microbatches.
+    """
+
+    count: Tensor
+    square_losses: Tensor
+    pairs: Tensor
+    squares: Tensor
+    products: Tensor
+    all_pairs: Tensor | None = None
+    sketched: Tensor | None = None
+    corrections: Tensor | None = None
+
+    @property
+    def measured(self) -> bool:
+        """True if the token part was measured."""
+        return self.sketched is not None
+
+    @property
+    def known(self) -> list[Tensor]:
+        """Sums in the order of the fields, without the last three on a free step."""
+        return [value for value in vars(self).values() if value is not None]
+
+    @property
+    def all_products(self) -> Tensor:
+        """Inner products over the whole step [P, G, K, K]: the best known of every pair; of a measured step."""
+        assert self.sketched is not None and self.corrections is not None
+        return self.sketched + self.corrections
+
+    def rescaled(self, factor: Tensor) -> "StepSums":
+        """Rescale the losses of bin b by factor[b], [K]."""
+        matrix = torch.outer(factor, factor)
+        return StepSums(
+            self.count, self.square_losses * factor**2, self.pairs, self.squares * factor**2,
+            self.products * matrix, self.all_pairs,
+            None if self.sketched is None else self.sketched * matrix,
+            None if self.corrections is None else self.corrections * matrix,
+        )  # fmt: skip
+
+    def combined(self) -> "StepSums":
+        """Combine all bins of a measured step into one."""
+        assert self.all_pairs is not None and self.sketched is not None and self.corrections is not None
+        return StepSums(
+            self.count.sum(0, keepdim=True), self.square_losses.sum(0, keepdim=True), self.pairs.sum((0, 1), keepdim=True),
+            self.squares.sum(-1, keepdim=True), self.products.sum((-2, -1), keepdim=True),
+            self.all_pairs.sum((-2, -1), keepdim=True), self.sketched.sum((-2, -1), keepdim=True),
+            self.corrections.sum((-2, -1), keepdim=True),
+        )  # fmt: skip
+
+    def to_host(self) -> "StepSums":
+        """Copy the sums to the host's memory; waits for the device."""
+        return StepSums(*(value.cpu() for value in self.known))
+
+
+class LateSums:
+    """Queue of steps: they wait on the device, are sent to the host in one copy, and are received there later."""
+
+    def __init__(self) -> None:
+        self._waiting: list[tuple[int, list[torch.Size], Tensor]] = []
+        self._sent: list[tuple[int, list[torch.Size], Tensor]] = []
+        self._copy: Tensor | None = None
+        self._arrival: torch.cuda.Event | None = None
+
+    def add(self, step: int, sums: StepSums, skip: Tensor) -> None:
+        """Add a step's sums, on the device, and whether the step was skipped, bool scalar."""
+        known = sums.known
+        row = torch.cat([skip.to(torch.float64)[None], *map(torch.flatten, known)])
+        self._waiting.append((step, [value.shape for value in known], row))
+
+    def send(self) -> None:
+        """Send the steps that wait to the host, which does not wait for them; those sent before must have been received."""
+        assert not self._sent, "sent twice without a receive"
+        if not self._waiting:
+            return
+        self._sent, self._waiting = self._waiting, []
+        rows = torch.cat([row for _, _, row in self._sent])
+        self._copy, self._arrival = rows, None
+        if rows.device.type == "cuda":
+            self._copy = rows.to("cpu", non_blocking=True)  # into pinned memory
+            self._arrival = torch.cuda.Event()
+            self._arrival.record()
+
+    def receive(self) -> list[tuple[int, StepSums]]:
+        """Receive what was sent, in order and without skipped steps; waits for that copy, not for later work."""
+        sent, self._sent = self._sent, []
+        if not sent:
+            return []
+        if self._arrival is not None:
+            self._arrival.synchronize()
+        assert self._copy is not None
+        found, rest = [], self._copy
+        self._copy = self._arrival = None
+        for step, shapes, row in sent:
+            arrived, rest = rest.tensor_split([len(row)])
+            skipped, *values = arrived.split([1, *map(math.prod, shapes)])
+            if not skipped:
+                found.append((step, StepSums(*map(Tensor.view, values, shapes))))
+        return found
+
+    def clear(self) -> None:
+        """Drop everything."""
+        self._waiting, self._sent, self._copy, self._arrival = [], [], None, None
