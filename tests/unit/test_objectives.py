@@ -368,7 +368,7 @@ def test_every_accepted_combination_has_a_finite_loss_and_effective_weight():
     keys = ("path", "prediction", "preconditioning")
     accepted, of_samplers = 0, collections.Counter()
     few = [choices("path"), ["v", "x0", "edm"], ["identity"], ["none", "snr_plus_one"], choices("timesteps")]
-    every = [*map(choices, (*keys, "weighting")), ["uniform", "logit_normal", "mode", "cosmap"]]
+    every = [*map(choices, (*keys, "weighting")), ["uniform", "logit_normal"]]
     for values in dict.fromkeys((*itertools.product(*few), *itertools.product(*every))):
         *others, factor, sampler = values
         chosen = {"weighting": weighting(factor), "timesteps": timesteps(sampler)}
@@ -382,4 +382,4 @@ def test_every_accepted_combination_has_a_finite_loss_and_effective_weight():
         assert torch.isfinite(objective.loss(model, Microbatch(images), Draw(t, noise, importance)).loss).all(), config
         weight = objective.effective_weight(log_sigma.double())
         assert torch.isfinite(weight).all() and (weight >= 0).all() and (weight > 0).any(), config
-    assert accepted > 1000 and set(of_samplers) == set(choices("timesteps")) and min(of_samplers.values()) >= 10
+    assert accepted > 500 and set(of_samplers) == set(choices("timesteps")) and min(of_samplers.values()) >= 10

@@ -250,9 +250,10 @@ def test_eight_bit_state_stays_near_that_of_adamw():
     models["AdamW8bit"].load_state_dict(models["AdamW"].state_dict())
     for name, model in models.items():
         optimizer = build_optimizer(dict(model.named_parameters()), OptimizerConfig(name=name, lr=1e-3))
-        for step in range(5):
-            gradients(model, step)
-            optimizer.step()
+        with torch.compiler.set_stance("force_eager"):  # the resumed run above runs the compiled update
+            for step in range(5):
+                gradients(model, step)
+                optimizer.step()
         state = optimizer_tensors(optimizer, dict(model.named_parameters()))
         assert ("0.weight.exp_avg.codes" in state) == (name == "AdamW8bit") and "1.weight.exp_avg" in state
     moved = models["AdamW"][0].weight - models["AdamW8bit"][0].weight
