@@ -176,8 +176,8 @@ def interrupt_and_resume(results: Results) -> None:
     folder = Path(tempfile.mkdtemp())
     words = ["--job.config_file", "train_configs/digits.toml", "--job.dump_folder", str(folder)]
     if DRY_RUN:
-        words += "--training.steps 40 --training.global_batch_size 16 --gns.num_bins 4 --evaluation.enable false".split()
-        words += "--lr_scheduler.warmup_steps 2 --sampling.enable false".split()
+        words += "--training.steps 20 --training.global_batch_size 16 --gns.num_bins 2 --evaluation.enable false".split()
+        words += "--lr_scheduler.warmup_steps 2 --sampling.enable false --model.flavor debug".split()
     metrics = folder / "digits" / "metrics.jsonl"
 
     def run(interrupted: bool) -> int:
