@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import numpy as np
 import torch
 
-from torchtitan.data.cifar10 import Cifar10
+from torchtitan.data.cifar import Cifar10
 from torchtitan.distributed.mesh import compute_device
 from torchtitan.fidelity.extractors import open_extractor
 from torchtitan.fidelity.images import open_images

@@ -11,8 +11,8 @@ from torchtitan.settings import Registry
 DATASETS: Registry[type[Any]] = Registry("torchtitan.data", {
     "digits": "digits.Digits",
     "captioned_folder": "captioned_folder.CaptionedFolder",
-    "cifar10": "cifar10.Cifar10",
-    "cifar100": "cifar100.Cifar100",
+    "cifar10": "cifar.Cifar10",
+    "cifar100": "cifar.Cifar100",
     "huggingface": "huggingface.HuggingFace",
     "image_folder": "image_folder.ImageFolder",
     "imagenet": "imagenet.ImageNet",

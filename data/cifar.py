@@ -3,7 +3,7 @@
 import pickle
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import numpy as np
 import torch
@@ -23,6 +23,15 @@ from torchtitan.settings import setting
 
 IMAGE_SHAPE = (3, 32, 32)
 MAX_HELD_OUT = 5000
+_CIFAR100_NAMES = """
+    apple aquarium_fish baby bear beaver bed bee beetle bicycle bottle bowl boy bridge bus butterfly camel can castle
+    caterpillar cattle chair chimpanzee clock cloud cockroach couch crab crocodile cup dinosaur dolphin elephant
+    flatfish forest fox girl hamster house kangaroo keyboard lamp lawn_mower leopard lion lizard lobster man
+    maple_tree motorcycle mountain mouse mushroom oak_tree orange orchid otter palm_tree pear pickup_truck pine_tree
+    plain plate poppy porcupine possum rabbit raccoon ray road rocket rose sea seal shark shrew skunk skyscraper snail
+    snake spider squirrel streetcar sunflower sweet_pepper table tank telephone television tiger tractor train trout
+    tulip turtle wardrobe whale willow_tree wolf woman worm
+""".split()
 
 
 @dataclass(frozen=True)
@@ -88,6 +97,50 @@ class Cifar(Dataset):
         for slot, position in enumerate((indices + self._first).tolist()):
             images[slot], labels[slot] = _pixels(self._source, position), self._source.label(position)
         return {"images": torch.from_numpy(images).to(torch.float32) / 127.5 - 1, "class": torch.from_numpy(labels)}
+
+
+@dataclass(kw_only=True)
+class Cifar10Config(CifarConfig):
+    """`[data]` with name = "cifar10"."""
+
+    name: Literal["cifar10"] = setting("cifar10", "dataset")
+
+
+class Cifar10(Cifar):
+    """6,000 images of each of ten classes."""
+
+    Config = Cifar10Config
+    edition = CifarEdition(
+        title="CIFAR-10",
+        class_names=("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"),
+        label_column="label",
+        folder="cifar-10-batches-py",
+        train_batches=tuple(f"data_batch_{number}" for number in range(1, 6)),
+        validation_batches=("test_batch",),
+        label_key="labels",
+    )
+
+
+@dataclass(kw_only=True)
+class Cifar100Config(CifarConfig):
+    """`[data]` with name = "cifar100"."""
+
+    name: Literal["cifar100"] = setting("cifar100", "dataset")
+
+
+class Cifar100(Cifar):
+    """600 images of each of a hundred classes."""
+
+    Config = Cifar100Config
+    edition = CifarEdition(
+        title="CIFAR-100",
+        class_names=tuple(name.replace("_", " ") for name in _CIFAR100_NAMES),
+        label_column="fine_label",
+        folder="cifar-100-python",
+        train_batches=("train",),
+        validation_batches=("test",),
+        label_key="fine_labels",
+    )
 
 
 def _pixels(source: LabelledSource, position: int) -> np.ndarray:

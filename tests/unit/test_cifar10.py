@@ -13,8 +13,7 @@ from PIL import Image
 from pyarrow import parquet
 
 from torchtitan.data import DatasetError
-from torchtitan.data.cifar10 import Cifar10, Cifar10Config
-from torchtitan.data.cifar100 import Cifar100, Cifar100Config
+from torchtitan.data.cifar import Cifar10, Cifar10Config, Cifar100, Cifar100Config
 
 
 def random_images(count, seed=0):

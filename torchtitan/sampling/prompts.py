@@ -16,7 +16,6 @@ from torchtitan.texts.opening import OPTIONS, open_encoders
 from torchtitan.weights.trained_model import TrainedModel, WeightsError
 
 _ENCODERS = {TEXT: "the text encoder", POOLED: "the pooled text encoder"}
-MOST_LETTERS = 4000  # of a prompt: more than any encoder reads
 
 
 def add_prompt_options(parser: argparse._ActionsContainer) -> None:
@@ -67,9 +66,6 @@ def with_prompts(trained: TrainedModel, prompts: Sequence[str], places: Mapping[
     """
     data, kind = trained.config.data, trained.info.condition_kind
     prompts = filled_prompts(trained, prompts)
-    for prompt in prompts:
-        if len(prompt) > MOST_LETTERS:
-            raise WeightsError(f"--prompt: {prompt[:40]!r}... has {len(prompt)} letters, more than {MOST_LETTERS}")
     if isinstance(kind, Texts):
         if places:
             raise WeightsError(f"{OPTIONS[next(iter(places))]}: the run's data name their own encoders (leave it out)")
