@@ -28,7 +28,6 @@ from torchtitan.diffusion.paths import PATHS
 from torchtitan.diffusion.timesteps.registry import TIMESTEPS, build_sampler
 from torchtitan.diffusion.timesteps.sampler import GlobalBatch, TimestepSampler
 from torchtitan.runs.folder import versions
-from torchtitan.settings import chosen
 from torchtitan.training.hardware import device_name
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -82,7 +81,7 @@ def configurations() -> dict[tuple[str, str, str], DenoisingConfig]:
         for path in PATH_NAMES:
             for spread in SPREADS:
                 keys = {"edges": SLOTS[path], "importance": True} if name == "slots" else {}
-                config = DenoisingConfig(path=path, timesteps=chosen(TIMESTEPS, name, **keys), spread=spread)
+                config = DenoisingConfig(path=path, timesteps=TIMESTEPS[name](name=name, **keys), spread=spread)
                 if not any(objective_problems(config)):
                     found[name, path, spread] = config
     return found

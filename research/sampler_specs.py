@@ -12,7 +12,6 @@ from torchtitan.config.job import JobConfig
 from torchtitan.diffusion.objective import ObjectiveConfig
 from torchtitan.diffusion.timesteps.registry import TIMESTEPS
 from torchtitan.experiments.folder import StudyError
-from torchtitan.settings import chosen
 from torchtitan.settings.sections import keys
 
 SPREADS: tuple[str, ...] = get_args(get_type_hints(ObjectiveConfig)["spread"])
@@ -59,7 +58,7 @@ def parse_samplers(text: str) -> list[SamplerSpec]:
 
 def without_sampler(config: JobConfig) -> JobConfig:
     """Base configuration with uniform timesteps, drawn independently."""
-    uniform = dataclasses.replace(config.objective, timesteps=chosen(TIMESTEPS, "uniform"), spread="none")
+    uniform = dataclasses.replace(config.objective, timesteps=TIMESTEPS["uniform"](name="uniform"), spread="none")
     return dataclasses.replace(config, objective=uniform)
 
 

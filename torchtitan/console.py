@@ -4,6 +4,7 @@ import logging
 import math
 import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,6 @@ from torch import Tensor
 
 from torchtitan.conditions import Classes, Unconditional, numbered_otherwise
 from torchtitan.config.job import JobConfig
-from torchtitan.config.short_runs import too_short_for
 from torchtitan.data import DATASETS, LATENT_DATASETS
 from torchtitan.diffusion.objective import ObjectiveConfig
 from torchtitan.distributed.mesh import crosses_nodes
@@ -65,6 +65,23 @@ def introduce(state: RunState) -> None:
         logger.info(
             "grids show three latent channels as colours; for images give --autoencoder.name and --autoencoder.path"
         )
+
+
+def too_short_for(config: JobConfig) -> Iterator[str]:
+    """Yield a warning for each setting that never acts in a run of so few steps or images."""
+    gns, training = config.gns, config.training
+    images = training.steps * training.global_batch_size
+    if gns.enable and gns.single_pass and gns.interval > training.steps:
+        yield f"gns.interval: {gns.interval} is more than training.steps = {training.steps}: no step is measured (lower it)"
+    later = {
+        "gns.allocation_warmup": (gns.enable and gns.allocate_timesteps, gns.allocation_warmup, "the allocation"),
+        "training.double_batch_after": (
+            training.double_batch_after, min(training.double_batch_after, default=0), "the batch size",
+        ),
+    }  # fmt: skip
+    for key, (used, start, what) in later.items():
+        if used and start >= images:
+            yield f"{key}: {start:,} is no less than the run's {images:,} images: {what} never changes (lower it)"
 
 
 def _images(state: RunState) -> str:

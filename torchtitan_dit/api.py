@@ -17,7 +17,6 @@ from torch import Tensor
 from tqdm import tqdm
 
 from torchtitan.config.job import ConfigError, JobConfig, load_config
-from torchtitan.errors import unwrapped
 from torchtitan.evaluation.sampling import grid_choices
 from torchtitan.experiments.training import TrainingFailed
 from torchtitan.experiments.training import train as train_to_the_end
@@ -28,7 +27,6 @@ from torchtitan.runs.record import TRAINING_LOSS, RunRecord, read_run
 from torchtitan.sampling.method_options import option
 from torchtitan.sampling.prompts import check_prompted, filled_prompts, with_prompts
 from torchtitan.sampling.setup import SamplingSetup, add_setup_options, chosen_classes, open_setup, setup_of
-from torchtitan.settings.schema import quoted
 from torchtitan.texts.opening import OPTIONS
 from torchtitan.weights.trained_model import WeightsError
 
@@ -127,7 +125,7 @@ class Model:
         """
         if output not in ("pil", "tensor", "latents"):
             raise WeightsError(f'output: must be "pil", "tensor" or "latents", is {output!r}')
-        images_per_class, seed = _integer("images_per_class", images_per_class), _integer("seed", seed)
+        images_per_class, seed = operator.index(images_per_class), operator.index(seed)
         if images_per_class < 1:
             raise WeightsError(f"images_per_class: must be at least 1, is {images_per_class}")
         if not 0 <= seed < 2**64:
@@ -302,21 +300,11 @@ def _word(value: Any) -> str:
 
 
 def _numbers(classes: Sequence[int] | None) -> list[int] | None:
-    return [_integer("classes", number) for number in classes] if classes is not None else None
+    return None if classes is None else [operator.index(number) for number in classes]
 
 
 def _texts(prompts: str | Sequence[str] | None) -> list[str] | None:
     return [prompts] if isinstance(prompts, str) else list(prompts) if prompts is not None else None
-
-
-def _integer(name: str, value: Any) -> int:
-    """Integer of any type but bool, as of numpy. Raises WeightsError: it is none."""
-    try:
-        if not isinstance(value, bool):
-            return operator.index(value)
-    except TypeError:
-        pass
-    raise WeightsError(f"{name}: must be an integer, is {unwrapped(quoted(value))}")
 
 
 def _places(encoders: Mapping[str, str]) -> dict[str, str]:

@@ -1,6 +1,8 @@
 """Sections that a name chooses, one inside another: what is given, recorded, refused, and how one is added."""
 
 import dataclasses
+import subprocess
+import sys
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,12 +10,19 @@ from pathlib import Path
 import pytest
 import torch
 
+from torchtitan.autoencoders import AUTOENCODERS
 from torchtitan.config.job import ConfigError, JobConfig, help_text, json_schema, load_config
-from torchtitan.diffusion.objectives import build_objective
+from torchtitan.data import DATASETS
+from torchtitan.diffusion.objectives import OBJECTIVES, build_objective
+from torchtitan.diffusion.solvers import SOLVERS
 from torchtitan.diffusion.timesteps.registry import DENSITIES, TIMESTEPS
 from torchtitan.diffusion.timesteps.sampler import GlobalBatch, LogitNormal, TimestepsConfig
-from torchtitan.settings import setting
+from torchtitan.fidelity.metrics import METRICS
+from torchtitan.models import MODELS
+from torchtitan.settings import Registry, setting
 from torchtitan.settings.record import config_differences, dump_config
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(autouse=True)
@@ -117,6 +126,23 @@ def test_a_density_is_added_by_one_class_and_one_line(monkeypatch):
         "run.toml: objective.timesteps.centre: unknown key (it is a key of objective.timesteps.name = narrow)"
     ]
     assert "--objective.timesteps.centre" in help_text(["objective.timesteps"]) and "NarrowConfig" in str(json_schema())
+
+
+@pytest.mark.parametrize("registry", [AUTOENCODERS, DATASETS, METRICS, MODELS, OBJECTIVES, SOLVERS, TIMESTEPS], ids=len)
+def test_every_name_of_a_registry_has_its_entry(registry):
+    assert all(registry.values())
+
+
+def test_an_entry_is_imported_when_it_is_read_and_not_by_its_name():
+    registry = Registry("tests", {"absent": "absent.Entry"})
+    registry["added"] = 1
+    assert list(registry) == ["absent", "added"] and "absent" in registry and registry["added"] == 1
+    with pytest.raises(ModuleNotFoundError):
+        registry["absent"]
+    loaded = "import sys, torchtitan.config.job; print(*(name for name in sys.modules if name.startswith('torchtitan.')))"
+    modules = subprocess.run([sys.executable, "-c", loaded], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    rooms = {name.split(".")[1] for name in modules}
+    assert "torchtitan.models.flux" not in modules and "torchtitan.data.cifar" not in modules and "latents" not in rooms
 
 
 SOLVED = """

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from torchtitan.config.job import ConfigError, load_config
-from torchtitan.config.short_runs import too_short_for
+from torchtitan.console import too_short_for
 from torchtitan.gns.config import GNSConfig, few_pairs
 from torchtitan.settings.record import dump_config
 

@@ -234,21 +234,6 @@ def test_snapshot_of_another_run_is_refused(run, tmp_path, command, step):
     assert any("of another run" in finding.problem for finding in check_run(run))
 
 
-def test_verification_names_snapshots_that_the_newest_checkpoint_knows_otherwise(tmp_path):
-    run, other = Training(tmp_path / "run").train(32), Training(tmp_path / "other", seed=1).train(32)
-    checkpoint = checkpoint_path(tmp_path / "run" / "checkpoint", 32)
-    checkpoint.mkdir(parents=True)
-    (checkpoint / "state.json").write_text(json.dumps({"ema_snapshots": run.snapshots.state_dict()}))
-    folder(tmp_path / "run", 32).rename(tmp_path / "newest")
-    assert [finding.path.name for finding in check_run(tmp_path / "run") if "is missing" in finding.problem] == [
-        "step-00000032", "step-00000032"  # the snapshot, and the checkpoint's manifest
-    ]  # fmt: skip
-    shutil.rmtree(run.snapshots.folder)
-    shutil.copytree(other.snapshots.folder, run.snapshots.folder)
-    named = "is not the one that the run's newest checkpoint names"
-    assert sum(finding.problem == named for finding in check_run(tmp_path / "run")) == 4
-
-
 REFUSED = {
     "--std 0": "must be above 0",
     "--std 0.01": "above 0.1; they reach 0.0",

@@ -15,7 +15,7 @@ from torchtitan.files import durable
 from torchtitan.files.durable import make_folder, remove_unfinished, replace_file, replacing
 from torchtitan.files.run_lock import LOCK_FILE
 from torchtitan.runs.folder import RunFolder
-from torchtitan.settings.record import dump_config, effective
+from torchtitan.settings.record import effective
 
 
 def run_at(folder: Path, *more: str) -> RunFolder:
@@ -77,13 +77,6 @@ def test_a_users_files_may_lie_in_a_folder_that_is_a_runs(tmp_path):
     assert (run.path / "notes.txt").read_text() == "mine"
 
 
-def test_a_folder_of_a_run_before_there_were_records_is_a_runs(tmp_path):
-    (tmp_path / "one" / "figures").mkdir(parents=True)
-    text = dump_config(run_at(tmp_path)._config).partition("\n")[2]
-    (tmp_path / "one" / "config.toml").write_text(text)
-    opened(run_at(tmp_path))
-
-
 # --- what a power cut leaves
 
 
@@ -107,15 +100,13 @@ def test_a_configuration_cut_off_is_restored_from_the_newest_good_checkpoint(tmp
 
 
 @pytest.mark.parametrize("left", [b"", b"\0" * 700])
-def test_a_first_start_cut_off_before_its_first_checkpoint_begins_anew(tmp_path, left):
-    run = opened(run_at(tmp_path))
-    for name in ("config.toml", LOCK_FILE, "metrics.jsonl"):
+def test_a_first_start_cut_off_before_its_configuration_begins_anew(tmp_path, left):
+    run = run_at(tmp_path)
+    run.path.mkdir()
+    for name in (LOCK_FILE, f".config.toml.{'0' * 32}.unfinished"):
         (run.path / name).write_bytes(left)
-    (run.path / f".config.toml.{'0' * 32}.unfinished").write_bytes(left)
-    (run.path / "tb").mkdir()
-    opened(run_at(tmp_path, "--optimizer.lr", "0.5"))
-    assert "lr = 0.5" in (run.path / "config.toml").read_text()
-    assert not list(run.path.glob(".*.unfinished"))
+    opened(run)
+    assert [path.name for path in sorted(run.path.iterdir())] == [LOCK_FILE, "config.toml"]
 
 
 def test_a_configuration_cut_off_beside_checkpoints_without_a_record_is_refused(tmp_path):

@@ -76,18 +76,16 @@ def reader(checkpoint: AnyPath) -> Callable[[Iterable[str]], dict[str, Tensor]]:
     """Reader of one verified checkpoint: names -> tensors; for one process and many calls: a remote one's copy is kept
     between.
     """
-    kept: list[Path] = []
-    shapes = tensor_shapes(checkpoint)
+    kept: list[Path] = [checkpoint] if isinstance(checkpoint, Path) else []
+    shapes, stack = tensor_shapes(checkpoint), ExitStack()
 
     def read(names: Iterable[str]) -> dict[str, Tensor]:
         if isinstance(checkpoint, RemotePath) and not kept:
-            folder = Path(tempfile.mkdtemp(prefix=f"{checkpoint.name}-"))
-            weakref.finalize(read, shutil.rmtree, folder, ignore_errors=True)
-            fetch(checkpoint, folder)
-            kept.append(folder)
+            weakref.finalize(read, stack.close)
+            kept.append(_fetched(checkpoint, stack))
         tensors = {name: torch.empty(shapes[name][0], dtype=shapes[name][1]) for name in names}
         if tensors:
-            read_tensors(kept[0] if kept else checkpoint, tensors)
+            read_tensors(kept[0], tensors)
         return tensors
 
     return read
@@ -201,7 +199,7 @@ def _fetched(checkpoint: RemotePath, stack: ExitStack) -> Path:
     """Copy of a remote checkpoint in the temporary folder, until the stack is closed. Raises CheckpointError."""
     try:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=f"{checkpoint.name}-")))
-        fetch(checkpoint, folder)
+        _fetch(checkpoint, folder)
     except CheckpointError:  # of the store too, which is an OSError
         raise
     except OSError as error:
@@ -209,7 +207,7 @@ def _fetched(checkpoint: RemotePath, stack: ExitStack) -> Path:
     return folder
 
 
-def fetch(checkpoint: RemotePath, folder: Path) -> None:
+def _fetch(checkpoint: RemotePath, folder: Path) -> None:
     """Fetch a remote checkpoint into an empty folder, trusting only its manifest.
 
     Raises:

@@ -1,6 +1,6 @@
 """Check of a run's folder to its last byte, with advice on damaged files."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,7 +20,6 @@ from torchtitan.training.metrics import METRICS_FILE
 from torchtitan.training.snapshot_series import check_snapshots
 
 STATUSES = ("completed", "oom", "failed", "interrupted")
-_MAX_LINE_BYTES = 16 << 20
 
 
 @dataclass(frozen=True)
@@ -41,46 +40,41 @@ def check_run(run: AnyPath) -> Iterator[Finding]:
     if isinstance(run, RemotePath):
         yield from _checkpoints(run)
         return
-    yield from _config(run / "config.toml")
-    yield from _metrics(run / METRICS_FILE)
-    yield from _summary(run / "summary.json")
+    yield _finding(run / "config.toml", _config, "remove it and start the run's command again: it is written anew")
+    if (run / METRICS_FILE).exists():  # something was logged
+        advice = "remove that line, or resume the run, which drops what follows its checkpoint"
+        yield _finding(run / METRICS_FILE, _damaged_line, advice)
+    if (run / "summary.json").exists():  # the run is not in progress, and was not killed
+        advice = "remove it and start the run's command again: it resumes and closes the run anew"
+        yield _finding(run / "summary.json", _summary, advice)
     for path in sorted((run / GNS_FOLDER).glob("*.parquet")):
-        yield from _parquet(path)
+        yield _finding(path, _parquet, "remove it: pooling anew then does without its steps; training does not need it")
     yield from _snapshots(run)
     yield from _checkpoints(run_checkpoints(run))
 
 
-def _config(path: Path) -> Iterator[Finding]:
-    problem = ""
+def _finding(path: Path, problem_of: Callable[[Path], str], advice: str) -> Finding:
     try:
-        read_toml(path)
-    except ValueError as error:
-        problem = f"is no TOML: {unwrapped(error)}"
+        problem = problem_of(path)
     except UnsuitableFile as error:
         problem = str(error.strerror)
     except OSError:
         problem = "is missing or unreadable"
-    yield Finding(path, problem, "remove it and start the run's command again: it is written anew" if problem else "")
+    return Finding(path, problem, advice if problem else "")
 
 
-def _metrics(path: Path) -> Iterator[Finding]:
-    if not path.exists():  # nothing was logged yet
-        return
+def _config(path: Path) -> str:
     try:
-        problem = _damaged_line(path)
-    except UnsuitableFile as error:
-        problem = str(error.strerror)
-    except OSError:
-        problem = "is unreadable"
-    yield Finding(
-        path, problem, "remove that line, or resume the run, which drops what follows its checkpoint" if problem else ""
-    )
+        read_toml(path)
+    except ValueError as error:
+        return f"is no TOML: {unwrapped(error)}"
+    return ""
 
 
 def _damaged_line(path: Path) -> str:
     last = -1
     with open_regular(path) as file:
-        for number, line in enumerate(iter(lambda: file.readline(_MAX_LINE_BYTES), b""), start=1):
+        for number, line in enumerate(file, start=1):
             point = parse_point(line)
             if point is None or not line.endswith(b"\n"):
                 return f"line {number} is damaged"
@@ -90,30 +84,24 @@ def _damaged_line(path: Path) -> str:
     return ""
 
 
-def _summary(path: Path) -> Iterator[Finding]:
-    if not path.exists():  # the run is in progress, or was killed
-        return
+def _summary(path: Path) -> str:
     try:
         summary = read_json(path, dict)
-        sound = summary.get("status") in STATUSES and type(summary.get("step")) is int
-        problem = "" if sound else "does not contain the end of the run"
     except DamagedFile as error:
-        problem = str(error).removeprefix(f"{path.name} ")
-    advice = "remove it and start the run's command again: it resumes and closes the run anew" if problem else ""
-    yield Finding(path, problem, advice)
+        return str(error).removeprefix(f"{path.name} ")
+    sound = summary.get("status") in STATUSES and type(summary.get("step")) is int
+    return "" if sound else "does not contain the end of the run"
 
 
-def _parquet(path: Path) -> Iterator[Finding]:
+def _parquet(path: Path) -> str:
+    check_regular(path)
     try:
-        check_regular(path)
         with pq.ParquetFile(path) as file:
             for _ in file.iter_batches():
                 pass
-        yield Finding(path)
     except (pa.ArrowException, OSError) as error:
-        said = unwrapped(error)[:120]
-        advice = "remove it: pooling anew then does without its steps; training does not need it"
-        yield Finding(path, f"is damaged: {said}", advice)
+        return f"is damaged: {unwrapped(error)[:120]}"
+    return ""
 
 
 def _snapshots(run: Path) -> Iterator[Finding]:
@@ -127,10 +115,7 @@ def _checkpoints(folder: AnyPath) -> Iterator[Finding]:
     problems = {step: verify(checkpoint_path(folder, step)) for step in steps}
     good = [step for step in steps if problems[step] is None]
     for step in steps:
-        advice = ""
-        if problems[step]:
-            advice = _repair(step, good)
-        yield Finding(checkpoint_path(folder, step), problems[step] or "", advice)
+        yield Finding(checkpoint_path(folder, step), problems[step] or "", _repair(step, good) if problems[step] else "")
 
 
 def _repair(step: int, good: list[int]) -> str:

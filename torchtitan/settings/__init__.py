@@ -4,7 +4,6 @@ from torchtitan.settings.declare import (
     Choice,
     OneOf,
     choice,
-    chosen,
     condition_met,
     has_key,
     only_with,
@@ -13,6 +12,4 @@ from torchtitan.settings.declare import (
 )
 from torchtitan.settings.registry import Registry
 
-__all__ = [
-    "Choice", "OneOf", "Registry", "choice", "chosen", "condition_met", "has_key", "only_with", "section_of", "setting",
-]  # fmt: skip
+__all__ = ["Choice", "OneOf", "Registry", "choice", "condition_met", "has_key", "only_with", "section_of", "setting"]

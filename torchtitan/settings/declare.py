@@ -116,11 +116,6 @@ def only_with(switch: str, but: tuple[str, ...] = ()) -> Callable[[type], type]:
     return declare
 
 
-def chosen(registry: Mapping[str, type], name: str, **keys: Any) -> Any:
-    """Section of a registry, with values for some of its keys; unchecked."""
-    return registry[name](name=name, **keys)
-
-
 def has_key(section: Any, name: str) -> bool:
     """Check whether a section declares a key of that name."""
     return name in {field.name for field in dataclasses.fields(section)}

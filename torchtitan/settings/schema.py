@@ -146,10 +146,7 @@ def parse_text(text: str, annotation: Any) -> Any:
 def without_none(annotation: Any) -> tuple[Any, bool]:
     """Split a type into (X, True) for `X | None`, and (X, False) for any other X."""
     if typing.get_origin(annotation) in (types.UnionType, typing.Union):
-        inner = [member for member in typing.get_args(annotation) if member is not types.NoneType]
-        if len(inner) != 1:
-            raise TypeError(f"a configuration key has one type, or one type and None; not {annotation}")
-        return inner[0], True
+        return next(member for member in typing.get_args(annotation) if member is not types.NoneType), True
     return annotation, False
 
 

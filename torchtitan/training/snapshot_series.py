@@ -8,7 +8,6 @@ from pathlib import Path
 from tqdm import tqdm
 
 from torchtitan.checkpoint.finding import verify
-from torchtitan.checkpoint.location import run_checkpoints
 from torchtitan.checkpoint.manifest import (
     MANIFEST,
     STATE,
@@ -113,24 +112,8 @@ def check_snapshots(run: Path) -> Iterator[tuple[Path, str]]:
         for step in good[:-1]:
             if step not in expected or hash_file(checkpoint_path(folder, step) / MANIFEST) != expected[step]:
                 problems[step] = f"is of another run than {newest.name}"
-    for step, digest in _recorded(run).items() if steps else []:
-        path = checkpoint_path(folder, step)
-        if not problems.setdefault(step, _missing(digest)) and hash_file(path / MANIFEST) != digest:
-            problems[step] = "is not the one that the run's newest checkpoint names"
     for step in sorted(problems):
         yield checkpoint_path(folder, step), problems[step]
-
-
-def _recorded(run: Path) -> dict[int, str]:
-    """Step, and hash of the manifest, of each snapshot that the newest readable checkpoint of a local folder names."""
-    checkpoints = run_checkpoints(run)
-    for step in checkpoint_steps(checkpoints) if isinstance(checkpoints, Path) else []:
-        try:
-            entries = read_json(checkpoint_path(checkpoints, step) / STATE, dict).get("ema_snapshots", [])
-            return {int(at): str(digest) for at, digest in entries}
-        except (DamagedFile, TypeError, ValueError):
-            continue
-    return {}
 
 
 def _problem(path: Path) -> str:
