@@ -82,21 +82,6 @@ class CaptionedImages:
     digests: tuple[bytes, ...]
 
 
-@dataclass(frozen=True)
-class Entries:
-    """Images in the sizes in which they are seen, ordered by size.
-
-    Attributes:
-        positions: of each entry's image in its folder, int64 [N].
-        sizes: different sizes (width, height), ascending by area.
-        counts: entries of each size, int64 [K].
-    """
-
-    positions: np.ndarray
-    sizes: tuple[tuple[int, int], ...]
-    counts: np.ndarray
-
-
 class CaptionedFolder(SquareImages):
     """Colour images with captions, one entry per image and resolution that the image covers without being enlarged.
 
@@ -128,14 +113,13 @@ class CaptionedFolder(SquareImages):
             chosen = split_positions(len(images.files), split, config.validation_fraction)
         if split == "train":
             chosen = np.repeat(chosen, _repeats(images.files)[chosen])
-        entries = _entries(config, images, chosen, _all_sizes(config))
-        self._sizes = entries.sizes
-        self._ends = np.cumsum(entries.counts)
-        if len(entries.sizes) > 1:
-            self.buckets = entries.counts
+        self._sizes = _all_sizes(config)
+        positions, counts = _entries(config, images, chosen, self._sizes)
+        self._ends = np.cumsum(counts)
+        if len(self._sizes) > 1:
+            self.buckets = counts
         self._captions, self.encodes_captions = images.captions, bool(config.text_encoder)
-        no_labels = np.zeros(len(entries.positions), np.int64)
-        super().__init__(images.files, entries.positions, no_labels, max(entries.sizes[-1]), labelled=False)
+        super().__init__(images.files, positions, np.zeros(len(positions), np.int64), max(self._sizes[-1]), labelled=False)
 
     def captions(self, indices: np.ndarray) -> list[str]:
         """Captions of images, one line each, with the trigger word."""
@@ -260,11 +244,14 @@ def _all_sizes(config: CaptionedFolderConfig) -> tuple[tuple[int, int], ...]:
 
 def _entries(
     config: CaptionedFolderConfig, images: CaptionedImages, chosen: np.ndarray, sizes: tuple[tuple[int, int], ...]
-) -> Entries:
-    """Entries of the chosen images, in an order that does not depend on the other split."""
+) -> tuple[np.ndarray, np.ndarray]:
+    """Entries of the chosen images: position of each, int64 [N], size by size, and the number of each size, int64 [K].
+
+    Their order does not depend on the other split.
+    """
     number = {size: place for place, size in enumerate(sizes)}
     found = sorted(
         (number[size], position) for position in chosen.tolist() for size in config.sizes_of(*images.sizes[position])
     )
     buckets, positions = np.array(found, np.int64).T
-    return Entries(positions.copy(), sizes, np.bincount(buckets, minlength=len(sizes)))
+    return positions.copy(), np.bincount(buckets, minlength=len(sizes))

@@ -12,7 +12,6 @@ from torchtitan.data.image_files import (
     found_instead,
     list_folders,
     list_images,
-    list_images_of_folders,
     shown_names,
     shown_path,
 )
@@ -29,9 +28,9 @@ def list_class_folders(key: str, path: str) -> tuple[list[bytes], ImageList]:
     """
     root = existing_folder(key, path)
     folders = list_folders(root)
-    files = list_images_of_folders(root, folders)
+    files = list_images(root, folders)
     if not len(files):
-        if list_images(root):
+        if len(list_images(root)):
             raise DatasetError(f"{key}: {path!r} has images, but not in folders, one per class")
         raise DatasetError(f"{key}: {path!r} has no images, neither here nor in folders{found_instead(root)}")
     counts = np.bincount(files.classes, minlength=len(folders))

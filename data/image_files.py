@@ -3,7 +3,7 @@
 import hashlib
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, cast
 
@@ -195,17 +195,11 @@ class SquareImages(Dataset):
         return with_captions(batch, self.captions(indices)) if self.encodes_captions else batch
 
 
-def list_images(folder: bytes, prefix: bytes = b"") -> list[bytes]:
-    """List the files with an image's ending, as `list_files`; other pictures are reported as left out."""
-    left_out: Counter[str] = Counter()
-    names = list_files(folder, is_image_name, prefix, left_out=left_out)
-    if names:
-        say_left_out(shown_path(folder), left_out)
-    return names
+def list_images(root: bytes, folders: Sequence[bytes] = (b"",)) -> ImageList:
+    """List the files with an image's ending in folders of `root` (b"": itself), a class each, as `list_files`.
 
-
-def list_images_of_folders(root: bytes, folders: list[bytes]) -> ImageList:
-    """List the images in folders of `root` (b"": itself), a class each, as `list_images`. Raises OSError."""
+    Other pictures are reported as left out. Raises OSError.
+    """
     left_out: Counter[str] = Counter()
     names_by_class = [
         list_files(os.path.join(root, folder), is_image_name, folder + b"/" if folder else b"", left_out) for folder in folders

@@ -18,7 +18,7 @@ from torchtitan.data.image_files import (
     found_instead,
     is_image_name,
     list_folders,
-    list_images_of_folders,
+    list_images,
     shown_names,
     shown_path,
 )
@@ -121,7 +121,7 @@ def _list_folder(key: str, path: str, class_folders: bool) -> tuple[list[bytes],
 @functools.lru_cache(maxsize=4)
 def _list_unlabelled(key: str, path: str) -> ImageList:
     root = existing_folder(key, path)
-    files = list_images_of_folders(root, [b""])
+    files = list_images(root)
     if not len(files):
         raise DatasetError(f"{key}: {path!r} has no images in it{found_instead(root)}")
     return files

@@ -165,8 +165,8 @@ def _open_validation(roots: list[Path]) -> _Part | None:
         if folder.is_dir() and list_folders(os.fsencode(folder)):
             wnids, files = list_class_folders("data.path", str(folder))
             return _Part(wnids, files, files.classes)
-        if folder.is_dir() and (names := list_images(os.fsencode(folder))):
-            return _by_wnid(ImageList.of(os.fsencode(folder), [names]), _wnids_of(names, roots))
+        if folder.is_dir() and len(files := list_images(os.fsencode(folder))):
+            return _by_wnid(files, _wnids_of(_names(files), roots))
         if (root / VALIDATION_ARCHIVE).is_file():
             images = _open_archive(root / VALIDATION_ARCHIVE)
             return _by_wnid(images, _wnids_of(_names(images), roots))
@@ -175,7 +175,7 @@ def _open_validation(roots: list[Path]) -> _Part | None:
     return None
 
 
-def _names(images: TarImages) -> list[bytes]:
+def _names(images: TarImages | ImageList) -> list[bytes]:
     return [images.names[position] for position in range(len(images))]
 
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from torchtitan.conditions import Classes
 from torchtitan.data.base import DataConfig, DatasetError, DatasetInfo, Split
-from torchtitan.data.image_files import ImageList, SquareImages, check_readable, list_images_of_folders
+from torchtitan.data.image_files import ImageList, SquareImages, check_readable, list_images
 from torchtitan.files.regular import read_text, user_path
 from torchtitan.settings import setting
 
@@ -78,7 +78,7 @@ def _class_names(folder: Path, wnids: list[str]) -> tuple[str, ...]:
 
 def _list_train(folder: Path, wnids: list[str]) -> ImageList:
     there = [wnid for wnid in wnids if (folder / "train" / wnid / "images").is_dir()]
-    files = list_images_of_folders(os.fsencode(folder / "train"), [os.fsencode(f"{wnid}/images") for wnid in there])
+    files = list_images(os.fsencode(folder / "train"), [os.fsencode(f"{wnid}/images") for wnid in there])
     full = {there[number] for number in np.unique(files.classes)}
     if empty := [wnid for wnid in wnids if wnid not in full]:
         raise DatasetError(f"{folder}: train/{empty[0]}/images has no images")

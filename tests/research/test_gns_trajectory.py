@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from research import gns_plots
+from research import gns_plots, gns_trajectory
 from research.frame import StudyRun
 from research.gns_trajectory import against_trajectory
+from research.pictures import save
 from torchtitan.config.job import load_config
 from torchtitan.gns.config import bin_tags
 from torchtitan.pictures.style import new_figure
@@ -81,7 +82,7 @@ def test_the_picture_has_a_place_for_every_bin_where_no_value_has_an_upper_end(t
     (tmp_path / METRICS_FILE).write_text(json.dumps(point) + "\n")
     rows = [row(*ends, 5.0) | {"unbounded": "True"} for ends in ((0.0, 0.25), (0.25, 0.6), (0.6, 1.0))]
     figures = []
-    monkeypatch.setattr(gns_plots, "save", lambda figure, path: figures.append(figure) or "")
+    monkeypatch.setattr(gns_trajectory, "save", lambda figure, path: figures.append(figure) or "")
     assert "> 2.5" in against_trajectory(run, rows, tmp_path / "picture.png")
     left, right = figures[0].axes[0].get_xlim()
     assert left < 0 and right > 2
@@ -95,7 +96,7 @@ def test_bars_without_an_upper_end_are_drawn_on_a_logarithmic_scale(tmp_path):
     gns_plots.set_scale(axes[0, 0], rows, "log", along="x")
     low, high = axes[0, 0].get_xlim()
     assert 0 < low < 2.5 and high > 4.5
-    gns_plots.save(figure, tmp_path / "bars.png")
+    save(figure, tmp_path / "bars.png")
 
 
 @pytest.mark.parametrize("scale", ["linear", "log"])

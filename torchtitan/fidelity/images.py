@@ -15,7 +15,7 @@ import numpy as np
 
 from torchtitan.checkpoint.manifest import read_json
 from torchtitan.data.image_decoding import decode_whole, decoding_problem, with_advice
-from torchtitan.data.image_files import ImageList, found_instead, list_images
+from torchtitan.data.image_files import found_instead, list_images
 from torchtitan.errors import DamagedFile, EvaluationError
 from torchtitan.fidelity.npz import NPZ_SUFFIX, NPZArray, open_npz
 from torchtitan.files.regular import LARGEST_RECORD
@@ -90,7 +90,7 @@ class FolderImages(ImageSet):
         """Raises EvaluationError: it is no folder of images, or an unfinished set of samples."""
         root = os.fsencode(folder)
         try:
-            self._files = ImageList.of(root, [list_images(root)])
+            self._files = list_images(root)
         except OSError as error:
             raise EvaluationError(f"{folder}: cannot be read: {error.strerror or error}") from error
         self.place, self.readers = str(folder), _readers()

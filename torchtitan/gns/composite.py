@@ -38,6 +38,22 @@ _STEPS_OF_COMMON = 4.0
 # Half-life of what is learned: at most this share of the samples so far.
 _LEARNING_SHARE = 0.25
 
+# Folds of the steps that are corrected by the coefficients of the other folds.
+_FOLDS = 4
+
+# A coefficient's F statistic F multiplies it by 1 - this / F, and by 0 below. It would be 2 if the steps had equal weights;
+# under decay variances have half as many degrees of freedom as the steps that the mean is worth.
+_SHRINKAGE = 4.0
+
+# Fewer effective steps of the other folds tell no coefficient.
+_LEAST_STEPS = 3.0
+
+# Share of the square of C of the signal that must remain after the regression on the first regressor; less is rounding.
+_LEAST_REST = 1e-9
+
+# A step's vector v: sum and weight of the second moment and of the signal, and C of both.
+_MOMENT, _COUNT, _SIGNAL, _PAIRS, _OF_MOMENT, _OF_SIGNAL = range(6)
+
 
 @dataclass(frozen=True)
 class FreeSums:
@@ -169,43 +185,6 @@ class Composite:
 
     def _tensors(self) -> dict[str, Tensor]:
         return {"seen": self._seen, "parts_first": self._parts.first, "parts_second": self._parts.second}
-
-
-def _proxy(sums: FreeSums, of_squares: Tensor, of_signal: Tensor) -> Tensor:
-    """F of the whole model: the free parts, and the modulation part times multipliers [K] for the token part.
-
-    Returns:
-        numerators and weights of the second moment and of the signal, [K, 2, 2].
-    """
-    own, products = sums.squares[_MODULATION], sums.products.diagonal(dim1=1, dim2=2)
-    of_squares, of_signal = of_squares.nan_to_num(), of_signal.nan_to_num()
-    # Of each bin with itself alone: nothing is estimated between bins.
-    stand_in = of_signal * (products[_MODULATION] - own) + of_squares * own
-    squares = sums.squares.sum(0) + of_squares * own
-    moment = torch.stack((squares, sums.count), dim=-1)
-    signal = torch.stack((products.sum(0) + stand_in - squares, sums.pairs.diagonal()), dim=-1)
-    return torch.stack((moment, signal), dim=-2)
-
-
-def _weighted_sum(weights: Tensor, values: Tensor) -> Tensor:
-    """Weighted sum over the bins that have a weight and a finite value."""
-    return torch.where((weights > 0) & values.isfinite(), weights * values, 0.0).sum()
-
-
-_FOLDS = 4
-
-# A coefficient's F statistic F multiplies it by 1 - this / F, and by 0 below. It would be 2 if the steps had equal weights;
-# under decay variances have half as many degrees of freedom as the steps that the mean is worth.
-_SHRINKAGE = 4.0
-
-# Fewer effective steps of the other folds tell no coefficient.
-_LEAST_STEPS = 3.0
-
-# Share of the square of C of the signal that must remain after the regression on the first regressor; less is rounding.
-_LEAST_REST = 1e-9
-
-# A step's vector v: sum and weight of the second moment and of the signal, and C of both.
-_MOMENT, _COUNT, _SIGNAL, _PAIRS, _OF_MOMENT, _OF_SIGNAL = range(6)
 
 
 @dataclass(frozen=True)
@@ -373,6 +352,27 @@ class ControlledSums:
         return {
             "first": self._first, "second": self._second, "fourth_powers": self._fourth_powers, "seen": self._seen,
         }  # fmt: skip
+
+
+def _proxy(sums: FreeSums, of_squares: Tensor, of_signal: Tensor) -> Tensor:
+    """F of the whole model: the free parts, and the modulation part times multipliers [K] for the token part.
+
+    Returns:
+        numerators and weights of the second moment and of the signal, [K, 2, 2].
+    """
+    own, products = sums.squares[_MODULATION], sums.products.diagonal(dim1=1, dim2=2)
+    of_squares, of_signal = of_squares.nan_to_num(), of_signal.nan_to_num()
+    # Of each bin with itself alone: nothing is estimated between bins.
+    stand_in = of_signal * (products[_MODULATION] - own) + of_squares * own
+    squares = sums.squares.sum(0) + of_squares * own
+    moment = torch.stack((squares, sums.count), dim=-1)
+    signal = torch.stack((products.sum(0) + stand_in - squares, sums.pairs.diagonal()), dim=-1)
+    return torch.stack((moment, signal), dim=-2)
+
+
+def _weighted_sum(weights: Tensor, values: Tensor) -> Tensor:
+    """Weighted sum over the bins that have a weight and a finite value."""
+    return torch.where((weights > 0) & values.isfinite(), weights * values, 0.0).sum()
 
 
 def _shrunk(joint: Tensor, square: Tensor, spread: Tensor, degrees: Tensor) -> Tensor:

@@ -20,6 +20,17 @@ ESTIMATORS = ("sketch", "composite", "modulation")
 # Estimators of the whole model, without bias; of equally narrow ones the first counts.
 WHOLE_MODEL = ESTIMATORS[:2]
 
+# Of the outlier rule.
+_STEPS = 64  # remembered of each bin
+_LEAST_STEPS = 32  # before which nothing stands out
+_LEAST_RATIO = 1e6  # of the mean square to its running median
+_DEVIATIONS = 8.0  # robust standard deviations of its ln
+
+_NORMAL = 1.4826  # standard deviation of a normal distribution over its median absolute deviation
+
+# A cosine is known to this standard error, which tells conflict from agreement.
+_LARGEST_ERROR = 0.5
+
 
 class Pool:
     """Decayed sums of every geometry and estimator, by bin and over all bins; on the host, in float64.
@@ -182,14 +193,6 @@ class Pool:
             rule.load_state_dict(found)
 
 
-_STEPS = 64  # remembered of each bin
-_LEAST_STEPS = 32  # before which nothing stands out
-_LEAST_RATIO = 1e6  # of the mean square to its running median
-_DEVIATIONS = 8.0  # robust standard deviations of its ln
-
-_NORMAL = 1.4826  # standard deviation of a normal distribution over its median absolute deviation
-
-
 class OutlierRule:
     """Outlier rule: mean squared gradients of the latest steps by bin, against which a new one is compared.
 
@@ -248,10 +251,6 @@ class OutlierRule:
         for ring, logs, seen in zip(self._logs, state["logs"], state["seen"], strict=True):
             places = (seen - len(logs) + torch.arange(len(logs))) % _STEPS
             ring[places] = torch.tensor(logs, dtype=torch.float64)
-
-
-# A cosine is known to this standard error, which tells conflict from agreement.
-_LARGEST_ERROR = 0.5
 
 
 class Agreement:
@@ -315,12 +314,6 @@ def wider_bins(num_bins: int, count: int) -> Tensor:
     return torch.arange(num_bins) * count // num_bins
 
 
-def known_cosines(found: BinEstimates) -> Tensor:
-    """Cosines between the bins' mean gradients [K, K]; NaN where a signal is too weak or the error is too large."""
-    values = cosines(found.matrix, found.matrix_stderr.diagonal())
-    return torch.where(cosine_stderr(found.matrix, found.matrix_stderr) <= _LARGEST_ERROR, values, torch.nan)
-
-
 def finest_known(levels: Sequence[BinEstimates]) -> Tensor | None:
     """Cosines of the first level of which at least half of the pairs of bins are known; None if there is none.
 
@@ -328,7 +321,9 @@ def finest_known(levels: Sequence[BinEstimates]) -> Tensor | None:
         levels: estimates in fewer and fewer bins.
     """
     for found in levels:
-        values = known_cosines(found)
+        # NaN where a signal is too weak or the error is too large.
+        values = cosines(found.matrix, found.matrix_stderr.diagonal())
+        values = torch.where(cosine_stderr(found.matrix, found.matrix_stderr) <= _LARGEST_ERROR, values, torch.nan)
         pairs = values[torch.triu(torch.ones_like(values, dtype=torch.bool), diagonal=1)]
         if len(pairs) and 2 * int(pairs.isfinite().sum()) >= len(pairs):
             return values

@@ -30,6 +30,13 @@ _FLOOR = 1e-4
 # starting two sums for each, on a device a few microseconds, on a host less than one.
 _SMALL, _SMALL_ON_HOST = 2**21, 2**14
 
+Side = Literal["left", "right"]
+
+# Columns on the left of a layer of one vector per sample; on the right it has as many more as its sketch is to be long.
+_LEFT_COLUMNS = 16
+
+_BYTES_PER_WORD, _WORDS_PER_BLOCK = 4, 4
+
 
 class AdamFactors:
     """Factors of all layers as one vector: every layer's rows, then every layer's columns.
@@ -160,22 +167,6 @@ class AdamFactors:
         return found.nan_to_num_(0.0, posinf=torch.inf)  # where nothing is known, 0 x infinity
 
 
-def first_row(parameter: nn.Parameter, layout: Layout) -> int:
-    """First of the rows of a parameter that this rank has."""
-    if not isinstance(parameter, DTensor) or not layout.sharded or layout.mesh is None:
-        return 0
-    per_rank = -(-parameter.shape[0] // layout.shards)
-    return min(per_rank * layout.mesh["shard"].get_local_rank(), parameter.shape[0])
-
-
-Side = Literal["left", "right"]
-
-# Columns on the left of a layer of one vector per sample; on the right it has as many more as its sketch is to be long.
-_LEFT_COLUMNS = 16
-
-_BYTES_PER_WORD, _WORDS_PER_BLOCK = 4, 4
-
-
 @dataclass(frozen=True)
 class _Signs:
     """Projections of one side of many layers in a common tensor, since a device takes as long for one as for all.
@@ -289,3 +280,11 @@ class Projections:
     def _looked_up(self, drawn: Tensor) -> Tensor:
         """Signs of the bits of bytes, [bytes, 8]: a third of the time of shifting them."""
         return F.embedding(drawn, self._byte_signs)
+
+
+def first_row(parameter: nn.Parameter, layout: Layout) -> int:
+    """First of the rows of a parameter that this rank has."""
+    if not isinstance(parameter, DTensor) or not layout.sharded or layout.mesh is None:
+        return 0
+    per_rank = -(-parameter.shape[0] // layout.shards)
+    return min(per_rank * layout.mesh["shard"].get_local_rank(), parameter.shape[0])

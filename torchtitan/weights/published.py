@@ -2,8 +2,7 @@
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
@@ -144,10 +143,11 @@ def write_weights(
     } | record.header()
     with written_whole(output, overwrite) as path:
         if layout and layout.folder_files:
-            with _network_folder(path, pipeline) as folder:
-                text = json.dumps(layout.folder_config(model), indent=2) + "\n"
-                (folder / "config.json").write_text(text, encoding="utf-8")
-                _write_converted(folder / layout.folder_files[0], weights.source, tensors, dtype, unrounded, header)
+            folder = path / "transformer" if pipeline else path
+            folder.mkdir(parents=True)
+            text = json.dumps(layout.folder_config(model), indent=2) + "\n"
+            (folder / "config.json").write_text(text, encoding="utf-8")
+            _write_converted(folder / layout.folder_files[0], weights.source, tensors, dtype, unrounded, header)
             if pipeline and vae is not None:
                 write_around(path, vae, record)
         else:
@@ -161,13 +161,6 @@ def _export_problems(layout: PublishedLayout, model: DiffusionModel, approximate
     if difference and not problems:
         return [] if approximate else [f"{difference} (or add --approximate)"]
     return [difference, *problems] if difference else problems
-
-
-@contextmanager
-def _network_folder(path: Path, pipeline: bool) -> Iterator[Path]:
-    folder = path / "transformer" if pipeline else path
-    folder.mkdir(parents=True)
-    yield folder
 
 
 def _autoencoder_beside(path: Path, config: JobConfig) -> AutoencoderConfig:

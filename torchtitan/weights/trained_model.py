@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from torchtitan.checkpoint.checkpointer import (
     CheckpointError,
@@ -249,9 +250,7 @@ def _published_folder(path: Path, config_file: Path | None, device: torch.device
     config, info = weights.record.config, weights.record.info
     objective = build_objective(config.objective, config.debug.seed).to(device)
     model = _empty_model(config, info, device)
-    with torch.no_grad():
-        for name, tensor in named_weights(model).items():
-            tensor.copy_(weights.tensors[name])
+    _copy(model, weights.tensors)
     encoders = {entry: str(path / name) for entry, name in _ENCODERS.items() if (path / name).is_dir()}
     return TrainedModel(weights.record, info, model, objective, path.resolve().name, encoders=encoders)
 
@@ -271,10 +270,13 @@ def _fill(model: DiffusionModel, path: Path, config: JobConfig) -> None:
         weights, _ = layout_of(layout, config).import_weights(read_state_dict(path)[0], model)
     except ConversionError as error:
         raise WeightsError("\n".join(f"{path}: {line}" for line in str(error).splitlines())) from error
-    own = named_weights(model)
-    with torch.no_grad():
-        for name, tensor in own.items():
-            tensor.copy_(weights[name])
+    _copy(model, weights)
+
+
+@torch.no_grad()
+def _copy(model: DiffusionModel, weights: Mapping[str, Tensor]) -> None:
+    for name, tensor in named_weights(model).items():
+        tensor.copy_(weights[name])
 
 
 def _choose_step(checkpoints: AnyPath, step: int | None) -> tuple[int, list[str]]:

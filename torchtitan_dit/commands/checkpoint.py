@@ -121,9 +121,6 @@ def add_output(command: argparse.ArgumentParser, description: str) -> None:
     command.add_argument("--overwrite", action="store_true", help="replace existing files")
 
 
-# ---------------------------------------------------------------------- list, verify, diff
-
-
 def list_checkpoints(arguments: argparse.Namespace) -> int:
     checkpoints = checkpoints_of(location(arguments.run))
     print(f"{'step':>10}  {'size':>10}  {'date':16}  {'state':7}  EMA tracks")
@@ -229,9 +226,6 @@ def date_of(checkpoint: AnyPath) -> str:
 def described(source: TensorSource, name: str) -> str:
     shape, dtype = source.shapes[name]
     return f"{str(dtype).removeprefix('torch.')} {list(shape)}"
-
-
-# ---------------------------------------------------------------------- export, import
 
 
 def export(arguments: argparse.Namespace) -> int:

@@ -267,7 +267,8 @@ def find_images(sources: list[Path]) -> list[bytes]:
     found = []
     for source in sources:
         if source.is_dir():
-            found += list_images(os.fsencode(source), os.fsencode(source) + b"/")
+            files = list_images(os.fsencode(source))
+            found += [files.path(position) for position in range(len(files))]
         elif source.is_file():
             found.append(os.fsencode(source))
         else:
