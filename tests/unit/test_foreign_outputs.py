@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from torchtitan.config.job import write_schema
+from torchtitan.config.__main__ import write_schema
 from torchtitan.files.ownership import refuse_foreign_file
 from torchtitan.files.weight_files import WeightsError, written_whole
 from torchtitan_dit.commands.compare import main as compare

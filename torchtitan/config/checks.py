@@ -21,8 +21,7 @@ from torchtitan.config.sampling_checks import SAMPLING_CHECKS, cannot_guide, res
 from torchtitan.config.size_checks import SIZE_CHECKS, batch_sizes, global_batch_size, local_batch_size
 from torchtitan.config.speed_checks import SPEED_CHECKS, needs_plain_weights, shards_of
 from torchtitan.config.view import ConfigView, RefusedValue, in_section
-from torchtitan.data import LATENT_DATASETS
-from torchtitan.data.base import DatasetError
+from torchtitan.data import LATENT_DATASETS, DatasetError
 from torchtitan.diffusion.objectives import OBJECTIVES, build_objective, objective_problems
 from torchtitan.diffusion.paths import PATHS
 from torchtitan.distributed.config import checkpoint_problems, compile_problems

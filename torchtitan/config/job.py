@@ -4,7 +4,6 @@ python -m torchtitan.config FILE    write the JSON schema of a configuration fil
 """
 
 import dataclasses
-import json
 import logging
 import os
 import sys
@@ -24,8 +23,6 @@ from torchtitan.diffusion.objective import ObjectiveConfig
 from torchtitan.diffusion.objectives import OBJECTIVES
 from torchtitan.distributed.config import ActivationCheckpointConfig, CommConfig, CompileConfig, ParallelismConfig
 from torchtitan.evaluation.config import AutoencoderConfig, EvaluationConfig, SamplingConfig, ValidationConfig
-from torchtitan.files.durable import replace_file
-from torchtitan.files.ownership import refuse_foreign_file
 from torchtitan.gns.config import GNSConfig
 from torchtitan.models import MODELS
 from torchtitan.models.adapters.config import LoRAConfig
@@ -314,13 +311,6 @@ def help_text(topics: Sequence[str] = ()) -> str:
 def json_schema() -> dict[str, Any]:
     """Build the JSON schema of a configuration file, for completion in editors."""
     return build_json_schema(JobConfig())
-
-
-def write_schema(path: Path) -> None:
-    """Write the JSON schema to a file. Raises OSError, also if the file is no such schema."""
-    schema = json.dumps(json_schema(), indent=1) + "\n"
-    refuse_foreign_file(path, schema.partition(",")[0].encode())
-    replace_file(path, schema)
 
 
 def _choices(section: Any, prefix: str = "") -> Iterator[tuple[str, Choice]]:

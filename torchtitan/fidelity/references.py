@@ -127,6 +127,16 @@ class Reference:
             raise EvaluationError(f"{self.place}: {_RECORD} is damaged (make the reference anew)") from error
 
 
+def new_reference(name: str, output: Path | None = None) -> Path:
+    """File of a reference that is to be made: the one named, or that of its name. Raises EvaluationError."""
+    path = output or REFERENCES / f"{name}{NPZ_SUFFIX}"
+    if path.suffix != NPZ_SUFFIX:
+        raise EvaluationError(f"--output: {path} is no name of a {NPZ_SUFFIX} file")
+    if path.exists():
+        raise EvaluationError(f"{path}: exists already (remove it, or give another --name)")
+    return path
+
+
 def open_reference(text: str, option: str = "--reference") -> Reference:
     """Open the reference of a command line: a path, or the name of one in `outputs/references`.
 

@@ -41,8 +41,14 @@ from torchtitan.fidelity.measuring import (
     measure,
     reference_features,
 )
-from torchtitan.fidelity.npz import NPZ_SUFFIX
-from torchtitan.fidelity.references import REFERENCES, Reference, kept_outputs, open_reference, write_reference
+from torchtitan.fidelity.references import (
+    REFERENCES,
+    Reference,
+    kept_outputs,
+    new_reference,
+    open_reference,
+    write_reference,
+)
 from torchtitan.fidelity.results import EVALUATION_FILE, EvaluationFile, describe, finite_values, table_lines
 from torchtitan.processes.command_line import FirstRankParser, at_least, interrupt_by_signals, run_rank
 from torchtitan.processes.exit_codes import FAILED, REFUSED
@@ -265,11 +271,7 @@ def default_output(source: Path) -> Path:
 
 def make_reference(arguments: argparse.Namespace, data_words: list[str]) -> None:
     """Make a reference. Raises UNUSABLE, OSError."""
-    path = arguments.output or REFERENCES / f"{arguments.name}{NPZ_SUFFIX}"
-    if path.suffix != NPZ_SUFFIX:
-        raise EvaluationError(f"--output: {path} is no name of a {NPZ_SUFFIX} file")
-    if path.exists():
-        raise EvaluationError(f"{path}: exists already (remove it, or give another --name)")
+    path = new_reference(arguments.name, arguments.output)
     group = group_for_work()
     images = on_all_ranks(lambda: source_of(arguments, data_words).first(arguments.count), UNUSABLE, group)
     extractors = on_all_ranks(lambda: open_extractors(arguments.extractor, arguments.weights), UNUSABLE, group)
