@@ -64,7 +64,6 @@ def open_hub_table(
 
     Args:
         split: name, or a slice such as "train[:10%]".
-        image_column, label_column: names, or "" to find them.
         caption_column: name of a column to be read instead of labels, or "".
 
     Raises:

@@ -35,7 +35,6 @@ def find_columns(
     Args:
         features: column -> description, as Hugging Face `datasets` writes them: {"_type": "Image"},
             {"_type": "ClassLabel", "names": [...]}, {"_type": "Value", "dtype": "int64"}.
-        image_column, label_column: names, or "" to find them.
         caption_column: name of a column of texts, to be read instead of labels, or "".
 
     Raises:

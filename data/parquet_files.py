@@ -72,7 +72,6 @@ def read_footers(
     Args:
         subset: folder of the split's files, needed where several subsets have it; or "".
         split: files are those whose name begins with it, or which lie in a folder of that name.
-        image_column, label_column: names, or "" to find them.
         caption_column: name of a column to be read instead of labels, or "".
 
     Raises:

@@ -30,7 +30,6 @@ class ConditionKind(ABC):
     """Kind of condition: the entries of a batch that condition a network, and the operations on them.
 
     Attributes:
-        name: for messages and configuration.
         wanted: condition that a dataset of the kind gives, in words.
         choices_noun: plural noun of the choices of sampling.
     """
@@ -151,7 +150,6 @@ class Classes(ConditionKind):
     """One of `count` classes, entry "class", int64 [B]; the class `count` is the null class.
 
     Attributes:
-        count: number of classes.
         names: one per class, or none.
     """
 
@@ -239,7 +237,6 @@ class Texts(Embeddings):
 
     Attributes:
         encode: texts -> the entries [B, ...], on any device.
-        most_bytes: of a text in a batch.
     """
 
     wanted = "texts"

@@ -174,7 +174,6 @@ class Reports:
 
         Args:
             norm: gradient norm of this step before clipping.
-            lr: learning rate of this step.
         """
         state, config = self._state, self._config
         with self._phases("waiting"):  # for other ranks

@@ -19,11 +19,7 @@ from torchtitan.training.metric_sinks import as_png
 
 
 class RunPictures:
-    """Pictures of a run; of the first rank alone.
-
-    Attributes:
-        held_out, animation, noise_scale: paths.
-    """
+    """Pictures of a run; of the first rank alone."""
 
     def __init__(self, folder: RunFolder, name: str, outputs: OptionalOutputs) -> None:
         self._samples, self._name, self._outputs = folder.samples, name, outputs

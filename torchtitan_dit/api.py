@@ -37,7 +37,6 @@ class Model:
     """Model that is loaded once and drawn from many times; `load` makes one.
 
     Attributes:
-        config: the configuration of its training.
         network: the network, in eval mode, float32: `forward(x [B, C, H, W], noise, condition)`.
         label: origin of the weights, such as `step 1000, ema`.
         warnings: damaged checkpoints that were skipped, limits of a reconstructed average.
@@ -115,7 +114,6 @@ class Model:
                 are as drawn, mostly between the two but not clipped to them, as those of "pil" are (`clip_x0=True` clips the
                 estimates that they are made from); decoded latents are clipped. "latents": of latents as they are drawn.
             encoders: of prompts that are no captions of the training: `text` and `pooled` -> folder or hub name.
-            progress: show a bar.
             method: options of `torchtitan-dit sample` that say how an image is drawn, with _ for -, such as
                 guidance_scale=3, num_steps=50, solver="heun". Left out: those of the training.
 
@@ -237,7 +235,6 @@ def train(
             {"model": {"flavor": "DiT-S/2"}, "data": {"name": "cifar10", "path": "cifar"}}.
         overrides: keys with dots and their values, over those of `config`: {"training.steps": 200}.
         processes: how many train together, with a share of the batch each.
-        progress: show a bar over the images.
 
     Returns:
         the run, in `job.dump_folder` / `job.name`.

@@ -21,7 +21,6 @@ class Command:
 
     Attributes:
         module: file of torchtitan_dit/commands/.
-        help: one line.
         words: arguments that come before those given.
         on_ranks: whether several processes of a launcher, as torchrun, run it together.
     """

@@ -16,7 +16,6 @@ def checkpoint_folder(run: Path, folder: str, name: str) -> AnyPath:
     """Folder of a run's checkpoints.
 
     Args:
-        run: the run's own folder.
         folder: `checkpoint.folder`.
         name: `job.name`.
 

@@ -23,9 +23,6 @@ _MAX_BYTES = 4096
 def claim(run: Path, folder: AnyPath) -> str | None:
     """Claim a folder of checkpoints for this run and this launch; return the reason if that is impossible.
 
-    Args:
-        run: the run's folder, locked by this launch.
-
     Raises:
         OSError.
     """

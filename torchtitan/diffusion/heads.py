@@ -68,7 +68,6 @@ class CombinationRule(nn.Module):
 
         Args:
             conversion: (trained error) / (error of each head), [N, K].
-            log_sigma: noise levels.
         """
         return conversion.amin(1)
 

@@ -23,7 +23,6 @@ def log_variance(path: IndexedPath, interpolation: Tensor, index: Tensor) -> Ten
     """Log variance of the reverse step, ln of exp(v ln beta + (1 - v) ln posterior variance), eq. 15.
 
     Args:
-        path: a discrete DDPM path.
         interpolation: the network's second output, [B, ...]; -1 stands for v = 0, and 1 for v = 1.
         index: integer indices [B].
 
@@ -43,7 +42,6 @@ def variational_bound(
     the reverse step from the posterior. The bound itself is the sum over all T indices.
 
     Args:
-        path: a discrete DDPM path.
         x0, x_t: clean and noisy images, [B, ...].
         x0_estimate: the network's estimate of x0; without gradient to train the variance alone.
         interpolation: the network's second output, of x0's shape.

@@ -97,7 +97,6 @@ class LossTerms:
     Attributes:
         loss: minimised loss; its mean over the global batch is the training loss.
         error: the plain mean squared error of the prediction, for loss by timestep; no gradient.
-        t: the timesteps.
         weighted: importance x the weighted error with all that is added to it, never negative; no gradient.
         diagnostics: values by the names in the objective's `diagnostics`, logged as means by timestep bin; no gradient.
     """
@@ -125,8 +124,6 @@ class Objective(ABC):
     studies read the network through `predict`.
 
     Attributes:
-        path: from data to noise.
-        timestep_sampler: draws the timesteps.
         learned: modules that are trained or measured beside the network, and belong into a checkpoint.
         diagnostics: names of per-sample values in `LossTerms.diagnostics`.
         heads: of a network with several predictions, else None.

@@ -33,9 +33,7 @@ def checkpoint_blocks(model: nn.Module, blocks: list[nn.Module], config: Activat
     Does nothing in mode memory_budget, which belongs to the compiler: see torchtitan.distributed.compile.
 
     Args:
-        model: the model that holds the blocks.
         blocks: modules of the model, in the order of the forward.
-        config: choice of the blocks.
 
     Raises:
         ValueError: there is no block.

@@ -40,7 +40,6 @@ def compile_blocks(
     fullgraph: a graph break is an error.
 
     Args:
-        blocks: modules.
         memory_budget: bytes that may be kept from forward to backward, as a share of what is kept without
             recomputation, in [0, 1]; the cheapest results to recompute are not kept.
         backend: name of torch's compiler backend.

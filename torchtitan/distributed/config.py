@@ -154,7 +154,6 @@ def checkpoint_problems(
     """Find combinations that cannot work or would be ignored.
 
     Args:
-        compiled: whether blocks are compiled.
         num_blocks: blocks of the model, None if it does not say.
 
     Yields:

@@ -17,7 +17,6 @@ class SplitContext:
     """Exchange of tokens between the processes of a group that have the same images; all its methods are collective.
 
     Attributes:
-        size: processes of the group.
         rank: number of this one among them.
     """
 
@@ -59,12 +58,9 @@ def context_bytes(
     forward and backward, and again where the forward is recomputed.
 
     Args:
-        batch: images of the microbatch.
         width: channels of a token.
         num_blocks: blocks with attention.
         degree: processes that share the tokens.
-        dtype: of the tokens.
-        recomputed: whether blocks are recomputed in backward.
     """
     of_exchange = batch * tokens / degree * width * dtype.itemsize * (degree - 1) / degree
     return 4 * of_exchange * num_blocks * (3 if recomputed else 2)

@@ -50,8 +50,6 @@ def kernel_problems(
     """Find choices without effect, or that this device's kernels refuse.
 
     Args:
-        attention, float32_matmul: see `kernel_choices`.
-        param_dtype: training.mixed_precision_param.
         head_width: channels of an attention head, None if the model does not say.
         has_cuda: whether the run has a CUDA device; None: if this process has.
 
@@ -75,9 +73,7 @@ def check_attention(attention: AttentionBackend, head_width: int, dtype: torch.d
     """Check by one small call that a device has the chosen attention. Raises KernelError.
 
     Args:
-        attention: see `kernel_choices`.
         head_width: channels of a head.
-        dtype: of queries, keys and values.
     """
     if attention == "auto":
         return

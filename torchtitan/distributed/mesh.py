@@ -18,11 +18,9 @@ class Layout:
     """Layout of the processes: this process's rank, device, mesh, and the groups of gradient reductions.
 
     Attributes:
-        rank, world_size: of all processes.
         data_rank, data_ranks: of the processes with images of their own: neighbours that share the tokens of the same
             images count as one.
         degree: processes that share the tokens of an image.
-        device: where this process computes.
         replicas: copies of the model, also of processes that share tokens, if it is not sharded.
         shards: processes that share one copy (1: every process holds the whole model); those that share tokens among them.
         sharded: whether parameters are sharded (FSDP2 or HSDP).

@@ -13,7 +13,6 @@ def compute_context(param_dtype: str, device: torch.device, sharded: bool) -> Ab
 
     Args:
         param_dtype: a key of DTYPES.
-        device: where the forward runs.
         sharded: whether the parameters are sharded by FSDP2.
     """
     if sharded or param_dtype == "float32":

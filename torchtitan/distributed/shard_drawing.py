@@ -40,7 +40,6 @@ def draw_shards(
         model: not wrapped yet.
         init_weights: draws it, by operations in place on whole parameters, from torch's global random state.
         rows_of: rows that are kept of a parameter of a shape.
-        device: of the shards.
 
     Returns:
         the rows kept of each parameter, by name.

@@ -169,7 +169,6 @@ def measure_samples(
 
     Args:
         choices: conditions of the samples, int64 [N].
-        seed, batch_size, sharded, method: as in `ImageSampler.draw`.
         decoder: of latents; None for a model of images.
 
     Raises:

@@ -142,8 +142,6 @@ def draw_set(
     """Draw the missing images of a set; called by every rank, each with its own model and decoder.
 
     Args:
-        sampler: of the model, which is whole on every rank.
-        method: as in `ImageSampler.drawing`.
         decoder: of latents; None for a model of images.
         group: of all ranks, for CPU tensors, with a timeout above the duration of the work; None: one process.
 

@@ -80,7 +80,6 @@ class ImageSampler:
                 by an unconditional model.
             first_number: number of the first image; image i starts from noise of number first_number + i.
             purpose: random stream of the starting noise.
-            method: as in `drawing`.
 
         Returns:
             float32 images [N, C, H, W] on the CPU, on every rank.
@@ -121,7 +120,6 @@ class ImageSampler:
         """Draw batches on this rank by one method, inside the context, in eval mode and the dtype of compute.
 
         Args:
-            seed, purpose, sharded: as in `draw`.
             guide: reference of guidance; None for the null condition.
             embedded_guidance: scale that networks with a guidance embedding are given, a guide's too; None for that of
                 their training, which they have again afterwards.

@@ -104,8 +104,6 @@ class _KernelSums:
 
     Attributes:
         rows, columns: sum of each, [m] and [n]; those of a set with itself are all in `rows`.
-        squares: sum of the squares.
-        pairs: number of pairs.
     """
 
     rows: Tensor

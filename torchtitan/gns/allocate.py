@@ -300,7 +300,6 @@ class SharesSchedule:
         """Update the shares: return new ones, to be used from step + 1 on, or None where they stay.
 
         Args:
-            step: the step just made.
             measured: of gradients without importance weights, equal on all ranks.
             stratified: as in `predicted_ratios`.
         """

@@ -23,7 +23,6 @@ def build_taps(config: Any, model: DiffusionModel, edges: Tensor, layout: Layout
     """Install taps in a network that is not yet distributed.
 
     Args:
-        config: JobConfig of the run.
         model: the network, not yet wrapped; its layers get taps.
         edges: inner edges of the timestep bins in t, rising, [K - 1].
     """
@@ -42,7 +41,6 @@ def build_monitor(
     """Build the monitor of a run.
 
     Args:
-        config, edges, layout: as of `build_taps`.
         taps: of the network, if the run has them.
         train_module: the network as it is trained, wrapped by DDP or FSDP, for the ranks' gradients.
         microbatches: of each rank in a step of the first batch size.
@@ -64,7 +62,6 @@ def sampler_of_bins(config: GNSConfig, edges: Tensor, microbatches: int) -> Samp
 
     Args:
         config: `[gns]`.
-        edges, microbatches: as of `build_monitor`.
     """
     if config.bin_pure_microbatches:
         return partial(BinPureTimesteps, edges=edges, microbatches_per_step=microbatches)

@@ -58,12 +58,10 @@ class GradientTaps:
         """Replace the model's layers by tapped ones, before the model is wrapped.
 
         Args:
-            model: an initialised model.
             bin_edges: inner edges in t, rising, [K - 1]; bin k holds edges[k - 1] < t <= edges[k].
             local_batch_size: samples per microbatch.
             sketch_size: k, columns of a sketch over tokens.
             adam: measure in Adam's geometry too.
-            device: of compute.
             compute_dtype: dtype of the layers' inputs. Parameters in float64 are measured in float64 instead.
             reduce_dtype: dtype of the sum of gradients over ranks.
 
@@ -101,7 +99,6 @@ class GradientTaps:
             measured: whether sketches are taken.
             optimizer_state: parameter -> its state after the previous step.
             beta2: decay of the second moment in it.
-            layout: where the model runs.
         """
         self._measured, self._step = measured, _StepBuffer(self.num_bins, len(self.geometries), self._device)
         if not measured:

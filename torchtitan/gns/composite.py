@@ -258,7 +258,6 @@ class ControlledSums:
         Args:
             plain: estimates of the same steps in the same window without control variates, for the inner products
                 between bins and the lag.
-            window: index.
         """
         coefficients = self.coefficients(window)
         taken = torch.zeros(*coefficients.moment.shape, 4, 6, dtype=torch.float64)  # [J, K, 4, 6]: v -> v less beta C

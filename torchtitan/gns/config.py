@@ -135,12 +135,7 @@ def is_drawn(tag: str) -> bool:
 
 
 def of_bins(point: Mapping[str, Any], edges: Sequence[float]) -> bool:
-    """Check whether a point's noise scales are of these bins; True where it does not say, as formerly.
-
-    Args:
-        point: of metrics.jsonl.
-        edges: as of `bin_tags`.
-    """
+    """Check whether a point's noise scales are of these bins; True where it does not say, as formerly."""
     if _COUNT not in point:
         return True
     return point[_COUNT] == len(edges) + 1 and all(
@@ -158,7 +153,6 @@ def gns_problems(
         given: the dotted keys that were set.
         global_batch_size: samples per step.
         microbatches: of each rank in a step.
-        ranks: number of processes.
 
     Returns:
         pairs of a key of the section and the reason.

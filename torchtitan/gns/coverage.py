@@ -87,7 +87,6 @@ def unseen_gradient(
         layers: tapped ones by name, with the reduced gradients of a step.
         measured: of each layer, sums over the samples of all ranks in the plain geometry, by bin [K, elements].
         samples: number of these, scalar.
-        layout: where the model runs.
         dtype: the coarsest in which products or sums of gradients are computed.
     """
     flat = torch.cat([_projected_gradient(layer, layout) for layer in layers.values()]) * samples.to(measured[0])

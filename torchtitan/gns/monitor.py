@@ -72,8 +72,6 @@ class GNSMonitor:
             edges: inner edges of the bins in t.
             taps: on the model, for the single-pass estimators.
             ranks: on the reduction, for the estimator from ranks.
-            layout: where the run goes.
-            folder: the run's folder.
             adam: whether the updates are Adam's, measured in its geometry or not.
         """
         self._config, self._objective, self._edges = config, objective, edges

@@ -131,7 +131,6 @@ class Pool:
         NaN.
 
         Args:
-            geometry, estimator: names.
             mass: probability of each bin in the objective, [K].
             stratified: whether every batch has its share of each bin.
         """
@@ -204,9 +203,6 @@ class OutlierRule:
     theirs. Nothing is an outlier of fewer than 32. Squared norms of single samples that are lognormal, however wide,
     thus practically never do; the mean of a step's samples varies less. Every value is remembered, outliers too, so
     that a lasting change is ordinary after half of the memory at the latest.
-
-    Attributes:
-        count: outlier steps.
     """
 
     def __init__(self, num_bins: int) -> None:

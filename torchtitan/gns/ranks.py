@@ -42,7 +42,6 @@ class RankMonitor:
 
         Args:
             train_module: what `parallelize` returned.
-            layout: where it runs.
             microbatches: per step and rank.
             num_bins: bins of bin-pure microbatches; None: microbatches mix bins.
             half_life: samples of a bin, or of the whole, after which a step counts half.

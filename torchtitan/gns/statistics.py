@@ -67,7 +67,6 @@ class PairSums:
 
         Args:
             bin_of: new bin of each bin, int64 [K], 0 <= bin_of < num_bins.
-            num_bins: number of new bins.
         """
         belongs = torch.zeros(num_bins, len(self.count), dtype=torch.float64, device=self.count.device)
         belongs[bin_of, torch.arange(len(bin_of))] = 1.0

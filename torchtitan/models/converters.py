@@ -15,7 +15,6 @@ def convert(model: nn.Module, converter: Converter) -> dict[str, nn.Module]:
     """Replace modules of a model in place, before the model is wrapped.
 
     Args:
-        model: an initialised model.
         converter: called with the name and the module of every leaf, in the model's order; None keeps it.
 
     Returns:

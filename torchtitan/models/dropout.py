@@ -15,7 +15,6 @@ def dropout_keys(seed: int, samples: Tensor, layers: int, attempt: int = 0) -> T
     Args:
         seed: of the run, 0 <= seed < 2^64.
         samples: sample numbers [B], int64.
-        layers: layers with dropout.
         attempt: changes after a rollback.
     """
     words = philox.random_words(seed, "dropout", samples, 2 * layers, attempt)  # [B, 2 layers]
@@ -26,7 +25,6 @@ def dropout(x: Tensor, keys: Tensor, probability: float) -> Tensor:
     """Drop activations of x [B, ...] and scale the others by 1 / the share kept.
 
     Args:
-        x: activations.
         keys: of this layer [B, 2], of `dropout_keys`.
         probability: of each activation, rounded to a multiple of 2^-16.
     """

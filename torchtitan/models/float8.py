@@ -53,8 +53,6 @@ def float8_problems(
     """Find reasons against float8 on this device and with the other sections.
 
     Args:
-        config: the section, enabled.
-        param_dtype: training.mixed_precision_param.
         single_pass_taps: whether the gradients of single samples are tapped at the linears (gns.single_pass).
         shards: processes that share the parameters of one replica.
         plain_weights: the setting that needs weights without torchao's wrapper, if any.
@@ -101,7 +99,6 @@ def check_convertible(
 
     Args:
         model: on any device, not converted yet.
-        config: the section, enabled.
         local_batch_size: images in one forward.
         shapes: (C, H, W) of the images, those of a batch alike; by default the model's.
         context_degree: processes that share the tokens of an image.
@@ -143,7 +140,6 @@ def convert_to_float8(model: DiffusionModel, config: Float8Config) -> list[str]:
 
     Args:
         model: an initialised model, before checkpointing, compilation and sharding.
-        config: the section, enabled.
 
     Returns:
         the names of the converted linears.

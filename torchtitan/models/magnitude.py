@@ -103,7 +103,6 @@ def normalized(x: Tensor, dim: int | tuple[int, ...] | None, eps: float) -> Tens
     """Normalise to unit root mean square: x / (eps + rms), in float32 at least.
 
     Args:
-        x: any tensor.
         dim: dimensions that share one root mean square; None: all but the first.
         eps: added to the root mean square.
     """

@@ -82,7 +82,6 @@ class PublishedLayout(ABC):
         """Import weights.
 
         Args:
-            published: the state dict.
             model: gives the shapes; may be on the meta device.
 
         Returns:
@@ -98,7 +97,6 @@ class PublishedLayout(ABC):
         """Configuration of the model that published tensors are of, as tables of TOML without `[data]`'s name.
 
         Args:
-            published: the state dict.
             document: config.json beside it; empty for a file alone.
 
         Returns:

@@ -53,7 +53,6 @@ def image_grid(
         images: [N, C, H, W], N <= rows * columns, in [-1, 1] (clipped) for one or three channels.
         rows, columns: of the grid, >= 1.
         row_labels: one per row, written at its left, cut to 24 letters; the built-in font knows Latin ones only.
-        title: written above the grid.
         captions: one per image, written below it, cut to its width.
 
     Returns:
@@ -133,7 +132,6 @@ def save_animation(frames: Sequence[tuple[int, str | os.PathLike]], path: str | 
 
     Args:
         frames: (step, path of a picture); of two with the same step the later one counts.
-        path: of the GIF.
 
     Returns:
         the number of frames written; 0 means that no picture could be read and that nothing was written.

@@ -15,7 +15,6 @@ class RunData:
 
     Attributes:
         record: what sampling needs of the data, for a checkpoint that is taken elsewhere.
-        images_per_epoch: number of training images.
         images_of_shapes: shape (C, H, W) -> number of its images: one shape, or those of the buckets with images.
         corrupt_images: record of images that could not be read.
         loader: global batches, this process's share of each.

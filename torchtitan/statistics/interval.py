@@ -14,7 +14,6 @@ class Interval:
 
     Attributes:
         lower, upper: ends; infinite on an unbounded side.
-        count: values or repeats behind the estimate.
         coverage: probability that the interval holds the true value; None where none is claimed.
     """
 

@@ -23,7 +23,6 @@ class Fault:
     """Fault of a run that cannot continue, or be saved, in its present state.
 
     Attributes:
-        reason: in a few words.
         samples: of the step to repeat for finding its origin; None: the reason names it already.
     """
 
@@ -36,8 +35,6 @@ def gone_back(state: RunState, phases: Phases, saving: bool) -> bool:
     """Roll back to a checkpoint if the latest steps must not count; return whether that was so; collective.
 
     Args:
-        state: of the run between two steps.
-        phases: names the time of the rollback.
         saving: a checkpoint, or the end of the run, is due: wait for the verdict on the latest step, and require that
             every weight, average and optimizer state is finite.
 

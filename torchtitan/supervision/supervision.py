@@ -60,7 +60,6 @@ class Supervision:
         """Log why this rank ends, and close the run unless another rank has.
 
         Args:
-            reason: in words.
             lost: whether another rank's end is the cause; its own reason, if it has given one, is added.
         """
         known = self._known_reason(wait=lost)

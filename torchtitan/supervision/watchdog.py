@@ -54,7 +54,6 @@ def limits(comm: CommConfig, phase: str, *, alone: bool, first_step: bool, compi
     Args:
         alone: whether it is the run's only process: no other waits for it, and it may just be slow.
         first_step: whether this process has yet to finish its first step.
-        compiles: whether that step compiles.
     """
     key = "comm.init_timeout_seconds" if first_step else "comm.train_timeout_seconds"
     short = comm.init_timeout_seconds if first_step else comm.train_timeout_seconds
@@ -68,11 +67,7 @@ def limits(comm: CommConfig, phase: str, *, alone: bool, first_step: bool, compi
 
 
 class Watchdog:
-    """Watchdog over the phases of one process.
-
-    Attributes:
-        interval: seconds between two checks.
-    """
+    """Watchdog over the phases of one process."""
 
     def __init__(
         self,
@@ -89,7 +84,6 @@ class Watchdog:
         """
         Args:
             rank, world_size: this process's place.
-            compiles: whether the first step compiles.
             on_end: called with the reason before the process is ended; may write the summary.
             end_process: ends the process with a code.
         """
@@ -169,7 +163,6 @@ def silent_ranks(folder: Path, world_size: int, since: float) -> list[int]:
 
     Args:
         folder: `<run>/faults`, which all ranks share.
-        world_size: number of ranks.
         since: seconds since 1970.
     """
     reported = set()

@@ -98,7 +98,6 @@ class RunClock:
     def __init__(self, now: Callable[[], int] = time.perf_counter_ns, started: int | None = None) -> None:
         """
         Args:
-            now: reads the time.
             started: time at which the process started; None: the present.
         """
         self.now = now
@@ -155,8 +154,6 @@ class Phases:
     waits for the device, so on a GPU a phase is the host's. Other threads may read the attributes.
 
     Attributes:
-        step: optimizer step, set by the train loop.
-        name: innermost phase.
         since: time of its entry, of the return to it, or of `touch`; nanoseconds of `clock`.
         broken: phase that the first exception left; None without one.
     """

@@ -199,10 +199,8 @@ def build_loader(
     world_size, its microbatch m on rank r holds samples n + (m W + r) b + [0, b).
 
     Args:
-        dataset: the training split.
         config: its section, whose `horizontal_flip` is applied here.
         info: of the dataset; batches are checked against it.
-        seed: the run's seed.
         attempt: changes after a rollback.
         first_sample: where the first step begins.
         end_sample: steps begin before this number.
@@ -269,7 +267,6 @@ def validation_batches(
     each bucket are read, as many as is its share of all, one bucket after the other: the above holds for each.
 
     Args:
-        dataset: the validation split.
         num_images: held-out images over all ranks.
         batch_size: images at a time on each rank.
         rank, world_size: select this process's part.
@@ -415,7 +412,6 @@ def read_checked(dataset: Dataset, info: DatasetInfo, indices: np.ndarray, draws
     """Read images and their conditions by index, checked against the dataset's info.
 
     Args:
-        dataset: one split.
         indices: int64 [B].
         draws: of training; None reads with `fetch`.
 

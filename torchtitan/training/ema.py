@@ -15,9 +15,7 @@ def kept_share(track: EMATrackConfig, step: int, images_per_step: int, factor: i
     """Share of the average that one update keeps.
 
     Args:
-        track: the average's settings.
         step: optimizer steps done; 1 in the first update. A step of a batch that has grown counts as `factor` of them.
-        images_per_step: global batch size.
         factor: batch size of this step as a multiple of that.
 
     Returns:

@@ -15,7 +15,6 @@ def describe_hardware(device: torch.device, num_devices: int) -> dict[str, Any]:
     """Describe the hardware as found.
 
     Args:
-        device: of compute.
         num_devices: such devices, or processes on the CPU.
 
     Returns:

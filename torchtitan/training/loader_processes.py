@@ -52,7 +52,6 @@ class LoaderProcesses:
     ) -> None:  # fmt: skip
         """
         Args:
-            dataset_name: for messages.
             num_workers: processes; 0: none, this one loads.
             dataset: whole batches by the items of `sampler`.
             sampler: what to load, in order.
@@ -175,7 +174,6 @@ def shared_memory_shortage(
     """Report in one line that the batches loaded ahead do not fit in shared memory, if so.
 
     Args:
-        batch_bytes: of a rank's microbatch.
         num_workers: of `[data]`.
         ranks: training processes on this machine.
         free_bytes: of shared memory; None: what this machine has now.
@@ -308,7 +306,6 @@ def begin_worker(worker: int, ends_with_parent: bool = True) -> None:
     """Begin a loader process: it ignores requests to stop, but ends with the process that started it.
 
     Args:
-        worker: its number.
         ends_with_parent: whether the parent's main thread has started it; the kernel looks at that thread.
     """
     _leave_signals_to_the_trainer()

@@ -25,7 +25,6 @@ class TensorBoardFile:
     def __init__(self, folder: Path, steps_done: int | None) -> None:
         """
         Args:
-            folder: for the file.
             steps_done: step that the run resumes from, 0 for a new one: later events of files before are hidden; None hides none.
         """
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog

@@ -30,7 +30,6 @@ class StepSamples:
     """Samples of a step, to read them again.
 
     Attributes:
-        step: its number.
         samples: of all ranks.
         microbatches: of each rank.
     """
@@ -59,7 +58,6 @@ class NumericalGuard:
 
     Attributes:
         skipped: steps skipped in the run.
-        rollbacks: number of rollbacks of the run.
         last_skipped: the latest of them known to the host, None if there is none.
         last_healthy: the latest step that counted, likewise.
         reason: why `last_skipped` was skipped, in a few words.

@@ -74,7 +74,6 @@ def build_optimizer(
 
     Args:
         parameters: name -> parameter, plain or sharded.
-        config: update rule and groups.
         blocks: modules whose matrices Muon takes.
         lr_scales: parameters in separate groups, not decayed, with these multiples of the learning rate unless
             `param_groups` says otherwise.

@@ -194,7 +194,6 @@ def sample_order(dataset: Dataset, seed: int, attempt: int, global_batch_size: i
     """Order of a dataset by its `buckets` and `blocks`, if it has any.
 
     Args:
-        dataset: the training split.
         seed, attempt: determine the order.
         global_batch_size: images of one step; without buckets it does not change the order.
     """

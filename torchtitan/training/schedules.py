@@ -108,7 +108,6 @@ def ramp_steps(doublings: Sequence[int], batch_size: int, steps: int) -> Counter
     """Number of optimizer steps of a ramp by multiple of the first batch size; the last step has the images that are left.
 
     Args:
-        doublings: as of `ramp_factor`.
         batch_size: the first global batch size.
         steps: of the first batch size, of the whole run.
     """

@@ -59,7 +59,6 @@ def add_adapters(model: DiffusionModel, config: JobConfig, info: DatasetInfo, de
 
     Args:
         model: without adapters; its parameters may be on the meta device.
-        device: of the adapters, which are whole on it.
 
     Raises:
         WeightsError; AdapterError: it cannot have them.

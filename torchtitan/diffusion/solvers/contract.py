@@ -42,7 +42,6 @@ class Trained:
 
     Attributes:
         path_name: of the path that the model was trained on, a key of PATHS.
-        path: that path.
         learned_variance: whether the model has learned the variance of the reverse step.
     """
 

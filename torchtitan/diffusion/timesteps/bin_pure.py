@@ -35,7 +35,6 @@ class BinPureTimesteps(TimestepSampler):
         """Cut a density into bins.
 
         Args:
-            density: the objective's own.
             seed: of the order of bins and of the draws.
             spread: "none"; every other one relates the samples of different ranks.
             edges: inner edges in t, rising, float64 [K - 1].

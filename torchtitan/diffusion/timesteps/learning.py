@@ -36,7 +36,6 @@ class LearningTimesteps(AllocatedTimesteps):
     skipped step, are ignored.
 
     Attributes:
-        name: in the configuration and in the state.
         keeps_objective: whether importance weights undo the effect of the shares on the mean loss.
     """
 

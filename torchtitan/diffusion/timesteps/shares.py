@@ -65,7 +65,6 @@ class AllocatedTimesteps(TimestepSampler):
     def __init__(self, density: Density, seed: int, spread: str = "none", *, edges: Tensor) -> None:
         """
         Args:
-            density: the objective's own.
             seed, spread: as in TimestepSampler.
             edges: inner edges in t, [K - 1]; equal ones enclose an empty bin.
 

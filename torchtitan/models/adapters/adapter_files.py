@@ -29,8 +29,6 @@ class AdapterFile:
 
     Attributes:
         weights: float32, of the network that it was read for.
-        layout: name of the file's layout.
-        metadata: texts of its header.
         notes: left-out parts, one line each.
     """
 

@@ -66,7 +66,6 @@ def add_frozen_adapter(
     Args:
         name: without dots.
         training_weight, sampling_weight: multiples of its update in train mode and in eval mode.
-        source: file or key, named in errors.
         device: of the adapter; None: that of the layers.
 
     Raises:

@@ -182,7 +182,6 @@ def export_weights(weights: Mapping[str, Tensor], model: DiT, layout: str) -> di
     Args:
         weights: every parameter of `model` by name.
         model: gives the shapes; may be on the meta device.
-        layout: one of LAYOUTS.
 
     Returns:
         the published state dict, its tensors contiguous and sharing memory with nothing.
@@ -213,9 +212,7 @@ def import_weights(published: dict[str, Tensor], model: DiT, layout: str) -> tup
     """Import weights from a published layout.
 
     Args:
-        published: the state dict.
         model: gives the shapes; may be on the meta device.
-        layout: one of LAYOUTS.
 
     Returns:
         every parameter of `model` by name, and a line for each omission.

@@ -43,7 +43,6 @@ class PatchTransformer(DiffusionModel):
         ValueError: the config's fields do not fit together or do not fit the image.
 
     Attributes:
-        layers: the blocks.
         position: table added to the tokens [T, D], or None.
         rotary: table of rotations [2, T, D / N / 2], or None.
     """
@@ -245,8 +244,7 @@ class Block(_AdaLNLayers):
     """Transformer block that is given its conditioning vector."""
 
     def forward(self, x: Tensor, c: Tensor, rotary: Tensor | None) -> Tensor:
-        """Apply the block. x: tokens [B, T, D]; c: conditioning vector [B, D]; rotary: table [2, T, D / N / 2] or None.
-        """
+        """Apply the block. x: tokens [B, T, D]; c: conditioning vector [B, D]; rotary: table [2, T, D / N / 2] or None."""
         return self._apply_layers(x, c, rotary)
 
 
@@ -271,7 +269,6 @@ class EmbeddingBlock(_AdaLNLayers):
             x: tokens [B, T, D].
             sinusoid: of the timestep, float32 [B, 256].
             condition: classes [B], or None.
-            rotary: as of `Block`.
 
         Returns:
             tokens [B, T, D], and the block's conditioning vector [B, D].
