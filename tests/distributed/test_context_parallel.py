@@ -176,6 +176,7 @@ def test_the_numbers_of_a_layout_in_words_multiply_to_its_processes(degrees, wor
     layout, (replicas, shards, context) = object.__new__(Layout), degrees
     layout.world_size, layout.data_ranks, layout.degree = replicas * shards * context, replicas * shards, context
     layout.replicas, layout.shards = Degrees(*degrees).copies_and_shards
+    layout.sharded = layout.shards > 1
     assert layout.describe() == words
 
 

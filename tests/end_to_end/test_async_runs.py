@@ -2,6 +2,7 @@
 
 import signal
 import socket
+import time
 
 import pytest
 import torch
@@ -48,7 +49,8 @@ def test_killed_run_with_asynchronous_checkpoints_ends_as_a_straight_one_without
 
 def test_run_that_cannot_save_trains_on_to_its_end_and_then_fails(config):
     run = ForkedRun(config, "full", *SHORT, "--training.steps", "20", "--checkpoint.async_mode", "async")
-    run.folder.mkdir(parents=True, exist_ok=True)
+    while not (run.folder / "config.toml").exists() and run.processes[0].poll() is None:
+        time.sleep(0.001)  # then the folder is the run's
     (run.folder / "checkpoint").write_text("in the way")
     codes, outputs = run.wait()
     assert codes == [1] and "Traceback" not in outputs[0]

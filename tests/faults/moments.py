@@ -60,14 +60,14 @@ def _die(*_: object) -> None:
 
 
 def _between_optimizer_and_average(countdown: _Countdown) -> None:
-    enter = Phases._enter
+    enter = Phases.__enter__
 
-    def entering(self: Phases, name: str) -> None:
-        if name == "ema" and countdown.is_over():
+    def entering(self: Phases) -> None:
+        if self._entered == "ema" and countdown.is_over():
             _die()
-        enter(self, name)
+        enter(self)
 
-    Phases._enter = entering
+    Phases.__enter__ = entering
 
 
 def _staging(countdown: _Countdown) -> None:

@@ -1,6 +1,6 @@
 """Points of the noise scale's picture."""
 
-from torchtitan.gns.logged_bins import is_drawn
+from torchtitan.gns.config import is_drawn
 from torchtitan.training.metric_points import ThinnedPoints
 
 
