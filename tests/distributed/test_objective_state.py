@@ -51,6 +51,9 @@ class Features(Denoising):
             projector.bias.zero_()
         self.learned["projector"] = projector
 
+    def lr_scales(self):
+        return {}  # at the network's rate, whole beside its shards
+
     def loss(self, model, batch, draw):
         terms = super().loss(model, batch, draw)
         wanted = torch.cos(batch.entries["samples"][:, None] * torch.arange(1, 5))  # as precomputed

@@ -143,6 +143,14 @@ def validate(model: Toy, objective: Objective, count: int, batch_size: int, edge
     )
 
 
+def test_an_objective_finds_the_entries_of_held_out_images():
+    found, objective = [], build_objective(DenoisingConfig(), seed=0)
+    loss = objective.loss
+    objective.loss = lambda model, batch, draw: found.append(batch.entries["class"]) or loss(model, batch, draw)
+    validate(Toy(), objective, 23, 8, torch.tensor([0.5]))
+    assert torch.equal(torch.cat(found)[:23], torch.arange(23) % 3)
+
+
 @pytest.mark.parametrize("kind", [Classes(3), Unconditional()], ids=["classes", "none"])
 @pytest.mark.parametrize("batch_size", [8, 40])
 def test_validation_loss_equals_a_direct_mean(undisturbed, batch_size, kind):

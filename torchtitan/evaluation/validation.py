@@ -120,6 +120,6 @@ def validation_loss(
             images, indices, weights = (batch[key] for key in ("images", "indices", "weights"))
             draw = held_out_draw(objective, seed, indices, count, images.shape[1:], timesteps)
             with compute_context(param_dtype, device, sharded):
-                terms = objective.loss(model, Microbatch(images, model.condition_kind.of(batch)), draw)
+                terms = objective.loss(model, Microbatch(images, model.condition_kind.of(batch), batch), draw)
             means.add(indices, terms.t, weights, terms.error, terms.weighted)
     return means.metrics()

@@ -41,9 +41,7 @@ class RunNetwork:
             objective: on any device.
             edges: of the bins of the gradient noise; None: it is not measured.
             num_shapes: number of shapes of images, each of which is a graph.
-            normalizes_weights: whether it preserves magnitudes by weights that are normalised at the start of each step.
-        gathers_float8: whether the updated weights are gathered in float8, by scales.
-        base_sha256: of the frozen network's file; "": not known.
+            base_sha256: of the frozen network's file; "": not known.
             new: the run has no checkpoint to resume from.
 
         Raises:

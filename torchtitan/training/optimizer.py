@@ -88,7 +88,8 @@ def build_optimizer(
         parameter = parameters[name]
         rule = update_rule(parameter, config, parameter in of_blocks)
         new = {"params": [], "lr_scale": lr_scale, "weight_decay": weight_decay}
-        key = (lr_scale, weight_decay, name in own)
+        # Fused updates take no plain tensors, as an objective has, beside the shards of a network.
+        key = (lr_scale, weight_decay, name in own, isinstance(parameter, DTensor))
         groups.setdefault(rule, {}).setdefault(key, new)["params"].append(parameter)
     optimizers = [_RULES[rule](list(of_rule.values()), config) for rule, of_rule in groups.items()]
     set_lr(together := OptimizerSet(optimizers), config.lr)
