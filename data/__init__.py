@@ -21,7 +21,7 @@ DATASETS: Registry[type[Any]] = Registry("torchtitan.data", {
     "tinyimagenet": "tinyimagenet.TinyImageNet",
     "webdataset": "webdataset.WebDataset",
 })
-# Those whose images are latents of a store, which their `store` opens.
+# Datasets of latents: their `store` opens the latent store.
 LATENT_DATASETS = ("latents",)
 
 

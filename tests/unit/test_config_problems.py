@@ -143,8 +143,8 @@ BAD_FILES = [
     ),
     (
         "[objective]\ntimesteps.name = 'time_warping'\n[gns]\nenable = true",
-        "gns.enable: objective.timesteps draws with a state or importance weights of its own, of which the"
-        " measured bins know nothing (set it to false, or use another sampler)",
+        "gns.enable: objective.timesteps has state or importance weights, which the measured bins do not account for"
+        " (set it to false, or use another sampler)",
     ),
     (
         "[objective]\ntimesteps.name = 'uniform'\nprediction = 'x0'\nweighting.name = 'snr_plus_one'",

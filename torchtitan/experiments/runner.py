@@ -155,7 +155,7 @@ def run_sweep(plan: SweepPlan, launching: Launching) -> None:
             tqdm.write(f"{status:<8}{seconds:7.1f} s  {task.name}  {reason}".rstrip(), file=sys.stderr)
 
     launcher.check([_job_of(plan, task, launching) for task in plan.tasks])
-    if launching.concurrent > 1:  # small batches of all arms first, so that few are begun whose arm runs out of memory
+    if launching.concurrent > 1:  # small batches first: an arm that runs out of memory has begun few others
         missing = sorted(missing, key=lambda task: (task.repeat, task.cell.axes.get(sweep.settings.order, 0)))
     with folder.held(sweep):
         settle_cells(

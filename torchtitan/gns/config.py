@@ -149,7 +149,7 @@ def gns_problems(
     """Find what makes a measurement impossible or wrong.
 
     Args:
-        objective: whose timesteps are binned.
+        objective: the source of the timesteps that are binned.
         given: the dotted keys that were set.
         global_batch_size: samples per step.
         microbatches: of each rank in a step.
@@ -159,8 +159,8 @@ def gns_problems(
     """
     if type(objective.timestep_sampler) is not TimestepSampler:
         yield "enable", (
-            "objective.timesteps draws with a state or importance weights of its own, of which the measured bins"
-            " know nothing (set it to false, or use another sampler)"
+            "objective.timesteps has state or importance weights, which the measured bins do not account for"
+            " (set it to false, or use another sampler)"
         )
         return
     yield from _rank_problems(config, objective, microbatches, ranks)

@@ -89,7 +89,7 @@ class AdamFactors:
     def write(self, state: dict[Tensor, dict], beta2: float, layout: Layout) -> None:
         """Write 1 / sqrt(v) of the optimizer's present state into every layer's last geometry; collective when sharded.
 
-        A layer whose second moment is all zeros, as before the first step, gets factors of zero.
+        A layer with a second moment of zeros, as before the first step, gets factors of zero.
 
         Args:
             state: parameter -> its state, with `exp_avg_sq` and `step`, as AdamW keeps it; empty before the first step.
