@@ -15,8 +15,15 @@ from tests.distributed.cases import make_trainer
 from torchtitan.config import checks as config_checks
 from torchtitan.config.job import ConfigError, load_config
 from torchtitan.extras import install
+from torchtitan.settings.schema import unmet_in_table
 from torchtitan.state.resume import checkpointed_state
-from torchtitan.training.config import LRSchedulerConfig, OptimizerConfig, ParameterGroupConfig
+from torchtitan.training.config import (
+    UPDATE_RULES,
+    LRSchedulerConfig,
+    OptimizerConfig,
+    ParameterGroupConfig,
+    UpdateRule,
+)
 from torchtitan.training.muon import orthogonalise
 from torchtitan.training.optimizer import OptimizerError, build_optimizer, optimizer_tensors, set_lr
 from torchtitan.training.schedules import lr_factor
@@ -85,6 +92,13 @@ def test_a_pattern_without_parameters_is_refused_with_the_closest_names():
     assert line.startswith("optimizer.param_groups[1].pattern: '2.wieght' fits no parameter (closest: 2.weight, ")
     line = refused("0", "0.bias")
     assert line == "optimizer.param_groups[1].pattern: '0.bias' fits only parameters of earlier groups"
+
+
+def test_eps_is_refused_with_a_rule_that_has_none():
+    eps = OptimizerConfig.__dataclass_fields__["eps"]
+    assert [unmet_in_table(OptimizerConfig(name=name), eps) for name in UPDATE_RULES] == [None] * 3
+    assert unmet_in_table(OptimizerConfig(name="SGD"), eps) == ("name", "SGD", tuple(UPDATE_RULES))
+    assert [UpdateRule(averages).has_eps for averages in (0, 1, 2)] == [False, False, True]
 
 
 @pytest.mark.parametrize(("arguments", "line"), [

@@ -83,6 +83,11 @@ class UpdateRule:
         """True if updates are divided by the root of a second moment."""
         return self.averages == 2
 
+    @property
+    def has_eps(self) -> bool:
+        """True if it adds optimizer.eps, or AdamW does for the tensors that it leaves."""
+        return self.is_adams or self.orthogonalises
+
 
 # Beside each, torchtitan/training/optimizer.py builds it.
 UPDATE_RULES: Mapping[str, UpdateRule] = {
@@ -101,7 +106,10 @@ class OptimizerConfig:
     lr: float = setting(1e-4, "peak learning rate", gt=0)
     beta1: float = setting(0.9, "decay of the first moment per step", ge=0, lt=1)
     beta2: float = setting(0.999, "decay of the second moment per step", ge=0, lt=1)
-    eps: float = setting(1e-8, "added to the root of the second moment", gt=0)
+    eps: float = setting(
+        1e-8, "added to the root of the second moment", gt=0,
+        applies={"name": tuple(name for name, rule in UPDATE_RULES.items() if rule.has_eps)},
+    )
     weight_decay: float = setting(0.0, "decoupled decay of matrices; gains and biases have none", ge=0)
     param_groups: list[ParameterGroupConfig] = setting([], "groups of parameters with another learning rate or decay")
 

@@ -66,16 +66,14 @@ def main(arguments: list[str]) -> int:
 
 
 def _start_problem(config: JobConfig) -> Exception | None:
-    """Problem of the weights and adapters that a configuration starts from; None if there is none."""
-    if not (config.checkpoint.initial_weights or config.lora.enable):
-        return None
+    """Problem of the objective, or of the weights and adapters that a configuration starts from; None if there is none."""
     from torchtitan.data import DatasetError
     from torchtitan.errors import CheckpointError
     from torchtitan.weights.initial_weights import check_start
 
     try:
         check_start(config)
-    except (CheckpointError, DatasetError) as error:
+    except (CheckpointError, ConfigError, DatasetError) as error:
         return error
     return None
 
