@@ -3,10 +3,12 @@
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from tests.distributed.cases import make_trainer, remove, shared_folder
@@ -14,6 +16,7 @@ from tests.launcher import ROOT, run_on_ranks
 from torchtitan.config.job import ConfigError, load_config
 from torchtitan.data import DATASETS
 from torchtitan.diffusion.objectives import OBJECTIVES as REGISTRY
+from torchtitan.diffusion.objectives import attach, build_objective
 from torchtitan.estimate.simulation import simulate_step
 from torchtitan.run import REFUSED, run
 from torchtitan.supervision.recovery import Fault, go_back
@@ -209,6 +212,19 @@ def test_u_has_a_parameter_group_of_its_own_and_what_else_is_learned_the_rate_of
         settings[name.removeprefix("objective.")] = group["lr_scale"], group["weight_decay"]
     assert settings == {"uncertainty.weight": (7, 0), "projector.weight": (1, 0.1), "projector.bias": (1, 0)}
     trainer.close()
+
+
+def test_what_an_objective_makes_follows_from_its_seed_alone(added):
+    model = SimpleNamespace(blocks=lambda: [nn.Identity()], config=SimpleNamespace(dim=3))
+    made = []
+    for state in (1, 2):
+        torch.manual_seed(state)
+        before = torch.get_rng_state()
+        objective = build_objective(REGISTRY["aligned"].Config(), 5)
+        attach(objective, model, {"features": ((4,), torch.float32)})
+        assert torch.equal(torch.get_rng_state(), before)
+        made.append(objective.learned["projector"].weight)
+    assert made[0].shape == (4, 3) and torch.equal(*made)
 
 
 def test_a_step_is_simulated_with_the_entries_of_the_data(tmp_path, added):

@@ -14,6 +14,8 @@ import sys
 from typing import NoReturn
 
 from torchtitan.config.job import ConfigError, JobConfig, help_text, load_config, report_and_exit
+from torchtitan.diffusion.objective import Objective
+from torchtitan.diffusion.objectives import OBJECTIVES
 from torchtitan.estimate.pixels import pixel_warning
 from torchtitan.processes.command_line import run_rank
 from torchtitan.processes.exit_codes import REFUSED
@@ -67,6 +69,9 @@ def main(arguments: list[str]) -> int:
 
 def _start_problem(config: JobConfig) -> Exception | None:
     """Problem of the objective, or of the weights and adapters that a configuration starts from; None if there is none."""
+    attaches = OBJECTIVES[config.objective.name].attach is not Objective.attach
+    if not (config.checkpoint.initial_weights or config.lora.enable or attaches):  # nothing heavy is imported
+        return None
     from torchtitan.data import DatasetError
     from torchtitan.errors import CheckpointError
     from torchtitan.weights.initial_weights import check_start
