@@ -9,19 +9,17 @@ import dataclasses
 import types
 import typing
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, Literal
-
-# Type of a key whose values are the names in a registry, OneOf[str, SOLVERS]: `key_types` reads them, as they are by then.
-OneOf = Annotated
+from typing import Annotated as OneOf  # OneOf[str, SOLVERS]: the names in a registry, read by `key_types`
+from typing import Any, Literal
 
 
-def key_types(section: type) -> dict[str, Any]:
+def key_types(section: Any) -> dict[str, Any]:
     """Types of a section's keys by name; of names in a registry, the Literal of those that it has now."""
     return {name: _with_names(hint) for name, hint in typing.get_type_hints(section, include_extras=True).items()}
 
 
 def _with_names(hint: Any) -> Any:
-    if typing.get_origin(hint) is Annotated:
+    if typing.get_origin(hint) is OneOf:
         return Literal[tuple(hint.__metadata__[0])]
     if typing.get_origin(hint) is list:
         return list[_with_names(typing.get_args(hint)[0])]  # type: ignore[misc]  # computed

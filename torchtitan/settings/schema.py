@@ -141,6 +141,9 @@ def parse_text(text: str, annotation: Any) -> Any:
         return _number(text, inner)
     if inner is str or typing.get_origin(inner) is Literal:
         return text
+    if typing.get_origin(inner) is list and not text.startswith("["):  # of names, which may stand between commas
+        element = typing.get_args(inner)[0]
+        return text.split(",") if element is str or typing.get_origin(element) is Literal else text
     try:
         return json.loads(text)
     except ValueError:
