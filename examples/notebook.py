@@ -4,12 +4,14 @@
 """
 
 # %% Train in this process: a configuration by name, and keys over it.
+from collections.abc import Mapping
+
 from torchtitan_dit import Trainer, configure, load
 
 losses: dict[int, float] = {}
 
 
-def follow(step: int, metrics: dict[str, float]) -> None:
+def follow(step: int, metrics: Mapping[str, float]) -> None:
     if "loss_metrics/global_avg_loss" in metrics:
         losses[step] = metrics["loss_metrics/global_avg_loss"]
 
