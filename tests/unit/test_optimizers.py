@@ -15,7 +15,6 @@ from tests.distributed.cases import make_trainer
 from torchtitan.config import checks as config_checks
 from torchtitan.config.job import ConfigError, load_config
 from torchtitan.extras import install
-from torchtitan.settings.schema import unmet_in_table
 from torchtitan.state.resume import checkpointed_state
 from torchtitan.training.config import (
     UPDATE_RULES,
@@ -94,11 +93,16 @@ def test_a_pattern_without_parameters_is_refused_with_the_closest_names():
     assert line == "optimizer.param_groups[1].pattern: '0.bias' fits only parameters of earlier groups"
 
 
-def test_eps_is_refused_with_a_rule_that_has_none():
-    eps = OptimizerConfig.__dataclass_fields__["eps"]
-    assert [unmet_in_table(OptimizerConfig(name=name), eps) for name in UPDATE_RULES] == [None] * 3
-    assert unmet_in_table(OptimizerConfig(name="SGD"), eps) == ("name", "SGD", tuple(UPDATE_RULES))
-    assert [UpdateRule(averages).has_eps for averages in (0, 1, 2)] == [False, False, True]
+def test_eps_is_refused_with_a_rule_that_has_none(monkeypatch):
+    monkeypatch.setitem(UPDATE_RULES, "SGD", UpdateRule(1))  # as a plugin adds one
+    monkeypatch.setitem(UPDATE_RULES, "RMSprop", UpdateRule(1, eps=True))
+    load_config(["--optimizer.name=SGD", "--optimizer.eps=1e-8"], 1)  # as in the record of a run
+    for name in ("AdamW", "Muon", "RMSprop"):
+        load_config([f"--optimizer.name={name}", "--optimizer.eps=1e-6"], 1)
+    with pytest.raises(ConfigError) as caught:
+        load_config(["--optimizer.name=SGD", "--optimizer.eps=1e-6"], 1)
+    line = "command line: --optimizer.eps: has no effect with optimizer.name = SGD, which has none (remove it)"
+    assert caught.value.problems == [line]
 
 
 @pytest.mark.parametrize(("arguments", "line"), [

@@ -1,8 +1,8 @@
 """`[training]`, `[optimizer]`, `[lr_scheduler]`, `[ema]` and `[metrics]`: their keys."""
 
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from torchtitan.distributed.kernel_choices import AttentionBackend, Float32MatmulPrecision
 from torchtitan.programs import program
@@ -71,12 +71,16 @@ class UpdateRule:
         quantised: whether they are kept in 8 bits, of large tensors.
         orthogonalises: whether it is for the matrices of the blocks alone, and AdamW for the rest.
         any_weights: whether it updates weights in host memory too, and those that are gathered in float8.
+        build: makes the optimizer of parameter groups and this section; None: torchtitan/training/optimizer.py has it.
+        eps: whether it reads optimizer.eps; None: as Adam's, and AdamW of the rest, do.
     """
 
     averages: int
     quantised: bool = False
     orthogonalises: bool = False
     any_weights: bool = False
+    build: Callable[[list[dict[str, Any]], Any], Any] | None = None
+    eps: bool | None = None
 
     @property
     def is_adams(self) -> bool:
@@ -85,12 +89,11 @@ class UpdateRule:
 
     @property
     def has_eps(self) -> bool:
-        """True if it adds optimizer.eps, or AdamW does for the tensors that it leaves."""
-        return self.is_adams or self.orthogonalises
+        """True if optimizer.eps has an effect."""
+        return self.is_adams or self.orthogonalises if self.eps is None else self.eps
 
 
-# Beside each, torchtitan/training/optimizer.py builds it.
-UPDATE_RULES: Mapping[str, UpdateRule] = {
+UPDATE_RULES: dict[str, UpdateRule] = {
     "AdamW": UpdateRule(2, any_weights=True), "AdamW8bit": UpdateRule(2, quantised=True),
     "Muon": UpdateRule(1, orthogonalises=True),
 }  # fmt: skip
@@ -106,10 +109,7 @@ class OptimizerConfig:
     lr: float = setting(1e-4, "peak learning rate", gt=0)
     beta1: float = setting(0.9, "decay of the first moment per step", ge=0, lt=1)
     beta2: float = setting(0.999, "decay of the second moment per step", ge=0, lt=1)
-    eps: float = setting(
-        1e-8, "added to the root of the second moment", gt=0,
-        applies={"name": tuple(name for name, rule in UPDATE_RULES.items() if rule.has_eps)},
-    )
+    eps: float = setting(1e-8, "added to the root of the second moment", gt=0)
     weight_decay: float = setting(0.0, "decoupled decay of matrices; gains and biases have none", ge=0)
     param_groups: list[ParameterGroupConfig] = setting([], "groups of parameters with another learning rate or decay")
 
