@@ -7,12 +7,7 @@ path and on the rectified flow, each sample by itself and spread over strata.
 Writes benchmarks/results/timestep_samplers.json.
 """
 
-import argparse
-import json
-import statistics
 import sys
-import time
-from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +16,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 from tqdm import trange
 
-from benchmarks.trainer_overhead import median_interval
+from benchmarks import shared
 from torchtitan.diffusion.denoising import DenoisingConfig
 from torchtitan.diffusion.objectives import objective_problems
 from torchtitan.diffusion.paths import PATHS
 from torchtitan.diffusion.timesteps.registry import TIMESTEPS, build_sampler
 from torchtitan.diffusion.timesteps.sampler import GlobalBatch, TimestepSampler
-from torchtitan.runs.folder import versions
-from torchtitan.training.hardware import device_name
+from torchtitan.distributed.mesh import compute_device
 
-ROOT = Path(__file__).resolve().parent.parent
 PATH_NAMES = ("ddpm_linear", "rectified_flow")
 SPREADS: tuple[Any, ...] = ("none", "stratified")
 SLOTS = {
@@ -41,11 +34,11 @@ WARM_UP = 50  # steps, so that every index has had its losses
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = shared.parser_of(__doc__)
     parser.add_argument("--batch", type=int, default=1024)
     parser.add_argument("--rounds", type=int, default=100)
     arguments = parser.parse_args()
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = compute_device()
     samplers = {key: build_sampler(config, PATHS[config.path](), seed=0) for key, config in configurations().items()}
     seconds: dict[tuple, list[float]] = {key: [] for key in samplers}
     for number in trange(WARM_UP + arguments.rounds, desc="rounds"):
@@ -53,25 +46,14 @@ def main() -> None:
             found = step_seconds(sampler, number, arguments.batch, device)
             if number >= WARM_UP:
                 seconds[key].append(found)
-    rows = [
-        {
-            "sampler": name, "path": path, "spread": spread,
-            "milliseconds": 1e3 * statistics.median(found),
-            "milliseconds_95_percent": [1e3 * end for end in median_interval(found)],
-        }
-        for (name, path, spread), found in seconds.items()
-    ]  # fmt: skip
-    for row in rows:
-        low, high = row["milliseconds_95_percent"]
-        figures = f"{row['milliseconds']:.3f} ms [{low:.3f}, {high:.3f}]"
-        print(f"{row['sampler']:<20}{row['path']:<16}{row['spread']:<12}{figures}")
-    result = {
-        "settings": vars(arguments), "threads": torch.get_num_threads(), "rows": rows, "device": device_name(device),
-        "date": date.today().isoformat(), "versions": versions(),
-    }  # fmt: skip
-    path = ROOT / "benchmarks" / "results" / "timestep_samplers.json"
-    path.write_text(json.dumps(result, indent=1) + "\n")
-    print(f"wrote {path.relative_to(ROOT)}")
+    rows = []
+    for (name, path, spread), of_sampler in seconds.items():
+        figures = shared.figures("milliseconds", [1e3 * found for found in of_sampler])
+        rows.append({"sampler": name, "path": path, "spread": spread, **figures})
+        low, high = figures["milliseconds_95_percent"]
+        print(f"{name:<20}{path:<16}{spread:<12}{figures['milliseconds']:.3f} ms [{low:.3f}, {high:.3f}]")
+    result = {"settings": vars(arguments), "rows": rows, **shared.conditions(device)}
+    shared.write_results("timestep_samplers", result)
 
 
 def configurations() -> dict[tuple[str, str, str], DenoisingConfig]:
@@ -91,18 +73,13 @@ def step_seconds(sampler: TimestepSampler, number: int, size: int, device: torch
     """Seconds of one step of a process that has the whole batch."""
     batch, indices = GlobalBatch(number * size, size), torch.arange(number * size, (number + 1) * size, device=device)
     loss, skip = torch.rand(size, device=device), torch.tensor(False, device=device)
-    _wait(device)
-    started = time.perf_counter()
-    t, importance = sampler.sample(batch, indices)
-    sampler.observe(batch, indices, t, importance * loss)
-    sampler.update(skip)
-    _wait(device)
-    return time.perf_counter() - started
 
+    def step() -> None:
+        t, importance = sampler.sample(batch, indices)
+        sampler.observe(batch, indices, t, importance * loss)
+        sampler.update(skip)
 
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
+    return shared.timed(step, device)
 
 
 if __name__ == "__main__":
