@@ -62,7 +62,7 @@ def main() -> None:
     result = {"images of each share": COUNT, "steps": arguments.steps, "rows": rows, **shared.conditions()}
     print(json.dumps(result, indent=1))
     shared.write_results("lora_new_digits", result)
-    picture(list(rows), pictures).save(shared.RESULTS / "lora_new_digits.png")
+    picture(list(rows), pictures).save(ROOT / "docs" / "images" / "lora_new_digits.png")
 
 
 def train(name: str, steps: int, classes: tuple[int, ...], options: tuple[str, ...] = ()) -> None:
