@@ -19,6 +19,7 @@ from torchtitan.config.job import JobConfig, load_config
 from torchtitan.estimate.devices import DEVICES, Device
 from torchtitan.estimate.memory import MemoryEstimate, model_on_meta
 from torchtitan.estimate.roofline import Efficiency, StepTime, estimate_step_time, training_flops_per_image
+from torchtitan.experiments.command_lines import words_of
 from torchtitan.models.base import DiffusionModel
 
 MXFP8, SPLIT = "MXFP8", "bfloat16, tensor parallel 4"
@@ -72,7 +73,7 @@ def config_of(row: Published, more: shared.Settings) -> JobConfig:
         "training.global_batch_size": row.images, "parallelism.data_parallel_replicate_degree": -1,
         "parallelism.data_parallel_shard_degree": row.shards,
     }  # fmt: skip
-    return load_config(shared.words_of(settings | more), row.devices, elsewhere=True)
+    return load_config(words_of(settings | more), row.devices, elsewhere=True)
 
 
 def record_of(row: Published) -> dict[str, Any]:

@@ -18,6 +18,7 @@ import torch
 
 from torchtitan.config.job import load_config
 from torchtitan.distributed.mesh import compute_device
+from torchtitan.experiments.command_lines import words_of
 from torchtitan.fidelity.extractors import open_extractor
 from torchtitan.runs.folder import versions
 from torchtitan.statistics.interval import binomial_interval, median_interval
@@ -87,12 +88,6 @@ def recognised_classes(images: np.ndarray, extractor: str) -> np.ndarray:
 
 
 # ---------------------------------------------------------------------- trainers
-
-
-def words_of(settings: Mapping[str, Any]) -> list[str]:
-    """Words of a command line; values that are no text as JSON."""
-    texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in settings.items()}
-    return [word for key, text in texts.items() for word in (f"--{key}", text)]
 
 
 def build_trainer(settings: Mapping[str, Any]) -> Trainer:

@@ -28,6 +28,7 @@ from torchtitan.config.job import ConfigError, load_config
 from torchtitan.distributed.collectives import highest_over_ranks
 from torchtitan.distributed.kernel_choices import KernelError
 from torchtitan.distributed.mesh import process_group
+from torchtitan.experiments.command_lines import words_of
 from torchtitan.statistics.interval import median_interval
 from torchtitan.trainer import Trainer
 from torchtitan.training.hardware import PEAK_MEMORY, memory_metrics
@@ -167,7 +168,7 @@ def _run(settings: dict[str, str], batch: int, processes: int, arguments: argpar
     common = shared.UNATTENDED | shared.SYNTHETIC | {
         "model.flavor": arguments.flavor, "data.shape": arguments.shape, "training.local_batch_size": batch, "gns.enable": False,
     }  # fmt: skip
-    return Run(tuple(shared.words_of(common | keys)), processes, tuple(environment.items()))
+    return Run(tuple(words_of(common | keys)), processes, tuple(environment.items()))
 
 
 def _in_own_processes(run: Run, steps: int) -> dict[str, Any]:

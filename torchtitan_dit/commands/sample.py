@@ -13,7 +13,6 @@ import os
 import re
 import sys
 from pathlib import Path
-from typing import NoReturn
 
 from safetensors.torch import save_file
 
@@ -28,7 +27,7 @@ from torchtitan.evaluation.sample_sets import SampleSet, draw_set
 from torchtitan.evaluation.sampling import ImageSampler, grid_choices
 from torchtitan.files.durable import replacing
 from torchtitan.pictures.grids import class_labels, image_grid, save_image
-from torchtitan.processes.command_line import FirstRankParser, at_least, run_rank
+from torchtitan.processes.command_line import FirstRankParser, at_least, refusing
 from torchtitan.sampling.method_options import option
 from torchtitan.sampling.prompts import add_prompt_options, check_prompted, places, with_prompts
 from torchtitan.sampling.setup import SamplingSetup, add_setup_options, beside, chosen_classes, open_setup
@@ -39,8 +38,10 @@ FIRST = os.environ.get("RANK", "0") == "0"
 GRID_OPTIONS = {"images_per_class": 8, "seed": 0, "files": False, "latents": False}
 
 
-def main() -> int:
-    arguments = parse_arguments()
+@refusing(stopped="stopped; the same command resumes")
+def main(words: list[str] | None = None) -> int:
+    logging.basicConfig(level=logging.WARNING)
+    arguments = parse_arguments(words)
     try:
         refuse_unused(arguments)
         encoders = places(arguments)
@@ -63,7 +64,7 @@ def main() -> int:
     return draw(arguments, setup, samples)
 
 
-def parse_arguments() -> argparse.Namespace:
+def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser = FirstRankParser(description=__doc__)
     add = parser.add_argument
     add("source", type=Path, help="a run's folder, a safetensors file of weights, or a folder of diffusers")
@@ -79,7 +80,7 @@ def parse_arguments() -> argparse.Namespace:
         "weights' folder)")
     add("--files", action="store_true", help="one PNG per image besides the grid")
     add("--latents", action="store_true", help="also a file of the drawn latents, for cosmos_latent_decoder.py")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(words)
     arguments.set = arguments.count is not None or arguments.seeds is not None
     return arguments
 
@@ -148,10 +149,6 @@ def draw(arguments: argparse.Namespace, setup: SamplingSetup, samples: SampleSet
     except OSError as error:
         print(f"{samples.folder}: cannot be written: {error.strerror or error} (the same command resumes)", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
-        if FIRST:
-            print("stopped; the same command resumes", file=sys.stderr)
-        return 130
     return 0
 
 
@@ -192,9 +189,3 @@ def draw_grid(arguments: argparse.Namespace, setup: SamplingSetup) -> None:
         with replacing(file) as unfinished:
             save_file({"latents": drawn.float().contiguous(), "labels": choices}, unfinished, metadata)
         print(file)
-
-
-def run() -> NoReturn:
-    """Run as a program, and end the process."""
-    logging.basicConfig(level=logging.WARNING)
-    run_rank(main)
