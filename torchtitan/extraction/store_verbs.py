@@ -72,12 +72,9 @@ def _count(text: str) -> int:
 def _convert(arguments: argparse.Namespace) -> int:
     source, names = open_source(arguments.source), arguments.class_names
     plan = plan_conversion(
-        source,
-        num_classes=arguments.num_classes,
-        class_names=read_text(names).splitlines() if names else [],
-        measured=arguments.normalization == "measured",
-        shard_images=arguments.images_per_shard,
-    )
+        source, num_classes=arguments.num_classes, class_names=read_text(names).splitlines() if names else [],
+        measured=arguments.normalization == "measured", shard_images=arguments.images_per_shard,
+    )  # fmt: skip
     print("\n".join(describe_store(arguments.output, convert(source, arguments.output, plan))))
     return 0
 

@@ -30,7 +30,7 @@ _CACHED_STORE = re.compile(r"-[0-9a-f]{16}/(train|validation)$")  # as torchtita
 
 
 class RunRecordError(Exception):
-    """Folder that cannot be read as a run."""
+    """Folder that cannot be read as a run, or holds none; the message is one line for each."""
 
 
 @dataclass(frozen=True)

@@ -10,12 +10,12 @@ import sys
 from pathlib import Path
 
 from torchtitan.processes.command_line import OneLineParser, at_least, refusing
-from torchtitan.runs.analysis.collect import NoRuns
 from torchtitan.runs.analysis.findings import headlines
 from torchtitan.runs.analysis.report import analyse, refuse_other_files, write_report
+from torchtitan.runs.record import RunRecordError
 
 
-@refusing(NoRuns)
+@refusing(RunRecordError)
 def main(words: list[str] | None = None) -> int:
     arguments = parse_arguments(words)
     folder = arguments.out or arguments.folders[0] / "analysis"
