@@ -275,5 +275,6 @@ def test_the_readme_is_read_in_a_minute():
 def test_index_names_every_page_script_and_benchmark():
     pages = {path.name for kind in ("md", "ipynb") for path in (ROOT / "docs").glob(f"*.{kind}")} - {"index.md"}
     assert pages == set(re.findall(r"^\| \[([\w.]+)\]\(\1\)", INDEX, re.MULTILINE))
+    assert pages == set(re.findall(r" ([\w]+\.(?:md|ipynb))$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)) - {"index.md"}
     programs = {f"{path.parent.name}/{path.name}" for folder in ("scripts", "benchmarks") for path in (ROOT / folder).glob("*.*")}
     assert programs == set(re.findall(r"`((?:scripts|benchmarks)/[\w.]+)`", INDEX))
