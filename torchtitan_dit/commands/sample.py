@@ -38,7 +38,7 @@ FIRST = os.environ.get("RANK", "0") == "0"
 GRID_OPTIONS = {"images_per_class": 8, "seed": 0, "files": False, "latents": False}
 
 
-@refusing(stopped="stopped; the same command resumes")
+@refusing(SampleSetError, stopped="stopped; the same command resumes")
 def main(words: list[str] | None = None) -> int:
     logging.basicConfig(level=logging.WARNING)
     arguments = parse_arguments(words)
@@ -50,7 +50,8 @@ def main(words: list[str] | None = None) -> int:
             trained = with_prompts(setup.trained, arguments.prompt, encoders)
             setup = dataclasses.replace(setup, trained=trained, prompts=trained.info.condition_kind.choice_names)
         check(arguments, setup)
-        samples = plan_set(arguments, setup) if arguments.set else None
+        plan = setup.plan(arguments.seeds, arguments.count, arguments.classes) if arguments.set else None
+        samples = SampleSet(arguments.output or beside(arguments.source, "set"), plan) if plan else None
     except (AutoencoderError, ConfigError, CheckpointError, SampleSetError, WeightsError) as error:
         if os.environ.get("LOCAL_RANK", "0") == "0":  # processes are not joined yet: one of each machine says it
             print(error, file=sys.stderr)
@@ -108,12 +109,6 @@ def check(arguments: argparse.Namespace, setup: SamplingSetup) -> None:
     arguments.classes = chosen_classes(arguments.classes, setup.trained)
 
 
-def plan_set(arguments: argparse.Namespace, setup: SamplingSetup) -> SampleSet:
-    """Plan the set of the options. Raises SampleSetError: there can be none."""
-    plan = setup.plan(arguments.seeds, arguments.count, arguments.classes)
-    return SampleSet(arguments.output or beside(arguments.source, "set"), plan)
-
-
 def unused_name(folder: Path, trained: TrainedModel, seed: int) -> str:
     """Name of pictures, as `step-200-ema-seed-0`, which no file in the folder has: the second one ends in `-2`."""
     origin = [f"step-{trained.step}"] if trained.step is not None else []
@@ -133,19 +128,13 @@ def draw(arguments: argparse.Namespace, setup: SamplingSetup, samples: SampleSet
     """Draw a set, or the rest of it."""
     try:
         sampler = setup.sampler()
-        found = draw_set(
-            samples, sampler, setup.method(), setup.decoder, group_for_work(), progress=True
-        )
+        found = draw_set(samples, sampler, setup.method(), setup.decoder, group_for_work(), progress=True)
         if FIRST:
             print(f"{found}: {len(samples.plan.seeds)} images")
             print_evaluations(setup, sampler)
     except SampleNotFinite as error:  # of this rank alone
         print(error, file=sys.stderr)
         return 1
-    except SampleSetError as error:
-        if FIRST:
-            print(error, file=sys.stderr)
-        return 2
     except OSError as error:
         print(f"{samples.folder}: cannot be written: {error.strerror or error} (the same command resumes)", file=sys.stderr)
         return 1
@@ -164,9 +153,7 @@ def draw_grid(arguments: argparse.Namespace, setup: SamplingSetup) -> None:
     kind = trained.info.condition_kind
     choices = grid_choices(arguments.classes, kind.choices, arguments.images_per_class)
     sampler = setup.sampler()
-    drawn = sampler.draw(
-        choices, arguments.seed, **setup.method(), batch_size=setup.batch_size, progress=FIRST
-    )
+    drawn = sampler.draw(choices, arguments.seed, **setup.method(), batch_size=setup.batch_size, progress=FIRST)
     images = setup.decoder.decode(drawn) if setup.decoder else drawn
     if not FIRST:
         return
