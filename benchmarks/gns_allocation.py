@@ -227,7 +227,7 @@ def measure(
         loss = draws.loss(sampler, FIRST_MEASURED + number * batch, before_forward=taps.begin_microbatch)
         loss.mean().backward()
         taps.end_microbatch(batch, loss)
-        trainer.state.optimizer.zero_grad(set_to_none=True)
+        trainer.state.optimizer.zero_grad()
         found = taps.end_step().to_host()
         for index, geometry in enumerate(GEOMETRIES):
             squares, products = found.squares[:, index].sum(0), found.all_products[:, index].sum(0)

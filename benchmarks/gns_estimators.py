@@ -230,7 +230,7 @@ def _measure(trainer: Trainer, first: int, number: int, sketched: bool) -> StepS
     taps.begin_microbatch(draw.t)
     trainer.state.objective.loss(trainer.state.model, Microbatch(x0, condition), draw).loss.mean().backward()
     taps.end_microbatch(len(x0), torch.zeros(len(x0)))
-    trainer.state.optimizer.zero_grad(set_to_none=True)
+    trainer.state.optimizer.zero_grad()
     return taps.end_step().to_host()
 
 
@@ -242,7 +242,7 @@ def _samples(trainer: Trainer, first: int, number: int) -> Samples:
 def samples_of(trainer: Trainer, where: GlobalBatch) -> Samples:
     """Samples of a global batch as a training step would see them: images, conditions, and draws of t and noise."""
     samples = torch.arange(where.size) + where.first_sample
-    dataset = trainer.state.data._loader_arguments["dataset"]
+    dataset = trainer.state.data.dataset
     data = dataset.fetch((samples % len(dataset)).numpy()) | {"samples": samples}
     draw = trainer.state.objective.draw(tuple(data["images"].shape[1:]), where, samples)
     return data["images"], trainer.state.condition(data, 0), draw

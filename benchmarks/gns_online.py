@@ -292,7 +292,7 @@ def measure_in_cuts(trainer: Trainer, number: int, size: int) -> StepSums:
         terms = state.objective.loss(state.model, Microbatch(x0[part], condition[part]), draw_part(draw, part))
         (terms.loss.mean() * size / BATCH).backward()
         taps.end_microbatch(BATCH, terms.loss)
-        state.optimizer.zero_grad(set_to_none=True)
+        state.optimizer.zero_grad()
     return taps.end_step().to_host()
 
 

@@ -8,7 +8,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import ClassVar, cast
 
 import torch
 from torch import Tensor
@@ -48,10 +48,6 @@ class ConditionKind(ABC):
         """Shape and dtype of what a batch holds for an image, from which `of` makes the entries; most often these."""
         return self.entries
 
-    @abstractmethod
-    def null(self, entry: str, like: Tensor) -> Tensor:
-        """Null condition: the value that replaces every image's where there is no condition."""
-
     @property
     def choices(self) -> int:
         """Number of conditions that sampling chooses from by number; 0 where there is nothing to choose."""
@@ -86,15 +82,17 @@ class ConditionKind(ABC):
         """Problem of the values of a batch with the right shapes and dtypes; None if there is none."""
         return None
 
+    @abstractmethod
     def of(self, batch: Mapping[str, Tensor]) -> Condition:
         """Conditions in a batch."""
-        return _packed({name: batch[name] for name in self.entries})
 
+    @abstractmethod
     def drop(self, condition: Condition, dropped: Tensor) -> Condition:
         """Replace the condition by the null condition where `dropped` [B] is true."""
-        return self._each(
-            condition, lambda value, null: torch.where(dropped.view(-1, *[1] * (value.ndim - 1)), null, value)
-        )
+
+    @abstractmethod
+    def with_null(self, condition: Condition) -> Condition:
+        """Conditions of twice the batch: those given, then as many null conditions."""
 
     def drop_some(
         self, condition: Condition, probability: float, seed: int, samples: Tensor, attempt: int = 0
@@ -103,10 +101,6 @@ class ConditionKind(ABC):
         if condition is None:
             return None
         return self.drop(condition, philox.uniform(seed, "label_drop", samples, attempt) < probability)
-
-    def with_null(self, condition: Condition) -> Condition:
-        """Conditions of twice the batch: those given, then as many null conditions."""
-        return self._each(condition, lambda value, null: torch.cat((value, null)))
 
     def placeholder(self, count: int, device: torch.device | str | None = None) -> dict[str, Tensor]:
         """Entries of a batch in which nothing but shapes and dtypes counts."""
@@ -118,13 +112,6 @@ class ConditionKind(ABC):
     def bytes_per_image(self) -> int:
         """Size of one image's entries in a batch."""
         return sum(value.nbytes for value in self.placeholder(1, "meta").values())
-
-    def _each(self, condition: Condition, change: Callable[[Tensor, Tensor], Tensor]) -> Condition:
-        """Apply (values, null values of their shape) -> values to each entry."""
-        if condition is None:
-            return None
-        values = dict(zip(self.entries, [condition], strict=True)) if isinstance(condition, Tensor) else condition
-        return _packed({name: change(value, self.null(name, value)) for name, value in values.items()})
 
 
 @dataclass(frozen=True)
@@ -138,8 +125,14 @@ class Unconditional(ConditionKind):
     def entries(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         return {}
 
-    def null(self, entry: str, like: Tensor) -> Tensor:
-        return like  # there is no entry to replace
+    def of(self, batch: Mapping[str, Tensor]) -> Condition:
+        return None
+
+    def drop(self, condition: Condition, dropped: Tensor) -> Condition:
+        return None
+
+    def with_null(self, condition: Condition) -> Condition:
+        return None
 
     def choose(self, numbers: Tensor) -> Condition:
         return None
@@ -163,8 +156,15 @@ class Classes(ConditionKind):
     def entries(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         return {"class": ((), torch.int64)}
 
-    def null(self, entry: str, like: Tensor) -> Tensor:
-        return torch.full_like(like, self.count)
+    def of(self, batch: Mapping[str, Tensor]) -> Condition:
+        return batch["class"]
+
+    def drop(self, condition: Condition, dropped: Tensor) -> Condition:
+        return cast(Tensor, condition).masked_fill(dropped, self.count)
+
+    def with_null(self, condition: Condition) -> Condition:
+        classes = cast(Tensor, condition)
+        return torch.cat((classes, torch.full_like(classes, self.count)))
 
     @property
     def choices(self) -> int:
@@ -213,9 +213,22 @@ class Embeddings(ConditionKind):
     def entries(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         return {name: (tuple(null.shape), null.dtype) for name, null in self.nulls.items()}
 
-    def null(self, entry: str, like: Tensor) -> Tensor:
-        (null,) = self._on_devices[entry].on(like.device)
-        return null.expand_as(like)
+    def of(self, batch: Mapping[str, Tensor]) -> Condition:
+        return _packed({name: batch[name] for name in self.nulls})
+
+    def drop(self, condition: Condition, dropped: Tensor) -> Condition:
+        return self._each(
+            condition, lambda value, null: torch.where(dropped.view(-1, *[1] * (value.ndim - 1)), null, value)
+        )
+
+    def with_null(self, condition: Condition) -> Condition:
+        return self._each(condition, lambda value, null: torch.cat((value, null.expand_as(value))))
+
+    def _each(self, condition: Condition, change: Callable[[Tensor, Tensor], Tensor]) -> Condition:
+        """Apply (values, null value) -> values to each entry."""
+        values = condition if isinstance(condition, dict) else dict.fromkeys(self.nulls, cast(Tensor, condition))
+        nulls = {name: self._on_devices[name].on(value.device)[0] for name, value in values.items()}
+        return _packed({name: change(value, nulls[name]) for name, value in values.items()})
 
     @property
     def choices(self) -> int:

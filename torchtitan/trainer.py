@@ -164,7 +164,7 @@ class Trainer:
         state, config = self.state, self.config
         if self._replays_graphs:
             begin_graphs()
-        factor = state.batch_factor
+        factor = min(state.grown_factor, config.training.steps - state.progress)
         state.batch_size = factor * config.training.global_batch_size
         samples = GlobalBatch(state.data.next_sample, state.batch_size, state.data.attempt)
         microbatches = factor * state.data.microbatches_per_step
@@ -193,7 +193,7 @@ class Trainer:
             state.optimizer.step(skip)
             if state.network.gathers_float8:
                 compute_gather_scales(state.model)
-            state.optimizer.zero_grad(set_to_none=True)
+            state.optimizer.zero_grad()
         state.progress += factor
         with self.phases("ema"):
             state.ema.update(state.progress, factor)
@@ -267,7 +267,7 @@ class Trainer:
         batch |= state.model.condition_kind.placeholder(count)
         with accumulate_locally(state.train_module, last=True):
             state.loss_terms(state.to_device(batch), GlobalBatch(0, count)).loss.mean().backward()
-        state.optimizer.zero_grad(set_to_none=True)
+        state.optimizer.zero_grad()
         if state.gns:
             state.gns.discard_backward()
 

@@ -24,7 +24,7 @@ from torchtitan.diffusion.paths import PATHS
 from torchtitan.diffusion.predictions import PRECONDITIONINGS, PREDICTIONS, target
 from torchtitan.diffusion.timesteps.registry import TIMESTEPS
 from torchtitan.diffusion.timesteps.sampler import GlobalBatch
-from torchtitan.diffusion.weightings import WEIGHTINGS, prediction_weight
+from torchtitan.diffusion.weightings import WEIGHTINGS, prediction_weighting
 from torchtitan.models.dit.config import FLAVORS
 from torchtitan.models.dit.model import DiT
 
@@ -160,7 +160,7 @@ def test_sampling_starts_where_each_path_ends():
 
 def weights(path: str, prediction: str, name: str, sigma: torch.Tensor, **keys) -> torch.Tensor:
     config = DenoisingConfig(path=path, prediction=prediction, weighting=weighting(name, **keys))
-    return prediction_weight(config, PATHS[path](), sigma)
+    return prediction_weighting(config, PATHS[path]())(sigma)
 
 
 def test_weights_have_their_golden_values_on_the_linear_schedule():

@@ -7,7 +7,6 @@ With `heads` the network makes several predictions, and `torchtitan.diffusion.he
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import Literal, NamedTuple
 
 import torch
@@ -29,7 +28,7 @@ from torchtitan.diffusion.predictions import noise_error_weight, target, to_x0_a
 from torchtitan.diffusion.timesteps.registry import SamplerOf
 from torchtitan.diffusion.timesteps.sampler import GlobalBatch
 from torchtitan.diffusion.uncertainty import LogUncertainty
-from torchtitan.diffusion.weightings import WEIGHTINGS, WeightingConfig, prediction_weight
+from torchtitan.diffusion.weightings import WEIGHTINGS, WeightingConfig, prediction_weighting
 from torchtitan.settings import Choice, choice, setting
 
 _EDM_IN_USE = {"prediction or preconditioning or objective.weighting.name": ("edm",)}
@@ -114,7 +113,7 @@ class Denoising(Objective):
 
     def __init__(self, config: DenoisingConfig, seed: int, sampler_of: SamplerOf | None = None) -> None:
         super().__init__(config, seed, sampler_of)
-        self.weighting = partial(prediction_weight, config, self.path)
+        self.weighting = prediction_weighting(config, self.path)
         ends = torch.tensor([_TAIL, 1.0 - _TAIL], dtype=torch.float64)
         trained = tuple(torch.logit(self.timestep_sampler.density.quantile(ends)).tolist())
         self.heads = PredictionHeads(config, self.path, trained) if config.heads else None

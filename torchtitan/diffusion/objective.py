@@ -8,7 +8,7 @@ contract of `Objective`, and one line there.
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -55,8 +55,7 @@ class ObjectiveConfig:
         return []
 
 
-@dataclass(frozen=True)
-class Draw:
+class Draw(NamedTuple):
     """Draw of everything random about one microbatch of training.
 
     Attributes:
@@ -178,7 +177,7 @@ class Objective(ABC):
     @property
     def graphs(self) -> tuple[str, ...]:
         """Names of methods without a call of the network; where a run is compiled, each is compiled as one graph."""
-        return ("drawn",) if self.timestep_sampler.of_sample_alone else ("random_numbers",)
+        return ("draw",) if self.timestep_sampler.of_sample_alone else ("random_numbers",)
 
     def to(self, device: torch.device) -> "Objective":
         """Move the objective's learned state to a device; returns the objective itself."""
@@ -187,17 +186,11 @@ class Objective(ABC):
 
     def draw(self, shape: tuple[int, ...], batch: GlobalBatch, indices: Tensor) -> Draw:
         """Draw timesteps and noise for the samples `indices` [B] of a global batch; `shape` is one image's."""
-        return Draw(*self.drawn(shape, batch, indices))
-
-    def drawn(
-        self, shape: tuple[int, ...], batch: GlobalBatch, indices: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]:
-        """Values of a `Draw`, in the order of its attributes."""
         draws = self.timestep_sampler.draws(batch, indices)
         noise, dropping, bits = self.random_numbers(shape, batch.attempt, indices, draws)
         t, importance = self.timestep_sampler.sample(batch, indices, bits)
         index = indexed(self.path).t_to_index(t) if self.path.discrete else None
-        return t, noise, importance, index, dropping
+        return Draw(t, noise, importance, index, dropping)
 
     def random_numbers(
         self, shape: tuple[int, ...], attempt: int, indices: Tensor, draws: tuple[tuple[str, Tensor], ...]

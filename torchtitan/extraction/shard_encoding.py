@@ -19,6 +19,7 @@ from torchtitan.extraction.image_source import ImageSource
 from torchtitan.latents.index import SkippedImage, StorePlan
 from torchtitan.latents.values import pack_views
 from torchtitan.latents.writer import StoreWriter
+from torchtitan.training.data_loading import Batches, read_here
 from torchtitan.training.loader_processes import LoaderProcesses
 
 
@@ -124,5 +125,7 @@ class _BatchReader:
         return {"images": images, "labels": labels, "skipped": skipped}
 
 
-def _decode_ahead(source: ImageSource, batches: list[range], num_workers: int) -> LoaderProcesses:
+def _decode_ahead(source: ImageSource, batches: list[range], num_workers: int) -> Batches:
+    if not num_workers:
+        return read_here(_BatchReader(source), batches)
     return LoaderProcesses(type(source.dataset).Config.name, num_workers, dataset=_BatchReader(source), sampler=batches)

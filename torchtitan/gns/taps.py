@@ -32,7 +32,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from torchtitan.models.layers import RMSNorm, TokenBias, TokenGain, layer_norm, rms_norm
+from torchtitan.models.layers import RMSNorm, TokenBias, TokenGain, normed
 
 OFF, FREE, MEASURED = 0, 1, 2
 
@@ -269,13 +269,9 @@ class ElementTap(Function):
     def backward(ctx, dy):
         x, one_hot, rows, columns = ctx.saved_tensors
         if ctx.rms is not None:
-            x = _norm(x, None, ctx.rms, ctx.eps)
+            x = normed(x, None, ctx.eps, ctx.rms)
         gradient = _summed(_full(dy) if x is None else _full(dy) * x, ctx.shape)
         return dy, None, *_of_whole(gradient, one_hot, rows, columns), None, None, None, None, None, None
-
-
-def _norm(x: Tensor, gain: Tensor | None, rms: bool, eps: float) -> Tensor:
-    return (rms_norm if rms else layer_norm)(x, gain, eps)
 
 
 def _summed(products: Tensor, shape: torch.Size) -> Tensor:
@@ -390,12 +386,12 @@ class TappedNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.switch.mode != MEASURED:
-            return _norm(x, self.weight, self.rms, self.eps)
+            return normed(x, self.weight, self.eps, self.rms)
         taken = self.squares, self.sums, self.switch.one_hot, self.rows, self.columns
         if self.rms and x.device.type == "cpu" and x.dtype == self.weight.dtype == _full(x).dtype:
             # What the norm with a gain computes too, where it is not one kernel.
-            return TappedGain.apply(_norm(x, None, self.rms, self.eps), self.weight, *taken)
-        y = _norm(x, self.weight, self.rms, self.eps)
+            return TappedGain.apply(normed(x, None, self.eps, self.rms), self.weight, *taken)
+        y = normed(x, self.weight, self.eps, self.rms)
         return ElementTap.apply(y, x, *taken, self.weight.shape, self.rms, self.eps)
 
 

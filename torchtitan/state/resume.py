@@ -139,7 +139,7 @@ def materialise_state(optimizer: OptimizerSet, lr: float) -> None:
         for parameter in group["params"]:
             parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
+    optimizer.zero_grad()
     for state in optimizer.state.values():
         for key, value in state.items():
             for _, part in state_parts(key, value):

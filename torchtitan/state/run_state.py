@@ -117,19 +117,15 @@ class RunState:
     # ------------------------------------------------------------------ where the run stands
 
     @property
-    def batch_factor(self) -> int:
-        """Batch factor: multiple of training.global_batch_size in the next step; above 1 once the batch has grown."""
-        return min(self._grown_factor, self.config.training.steps - self.progress)
-
-    @property
-    def _grown_factor(self) -> int:
+    def grown_factor(self) -> int:
+        """Multiple of training.global_batch_size to which the batch has grown; the last step may have fewer images."""
         training = self.config.training
         return ramp_factor(training.double_batch_after, self.progress * training.global_batch_size)
 
     @property
     def grown_batch_size(self) -> int:
         """Images of a step over all ranks, as far as the batch has grown; the last step may have fewer."""
-        return self._grown_factor * self.config.training.global_batch_size
+        return self.grown_factor * self.config.training.global_batch_size
 
     @property
     def batch_grows(self) -> bool:

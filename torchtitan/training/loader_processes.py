@@ -41,7 +41,7 @@ _DEATH_SHOWS = 2.0  # seconds; a broken connection may be seen before the end of
 
 
 class LoaderProcesses:
-    """Iterator over batches, loaded by torch's DataLoader in other processes, or in this one.
+    """Iterator over batches, loaded by torch's DataLoader in other processes.
 
     A text instead of a batch, or a lost process, is a DatasetError.
     """
@@ -52,11 +52,11 @@ class LoaderProcesses:
     ) -> None:  # fmt: skip
         """
         Args:
-            num_workers: processes; 0: none, this one loads.
+            num_workers: 1 or more.
             dataset: whole batches by the items of `sampler`.
             sampler: what to load, in order.
             pin_memory: place batches in pinned memory.
-            arguments: others of DataLoader, for processes.
+            arguments: others of DataLoader.
 
         Raises:
             DatasetError: a process cannot be started.
@@ -64,9 +64,6 @@ class LoaderProcesses:
         self._name = dataset_name
         self._said_full = False
         self._lost: str | None = None
-        if not num_workers:  # DataLoader would add a third to the time of a small batch
-            self._batches: Any = _loaded_here(dataset, sampler, pin_memory and torch.cuda.is_available())
-            return
         ends_with_parent = threading.current_thread() is threading.main_thread()
         loader: DataLoader = DataLoader(
             dataset,
@@ -82,7 +79,7 @@ class LoaderProcesses:
         )
         known = set(multiprocessing.active_children())
         try:
-            self._batches = iter(loader)
+            self._batches: Any = iter(loader)
         except (OSError, RuntimeError) as error:  # no memory, no room for a semaphore, too many processes or open files
             for frame, _ in traceback.walk_tb(error.__traceback__):
                 if isinstance(half_made := frame.f_locals.get("self"), _BaseDataLoaderIter):
@@ -140,7 +137,7 @@ class LoaderProcesses:
         """Name the lost loader process and the cause, in words; waits that many seconds for one to end."""
         deadline = time.monotonic() + wait
         while self._lost is None:
-            for process in getattr(self._batches, "_workers", []):
+            for process in self._batches._workers:
                 if process.exitcode:
                     self._lost = f"loader process {process.pid} {_ending(process.exitcode)}"
             if time.monotonic() >= deadline:
@@ -150,13 +147,10 @@ class LoaderProcesses:
 
     def close(self) -> None:
         """Stop the processes."""
-        shutdown = getattr(self._batches, "_shutdown_workers", None)
-        if shutdown is None:
-            return
         if self.lost():  # the others may wait for a lock that it held
             self._kill()
         # Apart, because it waits for a thread that may wait for a process which is no more.
-        thread = threading.Thread(target=shutdown, daemon=True)
+        thread = threading.Thread(target=self._batches._shutdown_workers, daemon=True)
         thread.start()
         thread.join(_PATIENCE)
         self._kill()
@@ -291,15 +285,6 @@ def _is_shared(tensor: Tensor) -> bool:
     except RuntimeError:  # no room, no such folder, no more open files: the tensor is as it was
         return False
     return True
-
-
-def _loaded_here(dataset: Any, sampler: Iterable[Any], pin_memory: bool) -> Iterator[dict[str, Any] | str]:
-    """Load batches in this process, as they are asked for."""
-    for item in sampler:
-        batch = dataset[item]
-        if pin_memory and not isinstance(batch, str):
-            batch = {key: value.pin_memory() if isinstance(value, Tensor) else value for key, value in batch.items()}
-        yield batch
 
 
 def begin_worker(worker: int, ends_with_parent: bool = True) -> None:
