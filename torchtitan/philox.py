@@ -67,8 +67,7 @@ def philox_4x32(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int, 
     if torch.compiler.is_compiling():
         return _rounds_word_by_word(counter, key)
     if _by_numpy(counter[1]):
-        arrays = list(map(_array, counter))
-        even, odd = _Lanes(np.broadcast(*arrays).shape).rounds(arrays, _key_array(key))
+        even, odd = _rounds_by_numpy(list(map(_array, counter)), _key_array(key))
         (word_0, word_2), (word_1, word_3) = torch.from_numpy(even.view(np.int64)), torch.from_numpy(odd.astype(np.int64))
         return word_0, word_1, word_2, word_3
     words = torch.stack(torch.broadcast_tensors(*counter))  # [4, *]
@@ -160,19 +159,14 @@ def _normal_by_numpy(
     draws = np.empty((len(low), len(blocks), 2, 2), np.float32)  # two pairs of each block
     # In pieces, whose words stay in the cache and are too few for torch to divide among busy cores.
     rows = max(1, _BLOCKS_IN_CACHE // max(len(blocks), 1))
-    lanes = None
     for row in range(0, len(low), rows):
-        those = slice(row, row + rows)
-        for first in range(0, len(blocks), _BLOCKS_IN_CACHE):
-            here = slice(first, first + _BLOCKS_IN_CACHE)
-            piece = draws[those, here].transpose(3, 2, 0, 1)
-            if lanes is None or lanes.shape != piece.shape[2:]:
-                lanes = _Lanes(piece.shape[2:])
-            even, odd = lanes.rounds((blocks[here], low[those], high[those], stream[those]), keys)
-            radii, angles = even.view(np.int64).astype(np.float32), odd.astype(np.float32)
-            radius, angle = _polar(torch.from_numpy(radii), torch.from_numpy(angles))  # [2, rows, blocks]
-            np.multiply(radius.numpy(), torch.cos(angle).numpy(), out=piece[0])
-            np.multiply(radius.numpy(), angle.sin_().numpy(), out=piece[1])
+        here = slice(row, row + rows)
+        even, odd = _rounds_by_numpy((blocks, low[here], high[here], stream[here]), keys)
+        radii, angles = even.view(np.int64).astype(np.float32), odd.astype(np.float32)
+        radius, angle = _polar(torch.from_numpy(radii), torch.from_numpy(angles))  # [2, rows, blocks]
+        piece = draws[here].transpose(3, 2, 0, 1)
+        np.multiply(radius.numpy(), torch.cos(angle).numpy(), out=piece[0])
+        np.multiply(radius.numpy(), angle.sin_().numpy(), out=piece[1])
     return torch.from_numpy(draws).flatten(1)
 
 
@@ -190,38 +184,30 @@ def _array(numbers: Tensor) -> np.ndarray:
     return numbers.numpy().view(np.uint64)
 
 
-class _Lanes:
-    """Memory of the rounds of a batch of counters [*], which are computed by NumPy."""
+def _rounds_by_numpy(counter: Sequence[np.ndarray], keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Apply the ten rounds by NumPy's operations.
 
-    def __init__(self, shape: tuple[int, ...]) -> None:
-        self.shape = shape
-        self._words = np.empty((2, *shape), np.uint64)  # words 0 and 2
-        self._products = np.empty((2, 2, *shape), np.uint64)  # two products of each, used in turn
-        # As numbers of 32 bits: lower halves, then upper ones. The two products of a round change places.
-        self._lower_of_words = self._words.view(np.uint32)[..., 0::2]
-        halves = self._products[:, ::-1].view(np.uint32)
-        self._lower, self._upper = halves[..., 0::2], halves[..., 1::2]
-        self._per_row = (2, *[1] * len(shape))
+    Args:
+        counter: four uint64 arrays that broadcast to [*], of one dimension or more, values in [0, 2^32).
+        keys: of the rounds, uint64 [10, 2], values in [0, 2^32).
 
-    def rounds(self, counter: Sequence[np.ndarray], keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Apply the ten rounds.
-
-        Args:
-            counter: four uint64 arrays that broadcast to [*], of one dimension or more, values in [0, 2^32).
-            keys: of the rounds, uint64 [10, 2], values in [0, 2^32).
-
-        Returns:
-            words 0 and 2, uint64 [2, *]; words 1 and 3, uint32 [2, *]; in this memory.
-        """
-        words, mixed_in = self._words, self._lower[1]
-        words[0], mixed_in[0], words[1], mixed_in[1] = counter
-        multipliers = _MULTIPLIERS.reshape(self._per_row)
-        for number, key in enumerate(keys.reshape(-1, *self._per_row)):
-            np.multiply(words, multipliers, out=self._products[number % 2])
-            np.bitwise_xor(self._upper[number % 2], mixed_in, out=self._lower_of_words)  # the upper halves stay 0
-            np.bitwise_xor(words, key, out=words)
-            mixed_in = self._lower[number % 2]
-        return words, mixed_in
+    Returns:
+        words 0 and 2, uint64 [2, *]; words 1 and 3, uint32 [2, *].
+    """
+    shape = np.broadcast(*counter).shape
+    words, products = np.empty((2, *shape), np.uint64), np.empty((2, 2, *shape), np.uint64)  # two products, used in turn
+    lower_of_words, halves = words.view(np.uint32)[..., 0::2], products[:, ::-1].view(np.uint32)
+    lower, upper = halves[..., 0::2], halves[..., 1::2]  # the two products of a round change places
+    mixed_in = lower[1]
+    words[0], mixed_in[0], words[1], mixed_in[1] = counter
+    per_row = (2, *[1] * len(shape))
+    multipliers = _MULTIPLIERS.reshape(per_row)
+    for number, key in enumerate(keys.reshape(-1, *per_row)):
+        np.multiply(words, multipliers, out=products[number % 2])
+        np.bitwise_xor(upper[number % 2], mixed_in, out=lower_of_words)  # the upper halves stay 0
+        np.bitwise_xor(words, key, out=words)
+        mixed_in = lower[number % 2]
+    return words, mixed_in
 
 
 @functools.lru_cache

@@ -49,12 +49,12 @@ def fixed_words(monkeypatch, *words: int) -> None:
         shape = torch.broadcast_shapes(*(word.shape for word in counter))
         return tuple(torch.full(shape, words[k % len(words)]) for k in range(4))
 
-    def repeated_by_numpy(lanes, counter, keys):
+    def repeated_by_numpy(counter, keys):
         four = [word.numpy() for word in repeated([torch.from_numpy(each.view(np.int64)) for each in counter], None)]
         return np.stack(four[0::2]).view(np.uint64), np.stack(four[1::2]).astype(np.uint32)
 
     monkeypatch.setattr(philox, "philox_4x32", repeated)
-    monkeypatch.setattr(philox._Lanes, "rounds", repeated_by_numpy)
+    monkeypatch.setattr(philox, "_rounds_by_numpy", repeated_by_numpy)
 
 
 @pytest.mark.parametrize(("counter", "key", "answer"), KNOWN_ANSWERS)

@@ -144,7 +144,7 @@ class Denoising(Objective):
 
     def noisy(self, x0: Tensor, noise: Tensor, t: Tensor) -> NoisyImages:
         """Add noise to clean images, and make the network's inputs."""
-        a, b = (per_image(c, x0) for c in self.path.coefficients(t))
+        a, b = self.path.coefficients(per_image(t, x0))
         x_t = (a * x0).add_(b * noise)
         return NoisyImages(x_t, a, b, *self.network_inputs(x_t, t))
 

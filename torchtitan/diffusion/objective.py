@@ -219,7 +219,7 @@ class Objective(ABC):
             x0, noise and the fraction of the way from the ln of the smallest variance (0) to that of the largest (1),
             float32 of x_t's shape; no fraction (None) from a network that learns none.
         """
-        a, b = (per_image(c, x_t) for c in self.path.coefficients(t))
+        a, b = self.path.coefficients(per_image(t, x_t))
         output, interpolation = self._output(model, x_t, t, condition)
         if self.heads is not None:
             return *self.heads.combine(output, x_t, t), None
@@ -232,7 +232,7 @@ class Objective(ABC):
         if self.heads is None:
             return output
         x0, noise = self.heads.combine(output, x_t, t)
-        a, b = (per_image(c, x_t) for c in self.path.coefficients(t))
+        a, b = self.path.coefficients(per_image(t, x_t))
         return target(self.prediction, x0, noise, a, b, self.sigma_data)
 
     def learned_weighting(self, sigma: Tensor) -> Tensor:
