@@ -178,7 +178,7 @@ def judge_look(steps: list[tuple[StepSums, dict[str, PairSums]]], measured: int)
     keys = ("sketch", "modulation", "exact", "all exact", "elementwise", "other")
     pools = {(g, key): DecayedSums(num_bins, math.inf) for g in geometries for key in (*keys, "composite's")}
     composites = [Composite(num_bins, index, math.inf) for index in range(len(geometries))]
-    controlled = [ControlledSums(num_bins, math.inf) for _ in geometries]
+    controlled = [ControlledSums(num_bins) for _ in geometries]
     entries = [FreeSums.zeros(num_bins) for _ in geometries]
     for number, (sums, exact) in enumerate(steps):
         for index, geometry in enumerate(geometries):
@@ -186,8 +186,7 @@ def judge_look(steps: list[tuple[StepSums, dict[str, PairSums]]], measured: int)
             if _measured_for_composite(number):
                 entry, entries[index] = entries[index], FreeSums.zeros(num_bins)
                 if (found := composites[index].add(entry, sums)) is not None:
-                    controlled[index].add(*found)
-                    pools[geometry, "composite's"].add(found[0])
+                    controlled[index].add(*found, cast(Tensor, pools[geometry, "composite's"].add(found[0])))
             pools[geometry, "all exact"].add(exact[geometry])
             if number >= measured:
                 pools[geometry, "other"].add(exact[geometry])
@@ -201,7 +200,7 @@ def judge_look(steps: list[tuple[StepSums, dict[str, PairSums]]], measured: int)
         _row(
             geometry,
             {key: pools[geometry, key].estimate() for key in keys}
-            | {"composite": sums.estimate(pools[geometry, "composite's"].estimate())},
+            | {"composite": sums.estimate(pools[geometry, "composite's"])},
         )
         for geometry, sums in zip(geometries, controlled, strict=True)
     ]
