@@ -111,7 +111,6 @@ def uniform_bits(seed: int, draws: Sequence[tuple[str, Tensor]], attempt: int = 
     """Draw the interval of 2^52 whose middle `uniform` returns, for draws of several purposes in one pass.
 
     Args:
-        seed, attempt: as in `random_words`.
         draws: purpose and sample numbers [B_i] of each.
 
     Returns:

@@ -26,7 +26,6 @@ from torchtitan.diffusion.objective import Draw, LossTerms, Microbatch, Network,
 from torchtitan.diffusion.paths import PATHS, indexed, per_image
 from torchtitan.diffusion.predictions import noise_error_weight, target, to_x0_and_noise
 from torchtitan.diffusion.timesteps.registry import SamplerOf
-from torchtitan.diffusion.timesteps.sampler import GlobalBatch
 from torchtitan.diffusion.uncertainty import LogUncertainty
 from torchtitan.diffusion.weightings import WEIGHTINGS, WeightingConfig, prediction_weighting
 from torchtitan.settings import Choice, choice, setting
@@ -86,20 +85,6 @@ class NoisyImages(NamedTuple):
     c_out: Tensor | None
 
 
-@dataclass(frozen=True)
-class DenoisingTerms(LossTerms):
-    """Loss terms, with the bound of a learned variance in `loss` and `weighted`.
-
-    Of heads, `error` and `weighted` are those of their combination, and `diagnostics` their shares by `CombinationRule.loss`.
-    Without a learned uncertainty `weighted` is the loss itself.
-
-    Attributes:
-        head_errors: for the memory of the heads' rule; None without heads.
-    """
-
-    head_errors: HeadErrors | None = None
-
-
 class Denoising(Objective):
     """Denoising objective: a network predicts noise, clean images or a mix of them.
 
@@ -135,12 +120,12 @@ class Denoising(Objective):
     def graphs(self) -> tuple[str, ...]:
         return (*super().graphs, "noisy", "terms")
 
-    def loss(self, model: Network, batch: Microbatch, draw: Draw) -> DenoisingTerms:
+    def loss(self, model: Network, batch: Microbatch, draw: Draw) -> LossTerms:
         noisy = self.noisy(batch.images, draw.noise, draw.t)
         output = model(noisy.images, noisy.time, batch.condition)
         loss, error, weighted, shares, head_errors = self.terms(batch.images, draw, noisy, output)
         diagnostics = {} if shares is None else dict(zip(self.diagnostics, shares.unbind(1), strict=True))
-        return DenoisingTerms(loss, error, draw.t, weighted, diagnostics, head_errors)
+        return LossTerms(loss, error, draw.t, weighted, diagnostics, head_errors)
 
     def noisy(self, x0: Tensor, noise: Tensor, t: Tensor) -> NoisyImages:
         """Add noise to clean images, and make the network's inputs."""
@@ -151,7 +136,11 @@ class Denoising(Objective):
     def terms(
         self, x0: Tensor, draw: Draw, noisy: NoisyImages, output: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, HeadErrors | None]:
-        """Terms of the loss of the network's output: loss, error and weighted of `LossTerms`, shares, errors of heads."""
+        """Terms of the loss of the network's output: loss, error and weighted of `LossTerms`, shares, errors of heads.
+
+        The bound of a learned variance is in `loss` and `weighted`. Of heads, error and weighted are those of their combination,
+        and the shares those of `CombinationRule.loss`.
+        """
         x_t, a, b = noisy.x_t, noisy.a, noisy.b
         output, interpolation = self.read_output(output, x_t, noisy.c_skip, noisy.c_out)
         wanted = target(self.prediction, x0, draw.noise, a, b, self.sigma_data)
@@ -209,16 +198,6 @@ class Denoising(Objective):
         a, _ = self.path.coefficients(torch.sigmoid(log_sigma))
         density = self.timestep_sampler.density.log_sigma_density(log_sigma)
         return density * self.learned_weighting(sigma) * noise_error_weight(self.prediction, sigma, a, self.sigma_data)
-
-    def observe(self, batch: GlobalBatch, indices: Tensor, terms: LossTerms) -> None:
-        super().observe(batch, indices, terms)
-        if self.heads is not None and isinstance(terms, DenoisingTerms) and terms.head_errors is not None:
-            self.heads.observe(terms.head_errors, terms.t)
-
-    def update(self, skip: Tensor) -> None:
-        super().update(skip)
-        if self.heads is not None:
-            self.heads.update(skip)
 
     @torch.no_grad()
     def log_uncertainties(self, log_sigma: Tensor) -> dict[str, float]:

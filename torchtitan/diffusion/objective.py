@@ -98,6 +98,7 @@ class LossTerms:
         error: the plain mean squared error of the prediction, for loss by timestep; no gradient.
         weighted: importance x the weighted error with all that is added to it, never negative; no gradient.
         diagnostics: values by the names in the objective's `diagnostics`, logged as means by timestep bin; no gradient.
+        head_errors: for the memory of the objective's `heads`; None without heads.
     """
 
     loss: Tensor
@@ -105,6 +106,7 @@ class LossTerms:
     t: Tensor
     weighted: Tensor
     diagnostics: Mapping[str, Tensor] = field(default_factory=dict)
+    head_errors: Any = None
 
     def __post_init__(self) -> None:
         """Raises ValueError: a term is not one value per image, and would broadcast."""
@@ -146,7 +148,6 @@ class Objective(ABC):
     def __init__(self, config: Any, seed: int, sampler_of: SamplerOf | None = None) -> None:
         """
         Args:
-            config: section of the objective, a `Config`.
             sampler_of: makes a sampler of the configured density, used instead of the configured sampler.
         """
         self.config = config
@@ -212,8 +213,6 @@ class Objective(ABC):
 
         Args:
             x_t: noisy images [B, C, H, W].
-            t: their times [B].
-            condition: of each image, or None.
 
         Returns:
             x0, noise and the fraction of the way from the ln of the smallest variance (0) to that of the largest (1),
@@ -246,10 +245,14 @@ class Objective(ABC):
     def observe(self, batch: GlobalBatch, indices: Tensor, terms: LossTerms) -> None:
         """Observe a microbatch's losses, for samplers and heads that learn; indices [B] as given to `draw`."""
         self.timestep_sampler.observe(batch, indices, terms.t, terms.loss)
+        if self.heads is not None:
+            self.heads.observe(terms.head_errors, terms.t)
 
     def update(self, skip: Tensor) -> None:
         """Update after the backward of a whole global batch: learn from observed losses, unless `skip`; collective."""
         self.timestep_sampler.update(skip)
+        if self.heads is not None:
+            self.heads.update(skip)
 
     def log_uncertainties(self, log_sigma: Tensor) -> dict[str, float]:
         """Learned ln of the loss at ln sigma [N], by tag; none where it is not learned."""

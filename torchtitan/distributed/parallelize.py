@@ -45,7 +45,6 @@ def parallelize(
     Args:
         model: an initialised model on the layout's device, with `blocks()` (see torchtitan.models.base); where it is
             sharded, also one with parameters on the meta device, for `place_shards`.
-        checkpointing: recomputation in backward; None: nothing is recomputed.
         compiling: choice of compiled modules; None: nothing is compiled.
         objective: of the training, compiled with the model; None: it is not.
         sharding: when FSDP2 gathers and releases weights; None: its defaults.

@@ -62,7 +62,6 @@ def batch_advice(b_simple: float, lower: float, upper: float, global_batch_size:
     Args:
         b_simple, lower, upper: noise scale of the whole objective with its confidence interval, in samples; an infinite
             upper end means that only the lower one is known.
-        global_batch_size: in samples.
 
     The noise scale stands in for the critical batch size, which was found far larger (Merrill et al., arXiv 2505.23971)
     and, under a decayed learning rate, two to four times smaller: what another batch would do is for a test to say.
@@ -95,7 +94,6 @@ def half_progress_in_words(half: HalfProgress, edges: Tensor) -> str:
     """The least and the largest half-progress batch of the bins with an upper end, with their intervals; "" without any.
 
     Args:
-        half: of K bins.
         edges: their inner edges in t, [K - 1].
     """
     known = half.upper.isfinite().nonzero().flatten().tolist()

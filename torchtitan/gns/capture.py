@@ -59,9 +59,7 @@ class GradientTaps:
 
         Args:
             bin_edges: inner edges in t, rising, [K - 1]; bin k holds edges[k - 1] < t <= edges[k].
-            local_batch_size: samples per microbatch.
             sketch_size: k, columns of a sketch over tokens.
-            adam: measure in Adam's geometry too.
             compute_dtype: dtype of the layers' inputs. Parameters in float64 are measured in float64 instead.
             reduce_dtype: dtype of the sum of gradients over ranks.
 
@@ -96,9 +94,7 @@ class GradientTaps:
 
         Args:
             step: the step's number, of which the projections are a function.
-            measured: whether sketches are taken.
             optimizer_state: parameter -> its state after the previous step.
-            beta2: decay of the second moment in it.
         """
         self._measured, self._step = measured, _StepBuffer(self.num_bins, len(self.geometries), self._device)
         if not measured:
@@ -119,7 +115,6 @@ class GradientTaps:
 
         Args:
             samples_per_rank: samples of this rank (all its microbatches) over which the loss is a mean.
-            loss: per-sample losses [B].
         """
         self._switch.mode, self._samples = OFF, samples_per_rank
         one_hot, scale, step = self._switch.one_hot.to(self._dtype), float(samples_per_rank), self._step

@@ -105,9 +105,6 @@ class Composite:
     def __init__(self, num_bins: int, geometry: int, half_life: float, share: float | None = _LEARNING_SHARE) -> None:
         """
         Args:
-            num_bins: K.
-            geometry: index of GEOMETRIES.
-            half_life: of what is learned, see DecayedSums.
             share: of the samples so far that it is at most; None: no limit.
         """
         self._share = None if share is None else torch.tensor([[share]], dtype=torch.float64)

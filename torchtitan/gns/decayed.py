@@ -73,7 +73,6 @@ class DecayedSums:
     def __init__(self, num_bins: int, half_life: float, shares: Sequence[float] = ()) -> None:
         """
         Args:
-            num_bins: K.
             half_life: in samples of a bin, > 0; infinity: nothing decays.
             shares: of the W windows, falling; none: a single window whose half-life is `half_life` from the beginning.
         """
@@ -240,11 +239,6 @@ def estimates_of_ratios(
 
     Args:
         ratios: (second moment, signal) of each bin, [K, 2].
-        covariance: of the two, [K, 2, 2].
-        samples, steps: pooled in them, [K].
-        degrees: of freedom of the variances, [K].
-        matrix, matrix_stderr: of inner products between bins, [K, K].
-        lag: of the pooled pairs, [K].
     """
     second_moment, signal = ratios.unbind(-1)
     var_moment, var_signal, joint = covariance[:, 0, 0], covariance[:, 1, 1], covariance[:, 0, 1]

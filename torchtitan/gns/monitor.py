@@ -67,10 +67,7 @@ class GNSMonitor:
     ) -> None:
         """
         Args:
-            config: the `[gns]` section.
             objective: whose gradients are measured, with the timestep sampler in use.
-            edges: inner edges of the bins in t.
-            taps: on the model, for the single-pass estimators.
             ranks: on the reduction, for the estimator from ranks.
             adam: whether the updates are Adam's, measured in its geometry or not.
         """
@@ -119,9 +116,6 @@ class GNSMonitor:
 
         Args:
             loss: per-sample losses [B], whose mean over `microbatches` backward was given.
-            microbatches: of each rank in this step.
-            samples: the global batch.
-            number: of this microbatch within the step.
         """
         if self._taps:
             self._taps.end_microbatch(len(loss) * microbatches, loss)
@@ -244,7 +238,6 @@ class GNSMonitor:
         """Advice on the batch size and on the timestep sampler, a line each; none where nothing is to be changed.
 
         Args:
-            global_batch_size: in samples.
             phase: of the learning rate at the measurement's mean age (`lag`), in words, as by `lr_phase`.
         """
         if not self.pool:

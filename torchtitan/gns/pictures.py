@@ -31,7 +31,6 @@ def draw_noise_scale(
         edges: inner edges of the K bins in t.
         estimates: geometry -> estimates of the bins at the end, then those in fewer and fewer bins (see Agreement); the
             headline geometry first.
-        batch_size: samples per step, drawn for comparison.
         names: geometry -> name of the estimator that these are of.
         half: half-progress batches of the bins, drawn with the headline geometry's noise scales.
 

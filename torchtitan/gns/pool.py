@@ -314,11 +314,7 @@ def wider_bins(num_bins: int, count: int) -> Tensor:
 
 
 def finest_known(levels: Sequence[BinEstimates]) -> Tensor | None:
-    """Cosines of the first level of which at least half of the pairs of bins are known; None if there is none.
-
-    Args:
-        levels: estimates in fewer and fewer bins.
-    """
+    """Cosines of the first level of which at least half of the pairs of bins are known; None if there is none."""
     for found in levels:
         # NaN where a signal is too weak or the error is too large.
         values = cosines(found.matrix, found.matrix_stderr.diagonal())

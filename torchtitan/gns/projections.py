@@ -93,8 +93,6 @@ class AdamFactors:
 
         Args:
             state: parameter -> its state, with `exp_avg_sq` and `step`, as AdamW keeps it; empty before the first step.
-            beta2: decay of the second moment.
-            layout: sums are added over its shard axis.
         """
         correction = self._correction(state, beta2)
         self._sum_local(state, layout)
@@ -207,9 +205,7 @@ class Projections:
         Args:
             layers: sketched ones, with `rows` and `columns`.
             sketch_size: k, columns over tokens: a sketch has FOLDED_ROWS k numbers.
-            geometries: G.
             factors: of Adam's geometry, the last: of these layers, and maybe of others behind them; None without it.
-            dtype: of `left` and `right`.
         """
         self._seed, self._factors, self._geometries, self._dtype = seed, factors, geometries, dtype
         numbers = range(len(layers))

@@ -41,8 +41,6 @@ class RankMonitor:
         """Install on a parallelised model.
 
         Args:
-            train_module: what `parallelize` returned.
-            microbatches: per step and rank.
             num_bins: bins of bin-pure microbatches; None: microbatches mix bins.
             half_life: samples of a bin, or of the whole, after which a step counts half.
         """
@@ -73,7 +71,6 @@ class RankMonitor:
         """End a microbatch, after its backward; collective where microbatches are separate.
 
         Args:
-            samples: of the microbatch on this rank.
             k: its bin, where it is pure.
             importance: weight of the bin's samples in the loss.
         """
@@ -183,12 +180,7 @@ class RankGradients:
     """
 
     def __init__(self, train_module: nn.Module, layout: Layout) -> None:
-        """Install on a parallelised model, once, before its first backward.
-
-        Args:
-            train_module: what `parallelize` returned.
-            layout: where it runs, more than one process.
-        """
+        """Install on a parallelised model, once, before its first backward."""
         self._squares = torch.zeros((), dtype=torch.float64, device=layout.device)
         self._measured: torch.cuda.Event | None = None
         if isinstance(train_module, DistributedDataParallel):

@@ -137,10 +137,6 @@ def cosine_stderr(matrix: Tensor, matrix_stderr: Tensor) -> Tensor:
 
     The standard errors of the three entries' shares are added, not their squares, since M_bc and M_bb come from the
     same samples. 0 on the diagonal, where the cosine is 1 by definition.
-
-    Args:
-        matrix: estimates of M, [K, K].
-        matrix_stderr: their standard errors, [K, K].
     """
     diagonal = matrix.diagonal()
     norms = diagonal.sqrt()

@@ -48,11 +48,7 @@ def open_run(config: JobConfig) -> RunState:
 
 
 def checkpointed_state(state: RunState, reports: dict) -> dict:
-    """What a checkpoint holds besides tensors; called by all ranks, and equal on them except `reports`.
-
-    Args:
-        reports: state of the first rank's reports.
-    """
+    """What a checkpoint holds besides tensors; called by all ranks, and equal on them except `reports`."""
     return {
         "config": effective(state.config),
         "step": state.step,

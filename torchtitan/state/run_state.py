@@ -170,10 +170,7 @@ class RunState:
         """Losses of a microbatch of a global batch.
 
         Args:
-            batch: on the model's device.
-            samples: of the global batch.
             condition: of the microbatch, as from `condition`; None: formed here.
-            measure: notify the monitor of gradient noise.
         """
         images = batch["images"]
         draw = self.objective.draw(tuple(images.shape[1:]), samples, batch["samples"])

@@ -251,9 +251,6 @@ def validation_batches(
     each bucket are read, as many as is its share of all, one bucket after the other: the above holds for each.
 
     Args:
-        num_images: held-out images over all ranks.
-        batch_size: images at a time on each rank.
-        rank, world_size: select this process's part.
         on_unreadable: called with the unreadable images of each batch that has any; the next in stored order take
             their places.
 
@@ -375,10 +372,6 @@ class _CorruptShare:
 
 def read_checked(dataset: Dataset, info: DatasetInfo, indices: np.ndarray, draws: Draws | None = None) -> Batch:
     """Read images and their conditions by index, checked against the dataset's info.
-
-    Args:
-        indices: int64 [B].
-        draws: of training; None reads with `fetch`.
 
     Raises:
         UnreadableImage: one of them cannot be decoded.

@@ -51,13 +51,6 @@ class LoaderProcesses:
         **arguments: Any,
     ) -> None:  # fmt: skip
         """
-        Args:
-            num_workers: 1 or more.
-            dataset: whole batches by the items of `sampler`.
-            sampler: what to load, in order.
-            pin_memory: place batches in pinned memory.
-            arguments: others of DataLoader.
-
         Raises:
             DatasetError: a process cannot be started.
         """
@@ -168,8 +161,6 @@ def shared_memory_shortage(
     """Report in one line that the batches loaded ahead do not fit in shared memory, if so.
 
     Args:
-        num_workers: of `[data]`.
-        ranks: training processes on this machine.
         free_bytes: of shared memory; None: what this machine has now.
     """
     if not num_workers or batch_bytes < _SMALL:

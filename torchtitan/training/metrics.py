@@ -137,7 +137,6 @@ class MetricsLog:
     def __init__(self, folder: Path, config: MetricsConfig, run_name: str, run_config: dict, steps_done: int) -> None:
         """
         Args:
-            run_name, run_config: what Weights & Biases shows.
             steps_done: step that the run resumes from; later points are dropped.
         """
         path = folder / METRICS_FILE

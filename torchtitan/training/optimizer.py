@@ -70,7 +70,6 @@ def build_optimizer(
 
     Args:
         parameters: name -> parameter, plain or sharded.
-        blocks: modules whose matrices Muon takes.
         lr_scales: parameters in separate groups, not decayed, with these multiples of the learning rate unless
             `param_groups` says otherwise.
 

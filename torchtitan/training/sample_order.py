@@ -33,7 +33,6 @@ class SampleOrder:
     ) -> None:  # fmt: skip
         """
         Args:
-            seed, attempt: determine the order.
             blocks: number of images in each run of neighbours that is read as one, int64 [K], together `num_images`;
                 None: all images cost the same.
             blocks_at_a_time: blocks of a window; the last window of an epoch may have fewer.
@@ -100,9 +99,7 @@ class _ComputedEpoch:
     ) -> None:
         """
         Args:
-            blocks: images in each, int64 [K].
             order: of the blocks in this epoch, int64 [K].
-            blocks_at_a_time: blocks of a window.
             keys_of: keys of a window's permutation, by its number.
         """
         self._firsts = (np.cumsum(blocks) - blocks)[order]  # image with which each block begins, in this epoch's order
@@ -140,7 +137,6 @@ class BucketOrder:
         """
         Args:
             buckets: images in each bucket, int64 [K], some perhaps 0; images are numbered bucket by bucket.
-            seed, attempt: determine the order.
             global_batch_size: G, images of one bucket in a row.
             blocks, blocks_at_a_time: as of SampleOrder; each bucket has its share of a window.
         """
@@ -194,7 +190,6 @@ def sample_order(dataset: Dataset, seed: int, attempt: int, global_batch_size: i
     """Order of a dataset by its `buckets` and `blocks`, if it has any.
 
     Args:
-        seed, attempt: determine the order.
         global_batch_size: images of one step; without buckets it does not change the order.
     """
     if dataset.buckets is None:

@@ -35,7 +35,6 @@ class PatchTransformer(DiffusionModel):
 
     Args:
         config: a row of FLAVORS, or any other choice of its fields.
-        image_shape: (C, H, W) of the input.
         condition_kind: K classes or nothing; the class K is the null class: whoever calls the model passes it where a
             label is dropped.
 
@@ -73,11 +72,11 @@ class PatchTransformer(DiffusionModel):
 
     def forward(self, x: Tensor, t: Tensor, condition: Condition = None) -> Tensor:
         check_inputs(self, x, condition)
-        x = patchify(x, self.config.patch_size)  # [B, T, C p p]
+        x, position = patchify(x, self.config.patch_size), self.position  # [B, T, C p p], [T, D]
         exchange = self._exchange if self.training else None
         if exchange is not None:
-            x = exchange.split(x)
-        x = self.transform(x, t, condition)  # [B, T, C_out p p]
+            x, position = exchange.split(x), None if position is None else exchange.split(position[None])[0]
+        x = self.transform(x, position, t, condition)  # [B, T, C_out p p]
         if exchange is not None:
             x = exchange.gather(x)
         x = unpatchify(x, self.grid, self.config.patch_size)  # [B, C_out, H, W]
@@ -88,14 +87,13 @@ class PatchTransformer(DiffusionModel):
         for block in self.layers:
             cast(Any, block).attention.exchange = exchange
 
-    def own_position(self) -> Tensor | None:
-        """Rows of the table that is added to the tokens, of those that this process has; None if there is no table."""
-        if self.position is None or self._exchange is None or not self.training:
-            return self.position
-        return self._exchange.split(self.position[None])[0]
+    def transform(self, patches: Tensor, position: Tensor | None, t: Tensor, condition: Condition) -> Tensor:
+        """Apply the network to patches [B, T, C p p] of images, [B, T, C_out p p].
 
-    def transform(self, patches: Tensor, t: Tensor, condition: Condition) -> Tensor:
-        """Apply the network to patches [B, T, C p p] of images, [B, T, C_out p p]; t and condition as of `forward`."""
+        Args:
+            position: rows of the table that is added to these tokens [T, D]; None if there is no table.
+            t, condition: as of `forward`.
+        """
         raise NotImplementedError
 
     def init_buffers(self) -> None:
@@ -146,9 +144,9 @@ class DiT(PatchTransformer):
             self.layers = nn.ModuleList(Block(config) for _ in range(config.num_layers))
         self.output = OutputLayer(config, self.out_channels * config.patch_size**2)
 
-    def transform(self, patches: Tensor, t: Tensor, condition: Condition) -> Tensor:
+    def transform(self, patches: Tensor, position: Tensor | None, t: Tensor, condition: Condition) -> Tensor:
         x = self.patch_embed(patches.to(self.patch_embed.weight.dtype))  # [B, T, D]
-        if (position := self.own_position()) is not None:
+        if position is not None:
             x = x + position.to(x.dtype)
         sinusoid = timestep_sinusoid(t, SINUSOID_CHANNELS, reach_lowest=self.config.timestep_frequencies == "diffusers")
         if self.config.embedding_per_block:
@@ -256,11 +254,6 @@ class EmbeddingBlock(Block):
         self, x: Tensor, sinusoid: Tensor, condition: Tensor | None, rotary: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """Apply the block.
-
-        Args:
-            x: tokens [B, T, D].
-            sinusoid: of the timestep, float32 [B, 256].
-            condition: classes [B], or None.
 
         Returns:
             tokens [B, T, D], and the block's conditioning vector [B, D].
