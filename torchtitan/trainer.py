@@ -139,13 +139,9 @@ class Trainer:
         """Enter a phase that trains nothing; unfinished work of the device on earlier steps counts as training."""
         if self.state.layout.device.type == "cuda":
             with self.phases("waiting"):
-                self._wait_for_device()
+                torch.cuda.synchronize(self.state.layout.device)
         with self.phases(name):
             yield
-
-    def _wait_for_device(self) -> None:
-        if self.state.layout.device.type == "cuda":
-            torch.cuda.synchronize(self.state.layout.device)
 
     def _report(self, norm: Tensor, lr: float) -> None:
         state = self.state

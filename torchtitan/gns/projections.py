@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from torchtitan import philox
 from torchtitan.distributed.mesh import Layout
 from torchtitan.distributed.parallelize import local
+from torchtitan.distributed.shard_drawing import own_rows
 from torchtitan.gns.taps import FOLDED_ROWS, Fold, SketchedLinear
 
 # Rows and columns that have hardly seen a gradient (a class not met yet) count as this share of the average one.
@@ -280,7 +281,6 @@ class Projections:
 
 def first_row(parameter: nn.Parameter, layout: Layout) -> int:
     """First of the rows of a parameter that this rank has."""
-    if not isinstance(parameter, DTensor) or not layout.sharded or layout.mesh is None:
+    if not isinstance(parameter, DTensor) or not layout.sharded:
         return 0
-    per_rank = -(-parameter.shape[0] // layout.shards)
-    return min(per_rank * layout.mesh["shard"].get_local_rank(), parameter.shape[0])
+    return own_rows(tuple(parameter.shape), layout).start

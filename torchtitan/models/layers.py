@@ -61,6 +61,18 @@ class TokenGain(nn.Module):
         return x * self.weight.to(x.dtype)
 
 
+class VectorEmbedding(nn.Module):
+    """Linear, SiLU, linear, of one vector per image."""
+
+    def __init__(self, channels: int, dim: int) -> None:
+        super().__init__()
+        self.hidden = nn.Linear(channels, dim)
+        self.out = nn.Linear(dim, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(F.silu(self.hidden(x.to(self.hidden.weight.dtype))))  # [B, D]
+
+
 def normed(x: Tensor, gain: Tensor | None, eps: float, rms: bool = False) -> Tensor:
     """Layer norm, or RMS norm, over the last dimension, in x's dtype; gain: [D] or None."""
     gain = None if gain is None else gain.to(x.dtype)

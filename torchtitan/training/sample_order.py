@@ -46,11 +46,6 @@ class SampleOrder:
         self._stream = stream
         self._epochs: dict[int, _Places] = {}
 
-    @staticmethod
-    def of(dataset: Dataset, seed: int, attempt: int) -> "SampleOrder":
-        """Order of a dataset, with its `blocks` if it has any."""
-        return SampleOrder(len(dataset), seed, attempt, dataset.blocks, dataset.blocks_at_a_time)
-
     def indices(self, samples: np.ndarray) -> np.ndarray:
         """Return the image index of each sample number, int64 [B]."""
         epochs, positions = np.divmod(samples, self._num_images)
@@ -193,7 +188,7 @@ def sample_order(dataset: Dataset, seed: int, attempt: int, global_batch_size: i
         global_batch_size: images of one step; without buckets it does not change the order.
     """
     if dataset.buckets is None:
-        return SampleOrder.of(dataset, seed, attempt)
+        return SampleOrder(len(dataset), seed, attempt, dataset.blocks, dataset.blocks_at_a_time)
     return BucketOrder(dataset.buckets, seed, attempt, global_batch_size, dataset.blocks, dataset.blocks_at_a_time)
 
 

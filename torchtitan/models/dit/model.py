@@ -18,6 +18,7 @@ from torchtitan.models.layers import (
     SINUSOID_CHANNELS,
     LayerNorm,
     RMSNorm,
+    VectorEmbedding,
     check_inputs,
     modulate,
     patchify,
@@ -139,7 +140,7 @@ class DiT(PatchTransformer):
         if config.embedding_per_block:
             self.layers = nn.ModuleList(EmbeddingBlock(config, num_labels) for _ in range(config.num_layers))
         else:
-            self.time_embed = TimestepEmbedding(config)
+            self.time_embed = VectorEmbedding(SINUSOID_CHANNELS, config.dim)
             self.label_embed = nn.Embedding(num_labels, config.dim) if num_labels else None
             self.layers = nn.ModuleList(Block(config) for _ in range(config.num_layers))
         self.output = OutputLayer(config, self.out_channels * config.patch_size**2)
@@ -247,7 +248,7 @@ class EmbeddingBlock(Block):
     def __init__(self, config: DiTConfig, num_labels: int) -> None:
         """num_labels: rows of the class table, the null class's included; 0: there are no classes."""
         super().__init__(config)
-        self.time_embed = TimestepEmbedding(config)
+        self.time_embed = VectorEmbedding(SINUSOID_CHANNELS, config.dim)
         self.label_embed = nn.Embedding(num_labels, config.dim) if num_labels else None
 
     def forward(  # type: ignore[override]  # makes the conditioning vector instead of taking it
@@ -332,18 +333,6 @@ class SwiGLU(nn.Module):
 
 
 MLPS = {"gelu": GeluMLP, "swiglu": SwiGLU}
-
-
-class TimestepEmbedding(nn.Module):
-    """Linear, SiLU, linear of the timestep's sinusoid [B, 256]."""
-
-    def __init__(self, config: DiTConfig) -> None:
-        super().__init__()
-        self.hidden = nn.Linear(SINUSOID_CHANNELS, config.dim)
-        self.out = nn.Linear(config.dim, config.dim)
-
-    def forward(self, sinusoid: Tensor) -> Tensor:
-        return self.out(F.silu(self.hidden(sinusoid.to(self.hidden.weight.dtype))))  # [B, D]
 
 
 def sincos_table(dim: int, grid: tuple[int, int]) -> Tensor:
