@@ -112,16 +112,13 @@ def _cut(images: range, batch_size: int) -> list[range]:
 
 
 class _BatchReader:
-    """Reader of batches in a loader process; a failure comes back as its message."""
+    """Reader of batches, in this process or in a loader process."""
 
     def __init__(self, source: ImageSource) -> None:
         self._source = source
 
-    def __getitem__(self, numbers: range) -> dict[str, Any] | str:
-        try:
-            images, labels, skipped = self._source.read(numbers)
-        except DatasetError as error:
-            return str(error)
+    def __getitem__(self, numbers: range) -> dict[str, Any]:
+        images, labels, skipped = self._source.read(numbers)
         return {"images": images, "labels": labels, "skipped": skipped}
 
 

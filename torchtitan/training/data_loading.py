@@ -205,14 +205,12 @@ def read_here(reader: Any, items: Iterable[Any], pin_memory: bool = False) -> Ge
     """Read batches in this process, as they are asked for: a DataLoader would add a third to the time of a small one.
 
     Args:
-        reader: batches by item; a text instead of a batch is a DatasetError.
+        reader: batches by item.
         pin_memory: place them in pinned memory, where there is a GPU.
     """
     pin_memory &= torch.cuda.is_available()
     for item in items:
         batch = reader[item]
-        if isinstance(batch, str):
-            raise DatasetError(batch)
         if pin_memory:
             batch = {key: value.pin_memory() if isinstance(value, Tensor) else value for key, value in batch.items()}
         yield batch
@@ -286,11 +284,7 @@ def equal_shares(total: int, batch_size: int, rank: int, world_size: int) -> Ite
 
 
 class _SampleReader:
-    """Reader of one microbatch at a time, in the training process or in a loader process.
-
-    A failure is returned as its message: the loader would raise a copy of the exception with a traceback of
-    the other process as its text.
-    """
+    """Reader of one microbatch at a time, in the training process or in a loader process."""
 
     def __init__(self, dataset: Dataset, info: DatasetInfo, seed: int, attempt: int, horizontal_flip: bool) -> None:
         self._reader = ReplacingReader(dataset, info)
@@ -298,14 +292,12 @@ class _SampleReader:
         self._attempt = attempt
         self._horizontal_flip = horizontal_flip
 
-    def __getitem__(self, microbatch: tuple[np.ndarray, np.ndarray]) -> dict[str, Any] | str:
+    def __getitem__(self, microbatch: tuple[np.ndarray, np.ndarray]) -> dict[str, Any]:
         samples, indices = torch.from_numpy(microbatch[0]), microbatch[1]
-        try:
-            batch, found, num_replaced = self._reader.read(indices, Draws(self._seed, samples, self._attempt))
-        except DatasetError as error:
-            return str(error)
+        draws = Draws(self._seed, samples, self._attempt)
+        batch, found, num_replaced = self._reader.read(indices, draws)
         if self._horizontal_flip:
-            batch["images"] = mirrored_by_chance(batch["images"], Draws(self._seed, samples, self._attempt))
+            batch["images"] = mirrored_by_chance(batch["images"], draws)
         return batch | {"samples": samples, "unreadable": found, "num_replaced": num_replaced}
 
 

@@ -41,10 +41,7 @@ _DEATH_SHOWS = 2.0  # seconds; a broken connection may be seen before the end of
 
 
 class LoaderProcesses:
-    """Iterator over batches, loaded by torch's DataLoader in other processes.
-
-    A text instead of a batch, or a lost process, is a DatasetError.
-    """
+    """Iterator over batches, loaded by torch's DataLoader in other processes; a lost process is a DatasetError."""
 
     def __init__(
         self, dataset_name: str, num_workers: int, *, dataset: Any, sampler: Iterable[Any], pin_memory: bool = False,
@@ -59,7 +56,7 @@ class LoaderProcesses:
         self._lost: str | None = None
         ends_with_parent = threading.current_thread() is threading.main_thread()
         loader: DataLoader = DataLoader(
-            dataset,
+            _ErrorsAsTexts(dataset),
             sampler=sampler,
             batch_size=None,
             num_workers=num_workers,
@@ -240,6 +237,19 @@ def _ending(exit_code: int) -> str:
 
 
 # ---------------------------------------------------------------------- in the loader processes
+
+
+class _ErrorsAsTexts:
+    """Reader that returns a DatasetError as its message: the loader would raise a copy with a traceback as its text."""
+
+    def __init__(self, reader: Any) -> None:
+        self._reader = reader
+
+    def __getitem__(self, item: Any) -> dict[str, Any] | str:
+        try:
+            return self._reader[item]
+        except DatasetError as error:
+            return str(error)
 
 
 class _ByPipe:
