@@ -51,7 +51,6 @@ from torchtitan.gns.capture import GradientTaps
 from torchtitan.gns.config import inner_edges
 from torchtitan.gns.decayed import BinEstimates, DecayedSums
 from torchtitan.gns.monitor import GNSMonitor
-from torchtitan.gns.statistics import PairSums
 from torchtitan.gns.step_sums import GEOMETRIES
 from torchtitan.runs.folder import versions
 from torchtitan.statistics.student import student_quantile
@@ -230,8 +229,7 @@ def measure(
         trainer.state.optimizer.zero_grad()
         found = taps.end_step().to_host()
         for index, geometry in enumerate(GEOMETRIES):
-            squares, products = found.squares[:, index].sum(0), found.all_products[:, index].sum(0)
-            sums = PairSums(found.count, squares, products, cast(Tensor, found.all_pairs))
+            sums = found.whole(index)
             for pool, of_bins in zip(pools[geometry], (sums, sums.combined(bin_of, num_bins)), strict=True):
                 pool.add(of_bins)
     return {geometry: (fine.estimate(), coarse.estimate()) for geometry, (fine, coarse) in pools.items()}

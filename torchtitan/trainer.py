@@ -157,11 +157,11 @@ class Trainer:
 
     def train_step(self) -> tuple[Tensor, float]:
         """Train one optimizer step, unless the guard skips it; return the gradient norm before clipping and the rate."""
-        state, config = self.state, self.config
+        state, config, training = self.state, self.config, self.config.training
         if self._replays_graphs:
             begin_graphs()
-        factor = min(state.grown_factor, config.training.steps - state.progress)
-        state.batch_size = factor * config.training.global_batch_size
+        factor = min(state.grown_factor, training.steps - state.progress)
+        state.batch_size = factor * training.global_batch_size
         samples = GlobalBatch(state.data.next_sample, state.batch_size, state.data.attempt)
         microbatches = factor * state.data.microbatches_per_step
         if state.network.normalizes_weights:
@@ -177,7 +177,6 @@ class Trainer:
         with self.phases("gradients"):
             norms = self._treat_gradients(microbatches)
             skip = state.guard.judge(StepSamples(state.step, samples, microbatches), *norms)
-        training = config.training
         of_step = lr_factor(config.lr_scheduler, state.progress + 1, training.steps, training.global_batch_size)
         # Of Adam, a batch `factor` times as large takes the square root of it (Malladi et al., arXiv 2205.10287).
         lr = config.optimizer.lr * of_step * math.sqrt(factor)

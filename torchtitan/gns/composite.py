@@ -122,10 +122,7 @@ class Composite:
         Returns:
             None, and nothing is learned, where a sum is not finite.
         """
-        assert sums.all_pairs is not None
-        squares, products = sums.squares[:, self._geometry].sum(0), sums.all_products[:, self._geometry].sum(0)
-        whole = PairSums(sums.count, squares, products, sums.all_pairs)
-        multipliers = self.token_to_modulation()
+        whole, multipliers = sums.whole(self._geometry), self.token_to_modulation()
         of_step, of_entry = _proxy(FreeSums.of(sums, self._geometry), *multipliers), _proxy(entry, *multipliers)
         if not (whole.is_finite() and of_entry.isfinite().all()):
             return None

@@ -276,10 +276,10 @@ class Agreement:
             if not sums.squares[:, index].any():
                 continue  # no second moment yet
             self._trained[index] += sums.count
-            if sums.all_pairs is None:
+            if not sums.measured:
                 continue
-            found = PairSums(sums.count, sums.squares[:, index].sum(0), sums.all_products[:, index].sum(0), sums.all_pairs)
-            trained, self._trained[index] = self._trained[index].clone(), 0.0
+            found, trained = sums.whole(index), self._trained[index].clone()
+            self._trained[index] = 0.0
             for level in levels:
                 wide = wider_bins(self.num_bins, level.num_bins)
                 of_level = torch.zeros(level.num_bins, dtype=torch.float64).index_add_(0, wide, trained)

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from torchtitan.gns.statistics import PairSums
+
 PARTS = ("modulation", "embedding", "patch", "token")
 FREE_PARTS = PARTS[:3]
 GEOMETRIES = ("plain", "adam")
@@ -52,6 +54,11 @@ class StepSums:
         """Inner products over the whole step [P, G, K, K]: the best known of every pair; of a measured step."""
         assert self.sketched is not None and self.corrections is not None
         return self.sketched + self.corrections
+
+    def whole(self, geometry: int) -> PairSums:
+        """Sums of the whole model in the geometry of this index of GEOMETRIES; of a measured step."""
+        assert self.all_pairs is not None
+        return PairSums(self.count, self.squares[:, geometry].sum(0), self.all_products[:, geometry].sum(0), self.all_pairs)
 
     def rescaled(self, factor: Tensor) -> "StepSums":
         """Rescale the losses of bin b by factor[b], [K]."""
