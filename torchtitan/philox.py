@@ -137,7 +137,7 @@ def normal(seed: int, purpose: str, indices: Tensor, shape: tuple[int, ...], att
     if torch.compiler.is_compiling():
         draws = _normal_of_words(philox_4x32(counter, key))
     elif _by_numpy(indices):
-        draws = _normal_by_numpy(*map(_array, counter), _key_array(key))
+        draws = _normal_by_numpy(list(map(_array, counter)), _key_array(key))
     else:
         words = torch.stack(philox_4x32(counter, key), dim=-1).flatten(1).to(torch.float32)
         radius, angle = _polar(words[:, 0::2], words[:, 1::2])
@@ -151,10 +151,9 @@ def _counter(purpose: str, indices: Tensor, first: int, end: int, attempt: int) 
     return torch.arange(first, end, device=indices.device), low, high, torch.full_like(low, _stream(purpose, attempt))
 
 
-def _normal_by_numpy(
-    blocks: np.ndarray, low: np.ndarray, high: np.ndarray, stream: np.ndarray, keys: np.ndarray
-) -> Tensor:
+def _normal_by_numpy(counter: Sequence[np.ndarray], keys: np.ndarray) -> Tensor:
     """Normal draws of a counter: four of each block [N] for each index [B, 1], float32 [B, 4 N]."""
+    blocks, low, high, stream = counter
     draws = np.empty((len(low), len(blocks), 2, 2), np.float32)  # two pairs of each block
     # In pieces, whose words stay in the cache and are too few for torch to divide among busy cores.
     rows = max(1, _BLOCKS_IN_CACHE // max(len(blocks), 1))

@@ -261,8 +261,8 @@ def test_index_preconditioning_gives_whole_numbers_and_the_real_index():
 def test_every_draw_on_a_discrete_path_is_one_of_its_indices(path, sampler):
     objective = build_objective(with_slots(DenoisingConfig(path=path, timesteps=timesteps(sampler))), seed=3)
     draw = objective.draw((1, 1, 1), GlobalBatch(0, 4000), torch.arange(4000))
-    assert draw.index.dtype == torch.int64 and draw.index.min() >= 0 and draw.index.max() <= 999
-    assert torch.equal(draw.t, objective.path.index_to_t(draw.index).float())
+    assert draw.path_index.dtype == torch.int64 and draw.path_index.min() >= 0 and draw.path_index.max() <= 999
+    assert torch.equal(draw.t, objective.path.index_to_t(draw.path_index).float())
 
 
 # --- whole objectives

@@ -164,7 +164,7 @@ class Denoising(Objective):
             # The mean is trained by the weighted error alone.
             x0_estimate, _ = to_x0_and_noise(self.prediction, output.detach(), x_t, a, b, self.sigma_data)
             path = indexed(self.path)
-            index = path.t_to_index(draw.t) if draw.index is None else draw.index
+            index = path.t_to_index(draw.t) if draw.path_index is None else draw.path_index
             bound = variational_bound(path, x0, x_t, x0_estimate, interpolation, index)
             bound = BOUND_WEIGHT * self.path.num_indices * bound
             loss, held_out = loss + bound, held_out + bound.detach()

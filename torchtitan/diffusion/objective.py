@@ -62,7 +62,7 @@ class Draw(NamedTuple):
         t: timesteps [B] in [0, 1].
         noise: standard normal, float32, of the images' shape.
         importance: objective's density / sampling density at t, [B].
-        index: the DDPM index that t stands for, int64 [B]; None where the path has no integer indices.
+        path_index: the DDPM index that t stands for, int64 [B]; None where the path has no integer indices.
         dropping: uniform in (0, 1), float64 [B]: a condition is dropped where it is below the probability; None: of
             `ConditionKind.drop_some`, which draws the same.
     """
@@ -70,7 +70,7 @@ class Draw(NamedTuple):
     t: Tensor
     noise: Tensor
     importance: Tensor
-    index: Tensor | None = None
+    path_index: Tensor | None = None
     dropping: Tensor | None = None
 
 

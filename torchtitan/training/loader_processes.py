@@ -56,7 +56,7 @@ class LoaderProcesses:
         self._lost: str | None = None
         ends_with_parent = threading.current_thread() is threading.main_thread()
         loader: DataLoader = DataLoader(
-            _ErrorsAsTexts(dataset),
+            cast(Any, _ErrorsAsTexts(dataset)),
             sampler=sampler,
             batch_size=None,
             num_workers=num_workers,
