@@ -253,7 +253,7 @@ class FrozenDraws:
         draw = state.objective.draw(tuple(images.shape[1:]), GlobalBatch(first, len(numbers)), numbers)
         if before_forward:
             before_forward(draw.t)
-        return state.objective.loss(state.model, Microbatch(images, state.condition(batch, 0)), draw).loss
+        return state.objective.loss(state.model, Microbatch(images, state.condition(batch, draw)), draw).loss
 
 
 # ---------------------------------------------------------------------- realised

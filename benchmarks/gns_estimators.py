@@ -244,7 +244,7 @@ def samples_of(trainer: Trainer, where: GlobalBatch) -> Samples:
     dataset = trainer.state.data.dataset
     data = dataset.fetch((samples % len(dataset)).numpy()) | {"samples": samples}
     draw = trainer.state.objective.draw(tuple(data["images"].shape[1:]), where, samples)
-    return data["images"], trainer.state.condition(data, 0), draw
+    return data["images"], trainer.state.condition(data, draw), draw
 
 
 def exact_sums(trainer: Trainer, samples: Samples, elementwise: bool) -> dict[str, PairSums]:

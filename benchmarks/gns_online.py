@@ -166,7 +166,7 @@ class WatchedTrainer(Trainer):
     def _forward_backward(self, batch, samples, number, microbatches):
         if self.state.step > self.watch_from:
             draw = self.state.objective.draw(tuple(batch["images"].shape[1:]), samples, batch["samples"])
-            seen = batch["images"], self.state.condition(batch, samples.attempt), draw
+            seen = batch["images"], self.state.condition(batch, draw), draw
             self.exact.append(exact_sums(self, seen, elementwise=False))
         super()._forward_backward(batch, samples, number, microbatches)
 

@@ -13,7 +13,6 @@ from typing import ClassVar, cast
 import torch
 from torch import Tensor
 
-from torchtitan import philox
 from torchtitan.device_tables import DeviceTables
 
 # Entries of a text condition: one vector per token [L, D], and one vector of the whole text [P].
@@ -93,14 +92,6 @@ class ConditionKind(ABC):
     @abstractmethod
     def with_null(self, condition: Condition) -> Condition:
         """Conditions of twice the batch: those given, then as many null conditions."""
-
-    def drop_some(
-        self, condition: Condition, probability: float, seed: int, samples: Tensor, attempt: int = 0
-    ) -> Condition:
-        """Drop conditions with the given probability, as a function of the sample numbers [B]."""
-        if condition is None:
-            return None
-        return self.drop(condition, philox.uniform(seed, "label_drop", samples, attempt) < probability)
 
     def placeholder(self, count: int, device: torch.device | str | None = None) -> dict[str, Tensor]:
         """Entries of a batch in which nothing but shapes and dtypes counts."""

@@ -205,12 +205,12 @@ class Trainer:
         state = self.state
         reduce_now = number == microbatches - 1 or (state.gns is not None and state.gns.separate_microbatches)
         with accumulate_locally(state.train_module, last=reduce_now):
-            condition = None
+            encoded = None
             if state.encodes_texts:
                 with self.phases("encode"):
-                    condition = state.condition(batch, samples.attempt)
+                    encoded = state.model.condition_kind.of(batch)
             with self.phases("forward"):
-                terms = state.loss_terms(batch, samples, condition, measure=state.gns is not None)
+                terms = state.loss_terms(batch, samples, encoded, measure=state.gns is not None)
             with self.phases("backward"):
                 # The mean over the global batch: ranks are averaged by the reduction, microbatches here.
                 backward(terms.loss.mean() / microbatches)

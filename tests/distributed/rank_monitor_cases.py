@@ -71,7 +71,7 @@ def _by_hand(trainer: Trainer, model: nn.Module, batches: list[dict], first: int
     bins, gradients, weighted = [], [], 0.0
     for batch in batches:
         draw = trainer.state.objective.draw(tuple(batch["images"].shape[1:]), samples, batch["samples"])
-        condition = trainer.state.condition(batch, samples.attempt)
+        condition = trainer.state.condition(batch, draw)
         weights = draw.importance
         assert (weights == weights[0]).all()
         draw = draw._replace(importance=torch.ones_like(weights))

@@ -63,8 +63,8 @@ class Draw(NamedTuple):
         noise: standard normal, float32, of the images' shape.
         importance: objective's density / sampling density at t, [B].
         path_index: the DDPM index that t stands for, int64 [B]; None where the path has no integer indices.
-        dropping: uniform in (0, 1), float64 [B]: a condition is dropped where it is below the probability; None: of
-            `ConditionKind.drop_some`, which draws the same.
+        dropping: uniform in (0, 1), float64 [B]: a condition is dropped where it is below the probability; None outside of
+            training.
     """
 
     t: Tensor

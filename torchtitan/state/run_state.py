@@ -5,6 +5,7 @@ The loop is elsewhere: `torchtitan.trainer` advances the state from step to step
 """
 
 from contextlib import ExitStack
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ from torchtitan.checkpoint.checkpointer import Checkpointer
 from torchtitan.conditions import Condition, Texts
 from torchtitan.config.job import JobConfig
 from torchtitan.data.base import Batch
-from torchtitan.diffusion.objective import LossTerms, Microbatch
+from torchtitan.diffusion.objective import Draw, LossTerms, Microbatch
 from torchtitan.diffusion.objectives import build_objective
 from torchtitan.diffusion.timesteps.sampler import GlobalBatch
 from torchtitan.distributed.collectives import from_first_rank
@@ -165,17 +166,12 @@ class RunState:
         return {name: value.to(self.layout.device, non_blocking=True) for name, value in batch.items()}
 
     def loss_terms(
-        self, batch: Batch, samples: GlobalBatch, condition: Condition = None, *, measure: bool = False
+        self, batch: Batch, samples: GlobalBatch, encoded: Condition = None, *, measure: bool = False
     ) -> LossTerms:
-        """Losses of a microbatch of a global batch.
-
-        Args:
-            condition: of the microbatch, as from `condition`; None: formed here.
-        """
+        """Losses of a microbatch of a global batch; encoded: its conditions, None where they are formed here."""
         images = batch["images"]
         draw = self.objective.draw(tuple(images.shape[1:]), samples, batch["samples"])
-        if condition is None:
-            condition = self.condition(batch, samples.attempt, draw.dropping)
+        condition = self.condition(batch, draw, encoded)
         if self.config.model.dropout > 0:
             self.model.draw_dropout(self.config.debug.seed, batch["samples"], samples.attempt)
         if measure and self.gns:
@@ -183,13 +179,10 @@ class RunState:
         with self._precision:
             return self.objective.loss(self.train_module, Microbatch(images, condition, batch), draw)
 
-    def condition(self, batch: Batch, attempt: int, dropping: Tensor | None = None) -> Condition:
-        """Conditions of a microbatch with dropout, as the network is trained on them; dropping: as of a `Draw`."""
-        kind, dropout = self.model.condition_kind, self.config.model.label_dropout
-        condition = kind.of(batch)
-        if dropping is not None:
-            return kind.drop(condition, dropping < dropout)
-        return kind.drop_some(condition, dropout, self.config.debug.seed, batch["samples"], attempt)
+    def condition(self, batch: Batch, draw: Draw, encoded: Condition = None) -> Condition:
+        """Conditions of a microbatch as the network is trained on them: null ones where the draw drops them."""
+        kind, dropped = self.model.condition_kind, cast(Tensor, draw.dropping) < self.config.model.label_dropout
+        return kind.drop(kind.of(batch) if encoded is None else encoded, dropped)
 
     # ------------------------------------------------------------------ what is saved
 
