@@ -141,9 +141,8 @@ class Denoising(Objective):
         The bound of a learned variance is in `loss` and `weighted`. Of heads, error and weighted are those of their combination,
         and the shares those of `CombinationRule.loss`.
         """
-        x_t, a, b = noisy.x_t, noisy.a, noisy.b
-        output, interpolation = self.read_output(output, x_t, noisy.c_skip, noisy.c_out)
-        wanted = target(self.prediction, x0, draw.noise, a, b, self.sigma_data)
+        output, interpolation = self.read_output(output, noisy.x_t, noisy.c_skip, noisy.c_out)
+        wanted = target(self.prediction, x0, draw.noise, noisy.a, noisy.b, self.sigma_data)
         shares = head_errors = None
         if self.heads is None:
             # Divided as [B]: the backward of a mean would divide whole images.
@@ -162,14 +161,15 @@ class Denoising(Objective):
             loss = loss * torch.exp(-u) + u
         if interpolation is not None:
             # The mean is trained by the weighted error alone.
-            x0_estimate, _ = to_x0_and_noise(self.prediction, output.detach(), x_t, a, b, self.sigma_data)
+            x0_estimate, _ = to_x0_and_noise(
+                self.prediction, output.detach(), noisy.x_t, noisy.a, noisy.b, self.sigma_data
+            )
             path = indexed(self.path)
             index = path.t_to_index(draw.t) if draw.path_index is None else draw.path_index
-            bound = variational_bound(path, x0, x_t, x0_estimate, interpolation, index)
+            bound = variational_bound(path, x0, noisy.x_t, x0_estimate, interpolation, index)
             bound = BOUND_WEIGHT * self.path.num_indices * bound
             loss, held_out = loss + bound, held_out + bound.detach()
-        importance = draw.importance
-        return importance * loss, error, importance * held_out, shares, head_errors
+        return draw.importance * loss, error, draw.importance * held_out, shares, head_errors
 
     @torch.no_grad()
     def learned_weighting(self, sigma: Tensor) -> Tensor:

@@ -294,8 +294,6 @@ class Objective(ABC):
             output, interpolation = output.chunk(2, dim=1)
         if output.shape != (len(x_t), count * x_t.shape[1], *x_t.shape[2:]):  # it might broadcast
             raise ValueError(f"the model's output is {list(output.shape)}, the target {count} times {list(x_t.shape)}")
-        if self.heads is not None:
-            return output, None
-        if c_skip is None or c_out is None:
+        if c_skip is None or c_out is None:  # of heads too
             return output, interpolation
         return per_image(c_skip, x_t) * x_t + per_image(c_out, x_t) * output, interpolation

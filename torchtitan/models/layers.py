@@ -91,10 +91,9 @@ def own_dtype(x: Tensor) -> AbstractContextManager:
     float32, and all up to the next product in float32. Kernels of norms compute statistics of bfloat16 in float32 themselves,
     and a gain of float32 with an input of bfloat16 has no fused kernel.
     """
-    device = x.device.type
-    if x.is_meta or not torch.is_autocast_enabled(device):
+    if x.is_meta or not torch.is_autocast_enabled(x.device.type):
         return nullcontext()
-    return torch.autocast(device, enabled=False)
+    return torch.autocast(x.device.type, enabled=False)
 
 
 def check_inputs(model: DiffusionModel, x: Tensor, condition: Condition) -> None:

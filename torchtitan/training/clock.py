@@ -169,7 +169,7 @@ class Phases:
         self.name = BETWEEN_STEPS
         self.broken: str | None = None
         self.clock = clock
-        self._on_change = on_change
+        self._on_change = on_change or (lambda name, time: None)
         self.since = clock()
 
     @contextmanager
@@ -197,5 +197,4 @@ class Phases:
 
     def _begin(self, name: str) -> None:
         self.name, self.since = name, self.clock()
-        if self._on_change is not None:
-            self._on_change(name, self.since)
+        self._on_change(name, self.since)
