@@ -21,7 +21,7 @@ from torchtitan.data.base import Batch, Dataset, Draws, UnreadableImage, require
 from torchtitan.diffusion.objective import Draw, Microbatch, Objective
 from torchtitan.diffusion.paths import has_indices, indexed
 from torchtitan.distributed.precision import compute_context
-from torchtitan.gns.statistics import GroupSums
+from torchtitan.gns.statistics import moments_of_groups, no_groups
 from torchtitan.models.base import DiffusionModel
 from torchtitan.statistics.ratio_intervals import fieller
 from torchtitan.statistics.student import student_quantile
@@ -173,12 +173,12 @@ def noise_scale(blocks: list[GroupNorms], confidence: float = 0.95) -> NoiseScal
     """
     if len(blocks) < 2:
         raise ValueError(f"{len(blocks)} block: an interval needs two at least")
-    sums = GroupSums.zeros()
+    sums = no_groups()
     for block in blocks:
-        sums = sums + GroupSums.of_step(block.sizes, block.square_norms, block.mean_square_norm)
+        sums = sums + moments_of_groups(block.sizes, block.square_norms, block.mean_square_norm)
     (var_noise, covariance), (_, var_signal) = sums.covariance.tolist()
-    quantile = student_quantile(0.5 + 0.5 * confidence, sums.moments.steps.item() - 1.0)
-    noise, signal = sums.noise.item(), sums.signal.item()
+    quantile = student_quantile(0.5 + 0.5 * confidence, sums.steps.item() - 1.0)
+    noise, signal = sums.ratios.tolist()
     lower, upper, unbounded = fieller(noise, signal, var_noise, var_signal, covariance, quantile)
     return NoiseScale(signal, noise, max(lower, 0.0), max(upper, 0.0), unbounded)
 

@@ -236,20 +236,16 @@ class OutlierRule:
         return bool((judged & (logs > limit)).any())
 
     def state_dict(self) -> dict:
-        """Return plain numbers: of each bin the latest steps' ln, the oldest first, and how many there were."""
-        rings = [
-            ring.roll(-int(seen) % _STEPS if seen >= _STEPS else 0)[: int(seen)].tolist()
-            for ring, seen in zip(self._logs, self._seen, strict=True)
-        ]
+        """Return plain numbers: of each bin the latest steps' ln by their places in the ring, and how many there were."""
+        rings = [ring[: int(seen)].tolist() for ring, seen in zip(self._logs, self._seen, strict=True)]
         return {"count": self.count, "seen": self._seen.tolist(), "logs": rings}
 
     def load_state_dict(self, state: dict) -> None:
         """Resume from a state of as many bins."""
         self.count, self._seen = state["count"], torch.tensor(state["seen"], dtype=torch.int64)
         self._logs.fill_(torch.nan)
-        for ring, logs, seen in zip(self._logs, state["logs"], state["seen"], strict=True):
-            places = (seen - len(logs) + torch.arange(len(logs))) % _STEPS
-            ring[places] = torch.tensor(logs, dtype=torch.float64)
+        for ring, logs in zip(self._logs, state["logs"], strict=True):
+            ring[: len(logs)] = torch.tensor(logs, dtype=torch.float64)
 
 
 class Agreement:

@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torchtitan.distributed.mesh import Layout
 from torchtitan.distributed.parallelize import fsdp_modules, gradient_norm, local, sum_of_squares
 from torchtitan.gns.pool import OutlierRule
-from torchtitan.gns.statistics import GroupSums, RatioMoments
+from torchtitan.gns.statistics import RatioMoments, moments_of_groups, no_groups
 from torchtitan.statistics.ratio_intervals import fieller
 from torchtitan.statistics.student import student_quantile
 
@@ -49,7 +49,7 @@ class RankMonitor:
         self._ranks = RankGradients(train_module, layout) if layout.world_size > 1 else None
         self._aside = SetAside()
         self._names = ["all"] if num_bins is None else [str(k) for k in range(num_bins)]
-        self._sums = [GroupSums.zeros() for _ in self._names]
+        self._sums = [no_groups() for _ in self._names]
         # Of each bin the last step's: squared norms of small and large batches, and their sizes.
         self._last: list[list[float]] = [[math.nan] * 4 for _ in self._names]
         self._outliers = OutlierRule(len(self._names))
@@ -130,9 +130,9 @@ class RankMonitor:
             if self._outliers.stands_out(means):
                 continue
             total = samples * len(small)
-            step = GroupSums.of_step(torch.full_like(small, samples), small, large)
+            step = moments_of_groups(torch.full_like(small, samples), small, large)
             kept = torch.tensor(0.5 ** (total / self._half_life), dtype=torch.float64)
-            self._sums[k] = GroupSums(self._sums[k].moments.decayed(kept)) + step
+            self._sums[k] = self._sums[k].decayed(kept) + step
             self._last[k] = [small.mean().item(), large.item(), float(samples), float(total)]
         self._pending = []
 
@@ -141,8 +141,8 @@ class RankMonitor:
         self.pool_kept_steps()
         found: dict[str, float] = {}
         for name, sums, last in zip(self._names, self._sums, self._last, strict=True):
-            signal, noise, covariance = sums.signal, sums.noise, sums.covariance
-            quantile = student_quantile(0.975, sums.moments.steps - 1.0)
+            (noise, signal), covariance = sums.ratios, sums.covariance
+            quantile = student_quantile(0.975, sums.steps - 1.0)
             lower, upper, _ = fieller(noise, signal, covariance[0, 0], covariance[1, 1], covariance[0, 1], quantile)
             values = {
                 "signal": signal, "noise": noise, "b_simple": noise / signal, "lower": lower.clamp_min(0.0),
@@ -158,7 +158,7 @@ class RankMonitor:
 
     def state_dict(self) -> dict:
         self.pool_kept_steps()
-        moments = [[sums.moments.first.tolist(), sums.moments.second.tolist()] for sums in self._sums]
+        moments = [[sums.first.tolist(), sums.second.tolist()] for sums in self._sums]
         return {"names": self._names, "moments": moments, "outliers": self._outliers.state_dict()}
 
     def load_state_dict(self, state: dict) -> None:
@@ -168,7 +168,7 @@ class RankMonitor:
             return
         self._outliers.load_state_dict(state["outliers"])
         self._sums = [
-            GroupSums(RatioMoments(*(torch.tensor(values, dtype=torch.float64) for values in moments)))
+            RatioMoments(*(torch.tensor(values, dtype=torch.float64) for values in moments))
             for moments in state["moments"]
         ]
 
