@@ -70,17 +70,9 @@ class Watchdog:
     """Watchdog over the phases of one process."""
 
     def __init__(
-        self,
-        phases: Phases,
-        comm: CommConfig,
-        run_folder: Path,
-        *,
-        rank: int,
-        world_size: int,
-        compiles: bool,
-        on_end: Callable[[str], None],
-        end_process: Callable[[int], None] = os._exit,
-    ) -> None:
+        self, phases: Phases, comm: CommConfig, run_folder: Path, *, rank: int, world_size: int, compiles: bool,
+        on_end: Callable[[str], None], end_process: Callable[[int], None] = os._exit,
+    ) -> None:  # fmt: skip
         """
         Args:
             on_end: called with the reason before the process is ended; may write the summary.
