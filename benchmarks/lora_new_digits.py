@@ -69,9 +69,8 @@ def main() -> None:
         "images of each share": COUNT, "steps": arguments.steps, "rows": rows, "device": device_name(compute_device()),
         "date": date.today().isoformat(), "versions": versions(),
     }  # fmt: skip
-    results = ROOT / "benchmarks" / "results"
-    (results / "lora_new_digits.json").write_text(json.dumps(result, indent=1) + "\n")
-    picture(list(rows), pictures).save(results / "lora_new_digits.png")
+    (ROOT / "benchmarks" / "results" / "lora_new_digits.json").write_text(json.dumps(result, indent=1) + "\n")
+    picture(list(rows), pictures).save(ROOT / "docs" / "images" / "lora_new_digits.png")
     print(json.dumps(result, indent=1))
 
 

@@ -3,7 +3,7 @@
 Each row is a system of MLPerf Training 5.1's Flux benchmark, and the estimate of train_configs/flux_schnell_256.toml on as
 many devices, by the default efficiencies and no fitted number: in bfloat16 and, where the published run was in MXFP8, also
 with [float8], at twice the peak. Times alone: the simulation of the memory in scripts/estimate.py takes minutes.
-Prints the table of docs/estimating.md and writes benchmarks/results/published_steps.json.
+Prints their table, of which docs/comparing.md gives the errors, and writes benchmarks/results/published_steps.json.
 """
 
 import argparse

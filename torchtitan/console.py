@@ -23,6 +23,7 @@ from torchtitan.gns.config import GNS_FOLDER, PICTURE_FILE, few_pairs
 from torchtitan.pictures.number_text import counted
 from torchtitan.processes.launch import launch_number
 from torchtitan.runs.previews import PAGE_FILE
+from torchtitan.settings.plugins import loaded_plugins
 from torchtitan.state.run_state import RunState
 from torchtitan.training.corrupt_images import CORRUPT_IMAGES_FILE
 from torchtitan.training.hardware import device_name
@@ -47,6 +48,8 @@ def introduce(state: RunState) -> None:
         f"{config.training.global_batch_size} images per step, {counted(state.data.microbatches_per_step, 'microbatch', 'es')}"
     )
     logger.info(_images(state))
+    if plugins := loaded_plugins():
+        logger.info(f"plugins: {', '.join(f'{name} ({version[:12]})' for name, version in plugins.items())}")
     if config.sampling.enable and (line := _next_grid(state)):
         logger.info(line)
     if advice := crosses_nodes(state.layout, launch_number("LOCAL_WORLD_SIZE", state.layout.world_size)):

@@ -3,7 +3,7 @@
 import logging
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import cache
 from typing import Any
@@ -36,6 +36,7 @@ from torchtitan.training.hardware import (
 )
 from torchtitan.training.hardware_description import describe_hardware
 from torchtitan.training.metric_points import ThinnedPoints, iter_points
+from torchtitan.training.metric_sinks import Callback
 from torchtitan.training.metrics import METRICS_FILE, MetricsLog
 from torchtitan.training.rates import Rates
 from torchtitan.training.schedules import completed
@@ -59,16 +60,17 @@ class Reports:
     A failing disk loses a picture, never the run; points of metrics wait for it.
     """
 
-    def __init__(self, state: RunState, clock: RunClock, phases: Phases) -> None:
+    def __init__(self, state: RunState, clock: RunClock, phases: Phases, callbacks: Sequence[Callback] = ()) -> None:
         """Open the reports; collective.
 
         Args:
             clock: of this process; gets the totals of the processes before it.
+            callbacks: called with every logged point on the first rank.
 
         Raises:
             RunFolderError: metrics.jsonl cannot be written; on every rank.
         """
-        self._state, self._clock, self._phases = state, clock, phases
+        self._state, self._clock, self._phases, self._callbacks = state, clock, phases, callbacks
         self._config = config = state.config
         self._first = state.layout.rank == 0
         self._device = state.layout.device
@@ -121,7 +123,8 @@ class Reports:
 
     def _new_log(self) -> MetricsLog:
         state, config = self._state, self._config
-        return MetricsLog(state.folder.path, config.metrics, config.job.name, effective(config), state.step)
+        name, callbacks = config.job.name, self._callbacks
+        return MetricsLog(state.folder.path, config.metrics, name, effective(config), state.step, callbacks)
 
     def _new_noise_points(self) -> ThinnedPoints:
         """Points of the noise scale up to the run's step, as far as its picture shows them; of the first rank."""

@@ -8,6 +8,7 @@ from torchtitan.checkpoint.finding import BRANCHED_FROM
 from torchtitan.distributed.compile import CompileCounter
 from torchtitan.files.optional import OptionalOutputs
 from torchtitan.runs.folder import versions
+from torchtitan.settings.plugins import loaded_plugins
 from torchtitan.state.run_state import RunState
 from torchtitan.training.clock import RunClock
 from torchtitan.training.hardware import device_name
@@ -100,6 +101,7 @@ class RunSummary:
             **results,
             **({"checkpoint_failures": state.checkpointer.failures} if state.checkpointer.failures else {}),
             "versions": versions(),
+            **({"plugins": plugins} if (plugins := loaded_plugins()) else {}),
         }
 
     def _tail_medians(self) -> dict[str, float]:

@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 
 import torch
@@ -29,6 +29,7 @@ from torchtitan.state.resume import checkpointed_state, open_run
 from torchtitan.supervision.recovery import gone_back, require_finite_start
 from torchtitan.supervision.supervision import Supervision
 from torchtitan.training.clock import BEFORE_FIRST_STEP, Phases, RunClock
+from torchtitan.training.metric_sinks import Callback
 from torchtitan.training.numerical_guard import StepSamples, backward
 from torchtitan.training.optimizer import set_lr
 from torchtitan.training.schedules import completed, lr_factor
@@ -39,11 +40,12 @@ logger = logging.getLogger(__name__)
 class Trainer:
     """Trainer: the loop over a run's state, with its reports and its supervision."""
 
-    def __init__(self, config: JobConfig, clock: RunClock | None = None) -> None:
+    def __init__(self, config: JobConfig, clock: RunClock | None = None, callbacks: Sequence[Callback] = ()) -> None:
         """Build the run, or resume it; collective. Raises as RunState does.
 
         Args:
             clock: of this process; None: one that starts now.
+            callbacks: called with the step and the metrics of every logged point, on the first rank.
         """
         self.config = config
         self.clock = clock or RunClock()
@@ -51,7 +53,7 @@ class Trainer:
         self.state = open_run(config)
         if self.state.layout.device.type == "cpu":
             keep_freed_memory()
-        self.reports = Reports(self.state, self.clock, self.phases)
+        self.reports = Reports(self.state, self.clock, self.phases, callbacks)
         beside = (config.validation, config.sampling, config.evaluation, config.checkpoint)
         self.profiler = Profiler(
             config.profiling, self.state.folder.path, self.state.layout, self.reports.excluded, config.training.steps,
@@ -300,6 +302,12 @@ class Trainer:
         if self.state.gns:
             self.state.gns.sync()
         self.reports.sync()
+
+    def __enter__(self) -> "Trainer":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
     def close(self) -> None:
         """Close: stop the profiler and the loader's workers, let a save end, close the sinks, and release the folder."""

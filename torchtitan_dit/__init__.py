@@ -1,4 +1,4 @@
-"""Train diffusion transformers, and sample from them, in Python: `load`, `sample`, `train`.
+"""Train diffusion transformers, and sample from them, in Python: `load`, `sample`, `train`; `Trainer` in this process.
 
 The commands are in `torchtitan_dit.commands`.
 """
@@ -6,9 +6,9 @@ The commands are in `torchtitan_dit.commands`.
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from torchtitan_dit.api import Model, Run, load, sample, train
+    from torchtitan_dit.api import Model, Run, Trainer, configure, load, load_plugins, sample, train
 
-__all__ = ["Model", "Run", "load", "sample", "train"]
+__all__ = ["Model", "Run", "Trainer", "configure", "load", "load_plugins", "sample", "train"]
 
 
 def __getattr__(name: str) -> Any:

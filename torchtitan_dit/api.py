@@ -27,7 +27,9 @@ from torchtitan.runs.record import TRAINING_LOSS, RunRecord, read_run
 from torchtitan.sampling.method_options import option
 from torchtitan.sampling.prompts import check_prompted, filled_prompts, with_prompts
 from torchtitan.sampling.setup import SamplingSetup, add_setup_options, chosen_classes, open_setup, setup_of
+from torchtitan.settings.plugins import load_plugins
 from torchtitan.texts.opening import OPTIONS
+from torchtitan.trainer import Trainer
 from torchtitan.weights.trained_model import WeightsError
 
 _OF_LOADING = ("config", "step", "ema", "lora", "autoencoder", "autoencoder_path")
@@ -244,21 +246,33 @@ def train(
         TrainingFailed: the run did not finish; the message has its reason.
         KeyboardInterrupt: stopped; the run has saved a checkpoint if there was time.
     """
-    words = [f"--{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in (overrides or {}).items()]
     with tempfile.TemporaryDirectory() as scratch:
-        path = str(config)
-        if isinstance(config, Mapping):
-            path = str(Path(scratch) / "config.toml")
-            Path(path).write_text(tomli_w.dumps(_plain(config)), encoding="utf-8")
-        try:
-            resolved = load_config(["--job.config_file", path, *words], processes)
-        except ConfigError as error:
-            places = {path: "config"} if isinstance(config, Mapping) else {}
-            raise ConfigError([_named(line, places | {"command line: --": "overrides: "}) for line in error.problems]) from None
+        resolved = configure(config, overrides, processes=processes)
         images = resolved.training.steps * resolved.training.global_batch_size
         with tqdm(total=images, unit="image", unit_scale=True, disable=not progress) as bar:
             train_to_the_end(resolved, processes, Path(scratch) / "run.toml", Path(scratch) / "log", bar.update)
     return Run(RunFolder(resolved).path)
+
+
+def configure(
+    config: str | Path | Mapping[str, Any], overrides: Mapping[str, Any] | None = None, *, processes: int = 1
+) -> JobConfig:
+    """Read and check a configuration, for `Trainer`; arguments as of `train`.
+
+    Raises:
+        ConfigError: with all problems at once.
+    """
+    words = [f"--{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in (overrides or {}).items()]
+    with tempfile.TemporaryDirectory() as scratch:
+        path = str(config)
+        if isinstance(config, Mapping):
+            path = str(Path(scratch) / "run.toml")
+            Path(path).write_text(tomli_w.dumps(_plain(config)), encoding="utf-8")
+        try:
+            return load_config(["--job.config_file", path, *words], processes)
+        except ConfigError as error:
+            places = {path: "config"} if isinstance(config, Mapping) else {}
+            raise ConfigError([_named(line, places | {"command line: --": "overrides: "}) for line in error.problems]) from None
 
 
 class _Parser(argparse.ArgumentParser):
@@ -322,4 +336,7 @@ def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
     return plain
 
 
-__all__ = ["ConfigError", "Model", "Run", "TrainingFailed", "WeightsError", "load", "sample", "train"]
+__all__ = [
+    "ConfigError", "Model", "Run", "Trainer", "TrainingFailed", "WeightsError", "configure", "load", "load_plugins", "sample",
+    "train",
+]  # fmt: skip

@@ -13,6 +13,7 @@ from typing import NoReturn
 PROGRAM = "torchtitan-dit"
 _REFUSED = 2  # as in torchtitan.processes.exit_codes, which another torchtitan would not have
 _INTERRUPTED = 130
+_TAKE_KEYS = ("train", "estimate", "autotune_batch_size", "sweep")  # modules that read a whole configuration
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,8 @@ def run_command(module: str) -> NoReturn:
         _refuse_ranks()
     if module == "train":
         prefer_expandable_segments()
+    if module not in _TAKE_KEYS:
+        _load_plugins()
     program = _imported(module)
     if sys.argv[0].startswith(PROGRAM):  # its help speaks of itself under the name that it was called by
         program.__doc__ = re.sub(rf"(python )?(scripts/)?{module}\.py", sys.argv[0], program.__doc__ or "")
@@ -80,6 +83,23 @@ def _refuse_ranks() -> None:
         print(f"{sys.argv[0]}: runs in one process, and WORLD_SIZE says {ranks} ({advice})", file=sys.stderr, flush=True)
     before_exit(_REFUSED)
     sys.exit(_REFUSED)
+
+
+def _load_plugins() -> None:
+    """Load the plugins of `--job.plugins FILE`, a word of every command. Ends the process where one cannot be loaded."""
+    from torchtitan.settings.plugins import PluginError, load_plugins, plugin_names
+    from torchtitan.settings.sources import read_command_line, split_keys
+
+    own, of_job = split_keys(sys.argv[1:], "job")
+    flags, _ = read_command_line(of_job)
+    if flags.keys() != {"job.plugins"}:
+        return
+    try:
+        load_plugins(plugin_names(flags["job.plugins"]))
+    except (PluginError, ValueError) as error:
+        print(f"--job.plugins: {error}", file=sys.stderr)
+        sys.exit(_REFUSED)
+    sys.argv[1:] = own
 
 
 def _imported(module: str) -> ModuleType:

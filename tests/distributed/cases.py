@@ -104,7 +104,8 @@ def train_all(cases: dict[str, dict]) -> dict[str, list[list[float]]]:
         trainer.close()
         if not dist.is_initialized() or dist.get_rank() == 0:
             points = [json.loads(line) for line in (Path(folder) / name / METRICS_FILE).read_text().splitlines()]
-            curves[name] = [[point["loss_metrics/global_avg_loss"], point["grad_norm"]] for point in points]
+            logged = [point for point in points if "grad_norm" in point]  # others are of the noise scale
+            curves[name] = [[point["loss_metrics/global_avg_loss"], point["grad_norm"]] for point in logged]
     remove(folder)
     return curves
 

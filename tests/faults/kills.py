@@ -5,7 +5,7 @@ moment that random timing seldom meets (tests/faults/moments.py): one rank does 
 at once or a little later. The kills after it come at random times, to all processes or first to one, every second one
 while a save is under way. Then the same command again, until the last step. The run must end with the tensors, the
 losses and the gradient norms of one that nobody disturbed, bit for bit. Writes tests/faults/kills.json, and prints the
-table of moments and outcomes for docs/reliability.md (--table: that of the last time, without running anything).
+table of moments and outcomes (--table: that of the last time, without running anything).
 """
 
 import argparse

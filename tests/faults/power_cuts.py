@@ -6,7 +6,7 @@ A cut takes more than a kill: what was written and not synced goes as well (test
 of a run lies on a disk that is cut at random moments of its start, of a step, around a save, in a resume and at its
 end. Then the same command again, until the last step. The run must end with the tensors, points and sums of gradient noise
 of one that nobody disturbed, bit for bit where they are not times. Writes tests/faults/power_cuts.json, and
-prints the table for docs/reliability.md (--table: that of the last time, without running anything).
+prints its table (--table: that of the last time, without running anything).
 """
 
 import argparse

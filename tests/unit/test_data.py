@@ -388,8 +388,7 @@ def documented_blocks(language):
 def test_the_documented_sections_are_valid():
     sections = [tomllib.loads(block)["data"] for block in documented_blocks("toml")]
     assert [DATASETS[section["name"]].Config(**section).name for section in sections] == [
-        "cifar10", "image_folder", "captioned_folder", "imagenet", "huggingface", "huggingface", "webdataset",
-        "tinyimagenet", "synthetic",
+        "image_folder", "captioned_folder", "imagenet", "huggingface", "webdataset", "synthetic",
     ]  # fmt: skip
 
 

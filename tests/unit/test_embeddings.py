@@ -94,7 +94,7 @@ def test_every_entry_travels_and_is_replaced_with_its_image(num_workers):
     ("dit", "captions", "model.name: dit takes no condition or a class, and data.name = captions gives embeddings "
      "(choose flux, or other data)"),
     ("flux", "digits", "model.name: flux takes embeddings, and data.name = digits gives a class "
-     "(choose dit or edm2, or captions encoded as docs/text.md describes, or other data)"),
+     "(choose dit or edm2, or captions encoded as docs/fine_tuning.md describes, or other data)"),
 ])  # fmt: skip
 def test_a_model_that_does_not_take_what_data_give_is_refused_in_one_line(model, data, message):
     with pytest.raises(ConfigError) as error:

@@ -144,7 +144,7 @@ def test_single_gradients_of_convolutions_are_refused_before_a_folder_is_made(tm
 
 
 def documented_family() -> ModelFamily:
-    page = Path(__file__).parents[2] / "docs" / "architecture.md"
+    page = Path(__file__).parents[2] / "docs" / "models.md"
     namespace = {"__name__": "example"}
     exec(re.search(r"```python\n(.*?)```", page.read_text(), re.DOTALL)[1], namespace)
     return namespace["FAMILY"]

@@ -4,18 +4,19 @@ python -m torchtitan.config FILE    write the JSON schema of a configuration fil
 """
 
 import dataclasses
+import json
 import logging
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn, get_type_hints
+from typing import Any, NoReturn
 
 from torchtitan.checkpoint.config import CheckpointConfig
 from torchtitan.config.checks import find_problems, resolve
 from torchtitan.config.latent_cache import CacheConfig
-from torchtitan.config.toml_file import read_toml, shown_file
+from torchtitan.config.toml_file import is_record, read_toml, shown_file
 from torchtitan.config.view import ConfigView
 from torchtitan.data import DATASETS, DataConfig, DatasetInfo
 from torchtitan.data.image_files import own_pictures_advice
@@ -28,7 +29,8 @@ from torchtitan.models import MODELS
 from torchtitan.models.adapters.config import LoRAConfig
 from torchtitan.models.float8 import Float8Config
 from torchtitan.profiling.config import ProfilingConfig
-from torchtitan.settings import Choice, choice, has_key, section_of, setting
+from torchtitan.settings import Choice, choice, has_key, key_types, section_of, setting
+from torchtitan.settings.plugins import PluginError, load_plugins, plugin_names, unloaded
 from torchtitan.settings.record import unmet_condition
 from torchtitan.settings.reference import UnknownTopic, build_json_schema, describe
 from torchtitan.settings.schema import (
@@ -61,6 +63,9 @@ class JobSection:
     dump_folder: str = setting("outputs", "folder that holds the run folders", trajectory=False, writes="run", path=True)
     name: str = setting(
         "", "name of the run and of its folder; default: the TOML's file name", trajectory=False, writes="run"
+    )
+    plugins: list[str] = setting(
+        [], "Python files (or entry points of packages) that register networks, datasets and the like", trajectory=False
     )
     allow_config_change: bool = setting(
         False, "resume a run folder although keys that change the training differ", trajectory=False
@@ -197,7 +202,32 @@ def _read(argv: list[str]) -> tuple[dict[str, str], str | None, dict[str, Any]]:
         unreadable += [f"{line} ({advice})" if advice else line for line in failure]
     if unreadable:
         raise ConfigError(unreadable)
+    _load_plugins(flags, path, document)
     return flags, path, document
+
+
+def _load_plugins(flags: dict[str, str], path: str | None, document: dict[str, Any]) -> None:
+    """Load the plugins that the command line names, or else the file; those of a run's record are not executed.
+
+    Raises:
+        ConfigError: one cannot be loaded, or the record names one that the user has not named.
+    """
+    job = document.get("job")
+    names = job.get("plugins", []) if isinstance(job, dict) else []
+    try:
+        if "job.plugins" in flags:
+            names = plugin_names(flags["job.plugins"])
+            flags["job.plugins"] = json.dumps(names)
+        elif names and path and is_record(path):
+            if missing := unloaded(names):
+                advice = f"add --job.plugins {','.join(missing)} if you trust {'them' if missing[1:] else 'it'}"
+                raise ConfigError([f"{shown_file(path)}: job.plugins: the code that a run names is not executed ({advice})"])
+            return
+        if isinstance(names, list) and all(isinstance(name, str) for name in names):  # else it is refused as a value
+            load_plugins(names)
+    except (PluginError, ValueError) as error:
+        place = "command line: --" if "job.plugins" in flags else f"{shown_file(path or '')}: "
+        raise ConfigError([f"{place}job.plugins: {error}"]) from error
 
 
 @dataclass
@@ -244,7 +274,7 @@ def _fill(document: dict[str, Any], flags: dict[str, str], path: str | None, ear
         if filled.origins[dotted] == "file" and dotted == "job.config_file":
             filled.problems.append(Problem(dotted, "is for the command line only (remove it)"))
         elif dotted in filled.known:
-            of_key = get_type_hints(type(section_at(config, section)))[key]
+            of_key = key_types(type(section_at(config, section)))[key]
             values[section][key] = parse_text(value, of_key) if dotted in flags else value
         elif earlier:
             dropped.append(f"{dotted} = {quoted(value)}")
@@ -300,8 +330,16 @@ def report_and_exit(error: ConfigError) -> NoReturn:
     raise SystemExit(2)
 
 
-def help_text(topics: Sequence[str] = ()) -> str:
-    """Format the text of `--help`: the sections, or the keys of those named. Raises ConfigError for an unknown name."""
+def help_text(topics: Sequence[str] = (), argv: Sequence[str] = ()) -> str:
+    """Format the text of `--help`: the sections, or the keys of those named.
+
+    Args:
+        argv: the command line beside, by which plugins are loaded.
+
+    Raises:
+        ConfigError: an unknown name, or a plugin that cannot be loaded.
+    """
+    _read([*argv])
     try:
         return describe(JobConfig(), topics)
     except UnknownTopic as error:
@@ -324,8 +362,8 @@ def _choices(section: Any, prefix: str = "") -> Iterator[tuple[str, Choice]]:
 
 def _not_one_of(key: str, value: Any, known: Mapping[str, Any]) -> Problem:
     guess = nearest(value, known) if isinstance(value, str) else ""
-    advice = f" (did you mean {guess}?)" if guess else ""
-    return Problem(key, f"must be one of {', '.join(known)}, is {quoted(value)}{advice}")
+    advice = f"did you mean {guess}?" if guess else "if a plugin has it, name its file in job.plugins"
+    return Problem(key, f"must be one of {', '.join(known)}, is {quoted(value)} ({advice})")
 
 
 def _replaced_keys(old: Any, new: Any, shared_by_name: bool) -> set[str]:

@@ -42,7 +42,7 @@ def _condition(checked: ConfigView) -> Iterator[Problem]:
     if isinstance(kind, Embeddings) and checked.data.name in LATENT_DATASETS:
         remedies.append("data.condition = class where the store has classes")
     elif Embeddings in MODELS[name].conditions:
-        remedies.append("captions encoded as docs/text.md describes")
+        remedies.append("captions encoded as docs/fine_tuning.md describes")
     remedy = "choose " + ", or ".join([*remedies, "other data"])
     yield Problem("model.name", f"{name} takes {taken}, and data.name = {checked.data.name} gives {kind.wanted} ({remedy})")
 

@@ -5,6 +5,7 @@ from typing import Any
 
 from torchtitan.errors import unwrapped
 from torchtitan.files import regular
+from torchtitan.settings.record import CONFIG_HEADER
 from torchtitan.settings.schema import quoted
 
 SHIPPED = Path(__file__).resolve().parents[1] / "train_configs"
@@ -40,6 +41,11 @@ def read_toml(path: str) -> tuple[dict[str, Any], list[str]]:
     except ValueError as failure:
         reason = f"TOML syntax: {unwrapped(failure)}"
     return {}, [f"{shown_file(path)}: {reason}"]
+
+
+def is_record(path: str) -> bool:
+    """Whether a file that can be read is the record of a run, or lies where a run's folder has it."""
+    return Path(path).name == "config.toml" or regular.read_text(_shipped(path) or path).startswith(CONFIG_HEADER)
 
 
 def shown_file(path: str) -> str:

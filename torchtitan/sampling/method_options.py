@@ -6,7 +6,7 @@ import typing
 from typing import Any
 
 from torchtitan.evaluation.config import SamplingConfig, sampling_problems
-from torchtitan.settings import has_key
+from torchtitan.settings import has_key, key_types
 from torchtitan.settings.record import unmet_condition
 from torchtitan.settings.schema import validate_section, without_none
 from torchtitan.settings.sections import choices, keys, put_section, section_at
@@ -87,7 +87,7 @@ def _described(section: Any, key: str) -> str:
 
 def _reader(section: type, key: str) -> dict:
     """Reader of a key's values for argparse."""
-    hint, _ = without_none(typing.get_type_hints(section)[key])
+    hint, _ = without_none(key_types(section)[key])
     if typing.get_origin(hint) is typing.Literal:
         return {"choices": typing.get_args(hint)}
     if hint is bool:

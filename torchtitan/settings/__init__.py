@@ -6,10 +6,11 @@ from torchtitan.settings.declare import (
     choice,
     condition_met,
     has_key,
+    key_types,
     only_with,
     section_of,
     setting,
 )
 from torchtitan.settings.registry import Registry
 
-__all__ = ["Choice", "OneOf", "Registry", "choice", "condition_met", "has_key", "only_with", "section_of", "setting"]
+__all__ = ["Choice", "OneOf", "Registry", "choice", "condition_met", "has_key", "key_types", "only_with", "section_of", "setting"]

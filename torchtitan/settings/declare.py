@@ -7,18 +7,23 @@ text and the JSON schema. This file imports the standard library only, so that e
 
 import dataclasses
 import types
+import typing
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Annotated as OneOf  # OneOf[str, SOLVERS]: the names in a registry, read by `key_types`
+from typing import Any, Literal
 
-if TYPE_CHECKING:
-    from typing import Annotated as OneOf
-else:
 
-    class OneOf:
-        """Type of a key whose values are the names in a registry: OneOf[str, SOLVERS]; to a type checker, str."""
+def key_types(section: Any) -> dict[str, Any]:
+    """Types of a section's keys by name; of names in a registry, the Literal of those that it has now."""
+    return {name: _with_names(hint) for name, hint in typing.get_type_hints(section, include_extras=True).items()}
 
-        def __class_getitem__(cls, arguments: tuple) -> Any:
-            return Literal[tuple(arguments[1])]
+
+def _with_names(hint: Any) -> Any:
+    if typing.get_origin(hint) is OneOf:
+        return Literal[tuple(hint.__metadata__[0])]
+    if typing.get_origin(hint) is list:
+        return list[_with_names(typing.get_args(hint)[0])]  # type: ignore[misc]  # computed
+    return hint
 
 
 def setting(

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import tomli_w
 
-from torchtitan.settings import condition_met
+from torchtitan.settings import condition_met, key_types
 from torchtitan.settings.schema import default_of, expanded, toml_value
 from torchtitan.settings.sections import all_sections, choices, keys, section_at, table_at
 
@@ -39,7 +39,7 @@ def config_differences(old: Any, new: Any) -> list[str]:
     lines = []
     for section, values in all_sections(new):
         table, old_table = table_at(now, section), table_at(before, section)
-        hints = typing.get_type_hints(type(values))
+        hints = key_types(type(values))
         default_name = _default_name(new, section)
         if not _of_trajectory(new, section):
             continue

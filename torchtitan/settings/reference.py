@@ -8,7 +8,7 @@ from typing import Any
 
 import pydantic
 
-from torchtitan.settings import Choice, has_key
+from torchtitan.settings import Choice, has_key, key_types
 from torchtitan.settings.schema import quoted, range_name, schema_of, shown_name, type_name
 from torchtitan.settings.sections import choices, keys
 from torchtitan.settings.sources import suggestion
@@ -164,12 +164,12 @@ def _narrow(definition: dict[str, Any], name: str, options: Choice, is_default: 
 
 def _describe_key(section: str, defaults: Any, field: dataclasses.Field) -> str:
     """Describe a key: name, type, bounds, default and meaning, and those of its tables' keys."""
-    annotation = typing.get_type_hints(type(defaults))[field.name]
+    annotation = key_types(type(defaults))[field.name]
     lines = [f"  --{section}.{field.name}  {_kind(field, annotation, getattr(defaults, field.name))}"]
     lines.extend(_meaning(field, section, 6))
     element = (*typing.get_args(annotation), None)[0]
     if dataclasses.is_dataclass(element):
-        hints = typing.get_type_hints(element)
+        hints = key_types(element)
         for inner in dataclasses.fields(element):
             lines.append(f"      {inner.name}  {_kind(inner, hints[inner.name], inner.default)}")
             lines.extend(_meaning(inner, "", 10))

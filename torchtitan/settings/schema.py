@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 import pydantic
 import pydantic_core
 
-from torchtitan.settings import condition_met
+from torchtitan.settings import condition_met, key_types
 from torchtitan.settings.sections import keys as section_keys
 
 
@@ -60,10 +60,14 @@ def validate_section(
     return dataclasses.replace(copy.deepcopy(defaults), **changes), problems
 
 
-@functools.cache
 def schema_of(section: type) -> type[pydantic.BaseModel]:
     """Schema of a section as a pydantic model: keys, types, bounds, descriptions and defaults; without inner sections."""
-    hints = typing.get_type_hints(section)
+    return _schema(section, tuple(key_types(section).items()))
+
+
+@functools.cache
+def _schema(section: type, types_of_keys: tuple[tuple[str, Any], ...]) -> type[pydantic.BaseModel]:
+    hints = dict(types_of_keys)
     keys: dict[str, Any] = {}
     for field in section_keys(section):
         details = pydantic.Field(
@@ -137,6 +141,9 @@ def parse_text(text: str, annotation: Any) -> Any:
         return _number(text, inner)
     if inner is str or typing.get_origin(inner) is Literal:
         return text
+    if typing.get_origin(inner) is list and not text.startswith("["):  # of names, which may stand between commas
+        element = typing.get_args(inner)[0]
+        return text.split(",") if element is str or typing.get_origin(element) is Literal else text
     try:
         return json.loads(text)
     except ValueError:
@@ -267,7 +274,7 @@ def _declaration(declared: Any, place: Iterable[str | int]) -> tuple[Any, dict[s
         if isinstance(step, int):
             annotation, bounds = typing.get_args(inner)[0], {}
         else:
-            annotation = typing.get_type_hints(inner)[step]
+            annotation = key_types(inner)[step]
             bounds = inner.__dataclass_fields__[step].metadata.get("bounds", {})
     return annotation, bounds
 

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torchtitan.checkpoint.finding import BRANCHED_FROM
 from torchtitan.config.job import JobConfig
 from torchtitan.errors import CheckpointError
 from torchtitan.files.remote_path import AnyPath
+from torchtitan.settings.plugins import loaded_plugins
 from torchtitan.settings.record import effective
 from torchtitan.state.run_state import RunState
 from torchtitan.training.clock import ClockTotals
@@ -68,6 +70,7 @@ def checkpointed_state(state: RunState, reports: dict) -> dict:
         RECORD: state.data_record,
         IMAGES: state.images_per_epoch,
         "gns": state.gns.state_dict() if state.gns else {},
+        "plugins": loaded_plugins(),
     } | ({BASE_SHA256: state.network.base_sha256} if state.config.lora.enable else {})
 
 
@@ -87,7 +90,7 @@ def resume(state: RunState, step: int) -> None:
         saved, str(checkpoint), state.info, state.images_per_epoch, tolerated=config.job.allow_config_change,
         record=state.data_record,
     )  # fmt: skip
-    for change in changes + schedule_changes(config, saved):
+    for change in changes + schedule_changes(config, saved) + plugin_changes(saved.get("plugins", {})):
         if state.layout.rank == 0:
             logger.warning(change)
     if config.lora.enable:
@@ -124,6 +127,15 @@ def _load(state: RunState, checkpoint: AnyPath, saved: dict) -> None:
     state.reported = {"results": saved["reports"]["results"], "clock": ClockTotals(clock["parts_ns"], clock["steps"])}
     if state.gns:
         state.gns.load_state_dict(gns_state, state.step)
+
+
+def plugin_changes(before: Mapping[str, str]) -> list[str]:
+    """Report each plugin whose file is another than a checkpoint's, by the name of the file, a line each."""
+    versions = {Path(name).name: version for name, version in before.items()}
+    return [
+        f"plugin {name}: is another file than the checkpoint's ({then[:12]} -> {now[:12]})"
+        for name, now in loaded_plugins().items() if (then := versions.get(Path(name).name, now)) != now
+    ]  # fmt: skip
 
 
 # ---------------------------------------------------------------------- parts of the state

@@ -1,8 +1,8 @@
 """`[training]`, `[optimizer]`, `[lr_scheduler]`, `[ema]` and `[metrics]`: their keys."""
 
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from torchtitan.distributed.kernel_choices import AttentionBackend, Float32MatmulPrecision
 from torchtitan.programs import program
@@ -71,12 +71,14 @@ class UpdateRule:
         quantised: whether they are kept in 8 bits, of large tensors.
         orthogonalises: whether it is for the matrices of the blocks alone, and AdamW for the rest.
         any_weights: whether it updates weights in host memory too, and those that are gathered in float8.
+        build: makes the optimizer of parameter groups and this section; None: torchtitan/training/optimizer.py has it.
     """
 
     averages: int
     quantised: bool = False
     orthogonalises: bool = False
     any_weights: bool = False
+    build: Callable[[list[dict[str, Any]], Any], Any] | None = None
 
     @property
     def is_adams(self) -> bool:
@@ -84,8 +86,7 @@ class UpdateRule:
         return self.averages == 2
 
 
-# Beside each, torchtitan/training/optimizer.py builds it.
-UPDATE_RULES: Mapping[str, UpdateRule] = {
+UPDATE_RULES: dict[str, UpdateRule] = {
     "AdamW": UpdateRule(2, any_weights=True), "AdamW8bit": UpdateRule(2, quantised=True),
     "Muon": UpdateRule(1, orthogonalises=True),
 }  # fmt: skip

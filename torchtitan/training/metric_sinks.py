@@ -6,7 +6,7 @@ import socket
 import sys
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,11 @@ from torchtitan.files.durable import replace_file
 from torchtitan.files.optional import OptionalOutputs
 from torchtitan.files.patient_file import PatientFile
 from torchtitan.files.regular import read_text
+
+# Takes a step and its metrics by tag, on the first rank.
+Callback = Callable[[int, Mapping[str, float]], None]
+# Callbacks of plugins by name, called with every point that metrics.jsonl gets.
+CALLBACKS: dict[str, Callback] = {}
 
 
 class TensorBoardFile:

@@ -14,11 +14,12 @@ from PIL import Image
 from torch import Tensor
 
 from torchtitan.diffusion.objective import LossTerms
+from torchtitan.files.optional import OptionalOutputs
 from torchtitan.files.patient_file import PatientFile
 from torchtitan.training.config import MetricsConfig
 from torchtitan.training.metric_cut import cut_metrics
 from torchtitan.training.metric_points import iter_points
-from torchtitan.training.metric_sinks import TensorBoardFile, WandbRun
+from torchtitan.training.metric_sinks import CALLBACKS, Callback, TensorBoardFile, WandbRun
 
 METRICS_FILE = "metrics.jsonl"
 _MOST_WAITING = 32  # microbatches
@@ -134,12 +135,19 @@ class MetricsLog:
     No method raises but `open`: a point that cannot be written waits, and other sinks are skipped while they fail.
     """
 
-    def __init__(self, folder: Path, config: MetricsConfig, run_name: str, run_config: dict, steps_done: int) -> None:
+    def __init__(
+        self, folder: Path, config: MetricsConfig, run_name: str, run_config: dict, steps_done: int,
+        callbacks: Sequence[Callback] = (),
+    ) -> None:  # fmt: skip
         """
         Args:
             run_name, run_config: what Weights & Biases shows.
             steps_done: step that the run resumes from; later points are dropped.
+            callbacks: called with every point, beside those of plugins.
         """
+        self._folder = folder
+        self._callbacks = CALLBACKS | {f"callback {number}": each for number, each in enumerate(callbacks, start=1)}
+        self._outputs = OptionalOutputs()
         path = folder / METRICS_FILE
         self._lines = PatientFile(path, "the file of metrics", prepare=lambda: cut_metrics(path, steps_done))
         self._num_points = 0
@@ -158,6 +166,9 @@ class MetricsLog:
             self._tensorboard.add_scalars(step, metrics)
         if self._wandb:
             self._wandb.log(step, metrics)
+        for name, callback in self._callbacks.items():
+            with self._outputs.attempt(name, self._folder, Exception, consequence="training continues"):
+                callback(step, {**metrics, **beside})
 
     def write_image(self, step: int, tag: str, picture: Image.Image) -> None:
         """Show a picture in the sinks that can."""

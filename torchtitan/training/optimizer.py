@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from torchtitan.distributed.parallelize import local
-from torchtitan.training.config import OptimizerConfig
+from torchtitan.training.config import UPDATE_RULES, OptimizerConfig
 from torchtitan.training.muon import Muon
 
 
@@ -91,7 +91,7 @@ def build_optimizer(
         # Fused updates take no plain tensors, as an objective has, beside the shards of a network.
         key = (lr_scale, weight_decay, name in own, isinstance(parameter, DTensor))
         groups.setdefault(rule, {}).setdefault(key, new)["params"].append(parameter)
-    optimizers = [_RULES[rule](list(of_rule.values()), config) for rule, of_rule in groups.items()]
+    optimizers = [(UPDATE_RULES[rule].build or _RULES[rule])(list(of_rule.values()), config) for rule, of_rule in groups.items()]
     set_lr(together := OptimizerSet(optimizers), config.lr)
     return together
 

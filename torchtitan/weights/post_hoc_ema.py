@@ -1,6 +1,6 @@
 """Weight averages of lengths chosen after training, reconstructed from a run's snapshots, a few tensors at a time.
 
-docs/training_parts.md has the method and its accuracy.
+docs/objectives.md has the method and its accuracy.
 """
 
 import math

@@ -1,7 +1,7 @@
 """Estimate the cost of a run: scripts/estimate.py CONFIG --world-size N --device NAME [--section.key value ...]
 
 Parameters, FLOPs, memory of each rank by part, step time, images per second and hours, without a GPU and without
-running anything: a training step on tensors that have no memory. See docs/estimating.md.
+running anything: a training step on tensors that have no memory. See docs/comparing.md.
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """Run a grid of configurations, each cell in fresh processes: scripts/sweep.py SWEEP.toml [options].
 
 Results lie in outputs/<sweep>: a run folder per cell and repeat, and sweep.jsonl, which says how each of them ended. A
-sweep that was stopped, in any way, resumes when it is started again. See docs/sweeps.md.
+sweep that was stopped, in any way, resumes when it is started again. See docs/comparing.md.
 """
 
 import argparse

@@ -33,7 +33,8 @@ def main(arguments: list[str]) -> int:
     """
     for place, argument in enumerate(arguments, start=1):
         if argument in ("--help", "-h"):
-            return _help([*itertools.takewhile(lambda word: not word.startswith("-"), arguments[place:])])
+            topics = [*itertools.takewhile(lambda word: not word.startswith("-"), arguments[place:])]
+            return _help(topics, [*arguments[: place - 1], *arguments[place + len(topics) :]])
     if not arguments:
         print(_USAGE, file=sys.stderr)
         return REFUSED
@@ -95,9 +96,9 @@ def _decoder_problem(config: JobConfig) -> Exception | None:
     return None
 
 
-def _help(topics: list[str]) -> int:
+def _help(topics: list[str], beside: list[str]) -> int:
     try:
-        text = help_text(topics)
+        text = help_text(topics, beside)
     except ConfigError as error:
         report_and_exit(error)
     print(text if topics else f"{__doc__}\n{text}", end="")

@@ -10,6 +10,7 @@ from torchtitan.config.job import JobConfig, load_config
 from torchtitan.experiments.outcome import Outcome
 from torchtitan.experiments.process import repeat_killed, run_processes
 from torchtitan.files.regular import read_regular
+from torchtitan.settings.plugins import plugin_words
 from torchtitan.settings.record import dump_config
 from torchtitan.training.schedules import largest_growth
 
@@ -91,7 +92,7 @@ def probe_config(config: JobConfig, processes: int, folder: Path) -> tuple[JobCo
         "metrics.enable_tensorboard": "false",
         "metrics.enable_wandb": "false",
     }
-    words = [f"--{key}={value}" for key, value in overrides.items()]
+    words = [*(f"--{key}={value}" for key, value in overrides.items()), *plugin_words(config.job.plugins)]
     return load_config(words, processes), words
 
 
