@@ -134,12 +134,7 @@ class SquareImages(Dataset):
     encodes_captions = False
 
     def __init__(
-        self,
-        source: ImageSource,
-        positions: np.ndarray,
-        labels: np.ndarray | None,
-        image_size: int,
-        labelled: bool = True,
+        self, source: ImageSource, positions: np.ndarray, labels: np.ndarray | None, image_size: int, labelled: bool = True
     ) -> None:
         """
         Args:

@@ -176,11 +176,11 @@ def noise_scale(blocks: list[GroupNorms], confidence: float = 0.95) -> NoiseScal
     sums = GroupSums.zeros()
     for block in blocks:
         sums = sums + GroupSums.of_step(block.sizes, block.square_norms, block.mean_square_norm)
-    (var_noise, covariance), (_, var_signal) = sums.covariance.tolist()
+    (var_noise, joint), (_, var_signal) = sums.covariance
     quantile = student_quantile(0.5 + 0.5 * confidence, sums.moments.steps.item() - 1.0)
-    noise, signal = sums.noise.item(), sums.signal.item()
-    lower, upper, unbounded = fieller(noise, signal, var_noise, var_signal, covariance, quantile)
-    return NoiseScale(signal, noise, max(lower, 0.0), max(upper, 0.0), unbounded)
+    interval = fieller(sums.noise, sums.signal, var_noise, var_signal, joint, quantile)
+    lower, upper, unbounded = (end.item() for end in interval)
+    return NoiseScale(sums.signal.item(), sums.noise.item(), max(lower, 0.0), max(upper, 0.0), bool(unbounded))
 
 
 class Gradients:

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.trainer_overhead import timed
+from benchmarks.shared import timed
 from torchtitan.config.job import JobConfig, load_config
 from torchtitan.estimate.memory import estimate_memory
 from torchtitan.processes.parent_death import end_with_parent

@@ -72,17 +72,9 @@ class Watchdog:
     """Watchdog over the phases of one process."""
 
     def __init__(
-        self,
-        phases: Phases,
-        comm: CommConfig,
-        run_folder: Path,
-        *,
-        rank: int,
-        world_size: int,
-        compiles: bool,
-        on_end: Callable[[str], None],
-        end_process: Callable[[int], None] = os._exit,
-    ) -> None:
+        self, phases: Phases, comm: CommConfig, run_folder: Path, *, rank: int, world_size: int, compiles: bool,
+        on_end: Callable[[str], None], end_process: Callable[[int], None] = os._exit,
+    ) -> None:  # fmt: skip
         """
         Args:
             rank, world_size: this process's place.

@@ -7,7 +7,6 @@ running anything: a training step on tensors that have no memory. See docs/compa
 import argparse
 import json
 import sys
-from typing import NoReturn
 
 from torchtitan.config.job import ConfigError, JobConfig, load_config
 from torchtitan.estimate.absent_data import without_data
@@ -16,7 +15,7 @@ from torchtitan.estimate.measured import measured_shares
 from torchtitan.estimate.memory import estimate_memory, model_on_meta
 from torchtitan.estimate.report import as_record, as_text
 from torchtitan.estimate.roofline import Efficiency, estimate_step_time
-from torchtitan.processes.command_line import OneLineParser, at_least, positive, refusing, run_program
+from torchtitan.processes.command_line import OneLineParser, at_least, positive, refusing
 from torchtitan.training.utilisation import products_of
 
 
@@ -101,8 +100,3 @@ def _share(text: str) -> float:
     if value > 1:
         raise argparse.ArgumentTypeError(f"must be at most 1, is {text}")
     return value
-
-
-def run() -> NoReturn:
-    """Run as a program, and end the process."""
-    run_program(main)
