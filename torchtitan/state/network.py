@@ -7,6 +7,7 @@ from torch import Tensor
 from torchtitan.config.job import JobConfig
 from torchtitan.data.base import DatasetInfo
 from torchtitan.diffusion.objective import Objective
+from torchtitan.diffusion.objectives import attach
 from torchtitan.distributed.mesh import Layout
 from torchtitan.distributed.parallelize import local, named_parameters, parallelize, release_unsharded
 from torchtitan.distributed.shard_drawing import place_shards
@@ -38,7 +39,6 @@ class RunNetwork:
         """Build the network and attach the objective to it; collective.
 
         Args:
-            objective: on any device.
             edges: of the bins of the gradient noise; None: it is not measured.
             num_shapes: number of shapes of images, each of which is a graph.
             base_sha256: of the frozen network's file; "": not known.
@@ -49,7 +49,7 @@ class RunNetwork:
         """
         self._adapted, self._untrained_forwards = config.lora.enable, objective.untrained_forwards
         self.model, shards = _built(config, info, layout, new)
-        objective.attach(self.model)
+        attach(objective, self.model, info.entries)
         objective.to(layout.device)
         self.taps = None
         if edges is not None and config.gns.single_pass:
