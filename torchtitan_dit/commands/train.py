@@ -12,6 +12,8 @@ import os
 import sys
 
 from torchtitan.config.job import ConfigError, JobConfig, help_text, load_config, report_and_exit
+from torchtitan.diffusion.objective import Objective
+from torchtitan.diffusion.objectives import OBJECTIVES
 from torchtitan.estimate.pixels import pixel_warning
 from torchtitan.processes.command_line import refusing
 from torchtitan.processes.exit_codes import REFUSED
@@ -68,8 +70,9 @@ def main(words: list[str] | None = None) -> int:
 
 
 def _start_problem(config: JobConfig) -> Exception | None:
-    """Problem of the weights and adapters that a configuration starts from; None if there is none."""
-    if not (config.checkpoint.initial_weights or config.lora.enable):
+    """Problem of the objective, or of the weights and adapters that a configuration starts from; None if there is none."""
+    attaches = OBJECTIVES[config.objective.name].attach is not Objective.attach
+    if not (config.checkpoint.initial_weights or config.lora.enable or attaches):  # nothing heavy is imported
         return None
     from torchtitan.data import DatasetError
     from torchtitan.errors import CheckpointError
@@ -77,7 +80,7 @@ def _start_problem(config: JobConfig) -> Exception | None:
 
     try:
         check_start(config)
-    except (CheckpointError, DatasetError) as error:
+    except (CheckpointError, ConfigError, DatasetError) as error:
         return error
     return None
 
