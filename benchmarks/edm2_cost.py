@@ -7,14 +7,12 @@ as a step with it beside one without. Writes benchmarks/results/edm2_cost.json.
 """
 
 import argparse
+import functools
 import json
 import math
-import statistics
 import sys
-import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import date
 from pathlib import Path
 from unittest.mock import patch
 
@@ -23,83 +21,61 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 from torch import Tensor
 
-from benchmarks.trainer_overhead import CLASSES, SHAPE, interleaved, median_interval, timed
-from torchtitan.config.job import load_config
+from benchmarks import shared
+from torchtitan.distributed.mesh import compute_device
 from torchtitan.models.magnitude import NormalizedWeight
-from torchtitan.runs.folder import versions
 from torchtitan.trainer import Trainer
-from torchtitan.training.hardware import device_name
 
-ROOT = Path(__file__).resolve().parent.parent
-DIT = ("--model.flavor", "DiT-S/2")
-EDM2 = ("--model.name", "edm2", "--model.flavor", "cifar", "--objective.path", "edm", "--objective.prediction", "edm",
-        "--objective.preconditioning", "edm", "--objective.timesteps.name", "lognormal_sigma")  # fmt: skip
+DIT = {"model.flavor": "DiT-S/2"}
+EDM2 = {
+    "model.name": "edm2", "model.flavor": "cifar", "objective.path": "edm", "objective.prediction": "edm",
+    "objective.preconditioning": "edm", "objective.timesteps.name": "lognormal_sigma",
+}  # fmt: skip
 NETWORKS = {
-    "DiT": DIT, "MP-DiT": (*DIT, "--model.magnitude_preserving", "true"),
-    **{config: (*EDM2, "--model.config", config) for config in "CEG"},
+    "DiT": DIT, "MP-DiT": DIT | {"model.magnitude_preserving": "true"},
+    **{config: EDM2 | {"model.config": config} for config in "CEG"},
 }  # fmt: skip
 PAIRS = (("MP-DiT", "DiT"), ("E", "C"), ("G", "C"))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = shared.parser_of(__doc__)
     parser.add_argument("--pairs", type=int, default=15, help="of steps (default: 15)")
     parser.add_argument("--batch", type=int, default=8, help="images in a step (default: 8)")
     parser.add_argument("--channels", type=int, default=128, help="width of the U-Nets (default: 128, CIFAR's)")
     arguments = parser.parse_args()
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    rows = [compared(one, other, arguments, device) for one, other in PAIRS]
+    device = compute_device()
     result = {
         "images": "3x32x32, float32", "batch": arguments.batch, "pairs": arguments.pairs, "channels": arguments.channels,
-        "threads": torch.get_num_threads(), "rows": rows,
-        "device": device_name(device), "date": date.today().isoformat(), "versions": versions(),
+        "rows": [compared(one, other, arguments, device) for one, other in PAIRS], **shared.conditions(device),
     }  # fmt: skip
-    path = ROOT / "benchmarks" / "results" / "edm2_cost.json"
-    path.parent.mkdir(exist_ok=True)
-    path.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result, indent=1))
+    shared.write_results("edm2_cost", result)
 
 
 def compared(one: str, other: str, arguments: argparse.Namespace, device: torch.device) -> dict:
     """Ratio of the steps of two networks, and what the first's normalisation costs."""
     trainer, reference = build(one, arguments), build(other, arguments)
-    step = stepper(trainer)
-    times = interleaved(step, stepper(reference), arguments.pairs, device)
-    in_place = [timed(trainer.state.network.normalize_weights, device) / ours for ours, _ in times]
-
-    def without() -> None:
-        with no_normalization():
-            step()
-
-    within = [ours / bare - 1.0 for ours, bare in interleaved(step, without, arguments.pairs, device)]
+    step, without = functools.partial(shared.train_step, trainer), functools.partial(unnormalized_step, trainer)
+    times = shared.time_in_turns((step, functools.partial(shared.train_step, reference)), arguments.pairs, device)
+    in_place = [shared.timed(trainer.state.network.normalize_weights, device) / ours for ours, _ in times]
+    within = [ours / bare - 1.0 for ours, bare in shared.time_in_turns((step, without), arguments.pairs, device)]
     return {
         "network": one, "parameters": trainer.state.num_parameters, "reference": other,
-        "reference_parameters": reference.state.num_parameters,
-        "step_seconds": statistics.median(ours for ours, _ in times),
-        **figures("step_ratio", [ours / theirs for ours, theirs in times]),
-        **figures("in_place_share", in_place), **figures("whole_normalization_share", within),
+        "reference_parameters": reference.state.num_parameters, "step_seconds": shared.medians(times)[0],
+        **shared.figures("step_ratio", [ours / theirs for ours, theirs in times]),
+        **shared.figures("in_place_share", in_place), **shared.figures("whole_normalization_share", within),
     }  # fmt: skip
 
 
-def figures(name: str, values: list[float]) -> dict:
-    return {name: statistics.median(values), f"{name}_95_percent": list(median_interval(values))}
-
-
 def build(network: str, arguments: argparse.Namespace) -> Trainer:
-    width = ("--model.channels", str(arguments.channels)) if network in "CEG" else ()
-    return Trainer(load_config([
-        "--job.dump_folder", tempfile.mkdtemp(), *NETWORKS[network], *width, "--data.name", "synthetic", "--data.kind",
-        "noise", "--data.shape", json.dumps(SHAPE), "--data.num_classes", str(CLASSES), "--training.local_batch_size",
-        str(arguments.batch), "--training.steps", "1000000", "--checkpoint.enable", "false", "--sampling.enable", "false",
-    ], 1))  # fmt: skip
+    settings = shared.SYNTHETIC | NETWORKS[network] | {"training.local_batch_size": arguments.batch}
+    return shared.build_trainer(settings | ({"model.channels": arguments.channels} if network in "CEG" else {}))
 
 
-def stepper(trainer: Trainer) -> Callable[[], None]:
-    def step() -> None:
-        trainer.state.step += 1
-        trainer.train_step()
-
-    return step
+def unnormalized_step(trainer: Trainer) -> None:
+    with no_normalization():
+        shared.train_step(trainer)
 
 
 @contextmanager

@@ -12,7 +12,6 @@ import os
 import subprocess
 import sys
 import tempfile
-from datetime import date
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -23,15 +22,13 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from benchmarks import shared
 from torchtitan.config.job import load_config
 from torchtitan.distributed.mesh import process_group
 from torchtitan.distributed.parallelize import local
 from torchtitan.estimate.memory import estimate_memory
-from torchtitan.runs.folder import versions
 from torchtitan.trainer import Trainer
-from torchtitan.training.hardware import device_name
 
-ROOT = Path(__file__).resolve().parent.parent
 MODELS = {
     "debug": ["--model.flavor", "debug"],
     "digits": ["--model.flavor", "digits", "--activation_checkpoint.mode", "selective"],
@@ -43,7 +40,7 @@ _STEPS_BEFORE = 2  # buckets are rebuilt in the first, the optimizer's state is 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = shared.parser_of(__doc__)
     parser.add_argument("--batch", type=int, default=16, help="images per rank (default: 16)")
     parser.add_argument("--measure", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -62,12 +59,8 @@ def main() -> None:
         })  # fmt: skip
         print(f"{model:10} {layout:12} {estimated / 2**20:9.2f} MiB estimated {measured / 2**20:9.2f} measured "
               f"{100 * rows[-1]['error']:+6.2f} %, {unseen / 2**20:.2f} unseen", flush=True)
-    result = {
-        "batch": arguments.batch, "images": "4 x 32 x 32", "rows": rows, "device": device_name(torch.device("cpu")),
-        "date": date.today().isoformat(), "versions": versions(),
-    }  # fmt: skip
-    path = ROOT / "benchmarks" / "results" / "estimate_memory.json"
-    path.write_text(json.dumps(result, indent=1) + "\n")
+    result = {"batch": arguments.batch, "images": "4 x 32 x 32", "rows": rows, **shared.conditions(torch.device("cpu"))}
+    shared.write_results("estimate_memory", result)
 
 
 def degrees(replicas: int, shards: int) -> list[str]:
@@ -120,7 +113,7 @@ def _measure(words: list[str], processes: int) -> tuple[int, int]:
     command = [str(Path(__file__).resolve()), "--measure", *words]
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
     launched = [sys.executable, *(launcher if processes > 1 else []), *command]
-    done = subprocess.run(launched, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
+    done = subprocess.run(launched, cwd=shared.ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
     if done.returncode:
         sys.exit(done.stderr)
     return next(tuple(json.loads(line)["bytes"]) for line in done.stdout.splitlines() if line.startswith('{"bytes"'))

@@ -6,36 +6,28 @@ warm-up with the interval between two order statistics (five steps: 93.75 %). Ad
 and prints its table.
 """
 
-import argparse
-import json
 import sys
-from datetime import date
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import torch
-
+from benchmarks import shared
 from torchtitan.experiments.grid import read_sweep
 from torchtitan.experiments.launchers.choice import Launching
 from torchtitan.experiments.record import SweepFolder
 from torchtitan.experiments.runner import plan_sweep, run_sweep
 from torchtitan.runs.analysis.measures import measure_run
-from torchtitan.runs.folder import versions
 from torchtitan.runs.record import read_run
-from torchtitan.training.hardware import device_name
 
-ROOT = Path(__file__).resolve().parent.parent
-SWEEP = ROOT / "train_configs" / "sweeps" / "flavors.toml"
-RESULTS = ROOT / "benchmarks" / "results" / "flavors.json"
+SWEEP = shared.ROOT / "train_configs" / "sweeps" / "flavors.toml"
 QUANTITIES = ("images_per_second", "step_seconds", "mfu_percent", "memory_gib")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = shared.parser_of(__doc__)
     parser.add_argument("--flavors", nargs="+", help="some of the file's (default: all)")
     parser.add_argument("--batches", nargs="+", default=["4"], help="some of the file's, per rank (default: 4)")
-    parser.add_argument("--output", type=Path, default=ROOT / "outputs" / "flavors", help="folder of the runs")
+    parser.add_argument("--output", type=Path, default=shared.ROOT / "outputs" / "flavors", help="folder of the runs")
     parser.add_argument("--memory-limit", type=float, help="of a process on the CPU, in GiB; above it, a cell is oom")
     arguments = parser.parse_args()
     sweep, folder = read_sweep(SWEEP), SweepFolder(arguments.output)
@@ -45,12 +37,7 @@ def main() -> None:
         only["model.flavor"] = arguments.flavors
     plan = plan_sweep(sweep, folder, only=only)
     run_sweep(plan, Launching())
-    found = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    measured = {
-        "device": device_name(device), "threads": torch.get_num_threads(), "date": date.today().isoformat(),
-        "versions": versions(),
-    }  # fmt: skip
+    found, measured = shared.read_results("flavors"), shared.conditions()
     for task in plan.tasks:
         row = plan.rows[task.key]
         run = arguments.output / row["run"]
@@ -61,7 +48,7 @@ def main() -> None:
             if name in medians
         }
         found[row["name"]] = {"axes": row["axes"], "status": row["status"], "reason": row["reason"]} | values | measured
-    RESULTS.write_text(json.dumps(found, indent=1) + "\n")
+    shared.write_results("flavors", found)
     print_table(found)
 
 

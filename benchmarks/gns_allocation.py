@@ -4,7 +4,6 @@ A small DiT is trained on digits; then its weights are frozen, and for each loss
 
     predicted   noise and signal of 10 bins are measured by the taps of ordinary training steps; the Neyman shares and
                 the gradient variance that they promise, over that of the present sampler, follow from these alone
-    finer bins  the prediction of the same samples for the same shares by 30 bins
     realised    on other samples, batches are drawn with either sampler, importance weights on, and the variance of the
                 batches' mean gradients is measured directly, without bins, taps or sketches
 
@@ -18,20 +17,15 @@ groups of batches where realised; 16 such comparisons with the prediction miss 0
 
 Stratified timesteps also remove the mean gradient's variation with t within a bin. Ten bins do not measure that: they
 predict too small a gain of stratification, and too large a gain of other shares for stratified timesteps, where the
-mean gradient changes fast with t. Finer bins show how much of the difference between prediction and realisation is due
-to it.
+mean gradient changes fast with t.
 
 Writes benchmarks/results/gns_allocation.json.
 """
 
-import argparse
-import json
 import math
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from datetime import date
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -41,7 +35,8 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from torchtitan.config.job import load_config
+from benchmarks import shared
+from benchmarks.gns_samplers import LOSSES
 from torchtitan.data import DATASETS
 from torchtitan.diffusion.objective import Microbatch
 from torchtitan.diffusion.timesteps.sampler import GlobalBatch, TimestepSampler
@@ -53,49 +48,12 @@ from torchtitan.gns.decayed import BinEstimates, DecayedSums
 from torchtitan.gns.monitor import GNSMonitor
 from torchtitan.gns.statistics import PairSums
 from torchtitan.gns.step_sums import GEOMETRIES
-from torchtitan.runs.folder import versions
 from torchtitan.statistics.student import student_quantile
 from torchtitan.trainer import Trainer
 
-ROOT = Path(__file__).resolve().parent.parent
-CONFIG = """
-[model]
-flavor = "debug"
-dim = {dim}
-num_layers = {num_layers}
-mlp_hidden_dim = {mlp_hidden_dim}
-[data]
-name = "digits"
-[optimizer]
-lr = 1e-3
-[lr_scheduler]
-warmup_steps = 50
-[objective]
-timesteps.name = "uniform"
-{loss}
-[training]
-steps = 100000
-local_batch_size = {batch}
-[metrics]
-enable_tensorboard = false
-[checkpoint]
-enable = false
-[sampling]
-enable = false
-[gns]
-enable = true
-interval = 100000
-bin_edges = {bin_edges}
-"""
-LOSSES = {
-    "velocity": "",
-    "noise": 'weighting.name = "p2"\nweighting.gamma = 0.0',  # the noise's error counts 1, the velocity's (1 - t)^2
-}
 FLOOR = 0.1
 PRESENT = "present"
-NUM_BINS, PARTS_OF_BIN = 10, 3
-SHARES_OF_TEN = "shares of ten bins"
-FINE_EDGES = torch.linspace(0.0, 1.0, 1 + NUM_BINS * PARTS_OF_BIN).tolist()
+BIN_EDGES = torch.linspace(0.0, 1.0, 11).tolist()
 # Samples that training never sees.
 FIRST_MEASURED, FIRST_REALISED = 10_000_000, 20_000_000
 
@@ -113,7 +71,7 @@ class Ratio(NamedTuple):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = shared.parser_of(__doc__)
     parser.add_argument("--dim", type=int, default=96)
     parser.add_argument("--layers", type=int, default=3)
     parser.add_argument("--age", type=int, default=500, help="steps trained before weights are frozen")
@@ -124,44 +82,34 @@ def main() -> None:
     arguments = parser.parse_args()
     started, rows = time.process_time(), []
     for loss in LOSSES:
-        with tempfile.TemporaryDirectory() as folder:
-            sizes = {"dim": arguments.dim, "num_layers": arguments.layers, "batch": arguments.batch}
-            trainer = build(Path(folder), loss, **sizes, bin_edges=FINE_EDGES)
-            while trainer.state.step < arguments.age:
-                trainer.state.step += 1
-                trainer.train_step()
-            rows += [
-                {"loss": loss, **row}
-                for row in look(trainer, arguments.steps, arguments.groups, arguments.group_size)
-            ]
-            trainer.close()
+        sizes = {"dim": arguments.dim, "num_layers": arguments.layers, "batch": arguments.batch}
+        trainer = build(loss, **sizes, bin_edges=BIN_EDGES)
+        shared.train_to(trainer, arguments.age)
+        found = look(trainer, arguments.steps, arguments.groups, arguments.group_size)
+        rows += [{"loss": loss, **row} for row in found]
+        trainer.close()
     print_table(rows)
-    inside, finer_inside = (sum(row[key] for row in rows) for key in ("inside", "finer_inside"))
-    print(f"of {len(rows)} realised intervals {inside} hold the prediction, {finer_inside} that by finer bins")
+    print(f"of {len(rows)} realised intervals {sum(row['inside'] for row in rows)} hold the prediction")
     result = {
         "data": "digits", "settings": vars(arguments), "floor": FLOOR, "losses": LOSSES, "rows": rows,
-        "cpu_seconds": round(time.process_time() - started), "date": date.today().isoformat(), "versions": versions(),
+        "cpu_seconds": round(time.process_time() - started), **shared.conditions(),
     }  # fmt: skip
-    path = ROOT / "benchmarks" / "results" / "gns_allocation.json"
-    path.write_text(json.dumps(result, indent=1) + "\n")
-    print(f"wrote {path.relative_to(ROOT)}")
+    shared.write_results("gns_allocation", result)
 
 
-def build(
-    folder: Path, loss: str, *, dim: int, num_layers: int, batch: int, bin_edges: Sequence[float]
-) -> Trainer:
+def build(loss: str, *, dim: int, num_layers: int, batch: int, bin_edges: Sequence[float]) -> Trainer:
     """Build a trainer with taps on every layer."""
-    config = folder / "allocation.toml"
-    sizes = {"dim": dim, "num_layers": num_layers, "mlp_hidden_dim": 8 * round(dim / 3)}
-    config.write_text(CONFIG.format(loss=LOSSES[loss], batch=batch, bin_edges=list(bin_edges), **sizes))
-    return Trainer(load_config(["--job.config_file", str(config), "--job.dump_folder", str(folder)], 1))
+    return shared.build_trainer(LOSSES[loss] | {
+        "model.flavor": "debug", "model.dim": dim, "model.num_layers": num_layers, "model.mlp_hidden_dim": 8 * round(dim / 3),
+        "data.name": "digits", "optimizer.lr": 1e-3, "lr_scheduler.warmup_steps": 50, "objective.timesteps.name": "uniform",
+        "training.local_batch_size": batch, "gns.enable": True, "gns.interval": 100_000, "gns.bin_edges": list(bin_edges),
+    })  # fmt: skip
 
 
 def look(trainer: Trainer, steps: int, groups: int, group_size: int) -> list[dict]:
     """Compare prediction and realisation with frozen weights: a row per spread, geometry and change of the sampler."""
     ordinary = trainer.state.objective.timestep_sampler
-    fine_edges = inner_edges(trainer.config.gns, ordinary.density)
-    edges, fine_mass = fine_edges[PARTS_OF_BIN - 1 :: PARTS_OF_BIN], bin_masses(ordinary.density, fine_edges)
+    edges = inner_edges(trainer.config.gns, ordinary.density)
     mass = bin_masses(ordinary.density, edges)
     multiplier = bin_means(ordinary.density, edges, lambda t: trainer.state.objective.learned_weighting(t / (1.0 - t)))
     others = {FROM_WEIGHT: weight_shares(mass, multiplier)} if multiplier.max() > 1.01 * multiplier.min() else {}
@@ -169,32 +117,23 @@ def look(trainer: Trainer, steps: int, groups: int, group_size: int) -> list[dic
     for spread in ("none", "stratified"):
         samplers[spread, PRESENT] = present = TimestepSampler(ordinary.density, trainer.config.debug.seed, spread)
         samplers |= {(spread, name): allocated(present, edges, shares) for name, shares in others.items()}
-        measured, stratified = measure(trainer, draws, present, steps, PARTS_OF_BIN), spread != "none"
-        for geometry in GEOMETRIES:
-            fine, coarse = measured[geometry]
-            shares = neyman_shares(mass, coarse.noise, None if stratified else coarse.signal, FLOOR)
+        stratified = spread != "none"
+        for geometry, found in measure(trainer, draws, present, steps).items():
+            shares = neyman_shares(mass, found.noise, None if stratified else found.signal, FLOOR)
             samplers[spread, f"{NEYMAN} {geometry}"] = allocated(present, edges, shares)
-            on_fine = {
-                name: (chosen / mass).repeat_interleave(PARTS_OF_BIN) * fine_mass
-                for name, chosen in {SHARES_OF_TEN: shares, **others}.items()
-            }
-            by_fine = predicted_ratios(fine_mass, fine, on_fine, stratified=stratified, floor=FLOOR)
-            of_fine = {ratio.name: Ratio(*ratio[1:]) for ratio in by_fine}
-            of_fine[NEYMAN] = of_fine[SHARES_OF_TEN]
-            for found in predicted_ratios(mass, coarse, others, stratified=stratified, floor=FLOOR):
-                predictions[spread, geometry, found.name] = Ratio(*found[1:]), of_fine[found.name]
+            for ratio in predicted_ratios(mass, found, others, stratified=stratified, floor=FLOOR):
+                predictions[spread, geometry, ratio.name] = Ratio(*ratio[1:])
     realised = realise(trainer, draws, samplers, groups, group_size)
     rows = []
-    for (spread, geometry, change), (predicted, finer) in predictions.items():
+    for (spread, geometry, change), predicted in predictions.items():
         old, new = (spread, PRESENT), (spread, f"{NEYMAN} {geometry}" if change == NEYMAN else change)
         if change == STRATIFIED:
             new = (STRATIFIED, PRESENT)
-        ratio, (shift, shift_stderr) = realised.ratio(new, old, geometry), realised.shift(new, old)
+        measured, (shift, shift_stderr) = realised.ratio(new, old, geometry), realised.shift(new, old)
         rows.append({
-            "spread": spread, "geometry": geometry, "change": change, "predicted": predicted, "by_finer_bins": finer,
-            "realised": ratio, "inside": ratio.holds(predicted.value), "finer_inside": ratio.holds(finer.value),
-            "excludes_1": not ratio.holds(1.0), "shift": shift, "shift_stderr": shift_stderr,
-            "shares": getattr(samplers[new], "shares", mass).tolist(),
+            "spread": spread, "geometry": geometry, "change": change, "predicted": predicted, "realised": measured,
+            "inside": measured.holds(predicted.value), "excludes_1": not measured.holds(1.0), "shift": shift,
+            "shift_stderr": shift_stderr, "shares": getattr(samplers[new], "shares", mass).tolist(),
         })  # fmt: skip
     return rows
 
@@ -214,14 +153,10 @@ def taps_of(trainer: Trainer) -> GradientTaps:
     return cast(GradientTaps, cast(GNSMonitor, trainer.state.gns)._taps)
 
 
-def measure(
-    trainer: Trainer, draws: "FrozenDraws", sampler: TimestepSampler, steps: int, parts_of_bin: int = 1
-) -> dict[str, tuple[BinEstimates, BinEstimates]]:
-    """Measure by the taps' sketches in every geometry: by the trainer's bins, and by bins of several of these each."""
+def measure(trainer: Trainer, draws: "FrozenDraws", sampler: TimestepSampler, steps: int) -> dict[str, BinEstimates]:
+    """Measure by the taps' sketches in every geometry."""
     taps, batch = taps_of(trainer), trainer.config.training.local_batch_size
-    bin_of = torch.arange(taps.num_bins) // parts_of_bin
-    num_bins = int(bin_of[-1]) + 1
-    pools = {g: (DecayedSums(taps.num_bins, math.inf), DecayedSums(num_bins, math.inf)) for g in GEOMETRIES}
+    pools = {geometry: DecayedSums(taps.num_bins, math.inf) for geometry in GEOMETRIES}
     for number in tqdm(range(steps), desc="measured steps", leave=False):
         taps.begin_step(number, True, trainer.state.optimizer.state, trainer.config.optimizer.beta2, trainer.state.layout)
         loss = draws.loss(sampler, FIRST_MEASURED + number * batch, before_forward=taps.begin_microbatch)
@@ -231,10 +166,8 @@ def measure(
         found = taps.end_step().to_host()
         for index, geometry in enumerate(GEOMETRIES):
             squares, products = found.squares[:, index].sum(0), found.all_products[:, index].sum(0)
-            sums = PairSums(found.count, squares, products, cast(Tensor, found.all_pairs))
-            for pool, of_bins in zip(pools[geometry], (sums, sums.combined(bin_of, num_bins)), strict=True):
-                pool.add(of_bins)
-    return {geometry: (fine.estimate(), coarse.estimate()) for geometry, (fine, coarse) in pools.items()}
+            pools[geometry].add(PairSums(found.count, squares, products, cast(Tensor, found.all_pairs)))
+    return {geometry: pool.estimate() for geometry, pool in pools.items()}
 
 
 class FrozenDraws:
@@ -314,18 +247,21 @@ def realise(
 
 def geometry_factors(trainer: Trainer) -> dict[str, Tensor]:
     """Factors of every geometry on the flat gradient, [P]: those of the last measured step."""
-    found: dict[str, list[Tensor]] = {geometry: [] for geometry in GEOMETRIES}
-    for name, parameter in trainer.state.model.named_parameters():
-        layer, _, kind = name.rpartition(".")
-        scales = taps_of(trainer)._layers[layer]
-        for index, geometry in enumerate(GEOMETRIES):
-            rows, columns = scales.rows[index], scales.columns[index]
-            if kind == "bias":
-                factor = rows * columns[-1]
-            else:
-                factor = rows[:, None] * columns[None, :-1] if parameter.ndim == 2 else rows * columns
-            found[geometry].append(factor.flatten())
-    return {geometry: torch.cat(parts) for geometry, parts in found.items()}
+    found = {}
+    for index, geometry in enumerate(GEOMETRIES):
+        parts = [parameter_factors(trainer, name, index) for name, _ in trainer.state.model.named_parameters()]
+        found[geometry] = torch.cat([part.flatten() for part in parts])
+    return found
+
+
+def parameter_factors(trainer: Trainer, name: str, geometry: int) -> Tensor:
+    """Factors of a geometry, by its number, on the gradient of a parameter: those of the last measured step."""
+    layer, _, kind = name.rpartition(".")
+    scales = taps_of(trainer)._layers[layer]
+    rows, columns = scales.rows[geometry], scales.columns[geometry]
+    if kind == "bias":
+        return rows * columns[-1]
+    return rows[:, None] * columns[None, :-1] if trainer.state.model.get_parameter(name).ndim == 2 else rows * columns
 
 
 def _pairs(vectors: Tensor) -> Tensor:
@@ -346,16 +282,14 @@ def _quantile(groups: int) -> float:
 
 
 def print_table(rows: Sequence[dict]) -> None:
-    print(f"{'loss':<9}{'spread':<11}{'geometry':<9}{'change':<12}{'predicted':>21}{'by finer bins':>22}{'realised':>22}"
-          f"{'holds them':>12}{'not 1':>7}{'shift':>17}")
+    print(f"{'loss':<9}{'spread':<11}{'geometry':<9}{'change':<12}{'predicted':>21}{'realised':>22}{'holds it':>9}"
+          f"{'not 1':>7}{'shift':>17}")
     for row in rows:
-        predicted, finer, realised = (
-            f"{row[key].value:.3f} [{row[key].lower:.3f}, {row[key].upper:.3f}]"
-            for key in ("predicted", "by_finer_bins", "realised")
+        predicted, realised = (
+            f"{row[key].value:.3f} [{row[key].lower:.3f}, {row[key].upper:.3f}]" for key in ("predicted", "realised")
         )
-        holds = " ".join("yes" if row[key] else "NO" for key in ("inside", "finer_inside"))
-        print(f"{row['loss']:<9}{row['spread']:<11}{row['geometry']:<9}{row['change']:<12}"
-              f"{predicted:>21}{finer:>22}{realised:>22}{holds:>12}{'yes' if row['excludes_1'] else 'no':>7}"
+        print(f"{row['loss']:<9}{row['spread']:<11}{row['geometry']:<9}{row['change']:<12}{predicted:>21}{realised:>22}"
+              f"{'yes' if row['inside'] else 'NO':>9}{'yes' if row['excludes_1'] else 'no':>7}"
               f"{100 * row['shift']:>8.2f} +- {100 * row['shift_stderr']:.2f}%")
 
 

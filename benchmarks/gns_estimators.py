@@ -10,17 +10,14 @@ errors of ln B_simple over the timestep bins, as root mean squares, of
     other       the exact value of the first N steps against that of all later ones: the error of sampling alone; and
                 the number of bins in which the sketch agrees with the later ones within the 95 % intervals of both
 
-in the plain geometry and in Adam's (row and column factors of the second moment, on both sides); `v factored` is the
-error of exact values with these factors against those with Adam's second moment element by element. Writes
-benchmarks/results/gns_estimators.json, and the steps' sums to outputs/gns_estimators.
+in the plain geometry and in Adam's (row and column factors of the second moment, on both sides). Adds to
+benchmarks/results/gns_estimators.json.
 """
 
 import argparse
-import json
 import math
 import sys
-import tempfile
-from datetime import date
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -32,8 +29,8 @@ from torch.func import functional_call, grad, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from tqdm import tqdm
 
-from benchmarks.gns_allocation import taps_of
-from torchtitan.config.job import load_config
+from benchmarks import shared
+from benchmarks.gns_allocation import parameter_factors, taps_of
 from torchtitan.diffusion.objective import Draw, Microbatch
 from torchtitan.diffusion.timesteps.sampler import GlobalBatch
 from torchtitan.gns.composite import Composite, ControlledSums, FreeSums
@@ -41,115 +38,72 @@ from torchtitan.gns.config import GNSConfig
 from torchtitan.gns.decayed import BinEstimates, DecayedSums
 from torchtitan.gns.statistics import PairSums
 from torchtitan.gns.step_sums import GEOMETRIES, PARTS, StepSums
-from torchtitan.runs.folder import versions
 from torchtitan.state.resume import materialise_state
 from torchtitan.trainer import Trainer
 from torchtitan.training.optimizer import optimizer_tensors
 
-ROOT = Path(__file__).resolve().parent.parent
-CONFIG = """
-[model]
-flavor = "debug"
-dim = 128
-num_layers = 4
-mlp_hidden_dim = 344
-[optimizer]
-lr = 5e-4
-[lr_scheduler]
-warmup_steps = 50
-[objective]
-timesteps.name = "uniform"
-[training]
-steps = 100000
-local_batch_size = {batch}
-[metrics]
-log_freq = 200
-enable_tensorboard = false
-[checkpoint]
-enable = false
-[sampling]
-enable = false
-[gns]
-enable = true
-interval = 1000000  # the measured steps follow the training
-{data}
-"""
+SETTINGS: shared.Settings = {
+    "model.flavor": "debug", "model.dim": 128, "model.num_layers": 4, "model.mlp_hidden_dim": 344, "optimizer.lr": 5e-4,
+    "lr_scheduler.warmup_steps": 50, "objective.timesteps.name": "uniform", "gns.enable": True,
+    "gns.interval": 1_000_000,  # the measured steps follow the training
+}  # fmt: skip
+DATA: dict[str, shared.Settings] = {
+    "digits": {"data.name": "digits"}, "cifar10": {"data.name": "cifar10", "model.patch_size": 8},
+}  # fmt: skip
 MEASURED_EVERY = 4
 TRAINED_BATCH = 256
 CHUNK = 32  # single gradients held at once
-KEPT = ROOT / "outputs" / "gns_estimators"
 
 Samples = tuple[Tensor, Any, Draw]  # images, conditions, draws
-
-DATA = {
-    "digits": '[data]\nname = "digits"\n',
-    "cifar10": '[data]\nname = "cifar10"\npath = "{cifar10}"\n',
-}
+Step = tuple[StepSums, dict[str, PairSums]]  # by the taps, and by single gradients in each geometry
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = shared.parser_of(__doc__)
     parser.add_argument("--data", nargs="+", choices=DATA, default=["digits"], help="results of others are kept")
     parser.add_argument("--cifar10", help="folder of CIFAR-10")
-    parser.add_argument(
-        "--ages", type=int, nargs="+", default=[150, 500, 1500],
-        help="steps trained before each measurement; results of others are kept",
-    )  # fmt: skip
+    parser.add_argument("--ages", type=int, nargs="+", default=[150, 500, 1500],
+        help="steps trained before each measurement; results of others are kept")
     parser.add_argument("--measured", type=int, default=32,
         help="N: measured steps of a measurement, at frozen weights")
     parser.add_argument("--batch", type=int, default=256, help="samples of a step of a measurement")
     parser.add_argument("--sketch-size", type=int, default=GNSConfig().sketch_size)
-    parser.add_argument("--reuse", action="store_true", help="the last run's measurements")
     arguments = parser.parse_args()
-    for name in arguments.data:
-        if name == "cifar10" and not arguments.cifar10:
-            parser.error("--data cifar10 needs --cifar10 FOLDER")
-        data = DATA[name]
-        with tempfile.TemporaryDirectory() as folder:
-            config = Path(folder) / f"{name}.toml"
-            config.write_text(CONFIG.format(batch=TRAINED_BATCH, data=data.format(cifar10=arguments.cifar10)))
-            options = [
-                "--job.config_file", str(config), "--job.dump_folder", folder,
-                "--gns.sketch_size", str(arguments.sketch_size), *(["--model.patch_size", "8"] if name == "cifar10" else []),
-            ]  # fmt: skip
-            rows = []
-            kept = {age: KEPT / f"{name}-{age}.pt" for age in arguments.ages}
-            if not arguments.reuse:
-                trainer = Trainer(load_config(options, 1))
-                batch = ["--training.local_batch_size", str(arguments.batch)]
-                looking = Trainer(load_config([*options, *batch, "--job.dump_folder", f"{folder}/look"], 1))
-                for age, path in kept.items():
-                    train_to(trainer, age)
-                    copy_state(trainer, looking)
-                    save_steps(path, steps_of_look(looking, age, arguments.measured))
-                trainer.close()
-                looking.close()
-            for age, path in kept.items():
-                steps = load_steps(path)
-                samples = int(steps[0][0].count.sum())
-                rows += [{"data": name, "age": age, "batch": samples, **row} for row in judge_look(steps, arguments.measured)]
+    if "cifar10" in arguments.data and not arguments.cifar10:
+        parser.error("--data cifar10 needs --cifar10 FOLDER")
+    for data in arguments.data:
+        rows = measure(data, arguments)
         print_table(rows)
-        write(name, rows, arguments)
+        write(data, rows, arguments)
+
+
+def measure(data: str, arguments: argparse.Namespace) -> list[dict]:
+    """Train on a data set, and measure at each age: a row per age and geometry."""
+    settings = SETTINGS | DATA[data] | {"gns.sketch_size": arguments.sketch_size}
+    settings |= {"data.path": arguments.cifar10} if data == "cifar10" else {}
+    trainer = shared.build_trainer(settings | {"training.local_batch_size": TRAINED_BATCH})
+    looking = shared.build_trainer(settings | {"training.local_batch_size": arguments.batch})
+    rows = []
+    for age in arguments.ages:
+        shared.train_to(trainer, age)
+        copy_state(trainer, looking)
+        found = judge_look(steps_of_look(looking, age, arguments.measured), arguments.measured)
+        rows += [{"data": data, "age": age, "batch": arguments.batch, **row} for row in found]
+    trainer.close()
+    looking.close()
+    return rows
 
 
 def write(data: str, rows: list[dict], arguments: argparse.Namespace) -> None:
     """Write the results together with those of other data sets and ages."""
-    path = ROOT / "benchmarks" / "results" / "gns_estimators.json"
-    results = json.loads(path.read_text()) if path.exists() else {}
+    results = shared.read_results("gns_estimators")
     done = [row for row in results.get(data, {}).get("rows", ()) if row["age"] not in arguments.ages]
     results[data] = {
         "model": "DiT of 128 channels, 4 blocks", "measured_steps": arguments.measured,
         "sketch_size": arguments.sketch_size, "rows": sorted(done + rows, key=lambda row: row["age"]),
-        "date": date.today().isoformat(), "versions": versions(),
-    }
-    path.write_text(json.dumps(results, indent=1) + "\n")
-    print(f"wrote {path.relative_to(ROOT)}")
-
-
-def train_to(trainer: Trainer, age: int) -> None:
-    while trainer.state.step < age:
-        trainer.state.step += 1
-        trainer.train_step()
+        **shared.conditions(),
+    }  # fmt: skip
+    shared.write_results("gns_estimators", results)
 
 
 def copy_state(trainer: Trainer, to: Trainer) -> None:
@@ -161,21 +115,19 @@ def copy_state(trainer: Trainer, to: Trainer) -> None:
         copies[name].copy_(tensor)
 
 
-def steps_of_look(trainer: Trainer, age: int, measured: int) -> list[tuple[StepSums, dict[str, PairSums]]]:
-    """Steps of a measurement with frozen weights: sums of every step by the taps and by single gradients."""
+def steps_of_look(trainer: Trainer, age: int, measured: int) -> Iterator[Step]:
+    """Steps of a measurement with frozen weights."""
     first = 10_000_000 * age  # samples that training never sees
-    steps = []
     for number in tqdm(range(MEASURED_EVERY * measured), desc=f"age {age}", leave=False):
         sketched = number < measured or _measured_for_composite(number)
         sums = _measure(trainer, first, number, sketched)  # first, since it sets the factors of Adam's geometry
-        steps.append((sums, exact_sums(trainer, _samples(trainer, first, number), elementwise=number < measured)))
-    return steps
+        yield sums, exact_sums(trainer, _samples(trainer, first, number))
 
 
-def judge_look(steps: list[tuple[StepSums, dict[str, PairSums]]], measured: int) -> list[dict]:
+def judge_look(steps: Iterator[Step], measured: int) -> list[dict]:
     """Judge a measurement: a row per geometry."""
-    num_bins, geometries = len(steps[0][0].count), GEOMETRIES
-    keys = ("sketch", "modulation", "exact", "all exact", "elementwise", "other")
+    keys = ("sketch", "modulation", "exact", "all exact", "other")
+    num_bins, geometries = GNSConfig().num_bins, GEOMETRIES
     pools = {(g, key): DecayedSums(num_bins, math.inf) for g in geometries for key in (*keys, "composite's")}
     composites = [Composite(num_bins, index, math.inf) for index in range(len(geometries))]
     controlled = [ControlledSums(num_bins, math.inf) for _ in geometries]
@@ -189,14 +141,10 @@ def judge_look(steps: list[tuple[StepSums, dict[str, PairSums]]], measured: int)
                     controlled[index].add(*found)
                     pools[geometry, "composite's"].add(found[0])
             pools[geometry, "all exact"].add(exact[geometry])
-            if number >= measured:
-                pools[geometry, "other"].add(exact[geometry])
-                continue
-            pools[geometry, "exact"].add(exact[geometry])
-            pools[geometry, "sketch"].add(_whole(sums, index, range(len(PARTS))))
-            pools[geometry, "modulation"].add(_whole(sums, index, [PARTS.index("modulation")]))
-            if geometry == "adam":
-                pools[geometry, "elementwise"].add(exact["elementwise"])
+            pools[geometry, "other" if number >= measured else "exact"].add(exact[geometry])
+            if number < measured:
+                pools[geometry, "sketch"].add(_whole(sums, index, range(len(PARTS))))
+                pools[geometry, "modulation"].add(_whole(sums, index, [PARTS.index("modulation")]))
     return [
         _row(
             geometry,
@@ -207,20 +155,8 @@ def judge_look(steps: list[tuple[StepSums, dict[str, PairSums]]], measured: int)
     ]
 
 
-def save_steps(path: Path, steps: list[tuple[StepSums, dict[str, PairSums]]]) -> None:
-    """Save the steps' sums, so that a change of the pooling needs no new measurement."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    torch.save([(vars(sums), {kind: vars(pairs) for kind, pairs in exact.items()}) for sums, exact in steps], path)
-
-
-def load_steps(path: Path) -> list[tuple[StepSums, dict[str, PairSums]]]:
-    kept = torch.load(path, weights_only=True)
-    return [(StepSums(**sums), {kind: PairSums(**pairs) for kind, pairs in exact.items()}) for sums, exact in kept]
-
-
 def _measured_for_composite(number: int) -> bool:
     return number % MEASURED_EVERY == MEASURED_EVERY - 1
-
 
 
 def _measure(trainer: Trainer, first: int, number: int, sketched: bool) -> StepSums:
@@ -235,12 +171,9 @@ def _measure(trainer: Trainer, first: int, number: int, sketched: bool) -> StepS
 
 
 def _samples(trainer: Trainer, first: int, number: int) -> Samples:
+    """Samples of a step as a training step would see them: images, conditions, and draws of t and noise."""
     batch = trainer.config.training.local_batch_size
-    return samples_of(trainer, GlobalBatch(first + number * batch, batch))
-
-
-def samples_of(trainer: Trainer, where: GlobalBatch) -> Samples:
-    """Samples of a global batch as a training step would see them: images, conditions, and draws of t and noise."""
+    where = GlobalBatch(first + number * batch, batch)
     samples = torch.arange(where.size) + where.first_sample
     dataset = trainer.state.data._loader_arguments["dataset"]
     data = dataset.fetch((samples % len(dataset)).numpy()) | {"samples": samples}
@@ -248,8 +181,8 @@ def samples_of(trainer: Trainer, where: GlobalBatch) -> Samples:
     return data["images"], trainer.state.condition(data, 0), draw
 
 
-def exact_sums(trainer: Trainer, samples: Samples, elementwise: bool) -> dict[str, PairSums]:
-    """Exact sums of samples from one gradient each, in every geometry, and with Adam's own second moment if wanted."""
+def exact_sums(trainer: Trainer, samples: Samples) -> dict[str, PairSums]:
+    """Exact sums of samples from one gradient each, in every geometry."""
     x0, condition, draw = samples
     parameters = {name: parameter.detach() for name, parameter in trainer.state.model.named_parameters()}
     objective, model = trainer.state.objective, trainer.state.model
@@ -263,10 +196,10 @@ def exact_sums(trainer: Trainer, samples: Samples, elementwise: bool) -> dict[st
 
     bins = torch.bucketize(draw.t, taps_of(trainer)._edges)
     one_hot = torch.nn.functional.one_hot(bins, taps_of(trainer).num_bins).double()
-    ones = {name: torch.ones_like(weight) for name, weight in parameters.items()}
-    factors = {"plain": ones, "adam": _factored(trainer)}
-    if elementwise:
-        factors["elementwise"] = _elementwise(trainer)
+    factors = {
+        geometry: {name: parameter_factors(trainer, name, index) for name in parameters}
+        for index, geometry in enumerate(GEOMETRIES)
+    }
     # [weights, kinds] per parameter: one pass over the squared elements serves all geometries.
     weights = {name: torch.stack([of[name].flatten().square() for of in factors.values()], dim=1) for name in parameters}
     squares = torch.zeros(one_hot.shape[1], len(factors), dtype=torch.float64)
@@ -290,25 +223,6 @@ def exact_sums(trainer: Trainer, samples: Samples, elementwise: bool) -> dict[st
     }
 
 
-def _elementwise(trainer: Trainer) -> dict[str, Tensor]:
-    found = {}
-    for name, parameter in trainer.state.model.named_parameters():
-        state = trainer.state.optimizer.state[parameter]
-        v = state["exp_avg_sq"] / (1 - trainer.config.optimizer.beta2 ** state["step"])
-        found[name] = 1.0 / (v.sqrt() + trainer.config.optimizer.eps)
-    return found
-
-
-def _factored(trainer: Trainer) -> dict[str, Tensor]:
-    found = {}
-    for name, scales in taps_of(trainer)._layers.items():
-        rows, columns = scales.rows[-1], scales.columns[-1]
-        weight = trainer.state.model.get_submodule(name).weight
-        found[f"{name}.weight"] = rows[:, None] * columns[None, :-1] if weight.ndim == 2 else rows * columns
-        found[f"{name}.bias"] = rows * columns[-1]
-    return found
-
-
 def _whole(sums: StepSums, index: int, parts) -> PairSums:
     parts = list(parts)
     squares, products = sums.squares[parts, index].sum(0), sums.all_products[parts, index].sum(0)
@@ -329,8 +243,6 @@ def _row(geometry: str, found: dict[str, BinEstimates]) -> dict:
     other = found["other"]
     row["other_lower"], row["other_upper"] = other.lower.tolist(), other.upper.tolist()
     row["sketch_agrees_with_other"] = int(_agree(found["sketch"], other).sum())
-    if geometry == "adam":
-        row["factored_rms"] = _rms(found["exact"].b_simple / found["elementwise"].b_simple)
     return row
 
 
@@ -358,14 +270,13 @@ def spearman(a: Tensor, b: Tensor) -> float:
 def print_table(rows: list[dict]) -> None:
     print(
         f"{'data':<8}{'age':>6}{'batch':>6} {'geometry':<9}{'exact B':>17}{'sketch':>8}"
-        f"{'composite':>11}{'rank':>6}{'adaLN':>8}{'ratio':>7}{'other':>8}{'agree':>8}{'v factored':>12}"
+        f"{'composite':>11}{'rank':>6}{'adaLN':>8}{'ratio':>7}{'other':>8}{'agree':>8}"
     )
     for row in rows:
         span = f"{min(row['exact']):.1f} .. {max(row['exact']):.1f}"
         print(f"{row['data']:<8}{row['age']:>6}{row['batch']:>6} {row['geometry']:<9}{span:>17}{row['sketch_rms']:>8.1%}"
               f"{row['composite_rms']:>11.1%}{row['composite_spearman']:>6.2f}{row['modulation_rms']:>8.1%}"
-              f"{row['modulation_ratio']:>7.2f}{row['other_rms']:>8.1%}{row['sketch_agrees_with_other']:>8}"
-              f"{row.get('factored_rms', math.nan):>12.1%}")
+              f"{row['modulation_ratio']:>7.2f}{row['other_rms']:>8.1%}{row['sketch_agrees_with_other']:>8}")
 
 
 if __name__ == "__main__":

@@ -5,12 +5,9 @@ images, noise, timesteps and sketches) are computed in both precisions: |G|^2, t
 objective in both geometries, as ratios, with the signal's 95 % interval over steps. Writes benchmarks/results/gns_precision.json.
 """
 
-import argparse
 import json
 import statistics
 import sys
-import tempfile
-from datetime import date
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -20,47 +17,36 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 from scipy import stats
 
-from torchtitan.config.job import load_config
+from benchmarks import shared
 from torchtitan.gns.step_sums import GEOMETRIES, StepSums
-from torchtitan.runs.folder import versions
 from torchtitan.state.resume import materialise_state
 from torchtitan.trainer import Trainer
-from torchtitan.training.hardware import device_name
 
-ROOT = Path(__file__).resolve().parent.parent
 PRECISIONS = ("float32", "bfloat16")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = shared.parser_of(__doc__)
     parser.add_argument("--ages", type=int, nargs="+", default=[100, 400, 800], help="steps of training")
     parser.add_argument("--steps", type=int, default=64, help="measured steps at each age")
     arguments = parser.parse_args()
     trained = build("float32")
     found = {}
     for age in arguments.ages:
-        while trained.state.step < age:
-            step(trained)
+        shared.train_to(trained, age)
         found[str(age)] = at_age(trained, arguments.steps)
         print(age, json.dumps(found[str(age)], indent=1), flush=True)
-    result = {"ages": found, "steps": arguments.steps, "device": device_name(trained.state.layout.device),
-              "date": date.today().isoformat(), "versions": versions()}  # fmt: skip
-    (ROOT / "benchmarks" / "results" / "gns_precision.json").write_text(json.dumps(result, indent=1) + "\n")
+    result = {"ages": found, "steps": arguments.steps, **shared.conditions(trained.state.layout.device)}
+    shared.write_results("gns_precision", result)
 
 
 def build(precision: str) -> Trainer:
     """Build a trainer of the digits model that measures every step."""
-    words = {
-        "job.config_file": str(ROOT / "train_configs" / "digits.toml"), "job.dump_folder": tempfile.mkdtemp(),
-        "training.mixed_precision_param": precision, "gns.interval": "1", "checkpoint.enable": "false",
-        "sampling.enable": "false", "evaluation.enable": "false", "validation.enable": "false",
-    }  # fmt: skip
-    return Trainer(load_config([word for key, value in words.items() for word in (f"--{key}", value)], 1))
-
-
-def step(trainer: Trainer) -> None:
-    trainer.state.step += 1
-    trainer.train_step()
+    return shared.build_trainer({
+        "job.config_file": str(shared.ROOT / "train_configs" / "digits.toml"), "training.steps": 900,
+        "training.mixed_precision_param": precision, "gns.interval": 1, "evaluation.enable": False,
+        "validation.enable": False,
+    })  # fmt: skip
 
 
 def at_age(trained: Trainer, steps: int) -> dict[str, dict[str, float | list[float]]]:
@@ -96,7 +82,7 @@ def measure(trained: Trainer, precision: str, steps: int) -> tuple[list[list[flo
 
     with patch.object(monitor._taps, "end_step", recorded), patch.object(trainer.state.optimizer, "step"):
         for _ in range(steps):
-            step(trainer)
+            shared.train_step(trainer)
     trainer.close()
     estimates = [_signal_and_noise(sums) for sums in measured]
     return [signal.tolist() for signal, _ in estimates], [noise.tolist() for _, noise in estimates]

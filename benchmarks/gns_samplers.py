@@ -17,14 +17,10 @@ with 95 % intervals by Student's t; of 8 comparisons without any effect 0.4 excl
 Writes benchmarks/results/gns_samplers.json.
 """
 
-import argparse
-import json
 import math
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
-from datetime import date
 from pathlib import Path
 from statistics import mean
 
@@ -34,66 +30,30 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from torchtitan.config.job import load_config
+from benchmarks import shared
 from torchtitan.data import DATASETS
 from torchtitan.diffusion.timesteps.shares import AllocatedTimesteps
 from torchtitan.evaluation.validation import validation_loss
-from torchtitan.runs.folder import versions
 from torchtitan.statistics.interval import mean_interval
 from torchtitan.trainer import Trainer
 
-ROOT = Path(__file__).resolve().parent.parent
-CONFIG = """
-[model]
-flavor = "debug"
-num_layers = 2
-[data]
-name = "digits"
-[optimizer]
-lr = 1e-3
-beta2 = 0.99
-[lr_scheduler]
-warmup_steps = 50
-[objective]
-timesteps.name = "uniform"
-{objective}
-[training]
-steps = {steps}
-local_batch_size = {batch}
-[[ema.tracks]]
-name = "ema"
-decay = 0.99
-[metrics]
-enable_tensorboard = false
-[checkpoint]
-enable = false
-[sampling]
-enable = false
-[debug]
-seed = {seed}
-{gns}
-"""
-LOSSES = {
-    "velocity": "",
-    "noise": 'weighting.name = "p2"\nweighting.gamma = 0.0\n',  # the noise's error counts 1, the velocity's (1 - t)^2
+SETTINGS: shared.Settings = {
+    "model.flavor": "debug", "model.num_layers": 2, "data.name": "digits", "optimizer.lr": 1e-3, "optimizer.beta2": 0.99,
+    "lr_scheduler.warmup_steps": 50, "objective.timesteps.name": "uniform", "ema.tracks": [{"name": "ema", "decay": 0.99}],
+}  # fmt: skip
+LOSSES: dict[str, shared.Settings] = {
+    "velocity": {},
+    # The noise's error counts 1, the velocity's (1 - t)^2.
+    "noise": {"objective.weighting.name": "p2", "objective.weighting.gamma": 0.0},
 }
-ALLOCATION = """
-[gns]
-enable = true
-interval = 4
-half_life = 1024
-allocate_timesteps = true
-allocation_warmup = 3000
-allocation_interval = 50
-"""
-STRATIFIED = 'spread = "stratified"\n'
-# Sampler -> lines of [objective], other sections.
+ALLOCATION: shared.Settings = {
+    "gns.enable": True, "gns.interval": 4, "gns.half_life": 1024, "gns.allocate_timesteps": True,
+    "gns.allocation_warmup": 3000, "gns.allocation_interval": 50,
+}  # fmt: skip
+STRATIFIED: shared.Settings = {"objective.spread": "stratified"}
 SAMPLERS = {
-    "uniform": ("", ""),
-    "stratified": (STRATIFIED, ""),
-    "allocated": ("", ALLOCATION),
-    "allocated, stratified": (STRATIFIED, ALLOCATION),
-}
+    "uniform": {}, "stratified": STRATIFIED, "allocated": ALLOCATION, "allocated, stratified": STRATIFIED | ALLOCATION,
+}  # fmt: skip
 COMPARISONS = [
     ("stratified", "uniform"), ("allocated", "uniform"), ("allocated, stratified", "uniform"),
     ("allocated, stratified", "stratified"),
@@ -106,7 +66,7 @@ Curve = list[tuple[int, float]]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = shared.parser_of(__doc__)
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--seeds", type=int, default=3)
@@ -127,32 +87,24 @@ def main() -> None:
         "runs": [
             {"loss": loss, "sampler": sampler, "seed": seed, **found} for (loss, sampler, seed), found in runs.items()
         ],
-        "cpu_seconds": round(time.process_time() - started), "date": date.today().isoformat(), "versions": versions(),
+        "cpu_seconds": round(time.process_time() - started), **shared.conditions(),
     }  # fmt: skip
-    path = ROOT / "benchmarks" / "results" / "gns_samplers.json"
-    path.write_text(json.dumps(result, indent=1) + "\n")
-    print(f"wrote {path.relative_to(ROOT)}")
+    shared.write_results("gns_samplers", result)
 
 
 def run(loss: str, sampler: str, seed: int, steps: int, batch: int) -> dict:
     """Run one training: its held-out curve, and the final shares of timesteps."""
-    objective, gns = SAMPLERS[sampler]
-    with tempfile.TemporaryDirectory() as folder:
-        config = Path(folder) / "run.toml"
-        config.write_text(
-            CONFIG.format(objective=LOSSES[loss] + objective, gns=gns, steps=steps, batch=batch, seed=seed)
-        )
-        trainer = Trainer(load_config(["--job.config_file", str(config), "--job.dump_folder", folder], 1))
-        curve, changes, shares = [], 0, None
-        while trainer.state.step < steps:
-            trainer.state.step += 1
-            trainer.train_step()
-            timesteps = trainer.state.objective.timestep_sampler
-            if isinstance(timesteps, AllocatedTimesteps) and timesteps.shares.tolist() != shares:
-                changes, shares = changes + (shares is not None), timesteps.shares.tolist()
-            if trainer.state.step % (steps // MEASUREMENTS) == 0:
-                curve.append((trainer.state.step * batch, held_out_loss(trainer)))
-        trainer.close()
+    sizes = {"training.steps": steps, "training.local_batch_size": batch, "debug.seed": seed}
+    trainer = shared.build_trainer(SETTINGS | LOSSES[loss] | SAMPLERS[sampler] | sizes)
+    curve, changes, shares = [], 0, None
+    while trainer.state.step < steps:
+        shared.train_step(trainer)
+        timesteps = trainer.state.objective.timestep_sampler
+        if isinstance(timesteps, AllocatedTimesteps) and timesteps.shares.tolist() != shares:
+            changes, shares = changes + (shares is not None), timesteps.shares.tolist()
+        if trainer.state.step % (steps // MEASUREMENTS) == 0:
+            curve.append((trainer.state.step * batch, held_out_loss(trainer)))
+    trainer.close()
     return {"curve": curve, "changes": changes, "shares": shares}
 
 

@@ -1,12 +1,11 @@
-"""Throughput and memory of the latent store: python benchmarks/latent_store.py [--images N] [--rounds N]
+"""Throughput of the latent store: python benchmarks/latent_store.py [--images N] [--rounds N]
 
 Latents 4x32x32, mean and standard deviation in float16, in random order and batches of 256, from memory (each image is
-read once before). Two processes read at once; rounds of the store and of one .npy file per image take turns, and the
-ratio is taken round by round. Then the memory of four processes that each read all of it, and the time to open a store
-of ImageNet's size. Writes benchmarks/results/latent_store.json.
+read once before). Two processes read at once; rounds of the store, of samples drawn from it and of one .npy file per image
+take turns, and the ratio is taken round by round. Then the time to open a store of ImageNet's size. Writes
+benchmarks/results/latent_store.json.
 """
 
-import argparse
 import json
 import multiprocessing
 import statistics
@@ -14,7 +13,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from datetime import date
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -22,32 +20,28 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import numpy as np
 import torch
 
+from benchmarks import shared
 from torchtitan.data.base import Draws
 from torchtitan.data.latents import Latents, LatentsConfig
 from torchtitan.latents import LatentStore, Normalization, StorePlan, StoreWriter, images_per_shard
 from torchtitan.latents.index import INDEX_FILE, ShardRecord, StoreIndex, shard_name, write_sealed
-from torchtitan.runs.folder import versions
-from torchtitan.training.hardware import device_name
 
-ROOT = Path(__file__).resolve().parent.parent
 SHAPE = (4, 32, 32)
 BATCH = 256
 PROCESSES = 2
-RANKS = 4
 IMAGENET = 1_281_167
-KINDS = {"all": "Pss:", "anonymous": "Pss_Anon:"}  # as the system calls them
 UNIT = Normalization(shift=[0.0] * 4, scale=[1.0] * 4, source="given")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = shared.parser_of(__doc__)
     parser.add_argument("--images", type=int, default=20_000)
     parser.add_argument("--rounds", type=int, default=7)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         store, files, large = (Path(folder) / name for name in ("store", "npy", "large"))
         write_both(store, files, arguments.images)
-        ways = {"stored": read_stored, "float32": read_float32, "samples": read_samples, "npy": read_npy}
+        ways = {"stored": read_stored, "samples": read_samples, "npy": read_npy}
         rates: dict[str, list[float]] = {way: [] for way in ways}
         for number in range(arguments.rounds + 1):
             for way, read in ways.items():
@@ -59,14 +53,10 @@ def main() -> None:
             "processes": PROCESSES, "rounds": arguments.rounds,
             "images_per_second": {way: statistics.median(found) for way, found in rates.items()},
             "store_over_npy": statistics.median(a / b for a, b in zip(rates["stored"], rates["npy"], strict=True)),
-            "memory_of_ranks_over_store": memory_growth(store),  # {kind of page: growth}
-            "seconds_to_open_imagenet": seconds_to_open(large),
-            "device": device_name(torch.device("cpu")), "date": date.today().isoformat(), "versions": versions(),
-        }
-    path = ROOT / "benchmarks" / "results" / "latent_store.json"
-    path.parent.mkdir(exist_ok=True)
-    path.write_text(json.dumps(result, indent=1) + "\n")
+            "seconds_to_open_imagenet": seconds_to_open(large), **shared.conditions(torch.device("cpu")),
+        }  # fmt: skip
     print(json.dumps(result, indent=1))
+    shared.write_results("latent_store", result)
 
 
 def plan_of(num_images: int) -> StorePlan:
@@ -93,10 +83,6 @@ def write_both(store: Path, files: Path, num_images: int) -> None:
 
 def read_stored(folder: Path) -> Callable[[np.ndarray], object]:
     return LatentStore(folder).read_stored
-
-
-def read_float32(folder: Path) -> Callable[[np.ndarray], object]:
-    return LatentStore(folder).read
 
 
 def read_samples(folder: Path) -> Callable[[np.ndarray], object]:
@@ -137,43 +123,6 @@ def read_share(way: Callable, folder: Path, num_images: int, rank: int, barrier)
     for first in range(0, len(order), BATCH):
         read(order[first : first + BATCH])
     barrier.wait()
-
-
-def memory_growth(store: Path) -> dict[str, float]:
-    """Memory growth of RANKS processes together while each reads all, in stores, by kind of page.
-
-    Pages of the store are the system's cache, reclaimed when memory is short; "anonymous" is the processes' own memory.
-    """
-    context = multiprocessing.get_context("fork")
-    barrier, grown = context.Barrier(RANKS), context.Queue()
-    ranks = [context.Process(target=hold_all, args=(store, barrier, grown)) for _ in range(RANKS)]
-    for rank in ranks:
-        rank.start()
-    grown_by = [grown.get() for _ in ranks]
-    for rank in ranks:
-        rank.join()
-    size = sum(file.stat().st_size for file in store.iterdir())
-    return {kind: sum(growth[kind] for growth in grown_by) / size for kind in KINDS}
-
-
-def hold_all(folder: Path, barrier, grown) -> None:
-    torch.set_num_threads(1)
-    store = LatentStore(folder)
-    barrier.wait()
-    before = proportional_bytes()
-    barrier.wait()
-    for first in range(0, len(store), BATCH):
-        store.read_stored(np.arange(first, min(first + BATCH, len(store))))
-    barrier.wait()
-    after = proportional_bytes()
-    barrier.wait()
-    grown.put({kind: after[kind] - before[kind] for kind in KINDS})
-
-
-def proportional_bytes() -> dict[str, int]:
-    """Resident memory of this process by kind; a page that n processes share counts 1 / n."""
-    lines = [line.split() for line in Path("/proc/self/smaps_rollup").read_text().splitlines()]
-    return {kind: next(1024 * int(line[1]) for line in lines if line[0] == name) for kind, name in KINDS.items()}
 
 
 def seconds_to_open(folder: Path) -> float:

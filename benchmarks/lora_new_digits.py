@@ -9,11 +9,9 @@ Takes half an hour on two cores; interrupted, it goes on. Runs are in outputs/lo
 benchmarks/results.
 """
 
-import argparse
 import json
 import subprocess
 import sys
-from datetime import date
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -22,15 +20,11 @@ import numpy as np
 import torch
 from PIL import Image
 
-from torchtitan.distributed.mesh import compute_device
-from torchtitan.fidelity.extractors import open_extractor
+from benchmarks import shared
+from benchmarks.shared import ROOT
 from torchtitan.fidelity.images import open_images
 from torchtitan.pictures.grids import image_grid
-from torchtitan.runs.folder import versions
-from torchtitan.statistics.interval import Interval, binomial_interval
-from torchtitan.training.hardware import device_name
 
-ROOT = Path(__file__).resolve().parent.parent
 OUTPUTS = ROOT / "outputs" / "lora_new_digits"
 OLD, NEW = tuple(range(8)), (8, 9)
 COUNT, SHOWN = 400, 8
@@ -43,7 +37,7 @@ LORA = ("--lora.enable", "true", "--lora.patterns", '["layers", "label_embed"]')
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = shared.parser_of(__doc__)
     parser.add_argument("--steps", type=int, default=300, help="of fine-tuning")
     parser.add_argument("--base-steps", type=int, default=900, help="on 0 to 7")
     arguments = parser.parse_args()
@@ -65,13 +59,10 @@ def main() -> None:
             key: share(images[group], group) for key, group in (("0 to 7", OLD), ("8 and 9", NEW))
         }
         pictures.append(np.concatenate([images[group][:SHOWN] for group in (OLD, NEW)]))
-    result = {
-        "images of each share": COUNT, "steps": arguments.steps, "rows": rows, "device": device_name(compute_device()),
-        "date": date.today().isoformat(), "versions": versions(),
-    }  # fmt: skip
-    (ROOT / "benchmarks" / "results" / "lora_new_digits.json").write_text(json.dumps(result, indent=1) + "\n")
-    picture(list(rows), pictures).save(ROOT / "docs" / "images" / "lora_new_digits.png")
+    result = {"images of each share": COUNT, "steps": arguments.steps, "rows": rows, **shared.conditions()}
     print(json.dumps(result, indent=1))
+    shared.write_results("lora_new_digits", result)
+    picture(list(rows), pictures).save(ROOT / "docs" / "images" / "lora_new_digits.png")
 
 
 def train(name: str, steps: int, classes: tuple[int, ...], options: tuple[str, ...] = ()) -> None:
@@ -85,20 +76,13 @@ def train(name: str, steps: int, classes: tuple[int, ...], options: tuple[str, .
 def drawn(name: str, group: tuple[int, ...]) -> np.ndarray:
     """Images [N, H, W, 3] uint8 of a run, of the classes by turns."""
     folder = OUTPUTS / "sets" / f"{name}-{group[0]}"
-    command(
-        "scripts/sample.py", OUTPUTS / name, "--count", COUNT, "--classes", *group, "--output", folder,
-    )
+    command("scripts/sample.py", OUTPUTS / name, "--count", COUNT, "--classes", *group, "--output", folder)
     return open_images(folder).pixels(range(COUNT))
 
 
 def share(images: np.ndarray, group: tuple[int, ...]) -> dict[str, float]:
     """Share of images in which the extractor sees the class that was asked for."""
-    extractor = open_extractor("digits")
-    batches = torch.from_numpy(images.transpose(0, 3, 1, 2).copy()).split(200)
-    found = torch.cat([extractor.extract(batch)["logits"].argmax(1) for batch in batches]).numpy()
-    right = found == np.array(group)[np.arange(len(images)) % len(group)]
-    interval: Interval = binomial_interval(int(right.sum()), len(right))
-    return {"value": interval.value, "lower": interval.lower, "upper": interval.upper}
+    return shared.proportion(shared.recognised_classes(images, "digits") == np.array(group)[np.arange(len(images)) % len(group)])
 
 
 def picture(names: list[str], rows: list[np.ndarray]) -> Image.Image:

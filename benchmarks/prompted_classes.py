@@ -7,30 +7,21 @@ images are recognised. Shares have Wilson's 95 % interval; chance is one in as m
 Writes benchmarks/results/prompted_classes.json.
 """
 
-import argparse
 import json
 import sys
-from datetime import date
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import numpy as np
-import torch
 
+from benchmarks import shared
 from torchtitan.data.cifar import Cifar10
-from torchtitan.distributed.mesh import compute_device
-from torchtitan.fidelity.extractors import open_extractor
 from torchtitan.fidelity.images import open_images
-from torchtitan.runs.folder import versions
-from torchtitan.statistics.interval import Interval, binomial_interval
-from torchtitan.training.hardware import device_name
-
-BATCH = 200
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = shared.parser_of(__doc__)
     parser.add_argument("set", type=Path, help="folder of a set drawn with --prompt")
     folder = parser.parse_args().set
     record = json.loads((folder / "set.json").read_text())
@@ -38,19 +29,18 @@ def main() -> None:
     drawn = open_images(folder)
     images = drawn.pixels(range(len(drawn)))  # [N, H, W, 3]
     asked = np.array(classes)[np.arange(len(images)) % len(classes)]
-    extractor = open_extractor("cifar10")
-    batches = torch.from_numpy(images.transpose(0, 3, 1, 2).copy()).split(BATCH)
-    found = torch.cat([extractor.extract(batch)["logits"].argmax(1) for batch in batches]).numpy()
+    found = shared.recognised_classes(images, "cifar10")
     names = Cifar10.edition.class_names
     result = {
         "images": len(images), "weights": record["weights"]["label"], "num_steps": record["num_steps"],
-        "guidance_scale": record["guidance_scale"], "chance": 1 / len(names), "recognised": share(found == asked),
-        "by_class": {names[number]: share(found[asked == number] == number) for number in sorted({*classes})},
-        "device": device_name(compute_device()), "date": date.today().isoformat(), "versions": versions(),
+        "guidance_scale": record["guidance_scale"], "chance": 1 / len(names), "recognised": shared.proportion(found == asked),
+        "by_class": {
+            names[number]: shared.proportion(found[asked == number] == number) for number in sorted({*classes})
+        },
+        **shared.conditions(),
     }  # fmt: skip
-    path = Path(__file__).parent / "results" / "prompted_classes.json"
-    path.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result, indent=1))
+    shared.write_results("prompted_classes", result)
 
 
 def class_of(prompt: str) -> int:
@@ -59,11 +49,6 @@ def class_of(prompt: str) -> int:
     if len(named) != 1:
         raise SystemExit(f"{prompt!r} names {len(named)} classes of CIFAR-10, not one")
     return named[0]
-
-
-def share(right: np.ndarray) -> dict[str, float]:
-    found: Interval = binomial_interval(int(right.sum()), len(right))
-    return {"value": found.value, "lower": found.lower, "upper": found.upper}
 
 
 if __name__ == "__main__":

@@ -6,26 +6,22 @@ with [float8], at twice the peak. Times alone: the simulation of the memory in s
 Prints their table, of which docs/comparing.md gives the errors, and writes benchmarks/results/published_steps.json.
 """
 
-import argparse
 import dataclasses
-import json
 import sys
 from dataclasses import dataclass
-from datetime import date
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks import shared
 from torchtitan.config.job import JobConfig, load_config
 from torchtitan.estimate.devices import DEVICES, Device
 from torchtitan.estimate.memory import MemoryEstimate, model_on_meta
 from torchtitan.estimate.roofline import Efficiency, StepTime, estimate_step_time, training_flops_per_image
+from torchtitan.experiments.command_lines import words_of
 from torchtitan.models.base import DiffusionModel
-from torchtitan.runs.folder import versions
 
-ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "benchmarks" / "results" / "published_steps.json"
 MXFP8, SPLIT = "MXFP8", "bfloat16, tensor parallel 4"
 
 
@@ -63,31 +59,30 @@ ROWS = (
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.parse_args()
+    shared.parser_of(__doc__).parse_args()
     found = [record_of(row) for row in ROWS]
-    RESULTS.write_text(json.dumps({"rows": found, "date": date.today().isoformat(), "versions": versions()}, indent=1) + "\n")
+    shared.write_results("published_steps", {"rows": found, **shared.conditions()})
     print("\n".join(table_of(found)))
 
 
-def config_of(row: Published, *more: str) -> JobConfig:
+def config_of(row: Published, more: shared.Settings) -> JobConfig:
     """Configuration of the estimated run."""
-    words = [
-        "--job.config_file", str(ROOT / "train_configs" / "flux_schnell_256.toml"), "--data.name", "synthetic",
-        "--data.shape", "[16, 32, 32]", "--data.text_length", "256", "--data.num_workers", "0",
-        "--training.global_batch_size", str(row.images), "--parallelism.data_parallel_replicate_degree", "-1",
-        "--parallelism.data_parallel_shard_degree", str(row.shards), *more,
-    ]  # fmt: skip
-    return load_config(words, row.devices, elsewhere=True)
+    settings = {
+        "job.config_file": str(shared.ROOT / "train_configs" / "flux_schnell_256.toml"), "data.name": "synthetic",
+        "data.shape": [16, 32, 32], "data.text_length": 256, "data.num_workers": 0,
+        "training.global_batch_size": row.images, "parallelism.data_parallel_replicate_degree": -1,
+        "parallelism.data_parallel_shard_degree": row.shards,
+    }  # fmt: skip
+    return load_config(words_of(settings | more), row.devices, elsewhere=True)
 
 
 def record_of(row: Published) -> dict[str, Any]:
     """Record of a row: the published step and the estimated ones, by precision."""
-    config, device = config_of(row), DEVICES[row.device]
+    config, device = config_of(row, {}), DEVICES[row.device]
     model = model_on_meta(config)
     times = {"bfloat16": time_of(config, model, device)}
     if row.precision == MXFP8:
-        times["float8"] = time_of(config_of(row, "--float8.enable", "true"), model, device)
+        times["float8"] = time_of(config_of(row, {"float8.enable": True}), model, device)
     flops = training_flops_per_image(config, model) * row.images / row.devices
     return dataclasses.asdict(row) | {
         "of_bfloat16_peak": flops / row.seconds / (1e12 * device.tflops_bf16),

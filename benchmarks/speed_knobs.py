@@ -8,7 +8,7 @@ coverage is in the result. Writes benchmarks/results/speed_knobs.json.
 """
 
 import argparse
-import json
+import functools
 import multiprocessing
 import os
 import socket
@@ -16,7 +16,6 @@ import statistics
 import sys
 import tempfile
 from dataclasses import dataclass
-from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -24,19 +23,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
-from benchmarks.trainer_overhead import timed
+from benchmarks import shared
 from torchtitan.config.job import ConfigError, load_config
 from torchtitan.distributed.collectives import highest_over_ranks
 from torchtitan.distributed.kernel_choices import KernelError
 from torchtitan.distributed.mesh import process_group
-from torchtitan.runs.folder import versions
+from torchtitan.experiments.command_lines import words_of
 from torchtitan.statistics.interval import median_interval
 from torchtitan.trainer import Trainer
-from torchtitan.training.hardware import PEAK_MEMORY, device_name, memory_metrics
-
-ROOT = Path(__file__).resolve().parent.parent
-PATH = ROOT / "benchmarks" / "results" / "speed_knobs.json"
-WARM_UP = 3
+from torchtitan.training.hardware import PEAK_MEMORY, memory_metrics
 
 BF16 = {"training.mixed_precision_param": "bfloat16"}
 COMPILED = BF16 | {"compile.enable": "true"}
@@ -70,7 +65,7 @@ KNOBS: dict[str, tuple[dict[str, str], dict[str, str]]] = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = shared.parser_of(__doc__)
     parser.add_argument("--flavor", default="DiT-S/2")
     parser.add_argument("--shape", default="[4, 32, 32]", help="of the images, as JSON")
     parser.add_argument("--batch", type=int, default=8, help="images per process")
@@ -80,7 +75,7 @@ def main() -> None:
     parser.add_argument("--knobs", nargs="+", choices=KNOBS, default=list(KNOBS))
     arguments = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    results = json.loads(PATH.read_text()) if PATH.exists() else {}
+    results = shared.read_results("speed_knobs")
     pairs = {name: pair_of(name, arguments) for name in arguments.knobs}
     refusals = {name: reason for name, pair in pairs.items() if (reason := refusal_of(pair))}
     rounds: list[dict[Run, dict[str, Any]]] = []
@@ -95,8 +90,10 @@ def main() -> None:
                 found = compared([each[without] for each in rounds], [each[changed] for each in rounds])
                 found |= {"rounds": len(rounds)}
             found |= {"settings": KNOBS[name][0] | KNOBS[name][1], "processes": changed.processes}
-            results[f"{arguments.flavor}, {name}"] = found | _described(arguments)
-        PATH.write_text(json.dumps(results, indent=1) + "\n")
+            results[f"{arguments.flavor}, {name}"] = found | {
+                "batch": arguments.batch, "shape": arguments.shape, "steps": arguments.steps, **shared.conditions(),
+            }  # fmt: skip
+        shared.write_results("speed_knobs", results)
         print(f"round {number + 1} of {arguments.rounds}", file=sys.stderr, flush=True)
     for name in pairs:
         print(f"{name:36s} {_line(results[f'{arguments.flavor}, {name}'])}")
@@ -157,16 +154,10 @@ def measure(words: list[str], steps: int) -> dict[str, Any]:
         except KernelError as error:  # of this device, on every rank
             return {"refused": str(error)}
         device = trainer.state.layout.device
-
-        def step() -> None:
-            trainer.state.step += 1
-            trainer.train_step()
-
-        times = []
-        for _ in range(WARM_UP + steps):
-            times.append(timed(step, device))
+        step = functools.partial(shared.train_step, trainer)
+        times = [shared.timed(step, device) for _ in range(shared.WARM_UP + steps)]
         peak = memory_metrics(device)[PEAK_MEMORY[device.type]]
-        seconds, peak = highest_over_ranks(statistics.median(times[WARM_UP:]), peak)
+        seconds, peak = highest_over_ranks(statistics.median(times[shared.WARM_UP:]), peak)
         trainer.close()
         return {"seconds": seconds, "peak_GiB": peak}
 
@@ -174,24 +165,10 @@ def measure(words: list[str], steps: int) -> dict[str, Any]:
 def _run(settings: dict[str, str], batch: int, processes: int, arguments: argparse.Namespace) -> Run:
     environment = {key: value for key, value in settings.items() if "." not in key}
     keys = {key: value for key, value in settings.items() if key not in environment}
-    return Run(_words(keys, batch, arguments), processes, tuple(environment.items()))
-
-
-def _words(settings: dict[str, str], batch: int, arguments: argparse.Namespace) -> tuple[str, ...]:
-    common = {
-        "model.flavor": arguments.flavor, "data.name": "synthetic", "data.kind": "noise", "data.shape": arguments.shape,
-        "data.num_classes": "10", "training.local_batch_size": str(batch), "checkpoint.enable": "false",
-        "sampling.enable": "false", "gns.enable": "false", "metrics.enable_tensorboard": "false",
+    common = shared.UNATTENDED | shared.SYNTHETIC | {
+        "model.flavor": arguments.flavor, "data.shape": arguments.shape, "training.local_batch_size": batch, "gns.enable": False,
     }  # fmt: skip
-    return tuple(word for key, value in (common | settings).items() for word in (f"--{key}", value))
-
-
-def _described(arguments: argparse.Namespace) -> dict[str, Any]:
-    return {
-        "batch": arguments.batch, "shape": arguments.shape, "steps": arguments.steps,
-        "device": device_name(torch.device("cuda" if torch.cuda.is_available() else "cpu")),
-        "date": date.today().isoformat(), "versions": versions(),
-    }  # fmt: skip
+    return Run(tuple(words_of(common | keys)), processes, tuple(environment.items()))
 
 
 def _in_own_processes(run: Run, steps: int) -> dict[str, Any]:

@@ -5,24 +5,19 @@ a bare `import torch`. Every round runs each once, and ratios are taken round by
 benchmarks/results/start_up.json.
 """
 
-import argparse
 import json
 import os
 import statistics
 import subprocess
 import sys
-from datetime import date
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
-from benchmarks.trainer_overhead import median_interval
-from torchtitan.runs.folder import versions
-from torchtitan.training.hardware import device_name
+from benchmarks import shared
 
-ROOT = Path(__file__).resolve().parent.parent
 TORCH = "import torch"
 COMMANDS = {
     TORCH: ["-c", TORCH],
@@ -33,7 +28,7 @@ COMMANDS = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = shared.parser_of(__doc__)
     parser.add_argument("--rounds", type=int, default=15)
     rounds = parser.parse_args().rounds
     for command in COMMANDS.values():  # so that every file is compiled and in the cache
@@ -41,23 +36,18 @@ def main() -> None:
     times = [{name: processor_seconds(command) for name, command in COMMANDS.items()} for _ in range(rounds)]
     result: dict = {"rounds": rounds}
     for name in COMMANDS:
-        ratios = [of_round[name] / of_round[TORCH] for of_round in times]
         result[name] = {"seconds": statistics.median(of_round[name] for of_round in times)}
         if name != TORCH:
-            result[name] |= {"ratio": statistics.median(ratios), "ratio_95_percent": list(median_interval(ratios))}
-    result |= {
-        "device": device_name(torch.device("cpu")), "threads": torch.get_num_threads(),
-        "date": date.today().isoformat(), "versions": versions(),
-    }  # fmt: skip
-    text = json.dumps(result, indent=1)
-    (ROOT / "benchmarks" / "results" / "start_up.json").write_text(text + "\n")
-    print(text)
+            result[name] |= shared.figures("ratio", [of_round[name] / of_round[TORCH] for of_round in times])
+    result |= shared.conditions(torch.device("cpu"))
+    print(json.dumps(result, indent=1))
+    shared.write_results("start_up", result)
 
 
 def processor_seconds(command: list[str]) -> float:
     """User and system time of one Python process in the repository's folder, which must exit with code 0."""
     before = os.times()
-    subprocess.run([sys.executable, *command], cwd=ROOT, stdout=subprocess.DEVNULL, check=True)
+    subprocess.run([sys.executable, *command], cwd=shared.ROOT, stdout=subprocess.DEVNULL, check=True)
     after = os.times()
     return sum(getattr(after, kind) - getattr(before, kind) for kind in ("children_user", "children_system"))
 

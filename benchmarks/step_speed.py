@@ -9,12 +9,9 @@ by kind of operation is kept too. Adds to benchmarks/results/step_speed.json. Ne
 import argparse
 import importlib.util
 import json
-import statistics
-import subprocess
 import sys
 from collections import defaultdict
 from collections.abc import Callable
-from datetime import date
 from importlib.metadata import version
 from pathlib import Path
 
@@ -23,19 +20,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 from torch import nn
 
-from benchmarks.trainer_overhead import CLASSES, SHAPE, interleaved, median_interval
+from benchmarks import shared
+from benchmarks.shared import CLASSES, SHAPE
 from torchtitan.conditions import Classes
 from torchtitan.distributed.compile import compile_blocks, compile_model
+from torchtitan.distributed.mesh import compute_device
 from torchtitan.models import MODELS
 from torchtitan.models.dit.config import DiTConfig
-from torchtitan.runs.folder import versions
-from torchtitan.training.hardware import device_name, peak_resident_gib
-
-ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "benchmarks" / "results" / "step_speed.json"
 
 # models.py of facebookresearch/DiT, which is not distributed with this program.
-FACEBOOK = ROOT / ".gpu" / "dit_models.py"
+FACEBOOK = shared.ROOT / ".gpu" / "dit_models.py"
 
 MODES = ("eager", "compiled", "compiled whole")
 
@@ -49,7 +43,7 @@ KINDS = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = shared.parser_of(__doc__)
     parser.add_argument("--flavors", nargs="+", default=["DiT-S/2", "DiT-B/2"])
     parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES)
     parser.add_argument("--pairs", type=int, default=15)
@@ -57,40 +51,38 @@ def main() -> None:
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--memory-of", choices=("ours", "diffusers"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = compute_device()
     if arguments.memory_of:
-        print(peak_memory(arguments.memory_of, arguments.flavors[0], arguments.modes[0], arguments.batch, device))
+        network = build(arguments.memory_of, arguments.flavors[0], arguments.modes[0], device)
+        print(shared.peak_gib(train_step(network, arguments.batch, device), 4, device))
         return
-    results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    results = shared.read_results("step_speed")
     for flavor in arguments.flavors:
         for mode in arguments.modes:
             results[f"{flavor}, {mode}"] = found = measure(flavor, mode, arguments, device)
             print(flavor, mode, json.dumps(found, indent=1))
-            RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+            shared.write_results("step_speed", results)
 
 
 def measure(flavor: str, mode: str, arguments: argparse.Namespace, device: torch.device) -> dict:
     """Measure the ratios of our step to diffusers', below 1 where ours is faster or smaller."""
     models = {kind: build(kind, flavor, mode, device) for kind in ("ours", "diffusers")}
-    ours, theirs = (train_step(model, arguments.batch, device) for model in models.values())
-    times = interleaved(ours, theirs, arguments.pairs, device)
-    ratios = [one / other for one, other in times]
-    memory = {kind: memory_in_own_process(kind, flavor, mode, arguments.batch) for kind in models}
+    steps = [train_step(model, arguments.batch, device) for model in models.values()]
+    times = shared.time_in_turns(steps, arguments.pairs, device)
+    words = ("--flavors", flavor, "--modes", mode, "--batch", arguments.batch)
+    memory = {kind: shared.in_own_process(__file__, "--memory-of", kind, *words) for kind in models}
     sizes = {kind: sum(parameter.numel() for parameter in model.parameters()) for kind, model in models.items()}
+    seconds = shared.medians(times)
     found = {
-        "batch": arguments.batch, "pairs": arguments.pairs,
-        "our_seconds": statistics.median(one for one, _ in times),
-        "diffusers_seconds": statistics.median(other for _, other in times),
-        "time_ratio": statistics.median(ratios), "time_ratio_95_percent": list(median_interval(ratios)),
+        "batch": arguments.batch, "pairs": arguments.pairs, "our_seconds": seconds[0], "diffusers_seconds": seconds[1],
+        **shared.figures("time_ratio", [one / other for one, other in times]),
         "our_peak_GiB": memory["ours"], "diffusers_peak_GiB": memory["diffusers"],
         "our_parameters": sizes["ours"], "diffusers_parameters": sizes["diffusers"],
     }  # fmt: skip
     if arguments.profile:
-        found["our_shares"], found["diffusers_shares"] = shares(ours), shares(theirs)
-    return found | {
-        "threads": torch.get_num_threads(), "device": device_name(device), "date": date.today().isoformat(),
-        "versions": versions() | {"diffusers": version("diffusers")},
-    }  # fmt: skip
+        found |= {"our_shares": shares(steps[0]), "diffusers_shares": shares(steps[1])}
+    described = shared.conditions(device)
+    return found | described | {"versions": described["versions"] | {"diffusers": version("diffusers")}}
 
 
 def build(
@@ -199,19 +191,6 @@ def shares(step: Callable[[], None]) -> dict[str, float]:
         found[kind] += spent
     total = sum(found.values())
     return {kind: round(spent / total, 4) for kind, spent in sorted(found.items(), key=lambda item: -item[1])}
-
-
-def peak_memory(kind: str, flavor: str, mode: str, batch: int, device: torch.device) -> float:
-    """Peak GiB of this process (of the device on CUDA) after four steps."""
-    step = train_step(build(kind, flavor, mode, device), batch, device)
-    for _ in range(4):
-        step()
-    return torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else peak_resident_gib()
-
-
-def memory_in_own_process(kind: str, flavor: str, mode: str, batch: int) -> float:
-    command = [sys.executable, __file__, "--memory-of", kind, "--flavors", flavor, "--modes", mode, "--batch", str(batch)]
-    return float(subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[-1])
 
 
 if __name__ == "__main__":

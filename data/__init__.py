@@ -32,7 +32,10 @@ def dataset_info(config: DataConfig) -> DatasetInfo:
         DatasetError: it is missing, empty or damaged.
     """
     info = DATASETS[config.name].info(config)
-    return info if config.labels else dataclasses.replace(info, condition_kind=Unconditional())
+    if config.labels:
+        return info
+    entries = info.condition_kind.batch_entries | info.entries  # which still come, and condition nothing
+    return dataclasses.replace(info, condition_kind=Unconditional(), entries=entries)
 
 
 __all__ = [

@@ -1,16 +1,16 @@
 """Base of datasets: a configuration section, the dataset's properties, and images by index."""
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from torchtitan import philox
-from torchtitan.conditions import Classes, ConditionKind, Unconditional
+from torchtitan.conditions import Classes, ConditionKind, Entries, Unconditional, placeholder
 from torchtitan.settings import setting
 
 if TYPE_CHECKING:
@@ -53,12 +53,14 @@ class DatasetInfo:
         condition_kind: what comes with each image: `Classes(number, names)`, `Embeddings(...)`, or nothing.
         bucket_shapes: of images of several shapes, the shape of each bucket, in the order of `Dataset.buckets`; empty
             where all images have `image_shape`.
+        entries: what a batch has besides images and conditions, as precomputed features that an objective reads.
     """
 
     image_shape: tuple[int, int, int]
     condition_kind: ConditionKind = Unconditional()
     has_validation: bool = True
     bucket_shapes: tuple[tuple[int, int, int], ...] = ()
+    entries: Entries = field(default_factory=dict)
 
     @property
     def shapes(self) -> tuple[tuple[int, int, int], ...]:
@@ -78,7 +80,17 @@ class DatasetInfo:
     @property
     def sample_bytes(self) -> int:
         """Size of an image and what comes with it, as a dataset gives them."""
-        return math.prod(self.image_shape) * 4 + self.condition_kind.bytes_per_image()
+        return sum(value.nbytes for value in self.placeholder(1, self.image_shape, "meta").values())
+
+    def batch_entries(self, shape: tuple[int, int, int]) -> Entries:
+        """Entries of a batch of images of a shape (C, H, W), the images first."""
+        return {"images": (shape, torch.float32)} | self.condition_kind.batch_entries | self.entries
+
+    def placeholder(
+        self, count: int, shape: tuple[int, int, int], device: torch.device | str | None = None
+    ) -> Batch:
+        """Batch of `count` images of a shape (C, H, W) in which nothing but shapes and dtypes counts."""
+        return placeholder(self.batch_entries(shape), count, device)
 
 
 @dataclass(kw_only=True)
@@ -176,8 +188,8 @@ class Dataset(ABC):
             indices: positions in [0, len(self)), int64 [B].
 
         Returns:
-            "images" float32 [B, C, H, W] with values in about [-1, 1] (unit scale for latents), and the entries of
-            the dataset's `condition_kind`, as "class" int64 [B]; any other tensor of B rows travels along.
+            "images" float32 [B, C, H, W] with values in about [-1, 1] (unit scale for latents), the entries of
+            the dataset's `condition_kind`, as "class" int64 [B], and its `DatasetInfo.entries`.
 
         Raises:
             UnreadableImage: one of them cannot be decoded, and another may take its place.

@@ -134,12 +134,7 @@ class SquareImages(Dataset):
     encodes_captions = False
 
     def __init__(
-        self,
-        source: ImageSource,
-        positions: np.ndarray,
-        labels: np.ndarray | None,
-        image_size: int,
-        labelled: bool = True,
+        self, source: ImageSource, positions: np.ndarray, labels: np.ndarray | None, image_size: int, labelled: bool = True
     ) -> None:
         """
         Args:
@@ -191,8 +186,9 @@ class SquareImages(Dataset):
                 raise UnreadableImage(int(index), shown, decoding_problem(error), not _may_pass(error)) from error
         pixels = torch.from_numpy(images).permute(0, 3, 1, 2)  # [B, 3, H, W]
         pixels = pixels.to(torch.float32, memory_format=torch.contiguous_format) / 127.5 - 1
-        batch = {"images": pixels} | ({"class": torch.from_numpy(labels)} if self._labelled else {})
-        return with_captions(batch, self.captions(indices)) if self.encodes_captions else batch
+        if self.encodes_captions:
+            return with_captions({"images": pixels}, self.captions(indices))
+        return {"images": pixels} | ({"class": torch.from_numpy(labels)} if self._labelled else {})
 
 
 def list_images(root: bytes, folders: Sequence[bytes] = (b"",)) -> ImageList:

@@ -75,8 +75,9 @@ class Synthetic(Dataset):
             images_at_a_time = max(1, WORDS_AT_A_TIME // math.prod(self._shape))
             parts = [self._draw(part) for part in numbers.split(images_at_a_time)]
             images = parts[0] if len(parts) == 1 else torch.cat(parts)
-        batch = {"images": images} | ({"class": labels} if self._config.num_classes else {})
-        return batch | (self._draw_texts(numbers) if self._config.text_length else {})
+        if self._config.text_length:
+            return {"images": images} | self._draw_texts(numbers)
+        return {"images": images} | ({"class": labels} if self._config.num_classes else {})
 
     def _draw_texts(self, numbers: Tensor) -> Batch:
         """Standard normal embeddings: TEXT [B, L, D] and POOLED [B, P]."""

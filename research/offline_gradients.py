@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from torchtitan import philox
-from torchtitan.conditions import Condition, each_tensor
+from torchtitan.conditions import each_tensor
 from torchtitan.data.base import Batch, Dataset, Draws, UnreadableImage, require_one_shape
 from torchtitan.diffusion.objective import Draw, Microbatch, Objective
 from torchtitan.diffusion.paths import has_indices, indexed
@@ -176,11 +176,11 @@ def noise_scale(blocks: list[GroupNorms], confidence: float = 0.95) -> NoiseScal
     sums = GroupSums.zeros()
     for block in blocks:
         sums = sums + GroupSums.of_step(block.sizes, block.square_norms, block.mean_square_norm)
-    (var_noise, covariance), (_, var_signal) = sums.covariance.tolist()
+    (var_noise, joint), (_, var_signal) = sums.covariance
     quantile = student_quantile(0.5 + 0.5 * confidence, sums.moments.steps.item() - 1.0)
-    noise, signal = sums.noise.item(), sums.signal.item()
-    lower, upper, unbounded = fieller(noise, signal, var_noise, var_signal, covariance, quantile)
-    return NoiseScale(signal, noise, max(lower, 0.0), max(upper, 0.0), unbounded)
+    interval = fieller(sums.noise, sums.signal, var_noise, var_signal, joint, quantile)
+    lower, upper, unbounded = (end.item() for end in interval)
+    return NoiseScale(sums.signal.item(), sums.noise.item(), max(lower, 0.0), max(upper, 0.0), bool(unbounded))
 
 
 class Gradients:
@@ -312,10 +312,10 @@ class Gradients:
         @torch.no_grad()
         def losses() -> Tensor:
             found = []
-            for samples, (images, condition, draw) in drawn:
+            for samples, (microbatch, draw) in drawn:
                 self.model.draw_dropout(self.seed, samples.to(self.device), stream)
                 with compute_context(self.dtype, self.device, sharded=False):
-                    found.append(self.objective.loss(self.model, Microbatch(images, condition), draw).loss.double().cpu())
+                    found.append(self.objective.loss(self.model, microbatch, draw).loss.double().cpu())
             return torch.cat(found)
 
         return losses
@@ -327,10 +327,10 @@ class Gradients:
         DatasetError.
         """
         for samples in numbers.split(self.batch_size):
-            images, condition, draw = self._samples(where, stream, samples)
+            microbatch, draw = self._samples(where, stream, samples)
             self.model.draw_dropout(self.seed, samples.to(self.device), stream)
             with compute_context(self.dtype, self.device, sharded=False):
-                terms = self.objective.loss(self.model, Microbatch(images, condition), draw)
+                terms = self.objective.loss(self.model, microbatch, draw)
             (weight * terms.loss.sum()).backward()
             if advance:
                 advance(len(samples))
@@ -356,13 +356,13 @@ class Gradients:
             for parameter in self.parameters:
                 parameter.grad = None
 
-    def _samples(self, where: TimestepBin, stream: int, samples: Tensor) -> tuple[Tensor, Condition, Draw]:
+    def _samples(self, where: TimestepBin, stream: int, samples: Tensor) -> tuple[Microbatch, Draw]:
         uniform = partial(self._uniform, samples, stream)
         chosen = (uniform(_IMAGE) * len(self.dataset)).long()
         batch = self._read(chosen.numpy(), Draws(self.seed, samples, stream))
-        images = batch["images"]
         if self.horizontal_flip:
-            images = torch.where((uniform(_MIRROR) < 0.5)[:, None, None, None], images.flip(-1), images)
+            mirrored = (uniform(_MIRROR) < 0.5)[:, None, None, None]
+            batch = batch | {"images": torch.where(mirrored, batch["images"].flip(-1), batch["images"])}
         kind = self.model.condition_kind
         condition = kind.drop(kind.of(batch), uniform(_LABEL) < self.label_dropout)
         condition = each_tensor(condition, lambda value: value.to(self.device))
@@ -371,9 +371,10 @@ class Gradients:
         if where is not WHOLE:  # rounding to float32 may have left the bin
             t = t.clamp(where.t_low, float(np.nextafter(np.float32(where.t_high), np.float32(0))))
         index = indexed(self.objective.path).t_to_index(t).to(self.device) if self.objective.path.discrete else None
+        batch = {name: value.to(self.device) for name, value in batch.items()}
+        images, t = batch["images"], t.to(self.device)
         noise = philox.normal(self.seed, "evaluation", samples.to(self.device) + _NOISE, images.shape[1:], stream)
-        t = t.to(self.device)
-        return images.to(self.device), condition, Draw(t, noise, torch.ones_like(t), index)
+        return Microbatch(images, condition, batch), Draw(t, noise, torch.ones_like(t), index)
 
     def _uniform(self, samples: Tensor, stream: int, purpose: int) -> Tensor:
         return philox.uniform(self.seed, "evaluation", samples + purpose, stream)

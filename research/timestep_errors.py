@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from torchtitan import philox
-from torchtitan.conditions import each_tensor
 from torchtitan.data.base import Batch, Dataset, DatasetError, UnreadableImage, require_one_shape
 from torchtitan.diffusion.objective import Draw, Microbatch, Objective
 from torchtitan.diffusion.paths import indexed
@@ -151,11 +150,11 @@ def timestep_errors(
             which, node = numbers // num_nodes, numbers % num_nodes
             t = nodes.t[node].to(device, torch.float32)
             index = indexed(objective.path).t_to_index(t) if objective.path.discrete else None
-            chosen = samples[which]
-            images, noise = chosen.images.to(device), chosen.noise.to(device)
-            condition = each_tensor(model.condition_kind.of(chosen.batch), lambda value: value.to(device))
+            batch = {name: value[which].to(device) for name, value in samples.batch.items()}
+            microbatch = Microbatch(batch["images"], model.condition_kind.of(batch), batch)
+            draw = Draw(t, samples.noise[which].to(device), torch.ones_like(t), index)
             with compute_context(param_dtype, device, False):
-                terms = objective.loss(model, Microbatch(images, condition), Draw(t, noise, torch.ones_like(t), index))
+                terms = objective.loss(model, microbatch, draw)
             found[numbers] = terms.error.to("cpu", torch.float64)
             advance(len(numbers))
     return found.view(count, num_nodes)

@@ -25,6 +25,9 @@ CAPTION = "caption"
 # entry, and a mapping where it has several.
 Condition = Tensor | dict[str, Tensor] | None
 
+# Entries of a batch by name: the shape of one image's value, and its dtype.
+Entries = dict[str, tuple[tuple[int, ...], torch.dtype]]
+
 
 class ConditionKind(ABC):
     """Kind of condition: the entries of a batch that condition a network, and the operations on them.
@@ -40,12 +43,12 @@ class ConditionKind(ABC):
 
     @property
     @abstractmethod
-    def entries(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Shape of one image's value, and its dtype, of each entry of a batch."""
+    def entries(self) -> Entries:
+        """Entries of a condition."""
 
     @property
-    def batch_entries(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Shape and dtype of what a batch holds for an image, from which `of` makes the entries; most often these."""
+    def batch_entries(self) -> Entries:
+        """Entries of a batch from which `of` makes those of the condition; most often the same."""
         return self.entries
 
     @abstractmethod
@@ -110,14 +113,7 @@ class ConditionKind(ABC):
 
     def placeholder(self, count: int, device: torch.device | str | None = None) -> dict[str, Tensor]:
         """Entries of a batch in which nothing but shapes and dtypes counts."""
-        return {
-            name: torch.zeros(count, *shape, dtype=dtype, device=device)
-            for name, (shape, dtype) in self.batch_entries.items()
-        }
-
-    def bytes_per_image(self) -> int:
-        """Size of one image's entries in a batch."""
-        return sum(value.nbytes for value in self.placeholder(1, "meta").values())
+        return placeholder(self.batch_entries, count, device)
 
     def _each(self, condition: Condition, change: Callable[[Tensor, Tensor], Tensor]) -> Condition:
         """Apply (values, null values of their shape) -> values to each entry."""
@@ -135,7 +131,7 @@ class Unconditional(ConditionKind):
     wanted = "no condition"
 
     @property
-    def entries(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    def entries(self) -> Entries:
         return {}
 
     def null(self, entry: str, like: Tensor) -> Tensor:
@@ -160,7 +156,7 @@ class Classes(ConditionKind):
     names: tuple[str, ...] = ()
 
     @property
-    def entries(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    def entries(self) -> Entries:
         return {"class": ((), torch.int64)}
 
     def null(self, entry: str, like: Tensor) -> Tensor:
@@ -210,7 +206,7 @@ class Embeddings(ConditionKind):
         object.__setattr__(self, "_on_devices", tables)
 
     @property
-    def entries(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    def entries(self) -> Entries:
         return {name: (tuple(null.shape), null.dtype) for name, null in self.nulls.items()}
 
     def null(self, entry: str, like: Tensor) -> Tensor:
@@ -245,7 +241,7 @@ class Texts(Embeddings):
     most_bytes: int = field(kw_only=True)
 
     @property
-    def batch_entries(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    def batch_entries(self) -> Entries:
         return {CAPTION: ((self.most_bytes,), torch.uint8)}
 
     def of(self, batch: Mapping[str, Tensor]) -> Condition:
@@ -261,6 +257,11 @@ class Texts(Embeddings):
             name: found[name][rows.to(found[name].device)].to(letters.device, dtype)
             for name, (_, dtype) in self.entries.items()
         }
+
+
+def placeholder(entries: Entries, count: int, device: torch.device | str | None = None) -> dict[str, Tensor]:
+    """Batch of `count` images in which nothing but shapes and dtypes counts."""
+    return {name: torch.zeros(count, *shape, dtype=dtype, device=device) for name, (shape, dtype) in entries.items()}
 
 
 def letters_of(texts: Sequence[str], most_bytes: int) -> Tensor:

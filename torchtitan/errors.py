@@ -31,15 +31,21 @@ class TrainingError(Exception):
     """Training cannot continue; the message is one line: the cause and the remedy."""
 
 
-class RunFolderError(Exception):
-    """Run folder that must not be written to; one line per problem."""
-
+class _Problems(Exception):
     def __init__(self, problems: list[str]) -> None:
         super().__init__(problems)  # an exception travels between ranks by its arguments
         self.problems = problems
 
     def __str__(self) -> str:
         return "\n".join(self.problems)
+
+
+class ConfigError(_Problems):
+    """Configuration that cannot run; a line for each problem: place of the value, its key, the cause, the remedy."""
+
+
+class RunFolderError(_Problems):
+    """Run folder that must not be written to; one line per problem."""
 
 
 def first_line(error: BaseException) -> str:

@@ -316,6 +316,9 @@ def _normal_of_words(words: tuple[Tensor, ...]) -> Tensor:
 
 
 def _stream(purpose: str, attempt: int) -> int:
+    if purpose not in PURPOSES:
+        advice = f"append it to PURPOSES in torchtitan/philox.py, as {max(PURPOSES.values()) + 1}"
+        raise ValueError(f"{purpose!r} is no purpose of random numbers ({advice})")
     return PURPOSES[purpose] + (attempt << 8)
 
 

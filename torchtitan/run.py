@@ -42,8 +42,8 @@ from torchtitan.weights.initial_weights import check_start
 logger = logging.getLogger(__name__)
 
 _REFUSALS = (
-    AutoencoderError, RunFolderError, CheckpointError, DatasetError, OptimizerError, CannotMeasure, Float8Error,
-    LaunchError, MiscountedModel, EvaluationError, KernelError,
+    AutoencoderError, ConfigError, RunFolderError, CheckpointError, DatasetError, OptimizerError, CannotMeasure,
+    Float8Error, LaunchError, MiscountedModel, EvaluationError, KernelError,
 )  # fmt: skip
 _CLOSING_SECONDS = 60.0
 
@@ -77,11 +77,6 @@ def run(config: JobConfig, reload: Callable[[], JobConfig] | None = None) -> int
         except Interrupted as request:
             write_status(None, "requeue", 128 + request.number, "interrupted by a signal while the cache was filled")
             return 128 + request.number
-        except ConfigError as error:  # of the filled cache
-            write_status(None, "refused", REFUSED, str(error))
-            if _speaks_for_its_machine():
-                print(error, file=sys.stderr)
-            return REFUSED
         except StoreError as error:  # it may answer when the run is started again
             logger.error(f"rank {_rank()}: {error}")
             write_status(None, "failed", FAILED, str(error))

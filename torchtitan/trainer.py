@@ -265,8 +265,7 @@ class Trainer:
         state, count = self.state, self.config.training.local_batch_size
         if self._replays_graphs:
             begin_graphs()
-        batch = {"images": torch.zeros(count, *shape), "samples": torch.arange(count)}
-        batch |= state.model.condition_kind.placeholder(count)
+        batch = state.info.placeholder(count, shape) | {"samples": torch.arange(count)}
         with accumulate_locally(state.train_module, last=True):
             state.loss_terms(state.to_device(batch), GlobalBatch(0, count)).loss.mean().backward()
         state.optimizer.zero_grad(set_to_none=True)

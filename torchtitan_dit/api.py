@@ -2,7 +2,6 @@
 
 import argparse
 import dataclasses
-import json
 import operator
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -18,9 +17,9 @@ from tqdm import tqdm
 
 from torchtitan.config.job import ConfigError, JobConfig, load_config
 from torchtitan.evaluation.sampling import grid_choices
+from torchtitan.experiments.command_lines import words_of
 from torchtitan.experiments.training import TrainingFailed
 from torchtitan.experiments.training import train as train_to_the_end
-from torchtitan.models.base import DiffusionModel
 from torchtitan.pictures.grids import class_labels, image_grid, to_rgb
 from torchtitan.runs.folder import RunFolder
 from torchtitan.runs.record import TRAINING_LOSS, RunRecord, read_run
@@ -47,31 +46,11 @@ class Model:
     """
 
     def __init__(self, setup: SamplingSetup, options: Mapping[str, Any]) -> None:
+        trained = setup.trained
         self._setup, self._options = setup, dict(options)
-
-    @property
-    def config(self) -> JobConfig:
-        return self._setup.trained.config
-
-    @property
-    def network(self) -> DiffusionModel:
-        return self._setup.trained.model
-
-    @property
-    def label(self) -> str:
-        return self._setup.trained.label
-
-    @property
-    def warnings(self) -> tuple[str, ...]:
-        return tuple(self._setup.warnings)
-
-    @property
-    def image_shape(self) -> tuple[int, int, int]:
-        return self._setup.image_shape
-
-    @property
-    def class_names(self) -> tuple[str, ...]:
-        return tuple(self._setup.trained.info.condition_kind.choice_names)
+        self.config, self.network, self.label = trained.config, trained.model, trained.label
+        self.warnings, self.image_shape = tuple(setup.warnings), setup.image_shape
+        self.class_names = tuple(trained.info.condition_kind.choice_names)
 
     def __repr__(self) -> str:
         model = self.config.model
@@ -262,7 +241,7 @@ def configure(
     Raises:
         ConfigError: with all problems at once.
     """
-    words = [f"--{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in (overrides or {}).items()]
+    words = words_of(overrides or {})
     with tempfile.TemporaryDirectory() as scratch:
         path = str(config)
         if isinstance(config, Mapping):

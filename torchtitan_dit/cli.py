@@ -24,28 +24,30 @@ class Command:
         module: file of torchtitan_dit/commands/.
         words: arguments that come before those given.
         on_ranks: whether several processes of a launcher, as torchrun, run it together.
+        interruptible: whether SIGTERM and the like interrupt it as Ctrl-C does, unless a launcher ends its processes itself.
     """
 
     module: str
     help: str
     words: tuple[str, ...] = ()
     on_ranks: bool = False
+    interruptible: bool = False
 
 
 COMMANDS = {
     "train": Command("train", "train a model, or resume its run", on_ranks=True),
     "sample": Command("sample", "draw images from a run or a file of weights", on_ranks=True),
-    "evaluate": Command("evaluate", "judge images by FID, KID, inception score, precision and recall", on_ranks=True),
-    "extract": Command("extract_latents", "encode images into a latent store; convert, show and verify stores", on_ranks=True),
+    "evaluate": Command("evaluate", "judge images by FID, KID, inception score, precision and recall", (), True, True),
+    "extract": Command("extract_latents", "encode images into a latent store; convert, show and verify stores", (), True, True),
     "decode": Command("cosmos_latent_decoder", "latents to images with an autoencoder; encode images, check the autoencoder"),
     "checkpoint": Command("checkpoint", "list, verify and compare checkpoints; export and import weights"),
     "export": Command("checkpoint", "write a run's weights in a published layout", ("export",)),
     "import": Command("checkpoint", "make a checkpoint of published weights", ("import",)),
     "download": Command("download", "fetch public autoencoders, latents and feature extractors"),
-    "ema": Command("ema", "choose the length of a weight average after training", on_ranks=True),
+    "ema": Command("ema", "choose the length of a weight average after training", (), True, True),
     "estimate": Command("estimate", "memory, speed and hours of a run before its launch"),
-    "autotune": Command("autotune_batch_size", "find the largest batch size that fits"),
-    "sweep": Command("sweep", "run a grid of configurations"),
+    "autotune": Command("autotune_batch_size", "find the largest batch size that fits", interruptible=True),
+    "sweep": Command("sweep", "run a grid of configurations", interruptible=True),
     "compare": Command("compare", "compare runs, and the hardware they ran on, on one page"),
     "analyse": Command("optimization_analysis", "speed and memory of a folder of runs"),
 }
@@ -58,7 +60,8 @@ def run_command(module: str) -> NoReturn:
 
     end_with_launcher()  # before the seconds that importing torch takes
     bound_openmp_spin()
-    if not any(command.on_ranks for command in COMMANDS.values() if command.module == module):
+    command = next(each for each in COMMANDS.values() if each.module == module)
+    if not command.on_ranks:
         _refuse_ranks()
     if module == "train":
         prefer_expandable_segments()
@@ -67,8 +70,11 @@ def run_command(module: str) -> NoReturn:
     program = _imported(module)
     if sys.argv[0].startswith(PROGRAM):  # its help speaks of itself under the name that it was called by
         program.__doc__ = re.sub(rf"(python )?(scripts/)?{module}\.py", sys.argv[0], program.__doc__ or "")
-    program.run()
-    raise AssertionError(f"{module} has not ended the process")
+    from torchtitan.processes.command_line import interrupt_by_signals, run_program, run_rank
+
+    if command.interruptible and "WORLD_SIZE" not in os.environ:
+        interrupt_by_signals()
+    (run_rank if command.on_ranks else run_program)(program.main)
 
 
 def _refuse_ranks() -> None:

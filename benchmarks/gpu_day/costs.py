@@ -19,9 +19,9 @@ from benchmarks.gns_cost import in_turns
 from benchmarks.gpu_day import visit
 from benchmarks.gpu_day.speed import trainer_step
 from benchmarks.gpu_day.visit import COMPILED, DRY_RUN, TINY, XL, Results
+from benchmarks.shared import timed
 from benchmarks.step_speed import FACEBOOK, train_step
 from benchmarks.step_speed import build as build_network
-from benchmarks.trainer_overhead import timed
 from torchtitan.config.job import load_config
 from torchtitan.gns.config import GNSConfig
 from torchtitan.state.resume import resume

@@ -1,8 +1,9 @@
 """What an objective learns beside the network: the same on every layout, in the checkpoint, and read back for sampling."""
 
-import dataclasses
+import json
+import re
 from pathlib import Path
-from typing import Literal
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,12 +12,17 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from tests.distributed.cases import make_trainer, remove, shared_folder
-from tests.launcher import run_on_ranks
-from torchtitan.diffusion.denoising import Denoising, DenoisingConfig
+from tests.launcher import ROOT, run_on_ranks
+from torchtitan.config.job import ConfigError, load_config
+from torchtitan.data import DATASETS
 from torchtitan.diffusion.objectives import OBJECTIVES as REGISTRY
-from torchtitan.settings import setting
+from torchtitan.diffusion.objectives import attach, build_objective
+from torchtitan.estimate.simulation import simulate_step
+from torchtitan.run import REFUSED, run
 from torchtitan.supervision.recovery import Fault, go_back
 from torchtitan.weights.trained_model import WeightsError, load_run, load_weights
+from torchtitan_dit.api import load
+from torchtitan_dit.commands.train import main
 
 HEADS = '--objective.heads=["x0","noise","v"]'
 BASE = (
@@ -27,44 +33,39 @@ OBJECTIVES = {
     "learned uncertainty": (*BASE, "--objective.learned_uncertainty=true"),
     "inverse variance": (*BASE, HEADS),
     "soft minimum": (*BASE, HEADS, "--objective.combine.name=soft_minimum"),
-    "features": (*BASE, "--objective.name=features"),
-}
+    "aligned": (
+        *BASE, "--objective.name=aligned", "--objective.learned_uncertainty=true", "--data.name=stripes", "--data.width=8",
+    ),
+}  # fmt: skip
 CHECKPOINTS = ("--checkpoint.enable=true", "--checkpoint.interval=3")
+TRACKS = [{"name": f"std{std}", "kind": "power", "sigma_rel": std} for std in (0.05, 0.1)]
+SNAPSHOTS = (f"--ema.tracks={json.dumps(TRACKS)}", "--ema.snapshot_interval=16", "--sampling.ema_track=none")
 
 
-@dataclasses.dataclass(kw_only=True)
-class FeaturesConfig(DenoisingConfig):
-    name: Literal["features"] = setting("features", "objective")
+def documented(page: str, name: str) -> type:
+    """A class of the first example of a page in Python."""
+    names = {"__name__": page}
+    exec(re.search(r"```python\n(.*?)```", (ROOT / "docs" / page).read_text(encoding="utf-8"), re.DOTALL)[1], names)
+    return names[name]
 
 
-class Features(Denoising):
-    """Denoising, and a projection of the first block's output that is to be a feature of each sample in the batch."""
+def add_documented() -> None:
+    """Add the dataset and the objective of the documentation, as a reader does."""
+    DATASETS["stripes"] = documented("data.md", "Stripes")
+    REGISTRY["aligned"] = documented("objectives.md", "Aligned")
 
-    Config = FeaturesConfig
 
-    def attach(self, model):
-        self.diagnostics = ("alignment",)
-        model.blocks()[0].register_forward_hook(lambda block, inputs, output: setattr(self, "hidden", output))
-        projector = nn.Linear(model.config.dim, 4)
-        with torch.no_grad():
-            projector.weight.copy_(torch.linspace(-0.1, 0.1, projector.weight.numel()).view_as(projector.weight))
-            projector.bias.zero_()
-        self.learned["projector"] = projector
-
-    def lr_scales(self):
-        return {}  # at the network's rate, whole beside its shards
-
-    def loss(self, model, batch, draw):
-        terms = super().loss(model, batch, draw)
-        wanted = torch.cos(batch.entries["samples"][:, None] * torch.arange(1, 5))  # as precomputed
-        found = self.learned["projector"](self.hidden.float().mean(1))
-        error = (found - wanted).square().mean(1)
-        return dataclasses.replace(terms, loss=terms.loss + error, diagnostics={"alignment": error.detach()})
+@pytest.fixture
+def added():
+    add_documented()
+    yield
+    DATASETS.pop("stripes", None)
+    del REGISTRY["aligned"]
 
 
 def trained(layouts: dict[str, dict]) -> dict[str, dict]:
     """Train each objective on each layout for 4 steps; the last gradient norm, loss, and what was learned."""
-    REGISTRY["features"] = Features
+    add_documented()
     folder, found = shared_folder(), {}
     for place, (layout, case) in enumerate(layouts.items()):
         for number, (name, overrides) in enumerate(OBJECTIVES.items()):
@@ -111,7 +112,7 @@ def test_every_layout_learns_what_one_process_learns(layout, objective, by_layou
 
 
 def test_values_of_an_objective_are_logged_by_its_name_for_them(by_layout):
-    assert by_layout["alone, features"]["metrics"]["alignment/1"] > 0
+    assert by_layout["alone, aligned"]["metrics"]["alignment/1"] > 0
 
 
 def test_shares_of_the_heads_are_logged_by_timestep_and_sum_to_1(by_layout):
@@ -121,9 +122,9 @@ def test_shares_of_the_heads_are_logged_by_timestep_and_sum_to_1(by_layout):
         assert sum(shares) == pytest.approx(1.0) and min(shares) >= 0
 
 
-@pytest.mark.parametrize("objective", ["learned uncertainty", "soft minimum"])
-def test_a_run_that_stopped_goes_on_with_it_bit_for_bit_and_sampling_reads_it(objective, tmp_path):
-    overrides = (*OBJECTIVES[objective], "--checkpoint.enable=true", "--checkpoint.interval=3")
+@pytest.mark.parametrize("objective", ["learned uncertainty", "soft minimum", "aligned"])
+def test_a_run_that_stopped_goes_on_with_it_bit_for_bit_and_sampling_reads_it(objective, tmp_path, added):
+    overrides = (*OBJECTIVES[objective], *CHECKPOINTS, *SNAPSHOTS, "--validation.enable=true")
     case = dict(steps=6, replicas=1, shards=1, accumulation=1, overrides=overrides)
     straight = make_trainer(str(tmp_path), "straight", **case)
     assert straight.train() == 0
@@ -149,17 +150,24 @@ def test_a_run_that_stopped_goes_on_with_it_bit_for_bit_and_sampling_reads_it(ob
     for name, tensor in wanted.items():
         assert torch.equal(tensor, found[name]), name
 
-    read = load_run(Path(tmp_path) / "straight", "none", None, torch.device("cpu"))
-    for name, tensor in read.objective.tensors().items():
-        assert torch.equal(tensor, wanted[f"objective.{name}"]), name
+    for track in ("none", "std=0.08"):  # of the checkpoint, and of the snapshots
+        read = load_run(tmp_path / "straight", track, None, torch.device("cpu"))
+        assert len(read.objective.tensors()) == len([name for name in own if name.startswith("objective.")])
+        for name, tensor in read.objective.tensors().items():
+            assert torch.equal(tensor, wanted[f"objective.{name}"]), name
     weights = tmp_path / "weights.safetensors"
     save_file({name: p.detach() for name, p in straight.state.parameters.items()}, weights)
     config = Path(tmp_path) / "straight" / "config.toml"
-    if objective != "learned uncertainty":  # how heads are mixed is not in a file of weights
+    if objective == "soft minimum":  # how heads are mixed is not in a file of weights
         with pytest.raises(WeightsError, match="combines the heads by shares learned in training"):
             load_weights(weights, config, torch.device("cpu"))
     else:
         load_weights(weights, config, torch.device("cpu"))
+    if objective == "aligned":
+        assert load(tmp_path / "straight").sample([0, 1], num_steps=2, output="tensor").isfinite().all()
+        del DATASETS["stripes"]  # what is known of it is in the checkpoint
+        recorded = load_run(tmp_path / "straight", "none", None, torch.device("cpu"))
+        assert recorded.objective.learned["projector"].weight.equal(wanted["objective.projector.weight"])
 
 
 def saved_after_3_steps(folder: str, objective: str) -> dict[str, list]:
@@ -195,10 +203,54 @@ def test_it_goes_on_where_another_number_of_ranks_has_left_it(tmp_path):
     alone.close()
 
 
-def test_u_has_a_parameter_group_of_its_own(tmp_path):
-    overrides = (*OBJECTIVES["learned uncertainty"], "--objective.uncertainty_lr_scale=7", "--optimizer.weight_decay=0.1")
+def test_u_has_a_parameter_group_of_its_own_and_what_else_is_learned_the_rate_of_the_network(tmp_path, added):
+    overrides = (*OBJECTIVES["aligned"], "--objective.uncertainty_lr_scale=7", "--optimizer.weight_decay=0.1")
     trainer = make_trainer(str(tmp_path), "run", steps=10, replicas=1, shards=1, accumulation=1, overrides=overrides)
-    weight = trainer.state.objective.uncertainty.weight
-    (group,) = [group for group in trainer.state.optimizer.param_groups if any(p is weight for p in group["params"])]
-    assert len(group["params"]) == 1 and group["lr_scale"] == 7 and group["weight_decay"] == 0
+    settings = {}
+    for name, p in trainer.state.objective.parameters().items():
+        (group,) = [group for group in trainer.state.optimizer.param_groups if any(p is each for each in group["params"])]
+        settings[name.removeprefix("objective.")] = group["lr_scale"], group["weight_decay"]
+    assert settings == {"uncertainty.weight": (7, 0), "projector.weight": (1, 0.1), "projector.bias": (1, 0)}
     trainer.close()
+
+
+def test_what_an_objective_makes_follows_from_its_seed_alone(added):
+    model = SimpleNamespace(blocks=lambda: [nn.Identity()], config=SimpleNamespace(dim=3))
+    made = []
+    for state in (1, 2):
+        torch.manual_seed(state)
+        before = torch.get_rng_state()
+        objective = build_objective(REGISTRY["aligned"].Config(), 5)
+        attach(objective, model, {"features": ((4,), torch.float32)})
+        assert torch.equal(torch.get_rng_state(), before)
+        made.append(objective.learned["projector"].weight)
+    assert made[0].shape == (4, 3) and torch.equal(*made)
+
+
+def test_a_step_is_simulated_with_the_entries_of_the_data(tmp_path, added):
+    arguments = ["--model.flavor=debug", *OBJECTIVES["aligned"]]
+    assert simulate_step(load_config(arguments, 2), 2).held["parameters"] > 0
+
+
+def refused(folder: str, shards: int) -> dict[str, str | bool]:
+    """What a rank says of an objective that its data do not suit; whether it leaves anything."""
+    add_documented()
+    overrides = (*BASE, "--objective.name=aligned")  # of digits, which have no features
+    with pytest.raises(ConfigError) as error:
+        make_trainer(folder, "none", steps=1, replicas=2 // shards, shards=shards, accumulation=1, overrides=overrides)
+    return {"said": str(error.value), "left": (Path(folder) / "none").exists()}
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_an_objective_refuses_data_in_one_line_on_every_rank_and_leaves_nothing(shards, tmp_path):
+    found = run_on_ranks("tests.distributed.test_objective_state:refused", 2, {"folder": str(tmp_path), "shards": shards})
+    said = "objective.name: aligned needs features, which the data do not have (choose other data)"
+    assert found == [{"said": said, "left": False}] * 2
+
+
+def test_a_refused_objective_ends_a_run_and_its_check_with_one_line(tmp_path, capsys, added):
+    arguments = ["--job.dump_folder", str(tmp_path), "--job.name=none", "--model.flavor=debug", "--objective.name=aligned"]
+    assert run(load_config(arguments, 1)) == REFUSED == main([*arguments, "--check-only"])
+    (first, second) = capsys.readouterr().err.splitlines()
+    assert first == second and first.startswith("objective.name: aligned needs features")
+    assert not list(tmp_path.iterdir())

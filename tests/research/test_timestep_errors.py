@@ -110,6 +110,16 @@ def test_errors_of_the_best_denoiser_are_the_closed_form_and_so_are_its_slots(tm
     assert json.loads((tmp_path / "slots" / "slots.json").read_text()) == {"unit": "index", "edges": wanted}
 
 
+def test_an_objective_finds_the_entries_of_fixed_samples():
+    objective, found = objective_of(), []
+    loss = objective.loss
+    objective.loss = lambda model, batch, draw: found.append(batch.entries["feature"]) or loss(model, batch, draw)
+    design = white_design(POWER_LAW)
+    samples = FixedSamples(design.batch | {"feature": torch.arange(64)}, design.noise)
+    timestep_errors(BestDenoiser(POWER_LAW, objective), objective, samples, timestep_nodes(objective, 3), batch_size=96)
+    assert torch.cat(found).tolist() == torch.arange(64).repeat_interleave(3).tolist()
+
+
 @pytest.mark.parametrize("prediction", ["x0", "v", "velocity"])
 def test_currencies_agree_with_models_that_are_trained_in_them(prediction):
     as_noise, other = objective_of(), objective_of(prediction)

@@ -46,7 +46,8 @@ class Captions(Dataset):
     def info(config):
         nulls = {"embeddings": torch.full((TOKENS, WIDTH), NULL), "mask": torch.zeros(TOKENS, dtype=torch.bool)}
         prompts = embedded(torch.tensor([-0.8, 0.8]))
-        return DatasetInfo(SHAPE, Embeddings(nulls, prompts, names=("dark", "bright")))
+        kind = Embeddings(nulls, prompts, names=("dark", "bright"))
+        return DatasetInfo(SHAPE, kind, entries={"number": ((), torch.int64)})
 
     def __init__(self, config, split):
         self._length, self._unreadable = (40 if split == "train" else 12), config.unreadable
@@ -111,7 +112,9 @@ def test_a_latent_store_does_not_keep_embeddings():
 
 @pytest.mark.parametrize(("broken", "message"), [
     (lambda batch: {name: value for name, value in batch.items() if name != "mask"}, "and no mask, which the dataset"),
-    (lambda batch: batch | {"number": batch["number"][1:]}, "number: 0 rows for 1 images"),
+    (lambda batch: batch | {"number": batch["number"][1:]}, r"number: torch.int64 \[0\], not torch.int64 \[1\]"),
+    (lambda batch: batch | {"number": 1}, "number: is a int, not a tensor"),
+    (lambda batch: batch | {"size": batch["number"]}, "a batch has size, which the dataset does not say it gives .add it to Dat"),
     (lambda batch: batch | {"samples": batch["number"]}, "a batch has samples, which the loader adds"),
 ])  # fmt: skip
 def test_a_batch_that_breaks_its_declaration_is_named(monkeypatch, broken, message):

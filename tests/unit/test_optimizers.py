@@ -16,7 +16,13 @@ from torchtitan.config import checks as config_checks
 from torchtitan.config.job import ConfigError, load_config
 from torchtitan.extras import install
 from torchtitan.state.resume import checkpointed_state
-from torchtitan.training.config import LRSchedulerConfig, OptimizerConfig, ParameterGroupConfig
+from torchtitan.training.config import (
+    UPDATE_RULES,
+    LRSchedulerConfig,
+    OptimizerConfig,
+    ParameterGroupConfig,
+    UpdateRule,
+)
 from torchtitan.training.muon import orthogonalise
 from torchtitan.training.optimizer import OptimizerError, build_optimizer, optimizer_tensors, set_lr
 from torchtitan.training.schedules import lr_factor
@@ -85,6 +91,18 @@ def test_a_pattern_without_parameters_is_refused_with_the_closest_names():
     assert line.startswith("optimizer.param_groups[1].pattern: '2.wieght' fits no parameter (closest: 2.weight, ")
     line = refused("0", "0.bias")
     assert line == "optimizer.param_groups[1].pattern: '0.bias' fits only parameters of earlier groups"
+
+
+def test_eps_is_refused_with_a_rule_that_has_none(monkeypatch):
+    monkeypatch.setitem(UPDATE_RULES, "SGD", UpdateRule(1))  # as a plugin adds one
+    monkeypatch.setitem(UPDATE_RULES, "RMSprop", UpdateRule(1, eps=True))
+    load_config(["--optimizer.name=SGD", "--optimizer.eps=1e-8"], 1)  # as in the record of a run
+    for name in ("AdamW", "Muon", "RMSprop"):
+        load_config([f"--optimizer.name={name}", "--optimizer.eps=1e-6"], 1)
+    with pytest.raises(ConfigError) as caught:
+        load_config(["--optimizer.name=SGD", "--optimizer.eps=1e-6"], 1)
+    line = "command line: --optimizer.eps: has no effect with optimizer.name = SGD, which has none (remove it)"
+    assert caught.value.problems == [line]
 
 
 @pytest.mark.parametrize(("arguments", "line"), [

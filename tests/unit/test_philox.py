@@ -1,6 +1,7 @@
 """Counter-based random numbers against published vectors, and the independence that training relies on."""
 
 import math
+from functools import partial
 
 import numpy as np
 import pytest
@@ -117,6 +118,13 @@ def test_no_word_block_repeats_across_seeds_purposes_attempts_and_indices():
     blocks = torch.cat(blocks)
     # 360,000 blocks of 128 bits: a chance repetition has probability 2e-28.
     assert len(np.unique(blocks.numpy(), axis=0)) == len(blocks)
+
+
+def test_an_unknown_purpose_names_the_table_and_its_next_number():
+    said = f"'jitter' is no purpose of random numbers .append it to PURPOSES in torchtitan/philox.py, as {len(philox.PURPOSES)}"
+    for draw in (philox.uniform, partial(philox.normal, shape=(2,)), partial(philox.random_words, count=4)):
+        with pytest.raises(ValueError, match=said):
+            draw(0, "jitter", torch.arange(3))
 
 
 @pytest.mark.parametrize("shape", [(1,), (3,), (3, 5, 7), (4, 2, 2)])

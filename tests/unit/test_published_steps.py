@@ -1,12 +1,11 @@
 """Estimates of published systems: those of the result file, whose errors the documentation gives, are of the present code."""
 
-import json
-
 import pytest
 
-from benchmarks.published_steps import RESULTS, ROOT, ROWS, record_of
+from benchmarks.published_steps import ROWS, record_of
+from benchmarks.shared import ROOT, read_results
 
-FOUND = json.loads(RESULTS.read_text())["rows"]
+FOUND = read_results("published_steps")["rows"]
 
 
 def test_the_documented_errors_are_those_of_the_result_file():

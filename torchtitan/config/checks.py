@@ -36,7 +36,7 @@ from torchtitan.settings import has_key
 from torchtitan.settings.record import unmet_condition
 from torchtitan.settings.schema import Problem, no_effect, quoted
 from torchtitan.settings.sections import section_at
-from torchtitan.training.config import UPDATE_RULES
+from torchtitan.training.config import UPDATE_RULES, OptimizerConfig
 from torchtitan.training.schedules import ramp_problems
 
 _ADAMS_RULE = "the square-root rule by which the learning rate grows is Adam's"
@@ -134,9 +134,14 @@ def _gns(checked: ConfigView) -> Iterator[Problem]:
         global_batch_size=batch, microbatches=batch // (ranks * local), ranks=ranks,
     )  # fmt: skip
     yield from in_section("gns", found)
-    name = checked.optimizer.name
-    if not checked.gns.adam_geometry and not UPDATE_RULES[name].is_adams:
+    name, gns = checked.optimizer.name, checked.gns
+    if UPDATE_RULES[name].is_adams:
+        return
+    if not gns.adam_geometry:
         yield Problem("gns.adam_geometry", f"has no effect with optimizer.name = {name}, which has no such geometry (remove it)")
+    if gns.allocate_timesteps:
+        text = f"shares are of noise in Adam's geometry, which optimizer.name = {name} has not (set it to false, or use AdamW)"
+        yield Problem("gns.allocate_timesteps", text)
 
 
 def _batch_ramp(checked: ConfigView) -> Iterator[Problem]:
@@ -210,6 +215,13 @@ def _parameter_groups(checked: ConfigView) -> Iterator[Problem]:
             yield Problem("optimizer.param_groups", f"{quoted(group.pattern)} is no regular expression: {error}", place)
 
 
+def _eps_of_the_optimizer(checked: ConfigView) -> Iterator[Problem]:
+    name, eps = checked.optimizer.name, checked.optimizer.eps
+    # A run's recorded configuration gives every key, so that the default must pass.
+    if eps != OptimizerConfig.eps and not UPDATE_RULES[name].has_eps:
+        yield Problem("optimizer.eps", f"has no effect with optimizer.name = {name}, which has none (remove it)")
+
+
 def _low_bit_optimizer(checked: ConfigView) -> Iterator[Problem]:
     name = checked.optimizer.name
     if UPDATE_RULES[name].quantised and not checked.elsewhere:
@@ -264,6 +276,7 @@ CHECKS: list[Callable[[ConfigView], Iterator[Problem]]] = [
     *SAMPLING_CHECKS,
     *EVALUATION_CHECKS,
     _parameter_groups,
+    _eps_of_the_optimizer,
     _low_bit_optimizer,
     _compiler,
     lambda checked: in_section("activation_checkpoint", checkpoint_problems(
@@ -271,6 +284,8 @@ CHECKS: list[Callable[[ConfigView], Iterator[Problem]]] = [
     )),
     _float8,
     *ADAPTER_CHECKS,
-    lambda checked: in_section("profiling", profiling_problems(checked.whole("profiling"), checked.training.steps)),
+    lambda checked: in_section(
+        "profiling", profiling_problems(checked.whole("profiling"), checked.training.steps, checked.has_cuda)
+    ),
     *SPEED_CHECKS,
 ]  # fmt: skip

@@ -23,6 +23,7 @@ from torchtitan.data.image_files import own_pictures_advice
 from torchtitan.diffusion.objective import ObjectiveConfig
 from torchtitan.diffusion.objectives import OBJECTIVES
 from torchtitan.distributed.config import ActivationCheckpointConfig, CommConfig, CompileConfig, ParallelismConfig
+from torchtitan.errors import ConfigError
 from torchtitan.evaluation.config import AutoencoderConfig, EvaluationConfig, SamplingConfig, ValidationConfig
 from torchtitan.gns.config import GNSConfig
 from torchtitan.models import MODELS
@@ -119,18 +120,6 @@ class JobConfig:
     def draws_pictures(self) -> bool:
         """True if the run draws images: samples, or held-out ones."""
         return self.sampling.enable or self.evaluation.enable or self.validation.enable
-
-
-class ConfigError(Exception):
-    """Configuration that cannot run.
-
-    Attributes:
-        problems: the reasons, a line each: place of the value, its key, the cause, the remedy.
-    """
-
-    def __init__(self, problems: list[str]) -> None:
-        self.problems = problems
-        super().__init__("\n".join(problems))
 
 
 def load_config(

@@ -14,7 +14,7 @@ easy", arXiv 2406.14548.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -31,14 +31,14 @@ HUBER_C = 0.00054
 class ConsistencyConfig(ObjectiveConfig):
     """`[objective]` with name = "consistency"."""
 
-    name: Literal["consistency"] = setting("consistency", "objective")
+    name: str = setting("consistency", "objective")
     step_ratio: float = setting(0.9, "smaller of the two times that are compared, over the larger", gt=0, lt=1)
 
 
 class Consistency(Objective):
     """Consistency objective: a network with the same estimate of x0 at all times of a trajectory."""
 
-    Config = ConsistencyConfig
+    Config: ClassVar[type[ObjectiveConfig]] = ConsistencyConfig
     untrained_forwards = 1
     loss_at_zero = False
 

@@ -8,7 +8,7 @@ With `heads` the network makes several predictions, and `torchtitan.diffusion.he
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -44,7 +44,7 @@ _FAR = (12.0, 14.0)
 class DenoisingConfig(ObjectiveConfig):
     """`[objective]` with name = "denoising": a weighted squared error of the prediction."""
 
-    name: Literal["denoising"] = setting("denoising", "objective")
+    name: str = setting("denoising", "objective")
     sigma_data: float = setting(0.5, "standard deviation of the data, for EDM", gt=0, applies=_EDM_IN_USE)
     weighting: WeightingConfig = choice(Choice(WEIGHTINGS, "none"), "factor on the squared error by noise level")
     learned_uncertainty: bool = setting(
@@ -109,7 +109,7 @@ class Denoising(Objective):
         uncertainty: the learned ln of the loss, where `learned_uncertainty` is set, else None.
     """
 
-    Config = DenoisingConfig
+    Config: ClassVar[type[ObjectiveConfig]] = DenoisingConfig
     learns_variance = True
 
     def __init__(self, config: DenoisingConfig, seed: int, sampler_of: SamplerOf | None = None) -> None:
@@ -235,7 +235,9 @@ class Denoising(Objective):
         return {f"{tag}/{n}": value for tag, values in found.items() for n, value in enumerate(values.tolist())}
 
     def lr_scales(self) -> dict[str, float]:
-        return dict.fromkeys(self.parameters(), self.config.uncertainty_lr_scale)
+        """Learning rates of u, as multiples of the network's; what a subclass learns has the network's."""
+        of_u = tuple(f"objective.{name}." for name in ("heads", "uncertainty"))
+        return {name: self.config.uncertainty_lr_scale for name in self.parameters() if name.startswith(of_u)}
 
     @classmethod
     def problems(cls, config: DenoisingConfig) -> Iterator[tuple[str, str]]:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from torchtitan import philox
-from torchtitan.conditions import Condition
+from torchtitan.conditions import Condition, Entries
 from torchtitan.diffusion.paths import PATHS, indexed, per_image
 from torchtitan.diffusion.predictions import PRECONDITIONINGS, PREDICTIONS, target, to_x0_and_noise
 from torchtitan.diffusion.timesteps.registry import TIMESTEPS, SamplerOf, build_sampler
@@ -82,7 +82,7 @@ class Microbatch:
     Attributes:
         images: clean images, float32 [B, C, H, W].
         condition: one per image, the null condition where it is dropped; or None.
-        entries: the dataset's tensors by name, [B, ...], for objectives that read precomputed features.
+        entries: the batch by name, [B, ...], in which are the entries that the dataset declares.
     """
 
     images: Tensor
@@ -120,8 +120,8 @@ class Objective(ABC):
     A subclass gives `Config` and `loss`. Its loss may call the network several times, at other times than those drawn,
     under `torch.no_grad` or a Jacobian-vector product, and may draw more than `draw` does by overriding it. What it
     trains besides the network, as a projection of features, are modules in `learned`, made in `attach` where they depend on
-    the network: they are in the optimizer, in the averages over ranks and in the checkpoint. Sampling, validation and
-    studies read the network through `predict`.
+    the network or the data: they are in the optimizer, in the averages over ranks and in the checkpoint. Sampling,
+    validation and studies read the network through `predict`.
 
     Attributes:
         learned: modules that are trained or measured beside the network, and belong into a checkpoint.
@@ -159,8 +159,19 @@ class Objective(ABC):
         self.learned = nn.ModuleDict()
         self.seed = seed
 
-    def attach(self, model: nn.Module) -> None:  # noqa: B027  most objectives learn nothing of a network's shapes
-        """Attach to the network that is trained or loaded, before it is sharded: make modules of its widths, or hooks."""
+    def attach(self, model: Any, entries: Entries) -> None:  # noqa: B027  most objectives learn nothing of shapes
+        """Attach to the network before it is sharded or read: make modules of its widths and those of the data, and hooks.
+
+        Called once for each network: one on the meta device before a run is begun, the one that is trained, and each that is
+        loaded. Modules are made on the CPU, from torch's generator, which is seeded for it.
+
+        Args:
+            model: a `DiffusionModel` (torchtitan/models/base.py).
+            entries: what the data's batches have besides images and conditions.
+
+        Raises:
+            ConfigError: the objective cannot be trained on this network or these data; one line, with the key and the remedy.
+        """
 
     @abstractmethod
     def loss(self, model: Network, batch: Microbatch, draw: Draw) -> LossTerms:

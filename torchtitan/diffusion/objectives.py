@@ -2,6 +2,10 @@
 
 from collections.abc import Iterator
 
+import torch
+from torch import nn
+
+from torchtitan.conditions import Entries
 from torchtitan.diffusion.objective import Objective, ObjectiveConfig
 from torchtitan.diffusion.paths import PATHS, Path
 from torchtitan.diffusion.timesteps.registry import SamplerOf
@@ -17,6 +21,21 @@ OBJECTIVES: Registry[type[Objective]] = Registry("torchtitan.diffusion", {
 def build_objective(config: ObjectiveConfig, seed: int, sampler_of: SamplerOf | None = None) -> Objective:
     """Build the objective of a section; arguments and errors as of `Objective`."""
     return OBJECTIVES[config.name](config, seed, sampler_of)
+
+
+def attach(objective: Objective, model: nn.Module, entries: Entries) -> None:
+    """Attach an objective to its network, with modules drawn from its seed: the same on every rank of every layout.
+
+    Args:
+        model: as of `Objective.attach`.
+        entries: `DatasetInfo.entries` of the data that train it.
+
+    Raises:
+        ConfigError: the objective cannot be trained so.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(objective.seed)
+        objective.attach(model, entries)
 
 
 def objective_problems(config: ObjectiveConfig) -> Iterator[tuple[str, str]]:

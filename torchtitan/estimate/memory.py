@@ -119,17 +119,10 @@ def _at_the_peak(step: SimulatedStep, start_up: int, offloads: bool) -> MemoryEs
                 held[part] = 0
     window, peak = max(step.windows.items(), key=lambda entry: entry[1].total())
     return MemoryEstimate(
-        parameters=peak[PARAMETERS],
-        gradients=peak[GRADIENTS],
-        optimizer=step.held["optimizer"],
-        ema=step.held["ema"],
-        activations=peak[ACTIVATIONS],
-        communication=peak[COMMUNICATION],
-        phase=window[1],
-        all_gradients=step.held[GRADIENTS],
-        start_up=start_up,
-        host=host,
-    )
+        parameters=peak[PARAMETERS], gradients=peak[GRADIENTS], optimizer=step.held["optimizer"], ema=step.held["ema"],
+        activations=peak[ACTIVATIONS], communication=peak[COMMUNICATION], phase=window[1],
+        all_gradients=step.held[GRADIENTS], start_up=start_up, host=host,
+    )  # fmt: skip
 
 
 def model_on_meta(config: JobConfig) -> DiffusionModel:

@@ -14,8 +14,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from torchtitan.config.job import JobConfig
 from torchtitan.config.latent_cache import trained_info
+from torchtitan.data.base import DatasetInfo
 from torchtitan.diffusion.objective import Draw, Microbatch, Objective
-from torchtitan.diffusion.objectives import build_objective
+from torchtitan.diffusion.objectives import attach, build_objective
 from torchtitan.distributed.activation_checkpoint import checkpoint_blocks
 from torchtitan.distributed.mesh import Layout
 from torchtitan.distributed.parallelize import accumulate_locally, local, parallelize
@@ -73,15 +74,16 @@ def simulate_step(config: JobConfig, world_size: int, on_gpu: bool | None = None
         with cuda_autocast(), FakeTensorMode(allow_non_fake_inputs=True), LiveStorages() as live, kernels:
             model = build_model(config.model, info.image_shape, info.condition_kind)
             freeze_and_adapt(model, config.lora, MODELS[config.model.name].adapter_sets).train()
-            objective.attach(model)
-            return _Step(model, layout, config, objective, live).simulate()
+            attach(objective, model, info.entries)
+            return _Step(model, layout, config, info, objective, live).simulate()
 
 
 class _Step:
     def __init__(
-        self, model: DiffusionModel, layout: Layout, config: JobConfig, objective: Objective, live: LiveStorages
-    ) -> None:
-        self.model, self.layout, self.config, self.objective, self.live = model, layout, config, objective, live
+        self, model: DiffusionModel, layout: Layout, config: JobConfig, info: DatasetInfo, objective: Objective,
+        live: LiveStorages,
+    ) -> None:  # fmt: skip
+        self.model, self.layout, self.config, self.info, self.objective, self.live = model, layout, config, info, objective, live
         self.microbatch = 0
 
     def simulate(self) -> SimulatedStep:
@@ -165,15 +167,13 @@ class _Step:
         live.open_window((self.microbatch, "forward", -1))
         samples = torch.arange(config.training.local_batch_size)
         self.model.draw_dropout(config.debug.seed, samples)
-        batch, shape = config.training.local_batch_size, self.model.image_shape
-        images, noise = torch.empty(batch, *shape), torch.empty(batch, *shape)
-        t, importance = torch.empty(batch), torch.empty(batch)
-        index = torch.empty(batch, dtype=torch.int64) if self.objective.path.discrete else None
-        kind = self.model.condition_kind
-        condition = kind.of(kind.placeholder(batch))
+        batch = self.info.placeholder(len(samples), self.model.image_shape) | {"samples": samples}
+        t, noise, importance = torch.empty(len(samples)), torch.empty_like(batch["images"]), torch.empty(len(samples))
+        index = torch.empty(len(samples), dtype=torch.int64) if self.objective.path.discrete else None
+        microbatch = Microbatch(batch["images"], self.model.condition_kind.of(batch), batch)
         with accumulate_locally(self.model, last=last):
             with compute_context(config.training.mixed_precision_param, self.layout.device, self.layout.sharded):
-                terms = self.objective.loss(self.model, Microbatch(images, condition), Draw(t, noise, importance, index))
+                terms = self.objective.loss(self.model, microbatch, Draw(t, noise, importance, index))
             live.open_window((self.microbatch, "backward", len(self.model.blocks())))
             terms.loss.mean().backward()
 

@@ -62,17 +62,9 @@ class ImageSampler:
 
     @torch.no_grad()
     def draw(
-        self,
-        choices: Tensor,
-        seed: int,
-        *,
-        batch_size: int,
-        first_number: int = 0,
-        purpose: str = "sampling",
-        sharded: bool = False,
-        progress: bool = False,
-        **method: Any,
-    ) -> Tensor:
+        self, choices: Tensor, seed: int, *, batch_size: int, first_number: int = 0, purpose: str = "sampling",
+        sharded: bool = False, progress: bool = False, **method: Any,
+    ) -> Tensor:  # fmt: skip
         """Draw one image per choice; called by all ranks together, each draws its share.
 
         Args:
@@ -102,21 +94,11 @@ class ImageSampler:
 
     @contextmanager
     def drawing(
-        self,
-        seed: int,
-        *,
-        solver: SolverConfig,
-        num_steps: int,
-        schedule: ScheduleConfig,
-        guidance: Guidance,
-        guide: Guide | None = None,
-        embedded_guidance: float | None = None,
-        image_shape: tuple[int, int, int] | None = None,
-        clip_x0: bool = False,
-        state_dtype: str = "float32",
-        purpose: str = "sampling",
-        sharded: bool = False,
-    ) -> Iterator[DrawBatch]:
+        self, seed: int, *, solver: SolverConfig, num_steps: int, schedule: ScheduleConfig, guidance: Guidance,
+        guide: Guide | None = None, embedded_guidance: float | None = None,
+        image_shape: tuple[int, int, int] | None = None, clip_x0: bool = False, state_dtype: str = "float32",
+        purpose: str = "sampling", sharded: bool = False,
+    ) -> Iterator[DrawBatch]:  # fmt: skip
         """Draw batches on this rank by one method, inside the context, in eval mode and the dtype of compute.
 
         Args:

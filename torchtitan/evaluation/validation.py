@@ -87,18 +87,9 @@ class MeansByTime:
 
 @torch.no_grad()
 def validation_loss(
-    model: DiffusionModel,
-    objective: Objective,
-    batches: Iterable[dict[str, Tensor]],
-    *,
-    count: int,
-    seed: int,
-    bin_edges: Tensor,
-    param_dtype: str,
-    device: torch.device,
-    sharded: bool,
-    timesteps: Sequence[float] = (),
-) -> dict[str, float]:
+    model: DiffusionModel, objective: Objective, batches: Iterable[dict[str, Tensor]], *, count: int, seed: int,
+    bin_edges: Tensor, param_dtype: str, device: torch.device, sharded: bool, timesteps: Sequence[float] = (),
+) -> dict[str, float]:  # fmt: skip
     """Validation loss over held-out images, whole and by timestep bin or timestep; called by all ranks together.
 
     Args:

@@ -1,6 +1,7 @@
 """Command lines of a cell's runs, checked before anything is started."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,13 @@ def run_arguments(cell: Cell, repeat: int, folder: Path, base: Path | None) -> l
     seed = values.get(SEED_KEY, _seed_of(base))
     values[SEED_KEY] = seed + repeat if isinstance(seed, int) else seed  # another type is refused by the checks
     start = [f"--job.config_file={base}"] if base else []
-    return start + [f"--{key}={_text(value)}" for key, value in values.items()]
+    return start + words_of(values)
+
+
+def words_of(values: Mapping[str, Any]) -> list[str]:
+    """Words of a command line: a text as it is, other values as JSON."""
+    texts = {key: value if isinstance(value, str) else json.dumps(value, default=str) for key, value in values.items()}
+    return [f"--{key}={text}" for key, text in texts.items()]
 
 
 def check_cells(sweep: Sweep, cells: list[Cell], folder: Path, elsewhere: bool = False) -> None:
@@ -62,7 +69,3 @@ def _refuse_other_places(sweep: Sweep, cell: Cell, config: JobConfig, folder: Pa
 def _seed_of(base: Path | None) -> Any:
     section = read_toml(str(base))[0].get("debug", {}) if base else {}
     return section.get("seed", 0) if isinstance(section, dict) else 0
-
-
-def _text(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, default=str)

@@ -15,16 +15,9 @@ Advance = Callable[[int], None]
 
 
 def settle_cells(
-    cells: Sequence[C],
-    missing: Sequence[C],
-    settle: Callable[[C, Advance], None],
-    *,
-    cost: Callable[[C], int],
-    unit: str,
-    name: Callable[[C], str] = lambda cell: "",
-    jobs: int = 1,
-    stop: threading.Event | None = None,
-) -> None:
+    cells: Sequence[C], missing: Sequence[C], settle: Callable[[C, Advance], None], *, cost: Callable[[C], int], unit: str,
+    name: Callable[[C], str] = lambda cell: "", jobs: int = 1, stop: threading.Event | None = None,
+) -> None:  # fmt: skip
     """Settle the missing cells, and show the progress.
 
     Args:

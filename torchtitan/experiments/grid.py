@@ -39,13 +39,9 @@ _SHORT = {
     "model.patch_size": "patch",
     "model.flavor": "flavor",
 }
-_MEASURED_ALONE = {  # what a sweep switches off unless it says otherwise: a run is there to be measured
-    "checkpoint.enable": False,
-    "sampling.enable": False,
-    "evaluation.enable": False,
-    "validation.enable": False,
-    "metrics.enable_tensorboard": False,
-}
+# What a sweep, unless it says otherwise, and a probe switch off: a run is there to be measured.
+MEASURED_ALONE = {f"{name}.enable": False for name in ("checkpoint", "sampling", "evaluation", "validation")}
+MEASURED_ALONE["metrics.enable_tensorboard"] = False
 
 
 class SweepError(ExperimentError):
@@ -214,7 +210,7 @@ def _cell(sweep: Sweep, point: dict[str, Any], context: Any) -> Cell:
     processes, context = point.get("processes", sweep.settings.processes), point.get(_CONTEXT, context)
     if not is_count(context) or processes % context:
         context = 1  # which the check of the configuration refuses
-    values = _MEASURED_ALONE | sweep.table["fixed"]
+    values = MEASURED_ALONE | sweep.table["fixed"]
     for axis, value in point.items():
         for key, set_value in _meaning(sweep, axis, value, processes // context, context).items():
             if key in sweep.table["fixed"] or (key != axis and key in sweep.table["axes"]):

@@ -40,18 +40,10 @@ def repeat_killed(attempt: Callable[[], Outcome], log: Path, retries: int = RETR
 
 
 def run_processes(
-    arguments: list[str],
-    *,
-    processes: int = 1,
-    timeout_s: float,
-    log: Path,
-    environment: dict[str, str] | None = None,
-    memory_limit_gib: float | None = None,
-    devices: list[int] | None = None,
-    stop: threading.Event | None = None,
-    stop_grace_s: float = 0.0,
-    poll: Callable[[], None] = lambda: None,
-) -> Outcome:
+    arguments: list[str], *, processes: int = 1, timeout_s: float, log: Path, environment: dict[str, str] | None = None,
+    memory_limit_gib: float | None = None, devices: list[int] | None = None, stop: threading.Event | None = None,
+    stop_grace_s: float = 0.0, poll: Callable[[], None] = lambda: None,
+) -> Outcome:  # fmt: skip
     """Run train.py once in separate processes until all of them have ended.
 
     None of the processes remains at the end, on Linux not even if this process is killed: each ends with its parent.

@@ -87,20 +87,13 @@ def plan_extraction(
     _, height, width = source.info.image_shape
     try:
         return StorePlan(
-            num_source_images=len(source),
-            images_per_shard=options.shard_images or images_per_shard(len(source)),
-            shape=shape,
-            posterior=posterior,
-            mirrored=options.mirrored,
-            dtype=options.dtype,
-            num_classes=source.info.num_classes,
-            class_names=list(source.info.class_names),
-            image_size=height if height == width else None,
-            autoencoder=autoencoder.identity(),
-            normalization=normalization,
-            origin=source.origin() | {"encoding": _encoding(autoencoder, options)},
+            num_source_images=len(source), images_per_shard=options.shard_images or images_per_shard(len(source)),
+            shape=shape, posterior=posterior, mirrored=options.mirrored, dtype=options.dtype,
+            num_classes=source.info.num_classes, class_names=list(source.info.class_names),
+            image_size=height if height == width else None, autoencoder=autoencoder.identity(),
+            normalization=normalization, origin=source.origin() | {"encoding": _encoding(autoencoder, options)},
             captions=captions,
-        )
+        )  # fmt: skip
     except pydantic.ValidationError as failure:
         raise LatentStoreError(first_problem(failure)) from failure
 

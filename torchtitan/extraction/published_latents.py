@@ -165,19 +165,11 @@ def plan_conversion(
     for number in sorted({*np.linspace(0, source.num_images - 1, SAMPLED_IMAGES, dtype=np.int64).tolist()}):
         sample.update(source.read(number, number + 1)[0].numpy().tobytes())
     return StorePlan(
-        num_source_images=source.num_images,
-        images_per_shard=shard_images or images_per_shard(source.num_images),
-        shape=source.shape,
-        posterior=False,
-        mirrored=source.mirrored,
-        dtype="int8" if source.int8_step else "float16",
-        int8_step=source.int8_step,
-        num_classes=num_classes,
-        class_names=class_names,
-        autoencoder={"name": "unknown"},
-        normalization=None if measured else source.normalization,
-        origin=source.origin | {"sample": sample.hexdigest()},
-    )
+        num_source_images=source.num_images, images_per_shard=shard_images or images_per_shard(source.num_images),
+        shape=source.shape, posterior=False, mirrored=source.mirrored, dtype="int8" if source.int8_step else "float16",
+        int8_step=source.int8_step, num_classes=num_classes, class_names=class_names, autoencoder={"name": "unknown"},
+        normalization=None if measured else source.normalization, origin=source.origin | {"sample": sample.hexdigest()},
+    )  # fmt: skip
 
 
 def convert(source: LatentSource, folder: Path, plan: StorePlan) -> StoreIndex:

@@ -15,7 +15,7 @@ from torchtitan.files.regular import read_text
 from torchtitan.latents.bucketed import BUCKETS_FILE, open_stores
 from torchtitan.latents.index import first_problem, read_index
 from torchtitan.latents.store import verify_shards
-from torchtitan.processes.command_line import OneLineParser
+from torchtitan.processes.command_line import OneLineParser, at_least
 
 VERBS = ("convert", "show", "verify")
 
@@ -45,12 +45,12 @@ def _parse(words: list[str]) -> argparse.Namespace:
     verb.add_argument("source", type=Path, help="int8 safetensors file, folder of *_features and *_labels, or "
                       "folder of safetensors files with latents, latents_flip and labels")
     verb.add_argument("--output", type=Path, required=True, metavar="STORE", help="folder to write or to resume")
-    verb.add_argument("--num-classes", type=_count, default=1000, help="classes of the labels (default 1000); 0: no labels")
+    verb.add_argument("--num-classes", type=at_least(0), default=1000, help="classes of the labels (default 1000); 0: no labels")
     verb.add_argument("--class-names", type=Path, metavar="FILE", help="text file, one class name a line")
     verb.add_argument("--normalization", choices=("measured", "source"), default="measured",
                       help="normalization of the store: mean 0 and variance 1 of each channel (default), or "
                       "that of the source's makers")
-    verb.add_argument("--images-per-shard", type=_count, help="images per file (default: 1024, or as many as make "
+    verb.add_argument("--images-per-shard", type=at_least(0), help="images per file (default: 1024, or as many as make "
                       "1,000 files)")
 
     verb = verbs.add_parser("show", help="show a store's content")
@@ -63,21 +63,12 @@ def _parse(words: list[str]) -> argparse.Namespace:
     return parser.parse_args(words)
 
 
-def _count(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is no number")
-    return int(text)
-
-
 def _convert(arguments: argparse.Namespace) -> int:
     source, names = open_source(arguments.source), arguments.class_names
     plan = plan_conversion(
-        source,
-        num_classes=arguments.num_classes,
-        class_names=read_text(names).splitlines() if names else [],
-        measured=arguments.normalization == "measured",
-        shard_images=arguments.images_per_shard,
-    )
+        source, num_classes=arguments.num_classes, class_names=read_text(names).splitlines() if names else [],
+        measured=arguments.normalization == "measured", shard_images=arguments.images_per_shard,
+    )  # fmt: skip
     print("\n".join(describe_store(arguments.output, convert(source, arguments.output, plan))))
     return 0
 

@@ -148,7 +148,7 @@ class DecayedSums:
 
         The variances are those between steps, whatever the gradients' distribution and however alike the samples of a
         step are. The interval is Fieller's of E|g|^2 / |G_b|^2 = B_simple + 1 at a quantile of Student's t. The interval
-        of the logarithm (`log_delta`) covers as often, but lies too low where the signal is weak (at a noise scale of 300
+        of the logarithm covers as often, but lies too low where the signal is weak (at a noise scale of 300
         and 1,000 samples nearly all its misses are above it), and says nothing where Fieller's set has a lower bound.
         """
         bins, pairs = (RatioMoments(of.first[window], of.second[window]) for of in (self._bins, self._pairs))

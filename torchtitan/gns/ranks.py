@@ -147,7 +147,7 @@ class RankMonitor:
             signal, noise, covariance = sums.signal, sums.noise, sums.covariance
             quantile = student_quantile(0.975, sums.moments.steps - 1.0)
             lower, upper, _ = fieller(noise, signal, covariance[0, 0], covariance[1, 1], covariance[0, 1], quantile)
-            values = {
+            values: dict[str, Tensor | float] = {
                 "signal": signal, "noise": noise, "b_simple": noise / signal, "lower": lower.clamp_min(0.0),
                 "upper": upper, "small_square_norm": last[0], "large_square_norm": last[1],
                 "small_batch": last[2], "large_batch": last[3],

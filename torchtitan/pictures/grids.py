@@ -34,13 +34,9 @@ LAST_FRAME_SECONDS = 2.5
 
 
 def image_grid(
-    images: Tensor,
-    rows: int,
-    columns: int,
-    row_labels: Sequence[str] | None = None,
-    title: str = "",
+    images: Tensor, rows: int, columns: int, row_labels: Sequence[str] | None = None, title: str = "",
     captions: Sequence[str] | None = None,
-) -> Image.Image:
+) -> Image.Image:  # fmt: skip
     """Lay images out in rows, the first row first.
 
     Small images are enlarged by a whole factor without smoothing, until their shorter side has 64 pixels. One

@@ -31,15 +31,9 @@ class Profiler:
     """Profiler of one process's steps at the section's intervals; does nothing where the section is off."""
 
     def __init__(
-        self,
-        config: ProfilingConfig,
-        run_folder: Path,
-        layout: Layout,
-        excluded: Callable[[], AbstractContextManager],
-        steps: int | None = None,
-        within: Sequence[int] = (),
-        between: Sequence[int] = (),
-    ) -> None:
+        self, config: ProfilingConfig, run_folder: Path, layout: Layout, excluded: Callable[[], AbstractContextManager],
+        steps: int | None = None, within: Sequence[int] = (), between: Sequence[int] = (),
+    ) -> None:  # fmt: skip
         """
         Args:
             excluded: makes the context of work that is not training time.

@@ -30,7 +30,7 @@ _CACHED_STORE = re.compile(r"-[0-9a-f]{16}/(train|validation)$")  # as torchtita
 
 
 class RunRecordError(Exception):
-    """Folder that cannot be read as a run."""
+    """Folder that cannot be read as a run, or holds none; the message is one line for each."""
 
 
 @dataclass(frozen=True)
@@ -369,14 +369,11 @@ def _unread(name: str, error: Exception) -> str:
 
 
 def _tell_apart(runs: dict[Path, RunRecord]) -> None:
-    names = [run.name for run in runs.values()]
-    for path, run in runs.items():
-        if names.count(path.name) > 1:
-            run.name = "/".join(path.parts[-2:])
-    names = [run.name for run in runs.values()]
-    for path, run in runs.items():
-        if names.count(run.name) > 1:
-            run.name = str(path)
+    for longer in (lambda path: "/".join(path.parts[-2:]), str):
+        names = [run.name for run in runs.values()]
+        for path, run in runs.items():
+            if names.count(run.name) > 1:
+                run.name = longer(path)
 
 
 def _group_name(names: list[str]) -> str:

@@ -27,19 +27,10 @@ def _with_names(hint: Any) -> Any:
 
 
 def setting(
-    default: Any,
-    description: str,
-    *,
-    ge: float | None = None,
-    gt: float | None = None,
-    le: float | None = None,
-    lt: float | None = None,
-    applies: Mapping[str, tuple | str] | None = None,
-    because: str = "",
-    trajectory: bool = True,
-    writes: Literal["", "run", "shared"] = "",
-    path: bool = False,
-) -> Any:
+    default: Any, description: str, *, ge: float | None = None, gt: float | None = None, le: float | None = None,
+    lt: float | None = None, applies: Mapping[str, tuple | str] | None = None, because: str = "",
+    trajectory: bool = True, writes: Literal["", "run", "shared"] = "", path: bool = False,
+) -> Any:  # fmt: skip
     """Declare one configuration key as a dataclass field.
 
     Args:

@@ -7,6 +7,7 @@ from torch import Tensor
 from torchtitan.config.job import JobConfig
 from torchtitan.data.base import DatasetInfo
 from torchtitan.diffusion.objective import Objective
+from torchtitan.diffusion.objectives import attach
 from torchtitan.distributed.mesh import Layout
 from torchtitan.distributed.parallelize import local, named_parameters, parallelize, release_unsharded
 from torchtitan.distributed.shard_drawing import place_shards
@@ -49,7 +50,7 @@ class RunNetwork:
         """
         self._adapted, self._untrained_forwards = config.lora.enable, objective.untrained_forwards
         self.model, shards = _built(config, info, layout, new)
-        objective.attach(self.model)
+        attach(objective, self.model, info.entries)
         objective.to(layout.device)
         self.taps = None
         if edges is not None and config.gns.single_pass:

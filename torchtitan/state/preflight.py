@@ -17,7 +17,7 @@ from torchtitan.models.flops import check_macs
 from torchtitan.runs.folder import RunFolder
 from torchtitan.runs.status import remove_status
 from torchtitan.weights.initial_weights import check_initial_weights
-from torchtitan.weights.network import network_on_meta
+from torchtitan.weights.network import check_objective, network_on_meta
 
 if TYPE_CHECKING:
     from torchtitan.evaluation.decoding import LatentDecoder
@@ -36,16 +36,17 @@ def checked_decoder(config: JobConfig) -> "LatentDecoder | None":
 
 
 def check_run(config: JobConfig, layout: Layout, checkpoints: AnyPath) -> str:
-    """Check network, initial weights, adapters, float8 and attention; collective.
+    """Check network, objective, initial weights, adapters, float8 and attention; collective.
 
     Returns:
         the SHA-256 of the frozen network of adapters, "" where it is not known from a file.
 
     Raises:
-        CheckpointError, MiscountedModel, CannotMeasure, Float8Error, KernelError: on every rank.
+        CheckpointError, ConfigError, MiscountedModel, CannotMeasure, Float8Error, KernelError: on every rank.
     """
     training, info = config.training, dataset_info(config.data)
     from_first_rank(check_macs, network_on_meta(config, info), config.model.name)
+    from_first_rank(check_objective, config, info)
     base_sha256 = check_initial_weights(config, info, checkpoints)
     if config.lora.enable:
         from torchtitan.weights.adapted_network import check_adapters

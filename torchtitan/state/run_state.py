@@ -54,8 +54,8 @@ class RunState:
         Raises:
             AutoencoderError: before there is a process group.
             Busy: another process writes into the run's folder; on every rank.
-            EvaluationError, RunFolderError, MiscountedModel, CannotMeasure, CheckpointError, DatasetError, OptimizerError,
-                Float8Error, KernelError: on every rank, before anything is overwritten.
+            ConfigError, EvaluationError, RunFolderError, MiscountedModel, CannotMeasure, CheckpointError, DatasetError,
+                OptimizerError, Float8Error, KernelError: on every rank, before anything is overwritten.
         """
         self.config = config
         self.decoder = checked_decoder(config)

@@ -72,6 +72,7 @@ class UpdateRule:
         orthogonalises: whether it is for the matrices of the blocks alone, and AdamW for the rest.
         any_weights: whether it updates weights in host memory too, and those that are gathered in float8.
         build: makes the optimizer of parameter groups and this section; None: torchtitan/training/optimizer.py has it.
+        eps: whether it reads optimizer.eps; None: as Adam's, and AdamW of the rest, do.
     """
 
     averages: int
@@ -79,11 +80,17 @@ class UpdateRule:
     orthogonalises: bool = False
     any_weights: bool = False
     build: Callable[[list[dict[str, Any]], Any], Any] | None = None
+    eps: bool | None = None
 
     @property
     def is_adams(self) -> bool:
         """True if updates are divided by the root of a second moment."""
         return self.averages == 2
+
+    @property
+    def has_eps(self) -> bool:
+        """True if optimizer.eps has an effect."""
+        return self.is_adams or self.orthogonalises if self.eps is None else self.eps
 
 
 UPDATE_RULES: dict[str, UpdateRule] = {

@@ -458,20 +458,20 @@ def _first_failure(dataset: Dataset, info: DatasetInfo, indices: np.ndarray) -> 
 def _check(batch: Batch, count: int, info: DatasetInfo, image_shape: tuple[int, int, int]) -> None:
     if not isinstance(batch, dict):
         raise DatasetError(f"fetch gives a {type(batch).__name__}, not a mapping of names to tensors")
-    wanted = {"images": (image_shape, torch.float32)} | info.condition_kind.batch_entries
+    wanted = info.batch_entries(image_shape)
     if missing := wanted.keys() - batch.keys():
         raise DatasetError(f"a batch has {', '.join(batch)} and no {min(missing)}, which the dataset says it gives")
     if taken := batch.keys() & ADDED:
         raise DatasetError(f"a batch has {min(taken)}, which the loader adds (give it another name)")
+    if undeclared := batch.keys() - wanted.keys():
+        advice = "add it to DatasetInfo.entries, with the shape and dtype of one image's"
+        raise DatasetError(f"a batch has {min(undeclared)}, which the dataset does not say it gives ({advice})")
     for name, (shape, dtype) in wanted.items():
         found = batch[name]
+        if not isinstance(found, Tensor):
+            raise DatasetError(f"{name}: is a {type(found).__name__}, not a tensor")
         if found.shape != (count, *shape) or found.dtype != dtype:
             raise DatasetError(f"{name}: {found.dtype} {list(found.shape)}, not {dtype} {[count, *shape]}")
-    for name in batch.keys() - wanted.keys():
-        if not isinstance(batch[name], Tensor):
-            raise DatasetError(f"{name}: is a {type(batch[name]).__name__}, not a tensor of {count} rows")
-        if len(batch[name]) != count:
-            raise DatasetError(f"{name}: {len(batch[name])} rows for {count} images")
     if problem := info.condition_kind.problem(batch):
         raise DatasetError(problem)
 

@@ -42,7 +42,8 @@ class OptimizerSet:
 
         Args:
             skip: bool scalar on the device; where it is true, weights and states stay as they are, whatever the
-                gradients. Only AdamW8bit, and weights in host memory, make the host wait for it.
+                gradients. AdamW8bit, every rule that is neither FusedAdamW nor Muon, and weights in host memory make the
+                host wait for it.
         """
         for optimizer in self._optimizers:
             if isinstance(optimizer, FusedAdamW):

@@ -36,22 +36,23 @@ from torchtitan.models.published_layouts import ConversionError
 from torchtitan.programs import program
 from torchtitan.runs.folder import RunFolder
 from torchtitan.weights.model_record import class_names_of_weights
-from torchtitan.weights.network import check_base, network_on_meta
+from torchtitan.weights.network import check_base, check_objective, network_on_meta
 
 logger = logging.getLogger(__name__)
 
 
 def check_start(config: JobConfig) -> None:
-    """Check by headers that the files that a run starts from fit its network, and that this can have the adapters; on the meta
-    device, by this process alone. Nothing is checked that the run does not need, finished or resumed.
+    """Check that the objective fits the network, by headers that the files that a run starts from do, and that it can have
+    the adapters; on the meta device, by this process alone. Nothing is checked that the run does not need, finished or resumed.
 
     Raises:
-        CheckpointError, DatasetError.
+        CheckpointError, ConfigError, DatasetError.
     """
     path, frozen, folder = config.checkpoint.initial_weights, config.lora.enable, RunFolder(config)
-    if not (path or frozen) or folder.is_finished():
+    if folder.is_finished():
         return
     info = trained_info(config)
+    check_objective(config, info)
     if path and (frozen or not checkpoint_steps(folder.checkpoints)):
         model = network_on_meta(config, info)
         with _of_key(config, model):

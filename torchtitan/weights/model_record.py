@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import tomli_w
+import torch
 
 from torchtitan.checkpoint.reading import read_state
-from torchtitan.conditions import POOLED, TEXT, Classes, Embeddings, Unconditional, class_kind
+from torchtitan.conditions import POOLED, TEXT, Classes, Embeddings, Entries, Unconditional, class_kind
 from torchtitan.config.job import ConfigError, JobConfig, load_config
 from torchtitan.config.latent_cache import trained_info
 from torchtitan.data import DATASETS, LATENT_DATASETS, DatasetInfo
@@ -63,6 +64,8 @@ class ModelRecord:
             table |= {"text_length": length, "text_dim": dim, "pooled_dim": pooled_dim}
         elif not isinstance(kind, Classes | Unconditional):
             return {}
+        if info.entries:
+            table["entries"] = json.dumps({name: [shape, str(dtype)] for name, (shape, dtype) in info.entries.items()})
         if self.latents:
             normalization = self.latents.normalization
             table |= {
@@ -91,6 +94,7 @@ class _DataTable:
     text_length: int = setting(0, "tokens of the texts that condition the network; 0: the class does", ge=0, le=8192)
     text_dim: int = setting(4096, "width of each token's embedding", ge=1, le=65536)
     pooled_dim: int = setting(768, "width of the embedding of the whole text", ge=1, le=65536)
+    entries: str = setting("", "shape and dtype of the other entries of a batch, as JSON; empty: there are none")
     shift: list[float] = setting([], "subtracted from each channel of the autoencoder's latents; empty: 0")
     scale: list[float] = setting([], "then multiplied with each channel; empty: 1")
     encoder: str = setting("", "the autoencoder that made the latents, as JSON; empty: unknown")
@@ -201,11 +205,13 @@ def _read_data(table: Mapping[str, Any], place: str) -> tuple[DatasetInfo, "Stor
             encoder = json.loads(data.encoder)
         if not (isinstance(encoder, dict) and isinstance(encoder.get("name"), str)):
             problems.append("data.encoder: is no autoencoder's record")
+    if (entries := _read_entries(data.entries)) is None:
+        problems.append("data.entries: is no record of shapes and dtypes")
     if problems:
         raise ConfigError([f"{place}: {problem}" for problem in problems])
     kind = text_kind(data) if data.text_length else class_kind(data.num_classes, data.class_names)
     channels, height, width = data.shape
-    info = DatasetInfo((channels, height, width), kind, has_validation=False)
+    info = DatasetInfo((channels, height, width), kind, has_validation=False, entries=entries or {})
     if "scale" not in table:
         return info, None
     normalization = Normalization.model_construct(
@@ -216,6 +222,15 @@ def _read_data(table: Mapping[str, Any], place: str) -> tuple[DatasetInfo, "Stor
         image_size=data.image_size or None, autoencoder=encoder, normalization=normalization, captions=None,
         num_images=0, shards=[], posterior=False, mirrored=False,
     )  # fmt: skip
+
+
+def _read_entries(text: str) -> Entries | None:
+    dtypes = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
+    try:
+        found = json.loads(text or "{}").items()
+        return {name: (tuple(map(int, shape)), dtypes[dtype]) for name, (shape, dtype) in found}
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return None
 
 
 def _without_paths(table: Mapping[str, Any], section: str = "") -> dict[str, Any]:

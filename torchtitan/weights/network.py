@@ -13,6 +13,7 @@ from torch import Tensor
 
 from torchtitan.config.job import JobConfig
 from torchtitan.data.base import DatasetInfo
+from torchtitan.diffusion.objectives import attach, build_objective
 from torchtitan.distributed.mesh import Layout
 from torchtitan.distributed.shard_drawing import NotByShards, draw_shards, own_rows
 from torchtitan.errors import CheckpointError
@@ -30,6 +31,11 @@ def network_on_meta(config: JobConfig, info: DatasetInfo) -> DiffusionModel:
     """Network without adapters on the meta device."""
     with torch.device("meta"):
         return build_model(config.model, info.image_shape, info.condition_kind)
+
+
+def check_objective(config: JobConfig, info: DatasetInfo) -> None:
+    """Check on the meta device that the objective can be trained on its network and data. Raises ConfigError."""
+    attach(build_objective(config.objective, config.debug.seed), network_on_meta(config, info), info.entries)
 
 
 def new_network(config: JobConfig, info: DatasetInfo, device: torch.device, initial_weights: str = "") -> DiffusionModel:

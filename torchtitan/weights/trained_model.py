@@ -24,7 +24,7 @@ from torchtitan.conditions import POOLED, TEXT
 from torchtitan.config.job import ConfigError, JobConfig, load_config
 from torchtitan.data.base import DatasetInfo
 from torchtitan.diffusion.objective import Objective
-from torchtitan.diffusion.objectives import build_objective
+from torchtitan.diffusion.objectives import attach, build_objective
 from torchtitan.distributed.degrees import degrees_of
 from torchtitan.files.regular import read_text, read_toml
 from torchtitan.files.remote_path import AnyPath
@@ -111,7 +111,7 @@ def load_run(folder: Path, track: str | None, step: int | None, device: torch.de
     wanted = {prefix + name: parameter.detach() for name, parameter in trained.items()}
     wanted |= {f"model.{name}": buffer for name, buffer in saved_buffers(model).items()}
     read_tensors(checkpoint_path(checkpoints, step), wanted)
-    objective = build_objective(config.objective, config.debug.seed).to(device)
+    objective = _objective(record, model, device)
     learned = {f"objective.{name}": tensor for name, tensor in objective.tensors().items()}
     if learned:
         read_tensors(checkpoint_path(checkpoints, step), learned)
@@ -139,10 +139,10 @@ def load_weights(path: Path, config_file: Path | None, device: torch.device) -> 
         raise WeightsError(f"{path}: which model is this? (add --config FILE)")
     config, info = record.config, record.info
     config.lora.enable = False  # the file is of a whole network
-    objective = build_objective(config.objective, config.debug.seed).to(device)
+    model = _empty_model(config, info, device)
+    objective = _objective(record, model, device)
     if objective.reads_by_state:
         raise WeightsError(f"{path}: holds weights alone, but {objective.reads_by_state}")
-    model = _empty_model(config, info, device)
     _fill(model, path, config)
     return TrainedModel(record, info, model, objective, path.stem)
 
@@ -150,9 +150,8 @@ def load_weights(path: Path, config_file: Path | None, device: torch.device) -> 
 def empty_trained_model(folder: Path, device: torch.device) -> TrainedModel:
     """Model and objective of a run's folder without values, for `fill_reconstructed`. Raises ConfigError."""
     record, missing = _record_of_run(folder, run_checkpoints(folder))
-    config, info = record.config, record.info
-    objective = build_objective(config.objective, config.debug.seed).to(device)
-    return TrainedModel(record, info, _empty_model(config, info, device), objective, "", missing)
+    model = _empty_model(record.config, record.info, device)
+    return TrainedModel(record, record.info, model, _objective(record, model, device), "", missing)
 
 
 @torch.no_grad()
@@ -248,8 +247,8 @@ def _with_trained_classes(
 def _published_folder(path: Path, config_file: Path | None, device: torch.device) -> TrainedModel:
     weights, _ = open_published(path, "diffusers", record_of(read_config(config_file)) if config_file else None)
     config, info = weights.record.config, weights.record.info
-    objective = build_objective(config.objective, config.debug.seed).to(device)
     model = _empty_model(config, info, device)
+    objective = _objective(weights.record, model, device)
     _copy(model, weights.tensors)
     encoders = {entry: str(path / name) for entry, name in _ENCODERS.items() if (path / name).is_dir()}
     return TrainedModel(weights.record, info, model, objective, path.resolve().name, encoders=encoders)
@@ -294,6 +293,13 @@ def _choose_step(checkpoints: AnyPath, step: int | None) -> tuple[int, list[str]
         lines = [*skipped, f"{checkpoints}: holds no good checkpoint (train with checkpoint.enable = true)"]
         raise CheckpointError("\n".join(lines))
     return newest, skipped
+
+
+def _objective(record: ModelRecord, model: DiffusionModel, device: torch.device) -> Objective:
+    """Objective of a record, attached to its network. Raises ConfigError."""
+    objective = build_objective(record.config.objective, record.config.debug.seed)
+    attach(objective, model, record.info.entries)
+    return objective.to(device)
 
 
 def _empty_model(

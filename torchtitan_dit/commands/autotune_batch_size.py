@@ -8,26 +8,19 @@ from there, and an interrupted search resumes. Exit codes: 0 found, 1 nothing fi
 import argparse
 import logging
 import sys
-from typing import NoReturn
 
 from torchtitan.config.job import ConfigError
 from torchtitan.experiments.autotune.candidates import AutotuneRefused
 from torchtitan.experiments.autotune.probe import ProbeFailed
 from torchtitan.experiments.autotune.record import RecordError
 from torchtitan.experiments.autotune.tuning import MAX_BATCH_SIZE, NothingFits, autotune
-from torchtitan.processes.command_line import (
-    OneLineParser,
-    at_least,
-    interrupt_by_signals,
-    positive,
-    refusing,
-    run_program,
-)
+from torchtitan.processes.command_line import OneLineParser, at_least, positive, refusing
 from torchtitan.settings.sources import read_command_line, split_keys
 
 
 @refusing(ConfigError, AutotuneRefused, RecordError, stopped="stopped; the same command resumes")
 def main(words: list[str] | None = None) -> int:
+    logging.basicConfig(level=logging.WARNING)
     words = sys.argv[1:] if words is None else words
     own, overrides = split_keys(words)
     options = parse_arguments(own)
@@ -76,10 +69,3 @@ def _refuse_given_batch_size(overrides: list[str]) -> None:
 
 def _say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
-
-
-def run() -> NoReturn:
-    """Run as a program, and end the process."""
-    logging.basicConfig(level=logging.WARNING)
-    interrupt_by_signals()
-    run_program(main)

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterable, Mapping
 from datetime import datetime
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,7 +34,7 @@ from torchtitan.models import MODELS
 from torchtitan.models.adapters.adapter_files import DTYPES, known_layouts, read_adapter, write_adapter
 from torchtitan.models.adapters.adapters import adapter_weights, merged_weights
 from torchtitan.models.adapters.layouts import NATIVE, AdapterLayout
-from torchtitan.processes.command_line import OneLineParser, readable_size, refusing, run_program
+from torchtitan.processes.command_line import OneLineParser, readable_size, refusing
 from torchtitan.runs.check import Finding, check_run
 from torchtitan.settings.sources import split_keys
 from torchtitan.weights.final_weights import adapter_header
@@ -326,8 +326,3 @@ def adapter_layout(name: str, config: JobConfig) -> AdapterLayout:
     if name not in known:
         raise WeightsError(f"--adapter {name}: is not of model.name = {config.model.name} (there are {', '.join(known)})")
     return known[name]
-
-
-def run() -> NoReturn:
-    """Run as a program, and end the process."""
-    run_program(main)

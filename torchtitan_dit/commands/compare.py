@@ -9,11 +9,11 @@ import argparse
 import sys
 import webbrowser
 from pathlib import Path
-from typing import NoReturn
 
 from torchtitan.files.durable import make_folder, replace_file
 from torchtitan.files.ownership import refuse_foreign_file
-from torchtitan.processes.command_line import OneLineParser, at_least, refusing, run_program
+from torchtitan.pictures.number_text import counted
+from torchtitan.processes.command_line import OneLineParser, at_least, refusing
 from torchtitan.runs.compare.page import PAGE_START, compare_page
 from torchtitan.runs.compare.published_log import against_log, log_table, read_log
 from torchtitan.runs.record import RunRecordError, read_run, read_runs
@@ -36,7 +36,7 @@ def main(words: list[str] | None = None) -> int:
         replace_file(arguments.output, page)
     except OSError as error:
         return refuse_output(arguments.output, error)
-    print(f"{arguments.output}: {len(runs)} {'run' if len(runs) == 1 else 'runs'}, {len(page.encode()) / 1e6:.1f} MB")
+    print(f"{arguments.output}: {counted(len(runs), 'run')}, {len(page.encode()) / 1e6:.1f} MB")
     if arguments.open:
         webbrowser.open(arguments.output.resolve().as_uri())
     return 0
@@ -62,8 +62,3 @@ def parse_arguments(words: list[str] | None) -> argparse.Namespace:
     if arguments.log and len(arguments.runs) > 1:
         parser.error(f"--log: is compared with one run, and {len(arguments.runs)} are given")
     return arguments
-
-
-def run() -> NoReturn:
-    """Run as a program, and end the process."""
-    run_program(main)

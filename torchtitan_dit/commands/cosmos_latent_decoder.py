@@ -14,7 +14,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,7 +31,7 @@ from torchtitan.distributed.mesh import compute_device
 from torchtitan.files.durable import make_folder, replacing
 from torchtitan.files.weight_files import WeightsError, refuse_existing
 from torchtitan.pictures.grids import save_image
-from torchtitan.processes.command_line import OneLineParser, at_least, refusing, run_program
+from torchtitan.processes.command_line import OneLineParser, at_least, refusing
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -40,15 +40,9 @@ class CosmosLatentDecoder:
     """Decoder of latents, a few at a time; a Cosmos tokenizer unless another autoencoder is named."""
 
     def __init__(
-        self,
-        path: str,
-        autoencoder: str = "cosmos",
-        dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
-        batch_size: int = 16,
-        tile: int | None = None,
-        overlap: int | None = None,
-    ) -> None:
+        self, path: str, autoencoder: str = "cosmos", dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None, batch_size: int = 16, tile: int | None = None, overlap: int | None = None,
+    ) -> None:  # fmt: skip
         """
         Args:
             path, autoencoder, dtype, tile, overlap: as in `build_autoencoder`.
@@ -311,8 +305,3 @@ def read_images(
 
 
 VERBS = {"decode": decode, "encode": encode, "check": check}
-
-
-def run() -> NoReturn:
-    """Run as a program, and end the process."""
-    run_program(main)

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from http.client import HTTPException
 from pathlib import Path
-from typing import Any, BinaryIO, NoReturn
+from typing import Any, BinaryIO
 from urllib.request import Request, urlopen
 
 from tqdm import tqdm
@@ -28,7 +28,7 @@ from torchtitan.fidelity.published import PUBLISHED, PublishedWeights
 from torchtitan.files.durable import make_folder, replace_file, sync
 from torchtitan.files.ownership import refuse_foreign_file
 from torchtitan.files.removal import remove_folder
-from torchtitan.processes.command_line import OneLineParser, refusing, run_program
+from torchtitan.processes.command_line import OneLineParser, refusing
 
 CHUNK = 8 << 20  # bytes hashed at once
 UNFINISHED = ".unfinished"
@@ -308,8 +308,3 @@ def hub_errors_as_os_errors() -> Iterator[None]:
         yield
     except HfHubHTTPError.__bases__ as error:
         raise OSError(f"{type(error).__name__}: {error}") from error
-
-
-def run() -> NoReturn:
-    """Run as a program, and end the process."""
-    run_program(main)

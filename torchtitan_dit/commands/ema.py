@@ -9,7 +9,6 @@ import logging
 import os
 import sys
 from pathlib import Path
-from typing import NoReturn
 
 from torchtitan.autoencoders.base import AutoencoderError
 from torchtitan.checkpoint.checkpointer import CheckpointError
@@ -19,7 +18,7 @@ from torchtitan.distributed.config import CommConfig
 from torchtitan.distributed.mesh import compute_device, init_process_group, process_group
 from torchtitan.errors import EvaluationError
 from torchtitan.files.weight_files import WeightsError, refuse_existing
-from torchtitan.processes.command_line import FirstRankParser, interrupt_by_signals, refusing, run_rank
+from torchtitan.processes.command_line import FirstRankParser, refusing
 from torchtitan.programs import program
 from torchtitan.sampling.ema_sweep import LOSS, sweep
 from torchtitan.training.ema_snapshots import EMA_FOLDER
@@ -31,6 +30,7 @@ FIRST = os.environ.get("RANK", "0") == "0"
 @refusing(AutoencoderError, ConfigError, CheckpointError, DatasetError, EvaluationError)
 def main(words: list[str] | None = None) -> int:
     """Run one command; returns its exit code."""
+    logging.basicConfig(level=logging.WARNING)
     arguments = parse_arguments(words)
     return arguments.command(arguments)
 
@@ -112,10 +112,3 @@ def score_lengths(arguments: argparse.Namespace) -> int:
             if FIRST:
                 print(line, flush=True)
     return 0
-
-
-def run() -> NoReturn:
-    """Run as a program, and end the process."""
-    logging.basicConfig(level=logging.WARNING)
-    interrupt_by_signals()
-    run_rank(main)

@@ -14,7 +14,6 @@ import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
 import torch.distributed as dist
 
@@ -50,7 +49,7 @@ from torchtitan.fidelity.references import (
     write_reference,
 )
 from torchtitan.fidelity.results import EVALUATION_FILE, EvaluationFile, describe, finite_values, table_lines
-from torchtitan.processes.command_line import FirstRankParser, at_least, interrupt_by_signals, run_rank
+from torchtitan.processes.command_line import FirstRankParser, at_least, refusing
 from torchtitan.processes.exit_codes import FAILED, REFUSED
 from torchtitan.programs import program
 from torchtitan.runs.folder import versions
@@ -61,7 +60,6 @@ from torchtitan.settings.sources import split_keys
 
 FIRST = os.environ.get("RANK", "0") == "0"
 UNUSABLE = (AutoencoderError, CheckpointError, ConfigError, DatasetError, EvaluationError, SampleSetError)
-INTERRUPTED = 130
 COUNT = 50_000
 METRICS = "fid,kid,is,prdc"
 OTHER_METRICS = "fd,kid,is,prdc"
@@ -69,6 +67,7 @@ WEIGHTS = ".safetensors"
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
+@refusing(stopped="stopped; the same command resumes")
 def main(words: list[str] | None = None) -> int:
     """Run as one of the started processes; return the exit code."""
     words = sys.argv[1:] if words is None else words
@@ -92,10 +91,6 @@ def main(words: list[str] | None = None) -> int:
     except OSError as error:
         print(f"{error.filename}: {error.strerror or error}; the same command resumes", file=sys.stderr)
         return FAILED
-    except KeyboardInterrupt:
-        if FIRST:
-            print("stopped; the same command resumes", file=sys.stderr)
-        return INTERRUPTED
     if dist.is_initialized():
         dist.destroy_process_group()
     return 0
@@ -297,9 +292,3 @@ def source_of(arguments: argparse.Namespace, data_words: list[str]) -> ImageSet:
             raise EvaluationError(f"{name}: of a dataset, and {arguments.source} is none (leave it out)")
     refuse_run(arguments.source, "reference")
     return open_images(Path(arguments.source))
-
-
-def run() -> NoReturn:
-    """Run as a program, and end the process."""
-    interrupt_by_signals()
-    run_rank(main)

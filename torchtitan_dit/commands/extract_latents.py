@@ -15,7 +15,6 @@ import functools
 import os
 import sys
 from pathlib import Path
-from typing import NoReturn
 
 # Before torch is imported. An encoder's activations are large and fresh each time: on the CPU a third of its time went
 # into their page faults, half of which large pages save.
@@ -49,7 +48,7 @@ from torchtitan.extraction.store_verbs import VERBS, run_verb
 from torchtitan.files.regular import read_toml, user_path
 from torchtitan.latents.captions import CAPTION_DTYPES
 from torchtitan.latents.index import MOST_SHARDS
-from torchtitan.processes.command_line import FirstRankParser, at_least, interrupt_by_signals, readable_size, run_rank
+from torchtitan.processes.command_line import FirstRankParser, at_least, readable_size, refusing
 from torchtitan.processes.exit_codes import FAILED, REFUSED
 from torchtitan.processes.launch import launch_number
 from torchtitan.settings.sources import split_keys
@@ -59,7 +58,6 @@ from torchtitan_dit.commands.cosmos_latent_decoder import DTYPES, add_autoencode
 
 UNUSABLE = (AutoencoderError, DatasetError, LatentStoreError, TextEncoderError, OSError)
 TEXT_LENGTH = 256
-INTERRUPTED = 130
 MOST_WORKERS = 8
 BATCH_SIZES = {"cuda": 16, "cpu": 4}
 
@@ -67,16 +65,13 @@ BATCH_SIZES = {"cuda": 16, "cpu": 4}
 OF_TRAINING = {"num_workers": "--num-workers", "horizontal_flip": "--mirror or --no-mirror"}
 
 
+@refusing(stopped="interrupted; the same command resumes")
 def main(words: list[str] | None = None) -> int:
     """Run as one of the started processes; return the exit code."""
     words = sys.argv[1:] if words is None else words
-    try:
-        if words and words[0] in VERBS:
-            return run_verb(words)
-        arguments, data_words = parse_arguments(words)
-        return extract(arguments, data_words)
-    except KeyboardInterrupt:
-        return refuse("interrupted; the same command resumes", code=INTERRUPTED)
+    if words and words[0] in VERBS:
+        return run_verb(words)
+    return extract(*parse_arguments(words))
 
 
 def extract(arguments: argparse.Namespace, data_words: list[str]) -> int:
@@ -227,16 +222,11 @@ def options_of(arguments: argparse.Namespace, config: DataConfig) -> ExtractionO
     own_captions = bool(arguments.text_encoder) and arguments.class_captions is None
     mirrored = not own_captions if arguments.mirror is None else arguments.mirror
     return ExtractionOptions(
-        mirrored=mirrored,
-        dtype=arguments.store_dtype,
-        normalization=arguments.normalization,
-        batch_size=arguments.batch_size or BATCH_SIZES[compute_device().type],
-        shard_images=arguments.images_per_shard,
-        threads=arguments.threads,
-        num_workers=arguments.num_workers,
-        max_skipped_share=config.max_corrupt_share,
+        mirrored=mirrored, dtype=arguments.store_dtype, normalization=arguments.normalization,
+        batch_size=arguments.batch_size or BATCH_SIZES[compute_device().type], shard_images=arguments.images_per_shard,
+        threads=arguments.threads, num_workers=arguments.num_workers, max_skipped_share=config.max_corrupt_share,
         part=arguments.part,
-    )
+    )  # fmt: skip
 
 
 def open_text_encoders(arguments: argparse.Namespace) -> TextEncoders | None:
@@ -293,10 +283,3 @@ def speaks() -> bool:
 
 def is_first() -> bool:
     return os.environ.get("RANK", "0") == "0"
-
-
-def run() -> NoReturn:
-    """Run as a program, and end the process."""
-    if "WORLD_SIZE" not in os.environ:  # torchrun ends its ranks itself
-        interrupt_by_signals()
-    run_rank(main)

@@ -8,15 +8,14 @@ size and the number of ranks.
 import argparse
 import sys
 from pathlib import Path
-from typing import NoReturn
 
-from torchtitan.processes.command_line import OneLineParser, at_least, refusing, run_program
-from torchtitan.runs.analysis.collect import NoRuns
+from torchtitan.processes.command_line import OneLineParser, at_least, refusing
 from torchtitan.runs.analysis.findings import headlines
 from torchtitan.runs.analysis.report import analyse, refuse_other_files, write_report
+from torchtitan.runs.record import RunRecordError
 
 
-@refusing(NoRuns)
+@refusing(RunRecordError)
 def main(words: list[str] | None = None) -> int:
     arguments = parse_arguments(words)
     folder = arguments.out or arguments.folders[0] / "analysis"
@@ -43,8 +42,3 @@ def parse_arguments(words: list[str] | None) -> argparse.Namespace:
     add("--warmup-steps", type=at_least(0), metavar="N",
         help="steps left out at the start of every run (default: its sweep's setting, else a tenth of its steps)")
     return parser.parse_args(words)
-
-
-def run() -> NoReturn:
-    """Run as a program, and end the process."""
-    run_program(main)

@@ -13,7 +13,6 @@ import os
 import re
 import sys
 from pathlib import Path
-from typing import NoReturn
 
 from safetensors.torch import save_file
 
@@ -28,7 +27,7 @@ from torchtitan.evaluation.sample_sets import SampleSet, draw_set
 from torchtitan.evaluation.sampling import ImageSampler, grid_choices
 from torchtitan.files.durable import replacing
 from torchtitan.pictures.grids import class_labels, image_grid, save_image
-from torchtitan.processes.command_line import FirstRankParser, at_least, run_rank
+from torchtitan.processes.command_line import FirstRankParser, at_least, refusing
 from torchtitan.sampling.method_options import option
 from torchtitan.sampling.prompts import add_prompt_options, check_prompted, places, with_prompts
 from torchtitan.sampling.setup import SamplingSetup, add_setup_options, beside, chosen_classes, open_setup
@@ -39,8 +38,10 @@ FIRST = os.environ.get("RANK", "0") == "0"
 GRID_OPTIONS = {"images_per_class": 8, "seed": 0, "files": False, "latents": False}
 
 
-def main() -> int:
-    arguments = parse_arguments()
+@refusing(SampleSetError, stopped="stopped; the same command resumes")
+def main(words: list[str] | None = None) -> int:
+    logging.basicConfig(level=logging.WARNING)
+    arguments = parse_arguments(words)
     try:
         refuse_unused(arguments)
         encoders = places(arguments)
@@ -49,7 +50,8 @@ def main() -> int:
             trained = with_prompts(setup.trained, arguments.prompt, encoders)
             setup = dataclasses.replace(setup, trained=trained, prompts=trained.info.condition_kind.choice_names)
         check(arguments, setup)
-        samples = plan_set(arguments, setup) if arguments.set else None
+        plan = setup.plan(arguments.seeds, arguments.count, arguments.classes) if arguments.set else None
+        samples = SampleSet(arguments.output or beside(arguments.source, "set"), plan) if plan else None
     except (AutoencoderError, ConfigError, CheckpointError, SampleSetError, WeightsError) as error:
         if os.environ.get("LOCAL_RANK", "0") == "0":  # processes are not joined yet: one of each machine says it
             print(error, file=sys.stderr)
@@ -63,7 +65,7 @@ def main() -> int:
     return draw(arguments, setup, samples)
 
 
-def parse_arguments() -> argparse.Namespace:
+def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser = FirstRankParser(description=__doc__)
     add = parser.add_argument
     add("source", type=Path, help="a run's folder, a safetensors file of weights, or a folder of diffusers")
@@ -79,7 +81,7 @@ def parse_arguments() -> argparse.Namespace:
         "weights' folder)")
     add("--files", action="store_true", help="one PNG per image besides the grid")
     add("--latents", action="store_true", help="also a file of the drawn latents, for cosmos_latent_decoder.py")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(words)
     arguments.set = arguments.count is not None or arguments.seeds is not None
     return arguments
 
@@ -107,12 +109,6 @@ def check(arguments: argparse.Namespace, setup: SamplingSetup) -> None:
     arguments.classes = chosen_classes(arguments.classes, setup.trained)
 
 
-def plan_set(arguments: argparse.Namespace, setup: SamplingSetup) -> SampleSet:
-    """Plan the set of the options. Raises SampleSetError: there can be none."""
-    plan = setup.plan(arguments.seeds, arguments.count, arguments.classes)
-    return SampleSet(arguments.output or beside(arguments.source, "set"), plan)
-
-
 def unused_name(folder: Path, trained: TrainedModel, seed: int) -> str:
     """Name of pictures, as `step-200-ema-seed-0`, which no file in the folder has: the second one ends in `-2`."""
     origin = [f"step-{trained.step}"] if trained.step is not None else []
@@ -132,26 +128,16 @@ def draw(arguments: argparse.Namespace, setup: SamplingSetup, samples: SampleSet
     """Draw a set, or the rest of it."""
     try:
         sampler = setup.sampler()
-        found = draw_set(
-            samples, sampler, setup.method(), setup.decoder, group_for_work(), progress=True
-        )
+        found = draw_set(samples, sampler, setup.method(), setup.decoder, group_for_work(), progress=True)
         if FIRST:
             print(f"{found}: {len(samples.plan.seeds)} images")
             print_evaluations(setup, sampler)
     except SampleNotFinite as error:  # of this rank alone
         print(error, file=sys.stderr)
         return 1
-    except SampleSetError as error:
-        if FIRST:
-            print(error, file=sys.stderr)
-        return 2
     except OSError as error:
         print(f"{samples.folder}: cannot be written: {error.strerror or error} (the same command resumes)", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
-        if FIRST:
-            print("stopped; the same command resumes", file=sys.stderr)
-        return 130
     return 0
 
 
@@ -167,9 +153,7 @@ def draw_grid(arguments: argparse.Namespace, setup: SamplingSetup) -> None:
     kind = trained.info.condition_kind
     choices = grid_choices(arguments.classes, kind.choices, arguments.images_per_class)
     sampler = setup.sampler()
-    drawn = sampler.draw(
-        choices, arguments.seed, **setup.method(), batch_size=setup.batch_size, progress=FIRST
-    )
+    drawn = sampler.draw(choices, arguments.seed, **setup.method(), batch_size=setup.batch_size, progress=FIRST)
     images = setup.decoder.decode(drawn) if setup.decoder else drawn
     if not FIRST:
         return
@@ -192,9 +176,3 @@ def draw_grid(arguments: argparse.Namespace, setup: SamplingSetup) -> None:
         with replacing(file) as unfinished:
             save_file({"latents": drawn.float().contiguous(), "labels": choices}, unfinished, metadata)
         print(file)
-
-
-def run() -> NoReturn:
-    """Run as a program, and end the process."""
-    logging.basicConfig(level=logging.WARNING)
-    run_rank(main)

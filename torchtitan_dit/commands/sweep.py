@@ -7,7 +7,6 @@ sweep that was stopped, in any way, resumes when it is started again. See docs/c
 import argparse
 from collections import Counter
 from pathlib import Path
-from typing import NoReturn
 
 from torchtitan.experiments.folder import ExperimentError
 from torchtitan.experiments.grid import read_sweep
@@ -15,14 +14,7 @@ from torchtitan.experiments.launchers.choice import Launching, add_launcher_opti
 from torchtitan.experiments.record import SweepFolder
 from torchtitan.experiments.runner import SweepPlan, plan_sweep, run_sweep
 from torchtitan.pictures.number_text import counted
-from torchtitan.processes.command_line import (
-    OneLineParser,
-    assignment,
-    at_least,
-    interrupt_by_signals,
-    refusing,
-    run_program,
-)
+from torchtitan.processes.command_line import OneLineParser, assignment, at_least, refusing
 
 _UNSUCCESSFUL = ("failed", "timeout", "killed")  # nothing is known of the cell; oom, refused and skipped are results
 
@@ -78,9 +70,3 @@ def _by_axis(pairs: list[tuple[str, str]]) -> dict[str, list[str]]:
     for axis, value in pairs:
         found.setdefault(axis, []).append(value)
     return found
-
-
-def run() -> NoReturn:
-    """Run as a program, and end the process."""
-    interrupt_by_signals()
-    run_program(main)

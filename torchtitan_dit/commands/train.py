@@ -9,13 +9,13 @@
 import itertools
 import logging
 import os
-import signal
 import sys
-from typing import NoReturn
 
 from torchtitan.config.job import ConfigError, JobConfig, help_text, load_config, report_and_exit
+from torchtitan.diffusion.objective import Objective
+from torchtitan.diffusion.objectives import OBJECTIVES
 from torchtitan.estimate.pixels import pixel_warning
-from torchtitan.processes.command_line import run_rank
+from torchtitan.processes.command_line import refusing
 from torchtitan.processes.exit_codes import REFUSED
 from torchtitan.processes.launch import CHECKED, launch_number
 from torchtitan.training.schedules import warmup_problems
@@ -25,12 +25,15 @@ _USAGE = """usage: train.py --config FILE [--section.key value ...] [--check-onl
   train.py --help lists the sections of a configuration, train.py --help optimizer the keys of one"""
 
 
-def main(arguments: list[str]) -> int:
+# Where training does not listen to an interruption itself: before its first step, and after its last.
+@refusing(stopped="interrupted; the same command starts or resumes the run")
+def main(words: list[str] | None = None) -> int:
     """Run one training process.
 
     Returns:
         its exit code: see `torchtitan.run.run`; 2 also for a refused configuration.
     """
+    arguments = sys.argv[1:] if words is None else words
     for place, argument in enumerate(arguments, start=1):
         if argument in ("--help", "-h"):
             topics = [*itertools.takewhile(lambda word: not word.startswith("-"), arguments[place:])]
@@ -67,8 +70,9 @@ def main(arguments: list[str]) -> int:
 
 
 def _start_problem(config: JobConfig) -> Exception | None:
-    """Problem of the weights and adapters that a configuration starts from; None if there is none."""
-    if not (config.checkpoint.initial_weights or config.lora.enable):
+    """Problem of the objective, or of the weights and adapters that a configuration starts from; None if there is none."""
+    attaches = OBJECTIVES[config.objective.name].attach is not Objective.attach
+    if not (config.checkpoint.initial_weights or config.lora.enable or attaches):  # nothing heavy is imported
         return None
     from torchtitan.data import DatasetError
     from torchtitan.errors import CheckpointError
@@ -76,7 +80,7 @@ def _start_problem(config: JobConfig) -> Exception | None:
 
     try:
         check_start(config)
-    except (CheckpointError, DatasetError) as error:
+    except (CheckpointError, ConfigError, DatasetError) as error:
         return error
     return None
 
@@ -103,17 +107,3 @@ def _help(topics: list[str], beside: list[str]) -> int:
         report_and_exit(error)
     print(text if topics else f"{__doc__}\n{text}", end="")
     return 0
-
-
-def _interruptible() -> int:
-    try:
-        return main(sys.argv[1:])
-    except KeyboardInterrupt:  # where training does not listen to it: before its first step, and after its last
-        if os.environ.get("RANK", "0") == "0":
-            print("interrupted; the same command starts or resumes the run", file=sys.stderr)
-        return 128 + signal.SIGINT
-
-
-def run() -> NoReturn:
-    """Run as a program, and end the process."""
-    run_rank(_interruptible)

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from torchtitan.config.job import JobConfig, load_config
+from torchtitan.experiments.command_lines import words_of
+from torchtitan.experiments.grid import MEASURED_ALONE
 from torchtitan.experiments.outcome import Outcome
 from torchtitan.experiments.process import repeat_killed, run_processes
 from torchtitan.files.regular import read_regular
@@ -73,26 +75,13 @@ def probe_config(config: JobConfig, processes: int, folder: Path) -> tuple[JobCo
         batch = min(batch, accumulated)
     # A measured step of the noise scale needs more memory than others: there is one.
     steps = config.gns.interval if tapped else _STEPS
-    overrides = {
-        "job.config_file": file,
-        "job.dump_folder": folder,
-        "job.name": _RUN_NAME,
-        "training.global_batch_size": batch,
-        "training.double_batch_after": [],
-        "training.steps": steps,
-        "lr_scheduler.unit": "steps",
-        "lr_scheduler.warmup_steps": 0,
-        "checkpoint.enable": "false",
-        "sampling.enable": "false",
-        "evaluation.enable": "false",
-        "validation.enable": "false",
-        "profiling.enable_profiling": "false",
-        "profiling.enable_memory_snapshot": "false",
-        "metrics.log_freq": steps,
-        "metrics.enable_tensorboard": "false",
-        "metrics.enable_wandb": "false",
-    }
-    words = [*(f"--{key}={value}" for key, value in overrides.items()), *plugin_words(config.job.plugins)]
+    words = words_of(MEASURED_ALONE | {
+        "job.config_file": str(file), "job.dump_folder": str(folder), "job.name": _RUN_NAME, "training.steps": steps,
+        "training.global_batch_size": batch, "training.double_batch_after": [], "lr_scheduler.unit": "steps",
+        "lr_scheduler.warmup_steps": 0, "profiling.enable_profiling": False, "profiling.enable_memory_snapshot": False,
+        "metrics.log_freq": steps, "metrics.enable_wandb": False,
+    })  # fmt: skip
+    words += plugin_words(config.job.plugins)
     return load_config(words, processes), words
 
 

@@ -14,10 +14,7 @@ import torch
 from torchtitan.config.job import JobConfig, load_config, unchecked_config
 from torchtitan.distributed.mesh import compute_device
 from torchtitan.estimate.memory import estimate_memory
-from torchtitan.experiments.autotune.candidates import (
-    AutotuneRefused,
-    candidates_of,
-)
+from torchtitan.experiments.autotune.candidates import AutotuneRefused, candidates_of
 from torchtitan.experiments.autotune.probe import Probe, probe_config, run_probe
 from torchtitan.experiments.autotune.record import SearchRecord
 from torchtitan.experiments.autotune.search import largest_fitting
@@ -54,20 +51,11 @@ class AutotuneResult:
 
 
 def autotune(
-    arguments: list[str],
-    processes: int = 1,
-    *,
-    memory_gib: float | None = None,
-    cache: Path | None = None,
-    multiple_of: int = 1,
-    max_batch_size: int = MAX_BATCH_SIZE,
-    headroom: float = 0.1,
-    fresh: bool = False,
-    timeout_s: float = 1800.0,
-    devices: list[int] | None = None,
-    stop: threading.Event | None = None,
+    arguments: list[str], processes: int = 1, *, memory_gib: float | None = None, cache: Path | None = None,
+    multiple_of: int = 1, max_batch_size: int = MAX_BATCH_SIZE, headroom: float = 0.1, fresh: bool = False,
+    timeout_s: float = 1800.0, devices: list[int] | None = None, stop: threading.Event | None = None,
     report: Callable[[str], None] = lambda line: None,
-) -> AutotuneResult:
+) -> AutotuneResult:  # fmt: skip
     """Find the largest training.local_batch_size of a configuration on this device, by doubling and bisection from an estimate.
 
     Every batch size is tried in fresh processes, by a few steps of train.py. It fits if every rank ends well, its peak
@@ -105,14 +93,8 @@ def autotune(
     candidates = candidates_of(config_with, whole, ranks, multiple_of, max_batch_size)
     smallest = config_with(candidates[0])
     record = SearchRecord(cache or Path(smallest.job.dump_folder) / "autotune", {
-        "headroom": headroom,
-        "multiple_of": multiple_of,
-        "max_batch_size": max_batch_size,
-        "global_batch_size": whole,
-        "processes": processes,
-        "device": device_name(device),
-        "memory_gib": round(memory_gib, 3),
-        "torch": torch.__version__,
+        "headroom": headroom, "multiple_of": multiple_of, "max_batch_size": max_batch_size, "global_batch_size": whole,
+        "processes": processes, "device": device_name(device), "memory_gib": round(memory_gib, 3), "torch": torch.__version__,
         "configuration": _what_decides(smallest, processes),
     })  # fmt: skip
     # Of a process's data in a hopeless try on the CPU; address space that is not touched counts too.

@@ -84,20 +84,10 @@ def _peebles_xie(size: str, dim: int, num_layers: int, num_heads: int) -> dict[s
 
 def _torchditan(flavor: str, dim: int, num_layers: int, num_heads: int, mlp_hidden_dim: int) -> DiTConfig:
     return DiTConfig(
-        flavor=flavor,
-        dim=dim,
-        num_layers=num_layers,
-        num_heads=num_heads,
-        mlp="swiglu",
-        mlp_hidden_dim=mlp_hidden_dim,
-        norm="rmsnorm",
-        norm_affine=True,
-        norm_eps=1e-5,
-        attention_bias=False,
-        position="rotary",
-        final_modulation=False,
-        label_dropout=0.05,
-    )
+        flavor=flavor, dim=dim, num_layers=num_layers, num_heads=num_heads, mlp="swiglu", mlp_hidden_dim=mlp_hidden_dim,
+        norm="rmsnorm", norm_affine=True, norm_eps=1e-5, attention_bias=False, position="rotary",
+        final_modulation=False, label_dropout=0.05,
+    )  # fmt: skip
 
 
 _SMALL = DiTConfig(norm="rmsnorm", qk_norm=True, mlp="swiglu", position="rotary")

@@ -54,17 +54,10 @@ class EDM2Config(ModelConfig):
 
 def _nvlabs(size: str, channels: int, dropout: float = 0.0) -> EDM2Config:
     return EDM2Config(
-        flavor=size,
-        channels=channels,
-        channel_mults=[1, 2, 3, 4],
-        num_blocks=3,
-        attention_resolutions=[16, 8],
-        channels_per_head=64,
-        dropout=dropout,
-        middle_blocks="decoder",
-        embedding_gain_init=0.0,
+        flavor=size, channels=channels, channel_mults=[1, 2, 3, 4], num_blocks=3, attention_resolutions=[16, 8],
+        channels_per_head=64, dropout=dropout, middle_blocks="decoder", embedding_gain_init=0.0,
         pixel_norm_epsilon="added_to_norm",
-    )
+    )  # fmt: skip
 
 
 FLAVORS: dict[str, EDM2Config] = {

@@ -98,13 +98,7 @@ def _draw(
 
 
 def _draw_arms(
-    panel: Panel,
-    cells: list[Cell],
-    metric: Metric,
-    kinds: list[tuple],
-    lines: list[str],
-    batches: list[int],
-    title: str,
+    panel: Panel, cells: list[Cell], metric: Metric, kinds: list[tuple], lines: list[str], batches: list[int], title: str
 ) -> None:
     lanes = 0
     for arm in arms(cells).values():

@@ -58,10 +58,6 @@ class Cell:
     def value(self, metric: str) -> float | None:
         return self.measures[metric].value if metric in self.measures else None
 
-    def known(self, metric: str) -> float:
-        """Value of a measured metric."""
-        return self.measures[metric].value
-
 
 def join_repeats(runs: Sequence[Run]) -> list[Cell]:
     """Join repeated runs into cells, ordered by their axes. Runs of unknown models are not joined."""
@@ -104,7 +100,7 @@ def arms(cells: Sequence[Cell]) -> dict[tuple, list[Cell]]:
 def best_cell(arm: Sequence[Cell]) -> Cell | None:
     """Best cell of an arm: the one with the highest images/s."""
     measured = [cell for cell in arm if cell.value(IMAGES.name) is not None]
-    return max(measured, key=lambda cell: cell.known(IMAGES.name), default=None)
+    return max(measured, key=lambda cell: cell.measures[IMAGES.name].value, default=None)
 
 
 def what_limits(arm: Sequence[Cell], best: Cell) -> str:

@@ -11,19 +11,16 @@ from tqdm import tqdm
 
 from torchtitan.errors import unwrapped
 from torchtitan.files.regular import read_regular, read_toml
+from torchtitan.pictures.number_text import counted
 from torchtitan.runs.analysis.axes import Axes, add_further_axes, axes_of, word
 from torchtitan.runs.analysis.measures import IMAGES, measure_run
-from torchtitan.runs.record import RUN_FILES, RunRecord, read_run
+from torchtitan.runs.record import RUN_FILES, RunRecord, RunRecordError, read_run
 from torchtitan.statistics.interval import Interval
 
 SWEEP_STATE, SWEEP_FILE = "sweep.jsonl", "sweep.toml"
 DEFAULT_WARM_UP = 0.1  # of a run's steps
 
 _STATUS = {"completed": "ok", "oom": "oom", "failed": "failed", "interrupted": "interrupted"}
-
-
-class NoRuns(Exception):
-    """Folders without runs to analyse; the message is one line."""
 
 
 @dataclass(eq=False)
@@ -96,7 +93,7 @@ def collect(
         runs, with comparable axes, and lines about unreadable files.
 
     Raises:
-        NoRuns: a folder is missing, or no run is below any.
+        RunRecordError: a folder is missing, or no run is below any.
     """
     found, sweeps = _search(folders)
     remarks = [problem for sweep in sweeps for problem in sweep.problems]
@@ -111,7 +108,7 @@ def collect(
         runs += _apply_rows(sweep, by_path)
     if not runs:
         where = ", ".join(map(str, folders))
-        raise NoRuns(f"{where}: no run there or below (a run's folder has config.toml or metrics.jsonl)")
+        raise RunRecordError(f"{where}: no run there or below (a run's folder has config.toml or metrics.jsonl)")
     add_further_axes([(run.axes, run.settings) for run in runs if run.folder])
     remarks += [f"{run.name}: {run.reason}" for run in runs if run.status == "damaged"]
     return runs, remarks
@@ -145,7 +142,7 @@ def _search(folders: Iterable[Path]) -> tuple[dict[Path, Path], list[Sweep]]:
     sweeps: dict[Path, Sweep] = {}
     for folder in folders:
         if not folder.is_dir():
-            raise NoRuns(f"{folder}: " + ("not a folder" if folder.exists() else "no such folder"))
+            raise RunRecordError(f"{folder}: " + ("not a folder" if folder.exists() else "no such folder"))
         for path, below, files in os.walk(folder.resolve()):
             here = Path(path)
             below.sort()
@@ -192,7 +189,7 @@ def _damage(record: RunRecord) -> str:
     lost = record.damaged_lines if finished else max(record.damaged_lines - 1, 0)  # a kill may cut the last line
     parts = [problem for problem in record.problems if finished or not problem.startswith("no ")]
     if lost:
-        parts.insert(0, f"{lost} {'line' if lost == 1 else 'lines'} of metrics.jsonl cannot be read")
+        parts.insert(0, f"{counted(lost, 'line')} of metrics.jsonl cannot be read")
     return "; ".join(parts)
 
 

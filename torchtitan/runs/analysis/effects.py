@@ -124,7 +124,7 @@ def mean_ratio(pairs: Sequence[tuple[Cell, Cell]], metric: str) -> Interval:
 
     The interval of one pair alone comes from those of its cells, as if their errors were independent.
     """
-    logs = [math.log(after.known(metric)) - math.log(before.known(metric)) for before, after in pairs]
+    logs = [math.log(after.measures[metric].value) - math.log(before.measures[metric].value) for before, after in pairs]
     mean = mean_interval(logs)
     lower, upper = mean.lower, mean.upper
     if len(logs) == 1:
@@ -140,7 +140,7 @@ def scaling(cells: Sequence[Cell]) -> list[ScalingCurve]:
     for kind, equal in _EQUAL_WORK.items():
         ignored = {"world_size", "mesh", "layout", *BATCH}
         measured = [cell for cell in cells if _usable(cell, IMAGES.name) and cell.axes["world_size"]]
-        measured.sort(key=lambda cell: cell.known(IMAGES.name))  # of several meshes or accumulations the fastest counts
+        measured.sort(key=lambda cell: cell.measures[IMAGES.name].value)  # of several meshes or accumulations the fastest counts
         groups: dict[tuple, list[Cell]] = {}
         for cell in measured:
             groups.setdefault((equal(cell.axes), *_rest(cell.axes, ignored)), []).append(cell)

@@ -10,7 +10,7 @@ from torchtitan.runs.analysis.axes import BATCH, DATA, label, value_label, varyi
 from torchtitan.runs.analysis.cells import Cell, arms, best_cell, what_limits
 from torchtitan.runs.analysis.collect import Run
 from torchtitan.runs.analysis.effects import Effect, ScalingCurve
-from torchtitan.runs.analysis.measures import IMAGES, MEMORY, METRICS, MFU, STEP
+from torchtitan.runs.analysis.measures import IMAGES, MEMORY, MFU, STEP
 from torchtitan.statistics.interval import Interval
 
 HOW_MEASURED = (
@@ -25,16 +25,6 @@ HOW_PAIRED = (
     "From one pair alone (‡) the interval is that of its two cells. At equal batch, cells that did not run in both "
     "arms have no part; at best batch each arm stands at the batch of its most images/s, which may differ."
 )
-
-
-@dataclass(frozen=True)
-class Table:
-    """Table of texts under a heading, with a line of explanation."""
-
-    heading: str
-    note: str
-    columns: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
 
 
 @dataclass(frozen=True)
@@ -83,35 +73,31 @@ def cautions(results: Results) -> list[str]:
     return lines
 
 
-def tables(results: Results) -> list[Table]:
-    """All tables, in the order of the report; those without rows are left out."""
-    found = [
-        _best_table(results.cells), _effect_table(results.effects), _scaling_table(results.curves),
-        _trouble_table(results.runs), cell_table(results.cells),
-    ]  # fmt: skip
-    return [table for table in found if table.rows]
-
-
 def markdown(results: Results, pictures: Iterable[tuple[str, str]]) -> str:
     """Markdown text of analysis.md; pictures are (title, file name)."""
     parts = ["# Analysis\n", "## Findings\n", *map(bullet, headlines(results)), ""]
     if cautious := cautions(results):
         parts += ["## Notes\n", *map(bullet, cautious), ""]
     parts += [HOW_MEASURED, "", HOW_PAIRED, ""]
-    for table in tables(results):
-        parts += [f"## {table.heading}\n", *([inline(table.note), ""] if table.note else [])]
-        parts.append(markdown_table(table.columns, table.rows).removesuffix("\n"))
+    parts += [*_best_table(results.cells), *_effect_table(results.effects), *_scaling_table(results.curves)]
+    parts += [*_trouble_table(results.runs), *_cell_table(results.cells)]
     drawn = list(pictures)
     parts += ["## Pictures\n"] if drawn else []
     parts += [f"![{inline(title)}]({name})\n" for title, name in drawn]
     return "\n".join(parts).rstrip() + "\n"
 
 
-def cell_table(cells: Sequence[Cell]) -> Table:
+def _table(heading: str, note: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Table under its heading, with a line of explanation; nothing without rows."""
+    explained = [inline(note), ""] if note else []
+    return [f"## {heading}\n", *explained, markdown_table(columns, rows).removesuffix("\n")] if rows else []
+
+
+def _cell_table(cells: Sequence[Cell]) -> list[str]:
     """Table of every cell with its measurements, or the reason for missing ones."""
     names = _names(cells)
-    metrics = [metric for metric in METRICS if any(metric.name in cell.measures for cell in cells)]
-    metrics = [metric for metric in metrics if metric in (IMAGES, MFU, STEP, MEMORY)]
+    shown = (IMAGES, MFU, STEP, MEMORY)
+    metrics = [metric for metric in shown if any(metric.name in cell.measures for cell in cells)]
     columns = (*(name.replace("_", " ") for name in names), "status", "runs", *(metric.title for metric in metrics))
     rows = []
     for cell in cells:
@@ -120,7 +106,7 @@ def cell_table(cells: Sequence[Cell]) -> Table:
         texts = [ends_text(cell.measures.get(metric.name)) for metric in metrics]
         axes = [MISSING if cell.axes.get(name) is None else str(cell.axes[name]) for name in names]
         rows.append((*axes, status, f"{len(cell.runs)}{mark}", *texts))
-    return Table("All cells", _common(cells, names), columns, tuple(rows))
+    return _table("All cells", _common(cells, names), columns, rows)
 
 
 def change_text(ratio: Interval | None) -> str:
@@ -170,7 +156,7 @@ def _scaling_line(curve: ScalingCurve) -> str:
     )
 
 
-def _best_table(cells: Sequence[Cell]) -> Table:
+def _best_table(cells: Sequence[Cell]) -> list[str]:
     names = [name for name in _names(cells) if name not in BATCH]
     columns = ("arm", "best batch", "images/s", "MFU, %", "memory, GiB", "larger batches")
     rows = []
@@ -183,30 +169,30 @@ def _best_table(cells: Sequence[Cell]) -> Table:
         speed, mfu, memory = (ends_text(best.measures.get(metric.name)) for metric in (IMAGES, MFU, MEMORY))
         mark = "†" if best.single else ""
         rows.append((name, f"{best.axes['local_batch']}{mark}", speed, mfu, memory, what_limits(arm, best)))
-    return Table("Best batch of each arm", "The batch per process with the most images/s.", columns, tuple(rows))
+    return _table("Best batch of each arm", "The batch per process with the most images/s.", columns, rows)
 
 
-def _effect_table(effects: Sequence[Effect]) -> Table:
+def _effect_table(effects: Sequence[Effect]) -> list[str]:
     rows = []
     for effect in effects:
         alone = ", ".join(f"{n} {status}" for status, n in effect.alone.items()) or "none"
         texts = [change_text(effect.ratios.get(metric.name)) for metric in (IMAGES, MFU, MEMORY)]
         rows.append((_change(effect), effect.at, str(len(effect.pairs)), *texts, alone))
     columns = ("switch", "paired at", "pairs", "images/s", "MFU", "memory", "unpaired cells, by the partner's status")
-    return Table("Effect of each switch", HOW_PAIRED, columns, tuple(rows))
+    return _table("Effect of each switch", HOW_PAIRED, columns, rows)
 
 
-def _scaling_table(curves: Sequence[ScalingCurve]) -> Table:
+def _scaling_table(curves: Sequence[ScalingCurve]) -> list[str]:
     rows = [
         (curve.kind, _curve_label(curve), str(point.ranks), ends_text(point.cell.measures[IMAGES.name]),
          "100" if point is curve.points[0] else ends_text(point.efficiency.scaled(100)))
         for curve in curves for point in curve.points
     ]
     note = "Weak: equal batch per process; strong: equal global batch. Efficiency: against the curve's fewest ranks."
-    return Table("Scaling over ranks", note, ("scaling", "arm", "ranks", "images/s", "efficiency, %"), tuple(rows))
+    return _table("Scaling over ranks", note, ("scaling", "arm", "ranks", "images/s", "efficiency, %"), rows)
 
 
-def _trouble_table(runs: Sequence[Run]) -> Table:
+def _trouble_table(runs: Sequence[Run]) -> list[str]:
     alike: dict[tuple[str, str, str], list[str]] = {}
     for run in runs:
         if not run.ok:
@@ -215,7 +201,7 @@ def _trouble_table(runs: Sequence[Run]) -> Table:
         (names[0] + (f" and {len(names) - 1} more of the cell" if len(names) > 1 else ""), status, reason)
         for (_, status, reason), names in alike.items()
     ]
-    return Table("Runs without a result", "", ("run", "status", "reason"), tuple(rows))
+    return _table("Runs without a result", "", ("run", "status", "reason"), rows)
 
 
 def _by_model(cells: Sequence[Cell]) -> dict[tuple, list[Cell]]:

@@ -28,7 +28,7 @@ def analyse(folders: Sequence[Path], warmup_steps: int | None = None, progress: 
         warmup_steps: left out at the start of every run; default: its sweep's setting, else a tenth of its steps.
 
     Raises:
-        NoRuns: a folder is not there, or no run is below any.
+        RunRecordError: a folder is not there, or no run is below any.
     """
     runs, remarks = collect(folders, warmup_steps, progress)
     cells = join_repeats([run for run in runs if run.folder])

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+from torchtitan.pictures.number_text import counted
 from torchtitan.runs.compare.lines import cost, held_out
 from torchtitan.runs.compare.text import (
     as_number,
@@ -46,8 +47,7 @@ def notes(runs: Sequence[RunRecord]) -> list[str]:
     found = []
     for run in runs:
         if run.damaged_lines:
-            lines = "1 line" if run.damaged_lines == 1 else f"{run.damaged_lines} lines"
-            found.append(f"{run.name}: {lines} of metrics.jsonl could not be read and left out")
+            found.append(f"{run.name}: {counted(run.damaged_lines, 'line')} of metrics.jsonl could not be read and left out")
         if run.stride > 1:
             found.append(f"{run.name}: metrics.jsonl is very large: every {run.stride}th of its points counts")
         if lost := run.not_finite(TRAINING_LOSS):
