@@ -56,7 +56,7 @@ def part(results: Measured) -> str:
     """Text between the marks."""
     lines = []
     for call, stages in CALLS.items():
-        names = [stage.name + _goal(stage.name) for stage in stages if stage.name != _MACHINE]
+        names = [stage.name + _goal(stage.name) + _failed(stage.name, results) for stage in stages if stage.name != _MACHINE]
         lines.append(f"- Call {call}, {CALL_NAMES[call]}: {'; '.join(names)}.\n")
     measured = {name for stages in results.values() for name in stages}
     missing = [stage.name for stages in CALLS.values() for stage in stages if stage.name not in {*measured, _MACHINE}]
@@ -70,6 +70,13 @@ def part(results: Measured) -> str:
 def _goal(stage: str) -> str:
     goals = [f"{key.replace('_', ' ')} >= {value:g} on {device}" for device, (key, value) in BARS.get(stage, {}).items()]
     return f" (goal: {', '.join(goals)})" if goals else ""
+
+
+def _failed(stage: str, results: Measured) -> str:
+    """Rows of a stage that failed, by device."""
+    rows = {device: [name for name, row in found.get(stage, {}).items() if "failed" in row] for device, found in results.items()}
+    failed = [f"{', '.join(names)} on {device}" for device, names in rows.items() if names]
+    return f" (failed: {'; '.join(failed)})" if failed else ""
 
 
 def _tables(device: str, stages: dict[str, dict[str, dict[str, Any]]]) -> str:
