@@ -25,14 +25,11 @@ def as_record(
 ) -> dict[str, Any]:
     """Record of all estimates, for machines: bytes, seconds, FLOPs."""
     return {
-        "num_parameters": model.num_parameters(),
-        "flops_per_image": training_flops_per_image(config, model),
+        "num_parameters": model.num_parameters(), "flops_per_image": training_flops_per_image(config, model),
         "memory": dataclasses.asdict(memory) | {"total": memory.total, "needed": memory.needed},
-        "fits": fits(memory, device),
-        "time": dataclasses.asdict(time),
-        "device": dataclasses.asdict(device),
+        "fits": fits(memory, device), "time": dataclasses.asdict(time), "device": dataclasses.asdict(device),
         "efficiency": dataclasses.asdict(efficiency),
-    }
+    }  # fmt: skip
 
 
 def fits(memory: MemoryEstimate, device: Device) -> bool | None:

@@ -77,9 +77,7 @@ class Watchdog:
     ) -> None:  # fmt: skip
         """
         Args:
-            rank, world_size: this process's place.
             on_end: called with the reason before the process is ended; may write the summary.
-            end_process: ends the process with a code.
         """
         self.interval = max(0.1, min(5.0, comm.train_timeout_seconds / 20, comm.init_timeout_seconds / 20))
         self._phases, self._comm, self._folder = phases, comm, run_folder / FAULTS_FOLDER
@@ -157,7 +155,6 @@ def silent_ranks(folder: Path, world_size: int, since: float) -> list[int]:
 
     Args:
         folder: `<run>/faults`, which all ranks share.
-        since: seconds since 1970.
     """
     reported = set()
     with suppress(OSError):
