@@ -27,6 +27,7 @@ from torchtitan.diffusion.timesteps.sampler import GlobalBatch
 from torchtitan.diffusion.weightings import WEIGHTINGS, prediction_weighting
 from torchtitan.models.dit.config import FLAVORS
 from torchtitan.models.dit.model import DiT
+from torchtitan.settings.declare import key_types
 
 DDPM_PATHS = [name for name in PATHS if name.startswith("ddpm")]
 DISCRETE = ["ddpm_linear", "ddpm_cosine"]
@@ -42,7 +43,7 @@ def with_slots(config: DenoisingConfig) -> DenoisingConfig:
 
 def choices(key: str) -> list[str]:
     by_name = {"timesteps": TIMESTEPS, "weighting": WEIGHTINGS}
-    return list(by_name.get(key, typing.get_args(typing.get_type_hints(DenoisingConfig)[key])))
+    return list(by_name.get(key, typing.get_args(key_types(DenoisingConfig)[key])))
 
 
 def test_every_registered_name_is_a_choice():
