@@ -4,7 +4,7 @@ import logging
 import math
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -135,8 +135,9 @@ def _shapes(state: RunState) -> str:
 
 
 def closing_lines(
-    state: RunState, status: str, results: dict[str, Any], clock: dict[str, Any], held_out: Path, animation: Path
-) -> list[str]:
+    state: RunState, status: str, results: dict[str, Any], clock: dict[str, Any], held_out: Path, animation: Path,
+    noise_points: Sequence[dict],
+) -> list[str]:  # fmt: skip
     """Closing lines: how the run ended, its speed and cost, the paths of its outputs, its sample quality and its gradient
     noise scale.
     """
@@ -164,7 +165,7 @@ def closing_lines(
     lines += _metrics(results, config.evaluation)
     if state.gns:
         phase = measured_phase(state.config, state.progress, state.gns.lag)
-        noise = [*state.gns.result(), *state.gns.advice(state.grown_batch_size, phase)]
+        noise = state.gns.conclusions(noise_points, state.grown_batch_size, phase)
         lines += ["gradient noise:", *(f"  {line}" for line in noise)] if noise else []
     return lines
 

@@ -326,7 +326,8 @@ class Reports:
             self._log.summarise(_numbers(self._results) | {"status": status})
         if self._first:
             self._say("\n".join(closing_lines(
-                state, status, self._results, self._summary.clock, self._pictures.held_out, self._pictures.animation
+                state, status, self._results, self._summary.clock, self._pictures.held_out, self._pictures.animation,
+                self._noise_points.read(),
             )))
 
     def _write_final_weights(self) -> None:

@@ -194,7 +194,7 @@ def test_tags_name_geometry_estimator_and_bin(folder):
     assert whole["gns/plain/sketch/all/noise"] > 0 and whole["gns/plain/ranks/all/noise"] > 0
 
 
-def test_picture_is_drawn_and_warnings_and_advice_are_printed(tmp_path):
+def test_picture_is_drawn_and_warnings_and_conclusions_are_printed(tmp_path):
     arguments = ["--training.steps", "9", "--sampling.enable", "false", "--checkpoint.enable", "false"]
     arguments += ["--training.local_batch_size", "4", "--training.double_batch_after", "[10000]"]
     run = ForkedRun(write_config(tmp_path), "drawn", *GNS, *arguments)
@@ -202,6 +202,7 @@ def test_picture_is_drawn_and_warnings_and_advice_are_printed(tmp_path):
     assert "images of a microbatch of 4 on average" in output and "training.double_batch_after: 10,000" in output
     picture = run.folder / "gns" / "noise_scale.png"
     assert f"noise scale  {picture}" in output
+    assert "not enough signal to judge batch" in output or "gradient noise scale" in output
     with Image.open(picture) as image:
-        assert image.format == "PNG" and image.width == 900 and image.height > 600
+        assert image.format == "PNG" and image.width == 900 and image.height >= 400
         assert len(image.convert("L").getcolors()) > 50

@@ -20,7 +20,6 @@ from torchtitan.gns.allocate import (
     sampler_advice,
     weight_shares,
 )
-from torchtitan.gns.batch_size import batch_advice
 
 MASS = torch.tensor([0.1, 0.4, 0.2, 0.3], dtype=torch.float64)
 NOISE = torch.tensor([9.0, 1.0, 4.0, 0.25], dtype=torch.float64)
@@ -225,24 +224,6 @@ def test_an_interval_with_1_in_it_is_no_recommendation():
     both = [PredictedRatio(NEYMAN, 0.5, 0.45, 0.55), PredictedRatio(FROM_WEIGHT, 0.7, 0.6, 0.8)]
     assert sampler_advice(both).count("would give") == 2
     assert "from the weight" not in sampler_advice([both[0], PredictedRatio(FROM_WEIGHT, 0.9, 0.7, 1.1)])
-
-
-def test_batch_advice():
-    assert batch_advice(1200.0, 900.0, 1700.0, 256).startswith(
-        "global batch size 256 is below the noise scale, estimate 1,200 [900, 1,700] samples"
-    )
-    assert "proportionally" not in batch_advice(1200.0, 900.0, 1700.0, 256)
-    test = "python -m research critical_batch tests it, from a checkpoint (--step) before the learning rate decayed"
-    assert batch_advice(1200.0, 900.0, 1700.0, 256).endswith(f"one may need fewer steps; {test}")
-    assert batch_advice(1200.0, 900.0, 1700.0, 1024) is None  # near
-    assert batch_advice(1200.0, 1190.0, 1210.0, 1024) is None
-    assert " is above " in batch_advice(12.0, 9.0, 17.0, 256)
-    unbounded = batch_advice(-50.0, 900.0, math.inf, 256)
-    assert "is below" in unbounded and "estimate more than 900 samples" in unbounded
-    assert batch_advice(5e4, 900.0, math.inf, 1024) is None
-    assert batch_advice(5e4, 900.0, math.inf, 850) is None  # a factor of 1.06
-    for lower, upper in ((0.0, math.inf), (math.nan, math.nan), (-math.inf, math.inf)):
-        assert batch_advice(math.nan, lower, upper, 256) is None
 
 
 # ---------------------------------------------------------------------- schedule

@@ -19,9 +19,7 @@ from torchtitan.gns.batch_size import (
     RATIO,
     RATIO_LOWER,
     RATIO_UPPER,
-    HalfProgress,
     half_progress,
-    half_progress_in_words,
 )
 from torchtitan.gns.config import GNSConfig, bin_tags
 from torchtitan.gns.decayed import BinEstimates, narrowest
@@ -90,21 +88,20 @@ def monitor_of(
 
 
 @pytest.mark.parametrize("narrow", WHOLE_MODEL)
-def test_advice_and_closing_line_are_of_the_narrowest_and_name_it(narrow):
-    monitor = monitor_of(narrow)
-    scale = f"estimate {SCALES[narrow]:.0f} ["
-    advice = monitor.advice(16, "at the peak learning rate")
-    assert advice[0].startswith(f"measured at the peak learning rate ({narrow}, plain geometry): ") and scale in advice[0]
-    line, _ = monitor.result()
-    assert f"noise scale in plain geometry, by the {narrow}: {scale}" in line
-    assert "its steps are 640 images old on average, and the interval does not cover the drift since" in line
+def test_conclusion_on_the_batch_is_of_the_narrowest(narrow):
+    line, _ = monitor_of(narrow).conclusions([], 16, "at the peak learning rate")
+    scale = SCALES[narrow]
+    waste = 16 / (scale / 1.2)
+    assert line.startswith(f"batch 16 wastes at most {100 * waste / (1 + waste):.0f} % of its images; 64 would need at most ")
+    assert f"(gradient noise scale {scale:.0f} [{float(f'{scale / 1.2:.2g}'):.0f}, " in line
+    assert line.endswith(" images, at the peak learning rate)")
 
 
 @pytest.mark.parametrize("narrow", WHOLE_MODEL)
 def test_the_picture_is_of_the_narrowest(narrow, monkeypatch):
     drawn = {}
 
-    def keep(points, edges, levels, global_batch_size, names, half):
+    def keep(points, edges, levels, global_batch_size, names, masses, half):
         drawn.update(names=names, half=half, scales={geometry: of[0].b_simple.tolist() for geometry, of in levels.items()})
 
     monkeypatch.setattr(monitor_module, "draw_noise_scale", keep)
@@ -126,7 +123,7 @@ def test_allocation_follows_the_narrowest_in_the_geometry_of_updates(narrow):
 
 
 @pytest.mark.parametrize("narrow", WHOLE_MODEL)
-def test_half_progress_is_logged_and_told_of_the_narrowest(narrow):
+def test_half_progress_is_logged_of_the_narrowest(narrow):
     monitor = monitor_of(narrow)
     monitor._pooled.parts_of_whole = lambda *_: {}
     batch = RATIO * SCALES[narrow]
@@ -134,27 +131,12 @@ def test_half_progress_is_logged_and_told_of_the_narrowest(narrow):
     assert len(found) == 3 * BINS and found["gns/half_progress/2/batch"] == pytest.approx(batch)
     assert found["gns/half_progress/0/lower"] < RATIO_LOWER / RATIO * batch < batch
     assert found["gns/half_progress/0/upper"] > RATIO_UPPER / RATIO * batch
-    # All bins are alike: the least is the largest, the first of them.
-    values = (found[f"gns/half_progress/0/{name}"] for name in ("batch", "lower", "upper"))
-    value, lower, upper = (f"{float(f'{number:.2g}'):.0f}" for number in values)
-    assert f"timestep bin: {value} [{lower}, {upper}] samples of t 0.00 to 0.40; calibrated" in monitor.result()[1]
-
-
-def test_the_least_and_the_largest_half_progress_are_told_with_their_bins():
-    values = torch.tensor([30.0, math.nan, 2.5], dtype=torch.float64)
-    half = HalfProgress(values, 0.5 * values, torch.where(values.isnan(), math.inf, 2.0 * values))
-    text = half_progress_in_words(half, torch.tensor([0.4, 0.6]))
-    assert ", of 2 of 3 timestep bins (the others have no upper end): least" in text
-    assert text.endswith(": least 2.5 [1.2, 5] samples of t 0.60 to 1.00, largest 30 [15, 60] samples of t 0.00 to 0.40")
-    nothing = torch.full((3,), math.nan, dtype=torch.float64)
-    assert half_progress_in_words(HalfProgress(nothing, nothing, nothing), torch.tensor([0.4, 0.6])) == ""
 
 
 def test_without_adam_nothing_is_said_of_half_progress():
     monitor = monitor_of("sketch", adam=False)
     monitor._pooled.parts_of_whole = lambda *_: {}
     assert not any("half_progress" in tag for tag in monitor.metrics())
-    assert len(monitor.result()) == 1
 
 
 def test_half_progress_joins_both_errors_and_keeps_an_open_end_open():

@@ -130,7 +130,9 @@ def bin_tags(edges: Sequence[float]) -> dict[str, float]:
 def is_drawn(tag: str) -> bool:
     """Check whether a logged value is drawn, or needed for it."""
     parts = tag.split("/")
-    of_a_bin = len(parts) == 5 and parts[0] == "gns" and parts[2] == "composite" and parts[3] != "all"
+    if len(parts) == 5 and parts[3] == "all":
+        return parts[4] in (*DRAWN, "headline")
+    of_a_bin = len(parts) == 5 and parts[0] == "gns" and parts[2] == "composite"
     return tag == _COUNT or tag.startswith(f"{_EDGE}/") or (of_a_bin and parts[4] in DRAWN)
 
 
@@ -150,9 +152,6 @@ def gns_problems(
 
     Args:
         objective: the source of the timesteps that are binned.
-        given: the dotted keys that were set.
-        global_batch_size: samples per step.
-        microbatches: of each rank in a step.
 
     Returns:
         pairs of a key of the section and the reason.
@@ -205,12 +204,7 @@ def cannot_measure(problem: str, remedy: str) -> CannotMeasure:
 
 
 def few_pairs(config: GNSConfig, local_batch_size: int, masses: Tensor) -> str | None:
-    """Warning if microbatches hold so few samples of a bin that unmeasured steps say next to nothing; None if not.
-
-    Args:
-        local_batch_size: samples per microbatch.
-        masses: probability of each bin, [K].
-    """
+    """Warning if microbatches hold so few samples of a bin that unmeasured steps say next to nothing; None if not."""
     rarest = masses.min().item()
     if not config.single_pass or local_batch_size * rarest >= 0.99 * _LEAST_PER_BIN:  # edges are rounded
         return None

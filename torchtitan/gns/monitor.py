@@ -26,24 +26,19 @@ from torchtitan.gns.allocate import (
     SharesSchedule,
     neyman_shares,
     predicted_ratios,
-    sampler_advice,
     weight_shares,
 )
-from torchtitan.gns.batch_size import (
-    HalfProgress,
-    batch_advice,
-    half_progress,
-    half_progress_in_words,
-    scale_in_words,
-)
+from torchtitan.gns.batch_size import HalfProgress, half_progress
 from torchtitan.gns.capture import GradientTaps
+from torchtitan.gns.conclusion import history, in_words, on_batch, on_timesteps, steps_to_know
 from torchtitan.gns.config import GNS_FOLDER, GNSConfig, bin_tags, of_bins
 from torchtitan.gns.decayed import BinEstimates
-from torchtitan.gns.pictures import GEOMETRY_NAMES, draw_noise_scale
+from torchtitan.gns.pictures import draw_noise_scale
 from torchtitan.gns.pool import ESTIMATORS, Agreement, Pool
 from torchtitan.gns.ranks import RankMonitor
 from torchtitan.gns.raw_sums import RawSums
 from torchtitan.gns.step_sums import LateSums, StepSums
+from torchtitan.statistics.interval import Interval
 
 logger = logging.getLogger(__name__)
 
@@ -212,26 +207,6 @@ class GNSMonitor:
             found |= {f"gns/shares/{k}": share for k, share in enumerate(shares)}
         return found
 
-    def result(self) -> list[str]:
-        """Lines at the end: the noise scale of the whole objective, with its estimator, and the least and the largest of the
-        bins' half-progress batches; none of what is not known.
-        """
-        if not self.pool:
-            return []
-        self.pool_kept_steps()
-        geometry, estimator = self._for_batch_size
-        whole, lines = self._whole(geometry, estimator), []
-        if whole.lower.item() > 0 or math.isfinite(whole.upper.item()):
-            text = scale_in_words(whole.b_simple.item(), whole.lower.item(), whole.upper.item())
-            lines.append(
-                f"noise scale in {GEOMETRY_NAMES[geometry]}, by the {estimator}: {text}; its steps are"
-                f" {whole.lag.item():,.0f} images old on average, and the interval does not cover the drift since"
-            )
-        half = self._half_progress()
-        if half and (text := half_progress_in_words(half, self._edges)):
-            lines.append(f"{text}; calibrated on single steps of small models")
-        return lines
-
     @property
     def lag(self) -> float:
         """Mean age of the noise scale of the whole objective, in images; NaN while unknown."""
@@ -240,22 +215,28 @@ class GNSMonitor:
         self.pool_kept_steps()
         return self._whole(*self._for_batch_size).lag.item()
 
-    def advice(self, global_batch_size: int, phase: str) -> list[str]:
-        """Advice on the batch size and on the timestep sampler, a line each; none where nothing is to be changed.
+    def conclusions(self, points: Sequence[dict], global_batch_size: int, phase: str) -> list[str]:
+        """Conclusions, a sentence each: on the batch size, and on the sampler of timesteps; none where nothing was measured.
 
         Args:
-            global_batch_size: in samples.
+            points: logged points in the order of their steps.
             phase: of the learning rate at the measurement's mean age (`lag`), in words, as by `lr_phase`.
         """
         if not self.pool:
             return []
         self.pool_kept_steps()
-        whole = self._whole(*self._for_batch_size)
-        of_batch = batch_advice(whole.b_simple.item(), whole.lower.item(), whole.upper.item(), global_batch_size)
-        of_sampler = sampler_advice(self.predicted_ratios())
+        geometry, estimator = self._for_batch_size
+        whole = self._whole(geometry, estimator)
+        if whole.noise.isnan().all():
+            return []
+        scale = Interval(whole.b_simple.item(), whole.lower.item(), whole.upper.item())
+        more_steps = steps_to_know(whole.signal.item(), whole.signal_stderr.item(), whole.steps.item(), self._config.interval)
+        of_batch = on_batch(scale, global_batch_size, more_steps)
+        past = history(points, geometry, global_batch_size)
+        known = f"gradient noise scale {in_words(scale)}, " if scale.lower > 0 else ""
         return [
-            f"measured {phase} ({estimator}, {GEOMETRY_NAMES[geometry]}): {line}"
-            for (geometry, estimator), line in ((self._for_batch_size, of_batch), (self._for_samplers, of_sampler)) if line
+            f"{of_batch} ({known}{phase}{f'; {past}' if past else ''})",
+            on_timesteps(self.predicted_ratios(), more_steps),
         ]
 
     def predicted_ratios(self) -> list[PredictedRatio]:
@@ -287,10 +268,8 @@ class GNSMonitor:
             geometry: [self.pool.by_bin(geometry, name), *self.pool.agreement.estimates(geometry, self.pool.window(geometry))]
             for geometry, name in names.items()
         }
-        if all(levels[0].noise.isnan().all() for levels in estimates.values()):  # no step was measured
-            return None
         points = [point for point in points if of_bins(point, self._edges.tolist())]
-        return draw_noise_scale(points, self._edges, estimates, global_batch_size, names, self._half_progress())
+        return draw_noise_scale(points, self._edges, estimates, global_batch_size, names, self.masses, self._half_progress())
 
     def flush(self) -> None:
         """Write the raw sums of all steps so far."""

@@ -9,6 +9,7 @@ import numpy as np
 from matplotlib import colormaps, rc_context
 from matplotlib.axes import Axes as Panel
 from matplotlib.figure import Figure
+from matplotlib.gridspec import SubplotSpec
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 from PIL import Image
@@ -32,11 +33,23 @@ def new_figure(
     title: str, rows: int = 1, columns: int = 1, size: tuple[float, float] = (9, 5.5), **options: Any
 ) -> tuple[Figure, np.ndarray]:
     """New figure and its panels [rows, columns]; no window is opened and no global state changed."""
+    figure = new_plain_figure(title, size)
     with rc_context(STYLE):
-        layout = ConstrainedLayoutEngine(w_pad=0.08, h_pad=0.08)
-        figure = Figure(figsize=size, layout=layout, facecolor="white")
-        figure.suptitle(title, wrap=True)
         return figure, figure.subplots(rows, columns, squeeze=False, **options)
+
+
+def new_plain_figure(title: str, size: tuple[float, float]) -> Figure:
+    """New figure without panels, for `add_panel`."""
+    with rc_context(STYLE):
+        figure = Figure(figsize=size, layout=ConstrainedLayoutEngine(w_pad=0.08, h_pad=0.08), facecolor="white")
+        figure.suptitle(title, wrap=True)
+        return figure
+
+
+def add_panel(figure: Figure, place: SubplotSpec) -> Panel:
+    """Add a panel at a place of a grid."""
+    with rc_context(STYLE):
+        return figure.add_subplot(place)
 
 
 def save(figure: Figure, path: Path, dpi: int = SCREEN_DPI) -> Path:
