@@ -76,11 +76,15 @@ def training_words(program: str, words: list[str]) -> list[str] | None:
     if program.startswith("--"):
         return ["--job.config_file", "train_configs/digits.toml", program, *words]
     if program in ("torchtitan-dit", "-m torchtitan_dit") and words[:1] == ["train"]:
-        return words[1:]
+        program, words = "train.py", words[1:]
     if re.fullmatch(r"scripts/(train\.sh|\w+\.slurm)", program):
         config = [] if words and words[0].startswith("--") else words[:1]
         return ["--job.config_file", *(config or ["train_configs/digits.toml"]), *words[len(config) :]]
-    return words if program == "train.py" else None
+    if program != "train.py":
+        return None
+    alone = next((word for word in words[:1] if not word.startswith("--")), None)
+    words = words if alone is None else ["--job.config_file", *words]
+    return [word for word in words if word not in ("--smoke", "--check-only")]
 
 
 def parse(program: str, words: list[str], monkeypatch, partial: bool) -> None:
