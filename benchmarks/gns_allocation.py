@@ -46,7 +46,6 @@ from torchtitan.gns.capture import GradientTaps
 from torchtitan.gns.config import inner_edges
 from torchtitan.gns.decayed import BinEstimates, DecayedSums
 from torchtitan.gns.monitor import GNSMonitor
-from torchtitan.gns.statistics import PairSums
 from torchtitan.gns.step_sums import GEOMETRIES
 from torchtitan.statistics.student import student_quantile
 from torchtitan.trainer import Trainer
@@ -162,11 +161,10 @@ def measure(trainer: Trainer, draws: "FrozenDraws", sampler: TimestepSampler, st
         loss = draws.loss(sampler, FIRST_MEASURED + number * batch, before_forward=taps.begin_microbatch)
         loss.mean().backward()
         taps.end_microbatch(batch, loss)
-        trainer.state.optimizer.zero_grad(set_to_none=True)
+        trainer.state.optimizer.zero_grad()
         found = taps.end_step().to_host()
         for index, geometry in enumerate(GEOMETRIES):
-            squares, products = found.squares[:, index].sum(0), found.all_products[:, index].sum(0)
-            pools[geometry].add(PairSums(found.count, squares, products, cast(Tensor, found.all_pairs)))
+            pools[geometry].add(found.whole(index))
     return {geometry: pool.estimate() for geometry, pool in pools.items()}
 
 
@@ -188,7 +186,7 @@ class FrozenDraws:
         draw = state.objective.draw(tuple(images.shape[1:]), GlobalBatch(first, len(numbers)), numbers)
         if before_forward:
             before_forward(draw.t)
-        return state.objective.loss(state.model, Microbatch(images, state.condition(batch, 0)), draw).loss
+        return state.objective.loss(state.model, Microbatch(images, state.condition(batch, draw)), draw).loss
 
 
 # ---------------------------------------------------------------------- realised

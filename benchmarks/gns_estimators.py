@@ -130,7 +130,7 @@ def judge_look(steps: Iterator[Step], measured: int) -> list[dict]:
     num_bins, geometries = GNSConfig().num_bins, GEOMETRIES
     pools = {(g, key): DecayedSums(num_bins, math.inf) for g in geometries for key in (*keys, "composite's")}
     composites = [Composite(num_bins, index, math.inf) for index in range(len(geometries))]
-    controlled = [ControlledSums(num_bins, math.inf) for _ in geometries]
+    controlled = [ControlledSums(num_bins) for _ in geometries]
     entries = [FreeSums.zeros(num_bins) for _ in geometries]
     for number, (sums, exact) in enumerate(steps):
         for index, geometry in enumerate(geometries):
@@ -138,8 +138,7 @@ def judge_look(steps: Iterator[Step], measured: int) -> list[dict]:
             if _measured_for_composite(number):
                 entry, entries[index] = entries[index], FreeSums.zeros(num_bins)
                 if (found := composites[index].add(entry, sums)) is not None:
-                    controlled[index].add(*found)
-                    pools[geometry, "composite's"].add(found[0])
+                    controlled[index].add(*found, cast(Tensor, pools[geometry, "composite's"].add(found[0])))
             pools[geometry, "all exact"].add(exact[geometry])
             pools[geometry, "other" if number >= measured else "exact"].add(exact[geometry])
             if number < measured:
@@ -149,7 +148,7 @@ def judge_look(steps: Iterator[Step], measured: int) -> list[dict]:
         _row(
             geometry,
             {key: pools[geometry, key].estimate() for key in keys}
-            | {"composite": sums.estimate(pools[geometry, "composite's"].estimate())},
+            | {"composite": sums.estimate(pools[geometry, "composite's"])},
         )
         for geometry, sums in zip(geometries, controlled, strict=True)
     ]
@@ -166,7 +165,7 @@ def _measure(trainer: Trainer, first: int, number: int, sketched: bool) -> StepS
     taps.begin_microbatch(draw.t)
     trainer.state.objective.loss(trainer.state.model, Microbatch(x0, condition), draw).loss.mean().backward()
     taps.end_microbatch(len(x0), torch.zeros(len(x0)))
-    trainer.state.optimizer.zero_grad(set_to_none=True)
+    trainer.state.optimizer.zero_grad()
     return taps.end_step().to_host()
 
 
@@ -175,10 +174,10 @@ def _samples(trainer: Trainer, first: int, number: int) -> Samples:
     batch = trainer.config.training.local_batch_size
     where = GlobalBatch(first + number * batch, batch)
     samples = torch.arange(where.size) + where.first_sample
-    dataset = trainer.state.data._loader_arguments["dataset"]
+    dataset = trainer.state.data.dataset
     data = dataset.fetch((samples % len(dataset)).numpy()) | {"samples": samples}
     draw = trainer.state.objective.draw(tuple(data["images"].shape[1:]), where, samples)
-    return data["images"], trainer.state.condition(data, 0), draw
+    return data["images"], trainer.state.condition(data, draw), draw
 
 
 def exact_sums(trainer: Trainer, samples: Samples) -> dict[str, PairSums]:

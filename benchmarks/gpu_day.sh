@@ -14,14 +14,16 @@ cd "$root"
 call=${1:-}
 case $call in
     prepare)
+        rm -rf .gpu/wheels  # two versions of a package would not install
         mkdir -p .gpu/wheels
-        wheels=(--dest .gpu/wheels --only-binary=:all: --python-version 3.12 --implementation cp)
-        for glibc in 2_28 2_17; do wheels+=(--platform "manylinux_${glibc}_x86_64"); done
-        wheels+=(--platform manylinux2014_x86_64)
         python=${PYTHON:-$root/.venv/bin/python}
-        "$python" -m pip download --quiet --disable-pip-version-check "${wheels[@]}" pydantic tomli-w
-        "$python" -m pip download --quiet --disable-pip-version-check "${wheels[@]}" --no-deps diffusers torchao || true
+        get=("$python" -m pip download --quiet --disable-pip-version-check --dest .gpu/wheels --only-binary=:all:
+             --python-version 3.12 --implementation cp --platform manylinux2014_x86_64)
+        for glibc in 28 24 17; do get+=(--platform "manylinux_2_${glibc}_x86_64"); done  # pip matches each exactly
+        "${get[@]}" 'pydantic>=2.7' tomli-w
+        "${get[@]}" --no-deps 'diffusers>=0.32' 'torchao>=0.18,<0.19'
         [ -z "${DIT_MODELS:-}" ] || cp "$DIT_MODELS" .gpu/dit_models.py
+        [ -e .gpu/dit_models.py ] || echo "without facebookresearch/DiT: DIT_MODELS=models.py adds that repository's models.py"
         du -sh .gpu
         exit 0
         ;;

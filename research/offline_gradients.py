@@ -21,7 +21,7 @@ from torchtitan.data.base import Batch, Dataset, Draws, UnreadableImage, require
 from torchtitan.diffusion.objective import Draw, Microbatch, Objective
 from torchtitan.diffusion.paths import has_indices, indexed
 from torchtitan.distributed.precision import compute_context
-from torchtitan.gns.statistics import GroupSums
+from torchtitan.gns.statistics import moments_of_groups, no_groups
 from torchtitan.models.base import DiffusionModel
 from torchtitan.statistics.ratio_intervals import fieller
 from torchtitan.statistics.student import student_quantile
@@ -173,14 +173,14 @@ def noise_scale(blocks: list[GroupNorms], confidence: float = 0.95) -> NoiseScal
     """
     if len(blocks) < 2:
         raise ValueError(f"{len(blocks)} block: an interval needs two at least")
-    sums = GroupSums.zeros()
+    sums = no_groups()
     for block in blocks:
-        sums = sums + GroupSums.of_step(block.sizes, block.square_norms, block.mean_square_norm)
+        sums = sums + moments_of_groups(block.sizes, block.square_norms, block.mean_square_norm)
     (var_noise, joint), (_, var_signal) = sums.covariance
-    quantile = student_quantile(0.5 + 0.5 * confidence, sums.moments.steps.item() - 1.0)
-    interval = fieller(sums.noise, sums.signal, var_noise, var_signal, joint, quantile)
-    lower, upper, unbounded = (end.item() for end in interval)
-    return NoiseScale(sums.signal.item(), sums.noise.item(), max(lower, 0.0), max(upper, 0.0), bool(unbounded))
+    quantile = student_quantile(0.5 + 0.5 * confidence, sums.steps.item() - 1.0)
+    noise, signal = sums.ratios
+    lower, upper, unbounded = (end.item() for end in fieller(noise, signal, var_noise, var_signal, joint, quantile))
+    return NoiseScale(signal.item(), noise.item(), max(lower, 0.0), max(upper, 0.0), bool(unbounded))
 
 
 class Gradients:

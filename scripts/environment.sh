@@ -1,5 +1,5 @@
 # Sourced by the other scripts: `set_up EXTRA...` makes .venv with what the project and those extras need.
-# A torch of 2.11 to 2.13 that the Python found already has is kept. PYTHON names another Python.
+# A torch of 2.11 to 2.14 that the Python found already has is kept. PYTHON names another Python.
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 venv=$root/.venv
@@ -82,7 +82,7 @@ share_torch() {
 import importlib.util, sysconfig
 if importlib.util.find_spec("torch"):
     import torch
-    if (2, 11) <= tuple(map(int, torch.__version__.split(".")[:2])) < (2, 14):
+    if (2, 11) <= tuple(map(int, torch.__version__.split(".")[:2])) < (2, 15):
         print(torch.__path__[0].rpartition("/")[0])
 PYTHON
     )

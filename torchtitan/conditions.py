@@ -8,12 +8,11 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import ClassVar, cast
 
 import torch
 from torch import Tensor
 
-from torchtitan import philox
 from torchtitan.device_tables import DeviceTables
 
 # Entries of a text condition: one vector per token [L, D], and one vector of the whole text [P].
@@ -51,10 +50,6 @@ class ConditionKind(ABC):
         """Entries of a batch from which `of` makes those of the condition; most often the same."""
         return self.entries
 
-    @abstractmethod
-    def null(self, entry: str, like: Tensor) -> Tensor:
-        """Null condition: the value that replaces every image's where there is no condition."""
-
     @property
     def choices(self) -> int:
         """Number of conditions that sampling chooses from by number; 0 where there is nothing to choose."""
@@ -89,38 +84,21 @@ class ConditionKind(ABC):
         """Problem of the values of a batch with the right shapes and dtypes; None if there is none."""
         return None
 
+    @abstractmethod
     def of(self, batch: Mapping[str, Tensor]) -> Condition:
         """Conditions in a batch."""
-        return _packed({name: batch[name] for name in self.entries})
 
+    @abstractmethod
     def drop(self, condition: Condition, dropped: Tensor) -> Condition:
         """Replace the condition by the null condition where `dropped` [B] is true."""
-        return self._each(
-            condition, lambda value, null: torch.where(dropped.view(-1, *[1] * (value.ndim - 1)), null, value)
-        )
 
-    def drop_some(
-        self, condition: Condition, probability: float, seed: int, samples: Tensor, attempt: int = 0
-    ) -> Condition:
-        """Drop conditions with the given probability, as a function of the sample numbers [B]."""
-        if condition is None:
-            return None
-        return self.drop(condition, philox.uniform(seed, "label_drop", samples, attempt) < probability)
-
+    @abstractmethod
     def with_null(self, condition: Condition) -> Condition:
         """Conditions of twice the batch: those given, then as many null conditions."""
-        return self._each(condition, lambda value, null: torch.cat((value, null)))
 
     def placeholder(self, count: int, device: torch.device | str | None = None) -> dict[str, Tensor]:
         """Entries of a batch in which nothing but shapes and dtypes counts."""
         return placeholder(self.batch_entries, count, device)
-
-    def _each(self, condition: Condition, change: Callable[[Tensor, Tensor], Tensor]) -> Condition:
-        """Apply (values, null values of their shape) -> values to each entry."""
-        if condition is None:
-            return None
-        values = dict(zip(self.entries, [condition], strict=True)) if isinstance(condition, Tensor) else condition
-        return _packed({name: change(value, self.null(name, value)) for name, value in values.items()})
 
 
 @dataclass(frozen=True)
@@ -134,8 +112,14 @@ class Unconditional(ConditionKind):
     def entries(self) -> Entries:
         return {}
 
-    def null(self, entry: str, like: Tensor) -> Tensor:
-        return like  # there is no entry to replace
+    def of(self, batch: Mapping[str, Tensor]) -> Condition:
+        return None
+
+    def drop(self, condition: Condition, dropped: Tensor) -> Condition:
+        return None
+
+    def with_null(self, condition: Condition) -> Condition:
+        return None
 
     def choose(self, numbers: Tensor) -> Condition:
         return None
@@ -159,8 +143,15 @@ class Classes(ConditionKind):
     def entries(self) -> Entries:
         return {"class": ((), torch.int64)}
 
-    def null(self, entry: str, like: Tensor) -> Tensor:
-        return torch.full_like(like, self.count)
+    def of(self, batch: Mapping[str, Tensor]) -> Condition:
+        return batch["class"]
+
+    def drop(self, condition: Condition, dropped: Tensor) -> Condition:
+        return cast(Tensor, condition).masked_fill(dropped, self.count)
+
+    def with_null(self, condition: Condition) -> Condition:
+        classes = cast(Tensor, condition)
+        return torch.cat((classes, torch.full_like(classes, self.count)))
 
     @property
     def choices(self) -> int:
@@ -209,9 +200,22 @@ class Embeddings(ConditionKind):
     def entries(self) -> Entries:
         return {name: (tuple(null.shape), null.dtype) for name, null in self.nulls.items()}
 
-    def null(self, entry: str, like: Tensor) -> Tensor:
-        (null,) = self._on_devices[entry].on(like.device)
-        return null.expand_as(like)
+    def of(self, batch: Mapping[str, Tensor]) -> Condition:
+        return _packed({name: batch[name] for name in self.nulls})
+
+    def drop(self, condition: Condition, dropped: Tensor) -> Condition:
+        return self._each(
+            condition, lambda value, null: torch.where(dropped.view(-1, *[1] * (value.ndim - 1)), null, value)
+        )
+
+    def with_null(self, condition: Condition) -> Condition:
+        return self._each(condition, lambda value, null: torch.cat((value, null.expand_as(value))))
+
+    def _each(self, condition: Condition, change: Callable[[Tensor, Tensor], Tensor]) -> Condition:
+        """Apply (values, null value) -> values to each entry."""
+        values = condition if isinstance(condition, dict) else dict.fromkeys(self.nulls, cast(Tensor, condition))
+        nulls = {name: self._on_devices[name].on(value.device)[0] for name, value in values.items()}
+        return _packed({name: change(value, nulls[name]) for name, value in values.items()})
 
     @property
     def choices(self) -> int:

@@ -49,11 +49,9 @@ _KEY_INCREMENTS = (0x9E3779B9, 0xBB67AE85)
 _MASK = 0xFFFFFFFF
 _ROUNDS = 10
 _BLOCKS_IN_CACHE = 2**13  # of four words
+_MULTIPLIERS = np.array(_ROUND_MULTIPLIERS, np.uint64)
 # Operands as tensors, which are not made anew for every operation as Python's numbers are; usable on every device.
 _MASK_OPERAND, _HALF_OPERAND = torch.tensor(_MASK, device="cpu"), torch.tensor(32, device="cpu")
-_MASK_ARRAY, _HALF_ARRAY, _MULTIPLIERS = np.uint64(_MASK), np.uint64(32), np.array(_ROUND_MULTIPLIERS, np.uint64)
-# Places of the halves of a 64-bit number in memory.
-_LOWER, _UPPER = np.array([1], np.uint64).view(np.uint32).argsort()[::-1].tolist()
 
 
 def philox_4x32(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int, int]) -> tuple[Tensor, ...]:
@@ -68,9 +66,10 @@ def philox_4x32(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int, 
     """
     if torch.compiler.is_compiling():
         return _rounds_word_by_word(counter, key)
-    if _by_numpy(*counter):
-        even, odd = _rounds_by_numpy([_array(word) for word in counter], _key_array(key))  # [2, *]
-        return tuple(torch.from_numpy(word.astype(np.int64)) for word in (even[0], odd[0], even[1], odd[1]))
+    if _by_numpy(counter[1]):
+        even, odd = _rounds_by_numpy(list(map(_array, counter)), _key_array(key))
+        (word_0, word_2), (word_1, word_3) = torch.from_numpy(even.view(np.int64)), torch.from_numpy(odd.astype(np.int64))
+        return word_0, word_1, word_2, word_3
     words = torch.stack(torch.broadcast_tensors(*counter))  # [4, *]
     multiplied, mixed_in = words[0::2], words[1::2]  # [2, *]: words 0 and 2, 1 and 3
     multipliers, round_keys = (_per_row(constants, words) for constants in _constants(key, words.device))
@@ -98,18 +97,8 @@ def random_words(seed: int, purpose: str, indices: Tensor, count: int, attempt: 
     Returns:
         int64 [B, count], values in [0, 2^32), on the device of `indices`.
     """
-    words = _block_words(seed, purpose, indices, first // 4, -(-(first + count) // 4), attempt)
-    return torch.stack(words, dim=-1).flatten(1)[:, :count]  # [B, count]
-
-
-def _block_words(
-    seed: int, purpose: str, indices: Tensor, first: int, end: int, attempt: int
-) -> tuple[Tensor, ...]:
-    """Four words of each block of the range, for each index: four times [B, N]."""
-    blocks = torch.arange(first, end, device=indices.device)  # [N]
-    low, high = (words[:, None] for words in _halves(indices))  # [B, 1]
-    stream = torch.full_like(low, _stream(purpose, attempt))
-    return philox_4x32((blocks, low, high, stream), _halves(seed))
+    counter = _counter(purpose, indices, first // 4, -(-(first + count) // 4), attempt)
+    return torch.stack(philox_4x32(counter, _halves(seed)), dim=-1).flatten(1)[:, :count]  # [B, count]
 
 
 def uniform(seed: int, purpose: str, indices: Tensor, attempt: int = 0) -> Tensor:
@@ -122,25 +111,17 @@ def uniform_bits(seed: int, draws: Sequence[tuple[str, Tensor]], attempt: int = 
     """Draw the interval of 2^52 whose middle `uniform` returns, for draws of several purposes in one pass.
 
     Args:
-        seed, attempt: as in `random_words`.
         draws: purpose and sample numbers [B_i] of each.
 
     Returns:
         int64 [B_i], values in [0, 2^52), for each; they are ordered as the uniform draws are.
     """
-    purposes, indices = zip(*draws, strict=True)
-    sizes = list(map(len, indices))
-    if _by_numpy(*indices):
-        streams = np.array([_stream(purpose, attempt) for purpose in purposes], np.uint64).repeat(sizes)
-        numbers = np.concatenate(list(map(_array, indices)))
-        counter = (np.zeros(1, np.uint64), numbers & _MASK_ARRAY, numbers >> _HALF_ARRAY, streams)
-        even, odd = _rounds_by_numpy(counter, _key_array(_halves(seed)))
-        return torch.from_numpy(((even[0] >> 6 << 26) + (odd[0] >> 6)).view(np.int64)).split(sizes)
+    _, indices = zip(*draws, strict=True)
     stream = torch.cat([torch.full_like(numbers, _stream(purpose, attempt)) for purpose, numbers in draws])
     low, high = _halves(torch.cat(indices))
     first, second, _, _ = philox_4x32((torch.zeros_like(low), low, high, stream), _halves(seed))
     bits = torch.add(second >> 6, first >> 6, alpha=1 << 26)
-    return bits.split(sizes)
+    return bits.split(list(map(len, indices)))
 
 
 def middles(bits: Tensor) -> Tensor:
@@ -152,42 +133,38 @@ def middles(bits: Tensor) -> Tensor:
 def normal(seed: int, purpose: str, indices: Tensor, shape: tuple[int, ...], attempt: int = 0) -> Tensor:
     """Standard normal draws, float32 [B, *shape], by the Box-Muller transform."""
     count = math.prod(shape)
+    counter, key = _counter(purpose, indices, 0, -(-count // 4), attempt), _halves(seed)
     if torch.compiler.is_compiling():
-        draws = _normal_of_words(_block_words(seed, purpose, indices, 0, -(-count // 4), attempt))
+        draws = _normal_of_words(philox_4x32(counter, key))
     elif _by_numpy(indices):
-        draws = _normal_by_numpy(seed, purpose, indices, count, attempt)
+        draws = _normal_by_numpy(list(map(_array, counter)), _key_array(key))
     else:
-        words = random_words(seed, purpose, indices, count + count % 2, attempt).to(torch.float32)
+        words = torch.stack(philox_4x32(counter, key), dim=-1).flatten(1).to(torch.float32)
         radius, angle = _polar(words[:, 0::2], words[:, 1::2])
         draws = torch.stack((radius * torch.cos(angle), radius * torch.sin(angle)), dim=-1).flatten(1)
     return draws[:, :count].reshape(len(indices), *shape)
 
 
-def _normal_by_numpy(seed: int, purpose: str, indices: Tensor, count: int, attempt: int) -> Tensor:
-    """Normal draws, `count` for each index [B] and up to three more, float32."""
-    num_blocks, numbers = -(-count // 4), _array(indices)[:, None]
-    keys, stream = _key_array(_halves(seed)), np.array([_stream(purpose, attempt)], np.uint64)
-    blocks = np.arange(num_blocks, dtype=np.uint64)
-    of_0, word_1, of_2, word_3, word_1_of_block, word_3_of_index = _two_rounds(
-        (blocks, numbers & _MASK_ARRAY, numbers >> _HALF_ARRAY, stream), keys
-    )
-    draws = np.empty((len(numbers), num_blocks, 2, 2), np.float32)  # two pairs of each block
+def _counter(purpose: str, indices: Tensor, first: int, end: int, attempt: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Counters of the blocks of four words in a range, for each index: block [N], halves of the index and stream [B, 1]."""
+    low, high = _halves(indices[:, None])
+    return torch.arange(first, end, device=indices.device), low, high, torch.full_like(low, _stream(purpose, attempt))
+
+
+def _normal_by_numpy(counter: Sequence[np.ndarray], keys: np.ndarray) -> Tensor:
+    """Normal draws of a counter: four of each block [N] for each index [B, 1], float32 [B, 4 N]."""
+    blocks, low, high, stream = counter
+    draws = np.empty((len(low), len(blocks), 2, 2), np.float32)  # two pairs of each block
     # In pieces, whose words stay in the cache and are too few for torch to divide among busy cores.
-    rows = max(1, _BLOCKS_IN_CACHE // max(num_blocks, 1))
-    lanes = None
-    for row in range(0, len(numbers), rows):
-        those = slice(row, row + rows)
-        for first in range(0, num_blocks, _BLOCKS_IN_CACHE):
-            here = slice(first, first + _BLOCKS_IN_CACHE)
-            piece = draws[those, here].transpose(3, 2, 0, 1)
-            if lanes is None or lanes.shape != piece.shape[2:]:
-                lanes = _Lanes(piece.shape[2:])
-            parts = (of_0[here], word_1[those], of_2[those], word_3[here], word_1_of_block[here], word_3_of_index[those])
-            even, odd = _eight_rounds(parts, keys, lanes)
-            radii, angles = even.view(np.int64).astype(np.float32), odd.astype(np.float32)
-            radius, angle = _polar(torch.from_numpy(radii), torch.from_numpy(angles))  # [2, rows, blocks]
-            np.multiply(radius.numpy(), torch.cos(angle).numpy(), out=piece[0])
-            np.multiply(radius.numpy(), angle.sin_().numpy(), out=piece[1])
+    rows = max(1, _BLOCKS_IN_CACHE // max(len(blocks), 1))
+    for row in range(0, len(low), rows):
+        here = slice(row, row + rows)
+        even, odd = _rounds_by_numpy((blocks, low[here], high[here], stream[here]), keys)
+        radii, angles = even.view(np.int64).astype(np.float32), odd.astype(np.float32)
+        radius, angle = _polar(torch.from_numpy(radii), torch.from_numpy(angles))  # [2, rows, blocks]
+        piece = draws[here].transpose(3, 2, 0, 1)
+        np.multiply(radius.numpy(), torch.cos(angle).numpy(), out=piece[0])
+        np.multiply(radius.numpy(), angle.sin_().numpy(), out=piece[1])
     return torch.from_numpy(draws).flatten(1)
 
 
@@ -196,88 +173,39 @@ def _polar(radii: Tensor, angles: Tensor) -> tuple[Tensor, Tensor]:
     return (radii + 1.0).mul_(2.0**-32).log_().mul_(-2.0).sqrt_(), angles * (2.0 * math.pi * 2.0**-32)
 
 
-def _by_numpy(*numbers: Tensor) -> bool:
-    """Whether to use NumPy's operations: on plain numbers in a CPU's memory, outside of compiled code."""
-    if torch.compiler.is_compiling():
-        return False
-    return all(type(each) is Tensor and each.device.type == "cpu" for each in numbers)
+def _by_numpy(numbers: Tensor) -> bool:
+    """Whether to use NumPy's operations: on plain numbers in a CPU's memory."""
+    return type(numbers) is Tensor and numbers.device.type == "cpu"
 
 
 def _array(numbers: Tensor) -> np.ndarray:
     return numbers.numpy().view(np.uint64)
 
 
-class _Lanes:
-    """Memory of the rounds of a batch of counters [*]: words 0 and 2, and two products of each, used in turn."""
-
-    def __init__(self, shape: tuple[int, ...]) -> None:
-        self.shape = shape
-        self.words = np.empty((2, *shape), np.uint64)
-        self.lower_of_words = _half(self.words, _LOWER)
-        self.multipliers = _MULTIPLIERS.reshape(2, *[1] * len(shape))
-        self.products = []  # each with its upper and lower halves, which change places
-        for _ in range(2):
-            product = np.empty_like(self.words)
-            self.products.append((product, _half(product, _UPPER)[::-1], _half(product, _LOWER)[::-1]))
-
-
 def _rounds_by_numpy(counter: Sequence[np.ndarray], keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Apply the ten rounds by NumPy's operations.
 
     Args:
-        counter: four uint64 arrays [*] that broadcast, of one dimension or more, values in [0, 2^32).
+        counter: four uint64 arrays that broadcast to [*], of one dimension or more, values in [0, 2^32).
         keys: of the rounds, uint64 [10, 2], values in [0, 2^32).
 
     Returns:
         words 0 and 2, uint64 [2, *]; words 1 and 3, uint32 [2, *].
     """
-    parts = _two_rounds(counter, keys)
-    return _eight_rounds(parts, keys, _Lanes(np.broadcast(*parts).shape))
-
-
-def _two_rounds(counter: Sequence[np.ndarray], keys: np.ndarray) -> tuple[np.ndarray, ...]:
-    """Apply the first two rounds without combining arrays of blocks with arrays of indices, which have different shapes.
-
-    Args:
-        counter, keys: as of `_rounds_by_numpy`.
-
-    Returns:
-        uint64 arrays a, b, c, d and uint32 arrays w1, w3: word 0 is a ^ b, word 2 is c ^ d, words 1 and 3 are w1 and w3. If words
-        0 and 3 of the counter have the shape of blocks and words 1 and 2 that of indices, a, d and w1 have the shape of blocks,
-        b, c and w3 that of indices.
-    """
-    word_0, word_1, word_2, word_3 = counter
-    product_0, product_2 = word_0 * _MULTIPLIERS[0], word_2 * _MULTIPLIERS[1]
-    word_0, word_1 = (product_2 >> _HALF_ARRAY) ^ (keys[0, 0] ^ word_1), product_2 & _MASK_ARRAY
-    word_2, word_3 = (product_0 >> _HALF_ARRAY) ^ (keys[0, 1] ^ word_3), product_0 & _MASK_ARRAY
-    product_0, product_2 = word_0 * _MULTIPLIERS[0], word_2 * _MULTIPLIERS[1]
-    of_0, of_2 = (product_2 >> _HALF_ARRAY) ^ keys[1, 0], (product_0 >> _HALF_ARRAY) ^ keys[1, 1]
-    return of_0, word_1, of_2, word_3, _half(product_2, _LOWER), _half(product_0, _LOWER)
-
-
-def _eight_rounds(parts: Sequence[np.ndarray], keys: np.ndarray, lanes: _Lanes) -> tuple[np.ndarray, np.ndarray]:
-    """Eight rounds after `_two_rounds`; as `_rounds_by_numpy`, in the memory of the lanes."""
-    words, lower_of_words = lanes.words, lanes.lower_of_words
-    np.bitwise_xor(parts[0], parts[1], out=words[0])
-    np.bitwise_xor(parts[2], parts[3], out=words[1])
-    mixed_in: np.ndarray | None = None
-    for number, key in enumerate(keys[2:].reshape(-1, *lanes.multipliers.shape)):
-        product, upper, lower = lanes.products[number % 2]
-        np.multiply(words, lanes.multipliers, out=product)
-        # The upper halves of the words stay 0.
-        if mixed_in is None:
-            np.bitwise_xor(upper[0], parts[4], out=lower_of_words[0])
-            np.bitwise_xor(upper[1], parts[5], out=lower_of_words[1])
-        else:
-            np.bitwise_xor(upper, mixed_in, out=lower_of_words)
+    shape = np.broadcast(*counter).shape
+    words, products = np.empty((2, *shape), np.uint64), np.empty((2, 2, *shape), np.uint64)  # two products, used in turn
+    lower_of_words, halves = words.view(np.uint32)[..., 0::2], products[:, ::-1].view(np.uint32)
+    lower, upper = halves[..., 0::2], halves[..., 1::2]  # the two products of a round change places
+    mixed_in = lower[1]
+    words[0], mixed_in[0], words[1], mixed_in[1] = counter
+    per_row = (2, *[1] * len(shape))
+    multipliers = _MULTIPLIERS.reshape(per_row)
+    for number, key in enumerate(keys.reshape(-1, *per_row)):
+        np.multiply(words, multipliers, out=products[number % 2])
+        np.bitwise_xor(upper[number % 2], mixed_in, out=lower_of_words)  # the upper halves stay 0
         np.bitwise_xor(words, key, out=words)
-        mixed_in = lower
-    return words, lower
-
-
-def _half(numbers: np.ndarray, place: int) -> np.ndarray:
-    """View the halves of uint64 [*] at one place, uint32 [*]."""
-    return numbers.view(np.uint32)[..., place::2]
+        mixed_in = lower[number % 2]
+    return words, mixed_in
 
 
 @functools.lru_cache

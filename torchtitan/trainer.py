@@ -141,13 +141,9 @@ class Trainer:
         """Enter a phase that trains nothing; unfinished work of the device on earlier steps counts as training."""
         if self.state.layout.device.type == "cuda":
             with self.phases("waiting"):
-                self._wait_for_device()
+                torch.cuda.synchronize(self.state.layout.device)
         with self.phases(name):
             yield
-
-    def _wait_for_device(self) -> None:
-        if self.state.layout.device.type == "cuda":
-            torch.cuda.synchronize(self.state.layout.device)
 
     def _report(self, norm: Tensor, lr: float) -> None:
         state = self.state
@@ -163,11 +159,11 @@ class Trainer:
 
     def train_step(self) -> tuple[Tensor, float]:
         """Train one optimizer step, unless the guard skips it; return the gradient norm before clipping and the rate."""
-        state, config = self.state, self.config
+        state, config, training = self.state, self.config, self.config.training
         if self._replays_graphs:
             begin_graphs()
-        factor = state.batch_factor
-        state.batch_size = factor * config.training.global_batch_size
+        factor = min(state.grown_factor, training.steps - state.progress)
+        state.batch_size = factor * training.global_batch_size
         samples = GlobalBatch(state.data.next_sample, state.batch_size, state.data.attempt)
         microbatches = factor * state.data.microbatches_per_step
         if state.network.normalizes_weights:
@@ -183,7 +179,6 @@ class Trainer:
         with self.phases("gradients"):
             norms = self._treat_gradients(microbatches)
             skip = state.guard.judge(StepSamples(state.step, samples, microbatches), *norms)
-        training = config.training
         of_step = lr_factor(config.lr_scheduler, state.progress + 1, training.steps, training.global_batch_size)
         # Of Adam, a batch `factor` times as large takes the square root of it (Malladi et al., arXiv 2205.10287).
         lr = config.optimizer.lr * of_step * math.sqrt(factor)
@@ -195,7 +190,7 @@ class Trainer:
             state.optimizer.step(skip)
             if state.network.gathers_float8:
                 compute_gather_scales(state.model)
-            state.optimizer.zero_grad(set_to_none=True)
+            state.optimizer.zero_grad()
         state.progress += factor
         with self.phases("ema"):
             state.ema.update(state.progress, factor)
@@ -210,12 +205,12 @@ class Trainer:
         state = self.state
         reduce_now = number == microbatches - 1 or (state.gns is not None and state.gns.separate_microbatches)
         with accumulate_locally(state.train_module, last=reduce_now):
-            condition = None
+            encoded = None
             if state.encodes_texts:
                 with self.phases("encode"):
-                    condition = state.condition(batch, samples.attempt)
+                    encoded = state.model.condition_kind.of(batch)
             with self.phases("forward"):
-                terms = state.loss_terms(batch, samples, condition, measure=state.gns is not None)
+                terms = state.loss_terms(batch, samples, encoded, measure=state.gns is not None)
             with self.phases("backward"):
                 # The mean over the global batch: ranks are averaged by the reduction, microbatches here.
                 backward(terms.loss.mean() / microbatches)
@@ -268,7 +263,7 @@ class Trainer:
         batch = state.info.placeholder(count, shape) | {"samples": torch.arange(count)}
         with accumulate_locally(state.train_module, last=True):
             state.loss_terms(state.to_device(batch), GlobalBatch(0, count)).loss.mean().backward()
-        state.optimizer.zero_grad(set_to_none=True)
+        state.optimizer.zero_grad()
         if state.gns:
             state.gns.discard_backward()
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from benchmarks.gpu_day.page import merge, write_page
 from benchmarks.gpu_day.stages import CALLS
-from benchmarks.gpu_day.visit import PATIENCE, Results, in_child
+from benchmarks.gpu_day.visit import DRY_RUN, PATIENCE, Results, in_child, share_start
 
 # Seconds that a stage needs to mean something.
 _LEAST = 8
@@ -28,6 +28,8 @@ def main() -> int:
     end, failed = time.monotonic() + float(os.environ["LIMIT"]), 0
     rows = folder / f"rows-{call}.jsonl"
     rows.unlink(missing_ok=True)
+    if DRY_RUN and call == 2:
+        share_start()
     for stage in CALLS[call]:
         if chosen and stage.name not in chosen:
             continue

@@ -40,6 +40,7 @@ FEATURES: dict[str, Settings] = {
         **COMPILED, "compile.mode": "reduce-overhead", "training.global_batch_size": "32",
     },
     "noise scale, compiled": {**COMPILED, **MEASURED},
+    "timesteps by loss": {"objective.timesteps.name": "adaptive_log_snr"},
     "noise scale allocates timesteps": {**MEASURED, "gns.allocate_timesteps": "true"},
     **{f"{name} attention": {"training.attention_backend": name} for name in ("flash", "cudnn", "efficient")},
     "float32": FLOAT32,
@@ -57,8 +58,8 @@ FEATURES: dict[str, Settings] = {
         "objective.preconditioning": "index", "objective.timesteps.name": "uniform",
     },
     "EDM2's network": {
-        **COMPILED, "model.name": "edm2", "model.channels": "32", "objective.path": "edm", "objective.prediction": "edm",
-        "objective.preconditioning": "edm", "objective.timesteps.name": "lognormal_sigma",
+        **COMPILED, "model.name": "edm2", "model.flavor": "cifar", "model.channels": "32", "objective.path": "edm",
+        "objective.prediction": "edm", "objective.preconditioning": "edm", "objective.timesteps.name": "lognormal_sigma",
         "objective.learned_uncertainty": "true",
     },
     "RMSNorm, SwiGLU, rotary": {
@@ -147,7 +148,7 @@ def features(results: Results) -> None:
     def run(name: str) -> dict[str, Any]:
         began = time.perf_counter()
         try:
-            code = visit.in_child(_run_feature, FEATURES[name], seconds=75 * visit.PATIENCE)
+            code = visit.in_child(_run_feature, name, seconds=75 * visit.PATIENCE)
             return {"code": code, "seconds": time.perf_counter() - began}
         except RuntimeError as error:
             return {"failed": str(error)}
@@ -157,15 +158,20 @@ def features(results: Results) -> None:
             results.row(name, **found)
 
 
-def _run_feature(feature: Settings) -> int:
-    ordinary: Settings = {
+def feature_settings(name: str) -> Settings:
+    """Settings of a feature's short run, without those that its network has not."""
+    ordinary = {
         **TINY, "training.steps": "4", "metrics.log_freq": "1", "sampling.enable": "true", "sampling.num_steps": "3",
         "sampling.images_per_class": "2", "validation.enable": "true", "validation.interval": "4", "validation.num_images": "32",
     }  # fmt: skip
-    settings = {**ordinary, **feature}
+    settings = {**ordinary, **FEATURES[name]}
     if settings.get("model.name") == "edm2":
-        settings = {key: value for key, value in settings.items() if key not in ("model.flavor", "model.patch_size")}
-    trainer = visit.build(settings, 16)
+        settings.pop("model.patch_size")
+    return settings
+
+
+def _run_feature(name: str) -> int:
+    trainer = visit.build(feature_settings(name), 16)
     code = trainer.train()
     trainer.close()
     return code
@@ -177,13 +183,14 @@ def interrupt_and_resume(results: Results) -> None:
     words = ["--job.config_file", "train_configs/digits.toml", "--job.dump_folder", str(folder)]
     if DRY_RUN:
         words += "--training.steps 20 --training.global_batch_size 16 --gns.num_bins 2 --evaluation.enable false".split()
-        words += "--lr_scheduler.warmup_steps 2 --sampling.enable false --model.flavor debug".split()
+        words += "--lr_scheduler.warmup_steps 2 --sampling.enable false --model.flavor debug --model.num_layers 1".split()
     metrics = folder / "digits" / "metrics.jsonl"
 
     def run(interrupted: bool) -> int:
         process = multiprocessing.get_context("fork").Process(target=lambda: os._exit(train.main(words)))
         process.start()
-        while interrupted and not metrics.exists() and process.is_alive():
+        # The file is there before the first step, and before the process can be asked to end.
+        while interrupted and not (metrics.exists() and metrics.stat().st_size) and process.is_alive():
             time.sleep(0.1)
         if interrupted:
             process.terminate()

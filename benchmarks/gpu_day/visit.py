@@ -20,7 +20,8 @@ from typing import Any
 import torch
 
 from benchmarks.shared import timed
-from torchtitan.config.job import load_config
+from torchtitan.config.job import JobConfig, load_config
+from torchtitan.estimate.memory import estimate_memory
 from torchtitan.processes.parent_death import end_with_parent
 from torchtitan.trainer import Trainer
 
@@ -45,6 +46,7 @@ XL: Settings = {
 COMPILED: Settings = {"compile.enable": "true"}
 NOISE: Settings = {"gns.enable": "true", "gns.log_interval": "1000000"}
 TINY: Settings = {"model.flavor": "debug", "data.shape": "[4, 16, 16]", "model.patch_size": "4", "data.num_classes": "10"}
+_SHALLOW: Settings = {"model.num_layers": "1"}
 _GPU_ONLY = ("compile.", "float8.", "training.attention_backend")
 
 
@@ -55,7 +57,9 @@ class Results:
         self._path, self._stage = path, stage
 
     def row(self, name: str, **values: Any) -> None:
-        """Append and print a row."""
+        """Append and print a row; one with an exit code other than 0 has failed."""
+        if values.get("code"):
+            values["failed"] = f"exit code {values['code']}"
         line = json.dumps({"stage": self._stage, "row": name} | {key: _rounded(value) for key, value in values.items()})
         print(f"RESULT {line}", flush=True)
         with self._path.open("a") as file:
@@ -93,15 +97,24 @@ def images_per_step() -> int:
 def words(settings: Settings) -> list[str]:
     """Words of a command line; a dry run leaves out what needs a GPU, and takes the smallest network."""
     if DRY_RUN:
-        settings = {**{key: value for key, value in settings.items() if not key.startswith(_GPU_ONLY)}, **TINY}
+        settings = {**{key: value for key, value in settings.items() if not key.startswith(_GPU_ONLY)}, **TINY, **_SHALLOW}
     return [word for key, value in settings.items() for word in (f"--{key}", value)]
 
 
 def build(settings: Settings, batch: int, world_size: int = 1) -> Trainer:
     """Build a trainer of synthetic latents with `batch` images per rank."""
+    return Trainer(configuration({"job.dump_folder": tempfile.mkdtemp(), **settings}, batch, world_size))
+
+
+def configuration(settings: Settings, batch: int, world_size: int = 1, *, elsewhere: bool = False) -> JobConfig:
+    """Configure a run on synthetic latents; `elsewhere`: on a GPU that is not here."""
     sizes = {"training.local_batch_size": str(batch), "training.global_batch_size": str(batch * world_size)}
-    folder = {"job.dump_folder": tempfile.mkdtemp()}
-    return Trainer(load_config(words({**SYNTHETIC, **sizes, **folder, **settings}), world_size))
+    return load_config(words({**SYNTHETIC, **sizes, **settings}), world_size, elsewhere=elsewhere)
+
+
+def share_start() -> None:
+    """Fill torch's tables of operations once for the estimates of a dry run's many small stages, which are forks."""
+    estimate_memory(configuration(XL, 4), 1, on_gpu=True)
 
 
 def step(trainer: Trainer) -> float:

@@ -27,7 +27,7 @@ def train_all(cases: dict[str, dict]) -> dict[str, dict]:
         options = {"steps": 8, "accumulation": 1, **case}
         options["overrides"] = (*FLUX, *case.get("overrides", ()))
         factor = options.pop("factor", 1)
-        with registered(), patch.object(RunState, "_grown_factor", factor):
+        with registered(), patch.object(RunState, "grown_factor", factor):
             trainer = make_trainer(folder, name, **options)
             seen, shapes = Counter(), []
             advance = trainer.reports.advance

@@ -1,7 +1,5 @@
 """What the ranks of test_rank_monitor run; see tests.launcher."""
 
-from dataclasses import replace
-
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -73,10 +71,10 @@ def _by_hand(trainer: Trainer, model: nn.Module, batches: list[dict], first: int
     bins, gradients, weighted = [], [], 0.0
     for batch in batches:
         draw = trainer.state.objective.draw(tuple(batch["images"].shape[1:]), samples, batch["samples"])
-        condition = trainer.state.condition(batch, samples.attempt)
+        condition = trainer.state.condition(batch, draw)
         weights = draw.importance
         assert (weights == weights[0]).all()
-        draw = replace(draw, importance=torch.ones_like(weights))
+        draw = draw._replace(importance=torch.ones_like(weights))
         loss = trainer.state.objective.loss(model, Microbatch(batch["images"], condition), draw).loss.mean()
         own = torch.cat([part.flatten().double() for part in torch.autograd.grad(loss, list(model.parameters()))])
         gradients.append(_of_all_ranks(own))  # [ranks, parameters]

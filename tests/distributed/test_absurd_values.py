@@ -39,7 +39,7 @@ def build(folder, steps: int, *overrides: str, shards: int = 1, name: str = "run
 
 def poison(trainer, sample: int = SAMPLE, value: float = 1e20, always: bool = False) -> int:
     """Give the image that a sample stands for a pixel of `value`; always: every image, from that sample's step on."""
-    dataset, image = trainer.state.data._loader_arguments["dataset"], trainer.state.data.image_of(sample, 0)
+    dataset, image = trainer.state.data.dataset, trainer.state.data.image_of(sample, 0)
     fetch = dataset.fetch
 
     def poisoned(indices):

@@ -41,7 +41,7 @@ def inject(trainer, fault: str, when) -> None:
     elif fault == "layer":
         layer.register_forward_hook(lambda m, i, output: output * math.nan if when(trainer) else output)
     else:
-        dataset = trainer.state.data._loader_arguments["dataset"]
+        dataset = trainer.state.data.dataset
         fetch = dataset.fetch
 
         def broken_fetch(indices):

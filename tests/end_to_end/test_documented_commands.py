@@ -220,7 +220,7 @@ def test_other_commands_of_the_readme_run_in_small(trained, folders, latents, tm
     runs = {Path(word).stem: folder for command, folder in trained.items() for word in command.split() if word.endswith(".toml")}
     smaller = {
         "scripts/extract_latents.py": [
-            "--output", str(tmp_path / "store"), "--autoencoder", "cosmos", "--path", latents[-1],
+            "--output", str(tmp_path / "store"), "--autoencoder", "cosmos", "--path", latents[-1], "--normalization", "measured",
             "--data.path", str(folders["imagenet"]), "--data.image_size", "32",
         ],
         "scripts/estimate.py": SMALL_NETWORKS["dit"],

@@ -173,9 +173,9 @@ def test_timesteps_follow_the_density_within_the_bin(low, high, unit, keys):
     assert draw.t.min() >= inside.min().float() - 1e-3 and draw.t.max() <= where.t_high
     for quantile in (0.1, 0.5, 0.9):
         assert draw.t.double().quantile(quantile).item() == pytest.approx(inside.quantile(quantile).item(), abs=0.01)
-    if draw.index is not None:
-        assert (draw.index >= low).all() and (draw.index < high).all()
-        assert set(draw.index.tolist()) == set(range(int(low), int(high)))
+    if draw.path_index is not None:
+        assert (draw.path_index >= low).all() and (draw.path_index < high).all()
+        assert set(draw.path_index.tolist()) == set(range(int(low), int(high)))
 
 
 def test_bins_have_no_gap_and_every_index_is_in_one():

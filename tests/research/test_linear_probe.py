@@ -23,6 +23,7 @@ from torchtitan.models.base import ProbePoint
 from torchtitan.models.dit import FLAVORS, build
 from torchtitan.models.edm2 import FAMILY as EDM2_FAMILY
 from torchtitan.models.edm2 import EDM2Config, EDM2UNet
+from torchtitan.models.layers import timestep_sinusoid
 
 EDM = {"path": "edm", "prediction": "edm", "preconditioning": "edm", "timesteps": timesteps("lognormal_sigma")}
 SMALL_UNET = EDM2Config(config="G", channels=8, channel_mults=[1, 2], num_blocks=1, attention_resolutions=[4], dropout=0.0)
@@ -78,7 +79,7 @@ def test_features_are_means_over_places_of_outputs_computed_by_hand():
         x_t = (1 - t) * images + t * noise
         patches = x_t.unfold(2, 2, 2).unfold(3, 2, 2).reshape(3, 16, 4)
         x, wanted = model.patch_embed(patches), {}
-        c = F.silu(model.time_embed(torch.full((3,), 1000 * t)) + model.label_embed.weight[10])
+        c = F.silu(model.time_embed(timestep_sinusoid(torch.full((3,), 1000 * t), 256)) + model.label_embed.weight[10])
         for number, block in enumerate(model.layers, 1):
             x = block(x, c, model.rotary)
             wanted[f"block_{number}"] = x.mean(1)

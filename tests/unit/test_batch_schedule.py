@@ -61,7 +61,7 @@ def test_a_step_of_the_grown_batch_is_a_step_of_that_batch_at_the_root_of_the_ra
     plain = _one_step(
         tmp_path, "plain", overrides=(*fixed, "--training.global_batch_size", "48", "--optimizer.lr", str(3e-3 * math.sqrt(3)))
     )
-    monkeypatch.setattr(RunState, "_grown_factor", 3)
+    monkeypatch.setattr(RunState, "grown_factor", 3)
     grown = _one_step(tmp_path, "grown", overrides=fixed)
     assert torch.equal(grown[0], plain[0])
     assert grown[1] == pytest.approx(plain[1], rel=1e-12)

@@ -46,7 +46,7 @@ def step(objective, number, size, outputs):
     draw = objective.draw(SHAPE, GlobalBatch(LARGEST * number, LARGEST, attempt=number // 2), samples)
     terms = objective.loss(network, Microbatch(philox.normal(1, "synthetic_data", samples, SHAPE)), draw)
     terms.loss.mean().backward()
-    return vars(draw), vars(terms), network.factor.grad
+    return draw._asdict(), vars(terms), network.factor.grad
 
 
 @pytest.fixture(autouse=True)

@@ -90,5 +90,5 @@ def test_the_loss_copies_no_table(path):
 def test_null_conditions_of_a_text_are_not_copied_at_each_drop():
     kind = Embeddings({TEXT: torch.zeros(5, 4), POOLED: torch.zeros(3)})
     condition = {TEXT: torch.ones(8, 5, 4, device=META), POOLED: torch.ones(8, 3, device=META)}
-    indices = torch.arange(8, device=META)
-    assert copies_of_second_use(lambda: kind.drop_some(condition, 0.5, 0, indices)) == []
+    dropped = torch.ones(8, dtype=torch.bool, device=META)
+    assert copies_of_second_use(lambda: kind.drop(condition, dropped)) == []

@@ -1,6 +1,7 @@
 """The estimate for a named device asks that device, not this machine."""
 
 import importlib.util
+import json
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from tests.launcher import ROOT
 from tests.unit.test_latent_cache import write_pictures
 from torchtitan.config import checks
 from torchtitan.config.job import ConfigError, load_config
+from torchtitan.estimate import measured
 from torchtitan.estimate.devices import DEVICES
 from torchtitan.estimate.memory import estimate_memory, model_on_meta
 from torchtitan.estimate.roofline import Efficiency, estimate_step_time
@@ -71,6 +73,49 @@ def test_products_in_float8_take_half_the_time_of_bfloat16():
     config.float8.enable = True
     found = estimate_step_time(config, model, memory, device, Efficiency()).compute
     assert found / plain == pytest.approx(1 - share / 2, rel=1e-4)  # 2,614.9 / 1,307.4
+
+
+VISIT = {
+    "NVIDIA H200": {
+        "XL/2 compiled": {"machine": {"date": "2026-11-28"}, "XL/2 compiled": {"mfu_percent": 60.0}},
+        "ceilings": {"machine": {"date": "2026-11-29"}, "copy": {"TB_per_s": 4.32}},
+    },
+    "NVIDIA H100 PCIe": {"XL/2 compiled": {"machine": {"date": "2026-11-28"}, "XL/2 compiled": {"mfu_percent": 60.0}}},
+}  # fmt: skip
+
+
+def test_a_visited_device_has_its_measured_speed_and_every_other_figure_says_assumed(monkeypatch, tmp_path, capsys):
+    digits, memories = str(ROOT / "train_configs" / "digits.toml"), {}
+
+    def remembered(config, *rest):
+        dtype = config.training.mixed_precision_param
+        return memories.get(dtype) or memories.setdefault(dtype, estimate_memory(config, *rest))
+
+    def said(device, *words, dtype="bfloat16"):
+        given = [digits, "--world-size", "1", "--device", device, "--training.mixed_precision_param", dtype, *words]
+        assert estimate.main(given) == 0
+        return capsys.readouterr().out
+
+    def lines(*words, **dtype):
+        return said(*words, **dtype).splitlines()[-6:]
+
+    monkeypatch.setattr(estimate, "estimate_memory", remembered)
+    monkeypatch.setattr(measured, "RESULTS", tmp_path / "gpu_day.json")
+    unknown, before = lines("H200"), json.loads(said("H200", "--json"))["time"]
+    (tmp_path / "gpu_day.json").write_text(json.dumps(VISIT))
+    for found in (unknown, lines("H100")):
+        assert found[0].startswith("time of a step, at assumed 45% of the compute peak, 80% of memory bandwidth, ")
+        assert [line.rpartition("(")[2] for line in found[4:]] == ["assumed)"] * 2
+    known, after = lines("H200"), json.loads(said("H200", "--json"))["time"]
+    assert known[0] == (
+        "time of a step, at 60% of the compute peak (measured, NVIDIA H200, 2026-11-28), 90% of memory bandwidth "
+        "(measured, NVIDIA H200, 2026-11-29), assumed 80% of link bandwidth, 90% of communication overlapped:"
+    )
+    assert [line.rpartition("(")[2] for line in known[4:]] == ["link and overlap assumed)"] * 2
+    assert 60 * after["compute"] == pytest.approx(45 * before["compute"])
+    assert 90 * after["optimizer"] == pytest.approx(80 * before["optimizer"])
+    assert "at 90% of memory bandwidth (measured, NVIDIA H200, 2026-11-29), assumed 50%" in lines("H200", "--compute", "0.5")[0]
+    assert "assumed 45% of the compute peak, 80% of link" in lines("H200", dtype="float32")[0]
 
 
 class Reached(Exception):

@@ -21,6 +21,7 @@ from torchtitan.gns.step_sums import PARTS, StepSums
 
 RUNS, SAMPLES, DIM, INTERVAL, ENTRIES = 80, 16, 16, 8, 32
 MODULATION, TOKEN = PARTS.index("modulation"), PARTS.index("token")
+ALL_KEPT = torch.ones(1, 1, dtype=torch.float64)  # nothing decays
 
 
 @dataclass(frozen=True)
@@ -83,11 +84,10 @@ def controls(
 def of_planted(planted: Planted, seed: int) -> tuple[BinEstimates, BinEstimates, ControlledSums]:
     """Estimates by the sketch and by the composite of every run, and the sums of the latter."""
     generator = torch.Generator().manual_seed(seed)
-    sketch, controlled, composite = DecayedSums(RUNS, math.inf), ControlledSums(RUNS, math.inf), Composite(RUNS, 0, math.inf)
+    sketch, controlled, composite = DecayedSums(RUNS, math.inf), ControlledSums(RUNS), Composite(RUNS, 0, math.inf)
     for found in controls(planted, generator, composite, ENTRIES):
-        sketch.add(found[0])
-        controlled.add(*found)
-    return sketch.estimate(), controlled.estimate(sketch.estimate()), controlled
+        controlled.add(*found, sketch.add(found[0]))
+    return sketch.estimate(), controlled.estimate(sketch), controlled
 
 
 def error(found: BinEstimates, planted: Planted, runs: slice = slice(None)) -> float:
@@ -128,10 +128,10 @@ def test_bins_without_pairs_in_microbatches_have_the_sketch_and_do_not_change_th
     planted = Planted(b_simple=10.0, alike=0.9, microbatch=16, swing=0.4, alone=RUNS // 2)
     sketch, composite, _ = of_planted(planted, seed=3)
     # The sketch once more, added up in folds as the composite is.
-    generator, without = torch.Generator().manual_seed(3), ControlledSums(RUNS, math.inf)
+    generator, without, sums = torch.Generator().manual_seed(3), ControlledSums(RUNS), DecayedSums(RUNS, math.inf)
     for of_step, control in controls(planted, generator, Composite(RUNS, 0, math.inf), ENTRIES):
-        without.add(of_step, torch.zeros_like(control))
-    plain = without.estimate(sketch)
+        without.add(of_step, torch.zeros_like(control), sums.add(of_step))
+    plain = without.estimate(sums)
     for name in ("signal", "noise", "lower", "upper"):
         assert torch.equal(getattr(composite, name)[: planted.alone], getattr(plain, name)[: planted.alone]), name
     others = slice(planted.alone, None)
@@ -147,13 +147,13 @@ def test_coefficient_is_that_of_the_pairs_where_noise_dominates():
 
 def test_coefficient_of_controls_that_tell_nothing_is_zero():
     """Noise of as much spread as the sums: the standard error of beta is (80 * 24)^-1/2 = 0.02, and below two it is 0."""
-    generator, sums = torch.Generator().manual_seed(6), ControlledSums(RUNS, math.inf)
+    generator, sums = torch.Generator().manual_seed(6), ControlledSums(RUNS)
     planted = Planted(10.0, 0.3, 16)
     for _ in range(ENTRIES):
         step = planted.step(generator, measured=True)
         pairs = PairSums(step.count, step.squares[MODULATION, 0], step.products[MODULATION, 0], step.pairs)
         scale = (pairs.products.diagonal() - pairs.squares).std()
-        sums.add(pairs, scale * torch.randn(RUNS, 2, generator=generator, dtype=torch.float64))
+        sums.add(pairs, scale * torch.randn(RUNS, 2, generator=generator, dtype=torch.float64), ALL_KEPT)
     coefficients = sums.coefficients().share[..., 1]
     assert coefficients.abs().max() < 0.05
     assert (coefficients == 0.0).double().mean() >= 0.5
@@ -168,10 +168,10 @@ def test_coefficients_are_the_regressions_of_the_other_folds_steps():
     of_moment, of_signal = scales * draws[..., 0], scales * (0.5 * draws[..., 0] + draws[..., 1])
     moment = scales * (2.0 * draws[..., 0] + 0.4 * draws[..., 2]) + 8.0 * scales * count
     signal = scales * (0.6 * draws[..., 0] + 0.8 * draws[..., 1] + 0.3 * draws[..., 3]) + 2.0 * scales * pairs
-    sums = ControlledSums(4, math.inf)
+    sums = ControlledSums(4)
     for step in range(steps):
         of_step = PairSums(count, moment[step], (signal[step] + moment[step]).diag(), pairs[step].diag())
-        sums.add(of_step, torch.stack((of_moment[step], of_signal[step]), dim=-1))
+        sums.add(of_step, torch.stack((of_moment[step], of_signal[step]), dim=-1), ALL_KEPT)
     found = sums.coefficients()
     for fold in range(4):
         others = [step for step in range(steps) if step % 4 != fold]
@@ -212,10 +212,10 @@ def regressed(target: torch.Tensor, on: torch.Tensor, degrees: float) -> float:
 
 def test_coefficient_of_a_step_does_not_depend_on_the_step():
     planted, generator = Planted(10.0, 0.9, 16), torch.Generator().manual_seed(5)
-    composite, sums, other = Composite(RUNS, 0, math.inf), ControlledSums(RUNS, math.inf), ControlledSums(RUNS, math.inf)
+    composite, sums, other = Composite(RUNS, 0, math.inf), ControlledSums(RUNS), ControlledSums(RUNS)
     for number, (of_step, control) in enumerate(controls(planted, generator, composite, 12), 1):
-        sums.add(of_step, control)
-        other.add(of_step, 3.0 * control if number == 5 else control)
+        sums.add(of_step, control, ALL_KEPT)
+        other.add(of_step, 3.0 * control if number == 5 else control, ALL_KEPT)
     for name in ("moment", "share"):
         one, another = (getattr(of.coefficients(), name) for of in (sums, other))
         same = (one == another).flatten(1).all(1)

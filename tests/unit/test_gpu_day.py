@@ -7,10 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.gpu_day.cuda_branches import CUDA_BRANCHES, PATTERN
+from benchmarks.gpu_day import __main__ as program
+from benchmarks.gpu_day.correct import FEATURES, feature_settings
+from benchmarks.gpu_day.cuda_branches import ABOUT_CUDA, CUDA_BRANCHES, PATTERN
 from benchmarks.gpu_day.page import PAGE, load_results, merge, page
-from benchmarks.gpu_day.stages import CALLS
+from benchmarks.gpu_day.speed import ARMS
+from benchmarks.gpu_day.stages import CALLS, Stage
+from benchmarks.gpu_day.visit import configuration
 
+COMPILED_TOO = ("float8", "memory budget", "EDM2", "RMSNorm")  # of the features, besides those that their names say
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 
@@ -51,6 +56,26 @@ def test_a_dry_run_has_every_stage_and_its_numbers_are_right_where_the_cpu_can_t
     assert rows["kernels"]["TFLOP per image"]["counted"] == pytest.approx(rows["kernels"]["TFLOP per image"]["formula"], rel=0.1)
 
 
+def test_a_failed_stage_is_in_the_results_the_page_and_the_exit_code(tmp_path, monkeypatch):
+    def broken(results):
+        raise ZeroDivisionError("no device")
+
+    stages = (
+        Stage("machine", 20, lambda results: results.row("machine", device="GPU", date="", torch="", git_commit="")),
+        Stage("parity", 20, broken), Stage("tests", 20, lambda results: results.row("tests", code=1)),
+        Stage("loader", 20, lambda results: results.row("0")),
+    )  # fmt: skip
+    monkeypatch.setattr(program, "CALLS", {1: stages})
+    monkeypatch.setattr("benchmarks.gpu_day.page.RESULTS", tmp_path / "gpu_day.json")
+    monkeypatch.setattr("sys.argv", ["gpu_day", "1", str(tmp_path)])
+    monkeypatch.setenv("LIMIT", "80")
+    assert program.main() == 1
+    assert rows_of(tmp_path)["parity"]["stage"]["failed"] == "FAILED: ZeroDivisionError: no device"
+    merge(tmp_path)
+    outcomes = {cells[0]: cells[2] for line in page(load_results()).splitlines() if len(cells := line.split(" | ")) > 3}
+    assert [outcomes[f"| {name}"] for name in ("parity", "tests", "loader")] == ["failed: stage", "failed: tests", "measured"]
+
+
 def test_a_stage_that_hangs_ends_with_its_children_and_costs_the_others_nothing(tmp_path):
     from benchmarks.gpu_day.visit import in_child
 
@@ -76,6 +101,13 @@ def test_results_of_a_visit_fill_the_page(visit, tmp_path, monkeypatch):
     assert "| parity | " in after and "### two ranks" in after and "CPU x86_64" in after
 
 
+@pytest.mark.parametrize("name", [*FEATURES, *ARMS])
+def test_every_feature_and_arm_is_a_configuration_for_a_gpu(name):
+    images, settings = (16, feature_settings(name)) if name in FEATURES else ARMS[name]
+    config = configuration(settings, images or 128, elsewhere=True)
+    assert config.compile.enable == any(word in name for word in ("compiled", "CUDA graphs", *COMPILED_TOO))
+
+
 def test_the_page_is_made_from_the_results():
     assert PAGE.read_text() == page(load_results()), "run benchmarks/gpu_day.sh page"
 
@@ -83,5 +115,4 @@ def test_the_page_is_made_from_the_results():
 def test_every_branch_that_only_cuda_takes_is_in_the_page():
     files = [*(ROOT / "torchtitan").rglob("*.py"), *(ROOT / "torchtitan_dit").rglob("*.py")]
     names = {str(path.relative_to(ROOT)) for path in files if PATTERN.search(path.read_text())}
-    estimate = {name for name in names if name.startswith("torchtitan/estimate/")}  # about GPUs, not on them
-    assert names - estimate == set(CUDA_BRANCHES)
+    assert {name for name in names if not name.startswith(ABOUT_CUDA)} == set(CUDA_BRANCHES)

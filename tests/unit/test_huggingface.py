@@ -28,7 +28,7 @@ from torchtitan.data import DatasetError
 from torchtitan.data.huggingface import HuggingFace
 from torchtitan.data.parquet_files import table_url
 from torchtitan.data.row_groups import RowGroupImages
-from torchtitan.training.sample_order import SampleOrder
+from torchtitan.training.sample_order import sample_order
 
 
 @pytest.fixture(autouse=True)
@@ -74,7 +74,7 @@ def test_streaming_reads_the_same_images_in_an_epoch_and_holds_out_the_same(tmp_
     epochs = []
     for config in configs:
         dataset = HuggingFace(config, "train")
-        indices = SampleOrder.of(dataset, 0, 0).indices(np.arange(len(dataset)))
+        indices = sample_order(dataset, 0, 0, 1).indices(np.arange(len(dataset)))
         images, labels = dataset.fetch(indices).values()
         epochs.append((indices.tolist(), sorted(zip(images.flatten(1).tolist(), labels.tolist(), strict=True))))
     assert epochs[0][1] == epochs[1][1] and epochs[0][0] != epochs[1][0]

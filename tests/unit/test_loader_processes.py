@@ -16,11 +16,8 @@ from torch.utils.data._utils import signal_handling
 from tests.forked import ForkedProcess
 from tests.small_shared_memory import needs_mounts, shrink_shared_memory
 from torchtitan.data import DatasetError
-from torchtitan.training import loader_processes
-from torchtitan.training.loader_processes import (
-    LoaderProcesses,
-    shared_memory_shortage,
-)
+from torchtitan.training.data_loading import read_here
+from torchtitan.training.loader_processes import LoaderProcesses, shared_memory_shortage
 
 MIB = 2**20
 
@@ -37,12 +34,11 @@ class Images:
 
 
 def loading(num_workers: int, count: int = 12, **keys) -> LoaderProcesses:
-    prefetch = {"prefetch_factor": 2} if num_workers else {}
-    return LoaderProcesses("blocks", num_workers, dataset=Images(**keys), sampler=range(count), **prefetch)
+    return LoaderProcesses("blocks", num_workers, dataset=Images(**keys), sampler=range(count), prefetch_factor=2)
 
 
 def read_all(num_workers: int) -> None:
-    for number, batch in enumerate(loading(num_workers)):
+    for number, batch in enumerate(loading(num_workers) if num_workers else read_here(Images(), range(12))):
         assert batch.keys() == {"images", "labels", "text"} and batch["text"] == str(number)
         assert batch["images"].shape == (600, 1024) and (batch["images"] == number).all()
         assert batch["labels"].tolist() == [number] and batch["labels"].dtype == torch.int64
@@ -63,16 +59,15 @@ def test_batches_arrive_whole_and_in_order(num_workers):
     read_all(num_workers)
 
 
-def test_this_process_loads_a_batch_when_it_is_asked_for_without_a_data_loader(monkeypatch):
+def test_this_process_loads_a_batch_when_it_is_asked_for():
     asked = []
-    monkeypatch.setattr(loader_processes, "DataLoader", None)
 
     class Recording(Images):
         def __getitem__(self, number):
             asked.append(number)
             return super().__getitem__(number)
 
-    batches = LoaderProcesses("blocks", 0, dataset=Recording(), sampler=range(2))
+    batches = read_here(Recording(), range(2))
     assert asked == []
     assert next(batches)["text"] == "0" and asked == [0]
     assert next(batches)["text"] == "1" and asked == [0, 1]

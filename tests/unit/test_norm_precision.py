@@ -11,13 +11,13 @@ from torch.overrides import TorchFunctionMode
 from tests.adapted_models import CLASSES, PIXELS, flux, flux_inputs, randomised
 from torchtitan.gns.taps import OFF, TappedNorm, TapSwitch
 from torchtitan.models import MODELS
-from torchtitan.models.layers import LayerNorm, group_norm, layer_norm, rms_norm
+from torchtitan.models.layers import LayerNorm, group_norm, normed
 
 NORMS = {
-    "layer": lambda x: layer_norm(x, None, 1e-6),
-    "layer with gain": lambda x: layer_norm(x, torch.ones(8, device=x.device), 1e-6),
-    "rms": lambda x: rms_norm(x, None, 1e-6),
-    "rms with gain": lambda x: rms_norm(x, torch.ones(8, device=x.device), 1e-6),
+    "layer": lambda x: normed(x, None, 1e-6),
+    "layer with gain": lambda x: normed(x, torch.ones(8, device=x.device), 1e-6),
+    "rms": lambda x: normed(x, None, 1e-6, rms=True),
+    "rms with gain": lambda x: normed(x, torch.ones(8, device=x.device), 1e-6, rms=True),
     "group": lambda x: group_norm(x, 2),
 }
 DEBUG, EDM2 = MODELS["dit"].flavors["debug"], replace(MODELS["edm2"].flavors["cifar"], channels=32, num_blocks=1)

@@ -19,6 +19,7 @@ from torchtitan.training.optimizer import build_optimizer
 
 
 def judge(guard: NumericalGuard, step: int, norm: float) -> bool:
+    guard.add_images(torch.zeros(1, 1), torch.zeros(1, dtype=torch.int64))
     return bool(guard.judge(StepSamples(step, GlobalBatch(16 * step, 16), 1), torch.tensor(norm, dtype=torch.float64)))
 
 
@@ -76,9 +77,11 @@ def test_the_same_checkpoint_is_gone_back_to_once():
 def test_every_trained_parameter_is_judged_and_none_whose_square_overflows_in_float32(norms, reason):
     guard = NumericalGuard(1)
     samples = StepSamples(1, GlobalBatch(0, 16), 1)
+    guard.add_images(torch.zeros(1, 1), torch.zeros(1, dtype=torch.int64))
     assert not guard.judge(samples, torch.tensor(0.99 * LARGEST_NORM), torch.tensor(1.0))
     guard.settle()
     assert guard.last_healthy == samples
+    guard.add_images(torch.zeros(1, 1), torch.zeros(1, dtype=torch.int64))
     assert guard.judge(samples, *(torch.tensor(norm, dtype=torch.float64) for norm in norms))
     guard.settle()
     assert guard.reason == reason

@@ -24,9 +24,10 @@ from torchtitan.diffusion.paths import PATHS
 from torchtitan.diffusion.predictions import PRECONDITIONINGS, PREDICTIONS, target
 from torchtitan.diffusion.timesteps.registry import TIMESTEPS
 from torchtitan.diffusion.timesteps.sampler import GlobalBatch
-from torchtitan.diffusion.weightings import WEIGHTINGS, prediction_weight
+from torchtitan.diffusion.weightings import WEIGHTINGS, prediction_weighting
 from torchtitan.models.dit.config import FLAVORS
 from torchtitan.models.dit.model import DiT
+from torchtitan.settings.declare import key_types
 
 DDPM_PATHS = [name for name in PATHS if name.startswith("ddpm")]
 DISCRETE = ["ddpm_linear", "ddpm_cosine"]
@@ -42,7 +43,7 @@ def with_slots(config: DenoisingConfig) -> DenoisingConfig:
 
 def choices(key: str) -> list[str]:
     by_name = {"timesteps": TIMESTEPS, "weighting": WEIGHTINGS}
-    return list(by_name.get(key, typing.get_args(typing.get_type_hints(DenoisingConfig)[key])))
+    return list(by_name.get(key, typing.get_args(key_types(DenoisingConfig)[key])))
 
 
 def test_every_registered_name_is_a_choice():
@@ -160,7 +161,7 @@ def test_sampling_starts_where_each_path_ends():
 
 def weights(path: str, prediction: str, name: str, sigma: torch.Tensor, **keys) -> torch.Tensor:
     config = DenoisingConfig(path=path, prediction=prediction, weighting=weighting(name, **keys))
-    return prediction_weight(config, PATHS[path](), sigma)
+    return prediction_weighting(config, PATHS[path]())(sigma)
 
 
 def test_weights_have_their_golden_values_on_the_linear_schedule():
@@ -261,8 +262,8 @@ def test_index_preconditioning_gives_whole_numbers_and_the_real_index():
 def test_every_draw_on_a_discrete_path_is_one_of_its_indices(path, sampler):
     objective = build_objective(with_slots(DenoisingConfig(path=path, timesteps=timesteps(sampler))), seed=3)
     draw = objective.draw((1, 1, 1), GlobalBatch(0, 4000), torch.arange(4000))
-    assert draw.index.dtype == torch.int64 and draw.index.min() >= 0 and draw.index.max() <= 999
-    assert torch.equal(draw.t, objective.path.index_to_t(draw.index).float())
+    assert draw.path_index.dtype == torch.int64 and draw.path_index.min() >= 0 and draw.path_index.max() <= 999
+    assert torch.equal(draw.t, objective.path.index_to_t(draw.path_index).float())
 
 
 # --- whole objectives

@@ -12,6 +12,7 @@ from torchtitan.diffusion.guidance import Guidance, guided_network, predictor
 from torchtitan.diffusion.objectives import build_objective
 from torchtitan.diffusion.paths import RectifiedFlow
 from torchtitan.diffusion.solvers import SOLVERS
+from torchtitan.diffusion.timesteps.sampler import GlobalBatch
 
 DATA_STD = 0.5
 
@@ -129,20 +130,11 @@ def test_predictor_of_an_unconditional_network_never_guides():
 
 def test_labels_are_dropped_at_the_rate_asked_for():
     labels, count = torch.arange(50_000) % KIND.count, 50_000
+    draw = build_objective(DenoisingConfig(), seed=0).draw((1, 1, 1), GlobalBatch(0, count), torch.arange(count))
     for probability in (0.0, 0.1, 0.5, 1.0):
-        dropped = KIND.drop_some(labels, probability, 0, torch.arange(count))
+        dropped = KIND.drop(labels, draw.dropping < probability)
         assert dropped.dtype == torch.int64
         gone = dropped == KIND.count
         assert torch.equal(dropped[~gone], labels[~gone])
         error = 4 * math.sqrt(probability * (1 - probability) / count)
         assert abs(gone.double().mean().item() - probability) <= error
-
-
-def test_label_drops_depend_on_the_sample_number_only():
-    labels, indices = torch.arange(60) % KIND.count, torch.arange(60) + 2**33
-    whole = KIND.drop_some(labels, 0.5, 3, indices, 1)
-    for start, end in ((0, 60), (0, 1), (17, 40), (59, 60)):
-        part = slice(start, end)
-        assert torch.equal(KIND.drop_some(labels[part], 0.5, 3, indices[part], 1), whole[part])
-    for seed, attempt in ((3, 0), (4, 1)):
-        assert not torch.equal(KIND.drop_some(labels, 0.5, seed, indices, attempt), whole)

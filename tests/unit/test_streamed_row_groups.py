@@ -14,7 +14,7 @@ from tests.hub_tables import GROUP, ROWS, config_of, forget_tables, write_files
 from torchtitan.data import DatasetError, UnreadableImage, row_groups
 from torchtitan.data.huggingface import HuggingFace
 from torchtitan.data.row_groups import RowGroupImages
-from torchtitan.training.sample_order import SampleOrder
+from torchtitan.training.sample_order import sample_order
 
 
 @pytest.fixture(autouse=True)
@@ -32,7 +32,7 @@ def test_training_reads_each_row_group_once_an_epoch_and_keeps_a_window(tmp_path
     write_files(tmp_path)
     dataset = HuggingFace(config_of(tmp_path, streaming=True), "train")
     source, reads = dataset._source, count_reads(monkeypatch)
-    indices = SampleOrder.of(dataset, 0, 0).indices(np.arange(len(dataset)))
+    indices = sample_order(dataset, 0, 0, 1).indices(np.arange(len(dataset)))
     for first in range(0, len(indices), 6):
         dataset.fetch(indices[first : first + 6])
         assert len(source._kept) <= 4

@@ -1,9 +1,12 @@
 """The watchdog by a clock that the test moves."""
 
+import json
 import os
 import threading
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from torchtitan.distributed.config import CommConfig
 from torchtitan.supervision import watchdog as watchdog_module
@@ -123,6 +126,35 @@ def test_ranks_are_silent_that_left_no_stacks_since_the_run_began(tmp_path):
         (tmp_path / name).write_text("")
         os.utime(tmp_path / name, (written, written))
     assert silent_ranks(tmp_path, 5, 100.0) == [1, 2, 4]
+
+
+def collective(name: str, created: int) -> dict:
+    return {"profiling_name": name, "time_created_ns": created}
+
+
+@pytest.mark.parametrize("recorders", [
+    {},
+    {"_dump_fr_trace_json": []},
+    {"_dump_nccl_trace_json": [], "_dump_fr_trace_json": [collective("gloo:barrier", 1)]},  # CUDA's build on processors
+    {"_dump_nccl_trace_json": [collective("nccl:all_reduce", 2), collective("nccl:all_gather", 4)],
+     "_dump_fr_trace_json": [collective("gloo:barrier", 3)]},
+])  # fmt: skip
+def test_collectives_of_every_recorder_are_kept_by_time_and_none_is_said(recorders, tmp_path, monkeypatch):
+    def dump_of(entries: list[dict]):
+        return lambda: json.dumps({"version": "2.10", "pg_config": {}} | ({"entries": entries} if entries else {}))
+
+    module = SimpleNamespace(**{name: dump_of(entries) for name, entries in recorders.items()})
+    monkeypatch.setattr(torch._C, "_distributed_c10d", module)
+    monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "2000")
+    summary = watchdog_module.dump_state(tmp_path, 3)
+    assert "rank-0003-" in summary and len(list(tmp_path.glob("*-stacks.txt"))) == 1
+    wanted = sorted((entry["time_created_ns"], entry["profiling_name"]) for entries in recorders.values() for entry in entries)
+    written = list(tmp_path.glob("*-collectives.json"))
+    assert ("has recorded no collectives" in summary) == (not wanted) and len(written) == bool(wanted)
+    for path in written:
+        record = json.loads(path.read_bytes())
+        assert [(entry["time_created_ns"], entry["profiling_name"]) for entry in record["entries"]] == wanted
+        assert record["version"] == "2.10" and str(path) in summary
 
 
 def test_phases_nest_and_name_the_one_that_failed():

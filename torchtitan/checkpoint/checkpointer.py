@@ -106,7 +106,6 @@ class Checkpointer:
         is in progress.
 
         Args:
-            step: optimizer steps done.
             tensors: every tensor by name, plain (equal on all ranks) or sharded along one axis of the mesh.
             state: JSON-serialisable; the first rank's is written.
             before: called on every rank before the checkpoint counts, perhaps in another thread: brings the run's other

@@ -15,10 +15,6 @@ _LARGEST_CONFIG = 16 << 20  # bytes
 def checkpoint_folder(run: Path, folder: str, name: str) -> AnyPath:
     """Folder of a run's checkpoints.
 
-    Args:
-        folder: `checkpoint.folder`.
-        name: `job.name`.
-
     Raises:
         StoreError: the store cannot be opened.
     """

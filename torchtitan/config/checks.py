@@ -284,6 +284,8 @@ CHECKS: list[Callable[[ConfigView], Iterator[Problem]]] = [
     )),
     _float8,
     *ADAPTER_CHECKS,
-    lambda checked: in_section("profiling", profiling_problems(checked.whole("profiling"), checked.training.steps)),
+    lambda checked: in_section(
+        "profiling", profiling_problems(checked.whole("profiling"), checked.training.steps, checked.has_cuda)
+    ),
     *SPEED_CHECKS,
 ]  # fmt: skip

@@ -54,7 +54,7 @@ class Consistency(Objective):
         return LossTerms(loss, error.detach(), draw.t, loss.detach())
 
     def _noisy(self, x0: Tensor, noise: Tensor, t: Tensor) -> Tensor:
-        a, b = (per_image(c, x0) for c in self.path.coefficients(t))
+        a, b = self.path.coefficients(per_image(t, x0))
         return a * x0 + b * noise
 
     @classmethod

@@ -7,7 +7,6 @@ With `heads` the network makes several predictions, and `torchtitan.diffusion.he
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -27,9 +26,8 @@ from torchtitan.diffusion.objective import Draw, LossTerms, Microbatch, Network,
 from torchtitan.diffusion.paths import PATHS, indexed, per_image
 from torchtitan.diffusion.predictions import noise_error_weight, target, to_x0_and_noise
 from torchtitan.diffusion.timesteps.registry import SamplerOf
-from torchtitan.diffusion.timesteps.sampler import GlobalBatch
 from torchtitan.diffusion.uncertainty import LogUncertainty
-from torchtitan.diffusion.weightings import WEIGHTINGS, WeightingConfig, prediction_weight
+from torchtitan.diffusion.weightings import WEIGHTINGS, WeightingConfig, prediction_weighting
 from torchtitan.settings import Choice, choice, setting
 
 _EDM_IN_USE = {"prediction or preconditioning or objective.weighting.name": ("edm",)}
@@ -87,20 +85,6 @@ class NoisyImages(NamedTuple):
     c_out: Tensor | None
 
 
-@dataclass(frozen=True)
-class DenoisingTerms(LossTerms):
-    """Loss terms, with the bound of a learned variance in `loss` and `weighted`.
-
-    Of heads, `error` and `weighted` are those of their combination, and `diagnostics` their shares by `CombinationRule.loss`.
-    Without a learned uncertainty `weighted` is the loss itself.
-
-    Attributes:
-        head_errors: for the memory of the heads' rule; None without heads.
-    """
-
-    head_errors: HeadErrors | None = None
-
-
 class Denoising(Objective):
     """Denoising objective: a network predicts noise, clean images or a mix of them.
 
@@ -114,7 +98,7 @@ class Denoising(Objective):
 
     def __init__(self, config: DenoisingConfig, seed: int, sampler_of: SamplerOf | None = None) -> None:
         super().__init__(config, seed, sampler_of)
-        self.weighting = partial(prediction_weight, config, self.path)
+        self.weighting = prediction_weighting(config, self.path)
         ends = torch.tensor([_TAIL, 1.0 - _TAIL], dtype=torch.float64)
         trained = tuple(torch.logit(self.timestep_sampler.density.quantile(ends)).tolist())
         self.heads = PredictionHeads(config, self.path, trained) if config.heads else None
@@ -136,26 +120,29 @@ class Denoising(Objective):
     def graphs(self) -> tuple[str, ...]:
         return (*super().graphs, "noisy", "terms")
 
-    def loss(self, model: Network, batch: Microbatch, draw: Draw) -> DenoisingTerms:
+    def loss(self, model: Network, batch: Microbatch, draw: Draw) -> LossTerms:
         noisy = self.noisy(batch.images, draw.noise, draw.t)
         output = model(noisy.images, noisy.time, batch.condition)
         loss, error, weighted, shares, head_errors = self.terms(batch.images, draw, noisy, output)
         diagnostics = {} if shares is None else dict(zip(self.diagnostics, shares.unbind(1), strict=True))
-        return DenoisingTerms(loss, error, draw.t, weighted, diagnostics, head_errors)
+        return LossTerms(loss, error, draw.t, weighted, diagnostics, head_errors)
 
     def noisy(self, x0: Tensor, noise: Tensor, t: Tensor) -> NoisyImages:
         """Add noise to clean images, and make the network's inputs."""
-        a, b = (per_image(c, x0) for c in self.path.coefficients(t))
+        a, b = self.path.coefficients(per_image(t, x0))
         x_t = (a * x0).add_(b * noise)
         return NoisyImages(x_t, a, b, *self.network_inputs(x_t, t))
 
     def terms(
         self, x0: Tensor, draw: Draw, noisy: NoisyImages, output: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, HeadErrors | None]:
-        """Terms of the loss of the network's output: loss, error and weighted of `LossTerms`, shares, errors of heads."""
-        x_t, a, b = noisy.x_t, noisy.a, noisy.b
-        output, interpolation = self.read_output(output, x_t, noisy.c_skip, noisy.c_out)
-        wanted = target(self.prediction, x0, draw.noise, a, b, self.sigma_data)
+        """Terms of the loss of the network's output: loss, error and weighted of `LossTerms`, shares, errors of heads.
+
+        The bound of a learned variance is in `loss` and `weighted`. Of heads, error and weighted are those of their combination,
+        and the shares those of `CombinationRule.loss`.
+        """
+        output, interpolation = self.read_output(output, noisy.x_t, noisy.c_skip, noisy.c_out)
+        wanted = target(self.prediction, x0, draw.noise, noisy.a, noisy.b, self.sigma_data)
         shares = head_errors = None
         if self.heads is None:
             # Divided as [B]: the backward of a mean would divide whole images.
@@ -174,14 +161,15 @@ class Denoising(Objective):
             loss = loss * torch.exp(-u) + u
         if interpolation is not None:
             # The mean is trained by the weighted error alone.
-            x0_estimate, _ = to_x0_and_noise(self.prediction, output.detach(), x_t, a, b, self.sigma_data)
+            x0_estimate, _ = to_x0_and_noise(
+                self.prediction, output.detach(), noisy.x_t, noisy.a, noisy.b, self.sigma_data
+            )
             path = indexed(self.path)
-            index = path.t_to_index(draw.t) if draw.index is None else draw.index
-            bound = variational_bound(path, x0, x_t, x0_estimate, interpolation, index)
+            index = path.t_to_index(draw.t) if draw.path_index is None else draw.path_index
+            bound = variational_bound(path, x0, noisy.x_t, x0_estimate, interpolation, index)
             bound = BOUND_WEIGHT * self.path.num_indices * bound
             loss, held_out = loss + bound, held_out + bound.detach()
-        importance = draw.importance
-        return importance * loss, error, importance * held_out, shares, head_errors
+        return draw.importance * loss, error, draw.importance * held_out, shares, head_errors
 
     @torch.no_grad()
     def learned_weighting(self, sigma: Tensor) -> Tensor:
@@ -210,16 +198,6 @@ class Denoising(Objective):
         a, _ = self.path.coefficients(torch.sigmoid(log_sigma))
         density = self.timestep_sampler.density.log_sigma_density(log_sigma)
         return density * self.learned_weighting(sigma) * noise_error_weight(self.prediction, sigma, a, self.sigma_data)
-
-    def observe(self, batch: GlobalBatch, indices: Tensor, terms: LossTerms) -> None:
-        super().observe(batch, indices, terms)
-        if self.heads is not None and isinstance(terms, DenoisingTerms) and terms.head_errors is not None:
-            self.heads.observe(terms.head_errors, terms.t)
-
-    def update(self, skip: Tensor) -> None:
-        super().update(skip)
-        if self.heads is not None:
-            self.heads.update(skip)
 
     @torch.no_grad()
     def log_uncertainties(self, log_sigma: Tensor) -> dict[str, float]:

@@ -149,7 +149,7 @@ def _away(reference: Tensor, values: Tensor, scale: float, channels: str) -> Ten
 
 
 def _clipped(objective: Objective, found: Prediction, x_t: Tensor, t: Tensor) -> Prediction:
-    a, b = (per_image(c, x_t) for c in objective.path.coefficients(t))
+    a, b = objective.path.coefficients(per_image(t, x_t))
     x0 = found.x0.clamp(-1.0, 1.0)
     return Prediction(x0, (x_t - a * x0) / b, found.variance_fraction)
 

@@ -397,7 +397,7 @@ class PredictionHeads(nn.Module):
 
     def combine(self, output: Tensor, x_t: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
         """Combine the estimates to x0 and noise, of x_t's shape, by the shares at t [B]; a x0 + b noise = x_t."""
-        a, b = (per_image(c, x_t) for c in self._path.coefficients(t))
+        a, b = self._path.coefficients(per_image(t, x_t))
         shares = self.rule.shares(torch.logit(t.to(torch.float64))).to(x_t.dtype)
         x0, noise = torch.zeros_like(x_t), torch.zeros_like(x_t)
         for k, (name, part) in enumerate(zip(self.names, self._split(output), strict=True)):
@@ -419,7 +419,7 @@ class PredictionHeads(nn.Module):
         self.rule.update(skip)
 
     def _residuals(self, output: Tensor, x0: Tensor, noise: Tensor, t: Tensor) -> list[Tensor]:
-        a, b = (per_image(c, x0) for c in self._path.coefficients(t))
+        a, b = self._path.coefficients(per_image(t, x0))
         return [
             part - target(name, x0, noise, a, b, self._sigma_data)
             for name, part in zip(self.names, self._split(output), strict=True)

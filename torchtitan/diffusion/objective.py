@@ -8,7 +8,7 @@ contract of `Objective`, and one line there.
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -55,23 +55,22 @@ class ObjectiveConfig:
         return []
 
 
-@dataclass(frozen=True)
-class Draw:
+class Draw(NamedTuple):
     """Draw of everything random about one microbatch of training.
 
     Attributes:
         t: timesteps [B] in [0, 1].
         noise: standard normal, float32, of the images' shape.
         importance: objective's density / sampling density at t, [B].
-        index: the DDPM index that t stands for, int64 [B]; None where the path has no integer indices.
-        dropping: uniform in (0, 1), float64 [B]: a condition is dropped where it is below the probability; None: of
-            `ConditionKind.drop_some`, which draws the same.
+        path_index: the DDPM index that t stands for, int64 [B]; None where the path has no integer indices.
+        dropping: uniform in (0, 1), float64 [B]: a condition is dropped where it is below the probability; None outside of
+            training.
     """
 
     t: Tensor
     noise: Tensor
     importance: Tensor
-    index: Tensor | None = None
+    path_index: Tensor | None = None
     dropping: Tensor | None = None
 
 
@@ -99,6 +98,7 @@ class LossTerms:
         error: the plain mean squared error of the prediction, for loss by timestep; no gradient.
         weighted: importance x the weighted error with all that is added to it, never negative; no gradient.
         diagnostics: values by the names in the objective's `diagnostics`, logged as means by timestep bin; no gradient.
+        head_errors: for the memory of the objective's `heads`; None without heads.
     """
 
     loss: Tensor
@@ -106,6 +106,7 @@ class LossTerms:
     t: Tensor
     weighted: Tensor
     diagnostics: Mapping[str, Tensor] = field(default_factory=dict)
+    head_errors: Any = None
 
     def __post_init__(self) -> None:
         """Raises ValueError: a term is not one value per image, and would broadcast."""
@@ -147,7 +148,6 @@ class Objective(ABC):
     def __init__(self, config: Any, seed: int, sampler_of: SamplerOf | None = None) -> None:
         """
         Args:
-            config: section of the objective, a `Config`.
             sampler_of: makes a sampler of the configured density, used instead of the configured sampler.
         """
         self.config = config
@@ -189,7 +189,7 @@ class Objective(ABC):
     @property
     def graphs(self) -> tuple[str, ...]:
         """Names of methods without a call of the network; where a run is compiled, each is compiled as one graph."""
-        return ("drawn",) if self.timestep_sampler.of_sample_alone else ("random_numbers",)
+        return ("draw",) if self.timestep_sampler.of_sample_alone else ("random_numbers",)
 
     def to(self, device: torch.device) -> "Objective":
         """Move the objective's learned state to a device; returns the objective itself."""
@@ -198,17 +198,11 @@ class Objective(ABC):
 
     def draw(self, shape: tuple[int, ...], batch: GlobalBatch, indices: Tensor) -> Draw:
         """Draw timesteps and noise for the samples `indices` [B] of a global batch; `shape` is one image's."""
-        return Draw(*self.drawn(shape, batch, indices))
-
-    def drawn(
-        self, shape: tuple[int, ...], batch: GlobalBatch, indices: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]:
-        """Values of a `Draw`, in the order of its attributes."""
         draws = self.timestep_sampler.draws(batch, indices)
         noise, dropping, bits = self.random_numbers(shape, batch.attempt, indices, draws)
         t, importance = self.timestep_sampler.sample(batch, indices, bits)
         index = indexed(self.path).t_to_index(t) if self.path.discrete else None
-        return t, noise, importance, index, dropping
+        return Draw(t, noise, importance, index, dropping)
 
     def random_numbers(
         self, shape: tuple[int, ...], attempt: int, indices: Tensor, draws: tuple[tuple[str, Tensor], ...]
@@ -230,14 +224,12 @@ class Objective(ABC):
 
         Args:
             x_t: noisy images [B, C, H, W].
-            t: their times [B].
-            condition: of each image, or None.
 
         Returns:
             x0, noise and the fraction of the way from the ln of the smallest variance (0) to that of the largest (1),
             float32 of x_t's shape; no fraction (None) from a network that learns none.
         """
-        a, b = (per_image(c, x_t) for c in self.path.coefficients(t))
+        a, b = self.path.coefficients(per_image(t, x_t))
         output, interpolation = self._output(model, x_t, t, condition)
         if self.heads is not None:
             return *self.heads.combine(output, x_t, t), None
@@ -250,7 +242,7 @@ class Objective(ABC):
         if self.heads is None:
             return output
         x0, noise = self.heads.combine(output, x_t, t)
-        a, b = (per_image(c, x_t) for c in self.path.coefficients(t))
+        a, b = self.path.coefficients(per_image(t, x_t))
         return target(self.prediction, x0, noise, a, b, self.sigma_data)
 
     def learned_weighting(self, sigma: Tensor) -> Tensor:
@@ -264,10 +256,14 @@ class Objective(ABC):
     def observe(self, batch: GlobalBatch, indices: Tensor, terms: LossTerms) -> None:
         """Observe a microbatch's losses, for samplers and heads that learn; indices [B] as given to `draw`."""
         self.timestep_sampler.observe(batch, indices, terms.t, terms.loss)
+        if self.heads is not None:
+            self.heads.observe(terms.head_errors, terms.t)
 
     def update(self, skip: Tensor) -> None:
         """Update after the backward of a whole global batch: learn from observed losses, unless `skip`; collective."""
         self.timestep_sampler.update(skip)
+        if self.heads is not None:
+            self.heads.update(skip)
 
     def log_uncertainties(self, log_sigma: Tensor) -> dict[str, float]:
         """Learned ln of the loss at ln sigma [N], by tag; none where it is not learned."""
@@ -309,8 +305,6 @@ class Objective(ABC):
             output, interpolation = output.chunk(2, dim=1)
         if output.shape != (len(x_t), count * x_t.shape[1], *x_t.shape[2:]):  # it might broadcast
             raise ValueError(f"the model's output is {list(output.shape)}, the target {count} times {list(x_t.shape)}")
-        if self.heads is not None:
-            return output, None
-        if c_skip is None or c_out is None:
+        if c_skip is None or c_out is None:  # of heads too
             return output, interpolation
         return per_image(c_skip, x_t) * x_t + per_image(c_out, x_t) * output, interpolation

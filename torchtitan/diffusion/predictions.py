@@ -74,7 +74,6 @@ def to_x0_and_noise(
     """Convert a network's output to estimates of the clean image and of the noise.
 
     Args:
-        prediction: a key of PREDICTIONS.
         output: the network's output y, [B, ...].
         x_t: the noisy images it was given, of output's shape.
         a, b: the path's coefficients, broadcastable to output; D = a q - b p must not be 0 (x0-prediction at
@@ -95,7 +94,6 @@ def noise_error_weight(prediction: str, sigma: Tensor, a: Tensor, sigma_data: fl
     An error e in the noise is an error -(b/a) e in x0, hence (q - p sigma) e in y.
 
     Args:
-        prediction: a key of PREDICTIONS.
         sigma: b / a, positive.
         a: the path's coefficient of x0 at that sigma, of sigma's shape.
         sigma_data: deviation of the data that the prediction edm is made for.
@@ -104,11 +102,7 @@ def noise_error_weight(prediction: str, sigma: Tensor, a: Tensor, sigma_data: fl
 
 
 def noise_error_factor(prediction: str, sigma: Tensor, a: Tensor, sigma_data: float = 0.5) -> Tensor:
-    """Factor q - p sigma with (error of y) = factor x (error of the noise): its square is `noise_error_weight`.
-
-    Args:
-        prediction, sigma, a, sigma_data: as in `noise_error_weight`.
-    """
+    """Factor q - p sigma with (error of y) = factor x (error of the noise): its square is `noise_error_weight`."""
     p, q = PREDICTIONS[prediction](a, a * sigma, sigma_data)
     return q - p * sigma
 

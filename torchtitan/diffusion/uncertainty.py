@@ -28,7 +28,6 @@ class LogUncertainty(nn.Module):
     def __init__(self, functions: int, features: int, log_sigma_range: tuple[float, float]) -> None:
         """
         Args:
-            functions: number of functions K.
             features: number of waves F, the same ones in every run.
             log_sigma_range: of the trained levels. Beyond it, where the waves are arbitrary, u stays as at the end.
         """

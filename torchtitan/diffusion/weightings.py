@@ -4,7 +4,9 @@ A weighting gives the weight of the squared error of x0, or of the noise, at a n
 prediction in use, so that its meaning does not depend on the prediction type. snr = 1 / sigma^2 throughout.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -116,19 +118,15 @@ WEIGHTINGS: dict[str, type[WeightingConfig]] = {
 }
 
 
-def prediction_weight(config: Any, path: Path, sigma: Tensor) -> Tensor:
-    """Weight on the squared error of the prediction itself.
+def prediction_weighting(config: Any, path: Path) -> Callable[[Tensor], Tensor]:
+    """Weight on the squared error of the prediction itself, of an `[objective]` section: noise levels b / a [N] -> [N]."""
+    if isinstance(config.weighting, NoWeightingConfig):
+        return torch.ones_like
+    return partial(_prediction_weight, config, path)
 
-    Args:
-        config: the `[objective]` section.
-        sigma: noise levels b / a, [N].
 
-    Returns:
-        the weights, [N], of sigma's dtype.
-    """
+def _prediction_weight(config: Any, path: Path, sigma: Tensor) -> Tensor:
     weighting = config.weighting
-    if isinstance(weighting, NoWeightingConfig):
-        return torch.ones_like(sigma)
     level = sigma.to(torch.float64).clamp(*_SIGMA_RANGE)
     weight = weighting.weight(level**-2, config.sigma_data)
     if weighting.parametrisation != "prediction":

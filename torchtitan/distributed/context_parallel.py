@@ -56,11 +56,6 @@ def context_bytes(
 ) -> float:
     """Bytes that a process sends in the exchanges of one microbatch: queries, keys, values and results of each block, in
     forward and backward, and again where the forward is recomputed.
-
-    Args:
-        width: channels of a token.
-        num_blocks: blocks with attention.
-        degree: processes that share the tokens.
     """
     of_exchange = batch * tokens / degree * width * dtype.itemsize * (degree - 1) / degree
     return 4 * of_exchange * num_blocks * (3 if recomputed else 2)

@@ -30,7 +30,6 @@ def kernel_choices(attention: AttentionBackend, float32_matmul: Float32MatmulPre
 
     Args:
         attention: implementation of scaled_dot_product_attention; auto: torch chooses for each call.
-        float32_matmul: as of torch.set_float32_matmul_precision.
     """
     before = torch.get_float32_matmul_precision()
     with ExitStack() as stack:
@@ -70,11 +69,7 @@ def kernel_problems(
 
 
 def check_attention(attention: AttentionBackend, head_width: int, dtype: torch.dtype, device: torch.device) -> None:
-    """Check by one small call that a device has the chosen attention. Raises KernelError.
-
-    Args:
-        head_width: channels of a head.
-    """
+    """Check by one small call that a device has the chosen attention. Raises KernelError."""
     if attention == "auto":
         return
     q = torch.zeros(1, 1, 16, head_width, dtype=dtype, device=device, requires_grad=True)

@@ -151,5 +151,7 @@ def set_train_timeout(comm: CommConfig, layout: Layout) -> None:
         torch.cuda.synchronize()
     else:
         dist.barrier()
+    # torch 2.14 warns of the older name.
+    set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
     for group in groups:
-        dist.distributed_c10d._set_pg_timeout(timeout, group)
+        set_timeout(timeout, group)

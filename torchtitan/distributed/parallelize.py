@@ -45,7 +45,6 @@ def parallelize(
     Args:
         model: an initialised model on the layout's device, with `blocks()` (see torchtitan.models.base); where it is
             sharded, also one with parameters on the meta device, for `place_shards`.
-        checkpointing: recomputation in backward; None: nothing is recomputed.
         compiling: choice of compiled modules; None: nothing is compiled.
         objective: of the training, compiled with the model; None: it is not.
         sharding: when FSDP2 gathers and releases weights; None: its defaults.
@@ -184,16 +183,11 @@ def sum_of_squares(tensors: list[Tensor]) -> Tensor:
         return torch.zeros((), dtype=torch.float64)
     parts = []
     for tensor in tensors:
-        count = tensor.numel()
-        rest = count % _ROW  # elements beyond whole rows
-        if not rest:
-            parts.append(torch.linalg.vector_norm(tensor.reshape(-1, _ROW), dim=1))
-            continue
         flat = tensor.reshape(-1)
-        if rest < count:
-            parts.append(torch.linalg.vector_norm(flat[:-rest].view(-1, _ROW), dim=1))
-            flat = flat[-rest:]
-        parts.append(flat)
+        of_rows = len(flat) // _ROW * _ROW  # elements of whole rows
+        if of_rows:
+            parts.append(torch.linalg.vector_norm(flat[:of_rows].view(-1, _ROW), dim=1))
+        parts.append(flat[of_rows:])
     return torch.cat(parts).to(torch.float64).square().sum()
 
 

@@ -9,12 +9,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def compute_context(param_dtype: str, device: torch.device, sharded: bool) -> AbstractContextManager:
-    """Context of a forward: autocast where the weights are whole, none where FSDP casts them itself.
-
-    Args:
-        param_dtype: a key of DTYPES.
-        sharded: whether the parameters are sharded by FSDP2.
-    """
+    """Context of a forward: autocast where the weights are whole, none where FSDP casts them itself."""
     if sharded or param_dtype == "float32":
         return nullcontext()
     return torch.autocast(device.type, dtype=DTYPES[param_dtype])

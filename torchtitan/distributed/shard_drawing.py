@@ -37,7 +37,6 @@ def draw_shards(
     """Draw a model on the meta device, whose parameters stay there; its buffers are then on the device, with values.
 
     Args:
-        model: not wrapped yet.
         init_weights: draws it, by operations in place on whole parameters, from torch's global random state.
         rows_of: rows that are kept of a parameter of a shape.
 

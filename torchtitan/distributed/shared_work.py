@@ -36,7 +36,6 @@ class SharedProgress:
             images_of: number of images of a unit.
             is_done: whether a unit of another rank is done.
             group: of all ranks, for CPU tensors, with a timeout above the duration of the work; None: one process.
-            shown: show the bar, on the first rank.
         """
         rank, ranks = (dist.get_rank(), dist.get_world_size()) if group else (0, 1)
         shown &= rank == 0

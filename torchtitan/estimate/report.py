@@ -13,6 +13,10 @@ from torchtitan.models.quantized import quantized_weights
 
 # Left for the CUDA context, libraries' workspaces and buffers, and gaps between tensors.
 _USABLE = 0.9
+_SHARES = {
+    "compute": "the compute peak", "memory": "memory bandwidth", "link": "link bandwidth",
+    "overlap": "communication overlapped",
+}  # fmt: skip
 
 
 def as_record(
@@ -21,14 +25,11 @@ def as_record(
 ) -> dict[str, Any]:
     """Record of all estimates, for machines: bytes, seconds, FLOPs."""
     return {
-        "num_parameters": model.num_parameters(),
-        "flops_per_image": training_flops_per_image(config, model),
+        "num_parameters": model.num_parameters(), "flops_per_image": training_flops_per_image(config, model),
         "memory": dataclasses.asdict(memory) | {"total": memory.total, "needed": memory.needed},
-        "fits": fits(memory, device),
-        "time": dataclasses.asdict(time),
-        "device": dataclasses.asdict(device),
+        "fits": fits(memory, device), "time": dataclasses.asdict(time), "device": dataclasses.asdict(device),
         "efficiency": dataclasses.asdict(efficiency),
-    }
+    }  # fmt: skip
 
 
 def fits(memory: MemoryEstimate, device: Device) -> bool | None:
@@ -107,15 +108,19 @@ def _range_lines(memory: MemoryEstimate) -> list[str]:
 
 
 def _time_lines(time: StepTime, efficiency: Efficiency) -> list[str]:
+    known = efficiency.measured
+    shares = {name: share for name, share in _SHARES.items() if name not in known}
+    of_visit = [f"{getattr(efficiency, name):.0%} of {_SHARES[name]} ({place})" for name, place in known.items()]
+    speed = "link and overlap assumed" if "compute" in known else "assumed"
     return [
-        f"time of a step, at assumed {efficiency.compute:.0%} of the compute peak, {efficiency.memory:.0%} of memory "
-        f"bandwidth, {efficiency.link:.0%} of link bandwidth, {efficiency.overlap:.0%} of communication overlapped:",
+        "time of a step, at " + "".join(f"{share}, " for share in of_visit) + "assumed "
+        + ", ".join(f"{getattr(efficiency, name):.0%} of {share}" for name, share in shares.items()) + ":",
         f"  compute             {time.compute:9.4f} s",
         f"  communication       {time.communication:9.4f} s, hidden or not",
         f"  optimizer and EMA   {time.optimizer:9.4f} s",
-        f"  step                {time.step:9.4f} s: {time.images_per_second:.4g} images/s, MFU {time.mfu:.1%} (assumed)",
-        f"the run               {time.hours:.4g} hours, {time.device_hours:.4g} device hours (assumed)",
-    ]
+        f"  step                {time.step:9.4f} s: {time.images_per_second:.4g} images/s, MFU {time.mfu:.1%} ({speed})",
+        f"the run               {time.hours:.4g} hours, {time.device_hours:.4g} device hours ({speed})",
+    ]  # fmt: skip
 
 
 def _verdict(memory: MemoryEstimate, device: Device) -> str:

@@ -1,7 +1,8 @@
 """Roofline estimate of a training step's time at stated efficiencies."""
 
 import math
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 from torchtitan.config.job import JobConfig
 from torchtitan.diffusion.objectives import OBJECTIVES
@@ -18,19 +19,21 @@ from torchtitan.training.utilisation import mfu_percent, products_of
 
 @dataclass(frozen=True)
 class Efficiency:
-    """Assumed efficiencies: shares of a device's peaks reached in a step, each in (0, 1].
+    """Efficiencies: shares of a device's peaks reached in a step, each in (0, 1].
 
     Attributes:
         compute: of the peak of matrix products, over forward and backward; well-tuned transformers reach 0.4 to 0.5 in
             bfloat16.
         memory: of the memory's bandwidth, in the optimizer and the averages.
         overlap: share of communication that can be hidden behind compute; the rest is always exposed.
+        measured: shares that were measured, by name, and where; all others are assumed.
     """
 
     compute: float = 0.45
     memory: float = 0.8
     link: float = 0.8
     overlap: float = 0.9
+    measured: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -89,7 +89,6 @@ def plan_sweep(
 
     Args:
         only: axis -> the values to run, as text; other cells are left out.
-        retry_failed: repeat runs that failed, timed out, were killed or refused.
         elsewhere: the runs are for other machines: packages and devices of this one refuse none.
 
     Raises:

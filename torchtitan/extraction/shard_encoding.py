@@ -19,6 +19,7 @@ from torchtitan.extraction.image_source import ImageSource
 from torchtitan.latents.index import SkippedImage, StorePlan
 from torchtitan.latents.values import pack_views
 from torchtitan.latents.writer import StoreWriter
+from torchtitan.training.data_loading import Batches, read_here
 from torchtitan.training.loader_processes import LoaderProcesses
 
 
@@ -111,18 +112,17 @@ def _cut(images: range, batch_size: int) -> list[range]:
 
 
 class _BatchReader:
-    """Reader of batches in a loader process; a failure comes back as its message."""
+    """Reader of batches, in this process or in a loader process."""
 
     def __init__(self, source: ImageSource) -> None:
         self._source = source
 
-    def __getitem__(self, numbers: range) -> dict[str, Any] | str:
-        try:
-            images, labels, skipped = self._source.read(numbers)
-        except DatasetError as error:
-            return str(error)
+    def __getitem__(self, numbers: range) -> dict[str, Any]:
+        images, labels, skipped = self._source.read(numbers)
         return {"images": images, "labels": labels, "skipped": skipped}
 
 
-def _decode_ahead(source: ImageSource, batches: list[range], num_workers: int) -> LoaderProcesses:
+def _decode_ahead(source: ImageSource, batches: list[range], num_workers: int) -> Batches:
+    if not num_workers:
+        return read_here(_BatchReader(source), batches)
     return LoaderProcesses(type(source.dataset).Config.name, num_workers, dataset=_BatchReader(source), sampler=batches)

@@ -119,8 +119,6 @@ def gradient_variance(
         independent:  sum_b pi_b^2 (S_b + |G_b|^2) / q_b - |G|^2
 
     Args:
-        mass: pi_b, [K].
-        shares: q_b, [..., K].
         noise, signal: S_b and |G_b|^2, [..., K]; the signal is needed for independent draws.
         whole_signal: |G|^2 of G = sum_b pi_b G_b, [...].
         stratified: whether every batch holds its shares of the bins exactly.
@@ -162,12 +160,10 @@ def predicted_ratios(
     work is bounded and the seed fixed: equal arguments give equal results.
 
     Args:
-        mass: pi_b, [K].
         measured: noise and signal with standard errors, of gradients without importance weights.
         others: samplers' shares by name, [K] each, which do not depend on the measurement.
         stratified: whether the present sampler gives every batch its shares of the bins.
         present: shares of the present sampler, [K]; None: the masses.
-        floor: of the Neyman shares.
 
     Returns:
         "neyman"; "stratified", the present shares with fixed counts, unless they are stratified already; then the
@@ -289,7 +285,6 @@ class SharesSchedule:
             warmup: samples of the run before the first change.
             interval: steps between considered changes.
             least_gain: factor of samples that a change must save by prediction.
-            floor: see `neyman_shares`.
         """
         self._mass = _checked_mass(mass)
         self._warmup, self._interval, self._least_gain, self._floor = warmup, interval, least_gain, floor
@@ -301,7 +296,6 @@ class SharesSchedule:
 
         Args:
             measured: of gradients without importance weights, equal on all ranks.
-            stratified: as in `predicted_ratios`.
         """
         if samples < self._warmup:
             return None

@@ -58,11 +58,7 @@ def build_monitor(
 
 
 def sampler_of_bins(config: GNSConfig, edges: Tensor, microbatches: int) -> SamplerOf | None:
-    """Timestep sampler by the bins, if it differs from the objective's.
-
-    Args:
-        config: `[gns]`.
-    """
+    """Timestep sampler by the bins, if it differs from the objective's."""
     if config.bin_pure_microbatches:
         return partial(BinPureTimesteps, edges=edges, microbatches_per_step=microbatches)
     return partial(AllocatedTimesteps, edges=edges) if config.allocate_timesteps else None

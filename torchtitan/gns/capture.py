@@ -59,9 +59,7 @@ class GradientTaps:
 
         Args:
             bin_edges: inner edges in t, rising, [K - 1]; bin k holds edges[k - 1] < t <= edges[k].
-            local_batch_size: samples per microbatch.
             sketch_size: k, columns of a sketch over tokens.
-            adam: measure in Adam's geometry too.
             compute_dtype: dtype of the layers' inputs. Parameters in float64 are measured in float64 instead.
             reduce_dtype: dtype of the sum of gradients over ranks.
 
@@ -96,9 +94,7 @@ class GradientTaps:
 
         Args:
             step: the step's number, of which the projections are a function.
-            measured: whether sketches are taken.
             optimizer_state: parameter -> its state after the previous step.
-            beta2: decay of the second moment in it.
         """
         self._measured, self._step = measured, _StepBuffer(self.num_bins, len(self.geometries), self._device)
         if not measured:
@@ -119,7 +115,6 @@ class GradientTaps:
 
         Args:
             samples_per_rank: samples of this rank (all its microbatches) over which the loss is a mean.
-            loss: per-sample losses [B].
         """
         self._switch.mode, self._samples = OFF, samples_per_rank
         one_hot, scale, step = self._switch.one_hot.to(self._dtype), float(samples_per_rank), self._step
@@ -163,7 +158,7 @@ class GradientTaps:
         step, self._measured, measured = self._step, False, self._measured
         parallel = dist.is_initialized() and dist.get_world_size() > 1
         if parallel:
-            dist.all_reduce(step.flat[: step.reduced_when_measured if measured else step.reduced])
+            dist.all_reduce(step.flat if measured else step.flat[: step.reduced])
         step.products[_TOKEN] = torch.nan
         if not measured:
             step.squares[_TOKEN] = torch.nan
@@ -172,15 +167,11 @@ class GradientTaps:
             dist.all_reduce(self._flat)
         if gradients_on is not None:
             self._compare(gradients_on)
-        step.all_pairs.copy_(_pairs(step.count))
-        sketched = _inner_products(self._sketch_sums)  # [L, G, K, K]
-        for index, part in enumerate(PARTS):
-            torch.sum(sketched[self._places[part]], 0, out=step.sketched[index])
-            if self._whole[part]:
-                step.sketched[index] += self._whole_products(part, self._whole_sums[part])
+        of_layers = _inner_products(self._sketch_sums)  # [L, G, K, K]
+        sketched = [of_layers[self._places[part]].sum(0) + self._whole_products(part, self._whole_sums[part]) for part in PARTS]
         return StepSums(
-            step.count, step.square_losses, step.pairs, step.squares, step.products, step.all_pairs, step.sketched,
-            step.corrections,
+            step.count, step.square_losses, step.pairs, step.squares, step.products, _pairs(step.count),
+            torch.stack(sketched), step.corrections,
         )  # fmt: skip
 
     def tensors(self) -> dict[str, Tensor]:
@@ -283,14 +274,12 @@ class _StepBuffer:
 
     def __init__(self, bins: int, geometries: int, device: torch.device) -> None:
         whole = (len(PARTS), geometries, bins, bins)
-        shapes = ((bins,), (bins,), (bins, bins), whole[:3], whole, whole, (bins, bins), whole)
+        shapes = ((bins,), (bins,), (bins, bins), whole[:3], whole, whole)
         sizes = list(map(math.prod, shapes))
-        self.reduced, self.reduced_when_measured = sum(sizes[:5]), sum(sizes[:6])
+        self.reduced = sum(sizes[:-1])
         self.flat = torch.zeros(sum(sizes), dtype=torch.float64, device=device)
-        (
-            self.count, self.square_losses, self.pairs, self.squares, self.products,
-            self.corrections, self.all_pairs, self.sketched,
-        ) = map(Tensor.view, self.flat.split(sizes), shapes)  # fmt: skip
+        parts = map(Tensor.view, self.flat.split(sizes), shapes)
+        self.count, self.square_losses, self.pairs, self.squares, self.products, self.corrections = parts
 
 
 def _pairs(counts: Tensor) -> Tensor:

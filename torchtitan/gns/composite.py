@@ -15,14 +15,13 @@ says nothing about W.
 Source: double sampling with regression, Cochran, "Sampling techniques", chapter 12.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import cast
 
 import torch
 from torch import Tensor
 
-from torchtitan.gns.decayed import BinEstimates, degrees_of_freedom, estimates_of_ratios, kept_share
+from torchtitan.gns.decayed import BinEstimates, DecayedSums, degrees_of_freedom, estimates_of_ratios, kept_share
 from torchtitan.gns.statistics import PairSums, RatioMoments
 from torchtitan.gns.step_sums import FREE_PARTS, PARTS, StepSums
 
@@ -106,9 +105,6 @@ class Composite:
     def __init__(self, num_bins: int, geometry: int, half_life: float, share: float | None = _LEARNING_SHARE) -> None:
         """
         Args:
-            num_bins: K.
-            geometry: index of GEOMETRIES.
-            half_life: of what is learned, see DecayedSums.
             share: of the samples so far that it is at most; None: no limit.
         """
         self._share = None if share is None else torch.tensor([[share]], dtype=torch.float64)
@@ -126,10 +122,7 @@ class Composite:
         Returns:
             None, and nothing is learned, where a sum is not finite.
         """
-        assert sums.all_pairs is not None
-        squares, products = sums.squares[:, self._geometry].sum(0), sums.all_products[:, self._geometry].sum(0)
-        whole = PairSums(sums.count, squares, products, sums.all_pairs)
-        multipliers = self.token_to_modulation()
+        whole, multipliers = sums.whole(self._geometry), self.token_to_modulation()
         of_step, of_entry = _proxy(FreeSums.of(sums, self._geometry), *multipliers), _proxy(entry, *multipliers)
         if not (whole.is_finite() and of_entry.isfinite().all()):
             return None
@@ -202,8 +195,8 @@ class Coefficients:
 
 
 class ControlledSums:
-    """Pools measured steps with their control variates, quantities of mean zero that tell some of a step's error, in the
-    windows of DecayedSums.
+    """Pools measured steps with their control variates, quantities of mean zero that tell some of a step's error, beside the
+    DecayedSums of the same steps and in its windows.
 
     A step's sums n (over pairs, for the signal, or samples, for the second moment) with a control variate C, of which
     E[C] = 0 given the counts, are replaced by n - beta C. The best beta is the regression of n on C. Fitted on the steps
@@ -222,43 +215,33 @@ class ControlledSums:
     Operations Research Letters 14, 1993. Positive-part shrinkage: Baranchik, Annals of Mathematical Statistics 41, 1970.
     """
 
-    def __init__(self, num_bins: int, half_life: float, shares: Sequence[float] = ()) -> None:
-        """Arguments as of DecayedSums."""
-        self._half_life, windows = half_life, max(len(shares), 1)
-        self._shares = torch.tensor(shares, dtype=torch.float64)[:, None] if shares else None
-        self._seen = torch.zeros(num_bins, dtype=torch.float64)
+    def __init__(self, num_bins: int, windows: int = 1) -> None:
         self._added = 0
         self._first = torch.zeros(windows, _FOLDS, num_bins, 6, dtype=torch.float64)  # sums of v
         self._second = torch.zeros(windows, _FOLDS, num_bins, 6, 6, dtype=torch.float64)  # of lambda^2 v v^T
-        self._fourth_powers = torch.zeros(windows, num_bins, dtype=torch.float64)
 
-    def add(self, sums: PairSums, controls: Tensor, trained: Tensor | None = None) -> None:
+    def add(self, sums: PairSums, controls: Tensor, kept: Tensor) -> None:
         """Pool one step of finite sums.
 
         Args:
             controls: C of the second moment and of the signal, [K, 2], as sums.
-            trained: see DecayedSums.
+            kept: remaining weight of the steps before, [W, K], as `DecayedSums.add` returns it.
         """
-        trained = sums.count if trained is None else trained
-        pairs = sums.pairs.diagonal()
         signal = sums.products.diagonal() - sums.squares
-        v = torch.cat([torch.stack([sums.squares, sums.count, signal, pairs], dim=-1), controls], dim=-1)  # [K, 6]
-        kept = kept_share(trained, self._seen, self._half_life, self._shares)  # [W, K]
-        self._seen = self._seen + trained
+        v = torch.stack([sums.squares, sums.count, signal, sums.pairs.diagonal(), *controls.unbind(-1)], dim=-1)  # [K, 6]
         self._first = self._first * kept[:, None, :, None]
         self._second = self._second * (kept**2)[:, None, :, None, None]
         self._first[:, self._added % _FOLDS] += v
         self._second[:, self._added % _FOLDS] += v[:, :, None] * v[:, None]
-        self._fourth_powers = self._fourth_powers * kept**4 + pairs**4
         self._added += 1
 
-    def estimate(self, plain: BinEstimates, window: int = 0) -> BinEstimates:
+    def estimate(self, sketch: DecayedSums, window: int = 0) -> BinEstimates:
         """Estimate every bin.
 
         Args:
-            plain: estimates of the same steps in the same window without control variates, for the inner products
-                between bins and the lag.
+            sketch: the same steps without control variates, for the inner products between bins and the lag.
         """
+        plain = sketch.estimate(window)
         coefficients = self.coefficients(window)
         taken = torch.zeros(*coefficients.moment.shape, 4, 6, dtype=torch.float64)  # [J, K, 4, 6]: v -> v less beta C
         taken[..., :4] = torch.eye(4, dtype=torch.float64)
@@ -279,7 +262,7 @@ class ControlledSums:
             covariance,
             samples=moments.first[:, 0, 1],
             steps=moments.steps,
-            degrees=degrees_of_freedom(moments, self._fourth_powers[window]),
+            degrees=degrees_of_freedom(moments, sketch.fourth_powers[window]),
             matrix=matrix,
             matrix_stderr=stderr,
             lag=plain.lag,
@@ -339,18 +322,12 @@ class ControlledSums:
 
     def state_dict(self) -> dict:
         """Return plain numbers and lists of them, which JSON holds exactly."""
-        return {"added": self._added} | {name: tensor.tolist() for name, tensor in self._tensors().items()}
+        return {"added": self._added, "first": self._first.tolist(), "second": self._second.tolist()}
 
     def load_state_dict(self, state: dict) -> None:
         """Resume from a state of as many bins and windows."""
-        found = {name: torch.tensor(state[name], dtype=torch.float64) for name in self._tensors()}
-        self._added, self._seen, self._fourth_powers = state["added"], found["seen"], found["fourth_powers"]
-        self._first, self._second = found["first"], found["second"]
-
-    def _tensors(self) -> dict[str, Tensor]:
-        return {
-            "first": self._first, "second": self._second, "fourth_powers": self._fourth_powers, "seen": self._seen,
-        }  # fmt: skip
+        self._added = state["added"]
+        self._first, self._second = (torch.tensor(state[name], dtype=torch.float64) for name in ("first", "second"))
 
 
 def _proxy(sums: FreeSums, of_squares: Tensor, of_signal: Tensor) -> Tensor:

@@ -152,9 +152,6 @@ def gns_problems(
 
     Args:
         objective: the source of the timesteps that are binned.
-        given: the dotted keys that were set.
-        global_batch_size: samples per step.
-        microbatches: of each rank in a step.
 
     Returns:
         pairs of a key of the section and the reason.
@@ -207,12 +204,7 @@ def cannot_measure(problem: str, remedy: str) -> CannotMeasure:
 
 
 def few_pairs(config: GNSConfig, local_batch_size: int, masses: Tensor) -> str | None:
-    """Warning if microbatches hold so few samples of a bin that unmeasured steps say next to nothing; None if not.
-
-    Args:
-        local_batch_size: samples per microbatch.
-        masses: probability of each bin, [K].
-    """
+    """Warning if microbatches hold so few samples of a bin that unmeasured steps say next to nothing; None if not."""
     rarest = masses.min().item()
     if not config.single_pass or local_batch_size * rarest >= 0.99 * _LEAST_PER_BIN:  # edges are rounded
         return None

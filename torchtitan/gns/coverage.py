@@ -55,7 +55,6 @@ def check_applications(model: DiffusionModel, tapped: Mapping[str, type[nn.Modul
     """Check in a forward on the meta device that each layer is applied once, to inputs [B, ...]. Raises CannotMeasure.
 
     Args:
-        model: on the meta device.
         tapped: name of a layer -> kind of its tap.
     """
     inputs: dict[str, list[torch.Size]] = {name: [] for name in tapped}
@@ -86,7 +85,6 @@ def unseen_gradient(
     Args:
         layers: tapped ones by name, with the reduced gradients of a step.
         measured: of each layer, sums over the samples of all ranks in the plain geometry, by bin [K, elements].
-        samples: number of these, scalar.
         dtype: the coarsest in which products or sums of gradients are computed.
     """
     flat = torch.cat([_projected_gradient(layer, layout) for layer in layers.values()]) * samples.to(measured[0])

@@ -73,7 +73,6 @@ class DecayedSums:
     def __init__(self, num_bins: int, half_life: float, shares: Sequence[float] = ()) -> None:
         """
         Args:
-            num_bins: K.
             half_life: in samples of a bin, > 0; infinity: nothing decays.
             shares: of the W windows, falling; none: a single window whose half-life is `half_life` from the beginning.
         """
@@ -86,17 +85,20 @@ class DecayedSums:
         self._bins = RatioMoments.of(torch.zeros(windows, num_bins, 2, 2, dtype=torch.float64))
         self._pairs = RatioMoments.of(torch.zeros(windows, num_bins, num_bins, 1, 2, dtype=torch.float64))
         # Of the steps' weights in the signal: fourth powers, and products with the samples trained since.
-        self._fourth_powers, self._ages = torch.zeros(2, windows, num_bins, dtype=torch.float64)
+        self.fourth_powers, self._ages = torch.zeros(2, windows, num_bins, dtype=torch.float64)
 
-    def add(self, sums: PairSums, trained: Tensor | None = None) -> None:
-        """Pool one step, on the host; it is left out if any sum is not finite.
+    def add(self, sums: PairSums, trained: Tensor | None = None) -> Tensor | None:
+        """Pool one step, on the host.
 
         Args:
             trained: samples of each bin trained since the previous call, [K], those of `sums` included; None: no others.
+
+        Returns:
+            remaining weight of the steps before, [W, K]; None where a sum is not finite, and the step left out.
         """
         trained = sums.count if trained is None else trained
         if not sums.is_finite():
-            return
+            return None
         numerators = sums.products - sums.squares.diag()
         pairs, numerator = sums.pairs.diagonal(), numerators.diagonal()
         per_bin = torch.stack([sums.squares, sums.count, numerator, pairs], dim=-1).unflatten(-1, (2, 2))
@@ -107,7 +109,8 @@ class DecayedSums:
         self._ages = kept * (self._ages + trained * self._bins.first[..., 1, 1])
         self._bins = self._bins.decayed(kept) + RatioMoments.of(per_bin)
         self._pairs = self._pairs.decayed((kept[:, :, None] * kept[:, None]).sqrt()) + RatioMoments.of(per_pair)
-        self._fourth_powers = self._fourth_powers * kept**4 + pairs**4
+        self.fourth_powers = self.fourth_powers * kept**4 + pairs**4
+        return kept
 
     def window(self) -> int:
         """Window with the least estimated error over all bins, drift included: the same for every bin.
@@ -158,7 +161,7 @@ class DecayedSums:
             bins.covariance,
             samples=bins.first[:, 0, 1],
             steps=bins.steps,
-            degrees=degrees_of_freedom(bins, self._fourth_powers[window]),
+            degrees=degrees_of_freedom(bins, self.fourth_powers[window]),
             matrix=pairs.ratios[..., 0],
             matrix_stderr=pairs.covariance[..., 0, 0].sqrt(),
             lag=torch.where(weight > 0, self._ages[window] / weight, torch.nan),
@@ -173,7 +176,7 @@ class DecayedSums:
         loaded = {name: torch.tensor(state[name], dtype=torch.float64) for name in self._tensors()}
         self._bins = RatioMoments(loaded["bins_first"], loaded["bins_second"])
         self._pairs = RatioMoments(loaded["pairs_first"], loaded["pairs_second"])
-        self._fourth_powers, self._seen, self._ages = loaded["fourth_powers"], loaded["seen"], loaded["ages"]
+        self.fourth_powers, self._seen, self._ages = loaded["fourth_powers"], loaded["seen"], loaded["ages"]
 
     def _tensors(self) -> dict[str, Tensor]:
         return {
@@ -181,7 +184,7 @@ class DecayedSums:
             "bins_second": self._bins.second,
             "pairs_first": self._pairs.first,
             "pairs_second": self._pairs.second,
-            "fourth_powers": self._fourth_powers,
+            "fourth_powers": self.fourth_powers,
             "ages": self._ages,
             "seen": self._seen,
         }
@@ -236,11 +239,6 @@ def estimates_of_ratios(
 
     Args:
         ratios: (second moment, signal) of each bin, [K, 2].
-        covariance: of the two, [K, 2, 2].
-        samples, steps: pooled in them, [K].
-        degrees: of freedom of the variances, [K].
-        matrix, matrix_stderr: of inner products between bins, [K, K].
-        lag: of the pooled pairs, [K].
     """
     second_moment, signal = ratios.unbind(-1)
     var_moment, var_signal, joint = covariance[:, 0, 0], covariance[:, 1, 1], covariance[:, 0, 1]

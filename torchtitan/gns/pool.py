@@ -32,6 +32,36 @@ _NORMAL = 1.4826  # standard deviation of a normal distribution over its median 
 _LARGEST_ERROR = 0.5
 
 
+class _Sums:
+    """Sums of every estimator in one geometry, of the bins or of all bins as one."""
+
+    def __init__(self, num_bins: int, geometry: int, half_life: float) -> None:
+        """geometry: index of GEOMETRIES; half_life: see Pool."""
+        self.composite = Composite(num_bins, geometry, half_life)
+        self.controlled = ControlledSums(num_bins, len(WINDOW_SHARES))
+        self.sketch = DecayedSums(num_bins, half_life, WINDOW_SHARES)
+        self.modulation = DecayedSums(num_bins, half_life, WINDOW_SHARES)
+
+    def add(self, sketch: PairSums, modulation: PairSums, controlled: tuple[PairSums, Tensor], trained: Tensor) -> None:
+        """Add the entry of a measured step, of finite sums; trained: its samples, [K]."""
+        kept = self.sketch.add(sketch, trained)
+        assert kept is not None
+        self.controlled.add(*controlled, kept)
+        self.modulation.add(modulation, trained)
+
+    def estimate(self, estimator: str, window: int) -> BinEstimates:
+        if estimator == "composite":
+            return self.controlled.estimate(self.sketch, window)
+        return (self.sketch if estimator == "sketch" else self.modulation).estimate(window)
+
+    def state_dict(self) -> dict:
+        return {name: part.state_dict() for name, part in vars(self).items()}
+
+    def load_state_dict(self, state: dict) -> None:
+        for name, part in vars(self).items():
+            part.load_state_dict(state[name])
+
+
 class Pool:
     """Decayed sums of every geometry and estimator, by bin and over all bins; on the host, in float64.
 
@@ -46,16 +76,8 @@ class Pool:
         self.geometries = GEOMETRIES[:num_geometries]
         self._half_life = half_life
         self._losses = torch.zeros(2, num_bins, dtype=torch.float64)  # samples, sum of squared losses
-        # Of the bins, and of all of them as one.
-        of_composites = (num_bins, half_life), (1, half_life * num_bins)
-        geometries = range(num_geometries)
-        self._composites = [[Composite(bins, index, life) for index in geometries] for bins, life in of_composites]
-        self._controlled = [
-            [ControlledSums(bins, life, WINDOW_SHARES) for _ in geometries] for bins, life in of_composites
-        ]
-        keys = [(geometry, estimator) for geometry in self.geometries for estimator in ("sketch", "modulation")]
-        self._by_bin = {key: DecayedSums(num_bins, half_life, WINDOW_SHARES) for key in keys}
-        self._whole = {key: DecayedSums(1, half_life * num_bins, WINDOW_SHARES) for key in keys}
+        self._by_bin = {geometry: _Sums(num_bins, n, half_life) for n, geometry in enumerate(self.geometries)}
+        self._whole = {geometry: _Sums(1, n, half_life * num_bins) for n, geometry in enumerate(self.geometries)}
         # Of the steps since the last measured one; none before the geometry's first.
         self._entries = {geometry: FreeSums.zeros(num_bins) for geometry in self.geometries}
         self.agreement = Agreement(num_bins, num_geometries, half_life)
@@ -83,28 +105,24 @@ class Pool:
             if free.squares.any() and free.is_finite():  # or no second moment yet
                 self._entries[geometry] = self._entries[geometry] + free
                 if sums.measured:
-                    self._close_entry(index, sums)
+                    self._close_entry(geometry, sums)
         self.agreement.add(sums)
         return True
 
-    def _close_entry(self, index: int, sums: StepSums) -> None:
+    def _close_entry(self, geometry: str, sums: StepSums) -> None:
         """Add the entry that a measured step ends to the sums of a geometry, all of it or, where a sum is not finite, nothing."""
-        geometry, as_one = self.geometries[index], torch.zeros(self.num_bins, dtype=torch.int64)
+        by_bin, whole = self._by_bin[geometry], self._whole[geometry]
         entry, self._entries[geometry] = self._entries[geometry], FreeSums.zeros(self.num_bins)
-        by_bin = self._composites[0][index].add(entry, sums)
-        whole = self._composites[1][index].add(entry.combined(), sums.combined())
-        if by_bin is None or whole is None:
+        of_bins, of_all = by_bin.composite.add(entry, sums), whole.composite.add(entry.combined(), sums.combined())
+        if of_bins is None or of_all is None:
             return
-        of_all = entry.count.sum(0, keepdim=True)
-        for estimator, found in (("sketch", by_bin[0]), ("modulation", entry.modulation())):
-            self._by_bin[geometry, estimator].add(found, entry.count)
-            self._whole[geometry, estimator].add(found.combined(as_one, 1), of_all)
-        self._controlled[0][index].add(*by_bin, entry.count)
-        self._controlled[1][index].add(*whole, of_all)
+        sketch, modulation, as_one = of_bins[0], entry.modulation(), torch.zeros(self.num_bins, dtype=torch.int64)
+        by_bin.add(sketch, modulation, of_bins, entry.count)
+        whole.add(sketch.combined(as_one, 1), modulation.combined(as_one, 1), of_all, entry.count.sum(0, keepdim=True))
 
     def window(self, geometry: str) -> int:
         """Window that all estimates of a geometry are from."""
-        return self._by_bin[geometry, "sketch"].window()
+        return self._by_bin[geometry].sketch.window()
 
     def narrowest(self, geometry: str) -> str:
         """Name of the estimator of the whole model whose intervals by bin are the narrowest: see `narrowest`."""
@@ -112,15 +130,7 @@ class Pool:
 
     def by_bin(self, geometry: str, estimator: str) -> BinEstimates:
         """Estimates by bin."""
-        return self._estimate(self._by_bin, 0, geometry, estimator)
-
-    def _estimate(self, sums: dict[tuple[str, str], DecayedSums], kind: int, geometry: str, estimator: str) -> BinEstimates:
-        """Estimates of the bins (kind 0) or of all as one (1), from `sums` of that kind."""
-        window = self.window(geometry)
-        if estimator != "composite":
-            return sums[geometry, estimator].estimate(window=window)
-        plain = sums[geometry, "sketch"].estimate(window=window)
-        return self._controlled[kind][self.geometries.index(geometry)].estimate(plain, window)
+        return self._by_bin[geometry].estimate(estimator, self.window(geometry))
 
     def whole(self, geometry: str, estimator: str, mass: Tensor | None = None, stratified: bool = False) -> BinEstimates:
         """Estimates of the whole objective as a single bin.
@@ -134,13 +144,14 @@ class Pool:
             mass: probability of each bin in the objective, [K].
             stratified: whether every batch has its share of each bin.
         """
-        found = self._estimate(self._whole, 1, geometry, estimator)
+        window, sums = self.window(geometry), self._whole[geometry]
+        found = sums.estimate(estimator, window)
         if mass is None:
             return found
         # Between bins the composite has the sketch's inner products: what masses change is taken from there.
-        base = "sketch" if estimator == "composite" else estimator
-        as_drawn = self._estimate(self._whole, 1, geometry, base)
-        parts = whole_objective(self._by_bin[geometry, base].sums(self.window(geometry)), mass, stratified)
+        base = "modulation" if estimator == "modulation" else "sketch"
+        as_drawn = sums.estimate(base, window)
+        parts = whole_objective(getattr(self._by_bin[geometry], base).sums(window), mass, stratified)
         ratio = parts.b_simple / as_drawn.b_simple
         known = (ratio > 0) & (found.b_simple > 0)  # or else no interval follows from the other's
         return replace(
@@ -152,7 +163,7 @@ class Pool:
 
     def parts_of_whole(self, geometry: str, mass: Tensor, stratified: bool) -> dict[str, float]:
         """Noise of the objective split into within and between bins, from measured steps; see `whole_objective`."""
-        whole = whole_objective(self._by_bin[geometry, "sketch"].sums(self.window(geometry)), mass, stratified)
+        whole = whole_objective(self._by_bin[geometry].sketch.sums(self.window(geometry)), mass, stratified)
         return {"noise_within": whole.within.item(), "noise_between": whole.between.item()}
 
     def mean_square_loss(self) -> Tensor:
@@ -160,15 +171,10 @@ class Pool:
         return self._losses[1] / self._losses[0]
 
     def state_dict(self) -> dict:
-        def named(values: dict) -> dict:
-            return {"/".join(key): value for key, value in values.items()}
-
         return {
             "losses": self._losses.tolist(),
-            "composites": [composite.state_dict() for kind in self._composites for composite in kind],
-            "controlled": [sums.state_dict() for kind in self._controlled for sums in kind],
-            "by_bin": named({key: sums.state_dict() for key, sums in self._by_bin.items()}),
-            "whole": named({key: sums.state_dict() for key, sums in self._whole.items()}),
+            "by_bin": {geometry: sums.state_dict() for geometry, sums in self._by_bin.items()},
+            "whole": {geometry: sums.state_dict() for geometry, sums in self._whole.items()},
             "entries": {
                 key: {name: tensor.tolist() for name, tensor in vars(sums).items()} for key, sums in self._entries.items()
             },
@@ -178,12 +184,9 @@ class Pool:
     def load_state_dict(self, state: dict) -> None:
         """Resume from a state of the same bins and geometries."""
         self._losses = torch.tensor(state["losses"], dtype=torch.float64)
-        for name, parts in (("composites", self._composites), ("controlled", self._controlled)):
-            for part, found in zip((part for kind in parts for part in kind), state[name], strict=True):
-                part.load_state_dict(found)
-        for key in self._by_bin:
-            self._by_bin[key].load_state_dict(state["by_bin"]["/".join(key)])
-            self._whole[key].load_state_dict(state["whole"]["/".join(key)])
+        for geometry in self.geometries:
+            self._by_bin[geometry].load_state_dict(state["by_bin"][geometry])
+            self._whole[geometry].load_state_dict(state["whole"][geometry])
         for key, of_geometry in state["entries"].items():
             self._entries[key] = FreeSums(**{
                 name: torch.tensor(values, dtype=torch.float64) for name, values in of_geometry.items()
@@ -233,20 +236,16 @@ class OutlierRule:
         return bool((judged & (logs > limit)).any())
 
     def state_dict(self) -> dict:
-        """Return plain numbers: of each bin the latest steps' ln, the oldest first, and how many there were."""
-        rings = [
-            ring.roll(-int(seen) % _STEPS if seen >= _STEPS else 0)[: int(seen)].tolist()
-            for ring, seen in zip(self._logs, self._seen, strict=True)
-        ]
+        """Return plain numbers: of each bin the latest steps' ln by their places in the ring, and how many there were."""
+        rings = [ring[: int(seen)].tolist() for ring, seen in zip(self._logs, self._seen, strict=True)]
         return {"count": self.count, "seen": self._seen.tolist(), "logs": rings}
 
     def load_state_dict(self, state: dict) -> None:
         """Resume from a state of as many bins."""
         self.count, self._seen = state["count"], torch.tensor(state["seen"], dtype=torch.int64)
         self._logs.fill_(torch.nan)
-        for ring, logs, seen in zip(self._logs, state["logs"], state["seen"], strict=True):
-            places = (seen - len(logs) + torch.arange(len(logs))) % _STEPS
-            ring[places] = torch.tensor(logs, dtype=torch.float64)
+        for ring, logs in zip(self._logs, state["logs"], strict=True):
+            ring[: len(logs)] = torch.tensor(logs, dtype=torch.float64)
 
 
 class Agreement:
@@ -273,10 +272,10 @@ class Agreement:
             if not sums.squares[:, index].any():
                 continue  # no second moment yet
             self._trained[index] += sums.count
-            if sums.all_pairs is None:
+            if not sums.measured:
                 continue
-            found = PairSums(sums.count, sums.squares[:, index].sum(0), sums.all_products[:, index].sum(0), sums.all_pairs)
-            trained, self._trained[index] = self._trained[index].clone(), 0.0
+            found, trained = sums.whole(index), self._trained[index].clone()
+            self._trained[index] = 0.0
             for level in levels:
                 wide = wider_bins(self.num_bins, level.num_bins)
                 of_level = torch.zeros(level.num_bins, dtype=torch.float64).index_add_(0, wide, trained)
@@ -311,11 +310,7 @@ def wider_bins(num_bins: int, count: int) -> Tensor:
 
 
 def finest_known(levels: Sequence[BinEstimates]) -> Tensor | None:
-    """Cosines of the first level of which at least half of the pairs of bins are known; None if there is none.
-
-    Args:
-        levels: estimates in fewer and fewer bins.
-    """
+    """Cosines of the first level of which at least half of the pairs of bins are known; None if there is none."""
     for found in levels:
         # NaN where a signal is too weak or the error is too large.
         values = cosines(found.matrix, found.matrix_stderr.diagonal())

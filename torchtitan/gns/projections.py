@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from torchtitan import philox
 from torchtitan.distributed.mesh import Layout
 from torchtitan.distributed.parallelize import local
+from torchtitan.distributed.shard_drawing import own_rows
 from torchtitan.gns.taps import FOLDED_ROWS, Fold, SketchedLinear
 
 # Rows and columns that have hardly seen a gradient (a class not met yet) count as this share of the average one.
@@ -93,8 +94,6 @@ class AdamFactors:
 
         Args:
             state: parameter -> its state, with `exp_avg_sq` and `step`, as AdamW keeps it; empty before the first step.
-            beta2: decay of the second moment.
-            layout: sums are added over its shard axis.
         """
         correction = self._correction(state, beta2)
         self._sum_local(state, layout)
@@ -207,9 +206,7 @@ class Projections:
         Args:
             layers: sketched ones, with `rows` and `columns`.
             sketch_size: k, columns over tokens: a sketch has FOLDED_ROWS k numbers.
-            geometries: G.
             factors: of Adam's geometry, the last: of these layers, and maybe of others behind them; None without it.
-            dtype: of `left` and `right`.
         """
         self._seed, self._factors, self._geometries, self._dtype = seed, factors, geometries, dtype
         numbers = range(len(layers))
@@ -284,7 +281,6 @@ class Projections:
 
 def first_row(parameter: nn.Parameter, layout: Layout) -> int:
     """First of the rows of a parameter that this rank has."""
-    if not isinstance(parameter, DTensor) or not layout.sharded or layout.mesh is None:
+    if not isinstance(parameter, DTensor) or not layout.sharded:
         return 0
-    per_rank = -(-parameter.shape[0] // layout.shards)
-    return min(per_rank * layout.mesh["shard"].get_local_rank(), parameter.shape[0])
+    return own_rows(tuple(parameter.shape), layout).start

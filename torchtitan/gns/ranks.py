@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torchtitan.distributed.mesh import Layout
 from torchtitan.distributed.parallelize import fsdp_modules, gradient_norm, local, sum_of_squares
 from torchtitan.gns.pool import OutlierRule
-from torchtitan.gns.statistics import GroupSums, RatioMoments
+from torchtitan.gns.statistics import RatioMoments, moments_of_groups, no_groups
 from torchtitan.statistics.ratio_intervals import fieller
 from torchtitan.statistics.student import student_quantile
 
@@ -41,8 +41,6 @@ class RankMonitor:
         """Install on a parallelised model.
 
         Args:
-            train_module: what `parallelize` returned.
-            microbatches: per step and rank.
             num_bins: bins of bin-pure microbatches; None: microbatches mix bins.
             half_life: samples of a bin, or of the whole, after which a step counts half.
         """
@@ -51,7 +49,7 @@ class RankMonitor:
         self._ranks = RankGradients(train_module, layout) if layout.world_size > 1 else None
         self._aside = SetAside()
         self._names = ["all"] if num_bins is None else [str(k) for k in range(num_bins)]
-        self._sums = [GroupSums.zeros() for _ in self._names]
+        self._sums = [no_groups() for _ in self._names]
         # Of each bin the last step's: squared norms of small and large batches, and their sizes.
         self._last: list[list[float]] = [[math.nan] * 4 for _ in self._names]
         self._outliers = OutlierRule(len(self._names))
@@ -73,7 +71,6 @@ class RankMonitor:
         """End a microbatch, after its backward; collective where microbatches are separate.
 
         Args:
-            samples: of the microbatch on this rank.
             k: its bin, where it is pure.
             importance: weight of the bin's samples in the loss.
         """
@@ -133,9 +130,9 @@ class RankMonitor:
             if self._outliers.stands_out(means):
                 continue
             total = samples * len(small)
-            step = GroupSums.of_step(torch.full_like(small, samples), small, large)
+            step = moments_of_groups(torch.full_like(small, samples), small, large)
             kept = torch.tensor(0.5 ** (total / self._half_life), dtype=torch.float64)
-            self._sums[k] = GroupSums(self._sums[k].moments.decayed(kept)) + step
+            self._sums[k] = self._sums[k].decayed(kept) + step
             self._last[k] = [small.mean().item(), large.item(), float(samples), float(total)]
         self._pending = []
 
@@ -144,8 +141,8 @@ class RankMonitor:
         self.pool_kept_steps()
         found: dict[str, float] = {}
         for name, sums, last in zip(self._names, self._sums, self._last, strict=True):
-            signal, noise, covariance = sums.signal, sums.noise, sums.covariance
-            quantile = student_quantile(0.975, sums.moments.steps - 1.0)
+            (noise, signal), covariance = sums.ratios, sums.covariance
+            quantile = student_quantile(0.975, sums.steps - 1.0)
             lower, upper, _ = fieller(noise, signal, covariance[0, 0], covariance[1, 1], covariance[0, 1], quantile)
             values: dict[str, Tensor | float] = {
                 "signal": signal, "noise": noise, "b_simple": noise / signal, "lower": lower.clamp_min(0.0),
@@ -161,7 +158,7 @@ class RankMonitor:
 
     def state_dict(self) -> dict:
         self.pool_kept_steps()
-        moments = [[sums.moments.first.tolist(), sums.moments.second.tolist()] for sums in self._sums]
+        moments = [[sums.first.tolist(), sums.second.tolist()] for sums in self._sums]
         return {"names": self._names, "moments": moments, "outliers": self._outliers.state_dict()}
 
     def load_state_dict(self, state: dict) -> None:
@@ -171,7 +168,7 @@ class RankMonitor:
             return
         self._outliers.load_state_dict(state["outliers"])
         self._sums = [
-            GroupSums(RatioMoments(*(torch.tensor(values, dtype=torch.float64) for values in moments)))
+            RatioMoments(*(torch.tensor(values, dtype=torch.float64) for values in moments))
             for moments in state["moments"]
         ]
 
@@ -183,12 +180,7 @@ class RankGradients:
     """
 
     def __init__(self, train_module: nn.Module, layout: Layout) -> None:
-        """Install on a parallelised model, once, before its first backward.
-
-        Args:
-            train_module: what `parallelize` returned.
-            layout: where it runs, more than one process.
-        """
+        """Install on a parallelised model, once, before its first backward."""
         self._squares = torch.zeros((), dtype=torch.float64, device=layout.device)
         self._measured: torch.cuda.Event | None = None
         if isinstance(train_module, DistributedDataParallel):

@@ -137,10 +137,6 @@ def cosine_stderr(matrix: Tensor, matrix_stderr: Tensor) -> Tensor:
 
     The standard errors of the three entries' shares are added, not their squares, since M_bc and M_bb come from the
     same samples. 0 on the diagonal, where the cosine is 1 by definition.
-
-    Args:
-        matrix: estimates of M, [K, K].
-        matrix_stderr: their standard errors, [K, K].
     """
     diagonal = matrix.diagonal()
     norms = diagonal.sqrt()
@@ -264,59 +260,32 @@ class RatioMoments:
         return torch.where(enough, corrected, unknown)
 
 
-@dataclass(frozen=True)
-class GroupSums:
-    """Signal and noise from the mean gradients h_j of m groups of n_j samples of one bin, N in all, and their mean g:
+def moments_of_groups(sizes: Tensor, square_norms: Tensor, mean_square_norm: Tensor | float) -> RatioMoments:
+    """Ratios (noise, signal) of one step from the mean gradients h_j of m groups of n_j samples of one bin, and their mean g:
 
-        tr Sigma = (sum_j n_j |h_j|^2 - N |g|^2) / (m - 1),     |G|^2 = |g|^2 - tr Sigma / N
+        tr Sigma = (sum_j n_j |h_j|^2 - N |g|^2) / (m - 1),     |G|^2 = |g|^2 - tr Sigma / N,     N = sum_j n_j
 
     Unbiased for any sizes that do not depend on the gradients. With equal sizes it is McCandlish et al.'s; with groups of one
     sample it is `signal` and `noise` of PairSums. Over steps, numerators and denominators of noise and signal are each summed:
     a step counts m - 1 in the noise and N^2 (m - 1) / m in the signal, which is the inverse of its variance where noise
     dominates, and the number of pairs where groups are of one sample. A step of fewer than two groups adds nothing.
+
+    Args:
+        sizes: n_j, [m]; an empty group (0) drops out, whatever its norm.
+        square_norms: |h_j|^2, [m].
+        mean_square_norm: |g|^2 of g = sum_j n_j h_j / N, scalar.
     """
+    sizes, square_norms = sizes.to(torch.float64), square_norms.to(torch.float64)
+    mean_square_norm = torch.as_tensor(mean_square_norm, dtype=torch.float64, device=sizes.device)
+    total, groups = sizes.sum(), (sizes > 0).sum()
+    if groups < 2:
+        return no_groups()
+    scatter = torch.where(sizes > 0, sizes * square_norms, 0.0).sum() - total * mean_square_norm
+    degrees, pairs = groups - 1.0, total**2 * (groups - 1.0) / groups
+    signal_numerator = pairs * (mean_square_norm - scatter / (degrees * total))
+    return RatioMoments.of(torch.stack([torch.stack([scatter, degrees]), torch.stack([signal_numerator, pairs])]))
 
-    moments: RatioMoments  # ratios (noise, signal)
 
-    @classmethod
-    def zeros(cls) -> Self:
-        """Sums of no steps."""
-        return cls(RatioMoments.of(torch.zeros(2, 2, dtype=torch.float64)))
-
-    @classmethod
-    def of_step(cls, sizes: Tensor, square_norms: Tensor, mean_square_norm: Tensor | float) -> Self:
-        """Sums of one step's groups.
-
-        Args:
-            sizes: n_j, [m]; an empty group (0) drops out, whatever its norm.
-            square_norms: |h_j|^2, [m].
-            mean_square_norm: |g|^2 of g = sum_j n_j h_j / N, scalar.
-        """
-        sizes, square_norms = sizes.to(torch.float64), square_norms.to(torch.float64)
-        mean_square_norm = torch.as_tensor(mean_square_norm, dtype=torch.float64, device=sizes.device)
-        total, groups = sizes.sum(), (sizes > 0).sum()
-        if groups < 2:
-            return cls.zeros()
-        scatter = torch.where(sizes > 0, sizes * square_norms, 0.0).sum() - total * mean_square_norm
-        degrees, pairs = groups - 1.0, total**2 * (groups - 1.0) / groups
-        signal_numerator = pairs * (mean_square_norm - scatter / (degrees * total))
-        values = torch.stack([torch.stack([scatter, degrees]), torch.stack([signal_numerator, pairs])])
-        return cls(RatioMoments.of(values))
-
-    def __add__(self, other: Self) -> Self:
-        return type(self)(self.moments + other.moments)
-
-    @property
-    def noise(self) -> Tensor:
-        """Noise tr Sigma; NaN without a step of two groups."""
-        return self.moments.ratios[0]
-
-    @property
-    def signal(self) -> Tensor:
-        """Signal |G|^2; may be negative, NaN without a step of two groups."""
-        return self.moments.ratios[1]
-
-    @property
-    def covariance(self) -> Tensor:
-        """Covariance of (noise, signal), [2, 2]; infinite variances below two effective steps."""
-        return self.moments.covariance
+def no_groups() -> RatioMoments:
+    """Ratios (noise, signal) of no steps."""
+    return RatioMoments.of(torch.zeros(2, 2, dtype=torch.float64))

@@ -1,10 +1,11 @@
 """Sums measured in one step, and their way from the device to the host, which reads them without waiting for the device."""
 
-import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from torchtitan.gns.statistics import PairSums
 
 PARTS = ("modulation", "embedding", "patch", "token")
 FREE_PARTS = PARTS[:3]
@@ -54,6 +55,11 @@ class StepSums:
         assert self.sketched is not None and self.corrections is not None
         return self.sketched + self.corrections
 
+    def whole(self, geometry: int) -> PairSums:
+        """Sums of the whole model in the geometry of this index of GEOMETRIES; of a measured step."""
+        assert self.all_pairs is not None
+        return PairSums(self.count, self.squares[:, geometry].sum(0), self.all_products[:, geometry].sum(0), self.all_pairs)
+
     def rescaled(self, factor: Tensor) -> "StepSums":
         """Rescale the losses of bin b by factor[b], [K]."""
         matrix = torch.outer(factor, factor)
@@ -83,16 +89,14 @@ class LateSums:
     """Queue of steps: they wait on the device, are sent to the host in one copy, and are received there later."""
 
     def __init__(self) -> None:
-        self._waiting: list[tuple[int, list[torch.Size], Tensor]] = []
-        self._sent: list[tuple[int, list[torch.Size], Tensor]] = []
-        self._copy: Tensor | None = None
+        self._waiting: list[tuple[int, list[Tensor]]] = []  # step; whether it was skipped, and its sums
+        self._sent: list[tuple[int, list[Tensor]]] = []
+        self._copy = torch.empty(0)
         self._arrival: torch.cuda.Event | None = None
 
     def add(self, step: int, sums: StepSums, skip: Tensor) -> None:
         """Add a step's sums, on the device, and whether the step was skipped, bool scalar."""
-        known = sums.known
-        row = torch.cat([skip.to(torch.float64)[None], *map(torch.flatten, known)])
-        self._waiting.append((step, [value.shape for value in known], row))
+        self._waiting.append((step, [skip.to(torch.float64), *sums.known]))
 
     def send(self) -> None:
         """Send the steps that wait to the host, which does not wait for them; those sent before must have been received."""
@@ -100,10 +104,9 @@ class LateSums:
         if not self._waiting:
             return
         self._sent, self._waiting = self._waiting, []
-        rows = torch.cat([row for _, _, row in self._sent])
-        self._copy, self._arrival = rows, None
-        if rows.device.type == "cuda":
-            self._copy = rows.to("cpu", non_blocking=True)  # into pinned memory
+        self._copy, self._arrival = torch.cat([value.flatten() for _, values in self._sent for value in values]), None
+        if self._copy.device.type == "cuda":
+            self._copy = self._copy.to("cpu", non_blocking=True)  # into pinned memory
             self._arrival = torch.cuda.Event()
             self._arrival.record()
 
@@ -114,16 +117,13 @@ class LateSums:
             return []
         if self._arrival is not None:
             self._arrival.synchronize()
-        assert self._copy is not None
-        found, rest = [], self._copy
-        self._copy = self._arrival = None
-        for step, shapes, row in sent:
-            arrived, rest = rest.tensor_split([len(row)])
-            skipped, *values = arrived.split([1, *map(math.prod, shapes)])
+        found, arrived = [], iter(self._copy.split([value.numel() for _, values in sent for value in values]))
+        for step, values in sent:
+            skipped, *sums = (next(arrived).view(value.shape) for value in values)
             if not skipped:
-                found.append((step, StepSums(*map(Tensor.view, values, shapes))))
+                found.append((step, StepSums(*sums)))
         return found
 
     def clear(self) -> None:
         """Drop everything."""
-        self._waiting, self._sent, self._copy, self._arrival = [], [], None, None
+        self._waiting, self._sent = [], []

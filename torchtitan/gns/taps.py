@@ -32,7 +32,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from torchtitan.models.layers import RMSNorm, TokenBias, TokenGain, layer_norm, rms_norm
+from torchtitan.models.layers import RMSNorm, TokenBias, TokenGain, normed
 
 OFF, FREE, MEASURED = 0, 1, 2
 
@@ -234,24 +234,6 @@ class SmallTap(Function):
         return dy, None, *_of_whole(gradient, one_hot, rows, columns), None, None, None, None
 
 
-class TappedGain(Function):
-    """Gain with its tap, normed [B, ..., channels] -> gain * normed: the gradient's product is that of the measurement."""
-
-    @staticmethod
-    def forward(ctx, normed, gain, squares, sums, one_hot, rows, columns):
-        ctx.save_for_backward(normed, gain, one_hot, rows, columns)
-        return normed * gain
-
-    @staticmethod
-    @_outside_autocast
-    def backward(ctx, dy):
-        normed, gain, one_hot, rows, columns = ctx.saved_tensors
-        products = dy * normed
-        total = products.sum(tuple(range(products.ndim - 1)))
-        gradient = _summed(products, gain.shape)
-        return dy * gain, total, *_of_whole(gradient, one_hot, rows, columns), None, None, None
-
-
 class ElementTap(Function):
     """Tap of elements that are added to an input, or multiply it or its norm: y [B, ...], and x as y, or None of a sum.
 
@@ -269,13 +251,9 @@ class ElementTap(Function):
     def backward(ctx, dy):
         x, one_hot, rows, columns = ctx.saved_tensors
         if ctx.rms is not None:
-            x = _norm(x, None, ctx.rms, ctx.eps)
+            x = normed(x, None, ctx.eps, ctx.rms)
         gradient = _summed(_full(dy) if x is None else _full(dy) * x, ctx.shape)
         return dy, None, *_of_whole(gradient, one_hot, rows, columns), None, None, None, None, None, None
-
-
-def _norm(x: Tensor, gain: Tensor | None, rms: bool, eps: float) -> Tensor:
-    return (rms_norm if rms else layer_norm)(x, gain, eps)
 
 
 def _summed(products: Tensor, shape: torch.Size) -> Tensor:
@@ -390,13 +368,11 @@ class TappedNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.switch.mode != MEASURED:
-            return _norm(x, self.weight, self.rms, self.eps)
-        taken = self.squares, self.sums, self.switch.one_hot, self.rows, self.columns
-        if self.rms and x.device.type == "cpu" and x.dtype == self.weight.dtype == _full(x).dtype:
-            # What the norm with a gain computes too, where it is not one kernel.
-            return TappedGain.apply(_norm(x, None, self.rms, self.eps), self.weight, *taken)
-        y = _norm(x, self.weight, self.rms, self.eps)
-        return ElementTap.apply(y, x, *taken, self.weight.shape, self.rms, self.eps)
+            return normed(x, self.weight, self.eps, self.rms)
+        return ElementTap.apply(
+            normed(x, self.weight, self.eps, self.rms), x, self.squares, self.sums, self.switch.one_hot, self.rows,
+            self.columns, self.weight.shape, self.rms, self.eps,
+        )  # fmt: skip
 
 
 class TappedElements(nn.Module):

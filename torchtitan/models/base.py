@@ -110,7 +110,6 @@ class DiffusionModel(nn.Module):
 
         Args:
             samples: sample numbers of the images of these forwards [B], int64, on the model's device.
-            attempt: changes after a rollback.
         """
 
     def set_guidance(self, scale: float | None) -> None:
@@ -164,7 +163,6 @@ class DiffusionModel(nn.Module):
         in checkpointing or in attention kernels is not counted.
 
         Args:
-            image_shape: (C, H, W).
             untrained_forwards: forwards without backward, as `Objective.untrained_forwards` of the run.
         """
         return (3 + untrained_forwards) * 2 * self.forward_macs_per_image(image_shape)

@@ -15,7 +15,6 @@ def dropout_keys(seed: int, samples: Tensor, layers: int, attempt: int = 0) -> T
     Args:
         seed: of the run, 0 <= seed < 2^64.
         samples: sample numbers [B], int64.
-        attempt: changes after a rollback.
     """
     words = philox.random_words(seed, "dropout", samples, 2 * layers, attempt)  # [B, 2 layers]
     return words.unflatten(1, (layers, 2)).transpose(0, 1).contiguous()

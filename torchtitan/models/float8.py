@@ -98,8 +98,6 @@ def check_convertible(
     """Raise Float8Error where nothing would be converted, or a batch's shape cannot be multiplied.
 
     Args:
-        model: on any device, not converted yet.
-        local_batch_size: images in one forward.
         shapes: (C, H, W) of the images, those of a batch alike; by default the model's.
         context_degree: processes that share the tokens of an image.
     """

@@ -30,9 +30,6 @@ def forward_on_meta(model: DiffusionModel, images: int) -> None:
 def check_macs(model: DiffusionModel, name: str) -> None:
     """Compare a network's formula with torch's count.
 
-    Args:
-        model: on the meta device.
-
     Raises:
         MiscountedModel: they differ.
     """

@@ -20,7 +20,7 @@ class LayerNorm(nn.LayerNorm):
         super().__init__(dim, eps, elementwise_affine=affine, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return layer_norm(x, self.weight, self.eps)
+        return normed(x, self.weight, self.eps)
 
 
 class RMSNorm(nn.Module):
@@ -32,7 +32,7 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.empty(dim)) if affine else None
 
     def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.weight, self.eps)
+        return normed(x, self.weight, self.eps, rms=True)
 
 
 class TokenBias(nn.Module):
@@ -61,16 +61,23 @@ class TokenGain(nn.Module):
         return x * self.weight.to(x.dtype)
 
 
-def layer_norm(x: Tensor, gain: Tensor | None, eps: float) -> Tensor:
-    """Layer norm over the last dimension, in x's dtype; gain: [D] or None."""
-    with own_dtype(x):
-        return F.layer_norm(x, x.shape[-1:], None if gain is None else gain.to(x.dtype), None, eps)
+class VectorEmbedding(nn.Module):
+    """Linear, SiLU, linear, of one vector per image."""
+
+    def __init__(self, channels: int, dim: int) -> None:
+        super().__init__()
+        self.hidden = nn.Linear(channels, dim)
+        self.out = nn.Linear(dim, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(F.silu(self.hidden(x.to(self.hidden.weight.dtype))))  # [B, D]
 
 
-def rms_norm(x: Tensor, gain: Tensor | None, eps: float) -> Tensor:
-    """RMS norm over the last dimension, in x's dtype; gain: [D] or None."""
+def normed(x: Tensor, gain: Tensor | None, eps: float, rms: bool = False) -> Tensor:
+    """Layer norm, or RMS norm, over the last dimension, in x's dtype; gain: [D] or None."""
+    gain = None if gain is None else gain.to(x.dtype)
     with own_dtype(x):
-        return F.rms_norm(x, x.shape[-1:], None if gain is None else gain.to(x.dtype), eps)
+        return F.rms_norm(x, x.shape[-1:], gain, eps) if rms else F.layer_norm(x, x.shape[-1:], gain, None, eps)
 
 
 def group_norm(x: Tensor, groups: int) -> Tensor:
@@ -84,10 +91,9 @@ def own_dtype(x: Tensor) -> AbstractContextManager:
     float32, and all up to the next product in float32. Kernels of norms compute statistics of bfloat16 in float32 themselves,
     and a gain of float32 with an input of bfloat16 has no fused kernel.
     """
-    device = x.device.type
-    if x.is_meta or not torch.is_autocast_enabled(device):
+    if x.is_meta or not torch.is_autocast_enabled(x.device.type):
         return nullcontext()
-    return torch.autocast(device, enabled=False)
+    return torch.autocast(x.device.type, enabled=False)
 
 
 def check_inputs(model: DiffusionModel, x: Tensor, condition: Condition) -> None:

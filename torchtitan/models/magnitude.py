@@ -104,7 +104,6 @@ def normalized(x: Tensor, dim: int | tuple[int, ...] | None, eps: float) -> Tens
 
     Args:
         dim: dimensions that share one root mean square; None: all but the first.
-        eps: added to the root mean square.
     """
     x = x.to(torch.promote_types(x.dtype, torch.float32))
     dims = tuple(range(1, x.ndim)) if dim is None else dim

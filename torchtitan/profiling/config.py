@@ -3,8 +3,6 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import torch
-
 from torchtitan.settings import setting
 
 WARMUP_STEPS = 3  # of the profiler before a traced step, not recorded
@@ -27,7 +25,7 @@ class ProfilingConfig:
     )
 
 
-def profiling_problems(config: ProfilingConfig, steps: int) -> Iterator[tuple[str, str]]:
+def profiling_problems(config: ProfilingConfig, steps: int, has_cuda: bool) -> Iterator[tuple[str, str]]:
     """Find settings that would give no trace or no snapshot.
 
     Returns:
@@ -37,7 +35,7 @@ def profiling_problems(config: ProfilingConfig, steps: int) -> Iterator[tuple[st
         yield "enable_profiling", (
             f"no step would be traced, for training.steps = {steps} ({WARMUP_STEPS} steps warm the profiler up)"
         )
-    if config.enable_memory_snapshot and not torch.cuda.is_available():
+    if config.enable_memory_snapshot and not has_cuda:
         yield "enable_memory_snapshot", (
             "a snapshot is of CUDA's allocator; the CPU's keeps no record (set it to false; memory/max_resident is logged)"
         )

@@ -100,7 +100,6 @@ class RunRecord:
         config: the tables of config.toml; empty where there is none.
         summary: of summary.json; None where there is none, as in a run in progress or killed.
         points: metrics.jsonl in the order of steps; later lines follow earlier ones of the same step.
-        damaged_lines: lines of metrics.jsonl that could not be read.
         stride: 1; of a very large metrics.jsonl k, where every k-th point was kept.
     """
 

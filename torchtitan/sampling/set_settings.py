@@ -22,15 +22,11 @@ def set_settings(
     """Settings of a set, for JSON."""
     sections = {name: dataclasses.asdict(getattr(sampling, name)) for name in choices(sampling)}
     return {
-        "weights": _weights(trained),
-        "guide": _weights(guide.model) if guide else None,
-        "image_shape": list(image_shape),
-        "autoencoder": decoder.identity() if decoder else None,
-        "dtype": dtype,
-        **sections,
+        "weights": _weights(trained), "guide": _weights(guide.model) if guide else None, "image_shape": list(image_shape),
+        "autoencoder": decoder.identity() if decoder else None, "dtype": dtype, **sections,
         **{key: getattr(sampling, key) for key in METHOD_KEYS if key != EMBEDDED},
         **_embedded_guidance(trained, sampling),
-    }
+    }  # fmt: skip
 
 
 def _embedded_guidance(trained: TrainedModel, sampling: SamplingConfig) -> dict[str, float]:

@@ -39,7 +39,6 @@ class RunNetwork:
         """Build the network and attach the objective to it; collective.
 
         Args:
-            objective: on any device.
             edges: of the bins of the gradient noise; None: it is not measured.
             num_shapes: number of shapes of images, each of which is a graph.
             base_sha256: of the frozen network's file; "": not known.

@@ -50,11 +50,7 @@ def open_run(config: JobConfig) -> RunState:
 
 
 def checkpointed_state(state: RunState, reports: dict) -> dict:
-    """What a checkpoint holds besides tensors; called by all ranks, and equal on them except `reports`.
-
-    Args:
-        reports: state of the first rank's reports.
-    """
+    """What a checkpoint holds besides tensors; called by all ranks, and equal on them except `reports`."""
     return {
         "config": effective(state.config),
         "step": state.step,
@@ -151,7 +147,7 @@ def materialise_state(optimizer: OptimizerSet, lr: float) -> None:
         for parameter in group["params"]:
             parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
+    optimizer.zero_grad()
     for state in optimizer.state.values():
         for key, value in state.items():
             for _, part in state_parts(key, value):

@@ -5,6 +5,7 @@ The loop is elsewhere: `torchtitan.trainer` advances the state from step to step
 """
 
 from contextlib import ExitStack
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ from torchtitan.checkpoint.checkpointer import Checkpointer
 from torchtitan.conditions import Condition, Texts
 from torchtitan.config.job import JobConfig
 from torchtitan.data.base import Batch
-from torchtitan.diffusion.objective import LossTerms, Microbatch
+from torchtitan.diffusion.objective import Draw, LossTerms, Microbatch
 from torchtitan.diffusion.objectives import build_objective
 from torchtitan.diffusion.timesteps.sampler import GlobalBatch
 from torchtitan.distributed.collectives import from_first_rank
@@ -117,19 +118,15 @@ class RunState:
     # ------------------------------------------------------------------ where the run stands
 
     @property
-    def batch_factor(self) -> int:
-        """Batch factor: multiple of training.global_batch_size in the next step; above 1 once the batch has grown."""
-        return min(self._grown_factor, self.config.training.steps - self.progress)
-
-    @property
-    def _grown_factor(self) -> int:
+    def grown_factor(self) -> int:
+        """Multiple of training.global_batch_size to which the batch has grown; the last step may have fewer images."""
         training = self.config.training
         return ramp_factor(training.double_batch_after, self.progress * training.global_batch_size)
 
     @property
     def grown_batch_size(self) -> int:
         """Images of a step over all ranks, as far as the batch has grown; the last step may have fewer."""
-        return self._grown_factor * self.config.training.global_batch_size
+        return self.grown_factor * self.config.training.global_batch_size
 
     @property
     def batch_grows(self) -> bool:
@@ -169,20 +166,12 @@ class RunState:
         return {name: value.to(self.layout.device, non_blocking=True) for name, value in batch.items()}
 
     def loss_terms(
-        self, batch: Batch, samples: GlobalBatch, condition: Condition = None, *, measure: bool = False
+        self, batch: Batch, samples: GlobalBatch, encoded: Condition = None, *, measure: bool = False
     ) -> LossTerms:
-        """Losses of a microbatch of a global batch.
-
-        Args:
-            batch: on the model's device.
-            samples: of the global batch.
-            condition: of the microbatch, as from `condition`; None: formed here.
-            measure: notify the monitor of gradient noise.
-        """
+        """Losses of a microbatch of a global batch; encoded: its conditions, None where they are formed here."""
         images = batch["images"]
         draw = self.objective.draw(tuple(images.shape[1:]), samples, batch["samples"])
-        if condition is None:
-            condition = self.condition(batch, samples.attempt, draw.dropping)
+        condition = self.condition(batch, draw, encoded)
         if self.config.model.dropout > 0:
             self.model.draw_dropout(self.config.debug.seed, batch["samples"], samples.attempt)
         if measure and self.gns:
@@ -190,13 +179,10 @@ class RunState:
         with self._precision:
             return self.objective.loss(self.train_module, Microbatch(images, condition, batch), draw)
 
-    def condition(self, batch: Batch, attempt: int, dropping: Tensor | None = None) -> Condition:
-        """Conditions of a microbatch with dropout, as the network is trained on them; dropping: as of a `Draw`."""
-        kind, dropout = self.model.condition_kind, self.config.model.label_dropout
-        condition = kind.of(batch)
-        if dropping is not None:
-            return kind.drop(condition, dropping < dropout)
-        return kind.drop_some(condition, dropout, self.config.debug.seed, batch["samples"], attempt)
+    def condition(self, batch: Batch, draw: Draw, encoded: Condition = None) -> Condition:
+        """Conditions of a microbatch as the network is trained on them: null ones where the draw drops them."""
+        kind, dropped = self.model.condition_kind, cast(Tensor, draw.dropping) < self.config.model.label_dropout
+        return kind.drop(kind.of(batch) if encoded is None else encoded, dropped)
 
     # ------------------------------------------------------------------ what is saved
 

@@ -11,7 +11,7 @@ from torchtitan.state.resume import resume
 from torchtitan.state.run_state import RunState
 from torchtitan.training.clock import Phases
 from torchtitan.training.non_finite import Watch, over_ranks, watched
-from torchtitan.training.numerical_guard import StepSamples, describe_image, is_sane
+from torchtitan.training.numerical_guard import LARGEST_VALUE, StepSamples, describe_image
 
 logger = logging.getLogger(__name__)
 
@@ -125,13 +125,13 @@ def _repeat(state: RunState, step: StepSamples) -> tuple[str, str]:
         found = {name: local(p.grad) for name, p in parameters.items() if p.grad is not None}
         gradients.see_all(found.items(), "the gradient of {}")
         gradients.see_all(((name, grad.square()) for name, grad in found.items()), "the squared gradient of {}")
-        state.optimizer.zero_grad(set_to_none=True)
+        state.optimizer.zero_grad()
     return over_ranks(watch.found) or over_ranks(gradients.found), over_ranks(image)
 
 
 def _absurd_image(state: RunState, batch: dict[str, torch.Tensor], attempt: int) -> str:
     largest, place = batch["images"].abs().flatten(1).amax(1).max(0)
-    if is_sane(largest.item()):
+    if largest.item() <= LARGEST_VALUE:
         return ""
     number = int(batch["samples"][place])
     return describe_image(number, state.data.image_of(number, attempt), largest.item())

@@ -7,6 +7,7 @@ the lock, or is stopped, leaves no stacks: by that the others name it.
 """
 
 import faulthandler
+import json
 import os
 import re
 import socket
@@ -16,6 +17,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 
 import torch
@@ -75,9 +77,7 @@ class Watchdog:
     ) -> None:  # fmt: skip
         """
         Args:
-            rank, world_size: this process's place.
             on_end: called with the reason before the process is ended; may write the summary.
-            end_process: ends the process with a code.
         """
         self.interval = max(0.1, min(5.0, comm.train_timeout_seconds / 20, comm.init_timeout_seconds / 20))
         self._phases, self._comm, self._folder = phases, comm, run_folder / FAULTS_FOLDER
@@ -155,7 +155,6 @@ def silent_ranks(folder: Path, world_size: int, since: float) -> list[int]:
 
     Args:
         folder: `<run>/faults`, which all ranks share.
-        since: seconds since 1970.
     """
     reported = set()
     with suppress(OSError):
@@ -181,7 +180,7 @@ def _within_patience(work: Callable[..., None], *arguments: object) -> None:
 
 
 def dump_state(folder: Path, rank: int) -> str:
-    """Dump every thread's Python stack, and the flight recorder's collectives if it is on; return a summary."""
+    """Dump every thread's Python stack, and the collectives that were recorded; return a summary."""
     stamp = time.strftime("%Y%m%d-%H%M%S")
     stacks = folder / f"rank-{rank:04d}-{stamp}-stacks.txt"
     try:
@@ -199,10 +198,15 @@ def dump_state(folder: Path, rank: int) -> str:
 
 
 def last_collectives() -> bytes | None:
-    """Last collectives of the flight recorder as JSON; None if it is off, or this torch has none."""
-    module = getattr(torch._C, "_distributed_c10d", None)
-    dump = getattr(module, "_dump_nccl_trace_json", None) or getattr(module, "_dump_fr_trace_json", None)
-    if dump is None or os.environ.get("TORCH_FR_BUFFER_SIZE", "0") == "0":
+    """Last collectives of torch's flight recorders as JSON, by time; None if they recorded none.
+
+    A build with CUDA has one recorder for NCCL and another for gloo, which both leave `entries` out while they are empty.
+    """
+    if os.environ.get("TORCH_FR_BUFFER_SIZE", "0") == "0":
         return None
-    content = dump()
-    return content if isinstance(content, bytes) else content.encode()
+    module = getattr(torch._C, "_distributed_c10d", None)
+    dumps = [getattr(module, name, None) for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json")]
+    records = [record for record in (json.loads(dump()) for dump in dumps if dump) if record.get("entries")]
+    entries = [entry for record in records for entry in record["entries"]]
+    entries.sort(key=itemgetter("time_created_ns"))
+    return json.dumps(records[0] | {"entries": entries}).encode() if records else None

@@ -12,10 +12,10 @@ All are totals since the run's first start, through its checkpoints. The parts a
 
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -163,22 +163,28 @@ class Phases:
     ) -> None:
         """
         Args:
-            clock: reads the time, in nanoseconds.
             on_change: called at each boundary with the phase that begins or continues there, and the time.
         """
         self.step = 0
         self.name = BETWEEN_STEPS
         self.broken: str | None = None
         self.clock = clock
-        self._on_change = on_change
+        self._on_change = on_change or (lambda name, time: None)
         self.since = clock()
-        self._open: list[tuple[str, record_function | None]] = []
-        self._entered = BETWEEN_STEPS
 
-    def __call__(self, name: str) -> "Phases":
-        """Name the phase that the `with` around this call enters."""
-        self._entered = name
-        return self
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        """Enter a phase; at the end of the `with` the outer one continues."""
+        outer = self.name
+        with record_function(name) if torch.autograd._profiler_enabled() else nullcontext():
+            self._begin(name)
+            try:
+                yield
+            except BaseException:
+                self.broken = self.broken or self.name
+                raise
+            finally:
+                self._begin(outer)
 
     def touch(self, *_: object) -> None:
         """Record progress inside the current phase; takes any arguments, to serve as a hook."""
@@ -189,25 +195,6 @@ class Phases:
         """Current phase, or the one that an exception left."""
         return self.broken or self.name
 
-    def __enter__(self) -> None:
-        traced = None
-        if torch.autograd._profiler_enabled():
-            traced = record_function(self._entered)
-            traced.__enter__()
-        self._open.append((self.name, traced))
-        self._begin(self._entered)
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        if kind is not None and self.broken is None:
-            self.broken = self.name
-        outer, traced = self._open.pop()
-        self._begin(outer)
-        if traced is not None:
-            traced.__exit__(None, None, None)
-
     def _begin(self, name: str) -> None:
         self.name, self.since = name, self.clock()
-        if self._on_change is not None:
-            self._on_change(name, self.since)
+        self._on_change(name, self.since)

@@ -13,7 +13,7 @@ import logging
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,13 +48,18 @@ SHARE_WINDOW = 1000  # samples of one rank over which data.max_corrupt_share is 
 MAX_UNREADABLE_IN_A_ROW = 1000
 _INDICES_AT_A_TIME = 2**12  # of as many samples: for a few, they would take as long
 
+Batches = LoaderProcesses | Generator[dict[str, Any], None, None]
 OnUnreadable = Callable[[Sequence[UnreadableImage]], None]
 
 
 class TrainingData:
     """Training data: a rank's microbatches, from the next sample of the run to its last.
 
+    The step that begins at sample n covers [n, n + global_batch_size). With b = local_batch_size and W = world_size, its
+    microbatch m on rank r holds samples n + (m W + r) b + [0, b).
+
     Attributes:
+        dataset: what is read.
         next_sample: global number of the first sample of the next optimizer step; advances by
             `global_batch_size` after as many microbatches as make it up. A step may be several of these.
         attempt: selects order and flips; another number after a rollback.
@@ -81,9 +86,12 @@ class TrainingData:
         pin_memory: bool = False,
         on_unreadable: OnUnreadable | None = None,
     ) -> None:
-        """See `build_loader` for the other arguments.
-
+        """
         Args:
+            config: its section, whose `horizontal_flip` is applied here.
+            info: of the dataset; batches are checked against it.
+            global_batch_size: a multiple of world_size x local_batch_size.
+            pin_memory: place batches in pinned memory, which a GPU copies from without waiting.
             on_unreadable: called with the unreadable images of each microbatch that has any, before it is
                 returned; the same image may come again.
         """
@@ -95,20 +103,11 @@ class TrainingData:
         self.data_seconds = 0.0
         self.images_by_shape: Counter[tuple[int, ...]] = Counter()
         self.microbatches_per_step = microbatches_per_step(global_batch_size, local_batch_size, world_size)
+        self.dataset, self._config, self._info, self._seed, self._pin_memory = dataset, config, info, seed, pin_memory
+        self._local_batch_size, self._rank, self._world_size = local_batch_size, rank, world_size
         self._on_unreadable = on_unreadable or (lambda found: None)
         self._share = _CorruptShare(config.max_corrupt_share, _name(dataset))
-        self._loader_arguments: dict[str, Any] = dict(
-            dataset=dataset,
-            config=config,
-            info=info,
-            seed=seed,
-            global_batch_size=global_batch_size,
-            local_batch_size=local_batch_size,
-            rank=rank,
-            world_size=world_size,
-            pin_memory=pin_memory,
-        )
-        self._batches: LoaderProcesses | None = None
+        self._batches: Batches | None = None
         self._microbatches_taken = 0
         check_buckets(dataset, info)
         if launch_number("LOCAL_RANK", rank) == 0:
@@ -121,17 +120,16 @@ class TrainingData:
                 logger.warning(shortage)
 
     def next_batch(self) -> Batch:
-        """Return the next microbatch, as `build_loader` describes it.
+        """Return the next microbatch: a batch of the dataset's `fetch_drawn`, with {"samples": int64 [b]}.
 
         Raises:
-            DatasetError: an image could not be read, or too many could not be decoded.
+            DatasetError: an image could not be read, or too many could not be decoded; a loader process cannot be started, or
+                was lost.
             RuntimeError: the run's last sample has been delivered.
         """
         started = time.perf_counter()
         if self._batches is None:
-            self._batches = build_loader(
-                first_sample=self.next_sample, end_sample=self.end_sample, attempt=self.attempt, **self._loader_arguments
-            )
+            self._batches = self._read(self.next_sample, self.end_sample, self.attempt)
         batch = next(self._batches, None)
         self.data_seconds += time.perf_counter() - started
         if batch is None:
@@ -149,18 +147,14 @@ class TrainingData:
 
     def again(self, first_sample: int, attempt: int, microbatches: int) -> Iterator[Batch]:
         """Read this rank's microbatches of an earlier step again; the position of the run does not change."""
-        parts = self.microbatches_per_step
-        end_sample = first_sample + microbatches // parts * self.global_batch_size
-        arguments = self._loader_arguments
-        for batch in build_loader(first_sample=first_sample, end_sample=end_sample, attempt=attempt, **arguments):
+        end_sample = first_sample + microbatches // self.microbatches_per_step * self.global_batch_size
+        for batch in self._read(first_sample, end_sample, attempt):
             del batch["unreadable"], batch["num_replaced"]  # counted when they were first read
             yield batch
 
     def image_of(self, sample: int, attempt: int) -> int:
         """Index in the dataset of a sample number's image."""
-        arguments = self._loader_arguments
-        order = sample_order(arguments["dataset"], arguments["seed"], attempt, self.global_batch_size)
-        return int(order.indices(np.array([sample]))[0])
+        return int(self._order(attempt).indices(np.array([sample]))[0])
 
     def state_dict(self) -> dict[str, int]:
         """Return the position between steps: the begin of the next one."""
@@ -168,7 +162,7 @@ class TrainingData:
 
     def lost_loader(self) -> str | None:
         """Name the lost loader process and the cause, in words."""
-        return self._batches.lost() if self._batches else None
+        return self._batches.lost() if isinstance(self._batches, LoaderProcesses) else None
 
     def close(self) -> None:
         """Close the loader processes; `next_batch` starts them again at the next step's first sample."""
@@ -177,61 +171,49 @@ class TrainingData:
         self._batches = None
         self._microbatches_taken = 0
 
+    def _read(self, first_sample: int, end_sample: int, attempt: int) -> "Batches":
+        """Read the microbatches of the steps that begin between two samples, in order.
 
-def build_loader(
-    dataset: Dataset,
-    config: DataConfig,
-    *,
-    info: DatasetInfo,
-    seed: int,
-    attempt: int,
-    first_sample: int,
-    end_sample: int,
-    global_batch_size: int,
-    local_batch_size: int,
-    rank: int,
-    world_size: int,
-    pin_memory: bool = False,
-) -> LoaderProcesses:
-    """Start reading a rank's microbatches, in order.
+        Beside what `next_batch` returns, each has {"unreadable": the images of this microbatch that could not be decoded, a list
+        of UnreadableImage, "num_replaced": number of replaced samples}.
+        """
+        reader = _SampleReader(self.dataset, self._info, self._seed, attempt, self._config.horizontal_flip)
+        microbatches = self._microbatches(range(first_sample, end_sample, self.global_batch_size), self._order(attempt))
+        if not self._config.num_workers:
+            return read_here(reader, microbatches, self._pin_memory)
+        # One pass serves the whole run, so the processes live as long as it: nothing to keep between passes.
+        return LoaderProcesses(
+            _name(self.dataset), self._config.num_workers, dataset=reader, sampler=microbatches,
+            prefetch_factor=PREFETCH_FACTOR, pin_memory=self._pin_memory,
+        )  # fmt: skip
 
-    The step that begins at sample n covers [n, n + global_batch_size). With b = local_batch_size and W =
-    world_size, its microbatch m on rank r holds samples n + (m W + r) b + [0, b).
+    def _order(self, attempt: int) -> SampleOrder | BucketOrder:
+        return sample_order(self.dataset, self._seed, attempt, self.global_batch_size)
+
+    def _microbatches(self, steps: range, order: SampleOrder | BucketOrder) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Sample numbers and image indices of each microbatch of this rank."""
+        size = self._local_batch_size
+        offsets = (np.arange(self.microbatches_per_step) * self._world_size + self._rank) * size
+        numbers = np.add.outer(offsets, np.arange(size))  # [M, B] of a step
+        at_a_time = max(1, _INDICES_AT_A_TIME // numbers.size)
+        for begin in range(0, len(steps), at_a_time):
+            samples = np.add.outer(steps[begin : begin + at_a_time], numbers).reshape(-1, size)
+            yield from zip(samples, order.indices(samples.ravel()).reshape(samples.shape), strict=True)
+
+
+def read_here(reader: Any, items: Iterable[Any], pin_memory: bool = False) -> Generator[dict[str, Any], None, None]:
+    """Read batches in this process, as they are asked for: a DataLoader would add a third to the time of a small one.
 
     Args:
-        config: its section, whose `horizontal_flip` is applied here.
-        info: of the dataset; batches are checked against it.
-        attempt: changes after a rollback.
-        first_sample: where the first step begins.
-        end_sample: steps begin before this number.
-        global_batch_size: images per step, a multiple of world_size x local_batch_size.
-        local_batch_size: images per microbatch.
-        rank, world_size: select this process's part of each step.
-        pin_memory: place batches in pinned memory, which a GPU copies from without waiting.
-
-    Returns:
-        an iterator over the batches of the dataset's `fetch_drawn`, with {"samples": int64 [b], "unreadable": the images
-        of this microbatch that could not be decoded, a list of UnreadableImage, "num_replaced": number of replaced
-        samples}, whose `close()` stops the loader processes.
-
-    Raises:
-        DatasetError: a loader process cannot be started; an image could not be read, in this process or another, or a
-            loader process was lost (while iterating).
-        ValueError: the batch sizes do not divide.
+        reader: batches by item.
+        pin_memory: place them in pinned memory, where there is a GPU.
     """
-    steps = range(first_sample, end_sample, global_batch_size)
-    parts = microbatches_per_step(global_batch_size, local_batch_size, world_size)
-    # One pass serves the whole run, so the processes live as long as it: nothing to keep between passes.
-    return LoaderProcesses(
-        _name(dataset),
-        config.num_workers,
-        dataset=_SampleReader(dataset, info, seed, attempt, config.horizontal_flip),
-        sampler=_MicrobatchSampler(
-            sample_order(dataset, seed, attempt, global_batch_size), steps, parts, local_batch_size, rank, world_size
-        ),
-        prefetch_factor=PREFETCH_FACTOR if config.num_workers else None,
-        pin_memory=pin_memory,
-    )
+    pin_memory &= torch.cuda.is_available()
+    for item in items:
+        batch = reader[item]
+        if pin_memory:
+            batch = {key: value.pin_memory() if isinstance(value, Tensor) else value for key, value in batch.items()}
+        yield batch
 
 
 def microbatches_per_step(global_batch_size: int, local_batch_size: int, world_size: int) -> int:
@@ -267,9 +249,6 @@ def validation_batches(
     each bucket are read, as many as is its share of all, one bucket after the other: the above holds for each.
 
     Args:
-        num_images: held-out images over all ranks.
-        batch_size: images at a time on each rank.
-        rank, world_size: select this process's part.
         on_unreadable: called with the unreadable images of each batch that has any; the next in stored order take
             their places.
 
@@ -304,31 +283,8 @@ def equal_shares(total: int, batch_size: int, rank: int, world_size: int) -> Ite
         yield np.where(held, places, 0), held.astype(np.float32)
 
 
-class _MicrobatchSampler:
-    """Sampler of (sample numbers, image indices) for each microbatch of one rank."""
-
-    def __init__(
-        self, order: SampleOrder | BucketOrder, steps: range, parts: int, local_batch_size: int, rank: int, world_size: int
-    ) -> None:
-        self._order = order
-        self._steps = steps
-        self._offsets = [(part * world_size + rank) * local_batch_size for part in range(parts)]
-        self._local_batch_size = local_batch_size
-
-    def __iter__(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        numbers = np.add.outer(self._offsets, np.arange(self._local_batch_size))  # [M, B] of a step
-        at_a_time = max(1, _INDICES_AT_A_TIME // numbers.size)
-        for begin in range(0, len(self._steps), at_a_time):
-            samples = np.add.outer(self._steps[begin : begin + at_a_time], numbers).reshape(-1, self._local_batch_size)
-            yield from zip(samples, self._order.indices(samples.ravel()).reshape(samples.shape), strict=True)
-
-
 class _SampleReader:
-    """Reader of one microbatch at a time, in the training process or in a loader process.
-
-    A failure is returned as its message: the loader would raise a copy of the exception with a traceback of
-    the other process as its text.
-    """
+    """Reader of one microbatch at a time, in the training process or in a loader process."""
 
     def __init__(self, dataset: Dataset, info: DatasetInfo, seed: int, attempt: int, horizontal_flip: bool) -> None:
         self._reader = ReplacingReader(dataset, info)
@@ -336,14 +292,12 @@ class _SampleReader:
         self._attempt = attempt
         self._horizontal_flip = horizontal_flip
 
-    def __getitem__(self, microbatch: tuple[np.ndarray, np.ndarray]) -> dict[str, Any] | str:
+    def __getitem__(self, microbatch: tuple[np.ndarray, np.ndarray]) -> dict[str, Any]:
         samples, indices = torch.from_numpy(microbatch[0]), microbatch[1]
-        try:
-            batch, found, num_replaced = self._reader.read(indices, Draws(self._seed, samples, self._attempt))
-        except DatasetError as error:
-            return str(error)
+        draws = Draws(self._seed, samples, self._attempt)
+        batch, found, num_replaced = self._reader.read(indices, draws)
         if self._horizontal_flip:
-            batch["images"] = mirrored_by_chance(batch["images"], Draws(self._seed, samples, self._attempt))
+            batch["images"] = mirrored_by_chance(batch["images"], draws)
         return batch | {"samples": samples, "unreadable": found, "num_replaced": num_replaced}
 
 
@@ -410,10 +364,6 @@ class _CorruptShare:
 
 def read_checked(dataset: Dataset, info: DatasetInfo, indices: np.ndarray, draws: Draws | None = None) -> Batch:
     """Read images and their conditions by index, checked against the dataset's info.
-
-    Args:
-        indices: int64 [B].
-        draws: of training; None reads with `fetch`.
 
     Raises:
         UnreadableImage: one of them cannot be decoded.

@@ -50,12 +50,7 @@ class EMASnapshots:
         self._written: list[tuple[int, str]] = []  # step, and the hash of the manifest; "" where writing failed
 
     def due(self, progress: int, images: int) -> bool:
-        """Check whether a step reached a multiple of the interval.
-
-        Args:
-            progress: steps of training.global_batch_size done.
-            images: of the last step.
-        """
+        """Check whether a step reached a multiple of the interval."""
         interval, seen = self._config.snapshot_interval, progress * self._images_per_step
         return interval > 0 and seen // interval > (seen - images) // interval
 
@@ -64,14 +59,7 @@ class EMASnapshots:
         return self._config.snapshot_interval > 0
 
     def save(self, step: int, progress: int, buffers: dict[str, Tensor], beside: dict[str, Tensor]) -> None:
-        """Save a snapshot of the present averages; returns when it is written.
-
-        Args:
-            step: optimizer steps done.
-            progress: the same in steps of training.global_batch_size.
-            buffers: saved ones of the network by name.
-            beside: the objective's tensors by name.
-        """
+        """Save a snapshot of the present averages; returns when it is written."""
         frozen = {name: parameter.detach() for name, parameter in self._parameters.items() if not parameter.requires_grad}
         content = {FROZEN + name: tensor for name, tensor in (frozen | buffers).items()}
         content |= {BESIDE + name: tensor for name, tensor in beside.items()}
@@ -101,7 +89,6 @@ class EMASnapshots:
 
         Args:
             written: as `state_dict` returned it; empty at the start of a run.
-            step: of the checkpoint; 0 at the start.
 
         Raises:
             CheckpointError: the folder cannot be read or changed.

@@ -14,9 +14,6 @@ from torchtitan.training.host_memory import host_memory
 def describe_hardware(device: torch.device, num_devices: int) -> dict[str, Any]:
     """Describe the hardware as found.
 
-    Args:
-        num_devices: such devices, or processes on the CPU.
-
     Returns:
         `device` by name, `num_devices`, `cpu`, `threads`, `torch`; `memory_gib` of one device where it is known, and
         `cuda` on a GPU.

@@ -41,35 +41,22 @@ _DEATH_SHOWS = 2.0  # seconds; a broken connection may be seen before the end of
 
 
 class LoaderProcesses:
-    """Iterator over batches, loaded by torch's DataLoader in other processes, or in this one.
-
-    A text instead of a batch, or a lost process, is a DatasetError.
-    """
+    """Iterator over batches, loaded by torch's DataLoader in other processes; a lost process is a DatasetError."""
 
     def __init__(
         self, dataset_name: str, num_workers: int, *, dataset: Any, sampler: Iterable[Any], pin_memory: bool = False,
         **arguments: Any,
     ) -> None:  # fmt: skip
         """
-        Args:
-            num_workers: processes; 0: none, this one loads.
-            dataset: whole batches by the items of `sampler`.
-            sampler: what to load, in order.
-            pin_memory: place batches in pinned memory.
-            arguments: others of DataLoader, for processes.
-
         Raises:
             DatasetError: a process cannot be started.
         """
         self._name = dataset_name
         self._said_full = False
         self._lost: str | None = None
-        if not num_workers:  # DataLoader would add a third to the time of a small batch
-            self._batches: Any = _loaded_here(dataset, sampler, pin_memory and torch.cuda.is_available())
-            return
         ends_with_parent = threading.current_thread() is threading.main_thread()
         loader: DataLoader = DataLoader(
-            dataset,
+            cast(Any, _ErrorsAsTexts(dataset)),
             sampler=sampler,
             batch_size=None,
             num_workers=num_workers,
@@ -82,7 +69,7 @@ class LoaderProcesses:
         )
         known = set(multiprocessing.active_children())
         try:
-            self._batches = iter(loader)
+            self._batches: Any = iter(loader)
         except (OSError, RuntimeError) as error:  # no memory, no room for a semaphore, too many processes or open files
             for frame, _ in traceback.walk_tb(error.__traceback__):
                 if isinstance(half_made := frame.f_locals.get("self"), _BaseDataLoaderIter):
@@ -140,7 +127,7 @@ class LoaderProcesses:
         """Name the lost loader process and the cause, in words; waits that many seconds for one to end."""
         deadline = time.monotonic() + wait
         while self._lost is None:
-            for process in getattr(self._batches, "_workers", []):
+            for process in self._batches._workers:
                 if process.exitcode:
                     self._lost = f"loader process {process.pid} {_ending(process.exitcode)}"
             if time.monotonic() >= deadline:
@@ -150,13 +137,10 @@ class LoaderProcesses:
 
     def close(self) -> None:
         """Stop the processes."""
-        shutdown = getattr(self._batches, "_shutdown_workers", None)
-        if shutdown is None:
-            return
         if self.lost():  # the others may wait for a lock that it held
             self._kill()
         # Apart, because it waits for a thread that may wait for a process which is no more.
-        thread = threading.Thread(target=shutdown, daemon=True)
+        thread = threading.Thread(target=self._batches._shutdown_workers, daemon=True)
         thread.start()
         thread.join(_PATIENCE)
         self._kill()
@@ -174,8 +158,6 @@ def shared_memory_shortage(
     """Report in one line that the batches loaded ahead do not fit in shared memory, if so.
 
     Args:
-        num_workers: of `[data]`.
-        ranks: training processes on this machine.
         free_bytes: of shared memory; None: what this machine has now.
     """
     if not num_workers or batch_bytes < _SMALL:
@@ -257,6 +239,19 @@ def _ending(exit_code: int) -> str:
 # ---------------------------------------------------------------------- in the loader processes
 
 
+class _ErrorsAsTexts:
+    """Reader that returns a DatasetError as its message: the loader would raise a copy with a traceback as its text."""
+
+    def __init__(self, reader: Any) -> None:
+        self._reader = reader
+
+    def __getitem__(self, item: Any) -> dict[str, Any] | str:
+        try:
+            return self._reader[item]
+        except DatasetError as error:
+            return str(error)
+
+
 class _ByPipe:
     """Tensor that is pickled with its values, and is a tensor again on arrival."""
 
@@ -291,15 +286,6 @@ def _is_shared(tensor: Tensor) -> bool:
     except RuntimeError:  # no room, no such folder, no more open files: the tensor is as it was
         return False
     return True
-
-
-def _loaded_here(dataset: Any, sampler: Iterable[Any], pin_memory: bool) -> Iterator[dict[str, Any] | str]:
-    """Load batches in this process, as they are asked for."""
-    for item in sampler:
-        batch = dataset[item]
-        if pin_memory and not isinstance(batch, str):
-            batch = {key: value.pin_memory() if isinstance(value, Tensor) else value for key, value in batch.items()}
-        yield batch
 
 
 def begin_worker(worker: int, ends_with_parent: bool = True) -> None:

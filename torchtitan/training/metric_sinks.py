@@ -81,7 +81,6 @@ class WandbRun:
         """
         Args:
             folder: of the run; `wandb_id` in it makes a resumed run the same one.
-            name, config: shown there.
         """
         import wandb
 

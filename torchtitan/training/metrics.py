@@ -141,7 +141,6 @@ class MetricsLog:
     ) -> None:  # fmt: skip
         """
         Args:
-            run_name, run_config: what Weights & Biases shows.
             steps_done: step that the run resumes from; later points are dropped.
             callbacks: called with every point, beside those of plugins.
         """

@@ -54,7 +54,6 @@ class Muon(torch.optim.Optimizer):
     Args:
         groups: parameter groups; all parameters are matrices, plain or sharded by rows.
         lr: learning rate of groups without one.
-        momentum: decay of the average gradient per step.
 
     Source: Liu et al., "Muon is Scalable for LLM Training", arXiv 2502.16982 (scale and decay).
     """
@@ -64,8 +63,7 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, skip: Tensor | None = None) -> None:  # type: ignore[override]  # a verdict instead of a closure
-        """Update every parameter that has a gradient; where `skip`, a bool scalar, is true, all stays as it is; collective.
-        """
+        """Update every parameter that has a gradient; where `skip`, a bool scalar, is true, all stays as it is; collective."""
         settings = {p: group for group in self.param_groups for p in group["params"] if p.grad is not None}
         ahead = partial(self._look_ahead, settings=settings, skip=skip)
         sharded = [parameter for parameter in settings if isinstance(parameter, DTensor)]
@@ -115,8 +113,7 @@ def _of_whole(parameters: list[Tensor], ahead: Callable[[Tensor], Tensor]) -> _D
 
 
 def _of_sharded(sharded: list[DTensor], ahead: Callable[[Tensor], Tensor]) -> _Directions:
-    """Divide matrices that are sharded by rows: each process receives all rows of one of a batch, and returns the results.
-    """
+    """Divide matrices that are sharded by rows: each process receives all rows of one of a batch, and returns the results."""
     if not sharded:
         return
     axis = next(axis for axis, placement in enumerate(sharded[0].placements) if placement.is_shard(0))

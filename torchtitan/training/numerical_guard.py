@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 # Adam squares every element in float32. From this norm on a square may be infinite: the parameter would never move again.
 LARGEST_NORM = math.sqrt(torch.finfo(torch.float32).max)
 
-# Images lie within [-1, 1] and latents within a few units of 0; values above are named.
+# Images lie within [-1, 1] and latents within a few units of 0; values above, and NaN, are named.
 LARGEST_VALUE = 1e3
 _MOST_NAMED = 20
 
@@ -46,11 +46,6 @@ def backward(loss: Tensor) -> None:
     all ranks find it in the gradient norm, without another collective.
     """
     loss.backward(loss.detach() * 0.0 + 1.0)
-
-
-def is_sane(value: float) -> bool:
-    """Check whether the largest absolute value of an image or latent is plausible; NaN is not."""
-    return value <= LARGEST_VALUE
 
 
 class NumericalGuard:
@@ -87,11 +82,12 @@ class NumericalGuard:
 
     def add_images(self, images: Tensor, indices: Tensor) -> None:
         """Add the images [B, ...] of one of a step's microbatches and their sample numbers [B]."""
-        self._largest.append(_largest_values(images.flatten(1)))
+        rows = images.flatten(1)
+        self._largest.append(torch.maximum(rows.amax(1), rows.amin(1).neg_()))  # NaN where there is one
         self._numbers.append(indices)
 
     def judge(self, samples: StepSamples, norm: Tensor, *others: Tensor) -> Tensor:
-        """Judge whether a step must be skipped, bool scalar on the device.
+        """Judge whether a step must be skipped, bool scalar on the device, after its last microbatch.
 
         Args:
             norm: of the network's reduced gradient before clipping, equal on all ranks. A loss that is not finite makes it
@@ -101,7 +97,10 @@ class NumericalGuard:
         self.settle()
         norms = torch.stack((norm, *others)).to(torch.float64)
         broken = ~(norms < LARGEST_NORM).all()
-        found, event = torch.cat((broken.to(torch.float64)[None], self._take_largest(norms), norms)), None
+        largest, place = torch.cat(self._largest).max(dim=0, keepdim=True)  # NaN counts as the largest
+        number = torch.cat(self._numbers).index_select(0, place)
+        self._largest, self._numbers = [], []
+        found, event = torch.cat((broken[None], largest, number, norms)), None  # float64
         if found.device.type == "cuda":
             found = found.to("cpu", non_blocking=True)
             event = torch.cuda.Event()
@@ -109,25 +108,15 @@ class NumericalGuard:
         self._pending = (samples, found, event)
         return broken
 
-    def _take_largest(self, like: Tensor) -> Tensor:
-        """Take the largest absolute value of this rank's images of the step, and the number of its sample; float64 [2]."""
-        if not self._largest:
-            return like.new_zeros(2)
-        value, place = torch.cat(self._largest).max(dim=0, keepdim=True)  # NaN counts as the largest
-        number = torch.cat(self._numbers).index_select(0, place)
-        self._largest, self._numbers = [], []
-        return torch.cat((value.to(like), number.to(like)))
-
     def settle(self) -> None:
         """Settle the verdict on the latest step; waits for the device."""
         if self._pending is None:
             return
-        samples, found, event = self._pending
-        self._pending = None
+        (samples, found, event), self._pending = self._pending, None
         if event is not None:
             event.synchronize()
         broken, largest, number, *norms = found.tolist()
-        if not is_sane(largest) and len(self._named) < _MOST_NAMED:
+        if not largest <= LARGEST_VALUE and len(self._named) < _MOST_NAMED:
             self._name_image(samples, largest, int(number))
         self.in_doubt = bool(broken)
         if not self.in_doubt:
@@ -183,13 +172,6 @@ class NumericalGuard:
         """Return plain numbers; waits for the device."""
         self.settle()
         return {"skipped": self.skipped, "rollbacks": self.rollbacks}
-
-
-def _largest_values(rows: Tensor) -> Tensor:
-    """Largest absolute value of each row [B, N], or NaN if there is one, [B]."""
-    if rows.device.type == "cpu":
-        return torch.maximum(rows.amax(1), rows.amin(1).neg_())  # a tenth of the norm's time, one kernel elsewhere
-    return torch.linalg.vector_norm(rows, math.inf, dim=1)
 
 
 def describe_image(number: int, image: int, largest: float) -> str:

@@ -54,15 +54,11 @@ class OptimizerSet:
             elif skip is None or not skip.item():
                 optimizer.step()
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Zero the gradients, or set them to None."""
-        for optimizer in self._optimizers:
-            if not set_to_none:
-                optimizer.zero_grad(set_to_none=False)
-                continue
-            for group in optimizer.param_groups:  # torch's own takes four times as long on the host
-                for parameter in group["params"]:
-                    parameter.grad = None
+    def zero_grad(self) -> None:
+        """Set the gradients to None."""
+        for group in self.param_groups:  # torch's own takes four times as long on the host
+            for parameter in group["params"]:
+                parameter.grad = None
 
 
 def build_optimizer(
@@ -75,7 +71,6 @@ def build_optimizer(
 
     Args:
         parameters: name -> parameter, plain or sharded.
-        blocks: modules whose matrices Muon takes.
         lr_scales: parameters in separate groups, not decayed, with these multiples of the learning rate unless
             `param_groups` says otherwise.
 
@@ -107,7 +102,11 @@ def update_rule(parameter: nn.Parameter, config: OptimizerConfig, in_block: bool
 def set_lr(optimizer: OptimizerSet, lr: float) -> None:
     """Set the learning rate of every parameter group to its multiple of `lr`."""
     for group in optimizer.param_groups:
-        _set_rate(group, lr * group["lr_scale"])
+        rate = lr * group["lr_scale"]
+        if isinstance(group["lr"], Tensor):  # what a compiled step reads
+            group["lr"].fill_(rate)
+        else:
+            group["lr"] = rate
 
 
 def optimizer_tensors(optimizer: OptimizerSet, parameters: dict[str, nn.Parameter]) -> dict[str, Tensor]:
@@ -122,13 +121,6 @@ def optimizer_tensors(optimizer: OptimizerSet, parameters: dict[str, nn.Paramete
         for key, value in states.get(parameter, {}).items()
         for part_name, part in state_parts(key, value)
     }
-
-
-def _set_rate(group: dict[str, Any], rate: float) -> None:
-    if isinstance(group["lr"], Tensor):  # what a compiled step reads
-        group["lr"].fill_(rate)
-    else:
-        group["lr"] = rate
 
 
 def _group_settings(

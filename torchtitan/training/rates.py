@@ -22,7 +22,6 @@ class Rates:
             data: counts images by shape, and seconds of waiting for them.
             flops_of: shape (C, H, W) of an image -> floating-point operations of its forward and backward.
             tokens_of: shape -> tokens of the network.
-            world_size: devices that share the images.
             peak_tflops: of one device for the products' kind, in TFLOP/s, for the MFU; None: unknown, and no MFU is given.
         """
         self._data = data

@@ -33,7 +33,6 @@ class SampleOrder:
     ) -> None:  # fmt: skip
         """
         Args:
-            seed, attempt: determine the order.
             blocks: number of images in each run of neighbours that is read as one, int64 [K], together `num_images`;
                 None: all images cost the same.
             blocks_at_a_time: blocks of a window; the last window of an epoch may have fewer.
@@ -46,11 +45,6 @@ class SampleOrder:
         self._blocks_at_a_time = blocks_at_a_time
         self._stream = stream
         self._epochs: dict[int, _Places] = {}
-
-    @staticmethod
-    def of(dataset: Dataset, seed: int, attempt: int) -> "SampleOrder":
-        """Order of a dataset, with its `blocks` if it has any."""
-        return SampleOrder(len(dataset), seed, attempt, dataset.blocks, dataset.blocks_at_a_time)
 
     def indices(self, samples: np.ndarray) -> np.ndarray:
         """Return the image index of each sample number, int64 [B]."""
@@ -100,9 +94,7 @@ class _ComputedEpoch:
     ) -> None:
         """
         Args:
-            blocks: images in each, int64 [K].
             order: of the blocks in this epoch, int64 [K].
-            blocks_at_a_time: blocks of a window.
             keys_of: keys of a window's permutation, by its number.
         """
         self._firsts = (np.cumsum(blocks) - blocks)[order]  # image with which each block begins, in this epoch's order
@@ -140,7 +132,6 @@ class BucketOrder:
         """
         Args:
             buckets: images in each bucket, int64 [K], some perhaps 0; images are numbered bucket by bucket.
-            seed, attempt: determine the order.
             global_batch_size: G, images of one bucket in a row.
             blocks, blocks_at_a_time: as of SampleOrder; each bucket has its share of a window.
         """
@@ -194,11 +185,10 @@ def sample_order(dataset: Dataset, seed: int, attempt: int, global_batch_size: i
     """Order of a dataset by its `buckets` and `blocks`, if it has any.
 
     Args:
-        seed, attempt: determine the order.
         global_batch_size: images of one step; without buckets it does not change the order.
     """
     if dataset.buckets is None:
-        return SampleOrder.of(dataset, seed, attempt)
+        return SampleOrder(len(dataset), seed, attempt, dataset.blocks, dataset.blocks_at_a_time)
     return BucketOrder(dataset.buckets, seed, attempt, global_batch_size, dataset.blocks, dataset.blocks_at_a_time)
 
 

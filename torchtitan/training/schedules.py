@@ -79,16 +79,13 @@ class _Place(NamedTuple):
 
 def _place(config: LRSchedulerConfig, step: int, total_steps: int, images_per_step: int) -> _Place:
     if config.unit == "steps":
-        return _Place(step - 1, step, _cut(config.warmup_steps, total_steps), config.reference_steps, total_steps)
-    images, epoch = (step - 1) * images_per_step, config.epoch_images
+        warmup = config.warmup_steps if config.warmup_steps <= total_steps else total_steps // 10
+        return _Place(step - 1, step, warmup, config.reference_steps, total_steps)
+    images, total, epoch = (step - 1) * images_per_step, total_steps * images_per_step, config.epoch_images
     if epoch:
         images -= images % epoch
-    total = total_steps * images_per_step
-    return _Place(images, images + epoch, _cut(config.warmup_images, total), config.reference_images, total, epoch > 0)
-
-
-def _cut(warmup: int, total: int) -> int:
-    return warmup if warmup <= total else total // 10
+    warmup = config.warmup_images if config.warmup_images <= total else total // 10
+    return _Place(images, images + epoch, warmup, config.reference_images, total, epoch > 0)
 
 
 _MOST_DOUBLINGS = 20  # a million times the first batch
@@ -99,7 +96,6 @@ def ramp_factor(doublings: Sequence[int], images: int) -> int:
 
     Args:
         doublings: numbers of images after which the batch doubles, rising.
-        images: trained before the step.
     """
     return 2 ** bisect_right(doublings, images)
 
@@ -108,7 +104,6 @@ def ramp_steps(doublings: Sequence[int], batch_size: int, steps: int) -> Counter
     """Number of optimizer steps of a ramp by multiple of the first batch size; the last step has the images that are left.
 
     Args:
-        batch_size: the first global batch size.
         steps: of the first batch size, of the whole run.
     """
     counts: Counter[int] = Counter()
@@ -123,20 +118,12 @@ def ramp_steps(doublings: Sequence[int], batch_size: int, steps: int) -> Counter
 
 
 def largest_growth(config: Any) -> int:
-    """Largest multiple of the first global batch size that a step may come to have; 1 where the batch does not grow.
-
-    Args:
-        config: a JobConfig, or a view of one.
-    """
+    """Largest multiple of the first global batch size that a step may come to have; 1 where the batch does not grow."""
     return 2 ** len(config.training.double_batch_after)
 
 
 def completed(interval: int, before: int, after: int) -> bool:
-    """Whether an interval ends within a step, or between two.
-
-    Args:
-        interval, before, after: in steps of the first batch size.
-    """
+    """Whether an interval ends within a step, or between two."""
     return after // interval > before // interval
 
 

@@ -42,7 +42,6 @@ def new_network(config: JobConfig, info: DatasetInfo, device: torch.device, init
     """Network without adapters, drawn or read; the same on any layout.
 
     Args:
-        device: of the network, which it is on whole.
         initial_weights: file that fills it; none: it is drawn from the run's seed, for adapters without zero gains and matrices.
 
     Raises:

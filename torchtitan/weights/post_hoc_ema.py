@@ -218,17 +218,13 @@ def write_weights(found: Reconstruction, output: Path, run: Path, overwrite: boo
     """Write a reconstruction to a safetensors file of the model's weights. Raises SnapshotError, WeightsError."""
     last = found.stored.last
     metadata = {
-        "layout": "safetensors",
-        "run": run.resolve().name,
-        "weights": f"{run.resolve().name}, step {last.step}, std={found.std:g}",
-        "step": str(last.step),
-        "images": str(last.images),
-        "std": repr(found.std),
-        "tracks": ", ".join(found.stored.tracks),
-        "snapshots": str(len(found.stored.snapshots)),
+        "layout": "safetensors", "run": run.resolve().name,
+        "weights": f"{run.resolve().name}, step {last.step}, std={found.std:g}", "step": str(last.step),
+        "images": str(last.images), "std": repr(found.std),
+        "tracks": ", ".join(found.stored.tracks), "snapshots": str(len(found.stored.snapshots)),
         "profile_error": repr(found.combination.error),
         "sum_of_coefficient_magnitudes": repr(found.combination.magnitude),
-    }
+    }  # fmt: skip
     with written_whole(output, overwrite) as path:
         write_tensors(path, found.shapes, (tensor for _, tensor in found.tensors()), metadata)
 

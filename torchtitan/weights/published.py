@@ -103,7 +103,6 @@ def write_weights(
     """Write weights in a layout, with a header that says how they are sampled.
 
     Args:
-        output: file; folder for diffusers.
         approximate: accept that the layout's network computes another sinusoid of the timestep.
         vae: folder of the AutoencoderKL for a pipeline; None: the autoencoder of the training.
 
@@ -219,7 +218,6 @@ def _check_constants(
     Args:
         wanted: constants of the published network by key of the configuration.
         header: of weights that this program wrote, with their constants.
-        latents: published shift and scale.
     """
     config = record.config
     if header is not None:

@@ -47,7 +47,6 @@ class CosmosLatentDecoder:
         Args:
             path, autoencoder, dtype, tile, overlap: as in `build_autoencoder`.
             device: where to compute; None is the GPU where there is one.
-            batch_size: latents at a time.
 
         Raises:
             AutoencoderError: the autoencoder cannot be opened, or tile and overlap do not suit it.

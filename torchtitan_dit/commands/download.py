@@ -56,8 +56,6 @@ class HubPiece:
     """Files of one repository on the Hugging Face hub.
 
     Attributes:
-        repository: owner/name.
-        what: description with size.
         revision: the commit that is fetched; "main" is the newest.
         sha256: of files with known content; the hub must agree.
     """
@@ -126,7 +124,6 @@ class WebPiece:
     """File of weights on the web, of known content.
 
     Attributes:
-        weights: address, size and SHA-256.
         open_url: opens a request, as urllib's urlopen.
     """
 

@@ -8,13 +8,15 @@ import argparse
 import json
 import sys
 
-from torchtitan.config.job import ConfigError, load_config
+from torchtitan.config.job import ConfigError, JobConfig, load_config
 from torchtitan.estimate.absent_data import without_data
 from torchtitan.estimate.devices import DEVICES, Device
+from torchtitan.estimate.measured import measured_shares
 from torchtitan.estimate.memory import estimate_memory, model_on_meta
 from torchtitan.estimate.report import as_record, as_text
 from torchtitan.estimate.roofline import Efficiency, estimate_step_time
 from torchtitan.processes.command_line import OneLineParser, at_least, positive, refusing
+from torchtitan.training.utilisation import products_of
 
 
 @refusing(ConfigError)
@@ -31,7 +33,7 @@ def main(words: list[str] | None = None) -> int:
             " float8.enable to false)", file=sys.stderr,
         )  # fmt: skip
         return 2
-    efficiency = Efficiency(arguments.compute, arguments.bandwidth, arguments.link, arguments.overlap)
+    efficiency = _efficiency(arguments, config)
     model, memory = model_on_meta(config), estimate_memory(config, arguments.world_size, on_gpu)
     time = estimate_step_time(config, model, memory, arguments.device, efficiency)
     if arguments.json:
@@ -53,8 +55,9 @@ def parse_arguments(words: list[str] | None) -> tuple[argparse.Namespace, list[s
     add("--memory-bandwidth", type=positive, metavar="GB_PER_S", help="of the memory")
     add("--node-bandwidth", type=positive, metavar="GB_PER_S", help="between processes of a node; 8 are one")
     add("--network-bandwidth", type=positive, metavar="GB_PER_S", help="between nodes, per process")
-    add("--compute", type=_share, default=known.compute, help=f"share of the compute peak (default: {known.compute})")
-    add("--bandwidth", type=_share, default=known.memory, help=f"share of the memory's (default: {known.memory})")
+    of_visit = "what benchmarks/gpu_day.sh measured, else"
+    add("--compute", type=_share, help=f"share of the compute peak (default: {of_visit} {known.compute})")
+    add("--bandwidth", type=_share, help=f"share of the memory's (default: {of_visit} {known.memory})")
     add("--link", type=_share, default=known.link, help=f"share of the links' (default: {known.link})")
     add("--overlap", type=_share, default=known.overlap,
         help=f"share of communication hidden behind compute (default: {known.overlap})")
@@ -62,6 +65,16 @@ def parse_arguments(words: list[str] | None) -> tuple[argparse.Namespace, list[s
     arguments, overrides = parser.parse_known_args(words)
     arguments.device = _device(parser, arguments)
     return arguments, overrides
+
+
+def _efficiency(arguments: argparse.Namespace, config: JobConfig) -> Efficiency:
+    """Shares of the command line; else measured ones where the device was visited, or assumed."""
+    given = {"compute": arguments.compute, "memory": arguments.bandwidth}
+    of_visit = measured_shares(arguments.device, products_of(vars(config.training)))
+    measured = {name: found for name, found in of_visit.items() if given[name] is None}
+    shares = {name: share for name, (share, _) in measured.items()} | {name: share for name, share in given.items() if share}
+    places = {name: place for name, (_, place) in measured.items()}
+    return Efficiency(**shares, link=arguments.link, overlap=arguments.overlap, measured=places)
 
 
 def _device(parser: OneLineParser, arguments: argparse.Namespace) -> Device:

@@ -56,13 +56,7 @@ class LearningTimesteps(AllocatedTimesteps):
         return t, importance if self.keeps_objective else torch.ones_like(importance)
 
     def observe(self, batch: GlobalBatch, indices: Tensor, t: Tensor, loss: Tensor) -> None:
-        """Observe the losses of a microbatch.
-
-        Args:
-            batch, indices: as given to `sample`.
-            t: timesteps drawn for them, [B].
-            loss: what is minimised, with its importance, [B].
-        """
+        """Observe the losses of a microbatch."""
         if self._seen is None:
             self._move(loss.device)
             self._seen = torch.zeros(2, batch.size, dtype=torch.float64, device=loss.device)

@@ -71,8 +71,7 @@ class TimestepSampler:
         if drawn is None:
             drawn = philox.uniform_bits(self.seed, self.draws(batch, indices), batch.attempt)
         if self.spread == "none":
-            (places,) = drawn
-            return philox.middles(places)
+            return philox.middles(drawn[0])
         common = self.spread == "low_discrepancy"
         places, order = drawn
         strata = _ranks(order).index_select(0, indices - batch.first_sample)

@@ -65,7 +65,6 @@ class AllocatedTimesteps(TimestepSampler):
     def __init__(self, density: Density, seed: int, spread: str = "none", *, edges: Tensor) -> None:
         """
         Args:
-            seed, spread: as in TimestepSampler.
             edges: inner edges in t, [K - 1]; equal ones enclose an empty bin.
 
         Raises:
@@ -175,7 +174,6 @@ def bin_means(density: Density, edges: Tensor, function: Callable[[Tensor], Tens
     """Mean of a function of t over each bin under a density, float64 [K]; NaN in an empty bin.
 
     Args:
-        edges: as in `bin_masses`.
         function: of timesteps, float32 [N] to [N]; a loss multiplier, for one.
         points: quantiles per bin, at the middles of equal parts.
     """

@@ -26,9 +26,6 @@ def write_slot_edges(path: Path, edges: Sequence[float], unit: str) -> None:
 def read_slot_edges(path: Path, unit: str) -> list[float]:
     """Read the edges of a file.
 
-    Args:
-        unit: required, "index" or "t".
-
     Raises:
         ValueError: it cannot be read, is no such file, or has edges in another unit; a line that says so.
     """
@@ -59,7 +56,6 @@ def slot_positions(edges: Sequence[float], path: NoisePath, base: SmoothDensity)
 
     Args:
         edges: rising from 0 to 1 in t, or to T in indices, where they are whole numbers on a discrete path.
-        base: uniform on it.
 
     Raises:
         ValueError: the edges are otherwise.

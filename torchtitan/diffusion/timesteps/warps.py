@@ -243,7 +243,6 @@ def speed_warp(path: IndexedPath, base: SmoothDensity, ratio: float) -> Steps:
     P = k / (T + tau (k - 1)) below tau and 1 / (T + tau (k - 1)) beyond, with k = ratio.
 
     Args:
-        base: uniform over its indices.
         ratio: k > 0.
 
     Raises:

@@ -24,7 +24,6 @@ class Job:
     Attributes:
         run: function that another process can unpickle; called with `devices` (numbers of the CUDA devices to use, None for
             all) and `stop` (ends the run: it raises Stopped).
-        gpus: CUDA devices to ask for.
         limit_s: seconds after which the machine is given back.
     """
 

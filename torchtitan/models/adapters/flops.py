@@ -26,8 +26,6 @@ def training_flops(model: DiffusionModel, image_shape: tuple[int, int, int], unt
     computed: at most a thousandth of the total in Flux.
 
     Args:
-        model: with or without adapters, on any device.
-        image_shape: (C, H, W).
         untrained_forwards: forwards without backward, as `Objective.untrained_forwards` of the run.
     """
     layers = {name: model.get_submodule(name) for name in model.applications(image_shape)}

@@ -38,7 +38,6 @@ def join(parts: Sequence[LowRankWeights | None], rows: Sequence[int]) -> LowRank
 
     Args:
         parts: update of each part, None where it has none; at least one has. Smaller ranks are filled up with zeros.
-        rows: of each part, in order.
 
     Returns:
         of the parts' rank where they have one A and one scale in common, as those of `cut`; else of the sum of ranks.

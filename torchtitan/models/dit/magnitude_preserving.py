@@ -38,10 +38,10 @@ class MagnitudePreservingDiT(PatchTransformer):
         self.layers = nn.ModuleList(Block(config) for _ in range(config.num_layers))
         self.output = OutputLayer(config.dim, self.out_channels * config.patch_size**2)
 
-    def transform(self, patches: Tensor, t: Tensor, condition: Condition) -> Tensor:
+    def transform(self, patches: Tensor, position: Tensor | None, t: Tensor, condition: Condition) -> Tensor:
         patches = patches.to(self.patch_embed.weight.dtype)
         x = self.patch_embed(torch.cat((patches, torch.ones_like(patches[..., :1])), dim=-1))  # [B, T, D]
-        if (position := self.own_position()) is not None:
+        if position is not None:
             # Sines and cosines have a mean square of 1/2.
             x = mp_sum(x, (math.sqrt(2.0) * position).to(x.dtype), _POSITION)
         c = self._embed_conditions(t, condition)  # [B, D]

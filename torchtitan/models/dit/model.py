@@ -18,6 +18,7 @@ from torchtitan.models.layers import (
     SINUSOID_CHANNELS,
     LayerNorm,
     RMSNorm,
+    VectorEmbedding,
     check_inputs,
     modulate,
     patchify,
@@ -35,7 +36,6 @@ class PatchTransformer(DiffusionModel):
 
     Args:
         config: a row of FLAVORS, or any other choice of its fields.
-        image_shape: (C, H, W) of the input.
         condition_kind: K classes or nothing; the class K is the null class: whoever calls the model passes it where a
             label is dropped.
 
@@ -73,11 +73,11 @@ class PatchTransformer(DiffusionModel):
 
     def forward(self, x: Tensor, t: Tensor, condition: Condition = None) -> Tensor:
         check_inputs(self, x, condition)
-        x = patchify(x, self.config.patch_size)  # [B, T, C p p]
+        x, position = patchify(x, self.config.patch_size), self.position  # [B, T, C p p], [T, D]
         exchange = self._exchange if self.training else None
         if exchange is not None:
-            x = exchange.split(x)
-        x = self.transform(x, t, condition)  # [B, T, C_out p p]
+            x, position = exchange.split(x), None if position is None else exchange.split(position[None])[0]
+        x = self.transform(x, position, t, condition)  # [B, T, C_out p p]
         if exchange is not None:
             x = exchange.gather(x)
         x = unpatchify(x, self.grid, self.config.patch_size)  # [B, C_out, H, W]
@@ -88,14 +88,13 @@ class PatchTransformer(DiffusionModel):
         for block in self.layers:
             cast(Any, block).attention.exchange = exchange
 
-    def own_position(self) -> Tensor | None:
-        """Rows of the table that is added to the tokens, of those that this process has; None if there is no table."""
-        if self.position is None or self._exchange is None or not self.training:
-            return self.position
-        return self._exchange.split(self.position[None])[0]
+    def transform(self, patches: Tensor, position: Tensor | None, t: Tensor, condition: Condition) -> Tensor:
+        """Apply the network to patches [B, T, C p p] of images, [B, T, C_out p p].
 
-    def transform(self, patches: Tensor, t: Tensor, condition: Condition) -> Tensor:
-        """Apply the network to patches [B, T, C p p] of images, [B, T, C_out p p]; t and condition as of `forward`."""
+        Args:
+            position: rows of the table that is added to these tokens [T, D]; None if there is no table.
+            t, condition: as of `forward`.
+        """
         raise NotImplementedError
 
     def init_buffers(self) -> None:
@@ -141,18 +140,19 @@ class DiT(PatchTransformer):
         if config.embedding_per_block:
             self.layers = nn.ModuleList(EmbeddingBlock(config, num_labels) for _ in range(config.num_layers))
         else:
-            self.time_embed = TimestepEmbedding(config)
+            self.time_embed = VectorEmbedding(SINUSOID_CHANNELS, config.dim)
             self.label_embed = nn.Embedding(num_labels, config.dim) if num_labels else None
             self.layers = nn.ModuleList(Block(config) for _ in range(config.num_layers))
         self.output = OutputLayer(config, self.out_channels * config.patch_size**2)
 
-    def transform(self, patches: Tensor, t: Tensor, condition: Condition) -> Tensor:
+    def transform(self, patches: Tensor, position: Tensor | None, t: Tensor, condition: Condition) -> Tensor:
         x = self.patch_embed(patches.to(self.patch_embed.weight.dtype))  # [B, T, D]
-        if (position := self.own_position()) is not None:
+        if position is not None:
             x = x + position.to(x.dtype)
+        sinusoid = timestep_sinusoid(t, SINUSOID_CHANNELS, reach_lowest=self.config.timestep_frequencies == "diffusers")
         if self.config.embedding_per_block:
-            return self.output(*self._embedding_blocks(x, t, condition))
-        c = self.time_embed(t)  # [B, D]
+            return self.output(*self._embedding_blocks(x, sinusoid, condition))
+        c = self.time_embed(sinusoid)  # [B, D]
         if self.label_embed is not None:
             c = c + self.label_embed(condition)
         c = F.silu(c)
@@ -160,10 +160,8 @@ class DiT(PatchTransformer):
             x = block(x, c, self.rotary)  # [B, T, D]
         return self.output(x, c)
 
-    def _embedding_blocks(self, x: Tensor, t: Tensor, condition: Condition) -> tuple[Tensor, Tensor]:
+    def _embedding_blocks(self, x: Tensor, sinusoid: Tensor, condition: Condition) -> tuple[Tensor, Tensor]:
         """Apply blocks with separate embeddings; return tokens [B, T, D] and the first block's conditioning vector [B, D]."""
-        diffusers = self.config.timestep_frequencies == "diffusers"
-        sinusoid = timestep_sinusoid(t, SINUSOID_CHANNELS, reach_lowest=diffusers)
         vectors = []
         for block in self.layers:
             x, c = block(x, sinusoid, condition, self.rotary)  # [B, T, D], [B, D]
@@ -220,8 +218,8 @@ def problems(config: DiTConfig, image_shape: tuple[int, int, int]) -> list[str]:
     return found
 
 
-class _AdaLNLayers(nn.Module):
-    """Layers of a transformer block: their shift, scale and gate come from a conditioning vector (adaLN-Zero)."""
+class Block(nn.Module):
+    """Transformer block of which shifts, scales and gates come from a conditioning vector (adaLN-Zero)."""
 
     def __init__(self, config: DiTConfig) -> None:
         super().__init__()
@@ -231,7 +229,8 @@ class _AdaLNLayers(nn.Module):
         self.mlp = MLPS[config.mlp](config.dim, config.mlp_hidden_dim)
         self.modulation = nn.Linear(config.dim, 6 * config.dim)
 
-    def _apply_layers(self, x: Tensor, c: Tensor, rotary: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, c: Tensor, rotary: Tensor | None) -> Tensor:
+        """Apply the block. x: tokens [B, T, D]; c: conditioning vector [B, D]; rotary: table [2, T, D / N / 2] or None."""
         modulation = self.modulation(c)[:, None].chunk(6, dim=-1)  # six of [B, 1, D]
         attention_shift, attention_scale, attention_gate, mlp_shift, mlp_scale, mlp_gate = modulation
         h = modulate(self.attention_norm(x), attention_shift, attention_scale)
@@ -240,15 +239,7 @@ class _AdaLNLayers(nn.Module):
         return torch.addcmul(x, mlp_gate, self.mlp(h))  # [B, T, D]
 
 
-class Block(_AdaLNLayers):
-    """Transformer block that is given its conditioning vector."""
-
-    def forward(self, x: Tensor, c: Tensor, rotary: Tensor | None) -> Tensor:
-        """Apply the block. x: tokens [B, T, D]; c: conditioning vector [B, D]; rotary: table [2, T, D / N / 2] or None."""
-        return self._apply_layers(x, c, rotary)
-
-
-class EmbeddingBlock(_AdaLNLayers):
+class EmbeddingBlock(Block):
     """Transformer block that embeds timestep and class itself.
 
     Source: `DiTTransformer2DModel` of diffusers. The output layer there uses the first block's embedding.
@@ -257,18 +248,13 @@ class EmbeddingBlock(_AdaLNLayers):
     def __init__(self, config: DiTConfig, num_labels: int) -> None:
         """num_labels: rows of the class table, the null class's included; 0: there are no classes."""
         super().__init__(config)
-        self.time_embed = SinusoidEmbedding(config)
+        self.time_embed = VectorEmbedding(SINUSOID_CHANNELS, config.dim)
         self.label_embed = nn.Embedding(num_labels, config.dim) if num_labels else None
 
-    def forward(
+    def forward(  # type: ignore[override]  # makes the conditioning vector instead of taking it
         self, x: Tensor, sinusoid: Tensor, condition: Tensor | None, rotary: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """Apply the block.
-
-        Args:
-            x: tokens [B, T, D].
-            sinusoid: of the timestep, float32 [B, 256].
-            condition: classes [B], or None.
 
         Returns:
             tokens [B, T, D], and the block's conditioning vector [B, D].
@@ -277,7 +263,7 @@ class EmbeddingBlock(_AdaLNLayers):
         if self.label_embed is not None:
             c = c + self.label_embed(condition)
         c = F.silu(c)
-        return self._apply_layers(x, c, rotary), c
+        return super().forward(x, c, rotary), c
 
 
 class OutputLayer(nn.Module):
@@ -347,32 +333,6 @@ class SwiGLU(nn.Module):
 
 
 MLPS = {"gelu": GeluMLP, "swiglu": SwiGLU}
-
-
-class SinusoidEmbedding(nn.Module):
-    """Linear, SiLU, linear of the timestep's sinusoid [B, 256]."""
-
-    def __init__(self, config: DiTConfig) -> None:
-        super().__init__()
-        self.hidden = nn.Linear(SINUSOID_CHANNELS, config.dim)
-        self.out = nn.Linear(config.dim, config.dim)
-
-    def forward(self, sinusoid: Tensor) -> Tensor:
-        return self.out(F.silu(self.hidden(sinusoid.to(self.hidden.weight.dtype))))  # [B, D]
-
-
-class TimestepEmbedding(SinusoidEmbedding):
-    """Sinusoid of the timestep, linear, SiLU, linear."""
-
-    def __init__(self, config: DiTConfig) -> None:
-        super().__init__(config)
-        self.reach_lowest = config.timestep_frequencies == "diffusers"
-
-    def forward(self, t: Tensor) -> Tensor:
-        return super().forward(timestep_sinusoid(t, SINUSOID_CHANNELS, reach_lowest=self.reach_lowest))
-
-
-
 
 
 def sincos_table(dim: int, grid: tuple[int, int]) -> Tensor:

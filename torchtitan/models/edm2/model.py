@@ -42,7 +42,6 @@ class EDM2UNet(DiffusionModel):
 
     Args:
         config: a row of FLAVORS, or any other choice of its fields.
-        image_shape: (C, H, W) of the input.
         condition_kind: K classes or nothing; class K is the null class, the zero vector.
 
     Raises:

@@ -172,12 +172,7 @@ LAYOUTS: dict[str, PublishedLayout] = {
 
 
 def published_linears(model: Flux, layout: str) -> dict[str, Target]:
-    """Linears of a published layout by name, in its order of the network: the rows of this model's linears that they are.
-
-    Args:
-        model: on any device, with or without adapters.
-        layout: key of LAYOUTS.
-    """
+    """Linears of a published layout by name, in its order of the network: the rows of this model's linears that they are."""
     found = {}
     for name, pieces in MODULES[layout](model.config).items():
         if name.endswith("_norm") or (name.startswith("guidance_embed") and model.guidance_embed is None):

@@ -102,17 +102,6 @@ class OutputLayer(nn.Module):
         return self.linear(modulate(self.norm(x), shift, scale))  # [B, T, C_out p p]
 
 
-class VectorEmbedding(nn.Module):
-    """Linear, SiLU, linear, of one vector per image."""
-
-    def __init__(self, channels: int, dim: int) -> None:
-        super().__init__()
-        self.hidden = nn.Linear(channels, dim)
-        self.out = nn.Linear(dim, dim)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.out(F.silu(self.hidden(x.to(self.hidden.weight.dtype))))  # [B, D]
-
 
 def attend(q: Tensor, k: Tensor, v: Tensor, rotary: Tensor) -> Tensor:
     """Attend to all tokens: queries and keys [B, N, L + T, D / N], rotated, to values; [B, L + T, D]."""

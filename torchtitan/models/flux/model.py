@@ -13,8 +13,15 @@ from torch import Tensor, nn
 from torchtitan.conditions import POOLED, TEXT, Condition, ConditionKind
 from torchtitan.models.base import DiffusionModel, LinearRole, ProbePoint
 from torchtitan.models.flux.config import FluxConfig
-from torchtitan.models.flux.layers import DoubleBlock, OutputLayer, SingleBlock, VectorEmbedding, rotary_table
-from torchtitan.models.layers import SINUSOID_CHANNELS, RMSNorm, patchify, timestep_sinusoid, unpatchify
+from torchtitan.models.flux.layers import DoubleBlock, OutputLayer, SingleBlock, rotary_table
+from torchtitan.models.layers import (
+    SINUSOID_CHANNELS,
+    RMSNorm,
+    VectorEmbedding,
+    patchify,
+    timestep_sinusoid,
+    unpatchify,
+)
 
 _VECTOR = ("time_embed", "pooled_embed", "guidance_embed")
 

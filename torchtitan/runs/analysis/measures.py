@@ -13,7 +13,6 @@ class Metric:
     """Metric of the tables.
 
     Attributes:
-        name: column, with its unit.
         tags: in metrics.jsonl, the first logged one counts.
     """
 

@@ -1,0 +1,37 @@
+"""Shares of a device's peaks that a visit to such a device measured; benchmarks/gpu_day.sh writes them."""
+
+import json
+from pathlib import Path
+
+from torchtitan.estimate.devices import Device
+from torchtitan.training.hardware import named_peak_tflops
+from torchtitan.training.utilisation import Products
+
+# Of the checkout: device's name -> stage -> row -> values. An installed package has none.
+RESULTS = Path(__file__).resolve().parent.parent.parent / "benchmarks" / "results" / "gpu_day.json"
+
+
+def measured_shares(device: Device, products: Products | None) -> dict[str, tuple[float, str]]:
+    """Measured shares, by `Efficiency`'s names: each with device and date; none where no such device was visited.
+
+    The share of compute is the MFU of whole train steps of DiT-XL/2 in bfloat16, compiled, and holds for such products alone;
+    that of memory is the rate of a copy.
+    """
+    results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    found = {}
+    for name, stages in results.items():
+        if not _is(name, device):
+            continue
+        mfu = stages.get("XL/2 compiled", {}).get("XL/2 compiled", {}).get("mfu_percent")
+        copy = stages.get("ceilings", {}).get("copy", {}).get("TB_per_s")
+        if mfu and products == "bfloat16":
+            found["compute"] = mfu / 100, f"measured, {name}, {stages['XL/2 compiled']['machine']['date']}"
+        if copy:
+            found["memory"] = 1000 * copy / device.memory_gb_per_s, f"measured, {name}, {stages['ceilings']['machine']['date']}"
+    return found
+
+
+def _is(name: str, device: Device) -> bool:
+    """Whether a driver's name is that of a device of the table: "NVIDIA H100 PCIe" is another than H100."""
+    same_words = all(word in name for word in device.name.split("-"))
+    return same_words and named_peak_tflops(name, "bfloat16") == device.tflops_bf16
