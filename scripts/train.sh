@@ -33,7 +33,7 @@ done
 config=$root/train_configs/digits.toml
 if [ $# -gt 0 ] && [[ $1 != --* ]]; then
     config=$(cd "$(dirname "$1")" 2>/dev/null && pwd)/$(basename "$1")
-    [ -e "$config" ] || config=$1
+    [ -f "$config" ] || config=$1
     shift
 fi
 arguments=()
