@@ -5,7 +5,7 @@
 #   1        does it run: numbers against the CPU, every feature, interrupt and resume, two ranks
 #   2        is it fast: train steps of S, B, XL and 7B, the device's ceilings
 #   3        what it costs: others' networks, noise scale, kernels, sampling, checkpoints, loader
-#   page     merge the results in FOLDER into benchmarks/results/gpu_day.json, and write docs/gpu.md
+#   page     merge the results in FOLDER into benchmarks/results/gpu_day.json, and write its part of docs/speed.md
 # Each call ends within LIMIT seconds (460) whatever fails; results are in $OUT. STAGES="parity,two ranks" runs only these,
 # PYTHON=... takes another Python, DEVICE=cpu is a dry run without a GPU.
 set -euo pipefail

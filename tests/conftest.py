@@ -8,41 +8,50 @@ from pathlib import Path
 import pytest
 import setuptools  # noqa: F401  inductor imports it, which fails once the standard library's distutils is there
 
+gc.disable()  # until all is imported, see below
+
 ROOT = Path(__file__).resolve().parent.parent
 # Longest first, on two cores: were one of them begun last, the other core would have nothing left to do.
 LONGEST = (
     "tests/distributed/test_layouts.py",
     "tests/distributed/test_lora_layouts.py",
-    "tests/distributed/test_gns_layouts.py",
     "tests/end_to_end/test_gns.py",
+    "tests/distributed/test_gns_layouts.py",
     "tests/end_to_end/test_launchers.py",
     "tests/end_to_end/test_resume.py",
+    "tests/end_to_end/test_flux_pipeline.py",
     "tests/unit/test_estimate.py",
-    "tests/end_to_end/test_installed.py",
-    "tests/end_to_end/test_sweep_process.py",
-    "tests/distributed/test_numerical_guard.py",
-    "tests/research/test_critical_batch_command.py",
-    "tests/end_to_end/test_sweep.py",
-    "tests/distributed/test_rank_gradients.py",
-    "tests/end_to_end/test_lost_rank.py",
-    "tests/end_to_end/test_autotune.py",
-    "tests/research/test_curve_studies.py",
+    "tests/end_to_end/test_presets.py",
     "tests/distributed/test_flux_layouts.py",
-    "tests/research/test_grid_studies.py",
+    "tests/unit/test_gpu_day.py",
+    "tests/end_to_end/test_documented_commands.py",
+    "tests/distributed/test_numerical_guard.py",
+    "tests/end_to_end/test_installed.py",
+    "tests/end_to_end/test_sweep.py",
+    "tests/end_to_end/test_lost_rank.py",
+    "tests/distributed/test_rank_gradients.py",
+    "tests/end_to_end/test_autotune.py",
+    "tests/unit/test_float8.py",
+    "tests/end_to_end/test_python_api.py",
+    "tests/unit/test_gns_taps.py",
     "tests/distributed/test_context_parallel.py",
     "tests/distributed/test_normalized_weights.py",
-    "tests/end_to_end/test_python_api.py",
-    "tests/distributed/test_absurd_values.py",
-    "tests/distributed/test_objective_state.py",
+    "tests/end_to_end/test_sweep_process.py",
     "tests/faults/test_outputs.py",
-    "tests/end_to_end/test_presets.py",
+    "tests/distributed/test_ema_and_optimizers.py",
+    "tests/distributed/test_edm2_layouts.py",
+    "tests/unit/test_bucket_training.py",
+    "tests/distributed/test_objective_state.py",
+    "tests/distributed/test_absurd_values.py",
     "tests/distributed/test_shard_drawing.py",
+    "tests/distributed/test_estimate.py",
     "tests/distributed/test_bucket_layouts.py",
+    "tests/faults/test_disks.py",
+    "tests/research/test_critical_batch_command.py",
+    "tests/research/test_curve_studies.py",
+    "tests/research/test_grid_studies.py",
     "tests/research/test_gns_studies.py",
     "tests/research/test_linear_probe_study.py",
-    "tests/distributed/test_edm2_layouts.py",
-    "tests/faults/test_kills.py",
-    "tests/unit/test_activation_checkpoint.py",
 )
 assert all((ROOT / name).exists() for name in LONGEST), "a file of LONGEST has another name now"
 
@@ -73,3 +82,4 @@ def _with_all_packages(report):
 def pytest_collection_finish():
     # Garbage of tests is not looked for among torch's objects and the collected tests, as each training would otherwise do.
     gc.freeze()
+    gc.enable()

@@ -18,10 +18,6 @@ from pathlib import Path
 from unittest.mock import patch
 
 ROOT = Path(__file__).resolve().parent.parent
-IMPORTED = [
-    "torchtitan_dit.commands.train", "torchtitan.run", "torchtitan.pictures.style", "tests.faults.moments",
-    "tests.distributed.cases", "tests.preloaded",
-]
 
 
 class ForkedProcess:
@@ -40,7 +36,7 @@ class ForkedProcess:
         self._log = Path(self._folder.name) / "log"
         self._log.touch()
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(IMPORTED)
+        context.set_forkserver_preload(["tests.preloaded"])
         with patch.dict(os.environ, {"OMP_NUM_THREADS": "1"}):  # read when torch is imported
             forkserver.ensure_running()
         self._process = context.Process(target=_call, args=(function, arguments, environment, folder, str(self._log)))

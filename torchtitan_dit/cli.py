@@ -110,8 +110,11 @@ def _load_plugins() -> None:
 
 def _imported(module: str) -> ModuleType:
     """Import a command. Ends the process in one line where a package is missing, or by Ctrl-C."""
+    from torchtitan.processes.importing import uncollected
+
     try:
-        return importlib.import_module(f"torchtitan_dit.commands.{module}")
+        with uncollected():
+            return importlib.import_module(f"torchtitan_dit.commands.{module}")
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
         if package in ("", "torchtitan", "torchtitan_dit"):

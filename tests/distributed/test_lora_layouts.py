@@ -34,8 +34,8 @@ if importlib.util.find_spec("torchao"):  # quantised weights: the codes are whol
     OF_OUTPUTS = (*OUTPUTS, "--lora.base_dtype=int8")
     OF_RANKS[1] |= {  # codes are multiplied in bfloat16
         "int8": {"accumulation": 2, "overrides": INT8},
-        "int8, outputs": {"overrides": OF_OUTPUTS},
-        "int8, outputs, compiled": {"overrides": (*OF_OUTPUTS, COMPILE), "backend": WITHOUT_CODE},
+        "int8, outputs": {"held_out": False, "overrides": OF_OUTPUTS},
+        "int8, outputs, compiled": {"held_out": False, "overrides": (*OF_OUTPUTS, COMPILE), "backend": WITHOUT_CODE},
     }
     OF_RANKS[2] |= {
         "DDP, int8": {"replicas": 2, "resumed": True, "overrides": (*INT8, FULL)},

@@ -10,7 +10,7 @@ import pytest
 from benchmarks.gpu_day import __main__ as program
 from benchmarks.gpu_day.correct import FEATURES, feature_settings
 from benchmarks.gpu_day.cuda_branches import ABOUT_CUDA, CUDA_BRANCHES, PATTERN
-from benchmarks.gpu_day.page import PAGE, load_results, merge, page
+from benchmarks.gpu_day.page import BEGIN, END, PAGE, load_results, merge, part
 from benchmarks.gpu_day.speed import ARMS
 from benchmarks.gpu_day.stages import CALLS, Stage
 from benchmarks.gpu_day.visit import configuration
@@ -72,8 +72,9 @@ def test_a_failed_stage_is_in_the_results_the_page_and_the_exit_code(tmp_path, m
     assert program.main() == 1
     assert rows_of(tmp_path)["parity"]["stage"]["failed"] == "FAILED: ZeroDivisionError: no device"
     merge(tmp_path)
-    outcomes = {cells[0]: cells[2] for line in page(load_results()).splitlines() if len(cells := line.split(" | ")) > 3}
-    assert [outcomes[f"| {name}"] for name in ("parity", "tests", "loader")] == ["failed: stage", "failed: tests", "measured"]
+    calls, missing = part(load_results()).split("\n\nNot measured yet: ")
+    assert "; parity (failed: stage on " in calls and "; tests (failed: tests on " in calls and "; loader.\n" in f"{calls}\n"
+    assert "; features; " in missing.partition(".\n")[0] and "loader" not in missing.partition(".\n")[0]
 
 
 def test_a_stage_that_hangs_ends_with_its_children_and_costs_the_others_nothing(tmp_path):
@@ -94,11 +95,11 @@ def _hang(alive: Path) -> None:
 
 def test_results_of_a_visit_fill_the_page(visit, tmp_path, monkeypatch):
     monkeypatch.setattr("benchmarks.gpu_day.page.RESULTS", tmp_path / "gpu_day.json")
-    before = page(load_results())
+    before = part(load_results())
     merge(visit)
-    after = page(load_results())
-    assert "not measured" in before and "| XL/2 compiled | " in before
-    assert "| parity | " in after and "### two ranks" in after and "CPU x86_64" in after
+    after = part(load_results())
+    assert "None of these has been measured" in before and "XL/2 compiled (goal: images per s >= 625 on H200" in before
+    assert "**parity**" in after and "**two ranks**" in after and "### CPU x86_64" in after and "None of these" not in after
 
 
 @pytest.mark.parametrize("name", [*FEATURES, *ARMS])
@@ -109,10 +110,10 @@ def test_every_feature_and_arm_is_a_configuration_for_a_gpu(name):
 
 
 def test_the_page_is_made_from_the_results():
-    assert PAGE.read_text() == page(load_results()), "run benchmarks/gpu_day.sh page"
+    assert BEGIN + part(load_results()) + END in PAGE.read_text(), "run benchmarks/gpu_day.sh page"
 
 
-def test_every_branch_that_only_cuda_takes_is_in_the_page():
+def test_every_branch_that_only_cuda_takes_has_a_stage():
     files = [*(ROOT / "torchtitan").rglob("*.py"), *(ROOT / "torchtitan_dit").rglob("*.py")]
     names = {str(path.relative_to(ROOT)) for path in files if PATTERN.search(path.read_text())}
     assert {name for name in names if not name.startswith(ABOUT_CUDA)} == set(CUDA_BRANCHES)

@@ -19,6 +19,7 @@ from torchtitan.diffusion.objectives import OBJECTIVES
 from torchtitan.estimate.pixels import pixel_warning
 from torchtitan.processes.command_line import refusing
 from torchtitan.processes.exit_codes import REFUSED
+from torchtitan.processes.importing import uncollected
 from torchtitan.processes.launch import CHECKED, launch_number
 from torchtitan.training.schedules import warmup_problems
 
@@ -66,7 +67,8 @@ def main(words: list[str] | None = None) -> int:
         if warning := pixel_warning(config, world_size):
             print(warning, file=sys.stderr)
     if not check_only:
-        from torchtitan.run import run  # the configuration is checked before anything heavy is imported
+        with uncollected():
+            from torchtitan.run import run  # the configuration is checked before anything heavy is imported
 
         return run(config, lambda: load_config(arguments, world_size), anew=smoke)
     if problem := _start_problem(config) or _decoder_problem(config):
