@@ -123,7 +123,8 @@ def test_smoke_runs_of_shipped_configurations_train(folders, latents, tmp_path):
 @pytest.mark.parametrize("name", KINDS)
 def test_every_kind_of_configuration_makes_a_step_in_bfloat16_under_the_autocast_policy_of_cuda(folders, latents, tmp_path, name):
     """CUDA computes some operations in float32 that the CPU computes in bfloat16: tensors of both dtypes must not be combined."""
-    words, _ = smoke_words([*small(f"{name}.toml", folders, latents, tmp_path), "--training.mixed_precision_param", "bfloat16"], 1)
+    words = [*small(f"{name}.toml", folders, latents, tmp_path), "--training.mixed_precision_param", "bfloat16"]
+    words, _ = smoke_words(words, 1)
     assert estimate_memory(load_config(words, 1), 1).total > 0
 
 

@@ -185,7 +185,8 @@ def beside(source: Path, name: str) -> Path:
 def _open_model(arguments: argparse.Namespace) -> TrainedModel:
     if arguments.source.is_dir() and not is_published_folder(arguments.source):
         if arguments.config and not (arguments.guide and Path(arguments.guide).is_file()):
-            raise WeightsError(f"{arguments.config}: is of a file of weights; {arguments.source} is a folder of a run (leave it out)")
+            text = f"is of a file of weights; {arguments.source} is a folder of a run (leave it out)"
+            raise WeightsError(f"{arguments.config}: {text}")
         return load_run(arguments.source, arguments.ema, arguments.step, compute_device())
     if not arguments.source.exists():
         arguments.source = _from_hub(arguments.source)

@@ -14,7 +14,6 @@ import argparse
 import functools
 import os
 import sys
-from pathlib import Path
 
 # Before torch is imported. An encoder's activations are large and fresh each time: on the CPU a third of its time went
 # into their page faults, half of which large pages save.
