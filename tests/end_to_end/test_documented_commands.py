@@ -83,8 +83,7 @@ def training_words(program: str, words: list[str]) -> list[str] | None:
     if program != "train.py":
         return None
     alone = next((word for word in words[:1] if not word.startswith("--")), None)
-    words = words if alone is None else ["--job.config_file", *words]
-    return [word for word in words if word not in ("--smoke", "--check-only")]
+    return words if alone is None else ["--job.config_file", *words]
 
 
 def parse(program: str, words: list[str], monkeypatch, partial: bool) -> None:
@@ -140,7 +139,7 @@ def configuration(words: list[str]) -> tuple[list[str], set[str]]:
 
 def accept_training(words: list[str], processes: int) -> None:
     """Check a training's words: keys, values, shipped files; a reader's data and weights need not be here."""
-    words = [word for word in words if word not in ("--check-only", "--setup-only")]
+    words = [word for word in words if word not in ("--check-only", "--setup-only", "--smoke")]
     if "--help" in words:
         help_text(words[words.index("--help") + 1 :])
         return
