@@ -86,12 +86,7 @@ class NoisyImages(NamedTuple):
 
 
 class Denoising(Objective):
-    """Denoising objective: a network predicts noise, clean images or a mix of them.
-
-    Attributes:
-        weighting: factor on the squared error of the prediction as a function of sigma.
-        uncertainty: the learned ln of the loss, where `learned_uncertainty` is set, else None.
-    """
+    """Denoising objective: a network predicts noise, clean images or a mix of them."""
 
     Config: ClassVar[type[ObjectiveConfig]] = DenoisingConfig
     learns_variance = True
@@ -201,9 +196,7 @@ class Denoising(Objective):
 
     @torch.no_grad()
     def log_uncertainties(self, log_sigma: Tensor) -> dict[str, float]:
-        """Log uncertainties: learned u at ln sigma [N], as `log_uncertainty/<n>`, or by head
-        `log_uncertainty/<head>/<n>`.
-        """
+        """Learned u at ln sigma [N], as `log_uncertainty/<n>`, or by head `log_uncertainty/<head>/<n>`."""
         found = {}
         if self.uncertainty is not None:
             found["log_uncertainty"] = self.uncertainty(log_sigma)[0]

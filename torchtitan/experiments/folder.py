@@ -26,11 +26,7 @@ class StudyError(ExperimentError):
 
 @dataclass(frozen=True)
 class ResultsFolder:
-    """Folder of results.
-
-    Attributes:
-        marks: files that identify it, as for `foreign_entry`.
-    """
+    """Folder of results; marks: files that identify it, as for `foreign_entry`."""
 
     path: Path
     marks: Mapping[str, bytes]

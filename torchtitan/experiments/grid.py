@@ -109,11 +109,7 @@ class Sweep:
 
 
 def read_sweep(path: Path) -> Sweep:
-    """Read a sweep's TOML file and expand its grid; the cells' configurations are not checked here.
-
-    Raises:
-        SweepError: with the first problem.
-    """
+    """Read a sweep's file and expand its grid, configurations unchecked. Raises SweepError: with the first problem."""
     document, unreadable = read_toml(str(path))
     if unreadable:
         raise SweepError(unreadable[0].replace("give a TOML file", "give a sweep's TOML file"))

@@ -26,12 +26,7 @@ GRID_OFFSET = 0.1  # patches that the published code adds to each side before it
 
 @dataclass(frozen=True)
 class Resizing:
-    """Resizing of an entry of the registry.
-
-    Attributes:
-        resize: of uint8 images [B, C, H, W] to a side; pixels stay in [0, 255] or near.
-        comparable_with: published numbers made with it.
-    """
+    """Resizing of uint8 images [B, C, H, W], pixels near [0, 255]; comparable_with: published numbers of it."""
 
     name: str
     resize: Callable[[Tensor, int], Tensor]

@@ -29,12 +29,7 @@ class UnsuitableFile(OSError):
 
 
 def check_regular(path: str | bytes | Path) -> os.stat_result:
-    """Check that a path is a regular file or a link to one, without opening it.
-
-    Raises:
-        UnsuitableFile: it is something else.
-        OSError: it is missing or cannot be reached.
-    """
+    """Check for a regular file, or a link to one, unopened. Raises UnsuitableFile, OSError: missing or out of reach."""
     status = os.stat(path)
     _refuse_special(status, path)
     return status
@@ -95,12 +90,7 @@ def refuse_special(path: Path) -> None:
 
 
 def refuse_other_than_file(path: Path) -> None:
-    """Check that a path of the program's own is a plain file, and no link, or is missing.
-
-    Raises:
-        UnsuitableFile: it is something else, which must not be written to.
-        OSError: it cannot be reached.
-    """
+    """Check that a path of the program's own is a plain file, no link, or missing. Raises UnsuitableFile, OSError."""
     try:
         status = path.lstat()
     except FileNotFoundError:

@@ -86,11 +86,7 @@ def decode(stored: np.ndarray, scales: np.ndarray | None, dtype: str) -> Tensor:
 
 
 def check_numbers(labels: np.ndarray, captions: np.ndarray | None, images: np.ndarray | Sequence[int], plan: StorePlan) -> None:
-    """Check labels and numbers of captions, int64 [N] each, of images with numbers [N].
-
-    Raises:
-        LatentStoreError: one is out of range; begins with the image's number.
-    """
+    """Check labels and caption numbers, int64 [N]. Raises LatentStoreError, with the image's number: out of range."""
     limits = [("label", labels, max(plan.num_classes, 1))]
     if captions is not None:
         limits.append(("caption", captions, plan.captions.num_texts if plan.captions else 0))

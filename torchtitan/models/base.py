@@ -113,9 +113,7 @@ class DiffusionModel(nn.Module):
         """
 
     def set_guidance(self, scale: float | None) -> None:
-        """Set the guidance scale that the following forwards are given, None for that of training; no effect on a model
-        without a guidance embedding.
-        """
+        """Set the guidance scale of the following forwards (None: training's), in models with a guidance embedding."""
 
     def split_tokens(self, exchange: TokenExchange) -> None:
         """Divide the tokens of each image between processes, in the forwards of training; in evaluation each has all."""

@@ -156,11 +156,7 @@ def materialise_state(optimizer: OptimizerSet, lr: float) -> None:
 
 
 def load_position(data: TrainingData, saved: Mapping[str, int]) -> None:
-    """Continue a run's data, on any number of ranks and loader processes; no loader is open.
-
-    Raises:
-        ValueError: images are in buckets, and the checkpoint is not of a run with this global batch size.
-    """
+    """Continue a run's data on any layout, no loader open. Raises ValueError: buckets of another global batch size."""
     next_sample, size = saved["next_sample"], data.global_batch_size
     if data.in_buckets and next_sample % size:
         raise ValueError(

@@ -27,12 +27,7 @@ _MOST_NAMED = 20
 
 @dataclass(frozen=True)
 class StepSamples:
-    """Samples of a step, to read them again.
-
-    Attributes:
-        samples: of all ranks.
-        microbatches: of each rank.
-    """
+    """Samples of a step over all ranks, and microbatches of each rank, to read them again."""
 
     step: int
     samples: GlobalBatch
@@ -149,9 +144,7 @@ class NumericalGuard:
         return self._since_checkpoint > self._limit
 
     def may_roll_back_to(self, step: int) -> bool:
-        """Check whether the run has not been rolled back to this checkpoint before: a second time would repeat the
-        first.
-        """
+        """Whether the run has never been rolled back to this checkpoint: a second time would repeat the first."""
         return step != self._rolled_back_to
 
     def checkpoint_saved(self) -> None:

@@ -181,11 +181,7 @@ def share_of(path: Path, rank: int, world_size: int) -> list[str]:
 
 
 def inspect(path: Path, names: list[str], *, hashed: bool) -> tuple[list[str], dict[str, str]]:
-    """Read some tensors of a file, one at a time: names of those that are not finite, and the hashes of all if wanted.
-
-    Raises:
-        WeightsError: it cannot be read.
-    """
+    """Names of non-finite tensors, read singly, and all hashes if wanted. Raises WeightsError: unreadable."""
     bad, digests = [], {}
     for name, tensor in each_tensor(path, names):
         if not tensor.to(torch.float32).isfinite().all():

@@ -108,11 +108,7 @@ def record_of(config: JobConfig, info: DatasetInfo | None = None) -> ModelRecord
 
 
 def record_of_weights(path: Path) -> ModelRecord | None:
-    """Record in the header of a file of weights, which may be anybody's; None where it has none.
-
-    Raises:
-        WeightsError, ConfigError.
-    """
+    """Record in the header of a file of weights, maybe a stranger's, if any. Raises WeightsError, ConfigError."""
     text = header_of(path).get(CONFIG)
     if not text:
         return None

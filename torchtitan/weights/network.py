@@ -146,11 +146,7 @@ def _draw_zero_shards(model: DiffusionModel, shards: dict[str, Tensor], layout: 
 
 
 def check_base(state: dict, digest: str, place: str, initial_weights: str) -> None:
-    """Check that a frozen network is the one of a checkpoint's adapters.
-
-    Raises:
-        CheckpointError.
-    """
+    """Check that a frozen network is the one of a checkpoint's adapters. Raises CheckpointError."""
     if state.get(BASE_SHA256) != digest:
         source = f"checkpoint.initial_weights = {initial_weights}" if initial_weights else "those drawn from debug.seed"
         raise CheckpointError(

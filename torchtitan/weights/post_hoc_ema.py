@@ -32,11 +32,7 @@ Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 @dataclass(frozen=True)
 class StoredAverages:
-    """Stored averages of a run up to a step.
-
-    Attributes:
-        snapshots: oldest first.
-    """
+    """Stored averages of a run up to a step, snapshots oldest first."""
 
     snapshots: tuple[Snapshot, ...]
     tracks: tuple[str, ...]
@@ -71,12 +67,7 @@ class StoredAverages:
 
 @dataclass(frozen=True)
 class Reconstruction:
-    """Average of one length, as a combination of stored ones.
-
-    Attributes:
-        std: standard deviation of its profile relative to the time trained.
-        stored: the averages that it is put together from.
-    """
+    """Average as a combination of `stored`; std: deviation of its profile relative to the time trained."""
 
     std: float
     stored: StoredAverages

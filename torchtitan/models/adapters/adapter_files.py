@@ -25,12 +25,7 @@ _PEFT_WEIGHTS = "adapter_model.safetensors"
 
 @dataclass(frozen=True)
 class AdapterFile:
-    """Content of a file of an adapter.
-
-    Attributes:
-        weights: float32, of the network that it was read for.
-        notes: left-out parts, one line each.
-    """
+    """Content of an adapter's file: float32 weights, and notes on left-out parts, one line each."""
 
     weights: AdapterWeights
     layout: str

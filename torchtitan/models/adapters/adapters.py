@@ -83,11 +83,7 @@ def add_frozen_adapter(
 
 @torch.no_grad()
 def fill_adapter(model: DiffusionModel, weights: AdapterWeights, source: str = "adapter") -> None:
-    """Fill the adapter that trains with values of the same targets and ranks.
-
-    Raises:
-        AdapterError: targets, ranks or scales differ.
-    """
+    """Fill the adapter that trains. Raises AdapterError: targets, ranks or scales differ."""
     wanted = adapter_weights(model)
     weights = _joined_as(wanted, weights)
     if missing := sorted(wanted.keys() ^ weights.keys()):
