@@ -175,13 +175,10 @@ class Denoising(Objective):
         return weight
 
     def effective_weight(self, log_sigma: Tensor) -> Tensor | None:
-        """Effective weight p(ln sigma) x weight, in the parametrisation of the noise's squared error.
+        """Effective weight p(ln sigma) x weight at ln sigma [N], as of the noise's squared error.
 
         Two configurations with proportional effective weights are the same objective in expectation. For time warping
         and a learned uncertainty it is the initial one.
-
-        Args:
-            log_sigma: values of ln sigma [N].
 
         Returns:
             density of the training noise levels x weight of the noise error at each, [N]; None where each head is

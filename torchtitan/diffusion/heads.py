@@ -335,12 +335,7 @@ class PredictionHeads(nn.Module):
         self.rule: CombinationRule = config.combine.rule(count, uncertainty)
 
     def conversion(self, log_sigma: Tensor, prediction: str) -> Tensor:
-        """Conversion (squared error of `prediction`) / (squared error of head k) for one estimate, float64 [N, K].
-
-        Args:
-            log_sigma: noise levels [N].
-            prediction: a key of PREDICTIONS.
-        """
+        """(Squared error of `prediction`) / (that of head k) for one estimate at ln sigma [N], float64 [N, K]."""
         return self._factors(log_sigma, prediction).square()
 
     def least_conversion(self, log_sigma: Tensor) -> Tensor:

@@ -89,14 +89,7 @@ class VisionTransformer(nn.Module):
         self.norm = nn.LayerNorm(width, eps=NORM_EPSILON)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Class token after the last norm.
-
-        Args:
-            x: normalised images [B, 3, H, W], sides multiples of the patch.
-
-        Returns:
-            [B, width].
-        """
+        """Class token [B, width], after the last norm, of normalised images [B, 3, H, W] of whole patches."""
         patches = self.patch_embed.proj(x)  # [B, D, h, w]
         height, width = patches.shape[-2:]
         tokens = patches.flatten(2).transpose(1, 2)  # [B, h w, D]

@@ -15,14 +15,7 @@ from torch import Tensor
 
 
 def weights_sha256(tensors: Mapping[str, Tensor]) -> str:
-    """Hash names, shapes and values, in the order of the names.
-
-    Args:
-        tensors: the weights before they are cast to a dtype of compute.
-
-    Returns:
-        64 hexadecimal digits.
-    """
+    """Hash names, shapes and values, in the order of the names, before any cast for compute: 64 hex digits."""
     digest = hashlib.sha256()
     for name in sorted(tensors):
         _update(digest, name, tensors[name])

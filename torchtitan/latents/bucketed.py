@@ -50,12 +50,7 @@ def bucket_folder(store: Path, image_shape: tuple[int, int, int]) -> Path:
 
 
 def begin_buckets(store: Path, folders: Sequence[Path]) -> None:
-    """Begin or resume a store of several shapes.
-
-    Raises:
-        LatentStoreError: the folder holds something else; nothing was changed.
-        OSError: it cannot be written.
-    """
+    """Begin or resume a store of several shapes. Raises LatentStoreError: it holds something else, kept; OSError."""
     names = {folder.name for folder in folders}
     name = foreign_entry(store, is_own=lambda path: path.name in names or path.name == BUCKETS_FILE)
     if name is not None:

@@ -72,15 +72,7 @@ def encode(values: Tensor, plan: StorePlan, images: Sequence[int]) -> dict[str, 
 
 
 def decode(stored: np.ndarray, scales: np.ndarray | None, dtype: str) -> Tensor:
-    """Decode stored arrays to values.
-
-    Args:
-        stored: [..., C, h, w], as integers of the dtype's width.
-        scales: float32 [..., C] of int8.
-
-    Returns:
-        float32 [..., C, h, w].
-    """
+    """Decode integers [..., C, h, w] of the dtype's width, with float32 scales [..., C] of int8, to float32."""
     values = torch.from_numpy(stored).view(STORED_DTYPES[dtype]).to(torch.float32)
     return values if scales is None else values.mul_(torch.from_numpy(scales)[..., None, None])
 

@@ -231,7 +231,6 @@ class ModelFamily:
 
     Attributes:
         config_class: dataclass of the `[model]` section: ModelConfig and the family's own fields.
-        flavors: named configurations.
         build: (config, image_shape (C, H, W), condition kind, one of `conditions`) -> model without values.
         problems: (config, image_shape) -> one line per impossible combination, none if it can be built.
         conditions: kinds of condition that its networks take. A family with `Unconditional` alone trains on any data,

@@ -71,12 +71,9 @@ def checkpointed_state(state: RunState, reports: dict) -> dict:
 
 
 def resume(state: RunState, step: int) -> None:
-    """Resume the state after a step from its checkpoint; collective.
+    """Resume the state after a step from its checkpoint; collective. Raises CheckpointError.
 
     Of a run that has made steps, the loader and the guard's verdicts on them are the caller's to end.
-
-    Raises:
-        CheckpointError.
     """
     config, checkpoint = state.config, checkpoint_path(state.folder.checkpoints, step)
     logger.info(f"reading {checkpoint}")

@@ -47,7 +47,6 @@ class NumericalGuard:
     """Guard that judges every step, and counts the skipped ones.
 
     Attributes:
-        skipped: steps skipped in the run.
         last_skipped: the latest of them known to the host, None if there is none.
         last_healthy: the latest step that counted, likewise.
         reason: why `last_skipped` was skipped, in a few words.

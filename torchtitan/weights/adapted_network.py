@@ -55,10 +55,7 @@ def adapted_network(config: JobConfig, info: DatasetInfo, device: torch.device) 
 
 
 def add_adapters(model: DiffusionModel, config: JobConfig, info: DatasetInfo, device: torch.device) -> None:
-    """Freeze a network and add the adapters of `[lora]` as they are at the run's start; in place.
-
-    Args:
-        model: without adapters; its parameters may be on the meta device.
+    """Freeze a network, maybe on meta, and add the adapters of `[lora]` as they are at the run's start; in place.
 
     Raises:
         WeightsError; AdapterError: it cannot have them.

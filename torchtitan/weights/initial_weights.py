@@ -155,13 +155,10 @@ def _published_layout(names: Collection[str], model: DiffusionModel) -> str:
 
 
 def check_together(path: Path, model: DiffusionModel, *, hashed: bool, strict: bool = True) -> str:
-    """Check that a safetensors file has a model's weights, all finite; collective.
+    """Check a safetensors file for a model's weights, all finite; collective. Raises WeightsError on every rank.
 
     Returns:
         `file_sha256` of it; "" if it is not wanted.
-
-    Raises:
-        WeightsError: on every rank.
     """
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 

@@ -39,13 +39,10 @@ def check_objective(config: JobConfig, info: DatasetInfo) -> None:
 
 
 def new_network(config: JobConfig, info: DatasetInfo, device: torch.device, initial_weights: str = "") -> DiffusionModel:
-    """Network without adapters, drawn or read; the same on any layout.
+    """Network without adapters, drawn or read; the same on any layout. Raises WeightsError.
 
     Args:
         initial_weights: file that fills it; none: it is drawn from the run's seed, for adapters without zero gains and matrices.
-
-    Raises:
-        WeightsError.
     """
     model = network_on_meta(config, info)
     kind = config.lora.quantized_kind

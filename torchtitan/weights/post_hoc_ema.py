@@ -154,13 +154,10 @@ class Reconstruction:
 def stored_averages(
     run: Path, step: int | None = None, without: Sequence[str] = (), ignore_gaps: bool = False
 ) -> StoredAverages:
-    """Stored averages of a run up to a step, verified.
+    """Stored averages of a run up to a step, verified. Raises SnapshotError.
 
     Args:
         step: of the last snapshot; None for the newest.
-
-    Raises:
-        SnapshotError.
     """
     snapshots, gaps = read_series(run, step, ignore_gaps)
     last = snapshots[-1]

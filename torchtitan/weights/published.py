@@ -95,14 +95,11 @@ def write_weights(
     weights: OwnWeights, output: Path, layout_name: str, *, dtype: str, overwrite: bool, approximate: bool = False,
     vae: Path | None = None,
 ) -> list[str]:  # fmt: skip
-    """Write weights in a layout, with a header that says how they are sampled.
+    """Write weights in a layout, with a header that says how they are sampled; a line for each omission.
 
     Args:
         approximate: accept that the layout's network computes another sinusoid of the timestep.
         vae: folder of the AutoencoderKL for a pipeline; None: the autoencoder of the training.
-
-    Returns:
-        a line for each omission.
 
     Raises:
         WeightsError: the layout cannot hold them, or they cannot be written.

@@ -84,15 +84,12 @@ class TrainedModel:
 
 
 def load_run(folder: Path, track: str | None, step: int | None, device: torch.device) -> TrainedModel:
-    """Load a checkpoint of a run.
+    """Load a checkpoint of a run. Raises WeightsError, ConfigError, CheckpointError.
 
     Args:
         track: name of an EMA track, "none" for the trained weights, `std=0.15` for an average of that length from the
             run's snapshots, None for the run's own choice.
         step: of the checkpoint, or of the snapshot; None for the newest good one.
-
-    Raises:
-        WeightsError, ConfigError, CheckpointError.
     """
     checkpoints, step = _checkpoints_of(folder, step)
     record, missing = _record_of_run(folder, checkpoints)

@@ -52,10 +52,9 @@ class ScheduleConfig:
     name: str = setting("", "times of the solver's steps; default: the trained path's")
 
     def times(self, path: Path, num_steps: int, num_tokens: Callable[[], int]) -> Tensor:
-        """Times [N + 1] that a solver visits, falling to 0; float64 on the CPU.
+        """Times [num_steps + 1] that a solver visits, falling to 0; float64 on the CPU.
 
         Args:
-            num_steps: N.
             num_tokens: returns the tokens of an image that is drawn; called only where the times depend on it.
         """
         raise NotImplementedError

@@ -230,10 +230,7 @@ def speed_start(path: IndexedPath) -> int:
 def speed_warp(path: IndexedPath, base: SmoothDensity, ratio: float) -> Steps:
     """SpeeD's distribution: each index below tau is `ratio` times as likely as one from tau on.
 
-    P = k / (T + tau (k - 1)) below tau and 1 / (T + tau (k - 1)) beyond, with k = ratio.
-
-    Args:
-        ratio: k > 0.
+    P = k / (T + tau (k - 1)) below tau and 1 / (T + tau (k - 1)) beyond, with k = ratio > 0.
 
     Raises:
         ValueError: the path's noise grows throughout, so that there is no tau.

@@ -24,10 +24,7 @@ TRAINED = "lora"  # name of the adapter that trains
 def add_trained_adapter(
     model: DiffusionModel, targets: list[Target], config: LoRAConfig, device: torch.device | None = None
 ) -> None:
-    """Freeze a network and add the adapter that trains, without values; in place.
-
-    Args:
-        device: of the adapter; None: that of the layers.
+    """Freeze a network and add the adapter that trains, without values, on `device` or the layers'; in place.
 
     Raises:
         AdapterError: targets overlap.
