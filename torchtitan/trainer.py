@@ -87,7 +87,7 @@ class Trainer:
                 if state.step == 0 and self.config.sampling.enable and self.config.sampling.previews:
                     self.reports.sample_grid()
             signal_number = self._loop(stop)
-            with self.phases("finish"):
+            with self.phases("finish"), self.reports.named("finishing: last files, animation, summary"):
                 if state.gns:
                     state.gns.flush()
                 with self.phases("checkpoint"):
@@ -118,7 +118,7 @@ class Trainer:
                 with self._beside_training("validation"):
                     self.reports.validate()
             if state.snapshot_due:  # before the checkpoint, which names it
-                with self._beside_training("checkpoint"), self.reports.excluded():
+                with self._beside_training("checkpoint"), self.reports.excluded("saving the averages"):
                     state.save_snapshot()
             if self.config.sampling.enable and self._due(self.config.sampling.interval):
                 with self._beside_training("sampling"):
@@ -284,7 +284,7 @@ class Trainer:
 
     def _save(self) -> None:
         state = self.state
-        with self.reports.excluded():
+        with self.reports.excluded("saving the checkpoint"):
             content = checkpointed_state(state, self.reports.state_dict())
             state.checkpointer.save(state.step, state.tensors(), content, self._sync_outputs)
         # An asynchronous save is assumed to succeed: it ends at different moments on the ranks.
