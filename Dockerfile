@@ -3,7 +3,7 @@
 # and for NVIDIA GPUs, on an image that brings torch 2.11 to 2.14:
 #     docker build --build-arg BASE=pytorch/pytorch:2.11.0-cuda12.8-cudnn9-runtime -t torchtitan-dit .
 # To train on pictures of this machine, with runs in ./outputs:
-#     docker run --gpus all --shm-size 8g -v "$PWD":/work torchtitan-dit train --job.config_file digits
+#     docker run --gpus all --shm-size 8g -v "$PWD":/work torchtitan-dit train digits
 ARG BASE=python:3.12-slim
 FROM ${BASE}
 

@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
-# Train: scripts/train.sh [CONFIG] [--section.key value ...]   (CONFIG: train_configs/digits.toml)
+# Train: scripts/train.sh [CONFIG] [--section.key value ...]   (CONFIG: a TOML file, or a shipped one's name; default: digits)
 #   NGPU=4 scripts/train.sh ...   that many processes
 #   --autotune                    find training.local_batch_size first; takes the options of
 #                                 scripts/autotune_batch_size.py, as --memory 4 --headroom 0.2
+#   --smoke                       try the configuration: two small steps of everything, in the folder NAME-smoke
 #   --check-only                  check the configuration and stop
 #   --setup-only                  stop after setting up .venv
 # Other paths than CONFIG's are relative to the repository.
@@ -32,7 +33,7 @@ done
 config=$root/train_configs/digits.toml
 if [ $# -gt 0 ] && [[ $1 != --* ]]; then
     config=$(cd "$(dirname "$1")" 2>/dev/null && pwd)/$(basename "$1")
-    [ -e "$config" ] || config=$root/$1
+    [ -f "$config" ] || config=$1
     shift
 fi
 arguments=()

@@ -12,7 +12,13 @@ import torch.distributed as dist
 from torchtitan.autoencoders.base import AutoencoderError
 from torchtitan.config.job import ConfigError, JobConfig
 from torchtitan.data.base import DatasetError
-from torchtitan.distributed.collectives import Interrupted, interruptible, on_all_ranks, requests_ignored_at_the_end
+from torchtitan.distributed.collectives import (
+    Interrupted,
+    from_first_rank,
+    interruptible,
+    on_all_ranks,
+    requests_ignored_at_the_end,
+)
 from torchtitan.distributed.failures import is_lost_rank, is_out_of_memory
 from torchtitan.distributed.kernel_choices import KernelError
 from torchtitan.distributed.mesh import init_process_group, process_group
@@ -48,12 +54,13 @@ _REFUSALS = (
 _CLOSING_SECONDS = 60.0
 
 
-def run(config: JobConfig, reload: Callable[[], JobConfig] | None = None) -> int:
+def run(config: JobConfig, reload: Callable[[], JobConfig] | None = None, anew: bool = False) -> int:
     """Run the training of a configuration.
 
     Args:
         config: resolved.
         reload: reads the same configuration again; needed where it has a cache that is to be filled first.
+        anew: start at step 0 in the folder of an earlier smoke run, its checkpoints deleted.
 
     Returns:
         0: completed, now or before; 1: failed; 2: refused before anything was written; 75: another
@@ -62,7 +69,10 @@ def run(config: JobConfig, reload: Callable[[], JobConfig] | None = None) -> int
     """
     with _bounded_end() as deadline, process_group():
         try:
-            if _is_finished(config):
+            if anew:
+                init_process_group(config.comm)
+                from_first_rank(RunFolder(config).begin_anew)
+            elif _is_finished(config):
                 return 0
             clock = RunClock(started=process_start())
             if config.cache.enable and reload:

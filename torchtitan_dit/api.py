@@ -21,6 +21,7 @@ from torchtitan.experiments.command_lines import words_of
 from torchtitan.experiments.training import TrainingFailed
 from torchtitan.experiments.training import train as train_to_the_end
 from torchtitan.pictures.grids import class_labels, image_grid, to_rgb
+from torchtitan.processes.command_line import OneLineParser
 from torchtitan.runs.folder import RunFolder
 from torchtitan.runs.record import TRAINING_LOSS, RunRecord, read_run
 from torchtitan.sampling.method_options import option
@@ -254,7 +255,7 @@ def configure(
             raise ConfigError([_named(line, places | {"command line: --": "overrides: "}) for line in error.problems]) from None
 
 
-class _Parser(argparse.ArgumentParser):
+class _Parser(OneLineParser):
     """Parser of the command's own options; what it refuses is an exception here."""
 
     def error(self, message: str) -> NoReturn:

@@ -157,8 +157,8 @@ def test_a_file_of_weights_opens_no_autoencoder_that_the_user_does_not_name(runs
     for path in (weights, forged):
         (code, said), = sample(tmp_path / "refused", path, *given)
         assert code == 2 and len(said.splitlines()) == 1 and not (tmp_path / "refused").exists()
-        assert said.startswith(f"{path}: ") and "--autoencoder-path PATH or --config FILE" in said
-        with pytest.raises(WeightsError, match="--config FILE"):
+        assert said.startswith(f"{path}: ") and "--autoencoder-path PATH, or the configuration" in said
+        with pytest.raises(WeightsError, match="or the configuration after"):
             open_weights(path)
     tokenizer = str(encoded[0] / "tokenizer")
     for name, words in {"path": ("--autoencoder-path", tokenizer), "config": ("--config", str(run / "config.toml"))}.items():

@@ -97,7 +97,7 @@ def test_what_a_header_lacks_or_spoils_is_said_in_one_line(place, expected, tmp_
         refused = run_script(f"{ROOT}/scripts/checkpoint.py", *words, folder=tmp_path)
         assert refused.returncode == 2 and text in refused.stderr and len(refused.stderr.splitlines()) == 1, refused.stderr
     for metadata, text in (
-        ({"layout": "safetensors"}, "which model is this? (add --config FILE)"),
+        ({"layout": "safetensors"}, "which model is this? (add CONFIG, its configuration)"),
         ({"config": "[model]\nflavour = 'x'\n[data]\nshape = [3, 16, 16]"}, "model.flavour: unknown key"),
     ):
         save_file(tensors, tmp_path / "bad.safetensors", metadata)

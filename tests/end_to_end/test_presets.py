@@ -7,16 +7,17 @@ from pathlib import Path
 
 import pytest
 
+from tests.end_to_end.runs import write_config
+from tests.forked import run_script
 from tests.launcher import ROOT, run_on_ranks
 from torchtitan.config.job import load_config
+from torchtitan.config.smoke import smoke_words
 from torchtitan.estimate.memory import estimate_memory
 from torchtitan_dit.commands.train import main as train
 
-SMALL = [
-    "--training.steps", "3", "--training.global_batch_size", "4", "--training.mixed_precision_param", "float32",
-    "--checkpoint.enable", "false", "--metrics.log_freq", "1", "--metrics.enable_tensorboard", "false",
+SMALL = [  # beside what a smoke run cuts
+    "--training.mixed_precision_param", "float32", "--checkpoint.enable", "false", "--metrics.enable_tensorboard", "false",
     "--compile.enable", "false",
-    "--sampling.num_steps", "3", "--sampling.images_per_class", "1",
 ]  # fmt: skip
 SMALL_NETWORKS = {
     "dit": ["--model.num_layers", "2", "--model.dim", "64", "--model.num_heads", "4", "--model.mlp_hidden_dim", "128"],
@@ -44,15 +45,11 @@ LARGE = {
 
 
 def small(name: str, folders: dict, latents: list[str], dump_folder, data: str | None = None) -> list[str]:
-    """Command line of a preset made small, on its data or others."""
+    """Command line of a preset with a small network, on its data or others."""
     preset = tomllib.loads((ROOT / "train_configs" / name).read_text())
     model, data = preset["model"].get("name", "dit"), data or preset["data"]["name"]
     words = ["--job.config_file", str(ROOT / "train_configs" / name), "--job.dump_folder", str(dump_folder), *SMALL]
     words += SMALL_NETWORKS[model]
-    if preset.get("lr_scheduler", {}).get("unit") == "images":
-        words += ["--lr_scheduler.warmup_images", "4"]
-    else:
-        words += ["--lr_scheduler.warmup_steps", "1"]
     if preset["data"].get("labels", True):
         words += ["--sampling.classes", "[0, 1]" if data in ("imagenet", "image_folder") else "[1, 2]"]
     if "cache" in preset:
@@ -63,7 +60,7 @@ def small(name: str, folders: dict, latents: list[str], dump_folder, data: str |
     if model == "flux":
         words += ["--data.path", str(folders["captions"]), "--data.num_workers", "0", "--autoencoder.name", "identity"]
         words += ["--data.validation_path", str(folders["captions"])] if "validation_path" in preset["data"] else []
-        return [*words, "--validation.num_images", "8"]
+        return words
     if data in folders:
         words += ["--data.path", str(folders[data]), "--data.num_workers", "0"]
     if data == "latents":
@@ -78,10 +75,6 @@ def small(name: str, folders: dict, latents: list[str], dump_folder, data: str |
         words += ["--model.attention_resolutions", {"latents": "[2]", "imagenet": "[8]"}.get(data, "[16]")]
     if data == "tinyimagenet":
         words += ["--model.channel_mults", "[1, 1, 1]"]
-    if "gns" in preset:
-        words += ["--gns.num_bins", "2", "--gns.interval", "2"]
-    if "validation" in preset:
-        words += ["--validation.num_images", "3"]
     return words
 
 
@@ -112,17 +105,17 @@ def test_large_configurations_are_compiled():
     assert {name for name, section in enabled.items() if section.get("enable")} == LARGE
 
 
-def test_shipped_configurations_train_when_made_small(folders, latents, tmp_path):
+def test_smoke_runs_of_shipped_configurations_train(folders, latents, tmp_path):
     arguments = {name: small(name, folders, latents, tmp_path) for name in PRESETS}
     for name in LIKE_OTHERS:
         assert load_config(arguments.pop(name), 1).job.name == Path(name).stem
     run_on_ranks("tests.end_to_end.test_presets:train_all", 1, {"arguments": list(arguments.values())})
     for name in arguments:
-        text, folder = (ROOT / "train_configs" / name).read_text(), tmp_path / Path(name).stem
+        text, folder = (ROOT / "train_configs" / name).read_text(), tmp_path / f"{Path(name).stem}-smoke"
         points = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         losses = [point["loss_metrics/global_avg_loss"] for point in points if "grad_norm" in point]
-        assert len(losses) == 3 and all(0 < loss < 10 for loss in losses), (name, losses)
-        assert (folder / "samples" / "step-00000003.png").exists(), name
+        assert len(losses) == 2 and all(0 < loss < 10 for loss in losses), (name, losses)
+        assert (folder / "samples" / "step-00000002.png").exists(), name
         assert (folder / "samples" / "held-out.png").exists() == ('name = "latents"' in text), name
         assert json.loads((folder / "summary.json").read_text())["status"] == "completed", name
 
@@ -131,7 +124,26 @@ def test_shipped_configurations_train_when_made_small(folders, latents, tmp_path
 def test_every_kind_of_configuration_makes_a_step_in_bfloat16_under_the_autocast_policy_of_cuda(folders, latents, tmp_path, name):
     """CUDA computes some operations in float32 that the CPU computes in bfloat16: tensors of both dtypes must not be combined."""
     words = [*small(f"{name}.toml", folders, latents, tmp_path), "--training.mixed_precision_param", "bfloat16"]
+    words, _ = smoke_words(words, 1)
     assert estimate_memory(load_config(words, 1), 1).total > 0
+
+
+def test_a_smoke_run_has_a_folder_beside_the_runs_and_begins_anew_each_time(tmp_path):
+    config, runs = write_config(tmp_path), tmp_path / "outputs"
+    words = [str(config), "--job.dump_folder", str(runs), "--checkpoint.async_mode", "disabled", "--smoke"]
+    for seed in "12":
+        done = run_script("train.py", *words, "--debug.seed", seed)
+        assert done.returncode == 0, done.stderr
+        assert f"smoke run in {runs}/small-smoke: training.steps 60 -> 2, training.global_batch_size 16 -> 8" in done.stderr
+        points = [json.loads(line) for line in (runs / "small-smoke" / "metrics.jsonl").read_text().splitlines()]
+        assert [point["step"] for point in points if "grad_norm" in point] == [1, 2]
+        assert f"seed = {seed}" in (runs / "small-smoke" / "config.toml").read_text()
+    assert [path.name for path in runs.iterdir()] == ["small-smoke"]
+    assert [path.name for path in (runs / "small-smoke" / "checkpoint").iterdir()] == ["step-00000002"]
+    (runs / "small-smoke" / "config.toml").write_text("[training]\nsteps = 60\n")  # of somebody's run
+    done = run_script("train.py", *words)
+    assert (done.returncode, "holds a run of 60 steps, which is no smoke run" in done.stderr) == (2, True), done.stderr
+    assert (runs / "small-smoke" / "checkpoint" / "step-00000002").exists()
 
 
 def train_all(arguments: list[list[str]]) -> None:
@@ -140,6 +152,7 @@ def train_all(arguments: list[list[str]]) -> None:
 
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     for argv in arguments:
+        argv, _ = smoke_words(argv, world_size)
         config = load_config(argv, world_size)
         if config.cache.enable:
             fill_cache(config)

@@ -74,26 +74,31 @@ def test_a_folder_in_use_is_one_line_and_75():
     assert str(Busy(*Busy("f", "o", "a").args)) == str(Busy("f", "o", "a"))  # as it travels between ranks
 
 
+@pytest.mark.parametrize("nargs", [None, "?"])
 @pytest.mark.parametrize("words", [
-    ["a.toml", "--world-size", "2"], ["--config", "a.toml", "--world_size", "2"], ["--world_size=2", "--config=a.toml"],
+    ["w", "a.toml", "--world-size", "2"], ["--config", "a.toml", "w", "--world_size", "2"],
+    ["--world_size=2", "w", "--config=a.toml"],
 ])  # fmt: skip
-def test_options_take_either_spelling_and_a_configuration_its_option(words):
+def test_options_take_either_spelling_and_a_configuration_its_option(words, nargs):
     parser = OneLineParser(prog="x", allow_abbrev=False)
-    parser.add_argument("config")
+    parser.add_argument("source")
+    parser.add_argument("config", nargs=nargs, type=Path)
     parser.add_argument("--world-size", type=int)
     found, left = parser.parse_known_args([*words, "--sampling.images_per_class", "3"])
-    assert (found.config, found.world_size, left) == ("a.toml", 2, ["--sampling.images_per_class", "3"])
+    assert (found.source, found.config, found.world_size) == ("w", Path("a.toml"), 2)
+    assert left == ["--sampling.images_per_class", "3"]
 
 
-def test_keys_take_dashes_and_config_is_the_configurations_file():
-    words = ["--config", "digits", "--sampling.images-per-class=3", "--training.max-local-batch-size", "8"]
+@pytest.mark.parametrize("config", [["digits"], ["--config", "digits"], ["--job.config_file=digits"]])
+def test_keys_take_dashes_and_the_configuration_needs_none(config):
+    words = ["--sampling.images-per-class=3", *config, "--training.max-local-batch-size", "8"]
     texts = {"job.config_file": "digits", "sampling.images_per_class": "3", "training.max_local_batch_size": "8"}
     assert read_command_line(words) == (texts, [])
 
 
 def test_training_without_arguments_shows_its_usage(capsys):
     assert train.main([]) == 2
-    assert capsys.readouterr().err.startswith("usage: train.py --config FILE ")
+    assert capsys.readouterr().err.startswith("usage: train.py CONFIG ")
 
 
 def test_the_tests_script_shows_its_own_options():
@@ -118,7 +123,7 @@ def test_every_program_bounds_the_spin_of_its_threads_unless_the_environment_doe
 
 
 def test_a_warm_up_is_cut_to_a_tenth_of_a_shorter_run_with_a_warning(capsys, tmp_path):
-    assert train.main(["--config", "digits", "--training.steps", "40", "--check-only"]) == 0
+    assert train.main(["digits", "--training.steps", "40", "--check-only"]) == 0
     said = capsys.readouterr().err
     assert said == "lr_scheduler.warmup_steps: 50 is more than training.steps = 40: cut to a tenth of the run\n"
     config = load_config(["--config", "digits", "--training.steps", "40"], 1)

@@ -32,7 +32,17 @@ BAD_ARGUMENTS = [
         ["--data.name", "cifar1"],
         f"command line: --data.name: must be one of {', '.join(DATASETS)}, is 'cifar1' (did you mean cifar10?)",
     ),
-    (["x.toml"], "command line: 'x.toml': argument without a key (--job.config_file x.toml)"),
+    (["digts"], "digts: no such file (did you mean digits?)"),
+    (
+        ["digits", "training.steps=20"],
+        "command line: 'training.steps=20': argument without a key, and the configuration is digits"
+        " (did you mean --training.steps=20?)",
+    ),
+    (
+        ["--job.config_file", "digits", "cifar10"],
+        "command line: 'cifar10': argument without a key, and the configuration is digits"
+        " (every setting is --section.key value)",
+    ),
     (["--job.config_file", "no.toml"], "no.toml: no such file (give a TOML file)"),
     (["--job.config_file", "."], ".: is a folder, not a regular file (give a TOML file)"),
     (

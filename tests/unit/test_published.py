@@ -181,7 +181,7 @@ def test_what_shows_no_model_is_refused_in_one_line(tmp_path, capsys):
     write_weights(random_weights(), tmp_path / "own.safetensors", "safetensors", dtype="float32", overwrite=False)
     out = ("--output", str(tmp_path / "y.safetensors"))
     for words, text in (
-        (("import", "wide.safetensors", "--format", "dit", *out), "of a named size in the dit layout (add --config FILE)"),
+        (("import", "wide.safetensors", "--format", "dit", *out), "of a named size in the dit layout (add CONFIG)"),
         (("import", "other.safetensors", "--format", "sit", *out), "show no model of a named size in the sit layout"),
         (("import", "own.safetensors", "--format", "dit", *out), "own layout already"),
         (("export", "own.safetensors", "--format", "safetensors", "--vae", "v", *out), "--vae: has no effect on safetensors"),

@@ -26,7 +26,7 @@ def test_a_grid_never_has_the_name_of_an_earlier_one(tmp_path):
 
 def test_a_configuration_beside_a_run_is_refused(monkeypatch, tmp_path):
     (tmp_path / "config.toml").touch()
-    with pytest.raises(WeightsError, match=r"--config: is of a file of weights; .* is a folder of a run \(leave it out\)$"):
+    with pytest.raises(WeightsError, match=r"^other.toml: is of a file of weights; .* is a folder of a run \(leave it out\)$"):
         open_setup(parsed(monkeypatch, str(tmp_path), "--config", "other.toml"))
 
 

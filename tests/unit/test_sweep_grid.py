@@ -9,7 +9,9 @@ from torchtitan.config.job import load_config
 from torchtitan.experiments.command_lines import check_cells, run_arguments
 from torchtitan.experiments.grid import SweepError, read_sweep
 from torchtitan.experiments.record import SweepFolder
+from torchtitan.experiments.runner import SweepPlan, Task
 from torchtitan.files.run_lock import Busy
+from torchtitan_dit.commands.sweep import main, show
 
 SWEEP = """
 processes = 8
@@ -221,3 +223,25 @@ def test_checkpointing_names_kinds_of_recomputation(tmp_path):
     assert found == {
         "none": ("none", 1), "selective": ("selective", 1), "every_second_block": ("full", 2), "full": ("full", 1),
     }  # fmt: skip
+
+
+def test_a_dry_run_of_a_large_grid_is_short_and_counts_every_run(tmp_path, monkeypatch, capsys):
+    sweep = read_sweep(ROOT / "train_configs" / "sweeps" / "dit_7B.toml")
+    tasks = [Task(cell, 0) for cell in sweep.cells]
+    show(SweepPlan(sweep, SweepFolder(tmp_path), tasks))
+    *lines, last = capsys.readouterr().out.splitlines()
+    assert len(lines) == 36 and last == "396 runs, 396 to run"
+    assert lines[0] == (
+        "dtype=bfloat16 layout=fsdp model.patch_size=8 activation_checkpoint.mode=none compile.enable=true"
+        "  8 processes  11 to run"
+    )
+    monkeypatch.setattr("torchtitan_dit.commands.sweep._MOST_LINES", 10)
+    show(SweepPlan(sweep, SweepFolder(tmp_path), tasks))
+    assert capsys.readouterr().out.splitlines()[10:] == ["... and 286 runs more", "396 runs, 396 to run"]
+
+    def interrupted(*arguments, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("torchtitan_dit.commands.sweep.plan_sweep", interrupted)
+    assert main([str(sweep.path), "--dry-run"]) == 130
+    assert capsys.readouterr().err == "stopped while checking: nothing was written\n"

@@ -6,7 +6,7 @@ from typing import Any
 from torchtitan.errors import unwrapped
 from torchtitan.files import regular
 from torchtitan.settings.record import CONFIG_HEADER
-from torchtitan.settings.schema import quoted
+from torchtitan.settings.schema import nearest, quoted
 
 SHIPPED = Path(__file__).resolve().parents[1] / "train_configs"
 
@@ -31,7 +31,9 @@ def read_toml(path: str) -> tuple[dict[str, Any], list[str]]:
         path = _shipped(path) or path
         return regular.read_toml(path), []
     except FileNotFoundError:
-        reason = "no such file (give a TOML file)"
+        shipped = [file.relative_to(SHIPPED).with_suffix("").as_posix() for file in SHIPPED.rglob("*.toml")]
+        guess = nearest(Path(path).with_suffix("").as_posix().removeprefix(f"{SHIPPED.name}/"), shipped)
+        reason = f"no such file ({f'did you mean {guess}?' if guess else 'give a TOML file'})"
     except regular.UnsuitableFile as failure:
         reason = f"{failure.strerror} (give a TOML file)"
     except UnicodeDecodeError as failure:

@@ -25,7 +25,7 @@ _READER_GONE = 128 + signal.SIGPIPE
 class OneLineParser(argparse.ArgumentParser):
     """Parser with one-line errors, without the usage text; exit code 2.
 
-    An option may be written with _ for -; a configuration that stands alone, as CONFIG, after --config too.
+    An option may be written with _ for -; the configuration, CONFIG, is taken from --config CONFIG too.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -33,9 +33,18 @@ class OneLineParser(argparse.ArgumentParser):
 
     def parse_known_args(self, args=None, namespace=None):
         words = [_with_dashes(word) for word in (sys.argv[1:] if args is None else args)]
-        if any(action.dest == "config" and not action.option_strings for action in self._actions):
-            words = [word.removeprefix("--config=") for word in words if word != "--config"]
-        return super().parse_known_args(words, namespace)
+        config = next((action for action in self._actions if action.dest == "config"), None)
+        place = next((place for place, word in enumerate(words) if word.partition("=")[0] == "--config"), None)
+        if config is None or place is None:
+            return super().parse_known_args(words, namespace)
+        _, equals, given = words.pop(place).partition("=")
+        if not (equals or words[place:]):
+            self.error("argument --config: expected one argument")
+        given = given if equals else words.pop(place)
+        self._remove_action(config)
+        namespace, rest = super().parse_known_args(words, namespace)
+        namespace.config = self._get_value(config, given)
+        return namespace, rest
 
     def error(self, message: str):
         self.exit(2, f"{self.prog}: {message}{self._advice(message)}\n")

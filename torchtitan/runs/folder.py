@@ -16,6 +16,7 @@ from torchtitan.checkpoint.manifest import checkpoint_path, checkpoint_steps
 from torchtitan.checkpoint.owner import claim, read_owner
 from torchtitan.checkpoint.reading import read_state
 from torchtitan.checkpoint.store import foreign_content as foreign_checkpoint_content
+from torchtitan.checkpoint.store import store_of
 from torchtitan.config.job import JobConfig
 from torchtitan.config.latent_cache import without_cache_paths
 from torchtitan.errors import CheckpointError, RunFolderError, StoreError
@@ -76,6 +77,31 @@ class RunFolder:
             raise
         except OSError as error:
             raise RunFolderError([f"{self.path}: cannot be written: {error.strerror}"]) from error
+
+    def begin_anew(self) -> None:
+        """Delete the checkpoints of the smoke run in the folder, if there is one; on the first rank.
+
+        Raises:
+            Busy: another process writes into the folder.
+            RunFolderError: it holds a longer run, or a checkpoint cannot be deleted.
+        """
+        if not (self.path / CONFIG_FILE).exists():
+            return
+        try:
+            if owner := self._lock.acquire():
+                raise Busy(self.path, owner, "give another --job.name")
+            steps, checkpoints = read_toml(self.path / CONFIG_FILE)["training"]["steps"], self._checkpoints_before()
+            if steps > self._config.training.steps:
+                text = f"{self.path}: holds a run of {steps:,} steps, which is no smoke run"
+                raise RunFolderError([f"{text} (give another --job.name)"])
+            for step in checkpoint_steps(checkpoints):
+                store_of(checkpoints).delete(step)
+        except StoreError:
+            raise
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise RunFolderError([f"{self.path}: holds no smoke run: {error} (give another --job.name)"]) from error
+        finally:
+            self._lock.release()
 
     def close(self) -> None:
         """Close: release the folder to others; on the first rank."""

@@ -102,9 +102,9 @@ class SamplingSetup:
 
 
 def add_setup_options(parser: argparse._ActionsContainer) -> None:
-    """Add the options of `open_setup`, beside `source`, and those of the classes."""
+    """Add the arguments of `open_setup`, which follow `source`."""
     add = parser.add_argument
-    add("--config", type=Path, help="configuration of a safetensors file (default: the one in its header)")
+    add("config", type=Path, nargs="?", metavar="CONFIG", help="configuration of weights (default: the one in their header)")
     add("--step", type=int, help="checkpoint of this step (default: the newest good one)")
     add("--ema", metavar="TRACK", help="EMA track, or 'none' for the trained weights (default: sampling.ema_track)")
     add("--guide", metavar="RUN[@STEP][:TRACK]", help="weights to guide away from instead of the null condition: of "
@@ -185,7 +185,8 @@ def beside(source: Path, name: str) -> Path:
 def _open_model(arguments: argparse.Namespace) -> TrainedModel:
     if arguments.source.is_dir() and not is_published_folder(arguments.source):
         if arguments.config and not (arguments.guide and Path(arguments.guide).is_file()):
-            raise WeightsError(f"--config: is of a file of weights; {arguments.source} is a folder of a run (leave it out)")
+            text = f"is of a file of weights; {arguments.source} is a folder of a run (leave it out)"
+            raise WeightsError(f"{arguments.config}: {text}")
         return load_run(arguments.source, arguments.ema, arguments.step, compute_device())
     if not arguments.source.exists():
         arguments.source = _from_hub(arguments.source)
@@ -253,7 +254,7 @@ def _open_autoencoder(arguments: argparse.Namespace, trained: TrainedModel) -> L
         return None
     if config.name in WITH_WEIGHTS and not config.path and not arguments.autoencoder:
         text = f"names the autoencoder {config.name} and no place of it: weights open nothing else"
-        raise WeightsError(f"{arguments.source}: {text} (give --autoencoder-path PATH or --config FILE)")
+        raise WeightsError(f"{arguments.source}: {text} (give --autoencoder-path PATH, or the configuration after the weights)")
     try:
         place = "the recorded latents" if record.elsewhere else trained.config.data.path
         return open_decoder(config, record.latents, place, compute_device())

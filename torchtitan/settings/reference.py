@@ -15,8 +15,8 @@ from torchtitan.settings.sources import suggestion
 
 _INTRODUCTION = """\
 Settings, on the command line as --section.key value or --section.key=value, in a TOML file as key = value
-under [section]; the command line overrides the file that --job.config_file names. Booleans take true or
-false; lists, and lists of tables, are JSON on the command line.
+under [section]; the command line overrides the file. Booleans take true or false; lists, and lists of
+tables, are JSON on the command line.
 
 Sections:
 """

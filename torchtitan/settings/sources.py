@@ -11,17 +11,17 @@ from torchtitan.settings.synonyms import synonym
 def read_command_line(argv: list[str]) -> tuple[dict[str, str], list[str]]:
     """Split `--section.key value` and `--section.key=value` into key -> text; the last of equal flags counts.
 
+    A word without a key is the configuration, as `--job.config_file` names it.
+
     Returns:
-        the texts by dotted key, and one line per argument that is not such a pair.
+        the texts by dotted key, and one line per argument that is neither such a pair nor the configuration.
     """
-    texts, problems = {}, []
+    texts, problems, alone = {}, [], []
     arguments = list(argv)
     while arguments:
         argument = arguments.pop(0)
         if not argument.startswith("--"):
-            toml = argument.endswith(".toml")
-            advice = f"--job.config_file {shown_name(argument)}" if toml else "every setting is --section.key value"
-            problems.append(f"command line: {quoted(argument)}: argument without a key ({advice})")
+            alone.append(argument)
             continue
         key, equals, text = argument[2:].partition("=")
         key = "job.config_file" if key == "config" else key.replace("-", "_") if "." in key else key
@@ -33,6 +33,15 @@ def read_command_line(argv: list[str]) -> tuple[dict[str, str], list[str]]:
             name = shown_name(key)
             advice = synonym(key, "--") or f"--{name} VALUE or --{name}=VALUE"
             problems.append(f"command line: --{name}: needs a value ({advice})")
+    for word in alone:
+        key, equals, text = word.lstrip("-").partition("=")
+        given = texts.get("job.config_file")
+        if given is None and not equals and not word.startswith("-"):
+            texts["job.config_file"] = word
+        else:
+            advice = f"did you mean --{shown_name(key)}={shown_name(text)}?" if equals else "every setting is --section.key value"
+            known = f", and the configuration is {shown_name(given)}" if given else ""
+            problems.append(f"command line: {quoted(word)}: argument without a key{known} ({advice})")
     return texts, problems
 
 

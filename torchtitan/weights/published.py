@@ -196,7 +196,7 @@ def _record_shown(
             data |= {"shift": [latents[0]] * channels, "scale": [latents[1]] * channels}
         data |= {"class_names": class_names} if class_names and len(class_names) == data["num_classes"] else {}
         return load_record(tables | {"model": {"name": name} | tables["model"], "data": data}, str(source))
-    raise WeightsError(f"{source}: its tensors show no model of a named size in the {layout_name} layout (add --config FILE)")
+    raise WeightsError(f"{source}: its tensors show no model of a named size in the {layout_name} layout (add CONFIG)")
 
 
 def layout_of(name: str, config: JobConfig) -> PublishedLayout:

@@ -136,7 +136,7 @@ def load_weights(path: Path, config_file: Path | None, device: torch.device) -> 
         return _published_folder(path, config_file, device)
     record = record_of(read_config(config_file)) if config_file else record_of_weights(path)
     if record is None:
-        raise WeightsError(f"{path}: which model is this? (add --config FILE)")
+        raise WeightsError(f"{path}: which model is this? (add CONFIG, its configuration)")
     config, info = record.config, record.info
     config.lora.enable = False  # the file is of a whole network
     model = _empty_model(config, info, device)

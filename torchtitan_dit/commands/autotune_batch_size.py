@@ -43,7 +43,7 @@ def main(words: list[str] | None = None) -> int:
 def parse_arguments(words: list[str]) -> argparse.Namespace:
     parser = OneLineParser(prog="autotune_batch_size.py", description=__doc__, allow_abbrev=False)
     add = parser.add_argument
-    add("config", metavar="CONFIG", help="TOML file of the run")
+    add("config", metavar="CONFIG", help="TOML file of the run, or the name of a shipped one")
     add("--multiple-of", type=at_least(1), default=1, metavar="M", help="try multiples of M only (default: 1)")
     add("--max", type=at_least(1), default=MAX_BATCH_SIZE, metavar="B", help=f"largest to try (default: {MAX_BATCH_SIZE})")
     add("--headroom", type=share, default=0.1, help="share of the memory to leave free (default: 0.1)")

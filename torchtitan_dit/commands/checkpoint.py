@@ -89,16 +89,16 @@ def parse_arguments(words: list[str]) -> argparse.Namespace:
     command = commands.add_parser("import", help="turn published weights into a safetensors file of this program")
     command.set_defaults(command=import_)
     command.add_argument("file", type=Path, help=".safetensors or .pt file; for diffusers also its folder")
-    command.add_argument("--format", choices=LAYOUTS, required=True)
-    command.add_argument("--config", type=Path,
+    command.add_argument("config", type=Path, nargs="?", metavar="CONFIG",
         help="configuration of the model, which --data.KEY VALUE completes (default: what the file itself shows)")
+    command.add_argument("--format", choices=LAYOUTS, required=True)
     add_output(command, "file to write")
 
     command = commands.add_parser("convert-adapter", help="write a file of an adapter in another layout")
     command.set_defaults(command=convert_adapter)
     command.add_argument("file", type=Path, help=".safetensors file of an adapter, in any layout that is known")
+    command.add_argument("config", type=Path, metavar="CONFIG", help="configuration of the model")
     command.add_argument("--adapter", choices=ADAPTER_LAYOUTS, required=True, help="layout to write")
-    command.add_argument("--config", type=Path, required=True, help="configuration of the model")
     add_output(command, "file to write")
     arguments = parser.parse_args(words)
     if data_words and arguments.command not in (import_, convert_adapter):

@@ -99,7 +99,7 @@ def main(words: list[str] | None = None) -> int:
 def parse_evaluation(words: list[str]) -> argparse.Namespace:
     parser = FirstRankParser(description=__doc__, allow_abbrev=False)
     add = parser.add_argument
-    add("source", type=Path, metavar="RUN|FOLDER|NPZ", help="a run, a file of weights (with --config), or images")
+    add("source", type=Path, metavar="RUN|FOLDER|NPZ", help="a run, a file of weights (with CONFIG), or images")
     add("--reference", metavar="REF", help="name of a reference, or path of one, of an npz file or of images")
     add("--metrics", help="names with commas between (default: fid,kid,is,prdc; fd instead of fid where --extractor is given)")
     add("--held-out", metavar="REF", help="images that were not trained on, for the threshold of memorisation")
@@ -132,7 +132,7 @@ def parse_reference(words: list[str]) -> argparse.Namespace:
     add("source", metavar="DATASET|FOLDER|NPZ", help=f"a dataset ({', '.join(DATASETS)}) with its --data.KEY VALUE, or images")
     add("--name", required=True, help="of the reference, in every result")
     add("--split", choices=("train", "validation", "all"), help="of the dataset (default: train)")
-    add("--config", metavar="FILE", help="TOML file with a [data] section, which the --data keys override")
+    add("config", nargs="?", metavar="CONFIG", help="file with a [data] section, which the --data keys override")
     add("--count", type=int, help="the first images only (default: all)")
     add("--output", type=Path, metavar="FILE.npz", help=f"of the reference (default: {REFERENCES}/NAME.npz)")
     add_extractor_options(parser, "networks of the features, with commas between")
@@ -287,7 +287,7 @@ def source_of(arguments: argparse.Namespace, data_words: list[str]) -> ImageSet:
         images = DatasetImages(config, info, arguments.split or "train")
         images.check()
         return images
-    for name, given in (("--split", arguments.split), ("--config", arguments.config), ("--data keys", data_words)):
+    for name, given in (("--split", arguments.split), ("CONFIG", arguments.config), ("--data keys", data_words)):
         if given:
             raise EvaluationError(f"{name}: of a dataset, and {arguments.source} is none (leave it out)")
     refuse_run(arguments.source, "reference")

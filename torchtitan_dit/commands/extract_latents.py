@@ -14,7 +14,6 @@ import argparse
 import functools
 import os
 import sys
-from pathlib import Path
 
 # Before torch is imported. An encoder's activations are large and fresh each time: on the CPU a third of its time went
 # into their page faults, half of which large pages save.
@@ -25,6 +24,7 @@ import torch.distributed as dist
 
 from torchtitan.autoencoders.base import Autoencoder, AutoencoderError
 from torchtitan.config.job import ConfigError, load_data_section
+from torchtitan.config.toml_file import read_toml
 from torchtitan.data.base import DataConfig, DatasetError
 from torchtitan.distributed.collectives import group_for_work, on_all_ranks
 from torchtitan.distributed.config import CommConfig
@@ -45,7 +45,7 @@ from torchtitan.extraction.extraction_plan import WHOLE, ExtractionOptions, Part
 from torchtitan.extraction.image_source import open_sources
 from torchtitan.extraction.shard_encoding import DamagedImages
 from torchtitan.extraction.store_verbs import VERBS, run_verb
-from torchtitan.files.regular import read_toml, user_path
+from torchtitan.files.regular import user_path
 from torchtitan.latents.captions import CAPTION_DTYPES
 from torchtitan.latents.index import MOST_SHARDS
 from torchtitan.processes.command_line import FirstRankParser, at_least, readable_size, refusing
@@ -145,7 +145,7 @@ def parse_arguments(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     add = parser.add_argument
     add("--output", type=user_path, required=True, metavar="STORE", help="folder to write, or to resume")
     add_autoencoder_options(add, required=True)
-    add("--config", metavar="FILE", help="TOML file whose [data] section the --data keys override")
+    add("config", nargs="?", metavar="CONFIG", help="file whose [data] section the --data keys override")
     add("--split", choices=("train", "validation", "all"), default="train",
         help="of the dataset; all: training images, then held-out ones (default: train)")
     add("--mirror", action=argparse.BooleanOptionalAction, help="keep the latents of mirror images too (default: yes, but "
@@ -191,8 +191,6 @@ def parse_arguments(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     for word in data_words:
         if (instead := OF_TRAINING.get(word.removeprefix("--data.").partition("=")[0])) is not None:
             parser.error(f"{word.partition('=')[0]}: is for training; here it is {instead}")
-    if arguments.config is not None and not Path(arguments.config).is_file():
-        parser.error(f"--config: {arguments.config}: no such file")
     return arguments, data_words
 
 
@@ -211,7 +209,7 @@ def default_workers() -> int:
 
 def warn_of_training_keys(path: str | None) -> None:
     """Warn of keys for training in the [data] section of a file, which are not used."""
-    given = read_toml(path).get("data", {}) if path else {}
+    given = read_toml(path)[0].get("data", {}) if path else {}
     found = {key: instead for key, instead in OF_TRAINING.items() if key in given}
     if found and speaks():
         listed = ", ".join(f"{key} ({instead})" for key, instead in found.items())

@@ -1,4 +1,4 @@
-"""Draw images from a trained model: scripts/sample.py RUN_FOLDER (or WEIGHTS.safetensors --config FILE).
+"""Draw images from a trained model: scripts/sample.py RUN_FOLDER (or WEIGHTS [CONFIG]).
 
 Without --count and --seeds a grid is drawn, named by step, weights and seed, and numbered where there is one; with one of
 them a set of images, which resumes after a kill. Under torchrun the images are divided among the ranks; they are the same

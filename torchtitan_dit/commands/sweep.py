@@ -5,6 +5,8 @@ sweep that was stopped, in any way, resumes when it is started again. See docs/c
 """
 
 import argparse
+import signal
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -12,10 +14,11 @@ from torchtitan.experiments.folder import ExperimentError
 from torchtitan.experiments.grid import read_sweep
 from torchtitan.experiments.launchers.choice import Launching, add_launcher_options
 from torchtitan.experiments.record import SweepFolder
-from torchtitan.experiments.runner import SweepPlan, plan_sweep, run_sweep
+from torchtitan.experiments.runner import SweepPlan, Task, plan_sweep, run_sweep, value_text
 from torchtitan.pictures.number_text import counted
 from torchtitan.processes.command_line import OneLineParser, assignment, at_least, refusing
 
+_MOST_LINES = 38  # of a dry run's list
 _UNSUCCESSFUL = ("failed", "timeout", "killed")  # nothing is known of the cell; oom, refused and skipped are results
 
 
@@ -26,9 +29,13 @@ def main(words: list[str] | None = None) -> int:
     sweep = read_sweep(arguments.sweep)
     sweep.settings.repeats = arguments.repeats or sweep.settings.repeats
     folder = SweepFolder(arguments.output or Path("outputs") / sweep.settings.name)
-    plan = plan_sweep(
-        sweep, folder, only=_by_axis(arguments.only), retry_failed=arguments.retry_failed, elsewhere=launching.elsewhere
-    )
+    try:
+        plan = plan_sweep(
+            sweep, folder, only=_by_axis(arguments.only), retry_failed=arguments.retry_failed, elsewhere=launching.elsewhere
+        )
+    except KeyboardInterrupt:
+        print("stopped while checking: nothing was written", file=sys.stderr)
+        return 128 + signal.SIGINT
     if arguments.dry_run:
         show(plan)
         return 0
@@ -43,11 +50,20 @@ def main(words: list[str] | None = None) -> int:
 
 
 def show(plan: SweepPlan) -> None:
-    """Print every run and its planned action."""
-    missing = {task.key for task in plan.missing}
+    """Print every run and its planned action; of many runs a line for those that differ in the axis `order` or the seed only."""
+    missing, order = {task.key for task in plan.missing}, plan.sweep.settings.order
+    single = len(plan.tasks) <= _MOST_LINES
+    lines: dict[str, list[Task]] = {}
     for task in plan.tasks:
-        state = plan.rows[task.key]["status"] if task.key not in missing else "to run"
-        print(f"{task.name}  {counted(task.cell.processes, 'process', 'es')}  {state}")
+        lines.setdefault(task.name if single else task.cell.arm(order), []).append(task)
+    for tasks in list(lines.values())[:_MOST_LINES]:
+        states = Counter("to run" if task.key in missing else plan.rows[task.key]["status"] for task in tasks)
+        shown = next(iter(states)) if single else ", ".join(f"{count} {state}" for state, count in states.items())
+        axes = [f"{axis}={value_text(value)}" for axis, value in tasks[0].cell.axes.items() if axis != order]
+        name = tasks[0].name if single else " ".join(axes)
+        print(f"{name}  {counted(tasks[0].cell.processes, 'process', 'es')}  {shown}")
+    if left := list(lines.values())[_MOST_LINES:]:
+        print(f"... and {sum(map(len, left))} runs more")
     print(f"{counted(len(plan.tasks), 'run')}, {len(missing)} to run")
 
 

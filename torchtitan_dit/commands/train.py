@@ -1,5 +1,6 @@
-"""Train a diffusion transformer: python train.py --config FILE [--section.key value ...].
+"""Train a diffusion transformer: python train.py CONFIG [--section.key value ...].
 
+    --smoke           try the configuration: two small steps of everything, in the folder NAME-smoke
     --check-only      check the configuration and stop
     --help            list the sections of a configuration
     --help NAME ...   describe the keys of a section (objective), those that one of its names brings (data.webdataset),
@@ -12,6 +13,7 @@ import os
 import sys
 
 from torchtitan.config.job import ConfigError, JobConfig, help_text, load_config, report_and_exit
+from torchtitan.config.smoke import smoke_words
 from torchtitan.diffusion.objective import Objective
 from torchtitan.diffusion.objectives import OBJECTIVES
 from torchtitan.estimate.pixels import pixel_warning
@@ -21,8 +23,8 @@ from torchtitan.processes.importing import uncollected
 from torchtitan.processes.launch import CHECKED, launch_number
 from torchtitan.training.schedules import warmup_problems
 
-_USAGE = """usage: train.py --config FILE [--section.key value ...] [--check-only]
-  FILE: a TOML file, or the name of a shipped one, as digits (train_configs/ has them all)
+_USAGE = """usage: train.py CONFIG [--section.key value ...] [--smoke] [--check-only]
+  CONFIG: a TOML file, or the name of a shipped one, as digits (train_configs/ has them all)
   train.py --help lists the sections of a configuration, train.py --help optimizer the keys of one"""
 
 
@@ -42,19 +44,24 @@ def main(words: list[str] | None = None) -> int:
     if not arguments:
         print(_USAGE, file=sys.stderr)
         return REFUSED
-    check_only = "--check-only" in arguments
-    arguments = [argument for argument in arguments if argument != "--check-only"]
+    check_only, smoke = "--check-only" in arguments, "--smoke" in arguments
+    arguments = [argument for argument in arguments if argument not in ("--check-only", "--smoke")]
     rank, world_size = launch_number("RANK", 0), launch_number("WORLD_SIZE", 1)
     if check_only:  # before a launcher has set WORLD_SIZE
         world_size = launch_number("NGPU", world_size)
     logging.basicConfig(
         level=logging.INFO if rank == 0 else logging.WARNING, format="%(asctime)s %(message)s", datefmt="%H:%M:%S"
     )
+    note = ""
     try:
+        if smoke:
+            arguments, note = smoke_words(arguments, world_size)
         config = load_config(arguments, world_size)
     except ConfigError as error:
         report_and_exit(error)
     if rank == 0 and CHECKED not in os.environ:
+        if note:
+            print(note, file=sys.stderr)
         for key, text in warmup_problems(config.lr_scheduler, config.training.steps, config.training.global_batch_size):
             print(f"lr_scheduler.{key}: {text}: cut to a tenth of the run", file=sys.stderr)
         if warning := pixel_warning(config, world_size):
@@ -63,7 +70,7 @@ def main(words: list[str] | None = None) -> int:
         with uncollected():
             from torchtitan.run import run  # the configuration is checked before anything heavy is imported
 
-        return run(config, lambda: load_config(arguments, world_size))
+        return run(config, lambda: load_config(arguments, world_size), anew=smoke)
     if problem := _start_problem(config) or _decoder_problem(config):
         print(problem, file=sys.stderr)
         return REFUSED
