@@ -4,6 +4,7 @@ import logging
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -56,7 +57,8 @@ class Trainer:
         self.reports = Reports(self.state, self.clock, self.phases, callbacks)
         beside = (config.validation, config.sampling, config.evaluation, config.checkpoint)
         self.profiler = Profiler(
-            config.profiling, self.state.folder.path, self.state.layout, self.reports.excluded, config.training.steps,
+            config.profiling, self.state.folder.path, self.state.layout, partial(self.reports.excluded, "writing the profile"),
+            config.training.steps,
             [config.metrics.log_freq, *([config.gns.log_interval] if config.gns.enable else [])],
             [section.interval for section in beside if section.enable],
         )  # fmt: skip
