@@ -2,6 +2,7 @@
 
 import logging
 import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -51,6 +52,7 @@ _SHOWN_TIMES = ("clock/wall(s)", "clock/train(s)")
 _SHOWN_OF_THE_NOISE = {"b_simple", "batch", "lower", "upper", "outlier_steps"}
 # From the start of the process on: after them, every graph that is trained with has been compiled.
 _STEPS_TO_COMPILE = 3
+_SILENT_SECONDS = 5.0
 _POINTS_A_PICTURE = 10  # logged noise scales between their pictures
 
 
@@ -156,11 +158,23 @@ class Reports:
         self._state.corrupt_images.sync()
 
     @contextmanager
-    def excluded(self) -> Iterator[None]:
-        """Exclude the work inside from training time, and what it compiles from warnings."""
-        with self._rates.excluded():
+    def excluded(self, doing: str) -> Iterator[None]:
+        """Exclude the work inside, named by `doing`, from training time, and what it compiles from warnings."""
+        with self._rates.excluded(), self.named(doing):
             yield
         self._compilations.expect()
+
+    @contextmanager
+    def named(self, doing: str) -> Iterator[None]:
+        """Name the work inside in a line of the first rank, once it has taken some seconds."""
+        line = threading.Timer(_SILENT_SECONDS, self._say, [f"step {self._state.step:>6}  {doing} ..."])
+        line.daemon = True
+        if self._first:
+            line.start()
+        try:
+            yield
+        finally:
+            line.cancel()
 
     def excluded_step(self) -> AbstractContextManager:
         """Exclude the train step inside from every rate: its time and its images."""
@@ -217,7 +231,7 @@ class Reports:
         state, config, gns = self._state, self._config.gns, self._state.gns
         if not self._log or not gns:
             return
-        with self.excluded():
+        with self.excluded("estimating and drawing the gradient noise scale"):
             found = gns.metrics()
             shown = {tag: value for tag, value in found.items() if tag.rpartition("/")[2] in _SHOWN_OF_THE_NOISE}
             self._log.write(state.step, shown, {tag: value for tag, value in found.items() if tag not in shown})
@@ -232,7 +246,7 @@ class Reports:
 
     def validate(self) -> None:
         """Measure the held-out loss with the trained and with every averaged weight; collective."""
-        with self.excluded():
+        with self.excluded("measuring the held-out loss"):
             self._show_held_out()
             metrics = self._evaluation.validate(
                 self._config.validation, self._state.bin_edges, self._state.corrupt_images.record
@@ -248,7 +262,7 @@ class Reports:
 
     def sample_grid(self) -> None:
         """Draw the grid of samples of this step; collective."""
-        with self.excluded():
+        with self.excluded("drawing the grid of samples"):
             self._show_held_out()
             started = time.perf_counter()
             grid = self._evaluation.sample_grid()
@@ -268,7 +282,7 @@ class Reports:
         """
         state, metrics = self._state, self._state.sample_metrics
         assert metrics is not None
-        with self.excluded():
+        with self.excluded(f"drawing and measuring {self._config.evaluation.count:,} samples"):
             try:
                 measurement = self._evaluation.measure(metrics, self._config.evaluation.guidance_scale)
             except EvaluationError as error:
