@@ -46,11 +46,7 @@ class MeansByTime:
     """Means with standard errors of images' losses: of all, and by timestep bin or by the place of given timesteps."""
 
     def __init__(self, bin_edges: Tensor, timesteps: Sequence[float], device: torch.device) -> None:
-        """
-        Args:
-            bin_edges: inner edges in t, rising, [K - 1].
-            timesteps: image i is at timestep i mod K of these K, instead of bins.
-        """
+        """bin_edges: inner edges in t, rising, [K - 1]; timesteps: image i at timestep i mod K of these instead."""
         self._edges, self._part = bin_edges, "time" if timesteps else "bin"
         self._timesteps, self._bins = len(timesteps), len(timesteps) or len(bin_edges) + 1
         # (weights, values, squares) of each bin, and of all images in the last place.

@@ -253,11 +253,7 @@ class EmbeddingBlock(Block):
     def forward(  # type: ignore[override]  # makes the conditioning vector instead of taking it
         self, x: Tensor, sinusoid: Tensor, condition: Tensor | None, rotary: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Apply the block.
-
-        Returns:
-            tokens [B, T, D], and the block's conditioning vector [B, D].
-        """
+        """Apply the block: tokens [B, T, D], and the block's conditioning vector [B, D]."""
         c = self.time_embed(sinusoid)
         if self.label_embed is not None:
             c = c + self.label_embed(condition)
