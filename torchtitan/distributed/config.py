@@ -43,7 +43,6 @@ class ParallelismConfig:
 
     @property
     def processes(self) -> int:
-        """All processes, of resolved degrees."""
         return self.degrees.processes
 
 
@@ -95,7 +94,6 @@ class CompileConfig:
 
     @property
     def cuda_graphs(self) -> bool:
-        """True if blocks are replayed as CUDA graphs."""
         return self.enable and self.mode in CUDA_GRAPH_MODES
 
 

@@ -200,7 +200,6 @@ def measure(
 def _refuse_small(
     name: str, metric: Metric, extractor: FeatureExtractor, count: int, reference: Reference | None
 ) -> None:
-    """Refuse too few images for a covariance or a protocol."""
     size, counts = extractor.dims[metric.output], {"samples": count}
     if reference is not None and reference.count is not None:
         counts[reference.place] = reference.count

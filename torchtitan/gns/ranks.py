@@ -59,7 +59,6 @@ class RankMonitor:
 
     @property
     def separate(self) -> bool:
-        """True if every microbatch is reduced separately."""
         return self.bin_pure or self._ranks is None
 
     def discard_backward(self) -> None:

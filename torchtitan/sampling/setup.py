@@ -61,7 +61,6 @@ class SamplingSetup:
 
     @property
     def warnings(self) -> Iterator[str]:
-        """Warnings of the loaded models."""
         yield from self.trained.warnings
         yield from self.guide.model.warnings if self.guide else ()
 

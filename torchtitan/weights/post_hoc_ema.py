@@ -44,7 +44,6 @@ class StoredAverages:
 
     @cached_property
     def places(self) -> list[tuple[Snapshot, str]]:
-        """Snapshot and track of every stored average."""
         return [(snapshot, track) for snapshot in self.snapshots for track in self.tracks if track in snapshot.tracks]
 
     @cached_property
