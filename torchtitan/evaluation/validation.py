@@ -53,12 +53,7 @@ class MeansByTime:
         self._sums = torch.zeros(3, self._bins + 1, dtype=torch.float64, device=device)
 
     def add(self, indices: Tensor, t: Tensor, weights: Tensor, by_bin: Tensor, whole: Tensor) -> None:
-        """Add images.
-
-        Args:
-            indices, t, weights: number, timestep and weight (0: padding) of each, [B].
-            by_bin, whole: losses for the means by bin, and for the mean over all, [B].
-        """
+        """Add images [B], by number, timestep and weight (0: padding): losses for means by bin, and over all."""
         which = indices % self._timesteps if self._timesteps else torch.bucketize(t, self._edges)
         for where, values in ((which, by_bin), (torch.full_like(which, self._bins), whole)):
             values = values.to(torch.float64)

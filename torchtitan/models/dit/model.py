@@ -89,11 +89,7 @@ class PatchTransformer(DiffusionModel):
             cast(Any, block).attention.exchange = exchange
 
     def transform(self, patches: Tensor, position: Tensor | None, t: Tensor, condition: Condition) -> Tensor:
-        """Apply the network to patches [B, T, C p p] of images, [B, T, C_out p p].
-
-        Args:
-            position: rows of the table that is added to these tokens [T, D]; None if there is no table.
-        """
+        """Apply to patches [B, T, C p p], [B, T, C_out p p]; position: the table's rows for these [T, D], if any."""
         raise NotImplementedError
 
     def init_buffers(self) -> None:
