@@ -22,6 +22,7 @@ from torchtitan.fidelity.metrics import METRICS
 from torchtitan.gns.config import GNS_FOLDER, PICTURE_FILE, few_pairs
 from torchtitan.pictures.number_text import counted
 from torchtitan.processes.launch import launch_number
+from torchtitan.programs import program
 from torchtitan.runs.previews import PAGE_FILE
 from torchtitan.settings.plugins import loaded_plugins
 from torchtitan.state.run_state import RunState
@@ -52,6 +53,7 @@ def introduce(state: RunState) -> None:
         logger.info(f"plugins: {', '.join(f'{name} ({version[:12]})' for name, version in plugins.items())}")
     if config.sampling.enable and (line := _next_grid(state)):
         logger.info(line)
+    logger.info(f"page: {program('compare')} {state.folder.path} --watch")
     if advice := crosses_nodes(state.layout, launch_number("LOCAL_WORLD_SIZE", state.layout.world_size)):
         logger.warning(advice)
     if state.gns and (warning := few_pairs(config.gns, config.training.local_batch_size, state.gns.masses)):

@@ -134,14 +134,9 @@ def _gns(checked: ConfigView) -> Iterator[Problem]:
         global_batch_size=batch, microbatches=batch // (ranks * local), ranks=ranks,
     )  # fmt: skip
     yield from in_section("gns", found)
-    name, gns = checked.optimizer.name, checked.gns
-    if UPDATE_RULES[name].is_adams:
-        return
-    if not gns.adam_geometry:
+    name = checked.optimizer.name
+    if not checked.gns.adam_geometry and not UPDATE_RULES[name].is_adams:
         yield Problem("gns.adam_geometry", f"has no effect with optimizer.name = {name}, which has no such geometry (remove it)")
-    if gns.allocate_timesteps:
-        text = f"shares are of noise in Adam's geometry, which optimizer.name = {name} has not (set it to false, or use AdamW)"
-        yield Problem("gns.allocate_timesteps", text)
 
 
 def _batch_ramp(checked: ConfigView) -> Iterator[Problem]:

@@ -93,6 +93,21 @@ class RunLock:
         return None
 
 
+def is_locked(folder: Path) -> bool:
+    """Check whether another process holds a folder's lock."""
+    try:
+        descriptor = os.open(folder / LOCK_FILE, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.lockf(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return False
+    except OSError:
+        return True
+    finally:
+        os.close(descriptor)
+
+
 def _read_owner(descriptor: int) -> str:
     try:
         return _owner_text(json.loads(os.pread(descriptor, 4096, 0)))
