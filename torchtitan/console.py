@@ -140,9 +140,7 @@ def closing_lines(
     state: RunState, status: str, results: dict[str, Any], clock: dict[str, Any], held_out: Path, animation: Path,
     noise_points: Sequence[dict],
 ) -> list[str]:  # fmt: skip
-    """Closing lines: how the run ended, its speed and cost, the paths of its outputs, its sample quality and its gradient
-    noise scale.
-    """
+    """Closing lines: end of the run, speed and cost, paths of outputs, sample quality, gradient noise scale."""
     folder, config = state.folder, state.config
     found = grids(folder.samples)
     previews = folder.samples / PAGE_FILE
@@ -194,7 +192,6 @@ def grids(samples: Path) -> list[tuple[int, Path]]:
 
 
 def _speed(clock: dict[str, Any]) -> list[str]:
-    """Line of the run's clock: both speeds."""
     return [
         f"  {'speed':<12} {clock['steps_per_second_train']:.4g} steps/s of training alone, "
         f"{clock['steps_per_second_wall']:.4g} steps/s in all ({clock['steps']:,} steps in {clock['train_seconds']:.1f} s and "

@@ -186,11 +186,7 @@ class Reports:
         self._bar.update(self._state.progress - self._bar.n)
 
     def log(self, norm: Tensor, lr: float) -> None:
-        """Write one point of metrics; collective.
-
-        Args:
-            norm: gradient norm of this step before clipping.
-        """
+        """Write one point of metrics, with the step's gradient norm before clipping; collective."""
         state, config = self._state, self._config
         with self._phases("waiting"):  # for other ranks
             metrics = state.window.reduce() | {"grad_norm": float(norm), "lr": lr}
@@ -386,7 +382,6 @@ class Reports:
 
 
 def _numbers(results: Mapping[str, Any]) -> dict[str, float | str]:
-    """Results that are numbers: the last held-out losses, memory."""
     return {name: value for name, value in results.items() if isinstance(value, int | float)}
 
 

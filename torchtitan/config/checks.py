@@ -43,11 +43,7 @@ _ADAMS_RULE = "the square-root rule by which the learning rate grows is Adam's"
 
 
 def find_problems(checked: ConfigView, fields: dict[str, Any]) -> list[Problem]:
-    """Run every check.
-
-    Args:
-        fields: dotted key -> its dataclass field, for every key of the configuration.
-    """
+    """Run every check; fields: dotted key -> its dataclass field, for every key of the configuration."""
     problems = [problem for key, field in fields.items() for problem in _problems_of(_has_effect, checked, key, field)]
     return problems + [problem for check in CHECKS for problem in _problems_of(check, checked)]
 

@@ -109,11 +109,7 @@ class Sweep:
 
 
 def read_sweep(path: Path) -> Sweep:
-    """Read a sweep's TOML file, or a shipped one by its name, and expand its grid, whose configurations are not checked here.
-
-    Raises:
-        SweepError: with the first problem.
-    """
+    """Read a sweep's file, or a shipped one by name, and expand its grid, unchecked. Raises SweepError: one problem."""
     path = Path(shipped(str(path)) or shipped(f"sweeps/{path}") or path)
     document, unreadable = read_toml(str(path))
     if unreadable:

@@ -22,12 +22,7 @@ class Busy(Exception):
     """Another process is at work in a folder: the same command can be given again when that has ended."""
 
     def __init__(self, folder: Path | str, owner: str, advice: str) -> None:
-        """
-        Args:
-            folder: that was asked for.
-            owner: the process, as `RunLock.acquire` says it.
-            advice: what else to give than the folder.
-        """
+        """owner: the process, as `RunLock.acquire` says it; advice: what else to give than the folder."""
         super().__init__(str(folder), owner, advice)  # an exception travels between ranks by its arguments
 
     def __str__(self) -> str:
