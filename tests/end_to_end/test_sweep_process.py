@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -142,27 +143,18 @@ def _wait_until(condition, seconds: float = 20) -> None:
         time.sleep(0.02)
 
 
-def _command_lines() -> list[str]:
-    found = []
+def _command_lines() -> dict[int, str]:
+    found = {}
     for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            found.append(path.read_text())
-        except OSError:
-            pass
+        with suppress(OSError):
+            found[int(path.parent.name)] = path.read_text()
     return found
 
 
 def _train_processes(folder: Path) -> list[int]:
-    found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            words = path.read_text().split("\0")
-        except OSError:
-            continue
-        if len(words) > 2 and words[1].endswith("train.py") and any(str(folder) in word for word in words):
-            found.append(int(path.parent.name))
-    return found
+    words = {process: line.split("\0") for process, line in _command_lines().items() if str(folder) in line}
+    return [process for process, each in words.items() if len(each) > 2 and each[1].endswith("train.py")]
 
 
 def _processes_of(folder: Path) -> list[str]:
-    return [line for line in _command_lines() if str(folder) in line and "train.py" in line]
+    return [line for line in _command_lines().values() if str(folder) in line and "train.py" in line]

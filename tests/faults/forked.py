@@ -1,6 +1,8 @@
 """Runs of train.py whose processes start cheaply; see tests.forked."""
 
 import os
+import time
+from collections.abc import Callable
 
 from tests.end_to_end.runs import Run
 from tests.forked import ForkedProcess
@@ -14,6 +16,12 @@ class ForkedRun(Run):
 
     def said(self) -> str:
         return "".join(process.said() for process in self.processes)
+
+    def wait_until(self, happened: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + 120
+        while not happened():
+            assert time.monotonic() < deadline and all(p.poll() is None for p in self.processes), self.said()
+            time.sleep(0.02)
 
     def start(self, arguments: list[str], environment: dict[str, str]) -> ForkedProcess:
         return ForkedProcess(_train, (arguments,), environment)

@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -165,16 +166,21 @@ def suite(runs: int, seed: int, progress: bool = False) -> list[dict]:
 
 def table(rows: list[dict]) -> str:
     """Layouts x moments: how often runs were killed there, and how they ended."""
-    kills = Counter((row["layout"], moment) for row in rows for moment in row["moments"])
-    layouts = list(dict.fromkeys(row["layout"] for row in rows))
-    lines = [f"| killed | {' | '.join(layouts)} | all |", "|---" * (2 + len(layouts)) + "|"]
-    for moment in [*TIMED, *MOMENTS]:
-        counts = [kills[layout, moment] for layout in layouts]
-        if any(counts):
-            lines.append(f"| {moment} | {' | '.join(map(str, counts))} | {sum(counts)} |")
-    own = [[row for row in rows if row["layout"] == layout] for layout in layouts]
-    ends = [f"{sum(not row['different'] for row in part)} of {len(part)}" for part in [*own, rows]]
-    return "\n".join([*lines, f"| **runs that ended bit-equal** | {' | '.join(ends)} |"])
+    counts = Counter((row["layout"], moment) for row in rows for moment in row["moments"])
+    met = [moment for moment in (*TIMED, *MOMENTS) if any(moment == each for _, each in counts)]
+    return outcomes(rows, "layout", counts, met, "killed", "bit-equal")
+
+
+def outcomes(rows: list[dict], key: str, counts: Counter, moments: Sequence[str], what: str, ended: str) -> str:
+    """Moments x values of a row's key: counts by (value, moment), and how many runs ended equal."""
+    columns = list(dict.fromkeys(row[key] for row in rows))
+    lines = [f"| {what} | {' | '.join(columns)} | all |", "|---" * (2 + len(columns)) + "|"]
+    for moment in moments:
+        numbers = [counts[column, moment] for column in columns]
+        lines.append(f"| {moment} | {' | '.join(map(str, numbers))} | {sum(numbers)} |")
+    parts = [[row for row in rows if row[key] == column] for column in columns]
+    ends = [f"{sum(not row['different'] for row in part)} of {len(part)}" for part in [*parts, rows]]
+    return "\n".join([*lines, f"| **runs that ended {ended}** | {' | '.join(ends)} |"])
 
 
 def main() -> int:

@@ -26,7 +26,7 @@ from tqdm import tqdm
 
 from tests.end_to_end.runs import Run
 from tests.faults.cut_disk import CannotMount, CutDisk, cut_disks, known_file_systems
-from tests.faults.kills import INTERVAL, LAYOUTS, STEPS, Layout, same, saving, start
+from tests.faults.kills import INTERVAL, LAYOUTS, STEPS, Layout, outcomes, same, saving, start
 from torchtitan.checkpoint.checkpointer import checkpoint_steps, newest_good
 from torchtitan.gns.raw_sums import RawSumsError, read_sums
 from torchtitan.runs.check import check_run
@@ -315,15 +315,8 @@ def _aims(draw: random.Random, taken: Counter, count: int) -> list[str]:
 
 def table(rows: list[dict]) -> str:
     """Moments x file systems: how many cuts there were, and how the runs ended."""
-    systems = list(dict.fromkeys(row["file_system"] for row in rows))
     counts = Counter((row["file_system"], cut["moment"]) for row in rows for cut in row["cuts"])
-    lines = [f"| power cut | {' | '.join(systems)} | all |", "|---" * (2 + len(systems)) + "|"]
-    for moment in MOMENTS:
-        numbers = [counts[system, moment] for system in systems]
-        lines.append(f"| {moment} | {' | '.join(map(str, numbers))} | {sum(numbers)} |")
-    own = [[row for row in rows if row["file_system"] == system] for system in systems]
-    ends = [f"{sum(not row['different'] for row in part)} of {len(part)}" for part in [*own, rows]]
-    return "\n".join([*lines, f"| **runs that ended bit-equal, nothing lost** | {' | '.join(ends)} |"])
+    return outcomes(rows, "file_system", counts, MOMENTS, "power cut", "bit-equal, nothing lost")
 
 
 def main() -> int:

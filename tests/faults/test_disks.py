@@ -23,13 +23,6 @@ def config(tmp_path_factory):
     return write_config(tmp_path_factory.mktemp("disks"))
 
 
-def wait_until(run: ForkedRun, happened) -> None:
-    deadline = time.monotonic() + 120
-    while not happened():
-        assert time.monotonic() < deadline and all(p.poll() is None for p in run.processes), run.said()
-        time.sleep(0.02)
-
-
 def saved(run: ForkedRun) -> int:
     """Step of the newest checkpoint, good or not yet checked; 0 for none."""
     return max(checkpoint_steps(run.folder / "checkpoint"), default=0)
@@ -38,10 +31,10 @@ def saved(run: ForkedRun) -> int:
 def check_that_it_goes_on(run: ForkedRun, words: str) -> None:
     """A save fails, for a reason in so many words; the checkpoint before stays good, and the steps go on."""
     before = saved(run)
-    wait_until(run, lambda: any(words in line for line in failures(run)))
+    run.wait_until(lambda: any(words in line for line in failures(run)))
     assert newest_good(run.folder / "checkpoint") == (before, [])
     step = run.said().rpartition(" step ")[2].split("/")[0]
-    wait_until(run, lambda: run.said().rpartition(" step ")[2].split("/")[0] != step)
+    run.wait_until(lambda: run.said().rpartition(" step ")[2].split("/")[0] != step)
 
 
 def failures(run: ForkedRun) -> list[str]:
@@ -50,7 +43,7 @@ def failures(run: ForkedRun) -> list[str]:
 
 def check_that_it_saves_again(run: ForkedRun) -> None:
     before = saved(run)
-    wait_until(run, lambda: saved(run) > before)
+    run.wait_until(lambda: saved(run) > before)
 
 
 def end(run: ForkedRun) -> None:
@@ -67,7 +60,7 @@ def end(run: ForkedRun) -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="another process's limits can be set on Linux alone")
 def test_one_rank_that_cannot_write_keeps_no_checkpoint_from_the_others_for_ever(config):
     run = ForkedRun(config, "one_rank", *ENDLESS, "--checkpoint.async_mode", "async", ranks=2, replicas=2)
-    wait_until(run, lambda: saved(run) > 0)
+    run.wait_until(lambda: saved(run) > 0)
     unlimited = resource.prlimit(run.processes[1].pid, resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
     check_that_it_goes_on(run, "File too large")
     resource.prlimit(run.processes[1].pid, resource.RLIMIT_FSIZE, unlimited)
@@ -89,7 +82,7 @@ def small_disk(tmp_path):
 @pytest.mark.skipif(sys.platform != "linux", reason="mounts file systems")
 def test_a_disk_that_is_full_and_then_a_folder_that_is_read_only_cost_checkpoints_alone(small_disk):
     run = ForkedRun(write_config(small_disk), "full", *ENDLESS, "--checkpoint.async_mode", "async")
-    wait_until(run, lambda: saved(run) > 0)
+    run.wait_until(lambda: saved(run) > 0)
     with open(small_disk / "filler", "wb", buffering=0) as filler, pytest.raises(OSError) as full:
         while True:
             filler.write(bytes(1 << 16))

@@ -3,7 +3,6 @@
 import json
 import re
 import signal
-import time
 
 import pytest
 
@@ -28,13 +27,6 @@ SHORT = (
 @pytest.fixture(scope="module")
 def config(tmp_path_factory):
     return write_config(tmp_path_factory.mktemp("outputs"))
-
-
-def wait_until(run: ForkedRun, happened) -> None:
-    deadline = time.monotonic() + 120
-    while not happened():
-        assert time.monotonic() < deadline and all(p.poll() is None for p in run.processes), run.said()
-        time.sleep(0.02)
 
 
 def occupy(path) -> None:
@@ -80,19 +72,19 @@ def _train_occupied(arguments: list[str]) -> int:
 def test_pictures_that_cannot_be_written_cost_themselves_alone_and_appear_again(config):
     run = ForkedRun(config, "pictures", *PICTURES)
     outputs = ("samples", "gns")
-    wait_until(run, lambda: all((run.folder / name).exists() for name in outputs) and len(run.points()) > 4)
-    wait_until(run, lambda: (run.folder / "gns" / "noise_scale.png").exists())
+    run.wait_until(lambda: all((run.folder / name).exists() for name in outputs) and len(run.points()) > 4)
+    run.wait_until(lambda: (run.folder / "gns" / "noise_scale.png").exists())
     for name in outputs:
         occupy(run.folder / name)
     step = run.points()[-1]["step"]
     failures = ("the grid of samples", "the picture of the noise scale", "the sums of the gradient noise scale")
-    wait_until(run, lambda: all(run.said().count(f"{name} cannot be written") == 1 for name in failures))
-    wait_until(run, lambda: run.points()[-1]["step"] >= step + 20)
+    run.wait_until(lambda: all(run.said().count(f"{name} cannot be written") == 1 for name in failures))
+    run.wait_until(lambda: run.points()[-1]["step"] >= step + 20)
     before = newest_good(run.folder / "checkpoint")[0]
-    wait_until(run, lambda: newest_good(run.folder / "checkpoint")[0] > before)
+    run.wait_until(lambda: newest_good(run.folder / "checkpoint")[0] > before)
     for name in outputs:
         release(run.folder / name)
-    wait_until(run, lambda: all(run.said().count(f"{name} can be written again") == 1 for name in failures))
+    run.wait_until(lambda: all(run.said().count(f"{name} can be written again") == 1 for name in failures))
     run.processes[0].send_signal(signal.SIGTERM)
     codes, outputs = run.wait()
     assert codes == [128 + signal.SIGTERM] and "Traceback" not in outputs[0]
