@@ -106,11 +106,7 @@ MISSING_ARM = (4, "hsdp", "selective", True)  # patch, layout, ac, compiled
 
 
 def write_sweep(outputs: Path, repeats: int = 3) -> Path:
-    """The whole sweep, with an arm that was never run, and cells out of memory, skipped, failed, timed out, damaged.
-
-    Returns:
-        the sweep's folder.
-    """
+    """The whole sweep without one arm, with cells out of memory, skipped, failed, timed out, damaged; its folder."""
     sweep = outputs / "planted"
     sweep.mkdir(parents=True)
     (sweep / "sweep.toml").write_text(tomli_w.dumps({"name": "planted", "warmup_steps": WARM_UP, "processes": 4}))

@@ -81,16 +81,11 @@ def start_script(*words: str, folder: Path = ROOT, **environment: str) -> Forked
 def run_script(
     *words: str, timeout: float = 300, folder: Path = ROOT, **environment: str
 ) -> subprocess.CompletedProcess:
-    """Run `python WORDS`, of a script of the project, without the seconds that importing torch takes.
+    """Run `python WORDS`, of a script, without the seconds that importing torch takes; exit code and both outputs.
 
     Args:
-        words: path of the script, or -m and a module, and its arguments.
         timeout: seconds for all of it.
-        folder: where it works; the project's.
         environment: variables beside those of this process.
-
-    Returns:
-        exit code and both outputs.
 
     Raises:
         subprocess.TimeoutExpired: it took longer.

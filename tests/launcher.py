@@ -15,16 +15,12 @@ __all__ = ["ROOT", "free_port", "run_on_ranks"]
 
 
 def run_on_ranks(function: str, ranks: int, arguments: dict[str, Any] | None = None, timeout: float = 300) -> list[Any]:
-    """Call `module:function(**arguments)` on `ranks` processes that share a gloo group.
+    """Call `module:function(**arguments)` on processes that share a gloo group; the result of each rank, in order.
 
     Args:
-        function: dotted module and function name; its result must be JSON-serialisable.
         ranks: number of processes; 1 runs without a process group.
-        arguments: keyword arguments, JSON-serialisable.
+        arguments: JSON-serialisable, as the result must be.
         timeout: seconds for all of it.
-
-    Returns:
-        the result of each rank, in their order.
 
     Raises:
         AssertionError: a rank failed, with the end of its output.

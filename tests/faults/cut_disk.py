@@ -52,11 +52,7 @@ def known_file_systems() -> list[str]:
 
 @contextlib.contextmanager
 def cut_disks() -> Iterator[Callable[[str], "CutDisk"]]:
-    """Give a function from the name of a file system to a new disk; all are unmounted and gone in the end.
-
-    Raises:
-        CannotMount.
-    """
+    """From the name of a file system to a new disk; all are unmounted and gone in the end. Raises CannotMount."""
     if sys.platform != "linux" or os.geteuid() != 0:
         raise CannotMount("file systems in files are mounted by root on Linux alone")
     made: list[CutDisk] = []
@@ -75,21 +71,10 @@ def cut_disks() -> Iterator[Callable[[str], "CutDisk"]]:
 
 
 class CutDisk:
-    """One file system.
-
-    Attributes:
-        path: where it is mounted, the same after every cut.
-        cuts: how often its power was cut.
-    """
+    """One file system: path, where it is mounted after every cut, and cuts, how often its power was cut."""
 
     def __init__(self, place: Path, kind: FileSystem) -> None:
-        """
-        Args:
-            place: a new folder, of which everything is the disk's.
-
-        Raises:
-            CannotMount.
-        """
+        """place: a new folder, of which everything is the disk's. Raises CannotMount."""
         self.path, self.cuts = place / "mounted", 0
         self._kind, self._image = kind, place / "image"
         self.path.mkdir(parents=True)
@@ -103,11 +88,7 @@ class CutDisk:
         subprocess.run(["sync", "-f", self.path], check=True)
 
     def cut(self, stop_writers: Callable[[], None]) -> None:
-        """Cut the power, and mount what is left.
-
-        Args:
-            stop_writers: ends every process that has the disk in use; called when the moment of the cut is over.
-        """
+        """Cut the power, and mount what is left; stop_writers: ends every process on the disk after that moment."""
         after = self._image.with_name("after")
         self._copy(after)
         stop_writers()
