@@ -85,9 +85,7 @@ class DatasetInfo:
         """Entries of a batch of images of a shape (C, H, W), the images first."""
         return {"images": (shape, torch.float32)} | self.condition_kind.batch_entries | self.entries
 
-    def placeholder(
-        self, count: int, shape: tuple[int, int, int], device: torch.device | str | None = None
-    ) -> Batch:
+    def placeholder(self, count: int, shape: tuple[int, int, int], device: torch.device | str | None = None) -> Batch:
         """Batch of `count` images of a shape (C, H, W) in which nothing but shapes and dtypes counts."""
         return placeholder(self.batch_entries(shape), count, device)
 

@@ -7,14 +7,7 @@ import numpy as np
 
 from torchtitan.conditions import is_number
 from torchtitan.data.base import DatasetError
-from torchtitan.data.image_files import (
-    ImageList,
-    found_instead,
-    list_folders,
-    list_images,
-    shown_names,
-    shown_path,
-)
+from torchtitan.data.image_files import ImageList, found_instead, list_folders, list_images, shown_names, shown_path
 from torchtitan.errors import look_alike
 from torchtitan.files.regular import read_text, user_path
 

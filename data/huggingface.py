@@ -38,9 +38,7 @@ class HuggingFaceConfig(OnlineTextConfig, SquareImagesConfig):
         applies={"validation_split": ("",)},
     )  # fmt: skip
     image_column: str = setting("", "column of images; default: the only one")
-    label_column: str = setting(
-        "", "column of class labels; default: the only one", applies={"caption_column": ("",)}
-    )
+    label_column: str = setting("", "column of class labels; default: the only one", applies={"caption_column": ("",)})
     caption_column: str = setting("", "column of captions, texts, to be read instead of class labels")
     trigger_word: str = setting("", TRIGGER_KEY, applies={"caption_column": "set"})
     streaming: bool = setting(False, "read parquet files where they are, a row group at a time, without a copy here")

@@ -36,9 +36,7 @@ class SquareImagesConfig(DataConfig):
     def required_size(self) -> int:
         """Required side in pixels. Raises DatasetError where the key was not given."""
         if self.image_size is None:
-            raise DatasetError(
-                f"data.image_size: not given; {self.name} needs the side of its square images in pixels"
-            )
+            raise DatasetError(f"data.image_size: not given; {self.name} needs the side of its square images in pixels")
         return self.image_size
 
 

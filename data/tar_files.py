@@ -121,9 +121,7 @@ class TarImages:
         return len(self.archive)
 
     def content(self, position: int) -> bytes:
-        return self.archives.read(
-            int(self.archive[position]), int(self.offsets[position]), int(self.sizes[position])
-        )
+        return self.archives.read(int(self.archive[position]), int(self.offsets[position]), int(self.sizes[position]))
 
     def shown(self, position: int) -> str:
         archive = self.archives.paths[self.archive[position]]

@@ -20,13 +20,7 @@ from torchtitan.data.base import DatasetError, DatasetInfo, Split
 from torchtitan.data.captions import CaptionedSource, captions_of
 from torchtitan.data.class_folders import read_classes
 from torchtitan.data.derived_classes import num_classes_of
-from torchtitan.data.image_files import (
-    SUFFIXES,
-    PackedNames,
-    SquareImages,
-    SquareImagesConfig,
-    check_readable,
-)
+from torchtitan.data.image_files import SUFFIXES, PackedNames, SquareImages, SquareImagesConfig, check_readable
 from torchtitan.data.left_out import PICTURES_NOT_READ, say_left_out
 from torchtitan.data.online_text import OnlineTextConfig, online_kind
 from torchtitan.data.splits import split_positions, spread_evenly

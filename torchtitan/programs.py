@@ -4,10 +4,7 @@ from pathlib import Path
 
 _CHECKOUT = Path(__file__).resolve().parents[1]
 # File of the checkout, without .py -> word after `torchtitan-dit`, where it is another.
-_WORDS = {
-    "autotune_batch_size": "autotune",
-    "extract_latents": "extract",
-}
+_WORDS = {"autotune_batch_size": "autotune", "extract_latents": "extract"}
 
 
 def program(name: str) -> str:

@@ -28,13 +28,7 @@ from torchtitan.settings.record import effective
 from torchtitan.state.run_state import RunState
 from torchtitan.summary import RunSummary
 from torchtitan.training.clock import Phases, RunClock
-from torchtitan.training.hardware import (
-    ALLOCATOR_RETRIES,
-    PEAK_MEMORY,
-    memory_metrics,
-    peak_tflops,
-    reset_peak_memory,
-)
+from torchtitan.training.hardware import ALLOCATOR_RETRIES, PEAK_MEMORY, memory_metrics, peak_tflops, reset_peak_memory
 from torchtitan.training.hardware_description import describe_hardware
 from torchtitan.training.metric_points import ThinnedPoints, iter_points
 from torchtitan.training.metric_sinks import Callback

@@ -126,9 +126,7 @@ class Model:
         setup = dataclasses.replace(setup_of(arguments, trained, decoder), prompts=names if prompts else ())
         rows = list(range(len(prompts))) if prompts else chosen_classes(classes or self.config.sampling.classes, trained)
         choices = grid_choices(rows, trained.info.condition_kind.choices, images_per_class)
-        drawn = setup.sampler().draw(
-            choices, seed, **setup.method(), batch_size=setup.batch_size, progress=progress
-        )
+        drawn = setup.sampler().draw(choices, seed, **setup.method(), batch_size=setup.batch_size, progress=progress)
         if decoder and output != "latents":
             drawn = decoder.decode(drawn)
         return [Image.fromarray(pixels) for pixels in to_rgb(drawn.numpy())] if output == "pil" else drawn

@@ -51,9 +51,7 @@ def _measure(trainer: Trainer) -> list[dict]:
 
 def _plain_copy(trainer: Trainer) -> nn.Module:
     """The model with the present weights, as built: neither wrapped nor sharded."""
-    model = build_model(
-        trainer.config.model, trainer.state.info.image_shape, trainer.state.info.condition_kind
-    )
+    model = build_model(trainer.config.model, trainer.state.info.image_shape, trainer.state.info.condition_kind)
     model.init_weights()
     with torch.no_grad():
         for name, parameter in model.named_parameters():

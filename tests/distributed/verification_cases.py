@@ -44,9 +44,7 @@ def in_first(function, *given) -> None:
 
 def relocated(pieces: list[Piece], row: int) -> list[Piece]:
     """Pieces of a shard with the weight's moved to another row."""
-    return [
-        dataclasses.replace(piece, offsets=(row, 0)) if piece.name == "weight" else piece for piece in pieces
-    ]
+    return [dataclasses.replace(piece, offsets=(row, 0)) if piece.name == "weight" else piece for piece in pieces]
 
 
 def checked_together() -> dict[str, object]:

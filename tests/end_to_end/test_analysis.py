@@ -39,9 +39,7 @@ def rows_of(path: Path) -> list[dict[str, str]]:
 
 def test_everything_is_written_and_nothing_else_touched(analysed):
     sweep, out, err = analysed
-    pictures = {
-        "mfu_percent_over_batch.png", "images_per_second_over_batch.png", "memory_gib_over_batch.png",
-    }
+    pictures = {"mfu_percent_over_batch.png", "images_per_second_over_batch.png", "memory_gib_over_batch.png"}
     tables = {"results.csv", "analysis.md", "mine.txt"}
     assert {path.name for path in (sweep / "analysis").iterdir()} == pictures | tables
     assert (sweep / "analysis" / "mine.txt").read_text() == "keep"

@@ -4,11 +4,7 @@ import statistics
 
 import pytest
 
-from torchtitan.runs.analysis.axes import (
-    add_further_axes,
-    axes_of,
-    values_in_order,
-)
+from torchtitan.runs.analysis.axes import add_further_axes, axes_of, values_in_order
 from torchtitan.runs.analysis.measures import after_warm_up, measure_run
 from torchtitan.runs.record import Series, read_run
 from torchtitan.statistics.interval import median_interval

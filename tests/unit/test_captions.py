@@ -161,12 +161,7 @@ def test_condition_that_a_store_lacks_is_refused(store, photographs, tmp_path):
             Latents.info(config_of(tmp_path / "plain", condition=condition))
 
 
-@pytest.mark.parametrize(
-    "other, message",
-    [
-        (["--text-encoder", "stub:16"], "its captions.encoders is not that of"),
-    ],
-)
+@pytest.mark.parametrize("other, message", [(["--text-encoder", "stub:16"], "its captions.encoders is not that of")])
 def test_held_out_store_with_other_encoders_is_refused(store, photographs, tmp_path, other, message):
     assert main(words_of(tmp_path / "held_out", photographs, *ENCODERS, *TEMPLATE, *other)) == 0
     with pytest.raises(DatasetError, match=f"^data.validation_path: .*held_out: {message}"):

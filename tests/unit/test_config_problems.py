@@ -69,10 +69,7 @@ BAD_FILES = [
         '[model]\nflavor = "digit"',
         f"model.flavor: must be one of {', '.join(MODELS['dit'].flavors)}, is 'digit' (did you mean digits?)",
     ),
-    (
-        "[model]\nflavor = 'digits'\nnum_heads = 5",
-        "model.num_heads: 5 does not divide model.dim = 192",
-    ),
+    ("[model]\nflavor = 'digits'\nnum_heads = 5", "model.num_heads: 5 does not divide model.dim = 192"),
     ("[model]\nflavor = 'digits'\npatch_size = 3", "model.patch_size: 3 does not divide the image of 8 x 8"),
     (
         "[model]\nlearned_variance = true",
@@ -216,10 +213,7 @@ BAD_FILES = [
         "[sampling]\nclasses = [0, 10, -1]",
         "sampling.classes: [10, -1] is not in data.name = digits, which has the classes 0 to 9",
     ),
-    (
-        "[sampling]\nema_track = 'emma'",
-        "sampling.ema_track: 'emma' is not a name in ema.tracks (did you mean ema?)",
-    ),
+    ("[sampling]\nema_track = 'emma'", "sampling.ema_track: 'emma' is not a name in ema.tracks (did you mean ema?)"),
     (
         "[training]\nglobal_batch_size = 48",
         "training.global_batch_size: 48 is not a multiple of 32 = 1 rank x training.local_batch_size"

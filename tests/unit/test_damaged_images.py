@@ -11,13 +11,7 @@ from PIL import Image
 
 from tests.faults.confinement import bounded
 from torchtitan.data import UnreadableImage
-from torchtitan.data.image_decoding import (
-    decode_cropped,
-    decode_whole,
-    open_image,
-    upright_size,
-    with_advice,
-)
+from torchtitan.data.image_decoding import decode_cropped, decode_whole, open_image, upright_size, with_advice
 from torchtitan.data.image_files import ImageList, SquareImages
 
 SIDE = 8

@@ -21,9 +21,7 @@ def measured(metric, samples, reference, **options):
 
 def prdc_by_loops(x, y, k):
     """From whole matrices of distances, as the papers write it."""
-    radius_x, radius_y = (
-        np.sort(np.linalg.norm(rows[:, None] - rows, axis=2), axis=1)[:, k] for rows in (x, y)
-    )
+    radius_x, radius_y = (np.sort(np.linalg.norm(rows[:, None] - rows, axis=2), axis=1)[:, k] for rows in (x, y))
     distances = np.linalg.norm(x[:, None] - y, axis=2)
     inside = distances <= radius_y
     return {

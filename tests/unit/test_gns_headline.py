@@ -15,12 +15,7 @@ from torchtitan.distributed.config import ParallelismConfig
 from torchtitan.distributed.mesh import Layout
 from torchtitan.estimate.memory import estimate_memory
 from torchtitan.gns import monitor as monitor_module
-from torchtitan.gns.batch_size import (
-    RATIO,
-    RATIO_LOWER,
-    RATIO_UPPER,
-    half_progress,
-)
+from torchtitan.gns.batch_size import RATIO, RATIO_LOWER, RATIO_UPPER, half_progress
 from torchtitan.gns.config import GNSConfig, bin_tags
 from torchtitan.gns.decayed import BinEstimates, narrowest
 from torchtitan.gns.monitor import GNSMonitor
@@ -72,9 +67,7 @@ class PoolOf:
         return torch.ones(BINS, dtype=torch.float64)
 
 
-def monitor_of(
-    narrow: str, adam: bool = True, edges: tuple[float, float] = (0.4, 0.6), **keys: bool
-) -> GNSMonitor:
+def monitor_of(narrow: str, adam: bool = True, edges: tuple[float, float] = (0.4, 0.6), **keys: bool) -> GNSMonitor:
     """Monitor of three bins with such a pool."""
     layout = Layout(ParallelismConfig(data_parallel_replicate_degree=1, data_parallel_shard_degree=1))
     found = GNSMonitor(

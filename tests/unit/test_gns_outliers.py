@@ -100,9 +100,7 @@ def test_one_outlier_leaves_the_estimates_where_they_are_without_it(measured):
 
 def test_ranks_gradients_of_a_step_that_is_skipped_or_stands_out_do_not_count():
     layout = SimpleNamespace(world_size=1, sharded=False, device=torch.device("cpu"))
-    straight, struck = (
-        RankMonitor(None, layout, microbatches=2, num_bins=None, half_life=1e4) for _ in range(2)
-    )
+    straight, struck = (RankMonitor(None, layout, microbatches=2, num_bins=None, half_life=1e4) for _ in range(2))
     parameter, generator = nn.Parameter(torch.zeros(6)), torch.Generator().manual_seed(0)
     for step in range(60):
         gradients = 1.0 + torch.randn(2, 6, generator=generator)

@@ -191,9 +191,7 @@ BAD_FOLDERS = {
         folder_of, {"classes_file": "{}/none"}, "data.classes_file: {}/none: cannot be read: No such file or directory"
     ),
     "class not in file": (classes("a x\nc"), {"classes_file": "{}/classes.txt"}, "class folder 'b' is not in it"),
-    "validation missing": (
-        folder_of, {"validation_path": "{}/none"}, "data.validation_path: '{}/none' does not exist"
-    ),
+    "validation missing": (folder_of, {"validation_path": "{}/none"}, "data.validation_path: '{}/none' does not exist"),
     "validation class unknown": (
         validation("c"), {"validation_path": "{}/.val"}, "data.validation_path: class folder 'c' is not in '{}'"
     ),

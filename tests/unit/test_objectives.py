@@ -47,9 +47,7 @@ def choices(key: str) -> list[str]:
 
 
 def test_every_registered_name_is_a_choice():
-    registries = {
-        "path": PATHS, "prediction": PREDICTIONS, "preconditioning": PRECONDITIONINGS,
-    }
+    registries = {"path": PATHS, "prediction": PREDICTIONS, "preconditioning": PRECONDITIONINGS}
     for key, registry in registries.items():
         assert sorted(choices(key)) == sorted(registry), key
 

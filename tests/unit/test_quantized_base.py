@@ -14,22 +14,11 @@ from tests.unit.test_estimate_lora import NETWORKS, network
 from torchtitan.config.job import ConfigError, load_config
 from torchtitan.files.weight_files import named_weights
 from torchtitan.models import quantized
-from torchtitan.models.adapters.adapters import (
-    add_trained_adapter,
-    draw_adapter,
-    merged_weights,
-    trained_updates,
-)
+from torchtitan.models.adapters.adapters import add_trained_adapter, draw_adapter, merged_weights, trained_updates
 from torchtitan.models.adapters.config import LoRAConfig
 from torchtitan.models.adapters.target import AdapterError
 from torchtitan.models.adapters.targets import find_targets
-from torchtitan.models.quantized import (
-    KINDS,
-    QuantizedLinear,
-    quantize_base,
-    quantized_tensors,
-    quantized_weights,
-)
+from torchtitan.models.quantized import KINDS, QuantizedLinear, quantize_base, quantized_tensors, quantized_weights
 from torchtitan.run import run
 from torchtitan.weights.adapted_network import adapted_network
 

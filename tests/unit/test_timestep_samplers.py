@@ -223,9 +223,7 @@ def test_slots_of_the_paper_are_as_likely_as_each_other():
 @pytest.mark.parametrize("path", ["ddpm_linear", "rectified_flow"])
 def test_a_spread_batch_goes_round_all_slots_equally(path, importance, spread):
     edges = [0.0, 0.1, 0.15, 0.6, 1.0] if path == "rectified_flow" else PAPER_EDGES
-    config = DenoisingConfig(
-        path=path, timesteps=timesteps("slots", edges=edges, importance=importance), spread=spread
-    )
+    config = DenoisingConfig(path=path, timesteps=timesteps("slots", edges=edges, importance=importance), spread=spread)
     the_path = PATHS[path]()
     sampler, slots = build_sampler(config, the_path, seed=3), len(edges) - 1
     for step in range(40):

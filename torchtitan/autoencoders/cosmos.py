@@ -87,9 +87,7 @@ def _through_package(
 
 
 @torch.no_grad()
-def _probe_encoder(
-    file: Path, encoder: torch.jit.ScriptModule, device: torch.device
-) -> tuple[torch.dtype, Tensor]:
+def _probe_encoder(file: Path, encoder: torch.jit.ScriptModule, device: torch.device) -> tuple[torch.dtype, Tensor]:
     """Probe the encoder: its dtype, and its output for a black image [1, 3, 64, 64]."""
     black = -torch.ones(1, 3, PROBE_SIDE, PROBE_SIDE, device=device)
     reason = ""

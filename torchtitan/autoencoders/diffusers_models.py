@@ -37,9 +37,7 @@ class DiffusersAutoencoder(Autoencoder):
             AutoencoderError: diffusers is not installed, or the folder holds no complete model of the two kinds.
         """
         super().__init__(compute_dtype(self.name, dtype), device)
-        folder = local_folder(
-            self.name, path, [*FILES, *(f"vae/{name}" for name in FILES)], AutoencoderError
-        )
+        folder = local_folder(self.name, path, [*FILES, *(f"vae/{name}" for name in FILES)], AutoencoderError)
         if not (folder / "config.json").is_file() and (folder / "vae" / "config.json").is_file():
             folder = folder / "vae"
         self.kind = _kind(folder / "config.json")

@@ -78,9 +78,7 @@ class CheckpointFinder:
         problem = self._problem_of(path) if from_first_rank(path.exists) else "no such checkpoint"
         if problem:
             there = ", ".join(map(str, from_first_rank(checkpoint_steps, self._folder))) or "none"
-            raise CheckpointError(
-                f"checkpoint.load_step: {step}: {problem} (checkpoints in {self._folder}: {there})"
-            )
+            raise CheckpointError(f"checkpoint.load_step: {step}: {problem} (checkpoints in {self._folder}: {there})")
         self._warn(from_first_rank(self._set_aside_after, step))
         return step
 

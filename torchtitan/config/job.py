@@ -34,15 +34,7 @@ from torchtitan.settings import Choice, choice, has_key, key_types, section_of, 
 from torchtitan.settings.plugins import PluginError, load_plugins, plugin_names, unloaded
 from torchtitan.settings.record import unmet_condition
 from torchtitan.settings.reference import UnknownTopic, build_json_schema, describe
-from torchtitan.settings.schema import (
-    Problem,
-    expanded,
-    nearest,
-    parse_text,
-    quoted,
-    shown_name,
-    validate_section,
-)
+from torchtitan.settings.schema import Problem, expanded, nearest, parse_text, quoted, shown_name, validate_section
 from torchtitan.settings.sections import all_sections, choices, flattened, keys, put_section, section_at
 from torchtitan.settings.sources import read_command_line, suggestion
 from torchtitan.settings.synonyms import synonym

@@ -13,9 +13,7 @@ from torchtitan.training.schedules import largest_growth
 
 def shards_of(checked: ConfigView) -> int:
     """Number of processes that share a replica's parameters, if the degrees give it."""
-    shards, replicas = (
-        getattr(checked.parallelism, f"data_parallel_{axis}_degree") for axis in ("shard", "replicate")
-    )
+    shards, replicas = (getattr(checked.parallelism, f"data_parallel_{axis}_degree") for axis in ("shard", "replicate"))
     return shards if shards != -1 else checked.data_ranks // max(replicas, 1)
 
 

@@ -348,16 +348,12 @@ class PredictionHeads(nn.Module):
         """Factors (error of `prediction`) / (error of head k), with their sign, float64 [N, K]."""
         sigma = torch.exp(log_sigma.to(torch.float64).clamp(*_LOG_SIGMA_RANGE))
         a, _ = self._path.coefficients(self._path.sigma_to_t(sigma))
-        wanted, *given = (
-            noise_error_factor(name, sigma, a, self._sigma_data) for name in (prediction, *self.names)
-        )
+        wanted, *given = (noise_error_factor(name, sigma, a, self._sigma_data) for name in (prediction, *self.names))
         return wanted[:, None] / torch.stack(given, dim=1)
 
     def errors(self, output: Tensor, x0: Tensor, noise: Tensor, t: Tensor) -> HeadErrors:
         """Errors of an output [B, K C, H, W] for clean images x0 and noise [B, C, H, W] at t [B]."""
-        raw = torch.stack([
-            part.square().flatten(1).mean(1) for part in self._residuals(output, x0, noise, t)
-        ], dim=1)
+        raw = torch.stack([part.square().flatten(1).mean(1) for part in self._residuals(output, x0, noise, t)], dim=1)
         return HeadErrors(raw, raw * self.conversion(torch.logit(t), self._common).to(raw.dtype))
 
     @torch.no_grad()

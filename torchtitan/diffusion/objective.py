@@ -278,9 +278,7 @@ class Objective(ABC):
         """Tensors of `learned` for a checkpoint, by name; the tensors themselves."""
         return {name: tensor.detach() for name, tensor in self.learned.state_dict(keep_vars=True).items()}
 
-    def _output(
-        self, model: Network, x_t: Tensor, t: Tensor, condition: Condition
-    ) -> tuple[Tensor, Tensor | None]:
+    def _output(self, model: Network, x_t: Tensor, t: Tensor, condition: Condition) -> tuple[Tensor, Tensor | None]:
         """Output of the network: the prediction, and the interpolation of variances if it has twice x_t's channels."""
         images, time, c_skip, c_out = self.network_inputs(x_t, t)
         return self.read_output(model(images, time, condition), x_t, c_skip, c_out)

@@ -42,9 +42,7 @@ class LogUncertainty(nn.Module):
 
     def forward(self, log_sigma: Tensor) -> Tensor:
         """Evaluate u at ln sigma [N], of any device; float32 [K, N]."""
-        weight, frequency, phase = (
-            value.to(log_sigma.device) for value in (self.weight, self.frequency, self.phase)
-        )
+        weight, frequency, phase = (value.to(log_sigma.device) for value in (self.weight, self.frequency, self.phase))
         level = 0.25 * log_sigma.clamp(*self.log_sigma_range).to(torch.float32)
         angle = 2.0 * math.pi * (frequency * level[:, None] + phase)  # [N, F]
         # Of unit norm, so that one step of Adam moves u by at most some sqrt(F) learning rates.

@@ -15,12 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torchtitan.distributed.activation_checkpoint import WRAPPER_PREFIX, checkpoint_blocks
 from torchtitan.distributed.compile import compile_blocks, compile_model, compile_objective
-from torchtitan.distributed.config import (
-    ActivationCheckpointConfig,
-    CompileConfig,
-    ParallelismConfig,
-    compile_problems,
-)
+from torchtitan.distributed.config import ActivationCheckpointConfig, CompileConfig, ParallelismConfig, compile_problems
 from torchtitan.distributed.mesh import Layout
 from torchtitan.distributed.precision import fsdp_policy
 

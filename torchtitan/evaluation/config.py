@@ -100,14 +100,10 @@ class SamplingConfig:
 class EvaluationConfig:
     """`[evaluation]`: metrics of samples drawn while training, by the solver, steps and weights of `[sampling]`."""
 
-    enable: bool = setting(
-        False, "measure samples by metrics of features, against a reference", trajectory=False
-    )
+    enable: bool = setting(False, "measure samples by metrics of features, against a reference", trajectory=False)
     interval: int = setting(10_000, "steps between measurements; also at the last step", ge=1, trajectory=False)
     metrics: list[OneOf[str, METRICS]] = setting(["fd"], f"metrics, as {program('evaluate')} names them", trajectory=False)
-    extractor: str = setting(
-        "inception", "feature extractor of metrics that are defined for any", trajectory=False
-    )
+    extractor: str = setting("inception", "feature extractor of metrics that are defined for any", trajectory=False)
     reference: str = setting(
         "", "reference to compare with: train or validation, the run's own images; or a name or a path of one made by "
         f"{program('evaluate')} reference", trajectory=False, path=True,

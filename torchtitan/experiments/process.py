@@ -124,9 +124,7 @@ def _environment(processes: int, extra: dict[str, str], devices: list[int] | Non
     return environment | extra
 
 
-def _wait(
-    process: subprocess.Popen, deadline: float, stop: threading.Event | None, poll: Callable[[], None]
-) -> bool:
+def _wait(process: subprocess.Popen, deadline: float, stop: threading.Event | None, poll: Callable[[], None]) -> bool:
     """Wait for the end; True if there was none before the deadline. Raises Stopped."""
     while process.poll() is None:
         if stop is not None and stop.is_set():

@@ -213,9 +213,7 @@ def _enough(global_batch_size: int) -> str:
     return f"use {counted(bins, 'bin')}{' or fewer' if bins > 1 else ''}"
 
 
-def _rank_problems(
-    config: GNSConfig, objective: Objective, microbatches: int, ranks: int
-) -> Iterator[tuple[str, str]]:
+def _rank_problems(config: GNSConfig, objective: Objective, microbatches: int, ranks: int) -> Iterator[tuple[str, str]]:
     if not config.rank_gradients:
         return
     spread = objective.timestep_sampler.spread

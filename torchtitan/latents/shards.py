@@ -13,15 +13,7 @@ from torch import Tensor
 from torchtitan.errors import LatentStoreError, unwrapped
 from torchtitan.files.shard_headers import DamagedShard, whole_tensors
 from torchtitan.latents.index import StoreIndex, StorePlan, shard_name
-from torchtitan.latents.values import (
-    CAPTIONS,
-    LABELS,
-    LATENTS,
-    SCALES,
-    check_numbers,
-    encode,
-    tensor_shapes,
-)
+from torchtitan.latents.values import CAPTIONS, LABELS, LATENTS, SCALES, check_numbers, encode, tensor_shapes
 
 _INTEGERS = {1: torch.int8, 2: torch.int16}
 

@@ -127,9 +127,7 @@ def check_autoencoder(index: StoreIndex, place: str, identity: dict) -> None:
             f"{place}: made with the autoencoder {made_with['name']!r}, not {identity['name']!r}; name "
             "that one, or another store"
         )
-    differing = sorted(
-        key for key in made_with.keys() | identity.keys() if made_with.get(key) != identity.get(key)
-    )
+    differing = sorted(key for key in made_with.keys() | identity.keys() if made_with.get(key) != identity.get(key))
     raise LatentStoreError(
         f"{place}: made with another {identity['name']!r} than this one ({', '.join(differing)} differ); give "
         "the files it was made with, or another store"

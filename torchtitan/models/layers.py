@@ -119,9 +119,7 @@ def unpatchify(x: Tensor, grid: tuple[int, int], patch_size: int) -> Tensor:
     return x.permute(0, 3, 1, 4, 2, 5).reshape(x.shape[0], -1, grid[0] * patch_size, grid[1] * patch_size)
 
 
-def timestep_sinusoid(
-    t: Tensor, channels: int, max_period: float = 10000.0, *, reach_lowest: bool = False
-) -> Tensor:
+def timestep_sinusoid(t: Tensor, channels: int, max_period: float = 10000.0, *, reach_lowest: bool = False) -> Tensor:
     """Cosines, then sines, of t at frequencies from 1 down to nearly 1 / max_period.
 
     Args:

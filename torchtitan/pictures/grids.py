@@ -146,9 +146,7 @@ def save_animation(frames: Sequence[tuple[int, str | os.PathLike]], path: str | 
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as unfinished:
-        images[0].save(
-            unfinished, format="GIF", save_all=True, append_images=images[1:], duration=durations, loop=0
-        )
+        images[0].save(unfinished, format="GIF", save_all=True, append_images=images[1:], duration=durations, loop=0)
     return len(images)
 
 

@@ -149,9 +149,7 @@ class LoaderProcesses:
                 process.join(_PATIENCE)
 
 
-def shared_memory_shortage(
-    batch_bytes: int, num_workers: int, ranks: int, free_bytes: int | None = None
-) -> str | None:
+def shared_memory_shortage(batch_bytes: int, num_workers: int, ranks: int, free_bytes: int | None = None) -> str | None:
     """Shortage in free_bytes of shared memory (None: now) of the batches loaded ahead, in one line."""
     if not num_workers or batch_bytes < _SMALL:
         return None

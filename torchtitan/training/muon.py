@@ -72,9 +72,7 @@ class Muon(torch.optim.Optimizer):
             for parameter, direction in directions:
                 _apply(parameter, direction, settings[parameter], skip)
 
-    def _look_ahead(
-        self, parameter: Tensor, settings: dict[Tensor, dict[str, Any]], skip: Tensor | None
-    ) -> Tensor:
+    def _look_ahead(self, parameter: Tensor, settings: dict[Tensor, dict[str, Any]], skip: Tensor | None) -> Tensor:
         """Update the average gradient; return it with the gradient counted once more, this rank's part."""
         state, momentum = self.state[parameter], settings[parameter]["momentum"]
         if not state:

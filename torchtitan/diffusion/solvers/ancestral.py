@@ -26,9 +26,7 @@ from torchtitan.diffusion.solvers.contract import (
 from torchtitan.settings import setting
 
 
-def ddim(
-    predict: Predict, path: Path, x: Tensor, times: Tensor, draw_noise: DrawNoise, *, eta: float = 0.0
-) -> Tensor:
+def ddim(predict: Predict, path: Path, x: Tensor, times: Tensor, draw_noise: DrawNoise, *, eta: float = 0.0) -> Tensor:
     """DDIM: deterministic with eta = 0, DDPM of the smaller variance with eta = 1; first order.
 
     x' = a' x0 + sqrt(b'^2 - s^2) noise + s z with s = eta b' sqrt(1 - r^2), 0 <= eta <= 1.

@@ -151,9 +151,7 @@ class EDM2UNet(DiffusionModel):
                 skips.append(skips[-1])
             for number in range(self.config.num_blocks):
                 name = f"level{level}_block{number}"
-                blocks[name] = self._block(
-                    name, level, "encoder", skips[-1], width, attention=self._attends(level)
-                )
+                blocks[name] = self._block(name, level, "encoder", skips[-1], width, attention=self._attends(level))
                 skips.append(width)
         return blocks, skips
 
