@@ -135,7 +135,6 @@ class Draws:
     attempt: int = 0
 
     def __getitem__(self, slots: slice) -> "Draws":
-        """Draws for some of the samples."""
         return Draws(self.seed, self.samples[slots], self.attempt)
 
     def uniform(self, purpose: str) -> Tensor:

@@ -29,11 +29,7 @@ def captions_of(source: CaptionedSource, positions: np.ndarray, trigger_word: st
 
 
 def caption_at(place: str, read: Callable[[], str | None], trigger_word: str = "") -> str:
-    """Caption that a function reads, as `caption_line`.
-
-    Raises:
-        DatasetError: it cannot be read, is missing or not UTF-8, or `caption_line` refuses it.
-    """
+    """Caption that a function reads, as `caption_line`. Raises DatasetError: unreadable, missing, or refused."""
     try:
         text = read()
         if text is None:

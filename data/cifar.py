@@ -36,12 +36,7 @@ _CIFAR100_NAMES = """
 
 @dataclass(frozen=True)
 class CifarEdition:
-    """Edition: the differences between the two collections.
-
-    Attributes:
-        folder: inside the official archive.
-        train_batches, validation_batches: the files in it.
-    """
+    """Edition of the collection: folder inside the official archive, and its files by split."""
 
     title: str
     class_names: tuple[str, ...]

@@ -21,11 +21,7 @@ from torchtitan.files.regular import read_text, user_path
 
 @functools.lru_cache(maxsize=4)  # a run opens the same folder several times, and may have a million files
 def list_class_folders(key: str, path: str) -> tuple[list[bytes], ImageList]:
-    """List class folders by name, and the images in them.
-
-    Raises:
-        DatasetError: no such folder, no images in it, or a class folder without any.
-    """
+    """Class folders by name, and their images. Raises DatasetError: no such folder, no images, or an empty class."""
     root = existing_folder(key, path)
     folders = list_folders(root)
     files = list_images(root, folders)
@@ -65,11 +61,7 @@ def class_order(folders: list[bytes]) -> list[bytes]:
 
 
 def class_numbers(folders: list[bytes], classes_file: str) -> np.ndarray:
-    """Class number of each class folder, int64: its place in `class_order`, or its line in the given file.
-
-    Raises:
-        DatasetError: the file cannot be read, or lacks a folder.
-    """
+    """Class numbers, int64, by `class_order` or a file's lines. Raises DatasetError: the file lacks one, or is bad."""
     order = read_classes(classes_file) if classes_file else shown_names(class_order(folders))
     known = {folder: number for number, folder in enumerate(order)}
     unknown = [folder for folder in shown_names(folders) if folder not in known]

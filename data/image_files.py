@@ -92,12 +92,7 @@ class PackedNames:
 
 @dataclass(frozen=True)
 class ImageList:
-    """List of files in a folder and their classes.
-
-    Attributes:
-        folder: base of the relative names.
-        classes: class of each file in the order of the list's class folders, int32 [N].
-    """
+    """Files relative to a folder; classes: of each, in order of the class folders, int32 [N]."""
 
     folder: bytes
     names: PackedNames
@@ -125,11 +120,7 @@ class ImageList:
 
 
 class SquareImages(Dataset):
-    """Squares of a part of a source; the reading side of the datasets of encoded images.
-
-    Attributes:
-        encodes_captions: whether a batch holds the letters of its images' captions, to be encoded in training.
-    """
+    """Squares of a part of a source; encodes_captions: batches hold captions' letters, encoded in training."""
 
     encodes_captions = False
 
@@ -271,11 +262,7 @@ def list_folders(folder: bytes) -> list[bytes]:
 
 
 def check_readable(source: ImageSource, key: str) -> None:
-    """Check that images are readable: decode a few, evenly spread over the source, until one succeeds.
-
-    Raises:
-        DatasetError: none does.
-    """
+    """Decode a few images, evenly spread over the source, until one succeeds. Raises DatasetError: none does."""
     probes = np.unique(np.linspace(0, len(source) - 1, NUM_PROBES).astype(np.int64))
     first = None
     for position in probes.tolist():

@@ -54,12 +54,7 @@ class ImageNetConfig(SquareImagesConfig):
 
 @dataclass(frozen=True)
 class _Part:
-    """Part of ImageNet: images and their classes.
-
-    Attributes:
-        wnids: the classes that have images, sorted.
-        classes: number of each image's wnid in `wnids`, int32 [N].
-    """
+    """Images of a part of ImageNet; wnids: those with images, sorted; classes: each image's number there, int32 [N]."""
 
     wnids: list[bytes]
     source: ImageSource
@@ -131,7 +126,6 @@ def _open(path: str) -> tuple[_Part, _Part | None]:
 
 
 def _roots(path: str) -> list[Path]:
-    """Roots of the images and of the files that describe them."""
     folder = user_path(path)
     inside = list(folder.absolute().parents)[2:3] if folder.name == Path(KAGGLE_IMAGES).name else []
     return [folder, folder / KAGGLE_IMAGES, *inside]

@@ -20,11 +20,7 @@ WNID = re.compile(r"n\d{8}")
 
 
 def find_class_names(roots: list[Path]) -> dict[str, str]:
-    """Find wnid -> the first of its names, from Kaggle's mapping or the devkit; empty without either.
-
-    Raises:
-        DatasetError: one of them is damaged.
-    """
+    """Wnid -> its first name, by Kaggle's mapping or the devkit, if there. Raises DatasetError: one is damaged."""
     if mapping := _find(roots, SYNSET_MAPPING):
         return {wnid: _first(names) for wnid, names in read_classes(str(mapping)).items()}
     content = _devkit_file(roots, "meta.mat")
@@ -34,11 +30,7 @@ def find_class_names(roots: list[Path]) -> dict[str, str]:
 
 
 def find_validation_wnids(roots: list[Path]) -> dict[str, str]:
-    """Find name of a held-out image without its ending -> wnid, from Kaggle's solution or the devkit.
-
-    Raises:
-        DatasetError: there is neither, or one is damaged.
-    """
+    """Held-out image (no ending) -> wnid, by Kaggle's solution or the devkit. Raises DatasetError: none, or damaged."""
     if solution := _find(roots, VALIDATION_SOLUTION):
         return _read_solution(solution)
     numbers, content = _devkit_file(roots, GROUND_TRUTH), _devkit_file(roots, "meta.mat")

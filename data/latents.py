@@ -120,7 +120,6 @@ class Latents(Dataset):
         return np.array([found.get(shape, 0) for shape in shapes])
 
     def _store_of(self, indices: np.ndarray) -> LatentStore:
-        """Store of images of one bucket."""
         return self._stores[int(np.searchsorted(self._firsts, indices[0], side="right")) - 1]
 
     def _stored(self, indices: np.ndarray, views: np.ndarray | None) -> tuple[torch.Tensor, torch.Tensor]:

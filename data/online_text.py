@@ -50,11 +50,7 @@ class OnlineTextConfig:
 
 @dataclass(frozen=True)
 class OnlineEncoders:
-    """Encoders by their places, opened where they are first used: loader processes carry no weights.
-
-    Attributes:
-        text, pooled: options of `torchtitan.texts.open_encoder`.
-    """
+    """Encoders, options of `open_encoder`, opened at first use: loader processes carry no weights."""
 
     text: str
     pooled: str

@@ -109,12 +109,7 @@ class OpenArchives:
 
 @dataclass(frozen=True)
 class TarImages:
-    """Images inside archives.
-
-    Attributes:
-        archive: number of each image's archive, int32 [N].
-        offsets, sizes: bytes, int64 [N].
-    """
+    """Images inside archives; archive: number of each one's, int32 [N]; offsets, sizes: bytes, int64 [N]."""
 
     archives: OpenArchives
     archive: np.ndarray

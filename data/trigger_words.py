@@ -7,11 +7,7 @@ TRIGGER_KEY = "replaces [trigger] and [name] in captions, and begins a caption w
 
 
 def filled(text: str, trigger_word: str) -> str:
-    """Text in one line, with each placeholder replaced by the trigger word.
-
-    Raises:
-        ValueError: the text has one, and there is no word.
-    """
+    """Text in one line, placeholders replaced by the trigger word. Raises ValueError: there is none for them."""
     line, word = " ".join(text.split()), " ".join(trigger_word.split())
     if (found := PLACEHOLDER.search(line)) and not word:
         raise ValueError(

@@ -207,11 +207,7 @@ def _check_captions(samples: Samples, trigger_word: str) -> None:
 
 
 def find_shards(key: str, path: str) -> list[Path]:
-    """Find local tar files from a folder, a pattern or a name with {000..127} or {a,b}; a folder's by name.
-
-    Raises:
-        DatasetError: there are none, or one of those named is missing.
-    """
+    """Tar files of a folder (by name), pattern, {000..127} or {a,b}. Raises DatasetError: none, or one is missing."""
     if not path:
         raise DatasetError(f"{key}: not given; webdataset needs a folder of tar shards, or train-{{000..127}}.tar")
     if "://" in path or path.startswith("pipe:"):

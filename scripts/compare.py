@@ -1,4 +1,4 @@
-"""Compare runs on one page: torchtitan_dit/commands/compare.py."""
+"""Show runs on one page: torchtitan_dit/commands/compare.py."""
 
 import sys
 from pathlib import Path

@@ -29,12 +29,7 @@ Entries = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 
 class ConditionKind(ABC):
-    """Kind of condition: the entries of a batch that condition a network, and the operations on them.
-
-    Attributes:
-        wanted: condition that a dataset of the kind gives, in words.
-        choices_noun: plural noun of the choices of sampling.
-    """
+    """Entries of a batch that condition a network, and operations on them; wanted: a dataset's condition in words."""
 
     name: ClassVar[str]
     wanted: ClassVar[str]
@@ -127,11 +122,7 @@ class Unconditional(ConditionKind):
 
 @dataclass(frozen=True)
 class Classes(ConditionKind):
-    """One of `count` classes, entry "class", int64 [B]; the class `count` is the null class.
-
-    Attributes:
-        names: one per class, or none.
-    """
+    """One of `count` classes, entry "class", int64 [B], `count` the null class; names: one per class, or none."""
 
     name = "class"
     wanted = "a class"
@@ -233,11 +224,7 @@ class Embeddings(ConditionKind):
 
 @dataclass(frozen=True, eq=False)
 class Texts(Embeddings):
-    """Texts that are encoded when a batch is used: their letters travel with the images.
-
-    Attributes:
-        encode: texts -> the entries [B, ...], on any device.
-    """
+    """Texts encoded when a batch is used; encode: texts -> the entries [B, ...], on any device."""
 
     wanted = "texts"
 

@@ -22,6 +22,7 @@ from torchtitan.fidelity.metrics import METRICS
 from torchtitan.gns.config import GNS_FOLDER, PICTURE_FILE, few_pairs
 from torchtitan.pictures.number_text import counted
 from torchtitan.processes.launch import launch_number
+from torchtitan.programs import program
 from torchtitan.runs.previews import PAGE_FILE
 from torchtitan.settings.plugins import loaded_plugins
 from torchtitan.state.run_state import RunState
@@ -52,6 +53,7 @@ def introduce(state: RunState) -> None:
         logger.info(f"plugins: {', '.join(f'{name} ({version[:12]})' for name, version in plugins.items())}")
     if config.sampling.enable and (line := _next_grid(state)):
         logger.info(line)
+    logger.info(f"page: {program('compare')} {state.folder.path} --watch")
     if advice := crosses_nodes(state.layout, launch_number("LOCAL_WORLD_SIZE", state.layout.world_size)):
         logger.warning(advice)
     if state.gns and (warning := few_pairs(config.gns, config.training.local_batch_size, state.gns.masses)):
@@ -138,9 +140,7 @@ def closing_lines(
     state: RunState, status: str, results: dict[str, Any], clock: dict[str, Any], held_out: Path, animation: Path,
     noise_points: Sequence[dict],
 ) -> list[str]:  # fmt: skip
-    """Closing lines: how the run ended, its speed and cost, the paths of its outputs, its sample quality and its gradient
-    noise scale.
-    """
+    """Closing lines: end of the run, speed and cost, paths of outputs, sample quality, gradient noise scale."""
     folder, config = state.folder, state.config
     found = grids(folder.samples)
     previews = folder.samples / PAGE_FILE
@@ -192,7 +192,6 @@ def grids(samples: Path) -> list[tuple[int, Path]]:
 
 
 def _speed(clock: dict[str, Any]) -> list[str]:
-    """Line of the run's clock: both speeds."""
     return [
         f"  {'speed':<12} {clock['steps_per_second_train']:.4g} steps/s of training alone, "
         f"{clock['steps_per_second_wall']:.4g} steps/s in all ({clock['steps']:,} steps in {clock['train_seconds']:.1f} s and "

@@ -18,9 +18,7 @@ class LatentStoreError(Exception):
 
 
 class EvaluationError(Exception):
-    """Images, features or a reference that samples cannot be judged with; the message is one line: the cause and the
-    remedy.
-    """
+    """Unusable images, features or reference; the message is one line: the cause and the remedy."""
 
 
 class DamagedFile(Exception):

@@ -12,5 +12,7 @@ _WORDS = {
 
 def program(name: str) -> str:
     """Name to call a program by: `scripts/sample.py`, or `torchtitan-dit sample` where the package is installed."""
-    script = f"scripts/{name}.py"
-    return script if (_CHECKOUT / script).is_file() else f"torchtitan-dit {_WORDS.get(name, name.replace('_', '-'))}"
+    for script in (f"scripts/{name}.py", f"scripts/{name}.sh"):
+        if (_CHECKOUT / script).is_file():
+            return script
+    return f"torchtitan-dit {_WORDS.get(name, name.replace('_', '-'))}"

@@ -4,7 +4,7 @@ import logging
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import cache
 from typing import Any
 
@@ -22,6 +22,7 @@ from torchtitan.evaluation.targets import described, described_text, newly_reach
 from torchtitan.files.optional import OptionalOutputs
 from torchtitan.files.weight_files import saved_buffers
 from torchtitan.gns.config import is_drawn
+from torchtitan.processes.silence import named_if_long
 from torchtitan.run_pictures import RunPictures
 from torchtitan.settings.record import effective
 from torchtitan.state.run_state import RunState
@@ -156,11 +157,15 @@ class Reports:
         self._state.corrupt_images.sync()
 
     @contextmanager
-    def excluded(self) -> Iterator[None]:
-        """Exclude the work inside from training time, and what it compiles from warnings."""
-        with self._rates.excluded():
+    def excluded(self, doing: str) -> Iterator[None]:
+        """Exclude the work inside, named by `doing`, from training time, and what it compiles from warnings."""
+        with self._rates.excluded(), self.named(doing):
             yield
         self._compilations.expect()
+
+    def named(self, doing: str) -> AbstractContextManager:
+        """Name the work inside in a line of the first rank, once it has taken some seconds."""
+        return named_if_long(f"step {self._state.step:>6}  {doing}", self._say) if self._first else nullcontext()
 
     def excluded_step(self) -> AbstractContextManager:
         """Exclude the train step inside from every rate: its time and its images."""
@@ -173,11 +178,7 @@ class Reports:
         self._bar.update(self._state.progress - self._bar.n)
 
     def log(self, norm: Tensor, lr: float) -> None:
-        """Write one point of metrics; collective.
-
-        Args:
-            norm: gradient norm of this step before clipping.
-        """
+        """Write one point of metrics, with the step's gradient norm before clipping; collective."""
         state, config = self._state, self._config
         with self._phases("waiting"):  # for other ranks
             metrics = state.window.reduce() | {"grad_norm": float(norm), "lr": lr}
@@ -217,7 +218,7 @@ class Reports:
         state, config, gns = self._state, self._config.gns, self._state.gns
         if not self._log or not gns:
             return
-        with self.excluded():
+        with self.excluded("estimating and drawing the gradient noise scale"):
             found = gns.metrics()
             shown = {tag: value for tag, value in found.items() if tag.rpartition("/")[2] in _SHOWN_OF_THE_NOISE}
             self._log.write(state.step, shown, {tag: value for tag, value in found.items() if tag not in shown})
@@ -232,7 +233,7 @@ class Reports:
 
     def validate(self) -> None:
         """Measure the held-out loss with the trained and with every averaged weight; collective."""
-        with self.excluded():
+        with self.excluded("measuring the held-out loss"):
             self._show_held_out()
             metrics = self._evaluation.validate(
                 self._config.validation, self._state.bin_edges, self._state.corrupt_images.record
@@ -248,7 +249,7 @@ class Reports:
 
     def sample_grid(self) -> None:
         """Draw the grid of samples of this step; collective."""
-        with self.excluded():
+        with self.excluded("drawing the grid of samples"):
             self._show_held_out()
             started = time.perf_counter()
             grid = self._evaluation.sample_grid()
@@ -268,7 +269,7 @@ class Reports:
         """
         state, metrics = self._state, self._state.sample_metrics
         assert metrics is not None
-        with self.excluded():
+        with self.excluded(f"drawing and measuring {self._config.evaluation.count:,} samples"):
             try:
                 measurement = self._evaluation.measure(metrics, self._config.evaluation.guidance_scale)
             except EvaluationError as error:
@@ -373,7 +374,6 @@ class Reports:
 
 
 def _numbers(results: Mapping[str, Any]) -> dict[str, float | str]:
-    """Results that are numbers: the last held-out losses, memory."""
     return {name: value for name, value in results.items() if isinstance(value, int | float)}
 
 

@@ -38,6 +38,7 @@ from torchtitan.models.float8 import Float8Error
 from torchtitan.models.flops import MiscountedModel
 from torchtitan.processes.exit_codes import BUSY, FAILED, REFUSED
 from torchtitan.processes.launch import LaunchError, launch_number
+from torchtitan.processes.silence import named_if_long
 from torchtitan.runs.folder import RunFolder
 from torchtitan.runs.status import write_status
 from torchtitan.trainer import Trainer
@@ -83,7 +84,8 @@ def run(config: JobConfig, reload: Callable[[], JobConfig] | None = None, anew: 
                     fill_cache(config)
                 clock.switch("start_up", clock.now())
                 config = reload()
-            trainer = Trainer(config, clock)
+            with named_if_long("opening the data, building the network, reading its checkpoint", logger.info):
+                trainer = Trainer(config, clock)
         except Interrupted as request:
             write_status(None, "requeue", 128 + request.number, "interrupted by a signal while the cache was filled")
             return 128 + request.number

@@ -37,7 +37,6 @@ class RunSummary:
         """
         Args:
             outputs: says which files cannot be written.
-            compilations: counts the compiler's graphs.
             hardware: as found so far; the caller may add to it.
         """
         self._state = state

@@ -4,6 +4,7 @@ import logging
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -56,7 +57,8 @@ class Trainer:
         self.reports = Reports(self.state, self.clock, self.phases, callbacks)
         beside = (config.validation, config.sampling, config.evaluation, config.checkpoint)
         self.profiler = Profiler(
-            config.profiling, self.state.folder.path, self.state.layout, self.reports.excluded, config.training.steps,
+            config.profiling, self.state.folder.path, self.state.layout, partial(self.reports.excluded, "writing the profile"),
+            config.training.steps,
             [config.metrics.log_freq, *([config.gns.log_interval] if config.gns.enable else [])],
             [section.interval for section in beside if section.enable],
         )  # fmt: skip
@@ -87,7 +89,7 @@ class Trainer:
                 if state.step == 0 and self.config.sampling.enable and self.config.sampling.previews:
                     self.reports.sample_grid()
             signal_number = self._loop(stop)
-            with self.phases("finish"):
+            with self.phases("finish"), self.reports.named("finishing: last files, animation, summary"):
                 if state.gns:
                     state.gns.flush()
                 with self.phases("checkpoint"):
@@ -118,7 +120,7 @@ class Trainer:
                 with self._beside_training("validation"):
                     self.reports.validate()
             if state.snapshot_due:  # before the checkpoint, which names it
-                with self._beside_training("checkpoint"), self.reports.excluded():
+                with self._beside_training("checkpoint"), self.reports.excluded("saving the averages"):
                     state.save_snapshot()
             if self.config.sampling.enable and self._due(self.config.sampling.interval):
                 with self._beside_training("sampling"):
@@ -284,7 +286,7 @@ class Trainer:
 
     def _save(self) -> None:
         state = self.state
-        with self.reports.excluded():
+        with self.reports.excluded("saving the checkpoint"):
             content = checkpointed_state(state, self.reports.state_dict())
             state.checkpointer.save(state.step, state.tensors(), content, self._sync_outputs)
         # An asynchronous save is assumed to succeed: it ends at different moments on the ranks.

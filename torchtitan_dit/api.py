@@ -146,11 +146,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Run:
-    """Finished run.
-
-    Attributes:
-        folder: with its configuration, metrics, checkpoints and samples.
-    """
+    """Finished run; its folder has the configuration, metrics, checkpoints and samples."""
 
     folder: Path
 
@@ -237,11 +233,7 @@ def train(
 def configure(
     config: str | Path | Mapping[str, Any], overrides: Mapping[str, Any] | None = None, *, processes: int = 1
 ) -> JobConfig:
-    """Read and check a configuration, for `Trainer`; arguments as of `train`.
-
-    Raises:
-        ConfigError: with all problems at once.
-    """
+    """Read and check a configuration, for `Trainer`; arguments as of `train`. Raises ConfigError: with all problems."""
     words = words_of(overrides or {})
     with tempfile.TemporaryDirectory() as scratch:
         path = str(config)

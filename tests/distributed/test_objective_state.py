@@ -70,6 +70,7 @@ def trained(layouts: dict[str, dict]) -> dict[str, dict]:
     for place, (layout, case) in enumerate(layouts.items()):
         for number, (name, overrides) in enumerate(OBJECTIVES.items()):
             trainer = make_trainer(folder, f"run{place}-{number}", steps=10, overrides=overrides, **case)
+            trainer._warm_up()  # as `train` does, on images without content
             for _ in range(4):
                 trainer.state.step += 1
                 norm, _ = trainer.train_step()

@@ -2,17 +2,28 @@
 
 import html.parser
 import json
+import os
 import re
+import shutil
 import statistics
 import subprocess
+import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from PIL import Image
 
-from tests.forked import run_script
+from tests.forked import ROOT, run_script
 from torchtitan.runs.compare.page import compare_page
+from torchtitan.runs.compare.text import interval_text
 from torchtitan.runs.record import read_runs
+from torchtitan.statistics.interval import mean_interval, positive_interval
+from torchtitan_dit.commands import compare as command
+
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+HOLD = "import fcntl, sys; file = open(sys.argv[1], 'w'); fcntl.lockf(file, fcntl.LOCK_EX); print(flush=True); sys.stdin.read()"
 
 CONFIG = """
 [job]
@@ -188,3 +199,104 @@ def test_folders_that_are_no_runs_are_named_in_one_line_each(tmp_path):
     assert problems == ["not a run's folder", "no such folder", "not a folder"]
     result = compare(run, "--output", tmp_path / "empty")
     assert result.returncode == 2 and len(result.stderr.splitlines()) == 1 and "cannot be written" in result.stderr
+
+
+def log_losses(folder: Path, losses: list[float]) -> Path:
+    """Run of nothing but losses, one a step."""
+    folder.mkdir()
+    points = [{"step": step, "loss_metrics/global_avg_loss": loss} for step, loss in enumerate(losses, start=1)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(point) + "\n" for point in points))
+    return folder
+
+
+def test_page_of_one_run_leads_from_its_curves_to_its_commands(tmp_path):
+    run = write_run(tmp_path / "a run")
+    (run / "gns").mkdir()
+    Image.new("RGB", (90, 144)).save(run / "gns" / "noise_scale.png")
+    scale = {"headline": 1.0, "b_simple": 20.0, "lower": 8.0, "upper": 12.0}
+    with open(run / "metrics.jsonl", "a") as file:
+        point = {"step": 100, "n_images_seen": 1600} | {f"gns/plain/sketch/all/{key}": value for key, value in scale.items()}
+        file.write(json.dumps(point) + "\n")
+    (tmp_path / "page.html").write_text(compare_page(read_runs([run])))
+    page = Page(tmp_path / "page.html")
+    page.assert_needs_no_network()
+    assert page.values("section", "id") == ["runs", "curves", "bins", "noise", "costs", "samples", "next", "configuration"]
+    assert page.values("img", "alt") == ["gradient noise scale of a run", "samples at step 50", "samples at step 100"]
+    assert "batch 16 is large: 4 would need at least 43 % fewer images" in page.text  # 1 - (1 + 4 / 12) / (1 + 16 / 12)
+    assert "measured on H200; other hardware gives other numbers" in page.text
+    commands = [cell for cell in page.cells if f"'{run}'" in cell]
+    assert [words.split()[0] for words in commands] == [
+        f"scripts/{name}" for name in ("sample.py", "checkpoint.py", "evaluate.py", "compare.py", "train.sh")
+    ]
+    assert commands[-1].endswith("config.toml --training.steps 200") and not page.values("input", "id")[2:]
+
+
+def test_watched_page_is_rewritten_when_the_run_logs_and_is_complete_when_it_ends(tmp_path, monkeypatch, capsys):
+    run, output = log_losses(tmp_path / "run", [3.0, 2.0]), tmp_path / "page.html"
+    trainer = subprocess.Popen([sys.executable, "-S", "-c", HOLD, run / ".lock"], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert trainer.stdout.readline()
+    first = []
+
+    def unchanged(_):
+        first.append((os.stat(output).st_ino, output.read_text()))
+
+    def logs(_):
+        assert os.stat(output).st_ino == first[0][0] and "location.reload" in first[0][1]
+        with open(run / "metrics.jsonl", "a") as file:
+            file.write('{"step": 3, "loss_metrics/global_avg_loss": 1.0}\n')
+
+    def ends(_):
+        assert "reloadSeconds = 5" in (page := output.read_text()) and page != first[0][1] and '<td>3</td>' in page
+        trainer.communicate()
+
+    waits = iter([unchanged, logs, ends])
+    sleeping = SimpleNamespace(sleep=lambda seconds: next(waits)(seconds), monotonic=time.monotonic)
+    monkeypatch.setattr(command, "time", sleeping)
+    assert command.main([str(run), "--watch", "--output", str(output)]) == 0
+    assert "reloadSeconds = 0" in output.read_text() and '<td>3</td>' in output.read_text()
+    assert [line.partition(": ")[2][:8] for line in capsys.readouterr().out.splitlines()] == ["1 run, 0", "complete"]
+
+
+def test_ctrl_c_ends_a_watch_with_one_line(tmp_path, monkeypatch, capsys):
+    run = log_losses(tmp_path / "run", [3.0, 2.0])
+
+    def interrupt(_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command, "is_locked", lambda _: True)
+    monkeypatch.setattr(command, "time", SimpleNamespace(sleep=interrupt))
+    assert command.main([str(run), "--watch", "--output", str(tmp_path / "page.html")]) == 130
+    assert capsys.readouterr().err == "stopped\n"
+
+
+def test_runs_with_equal_curves_are_said_to_be_equal(tmp_path):
+    runs = [log_losses(tmp_path / name, losses) for name, losses in (("a", [2.0, 1.0]), ("b", [2.0, 1.0]), ("c", [2.0, 1.5]))]
+    assert "Equal at every logged point, one line on another: a, b." in compare_page(read_runs(runs))
+    assert "Equal at every" not in compare_page(read_runs(runs[1:]))
+
+
+def test_intervals_of_times_stay_above_zero():
+    assert interval_text(positive_interval([1.0, 2.0])) == "1.414 [0.01730, 115.6]"  # t = 12.706 times log(2) / 2 on each side
+    assert interval_text(positive_interval([1.0, 1.01])) == "1.005 ± 0.064"
+    assert interval_text(mean_interval([-1.0, 1.0])) == "0 ± 13"
+
+
+def test_style_fits_a_telephone_and_paper():
+    style = (ROOT / "torchtitan/runs/templates/page.css").read_text()
+    widths = re.findall(r"(?<!max-)\b(?:min-)?width:(\d+)px|minmax\((\d+)px", style)
+    assert widths and all(int(max(found)) <= 390 for found in widths)
+    narrow, paper = style.split("@media screen and (max-width:640px)")[1].split("@media print")
+    assert "overflow-x:auto" in narrow and "position:static" in narrow
+    for rule in ("color-scheme:light", "overflow:visible", "break-after:avoid", "figure, tr { break-inside:avoid"):
+        assert rule in paper
+    assert "@media screen and (prefers-color-scheme: dark)" in style  # paper is white
+
+
+@pytest.mark.skipif(not BROWSER, reason="no Chromium or Chrome is found")
+def test_page_is_no_wider_than_a_telephone_in_a_browser(page, tmp_path):
+    asked = "<script>document.title = `${document.documentElement.scrollWidth} of ${innerWidth}`</script></body>"
+    (tmp_path / "page.html").write_text(page[2].read_text().replace("</body>", asked))
+    words = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--window-size=390,900", "--dump-dom"]
+    shown = subprocess.run([*words, (tmp_path / "page.html").as_uri()], capture_output=True, text=True, timeout=60, check=True)
+    width, window = map(int, re.search(r"<title>(\d+) of (\d+)</title>", shown.stdout).groups())
+    assert width <= window

@@ -143,6 +143,9 @@ def accept_training(words: list[str], processes: int) -> None:
     if "--help" in words:
         help_text(words[words.index("--help") + 1 :])
         return
+    if "--job.plugins" in words:  # which would add to the registries of this process
+        assert run_script("train.py", *words, "--check-only").returncode == 0
+        return
     try:
         load_config(words, processes, elsewhere=True)
     except ConfigError as error:
@@ -215,7 +218,7 @@ def test_trainings_of_two_pages_make_two_steps(trained):
 
 def test_other_commands_of_the_readme_run_in_small(trained, folders, latents, tmp_path):
     """On what its trainings left; a word that is given again counts the last time."""
-    runs = {Path(word).stem: folder for command, folder in trained.items() for word in command.split() if word.endswith(".toml")}
+    runs = {Path(training_words(*split(command)[1:])[1]).stem: folder for command, folder in trained.items()}
     smaller = {
         "scripts/extract_latents.py": [
             "--output", str(tmp_path / "store"), "--autoencoder", "cosmos", "--path", latents[-1], "--normalization", "measured",

@@ -18,7 +18,7 @@ from torchtitan.runs.analysis.axes import add_further_axes
 from torchtitan.runs.analysis.batch_pictures import draw_over_batch, fit_memory
 from torchtitan.runs.analysis.cells import Cell
 from torchtitan.runs.analysis.collect import Run
-from torchtitan.runs.analysis.findings import Results, markdown
+from torchtitan.runs.analysis.findings import Results, headlines, markdown
 from torchtitan.runs.analysis.loss_pictures import draw_loss
 from torchtitan.runs.analysis.report import analyse, write_report
 from torchtitan.statistics.interval import Interval
@@ -56,6 +56,14 @@ def test_a_report_without_pictures_has_no_heading_for_them():
     text = markdown(results, [])
     assert "## Pictures" not in text and "1 run (1 timeout) in 1 cell, 0 of them measured." in text
     assert markdown(results, [("a", "a.png")]).endswith("## Pictures\n\n![a](a.png)\n")
+
+
+def test_findings_of_one_machine_name_it():
+    runs = [Run(name, None, NAMED | {"device": "H200"}, 0, "ok") for name in ("a", "b")]
+    first, *_ = headlines(Results(runs, [Cell(NAMED, runs, {})], [], [], []))
+    assert first.endswith("measured, all on H200.")
+    runs[0].axes["device"] = "A100"
+    assert "all on" not in headlines(Results(runs, [Cell(NAMED, runs, {})], [], [], []))[0]
 
 
 @pytest.fixture

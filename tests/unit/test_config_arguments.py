@@ -33,6 +33,7 @@ BAD_ARGUMENTS = [
         f"command line: --data.name: must be one of {', '.join(DATASETS)}, is 'cifar1' (did you mean cifar10?)",
     ),
     (["digts"], "digts: no such file (did you mean digits?)"),
+    (["--job.config_file="], "'': no such file (give a TOML file)"),
     (
         ["digits", "training.steps=20"],
         "command line: 'training.steps=20': argument without a key, and the configuration is digits"

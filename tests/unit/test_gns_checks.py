@@ -39,9 +39,6 @@ REFUSED = {
     "no geometry to leave out": (
         '[optimizer]\nname = "Muon"\n', "adam_geometry = false", 1, "gns.adam_geometry: has no effect with optimizer.name = Muon",
     ),
-    "no geometry to allocate by": (
-        '[optimizer]\nname = "Muon"\n', "allocate_timesteps = true", 1, "gns.allocate_timesteps: shares are of noise in Adam's",
-    ),
     "falling edges": ("", "bin_edges = [0.0, 0.6, 0.5, 1.0]", 1, "gns.bin_edges: must rise"),
     "late begin": ("", "bin_edges = [0.1, 0.5, 1.0]", 1, "gns.bin_edges: must begin at 0 and end at 1,"),
     "empty bin": (NARROW, "bin_edges = [0.0, 0.01, 0.5, 1.0]", 1, "gns.bin_edges: no training timestep falls into bin 0 of 3"),

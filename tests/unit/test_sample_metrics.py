@@ -1,6 +1,7 @@
 """Metrics of samples that a training draws: their arithmetic, targets and refused configurations."""
 
 import re
+import sys
 from contextlib import contextmanager
 
 import numpy as np
@@ -50,7 +51,8 @@ def features(pixels: np.ndarray) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.parametrize("made", [True, False])
-def test_metrics_of_drawn_samples_are_those_of_their_features(references, pixels, made):
+def test_metrics_of_drawn_samples_are_those_of_their_features(references, pixels, made, monkeypatch, capsys):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
     noisy = np.clip(pixels + np.random.default_rng(0).normal(0, 20, pixels.shape), 0, 255).astype(np.uint8)
     config = EvaluationConfig(
         metrics=["prdc", "fd", "is", "memorisation", "accuracy"], extractor="digits", count=150,
@@ -62,6 +64,7 @@ def test_metrics_of_drawn_samples_are_those_of_their_features(references, pixels
     for _ in range(2):  # splits are extracted once
         before, found = found, dict(metrics.measure(lambda numbers: noisy[numbers], 64, classes).values)
     assert found == before
+    assert "features: " in capsys.readouterr().err
     training = DATASETS["digits"](DigitsConfig(), "train")
     training = features(to_rgb(training.fetch(np.arange(len(training)))["images"].numpy()))
     samples, reference, held_out = (

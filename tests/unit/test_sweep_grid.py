@@ -226,7 +226,7 @@ def test_checkpointing_names_kinds_of_recomputation(tmp_path):
 
 
 def test_a_dry_run_of_a_large_grid_is_short_and_counts_every_run(tmp_path, monkeypatch, capsys):
-    sweep = read_sweep(ROOT / "train_configs" / "sweeps" / "dit_7B.toml")
+    sweep = read_sweep(Path("dit_7B"))
     tasks = [Task(cell, 0) for cell in sweep.cells]
     show(SweepPlan(sweep, SweepFolder(tmp_path), tasks))
     *lines, last = capsys.readouterr().out.splitlines()

@@ -68,7 +68,6 @@ class DiffusersAutoencoder(Autoencoder):
 
 
 def _kind(file: Path) -> str:
-    """Class named by a config.json."""
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:

@@ -15,10 +15,7 @@ class IdentityAutoencoder(Autoencoder):
     downscale = 1
 
     def __init__(self, path: str, dtype: torch.dtype | None, device: torch.device) -> None:
-        """
-        Raises:
-            AutoencoderError: a path is given, or a dtype that would round the pixels.
-        """
+        """Raises AutoencoderError: a path is given, or a dtype that would round the pixels."""
         if path:
             raise AutoencoderError(f"identity has no weights to read from {path} (leave the path out)")
         super().__init__(compute_dtype(self.name, dtype), device)

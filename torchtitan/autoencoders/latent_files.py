@@ -36,11 +36,7 @@ class LatentFile:
     normalization: Normalization | None = None
 
     def read(self, begin: int, end: int, factor: float | None = None) -> Tensor:
-        """Read raw latents begin .. end - 1, [end - begin, C, h, w] float32.
-
-        Raises:
-            AutoencoderError: that part of the file cannot be read.
-        """
+        """Read raw latents [end - begin, C, h, w], float32. Raises AutoencoderError: that part cannot be read."""
         try:
             stored = self._stored(begin, end).reshape(end - begin, *self.shape[1:]).to(torch.float32)
         except (OSError, ValueError, TypeError, SafetensorError) as error:

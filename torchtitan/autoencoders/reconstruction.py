@@ -25,11 +25,7 @@ def psnr(images: Tensor, others: Tensor) -> Tensor:
 
 
 def side_by_side(images: Tensor, reconstructions: Tensor, labels: Sequence[str], title: str = "") -> Image.Image:
-    """Draw a row per image: the original, its reconstruction, and four times their difference around grey.
-
-    Args:
-        images, reconstructions: [N, 3, H, W] in [-1, 1].
-    """
+    """Draw a row per image [3, H, W] in [-1, 1]: original, reconstruction, four times the difference around grey."""
     difference = (DIFFERENCE_GAIN * (reconstructions - images)).clamp(-1, 1)
     cells = torch.stack((images, reconstructions, difference), dim=1).flatten(0, 1)  # [3 N, 3, H, W]
     return image_grid(cells, len(images), 3, labels, title)

@@ -51,9 +51,7 @@ class Taef2(Autoencoder):
 
 
 def build_encoder() -> nn.Sequential:
-    """Build the encoder: pixels [B, 3, H, W] in [0, 1] -> latents [B, 32, H / 8, W / 8]; parameter names as in the
-    files.
-    """
+    """Encoder: pixels [B, 3, H, W] in [0, 1] -> latents [B, 32, H / 8, W / 8]; parameter names as in the files."""
     return nn.Sequential(
         _convolution(3, WIDTH),
         ResidualBlock(),
@@ -65,9 +63,7 @@ def build_encoder() -> nn.Sequential:
 
 
 def build_decoder() -> nn.Sequential:
-    """Build the decoder: latents [B, 32, h, w] -> pixels [B, 3, 8 h, 8 w], about [0, 1]; parameter names as in the
-    files.
-    """
+    """Decoder: latents [B, 32, h, w] -> pixels [B, 3, 8 h, 8 w], about [0, 1]; parameter names as in the files."""
     return nn.Sequential(
         SoftLimit(),
         _convolution(LATENT_CHANNELS, WIDTH), nn.ReLU(),
@@ -83,8 +79,7 @@ def build_decoder() -> nn.Sequential:
 
 
 class ResidualBlock(nn.Module):
-    """Residual block relu(f(x) + x), f three convolutions; with `pool`, x first gains the output of a wide, normalised
-    layer.
+    """Residual block relu(f(x) + x), f three convolutions; with `pool`, x first gains a wide, normalised output.
 
     The group norm takes its statistics over all positions, so that the blocks with `pool` see the whole image.
     """

@@ -35,12 +35,7 @@ class TensorSource:
 
 @dataclass(frozen=True)
 class Difference:
-    """Difference of one tensor between the two.
-
-    Attributes:
-        largest: of |a - b| over the elements.
-        relative: norm of a - b over norm of a.
-    """
+    """Difference of one tensor; largest: of |a - b|; relative: norm of a - b over norm of a."""
 
     name: str
     largest: float

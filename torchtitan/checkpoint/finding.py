@@ -176,12 +176,7 @@ def newest_good(folder: AnyPath) -> tuple[int | None, list[str]]:
 def first_good(
     folder: AnyPath, steps: Iterable[int], problem_of: Callable[[AnyPath], str | None]
 ) -> tuple[int | None, list[str]]:
-    """First step with a good checkpoint, None if no step has one, and one line for each before it.
-
-    Args:
-        steps: in the order in which they are tried.
-        problem_of: problem of a checkpoint, None for a good one.
-    """
+    """First step with a good checkpoint (None: none has), trying in this order; a line for each before it."""
     skipped: list[str] = []
     for step in steps:
         problem = problem_of(checkpoint_path(folder, step))

@@ -13,11 +13,7 @@ _LARGEST_CONFIG = 16 << 20  # bytes
 
 
 def checkpoint_folder(run: Path, folder: str, name: str) -> AnyPath:
-    """Folder of a run's checkpoints.
-
-    Raises:
-        StoreError: the store cannot be opened.
-    """
+    """Folder of a run's checkpoints. Raises StoreError: the store cannot be opened."""
     if not folder:
         return run / "checkpoint"
     return location(folder) / name

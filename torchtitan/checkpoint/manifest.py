@@ -53,11 +53,7 @@ def is_checkpoint_folder(name: str) -> bool:
 
 
 def glance(checkpoint: AnyPath) -> str | None:
-    """Glance at a checkpoint: its problem, as far as its manifest and the sizes of its files tell (on local disks).
-
-    Raises:
-        StoreError: the store does not answer.
-    """
+    """Problem of a checkpoint by its manifest and, on local disks, its files' sizes. Raises StoreError: no answer."""
     try:
         files = read_manifest(checkpoint)
     except DamagedFile as error:

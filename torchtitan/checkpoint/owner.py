@@ -21,11 +21,7 @@ _MAX_BYTES = 4096
 
 
 def claim(run: Path, folder: AnyPath) -> str | None:
-    """Claim a folder of checkpoints for this run and this launch; return the reason if that is impossible.
-
-    Raises:
-        OSError.
-    """
+    """Claim a folder of checkpoints for this run and launch; return why that is impossible, if so. Raises OSError."""
     identity, owner = _identity(run), read_owner(folder)
     if owner is not None and (identity is None or owner.get("run") != identity):
         return (

@@ -36,11 +36,7 @@ _CHUNK = 8 << 20  # bytes copied at once
 
 
 def read_tensors(checkpoint: AnyPath, tensors: dict[str, Tensor]) -> None:
-    """Fill tensors (plain or sharded) in place from a verified checkpoint, by name, without the other ranks.
-
-    Raises:
-        CheckpointError.
-    """
+    """Fill tensors (plain or sharded) in place from a verified checkpoint by this rank. Raises CheckpointError."""
     with ExitStack() as stack:
         folder = checkpoint if isinstance(checkpoint, Path) else _fetched(checkpoint, stack)
         if problem := _filled(folder, tensors):
@@ -48,11 +44,7 @@ def read_tensors(checkpoint: AnyPath, tensors: dict[str, Tensor]) -> None:
 
 
 def read_tensors_together(checkpoint: AnyPath, tensors: dict[str, Tensor]) -> None:
-    """Fill tensors as `read_tensors` does, with one copy of a remote checkpoint on each node; collective.
-
-    Raises:
-        CheckpointError: on every rank.
-    """
+    """Fill as `read_tensors`, with one copy of a remote checkpoint per node; collective; raises on every rank."""
     with shared_copy(checkpoint) as folder:
         problems = of_all_ranks(_filled(folder, tensors))
     if problem := next((problem for problem in problems if problem), None):
@@ -73,9 +65,7 @@ def tensor_shapes(checkpoint: AnyPath) -> dict[str, tuple[tuple[int, ...], torch
 
 
 def reader(checkpoint: AnyPath) -> Callable[[Iterable[str]], dict[str, Tensor]]:
-    """Reader of one verified checkpoint: names -> tensors; for one process and many calls: a remote one's copy is kept
-    between.
-    """
+    """Reader of one verified checkpoint, for one process: names -> tensors; keeps one copy of a remote one."""
     kept: list[Path] = [checkpoint] if isinstance(checkpoint, Path) else []
     shapes, stack = tensor_shapes(checkpoint), ExitStack()
 
@@ -146,7 +136,6 @@ def _read_piece(opened: Any, name: str, place: Place, tensor: Tensor) -> None:
 
 
 def _part_here(tensor: Tensor) -> Place:
-    """Offsets and shape of this rank's part of a tensor."""
     if isinstance(tensor, DTensor):
         return offsets_of(tensor), tuple(tensor.to_local().shape)
     return (0,) * tensor.ndim, tuple(tensor.shape)
@@ -169,8 +158,7 @@ def _common(part: Place, piece: Place) -> tuple[tuple[slice, ...], tuple[slice, 
 
 @contextmanager
 def shared_copy(checkpoint: AnyPath) -> Iterator[Path]:
-    """Copy of a checkpoint's folder on this node; a remote one is copied by the first rank of each node, while the others
-    wait.
+    """Copy of a checkpoint's folder on this node, made by its first rank where it is remote.
 
     Called by all ranks together. The copy is in the temporary folder (TMPDIR), and removed afterwards.
 

@@ -43,11 +43,7 @@ _ADAMS_RULE = "the square-root rule by which the learning rate grows is Adam's"
 
 
 def find_problems(checked: ConfigView, fields: dict[str, Any]) -> list[Problem]:
-    """Run every check.
-
-    Args:
-        fields: dotted key -> its dataclass field, for every key of the configuration.
-    """
+    """Run every check; fields: dotted key -> its dataclass field, for every key of the configuration."""
     problems = [problem for key, field in fields.items() for problem in _problems_of(_has_effect, checked, key, field)]
     return problems + [problem for check in CHECKS for problem in _problems_of(check, checked)]
 
@@ -134,14 +130,9 @@ def _gns(checked: ConfigView) -> Iterator[Problem]:
         global_batch_size=batch, microbatches=batch // (ranks * local), ranks=ranks,
     )  # fmt: skip
     yield from in_section("gns", found)
-    name, gns = checked.optimizer.name, checked.gns
-    if UPDATE_RULES[name].is_adams:
-        return
-    if not gns.adam_geometry:
+    name = checked.optimizer.name
+    if not checked.gns.adam_geometry and not UPDATE_RULES[name].is_adams:
         yield Problem("gns.adam_geometry", f"has no effect with optimizer.name = {name}, which has no such geometry (remove it)")
-    if gns.allocate_timesteps:
-        text = f"shares are of noise in Adam's geometry, which optimizer.name = {name} has not (set it to false, or use AdamW)"
-        yield Problem("gns.allocate_timesteps", text)
 
 
 def _batch_ramp(checked: ConfigView) -> Iterator[Problem]:

@@ -161,7 +161,6 @@ def load_data_section(argv: list[str], path: str | None = None) -> tuple[DataCon
     """Read and check `[data]` alone, for programs that read a dataset and train nothing.
 
     Args:
-        argv: `--data.key value` or `--data.key=value`.
         path: a TOML file whose section they override; its other sections are ignored.
 
     Returns:
@@ -221,11 +220,7 @@ def _load_plugins(flags: dict[str, str], path: str | None, document: dict[str, A
 
 @dataclass
 class _Filled:
-    """Configuration as given, before its parts are compared with one another.
-
-    Attributes:
-        origins: dotted key -> where it was given, "file" or "command line".
-    """
+    """Unchecked configuration; origins: dotted key -> where it was given, "file" or "command line"."""
 
     config: JobConfig
     path: str | None
@@ -415,9 +410,7 @@ def _advice(dotted: str, filled: _Filled, prefix: str = "") -> str:
 
 
 def _line(problem: Problem, origins: dict[str, str], known: dict[str, Any], path: str | None) -> str:
-    """Format a problem as a line with the place of the value: the command line, the file, or the default if it was not
-    given; a missing value has no place.
-    """
+    """Format a problem with the place of its value: command line, file, or default; a missing value has none."""
     origin = origins.get(problem.key, "default" if problem.key in known else "file")
     if origin == "default" and problem.text.startswith("not given"):
         return f"{problem.key}{problem.within}: {problem.text}"

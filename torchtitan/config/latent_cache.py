@@ -136,11 +136,7 @@ def cached_info(config: Any) -> DatasetInfo:
 
 
 def trained_info(config: Any) -> DatasetInfo:
-    """Describe the images that a resolved JobConfig trains on, for programs that build its network without filling a cache.
-
-    Raises:
-        DatasetError: see `cached_info`.
-    """
+    """Describe the images of a resolved JobConfig without filling its cache; raises as `cached_info`."""
     return cached_info(config) if config.cache.enable else dataset_info(config.data)
 
 

@@ -46,7 +46,6 @@ def _value(config: JobConfig, key: str) -> Any:
 
 
 def _cuts(config: JobConfig) -> dict[str, Any]:
-    """Value of every key that a smoke run cuts."""
     training, gns, sampling, layout = config.training, config.gns, config.sampling, config.parallelism
     ranks = layout.data_parallel_replicate_degree * layout.data_parallel_shard_degree
     local = min(training.local_batch_size, _FLOAT8_BATCH if config.float8.enable else _LOCAL_BATCH)

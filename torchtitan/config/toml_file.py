@@ -11,7 +11,7 @@ from torchtitan.settings.schema import nearest, quoted
 SHIPPED = Path(__file__).resolve().parents[1] / "train_configs"
 
 
-def _shipped(path: str) -> str | None:
+def shipped(path: str) -> str | None:
     """Path of the configuration that the package brings as `train_configs/NAME.toml`, `NAME.toml` or NAME."""
     name = Path(path)
     if name.is_absolute() or ".." in name.parts or name.exists():
@@ -28,11 +28,11 @@ def read_toml(path: str) -> tuple[dict[str, Any], list[str]]:
         the document, empty if it cannot be read, and in that case one line with the reason.
     """
     try:
-        path = _shipped(path) or path
+        path = shipped(path) or path
         return regular.read_toml(path), []
     except FileNotFoundError:
-        shipped = [file.relative_to(SHIPPED).with_suffix("").as_posix() for file in SHIPPED.rglob("*.toml")]
-        guess = nearest(Path(path).with_suffix("").as_posix().removeprefix(f"{SHIPPED.name}/"), shipped)
+        known = [file.relative_to(SHIPPED).with_suffix("").as_posix() for file in SHIPPED.rglob("*.toml")]
+        guess = nearest(path.removeprefix(f"{SHIPPED.name}/").removesuffix(".toml"), known)
         reason = f"no such file ({f'did you mean {guess}?' if guess else 'give a TOML file'})"
     except regular.UnsuitableFile as failure:
         reason = f"{failure.strerror} (give a TOML file)"
@@ -47,7 +47,7 @@ def read_toml(path: str) -> tuple[dict[str, Any], list[str]]:
 
 def is_record(path: str) -> bool:
     """Whether a file that can be read is the record of a run, or lies where a run's folder has it."""
-    return Path(path).name == "config.toml" or regular.read_text(_shipped(path) or path).startswith(CONFIG_HEADER)
+    return Path(path).name == "config.toml" or regular.read_text(shipped(path) or path).startswith(CONFIG_HEADER)
 
 
 def shown_file(path: str) -> str:

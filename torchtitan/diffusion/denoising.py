@@ -86,12 +86,7 @@ class NoisyImages(NamedTuple):
 
 
 class Denoising(Objective):
-    """Denoising objective: a network predicts noise, clean images or a mix of them.
-
-    Attributes:
-        weighting: factor on the squared error of the prediction as a function of sigma.
-        uncertainty: the learned ln of the loss, where `learned_uncertainty` is set, else None.
-    """
+    """Denoising objective: a network predicts noise, clean images or a mix of them."""
 
     Config: ClassVar[type[ObjectiveConfig]] = DenoisingConfig
     learns_variance = True
@@ -180,13 +175,10 @@ class Denoising(Objective):
         return weight
 
     def effective_weight(self, log_sigma: Tensor) -> Tensor | None:
-        """Effective weight p(ln sigma) x weight, in the parametrisation of the noise's squared error.
+        """Effective weight p(ln sigma) x weight at ln sigma [N], as of the noise's squared error.
 
         Two configurations with proportional effective weights are the same objective in expectation. For time warping
         and a learned uncertainty it is the initial one.
-
-        Args:
-            log_sigma: values of ln sigma [N].
 
         Returns:
             density of the training noise levels x weight of the noise error at each, [N]; None where each head is
@@ -201,9 +193,7 @@ class Denoising(Objective):
 
     @torch.no_grad()
     def log_uncertainties(self, log_sigma: Tensor) -> dict[str, float]:
-        """Log uncertainties: learned u at ln sigma [N], as `log_uncertainty/<n>`, or by head
-        `log_uncertainty/<head>/<n>`.
-        """
+        """Learned u at ln sigma [N], as `log_uncertainty/<n>`, or by head `log_uncertainty/<head>/<n>`."""
         found = {}
         if self.uncertainty is not None:
             found["log_uncertainty"] = self.uncertainty(log_sigma)[0]

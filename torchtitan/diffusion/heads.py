@@ -32,23 +32,14 @@ _LOG_SIGMA_RANGE = (-40.0, 17.0)
 
 
 class HeadErrors(NamedTuple):
-    """Mean squared errors of the heads for each sample, [B, K].
-
-    Attributes:
-        raw: each of its own prediction.
-        common: all of one and the same prediction, that of `objective.prediction`.
-    """
+    """Mean squared errors of the heads [B, K]: raw, of its own prediction; common, of `objective.prediction`."""
 
     raw: Tensor
     common: Tensor
 
 
 class CombinationRule(nn.Module):
-    """Rule for training and combining heads.
-
-    Attributes:
-        of_one_error: whether all heads are trained by the error of `objective.prediction`, and none by its own.
-    """
+    """Rule for training and combining heads, by the error of `objective.prediction` if `of_one_error`."""
 
     of_one_error = True
 
@@ -250,11 +241,7 @@ class InverseVariance(CombinationRule):
 
 @dataclass(kw_only=True)
 class CombineConfig:
-    """`[objective.combine]`: base of the keys of every rule.
-
-    Attributes:
-        of_own_errors: whether each head trains by its own error, which no weighting of one prediction fits; no key.
-    """
+    """`[objective.combine]`: base of the rules; of_own_errors: heads train by their own errors, unweighted; no key."""
 
     name: str = setting("", "rule that selects the heads a sample trains, and combines them")
 
@@ -336,11 +323,7 @@ COMBINATIONS: dict[str, type[CombineConfig]] = {
 
 
 class PredictionHeads(nn.Module):
-    """Heads of one network, in the order of its output's channels.
-
-    Attributes:
-        names: keys of PREDICTIONS, [K].
-    """
+    """Heads of one network, in the order of its output's channels; names: keys of PREDICTIONS, [K]."""
 
     def __init__(self, config: Any, path: Path, log_sigma_range: tuple[float, float]) -> None:
         """config: the `[objective]` section; log_sigma_range: where levels are trained."""
@@ -352,12 +335,7 @@ class PredictionHeads(nn.Module):
         self.rule: CombinationRule = config.combine.rule(count, uncertainty)
 
     def conversion(self, log_sigma: Tensor, prediction: str) -> Tensor:
-        """Conversion (squared error of `prediction`) / (squared error of head k) for one estimate, float64 [N, K].
-
-        Args:
-            log_sigma: noise levels [N].
-            prediction: a key of PREDICTIONS.
-        """
+        """(Squared error of `prediction`) / (that of head k) for one estimate at ln sigma [N], float64 [N, K]."""
         return self._factors(log_sigma, prediction).square()
 
     def least_conversion(self, log_sigma: Tensor) -> Tensor:

@@ -146,10 +146,7 @@ class Objective(ABC):
     reads_by_state: str = ""
 
     def __init__(self, config: Any, seed: int, sampler_of: SamplerOf | None = None) -> None:
-        """
-        Args:
-            sampler_of: makes a sampler of the configured density, used instead of the configured sampler.
-        """
+        """sampler_of: makes a sampler of the configured density, used instead of the configured sampler."""
         self.config = config
         self.path = PATHS[config.path]()
         self.prediction = config.prediction

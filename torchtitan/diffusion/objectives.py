@@ -24,26 +24,14 @@ def build_objective(config: ObjectiveConfig, seed: int, sampler_of: SamplerOf | 
 
 
 def attach(objective: Objective, model: nn.Module, entries: Entries) -> None:
-    """Attach an objective to its network, with modules drawn from its seed: the same on every rank of every layout.
-
-    Args:
-        model: as of `Objective.attach`.
-        entries: `DatasetInfo.entries` of the data that train it.
-
-    Raises:
-        ConfigError: the objective cannot be trained so.
-    """
+    """Attach an objective, drawn from its seed alike on every rank and layout; raises as `Objective.attach`."""
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(objective.seed)
         objective.attach(model, entries)
 
 
 def objective_problems(config: ObjectiveConfig) -> Iterator[tuple[str, str]]:
-    """Find objectives that cannot be trained, or not sampled from.
-
-    Returns:
-        pairs of a dotted key and the reason.
-    """
+    """Find objectives that cannot be trained, or not sampled from: (dotted key, reason)."""
     path = PATHS[config.path]()
     if config.prediction == "noise" and path.t_max == 1.0:
         yield "objective.prediction", (

@@ -107,8 +107,7 @@ class RectifiedFlow(_CommonTime):
 
 
 class EDM(_CommonTime):
-    """EDM: x_t = x0 + sigma noise, sampled from sigma = 80 on. Source: Karras et al., arXiv 2206.00364, Table 1.
-    """
+    """EDM: x_t = x0 + sigma noise, sampled from sigma = 80 on. Source: Karras et al., arXiv 2206.00364, Table 1."""
 
     t_max = 80.0 / 81.0
 
@@ -126,7 +125,6 @@ class DDPM(_CommonTime):
     integers ln sigma is linear in the index, so a continuous path agrees with the discrete one at the integers.
 
     Attributes:
-        num_indices: T.
         discrete: whether indices are integers 0 .. T - 1, or any real number in [0, T - 1].
         betas, alphas_cumprod: float64 [T].
         posterior_x0, posterior_x_t: coefficients of the mean of q(x_(k-1) | x_k, x0), float64 [T].

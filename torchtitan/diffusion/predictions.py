@@ -121,11 +121,7 @@ class Scaling:
 
 
 class Preconditioning(Protocol):
-    """Rule for the four coefficients.
-
-    Attributes:
-        scales: whether images or output are scaled: False where c_in = 1, c_skip = 0 and c_out = 1 at every time.
-    """
+    """Rule for the four coefficients; scales: False where c_in = 1, c_skip = 0 and c_out = 1 at every time."""
 
     scales: ClassVar[bool]
 
@@ -150,10 +146,7 @@ class Identity:
 
 @dataclass(frozen=True)
 class Index:
-    """Index: the network's inputs are x_t and the DDPM's index, a whole number on a discrete path.
-
-    Source: Peebles and Xie, "Scalable diffusion models with transformers", arXiv 2212.09748.
-    """
+    """Index: inputs x_t and the DDPM's index, whole on a discrete path. Source: Peebles and Xie, arXiv 2212.09748."""
 
     scales: ClassVar[bool] = False
 

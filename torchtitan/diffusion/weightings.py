@@ -22,11 +22,7 @@ _SIGMA_RANGE = (2.0**-60, 2.0**24)
 
 @dataclass(kw_only=True)
 class WeightingConfig:
-    """`[objective.weighting]`: base of the keys of every weighting.
-
-    Attributes:
-        parametrisation: the weighted error: of x0, of the noise, or of the prediction in use; no key.
-    """
+    """`[objective.weighting]`; parametrisation: weighted error: of x0, noise or the prediction in use; no key."""
 
     name: str = setting(
         "", "factor on the squared error as a function of the noise level, independent of the parametrisation"
@@ -51,9 +47,7 @@ class NoWeightingConfig(WeightingConfig):
 
 @dataclass(kw_only=True)
 class MinSNRConfig(WeightingConfig):
-    """min(snr, gamma). Source: Hang et al., "Efficient diffusion training via min-SNR weighting strategy", arXiv
-    2303.09556, section 3.4.
-    """
+    """min(snr, gamma). Source: Hang et al., arXiv 2303.09556, section 3.4."""
 
     gamma: float = setting(5.0, "signal-to-noise ratio above which the weight stops growing", gt=0)
 
@@ -63,9 +57,7 @@ class MinSNRConfig(WeightingConfig):
 
 @dataclass(kw_only=True)
 class SoftMinSNRConfig(MinSNRConfig):
-    """snr gamma / (snr + gamma). Source: Crowson et al., "Scalable high-resolution pixel-space image synthesis", arXiv
-    2401.11605, section 4.4.
-    """
+    """snr gamma / (snr + gamma). Source: Crowson et al., arXiv 2401.11605, section 4.4."""
 
     def weight(self, snr: Tensor, sigma_data: float) -> Tensor:
         return snr * self.gamma / (snr + self.gamma)

@@ -39,9 +39,7 @@ def from_first_rank(function: Callable[..., Any], *args: Any, group: dist.Proces
 
 
 def of_all_ranks(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Gather every rank's value (a picklable object), in rank order; collective. The group holds all ranks, as by
-    default.
-    """
+    """Gather every rank's value (a picklable object), in rank order; collective over a group of all ranks."""
     if not _several():
         return [value]
     values: list[Any] = [None] * dist.get_world_size()

@@ -61,10 +61,7 @@ def compile_blocks(
 def compile_model(
     model: nn.Module, memory_budget: float = 1.0, backend: str = "inductor", num_shapes: int = 1, mode: str = "default"
 ) -> None:
-    """Compile a model's forward in place as one graph; for the arguments see `compile_blocks`.
-
-    The forward alone: hooks of the model run outside of the graph and may contain code that cannot be compiled.
-    """
+    """Compile a model's forward in place as one graph, as `compile_blocks`; hooks run outside of the graph."""
     _allow_graphs_of_shapes(num_shapes, kinds=1)
     model.forward = torch.compile(model.forward, fullgraph=True, backend=_compiler(backend, memory_budget, mode))
 
@@ -225,7 +222,6 @@ def _last(compilations: list[CompilationMetrics]) -> CompilationMetrics | None:
 
 
 def _totals() -> tuple[int, int]:
-    """Totals of graphs and graph breaks of this process."""
     return counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
 
 

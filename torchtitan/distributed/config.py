@@ -48,13 +48,10 @@ class ParallelismConfig:
 
 
 def parallelism_problems(config: ParallelismConfig, shards: int) -> Iterator[tuple[str, str]]:
-    """Find settings of FSDP2 without effect.
+    """Find settings of FSDP2 without effect: (key, what is wrong and what to do).
 
     Args:
         shards: processes that share the parameters of one replica.
-
-    Yields:
-        (key, what is wrong and what to do).
     """
     whole = "has no effect without shards, whose weights FSDP2 gathers"
     if shards == 1 and config.fsdp_reshard_after_forward != "default":
@@ -103,14 +100,11 @@ class CompileConfig:
 
 
 def compile_problems(config: CompileConfig, shards: int, has_cuda: bool | None = None) -> Iterator[tuple[str, str]]:
-    """Find combinations that cannot be compiled.
+    """Find combinations that cannot be compiled: (key, what is wrong and what to do).
 
     Args:
         shards: processes that share the parameters of one replica.
         has_cuda: whether the run has a CUDA device; None: if this process has.
-
-    Yields:
-        (key, what is wrong and what to do).
     """
     if config.enable and config.scope == "model" and shards > 1:
         yield "scope", "model needs parameters that are not sharded: FSDP gathers them block by block (set blocks)"
@@ -151,13 +145,10 @@ class ActivationCheckpointConfig:
 def checkpoint_problems(
     config: ActivationCheckpointConfig, compiled: bool, num_blocks: int | None
 ) -> Iterator[tuple[str, str]]:
-    """Find combinations that cannot work or would be ignored.
+    """Find combinations that cannot work or would be ignored: (key, what is wrong and what to do).
 
     Args:
         num_blocks: blocks of the model, None if it does not say.
-
-    Yields:
-        (key, what is wrong and what to do).
     """
     if config.mode in ("selective", "full") and num_blocks is not None and config.every > num_blocks:
         advice = f"set at most {num_blocks}: the first alone"

@@ -14,11 +14,7 @@ from torch.distributed._functional_collectives import all_to_all_single_autograd
 
 
 class SplitContext:
-    """Exchange of tokens between the processes of a group that have the same images; all its methods are collective.
-
-    Attributes:
-        rank: number of this one among them.
-    """
+    """Exchange of tokens between the processes with the same images, this one the `rank`-th; collective."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._name = group.group_name
@@ -54,8 +50,6 @@ class SplitContext:
 def context_bytes(
     batch: int, tokens: int, width: int, num_blocks: int, degree: int, dtype: torch.dtype, recomputed: bool
 ) -> float:
-    """Bytes that a process sends in the exchanges of one microbatch: queries, keys, values and results of each block, in
-    forward and backward, and again where the forward is recomputed.
-    """
+    """Bytes that a process sends in a microbatch for q, k, v and results: in forward, backward and recomputation."""
     of_exchange = batch * tokens / degree * width * dtype.itemsize * (degree - 1) / degree
     return 4 * of_exchange * num_blocks * (3 if recomputed else 2)

@@ -46,14 +46,11 @@ def kernel_problems(
     attention: AttentionBackend, float32_matmul: Float32MatmulPrecision, param_dtype: str, head_width: int | None,
     has_cuda: bool | None = None,
 ) -> Iterator[tuple[str, str]]:
-    """Find choices without effect, or that this device's kernels refuse.
+    """Find choices without effect, or that this device refuses: (key of `[training]`, what is wrong, what to do).
 
     Args:
         head_width: channels of an attention head, None if the model does not say.
         has_cuda: whether the run has a CUDA device; None: if this process has.
-
-    Yields:
-        (key of `[training]`, what is wrong and what to do).
     """
     on_cuda = torch.cuda.is_available() if has_cuda is None else has_cuda
     if float32_matmul != "highest" and not on_cuda:

@@ -96,9 +96,7 @@ def crosses_nodes(layout: Layout, processes_per_node: int) -> str | None:
 
 
 def compute_device() -> torch.device:
-    """Device of this process: the CUDA device of its local rank, or the CPU. Raises LaunchError: there is no such
-    device.
-    """
+    """Device of this process: CUDA's of its local rank, or the CPU. Raises LaunchError: there is no such device."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     index, count = launch_number("LOCAL_RANK", 0), torch.cuda.device_count()

@@ -58,11 +58,7 @@ def draw_shards(
 
 @torch.no_grad()
 def place_shards(model: nn.Module, shards: dict[str, Tensor], on_host: bool = False) -> None:
-    """Give a sharded model on the meta device its parameters; `shards`, from `draw_shards`, is empty afterwards.
-
-    Args:
-        on_host: keep them in the host's memory, as FSDP2's CPUOffloadPolicy expects them.
-    """
+    """Give a sharded model on meta its `shards`, then emptied; on_host: in host memory, as of CPUOffloadPolicy."""
     names = {id(parameter): name for name, parameter in named_parameters(model).items()}
 
     def placed(tensor: Tensor) -> Tensor:

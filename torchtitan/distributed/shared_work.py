@@ -11,11 +11,7 @@ SECONDS_BETWEEN_LOOKS = 1.0  # at what other ranks have done
 
 
 class SharedProgress:
-    """Progress bar over all images of the work: this rank's as they are done, those of others by looking for their units.
-
-    Attributes:
-        mine: units of this rank.
-    """
+    """Progress over all images: this rank's units (`mine`) as done, those of others by looking for them."""
 
     def __init__(
         self,

@@ -87,9 +87,6 @@ def estimate_memory(config: JobConfig, world_size: int, on_gpu: bool | None = No
         config: a resolved configuration (`load_config`) of that many processes.
         on_gpu: whether the run is on GPUs, where RMS norms keep less than on a CPU; None: whether this machine has one.
 
-    Returns:
-        bytes on the fullest rank; see MemoryEstimate.
-
     Raises:
         RuntimeError: this process belongs to a process group.
     """

@@ -180,11 +180,7 @@ class AutoencoderConfig:
 def sampling_problems(
     config: SamplingConfig, path_name: str, learned_variance: bool, heads: bool = False, guidance_embedding: bool = False
 ) -> list[tuple[str, str]]:
-    """Problems of sampling a model in this way.
-
-    Returns:
-        (key of `[sampling]`, cause and remedy) of each problem.
-    """
+    """Problems of sampling a model in this way: (key of `[sampling]`, cause and remedy)."""
     found = []
     if problem := _interval_problem(config):
         found.append(("guidance_interval", problem))

@@ -16,12 +16,7 @@ class DatasetImages(ImageSet):
     """Images of splits of a dataset, rounded to 8 bits as samples are."""
 
     def __init__(self, config: DataConfig, info: DatasetInfo, split: str) -> None:
-        """split: train, validation, or all: the training images, then those held out.
-
-        Raises:
-            EvaluationError: it holds no images of pixels, or none in that split.
-            DatasetError.
-        """
+        """split: train, validation, or all, in this order. Raises EvaluationError: no pixels there; DatasetError."""
         self.place = f"dataset {config.name}"
         dataset = DATASETS[config.name]
         if config.name in LATENT_DATASETS or info.image_shape[0] not in (1, 3):

@@ -84,11 +84,7 @@ class LatentDecoder:
 
 
 def open_decoder(config: AutoencoderConfig, index: StoreIndex, place: str, device: torch.device) -> LatentDecoder:
-    """Open an autoencoder, and check that it is the one that latents were made with.
-
-    Raises:
-        AutoencoderError: it cannot be opened, or decodes other latents.
-    """
+    """Open the autoencoder that latents were made with. Raises AutoencoderError: unusable, or made other latents."""
     dtype = getattr(torch, config.dtype) if config.dtype else None
     try:
         autoencoder = build_autoencoder(config.name, config.path, dtype, device, config.tile)
@@ -101,11 +97,7 @@ def open_decoder(config: AutoencoderConfig, index: StoreIndex, place: str, devic
 
 
 def run_decoder(autoencoder: AutoencoderConfig, data: DataConfig, draws_pictures: bool) -> LatentDecoder | None:
-    """Open the decoder of a run's pictures; None where the run names no autoencoder or draws no picture.
-
-    Raises:
-        AutoencoderError, DatasetError: as in `open_decoder`; the store cannot be opened.
-    """
+    """Open the decoder of a run's pictures; None without any. Raises AutoencoderError, DatasetError."""
     if autoencoder.name == "none" or not draws_pictures:
         return None
     store = DATASETS[data.name].store(data)
@@ -113,10 +105,7 @@ def run_decoder(autoencoder: AutoencoderConfig, data: DataConfig, draws_pictures
 
 
 def held_out_picture(dataset: Dataset, decoder: LatentDecoder, class_names: Sequence[str]) -> Image.Image:
-    """Picture of up to 32 decoded held-out latents, spread over the split; collective.
-
-    A wrong scale or shift, or another autoencoder's latents, is obvious in it.
-    """
+    """Picture of up to 32 decoded held-out latents, which shows a wrong scale, shift or autoencoder; collective."""
     count = min(HELD_OUT_IMAGES, len(dataset))
     batch = dataset.fetch((torch.arange(count) * len(dataset) // count).numpy())
     columns = min(count, HELD_OUT_COLUMNS)

@@ -32,11 +32,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SampleGrid:
-    """Grid of samples.
-
-    Attributes:
-        first: sample of each row, in its own size.
-    """
+    """Grid of samples; first: sample of each row, in its own size."""
 
     picture: Image.Image
     first: list[Image.Image]
@@ -45,11 +41,7 @@ class SampleGrid:
 
 @dataclass(frozen=True)
 class EvaluatedRun:
-    """What is evaluated of a run.
-
-    Attributes:
-        decoder: of latents; None for training on images, or without an autoencoder.
-    """
+    """Evaluated parts of a run; decoder: of latents, where it has an autoencoder."""
 
     model: DiffusionModel
     objective: Objective
@@ -66,7 +58,6 @@ class Evaluation:
     """Evaluation with the weights of a training and their averages. Every method is collective."""
 
     def __init__(self, run: EvaluatedRun, sampling: SamplingConfig) -> None:
-        """sampling: how grids and samples are drawn."""
         self._run, self._sampling = run, sampling
         self._sampler = ImageSampler(run.model, run.objective, run.param_dtype, run.layout.device)
 
@@ -173,9 +164,7 @@ class Evaluation:
 
     @torch.no_grad()
     def log_uncertainties(self, bins: int) -> dict[str, float]:
-        """Log uncertainties: the learned ln of the loss in the middle of each of equally likely bins of timesteps, by
-        tag.
-        """
+        """Learned ln of the loss in the middle of each of equally likely bins of timesteps, by tag."""
         density = self._run.objective.timestep_sampler.density
         t = density.quantile((torch.arange(bins, dtype=torch.float64) + 0.5) / bins)
         return self._run.objective.log_uncertainties(torch.logit(t).to(self._run.layout.device))

@@ -1,6 +1,7 @@
 """Metrics of samples that a training draws, against the run's own data or a reference."""
 
 import math
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -95,17 +96,19 @@ class SampleMetrics:
         Raises:
             EvaluationError: on every rank.
         """
+        progress = sys.stderr.isatty()
         extractors = on_all_ranks(self._extractors, (EvaluationError,), self._group)
         references = on_all_ranks(self._references, (EvaluationError,), self._group)
         for role, reference in references.items():
             if role not in self._features:
                 self._features[role] = reference_features(
-                    self._request, extractors, reference, held_out=role == "held_out", batch_size=batch_size, group=self._group
-                )
+                    self._request, extractors, reference, held_out=role == "held_out", batch_size=batch_size, group=self._group,
+                    progress=progress,
+                )  # fmt: skip
         ranks = dist.get_world_size() if self._group else 1
         even = math.ceil(self.count / (ranks * math.ceil(self.count / (ranks * batch_size))))
         pixels = self._drawn(draw, references, own_batches(self.count, even, self._group))
-        rows = extract_features(pixels, self.count, even, extractors, self._request.outputs(), self._group)
+        rows = extract_features(pixels, self.count, even, extractors, self._request.outputs(), self._group, progress)
         samples = features_by_extractor("samples", rows, classes)
         return from_first_rank(self._measure, samples, group=self._group)
 

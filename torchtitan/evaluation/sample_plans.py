@@ -97,14 +97,11 @@ def seeds_text(seeds: Sequence[int]) -> str:
 
 
 def choices_of(seeds: Tensor, count: int, given: Sequence[int]) -> Tensor | None:
-    """Choices of conditions for seeds [N], each a function of its seed alone.
+    """Choices of conditions for seeds [N], int64 [N] or None, each a function of its seed alone.
 
     Args:
         count: number of choices that there are; 0: the model has no conditions.
         given: choices to cycle through, seed 0 having the first; none: each seed's is drawn, all being as likely.
-
-    Returns:
-        int64 [N], or None.
     """
     if not count:
         return None

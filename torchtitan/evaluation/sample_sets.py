@@ -68,12 +68,7 @@ class SampleSet:
         return all((self.folder / name).exists() for name in reversed(self._names(batch)))
 
     def write(self, batch: int, images: Tensor) -> None:
-        """Write a batch of images [B, C, H, W] in [-1, 1] (clipped), C being 1 or 3.
-
-        Raises:
-            SampleNotFinite: values are not finite.
-            OSError: it cannot be written.
-        """
+        """Write images [B, C, H, W] in [-1, 1] (clipped), C 1 or 3. Raises SampleNotFinite, OSError."""
         finite = images.isfinite().flatten(1).all(1)
         if not finite.all():
             seed = self.plan.batch(batch)[0][~finite][0].item()
@@ -139,14 +134,11 @@ def draw_set(
     samples: SampleSet, sampler: ImageSampler, method: Mapping[str, Any], decoder: LatentDecoder | None = None,
     group: dist.ProcessGroup | None = None, progress: bool = False,
 ) -> Path:  # fmt: skip
-    """Draw the missing images of a set; called by every rank, each with its own model and decoder.
+    """Draw the missing images of a set, and return its folder; called by every rank with its own model and decoder.
 
     Args:
         decoder: of latents; None for a model of images.
         group: of all ranks, for CPU tensors, with a timeout above the duration of the work; None: one process.
-
-    Returns:
-        the set's folder.
 
     Raises:
         SampleSetError, Busy: as in `SampleSet.begin` and `SampleSet.finish`; on every rank.

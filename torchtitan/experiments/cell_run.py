@@ -25,11 +25,7 @@ def run_cell(
     arguments: list[str], processes: int, settings: SweepSettings, cache: Path, log: Path, environment: dict[str, str], *,
     devices: list[int] | None, stop: threading.Event | None,
 ) -> Outcome:  # fmt: skip
-    """Run a cell once; a searched batch size is in the outcome's `chosen`.
-
-    Raises:
-        Stopped: `stop` was set.
-    """
+    """Run a cell once; a searched batch size is in the outcome's `chosen`. Raises Stopped: `stop` was set."""
     begun, chosen = time.perf_counter(), {}
     if settings.autotune:
         try:

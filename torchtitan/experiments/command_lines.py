@@ -19,11 +19,7 @@ def run_name(cell: Cell, repeat: int) -> str:
 
 
 def run_arguments(cell: Cell, repeat: int, folder: Path, base: Path | None) -> list[str]:
-    """Arguments of train.py.
-
-    Args:
-        repeat: number of the run, from 0; added to the seed.
-    """
+    """Arguments of train.py; repeat: number of the run, from 0, added to the seed."""
     values = {"job.dump_folder": str(folder), "job.name": run_name(cell, repeat)} | cell.values
     seed = values.get(SEED_KEY, _seed_of(base))
     values[SEED_KEY] = seed + repeat if isinstance(seed, int) else seed  # another type is refused by the checks

@@ -26,11 +26,7 @@ class StudyError(ExperimentError):
 
 @dataclass(frozen=True)
 class ResultsFolder:
-    """Folder of results.
-
-    Attributes:
-        marks: files that identify it, as for `foreign_entry`.
-    """
+    """Folder of results; marks: files that identify it, as for `foreign_entry`."""
 
     path: Path
     marks: Mapping[str, bytes]
@@ -68,12 +64,7 @@ class ResultsFolder:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Hold the folder: make it and work in it alone.
-
-        Raises:
-            Busy: another process is at work there.
-            ExperimentError: it cannot be written.
-        """
+        """Hold the folder: make it and work in it alone. Raises Busy: another does; ExperimentError: unwritable."""
         lock = RunLock(self.path)
         try:
             make_folder(self.path)

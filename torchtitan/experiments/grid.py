@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from torchtitan.config.toml_file import read_toml, shown_file
+from torchtitan.config.toml_file import read_toml, shipped, shown_file
 from torchtitan.distributed.degrees import DEGREE_KEYS
 from torchtitan.experiments.folder import ExperimentError
 from torchtitan.experiments.process import RETRIES
@@ -109,11 +109,8 @@ class Sweep:
 
 
 def read_sweep(path: Path) -> Sweep:
-    """Read a sweep's TOML file and expand its grid; the cells' configurations are not checked here.
-
-    Raises:
-        SweepError: with the first problem.
-    """
+    """Read a sweep's file, or a shipped one by name, and expand its grid, unchecked. Raises SweepError: one problem."""
+    path = Path(shipped(str(path)) or shipped(f"sweeps/{path}") or path)
     document, unreadable = read_toml(str(path))
     if unreadable:
         raise SweepError(unreadable[0].replace("give a TOML file", "give a sweep's TOML file"))

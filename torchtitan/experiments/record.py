@@ -56,12 +56,7 @@ class SweepFolder:
 
     @contextmanager
     def held(self, sweep: Sweep) -> Iterator[None]:
-        """Hold the folder and write the copies of the sweep's file and of its base.
-
-        Raises:
-            Busy: another process is at work there.
-            SweepError: it cannot be written.
-        """
+        """Hold the folder, and copy the sweep's file and base to it. Raises Busy; SweepError: it cannot be written."""
         with self._folder.held():
             for name, text in self._files(sweep).items():
                 replace_file(self.path / name, text)

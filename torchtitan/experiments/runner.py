@@ -164,7 +164,6 @@ def run_sweep(plan: SweepPlan, launching: Launching) -> None:
 
 
 def _job_of(plan: SweepPlan, task: Task, launching: Launching) -> Job:
-    """Job of a task: what it runs, and what it needs of machines."""
     settings, cell, path = plan.sweep.settings, task.cell, plan.folder.path
     run = partial(
         run_cell, run_arguments(cell, task.repeat, path, plan.folder.base), cell.processes, settings, path / "autotune",

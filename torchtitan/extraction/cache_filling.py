@@ -108,7 +108,6 @@ def _fill(
 
 
 def _key(split: SourceSplit, data: CaptionedFolderConfig) -> str:
-    """Key that names the images of a split."""
     return "validation_path" if split == "validation" and data.validation_path else "path"
 
 

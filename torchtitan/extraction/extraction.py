@@ -91,11 +91,7 @@ def begin_stores(folder: Path, stores: Sequence[PlannedStore], group: dist.Proce
 
 
 def check_alike(plans: list[StorePlan]) -> None:
-    """Check that every rank is about to write the same store: each has its own dataset and autoencoder.
-
-    Raises:
-        LatentStoreError: they differ.
-    """
+    """Check that every rank is about to write the same store. Raises LatentStoreError: datasets or encoders differ."""
     for rank, plan in enumerate(plans):
         if difference := first_difference(plans[0], plan):
             name, wanted, found = difference

@@ -20,11 +20,7 @@ from torchtitan.latents.values import tensor_shapes
 
 @dataclass(frozen=True)
 class Part:
-    """Part of a store's files, where several starts of the command share them: every `count`-th, from `number` on.
-
-    Attributes:
-        number: 0 <= number < count.
-    """
+    """Every `count`-th of a store's files from `number` < `count` on, where several starts share them."""
 
     number: int = 0
     count: int = 1

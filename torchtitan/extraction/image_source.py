@@ -40,10 +40,7 @@ class ImageSource:
     """
 
     def __init__(self, config: DataConfig, info: DatasetInfo, split: SourceSplit, bucket: int | None = None) -> None:
-        """
-        Raises:
-            DatasetError: the dataset has no pixels to encode, no image in that split, or buckets, and none is given.
-        """
+        """Raises DatasetError: no pixels to encode, no image in that split, or buckets, and none is given."""
         if config.name == "latents":
             raise DatasetError("data.name: latents are encoded already; name a dataset of images")
         if info.image_shape[0] != 3:
@@ -154,7 +151,6 @@ class ImageSource:
         }  # fmt: skip
 
     def _listing_digest(self) -> str:
-        """Digest of the dataset's list of files or rows, if it has one."""
         listings = [part.listing_digest() for part in self._parts]
         return hashlib.sha256("".join(listings).encode()).hexdigest()[:16]
 
@@ -183,11 +179,7 @@ class ImageSource:
 
 
 def open_sources(config: DataConfig, info: DatasetInfo, split: SourceSplit) -> list[ImageSource]:
-    """Open the images of a dataset: one source, or of images in buckets one for each bucket with images.
-
-    Raises:
-        DatasetError: the dataset has no pixels to encode, or no image in that split.
-    """
+    """Sources of a dataset, one per bucket with images. Raises DatasetError: no pixels, or no image in that split."""
     if not info.bucket_shapes:
         return [ImageSource(config, info, split)]
     sources = [ImageSource(config, info, split, bucket) for bucket in range(len(info.bucket_shapes))]
@@ -195,7 +187,6 @@ def open_sources(config: DataConfig, info: DatasetInfo, split: SourceSplit) -> l
 
 
 def _range_of(part: Dataset, bucket: int | None) -> range:
-    """Indices of a bucket's images, or all."""
     if part.buckets is None or bucket is None:
         return range(len(part))
     end = int(part.buckets[: bucket + 1].sum())

@@ -26,12 +26,7 @@ GRID_OFFSET = 0.1  # patches that the published code adds to each side before it
 
 @dataclass(frozen=True)
 class Resizing:
-    """Resizing of an entry of the registry.
-
-    Attributes:
-        resize: of uint8 images [B, C, H, W] to a side; pixels stay in [0, 255] or near.
-        comparable_with: published numbers made with it.
-    """
+    """Resizing of uint8 images [B, C, H, W], pixels near [0, 255]; comparable_with: published numbers of it."""
 
     name: str
     resize: Callable[[Tensor, int], Tensor]
@@ -94,14 +89,7 @@ class VisionTransformer(nn.Module):
         self.norm = nn.LayerNorm(width, eps=NORM_EPSILON)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Class token after the last norm.
-
-        Args:
-            x: normalised images [B, 3, H, W], sides multiples of the patch.
-
-        Returns:
-            [B, width].
-        """
+        """Class token [B, width], after the last norm, of normalised images [B, 3, H, W] of whole patches."""
         patches = self.patch_embed.proj(x)  # [B, D, h, w]
         height, width = patches.shape[-2:]
         tokens = patches.flatten(2).transpose(1, 2)  # [B, h w, D]

@@ -28,11 +28,7 @@ _MOST_READERS = 8
 
 
 class ImageSet(ABC):
-    """Finite set of RGB images of one size.
-
-    Attributes:
-        readers: threads that may read at the same time.
-    """
+    """Finite set of RGB images of one size; readers: threads that may read at the same time."""
 
     place: str
     readers: int = 1
@@ -48,11 +44,7 @@ class ImageSet(ABC):
 
     @abstractmethod
     def pixels(self, numbers: range) -> np.ndarray:
-        """Read neighbouring images, uint8 [B, H, W, 3].
-
-        Raises:
-            EvaluationError: one cannot be read, or is of another size.
-        """
+        """Neighbouring images, uint8 [B, H, W, 3]. Raises EvaluationError: one cannot be read, or has another size."""
 
     @abstractmethod
     def record(self) -> dict[str, Any]:
@@ -198,11 +190,7 @@ def npz_images(path: Path) -> NPZImages:
 
 
 def open_images(path: Path) -> ImageSet:
-    """Open a folder of images, such as a set of samples, or an npz file of images.
-
-    Raises:
-        EvaluationError: it holds no images, or other values than 0..255.
-    """
+    """Open a folder or npz file of images. Raises EvaluationError: it has none, or other values than 0..255."""
     if path.suffix == NPZ_SUFFIX and not path.is_dir():
         images: ImageSet = npz_images(path)
     elif not path.is_dir():

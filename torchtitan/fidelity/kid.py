@@ -100,11 +100,7 @@ def check_same_size(x: np.ndarray, y: np.ndarray) -> None:
 
 @dataclass(frozen=True)
 class _KernelSums:
-    """Sums of a kernel matrix over pairs of different rows.
-
-    Attributes:
-        rows, columns: sum of each, [m] and [n]; those of a set with itself are all in `rows`.
-    """
+    """Sums over pairs of different rows, by row [m] and column [n]; of a set with itself all in `rows`."""
 
     rows: Tensor
     columns: Tensor

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch.distributed as dist
+from tqdm import tqdm
 
 from torchtitan.errors import EvaluationError
 from torchtitan.fidelity.extraction import BATCH_SIZE, Rows, extract_images
@@ -186,7 +187,7 @@ def measure(
         EvaluationError: features that a metric cannot be computed from.
     """
     found = {}
-    for name in request.metrics:
+    for name in tqdm(request.metrics, "metrics of features", unit="metric", delay=2, leave=False, disable=None):
         extractor = request.extractor_of(name)
         options = request.options(held_out.get(extractor))
         try:

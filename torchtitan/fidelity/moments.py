@@ -32,11 +32,7 @@ class Moments:
 
 
 def moments_of_rows(rows: np.ndarray, weights: np.ndarray | None = None) -> Moments:
-    """Moments of feature vectors [N, D], N >= 2, each with a weight > 0 [N]; default: equal weights.
-
-    Raises:
-        EvaluationError: fewer than two rows, or a value that is not finite.
-    """
+    """Moments of rows [N, D], weights > 0 [N] or equal. Raises EvaluationError: N < 2, or a value is not finite."""
     check_rows("features", rows)
     if len(rows) < 2:
         raise EvaluationError(f"{len(rows)} feature vectors have no covariance: at least 2 are needed")

@@ -54,11 +54,7 @@ class NPZArray:
 
 
 def open_npz(path: Path) -> dict[str, NPZArray]:
-    """Arrays of an npz file by name; their headers alone are read.
-
-    Raises:
-        EvaluationError: it is no such file, is damaged, or holds pickled objects.
-    """
+    """Arrays of an npz file, headers alone read. Raises EvaluationError: no such file, damaged, pickled objects."""
     try:
         check_regular(path)
         with zipfile.ZipFile(path) as archive:

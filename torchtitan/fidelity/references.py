@@ -138,11 +138,7 @@ def new_reference(name: str, output: Path | None = None) -> Path:
 
 
 def open_reference(text: str, option: str = "--reference") -> Reference:
-    """Open the reference of a command line: a path, or the name of one in `outputs/references`.
-
-    Raises:
-        EvaluationError: there is no such reference, or it is damaged.
-    """
+    """Open a path, or a name in `outputs/references`. Raises EvaluationError: there is none, or it is damaged."""
     path = Path(text)
     named = REFERENCES / f"{text}{NPZ_SUFFIX}"
     path = named if not path.exists() and named.exists() else path
@@ -200,7 +196,6 @@ def write_reference(
 
 
 def _names(extractor: str, output: str) -> tuple[str, str]:
-    """Names of mean and covariance in a file."""
     return _PUBLISHED_NAMES.get((extractor, output), (f"{extractor}.{output}.mu", f"{extractor}.{output}.sigma"))
 
 
@@ -219,11 +214,7 @@ def _key_of(name: str) -> tuple[str, str] | None:
 
 
 def _statistics_of_edm2(path: Path) -> dict[str, np.ndarray]:
-    """Arrays of one of EDM2's files of reference statistics; no code in it runs.
-
-    Raises:
-        EvaluationError: it is no such file.
-    """
+    """Arrays of EDM2's reference statistics, running no code in the file. Raises EvaluationError: no such file."""
     arrays: dict[str, np.ndarray] = {}
     try:
         content = read_table(path)

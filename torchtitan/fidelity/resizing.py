@@ -31,11 +31,7 @@ def resize_bilinear_tf1(images: Tensor, size: int) -> Tensor:
 
 
 def resize_bicubic_antialias(images: Tensor, size: int) -> Tensor:
-    """Resize as torch does with antialias, in float32: neither rounded nor clamped, so that it may leave [0, 255].
-
-    Returns:
-        float32 [B, C, size, size].
-    """
+    """Resize to float32 [B, C, size, size] as torch does with antialias, not rounded or clamped to [0, 255]."""
     return interpolate(images.float(), size=(size, size), mode="bicubic", antialias=True, align_corners=False)
 
 

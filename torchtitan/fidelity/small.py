@@ -20,11 +20,7 @@ from torchtitan.fidelity.feature_extractor import FeatureExtractor, as_rgb
 
 @dataclass(frozen=True)
 class SmallArchitecture:
-    """Architecture of a small classifier.
-
-    Attributes:
-        stages: output channels of the 3x3 convolutions of each stage; the resolution is halved between stages.
-    """
+    """Small classifier; stages: channels of each stage's 3x3 convolutions, at half the last's resolution."""
 
     channels: int
     side: int

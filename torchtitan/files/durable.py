@@ -69,11 +69,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def follow_umask(path: Path) -> None:
-    """Give a new file the mode that `open` would have given it: some libraries write files for their owner alone.
-
-    Raises:
-        OSError: it cannot be changed.
-    """
+    """Give a new file the mode of `open`, as some libraries write for their owner alone. Raises OSError."""
     umask = os.umask(0o077)  # there is no other way to read it; a file that another thread opens meanwhile is private
     os.umask(umask)
     mode = path.stat().st_mode
@@ -135,9 +131,7 @@ def is_unfinished(name: str) -> bool:
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Remove unfinished files that `replacing` left in a folder of the program's own when it was killed; not in
-    subfolders.
-    """
+    """Remove unfinished files of `replacing` in a folder of the program's own, after a kill; not in subfolders."""
     for path in folder.glob(".*.unfinished"):
         if is_unfinished(path.name) and path.is_file() and not path.is_symlink():
             path.unlink(missing_ok=True)

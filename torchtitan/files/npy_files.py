@@ -9,12 +9,7 @@ from torchtitan.files.regular import check_regular
 
 
 def map_npy(path: Path) -> np.ndarray:
-    """Map the array of a file into memory.
-
-    Raises:
-        OSError: it cannot be read.
-        ValueError: it is no such file, or its header is damaged.
-    """
+    """Map a file's array into memory. Raises OSError: unreadable; ValueError: not npy, or a damaged header."""
     check_regular(path)
     try:
         return np.lib.format.open_memmap(path, mode="r")  # no archives, no pickles

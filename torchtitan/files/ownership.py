@@ -52,11 +52,7 @@ def foreign_text(folder: AnyPath, name: str, owner: str, advice: str) -> str:
 
 
 def refuse_foreign_file(path: Path, start: bytes) -> None:
-    """Make sure that writing to a path replaces nothing but a plain file of the program's, which begins so.
-
-    Raises:
-        OSError: something else is there.
-    """
+    """Refuse a path that holds anything but a plain file of the program's, which begins so. Raises OSError."""
     if os.path.lexists(path) and not begins_with(path, start):
         raise FileExistsError(errno.EEXIST, "there is a file that this command did not write; move it away", str(path))
 

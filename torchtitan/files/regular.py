@@ -29,12 +29,7 @@ class UnsuitableFile(OSError):
 
 
 def check_regular(path: str | bytes | Path) -> os.stat_result:
-    """Check that a path is a regular file or a link to one, without opening it.
-
-    Raises:
-        UnsuitableFile: it is something else.
-        OSError: it is missing or cannot be reached.
-    """
+    """Check for a regular file, or a link to one, unopened. Raises UnsuitableFile, OSError: missing or out of reach."""
     status = os.stat(path)
     _refuse_special(status, path)
     return status
@@ -47,16 +42,7 @@ def open_regular(path: str | bytes | Path) -> BinaryIO:
 
 
 def read_regular(path: str | bytes | Path, limit: int = LARGEST_RECORD) -> bytes:
-    """Read the whole content of a regular file.
-
-    Args:
-        path: of the file, or of a link to it.
-        limit: bytes; a larger file is not read.
-
-    Raises:
-        UnsuitableFile: it is no regular file, or larger.
-        OSError: it cannot be read.
-    """
+    """Read a regular file, or a link to one, of at most `limit` bytes. Raises UnsuitableFile, or another OSError."""
     size = check_regular(path).st_size
     if size <= limit:
         with open(path, "rb") as file:
@@ -71,9 +57,7 @@ def read_text(path: str | bytes | Path, limit: int = LARGEST_RECORD) -> str:
     """Read a regular file of UTF-8 text, with or without a byte order mark; lines end in `\\n`.
 
     Raises:
-        UnsuitableFile: it is no regular file, or larger.
-        OSError: it cannot be read.
-        UnicodeDecodeError: it is no such text.
+        UnicodeDecodeError: it is no such text; otherwise as `read_regular`.
     """
     return read_regular(path, limit).decode("utf-8-sig").replace("\r\n", "\n")
 
@@ -95,12 +79,7 @@ def refuse_special(path: Path) -> None:
 
 
 def refuse_other_than_file(path: Path) -> None:
-    """Check that a path of the program's own is a plain file, and no link, or is missing.
-
-    Raises:
-        UnsuitableFile: it is something else, which must not be written to.
-        OSError: it cannot be reached.
-    """
+    """Check that a path of the program's own is a plain file, no link, or missing. Raises UnsuitableFile, OSError."""
     try:
         status = path.lstat()
     except FileNotFoundError:

@@ -34,9 +34,7 @@ class RemotePath:
 
     @classmethod
     def from_url(cls, url: str) -> "RemotePath":
-        """Open the path of `protocol://...`. Credentials come from the environment, as the protocol's package reads
-        them.
-        """
+        """Path of `protocol://...`, with credentials from the environment, as the protocol's package reads them."""
         from fsspec.core import url_to_fs  # only runs with a remote folder wait for it
 
         with _border(url):

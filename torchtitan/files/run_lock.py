@@ -22,12 +22,7 @@ class Busy(Exception):
     """Another process is at work in a folder: the same command can be given again when that has ended."""
 
     def __init__(self, folder: Path | str, owner: str, advice: str) -> None:
-        """
-        Args:
-            folder: that was asked for.
-            owner: the process, as `RunLock.acquire` says it.
-            advice: what else to give than the folder.
-        """
+        """owner: the process, as `RunLock.acquire` says it; advice: what else to give than the folder."""
         super().__init__(str(folder), owner, advice)  # an exception travels between ranks by its arguments
 
     def __str__(self) -> str:
@@ -91,6 +86,21 @@ class RunLock:
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, (json.dumps(self._owner) + "\n").encode(), 0)
         return None
+
+
+def is_locked(folder: Path) -> bool:
+    """Check whether another process holds a folder's lock."""
+    try:
+        descriptor = os.open(folder / LOCK_FILE, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.lockf(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return False
+    except OSError:
+        return True
+    finally:
+        os.close(descriptor)
 
 
 def _read_owner(descriptor: int) -> str:

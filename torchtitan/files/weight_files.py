@@ -94,10 +94,7 @@ def fill(model: nn.Module, path: Path, strict: bool = True) -> None:
 
 @torch.no_grad()
 def fill_rows(weights: Mapping[str, Tensor], rows_of: Mapping[str, slice], path: Path) -> None:
-    """Fill tensors that a fitting safetensors file has: with those rows where rows are given, else whole. Raises WeightsError.
-
-    No more of the file is read.
-    """
+    """Fill tensors from a fitting safetensors file, reading only the rows given, or else all. Raises WeightsError."""
     with _opened(path) as file:
         for name, tensor in ((name, weights[name]) for name in weights.keys() & set(file.keys())):
             tensor.copy_(file.get_slice(name)[rows_of[name]] if name in rows_of else file.get_tensor(name))

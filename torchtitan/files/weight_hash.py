@@ -15,14 +15,7 @@ from torch import Tensor
 
 
 def weights_sha256(tensors: Mapping[str, Tensor]) -> str:
-    """Hash names, shapes and values, in the order of the names.
-
-    Args:
-        tensors: the weights before they are cast to a dtype of compute.
-
-    Returns:
-        64 hexadecimal digits.
-    """
+    """Hash names, shapes and values, in the order of the names, before any cast for compute: 64 hex digits."""
     digest = hashlib.sha256()
     for name in sorted(tensors):
         _update(digest, name, tensors[name])
@@ -37,20 +30,12 @@ def tensor_sha256(name: str, tensor: Tensor) -> str:
 
 
 def joined_sha256(digests: Mapping[str, str]) -> str:
-    """Hash a network by the hashes of its tensors, which several processes may have computed.
-
-    Args:
-        digests: `tensor_sha256` of each tensor, by name.
-    """
+    """Hash a network by the `tensor_sha256` of each tensor by name, which several processes may have computed."""
     return hashlib.sha256("".join(digests[name] for name in sorted(digests)).encode()).hexdigest()
 
 
 def file_sha256(path: Path) -> str:
-    """Hash the tensors of a safetensors file as `joined_sha256`, one at a time; a file that stays the same once.
-
-    Raises:
-        OSError, SafetensorError: it cannot be read.
-    """
+    """Hash a safetensors file as `joined_sha256`, an unchanged one once. Raises OSError, SafetensorError."""
     status = path.stat()
     return _file_sha256(path, status.st_mtime_ns, status.st_size)
 

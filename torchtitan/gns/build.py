@@ -23,7 +23,6 @@ def build_taps(config: Any, model: DiffusionModel, edges: Tensor, layout: Layout
     """Install taps in a network that is not yet distributed.
 
     Args:
-        model: the network, not yet wrapped; its layers get taps.
         edges: inner edges of the timestep bins in t, rising, [K - 1].
     """
     return GradientTaps(
@@ -41,7 +40,6 @@ def build_monitor(
     """Build the monitor of a run.
 
     Args:
-        taps: of the network, if the run has them.
         train_module: the network as it is trained, wrapped by DDP or FSDP, for the ranks' gradients.
         microbatches: of each rank in a step of the first batch size.
     """

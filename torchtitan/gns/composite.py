@@ -103,10 +103,7 @@ class Composite:
     """Control variates of the measured steps of one geometry; what it has learned decays as in DecayedSums."""
 
     def __init__(self, num_bins: int, geometry: int, half_life: float, share: float | None = _LEARNING_SHARE) -> None:
-        """
-        Args:
-            share: of the samples so far that it is at most; None: no limit.
-        """
+        """share: of the samples so far that it is at most; None: no limit."""
         self._share = None if share is None else torch.tensor([[share]], dtype=torch.float64)
         self.num_bins, self._geometry, self._half_life = num_bins, geometry, half_life
         self._seen = torch.zeros(num_bins, dtype=torch.float64)  # samples trained of each bin

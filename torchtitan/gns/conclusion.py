@@ -91,6 +91,15 @@ def history(points: Iterable[Mapping[str, Any]], geometry: str, batch: int) -> s
     return f"{clause}; at step {before[0]:,} it was {in_words(before[1])}" if before else clause
 
 
+def of_logged(points: Sequence[Mapping[str, Any]], geometry: str, batch: int) -> str:
+    """Conclusion on a batch by the noise scale that was logged last, with its past; "" where none was logged."""
+    scale = next((found for point in reversed(points) if (found := _logged(point, geometry))), None)
+    if scale is None:
+        return ""
+    known = f"gradient noise scale {in_words(scale)}; " if scale.lower > 0 else ""
+    return f"{on_batch(scale, batch, None)} ({known}{history(points, geometry, batch)})"
+
+
 def in_words(scale: Interval) -> str:
     """Noise scale with its interval, in images; without an upper end only the lower one is known."""
     if math.isinf(scale.upper):

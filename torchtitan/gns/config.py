@@ -148,14 +148,7 @@ def of_bins(point: Mapping[str, Any], edges: Sequence[float]) -> bool:
 def gns_problems(
     config: GNSConfig, objective: Objective, given: set[str], *, global_batch_size: int, microbatches: int, ranks: int
 ) -> Iterator[tuple[str, str]]:
-    """Find what makes a measurement impossible or wrong.
-
-    Args:
-        objective: the source of the timesteps that are binned.
-
-    Returns:
-        pairs of a key of the section and the reason.
-    """
+    """Find what makes a measurement of this objective's timesteps impossible or wrong: (key of the section, reason)."""
     if type(objective.timestep_sampler) is not TimestepSampler:
         yield "enable", (
             "objective.timesteps has state or importance weights, which the measured bins do not account for"

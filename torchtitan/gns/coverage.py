@@ -52,11 +52,7 @@ def check_parameters(model: DiffusionModel, tapped: Iterable[str]) -> None:
 
 
 def check_applications(model: DiffusionModel, tapped: Mapping[str, type[nn.Module]]) -> None:
-    """Check in a forward on the meta device that each layer is applied once, to inputs [B, ...]. Raises CannotMeasure.
-
-    Args:
-        tapped: name of a layer -> kind of its tap.
-    """
+    """Check on meta that each layer, by name, is applied once to inputs [B, ...] in a forward. Raises CannotMeasure."""
     inputs: dict[str, list[torch.Size]] = {name: [] for name in tapped}
 
     def note(name: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:

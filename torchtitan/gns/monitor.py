@@ -62,11 +62,8 @@ class GNSMonitor:
     ) -> None:
         """
         Args:
-            config: the `[gns]` section.
             objective: whose gradients are measured, with the timestep sampler in use.
             edges: inner edges of the bins in t.
-            taps: on the model, for the single-pass estimators.
-            ranks: on the reduction, for the estimator from ranks.
             adam: whether the updates are Adam's, measured in its geometry or not.
         """
         self._config, self._objective, self._edges = config, objective, edges
@@ -115,7 +112,6 @@ class GNSMonitor:
         Args:
             loss: per-sample losses [B], whose mean over `microbatches` backward was given.
             microbatches: of each rank in this step.
-            samples: the global batch.
             number: of this microbatch within the step.
         """
         if self._taps:

@@ -234,9 +234,7 @@ class RatioMoments:
 
     @property
     def steps(self) -> Tensor:
-        """Number of equally weighted steps equivalent to the last ratio's, (sum of weights)^2 / sum of their squares,
-        [...].
-        """
+        """Number of equally weighted steps worth the last ratio's, (sum of weights)^2 / sum of their squares, [...]."""
         steps = self.first[..., -1, 1] ** 2 / self.second[..., -1, 1, -1, 1]
         return torch.where(self.first[..., -1, 1] > 0, steps, 0.0)
 

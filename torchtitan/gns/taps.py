@@ -88,9 +88,7 @@ def _cast_by_autocast(x: Tensor) -> Tensor:
 
 
 def _outside_autocast(backward: Callable[[Any, Tensor], Any]) -> Callable[[Any, Tensor], Any]:
-    """Backward outside of autocast, as an eager one is: the compiler traces it under that of the forward, which would round
-    what is measured to bfloat16.
-    """
+    """Backward outside of autocast: a compiler traces it under the forward's, which would round to bfloat16."""
 
     @functools.wraps(backward)
     def outside(ctx: Any, dy: Tensor) -> Any:

@@ -35,11 +35,7 @@ _SHAPE = re.compile(r"\d+x\d+")
 
 
 class BucketsIndex(StoreRecord):
-    """Index of the stores of a folder.
-
-    Attributes:
-        checksums: of the index of each, by which a store of another extraction is found.
-    """
+    """Index of a folder's stores; checksums: of each one's index, by which another extraction's is found."""
 
     format: Literal["latent stores of several shapes"] = "latent stores of several shapes"
     version: Literal[1] = 1
@@ -54,12 +50,7 @@ def bucket_folder(store: Path, image_shape: tuple[int, int, int]) -> Path:
 
 
 def begin_buckets(store: Path, folders: Sequence[Path]) -> None:
-    """Begin or resume a store of several shapes.
-
-    Raises:
-        LatentStoreError: the folder holds something else; nothing was changed.
-        OSError: it cannot be written.
-    """
+    """Begin or resume a store of several shapes. Raises LatentStoreError: it holds something else, kept; OSError."""
     names = {folder.name for folder in folders}
     name = foreign_entry(store, is_own=lambda path: path.name in names or path.name == BUCKETS_FILE)
     if name is not None:
@@ -78,11 +69,7 @@ def finish_buckets(store: Path, folders: Sequence[Path]) -> None:
 
 
 def open_stores(folder: str | Path) -> list[LatentStore]:
-    """Open a store: of one shape, or those of all shapes, with the normalisation of all.
-
-    Raises:
-        LatentStoreError: it is no complete store.
-    """
+    """Open a store, of one shape or several, with the normalisation of all. Raises LatentStoreError: not complete."""
     folder = user_path(folder)
     if not (folder / BUCKETS_FILE).is_file():
         if not (folder / INDEX_FILE).exists() and (part := _first_part(folder)):
@@ -116,7 +103,6 @@ def _checksum(folder: Path) -> str:
 
 
 def _joined(indexes: Sequence[StoreIndex]) -> Normalization:
-    """Normalisation of all images of several stores."""
     first = indexes[0].normalization
     if first.source != "measured":
         return first

@@ -53,11 +53,7 @@ class StoreRecord(BaseModel):
 
 
 class Normalization(StoreRecord):
-    """Normalisation per channel: normalised = (raw - shift) * scale.
-
-    Attributes:
-        source: "measured" on this store, from the "autoencoder"'s own configuration, or "given" by the user.
-    """
+    """Normalised = (raw - shift) * scale, by channel; source: "measured", "given" by the user, or "autoencoder"."""
 
     shift: list[Finite]
     scale: list[Finite]
@@ -119,11 +115,7 @@ class CaptionPlan(StoreRecord):
 
 
 class SkippedImage(StoreRecord):
-    """Image that could not be decoded, and is not in the store.
-
-    Attributes:
-        path: its file, or its place in one, relative to the source.
-    """
+    """Image not in the store, undecodable; path: its file, or its place in one, relative to the source."""
 
     image: CountOrNone
     path: str
@@ -197,11 +189,7 @@ class StorePlan(StoreRecord):
 
 
 class StoreIndex(StorePlan):
-    """Index of a complete store: its plan, its normalisation, and its shards in order.
-
-    Attributes:
-        num_images: in the whole store, numbered through its shards.
-    """
+    """Index of a complete store: plan, normalisation, shards in order; num_images: through all shards."""
 
     format: Literal["latent store"] = "latent store"
     version: Literal[1] = 1

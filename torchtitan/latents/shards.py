@@ -73,11 +73,7 @@ def map_shard(folder: Path, number: int, index: StoreIndex) -> MappedShard:
 
 
 def map_tensors(path: Path, wanted: dict[str, tuple[tuple[int, ...], torch.dtype]], letters: str = "") -> dict[str, Tensor]:
-    """Map the tensors of a file of a store for reading; `letters`, if named, has any length.
-
-    Raises:
-        LatentStoreError: it holds other ones.
-    """
+    """Map a file's tensors to read; `letters`, if named, has any length. Raises LatentStoreError: it holds others."""
     try:
         found = whole_tensors([path])
         if {name: found[name] for name in found if name != letters} != wanted:

@@ -118,11 +118,7 @@ def verify_shards(folder: Path, index: StoreIndex) -> Iterator[str]:
 
 
 def check_autoencoder(index: StoreIndex, place: str, identity: dict) -> None:
-    """Check that latents were made by the autoencoder that is to decode them.
-
-    Raises:
-        LatentStoreError: the index names another. One that names "unknown" passes.
-    """
+    """Check that latents are of this autoencoder, or of "unknown". Raises LatentStoreError: they are another's."""
     made_with = index.autoencoder
     if made_with["name"] == "unknown" or made_with == identity:
         return

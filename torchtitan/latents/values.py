@@ -72,25 +72,13 @@ def encode(values: Tensor, plan: StorePlan, images: Sequence[int]) -> dict[str, 
 
 
 def decode(stored: np.ndarray, scales: np.ndarray | None, dtype: str) -> Tensor:
-    """Decode stored arrays to values.
-
-    Args:
-        stored: [..., C, h, w], as integers of the dtype's width.
-        scales: float32 [..., C] of int8.
-
-    Returns:
-        float32 [..., C, h, w].
-    """
+    """Decode integers [..., C, h, w] of the dtype's width, with float32 scales [..., C] of int8, to float32."""
     values = torch.from_numpy(stored).view(STORED_DTYPES[dtype]).to(torch.float32)
     return values if scales is None else values.mul_(torch.from_numpy(scales)[..., None, None])
 
 
 def check_numbers(labels: np.ndarray, captions: np.ndarray | None, images: np.ndarray | Sequence[int], plan: StorePlan) -> None:
-    """Check labels and numbers of captions, int64 [N] each, of images with numbers [N].
-
-    Raises:
-        LatentStoreError: one is out of range; begins with the image's number.
-    """
+    """Check labels and caption numbers, int64 [N]. Raises LatentStoreError, with the image's number: out of range."""
     limits = [("label", labels, max(plan.num_classes, 1))]
     if captions is not None:
         limits.append(("caption", captions, plan.captions.num_texts if plan.captions else 0))

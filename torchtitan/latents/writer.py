@@ -223,9 +223,7 @@ class StoreWriter:
             return None
 
     def _plan_digest(self) -> str:
-        """Digest of the plan: distinguishes its shards from those of another plan begun in the same folder at the same
-        moment.
-        """
+        """Digest of the plan, to tell shards of another plan begun in the same folder at the same moment."""
         return hashlib.sha256(self.plan.model_dump_json().encode()).hexdigest()
 
     def _compare(self, begun: StorePlan, verb: str) -> None:

@@ -113,9 +113,7 @@ class DiffusionModel(nn.Module):
         """
 
     def set_guidance(self, scale: float | None) -> None:
-        """Set the guidance scale that the following forwards are given, None for that of training; no effect on a model
-        without a guidance embedding.
-        """
+        """Set the guidance scale of the following forwards (None: training's), in models with a guidance embedding."""
 
     def split_tokens(self, exchange: TokenExchange) -> None:
         """Divide the tokens of each image between processes, in the forwards of training; in evaluation each has all."""
@@ -233,7 +231,6 @@ class ModelFamily:
 
     Attributes:
         config_class: dataclass of the `[model]` section: ModelConfig and the family's own fields.
-        flavors: named configurations.
         build: (config, image_shape (C, H, W), condition kind, one of `conditions`) -> model without values.
         problems: (config, image_shape) -> one line per impossible combination, none if it can be built.
         conditions: kinds of condition that its networks take. A family with `Unconditional` alone trains on any data,

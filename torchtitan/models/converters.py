@@ -12,13 +12,10 @@ Converter = Callable[[str, nn.Module], nn.Module | None]
 
 
 def convert(model: nn.Module, converter: Converter) -> dict[str, nn.Module]:
-    """Replace modules of a model in place, before the model is wrapped.
+    """Replace modules of a model in place, before the model is wrapped; name -> new module, for all replaced.
 
     Args:
         converter: called with the name and the module of every leaf, in the model's order; None keeps it.
-
-    Returns:
-        name -> new module, for every module that was replaced.
     """
     leaves = {name: module for name, module in model.named_modules() if name and not any(module.children())}
     replaced = {name: new for name, module in leaves.items() if (new := converter(name, module)) is not None}

@@ -50,16 +50,13 @@ def float8_problems(
     config: Float8Config, param_dtype: str, single_pass_taps: bool, shards: int = 1, plain_weights: str = "", *,
     elsewhere: bool = False,
 ) -> Iterator[tuple[str, str]]:
-    """Find reasons against float8 on this device and with the other sections.
+    """Find reasons against float8 on this device and with the other sections: (dotted key, reason).
 
     Args:
         single_pass_taps: whether the gradients of single samples are tapped at the linears (gns.single_pass).
         shards: processes that share the parameters of one replica.
         plain_weights: the setting that needs weights without torchao's wrapper, if any.
         elsewhere: whether the run is of another machine: packages and the device of this one do not count.
-
-    Returns:
-        pairs of a dotted key and the reason.
     """
     if not elsewhere and importlib.util.find_spec("torchao") is None:
         text = f"needs the package torchao, which is not installed ({install('lowbit')}, or set it to false)"
@@ -134,13 +131,10 @@ def converted_share(model: DiffusionModel, config: Float8Config) -> float:
 
 
 def convert_to_float8(model: DiffusionModel, config: Float8Config) -> list[str]:
-    """Replace the linears over tokens by float8 ones that hold the same parameters; in place.
+    """Replace the linears over tokens by float8 ones of the same parameters, in place; return their names.
 
     Args:
         model: an initialised model, before checkpointing, compilation and sharding.
-
-    Returns:
-        the names of the converted linears.
     """
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 

@@ -28,11 +28,7 @@ def forward_on_meta(model: DiffusionModel, images: int) -> None:
 
 
 def check_macs(model: DiffusionModel, name: str) -> None:
-    """Compare a network's formula with torch's count.
-
-    Raises:
-        MiscountedModel: they differ.
-    """
+    """Compare a network's formula with torch's count. Raises MiscountedModel: they differ."""
     said, counted = model.forward_macs_per_image(model.image_shape), counted_macs_per_image(model)
     if said != counted:
         raise MiscountedModel(

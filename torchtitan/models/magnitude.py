@@ -23,11 +23,7 @@ _GELU_RMS = 0.652
 
 
 class NormalizedWeight(nn.Module):
-    """Layer with a weight [out, ...] whose rows count by their direction alone.
-
-    Attributes:
-        weight: raw, drawn from N(0, 1); without a bias.
-    """
+    """Layer whose weight [out, ...] (raw from N(0, 1), no bias) counts by its rows' direction alone."""
 
     weight: nn.Parameter
 

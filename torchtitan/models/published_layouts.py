@@ -15,11 +15,7 @@ class ConversionError(Exception):
 
 
 class ComputedTensors(Mapping[str, Tensor]):
-    """Tensors by name, each computed when it is asked for: weights of many gigabytes need not be in memory at once.
-
-    Attributes:
-        shapes: of each.
-    """
+    """Tensors by name, each computed when asked for: many gigabytes need not be in memory at once."""
 
     def __init__(self, tensors: Mapping[str, tuple[tuple[int, ...], Callable[[], Tensor]]]) -> None:
         """`tensors` gives the shape of each, and what computes it."""
@@ -110,9 +106,7 @@ class PublishedLayout(ABC):
         return []
 
     def approximation(self, model: Any) -> str:
-        """Difference between the layout's network and this model that an export has to accept, with the way to train without
-        it; "" if there is none.
-        """
+        """Difference from the layout's network that an export has to accept, and how to train without; "" if none."""
         return ""
 
     def folder_config(self, model: Any) -> dict:

@@ -91,11 +91,7 @@ def image_grid(
 
 
 def class_labels(labels: Sequence[int], class_names: Sequence[str]) -> list[str] | None:
-    """Class labels in pictures: names up to the first comma, without ImageNet's numbers, _ as a space.
-
-    Returns:
-        one name per label; None where the dataset has no names.
-    """
+    """Names of labels in pictures, up to the first comma, without ImageNet's numbers, _ as a space; None: no names."""
     if not class_names:
         return None
     names = [WORDNET_NUMBER.sub("", class_names[label], count=1) for label in labels]

@@ -35,12 +35,7 @@ _NAMES |= {value: f"var(--c{n})" for n, value in enumerate(COLOURS)}
 
 @dataclass(frozen=True)
 class Line:
-    """Line of a chart.
-
-    Attributes:
-        points: (x, y), x rising.
-        band: (x, low, high) around it.
-    """
+    """Line of a chart: points (x, y), x rising, and a band (x, low, high) around it."""
 
     points: Sequence[Point]
     group: int
@@ -131,11 +126,7 @@ def line_chart(
     lines: Sequence[Line], *, x_label: str, y_label: str, log: bool, x_values: Sequence[float],
     y_values: Sequence[float], small: bool = False,
 ) -> Markup:
-    """Draw lines over x.
-
-    Args:
-        lines: in any order; faint ones are drawn first.
-    """
+    """Draw lines over x, faint ones first."""
     chart = _Chart(270, 170, (44, 8, 8, 26)) if small else _Chart(560, 300, (68, 10, 14, 42))
     chart.set_axes(x_values, y_values, log, ticks=4 if small else 6)
     if not small:
@@ -157,11 +148,7 @@ def line_chart(
 
 
 def bin_chart(series: Sequence[tuple[str, int, Sequence[Step]]], *, x_label: str, y_label: str, log: bool) -> Markup:
-    """Draw one value per timestep bin, as wide as the bin, with a whisker.
-
-    Args:
-        series: (name, group, bins).
-    """
+    """Draw a value with a whisker per timestep bin, as wide as the bin; series: (name, group, bins)."""
     chart = _Chart(1140, 340, (68, 10, 14, 42))
     bins = [one for _, _, found in series for one in found]
     edges = [edge for one in bins for edge in (one.start, one.end)]

@@ -18,11 +18,7 @@ class LaunchError(Exception):
 
 
 def launch_number(name: str, default: int) -> int:
-    """Read a variable of the launcher, as RANK; the default where it is not set.
-
-    Raises:
-        LaunchError: it is no whole number, or too small.
-    """
+    """Number in a launcher's variable, as RANK, or the default. Raises LaunchError: no whole number, or too small."""
     text = os.environ.get(name)
     if text is None:
         return default

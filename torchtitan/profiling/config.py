@@ -26,11 +26,7 @@ class ProfilingConfig:
 
 
 def profiling_problems(config: ProfilingConfig, steps: int, has_cuda: bool) -> Iterator[tuple[str, str]]:
-    """Find settings that would give no trace or no snapshot.
-
-    Returns:
-        pairs of a key of the section and the reason.
-    """
+    """Find settings without a trace or a snapshot: (key of the section, reason)."""
     if config.enable_profiling and steps <= WARMUP_STEPS:
         yield "enable_profiling", (
             f"no step would be traced, for training.steps = {steps} ({WARMUP_STEPS} steps warm the profiler up)"

@@ -68,11 +68,7 @@ def open_guide(
 
 
 def read_reference(text: str) -> GuideReference:
-    """Read `RUN[@step][:track]`; without RUN it is the sampled run, and an existing path is taken as it is.
-
-    Raises:
-        WeightsError: it names nothing.
-    """
+    """Read `RUN[@step][:track]`: without RUN the sampled run; an existing path as it is. Raises WeightsError."""
     if text and Path(text).exists():
         return GuideReference(Path(text), None, None)
     match = _REFERENCE.fullmatch(text)

@@ -81,12 +81,10 @@ def _option_of(key: str) -> str:
 
 
 def _described(section: Any, key: str) -> str:
-    """Description of a key."""
     return section.__dataclass_fields__[key].metadata["description"]
 
 
 def _reader(section: type, key: str) -> dict:
-    """Reader of a key's values for argparse."""
     hint, _ = without_none(key_types(section)[key])
     if typing.get_origin(hint) is typing.Literal:
         return {"choices": typing.get_args(hint)}

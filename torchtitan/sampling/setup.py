@@ -80,7 +80,6 @@ class SamplingSetup:
         """Plan a set of pictures.
 
         Args:
-            seeds, count: as of `read_seeds`.
             classes: by turns; none: drawn for each seed.
 
         Raises:

@@ -31,7 +31,7 @@ def setting(
     lt: float | None = None, applies: Mapping[str, tuple | str] | None = None, because: str = "",
     trajectory: bool = True, writes: Literal["", "run", "shared"] = "", path: bool = False,
 ) -> Any:  # fmt: skip
-    """Declare one configuration key as a dataclass field.
+    """Declare one configuration key as a `dataclasses.Field` with all of this in its metadata.
 
     Args:
         default: value when the key is not given; a list or dict is copied for every instance.
@@ -45,9 +45,6 @@ def setting(
         writes: kind of the place that this key names: files of one run alone, a folder that runs may share, or nothing.
             Programs that start several runs keep these places within their own folder (`torchtitan.config.places`).
         path: whether the value is a path, or a name that may be one; `~` at its beginning is expanded.
-
-    Returns:
-        a `dataclasses.Field` whose metadata carries all of this.
     """
     metadata = {
         "description": description,

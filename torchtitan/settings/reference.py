@@ -90,9 +90,7 @@ def _title(section: str, names: list[str]) -> str:
 
 
 def build_json_schema(config: Any) -> dict[str, Any]:
-    """Build the JSON schema (draft 7) of a TOML file, for completion and checking in editors; config: with its
-    defaults.
-    """
+    """JSON schema (draft 7) of a TOML file, for completion and checks in editors; config: with its defaults."""
     every = {name: section.declared for name, section in _with_inner(config).items()}
     instances = {section: _alternatives(declared) for section, declared in every.items()}
     classes: dict[Any, None] = {type(instance): None for found in instances.values() for instance in found.values()}

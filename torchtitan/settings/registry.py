@@ -11,11 +11,7 @@ class Registry(MutableMapping[str, Entry]):
     """Entries by name, each imported when it is first read; the names alone import nothing."""
 
     def __init__(self, package: str, places: Mapping[str, str]) -> None:
-        """
-        Args:
-            package: of the entries.
-            places: name -> place of the entry in the package, as "cifar10.Cifar10" of `Cifar10` in cifar10.py.
-        """
+        """package: of the entries. places: name -> place in it, as "cifar10.Cifar10" of `Cifar10` in cifar10.py."""
         self._package = package
         self._places = dict(places)
         self._entries: dict[str, Entry] = {}

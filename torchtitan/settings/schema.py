@@ -40,11 +40,7 @@ class Problem(NamedTuple):
 def validate_section(
     section: str, defaults: Any, values: dict[str, Any], suggest: Callable[[str], str] = lambda key: ""
 ) -> tuple[Any, list[Problem]]:
-    """Check the given values of a section and lay them over its defaults.
-
-    Returns:
-        a new instance, with the defaults instead of refused values, and the problems.
-    """
+    """Lay a section's values over its defaults, also where they are refused: a new instance, and the problems."""
     declared: Any = type(defaults)
     problems, refused = [], set()
     try:
@@ -127,11 +123,7 @@ def toml_value(value: Any) -> Any:
 
 
 def parse_text(text: str, annotation: Any) -> Any:
-    """Parse a value of the command line as the type of its key.
-
-    Returns:
-        the value; text that cannot be read as that type is returned itself, and refused by the schema.
-    """
+    """Parse a command line's value as the type of its key, or return the text itself, for the schema to refuse."""
     inner, optional = without_none(annotation)
     if optional and text in ("none", "null"):
         return None

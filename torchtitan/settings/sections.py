@@ -54,11 +54,7 @@ def flattened(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
 
 
 def filled_in(section: Any, table: Mapping[str, Any]) -> Any:
-    """Fill a section with a table's values, inner sections by their chosen names; unchecked.
-
-    Raises:
-        KeyError, TypeError, AttributeError: the table is not of this section.
-    """
+    """Fill a section and inner ones, unchecked. Raises KeyError, TypeError, AttributeError: another's table."""
     inner = {}
     for name, options in choices(section).items():
         given = table.get(name, {})

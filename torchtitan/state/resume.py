@@ -71,12 +71,9 @@ def checkpointed_state(state: RunState, reports: dict) -> dict:
 
 
 def resume(state: RunState, step: int) -> None:
-    """Resume the state after a step from its checkpoint; collective.
+    """Resume the state after a step from its checkpoint; collective. Raises CheckpointError.
 
     Of a run that has made steps, the loader and the guard's verdicts on them are the caller's to end.
-
-    Raises:
-        CheckpointError.
     """
     config, checkpoint = state.config, checkpoint_path(state.folder.checkpoints, step)
     logger.info(f"reading {checkpoint}")
@@ -156,11 +153,7 @@ def materialise_state(optimizer: OptimizerSet, lr: float) -> None:
 
 
 def load_position(data: TrainingData, saved: Mapping[str, int]) -> None:
-    """Continue a run's data, on any number of ranks and loader processes; no loader is open.
-
-    Raises:
-        ValueError: images are in buckets, and the checkpoint is not of a run with this global batch size.
-    """
+    """Continue a run's data on any layout, no loader open. Raises ValueError: buckets of another global batch size."""
     next_sample, size = saved["next_sample"], data.global_batch_size
     if data.in_buckets and next_sample % size:
         raise ValueError(

@@ -20,11 +20,7 @@ _ADVICE = "a lower optimizer.lr, a longer lr_scheduler.warmup_steps or model.qk_
 
 @dataclass(frozen=True)
 class Fault:
-    """Fault of a run that cannot continue, or be saved, in its present state.
-
-    Attributes:
-        samples: of the step to repeat for finding its origin; None: the reason names it already.
-    """
+    """State that cannot continue or be saved; samples: of the step to repeat for its origin, unless reason has it."""
 
     step: int
     reason: str

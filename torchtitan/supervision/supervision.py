@@ -24,10 +24,7 @@ class Supervision:
     """Supervision around the training of one process. Nothing here is collective."""
 
     def __init__(self, state: RunState, phases: Phases, close_summary: Callable[[str, str], None]) -> None:
-        """
-        Args:
-            close_summary: closes the run's summary with a status and a reason.
-        """
+        """close_summary: closes the run's summary with a status and a reason."""
         config, layout = state.config, state.layout
         self._close_summary = close_summary
         self._folder, self._rank, self._alone = state.folder.path, layout.rank, layout.world_size == 1

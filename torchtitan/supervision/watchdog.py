@@ -75,10 +75,7 @@ class Watchdog:
         self, phases: Phases, comm: CommConfig, run_folder: Path, *, rank: int, world_size: int, compiles: bool,
         on_end: Callable[[str], None], end_process: Callable[[int], None] = os._exit,
     ) -> None:  # fmt: skip
-        """
-        Args:
-            on_end: called with the reason before the process is ended; may write the summary.
-        """
+        """on_end: called with the reason before the process is ended; may write the summary."""
         self.interval = max(0.1, min(5.0, comm.train_timeout_seconds / 20, comm.init_timeout_seconds / 20))
         self._phases, self._comm, self._folder = phases, comm, run_folder / FAULTS_FOLDER
         self._rank, self._world_size, self._compiles = rank, world_size, compiles
@@ -151,11 +148,7 @@ def _say(text: str) -> None:
 
 
 def silent_ranks(folder: Path, world_size: int, since: float) -> list[int]:
-    """Ranks that have left no stacks in a run's folder of faults since a time, while others wait for them.
-
-    Args:
-        folder: `<run>/faults`, which all ranks share.
-    """
+    """Ranks without stacks since a time in `<run>/faults`, which all ranks share, while others wait for them."""
     reported = set()
     with suppress(OSError):
         for path in folder.iterdir():

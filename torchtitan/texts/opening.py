@@ -58,14 +58,7 @@ class TextEncoders:
 
 @functools.lru_cache(maxsize=4)
 def open_encoder(option: str, dtype: torch.dtype = torch.bfloat16, device: torch.device | str = "cpu") -> TextEncoder:
-    """Open a text encoder.
-
-    Args:
-        option: "stub:WIDTH", or a folder or a name on the Hugging Face hub, see `TransformersEncoder`.
-
-    Raises:
-        TextEncoderError: it cannot be opened.
-    """
+    """Open "stub:WIDTH", or a folder or hub name as of `TransformersEncoder`. Raises TextEncoderError."""
     if option.startswith(_STUB):
         width = option.removeprefix(_STUB)
         if not width.isdecimal() or not 1 <= int(width) <= MOST_STUB_WIDTH:

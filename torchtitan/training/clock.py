@@ -36,12 +36,7 @@ _PART_OF_PHASE = {
 
 @dataclass(frozen=True)
 class ClockTotals:
-    """Totals of a run's clock.
-
-    Attributes:
-        parts: nanoseconds of each of PARTS.
-        steps: optimizer steps that they were spent on, without those of lost attempts.
-    """
+    """Clock totals: nanoseconds of each of PARTS, and their optimizer steps, without those of lost attempts."""
 
     parts: Mapping[str, int] = field(default_factory=lambda: dict.fromkeys(PARTS, 0))
     steps: int = 0
@@ -96,10 +91,7 @@ class RunClock:
     """
 
     def __init__(self, now: Callable[[], int] = time.perf_counter_ns, started: int | None = None) -> None:
-        """
-        Args:
-            started: time at which the process started; None: the present.
-        """
+        """started: time at which the process started; None: the present."""
         self.now = now
         self.steps = 0
         self._parts = dict.fromkeys(PARTS, 0)
@@ -161,10 +153,7 @@ class Phases:
     def __init__(
         self, clock: Callable[[], int] = time.perf_counter_ns, on_change: Callable[[str, int], None] | None = None
     ) -> None:
-        """
-        Args:
-            on_change: called at each boundary with the phase that begins or continues there, and the time.
-        """
+        """on_change: called at each boundary with the phase that begins or continues there, and the time."""
         self.step = 0
         self.name = BETWEEN_STEPS
         self.broken: str | None = None

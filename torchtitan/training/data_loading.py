@@ -59,7 +59,6 @@ class TrainingData:
     microbatch m on rank r holds samples n + (m W + r) b + [0, b).
 
     Attributes:
-        dataset: what is read.
         next_sample: global number of the first sample of the next optimizer step; advances by
             `global_batch_size` after as many microbatches as make it up. A step may be several of these.
         attempt: selects order and flips; another number after a rollback.
@@ -205,7 +204,6 @@ def read_here(reader: Any, items: Iterable[Any], pin_memory: bool = False) -> Ge
     """Read batches in this process, as they are asked for: a DataLoader would add a third to the time of a small one.
 
     Args:
-        reader: batches by item.
         pin_memory: place them in pinned memory, where there is a GPU.
     """
     pin_memory &= torch.cuda.is_available()

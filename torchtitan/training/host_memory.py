@@ -6,9 +6,6 @@ from pathlib import Path
 def host_memory(root: Path = Path("/")) -> list[tuple[str, int, int]]:
     """Host memory in use and in total, of the control group's limits and of the machine.
 
-    Args:
-        root: where /proc and /sys lie.
-
     Returns:
         (name, bytes in use that cannot be freed, bytes in total), of every known limit; nothing on systems without
         them.

@@ -47,10 +47,7 @@ class LoaderProcesses:
         self, dataset_name: str, num_workers: int, *, dataset: Any, sampler: Iterable[Any], pin_memory: bool = False,
         **arguments: Any,
     ) -> None:  # fmt: skip
-        """
-        Raises:
-            DatasetError: a process cannot be started.
-        """
+        """Raises DatasetError: a process cannot be started."""
         self._name = dataset_name
         self._said_full = False
         self._lost: str | None = None
@@ -301,9 +298,7 @@ def begin_worker(worker: int, ends_with_parent: bool = True) -> None:
 
 
 def _end_with_the_trainer() -> None:
-    """End with the trainer: torch looks at the parent, and that of a process from a fork server is the server, which
-    lives on.
-    """
+    """End with the trainer: torch looks at the parent alone, which may be a fork server that lives on."""
     if (parent := multiprocessing.parent_process()) is not None:
         parent.join()
     os._exit(1)

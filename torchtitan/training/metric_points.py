@@ -31,11 +31,7 @@ class MetricPoints:
 
 
 def read_points(path: Path) -> MetricPoints:
-    """Read metrics.jsonl as far as it was written when this begins.
-
-    Raises:
-        OSError: it cannot be read, or is no regular file.
-    """
+    """Read metrics.jsonl as written by now. Raises OSError: it cannot be read, or is no regular file."""
     found, kept, last = MetricPoints(), [], None
     size = number = 0
     with open_regular(path) as file:

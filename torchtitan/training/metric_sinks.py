@@ -28,10 +28,7 @@ class TensorBoardFile:
     """File of TensorBoard's events, written here: a SummaryWriter's thread dies of a full disk."""
 
     def __init__(self, folder: Path, steps_done: int | None) -> None:
-        """
-        Args:
-            steps_done: step that the run resumes from, 0 for a new one: later events of files before are hidden; None hides none.
-        """
+        """steps_done: where the run resumes, 0 if new: hides later events of earlier files; None: hides none."""
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 
         now = time.time_ns()
@@ -78,10 +75,7 @@ class WandbRun:
     """Run of Weights & Biases; one that cannot be started is left out of this session."""
 
     def __init__(self, folder: Path, name: str, config: dict) -> None:
-        """
-        Args:
-            folder: of the run; `wandb_id` in it makes a resumed run the same one.
-        """
+        """folder: of the run; `wandb_id` in it makes a resumed run the same one."""
         import wandb
 
         self._wandb, self._folder = wandb, folder

@@ -202,11 +202,7 @@ class MetricsLog:
 
 
 def tail_medians(path: Path, tags: tuple[str, ...]) -> dict[str, float]:
-    """Median of each tag over the last half of the points in metrics.jsonl; tags never logged are left out.
-
-    Raises:
-        OSError: the file cannot be read.
-    """
+    """Median of each tag that was logged over the last half of metrics.jsonl. Raises OSError: it cannot be read."""
     points = [{tag: point[tag] for tag in tags if tag in point} for point in iter_points(path)]
     points = [point for point in points if point]
     tail = points[len(points) // 2 :]

@@ -13,11 +13,7 @@ from torchtitan.distributed.parallelize import local
 
 
 class Watch:
-    """Watch for the first non-finite value since its creation.
-
-    Attributes:
-        found: in words, "" as long as all were finite.
-    """
+    """Watch for the first non-finite value since its creation; found: it in words, or ""."""
 
     def __init__(self) -> None:
         self.found = ""

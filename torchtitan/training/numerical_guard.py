@@ -27,12 +27,7 @@ _MOST_NAMED = 20
 
 @dataclass(frozen=True)
 class StepSamples:
-    """Samples of a step, to read them again.
-
-    Attributes:
-        samples: of all ranks.
-        microbatches: of each rank.
-    """
+    """Samples of a step over all ranks, and microbatches of each rank, to read them again."""
 
     step: int
     samples: GlobalBatch
@@ -52,7 +47,6 @@ class NumericalGuard:
     """Guard that judges every step, and counts the skipped ones.
 
     Attributes:
-        skipped: steps skipped in the run.
         last_skipped: the latest of them known to the host, None if there is none.
         last_healthy: the latest step that counted, likewise.
         reason: why `last_skipped` was skipped, in a few words.
@@ -149,9 +143,7 @@ class NumericalGuard:
         return self._since_checkpoint > self._limit
 
     def may_roll_back_to(self, step: int) -> bool:
-        """Check whether the run has not been rolled back to this checkpoint before: a second time would repeat the
-        first.
-        """
+        """Whether the run has never been rolled back to this checkpoint: a second time would repeat the first."""
         return step != self._rolled_back_to
 
     def checkpoint_saved(self) -> None:

@@ -21,11 +21,7 @@ class OptimizerError(Exception):
 
 
 class OptimizerSet:
-    """Set of optimizers that step together, each with its own parameters.
-
-    Attributes:
-        param_groups: of all optimizers; the dicts themselves.
-    """
+    """Optimizers that step together, each with its own parameters; param_groups: all of their dicts."""
 
     def __init__(self, optimizers: list[torch.optim.Optimizer]) -> None:
         self._optimizers = optimizers

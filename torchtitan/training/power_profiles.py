@@ -37,12 +37,7 @@ class Profile:
 
 @dataclass(frozen=True)
 class Combination:
-    """Combination of stored averages nearest to a wanted profile.
-
-    Attributes:
-        coefficients: of each stored average; they sum to 1.
-        error: L2 norm of the difference of profiles over that of the wanted one.
-    """
+    """Coefficients (sum 1) of stored averages nearest to a profile; error: relative L2 norm of the difference."""
 
     coefficients: tuple[float, ...]
     error: float

@@ -182,11 +182,7 @@ class BucketOrder:
 
 
 def sample_order(dataset: Dataset, seed: int, attempt: int, global_batch_size: int) -> SampleOrder | BucketOrder:
-    """Order of a dataset by its `buckets` and `blocks`, if it has any.
-
-    Args:
-        global_batch_size: images of one step; without buckets it does not change the order.
-    """
+    """Order of a dataset by its `buckets` and `blocks`; without buckets the same for any global_batch_size."""
     if dataset.buckets is None:
         return SampleOrder(len(dataset), seed, attempt, dataset.blocks, dataset.blocks_at_a_time)
     return BucketOrder(dataset.buckets, seed, attempt, global_batch_size, dataset.blocks, dataset.blocks_at_a_time)

@@ -14,9 +14,7 @@ def lr_factor(config: LRSchedulerConfig, step: int, total_steps: int, images_per
     """Learning rate of a step as a fraction of the peak.
 
     Args:
-        config: warm-up and shape, and the unit that they are counted in.
         step: 1 for the first optimizer step, total_steps for the last, in steps of the first batch size.
-        total_steps: steps of the run, 1 or more.
         images_per_step: first global batch size; without effect on a schedule in steps.
 
     Returns:
@@ -55,11 +53,7 @@ def lr_phase(config: LRSchedulerConfig, step: int, total_steps: int, images_per_
 
 
 def warmup_problems(config: LRSchedulerConfig, steps: int, images_per_step: int | None) -> Iterator[tuple[str, str]]:
-    """Find a warm-up that is longer than the run; images_per_step is None where it is not known.
-
-    Yields:
-        pairs of a key of the section and the reason.
-    """
+    """Find a warm-up longer than the run (images_per_step None: not known): (key of the section, reason)."""
     if config.unit == "steps" and config.warmup_steps > steps:
         yield "warmup_steps", f"{config.warmup_steps} is more than training.steps = {steps}"
     elif config.unit == "images" and images_per_step and config.warmup_images > (seen := steps * images_per_step):
@@ -92,20 +86,12 @@ _MOST_DOUBLINGS = 20  # a million times the first batch
 
 
 def ramp_factor(doublings: Sequence[int], images: int) -> int:
-    """Multiple of the first global batch size after a number of images: 2 to the number of doublings passed.
-
-    Args:
-        doublings: numbers of images after which the batch doubles, rising.
-    """
+    """Multiple of the first global batch size after some images: 2 per number passed in `doublings`, rising."""
     return 2 ** bisect_right(doublings, images)
 
 
 def ramp_steps(doublings: Sequence[int], batch_size: int, steps: int) -> Counter[int]:
-    """Number of optimizer steps of a ramp by multiple of the first batch size; the last step has the images that are left.
-
-    Args:
-        steps: of the first batch size, of the whole run.
-    """
+    """Optimizer steps by multiple of the first batch size, for a run of `steps` of the first; the last has the rest."""
     counts: Counter[int] = Counter()
     progress = 0  # in steps of the first batch size
     while progress < steps:

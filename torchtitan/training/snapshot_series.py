@@ -30,7 +30,6 @@ class Snapshot:
     Attributes:
         step: optimizer steps done.
         progress: the same in steps of training.global_batch_size: the averages' time.
-        images: seen so far.
         tracks: their standard deviations by name.
         earlier: step, and hash of the manifest, of each snapshot before it; "" where one could not be written.
     """

@@ -17,14 +17,7 @@ Products = Literal["bfloat16", "float32", "tf32"]
 
 
 def products_of(training: Mapping[str, Any]) -> Products | None:
-    """Kind of a run's matrix products.
-
-    Args:
-        training: key of `[training]` -> value; `vars` of the section, or a record of it.
-
-    Returns:
-        the kind; None where the record does not tell it.
-    """
+    """Kind of a run's matrix products, by `vars` of `[training]` or a record of it; None where that does not tell."""
     dtype = training.get("mixed_precision_param")
     if dtype == "float32" and training.get("float32_matmul_precision", "highest") != "highest":
         return "tf32"
@@ -32,10 +25,5 @@ def products_of(training: Mapping[str, Any]) -> Products | None:
 
 
 def mfu_percent(tflops: float, peak_tflops: float) -> float:
-    """MFU in per cent.
-
-    Args:
-        tflops: model FLOPs per second of one device, in TFLOP/s.
-        peak_tflops: of one device for the products' kind, in TFLOP/s.
-    """
+    """MFU in per cent: model FLOPs over the products' peak, of one device, in TFLOP/s."""
     return 100.0 * tflops / peak_tflops

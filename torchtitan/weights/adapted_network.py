@@ -55,10 +55,7 @@ def adapted_network(config: JobConfig, info: DatasetInfo, device: torch.device) 
 
 
 def add_adapters(model: DiffusionModel, config: JobConfig, info: DatasetInfo, device: torch.device) -> None:
-    """Freeze a network and add the adapters of `[lora]` as they are at the run's start; in place.
-
-    Args:
-        model: without adapters; its parameters may be on the meta device.
+    """Freeze a network, maybe on meta, and add the adapters of `[lora]` as they are at the run's start; in place.
 
     Raises:
         WeightsError; AdapterError: it cannot have them.
@@ -74,11 +71,7 @@ def add_adapters(model: DiffusionModel, config: JobConfig, info: DatasetInfo, de
 
 
 def drawn_sha256(model: DiffusionModel) -> str:
-    """Hash of a network's frozen weights, as of `adapted_network`; collective: sharded ones are gathered one at a time.
-
-    Args:
-        model: wrapped for its layout or not, the same on every rank.
-    """
+    """Hash of frozen weights, as `adapted_network`'s, of any wrapper; collective: sharded ones are gathered singly."""
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     digests = {}
     for number, (name, tensor) in enumerate(_frozen_weights(model).items()):

@@ -17,16 +17,10 @@ def data_changes(
     state: Mapping[str, Any], place: str, info: DatasetInfo, num_images: int, *, tolerated: bool,
     record: Mapping[str, Any] | None = None,
 ) -> list[str]:
-    """Compare the data with those that a checkpoint was trained on, as far as it records them.
+    """Tolerated changes of the data since a checkpoint, a line each. Raises CheckpointError: the classes are others.
 
     Args:
         tolerated: other names of as many classes are accepted; the same names in another order never are.
-
-    Returns:
-        tolerated changes, a line each.
-
-    Raises:
-        CheckpointError: the classes are others.
     """
     changes = []
     if text := change_of_classes(state, info):

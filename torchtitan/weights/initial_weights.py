@@ -155,13 +155,10 @@ def _published_layout(names: Collection[str], model: DiffusionModel) -> str:
 
 
 def check_together(path: Path, model: DiffusionModel, *, hashed: bool, strict: bool = True) -> str:
-    """Check that a safetensors file has a model's weights, all finite; collective.
+    """Check a safetensors file for a model's weights, all finite; collective. Raises WeightsError on every rank.
 
     Returns:
         `file_sha256` of it; "" if it is not wanted.
-
-    Raises:
-        WeightsError: on every rank.
     """
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
@@ -181,11 +178,7 @@ def share_of(path: Path, rank: int, world_size: int) -> list[str]:
 
 
 def inspect(path: Path, names: list[str], *, hashed: bool) -> tuple[list[str], dict[str, str]]:
-    """Read some tensors of a file, one at a time: names of those that are not finite, and the hashes of all if wanted.
-
-    Raises:
-        WeightsError: it cannot be read.
-    """
+    """Names of non-finite tensors, read singly, and all hashes if wanted. Raises WeightsError: unreadable."""
     bad, digests = [], {}
     for name, tensor in each_tensor(path, names):
         if not tensor.to(torch.float32).isfinite().all():

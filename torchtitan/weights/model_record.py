@@ -108,11 +108,7 @@ def record_of(config: JobConfig, info: DatasetInfo | None = None) -> ModelRecord
 
 
 def record_of_weights(path: Path) -> ModelRecord | None:
-    """Record in the header of a file of weights, which may be anybody's; None where it has none.
-
-    Raises:
-        WeightsError, ConfigError.
-    """
+    """Record in the header of a file of weights, maybe a stranger's, if any. Raises WeightsError, ConfigError."""
     text = header_of(path).get(CONFIG)
     if not text:
         return None
@@ -135,13 +131,10 @@ def class_names_of_weights(path: Path) -> list[str]:
 
 
 def record_of_checkpoint(folder: Path, checkpoint: AnyPath) -> ModelRecord | None:
-    """Record of a run by its checkpoint, where its data are not here, or have changed.
+    """Record of a run by its checkpoint, if that has one, where its data are not here, or have changed.
 
     Args:
         folder: of the run; or a folder without config.toml, if the configuration is the checkpoint's.
-
-    Returns:
-        the record; None where the checkpoint has none.
 
     Raises:
         ConfigError: it cannot be used.
@@ -163,13 +156,10 @@ def record_of_checkpoint(folder: Path, checkpoint: AnyPath) -> ModelRecord | Non
 
 
 def load_record(tables: Mapping[str, Any], place: str, with_paths: bool = False, earlier: bool = False) -> ModelRecord:
-    """Load a record from tables of a configuration, of which `data` is the table of the data.
+    """Load a record from tables of a configuration, of which `data` is the table of the data. Raises ConfigError.
 
     Args:
         earlier: whether keys that are no more are left out, as of a run's checkpoint; else they are refused.
-
-    Raises:
-        ConfigError.
     """
     info, latents = _read_data(tables["data"], place)
     kept = tables if with_paths else _without_paths(tables)

@@ -39,13 +39,10 @@ def check_objective(config: JobConfig, info: DatasetInfo) -> None:
 
 
 def new_network(config: JobConfig, info: DatasetInfo, device: torch.device, initial_weights: str = "") -> DiffusionModel:
-    """Network without adapters, drawn or read; the same on any layout.
+    """Network without adapters, drawn or read; the same on any layout. Raises WeightsError.
 
     Args:
         initial_weights: file that fills it; none: it is drawn from the run's seed, for adapters without zero gains and matrices.
-
-    Raises:
-        WeightsError.
     """
     model = network_on_meta(config, info)
     kind = config.lora.quantized_kind
@@ -146,11 +143,7 @@ def _draw_zero_shards(model: DiffusionModel, shards: dict[str, Tensor], layout: 
 
 
 def check_base(state: dict, digest: str, place: str, initial_weights: str) -> None:
-    """Check that a frozen network is the one of a checkpoint's adapters.
-
-    Raises:
-        CheckpointError.
-    """
+    """Check that a frozen network is the one of a checkpoint's adapters. Raises CheckpointError."""
     if state.get(BASE_SHA256) != digest:
         source = f"checkpoint.initial_weights = {initial_weights}" if initial_weights else "those drawn from debug.seed"
         raise CheckpointError(

@@ -24,13 +24,10 @@ _TRAINED = ("num_train_timesteps", "beta_start", "beta_end", "beta_schedule", "p
 
 
 def check_pipeline(source: Path, record: ModelRecord, vae: Path | None) -> Path:
-    """Check that a DiTPipeline draws what a model draws.
+    """Check that a DiTPipeline draws what a model draws; return the autoencoder's folder.
 
     Args:
         vae: folder of an AutoencoderKL; None: the autoencoder of the training.
-
-    Returns:
-        the folder of the autoencoder.
 
     Raises:
         WeightsError: it does not, or there is no such autoencoder.

@@ -32,11 +32,7 @@ Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 @dataclass(frozen=True)
 class StoredAverages:
-    """Stored averages of a run up to a step.
-
-    Attributes:
-        snapshots: oldest first.
-    """
+    """Stored averages of a run up to a step, snapshots oldest first."""
 
     snapshots: tuple[Snapshot, ...]
     tracks: tuple[str, ...]
@@ -71,12 +67,7 @@ class StoredAverages:
 
 @dataclass(frozen=True)
 class Reconstruction:
-    """Average of one length, as a combination of stored ones.
-
-    Attributes:
-        std: standard deviation of its profile relative to the time trained.
-        stored: the averages that it is put together from.
-    """
+    """Average as a combination of `stored`; std: deviation of its profile relative to the time trained."""
 
     std: float
     stored: StoredAverages
@@ -163,13 +154,10 @@ class Reconstruction:
 def stored_averages(
     run: Path, step: int | None = None, without: Sequence[str] = (), ignore_gaps: bool = False
 ) -> StoredAverages:
-    """Stored averages of a run up to a step, verified.
+    """Stored averages of a run up to a step, verified. Raises SnapshotError.
 
     Args:
         step: of the last snapshot; None for the newest.
-
-    Raises:
-        SnapshotError.
     """
     snapshots, gaps = read_series(run, step, ignore_gaps)
     last = snapshots[-1]

@@ -40,12 +40,7 @@ _OBJECTIVE = tuple(f"objective.{key}" for key in ("path", "prediction", "precond
 
 @dataclass(frozen=True)
 class OwnWeights:
-    """Weights of a network under its own names.
-
-    Attributes:
-        record: configuration of the network, and what is known of its data.
-        tensors: every parameter and saved buffer by name.
-    """
+    """A network's weights: every parameter and saved buffer by its own name, and the record of its configuration."""
 
     source: Path
     record: ModelRecord
@@ -100,14 +95,11 @@ def write_weights(
     weights: OwnWeights, output: Path, layout_name: str, *, dtype: str, overwrite: bool, approximate: bool = False,
     vae: Path | None = None,
 ) -> list[str]:  # fmt: skip
-    """Write weights in a layout, with a header that says how they are sampled.
+    """Write weights in a layout, with a header that says how they are sampled; a line for each omission.
 
     Args:
         approximate: accept that the layout's network computes another sinusoid of the timestep.
         vae: folder of the AutoencoderKL for a pipeline; None: the autoencoder of the training.
-
-    Returns:
-        a line for each omission.
 
     Raises:
         WeightsError: the layout cannot hold them, or they cannot be written.
@@ -236,7 +228,6 @@ def _check_constants(
 
 
 def _differing(config: JobConfig, wanted: Mapping[str, Any]) -> list[str]:
-    """Constants of a configuration that are others than those wanted."""
     given = {key: attrgetter(key)(config) for key in wanted}
     # A continuous path has the times of the discrete one, and others.
     same = {key for key in wanted if given[key] in (wanted[key], f"{wanted[key]}_continuous")}
@@ -283,11 +274,7 @@ def _read_published(path: Path, layout_name: str) -> tuple[dict[str, Tensor], li
 def _write_converted(
     path: Path, source: Path, weights: Mapping[str, Tensor], dtype: str, unrounded: frozenset[str], metadata: dict[str, str]
 ) -> None:
-    """Write weights in another dtype, all but the `unrounded` tables, one after the other.
-
-    Raises:
-        OSError; WeightsError: values are not finite.
-    """
+    """Write weights in another dtype, except `unrounded`, singly. Raises OSError; WeightsError: non-finite values."""
 
     def entry(name: str) -> tuple[tuple[int, ...], torch.dtype]:
         shape = weights.shapes[name] if isinstance(weights, ComputedTensors) else tuple(weights[name].shape)

@@ -84,15 +84,12 @@ class TrainedModel:
 
 
 def load_run(folder: Path, track: str | None, step: int | None, device: torch.device) -> TrainedModel:
-    """Load a checkpoint of a run.
+    """Load a checkpoint of a run. Raises WeightsError, ConfigError, CheckpointError.
 
     Args:
         track: name of an EMA track, "none" for the trained weights, `std=0.15` for an average of that length from the
             run's snapshots, None for the run's own choice.
         step: of the checkpoint, or of the snapshot; None for the newest good one.
-
-    Raises:
-        WeightsError, ConfigError, CheckpointError.
     """
     checkpoints, step = _checkpoints_of(folder, step)
     record, missing = _record_of_run(folder, checkpoints)
@@ -186,10 +183,7 @@ def _reconstructed(folder: Path, track: str, step: int | None, device: torch.dev
 
 
 def read_config(path: Path, words: Sequence[str] = ()) -> JobConfig:
-    """Read a configuration, for the number of processes that it had then; `words` override its keys.
-
-    A run's own may be of an earlier version, with keys that are no more.
-    """
+    """Read a configuration, maybe an earlier version's, for its number of processes; `words` override its keys."""
     degrees, earlier = None, False
     with suppress(OSError, ValueError, AttributeError):  # what is wrong is reported by load_config
         earlier = read_text(path).startswith(CONFIG_HEADER)
@@ -227,11 +221,7 @@ def _record_of_run(folder: Path, checkpoints: AnyPath) -> tuple[ModelRecord, tup
 def _with_trained_classes(
     folder: Path, checkpoints: AnyPath, record: ModelRecord
 ) -> tuple[ModelRecord, tuple[str, ...]]:
-    """Record as given, or by the checkpoint where the data have other classes now.
-
-    Raises:
-        WeightsError: classes are others, and the checkpoint has no record.
-    """
+    """Record as given, or the checkpoint's where the data have other classes now. Raises WeightsError: it has none."""
     steps, change = checkpoint_steps(checkpoints), ""
     if steps and record.info.class_names:
         checkpoint = checkpoint_path(checkpoints, steps[0])

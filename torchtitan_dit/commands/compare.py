@@ -1,45 +1,87 @@
-"""Compare runs on one page: scripts/compare.py RUN_FOLDER... [--output compare.html] [--open]
+"""Show runs on one page: scripts/compare.py RUN_FOLDER... [--output compare.html] [--open] [--watch]
 Or one run's loss with a published training log: scripts/compare.py RUN_FOLDER --log FILE
 
+Of one run it is the run's page: curves, grids over training, noise scale, speed, and the commands to use it.
 The page is a single file without any connection to the network: tables, curves, loss by timestep, speed, sample grids
 and the differences between the configurations. Runs that differ in debug.seed only are averaged, with an interval.
 """
 
 import argparse
 import sys
+import time
 import webbrowser
+from collections.abc import Sequence
 from pathlib import Path
 
 from torchtitan.files.durable import make_folder, replace_file
 from torchtitan.files.ownership import refuse_foreign_file
+from torchtitan.files.run_lock import is_locked
+from torchtitan.gns.config import GNS_FOLDER, PICTURE_FILE
 from torchtitan.pictures.number_text import counted
 from torchtitan.processes.command_line import OneLineParser, at_least, refusing
 from torchtitan.runs.compare.page import PAGE_START, compare_page
 from torchtitan.runs.compare.published_log import against_log, log_table, read_log
-from torchtitan.runs.record import RunRecordError, read_run, read_runs
+from torchtitan.runs.record import RUN_FILES, RunRecord, RunRecordError, read_run, read_runs
+
+WATCH_SECONDS = 5
+SHOWN_FILES = (*RUN_FILES, "samples/step-*.png", f"{GNS_FOLDER}/{PICTURE_FILE}")
 
 
 @refusing(RunRecordError)
 def main(words: list[str] | None = None) -> int:
     arguments = parse_arguments(words)
+    if arguments.log:
+        print(log_table(against_log(read_run(arguments.runs[0]), read_log(arguments.log))))
+        return 0
     try:
-        if arguments.log:
-            print(log_table(against_log(read_run(arguments.runs[0]), read_log(arguments.log))))
-            return 0
         refuse_foreign_file(arguments.output, PAGE_START.encode())
+        state = state_of(arguments.runs)
         runs = read_runs(arguments.runs)
-    except OSError as error:
-        return refuse_output(arguments.output, error)
-    page = compare_page(runs, arguments.smoothing)
-    try:
         make_folder(arguments.output.parent)
-        replace_file(arguments.output, page)
+        watched = arguments.watch and any(is_locked(run.folder) for run in runs)
+        size = write_page(runs, arguments, watched)
+        note = ", rewritten while it trains (Ctrl-C ends this)" if watched else ""
+        print(f"{arguments.output}: {counted(len(runs), 'run')}, {size / 1e6:.1f} MB{note}", flush=True)
+        if arguments.open:
+            webbrowser.open(arguments.output.resolve().as_uri())
+        if watched:
+            watch(arguments, state)
     except OSError as error:
         return refuse_output(arguments.output, error)
-    print(f"{arguments.output}: {counted(len(runs), 'run')}, {len(page.encode()) / 1e6:.1f} MB")
-    if arguments.open:
-        webbrowser.open(arguments.output.resolve().as_uri())
     return 0
+
+
+def write_page(runs: Sequence[RunRecord], arguments: argparse.Namespace, watched: bool) -> int:
+    """Write the page and return its bytes. Raises OSError."""
+    page = compare_page(runs, arguments.smoothing, WATCH_SECONDS if watched else 0)
+    replace_file(arguments.output, page)
+    return len(page.encode())
+
+
+def watch(arguments: argparse.Namespace, written: list[tuple[Path, int, int]]) -> None:
+    """Rewrite the page when files of the runs have changed, until no process writes them; a tenth of the time at most.
+
+    Args:
+        written: state of the files that the page shows.
+
+    Raises:
+        OSError: the page cannot be written.
+    """
+    running, cost = True, 0.0
+    while running:
+        time.sleep(max(WATCH_SECONDS, 9 * cost))
+        running = any(map(is_locked, arguments.runs))
+        if (found := state_of(arguments.runs)) != written or not running:
+            began, written = time.monotonic(), found
+            write_page(read_runs(arguments.runs), arguments, running)
+            cost = time.monotonic() - began
+    print(f"{arguments.output}: complete, for the training has ended")
+
+
+def state_of(folders: Sequence[Path]) -> list[tuple[Path, int, int]]:
+    """State of the files that a page shows: each with its time and size."""
+    paths = [path for folder in folders for name in SHOWN_FILES for path in sorted(folder.glob(name))]
+    return [(path, found.st_mtime_ns, found.st_size) for path in paths for found in [path.stat()]]
 
 
 def refuse_output(path: Path, error: OSError) -> int:
@@ -57,8 +99,11 @@ def parse_arguments(words: list[str] | None) -> argparse.Namespace:
         "3 %% of the longest run)")
     add("--log", type=Path, metavar="FILE",
         help="text with a step and a mean loss on each line; prints the run's mean beside each, with a band, and writes no page")
+    add("--watch", action="store_true", help="rewrite the page while a run trains; it reloads itself, and ends with the run")
     add("--open", action="store_true", help="show the page in the browser")
     arguments = parser.parse_args(words)
+    if arguments.log and arguments.watch:
+        parser.error("--log: writes no page (leave out --watch)")
     if arguments.log and len(arguments.runs) > 1:
         parser.error(f"--log: is compared with one run, and {len(arguments.runs)} are given")
     return arguments

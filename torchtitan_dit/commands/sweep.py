@@ -70,7 +70,7 @@ def show(plan: SweepPlan) -> None:
 def parse_arguments(words: list[str] | None) -> argparse.Namespace:
     parser = OneLineParser(prog="sweep.py", description=__doc__)
     add = parser.add_argument
-    add("sweep", metavar="SWEEP.toml", type=Path, help="a file as those in train_configs/sweeps")
+    add("sweep", metavar="SWEEP.toml", type=Path, help="TOML file, or the name of one in train_configs/sweeps")
     add("--only", type=assignment, action="append", default=[], metavar="AXIS=VALUE", help="run these cells only; "
         "may be given several times")
     add("--repeats", type=at_least(1), metavar="N", help="runs of each cell with different seeds (default: the file's)")

@@ -38,12 +38,7 @@ Solver = Callable[..., Tensor]
 
 @dataclass(frozen=True)
 class Trained:
-    """Properties of a run that a solver is checked against.
-
-    Attributes:
-        path_name: of the path that the model was trained on, a key of PATHS.
-        learned_variance: whether the model has learned the variance of the reverse step.
-    """
+    """What a solver is checked against: path_name, a key of PATHS; whether the reverse step's variance is learned."""
 
     path_name: str
     path: Path
@@ -57,10 +52,9 @@ class ScheduleConfig:
     name: str = setting("", "times of the solver's steps; default: the trained path's")
 
     def times(self, path: Path, num_steps: int, num_tokens: Callable[[], int]) -> Tensor:
-        """Times [N + 1] that a solver visits, falling to 0; float64 on the CPU.
+        """Times [num_steps + 1] that a solver visits, falling to 0; float64 on the CPU.
 
         Args:
-            num_steps: N.
             num_tokens: returns the tokens of an image that is drawn; called only where the times depend on it.
         """
         raise NotImplementedError
@@ -74,11 +68,7 @@ class ScheduleConfig:
 
 @dataclass(kw_only=True)
 class SolverConfig:
-    """`[sampling.solver]`: base of the keys of every solver. Keys other than `name` are the options of `solve`.
-
-    Attributes:
-        adaptive: whether the number of evaluations depends on the images; it is reported then.
-    """
+    """`[sampling.solver]`: base of solvers' keys, options of `solve`; adaptive: evaluations depend on the images."""
 
     name: str = setting("", "integrator from noise to image")
 

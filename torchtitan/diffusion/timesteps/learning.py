@@ -43,7 +43,6 @@ class LearningTimesteps(AllocatedTimesteps):
     keeps_objective = True
 
     def __init__(self, density: Density, seed: int, spread: str = "none", *, edges: Tensor) -> None:
-        """See AllocatedTimesteps."""
         super().__init__(density, seed, spread, edges=edges)
         self._seen: Tensor | None = None  # [2, B] of the step under way: losses, K - bins; 0 of a sample not seen
         self._state = {key: value.to(torch.float64) for key, value in self._fresh_state().items()}

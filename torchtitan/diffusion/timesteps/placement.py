@@ -46,11 +46,7 @@ class Placement:
         return Shifted(density, self.shift) if self.shift != 1.0 else density
 
     def on_path(self, density: SmoothDensity) -> Density:
-        """Place a density on the path: shifted, within the range, in steps on a discrete path.
-
-        Raises:
-            ValueError: it has no mass there.
-        """
+        """Density on the path: shifted, cut to the range, in steps if discrete. Raises ValueError: no mass there."""
         density, t_min, t_max = self.shifted(density), self.t_min, self.t_max
         path = self.path
         if has_indices(path):

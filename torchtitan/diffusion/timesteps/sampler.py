@@ -124,11 +124,7 @@ class TimestepsConfig:
     learns = False
 
     def density(self, path: Path) -> SmoothDensity:
-        """Density of t, before it is shifted and cut to the path.
-
-        Raises:
-            ValueError: it is not possible on this path.
-        """
+        """Density of t before its shift and cut to the path. Raises ValueError: impossible on this path."""
         raise NotImplementedError
 
     def sampler(self, placement: Placement, seed: int, spread: str) -> TimestepSampler:

@@ -63,13 +63,7 @@ class AllocatedTimesteps(TimestepSampler):
     _importance: DeviceTables | None  # of the shares, once it was asked for
 
     def __init__(self, density: Density, seed: int, spread: str = "none", *, edges: Tensor) -> None:
-        """
-        Args:
-            edges: inner edges in t, [K - 1]; equal ones enclose an empty bin.
-
-        Raises:
-            ValueError: the edges fall.
-        """
+        """edges: inner edges in t, [K - 1]; equal ones enclose an empty bin. Raises ValueError: the edges fall."""
         super().__init__(density, seed, spread)
         self.edges = _checked_edges(edges)
         self._bins = _bins(density, self.edges)
@@ -126,11 +120,7 @@ class AllocatedTimesteps(TimestepSampler):
         return {"shares": self.shares.tolist(), "edges": self.edges.tolist()}
 
     def load_state_dict(self, state: dict) -> None:
-        """Resume from a state's shares; an empty one is an ordinary sampler's and leaves the shares unchanged.
-
-        Raises:
-            ValueError: the state is of other bins.
-        """
+        """Resume shares; the empty state of an ordinary sampler leaves them. Raises ValueError: other bins."""
         if not state:
             return
         if state["edges"] != self.edges.tolist():

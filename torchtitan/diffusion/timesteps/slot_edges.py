@@ -24,11 +24,7 @@ def write_slot_edges(path: Path, edges: Sequence[float], unit: str) -> None:
 
 
 def read_slot_edges(path: Path, unit: str) -> list[float]:
-    """Read the edges of a file.
-
-    Raises:
-        ValueError: it cannot be read, is no such file, or has edges in another unit; a line that says so.
-    """
+    """Read the edges of a file. Raises ValueError, one line: unreadable, no such file, or edges in another unit."""
     try:
         with open(path, "rb") as file:
             text = file.read(_LARGEST_FILE + 1)

@@ -61,10 +61,7 @@ class Warped:
 
 @dataclass(frozen=True)
 class Cubic:
-    """x = 1 - u^3 towards noise, x = u^3 towards data, of uniform u.
-
-    Source: Mou et al., "T2I-Adapter", arXiv 2302.08453, for the first; the second is its mirror image.
-    """
+    """x = 1 - u^3 (Mou et al., "T2I-Adapter", arXiv 2302.08453) towards noise, x = u^3 towards data, of uniform u."""
 
     towards: Literal["noise", "data"]
 
@@ -188,14 +185,7 @@ class Steps:
     """Piecewise constant: x in [edges[k], edges[k + 1]] with probability masses[k], uniform inside."""
 
     def __init__(self, edges: Sequence[float], masses: Sequence[float]) -> None:
-        """
-        Args:
-            edges: rising, [K + 1], the first 0 and the last 1.
-            masses: positive, [K]; they need not sum to 1.
-
-        Raises:
-            ValueError: they are otherwise.
-        """
+        """edges: rising, [K + 1], from 0 to 1. masses: [K], positive, of any sum. Raises ValueError: otherwise."""
         self.edges = torch.tensor(edges, dtype=torch.float64)
         weights = torch.tensor(masses, dtype=torch.float64)
         rising = len(edges) == len(masses) + 1 and (self.edges.diff() > 0).all()
@@ -240,10 +230,7 @@ def speed_start(path: IndexedPath) -> int:
 def speed_warp(path: IndexedPath, base: SmoothDensity, ratio: float) -> Steps:
     """SpeeD's distribution: each index below tau is `ratio` times as likely as one from tau on.
 
-    P = k / (T + tau (k - 1)) below tau and 1 / (T + tau (k - 1)) beyond, with k = ratio.
-
-    Args:
-        ratio: k > 0.
+    P = k / (T + tau (k - 1)) below tau and 1 / (T + tau (k - 1)) beyond, with k = ratio > 0.
 
     Raises:
         ValueError: the path's noise grows throughout, so that there is no tau.

@@ -14,13 +14,10 @@ class AutotuneRefused(Exception):
 def candidates_of(
     config_with: Callable[[int], JobConfig], whole: int | None, ranks: int, multiple_of: int, largest: int
 ) -> Sequence[int]:
-    """List the local batch sizes to choose from.
+    """List the local batch sizes to choose from, one or more, rising.
 
     Args:
         config_with: local batch size -> configuration; raises ConfigError where it cannot run.
-
-    Returns:
-        one or more, rising.
 
     Raises:
         ConfigError: the configuration cannot run with any of them.

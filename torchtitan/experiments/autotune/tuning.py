@@ -38,11 +38,7 @@ class NothingFits(Exception):
 
 @dataclass(frozen=True)
 class AutotuneResult:
-    """Result of a search.
-
-    Attributes:
-        tried: number of probes made now; 0: the answer was on record.
-    """
+    """Result of a search; tried: number of probes made now; 0: the answer was on record."""
 
     batch_size: int
     probes: list[Probe]

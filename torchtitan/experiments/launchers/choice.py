@@ -21,11 +21,7 @@ JOBS = {"local": 1, "slurm": 32, "ray": 32}  # concurrent ones where the number 
 
 @dataclass(frozen=True)
 class Launching:
-    """Choice of a launcher.
-
-    Attributes:
-        jobs: concurrent ones; None: those of JOBS.
-    """
+    """Choice of a launcher; jobs: concurrent ones; None: those of JOBS."""
 
     launcher: str = "local"
     jobs: int | None = None

@@ -67,7 +67,6 @@ def run_in_task(job: Job, folder: str) -> Outcome:
 
 
 def _lost(ray: Any, error: Exception, seconds: float) -> Outcome:
-    """Outcome of a task that left no result."""
     lines = str(error).strip().splitlines() or [""]
     first = lines[0][:200]
     if isinstance(error, ray.exceptions.RayTaskError):  # an exception in the task, with its traceback

@@ -25,12 +25,7 @@ _PEFT_WEIGHTS = "adapter_model.safetensors"
 
 @dataclass(frozen=True)
 class AdapterFile:
-    """Content of a file of an adapter.
-
-    Attributes:
-        weights: float32, of the network that it was read for.
-        notes: left-out parts, one line each.
-    """
+    """Content of an adapter's file: float32 weights, and notes on left-out parts, one line each."""
 
     weights: AdapterWeights
     layout: str
@@ -86,14 +81,11 @@ def write_adapter(
     path: Path, weights: AdapterWeights, model: DiffusionModel, layout: AdapterLayout, *, dtype: str = "float32",
     metadata: Mapping[str, str] | None = None, overwrite: bool = False,
 ) -> int:  # fmt: skip
-    """Write an adapter to a safetensors file, with layout, rank and alpha in its header besides the metadata.
+    """Write an adapter to safetensors, its layout, rank and alpha in the header; return the number of tensors.
 
     Args:
         dtype: one of DTYPES, that of A and B; alphas are float32.
         metadata: further entries of the header, such as the step.
-
-    Returns:
-        number of tensors.
 
     Raises:
         AdapterError: the layout has no names for it, or the dtype no range.

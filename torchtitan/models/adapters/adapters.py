@@ -24,10 +24,7 @@ TRAINED = "lora"  # name of the adapter that trains
 def add_trained_adapter(
     model: DiffusionModel, targets: list[Target], config: LoRAConfig, device: torch.device | None = None
 ) -> None:
-    """Freeze a network and add the adapter that trains, without values; in place.
-
-    Args:
-        device: of the adapter; None: that of the layers.
+    """Freeze a network and add the adapter that trains, without values, on `device` or the layers'; in place.
 
     Raises:
         AdapterError: targets overlap.
@@ -83,11 +80,7 @@ def add_frozen_adapter(
 
 @torch.no_grad()
 def fill_adapter(model: DiffusionModel, weights: AdapterWeights, source: str = "adapter") -> None:
-    """Fill the adapter that trains with values of the same targets and ranks.
-
-    Raises:
-        AdapterError: targets, ranks or scales differ.
-    """
+    """Fill the adapter that trains. Raises AdapterError: targets, ranks or scales differ."""
     wanted = adapter_weights(model)
     weights = _joined_as(wanted, weights)
     if missing := sorted(wanted.keys() ^ weights.keys()):

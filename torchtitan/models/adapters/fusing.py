@@ -14,14 +14,7 @@ from torchtitan.models.adapters.target import LowRankWeights
 
 
 def cut(whole: LowRankWeights, rows: Sequence[int]) -> list[LowRankWeights | None]:
-    """Cut the update of a layer into those of its parts.
-
-    Args:
-        rows: of each part, in order.
-
-    Returns:
-        update of each part; None where it was joined without one.
-    """
+    """Cut a layer's update into its parts of `rows` rows, in order; None for a part that was joined without one."""
     ups = whole.up.split(list(rows))
     rank = whole.rank // len(rows)
     blocks = [slice(place * rank, (place + 1) * rank) for place in range(len(rows))]

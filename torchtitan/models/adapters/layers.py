@@ -62,16 +62,11 @@ class LowRank(nn.Module):
 
 
 class AdaptedLayer(nn.Module):
-    """Layer with adapters.
-
-    Attributes:
-        adapters: name -> updates of different rows, ascending.
-    """
+    """Layer with adapters: name -> updates of different rows, ascending."""
 
     weight: Any  # a parameter; the layers that are replaced declare it differently
 
     def _adopt(self, layer: nn.Module) -> None:
-        """Adopt the parameters and attributes of the layer that this one replaces."""
         nn.Module.__init__(self)
         kept = {key: value for key, value in vars(layer).items() if key not in vars(self)}
         self.__dict__.update(kept)

@@ -67,11 +67,7 @@ Places = dict[str, list[list[str]]]
 
 @dataclass(frozen=True)
 class DiTLayout(PublishedLayout):
-    """One of the layouts of a DiT.
-
-    Attributes:
-        name: key of LAYOUTS.
-    """
+    """One of the layouts of a DiT; name: key of LAYOUTS."""
 
     name: str
     convention: str

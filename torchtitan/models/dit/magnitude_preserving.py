@@ -70,11 +70,7 @@ class MagnitudePreservingDiT(PatchTransformer):
 
 
 class Block(nn.Module):
-    """Attention and feed-forward, each on tokens scaled by the conditions, in magnitude-preserving sums.
-
-    Attributes:
-        gain: of the conditions' scales on attention's and the feed-forward layer's input [2].
-    """
+    """Attention and feed-forward in magnitude-preserving sums; gain: of the conditions' scales on their inputs [2]."""
 
     def __init__(self, config: DiTConfig) -> None:
         super().__init__()

@@ -93,7 +93,6 @@ class PatchTransformer(DiffusionModel):
 
         Args:
             position: rows of the table that is added to these tokens [T, D]; None if there is no table.
-            t, condition: as of `forward`.
         """
         raise NotImplementedError
 

@@ -78,7 +78,6 @@ class EDM2Layout(PublishedLayout):
     """Layout of one published code.
 
     Attributes:
-        name: key of LAYOUTS.
         mark: a tensor by which it is recognised.
         heads: channels of an attention head in the published networks.
     """

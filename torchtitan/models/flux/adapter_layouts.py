@@ -100,11 +100,7 @@ class XLabsLayout(FusedLayout):
 
 
 def parts_of(weights: AdapterWeights, places: list[Target]) -> dict[Target, LowRankWeights]:
-    """Adapter with an update for each of some places, of one that may have one update for several neighbours of them.
-
-    Raises:
-        AdapterError: an update is not of whole places.
-    """
+    """Updates of these places, also of a joint update of neighbours. Raises AdapterError: not of whole places."""
     found: dict[Target, LowRankWeights] = {}
     for target, values in weights.items():
         inside = [

@@ -29,11 +29,7 @@ _CHANNELS, _SIDE, _SHIFT, _SCALE = 16, 128, 0.1159, 0.3611
 
 @dataclass(frozen=True)
 class FluxLayout(PublishedLayout):
-    """One of the layouts of Flux.
-
-    Attributes:
-        name: key of LAYOUTS.
-    """
+    """One of the layouts of Flux; name: key of LAYOUTS."""
 
     name: str
     convention: str
@@ -89,12 +85,10 @@ class FluxLayout(PublishedLayout):
         return ComputedTensors(weights), _packing(model)
 
     def _joined(self, name: str, parts: list[Tensor]) -> Tensor:
-        """Parameter of published pieces."""
         joined = torch.cat(parts) if len(parts) > 1 else parts[0].clone(memory_format=torch.contiguous_format)
         return self._reordered(name, joined)
 
     def _piece(self, name: str, weights: Mapping[str, Tensor], rows: list[int], place: int) -> Tensor:
-        """Published piece of a parameter."""
         return self._reordered(name, weights[name]).split(rows)[place].clone(memory_format=torch.contiguous_format)
 
     def _tensors(self, model: Flux) -> dict[str, list[str]]:
@@ -109,7 +103,6 @@ class FluxLayout(PublishedLayout):
         return found
 
     def _rows(self, name: str, model: Flux, pieces: int) -> list[int]:
-        """Rows of each published piece of a parameter."""
         return _rows_of_pieces(model.config, model.get_parameter(name).shape[0], pieces)
 
     def _reordered(self, name: str, tensor: Tensor) -> Tensor:

@@ -91,9 +91,7 @@ class Flux(DiffusionModel):
         self.guidance.fill_(self.config.guidance if scale is None else scale)
 
     def init_weights(self) -> None:
-        """Initialise as a DiT: Xavier, small embeddings of vectors, and zero modulations and output, so that every block is
-        the identity at first and the first prediction zero. How FLUX.1 was initialised is not published.
-        """
+        """Initialise as a DiT: identity blocks, zero prediction; FLUX.1's own initialisation is not published."""
         self.init_buffers()
         for module in self.modules():
             if isinstance(module, nn.Linear):

@@ -45,7 +45,9 @@ def headlines(results: Results) -> list[str]:
     singles = sum(cell.single for cell in results.cells)
     measured = sum(cell.ok for cell in results.cells)
     runs, cells = counted(len(results.runs), "run"), counted(len(results.cells), "cell")
-    lines = [f"{runs} ({told}) in {cells}, {measured} of them measured."]
+    devices = {str(run.axes["device"]) for run in results.runs if run.ok and run.axes.get("device")}
+    where = f", all on {devices.pop()}" if len(devices) == 1 else ""
+    lines = [f"{runs} ({told}) in {cells}, {measured} of them measured{where}."]
     kinds = Counter(cell.axes[DATA] for cell in results.cells if cell.axes.get(DATA))
     if len(kinds) > 1:
         names = ", ".join(f"{name}: {count}" for name, count in kinds.most_common())

@@ -59,6 +59,12 @@ def hardware_name(run: RunRecord) -> str | None:
     return f"{count} x {name}" if count > 1 else name
 
 
+def one_machine(runs: Sequence[RunRecord]) -> str:
+    """Sentence that names the hardware of all runs; "" where they ran on several, or none is recorded."""
+    names = {name for run in runs if (name := hardware_name(run))}
+    return f"All of it was measured on {names.pop()}; other hardware gives other numbers." if len(names) == 1 else ""
+
+
 def speed_up(reference: RunGroup, other: RunGroup) -> Interval | None:
     """Images/s over those of the reference.
 
@@ -79,9 +85,9 @@ def _note(runs: Sequence[RunRecord]) -> str:
     """Say what the numbers are, and which settings differ beside the hardware."""
     note = (
         "Medians over the last half of the logged points of each run, so without start-up, saving and sampling; geometric means "
-        "over the runs of a hardware, ± half of the 95 % interval over them (none for a run alone). Speed-up: images/s over the "
-        "first hardware's, by pairs of equal seeds where there are two. Seconds a picture: of the last grid of samples, with "
-        "its decoding."
+        "over the runs of a hardware, ± half of the 95 % interval over them (its ends where that would reach zero; none for a "
+        "run alone). Speed-up: images/s over the first hardware's, by pairs of equal seeds where there are two. Seconds a "
+        "picture: of the last grid of samples, with its decoding."
     )
     differing = [key for key in differing_settings(runs)[0] if key != _SEED and not key.startswith(_FREE)]
     if differing:

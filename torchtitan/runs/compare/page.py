@@ -1,4 +1,4 @@
-"""Page that compares runs: one self-contained HTML file of tables, charts and sample grids."""
+"""Page of a run, or of several compared: one self-contained HTML file of tables, charts and pictures."""
 
 from collections.abc import Sequence
 
@@ -7,8 +7,9 @@ from markupsafe import Markup
 from torchtitan.pictures.number_text import MISSING
 from torchtitan.pictures.page_charts import Bar, bar_chart
 from torchtitan.runs.compare.charts import Charts
-from torchtitan.runs.compare.hardware import compared_hardware
+from torchtitan.runs.compare.hardware import compared_hardware, one_machine
 from torchtitan.runs.compare.lines import cost
+from torchtitan.runs.compare.noise import noise_scales
 from torchtitan.runs.compare.samples import samples_of
 from torchtitan.runs.compare.tables import (
     COSTS,
@@ -16,6 +17,7 @@ from torchtitan.runs.compare.tables import (
     configuration,
     group_table,
     hardware_table,
+    next_steps,
     notes,
     quality_table,
     result_table,
@@ -28,12 +30,13 @@ from torchtitan.statistics.interval import percentile
 PAGE_START = '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>Comparison of '
 
 
-def compare_page(runs: Sequence[RunRecord], smoothing: float | None = None) -> str:
-    """Write the page.
+def compare_page(runs: Sequence[RunRecord], smoothing: float | None = None, reload_seconds: int = 0) -> str:
+    """Write the page; of one run, its grids over training and what to do with it too.
 
     Args:
         smoothing: steps of the running mean of training loss and gradient norm; 0 is none; default: 3 % of the longest
             run.
+        reload_seconds: after which the page shown in a browser reloads itself; 0: never.
     """
     groups = group_by_seed(runs)
     tracks = list(dict.fromkeys(track for run in runs for track in run.held_out_tags()))
@@ -46,7 +49,8 @@ def compare_page(runs: Sequence[RunRecord], smoothing: float | None = None) -> s
         results=result_table(names, runs, tracks), quality=quality_table(groups), hardware=hardware_table(names, runs),
         compared=compared_hardware(runs),
         curves=charts.curves(tracks), bins=charts.bins(), costs=_costs(names, runs), samples=samples_of(names, runs),
-        configuration=configuration(runs, groups),
+        configuration=configuration(runs, groups), noise=noise_scales(names, runs), one_machine=one_machine(runs),
+        next_steps=next_steps(runs[0]) if len(runs) == 1 else None, reload_seconds=reload_seconds,
     )  # fmt: skip
 
 

@@ -7,11 +7,13 @@ from pathlib import Path
 
 from torchtitan.data.image_decoding import open_image
 from torchtitan.files.regular import read_regular
+from torchtitan.pictures.number_text import counted
 from torchtitan.runs.compare.tables import Name
 from torchtitan.runs.pages import png_source
 from torchtitan.runs.record import RunRecord
 
 MOST_GRIDS = 40  # steps of sample grids on the page, per run
+MOST_OF_ONE_RUN = 12  # where all of them are in view
 WIDEST_GRID = 800  # pixels; larger ones are made smaller
 
 
@@ -29,7 +31,7 @@ class Samples:
         """Sources: each run's name and the source of its grid, or the reason why there is none."""
         for name, run in zip(self.names, self.runs, strict=True):
             try:
-                yield (name, _grid_source(run.samples[step]), "") if step in run.samples else (
+                yield (name, picture_source(run.samples[step]), "") if step in run.samples else (
                     name, "", f"no grid at step {step:,}",
                 )  # fmt: skip
             except (OSError, SyntaxError, ValueError):
@@ -40,15 +42,16 @@ def samples_of(names: Sequence[Name], runs: Sequence[RunRecord]) -> Samples | No
     steps = sorted({step for run in runs for step in run.samples})
     if not steps:
         return None
-    shown, note = steps, f"Grids of {len(steps)} steps"
-    if len(steps) > MOST_GRIDS:
-        shown = sorted({steps[round(i * (len(steps) - 1) / (MOST_GRIDS - 1))] for i in range(MOST_GRIDS)})
+    shown, note = steps, f"Grids of {counted(len(steps), 'step')}"
+    if len(steps) > (most := MOST_GRIDS if len(runs) > 1 else MOST_OF_ONE_RUN):
+        shown = sorted({steps[round(i * (len(steps) - 1) / (most - 1))] for i in range(most)})
         note = f"Grids of {len(shown)} steps, evenly chosen of {len(steps)}"
     first = max(shown, key=lambda step: (sum(step in run.samples for run in runs), step))
     return Samples(names, runs, shown, first, note)
 
 
-def _grid_source(path: Path) -> str:
+def picture_source(path: Path) -> str:
+    """Source of a picture, reduced to the width of a grid. Raises OSError, SyntaxError or ValueError: it cannot be read."""
     content = read_regular(path)
     with open_image(content) as picture:
         picture.load()

@@ -1,9 +1,11 @@
 """Tables of the comparison page: columns and rows of texts."""
 
+import shlex
 from collections.abc import Sequence
 from typing import Any
 
 from torchtitan.pictures.number_text import counted
+from torchtitan.programs import program
 from torchtitan.runs.compare.lines import cost, held_out
 from torchtitan.runs.compare.text import (
     as_number,
@@ -153,6 +155,24 @@ def configuration(runs: Sequence[RunRecord], groups: Sequence[RunGroup]) -> dict
         "differing": (columns, rows) if rows else None,
         "common": [[key, settings_text([settings[key]])] for key in common],
     }
+
+
+def next_steps(run: RunRecord) -> Rows:
+    """Commands that use a run: what to do, and the words of the command."""
+    folder, values = shlex.quote(str(run.folder)), run.settings
+    data, path = values.get("data.name", "NAME"), values.get("data.path")
+    extractor = f" --extractor {values['evaluation.extractor']}" if values.get("evaluation.extractor") else ""
+    reference = f"--name {data}" + (f" --data.path {shlex.quote(str(path))}" if path else "") + extractor
+    form = "--adapter diffusers" if values.get("lora.enable") else "--format safetensors"
+    longer = 2 * (as_number(values.get("training.steps")) or run.last_step)
+    return [
+        ["draw samples", f"{program('sample')} {folder}"],
+        ["export the weights", f"{program('checkpoint')} export {folder} {form} --output {shlex.quote(run.name)}.safetensors"],
+        ["make a reference of the data", f"{program('evaluate')} reference {data} {reference}"],
+        ["evaluate against it", f"{program('evaluate')} {folder} --reference {data}{extractor}"],
+        ["compare with another run", f"{program('compare')} {folder} OTHER_RUN"],
+        ["train longer", f"{program('train')} {folder}/config.toml --training.steps {longer:.0f}"],
+    ]
 
 
 def _steps(run: RunRecord) -> str:

@@ -4,7 +4,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from torchtitan.pictures.number_text import MISSING, short, significant
+from torchtitan.pictures.number_text import MISSING, ends_text, short, significant
 from torchtitan.runs.record import Series, is_number
 from torchtitan.statistics.interval import Interval
 
@@ -50,6 +50,8 @@ def interval_text(interval: Interval | None) -> str:
         return MISSING
     if not interval.bounded or interval.half_width == 0:
         return significant(interval.value)
+    if interval.lower > 0 >= interval.value - interval.half_width:  # of a positive quantity, by logarithms
+        return ends_text(interval)
     half = significant(interval.half_width, 2)
     decimals = len(half.partition(".")[2])
     return f"{interval.value:,.{decimals}f} ± {half}"

@@ -9,3 +9,14 @@ if (slider) slider.oninput = () => {
   frames.forEach((frame, number) => frame.hidden = number !== +slider.value);
   slider.nextElementSibling.value = (+frames[slider.value].dataset.step).toLocaleString('en');
 };
+const kept = sessionStorage.getItem(location.pathname), bySteps = document.getElementById('by-steps');
+sessionStorage.removeItem(location.pathname);
+if (kept) {
+  const [height, steps] = JSON.parse(kept);
+  bySteps.checked = steps;
+  addEventListener('load', () => scrollTo(0, height));
+}
+if (reloadSeconds) setTimeout(() => {
+  sessionStorage.setItem(location.pathname, JSON.stringify([scrollY, bySteps.checked]));
+  location.reload();
+}, 1000 * reloadSeconds);

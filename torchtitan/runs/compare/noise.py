@@ -1,0 +1,46 @@
+"""Gradient noise scale of runs: what it says about the batch, and the picture that the run has drawn."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torchtitan.gns.config import GNS_FOLDER, PICTURE_FILE
+from torchtitan.runs.compare.samples import picture_source
+from torchtitan.runs.compare.tables import Name
+from torchtitan.runs.record import RunRecord
+
+
+@dataclass(frozen=True)
+class NoiseScale:
+    """Noise scale of a run.
+
+    Attributes:
+        conclusion: on its batch; "" where none was logged.
+        source: of the picture; "" where there is none.
+    """
+
+    name: Name
+    conclusion: str
+    source: str
+
+
+def noise_scales(names: Sequence[Name], runs: Sequence[RunRecord]) -> list[NoiseScale]:
+    """Noise scales of the runs that have measured one."""
+    found = (NoiseScale(name, _conclusion(run), _picture(run)) for name, run in zip(names, runs, strict=True))
+    return [one for one in found if one.conclusion or one.source]
+
+
+def _conclusion(run: RunRecord) -> str:
+    geometry = next((tag.split("/")[1] for tag in run.tags if tag.endswith("/all/headline")), None)
+    if geometry is None or not run.images_per_step:
+        return ""
+    from torchtitan.gns.conclusion import of_logged  # imports torch
+
+    batch = run.images_at(run.last_step) - run.images_at(run.last_step - 1)
+    return of_logged(run.points, geometry, batch)
+
+
+def _picture(run: RunRecord) -> str:
+    try:
+        return picture_source(run.folder / GNS_FOLDER / PICTURE_FILE)
+    except (OSError, SyntaxError, ValueError):
+        return ""
