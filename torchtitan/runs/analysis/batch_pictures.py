@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -28,9 +29,9 @@ _FEWEST_TO_FIT = 3  # batches
 class _Grid:
     """Axes that distinguish the columns, the rows and the lines of a picture."""
 
-    columns: list[str]
-    rows: list[str]
-    lines: list[str]
+    columns: Sequence[str]
+    rows: Sequence[str]
+    lines: Sequence[str]
 
 
 def draw_over_batch(cells: Sequence[Cell], folder: Path) -> list[tuple[str, Path]]:
@@ -82,7 +83,7 @@ def _draw(cells: list[Cell], metric: Metric, title: str, grid: _Grid, path: Path
 
 
 def _draw_arms(
-    panel: Panel, cells: list[Cell], metric: Metric, kinds: list[tuple], lines: list[str], batches: list[int], title: str
+    panel: Panel, cells: list[Cell], metric: Metric, kinds: list[tuple], lines: Sequence[str], batches: list[int], title: str
 ) -> None:
     lanes = 0
     for arm in arms(cells).values():
@@ -98,7 +99,7 @@ def _draw_arms(
     panel.set_title(title, fontsize=9, pad=4 + 9 * lanes, loc="left")
     ranks = {cell.axes["world_size"] or 1 for cell in cells}
     if metric is IMAGES and len(ranks) == 1 and (count := ranks.pop()) > 1:
-        whole = panel.secondary_yaxis("right", functions=(lambda rate: rate * count, lambda rate: rate / count))
+        whole = panel.secondary_yaxis("right", functions=(partial(np.multiply, count), partial(np.multiply, 1 / count)))
         whole.set_ylabel(f"of all {count}", fontsize=9)
         whole.tick_params(labelsize=8, colors=SOFT)
     if metric is MEMORY and any(metric.name in cell.measures for cell in cells):

@@ -38,7 +38,7 @@ def draw_over_ranks(curves: Sequence[ScalingCurve], folder: Path) -> list[tuple[
     return drawn
 
 
-def _draw(curves: list[ScalingCurve], title: str, rows: list[str], path: Path) -> Path:
+def _draw(curves: list[ScalingCurve], title: str, rows: Sequence[str], path: Path) -> Path:
     all_axes = [curve.axes for curve in curves]
     batch = ["local_batch" if curves[0].kind == "weak" else "global_batch"]
     down, layouts, batches = (combinations(all_axes, names) for names in (rows, ["layout"], batch))
