@@ -2,9 +2,10 @@
 
 import logging
 import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import cache
 from typing import Any
 
@@ -22,7 +23,6 @@ from torchtitan.evaluation.targets import described, described_text, newly_reach
 from torchtitan.files.optional import OptionalOutputs
 from torchtitan.files.weight_files import saved_buffers
 from torchtitan.gns.config import is_drawn
-from torchtitan.processes.silence import named_if_long
 from torchtitan.run_pictures import RunPictures
 from torchtitan.settings.record import effective
 from torchtitan.state.run_state import RunState
@@ -52,6 +52,7 @@ _SHOWN_TIMES = ("clock/wall(s)", "clock/train(s)")
 _SHOWN_OF_THE_NOISE = {"b_simple", "batch", "lower", "upper", "outlier_steps"}
 # From the start of the process on: after them, every graph that is trained with has been compiled.
 _STEPS_TO_COMPILE = 3
+_SILENT_SECONDS = 5.0
 _POINTS_A_PICTURE = 10  # logged noise scales between their pictures
 
 
@@ -163,9 +164,16 @@ class Reports:
             yield
         self._compilations.expect()
 
-    def named(self, doing: str) -> AbstractContextManager:
+    @contextmanager
+    def named(self, doing: str) -> Iterator[None]:
         """Name the work inside in a line of the first rank, once it has taken some seconds."""
-        return named_if_long(f"step {self._state.step:>6}  {doing}", self._say) if self._first else nullcontext()
+        line = threading.Timer(_SILENT_SECONDS, self._say, [f"step {self._state.step:>6}  {doing} ..."])
+        if self._first:
+            line.start()
+        try:
+            yield
+        finally:
+            line.cancel()
 
     def excluded_step(self) -> AbstractContextManager:
         """Exclude the train step inside from every rate: its time and its images."""

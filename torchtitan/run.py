@@ -12,13 +12,7 @@ import torch.distributed as dist
 from torchtitan.autoencoders.base import AutoencoderError
 from torchtitan.config.job import ConfigError, JobConfig
 from torchtitan.data.base import DatasetError
-from torchtitan.distributed.collectives import (
-    Interrupted,
-    from_first_rank,
-    interruptible,
-    on_all_ranks,
-    requests_ignored_at_the_end,
-)
+from torchtitan.distributed.collectives import Interrupted, interruptible, on_all_ranks, requests_ignored_at_the_end
 from torchtitan.distributed.failures import is_lost_rank, is_out_of_memory
 from torchtitan.distributed.kernel_choices import KernelError
 from torchtitan.distributed.mesh import init_process_group, process_group
@@ -38,7 +32,6 @@ from torchtitan.models.float8 import Float8Error
 from torchtitan.models.flops import MiscountedModel
 from torchtitan.processes.exit_codes import BUSY, FAILED, REFUSED
 from torchtitan.processes.launch import LaunchError, launch_number
-from torchtitan.processes.silence import named_if_long
 from torchtitan.runs.folder import RunFolder
 from torchtitan.runs.status import write_status
 from torchtitan.trainer import Trainer
@@ -72,7 +65,7 @@ def run(config: JobConfig, reload: Callable[[], JobConfig] | None = None, anew: 
         try:
             if anew:
                 init_process_group(config.comm)
-                from_first_rank(RunFolder(config).begin_anew)
+                on_all_ranks(RunFolder(config).begin_anew if _first() else lambda: None, (*_REFUSALS, Busy, OSError), None)
             elif _is_finished(config):
                 return 0
             clock = RunClock(started=process_start())
@@ -84,8 +77,7 @@ def run(config: JobConfig, reload: Callable[[], JobConfig] | None = None, anew: 
                     fill_cache(config)
                 clock.switch("start_up", clock.now())
                 config = reload()
-            with named_if_long("opening the data, building the network, reading its checkpoint", logger.info):
-                trainer = Trainer(config, clock)
+            trainer = Trainer(config, clock)
         except Interrupted as request:
             write_status(None, "requeue", 128 + request.number, "interrupted by a signal while the cache was filled")
             return 128 + request.number

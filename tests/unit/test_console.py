@@ -35,7 +35,7 @@ def test_the_held_out_pictures_of_a_folder_are_counted(tmp_path):
 def test_work_is_named_once_it_has_taken_long(monkeypatch):
     said, deadline = [], time.monotonic() + 20
     reports = SimpleNamespace(_first=True, _state=SimpleNamespace(step=7), _say=said.append)
-    monkeypatch.setattr("torchtitan.processes.silence.SECONDS", 0.2)
+    monkeypatch.setattr("torchtitan.reports._SILENT_SECONDS", 0.2)
     with Reports.named(reports, "short work"):
         pass
     with Reports.named(reports, "saving the checkpoint"):

@@ -4,15 +4,20 @@ import json
 from typing import Any
 
 from torchtitan.config.job import ConfigError, JobConfig, load_config
+from torchtitan.settings.record import unmet_condition
 from torchtitan.settings.sections import section_at
 
-STEPS = 2
-_LOCAL_BATCH = 4
-_FLOAT8_BATCH = 16  # the multiple that its products need of tokens
-_SAMPLING_STEPS = 3
-_ROWS = 2  # of the grid
-_HELD_OUT = 4
-_JUDGED = 20  # samples: two for each split of the Inception score
+_IMAGES = 4  # of a step
+_MOST = {
+    "training.steps": 2, "lr_scheduler.warmup_steps": 0, "lr_scheduler.warmup_images": 0, "metrics.log_freq": 1,
+    "gns.interval": 1, "gns.log_interval": 1, "gns.num_bins": 2, "gns.allocation_warmup": 0, "gns.allocation_interval": 1,
+    "sampling.num_steps": 3, "sampling.images_per_class": 1, "validation.num_images": 16,
+    "evaluation.count": 20,  # two for each split of the Inception score
+}  # fmt: skip
+_REPLACED: dict[str, Any] = {
+    "training.double_batch_after": [], "gns.bin_edges": [], "profiling.enable_profiling": False, "evaluation.allow_small": True,
+    "checkpoint.load_step": -1,
+}  # fmt: skip
 
 
 def smoke_words(argv: list[str], world_size: int) -> tuple[list[str], str]:
@@ -25,13 +30,15 @@ def smoke_words(argv: list[str], world_size: int) -> tuple[list[str], str]:
         ConfigError: the configuration is refused, or one so small is.
     """
     config = load_config(argv, world_size)
-    name = f"{config.job.name}-smoke"
-    settings = {"job.name": name, "job.allow_config_change": True}
-    if config.checkpoint.enable and config.checkpoint.load_step >= 0:
-        settings["checkpoint.load_step"] = -1
-    cuts = {key: value for key, value in _cuts(config).items() if value != _value(config, key)}
-    texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in (settings | cuts).items()}
-    words = [*argv, *(f"--{key}={text}" for key, text in texts.items())]
+    training, name = config.training, f"{config.job.name}-smoke"
+    ranks = config.parallelism.data_parallel_replicate_degree * config.parallelism.data_parallel_shard_degree
+    local = min(training.local_batch_size, _IMAGES)
+    microbatches = min(training.global_batch_size // (ranks * training.local_batch_size), max(2, _IMAGES // (ranks * local)))
+    wanted = {"training.global_batch_size": ranks * local * microbatches, "training.local_batch_size": local}
+    wanted |= {key: min(_value(config, key), most) for key, most in _MOST.items()} | _REPLACED
+    cuts = {key: value for key, value in wanted.items() if value != _value(config, key) and _acts(config, key)}
+    settings = {"job.name": name, "job.allow_config_change": True} | cuts
+    words = [*argv, *(f"--{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in settings.items())]
     try:
         load_config(words, world_size)
     except ConfigError as error:
@@ -45,31 +52,9 @@ def _value(config: JobConfig, key: str) -> Any:
     return getattr(section_at(config, section), name)
 
 
-def _cuts(config: JobConfig) -> dict[str, Any]:
-    training, gns, sampling, layout = config.training, config.gns, config.sampling, config.parallelism
-    ranks = layout.data_parallel_replicate_degree * layout.data_parallel_shard_degree
-    local = min(training.local_batch_size, _FLOAT8_BATCH if config.float8.enable else _LOCAL_BATCH)
-    microbatches = 2 if training.global_batch_size > ranks * training.local_batch_size else 1
-    cuts: dict[str, Any] = {
-        "training.steps": STEPS, "training.global_batch_size": ranks * local * microbatches,
-        "training.local_batch_size": local, "training.double_batch_after": [],
-        f"lr_scheduler.warmup_{config.lr_scheduler.unit}": 0, "metrics.log_freq": 1,
-    }  # fmt: skip
-    if config.profiling.enable_profiling:
-        cuts["profiling.enable_profiling"] = False
-    if gns.enable:
-        cuts["gns.log_interval"] = 1
-    if gns.enable and gns.single_pass:
-        cuts |= {"gns.interval": 1, "gns.bin_edges": [], "gns.num_bins": min(gns.num_bins, max(1, local // 2))}
-    if gns.enable and gns.allocate_timesteps:
-        cuts |= {"gns.allocation_warmup": 0, "gns.allocation_interval": 1}
-    if sampling.enable or config.evaluation.enable:
-        cuts["sampling.num_steps"] = min(sampling.num_steps, _SAMPLING_STEPS)
-    if sampling.enable:
-        cuts |= {"sampling.images_per_class": 1, "sampling.classes": sampling.classes[:_ROWS]}
-    if config.validation.enable:
-        least = max(_HELD_OUT, len(config.validation.timesteps))
-        cuts["validation.num_images"] = min(config.validation.num_images, least)
-    if config.evaluation.enable:
-        cuts |= {"evaluation.count": min(config.evaluation.count, _JUDGED), "evaluation.allow_small": True}
-    return cuts
+def _acts(config: JobConfig, key: str) -> bool:
+    """Whether a key acts in the run; those of sampling do in its evaluation too."""
+    section, _, name = key.rpartition(".")
+    values = section_at(config, section)
+    off = section != "sampling" and not getattr(values, "enable", True)
+    return not off and unmet_condition(config, section, type(values).__dataclass_fields__[name]) is None

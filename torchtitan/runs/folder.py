@@ -79,29 +79,21 @@ class RunFolder:
             raise RunFolderError([f"{self.path}: cannot be written: {error.strerror}"]) from error
 
     def begin_anew(self) -> None:
-        """Delete the checkpoints of the smoke run in the folder, if there is one; on the first rank.
-
-        Raises:
-            Busy: another process writes into the folder.
-            RunFolderError: it holds a longer run, or a checkpoint cannot be deleted.
-        """
-        if not (self.path / CONFIG_FILE).exists():
-            return
+        """Delete the checkpoints of an earlier smoke run; on the first rank. Raises Busy, RunFolderError."""
         try:
-            if owner := self._lock.acquire():
-                raise Busy(self.path, owner, "give another --job.name")
             steps, checkpoints = read_toml(self.path / CONFIG_FILE)["training"]["steps"], self._checkpoints_before()
-            if steps > self._config.training.steps:
-                text = f"{self.path}: holds a run of {steps:,} steps, which is no smoke run"
-                raise RunFolderError([f"{text} (give another --job.name)"])
-            for step in checkpoint_steps(checkpoints):
-                store_of(checkpoints).delete(step)
-        except StoreError:
-            raise
+        except FileNotFoundError:
+            return
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise RunFolderError([f"{self.path}: holds no smoke run: {error} (give another --job.name)"]) from error
-        finally:
-            self._lock.release()
+            raise RunFolderError([f"{self.path / CONFIG_FILE}: is no smoke run's: {error} (give another --job.name)"]) from error
+        if steps > self._config.training.steps:
+            text = f"holds a run of {steps:,} steps, which is no smoke run"
+            raise RunFolderError([f"{self.path}: {text} (give another --job.name)"])
+        if owner := self._lock.acquire():
+            raise Busy(self.path, owner, "give another --job.name")
+        for step in checkpoint_steps(checkpoints):
+            store_of(checkpoints).delete(step)
+        self._lock.release()
 
     def close(self) -> None:
         """Close: release the folder to others; on the first rank."""

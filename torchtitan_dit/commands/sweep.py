@@ -5,8 +5,6 @@ sweep that was stopped, in any way, resumes when it is started again. See docs/c
 """
 
 import argparse
-import signal
-import sys
 from collections import Counter
 from pathlib import Path
 
@@ -22,20 +20,15 @@ _MOST_LINES = 38  # of a dry run's list
 _UNSUCCESSFUL = ("failed", "timeout", "killed")  # nothing is known of the cell; oom, refused and skipped are results
 
 
-@refusing(ExperimentError, stopped="stopped; the same command resumes")
+@refusing(ExperimentError, stopped="stopped; the same command resumes after the runs that have ended (a dry run keeps nothing)")
 def main(words: list[str] | None = None) -> int:
     arguments = parse_arguments(words)
     launching = Launching(arguments.launcher, arguments.jobs, dict(arguments.slurm))
     sweep = read_sweep(arguments.sweep)
     sweep.settings.repeats = arguments.repeats or sweep.settings.repeats
     folder = SweepFolder(arguments.output or Path("outputs") / sweep.settings.name)
-    try:
-        plan = plan_sweep(
-            sweep, folder, only=_by_axis(arguments.only), retry_failed=arguments.retry_failed, elsewhere=launching.elsewhere
-        )
-    except KeyboardInterrupt:
-        print("stopped while checking: nothing was written", file=sys.stderr)
-        return 128 + signal.SIGINT
+    only = {axis: [value for other, value in arguments.only if other == axis] for axis, _ in arguments.only}
+    plan = plan_sweep(sweep, folder, only=only, retry_failed=arguments.retry_failed, elsewhere=launching.elsewhere)
     if arguments.dry_run:
         show(plan)
         return 0
@@ -51,16 +44,14 @@ def main(words: list[str] | None = None) -> int:
 
 def show(plan: SweepPlan) -> None:
     """Print every run and its planned action; of many runs a line for those that differ in the axis `order` or the seed only."""
-    missing, order = {task.key for task in plan.missing}, plan.sweep.settings.order
-    single = len(plan.tasks) <= _MOST_LINES
+    missing, many = {task.key for task in plan.missing}, len(plan.tasks) > _MOST_LINES
     lines: dict[str, list[Task]] = {}
     for task in plan.tasks:
-        lines.setdefault(task.name if single else task.cell.arm(order), []).append(task)
-    for tasks in list(lines.values())[:_MOST_LINES]:
+        axes = [f"{axis}={value_text(value)}" for axis, value in task.cell.axes.items() if axis != plan.sweep.settings.order]
+        lines.setdefault(" ".join(axes) if many else task.name, []).append(task)
+    for name, tasks in list(lines.items())[:_MOST_LINES]:
         states = Counter("to run" if task.key in missing else plan.rows[task.key]["status"] for task in tasks)
-        shown = next(iter(states)) if single else ", ".join(f"{count} {state}" for state, count in states.items())
-        axes = [f"{axis}={value_text(value)}" for axis, value in tasks[0].cell.axes.items() if axis != order]
-        name = tasks[0].name if single else " ".join(axes)
+        shown = ", ".join(f"{count} {state}" if many else state for state, count in states.items())
         print(f"{name}  {counted(tasks[0].cell.processes, 'process', 'es')}  {shown}")
     if left := list(lines.values())[_MOST_LINES:]:
         print(f"... and {sum(map(len, left))} runs more")
@@ -79,10 +70,3 @@ def parse_arguments(words: list[str] | None) -> argparse.Namespace:
     add("--output", type=Path, metavar="FOLDER", help="of the results (default: outputs/<sweep>)")
     add_launcher_options(parser)
     return parser.parse_args(words)
-
-
-def _by_axis(pairs: list[tuple[str, str]]) -> dict[str, list[str]]:
-    found: dict[str, list[str]] = {}
-    for axis, value in pairs:
-        found.setdefault(axis, []).append(value)
-    return found

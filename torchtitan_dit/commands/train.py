@@ -52,10 +52,8 @@ def main(words: list[str] | None = None) -> int:
     logging.basicConfig(
         level=logging.INFO if rank == 0 else logging.WARNING, format="%(asctime)s %(message)s", datefmt="%H:%M:%S"
     )
-    note = ""
     try:
-        if smoke:
-            arguments, note = smoke_words(arguments, world_size)
+        arguments, note = smoke_words(arguments, world_size) if smoke else (arguments, "")
         config = load_config(arguments, world_size)
     except ConfigError as error:
         report_and_exit(error)
