@@ -180,3 +180,15 @@ def test_names_are_short_and_the_titles_complete(tmp_path, drawn):
     for_each = itertools.product((8, 16), "abcdefghijkl")
     draw_over_batch([measured(local_batch=batch, **dict.fromkeys(keys, value + 30 * "x")) for batch, value in for_each], tmp_path)
     assert len(drawn) == 12 and all(len(name) < 60 for name in drawn)
+
+
+def test_a_flat_line_is_not_enlarged_to_its_noise_and_an_arm_of_another_column_is_not_missing(tmp_path, drawn):
+    places = [("ddp", 2), ("ddp", 4), ("hsdp", 4)]
+    draw_over_batch(
+        [measured(value=8.0 + 1e-5 * batch, layout=layout, world_size=ranks, local_batch=batch)
+         for layout, ranks in places for batch in (8, 16)], tmp_path,
+    )
+    two, four = drawn["memory_gib_over_batch.png"].axes
+    assert not two.texts and not four.texts
+    low, high = two.get_ylim()
+    assert high - low == pytest.approx(0.08, rel=1e-3)

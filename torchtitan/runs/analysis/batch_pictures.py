@@ -23,6 +23,7 @@ _MEMORY_NOTE = (
     "averages) and that of each image (activations)."
 )
 _FEWEST_TO_FIT = 3  # batches
+_LEAST_SPAN = 0.01  # of a vertical axis, as a part of its values: a flat line is not enlarged to its noise
 
 
 @dataclass(frozen=True)
@@ -70,10 +71,14 @@ def _draw(cells: list[Cell], metric: Metric, title: str, grid: _Grid, path: Path
             chosen = [cell for cell in of_column if values_of(cell.axes, grid.rows) == row]
             words = dict(zip([*grid.rows, *grid.columns], [*row, *column], strict=True))
             title = label(words, [name for name, value in words.items() if value is not None])
-            _draw_arms(panel, chosen, metric, kinds, grid.lines, batches, title)
+            tried = {values_of(cell.axes, grid.lines) for cell in of_column}
+            _draw_arms(panel, chosen, metric, [kind if kind in tried else None for kind in kinds], grid.lines, batches, title)
             power_axis(panel, batches)
             panel.set_ylabel(f"{metric.title} per process" if metric is IMAGES else metric.title)
         panels[-1, j].set_xlabel("batch per process")
+        low, high = panels[-1, j].get_ylim()
+        if high - low < _LEAST_SPAN * high:
+            panels[-1, j].set_ylim((1 - _LEAST_SPAN / 2) * (low + high) / 2, (1 + _LEAST_SPAN / 2) * (low + high) / 2)
     for n, kind in enumerate(kinds if grid.lines and metric is not MEMORY else []):
         panels[0, 0].plot([], [], color=colour(n), marker="o", label=label(dict(zip(grid.lines, kind, strict=True)), grid.lines))
     if grid.lines and metric is not MEMORY:
@@ -83,7 +88,8 @@ def _draw(cells: list[Cell], metric: Metric, title: str, grid: _Grid, path: Path
 
 
 def _draw_arms(
-    panel: Panel, cells: list[Cell], metric: Metric, kinds: list[tuple], lines: Sequence[str], batches: list[int], title: str
+    panel: Panel, cells: list[Cell], metric: Metric, kinds: Sequence[tuple | None], lines: Sequence[str],
+    batches: list[int], title: str,
 ) -> None:
     lanes = 0
     for arm in arms(cells).values():
@@ -92,7 +98,7 @@ def _draw_arms(
             _draw_line(panel, arm, metric, n, label(arm[0].axes, lines))
         lanes += _draw_statuses(panel, arm, batches, colour(n), lanes)
     there = {values_of(cell.axes, lines) for cell in cells}
-    for n in (n for n, kind in enumerate(kinds) if cells and kind not in there):
+    for n in (n for n, kind in enumerate(kinds) if cells and kind and kind not in there):
         lanes += _draw_statuses(panel, [], batches, colour(n), lanes)
     if not cells:
         panel.text(0.5, 0.5, "never run", transform=panel.transAxes, ha="center", color=SOFT, fontsize=9)
