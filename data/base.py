@@ -64,7 +64,6 @@ class DatasetInfo:
 
     @property
     def shapes(self) -> tuple[tuple[int, int, int], ...]:
-        """Every shape that an image may have."""
         return self.bucket_shapes or (self.image_shape,)
 
     @property

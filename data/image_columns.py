@@ -22,7 +22,6 @@ class Columns:
 
     @property
     def labelled(self) -> bool:
-        """Whether `beside` holds labels."""
         return bool(self.beside) and not self.captioned
 
 

@@ -21,8 +21,6 @@ FLOPS_PER_IMAGE, PEAK_TFLOPS = 4.9e11, 989.0
 
 @dataclass(frozen=True)
 class Planned:
-    """One cell of the made-up sweep."""
-
     patch: int
     layout: str
     ac: str

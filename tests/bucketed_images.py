@@ -72,6 +72,5 @@ def buckets_of(indices, counts) -> list[int]:
 
 @contextmanager
 def registered() -> Iterator[None]:
-    """The data set is among DATASETS in here."""
     with patch.dict(DATASETS, {"bucketed": Bucketed}):
         yield

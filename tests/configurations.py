@@ -17,7 +17,6 @@ def load(toml: str | None = None, arguments: list[str] | None = None, world_size
 
 
 def problems(toml: str | None = None, arguments: list[str] | None = None, world_size: int = 1) -> list[str]:
-    """Problems for which it is refused, in their lines."""
     with pytest.raises(ConfigError) as caught:
         load(toml, arguments, world_size)
     return caught.value.problems

@@ -70,7 +70,6 @@ class ForkedProcess:
         return self.said(), None
 
     def said(self) -> str:
-        """Both outputs so far."""
         return self._log.read_text(errors="replace")
 
 

@@ -57,7 +57,6 @@ def run_on_ranks(function: str, ranks: int, arguments: dict[str, Any] | None = N
 
 
 def free_port() -> int:
-    """A TCP port of this machine that nobody listens on."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return listener.getsockname()[1]

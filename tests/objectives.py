@@ -12,25 +12,20 @@ LEARNING = [name for name, section in TIMESTEPS.items() if section.learns]
 
 
 def timesteps(name: str, **keys: Any) -> TimestepsConfig:
-    """`[objective.timesteps]` of a name."""
     return TIMESTEPS[name](name=name, **keys)
 
 
 def weighting(name: str, **keys: Any) -> WeightingConfig:
-    """`[objective.weighting]` of a name."""
     return WEIGHTINGS[name](name=name, **keys)
 
 
 def combine(name: str, **keys: Any) -> CombineConfig:
-    """`[objective.combine]` of a name."""
     return COMBINATIONS[name](name=name, **keys)
 
 
 def solver(name: str, **keys: Any) -> SolverConfig:
-    """`[sampling.solver]` of a name."""
     return SOLVERS[name](name=name, **keys)
 
 
 def schedule(name: str, **keys: Any) -> ScheduleConfig:
-    """`[sampling.schedule]` of a name."""
     return SCHEDULES[name](name=name, **keys)

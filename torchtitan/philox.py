@@ -268,7 +268,6 @@ def _constants(key: tuple[int, int], device: torch.device) -> tuple[Tensor, Tens
 
 
 def _round_keys(key: tuple[int, int]) -> list[tuple[int, int]]:
-    """Both words of the key of each round."""
     first, second = (
         [(start + number * increment) & _MASK for number in range(_ROUNDS)]
         for start, increment in zip(key, _KEY_INCREMENTS, strict=True)

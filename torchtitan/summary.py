@@ -34,11 +34,7 @@ class RunSummary:
         self, state: RunState, outputs: OptionalOutputs, compilations: CompileCounter, clock: RunClock,
         hardware: dict[str, Any],
     ) -> None:  # fmt: skip
-        """
-        Args:
-            outputs: says which files cannot be written.
-            hardware: as found so far; the caller may add to it.
-        """
+        """outputs: says which files cannot be written; hardware: as found so far; the caller may add to it."""
         self._state = state
         self._clock, self._hardware = clock, hardware
         self._outputs = outputs
@@ -46,11 +42,7 @@ class RunSummary:
         self.clock: dict[str, Any] = {}  # of the closed summary: totals of the run's clock, with speeds and cost
 
     def close(self, log: MetricsLog, status: str, results: dict[str, Any]) -> str | None:
-        """Close: write the last metrics and the summary.
-
-        Returns:
-            Missing files that matter, in words; None if there are none.
-        """
+        """Write the last metrics and the summary; return the missing files that matter, in words, if any."""
         completed, safe = status == "completed", self._state.config.checkpoint.enable
         lacking, points = log.settle()
         if lacking:

@@ -145,7 +145,6 @@ def warnings_of(cases: dict[str, dict]) -> dict[str, list[str]]:
 
 
 def shared_folder() -> str:
-    """One temporary folder for all ranks."""
     box = [tempfile.mkdtemp()]
     if dist.is_initialized():
         dist.broadcast_object_list(box, src=0)

@@ -152,7 +152,6 @@ def full_on_the_last(path, pieces):
 
 
 def all_cases(layouts: dict[str, dict]) -> dict[str, dict]:
-    """Everything, in one launch."""
     failed = {mode: failed_on_one_rank(mode) for mode in ("disabled", "async")}
     stores = {name: resumed_from_a_store(**layout) for name, layout in layouts.items()}
     return {"stores": stores, "failed": failed, "saved": saved_while_training(layouts)}

@@ -30,8 +30,6 @@ LOCAL_BATCH, STEPS = 3, 2
 
 @dataclass(kw_only=True)
 class Case:
-    """One way to train."""
-
     replicas: int
     shards: int
     accumulation: int = 1
@@ -44,7 +42,6 @@ class Case:
 
 
 def measure_all(cases: dict[str, dict]) -> dict[str, dict]:
-    """For each case, what this rank found; see _measure."""
     return {name: _measure(Case(**case)) for name, case in cases.items()}
 
 
@@ -120,8 +117,6 @@ def _set_aside(
 
 
 class _Run:
-    """A parallel copy of a model and its backward passes."""
-
     def __init__(self, case: Case, layout: Layout, model: nn.Module) -> None:
         self.case, self.layout = case, layout
         model = copy.deepcopy(model)

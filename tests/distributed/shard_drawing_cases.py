@@ -41,7 +41,6 @@ def sha256_of_weights(cases: dict[str, tuple[str, ...]], replicas: int, shards: 
 
 
 def network(config: JobConfig, initial_weights: str = "") -> DiffusionModel:
-    """Network of a run on the present layout."""
     info, layout = dataset_info(config.data), Layout(config.parallelism)
     if not layout.sharded:
         model = new_network(config, info, layout.device, initial_weights)

@@ -22,7 +22,6 @@ ON_FOUR = {"HSDP": {"replicas": 2, "shards": 2}}
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, dict]:
-    """Cases by name."""
     results = {}
     for ranks, cases in ((1, ON_ONE), (2, ON_TWO), (4, ON_FOUR)):
         results |= run_on_ranks("tests.distributed.bucket_cases:train_all", ranks, {"cases": cases})[0]

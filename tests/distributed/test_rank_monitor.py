@@ -29,7 +29,6 @@ RANK_CASES = [name for name in CASES[2] if name not in PURE]
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, list[dict]]:
-    """Steps of every case, as the first rank saw them."""
     steps = {}
     for ranks, cases in CASES.items():
         steps |= run_on_ranks("tests.distributed.rank_monitor_cases:measure_all", ranks, {"cases": cases})[0]

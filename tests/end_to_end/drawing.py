@@ -20,7 +20,6 @@ def start_command(name: str, *words: str, ranks: int = 1, folder: Path = ROOT) -
 
 
 def results_of(processes: list[ForkedProcess]) -> list[tuple[int, str]]:
-    """Exit code and output of every rank."""
     return [(process.wait(300), process.said()) for process in processes]
 
 
@@ -30,7 +29,6 @@ def start_sampling(output: Path, run: Path, *options: str, ranks: int = 1) -> li
 
 
 def sample(output: Path, run: Path, *options: str, ranks: int = 1) -> list[tuple[int, str]]:
-    """Exit code and output of every rank."""
     return results_of(start_sampling(output, run, *options, ranks=ranks))
 
 

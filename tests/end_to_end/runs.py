@@ -76,7 +76,6 @@ class Run:
         )  # fmt: skip
 
     def wait(self, timeout: float = 300) -> tuple[list[int], list[str]]:
-        """Exit codes and outputs of all ranks."""
         try:
             outputs = [process.communicate(timeout=timeout)[0] for process in self.processes]
         finally:

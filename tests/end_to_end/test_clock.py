@@ -32,7 +32,6 @@ def config(tmp_path_factory):
 
 
 def ticked(config, name, kill_after=0):
-    """Train by the ticking clock; the run's folder."""
     outputs = config.parent / "outputs"
     words = ["--job.config_file", str(config), "--job.dump_folder", str(outputs), "--job.name", name, *OPTIONS]
     process = ForkedProcess(train, (words, kill_after), os.environ | {"RANK": "0", "LOCAL_RANK": "0"})

@@ -58,7 +58,6 @@ def encoded(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def runs(encoded):
-    """The same run with and without an autoencoder, each on two ranks."""
     folder = encoded[0]
     decode = ["--autoencoder.name", "cosmos", "--autoencoder.path", str(folder / "tokenizer")]
     found = {

@@ -26,7 +26,6 @@ def run(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def hub(tmp_path, monkeypatch) -> Path:
-    """Folder of the repositories, by owner and name."""
     module = ModuleType("huggingface_hub")
 
     def snapshot_download(repository, allow_patterns):

@@ -32,7 +32,6 @@ def config(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def bases(config) -> list[Path]:
-    """Two files of weights for the configuration."""
     found = []
     for seed in (1, 2):
         job = load_config(["--job.config_file", str(config), "--lora.enable", "true", "--debug.seed", str(seed)], 1)
@@ -99,7 +98,6 @@ def test_what_cannot_be_adapted_is_refused(config, overrides, fragments):
 
 
 def without(words: tuple[str, ...], given: list[str]) -> list[str]:
-    """Words without the keys that are given anew."""
     pairs = zip(words[::2], words[1::2], strict=True)
     return [word for key, value in pairs if key not in given for word in (key, value)]
 

@@ -23,7 +23,6 @@ CONFIG = {
 
 
 def drawn(place: Path, source: str, *words: str) -> list[bytes]:
-    """Pictures of a source, seen from a folder."""
     done = run_script(f"{ROOT}/scripts/sample.py", source, *DRAWN, *words, "--output", "drawn", folder=place)
     assert done.returncode == 0, done.stderr
     files = sorted((place / "drawn").glob("class-*.png"))

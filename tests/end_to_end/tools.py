@@ -10,7 +10,6 @@ from tests.launcher import ROOT
 
 
 def load_tool(name: str) -> ModuleType:
-    """The script of this name as a module."""
     specification = importlib.util.spec_from_file_location(f"{name}_tool", ROOT / "torchtitan_dit" / "commands" / f"{name}.py")
     tool = importlib.util.module_from_spec(specification)
     specification.loader.exec_module(tool)
@@ -33,6 +32,5 @@ def caller(tool: ModuleType, capsys) -> Callable[..., tuple[int, str, str]]:
 
 
 def table(path: Path) -> list[dict[str, str]]:
-    """The rows of a CSV file."""
     with open(path, newline="") as file:
         return list(csv.DictReader(file))

@@ -126,7 +126,6 @@ class CutDisk:
         _call("mount", "-o", f"remount,{_MEMORY}", memory)
 
     def remove(self) -> None:
-        """Unmount it."""
         _call("umount", self.path)
 
     def _copy(self, target: Path) -> None:

@@ -13,7 +13,6 @@ class ForkedRun(Run):
     """A `Run` without the seconds that importing torch takes."""
 
     def said(self) -> str:
-        """Output of all ranks so far."""
         return "".join(process.said() for process in self.processes)
 
     def start(self, arguments: list[str], environment: dict[str, str]) -> ForkedProcess:
@@ -21,7 +20,6 @@ class ForkedRun(Run):
 
 
 def _train(arguments: list[str]) -> int:
-    """What train.py does as a program."""
     from tests.faults.moments import arm
     from torchtitan_dit.commands.train import main
 

@@ -24,8 +24,6 @@ CAPTIONS = [
 
 
 class Ranks:
-    """Processes started as torchrun would."""
-
     def __init__(self, words: list[str], count: int, kill_at: int = -1) -> None:
         """kill_at: the file at whose renaming the first rank dies; -1: it does not."""
         shared = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(count)}

@@ -208,7 +208,6 @@ def test_a_record_that_is_not_this_runs_is_not_written_over(tmp_path, name):
 
 @pytest.fixture
 def own_run(tmp_path) -> Path:
-    """Folder of a run of two steps that is not done."""
     assert start(tmp_path) == 0
     return tmp_path / "outputs" / "project"
 

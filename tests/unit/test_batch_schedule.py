@@ -45,7 +45,6 @@ def test_a_step_of_a_batch_n_times_as_large_keeps_what_n_steps_keep(track):
 
 
 def _one_step(folder, name: str, **arguments) -> tuple:
-    """What a first step left."""
     trainer = make_trainer(str(folder), name, steps=20, replicas=1, shards=1, accumulation=1, **arguments)
     trainer.state.step = 1
     norm, lr = trainer.train_step()

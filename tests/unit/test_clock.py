@@ -25,7 +25,6 @@ class HandClock:
 
 
 def totals(steps=0, **parts):
-    """Totals of parts in seconds."""
     return ClockTotals({name: round(parts.get(name, 0) * SECOND) for name in PARTS}, steps)
 
 

@@ -17,8 +17,6 @@ META, EDGES = torch.device("meta"), torch.tensor([0.25, 0.5, 0.75], dtype=torch.
 
 
 class HostCopies(TorchDispatchMode):
-    """Copies between devices."""
-
     def __init__(self):
         super().__init__()
         self.found = []

@@ -20,7 +20,6 @@ PATH = PATHS["rectified_flow"]()
 
 
 def solved(predict, x, first_steps=10, **options):
-    """End of the flow, and the number of evaluations."""
     calls = []
 
     def counted(x_t, t):

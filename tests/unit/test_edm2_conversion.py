@@ -81,8 +81,6 @@ def published_shapes(
 
 
 def published_network(w: dict[str, Tensor], x: Tensor, t: Tensor, one_hot: Tensor, per_head: int) -> Tensor:
-    """Forward of NVlabs' U-Net in the terms of its state dict, w."""
-
     def rms(x: Tensor, dims: tuple[int, ...]) -> Tensor:
         return x.square().mean(dims, keepdim=True).sqrt()
 

@@ -40,7 +40,6 @@ def inputs(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def whole(inputs, tmp_path_factory):
-    """A store that was made without interruption."""
     store = tmp_path_factory.mktemp("whole") / "store"
     assert main(["--output", str(store), *inputs[1]]) == 0
     return store

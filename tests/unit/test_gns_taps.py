@@ -72,7 +72,6 @@ class Problem:
         self.gradients = self._per_sample()
 
     def loss(self, chosen: slice = slice(None), parameters: dict | None = None) -> torch.Tensor:
-        """Per-sample losses."""
         condition = each_tensor(self.condition, lambda value: value[chosen])
         arguments = (self.x[chosen], 1000 * self.t[chosen].to(self.x.dtype), condition)
         output = functional_call(self.model, parameters, arguments) if parameters else self.model(*arguments)

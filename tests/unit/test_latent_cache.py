@@ -214,7 +214,6 @@ def test_a_picture_that_ends_early_is_refused_before_training(pictures, tmp_path
 
 
 def weights_of(given):
-    """Random weights of a configuration's network."""
     config = load_config(given, 1)
     model = network_on_meta(config, trained_info(config))
     return model, {name: torch.randn(tensor.shape) for name, tensor in named_weights(model).items()}

@@ -93,8 +93,6 @@ def test_allocator_of_a_training_grows_its_segments_unless_the_environment_choos
     chosen = []
 
     class Training:
-        """Stands for the program, which is imported after the environment is made."""
-
         @staticmethod
         def run():
             chosen.append({key: os.environ[key] for key in os.environ if key.endswith("ALLOC_CONF")})

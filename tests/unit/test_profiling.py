@@ -20,7 +20,6 @@ def trace_path(folder, step):
 
 
 def traced_steps(path):
-    """Numbers of steps that a trace has."""
     events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
     return len({event["name"] for event in events if event.get("name", "").startswith("ProfilerStep#")})
 

@@ -101,14 +101,7 @@ class CheckpointFinder:
 
 
 def verify(checkpoint: AnyPath) -> str | None:
-    """Read every byte of a checkpoint.
-
-    Returns:
-        None for a good checkpoint, else its problem in a few words.
-
-    Raises:
-        StoreError: the store does not answer, which is not damage.
-    """
+    """Read every byte of a checkpoint; its problem, or None. Raises StoreError: no answer, which is no damage."""
     try:
         files = read_manifest(checkpoint)
     except DamagedFile as error:

@@ -51,7 +51,6 @@ def _reduction(checked: ConfigView) -> Iterator[Problem]:
 
 
 def _accumulates(checked: ConfigView) -> bool:
-    """Whether a step has several microbatches, or may come to have."""
     training = checked.training
     wanted, local = training.global_batch_size, training.local_batch_size
     grows = largest_growth(checked) > 1

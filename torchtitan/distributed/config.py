@@ -43,7 +43,6 @@ class ParallelismConfig:
 
     @property
     def processes(self) -> int:
-        """All processes, of resolved degrees."""
         return self.degrees.processes
 
 
@@ -95,7 +94,6 @@ class CompileConfig:
 
     @property
     def cuda_graphs(self) -> bool:
-        """True if blocks are replayed as CUDA graphs."""
         return self.enable and self.mode in CUDA_GRAPH_MODES
 
 
@@ -145,11 +143,7 @@ class ActivationCheckpointConfig:
 def checkpoint_problems(
     config: ActivationCheckpointConfig, compiled: bool, num_blocks: int | None
 ) -> Iterator[tuple[str, str]]:
-    """Find combinations that cannot work or would be ignored: (key, what is wrong and what to do).
-
-    Args:
-        num_blocks: blocks of the model, None if it does not say.
-    """
+    """Find combinations that cannot work or are ignored (num_blocks None: unknown): key, what is wrong, what to do."""
     if config.mode in ("selective", "full") and num_blocks is not None and config.every > num_blocks:
         advice = f"set at most {num_blocks}: the first alone"
         yield "every", f"{config.every} is more than the model's {num_blocks} blocks ({advice})"

@@ -31,7 +31,6 @@ class Degrees(NamedTuple):
 
     @property
     def processes(self) -> int:
-        """All processes."""
         return self.data_ranks * self.context
 
     @property

@@ -91,7 +91,6 @@ class SamplingConfig:
 
     @property
     def guidance(self) -> Guidance:
-        """Guidance by these keys."""
         low, high = self.guidance_interval
         return Guidance(self.guidance_scale, (low, high), self.guidance_channels)
 

@@ -78,7 +78,6 @@ class SampleMetrics:
 
     @property
     def count(self) -> int:
-        """Number of samples of a measurement."""
         return self._config.count
 
     def measure(

@@ -46,23 +46,14 @@ class MeansByTime:
     """Means with standard errors of images' losses: of all, and by timestep bin or by the place of given timesteps."""
 
     def __init__(self, bin_edges: Tensor, timesteps: Sequence[float], device: torch.device) -> None:
-        """
-        Args:
-            bin_edges: inner edges in t, rising, [K - 1].
-            timesteps: image i is at timestep i mod K of these K, instead of bins.
-        """
+        """bin_edges: inner edges in t, rising, [K - 1]; timesteps: image i at timestep i mod K of these instead."""
         self._edges, self._part = bin_edges, "time" if timesteps else "bin"
         self._timesteps, self._bins = len(timesteps), len(timesteps) or len(bin_edges) + 1
         # (weights, values, squares) of each bin, and of all images in the last place.
         self._sums = torch.zeros(3, self._bins + 1, dtype=torch.float64, device=device)
 
     def add(self, indices: Tensor, t: Tensor, weights: Tensor, by_bin: Tensor, whole: Tensor) -> None:
-        """Add images.
-
-        Args:
-            indices, t, weights: number, timestep and weight (0: padding) of each, [B].
-            by_bin, whole: losses for the means by bin, and for the mean over all, [B].
-        """
+        """Add images [B], by number, timestep and weight (0: padding): losses for means by bin, and over all."""
         which = indices % self._timesteps if self._timesteps else torch.bucketize(t, self._edges)
         for where, values in ((which, by_bin), (torch.full_like(which, self._bins), whole)):
             values = values.to(torch.float64)

@@ -79,12 +79,7 @@ class SweepSettings:
 
 @dataclass(frozen=True)
 class Cell:
-    """Cell: one point of the grid.
-
-    Attributes:
-        id: `axis=value` of all axes joined; a file name, unique in the sweep.
-        values: dotted key -> value of every key that the cell sets.
-    """
+    """One point of the grid; id: `axis=value` of all, a unique file name; values: dotted key -> value."""
 
     id: str
     axes: dict[str, Any]

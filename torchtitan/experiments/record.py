@@ -70,11 +70,7 @@ class SweepFolder:
         return path if path.exists() else None
 
     def rows(self) -> dict[tuple[str, int], Row]:
-        """Rows: the latest of every cell and repeat.
-
-        Raises:
-            SweepError: a line is damaged; the last one may be torn by a kill, and does not count.
-        """
+        """Latest row of every cell and repeat, without a last one torn by a kill. Raises SweepError: damaged."""
         rows: dict[tuple[str, int], Row] = {}
         lines = self._folder.read(STATE_FILE, lambda text: text.split("\n")[:-1])
         for number, line in enumerate(lines or [], 1):

@@ -79,11 +79,7 @@ def collect_captions(
 def plan_captions(
     captions: Captions, encoders: TextEncoders, dtype: CaptionDtype, shard_texts: int | None, from_classes: bool
 ) -> CaptionPlan:
-    """Plan the captions of a store. Raises LatentStoreError: impossible numbers.
-
-    Args:
-        shard_texts: texts per file at most; None: as many as CAPTION_SHARD_BYTES hold.
-    """
+    """Plan captions, `shard_texts` a file, or CAPTION_SHARD_BYTES. Raises LatentStoreError: impossible numbers."""
     (length, width), (pooled,) = encoders.text_shape, encoders.pooled_shape
     size = (length * width + pooled) * CAPTION_DTYPES[dtype].itemsize
     digest = hashlib.sha256(texts_digest(captions.texts).encode())

@@ -27,7 +27,6 @@ class Part:
 
     @property
     def whole(self) -> bool:
-        """True if it is all of the files."""
         return self.count == 1
 
     def of(self, files: Iterable[int]) -> list[int]:

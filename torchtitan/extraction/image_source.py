@@ -74,7 +74,6 @@ class ImageSource:
 
     @property
     def name(self) -> str:
-        """Name of the dataset, for messages."""
         return f"data.name = {self._config.name}"
 
     def captions(self) -> list[str]:
@@ -155,7 +154,6 @@ class ImageSource:
         return hashlib.sha256("".join(listings).encode()).hexdigest()[:16]
 
     def _sample_digest(self) -> str:
-        """Digest of some images and labels spread over the source."""
         digest = hashlib.sha256()
         for number in np.unique(np.linspace(0, len(self) - 1, SAMPLED_IMAGES).astype(np.int64)).tolist():
             images, labels, _ = self.read(range(number, number + 1))

@@ -181,11 +181,7 @@ def reference_features(
 def measure(
     request: Request, samples: Mapping[str, FeatureSet], reference: Mapping[str, FeatureSet], held_out: Mapping[str, FeatureSet]
 ) -> dict[str, Measurement]:
-    """Measure samples by every metric of a request, in its order; all feature sets are by extractor.
-
-    Raises:
-        EvaluationError: features that a metric cannot be computed from.
-    """
+    """Measure samples by a request's metrics, in order; feature sets by extractor. Raises EvaluationError: unusable."""
     found = {}
     for name in tqdm(request.metrics, "metrics of features", unit="metric", delay=2, leave=False, disable=None):
         extractor = request.extractor_of(name)
@@ -200,7 +196,6 @@ def measure(
 def _refuse_small(
     name: str, metric: Metric, extractor: FeatureExtractor, count: int, reference: Reference | None
 ) -> None:
-    """Refuse too few images for a covariance or a protocol."""
     size, counts = extractor.dims[metric.output], {"samples": count}
     if reference is not None and reference.count is not None:
         counts[reference.place] = reference.count

@@ -60,7 +60,6 @@ class PatientFile:
 
     @property
     def num_waiting(self) -> int:
-        """Number of records that wait in memory."""
         return len(self._waiting)
 
     def close(self) -> None:

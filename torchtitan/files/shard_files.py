@@ -37,7 +37,6 @@ class Piece:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype in the file."""
         return self.stored_as or self.local.dtype
 
     def values(self) -> Tensor:

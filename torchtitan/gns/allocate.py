@@ -292,11 +292,7 @@ class SharesSchedule:
         self.considered_at: int | None = None  # step
 
     def update(self, step: int, samples: int, measured: BinEstimates, *, stratified: bool) -> list[float] | None:
-        """Update the shares: return new ones, to be used from step + 1 on, or None where they stay.
-
-        Args:
-            measured: of gradients without importance weights, equal on all ranks.
-        """
+        """New shares from step + 1 on, or None; measured: without importance weights, equal on all ranks."""
         if samples < self._warmup:
             return None
         if self.considered_at is not None and step - self.considered_at < self._interval:

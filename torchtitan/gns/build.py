@@ -20,11 +20,7 @@ from torchtitan.models.base import DiffusionModel
 
 
 def build_taps(config: Any, model: DiffusionModel, edges: Tensor, layout: Layout) -> GradientTaps:
-    """Install taps in a network that is not yet distributed.
-
-    Args:
-        edges: inner edges of the timestep bins in t, rising, [K - 1].
-    """
+    """Install taps in a network that is not yet distributed; edges: inner ones of the bins in t, rising, [K - 1]."""
     return GradientTaps(
         model, bin_edges=edges, local_batch_size=config.training.local_batch_size, sketch_size=config.gns.sketch_size,
         seed=config.debug.seed, adam=config.optimizer.rule.is_adams and config.gns.adam_geometry, device=layout.device,

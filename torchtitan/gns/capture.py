@@ -111,11 +111,7 @@ class GradientTaps:
         self._switch.mode = MEASURED if self._measured else FREE
 
     def end_microbatch(self, samples_per_rank: int, loss: Tensor) -> None:
-        """Collect the measurements of the backward and switch the taps off.
-
-        Args:
-            samples_per_rank: samples of this rank (all its microbatches) over which the loss is a mean.
-        """
+        """Collect the backward's measurements and switch taps off; the loss is a mean of samples_per_rank."""
         self._switch.mode, self._samples = OFF, samples_per_rank
         one_hot, scale, step = self._switch.one_hot.to(self._dtype), float(samples_per_rank), self._step
         in_float64 = one_hot.to(torch.float64)

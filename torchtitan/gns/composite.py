@@ -233,11 +233,7 @@ class ControlledSums:
         self._added += 1
 
     def estimate(self, sketch: DecayedSums, window: int = 0) -> BinEstimates:
-        """Estimate every bin.
-
-        Args:
-            sketch: the same steps without control variates, for the inner products between bins and the lag.
-        """
+        """Estimate every bin; sketch: without control variates, for products between bins and the lag."""
         plain = sketch.estimate(window)
         coefficients = self.coefficients(window)
         taken = torch.zeros(*coefficients.moment.shape, 4, 6, dtype=torch.float64)  # [J, K, 4, 6]: v -> v less beta C

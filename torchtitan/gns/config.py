@@ -119,11 +119,7 @@ def bin_edges(config: GNSConfig, objective: ObjectiveConfig) -> Tensor:
 
 
 def bin_tags(edges: Sequence[float]) -> dict[str, float]:
-    """Tags that say which bins a point's noise scales are of.
-
-    Args:
-        edges: inner edges of the bins in t, rising.
-    """
+    """Tags that say which bins, by inner edges in t, rising, a point's noise scales are of."""
     return {_COUNT: float(len(edges) + 1)} | {f"{_EDGE}/{k}": edge for k, edge in enumerate(edges)}
 
 

@@ -59,7 +59,6 @@ class RankMonitor:
 
     @property
     def separate(self) -> bool:
-        """True if every microbatch is reduced separately."""
         return self.bin_pure or self._ranks is None
 
     def discard_backward(self) -> None:
@@ -68,12 +67,7 @@ class RankMonitor:
             self._ranks.pop_square_norm()
 
     def end_microbatch(self, parameters: Sequence[nn.Parameter], samples: int, k: int, importance: float) -> None:
-        """End a microbatch, after its backward; collective where microbatches are separate.
-
-        Args:
-            k: its bin, where it is pure.
-            importance: weight of the bin's samples in the loss.
-        """
+        """End a microbatch, after backward, collective if separate; k: its bin, with that importance, if pure."""
         if not self.separate:
             return
         if self.bin_pure and self._ranks is not None:

@@ -82,14 +82,7 @@ def caption_shapes(plan: CaptionPlan, count: int) -> dict[str, tuple[tuple[int, 
 
 
 def caption_content(plan: CaptionPlan, texts: Sequence[str], embeddings: Mapping[str, Tensor]) -> bytes:
-    """Build the bytes of a file of captions.
-
-    Args:
-        embeddings: TEXT [n, L, D] and POOLED [n, P], any floating dtype.
-
-    Raises:
-        LatentStoreError: the dtype cannot hold a value.
-    """
+    """Bytes of a file of captions: TEXT [n, L, D], POOLED [n, P]. Raises LatentStoreError: too large for the dtype."""
     letters = [text.encode() for text in texts]
     tensors = {name: embeddings[name].to(CAPTION_DTYPES[plan.dtype]).contiguous() for name in (TEXT, POOLED)}
     tensors[_ENDS] = torch.tensor(np.cumsum([len(text) for text in letters], dtype=np.int64))

@@ -47,11 +47,7 @@ class ChannelMoments:
         return total
 
     def joined(self, other: "ChannelMoments") -> "ChannelMoments":
-        """Join the moments of two sets of values.
-
-        Source: Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm for computing sample
-        variances" (1979), equation 2.1.
-        """
+        """Join the moments of two sets of values. Source: Chan, Golub and LeVeque (1979), equation 2.1."""
         count, difference = self.count + other.count, other.mean - self.mean
         return ChannelMoments(
             count,

@@ -10,12 +10,7 @@ _LEVELS = 2**16
 
 
 def dropout_keys(seed: int, samples: Tensor, layers: int, attempt: int = 0) -> Tensor:
-    """Keys of one forward in training: int64 [layers, B, 2], random words in [0, 2^32).
-
-    Args:
-        seed: of the run, 0 <= seed < 2^64.
-        samples: sample numbers [B], int64.
-    """
+    """Keys of a forward in training, int64 [layers, B, 2] in [0, 2^32), by seed < 2^64 and sample numbers [B]."""
     words = philox.random_words(seed, "dropout", samples, 2 * layers, attempt)  # [B, 2 layers]
     return words.unflatten(1, (layers, 2)).transpose(0, 1).contiguous()
 

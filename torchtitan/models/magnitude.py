@@ -96,11 +96,7 @@ class MPFourier(nn.Module):
 
 
 def normalized(x: Tensor, dim: int | tuple[int, ...] | None, eps: float) -> Tensor:
-    """Normalise to unit root mean square: x / (eps + rms), in float32 at least.
-
-    Args:
-        dim: dimensions that share one root mean square; None: all but the first.
-    """
+    """x / (eps + rms), of unit root mean square over `dim` (None: all but the first), in float32 at least."""
     x = x.to(torch.promote_types(x.dtype, torch.float32))
     dims = tuple(range(1, x.ndim)) if dim is None else dim
     norm = torch.linalg.vector_norm(x, dim=dims, keepdim=True)

@@ -61,7 +61,6 @@ class SamplingSetup:
 
     @property
     def warnings(self) -> Iterator[str]:
-        """Warnings of the loaded models."""
         yield from self.trained.warnings
         yield from self.guide.model.warnings if self.guide else ()
 
@@ -77,14 +76,7 @@ class SamplingSetup:
         }
 
     def plan(self, seeds: str | None, count: int | None, classes: list[int]) -> SetPlan:
-        """Plan a set of pictures.
-
-        Args:
-            classes: by turns; none: drawn for each seed.
-
-        Raises:
-            SampleSetError, WeightsError: there can be none.
-        """
+        """Plan pictures of classes by turns; none: drawn by seed. Raises SampleSetError, WeightsError: impossible."""
         check_prompted(self.trained)
         channels = self.image_shape[0]
         if self.decoder is None and (self.trained.record.latents or channels not in (1, 3)):

@@ -72,12 +72,7 @@ def effective(config: Any) -> dict[str, dict[str, Any]]:
 
 
 def unmet_condition(config: Any, section: str, field: dataclasses.Field) -> tuple[str, Any, tuple | str] | None:
-    """Find why a key has no effect.
-
-    Returns:
-        the dotted key that it depends on, that key's value, and the values under which it would have an effect;
-        None if it has one.
-    """
+    """Why a key has no effect, if so: dotted key that it depends on, its value, and the values that would do."""
     outer, _, inner = section.rpartition(".")
     if outer and (of_outer := unmet_condition(config, outer, section_at(config, outer).__dataclass_fields__[inner])):
         return of_outer

@@ -135,12 +135,10 @@ class RunState:
 
     @property
     def progress_before(self) -> int:
-        """Progress before the last step."""
         return self.progress - self.batch_size // self.config.training.global_batch_size
 
     @property
     def last_step(self) -> bool:
-        """True after the run's last step."""
         return self.progress >= self.config.training.steps
 
     @property

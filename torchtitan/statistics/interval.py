@@ -25,7 +25,6 @@ class Interval:
 
     @property
     def bounded(self) -> bool:
-        """True if both ends are finite."""
         return math.isfinite(self.lower) and math.isfinite(self.upper)
 
     @property

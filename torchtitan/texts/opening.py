@@ -45,11 +45,7 @@ class TextEncoders:
         return (self._pooled.pooled_width,)
 
     def encode(self, texts: Sequence[str]) -> tuple[dict[str, Tensor], int]:
-        """Encode texts [B].
-
-        Returns:
-            TEXT [B, L, D] and POOLED [B, P], on the CPU; and how many of the texts lost their ends.
-        """
+        """Encode texts [B]: TEXT [B, L, D] and POOLED [B, P] on the CPU; number of texts that lost their ends."""
         tokens = self._tokens.encode(texts, self.length)
         pooled = tokens.pooled if self._pooled is self._tokens else self._pooled.encode(texts, self._pooled.pooled_length).pooled
         assert pooled is not None  # of an encoder with a pooled width

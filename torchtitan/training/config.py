@@ -89,7 +89,6 @@ class UpdateRule:
 
     @property
     def has_eps(self) -> bool:
-        """True if optimizer.eps has an effect."""
         return self.is_adams or self.orthogonalises if self.eps is None else self.eps
 
 
@@ -115,7 +114,6 @@ class OptimizerConfig:
 
     @property
     def rule(self) -> UpdateRule:
-        """Update rule of that name."""
         return UPDATE_RULES[self.name]
 
 

@@ -112,7 +112,6 @@ class EMASnapshots:
             raise CheckpointError(f"{self.folder}: cannot be changed: {first_line(error)}") from error
 
     def _is_own(self, path: Path) -> bool:
-        """Check whether a snapshot is of a run with this configuration."""
         try:
             read_manifest(path)
             config = read_state(path).get("config")

@@ -12,12 +12,7 @@ from torchtitan.training.host_memory import host_memory
 
 
 def describe_hardware(device: torch.device, num_devices: int) -> dict[str, Any]:
-    """Describe the hardware as found.
-
-    Returns:
-        `device` by name, `num_devices`, `cpu`, `threads`, `torch`; `memory_gib` of one device where it is known, and
-        `cuda` on a GPU.
-    """
+    """Hardware as found: device, num_devices, cpu, threads, torch; memory_gib of a device if known; cuda on a GPU."""
     found: dict[str, Any] = {
         "device": device_name(device), "num_devices": num_devices, "cpu": cpu_name(), "threads": torch.get_num_threads(),
         "torch": torch.__version__,

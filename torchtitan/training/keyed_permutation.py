@@ -19,11 +19,7 @@ class KeyedPermutation:
     """Permutation of 0, ..., N - 1 that takes no memory."""
 
     def __init__(self, count: int, keys: np.ndarray) -> None:
-        """
-        Args:
-            count: N, 1 or more and at most 2^62.
-            keys: of the rounds, uint64 [NUM_ROUNDS], random.
-        """
+        """count: N in 1 .. 2^62; keys: of the rounds, uint64 [NUM_ROUNDS], random."""
         self._count = count
         self._keys = keys
         bits = max((count - 1).bit_length(), 2)

@@ -152,11 +152,7 @@ class LoaderProcesses:
 def shared_memory_shortage(
     batch_bytes: int, num_workers: int, ranks: int, free_bytes: int | None = None
 ) -> str | None:
-    """Report in one line that the batches loaded ahead do not fit in shared memory, if so.
-
-    Args:
-        free_bytes: of shared memory; None: what this machine has now.
-    """
+    """Shortage in free_bytes of shared memory (None: now) of the batches loaded ahead, in one line."""
     if not num_workers or batch_bytes < _SMALL:
         return None
     batches = ranks * (num_workers * PREFETCH_FACTOR + 1)  # one more in the hands of the trainer

@@ -139,11 +139,7 @@ class MetricsLog:
         self, folder: Path, config: MetricsConfig, run_name: str, run_config: dict, steps_done: int,
         callbacks: Sequence[Callback] = (),
     ) -> None:  # fmt: skip
-        """
-        Args:
-            steps_done: step that the run resumes from; later points are dropped.
-            callbacks: called with every point, beside those of plugins.
-        """
+        """steps_done: where the run resumes; later points are dropped. callbacks: called with every point."""
         self._folder = folder
         self._callbacks = CALLBACKS | {f"callback {number}": each for number, each in enumerate(callbacks, start=1)}
         self._outputs = OptionalOutputs()

@@ -55,11 +55,7 @@ class NumericalGuard:
     """
 
     def __init__(self, limit: int, image_of: Callable[[int, int], int] | None = None) -> None:
-        """
-        Args:
-            limit: skipped steps tolerated between checkpoints.
-            image_of: (sample number, attempt) -> index in the dataset, for messages.
-        """
+        """limit: skipped steps tolerated between checkpoints; image_of: (sample, attempt) -> image, for messages."""
         self.skipped, self.rollbacks = 0, 0
         self.last_skipped: StepSamples | None = None
         self.last_healthy: StepSamples | None = None

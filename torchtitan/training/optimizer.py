@@ -222,11 +222,7 @@ class FusedAdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def update(self, skip: Tensor | None = None) -> None:
-        """Update every parameter that has a gradient.
-
-        Args:
-            skip: bool scalar; where it is true, weights and states stay as they are. Moved to the parameters' device.
-        """
+        """Update parameters that have a gradient, but where skip is true: bool scalar, moved to their device."""
         found = None if skip is None else skip.to(torch.float32)
         if not (self._prepared or self._prepare()) or any(parameter.grad is None for parameter in self._parameters):
             cast(Any, self).found_inf = found

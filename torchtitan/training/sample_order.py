@@ -92,11 +92,7 @@ class _ComputedEpoch:
     def __init__(
         self, blocks: np.ndarray, order: np.ndarray, blocks_at_a_time: int, keys_of: Callable[[int], np.ndarray]
     ) -> None:
-        """
-        Args:
-            order: of the blocks in this epoch, int64 [K].
-            keys_of: keys of a window's permutation, by its number.
-        """
+        """order: of the epoch's blocks, int64 [K]; keys_of: number of a window -> keys of its permutation."""
         self._firsts = (np.cumsum(blocks) - blocks)[order]  # image with which each block begins, in this epoch's order
         self._ends = np.cumsum(blocks[order])  # place in the epoch at which each block would end unshuffled
         self._begins = self._ends - blocks[order]

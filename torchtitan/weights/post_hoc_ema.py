@@ -44,7 +44,6 @@ class StoredAverages:
 
     @cached_property
     def places(self) -> list[tuple[Snapshot, str]]:
-        """Snapshot and track of every stored average."""
         return [(snapshot, track) for snapshot in self.snapshots for track in self.tracks if track in snapshot.tracks]
 
     @cached_property
@@ -154,11 +153,7 @@ class Reconstruction:
 def stored_averages(
     run: Path, step: int | None = None, without: Sequence[str] = (), ignore_gaps: bool = False
 ) -> StoredAverages:
-    """Stored averages of a run up to a step, verified. Raises SnapshotError.
-
-    Args:
-        step: of the last snapshot; None for the newest.
-    """
+    """Averages up to a snapshot's step (None: the newest), verified. Raises SnapshotError."""
     snapshots, gaps = read_series(run, step, ignore_gaps)
     last = snapshots[-1]
     if unknown := [name for name in without if name not in last.tracks]:

@@ -155,7 +155,6 @@ def _export_problems(layout: PublishedLayout, model: DiffusionModel, approximate
 
 
 def _autoencoder_beside(path: Path, config: JobConfig) -> AutoencoderConfig:
-    """Autoencoder in a pipeline's folder, where the configuration names none."""
     named = config.autoencoder.name not in ("none", "diffusers") or config.autoencoder.path
     if named or not (path / "vae" / "config.json").is_file():
         return config.autoencoder

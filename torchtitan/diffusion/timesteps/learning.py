@@ -88,11 +88,7 @@ class LearningTimesteps(AllocatedTimesteps):
         return {"sampler": self.name, "edges": self.edges.tolist(), **state}
 
     def load_state_dict(self, state: dict) -> None:
-        """Resume from a state; an empty one is that of a new run.
-
-        Raises:
-            ValueError: the state is of another sampler or of other bins.
-        """
+        """Resume a state, {} in a new run. Raises ValueError: of another sampler or other bins."""
         self._seen = None
         fresh = {key: value.to(torch.float64) for key, value in self._fresh_state().items()}
         fresh["shares"] = self.masses.clone()
@@ -127,10 +123,7 @@ class LearningTimesteps(AllocatedTimesteps):
         self._use(self.shares)
 
     def _mixed(self, wanted: Tensor, floor: float) -> Tensor:
-        """Mix shares in proportion to `wanted` with a floor of the objective's masses.
-
-        These masses alone if `wanted` are all zero, or their sum is infinite or NaN.
-        """
+        """Shares as `wanted`, mixed with a floor of the masses; these alone where `wanted` is all 0 or not finite."""
         total = wanted.sum()
         mixed = floor * self.masses + (1.0 - floor) * wanted / total
         return torch.where((total > 0) & (total < torch.inf), mixed, self.masses)

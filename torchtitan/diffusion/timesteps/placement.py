@@ -81,11 +81,7 @@ class Truncated:
     """Another density, restricted to a range of ln sigma."""
 
     def __init__(self, density: SmoothDensity, low: float, high: float) -> None:
-        """Cut off the mass below ln sigma = low and above high, -inf <= low < high <= inf.
-
-        Raises:
-            ValueError: the density has no mass between them.
-        """
+        """Cut off ln sigma < low and > high, -inf <= low < high <= inf. Raises ValueError: no mass between."""
         self.density, self.low, self.high = density, low, high
         ends = torch.tensor([low, high], dtype=torch.float64)
         self.t_low, self.t_high = torch.sigmoid(ends).tolist()

@@ -211,7 +211,6 @@ class Steps:
 
 
 def _interpolated(points: Tensor, values: Tensor, wanted: Tensor) -> Tensor:
-    """Interpolate linearly through (points, values), both rising."""
     cell = (torch.searchsorted(points, wanted, right=True) - 1).clamp(0, len(points) - 2)
     part = (wanted - points[cell]) / (points[cell + 1] - points[cell])
     return torch.lerp(values[cell], values[cell + 1], part)

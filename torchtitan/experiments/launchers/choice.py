@@ -34,7 +34,6 @@ class Launching:
 
     @property
     def concurrent(self) -> int:
-        """Number of concurrent jobs."""
         return self.jobs or JOBS[self.launcher]
 
     def open(self, folder: Path) -> Launcher:

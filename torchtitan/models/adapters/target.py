@@ -32,13 +32,7 @@ class Target:
 
 @dataclass(frozen=True)
 class LowRankWeights:
-    """Weights of one target of an adapter.
-
-    Attributes:
-        down: A, [rank, inputs, ...].
-        up: B, [outputs, rank].
-        alpha: the update is alpha / rank B A.
-    """
+    """Update alpha / rank B A of one target: down A [rank, inputs, ...], up B [outputs, rank]."""
 
     down: Tensor
     up: Tensor

@@ -367,7 +367,6 @@ def _diffusers_modules(config: DiTConfig) -> Places:
 
 
 def _differ_by_block(published: Mapping[str, Tensor]) -> bool:
-    """Whether diffusers' blocks have embeddings of different values."""
     first = f"transformer_blocks.0.{_EMBEDDING}"
     return any(
         name.split(".", 2)[-1].startswith(_EMBEDDING)

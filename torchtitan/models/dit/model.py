@@ -89,11 +89,7 @@ class PatchTransformer(DiffusionModel):
             cast(Any, block).attention.exchange = exchange
 
     def transform(self, patches: Tensor, position: Tensor | None, t: Tensor, condition: Condition) -> Tensor:
-        """Apply the network to patches [B, T, C p p] of images, [B, T, C_out p p].
-
-        Args:
-            position: rows of the table that is added to these tokens [T, D]; None if there is no table.
-        """
+        """Apply to patches [B, T, C p p], [B, T, C_out p p]; position: the table's rows for these [T, D], if any."""
         raise NotImplementedError
 
     def init_buffers(self) -> None:
@@ -253,11 +249,7 @@ class EmbeddingBlock(Block):
     def forward(  # type: ignore[override]  # makes the conditioning vector instead of taking it
         self, x: Tensor, sinusoid: Tensor, condition: Tensor | None, rotary: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Apply the block.
-
-        Returns:
-            tokens [B, T, D], and the block's conditioning vector [B, D].
-        """
+        """Apply the block: tokens [B, T, D], and the block's conditioning vector [B, D]."""
         c = self.time_embed(sinusoid)
         if self.label_embed is not None:
             c = c + self.label_embed(condition)

@@ -75,12 +75,7 @@ _PORT_PREFIXES = ("ema_model.nn_model.", "module.nn_model.", "nn_model.")
 
 
 class EDM2Layout(PublishedLayout):
-    """Layout of one published code.
-
-    Attributes:
-        mark: a tensor by which it is recognised.
-        heads: channels of an attention head in the published networks.
-    """
+    """Layout of one published code; mark: tensor that shows it; heads: channels of an attention head there."""
 
     name: str
     mark: str

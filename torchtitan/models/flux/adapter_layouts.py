@@ -21,12 +21,7 @@ from torchtitan.models.flux.conversion import SWAPPED, published_linears, swap_h
 
 @dataclass(frozen=True)
 class FluxAdapterLayout(AdapterLayout):
-    """One of the layouts of adapters of Flux.
-
-    Attributes:
-        network: layout of flux/conversion.py with the names of the layers.
-        separator: between the parts of their names.
-    """
+    """Layout of adapters of Flux; network: of flux/conversion.py, with the layers' names; separator: of their parts."""
 
     network: str
     separator: str

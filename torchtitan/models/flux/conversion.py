@@ -278,7 +278,6 @@ def _other_layout(published: Mapping[str, Tensor], layout: str) -> str:
 
 
 def _other_flavor(published: Mapping[str, Tensor], layout: str, config: FluxConfig) -> str:
-    """Difference in size, or in the guidance embedding, from this configuration."""
     prefixes = ("transformer_blocks.", "single_transformer_blocks.")
     double, single = prefixes if layout == "diffusers" else ("double_blocks.", "single_blocks.")
     guided = any(name.startswith(("guidance_in.", "time_text_embed.guidance_embedder.")) for name in published)
