@@ -1,14 +1,26 @@
 """Pictures of the analysis: what a panel holds, and how fine they are."""
 
+import csv
 import itertools
+import json
+import statistics
 
+import pytest
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from tests import analysis_outputs as planted
+from torchtitan.pictures.colours import SOFT
 from torchtitan.pictures.markdown import Markdown, inline, markdown_table
-from torchtitan.pictures.style import SCREEN_DPI, new_figure, note, save
-from torchtitan.runs.analysis import batch_pictures
-from torchtitan.runs.analysis.batch_pictures import draw_over_batch
+from torchtitan.pictures.style import SCREEN_DPI, colour, new_figure, note, save
+from torchtitan.runs.analysis import batch_pictures, loss_pictures, ranks_pictures
+from torchtitan.runs.analysis.axes import add_further_axes
+from torchtitan.runs.analysis.batch_pictures import draw_over_batch, fit_memory
 from torchtitan.runs.analysis.cells import Cell
 from torchtitan.runs.analysis.collect import Run
 from torchtitan.runs.analysis.findings import Results, headlines, markdown
+from torchtitan.runs.analysis.loss_pictures import draw_loss
+from torchtitan.runs.analysis.report import analyse, write_report
 from torchtitan.statistics.interval import Interval
 
 NAMED = {
@@ -54,15 +66,129 @@ def test_findings_of_one_machine_name_it():
     assert "all on" not in headlines(Results(runs, [Cell(NAMED, runs, {})], [], [], []))[0]
 
 
-def test_a_legend_names_the_arms_where_there_are_several(tmp_path, monkeypatch):
-    def measured(**axes) -> Cell:
-        found = {"memory_gib": Interval(1.0)}
-        return Cell(NAMED | axes, [Run("r", None, NAMED | axes, 0, "ok", measures=found)], found)
+@pytest.fixture
+def drawn(monkeypatch) -> dict[str, Figure]:
+    """Figures by the names of their files, which are not written."""
+    figures: dict[str, Figure] = {}
+    for module in (batch_pictures, ranks_pictures, loss_pictures):
+        monkeypatch.setattr(module, "save", lambda figure, path, dpi: figures.setdefault(path.name, figure) and path)
+    return figures
 
-    drawn = []
-    monkeypatch.setattr(batch_pictures, "save", lambda figure, path, dpi: drawn.append(figure))
-    draw_over_batch([measured(local_batch=batch) for batch in (8, 16)], tmp_path)
-    draw_over_batch([measured(local_batch=batch, ac=ac) for batch, ac in itertools.product((8, 16), ("none", "full"))], tmp_path)
-    assert [[text.get_text() for legend in figure.legends for text in legend.texts] for figure in drawn] == [
-        [], ["no AC", "AC full"],
+
+def measured(metric: str = "memory_gib", value: float = 1.0, **axes) -> Cell:
+    found = {metric: Interval(value)}
+    return Cell(NAMED | axes, [Run("r", None, NAMED | axes, 0, "ok", measures=found)], found)
+
+
+def lines_of(panel: Axes, colour: str) -> list[list[float]]:
+    """Heights of the lines of a colour through several points, not of marks, ends of intervals and the legend."""
+    found = [line for line in panel.lines if line.get_color() == colour and line.get_linestyle() != "None"]
+    return [list(line.get_ydata()) for line in found if len(line.get_ydata()) > 1]
+
+
+def texts_of(figure: Figure) -> list[str]:
+    panels = [panel.get_legend() for panel in figure.axes]
+    return [text.get_text() for legend in (*figure.legends, *filter(None, panels)) for text in legend.texts]
+
+
+def test_a_legend_names_the_arms_where_there_are_several(tmp_path, drawn):
+    draw_over_batch([measured("mfu_percent", local_batch=batch) for batch in (8, 16)], tmp_path)
+    assert texts_of(drawn.pop("mfu_percent_over_batch.png")) == []
+    arms = itertools.product((8, 16), ("none", "full"))
+    draw_over_batch([measured("mfu_percent", local_batch=batch, ac=ac) for batch, ac in arms], tmp_path)
+    assert texts_of(drawn["mfu_percent_over_batch.png"]) == ["no AC", "AC full"]
+
+
+def test_layouts_are_lines_of_one_panel_with_the_rate_of_each_process_and_of_all(tmp_path, drawn):
+    rates = {"ddp": (100.0, 180.0), "fsdp": (90.0, 170.0)}
+    draw_over_batch(
+        [measured("images_per_second", rate, layout=layout, local_batch=batch, world_size=4)
+         for layout, both in rates.items() for batch, rate in zip((8, 16), both, strict=True)], tmp_path,
+    )
+    figure = drawn["images_per_second_over_batch.png"]
+    (panel,) = figure.axes
+    assert [lines_of(panel, colour(n)) for n in range(2)] == [[[25.0, 45.0]], [[22.5, 42.5]]]
+    low, high = panel.get_ylim()
+    assert high - low < 1.2 * (45 - 22.5)  # the axis is that of the points
+    figure.draw_without_rendering()
+    assert panel.child_axes[0].get_ylim() == pytest.approx((4 * low, 4 * high))
+
+
+def test_the_peak_memory_is_fitted_over_the_batch(tmp_path, drawn):
+    cells = [measured(value=3.0 + 0.25 * batch, local_batch=batch) for batch in (8, 16, 64)]
+    assert fit_memory(cells) == pytest.approx((3.0, 0.25)) and fit_memory(cells[:2]) is None
+    draw_over_batch(cells, tmp_path)
+    assert texts_of(drawn["memory_gib_over_batch.png"]) == ["3.00 GiB + 256 MiB an image"]
+
+
+def test_scaling_draws_the_numbers_of_the_table_and_linear_scaling(tmp_path, drawn):
+    write_report(analyse([planted.write_scaling(tmp_path)]), tmp_path)
+    rates: dict[tuple, list[float]] = {}
+    with open(tmp_path / "results.csv", encoding="utf-8", newline="") as file:
+        for row in csv.DictReader(file):
+            rates.setdefault((row["layout"], int(row["world_size"])), []).append(float(row["images_per_second"]))
+    mean = {key: statistics.geometric_mean(values) for key, values in rates.items()}
+    start, ranks = mean["single", 1], (2, 4, 8)
+    assert set(drawn) == {"weak_scaling_over_ranks.png"}
+    _, each, whole = drawn["weak_scaling_over_ranks.png"].axes
+    for n, layout in enumerate(("ddp", "fsdp")):
+        (of_all,), (of_each,) = lines_of(whole, colour(n)), lines_of(each, colour(n))
+        assert of_all == pytest.approx([start, *(mean[layout, count] for count in ranks)])
+        assert of_each == pytest.approx([start, *(mean[layout, count] / count for count in ranks)])
+    assert lines_of(whole, SOFT) == [pytest.approx([start, 8 * start])] * 2
+    assert lines_of(each, SOFT) == [pytest.approx([start, start])] * 2
+
+
+def test_the_loss_is_drawn_over_images_flops_and_hours(tmp_path, drawn):
+    for name, data, loss in (("a", "digits", 2.0), ("b", "digits", 1.0), ("c", "latents", -1.0)):
+        (tmp_path / name).mkdir()
+        points = [
+            {"step": step, "loss_metrics/global_avg_loss": loss / step, "n_images_seen": 8 * step, "clock/train(s)": 36.0 * step,
+             "throughput(img/s)": 1.0} for step in (1, 2, 3)
+        ]  # fmt: skip
+        (tmp_path / name / "metrics.jsonl").write_text("\n".join(map(json.dumps, points)))
+        (tmp_path / name / "config.toml").write_text(f'[data]\nname = "{data}"')
+        (tmp_path / name / "summary.json").write_text('{"status": "completed", "step": 3, "flops_per_image": 5}')
+    draw_loss(analyse([tmp_path]).runs, tmp_path)
+    assert list(drawn) == ["loss_over_cost_1_digits.png", "loss_over_cost_2_latents.png"]
+    first, second = drawn.values()
+    assert [list(line.get_ydata()) for line in first.axes[0].lines] == [[1, 1 / 2, 1 / 3], [2, 1, 2 / 3]]
+    assert [panel.get_xlabel() for panel in first.axes] == ["images", "FLOPs", "hours of training"]
+    expected = [[8, 16, 24], [40, 80, 120], [0.01, 0.02, 0.03]]
+    assert [list(panel.lines[0].get_xdata()) for panel in first.axes] == [pytest.approx(xs) for xs in expected]
+    assert (first.axes[0].get_yscale(), second.axes[0].get_yscale()) == ("log", "linear")
+
+
+def test_names_are_short_and_the_titles_complete(tmp_path, drawn):
+    """Of keys that differ; those of a feature that is switched off are no axis."""
+    runs = []
+    for enabled, bins, interval in ((False, 10, 5), (False, 20, 5), (True, 10, 25), (True, 20, 5)):
+        settings = {"gns.enable": enabled, "gns.num_bins": bins, "gns.log_interval": interval}
+        runs += [(NAMED | {"local_batch": batch}, settings) for batch in (8, 16)]
+    add_further_axes(runs)
+    titles = dict(draw_over_batch([measured("images_per_second", **axes) for axes, _ in runs], tmp_path))
+    assert list(drawn) == [
+        "images_per_second_over_batch_1.png", "images_per_second_over_batch_2_num_bins=10.png",
+        "images_per_second_over_batch_3_num_bins=20.png",
     ]  # fmt: skip
+    every = ", gns.enable=true, gns.num_bins=20, gns.log_interval=5"
+    assert {title.partition("m, ")[2] for title in titles} == {"gns.enable=false"} | {
+        every[2:], "gns.enable=true, gns.num_bins=10, gns.log_interval=25",
+    }  # fmt: skip
+    keys = {f"a_section.a_key_of_a_long_name_{n}" for n in range(9)}
+    drawn.clear()
+    for_each = itertools.product((8, 16), "abcdefghijkl")
+    draw_over_batch([measured(local_batch=batch, **dict.fromkeys(keys, value + 30 * "x")) for batch, value in for_each], tmp_path)
+    assert len(drawn) == 12 and all(len(name) < 60 for name in drawn)
+
+
+def test_a_flat_line_is_not_enlarged_to_its_noise_and_an_arm_of_another_column_is_not_missing(tmp_path, drawn):
+    places = [("ddp", 2), ("ddp", 4), ("hsdp", 4)]
+    draw_over_batch(
+        [measured(value=8.0 + 1e-5 * batch, layout=layout, world_size=ranks, local_batch=batch)
+         for layout, ranks in places for batch in (8, 16)], tmp_path,
+    )
+    two, four = drawn["memory_gib_over_batch.png"].axes
+    assert not two.texts and not four.texts
+    low, high = two.get_ylim()
+    assert high - low == pytest.approx(0.08, rel=1e-3)

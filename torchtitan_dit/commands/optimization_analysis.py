@@ -2,7 +2,7 @@
 
 Reads every run below the folders, those of sweeps with the sweep's record of failures, and writes to FOLDER/analysis:
 results.csv (a row per run), analysis.md (findings and tables), and pictures of MFU, throughput and memory over the batch
-size and the number of ranks.
+size and the number of ranks, and of the loss over images, FLOPs and hours.
 """
 
 import argparse

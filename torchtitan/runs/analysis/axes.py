@@ -98,7 +98,7 @@ def add_further_axes(runs: Sequence[tuple[Axes, Mapping[str, Any]]]) -> list[str
     for key in keys:
         if key in _SOURCES or "." not in key or key.startswith(_NOT_SPEED) or (key == "data.name" and DATA in added):
             continue
-        values = [_text(settings[key]) if key in settings else None for _, settings in runs]
+        values = [_text(settings[key]) if key in settings and not _switched_off(key, settings) else None for _, settings in runs]
         if len(set(values) - {None}) < 2 or _decided_by_model(runs, values):
             continue
         section, _, name = key.partition(".")
@@ -152,8 +152,8 @@ def value_label(name: str, value: Any) -> str:
 
 
 def label(axes: Axes, names: Iterable[str]) -> str:
-    """Label of several axes in words."""
-    return ", ".join(value_label(name, axes.get(name)) for name in names)
+    """Label of several axes in words; a key that a run lacks, as of a feature switched off, is left out."""
+    return ", ".join(value_label(name, axes.get(name)) for name in names if axes.get(name) is not None or "." not in name)
 
 
 def context_degree(axes: Axes) -> int:
@@ -186,6 +186,12 @@ def _decided_by_model(runs: Sequence[tuple[Axes, Mapping[str, Any]]], values: Se
         if value is not None and seen.setdefault(axes["model"], value) != value:
             return False
     return True
+
+
+def _switched_off(key: str, settings: Mapping[str, Any]) -> bool:
+    """Whether a key belongs to a feature that is off, and says nothing."""
+    section = key.rpartition(".")[0]
+    return not key.endswith(".enable") and settings.get(f"{section}.enable") is False
 
 
 def _differs_within(runs: Sequence[tuple[Axes, Mapping[str, Any]]], key: str, axes: Axes) -> bool:

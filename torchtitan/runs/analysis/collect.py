@@ -13,7 +13,7 @@ from torchtitan.errors import unwrapped
 from torchtitan.files.regular import read_regular, read_toml
 from torchtitan.pictures.number_text import counted
 from torchtitan.runs.analysis.axes import Axes, add_further_axes, axes_of, word
-from torchtitan.runs.analysis.measures import IMAGES, measure_run
+from torchtitan.runs.analysis.measures import IMAGES, loss_points, measure_run
 from torchtitan.runs.record import RUN_FILES, RunRecord, RunRecordError, read_run
 from torchtitan.statistics.interval import Interval
 
@@ -33,6 +33,7 @@ class Run:
         repeat: number or seed that distinguishes repeats.
         status: ok, oom, failed, timeout, refused, skipped, interrupted, damaged, unfinished or short.
         measures: metric's name -> median over the points after the warm-up; empty unless ok.
+        losses: see measures.loss_points.
     """
 
     name: str
@@ -43,6 +44,7 @@ class Run:
     reason: str = ""
     measures: dict[str, Interval] = field(default_factory=dict)
     warmup_steps: int = 0
+    losses: list[dict[str, float]] = field(default_factory=list)
     settings: dict[str, Any] = field(default_factory=dict)
     versions: dict[str, Any] = field(default_factory=dict)
     cell: str = ""
@@ -172,6 +174,7 @@ def _read(path: Path, name: str, warmup_steps: int | None) -> Run:
     run.versions = summary.get("versions", {})
     run.status = _STATUS.get(str(summary.get("status")), "unfinished")
     run.reason = str(summary.get("reason") or ("" if run.ok else record.status))
+    run.losses = loss_points(record)
     planned = record.settings.get("training.steps", record.last_step)
     run.warmup_steps = round(DEFAULT_WARM_UP * planned) if warmup_steps is None else warmup_steps
     if run.status in ("ok", "unfinished") and (damage := _damage(record)):

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from torchtitan.runs.record import RunRecord, Series
+from torchtitan.runs.record import TRAINING_LOSS, RunRecord, Series
 from torchtitan.statistics.interval import Interval, median_interval
 from torchtitan.training.utilisation import mfu_percent, products_of
 
@@ -29,6 +29,9 @@ STEP = Metric("step_seconds", "s/step", ("time_metrics/end_to_end(s)",))
 # What the device's allocator holds decides whether a batch fits; a CPU process has its resident memory alone.
 MEMORY = Metric("memory_gib", "memory, GiB", ("memory/max_reserved(GiB)", "memory/max_resident(GiB)"))
 ACTIVE_MEMORY = Metric("memory_active_gib", "active memory, GiB", ("memory/max_active(GiB)",))
+
+_SMOOTHING = 0.03  # of a run's steps, for its loss
+_LOSS_POINTS = 500  # that a picture has, about
 
 METRICS = (IMAGES, TOKENS, TFLOPS, MFU, STEP, MEMORY, ACTIVE_MEMORY)
 
@@ -77,3 +80,16 @@ def after_warm_up(series: Series, warmup_steps: int) -> list[float]:
     """Select the values whose window, the steps since the previous point, holds no warm-up step."""
     starts = (0, *series.steps)
     return [value for start, value in zip(starts, series.values, strict=False) if start >= warmup_steps]
+
+
+def loss_points(record: RunRecord) -> list[dict[str, float]]:
+    """Smooth and thin a run's training loss: `loss` by `images`, model `flops` and `hours` of training; 0 where unknown."""
+    per_image = (record.summary or {}).get("flops_per_image") or 0
+    seconds = record.series("clock/train(s)")
+    hours = {step: value / 3600 for step, value in zip(seconds.steps, seconds.values, strict=True)}
+    losses = record.series(TRAINING_LOSS).smoothed(_SMOOTHING * record.last_step)
+    points = []
+    for step, loss in list(zip(losses.steps, losses.values, strict=True))[:: -(len(losses) // _LOSS_POINTS + 1)][::-1]:
+        images = record.images_at(step)
+        points.append({"loss": loss, "images": images, "flops": images * per_image, "hours": hours.get(step, 0)})
+    return points

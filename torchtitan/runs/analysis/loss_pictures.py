@@ -1,0 +1,54 @@
+"""Picture of the training loss over what it cost: images, FLOPs, hours."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from torchtitan.pictures.style import PRINT_DPI, colour, label_log_axis, new_figure, save
+from torchtitan.runs.analysis.axes import DATA, Axes, word
+from torchtitan.runs.analysis.collect import Run
+from torchtitan.runs.analysis.drawing import divided
+
+_COSTS = {"images": "images", "flops": "FLOPs", "hours": "hours of training"}
+_MOST = 8  # runs of one picture
+
+
+def draw_loss(runs: Sequence[Run], folder: Path) -> list[tuple[str, Path]]:
+    """Draw the loss over images, FLOPs and hours; runs of different objectives or data have separate pictures.
+
+    Returns:
+        title and file of each.
+    """
+    shown = [run for run in runs if len(run.losses) > 1 and run.losses[-1]["images"]]
+    drawn = []
+    for where, ending, members in divided(shown, [_kind(run) for run in shown]):
+        members.sort(key=lambda run: run.losses[-1]["loss"])
+        which = f"the {_MOST} lowest of {len(members)} runs" if len(members) > _MOST else "all runs"
+        title = f"Training loss, {which}" + (f": {where}" if where else "")
+        drawn.append((title, _draw(members[:_MOST], title, folder / f"loss_over_cost{ending}.png")))
+    return drawn
+
+
+def _kind(run: Run) -> Axes:
+    """Settings by which losses are comparable."""
+    kind = {key: word(value) for key, value in run.settings.items() if key.startswith("objective.")}
+    return {DATA: word(run.settings.get("data.name"))} | kind
+
+
+def _draw(runs: list[Run], title: str, path: Path) -> Path:
+    costs = [cost for cost in _COSTS if any(point[cost] for run in runs for point in run.losses)]
+    width = 0.6 + 3.8 * len(costs)
+    beside = max(int(width / (0.7 + 0.07 * max(len(run.name) for run in runs))), 1)  # names in a row of the legend
+    figure, (panels,) = new_figure(title, 1, len(costs), (width, 3.6 + 0.2 * len(runs) / beside), sharey=True)
+    for panel, cost in zip(panels, costs, strict=True):
+        for n, run in enumerate(runs):
+            points = [point for point in run.losses if point[cost]]
+            panel.plot([point[cost] for point in points], [point["loss"] for point in points], color=colour(n), label=run.name)
+        panel.set_xscale("log")
+        panel.set_xlabel(_COSTS[cost])
+    if all(point["loss"] > 0 for run in runs for point in run.losses):
+        panels[0].set_yscale("log")
+        label_log_axis(panels[0])
+    panels[0].set_ylabel("training loss, mean over 3 % of the steps")
+    lines = panels[0].get_legend_handles_labels()
+    figure.legend(*lines, loc="outside lower left", ncols=beside, fontsize=7.5, frameon=False)
+    return save(figure, path, PRINT_DPI)
