@@ -67,8 +67,7 @@ def open_hub_table(
         caption_column: name of a column to be read instead of labels, or "".
 
     Raises:
-        DatasetError: the package is missing, the table cannot be read, lacks the columns, or has invalid labels or
-            captions.
+        DatasetError: no package, or the table is unreadable, lacks columns, or has invalid labels or captions.
     """
     try:
         import datasets

@@ -1,7 +1,6 @@
 """NVIDIA's Cosmos continuous image tokenizers (CI8x8, CI16x16): encoder and decoder in TorchScript.
 
-Source: github.com/NVIDIA/Cosmos-Tokenizer; NVIDIA, "Cosmos World Foundation Model Platform for Physical AI", 2025,
-section 4.
+Source: github.com/NVIDIA/Cosmos-Tokenizer; NVIDIA, "Cosmos World Foundation Model Platform", 2025, section 4.
 """
 
 import hashlib

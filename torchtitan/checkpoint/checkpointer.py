@@ -59,8 +59,7 @@ _GROUP_TIMEOUT = timedelta(minutes=10)
 class Checkpointer:
     """Checkpointer of one run: saves and finds its checkpoints. Every method is called by all ranks together.
 
-    A save that fails does not end the run: its folder is removed, the checkpoints before it stay, and the next save
-    tries again.
+    A save that fails does not end the run: its folder is removed, earlier checkpoints stay, the next save tries again.
 
     Attributes:
         failures: saves of this process that failed; settled by `wait`.
@@ -102,8 +101,7 @@ class Checkpointer:
     ) -> None:
         """Save a checkpoint of the present values, then delete those beyond keep_latest_k.
 
-        Returns when it is written, or with `checkpoint.async_mode` as soon as the values are copied; at most one save
-        is in progress.
+        Returns when it is written, or with `checkpoint.async_mode` once the values are copied; one save at a time.
 
         Args:
             tensors: every tensor by name, plain (equal on all ranks) or sharded along one axis of the mesh.

@@ -1,7 +1,6 @@
 """Find the checkpoint that a run resumes from: the newest good one, or that of `checkpoint.load_step`.
 
-Every byte is read before a checkpoint counts. Several ranks divide its files between them; the first one checks the headers
-of all shards.
+Every byte is read before a checkpoint counts. Ranks divide its files; the first one checks the headers of all shards.
 """
 
 import heapq

@@ -11,8 +11,7 @@ from torchtitan.files.shard_files import Piece
 class HostCopies:
     """Buffers in host memory, one per piece, used again by every copy.
 
-    Copies to pinned memory are queued on the device's current stream, before any later change of the values; the
-    process does not wait for them.
+    Copies to pinned memory are queued on the device's current stream, before later changes, and not waited for.
     """
 
     def __init__(self, pinned: bool) -> None:

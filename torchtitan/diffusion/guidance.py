@@ -79,8 +79,7 @@ def predictor(
 ) -> Predict:  # fmt: skip
     """Predictor for a solver: the (guided) network's estimates for fixed conditions, as read by the objective.
 
-    Networks compute in float32 whatever the dtype of the solver's state; what is computed from their outputs is of that
-    dtype.
+    Networks compute in float32, whatever the dtype of the solver's state; the rest is computed in that dtype.
 
     Args:
         condition: of each image, or None for an unconditional network, which only a guide can guide.

@@ -72,8 +72,7 @@ class CombinationRule(nn.Module):
 class RunningErrors(nn.Module):
     """Mean error of each head by noise level, over some of the latest samples.
 
-    An error loses half of its weight with every 20,000 samples. Levels with a weight below one use the nearest level
-    with more.
+    An error loses half of its weight with every 20,000 samples. Levels of a weight below 1 use the nearest with more.
     """
 
     edges: Tensor

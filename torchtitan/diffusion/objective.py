@@ -63,8 +63,7 @@ class Draw(NamedTuple):
         noise: standard normal, float32, of the images' shape.
         importance: objective's density / sampling density at t, [B].
         path_index: the DDPM index that t stands for, int64 [B]; None where the path has no integer indices.
-        dropping: uniform in (0, 1), float64 [B]: a condition is dropped where it is below the probability; None outside of
-            training.
+        dropping: uniform in (0, 1), float64 [B]: below the probability, no condition; None outside of training.
     """
 
     t: Tensor
@@ -128,8 +127,7 @@ class Objective(ABC):
         learned: modules that are trained or measured beside the network, and belong into a checkpoint.
         diagnostics: names of per-sample values in `LossTerms.diagnostics`.
         heads: of a network with several predictions, else None.
-        learns_weights: whether losses are divided by what has been learned of them, which makes them alike at all
-            timesteps.
+        learns_weights: whether losses are divided by what has been learned of them, alike at all timesteps then.
         reads_by_state: why `predict` depends on state learned in training, and what to do without it; "" if it does not.
         learns_variance: whether the loss trains the variance of `model.learned_variance`.
         untrained_forwards: calls of the network for each sample that no gradient runs through, beside the trained one.

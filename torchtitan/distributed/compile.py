@@ -153,8 +153,7 @@ def _compiler(backend: str, memory_budget: float, mode: str) -> "str | _Compiler
 class _Compiler:
     """Backend that sets torch's memory budget around each of its own compilations only, and inductor's mode for them.
 
-    The kept results are decided when the forward is compiled. Equal instances are one backend to torch's cache of
-    graphs.
+    Kept results are decided as the forward is compiled. To torch's cache of graphs equal instances are one backend.
     """
 
     backend: str

@@ -18,15 +18,13 @@ class Layout:
     """Layout of the processes: this process's rank, device, mesh, and the groups of gradient reductions.
 
     Attributes:
-        data_rank, data_ranks: of the processes with images of their own: neighbours that share the tokens of the same
-            images count as one.
+        data_rank, data_ranks: of processes with different images: those that share tokens count as one.
         degree: processes that share the tokens of an image.
         replicas: copies of the model, also of processes that share tokens, if it is not sharded.
         shards: processes that share one copy (1: every process holds the whole model); those that share tokens among them.
         sharded: whether parameters are sharded (FSDP2 or HSDP).
         context: exchange of tokens between the processes that have the same images; None if each has its own.
-        mesh: DeviceMesh with dimensions ("replicate", "shard"), of which those of size 1 are left out;
-            None in a single process.
+        mesh: DeviceMesh with dimensions ("replicate", "shard"), without those of size 1; None in a single process.
     """
 
     def __init__(self, parallelism: ParallelismConfig, device: torch.device | None = None) -> None:

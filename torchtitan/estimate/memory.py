@@ -35,8 +35,7 @@ class MemoryEstimate:
         gradients: gradients, or their shards, float32; DDP's buckets, which exist throughout.
         activations: the batch, the tensors kept for the backward (fewer under activation checkpointing), and the
             temporaries of that moment. Eager: compiled blocks usually keep less.
-        communication: gathered parameters and the buffers of collectives (FSDP2, HSDP); none with DDP, whose buckets
-            are the gradients.
+        communication: gathered parameters and collectives' buffers (FSDP2, HSDP); none with DDP: buckets are gradients.
         phase: "forward", "backward" or "optimizer": the phase of the peak.
         start_up: peak of initialisation: this rank's shards and one whole parameter, and adapters whole; with DDP, or quantised
             weights, the whole model.

@@ -22,8 +22,7 @@ class Efficiency:
     """Efficiencies: shares of a device's peaks reached in a step, each in (0, 1].
 
     Attributes:
-        compute: of the peak of matrix products, over forward and backward; well-tuned transformers reach 0.4 to 0.5 in
-            bfloat16.
+        compute: of the peak of matrix products, forward and backward; tuned transformers reach 0.4 to 0.5 in bfloat16.
         memory: of the memory's bandwidth, in the optimizer and the averages.
         overlap: share of communication that can be hidden behind compute; the rest is always exposed.
         measured: shares that were measured, by name, and where; all others are assumed.
@@ -47,8 +46,7 @@ class StepTime:
         optimizer: reading and writing weights, state and averages.
         step: max(compute, overlap x communication) + (1 - overlap) x communication + optimizer.
         mfu: as of `training/utilisation.py`, but a share.
-        hours, device_hours: of the whole run, a ramp of the batch included; sampling, validation and checkpoints not
-            counted.
+        hours, device_hours: of the run with its batch ramp, without sampling, validation and checkpoints.
     """
 
     compute: float

@@ -40,8 +40,7 @@ _QUANTILE_TABLE = 256  # values that 8 bits stand for, float32, a table for each
 
 @dataclass(frozen=True)
 class SimulatedStep:
-    """Simulated step: bytes that rank 0 holds; no rank holds more, since rank 0 has a row of every unevenly sharded
-    parameter.
+    """Simulated step: bytes of rank 0, which holds most: it has a row of every unevenly sharded parameter.
 
     Attributes:
         held: "parameters" (with the model's tables), "gradients", "optimizer" and "ema", each when complete.

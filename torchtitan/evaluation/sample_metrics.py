@@ -65,8 +65,7 @@ class SampleMetrics:
             num_classes: classes that samples are drawn for; 0: none.
 
         Raises:
-            EvaluationError: an extractor or a reference cannot be opened, or does not hold what a metric needs; on every
-                rank.
+            EvaluationError: an extractor or reference cannot be opened, or lacks what a metric needs; on every rank.
         """
         self._config, self._device, self._group = config, device, group
         self._request = Request(

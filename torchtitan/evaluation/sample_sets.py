@@ -47,8 +47,7 @@ class SampleSet:
         """Begin or resume the set, in one process, which holds the folder from now on: batches that are not written yet.
 
         Raises:
-            SampleSetError: the folder holds something else, or a set of another plan, and nothing was changed; or it cannot
-                be written.
+            SampleSetError: the folder holds something else, or another plan's set, both unchanged; or is not writable.
             Busy: another process draws into it.
         """
         with self._writing():

@@ -68,8 +68,7 @@ class ImageSampler:
         """Draw one image per choice; called by all ranks together, each draws its share.
 
         Args:
-            choices: numbers [N], int64, of the conditions among those that the kind knows, as classes; ignored
-                by an unconditional model.
+            choices: numbers [N], int64, of conditions that the kind knows, as classes; unused if unconditional.
             first_number: number of the first image; image i starts from noise of number first_number + i.
             purpose: random stream of the starting noise.
 

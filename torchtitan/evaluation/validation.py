@@ -1,5 +1,4 @@
-"""Validation loss on held-out images: fixed (image, timestep, noise) triples, so that two measurements differ by
-weights.
+"""Validation loss on held-out images: fixed (image, timestep, noise), so that measurements differ by weights.
 """
 
 import math

@@ -1,7 +1,6 @@
 """Regular files of other owners, read with bounds on their size.
 
-A link to a regular file is followed. A pipe would block forever, a device has no end and may act on being opened;
-neither is opened.
+A link to a regular file is followed. A pipe would block forever, a device may act on being opened, endless.
 """
 
 import errno

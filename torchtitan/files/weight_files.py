@@ -117,8 +117,7 @@ def each_tensor(path: Path, names: Iterable[str] | None = None) -> Iterator[tupl
 def read_state_dict(path: Path) -> tuple[dict[str, Tensor], str | None]:
     """Read a state dict from safetensors or from a torch checkpoint; no code of the file is run.
 
-    Safetensors may be several files with an index, NAME.safetensors.index.json; their tensors are mapped, and read from
-    the disk where they are used.
+    Safetensors may be several files with an index, NAME.safetensors.index.json; their tensors are memory-mapped.
 
     Returns:
         the tensors, and the key of the file under which they were nested, if any.

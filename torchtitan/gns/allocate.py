@@ -39,8 +39,7 @@ WORTHWHILE = 1.1  # a smaller factor is not worth a change, however certain
 class PredictedRatio(NamedTuple):
     """Gradient variance of a sampler of t over that of the present one, with its confidence interval.
 
-    Equal to the ratio of the samples that the two need for the same variance. Where it is unknown, the ratio is NaN and
-    the interval (0, inf).
+    Equal to the ratio of the samples that the two need for the same variance. Unknown: NaN in (0, inf).
     """
 
     name: str

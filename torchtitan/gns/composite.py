@@ -134,8 +134,7 @@ class Composite:
     def token_to_modulation(self) -> tuple[Tensor, Tensor]:
         """Multiplier of the modulation part: for the second moment [K], for the signal [K]; NaN while unknown.
 
-        The signal's is each bin's own slope, shrunk towards the slope common to all bins as if by some more steps of
-        it.
+        The signal's is each bin's own slope, shrunk towards the common one as if by some more steps of it.
         """
         token_squares, squares, *_ = self._parts.ratios.unbind(-1)
         of_squares = token_squares / squares
@@ -183,8 +182,7 @@ class Coefficients:
 
     Attributes:
         moment: of the second moment's C, taken from the second moment, [J, K].
-        share: of C of the second moment and of the signal, taken from the signal to correct its share of the second
-            moment, [J, K, 2].
+        share: of C of the second moment and of the signal, from the signal, to correct its share, [J, K, 2].
     """
 
     moment: Tensor

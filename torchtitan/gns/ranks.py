@@ -80,8 +80,7 @@ class RankMonitor:
         self._aside.add(parameters)
 
     def end_step(self, parameters: Sequence[nn.Parameter], samples: int) -> None:
-        """End a step, after its last microbatch and before clipping; collective. p.grad is the step's gradient
-        afterwards.
+        """End a step, after its last microbatch, before clipping; p.grad is then the step's gradient; collective.
 
         Args:
             samples: of a group: all samples of this rank in the step, or of one microbatch in a single process.

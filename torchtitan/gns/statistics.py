@@ -30,8 +30,7 @@ class PairSums:
     Attributes:
         count: samples, [K].
         squares: sum over samples of |g_i|^2, [K].
-        products: sum over groups of <sum of g_i in bin b, sum of g_j in bin c>, [K, K]; a sample's product with itself
-            is included on the diagonal.
+        products: sum over groups of <sum of g_i in bin b, sum of g_j in bin c>, [K, K]; self-products included.
         pairs: ordered pairs i != j in `products`, [K, K]: sum over groups of n_b n_c, of n_b (n_b - 1) on the diagonal.
     """
 

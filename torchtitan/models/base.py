@@ -233,13 +233,11 @@ class ModelFamily:
         config_class: dataclass of the `[model]` section: ModelConfig and the family's own fields.
         build: (config, image_shape (C, H, W), condition kind, one of `conditions`) -> model without values.
         problems: (config, image_shape) -> one line per impossible combination, none if it can be built.
-        conditions: kinds of condition that its networks take. A family with `Unconditional` alone trains on any data,
-            and ignores their conditions.
+        conditions: kinds of condition that its networks take. `Unconditional` alone: any data, conditions ignored.
         layouts: published layouts of its weights by name, which no other family has too.
         condition_problems: (config, kind of a type in `conditions`) -> one line per reason why the network of that
             configuration cannot take conditions of that kind, as another width.
-        many_shapes: whether a network takes images of any shape that `problems` has no objection to, not only of the one
-            that it was built for.
+        many_shapes: whether a network takes images of any shape without `problems`, not only the one it was built for.
         splits_tokens: whether a network has `split_tokens`, and its configuration `num_heads` and `patch_size`.
         adapter_sets: published sets of layers with low-rank adapters, by name: network -> targets.
         adapter_layouts: layouts of files of such adapters, by name, besides this program's own.

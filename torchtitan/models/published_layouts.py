@@ -85,8 +85,7 @@ class PublishedLayout(ABC):
             omission.
 
         Raises:
-            ConversionError: tensors are missing, superfluous, of another model, or in conflict with this model's
-                computation.
+            ConversionError: tensors are missing, superfluous, of another model, or against this model's computation.
         """
 
     def settings(self, published: Mapping[str, Tensor], document: Mapping[str, Any]) -> dict[str, dict[str, Any]] | None:

@@ -13,8 +13,7 @@ def sampled_shape(size: str | None, trained: TrainedModel, decoder: LatentDecode
     """Shape (C, H, W) of what a network draws: images, or latents.
 
     Args:
-        size: of the images in pixels, as 512x768 (height and width), also where latents are drawn; None: the shape that the
-            model was built for.
+        size: of the images in pixels, as 512x768 (height and width), also of latents; None: those of the model.
 
     Raises:
         WeightsError: it is no size, or the network does not draw images of it.

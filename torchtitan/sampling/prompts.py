@@ -55,8 +55,7 @@ def filled_prompts(trained: TrainedModel, prompts: Sequence[str]) -> list[str]:
 def with_prompts(trained: TrainedModel, prompts: Sequence[str], places: Mapping[str, str]) -> TrainedModel:
     """Copy of a trained model, of the same network, with the choices of `info` these prompts instead of its data's.
 
-    The names of the choices are those of `filled_prompts`. Captions of the run's data are read from its store, and need no
-    encoder.
+    The names of the choices are those of `filled_prompts`. Captions of the run's data are read from its store.
 
     Args:
         places: of the encoders, see `reopen_encoders`.

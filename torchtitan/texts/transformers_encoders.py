@@ -33,8 +33,7 @@ _UNREADABLE = (
 class TransformersEncoder(TextEncoder):
     """Encoder around a transformers model, without an attention mask, as Flux's were run.
 
-    Tokens are the last hidden state; the embedding of the whole text is CLIP's pooled output, of 77 tokens whatever the
-    length of the others.
+    Tokens are the last hidden state; the embedding of the whole text is CLIP's pooled output, always of 77 tokens.
     """
 
     def __init__(self, path: str, dtype: torch.dtype, device: torch.device) -> None:

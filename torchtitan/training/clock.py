@@ -74,8 +74,7 @@ class ClockTotals:
     def after_loss(self, last: "ClockTotals") -> "ClockTotals":
         """Totals of a run that goes back to these, after it had come to later ones.
 
-        The time of the lost steps, and of the work between them, counts as repeated. Starts and saved checkpoints keep
-        their parts.
+        The time of the lost steps, and of the work between them, counts as repeated. Starts and saves keep their parts.
         """
         parts = {name: (last if name in _NEVER_LOST else self).parts[name] for name in PARTS}
         parts["repeated"] += last.wall_ns - sum(parts.values())

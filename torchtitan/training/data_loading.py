@@ -122,8 +122,7 @@ class TrainingData:
         """Return the next microbatch: a batch of the dataset's `fetch_drawn`, with {"samples": int64 [b]}.
 
         Raises:
-            DatasetError: an image could not be read, or too many could not be decoded; a loader process cannot be started, or
-                was lost.
+            DatasetError: an image could not be read, or too many could not be decoded; a loader process failed.
             RuntimeError: the run's last sample has been delivered.
         """
         started = time.perf_counter()
@@ -247,8 +246,7 @@ def validation_batches(
     each bucket are read, as many as is its share of all, one bucket after the other: the above holds for each.
 
     Args:
-        on_unreadable: called with the unreadable images of each batch that has any; the next in stored order take
-            their places.
+        on_unreadable: called with the unreadable images of each batch that has any; the next take their places.
 
     Yields:
         batches of the dataset's `fetch`, with {"indices": int64 [b], numbers of the images among all that are read,

@@ -169,8 +169,7 @@ def shared_memory_shortage(batch_bytes: int, num_workers: int, ranks: int, free_
 def loader_problem(num_workers: int, ranks: int) -> str | None:
     """Problem of that number of loader processes for each of a machine's ranks; None if there is none.
 
-    The maximum is 64 for each core that this process may use, and at most the limits of the user's processes and of
-    open files.
+    The maximum is 64 for each core that this process may use, within the limits of processes and open files.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     of_files = (_soft_limit(resource.RLIMIT_NOFILE) - _OPEN_FILES_BESIDE) // _OPEN_FILES_PER_PROCESS

@@ -67,8 +67,7 @@ def build_optimizer(
 
     Args:
         parameters: name -> parameter, plain or sharded.
-        lr_scales: parameters in separate groups, not decayed, with these multiples of the learning rate unless
-            `param_groups` says otherwise.
+        lr_scales: parameters in separate groups, not decayed, with multiples of the rate, unless in `param_groups`.
 
     Raises:
         OptimizerError: a pattern of `param_groups` selects no parameter.

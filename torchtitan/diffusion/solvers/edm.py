@@ -26,8 +26,7 @@ def edm_heun(
 ) -> Tensor:
     """Heun's method for dy/dsigma = (y - x0) / sigma, with noise added before steps; second order without churn.
 
-    On EDM's path y is x. On another path it is x / a, so all times must have a > 0. The last step, to sigma = 0, is
-    Euler's.
+    On EDM's path y is x. On another path it is x / a, which needs a > 0. The last step, to sigma = 0, is Euler's.
 
     Args:
         churn: S_churn, the amount of noise added over all steps; 0 is deterministic.

@@ -140,8 +140,7 @@ class LearningConfig(TimestepsConfig):
 
 
 class LossSecondMoment(LearningTimesteps):
-    """Second moment of the loss: every index in proportion to the root mean square of its last 10 losses, times its
-    mass.
+    """Second moment of the loss: every index by the root mean square of its last 10 losses, times its mass.
 
     With 0.001 of the density itself mixed in, and importance weights; the density alone until every index has had 10
     losses. Source: Nichol and Dhariwal, "Improved denoising diffusion probabilistic models", arXiv 2102.09672, eq. 18.
@@ -194,8 +193,7 @@ class LossSecondMomentConfig(LearningConfig):
 
 
 class _BinnedLoss(LearningTimesteps):
-    """Binned loss: bins in proportion to their share of the mean loss under the objective's density: mass x running
-    mean.
+    """Binned loss: bins by their share of the mean loss under the objective's density: mass x running mean.
 
     A mean loses half of its weight with every `half_life` samples of the run. 0.01 of the density is mixed in.
     """

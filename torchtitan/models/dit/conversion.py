@@ -214,8 +214,7 @@ def import_weights(published: dict[str, Tensor], model: DiT, layout: str) -> tup
         every parameter of `model` by name, and a line for each omission.
 
     Raises:
-        ConversionError: tensors are missing, superfluous, of another model, or in conflict with this model's
-            computation.
+        ConversionError: tensors are missing, superfluous, of another model, or against this model's computation.
     """
     if problems := layout_problems(model, layout) or _layout_mismatch(published, layout):
         raise ConversionError("\n".join(problems))

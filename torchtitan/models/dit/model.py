@@ -36,8 +36,7 @@ class PatchTransformer(DiffusionModel):
 
     Args:
         config: a row of FLAVORS, or any other choice of its fields.
-        condition_kind: K classes or nothing; the class K is the null class: whoever calls the model passes it where a
-            label is dropped.
+        condition_kind: K classes or nothing; class K is the null class, which callers pass where a label is dropped.
 
     Raises:
         ValueError: the config's fields do not fit together or do not fit the image.
