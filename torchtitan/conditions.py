@@ -168,8 +168,7 @@ class Embeddings(ConditionKind):
     """Tensors of fixed shape, as the embedded tokens of a text and their mask.
 
     Attributes:
-        nulls: of each entry the value that stands for no condition, as of the empty text; its shape and dtype are those
-            of every image's value.
+        nulls: each entry's value for no condition, as of the empty text, of every value's shape and dtype.
         prompts: of each entry the values [P, ...] of the P prompts that grids show; empty: grids show the null condition.
         names: one per prompt, or none.
     """

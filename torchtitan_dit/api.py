@@ -86,8 +86,7 @@ class Model:
         """Draw images; the same arguments give the same images.
 
         Args:
-            classes: numbers of classes, or their names where these are numbers; None: `sampling.classes` of the training, or
-                the first ten.
+            classes: numbers of classes, or their names where these are numbers; None: the training's, or the first ten.
             prompts: texts instead, for a model of captions; a string is one text. "[trigger]" is replaced by the
                 `data.trigger_word` of the training.
             images_per_class: of each class or prompt, one after the other.

@@ -29,8 +29,7 @@ def build_autoencoder(
         overlap: pixels shared by neighbouring tiles; None: a quarter of the tile.
 
     Raises:
-        AutoencoderError: an unknown name, missing, damaged or wrong weights, a package that is not installed, or tile and
-            overlap that do not suit it.
+        AutoencoderError: an unknown name, no package, missing, wrong or damaged weights, unsuitable tile or overlap.
     """
     if name not in AUTOENCODERS:
         raise AutoencoderError(f"no autoencoder is called {name!r} (there are {', '.join(AUTOENCODERS)})")

@@ -40,8 +40,7 @@ class CheckpointFinder:
         """Find the step to resume from, None for a new run; names damaged checkpoints in the log.
 
         Args:
-            wanted: `checkpoint.load_step`. It is applied once: checkpoints saved since record it, and the newest of them is
-                resumed from.
+            wanted: `checkpoint.load_step`. Applied once: of later checkpoints, which record it, the newest counts.
 
         Raises:
             CheckpointError: the wanted step is missing or damaged.

@@ -212,9 +212,8 @@ class Handover(CombinationRule):
 class InverseVariance(CombinationRule):
     """Inverse variance: all heads train, each on its error over its expected error; combined by inverse variance.
 
-    The loss is the mean over heads of e_k / exp(u_k) + u_k, so that exp(u_k) becomes head k's mean squared error, and its
-    share is proportional to 1 / the resulting error of x0. That is the best combination of estimates with independent
-    errors.
+    The loss is the mean over heads of e_k / exp(u_k) + u_k, so that exp(u_k) becomes head k's mean squared error, and
+    its share is proportional to 1 / the resulting error of x0. That is best for independent errors.
     """
 
     of_one_error = False

@@ -42,8 +42,7 @@ class MemoryEstimate:
         least: peak of a step in which every block is recomputed whole, where the compiler chooses the kept tensors
             (activation_checkpoint.mode = memory_budget): the other numbers are then those of a step without
             recomputation, and the true peak, known after compiling, lies between. None in other modes.
-        host: bytes in the host's memory instead of the device's: with training.enable_cpu_offload parameters, gradients,
-            optimizer and averages.
+        host: bytes in host memory instead: with training.enable_cpu_offload parameters, gradients, optimizer, averages.
     """
 
     parameters: int

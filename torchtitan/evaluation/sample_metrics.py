@@ -85,8 +85,7 @@ class SampleMetrics:
         """Draw samples, each rank its share, and measure them on the first.
 
         Args:
-            draw: numbers of samples, int64 [B], to their pixels, uint8 [B, H, W, 3]; may raise EvaluationError. It is called
-                equally often on every rank.
+            draw: numbers int64 [B] -> pixels uint8 [B, H, W, 3]; may raise EvaluationError; as often on every rank.
 
         Returns:
             the values of all metrics, with the metrics' notes, on every rank.

@@ -39,8 +39,7 @@ def balanced_choices(num_images: int, count: int) -> Tensor:
 class ImageSampler:
     """Image sampler for a model, with its own random numbers.
 
-    The image for a number and a condition is the same on any number of ranks, and drawing it changes no random state of
-    training.
+    The image for a number and a condition is the same on any number of ranks, and leaves training's random state.
     """
 
     def __init__(

@@ -11,8 +11,7 @@ def remove_folder(folder: Path, is_own: Callable[[str], bool]) -> list[Path]:
     Links, subfolders, and files of other names stay, and so does the folder then.
 
     Args:
-        folder: known as the program's own by its name and its surroundings; a link is not followed, and a missing
-            folder counts as removed.
+        folder: the program's by name and surroundings; links are not followed, a missing one counts as removed.
         is_own: whether the program gives files such a name.
 
     Returns:

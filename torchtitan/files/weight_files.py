@@ -190,8 +190,7 @@ def written_whole(path: Path, overwrite: bool) -> Iterator[Path]:
     A folder replaces one that holds nothing but plain files of the same names.
 
     Raises:
-        WeightsError: the path exists and `overwrite` is false, or is not of the kind to be written; or it cannot be
-            written.
+        WeightsError: the path exists and `overwrite` is false, or is of another kind or not writable.
     """
     refuse_existing(path, overwrite)
     temporary = unfinished_path(path)

@@ -165,8 +165,7 @@ def predicted_ratios(
         present: shares of the present sampler, [K]; None: the masses.
 
     Returns:
-        "neyman"; "stratified", the present shares with fixed counts, unless they are stratified already; then the
-        others.
+        "neyman"; "stratified", the present shares with fixed counts, unless they are so already; the others.
     """
     mass = _checked_mass(mass)
     present = mass if present is None else present.to(mass)

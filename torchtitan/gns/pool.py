@@ -137,8 +137,7 @@ class Pool:
 
         Without `mass` samples are taken as independent draws of the objective's timesteps. With it the bins are put
         together by `whole_objective`, which accounts for stratified batches and for shares that are not the masses; the
-        interval keeps its relative width, since the samples are the same; where either signal is not positive, all are
-        NaN.
+        interval keeps its relative width, since the samples are the same; NaN where a signal is not positive.
 
         Args:
             mass: probability of each bin in the objective, [K].

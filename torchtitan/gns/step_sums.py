@@ -26,8 +26,7 @@ class StepSums:
         sketched: inner products over the whole step, of sketches where the part has any, [P, G, K, K].
         corrections: exact minus sketched products of the pairs of one microbatch, [P, G, K, K].
 
-    count, square_losses, squares, all_pairs and sketched are the same on any layout; the others depend on how a step is cut into
-    microbatches.
+    count, square_losses, squares, all_pairs and sketched are the same on any layout; others depend on the microbatches.
     """
 
     count: Tensor

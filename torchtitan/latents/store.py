@@ -48,8 +48,7 @@ class LatentStore:
             views: 0: the image, 1: its mirror image, int64 [B]; None: all 0.
 
         Returns:
-            values float32 [B, P, C, h, w], P = 1 (the latent), or 2 where the store keeps mean and standard
-            deviation; labels int64 [B].
+            values float32 [B, P, C, h, w], P = 1 (the latent) or 2 (mean, standard deviation); labels int64 [B].
 
         Raises:
             LatentStoreError: a shard cannot be read or is not what the index says, or a label is out of range.

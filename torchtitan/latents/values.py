@@ -21,8 +21,7 @@ def pack_views(views: Sequence[tuple[Tensor, Tensor | None]]) -> Tensor:
     """Pack encoded images into the layout of the store's writer.
 
     Args:
-        views: (mean, standard deviation or None) of the images, and of their mirror images where those are kept;
-            each [N, C, h, w].
+        views: (mean, standard deviation or None) of images, and of mirror images if kept, each [N, C, h, w].
 
     Returns:
         float32 [N, V, P, C, h, w].

@@ -83,8 +83,7 @@ class DiffusionModel(nn.Module):
         Args:
             x: noisy images [B, C, H, W].
             t: the objective's c_noise per image [B], float32.
-            condition: of the model's `condition_kind`, the null condition where one is dropped: of classes int64 [B];
-                None when unconditional.
+            condition: of the model's `condition_kind`, null where dropped: of classes int64 [B]; None if unconditional.
 
         Returns:
             [B, C_out, H, W], float32 at least.

@@ -23,8 +23,7 @@ def end_with_parent(parent: int) -> bool:
         parent: process id that the parent has or had.
 
     Returns:
-        True if the kernel agreed; False if this system has no such signal, and for a process of another parent, such as
-        a fork server's child.
+        True if the kernel agreed; False without such a signal, or for another's child, as a fork server's.
     """
     if sys.platform != "linux":
         return False

@@ -31,8 +31,7 @@ def config_differences(old: Any, new: Any) -> list[str]:
         old: a JobConfig, or the tables of a config.toml, which may lack keys or have ones that exist no more.
 
     Returns:
-        one line per key of another value, as `training.steps: 100 -> 200`. A key that the old one lacks counts
-        as its default.
+        one line per key of another value, as `training.steps: 100 -> 200`. A key missing there has its default.
     """
     before = old if isinstance(old, dict) else effective(old)
     now = effective(new)

@@ -93,8 +93,7 @@ def unmet_in_table(table: Any, field: dataclasses.Field) -> tuple[str, Any, tupl
     """Find why a key of a table has no effect.
 
     Returns:
-        the key of the same table that it depends on, that key's value, and the values under which it would have an
-        effect; None if it has one.
+        the table's key that it depends on, its value, and the values that it would need; None if it has an effect.
     """
     for key, accepted in field.metadata.get("applies", {}).items():
         value = getattr(table, key)

@@ -1,7 +1,6 @@
 """Stand-in for a text encoder where there are no weights: a fixed random vector for every word.
 
-It knows nothing of language, but tells texts apart by their words, which is enough for tests and for data with few
-captions, as the names of classes.
+It knows nothing of language, but tells texts apart by their words, enough for tests and data of few captions.
 """
 
 import hashlib

@@ -7,8 +7,7 @@ def host_memory(root: Path = Path("/")) -> list[tuple[str, int, int]]:
     """Host memory in use and in total, of the control group's limits and of the machine.
 
     Returns:
-        (name, bytes in use that cannot be freed, bytes in total), of every known limit; nothing on systems without
-        them.
+        (name, bytes in use that cannot be freed, bytes in total) of every limit that the system has.
     """
     found = []
     for name, folder in _control_groups(root).items():

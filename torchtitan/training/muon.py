@@ -28,8 +28,7 @@ def orthogonalise(matrix: Tensor) -> Tensor:
         matrix: [M, N], float32; not sharded. Computed in bfloat16 on CUDA.
 
     Returns:
-        [M, N], float32, zero where the matrix is zero; singular values above 1 % of the matrix's norm come to
-        lie in [0.65, 1.25].
+        [M, N], float32, zero where the matrix is zero; singular values above 1 % of its norm come to [0.65, 1.25].
 
     Source: Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024).
     """

@@ -50,7 +50,7 @@ class NumericalGuard:
         last_skipped: the latest of them known to the host, None if there is none.
         last_healthy: the latest step that counted, likewise.
         reason: why `last_skipped` was skipped, in a few words.
-        in_doubt: whether the latest step known to the host was skipped, as its cause may be in the weights: no save then.
+        in_doubt: whether the latest known step was skipped; no save then, since its cause may be in the weights.
     """
 
     def __init__(self, limit: int, image_of: Callable[[int, int], int] | None = None) -> None:

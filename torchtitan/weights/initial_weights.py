@@ -1,5 +1,4 @@
-"""Initial weights of a run: checked by their header before anything is encoded, then by its ranks together, each of which
-reads its share of the tensors.
+"""Initial weights of a run: checked by their header before anything is encoded, then by all ranks, each its share.
 
 With more ranks than tensors a rank reads one, whatever the size of the network is.
 """

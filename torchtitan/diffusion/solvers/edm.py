@@ -31,8 +31,7 @@ def edm_heun(
     Args:
         churn: S_churn, the amount of noise added over all steps; 0 is deterministic.
         churn_min, churn_max: S_min and S_max, the noise levels sigma between which it is added.
-        churn_noise: S_noise, deviation of the added noise. The defaults of these three are the paper's for ImageNet
-            (table 5).
+        churn_noise: S_noise, deviation of the added noise. All defaults: the paper's for ImageNet (table 5).
 
     Raises:
         ValueError: a is 0 at the first time.

@@ -104,8 +104,7 @@ class Beta:
     """x ~ Beta(a, b), 0.2 <= a, b <= 50: mean a / (a + b).
 
     Source: Zheng et al., "Beta-tuned timestep diffusion model", ECCV 2024, for timesteps of diffusion. Distribution and
-    quantile are cubic Hermite interpolations in logit x, where the density is smooth: the distribution is accurate to
-    1e-8.
+    quantile are cubic Hermite interpolations in logit x, where the density is smooth, accurate to 1e-8.
     """
 
     a: float

@@ -61,7 +61,7 @@ def autotune(
     Args:
         arguments: of train.py, `--section.key value`; a local batch size among them is overridden.
         memory_gib: memory of each process, > 0; on CUDA at most, and by default, the device's; needed on the CPU.
-        cache: folder of the records, by default <job.dump_folder>/autotune; answers and interrupted searches are there.
+        cache: folder of the records, by default <job.dump_folder>/autotune; answers and begun searches are in it.
         multiple_of: only multiples of it are tried, 1 or more.
         headroom: share of the memory to leave free, 0 <= headroom < 1.
 
