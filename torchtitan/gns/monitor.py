@@ -336,17 +336,13 @@ class GNSMonitor:
 
     @property
     def _for_batch_size(self) -> tuple[str, str]:
-        """Geometry and estimator of statements on batch sizes. The plain geometry predicts single bins' half-progress batches;
-        for the whole objective this was not measured.
-        """
+        """Plain geometry, which predicts half-progress of single bins (the whole: not measured), and its estimator."""
         geometry = self._pooled.geometries[0]
         return geometry, self._pooled.narrowest(geometry)
 
     @property
     def _for_samplers(self) -> tuple[str, str]:
-        """Geometry of the updates, Adam's where it is measured, and its estimator. Allocation of timesteps and growing batches
-        were tested in it.
-        """
+        """Geometry of the updates, Adam's if measured, in which allocation and ramps were tested; its estimator."""
         geometry = self._pooled.geometries[-1]
         return geometry, self._pooled.narrowest(geometry)
 

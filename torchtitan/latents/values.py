@@ -33,10 +33,7 @@ def pack_views(views: Sequence[tuple[Tensor, Tensor | None]]) -> Tensor:
 def tensor_shapes(plan: StorePlan, num_images: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """Shape and dtype of each tensor of a shard, by name."""
     rows = (num_images, plan.views, plan.parts, plan.shape[0])
-    shapes = {
-        LATENTS: ((*rows, *plan.shape[1:]), STORED_DTYPES[plan.dtype]),
-        LABELS: ((num_images,), torch.int64),
-    }
+    shapes = {LATENTS: ((*rows, *plan.shape[1:]), STORED_DTYPES[plan.dtype]), LABELS: ((num_images,), torch.int64)}
     shapes |= {SCALES: (rows, torch.float32)} if plan.dtype == "int8" else {}
     return shapes | ({CAPTIONS: ((num_images,), torch.int64)} if plan.captions else {})
 

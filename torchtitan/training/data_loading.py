@@ -66,8 +66,7 @@ class TrainingData:
         global_batch_size: images of as many microbatches as `microbatches_per_step` on every rank.
         in_buckets: each global batch is of one bucket.
         data_seconds: time spent waiting in `next_batch` so far.
-        images_by_shape: number of images delivered by this object so far, over all ranks, by (C, H, W); counted after each
-            global batch.
+        images_by_shape: images delivered by this object, over all ranks, by (C, H, W); counted by global batches.
     """
 
     def __init__(

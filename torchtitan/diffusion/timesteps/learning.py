@@ -32,8 +32,7 @@ _LOG_SIGMA_LIMIT = 30.0
 class LearningTimesteps(AllocatedTimesteps):
     """Learning sampler: shares that follow from losses, by rules of the classes below.
 
-    The loss of a sample is the objective's, whole, before its importance weight. Non-finite losses, and those of a
-    skipped step, are ignored.
+    The loss of a sample is the objective's, whole, before importance. Non-finite losses and skipped steps are ignored.
 
     Attributes:
         keeps_objective: whether importance weights undo the effect of the shares on the mean loss.
@@ -226,8 +225,7 @@ class _BinnedLoss(LearningTimesteps):
 
 
 class TimeWarping(_BinnedLoss):
-    """Time warping t = F^-1(u) of uniform u, F piecewise linear and fitted to the loss below t: equal stretches, equal
-    loss.
+    """Time warping t = F^-1(u) of uniform u, F piecewise linear, fitted to the loss below t: stretches of equal loss.
 
     Without importance weights: timesteps of much loss count more. F has 100 pieces, of equal mass in the density.
 
