@@ -94,12 +94,13 @@ def test_allocator_of_a_training_grows_its_segments_unless_the_environment_choos
 
     class Training:
         @staticmethod
-        def run():
+        def main():
             chosen.append({key: os.environ[key] for key in os.environ if key.endswith("ALLOC_CONF")})
             raise SystemExit
 
     monkeypatch.setattr(cli.importlib, "import_module", lambda module: Training)
     monkeypatch.setattr(parent_death, "end_with_launcher", lambda: None)
+    monkeypatch.setattr(command_line, "run_rank", lambda main: main())  # which ends the process
     monkeypatch.setattr(os, "environ", {})
     for value in ("", "max_split_size_mb:64", None):
         os.environ.clear()

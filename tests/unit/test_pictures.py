@@ -7,10 +7,12 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 from torchtitan.gns import pictures as gns_pictures
+from torchtitan.gns.config import DRAWN
 from torchtitan.gns.decayed import WINDOW_SHARES, DecayedSums
 from torchtitan.gns.pool import Agreement, finest_known
 from torchtitan.gns.statistics import PairSums
 from torchtitan.gns.step_sums import PARTS, StepSums
+from torchtitan.pictures import style
 from torchtitan.pictures.grids import ACCENT, EMPTY, GAP, MARGIN, NOT_FINITE, image_grid, save_animation
 
 
@@ -154,14 +156,32 @@ def logged(step: int, values: list[float], upper: list[float | None]) -> dict:
 def test_a_noise_scale_without_an_upper_end_is_coloured_and_drawn_as_none():
     points = [logged(step, [20.0, 9e9], [40.0, None if step < 3 else 1e10]) for step in (1, 2, 3)]
     figure = Figure()
-    lines, area = figure.subplots(1, 2)
-    gns_pictures._draw_lines(lines, points, "adam", [0.0, 0.5, 1.0], 128)
-    gns_pictures._draw_map(area, figure, points, "adam", [0.0, 0.5, 1.0])
-    assert [np.isfinite(line.get_ydata()).tolist() for line in lines.lines[:2]] == [[True] * 3, [False, False, True]]
+    gns_pictures._draw_map(area := figure.subplots(), figure, points, "adam", [0.0, 0.5, 1.0], "over training")
     grey, coloured = (np.ma.filled(mesh.get_array(), np.nan) for mesh in area.collections)
     assert np.isfinite(coloured).tolist() == [[True] * 3, [False, False, True]]
     assert np.isfinite(grey).tolist() == [[False] * 3, [True, True, False]]
-    assert np.isnan(gns_pictures._last(points[:2], "adam", 2)).tolist() == [False, True]
+
+
+def test_the_noise_scale_has_panels_only_for_what_is_known(monkeypatch):
+    monkeypatch.setattr(style, "as_image", lambda figure: figure)
+
+    def drawn(steps: int, signal: float, points: list[dict]) -> Figure:
+        fine, agreement = with_agreement(steps, signal)
+        levels = {"plain": [fine.estimate(), *agreement.estimates("plain", 0)]}
+        edges, masses = torch.linspace(0, 1, 9)[1:-1], torch.full((8,), 0.125)
+        return gns_pictures.draw_noise_scale(points, edges, levels, 64, {"plain": "sketch"}, masses)
+
+    points = [{"step": step, **{f"gns/plain/composite/0/{name}": 20.0 for name in DRAWN}} for step in (1, 2)]
+    known, unknown = drawn(40, 4.0, points), drawn(40, 0.0, [])
+    titles = [panel.get_title() for panel in known.axes if panel.get_title()]
+    assert titles == [
+        "of 8 noise levels 8 have a value", "plain geometry, over training (grey: no upper end)",
+        "plain geometry, agreement of bins",
+    ]
+    (step,) = [patch for patch in known.axes[0].patches if hasattr(patch, "get_data")]  # the samples of a step: 64 in 8 bins
+    assert step.get_data().values.tolist() == [8.0] * 8
+    (only,) = unknown.axes
+    assert "have only a lower end (arrows)" in only.get_title()
 
 
 def measured_step(seed: int, signal: float) -> StepSums:
@@ -190,12 +210,10 @@ def test_agreement_is_that_of_the_finest_bins_in_which_it_is_known(signal, bins)
     fine, agreement = with_agreement(40, signal)
     values = finest_known([fine.estimate(), *agreement.estimates("plain", 0)])
     assert bins == (None if values is None else len(values))
-    figure = Figure()
-    gns_pictures._draw_agreement(panel := figure.subplots(), figure, [fine.estimate(), *agreement.estimates("plain", 0)],
-                                 [k / 8 for k in range(9)])  # fmt: skip
-    if values is None:
-        assert not panel.images and "too little signal" in panel.texts[0].get_text()
-    else:
+    if values is not None:
+        levels = [fine.estimate(), *agreement.estimates("plain", 0)]
+        figure = Figure()
+        gns_pictures._draw_agreement(panel := figure.subplots(), figure, levels, [k / 8 for k in range(9)], "agreement")
         assert (values[values.isfinite()] - 1.0).abs().max() < 1.0
         wanted = [f"{k / bins:.2f}" for k in range(bins)]
         assert [label.get_text() for label in panel.get_xticklabels()] == wanted

@@ -178,11 +178,12 @@ def sum_of_squares(tensors: list[Tensor]) -> Tensor:
         return torch.zeros((), dtype=torch.float64)
     parts = []
     for tensor in tensors:
-        flat = tensor.reshape(-1)
-        of_rows = len(flat) // _ROW * _ROW  # elements of whole rows
-        if of_rows:
-            parts.append(torch.linalg.vector_norm(flat[:of_rows].view(-1, _ROW), dim=1))
-        parts.append(flat[of_rows:])
+        flat, rest = tensor.reshape(-1), tensor.numel() % _ROW
+        rows = flat[:-rest] if rest else flat
+        if len(rows):
+            parts.append(torch.linalg.vector_norm(rows.view(-1, _ROW), dim=1))
+        if rest:
+            parts.append(flat[-rest:])
     return torch.cat(parts).to(torch.float64).square().sum()
 
 
