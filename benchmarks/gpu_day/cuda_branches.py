@@ -17,7 +17,7 @@ CUDA_BRANCHES: dict[str, tuple[str, str]] = {
     "torchtitan/trainer.py": ("waits for the device where time is taken", "features: eager"),
     "torchtitan/philox.py": ("draws words by torch instead of NumPy", "random numbers"),
     "torchtitan/state/data.py": ("pins batches for asynchronous copies", "features: eager; loader"),
-    "torchtitan/training/loader_processes.py": ("pins batches that the process itself loads", "features: eager"),
+    "torchtitan/training/data_loading.py": ("pins batches that the process itself loads", "features: eager"),
     "torchtitan/distributed/mesh.py": ("NCCL beside gloo, a rank's device, timeouts", "two ranks: NCCL"),
     "torchtitan/distributed/parallelize.py": ("DDP's device, FSDP's pinned offload, norm on the device", "two ranks"),
     "torchtitan/distributed/compile.py": ("begins CUDA graphs", "features: CUDA graphs"),

@@ -84,6 +84,8 @@ def aimed_kill(
     finally:
         del os.environ[FAULT]
     code = run.processes[rank].communicate(timeout=240) and run.processes[rank].returncode
+    if code not in (0, *KILLED):  # as of a moment that names what moved
+        raise RuntimeError(f"rank {rank} ended with {code} instead of {moment!r}: {run.processes[rank].said()[-500:]}")
     if code in KILLED:
         time.sleep(draw.choice([0, 0, draw.random()]))  # the others notice, or not
         run.send(signal.SIGKILL)

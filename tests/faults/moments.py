@@ -60,14 +60,14 @@ def _die(*_: object) -> None:
 
 
 def _between_optimizer_and_average(countdown: _Countdown) -> None:
-    enter = Phases.__enter__
+    begin = Phases._begin
 
-    def entering(self: Phases) -> None:
-        if self._entered == "ema" and countdown.is_over():
+    def beginning(self: Phases, name: str) -> None:
+        if name == "ema" and countdown.is_over():
             _die()
-        enter(self)
+        begin(self, name)
 
-    Phases.__enter__ = entering
+    Phases._begin = beginning
 
 
 def _staging(countdown: _Countdown) -> None:
