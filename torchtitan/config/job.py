@@ -4,7 +4,6 @@ python -m torchtitan.config FILE    write the JSON schema of a configuration fil
 """
 
 import dataclasses
-import json
 import logging
 import os
 import sys
@@ -16,7 +15,7 @@ from typing import Any, NoReturn
 from torchtitan.checkpoint.config import CheckpointConfig
 from torchtitan.config.checks import find_problems, resolve
 from torchtitan.config.latent_cache import CacheConfig
-from torchtitan.config.toml_file import is_record, read_toml, shown_file
+from torchtitan.config.toml_file import load_named_plugins, read_toml, shown_file
 from torchtitan.config.view import ConfigView
 from torchtitan.data import DATASETS, DataConfig, DatasetInfo
 from torchtitan.data.image_files import own_pictures_advice
@@ -31,7 +30,6 @@ from torchtitan.models.adapters.config import LoRAConfig
 from torchtitan.models.float8 import Float8Config
 from torchtitan.profiling.config import ProfilingConfig
 from torchtitan.settings import Choice, choice, has_key, key_types, section_of, setting
-from torchtitan.settings.plugins import PluginError, load_plugins, plugin_names, unloaded
 from torchtitan.settings.record import unmet_condition
 from torchtitan.settings.reference import UnknownTopic, build_json_schema, describe
 from torchtitan.settings.schema import Problem, expanded, nearest, parse_text, quoted, shown_name, validate_section
@@ -182,32 +180,8 @@ def _read(argv: list[str]) -> tuple[dict[str, str], str | None, dict[str, Any]]:
         unreadable += [f"{line} ({advice})" if advice else line for line in failure]
     if unreadable:
         raise ConfigError(unreadable)
-    _load_plugins(flags, path, document)
+    load_named_plugins(flags, path, document)
     return flags, path, document
-
-
-def _load_plugins(flags: dict[str, str], path: str | None, document: dict[str, Any]) -> None:
-    """Load the plugins that the command line names, or else the file; those of a run's record are not executed.
-
-    Raises:
-        ConfigError: one cannot be loaded, or the record names one that the user has not named.
-    """
-    job = document.get("job")
-    names = job.get("plugins", []) if isinstance(job, dict) else []
-    try:
-        if "job.plugins" in flags:
-            names = plugin_names(flags["job.plugins"])
-            flags["job.plugins"] = json.dumps(names)
-        elif names and path and is_record(path):
-            if missing := unloaded(names):
-                advice = f"add --job.plugins {','.join(missing)} if you trust {'them' if missing[1:] else 'it'}"
-                raise ConfigError([f"{shown_file(path)}: job.plugins: the code that a run names is not executed ({advice})"])
-            return
-        if isinstance(names, list) and all(isinstance(name, str) for name in names):  # else it is refused as a value
-            load_plugins(names)
-    except (PluginError, ValueError) as error:
-        place = "command line: --" if "job.plugins" in flags else f"{shown_file(path or '')}: "
-        raise ConfigError([f"{place}job.plugins: {error}"]) from error
 
 
 @dataclass

@@ -1,10 +1,12 @@
 """TOML file of a configuration: of a path, or one that the package brings."""
 
+import json
 from pathlib import Path
 from typing import Any
 
-from torchtitan.errors import unwrapped
+from torchtitan.errors import ConfigError, unwrapped
 from torchtitan.files import regular
+from torchtitan.settings.plugins import PluginError, load_plugins, plugin_names, unloaded
 from torchtitan.settings.record import CONFIG_HEADER
 from torchtitan.settings.schema import nearest, quoted
 
@@ -45,9 +47,33 @@ def read_toml(path: str) -> tuple[dict[str, Any], list[str]]:
     return {}, [f"{shown_file(path)}: {reason}"]
 
 
-def is_record(path: str) -> bool:
+def _is_record(path: str) -> bool:
     """Whether a file that can be read is the record of a run, or lies where a run's folder has it."""
     return Path(path).name == "config.toml" or regular.read_text(shipped(path) or path).startswith(CONFIG_HEADER)
+
+
+def load_named_plugins(flags: dict[str, str], path: str | None, document: dict[str, Any]) -> None:
+    """Load the plugins that the command line names, or else the file; those of a run's record are not executed.
+
+    Raises:
+        ConfigError: one cannot be loaded, or the record names one that the user has not named.
+    """
+    job = document.get("job")
+    names = job.get("plugins", []) if isinstance(job, dict) else []
+    try:
+        if "job.plugins" in flags:
+            names = plugin_names(flags["job.plugins"])
+            flags["job.plugins"] = json.dumps(names)
+        elif names and path and _is_record(path):
+            if missing := unloaded(names):
+                advice = f"add --job.plugins {','.join(missing)} if you trust {'them' if missing[1:] else 'it'}"
+                raise ConfigError([f"{shown_file(path)}: job.plugins: the code that a run names is not executed ({advice})"])
+            return
+        if isinstance(names, list) and all(isinstance(name, str) for name in names):  # else it is refused as a value
+            load_plugins(names)
+    except (PluginError, ValueError) as error:
+        place = "command line: --" if "job.plugins" in flags else f"{shown_file(path or '')}: "
+        raise ConfigError([f"{place}job.plugins: {error}"]) from error
 
 
 def shown_file(path: str) -> str:
