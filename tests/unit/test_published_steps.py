@@ -1,4 +1,4 @@
-"""Estimates of published systems: those of the result file, whose errors the documentation gives, are of the present code."""
+"""Estimates of published systems: the result file, of which the documentation gives the errors, is that of the present code."""
 
 import pytest
 

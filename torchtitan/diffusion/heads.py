@@ -32,7 +32,7 @@ _LOG_SIGMA_RANGE = (-40.0, 17.0)
 
 
 class HeadErrors(NamedTuple):
-    """Mean squared errors of the heads [B, K]: raw, of its own prediction; common, of `objective.prediction`."""
+    """Mean squared errors of the heads [B, K]: raw, of the prediction of each head; common, of `objective.prediction`."""
 
     raw: Tensor
     common: Tensor

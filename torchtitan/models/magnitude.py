@@ -23,7 +23,7 @@ _GELU_RMS = 0.652
 
 
 class NormalizedWeight(nn.Module):
-    """Layer whose weight [out, ...] (raw from N(0, 1), no bias) counts by its rows' direction alone."""
+    """Layer with a weight [out, ...] (raw from N(0, 1), no bias) of which only the direction of each row counts."""
 
     weight: nn.Parameter
 

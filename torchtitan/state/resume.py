@@ -123,7 +123,7 @@ def _load(state: RunState, checkpoint: AnyPath, saved: dict) -> None:
 
 
 def plugin_changes(before: Mapping[str, str]) -> list[str]:
-    """Report each plugin whose file is another than a checkpoint's, by the name of the file, a line each."""
+    """Report each plugin with another file than a checkpoint's, found by the name of the file, a line each."""
     versions = {Path(name).name: version for name, version in before.items()}
     return [
         f"plugin {name}: is another file than the checkpoint's ({then[:12]} -> {now[:12]})"

@@ -1,4 +1,4 @@
-"""Confidence interval of a ratio whose denominator may be close to zero."""
+"""Confidence interval of a ratio with a denominator that may be close to zero."""
 
 import torch
 from torch import Tensor

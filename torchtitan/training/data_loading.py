@@ -86,7 +86,7 @@ class TrainingData:
     ) -> None:
         """
         Args:
-            config: its section, whose `horizontal_flip` is applied here.
+            config: `[data]`; its `horizontal_flip` is applied here.
             info: of the dataset; batches are checked against it.
             global_batch_size: a multiple of world_size x local_batch_size.
             pin_memory: place batches in pinned memory, which a GPU copies from without waiting.

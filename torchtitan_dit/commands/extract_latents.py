@@ -145,7 +145,7 @@ def parse_arguments(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     add = parser.add_argument
     add("--output", type=user_path, required=True, metavar="STORE", help="folder to write, or to resume")
     add_autoencoder_options(add, required=True)
-    add("config", nargs="?", metavar="CONFIG", help="file whose [data] section the --data keys override")
+    add("config", nargs="?", metavar="CONFIG", help="file with a [data] section, which the --data keys override")
     add("--split", choices=("train", "validation", "all"), default="train",
         help="of the dataset; all: training images, then held-out ones (default: train)")
     add("--mirror", action=argparse.BooleanOptionalAction, help="keep the latents of mirror images too (default: yes, but "
