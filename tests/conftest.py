@@ -1,10 +1,8 @@
 """Order of the test files, packages that none may lack, and what lies in memory before the first test."""
 
 import gc
-import importlib
 import os
 import re
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -56,21 +54,6 @@ LONGEST = (
     "tests/research/test_linear_probe_study.py",
 )
 assert all((ROOT / name).exists() for name in LONGEST), "a file of LONGEST has another name now"
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection(session):
-    # Of a fresh clone each process would compile all test files: they begin at different ones, and read what others compiled.
-    worker, workers = os.environ.get("PYTEST_XDIST_WORKER"), int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
-    folders = session.config.getini("testpaths")
-    if not worker or [Path(path).resolve() for path in session.config.args] != [ROOT / folder for folder in folders]:
-        return
-    files = [path.relative_to(ROOT) for folder in folders for path in (ROOT / folder).glob("test_*.py")]
-    names = [".".join(file.with_suffix("").parts) for file in files]
-    first = len(names) * int(worker.removeprefix("gw")) // workers
-    for name in names[first:] + names[:first]:
-        with suppress(Exception, pytest.skip.Exception):  # what collecting it says
-            importlib.import_module(name)
 
 
 def pytest_collection_modifyitems(items):
