@@ -160,6 +160,11 @@ def local(tensor: Tensor) -> Tensor:
     return cast(Any, part)._tensor if hasattr(part, _SCALE) else part
 
 
+def bytes_on(device: torch.device, tensors: Iterable[Tensor]) -> int:
+    """Bytes of tensors, or of this rank's parts of them, on a kind of device: offloaded ones are on another."""
+    return sum(local(tensor).nbytes for tensor in tensors if tensor.device.type == device.type)
+
+
 _ROW = 1024  # elements of a sum of squares in float32
 
 

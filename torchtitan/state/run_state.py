@@ -20,6 +20,7 @@ from torchtitan.diffusion.timesteps.sampler import GlobalBatch
 from torchtitan.distributed.collectives import from_first_rank
 from torchtitan.distributed.kernel_choices import kernel_choices
 from torchtitan.distributed.mesh import Layout, init_process_group
+from torchtitan.distributed.parallelize import bytes_on
 from torchtitan.distributed.precision import compute_context
 from torchtitan.gns.config import bin_edges
 from torchtitan.runs.folder import RunFolder
@@ -194,6 +195,15 @@ class RunState:
             "gns": self.gns.tensors() if self.gns else {},
         }
         return {f"{part}.{name}": tensor for part, tensors in parts.items() for name, tensor in tensors.items()}
+
+    def held_gib(self) -> dict[str, float]:
+        """GiB of this rank's device that every step holds, by part, after the first one; of activations and buffers no part."""
+        trained = self.parameters | self.objective.parameters()
+        parts = {
+            "gradients": trained, "optimizer": optimizer_tensors(self.optimizer, trained), "averages": self.ema.tensors(),
+        }  # fmt: skip
+        held = {name: bytes_on(self.layout.device, tensors.values()) for name, tensors in parts.items()}
+        return {name: size / 2**30 for name, size in ({"weights": self.network.num_bytes} | held).items()}
 
     @property
     def snapshot_due(self) -> bool:
