@@ -37,7 +37,7 @@ from torchtitan.settings.record import unmet_condition
 from torchtitan.settings.schema import Problem, no_effect, quoted
 from torchtitan.settings.sections import section_at
 from torchtitan.training.config import UPDATE_RULES, OptimizerConfig
-from torchtitan.training.schedules import ramp_problems
+from torchtitan.training.schedules import decay_problems, ramp_problems
 
 _ADAMS_RULE = "the square-root rule by which the learning rate grows is Adam's"
 
@@ -145,6 +145,10 @@ def _batch_ramp(checked: ConfigView) -> Iterator[Problem]:
         yield Problem(key, f"{_ADAMS_RULE} (remove it, or set optimizer.name to AdamW)")
     if checked.gns.enable and checked.gns.bin_pure_microbatches:
         yield Problem(key, "the rotation of gns.bin_pure_microbatches is made for one batch size (remove one of the two)")
+
+
+def _decay(checked: ConfigView) -> Iterator[Problem]:
+    yield from in_section("lr_scheduler", decay_problems(checked.whole("lr_scheduler")))
 
 
 def _held_out_images(checked: ConfigView) -> Iterator[Problem]:
@@ -257,6 +261,7 @@ CHECKS: list[Callable[[ConfigView], Iterator[Problem]]] = [
     lambda checked: (Problem(key, text) for key, text in objective_problems(checked.whole("objective"))),
     _gns,
     _batch_ramp,
+    _decay,
     *SIZE_CHECKS,
     _ema_names,
     _ema_snapshots,
