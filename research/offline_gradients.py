@@ -374,6 +374,7 @@ class Gradients:
         batch = {name: value.to(self.device) for name, value in batch.items()}
         images, t = batch["images"], t.to(self.device)
         noise = philox.normal(self.seed, "evaluation", samples.to(self.device) + _NOISE, images.shape[1:], stream)
+        noise = self.objective.scaled(noise)
         return Microbatch(images, condition, batch), Draw(t, noise, torch.ones_like(t), index)
 
     def _uniform(self, samples: Tensor, stream: int, purpose: int) -> Tensor:
