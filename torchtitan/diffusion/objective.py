@@ -86,11 +86,13 @@ class Microbatch:
         images: clean images, float32 [B, C, H, W].
         condition: one per image, the null condition where it is dropped; or None.
         entries: the batch by name, [B, ...], in which are the entries that the dataset declares.
+        kept: in training, what `Objective.kept` makes of the dropped conditions; None elsewhere.
     """
 
     images: Tensor
     condition: Condition = None
     entries: Mapping[str, Tensor] = field(default_factory=dict)
+    kept: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -219,6 +221,10 @@ class Objective(ABC):
         *bits, of_dropping = philox.uniform_bits(self.seed, (*draws, ("label_drop", indices)), attempt)
         noise = self.scaled(philox.normal(self.seed, "noise", indices, shape, attempt))
         return noise, philox.middles(of_dropping), tuple(bits)
+
+    def kept(self, dropping: Tensor, label_dropout: float) -> Tensor | None:
+        """Weights of terms for conditions that are kept, [B] of mean 1, 0 where `dropping` is below label_dropout; if any."""
+        return None
 
     def predict(self, model: Network, x_t: Tensor, t: Tensor, condition: Condition) -> tuple[Tensor, Tensor]:
         """Estimate the clean image and the noise at times t [B] in noisy images x_t [B, C, H, W]; float32."""

@@ -169,7 +169,8 @@ class _Step:
         batch = self.info.placeholder(len(samples), self.model.image_shape) | {"samples": samples}
         t, noise, importance = torch.empty(len(samples)), torch.empty_like(batch["images"]), torch.empty(len(samples))
         index = torch.empty(len(samples), dtype=torch.int64) if self.objective.path.discrete else None
-        microbatch = Microbatch(batch["images"], self.model.condition_kind.of(batch), batch)
+        kept = self.objective.kept(torch.empty(len(samples)), 0.0)
+        microbatch = Microbatch(batch["images"], self.model.condition_kind.of(batch), batch, kept)
         with accumulate_locally(self.model, last=last):
             with compute_context(config.training.mixed_precision_param, self.layout.device, self.layout.sharded):
                 terms = self.objective.loss(self.model, microbatch, Draw(t, noise, importance, index))
