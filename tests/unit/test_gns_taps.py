@@ -29,13 +29,15 @@ GAINS = DiTConfig(
 )
 LAYERNORM_GAINS = DiTConfig(**SMALL, mlp_hidden_dim=48, norm_affine=True, final_modulation=False)
 OWN_EMBEDDINGS = DiTConfig(**SMALL, mlp_hidden_dim=48, embedding_per_block=True)
+HEAD = DiTConfig(**SMALL, mlp_hidden_dim=48, intermediate_head=1)
 FLUX = FluxConfig(
     dim=32, num_heads=2, num_double_layers=2, num_single_layers=1, mlp_hidden_dim=48, axes_dim=[4, 6, 6], text_dim=12,
     pooled_dim=10, guidance_embedding=True,
 )  # fmt: skip
 TEXT_TOKENS = 3
 CONFIGS = {
-    "paper": PAPER, "gains": GAINS, "layernorm gains": LAYERNORM_GAINS, "own embeddings": OWN_EMBEDDINGS, "flux": FLUX,
+    "paper": PAPER, "gains": GAINS, "layernorm gains": LAYERNORM_GAINS, "own embeddings": OWN_EMBEDDINGS, "head": HEAD,
+    "flux": FLUX,
 }  # fmt: skip
 EDGES = torch.tensor([0.3, 0.6])
 

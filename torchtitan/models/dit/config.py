@@ -7,6 +7,7 @@ from torchtitan.models.base import ModelConfig
 from torchtitan.settings import setting
 
 _PLAIN = {"magnitude_preserving": (False,)}
+_ONE_EMBEDDING = _PLAIN | {"embedding_per_block": (False,)}
 
 
 @dataclass(kw_only=True)
@@ -51,6 +52,10 @@ class DiTConfig(ModelConfig):
     num_predictions: int = setting(
         1, "images that the network predicts for each input; one for each of objective.heads, which set it", ge=1
     )
+    intermediate_head: int | None = setting(
+        None, "number of blocks before a second output layer, which is trained on the same target as the last one, for "
+        "sampling with --guide head", ge=1, applies=_ONE_EMBEDDING | {"learned_variance": (False,)},
+    )  # fmt: skip
 
     @property
     def head_width(self) -> int:
@@ -60,8 +65,8 @@ class DiTConfig(ModelConfig):
     def depth(self) -> int:
         return self.num_layers
 
-    def of_depth(self, depth: int) -> "DiTConfig":
-        return replace(self, num_layers=depth)
+    def of_depth(self, depth: int) -> "DiTConfig | None":
+        return None if self.intermediate_head else replace(self, num_layers=depth)
 
     @property
     def normalizes_weights(self) -> bool:

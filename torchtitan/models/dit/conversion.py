@@ -77,9 +77,14 @@ class DiTLayout(PublishedLayout):
     _frequencies: ClassVar[str] = "dit"
 
     def export_weights(self, weights: Mapping[str, Tensor], model: DiT) -> tuple[dict[str, Tensor], list[str]]:
-        return export_weights(weights, model, self.name), []
+        notes = []
+        if model.config.intermediate_head:
+            notes = [f"model.intermediate_head: left out, the {self.name} network has one output layer"]
+        return export_weights(weights, model, self.name), notes
 
     def import_weights(self, published: dict[str, Tensor], model: DiT) -> tuple[dict[str, Tensor], list[str]]:
+        if model.config.intermediate_head:
+            raise ConversionError(f"model.intermediate_head: the {self.name} network has one output layer (leave it out)")
         weights, notes = import_weights(published, model, self.name)
         if model.config.timestep_frequencies != self._frequencies:
             notes.append(
@@ -282,7 +287,7 @@ def diffusers_config(model: DiT) -> dict:
         "num_attention_heads": config.num_heads,
         "attention_head_dim": config.dim // config.num_heads,
         "in_channels": model.image_shape[0],
-        "out_channels": model.out_channels,
+        "out_channels": model.patch_channels // config.patch_size**2,
         "num_layers": config.num_layers,
         "attention_bias": True,
         "sample_size": model.image_shape[1],

@@ -59,6 +59,10 @@ class PatchTransformer(DiffusionModel):
         channels, height, width = self.image_shape = (image_shape[0], image_shape[1], image_shape[2])
         self.grid = (height // config.patch_size, width // config.patch_size)
         self.out_channels = (2 if config.learned_variance else config.num_predictions) * channels
+        patch_channels = self.out_channels * config.patch_size**2
+        self.patch_channels = patch_channels  # of each output layer
+        if config.intermediate_head:
+            self.out_channels *= 2
         # Functions of the shape alone: filled by init_buffers, in no checkpoint, float32 whatever the weights are.
         num_tokens = self.grid[0] * self.grid[1]
         position, rotary = None, None
@@ -108,7 +112,7 @@ class PatchTransformer(DiffusionModel):
         def role(name: str) -> LinearRole:
             if "time_embed" in name or "label_embed" in name or name.endswith("modulation"):
                 return "vector"
-            return "small" if name in ("patch_embed", "output.linear") else "token"
+            return "small" if name in ("patch_embed", "output.linear", "intermediate.linear") else "token"
 
         return {name: role(name) for name, module in self.named_modules() if isinstance(module, nn.Linear | MPLinear)}
 
@@ -124,7 +128,9 @@ class PatchTransformer(DiffusionModel):
 class DiT(PatchTransformer):
     """Diffusion transformer with adaLN-Zero blocks; the class table has a row for each class and one for the null class.
 
-    Timestep and class have one embedding for all blocks, or one in each (`embedding_per_block`).
+    Timestep and class have one embedding for all blocks, or one in each (`embedding_per_block`). The output of an
+    intermediate head stands behind the last layer's, in the second half of the channels. Source: "Guiding a diffusion
+    transformer with the internal dynamics of itself", arXiv 2512.24176.
     """
 
     def __init__(self, config: DiTConfig, image_shape: tuple[int, int, int], condition_kind: ConditionKind) -> None:
@@ -137,7 +143,8 @@ class DiT(PatchTransformer):
             self.time_embed = VectorEmbedding(SINUSOID_CHANNELS, config.dim)
             self.label_embed = nn.Embedding(num_labels, config.dim) if num_labels else None
             self.layers = nn.ModuleList(Block(config) for _ in range(config.num_layers))
-        self.output = OutputLayer(config, self.out_channels * config.patch_size**2)
+        self.output = OutputLayer(config, self.patch_channels)
+        self.intermediate = OutputLayer(config, self.patch_channels) if config.intermediate_head else None
 
     def transform(self, patches: Tensor, position: Tensor | None, t: Tensor, condition: Condition) -> Tensor:
         x = self.patch_embed(patches.to(self.patch_embed.weight.dtype))  # [B, T, D]
@@ -150,9 +157,13 @@ class DiT(PatchTransformer):
         if self.label_embed is not None:
             c = c + self.label_embed(condition)
         c = F.silu(c)
-        for block in self.layers:
+        early = None
+        for number, block in enumerate(self.layers, 1):
             x = block(x, c, self.rotary)  # [B, T, D]
-        return self.output(x, c)
+            if self.intermediate is not None and number == self.config.intermediate_head:
+                early = self.intermediate(x, c)
+        x = self.output(x, c)
+        return x if early is None else torch.cat((x, early), dim=-1)
 
     def _embedding_blocks(self, x: Tensor, sinusoid: Tensor, condition: Condition) -> tuple[Tensor, Tensor]:
         """Apply blocks with separate embeddings; return tokens [B, T, D] and the first block's conditioning vector [B, D]."""
@@ -168,9 +179,11 @@ class DiT(PatchTransformer):
         A packed linear (queries, keys and values; gate and up) is drawn as one matrix.
         """
         self.init_buffers()
-        for module in self.modules():
+        for name, module in self.named_modules():
             if isinstance(module, nn.Linear):
-                nn.init.xavier_uniform_(module.weight)
+                # Zero too, and without a draw: the other weights are those of a network without this head.
+                of_head = name.startswith("intermediate.")
+                (nn.init.zeros_ if of_head else nn.init.xavier_uniform_)(module.weight)
                 if module.bias is not None:
                     nn.init.zeros_(module.bias)
             elif isinstance(module, nn.LayerNorm | RMSNorm) and module.weight is not None:
@@ -205,6 +218,9 @@ def problems(config: DiTConfig, image_shape: tuple[int, int, int]) -> list[str]:
     if (tokens := height * width // config.patch_size**2) > MOST_TOKENS:
         most = f"at most {MOST_TOKENS} can be"
         found.append(f"model.patch_size: {config.patch_size} makes {tokens} tokens of an image, {most}")
+    if config.intermediate_head and config.intermediate_head >= config.num_layers:
+        most = f"at most model.num_layers - 1 = {config.num_layers - 1}"
+        found.append(f"model.intermediate_head: {config.intermediate_head} leaves no block behind it ({most})")
     of_block = config.dim * (10 * config.dim + 2 * config.mlp_hidden_dim)
     if config.num_layers * of_block > MOST_PARAMETERS:
         blocks = f"{config.num_layers} blocks of about {of_block:.1g} parameters"
