@@ -158,13 +158,14 @@ def test_guidance_by_the_head_is_applied_to_both_branches_before_classifier_free
 
 
 def test_exports_without_a_second_output_say_so():
-    model = build(CONFIG)
+    square, sizes = (3, 4, 4), {"mlp_hidden_dim": 128}
+    model = build(replace(CONFIG, **sizes), square)
     weights = {name: tensor.detach() for name, tensor in model.named_parameters()}
     for name, layout in LAYOUTS.items():
         assert layout.problems(model) == []
         published, notes = layout.export_weights(weights, model)
         assert notes == [f"model.intermediate_head: left out, the {name} network has one output layer"]
-        assert published.keys() == layout.export_weights(weights, build(PLAIN))[0].keys()
+        assert published.keys() == layout.export_weights(weights, build(replace(PLAIN, **sizes), square))[0].keys()
         with pytest.raises(ConversionError, match="one output layer"):
             layout.import_weights(published, model)
 
@@ -178,7 +179,7 @@ def test_exports_without_a_second_output_say_so():
         ("--objective.intermediate_share 0.5", "objective.intermediate_share: has no effect without model.intermediate_head"),
         ("--model.intermediate_head 2 --objective.name consistency",
          "model.intermediate_head: objective.name = consistency does not train it (leave it out)"),
-        ("--model.intermediate_head 2 --objective.intermediate_share 0.5 --objective.heads x0 v",
+        ("--model.intermediate_head 2 --objective.intermediate_share 0.5 --objective.heads ['x0','v']".replace("'", '"'),
          "model.intermediate_head: is for a network of one prediction, without objective.heads (leave it out)"),
         ("--sampling.guide_track head", "sampling.guide_track: head is model.intermediate_head, which the network lacks"),
         ("--sampling.null_guidance_scale 2", "sampling.null_guidance_scale: has no effect when sampling.guide_track = "),
@@ -186,14 +187,14 @@ def test_exports_without_a_second_output_say_so():
          " --model.label_dropout 0 --sampling.null_guidance_scale 2",
          "sampling.null_guidance_scale: model.label_dropout = 0 trains no unconditional prediction to guide away from"),
         ("--model.intermediate_head 2 --objective.intermediate_share 0.5 --sampling.guide_track head"
-         " --sampling.null_guidance_interval 0.5", "sampling.null_guidance_interval: takes two times, has 1"),
+         " --sampling.null_guidance_interval [0.5]", "sampling.null_guidance_interval: takes two times, has 1"),
     ],
 )  # fmt: skip
 def test_heads_that_nothing_trains_or_uses_are_refused_in_one_line(arguments, line):
     with pytest.raises(ConfigError) as error:
         load_config(["--model.flavor", "debug", *arguments.split()], 1)
     (problem,) = error.value.problems
-    assert problem.removeprefix("command line: ").removeprefix("--").startswith(line) or line in problem
+    assert line in problem
 
 
 def test_the_head_is_opened_as_a_guide_where_there_is_one():

@@ -71,6 +71,13 @@ def _heads(checked: ConfigView) -> Iterator[Problem]:
         yield Problem("model.num_predictions", text)
 
 
+def _time_features(checked: ConfigView) -> Iterator[Problem]:
+    fourier = getattr(checked.whole("model"), "timestep_frequencies", "") == "fourier"
+    if fourier and checked.objective.preconditioning in ("identity", "index"):
+        text = f"fourier is for times in 0..1, and objective.preconditioning = {checked.objective.preconditioning} gives 0..1000"
+        yield Problem("model.timestep_frequencies", f"{text} (use data_time, sit or edm there)")
+
+
 def _intermediate_head(checked: ConfigView) -> Iterator[Problem]:
     objective = checked.whole("objective")
     block = getattr(checked.whole("model"), "intermediate_head", None)
@@ -123,6 +130,6 @@ def _normalized_weights(checked: ConfigView) -> Iterator[Problem]:
 
 
 MODEL_CHECKS: list[Callable[[ConfigView], Iterator[Problem]]] = [
-    _model_fits_images, _condition, _learned_variance, _heads, _intermediate_head, _label_dropout,
+    _model_fits_images, _condition, _learned_variance, _heads, _time_features, _intermediate_head, _label_dropout,
 ]  # fmt: skip
 ADAPTER_CHECKS: list[Callable[[ConfigView], Iterator[Problem]]] = [_lora, _normalized_weights]

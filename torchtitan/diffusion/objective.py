@@ -35,7 +35,8 @@ class ObjectiveConfig:
         "velocity", "target of the network's output; edm: F of EDM's preconditioning"
     )
     preconditioning: OneOf[str, PRECONDITIONINGS] = setting(
-        "identity", "scaling of the network's input, output and time; index: the DDPM's index is the time; sit: as SiT"
+        "identity", "scaling of the network's input, output and time; index: the DDPM's index is the time; data_time: 1 - t; "
+        "sit: as SiT"
     )
     sigma_data: float = setting(
         0.5, "standard deviation of the data, for EDM", gt=0, applies={"prediction or preconditioning": ("edm",)}

@@ -36,6 +36,10 @@ _FIXED = {
     "qk_norm": False,
     "attention_bias": True,
     "position": "sincos",
+    "patch_bottleneck": 0,
+    "class_tokens": 0,
+    "value_residual": False,
+    "wide_dim": 0,
     "final_modulation": True,
     "num_predictions": 1,
 }
@@ -271,6 +275,8 @@ def layout_problems(model: DiT, layout: str) -> list[str]:
             f"model.{key} = {_plain(getattr(model.config, key))}: only the diffusers layout has that"
             for key, values in own.items() if getattr(model.config, key) not in values
         ]
+    if model.config.timestep_frequencies == "fourier":
+        found.append(f"model.timestep_frequencies = fourier: the {layout} layout is of models with sinusoids")
     if not isinstance(model.condition_kind, Classes):
         found.append(f"the dataset has no classes: the {layout} layout is of models with a class table")
     if model.grid[0] != model.grid[1]:
