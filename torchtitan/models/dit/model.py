@@ -5,6 +5,7 @@ B images, T = (H / p)(W / p) tokens of width D, N heads of width D / N, patches 
 Source: Peebles and Xie, "Scalable Diffusion Models with Transformers", arXiv 2212.09748.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, cast
 
@@ -430,7 +431,9 @@ class SwiGLU(nn.Module):
         return self.out(F.silu(gate) * up)
 
 
-MLPS = {"gelu": GeluMLP, "swiglu": SwiGLU, "swiglu_bias": partial(SwiGLU, bias=True)}
+MLPS: dict[str, Callable[[int, int], nn.Module]] = {
+    "gelu": GeluMLP, "swiglu": SwiGLU, "swiglu_bias": partial(SwiGLU, bias=True),
+}  # fmt: skip
 
 
 def sincos_table(dim: int, grid: tuple[int, int]) -> Tensor:
