@@ -10,7 +10,7 @@ from tests.launcher import run_on_ranks
 OPTIONS = (
     "--model.patch_bottleneck", "6", "--model.mlp", "swiglu_bias", "--model.position", "sincos_rotary", "--model.norm_affine",
     "true", "--model.class_tokens", "3", "--model.class_tokens_start", "1", "--model.timestep_frequencies", "fourier",
-    "--objective.preconditioning", "data_time", "--model.value_residual", "true", "--model.intermediate_head", "1",
+    "--model.value_residual", "true", "--model.intermediate_head", "1",
     "--objective.intermediate_share", "0.5", "--model.wide_dim", "96", "--model.wide_heads", "4", "--model.wide_layers", "1",
 )  # fmt: skip
 HEAD = ("--model.intermediate_head", "1", "--objective.intermediate_share", "0")

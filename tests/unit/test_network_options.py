@@ -99,7 +99,7 @@ class _Reference:
 
     def time(self, t: Tensor) -> Tensor:
         if self.config.timestep_frequencies == "fourier":
-            angles = 2 * math.pi * t * self.weights["waves.frequencies"]
+            angles = 2 * math.pi * t / 1000 * self.weights["waves.frequencies"]
             features = torch.cat((angles.sin(), angles.cos()))
         else:
             angles = t * 10000.0 ** (-torch.arange(128, dtype=torch.float64) / 128)
@@ -147,7 +147,6 @@ def test_forward_equals_the_formulas_in_float64(config):
     model = build(config)
     fill_waves(model)
     x, t, condition = inputs()
-    t = t / 1000 if config.timestep_frequencies == "fourier" else t
     found = model(x, t, condition)
     tokens = found.unflatten(3, (-1, 2)).unflatten(2, (-1, 2)).permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
     expected = reference_forward(model, x, t, condition)
@@ -200,7 +199,7 @@ def test_init_reaches_every_tensor_and_the_first_prediction_is_zero(config):
     for name, tensor in [*first.named_parameters(), *first.named_buffers()]:
         assert tensor.isfinite().all() and torch.equal(tensor, tensors[name]), name
     x, t, condition = inputs(dtype=torch.float32)
-    assert torch.count_nonzero(first(x, t / 1000, condition)) == 0
+    assert torch.count_nonzero(first(x, t, condition)) == 0
     if config.value_residual:
         shares = [block.attention.value_share for block in first.layers]
         assert shares[0] is None and [share.weight.item() for share in shares[1:]] == [0.5, 0.5]
@@ -213,9 +212,8 @@ def test_init_reaches_every_tensor_and_the_first_prediction_is_zero(config):
 
 @torch.no_grad()
 def test_bfloat16_weights_and_autocast_return_float32():
-    model, (x, t, condition) = build(OPTIONS, dtype=torch.float32), inputs(dtype=torch.float32)
+    model, x_t_c = build(OPTIONS, dtype=torch.float32), inputs(dtype=torch.float32)
     fill_waves(model)
-    x_t_c = x, t / 1000, condition
     exact = model(*x_t_c)
     with torch.autocast("cpu", torch.bfloat16):
         rounded = [model(*x_t_c)]
@@ -239,8 +237,8 @@ def test_tokens_of_the_class_need_classes():
         ("--model.wide_dim 100", "model.wide_heads: 16 does not divide model.wide_dim = 100"),
         ("--model.wide_dim 96", "model.wide_heads: heads of 6 channels; rotary embedding needs a multiple of 4"),
         ("--model.wide_layers 3", "model.wide_layers: has no effect when model.wide_dim = 0"),
-        ("--model.timestep_frequencies fourier",
-         "model.timestep_frequencies: fourier is for times in 0..1, and objective.preconditioning = identity gives 0..1000"),
+        ("--model.timestep_frequencies fourier --objective.preconditioning data_time",
+         "model.timestep_frequencies: fourier is for times in 0..1000, and objective.preconditioning = data_time gives"),
         ("--model.value_residual true --model.embedding_per_block true",
          "model.value_residual: has no effect when model.embedding_per_block = true"),
     ],

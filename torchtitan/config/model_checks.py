@@ -73,9 +73,10 @@ def _heads(checked: ConfigView) -> Iterator[Problem]:
 
 def _time_features(checked: ConfigView) -> Iterator[Problem]:
     fourier = getattr(checked.whole("model"), "timestep_frequencies", "") == "fourier"
-    if fourier and checked.objective.preconditioning in ("identity", "index"):
-        text = f"fourier is for times in 0..1, and objective.preconditioning = {checked.objective.preconditioning} gives 0..1000"
-        yield Problem("model.timestep_frequencies", f"{text} (use data_time, sit or edm there)")
+    given = checked.objective.preconditioning
+    if fourier and given not in ("identity", "index"):
+        text = f"fourier is for times in 0..1000, and objective.preconditioning = {given} gives others (use identity there)"
+        yield Problem("model.timestep_frequencies", text)
 
 
 def _intermediate_head(checked: ConfigView) -> Iterator[Problem]:

@@ -74,7 +74,8 @@ class VectorEmbedding(nn.Module):
 
 
 class FourierFeatures(nn.Module):
-    """Sines, then cosines, of 2 pi t w with fixed random frequencies w of N(0, 1): of times [B] in 0..1, [B, 2 channels].
+    """Sines, then cosines, of 2 pi w t / 1000 with fixed random frequencies w of N(0, 1): of times t [B] in 0..1000,
+    [B, 2 channels].
 
     The frequencies are saved with the weights. Source: Tancik et al., "Fourier features let networks learn high frequency
     functions in low dimensional domains", arXiv 2006.10739, equation 5.
@@ -88,7 +89,7 @@ class FourierFeatures(nn.Module):
 
     def forward(self, t: Tensor) -> Tensor:
         t = t.to(torch.promote_types(t.dtype, torch.float32))
-        angles = 2.0 * math.pi * t[:, None] * self.frequencies.to(t.dtype)
+        angles = 2.0 * math.pi / 1000.0 * t[:, None] * self.frequencies.to(t.dtype)
         return torch.cat((angles.sin(), angles.cos()), dim=-1)
 
 

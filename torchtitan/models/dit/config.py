@@ -52,7 +52,7 @@ class DiTConfig(ModelConfig):
     )
     timestep_frequencies: Literal["dit", "diffusers", "fourier"] = setting(
         "dit", "frequencies of the timestep's sinusoid: 10000^(-i / 128) for i = 0..127, diffusers' 10000^(-i / 127), or "
-        "fourier: 256 random ones, for times in 0..1, saved with the weights"
+        "fourier: 256 random ones, saved with the weights"
     )
     embedding_per_block: bool = setting(
         False, "separate embeddings of timestep and class in each block, as diffusers trains them", applies=_PLAIN
