@@ -2,7 +2,8 @@
 
     x_t = a x0 + b noise,   loss = importance x weight(sigma) x mean over pixels of (output - target)^2
 
-With `heads` the network makes several predictions, and `torchtitan.diffusion.heads` combines their errors.
+With `heads` the network makes several predictions, and `torchtitan.diffusion.heads` combines their errors. An intermediate
+head of the network is trained on the same target: loss + intermediate_share x (the same loss of its output).
 """
 
 from collections.abc import Iterator
@@ -61,6 +62,9 @@ class DenoisingConfig(ObjectiveConfig):
     combine: CombineConfig = choice(
         Choice(COMBINATIONS, "inverse_variance"), "rule that combines the heads", applies={"heads": "set"}
     )
+    intermediate_share: float | None = setting(
+        None, "share of the loss of model.intermediate_head, added to that of the last layer; published are 0.5 and 1", ge=0
+    )
 
     def heads_of_network(self) -> list[str]:
         return self.heads
@@ -100,6 +104,7 @@ class Denoising(Objective):
         self.uncertainty = None
         if config.learned_uncertainty:
             self.uncertainty = LogUncertainty(1, config.uncertainty_features, trained)
+        self.intermediate_share = config.intermediate_share
         named = {"heads": self.heads, "uncertainty": self.uncertainty}
         self.learned = nn.ModuleDict({name: module for name, module in named.items() if module is not None})
         self.diagnostics = tuple(f"head_share/{name}" for name in config.heads)
@@ -133,15 +138,15 @@ class Denoising(Objective):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, HeadErrors | None]:
         """Terms of the loss of the network's output: loss, error and weighted of `LossTerms`, shares, errors of heads.
 
-        The bound of a learned variance is in `loss` and `weighted`. Of heads, error and weighted are those of their combination,
-        and the shares those of `CombinationRule.loss`.
+        The bound of a learned variance is in `loss` and `weighted`, the share of an intermediate head in `loss` alone. Of heads,
+        error and weighted are those of their combination, and the shares those of `CombinationRule.loss`.
         """
+        share, early = self.intermediate_share, output[:, x0.shape[1] :]
         output, interpolation = self.read_output(output, noisy.x_t, noisy.c_skip, noisy.c_out)
         wanted = target(self.prediction, x0, draw.noise, noisy.a, noisy.b, self.sigma_data)
         shares = head_errors = None
         if self.heads is None:
-            # Divided as [B]: the backward of a mean would divide whole images.
-            trained = F.mse_loss(output, wanted, reduction="none").flatten(1).sum(1) / wanted[0].numel()  # [B]
+            trained = _squared_error(output, wanted)
             error = trained.detach()
         else:
             head_errors = self.heads.errors(output, x0, draw.noise, draw.t)
@@ -153,7 +158,10 @@ class Denoising(Objective):
         held_out = loss.detach() if self.heads is None else weight * error
         if self.uncertainty is not None:
             u = self.uncertainty(torch.logit(draw.t))[0]
-            loss = loss * torch.exp(-u) + u
+            loss, weight = loss * torch.exp(-u) + u, weight * torch.exp(-u.detach())
+        if share is not None:
+            early, _ = self.read_output(early, noisy.x_t, noisy.c_skip, noisy.c_out)
+            loss = loss + share * weight * _squared_error(early, wanted)
         if interpolation is not None:
             # The mean is trained by the weighted error alone.
             x0_estimate, _ = to_x0_and_noise(
@@ -252,3 +260,8 @@ class Denoising(Objective):
             if far > 0.999 * middle:
                 return end
         return ""
+
+
+def _squared_error(output: Tensor, wanted: Tensor) -> Tensor:
+    # Divided as [B]: the backward of a mean would divide whole images.
+    return F.mse_loss(output, wanted, reduction="none").flatten(1).sum(1) / wanted[0].numel()

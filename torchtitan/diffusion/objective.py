@@ -35,7 +35,8 @@ class ObjectiveConfig:
         "velocity", "target of the network's output; edm: F of EDM's preconditioning"
     )
     preconditioning: OneOf[str, PRECONDITIONINGS] = setting(
-        "identity", "scaling of the network's input, output and time; index: the DDPM's index is the time; sit: as SiT"
+        "identity", "scaling of the network's input, output and time; index: the DDPM's index is the time; data_time: 1 - t; "
+        "sit: as SiT"
     )
     sigma_data: float = setting(
         0.5, "standard deviation of the data, for EDM", gt=0, applies={"prediction or preconditioning": ("edm",)}
@@ -139,6 +140,8 @@ class Objective(ABC):
         learns_variance: whether the loss trains the variance of `model.learned_variance`.
         untrained_forwards: calls of the network for each sample that no gradient runs through, beside the trained one.
         loss_at_zero: whether the loss is defined at t = 0, of clean images.
+        intermediate_share: share of the loss of the network's intermediate head, which has the second half of the output's
+            channels and is read in training alone; None of a network without one.
     """
 
     Config: ClassVar[type[ObjectiveConfig]]
@@ -149,6 +152,7 @@ class Objective(ABC):
     heads: Any = None
     learns_weights: bool = False
     reads_by_state: str = ""
+    intermediate_share: float | None = None
 
     def __init__(self, config: Any, seed: int, sampler_of: SamplerOf | None = None) -> None:
         """sampler_of: makes a sampler of the configured density, used instead of the configured sampler."""
@@ -300,6 +304,8 @@ class Objective(ABC):
     ) -> tuple[Tensor, Tensor | None]:
         """Read the network's output: as `_output`."""
         output, interpolation = output.to(torch.float32), None
+        if self.intermediate_share is not None:
+            output = output[:, : x_t.shape[1]]
         count = 1 if self.heads is None else len(self.heads.names)
         if self.heads is None and self.path.discrete and output.shape[1] == 2 * x_t.shape[1]:
             output, interpolation = output.chunk(2, dim=1)

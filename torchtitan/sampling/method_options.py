@@ -5,6 +5,7 @@ import dataclasses
 import typing
 from typing import Any
 
+from torchtitan.diffusion.guidance import HEAD
 from torchtitan.evaluation.config import SamplingConfig, sampling_problems
 from torchtitan.settings import has_key, key_types
 from torchtitan.settings.record import unmet_condition
@@ -14,7 +15,8 @@ from torchtitan.weights.trained_model import TrainedModel, WeightsError
 
 # Keys of `[sampling]` that say how an image is drawn; each is an option, as are those of the inner sections.
 METHOD_KEYS = [
-    "num_steps", "guidance_scale", "guidance_interval", "guidance_channels", "embedded_guidance", "clip_x0", "state_dtype",
+    "num_steps", "guidance_scale", "guidance_interval", "guidance_channels", "null_guidance_scale", "null_guidance_interval",
+    "embedded_guidance", "clip_x0", "state_dtype",
 ]
 
 
@@ -46,6 +48,8 @@ def sampling_method(arguments: argparse.Namespace, trained: TrainedModel) -> Sam
     """Sampling method: `[sampling]` of the run, with the options given here. Raises WeightsError."""
     given = {key: getattr(arguments, key) for _, key in method_keys() if getattr(arguments, key) is not None}
     sampling = dataclasses.replace(trained.config.sampling, enable=True)
+    if arguments.guide is not None:
+        sampling.guide_track = HEAD if arguments.guide == HEAD else ""
     problems: list[tuple[str, str]] = []
     for name, options in choices(sampling).items():
         if chosen := getattr(arguments, name):
