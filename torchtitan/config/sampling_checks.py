@@ -9,6 +9,8 @@ from torchtitan.config.speed_checks import shards_of
 from torchtitan.config.view import ConfigView, in_section
 from torchtitan.data import DataConfig
 from torchtitan.diffusion.guidance import HEAD
+from torchtitan.diffusion.objective import ObjectiveConfig
+from torchtitan.diffusion.timesteps.placement import LATENT_SIZE, latent_shift
 from torchtitan.evaluation.config import SamplingConfig, default_schedule, sampling_problems
 from torchtitan.settings import has_key
 from torchtitan.settings.schema import Problem, nearest, quoted
@@ -35,6 +37,14 @@ def without_null(checked: ConfigView) -> bool:
     return unconditional(checked) or not checked.whole("model").label_dropout
 
 
+def resolved_objective(checked: ConfigView) -> ObjectiveConfig:
+    """`[objective]` with the shift that follows from the size of its data's images."""
+    objective = checked.whole("objective")
+    if objective.shift != LATENT_SIZE:
+        return objective
+    return dataclasses.replace(objective, shift=latent_shift(checked.dataset().image_shape))
+
+
 def resolved_sampling(checked: ConfigView) -> SamplingConfig:
     """`[sampling]` with the defaults of the objective's path and, above them, of the model for keys that are not given."""
     sampling, path_name = checked.whole("sampling"), checked.objective.path
@@ -48,7 +58,13 @@ def resolved_sampling(checked: ConfigView) -> SamplingConfig:
             values[last] = value
         elif getattr(sampling, inner).name != value:
             values[inner] = choices(sampling)[inner].section(value)
-    return dataclasses.replace(sampling, **values)
+    sampling = dataclasses.replace(sampling, **values)
+    shifts, given = has_key(sampling.schedule, "shift"), "sampling.schedule.shift" in checked.given
+    if shifts and checked.objective.shift == LATENT_SIZE and not given:
+        sampling.schedule = dataclasses.replace(sampling.schedule, shift="objective")
+    if shifts and sampling.schedule.shift == "objective":
+        sampling.schedule = sampling.schedule.resolved(resolved_objective(checked).shift)
+    return sampling
 
 
 def _draws_while_training(checked: ConfigView) -> bool:

@@ -117,7 +117,7 @@ class ImageSampler:
 
         def draw_normal(numbers: Tensor) -> Tensor:
             # On the CPU: logarithms and cosines of other devices differ in the last digit, and a seed has one noise.
-            return philox.normal(seed, purpose, numbers.cpu(), shape).to(self._device)
+            return self._objective.scaled(philox.normal(seed, purpose, numbers.cpu(), shape).to(self._device))
 
         @torch.no_grad()
         def draw_batch(choices: Tensor, numbers: Tensor) -> Tensor:

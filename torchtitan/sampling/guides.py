@@ -134,6 +134,10 @@ def guide_problem(sampled: TrainedModel, guide: TrainedModel) -> str:
     paths = [model.config.objective.path for model in (sampled, guide)]
     if paths[0] != paths[1]:
         return f"is trained on objective.path = {paths[1]}, the sampled model on {paths[0]} (give a guide of the same path)"
+    stds = [model.config.objective.noise_std for model in (sampled, guide)]
+    if stds[0] != stds[1]:
+        text = f"is trained on objective.noise_std = {stds[1]:g}, the sampled model on {stds[0]:g}"
+        return f"{text} (give a guide of the same noise)"
     if problem := _condition_problem(sampled.model.condition_kind, guide.model.condition_kind):
         return problem
     scales = [_latent_scale(model) for model in (sampled, guide)]

@@ -140,8 +140,13 @@ def setup_of(arguments: argparse.Namespace, trained: TrainedModel, decoder: Late
 
 
 def chosen_classes(given: Sequence[str | int], trained: TrainedModel) -> list[int]:
-    """Numbers of classes given by name or number, as `ConditionKind.number_of`. Raises WeightsError: there is no such class."""
+    """Numbers of classes given by name or number, as `ConditionKind.number_of`, or as "all" unless a class has that name.
+
+    Raises WeightsError: there is no such class.
+    """
     kind = trained.info.condition_kind
+    if list(given) == ["all"] and kind.choices and kind.number_of("all") is None:
+        return list(range(kind.choices))
     for word in map(str, given):
         if kind.number_of(word) is not None:
             continue

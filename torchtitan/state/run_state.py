@@ -176,9 +176,10 @@ class RunState:
         images = batch["images"]
         draw = self.objective.draw(tuple(images.shape[1:]), samples, batch["samples"])
         condition = self.condition(batch, draw, encoded)
+        kept = self.objective.kept(cast(Tensor, draw.dropping), self.config.model.label_dropout)
         if self.config.model.dropout > 0:
             self.model.draw_dropout(self.config.debug.seed, batch["samples"], samples.attempt)
-        microbatch = Microbatch(images, condition, batch)
+        microbatch = Microbatch(images, condition, batch, kept)
         aligned, features = self.alignment, None
         if aligned is not None and aligned.lasts(self.progress):
             # Before taps measure: the average's forward has no gradient.

@@ -35,7 +35,7 @@ OWN = "safetensors"
 LAYOUTS = tuple(dict.fromkeys(name for family in MODELS.values() for name in family.layouts))
 WRITTEN = (OWN, *LAYOUTS, PIPELINE)
 _COMFYUI = "model.diffusion_model."  # prefix of the network in checkpoints with all parts of a pipeline
-_OBJECTIVE = tuple(f"objective.{key}" for key in ("path", "prediction", "preconditioning", "sigma_data"))
+_OBJECTIVE = tuple(f"objective.{key}" for key in ("path", "prediction", "preconditioning", "sigma_data", "noise_std"))
 
 
 @dataclass(frozen=True)
