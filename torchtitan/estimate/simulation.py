@@ -30,7 +30,7 @@ from torchtitan.models.base import DiffusionModel
 from torchtitan.training.config import UPDATE_RULES, OptimizerConfig
 from torchtitan.training.data_loading import microbatches_per_step
 from torchtitan.training.muon import orthogonalise
-from torchtitan.training.optimizer import QUANTISED_BLOCK, update_rule
+from torchtitan.training.optimizer import QUANTISED_BLOCK, matrices_of, update_rule
 from torchtitan.training.schedules import largest_growth
 
 Window = tuple[int, str, int]
@@ -169,7 +169,8 @@ class _Step:
         batch = self.info.placeholder(len(samples), self.model.image_shape) | {"samples": samples}
         t, noise, importance = torch.empty(len(samples)), torch.empty_like(batch["images"]), torch.empty(len(samples))
         index = torch.empty(len(samples), dtype=torch.int64) if self.objective.path.discrete else None
-        microbatch = Microbatch(batch["images"], self.model.condition_kind.of(batch), batch)
+        kept = self.objective.kept(torch.empty(len(samples)), 0.0)
+        microbatch = Microbatch(batch["images"], self.model.condition_kind.of(batch), batch, kept)
         with accumulate_locally(self.model, last=last):
             with compute_context(config.training.mixed_precision_param, self.layout.device, self.layout.sharded):
                 terms = self.objective.loss(self.model, microbatch, Draw(t, noise, importance, index))
@@ -177,16 +178,15 @@ class _Step:
             terms.loss.mean().backward()
 
     def _optimizer_bytes(self) -> int:
-        of_blocks = {parameter for block in self.model.blocks() for parameter in block.parameters()}
-        return sum(_state_bytes(p, self.config.optimizer, p in of_blocks) for p in self.parameters)
+        matrices = set(matrices_of(self.model.blocks(), self.config.optimizer))
+        return sum(_state_bytes(p, self.config.optimizer, p in matrices) for p in self.parameters)
 
     def _orthogonalise_largest(self) -> None:
         """Orthogonalise the largest matrix: the one optimizer step that takes more than a few rows besides its state.
 
         Ranks that share the matrices each have one whole, and their shards of those of the others.
         """
-        of_blocks = [p for block in self.model.blocks() for p in block.parameters()]
-        matrices = [p for p in of_blocks if p.ndim == 2 and p.requires_grad]
+        matrices = [p for p in matrices_of(self.model.blocks(), self.config.optimizer) if p.requires_grad]
         largest = max(matrices, key=lambda p: p.numel())
         ahead = [local(largest.detach()).clone() for _ in matrices[: self.layout.shards]]
         whole = torch.empty(largest.shape)
@@ -194,9 +194,9 @@ class _Step:
         orthogonalise(whole)
 
 
-def _state_bytes(parameter: nn.Parameter, config: OptimizerConfig, in_block: bool) -> int:
+def _state_bytes(parameter: nn.Parameter, config: OptimizerConfig, in_matrices: bool) -> int:
     part = local(parameter.detach())
-    rule = UPDATE_RULES[update_rule(parameter, config, in_block)]
+    rule = UPDATE_RULES[update_rule(parameter, config, in_matrices)]
     if rule.quantised:  # codes and, a block, one scale
         return rule.averages * (part.numel() + 4 * part.numel() // QUANTISED_BLOCK + 4 * _QUANTILE_TABLE)
     return rule.averages * 4 * part.numel() + 4 * rule.is_adams  # with the number of steps

@@ -170,12 +170,13 @@ class RunState:
         images = batch["images"]
         draw = self.objective.draw(tuple(images.shape[1:]), samples, batch["samples"])
         condition = self.condition(batch, draw, encoded)
+        kept = self.objective.kept(cast(Tensor, draw.dropping), self.config.model.label_dropout)
         if self.config.model.dropout > 0:
             self.model.draw_dropout(self.config.debug.seed, batch["samples"], samples.attempt)
         if measure and self.gns:
             self.gns.begin_microbatch(draw.t)
         with self._precision:
-            return self.objective.loss(self.train_module, Microbatch(images, condition, batch), draw)
+            return self.objective.loss(self.train_module, Microbatch(images, condition, batch, kept), draw)
 
     def condition(self, batch: Batch, draw: Draw, encoded: Condition = None) -> Condition:
         """Conditions of a microbatch as the network is trained on them: null ones where the draw drops them."""
