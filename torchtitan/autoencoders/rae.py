@@ -41,13 +41,14 @@ class RepresentationAutoencoder(Autoencoder):
             import transformers  # noqa: F401 (diffusers builds the encoder of it)
         except ImportError as error:
             raise AutoencoderError(f"rae: needs the package transformers, which is not installed ({install('text')})") from error
-        self.model: Any = load_model(folder, kind)
-        self.channels = self.model.config.encoder_hidden_size
-        self.downscale = self.model.decoder_patch_size
-        self.side = self.model.decoder_image_size
-        self.weights_sha256 = weights_sha256(self.model.state_dict())
-        self.normalization = self._take_normalization()
-        self.model.reshape_to_2d = True
+        model: Any = load_model(folder, kind)
+        self.channels: int = model.config.encoder_hidden_size
+        self.downscale: int = model.decoder_patch_size
+        self.side: int = model.decoder_image_size
+        self.weights_sha256 = weights_sha256(model.state_dict())
+        self.normalization = self._take_normalization(model)
+        model.reshape_to_2d = True
+        self.model = model
         self.freeze()
 
     def check_images(self, images: Tensor) -> None:
@@ -64,9 +65,9 @@ class RepresentationAutoencoder(Autoencoder):
             side = self.side // self.downscale
             raise AutoencoderError(f"rae decodes latents of {side} x {side}, not {latents.shape[2]} x {latents.shape[3]}")
 
-    def _take_normalization(self) -> Normalization | None:
+    def _take_normalization(self, model: Any) -> Normalization | None:
         """Take the statistics out of the model, which then encodes to raw latents; None where it has none."""
-        config, model, side = self.model.config, self.model, self.side // self.downscale
+        config, side = model.config, self.side // self.downscale
         mean, std = (getattr(model, name).double() for name in ("_latents_mean", "_latents_std"))
         model._latents_mean, model._latents_std = torch.zeros(1), torch.full((1,), 1 - _ADDED_TO_STD)
         scaling = config.scaling_factor
