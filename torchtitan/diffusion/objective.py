@@ -106,6 +106,7 @@ class LossTerms:
         weighted: importance x the weighted error with all that is added to it, never negative; no gradient.
         diagnostics: values by the names in the objective's `diagnostics`, logged as means by timestep bin; no gradient.
         head_errors: for the memory of the objective's `heads`; None without heads.
+        beside: further loss that is minimised, of no objective: no sampler learns from it; None without.
     """
 
     loss: Tensor
@@ -114,10 +115,16 @@ class LossTerms:
     weighted: Tensor
     diagnostics: Mapping[str, Tensor] = field(default_factory=dict)
     head_errors: Any = None
+    beside: Tensor | None = None
+
+    @property
+    def minimised(self) -> Tensor:
+        """Loss of which the mean is minimised, [B]."""
+        return self.loss if self.beside is None else self.loss + self.beside
 
     def __post_init__(self) -> None:
         """Raises ValueError: a term is not one value per image, and would broadcast."""
-        for name, term in {"loss": self.loss, "error": self.error, "weighted": self.weighted, **self.diagnostics}.items():
+        for name, term in {"loss": self.minimised, "error": self.error, "weighted": self.weighted, **self.diagnostics}.items():
             if term.shape != self.t.shape:
                 raise ValueError(f"{name} of the objective is {list(term.shape)}, one per image is {list(self.t.shape)}")
 

@@ -3,8 +3,8 @@
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
-from typing import cast
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.distributed as dist
@@ -32,6 +32,9 @@ from torchtitan.training.data_loading import microbatches_per_step
 from torchtitan.training.muon import orthogonalise
 from torchtitan.training.optimizer import QUANTISED_BLOCK, matrices_of, update_rule
 from torchtitan.training.schedules import largest_growth
+
+if TYPE_CHECKING:
+    from torchtitan.alignment.plan import Plan
 
 Window = tuple[int, str, int]
 
@@ -67,6 +70,7 @@ def simulate_step(config: JobConfig, world_size: int, on_gpu: bool | None = None
     on_gpu = torch.cuda.is_available() if on_gpu is None else on_gpu
     info = trained_info(config)
     objective = build_objective(config.objective, config.debug.seed)
+    plan = _plan_of_alignment(config, info)
     with _fake_process_group(world_size):
         layout = Layout(config.parallelism, torch.device("cpu"))
         kernels = cuda_kernels() if on_gpu else nullcontext()
@@ -74,24 +78,38 @@ def simulate_step(config: JobConfig, world_size: int, on_gpu: bool | None = None
             model = build_model(config.model, info.image_shape, info.condition_kind)
             freeze_and_adapt(model, config.lora, MODELS[config.model.name].adapter_sets).train()
             attach(objective, model, info.entries)
-            return _Step(model, layout, config, info, objective, live).simulate()
+            return _Step(model, layout, config, info, objective, live, plan).simulate()
+
+
+def _plan_of_alignment(config: JobConfig, info: DatasetInfo) -> "Plan | None":
+    """Plan of the run's alignment; of a network of fewer blocks than its places, at the last one."""
+    if config.alignment.teacher == "none":
+        return None
+    from torchtitan.alignment.plan import Plan
+
+    with torch.device("meta"):
+        model = build_model(config.model, info.image_shape, info.condition_kind)
+    places = {key: min(getattr(config.alignment, key), len(model.probe_points())) for key in ("block", "teacher_block")}
+    return Plan(replace(config.alignment, **places), model)
 
 
 class _Step:
     def __init__(
         self, model: DiffusionModel, layout: Layout, config: JobConfig, info: DatasetInfo, objective: Objective,
-        live: LiveStorages,
+        live: LiveStorages, plan: "Plan | None",
     ) -> None:  # fmt: skip
         self.model, self.layout, self.config, self.info, self.objective, self.live = model, layout, config, info, objective, live
-        self.microbatch = 0
+        self.microbatch, self.plan = 0, plan
 
     def simulate(self) -> SimulatedStep:
         live, config = self.live, self.config
         self._parallelize()
         self.parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         live.hold([*self.model.parameters(), *self.model.buffers()], PARAMETERS)
-        held = Counter({PARAMETERS: live.now()[PARAMETERS], "optimizer": self._optimizer_bytes()})
-        held["ema"] = len(config.ema.tracks) * sum(_bytes(local(p.detach())) for p in self.parameters)
+        ema = len(config.ema.tracks) * sum(_bytes(local(p.detach())) for p in self.parameters)
+        if self.plan is not None:
+            self._align(self.plan)
+        held = Counter({PARAMETERS: live.now()[PARAMETERS], "optimizer": self._optimizer_bytes(), "ema": ema})
         self._take_gradients()
         self._mark_blocks()
         training = config.training
@@ -108,6 +126,15 @@ class _Step:
             self._orthogonalise_largest()
         live.windows.pop(None)
         return SimulatedStep(held, live.windows)
+
+    def _align(self, plan: "Plan") -> None:
+        """Take the projector and the encoder among what is held; a teacher's forward keeps nothing."""
+        from torchtitan.alignment.tap import Tap
+
+        self.tap, self.projector = Tap(self.model, plan.student.point), plan.projector()
+        self.encoder = torch.empty(plan.encoder_bytes, dtype=torch.uint8)
+        self.parameters += self.projector.parameters()
+        self.live.hold([*self.projector.parameters(), self.encoder], PARAMETERS)
 
     def _parallelize(self) -> None:
         checkpointing, training = self.config.activation_checkpoint, self.config.training
@@ -172,10 +199,21 @@ class _Step:
         kept = self.objective.kept(torch.empty(len(samples)), 0.0)
         microbatch = Microbatch(batch["images"], self.model.condition_kind.of(batch), batch, kept)
         with accumulate_locally(self.model, last=last):
-            with compute_context(config.training.mixed_precision_param, self.layout.device, self.layout.sharded):
+            precision = compute_context(config.training.mixed_precision_param, self.layout.device, self.layout.sharded)
+            with precision, nullcontext() if self.plan is None else self.tap.taken(grad=True):
                 terms = self.objective.loss(self.model, microbatch, Draw(t, noise, importance, index))
+            if self.plan is not None:
+                terms = replace(terms, beside=self._alignment_loss(self.plan))
             live.open_window((self.microbatch, "backward", len(self.model.blocks())))
-            terms.loss.mean().backward()
+            terms.minimised.mean().backward()
+
+    def _alignment_loss(self, plan: "Plan") -> Tensor:
+        from torchtitan.alignment.loss import cosine_loss
+
+        tokens = self.tap.tokens()
+        with compute_context(self.config.training.mixed_precision_param, self.layout.device, sharded=False):
+            projected = self.projector(tokens)
+        return cosine_loss(projected, torch.empty(*tokens.shape[:2], plan.channels))
 
     def _optimizer_bytes(self) -> int:
         matrices = set(matrices_of(self.model.blocks(), self.config.optimizer))

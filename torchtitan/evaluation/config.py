@@ -167,7 +167,7 @@ class AutoencoderConfig:
         trajectory=False,
     )  # fmt: skip
     path: str = setting(
-        "", "folder of its weights, or for cosmos and diffusers a name on the Hugging Face hub",
+        "", "folder of its weights, or for cosmos, diffusers and rae a name on the Hugging Face hub",
         applies=OF_LATENTS | {"name": WITH_WEIGHTS}, trajectory=False, path=True,
     )  # fmt: skip
     dtype: Literal["float32", "bfloat16"] | None = setting(

@@ -31,7 +31,10 @@ class RunNetwork:
         num_bytes: of this rank's weights and tables, frozen ones included, on its device.
         gathers_float8: whether the updated weights are gathered in float8, by scales.
         base_sha256: of the frozen network of adapters; "" without.
+        flops_beside: floating-point operations of training on one image outside of the network.
     """
+
+    flops_beside = 0
 
     def __init__(
         self, config: JobConfig, info: DatasetInfo, layout: Layout, objective: Objective, edges: Tensor | None,
@@ -104,10 +107,10 @@ class RunNetwork:
         """Floating-point operations of training on one image of a shape (C, H, W)."""
         channels, height, width = shape
         if not self._adapted:
-            return self.model.flops_per_image((channels, height, width), self._untrained_forwards)
+            return self.flops_beside + self.model.flops_per_image((channels, height, width), self._untrained_forwards)
         from torchtitan.models.adapters.flops import training_flops
 
-        return training_flops(self.model, (channels, height, width), self._untrained_forwards)
+        return self.flops_beside + training_flops(self.model, (channels, height, width), self._untrained_forwards)
 
     def tokens_of(self, shape: tuple[int, ...]) -> int:
         """Tokens of the network for one image of a shape (C, H, W)."""
