@@ -4,6 +4,7 @@ The loop is elsewhere: `torchtitan.trainer` advances the state from step to step
 `torchtitan.state.resume` opens it, and takes it back to a checkpoint.
 """
 
+from collections.abc import Mapping
 from contextlib import ExitStack, nullcontext
 from typing import cast
 
@@ -212,7 +213,7 @@ class RunState:
     def held_gib(self) -> dict[str, float]:
         """GiB of this rank's device that every step holds, by part, after the first one; of activations and buffers no part."""
         trained = self.parameters | self.objective.parameters()
-        parts = {
+        parts: dict[str, Mapping[str, Tensor]] = {
             "gradients": trained, "optimizer": optimizer_tensors(self.optimizer, trained), "averages": self.ema.tensors(),
         }  # fmt: skip
         held = {name: bytes_on(self.layout.device, tensors.values()) for name, tensors in parts.items()}
