@@ -48,6 +48,6 @@ def _draw(cells: list[Cell], title: str, path: Path) -> Path:
     panel.set_yticks(places, labels)
     panel.set(xlim=(0, 1.1 * max(peaks)), ylim=(len(cells) - 0.4, -0.6), xlabel=MEMORY.title)
     panel.grid(axis="y", visible=False)
-    figure.legend(loc="outside lower left", ncols=len(parts), fontsize=8, frameon=False)
+    figure.legend(loc="outside right center", fontsize=8, frameon=False)
     note(figure, _NOTE)
     return save(figure, path, PRINT_DPI)
