@@ -1,4 +1,4 @@
-"""Dataset of encoded images: reads a latent store, draws from each posterior, normalises by channel."""
+"""Dataset of encoded images: reads a latent store, draws from each posterior, normalises."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import torch
 
+from torchtitan.autoencoders.base import of_latents
 from torchtitan.conditions import ConditionKind, Embeddings, class_kind
 from torchtitan.data.base import Batch, DataConfig, Dataset, DatasetError, DatasetInfo, Draws, Split
 from torchtitan.data.splits import spread_evenly
@@ -93,8 +94,8 @@ class Latents(Dataset):
         self._captioned = _is_captioned(config, self._stores[0])
         # Held-out images are seen through the same map as those that are trained on.
         normalization = _open(config, "train")[0].index.normalization
-        self._shift = torch.tensor(normalization.shift)[:, None, None]  # [C, 1, 1]
-        self._scale = torch.tensor(normalization.scale)[:, None, None]
+        self._shift = of_latents(normalization.shift, index.shape).float()  # [C, 1, 1] or [C, h, w]
+        self._scale = of_latents(normalization.scale, index.shape).float()
 
     @staticmethod
     def store(config: LatentsConfig) -> LatentStore:

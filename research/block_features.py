@@ -60,7 +60,7 @@ class BlockFeatures:
         """
         model, path = self._model, self._objective.path
         numbers = numbers.to(images.device)
-        noise = philox.normal(self._seed, "probe", numbers, tuple(images.shape[1:]), attempt)
+        noise = self._objective.scaled(philox.normal(self._seed, "probe", numbers, tuple(images.shape[1:]), attempt))
         condition = conditions(model.condition_kind, self._conditioning, numbers, self._seed, attempt)
         found = []
         with evaluating(model, compiled=False):

@@ -365,6 +365,7 @@ class Gradients:
             batch = batch | {"images": torch.where(mirrored, batch["images"].flip(-1), batch["images"])}
         kind = self.model.condition_kind
         condition = kind.drop(kind.of(batch), uniform(_LABEL) < self.label_dropout)
+        kept = self.objective.kept(uniform(_LABEL).to(self.device), self.label_dropout)
         condition = each_tensor(condition, lambda value: value.to(self.device))
         quantile = where.quantile_low + where.mass * uniform(_TIMESTEP)
         t = self.objective.timestep_sampler.density.quantile(quantile).to(torch.float32)
@@ -374,7 +375,8 @@ class Gradients:
         batch = {name: value.to(self.device) for name, value in batch.items()}
         images, t = batch["images"], t.to(self.device)
         noise = philox.normal(self.seed, "evaluation", samples.to(self.device) + _NOISE, images.shape[1:], stream)
-        return Microbatch(images, condition, batch), Draw(t, noise, torch.ones_like(t), index)
+        noise = self.objective.scaled(noise)
+        return Microbatch(images, condition, batch, kept), Draw(t, noise, torch.ones_like(t), index)
 
     def _uniform(self, samples: Tensor, stream: int, purpose: int) -> Tensor:
         return philox.uniform(self.seed, "evaluation", samples + purpose, stream)

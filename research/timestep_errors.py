@@ -152,7 +152,7 @@ def timestep_errors(
             index = indexed(objective.path).t_to_index(t) if objective.path.discrete else None
             batch = {name: value[which].to(device) for name, value in samples.batch.items()}
             microbatch = Microbatch(batch["images"], model.condition_kind.of(batch), batch)
-            draw = Draw(t, samples.noise[which].to(device), torch.ones_like(t), index)
+            draw = Draw(t, objective.scaled(samples.noise[which].to(device)), torch.ones_like(t), index)
             with compute_context(param_dtype, device, False):
                 terms = objective.loss(model, microbatch, draw)
             found[numbers] = terms.error.to("cpu", torch.float64)

@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from torchtitan.conditions import Classes, Unconditional, numbered_otherwise
 from torchtitan.config.job import JobConfig
 from torchtitan.data import DATASETS, LATENT_DATASETS
 from torchtitan.diffusion.objective import ObjectiveConfig
+from torchtitan.diffusion.timesteps.placement import latent_shift
 from torchtitan.distributed.mesh import crosses_nodes
 from torchtitan.evaluation.config import EvaluationConfig
 from torchtitan.evaluation.targets import described_text
@@ -34,6 +35,7 @@ from torchtitan.weights.final_weights import final_weights_path
 
 logger = logging.getLogger(__name__)
 
+_TOWARDS_DATA = "towards clean data"
 _MOST_CLASSES = 10  # that a line names
 _GRID = re.compile(r"step-(\d{8})\.png")
 
@@ -49,6 +51,8 @@ def introduce(state: RunState) -> None:
         f"{config.training.global_batch_size} images per step, {counted(state.data.microbatches_per_step, 'microbatch', 'es')}"
     )
     logger.info(_images(state))
+    if shifted := _shifted_by_size(state):
+        logger.log(logging.WARNING if _TOWARDS_DATA in shifted else logging.INFO, shifted)
     if plugins := loaded_plugins():
         logger.info(f"plugins: {', '.join(f'{name} ({version[:12]})' for name, version in plugins.items())}")
     if config.sampling.enable and (line := _next_grid(state)):
@@ -101,6 +105,16 @@ def _images(state: RunState) -> str:
         conditions = f"with {info.condition_kind.wanted}"
     kept = f" and {held_out:,} held out" if held_out else ""
     return f"{counted(state.images_per_epoch, 'image')} to train on{kept}, {conditions}"
+
+
+def _shifted_by_size(state: RunState) -> str:
+    """Line on the shift of the times, where it is that of the images' size; "" otherwise."""
+    shape, shift = state.info.image_shape, cast(float, state.config.objective.shift)
+    if shift == 1 or shift != latent_shift(shape):
+        return ""
+    kind = "latent" if state.config.data.name in LATENT_DATASETS else "image"
+    below = "" if shift > 1 else f", {_TOWARDS_DATA}: {kind}s below 4,096 numbers need none (leave objective.shift out)"
+    return f"{kind} of {math.prod(shape):,} numbers: times shifted by {shift:.3g}{below}"
 
 
 def _next_grid(state: RunState) -> str:

@@ -42,6 +42,7 @@ PURPOSES = {
     "probe": 16,
     "synthetic_text": 17,
     "stub_words": 18,
+    "alignment": 19,
 }
 
 _ROUND_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)

@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 # Of the clock: TensorBoard and Weights & Biases show these, metrics.jsonl has all.
 _SHOWN_TIMES = ("clock/wall(s)", "clock/train(s)")
 # What one looks at of the noise scale; the rest is in metrics.jsonl.
-_SHOWN_OF_THE_NOISE = {"b_simple", "batch", "lower", "upper", "outlier_steps"}
+_SHOWN_OF_THE_NOISE = {"b_simple", "batch", "ratio", "lower", "upper", "outlier_steps"}
 # From the start of the process on: after them, every graph that is trained with has been compiled.
 _STEPS_TO_COMPILE = 3
 _SILENT_SECONDS = 5.0
@@ -363,10 +363,12 @@ class Reports:
         self._allocator_retries = metrics.get(ALLOCATOR_RETRIES, 0)
         return metrics
 
-    def _memory_over_ranks(self) -> dict[str, float]:
-        """Memory of the fullest rank, up to the last logged point; collective."""
-        peak, retries = highest_over_ranks(self._peak_memory, self._allocator_retries)
-        return {"peak_memory_GiB": round(peak, 6), "num_alloc_retries": int(retries)}
+    def _memory_over_ranks(self) -> dict[str, Any]:
+        """Memory of the fullest rank, up to the last logged point, and what every step holds of it; collective."""
+        held = self._state.held_gib()
+        peak, retries, *parts = highest_over_ranks(self._peak_memory, self._allocator_retries, *held.values())
+        by_part = {name: round(part, 6) for name, part in zip(held, parts, strict=True)}
+        return {"peak_memory_GiB": round(peak, 6), "held_memory_GiB": by_part, "num_alloc_retries": int(retries)}
 
     def _say(self, text: str) -> None:
         if self._bar.disable:

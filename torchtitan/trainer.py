@@ -215,7 +215,7 @@ class Trainer:
                 terms = state.loss_terms(batch, samples, encoded, measure=state.gns is not None)
             with self.phases("backward"):
                 # The mean over the global batch: ranks are averaged by the reduction, microbatches here.
-                backward(terms.loss.mean() / microbatches)
+                backward(terms.minimised.mean() / microbatches)
         with self.phases("gradients"):
             if state.gns:
                 state.gns.end_microbatch(terms.loss, microbatches, self._parameters, samples, number)
@@ -238,7 +238,7 @@ class Trainer:
         norms = [gradient_norm(self._parameters, state.layout)]
         if self._beside:
             average_gradients(self._beside, state.layout)
-            norms.append(whole_gradient_norm(self._beside))
+            norms.append(whole_gradient_norm(self._beside).to(state.layout.device))
         if max_norm > 0:
             for group, norm in zip((self._parameters, self._beside), norms, strict=False):
                 clip_gradients(group, norm, max_norm)
@@ -264,7 +264,7 @@ class Trainer:
             begin_graphs()
         batch = state.info.placeholder(count, shape) | {"samples": torch.arange(count)}
         with accumulate_locally(state.train_module, last=True):
-            state.loss_terms(state.to_device(batch), GlobalBatch(0, count)).loss.mean().backward()
+            state.loss_terms(state.to_device(batch), GlobalBatch(0, count)).minimised.mean().backward()
         state.optimizer.zero_grad()
         if state.gns:
             state.gns.discard_backward()

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from benchmarks.gpu_day.cuda_branches import CUDA_BRANCHES
 from benchmarks.gpu_day.stages import BARS, CALLS
 from benchmarks.gpu_day.visit import ROOT
 
@@ -25,6 +26,13 @@ HEAD = """## On a GPU
     benchmarks/gpu_day.sh 1              # on the machine: does it run; 2: is it fast; 3: what it costs
     benchmarks/gpu_day.sh page FOLDER    # writes this part from the results in FOLDER
 
+"""
+
+BRANCHES = """
+### Code that CUDA alone reaches
+
+| file | on CUDA | run by |
+|---|---|---|
 """
 
 
@@ -64,7 +72,9 @@ def part(results: Measured) -> str:
         lines.append("\nNone of these has been measured on a GPU yet.\n")
     elif missing:
         lines.append(f"\nNot measured yet: {'; '.join(missing)}.\n")
-    return HEAD + "".join(lines) + "".join(f"\n{_tables(device, stages)}" for device, stages in results.items())
+    branches = "".join(f"| `{file}` | {what} | {stage} |\n" for file, (what, stage) in CUDA_BRANCHES.items())
+    tables = "".join(f"\n{_tables(device, stages)}" for device, stages in results.items())
+    return HEAD + "".join(lines) + tables + BRANCHES + branches
 
 
 def _goal(stage: str) -> str:

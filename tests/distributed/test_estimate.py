@@ -22,9 +22,15 @@ def test_estimate_is_within_ten_percent_of_the_measured_peak(layout, more):
     replicas, shards = LAYOUTS[layout]
     ranks = replicas * shards
     words = [*WORDS, *more, *degrees(replicas, shards)]
-    estimated = estimate_memory(load_config(words, ranks), ranks).total
-    for peak, unseen in run_on_ranks("tests.distributed.estimate_cases:peak", ranks, {"words": words, "ranks": ranks}):
-        assert 0.9 * (peak - max(unseen, 0)) <= estimated <= 1.1 * peak
+    memory = estimate_memory(load_config(words, ranks), ranks)
+    parts = {"weights": memory.parameters, "gradients": memory.all_gradients, "optimizer": memory.optimizer}
+    parts["averages"] = memory.ema
+    found = run_on_ranks("tests.distributed.estimate_cases:peak", ranks, {"words": words, "ranks": ranks})
+    for peak, unseen, held in found:
+        assert 0.9 * (peak - max(unseen, 0)) <= memory.total <= 1.1 * peak
+        assert sum(held.values()) < peak / 2**30
+    fullest = {name: 2**30 * max(held[name] for _, _, held in found) for name in parts}
+    assert fullest == pytest.approx(parts, rel=0.01)
 
 
 # So many tokens that activations are most of the memory.
@@ -41,5 +47,5 @@ def test_estimate_has_the_activations_of_a_rank_s_share_of_the_tokens(mode):
     assert estimated.activations > 0.6 * estimated.total
     alone = estimate_memory(load_config([*words, "--parallelism.context_parallel_degree", "1"], 1), 1)
     assert estimated.activations < 0.6 * alone.activations  # half, and what belongs to an image and not to its tokens
-    for peak, unseen in run_on_ranks("tests.distributed.estimate_cases:peak", 2, {"words": words, "ranks": 2}):
+    for peak, unseen, _ in run_on_ranks("tests.distributed.estimate_cases:peak", 2, {"words": words, "ranks": 2}):
         assert 0.95 * (peak - max(unseen, 0)) <= estimated.total <= 1.05 * peak

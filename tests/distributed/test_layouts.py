@@ -103,6 +103,26 @@ def test_an_embedding_in_each_block_is_the_same_on_every_layout():
         assert list(itertools.chain(*curve)) == pytest.approx(list(itertools.chain(*reference)), rel=1e-5), name
 
 
+TERMS = (
+    "--objective.prediction", "x0", "--objective.weighting.name", "velocity", "--objective.noise_std", "2",
+    "--objective.shift", "latent_size", "--objective.cosine_weight", "0.5", "--objective.contrastive_weight", "0.05",
+    "--optimizer.name", "Muon", "--optimizer.muon_scale", "fan", "--lr_scheduler.decay_between", "[5,7]",
+    "--model.label_dropout", "0.3",
+)  # fmt: skip
+
+
+def test_pairs_terms_and_shifts_of_the_objective_are_the_same_on_every_layout():
+    on = {"one": (1, 1, 1), "DDP": (2, 1, 2), "FSDP": (1, 2, 1), "HSDP": (2, 2, 2)}
+    cases = {name: case(*layout, *TERMS) | {"steps": 6} for name, layout in on.items()}
+    curves = {}
+    for ranks, names in ((1, ("one",)), (2, ("DDP", "FSDP")), (4, ("HSDP",))):
+        of_ranks = {name: cases[name] for name in names}
+        curves |= run_on_ranks("tests.distributed.cases:train_all", ranks, {"cases": of_ranks})[0]
+    wanted = list(itertools.chain(*curves.pop("one")))
+    for name, curve in curves.items():
+        assert list(itertools.chain(*curve)) == pytest.approx(wanted, rel=1e-5), name
+
+
 def test_the_reference_moves(references):
     losses = [loss for loss, _ in references[STEPS]]
     assert sum(losses[-10:]) < 0.7 * sum(losses[:10])

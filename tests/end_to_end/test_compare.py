@@ -1,5 +1,6 @@
 """scripts/compare.py on small run folders written by hand."""
 
+import html
 import html.parser
 import json
 import os
@@ -214,8 +215,10 @@ def test_page_of_one_run_leads_from_its_curves_to_its_commands(tmp_path):
     (run / "gns").mkdir()
     Image.new("RGB", (90, 144)).save(run / "gns" / "noise_scale.png")
     scale = {"headline": 1.0, "b_simple": 20.0, "lower": 8.0, "upper": 12.0}
+    further = {"gns/more_steps": 300.0, "gns/samplers/neyman/ratio": 0.9, "gns/samplers/neyman/lower": 0.6}
     with open(run / "metrics.jsonl", "a") as file:
-        point = {"step": 100, "n_images_seen": 1600} | {f"gns/plain/sketch/all/{key}": value for key, value in scale.items()}
+        point = {"step": 100, "n_images_seen": 1600} | further
+        point |= {f"gns/plain/sketch/all/{key}": value for key, value in scale.items()}
         file.write(json.dumps(point) + "\n")
     (tmp_path / "page.html").write_text(compare_page(read_runs([run])))
     page = Page(tmp_path / "page.html")
@@ -223,6 +226,7 @@ def test_page_of_one_run_leads_from_its_curves_to_its_commands(tmp_path):
     assert page.values("section", "id") == ["runs", "curves", "bins", "noise", "costs", "samples", "next", "configuration"]
     assert page.values("img", "alt") == ["gradient noise scale of a run", "samples at step 50", "samples at step 100"]
     assert "batch 16 is large: 4 would need at least 43 % fewer images" in page.text  # 1 - (1 + 4 / 12) / (1 + 16 / 12)
+    assert "not enough signal to choose another sampler of timesteps: measure about 300 more steps." in page.text
     assert "measured on H200; other hardware gives other numbers" in page.text
     commands = [cell for cell in page.cells if f"'{run}'" in cell]
     assert [words.split()[0] for words in commands] == [
@@ -258,14 +262,16 @@ def test_watched_page_is_rewritten_when_the_run_logs_and_is_complete_when_it_end
 
 
 def test_ctrl_c_ends_a_watch_with_one_line(tmp_path, monkeypatch, capsys):
-    run = log_losses(tmp_path / "run", [3.0, 2.0])
+    run, output = log_losses(tmp_path / "run", [3.0, 2.0]), tmp_path / "page.html"
 
     def interrupt(_):
+        assert "reloadSeconds = 5" in output.read_text()
         raise KeyboardInterrupt
 
     monkeypatch.setattr(command, "is_locked", lambda _: True)
     monkeypatch.setattr(command, "time", SimpleNamespace(sleep=interrupt))
-    assert command.main([str(run), "--watch", "--output", str(tmp_path / "page.html")]) == 130
+    assert command.main([str(run), "--watch", "--output", str(output)]) == 130
+    assert "reloadSeconds = 0" in output.read_text()
     assert capsys.readouterr().err == "stopped\n"
 
 
@@ -287,16 +293,50 @@ def test_style_fits_a_telephone_and_paper():
     assert widths and all(int(max(found)) <= 390 for found in widths)
     narrow, paper = style.split("@media screen and (max-width:640px)")[1].split("@media print")
     assert "overflow-x:auto" in narrow and "position:static" in narrow
-    for rule in ("color-scheme:light", "overflow:visible", "break-after:avoid", "figure, tr { break-inside:avoid"):
+    for rule in ("color-scheme:light", "overflow:visible", "break-after:avoid", "figure, tr, .note { break-inside:avoid"):
         assert rule in paper
     assert "@media screen and (prefers-color-scheme: dark)" in style  # paper is white
 
 
+# Asks, in the page: what is wider than the window or lies outside of it and of all that scrolls; the smallest text of charts in
+# pixels; colours; charts with their headings.
+ASKED = """<script>
+const all = [...document.querySelectorAll('main *, header *')], figures = [...document.querySelectorAll('.panels figure')];
+const outside = one => one.getBoundingClientRect().right > innerWidth + 1;
+const size = one => { const {a, b} = one.getScreenCTM(); return parseFloat(getComputedStyle(one).fontSize) * Math.hypot(a, b) };
+const found = {
+  window: innerWidth, width: document.documentElement.scrollWidth,
+  outside: all.filter(one => outside(one) && !one.closest('.scroll, .wide, #noise figure')).length,
+  scrolled: all.filter(one => one.matches('.scroll') && one.scrollWidth > one.clientWidth + 1).length,
+  least: Math.min(...[...document.querySelectorAll('svg text')].filter(one => one.getClientRects().length).map(size)),
+  paper: getComputedStyle(document.body).backgroundColor, line: getComputedStyle(document.querySelector('.swatch path')).stroke,
+  charts: figures.filter(one => one.querySelector('figcaption') && one.clientHeight).length,
+};
+parent.document.title = JSON.stringify(found);
+</script></body>"""
+
+
+def in_browser(page: Path, folder: Path, width: int, scheme: str, paper: bool = False) -> dict:
+    """Ask a browser what it shows of a page at a width in pixels, in a frame: a window has 500; paper: by the style of print."""
+    text = page.read_text()
+    if paper:
+        text = text.replace("@media screen", "@media not all").replace("@media print", "@media all")
+    framed = html.escape(text.replace("</body>", ASKED))
+    (folder / "asked.html").write_text(f'<iframe width="{width}" height="900" style="border:0" srcdoc="{framed}"></iframe>')
+    scheme = f"--blink-settings=preferredColorScheme={['dark', 'light'].index(scheme)}"
+    command = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--window-size=1300,1000", scheme]
+    command += ["--dump-dom", (folder / "asked.html").as_uri()]
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    return json.loads(re.search(r"<title>(.*?)</title>", shown.stdout)[1])
+
+
 @pytest.mark.skipif(not BROWSER, reason="no Chromium or Chrome is found")
-def test_page_is_no_wider_than_a_telephone_in_a_browser(page, tmp_path):
-    asked = "<script>document.title = `${document.documentElement.scrollWidth} of ${innerWidth}`</script></body>"
-    (tmp_path / "page.html").write_text(page[2].read_text().replace("</body>", asked))
-    words = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--window-size=390,900", "--dump-dom"]
-    shown = subprocess.run([*words, (tmp_path / "page.html").as_uri()], capture_output=True, text=True, timeout=60, check=True)
-    width, window = map(int, re.search(r"<title>(\d+) of (\d+)</title>", shown.stdout).groups())
-    assert width <= window
+def test_page_in_a_browser_fits_a_telephone_and_paper_and_has_the_colours_of_both(page, tmp_path):
+    telephone = in_browser(page[2], tmp_path, 390, "dark")
+    assert telephone["width"] <= telephone["window"] == 390 and telephone["outside"] == 0 and telephone["least"] >= 9
+    assert (telephone["paper"], telephone["line"]) == ("rgb(21, 24, 29)", "rgb(74, 159, 224)")
+    paper = in_browser(page[2], tmp_path, 720, "dark", paper=True)
+    assert paper["width"] <= paper["window"] and paper["outside"] == paper["scrolled"] == 0 and paper["least"] >= 9
+    light = in_browser(page[2], tmp_path, 1280, "light")
+    assert (paper["paper"], paper["line"]) == (light["paper"], light["line"]) == ("rgb(255, 255, 255)", "rgb(0, 114, 178)")
+    assert paper["charts"] == telephone["charts"] == light["charts"] >= 8

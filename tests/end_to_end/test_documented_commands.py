@@ -158,8 +158,6 @@ def accept(page: str, command: str, monkeypatch) -> None:
     partial = " ..." in command or len(words) <= 1 and program.startswith("scripts")  # it names a command, or some of its words
     if program.startswith("--") and page not in ("README.md", "index.md"):  # of any configuration
         return
-    if "pixel_mlp" in command:  # a family that is not here; tests/unit/test_model_contract.py trains it
-        return
     training = training_words(program, words)
     if training is None:
         parse(program, words, monkeypatch, partial)

@@ -13,7 +13,9 @@ from tests.end_to_end.gns_runs import CHECKPOINT_INTERVAL, GNS, MEASURED_EVERY, 
 from tests.end_to_end.runs import checkpoint_tensors, write_config
 from tests.faults.forked import ForkedRun
 from tests.launcher import run_on_ranks
+from torchtitan.gns.conclusion import of_logged
 from torchtitan.gns.raw_sums import raw_files, read_sums
+from torchtitan.runs.record import read_run
 from torchtitan.training.config import LRSchedulerConfig
 from torchtitan.training.schedules import lr_factor
 
@@ -181,11 +183,14 @@ def test_tags_name_geometry_estimator_and_bin(folder):
     half = {tag for tag in tags if tag.startswith("gns/half_progress/")}
     assert {f"gns/half_progress/{k}/lower" for k in range(4)} <= half
     assert all(re.fullmatch(r"gns/half_progress/\d/(batch|lower|upper)", tag) for tag in half)
-    tags -= half | {"gns/bins", *(f"gns/edges/{k}" for k in range(3))}
+    tags -= half | {"gns/bins", "gns/more_steps", *(f"gns/edges/{k}" for k in range(3))}
+    samplers = {tag for tag in tags if tag.startswith("gns/samplers/")}
+    assert "gns/samplers/neyman/lower" in samplers
+    tags -= samplers
     tags.discard("gns/reductions_per_step")
     assert all(re.fullmatch(r"gns/(plain|adam)/(sketch|composite|modulation|ranks)/(\d|all)/\w+", tag) for tag in tags)
-    assert {tag.split("/")[1] for tag in noise_points(folder / "allocated")[-1] if tag != "step"} == {
-        "bins", "edges", "plain", "shares",
+    assert {tag.split("/")[1] for tag in noise_points(folder / "allocated")[-1] if tag != "step"} - {"more_steps"} == {
+        "bins", "edges", "plain", "shares", "samplers",
     }  # fmt: skip
     whole = noise_points(folder / "measured")[-1]
     for geometry in ("plain", "adam"):
@@ -203,6 +208,9 @@ def test_picture_is_drawn_and_warnings_and_conclusions_are_printed(tmp_path):
     picture = run.folder / "gns" / "noise_scale.png"
     assert f"noise scale  {picture}" in output
     assert "not enough signal to judge batch" in output or "gradient noise scale" in output
+    record = read_run(run.folder)  # for the page of the run
+    for conclusion in of_logged(record.points, "plain", record.settings["training.global_batch_size"]):
+        assert conclusion.partition(" (")[0] in output
     with Image.open(picture) as image:
         assert image.format == "PNG" and image.width == 900 and image.height >= 400
         assert len(image.convert("L").getcolors()) > 50

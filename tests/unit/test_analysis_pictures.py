@@ -13,13 +13,14 @@ from tests import analysis_outputs as planted
 from torchtitan.pictures.colours import SOFT
 from torchtitan.pictures.markdown import Markdown, inline, markdown_table
 from torchtitan.pictures.style import SCREEN_DPI, colour, new_figure, note, save
-from torchtitan.runs.analysis import batch_pictures, loss_pictures, ranks_pictures
+from torchtitan.runs.analysis import batch_pictures, loss_pictures, memory_pictures, ranks_pictures
 from torchtitan.runs.analysis.axes import add_further_axes
 from torchtitan.runs.analysis.batch_pictures import draw_over_batch, fit_memory
 from torchtitan.runs.analysis.cells import Cell
 from torchtitan.runs.analysis.collect import Run
 from torchtitan.runs.analysis.findings import Results, headlines, markdown
 from torchtitan.runs.analysis.loss_pictures import draw_loss
+from torchtitan.runs.analysis.memory_pictures import draw_memory_parts
 from torchtitan.runs.analysis.report import analyse, write_report
 from torchtitan.statistics.interval import Interval
 
@@ -70,7 +71,7 @@ def test_findings_of_one_machine_name_it():
 def drawn(monkeypatch) -> dict[str, Figure]:
     """Figures by the names of their files, which are not written."""
     figures: dict[str, Figure] = {}
-    for module in (batch_pictures, ranks_pictures, loss_pictures):
+    for module in (batch_pictures, ranks_pictures, loss_pictures, memory_pictures):
         monkeypatch.setattr(module, "save", lambda figure, path, dpi: figures.setdefault(path.name, figure) and path)
     return figures
 
@@ -119,6 +120,23 @@ def test_the_peak_memory_is_fitted_over_the_batch(tmp_path, drawn):
     assert fit_memory(cells) == pytest.approx((3.0, 0.25)) and fit_memory(cells[:2]) is None
     draw_over_batch(cells, tmp_path)
     assert texts_of(drawn["memory_gib_over_batch.png"]) == ["3.00 GiB + 256 MiB an image"]
+
+
+def test_memory_is_divided_into_what_a_step_holds_and_the_rest_of_the_peak(tmp_path, drawn):
+    cells = [measured(value=value, layout=layout, local_batch=batch) for layout, batch, value in (
+        ("ddp", 8, 6.0), ("ddp", 16, 9.0), ("fsdp", 16, 5.0), ("hsdp", 16, 7.0),
+    )]  # fmt: skip
+    for cell, scale in zip(cells, (1.0, 1.0, 0.25), strict=False):  # the last was written before runs said it
+        cell.runs[0].held = {"weights": scale, "gradients": scale, "optimizer": 2 * scale, "averages": scale}
+    draw_memory_parts(cells, tmp_path)
+    assert list(drawn) == ["memory_over_parts.png"]
+    figure = drawn["memory_over_parts.png"]
+    (panel,) = figure.axes
+    of_ddp, of_fsdp = ([bars[n].get_width() for bars in panel.containers] for n in range(2))
+    assert of_ddp == [1, 1, 2, 1, 4] and of_fsdp == [0.25, 0.25, 0.5, 0.25, 3.75]
+    assert panel.containers[-1][0].get_x() == 5.0 and panel.get_xlim()[0] == 0
+    assert [text.get_text() for text in panel.get_yticklabels()] == ["ddp, batch 16", "fsdp, batch 16"]
+    assert texts_of(figure)[-1] == "activations and all else"
 
 
 def test_scaling_draws_the_numbers_of_the_table_and_linear_scaling(tmp_path, drawn):

@@ -36,7 +36,7 @@ def test_identity_gives_pixels_as_latents_and_clamps_what_it_decodes():
 @pytest.mark.parametrize(
     ("name", "path", "dtype", "message"),
     [
-        ("vqgan", "", None, "identity, cosmos, diffusers, taef2"),
+        ("vqgan", "", None, "identity, cosmos, diffusers, rae, taef2"),
         ("taef2", "", None, "taef2_encoder.safetensors"),
         ("taef2", "", torch.float16, "float32 or bfloat16"),
         ("cosmos", "", None, "give a folder or a name"),

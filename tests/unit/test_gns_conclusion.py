@@ -5,7 +5,7 @@ import math
 import pytest
 
 from torchtitan.gns.allocate import NEYMAN, PredictedRatio
-from torchtitan.gns.conclusion import history, on_batch, on_timesteps, steps_to_know, verdict
+from torchtitan.gns.conclusion import history, logged, of_logged, on_batch, on_timesteps, steps_to_know, verdict
 from torchtitan.statistics.interval import Interval
 
 
@@ -66,6 +66,18 @@ def point(step: int, lower: float, upper: float, headline: str = "sketch") -> di
             found |= {f"{prefix}/b_simple": math.sqrt(lower * upper), f"{prefix}/lower": lower}
             found |= {f"{prefix}/upper": upper} if math.isfinite(upper) else {}
     return found
+
+
+@pytest.mark.parametrize("more_steps", [300, None])
+def test_a_page_concludes_from_what_was_logged_as_the_run_does(more_steps):
+    ratios = [PredictedRatio(NEYMAN, 0.5, 0.45, 0.55), PredictedRatio("uniform", math.nan, 0.0, math.inf)]
+    for known in (ratios, ratios[1:]):
+        tags = {f"gns/{tag}": value for tag, value in (("plain/sketch/all/noise", 1.0), ("outlier_steps", 2.0))}
+        points = [point(100, 20, math.inf) | tags | logged(known, more_steps), {"step": 110, "lr": 0.1}]
+        of_batch, of_timesteps = of_logged(points, "plain", 128)
+        assert of_timesteps == on_timesteps(known, more_steps)
+        assert of_batch.startswith(on_batch(Interval(math.nan, 20, math.inf), 128, more_steps))
+    assert len(of_logged([point(100, 14, 70)], "plain", 128)) == 1 and of_logged([], "plain", 128) == []  # of an older version
 
 
 def test_a_verdict_says_since_when_and_what_was_before():

@@ -29,13 +29,19 @@ GAINS = DiTConfig(
 )
 LAYERNORM_GAINS = DiTConfig(**SMALL, mlp_hidden_dim=48, norm_affine=True, final_modulation=False)
 OWN_EMBEDDINGS = DiTConfig(**SMALL, mlp_hidden_dim=48, embedding_per_block=True)
+OPTIONS = DiTConfig(
+    dim=32, num_layers=3, num_heads=2, mlp="swiglu_bias", mlp_hidden_dim=40, norm="rmsnorm", norm_affine=True, qk_norm=True,
+    position="sincos_rotary", timestep_frequencies="fourier", patch_bottleneck=5, class_tokens=3, class_tokens_start=1,
+    value_residual=True, intermediate_head=2, wide_dim=48, wide_heads=4,
+)  # fmt: skip
 FLUX = FluxConfig(
     dim=32, num_heads=2, num_double_layers=2, num_single_layers=1, mlp_hidden_dim=48, axes_dim=[4, 6, 6], text_dim=12,
     pooled_dim=10, guidance_embedding=True,
 )  # fmt: skip
 TEXT_TOKENS = 3
 CONFIGS = {
-    "paper": PAPER, "gains": GAINS, "layernorm gains": LAYERNORM_GAINS, "own embeddings": OWN_EMBEDDINGS, "flux": FLUX,
+    "paper": PAPER, "gains": GAINS, "layernorm gains": LAYERNORM_GAINS, "own embeddings": OWN_EMBEDDINGS, "options": OPTIONS,
+    "flux": FLUX,
 }  # fmt: skip
 EDGES = torch.tensor([0.3, 0.6])
 

@@ -241,9 +241,9 @@ def test_an_existing_path_is_taken_as_it_is_and_nothing_is_no_reference(tmp_path
         read_reference("")
 
 
-def trained(shape=SHAPE, kind=KIND, path="rectified_flow") -> SimpleNamespace:
+def trained(shape=SHAPE, kind=KIND, path="rectified_flow", noise_std=1.0) -> SimpleNamespace:
     config = JobConfig()
-    config.objective.path = path
+    config.objective.path, config.objective.noise_std = path, noise_std
     model = SimpleNamespace(image_shape=shape, condition_kind=kind)
     return SimpleNamespace(config=config, model=model, record=SimpleNamespace(latents=None))
 
@@ -253,6 +253,7 @@ def test_guides_that_cannot_guide_are_refused_with_the_reason():
     problems = {
         "is trained on images [3, 2, 2], the sampled model on [4, 2, 2]": (trained(), trained(shape=(3, 2, 2))),
         "is trained on objective.path = edm, the sampled model on rectified_flow": (trained(), trained(path="edm")),
+        "is trained on objective.noise_std = 1, the sampled model on 2": (trained(noise_std=2.0), trained()),
         "has 4 classes, the sampled model 3": (trained(), trained(kind=Classes(4))),
         "names 'ox' what the sampled model names 'cow'": (
             trained(kind=named), trained(kind=Classes(3, ("cat", "dog", "ox")))

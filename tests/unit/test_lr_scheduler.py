@@ -89,6 +89,22 @@ def test_a_line_and_a_half_cosine_come_down_in_images():
     assert lr_factor(cosine, 56, 100, 10) == pytest.approx(0.5) == lr_factor(cosine, 60, 100, 10)
 
 
+@pytest.mark.parametrize(("unit", "per_step"), [("steps", 1), ("images", 64)])
+def test_a_rate_is_held_to_a_step_and_comes_down_to_another(unit, per_step):
+    """2e-4 to 2e-5 between epochs 40 and 800, of 100 steps each."""
+    config = LRSchedulerConfig(
+        unit=unit, warmup_steps=100, warmup_images=100 * 64, decay_type="linear", min_lr_factor=0.1,
+        decay_between=[4_000 * per_step, 80_000 * per_step],
+    )  # fmt: skip
+    wanted = {1: 0.01 if unit == "steps" else 0.0, 101: 1.0, 4_001: 1.0, 42_001: 0.55, 61_001: 0.325, 80_001: 0.1, 99_000: 0.1}
+    for step, factor in wanted.items():
+        assert lr_factor(config, step, 100_000, 64) == lr_factor(config, step, 200_000, 64) == pytest.approx(factor), step
+    assert lr_phase(config, 42_001, 100_000, 64) == "in the linear decay, at 55 % of the peak learning rate"
+    assert lr_phase(config, 99_000, 100_000, 64) == "after the decay, at 10 % of the peak learning rate"
+    cosine = LRSchedulerConfig(decay_type="cosine", decay_between=[10, 20])
+    assert lr_factor(cosine, 16, 100) == pytest.approx(0.5)
+
+
 def test_the_rate_of_a_grown_batch_follows_the_images(tmp_path):
     trainer = make_trainer(
         str(tmp_path), "run", steps=40, replicas=1, shards=1, accumulation=1,
@@ -120,6 +136,10 @@ def test_the_rate_of_a_grown_batch_follows_the_images(tmp_path):
     (["--lr_scheduler.unit=images", "--lr_scheduler.warmup_steps=5"],
      "--lr_scheduler.warmup_steps: has no effect when lr_scheduler.unit = images; remove it or set "
      "lr_scheduler.unit = steps"),
+    (["--lr_scheduler.decay_type=linear", "--lr_scheduler.warmup_steps=5", "--lr_scheduler.decay_between=[4,9]"],
+     "--lr_scheduler.decay_between: [4, 9] must be two rising numbers of steps, the first at least 5, the warm-up"),
+    (["--lr_scheduler.decay_type=cosine", "--lr_scheduler.decay_between=[9]"],
+     "--lr_scheduler.decay_between: [9] must be two rising numbers of steps, the first at least 0, the warm-up"),
 ])  # fmt: skip
 def test_mixtures_and_impossible_schedules_are_refused_in_one_line(arguments, line):
     with pytest.raises(ConfigError) as refused:

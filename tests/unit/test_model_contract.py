@@ -1,6 +1,7 @@
 """A family of networks that is not the transformer: what the program asks of it, and what it is told."""
 
-import re
+import runpy
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -140,20 +141,20 @@ def test_single_gradients_of_convolutions_are_refused_before_a_folder_is_made(tm
     assert not (tmp_path / "one").exists()
 
 
-# --- the page on adding a family
+# --- the example of a family
 
 
-def documented_family() -> ModelFamily:
-    page = Path(__file__).parents[2] / "docs" / "models.md"
-    namespace = {"__name__": "example"}
-    exec(re.search(r"```python\n(.*?)```", page.read_text(), re.DOTALL)[1], namespace)
-    return namespace["FAMILY"]
+@pytest.fixture
+def example() -> Iterator[ModelFamily]:
+    runpy.run_path(str(Path(__file__).parents[2] / "examples" / "patch_mlp.py"))
+    yield MODELS["patch_mlp"]
+    del MODELS["patch_mlp"]
 
 
-def test_the_family_in_the_documentation_keeps_the_contract():
-    family, image = documented_family(), (3, 4, 6)
+def test_the_example_keeps_the_contract(example):
+    image = (3, 4, 6)
     with torch.device("meta"):
-        model = family.build(family.flavors["small"], image, Unconditional())
+        model = example.build(example.flavors["small"], image, Unconditional())
     assert model.forward_macs_per_image(image) == counted_macs_per_image(model)
     model.to_empty(device="cpu")
     torch.manual_seed(0)
@@ -162,16 +163,15 @@ def test_the_family_in_the_documentation_keeps_the_contract():
     assert output.shape == (2, *image) and output.dtype == torch.float32 and output.isfinite().all()
 
 
-@pytest.mark.parametrize("options", [(), ("--compile.enable", "true", "--training.mixed_precision_param", "bfloat16")], ids=len)
-def test_the_family_in_the_documentation_trains_with_its_gradient_noise_measured(options, tmp_path, monkeypatch):
-    monkeypatch.setitem(MODELS, "pixel_mlp", documented_family())
+def test_the_example_trains_compiled_in_bfloat16_with_its_gradient_noise_measured(example, tmp_path, monkeypatch):
     monkeypatch.setattr(parallelize, "compile_blocks", partial(compile_blocks, backend="aot_eager"))
     monkeypatch.setattr(parallelize, "compile_objective", lambda objective: None)
     (tmp_path / "one.toml").write_text(
-        f'job.dump_folder = "{tmp_path}"\nmodel.name = "pixel_mlp"\ndata.name = "digits"\nsampling.enable = false\n'
-        'checkpoint.enable = false\ngns.enable = true\ngns.interval = 1\ngns.num_bins = 4\n'
-        "training.steps = 2\ntraining.global_batch_size = 32\ntraining.local_batch_size = 32\n"
+        f'job.dump_folder = "{tmp_path}"\nmodel.name = "patch_mlp"\ndata.name = "digits"\nsampling.enable = false\n'
+        'checkpoint.enable = false\ngns.enable = true\ngns.interval = 1\ngns.num_bins = 4\ncompile.enable = true\n'
+        'training.mixed_precision_param = "bfloat16"\ntraining.steps = 2\ntraining.global_batch_size = 32\n'
+        "training.local_batch_size = 32\n"
     )
-    assert run(load_config(["--job.config_file", str(tmp_path / "one.toml"), *options], 1)) == 0
+    assert run(load_config(["--job.config_file", str(tmp_path / "one.toml")], 1)) == 0
     steps = list(read_sums(tmp_path / "one" / "gns"))
     assert all(sums.measured and (sums.squares[2:, 0].sum(1) > 0).all() for _, sums in steps) and len(steps) == 2

@@ -56,7 +56,7 @@ def test_recipes_of_the_documentation_load(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     page = (Path(__file__).parents[2] / "docs" / "objectives.md").read_text(encoding="utf-8")
     recipes = [each for each in re.findall(r"```toml\n(.*?)```", page, re.DOTALL) if "[objective]" in each]
-    assert len(recipes) == 3
+    assert len(recipes) == 4
     for recipe in recipes:
         Path("recipe.toml").write_text(recipe, encoding="utf-8")
         load_config(["--job.config_file", "recipe.toml"], 1)

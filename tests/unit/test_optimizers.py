@@ -1,5 +1,6 @@
 """Parameter groups, update rules, schedules and clipping against float64 and closed forms; resumes bit for bit."""
 
+import dataclasses
 import importlib.util
 import math
 import re
@@ -12,9 +13,12 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.distributed.cases import make_trainer
+from torchtitan.conditions import Classes
 from torchtitan.config import checks as config_checks
 from torchtitan.config.job import ConfigError, load_config
 from torchtitan.extras import install
+from torchtitan.models.dit.config import FLAVORS
+from torchtitan.models.dit.model import DiT
 from torchtitan.state.resume import checkpointed_state
 from torchtitan.training.config import (
     UPDATE_RULES,
@@ -23,8 +27,8 @@ from torchtitan.training.config import (
     ParameterGroupConfig,
     UpdateRule,
 )
-from torchtitan.training.muon import orthogonalise
-from torchtitan.training.optimizer import OptimizerError, build_optimizer, optimizer_tensors, set_lr
+from torchtitan.training.muon import SCALES, orthogonalise
+from torchtitan.training.optimizer import OptimizerError, build_optimizer, matrices_of, optimizer_tensors, set_lr
 from torchtitan.training.schedules import lr_factor
 
 
@@ -163,9 +167,10 @@ def test_orthogonalising_nothing_is_nothing():
     assert torch.equal(orthogonalise(torch.zeros(3, 4)), torch.zeros(3, 4))
 
 
-def test_muon_steps_equal_their_formula_and_the_rest_is_adamw():
+@pytest.mark.parametrize(("scale", "size"), [("rms", 0.2 * math.sqrt(7)), ("fan", math.sqrt(7 / 5))])
+def test_muon_steps_equal_their_formula_and_the_rest_is_adamw(scale, size):
     model, twin = network(), network()
-    config = OptimizerConfig(name="Muon", lr=0.01, weight_decay=0.1)
+    config = OptimizerConfig(name="Muon", lr=0.01, weight_decay=0.1, muon_scale=scale)
     optimizer = build_optimizer(dict(model.named_parameters()), config, blocks=[model[0], model[1]])
     adamw = build_optimizer(dict(twin.named_parameters()), OptimizerConfig(lr=0.01, weight_decay=0.1))
     weight, average = model[0].weight.detach().double(), torch.zeros(7, 5, dtype=torch.float64)
@@ -176,10 +181,32 @@ def test_muon_steps_equal_their_formula_and_the_rest_is_adamw():
         gradient = model[0].weight.grad.double()
         average = 0.95 * average + 0.05 * gradient
         direction = orthogonalised(0.95 * average + 0.05 * gradient)
-        weight = (1 - 0.01 * 0.1) * weight - 0.01 * 0.2 * math.sqrt(7) * direction
+        weight = (1 - 0.01 * 0.1) * weight - 0.01 * size * direction
         torch.testing.assert_close(model[0].weight.detach().double(), weight, rtol=0, atol=3e-7)
     for (name, found), wanted in zip(model.named_parameters(), twin.parameters(), strict=True):
         assert torch.equal(found, wanted) == (name != "0.weight")
+
+
+@pytest.mark.parametrize(
+    ("shape", "rms", "fan"), [((3072, 768), 11.085, 2.0), ((768, 3072), 11.085, 0.5), ((2304, 768), 9.6, 1.732)]
+)
+def test_sizes_of_muon_s_updates_are_the_published_ones(shape, rms, fan):
+    assert [SCALES["rms"](shape), SCALES["fan"](shape)] == pytest.approx([rms, fan], abs=5e-4)
+
+
+@pytest.mark.parametrize("keys", [{}, {"embedding_per_block": True}])
+def test_with_the_scale_fan_adaln_and_embeddings_are_adamw_s(keys):
+    config = dataclasses.replace(FLAVORS["debug"], **keys)
+    with torch.device("meta"):
+        model = DiT(config, (1, 8, 8), Classes(10))
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    found = {}
+    for scale in ("rms", "fan"):
+        matrices = matrices_of(model.blocks(), OptimizerConfig(name="Muon", muon_scale=scale))
+        found[scale] = {names[parameter].split(".", 2)[2] for parameter in matrices}
+    assert found["fan"] == {f"{layer}.weight" for layer in ("attention.qkv", "attention.out", "mlp.gate_up", "mlp.out")}
+    assert "modulation.weight" in found["rms"] - found["fan"]
+    assert any("embed" in name for name in found["rms"] - found["fan"]) == bool(keys)
 
 
 # --- AdamW

@@ -192,3 +192,13 @@ def test_classes_are_chosen_by_name_or_number():
         chosen(["cat"], [])
     with pytest.raises(WeightsError, match=r"--classes: 3 is not in 0\.\.2"):
         chosen(["3"], ["birds", "fish", "other"])
+
+
+@pytest.mark.parametrize(("names", "given", "classes"), [
+    ((), ["all"], [0, 1, 2]), ((), ["2", "0"], [2, 0]), (("all", "cat", "dog"), ["all"], [0]),
+])  # fmt: skip
+def test_all_classes_are_chosen_by_a_word_unless_one_has_that_name(names, given, classes):
+    trained = SimpleNamespace(info=SimpleNamespace(condition_kind=Classes(3, names)))
+    found = chosen_classes(given, trained)
+    assert found == classes
+    assert choices_of(torch.arange(7), 3, found).tolist() == [classes[seed % len(classes)] for seed in range(7)]

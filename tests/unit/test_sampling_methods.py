@@ -226,13 +226,14 @@ def test_commands_of_the_documentation_are_ways_to_sample(script, monkeypatch):
     commands = [shlex.split(line) for line in re.findall(r"^    \.venv/bin/python scripts/sample.py (.*)$", text, re.MULTILINE)]
     methods = [method_of(script, monkeypatch, command) for command in commands]
     assert [method.solver.name for method in methods] == [
-        "euler", "heun", "euler_maruyama", "edm_heun", "edm_heun", *["euler"] * 8
+        "euler", "heun", "euler_maruyama", "edm_heun", "edm_heun", *["euler"] * 9
     ]  # fmt: skip
     assert methods[3].solver.churn == 40 and methods[3].schedule.name == "edm"
     assert (methods[4].state_dtype, methods[4].clip_x0, methods[4].solver.churn_noise) == ("float64", True, 1.007)
     assert (methods[5].guidance_scale, methods[5].guidance_interval) == (3.0, [0.2, 0.8])
-    assert (methods[-3].embedded_guidance, methods[-3].num_steps) == (2.5, 28)
-    assert methods[-1].guidance.interval == (0.23, 0.75)
+    assert (methods[-4].embedded_guidance, methods[-4].num_steps) == (2.5, 28)
+    assert methods[-2].guidance.interval == (0.23, 0.75)
+    assert (methods[-1].guidance_scale, methods[-1].null_guidance_scale) == (1.4, 1.35)
     for section, key in re.findall(r"`(sampling)\.([a-z_]+)", text):
         assert hasattr(SamplingConfig(), key), f"{section}.{key}"
 

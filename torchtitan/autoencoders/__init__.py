@@ -12,6 +12,7 @@ AUTOENCODERS: Registry[Callable[[str, torch.dtype | None, torch.device], Autoenc
     "identity": "identity.IdentityAutoencoder",
     "cosmos": "cosmos.CosmosTokenizer",
     "diffusers": "diffusers_models.DiffusersAutoencoder",
+    "rae": "rae.RepresentationAutoencoder",
     "taef2": "taef2.Taef2",
 })
 
@@ -23,7 +24,7 @@ def build_autoencoder(
     """Open an autoencoder for use.
 
     Args:
-        path: folder of its weights, or for cosmos and diffusers a name on the Hugging Face hub; none for identity.
+        path: folder of its weights, or for cosmos, diffusers and rae a name on the Hugging Face hub; none for identity.
         dtype: of compute, float32 or bfloat16; None is float32, and for cosmos the dtype that its files are traced in.
         tile: side in pixels of the tiles that larger images are cut into; 0 or None: none.
         overlap: pixels shared by neighbouring tiles; None: a quarter of the tile.

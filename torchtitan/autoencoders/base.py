@@ -1,5 +1,6 @@
 """Base of autoencoders: images to latents and back, and the identity of the weights."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypedDict
 
@@ -14,7 +15,7 @@ class AutoencoderError(Exception):
 
 
 class Normalization(TypedDict):
-    """Normalisation per channel, as plain numbers: normalized = (raw - shift) * scale."""
+    """Normalisation as plain numbers, one per channel or one per element [C, h, w]: normalized = (raw - shift) * scale."""
 
     shift: list[float]
     scale: list[float]
@@ -151,17 +152,22 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def normalize(latents: Tensor, normalization: Normalization) -> Tensor:
-    """Normalise raw latents [B, C, h, w]: (raw - shift) * scale per channel."""
-    shift, scale = _per_channel(latents, normalization)
+    """Normalise raw latents [B, C, h, w]: (raw - shift) * scale."""
+    shift, scale = _shift_and_scale(latents, normalization)
     return (latents - shift) * scale
 
 
 def denormalize(latents: Tensor, normalization: Normalization) -> Tensor:
     """Denormalise: the inverse of `normalize`."""
-    shift, scale = _per_channel(latents, normalization)
+    shift, scale = _shift_and_scale(latents, normalization)
     return latents / scale + shift
 
 
-def _per_channel(latents: Tensor, normalization: Normalization) -> tuple[Tensor, Tensor]:
-    shift, scale = (latents.new_tensor(normalization[key]).reshape(1, -1, 1, 1) for key in ("shift", "scale"))
+def of_latents(values: Sequence[float], shape: Sequence[int]) -> Tensor:
+    """Statistics of latents (C, h, w) as float64 that broadcasts over them: [C, 1, 1], or [C, h, w] of each element."""
+    return torch.tensor(values, dtype=torch.float64).reshape((-1, 1, 1) if len(values) == shape[0] else tuple(shape))
+
+
+def _shift_and_scale(latents: Tensor, normalization: Normalization) -> tuple[Tensor, Tensor]:
+    shift, scale = (of_latents(normalization[key], latents.shape[1:]).to(latents) for key in ("shift", "scale"))
     return shift, scale

@@ -4,6 +4,7 @@ Source: github.com/NVIDIA/Cosmos-Tokenizer; NVIDIA, "Cosmos World Foundation Mod
 """
 
 import hashlib
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -66,7 +67,8 @@ class CosmosTokenizer(Autoencoder):
 
 def _load(file: Path, device: torch.device) -> torch.jit.ScriptModule:
     try:
-        return torch.jit.load(file, map_location=device)
+        with warnings.catch_warnings(action="ignore", category=FutureWarning):  # torch 2.14 deprecates the format, as published
+            return torch.jit.load(file, map_location=device)
     except (RuntimeError, ValueError, OSError) as error:
         raise AutoencoderError(f"cosmos: {file}: is not a TorchScript file (or is damaged)") from error
 

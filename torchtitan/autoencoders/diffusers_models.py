@@ -40,8 +40,8 @@ class DiffusersAutoencoder(Autoencoder):
         folder = local_folder(self.name, path, [*FILES, *(f"vae/{name}" for name in FILES)], AutoencoderError)
         if not (folder / "config.json").is_file() and (folder / "vae" / "config.json").is_file():
             folder = folder / "vae"
-        self.kind = _kind(folder / "config.json")
-        self.model: Any = _load(folder, self.kind)
+        self.kind = model_kind(folder / "config.json", (STOCHASTIC, DETERMINISTIC))
+        self.model: Any = load_model(folder, self.kind)
         config: Any = self.model.config
         if config.in_channels != 3:
             raise AutoencoderError(f"diffusers: {folder}: takes {config.in_channels} channels, not RGB images")
@@ -65,27 +65,29 @@ class DiffusersAutoencoder(Autoencoder):
         return self.model.decode(latents).sample
 
 
-def _kind(file: Path) -> str:
+def model_kind(file: Path, kinds: tuple[str, ...]) -> str:
+    """Class of the model that a config.json describes. Raises AutoencoderError: it is none of `kinds`."""
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         reason = getattr(error, "strerror", None) or "not JSON"
         raise AutoencoderError(f"diffusers: {file}: cannot be read: {reason}") from error
     kind = config.get("_class_name") if isinstance(config, dict) else None
-    if kind not in (STOCHASTIC, DETERMINISTIC):
-        raise AutoencoderError(
-            f"diffusers: {file}: describes {kind or 'no model'}; {STOCHASTIC} and {DETERMINISTIC} can be used"
-        )
+    if kind not in kinds:
+        raise AutoencoderError(f"diffusers: {file}: describes {kind or 'no model'}; {' and '.join(kinds)} can be used")
     return kind
 
 
-def _load(folder: Path, kind: str) -> torch.nn.Module:
+def load_model(folder: Path, kind: str) -> torch.nn.Module:
+    """Load a model of diffusers in float32. Raises AutoencoderError: no package, or no complete model."""
     try:
         import diffusers
     except ImportError as error:
         raise AutoencoderError(
             f"diffusers: needs the package diffusers, which is not installed ({install('diffusers')})"
         ) from error
+    if not hasattr(diffusers, kind):
+        raise AutoencoderError(f"diffusers: version {diffusers.__version__} has no {kind} (install a newer one)")
     try:
         # Only safetensors: the other kind of file is a pickle. In float32, which the hash is taken in.
         model, found = getattr(diffusers, kind).from_pretrained(

@@ -13,11 +13,18 @@ from typing import Any
 
 import torch
 
+from torchtitan.alignment.config import alignment_problems
 from torchtitan.checkpoint.location import folder_problem
 from torchtitan.config.evaluation_checks import EVALUATION_CHECKS
 from torchtitan.config.latent_cache import cache_problems, stored_section
 from torchtitan.config.model_checks import ADAPTER_CHECKS, MODEL_CHECKS
-from torchtitan.config.sampling_checks import SAMPLING_CHECKS, cannot_guide, resolved_sampling, unconditional
+from torchtitan.config.sampling_checks import (
+    SAMPLING_CHECKS,
+    cannot_guide,
+    resolved_objective,
+    resolved_sampling,
+    unconditional,
+)
 from torchtitan.config.size_checks import SIZE_CHECKS, batch_sizes, global_batch_size, local_batch_size
 from torchtitan.config.speed_checks import SPEED_CHECKS, needs_plain_weights, shards_of
 from torchtitan.config.view import ConfigView, RefusedValue, in_section
@@ -37,7 +44,7 @@ from torchtitan.settings.record import unmet_condition
 from torchtitan.settings.schema import Problem, no_effect, quoted
 from torchtitan.settings.sections import section_at
 from torchtitan.training.config import UPDATE_RULES, OptimizerConfig
-from torchtitan.training.schedules import ramp_problems
+from torchtitan.training.schedules import decay_problems, ramp_problems
 
 _ADAMS_RULE = "the square-root rule by which the learning rate grows is Adam's"
 
@@ -62,7 +69,7 @@ def resolve(checked: ConfigView, config: Any) -> None:
         config.model.num_predictions = len(heads)
     if unconditional(checked) and has_key(config.model, "label_dropout"):
         config.model.label_dropout = 0.0
-    config.sampling = resolved_sampling(checked)
+    config.sampling, config.objective = resolved_sampling(checked), resolved_objective(checked)
     if cannot_guide(checked):
         config.sampling.guidance_scale = 1.0
     config.objective.timesteps = config.objective.timesteps.resolved(PATHS[config.objective.path]())
@@ -121,7 +128,7 @@ def _autoencoder(checked: ConfigView) -> Iterator[Problem]:
 def _gns(checked: ConfigView) -> Iterator[Problem]:
     if not checked.gns.enable:
         return
-    objective, ranks = checked.whole("objective"), checked.data_ranks
+    objective, ranks = resolved_objective(checked), checked.data_ranks
     if any(objective_problems(objective)) or any(batch_sizes(checked)):
         return  # they cannot be built
     local, batch = local_batch_size(checked), global_batch_size(checked)
@@ -135,6 +142,15 @@ def _gns(checked: ConfigView) -> Iterator[Problem]:
         yield Problem("gns.adam_geometry", f"has no effect with optimizer.name = {name}, which has no such geometry (remove it)")
 
 
+def _alignment(checked: ConfigView) -> Iterator[Problem]:
+    info, compiled = checked.dataset(), checked.compile.enable and checked.compile.scope == "model"
+    yield from in_section("alignment", alignment_problems(
+        checked.whole("alignment"), tracks=[track.name for track in checked.ema.tracks], channels=info.image_shape[0],
+        latents=checked.data.name in LATENT_DATASETS or checked.cache.enable, buckets=bool(info.bucket_shapes),
+        context_parallel=checked.parallelism.context_parallel_degree > 1, whole_graph=compiled,
+    ))  # fmt: skip
+
+
 def _batch_ramp(checked: ConfigView) -> Iterator[Problem]:
     key, doublings = "training.double_batch_after", checked.training.double_batch_after
     for text in ramp_problems(doublings):
@@ -145,6 +161,10 @@ def _batch_ramp(checked: ConfigView) -> Iterator[Problem]:
         yield Problem(key, f"{_ADAMS_RULE} (remove it, or set optimizer.name to AdamW)")
     if checked.gns.enable and checked.gns.bin_pure_microbatches:
         yield Problem(key, "the rotation of gns.bin_pure_microbatches is made for one batch size (remove one of the two)")
+
+
+def _decay(checked: ConfigView) -> Iterator[Problem]:
+    yield from in_section("lr_scheduler", decay_problems(checked.whole("lr_scheduler")))
 
 
 def _held_out_images(checked: ConfigView) -> Iterator[Problem]:
@@ -254,9 +274,11 @@ CHECKS: list[Callable[[ConfigView], Iterator[Problem]]] = [
     *MODEL_CHECKS,
     _autoencoder,
     lambda checked: (Problem(key, text) for key, text in cache_problems(checked)),
-    lambda checked: (Problem(key, text) for key, text in objective_problems(checked.whole("objective"))),
+    lambda checked: (Problem(key, text) for key, text in objective_problems(resolved_objective(checked))),
     _gns,
+    _alignment,
     _batch_ramp,
+    _decay,
     *SIZE_CHECKS,
     _ema_names,
     _ema_snapshots,

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
+from torchtitan.alignment.config import AlignmentConfig
 from torchtitan.checkpoint.config import CheckpointConfig
 from torchtitan.config.checks import find_problems, resolve
 from torchtitan.config.latent_cache import CacheConfig
@@ -85,6 +86,7 @@ class JobConfig:
     cache: CacheConfig = section_of(CacheConfig, "latent store of the dataset, encoded before training")
     autoencoder: AutoencoderConfig = section_of(AutoencoderConfig, "decoder of latents, for grids of images")
     objective: ObjectiveConfig = choice(_OBJECTIVE, "path, prediction, weighting, timesteps of the loss")
+    alignment: AlignmentConfig = section_of(AlignmentConfig, "alignment of tokens with a teacher's features, beside the loss")
     optimizer: OptimizerConfig = section_of(OptimizerConfig, "update rule, learning rate, decay, parameter groups")
     lr_scheduler: LRSchedulerConfig = section_of(LRSchedulerConfig, "warm-up and decay of the learning rate")
     training: TrainingConfig = section_of(TrainingConfig, "steps, batch sizes, precision, clipping, skipped steps")

@@ -71,6 +71,28 @@ def _heads(checked: ConfigView) -> Iterator[Problem]:
         yield Problem("model.num_predictions", text)
 
 
+def _time_features(checked: ConfigView) -> Iterator[Problem]:
+    fourier = getattr(checked.whole("model"), "timestep_frequencies", "") == "fourier"
+    given = checked.objective.preconditioning
+    if fourier and given not in ("identity", "index"):
+        text = f"fourier is for times in 0..1000, and objective.preconditioning = {given} gives others (use identity there)"
+        yield Problem("model.timestep_frequencies", text)
+
+
+def _intermediate_head(checked: ConfigView) -> Iterator[Problem]:
+    objective = checked.whole("objective")
+    block = getattr(checked.whole("model"), "intermediate_head", None)
+    if block is None:
+        if getattr(objective, "intermediate_share", None) is not None:
+            yield Problem("objective.intermediate_share", "has no effect without model.intermediate_head (give that too)")
+    elif not has_key(objective, "intermediate_share"):
+        yield Problem("model.intermediate_head", f"objective.name = {objective.name} does not train it (leave it out)")
+    elif objective.intermediate_share is None:
+        yield Problem("objective.intermediate_share", "model.intermediate_head needs a share of the loss (give one, as 0.5)")
+    elif objective.heads_of_network():
+        yield Problem("model.intermediate_head", "is for a network of one prediction, without objective.heads (leave it out)")
+
+
 def _label_dropout(checked: ConfigView) -> Iterator[Problem]:
     explicit = "model.label_dropout" in checked.given and checked.model.label_dropout > 0
     if explicit and unconditional(checked):
@@ -109,6 +131,6 @@ def _normalized_weights(checked: ConfigView) -> Iterator[Problem]:
 
 
 MODEL_CHECKS: list[Callable[[ConfigView], Iterator[Problem]]] = [
-    _model_fits_images, _condition, _learned_variance, _heads, _label_dropout,
+    _model_fits_images, _condition, _learned_variance, _heads, _time_features, _intermediate_head, _label_dropout,
 ]  # fmt: skip
 ADAPTER_CHECKS: list[Callable[[ConfigView], Iterator[Problem]]] = [_lora, _normalized_weights]

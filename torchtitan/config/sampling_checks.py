@@ -8,6 +8,9 @@ from torchtitan.conditions import Unconditional, numbered_otherwise
 from torchtitan.config.speed_checks import shards_of
 from torchtitan.config.view import ConfigView, in_section
 from torchtitan.data import DataConfig
+from torchtitan.diffusion.guidance import HEAD
+from torchtitan.diffusion.objective import ObjectiveConfig
+from torchtitan.diffusion.timesteps.placement import LATENT_SIZE, latent_shift
 from torchtitan.evaluation.config import SamplingConfig, default_schedule, sampling_problems
 from torchtitan.settings import has_key
 from torchtitan.settings.schema import Problem, nearest, quoted
@@ -26,9 +29,20 @@ def data_text(data: DataConfig) -> str:
 
 def cannot_guide(checked: ConfigView) -> bool:
     """Check whether there is neither a null condition nor a track to guide away from."""
-    if checked.sampling.guide_track:
-        return False
+    return not checked.sampling.guide_track and without_null(checked)
+
+
+def without_null(checked: ConfigView) -> bool:
+    """Check whether the network has no null condition."""
     return unconditional(checked) or not checked.whole("model").label_dropout
+
+
+def resolved_objective(checked: ConfigView) -> ObjectiveConfig:
+    """`[objective]` with the shift that follows from the size of its data's images."""
+    objective = checked.whole("objective")
+    if objective.shift != LATENT_SIZE:
+        return objective
+    return dataclasses.replace(objective, shift=latent_shift(checked.dataset().image_shape))
 
 
 def resolved_sampling(checked: ConfigView) -> SamplingConfig:
@@ -44,7 +58,13 @@ def resolved_sampling(checked: ConfigView) -> SamplingConfig:
             values[last] = value
         elif getattr(sampling, inner).name != value:
             values[inner] = choices(sampling)[inner].section(value)
-    return dataclasses.replace(sampling, **values)
+    sampling = dataclasses.replace(sampling, **values)
+    shifts, given = has_key(sampling.schedule, "shift"), "sampling.schedule.shift" in checked.given
+    if shifts and checked.objective.shift == LATENT_SIZE and not given:
+        sampling.schedule = dataclasses.replace(sampling.schedule, shift="objective")
+    if shifts and sampling.schedule.shift == "objective":
+        sampling.schedule = sampling.schedule.resolved(resolved_objective(checked).shift)
+    return sampling
 
 
 def _draws_while_training(checked: ConfigView) -> bool:
@@ -67,8 +87,10 @@ def _sampled_tracks(checked: ConfigView) -> Iterator[Problem]:
     if not _draws_while_training(checked) and (not checked.checkpoint.enable or checked.checkpoint.final_weights == "none"):
         return
     drawn, guide = checked.sampling.ema_track, checked.sampling.guide_track
+    if guide == HEAD and getattr(checked.whole("model"), "intermediate_head", None) is None:
+        yield Problem("sampling.guide_track", "head is model.intermediate_head, which the network lacks (give that too)")
     known = list(dict.fromkeys(track.name for track in checked.ema.tracks)) + ["none"]
-    for key, track in ({"ema_track": drawn} | ({"guide_track": guide} if guide else {})).items():
+    for key, track in ({"ema_track": drawn} | ({"guide_track": guide} if guide not in ("", HEAD) else {})).items():
         if track not in known:
             guess = nearest(track, known)
             advice = f"did you mean {guess}?" if guess not in ("", "none") else f"set it to one of {', '.join(known)}"
@@ -89,15 +111,19 @@ def _adaptive(checked: ConfigView) -> Iterator[Problem]:
 
 
 def _guidance(checked: ConfigView) -> Iterator[Problem]:
-    explicit = "sampling.guidance_scale" in checked.given and checked.sampling.guidance_scale != 1
-    if explicit and checked.sampling.enable and cannot_guide(checked):
-        if unconditional(checked):
-            reason = f"{data_text(checked.whole('data'))} has no classes"
-        elif has_key(checked.whole("model"), "label_dropout"):
-            reason = "model.label_dropout = 0 trains no unconditional prediction"
-        else:
-            reason = f"model.name = {checked.model.name} trains no unconditional prediction"
-        yield Problem("sampling.guidance_scale", f"{reason} to guide away from (remove it or set it to 1)")
+    for key in ("guidance_scale", "null_guidance_scale"):
+        explicit = f"sampling.{key}" in checked.given and getattr(checked.sampling, key) != 1
+        away_from_null = key == "null_guidance_scale" or not checked.sampling.guide_track
+        if explicit and checked.sampling.enable and away_from_null and without_null(checked):
+            yield Problem(f"sampling.{key}", f"{_lack_of_null(checked)} to guide away from (remove it or set it to 1)")
+
+
+def _lack_of_null(checked: ConfigView) -> str:
+    if unconditional(checked):
+        return f"{data_text(checked.whole('data'))} has no classes"
+    if has_key(checked.whole("model"), "label_dropout"):
+        return "model.label_dropout = 0 trains no unconditional prediction"
+    return f"model.name = {checked.model.name} trains no unconditional prediction"
 
 
 def _sampling_method(checked: ConfigView) -> Iterator[Problem]:

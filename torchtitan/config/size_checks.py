@@ -103,4 +103,13 @@ def _loader_processes(checked: ConfigView) -> Iterator[Problem]:
             yield Problem("data.num_workers", text)
 
 
-SIZE_CHECKS: list[Callable[[ConfigView], Iterator[Problem]]] = [_loader_processes, batch_sizes, _degrees]
+def _pairs(checked: ConfigView) -> Iterator[Problem]:
+    objective = checked.whole("objective")
+    if not getattr(objective, "contrastive_weight", 0.0) or any(batch_sizes(checked)):
+        return
+    if (local := local_batch_size(checked)) % 2:
+        text = f"{local} is odd: objective.contrastive_weight sets the samples of a microbatch against each other in pairs"
+        yield Problem("training.local_batch_size", f"{text} (make it even)")
+
+
+SIZE_CHECKS: list[Callable[[ConfigView], Iterator[Problem]]] = [_loader_processes, batch_sizes, _pairs, _degrees]

@@ -90,9 +90,12 @@ def _context(checked: ConfigView) -> Iterator[Problem]:
         tokens = height // model.patch_size * (width // model.patch_size)
         if tokens % degree:
             reasons.append(f"{degree} does not divide the {tokens} tokens of an image (set a divisor)")
-        if model.num_heads % degree:
-            text = f"{degree} does not divide model.num_heads = {model.num_heads}"
+        wide = ["wide_heads"] if getattr(model, "wide_dim", 0) else []
+        for key in (key for key in ("num_heads", *wide) if getattr(model, key) % degree):
+            text = f"{degree} does not divide model.{key} = {getattr(model, key)}"
             reasons.append(f"{text}: attention divides its heads among the processes (set a divisor)")
+    if getattr(model, "class_tokens", 0):
+        reasons.append("model.class_tokens are no tokens of the image, which processes divide (set it to 1, or those to 0)")
     if checked.gns.enable:
         text = "a process has the gradient of some tokens of an image, so neither per-sample nor per-rank gradients exist"
         reasons.append(f"gns.enable: {text} (set it to 1, or gns.enable to false)")

@@ -2,7 +2,8 @@
 
     x_t = a x0 + b noise,   loss = importance x weight(sigma) x mean over pixels of (output - target)^2
 
-With `heads` the network makes several predictions, and `torchtitan.diffusion.heads` combines their errors.
+With `heads` the network makes several predictions, and `torchtitan.diffusion.heads` combines their errors. An intermediate
+head of the network is trained on the same target: loss + intermediate_share x (the same loss of its output).
 """
 
 from collections.abc import Iterator
@@ -54,12 +55,22 @@ class DenoisingConfig(ObjectiveConfig):
     uncertainty_lr_scale: float = setting(
         100.0, "learning rate of u, as a multiple of the network's", ge=0, applies=_UNCERTAINTY_IN_USE
     )
+    cosine_weight: float = setting(
+        0.0, "weight of the mean over pixels of 1 - cos over channels of the predicted and the true velocity", ge=0
+    )
+    contrastive_weight: float = setting(
+        0.0, "weight of the squared distance from the velocity of another sample of the microbatch, which is subtracted", ge=0,
+        lt=1,
+    )  # fmt: skip
     heads: list[str] = setting(
         [], "predictions of several heads of the network, as x0, noise and v; the error of `prediction` is then "
         "weighted and reported",
     )
     combine: CombineConfig = choice(
         Choice(COMBINATIONS, "inverse_variance"), "rule that combines the heads", applies={"heads": "set"}
+    )
+    intermediate_share: float | None = setting(
+        None, "share of the loss of model.intermediate_head, added to that of the last layer; published are 0.5 and 1", ge=0
     )
 
     def heads_of_network(self) -> list[str]:
@@ -100,6 +111,12 @@ class Denoising(Objective):
         self.uncertainty = None
         if config.learned_uncertainty:
             self.uncertainty = LogUncertainty(1, config.uncertainty_features, trained)
+        self.flow_terms = None
+        if config.cosine_weight or config.contrastive_weight:
+            from torchtitan.diffusion.flow_terms import FlowTerms
+
+            self.flow_terms = FlowTerms(config)
+        self.intermediate_share = config.intermediate_share
         named = {"heads": self.heads, "uncertainty": self.uncertainty}
         self.learned = nn.ModuleDict({name: module for name, module in named.items() if module is not None})
         self.diagnostics = tuple(f"head_share/{name}" for name in config.heads)
@@ -118,7 +135,7 @@ class Denoising(Objective):
     def loss(self, model: Network, batch: Microbatch, draw: Draw) -> LossTerms:
         noisy = self.noisy(batch.images, draw.noise, draw.t)
         output = model(noisy.images, noisy.time, batch.condition)
-        loss, error, weighted, shares, head_errors = self.terms(batch.images, draw, noisy, output)
+        loss, error, weighted, shares, head_errors = self.terms(batch.images, draw, noisy, output, batch.kept)
         diagnostics = {} if shares is None else dict(zip(self.diagnostics, shares.unbind(1), strict=True))
         return LossTerms(loss, error, draw.t, weighted, diagnostics, head_errors)
 
@@ -129,19 +146,20 @@ class Denoising(Objective):
         return NoisyImages(x_t, a, b, *self.network_inputs(x_t, t))
 
     def terms(
-        self, x0: Tensor, draw: Draw, noisy: NoisyImages, output: Tensor
+        self, x0: Tensor, draw: Draw, noisy: NoisyImages, output: Tensor, kept: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, HeadErrors | None]:
         """Terms of the loss of the network's output: loss, error and weighted of `LossTerms`, shares, errors of heads.
 
-        The bound of a learned variance is in `loss` and `weighted`. Of heads, error and weighted are those of their combination,
-        and the shares those of `CombinationRule.loss`.
+        The bound of a learned variance is in `loss` and `weighted`, the share of an intermediate head in `loss` alone, and so
+        are the terms of the velocity, with `Microbatch.kept`. Of heads, error and weighted are those of their combination, and
+        the shares those of `CombinationRule.loss`.
         """
+        share, early = self.intermediate_share, output[:, x0.shape[1] :]
         output, interpolation = self.read_output(output, noisy.x_t, noisy.c_skip, noisy.c_out)
         wanted = target(self.prediction, x0, draw.noise, noisy.a, noisy.b, self.sigma_data)
         shares = head_errors = None
         if self.heads is None:
-            # Divided as [B]: the backward of a mean would divide whole images.
-            trained = F.mse_loss(output, wanted, reduction="none").flatten(1).sum(1) / wanted[0].numel()  # [B]
+            trained = _squared_error(output, wanted)
             error = trained.detach()
         else:
             head_errors = self.heads.errors(output, x0, draw.noise, draw.t)
@@ -153,7 +171,10 @@ class Denoising(Objective):
         held_out = loss.detach() if self.heads is None else weight * error
         if self.uncertainty is not None:
             u = self.uncertainty(torch.logit(draw.t))[0]
-            loss = loss * torch.exp(-u) + u
+            loss, weight = loss * torch.exp(-u) + u, weight * torch.exp(-u.detach())
+        if share is not None:
+            early, _ = self.read_output(early, noisy.x_t, noisy.c_skip, noisy.c_out)
+            loss = loss + share * weight * _squared_error(early, wanted)
         if interpolation is not None:
             # The mean is trained by the weighted error alone.
             x0_estimate, _ = to_x0_and_noise(
@@ -164,7 +185,15 @@ class Denoising(Objective):
             bound = variational_bound(path, x0, noisy.x_t, x0_estimate, interpolation, index)
             bound = BOUND_WEIGHT * self.path.num_indices * bound
             loss, held_out = loss + bound, held_out + bound.detach()
+        if self.flow_terms is not None and kept is not None:
+            velocity = draw.noise - x0
+            loss = loss + self.flow_terms.loss(output, noisy.x_t, noisy.a, noisy.b, velocity, weight, kept)
         return draw.importance * loss, error, draw.importance * held_out, shares, head_errors
+
+    def kept(self, dropping: Tensor, label_dropout: float) -> Tensor | None:
+        if self.flow_terms is None:
+            return None
+        return torch.where(dropping < label_dropout, 0.0, 1.0 / (1.0 - label_dropout)).to(torch.float32)
 
     @torch.no_grad()
     def learned_weighting(self, sigma: Tensor) -> Tensor:
@@ -211,6 +240,16 @@ class Denoising(Objective):
     def problems(cls, config: DenoisingConfig) -> Iterator[tuple[str, str]]:
         """Find heads that cannot be trained together, and samplers that would learn from losses made alike."""
         yield from head_problems(config, PATHS[config.path]())
+        for key in ("cosine_weight", "contrastive_weight"):
+            if not getattr(config, key):
+                continue
+            if config.heads:
+                yield f"objective.{key}", "is for a network of one prediction, without objective.heads (leave it out)"
+            if config.learned_uncertainty:
+                yield f"objective.{key}", "is no part of the loss that objective.learned_uncertainty measures (set that to false)"
+        if config.contrastive_weight and config.timesteps.learns:
+            text = "learns from losses, which objective.contrastive_weight makes negative (use a density)"
+            yield "objective.timesteps.name", f"{config.timesteps.name} {text}"
         if not config.timesteps.learns:
             return
         text = f"{config.timesteps.name} learns from losses, which %s makes alike at all timesteps (use a density, or %s)"
@@ -252,3 +291,8 @@ class Denoising(Objective):
             if far > 0.999 * middle:
                 return end
         return ""
+
+
+def _squared_error(output: Tensor, wanted: Tensor) -> Tensor:
+    # Divided as [B]: the backward of a mean would divide whole images.
+    return F.mse_loss(output, wanted, reduction="none").flatten(1).sum(1) / wanted[0].numel()

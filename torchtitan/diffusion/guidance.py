@@ -2,7 +2,8 @@
 
 The reference is the network itself with the null condition, on which some of its training was (classifier-free guidance: Ho
 and Salimans, arXiv 2207.12598), or a `Guide`: a weaker version of the network with the same condition (autoguidance:
-Karras et al., "Guiding a diffusion model with a bad version of itself", arXiv 2406.02507), or a network without conditions.
+Karras et al., "Guiding a diffusion model with a bad version of itself", arXiv 2406.02507), a network without conditions,
+or the network's own intermediate head (internal guidance: arXiv 2512.24176), which takes no further forward.
 """
 
 from collections.abc import Callable
@@ -18,6 +19,8 @@ from torchtitan.diffusion.solvers.contract import Predict, Prediction
 
 _Estimates = Callable[[Tensor, Tensor], Prediction]
 
+HEAD = "head"  # name of the intermediate head among guides
+
 _ROUNDING = 1e-6  # of times in 0..1; steps are a thousand times as long
 
 
@@ -31,11 +34,19 @@ class Guidance:
             sigma are the times sigma / (1 + sigma). Source: Kynkäänniemi et al., arXiv 2404.07724.
         channels: "all" of the image, or the "first_three" as in the published samples of DiT (Peebles and Xie, arXiv
             2212.09748); the other channels, and always a learned variance, are the guided network's own.
+        null_scale, null_interval: of classifier-free guidance beside that by the intermediate head, which both of its
+            estimates have first; of no other guidance.
     """
 
     scale: float = 1.0
     interval: tuple[float, float] = (0.0, 1.0)
     channels: str = "all"
+    null_scale: float = 1.0
+    null_interval: tuple[float, float] = (0.0, 1.0)
+
+
+class HeadGuide:
+    """Reference: the intermediate head of the network itself."""
 
 
 @dataclass(frozen=True)
@@ -73,9 +84,24 @@ def guided_network(
     return guided
 
 
+def head_guided_network(model: Network, scale: float, channels: str = "all") -> Network:
+    """Guide a network by its intermediate head: its output [B, 2 C, ...] becomes D_head + scale (D - D_head), [B, C, ...].
+
+    Outputs are mixed as estimates of x0 would be, which are affine in them with one slope. scale = 1 is the plain network.
+    """
+    if scale == 1.0:
+        return model
+
+    def guided(x: Tensor, time: Tensor, condition: Condition) -> Tensor:
+        last, head = model(x, time, condition).float().chunk(2, dim=1)
+        return _away(head, last, scale, channels)
+
+    return guided
+
+
 def predictor(
     objective: Objective, model: Network, kind: ConditionKind, condition: Condition, guidance: Guidance,
-    guide: Guide | None = None, clip_x0: bool = False,
+    guide: Guide | HeadGuide | None = None, clip_x0: bool = False,
 ) -> Predict:  # fmt: skip
     """Predictor for a solver: the (guided) network's estimates for fixed conditions, as read by the objective.
 
@@ -89,28 +115,54 @@ def predictor(
     """
     model = _in_float32(model)
     plain = guided = _estimates(objective, model, condition)
-    if guidance.scale != 1.0 and guide is not None:
-        guided = _guided_by(guide, plain, condition, guidance)
+    if isinstance(guide, HeadGuide):
+        guided = _guided_by_head(objective, model, kind, condition, guidance)
+    elif guidance.scale != 1.0 and guide is not None:
+        guided = _within(guidance.interval, _guided_by(guide, plain, condition, guidance), plain)
     elif guidance.scale != 1.0 and condition is not None:
         count = 1 if objective.heads is None else len(objective.heads.names)
         network = guided_network(model, kind, guidance.scale, guidance.channels, count)
-        guided = _estimates(objective, network, condition)
-    low, high = guidance.interval
-    always = guided is plain or (low <= 0.0 and high >= 1.0)
-    # Times come in float32: one that is an end of the interval may lie beyond it by its rounding.
-    low, high = low - _ROUNDING, high + _ROUNDING
+        guided = _within(guidance.interval, _estimates(objective, network, condition), plain)
 
     def predict(x_t: Tensor, t: Tensor) -> Prediction:
-        inside = (low <= t) & (t <= high)
-        if always or bool(inside.all()):
-            found = guided(x_t, t)
-        elif not bool(inside.any()):
-            found = plain(x_t, t)
-        else:  # each image at its own time
-            found = _chosen(per_image(inside, x_t), guided(x_t, t), plain(x_t, t))
+        found = guided(x_t, t)
         return _clipped(objective, found, x_t, t) if clip_x0 else found
 
     return predict
+
+
+def _within(interval: tuple[float, float], guided: _Estimates, plain: _Estimates) -> _Estimates:
+    """Estimates that are guided while an image's time is within an interval."""
+    low, high = interval
+    if low <= 0.0 and high >= 1.0:
+        return guided
+    # Times come in float32: one that is an end of the interval may lie beyond it by its rounding.
+    low, high = low - _ROUNDING, high + _ROUNDING
+
+    def estimates(x_t: Tensor, t: Tensor) -> Prediction:
+        inside = (low <= t) & (t <= high)
+        if bool(inside.all()):
+            return guided(x_t, t)
+        if not bool(inside.any()):
+            return plain(x_t, t)
+        return _chosen(per_image(inside, x_t), guided(x_t, t), plain(x_t, t))  # each image at its own time
+
+    return estimates
+
+
+def _guided_by_head(
+    objective: Objective, model: Network, kind: ConditionKind, condition: Condition, guidance: Guidance
+) -> _Estimates:
+    def by_head(null_scale: float) -> _Estimates:
+        guided, plain = (
+            _estimates(objective, guided_network(network, kind, null_scale, guidance.channels), condition)
+            for network in (head_guided_network(model, guidance.scale, guidance.channels), model)
+        )
+        return _within(guidance.interval, guided, plain)
+
+    if guidance.null_scale == 1.0:
+        return by_head(1.0)
+    return _within(guidance.null_interval, by_head(guidance.null_scale), by_head(1.0))
 
 
 def _chosen(inside: Tensor, guided: Prediction, plain: Prediction) -> Prediction:

@@ -35,15 +35,21 @@ class ObjectiveConfig:
         "velocity", "target of the network's output; edm: F of EDM's preconditioning"
     )
     preconditioning: OneOf[str, PRECONDITIONINGS] = setting(
-        "identity", "scaling of the network's input, output and time; index: the DDPM's index is the time; sit: as SiT"
+        "identity", "scaling of the network's input, output and time; index: the DDPM's index is the time; data_time: 1 - t; "
+        "sit: as SiT"
     )
     sigma_data: float = setting(
         0.5, "standard deviation of the data, for EDM", gt=0, applies={"prediction or preconditioning": ("edm",)}
     )
-    timesteps: TimestepsConfig = choice(Choice(TIMESTEPS, "logit_normal"), "density or sampler of the timesteps")
-    shift: float = setting(
-        1.0, "factor on sigma at every timestep drawn: above 1 towards noise, for larger images", ge=0.01, le=100
+    noise_std: float = setting(
+        1.0, "standard deviation of the noise: 2 for images of 512 x 512 pixels with the times of 256 x 256", gt=0, le=100,
+        applies={"path": ("rectified_flow",), "preconditioning": ("identity", "data_time", "sit")},
     )
+    timesteps: TimestepsConfig = choice(Choice(TIMESTEPS, "logit_normal"), "density or sampler of the timesteps")
+    shift: float | Literal["latent_size"] = setting(
+        1.0, "factor on sigma at every timestep drawn: above 1 towards noise, for larger images; latent_size: the root of the "
+        "numbers of an image or latent / 4096", ge=0.01, le=100,
+    )  # fmt: skip
     t_min: float = setting(0.0, "smallest timestep trained, in the common time t = sigma / (1 + sigma)", ge=0, lt=1)
     t_max: float = setting(1.0, "largest timestep trained; indices of other times are left out", gt=0, le=1)
     spread: Literal["none", "stratified", "low_discrepancy"] = setting(
@@ -60,7 +66,7 @@ class Draw(NamedTuple):
 
     Attributes:
         t: timesteps [B] in [0, 1].
-        noise: standard normal, float32, of the images' shape.
+        noise: normal of standard deviation `objective.noise_std`, float32, of the images' shape.
         importance: objective's density / sampling density at t, [B].
         path_index: the DDPM index that t stands for, int64 [B]; None where the path has no integer indices.
         dropping: uniform in (0, 1), float64 [B]: below the probability, no condition; None outside of training.
@@ -81,11 +87,13 @@ class Microbatch:
         images: clean images, float32 [B, C, H, W].
         condition: one per image, the null condition where it is dropped; or None.
         entries: the batch by name, [B, ...], in which are the entries that the dataset declares.
+        kept: in training, what `Objective.kept` makes of the dropped conditions; None elsewhere.
     """
 
     images: Tensor
     condition: Condition = None
     entries: Mapping[str, Tensor] = field(default_factory=dict)
+    kept: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -98,6 +106,7 @@ class LossTerms:
         weighted: importance x the weighted error with all that is added to it, never negative; no gradient.
         diagnostics: values by the names in the objective's `diagnostics`, logged as means by timestep bin; no gradient.
         head_errors: for the memory of the objective's `heads`; None without heads.
+        beside: further loss that is minimised, of no objective: no sampler learns from it; None without.
     """
 
     loss: Tensor
@@ -106,10 +115,16 @@ class LossTerms:
     weighted: Tensor
     diagnostics: Mapping[str, Tensor] = field(default_factory=dict)
     head_errors: Any = None
+    beside: Tensor | None = None
+
+    @property
+    def minimised(self) -> Tensor:
+        """Loss of which the mean is minimised, [B]."""
+        return self.loss if self.beside is None else self.loss + self.beside
 
     def __post_init__(self) -> None:
         """Raises ValueError: a term is not one value per image, and would broadcast."""
-        for name, term in {"loss": self.loss, "error": self.error, "weighted": self.weighted, **self.diagnostics}.items():
+        for name, term in {"loss": self.minimised, "error": self.error, "weighted": self.weighted, **self.diagnostics}.items():
             if term.shape != self.t.shape:
                 raise ValueError(f"{name} of the objective is {list(term.shape)}, one per image is {list(self.t.shape)}")
 
@@ -132,6 +147,8 @@ class Objective(ABC):
         learns_variance: whether the loss trains the variance of `model.learned_variance`.
         untrained_forwards: calls of the network for each sample that no gradient runs through, beside the trained one.
         loss_at_zero: whether the loss is defined at t = 0, of clean images.
+        intermediate_share: share of the loss of the network's intermediate head, which has the second half of the output's
+            channels and is read in training alone; None of a network without one.
     """
 
     Config: ClassVar[type[ObjectiveConfig]]
@@ -142,6 +159,7 @@ class Objective(ABC):
     heads: Any = None
     learns_weights: bool = False
     reads_by_state: str = ""
+    intermediate_share: float | None = None
 
     def __init__(self, config: Any, seed: int, sampler_of: SamplerOf | None = None) -> None:
         """sampler_of: makes a sampler of the configured density, used instead of the configured sampler."""
@@ -199,13 +217,25 @@ class Objective(ABC):
         index = indexed(self.path).t_to_index(t) if self.path.discrete else None
         return Draw(t, noise, importance, index, dropping)
 
+    def scaled(self, normal: Tensor) -> Tensor:
+        """Noise of the path made of standard normal numbers.
+
+        x_t = (1 - t) x0 + t noise_std e is noise_std times the x_t of images x0 / noise_std, of which t, sigma and weights are.
+        Source: Li and He, "Back to basics: let denoising generative models denoise", arXiv 2511.13720, section 4.
+        """
+        return normal if self.config.noise_std == 1.0 else self.config.noise_std * normal
+
     def random_numbers(
         self, shape: tuple[int, ...], attempt: int, indices: Tensor, draws: tuple[tuple[str, Tensor], ...]
     ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
         """Random numbers of `draw`: noise, `Draw.dropping`, and the bits of `draws`, in two passes of Philox."""
         *bits, of_dropping = philox.uniform_bits(self.seed, (*draws, ("label_drop", indices)), attempt)
-        noise = philox.normal(self.seed, "noise", indices, shape, attempt)
+        noise = self.scaled(philox.normal(self.seed, "noise", indices, shape, attempt))
         return noise, philox.middles(of_dropping), tuple(bits)
+
+    def kept(self, dropping: Tensor, label_dropout: float) -> Tensor | None:
+        """Weights of terms for conditions that are kept, [B] of mean 1, 0 where `dropping` is below label_dropout; if any."""
+        return None
 
     def predict(self, model: Network, x_t: Tensor, t: Tensor, condition: Condition) -> tuple[Tensor, Tensor]:
         """Estimate the clean image and the noise at times t [B] in noisy images x_t [B, C, H, W]; float32."""
@@ -293,6 +323,8 @@ class Objective(ABC):
     ) -> tuple[Tensor, Tensor | None]:
         """Read the network's output: as `_output`."""
         output, interpolation = output.to(torch.float32), None
+        if self.intermediate_share is not None:
+            output = output[:, : x_t.shape[1]]
         count = 1 if self.heads is None else len(self.heads.names)
         if self.heads is None and self.path.discrete and output.shape[1] == 2 * x_t.shape[1]:
             output, interpolation = output.chunk(2, dim=1)

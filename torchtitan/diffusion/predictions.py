@@ -159,6 +159,21 @@ class Index:
         return _plain(self.time(t))
 
 
+class DataTime:
+    """Data time: the inputs are x_t and 1 - t, 0 for noise and 1 for data.
+
+    Source: Li and He, "Back to basics: let denoising generative models denoise", arXiv 2511.13720; its code embeds such times.
+    """
+
+    scales: ClassVar[bool] = False
+
+    def time(self, t: Tensor) -> Tensor:
+        return 1.0 - t
+
+    def scaling(self, t: Tensor) -> Scaling:
+        return _plain(self.time(t))
+
+
 class ReversedTime:
     """Reversed time: the input is 1 - t and the output the velocity towards data, x0 - noise, as in published SiT.
 
@@ -211,6 +226,7 @@ def _plain(time: Tensor) -> Scaling:
 PRECONDITIONINGS: dict[str, Callable[[Path, str, float], Preconditioning]] = {
     "identity": lambda path, prediction, sigma_data: Identity(),
     "index": lambda path, prediction, sigma_data: Index(indexed(path)),
+    "data_time": lambda path, prediction, sigma_data: DataTime(),
     "sit": lambda path, prediction, sigma_data: ReversedTime(),
     "edm": EDMScaling,
 }

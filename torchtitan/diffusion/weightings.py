@@ -99,6 +99,20 @@ class P2Config(WeightingConfig):
         return (1.0 + snr) ** -self.gamma
 
 
+@dataclass(kw_only=True)
+class VelocityConfig(WeightingConfig):
+    """1 / max(t, floor)^2: the velocity's error, since (error of the velocity) = (error of x0) / t on every path.
+
+    Source: Li and He, "Back to basics: let denoising generative models denoise", arXiv 2511.13720, whose time is 1 - t.
+    """
+
+    floor: float = setting(0.05, "time below which the weight stops growing", ge=0, lt=1)
+
+    def weight(self, snr: Tensor, sigma_data: float) -> Tensor:
+        t = 1.0 / (1.0 + snr.sqrt())
+        return t.clamp(min=self.floor) ** -2
+
+
 WEIGHTINGS: dict[str, type[WeightingConfig]] = {
     "none": NoWeightingConfig,
     "min_snr": MinSNRConfig,
@@ -107,6 +121,7 @@ WEIGHTINGS: dict[str, type[WeightingConfig]] = {
     "truncated_snr": TruncatedSNRConfig,
     "edm": EDMWeightingConfig,
     "p2": P2Config,
+    "velocity": VelocityConfig,
 }
 
 

@@ -160,6 +160,11 @@ def local(tensor: Tensor) -> Tensor:
     return cast(Any, part)._tensor if hasattr(part, _SCALE) else part
 
 
+def bytes_on(device: torch.device, tensors: Iterable[Tensor]) -> int:
+    """Bytes of tensors, or of this rank's parts of them, on a kind of device: offloaded ones are on another."""
+    return sum(local(tensor).nbytes for tensor in tensors if tensor.device.type == device.type)
+
+
 _ROW = 1024  # elements of a sum of squares in float32
 
 
@@ -220,5 +225,5 @@ def clip_gradients(parameters: list[nn.Parameter], norm: Tensor, max_norm: float
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0).to(torch.float32)
     if scale.device.type == "cpu" and scale.item() == 1.0:  # elsewhere the host would wait for the device
         return
-    gradients = [local(p.grad) for p in parameters if p.grad is not None]
-    torch._foreach_mul_(gradients, scale.to(gradients[0].device))  # in host memory if they are offloaded
+    if gradients := [local(p.grad) for p in parameters if p.grad is not None]:
+        torch._foreach_mul_(gradients, scale.to(gradients[0].device))  # in host memory if they are offloaded

@@ -60,8 +60,13 @@ class StepTime:
 
 
 def training_flops_per_image(config: JobConfig, model: DiffusionModel) -> int:
-    """Floating-point operations of training the model on one image, by the run's objective."""
-    return training_flops(model, model.image_shape, OBJECTIVES[config.objective.name].untrained_forwards)
+    """Floating-point operations of training the model on one image, by the run's objective, and of its alignment."""
+    flops = training_flops(model, model.image_shape, OBJECTIVES[config.objective.name].untrained_forwards)
+    if config.alignment.teacher == "none":
+        return flops
+    from torchtitan.alignment.plan import Plan
+
+    return flops + Plan(config.alignment, model).flops_per_image(config.training.steps, config.training.global_batch_size)
 
 
 def estimate_step_time(

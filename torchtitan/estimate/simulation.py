@@ -3,8 +3,8 @@
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
-from typing import cast
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.distributed as dist
@@ -30,8 +30,11 @@ from torchtitan.models.base import DiffusionModel
 from torchtitan.training.config import UPDATE_RULES, OptimizerConfig
 from torchtitan.training.data_loading import microbatches_per_step
 from torchtitan.training.muon import orthogonalise
-from torchtitan.training.optimizer import QUANTISED_BLOCK, update_rule
+from torchtitan.training.optimizer import QUANTISED_BLOCK, matrices_of, update_rule
 from torchtitan.training.schedules import largest_growth
+
+if TYPE_CHECKING:
+    from torchtitan.alignment.plan import Plan
 
 Window = tuple[int, str, int]
 
@@ -67,6 +70,7 @@ def simulate_step(config: JobConfig, world_size: int, on_gpu: bool | None = None
     on_gpu = torch.cuda.is_available() if on_gpu is None else on_gpu
     info = trained_info(config)
     objective = build_objective(config.objective, config.debug.seed)
+    plan = _plan_of_alignment(config, info)
     with _fake_process_group(world_size):
         layout = Layout(config.parallelism, torch.device("cpu"))
         kernels = cuda_kernels() if on_gpu else nullcontext()
@@ -74,24 +78,38 @@ def simulate_step(config: JobConfig, world_size: int, on_gpu: bool | None = None
             model = build_model(config.model, info.image_shape, info.condition_kind)
             freeze_and_adapt(model, config.lora, MODELS[config.model.name].adapter_sets).train()
             attach(objective, model, info.entries)
-            return _Step(model, layout, config, info, objective, live).simulate()
+            return _Step(model, layout, config, info, objective, live, plan).simulate()
+
+
+def _plan_of_alignment(config: JobConfig, info: DatasetInfo) -> "Plan | None":
+    """Plan of the run's alignment; of a network of fewer blocks than its places, at the last one."""
+    if config.alignment.teacher == "none":
+        return None
+    from torchtitan.alignment.plan import Plan
+
+    with torch.device("meta"):
+        model = build_model(config.model, info.image_shape, info.condition_kind)
+    places = {key: min(getattr(config.alignment, key), len(model.probe_points())) for key in ("block", "teacher_block")}
+    return Plan(replace(config.alignment, **places), model)
 
 
 class _Step:
     def __init__(
         self, model: DiffusionModel, layout: Layout, config: JobConfig, info: DatasetInfo, objective: Objective,
-        live: LiveStorages,
+        live: LiveStorages, plan: "Plan | None",
     ) -> None:  # fmt: skip
         self.model, self.layout, self.config, self.info, self.objective, self.live = model, layout, config, info, objective, live
-        self.microbatch = 0
+        self.microbatch, self.plan = 0, plan
 
     def simulate(self) -> SimulatedStep:
         live, config = self.live, self.config
         self._parallelize()
         self.parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         live.hold([*self.model.parameters(), *self.model.buffers()], PARAMETERS)
-        held = Counter({PARAMETERS: live.now()[PARAMETERS], "optimizer": self._optimizer_bytes()})
-        held["ema"] = len(config.ema.tracks) * sum(_bytes(local(p.detach())) for p in self.parameters)
+        ema = len(config.ema.tracks) * sum(_bytes(local(p.detach())) for p in self.parameters)
+        if self.plan is not None:
+            self._align(self.plan)
+        held = Counter({PARAMETERS: live.now()[PARAMETERS], "optimizer": self._optimizer_bytes(), "ema": ema})
         self._take_gradients()
         self._mark_blocks()
         training = config.training
@@ -108,6 +126,15 @@ class _Step:
             self._orthogonalise_largest()
         live.windows.pop(None)
         return SimulatedStep(held, live.windows)
+
+    def _align(self, plan: "Plan") -> None:
+        """Take the projector and the encoder among what is held; a teacher's forward keeps nothing."""
+        from torchtitan.alignment.tap import Tap
+
+        self.tap, self.projector = Tap(self.model, plan.student.point), plan.projector()
+        self.encoder = torch.empty(plan.encoder_bytes, dtype=torch.uint8)
+        self.parameters += self.projector.parameters()
+        self.live.hold([*self.projector.parameters(), self.encoder], PARAMETERS)
 
     def _parallelize(self) -> None:
         checkpointing, training = self.config.activation_checkpoint, self.config.training
@@ -169,24 +196,35 @@ class _Step:
         batch = self.info.placeholder(len(samples), self.model.image_shape) | {"samples": samples}
         t, noise, importance = torch.empty(len(samples)), torch.empty_like(batch["images"]), torch.empty(len(samples))
         index = torch.empty(len(samples), dtype=torch.int64) if self.objective.path.discrete else None
-        microbatch = Microbatch(batch["images"], self.model.condition_kind.of(batch), batch)
+        kept = self.objective.kept(torch.empty(len(samples)), 0.0)
+        microbatch = Microbatch(batch["images"], self.model.condition_kind.of(batch), batch, kept)
         with accumulate_locally(self.model, last=last):
-            with compute_context(config.training.mixed_precision_param, self.layout.device, self.layout.sharded):
+            precision = compute_context(config.training.mixed_precision_param, self.layout.device, self.layout.sharded)
+            with precision, nullcontext() if self.plan is None else self.tap.taken(grad=True):
                 terms = self.objective.loss(self.model, microbatch, Draw(t, noise, importance, index))
+            if self.plan is not None:
+                terms = replace(terms, beside=self._alignment_loss(self.plan))
             live.open_window((self.microbatch, "backward", len(self.model.blocks())))
-            terms.loss.mean().backward()
+            terms.minimised.mean().backward()
+
+    def _alignment_loss(self, plan: "Plan") -> Tensor:
+        from torchtitan.alignment.loss import cosine_loss
+
+        tokens = self.tap.tokens()
+        with compute_context(self.config.training.mixed_precision_param, self.layout.device, sharded=False):
+            projected = self.projector(tokens)
+        return cosine_loss(projected, torch.empty(*tokens.shape[:2], plan.channels))
 
     def _optimizer_bytes(self) -> int:
-        of_blocks = {parameter for block in self.model.blocks() for parameter in block.parameters()}
-        return sum(_state_bytes(p, self.config.optimizer, p in of_blocks) for p in self.parameters)
+        matrices = set(matrices_of(self.model.blocks(), self.config.optimizer))
+        return sum(_state_bytes(p, self.config.optimizer, p in matrices) for p in self.parameters)
 
     def _orthogonalise_largest(self) -> None:
         """Orthogonalise the largest matrix: the one optimizer step that takes more than a few rows besides its state.
 
         Ranks that share the matrices each have one whole, and their shards of those of the others.
         """
-        of_blocks = [p for block in self.model.blocks() for p in block.parameters()]
-        matrices = [p for p in of_blocks if p.ndim == 2 and p.requires_grad]
+        matrices = [p for p in matrices_of(self.model.blocks(), self.config.optimizer) if p.requires_grad]
         largest = max(matrices, key=lambda p: p.numel())
         ahead = [local(largest.detach()).clone() for _ in matrices[: self.layout.shards]]
         whole = torch.empty(largest.shape)
@@ -194,9 +232,9 @@ class _Step:
         orthogonalise(whole)
 
 
-def _state_bytes(parameter: nn.Parameter, config: OptimizerConfig, in_block: bool) -> int:
+def _state_bytes(parameter: nn.Parameter, config: OptimizerConfig, in_matrices: bool) -> int:
     part = local(parameter.detach())
-    rule = UPDATE_RULES[update_rule(parameter, config, in_block)]
+    rule = UPDATE_RULES[update_rule(parameter, config, in_matrices)]
     if rule.quantised:  # codes and, a block, one scale
         return rule.averages * (part.numel() + 4 * part.numel() // QUANTISED_BLOCK + 4 * _QUANTILE_TABLE)
     return rule.averages * 4 * part.numel() + 4 * rule.is_adams  # with the number of steps

@@ -7,7 +7,7 @@ import torch
 
 from torchtitan.autoencoders import AUTOENCODERS
 from torchtitan.data import DATASETS, LATENT_DATASETS
-from torchtitan.diffusion.guidance import Guidance
+from torchtitan.diffusion.guidance import HEAD, Guidance
 from torchtitan.diffusion.paths import PATHS, has_indices
 from torchtitan.diffusion.solvers import SCHEDULES, SOLVERS, ScheduleConfig, SolverConfig
 from torchtitan.diffusion.solvers.contract import Trained
@@ -19,6 +19,7 @@ SPLITS = ("train", "validation")
 DECODERS = ("none", *AUTOENCODERS)
 WITH_WEIGHTS = tuple(name for name in AUTOENCODERS if name != "identity")
 OF_PIXELS = tuple(name for name in DATASETS if name not in LATENT_DATASETS)
+_BY_HEAD = {"guide_track": (HEAD,)}
 OF_LATENTS = {"data.name or cache.enable": (*LATENT_DATASETS, True)}
 
 
@@ -52,8 +53,16 @@ class SamplingConfig:
         trajectory=False,
     )
     guide_track: str = setting(
-        "", "weights of the same step to guide away from: a name of ema.tracks, 'none' for the trained weights; empty: the "
-        "null condition (classifier-free guidance)", trajectory=False,
+        "", "weights of the same step to guide away from: a name of ema.tracks, 'none' for the trained weights; head: "
+        "model.intermediate_head of the drawn ones; empty: the null condition (classifier-free guidance)", trajectory=False,
+    )  # fmt: skip
+    null_guidance_scale: float = setting(
+        1.0, "guidance away from the null condition beside that by the intermediate head: 1 is none", ge=0,
+        applies=_BY_HEAD, trajectory=False,
+    )  # fmt: skip
+    null_guidance_interval: list[float] = setting(
+        [0.0, 1.0], "lowest and highest t of null_guidance_scale; guidance by the head alone outside",
+        applies=_BY_HEAD, trajectory=False,
     )  # fmt: skip
     clip_x0: bool = setting(
         False, "clip each estimate of the clean image to [-1, 1]", applies={"data.name": OF_PIXELS},
@@ -91,8 +100,11 @@ class SamplingConfig:
 
     @property
     def guidance(self) -> Guidance:
-        low, high = self.guidance_interval
-        return Guidance(self.guidance_scale, (low, high), self.guidance_channels)
+        (low, high), (null_low, null_high) = self.guidance_interval, self.null_guidance_interval
+        null_interval = (null_low, null_high)
+        return Guidance(
+            self.guidance_scale, (low, high), self.guidance_channels, self.null_guidance_scale, null_interval
+        )
 
 
 @only_with("enable", but=("extractor", "reference", "held_out", "count", "allow_small"))  # which scripts/ema.py takes too
@@ -155,7 +167,7 @@ class AutoencoderConfig:
         trajectory=False,
     )  # fmt: skip
     path: str = setting(
-        "", "folder of its weights, or for cosmos and diffusers a name on the Hugging Face hub",
+        "", "folder of its weights, or for cosmos, diffusers and rae a name on the Hugging Face hub",
         applies=OF_LATENTS | {"name": WITH_WEIGHTS}, trajectory=False, path=True,
     )  # fmt: skip
     dtype: Literal["float32", "bfloat16"] | None = setting(
@@ -177,8 +189,9 @@ def sampling_problems(
 ) -> list[tuple[str, str]]:
     """Problems of sampling a model in this way: (key of `[sampling]`, cause and remedy)."""
     found = []
-    if problem := _interval_problem(config):
-        found.append(("guidance_interval", problem))
+    for key in ("guidance_interval", "null_guidance_interval"):
+        if problem := _interval_problem(getattr(config, key)):
+            found.append((key, problem))
     trained = Trained(path_name, PATHS[path_name](), learned_variance)
     found += config.schedule.problems(trained, config.num_steps)
     found += [(f"solver.{key}", text) for key, text in config.solver.problems(trained, config.schedule)]
@@ -208,8 +221,7 @@ def timesteps_problem(config: ValidationConfig, path_name: str, loss_at_zero: bo
     return ""
 
 
-def _interval_problem(config: SamplingConfig) -> str:
-    interval = config.guidance_interval
+def _interval_problem(interval: list[float]) -> str:
     if len(interval) != 2:
         return f"takes two times, has {len(interval)} (as [0.0, 1.0])"
     low, high = interval

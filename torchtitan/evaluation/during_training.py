@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from torchtitan.conditions import Condition
 from torchtitan.data import DATASETS, DataConfig, Dataset, DatasetInfo
-from torchtitan.diffusion.guidance import Guide
+from torchtitan.diffusion.guidance import HEAD, Guide, HeadGuide
 from torchtitan.diffusion.objective import Objective
 from torchtitan.distributed.mesh import Layout
 from torchtitan.evaluation.config import SamplingConfig, ValidationConfig
@@ -148,13 +148,13 @@ class Evaluation:
 
     def _method(self, guidance_scale: float) -> dict[str, Any]:
         guidance = dataclasses.replace(self._sampling.guidance, scale=guidance_scale)
-        return self._sampling.method() | {"guidance": guidance, "guide": self._guide()}
+        return self._sampling.method() | {"guidance": guidance, "guide": self._guide() if guidance_scale != 1.0 else None}
 
-    def _guide(self) -> Guide | None:
+    def _guide(self) -> Guide | HeadGuide | None:
         """Guide by another track: the same model, with that track's weights in it during each of the guide's forwards."""
         track = self._sampling.guide_track
-        if not track:
-            return None
+        if track in ("", HEAD):
+            return HeadGuide() if track else None
 
         def network(x: Tensor, time: Tensor, condition: Condition) -> Tensor:
             with self._run.ema.weights(track, self._run.model):

@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from torchtitan import philox
 from torchtitan.conditions import ConditionKind, each_tensor
-from torchtitan.diffusion.guidance import Guidance, Guide, predictor
+from torchtitan.diffusion.guidance import Guidance, Guide, HeadGuide, predictor
 from torchtitan.diffusion.objective import Objective
 from torchtitan.diffusion.solvers import ScheduleConfig, SolverConfig
 from torchtitan.distributed.precision import compute_context
@@ -93,7 +93,7 @@ class ImageSampler:
     @contextmanager
     def drawing(
         self, seed: int, *, solver: SolverConfig, num_steps: int, schedule: ScheduleConfig, guidance: Guidance,
-        guide: Guide | None = None, embedded_guidance: float | None = None,
+        guide: Guide | HeadGuide | None = None, embedded_guidance: float | None = None,
         image_shape: tuple[int, int, int] | None = None, clip_x0: bool = False, state_dtype: str = "float32",
         purpose: str = "sampling", sharded: bool = False,
     ) -> Iterator[DrawBatch]:  # fmt: skip
@@ -117,7 +117,7 @@ class ImageSampler:
 
         def draw_normal(numbers: Tensor) -> Tensor:
             # On the CPU: logarithms and cosines of other devices differ in the last digit, and a seed has one noise.
-            return philox.normal(seed, purpose, numbers.cpu(), shape).to(self._device)
+            return self._objective.scaled(philox.normal(seed, purpose, numbers.cpu(), shape).to(self._device))
 
         @torch.no_grad()
         def draw_batch(choices: Tensor, numbers: Tensor) -> Tensor:
@@ -137,7 +137,7 @@ class ImageSampler:
 
             return solve(predict=counted, x=start * noise, draw_noise=draw_noise).float()
 
-        networks = [self._model, guide.network if guide else None]
+        networks = [self._model, guide.network if isinstance(guide, Guide) else None]
         with (
             _given_guidance([each for each in networks if isinstance(each, DiffusionModel)], embedded_guidance),
             evaluating(self._model),

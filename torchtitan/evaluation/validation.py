@@ -37,7 +37,7 @@ def held_out_draw(
         order = philox.uniform(seed, "validation", torch.arange(count, device=indices.device)).argsort()
         quantile = (order[indices].to(torch.float64) + 0.5) / count
         t = objective.timestep_sampler.density.quantile(quantile).to(torch.float32)
-    noise = philox.normal(seed, "validation", indices + (1 << 40), shape)
+    noise = objective.scaled(philox.normal(seed, "validation", indices + (1 << 40), shape))
     return Draw(t, noise, torch.ones_like(t))
 
 

@@ -5,6 +5,8 @@ from pathlib import Path
 from torchtitan.latents.index import SKIPPED_FILE, StoreIndex
 from torchtitan.processes.command_line import readable_size
 
+MOST_FIGURES = 1024  # of a normalisation: more are those of each element
+
 
 def describe_store(folder: Path, index: StoreIndex) -> list[str]:
     """Describe a store's content in lines for readers."""
@@ -42,4 +44,5 @@ def _captions(index: StoreIndex) -> list[str]:
 
 
 def _figures(values: list[float]) -> str:
-    return " ".join(f"{value:.4g}" for value in values)
+    more = f" ... ({len(values):,}, one of each element)" if len(values) > MOST_FIGURES else ""
+    return " ".join(f"{value:.4g}" for value in values[:MOST_FIGURES]) + more

@@ -90,13 +90,21 @@ class VisionTransformer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Class token [B, width], after the last norm, of normalised images [B, 3, H, W] of whole patches."""
+        return self.norm(self._encoded(x)[:, 0])
+
+    def patch_tokens(self, x: Tensor) -> Tensor:
+        """Tokens [B, h w, width] of the patches, after the last norm, of images as of `forward`."""
+        return self.norm(self._encoded(x)[:, 1:])
+
+    def _encoded(self, x: Tensor) -> Tensor:
+        """Tokens [B, 1 + h w, width] before the last norm, the class token first."""
         patches = self.patch_embed.proj(x)  # [B, D, h, w]
         height, width = patches.shape[-2:]
         tokens = patches.flatten(2).transpose(1, 2)  # [B, h w, D]
         x = torch.cat([self.cls_token.expand(len(x), -1, -1), tokens], 1) + self.positions(height, width)
         for block in self.blocks:
             x = block(x)
-        return self.norm(x[:, 0])
+        return x
 
     def positions(self, height: int, width: int) -> Tensor:
         """Position embedding of a grid of patches [1, 1 + height * width, D]; interpolated where it is not the own.

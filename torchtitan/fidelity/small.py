@@ -87,15 +87,15 @@ class SmallExtractor(FeatureExtractor):
         architecture = ARCHITECTURES[name]
         self.name, self.device, self.weights_sha256 = name, device, architecture.sha256
         self.resize = f"torch's bilinear with antialias to {architecture.side}x{architecture.side}, none at that size"
-        self._classifier = SmallClassifier(architecture)
-        self.dims = {"pooled": self._classifier.head.in_features, "logits": architecture.num_classes}
+        self.classifier = SmallClassifier(architecture)
+        self.dims = {"pooled": self.classifier.head.in_features, "logits": architecture.num_classes}
         with torch.no_grad():
-            for key, tensor in self._classifier.weights().items():
+            for key, tensor in self.classifier.weights().items():
                 tensor.copy_(tensors[key])
-        self._classifier.to(device).eval().requires_grad_(False)
+        self.classifier.to(device).eval().requires_grad_(False)
 
     def _features(self, images: Tensor) -> dict[str, Tensor]:
-        pooled, logits = self._classifier(self._classifier.prepare(images))
+        pooled, logits = self.classifier(self.classifier.prepare(images))
         return {"pooled": pooled, "logits": logits}
 
 

@@ -19,6 +19,9 @@ _LITTLE, _MUCH = 0.25, 1.0  # images beyond those of a very small batch, as a sh
 _LEAST_Z = 0.5  # of the signal: below, the number of steps that would be enough is anybody's guess
 _ENOUGH_Z = 3.0
 
+# Tags of what is concluded from beside the noise scales.
+_MORE_STEPS, _SAMPLERS = "gns/more_steps", "gns/samplers"
+
 
 def verdict(scale: Interval, batch: int) -> Verdict:
     """Verdict on a batch: whether its waste b / B is significantly little, or much, or between; unknown without an upper end.
@@ -91,13 +94,26 @@ def history(points: Iterable[Mapping[str, Any]], geometry: str, batch: int) -> s
     return f"{clause}; at step {before[0]:,} it was {in_words(before[1])}" if before else clause
 
 
-def of_logged(points: Sequence[Mapping[str, Any]], geometry: str, batch: int) -> str:
-    """Conclusion on a batch by the noise scale that was logged last, with its past; "" where none was logged."""
-    scale = next((found for point in reversed(points) if (found := _logged(point, geometry))), None)
-    if scale is None:
-        return ""
+def logged(ratios: Sequence[PredictedRatio], more_steps: int | None) -> dict[str, float]:
+    """Metrics by tag that `of_logged` concludes from, beside the noise scales; unknown ones are left out."""
+    found = {
+        f"{_SAMPLERS}/{each.name}/{end}": value for each in ratios
+        for end, value in (("ratio", each.ratio), ("lower", each.lower), ("upper", each.upper)) if math.isfinite(value)
+    }  # fmt: skip
+    return found | ({_MORE_STEPS: float(more_steps)} if more_steps else {})
+
+
+def of_logged(points: Sequence[Mapping[str, Any]], geometry: str, batch: int) -> list[str]:
+    """Conclusions by what was logged last: on a batch, with its past, and on the sampler of timesteps; none where none was."""
+    last = next((point for point in reversed(points) if _logged(point, geometry)), None)
+    if last is None or (scale := _logged(last, geometry)) is None:
+        return []
     known = f"gradient noise scale {in_words(scale)}; " if scale.lower > 0 else ""
-    return f"{on_batch(scale, batch, None)} ({known}{history(points, geometry, batch)})"
+    more_steps = int(last.get(_MORE_STEPS, 0)) or None
+    found = [f"{on_batch(scale, batch, more_steps)} ({known}{history(points, geometry, batch)})"]
+    names = [tag.split("/")[2] for tag in last if tag.startswith(_SAMPLERS) and tag.endswith("/lower")]
+    ratios = [PredictedRatio(name, *_ends(last, f"{_SAMPLERS}/{name}/ratio", f"{_SAMPLERS}/{name}")) for name in names]
+    return [*found, on_timesteps(ratios, more_steps)] if ratios else found
 
 
 def in_words(scale: Interval) -> str:
@@ -135,9 +151,14 @@ def _logged(point: Mapping[str, Any], geometry: str) -> Interval | None:
     """Noise scale of the whole objective in a point, of its headline estimator; an infinite upper end is not logged."""
     for estimator in WHOLE_MODEL:
         prefix = f"gns/{geometry}/{estimator}/all"
-        if point.get(f"{prefix}/headline") and (lower := point.get(f"{prefix}/lower")) is not None:
-            return Interval(point.get(f"{prefix}/b_simple", math.nan), lower, point.get(f"{prefix}/upper", math.inf))
+        if point.get(f"{prefix}/headline") and f"{prefix}/lower" in point:
+            return Interval(*_ends(point, f"{prefix}/b_simple", prefix))
     return None
+
+
+def _ends(point: Mapping[str, Any], tag: str, prefix: str) -> tuple[float, float, float]:
+    """Value of a point with the ends of its interval; what is not finite is not logged."""
+    return point.get(tag, math.nan), point[f"{prefix}/lower"], point.get(f"{prefix}/upper", math.inf)
 
 
 def _percent(share: float) -> str:

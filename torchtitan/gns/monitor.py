@@ -30,7 +30,7 @@ from torchtitan.gns.allocate import (
 )
 from torchtitan.gns.batch_size import HalfProgress, half_progress
 from torchtitan.gns.capture import GradientTaps
-from torchtitan.gns.conclusion import history, in_words, on_batch, on_timesteps, steps_to_know
+from torchtitan.gns.conclusion import history, in_words, logged, on_batch, on_timesteps, steps_to_know
 from torchtitan.gns.config import GNS_FOLDER, GNSConfig, bin_tags, of_bins
 from torchtitan.gns.decayed import BinEstimates
 from torchtitan.gns.pictures import draw_noise_scale
@@ -198,6 +198,8 @@ class GNSMonitor:
             found |= {f"gns/{geometry}/sketch/all/{name}": value for name, value in parts.items() if math.isfinite(value)}
         if half := self._half_progress():
             found |= _tags("gns/half_progress/{}", half, ("batch", "lower", "upper"))
+        if self.pool and not (whole := self._whole(*self._for_batch_size)).noise.isnan().all():
+            found |= logged(self.predicted_ratios(), self._more_steps(whole))
         if self._schedule:
             shares = self._allocated.shares.tolist()
             found |= {f"gns/shares/{k}": share for k, share in enumerate(shares)}
@@ -226,7 +228,7 @@ class GNSMonitor:
         if whole.noise.isnan().all():
             return []
         scale = Interval(whole.b_simple.item(), whole.lower.item(), whole.upper.item())
-        more_steps = steps_to_know(whole.signal.item(), whole.signal_stderr.item(), whole.steps.item(), self._config.interval)
+        more_steps = self._more_steps(whole)
         of_batch = on_batch(scale, global_batch_size, more_steps)
         past = history(points, geometry, global_batch_size)
         known = f"gradient noise scale {in_words(scale)}, " if scale.lower > 0 else ""
@@ -333,6 +335,10 @@ class GNSMonitor:
     def _whole(self, geometry: str, estimator: str) -> BinEstimates:
         as_drawn = not (self._stratified or self._config.allocate_timesteps or self._config.bin_pure_microbatches)
         return self._pooled.whole(geometry, estimator, None if as_drawn else self.masses, self._stratified)
+
+    def _more_steps(self, whole: BinEstimates) -> int | None:
+        """Further steps that would give the noise scale of the whole objective an upper end; None: not known."""
+        return steps_to_know(whole.signal.item(), whole.signal_stderr.item(), whole.steps.item(), self._config.interval)
 
     @property
     def _for_batch_size(self) -> tuple[str, str]:

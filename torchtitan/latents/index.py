@@ -53,7 +53,10 @@ class StoreRecord(BaseModel):
 
 
 class Normalization(StoreRecord):
-    """Normalised = (raw - shift) * scale, by channel; source: "measured", "given" by the user, or "autoencoder"."""
+    """Normalised = (raw - shift) * scale, by channel or by element [C, h, w].
+
+    source: "measured", "given" by the user, or the "autoencoder"'s own.
+    """
 
     shift: list[Finite]
     scale: list[Finite]

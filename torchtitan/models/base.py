@@ -38,6 +38,11 @@ class ProbePoint:
     channel_dim: int
     first_place: int = 0
 
+    def tokens(self, output: Tensor | tuple[Tensor, ...]) -> Tensor:
+        """Features of an image's places, row by row [B, T, D]; of several outputs, the first is taken."""
+        features = output if isinstance(output, Tensor) else output[0]
+        return features.movedim(self.channel_dim, -1).flatten(1, -2)[:, self.first_place :]
+
     def pooled(self, output: Tensor | tuple[Tensor, ...]) -> Tensor:
         """Global average pool: mean over all places of each image, float32 [B, D]; of several outputs, the first is pooled."""
         features = output if isinstance(output, Tensor) else output[0]

@@ -73,6 +73,26 @@ class VectorEmbedding(nn.Module):
         return self.out(F.silu(self.hidden(x.to(self.hidden.weight.dtype))))  # [B, D]
 
 
+class FourierFeatures(nn.Module):
+    """Sines, then cosines, of 2 pi w t / 1000 with fixed random frequencies w of N(0, 1): of times t [B] in 0..1000,
+    [B, 2 channels].
+
+    The frequencies are saved with the weights. Source: Tancik et al., "Fourier features let networks learn high frequency
+    functions in low dimensional domains", arXiv 2006.10739, equation 5.
+    """
+
+    frequencies: Tensor
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.register_buffer("frequencies", torch.empty(channels))
+
+    def forward(self, t: Tensor) -> Tensor:
+        t = t.to(torch.promote_types(t.dtype, torch.float32))
+        angles = 2.0 * math.pi / 1000.0 * t[:, None] * self.frequencies.to(t.dtype)
+        return torch.cat((angles.sin(), angles.cos()), dim=-1)
+
+
 def normed(x: Tensor, gain: Tensor | None, eps: float, rms: bool = False) -> Tensor:
     """Layer norm, or RMS norm, over the last dimension, in x's dtype; gain: [D] or None."""
     gain = None if gain is None else gain.to(x.dtype)

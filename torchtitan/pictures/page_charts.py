@@ -26,7 +26,7 @@ MOST_POINTS = 400  # drawn of one line
 _LONGEST_NAME = 26  # characters beside a bar
 _FONT_SIZE = 12  # pixels
 _STYLE = STYLE | dict.fromkeys(("axes.labelsize", "xtick.labelsize", "ytick.labelsize"), _FONT_SIZE)
-_STYLE |= {"axes.labelcolor": SOFT}
+_STYLE |= {"axes.labelcolor": SOFT, "axes.labelpad": 8}  # room for numbers that a telephone enlarges
 _NO_METADATA = dict.fromkeys(("Creator", "Date", "Format", "Type"))
 # A page names its colours, so that it can be dark.
 _NAMES = {SOFT: "var(--soft)", LINE: "var(--line)", "#000000": "var(--ink)"}
@@ -127,7 +127,7 @@ def line_chart(
     y_values: Sequence[float], small: bool = False,
 ) -> Markup:
     """Draw lines over x, faint ones first."""
-    chart = _Chart(270, 170, (44, 8, 8, 26)) if small else _Chart(560, 300, (68, 10, 14, 42))
+    chart = _Chart(270, 170, (44, 8, 8, 26)) if small else _Chart(560, 304, (74, 10, 14, 46))
     chart.set_axes(x_values, y_values, log, ticks=4 if small else 6)
     if not small:
         chart.panel.set(xlabel=x_label, ylabel=_log_label(chart, y_label))
@@ -149,7 +149,7 @@ def line_chart(
 
 def bin_chart(series: Sequence[tuple[str, int, Sequence[Step]]], *, x_label: str, y_label: str, log: bool) -> Markup:
     """Draw a value with a whisker per timestep bin, as wide as the bin; series: (name, group, bins)."""
-    chart = _Chart(1140, 340, (68, 10, 14, 42))
+    chart = _Chart(1140, 344, (74, 10, 14, 46))
     bins = [one for _, _, found in series for one in found]
     edges = [edge for one in bins for edge in (one.start, one.end)]
     chart.set_axes(edges, [y for one in bins for y in (one.value, one.low, one.high)], log, ticks=10)
@@ -170,7 +170,7 @@ def bin_chart(series: Sequence[tuple[str, int, Sequence[Step]]], *, x_label: str
 def bar_chart(bars: Sequence[Bar], *, unit: str) -> Markup:
     """Draw horizontal bars from zero, one below the other, with their values written at the end."""
     names = [bar.name if len(bar.name) <= _LONGEST_NAME else f"{bar.name[: _LONGEST_NAME - 1]}…" for bar in bars]
-    chart = _Chart(560, 24 * len(bars) + 48, (min(24 + 7 * max(map(len, names)), 200), 8, 78, 40))
+    chart = _Chart(560, 24 * len(bars) + 52, (min(24 + 7.5 * max(map(len, names)), 210), 8, 78, 44))
     panel = chart.panel
     lengths = [max(bar.value, bar.high) for bar in bars if bar.value is not None]
     chart.set_axes([0, *lengths], [0, len(bars)], log=False, ticks=5)

@@ -1,4 +1,4 @@
-"""Guides of sampling: other weights of the sampled run, another run, or a file of weights."""
+"""Guides of sampling: other weights of the sampled run, another run, a file of weights, or the network's own head."""
 
 import re
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from torchtitan.conditions import ConditionKind, Unconditional
-from torchtitan.diffusion.guidance import Guide
+from torchtitan.diffusion.guidance import HEAD, Guide, HeadGuide
 from torchtitan.files.weight_files import header_of
 from torchtitan.weights.model_record import CONFIG
 from torchtitan.weights.trained_model import TrainedModel, WeightsError, load_run, load_weights
@@ -31,20 +31,21 @@ class GuideReference:
 
 @dataclass(frozen=True)
 class LoadedGuide:
-    """Loaded guide."""
+    """Loaded guide, and the model that it is; None: the sampled one."""
 
-    guide: Guide
-    model: TrainedModel
+    guide: Guide | HeadGuide
+    model: TrainedModel | None
 
 
 def open_guide(
     text: str | None, source: Path, config_file: Path | None, sampled: TrainedModel, guidance_scale: float,
-    device: torch.device,
+    device: torch.device, null_guidance_scale: float = 1.0,
 ) -> LoadedGuide | None:  # fmt: skip
     """Open the guide of a command line.
 
     Args:
-        text: of --guide, "none" for the null condition; None for the run's own choice.
+        text: of --guide, "none" for the null condition, "head" for the intermediate head; None for the run's own choice.
+        null_guidance_scale: of guidance by the null condition beside that by the head.
 
     Returns:
         the guide; None for guidance by the null condition, or none.
@@ -55,16 +56,25 @@ def open_guide(
     """
     own = sampled.config.sampling.guide_track
     if text is None and own and source.is_dir() and guidance_scale != 1:
-        text = f":{own}"
+        text = own if own == HEAD else f":{own}"
     if text not in (None, "none"):
         if guidance_scale == 1:
             raise WeightsError("--guide: has no effect at a guidance scale of 1 (give --guidance-scale, as 2)")
-        return load_guide(read_reference(text), source, config_file, sampled, device)
-    unconditional = isinstance(sampled.model.condition_kind, Unconditional)
-    if guidance_scale != 1 and (unconditional or sampled.config.model.label_dropout == 0):
-        lacks = "classes" if unconditional else "a null class"
-        raise WeightsError(f"--guidance-scale: the model was trained without {lacks} (leave it at 1, or give --guide)")
+        if text != HEAD:
+            return load_guide(read_reference(text), source, config_file, sampled, device)
+        if getattr(sampled.config.model, "intermediate_head", None) is None:
+            raise WeightsError("--guide head: the model has no second output layer (train with model.intermediate_head)")
+        _check_null_condition(sampled, "--null-guidance-scale", null_guidance_scale, "leave it at 1")
+        return LoadedGuide(HeadGuide(), None)
+    _check_null_condition(sampled, "--guidance-scale", guidance_scale, "leave it at 1, or give --guide")
     return None
+
+
+def _check_null_condition(sampled: TrainedModel, option: str, scale: float, remedy: str) -> None:
+    unconditional = isinstance(sampled.model.condition_kind, Unconditional)
+    if scale != 1 and (unconditional or sampled.config.model.label_dropout == 0):
+        lacks = "classes" if unconditional else "a null class"
+        raise WeightsError(f"{option}: the model was trained without {lacks} ({remedy})")
 
 
 def read_reference(text: str) -> GuideReference:
@@ -124,6 +134,10 @@ def guide_problem(sampled: TrainedModel, guide: TrainedModel) -> str:
     paths = [model.config.objective.path for model in (sampled, guide)]
     if paths[0] != paths[1]:
         return f"is trained on objective.path = {paths[1]}, the sampled model on {paths[0]} (give a guide of the same path)"
+    stds = [model.config.objective.noise_std for model in (sampled, guide)]
+    if stds[0] != stds[1]:
+        text = f"is trained on objective.noise_std = {stds[1]:g}, the sampled model on {stds[0]:g}"
+        return f"{text} (give a guide of the same noise)"
     if problem := _condition_problem(sampled.model.condition_kind, guide.model.condition_kind):
         return problem
     scales = [_latent_scale(model) for model in (sampled, guide)]

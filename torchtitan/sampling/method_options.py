@@ -3,18 +3,21 @@
 import argparse
 import dataclasses
 import typing
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
+from torchtitan.diffusion.guidance import HEAD
 from torchtitan.evaluation.config import SamplingConfig, sampling_problems
 from torchtitan.settings import has_key, key_types
 from torchtitan.settings.record import unmet_condition
-from torchtitan.settings.schema import validate_section, without_none
+from torchtitan.settings.schema import parse_text, validate_section, without_none, words_beside
 from torchtitan.settings.sections import choices, keys, put_section, section_at
 from torchtitan.weights.trained_model import TrainedModel, WeightsError
 
 # Keys of `[sampling]` that say how an image is drawn; each is an option, as are those of the inner sections.
 METHOD_KEYS = [
-    "num_steps", "guidance_scale", "guidance_interval", "guidance_channels", "embedded_guidance", "clip_x0", "state_dtype",
+    "num_steps", "guidance_scale", "guidance_interval", "guidance_channels", "null_guidance_scale", "null_guidance_interval",
+    "embedded_guidance", "clip_x0", "state_dtype",
 ]
 
 
@@ -46,6 +49,8 @@ def sampling_method(arguments: argparse.Namespace, trained: TrainedModel) -> Sam
     """Sampling method: `[sampling]` of the run, with the options given here. Raises WeightsError."""
     given = {key: getattr(arguments, key) for _, key in method_keys() if getattr(arguments, key) is not None}
     sampling = dataclasses.replace(trained.config.sampling, enable=True)
+    if arguments.guide is not None:
+        sampling.guide_track = HEAD if arguments.guide == HEAD else ""
     problems: list[tuple[str, str]] = []
     for name, options in choices(sampling).items():
         if chosen := getattr(arguments, name):
@@ -62,6 +67,7 @@ def sampling_method(arguments: argparse.Namespace, trained: TrainedModel) -> Sam
             if field.name in own and (unmet := unmet_condition(config, name, field)):
                 problems.append((field.name, f"has no effect when {unmet[0]} = {unmet[1]} (leave it out)"))
     sampling = config.sampling
+    sampling.schedule = sampling.schedule.resolved(cast(float, config.objective.shift))
     for key in given:
         chosen_names = ", ".join(f"--{name} {getattr(sampling, name).name}" for name in choices(sampling))
         problems.append((key, f"has no effect with {chosen_names} (leave it out)"))
@@ -88,6 +94,8 @@ def _reader(section: type, key: str) -> dict:
     hint, _ = without_none(key_types(section)[key])
     if typing.get_origin(hint) is typing.Literal:
         return {"choices": typing.get_args(hint)}
+    if words_beside(hint):
+        return {"type": partial(parse_text, annotation=hint)}
     if hint is bool:
         return {"type": _true_or_false, "metavar": "{true,false}"}
     return {"type": float, "nargs": "+"} if hint == list[float] else {"type": hint}

@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Any
 
+from torchtitan.diffusion.guidance import HEAD
 from torchtitan.evaluation.config import SamplingConfig
 from torchtitan.evaluation.decoding import LatentDecoder
 from torchtitan.files.weight_files import named_weights
@@ -13,6 +14,7 @@ from torchtitan.settings.sections import choices
 from torchtitan.weights.trained_model import TrainedModel
 
 EMBEDDED = "embedded_guidance"
+BY_HEAD = ("null_guidance_scale", "null_guidance_interval")
 
 
 def set_settings(
@@ -21,10 +23,12 @@ def set_settings(
 ) -> dict[str, Any]:  # fmt: skip
     """Settings of a set, for JSON."""
     sections = {name: dataclasses.asdict(getattr(sampling, name)) for name in choices(sampling)}
+    by_head = guide is not None and guide.model is None
+    left_out = (EMBEDDED,) if by_head else (EMBEDDED, *BY_HEAD)
     return {
-        "weights": _weights(trained), "guide": _weights(guide.model) if guide else None, "image_shape": list(image_shape),
+        "weights": _weights(trained), "guide": _guide(guide) if guide else None, "image_shape": list(image_shape),
         "autoencoder": decoder.identity() if decoder else None, "dtype": dtype, **sections,
-        **{key: getattr(sampling, key) for key in METHOD_KEYS if key != EMBEDDED},
+        **{key: getattr(sampling, key) for key in METHOD_KEYS if key not in left_out},
         **_embedded_guidance(trained, sampling),
     }  # fmt: skip
 
@@ -35,6 +39,10 @@ def _embedded_guidance(trained: TrainedModel, sampling: SamplingConfig) -> dict[
         return {}
     given = sampling.embedded_guidance
     return {EMBEDDED: trained.config.model.guidance if given is None else given}
+
+
+def _guide(guide: LoadedGuide) -> dict[str, str]:
+    return {"label": HEAD} if guide.model is None else _weights(guide.model)
 
 
 def _weights(trained: TrainedModel) -> dict[str, str]:

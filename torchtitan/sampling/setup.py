@@ -62,7 +62,7 @@ class SamplingSetup:
     @property
     def warnings(self) -> Iterator[str]:
         yield from self.trained.warnings
-        yield from self.guide.model.warnings if self.guide else ()
+        yield from self.guide.model.warnings if self.guide and self.guide.model else ()
 
     def sampler(self) -> ImageSampler:
         kind = self.trained.info.condition_kind
@@ -99,8 +99,8 @@ def add_setup_options(parser: argparse._ActionsContainer) -> None:
     add("--step", type=int, help="checkpoint of this step (default: the newest good one)")
     add("--ema", metavar="TRACK", help="EMA track, or 'none' for the trained weights (default: sampling.ema_track)")
     add("--guide", metavar="RUN[@STEP][:TRACK]", help="weights to guide away from instead of the null condition: of "
-        "this run (@STEP, :TRACK), another run, or a safetensors file; none: the null condition (default: "
-        "sampling.guide_track)")
+        "this run (@STEP, :TRACK), another run, or a safetensors file; head: the network's intermediate head; none: the null "
+        "condition (default: sampling.guide_track)")
     add_method_options(parser)
     add("--lora", nargs="+", metavar="FILE[:WEIGHT]", help="files of adapters to draw with, in any known layout, each with a"
         " multiple of its update (default: 1)")
@@ -130,17 +130,23 @@ def setup_of(arguments: argparse.Namespace, trained: TrainedModel, decoder: Late
         raise WeightsError(f"--batch-size: must be at least 1, is {batch_size}")
     sampling = sampling_method(arguments, trained)
     guide = open_guide(
-        arguments.guide, arguments.source, arguments.config, trained, sampling.guidance_scale, compute_device()
+        arguments.guide, arguments.source, arguments.config, trained, sampling.guidance_scale, compute_device(),
+        sampling.null_guidance_scale,
     )
     shape = sampled_shape(arguments.size, trained, decoder)
-    if guide and arguments.size is not None and not MODELS[guide.model.config.model.name].many_shapes:
+    if guide and guide.model and arguments.size is not None and not MODELS[guide.model.config.model.name].many_shapes:
         raise WeightsError("--size: the guide takes images of one shape only (leave it out)")
     return SamplingSetup(arguments.source, trained, sampling, guide, decoder, shape, batch_size, arguments.dtype or DTYPE)
 
 
 def chosen_classes(given: Sequence[str | int], trained: TrainedModel) -> list[int]:
-    """Numbers of classes given by name or number, as `ConditionKind.number_of`. Raises WeightsError: there is no such class."""
+    """Numbers of classes given by name or number, as `ConditionKind.number_of`, or as "all" unless a class has that name.
+
+    Raises WeightsError: there is no such class.
+    """
     kind = trained.info.condition_kind
+    if list(given) == ["all"] and kind.choices and kind.number_of("all") is None:
+        return list(range(kind.choices))
     for word in map(str, given):
         if kind.number_of(word) is not None:
             continue

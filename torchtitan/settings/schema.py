@@ -66,12 +66,13 @@ def _schema(section: type, types_of_keys: tuple[tuple[str, Any], ...]) -> type[p
     hints = dict(types_of_keys)
     keys: dict[str, Any] = {}
     for field in section_keys(section):
+        bounds, words = field.metadata.get("bounds", {}), words_beside(hints[field.name])
         details = pydantic.Field(
             default=toml_value(default_of(field)),
             description=field.metadata.get("description"),
-            **field.metadata.get("bounds", {}),
+            **({} if words else bounds),
         )
-        strict_type = _strict_type(hints[field.name])
+        strict_type = _number_or(words, bounds) if words else _strict_type(hints[field.name])
         if field.metadata.get("path"):
             strict_type = Annotated[strict_type, pydantic.AfterValidator(expanded)]
         keys[field.name] = (strict_type, details)
@@ -126,6 +127,8 @@ def parse_text(text: str, annotation: Any) -> Any:
     inner, optional = without_none(annotation)
     if optional and text in ("none", "null"):
         return None
+    if words := words_beside(inner):
+        return text if text in words else _number(text, float)
     if inner is bool:
         return {"true": True, "false": False}.get(text, text)
     if inner in (int, float):
@@ -143,15 +146,24 @@ def parse_text(text: str, annotation: Any) -> Any:
 
 def without_none(annotation: Any) -> tuple[Any, bool]:
     """Split a type into (X, True) for `X | None`, and (X, False) for any other X."""
-    if typing.get_origin(annotation) in (types.UnionType, typing.Union):
+    if types.NoneType in typing.get_args(annotation):
         return next(member for member in typing.get_args(annotation) if member is not types.NoneType), True
     return annotation, False
+
+
+def words_beside(annotation: Any) -> tuple[str, ...]:
+    """Words that a key takes instead of a number, of a type `float | Literal[...]`; of any other type none."""
+    if typing.get_origin(annotation) not in (types.UnionType, typing.Union):
+        return ()
+    return tuple(word for member in typing.get_args(annotation) for word in typing.get_args(member))
 
 
 def type_name(annotation: Any, many: bool = False) -> str:
     """Name the type of a value in words: "an integer", "a list of tables", "one of uniform, logit_normal"."""
     inner, optional = without_none(annotation)
-    if typing.get_origin(inner) is Literal:
+    if words := words_beside(inner):
+        name = f"a number or {' or '.join(words)}"
+    elif typing.get_origin(inner) is Literal:
         name = "one of " + ", ".join(str(choice) for choice in typing.get_args(inner))
     elif typing.get_origin(inner) is list:
         name = ("lists of " if many else "a list of ") + type_name(typing.get_args(inner)[0], many=True)
@@ -204,6 +216,14 @@ def _strict_type(annotation: Any) -> Any:
     else:
         strict = inner
     return strict | None if optional else strict
+
+
+def _number_or(words: tuple[str, ...], bounds: dict[str, Any]) -> Any:
+    """Strict type of a number within bounds, or one of some words: one type, so that a refused value is one problem."""
+    number: Any = Annotated[float, pydantic.Field(**bounds)]
+    schema = pydantic.TypeAdapter(number | Literal[words]).json_schema()
+    either = pydantic.WrapValidator(lambda value, strict: value if value in words else strict(value))
+    return Annotated[number, either, pydantic.WithJsonSchema(schema)]
 
 
 def _integral(value: Any) -> Any:

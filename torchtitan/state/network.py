@@ -9,7 +9,7 @@ from torchtitan.data.base import DatasetInfo
 from torchtitan.diffusion.objective import Objective
 from torchtitan.diffusion.objectives import attach
 from torchtitan.distributed.mesh import Layout
-from torchtitan.distributed.parallelize import local, named_parameters, parallelize, release_unsharded
+from torchtitan.distributed.parallelize import bytes_on, local, named_parameters, parallelize, release_unsharded
 from torchtitan.distributed.shard_drawing import place_shards
 from torchtitan.files.weight_files import saved_buffers
 from torchtitan.models.base import DiffusionModel
@@ -28,9 +28,13 @@ class RunNetwork:
         parameters: those that train, by name.
         taps: of the gradient noise in a single pass; None without.
         normalizes_weights: whether it preserves magnitudes by weights that are normalised at the start of each step.
+        num_bytes: of this rank's weights and tables, frozen ones included, on its device.
         gathers_float8: whether the updated weights are gathered in float8, by scales.
         base_sha256: of the frozen network of adapters; "" without.
+        flops_beside: floating-point operations of training on one image outside of the network.
     """
+
+    flops_beside = 0
 
     def __init__(
         self, config: JobConfig, info: DatasetInfo, layout: Layout, objective: Objective, edges: Tensor | None,
@@ -72,6 +76,7 @@ class RunNetwork:
         )
         if shards:
             place_shards(self.model, shards, on_host=config.training.enable_cpu_offload)
+        self.num_bytes = bytes_on(layout.device, [*self.model.parameters(), *self.model.buffers()])
         self.base_sha256 = ""
         self.parameters = named_parameters(self.model)
         if config.lora.enable:
@@ -102,10 +107,10 @@ class RunNetwork:
         """Floating-point operations of training on one image of a shape (C, H, W)."""
         channels, height, width = shape
         if not self._adapted:
-            return self.model.flops_per_image((channels, height, width), self._untrained_forwards)
+            return self.flops_beside + self.model.flops_per_image((channels, height, width), self._untrained_forwards)
         from torchtitan.models.adapters.flops import training_flops
 
-        return training_flops(self.model, (channels, height, width), self._untrained_forwards)
+        return self.flops_beside + training_flops(self.model, (channels, height, width), self._untrained_forwards)
 
     def tokens_of(self, shape: tuple[int, ...]) -> int:
         """Tokens of the network for one image of a shape (C, H, W)."""

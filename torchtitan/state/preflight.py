@@ -17,9 +17,10 @@ from torchtitan.models.flops import check_macs
 from torchtitan.runs.folder import RunFolder
 from torchtitan.runs.status import remove_status
 from torchtitan.weights.initial_weights import check_initial_weights
-from torchtitan.weights.network import check_objective, network_on_meta
+from torchtitan.weights.network import alignment_plan, check_objective, network_on_meta
 
 if TYPE_CHECKING:
+    from torchtitan.alignment.alignment import Alignment
     from torchtitan.evaluation.decoding import LatentDecoder
     from torchtitan.evaluation.sample_metrics import SampleMetrics
 
@@ -62,6 +63,15 @@ def check_run(config: JobConfig, layout: Layout, checkpoints: AnyPath) -> str:
     if (width := config.model.head_width) is not None:  # of attention heads, where the network says it
         check_attention(training.attention_backend, width, DTYPES[training.mixed_precision_param], layout.device)
     return base_sha256
+
+
+def opened_alignment(config: JobConfig, layout: Layout) -> "Alignment | None":
+    """Alignment of a run with its encoder; None without one. Raises ConfigError: on the ranks that cannot read it."""
+    if (plan := alignment_plan(config, dataset_info(config.data))) is None:
+        return None
+    from torchtitan.alignment.alignment import Alignment
+
+    return Alignment(config, plan, layout)
 
 
 def checked_sample_metrics(config: JobConfig, layout: Layout) -> "SampleMetrics":

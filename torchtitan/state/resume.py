@@ -181,7 +181,7 @@ def schedule_changes(config: JobConfig, saved: Mapping[str, Any]) -> list[str]:
     schedule, training = config.lr_scheduler, config.training
     recorded = saved.get("config")  # none: the checkpoint was put here for a run that begins
     before = recorded["training"]["steps"] if recorded else training.steps
-    if before == training.steps or schedule.decay_type not in TO_THE_END:
+    if before == training.steps or schedule.decay_type not in TO_THE_END or schedule.decay_between:
         return []
     step, size = max(saved["progress"], 1), training.global_batch_size
     factors = (lr_factor(schedule, step, before, size), lr_factor(schedule, step + 1, training.steps, size))

@@ -4,7 +4,8 @@ The loop is elsewhere: `torchtitan.trainer` advances the state from step to step
 `torchtitan.state.resume` opens it, and takes it back to a checkpoint.
 """
 
-from contextlib import ExitStack
+from collections.abc import Mapping
+from contextlib import ExitStack, nullcontext
 from typing import cast
 
 import torch
@@ -20,12 +21,13 @@ from torchtitan.diffusion.timesteps.sampler import GlobalBatch
 from torchtitan.distributed.collectives import from_first_rank
 from torchtitan.distributed.kernel_choices import kernel_choices
 from torchtitan.distributed.mesh import Layout, init_process_group
+from torchtitan.distributed.parallelize import bytes_on
 from torchtitan.distributed.precision import compute_context
 from torchtitan.gns.config import bin_edges
 from torchtitan.runs.folder import RunFolder
 from torchtitan.state.data import RunData
 from torchtitan.state.network import RunNetwork
-from torchtitan.state.preflight import check_run, checked_decoder, checked_sample_metrics, open_folder
+from torchtitan.state.preflight import check_run, checked_decoder, checked_sample_metrics, open_folder, opened_alignment
 from torchtitan.training.clock import ClockTotals
 from torchtitan.training.ema import EMABank
 from torchtitan.training.ema_snapshots import EMASnapshots
@@ -65,6 +67,7 @@ class RunState:
         self.sample_metrics = checked_sample_metrics(config, layout) if config.evaluation.enable else None
         self.folder = RunFolder(config)
         base_sha256 = check_run(config, layout, self.folder.checkpoints)
+        self.alignment = opened_alignment(config, layout)
         from_first_rank(open_folder, self.folder)
         torch.use_deterministic_algorithms(config.debug.deterministic)
 
@@ -87,6 +90,11 @@ class RunState:
         )  # fmt: skip
         self.model, self.train_module = self.network.model, self.network.train_module
         self.parameters = self.network.parameters
+        diagnostics = self.objective.diagnostics
+        if self.alignment is not None:
+            self.alignment.attach(self.model, self.objective)
+            self.network.flops_beside = self.alignment.flops_per_image
+            diagnostics = (*diagnostics, *self.alignment.diagnostics)
         self.encodes_texts = isinstance(self.model.condition_kind, Texts)
         self.optimizer = build_optimizer(
             self.parameters | self.objective.parameters(), config.optimizer, self.model.blocks(),
@@ -102,7 +110,7 @@ class RunState:
             )  # fmt: skip
         self._precision = compute_context(config.training.mixed_precision_param, layout.device, layout.sharded)
         self.bin_edges = self._bin_edges(config.metrics.loss_bins)
-        self.window = LossWindow(self.bin_edges, self.objective.diagnostics)
+        self.window = LossWindow(self.bin_edges, diagnostics)
         self.guard = NumericalGuard(config.training.max_skipped_steps, self.data.image_of)
         self._kernels = ExitStack()
         self.step = self.progress = 0
@@ -170,12 +178,19 @@ class RunState:
         images = batch["images"]
         draw = self.objective.draw(tuple(images.shape[1:]), samples, batch["samples"])
         condition = self.condition(batch, draw, encoded)
+        kept = self.objective.kept(cast(Tensor, draw.dropping), self.config.model.label_dropout)
         if self.config.model.dropout > 0:
             self.model.draw_dropout(self.config.debug.seed, batch["samples"], samples.attempt)
+        microbatch = Microbatch(images, condition, batch, kept)
+        aligned, features = self.alignment, None
+        if aligned is not None and aligned.lasts(self.progress):
+            # Before taps measure: the average's forward has no gradient.
+            features = aligned.features(microbatch, draw, samples.attempt, self.ema)
         if measure and self.gns:
             self.gns.begin_microbatch(draw.t)
-        with self._precision:
-            return self.objective.loss(self.train_module, Microbatch(images, condition, batch), draw)
+        with self._precision, nullcontext() if aligned is None or features is None else aligned.tapped():
+            terms = self.objective.loss(self.train_module, microbatch, draw)
+        return terms if aligned is None else aligned.added(terms, features, draw)
 
     def condition(self, batch: Batch, draw: Draw, encoded: Condition = None) -> Condition:
         """Conditions of a microbatch as the network is trained on them: null ones where the draw drops them."""
@@ -195,6 +210,15 @@ class RunState:
         }
         return {f"{part}.{name}": tensor for part, tensors in parts.items() for name, tensor in tensors.items()}
 
+    def held_gib(self) -> dict[str, float]:
+        """GiB of this rank's device that every step holds, by part, after the first one; of activations and buffers no part."""
+        trained = self.parameters | self.objective.parameters()
+        parts: dict[str, Mapping[str, Tensor]] = {
+            "gradients": trained, "optimizer": optimizer_tensors(self.optimizer, trained), "averages": self.ema.tensors(),
+        }  # fmt: skip
+        held = {name: bytes_on(self.layout.device, tensors.values()) for name, tensors in parts.items()}
+        return {name: size / 2**30 for name, size in ({"weights": self.network.num_bytes} | held).items()}
+
     @property
     def snapshot_due(self) -> bool:
         """True where the averages belong into a snapshot after the last step."""
@@ -202,8 +226,11 @@ class RunState:
         return due or (self.snapshots.enabled and self.last_step)
 
     def save_snapshot(self) -> None:
-        """Save a snapshot of the averages; collective."""
-        self.snapshots.save(self.step, self.progress, self.network.buffers(), self.objective.tensors())
+        """Save a snapshot of the averages, of which samples are drawn without an alignment's projector; collective."""
+        learned = self.objective.tensors()
+        if self.alignment is not None:
+            learned = self.alignment.left_out(learned)
+        self.snapshots.save(self.step, self.progress, self.network.buffers(), learned)
 
     def fault(self) -> str:
         """Name the weights, averages and optimizer states that are not finite; "" if all are; collective."""

@@ -115,7 +115,7 @@ def _repeat(state: RunState, step: StepSamples) -> tuple[str, str]:
         watch.see(batch["images"], f"images among samples {first} .. {last}")
         # Where weights are whole, a rank's own gradient is seen, before it is reduced.
         with watched(state.model, watch), accumulate_locally(state.train_module, last=state.layout.sharded):
-            loss = state.loss_terms(state.to_device(batch), samples).loss
+            loss = state.loss_terms(state.to_device(batch), samples).minimised
             watch.see(loss, f"the loss of samples {first} .. {last}")
             loss.mean().backward()
         found = {name: local(p.grad) for name, p in parameters.items() if p.grad is not None}

@@ -105,6 +105,10 @@ class OptimizerConfig:
     name: OneOf[str, UPDATE_RULES] = setting(
         "AdamW", "update rule; Muon is for the matrices of the blocks, AdamW8bit for large tensors, AdamW for the rest"
     )
+    muon_scale: Literal["rms", "fan"] = setting(
+        "rms", "size of Muon's updates: as AdamW's at the same rate; or sqrt(outputs / inputs), with adaLN and embeddings left "
+        "to AdamW", applies={"name": ("Muon",)},
+    )  # fmt: skip
     lr: float = setting(1e-4, "peak learning rate", gt=0)
     beta1: float = setting(0.9, "decay of the first moment per step", ge=0, lt=1)
     beta2: float = setting(0.999, "decay of the second moment per step", ge=0, lt=1)
@@ -132,6 +136,10 @@ class LRSchedulerConfig:
         0.0, "learning rate at the end, as a fraction of the peak", ge=0, le=1,
         applies={"decay_type": TO_THE_END},
     )
+    decay_between: list[int] = setting(
+        [], "steps or images, by unit, between which the rate falls, staying at its ends before and after; empty: from the "
+        "warm-up to the end of the run", applies={"decay_type": TO_THE_END},
+    )  # fmt: skip
     reference_steps: int = setting(
         10000, "steps at the peak, warm-up included, before it falls with the root of the steps done", ge=1,
         applies={"decay_type": ("inverse_sqrt",), "unit": ("steps",)},

@@ -17,8 +17,13 @@ from torchtitan.distributed.parallelize import local
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _ITERATIONS = 5
 
-# Root mean square of AdamW's typical update: scaled to it, one learning rate and decay serve both.
-_UPDATE_RMS = 0.2
+# Size of an update by the shape of a weight, [outputs, inputs].
+SCALES: dict[str, Callable[[Sequence[int]], float]] = {
+    # 0.2 is the root mean square of AdamW's typical update: one learning rate and decay serve both.
+    "rms": lambda shape: 0.2 * math.sqrt(max(shape)),
+    # One norm of the change in outputs at any width, so that a rate serves all widths.
+    "fan": lambda shape: math.sqrt(shape[0] / shape[1]),
+}
 
 
 def orthogonalise(matrix: Tensor) -> Tensor:
@@ -45,7 +50,9 @@ def orthogonalise(matrix: Tensor) -> Tensor:
 
 
 class Muon(torch.optim.Optimizer):
-    """Muon: w <- (1 - lr decay) w - lr 0.2 sqrt(max(M, N)) orthogonalise(look-ahead momentum), for matrices [M, N].
+    """Muon: w <- (1 - lr decay) w - lr s orthogonalise(look-ahead momentum), for matrices [M, N].
+
+    s is 0.2 sqrt(max(M, N)) with the scale rms, and sqrt(M / N) with fan.
 
     Processes that hold the same matrices, whole or in shards, divide them: each orthogonalises its share, whole, and the
     others receive the result, which does not depend on the layout. Copies of shards (HSDP) each do so for themselves.
@@ -53,11 +60,14 @@ class Muon(torch.optim.Optimizer):
     Args:
         groups: parameter groups; all parameters are matrices, plain or sharded by rows.
         lr: learning rate of groups without one.
+        scale: key of SCALES.
 
-    Source: Liu et al., "Muon is Scalable for LLM Training", arXiv 2502.16982 (scale and decay).
+    Sources: Liu et al., "Muon is Scalable for LLM Training", arXiv 2502.16982 (rms, and decay); Bernstein and Newhouse,
+    "Modular duality in deep learning", arXiv 2410.21265 (fan).
     """
 
-    def __init__(self, groups: list[dict[str, Any]], lr: float, momentum: float = 0.95) -> None:
+    def __init__(self, groups: list[dict[str, Any]], lr: float, momentum: float = 0.95, scale: str = "rms") -> None:
+        self._size = SCALES[scale]
         super().__init__(groups, {"lr": lr, "momentum": momentum, "weight_decay": 0.0})
 
     @torch.no_grad()
@@ -69,7 +79,7 @@ class Muon(torch.optim.Optimizer):
         whole = [parameter for parameter in settings if not isinstance(parameter, DTensor)]
         for directions in (_of_whole(whole, ahead), _of_sharded(sharded, ahead)):
             for parameter, direction in directions:
-                _apply(parameter, direction, settings[parameter], skip)
+                _apply(parameter, self._size(parameter.shape) * settings[parameter]["lr"], direction, settings[parameter], skip)
 
     def _look_ahead(self, parameter: Tensor, settings: dict[Tensor, dict[str, Any]], skip: Tensor | None) -> Tensor:
         """Update the average gradient; return it with the gradient counted once more, this rank's part."""
@@ -86,10 +96,9 @@ class Muon(torch.optim.Optimizer):
 _Directions = Iterator[tuple[Tensor, Tensor]]  # parameter, this rank's part of its orthogonalised matrix
 
 
-def _apply(parameter: Tensor, direction: Tensor, settings: dict[str, Any], skip: Tensor | None) -> None:
-    weight, lr = local(parameter), settings["lr"]
-    size = _UPDATE_RMS * math.sqrt(max(parameter.shape))
-    updated = (weight * (1.0 - lr * settings["weight_decay"])).add_(direction, alpha=-lr * size)
+def _apply(parameter: Tensor, size: float, direction: Tensor, settings: dict[str, Any], skip: Tensor | None) -> None:
+    weight = local(parameter)
+    updated = (weight * (1.0 - settings["lr"] * settings["weight_decay"])).add_(direction, alpha=-size)
     weight.copy_(updated if skip is None else torch.where(skip, weight, updated))
 
 

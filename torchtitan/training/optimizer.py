@@ -72,12 +72,12 @@ def build_optimizer(
     Raises:
         OptimizerError: a pattern of `param_groups` selects no parameter.
     """
-    of_blocks = {parameter for block in blocks for parameter in block.parameters()}
+    matrices = set(matrices_of(blocks, config))
     own = lr_scales or {}
     groups: dict[str, dict[tuple, dict[str, Any]]] = {}
     for name, (lr_scale, weight_decay) in _group_settings(parameters, config, own).items():
         parameter = parameters[name]
-        rule = update_rule(parameter, config, parameter in of_blocks)
+        rule = update_rule(parameter, config, parameter in matrices)
         new = {"params": [], "lr_scale": lr_scale, "weight_decay": weight_decay}
         # Fused updates take no plain tensors, as an objective has, beside the shards of a network.
         key = (lr_scale, weight_decay, name in own, isinstance(parameter, DTensor))
@@ -87,10 +87,17 @@ def build_optimizer(
     return together
 
 
-def update_rule(parameter: nn.Parameter, config: OptimizerConfig, in_block: bool) -> str:
-    """Name of a parameter's update rule, plain or sharded: the configuration's, or "AdamW"; in_block: it belongs to a block."""
+def matrices_of(blocks: Iterable[nn.Module], config: OptimizerConfig) -> list[nn.Parameter]:
+    """Matrices that are orthogonalised: all of the blocks, with the scale fan without those of adaLN and embeddings."""
+    left = _LEFT_TO_ADAM if config.muon_scale == "fan" else None
+    named = (pair for block in blocks for pair in block.named_parameters())
+    return [parameter for name, parameter in named if parameter.ndim == 2 and not (left and left.search(name))]
+
+
+def update_rule(parameter: nn.Parameter, config: OptimizerConfig, in_matrices: bool) -> str:
+    """Name of a parameter's update rule, plain or sharded: the configuration's, or "AdamW"; in_matrices: of `matrices_of`."""
     if config.rule.orthogonalises:
-        return config.name if in_block and parameter.ndim == 2 else "AdamW"
+        return config.name if in_matrices else "AdamW"
     return config.name if not config.rule.quantised or _quantisable(parameter) else "AdamW"
 
 
@@ -151,12 +158,13 @@ def _adamw_8bit(groups: list[dict[str, Any]], config: OptimizerConfig) -> torch.
 
 
 def _muon(groups: list[dict[str, Any]], config: OptimizerConfig) -> torch.optim.Optimizer:
-    return Muon(groups, lr=config.lr)
+    return Muon(groups, lr=config.lr, scale=config.muon_scale)
 
 
 _RULES = {"AdamW": _adamw, "AdamW8bit": _adamw_8bit, "Muon": _muon}
 
 QUANTISED_BLOCK = 256
+_LEFT_TO_ADAM = re.compile("modulation|embed")  # names within a block
 
 
 def _quantisable(parameter: nn.Parameter) -> bool:

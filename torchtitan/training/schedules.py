@@ -20,7 +20,8 @@ def lr_factor(config: LRSchedulerConfig, step: int, total_steps: int, images_per
     Returns:
         a linear rise during warm-up: step / warmup_steps, or the images before the step / warmup_images; a warm-up that is
         longer than the run is cut to a tenth of it; then 1, or a
-        line or half cosine that would reach min_lr_factor one step after the last. inverse_sqrt multiplies the rise by
+        line or half cosine that would reach min_lr_factor one step after the last, or at the second of decay_between, from
+        the first on. inverse_sqrt multiplies the rise by
         1 / sqrt(max(n / reference, 1)), n being what is done before the step, and doesn't know the length of the run.
 
         With epoch_images the factor is constant within an epoch: n and the images of inverse_sqrt are those before it,
@@ -36,7 +37,8 @@ def lr_factor(config: LRSchedulerConfig, step: int, total_steps: int, images_per
         return rise / math.sqrt(max(at.done / at.reference, 1.0))
     if warming or config.decay_type not in TO_THE_END:
         return rise
-    progress = (at.done - at.warmup) / (at.total - at.warmup)
+    start, end = config.decay_between or (at.warmup, at.total)
+    progress = min(max((at.done - start) / (end - start), 0.0), 1.0)
     shape = 1.0 - progress if config.decay_type == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
     return config.min_lr_factor + (1.0 - config.min_lr_factor) * shape
 
@@ -48,6 +50,8 @@ def lr_phase(config: LRSchedulerConfig, step: int, total_steps: int, images_per_
         return f"in warm-up, at {100 * factor:.0f} % of the peak learning rate"
     if factor >= 0.995:
         return "at the peak learning rate"
+    if config.decay_between and at.done >= config.decay_between[1]:
+        return f"after the decay, at {100 * factor:.0f} % of the peak learning rate"
     shape = config.decay_type if config.decay_type in TO_THE_END else "inverse square root"
     return f"in the {shape} decay, at {100 * factor:.0f} % of the peak learning rate"
 
@@ -58,6 +62,14 @@ def warmup_problems(config: LRSchedulerConfig, steps: int, images_per_step: int 
         yield "warmup_steps", f"{config.warmup_steps} is more than training.steps = {steps}"
     elif config.unit == "images" and images_per_step and config.warmup_images > (seen := steps * images_per_step):
         yield "warmup_images", f"{config.warmup_images} is more than {seen}, the images of training.steps = {steps}"
+
+
+def decay_problems(config: LRSchedulerConfig) -> Iterator[tuple[str, str]]:
+    """Find a decay without beginning or end, or that begins in the warm-up: (key of the section, reason)."""
+    between, warmup = config.decay_between, config.warmup_steps if config.unit == "steps" else config.warmup_images
+    if between and not (len(between) == 2 and warmup <= between[0] < between[1]):
+        text = f"must be two rising numbers of {config.unit}, the first at least {warmup}, the warm-up"
+        yield "decay_between", f"{between} {text}"
 
 
 class _Place(NamedTuple):

@@ -5,6 +5,7 @@ A safetensors file has it in its header, as TOML; a checkpoint in its state. It 
 
 import dataclasses
 import json
+import math
 import tempfile
 import tomllib
 from collections.abc import Mapping
@@ -95,8 +96,8 @@ class _DataTable:
     text_dim: int = setting(4096, "width of each token's embedding", ge=1, le=65536)
     pooled_dim: int = setting(768, "width of the embedding of the whole text", ge=1, le=65536)
     entries: str = setting("", "shape and dtype of the other entries of a batch, as JSON; empty: there are none")
-    shift: list[float] = setting([], "subtracted from each channel of the autoencoder's latents; empty: 0")
-    scale: list[float] = setting([], "then multiplied with each channel; empty: 1")
+    shift: list[float] = setting([], "subtracted from each channel, or element, of the autoencoder's latents; empty: 0")
+    scale: list[float] = setting([], "then multiplied with each; empty: 1")
     encoder: str = setting("", "the autoencoder that made the latents, as JSON; empty: unknown")
     image_size: int = setting(0, "pixels of each side of the encoded images; 0: unknown", ge=0, le=1_000_000)
 
@@ -187,7 +188,7 @@ def _read_data(table: Mapping[str, Any], place: str) -> tuple[DatasetInfo, "Stor
     if not problems and len(data.class_names) not in (0, data.num_classes):
         problems.append(f"data.class_names: {len(data.class_names)} names of {data.num_classes} classes")
     for key in ("shift", "scale"):
-        if not problems and len(getattr(data, key)) not in (0, data.shape[0]):
+        if not problems and len(getattr(data, key)) not in (0, data.shape[0], math.prod(data.shape)):
             problems.append(f"data.{key}: {len(getattr(data, key))} numbers for {data.shape[0]} channels")
     encoder: Any = {"name": "unknown"}
     if data.encoder:

@@ -6,6 +6,7 @@ Sharded, every rank has its shards of it; quantised weights are whole on every r
 import logging
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,9 @@ from torchtitan.files.weight_files import check_fits, each_tensor, fill, fill_ro
 from torchtitan.models import build_model
 from torchtitan.models.base import DiffusionModel
 
+if TYPE_CHECKING:
+    from torchtitan.alignment.plan import Plan
+
 logger = logging.getLogger(__name__)
 
 BASE_SHA256 = "lora_base_joined_sha256"  # entry of a checkpoint's state: hash of the frozen network
@@ -34,8 +38,18 @@ def network_on_meta(config: JobConfig, info: DatasetInfo) -> DiffusionModel:
 
 
 def check_objective(config: JobConfig, info: DatasetInfo) -> None:
-    """Check on the meta device that the objective can be trained on its network and data. Raises ConfigError."""
+    """Check on the meta device that objective and alignment can be trained on their network and data. Raises ConfigError."""
     attach(build_objective(config.objective, config.debug.seed), network_on_meta(config, info), info.entries)
+    alignment_plan(config, info)
+
+
+def alignment_plan(config: JobConfig, info: DatasetInfo) -> "Plan | None":
+    """Plan of the run's alignment; None without one. Raises ConfigError."""
+    if config.alignment.teacher == "none":
+        return None
+    from torchtitan.alignment.plan import Plan
+
+    return Plan(config.alignment, network_on_meta(config, info))
 
 
 def new_network(config: JobConfig, info: DatasetInfo, device: torch.device, initial_weights: str = "") -> DiffusionModel:

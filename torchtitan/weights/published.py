@@ -35,7 +35,7 @@ OWN = "safetensors"
 LAYOUTS = tuple(dict.fromkeys(name for family in MODELS.values() for name in family.layouts))
 WRITTEN = (OWN, *LAYOUTS, PIPELINE)
 _COMFYUI = "model.diffusion_model."  # prefix of the network in checkpoints with all parts of a pipeline
-_OBJECTIVE = tuple(f"objective.{key}" for key in ("path", "prediction", "preconditioning", "sigma_data"))
+_OBJECTIVE = tuple(f"objective.{key}" for key in ("path", "prediction", "preconditioning", "sigma_data", "noise_std"))
 
 
 @dataclass(frozen=True)
@@ -126,6 +126,8 @@ def write_weights(
             notes.append(f"its code computes another function unless it is changed: {', '.join(differing)}")
         if pipeline and num_classes != 1000:
             notes.append(f"DiTPipeline's null class is number 1000: guidance of {num_classes} classes fails there")
+    elif getattr(config.model, "intermediate_head", None):
+        notes.append("model.intermediate_head: kept, for --guide head")
     header = {
         "layout": "diffusers" if pipeline else layout_name,
         "weights": weights.label,

@@ -66,15 +66,20 @@ def watch(arguments: argparse.Namespace, written: list[tuple[Path, int, int]]) -
 
     Raises:
         OSError: the page cannot be written.
+        KeyboardInterrupt: after a last page, which does not reload.
     """
     running, cost = True, 0.0
-    while running:
-        time.sleep(max(WATCH_SECONDS, 9 * cost))
-        running = any(map(is_locked, arguments.runs))
-        if (found := state_of(arguments.runs)) != written or not running:
-            began, written = time.monotonic(), found
-            write_page(read_runs(arguments.runs), arguments, running)
-            cost = time.monotonic() - began
+    try:
+        while running:
+            time.sleep(max(WATCH_SECONDS, 9 * cost))
+            running = any(map(is_locked, arguments.runs))
+            if (found := state_of(arguments.runs)) != written or not running:
+                began, written = time.monotonic(), found
+                write_page(read_runs(arguments.runs), arguments, running)
+                cost = time.monotonic() - began
+    except KeyboardInterrupt:
+        write_page(read_runs(arguments.runs), arguments, watched=False)
+        raise
     print(f"{arguments.output}: complete, for the training has ended")
 
 

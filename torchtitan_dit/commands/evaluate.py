@@ -119,7 +119,7 @@ def parse_evaluation(words: list[str]) -> argparse.Namespace:
 
 def add_drawn_options(parser: argparse._ActionsContainer) -> None:
     parser.add_argument("--seeds", metavar="SEEDS", help="draw these seeds, as 0-49999 (default: 0 to count - 1)")
-    parser.add_argument("--classes", nargs="+", help="names or numbers of classes, by turns (default: drawn for each seed)")
+    parser.add_argument("--classes", nargs="+", help="names or numbers, or all, by turns (default: drawn for each seed)")
     add_setup_options(parser)
 
 

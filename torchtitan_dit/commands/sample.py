@@ -69,7 +69,7 @@ def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser = FirstRankParser(description=__doc__)
     add = parser.add_argument
     add("source", type=Path, help="a run's folder, a safetensors file of weights, or a folder of diffusers")
-    add("--classes", nargs="+", help="names or numbers of classes: one row of the grid each (default: the run's), or those of a "
+    add("--classes", nargs="+", help="names or numbers, or all: one row of the grid each (default: the run's), or those of a "
         "set, by turns (default: drawn for each seed)")
     add_prompt_options(parser)
     add("--images-per-class", type=at_least(1), help="columns of the grid (default: 8)")

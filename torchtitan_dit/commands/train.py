@@ -77,8 +77,8 @@ def main(words: list[str] | None = None) -> int:
 
 
 def _start_problem(config: JobConfig) -> Exception | None:
-    """Problem of the objective, or of the weights and adapters that a configuration starts from; None if there is none."""
-    attaches = OBJECTIVES[config.objective.name].attach is not Objective.attach
+    """Problem of objective or alignment, or of weights and adapters that a configuration starts from; None without one."""
+    attaches = OBJECTIVES[config.objective.name].attach is not Objective.attach or config.alignment.teacher != "none"
     if not (config.checkpoint.initial_weights or config.lora.enable or attaches):  # nothing heavy is imported
         return None
     from torchtitan.data import DatasetError

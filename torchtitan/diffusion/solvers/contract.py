@@ -59,6 +59,10 @@ class ScheduleConfig:
         """
         raise NotImplementedError
 
+    def resolved(self, trained_shift: float) -> "ScheduleConfig":
+        """Section with values for what follows from the shift of the training timesteps."""
+        return self
+
     def problems(self, trained: Trained, num_steps: int) -> Iterator[tuple[str, str]]:
         """Problems of sampling at these times: pairs of a key of `[sampling]` and the reason."""
         if trained.path.discrete:

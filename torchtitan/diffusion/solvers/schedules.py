@@ -2,8 +2,8 @@
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Literal, cast
 
 import torch
 from torch import Tensor
@@ -101,11 +101,17 @@ def ddpm_times(num_steps: int, path: Path, spacing: str = "even") -> Tensor:
 class UniformScheduleConfig(ScheduleConfig):
     """Equally spaced in t."""
 
-    shift: float = setting(1.0, "factor on sigma that moves the steps towards noise: 1 is none", gt=0)
+    shift: float | Literal["objective"] = setting(
+        1.0, "factor on sigma that moves the steps towards noise: 1 is none, objective that of training, the default with "
+        "objective.shift = latent_size", gt=0,
+    )  # fmt: skip
     last_step: float = setting(0.0, "size of the last step in t, the others being equal; 0: as large as they", ge=0)
 
     def times(self, path: Path, num_steps: int, num_tokens: Callable[[], int]) -> Tensor:
-        return uniform_times(num_steps, path.t_max, self.shift, self.last_step)
+        return uniform_times(num_steps, path.t_max, cast(float, self.shift), self.last_step)
+
+    def resolved(self, trained_shift: float) -> ScheduleConfig:
+        return replace(self, shift=trained_shift) if self.shift == "objective" else self
 
     def problems(self, trained: Trained, num_steps: int) -> Iterator[tuple[str, str]]:
         yield from super().problems(trained, num_steps)

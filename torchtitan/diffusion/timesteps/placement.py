@@ -56,6 +56,17 @@ class Placement:
         return Truncated(density, _logit(t_min), _logit(t_max))
 
 
+LATENT_SIZE = "latent_size"
+
+
+def latent_shift(image_shape: tuple[int, int, int]) -> float:
+    """Factor on sigma for images or latents (C, H, W): sqrt(C H W / 4096), 1 for a latent of 4 x 32 x 32.
+
+    Source: Zheng et al., "Diffusion transformers with representation autoencoders", arXiv 2510.11690, section 4.
+    """
+    return math.sqrt(math.prod(image_shape) / 4096)
+
+
 @dataclass(frozen=True)
 class Shifted:
     """t' = factor t / (1 + (factor - 1) t) of another density's t, which adds ln factor to ln sigma.

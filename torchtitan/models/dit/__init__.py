@@ -2,19 +2,23 @@
 
 from torchtitan.conditions import Classes, ConditionKind, Unconditional
 from torchtitan.models.base import ModelFamily
-from torchtitan.models.dit.config import FLAVORS, DiTConfig
+from torchtitan.models.dit.config import FLAVORS, DiTConfig, condition_problems, problems
 from torchtitan.models.dit.conversion import LAYOUTS
 from torchtitan.models.dit.magnitude_preserving import MagnitudePreservingDiT
-from torchtitan.models.dit.model import DiT, PatchTransformer, problems
+from torchtitan.models.dit.model import DiT, PatchTransformer
 
 
 def build(config: DiTConfig, image_shape: tuple[int, int, int], condition_kind: ConditionKind) -> PatchTransformer:
-    """Build a diffusion transformer, plain or magnitude-preserving."""
-    network = MagnitudePreservingDiT if config.magnitude_preserving else DiT
+    """Build a diffusion transformer: plain, magnitude-preserving or with a wide head."""
+    network: type[PatchTransformer] = MagnitudePreservingDiT if config.magnitude_preserving else DiT
+    if config.wide_dim and not config.magnitude_preserving:
+        from torchtitan.models.dit.wide_head import WideHeadDiT
+
+        network = WideHeadDiT
     return network(config, image_shape, condition_kind)
 
 
 FAMILY = ModelFamily(
     config_class=DiTConfig, flavors=FLAVORS, build=build, problems=problems, conditions=(Unconditional, Classes),
-    layouts=LAYOUTS, splits_tokens=True,
+    layouts=LAYOUTS, condition_problems=condition_problems, splits_tokens=True,
 )  # fmt: skip

@@ -3,10 +3,15 @@
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from torchtitan.conditions import Classes, ConditionKind
 from torchtitan.models.base import ModelConfig
 from torchtitan.settings import setting
 
+# What no machine holds, and products of which fit in 64 bits.
+MOST_TOKENS, MOST_PARAMETERS = 2**24, 10**13
+
 _PLAIN = {"magnitude_preserving": (False,)}
+_ONE_EMBEDDING = _PLAIN | {"embedding_per_block": (False,)}
 
 
 @dataclass(kw_only=True)
@@ -19,7 +24,11 @@ class DiTConfig(ModelConfig):
     num_layers: int = setting(12, "number of transformer blocks", ge=1, le=4096)
     num_heads: int = setting(6, "attention heads; must divide dim", ge=1, le=65536)
     patch_size: int = setting(2, "side of the square patch that becomes one token, in pixels or latents", ge=1, le=1024)
-    mlp: Literal["gelu", "swiglu"] = setting("gelu", "feed-forward layer of a block")
+    patch_bottleneck: int = setting(
+        0, "channels between two linear maps that embed a patch, the first without a bias; 0: one map", ge=0, le=65536,
+        applies=_PLAIN,
+    )  # fmt: skip
+    mlp: Literal["gelu", "swiglu", "swiglu_bias"] = setting("gelu", "feed-forward layer of a block; swiglu: without biases")
     mlp_hidden_dim: int = setting(1536, "hidden width of the feed-forward layer", ge=1, le=524288)
     magnitude_preserving: bool = setting(
         False, "normalise weights before each step and keep activations at unit mean square, as EDM2 does; no biases or norms"
@@ -33,12 +42,17 @@ class DiTConfig(ModelConfig):
         None, "added to the variance in the norm before the feed-forward layer; default: norm_eps", gt=0, le=1, applies=_PLAIN
     )
     qk_norm: bool = setting(False, "RMS-normalise queries and keys per head, with a learned gain", applies=_PLAIN)
+    value_residual: bool = setting(
+        False, "mix the first block's values into those of each later block, by a learned share that begins at 1/2",
+        applies=_ONE_EMBEDDING,
+    )  # fmt: skip
     attention_bias: bool = setting(True, "biases in the attention projections", applies=_PLAIN)
-    position: Literal["sincos", "rotary"] = setting(
-        "sincos", "fixed 2-D sine-cosine table added to the tokens, or 2-D rotary embedding of queries and keys"
+    position: Literal["sincos", "rotary", "sincos_rotary"] = setting(
+        "sincos", "fixed 2-D sine-cosine table added to the tokens, 2-D rotary embedding of queries and keys, or both"
     )
-    timestep_frequencies: Literal["dit", "diffusers"] = setting(
-        "dit", "frequencies of the timestep's sinusoid: 10000^(-i / 128) for i = 0..127, or diffusers' 10000^(-i / 127)"
+    timestep_frequencies: Literal["dit", "diffusers", "fourier"] = setting(
+        "dit", "frequencies of the timestep's sinusoid: 10000^(-i / 128) for i = 0..127, diffusers' 10000^(-i / 127), or "
+        "fourier: 256 random ones, saved with the weights"
     )
     embedding_per_block: bool = setting(
         False, "separate embeddings of timestep and class in each block, as diffusers trains them", applies=_PLAIN
@@ -47,21 +61,43 @@ class DiTConfig(ModelConfig):
     label_dropout: float = setting(
         0.1, "probability of replacing the class by the null class in training, for guidance", ge=0, lt=1
     )
+    class_tokens: int = setting(
+        0, "tokens of the class, each with a learned position, that join those of the image; 0: none", ge=0, le=65536,
+        applies=_ONE_EMBEDDING,
+    )  # fmt: skip
+    class_tokens_start: int = setting(
+        0, "blocks before the tokens of the class join", ge=0, applies={"class_tokens": ">0"}
+    )
     learned_variance: bool = setting(False, "twice the output channels: prediction and variance interpolation")
     num_predictions: int = setting(
         1, "images that the network predicts for each input; one for each of objective.heads, which set it", ge=1
     )
+    intermediate_head: int | None = setting(
+        None, "number of blocks before a second output layer, which is trained on the same target as the last one, for "
+        "sampling with --guide head", ge=1, applies=_ONE_EMBEDDING | {"learned_variance": (False,)},
+    )  # fmt: skip
+
+    wide_dim: int = setting(
+        0, "width of a second stream of blocks, modulated for each token by what the first stream says of it; 0: none",
+        ge=0, le=65536, applies=_ONE_EMBEDDING,
+    )  # fmt: skip
+    wide_layers: int = setting(2, "number of blocks of the second stream", ge=1, le=4096, applies={"wide_dim": ">0"})
+    wide_heads: int = setting(
+        16, "attention heads of the second stream; must divide wide_dim", ge=1, le=65536, applies={"wide_dim": ">0"}
+    )
 
     @property
-    def head_width(self) -> int:
-        return self.dim // self.num_heads
+    def head_width(self) -> int | None:
+        widths = {self.dim // self.num_heads} | ({self.wide_dim // self.wide_heads} if self.wide_dim else set())
+        return widths.pop() if len(widths) == 1 else None
 
     @property
     def depth(self) -> int:
-        return self.num_layers
+        return self.num_layers + (self.wide_layers if self.wide_dim else 0)
 
-    def of_depth(self, depth: int) -> "DiTConfig":
-        return replace(self, num_layers=depth)
+    def of_depth(self, depth: int) -> "DiTConfig | None":
+        alike = not (self.intermediate_head or self.class_tokens or self.wide_dim or self.value_residual)
+        return replace(self, num_layers=depth) if alike else None
 
     @property
     def normalizes_weights(self) -> bool:
@@ -90,6 +126,22 @@ def _torchditan(flavor: str, dim: int, num_layers: int, num_heads: int, mlp_hidd
     )  # fmt: skip
 
 
+def _jit(size: str, patch_size: int, dim: int, num_layers: int, num_heads: int, bottleneck: int, start: int) -> DiTConfig:
+    return DiTConfig(
+        flavor=f"JiT-{size}/{patch_size}", dim=dim, num_layers=num_layers, num_heads=num_heads, patch_size=patch_size,
+        patch_bottleneck=bottleneck, mlp="swiglu_bias", mlp_hidden_dim=8 * dim // 3, norm="rmsnorm", norm_affine=True,
+        qk_norm=True, position="sincos_rotary", class_tokens=32, class_tokens_start=start,
+    )  # fmt: skip
+
+
+def _dit_dh(size: str, dim: int, num_layers: int, num_heads: int) -> DiTConfig:
+    return DiTConfig(
+        flavor=f"DiT-DH-{size}/1", dim=dim, num_layers=num_layers, num_heads=num_heads, patch_size=1, mlp="swiglu_bias",
+        mlp_hidden_dim=8 * dim // 3, norm="rmsnorm", norm_affine=True, position="sincos_rotary",
+        timestep_frequencies="fourier", wide_dim=2048,
+    )  # fmt: skip
+
+
 _SMALL = DiTConfig(norm="rmsnorm", qk_norm=True, mlp="swiglu", position="rotary")
 
 FLAVORS: dict[str, DiTConfig] = {
@@ -102,7 +154,69 @@ FLAVORS: dict[str, DiTConfig] = {
     "TorchDiTan-L": _torchditan("TorchDiTan-L", 1024, 24, 16, 2816),
     "TorchDiTan-7B": _torchditan("TorchDiTan-7B", 2560, 60, 64, 6912),
     "TorchDiTan-7B-head128": _torchditan("TorchDiTan-7B-head128", 2560, 60, 20, 6912),
+    # Li and He, "Back to basics: let denoising generative models denoise", arXiv 2511.13720; H without its dropout of 0.2.
+    "JiT-B/16": _jit("B", 16, 768, 12, 12, 128, 4),
+    "JiT-B/32": _jit("B", 32, 768, 12, 12, 128, 4),
+    "JiT-L/16": _jit("L", 16, 1024, 24, 16, 128, 8),
+    "JiT-H/16": _jit("H", 16, 1280, 32, 16, 256, 10),
+    # Zheng et al., "Diffusion transformers with representation autoencoders", arXiv 2510.11690, for latents of 16 x 16.
+    "DiT-DH-S/1": _dit_dh("S", 384, 12, 6),
+    "DiT-DH-XL/1": _dit_dh("XL", 1152, 28, 16),
     "digits": replace(_SMALL, flavor="digits", dim=192, num_layers=6, num_heads=6, mlp_hidden_dim=512),
     "cifar": replace(_SMALL, flavor="cifar", dim=384, num_layers=12, num_heads=6, mlp_hidden_dim=1024),
     "debug": replace(_SMALL, flavor="debug", dim=64, num_layers=3, num_heads=4, mlp_hidden_dim=128),
 }
+
+
+def problems(config: DiTConfig, image_shape: tuple[int, int, int]) -> list[str]:
+    """Problems of this model with images (C, H, W): one line each, empty if it can be built."""
+    found = []
+    _, height, width = image_shape
+    if height % config.patch_size or width % config.patch_size:
+        found.append(f"model.patch_size: {config.patch_size} does not divide the image of {height} x {width}")
+    if config.dim % config.num_heads:
+        found.append(f"model.num_heads: {config.num_heads} does not divide model.dim = {config.dim}")
+    elif config.position != "sincos" and config.dim // config.num_heads % 4:
+        head_dim = config.dim // config.num_heads
+        found.append(f"model.num_heads: heads of {head_dim} channels; rotary embedding needs a multiple of 4")
+    if config.position != "rotary" and config.dim % 4:
+        found.append(f"model.dim: {config.dim} is no multiple of 4, as the sincos position table needs")
+    if (tokens := height * width // config.patch_size**2) > MOST_TOKENS:
+        most = f"at most {MOST_TOKENS} can be"
+        found.append(f"model.patch_size: {config.patch_size} makes {tokens} tokens of an image, {most}")
+    if config.intermediate_head and config.intermediate_head >= config.num_layers:
+        most = f"at most model.num_layers - 1 = {config.num_layers - 1}"
+        found.append(f"model.intermediate_head: {config.intermediate_head} leaves no block behind it ({most})")
+    if config.class_tokens and config.class_tokens_start >= config.num_layers:
+        most = f"at most model.num_layers - 1 = {config.num_layers - 1}"
+        found.append(f"model.class_tokens_start: {config.class_tokens_start} leaves no block for them ({most})")
+    if config.magnitude_preserving and config.mlp == "swiglu_bias":
+        found.append("model.mlp: swiglu_bias has biases, and model.magnitude_preserving none (use swiglu)")
+    found += _wide_problems(config)
+    of_block = config.dim * (10 * config.dim + 2 * config.mlp_hidden_dim)
+    if config.num_layers * of_block > MOST_PARAMETERS:
+        blocks = f"{config.num_layers} blocks of about {of_block:.1g} parameters"
+        found.append(f"model.num_layers: {blocks} are more than {MOST_PARAMETERS:.0e} (lower it, or model.dim)")
+    return found
+
+
+def _wide_problems(config: DiTConfig) -> list[str]:
+    if not config.wide_dim:
+        return []
+    if config.wide_dim % config.wide_heads:
+        return [f"model.wide_heads: {config.wide_heads} does not divide model.wide_dim = {config.wide_dim}"]
+    width = config.wide_dim // config.wide_heads
+    if config.position != "sincos" and width % 4:
+        return [f"model.wide_heads: heads of {width} channels; rotary embedding needs a multiple of 4"]
+    of_block = config.wide_dim * (10 * config.wide_dim + 2 * config.mlp_hidden_dim * config.wide_dim // config.dim)
+    if config.wide_layers * of_block > MOST_PARAMETERS:
+        blocks = f"{config.wide_layers} blocks of about {of_block:.1g} parameters"
+        return [f"model.wide_layers: {blocks} are more than {MOST_PARAMETERS:.0e} (lower it, or model.wide_dim)"]
+    return []
+
+
+def condition_problems(config: DiTConfig, kind: ConditionKind) -> list[str]:
+    """Problems of this model with a kind of condition: one line each."""
+    if config.class_tokens and not isinstance(kind, Classes):
+        return ["model.class_tokens: the data have no classes, whose tokens they would be (set it to 0)"]
+    return []

@@ -36,6 +36,10 @@ _FIXED = {
     "qk_norm": False,
     "attention_bias": True,
     "position": "sincos",
+    "patch_bottleneck": 0,
+    "class_tokens": 0,
+    "value_residual": False,
+    "wide_dim": 0,
     "final_modulation": True,
     "num_predictions": 1,
 }
@@ -77,9 +81,14 @@ class DiTLayout(PublishedLayout):
     _frequencies: ClassVar[str] = "dit"
 
     def export_weights(self, weights: Mapping[str, Tensor], model: DiT) -> tuple[dict[str, Tensor], list[str]]:
-        return export_weights(weights, model, self.name), []
+        notes = []
+        if model.config.intermediate_head:
+            notes = [f"model.intermediate_head: left out, the {self.name} network has one output layer"]
+        return export_weights(weights, model, self.name), notes
 
     def import_weights(self, published: dict[str, Tensor], model: DiT) -> tuple[dict[str, Tensor], list[str]]:
+        if model.config.intermediate_head:
+            raise ConversionError(f"model.intermediate_head: the {self.name} network has one output layer (leave it out)")
         weights, notes = import_weights(published, model, self.name)
         if model.config.timestep_frequencies != self._frequencies:
             notes.append(
@@ -266,6 +275,8 @@ def layout_problems(model: DiT, layout: str) -> list[str]:
             f"model.{key} = {_plain(getattr(model.config, key))}: only the diffusers layout has that"
             for key, values in own.items() if getattr(model.config, key) not in values
         ]
+    if model.config.timestep_frequencies == "fourier":
+        found.append(f"model.timestep_frequencies = fourier: the {layout} layout is of models with sinusoids")
     if not isinstance(model.condition_kind, Classes):
         found.append(f"the dataset has no classes: the {layout} layout is of models with a class table")
     if model.grid[0] != model.grid[1]:
@@ -282,7 +293,7 @@ def diffusers_config(model: DiT) -> dict:
         "num_attention_heads": config.num_heads,
         "attention_head_dim": config.dim // config.num_heads,
         "in_channels": model.image_shape[0],
-        "out_channels": model.out_channels,
+        "out_channels": model.patch_channels // config.patch_size**2,
         "num_layers": config.num_layers,
         "attention_bias": True,
         "sample_size": model.image_shape[1],

@@ -5,6 +5,8 @@ B images, T = (H / p)(W / p) tokens of width D, N heads of width D / N, patches 
 Source: Peebles and Xie, "Scalable Diffusion Models with Transformers", arXiv 2212.09748.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -13,11 +15,14 @@ from torch import Tensor, nn
 
 from torchtitan.conditions import Classes, Condition, ConditionKind
 from torchtitan.models.base import DiffusionModel, LinearRole, ProbePoint, TokenExchange
-from torchtitan.models.dit.config import DiTConfig
+from torchtitan.models.dit.config import DiTConfig, condition_problems, problems
 from torchtitan.models.layers import (
     SINUSOID_CHANNELS,
+    FourierFeatures,
     LayerNorm,
     RMSNorm,
+    TokenBias,
+    TokenGain,
     VectorEmbedding,
     check_inputs,
     modulate,
@@ -26,9 +31,6 @@ from torchtitan.models.layers import (
     unpatchify,
 )
 from torchtitan.models.magnitude import MPLinear
-
-# What no machine holds, and products of which fit in 64 bits.
-MOST_TOKENS, MOST_PARAMETERS = 2**24, 10**13
 
 
 class PatchTransformer(DiffusionModel):
@@ -43,7 +45,8 @@ class PatchTransformer(DiffusionModel):
 
     Attributes:
         position: table added to the tokens [T, D], or None.
-        rotary: table of rotations [2, T, D / N / 2], or None.
+        rotary: table of rotations [2, T, D / N / 2], or None; before them those of the tokens of the class, which rotate
+            nothing.
     """
 
     layers: nn.ModuleList
@@ -52,20 +55,24 @@ class PatchTransformer(DiffusionModel):
 
     def __init__(self, config: DiTConfig, image_shape: tuple[int, int, int], condition_kind: ConditionKind) -> None:
         super().__init__()
-        if found := problems(config, image_shape):
+        if found := [*problems(config, image_shape), *condition_problems(config, condition_kind)]:
             raise ValueError("; ".join(found))
         self.config = config
         self.condition_kind = condition_kind
         channels, height, width = self.image_shape = (image_shape[0], image_shape[1], image_shape[2])
         self.grid = (height // config.patch_size, width // config.patch_size)
         self.out_channels = (2 if config.learned_variance else config.num_predictions) * channels
+        patch_channels = self.out_channels * config.patch_size**2
+        self.patch_channels = patch_channels  # of each output layer
+        if config.intermediate_head:
+            self.out_channels *= 2
         # Functions of the shape alone: filled by init_buffers, in no checkpoint, float32 whatever the weights are.
         num_tokens = self.grid[0] * self.grid[1]
         position, rotary = None, None
-        if config.position == "sincos":
+        if config.position != "rotary":
             position = torch.empty(num_tokens, config.dim, dtype=torch.float32)
-        else:
-            rotary = torch.empty(2, num_tokens, config.dim // config.num_heads // 2, dtype=torch.float32)
+        if config.position != "sincos":
+            rotary = torch.empty(2, config.class_tokens + num_tokens, config.dim // config.num_heads // 2, dtype=torch.float32)
         self.register_buffer("position", position, persistent=False)
         self.register_buffer("rotary", rotary, persistent=False)
         self._exchange: TokenExchange | None = None
@@ -84,7 +91,7 @@ class PatchTransformer(DiffusionModel):
 
     def split_tokens(self, exchange: TokenExchange) -> None:
         self._exchange = exchange
-        for block in self.layers:
+        for block in self.blocks():
             cast(Any, block).attention.exchange = exchange
 
     def transform(self, patches: Tensor, position: Tensor | None, t: Tensor, condition: Condition) -> Tensor:
@@ -96,19 +103,25 @@ class PatchTransformer(DiffusionModel):
             self.position.copy_(sincos_table(self.config.dim, self.grid))
         if self.rotary is not None:
             head_dim = self.config.dim // self.config.num_heads
-            self.rotary.copy_(rotary_table(head_dim, self.grid))
+            count = self.config.class_tokens
+            self.rotary[0, :count], self.rotary[1, :count] = 1.0, 0.0
+            self.rotary[:, count:] = rotary_table(head_dim, self.grid)
 
     def blocks(self) -> list[nn.Module]:
         return list(self.layers)
 
     def probe_points(self) -> dict[str, ProbePoint]:
-        return {f"block_{number + 1}": ProbePoint(f"layers.{number}", 2) for number in range(len(self.layers))}
+        return {
+            f"block_{number + 1}": ProbePoint(f"layers.{number}", 2, self._class_tokens_in(number))
+            for number in range(len(self.layers))
+        }
 
     def linear_roles(self) -> dict[str, LinearRole]:
         def role(name: str) -> LinearRole:
             if "time_embed" in name or "label_embed" in name or name.endswith("modulation"):
                 return "vector"
-            return "small" if name in ("patch_embed", "output.linear") else "token"
+            narrow = name.startswith("patch_embed") or name in ("output.linear", "intermediate.linear")
+            return "small" if narrow else "token"
 
         return {name: role(name) for name, module in self.named_modules() if isinstance(module, nn.Linear | MPLinear)}
 
@@ -118,41 +131,103 @@ class PatchTransformer(DiffusionModel):
 
     def attention_macs(self, num_tokens: int) -> int:
         # Not causal: every token meets every other one, in the scores and again in the weighted sum of the values.
-        return self.config.num_layers * 2 * num_tokens**2 * self.config.dim
+        tokens = (num_tokens + self._class_tokens_in(number) for number in range(self.config.num_layers))
+        return sum(2 * count**2 * self.config.dim for count in tokens)
+
+    def applications(self, image_shape: tuple[int, int, int]) -> dict[str, int]:
+        roles, found = self.linear_roles(), super().applications(image_shape)
+        for number in range(self.config.num_layers):
+            for name in found:
+                if roles[name] == "token" and name.startswith(f"layers.{number}."):
+                    found[name] += self._class_tokens_in(number)
+        return found
+
+    def _class_tokens_in(self, number: int) -> int:
+        """Tokens of the class in a block, counted from 0."""
+        return self.config.class_tokens if number >= self.config.class_tokens_start else 0
 
 
 class DiT(PatchTransformer):
     """Diffusion transformer with adaLN-Zero blocks; the class table has a row for each class and one for the null class.
 
-    Timestep and class have one embedding for all blocks, or one in each (`embedding_per_block`).
+    Timestep and class have one embedding for all blocks, or one in each (`embedding_per_block`). The output of an
+    intermediate head stands behind the last layer's, in the second half of the channels. Source: "Guiding a diffusion
+    transformer with the internal dynamics of itself", arXiv 2512.24176.
     """
 
     def __init__(self, config: DiTConfig, image_shape: tuple[int, int, int], condition_kind: ConditionKind) -> None:
         super().__init__(config, image_shape, condition_kind)
-        self.patch_embed = nn.Linear(image_shape[0] * config.patch_size**2, config.dim)
+        channels = image_shape[0] * config.patch_size**2
+        if config.patch_bottleneck:
+            self.patch_embed: nn.Module = BottleneckEmbedding(channels, config.patch_bottleneck, config.dim)
+        else:
+            self.patch_embed = nn.Linear(channels, config.dim)
         num_labels = condition_kind.count + 1 if isinstance(condition_kind, Classes) else 0
         if config.embedding_per_block:
             self.layers = nn.ModuleList(EmbeddingBlock(config, num_labels) for _ in range(config.num_layers))
         else:
-            self.time_embed = VectorEmbedding(SINUSOID_CHANNELS, config.dim)
+            if config.timestep_frequencies == "fourier":
+                self.waves = FourierFeatures(SINUSOID_CHANNELS)
+            channels = SINUSOID_CHANNELS * (2 if config.timestep_frequencies == "fourier" else 1)
+            self.time_embed = VectorEmbedding(channels, config.dim)
             self.label_embed = nn.Embedding(num_labels, config.dim) if num_labels else None
-            self.layers = nn.ModuleList(Block(config) for _ in range(config.num_layers))
-        self.output = OutputLayer(config, self.out_channels * config.patch_size**2)
+            self.layers = nn.ModuleList(Block(config, number) for number in range(config.num_layers))
+        self.class_tokens = TokenBias(config.class_tokens, config.dim) if config.class_tokens else None
+        self.output = OutputLayer(config, self.patch_channels)
+        self.intermediate = OutputLayer(config, self.patch_channels) if config.intermediate_head else None
 
     def transform(self, patches: Tensor, position: Tensor | None, t: Tensor, condition: Condition) -> Tensor:
-        x = self.patch_embed(patches.to(self.patch_embed.weight.dtype))  # [B, T, D]
-        if position is not None:
-            x = x + position.to(x.dtype)
-        sinusoid = timestep_sinusoid(t, SINUSOID_CHANNELS, reach_lowest=self.config.timestep_frequencies == "diffusers")
+        x = self.embed_patches(patches, position)  # [B, T, D]
         if self.config.embedding_per_block:
-            return self.output(*self._embedding_blocks(x, sinusoid, condition))
-        c = self.time_embed(sinusoid)  # [B, D]
+            return self.output(*self._embedding_blocks(x, self.time_features(t), condition))
+        time, label, c = self.embed_conditions(t, condition)
+        x, early = self.apply_blocks(x, c, label)
+        x = self.read_out(patches, x, time, c)  # [B, T, C_out p p]
+        return x if early is None else torch.cat((x, early), dim=-1)
+
+    def embed_patches(self, patches: Tensor, position: Tensor | None) -> Tensor:
+        """Embed patches [B, T, C p p] at the table's positions: [B, T, D]."""
+        first: Any = self.patch_embed.reduce if self.config.patch_bottleneck else self.patch_embed
+        x = self.patch_embed(patches.to(first.weight.dtype))
+        return x if position is None else x + position.to(x.dtype)
+
+    def embed_conditions(self, t: Tensor, condition: Condition) -> tuple[Tensor, Tensor | None, Tensor]:
+        """Embed time and class, [B, D] each, None without classes; and the conditioning vector of both [B, D]."""
+        time, label = self.time_embed(self.time_features(t)), None
         if self.label_embed is not None:
-            c = c + self.label_embed(condition)
-        c = F.silu(c)
-        for block in self.layers:
-            x = block(x, c, self.rotary)  # [B, T, D]
+            label = self.label_embed(condition)
+        return time, label, F.silu(time if label is None else time + label)
+
+    def time_features(self, t: Tensor) -> Tensor:
+        """Features of times [B], [B, 256] or Fourier features [B, 512]."""
+        if self.config.timestep_frequencies == "fourier":
+            return self.waves(t)
+        return timestep_sinusoid(t, SINUSOID_CHANNELS, reach_lowest=self.config.timestep_frequencies == "diffusers")
+
+    def read_out(self, patches: Tensor, x: Tensor, time: Tensor, c: Tensor) -> Tensor:
+        """Read patches [B, T, C_out p p] off the last block's tokens [B, T, D]; patches: those of the input."""
         return self.output(x, c)
+
+    def apply_blocks(self, x: Tensor, c: Tensor, label: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Apply the blocks to tokens [B, T, D], and the intermediate head behind its block [B, T, C p p], if there is one.
+
+        c: conditioning vector [B, D]; label: embedding of the class [B, D].
+        """
+        early, rotary, count = None, self.rotary, self.config.class_tokens
+        values: tuple[Tensor, ...] = ()  # the first ones of each token, where later blocks mix them into theirs
+        for number, block in enumerate(self.layers):
+            joined = self._class_tokens_in(number)
+            if self.class_tokens is not None and label is not None and number == self.config.class_tokens_start:
+                x = torch.cat((self.class_tokens(label[:, None].expand(-1, count, -1)), x), dim=1)  # [B, n + T, D]
+            if count and self.rotary is not None:
+                rotary = self.rotary[:, count - joined :]
+            x = block(x, c, rotary, *values)
+            if isinstance(x, tuple):
+                x, first = x
+                values = (first,)
+            if self.intermediate is not None and number + 1 == self.config.intermediate_head:
+                early = self.intermediate(x[:, joined:] if joined else x, c)
+        return x[:, count:] if count else x, early
 
     def _embedding_blocks(self, x: Tensor, sinusoid: Tensor, condition: Condition) -> tuple[Tensor, Tensor]:
         """Apply blocks with separate embeddings; return tokens [B, T, D] and the first block's conditioning vector [B, D]."""
@@ -168,13 +243,23 @@ class DiT(PatchTransformer):
         A packed linear (queries, keys and values; gate and up) is drawn as one matrix.
         """
         self.init_buffers()
-        for module in self.modules():
+        for name, module in self.named_modules():
             if isinstance(module, nn.Linear):
-                nn.init.xavier_uniform_(module.weight)
+                # Zero too, and without a draw: the other weights are those of a network without this head.
+                if name.startswith("intermediate."):
+                    nn.init.zeros_(module.weight)
+                else:
+                    nn.init.xavier_uniform_(module.weight)
                 if module.bias is not None:
                     nn.init.zeros_(module.bias)
             elif isinstance(module, nn.LayerNorm | RMSNorm) and module.weight is not None:
                 nn.init.ones_(module.weight)
+            elif isinstance(module, TokenBias):
+                nn.init.normal_(module.weight, std=0.02)
+            elif isinstance(module, TokenGain):  # of values
+                nn.init.constant_(module.weight, 0.5)
+            elif isinstance(module, FourierFeatures):
+                nn.init.normal_(module.frequencies)
 
         for name, module in self.named_modules():
             embeds = name.endswith(("time_embed.hidden", "time_embed.out", "label_embed"))
@@ -189,48 +274,54 @@ class DiT(PatchTransformer):
         nn.init.zeros_(self.output.linear.weight)
 
 
-def problems(config: DiTConfig, image_shape: tuple[int, int, int]) -> list[str]:
-    """Problems of this model with images (C, H, W): one line each, empty if it can be built."""
-    found = []
-    _, height, width = image_shape
-    if height % config.patch_size or width % config.patch_size:
-        found.append(f"model.patch_size: {config.patch_size} does not divide the image of {height} x {width}")
-    if config.dim % config.num_heads:
-        found.append(f"model.num_heads: {config.num_heads} does not divide model.dim = {config.dim}")
-    elif config.position == "rotary" and config.dim // config.num_heads % 4:
-        head_dim = config.dim // config.num_heads
-        found.append(f"model.num_heads: heads of {head_dim} channels; rotary embedding needs a multiple of 4")
-    if config.position == "sincos" and config.dim % 4:
-        found.append(f"model.dim: {config.dim} is no multiple of 4, as the sincos position table needs")
-    if (tokens := height * width // config.patch_size**2) > MOST_TOKENS:
-        most = f"at most {MOST_TOKENS} can be"
-        found.append(f"model.patch_size: {config.patch_size} makes {tokens} tokens of an image, {most}")
-    of_block = config.dim * (10 * config.dim + 2 * config.mlp_hidden_dim)
-    if config.num_layers * of_block > MOST_PARAMETERS:
-        blocks = f"{config.num_layers} blocks of about {of_block:.1g} parameters"
-        found.append(f"model.num_layers: {blocks} are more than {MOST_PARAMETERS:.0e} (lower it, or model.dim)")
-    return found
+class BottleneckEmbedding(nn.Module):
+    """Embedding of patches through fewer channels. Source: Li and He, arXiv 2511.13720, section 4.2."""
+
+    def __init__(self, channels: int, bottleneck: int, dim: int) -> None:
+        super().__init__()
+        self.reduce = nn.Linear(channels, bottleneck, bias=False)
+        self.expand = nn.Linear(bottleneck, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.expand(self.reduce(x))
 
 
 class Block(nn.Module):
     """Transformer block of which shifts, scales and gates come from a conditioning vector (adaLN-Zero)."""
 
-    def __init__(self, config: DiTConfig) -> None:
+    def __init__(self, config: DiTConfig, number: int = 0) -> None:
+        """number: of the block, from 0."""
         super().__init__()
         self.attention_norm = _norm(config, config.norm_eps)
-        self.attention = Attention(config)
+        self.attention = Attention(config, number)
         self.mlp_norm = _norm(config, config.mlp_norm_eps or config.norm_eps)
         self.mlp = MLPS[config.mlp](config.dim, config.mlp_hidden_dim)
         self.modulation = nn.Linear(config.dim, 6 * config.dim)
 
-    def forward(self, x: Tensor, c: Tensor, rotary: Tensor | None) -> Tensor:
-        """Apply the block. x: tokens [B, T, D]; c: conditioning vector [B, D]; rotary: table [2, T, D / N / 2] or None."""
-        modulation = self.modulation(c)[:, None].chunk(6, dim=-1)  # six of [B, 1, D]
+    def forward(
+        self, x: Tensor, c: Tensor, rotary: Tensor | None, first_values: Tensor | None = None
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Apply the block.
+
+        Args:
+            x: tokens [B, T, D].
+            c: conditioning vector [B, D], or one of each token [B, T, D].
+            rotary: table [2, T, D / N / 2] or None.
+            first_values: of earlier blocks, see `Attention`.
+
+        Returns:
+            tokens [B, T, D]; and the first values of all of these, from a block that has new ones.
+        """
+        modulation = _of_tokens(self.modulation(c)).chunk(6, dim=-1)  # six of [B, 1, D], or [B, T, D]
         attention_shift, attention_scale, attention_gate, mlp_shift, mlp_scale, mlp_gate = modulation
         h = modulate(self.attention_norm(x), attention_shift, attention_scale)
-        x = torch.addcmul(x, attention_gate, self.attention(h, rotary))
+        attended, values = self.attention(h, rotary, first_values), None
+        if isinstance(attended, tuple):
+            attended, values = attended
+        x = torch.addcmul(x, attention_gate, attended)
         h = modulate(self.mlp_norm(x), mlp_shift, mlp_scale)
-        return torch.addcmul(x, mlp_gate, self.mlp(h))  # [B, T, D]
+        x = torch.addcmul(x, mlp_gate, self.mlp(h))  # [B, T, D]
+        return x if values is None else (x, values)
 
 
 class EmbeddingBlock(Block):
@@ -253,7 +344,7 @@ class EmbeddingBlock(Block):
         if self.label_embed is not None:
             c = c + self.label_embed(condition)
         c = F.silu(c)
-        return super().forward(x, c, rotary), c
+        return cast(Tensor, super().forward(x, c, rotary)), c
 
 
 class OutputLayer(nn.Module):
@@ -268,17 +359,26 @@ class OutputLayer(nn.Module):
     def forward(self, x: Tensor, c: Tensor) -> Tensor:
         x = self.norm(x)
         if self.modulation is not None:
-            shift, scale = self.modulation(c)[:, None].chunk(2, dim=-1)  # two of [B, 1, D]
+            shift, scale = _of_tokens(self.modulation(c)).chunk(2, dim=-1)  # two of [B, 1, D], or [B, T, D]
             x = modulate(x, shift, scale)
         return self.linear(x)  # [B, T, C_out p p]
 
 
 class Attention(nn.Module):
-    """Multi-head self-attention over all tokens."""
+    """Multi-head self-attention over all tokens.
 
-    def __init__(self, config: DiTConfig) -> None:
+    With `value_residual` the values v of each block but the first become v + share (v1 - v), v1 the first values of a token:
+    those of the first block that it passes. Source: Zhou et al., "Value residual learning", arXiv 2410.17897; here one learned
+    share for each block.
+    """
+
+    def __init__(self, config: DiTConfig, number: int = 0) -> None:
+        """number: of the block, from 0."""
         super().__init__()
         self.num_heads = config.num_heads
+        self.value_share = TokenGain(1) if config.value_residual and number else None
+        newcomers = number == 0 or (config.class_tokens > 0 and number == config.class_tokens_start)
+        self.gives_values = config.value_residual and newcomers
         self.qkv = nn.Linear(config.dim, 3 * config.dim, bias=config.attention_bias)
         self.out = nn.Linear(config.dim, config.dim, bias=config.attention_bias)
         head_dim = config.dim // config.num_heads
@@ -286,12 +386,21 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(head_dim, config.norm_eps) if config.qk_norm else None
         self.exchange: TokenExchange | None = None
 
-    def forward(self, x: Tensor, rotary: Tensor | None) -> Tensor:
+    def forward(
+        self, x: Tensor, rotary: Tensor | None, first_values: Tensor | None = None
+    ) -> Tensor | tuple[Tensor, Tensor]:
         qkv = self.qkv(x).unflatten(-1, (3, self.num_heads, -1))  # [B, T, 3, N, D / N]
         q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)  # each [B, N, T, D / N]
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        return self.out(attend(q, k, v, rotary, self.exchange if self.training else None))  # [B, T, D]
+        first = v
+        if self.value_share is not None and first_values is not None:
+            first, joined = first_values, v.shape[2] - first_values.shape[2]
+            if joined:  # tokens of the class stand before the others
+                first = torch.cat((v[:, :, :joined], first), dim=2)
+            v = v + self.value_share(first - v)
+        x = self.out(attend(q, k, v, rotary, self.exchange if self.training else None))  # [B, T, D]
+        return (x, first) if self.gives_values else x
 
 
 class GeluMLP(nn.Module):
@@ -307,22 +416,24 @@ class GeluMLP(nn.Module):
 
 
 class SwiGLU(nn.Module):
-    """Feed-forward out(silu(gate x) * (up x)) without biases; gate and up are packed in one linear.
+    """Feed-forward out(silu(gate x) * (up x)); gate and up are packed in one linear.
 
     Source: Shazeer, "GLU variants improve transformer", arXiv 2002.05202, equation 6.
     """
 
-    def __init__(self, dim: int, hidden_dim: int) -> None:
+    def __init__(self, dim: int, hidden_dim: int, bias: bool = False) -> None:
         super().__init__()
-        self.gate_up = nn.Linear(dim, 2 * hidden_dim, bias=False)
-        self.out = nn.Linear(hidden_dim, dim, bias=False)
+        self.gate_up = nn.Linear(dim, 2 * hidden_dim, bias=bias)
+        self.out = nn.Linear(hidden_dim, dim, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.gate_up(x).chunk(2, dim=-1)  # each [B, T, hidden_dim]
         return self.out(F.silu(gate) * up)
 
 
-MLPS = {"gelu": GeluMLP, "swiglu": SwiGLU}
+MLPS: dict[str, Callable[[int, int], nn.Module]] = {
+    "gelu": GeluMLP, "swiglu": SwiGLU, "swiglu_bias": partial(SwiGLU, bias=True),
+}  # fmt: skip
 
 
 def sincos_table(dim: int, grid: tuple[int, int]) -> Tensor:
@@ -373,6 +484,11 @@ def _grid_angles(count: int, grid: tuple[int, int]) -> tuple[Tensor, Tensor]:
     frequencies = 10000.0 ** (-torch.arange(count, dtype=torch.float64) / count)
     rows, columns = torch.meshgrid(*(torch.arange(n, dtype=torch.float64) for n in grid), indexing="ij")
     return columns.reshape(-1, 1) * frequencies, rows.reshape(-1, 1) * frequencies
+
+
+def _of_tokens(modulation: Tensor) -> Tensor:
+    """View what is alike for all tokens of an image, [B, D], as [B, 1, D]."""
+    return modulation if modulation.ndim == 3 else modulation[:, None]
 
 
 def _norm(config: DiTConfig, eps: float) -> nn.Module:

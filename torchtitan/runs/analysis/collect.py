@@ -34,6 +34,7 @@ class Run:
         status: ok, oom, failed, timeout, refused, skipped, interrupted, damaged, unfinished or short.
         measures: metric's name -> median over the points after the warm-up; empty unless ok.
         losses: see measures.loss_points.
+        held: GiB that every step holds of the peak memory, by part.
     """
 
     name: str
@@ -45,6 +46,7 @@ class Run:
     measures: dict[str, Interval] = field(default_factory=dict)
     warmup_steps: int = 0
     losses: list[dict[str, float]] = field(default_factory=list)
+    held: dict[str, float] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)
     versions: dict[str, Any] = field(default_factory=dict)
     cell: str = ""
@@ -175,6 +177,7 @@ def _read(path: Path, name: str, warmup_steps: int | None) -> Run:
     run.status = _STATUS.get(str(summary.get("status")), "unfinished")
     run.reason = str(summary.get("reason") or ("" if run.ok else record.status))
     run.losses = loss_points(record)
+    run.held = summary.get("held_memory_GiB", {})
     planned = record.settings.get("training.steps", record.last_step)
     run.warmup_steps = round(DEFAULT_WARM_UP * planned) if warmup_steps is None else warmup_steps
     if run.status in ("ok", "unfinished") and (damage := _damage(record)):

@@ -13,6 +13,7 @@ from torchtitan.runs.analysis.collect import collect
 from torchtitan.runs.analysis.effects import all_effects, scaling
 from torchtitan.runs.analysis.findings import Results, markdown
 from torchtitan.runs.analysis.loss_pictures import draw_loss
+from torchtitan.runs.analysis.memory_pictures import draw_memory_parts
 from torchtitan.runs.analysis.ranks_pictures import draw_over_ranks
 from torchtitan.runs.analysis.results_table import run_rows, write_csv
 
@@ -51,7 +52,10 @@ def write_report(results: Results, folder: Path) -> list[Path]:
     refuse_other_files(folder)
     make_folder(folder)
     write_csv(run_rows(results.runs), folder / _TABLE)
-    pictures = draw_over_batch(results.cells, folder) + draw_over_ranks(results.curves, folder) + draw_loss(results.runs, folder)
+    pictures = [
+        *draw_over_batch(results.cells, folder), *draw_memory_parts(results.cells, folder),
+        *draw_over_ranks(results.curves, folder), *draw_loss(results.runs, folder),
+    ]  # fmt: skip
     replace_file(folder / _TEXT, markdown(results, [(name, path.name) for name, path in pictures]))
     return [folder / _TABLE, folder / _TEXT, *(path for _, path in pictures)]
 

@@ -1,4 +1,4 @@
-"""Gradient noise scale of runs: what it says about the batch, and the picture that the run has drawn."""
+"""Gradient noise scale of runs: what it says about the batch and the timesteps, and the picture that the run has drawn."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,25 +14,25 @@ class NoiseScale:
     """Noise scale of a run.
 
     Attributes:
-        conclusion: on its batch; "" where none was logged.
+        conclusions: on its batch and its timesteps; none where nothing was logged.
         source: of the picture; "" where there is none.
     """
 
     name: Name
-    conclusion: str
+    conclusions: list[str]
     source: str
 
 
 def noise_scales(names: Sequence[Name], runs: Sequence[RunRecord]) -> list[NoiseScale]:
     """Noise scales of the runs that have measured one."""
-    found = (NoiseScale(name, _conclusion(run), _picture(run)) for name, run in zip(names, runs, strict=True))
-    return [one for one in found if one.conclusion or one.source]
+    found = (NoiseScale(name, _conclusions(run), _picture(run)) for name, run in zip(names, runs, strict=True))
+    return [one for one in found if one.conclusions or one.source]
 
 
-def _conclusion(run: RunRecord) -> str:
+def _conclusions(run: RunRecord) -> list[str]:
     geometry = next((tag.split("/")[1] for tag in run.tags if tag.endswith("/all/headline")), None)
     if geometry is None or not run.images_per_step:
-        return ""
+        return []
     from torchtitan.gns.conclusion import of_logged  # imports torch
 
     batch = run.images_at(run.last_step) - run.images_at(run.last_step - 1)

@@ -1,0 +1,50 @@
+"""A network of all options on every layout; and a head without a share of the loss."""
+
+import itertools
+
+import pytest
+
+from tests.distributed.cases import WITHOUT_CODE
+from tests.launcher import run_on_ranks
+
+OPTIONS = (
+    "--model.patch_bottleneck", "6", "--model.mlp", "swiglu_bias", "--model.position", "sincos_rotary", "--model.norm_affine",
+    "true", "--model.class_tokens", "3", "--model.class_tokens_start", "1", "--model.timestep_frequencies", "fourier",
+    "--model.value_residual", "true", "--model.intermediate_head", "1",
+    "--objective.intermediate_share", "0.5", "--model.wide_dim", "96", "--model.wide_heads", "4", "--model.wide_layers", "1",
+)  # fmt: skip
+HEAD = ("--model.intermediate_head", "1", "--objective.intermediate_share", "0")
+COMPILED, RECOMPUTED = ("--compile.enable", "true"), ("--activation_checkpoint.mode", "full")
+
+
+def case(replicas: int, shards: int, *overrides: str) -> dict:
+    return {
+        "steps": 4, "replicas": replicas, "shards": shards, "accumulation": 1, "backend": WITHOUT_CODE,
+        "overrides": ("--model.num_layers", "2", *overrides),
+    }  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def on_one() -> dict[str, list[list[float]]]:
+    cases = {"options": case(1, 1, *OPTIONS), "plain": case(1, 1), "no share": case(1, 1, *HEAD)}
+    return run_on_ranks("tests.distributed.cases:train_all", 1, {"cases": cases})[0]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "cases"),
+    [
+        (2, {"DDP": case(2, 1, *OPTIONS), "FSDP, compiled": case(1, 2, *OPTIONS, *COMPILED)}),
+        (4, {"HSDP, recomputed": case(2, 2, *OPTIONS, *RECOMPUTED)}),
+    ],
+)
+def test_all_options_train_alike_on_every_layout(ranks, cases, on_one):
+    reference = on_one["options"]
+    assert reference[3][0] < reference[0][0]
+    for name, curve in run_on_ranks("tests.distributed.cases:train_all", ranks, {"cases": cases})[0].items():
+        assert list(itertools.chain(*curve)) == pytest.approx(list(itertools.chain(*reference)), rel=1e-5), name
+
+
+def test_a_head_without_a_share_of_the_loss_leaves_the_run_as_it_is(on_one):
+    (losses, norms), (plain, plain_norms) = (zip(*on_one[name], strict=True) for name in ("no share", "plain"))
+    assert losses == plain
+    assert norms == pytest.approx(plain_norms, rel=1e-12)  # squares of zeros between them, which sums may group otherwise

@@ -1,0 +1,292 @@
+"""Alignment: its loss, projectors, encoders and average against golden values, brute force and other implementations."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from torch.func import functional_call
+
+from tests.configurations import problems
+from tests.distributed.cases import make_trainer
+from tests.unit.published_state_dicts import uniform
+from tests.unit.test_gns_taps import BATCH, EDGES, PAPER, SHAPE, Problem, close, one_process
+from torchtitan import philox
+from torchtitan.alignment.config import AlignmentConfig, alignment_problems
+from torchtitan.alignment.encoders import open_digits, open_transformers
+from torchtitan.alignment.loss import cosine_loss, spatially_normalised
+from torchtitan.alignment.plan import Plan, open_encoder
+from torchtitan.alignment.projectors import ConvolutionProjector, MLPProjector
+from torchtitan.alignment.tap import Tap
+from torchtitan.config.job import load_config
+from torchtitan.data.digits import Digits, DigitsConfig
+from torchtitan.diffusion.timesteps.sampler import GlobalBatch
+from torchtitan.errors import ConfigError, EvaluationError
+from torchtitan.estimate.memory import estimate_memory, model_on_meta
+from torchtitan.estimate.roofline import training_flops_per_image
+from torchtitan.fidelity.extractors import open_extractor
+from torchtitan.gns.step_sums import PARTS
+from torchtitan.models.base import ProbePoint
+from torchtitan_dit.commands import train
+
+CPU = torch.device("cpu")
+SELF = ("--alignment.teacher=self", "--alignment.block=1", "--alignment.teacher_block=3")
+DIGITS = ("--alignment.teacher=digits", "--alignment.block=2", "--alignment.projector=convolution")
+
+
+def sequence(function, rate: float) -> torch.Tensor:
+    return function(rate * torch.arange(1, 25, dtype=torch.float64)).view(2, 4, 3)
+
+
+FEATURES, PROJECTED = sequence(torch.sin, 0.7391), sequence(torch.cos, 0.5123)
+# gamma -> loss of the normalised features, and the first token's.
+NORMALISED = {
+    1.0: (-0.05280795247333131, [0.5762475003, 0.8834181701, 0.7882170170]),
+    0.6: (-0.05711312253937007, [0.6837540256, 1.0131974884, 0.8807418561]),
+    0.8: (-0.05492137736701384, None),
+}
+
+
+def test_the_loss_of_a_golden_pair():
+    assert cosine_loss(PROJECTED, FEATURES).mean().item() == pytest.approx(-0.06122434629447311, abs=1e-12)
+    assert cosine_loss(5 * FEATURES, FEATURES).tolist() == pytest.approx([-1, -1], abs=1e-12)
+
+
+@pytest.mark.parametrize("gamma", NORMALISED)
+def test_normalised_features_of_a_golden_pair(gamma):
+    found, (loss, first) = spatially_normalised(FEATURES, gamma), NORMALISED[gamma]
+    assert cosine_loss(PROJECTED, found).mean().item() == pytest.approx(loss, abs=1e-12)
+    assert first is None or found[0, 0].tolist() == pytest.approx(first, abs=1e-10)
+
+
+def test_half_precision_and_constant_features_have_finite_gradients():
+    tokens = torch.full((2, 4, 3), 1e-4, dtype=torch.float16).requires_grad_()  # of which a square is zero
+    features = spatially_normalised(torch.full((2, 4, 3), 1e-4, dtype=torch.float16), 0.6)
+    cosine_loss(tokens, features).sum().backward()
+    assert features.dtype == torch.float32 and features.isfinite().all() and tokens.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("dim, count", [(384, 6_558_464), (768, 7_344_896), (1152, 8_131_328)])
+def test_three_linears_have_the_published_number_of_parameters(dim, count):
+    with torch.device("meta"):
+        assert sum(p.numel() for p in MLPProjector(dim, 768, (16, 16)).parameters()) == count
+
+
+@pytest.mark.parametrize("dim, count", [(768, 5_309_184), (1152, 7_963_392)])
+def test_a_convolution_has_the_published_number_of_parameters(dim, count):
+    with torch.device("meta"):
+        assert sum(p.numel() for p in ConvolutionProjector(dim, 768, (16, 16)).parameters()) == count
+
+
+def test_a_convolution_sees_the_neighbours_of_a_token_on_the_grid():
+    projector = ConvolutionProjector(3, 2, (3, 4)).double()
+    tokens = torch.randn(1, 12, 3, dtype=torch.float64)
+    weight, total = projector.convolution.weight, projector.convolution.bias.clone()
+    for row in range(3):  # around the token of row 1, column 2
+        for column in range(1, 4):
+            total = total + weight[:, :, row, column - 1] @ tokens[0, 4 * row + column]
+    torch.testing.assert_close(projector(tokens)[0, 6], total, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("point", [ProbePoint("", 2, 1), ProbePoint("", 1)], ids=["tokens", "maps"])
+def test_tokens_of_an_output_are_in_the_order_of_rows(point):
+    image = torch.arange(12.0).view(1, 3, 2, 2)  # [B, D, h, w]
+    rows = image[0].flatten(1).T[None]
+    output = image if point.channel_dim == 1 else (torch.cat((torch.full((1, 1, 3), -1.0), rows), 1), None)
+    assert torch.equal(point.tokens(output), rows)
+
+
+# ---------------------------------------------------------------------- teachers
+
+
+def pixels(count: int) -> torch.Tensor:
+    return Digits(DigitsConfig(), "validation").fetch(torch.arange(count).numpy())["images"]
+
+
+def test_maps_of_a_classifier_are_those_that_its_features_are_the_mean_of():
+    images = (127.5 * pixels(5) + 127.5).round() / 127.5 - 1
+    wanted = open_extractor("digits").extract((127.5 * images + 127.5).round().to(torch.uint8))["pooled"]
+    torch.testing.assert_close(open_digits("", CPU)(images, (4, 4)).mean(1), wanted, rtol=1e-4, atol=1e-4)
+    assert open_digits("", CPU)(images, (8, 8)).shape == (5, 64, 48)
+    with pytest.raises(EvaluationError, match="has features on 8 x 8, 4 x 4"):
+        open_digits("", CPU)(images, (2, 2))
+
+
+@pytest.fixture(scope="module")
+def dinov2(tmp_path_factory):
+    """Folder of a small Dinov2Model of transformers, and the network."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.Dinov2Config(
+        hidden_size=24, num_hidden_layers=2, num_attention_heads=2, patch_size=4, image_size=20, mlp_ratio=2
+    )
+    torch.manual_seed(0)
+    network = transformers.Dinov2Model(config).eval()
+    folder = tmp_path_factory.mktemp("dinov2")
+    network.save_pretrained(folder)
+    (folder / "preprocessor_config.json").write_text(json.dumps({"image_mean": [0.4, 0.5, 0.6], "image_std": [0.2, 0.3, 0.4]}))
+    return folder, network
+
+
+def test_a_vision_transformer_sees_normalised_images_of_whole_patches(dinov2):
+    folder, network = dinov2
+    images = 2 * uniform("pixels", (2, 1, 16, 24)) - 1
+    resized = torch.nn.functional.interpolate(images.expand(-1, 3, -1, -1), (16, 24), mode="bicubic")
+    mean, std = (torch.tensor(each).view(3, 1, 1) for each in ([0.4, 0.5, 0.6], [0.2, 0.3, 0.4]))
+    with torch.no_grad():
+        wanted = network(pixel_values=((resized + 1) / 2 - mean) / std).last_hidden_state[:, 1:]
+        found = open_transformers(str(folder), CPU)(images, (4, 6))
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+    assert open_transformers(str(folder), torch.device("meta"))(images.to("meta"), (7, 3)).shape == (2, 21, 24)
+
+
+def test_the_teacher_of_a_run_is_its_average_at_a_lower_time(tmp_path):
+    """Same noise and condition, and the trained weights are in place again."""
+    trainer = make_trainer(str(tmp_path), "run", steps=9, replicas=1, shards=1, accumulation=1, overrides=SELF)
+    state = trainer.state
+    for tensor in state.ema.tracks["ema"].values():
+        tensor.normal_(std=0.1)
+    before = {name: tensor.clone() for name, tensor in state.network.tensors().items()}
+    batch, samples = state.to_device(state.data.next_batch()), GlobalBatch(0, 16)
+    draw = state.objective.draw(tuple(batch["images"].shape[1:]), samples, batch["samples"])
+    condition = state.condition(batch, draw)
+    found = state.alignment.features(
+        SimpleNamespace(images=batch["images"], condition=condition, entries=batch), draw, samples.attempt, state.ema
+    )
+    u = philox.uniform(state.objective.seed, "alignment", batch["samples"], 0).float()
+    t = (draw.t - 0.2 * u).clamp(0, 1)
+    assert (t < draw.t).all() and t.std() > 0
+    x_t = (1 - t)[:, None, None, None] * batch["images"] + t[:, None, None, None] * draw.noise
+    outputs: list[torch.Tensor] = []
+    hook = state.model.layers[2].register_forward_hook(lambda block, inputs, output: outputs.append(output))
+    with torch.no_grad():
+        functional_call(state.model, state.ema.tracks["ema"], (x_t, 1000 * t, condition))
+    hook.remove()
+    torch.testing.assert_close(found, outputs[0], rtol=1e-5, atol=1e-5)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in state.network.tensors().items())
+    assert state.model.training
+    trainer.close()
+
+
+# ---------------------------------------------------------------------- noise scale, cost
+
+
+class Aligned(Problem):
+    """A problem of which the loss has an alignment of the first block's tokens too."""
+
+    def loss(self, chosen=slice(None), parameters=None):
+        if not hasattr(self, "tap"):
+            torch.manual_seed(3)
+            self.tap, self.projector = Tap(self.model, ProbePoint("layers.0", 2)), nn.Linear(32, 5).double()
+            self.features = torch.randn(BATCH, 16, 5, dtype=torch.float64)
+        with self.tap.taken(grad=True):
+            loss = super().loss(chosen, parameters)
+        return loss + 0.7 * self.weight[chosen] * cosine_loss(self.projector(self.tap.tokens()), self.features[chosen])
+
+
+def test_taps_measure_the_networks_part_of_an_aligned_loss():
+    """Exactly in the layers that keep whole gradients or pairs; the rest is compared with the gradient of the step."""
+    problem, plain = Aligned(PAPER, torch.float64), Problem(PAPER, torch.float64)
+    assert SHAPE[1] // PAPER.patch_size == 4
+    taps = problem.taps(adam=False)
+    taps.begin_step(0, True, {}, 0.9, one_process())
+    taps.begin_microbatch(problem.t)
+    problem.loss().mean().backward()
+    taps.end_microbatch(BATCH, torch.zeros(BATCH))
+    sums = taps.end_step(one_process())  # raises CannotMeasure where it has not seen all of a gradient
+    one_hot = nn.functional.one_hot(torch.bucketize(problem.t, EDGES), 3).double()
+    for index, part in enumerate(PARTS[:3]):
+        of_part = [name for name in problem.gradients if taps._parts[name] == part]
+        flat = ([each.gradients[name].flatten(1) for name in of_part] for each in (problem, plain))
+        wanted, without = (sum(one_hot.T @ (g @ g.T) @ one_hot for g in gradients) for gradients in flat)
+        assert close(sums.products[index][0], wanted, 1e-10), part
+        assert (wanted - without).abs().max() > 1e-3 * without.abs().max() or part == "embedding"
+
+
+def test_training_counts_projector_and_teacher_as_torch_does():
+    words = ["--model.flavor=debug", "--training.steps=100", "--training.global_batch_size=32", "--training.local_batch_size=32"]
+    plain = load_config(words, 1)
+    model = model_on_meta(plain)
+    forward = model.forward_macs_per_image(model.image_shape)
+    of_self = load_config([*words, *SELF], 1)
+    projector = 16 * (64 * 2048 + 2048 * 2048 + 2048 * 64)
+    base = training_flops_per_image(plain, model)
+    assert training_flops_per_image(of_self, model) - base == 2 * forward + 6 * projector
+    stopped = load_config([*words, *SELF, "--alignment.stop_images=800"], 1)  # 25 of 100 steps
+    assert 4 * (training_flops_per_image(stopped, model) - base) == 2 * forward + 6 * projector
+    of_digits = load_config([*words, *DIGITS], 1)
+    encoder = 64 * 9 * (32 + 32 * 48) + 16 * 9 * 48 * 64
+    assert training_flops_per_image(of_digits, model) - base == 2 * encoder + 6 * 16 * 9 * 64 * 64
+
+
+def test_an_estimate_holds_projector_and_encoder():
+    words = ["--model.flavor=debug", "--training.local_batch_size=8", "--optimizer.weight_decay=0.1"]
+    plain, aligned = load_config(words, 1), load_config([*words, *DIGITS], 1)
+    projector = 9 * 64 * 64 + 64
+    with torch.device("meta"):
+        encoder = Plan(aligned.alignment, model_on_meta(aligned)).encoder_bytes
+    assert encoder == 4 * (9 * (32 + 32 * 48 + 48 * 64) + 2 * (32 + 48 + 64) + 64 * 10 + 10)
+    before, found = estimate_memory(plain, 1), estimate_memory(aligned, 1)
+    assert found.parameters - before.parameters == 4 * projector + encoder
+    assert found.optimizer - before.optimizer == 8 * projector + 2 * 4
+    assert found.ema == before.ema
+    deep = load_config(["--model.flavor=debug", "--model.num_layers=9", "--training.local_batch_size=8", *SELF], 1)
+    assert estimate_memory(deep, 1).total > 0  # from networks of fewer blocks
+
+
+# ---------------------------------------------------------------------- what is refused
+
+REFUSED = {
+    ("--alignment.teacher=self", "--alignment.block=4"): "alignment.block: 4 is no block of the network, which has 3",
+    ("--alignment.teacher=self", "--alignment.block=1"): "alignment.teacher_block: 8 is no block of the network, which has 3",
+    (*DIGITS, "--model.patch_size=4"): "alignment.teacher: digits has features on 8 x 8, 4 x 4, and block 2 of the network has",
+    ("--alignment.teacher=transformers", "--alignment.block=1", "--alignment.path=nowhere"): (
+        "alignment.path: teacher: nowhere: no such folder"
+    ),
+}
+
+
+@pytest.mark.parametrize("words", REFUSED, ids=" ".join)
+def test_an_alignment_that_does_not_fit_ends_the_check_in_one_line(words, tmp_path, capsys):
+    pytest.importorskip("transformers")
+    arguments = ["--job.dump_folder", str(tmp_path), "--model.flavor=debug", *words, "--check-only"]
+    assert train.main(arguments) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(REFUSED[words])
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "text, line",
+    [
+        ('teacher = "self"\ntrack = "slow"', "alignment.track: 'slow' is no name of ema.tracks (there are: ema)"),
+        ('teacher = "transformers"', "alignment.path: is missing (give the folder or hub name of a vision transformer"),
+        ('teacher = "self"\nstop_steps = 5\nstop_images = 5', "alignment.stop_images: the end is given by"),
+        ('teacher = "digits"\n[data]\nname = "synthetic"\nshape = [4, 8, 8]', "alignment.teacher: digits encodes images"),
+        ('teacher = "digits"\ntrack = "ema"', "alignment.track: has no effect when alignment.teacher = digits"),
+        ("weight = 1.0", "alignment.weight: has no effect when alignment.teacher = none"),
+        ('teacher = "self"\n[compile]\nenable = true\nscope = "model"', "alignment.teacher: self reads a block's output, inside"),
+    ],
+)
+def test_keys_that_do_not_go_together_are_refused_in_one_line(text, line, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (found,) = problems(f"[alignment]\n{text}")
+    assert line in found
+
+
+def test_an_encoder_of_images_has_none_in_a_store_of_latents():
+    config = AlignmentConfig(teacher="digits")
+    common = dict(tracks=["ema"], buckets=False, context_parallel=False, whole_graph=False)
+    ((key, text),) = alignment_problems(config, channels=4, latents=True, **common)
+    assert (key, text) == ("teacher", "digits encodes images, and the data are stored latents, which hold none (set it to self)")
+    assert not list(alignment_problems(AlignmentConfig(teacher="self"), channels=4, latents=True, **common))
+
+
+def test_a_published_encoder_that_is_not_there_is_refused(tmp_path):
+    words = ["--alignment.teacher=dinov2", "--alignment.block=1", f"--alignment.path={tmp_path / 'none.pth'}"]
+    config = load_config(["--model.flavor=debug", *words], 1)
+    with pytest.raises(ConfigError, match="alignment.path: dinov2: .*none.pth: no such file of weights"):
+        open_encoder(config.alignment, CPU)
+    with torch.device("meta"):
+        plan = Plan(config.alignment, model_on_meta(config))
+    assert plan.channels == 1024 and plan.student.grid == (4, 4)

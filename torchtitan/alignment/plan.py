@@ -1,0 +1,73 @@
+"""Plan of an alignment: places and sizes, known without weights and images."""
+
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from torchtitan.alignment.config import ENCODERS, PROJECTORS, AlignmentConfig
+from torchtitan.alignment.tap import TapPlace, find_place
+from torchtitan.errors import ConfigError, EvaluationError
+from torchtitan.models.base import DiffusionModel
+
+
+class Plan:
+    """Plan of an alignment.
+
+    Attributes:
+        student: place of the aligned tokens.
+        teacher: place of the average's; None for an encoder.
+        channels: of the features.
+        encoder_bytes: of the encoder's weights in memory.
+    """
+
+    teacher: TapPlace | None = None
+    encoder_bytes = 0
+
+    def __init__(self, config: AlignmentConfig, model: DiffusionModel) -> None:
+        """model: on the meta device. Raises ConfigError: the network has no such block, or the teacher no such grid."""
+        self.student = find_place(model, "block", config.block)
+        self._config = config
+        if config.teacher == "self":
+            self.teacher = find_place(model, "teacher_block", config.teacher_block)
+            self.channels, self._macs = self.teacher.dim, model.forward_macs_per_image(model.image_shape)
+            if self.teacher.grid != self.student.grid:
+                grids = " and ".join(_words(place.grid) for place in (self.student, self.teacher))
+                text = f"blocks {config.block} and {config.teacher_block} have tokens on {grids} (choose blocks of one grid)"
+                raise ConfigError([f"alignment.teacher_block: {text}"])
+            return
+        encoder = open_encoder(config, torch.device("meta"))
+        try:
+            with FlopCounterMode(display=False) as counter, torch.no_grad():
+                features = encoder(torch.empty(1, *model.image_shape, device="meta"), self.student.grid)
+        except EvaluationError as error:
+            text = f"{config.teacher} {error}, and block {config.block} of the network has tokens on {_words(self.student.grid)}"
+            raise ConfigError([f"alignment.teacher: {text} (choose another teacher, or model.patch_size)"]) from error
+        self.channels, self._macs = features.shape[2], counter.get_total_flops() // 2
+        self.encoder_bytes = sum(parameter.nbytes for parameter in encoder.parameters())
+
+    def projector(self) -> nn.Module:
+        """Projector with its first values, by torch's generator."""
+        return PROJECTORS[self._config.projector](self.student.dim, self.channels, self.student.grid)
+
+    def flops_per_image(self, steps: int, global_batch_size: int) -> int:
+        """Floating-point operations of the projector's training and of the teacher's forward on an image.
+
+        The mean over a run's steps, of which the alignment may have only the first.
+        """
+        tokens = self.student.grid[0] * self.student.grid[1]
+        with torch.device("meta"):  # every weight meets every token once
+            trained = tokens * sum(p.numel() for p in self.projector().parameters() if p.ndim > 1)
+        share = self._config.steps(steps, global_batch_size) / steps
+        return round(share * 2 * (self._macs + 3 * trained))
+
+
+def open_encoder(config: AlignmentConfig, device: torch.device) -> nn.Module:
+    """Open the encoder of a teacher; on the meta device without its weights. Raises ConfigError."""
+    try:
+        return ENCODERS[config.teacher](config.path, device).requires_grad_(False)
+    except EvaluationError as error:
+        raise ConfigError([f"alignment.path: {error}"]) from error
+
+
+def _words(grid: tuple[int, int]) -> str:
+    return f"{grid[0]} x {grid[1]}"
