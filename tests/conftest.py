@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import setuptools  # noqa: F401  inductor imports it, which fails once the standard library's distutils is there
 
+# Inductor would try every instruction set of the processor in an interpreter that imports torch, 9 s in each compiling process.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 gc.disable()  # until all is imported, see below
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -30,10 +30,7 @@ ON_TWO = {
 ON_FOUR = {
     "DDP": case(4, 1), "FSDP, accumulation 2": case(1, 4, 2), "HSDP": case(2, 2), "HSDP, accumulation 2": case(2, 2, 2),
 }
-COMPILED = {
-    "one, selective": case(1, 1, 1, *COMPILE, AC, "selective"),
-    "one, whole, memory budget": case(1, 1, 1, *WHOLE, AC, "memory_budget"),
-}
+COMPILED = {"one, whole, memory budget": case(1, 1, 1, *WHOLE, AC, "memory_budget")}
 CHECKPOINTED_ON_TWO = {
     "FSDP, selective": case(1, 2, 1, AC, "selective"), "DDP, full": case(2, 1, 1, AC, "full"),
     "FSDP, selective in every second block": case(1, 2, 1, AC, "selective", "--activation_checkpoint.every", "2"),
@@ -41,6 +38,7 @@ CHECKPOINTED_ON_TWO = {
 }
 # Each combines two settings that cases above have separately.
 FURTHER_ON_ONE = {
+    "one, selective": case(1, 1, 1, *COMPILE, AC, "selective"),
     "one, full": case(1, 1, 2, *COMPILE, AC, "full"), "one, whole, selective": case(1, 1, 1, *WHOLE, AC, "selective"),
 }
 FURTHER_ON_TWO = {

@@ -20,13 +20,15 @@ WAYS = {
 }
 ONLY_ON_TWO = {
     "DDP, compiled": {"replicas": 2, "shards": 1, "compiled": True, "backend": WITHOUT_CODE},
-    "DDP, compiled whole": {"replicas": 2, "shards": 1, "compiled": True, "scope": "model", "backend": WITHOUT_CODE},
     "FSDP, compiled, full checkpointing": {
         "replicas": 1, "shards": 2, "compiled": True, "checkpoint": "full", "backend": WITHOUT_CODE,
     },
     "FSDP, bfloat16 reduction": {"replicas": 1, "shards": 2, "param_dtype": "bfloat16", "reduce_dtype": "bfloat16"},
 }
-FURTHER_ON_TWO = {"FSDP, compiled": {"replicas": 1, "shards": 2, "compiled": True}}
+FURTHER_ON_TWO = {
+    "FSDP, compiled": {"replicas": 1, "shards": 2, "compiled": True},
+    "DDP, compiled whole": {"replicas": 2, "shards": 1, "compiled": True, "scope": "model"},
+}
 # On three, since dividing by three and multiplying by a third are not the same; on four, for the layout of two axes.
 ON_MORE = {"eager": {}, "accumulation": {"accumulation": 2}}
 
