@@ -29,6 +29,11 @@ SMALL_NETWORKS = {
         "--model.num_double_layers", "1", "--model.num_single_layers", "1", "--model.text_dim", "16", "--model.pooled_dim", "8",
     ],
 }  # fmt: skip
+# Of presets with options of the transformer: these are made small too.
+OPTIONS_OF_DIT = {
+    "jit_b16": ["--model.patch_size", "4", "--model.patch_bottleneck", "16", "--model.class_tokens_start", "1"],
+    "lightningdit_xl1": [], "rae_dh_xl": ["--model.wide_dim", "64", "--model.wide_heads", "4"],
+}  # fmt: skip
 PRESETS = sorted(str(path.relative_to(ROOT / "train_configs")) for path in (ROOT / "train_configs").rglob("*.toml"))
 PRESETS = [name for name in PRESETS if not name.startswith("sweeps")]
 # Loaded only: each differs from one that trains in data, sizes and rates, which tests of the presets' numbers hold.
@@ -37,10 +42,12 @@ LIKE_OTHERS |= {"edm2/img512_s.toml", "sit_b2_256.toml", "imagenet512_dit_xl2.to
 # One of each network, objective and kind of image: what they compute with depends on nothing else.
 KINDS = (
     "digits", "cifar10_edm", "dit_xl2_256", "sit_xl2_256", "edm2/cifar10_c", "edm2/img512_xs", "flux_cifar10", "flux_lora_tiny",
+    "imagenet256/jit_b16", "imagenet256/rae_dh_xl",
 )
 LARGE = {
     "dit_xl2_256.toml", "sit_xl2_256.toml", "sit_b2_256.toml", "imagenet256_cosmos_dit_l2.toml", "imagenet256_dit_xl2.toml",
     "imagenet512_dit_xl2.toml", "flux_schnell_256.toml", "edm2/img512_s.toml", "edm2/img512_xs.toml", "edm2/img64_s.toml",
+    *(f"imagenet256/{name}.toml" for name in OPTIONS_OF_DIT),
 }  # fmt: skip
 
 
@@ -49,7 +56,7 @@ def small(name: str, folders: dict, latents: list[str], dump_folder, data: str |
     preset = tomllib.loads((ROOT / "train_configs" / name).read_text())
     model, data = preset["model"].get("name", "dit"), data or preset["data"]["name"]
     words = ["--job.config_file", str(ROOT / "train_configs" / name), "--job.dump_folder", str(dump_folder), *SMALL]
-    words += SMALL_NETWORKS[model]
+    words += SMALL_NETWORKS[model] + OPTIONS_OF_DIT.get(Path(name).stem, [])
     if preset["data"].get("labels", True):
         words += ["--sampling.classes", "[0, 1]" if data in ("imagenet", "image_folder") else "[1, 2]"]
     if "cache" in preset:
