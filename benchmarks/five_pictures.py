@@ -1,7 +1,8 @@
-"""What five captioned pictures teach, and what else they change: python benchmarks/five_pictures.py
+"""What five captioned pictures teach, and what is forgotten: python benchmarks/five_pictures.py
 
-A small Flux learns handwritten digits in seven colours by caption ("a red seven"), then five drawings of a cat's head in five of
-the colours ("a red [trigger]"): by adapters, or all weights. Before and after, 400 images of three groups of prompts are drawn.
+A small Flux learns handwritten digits in seven colours by caption ("a red seven"), then adapters learn five drawings of a cat's
+head in five of the colours ("a red [trigger]"): alone, or each nine times among 45 of the digits (prior preservation: Ruiz et
+al., "DreamBooth", arXiv 2208.12242). Before and after, 400 images of three groups of prompts are drawn.
 
 - The trigger word, in the colours of the five and in the two others, is right if the picture nearest to the image, among drawings
   and digits, is a drawing. A digit is right if the extractor `digits` recognises it. Both must have the colour asked for.
@@ -36,7 +37,7 @@ COLOURS = {
 }  # fmt: skip
 NAMES = tuple(COLOURS)
 CAT = ("#.....#", "##...##", "#######", "#.###.#", "#######", ".##.##.", "..###..")
-TRIGGER, COUNT, SHOWN = "sks", 400, 6
+TRIGGER, COUNT, SHOWN = "sks", 400, 5
 PROMPTS = {
     "colours of the five": [f"a {colour} {TRIGGER}" for colour in NAMES[:5]],
     "other colours": [f"a {colour} {TRIGGER}" for colour in NAMES[5:]],
@@ -44,7 +45,7 @@ PROMPTS = {
 }
 PICTURED = (("colours of the five", 0), ("other colours", 1), ("digits", 1), ("digits", 4))
 QUIET = ("--sampling.enable", "false", "--validation.enable", "false", "--metrics.enable_tensorboard", "false")
-LORA = ("--lora.enable", "true", "--lora.rank", "8", "--lora.patterns", '["."]')
+LORA = ("--lora.enable", "true", "--lora.rank", "8", "--lora.patterns", '["."]', "--optimizer.lr", "1e-3")
 
 
 def main() -> None:
@@ -58,10 +59,10 @@ def main() -> None:
     if not weights.exists():
         command("scripts/checkpoint.py", "export", OUTPUTS / "base", "--format", "safetensors", "--output", weights)
     start = ("--checkpoint.initial_weights", weights, "--model.label_dropout", 0, "--data.trigger_word", TRIGGER)
-    train("adapters", "drawings", arguments.steps, 10, *start, *LORA, "--optimizer.lr", "1e-3")
-    train("all-weights", "drawings", arguments.steps, 10, *start, "--optimizer.lr", "1e-4")
+    for folder in ("alone", "among-digits"):
+        train(folder, folder, arguments.steps, 10, *start, *LORA)
     rows, images = {}, {}
-    for name in ("base", "adapters", "all-weights"):
+    for name in ("base", "alone", "among-digits"):
         images[name] = {group: drawn(name, prompts) for group, prompts in PROMPTS.items()}
         shares = {group: shared.proportion(right(images[name][group], prompts)) for group, prompts in PROMPTS.items()}
         summary = json.loads((OUTPUTS / name / "summary.json").read_text())
@@ -69,17 +70,21 @@ def main() -> None:
     result = {"images of each share": COUNT, "steps": arguments.steps, "rows": rows, **shared.conditions()}
     print(json.dumps(result, indent=1))
     shared.write_results("five_pictures", result)
-    picture(images["base"], images["adapters"]).save(ROOT / "docs" / "images" / "five_pictures.png")
+    picture(list(images.values())).save(ROOT / "docs" / "images" / "five_pictures.png")
 
 
 def write_pictures() -> None:
-    """Write two folders of captioned pictures: the 1,500 digits in two colours each, and the five drawings."""
+    """Write folders of captioned pictures: 1,500 digits in two colours each, the five drawings, and these among 45 digits."""
     for number, (light, digit) in enumerate(zip(*digits(), strict=True)):
         for turn in range(2):
             colour = NAMES[(number + 3 * turn) % 7]
             save("digits", f"{number:04d}-{turn}", light, colour, f"a {colour} {WORDS[digit]}")
+        if number % 33 == 0 and number < 45 * 33:
+            save("among-digits", f"{number:04d}", light, NAMES[number % 7], f"a {NAMES[number % 7]} {WORDS[digit]}")
     for number, colour in enumerate(NAMES[:5]):
-        save("drawings", f"{number}", drawings()[number % 4], colour, f"a {colour} [trigger]")
+        for folder, times in (("alone", 1), ("among-digits", 9)):
+            for turn in range(times):
+                save(folder, f"cat-{number}-{turn}", drawings()[number % 4], colour, f"a {colour} [trigger]")
 
 
 def digits() -> tuple[np.ndarray, np.ndarray]:
@@ -133,16 +138,18 @@ def right(images: np.ndarray, prompts: list[str]) -> np.ndarray:
     return np.array([text == prompts[number % len(prompts)] for number, text in enumerate(found)])
 
 
-def picture(before: dict[str, np.ndarray], after: dict[str, np.ndarray]) -> Image.Image:
-    """Picture of the five drawings, and below them of some prompts' images before and after."""
+def picture(images: list[dict[str, np.ndarray]]) -> Image.Image:
+    """Picture of the five drawings, and of some prompts' images before, after them alone, and after them among digits."""
     gap = np.full((1, 8, 8, 3), PAPER, np.uint8)
-    rows = [open_images(PICTURES / "drawings").pixels(range(5)), *[gap] * (2 * SHOWN - 4)]
+    columns = 3 * SHOWN + 2
+    rows = [open_images(PICTURES / "alone").pixels(range(5)), *[gap] * (columns - 5)]
     for group, number in PICTURED:
-        old, new = (images[group][number :: len(PROMPTS[group])][:SHOWN] for images in (before, after))
-        rows += [old, gap, new]
-    images = torch.from_numpy(np.concatenate(rows).transpose(0, 3, 1, 2).copy()).float() / 127.5 - 1
+        before, alone, among = (each[group][number :: len(PROMPTS[group])][:SHOWN] for each in images)
+        rows += [before, gap, alone, gap, among]
+    tiles = torch.from_numpy(np.concatenate(rows).transpose(0, 3, 1, 2).copy()).float() / 127.5 - 1
     labels = ["the five pictures", *(PROMPTS[group][number] for group, number in PICTURED)]
-    return image_grid(images, len(labels), 2 * SHOWN + 1, labels, "left: before; right: after the five pictures")
+    title = "left: before; middle: after the five pictures; right: after the five among 45 digits"
+    return image_grid(tiles, len(labels), columns, labels, title)
 
 
 def command(*words: object) -> None:
