@@ -17,6 +17,8 @@ _STORES = {
     "latents/imagenet256": ([4, 32, 32], 1000, 0),
     "latents/imagenet512": ([4, 64, 64], 1000, 0),
     "latents/imagenet256_cosmos": ([16, 32, 32], 1000, 0),
+    "latents/imagenet256_vavae": ([32, 16, 16], 1000, 0),
+    "latents/imagenet256_rae": ([768, 16, 16], 1000, 0),
     "latents/cc12m_256": ([16, 32, 32], 0, 256),
     "latents/cifar10_captions": ([3, 32, 32], 0, 8),
 }

@@ -71,6 +71,8 @@ def as_text(
         lines.append("  gns.enable: memory of the gradient noise scale's measurement is not counted")
     if config.lora.enable and config.lora.extra:
         lines.append("  lora.extra: further adapters are not counted")
+    if config.float8.enable:
+        lines.append("float8.enable: casts and scales are not in the times below, which are a lower bound")
     if memory.least is not None:
         lines.append("the compiler's recomputation is not in the times below: up to a third more compute")
     return "\n".join(lines + _time_lines(time, efficiency))

@@ -18,6 +18,8 @@ from torchtitan.estimate.roofline import Efficiency, estimate_step_time
 from torchtitan.processes.command_line import OneLineParser, at_least, positive, refusing
 from torchtitan.training.utilisation import products_of
 
+_LARGE = 1e9  # parameters
+
 
 @refusing(ConfigError)
 def main(words: list[str] | None = None) -> int:
@@ -34,7 +36,10 @@ def main(words: list[str] | None = None) -> int:
         )  # fmt: skip
         return 2
     efficiency = _efficiency(arguments, config)
-    model, memory = model_on_meta(config), estimate_memory(config, arguments.world_size, on_gpu)
+    model = model_on_meta(config)
+    if (parameters := model.num_parameters()) > _LARGE:
+        print(f"a step of {parameters:,} parameters on tensors without memory: a minute or two ...", file=sys.stderr)
+    memory = estimate_memory(config, arguments.world_size, on_gpu)
     time = estimate_step_time(config, model, memory, arguments.device, efficiency)
     if arguments.json:
         print(json.dumps(as_record(config, model, memory, time, arguments.device, efficiency), indent=1))
