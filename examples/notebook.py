@@ -1,6 +1,6 @@
 """A loop in one's own process, as in a notebook: train, follow the loss, look at the network, draw.
 
-    python examples/notebook.py     # a minute on two CPU cores; the cells are between the lines of #%%
+    python -m examples.notebook     # a minute on two CPU cores; the cells are between the lines of #%%
 """
 
 # %% Train in this process: a configuration by name, and keys over it.

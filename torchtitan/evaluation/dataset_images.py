@@ -43,7 +43,8 @@ class DatasetImages(ImageSet):
                 try:
                     pieces.append(to_rgb(read_checked(part, self._info, inside - start)["images"].numpy()))
                 except DatasetError as error:
-                    raise EvaluationError(f"{self.place}: {unwrapped(error)}") from error
+                    advice = "repair or remove it: no image is left out here"
+                    raise EvaluationError(f"{self.place}: {unwrapped(error)} ({advice})") from error
         return np.concatenate(pieces)
 
     def record(self) -> dict[str, Any]:

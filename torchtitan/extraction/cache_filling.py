@@ -31,6 +31,7 @@ from torchtitan.extraction.extraction_plan import ExtractionOptions
 from torchtitan.extraction.image_source import SourceSplit, open_sources
 from torchtitan.files.durable import make_folder
 from torchtitan.files.run_lock import RunLock
+from torchtitan.pictures.number_text import counted
 from torchtitan.texts import TextEncoderError, TextEncoders, open_encoders
 from torchtitan.texts.opening import open_encoder
 
@@ -103,7 +104,7 @@ def _fill(
         except DatasetError as error:
             raise DatasetError(f"data.{_key(split, data)}: {error}") from error
         if cut and _first():
-            logger.warning(f"{cut:,} captions are longer than data.text_length = {data.text_length} tokens, and are cut")
+            logger.warning(f"{counted(cut, 'caption')} longer than data.text_length = {data.text_length} tokens: cut there")
     finish_stores(store, stores, group)
 
 

@@ -89,7 +89,7 @@ def history(points: Iterable[Mapping[str, Any]], geometry: str, batch: int) -> s
     since = len(verdicts)
     while since and verdicts[since - 1] == verdicts[-1]:
         since -= 1
-    clause = f"so since step {known[since][0]:,}"
+    clause = f"unchanged since step {known[since][0]:,}"
     before = next((known[place] for place in range(since - 1, -1, -1) if verdicts[place] != "unknown"), None)
     return f"{clause}; at step {before[0]:,} it was {in_words(before[1])}" if before else clause
 

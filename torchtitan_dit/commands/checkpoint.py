@@ -160,8 +160,10 @@ def show_differences(arguments: argparse.Namespace) -> int:
         print(f"equal bit for bit: {result.num_equal} tensors")
         return 0
     largest = max((each.largest for each in result.different if not is_counter(each.name)), default=0.0)
+    steps = [each.state["step"] for each in (a, b) if each.state and "step" in each.state]
+    numbers = f"steps {steps[0]} and {steps[1]}: " if len(set(steps)) == 2 else ""
     print(
-        f"not equal: {result.num_equal} tensors equal bit for bit, {len(result.different)} different "
+        f"{numbers}not equal: {result.num_equal} tensors equal bit for bit, {len(result.different)} different "
         f"(max {largest:.3g}), {len(result.reshaped)} of another shape or dtype, {len(result.only_a)} only in A, "
         f"{len(result.only_b)} only in B"
     )

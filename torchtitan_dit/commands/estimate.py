@@ -90,7 +90,7 @@ def _device(parser: OneLineParser, arguments: argparse.Namespace) -> Device:
             parser.error(f"--{given[0].replace('_', '-')} is for --device CPU; {arguments.device} has its own")
         return DEVICES[arguments.device]
     if arguments.device != "CPU":
-        parser.error(f"--device: {arguments.device!r} is none of {', '.join(DEVICES)}, CPU")
+        parser.error(f"--device: {arguments.device!r} is none of {', '.join(DEVICES)} (another: CPU, with its numbers)")
     if missing := [f"--{name.replace('_', '-')}" for name in own if name not in given]:
         parser.error(f"--device CPU needs {', '.join(missing)}")
     peak = arguments.tflops

@@ -19,7 +19,7 @@ from torchtitan.runs.analysis.measures import IMAGES, MEMORY, MFU, Metric
 
 OVER_BATCH = (MFU, IMAGES, MEMORY)
 _MEMORY_NOTE = (
-    " Line: fit of the peak over the batch, the part without images (parameters, gradients, optimizer, "
+    " Line, from three batches on: fit of the peak, the part without images (parameters, gradients, optimizer, "
     "averages) and that of each image (activations)."
 )
 _FEWEST_TO_FIT = 3  # batches
