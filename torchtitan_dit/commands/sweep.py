@@ -28,7 +28,8 @@ def main(words: list[str] | None = None) -> int:
     sweep.settings.repeats = arguments.repeats or sweep.settings.repeats
     folder = SweepFolder(arguments.output or Path("outputs") / sweep.settings.name)
     only = {axis: [value for other, value in arguments.only if other == axis] for axis, _ in arguments.only}
-    plan = plan_sweep(sweep, folder, only=only, retry_failed=arguments.retry_failed, elsewhere=launching.elsewhere or arguments.dry_run)
+    elsewhere = launching.elsewhere or arguments.dry_run
+    plan = plan_sweep(sweep, folder, only=only, retry_failed=arguments.retry_failed, elsewhere=elsewhere)
     if arguments.dry_run:
         show(plan)
         return 0
