@@ -53,7 +53,7 @@ def parse_arguments(words: list[str] | None) -> tuple[argparse.Namespace, list[s
     parser = OneLineParser(prog="estimate.py", description=__doc__, allow_abbrev=False)
     add, known = parser.add_argument, Efficiency()
     add("config", metavar="CONFIG", help="TOML file of the run, or the name of a shipped one")
-    add("--world-size", type=at_least(1), required=True, metavar="N", help="processes")
+    add("--world-size", type=at_least(1), default=1, metavar="N", help="processes (default: 1)")
     add("--device", required=True, metavar="NAME", help=f"{', '.join(DEVICES)}, or CPU with the five numbers below")
     add("--memory", type=positive, metavar="GIB", help="memory of each process")
     add("--tflops", type=positive, help="peak of matrix products in the run's precision, TFLOP/s")
