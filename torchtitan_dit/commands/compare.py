@@ -68,15 +68,15 @@ def watch(arguments: argparse.Namespace, written: list[tuple[Path, int, int]]) -
         OSError: the page cannot be written.
         KeyboardInterrupt: after a last page, which does not reload.
     """
-    running, cost = True, 0.0
+    running, due = True, 0.0
     try:
         while running:
-            time.sleep(max(WATCH_SECONDS, 9 * cost))
-            running = any(map(is_locked, arguments.runs))
-            if (found := state_of(arguments.runs)) != written or not running:
-                began, written = time.monotonic(), found
+            time.sleep(WATCH_SECONDS)
+            running, began = any(map(is_locked, arguments.runs)), time.monotonic()
+            if not running or (began >= due and state_of(arguments.runs) != written):
+                written = state_of(arguments.runs)
                 write_page(read_runs(arguments.runs), arguments, running)
-                cost = time.monotonic() - began
+                due = time.monotonic() + 9 * (time.monotonic() - began)
     except KeyboardInterrupt:
         write_page(read_runs(arguments.runs), arguments, watched=False)
         raise
