@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from torchtitan.alignment.config import alignment_problems
 from torchtitan.checkpoint.location import folder_problem
 from torchtitan.config.evaluation_checks import EVALUATION_CHECKS
 from torchtitan.config.latent_cache import cache_problems, stored_section
@@ -142,15 +141,6 @@ def _gns(checked: ConfigView) -> Iterator[Problem]:
         yield Problem("gns.adam_geometry", f"has no effect with optimizer.name = {name}, which has no such geometry (remove it)")
 
 
-def _alignment(checked: ConfigView) -> Iterator[Problem]:
-    info, compiled = checked.dataset(), checked.compile.enable and checked.compile.scope == "model"
-    yield from in_section("alignment", alignment_problems(
-        checked.whole("alignment"), tracks=[track.name for track in checked.ema.tracks], channels=info.image_shape[0],
-        latents=checked.data.name in LATENT_DATASETS or checked.cache.enable, buckets=bool(info.bucket_shapes),
-        context_parallel=checked.parallelism.context_parallel_degree > 1, whole_graph=compiled,
-    ))  # fmt: skip
-
-
 def _batch_ramp(checked: ConfigView) -> Iterator[Problem]:
     key, doublings = "training.double_batch_after", checked.training.double_batch_after
     for text in ramp_problems(doublings):
@@ -276,7 +266,6 @@ CHECKS: list[Callable[[ConfigView], Iterator[Problem]]] = [
     lambda checked: (Problem(key, text) for key, text in cache_problems(checked)),
     lambda checked: (Problem(key, text) for key, text in objective_problems(resolved_objective(checked))),
     _gns,
-    _alignment,
     _batch_ramp,
     _decay,
     *SIZE_CHECKS,

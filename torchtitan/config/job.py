@@ -36,7 +36,6 @@ from torchtitan.settings.reference import UnknownTopic, build_json_schema, descr
 from torchtitan.settings.schema import Problem, expanded, nearest, parse_text, quoted, shown_name, validate_section
 from torchtitan.settings.sections import all_sections, choices, flattened, keys, put_section, section_at
 from torchtitan.settings.sources import read_command_line, suggestion
-from torchtitan.settings.synonyms import synonym
 from torchtitan.training.config import EMAConfig, LRSchedulerConfig, MetricsConfig, OptimizerConfig, TrainingConfig
 
 logger = logging.getLogger(__name__)
@@ -358,7 +357,7 @@ def _unknown(filled: _Filled, dotted: str, value: Any) -> Problem:
     if dotted in sections:
         return Problem(dotted, f"must be a table, is {quoted(value)} (write [{dotted}] and its keys)")
     if not section:
-        return Problem(shown_name(dotted), f"is in no section ({synonym(dotted) or suggestion(dotted, filled.known)})")
+        return Problem(shown_name(dotted), f"is in no section ({suggestion(dotted, filled.known)})")
     if first not in sections:
         guess = nearest(first, [name for name in sections if "." not in name])
         return Problem(shown_name(first), f"unknown section ({f'did you mean {guess}?' if guess else '--help lists all'})")
@@ -374,7 +373,7 @@ def _advice(dotted: str, filled: _Filled, prefix: str = "") -> str:
         owners = [name for name in options.registry if has_key(options.section(name), key)]
         if dotted.startswith(f"{section}.{key}") and owners and not has_key(section_at(filled.config, section), key):
             return f"it is a key of {section}.name = {' or '.join(owners)}"
-    return synonym(dotted, prefix) or suggestion(dotted, filled.known, prefix)
+    return suggestion(dotted, filled.known, prefix)
 
 
 def _line(problem: Problem, origins: dict[str, str], known: dict[str, Any], path: str | None) -> str:

@@ -2,9 +2,10 @@
 
 from collections.abc import Callable, Iterator
 
+from torchtitan.alignment.config import alignment_problems
 from torchtitan.conditions import Embeddings
 from torchtitan.config.sampling_checks import data_text, unconditional
-from torchtitan.config.view import ConfigView, nearest_sizes
+from torchtitan.config.view import ConfigView, in_section, nearest_sizes
 from torchtitan.data import LATENT_DATASETS
 from torchtitan.diffusion.objectives import OBJECTIVES
 from torchtitan.diffusion.paths import PATHS
@@ -130,7 +131,16 @@ def _normalized_weights(checked: ConfigView) -> Iterator[Problem]:
         yield Problem("gns.single_pass", f"single gradients of normalised weights are not measured ({WITHOUT_TAPS})")
 
 
+def _alignment(checked: ConfigView) -> Iterator[Problem]:
+    info, compiled = checked.dataset(), checked.compile.enable and checked.compile.scope == "model"
+    yield from in_section("alignment", alignment_problems(
+        checked.whole("alignment"), tracks=[track.name for track in checked.ema.tracks], channels=info.image_shape[0],
+        latents=checked.data.name in LATENT_DATASETS or checked.cache.enable, buckets=bool(info.bucket_shapes),
+        context_parallel=checked.parallelism.context_parallel_degree > 1, whole_graph=compiled,
+    ))  # fmt: skip
+
+
 MODEL_CHECKS: list[Callable[[ConfigView], Iterator[Problem]]] = [
-    _model_fits_images, _condition, _learned_variance, _heads, _time_features, _intermediate_head, _label_dropout,
+    _model_fits_images, _condition, _learned_variance, _heads, _time_features, _intermediate_head, _label_dropout, _alignment,
 ]  # fmt: skip
 ADAPTER_CHECKS: list[Callable[[ConfigView], Iterator[Problem]]] = [_lora, _normalized_weights]

@@ -60,11 +60,13 @@ def split_keys(words: list[str], section: str = r"[\w-]+") -> tuple[list[str], l
 
 
 def suggestion(key: str, known: Iterable[str], prefix: str = "") -> str:
-    """Advice for an unknown dotted key: the nearest of the known ones, in whatever section it is.
+    """Advice for an unknown dotted key: the one of a habit, or the nearest of the known ones, in whatever section it is.
 
     The last part of the name counts most, so that `training.lr` leads to `optimizer.lr`; a name that lacks words
     of the right one (`batch_size` for `local_batch_size`) is nearly as good as a whole one.
     """
+    if of_habit := synonym(key, prefix):
+        return of_habit
     section, _, name = key[:100].rpartition(".")
 
     def likeness(candidate: str) -> tuple[float, float]:

@@ -1,6 +1,7 @@
 """Network of a run as it trains: built or read, frozen and adapted, with taps, in float8, sharded and compiled."""
 
 import logging
+from collections.abc import Mapping
 
 from torch import Tensor
 
@@ -28,7 +29,6 @@ class RunNetwork:
         parameters: those that train, by name.
         taps: of the gradient noise in a single pass; None without.
         normalizes_weights: whether it preserves magnitudes by weights that are normalised at the start of each step.
-        num_bytes: of this rank's weights and tables, frozen ones included, on its device.
         gathers_float8: whether the updated weights are gathered in float8, by scales.
         base_sha256: of the frozen network of adapters; "" without.
         flops_beside: floating-point operations of training on one image outside of the network.
@@ -76,7 +76,7 @@ class RunNetwork:
         )
         if shards:
             place_shards(self.model, shards, on_host=config.training.enable_cpu_offload)
-        self.num_bytes = bytes_on(layout.device, [*self.model.parameters(), *self.model.buffers()])
+        self._device, self._num_bytes = layout.device, bytes_on(layout.device, [*self.model.parameters(), *self.model.buffers()])
         self.base_sha256 = ""
         self.parameters = named_parameters(self.model)
         if config.lora.enable:
@@ -111,6 +111,11 @@ class RunNetwork:
         from torchtitan.models.adapters.flops import training_flops
 
         return self.flops_beside + training_flops(self.model, (channels, height, width), self._untrained_forwards)
+
+    def held_gib(self, parts: Mapping[str, Mapping[str, Tensor]]) -> dict[str, float]:
+        """GiB on this rank's device of its weights and tables, frozen ones included, and of other tensors by part."""
+        held = {name: bytes_on(self._device, tensors.values()) for name, tensors in parts.items()}
+        return {name: size / 2**30 for name, size in ({"weights": self._num_bytes} | held).items()}
 
     def tokens_of(self, shape: tuple[int, ...]) -> int:
         """Tokens of the network for one image of a shape (C, H, W)."""

@@ -21,7 +21,6 @@ from torchtitan.diffusion.timesteps.sampler import GlobalBatch
 from torchtitan.distributed.collectives import from_first_rank
 from torchtitan.distributed.kernel_choices import kernel_choices
 from torchtitan.distributed.mesh import Layout, init_process_group
-from torchtitan.distributed.parallelize import bytes_on
 from torchtitan.distributed.precision import compute_context
 from torchtitan.gns.config import bin_edges
 from torchtitan.runs.folder import RunFolder
@@ -216,8 +215,7 @@ class RunState:
         parts: dict[str, Mapping[str, Tensor]] = {
             "gradients": trained, "optimizer": optimizer_tensors(self.optimizer, trained), "averages": self.ema.tensors(),
         }  # fmt: skip
-        held = {name: bytes_on(self.layout.device, tensors.values()) for name, tensors in parts.items()}
-        return {name: size / 2**30 for name, size in ({"weights": self.network.num_bytes} | held).items()}
+        return self.network.held_gib(parts)
 
     @property
     def snapshot_due(self) -> bool:
