@@ -184,7 +184,8 @@ def test_adams_geometry_can_be_left_out_and_half_progress_stays(tmp_path, monkey
     found = trainer.state.gns.metrics()
     held = sum(tensor.nbytes for tensor in optimizer_tensors(trainer.state.optimizer, trainer.state.parameters).values())
     assert estimate_memory(trainer.config, 1).optimizer == held
-    assert {tag.split("/")[1] for tag in found} == {"bins", "edges", *geometries, *(["half_progress"] if half else [])}
+    kinds = {tag.split("/")[1] for tag in found} - {"more_steps"}  # known by chance after six steps
+    assert kinds == {"bins", "edges", "samplers", *geometries, *(["half_progress"] if half else [])}
     assert trainer.state.gns.pool.geometries == geometries
     trainer.close()
 
