@@ -21,16 +21,22 @@ import torch.distributed as dist
 from benchmarks.gpu_day import visit
 from benchmarks.gpu_day.visit import COMPILED, DRY_RUN, TINY, Results, Settings
 from torchtitan import philox
+from torchtitan.diffusion.solvers import SOLVERS
 from torchtitan.distributed.mesh import process_group
 from torchtitan.runs.folder import versions
 from torchtitan.training.hardware import device_name
-from torchtitan_dit.commands import train
+from torchtitan_dit.commands import evaluate, sample, train
 
 FLOAT32: Settings = {"training.mixed_precision_param": "float32"}
 MEASURED: Settings = {"gns.enable": "true", "gns.interval": "2", "gns.num_bins": "4", "gns.log_interval": "4"}
 
 # Name -> what differs from four ordinary steps. Each is the first contact of a branch with a GPU.
 FEATURES: dict[str, Settings] = {
+    "EDM2's network": {  # of many shapes, so many compilations: it takes longest, and begins first
+        **COMPILED, "model.name": "edm2", "model.flavor": "cifar", "model.channels": "32", "objective.path": "edm",
+        "objective.prediction": "edm", "objective.preconditioning": "edm", "objective.timesteps.name": "lognormal_sigma",
+        "objective.learned_uncertainty": "true",
+    },
     "eager": {},
     "noise scale": MEASURED,
     "compiled": COMPILED,
@@ -57,23 +63,30 @@ FEATURES: dict[str, Settings] = {
         **COMPILED, "model.learned_variance": "true", "objective.path": "ddpm_linear", "objective.prediction": "noise",
         "objective.preconditioning": "index", "objective.timesteps.name": "uniform",
     },
-    "EDM2's network": {
-        **COMPILED, "model.name": "edm2", "model.flavor": "cifar", "model.channels": "32", "objective.path": "edm",
-        "objective.prediction": "edm", "objective.preconditioning": "edm", "objective.timesteps.name": "lognormal_sigma",
-        "objective.learned_uncertainty": "true",
-    },
     "RMSNorm, SwiGLU, rotary": {
         **COMPILED, "model.norm": "rmsnorm", "model.mlp": "swiglu", "model.position": "rotary",
     },
+    "second output layer, cosine and contrastive terms, compiled": {
+        **COMPILED, **MEASURED, "model.intermediate_head": "1", "objective.intermediate_share": "0.25",
+        "objective.cosine_weight": "0.5", "objective.contrastive_weight": "0.05",
+    },
+    "alignment with itself, compiled": {
+        **COMPILED, "alignment.teacher": "self", "alignment.block": "1", "alignment.teacher_block": "2",
+    },
     "loader processes": {"data.num_workers": "2"},
-    "dopri5": {"sampling.solver.name": "dopri5"},
+    **{
+        f"{name} sampler": {"sampling.solver.name": name, **({"sampling.schedule.name": "edm"} if name == "edm_heun" else {})}
+        for name in SOLVERS
+    },
     "profiler": {"profiling.enable_profiling": "true", "profiling.profile_freq": "4"},
     "memory snapshot": {"profiling.enable_memory_snapshot": "true"},
     "pinned checkpoints": {
         "checkpoint.enable": "true", "checkpoint.interval": "2", "checkpoint.async_mode": "async_with_pinned_mem",
     },
 }  # fmt: skip
-_RANKS_WITH: dict[str, Settings] = {"compiled": COMPILED, "offloaded": {"training.enable_cpu_offload": "true"}}
+_RANKS_WITH: dict[str, Settings] = {
+    "compiled": COMPILED, "offloaded": {"training.enable_cpu_offload": "true", "gns.single_pass": "false"},
+}  # fmt: skip
 _DRY_FEATURES = ("noise scale",)
 
 
@@ -109,7 +122,7 @@ def random_numbers(results: Results) -> None:
 
 
 def parity(results: Results) -> None:
-    """Nine steps of one run: relative differences of gradient norms, loss, noise and signal from those without a GPU."""
+    """Nine steps from the same weights: relative differences of gradient norms, loss, noise and signal from the CPU's."""
     cases: dict[str, Settings] = {
         "float32": FLOAT32, "bfloat16": {}, "float32 compiled": {**FLOAT32, **COMPILED}, "bfloat16 compiled": COMPILED,
     }  # fmt: skip
@@ -122,6 +135,10 @@ def parity(results: Results) -> None:
 
 def _nine_steps(case: Settings) -> dict[str, Any]:
     trainer = visit.build({**TINY, **MEASURED, "gns.interval": "4", **case}, 8 if DRY_RUN else 32)
+    weights = torch.Generator().manual_seed(0)  # of the CPU: each kind of device draws initial weights of its own
+    with torch.no_grad():
+        for parameter in trainer.state.model.parameters():
+            parameter.copy_(0.02 * torch.randn(parameter.shape, generator=weights))
     norms = [visit.step(trainer) for _ in range(9)]
     assert trainer.state.gns
     found = {
@@ -142,18 +159,18 @@ def _compared(case: Settings, there: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def features(results: Results) -> None:
-    """Four steps, a validation, a grid and a save with each feature, by the loop itself; four processes at a time."""
+    """Four steps, a validation, a grid and a save with each feature, by the loop itself; eight processes at a time."""
     names = _DRY_FEATURES if DRY_RUN else tuple(FEATURES)
 
     def run(name: str) -> dict[str, Any]:
         began = time.perf_counter()
         try:
-            code = visit.in_child(_run_feature, name, seconds=75 * visit.PATIENCE)
+            code = visit.in_child(_run_feature, name, seconds=150 * visit.PATIENCE)
             return {"code": code, "seconds": time.perf_counter() - began}
         except RuntimeError as error:
             return {"failed": str(error)}
 
-    with concurrent.futures.ThreadPoolExecutor(1 if DRY_RUN else 4) as pool:
+    with concurrent.futures.ThreadPoolExecutor(1 if DRY_RUN else 8) as pool:
         for name, found in zip(names, pool.map(run, names), strict=True):
             results.row(name, **found)
 
@@ -178,7 +195,7 @@ def _run_feature(name: str) -> int:
 
 
 def interrupt_and_resume(results: Results) -> None:
-    """Digits: interrupted by SIGTERM after its first steps, resumed by the same command, completed."""
+    """Digits: interrupted by SIGTERM after its first steps, resumed by the same command, completed; sampled, evaluated."""
     folder = Path(tempfile.mkdtemp())
     words = ["--job.config_file", "train_configs/digits.toml", "--job.dump_folder", str(folder)]
     if DRY_RUN:
@@ -202,6 +219,12 @@ def interrupt_and_resume(results: Results) -> None:
         summary = json.loads((folder / "digits" / "summary.json").read_text())
         losses = [json.loads(line).get("loss_metrics/global_avg_loss") for line in metrics.read_text().splitlines()]
         loss = next(value for value in reversed(losses) if value is not None)
+        by, reference = ["--extractor", "digits"], str(folder / "digits.npz")
+        codes += [
+            sample.main([str(folder / "digits"), "--output", str(folder)]),
+            evaluate.main(["reference", "digits", "--name", "digits", "--output", reference, *by]),
+            evaluate.main([str(folder / "digits"), "--reference", reference, "--metrics", "fd", "--count", "200", *by]),
+        ]
         return {"codes": codes, "status": summary["status"], "last_step": summary["step"], "last_loss": loss}
 
     results.attempt("digits", measure)

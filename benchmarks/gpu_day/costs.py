@@ -82,6 +82,7 @@ def noise_scale(results: Results) -> None:
 
 def kernels(results: Results) -> None:
     """Thirty longest kernels of a compiled step of XL/2, their number, and torch's own count of the FLOPs."""
+    from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
     from torch.utils.flop_counter import FlopCounterMode
 
@@ -89,11 +90,12 @@ def kernels(results: Results) -> None:
     for _ in range(4):
         visit.step(trainer)
     kinds = [ProfilerActivity.CPU, *([] if DRY_RUN else [ProfilerActivity.CUDA])]
+    kind = DeviceType.CPU if DRY_RUN else DeviceType.CUDA
     with profile(activities=kinds) as profiler:
         visit.step(trainer)
     rows = [
         (event.self_cpu_time_total if DRY_RUN else event.self_device_time_total, event.count, event.key)
-        for event in profiler.key_averages() if not getattr(event, "is_user_annotation", False)
+        for event in profiler.key_averages() if event.device_type == kind and not getattr(event, "is_user_annotation", False)
     ]  # fmt: skip
     total = sum(spent for spent, _, _ in rows)
     for spent, count, name in sorted(rows, reverse=True)[: 2 if DRY_RUN else 30]:

@@ -34,9 +34,9 @@ CALLS: dict[int, tuple[Stage, ...]] = {
         Stage("machine", 20, correct.machine),
         Stage("random numbers", 40, correct.random_numbers),
         Stage("parity", 90, correct.parity),
-        Stage("features", 160, correct.features),
+        Stage("features", 200, correct.features),
         Stage("interrupt and resume", 120, correct.interrupt_and_resume),
-        Stage("two ranks", 80, correct.two_ranks),
+        Stage("two ranks", 150, correct.two_ranks),
         Stage("tests", 90, correct.tests),
     ),
     2: (
@@ -47,11 +47,11 @@ CALLS: dict[int, tuple[Stage, ...]] = {
     ),
     3: (
         Stage("machine", 20, correct.machine),
-        Stage("networks", 150, costs.networks),
+        Stage("networks", 240, costs.networks),
         Stage("noise scale", 110, costs.noise_scale),
         Stage("kernels", 50, costs.kernels),
         Stage("sampling", 50, costs.sampling),
-        Stage("checkpoints", 60, costs.checkpoints),
+        Stage("checkpoints", 150, costs.checkpoints),
         Stage("loader", 60, costs.loader),
     ),
 }

@@ -77,6 +77,7 @@ def test_kernels_that_cuda_lacks_are_refused(attention, precision, dtype, width,
 
 def test_choices_of_cuda_are_refused_on_the_cpu(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert problems("[training]\nattention_backend = 'cudnn'\nfloat32_matmul_precision = 'high'") == [
         "run.toml: training.float32_matmul_precision: high is of CUDA's tensor cores, which are not there (set highest)",
         "run.toml: training.attention_backend: cudnn is for CUDA, which is not there (the CPU has flash and math)",

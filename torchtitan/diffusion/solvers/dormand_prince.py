@@ -35,8 +35,8 @@ def dopri5(
     the first is where it begins, and the first step is tried at the second. A batch is evaluated until its last image has
     arrived, each image at its own time; six evaluations a step, one more at the beginning and one at the end.
     """
-    t = times[0].to(torch.float64).expand(len(x)).clone()
-    h = (times[0] - times[1]).to(torch.float64).expand(len(x)).clone()
+    t, following = (times[number].to(x.device, torch.float64).expand(len(x)) for number in (0, 1))
+    h = t - following
 
     def slope(x: Tensor, t: Tensor) -> Tensor:
         estimate = Prediction(*predict(x, t.to(x)))
