@@ -33,7 +33,8 @@ MEASURED: Settings = {"gns.enable": "true", "gns.interval": "2", "gns.num_bins":
 # Name -> what differs from four ordinary steps. Each is the first contact of a branch with a GPU.
 FEATURES: dict[str, Settings] = {
     "EDM2's network": {  # of many shapes, so many compilations: it takes longest, and begins first
-        **COMPILED, "model.name": "edm2", "model.flavor": "cifar", "model.channels": "32", "objective.path": "edm",
+        **COMPILED, "model.name": "edm2", "model.flavor": "cifar", "model.channels": "32", "model.num_blocks": "1",
+        "objective.path": "edm",
         "objective.prediction": "edm", "objective.preconditioning": "edm", "objective.timesteps.name": "lognormal_sigma",
         "objective.learned_uncertainty": "true",
     },

@@ -65,7 +65,10 @@ def noise_scale(results: Results) -> None:
     interval = GNSConfig().interval
 
     def measure(flavor: str, images: int) -> Mapping[str, Any]:
-        settings = {**XL, **visit.NOISE, **COMPILED, "model.flavor": flavor, **({"gns.num_bins": "4"} if DRY_RUN else {})}
+        settings = {
+            **XL, **visit.NOISE, **COMPILED, **visit.LOADED, "model.flavor": flavor,
+            **({"gns.num_bins": "4"} if DRY_RUN else {}),
+        }  # fmt: skip
         trainer = visit.build(settings, images)
         off, free, measured = (statistics.median(arm) for arm in zip(*in_turns(trainer, 1 if DRY_RUN else 10), strict=True))
         trainer.close()

@@ -104,7 +104,7 @@ def _measured(settings: Settings, images: int, world_size: int = 1) -> Mapping[s
     if DRY_RUN:
         images, settings = 4, {**settings, **({"gns.num_bins": "2"} if "gns.enable" in settings else {})}
     began = time.perf_counter()
-    trainer = visit.build(settings, images, world_size)
+    trainer = visit.build({**visit.LOADED, **settings}, images, world_size)
     # A measured step of the noise scale comes every eighth: windows hold whole intervals.
     steps = 8 if not DRY_RUN or "gns.enable" in settings else 1
     for _ in range(steps + 1):
