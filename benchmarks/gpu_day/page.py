@@ -13,6 +13,7 @@ PAGE = ROOT / "docs" / "speed.md"
 BEGIN, END = "<!-- benchmarks/gpu_day.sh page -->\n", "<!-- end -->\n"  # around the part
 CALL_NAMES = {1: "does it run", 2: "is it fast", 3: "what it costs"}
 _MACHINE = "machine"
+_SUMMED = ("features", "tests", "kernels")  # of which the page has counts, and the file of results the rows
 
 # Device -> stage -> row -> values; the machine's row of the same call is kept with every stage.
 Measured = dict[str, dict[str, dict[str, dict[str, Any]]]]
@@ -90,11 +91,23 @@ def _failed(stage: str, results: Measured) -> str:
 
 
 def _tables(device: str, stages: dict[str, dict[str, dict[str, Any]]]) -> str:
-    lines = [f"### {device}\n"]
+    """One table for what is said in the same words: the arms of train steps are rows of one."""
+    groups: dict[tuple[str, str, str], tuple[list[str], dict[str, dict[str, Any]]]] = {}
     for stage in (stage for call in CALLS.values() for stage in call if stage.name in stages and stage.name != _MACHINE):
-        machine, rows = stages[stage.name][_MACHINE], {k: v for k, v in stages[stage.name].items() if k != _MACHINE}
-        columns = list(dict.fromkeys(key for values in rows.values() for key in values))
-        lines.append(f"**{stage.name}**: {stage.about} {machine['date']}, torch {machine['torch']}\n")
+        machine = stages[stage.name][_MACHINE]
+        names, rows = groups.setdefault((stage.about, machine["date"], machine["torch"]), ([], {}))
+        names.append(stage.name)
+        rows |= {name: values for name, values in stages[stage.name].items() if name != _MACHINE}
+    lines = [f"### {device}\n"]
+    for (about, date, torch), (names, rows) in groups.items():
+        columns = dict.fromkeys(key for values in rows.values() for key in values)
+        columns = [column for column in columns if any(values.get(column) not in (None, 0) for values in rows.values())]
+        title = names[0] if len(names) == 1 else "train steps"
+        lines.append(f"**{title}**: {about} {date}, torch {torch}\n")
+        if title in _SUMMED:
+            failed = [f"{name}: {values['failed']}" for name, values in rows.items() if "failed" in values]
+            lines.append(f"{len(rows) - len(failed)} of {len(rows)} rows; {'; '.join(failed) or 'none failed'}.\n")
+            continue
         lines.append("| | " + " | ".join(column.replace("_", " ") for column in columns) + " |\n|" + "---|" * (1 + len(columns)))
         for name, values in rows.items():
             lines.append("| " + " | ".join([name, *(_cell(values.get(column)) for column in columns)]) + " |")
