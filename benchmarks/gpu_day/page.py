@@ -100,8 +100,8 @@ def _tables(device: str, stages: dict[str, dict[str, dict[str, Any]]]) -> str:
         rows |= {name: values for name, values in stages[stage.name].items() if name != _MACHINE}
     lines = [f"### {device}\n"]
     for (about, date, torch), (names, rows) in groups.items():
-        columns = dict.fromkeys(key for values in rows.values() for key in values)
-        columns = [column for column in columns if any(values.get(column) not in (None, 0) for values in rows.values())]
+        keys = dict.fromkeys(key for values in rows.values() for key in values)
+        columns = [column for column in keys if any(values.get(column) not in (None, 0) for values in rows.values())]
         title = names[0] if len(names) == 1 else "train steps"
         lines.append(f"**{title}**: {about} {date}, torch {torch}\n")
         if title in _SUMMED:
