@@ -1,7 +1,7 @@
 """Noise scale in the norm of Muon's step by the size b of a rank's batch: python benchmarks/muon_noise.py [--ages STEP ...]
 
-The digits model trains with Muon. At each age gradients of pairs of batches of b fresh samples give b E[|n_b|]^2 in the dual norm of
-Muon's step (torchtitan/gns/nuclear.py), all gradients together |G|^2, corrected by halves, and the quotient the noise scale of b;
+The digits model trains with Muon. At each age gradients of pairs of batches of b fresh samples give b E[|n_b|]^2 in the dual norm
+of Muon's step (torchtitan/gns/nuclear.py), all gradients |G|^2, corrected by halves; the quotient is the noise scale of b;
 beside it the Euclidean one of the same matrices. Writes benchmarks/results/muon_noise.json.
 """
 
