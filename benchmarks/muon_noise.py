@@ -7,6 +7,7 @@ beside it the Euclidean one of the same matrices. Writes benchmarks/results/muon
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -44,7 +45,7 @@ def at_age(trainer: Trainer, pairs: int) -> dict[str, dict[str, float]]:
     """Noise scales by batch size at these weights."""
     sizes = list(trainer.state.optimizer.matrices().values())
 
-    def norm(matrices: list[Tensor]) -> float:
+    def norm(matrices: Sequence[Tensor]) -> float:
         return sum(size * nuclear_norm(matrix).item() for size, matrix in zip(sizes, matrices, strict=True))
 
     halves, noise, square_noise = [zeros(trainer), zeros(trainer)], {}, 0.0
