@@ -43,6 +43,8 @@ PURPOSES = {
     "synthetic_text": 17,
     "stub_words": 18,
     "alignment": 19,
+    "routing": 20,
+    "path_drop": 21,
 }
 
 _ROUND_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)

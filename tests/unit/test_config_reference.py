@@ -104,7 +104,7 @@ def test_shipped_file_fits_the_schema_and_dumps_equal(path):
 def test_help_lists_every_section_in_a_line():
     lines = help_text().partition("Sections:\n")[2].splitlines()
     names = [line.split()[0] for line in lines]
-    assert names[:6] == ["job", "model", "data", "cache", "autoencoder", "objective"]
+    assert names[:7] == ["job", "model", "model.routing", "data", "cache", "autoencoder", "objective"]
     assert {section.name for section in dataclasses.fields(JobConfig)} <= set(names)
     assert all(len(line.split()) > 2 for line in lines)  # a name and what is in it
     assert f"dataset (name: one of {len(DATASETS)})" in help_text()

@@ -18,7 +18,7 @@ from torchtitan.gns.step_sums import PARTS
 from torchtitan.gns.taps import FOLDED_ROWS, MEASURED, OFF, Fold, SketchedLinear, TapSwitch
 from torchtitan.models import MODELS
 from torchtitan.models.base import ModelConfig
-from torchtitan.models.dit.config import DiTConfig
+from torchtitan.models.dit.config import DiTConfig, SprintConfig
 from torchtitan.models.flux.config import FluxConfig
 
 BATCH, BINS, CLASSES, SHAPE, BETA2, ADAM_STEPS = 10, 3, 4, (2, 8, 8), 0.9, 8
@@ -34,6 +34,10 @@ OPTIONS = DiTConfig(
     position="sincos_rotary", timestep_frequencies="fourier", patch_bottleneck=5, class_tokens=3, class_tokens_start=1,
     value_residual=True, intermediate_head=2, wide_dim=48, wide_heads=4,
 )  # fmt: skip
+ROUTED = DiTConfig(
+    dim=32, num_layers=3, num_heads=2, mlp_hidden_dim=40, norm_affine=True, qk_norm=True, position="rotary", value_residual=True,
+    routing=SprintConfig(name="sprint", first_block=2, last_block=2, path_drop=0.3),
+)  # fmt: skip
 FLUX = FluxConfig(
     dim=32, num_heads=2, num_double_layers=2, num_single_layers=1, mlp_hidden_dim=48, axes_dim=[4, 6, 6], text_dim=12,
     pooled_dim=10, guidance_embedding=True,
@@ -41,7 +45,7 @@ FLUX = FluxConfig(
 TEXT_TOKENS = 3
 CONFIGS = {
     "paper": PAPER, "gains": GAINS, "layernorm gains": LAYERNORM_GAINS, "own embeddings": OWN_EMBEDDINGS, "options": OPTIONS,
-    "flux": FLUX,
+    "routed": ROUTED, "flux": FLUX,
 }  # fmt: skip
 EDGES = torch.tensor([0.3, 0.6])
 
@@ -79,6 +83,7 @@ class Problem:
 
     def loss(self, chosen: slice = slice(None), parameters: dict | None = None) -> torch.Tensor:
         condition = each_tensor(self.condition, lambda value: value[chosen])
+        self.model.draw_dropout(0, torch.arange(BATCH)[chosen])
         arguments = (self.x[chosen], 1000 * self.t[chosen].to(self.x.dtype), condition)
         output = functional_call(self.model, parameters, arguments) if parameters else self.model(*arguments)
         return self.weight[chosen] * (output - self.target[chosen]).square().flatten(1).mean(1)

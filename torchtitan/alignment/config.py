@@ -56,7 +56,7 @@ class AlignmentConfig:
 
 def alignment_problems(
     config: AlignmentConfig, *, tracks: Sequence[str], channels: int, latents: bool, buckets: bool, context_parallel: bool,
-    whole_graph: bool,
+    whole_graph: bool, routed: range = range(0),
 ) -> Iterator[tuple[str, str]]:  # fmt: skip
     """Find what an alignment cannot be trained with: (key of the section, reason).
 
@@ -64,6 +64,7 @@ def alignment_problems(
         channels: of the images.
         latents: the data are latents of a store.
         whole_graph: the network is compiled as one graph.
+        routed: blocks, from 1, that see a part of the tokens.
     """
     teacher = config.teacher
     if teacher == "none":
@@ -83,5 +84,8 @@ def alignment_problems(
     if context_parallel:
         text = f"{teacher} needs all tokens of an image, which parallelism.context_parallel_degree divides (set that to 1)"
         yield "teacher", text
+    if config.block in routed:
+        text = f"block {config.block} sees a part of the tokens, as {routed[0]} to {routed[-1]} do, by model.routing"
+        yield "block", f"{text} (choose another)"
     if whole_graph:
         yield "teacher", f"{teacher} reads a block's output, inside the graph of compile.scope = model (set that to blocks)"

@@ -117,6 +117,8 @@ def _lora(checked: ConfigView) -> Iterator[Problem]:
         yield Problem("checkpoint.initial_weights_strict", text)
     if checked.float8.enable:
         yield Problem("float8.enable", "computes products of weights that train, and lora freezes them (set it to false)")
+    if checked.whole("model").routed_blocks:
+        yield Problem("model.routing.name", "is for weights that train, and lora trains adapters (set it to none)")
     if checked.gns.enable and checked.gns.single_pass:
         yield Problem("gns.single_pass", f"taps gradients of whole layers, and lora trains adapters ({WITHOUT_TAPS})")
 
@@ -137,6 +139,7 @@ def _alignment(checked: ConfigView) -> Iterator[Problem]:
         checked.whole("alignment"), tracks=[track.name for track in checked.ema.tracks], channels=info.image_shape[0],
         latents=checked.data.name in LATENT_DATASETS or checked.cache.enable, buckets=bool(info.bucket_shapes),
         context_parallel=checked.parallelism.context_parallel_degree > 1, whole_graph=compiled,
+        routed=checked.whole("model").routed_blocks,
     ))  # fmt: skip
 
 

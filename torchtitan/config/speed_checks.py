@@ -96,6 +96,8 @@ def _context(checked: ConfigView) -> Iterator[Problem]:
             reasons.append(f"{text}: attention divides its heads among the processes (set a divisor)")
     if getattr(model, "class_tokens", 0):
         reasons.append("model.class_tokens are no tokens of the image, which processes divide (set it to 1, or those to 0)")
+    if model.routed_blocks:
+        reasons.append("model.routing drops some tokens of each image, which processes divide (set it to 1, or routing to none)")
     if checked.gns.enable:
         text = "a process has the gradient of some tokens of an image, so neither per-sample nor per-rank gradients exist"
         reasons.append(f"gns.enable: {text} (set it to 1, or gns.enable to false)")

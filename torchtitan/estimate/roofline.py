@@ -61,7 +61,8 @@ class StepTime:
 
 def training_flops_per_image(config: JobConfig, model: DiffusionModel) -> int:
     """Floating-point operations of training the model on one image, by the run's objective, and of its alignment."""
-    flops = training_flops(model, model.image_shape, OBJECTIVES[config.objective.name].untrained_forwards)
+    untrained_forwards = OBJECTIVES[config.objective.name].untrained_forwards
+    flops = training_flops(model, model.image_shape, untrained_forwards, config.training.steps)
     if config.alignment.teacher == "none":
         return flops
     from torchtitan.alignment.plan import Plan
@@ -122,7 +123,8 @@ def recomputed_share(config: JobConfig, model: DiffusionModel) -> float:
         return 0.0
     blocks = len(model.blocks())
     wrapped = math.ceil(blocks / config.activation_checkpoint.every) / blocks
-    return wrapped * 2 * model.forward_macs_per_image(model.image_shape) / training_flops_per_image(config, model)
+    forward = 2 * model.training_macs_per_image(model.image_shape, config.training.steps)
+    return wrapped * forward / training_flops_per_image(config, model)
 
 
 def communication_bytes(config: JobConfig, num_parameters: int, gathered: int | None = None) -> dict[str, float]:

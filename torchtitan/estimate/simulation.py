@@ -192,7 +192,7 @@ class _Step:
         config, live = self.config, self.live
         live.open_window((self.microbatch, "forward", -1))
         samples = torch.arange(config.training.local_batch_size)
-        self.model.draw_dropout(config.debug.seed, samples)
+        self.model.draw_dropout(config.debug.seed, samples, steps_left=1)  # the last step may have more tokens than others
         batch = self.info.placeholder(len(samples), self.model.image_shape) | {"samples": samples}
         t, noise, importance = torch.empty(len(samples)), torch.empty_like(batch["images"]), torch.empty(len(samples))
         index = torch.empty(len(samples), dtype=torch.int64) if self.objective.path.discrete else None

@@ -109,11 +109,12 @@ class DiffusionModel(nn.Module):
         """Initialise the buffers that no checkpoint holds; for a model with loaded instead of drawn parameters."""
         raise NotImplementedError
 
-    def draw_dropout(self, seed: int, samples: Tensor, attempt: int = 0) -> None:
-        """Draw what the following forwards in training drop; nothing is dropped by a model without dropout.
+    def draw_dropout(self, seed: int, samples: Tensor, attempt: int = 0, steps_left: int | None = None) -> None:
+        """Draw what the following forwards in training drop, activations or tokens; without dropout and routing nothing.
 
         Args:
             samples: sample numbers of the images of these forwards [B], int64, on the model's device.
+            steps_left: up to the run's end, this one included, for `ModelConfig.routed_blocks`; None: the end is far.
         """
 
     def set_guidance(self, scale: float | None) -> None:
@@ -158,7 +159,17 @@ class DiffusionModel(nn.Module):
         macs = sum(math.prod(cast(Tensor, self.get_submodule(name).weight).shape) * times for name, times in layers)
         return self.attention_macs(self.tokens_per_image(image_shape)) + macs
 
-    def flops_per_image(self, image_shape: tuple[int, int, int], untrained_forwards: int = 0) -> int:
+    def training_macs_per_image(self, image_shape: tuple[int, int, int], steps: int | None = None) -> int:
+        """Multiply-accumulates of one image's forward in training, where blocks may see some of the tokens.
+
+        Args:
+            steps: of the run, over which they are the mean; None: all are alike.
+        """
+        return self.forward_macs_per_image(image_shape)
+
+    def flops_per_image(
+        self, image_shape: tuple[int, int, int], untrained_forwards: int = 0, steps: int | None = None
+    ) -> int:
         """Floating-point operations of training on one image: MFU divides them by time.
 
         2 per multiply-accumulate, and the backward has two products for each one of the forward. Recomputation
@@ -166,8 +177,9 @@ class DiffusionModel(nn.Module):
 
         Args:
             untrained_forwards: forwards without backward, as `Objective.untrained_forwards` of the run.
+            steps: as of `training_macs_per_image`.
         """
-        return (3 + untrained_forwards) * 2 * self.forward_macs_per_image(image_shape)
+        return (3 + untrained_forwards) * 2 * self.training_macs_per_image(image_shape, steps)
 
     def num_parameters(self) -> int:
         """Number of trainable parameters."""
@@ -202,6 +214,11 @@ class ModelConfig:
     def depth(self) -> int | None:
         """Number of units in `blocks`; None if the configuration does not determine it."""
         return None
+
+    @property
+    def routed_blocks(self) -> range:
+        """Blocks, from 1, that see a part of an image's tokens in training."""
+        return range(0)
 
     @property
     def head_width(self) -> int | None:

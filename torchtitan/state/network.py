@@ -51,7 +51,7 @@ class RunNetwork:
         Raises:
             WeightsError, AdapterError, CannotMeasure: on every rank.
         """
-        self._adapted, self._untrained_forwards = config.lora.enable, objective.untrained_forwards
+        self._adapted, self._cost = config.lora.enable, (objective.untrained_forwards, config.training.steps)
         self.model, shards = _built(config, info, layout, new)
         attach(objective, self.model, info.entries)
         objective.to(layout.device)
@@ -107,10 +107,10 @@ class RunNetwork:
         """Floating-point operations of training on one image of a shape (C, H, W)."""
         channels, height, width = shape
         if not self._adapted:
-            return self.flops_beside + self.model.flops_per_image((channels, height, width), self._untrained_forwards)
+            return self.flops_beside + self.model.flops_per_image((channels, height, width), *self._cost)
         from torchtitan.models.adapters.flops import training_flops
 
-        return self.flops_beside + training_flops(self.model, (channels, height, width), self._untrained_forwards)
+        return self.flops_beside + training_flops(self.model, (channels, height, width), *self._cost)
 
     def held_gib(self, parts: Mapping[str, Mapping[str, Tensor]]) -> dict[str, float]:
         """GiB on this rank's device of its weights and tables, frozen ones included, and of other tensors by part."""

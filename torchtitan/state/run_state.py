@@ -95,6 +95,7 @@ class RunState:
             self.network.flops_beside = self.alignment.flops_per_image
             diagnostics = (*diagnostics, *self.alignment.diagnostics)
         self.encodes_texts = isinstance(self.model.condition_kind, Texts)
+        self._drops = config.model.dropout > 0 or len(config.model.routed_blocks) > 0
         self.optimizer = build_optimizer(
             self.parameters | self.objective.parameters(), config.optimizer, self.model.blocks(),
             lr_scales=self.objective.lr_scales(),
@@ -178,8 +179,9 @@ class RunState:
         draw = self.objective.draw(tuple(images.shape[1:]), samples, batch["samples"])
         condition = self.condition(batch, draw, encoded)
         kept = self.objective.kept(cast(Tensor, draw.dropping), self.config.model.label_dropout)
-        if self.config.model.dropout > 0:
-            self.model.draw_dropout(self.config.debug.seed, batch["samples"], samples.attempt)
+        if self._drops:
+            steps_left = self.config.training.steps - self.progress
+            self.model.draw_dropout(self.config.debug.seed, batch["samples"], samples.attempt, steps_left)
         microbatch = Microbatch(images, condition, batch, kept)
         aligned, features = self.alignment, None
         if aligned is not None and aligned.lasts(self.progress):

@@ -10,7 +10,9 @@ from torchtitan.models.adapters.layers import AdaptedLayer, AdaptedLinear, LowRa
 from torchtitan.models.base import DiffusionModel
 
 
-def training_flops(model: DiffusionModel, image_shape: tuple[int, int, int], untrained_forwards: int = 0) -> int:
+def training_flops(
+    model: DiffusionModel, image_shape: tuple[int, int, int], untrained_forwards: int = 0, steps: int | None = None
+) -> int:
     """Count floating-point operations of training on one image, of which MFU is a share.
 
     Without adapters they are `DiffusionModel.flops_per_image`. With them a frozen weight has one product in the backward,
@@ -27,10 +29,11 @@ def training_flops(model: DiffusionModel, image_shape: tuple[int, int, int], unt
 
     Args:
         untrained_forwards: forwards without backward, as `Objective.untrained_forwards` of the run.
+        steps: of the run, for a network without adapters.
     """
     layers = {name: model.get_submodule(name) for name in model.applications(image_shape)}
     if not any(isinstance(layer, AdaptedLayer) for layer in layers.values()):
-        return model.flops_per_image(image_shape, untrained_forwards)
+        return model.flops_per_image(image_shape, untrained_forwards, steps)
     forward = 1 + untrained_forwards
     total = (forward + 2) * model.attention_macs(model.tokens_per_image(image_shape))
     for name, times in model.applications(image_shape).items():

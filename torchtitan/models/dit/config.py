@@ -5,13 +5,58 @@ from typing import Literal
 
 from torchtitan.conditions import Classes, ConditionKind
 from torchtitan.models.base import ModelConfig
-from torchtitan.settings import setting
+from torchtitan.settings import Choice, choice, setting
 
 # What no machine holds, and products of which fit in 64 bits.
 MOST_TOKENS, MOST_PARAMETERS = 2**24, 10**13
 
 _PLAIN = {"magnitude_preserving": (False,)}
 _ONE_EMBEDDING = _PLAIN | {"embedding_per_block": (False,)}
+
+
+@dataclass(kw_only=True)
+class RoutingConfig:
+    """`[model.routing]`; by default every block sees every token."""
+
+    name: str = setting("", "blocks that see a random part of an image's tokens in training, never in evaluation and sampling")
+
+    def span(self, num_layers: int) -> range:
+        """Routed blocks, from 1, of a network of so many."""
+        return range(0)
+
+
+@dataclass(kw_only=True)
+class TreadConfig(RoutingConfig):
+    """The other tokens skip the blocks. Source: Krause et al., arXiv 2501.04765."""
+
+    first_block: int = setting(3, "first block of the kept tokens, from 1", ge=1)
+    last_block: int | None = setting(
+        None, "last block of the kept tokens; default: num_layers - 3 (tread) or num_layers - 2 (sprint)", ge=1
+    )
+    keep: float = setting(0.5, "share of an image's tokens that are kept", gt=0, le=1)
+    finish_steps: int = setting(
+        0, "last steps of the run, of training.global_batch_size images, with all tokens in every block", ge=0
+    )
+
+    blocks_behind = 3
+
+    def span(self, num_layers: int) -> range:
+        return range(self.first_block, (self.last_block or num_layers - self.blocks_behind) + 1)
+
+
+@dataclass(kw_only=True)
+class SprintConfig(TreadConfig):
+    """The others come back as a mask token, and a linear fuses all with the tokens before. Source: arXiv 2510.21986."""
+
+    keep: float = setting(0.25, "share of an image's tokens that are kept", gt=0, le=1)
+    path_drop: float = setting(
+        0.05, "probability of mask tokens for all of an image's tokens behind the blocks, in training", ge=0, lt=1
+    )
+
+    blocks_behind = 2
+
+
+ROUTINGS: dict[str, type[RoutingConfig]] = {"none": RoutingConfig, "tread": TreadConfig, "sprint": SprintConfig}
 
 
 @dataclass(kw_only=True)
@@ -85,6 +130,7 @@ class DiTConfig(ModelConfig):
     wide_heads: int = setting(
         16, "attention heads of the second stream; must divide wide_dim", ge=1, le=65536, applies={"wide_dim": ">0"}
     )
+    routing: RoutingConfig = choice(Choice(ROUTINGS, "none"), "blocks that see a part of the tokens in training")
 
     @property
     def head_width(self) -> int | None:
@@ -96,12 +142,16 @@ class DiTConfig(ModelConfig):
         return self.num_layers + (self.wide_layers if self.wide_dim else 0)
 
     def of_depth(self, depth: int) -> "DiTConfig | None":
-        alike = not (self.intermediate_head or self.class_tokens or self.wide_dim or self.value_residual)
+        alike = not (self.intermediate_head or self.class_tokens or self.wide_dim or self.value_residual or self.routed_blocks)
         return replace(self, num_layers=depth) if alike else None
 
     @property
     def normalizes_weights(self) -> bool:
         return self.magnitude_preserving
+
+    @property
+    def routed_blocks(self) -> range:
+        return self.routing.span(self.num_layers)
 
 
 def _peebles_xie(size: str, dim: int, num_layers: int, num_heads: int) -> dict[str, DiTConfig]:
@@ -192,7 +242,7 @@ def problems(config: DiTConfig, image_shape: tuple[int, int, int]) -> list[str]:
         found.append(f"model.class_tokens_start: {config.class_tokens_start} leaves no block for them ({most})")
     if config.magnitude_preserving and config.mlp == "swiglu_bias":
         found.append("model.mlp: swiglu_bias has biases, and model.magnitude_preserving none (use swiglu)")
-    found += _wide_problems(config)
+    found += _wide_problems(config) + _routing_problems(config)
     of_block = config.dim * (10 * config.dim + 2 * config.mlp_hidden_dim)
     if config.num_layers * of_block > MOST_PARAMETERS:
         blocks = f"{config.num_layers} blocks of about {of_block:.1g} parameters"
@@ -212,6 +262,25 @@ def _wide_problems(config: DiTConfig) -> list[str]:
     if config.wide_layers * of_block > MOST_PARAMETERS:
         blocks = f"{config.wide_layers} blocks of about {of_block:.1g} parameters"
         return [f"model.wide_layers: {blocks} are more than {MOST_PARAMETERS:.0e} (lower it, or model.wide_dim)"]
+    return []
+
+
+def _routing_problems(config: DiTConfig) -> list[str]:
+    routing, key = config.routing, "model.routing"
+    if routing.name == "none":
+        return []
+    blocks = config.routed_blocks
+    if not blocks or blocks[-1] > config.num_layers:
+        text = f"{blocks.stop - 1} is no block from {key}.first_block = {blocks.start} to model.num_layers = {config.num_layers}"
+        return [f"{key}.last_block: {text} (give one)"]
+    for name in ("magnitude_preserving", "embedding_per_block", "class_tokens", "wide_dim"):
+        if getattr(config, name):
+            return [f"{key}.name: {routing.name} is for a network without model.{name} (set one of the two to its default)"]
+    if config.value_residual and blocks[0] == 1:
+        return [f"{key}.first_block: all tokens need values of the first block, by model.value_residual (set it above 1)"]
+    if config.intermediate_head and config.intermediate_head in blocks[:-1]:
+        text = f"{config.intermediate_head} is a block with a part of the tokens, by {key}"
+        return [f"model.intermediate_head: {text} (set it below {blocks[0]}, or to {blocks[-1]} or above)"]
     return []
 
 

@@ -277,6 +277,8 @@ def layout_problems(model: DiT, layout: str) -> list[str]:
         ]
     if model.config.timestep_frequencies == "fourier":
         found.append(f"model.timestep_frequencies = fourier: the {layout} layout is of models with sinusoids")
+    if model.config.routing.name == "sprint":
+        found.append(f"model.routing.name = sprint: the {layout} layout has no mask token and fusion")
     if not isinstance(model.condition_kind, Classes):
         found.append(f"the dataset has no classes: the {layout} layout is of models with a class table")
     if model.grid[0] != model.grid[1]:

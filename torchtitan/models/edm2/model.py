@@ -84,7 +84,7 @@ class EDM2UNet(DiffusionModel):
         x = x.to(torch.promote_types(x.dtype, torch.float32))
         return x if self.output_gain is None else x * self.output_gain.to(x.dtype)
 
-    def draw_dropout(self, seed: int, samples: Tensor, attempt: int = 0) -> None:
+    def draw_dropout(self, seed: int, samples: Tensor, attempt: int = 0, steps_left: int | None = None) -> None:
         if self.config.dropout:
             self._keys = dropout_keys(seed, samples, self.config.depth, attempt)
 
