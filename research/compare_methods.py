@@ -30,13 +30,13 @@ from torchtitan.runs.record import HELD_OUT_LOSS, read_run
 from torchtitan.settings.sections import flattened
 
 NAME = "compare_methods"
-# Of a run's row: what it was trained with, FLOPs of training on an image, images at its measurements, their values.
+# Of a run: what it was trained with, FLOPs of training on an image, images at its measurements, their values by measure.
 COLUMNS = ("settings", "flops_per_image", "images", "curves")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     grid_options.add_grid_options(parser, NAME, seeds=5)
-    parser.add_argument("--methods", type=Path, required=True, metavar="FILE.toml", help="a table for each arm, with the "
+    parser.add_argument("--methods", type=Path, required=True, metavar="FILE.toml", help="a table for each method, with the "
         "keys in which it differs from the configuration; the plain run first, which may differ in none")
     parser.add_argument("--report-only", action="store_true", help="train nothing; report on the runs that have ended")
 
@@ -46,8 +46,8 @@ def run_alone(arguments: argparse.Namespace) -> Path:
     grid_options.require_seeds(arguments)
     arms = read_arms(read_methods(arguments.methods))
     base = grid_options.read_base(arguments, measured=True)
-    if not base.validation.enable:
-        raise StudyError("validation.enable: must be true, as methods are compared by the held-out loss")
+    if not (base.validation.enable and base.evaluation.enable):
+        raise StudyError("validation.enable, evaluation.enable: must be true, as methods are compared by what they measure")
     batch = base.training.global_batch_size
     samples = grid_options.equal_samples(arguments, [batch])
     shared = batch_overrides(base, batch, samples, arguments.checkpoints, "const", arguments.processes)
@@ -55,57 +55,29 @@ def run_alone(arguments: argparse.Namespace) -> Path:
     runs = plan_runs(arms, shared, arguments.seeds, base)
     folder = grid_options.study_folder(arguments, base, NAME)
     ResultsFolder(folder, STUDY_MARKS).refuse_foreign()
-    better = directions(base)
+    better: dict[str, Better] = {"loss": "lower"}
+    for metric in base.evaluation.metrics:
+        better |= {name: which for name, which in METRICS[metric].better.items() if which}
     if not arguments.report_only:
-        train_missing(base, runs, folder, arguments, better)
+        _train_missing(base, runs, folder, arguments, better)
     table = _table(folder)
-    found = {
-        (run.arm.label, run.seed): MeasuredRun.of_row(row) for run in runs if (row := _ended(table, run))
-    }  # fmt: skip
-    rows = [row for run in runs if (row := table.find({"run": run.name}))]
-    failures = {row["run"]: row["reason"] for row in rows if row["status"] != "ok"}
+    rows = {(run.arm.label, run.seed): row for run in runs if (row := _ended(table, run))}
+    found = {key: MeasuredRun.of_row(row) for key, row in rows.items()}
     make_folder(folder)
-    summary = folder / "summary.md"
-    text = f"# {NAME}\n\n{len(found)} of {len(runs)} runs of {samples} images. "
-    replace_file(summary, text + methods_report.write(found, list(arms), better, failures, folder))
-    return summary
+    failed = sum((row := table.find({"run": run.name})) is not None and row["status"] != "ok" for run in runs)
+    header = f"# {NAME}\n\n{len(found)} of {len(runs)} runs of {samples} images have ended, {failed} failed. "
+    replace_file(folder / "summary.md", header + methods_report.write(found, list(arms), better, folder))
+    return folder / "summary.md"
 
 
 def read_methods(path: Path) -> list[list[str]]:
     """Read a file of methods: the words of an `--arm` for each of its tables. Raises StudyError."""
     try:
-        tables = read_toml(path)
-    except (OSError, ValueError) as error:
-        raise StudyError(f"--methods: {path}: {error}") from error
-    if alone := [name for name, keys in tables.items() if not isinstance(keys, dict)]:
-        raise StudyError(f"--methods: {path}: {alone[0]} is no table of an arm (write [NAME], and keys below it)")
-    return [
-        [name, *(f"{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in flattened(keys))]
-        for name, keys in tables.items()
-    ]
-
-
-def directions(base: JobConfig) -> dict[str, Better]:
-    """Better direction of each measure: of the held-out loss, and of the values of the configuration's metrics."""
-    found: dict[str, Better] = {"loss": "lower"}
-    for metric in base.evaluation.metrics if base.evaluation.enable else []:
-        found |= {name: better for name, better in METRICS[metric].better.items() if better}
-    return found
-
-
-def train_missing(
-    base: JobConfig, runs: list[PlannedRun], folder: Path, options: argparse.Namespace, better: Mapping[str, Better]
-) -> None:
-    """Train the runs without a row of the same settings, seed by seed, so that what has ended is paired. Raises StudyError."""
-    table = _table(folder)
-    missing = {run.name: run for run in runs if not _ended(table, run)}
-    grid = plan_grid(base, list(missing.values()), folder, options.processes)
-    weights = choose_weights(base, options.weights)
-
-    def of_run(name: str) -> dict[str, Any]:
-        return measured(grid.run_folder(name), weights, better) | {"settings": _settings(missing[name])}
-
-    train_grid(grid, options.retry_failed, RunRecord(COLUMNS, of_run))
+        tables = [(name, dict(flattened(keys))) for name, keys in read_toml(path).items()]
+    except (OSError, ValueError, AttributeError) as error:
+        raise StudyError(f"--methods: {path}: is no file of tables [NAME] with keys: {error}") from error
+    text = {name: {key: v if isinstance(v, str) else json.dumps(v) for key, v in keys.items()} for name, keys in tables}
+    return [[name, *(f"{key}={value}" for key, value in keys.items())] for name, keys in text.items()]
 
 
 def measured(folder: Path, weights: str, better: Mapping[str, Better]) -> dict[str, Any]:
@@ -114,13 +86,26 @@ def measured(folder: Path, weights: str, better: Mapping[str, Better]) -> dict[s
     loss = HELD_OUT_LOSS if weights == "none" else f"validation_metrics/{weights}/loss"
     series = {name: run.series(loss if name == "loss" else f"evaluation_metrics/{name}") for name in better}
     steps = sorted(set.intersection(*(set(one.steps) for one in series.values())))
-    if not steps or steps[-1] != run.last_step or run.summary is None:
+    if run.summary is None or run.last_step not in steps:
         raise TrainingFailed("not every measure is finite at its end")
     return {
         "flops_per_image": run.summary["flops_per_image"],
         "images": " ".join(str(run.images_at(step)) for step in steps),
         "curves": json.dumps({name: [one.at(step) for step in steps] for name, one in series.items()}),
     }
+
+
+def _train_missing(
+    base: JobConfig, runs: list[PlannedRun], folder: Path, options: argparse.Namespace, better: Mapping[str, Better]
+) -> None:
+    table, weights = _table(folder), choose_weights(base, options.weights)
+    missing = {run.name: run for run in runs if not _ended(table, run)}
+    grid = plan_grid(base, list(missing.values()), folder, options.processes)
+
+    def of_run(name: str) -> dict[str, Any]:
+        return measured(grid.run_folder(name), weights, better) | {"settings": _settings(missing[name])}
+
+    train_grid(grid, options.retry_failed, RunRecord(COLUMNS, of_run))
 
 
 def _table(folder: Path) -> ResultTable:

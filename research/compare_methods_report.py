@@ -42,7 +42,7 @@ class MeasuredRun:
         return float(np.interp(math.log(images), np.log(self.images), values))
 
 
-Runs = Mapping[tuple[str, int], MeasuredRun]
+Runs = Mapping[tuple[str, int], MeasuredRun]  # by method and seed
 
 
 def change(run: MeasuredRun, plain: MeasuredRun, measure: str, better: Better, axis: str) -> float:
@@ -50,95 +50,86 @@ def change(run: MeasuredRun, plain: MeasuredRun, measure: str, better: Better, a
 
     Axis "images": after those that the shorter run has seen; "FLOPs": after the FLOPs that the cheaper run has spent.
     """
-    costs = [run.flops, plain.flops] if axis == "FLOPs" else [1.0, 1.0]
-    spent = min(cost * one.images[-1] for cost, one in zip(costs, (run, plain), strict=True))
-    values = [one.at(measure, better, spent / cost) for cost, one in zip(costs, (run, plain), strict=True)]
-    return values[0] - values[1]
+    costs = [(one.flops if axis == "FLOPs" else 1.0) for one in (run, plain)]
+    spent = min(costs[0] * run.images[-1], costs[1] * plain.images[-1])
+    return run.at(measure, better, spent / costs[0]) - plain.at(measure, better, spent / costs[1])
 
 
-def write(
-    found: Runs, arms: Sequence[str], better: Mapping[str, Better], failures: Mapping[str, str], folder: Path
-) -> str:
-    """Draw the picture into the folder; return the text below the summary's title.
+def write(found: Runs, methods: Sequence[str], better: Mapping[str, Better], folder: Path) -> str:
+    """Draw the picture into the folder; return the text of the summary.
 
     Args:
-        found: (arm, seed) -> its run, of those that have ended.
-        arms: the plain run first.
+        found: the runs that have ended.
+        methods: the plain run first.
         better: direction of each measure.
-        failures: name of a run -> reason.
     """
-    comparisons = (len(arms) - 1) * len(better) * len(AXES)
+    count = (len(methods) - 1) * len(better) * len(AXES)
     text = (
-        f"Changes against {arms[0]}, paired by seed, with 95 % intervals by Student's t over seeds; bold: the interval "
-        f"excludes 0; bold with *: at 1 - 0.05 / {comparisons} too, for {comparisons} comparisons.\n\n"
+        f"Changes against {methods[0]}, paired by seed, with 95 % intervals by Student's t over seeds; bold: the interval "
+        f"excludes 0; bold with *: also at 1 - 0.05 / {count}, for {count} comparisons.\n\n"
     )
     for axis in AXES:
-        text += f"## Equal {axis}\n\n" + _table(found, arms, better, axis, comparisons)
-    if len({seed for _, seed in found}) > 1:
-        text += draw(found, arms, better, folder / "methods.png")
-    return text + "".join(f"- {name} failed: {reason}\n" for name, reason in failures.items())
+        text += f"## Equal {axis}\n\n" + _table(found, methods, better, axis, count)
+    return text + draw(found, methods, better, folder / "methods.png")
 
 
-def differences(found: Runs, arm: str, plain: str, measure: str, better: Better, axis: str) -> list[float]:
-    """Changes of an arm, one for each seed that the plain run has too."""
-    seeds = sorted(seed for name, seed in found if name == arm and (plain, seed) in found)
-    return [change(found[arm, seed], found[plain, seed], measure, better, axis) for seed in seeds]
+def _paired(found: Runs, method: str, plain: str) -> list[tuple[MeasuredRun, MeasuredRun]]:
+    return [(run, found[plain, seed]) for (name, seed), run in found.items() if name == method and (plain, seed) in found]
 
 
-def _table(found: Runs, arms: Sequence[str], better: Mapping[str, Better], axis: str, comparisons: int) -> str:
-    plain = [run for (name, _), run in found.items() if name == arms[0]]
+def _table(found: Runs, methods: Sequence[str], better: Mapping[str, Better], axis: str, count: int) -> str:
+    plain = [run for (name, _), run in found.items() if name == methods[0]]
     means = [f"{fmean(run.curves[name][-1] for run in plain):.4g}" if plain else "-" for name in better]
-    rows: list[list[str]] = [[arms[0], str(len(plain)), "1", *means]]
-    for arm in arms[1:]:
-        seeds = sorted(seed for name, seed in found if name == arm and (arms[0], seed) in found)
-        ratio = f"{fmean(found[arm, seed].flops / found[arms[0], seed].flops for seed in seeds):.3g}" if seeds else "-"
-        changes = [(differences(found, arm, arms[0], name, direction, axis), direction) for name, direction in better.items()]
-        rows.append([arm, str(len(seeds)), ratio, *(_text(values, direction, comparisons) for values, direction in changes)])
+    rows = [[methods[0], str(len(plain)), "1", *means]]
+    for method in methods[1:]:
+        if pairs := _paired(found, method, methods[0]):
+            changes = [([change(*pair, name, which, axis) for pair in pairs], which) for name, which in better.items()]
+            ratio = fmean(run.flops / of.flops for run, of in pairs)
+            rows.append([method, str(len(pairs)), f"{ratio:.3g}", *(_text(*found, count) for found in changes)])
+        else:
+            rows.append([method, "0", "-", *("-" for _ in better)])
     arrows = {"lower": "↓", "higher": "↑"}
-    return markdown_table(["method", "seeds", "FLOPs an image", *(f"{name} {arrows[better[name]]}" for name in better)], rows)
+    return markdown_table(["method", "seeds", "FLOPs", *(f"{name} {arrows[which]}" for name, which in better.items())], rows)
 
 
-def _text(values: Sequence[float], better: Better, comparisons: int) -> str:
-    if not values:
-        return "-"
-    found = mean_interval(values)
-    unit = "%" if better == "lower" else "points"
-    middle, low, high = (_per_cent(end, better) for end in (found.value, found.lower, found.upper))
-    text = f"{middle:+.1f} {unit}" + (f" [{low:+.1f}, {high:+.1f}]" if found.bounded else "")
-    if not found.bounded or not found.excludes(0.0):
+def _text(changes: Sequence[float], better: Better, count: int) -> str:
+    found, shown = mean_interval(changes), _in_per_cent(changes, better)
+    text = f"{shown.value:+.1f} {'%' if better == 'lower' else 'points'}"
+    if not found.bounded:
         return text
-    return Markdown(f"**{text}**" + ("\\*" if mean_interval(values, 1 - 0.05 / comparisons).excludes(0.0) else ""))
+    text += f" [{shown.lower:+.1f}, {shown.upper:+.1f}]"
+    if not found.excludes(0.0):
+        return text
+    return Markdown(f"**{text}**" + ("\\*" if mean_interval(changes, 1 - 0.05 / count).excludes(0.0) else ""))
 
 
-def _per_cent(value: float, better: Better) -> float:
-    """Change in per cent of the plain run's value, or in points of a share."""
-    return 100 * (math.expm1(min(value, 700.0)) if better == "lower" else value)
+def _in_per_cent(changes: Sequence[float], better: Better) -> Interval:
+    """Mean change in per cent of the plain run's value, or in points of a share."""
+    found = mean_interval(changes)
+    ends = found.value, found.lower, found.upper
+    value, lower, upper = (100 * (math.expm1(min(end, 700.0)) if better == "lower" else end) for end in ends)
+    return Interval(value, lower, upper)
 
 
-def draw(found: Runs, arms: Sequence[str], better: Mapping[str, Better], path: Path) -> str:
-    """Draw the changes of every method: a panel per measure, a row per method, a point per axis."""
-    figure, (panels,) = new_figure(
-        f"Changes against {arms[0]}", 1, len(better), (3.2 * len(better) + 2, 0.36 * len(arms) + 1.6), sharey=True
-    )
-    for panel, (measure, direction) in zip(panels, better.items(), strict=True):
+def draw(found: Runs, methods: Sequence[str], better: Mapping[str, Better], path: Path) -> str:
+    """Draw the changes: a panel per measure, a row per method, a point per axis."""
+    plain, size = methods[0], (3.2 * len(better) + 2, 0.36 * len(methods) + 1.6)
+    figure, (panels,) = new_figure(f"Changes against {plain}", 1, len(better), size, sharey=True)
+    for panel, (measure, which) in zip(panels, better.items(), strict=True):
         panel.axvline(0, color="black", linewidth=1)
         for number, axis in enumerate(AXES):
-            for place, arm in enumerate(arms[1:]):
-                if values := differences(found, arm, arms[0], measure, direction, axis):
-                    _point(panel, values, direction, place + 0.3 * number - 0.15, number, f"equal {axis}" if not place else None)
-        panel.set_xlabel(f"{measure}, {'change in %, lower is better' if direction == 'lower' else 'points, higher is better'}")
-    panels[0].set_yticks(range(len(arms) - 1), arms[1:])
-    panels[0].set_ylim(len(arms) - 1.5, -0.5)
+            shown = {
+                place: _in_per_cent([change(*pair, measure, which, axis) for pair in pairs], which)
+                for place, method in enumerate(methods[1:]) if (pairs := _paired(found, method, plain))
+            }  # fmt: skip
+            panel.errorbar(
+                [value.value for value in shown.values()], [place + 0.3 * number - 0.15 for place in shown],
+                xerr=np.array([error_bar(value) for value in shown.values()]).reshape(-1, 2).T, color=colour(number),
+                marker="os"[number], markersize=4, capsize=2, linestyle="none", label=f"equal {axis}",
+            )  # fmt: skip
+        panel.set_xlabel(f"{measure}: " + ("change in %, lower is better" if which == "lower" else "points, higher is better"))
+    panels[0].set_yticks(range(len(methods) - 1), methods[1:])
+    panels[0].set_ylim(len(methods) - 1.5, -0.5)
     panels[0].legend(fontsize=8)
-    note(figure, f"95 % intervals over {len({seed for _, seed in found})} seeds, paired")
+    note(figure, "95 % intervals over seeds, paired")
     return save(figure, path)
-
-
-def _point(panel, values: Sequence[float], better: Better, height: float, number: int, label: str | None) -> None:
-    found = mean_interval(values)
-    value, lower, upper = (_per_cent(end, better) for end in (found.value, found.lower, found.upper))
-    bars = [[end] for end in error_bar(Interval(value, lower, upper))]
-    panel.errorbar(
-        [value], [height], xerr=bars, color=colour(number), marker="os"[number], markersize=4, capsize=2,
-        linestyle="none", label=label, fillstyle="none" if number else "full",
-    )  # fmt: skip
