@@ -42,6 +42,7 @@ _FIXED = {
     "wide_dim": 0,
     "final_modulation": True,
     "num_predictions": 1,
+    "score_scale": None,
 }
 
 # How the code of each layout trains and samples.
