@@ -48,7 +48,7 @@ COMMANDS = {
     "estimate": Command("estimate", "memory, speed and hours of a run before its launch"),
     "autotune": Command("autotune_batch_size", "find the largest batch size that fits", interruptible=True),
     "sweep": Command("sweep", "run a grid of configurations", interruptible=True),
-    "compare": Command("compare", "show a run, or compare several and their hardware, on one page"),
+    "compare": Command("compare", "show a run, or compare several and their hardware, on one page", interruptible=True),
     "analyse": Command("optimization_analysis", "speed and memory of a folder of runs"),
 }
 

@@ -1,5 +1,7 @@
 """What the ranks of test_rank_monitor run; see tests.launcher."""
 
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -81,12 +83,35 @@ def _by_hand(trainer: Trainer, model: nn.Module, batches: list[dict], first: int
         bins.append(sorted(set(torch.bucketize(draw.t, edges).tolist())))
     accumulated = torch.stack(gradients).mean(0)  # [ranks, parameters]
     return {
+        "nuclear": _nuclear(trainer, model, accumulated, 8),
+        "nuclear_of_microbatches": [_nuclear(trainer, model, part, 2) for part in gradients],
         "bins": bins,
         "small_of_microbatches": [part.square().sum(1).tolist() for part in gradients],
         "large_of_microbatches": [part.mean(0).square().sum().item() for part in gradients],
         "small": accumulated.square().sum(1).tolist(),
         "large": accumulated.mean(0).square().sum().item(),
         "step_norm": weighted.square().sum().sqrt().item(),
+    }
+
+
+def _nuclear(trainer: Trainer, model: nn.Module, gradients: Tensor, samples: int) -> dict[str, float] | None:
+    """Noise and signal in the dual norm of Muon's step, from gradients [ranks, parameters]; None for another optimizer."""
+    if trainer.config.optimizer.name != "Muon":
+        return None
+    in_blocks = {parameter for block in model.blocks() for parameter in block.parameters()}
+    parts = zip(model.parameters(), gradients.split([p.numel() for p in model.parameters()], dim=1), strict=True)
+    of_blocks = [part.view(-1, *p.shape) for p, part in parts if p in in_blocks and p.ndim == 2]
+
+    def norm(pick: Callable[[Tensor], Tensor]) -> float:
+        return sum(0.2 * max(part.shape[1:]) ** 0.5 * torch.linalg.svdvals(pick(part)).sum().item() for part in of_blocks)
+
+    ranks = len(gradients)
+    apart = [norm(lambda part, rank=rank: part[rank] - part.mean(0)) for rank in range(ranks)]
+    halves = [norm(lambda part: part[: ranks // 2].mean(0)), norm(lambda part: part[ranks // 2 :].mean(0))]
+    return {
+        "noise": samples * (sum(apart) / ranks) ** 2 * ranks / (ranks - 1),
+        "signal": 2 * norm(lambda part: part.mean(0)) ** 2 - (halves[0] ** 2 + halves[1] ** 2) / 2,
+        "small_batch": samples,
     }
 
 

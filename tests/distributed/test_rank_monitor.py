@@ -9,18 +9,21 @@ from tests.launcher import run_on_ranks
 EDGES = {2: "[0, 0.3, 1]", 4: "[0, 0.3, 0.5, 0.8, 1]"}
 
 
-def bin_pure(bins: int) -> list[str]:
-    return [*RANKS, "--gns.bin_pure_microbatches", "true", "--gns.bin_edges", EDGES[bins]]
+MUON = ["--optimizer.name", "Muon", "--gns.nuclear_norm", "true", "--gns.interval", "1"]
+
+
+def bin_pure(bins: int, *more: str) -> list[str]:
+    return [*RANKS, *more, "--gns.bin_pure_microbatches", "true", "--gns.bin_edges", EDGES[bins]]
 
 
 # ranks -> name -> layout
 CASES = {
     1: {"microbatches": {"replicas": 1, "shards": 1, "accumulation": 4, "overrides": RANKS}},
     2: {
-        "DDP": {"replicas": 2, "shards": 1, "accumulation": 2, "overrides": RANKS},
+        "DDP": {"replicas": 2, "shards": 1, "accumulation": 2, "overrides": [*RANKS, *MUON]},
         "FSDP": {"replicas": 1, "shards": 2, "accumulation": 2, "overrides": RANKS},
         "2 bins": {"replicas": 2, "shards": 1, "accumulation": 4, "overrides": bin_pure(2)},
-        "4 bins": {"replicas": 2, "shards": 1, "accumulation": 4, "overrides": bin_pure(4)},
+        "4 bins": {"replicas": 2, "shards": 1, "accumulation": 4, "overrides": bin_pure(4, *MUON)},
     },
 }
 PURE = {name: int(name.split()[0]) for name in CASES[2] if name.endswith("bins")}
@@ -46,8 +49,8 @@ def expected(small: list[float], large: float, samples: int) -> dict[str, float]
     }  # fmt: skip
 
 
-def of_step(step: dict, name: str) -> dict[str, float]:
-    prefix = f"gns/plain/ranks/{name}/"
+def of_step(step: dict, name: str, geometry: str = "plain") -> dict[str, float]:
+    prefix = f"gns/{geometry}/ranks/{name}/"
     return {tag.removeprefix(prefix): value for tag, value in step["metrics"].items() if tag.startswith(prefix)}
 
 
@@ -108,3 +111,19 @@ def test_what_is_measured_is_not_clipped(found):
         for step in steps:
             norms = [value for tag, value in step["metrics"].items() if tag.endswith("large_square_norm")]
             assert norms and min(norms) > 1e-4, name  # clipping leaves 1e-8
+
+
+def test_noise_scale_in_the_norm_of_muons_step_follows_from_singular_values(found):
+    """Of both steps together: in the first the blocks' gradients are 0, behind an output layer of zeros."""
+    wanted = {"all": [step["nuclear"] for step in found["DDP"]]}
+    for step in found["4 bins"]:
+        for of, values in zip(step["bins"], step["nuclear_of_microbatches"], strict=True):
+            wanted.setdefault(str(of[0]), []).append(values)
+    assert len(wanted) == 5
+    for name, steps in wanted.items():
+        measured = of_step(found["DDP" if name == "all" else "4 bins"][-1], name, "muon")
+        noise, signal = (sum(values[key] for values in steps) / len(steps) for key in ("noise", "signal"))
+        assert len(steps) == STEPS and noise > 0 and measured["small_batch"] == steps[0]["small_batch"]
+        assert measured["noise"] == pytest.approx(noise, rel=1e-4)
+        assert measured["signal"] == pytest.approx(signal, rel=1e-4, abs=1e-5 * noise)  # a difference
+        assert measured["b_simple"] == pytest.approx(measured["noise"] / measured["signal"])

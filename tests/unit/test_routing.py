@@ -1,6 +1,8 @@
 """Blocks with a part of the tokens against masked attention over all of them, counted products, and what is refused."""
 
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,12 +11,15 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from torchtitan.conditions import Classes
-from torchtitan.config.job import ConfigError, load_config
+from torchtitan.config.job import ConfigError, JobConfig, load_config
 from torchtitan.estimate.memory import estimate_memory
 from torchtitan.models import MODELS
 from torchtitan.models.dit.config import DiTConfig, RoutingConfig, SprintConfig, TreadConfig
 from torchtitan.models.dit.model import DiT
 from torchtitan.models.dit.routing import TreadDiT, kept_tokens
+from torchtitan.sampling.guides import open_guide
+from torchtitan.sampling.set_settings import _guide
+from torchtitan.weights.trained_model import WeightsError
 
 SHAPE, BATCH, SEED = (2, 8, 12), 6, 3  # 24 tokens
 PLAIN = DiTConfig(
@@ -100,6 +105,27 @@ def test_all_tokens_kept_is_the_plain_network_bit_for_bit():
     assert torch.equal(model(*arguments), plain(*arguments))
     for name, parameter in plain.named_parameters():
         assert torch.equal(model.get_parameter(name).grad, parameter.grad), name
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("label_dropout", [0.1, 0.0])
+def test_the_path_drop_guide_is_the_network_with_mask_tokens_alone_and_the_null_condition_if_trained(label_dropout):
+    model, (x, t, condition) = build(SPRINT), inputs()
+    model.draw_dropout(SEED, torch.arange(BATCH))
+    model._kept, model._path_dropped = None, torch.ones(BATCH, dtype=torch.bool)
+    wanted = model(x, t, torch.full_like(condition, 3) if label_dropout else condition)  # in training
+    config = JobConfig()
+    config.model.label_dropout = label_dropout
+    sampled = SimpleNamespace(config=config, model=model.eval(), objective=None)
+    opened = open_guide("path_drop", Path("run"), None, sampled, 2.0, torch.device("cpu"))
+    with FlopCounterMode(display=False) as counter:
+        assert torch.equal(opened.guide.network(x, t, condition), wanted) and opened.model is None
+    assert not torch.equal(model(x, t, condition), wanted)
+    assert counter.get_total_flops() < 0.6 * 2 * BATCH * model.forward_macs_per_image(SHAPE)
+    assert _guide(opened) == {"label": "path_drop"}
+    sampled.model = build(TREAD)
+    with pytest.raises(WeightsError, match=r"--guide path_drop: the model has no path to drop \(train with"):
+        open_guide("path_drop", Path("run"), None, sampled, 2.0, torch.device("cpu"))
 
 
 @torch.no_grad()

@@ -141,6 +141,19 @@ def _gns(checked: ConfigView) -> Iterator[Problem]:
     name = checked.optimizer.name
     if not checked.gns.adam_geometry and not UPDATE_RULES[name].is_adams:
         yield Problem("gns.adam_geometry", f"has no effect with optimizer.name = {name}, which has no such geometry (remove it)")
+    if checked.gns.nuclear_norm:
+        yield from _nuclear_norm(checked)
+
+
+def _nuclear_norm(checked: ConfigView) -> Iterator[Problem]:
+    key, name = "gns.nuclear_norm", checked.optimizer.name
+    if not UPDATE_RULES[name].orthogonalises:
+        yield Problem(key, f"is the norm of Muon's step, and optimizer.name is {name} (set it to Muon, or remove nuclear_norm)")
+    if shards_of(checked) > 1:
+        yield Problem(key, "needs a rank's whole gradients (set parallelism.data_parallel_shard_degree to 1, or remove it)")
+    elif checked.data_ranks % 2:
+        text = f"compares halves of the processes, and there are {checked.data_ranks} (use an even number, or remove it)"
+        yield Problem(key, text)
 
 
 def _batch_ramp(checked: ConfigView) -> Iterator[Problem]:

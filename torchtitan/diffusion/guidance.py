@@ -20,6 +20,7 @@ from torchtitan.diffusion.solvers.contract import Predict, Prediction
 _Estimates = Callable[[Tensor, Tensor], Prediction]
 
 HEAD = "head"  # name of the intermediate head among guides
+PATH_DROP = "path_drop"  # that of the network without its routed blocks
 
 _ROUNDING = 1e-6  # of times in 0..1; steps are a thousand times as long
 

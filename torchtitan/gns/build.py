@@ -31,19 +31,21 @@ def build_taps(config: Any, model: DiffusionModel, edges: Tensor, layout: Layout
 
 def build_monitor(
     config: Any, objective: Objective, edges: Tensor, taps: GradientTaps | None, train_module: nn.Module, layout: Layout,
-    folder: Path, *, microbatches: int,
+    folder: Path, *, microbatches: int, matrices: dict[nn.Parameter, float],
 ) -> GNSMonitor:  # fmt: skip
     """Build the monitor of a run.
 
     Args:
         train_module: the network as it is trained, wrapped by DDP or FSDP, for the ranks' gradients.
         microbatches: of each rank in a step of the first batch size.
+        matrices: that Muon updates, and the sizes of its updates.
     """
     gns, ranks = config.gns, None
     if gns.rank_gradients:
         ranks = RankMonitor(
             train_module, layout, microbatches=microbatches, num_bins=len(edges) + 1 if gns.bin_pure_microbatches else None,
             half_life=gns.half_life * (1 if gns.bin_pure_microbatches else len(edges) + 1),
+            matrices=matrices if gns.nuclear_norm else None, interval=gns.interval,
         )  # fmt: skip
     return GNSMonitor(
         gns, objective=objective, edges=edges, taps=taps, ranks=ranks, layout=layout, folder=folder,

@@ -36,6 +36,7 @@ DRAWN = ("b_simple", "lower", "upper")
 _LEAST_PER_BIN = 2
 
 _TAPPED = {"single_pass": (True,)}
+_BY_INTERVAL = {"single_pass or nuclear_norm": (True,)}
 _BINNED = {"single_pass or bin_pure_microbatches": (True,)}
 
 
@@ -46,7 +47,8 @@ class GNSConfig:
 
     enable: bool = setting(False, "measure the gradient noise scale of every timestep bin", trajectory=False)
     interval: int = setting(
-        8, "steps between measured steps, with sketches of all layers", ge=1, applies=_TAPPED, trajectory=False
+        8, "steps between measured steps, with sketches of all layers, and with nuclear_norm", ge=1, applies=_BY_INTERVAL,
+        trajectory=False,
     )
     sketch_size: int = setting(
         6, "columns of a layer's random sketch over tokens: more of them, less error, more time",
@@ -83,6 +85,10 @@ class GNSConfig:
     bin_pure_microbatches: bool = setting(
         False, "one timestep bin per microbatch, each reduced separately: rank gradients then measure single bins",
         applies={"rank_gradients": (True,)},
+    )
+    nuclear_norm: bool = setting(
+        False, "measure in the norm of Muon's step too, from the ranks' gradients of its matrices",
+        applies={"rank_gradients": (True,)}, trajectory=False,
     )
     allocate_timesteps: bool = setting(
         False, "draw timesteps in proportion to each bin's measured noise; importance weights keep the objective",

@@ -96,6 +96,8 @@ class GNSMonitor:
     def begin_step(self, step: int, optimizer_state: dict[Tensor, dict], beta2: float) -> None:
         """Begin a step, before its first microbatch; collective on a measured step."""
         self._step = step
+        if self._ranks:
+            self._ranks.begin_step(step)
         if self._taps:
             self._taps.begin_step(step, step % self._config.interval == 0, optimizer_state, beta2, self._layout)
 

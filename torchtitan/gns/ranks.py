@@ -26,6 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torchtitan.distributed.mesh import Layout
 from torchtitan.distributed.parallelize import fsdp_modules, gradient_norm, local, sum_of_squares
+from torchtitan.gns.nuclear import NuclearNorms
 from torchtitan.gns.pool import OutlierRule
 from torchtitan.gns.statistics import RatioMoments, moments_of_groups, no_groups
 from torchtitan.statistics.ratio_intervals import fieller
@@ -36,17 +37,20 @@ class RankMonitor:
     """Monitor of the squared norms of small and large batches, and the estimates of each bin or the whole from them."""
 
     def __init__(
-        self, train_module: nn.Module, layout: Layout, *, microbatches: int, num_bins: int | None, half_life: float
-    ) -> None:
+        self, train_module: nn.Module, layout: Layout, *, microbatches: int, num_bins: int | None, half_life: float,
+        matrices: dict[nn.Parameter, float] | None = None, interval: int = 1,
+    ) -> None:  # fmt: skip
         """Install on a parallelised model.
 
         Args:
             num_bins: bins of bin-pure microbatches; None: microbatches mix bins.
             half_life: samples of a bin, or of the whole, after which a step counts half.
+            matrices: sizes of Muon's updates of the matrices to measure in its norm, as NuclearNorms; None: none.
+            interval: steps between such measurements.
         """
         self._layout, self.microbatches, self._half_life = layout, microbatches, half_life
         self.bin_pure = num_bins is not None
-        self._ranks = RankGradients(train_module, layout) if layout.world_size > 1 else None
+        self._ranks = RankGradients(train_module, layout, matrices or ()) if layout.world_size > 1 else None
         self._aside = SetAside()
         self._names = ["all"] if num_bins is None else [str(k) for k in range(num_bins)]
         self._sums = [no_groups() for _ in self._names]
@@ -56,10 +60,16 @@ class RankMonitor:
         self._noted: list[tuple[int, float, Tensor, Tensor]] = []  # of a step that no verdict has been given on
         self._pending: list[tuple[int, float, Tensor, Tensor]] = []
         self._small: list[Tensor] = []
+        self._nuclear = NuclearNorms(matrices, layout, self._names, half_life, interval) if matrices else None
 
     @property
     def separate(self) -> bool:
         return self.bin_pure or self._ranks is None
+
+    def begin_step(self, step: int) -> None:
+        """Begin a step, before its first microbatch."""
+        if self._nuclear and self._ranks:
+            self._ranks.keeps = self._nuclear.measures(step)
 
     def discard_backward(self) -> None:
         """Discard what a backward handed to the reduction."""
@@ -73,8 +83,9 @@ class RankMonitor:
         if self.bin_pure and self._ranks is not None:
             large = square_norm(parameters, self._layout)
             # A microbatch's loss is divided by their number, and weighted by the bin's importance.
-            scale = (self.microbatches / importance) ** 2
-            self._note(k, samples, self._ranks.pop_square_norm() * scale, large * scale)
+            scale = self.microbatches / importance
+            self._note(k, samples, self._ranks.pop_square_norm() * scale**2, large * scale**2)
+            self._note_matrices(k, samples, scale)
         else:
             self._small.append(square_norm(parameters, self._layout))
         self._aside.add(parameters)
@@ -96,6 +107,7 @@ class RankMonitor:
             self._small = []
         else:
             self._note(0, samples, self._ranks.pop_square_norm(), large)
+            self._note_matrices(0, samples)
 
     def _note(self, k: int, samples: int, small: Tensor, large: Tensor) -> None:
         everyone = torch.zeros(self._layout.world_size, dtype=torch.float64, device=small.device)
@@ -103,13 +115,21 @@ class RankMonitor:
         dist.all_reduce(everyone)
         self._noted.append((k, samples, everyone, large))
 
+    def _note_matrices(self, k: int, samples: int, scale: float = 1.0) -> None:
+        if self._nuclear and self._ranks and self._ranks.keeps:
+            self._nuclear.measure(k, samples, self._ranks.pop_kept(), scale)
+
     def keep_step(self, skip: Tensor) -> None:
         """Keep the measurement of a step after its verdict; skip: it does not count, bool scalar."""
+        if self._nuclear:
+            self._nuclear.keep_step(skip)
         self._pending += [(k, n, torch.where(skip, torch.nan, small), large) for k, n, small, large in self._noted]
         self._noted = []
 
     def pool_kept_steps(self) -> None:
         """Pool all steps that were kept; waits for the device, once."""
+        if self._nuclear:
+            self._nuclear.pool_kept_steps()
         if not self._pending:
             return
         on_host = torch.cat([torch.cat((small, large[None])) for _, _, small, large in self._pending]).cpu()
@@ -134,17 +154,10 @@ class RankMonitor:
         self.pool_kept_steps()
         found: dict[str, float] = {}
         for name, sums, last in zip(self._names, self._sums, self._last, strict=True):
-            (noise, signal), covariance = sums.ratios, sums.covariance
-            quantile = student_quantile(0.975, sums.steps - 1.0)
-            lower, upper, _ = fieller(noise, signal, covariance[0, 0], covariance[1, 1], covariance[0, 1], quantile)
-            values: dict[str, Tensor | float] = {
-                "signal": signal, "noise": noise, "b_simple": noise / signal, "lower": lower.clamp_min(0.0),
-                "upper": upper, "small_square_norm": last[0], "large_square_norm": last[1],
-                "small_batch": last[2], "large_batch": last[3],
-            }  # fmt: skip
-            found |= {
-                f"gns/plain/ranks/{name}/{key}": float(value) for key, value in values.items() if math.isfinite(value)
-            }
+            sizes = dict(zip(("small_square_norm", "large_square_norm", "small_batch", "large_batch"), last, strict=True))
+            found |= _tags(f"gns/plain/ranks/{name}", sums, sizes)
+        for name, sums, samples in self._nuclear.estimates() if self._nuclear else ():
+            found |= _tags(f"gns/muon/ranks/{name}", sums, {"small_batch": samples})
         if self._outliers.count:
             found["gns/plain/ranks/outlier_steps"] = float(self._outliers.count)
         return found
@@ -152,7 +165,8 @@ class RankMonitor:
     def state_dict(self) -> dict:
         self.pool_kept_steps()
         moments = [[sums.first.tolist(), sums.second.tolist()] for sums in self._sums]
-        return {"names": self._names, "moments": moments, "outliers": self._outliers.state_dict()}
+        found = {"names": self._names, "moments": moments, "outliers": self._outliers.state_dict()}
+        return found | ({"nuclear": self._nuclear.state_dict()} if self._nuclear else {})
 
     def load_state_dict(self, state: dict) -> None:
         """Resume from a state; a state of other bins is dropped."""
@@ -160,20 +174,37 @@ class RankMonitor:
         if state.get("names") != self._names:
             return
         self._outliers.load_state_dict(state["outliers"])
+        if self._nuclear and "nuclear" in state:
+            self._nuclear.load_state_dict(state["nuclear"])
         self._sums = [
             RatioMoments(*(torch.tensor(values, dtype=torch.float64) for values in moments))
             for moments in state["moments"]
         ]
 
 
+def _tags(prefix: str, sums: RatioMoments, more: dict[str, float]) -> dict[str, float]:
+    (noise, signal), covariance = sums.ratios, sums.covariance
+    quantile = student_quantile(0.975, sums.steps - 1.0)
+    lower, upper, _ = fieller(noise, signal, covariance[0, 0], covariance[1, 1], covariance[0, 1], quantile)
+    values: dict[str, Tensor | float] = {
+        "signal": signal, "noise": noise, "b_simple": noise / signal, "lower": lower.clamp_min(0.0), "upper": upper, **more,
+    }  # fmt: skip
+    return {f"{prefix}/{key}": float(value) for key, value in values.items() if math.isfinite(value)}
+
+
 class RankGradients:
     """Sum of squares of this rank's gradient, taken just before every reduction. Changes no bit of the gradient.
 
     A backward without reduction is not seen; the next one with a reduction hands over the sum.
+
+    Attributes:
+        keeps: whether the gradients of the parameters in question are kept, too; of DDP.
     """
 
-    def __init__(self, train_module: nn.Module, layout: Layout) -> None:
+    def __init__(self, train_module: nn.Module, layout: Layout, kept: Iterable[nn.Parameter] = ()) -> None:
         """Install on a parallelised model, once, before its first backward."""
+        self.keeps, self._to_keep = False, set(kept)
+        self._kept: dict[Tensor, Tensor] = {}
         self._squares = torch.zeros((), dtype=torch.float64, device=layout.device)
         self._measured: torch.cuda.Event | None = None
         if isinstance(train_module, DistributedDataParallel):
@@ -193,6 +224,11 @@ class RankGradients:
         self._squares.zero_()
         return taken
 
+    def pop_kept(self) -> dict[Tensor, Tensor]:
+        """Return the gradients kept since the last call, float32; after `pop_square_norm`, which waits for them."""
+        kept, self._kept = self._kept, {}
+        return kept
+
     def _add(self, gradient: Tensor) -> None:
         # On the stream that reduces. A norm of bfloat16 numbers would itself be rounded to bfloat16.
         self._squares += sum_of_squares([gradient.to(torch.float32)])
@@ -203,6 +239,11 @@ class RankGradients:
         self, group: dist.ProcessGroup, bucket: dist.GradBucket
     ) -> torch.futures.Future[torch.Tensor]:
         gradient = bucket.buffer()
+        if self.keeps:
+            self._kept |= {
+                parameter: own.to(torch.float32, copy=True).view_as(parameter)
+                for parameter, own in zip(bucket.parameters(), bucket.gradients(), strict=True) if parameter in self._to_keep
+            }  # fmt: skip
         self._add(gradient)
         # As DDP does without a hook. A division differs in the last bit where 1 / size is not a power of two.
         gradient.mul_(1.0 / group.size())

@@ -5,9 +5,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
-from torchtitan.conditions import ConditionKind, Unconditional
-from torchtitan.diffusion.guidance import HEAD, Guide, HeadGuide
+from torchtitan.conditions import Condition, ConditionKind, Unconditional
+from torchtitan.diffusion.guidance import HEAD, PATH_DROP, Guide, HeadGuide
 from torchtitan.files.weight_files import header_of
 from torchtitan.weights.model_record import CONFIG
 from torchtitan.weights.trained_model import TrainedModel, WeightsError, load_run, load_weights
@@ -44,7 +45,8 @@ def open_guide(
     """Open the guide of a command line.
 
     Args:
-        text: of --guide, "none" for the null condition, "head" for the intermediate head; None for the run's own choice.
+        text: of --guide, "none" for the null condition, "head" for the intermediate head, "path_drop" for the network without
+            its routed blocks; None for the run's own choice.
         null_guidance_scale: of guidance by the null condition beside that by the head.
 
     Returns:
@@ -60,6 +62,8 @@ def open_guide(
     if text not in (None, "none"):
         if guidance_scale == 1:
             raise WeightsError("--guide: has no effect at a guidance scale of 1 (give --guidance-scale, as 2)")
+        if text == PATH_DROP:
+            return LoadedGuide(_without_path(sampled), None)
         if text != HEAD:
             return load_guide(read_reference(text), source, config_file, sampled, device)
         if getattr(sampled.config.model, "intermediate_head", None) is None:
@@ -68,6 +72,23 @@ def open_guide(
         return LoadedGuide(HeadGuide(), None)
     _check_null_condition(sampled, "--guidance-scale", guidance_scale, "leave it at 1, or give --guide")
     return None
+
+
+def _without_path(sampled: TrainedModel) -> Guide:
+    """Reference without routed blocks and, where the null condition was trained, without the condition.
+
+    Source: path-drop guidance of Park et al., arXiv 2510.21986.
+    """
+    network = getattr(sampled.model, "without_path", None)
+    if network is None:
+        raise WeightsError("--guide path_drop: the model has no path to drop (train with model.routing.name = sprint)")
+    kind, trains_null = sampled.model.condition_kind, sampled.config.model.label_dropout > 0
+
+    def reference(x: Tensor, t: Tensor, condition: Condition) -> Tensor:
+        dropped = torch.full((len(x),), trains_null, device=x.device)
+        return network(x, t, kind.drop(condition, dropped))
+
+    return Guide(reference, sampled.objective, conditional=True)
 
 
 def _check_null_condition(sampled: TrainedModel, option: str, scale: float, remedy: str) -> None:

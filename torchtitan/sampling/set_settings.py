@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any
 
-from torchtitan.diffusion.guidance import HEAD
+from torchtitan.diffusion.guidance import HEAD, PATH_DROP, HeadGuide
 from torchtitan.evaluation.config import SamplingConfig
 from torchtitan.evaluation.decoding import LatentDecoder
 from torchtitan.files.weight_files import named_weights
@@ -23,7 +23,7 @@ def set_settings(
 ) -> dict[str, Any]:  # fmt: skip
     """Settings of a set, for JSON."""
     sections = {name: dataclasses.asdict(getattr(sampling, name)) for name in choices(sampling)}
-    by_head = guide is not None and guide.model is None
+    by_head = guide is not None and isinstance(guide.guide, HeadGuide)
     left_out = (EMBEDDED,) if by_head else (EMBEDDED, *BY_HEAD)
     return {
         "weights": _weights(trained), "guide": _guide(guide) if guide else None, "image_shape": list(image_shape),
@@ -42,7 +42,9 @@ def _embedded_guidance(trained: TrainedModel, sampling: SamplingConfig) -> dict[
 
 
 def _guide(guide: LoadedGuide) -> dict[str, str]:
-    return {"label": HEAD} if guide.model is None else _weights(guide.model)
+    if guide.model is not None:
+        return _weights(guide.model)
+    return {"label": HEAD if isinstance(guide.guide, HeadGuide) else PATH_DROP}
 
 
 def _weights(trained: TrainedModel) -> dict[str, str]:

@@ -99,8 +99,8 @@ def add_setup_options(parser: argparse._ActionsContainer) -> None:
     add("--step", type=int, help="checkpoint of this step (default: the newest good one)")
     add("--ema", metavar="TRACK", help="EMA track, or 'none' for the trained weights (default: sampling.ema_track)")
     add("--guide", metavar="RUN[@STEP][:TRACK]", help="weights to guide away from instead of the null condition: of "
-        "this run (@STEP, :TRACK), another run, or a safetensors file; head: the network's intermediate head; none: the null "
-        "condition (default: sampling.guide_track)")
+        "this run (@STEP, :TRACK), another run, or a safetensors file; head: the network's intermediate head; path_drop: the "
+        "network without its routed blocks; none: the null condition (default: sampling.guide_track)")
     add_method_options(parser)
     add("--lora", nargs="+", metavar="FILE[:WEIGHT]", help="files of adapters to draw with, in any known layout, each with a"
         " multiple of its update (default: 1)")

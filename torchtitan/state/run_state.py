@@ -106,7 +106,7 @@ class RunState:
         if edges is not None:
             self.gns = build_monitor(
                 config, self.objective, edges, self.network.taps, self.train_module, layout, self.folder.path,
-                microbatches=self.data.microbatches_per_step,
+                microbatches=self.data.microbatches_per_step, matrices=self.optimizer.matrices(),
             )  # fmt: skip
         self._precision = compute_context(config.training.mixed_precision_param, layout.device, layout.sharded)
         self.bin_edges = self._bin_edges(config.metrics.loss_bins)

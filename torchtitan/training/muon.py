@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from torchtitan.distributed.parallelize import local
@@ -69,6 +69,11 @@ class Muon(torch.optim.Optimizer):
     def __init__(self, groups: list[dict[str, Any]], lr: float, momentum: float = 0.95, scale: str = "rms") -> None:
         self._size = SCALES[scale]
         super().__init__(groups, {"lr": lr, "momentum": momentum, "weight_decay": 0.0})
+
+    def sizes(self) -> Iterator[tuple[nn.Parameter, float]]:
+        """List every matrix with the spectral norm of its updates, over the learning rate: s, times its group's multiple."""
+        for group in self.param_groups:
+            yield from ((p, self._size(p.shape) * group.get("lr_scale", 1.0)) for p in group["params"])
 
     @torch.no_grad()
     def step(self, skip: Tensor | None = None) -> None:  # type: ignore[override]  # a verdict instead of a closure

@@ -33,6 +33,11 @@ class OptimizerSet:
         """State by parameter; the dicts themselves."""
         return {parameter: state for optimizer in self._optimizers for parameter, state in optimizer.state.items()}
 
+    def matrices(self) -> dict[nn.Parameter, float]:
+        """Matrices that Muon updates, and the sizes of its updates over the learning rate."""
+        of_muon = [optimizer for optimizer in self._optimizers if isinstance(optimizer, Muon)]
+        return {parameter: size for optimizer in of_muon for parameter, size in optimizer.sizes()}
+
     def step(self, skip: Tensor | None = None) -> None:
         """Update every parameter that has a gradient.
 

@@ -6,8 +6,9 @@ Each image's kept tokens are drawn anew for every sample, and keep the positions
               architecture-agnostic diffusion training", arXiv 2501.04765, section 3; there with all blocks but the first
               two and the last three
     sprint    the others have a learned mask token behind the blocks, and a linear fuses the tokens [T, 2 D] from before and
-              behind these, in sampling too. Source: "Sprint: sparse-dense residual fusion for efficient diffusion
-              transformers", arXiv 2510.21986, section 3
+              behind these, in sampling too. Source: Park et al., "Sprint: sparse-dense residual fusion for efficient
+              diffusion transformers", arXiv 2510.21986, as SR-DiT has it; the authors' code keeps one token of every 2 x 2,
+              does not train the mask token, and has it with a probability of 0.1
 """
 
 import math
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from torchtitan import philox
-from torchtitan.conditions import ConditionKind
+from torchtitan.conditions import Condition, ConditionKind
 from torchtitan.models.dit.config import DiTConfig, SprintConfig, TreadConfig
 from torchtitan.models.dit.model import DiT
 from torchtitan.models.layers import TokenBias
@@ -27,6 +28,7 @@ class TreadDiT(DiT):
     """Diffusion transformer of which the tokens that are not kept skip the routed blocks."""
 
     _kept: Tensor | None = None  # places of the tokens kept in the next forwards, rising [B, k]; None: all are
+    _without_path = False  # whether forwards leave the routed blocks out
 
     def draw_dropout(self, seed: int, samples: Tensor, attempt: int = 0, steps_left: int | None = None) -> None:
         routing, num_tokens = cast(TreadConfig, self.config.routing), self.grid[0] * self.grid[1]
@@ -48,7 +50,8 @@ class TreadDiT(DiT):
                 if kept is not None:
                     x, values = _of_places(x, kept, 1), tuple(_of_places(each, kept, 2) for each in values)
                     rotary = None if rotary is None else rotary[:, kept][:, :, None]  # [2, B, 1, k, D / N / 2]
-            x = block(x, c, rotary, *values)
+            if not (self._without_path and number in routed):
+                x = block(x, c, rotary, *values)
             if isinstance(x, tuple):
                 x, first = x
                 values = (first,)
@@ -93,8 +96,18 @@ class SprintDiT(TreadDiT):
         probability = cast(SprintConfig, self.config.routing).path_drop
         self._path_dropped = philox.uniform(seed, "path_drop", samples, attempt) < probability
 
+    def without_path(self, x: Tensor, t: Tensor, condition: Condition = None) -> Tensor:
+        """Apply the network, in evaluation, without its routed blocks: all tokens have the mask token behind them."""
+        self._without_path = True
+        try:
+            return self(x, t, condition)
+        finally:
+            self._without_path = False
+
     def join(self, before: Tensor, x: Tensor, kept: Tensor | None) -> Tensor:
-        if self.training and self._path_dropped is not None:
+        if self._without_path:
+            x = self.mask_token(torch.zeros_like(before))
+        elif self.training and self._path_dropped is not None:
             mask = self.mask_token(torch.zeros_like(before))  # [B, T, D]
             x = x if kept is None else _into_places(mask, x, kept)
             x = torch.where(self._path_dropped[:, None, None], mask, x)
