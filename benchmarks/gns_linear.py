@@ -105,6 +105,8 @@ def draw(sizes: dict) -> None:
             axis.plot(xs, [point["closed_form"] / count for point in points], color=color)
     for axis, label in zip(axes[0], ("logit(t)", "logit(t) - ln √dimensions"), strict=True):
         axis.set(xlabel=label, ylabel="B / dimensions", yscale="log")
+        axis.yaxis.set_major_formatter("{x:g}")
+        axis.yaxis.set_minor_formatter("{x:g}")
     axes[0, 1].legend(title="dimensions", fontsize=8)
     figure.savefig(shared.ROOT / "docs" / "research" / "images" / "gns_linear.png")
 
