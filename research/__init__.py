@@ -48,6 +48,9 @@ STUDIES: dict[str, StudyEntry] = {
     ),
     "compare_samplers": StudyEntry("timestep samplers at equal samples; trains runs of a config", of_a_run=False),
     "compare_settings": StudyEntry("settings of a config at equal samples; trains runs of it", of_a_run=False),
+    "compare_methods": StudyEntry(
+        "methods by name at equal images and equal FLOPs, by what runs measure; trains runs of a config", of_a_run=False
+    ),
     "prediction_types": StudyEntry(
         "prediction types compared in one parametrisation: of runs, or trained", of_a_run=False
     ),

@@ -1,6 +1,7 @@
 """Options of studies that train a grid of runs, and the base configuration of all their runs."""
 
 import argparse
+import dataclasses
 import math
 import sys
 from pathlib import Path
@@ -71,8 +72,8 @@ def batch_list(text: str) -> list[int]:
     return sorted({at_least(1)(size) for size in text.split(",")})
 
 
-def read_base(arguments: argparse.Namespace) -> JobConfig:
-    """Read the configuration of CONFIG.toml and --set, prepared for runs of a study.
+def read_base(arguments: argparse.Namespace, measured: bool = False) -> JobConfig:
+    """Read the configuration of CONFIG.toml and --set, prepared for runs of a study; measured: they validate and evaluate.
 
     Raises:
         ConfigError: it is refused.
@@ -89,7 +90,10 @@ def read_base(arguments: argparse.Namespace) -> JobConfig:
     for key, _, field in written_places(config):
         if key in given and field.metadata["writes"] == "run":
             raise StudyError(f"--set: {key}: every run has a separate folder in the study's (--output FOLDER sets that)")
-    return study_base(config)
+    prepared = study_base(config)
+    if measured:
+        return dataclasses.replace(prepared, validation=config.validation, evaluation=config.evaluation)
+    return prepared
 
 
 def require_seeds(arguments: argparse.Namespace) -> None:
