@@ -3,7 +3,7 @@
 With m the width over that of the base, at which nothing differs:
 
     role                                        initial standard deviation    Adam's rate    Muon's rate (rms; fan)
-    inputs: patches, time's first map, labels   the base's                    1
+    inputs: patches, times' first maps, labels   the base's                    1
     others: fan-in proportional to the width    the base's / sqrt(m)          1 / m          1 / sqrt(m); 1
 
 Biases, gains and tables count as inputs. Decay is 1 over the rate's factor, so that the product stays. The output layer, zero at
@@ -20,14 +20,14 @@ from torch import nn
 
 from torchtitan.models.dit.config import DiTConfig
 
-_DRAWN_NORMAL = ("time_embed.hidden", "time_embed.out")  # with a standard deviation that knows no width
+_HIDDEN, _OUT = "_embed.hidden", "_embed.out"  # of times, drawn with a standard deviation that knows no width
 
 
 def fan_in_ratios(model: nn.Module, config: DiTConfig) -> dict[str, float]:
     """Fan-in over the base's of every linear's weight, by the parameter's name; 1 for inputs."""
     ratio = config.width_ratio
     return {
-        f"{name}.weight": 1.0 if name.startswith("patch_embed") or name == "time_embed.hidden" else ratio
+        f"{name}.weight": 1.0 if name.startswith("patch_embed") or name.endswith(_HIDDEN) else ratio
         for name, module in model.named_modules() if isinstance(module, nn.Linear)
     }  # fmt: skip
 
@@ -39,7 +39,7 @@ def scale_initial_weights(model: nn.Module, config: DiTConfig) -> None:
     for name, ratio in fan_in_ratios(model, config).items():
         layer = modules[name.removesuffix(".weight")]
         factor = 1.0 / math.sqrt(ratio)
-        if name.removesuffix(".weight") not in _DRAWN_NORMAL:  # Xavier's: variance 2 / (fan-in + fan-out)
+        if not name.removesuffix(".weight").endswith((_HIDDEN, _OUT)):  # Xavier's: variance 2 / (fan-in + fan-out)
             inputs, outputs = layer.in_features, layer.out_features
             grows = name.startswith("patch_embed") and outputs == config.dim
             base_outputs = outputs / config.width_ratio if grows or ratio != 1.0 else outputs
