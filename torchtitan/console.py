@@ -68,6 +68,8 @@ def introduce(state: RunState) -> None:
     weights = state.objective.effective_weight(points)
     if weights is not None and not _is_default(config.objective):
         logger.info(_weighting(points, weights))
+    if line := state.objective.introduction():
+        logger.info(line)
     if config.compile.enable:
         logger.info("compiling: the first step takes tens of seconds, on large models minutes; later ones are not affected")
     if config.sampling.enable and config.data.name in LATENT_DATASETS and state.decoder is None:

@@ -66,6 +66,8 @@ def resolve(checked: ConfigView, config: Any) -> None:
         training.global_batch_size = checked.data_ranks * training.local_batch_size
     if heads := config.objective.heads_of_network():
         config.model.num_predictions = len(heads)
+    if config.objective.two_times:
+        config.model.duration_embedding = True
     if unconditional(checked) and has_key(config.model, "label_dropout"):
         config.model.label_dropout = 0.0
     config.sampling, config.objective = resolved_sampling(checked), resolved_objective(checked)

@@ -185,13 +185,21 @@ class AutoencoderConfig:
 
 
 def sampling_problems(
-    config: SamplingConfig, path_name: str, learned_variance: bool, heads: bool = False, guidance_embedding: bool = False
+    config: SamplingConfig, path_name: str, learned_variance: bool, heads: bool = False, guidance_embedding: bool = False,
+    two_times: bool = False,
 ) -> list[tuple[str, str]]:
     """Problems of sampling a model in this way: (key of `[sampling]`, cause and remedy)."""
     found = []
     for key in ("guidance_interval", "null_guidance_interval"):
         if problem := _interval_problem(getattr(config, key)):
             found.append((key, problem))
+    if config.solver.two_times != two_times:
+        text = "is for a network of one time, and the model's has two (use mean_flow)"
+        if not two_times:
+            text = "is for a network of two times, and the model's has one (use euler, or train with objective.name = mean_flow)"
+        found.append(("solver.name", f"{config.solver.name} {text}"))
+    if config.solver.two_times and config.guide_track:
+        found.append(("guide_track", "is for solvers of one time, not for sampling.solver.name = mean_flow (leave it out)"))
     trained = Trained(path_name, PATHS[path_name](), learned_variance)
     found += config.schedule.problems(trained, config.num_steps)
     found += [(f"solver.{key}", text) for key, text in config.solver.problems(trained, config.schedule)]

@@ -38,7 +38,7 @@ def held_out_draw(
         quantile = (order[indices].to(torch.float64) + 0.5) / count
         t = objective.timestep_sampler.density.quantile(quantile).to(torch.float32)
     noise = objective.scaled(philox.normal(seed, "validation", indices + (1 << 40), shape))
-    return Draw(t, noise, torch.ones_like(t))
+    return objective.with_duration(Draw(t, noise, torch.ones_like(t)), seed, "validation", indices + (1 << 41))
 
 
 class MeansByTime:

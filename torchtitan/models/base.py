@@ -199,6 +199,7 @@ class ModelConfig:
         num_predictions: images that the network predicts for each input, one for each of `objective.heads`.
         dropout: probability of dropping an activation in training, see `DiffusionModel.draw_dropout`.
         guidance_embedding: whether the network takes a guidance scale as an input, see `DiffusionModel.set_guidance`.
+        duration_embedding: whether its forward takes a duration [B] after the condition, as `Draw.duration`; None is 0.
     """
 
     name: str = setting("", "model family")
@@ -209,6 +210,7 @@ class ModelConfig:
     num_predictions = 1
     dropout = 0.0
     guidance_embedding = False
+    duration_embedding = False
 
     @property
     def depth(self) -> int | None:

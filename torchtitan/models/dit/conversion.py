@@ -21,7 +21,8 @@ from torch import Tensor
 
 from torchtitan.conditions import Classes
 from torchtitan.models.dit.config import FLAVORS, DiTConfig
-from torchtitan.models.dit.model import DiT, sincos_table
+from torchtitan.models.dit.model import DiT
+from torchtitan.models.dit.positions import sincos_table
 from torchtitan.models.published_layouts import ConversionError, PublishedLayout
 
 _NORM_EPS = 1e-5  # of diffusers' feed-forward norms where config.json has none
@@ -42,6 +43,7 @@ _FIXED = {
     "wide_dim": 0,
     "final_modulation": True,
     "num_predictions": 1,
+    "duration_embedding": False,
 }
 
 # How the code of each layout trains and samples.
