@@ -50,9 +50,14 @@ def test_a_run_resumes_bit_for_bit_and_measures_its_held_out_loss(tmp_path):
                 trainer.state.checkpointer.require_saved()
                 break
         states[name] = {key: tensor.clone() for key, tensor in trainer.state.tensors().items()}
-        if trainer.state.step == 4:
+        if name == "whole":
             trainer.reports.validate()
+            found = trainer.reports._results
         trainer.close()
     assert any("duration_embed" in key for key in states["whole"])
+    whole, equal, two = (found[f"validation_metrics/{part}loss"] for part in ("", "equal_times_", "two_times_"))
+    # About half of the 297 held-out images have equal times.
+    assert equal != two and 0.4 < (whole - two) / (equal - two) < 0.6
+    assert "validation_metrics/two_times_loss_by_bin/9" in found
     for key, tensor in states["whole"].items():
         assert torch.equal(states["stopped"][key], tensor), key

@@ -24,6 +24,7 @@ from torchtitan.evaluation.validation import held_out_draw
 from torchtitan.models import MODELS
 from torchtitan.models.dit.config import DiTConfig
 from torchtitan.models.dit.model import DiT
+from torchtitan.models.layers import timestep_sinusoid
 
 KIND, SHAPE = Classes(3), (2, 8, 8)
 
@@ -125,7 +126,22 @@ def network(**keys) -> DiT:
     return model
 
 
-@pytest.mark.parametrize("wide", [{}, {"wide_dim": 64, "wide_heads": 4, "wide_layers": 1}], ids=["dit", "wide head"])
+WIDE = pytest.mark.parametrize("wide", [{}, {"wide_dim": 64, "wide_heads": 4, "wide_layers": 1}], ids=["dit", "wide head"])
+
+
+@WIDE
+@torch.no_grad()
+def test_the_embedded_duration_is_added_to_the_embedded_time(wide):
+    model, x, t, condition = network(**wide), torch.randn(4, *SHAPE), torch.rand(4), torch.arange(4)
+    duration, zeros = 0.5 * t, torch.zeros(4)
+    found, nothing = model(x, t, condition, duration), model(x, t, condition)
+    assert torch.equal(nothing, model(x, t, condition, zeros)) and (found - nothing).abs().max() > 1e-4
+    of_duration, of_zero = (model.duration_embed(timestep_sinusoid(each, 256)) for each in (duration, zeros))
+    model.time_embed.register_forward_hook(lambda _module, _inputs, time: time + of_duration - of_zero)
+    torch.testing.assert_close(model(x, t, condition), found, rtol=1e-5, atol=1e-6)
+
+
+@WIDE
 @pytest.mark.parametrize(("dtype", "step", "tolerance"), [(torch.float32, 0.005, 1e-3), (torch.bfloat16, 0.05, 0.1)])
 def test_the_difference_quotient_is_the_forward_derivative(wide, dtype, step, tolerance):
     model, count = network(**wide), 64
@@ -142,7 +158,6 @@ def test_the_difference_quotient_is_the_forward_derivative(wide, dtype, step, to
     with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
         found = objective.slope(model, x, velocity, t, duration, condition)
     assert (found - wanted).norm() < tolerance * wanted.norm()
-    assert torch.equal(model(x, t, condition), model(x, t, condition, torch.zeros(count)))  # no duration is 0
 
 
 def test_the_ends_of_the_quotient_stay_between_the_smaller_time_and_one():

@@ -3,7 +3,7 @@
 With m the width over that of the base, at which nothing differs:
 
     role                                        initial standard deviation    Adam's rate    Muon's rate (rms; fan)
-    inputs: patches, times' first maps, labels   the base's                    1
+    inputs: patches, times' first maps, labels  the base's                    1
     others: fan-in proportional to the width    the base's / sqrt(m)          1 / m          1 / sqrt(m); 1
 
 Biases, gains and tables count as inputs. Decay is 1 over the rate's factor, so that the product stays. The output layer, zero at
