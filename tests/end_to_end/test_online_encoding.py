@@ -5,8 +5,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
+from tests.launcher import run_on_ranks
+from torchtitan.config.job import ConfigError, load_config
+from torchtitan.trainer import Trainer
 from torchtitan_dit.commands import extract_latents, sample, train
 
 SIDE, STEPS = 16, 6
@@ -64,3 +68,71 @@ def test_a_finished_run_is_resumed_and_sampled_as_images(place, capsys):
     assert sample.main([str(place / "runs" / "resumed"), "--output", str(place / "drawn")]) == 0
     with Image.open(next((place / "drawn").glob("*.png"))) as grid:
         assert grid.width >= SIDE
+
+
+def test_two_ranks_encode_what_one_does(place):
+    found = {}
+    for ranks in (1, 2):
+        case = {"steps": 3, "replicas": ranks, "shards": 1, "accumulation": 1, "overrides": tuple(images(place))}
+        found[ranks] = run_on_ranks("tests.distributed.cases:train_all", ranks, {"cases": {"online": case}})[0]["online"]
+    assert np.array(found[2]) == pytest.approx(np.array(found[1]), rel=1e-5)
+
+
+@pytest.fixture(scope="module")
+def encoders(place) -> tuple[Path, Path]:
+    """Folders of a small variational autoencoder and of a vision transformer; and a store of the autoencoder's latents."""
+    diffusers, transformers = pytest.importorskip("diffusers"), pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    vae = diffusers.AutoencoderKL(
+        down_block_types=["DownEncoderBlock2D"] * 2, up_block_types=["UpDecoderBlock2D"] * 2, block_out_channels=[8, 8],
+        norm_num_groups=4, latent_channels=4,
+    )  # fmt: skip
+    vae.save_pretrained(place / "vae")
+    config = transformers.Dinov2Config(
+        hidden_size=24, num_hidden_layers=1, num_attention_heads=2, patch_size=4, image_size=16, mlp_ratio=2
+    )
+    transformers.Dinov2Model(config).save_pretrained(place / "teacher")
+    for part in ("train", "held_out"):
+        words = ["--output", str(place / f"vae_{part}"), "--autoencoder", "diffusers", "--path", str(place / "vae")]
+        words += ["--data.name", "image_folder", "--data.path", str(place / part), "--data.image_size", str(SIDE)]
+        assert extract_latents.main([*words, "--data.validation_fraction", "0"]) == 0
+    return place / "vae", place / "teacher"
+
+
+def by_vae(place: Path, vae: Path) -> list[str]:
+    words = [*images(place), "--autoencoder.name", "diffusers", "--autoencoder.path", str(vae)]
+    return [*words, "--autoencoder.statistics", str(place / "vae_train")]
+
+
+def test_posteriors_are_drawn_as_from_a_store(place, encoders):
+    stored = ["--data.name", "latents", "--data.path", str(place / "vae_train"), "--autoencoder.name", "diffusers"]
+    stored += ["--data.validation_path", str(place / "vae_held_out"), "--autoencoder.path", str(encoders[0])]
+    wanted, found = trained(place, "vae stored", stored), trained(place, "vae online", by_vae(place, encoders[0]))
+    for tag, values in wanted.items():
+        assert values and found[tag] == pytest.approx(values, rel=1e-5)
+
+
+def test_a_teacher_sees_the_pixels(place, encoders):
+    words = [*MODEL, *by_vae(place, encoders[0]), "--job.dump_folder", str(place / "runs"), "--job.name", "aligned"]
+    words += ["--alignment.teacher", "transformers", "--alignment.path", str(encoders[1]), "--alignment.block", "1"]
+    trainer = Trainer(load_config(words, 1))
+    state, seen = trainer.state, []
+    state.alignment._encoder.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+    trainer.state.step += 1
+    trainer.train_step()
+    trainer.close()
+    assert seen[0].shape == (8, 3, SIDE, SIDE) and state.info.image_shape == (4, SIDE // 2, SIDE // 2)
+    levels = 127.5 * seen[0] + 127.5
+    torch.testing.assert_close(levels.round(), levels, rtol=0, atol=1e-3)  # bytes of the files
+
+
+@pytest.mark.parametrize("words, message", [
+    (["--autoencoder.statistics", ""], "autoencoder.statistics: is missing"),
+    (["--autoencoder.statistics", "nowhere"], "autoencoder.statistics: .*nowhere"),
+    (["--data.image_size", "8"], "has latents of .3, 16, 16., and the images are of .3, 8, 8."),
+    (["--data.name", "latents"], "autoencoder.encode"),
+    (["--autoencoder.name", "none"], "autoencoder.name: is none"),
+])  # fmt: skip
+def test_what_cannot_be_encoded_is_refused(place, words, message):
+    with pytest.raises(ConfigError, match=message):
+        load_config([*MODEL, *images(place), *words], 1)
