@@ -13,6 +13,7 @@ OPTIONS = (
     "--model.value_residual", "true", "--model.intermediate_head", "1",
     "--objective.intermediate_share", "0.5", "--model.wide_dim", "96", "--model.wide_heads", "4", "--model.wide_layers", "1",
 )  # fmt: skip
+WIDENED = ("--model.mup_base_dim", "32", "--model.mup_base_heads", "4", "--optimizer.weight_decay", "0.1")  # of 64, four heads
 HEAD = ("--model.intermediate_head", "1", "--objective.intermediate_share", "0")
 COMPILED, RECOMPUTED = ("--compile.enable", "true"), ("--activation_checkpoint.mode", "full")
 
@@ -27,20 +28,24 @@ def case(replicas: int, shards: int, *overrides: str) -> dict:
 @pytest.fixture(scope="module")
 def on_one() -> dict[str, list[list[float]]]:
     cases = {"options": case(1, 1, *OPTIONS), "plain": case(1, 1), "no share": case(1, 1, *HEAD)}
+    cases |= {"widened": case(1, 1, *WIDENED), "at its base": case(1, 1, "--model.mup_base_dim", "64")}
     return run_on_ranks("tests.distributed.cases:train_all", 1, {"cases": cases})[0]
 
 
 @pytest.mark.parametrize(
     ("ranks", "cases"),
     [
-        (2, {"DDP": case(2, 1, *OPTIONS), "FSDP, compiled": case(1, 2, *OPTIONS, *COMPILED)}),
+        (2, {
+            "DDP": case(2, 1, *OPTIONS), "FSDP, compiled": case(1, 2, *OPTIONS, *COMPILED),
+            "DDP, widened": case(2, 1, *WIDENED), "FSDP, widened": case(1, 2, *WIDENED),
+        }),
         (4, {"HSDP, recomputed": case(2, 2, *OPTIONS, *RECOMPUTED)}),
     ],
 )
 def test_all_options_train_alike_on_every_layout(ranks, cases, on_one):
-    reference = on_one["options"]
-    assert reference[3][0] < reference[0][0]
     for name, curve in run_on_ranks("tests.distributed.cases:train_all", ranks, {"cases": cases})[0].items():
+        reference = on_one["widened" if "widened" in name else "options"]
+        assert reference[3][0] < reference[0][0]
         assert list(itertools.chain(*curve)) == pytest.approx(list(itertools.chain(*reference)), rel=1e-5), name
 
 
@@ -48,3 +53,7 @@ def test_a_head_without_a_share_of_the_loss_leaves_the_run_as_it_is(on_one):
     (losses, norms), (plain, plain_norms) = (zip(*on_one[name], strict=True) for name in ("no share", "plain"))
     assert losses == plain
     assert norms == pytest.approx(plain_norms, rel=1e-12)  # squares of zeros between them, which sums may group otherwise
+
+
+def test_a_network_at_the_base_width_of_its_parametrisation_trains_bit_for_bit_as_without(on_one):
+    assert on_one["at its base"] == on_one["plain"] != on_one["widened"]

@@ -145,6 +145,13 @@ def _gns(checked: ConfigView) -> Iterator[Problem]:
         yield from _nuclear_norm(checked)
 
 
+def _width_transfer(checked: ConfigView) -> Iterator[Problem]:
+    rule = UPDATE_RULES[checked.optimizer.name]
+    if getattr(checked.whole("model"), "mup_base_dim", None) and not (rule.is_adams or rule.orthogonalises):
+        text = f"knows the rates of Adam and Muon, and optimizer.name is {checked.optimizer.name}"
+        yield Problem("model.mup_base_dim", f"{text} (set it to AdamW, or remove this key)")
+
+
 def _nuclear_norm(checked: ConfigView) -> Iterator[Problem]:
     key, name = "gns.nuclear_norm", checked.optimizer.name
     if not UPDATE_RULES[name].orthogonalises:
@@ -281,6 +288,7 @@ CHECKS: list[Callable[[ConfigView], Iterator[Problem]]] = [
     lambda checked: (Problem(key, text) for key, text in cache_problems(checked)),
     lambda checked: (Problem(key, text) for key, text in objective_problems(resolved_objective(checked))),
     _gns,
+    _width_transfer,
     _batch_ramp,
     _decay,
     *SIZE_CHECKS,

@@ -128,6 +128,10 @@ class DiffusionModel(nn.Module):
         """List the units of checkpointing, compilation and sharding, in the order of the forward."""
         raise NotImplementedError
 
+    def fan_in_ratios(self) -> dict[str, float]:
+        """Fan-in over that of a base network of the maximal update parametrisation, by a parameter's name; where it has one."""
+        return {}
+
     def probe_points(self) -> dict[str, ProbePoint]:
         """Outputs of blocks that a linear probe reads, by name, in the order of the forward; by default none."""
         return {}

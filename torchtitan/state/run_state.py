@@ -98,7 +98,7 @@ class RunState:
         self._drops = config.model.dropout > 0 or len(config.model.routed_blocks) > 0
         self.optimizer = build_optimizer(
             self.parameters | self.objective.parameters(), config.optimizer, self.model.blocks(),
-            lr_scales=self.objective.lr_scales(),
+            lr_scales=self.objective.lr_scales(), fan_in_ratios=self.network.fan_in_ratios,
         )  # fmt: skip
         self.ema = EMABank(self.parameters, config.ema, config.training.global_batch_size)
         self.snapshots = EMASnapshots(self.folder.path, config, self.ema, self.parameters)

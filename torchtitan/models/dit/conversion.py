@@ -43,6 +43,7 @@ _FIXED = {
     "wide_dim": 0,
     "final_modulation": True,
     "num_predictions": 1,
+    "score_scale": None,
     "duration_embedding": False,
 }
 

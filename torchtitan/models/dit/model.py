@@ -287,6 +287,17 @@ class DiT(PatchTransformer):
                 nn.init.zeros_(module.weight)
         # The first prediction is exactly zero.
         nn.init.zeros_(self.output.linear.weight)
+        if self.config.mup_base_dim:
+            from torchtitan.models.dit.width import scale_initial_weights
+
+            scale_initial_weights(self, self.config)
+
+    def fan_in_ratios(self) -> dict[str, float]:
+        if not self.config.mup_base_dim:
+            return {}
+        from torchtitan.models.dit.width import fan_in_ratios
+
+        return fan_in_ratios(self, self.config)
 
 
 class BottleneckEmbedding(nn.Module):
@@ -390,7 +401,7 @@ class Attention(nn.Module):
     def __init__(self, config: DiTConfig, number: int = 0) -> None:
         """number: of the block, from 0."""
         super().__init__()
-        self.num_heads = config.num_heads
+        self.num_heads, self.score_scale = config.num_heads, config.score_scale
         self.value_share = TokenGain(1) if config.value_residual and number else None
         newcomers = number == 0 or (config.class_tokens > 0 and number == config.class_tokens_start)
         self.gives_values = config.value_residual and newcomers
@@ -414,7 +425,8 @@ class Attention(nn.Module):
             if joined:  # tokens of the class stand before the others
                 first = torch.cat((v[:, :, :joined], first), dim=2)
             v = v + self.value_share(first - v)
-        x = self.out(attend(q, k, v, rotary, self.exchange if self.training else None))  # [B, T, D]
+        exchange = self.exchange if self.training else None
+        x = self.out(attend(q, k, v, rotary, exchange, self.score_scale))  # [B, T, D]
         return (x, first) if self.gives_values else x
 
 
@@ -451,16 +463,20 @@ MLPS: dict[str, Callable[[int, int], nn.Module]] = {
 }  # fmt: skip
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, rotary: Tensor | None, exchange: TokenExchange | None = None) -> Tensor:
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, rotary: Tensor | None, exchange: TokenExchange | None = None, scale: float | None = None
+) -> Tensor:
     """Attend to all tokens: queries and keys [B, N, T, D / N], rotated by the table if there is one, to values; [B, T, D].
 
     Where processes have some of the tokens each, they exchange them for all tokens of some heads.
+
+    scale: factor on the scores; None: 1 / sqrt(D / N).
     """
     if exchange is not None:
         q, k, v = exchange.all_tokens_of_own_heads(torch.stack((q, k, v))).unbind(0)
     if rotary is not None:
         q, k = rotate(q, rotary).to(v.dtype), rotate(k, rotary).to(v.dtype)
-    x = F.scaled_dot_product_attention(q, k, v)  # [B, N, T, D / N]
+    x = F.scaled_dot_product_attention(q, k, v, scale=scale)  # [B, N, T, D / N]
     if exchange is not None:
         x = exchange.own_tokens_of_all_heads(x)
     return x.transpose(1, 2).flatten(2)
