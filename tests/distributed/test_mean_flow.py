@@ -15,7 +15,7 @@ COMPILED, RECOMPUTED = ("--compile.enable", "true"), ("--activation_checkpoint.m
 
 def case(replicas: int, shards: int, *overrides: str, accumulation: int = 1) -> dict:
     return {
-        "steps": 4, "replicas": replicas, "shards": shards, "accumulation": accumulation, "backend": WITHOUT_CODE,
+        "steps": 3, "replicas": replicas, "shards": shards, "accumulation": accumulation, "backend": WITHOUT_CODE,
         "overrides": overrides,
     }  # fmt: skip
 
@@ -28,8 +28,8 @@ def on_one() -> dict[str, list[list[float]]]:
 
 def test_every_layout_trains_as_one_process(on_one):
     cases = {
-        "predicted, DDP": case(2, 1, *MEAN_FLOW), "sampled, DDP, compiled": case(2, 1, *SAMPLED, *COMPILED),
-        "predicted, FSDP, recomputed": case(1, 2, *MEAN_FLOW, *RECOMPUTED), "sampled, FSDP": case(1, 2, *SAMPLED),
+        "sampled, DDP, compiled": case(2, 1, *SAMPLED, *COMPILED),
+        "predicted, FSDP, recomputed": case(1, 2, *MEAN_FLOW, *RECOMPUTED),
     }  # fmt: skip
     for name, curve in run_on_ranks("tests.distributed.cases:train_all", 2, {"cases": cases})[0].items():
         reference = on_one[name.split(",")[0]]
