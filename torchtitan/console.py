@@ -71,6 +71,8 @@ def introduce(state: RunState) -> None:
         logger.info(_weighting(points, weights))
     if line := state.objective.introduction():
         logger.info(line)
+    if config.autoencoder.encode:
+        logger.info(f"each batch is encoded by {config.autoencoder.name}: {' x '.join(map(str, state.info.image_shape))} latents")
     if config.compile.enable:
         logger.info("compiling: the first step takes tens of seconds, on large models minutes; later ones are not affected")
     if config.sampling.enable and has_latents(config) and state.decoder is None:
