@@ -59,7 +59,7 @@ def masked(model: TreadDiT, plain: DiT, kept: Tensor, dropped_path: Tensor, monk
 
     def switch(on: bool) -> None:
         mask = {"attn_mask": seen} if on else {}
-        monkeypatch.setattr(F, "scaled_dot_product_attention", lambda *args: attention(*args, **mask))
+        monkeypatch.setattr(F, "scaled_dot_product_attention", lambda *args, **keys: attention(*args, **keys, **mask))
 
     def enter(module: nn.Module, arguments: tuple) -> None:
         before.append(arguments[0])
