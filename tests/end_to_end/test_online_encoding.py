@@ -131,7 +131,7 @@ def test_a_teacher_sees_the_pixels(place, encoders):
     (["--autoencoder.statistics", "nowhere"], "autoencoder.statistics: .*nowhere"),
     (["--data.image_size", "8"], "has latents of .3, 16, 16., and the images are of .3, 8, 8."),
     (["--data.name", "latents"], "autoencoder.encode"),
-    (["--autoencoder.name", "none"], "autoencoder.encode: has no effect when autoencoder.name = none"),
+    (["--autoencoder.name", "none"], "autoencoder.name: is none"),
 ])  # fmt: skip
 def test_what_cannot_be_encoded_is_refused(place, words, message):
     with pytest.raises(ConfigError, match=message):

@@ -200,6 +200,8 @@ def cache_problems(config: Any) -> Iterator[tuple[str, str]]:
     if config.cache.enable and config.autoencoder.name == "none":
         yield "autoencoder.name", "is none, and cache.enable encodes images (name the autoencoder of their latents)"
     if config.autoencoder.encode:
+        if config.autoencoder.name == "none":
+            yield "autoencoder.name", "is none, and autoencoder.encode needs one (name the autoencoder of the latents)"
         if not config.autoencoder.statistics:
             how = program("extract_latents")
             yield "autoencoder.statistics", f"is missing (give a latent store of some of the images; {how} makes one)"

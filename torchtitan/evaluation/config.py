@@ -179,8 +179,7 @@ class AutoencoderConfig:
         applies=OF_LATENTS | {"name": tuple(AUTOENCODERS)}, trajectory=False,
     )  # fmt: skip
     encode: bool = setting(
-        False, "encode each batch of images while training, instead of reading a latent store",
-        applies={"data.name": OF_PIXELS, "name": tuple(AUTOENCODERS)},
+        False, "encode each batch of images while training, instead of reading a latent store", applies={"data.name": OF_PIXELS}
     )
     statistics: str = setting(
         "", "latent store of some of the images, made with this autoencoder, of which the latents have normalisation and dtype",
