@@ -9,6 +9,7 @@ from torchtitan.conditions import Classes
 from torchtitan.config.job import load_config
 from torchtitan.errors import ConfigError
 from torchtitan.models.dit.config import DiTConfig
+from torchtitan.models.dit.conversion import layout_problems
 from torchtitan.models.dit.model import DiT, attend
 from torchtitan.training.config import OptimizerConfig
 from torchtitan.training.optimizer import build_optimizer
@@ -67,6 +68,12 @@ def test_scores_of_grown_heads_are_divided_by_their_channels():
     q, k, v = torch.randn(3, 2, 2, 5, 64)
     weights = (q @ k.transpose(-1, -2) * config.score_scale).softmax(-1)
     assert torch.allclose(attend(q, k, v, None, None, config.score_scale), (weights @ v).transpose(1, 2).flatten(2), atol=1e-5)
+
+
+def test_weights_of_grown_heads_are_not_exported():
+    assert layout_problems(network(4 * BASE, mup_base_dim=BASE), "dit") == []
+    (line,) = layout_problems(network(4 * BASE, num_heads=2, mup_base_dim=BASE, mup_base_heads=2), "dit")
+    assert line == "model.mup_base_heads = 2: the dit layout has no factor on attention's scores"
 
 
 def change(dim: int, **more) -> float:

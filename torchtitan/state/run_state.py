@@ -104,6 +104,8 @@ class RunState:
         self.snapshots = EMASnapshots(self.folder.path, config, self.ema, self.parameters)
         self.gns = None
         if edges is not None:
+            if self.network.taps is not None:
+                self.network.taps.set_rates(self.optimizer.lr_scales())
             self.gns = build_monitor(
                 config, self.objective, edges, self.network.taps, self.train_module, layout, self.folder.path,
                 microbatches=self.data.microbatches_per_step, matrices=self.optimizer.matrices(),

@@ -33,6 +33,10 @@ class OptimizerSet:
         """State by parameter; the dicts themselves."""
         return {parameter: state for optimizer in self._optimizers for parameter, state in optimizer.state.items()}
 
+    def lr_scales(self) -> dict[nn.Parameter, float]:
+        """Learning rates of all parameters, as multiples of the run's."""
+        return {parameter: group["lr_scale"] for group in self.param_groups for parameter in group["params"]}
+
     def matrices(self) -> dict[nn.Parameter, float]:
         """Matrices that Muon updates, and the sizes of its updates over the learning rate."""
         of_muon = [optimizer for optimizer in self._optimizers if isinstance(optimizer, Muon)]

@@ -43,7 +43,6 @@ _FIXED = {
     "wide_dim": 0,
     "final_modulation": True,
     "num_predictions": 1,
-    "score_scale": None,
     "duration_embedding": False,
 }
 
@@ -278,6 +277,9 @@ def layout_problems(model: DiT, layout: str) -> list[str]:
             f"model.{key} = {_plain(getattr(model.config, key))}: only the diffusers layout has that"
             for key, values in own.items() if getattr(model.config, key) not in values
         ]
+    if model.config.score_scale is not None:
+        heads = model.config.mup_base_heads
+        found.append(f"model.mup_base_heads = {heads}: the {layout} layout has no factor on attention's scores")
     if model.config.timestep_frequencies == "fourier":
         found.append(f"model.timestep_frequencies = fourier: the {layout} layout is of models with sinusoids")
     if model.config.routing.name == "sprint":
