@@ -210,6 +210,19 @@ def log_losses(folder: Path, losses: list[float]) -> Path:
     return folder
 
 
+@pytest.mark.parametrize("times, shift, says", [
+    ("[0.2, 0.8]", 1, "training losses do not rank them; held-out ones, at equal times, do."),
+    ("[]", 1, "do not rank them; the loss by timestep"), ("[0.2, 0.8]", 2, "do not rank them; the loss by timestep"),
+])  # fmt: skip
+def test_losses_of_other_timesteps_are_ranked_at_equal_held_out_times_alone(tmp_path, times, shift, says):
+    runs = []
+    for number, name in enumerate(("uniform", "logit_normal")):
+        runs.append(log_losses(tmp_path / name, [2.0, 1.0]))
+        text = f"[objective]\nshift = {1 + (shift - 1) * number}\ntimesteps.name = '{name}'\n[validation]\ntimesteps = {times}\n"
+        (runs[-1] / "config.toml").write_text(text)
+    assert says in compare_page(read_runs(runs))
+
+
 def test_page_of_one_run_leads_from_its_curves_to_its_commands(tmp_path):
     run = write_run(tmp_path / "a run")
     (run / "gns").mkdir()

@@ -59,7 +59,12 @@ def notes(runs: Sequence[RunRecord]) -> list[str]:
             found.append(f"{run.name}: nothing logged yet")
         if run.summary and run.summary.get("reason"):
             found.append(f"{run.name}: {run.status}: {run.summary['reason']}")
-    if changed := [key for key in differing_settings(runs)[0] if key.startswith(("objective.", "data."))]:
+    differing = differing_settings(runs)[0]
+    if changed := [key for key in differing if key.startswith(("objective.", "data."))]:
+        times = all(run.settings.get("validation.timesteps") for run in runs) and "validation.timesteps" not in differing
+        if times and all(key.startswith("objective.timesteps.") for key in changed):
+            text = "training losses do not rank them; held-out ones, at equal times, do"
+            return [*found, f"The runs differ in {', '.join(changed)}: {text}."]
         found.append(
             f"The runs differ in {', '.join(changed)}: their losses are means over other timesteps, weights or "
             "images and do not rank them; the loss by timestep and the samples say more."
