@@ -45,6 +45,7 @@ PURPOSES = {
     "alignment": 19,
     "routing": 20,
     "path_drop": 21,
+    "duration": 22,
 }
 
 _ROUND_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)

@@ -3,8 +3,9 @@
 import itertools
 
 import pytest
+import torch
 
-from tests.distributed.cases import WITHOUT_CODE
+from tests.distributed.cases import WITHOUT_CODE, make_trainer
 from tests.launcher import run_on_ranks
 
 OPTIONS = (
@@ -13,6 +14,8 @@ OPTIONS = (
     "--model.value_residual", "true", "--model.intermediate_head", "1",
     "--objective.intermediate_share", "0.5", "--model.wide_dim", "96", "--model.wide_heads", "4", "--model.wide_layers", "1",
 )  # fmt: skip
+WIDENED = ("--model.mup_base_dim", "32", "--model.mup_base_heads", "4", "--optimizer.weight_decay", "0.1")  # of 64, four heads
+MUONS = (*WIDENED, "--optimizer.name", "Muon")
 HEAD = ("--model.intermediate_head", "1", "--objective.intermediate_share", "0")
 COMPILED, RECOMPUTED = ("--compile.enable", "true"), ("--activation_checkpoint.mode", "full")
 
@@ -27,20 +30,26 @@ def case(replicas: int, shards: int, *overrides: str) -> dict:
 @pytest.fixture(scope="module")
 def on_one() -> dict[str, list[list[float]]]:
     cases = {"options": case(1, 1, *OPTIONS), "plain": case(1, 1), "no share": case(1, 1, *HEAD)}
+    cases |= {"widened": case(1, 1, *WIDENED), "Muon": case(1, 1, *MUONS)}
+    cases["at its base"] = case(1, 1, "--model.mup_base_dim", "64")
     return run_on_ranks("tests.distributed.cases:train_all", 1, {"cases": cases})[0]
 
 
 @pytest.mark.parametrize(
     ("ranks", "cases"),
     [
-        (2, {"DDP": case(2, 1, *OPTIONS), "FSDP, compiled": case(1, 2, *OPTIONS, *COMPILED)}),
+        (2, {
+            "DDP": case(2, 1, *OPTIONS), "FSDP, compiled": case(1, 2, *OPTIONS, *COMPILED),
+            "DDP, widened": case(2, 1, *WIDENED), "FSDP, widened": case(1, 2, *WIDENED),
+            "DDP, Muon": case(2, 1, *MUONS), "FSDP, Muon": case(1, 2, *MUONS),
+        }),
         (4, {"HSDP, recomputed": case(2, 2, *OPTIONS, *RECOMPUTED)}),
     ],
 )
 def test_all_options_train_alike_on_every_layout(ranks, cases, on_one):
-    reference = on_one["options"]
-    assert reference[3][0] < reference[0][0]
     for name, curve in run_on_ranks("tests.distributed.cases:train_all", ranks, {"cases": cases})[0].items():
+        reference = on_one[next((kind for kind in ("widened", "Muon") if kind in name), "options")]
+        assert reference[3][0] < reference[0][0]
         assert list(itertools.chain(*curve)) == pytest.approx(list(itertools.chain(*reference)), rel=1e-5), name
 
 
@@ -48,3 +57,27 @@ def test_a_head_without_a_share_of_the_loss_leaves_the_run_as_it_is(on_one):
     (losses, norms), (plain, plain_norms) = (zip(*on_one[name], strict=True) for name in ("no share", "plain"))
     assert losses == plain
     assert norms == pytest.approx(plain_norms, rel=1e-12)  # squares of zeros between them, which sums may group otherwise
+
+
+def test_a_network_at_the_base_width_of_its_parametrisation_trains_bit_for_bit_as_without(on_one):
+    assert on_one["at its base"] == on_one["plain"] != on_one["widened"]
+
+
+def test_a_run_with_rates_by_role_resumes_bit_for_bit(tmp_path):
+    overrides = (*MUONS, "--checkpoint.enable", "true", "--checkpoint.interval", "4")
+    states = {}
+    for name in ("whole", "stopped", "stopped"):
+        trainer = make_trainer(str(tmp_path), name, steps=3, replicas=1, shards=1, accumulation=1, overrides=overrides)
+        while trainer.state.step < 3:
+            trainer.state.step += 1
+            trainer.train_step()
+            if name == "stopped" and trainer.state.step == 1:
+                trainer._save()
+                trainer.state.checkpointer.require_saved()
+                break
+        rates = {float(group["lr"]) / group["lr_scale"] for group in trainer.state.optimizer.param_groups}
+        assert max(rates) == pytest.approx(min(rates)) and len(trainer.state.optimizer.param_groups) > 3
+        states[name] = {key: tensor.clone() for key, tensor in trainer.state.tensors().items()}
+        trainer.close()
+    for key, tensor in states["whole"].items():
+        assert torch.equal(states["stopped"][key], tensor), key

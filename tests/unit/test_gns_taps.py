@@ -126,17 +126,19 @@ def adam_state(model: nn.Module) -> dict:
     return optimizer.state
 
 
-def expected_factors(model: nn.Module, state: dict, name: str) -> torch.Tensor:
-    """1 / sqrt(v) of a layer from row and column sums of v, written anew: float64 [out, in + 1] or [out, 1]."""
+def expected_factors(model: nn.Module, state: dict, name: str, rates: dict[nn.Parameter, float]) -> torch.Tensor:
+    """Rate / sqrt(v) of a layer from row and column sums of v, written anew: float64 [out, in + 1] or [out, 1]."""
     module = model.get_submodule(name)
     v = state[module.weight]["exp_avg_sq"].double() / (1 - BETA2**ADAM_STEPS)
+    rate = rates.get(module.weight, 1.0)
     if v.ndim == 1:
-        return v[:, None].rsqrt()
+        return rate * v[:, None].rsqrt()
     bias = getattr(module, "bias", None)
     last = torch.zeros_like(v[:, 0]) if bias is None else state[bias]["exp_avg_sq"].double() / (1 - BETA2**ADAM_STEPS)
     v = torch.cat((v, last[:, None]), dim=1)
     factored = v.sum(1, keepdim=True) * v.sum(0, keepdim=True) / v.sum()
-    return torch.where(factored > 0, factored, torch.inf).rsqrt()
+    factors = torch.where(factored > 0, factored, torch.inf).rsqrt()
+    return torch.cat((rate * factors[:, :-1], rates.get(bias, 1.0) * factors[:, -1:]), dim=1)
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
@@ -144,7 +146,10 @@ def expected_factors(model: nn.Module, state: dict, name: str) -> torch.Tensor:
 def test_every_layer_measures_what_one_gradient_per_sample_gives(config, dtype, tolerance):
     problem = Problem(config, dtype)
     state = adam_state(problem.model)
-    taps = problem.taps()
+    taps, rates = problem.taps(), {}
+    if dtype == torch.float64:
+        rates = {parameter: 0.25 * (1 + number % 5) for number, parameter in enumerate(problem.model.parameters())}
+    taps.set_rates(rates)
     taps.begin_step(7, True, state, BETA2, one_process())
     taps.begin_microbatch(problem.t)
     problem.loss().mean().backward()
@@ -156,7 +161,7 @@ def test_every_layer_measures_what_one_gradient_per_sample_gives(config, dtype, 
     free = {part: [torch.zeros(2, BINS, dtype=torch.float64), torch.zeros(2, BINS, BINS, dtype=torch.float64)] for part in PARTS}
     for name, gradients in problem.gradients.items():
         layer, part = taps._layers[name], taps._parts[name]
-        factors = [torch.ones_like(gradients[0]), expected_factors(problem.model, state, name)]
+        factors = [torch.ones_like(gradients[0]), expected_factors(problem.model, state, name, rates)]
         for index, factor in enumerate(factors):
             scaled = gradients * factor
             exact = scaled

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from tests.unit.test_dit import on_meta
 from torchtitan.conditions import Classes
 from torchtitan.config.job import ConfigError, JobConfig, load_config
 from torchtitan.estimate.memory import estimate_memory
@@ -58,7 +59,7 @@ def masked(model: TreadDiT, plain: DiT, kept: Tensor, dropped_path: Tensor, monk
 
     def switch(on: bool) -> None:
         mask = {"attn_mask": seen} if on else {}
-        monkeypatch.setattr(F, "scaled_dot_product_attention", lambda *args: attention(*args, **mask))
+        monkeypatch.setattr(F, "scaled_dot_product_attention", lambda *args, **keys: attention(*args, **keys, **mask))
 
     def enter(module: nn.Module, arguments: tuple) -> None:
         before.append(arguments[0])
@@ -185,6 +186,24 @@ def test_products_are_those_that_pytorch_counts(routing):
     assert model.flops_per_image(SHAPE) == pytest.approx(training, rel=0.01)
     mean = (30 * model.flops_per_image(SHAPE) + 10 * 6 * model.forward_macs_per_image(SHAPE)) / 40
     assert model.flops_per_image(SHAPE, steps=40) == pytest.approx(mean, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("flavor", "routing", "published"),
+    [
+        ("DiT-B/2", TreadConfig(name="tread"), 0.701), ("DiT-XL/2", TreadConfig(name="tread"), 0.582),
+        ("DiT-B/2", SprintConfig(name="sprint"), 0.507), ("DiT-XL/2", SprintConfig(name="sprint"), 0.357),
+    ],
+)  # fmt: skip
+def test_by_default_the_blocks_are_the_papers_and_take_their_share_of_products(flavor, routing, published):
+    """Two blocks before; behind three (TREAD's 2..8 and 2..24, from 0) or two; a block has 12 D^2 products a token."""
+    model, shape = on_meta(flavor, (4, 32, 32), routing=routing), (4, 32, 32)
+    dim, depth = model.config.dim, model.config.num_layers
+    assert model.config.routed_blocks == range(3, depth - (2 if routing.name == "tread" else 1))
+    blocks = depth * (12 * dim**2 * 256 + 2 * 256**2 * dim)
+    fusion = 256 * 2 * dim**2 if routing.name == "sprint" else 0
+    saved = model.forward_macs_per_image(shape) - model.training_macs_per_image(shape)
+    assert (blocks + fusion - saved) / blocks == pytest.approx(published, abs=5e-4)
 
 
 def test_memory_is_that_of_the_kept_tokens_unless_the_run_has_a_finish():

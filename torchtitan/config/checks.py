@@ -66,6 +66,8 @@ def resolve(checked: ConfigView, config: Any) -> None:
         training.global_batch_size = checked.data_ranks * training.local_batch_size
     if heads := config.objective.heads_of_network():
         config.model.num_predictions = len(heads)
+    if config.objective.two_times:
+        config.model.duration_embedding = True
     if unconditional(checked) and has_key(config.model, "label_dropout"):
         config.model.label_dropout = 0.0
     config.sampling, config.objective = resolved_sampling(checked), resolved_objective(checked)
@@ -141,6 +143,13 @@ def _gns(checked: ConfigView) -> Iterator[Problem]:
         yield Problem("gns.adam_geometry", f"has no effect with optimizer.name = {name}, which has no such geometry (remove it)")
     if checked.gns.nuclear_norm:
         yield from _nuclear_norm(checked)
+
+
+def _width_transfer(checked: ConfigView) -> Iterator[Problem]:
+    rule = UPDATE_RULES[checked.optimizer.name]
+    if getattr(checked.whole("model"), "mup_base_dim", None) and not (rule.is_adams or rule.orthogonalises):
+        text = f"knows the rates of Adam and Muon, and optimizer.name is {checked.optimizer.name}"
+        yield Problem("model.mup_base_dim", f"{text} (set it to AdamW, or remove this key)")
 
 
 def _nuclear_norm(checked: ConfigView) -> Iterator[Problem]:
@@ -279,6 +288,7 @@ CHECKS: list[Callable[[ConfigView], Iterator[Problem]]] = [
     lambda checked: (Problem(key, text) for key, text in cache_problems(checked)),
     lambda checked: (Problem(key, text) for key, text in objective_problems(resolved_objective(checked))),
     _gns,
+    _width_transfer,
     _batch_ramp,
     _decay,
     *SIZE_CHECKS,

@@ -72,6 +72,23 @@ def _heads(checked: ConfigView) -> Iterator[Problem]:
         yield Problem("model.num_predictions", text)
 
 
+def _two_times(checked: ConfigView) -> Iterator[Problem]:
+    model, objective, key = checked.whole("model"), checked.whole("objective"), "model.duration_embedding"
+    if key in checked.given and model.duration_embedding != objective.two_times:
+        text = f"follows from objective.name = {objective.name}, which has {'two times' if objective.two_times else 'one time'}"
+        yield Problem(key, f"{text} (leave it out)")
+    if not objective.two_times:
+        return
+    if not has_key(model, "duration_embedding"):
+        text = f"mean velocities are over two times, and model.name = {model.name} takes one (use dit)"
+        yield Problem("objective.name", text)
+        return
+    for name in ("magnitude_preserving", "embedding_per_block"):
+        if getattr(model, name):
+            text = f"has no embedding of a second time, and objective.name = {objective.name} has two (set it to false)"
+            yield Problem(f"model.{name}", text)
+
+
 def _time_features(checked: ConfigView) -> Iterator[Problem]:
     fourier = getattr(checked.whole("model"), "timestep_frequencies", "") == "fourier"
     given = checked.objective.preconditioning
@@ -135,8 +152,10 @@ def _normalized_weights(checked: ConfigView) -> Iterator[Problem]:
 
 def _alignment(checked: ConfigView) -> Iterator[Problem]:
     info, compiled = checked.dataset(), checked.compile.enable and checked.compile.scope == "model"
+    encodes = checked.autoencoder.encode  # whose batches keep their pixels
     yield from in_section("alignment", alignment_problems(
-        checked.whole("alignment"), tracks=[track.name for track in checked.ema.tracks], channels=info.image_shape[0],
+        checked.whole("alignment"), tracks=[track.name for track in checked.ema.tracks],
+        channels=3 if encodes else info.image_shape[0],
         latents=checked.data.name in LATENT_DATASETS or checked.cache.enable, buckets=bool(info.bucket_shapes),
         context_parallel=checked.parallelism.context_parallel_degree > 1, whole_graph=compiled,
         routed=checked.whole("model").routed_blocks,
@@ -144,6 +163,7 @@ def _alignment(checked: ConfigView) -> Iterator[Problem]:
 
 
 MODEL_CHECKS: list[Callable[[ConfigView], Iterator[Problem]]] = [
-    _model_fits_images, _condition, _learned_variance, _heads, _time_features, _intermediate_head, _label_dropout, _alignment,
+    _model_fits_images, _condition, _learned_variance, _heads, _two_times, _time_features, _intermediate_head,
+    _label_dropout, _alignment,
 ]  # fmt: skip
 ADAPTER_CHECKS: list[Callable[[ConfigView], Iterator[Problem]]] = [_lora, _normalized_weights]

@@ -38,8 +38,11 @@ def without_null(checked: ConfigView) -> bool:
 
 
 def resolved_objective(checked: ConfigView) -> ObjectiveConfig:
-    """`[objective]` with the shift that follows from the size of its data's images."""
-    objective = checked.whole("objective")
+    """`[objective]` with what follows from the precision, and the shift that follows from the size of its data's images."""
+    training = checked.training
+    tf32 = training.float32_matmul_precision != "highest"
+    finest_step = 0.05 if training.mixed_precision_param == "bfloat16" else 0.02 if tf32 else 0.002
+    objective = checked.whole("objective").resolved(finest_step)
     if objective.shift != LATENT_SIZE:
         return objective
     return dataclasses.replace(objective, shift=latent_shift(checked.dataset().image_shape))
@@ -49,6 +52,7 @@ def resolved_sampling(checked: ConfigView) -> SamplingConfig:
     """`[sampling]` with the defaults of the objective's path and, above them, of the model for keys that are not given."""
     sampling, path_name = checked.whole("sampling"), checked.objective.path
     defaults = {"schedule.name": default_schedule(path_name)} | checked.whole("model").sampling_defaults(path_name)
+    defaults |= checked.whole("objective").sampling_defaults()
     values: dict[str, Any] = {}
     for key, value in defaults.items():
         if f"sampling.{key}" in checked.given:
@@ -137,7 +141,8 @@ def _sampling_method(checked: ConfigView) -> Iterator[Problem]:
         text = f"has no effect on the schedule of {owner}, {sampling.schedule.name} ({remedy})"
         yield Problem("sampling.schedule.shift", text)
     model, heads = checked.whole("model"), bool(checked.whole("objective").heads_of_network())
-    found = sampling_problems(sampling, path_name, model.learned_variance, heads, model.guidance_embedding)
+    two_times = checked.whole("objective").two_times
+    found = sampling_problems(sampling, path_name, model.learned_variance, heads, model.guidance_embedding, two_times)
     yield from in_section("sampling", found)
 
 

@@ -132,6 +132,11 @@ def predictor(
     return predict
 
 
+def over_duration(model: Callable[..., Tensor], duration: Tensor) -> Network:
+    """Network of one time, with the mean velocity over a duration [1] before it."""
+    return lambda x, time, condition: model(x, time, condition, duration.float().expand(len(x)))
+
+
 def _within(interval: tuple[float, float], guided: _Estimates, plain: _Estimates) -> _Estimates:
     """Estimates that are guided while an image's time is within an interval."""
     low, high = interval

@@ -56,9 +56,19 @@ class ObjectiveConfig:
         "none", "spread of a global batch's timesteps over the density: independent, one per interval, equally spaced"
     )
 
+    two_times = False  # whether the network takes a duration, and t is the larger one of two draws
+
     def heads_of_network(self) -> list[str]:
         """Names of the predictions that the network makes side by side; none: it makes one."""
         return []
+
+    def sampling_defaults(self) -> dict[str, Any]:
+        """Defaults of `[sampling]` for this objective, as `ModelConfig.sampling_defaults`."""
+        return {}
+
+    def resolved(self, finest_step: float) -> "ObjectiveConfig":
+        """Section with values for what follows from the precision: the smallest step of a difference quotient in t."""
+        return self
 
 
 class Draw(NamedTuple):
@@ -70,6 +80,7 @@ class Draw(NamedTuple):
         importance: objective's density / sampling density at t, [B].
         path_index: the DDPM index that t stands for, int64 [B]; None where the path has no integer indices.
         dropping: uniform in (0, 1), float64 [B]: below the probability, no condition; None outside of training.
+        duration: t less the smaller time, float32 [B]; None: 0.
     """
 
     t: Tensor
@@ -77,6 +88,7 @@ class Draw(NamedTuple):
     importance: Tensor
     path_index: Tensor | None = None
     dropping: Tensor | None = None
+    duration: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -153,8 +165,8 @@ class Objective(ABC):
 
     Config: ClassVar[type[ObjectiveConfig]]
     learns_variance: ClassVar[bool] = False
-    untrained_forwards: ClassVar[int] = 0
     loss_at_zero: ClassVar[bool] = True
+    untrained_forwards: int = 0
     diagnostics: tuple[str, ...] = ()
     heads: Any = None
     learns_weights: bool = False
@@ -217,6 +229,10 @@ class Objective(ABC):
         index = indexed(self.path).t_to_index(t) if self.path.discrete else None
         return Draw(t, noise, importance, index, dropping)
 
+    def with_duration(self, draw: Draw, seed: int, purpose: str, numbers: Tensor, attempt: int = 0) -> Draw:
+        """Draw the durations of images too, by random numbers `numbers` [B] of a purpose; an objective of one time has none."""
+        return draw
+
     def scaled(self, normal: Tensor) -> Tensor:
         """Noise of the path made of standard normal numbers.
 
@@ -273,6 +289,10 @@ class Objective(ABC):
     def learned_weighting(self, sigma: Tensor) -> Tensor:
         """Learned weight on the squared error of the prediction at noise levels [N]; of sigma's dtype."""
         return torch.ones_like(sigma)
+
+    def introduction(self) -> str:
+        """Line that the console shows at the start of a run; "" for none."""
+        return ""
 
     def effective_weight(self, log_sigma: Tensor) -> Tensor | None:
         """Density of the training noise levels x weight of the noise error, at ln sigma [N]; None where there is none."""

@@ -15,6 +15,7 @@ from torchtitan.settings import Registry
 OBJECTIVES: Registry[type[Objective]] = Registry("torchtitan.diffusion", {
     "denoising": "denoising.Denoising",
     "consistency": "consistency.Consistency",
+    "mean_flow": "mean_flow.MeanFlow",
 })
 
 

@@ -5,7 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from torchtitan.config.job import JobConfig
-from torchtitan.diffusion.objectives import OBJECTIVES
+from torchtitan.config.latent_cache import pixels_of
+from torchtitan.diffusion.objectives import build_objective
 from torchtitan.distributed.context_parallel import context_bytes
 from torchtitan.distributed.precision import DTYPES
 from torchtitan.estimate.devices import Device
@@ -61,13 +62,14 @@ class StepTime:
 
 def training_flops_per_image(config: JobConfig, model: DiffusionModel) -> int:
     """Floating-point operations of training the model on one image, by the run's objective, and of its alignment."""
-    untrained_forwards = OBJECTIVES[config.objective.name].untrained_forwards
+    untrained_forwards = build_objective(config.objective, seed=0).untrained_forwards
     flops = training_flops(model, model.image_shape, untrained_forwards, config.training.steps)
     if config.alignment.teacher == "none":
         return flops
     from torchtitan.alignment.plan import Plan
 
-    return flops + Plan(config.alignment, model).flops_per_image(config.training.steps, config.training.global_batch_size)
+    plan = Plan(config.alignment, model, pixels_of(config))
+    return flops + plan.flops_per_image(config.training.steps, config.training.global_batch_size)
 
 
 def estimate_step_time(

@@ -20,7 +20,7 @@ DECODERS = ("none", *AUTOENCODERS)
 WITH_WEIGHTS = tuple(name for name in AUTOENCODERS if name != "identity")
 OF_PIXELS = tuple(name for name in DATASETS if name not in LATENT_DATASETS)
 _BY_HEAD = {"guide_track": (HEAD,)}
-OF_LATENTS = {"data.name or cache.enable": (*LATENT_DATASETS, True)}
+OF_LATENTS = {"data.name or cache.enable or encode": (*LATENT_DATASETS, True)}
 
 
 @dataclass(kw_only=True)
@@ -163,7 +163,7 @@ class AutoencoderConfig:
 
     name: OneOf[str, DECODERS] = setting(
         "none", "autoencoder that decodes drawn latents to images; none: grids show latent channels as colours",
-        applies=OF_LATENTS, because=f"training encodes no images (cache.enable or {program('extract_latents')} does, once)",
+        applies=OF_LATENTS, because=f"nothing encodes the images (autoencoder.encode does, {program('extract_latents')} once)",
         trajectory=False,
     )  # fmt: skip
     path: str = setting(
@@ -178,6 +178,13 @@ class AutoencoderConfig:
         0, "side in pixels of the tiles, a quarter of them shared, that larger images are decoded in; 0: none", ge=0,
         applies=OF_LATENTS | {"name": tuple(AUTOENCODERS)}, trajectory=False,
     )  # fmt: skip
+    encode: bool = setting(
+        False, "encode each batch of images while training, instead of reading a latent store", applies={"data.name": OF_PIXELS}
+    )
+    statistics: str = setting(
+        "", "latent store of some of the images, made with this autoencoder, of which the latents have normalisation and dtype",
+        applies={"encode": (True,)}, path=True,
+    )  # fmt: skip
     batch_size: int = setting(
         16, "images decoded at a time on each rank", ge=1, le=1_000_000, applies=OF_LATENTS | {"name": tuple(AUTOENCODERS)},
         trajectory=False,
@@ -185,13 +192,21 @@ class AutoencoderConfig:
 
 
 def sampling_problems(
-    config: SamplingConfig, path_name: str, learned_variance: bool, heads: bool = False, guidance_embedding: bool = False
+    config: SamplingConfig, path_name: str, learned_variance: bool, heads: bool = False, guidance_embedding: bool = False,
+    two_times: bool = False,
 ) -> list[tuple[str, str]]:
     """Problems of sampling a model in this way: (key of `[sampling]`, cause and remedy)."""
     found = []
     for key in ("guidance_interval", "null_guidance_interval"):
         if problem := _interval_problem(getattr(config, key)):
             found.append((key, problem))
+    if config.solver.two_times != two_times:
+        text = "is for a network of one time, and the model's has two (use mean_flow)"
+        if not two_times:
+            text = "is for a network of two times, and the model's has one (use euler, or train with objective.name = mean_flow)"
+        found.append(("solver.name", f"{config.solver.name} {text}"))
+    if config.solver.two_times and config.guide_track:
+        found.append(("guide_track", "is for solvers of one time, not for sampling.solver.name = mean_flow (leave it out)"))
     trained = Trained(path_name, PATHS[path_name](), learned_variance)
     found += config.schedule.problems(trained, config.num_steps)
     found += [(f"solver.{key}", text) for key, text in config.solver.problems(trained, config.schedule)]

@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from torchtitan import philox
 from torchtitan.conditions import ConditionKind, each_tensor
-from torchtitan.diffusion.guidance import Guidance, Guide, HeadGuide, predictor
+from torchtitan.diffusion.guidance import Guidance, Guide, HeadGuide, over_duration, predictor
 from torchtitan.diffusion.objective import Objective
 from torchtitan.diffusion.solvers import ScheduleConfig, SolverConfig
 from torchtitan.distributed.precision import compute_context
@@ -123,7 +123,8 @@ class ImageSampler:
         def draw_batch(choices: Tensor, numbers: Tensor) -> Tensor:
             noise = draw_normal(numbers).to(dtype)
             condition = each_tensor(kind.choose(choices), lambda value: value.to(self._device))
-            predict = predictor(self._objective, self._model, kind, condition, guidance, guide, clip_x0)
+            rest = kind, condition, guidance, guide, clip_x0
+            predict = predictor(self._objective, self._model, *rest)
 
             def draw_noise(step: int) -> Tensor:
                 # Step s of image n adds noise of a separate number, different from the starting noise of any other image.
@@ -131,9 +132,11 @@ class ImageSampler:
 
             self.evaluations.append(0)
 
-            def counted(x: Tensor, t: Tensor) -> tuple:
+            def counted(x: Tensor, t: Tensor, duration: Tensor | None = None) -> tuple:
                 self.evaluations[-1] += 1
-                return predict(x, t)
+                if duration is None:
+                    return predict(x, t)
+                return predictor(self._objective, over_duration(self._model, duration[:1]), *rest)(x, t)
 
             return solve(predict=counted, x=start * noise, draw_noise=draw_noise).float()
 

@@ -38,7 +38,7 @@ def held_out_draw(
         quantile = (order[indices].to(torch.float64) + 0.5) / count
         t = objective.timestep_sampler.density.quantile(quantile).to(torch.float32)
     noise = objective.scaled(philox.normal(seed, "validation", indices + (1 << 40), shape))
-    return Draw(t, noise, torch.ones_like(t))
+    return objective.with_duration(Draw(t, noise, torch.ones_like(t)), seed, "validation", indices + (1 << 41))
 
 
 class MeansByTime:
@@ -92,9 +92,11 @@ def validation_loss(
         {"loss": mean of `LossTerms.weighted`, "loss_stderr": its standard error, "loss_by_bin/k": mean of bin k's plain error,
         "loss_stderr_by_bin/k": its standard error}; without the bins that have no image, and without the errors of
         those that have one. The errors are those of independent draws; timesteps are spread evenly, so the true
-        ones are smaller. With `timesteps`, "by_time/k" of the k-th of them instead of "by_bin/k".
+        ones are smaller. With `timesteps`, "by_time/k" of the k-th of them instead of "by_bin/k". Of an objective of two times
+        also each of these over the images with equal times, "equal_times_loss", and over the others, "two_times_loss".
     """
-    means = MeansByTime(bin_edges, timesteps, device)
+    parts = ("", "equal_times_", "two_times_") if objective.config.two_times else ("",)
+    means = {part: MeansByTime(bin_edges, timesteps, device) for part in parts}
     with evaluating(model):
         for batch in batches:
             batch = {name: value.to(device) for name, value in batch.items()}
@@ -102,5 +104,13 @@ def validation_loss(
             draw = held_out_draw(objective, seed, indices, count, images.shape[1:], timesteps)
             with compute_context(param_dtype, device, sharded):
                 terms = objective.loss(model, Microbatch(images, model.condition_kind.of(batch), batch), draw)
-            means.add(indices, terms.t, weights, terms.error, terms.weighted)
-    return means.metrics()
+            for part, of_part in means.items():
+                inside = weights if part == "" else weights * _times(draw, part)
+                of_part.add(indices, terms.t, inside, terms.error, terms.weighted)
+    return {f"{part}{name}": value for part, of_part in means.items() for name, value in of_part.metrics().items()}
+
+
+def _times(draw: Draw, part: str) -> Tensor:
+    """Images of a part [B], 1 within and 0 beyond: of equal times, or of two."""
+    two = torch.zeros_like(draw.t) if draw.duration is None else (draw.duration > 0).to(draw.t)
+    return two if part == "two_times_" else 1.0 - two

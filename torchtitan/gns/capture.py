@@ -15,6 +15,7 @@ exactly for pairs of the same one. Between measured steps only pairs of the same
 import itertools
 import math
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -86,6 +87,11 @@ class GradientTaps:
         self._arrange_layers()
         self._measured = False
         self._samples, self._compared = 0, Counter[int]()
+
+    def set_rates(self, multiples: Mapping[nn.Parameter, float]) -> None:
+        """Set the learning rates of the wrapped model's parameters, as multiples of the run's, for Adam's geometry."""
+        if self._factors:
+            self._factors.set_rates(multiples)
 
     # ------------------------------------------------------------------ a step, in the order of calls
 

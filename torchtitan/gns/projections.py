@@ -3,12 +3,12 @@
 Adam divides every element of the gradient by sqrt(v), v the bias-corrected average of its squares. Of a layer's v
 [out, in + 1], the bias as the last column, the row sums r and column sums c are kept, v ~ r_o c_i / sum(v), so that
 1 / sqrt(v) is a factor per row times one per column, which can be folded into random projections and into the two
-sides of a rank-one gradient.
+sides of a rank-one gradient. A parameter's multiple of the learning rate multiplies the factors of its columns.
 
 Source of the factored form: Shazeer and Stern, "Adafactor", arXiv 1804.04235, section 3.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -80,11 +80,21 @@ class AdamFactors:
         self._floor_of_total = _FLOOR / torch.stack((rows, columns)).to(dtype)  # [2, layers]
         self._step_of_none = torch.ones((), device=device)
         self.values = torch.zeros(self.num_rows + num_columns, dtype=dtype, device=device)
+        self._rates: Tensor | None = None  # of all columns; None: all are 1
 
     def places(self, layer: int, rows: bool) -> Tensor:
         """Places of a layer's rows, or of its columns, in `values`, int64 [rows] or [columns]."""
         before = sum(self._rows[:layer]) if rows else self.num_rows + sum(self._columns[:layer])
         return before + torch.arange((self._rows if rows else self._columns)[layer])
+
+    def set_rates(self, multiples: Mapping[Any, float]) -> None:
+        """Count every parameter by its multiple of the learning rate, as steps do; 1 where it has none."""
+        rates: list[float] = []
+        for layer, columns in zip(self._modules, self._columns, strict=True):
+            vector = layer.weight if layer.weight.ndim == 1 else getattr(layer, "bias", None)
+            rates += [multiples.get(layer.weight, 1.0)] * (columns - 1) + [multiples.get(vector, 1.0)]
+        if set(rates) != {1.0}:
+            self._rates = torch.tensor(rates, dtype=self.values.dtype, device=self.values.device)
 
     @torch.no_grad()
     def write(self, state: dict[Tensor, dict], beta2: float, layout: Layout) -> None:
@@ -100,6 +110,8 @@ class AdamFactors:
         if layout.sharded:
             dist.all_reduce(self._sums, group=layout.shard_group)
         self.values = self._inverse_roots(correction)
+        if self._rates is not None:
+            self.values[self.num_rows :] *= self._rates
         torch._foreach_copy_(self._targets, list(self.values.split([*self._rows, *self._columns])))
 
     def _correction(self, state: dict[Tensor, dict], beta2: float) -> Tensor:

@@ -128,6 +128,10 @@ class DiffusionModel(nn.Module):
         """List the units of checkpointing, compilation and sharding, in the order of the forward."""
         raise NotImplementedError
 
+    def fan_in_ratios(self) -> dict[str, float]:
+        """Fan-in over that of a base network of the maximal update parametrisation, by a parameter's name; where it has one."""
+        return {}
+
     def probe_points(self) -> dict[str, ProbePoint]:
         """Outputs of blocks that a linear probe reads, by name, in the order of the forward; by default none."""
         return {}
@@ -199,6 +203,7 @@ class ModelConfig:
         num_predictions: images that the network predicts for each input, one for each of `objective.heads`.
         dropout: probability of dropping an activation in training, see `DiffusionModel.draw_dropout`.
         guidance_embedding: whether the network takes a guidance scale as an input, see `DiffusionModel.set_guidance`.
+        duration_embedding: whether its forward takes a duration [B] after the condition, as `Draw.duration`; None is 0.
     """
 
     name: str = setting("", "model family")
@@ -209,6 +214,7 @@ class ModelConfig:
     num_predictions = 1
     dropout = 0.0
     guidance_embedding = False
+    duration_embedding = False
 
     @property
     def depth(self) -> int | None:

@@ -73,8 +73,10 @@ def sampling_method(arguments: argparse.Namespace, trained: TrainedModel) -> Sam
         problems.append((key, f"has no effect with {chosen_names} (leave it out)"))
     model, heads = config.model, bool(config.objective.heads_of_network())
     problems += sampling_problems(
-        sampling, config.objective.path, model.learned_variance, heads, model.guidance_embedding
+        sampling, config.objective.path, model.learned_variance, heads, model.guidance_embedding, config.objective.two_times
     )
+    if sampling.solver.two_times and arguments.guide not in (None, "none"):
+        problems.append(("guide", "is for solvers of one time, not for mean_flow (leave it out)"))
     if problems:
         raise WeightsError("\n".join(f"{option(_option_of(key))}: {text}" for key, text in problems))
     return sampling

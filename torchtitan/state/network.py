@@ -53,6 +53,7 @@ class RunNetwork:
         """
         self._adapted, self._cost = config.lora.enable, (objective.untrained_forwards, config.training.steps)
         self.model, shards = _built(config, info, layout, new)
+        self.fan_in_ratios = self.model.fan_in_ratios()
         attach(objective, self.model, info.entries)
         objective.to(layout.device)
         self.taps = None

@@ -26,7 +26,14 @@ from torchtitan.gns.config import bin_edges
 from torchtitan.runs.folder import RunFolder
 from torchtitan.state.data import RunData
 from torchtitan.state.network import RunNetwork
-from torchtitan.state.preflight import check_run, checked_decoder, checked_sample_metrics, open_folder, opened_alignment
+from torchtitan.state.preflight import (
+    check_run,
+    checked_decoder,
+    checked_sample_metrics,
+    open_folder,
+    opened_alignment,
+    opened_encoder,
+)
 from torchtitan.training.clock import ClockTotals
 from torchtitan.training.ema import EMABank
 from torchtitan.training.ema_snapshots import EMASnapshots
@@ -65,12 +72,13 @@ class RunState:
         self.layout = layout = Layout(config.parallelism)
         self.sample_metrics = checked_sample_metrics(config, layout) if config.evaluation.enable else None
         self.folder = RunFolder(config)
+        self.encoder = opened_encoder(config, layout)
         base_sha256 = check_run(config, layout, self.folder.checkpoints)
         self.alignment = opened_alignment(config, layout)
         from_first_rank(open_folder, self.folder)
         torch.use_deterministic_algorithms(config.debug.deterministic)
 
-        data = RunData(config, layout, self.folder)
+        data = RunData(config, layout, self.folder, None if self.encoder is None else self.encoder.training)
         self.data, self.info, self.corrupt_images = data.loader, data.info, data.corrupt_images
         self.data_record = data.record
         self.images_per_epoch, self._images_of_shapes = data.images_per_epoch, data.images_of_shapes
@@ -98,12 +106,14 @@ class RunState:
         self._drops = config.model.dropout > 0 or len(config.model.routed_blocks) > 0
         self.optimizer = build_optimizer(
             self.parameters | self.objective.parameters(), config.optimizer, self.model.blocks(),
-            lr_scales=self.objective.lr_scales(),
+            lr_scales=self.objective.lr_scales(), fan_in_ratios=self.network.fan_in_ratios,
         )  # fmt: skip
         self.ema = EMABank(self.parameters, config.ema, config.training.global_batch_size)
         self.snapshots = EMASnapshots(self.folder.path, config, self.ema, self.parameters)
         self.gns = None
         if edges is not None:
+            if self.network.taps is not None:
+                self.network.taps.set_rates(self.optimizer.lr_scales())
             self.gns = build_monitor(
                 config, self.objective, edges, self.network.taps, self.train_module, layout, self.folder.path,
                 microbatches=self.data.microbatches_per_step, matrices=self.optimizer.matrices(),

@@ -2,7 +2,7 @@
 
 import difflib
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -32,6 +32,10 @@ class OptimizerSet:
     def state(self) -> dict[Tensor, dict[str, Any]]:
         """State by parameter; the dicts themselves."""
         return {parameter: state for optimizer in self._optimizers for parameter, state in optimizer.state.items()}
+
+    def lr_scales(self) -> dict[nn.Parameter, float]:
+        """Learning rates of all parameters, as multiples of the run's."""
+        return {parameter: group["lr_scale"] for group in self.param_groups for parameter in group["params"]}
 
     def matrices(self) -> dict[nn.Parameter, float]:
         """Matrices that Muon updates, and the sizes of its updates over the learning rate."""
@@ -67,12 +71,15 @@ def build_optimizer(
     config: OptimizerConfig,
     blocks: Iterable[nn.Module] = (),
     lr_scales: dict[str, float] | None = None,
+    fan_in_ratios: Mapping[str, float] | None = None,
 ) -> OptimizerSet:
     """Build the optimizer of named parameters; by default vectors (gains, biases) are not decayed.
 
     Args:
         parameters: name -> parameter, plain or sharded.
         lr_scales: parameters in separate groups, not decayed, with multiples of the rate, unless in `param_groups`.
+        fan_in_ratios: fan-in over a base network's, by which rates fall and decays rise: as 1 / ratio under Adam and under Muon
+            as its own scale wants it. Source: Yang et al., "Tensor programs V", arXiv 2203.03466, table 3.
 
     Raises:
         OptimizerError: a pattern of `param_groups` selects no parameter.
@@ -83,6 +90,9 @@ def build_optimizer(
     for name, (lr_scale, weight_decay) in _group_settings(parameters, config, own).items():
         parameter = parameters[name]
         rule = update_rule(parameter, config, parameter in matrices)
+        if (ratio := (fan_in_ratios or {}).get(name, 1.0)) != 1.0:
+            factor = ratio**-_width_power(rule, config)
+            lr_scale, weight_decay = lr_scale * factor, weight_decay / factor
         new = {"params": [], "lr_scale": lr_scale, "weight_decay": weight_decay}
         # Fused updates take no plain tensors, as an objective has, beside the shards of a network.
         key = (lr_scale, weight_decay, name in own, isinstance(parameter, DTensor))
@@ -104,6 +114,13 @@ def update_rule(parameter: nn.Parameter, config: OptimizerConfig, in_matrices: b
     if config.rule.orthogonalises:
         return config.name if in_matrices else "AdamW"
     return config.name if not config.rule.quantised or _quantisable(parameter) else "AdamW"
+
+
+def _width_power(rule: str, config: OptimizerConfig) -> float:
+    """Power of the width by which a rate falls. An update of Muon's has a spectral norm of sqrt(width) or, with fan, 1."""
+    if not UPDATE_RULES[rule].orthogonalises:
+        return 1.0
+    return 0.0 if config.muon_scale == "fan" else 0.5
 
 
 def set_lr(optimizer: OptimizerSet, lr: float) -> None:

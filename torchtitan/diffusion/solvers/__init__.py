@@ -30,6 +30,7 @@ SOLVERS: Registry[type[SolverConfig]] = Registry("torchtitan.diffusion.solvers",
     "ddim": "ancestral.DDIMConfig",
     "ddpm": "ancestral.DDPMConfig",
     "dpmpp_2m": "dpm_solver.DPMPP2MConfig",
+    "mean_flow": "mean_flow.MeanFlowSolverConfig",
 })
 SCHEDULES: dict[str, type[ScheduleConfig]] = {
     "uniform": UniformScheduleConfig,

@@ -28,6 +28,8 @@ class Prediction(NamedTuple):
 
 # (x_t [B, ...], t [B], all equal) -> a Prediction, or the plain pair (x0, noise)
 Predict = Callable[[Tensor, Tensor], tuple]
+# (x_t [B, ...], t [B], duration [B]) -> the same by the mean velocity over the duration before t
+TwoTimePredict = Callable[[Tensor, Tensor, Tensor], tuple]
 # number of the step -> standard normal noise of x's shape
 DrawNoise = Callable[[int], Tensor]
 
@@ -72,12 +74,16 @@ class ScheduleConfig:
 
 @dataclass(kw_only=True)
 class SolverConfig:
-    """`[sampling.solver]`: base of solvers' keys, options of `solve`; adaptive: evaluations depend on the images."""
+    """`[sampling.solver]`: base of solvers' keys, options of `solve`.
+
+    adaptive: evaluations depend on the images; two_times: `solve` takes a `TwoTimePredict`.
+    """
 
     name: str = setting("", "integrator from noise to image")
 
     solve: ClassVar[Solver]
     adaptive: ClassVar[bool] = False
+    two_times: ClassVar[bool] = False
 
     def options(self) -> dict[str, Any]:
         """Keyword arguments of `solve`."""

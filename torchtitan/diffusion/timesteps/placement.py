@@ -35,12 +35,14 @@ class Placement:
     Attributes:
         shift: factor on sigma.
         t_min, t_max: the range; indices of other times are left out.
+        larger_of_two: whether t is the larger one of two independent draws, on a path without indices.
     """
 
     path: Path
     shift: float = 1.0
     t_min: float = 0.0
     t_max: float = 1.0
+    larger_of_two: bool = False
 
     def shifted(self, density: SmoothDensity) -> SmoothDensity:
         return Shifted(density, self.shift) if self.shift != 1.0 else density
@@ -51,9 +53,9 @@ class Placement:
         path = self.path
         if has_indices(path):
             return (OnDiscreteIndices if path.discrete else OnContinuousIndices)(density, path, t_min, t_max)
-        if (t_min, t_max) == (0.0, 1.0):
-            return density
-        return Truncated(density, _logit(t_min), _logit(t_max))
+        if (t_min, t_max) != (0.0, 1.0):
+            density = Truncated(density, _logit(t_min), _logit(t_max))
+        return LargerOfTwo(density) if self.larger_of_two else density
 
 
 LATENT_SIZE = "latent_size"
@@ -108,6 +110,27 @@ class Truncated:
     def log_sigma_density(self, log_sigma: Tensor) -> Tensor:
         inside = (log_sigma >= self.low) & (log_sigma <= self.high)
         return inside * self.density.log_sigma_density(log_sigma) / self.mass
+
+
+@dataclass(frozen=True)
+class LargerOfTwo:
+    """Larger t of two independent draws from a density: the square of its distribution function."""
+
+    density: SmoothDensity
+
+    def quantile(self, u: Tensor) -> Tensor:
+        return self.density.quantile(u.sqrt())
+
+    def distribution(self, log_sigma: Tensor) -> Tensor:
+        return self.density.distribution(log_sigma).square()
+
+    def log_sigma_density(self, log_sigma: Tensor) -> Tensor:
+        return 2.0 * self.density.distribution(log_sigma) * self.density.log_sigma_density(log_sigma)
+
+    def smaller(self, t: Tensor, u: Tensor) -> Tensor:
+        """Quantile u [B] of the smaller draw, given the larger one t [B]; float64, at most t."""
+        t = t.to(torch.float64)
+        return torch.minimum(self.density.quantile(u * self.density.distribution(torch.logit(t))), t)
 
 
 class OnContinuousIndices(Truncated):

@@ -61,4 +61,4 @@ def build_density(config: Any, path: Path) -> Density:
 
 
 def _placement(config: Any, path: Path) -> Placement:
-    return Placement(path, config.shift, config.t_min, config.t_max)
+    return Placement(path, config.shift, config.t_min, config.t_max, config.two_times)

@@ -117,6 +117,7 @@ class DiTConfig(ModelConfig):
     num_predictions: int = setting(
         1, "images that the network predicts for each input; one for each of objective.heads, which set it", ge=1
     )
+    duration_embedding: bool = setting(False, "second time as an input; set by objectives of two times", applies=_ONE_EMBEDDING)
     intermediate_head: int | None = setting(
         None, "number of blocks before a second output layer, which is trained on the same target as the last one, for "
         "sampling with --guide head", ge=1, applies=_ONE_EMBEDDING | {"learned_variance": (False,)},
@@ -130,7 +131,27 @@ class DiTConfig(ModelConfig):
     wide_heads: int = setting(
         16, "attention heads of the second stream; must divide wide_dim", ge=1, le=65536, applies={"wide_dim": ">0"}
     )
+    mup_base_dim: int | None = setting(
+        None, "width at which initial weights and learning rates of the maximal update parametrisation are the ordinary ones; "
+        "default: no such parametrisation", ge=8, le=65536, applies=_ONE_EMBEDDING | {"wide_dim": (0,)},
+    )  # fmt: skip
+    mup_base_heads: int | None = setting(
+        None, "attention heads at that width, where heads grow instead of their number", ge=1, applies={"mup_base_dim": "set"}
+    )
     routing: RoutingConfig = choice(Choice(ROUTINGS, "none"), "blocks that see a part of the tokens in training")
+
+    @property
+    def width_ratio(self) -> float:
+        """Width over the base's of the maximal update parametrisation; 1 without it."""
+        return self.dim / self.mup_base_dim if self.mup_base_dim else 1.0
+
+    @property
+    def score_scale(self) -> float | None:
+        """Factor on attention's scores, where it is not 1 / sqrt(channels of a head)."""
+        if not (self.mup_base_dim and self.mup_base_heads):
+            return None
+        base, channels = self.mup_base_dim / self.mup_base_heads, self.dim / self.num_heads
+        return None if base == channels else base**0.5 / channels
 
     @property
     def head_width(self) -> int | None:
@@ -242,6 +263,8 @@ def problems(config: DiTConfig, image_shape: tuple[int, int, int]) -> list[str]:
         found.append(f"model.class_tokens_start: {config.class_tokens_start} leaves no block for them ({most})")
     if config.magnitude_preserving and config.mlp == "swiglu_bias":
         found.append("model.mlp: swiglu_bias has biases, and model.magnitude_preserving none (use swiglu)")
+    if config.mup_base_dim and config.mup_base_heads and config.mup_base_dim % config.mup_base_heads:
+        found.append(f"model.mup_base_heads: {config.mup_base_heads} does not divide model.mup_base_dim = {config.mup_base_dim}")
     found += _wide_problems(config) + _routing_problems(config)
     of_block = config.dim * (10 * config.dim + 2 * config.mlp_hidden_dim)
     if config.num_layers * of_block > MOST_PARAMETERS:

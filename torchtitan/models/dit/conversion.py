@@ -21,7 +21,8 @@ from torch import Tensor
 
 from torchtitan.conditions import Classes
 from torchtitan.models.dit.config import FLAVORS, DiTConfig
-from torchtitan.models.dit.model import DiT, sincos_table
+from torchtitan.models.dit.model import DiT
+from torchtitan.models.dit.positions import sincos_table
 from torchtitan.models.published_layouts import ConversionError, PublishedLayout
 
 _NORM_EPS = 1e-5  # of diffusers' feed-forward norms where config.json has none
@@ -42,6 +43,7 @@ _FIXED = {
     "wide_dim": 0,
     "final_modulation": True,
     "num_predictions": 1,
+    "duration_embedding": False,
 }
 
 # How the code of each layout trains and samples.
@@ -275,6 +277,9 @@ def layout_problems(model: DiT, layout: str) -> list[str]:
             f"model.{key} = {_plain(getattr(model.config, key))}: only the diffusers layout has that"
             for key, values in own.items() if getattr(model.config, key) not in values
         ]
+    if model.config.score_scale is not None:
+        heads = model.config.mup_base_heads
+        found.append(f"model.mup_base_heads = {heads}: the {layout} layout has no factor on attention's scores")
     if model.config.timestep_frequencies == "fourier":
         found.append(f"model.timestep_frequencies = fourier: the {layout} layout is of models with sinusoids")
     if model.config.routing.name == "sprint":

@@ -38,7 +38,9 @@ class MagnitudePreservingDiT(PatchTransformer):
         self.layers = nn.ModuleList(Block(config) for _ in range(config.num_layers))
         self.output = OutputLayer(config.dim, self.out_channels * config.patch_size**2)
 
-    def transform(self, patches: Tensor, position: Tensor | None, t: Tensor, condition: Condition) -> Tensor:
+    def transform(
+        self, patches: Tensor, position: Tensor | None, t: Tensor, condition: Condition, duration: Tensor | None
+    ) -> Tensor:
         patches = patches.to(self.patch_embed.weight.dtype)
         x = self.patch_embed(torch.cat((patches, torch.ones_like(patches[..., :1])), dim=-1))  # [B, T, D]
         if position is not None:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torchtitan.conditions import Classes, Condition, ConditionKind
 from torchtitan.models.base import DiffusionModel, LinearRole, ProbePoint, TokenExchange
 from torchtitan.models.dit.config import DiTConfig, condition_problems, problems
+from torchtitan.models.dit.positions import rotary_table, rotate, sincos_table
 from torchtitan.models.layers import (
     SINUSOID_CHANNELS,
     FourierFeatures,
@@ -31,6 +32,8 @@ from torchtitan.models.layers import (
     unpatchify,
 )
 from torchtitan.models.magnitude import MPLinear
+
+_TIMES = ("time", "duration")  # that are embedded
 
 
 class PatchTransformer(DiffusionModel):
@@ -77,13 +80,13 @@ class PatchTransformer(DiffusionModel):
         self.register_buffer("rotary", rotary, persistent=False)
         self._exchange: TokenExchange | None = None
 
-    def forward(self, x: Tensor, t: Tensor, condition: Condition = None) -> Tensor:
+    def forward(self, x: Tensor, t: Tensor, condition: Condition = None, duration: Tensor | None = None) -> Tensor:
         check_inputs(self, x, condition)
         x, position = patchify(x, self.config.patch_size), self.position  # [B, T, C p p], [T, D]
         exchange = self._exchange if self.training else None
         if exchange is not None:
             x, position = exchange.split(x), None if position is None else exchange.split(position[None])[0]
-        x = self.transform(x, position, t, condition)  # [B, T, C_out p p]
+        x = self.transform(x, position, t, condition, duration)  # [B, T, C_out p p]
         if exchange is not None:
             x = exchange.gather(x)
         x = unpatchify(x, self.grid, self.config.patch_size)  # [B, C_out, H, W]
@@ -94,7 +97,9 @@ class PatchTransformer(DiffusionModel):
         for block in self.blocks():
             cast(Any, block).attention.exchange = exchange
 
-    def transform(self, patches: Tensor, position: Tensor | None, t: Tensor, condition: Condition) -> Tensor:
+    def transform(
+        self, patches: Tensor, position: Tensor | None, t: Tensor, condition: Condition, duration: Tensor | None
+    ) -> Tensor:
         """Apply to patches [B, T, C p p], [B, T, C_out p p]; position: the table's rows for these [T, D], if any."""
         raise NotImplementedError
 
@@ -118,7 +123,7 @@ class PatchTransformer(DiffusionModel):
 
     def linear_roles(self) -> dict[str, LinearRole]:
         def role(name: str) -> LinearRole:
-            if "time_embed" in name or "label_embed" in name or name.endswith("modulation"):
+            if any(f"{each}_embed" in name for each in (*_TIMES, "label")) or name.endswith("modulation"):
                 return "vector"
             narrow = name.startswith("patch_embed") or name in ("output.linear", "intermediate.linear")
             return "small" if narrow else "token"
@@ -173,14 +178,17 @@ class DiT(PatchTransformer):
             self.label_embed = nn.Embedding(num_labels, config.dim) if num_labels else None
             self.layers = nn.ModuleList(Block(config, number) for number in range(config.num_layers))
         self.class_tokens = TokenBias(config.class_tokens, config.dim) if config.class_tokens else None
+        self.duration_embed = VectorEmbedding(channels, config.dim) if config.duration_embedding else None
         self.output = OutputLayer(config, self.patch_channels)
         self.intermediate = OutputLayer(config, self.patch_channels) if config.intermediate_head else None
 
-    def transform(self, patches: Tensor, position: Tensor | None, t: Tensor, condition: Condition) -> Tensor:
+    def transform(
+        self, patches: Tensor, position: Tensor | None, t: Tensor, condition: Condition, duration: Tensor | None
+    ) -> Tensor:
         x = self.embed_patches(patches, position)  # [B, T, D]
         if self.config.embedding_per_block:
             return self.output(*self._embedding_blocks(x, self.time_features(t), condition))
-        time, label, c = self.embed_conditions(t, condition)
+        time, label, c = self.embed_conditions(t, condition, duration)
         x, early = self.apply_blocks(x, c, label)
         x = self.read_out(patches, x, time, c)  # [B, T, C_out p p]
         return x if early is None else torch.cat((x, early), dim=-1)
@@ -191,9 +199,16 @@ class DiT(PatchTransformer):
         x = self.patch_embed(patches.to(first.weight.dtype))
         return x if position is None else x + position.to(x.dtype)
 
-    def embed_conditions(self, t: Tensor, condition: Condition) -> tuple[Tensor, Tensor | None, Tensor]:
-        """Embed time and class, [B, D] each, None without classes; and the conditioning vector of both [B, D]."""
+    def embed_conditions(
+        self, t: Tensor, condition: Condition, duration: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
+        """Embed time and class, [B, D] each, None without classes; and the conditioning vector of both [B, D].
+
+        duration: added to the time, where it is embedded; None: 0.
+        """
         time, label = self.time_embed(self.time_features(t)), None
+        if self.duration_embed is not None:
+            time = time + self.duration_embed(self.time_features(torch.zeros_like(t) if duration is None else duration))
         if self.label_embed is not None:
             label = self.label_embed(condition)
         return time, label, F.silu(time if label is None else time + label)
@@ -262,7 +277,7 @@ class DiT(PatchTransformer):
                 nn.init.normal_(module.frequencies)
 
         for name, module in self.named_modules():
-            embeds = name.endswith(("time_embed.hidden", "time_embed.out", "label_embed"))
+            embeds = name.endswith((*(f"{each}_embed.{part}" for each in _TIMES for part in ("hidden", "out")), "label_embed"))
             if embeds and isinstance(module, nn.Linear | nn.Embedding):
                 nn.init.normal_(module.weight, std=0.02)
 
@@ -272,6 +287,17 @@ class DiT(PatchTransformer):
                 nn.init.zeros_(module.weight)
         # The first prediction is exactly zero.
         nn.init.zeros_(self.output.linear.weight)
+        if self.config.mup_base_dim:
+            from torchtitan.models.dit.width import scale_initial_weights
+
+            scale_initial_weights(self, self.config)
+
+    def fan_in_ratios(self) -> dict[str, float]:
+        if not self.config.mup_base_dim:
+            return {}
+        from torchtitan.models.dit.width import fan_in_ratios
+
+        return fan_in_ratios(self, self.config)
 
 
 class BottleneckEmbedding(nn.Module):
@@ -375,7 +401,7 @@ class Attention(nn.Module):
     def __init__(self, config: DiTConfig, number: int = 0) -> None:
         """number: of the block, from 0."""
         super().__init__()
-        self.num_heads = config.num_heads
+        self.num_heads, self.score_scale = config.num_heads, config.score_scale
         self.value_share = TokenGain(1) if config.value_residual and number else None
         newcomers = number == 0 or (config.class_tokens > 0 and number == config.class_tokens_start)
         self.gives_values = config.value_residual and newcomers
@@ -399,7 +425,8 @@ class Attention(nn.Module):
             if joined:  # tokens of the class stand before the others
                 first = torch.cat((v[:, :, :joined], first), dim=2)
             v = v + self.value_share(first - v)
-        x = self.out(attend(q, k, v, rotary, self.exchange if self.training else None))  # [B, T, D]
+        exchange = self.exchange if self.training else None
+        x = self.out(attend(q, k, v, rotary, exchange, self.score_scale))  # [B, T, D]
         return (x, first) if self.gives_values else x
 
 
@@ -436,54 +463,23 @@ MLPS: dict[str, Callable[[int, int], nn.Module]] = {
 }  # fmt: skip
 
 
-def sincos_table(dim: int, grid: tuple[int, int]) -> Tensor:
-    """Fixed 2-D position table [T, dim], float64: a quarter each of sin and cos of the column, sin and cos of the row.
-
-    Source: the paper's public weights, whose first half belongs to the column.
-    """
-    columns, rows = _grid_angles(dim // 4, grid)  # each [T, dim / 4]
-    return torch.cat((columns.sin(), columns.cos(), rows.sin(), rows.cos()), dim=-1)
-
-
-def rotary_table(head_dim: int, grid: tuple[int, int]) -> Tensor:
-    """Cosines and sines [2, T, head_dim / 2], float64: half of the angles go with the column, half with the row.
-
-    Source: Su et al., "RoFormer", arXiv 2104.09864, equation 34, applied to each axis.
-    """
-    angles = torch.cat(_grid_angles(head_dim // 4, grid), dim=-1)  # [T, head_dim / 2]
-    return torch.stack((angles.cos(), angles.sin()))
-
-
-def attend(q: Tensor, k: Tensor, v: Tensor, rotary: Tensor | None, exchange: TokenExchange | None = None) -> Tensor:
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, rotary: Tensor | None, exchange: TokenExchange | None = None, scale: float | None = None
+) -> Tensor:
     """Attend to all tokens: queries and keys [B, N, T, D / N], rotated by the table if there is one, to values; [B, T, D].
 
     Where processes have some of the tokens each, they exchange them for all tokens of some heads.
+
+    scale: factor on the scores; None: 1 / sqrt(D / N).
     """
     if exchange is not None:
         q, k, v = exchange.all_tokens_of_own_heads(torch.stack((q, k, v))).unbind(0)
     if rotary is not None:
         q, k = rotate(q, rotary).to(v.dtype), rotate(k, rotary).to(v.dtype)
-    x = F.scaled_dot_product_attention(q, k, v)  # [B, N, T, D / N]
+    x = F.scaled_dot_product_attention(q, k, v, scale=scale)  # [B, N, T, D / N]
     if exchange is not None:
         x = exchange.own_tokens_of_all_heads(x)
     return x.transpose(1, 2).flatten(2)
-
-
-def rotate(x: Tensor, rotary: Tensor) -> Tensor:
-    """Rotate channel i against channel i + D / N / 2 of queries or keys [B, N, T, D / N] by the table's angles.
-
-    The table is float32, which makes the arithmetic and the result float32 when x is bfloat16.
-    """
-    cos, sin = rotary.unbind(0)  # each [T, D / N / 2]
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, first * sin + second * cos), dim=-1)
-
-
-def _grid_angles(count: int, grid: tuple[int, int]) -> tuple[Tensor, Tensor]:
-    """Column and row number of each token times `count` frequencies 10000^(-i / count), each [T, count]."""
-    frequencies = 10000.0 ** (-torch.arange(count, dtype=torch.float64) / count)
-    rows, columns = torch.meshgrid(*(torch.arange(n, dtype=torch.float64) for n in grid), indexing="ij")
-    return columns.reshape(-1, 1) * frequencies, rows.reshape(-1, 1) * frequencies
 
 
 def _of_tokens(modulation: Tensor) -> Tensor:

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torchtitan.conditions import Condition, ConditionKind
 from torchtitan.models.base import LinearRole, ProbePoint
 from torchtitan.models.dit.config import DiTConfig
-from torchtitan.models.dit.model import Block, DiT, OutputLayer, rotary_table
+from torchtitan.models.dit.model import Block, DiT, OutputLayer
+from torchtitan.models.dit.positions import rotary_table
 
 
 class WideHeadDiT(DiT):
@@ -41,8 +42,10 @@ class WideHeadDiT(DiT):
             rotary = torch.empty(2, self.grid[0] * self.grid[1], wide.dim // wide.num_heads // 2, dtype=torch.float32)
         self.register_buffer("wide_rotary", rotary, persistent=False)
 
-    def embed_conditions(self, t: Tensor, condition: Condition) -> tuple[Tensor, Tensor | None, Tensor]:
-        time, label, c = super().embed_conditions(t, condition)
+    def embed_conditions(
+        self, t: Tensor, condition: Condition, duration: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
+        time, label, c = super().embed_conditions(t, condition, duration)
         return time, label, F.silu(c)
 
     def read_out(self, patches: Tensor, x: Tensor, time: Tensor, c: Tensor) -> Tensor:

@@ -1,0 +1,63 @@
+"""Mean flows on every layout, compiled and recomputed, and resumed."""
+
+import itertools
+
+import pytest
+import torch
+
+from tests.distributed.cases import WITHOUT_CODE, make_trainer
+from tests.launcher import run_on_ranks
+
+MEAN_FLOW = ("--objective.name", "mean_flow", "--objective.timesteps.mean", "-0.4")
+SAMPLED = (*MEAN_FLOW, "--objective.tangent", "sampled", "--objective.weight_power", "0.5")
+COMPILED, RECOMPUTED = ("--compile.enable", "true"), ("--activation_checkpoint.mode", "full")
+
+
+def case(replicas: int, shards: int, *overrides: str, accumulation: int = 1) -> dict:
+    return {
+        "steps": 3, "replicas": replicas, "shards": shards, "accumulation": accumulation, "backend": WITHOUT_CODE,
+        "overrides": overrides,
+    }  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def on_one() -> dict[str, list[list[float]]]:
+    cases = {"predicted": case(1, 1, *MEAN_FLOW, accumulation=2), "sampled": case(1, 1, *SAMPLED)}
+    return run_on_ranks("tests.distributed.cases:train_all", 1, {"cases": cases})[0]
+
+
+def test_every_layout_trains_as_one_process(on_one):
+    cases = {
+        "sampled, DDP, compiled": case(2, 1, *SAMPLED, *COMPILED),
+        "predicted, FSDP, recomputed": case(1, 2, *MEAN_FLOW, *RECOMPUTED),
+    }  # fmt: skip
+    for name, curve in run_on_ranks("tests.distributed.cases:train_all", 2, {"cases": cases})[0].items():
+        reference = on_one[name.split(",")[0]]
+        assert list(itertools.chain(*curve)) == pytest.approx(list(itertools.chain(*reference)), rel=1e-5), name
+
+
+def test_a_run_resumes_bit_for_bit_and_measures_its_held_out_loss(tmp_path):
+    overrides = (*MEAN_FLOW, "--checkpoint.enable", "true", "--checkpoint.interval", "4", "--validation.enable", "true")
+    layout = dict(steps=4, replicas=1, shards=1, accumulation=1, overrides=overrides)
+    states = {}
+    for name in ("whole", "stopped", "stopped"):
+        trainer = make_trainer(str(tmp_path), name, **layout)
+        while trainer.state.step < 4:
+            trainer.state.step += 1
+            trainer.train_step()
+            if name == "stopped" and trainer.state.step == 1:
+                trainer._save()
+                trainer.state.checkpointer.require_saved()
+                break
+        states[name] = {key: tensor.clone() for key, tensor in trainer.state.tensors().items()}
+        if name == "whole":
+            trainer.reports.validate()
+            found = trainer.reports._results
+        trainer.close()
+    assert any("duration_embed" in key for key in states["whole"])
+    whole, equal, two = (found[f"validation_metrics/{part}loss"] for part in ("", "equal_times_", "two_times_"))
+    # About half of the 297 held-out images have equal times.
+    assert equal != two and 0.4 < (whole - two) / (equal - two) < 0.6
+    assert "validation_metrics/two_times_loss_by_bin/9" in found
+    for key, tensor in states["whole"].items():
+        assert torch.equal(states["stopped"][key], tensor), key
