@@ -18,8 +18,8 @@ from research.cells import Cell, Row
 from research.frame import StudyRun, checkpoint_name, number, require_at_least
 from research.offline_gradients import EstimateFailed
 from research.pictures import write_cells
+from torchtitan.config.latent_cache import has_latents, store_of_latents
 from torchtitan.config.sampling_checks import data_text
-from torchtitan.data import LATENT_DATASETS
 from torchtitan.errors import EvaluationError
 from torchtitan.evaluation.decoding import LatentDecoder, run_decoder
 from torchtitan.evaluation.sampling import ImageSampler, balanced_choices
@@ -190,8 +190,8 @@ def _open_judging(run: StudyRun) -> Judging:
     extractor = open_extractor(options.extractor, weights, run.device)
     reference = None if options.reference is None else open_reference(options.reference)
     data, decoder = run.config.data, None
-    if data.name in LATENT_DATASETS:
-        decoder = run_decoder(run.config.autoencoder, data, draws_pictures=True)
+    if has_latents(run.config):
+        decoder = run_decoder(run.config.autoencoder, store_of_latents(run.config))
         if decoder is None:
             raise StudyError(f"{data_text(data)}: metrics are of images (the run's autoencoder.name is none)")
     _, height, width = run.model(run.steps[-1], run.tracks[0]).model.image_shape

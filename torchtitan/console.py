@@ -13,7 +13,8 @@ from torch import Tensor
 
 from torchtitan.conditions import Classes, Unconditional, numbered_otherwise
 from torchtitan.config.job import JobConfig
-from torchtitan.data import DATASETS, LATENT_DATASETS
+from torchtitan.config.latent_cache import has_latents
+from torchtitan.data import DATASETS
 from torchtitan.diffusion.objective import ObjectiveConfig
 from torchtitan.diffusion.timesteps.placement import latent_shift
 from torchtitan.distributed.mesh import crosses_nodes
@@ -70,9 +71,11 @@ def introduce(state: RunState) -> None:
         logger.info(_weighting(points, weights))
     if line := state.objective.introduction():
         logger.info(line)
+    if config.autoencoder.encode:
+        logger.info(f"each batch is encoded by {config.autoencoder.name}: {' x '.join(map(str, state.info.image_shape))} latents")
     if config.compile.enable:
         logger.info("compiling: the first step takes tens of seconds, on large models minutes; later ones are not affected")
-    if config.sampling.enable and config.data.name in LATENT_DATASETS and state.decoder is None:
+    if config.sampling.enable and has_latents(config) and state.decoder is None:
         logger.info(
             "grids show three latent channels as colours; for images give --autoencoder.name and --autoencoder.path"
         )
@@ -114,7 +117,7 @@ def _shifted_by_size(state: RunState) -> str:
     shape, shift = state.info.image_shape, cast(float, state.config.objective.shift)
     if shift == 1 or shift != latent_shift(shape):
         return ""
-    kind = "latent" if state.config.data.name in LATENT_DATASETS else "image"
+    kind = "latent" if has_latents(state.config) else "image"
     below = "" if shift > 1 else f", {_TOWARDS_DATA}: {kind}s below 4,096 numbers need none (leave objective.shift out)"
     return f"{kind} of {math.prod(shape):,} numbers: times shifted by {shift:.3g}{below}"
 

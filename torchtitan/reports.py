@@ -77,7 +77,7 @@ class Reports:
         )  # fmt: skip
         evaluated = EvaluatedRun(
             state.model, state.objective, state.ema, state.layout, config.data, state.info, config.debug.seed,
-            config.training.mixed_precision_param, state.decoder,
+            config.training.mixed_precision_param, state.decoder, state.encoder,
         )  # fmt: skip
         self._evaluation = Evaluation(evaluated, config.sampling)
         # Steps that measure the gradients of single samples have separate graphs.

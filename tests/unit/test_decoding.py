@@ -94,7 +94,7 @@ def test_keys_that_cannot_be_meant_are_refused_with_the_way_out(encoded):
     with pytest.raises(ConfigError) as refused:
         load_config(["--data.name", "digits", "--autoencoder.name", "identity"], 1)
     (line,) = refused.value.problems
-    assert "autoencoder.name: has no effect when data.name = digits: training encodes no images" in line
+    assert "autoencoder.name: has no effect when data.name = digits: nothing encodes the images" in line
     assert "scripts/extract_latents.py" in line and "set data.name = latents" in line
     config = load_config(
         ["--data.name", "latents", "--data.path", str(folder / "store"), "--autoencoder.name", "cosmos",

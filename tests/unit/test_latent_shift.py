@@ -80,7 +80,8 @@ def test_other_paths_and_schedules_train_shifted_and_the_noise_scale_has_bins_of
     ((4, 32, 32), ""),
 ])  # fmt: skip
 def test_a_run_says_its_shift_and_warns_of_one_below_1(shape, line):
-    config = SimpleNamespace(objective=DenoisingConfig(shift=latent_shift(shape)), data=SimpleNamespace(name="synthetic"))
+    objective, encoder = DenoisingConfig(shift=latent_shift(shape)), SimpleNamespace(encode=False)
+    config = SimpleNamespace(objective=objective, data=SimpleNamespace(name="synthetic"), autoencoder=encoder)
     assert _shifted_by_size(SimpleNamespace(config=config, info=DatasetInfo(shape))) == line
     config.objective.shift = 3.0
     assert _shifted_by_size(SimpleNamespace(config=config, info=DatasetInfo(shape))) == ""

@@ -19,6 +19,7 @@ from torchtitan import philox
 from torchtitan.alignment.loss import cosine_loss, spatially_normalised
 from torchtitan.alignment.plan import Plan, open_encoder
 from torchtitan.alignment.tap import Tap
+from torchtitan.data.online import PIXELS
 from torchtitan.diffusion.objective import Draw, LossTerms, Microbatch, Objective
 from torchtitan.diffusion.paths import indexed, per_image
 from torchtitan.distributed.mesh import Layout
@@ -72,7 +73,7 @@ class Alignment:
         """
         if self._encoder is not None:
             with self._autocast(sharded=False):
-                features = self._encoder(batch.images, self._plan.student.grid)
+                features = self._encoder(batch.entries.get(PIXELS, batch.images), self._plan.student.grid)
         else:
             features = self._of_average(batch, draw, attempt, ema)
         gamma = self._config.spatial_norm

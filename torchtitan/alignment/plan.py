@@ -23,8 +23,15 @@ class Plan:
     teacher: TapPlace | None = None
     encoder_bytes = 0
 
-    def __init__(self, config: AlignmentConfig, model: DiffusionModel) -> None:
-        """model: on the meta device. Raises ConfigError: the network has no such block, or the teacher no such grid."""
+    def __init__(self, config: AlignmentConfig, model: DiffusionModel, image_shape: tuple[int, int, int] | None = None) -> None:
+        """
+        Args:
+            model: on the meta device.
+            image_shape: of an encoder's images, where the network has others, their latents.
+
+        Raises:
+            ConfigError: the network has no such block, or the teacher no such grid.
+        """
         self.student = find_place(model, "block", config.block)
         self._config = config
         if config.teacher == "self":
@@ -38,7 +45,7 @@ class Plan:
         encoder = open_encoder(config, torch.device("meta"))
         try:
             with FlopCounterMode(display=False) as counter, torch.no_grad():
-                features = encoder(torch.empty(1, *model.image_shape, device="meta"), self.student.grid)
+                features = encoder(torch.empty(1, *(image_shape or model.image_shape), device="meta"), self.student.grid)
         except EvaluationError as error:
             text = f"{config.teacher} {error}, and block {config.block} of the network has tokens on {_words(self.student.grid)}"
             raise ConfigError([f"alignment.teacher: {text} (choose another teacher, or model.patch_size)"]) from error

@@ -2,9 +2,9 @@
 
 from collections.abc import Callable, Iterator
 
+from torchtitan.config.latent_cache import has_latents
 from torchtitan.config.sampling_checks import cannot_guide
 from torchtitan.config.view import ConfigView
-from torchtitan.data import LATENT_DATASETS
 from torchtitan.fidelity.metrics import METRICS
 from torchtitan.programs import program
 from torchtitan.settings.schema import Problem
@@ -38,7 +38,7 @@ def _measurable(checked: ConfigView) -> Iterator[Problem]:
 def _drawn(checked: ConfigView) -> Iterator[Problem]:
     if not checked.evaluation.enable:
         return
-    if checked.data.name in LATENT_DATASETS and checked.autoencoder.name == "none":
+    if has_latents(checked) and checked.autoencoder.name == "none":
         text = f"metrics are of images, and data.name = {checked.data.name} has latents (set autoencoder.name)"
         yield Problem("evaluation.enable", text)
     if checked.evaluation.guidance_scale != 1 and cannot_guide(checked):

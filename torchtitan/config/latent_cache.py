@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from torchtitan.conditions import POOLED, TEXT, Embeddings, Unconditional
-from torchtitan.data import dataset_info
+from torchtitan.data import DATASETS, LATENT_DATASETS, dataset_info
 from torchtitan.data.base import DatasetError, DatasetInfo, Split
 from torchtitan.files.regular import user_path
 from torchtitan.programs import program
@@ -26,6 +26,7 @@ from torchtitan.settings import only_with, setting
 if TYPE_CHECKING:
     from torchtitan.data.captioned_folder import CaptionedFolderConfig
     from torchtitan.data.latents import LatentsConfig
+    from torchtitan.latents.store import LatentStore
 
 CACHED_DATASETS = ("captioned_folder",)
 SPLITS: tuple[Split, ...] = ("train", "validation")
@@ -136,8 +137,34 @@ def cached_info(config: Any) -> DatasetInfo:
 
 
 def trained_info(config: Any) -> DatasetInfo:
-    """Describe the images of a resolved JobConfig without filling its cache; raises as `cached_info`."""
-    return cached_info(config) if config.cache.enable else dataset_info(config.data)
+    """Describe the images or latents that a resolved JobConfig trains on, without filling its cache; raises as `cached_info`."""
+    if config.cache.enable:
+        return cached_info(config)
+    info = dataset_info(config.data)
+    if not config.autoencoder.encode:
+        return info
+    from torchtitan.data.online import encoded_info
+
+    return encoded_info(config.autoencoder, info)
+
+
+def pixels_of(config: Any) -> tuple[int, int, int] | None:
+    """Shape of the images that a configuration encodes while it trains; None where the network has them as they are."""
+    return dataset_info(config.data).image_shape if config.autoencoder.encode else None
+
+
+def has_latents(config: Any) -> bool:
+    """Whether a configuration, or its view, trains on latents once its cache is filled."""
+    return config.data.name in LATENT_DATASETS or config.autoencoder.encode
+
+
+def store_of_latents(config: Any) -> "LatentStore | None":
+    """Store of a run's latents, or of their statistics; None where it trains on images. Raises DatasetError."""
+    if config.autoencoder.encode:
+        from torchtitan.data.online import online_store
+
+        return online_store(config.autoencoder)
+    return DATASETS[config.data.name].store(config.data) if config.data.name in LATENT_DATASETS else None
 
 
 def _text_kind(config: Any) -> Embeddings:
@@ -172,5 +199,13 @@ def cache_problems(config: Any) -> Iterator[tuple[str, str]]:
     """Yield problems of a cache with other sections: dotted key, and cause with remedy."""
     if config.cache.enable and config.autoencoder.name == "none":
         yield "autoencoder.name", "is none, and cache.enable encodes images (name the autoencoder of their latents)"
-    if config.cache.enable and config.sampling.clip_x0:
+    if config.autoencoder.encode:
+        if config.autoencoder.name == "none":
+            yield "autoencoder.name", "is none, and autoencoder.encode needs one (name the autoencoder of the latents)"
+        if not config.autoencoder.statistics:
+            how = program("extract_latents")
+            yield "autoencoder.statistics", f"is missing (give a latent store of some of the images; {how} makes one)"
+        if config.cache.enable:
+            yield "autoencoder.encode", "encodes while training, and cache.enable before it (set one of the two to false)"
+    if (config.cache.enable or config.autoencoder.encode) and config.sampling.clip_x0:
         yield "sampling.clip_x0", "latents have no such limits (set it to false)"

@@ -152,8 +152,10 @@ def _normalized_weights(checked: ConfigView) -> Iterator[Problem]:
 
 def _alignment(checked: ConfigView) -> Iterator[Problem]:
     info, compiled = checked.dataset(), checked.compile.enable and checked.compile.scope == "model"
+    encodes = checked.autoencoder.encode  # whose batches keep their pixels
     yield from in_section("alignment", alignment_problems(
-        checked.whole("alignment"), tracks=[track.name for track in checked.ema.tracks], channels=info.image_shape[0],
+        checked.whole("alignment"), tracks=[track.name for track in checked.ema.tracks],
+        channels=3 if encodes else info.image_shape[0],
         latents=checked.data.name in LATENT_DATASETS or checked.cache.enable, buckets=bool(info.bucket_shapes),
         context_parallel=checked.parallelism.context_parallel_degree > 1, whole_graph=compiled,
         routed=checked.whole("model").routed_blocks,

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from torchtitan.config.latent_cache import CACHED_DATASETS, cached_info
+from torchtitan.config.latent_cache import CACHED_DATASETS, trained_info
 from torchtitan.data import dataset_info
 from torchtitan.data.base import DatasetError, DatasetInfo
 from torchtitan.settings.schema import Problem
@@ -60,7 +60,8 @@ class ConfigView:
             if cached and (section.name not in CACHED_DATASETS or self._config.autoencoder.name == "none"):
                 raise RefusedValue  # which other checks report
             try:
-                self._dataset = cached_info(self._config) if cached else dataset_info(section)
+                encodes = cached or self.whole("autoencoder").encode
+                self._dataset = trained_info(self._config) if encodes else dataset_info(section)
             except DatasetError as error:
                 self._dataset = error
             except OSError as error:  # a path too long, a folder that may not be read

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from torchtitan.config.job import JobConfig
+from torchtitan.config.latent_cache import pixels_of
 from torchtitan.diffusion.objectives import build_objective
 from torchtitan.distributed.context_parallel import context_bytes
 from torchtitan.distributed.precision import DTYPES
@@ -67,7 +68,8 @@ def training_flops_per_image(config: JobConfig, model: DiffusionModel) -> int:
         return flops
     from torchtitan.alignment.plan import Plan
 
-    return flops + Plan(config.alignment, model).flops_per_image(config.training.steps, config.training.global_batch_size)
+    plan = Plan(config.alignment, model, pixels_of(config))
+    return flops + plan.flops_per_image(config.training.steps, config.training.global_batch_size)
 
 
 def estimate_step_time(

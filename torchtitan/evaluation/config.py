@@ -20,7 +20,7 @@ DECODERS = ("none", *AUTOENCODERS)
 WITH_WEIGHTS = tuple(name for name in AUTOENCODERS if name != "identity")
 OF_PIXELS = tuple(name for name in DATASETS if name not in LATENT_DATASETS)
 _BY_HEAD = {"guide_track": (HEAD,)}
-OF_LATENTS = {"data.name or cache.enable": (*LATENT_DATASETS, True)}
+OF_LATENTS = {"data.name or cache.enable or encode": (*LATENT_DATASETS, True)}
 
 
 @dataclass(kw_only=True)
@@ -163,7 +163,7 @@ class AutoencoderConfig:
 
     name: OneOf[str, DECODERS] = setting(
         "none", "autoencoder that decodes drawn latents to images; none: grids show latent channels as colours",
-        applies=OF_LATENTS, because=f"training encodes no images (cache.enable or {program('extract_latents')} does, once)",
+        applies=OF_LATENTS, because=f"nothing encodes the images (autoencoder.encode does, {program('extract_latents')} once)",
         trajectory=False,
     )  # fmt: skip
     path: str = setting(
@@ -177,6 +177,13 @@ class AutoencoderConfig:
     tile: int = setting(
         0, "side in pixels of the tiles, a quarter of them shared, that larger images are decoded in; 0: none", ge=0,
         applies=OF_LATENTS | {"name": tuple(AUTOENCODERS)}, trajectory=False,
+    )  # fmt: skip
+    encode: bool = setting(
+        False, "encode each batch of images while training, instead of reading a latent store", applies={"data.name": OF_PIXELS}
+    )
+    statistics: str = setting(
+        "", "latent store of some of the images, made with this autoencoder, of which the latents have normalisation and dtype",
+        applies={"encode": (True,)}, path=True,
     )  # fmt: skip
     batch_size: int = setting(
         16, "images decoded at a time on each rank", ge=1, le=1_000_000, applies=OF_LATENTS | {"name": tuple(AUTOENCODERS)},

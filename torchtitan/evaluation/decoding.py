@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -11,13 +12,16 @@ from torch import Tensor
 
 from torchtitan.autoencoders import build_autoencoder
 from torchtitan.autoencoders.base import Autoencoder, AutoencoderError, Normalization, denormalize
-from torchtitan.data import DATASETS, DataConfig, Dataset
+from torchtitan.data import Dataset
 from torchtitan.distributed.mesh import compute_device
 from torchtitan.errors import LatentStoreError
 from torchtitan.evaluation.config import AutoencoderConfig
 from torchtitan.latents.index import StoreIndex
-from torchtitan.latents.store import check_autoencoder
+from torchtitan.latents.store import LatentStore, check_autoencoder
 from torchtitan.pictures.grids import class_labels, image_grid
+
+if TYPE_CHECKING:
+    from torchtitan.data.online import OnlineEncoder
 
 HELD_OUT_IMAGES, HELD_OUT_COLUMNS = 32, 8
 
@@ -96,18 +100,21 @@ def open_decoder(config: AutoencoderConfig, index: StoreIndex, place: str, devic
     return LatentDecoder(autoencoder, normalization, config.batch_size, device)
 
 
-def run_decoder(autoencoder: AutoencoderConfig, data: DataConfig, draws_pictures: bool) -> LatentDecoder | None:
-    """Open the decoder of a run's pictures; None without any. Raises AutoencoderError, DatasetError."""
-    if autoencoder.name == "none" or not draws_pictures:
+def run_decoder(autoencoder: AutoencoderConfig, store: LatentStore | None) -> LatentDecoder | None:
+    """Open the decoder of a run's latents; None without latents or autoencoder. Raises AutoencoderError."""
+    if autoencoder.name == "none" or store is None:
         return None
-    store = DATASETS[data.name].store(data)
     return open_decoder(autoencoder, store.index, str(store.folder), compute_device())
 
 
-def held_out_picture(dataset: Dataset, decoder: LatentDecoder, class_names: Sequence[str]) -> Image.Image:
+def held_out_picture(
+    dataset: Dataset, decoder: LatentDecoder, class_names: Sequence[str], encoder: "OnlineEncoder | None" = None
+) -> Image.Image:
     """Picture of up to 32 decoded held-out latents, which shows a wrong scale, shift or autoencoder; collective."""
     count = min(HELD_OUT_IMAGES, len(dataset))
-    batch = dataset.fetch((torch.arange(count) * len(dataset) // count).numpy())
+    numbers = torch.arange(count) * len(dataset) // count
+    batch = dataset.fetch(numbers.numpy())
+    batch = batch if encoder is None else encoder.held_out(batch, numbers)
     columns = min(count, HELD_OUT_COLUMNS)
     return image_grid(
         decoder.decode(batch["images"]), -(-count // columns), columns, title="held-out latents, decoded",

@@ -2,7 +2,7 @@
 
 import dataclasses
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +12,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 from torchtitan.conditions import Condition
-from torchtitan.data import DATASETS, DataConfig, Dataset, DatasetInfo
+from torchtitan.data import DATASETS, DataConfig, Dataset, DatasetInfo, dataset_info
+from torchtitan.data.base import Batch
 from torchtitan.diffusion.guidance import HEAD, Guide, HeadGuide
 from torchtitan.diffusion.objective import Objective
 from torchtitan.distributed.mesh import Layout
@@ -25,6 +26,7 @@ from torchtitan.training.data_loading import num_validation_batches, validation_
 from torchtitan.training.ema import EMABank
 
 if TYPE_CHECKING:
+    from torchtitan.data.online import OnlineEncoder
     from torchtitan.evaluation.decoding import LatentDecoder
     from torchtitan.evaluation.sample_metrics import SampleMetrics
     from torchtitan.fidelity.measurement import Measurement
@@ -41,7 +43,7 @@ class SampleGrid:
 
 @dataclass(frozen=True)
 class EvaluatedRun:
-    """Evaluated parts of a run; decoder: of latents, where it has an autoencoder."""
+    """Evaluated parts of a run; decoder: of latents, where it has an autoencoder; encoder: of images, where it encodes them."""
 
     model: DiffusionModel
     objective: Objective
@@ -52,6 +54,7 @@ class EvaluatedRun:
     seed: int
     param_dtype: str
     decoder: "LatentDecoder | None"
+    encoder: "OnlineEncoder | None" = None
 
 
 class Evaluation:
@@ -74,10 +77,13 @@ class Evaluation:
         dataset = self._held_out()
         count = min(config.num_images, len(dataset))
         metrics: dict[str, float] = {}
+        info = run.info if run.encoder is None else dataset_info(run.data)
         for track in ("none", *run.ema.tracks):
-            batches = validation_batches(
-                dataset, run.info, count, config.batch_size, layout.rank, layout.world_size, on_unreadable=on_unreadable
+            batches: Iterable[Batch] = validation_batches(
+                dataset, info, count, config.batch_size, layout.rank, layout.world_size, on_unreadable=on_unreadable
             )
+            if run.encoder is not None:
+                batches = (run.encoder.held_out(batch, batch["indices"]) for batch in batches)
             batches = tqdm(
                 batches, "held-out loss", num_validation_batches(dataset, count, config.batch_size, layout.world_size),
                 unit="batch", delay=2, leave=False, disable=None if layout.rank == 0 else True,
@@ -126,7 +132,7 @@ class Evaluation:
             return None
         from torchtitan.evaluation.decoding import held_out_picture
 
-        return held_out_picture(self._held_out(), self._run.decoder, self._run.info.class_names)
+        return held_out_picture(self._held_out(), self._run.decoder, self._run.info.class_names, self._run.encoder)
 
     def measure(self, metrics: "SampleMetrics", guidance_scale: float) -> "Measurement":
         """Metrics of newly drawn samples. Raises EvaluationError, on every rank."""

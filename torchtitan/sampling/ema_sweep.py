@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from torchtitan.config.latent_cache import store_of_latents
 from torchtitan.config.sampling_checks import data_text
 from torchtitan.data import DATASETS
 from torchtitan.distributed.collectives import from_first_rank, group_for_work
@@ -105,7 +106,7 @@ def _sample_score(
     if trained.record.latents and config.autoencoder.name == "none":
         text = f"{data_text(config.data)} has latents, and metrics are of images"
         raise WeightsError(f"--metric: {text} (set autoencoder.name)")
-    decoder = run_decoder(config.autoencoder, config.data, draws_pictures=True)
+    decoder = run_decoder(config.autoencoder, store_of_latents(config))
     size = None if trained.record.latents else info.image_shape[1:]
     try:
         open_split = partial(DatasetImages, config.data, info)

@@ -1,8 +1,11 @@
 """Data of a run: the dataset, its loader, and what could not be read of it."""
 
+from collections.abc import Callable
+
 from torchtitan.config.job import JobConfig
+from torchtitan.config.latent_cache import trained_info
 from torchtitan.data import DATASETS, dataset_info
-from torchtitan.data.base import images_of_shapes
+from torchtitan.data.base import Batch, images_of_shapes
 from torchtitan.distributed.mesh import Layout
 from torchtitan.runs.folder import RunFolder
 from torchtitan.training.corrupt_images import CorruptImages
@@ -20,10 +23,12 @@ class RunData:
         loader: global batches, this process's share of each.
     """
 
-    def __init__(self, config: JobConfig, layout: Layout, folder: RunFolder) -> None:
-        """Open the training images. Raises DatasetError."""
+    def __init__(
+        self, config: JobConfig, layout: Layout, folder: RunFolder, encode: Callable[[Batch, int], Batch] | None
+    ) -> None:
+        """Open the training images; encode: as of TrainingData. Raises DatasetError."""
         dataset = DATASETS[config.data.name](config.data, "train")
-        self.info = dataset_info(config.data)
+        self.info, images = trained_info(config), dataset_info(config.data)
         self.record = record_of(config, self.info).data_table()
         self.images_per_epoch = len(dataset)
         self.images_of_shapes = images_of_shapes(dataset, self.info)
@@ -31,7 +36,7 @@ class RunData:
         self.loader = TrainingData(
             dataset,
             config.data,
-            info=self.info,
+            info=images,
             seed=config.debug.seed,
             end_sample=config.training.steps * config.training.global_batch_size,
             global_batch_size=config.training.global_batch_size,
@@ -40,4 +45,5 @@ class RunData:
             world_size=layout.data_ranks,
             pin_memory=layout.device.type == "cuda",
             on_unreadable=self.corrupt_images.record,
+            encode=encode,
         )

@@ -4,8 +4,8 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from torchtitan.config.job import JobConfig
-from torchtitan.config.latent_cache import cache_folder
-from torchtitan.data import LATENT_DATASETS, dataset_info
+from torchtitan.config.latent_cache import cache_folder, has_latents, store_of_latents, trained_info
+from torchtitan.data import dataset_info
 from torchtitan.data.base import DatasetError
 from torchtitan.distributed.collectives import from_first_rank, group_for_work
 from torchtitan.distributed.kernel_choices import check_attention
@@ -21,6 +21,7 @@ from torchtitan.weights.network import alignment_plan, check_objective, network_
 
 if TYPE_CHECKING:
     from torchtitan.alignment.alignment import Alignment
+    from torchtitan.data.online import OnlineEncoder
     from torchtitan.evaluation.decoding import LatentDecoder
     from torchtitan.evaluation.sample_metrics import SampleMetrics
 
@@ -29,11 +30,11 @@ def checked_decoder(config: JobConfig) -> "LatentDecoder | None":
     """Decoder of the run's latents, None without one. Raises AutoencoderError, DatasetError."""
     if config.cache.enable:
         raise DatasetError(f"cache.enable: {cache_folder(config)} is not filled yet (scripts/train.sh fills it)")
-    if config.autoencoder.name == "none":
+    if config.autoencoder.name == "none" or not config.draws_pictures:
         return None
     from torchtitan.evaluation.decoding import run_decoder
 
-    return run_decoder(config.autoencoder, config.data, config.draws_pictures)
+    return run_decoder(config.autoencoder, store_of_latents(config))
 
 
 def check_run(config: JobConfig, layout: Layout, checkpoints: AnyPath) -> str:
@@ -45,7 +46,7 @@ def check_run(config: JobConfig, layout: Layout, checkpoints: AnyPath) -> str:
     Raises:
         CheckpointError, ConfigError, MiscountedModel, CannotMeasure, Float8Error, KernelError: on every rank.
     """
-    training, info = config.training, dataset_info(config.data)
+    training, info = config.training, trained_info(config)
     from_first_rank(check_macs, network_on_meta(config, info), config.model.name)
     from_first_rank(check_objective, config, info)
     base_sha256 = check_initial_weights(config, info, checkpoints)
@@ -67,11 +68,21 @@ def check_run(config: JobConfig, layout: Layout, checkpoints: AnyPath) -> str:
 
 def opened_alignment(config: JobConfig, layout: Layout) -> "Alignment | None":
     """Alignment of a run with its encoder; None without one. Raises ConfigError: on the ranks that cannot read it."""
-    if (plan := alignment_plan(config, dataset_info(config.data))) is None:
+    if (plan := alignment_plan(config, trained_info(config))) is None:
         return None
     from torchtitan.alignment.alignment import Alignment
 
     return Alignment(config, plan, layout)
+
+
+def opened_encoder(config: JobConfig, layout: Layout) -> "OnlineEncoder | None":
+    """Encoder of a run's images while it trains; None without one. Raises AutoencoderError, DatasetError."""
+    if not config.autoencoder.encode:
+        return None
+    from torchtitan.data.online import OnlineEncoder
+
+    keeps_pixels = config.alignment.teacher not in ("none", "self")
+    return OnlineEncoder(config.autoencoder, config.debug.seed, layout.device, keeps_pixels=keeps_pixels)
 
 
 def checked_sample_metrics(config: JobConfig, layout: Layout) -> "SampleMetrics":
@@ -80,7 +91,7 @@ def checked_sample_metrics(config: JobConfig, layout: Layout) -> "SampleMetrics"
     from torchtitan.evaluation.sample_metrics import SampleMetrics
 
     info = dataset_info(config.data)
-    size = None if config.data.name in LATENT_DATASETS else info.image_shape[1:]
+    size = None if has_latents(config) else info.image_shape[1:]
     open_split = partial(DatasetImages, config.data, info)
     return SampleMetrics(config.evaluation, layout.device, size, group_for_work(), open_split, info.num_classes)
 

@@ -26,7 +26,14 @@ from torchtitan.gns.config import bin_edges
 from torchtitan.runs.folder import RunFolder
 from torchtitan.state.data import RunData
 from torchtitan.state.network import RunNetwork
-from torchtitan.state.preflight import check_run, checked_decoder, checked_sample_metrics, open_folder, opened_alignment
+from torchtitan.state.preflight import (
+    check_run,
+    checked_decoder,
+    checked_sample_metrics,
+    open_folder,
+    opened_alignment,
+    opened_encoder,
+)
 from torchtitan.training.clock import ClockTotals
 from torchtitan.training.ema import EMABank
 from torchtitan.training.ema_snapshots import EMASnapshots
@@ -65,12 +72,13 @@ class RunState:
         self.layout = layout = Layout(config.parallelism)
         self.sample_metrics = checked_sample_metrics(config, layout) if config.evaluation.enable else None
         self.folder = RunFolder(config)
+        self.encoder = opened_encoder(config, layout)
         base_sha256 = check_run(config, layout, self.folder.checkpoints)
         self.alignment = opened_alignment(config, layout)
         from_first_rank(open_folder, self.folder)
         torch.use_deterministic_algorithms(config.debug.deterministic)
 
-        data = RunData(config, layout, self.folder)
+        data = RunData(config, layout, self.folder, None if self.encoder is None else self.encoder.training)
         self.data, self.info, self.corrupt_images = data.loader, data.info, data.corrupt_images
         self.data_record = data.record
         self.images_per_epoch, self._images_of_shapes = data.images_per_epoch, data.images_of_shapes

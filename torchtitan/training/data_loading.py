@@ -83,6 +83,7 @@ class TrainingData:
         world_size: int,
         pin_memory: bool = False,
         on_unreadable: OnUnreadable | None = None,
+        encode: Callable[[Batch, int], Batch] | None = None,
     ) -> None:
         """
         Args:
@@ -92,6 +93,7 @@ class TrainingData:
             pin_memory: place batches in pinned memory, which a GPU copies from without waiting.
             on_unreadable: called with the unreadable images of each microbatch that has any, before it is
                 returned; the same image may come again.
+            encode: of a microbatch and its attempt, what is delivered instead.
         """
         self.next_sample = 0
         self.attempt = 0
@@ -103,6 +105,7 @@ class TrainingData:
         self.microbatches_per_step = microbatches_per_step(global_batch_size, local_batch_size, world_size)
         self.dataset, self._config, self._info, self._seed, self._pin_memory = dataset, config, info, seed, pin_memory
         self._local_batch_size, self._rank, self._world_size = local_batch_size, rank, world_size
+        self._encode = encode
         self._on_unreadable = on_unreadable or (lambda found: None)
         self._share = _CorruptShare(config.max_corrupt_share, _name(dataset))
         self._batches: Batches | None = None
@@ -132,6 +135,7 @@ class TrainingData:
         if batch is None:
             raise RuntimeError(f"all {self.end_sample} samples of the run have been read")
         found, replaced = batch.pop("unreadable"), batch.pop("num_replaced")
+        batch = self._encode(batch, self.attempt) if self._encode else batch
         if found:
             self._on_unreadable(found)
         self._share.add(replaced, len(batch["samples"]))
@@ -147,7 +151,7 @@ class TrainingData:
         end_sample = first_sample + microbatches // self.microbatches_per_step * self.global_batch_size
         for batch in self._read(first_sample, end_sample, attempt):
             del batch["unreadable"], batch["num_replaced"]  # counted when they were first read
-            yield batch
+            yield self._encode(batch, attempt) if self._encode else batch
 
     def image_of(self, sample: int, attempt: int) -> int:
         """Index in the dataset of a sample number's image."""

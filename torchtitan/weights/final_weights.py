@@ -10,7 +10,7 @@ from torch import Tensor
 from torchtitan.checkpoint.comparison import TensorSource, open_checkpoint
 from torchtitan.checkpoint.reading import read_state
 from torchtitan.config.job import JobConfig
-from torchtitan.data import dataset_info
+from torchtitan.config.latent_cache import trained_info
 from torchtitan.distributed.precision import DTYPES
 from torchtitan.files.remote_path import AnyPath
 from torchtitan.files.shard_files import write_tensors
@@ -65,7 +65,7 @@ def _write_adapter(path: Path, checkpoint: AnyPath, source: TensorSource, config
     from torchtitan.models.adapters.target import LowRankWeights, Target
     from torchtitan.weights.adapted_network import adapted_network_on_meta
 
-    model = adapted_network_on_meta(config, dataset_info(config.data))
+    model = adapted_network_on_meta(config, trained_info(config))
     track = config.sampling.ema_track
     prefix = _MODEL if track == "none" else f"ema.{track}."
     weights = {}

@@ -20,8 +20,8 @@ import torch
 from torchtitan.checkpoint.reading import read_state
 from torchtitan.conditions import POOLED, TEXT, Classes, Embeddings, Entries, Unconditional, class_kind
 from torchtitan.config.job import ConfigError, JobConfig, load_config
-from torchtitan.config.latent_cache import trained_info
-from torchtitan.data import DATASETS, LATENT_DATASETS, DatasetInfo
+from torchtitan.config.latent_cache import store_of_latents, trained_info
+from torchtitan.data import DatasetInfo
 from torchtitan.errors import CheckpointError
 from torchtitan.files.regular import read_toml
 from torchtitan.files.remote_path import AnyPath
@@ -104,8 +104,8 @@ class _DataTable:
 
 def record_of(config: JobConfig, info: DatasetInfo | None = None) -> ModelRecord:
     """Record of a configuration with its data here, whose properties may be known already. Raises DatasetError."""
-    index = DATASETS[config.data.name].store(config.data).index if config.data.name in LATENT_DATASETS else None
-    return ModelRecord(config, info or trained_info(config), index)
+    store = store_of_latents(config)
+    return ModelRecord(config, info or trained_info(config), store.index if store else None)
 
 
 def record_of_weights(path: Path) -> ModelRecord | None:
@@ -166,6 +166,8 @@ def load_record(tables: Mapping[str, Any], place: str, with_paths: bool = False,
     kept = tables if with_paths else _without_paths(tables)
     # Neither names a folder, so neither can be opened.
     kept = dict(kept) | {"data": {"name": "latents" if latents else "image_folder"}}
+    if "autoencoder" in kept:  # its latents are drawn, whatever made those that were trained on
+        kept["autoencoder"] = {key: value for key, value in kept["autoencoder"].items() if key not in ("encode", "statistics")}
     with tempfile.NamedTemporaryFile("w", suffix=".toml", encoding="utf-8") as file:
         file.write(tomli_w.dumps(kept))
         file.flush()

@@ -29,6 +29,8 @@ def main(words: list[str] | None = None) -> int:
     config = load_config(words, arguments.world_size, elsewhere=on_gpu)
     if note:
         print(note, file=sys.stderr)
+    elif config.autoencoder.encode:
+        print("autoencoder.encode: its memory and time are not counted", file=sys.stderr)
     if config.float8.enable and not config.float8.emulate and arguments.device.tflops_float8 is None:
         print(
             f"float8.enable: {arguments.device.name} has no float8 matrix products (set float8.emulate to true, or"

@@ -94,14 +94,15 @@ def _start_problem(config: JobConfig) -> Exception | None:
 
 def _decoder_problem(config: JobConfig) -> Exception | None:
     """Problem of opening a configuration's autoencoder; None if there is none."""
-    if config.autoencoder.name == "none" or config.cache.enable:  # an unfilled cache has opened it
+    if config.autoencoder.name == "none" or config.cache.enable or not config.draws_pictures:  # an unfilled cache has opened it
         return None
     from torchtitan.autoencoders.base import AutoencoderError
+    from torchtitan.config.latent_cache import store_of_latents
     from torchtitan.data import DatasetError
     from torchtitan.evaluation.decoding import run_decoder
 
     try:
-        run_decoder(config.autoencoder, config.data, config.draws_pictures)
+        run_decoder(config.autoencoder, store_of_latents(config))
     except (AutoencoderError, DatasetError) as error:
         return error
     return None

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torchtitan.conditions import Classes, Condition, ConditionKind
 from torchtitan.models.base import DiffusionModel, LinearRole, ProbePoint, TokenExchange
 from torchtitan.models.dit.config import DiTConfig, condition_problems, problems
-from torchtitan.models.dit.positions import rotary_table, sincos_table
+from torchtitan.models.dit.positions import rotary_table, rotate, sincos_table
 from torchtitan.models.layers import (
     SINUSOID_CHANNELS,
     FourierFeatures,
@@ -480,16 +480,6 @@ def attend(
     if exchange is not None:
         x = exchange.own_tokens_of_all_heads(x)
     return x.transpose(1, 2).flatten(2)
-
-
-def rotate(x: Tensor, rotary: Tensor) -> Tensor:
-    """Rotate channel i against channel i + D / N / 2 of queries or keys [B, N, T, D / N] by the table's angles.
-
-    The table is float32, which makes the arithmetic and the result float32 when x is bfloat16.
-    """
-    cos, sin = rotary.unbind(0)  # each [T, D / N / 2]
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, first * sin + second * cos), dim=-1)
 
 
 def _of_tokens(modulation: Tensor) -> Tensor:

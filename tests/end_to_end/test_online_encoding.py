@@ -1,0 +1,138 @@
+"""Images encoded while a run trains: equal to a run on a latent store of them, on every layout, resumed and sampled."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from tests.launcher import run_on_ranks
+from torchtitan.config.job import ConfigError, load_config
+from torchtitan.trainer import Trainer
+from torchtitan_dit.commands import extract_latents, sample, train
+
+SIDE, STEPS = 16, 6
+MODEL = [
+    "--model.flavor", "debug", "--model.num_layers", "1", "--training.local_batch_size", "8", "--training.steps", str(STEPS),
+    "--metrics.log_freq", "1", "--metrics.enable_tensorboard", "false", "--sampling.interval", str(STEPS),
+    "--sampling.num_steps", "2", "--sampling.images_per_class", "1", "--lr_scheduler.warmup_steps", "0",
+    "--validation.enable", "true", "--validation.interval", str(STEPS), "--validation.num_images", "4",
+    "--checkpoint.enable", "true", "--checkpoint.interval", "3",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory) -> Path:
+    folder, draw = tmp_path_factory.mktemp("online"), np.random.default_rng(0)
+    for part, count in (("train", 16), ("held_out", 4)):
+        for number in range(count):
+            image = folder / part / f"class{number % 2}" / f"{number}.png"
+            image.parent.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(draw.integers(0, 256, (SIDE, SIDE, 3), np.uint8)).save(image)
+        words = ["--output", str(folder / f"{part}_latents"), "--autoencoder", "identity"]
+        words += ["--data.name", "image_folder", "--data.path", str(folder / part), "--data.image_size", str(SIDE)]
+        assert extract_latents.main([*words, "--data.validation_fraction", "0"]) == 0
+    return folder
+
+
+def images(place: Path) -> list[str]:
+    return [
+        "--data.name", "image_folder", "--data.path", str(place / "train"), "--data.validation_path", str(place / "held_out"),
+        "--data.image_size", str(SIDE), "--data.horizontal_flip", "true", "--autoencoder.name", "identity",
+        "--autoencoder.encode", "true", "--autoencoder.statistics", str(place / "train_latents"),
+    ]  # fmt: skip
+
+
+def trained(place: Path, name: str, words: list[str]) -> dict[str, list[float]]:
+    """Losses, gradient norms and held-out losses of a run."""
+    assert train.main(["--job.dump_folder", str(place / "runs"), "--job.name", name, *MODEL, *words]) == 0
+    points = list(map(json.loads, (place / "runs" / name / "metrics.jsonl").read_text().splitlines()))
+    tags = ("loss_metrics/global_avg_loss", "grad_norm", "validation_metrics/loss")
+    return {tag: [point[tag] for point in points if tag in point] for tag in tags}
+
+
+def test_losses_are_those_of_a_run_on_the_store_bit_for_bit(place):
+    stored = ["--data.name", "latents", "--data.path", str(place / "train_latents"), "--autoencoder.name", "identity"]
+    stored += ["--data.validation_path", str(place / "held_out_latents")]
+    wanted, found = trained(place, "stored", stored), trained(place, "online", images(place))
+    assert len(wanted["grad_norm"]) == STEPS and wanted["validation_metrics/loss"] and found == wanted
+
+
+def test_a_finished_run_is_resumed_and_sampled_as_images(place, capsys):
+    longer = trained(place, "longer", [*images(place), "--training.steps", "9"])
+    trained(place, "resumed", images(place))
+    resumed = trained(place, "resumed", [*images(place), "--training.steps", "9"])
+    assert resumed["grad_norm"][-3:] == longer["grad_norm"][-3:] and len(longer["grad_norm"]) == 9
+    assert sample.main([str(place / "runs" / "resumed"), "--output", str(place / "drawn")]) == 0
+    with Image.open(next((place / "drawn").glob("*.png"))) as grid:
+        assert grid.width >= SIDE
+
+
+def test_two_ranks_encode_what_one_does(place):
+    found = {}
+    for ranks in (1, 2):
+        case = {"steps": 3, "replicas": ranks, "shards": 1, "accumulation": 1, "overrides": tuple(images(place))}
+        found[ranks] = run_on_ranks("tests.distributed.cases:train_all", ranks, {"cases": {"online": case}})[0]["online"]
+    assert np.array(found[2]) == pytest.approx(np.array(found[1]), rel=1e-5)
+
+
+@pytest.fixture(scope="module")
+def encoders(place) -> tuple[Path, Path]:
+    """Folders of a small variational autoencoder and of a vision transformer; and a store of the autoencoder's latents."""
+    diffusers, transformers = pytest.importorskip("diffusers"), pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    vae = diffusers.AutoencoderKL(
+        down_block_types=["DownEncoderBlock2D"] * 2, up_block_types=["UpDecoderBlock2D"] * 2, block_out_channels=[8, 8],
+        norm_num_groups=4, latent_channels=4,
+    )  # fmt: skip
+    vae.save_pretrained(place / "vae")
+    config = transformers.Dinov2Config(
+        hidden_size=24, num_hidden_layers=1, num_attention_heads=2, patch_size=4, image_size=16, mlp_ratio=2
+    )
+    transformers.Dinov2Model(config).save_pretrained(place / "teacher")
+    for part in ("train", "held_out"):
+        words = ["--output", str(place / f"vae_{part}"), "--autoencoder", "diffusers", "--path", str(place / "vae")]
+        words += ["--data.name", "image_folder", "--data.path", str(place / part), "--data.image_size", str(SIDE)]
+        assert extract_latents.main([*words, "--data.validation_fraction", "0"]) == 0
+    return place / "vae", place / "teacher"
+
+
+def by_vae(place: Path, vae: Path) -> list[str]:
+    words = [*images(place), "--autoencoder.name", "diffusers", "--autoencoder.path", str(vae)]
+    return [*words, "--autoencoder.statistics", str(place / "vae_train")]
+
+
+def test_posteriors_are_drawn_as_from_a_store(place, encoders):
+    stored = ["--data.name", "latents", "--data.path", str(place / "vae_train"), "--autoencoder.name", "diffusers"]
+    stored += ["--data.validation_path", str(place / "vae_held_out"), "--autoencoder.path", str(encoders[0])]
+    wanted, found = trained(place, "vae stored", stored), trained(place, "vae online", by_vae(place, encoders[0]))
+    for tag, values in wanted.items():
+        assert values and found[tag] == pytest.approx(values, rel=1e-5)
+
+
+def test_a_teacher_sees_the_pixels(place, encoders):
+    words = [*MODEL, *by_vae(place, encoders[0]), "--job.dump_folder", str(place / "runs"), "--job.name", "aligned"]
+    words += ["--alignment.teacher", "transformers", "--alignment.path", str(encoders[1]), "--alignment.block", "1"]
+    trainer = Trainer(load_config(words, 1))
+    state, seen = trainer.state, []
+    state.alignment._encoder.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+    trainer.state.step += 1
+    trainer.train_step()
+    trainer.close()
+    assert seen[0].shape == (8, 3, SIDE, SIDE) and state.info.image_shape == (4, SIDE // 2, SIDE // 2)
+    levels = 127.5 * seen[0] + 127.5
+    torch.testing.assert_close(levels.round(), levels, rtol=0, atol=1e-3)  # bytes of the files
+
+
+@pytest.mark.parametrize("words, message", [
+    (["--autoencoder.statistics", ""], "autoencoder.statistics: is missing"),
+    (["--autoencoder.statistics", "nowhere"], "autoencoder.statistics: .*nowhere"),
+    (["--data.image_size", "8"], "has latents of .3, 16, 16., and the images are of .3, 8, 8."),
+    (["--data.name", "latents"], "autoencoder.encode"),
+    (["--autoencoder.name", "none"], "autoencoder.name: is none"),
+])  # fmt: skip
+def test_what_cannot_be_encoded_is_refused(place, words, message):
+    with pytest.raises(ConfigError, match=message):
+        load_config([*MODEL, *images(place), *words], 1)
