@@ -8,7 +8,7 @@ from research import coordinate_check
 
 
 def test_activations_change_alike_only_with_maximal_updates(tmp_path):
-    words = ["--widths", "64", "256", "--seeds", "2", "--output", str(tmp_path)]
+    words = ["--widths", "64", "192", "--seeds", "1", "--output", str(tmp_path)]
     parser = argparse.ArgumentParser()
     coordinate_check.add_options(parser)
     summary = coordinate_check.run_alone(parser.parse_args(words)).read_text()
