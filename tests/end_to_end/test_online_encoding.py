@@ -1,4 +1,4 @@
-"""Images encoded while a run trains: equal to a run on a latent store of them, on every layout, resumed and sampled."""
+"""Images encoded while a run trains: equal to a run on a latent store of them, on two ranks, resumed and sampled."""
 
 import json
 from pathlib import Path
