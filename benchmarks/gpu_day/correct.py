@@ -29,6 +29,9 @@ from torchtitan_dit.commands import evaluate, sample, train
 
 FLOAT32: Settings = {"training.mixed_precision_param": "float32"}
 MEASURED: Settings = {"gns.enable": "true", "gns.interval": "2", "gns.num_bins": "4", "gns.log_interval": "4"}
+_OF_SOLVERS: dict[str, Settings] = {
+    "edm_heun": {"sampling.schedule.name": "edm"}, "mean_flow": {"objective.name": "mean_flow"},
+}  # fmt: skip
 
 # Name -> what differs from four ordinary steps. Each is the first contact of a branch with a GPU.
 FEATURES: dict[str, Settings] = {
@@ -75,10 +78,7 @@ FEATURES: dict[str, Settings] = {
         **COMPILED, "alignment.teacher": "self", "alignment.block": "1", "alignment.teacher_block": "2",
     },
     "loader processes": {"data.num_workers": "2"},
-    **{
-        f"{name} sampler": {"sampling.solver.name": name, **({"sampling.schedule.name": "edm"} if name == "edm_heun" else {})}
-        for name in SOLVERS
-    },
+    **{f"{name} sampler": {"sampling.solver.name": name, **_OF_SOLVERS.get(name, {})} for name in SOLVERS},
     "profiler": {"profiling.enable_profiling": "true", "profiling.profile_freq": "4"},
     "memory snapshot": {"profiling.enable_memory_snapshot": "true"},
     "pinned checkpoints": {
