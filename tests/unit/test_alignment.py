@@ -21,6 +21,7 @@ from torchtitan.alignment.projectors import ConvolutionProjector, MLPProjector
 from torchtitan.alignment.tap import Tap
 from torchtitan.config.job import load_config
 from torchtitan.data.digits import Digits, DigitsConfig
+from torchtitan.diffusion.objective import LossTerms
 from torchtitan.diffusion.timesteps.sampler import GlobalBatch
 from torchtitan.errors import ConfigError, EvaluationError
 from torchtitan.estimate.memory import estimate_memory, model_on_meta
@@ -150,9 +151,13 @@ def test_the_teacher_of_a_run_is_its_average_at_a_lower_time(tmp_path):
     batch, samples = state.to_device(state.data.next_batch()), GlobalBatch(0, 16)
     draw = state.objective.draw(tuple(batch["images"].shape[1:]), samples, batch["samples"])
     condition = state.condition(batch, draw)
+    modes: list[bool] = []
+    hook = state.model.register_forward_hook(lambda model, inputs, output: modes.append(model.training))
     found = state.alignment.features(
         SimpleNamespace(images=batch["images"], condition=condition, entries=batch), draw, samples.attempt, state.ema
     )
+    hook.remove()
+    assert modes == [False]  # nothing is dropped
     u = philox.uniform(state.objective.seed, "alignment", batch["samples"], 0).float()
     t = (draw.t - 0.2 * u).clamp(0, 1)
     assert (t < draw.t).all() and t.std() > 0
@@ -165,7 +170,20 @@ def test_the_teacher_of_a_run_is_its_average_at_a_lower_time(tmp_path):
     torch.testing.assert_close(found, outputs[0], rtol=1e-5, atol=1e-5)
     assert all(torch.equal(tensor, before[name]) for name, tensor in state.network.tensors().items())
     assert state.model.training
+    doubled = []  # the term keeps the objective, as the objective's own loss does, where timesteps have importance weights
+    for importance in (draw.importance, 2 * draw.importance):
+        with state.alignment.tapped():
+            state.model(batch["images"], 1000 * t, condition)
+        zero = torch.zeros(len(t))
+        terms = state.alignment.added(LossTerms(zero, zero, t, zero), found, draw._replace(importance=importance))
+        doubled.append(terms.beside.detach())
+    torch.testing.assert_close(doubled[1], 2 * doubled[0])
     trainer.close()
+
+
+def test_images_that_are_no_whole_steps_end_with_their_last_step():
+    config = AlignmentConfig(teacher="digits", stop_images=65)
+    assert config.steps(100, 32) == 3 and config.steps(2, 32) == 2
 
 
 # ---------------------------------------------------------------------- noise scale, cost
