@@ -181,6 +181,16 @@ def test_the_teacher_of_a_run_is_its_average_at_a_lower_time(tmp_path):
     trainer.close()
 
 
+def test_features_of_a_run_are_normalised_over_tokens(tmp_path):
+    overrides = (*DIGITS, "--alignment.spatial_norm=0.6")
+    trainer = make_trainer(str(tmp_path), "run", steps=9, replicas=1, shards=1, accumulation=1, overrides=overrides)
+    state, images = trainer.state, pixels(5)
+    batch, draw = SimpleNamespace(images=images, entries={}), SimpleNamespace(t=torch.rand(5))
+    found, wanted = state.alignment.features(batch, draw, 0, state.ema), open_digits("", CPU)(images, (4, 4))
+    assert torch.equal(found, spatially_normalised(wanted, 0.6)) and not torch.equal(found, wanted)
+    trainer.close()
+
+
 def test_images_that_are_no_whole_steps_end_with_their_last_step():
     config = AlignmentConfig(teacher="digits", stop_images=65)
     assert config.steps(100, 32) == 3 and config.steps(2, 32) == 2
