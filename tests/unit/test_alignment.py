@@ -68,6 +68,26 @@ def test_half_precision_and_constant_features_have_finite_gradients():
     assert features.dtype == torch.float32 and features.isfinite().all() and tokens.grad.isfinite().all()
 
 
+def test_the_mlp_is_three_linears_with_silu_between_them():
+    ours = MLPProjector(6, 5, (2, 2))
+    first, second, third = ours.linears
+    x = uniform("tokens", (2, 4, 6))
+    silu = torch.nn.functional.silu
+    torch.testing.assert_close(ours(x), third(silu(second(silu(first(x))))), rtol=0, atol=0)
+
+
+def test_a_tap_takes_the_forward_that_is_differentiated_and_no_other():
+    layer = torch.nn.Linear(3, 3)
+    model = torch.nn.ModuleDict({"layer": layer})
+    tap = Tap(model, ProbePoint("layer", 2))
+    x, other = uniform("one", (1, 2, 3)), uniform("two", (1, 2, 3))
+    with tap.taken(grad=True):
+        layer(x)
+        with torch.no_grad():
+            layer(other)
+    assert torch.equal(tap.tokens(), layer(x))
+
+
 @pytest.mark.parametrize("dim, count", [(384, 6_558_464), (768, 7_344_896), (1152, 8_131_328)])
 def test_three_linears_have_the_published_number_of_parameters(dim, count):
     with torch.device("meta"):
@@ -131,7 +151,7 @@ def dinov2(tmp_path_factory):
 
 def test_a_vision_transformer_sees_normalised_images_of_whole_patches(dinov2):
     folder, network = dinov2
-    images = 2 * uniform("pixels", (2, 1, 16, 24)) - 1
+    images = 2 * uniform("pixels", (2, 1, 20, 30)) - 1
     resized = torch.nn.functional.interpolate(images.expand(-1, 3, -1, -1), (16, 24), mode="bicubic")
     mean, std = (torch.tensor(each).view(3, 1, 1) for each in ([0.4, 0.5, 0.6], [0.2, 0.3, 0.4]))
     with torch.no_grad():
