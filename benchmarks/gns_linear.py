@@ -70,7 +70,7 @@ def closed_form(spectrum: Tensor, channels: int, t: float) -> float:
 
 
 def measured(spectrum: Tensor, channels: int, t: float, samples: int, seed: int) -> float:
-    """B from single gradients r x', whose inner products are (r_i . r_j)(x_i . x_j)."""
+    """B from single gradients r x', which have inner products (r_i . r_j)(x_i . x_j)."""
     generator = torch.Generator().manual_seed(seed)
     white, e = (torch.randn(samples, channels, *spectrum.shape, generator=generator) for _ in range(2))
     x0 = torch.fft.ifft2(torch.fft.fft2(white) * spectrum.sqrt().to(torch.float32)).real.flatten(1)

@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 
 from torchtitan.autoencoders import build_autoencoder
-from torchtitan.autoencoders.base import AutoencoderError, of_latents
+from torchtitan.autoencoders.base import Autoencoder, AutoencoderError, of_latents
 from torchtitan.data.base import Batch, DatasetError, DatasetInfo, Draws
+from torchtitan.data.latents import VALIDATION_SEED
 from torchtitan.errors import LatentStoreError
 from torchtitan.latents.index import StoreIndex
 from torchtitan.latents.store import LatentStore, check_autoencoder
 from torchtitan.latents.values import STORED_DTYPES
 
 PIXELS = "pixels"  # entry of a batch: its images before they were encoded
-_VALIDATION_SEED = 0  # as held-out latents of a store have
 
 
 def online_store(autoencoder: Any) -> LatentStore:
@@ -42,6 +42,32 @@ def encoded_info(autoencoder: Any, images: DatasetInfo) -> DatasetInfo:
     return DatasetInfo(index.shape, images.condition_kind, images.has_validation, entries=images.entries)
 
 
+def open_autoencoder(config: Any, index: StoreIndex, place: str, device: torch.device) -> Autoencoder:
+    """Open the autoencoder of `[autoencoder]`, which made the latents of an index. Raises AutoencoderError: unusable, another."""
+    dtype = getattr(torch, config.dtype) if config.dtype else None
+    try:
+        autoencoder = build_autoencoder(config.name, config.path, dtype, device, config.tile)
+        check_autoencoder(index, place, autoencoder.identity())
+        _check_shape(index, place, autoencoder)
+    except (AutoencoderError, LatentStoreError) as error:
+        raise AutoencoderError(f"[autoencoder]: {error}") from error
+    return autoencoder
+
+
+def _check_shape(index: StoreIndex, place: str, autoencoder: Autoencoder) -> None:
+    channels, height, _ = index.shape
+    if channels != autoencoder.channels:
+        raise AutoencoderError(
+            f"{place}: latents of {channels} channels, and {autoencoder.name} decodes {autoencoder.channels}"
+        )
+    pixels = index.image_size
+    if pixels is not None and pixels != height * autoencoder.downscale:
+        raise AutoencoderError(
+            f"{place}: made of images of {pixels} pixels, and {autoencoder.name} decodes them to "
+            f"{height * autoencoder.downscale}"
+        )
+
+
 class OnlineEncoder:
     """Encoder of batches of images on a rank's device, without gradient."""
 
@@ -57,12 +83,7 @@ class OnlineEncoder:
         """
         store = online_store(config)
         self._index: StoreIndex = store.index
-        dtype = getattr(torch, config.dtype) if config.dtype else None
-        self._autoencoder = build_autoencoder(config.name, config.path, dtype, device, config.tile)
-        try:
-            check_autoencoder(store.index, str(store.folder), self._autoencoder.identity())
-        except LatentStoreError as error:
-            raise AutoencoderError(f"[autoencoder]: {error}") from error
+        self._autoencoder = open_autoencoder(config, store.index, str(store.folder), device)
         self._seed, self._device, self._keeps_pixels = seed, device, keeps_pixels
         normalization = store.index.normalization
         self._shift, self._scale = (
@@ -75,7 +96,7 @@ class OnlineEncoder:
 
     def held_out(self, batch: Batch, numbers: Tensor) -> Batch:
         """Encode held-out images of these numbers: the same sample of the posterior whenever."""
-        return self._encoded(batch, Draws(_VALIDATION_SEED, numbers))
+        return self._encoded(batch, Draws(VALIDATION_SEED, numbers))
 
     def _encoded(self, batch: Batch, draws: Draws) -> Batch:
         images = batch["images"].to(self._device, non_blocking=True)

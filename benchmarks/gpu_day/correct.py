@@ -136,7 +136,7 @@ def parity(results: Results) -> None:
 
 def _nine_steps(case: Settings) -> dict[str, Any]:
     trainer = visit.build({**TINY, **MEASURED, "gns.interval": "4", **case}, 8 if DRY_RUN else 32)
-    weights = torch.Generator().manual_seed(0)  # of the CPU: each kind of device draws initial weights of its own
+    weights = torch.Generator().manual_seed(0)  # drawn on the CPU: a GPU draws others from the same seed
     with torch.no_grad():
         for parameter in trainer.state.model.parameters():
             parameter.copy_(0.02 * torch.randn(parameter.shape, generator=weights))

@@ -85,7 +85,10 @@ def test_the_exact_mean_velocity_has_no_gradient_and_the_variance_of_its_target_
     def gradient(error: float) -> tuple[float, float]:
         scale = torch.ones((), dtype=torch.float64, requires_grad=True)
         network = exact_network(std, 1 + error)
-        trained = lambda *inputs: network(*inputs) * (scale if torch.is_grad_enabled() else 1.0)  # noqa: E731
+
+        def trained(*inputs: torch.Tensor) -> torch.Tensor:
+            return network(*inputs) * (scale if torch.is_grad_enabled() else 1.0)
+
         terms = objective.loss(trained, Microbatch(std * x0), draw)
         terms.loss.mean().backward()
         return scale.grad.item(), terms.error.mean().item()

@@ -41,7 +41,7 @@ def test_initial_deviations_are_the_bases_by_role():
         inputs = name == "patch_embed" or name == "time_embed.hidden"
         wanted = module.weight.std().item() / (1.0 if inputs else math.sqrt(8))
         assert found[name] == pytest.approx(wanted, rel=0.08), name  # of 384 draws at least: 4 % each
-    assert wide.label_embed.weight.std().item() == pytest.approx(0.02, rel=0.1)
+    assert wide.label_embed.weight.std().item() == pytest.approx(0.02, rel=0.1)  # 1,024 draws: 2.2 % each standard error
 
 
 @pytest.mark.parametrize("rule, scale, power", [("AdamW", "rms", 1.0), ("Muon", "rms", 0.5), ("Muon", "fan", 0.0)])

@@ -152,7 +152,7 @@ def _normalized_weights(checked: ConfigView) -> Iterator[Problem]:
 
 def _alignment(checked: ConfigView) -> Iterator[Problem]:
     info, compiled = checked.dataset(), checked.compile.enable and checked.compile.scope == "model"
-    encodes = checked.autoencoder.encode  # whose batches keep their pixels
+    encodes = checked.autoencoder.encode  # then batches keep their pixels
     yield from in_section("alignment", alignment_problems(
         checked.whole("alignment"), tracks=[track.name for track in checked.ema.tracks],
         channels=3 if encodes else info.image_shape[0],

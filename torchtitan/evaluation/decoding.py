@@ -10,14 +10,13 @@ import torch.distributed as dist
 from PIL import Image
 from torch import Tensor
 
-from torchtitan.autoencoders import build_autoencoder
-from torchtitan.autoencoders.base import Autoencoder, AutoencoderError, Normalization, denormalize
+from torchtitan.autoencoders.base import Autoencoder, Normalization, denormalize
 from torchtitan.data import Dataset
+from torchtitan.data.online import open_autoencoder
 from torchtitan.distributed.mesh import compute_device
-from torchtitan.errors import LatentStoreError
 from torchtitan.evaluation.config import AutoencoderConfig
 from torchtitan.latents.index import StoreIndex
-from torchtitan.latents.store import LatentStore, check_autoencoder
+from torchtitan.latents.store import LatentStore
 from torchtitan.pictures.grids import class_labels, image_grid
 
 if TYPE_CHECKING:
@@ -89,13 +88,7 @@ class LatentDecoder:
 
 def open_decoder(config: AutoencoderConfig, index: StoreIndex, place: str, device: torch.device) -> LatentDecoder:
     """Open the autoencoder that latents were made with. Raises AutoencoderError: unusable, or made other latents."""
-    dtype = getattr(torch, config.dtype) if config.dtype else None
-    try:
-        autoencoder = build_autoencoder(config.name, config.path, dtype, device, config.tile)
-        check_autoencoder(index, place, autoencoder.identity())
-        _check_shape(index, place, autoencoder)
-    except (AutoencoderError, LatentStoreError) as error:
-        raise AutoencoderError(f"[autoencoder]: {error}") from error
+    autoencoder = open_autoencoder(config, index, place, device)
     normalization: Normalization = {"shift": index.normalization.shift, "scale": index.normalization.scale}
     return LatentDecoder(autoencoder, normalization, config.batch_size, device)
 
@@ -120,20 +113,6 @@ def held_out_picture(
         decoder.decode(batch["images"]), -(-count // columns), columns, title="held-out latents, decoded",
         captions=class_labels(batch["class"].tolist(), class_names) if class_names else None,
     )  # fmt: skip
-
-
-def _check_shape(index: StoreIndex, place: str, autoencoder: Autoencoder) -> None:
-    channels, height, _ = index.shape
-    if channels != autoencoder.channels:
-        raise AutoencoderError(
-            f"{place}: latents of {channels} channels, and {autoencoder.name} decodes {autoencoder.channels}"
-        )
-    pixels = index.image_size
-    if pixels is not None and pixels != height * autoencoder.downscale:
-        raise AutoencoderError(
-            f"{place}: made of images of {pixels} pixels, and {autoencoder.name} decodes them to "
-            f"{height * autoencoder.downscale}"
-        )
 
 
 def _of_all_ranks(part: Tensor, ranks: int) -> list[Tensor]:

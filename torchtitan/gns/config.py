@@ -47,7 +47,7 @@ class GNSConfig:
 
     enable: bool = setting(False, "measure the gradient noise scale of every timestep bin", trajectory=False)
     interval: int = setting(
-        8, "steps between measured steps, with sketches of all layers, and with nuclear_norm", ge=1, applies=_BY_INTERVAL,
+        8, "steps between measured steps: by sketches of all layers, and in the nuclear norm", ge=1, applies=_BY_INTERVAL,
         trajectory=False,
     )
     sketch_size: int = setting(

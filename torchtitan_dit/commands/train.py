@@ -94,7 +94,8 @@ def _start_problem(config: JobConfig) -> Exception | None:
 
 def _decoder_problem(config: JobConfig) -> Exception | None:
     """Problem of opening a configuration's autoencoder; None if there is none."""
-    if config.autoencoder.name == "none" or config.cache.enable or not config.draws_pictures:  # an unfilled cache has opened it
+    used = config.draws_pictures or config.autoencoder.encode
+    if config.autoencoder.name == "none" or config.cache.enable or not used:  # an unfilled cache has opened it
         return None
     from torchtitan.autoencoders.base import AutoencoderError
     from torchtitan.config.latent_cache import store_of_latents

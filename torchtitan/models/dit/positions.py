@@ -7,7 +7,7 @@ from torch import Tensor
 def sincos_table(dim: int, grid: tuple[int, int]) -> Tensor:
     """Fixed 2-D position table [T, dim], float64: a quarter each of sin and cos of the column, sin and cos of the row.
 
-    Source: the paper's public weights, whose first half belongs to the column.
+    Source: the paper's public weights; the first half belongs to the column.
     """
     columns, rows = _grid_angles(dim // 4, grid)  # each [T, dim / 4]
     return torch.cat((columns.sin(), columns.cos(), rows.sin(), rows.cos()), dim=-1)
