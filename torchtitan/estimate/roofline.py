@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from torchtitan.config.job import JobConfig
-from torchtitan.config.latent_cache import pixels_of
+from torchtitan.config.latent_cache import trained_info
 from torchtitan.diffusion.objectives import build_objective
 from torchtitan.distributed.context_parallel import context_bytes
 from torchtitan.distributed.precision import DTYPES
@@ -68,7 +68,7 @@ def training_flops_per_image(config: JobConfig, model: DiffusionModel) -> int:
         return flops
     from torchtitan.alignment.plan import Plan
 
-    plan = Plan(config.alignment, model, pixels_of(config))
+    plan = Plan(config.alignment, model, trained_info(config))
     return flops + plan.flops_per_image(config.training.steps, config.training.global_batch_size)
 
 

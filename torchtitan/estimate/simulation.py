@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from torchtitan.config.job import JobConfig
-from torchtitan.config.latent_cache import pixels_of, trained_info
+from torchtitan.config.latent_cache import trained_info
 from torchtitan.data.base import DatasetInfo
 from torchtitan.diffusion.objective import Draw, Microbatch, Objective
 from torchtitan.diffusion.objectives import attach, build_objective
@@ -90,7 +90,7 @@ def _plan_of_alignment(config: JobConfig, info: DatasetInfo) -> "Plan | None":
     with torch.device("meta"):
         model = build_model(config.model, info.image_shape, info.condition_kind)
     places = {key: min(getattr(config.alignment, key), len(model.probe_points())) for key in ("block", "teacher_block")}
-    return Plan(replace(config.alignment, **places), model, pixels_of(config))
+    return Plan(replace(config.alignment, **places), model, info)
 
 
 class _Step:
