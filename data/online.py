@@ -3,6 +3,8 @@
 A store of some of the images, made by the same autoencoder, says how: its dtype, posterior and normalisation.
 """
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -69,7 +71,13 @@ def _check_shape(index: StoreIndex, place: str, autoencoder: Autoencoder) -> Non
 
 
 class OnlineEncoder:
-    """Encoder of batches of images on a rank's device, without gradient."""
+    """Encoder of batches of images on a rank's device, without gradient.
+
+    Attributes:
+        phase: makes the context of encoding microbatches of training.
+    """
+
+    phase: Callable[[], AbstractContextManager] = nullcontext
 
     def __init__(self, config: Any, seed: int, device: torch.device, *, keeps_pixels: bool) -> None:
         """
@@ -92,7 +100,8 @@ class OnlineEncoder:
 
     def training(self, batch: Batch, attempt: int) -> Batch:
         """Encode a microbatch of training, by its sample numbers."""
-        return self._encoded(batch, Draws(self._seed, batch["samples"], attempt))
+        with self.phase():
+            return self._encoded(batch, Draws(self._seed, batch["samples"], attempt))
 
     def held_out(self, batch: Batch, numbers: Tensor) -> Batch:
         """Encode held-out images of these numbers: the same sample of the posterior whenever."""

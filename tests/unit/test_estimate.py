@@ -84,9 +84,9 @@ def test_a_batch_that_grows_needs_the_memory_of_one_that_accumulates():
 def test_two_shallow_models_give_the_peak_of_a_deep_one_exactly(monkeypatch):
     depths = []
 
-    def simulate(config, ranks, on_gpu):
+    def simulate(config, ranks, on_gpu, info):
         depths.append(config.model.depth)
-        return simulate_step(config, ranks, on_gpu)
+        return simulate_step(config, ranks, on_gpu, info)
 
     monkeypatch.setattr(memory, "simulate_step", simulate)
     for words, ranks in (
