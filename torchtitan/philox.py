@@ -46,6 +46,7 @@ PURPOSES = {
     "routing": 20,
     "path_drop": 21,
     "duration": 22,
+    "guidance": 23,
 }
 
 _ROUND_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)

@@ -10,6 +10,8 @@ from tests.launcher import run_on_ranks
 
 MEAN_FLOW = ("--objective.name", "mean_flow", "--objective.timesteps.mean", "-0.4")
 SAMPLED = (*MEAN_FLOW, "--objective.tangent", "sampled", "--objective.weight_power", "0.5")
+# Guidance as an input, and the head that predicts the velocity at t.
+GUIDED = (*MEAN_FLOW, "--objective.guidance_max", "8", "--objective.tangent", "head", "--model.intermediate_head", "1")
 COMPILED, RECOMPUTED = ("--compile.enable", "true"), ("--activation_checkpoint.mode", "full")
 
 
@@ -22,7 +24,7 @@ def case(replicas: int, shards: int, *overrides: str, accumulation: int = 1) -> 
 
 @pytest.fixture(scope="module")
 def on_one() -> dict[str, list[list[float]]]:
-    cases = {"predicted": case(1, 1, *MEAN_FLOW, accumulation=2), "sampled": case(1, 1, *SAMPLED)}
+    cases = {"predicted": case(1, 1, *MEAN_FLOW, accumulation=2), "sampled": case(1, 1, *SAMPLED), "guided": case(1, 1, *GUIDED)}
     return run_on_ranks("tests.distributed.cases:train_all", 1, {"cases": cases})[0]
 
 
@@ -30,8 +32,12 @@ def test_every_layout_trains_as_one_process(on_one):
     cases = {
         "sampled, DDP, compiled": case(2, 1, *SAMPLED, *COMPILED),
         "predicted, FSDP, recomputed": case(1, 2, *MEAN_FLOW, *RECOMPUTED),
+        "guided, FSDP": case(1, 2, *GUIDED),
     }  # fmt: skip
-    for name, curve in run_on_ranks("tests.distributed.cases:train_all", 2, {"cases": cases})[0].items():
+    found = run_on_ranks("tests.distributed.cases:train_all", 2, {"cases": cases})[0]
+    cases = {"guided, HSDP": case(2, 2, *GUIDED), "predicted, HSDP": case(2, 2, *MEAN_FLOW)}
+    found |= run_on_ranks("tests.distributed.cases:train_all", 4, {"cases": cases})[0]
+    for name, curve in found.items():
         reference = on_one[name.split(",")[0]]
         assert list(itertools.chain(*curve)) == pytest.approx(list(itertools.chain(*reference)), rel=1e-5), name
 

@@ -162,6 +162,73 @@ def test_an_estimate_counts_the_encoder_as_the_allocator_and_the_weights_do(plac
     assert time.encoding == pytest.approx(8 * flops / 67e12 / 0.45)  # of float32
 
 
+@pytest.fixture(scope="module")
+def features(place, encoders) -> Path:
+    """Store of the vision transformer's features of the training images, on the grid of the network's tokens."""
+    return extracted_features(place, encoders, "train", "features", "--grid", "4x4")
+
+
+def extracted_features(place: Path, encoders: tuple[Path, Path], part: str, name: str, *words: str) -> Path:
+    words = ("--output", str(place / name), "--features", "transformers", "--path", str(encoders[1]), *words)
+    data = ["--data.name", "image_folder", "--data.path", str(place / part), "--data.image_size", str(SIDE)]
+    assert extract_latents.main([*words, *data, "--data.validation_fraction", "0"]) == 0
+    return place / name
+
+
+def on_store(place: Path, features: Path) -> list[str]:
+    return [
+        "--data.name", "latents", "--data.path", str(place / "vae_train"), "--data.features_path", str(features),
+        "--data.validation_path", str(place / "vae_held_out"), "--alignment.teacher", "stored", "--alignment.block", "1",
+    ]  # fmt: skip
+
+
+def test_stored_features_are_those_of_the_teacher_on_any_number_of_ranks(place, encoders, features):
+    teacher = ["--alignment.teacher", "transformers", "--alignment.path", str(encoders[1]), "--alignment.block", "1"]
+    runs, losses = {"online": [*by_vae(place, encoders[0]), *teacher], "stored": on_store(place, features)}, {}
+    for name, words in runs.items():
+        trained(place, f"features {name}", words)
+        points = map(json.loads, (place / "runs" / f"features {name}" / "metrics.jsonl").read_text().splitlines())
+        losses[name] = np.array([value for point in points for tag, value in point.items() if tag.startswith("alignment_loss/")])
+    assert len(losses["online"]) > STEPS and np.ptp(losses["online"]) > 0.01
+    assert losses["stored"] == pytest.approx(losses["online"], abs=2**-11)  # of half precision
+
+    found = {}
+    for ranks in (1, 2):  # a rank makes a backward of nothing before it begins
+        common = {"steps": 3, "replicas": ranks, "shards": 1, "accumulation": 1}
+        cases = {name: common | {"overrides": tuple(words)} for name, words in runs.items()}
+        found[ranks] = run_on_ranks("tests.distributed.cases:train_all", ranks, {"cases": cases})[0]
+    for name in runs:
+        assert np.array(found[2][name]) == pytest.approx(np.array(found[1][name]), rel=1e-5)
+
+
+def test_features_of_others_are_refused_in_one_line(place, encoders, features, capsys):
+    other = extracted_features(place, encoders, "held_out", "features of others", "--grid", "4x4")
+    one_view = extracted_features(place, encoders, "train", "features of one view", "--grid", "4x4", "--no-mirror")
+    coarse = extracted_features(place, encoders, "train", "coarse features", "--grid", "2x2")
+    words = on_store(place, features)
+    for changes, message in [
+        (["--data.features_path", str(other)], "features of other images than those of .*vae_train, num_source_images differs"),
+        (["--data.features_path", str(one_view)], "has features of no mirror images"),
+        (["--data.features_path", ""], "alignment.teacher: stored reads a store of features"),
+        (["--alignment.teacher", "none"], "data.features_path: has no effect without alignment.teacher = stored"),
+        (["--alignment.teacher", "transformers"], "set it to self, or to stored with data.features_path"),
+    ]:
+        with pytest.raises(ConfigError, match=message):
+            load_config([*MODEL, *words, *changes], 1)
+    capsys.readouterr()
+    assert train.main([*MODEL, *words, "--data.features_path", str(coarse), "--check-only"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("data.features_path: has features on 2 x 2, and block 1 of the network tokens on 4 x 4")
+    data = ["--data.name", "image_folder", "--data.path", str(place / "train"), "--output", str(place / "none")]
+    for words, message in [
+        ([], "--autoencoder: give this or --features"), (["--features", "digits"], "--grid: --features needs it"),
+        (["--features", "digits", "--grid", "4"], "must be HxW"),
+    ]:  # fmt: skip
+        with pytest.raises(SystemExit) as ended:
+            extract_latents.main([*data, *words])
+        assert ended.value.code == 2 and message in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("words, message", [
     (["--autoencoder.statistics", ""], "autoencoder.statistics: is missing"),
     (["--autoencoder.statistics", "nowhere"], "autoencoder.statistics: .*nowhere"),

@@ -84,9 +84,9 @@ def test_a_batch_that_grows_needs_the_memory_of_one_that_accumulates():
 def test_two_shallow_models_give_the_peak_of_a_deep_one_exactly(monkeypatch):
     depths = []
 
-    def simulate(config, ranks, on_gpu, info):
+    def simulate(config, ranks, on_gpu):
         depths.append(config.model.depth)
-        return simulate_step(config, ranks, on_gpu, info)
+        return simulate_step(config, ranks, on_gpu)
 
     monkeypatch.setattr(memory, "simulate_step", simulate)
     for words, ranks in (

@@ -130,12 +130,13 @@ class Reached(Exception):
 def estimated(monkeypatch, name, *words):
     """Network and place of the data that the command estimates."""
     def reach(config, *rest):
-        raise Reached(config, rest[-1])
+        raise Reached(config)
 
     monkeypatch.setattr(estimate, "estimate_memory", reach)
     with pytest.raises(Reached) as found:
         estimate.main([str(ROOT / "train_configs" / name), "--world-size", "1", "--device", "H100", *words])
-    return model_on_meta(*found.value.args)
+    (config,) = found.value.args
+    return model_on_meta(config)
 
 
 @pytest.mark.parametrize("name", PRESETS)

@@ -66,7 +66,8 @@ def test_the_exact_mean_velocity_satisfies_the_identity_of_the_loss(std, r, t, z
     objective.step = 1e-5
     x, time, duration = (torch.tensor([each], dtype=torch.float64) for each in (z, t, t - r))
     x = x.reshape(1, 1, 1, 1)
-    slope = objective.slope(exact_network(std), x, torch.full_like(x, math.nan), time, duration, None)
+    tangent = objective.velocity(exact_network(std), x, time, None)
+    slope = objective.slope(exact_network(std), x, tangent, time, duration, None)
     # At t = 1 the quotient is one-sided, of first order.
     tolerance = 1e-4 if t == 1 else 1e-10
     assert (exact(z, t, t, std) - (t - r) * slope).item() == pytest.approx(exact(z, r, t, std), abs=tolerance)
@@ -228,6 +229,130 @@ def test_a_sampler_draws_by_durations_with_guidance_and_without():
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
 
 
+GUIDED = dict(guidance_max=8.0, equal_share=0.25)
+
+
+def exact_guided_network(of_class: float, of_null: float):
+    """Mean velocity of guided flows between data N(0, of_class^2) and N(0, of_null^2); class 3 is the null one.
+
+    A velocity k z has the mean velocity z (1 - exp(-integral of k)) / (t - r), and half of d ln V is the integral of k.
+    """
+
+    def logarithm(low, high, std):
+        return 0.5 * torch.log(variance(high, std) / variance(low, std))
+
+    def network(x, time, condition, duration, guidance):
+        t, (scale, low, high) = 1 - time, guidance.to(time).unbind(1)
+        r, std = t - duration, torch.where(condition == 3, of_null, of_class).to(time)
+        low, high = torch.minimum(torch.maximum(r, low), t), torch.maximum(torch.minimum(t, high), r)
+        guided = torch.where(high > low, (scale - 1) * (logarithm(low, high, std) - logarithm(low, high, of_null)), 0.0)
+        integral = logarithm(r, t, std) + guided
+        scale = torch.where((guidance[:, 1] <= t) & (t <= guidance[:, 2]), scale, 1.0)
+        k, k_null = ((t - (1 - t) * each**2) / variance(t, each) for each in (std, of_null))
+        rate = torch.where(duration > 0, -torch.expm1(-integral) / duration.clamp_min(1e-12), k + (scale - 1) * (k - k_null))
+        return x * rate.reshape(-1, 1, 1, 1)
+
+    return network
+
+
+@pytest.mark.parametrize("tangent", ["predicted", "sampled"])
+def test_exact_guided_mean_velocities_satisfy_the_identity_of_the_loss(tangent):
+    of_class, of_null = 0.5, 0.9
+    objective, network = built(tangent=tangent, **GUIDED), exact_guided_network(of_class, of_null)
+    objective.condition_kind, objective.step = KIND, 1e-5
+    rows = [[0.8, 0.2, 4, 0, 1], [0.8, 0.2, 4, 0.3, 0.6], [0.5, 0.1, 7, 0.2, 0.9], [0.6, 0.6, 3, 0, 1], [0.7, 0, 1, 0, 1]]
+    times = torch.tensor(rows, dtype=torch.float64)  # t, r, scale, low, high
+    t, r, guidance = times[:, 0], times[:, 1], times[:, 2:]
+    x, condition = torch.full((5, 1, 1, 1), 1.3, dtype=torch.float64), torch.tensor([0, 1, 2, 0, 3])
+    std = torch.where(condition == 3, of_null, of_class)
+    velocity = x * ((t - (1 - t) * std**2) / variance(t, std)).reshape(-1, 1, 1, 1)  # the mean of e - x at z
+    target, along = objective.guided(network, x, velocity, t, condition, guidance)
+    found, _ = objective.outputs(network, x, t, t - r, condition, guidance)
+    slope = objective.slope(network, x, along, t, t - r, condition, guidance)
+    torch.testing.assert_close(found + (t - r).reshape(-1, 1, 1, 1) * slope, target, rtol=1e-8, atol=1e-8)
+    assert (target - velocity).flatten()[[0, 2, 3]].abs().min() > 0.3 and torch.equal(target[[1, 4]], velocity[[1, 4]])
+    torch.testing.assert_close(target, objective.velocity(network, x, t, condition, guidance))
+    moved, along_moved = objective.guided(network, x, velocity + 1, t, condition, guidance)
+    torch.testing.assert_close(moved, target + 1)
+    torch.testing.assert_close(along_moved, along + (tangent == "sampled"))
+
+
+def test_guidance_is_drawn_by_sample_number_and_not_for_dropped_conditions():
+    count = 20_000
+    objective, samples = built(**GUIDED), torch.arange(count)
+    draw = objective.draw((1, 1, 1), GlobalBatch(0, count), samples)
+    chosen = torch.tensor([3, 19_999, 17])
+    assert torch.equal(objective.draw((1, 1, 1), GlobalBatch(0, count), chosen).guidance, draw.guidance[chosen])
+    assert draw.guidance.dtype == torch.float32 and torch.equal(draw.t, built(equal_share=0.25).draw(
+        (1, 1, 1), GlobalBatch(0, count), samples).t)  # fmt: skip
+    (scale, low, high), equal = draw.guidance.double().unbind(1), draw.duration == 0
+    assert torch.equal(torch.stack((low, high), 1)[equal], torch.tensor([[0.0, 1.0]]).double().expand(int(equal.sum()), 2))
+    low, high = 2 * low[~equal], 2 * high[~equal] - 1
+    for uniform in (scale.log() / math.log(8), low, high):
+        assert uniform.min() >= 0 and uniform.max() <= 1
+        assert uniform.mean().item() == pytest.approx(0.5, abs=5 * math.sqrt(1 / 12 / len(uniform)))
+        assert uniform.var().item() == pytest.approx(1 / 12, rel=0.05)  # five standard errors
+    whole = built(guidance_max=8.0, equal_share=1.0).draw((1, 1, 1), GlobalBatch(0, 2), samples[:2])
+    assert whole.duration is None and whole.guidance[:, 1:].tolist() == [[0, 1]] * 2
+    assert held_out_draw(objective, 1, torch.arange(2), 2, (1, 1, 1)).guidance is None
+
+    seen = []
+
+    def recorded(x, _time, condition, duration, guidance):
+        seen.append((condition.tolist(), duration, guidance))
+        return x
+
+    objective.attach(network(), {})
+    draw = Draw(torch.tensor([0.5, 0.5, 0.5]), torch.randn(3, *SHAPE), torch.ones(3), duration=torch.tensor([0.2, 0.0, 0.2]),
+                guidance=torch.tensor([[4.0, 0.6, 0.9], [4.0, 0.0, 1.0], [4.0, 0.1, 0.9]]))  # fmt: skip
+    kept = objective.kept(torch.tensor([0.5, 0.5, 0.05]), 0.1)
+    objective.loss(recorded, Microbatch(torch.randn(3, *SHAPE), torch.tensor([0, 1, 3]), kept=kept), draw)
+    assert objective.untrained_forwards + 1 == len(seen) == 5
+    always, given = [0.0, 1.0], draw.guidance.tolist()
+    of_dropped = [1.0, *always]
+    assert [each[2].tolist() for each in seen[:2]] == [[of_dropped, [4.0, *always], of_dropped], [of_dropped] * 3]
+    assert [each[0] for each in seen] == [[0, 1, 3], [3, 3, 3], *[[0, 1, 3]] * 3]
+    assert not seen[0][1].any() and not seen[1][1].any()
+    for each in seen[2:]:
+        torch.testing.assert_close(each[2], torch.tensor([given[0], given[1], of_dropped]))
+
+
+@torch.no_grad()
+def test_a_sampler_gives_the_network_its_guidance():
+    model, choices = network(guidance_embedding=True).eval(), torch.arange(3)
+    noise = philox.normal(5, "sampling", choices, SHAPE)
+    objective = built(**GUIDED)
+    sampler = ImageSampler(model, objective, "float32", torch.device("cpu"))
+    solver, schedule = SOLVERS["mean_flow"](name="mean_flow"), SCHEDULES["uniform"](name="uniform")
+    method = dict(solver=solver, num_steps=1, schedule=schedule, guidance=Guidance(1.0, (0.2, 0.8)))
+    found = {scale: sampler.draw(choices, 5, batch_size=3, embedded_guidance=scale, **method) for scale in (None, 1.0, 3.0)}
+    ones = torch.ones(3)
+    for scale, given in ((None, [1.0, 0.0, 1.0]), (1.0, [1.0, 0.2, 0.8]), (3.0, [3.0, 0.2, 0.8])):
+        guidance = torch.tensor([given]).expand(3, 3)
+        wanted = noise - model(noise, 1 - ones, choices, ones, guidance)
+        torch.testing.assert_close(found[scale], wanted, rtol=1e-4, atol=1e-4)
+    assert (found[3.0] - found[1.0]).abs().max() > 1e-4 and model.guidance.tolist() == [1, 0, 1]
+
+
+def test_the_intermediate_head_learns_the_velocity_and_gives_the_tangent():
+    model, count = network(intermediate_head=1), 4
+    objective = built(tangent="head", weight_power=0.0)
+    torch.manual_seed(0)
+    x0, noise, condition = torch.randn(count, *SHAPE), torch.randn(count, *SHAPE), torch.arange(count)
+    t = torch.full((count,), 0.6)
+    draw = Draw(t, noise, torch.ones(count), duration=0.5 * t)
+    terms = objective.loss(model, Microbatch(x0, condition), draw)
+    x_t = 0.4 * x0 + 0.6 * noise
+    mean_velocity, head = model(x_t, 1 - t, condition, 0.5 * t).chunk(2, dim=1)
+    along = model(x_t, 1 - t, condition, 0 * t).chunk(2, dim=1)[1].detach()
+    slope = objective.slope(model, x_t, along, t, 0.5 * t, condition)
+    errors = [(each - noise + x0).square().mean((1, 2, 3)) for each in (mean_velocity + 0.3 * slope, head)]
+    torch.testing.assert_close(terms.loss, sum(errors))
+    torch.testing.assert_close(terms.error, errors[0].detach())
+    x_0, _ = objective.predict(over_duration(model, torch.tensor([0.3])), x_t, t, condition)
+    torch.testing.assert_close(x_0, x_t - 0.6 * mean_velocity, rtol=1e-4, atol=1e-4)
+
+
 ORDINARY = "--model.flavor debug --data.name digits --gns.enable false"
 TWO_TIMES = f"{ORDINARY} --objective.name mean_flow"
 
@@ -240,6 +365,8 @@ def test_a_run_has_what_follows_from_the_objective_and_its_cost():
         flops[words] = training_flops_per_image(config, model) / model.forward_macs_per_image(model.image_shape)
         assert any("duration_embed" in name for name in model.state_dict()) == (words != "denoising")
     assert list(flops.values()) == [6, 10, 12]
+    guided = load_config(f"{TWO_TIMES} --objective.guidance_max 8 --sampling.embedded_guidance 3".split(), 1)
+    assert guided.model.guidance_embedding and "guidance_embed.hidden.weight" in model_on_meta(guided).state_dict()
     assert (config.sampling.solver.name, config.sampling.num_steps, config.sampling.guidance_scale) == ("mean_flow", 1, 1.0)
     assert config.objective.difference_step == 0.002 and config.model.duration_embedding
     coarse = load_config(f"{TWO_TIMES} --training.mixed_precision_param bfloat16".split(), 1)
@@ -262,6 +389,10 @@ def test_a_run_has_what_follows_from_the_objective_and_its_cost():
         (f"{TWO_TIMES} --objective.timesteps.name time_warping", "objective.timesteps.name: time_warping draws one time"),
         (f"{TWO_TIMES} --model.name flux", "objective.name: mean velocities are over two times, and model.name = flux"),
         (f"{TWO_TIMES} --model.magnitude_preserving true", "model.magnitude_preserving: has no embedding of a second time"),
+        (f"{TWO_TIMES} --objective.guidance_max 8 --data.labels false", "objective.guidance_max: needs classes"),
+        (f"{TWO_TIMES} --model.guidance_embedding true", "model.guidance_embedding: follows from objective.guidance_max = 1"),
+        (f"{TWO_TIMES} --objective.tangent head", "objective.tangent: head and model.intermediate_head"),
+        (f"{TWO_TIMES} --model.intermediate_head 1", "objective.tangent: head and model.intermediate_head"),
         (f"{ORDINARY} --model.duration_embedding true", "model.duration_embedding: follows from objective.name = denoising"),
     ],
 )  # fmt: skip

@@ -88,13 +88,13 @@ def load_model(folder: Path, kind: str, device: torch.device) -> torch.nn.Module
         ) from error
     if not hasattr(diffusers, kind):
         raise AutoencoderError(f"diffusers: version {diffusers.__version__} has no {kind} (install a newer one)")
-    if device.type == "meta":
-        of_kind = getattr(diffusers, kind)
-        with device:
-            return of_kind.from_config(of_kind.load_config(folder))
+    of_kind = getattr(diffusers, kind)
     try:
+        if device.type == "meta":
+            with device:
+                return of_kind.from_config(of_kind.load_config(folder))
         # Only safetensors: the other kind of file is a pickle. In float32, which the hash is taken in.
-        model, found = getattr(diffusers, kind).from_pretrained(
+        model, found = of_kind.from_pretrained(
             folder, local_files_only=True, use_safetensors=True, low_cpu_mem_usage=False,
             torch_dtype=torch.float32, output_loading_info=True,
         )  # fmt: skip

@@ -68,6 +68,7 @@ def resolve(checked: ConfigView, config: Any) -> None:
         config.model.num_predictions = len(heads)
     if config.objective.two_times:
         config.model.duration_embedding = True
+        config.model.guidance_embedding = config.objective.guidance_max > 1
     if unconditional(checked) and has_key(config.model, "label_dropout"):
         config.model.label_dropout = 0.0
     config.sampling, config.objective = resolved_sampling(checked), resolved_objective(checked)

@@ -4,9 +4,10 @@ from collections.abc import Callable, Iterator
 
 from torchtitan.alignment.config import alignment_problems
 from torchtitan.conditions import Embeddings
-from torchtitan.config.sampling_checks import data_text, unconditional
+from torchtitan.config.sampling_checks import data_text, unconditional, without_null
 from torchtitan.config.view import ConfigView, in_section, nearest_sizes
 from torchtitan.data import LATENT_DATASETS
+from torchtitan.data.base import FEATURES
 from torchtitan.diffusion.objectives import OBJECTIVES
 from torchtitan.diffusion.paths import PATHS
 from torchtitan.gns.config import WITHOUT_TAPS
@@ -77,8 +78,17 @@ def _two_times(checked: ConfigView) -> Iterator[Problem]:
     if key in checked.given and model.duration_embedding != objective.two_times:
         text = f"follows from objective.name = {objective.name}, which has {'two times' if objective.two_times else 'one time'}"
         yield Problem(key, f"{text} (leave it out)")
+    guided, key = objective.guidance_max > 1, "model.guidance_embedding"
+    if model.name == "dit" and key in checked.given and model.guidance_embedding != guided:
+        yield Problem(key, f"follows from objective.guidance_max = {objective.guidance_max:g} (leave it out)")
     if not objective.two_times:
         return
+    if guided and without_null(checked):
+        text = "needs classes and model.label_dropout above 0, for what the scale guides away from (leave it out)"
+        yield Problem("objective.guidance_max", text)
+    if (objective.tangent == "head") != (getattr(model, "intermediate_head", None) is not None):
+        text = "and model.intermediate_head, which predicts the velocity at t, need each other (give both or neither)"
+        yield Problem("objective.tangent", f"{objective.tangent} {text}" if objective.tangent == "head" else f"head {text}")
     if not has_key(model, "duration_embedding"):
         text = f"mean velocities are over two times, and model.name = {model.name} takes one (use dit)"
         yield Problem("objective.name", text)
@@ -103,6 +113,8 @@ def _intermediate_head(checked: ConfigView) -> Iterator[Problem]:
     if block is None:
         if getattr(objective, "intermediate_share", None) is not None:
             yield Problem("objective.intermediate_share", "has no effect without model.intermediate_head (give that too)")
+    elif objective.two_times:
+        return
     elif not has_key(objective, "intermediate_share"):
         yield Problem("model.intermediate_head", f"objective.name = {objective.name} does not train it (leave it out)")
     elif objective.intermediate_share is None:
@@ -153,10 +165,14 @@ def _normalized_weights(checked: ConfigView) -> Iterator[Problem]:
 def _alignment(checked: ConfigView) -> Iterator[Problem]:
     info, compiled = checked.dataset(), checked.compile.enable and checked.compile.scope == "model"
     encodes = checked.autoencoder.encode  # then batches keep their pixels
+    features = FEATURES in info.training_entries
+    if features and checked.whole("alignment").teacher != "stored":
+        yield Problem("data.features_path", "has no effect without alignment.teacher = stored (set that, or leave it out)")
     yield from in_section("alignment", alignment_problems(
         checked.whole("alignment"), tracks=[track.name for track in checked.ema.tracks],
         channels=3 if encodes else info.image_shape[0],
-        latents=checked.data.name in LATENT_DATASETS or checked.cache.enable, buckets=bool(info.bucket_shapes),
+        latents=checked.data.name in LATENT_DATASETS or checked.cache.enable, features=features,
+        buckets=bool(info.bucket_shapes),
         context_parallel=checked.parallelism.context_parallel_degree > 1, whole_graph=compiled,
         routed=checked.whole("model").routed_blocks,
     ))  # fmt: skip

@@ -140,9 +140,9 @@ def _sampling_method(checked: ConfigView) -> Iterator[Problem]:
         remedy = "remove it, or give sampling.schedule.name" if of_model else "remove it"
         text = f"has no effect on the schedule of {owner}, {sampling.schedule.name} ({remedy})"
         yield Problem("sampling.schedule.shift", text)
-    model, heads = checked.whole("model"), bool(checked.whole("objective").heads_of_network())
-    two_times = checked.whole("objective").two_times
-    found = sampling_problems(sampling, path_name, model.learned_variance, heads, model.guidance_embedding, two_times)
+    model, objective = checked.whole("model"), checked.whole("objective")
+    heads, guided = bool(objective.heads_of_network()), model.guidance_embedding or objective.guidance_max > 1
+    found = sampling_problems(sampling, path_name, model.learned_variance, heads, guided, objective.two_times)
     yield from in_section("sampling", found)
 
 

@@ -115,7 +115,7 @@ class Denoising(Objective):
         if config.cosine_weight or config.contrastive_weight:
             from torchtitan.diffusion.flow_terms import FlowTerms
 
-            self.flow_terms = FlowTerms(config)
+            self.flow_terms, self.weighs_kept = FlowTerms(config), True
         self.intermediate_share = config.intermediate_share
         named = {"heads": self.heads, "uncertainty": self.uncertainty}
         self.learned = nn.ModuleDict({name: module for name, module in named.items() if module is not None})
@@ -189,11 +189,6 @@ class Denoising(Objective):
             velocity = draw.noise - x0
             loss = loss + self.flow_terms.loss(output, noisy.x_t, noisy.a, noisy.b, velocity, weight, kept)
         return draw.importance * loss, error, draw.importance * held_out, shares, head_errors
-
-    def kept(self, dropping: Tensor, label_dropout: float) -> Tensor | None:
-        if self.flow_terms is None:
-            return None
-        return torch.where(dropping < label_dropout, 0.0, 1.0 / (1.0 - label_dropout)).to(torch.float32)
 
     @torch.no_grad()
     def learned_weighting(self, sigma: Tensor) -> Tensor:

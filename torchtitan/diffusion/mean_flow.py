@@ -8,7 +8,17 @@ The source's d is a sum, which changes the loss by D^(1 - p). Where r = t it is 
 
     sampled    v. Source: Geng et al., "Mean flows for one-step generative modeling", arXiv 2505.13447, eqs. 6, 8 and 22
     predicted  u(z, t, t), so that the loss is a regression to v alone. Source: Geng et al., "Improved mean flows: on the
-               challenges of fastforward generative models", arXiv 2512.02012, section 4; without its second head
+               challenges of fastforward generative models", arXiv 2512.02012, section 4
+    head       the velocity at t as the network's intermediate head predicts it, trained with a loss d of the same form. In the
+               source the second head has blocks too
+
+With guidance as an input the network has, besides times, a scale w and the times (low, high) of guidance, and v becomes
+
+    v + (1 - 1 / w) (u_w(z, t, t) - u_null(z, t, t)),   of which v_null + w (v_class - v_null) is the fixed point
+
+with w = 1 outside (low, high) and for the null class. The tangent is u_w(z, t, t), or that target. ln w is uniform up to
+ln guidance_max, low in [0, 0.5], high in [0.5, 1]; guidance is at all times where r = t. Source: arXiv 2512.02012, section 4,
+whose code gives the null class scales too.
 
 du/dt is a difference quotient of two calls without gradient, which every layout, compiler and attention kernel has, where
 forward derivatives lack most. Its ends stay within r and 1: in the middle they are t - step and t + step, and the error is
@@ -23,7 +33,7 @@ import torch
 from torch import Tensor
 
 from torchtitan import philox
-from torchtitan.conditions import Condition
+from torchtitan.conditions import Condition, Entries
 from torchtitan.diffusion.objective import Draw, LossTerms, Microbatch, Network, Objective, ObjectiveConfig
 from torchtitan.diffusion.paths import per_image
 from torchtitan.diffusion.predictions import PRECONDITIONINGS
@@ -33,7 +43,7 @@ from torchtitan.diffusion.timesteps.sampler import GlobalBatch
 from torchtitan.settings import OneOf, setting
 
 # c of the weight, as published with either tangent.
-_FLOOR = {"sampled": 1e-3, "predicted": 1e-2}
+_FLOOR = {"sampled": 1e-3, "predicted": 1e-2, "head": 1e-2}
 _FINEST_STEP = 0.002  # of float32: on a network of digits 4e-4 off the derivative, and 2e-3 with 0.005
 
 
@@ -45,9 +55,14 @@ class MeanFlowConfig(ObjectiveConfig):
     preconditioning: OneOf[str, PRECONDITIONINGS] = setting(
         "data_time", "scaling of the network's input, output and time; data_time: 1 - t"
     )
-    tangent: Literal["predicted", "sampled"] = setting(
-        "predicted", "direction of du/dt: the network's velocity at t, as improved mean flows, or the sample's, as mean flows"
+    tangent: Literal["predicted", "sampled", "head"] = setting(
+        "predicted", "direction of du/dt: the network's velocity at t, as improved mean flows, that of its intermediate head, or "
+        "the sample's, as mean flows",
     )
+    guidance_max: float = setting(
+        1.0, "largest guidance scale that the network is trained to take as an input, published: 8; 1: it takes none", ge=1,
+        le=100,
+    )  # fmt: skip
     equal_share: float = setting(0.5, "share of samples at two equal times, which are flow matching", ge=0, le=1)
     weight_power: float = setting(1.0, "power p of the weight 1 / (squared error + c)^p on a sample's loss; 0: none", ge=0, le=2)
     difference_step: float | None = setting(
@@ -71,10 +86,25 @@ class MeanFlow(Objective):
     def __init__(self, config: MeanFlowConfig, seed: int, sampler_of: SamplerOf | None = None) -> None:
         super().__init__(config, seed, sampler_of)
         self.step = _FINEST_STEP if config.difference_step is None else config.difference_step
-        self.untrained_forwards = 3 if config.tangent == "predicted" else 2
+        self.weighs_kept = config.guidance_max > 1
+        self.untrained_forwards = 4 if self.weighs_kept else 2 if config.tangent == "sampled" else 3
+        self.intermediate_share = 1.0 if config.tangent == "head" else None
+
+    def attach(self, model: Any, entries: Entries) -> None:
+        self.condition_kind = model.condition_kind
 
     def draw(self, shape: tuple[int, ...], batch: GlobalBatch, indices: Tensor) -> Draw:
-        return self.with_duration(super().draw(shape, batch, indices), self.seed, "duration", indices, batch.attempt)
+        draw = self.with_duration(super().draw(shape, batch, indices), self.seed, "duration", indices, batch.attempt)
+        if not self.weighs_kept:
+            return draw
+        words = philox.random_words(self.seed, "guidance", indices, 3, batch.attempt)
+        scale, low, high = ((words + 0.5) / 2**32).to(torch.float32).unbind(1)
+        interval = torch.stack((0.5 * low, 0.5 + 0.5 * high), dim=1)
+        if draw.duration is None:
+            interval = torch.tensor([[0.0, 1.0]]).to(interval).expand_as(interval)
+        else:
+            interval = torch.where(draw.duration[:, None] > 0, interval, interval.new_tensor([0.0, 1.0]))
+        return draw._replace(guidance=torch.cat((self.config.guidance_max ** scale[:, None], interval), dim=1))
 
     def with_duration(self, draw: Draw, seed: int, purpose: str, numbers: Tensor, attempt: int = 0) -> Draw:
         u, share = philox.uniform(seed, purpose, numbers, attempt), self.config.equal_share
@@ -85,37 +115,77 @@ class MeanFlow(Objective):
         return draw._replace(duration=torch.where(u < share, 0.0, draw.t - earlier).to(torch.float32))
 
     def loss(self, model: Network, batch: Microbatch, draw: Draw) -> LossTerms:
-        x0, t, condition = batch.images, draw.t, batch.condition
+        x0, t, condition, guidance = batch.images, draw.t, batch.condition, draw.guidance
         duration = torch.zeros_like(t) if draw.duration is None else draw.duration
         a, b = self.path.coefficients(per_image(t, x0))
-        x_t, velocity = a * x0 + b * draw.noise, draw.noise - x0
-        slope = self.slope(model, x_t, velocity, t, duration, condition)
-        mean_velocity = self.mean_velocity(model, x_t, t, duration, condition)
-        residual = mean_velocity + per_image(duration, x0) * slope - velocity
-        error = residual.square().flatten(1).mean(1)  # [B]
-        held_out = error.detach()
-        weight = draw.importance
-        if self.config.weight_power:
-            floor = _FLOOR[self.config.tangent] / x0[0].numel()
-            weight = weight / (held_out + floor) ** self.config.weight_power
-        return LossTerms(weight * error, held_out, t, draw.importance * held_out)
+        x_t = a * x0 + b * draw.noise
+        velocity = tangent = draw.noise - x0
+        if guidance is not None and batch.kept is not None:
+            guidance = torch.where(batch.kept[:, None] > 0, guidance, guidance.new_tensor([1.0, 0.0, 1.0]))
+            velocity, tangent = self.guided(model, x_t, velocity, t, condition, guidance)
+        elif self.config.tangent != "sampled":
+            tangent = self.velocity(model, x_t, t, condition)
+        slope = self.slope(model, x_t, tangent, t, duration, condition, guidance)
+        mean_velocity, head = self.outputs(model, x_t, t, duration, condition, guidance)
+        error = (mean_velocity + per_image(duration, x0) * slope - velocity).square().flatten(1).mean(1)  # [B]
+        floor = _FLOOR[self.config.tangent] / x0[0].numel()
+        loss, held_out = self.weighted(error, floor), error.detach()
+        if head is not None:
+            loss = loss + self.weighted((head - velocity).square().flatten(1).mean(1), floor)
+        return LossTerms(draw.importance * loss, held_out, t, draw.importance * held_out)
 
-    def mean_velocity(self, model: Network, x: Tensor, t: Tensor, duration: Tensor, condition: Condition) -> Tensor:
-        """Mean velocity u(x, t - duration, t) of images x [B, C, H, W], float32 at least; times and durations [B]."""
-        output = cast(Any, model)(x, self.preconditioning.time(t), condition, duration)
-        return output.to(torch.promote_types(output.dtype, torch.float32))
+    def weighted(self, error: Tensor, floor: float) -> Tensor:
+        """Errors [B] with their weights, through which no gradient runs."""
+        return error / (error.detach() + floor) ** self.config.weight_power if self.config.weight_power else error
+
+    def outputs(
+        self, model: Network, x: Tensor, t: Tensor, duration: Tensor, condition: Condition, guidance: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Mean velocity u(x, t - duration, t) of images x [B, C, H, W], float32 at least, and what a head has beside it.
+
+        t, duration: [B]; guidance: [B, 3], see `Draw`.
+        """
+        further = () if guidance is None else (guidance,)
+        output = cast(Any, model)(x, self.preconditioning.time(t), condition, duration, *further)
+        output = output.to(torch.promote_types(output.dtype, torch.float32))
+        return output[:, : x.shape[1]], output[:, x.shape[1] :] if self.config.tangent == "head" else None
+
+    @torch.no_grad()
+    def velocity(
+        self, model: Network, x_t: Tensor, t: Tensor, condition: Condition, guidance: Tensor | None = None
+    ) -> Tensor:
+        """Velocity at t as the network predicts it, arguments as those of `outputs`."""
+        of_times, head = self.outputs(model, x_t, t, torch.zeros_like(t), condition, guidance)
+        return of_times if head is None else head
+
+    @torch.no_grad()
+    def guided(
+        self, model: Network, x_t: Tensor, velocity: Tensor, t: Tensor, condition: Condition, guidance: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Guided velocity as target, and tangent, of samples with a velocity; arguments as those of `outputs`."""
+        scale, low, high = guidance.unbind(1)
+        scale = torch.where((low <= t) & (t <= high), scale, 1.0)
+        always = guidance.new_tensor([0.0, 1.0]).expand(len(t), 2)
+        of_class, of_null = (
+            self.velocity(model, x_t, t, each, torch.cat((scales[:, None], always), dim=1))
+            for each, scales in (
+                (condition, scale),
+                (self.condition_kind.drop(condition, torch.ones_like(t, dtype=torch.bool)), torch.ones_like(scale)),
+            )
+        )
+        target = velocity + per_image(1.0 - 1.0 / scale, x_t) * (of_class - of_null)
+        return target, target if self.config.tangent == "sampled" else of_class
 
     @torch.no_grad()
     def slope(
-        self, model: Network, x_t: Tensor, velocity: Tensor, t: Tensor, duration: Tensor, condition: Condition
-    ) -> Tensor:
-        """Difference quotient du/dt along the tangent at times t [B], x_t's shape; velocity: of the samples."""
-        if self.config.tangent == "predicted":
-            velocity = self.mean_velocity(model, x_t, t, torch.zeros_like(t), condition)
+        self, model: Network, x_t: Tensor, tangent: Tensor, t: Tensor, duration: Tensor, condition: Condition,
+        guidance: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Difference quotient du/dt along a tangent [B, C, H, W], of its shape; other arguments as those of `outputs`."""
         earlier = t - duration
         low, high = torch.maximum(t - self.step, earlier), (t + self.step).clamp_max(1.0)
         ends = [
-            self.mean_velocity(model, x_t + per_image(end - t, x_t) * velocity, end, end - earlier, condition)
+            self.outputs(model, x_t + per_image(end - t, x_t) * tangent, end, end - earlier, condition, guidance)[0]
             for end in (low, high)
         ]
         # Of no width only where both times are 1, and the quotient has no weight.

@@ -57,6 +57,7 @@ class ObjectiveConfig:
     )
 
     two_times = False  # whether the network takes a duration, and t is the larger one of two draws
+    guidance_max = 1.0  # above 1, the network takes guidance up to this scale as an input
 
     def heads_of_network(self) -> list[str]:
         """Names of the predictions that the network makes side by side; none: it makes one."""
@@ -81,6 +82,7 @@ class Draw(NamedTuple):
         path_index: the DDPM index that t stands for, int64 [B]; None where the path has no integer indices.
         dropping: uniform in (0, 1), float64 [B]: below the probability, no condition; None outside of training.
         duration: t less the smaller time, float32 [B]; None: 0.
+        guidance: scale, and lowest and highest t with it, which the network takes as inputs, float32 [B, 3]; None: none.
     """
 
     t: Tensor
@@ -89,6 +91,7 @@ class Draw(NamedTuple):
     path_index: Tensor | None = None
     dropping: Tensor | None = None
     duration: Tensor | None = None
+    guidance: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -159,6 +162,7 @@ class Objective(ABC):
         learns_variance: whether the loss trains the variance of `model.learned_variance`.
         untrained_forwards: calls of the network for each sample that no gradient runs through, beside the trained one.
         loss_at_zero: whether the loss is defined at t = 0, of clean images.
+        weighs_kept: whether `kept` gives weights.
         intermediate_share: share of the loss of the network's intermediate head, which has the second half of the output's
             channels and is read in training alone; None of a network without one.
     """
@@ -171,6 +175,7 @@ class Objective(ABC):
     heads: Any = None
     learns_weights: bool = False
     reads_by_state: str = ""
+    weighs_kept: bool = False
     intermediate_share: float | None = None
 
     def __init__(self, config: Any, seed: int, sampler_of: SamplerOf | None = None) -> None:
@@ -251,7 +256,9 @@ class Objective(ABC):
 
     def kept(self, dropping: Tensor, label_dropout: float) -> Tensor | None:
         """Weights of terms for conditions that are kept, [B] of mean 1, 0 where `dropping` is below label_dropout; if any."""
-        return None
+        if not self.weighs_kept:
+            return None
+        return torch.where(dropping < label_dropout, 0.0, 1.0 / (1.0 - label_dropout)).to(torch.float32)
 
     def predict(self, model: Network, x_t: Tensor, t: Tensor, condition: Condition) -> tuple[Tensor, Tensor]:
         """Estimate the clean image and the noise at times t [B] in noisy images x_t [B, C, H, W]; float32."""

@@ -4,15 +4,13 @@ Of the frozen networks that shipped configurations name, PUBLISHED has the layer
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from torchtitan.autoencoders.base import AutoencoderError
 from torchtitan.config.job import JobConfig, unchecked_config
 from torchtitan.config.latent_cache import images_only
 from torchtitan.data import DatasetError, DatasetInfo, dataset_info
-from torchtitan.estimate.encoding import encoding, online_encoder
+from torchtitan.estimate.encoding import estimated_info
 from torchtitan.evaluation.config import WITH_WEIGHTS
 from torchtitan.files.regular import user_path
 from torchtitan.settings.sources import split_keys
@@ -82,13 +80,10 @@ def _published(config: JobConfig) -> list[str]:
 
 
 def _latents(words: list[str]) -> DatasetInfo | None:
-    """Latents of images that are encoded while training, by the layers of the autoencoder; None where these are not known."""
-    config = unchecked_config(words)
-    network, _ = online_encoder(config)
+    """Latents of images that are encoded while training; None where they are not known."""
     try:
-        images = dataset_info(config.data)
-        return replace(images, image_shape=encoding(network, images.image_shape)[1]) if network else None
-    except (AutoencoderError, DatasetError):
+        return estimated_info(unchecked_config(words))
+    except DatasetError:
         return None  # which the checks report
 
 

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from torchtitan.config.job import JobConfig
-from torchtitan.config.latent_cache import trained_info
-from torchtitan.data.base import DatasetInfo
 from torchtitan.distributed.config import ActivationCheckpointConfig, CheckpointMode
+from torchtitan.estimate.encoding import estimated_info
 from torchtitan.estimate.live_storages import ACTIVATIONS, COMMUNICATION, GRADIENTS, PARAMETERS
 from torchtitan.estimate.simulation import SimulatedStep, Window, simulate_step
 from torchtitan.models import MODELS, build_model
@@ -73,9 +72,7 @@ _OFFLOADED = (PARAMETERS, GRADIENTS, "optimizer", "ema")
 PARTS = (PARAMETERS, GRADIENTS, "optimizer", "ema", ACTIVATIONS, COMMUNICATION)
 
 
-def estimate_memory(
-    config: JobConfig, world_size: int, on_gpu: bool | None = None, info: DatasetInfo | None = None
-) -> MemoryEstimate:
+def estimate_memory(config: JobConfig, world_size: int, on_gpu: bool | None = None) -> MemoryEstimate:
     """Estimate the memory of each rank.
 
     The real model, sharding, activation checkpointing and objective make one step on fake tensors of the real batch,
@@ -87,27 +84,25 @@ def estimate_memory(
     Args:
         config: a resolved configuration (`load_config`) of that many processes.
         on_gpu: whether the run is on GPUs, where RMS norms keep less than on a CPU; None: whether this machine has one.
-        info: properties of the data that are trained on, where they are elsewhere; None: they are opened.
 
     Raises:
         RuntimeError: this process belongs to a process group.
     """
-    info = info or trained_info(config)
     if config.activation_checkpoint.mode == "memory_budget":
-        most, least = (_estimate(_recomputing(config, mode), world_size, on_gpu, info) for mode in ("none", "full"))
+        most, least = (_estimate(_recomputing(config, mode), world_size, on_gpu) for mode in ("none", "full"))
         return dataclasses.replace(most, least=least.total)
-    return _estimate(config, world_size, on_gpu, info)
+    return _estimate(config, world_size, on_gpu)
 
 
 def _recomputing(config: JobConfig, mode: CheckpointMode) -> JobConfig:
     return dataclasses.replace(config, activation_checkpoint=ActivationCheckpointConfig(mode=mode))
 
 
-def _estimate(config: JobConfig, world_size: int, on_gpu: bool | None, info: DatasetInfo) -> MemoryEstimate:
+def _estimate(config: JobConfig, world_size: int, on_gpu: bool | None) -> MemoryEstimate:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "FSDP2-wrapped module")  # of a view, which nothing here changes in place
-        step = _of_full_depth(config, world_size, on_gpu, info)
-    return _at_the_peak(step, _start_up_bytes(config, info), config.training.enable_cpu_offload)
+        step = _of_full_depth(config, world_size, on_gpu)
+    return _at_the_peak(step, _start_up_bytes(config), config.training.enable_cpu_offload)
 
 
 def _at_the_peak(step: SimulatedStep, start_up: int, offloads: bool) -> MemoryEstimate:
@@ -125,19 +120,19 @@ def _at_the_peak(step: SimulatedStep, start_up: int, offloads: bool) -> MemoryEs
     )  # fmt: skip
 
 
-def model_on_meta(config: JobConfig, info: DatasetInfo | None = None) -> DiffusionModel:
-    """Configured model, whole and without values; with `[lora]` frozen and with the adapter that trains. info: as above."""
-    info = info or trained_info(config)
+def model_on_meta(config: JobConfig) -> DiffusionModel:
+    """Configured model, whole and without values; with `[lora]` frozen and with the adapter that trains."""
+    info = estimated_info(config)
     with torch.device("meta"):
         model = build_model(config.model, info.image_shape, info.condition_kind)
         return freeze_and_adapt(model, config.lora, MODELS[config.model.name].adapter_sets)
 
 
-def _start_up_bytes(config: JobConfig, info: DatasetInfo) -> int:
+def _start_up_bytes(config: JobConfig) -> int:
     """Bytes of the model when it has its first values: parameters of a sharded one are drawn one at a time, adapters whole;
     quantised weights read one at a time, or else drawn whole.
     """
-    model, drawn = model_on_meta(config, info), not config.checkpoint.initial_weights
+    model, drawn = model_on_meta(config), not config.checkpoint.initial_weights
     _, shards = config.parallelism.degrees.copies_and_shards
     if shards > 1 and not config.lora.quantized_kind:
         parameters = dict(model.named_parameters())
@@ -153,7 +148,7 @@ def _start_up_bytes(config: JobConfig, info: DatasetInfo) -> int:
     return sum(tensor.nbytes for tensor in model.parameters()) + before + codes
 
 
-def _of_full_depth(config: JobConfig, world_size: int, on_gpu: bool | None, info: DatasetInfo) -> SimulatedStep:
+def _of_full_depth(config: JobConfig, world_size: int, on_gpu: bool | None) -> SimulatedStep:
     """Memory of the step at the configured depth, from those of two models of fewer blocks.
 
     Blocks repeat with period n where every n-th recomputes. The shallow models end at the same place of the period as
@@ -165,9 +160,9 @@ def _of_full_depth(config: JobConfig, world_size: int, on_gpu: bool | None, info
     deeper_depth = shallow_depth + period
     some_blocks = config.lora.enable and config.lora.patterns  # the pattern may name a block
     if depth <= deeper_depth or config.model.of_depth(depth) is None or some_blocks:
-        return simulate_step(config, world_size, on_gpu, info)
+        return simulate_step(config, world_size, on_gpu)
     shallow, deeper = (
-        simulate_step(dataclasses.replace(config, model=config.model.of_depth(blocks)), world_size, on_gpu, info)
+        simulate_step(dataclasses.replace(config, model=config.model.of_depth(blocks)), world_size, on_gpu)
         for blocks in (shallow_depth, deeper_depth)
     )
     periods = (depth - shallow_depth) // period

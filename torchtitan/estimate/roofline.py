@@ -5,12 +5,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from torchtitan.config.job import JobConfig
-from torchtitan.config.latent_cache import pixels_of
 from torchtitan.diffusion.objectives import build_objective
 from torchtitan.distributed.context_parallel import context_bytes
 from torchtitan.distributed.precision import DTYPES
 from torchtitan.estimate.devices import Device
-from torchtitan.estimate.encoding import encoding_flops_per_image
+from torchtitan.estimate.encoding import encoding_flops_per_image, estimated_info
 from torchtitan.estimate.memory import MemoryEstimate
 from torchtitan.models.adapters.flops import training_flops
 from torchtitan.models.base import DiffusionModel
@@ -71,7 +70,7 @@ def training_flops_per_image(config: JobConfig, model: DiffusionModel) -> int:
         return flops
     from torchtitan.alignment.plan import Plan
 
-    plan = Plan(config.alignment, model, pixels_of(config))
+    plan = Plan(config.alignment, model, estimated_info(config))
     return flops + plan.flops_per_image(config.training.steps, config.training.global_batch_size)
 
 

@@ -14,8 +14,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from torchtitan.autoencoders.base import Autoencoder
 from torchtitan.config.job import JobConfig
-from torchtitan.config.latent_cache import pixels_of, trained_info
-from torchtitan.data.base import DatasetInfo
+from torchtitan.data import DatasetInfo, dataset_info
 from torchtitan.diffusion.objective import Draw, Microbatch, Objective
 from torchtitan.diffusion.objectives import attach, build_objective
 from torchtitan.distributed.activation_checkpoint import checkpoint_blocks
@@ -24,7 +23,7 @@ from torchtitan.distributed.parallelize import accumulate_locally, local, parall
 from torchtitan.distributed.precision import compute_context
 from torchtitan.estimate.cuda_autocast import cuda_autocast
 from torchtitan.estimate.cuda_kernels import cuda_kernels
-from torchtitan.estimate.encoding import online_encoder
+from torchtitan.estimate.encoding import estimated_info, online_encoder
 from torchtitan.estimate.live_storages import ACTIVATIONS, GRADIENTS, PARAMETERS, LiveStorages
 from torchtitan.models import MODELS, build_model
 from torchtitan.models.adapters.frozen_network import freeze_and_adapt
@@ -58,24 +57,21 @@ class SimulatedStep:
     windows: dict[Window, Counter]
 
 
-def simulate_step(
-    config: JobConfig, world_size: int, on_gpu: bool | None = None, info: DatasetInfo | None = None
-) -> SimulatedStep:
+def simulate_step(config: JobConfig, world_size: int, on_gpu: bool | None = None) -> SimulatedStep:
     """Simulate one eager step as rank 0 of `world_size` processes on fake tensors; seconds for a few blocks.
 
     With bfloat16 compute, dtypes are those of CUDA's autocast.
 
     Args:
         on_gpu: whether the run is on GPUs, where RMS norms keep less than on a CPU; None: whether this machine has one.
-        info: of the data that are trained on; None: they are opened.
 
     Raises:
         RuntimeError: this process belongs to a process group already.
     """
     on_gpu = torch.cuda.is_available() if on_gpu is None else on_gpu
-    info = info or trained_info(config)
+    info = estimated_info(config)
     objective = build_objective(config.objective, config.debug.seed)
-    plan, (encoder, _) = _plan_of_alignment(config, info), online_encoder(config)
+    plan, encoder = _plan_of_alignment(config, info), online_encoder(config)
     with _fake_process_group(world_size):
         layout = Layout(config.parallelism, torch.device("cpu"))
         kernels = cuda_kernels() if on_gpu else nullcontext()
@@ -95,7 +91,7 @@ def _plan_of_alignment(config: JobConfig, info: DatasetInfo) -> "Plan | None":
     with torch.device("meta"):
         model = build_model(config.model, info.image_shape, info.condition_kind)
     places = {key: min(getattr(config.alignment, key), len(model.probe_points())) for key in ("block", "teacher_block")}
-    return Plan(replace(config.alignment, **places), model, pixels_of(config))
+    return Plan(replace(config.alignment, **places), model, info)
 
 
 class _Step:
@@ -201,7 +197,7 @@ class _Step:
         samples = torch.arange(config.training.local_batch_size)
         if self.encoder is not None:
             live.open_window((self.microbatch, "encode", -1))
-            self.pixels = torch.empty(len(samples), *cast(tuple, pixels_of(config)))  # which a teacher may read
+            self.pixels = torch.empty(len(samples), *dataset_info(config.data).image_shape)  # which a teacher may read
             self.encoder.encode(self.pixels)
         live.open_window((self.microbatch, "forward", -1))
         self.model.draw_dropout(config.debug.seed, samples, steps_left=1)  # the last step may have more tokens than others

@@ -42,8 +42,8 @@ class SamplingConfig:
         trajectory=False,
     )  # fmt: skip
     embedded_guidance: float | None = setting(
-        None, "guidance scale given to a network with model.guidance_embedding; default: model.guidance", ge=0, le=100,
-        trajectory=False,
+        None, "guidance scale given to a network with model.guidance_embedding; default: model.guidance, 1 of mean flows", ge=0,
+        le=100, trajectory=False,
     )  # fmt: skip
     guidance_interval: list[float] = setting(
         [0.0, 1.0], "lowest and highest t = sigma / (1 + sigma) with guidance; the plain model outside", trajectory=False

@@ -101,8 +101,8 @@ class ImageSampler:
 
         Args:
             guide: reference of guidance; None for the null condition.
-            embedded_guidance: scale that networks with a guidance embedding are given, a guide's too; None for that of
-                their training, which they have again afterwards.
+            embedded_guidance: scale that networks with a guidance embedding are given, a guide's too, with the interval of
+                `guidance` where they take one; None for that of their training, which they have again afterwards.
             image_shape: (C, H, W) to draw; None for the model's, which is the only one of most models.
             state_dtype: of the solver's state, a key of STATE_DTYPES.
 
@@ -142,7 +142,7 @@ class ImageSampler:
 
         networks = [self._model, guide.network if isinstance(guide, Guide) else None]
         with (
-            _given_guidance([each for each in networks if isinstance(each, DiffusionModel)], embedded_guidance),
+            _given_guidance([each for each in networks if isinstance(each, DiffusionModel)], embedded_guidance, guidance),
             evaluating(self._model),
             compute_context(self._param_dtype, self._device, sharded),
         ):
@@ -150,11 +150,11 @@ class ImageSampler:
 
 
 @contextmanager
-def _given_guidance(networks: Sequence[DiffusionModel], scale: float | None) -> Iterator[None]:
+def _given_guidance(networks: Sequence[DiffusionModel], scale: float | None, guidance: Guidance) -> Iterator[None]:
     """Give the networks another embedded guidance for the block."""
     try:
         for network in networks:
-            network.set_guidance(scale)
+            network.set_guidance(scale, guidance.interval)
         yield
     finally:
         for network in networks:

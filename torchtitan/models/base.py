@@ -117,8 +117,11 @@ class DiffusionModel(nn.Module):
             steps_left: up to the run's end, this one included, for `ModelConfig.routed_blocks`; None: the end is far.
         """
 
-    def set_guidance(self, scale: float | None) -> None:
-        """Set the guidance scale of the following forwards (None: training's), in models with a guidance embedding."""
+    def set_guidance(self, scale: float | None, interval: tuple[float, float] = (0.0, 1.0)) -> None:
+        """Set the guidance of the following forwards, in models with a guidance embedding.
+
+        scale: None: `ModelConfig.guidance`, at all times; interval: times of guidance, where the model takes these too.
+        """
 
     def split_tokens(self, exchange: TokenExchange) -> None:
         """Divide the tokens of each image between processes, in the forwards of training; in evaluation each has all."""
@@ -203,7 +206,9 @@ class ModelConfig:
         num_predictions: images that the network predicts for each input, one for each of `objective.heads`.
         dropout: probability of dropping an activation in training, see `DiffusionModel.draw_dropout`.
         guidance_embedding: whether the network takes a guidance scale as an input, see `DiffusionModel.set_guidance`.
-        duration_embedding: whether its forward takes a duration [B] after the condition, as `Draw.duration`; None is 0.
+        guidance: that scale where none is set.
+        duration_embedding: whether its forward takes, after the condition, a duration [B] as `Draw.duration`; None is 0. With
+            guidance_embedding also a guidance [B, 3] as `Draw.guidance`; None is what `set_guidance` has set.
     """
 
     name: str = setting("", "model family")
@@ -214,6 +219,7 @@ class ModelConfig:
     num_predictions = 1
     dropout = 0.0
     guidance_embedding = False
+    guidance = 1.0
     duration_embedding = False
 
     @property

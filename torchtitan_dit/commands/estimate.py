@@ -11,7 +11,7 @@ import sys
 from torchtitan.config.job import ConfigError, JobConfig, load_config
 from torchtitan.estimate.absent_data import without_data
 from torchtitan.estimate.devices import DEVICES, Device
-from torchtitan.estimate.encoding import online_encoder
+from torchtitan.estimate.encoding import uncounted
 from torchtitan.estimate.measured import measured_shares
 from torchtitan.estimate.memory import estimate_memory, model_on_meta
 from torchtitan.estimate.report import as_record, as_text
@@ -30,8 +30,8 @@ def main(words: list[str] | None = None) -> int:
     config = load_config(words, arguments.world_size, elsewhere=on_gpu, info=info)
     if note:
         print(note, file=sys.stderr)
-    if uncounted := online_encoder(config)[1]:
-        print(f"autoencoder.encode: its memory and time are not counted ({uncounted})", file=sys.stderr)
+    if reason := uncounted(config):
+        print(f"autoencoder.encode: its memory and time are not counted ({reason})", file=sys.stderr)
     if config.float8.enable and not config.float8.emulate and arguments.device.tflops_float8 is None:
         print(
             f"float8.enable: {arguments.device.name} has no float8 matrix products (set float8.emulate to true, or"
@@ -39,10 +39,10 @@ def main(words: list[str] | None = None) -> int:
         )  # fmt: skip
         return 2
     efficiency = _efficiency(arguments, config)
-    model = model_on_meta(config, info)
+    model = model_on_meta(config)
     if (parameters := model.num_parameters()) > _LARGE:
         print(f"a step of {parameters:,} parameters on tensors without memory: a minute or two ...", file=sys.stderr)
-    memory = estimate_memory(config, arguments.world_size, on_gpu, info)
+    memory = estimate_memory(config, arguments.world_size, on_gpu)
     time = estimate_step_time(config, model, memory, arguments.device, efficiency)
     if arguments.json:
         print(json.dumps(as_record(config, model, memory, time, arguments.device, efficiency), indent=1))

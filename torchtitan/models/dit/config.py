@@ -118,6 +118,9 @@ class DiTConfig(ModelConfig):
         1, "images that the network predicts for each input; one for each of objective.heads, which set it", ge=1
     )
     duration_embedding: bool = setting(False, "second time as an input; set by objectives of two times", applies=_ONE_EMBEDDING)
+    guidance_embedding: bool = setting(
+        False, "guidance scale and interval as inputs; set by objective.guidance_max", applies=_ONE_EMBEDDING
+    )
     intermediate_head: int | None = setting(
         None, "number of blocks before a second output layer, which is trained on the same target as the last one, for "
         "sampling with --guide head", ge=1, applies=_ONE_EMBEDDING | {"learned_variance": (False,)},

@@ -44,6 +44,7 @@ _FIXED = {
     "final_modulation": True,
     "num_predictions": 1,
     "duration_embedding": False,
+    "guidance_embedding": False,
 }
 
 # How the code of each layout trains and samples.

@@ -39,8 +39,9 @@ class MagnitudePreservingDiT(PatchTransformer):
         self.output = OutputLayer(config.dim, self.out_channels * config.patch_size**2)
 
     def transform(
-        self, patches: Tensor, position: Tensor | None, t: Tensor, condition: Condition, duration: Tensor | None
-    ) -> Tensor:
+        self, patches: Tensor, position: Tensor | None, t: Tensor, condition: Condition, duration: Tensor | None,
+        guidance: Tensor | None,
+    ) -> Tensor:  # fmt: skip
         patches = patches.to(self.patch_embed.weight.dtype)
         x = self.patch_embed(torch.cat((patches, torch.ones_like(patches[..., :1])), dim=-1))  # [B, T, D]
         if position is not None:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torchtitan.conditions import Classes, Condition, ConditionKind
 from torchtitan.models.base import DiffusionModel, LinearRole, ProbePoint, TokenExchange
 from torchtitan.models.dit.config import DiTConfig, condition_problems, problems
+from torchtitan.models.dit.initial_weights import SCALARS, initialise
 from torchtitan.models.dit.positions import rotary_table, rotate, sincos_table
 from torchtitan.models.layers import (
     SINUSOID_CHANNELS,
@@ -33,8 +34,6 @@ from torchtitan.models.layers import (
 )
 from torchtitan.models.magnitude import MPLinear
 
-_TIMES = ("time", "duration")  # that are embedded
-
 
 class PatchTransformer(DiffusionModel):
     """Transformer over the patches of images of one fixed shape, square or not: the parts that DiT and its variants share.
@@ -50,11 +49,13 @@ class PatchTransformer(DiffusionModel):
         position: table added to the tokens [T, D], or None.
         rotary: table of rotations [2, T, D / N / 2], or None; before them those of the tokens of the class, which rotate
             nothing.
+        guidance: scale, and lowest and highest time with it [3], float32, where they are inputs and not given; or None.
     """
 
     layers: nn.ModuleList
     position: Tensor | None
     rotary: Tensor | None
+    guidance: Tensor | None
 
     def __init__(self, config: DiTConfig, image_shape: tuple[int, int, int], condition_kind: ConditionKind) -> None:
         super().__init__()
@@ -78,15 +79,19 @@ class PatchTransformer(DiffusionModel):
             rotary = torch.empty(2, config.class_tokens + num_tokens, config.dim // config.num_heads // 2, dtype=torch.float32)
         self.register_buffer("position", position, persistent=False)
         self.register_buffer("rotary", rotary, persistent=False)
+        guidance = torch.empty(3, dtype=torch.float32) if config.guidance_embedding else None
+        self.register_buffer("guidance", guidance, persistent=False)
         self._exchange: TokenExchange | None = None
 
-    def forward(self, x: Tensor, t: Tensor, condition: Condition = None, duration: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, t: Tensor, condition: Condition = None, duration: Tensor | None = None, guidance: Tensor | None = None
+    ) -> Tensor:
         check_inputs(self, x, condition)
         x, position = patchify(x, self.config.patch_size), self.position  # [B, T, C p p], [T, D]
         exchange = self._exchange if self.training else None
         if exchange is not None:
             x, position = exchange.split(x), None if position is None else exchange.split(position[None])[0]
-        x = self.transform(x, position, t, condition, duration)  # [B, T, C_out p p]
+        x = self.transform(x, position, t, condition, duration, guidance)  # [B, T, C_out p p]
         if exchange is not None:
             x = exchange.gather(x)
         x = unpatchify(x, self.grid, self.config.patch_size)  # [B, C_out, H, W]
@@ -98,8 +103,9 @@ class PatchTransformer(DiffusionModel):
             cast(Any, block).attention.exchange = exchange
 
     def transform(
-        self, patches: Tensor, position: Tensor | None, t: Tensor, condition: Condition, duration: Tensor | None
-    ) -> Tensor:
+        self, patches: Tensor, position: Tensor | None, t: Tensor, condition: Condition, duration: Tensor | None,
+        guidance: Tensor | None,
+    ) -> Tensor:  # fmt: skip
         """Apply to patches [B, T, C p p], [B, T, C_out p p]; position: the table's rows for these [T, D], if any."""
         raise NotImplementedError
 
@@ -111,6 +117,12 @@ class PatchTransformer(DiffusionModel):
             count = self.config.class_tokens
             self.rotary[0, :count], self.rotary[1, :count] = 1.0, 0.0
             self.rotary[:, count:] = rotary_table(head_dim, self.grid)
+        self.set_guidance(None)
+
+    def set_guidance(self, scale: float | None, interval: tuple[float, float] = (0.0, 1.0)) -> None:
+        if self.guidance is not None:
+            given = (self.config.guidance, 0.0, 1.0) if scale is None else (scale, *interval)
+            self.guidance.copy_(torch.tensor(given, dtype=torch.float32))
 
     def blocks(self) -> list[nn.Module]:
         return list(self.layers)
@@ -123,7 +135,7 @@ class PatchTransformer(DiffusionModel):
 
     def linear_roles(self) -> dict[str, LinearRole]:
         def role(name: str) -> LinearRole:
-            if any(f"{each}_embed" in name for each in (*_TIMES, "label")) or name.endswith("modulation"):
+            if any(f"{each}_embed" in name for each in (*SCALARS, "label")) or name.endswith("modulation"):
                 return "vector"
             narrow = name.startswith("patch_embed") or name in ("output.linear", "intermediate.linear")
             return "small" if narrow else "token"
@@ -179,16 +191,18 @@ class DiT(PatchTransformer):
             self.layers = nn.ModuleList(Block(config, number) for number in range(config.num_layers))
         self.class_tokens = TokenBias(config.class_tokens, config.dim) if config.class_tokens else None
         self.duration_embed = VectorEmbedding(channels, config.dim) if config.duration_embedding else None
+        self.guidance_embed = VectorEmbedding(3 * channels, config.dim) if config.guidance_embedding else None
         self.output = OutputLayer(config, self.patch_channels)
         self.intermediate = OutputLayer(config, self.patch_channels) if config.intermediate_head else None
 
     def transform(
-        self, patches: Tensor, position: Tensor | None, t: Tensor, condition: Condition, duration: Tensor | None
-    ) -> Tensor:
+        self, patches: Tensor, position: Tensor | None, t: Tensor, condition: Condition, duration: Tensor | None,
+        guidance: Tensor | None,
+    ) -> Tensor:  # fmt: skip
         x = self.embed_patches(patches, position)  # [B, T, D]
         if self.config.embedding_per_block:
             return self.output(*self._embedding_blocks(x, self.time_features(t), condition))
-        time, label, c = self.embed_conditions(t, condition, duration)
+        time, label, c = self.embed_conditions(t, condition, duration, guidance)
         x, early = self.apply_blocks(x, c, label)
         x = self.read_out(patches, x, time, c)  # [B, T, C_out p p]
         return x if early is None else torch.cat((x, early), dim=-1)
@@ -200,15 +214,20 @@ class DiT(PatchTransformer):
         return x if position is None else x + position.to(x.dtype)
 
     def embed_conditions(
-        self, t: Tensor, condition: Condition, duration: Tensor | None = None
+        self, t: Tensor, condition: Condition, duration: Tensor | None = None, guidance: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None, Tensor]:
         """Embed time and class, [B, D] each, None without classes; and the conditioning vector of both [B, D].
 
-        duration: added to the time, where it is embedded; None: 0.
+        duration, guidance: added to the time, where they are embedded, the scale s of the guidance as 1 - 1 / s; None: as
+            `ModelConfig` says.
         """
         time, label = self.time_embed(self.time_features(t)), None
         if self.duration_embed is not None:
             time = time + self.duration_embed(self.time_features(torch.zeros_like(t) if duration is None else duration))
+        if self.guidance_embed is not None and self.guidance is not None:
+            scale, low, high = (self.guidance.expand(len(t), 3) if guidance is None else guidance).to(t).unbind(1)  # [B] each
+            features = [self.time_features(each) for each in (1.0 - 1.0 / scale, low, high)]
+            time = time + self.guidance_embed(torch.cat(features, dim=-1))
         if self.label_embed is not None:
             label = self.label_embed(condition)
         return time, label, F.silu(time if label is None else time + label)
@@ -253,44 +272,8 @@ class DiT(PatchTransformer):
         return x, vectors[0]
 
     def init_weights(self) -> None:
-        """Initialise as in the paper, for every flavor: also TorchDiTan's, which were published with another scheme.
-
-        A packed linear (queries, keys and values; gate and up) is drawn as one matrix.
-        """
         self.init_buffers()
-        for name, module in self.named_modules():
-            if isinstance(module, nn.Linear):
-                # Zero too, and without a draw: the other weights are those of a network without this head.
-                if name.startswith("intermediate."):
-                    nn.init.zeros_(module.weight)
-                else:
-                    nn.init.xavier_uniform_(module.weight)
-                if module.bias is not None:
-                    nn.init.zeros_(module.bias)
-            elif isinstance(module, nn.LayerNorm | RMSNorm) and module.weight is not None:
-                nn.init.ones_(module.weight)
-            elif isinstance(module, TokenBias):
-                nn.init.normal_(module.weight, std=0.02)
-            elif isinstance(module, TokenGain):  # of values
-                nn.init.constant_(module.weight, 0.5)
-            elif isinstance(module, FourierFeatures):
-                nn.init.normal_(module.frequencies)
-
-        for name, module in self.named_modules():
-            embeds = name.endswith((*(f"{each}_embed.{part}" for each in _TIMES for part in ("hidden", "out")), "label_embed"))
-            if embeds and isinstance(module, nn.Linear | nn.Embedding):
-                nn.init.normal_(module.weight, std=0.02)
-
-        # adaLN-Zero: every block starts as the identity, because its gates are zero.
-        for name, module in self.named_modules():
-            if name.endswith("modulation"):
-                nn.init.zeros_(module.weight)
-        # The first prediction is exactly zero.
-        nn.init.zeros_(self.output.linear.weight)
-        if self.config.mup_base_dim:
-            from torchtitan.models.dit.width import scale_initial_weights
-
-            scale_initial_weights(self, self.config)
+        initialise(self, self.config)
 
     def fan_in_ratios(self) -> dict[str, float]:
         if not self.config.mup_base_dim:

@@ -43,9 +43,9 @@ class WideHeadDiT(DiT):
         self.register_buffer("wide_rotary", rotary, persistent=False)
 
     def embed_conditions(
-        self, t: Tensor, condition: Condition, duration: Tensor | None = None
+        self, t: Tensor, condition: Condition, duration: Tensor | None = None, guidance: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None, Tensor]:
-        time, label, c = super().embed_conditions(t, condition, duration)
+        time, label, c = super().embed_conditions(t, condition, duration, guidance)
         return time, label, F.silu(c)
 
     def read_out(self, patches: Tensor, x: Tensor, time: Tensor, c: Tensor) -> Tensor:

@@ -87,7 +87,7 @@ class Flux(DiffusionModel):
         x = unpatchify(patches, grid, self.config.patch_size)  # [B, C, H, W]
         return x.to(torch.promote_types(x.dtype, torch.float32))
 
-    def set_guidance(self, scale: float | None) -> None:
+    def set_guidance(self, scale: float | None, interval: tuple[float, float] = (0.0, 1.0)) -> None:
         self.guidance.fill_(self.config.guidance if scale is None else scale)
 
     def init_weights(self) -> None:
