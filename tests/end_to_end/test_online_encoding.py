@@ -123,7 +123,6 @@ def test_posteriors_are_drawn_as_from_a_store(place, encoders):
         assert values and found[tag] == pytest.approx(values, rel=1e-5)
     clocks = [json.loads((place / "runs" / name / "summary.json").read_text())["clock"] for name in ("vae stored", "vae online")]
     assert clocks[0]["encode"] == 0 < clocks[1]["encode"]  # a phase of the step, and no part of waiting for data
-    assert clocks[1]["data"] < clocks[1]["encode"]
 
 
 def test_a_teacher_sees_the_pixels(place, encoders):
