@@ -18,7 +18,7 @@ from torchtitan.estimate.encoding import encoding_flops_per_image
 from torchtitan.estimate.memory import estimate_memory, model_on_meta
 from torchtitan.estimate.roofline import Efficiency, estimate_step_time
 from torchtitan.trainer import Trainer
-from torchtitan_dit.commands import extract_latents, sample, train
+from torchtitan_dit.commands import ema, extract_latents, sample, train
 
 SIDE, STEPS = 16, 6
 MODEL = [
@@ -115,14 +115,35 @@ def by_vae(place: Path, vae: Path) -> list[str]:
     return [*words, "--autoencoder.statistics", str(place / "vae_train")]
 
 
+def vae_stored(place: Path, vae: Path) -> list[str]:
+    return [
+        "--data.name", "latents", "--data.path", str(place / "vae_train"), "--data.validation_path", str(place / "vae_held_out"),
+        "--autoencoder.name", "diffusers", "--autoencoder.path", str(vae),
+    ]  # fmt: skip
+
+
 def test_posteriors_are_drawn_as_from_a_store(place, encoders):
-    stored = ["--data.name", "latents", "--data.path", str(place / "vae_train"), "--autoencoder.name", "diffusers"]
-    stored += ["--data.validation_path", str(place / "vae_held_out"), "--autoencoder.path", str(encoders[0])]
-    wanted, found = trained(place, "vae stored", stored), trained(place, "vae online", by_vae(place, encoders[0]))
+    wanted = trained(place, "vae stored", vae_stored(place, encoders[0]))
+    found = trained(place, "vae online", by_vae(place, encoders[0]))
     for tag, values in wanted.items():
         assert values and found[tag] == pytest.approx(values, rel=1e-5)
     clocks = [json.loads((place / "runs" / name / "summary.json").read_text())["clock"] for name in ("vae stored", "vae online")]
     assert clocks[0]["encode"] == 0 < clocks[1]["encode"]  # a phase of the step, and no part of waiting for data
+
+
+def test_a_sweep_of_averages_encodes_held_out_images_and_compares_samples_with_those_trained_on(place, encoders, capsys):
+    words = ["--ema.snapshot_interval", "16", "--ema.tracks", '[{"name": "ema", "kind": "power", "sigma_rel": 0.1}]']
+    words += ["--evaluation.extractor", "cifar10", "--evaluation.reference", "train", "--evaluation.allow_small", "true"]
+    found = {}
+    for name, data in (("swept stored", vae_stored(place, encoders[0])), ("swept online", by_vae(place, encoders[0]))):
+        trained(place, name, [*data, *words])
+        capsys.readouterr()
+        assert ema.main(["sweep", str(place / "runs" / name), "--stds", "0.1"]) == 0
+        found[name] = float(capsys.readouterr().out.split()[1].rstrip(":"))
+    assert found["swept online"] == pytest.approx(found["swept stored"], rel=1e-5) and found["swept online"] > 0
+    given = ["sweep", str(place / "runs" / "swept online"), "--stds", "0.1", "--metric", "fd", "--images", "4"]
+    assert ema.main(given) == 0
+    assert capsys.readouterr().out.startswith("fd ")
 
 
 def test_a_teacher_sees_the_pixels(place, encoders):
