@@ -6,9 +6,9 @@ network's. Both tangents give the mean velocity u(z, r, t) a target with the sam
     predicted (improved MeanFlow)   n
     sampled (MeanFlow)              n - (t - r) J n,   J = du(z, r, t)/dz, by a forward derivative
 
-Measured: the ratio of their mean squares, sampled over predicted, over every fifth training image, for each run. For Gaussian data of
-standard deviation s it is V(r) / V(t), V(t) = (1 - t)^2 s^2 + t^2. Writes benchmarks/results/mean_flow_targets.json and, under
-docs/research/images, mean_flow_targets.png.
+Measured: the ratio of their mean squares, sampled over predicted, over every fifth training image, for each run. For Gaussian
+data of standard deviation s it is V(r) / V(t), V(t) = (1 - t)^2 s^2 + t^2. Writes benchmarks/results/mean_flow_targets.json and,
+under docs/research/images, mean_flow_targets.png.
 """
 
 import sys
