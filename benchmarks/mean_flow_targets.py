@@ -74,7 +74,7 @@ def squares(trained: TrainedModel, images: Tensor, noise: Tensor, t: float, r: f
 
     n = noise - images - mean_velocity(x_t, torch.zeros_like(time))
     with sdpa_kernel(SDPBackend.MATH):  # the others have no forward derivative
-        _, along = torch.func.jvp(lambda x: mean_velocity(x, duration), (x_t,), (n,))
+        along = torch.func.jvp(lambda x: mean_velocity(x, duration), (x_t,), (n,))[1]
     return torch.stack([(n - (t - r) * along).double().square().sum(), n.double().square().sum()])
 
 
