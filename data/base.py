@@ -44,6 +44,10 @@ class UnreadableImage(DatasetError):
         return f"{self.path}: {self.reason}"
 
 
+# Entries of a batch: its images before they were encoded, and a teacher's features of them.
+PIXELS, FEATURES = "pixels", "features"
+
+
 @dataclass(frozen=True)
 class DatasetInfo:
     """Properties of a dataset, known without reading its images.
@@ -54,6 +58,7 @@ class DatasetInfo:
         bucket_shapes: of images of several shapes, the shape of each bucket, in the order of `Dataset.buckets`; empty
             where all images have `image_shape`.
         entries: what a batch has besides images and conditions, as precomputed features that an objective reads.
+        training_entries: what batches of training alone have besides, PIXELS or FEATURES, for an alignment.
     """
 
     image_shape: tuple[int, int, int]
@@ -61,6 +66,7 @@ class DatasetInfo:
     has_validation: bool = True
     bucket_shapes: tuple[tuple[int, int, int], ...] = ()
     entries: Entries = field(default_factory=dict)
+    training_entries: Entries = field(default_factory=dict)
 
     @property
     def shapes(self) -> tuple[tuple[int, int, int], ...]:
@@ -86,8 +92,8 @@ class DatasetInfo:
         return {"images": (shape, torch.float32)} | self.condition_kind.batch_entries | self.entries
 
     def placeholder(self, count: int, shape: tuple[int, int, int], device: torch.device | str | None = None) -> Batch:
-        """Batch of `count` images of a shape (C, H, W) in which nothing but shapes and dtypes counts."""
-        return placeholder(self.batch_entries(shape), count, device)
+        """Training batch of `count` images of a shape (C, H, W) in which nothing but shapes and dtypes counts."""
+        return placeholder(self.batch_entries(shape) | self.training_entries, count, device)
 
 
 @dataclass(kw_only=True)
@@ -185,7 +191,8 @@ class Dataset(ABC):
 
         Returns:
             "images" float32 [B, C, H, W] with values in about [-1, 1] (unit scale for latents), the entries of
-            the dataset's `condition_kind`, as "class" int64 [B], and its `DatasetInfo.entries`.
+            the dataset's `condition_kind`, as "class" int64 [B], and its `DatasetInfo.entries`; from `fetch_drawn` also
+            its `DatasetInfo.training_entries`.
 
         Raises:
             UnreadableImage: one of them cannot be decoded, and another may take its place.

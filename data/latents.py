@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from torchtitan.autoencoders.base import of_latents
-from torchtitan.conditions import ConditionKind, Embeddings, class_kind
-from torchtitan.data.base import Batch, DataConfig, Dataset, DatasetError, DatasetInfo, Draws, Split
+from torchtitan.conditions import ConditionKind, Embeddings, Entries, class_kind
+from torchtitan.data.base import FEATURES, Batch, DataConfig, Dataset, DatasetError, DatasetInfo, Draws, Split
 from torchtitan.data.splits import spread_evenly
 from torchtitan.errors import LatentStoreError
 from torchtitan.programs import program
@@ -41,6 +41,9 @@ class LatentsConfig(DataConfig):
     )
     trigger_word: str = setting(
         "", "word that was trained on; previews of prompts without it show what training changed besides", trajectory=False
+    )
+    features_path: str = setting(
+        "", "latent store of a teacher's features of the images of data.path, for alignment.teacher = stored", path=True
     )
     validation_path: str = setting("", "latent store of held-out images", path=True)
     validation_fraction: float = setting(
@@ -72,12 +75,15 @@ class Latents(Dataset):
             with _of_store("validation_path"):
                 store.read(np.zeros(1, np.int64))
         shapes = tuple(store.index.shape for store in stores)
-        kind = _condition_kind(config, stores[0])
-        return DatasetInfo(_largest(stores).index.shape, kind, has_validation, shapes if len(shapes) > 1 else ())
+        kind, features = _condition_kind(config, stores[0]), _open_features(config, stores)
+        entries: Entries = {FEATURES: (features.index.shape, torch.float32)} if features else {}
+        buckets = shapes if len(shapes) > 1 else ()
+        return DatasetInfo(_largest(stores).index.shape, kind, has_validation, buckets, training_entries=entries)
 
     def __init__(self, config: LatentsConfig, split: Split) -> None:
         self._stores = _open(config, split)
         index = self._stores[0].index
+        self._features = _open_features(config, self._stores) if split == "train" else None
         self._sample = index.posterior if config.sample_posterior is None else config.sample_posterior
         self._mirror = index.mirrored
         if config.validation_path:
@@ -110,7 +116,12 @@ class Latents(Dataset):
 
     def fetch_drawn(self, indices: np.ndarray, draws: Draws) -> Batch:
         views = (draws.uniform("horizontal_flip") < 0.5).to(torch.int64).numpy() if self._mirror else None
-        return self._read(indices, views, draws)
+        batch = self._read(indices, views, draws)
+        if self._features is None:
+            return batch
+        with _of_store("features_path"):
+            values, _ = self._features.read(self._numbers[indices], views)
+        return batch | {FEATURES: values[:, 0]}
 
     def _of_each_bucket(self, config: LatentsConfig, counts: np.ndarray) -> np.ndarray | None:
         """Number of images of each shape of the training store, of which a held-out one may lack some."""
@@ -179,6 +190,32 @@ def _open(config: LatentsConfig, split: Split) -> list[LatentStore]:
     if key == "validation_path":
         _check_alike(config, stores, _open(config, "train"))
     return stores
+
+
+def _open_features(config: LatentsConfig, stores: list[LatentStore]) -> LatentStore | None:
+    """Open the store of a teacher's features of the training images, if there is one. Raises DatasetError: of others."""
+    from torchtitan.latents.store import LatentStore  # which no other dataset's configuration needs
+
+    if not config.features_path:
+        return None
+    with _of_store("features_path"):
+        features = LatentStore(config.features_path)
+    index, wanted = features.index, stores[0].index
+    place = f"data.features_path: {features.folder}"
+    for name in ("num_source_images", "num_images", "image_size", "origin"):
+        found, other = (_images_alone(getattr(each, name)) for each in (index, wanted))
+        if found != other:
+            advice = "extract both of the same data with the same keys of [data]"
+            raise DatasetError(f"{place}: features of other images than those of {stores[0].folder}, {name} differs ({advice})")
+    if wanted.mirrored and not index.mirrored:
+        text = f"has features of no mirror images, and {stores[0].folder} has both views"
+        raise DatasetError(f"{place} {text} (extract either both or one in both stores)")
+    return features
+
+
+def _images_alone(value: Any) -> Any:
+    """Origin of a store's images without the settings of its encoder."""
+    return {key: value[key] for key in value if key != "encoding"} if isinstance(value, dict) else value
 
 
 def _held_out(config: LatentsConfig, store: LatentStore) -> np.ndarray:

@@ -20,6 +20,7 @@ from torchtitan.alignment.plan import Plan, open_encoder
 from torchtitan.alignment.projectors import ConvolutionProjector, MLPProjector
 from torchtitan.alignment.tap import Tap
 from torchtitan.config.job import load_config
+from torchtitan.config.latent_cache import trained_info
 from torchtitan.data.digits import Digits, DigitsConfig
 from torchtitan.diffusion.objective import LossTerms
 from torchtitan.diffusion.timesteps.sampler import GlobalBatch
@@ -272,7 +273,7 @@ def test_an_estimate_holds_projector_and_encoder():
     plain, aligned = load_config(words, 1), load_config([*words, *DIGITS], 1)
     projector = 9 * 64 * 64 + 64
     with torch.device("meta"):
-        encoder = Plan(aligned.alignment, model_on_meta(aligned)).encoder_bytes
+        encoder = Plan(aligned.alignment, model_on_meta(aligned), trained_info(aligned)).encoder_bytes
     assert encoder == 4 * (9 * (32 + 32 * 48 + 48 * 64) + 2 * (32 + 48 + 64) + 64 * 10 + 10)
     before, found = estimate_memory(plain, 1), estimate_memory(aligned, 1)
     assert found.parameters - before.parameters == 4 * projector + encoder
@@ -324,9 +325,9 @@ def test_keys_that_do_not_go_together_are_refused_in_one_line(text, line, tmp_pa
 
 def test_an_encoder_of_images_has_none_in_a_store_of_latents():
     config = AlignmentConfig(teacher="digits")
-    common = dict(tracks=["ema"], buckets=False, context_parallel=False, whole_graph=False)
+    common = dict(tracks=["ema"], features=False, buckets=False, context_parallel=False, whole_graph=False)
     ((key, text),) = alignment_problems(config, channels=4, latents=True, **common)
-    assert (key, text) == ("teacher", "digits encodes images, and the data are stored latents, which hold none (set it to self)")
+    assert key == "teacher" and text.startswith("digits encodes images, and the data are stored latents, which hold none (")
     assert not list(alignment_problems(AlignmentConfig(teacher="self"), channels=4, latents=True, **common))
 
 
@@ -336,5 +337,5 @@ def test_a_published_encoder_that_is_not_there_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="alignment.path: dinov2: .*none.pth: no such file of weights"):
         open_encoder(config.alignment, CPU)
     with torch.device("meta"):
-        plan = Plan(config.alignment, model_on_meta(config))
+        plan = Plan(config.alignment, model_on_meta(config), trained_info(config))
     assert plan.channels == 1024 and plan.student.grid == (4, 4)

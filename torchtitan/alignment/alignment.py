@@ -2,9 +2,10 @@
 
     loss = importance x (the objective's + weight x cosine_loss(projector(tokens behind block k), features))
 
-A teacher is a frozen encoder of the clean images (REPA: Yu et al., arXiv 2410.06940), or the run's own average at a lower
-time, on the same image, noise and condition (SRA: Jiang et al., arXiv 2505.02831). The term may end after some steps
-(HASTE: Wang et al., arXiv 2505.16792). No held-out loss has it, and samplers that learn from losses do not see it.
+A teacher is a frozen encoder of the clean images (REPA: Yu et al., arXiv 2410.06940), also as a store of its features, or the
+run's own average at a lower time, on the same image, noise and condition (SRA: Jiang et al., arXiv 2505.02831). The term may
+end after some steps (HASTE: Wang et al., arXiv 2505.16792). No held-out loss has it, and samplers that learn from losses do
+not see it.
 """
 
 from collections.abc import Iterator, Mapping
@@ -19,7 +20,7 @@ from torchtitan import philox
 from torchtitan.alignment.loss import cosine_loss, spatially_normalised
 from torchtitan.alignment.plan import Plan, open_encoder
 from torchtitan.alignment.tap import Tap
-from torchtitan.data.online import PIXELS
+from torchtitan.data.base import FEATURES, PIXELS
 from torchtitan.diffusion.objective import Draw, LossTerms, Microbatch, Objective
 from torchtitan.diffusion.paths import indexed, per_image
 from torchtitan.distributed.mesh import Layout
@@ -43,7 +44,7 @@ class Alignment:
         training, self._config, self._plan = job.training, job.alignment, plan
         self._steps = self._config.steps(training.steps, training.global_batch_size)
         self._dtype, self._layout = training.mixed_precision_param, layout
-        self._encoder = open_encoder(self._config, layout.device) if plan.teacher is None else None
+        self._encoder = open_encoder(self._config, layout.device) if self._config.encodes_images else None
         self.flops_per_image = plan.flops_per_image(training.steps, training.global_batch_size)
 
     def attach(self, model: DiffusionModel, objective: Objective) -> None:
@@ -74,6 +75,8 @@ class Alignment:
         if self._encoder is not None:
             with self._autocast(sharded=False):
                 features = self._encoder(batch.entries.get(PIXELS, batch.images), self._plan.student.grid)
+        elif self._plan.teacher is None:
+            features = batch.entries[FEATURES].flatten(2).transpose(1, 2)
         else:
             features = self._of_average(batch, draw, attempt, ema)
         gamma = self._config.spatial_norm

@@ -12,7 +12,7 @@ ENCODERS: Registry = Registry("torchtitan.alignment", {
     "dinov2": "encoders.open_dinov2",
     "transformers": "encoders.open_transformers",
 })
-TEACHERS = ("none", "self", *ENCODERS)
+TEACHERS = ("none", "self", "stored", *ENCODERS)
 PROJECTORS: Registry = Registry("torchtitan.alignment", {
     "mlp": "projectors.MLPProjector",
     "convolution": "projectors.ConvolutionProjector",
@@ -26,7 +26,8 @@ class AlignmentConfig:
     """`[alignment]`"""
 
     teacher: OneOf[str, TEACHERS] = setting(
-        "none", "features that tokens are aligned with: of the run's own average (self), or of a frozen encoder of the images"
+        "none", "features that tokens are aligned with: of the run's own average (self), of data.features_path (stored), or of a "
+        "frozen encoder of the images",
     )
     path: str = setting(
         "", "encoder's weights: a folder or hub name of transformers' models, the file of dinov2 (default: the downloaded one)",
@@ -48,6 +49,10 @@ class AlignmentConfig:
     )
     stop_images: int = setting(0, "images after which the alignment ends; 0: never", ge=0, applies=_ON)
 
+    @property
+    def encodes_images(self) -> bool:
+        return self.teacher in ENCODERS
+
     def steps(self, total: int, global_batch_size: int) -> int:
         """Aligned steps out of a run's, each of the first batch size."""
         of_images = -(-self.stop_images // global_batch_size)
@@ -55,14 +60,15 @@ class AlignmentConfig:
 
 
 def alignment_problems(
-    config: AlignmentConfig, *, tracks: Sequence[str], channels: int, latents: bool, buckets: bool, context_parallel: bool,
-    whole_graph: bool, routed: range = range(0),
+    config: AlignmentConfig, *, tracks: Sequence[str], channels: int, latents: bool, features: bool, buckets: bool,
+    context_parallel: bool, whole_graph: bool, routed: range = range(0),
 ) -> Iterator[tuple[str, str]]:  # fmt: skip
     """Find what an alignment cannot be trained with: (key of the section, reason).
 
     Args:
         channels: of the images.
         latents: the data are latents of a store.
+        features: a teacher's features come with the images.
         whole_graph: the network is compiled as one graph.
         routed: blocks, from 1, that see a part of the tokens.
     """
@@ -72,9 +78,12 @@ def alignment_problems(
     if teacher == "self" and config.track not in tracks:
         yield "track", f"{config.track!r} is no name of ema.tracks (there are: {', '.join(tracks) or 'none'})"
     if teacher in ENCODERS and latents:
-        yield "teacher", f"{teacher} encodes images, and the data are stored latents, which hold none (set it to self)"
+        text = f"{teacher} encodes images, and the data are stored latents, which hold none"
+        yield "teacher", f"{text} (set it to self, or to stored with data.features_path)"
     elif teacher in ENCODERS and channels not in (1, 3):
         yield "teacher", f"{teacher} encodes images of 1 or 3 channels, and these have {channels} (set it to self)"
+    if teacher == "stored" and not features:
+        yield "teacher", "stored reads a store of features, which data.features_path names, of data.name = latents (give it)"
     if teacher == "transformers" and not config.path:
         yield "path", "is missing (give the folder or hub name of a vision transformer, as facebook/dinov2-base)"
     if config.stop_steps and config.stop_images:

@@ -6,6 +6,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from torchtitan.alignment.config import ENCODERS, PROJECTORS, AlignmentConfig
 from torchtitan.alignment.tap import TapPlace, find_place
+from torchtitan.data.base import FEATURES, PIXELS, DatasetInfo
 from torchtitan.errors import ConfigError, EvaluationError
 from torchtitan.models.base import DiffusionModel
 
@@ -15,7 +16,7 @@ class Plan:
 
     Attributes:
         student: place of the aligned tokens.
-        teacher: place of the average's; None for an encoder.
+        teacher: place of the average's; None for an encoder and its stored features.
         channels: of the features.
         encoder_bytes: of the encoder's weights in memory.
     """
@@ -23,11 +24,11 @@ class Plan:
     teacher: TapPlace | None = None
     encoder_bytes = 0
 
-    def __init__(self, config: AlignmentConfig, model: DiffusionModel, image_shape: tuple[int, int, int] | None = None) -> None:
+    def __init__(self, config: AlignmentConfig, model: DiffusionModel, info: DatasetInfo) -> None:
         """
         Args:
             model: on the meta device.
-            image_shape: of an encoder's images, where the network has others, their latents.
+            info: of the images or latents that are trained on.
 
         Raises:
             ConfigError: the network has no such block, or the teacher no such grid.
@@ -42,10 +43,18 @@ class Plan:
                 text = f"blocks {config.block} and {config.teacher_block} have tokens on {grids} (choose blocks of one grid)"
                 raise ConfigError([f"alignment.teacher_block: {text}"])
             return
+        if config.teacher == "stored":
+            self._macs, (self.channels, *grid) = 0, info.training_entries[FEATURES][0]
+            if tuple(grid) != self.student.grid:
+                found, wanted = _words((grid[0], grid[1])), _words(self.student.grid)
+                text = f"has features on {found}, and block {config.block} of the network tokens on {wanted}"
+                raise ConfigError([f"data.features_path: {text} (extract them with --grid {wanted.replace(' ', '')})"])
+            return
         encoder = open_encoder(config, torch.device("meta"))
+        shape, _ = info.training_entries.get(PIXELS, (model.image_shape, None))
         try:
             with FlopCounterMode(display=False) as counter, torch.no_grad():
-                features = encoder(torch.empty(1, *(image_shape or model.image_shape), device="meta"), self.student.grid)
+                features = encoder(torch.empty(1, *shape, device="meta"), self.student.grid)
         except EvaluationError as error:
             text = f"{config.teacher} {error}, and block {config.block} of the network has tokens on {_words(self.student.grid)}"
             raise ConfigError([f"alignment.teacher: {text} (choose another teacher, or model.patch_size)"]) from error

@@ -145,12 +145,7 @@ def trained_info(config: Any) -> DatasetInfo:
         return info
     from torchtitan.data.online import encoded_info
 
-    return encoded_info(config.autoencoder, info)
-
-
-def pixels_of(config: Any) -> tuple[int, int, int] | None:
-    """Shape of the images that a configuration encodes while it trains; None where the network has them as they are."""
-    return dataset_info(config.data).image_shape if config.autoencoder.encode else None
+    return encoded_info(config.autoencoder, info, keeps_pixels=config.alignment.encodes_images)
 
 
 def has_latents(config: Any) -> bool:

@@ -7,6 +7,7 @@ from torchtitan.conditions import Embeddings
 from torchtitan.config.sampling_checks import data_text, unconditional, without_null
 from torchtitan.config.view import ConfigView, in_section, nearest_sizes
 from torchtitan.data import LATENT_DATASETS
+from torchtitan.data.base import FEATURES
 from torchtitan.diffusion.objectives import OBJECTIVES
 from torchtitan.diffusion.paths import PATHS
 from torchtitan.gns.config import WITHOUT_TAPS
@@ -164,10 +165,14 @@ def _normalized_weights(checked: ConfigView) -> Iterator[Problem]:
 def _alignment(checked: ConfigView) -> Iterator[Problem]:
     info, compiled = checked.dataset(), checked.compile.enable and checked.compile.scope == "model"
     encodes = checked.autoencoder.encode  # then batches keep their pixels
+    features = FEATURES in info.training_entries
+    if features and checked.whole("alignment").teacher != "stored":
+        yield Problem("data.features_path", "has no effect without alignment.teacher = stored (set that, or leave it out)")
     yield from in_section("alignment", alignment_problems(
         checked.whole("alignment"), tracks=[track.name for track in checked.ema.tracks],
         channels=3 if encodes else info.image_shape[0],
-        latents=checked.data.name in LATENT_DATASETS or checked.cache.enable, buckets=bool(info.bucket_shapes),
+        latents=checked.data.name in LATENT_DATASETS or checked.cache.enable, features=features,
+        buckets=bool(info.bucket_shapes),
         context_parallel=checked.parallelism.context_parallel_degree > 1, whole_graph=compiled,
         routed=checked.whole("model").routed_blocks,
     ))  # fmt: skip

@@ -81,7 +81,7 @@ def opened_encoder(config: JobConfig, layout: Layout) -> "OnlineEncoder | None":
         return None
     from torchtitan.data.online import OnlineEncoder
 
-    keeps_pixels = config.alignment.teacher not in ("none", "self")
+    keeps_pixels = config.alignment.encodes_images
     return OnlineEncoder(config.autoencoder, config.debug.seed, layout.device, keeps_pixels=keeps_pixels)
 
 

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from torchtitan.conditions import Entries
 from torchtitan.data.base import (
     Batch,
     DataConfig,
@@ -371,7 +372,7 @@ def read_checked(dataset: Dataset, info: DatasetInfo, indices: np.ndarray, draws
     try:
         shape = shape_of(dataset, info, indices)
         batch = dataset.fetch(indices) if draws is None else dataset.fetch_drawn(indices, draws)
-        _check(batch, len(indices), info, shape)
+        _check(batch, len(indices), info.batch_entries(shape) | ({} if draws is None else info.training_entries), info)
     except UnreadableImage:
         raise
     except Exception as error:
@@ -398,16 +399,15 @@ def _first_failure(dataset: Dataset, info: DatasetInfo, indices: np.ndarray) -> 
     for slot, index in enumerate(indices):
         try:
             alone = indices[slot : slot + 1]
-            _check(dataset.fetch(alone), 1, info, shape_of(dataset, info, alone))
+            _check(dataset.fetch(alone), 1, info.batch_entries(shape_of(dataset, info, alone)), info)
         except Exception as error:  # noqa: BLE001 (reported with the index of its image)
             return int(index), error
     return None
 
 
-def _check(batch: Batch, count: int, info: DatasetInfo, image_shape: tuple[int, int, int]) -> None:
+def _check(batch: Batch, count: int, wanted: Entries, info: DatasetInfo) -> None:
     if not isinstance(batch, dict):
         raise DatasetError(f"fetch gives a {type(batch).__name__}, not a mapping of names to tensors")
-    wanted = info.batch_entries(image_shape)
     if missing := wanted.keys() - batch.keys():
         raise DatasetError(f"a batch has {', '.join(batch)} and no {min(missing)}, which the dataset says it gives")
     if taken := batch.keys() & ADDED:

@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchtitan.config.job import JobConfig
-from torchtitan.config.latent_cache import pixels_of
 from torchtitan.data.base import DatasetInfo
 from torchtitan.diffusion.objectives import attach, build_objective
 from torchtitan.distributed.mesh import Layout
@@ -50,7 +49,7 @@ def alignment_plan(config: JobConfig, info: DatasetInfo) -> "Plan | None":
         return None
     from torchtitan.alignment.plan import Plan
 
-    return Plan(config.alignment, network_on_meta(config, info), pixels_of(config))
+    return Plan(config.alignment, network_on_meta(config, info), info)
 
 
 def new_network(config: JobConfig, info: DatasetInfo, device: torch.device, initial_weights: str = "") -> DiffusionModel:

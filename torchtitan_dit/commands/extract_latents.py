@@ -13,6 +13,7 @@ same. Exit codes: 0; 1: failed at work, finished shards stay; 2: refused, nothin
 import argparse
 import functools
 import os
+import re
 import sys
 
 # Before torch is imported. An encoder's activations are large and fresh each time: on the CPU a third of its time went
@@ -22,6 +23,7 @@ os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 import torch
 import torch.distributed as dist
 
+from torchtitan.alignment.config import ENCODERS
 from torchtitan.autoencoders.base import Autoencoder, AutoencoderError
 from torchtitan.config.job import ConfigError, load_data_section
 from torchtitan.config.toml_file import read_toml
@@ -83,7 +85,7 @@ def extract(arguments: argparse.Namespace, data_words: list[str]) -> int:
         group = group_for_work()
         options = options_of(arguments, config)
         sources = on_all_ranks(lambda: open_sources(config, info, arguments.split), UNUSABLE, group)
-        autoencoder = on_all_ranks(lambda: open_decoder(arguments).autoencoder, UNUSABLE, group)
+        autoencoder = on_all_ranks(lambda: open_autoencoder(arguments), UNUSABLE, group)
         encoders = on_all_ranks(lambda: open_text_encoders(arguments), UNUSABLE, group)
         captions = caption_options(arguments)
         plan = functools.partial(plan_stores, arguments.output, sources, autoencoder, encoders, options, captions)
@@ -144,7 +146,11 @@ def parse_arguments(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = FirstRankParser(description=__doc__, allow_abbrev=False)
     add = parser.add_argument
     add("--output", type=user_path, required=True, metavar="STORE", help="folder to write, or to resume")
-    add_autoencoder_options(add, required=True)
+    add_autoencoder_options(add, required=False)
+    add("--features", choices=tuple(ENCODERS), metavar="TEACHER", help="instead of --autoencoder: features of this teacher of an "
+        f"alignment, with --path as alignment.path; one of {', '.join(ENCODERS)}")
+    add("--grid", type=grid_of, metavar="HxW", help="tokens of the network that will be aligned with the features, as 16x16 for "
+        "256 pixels as latents of 32 x 32 in patches of 2")
     add("config", nargs="?", metavar="CONFIG", help="file with a [data] section, which the --data keys override")
     add("--split", choices=("train", "validation", "all"), default="train",
         help="of the dataset; all: training images, then held-out ones (default: train)")
@@ -180,6 +186,12 @@ def parse_arguments(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
         "parts are written, a start without --part writes the index")
     own, data_words = split_keys(words, "data")
     arguments = parser.parse_args(own)
+    if bool(arguments.autoencoder) == bool(arguments.features):
+        parser.error("--autoencoder: give this or --features")
+    if bool(arguments.features) != bool(arguments.grid):
+        parser.error("--grid: --features needs it" if arguments.features else "--grid: has no effect without --features")
+    if arguments.features and (arguments.tile or arguments.normalization == "autoencoder"):
+        parser.error(f"{'--tile' if arguments.tile else '--normalization'}: has no effect on features (leave it out)")
     if bool(arguments.text_encoder) != bool(arguments.pooled_encoder):
         given, other = OPTIONS.values() if arguments.text_encoder else reversed(OPTIONS.values())
         parser.error(f"{given}: needs {other} too")
@@ -200,6 +212,13 @@ def part_of(text: str) -> Part:
     if not (slash and number.isdecimal() and count.isdecimal() and 1 <= int(number) <= int(count) <= MOST_SHARDS):
         raise argparse.ArgumentTypeError(f"must be K/N, a part of N from 1 to N, is {text!r}")
     return Part(int(number) - 1, int(count))
+
+
+def grid_of(text: str) -> tuple[int, int]:
+    """Type of options: HxW."""
+    if not (found := re.fullmatch(r"([1-9]\d{0,3})x([1-9]\d{0,3})", text)):
+        raise argparse.ArgumentTypeError(f"must be HxW, as 16x16, is {text!r}")
+    return int(found[1]), int(found[2])
 
 
 def default_workers() -> int:
@@ -225,6 +244,16 @@ def options_of(arguments: argparse.Namespace, config: DataConfig) -> ExtractionO
         threads=arguments.threads, num_workers=arguments.num_workers, max_skipped_share=config.max_corrupt_share,
         part=arguments.part,
     )  # fmt: skip
+
+
+def open_autoencoder(arguments: argparse.Namespace) -> Autoencoder:
+    """Open the autoencoder, or the teacher that stands in for it."""
+    if not arguments.features:
+        return open_decoder(arguments).autoencoder
+    from torchtitan.alignment.feature_store import FeatureEncoder
+
+    dtype = DTYPES.get(arguments.dtype)
+    return FeatureEncoder(arguments.features, arguments.path, arguments.grid, dtype, compute_device())
 
 
 def open_text_encoders(arguments: argparse.Namespace) -> TextEncoders | None:
