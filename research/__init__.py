@@ -29,6 +29,7 @@ STUDIES: dict[str, StudyEntry] = {
         "noise scale as an estimate of the critical batch size, and allocations to bins by it"
     ),
     "gns_calibration": StudyEntry("noise scale per bin against the batch at which a step makes half of its best progress"),
+    "muon_calibration": StudyEntry("noise scale in Muon's norm per bin against the half-progress batch of its step"),
     "gns_calibration_report": StudyEntry("statistics and picture of calibrations, from their tables alone", of_a_run=False),
     "critical_batch": StudyEntry(
         "critical batch size of a checkpoint, by branches of the training at several batch sizes", of_a_run=False
