@@ -3,6 +3,8 @@
 A store of some of the images, made by the same autoencoder, says how: its dtype, posterior and normalisation.
 """
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -38,10 +40,13 @@ def encoded_info(autoencoder: Any, images: DatasetInfo, *, keeps_pixels: bool = 
     if images.image_shape[0] != 3 or (downscale and (height // downscale, width // downscale) != tuple(index.shape[1:])):
         shapes = f"has latents of {list(index.shape)}, and the images are of {list(images.image_shape)}"
         raise DatasetError(f"{wanted} {shapes} (make it of images of that size)")
+    return latents_of(images, index.shape, keeps_pixels=keeps_pixels)
+
+
+def latents_of(images: DatasetInfo, shape: tuple[int, int, int], *, keeps_pixels: bool) -> DatasetInfo:
+    """Describe latents of that shape of images, with or without these."""
     pixels: Entries = {PIXELS: (images.image_shape, torch.float32)} if keeps_pixels else {}
-    return DatasetInfo(
-        index.shape, images.condition_kind, images.has_validation, entries=images.entries, training_entries=pixels
-    )
+    return DatasetInfo(shape, images.condition_kind, images.has_validation, entries=images.entries, training_entries=pixels)
 
 
 def open_autoencoder(config: Any, index: StoreIndex, place: str, device: torch.device) -> Autoencoder:
@@ -71,7 +76,13 @@ def _check_shape(index: StoreIndex, place: str, autoencoder: Autoencoder) -> Non
 
 
 class OnlineEncoder:
-    """Encoder of batches of images on a rank's device, without gradient."""
+    """Encoder of batches of images on a rank's device, without gradient.
+
+    Attributes:
+        phase: makes the context of encoding microbatches of training.
+    """
+
+    phase: Callable[[], AbstractContextManager] = nullcontext
 
     def __init__(self, config: Any, seed: int, device: torch.device, *, keeps_pixels: bool) -> None:
         """
@@ -94,7 +105,8 @@ class OnlineEncoder:
 
     def training(self, batch: Batch, attempt: int) -> Batch:
         """Encode a microbatch of training, by its sample numbers."""
-        return self._encoded(batch, Draws(self._seed, batch["samples"], attempt))
+        with self.phase():
+            return self._encoded(batch, Draws(self._seed, batch["samples"], attempt))
 
     def held_out(self, batch: Batch, numbers: Tensor) -> Batch:
         """Encode held-out images of these numbers: the same sample of the posterior whenever."""

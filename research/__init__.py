@@ -29,6 +29,7 @@ STUDIES: dict[str, StudyEntry] = {
         "noise scale as an estimate of the critical batch size, and allocations to bins by it"
     ),
     "gns_calibration": StudyEntry("noise scale per bin against the batch at which a step makes half of its best progress"),
+    "muon_calibration": StudyEntry("noise scale in Muon's norm per bin against the half-progress batch of its step"),
     "gns_calibration_report": StudyEntry("statistics and picture of calibrations, from their tables alone", of_a_run=False),
     "critical_batch": StudyEntry(
         "critical batch size of a checkpoint, by branches of the training at several batch sizes", of_a_run=False
@@ -53,6 +54,9 @@ STUDIES: dict[str, StudyEntry] = {
     ),
     "few_steps": StudyEntry(
         "samples in 1, 2, 4 steps of methods trained with equal FLOPs; trains runs of a config", of_a_run=False
+    ),
+    "alignment_noise": StudyEntry(
+        "gradients of flow and alignment over training, and a stop by rule; trains runs of a config", of_a_run=False
     ),
     "coordinate_check": StudyEntry("change of activations by width, with and without maximal updates", of_a_run=False),
     "prediction_types": StudyEntry(

@@ -25,6 +25,7 @@ from research.offline_gradients import (
     Gradients,
     GroupNorms,
     NoiseScale,
+    TimestepBin,
     noise_scale,
     square_norm,
     timestep_bin,
@@ -72,6 +73,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def cells(run: StudyRun) -> list[Cell]:
     _check(run)
+    return cells_of(run)
+
+
+def cells_of(run: StudyRun) -> list[Cell]:
+    """Cells of a run's checkpoints and bins."""
     options = run.options
     bins = gns_cells.bins(run)
     return [
@@ -121,6 +127,16 @@ def cost(cell: Cell) -> int:
 
 def measure(run: StudyRun, cell: Cell, advance: Advance) -> dict[str, Any]:
     """Measure a cell: the other columns of its row."""
+    loss, gradients, where = loss_of_cell(run, cell)
+    adam = adam_scale(run, cell["step"], gradients)
+    try:
+        return _measure(cell, loss, adam, run.config.optimizer.lr, advance) | {"mass": where.mass, "machine": machine(run)}
+    finally:
+        loss.restore()
+
+
+def loss_of_cell(run: StudyRun, cell: Cell) -> tuple[WeightsLoss, Gradients, TimestepBin]:
+    """Loss of a cell's bin around its checkpoint, with samples of the cell alone."""
     trained = run.model(cell["step"])
     where = timestep_bin(trained.objective, cell["t_min"], cell["t_max"], cell["bin_unit"])
     gradients = Gradients(
@@ -129,12 +145,7 @@ def measure(run: StudyRun, cell: Cell, advance: Advance) -> dict[str, Any]:
         batch_size=run.options.batch_size,
     )  # fmt: skip
     stream = zlib.crc32("|".join(as_text(cell[name]) for name in KEY).encode()) & 0xFFFFFF
-    loss = WeightsLoss(gradients, where, stream)
-    adam = adam_scale(run, cell["step"], gradients)
-    try:
-        return _measure(cell, loss, adam, run.config.optimizer.lr, advance) | {"mass": where.mass, "machine": machine(run)}
-    finally:
-        loss.restore()
+    return WeightsLoss(gradients, where, stream), gradients, where
 
 
 def _measure(cell: Cell, loss: WeightsLoss, adam: Tensor, rate: float, advance: Advance) -> dict[str, Any]:
@@ -155,11 +166,11 @@ def _measure(cell: Cell, loss: WeightsLoss, adam: Tensor, rate: float, advance: 
     row: dict[str, Any] = {"loss": sum(replicate.before for replicate in evaluation) / half}
     for name, scale in scales.items():
         estimate = Interval(scale.noise / scale.signal, scale.lower, scale.upper)
-        row |= _interval_cells(name, estimate)
+        row |= interval_cells(name, estimate)
     for update, progress in zip(UPDATES, found, strict=True):
         fitted = half_progress(batches, cell["samples"], progress, cell["seed"])
-        row |= _interval_cells(f"{update}_half", fitted.hyperbola)
-        row |= _interval_cells(f"{update}_interpolated", fitted.interpolated)
+        row |= interval_cells(f"{update}_half", fitted.hyperbola)
+        row |= interval_cells(f"{update}_interpolated", fitted.interpolated)
         row |= {
             f"{update}_best": fitted.best, f"{update}_progress": numbers_text(progress.values.mean(0).tolist()),
             f"{update}_progress_se": numbers_text((progress.values.std(0) / half**0.5).tolist()),
@@ -227,7 +238,7 @@ def _square_norm(gradient: Tensor, root: Tensor | None) -> float:
     return square_norm([gradient if root is None else gradient * root])
 
 
-def _interval_cells(name: str, interval: Interval) -> dict[str, float]:
+def interval_cells(name: str, interval: Interval) -> dict[str, float]:
     return dict(zip(interval_columns(name), (interval.value, interval.lower, interval.upper), strict=True))
 
 

@@ -85,9 +85,9 @@ def agreement(rows: Sequence[Row], update: str, estimate: str = "half", seed: in
     counts = np.concatenate((np.ones((1, len(used))), resampled(used, seed)))  # the estimate, then resamples
     half = np.log([interval_of(row, f"{update}_{estimate}").value for row in used])
     scale = {name: np.log([interval_of(row, name).value for row in used]) for name in GEOMETRIES}
-    together = {name: _finding(scale[name], half, counts) for name in GEOMETRIES}
+    together = {name: finding(scale[name], half, counts) for name in GEOMETRIES}
     apart = {
-        of: {name: _finding(scale[name][chosen], half[chosen], counts[:, chosen]) for name in GEOMETRIES}
+        of: {name: finding(scale[name][chosen], half[chosen], counts[:, chosen]) for name in GEOMETRIES}
         for of, chosen in places.items()
     }
     return Agreement(together, apart, len(rows), len(rows) - len(used))
@@ -108,7 +108,8 @@ def resampled(rows: Sequence[Row], seed: int) -> np.ndarray:
     return counts
 
 
-def _finding(scale: np.ndarray, half: np.ndarray, counts: np.ndarray) -> Finding:
+def finding(scale: np.ndarray, half: np.ndarray, counts: np.ndarray) -> Finding:
+    """Agreement of ln B and ln B_half of cells [n], drawn counts [1 + resamples, n] times."""
     ratio = half - scale
     dx, dy = scale - _mean(scale, counts)[:, None], half - _mean(half, counts)[:, None]
     with np.errstate(invalid="ignore", divide="ignore"):

@@ -52,6 +52,8 @@ class Trainer:
         self.clock = clock or RunClock()
         self.phases = Phases(self.clock.now, self.clock.switch)
         self.state = open_run(config)
+        if self.state.encoder is not None:
+            self.state.encoder.phase = partial(self.phases, "encode")
         if self.state.layout.device.type == "cpu":
             keep_freed_memory()
         self.reports = Reports(self.state, self.clock, self.phases, callbacks)

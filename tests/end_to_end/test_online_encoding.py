@@ -1,17 +1,24 @@
 """Images encoded while a run trains: equal to a run on a latent store of them, on two ranks, resumed and sampled."""
 
 import json
+import tempfile
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
+from torch.utils.flop_counter import FlopCounterMode
 
+from benchmarks.estimate_memory import measured_peak
 from tests.launcher import run_on_ranks
 from torchtitan.config.job import ConfigError, load_config
+from torchtitan.estimate.devices import DEVICES
+from torchtitan.estimate.encoding import encoding_flops_per_image
+from torchtitan.estimate.memory import estimate_memory, model_on_meta
+from torchtitan.estimate.roofline import Efficiency, estimate_step_time
 from torchtitan.trainer import Trainer
-from torchtitan_dit.commands import extract_latents, sample, train
+from torchtitan_dit.commands import ema, extract_latents, sample, train
 
 SIDE, STEPS = 16, 6
 MODEL = [
@@ -31,10 +38,20 @@ def place(tmp_path_factory) -> Path:
             image = folder / part / f"class{number % 2}" / f"{number}.png"
             image.parent.mkdir(parents=True, exist_ok=True)
             Image.fromarray(draw.integers(0, 256, (SIDE, SIDE, 3), np.uint8)).save(image)
-        words = ["--output", str(folder / f"{part}_latents"), "--autoencoder", "identity"]
-        words += ["--data.name", "image_folder", "--data.path", str(folder / part), "--data.image_size", str(SIDE)]
-        assert extract_latents.main([*words, "--data.validation_fraction", "0"]) == 0
+        extract(folder / part, folder / f"{part}_latents", "--autoencoder", "identity")
     return folder
+
+
+def extract(images: Path, store: Path, *words: str, side: int = SIDE) -> None:
+    words += ("--output", str(store), "--data.name", "image_folder", "--data.path", str(images), "--data.image_size", str(side))
+    assert extract_latents.main([*words, "--data.validation_fraction", "0"]) == 0
+
+
+def diffusers_vae(channels: list[int]):
+    return pytest.importorskip("diffusers").AutoencoderKL(
+        down_block_types=["DownEncoderBlock2D"] * 2, up_block_types=["UpDecoderBlock2D"] * 2, block_out_channels=channels,
+        norm_num_groups=4, latent_channels=4,
+    )  # fmt: skip
 
 
 def images(place: Path) -> list[str]:
@@ -81,21 +98,15 @@ def test_two_ranks_encode_what_one_does(place):
 @pytest.fixture(scope="module")
 def encoders(place) -> tuple[Path, Path]:
     """Folders of a small variational autoencoder and of a vision transformer; and a store of the autoencoder's latents."""
-    diffusers, transformers = pytest.importorskip("diffusers"), pytest.importorskip("transformers")
+    transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
-    vae = diffusers.AutoencoderKL(
-        down_block_types=["DownEncoderBlock2D"] * 2, up_block_types=["UpDecoderBlock2D"] * 2, block_out_channels=[8, 8],
-        norm_num_groups=4, latent_channels=4,
-    )  # fmt: skip
-    vae.save_pretrained(place / "vae")
+    diffusers_vae([8, 8]).save_pretrained(place / "vae")
     config = transformers.Dinov2Config(
         hidden_size=24, num_hidden_layers=1, num_attention_heads=2, patch_size=4, image_size=16, mlp_ratio=2
     )
     transformers.Dinov2Model(config).save_pretrained(place / "teacher")
     for part in ("train", "held_out"):
-        words = ["--output", str(place / f"vae_{part}"), "--autoencoder", "diffusers", "--path", str(place / "vae")]
-        words += ["--data.name", "image_folder", "--data.path", str(place / part), "--data.image_size", str(SIDE)]
-        assert extract_latents.main([*words, "--data.validation_fraction", "0"]) == 0
+        extract(place / part, place / f"vae_{part}", "--autoencoder", "diffusers", "--path", str(place / "vae"))
     return place / "vae", place / "teacher"
 
 
@@ -104,12 +115,35 @@ def by_vae(place: Path, vae: Path) -> list[str]:
     return [*words, "--autoencoder.statistics", str(place / "vae_train")]
 
 
+def vae_stored(place: Path, vae: Path) -> list[str]:
+    return [
+        "--data.name", "latents", "--data.path", str(place / "vae_train"), "--data.validation_path", str(place / "vae_held_out"),
+        "--autoencoder.name", "diffusers", "--autoencoder.path", str(vae),
+    ]  # fmt: skip
+
+
 def test_posteriors_are_drawn_as_from_a_store(place, encoders):
-    stored = ["--data.name", "latents", "--data.path", str(place / "vae_train"), "--autoencoder.name", "diffusers"]
-    stored += ["--data.validation_path", str(place / "vae_held_out"), "--autoencoder.path", str(encoders[0])]
-    wanted, found = trained(place, "vae stored", stored), trained(place, "vae online", by_vae(place, encoders[0]))
+    wanted = trained(place, "vae stored", vae_stored(place, encoders[0]))
+    found = trained(place, "vae online", by_vae(place, encoders[0]))
     for tag, values in wanted.items():
         assert values and found[tag] == pytest.approx(values, rel=1e-5)
+    clocks = [json.loads((place / "runs" / name / "summary.json").read_text())["clock"] for name in ("vae stored", "vae online")]
+    assert clocks[0]["encode"] == 0 < clocks[1]["encode"]  # a phase of the step, and no part of waiting for data
+
+
+def test_a_sweep_of_averages_encodes_held_out_images_and_compares_samples_with_those_trained_on(place, encoders, capsys):
+    words = ["--ema.snapshot_interval", "16", "--ema.tracks", '[{"name": "ema", "kind": "power", "sigma_rel": 0.1}]']
+    words += ["--evaluation.extractor", "cifar10", "--evaluation.reference", "train", "--evaluation.allow_small", "true"]
+    found = {}
+    for name, data in (("swept stored", vae_stored(place, encoders[0])), ("swept online", by_vae(place, encoders[0]))):
+        trained(place, name, [*data, *words])
+        capsys.readouterr()
+        assert ema.main(["sweep", str(place / "runs" / name), "--stds", "0.1"]) == 0
+        found[name] = float(capsys.readouterr().out.split()[1].rstrip(":"))
+    assert found["swept online"] == pytest.approx(found["swept stored"], rel=1e-5) and found["swept online"] > 0
+    given = ["sweep", str(place / "runs" / "swept online"), "--stds", "0.1", "--metric", "fd", "--images", "4"]
+    assert ema.main(given) == 0
+    assert capsys.readouterr().out.startswith("fd ")
 
 
 def test_a_teacher_sees_the_pixels(place, encoders):
@@ -124,6 +158,28 @@ def test_a_teacher_sees_the_pixels(place, encoders):
     assert seen[0].shape == (8, 3, SIDE, SIDE) and state.info.image_shape == (4, SIDE // 2, SIDE // 2)
     levels = 127.5 * seen[0] + 127.5
     torch.testing.assert_close(levels.round(), levels, rtol=0, atol=1e-3)  # bytes of the files
+
+
+def test_an_estimate_counts_the_encoder_as_the_allocator_and_the_weights_do(place, encoders):
+    torch.manual_seed(0)
+    wide = diffusers_vae([32, 32])
+    wide.save_pretrained(place / "wide")
+    extract(place / "train", place / "wide_train", "--autoencoder", "diffusers", "--path", str(place / "wide"), side=64)
+    words = [*by_vae(place, place / "wide"), "--autoencoder.statistics", str(place / "wide_train"), "--data.image_size", "64"]
+    words += ["--model.flavor", "debug", "--model.num_layers", "1", "--model.patch_size", "16"]
+    words += ["--training.local_batch_size", "8"]
+    config = load_config(words, 1)
+    memory = estimate_memory(config, 1)
+    with tempfile.TemporaryDirectory() as folder:
+        peak, _ = measured_peak([*words, "--job.dump_folder", folder], 1)
+    peak += sum(parameter.nbytes for parameter in wide.parameters())
+    assert memory.phase == "encode" and 0.9 * peak <= memory.total <= 1.1 * peak
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        wide.encode(torch.zeros(1, 3, 64, 64))
+    flops = counter.get_total_flops() + 4 * 1024**2 * 32  # attention, which is not counted on the CPU
+    assert encoding_flops_per_image(config) == flops
+    time = estimate_step_time(config, model_on_meta(config), memory, DEVICES["H100"], Efficiency())
+    assert time.encoding == pytest.approx(8 * flops / 67e12 / 0.45)  # of float32
 
 
 @pytest.fixture(scope="module")

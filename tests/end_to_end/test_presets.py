@@ -33,6 +33,10 @@ SMALL_NETWORKS = {
 OPTIONS_OF_DIT = {
     "jit_b16": ["--model.patch_size", "4", "--model.patch_bottleneck", "16", "--model.class_tokens_start", "1"],
     "lightningdit_xl1": [], "rae_dh_xl": ["--model.wide_dim", "64", "--model.wide_heads", "4"],
+    # With the shift of the large latents.
+    "rae_v2": ["--model.wide_dim", "64", "--model.wide_heads", "4", "--model.intermediate_head", "1", "--objective.shift", "6.9"],
+    "sit_b2_repa": ["--model.patch_size", "1", "--alignment.block", "1"],
+    "sr_dit_b1": ["--model.num_layers", "4", "--model.routing.last_block", "3"],
 }  # fmt: skip
 PRESETS = sorted(str(path.relative_to(ROOT / "train_configs")) for path in (ROOT / "train_configs").rglob("*.toml"))
 PRESETS = [name for name in PRESETS if not name.startswith("sweeps")]
@@ -42,7 +46,7 @@ LIKE_OTHERS |= {"edm2/img512_s.toml", "sit_b2_256.toml", "imagenet512_dit_xl2.to
 # One of each network, objective and kind of image: what they compute with depends on nothing else.
 KINDS = (
     "digits", "cifar10_edm", "dit_xl2_256", "sit_xl2_256", "edm2/cifar10_c", "edm2/img512_xs", "flux_cifar10", "flux_lora_tiny",
-    "imagenet256/jit_b16", "imagenet256/rae_dh_xl",
+    "imagenet256/jit_b16", "imagenet256/rae_dh_xl", "imagenet256/rae_v2", "imagenet256/sit_b2_repa", "imagenet256/sr_dit_b1",
 )
 LARGE = {
     "dit_xl2_256.toml", "sit_xl2_256.toml", "sit_b2_256.toml", "imagenet256_cosmos_dit_l2.toml", "imagenet256_dit_xl2.toml",
@@ -78,6 +82,11 @@ def small(name: str, folders: dict, latents: list[str], dump_folder, data: str |
         words += ["--data.validation_path", latents[1]]
     if data == "imagenet":
         words += ["--data.image_size", "16"]
+    if preset.get("autoencoder", {}).get("encode"):
+        words += ["--data.image_size", "32", "--autoencoder.dtype", "float32", "--autoencoder.name", "cosmos"]
+        words += ["--autoencoder.path", latents[-1], "--autoencoder.statistics", latents[1]]
+    if "alignment" in preset:
+        words += ["--alignment.teacher", "cifar10"]
     if model == "edm2":
         words += ["--model.attention_resolutions", {"latents": "[2]", "imagenet": "[8]"}.get(data, "[16]")]
     if data == "tinyimagenet":
@@ -123,7 +132,8 @@ def test_smoke_runs_of_shipped_configurations_train(folders, latents, tmp_path):
         losses = [point["loss_metrics/global_avg_loss"] for point in points if "grad_norm" in point]
         assert len(losses) == 2 and all(0 < loss < 10 for loss in losses), (name, losses)
         assert (folder / "samples" / "step-00000002.png").exists(), name
-        assert (folder / "samples" / "held-out.png").exists() == ('name = "latents"' in text), name
+        latent = 'name = "latents"' in text or "encode = true" in text
+        assert (folder / "samples" / "held-out.png").exists() == latent, name
         assert json.loads((folder / "summary.json").read_text())["status"] == "completed", name
 
 

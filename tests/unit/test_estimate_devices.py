@@ -23,6 +23,7 @@ FLOAT8 = ["--training.mixed_precision_param", "bfloat16", "--float8.enable", "tr
 COUNTS = {
     "flux_schnell_256.toml": 11_891_178_560, "flux_dev_lora.toml": 85_917_696, "dit_xl2_256.toml": 674_834_720,
     "imagenet256/jit_b16.toml": 131_123_712, "imagenet256/rae_dh_xl.toml": 838_380_628,
+    "imagenet256/sit_b2_repa.toml": 130_303_504,
     "imagenet256/lightningdit_xl1.toml": 675_256_736 - 256 * 1152,  # they count the fixed table of positions
 }  # fmt: skip
 FIND_SPEC = importlib.util.find_spec
@@ -147,7 +148,8 @@ def test_every_shipped_configuration_is_estimated_without_its_data(name, monkeyp
     assert ("not here; " + " x ".join(map(str, model.image_shape)) in capsys.readouterr().err) == (not has_data)
     side = next((int(side) for side in ("512", "256", "64") if side in name), None)
     if side and "img64" not in name:
-        downscale = {"imagenet256/jit_b16.toml": 1}.get(name, 16 if name.startswith("imagenet256/") else 8)
+        of_others = 16 if name.startswith("imagenet256/") else 8
+        downscale = {"imagenet256/jit_b16.toml": 1, "imagenet256/sit_b2_repa.toml": 8}.get(name, of_others)
         assert model.image_shape[1:] == (side // downscale, side // downscale)
 
 

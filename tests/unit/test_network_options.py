@@ -13,6 +13,10 @@ from tests.unit.test_dit import IMAGE, NUM_CLASSES, build, counted_flops, initia
 from tests.unit.test_gns_taps import OPTIONS
 from torchtitan.conditions import Classes, Unconditional
 from torchtitan.config.job import ConfigError, load_config
+from torchtitan.diffusion.denoising import DenoisingConfig
+from torchtitan.diffusion.objective import Microbatch
+from torchtitan.diffusion.objectives import build_objective
+from torchtitan.diffusion.timesteps.sampler import GlobalBatch
 from torchtitan.models import MODELS
 from torchtitan.models.dit.config import FLAVORS, DiTConfig
 from torchtitan.models.dit.model import DiT
@@ -182,6 +186,31 @@ def test_products_are_those_that_pytorch_counts_and_roles_those_of_the_shapes(co
 )  # fmt: skip
 def test_parameter_counts_are_those_of_the_published_networks(flavor, image_shape, count):
     assert on_meta(flavor, image_shape).num_parameters() == count
+
+
+def test_noise_of_more_channels_than_a_stream_is_wide_is_fitted_by_a_wide_head_alone():
+    """A linear of d channels leaves a share 1 - d / C of the noise of C channels, even of one image.
+
+    Source: arXiv 2510.11690, section 4.
+    """
+    shape, steps, batch = (96, 2, 2), 100, 32
+    x0 = torch.randn(shape, generator=torch.Generator().manual_seed(1)).expand(batch, *shape)
+    errors = {}
+    for width, head in ((32, {}), (32, {"wide_dim": 128, "wide_heads": 2, "wide_layers": 1}), (128, {})):
+        config = DiTConfig(dim=width, num_layers=2, num_heads=2, patch_size=1, mlp_hidden_dim=4 * width, **head)
+        model, objective = MODELS["dit"].build(config, shape, Unconditional()), build_objective(DenoisingConfig(), 0)
+        torch.manual_seed(0)
+        model.init_weights()
+        optimizer, last = torch.optim.Adam(model.parameters(), 3e-3), []
+        for step in range(steps):
+            draw = objective.draw(shape, GlobalBatch(step * batch, batch), torch.arange(batch) + step * batch)
+            terms = objective.loss(model, Microbatch(x0), draw)
+            optimizer.zero_grad()
+            terms.loss.mean().backward()
+            optimizer.step()
+            last.append(terms.error.mean().item())
+        errors[width, bool(head)] = sum(last[-20:]) / 20
+    assert errors[32, False] > 1 - 32 / 96 and errors[32, True] < 0.4 and errors[128, False] < 0.3
 
 
 def test_the_wide_heads_modulation_is_counted_for_each_token():

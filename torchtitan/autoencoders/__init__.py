@@ -26,6 +26,7 @@ def build_autoencoder(
     Args:
         path: folder of its weights, or for cosmos, diffusers and rae a name on the Hugging Face hub; none for identity.
         dtype: of compute, float32 or bfloat16; None is float32, and for cosmos the dtype that its files are traced in.
+        device: meta: the layers without the weights, which are not read.
         tile: side in pixels of the tiles that larger images are cut into; 0 or None: none.
         overlap: pixels shared by neighbouring tiles; None: a quarter of the tile.
 

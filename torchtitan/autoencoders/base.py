@@ -42,7 +42,7 @@ class Autoencoder(nn.Module):
     Attributes:
         downscale: pixels per latent position along each side.
         normalization: of the latents, from the model's own configuration, or None where it has none.
-        weights_sha256: hash of the weights, the same on every machine and in any compute dtype.
+        weights_sha256: hash of the weights, the same on every machine and in any compute dtype; "" where none were read.
         device: where it computes; images and latents are brought there.
     """
 
@@ -100,11 +100,12 @@ class Autoencoder(nn.Module):
         }
 
     def move(self, device: torch.device) -> None:
-        """Move the networks to a device, and compute there from now on."""
+        """Move the networks to a device, from meta without values, and compute there from now on."""
+        move = self.to_empty if self.device.type == "meta" else self.to
         for module in self.modules():
             if isinstance(module, Autoencoder):
                 module.device = device
-        self.to(device)
+        move(device=device)
 
     def train(self, mode: bool = True) -> "Autoencoder":
         # Stays in eval mode even where it is part of a module that is trained.

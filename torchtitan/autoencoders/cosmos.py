@@ -35,8 +35,11 @@ class CosmosTokenizer(Autoencoder):
             path: folder with encoder.jit and decoder.jit, or a hub name such as nvidia/Cosmos-0.1-Tokenizer-CI8x8.
 
         Raises:
-            AutoencoderError: a file is missing, is no continuous image tokenizer, or was made in another dtype.
+            AutoencoderError: a file is missing, is no continuous image tokenizer, or was made in another dtype; there are no
+                layers without weights.
         """
+        if device.type == "meta":
+            raise AutoencoderError("cosmos: its layers are in the files of its weights")
         folder = local_folder(self.name, path, [ENCODER, DECODER], AutoencoderError)
         files = folder / ENCODER, folder / DECODER
         for file in files:

@@ -41,7 +41,7 @@ class DiffusersAutoencoder(Autoencoder):
         if not (folder / "config.json").is_file() and (folder / "vae" / "config.json").is_file():
             folder = folder / "vae"
         self.kind = model_kind(folder / "config.json", (STOCHASTIC, DETERMINISTIC))
-        self.model: Any = load_model(folder, self.kind)
+        self.model: Any = load_model(folder, self.kind, device)
         config: Any = self.model.config
         if config.in_channels != 3:
             raise AutoencoderError(f"diffusers: {folder}: takes {config.in_channels} channels, not RGB images")
@@ -78,8 +78,8 @@ def model_kind(file: Path, kinds: tuple[str, ...]) -> str:
     return kind
 
 
-def load_model(folder: Path, kind: str) -> torch.nn.Module:
-    """Load a model of diffusers in float32. Raises AutoencoderError: no package, or no complete model."""
+def load_model(folder: Path, kind: str, device: torch.device) -> torch.nn.Module:
+    """Load a model of diffusers in float32, on the host or on meta. Raises AutoencoderError: no package, or no complete model."""
     try:
         import diffusers
     except ImportError as error:
@@ -88,9 +88,13 @@ def load_model(folder: Path, kind: str) -> torch.nn.Module:
         ) from error
     if not hasattr(diffusers, kind):
         raise AutoencoderError(f"diffusers: version {diffusers.__version__} has no {kind} (install a newer one)")
+    of_kind = getattr(diffusers, kind)
     try:
+        if device.type == "meta":
+            with device:
+                return of_kind.from_config(of_kind.load_config(folder))
         # Only safetensors: the other kind of file is a pickle. In float32, which the hash is taken in.
-        model, found = getattr(diffusers, kind).from_pretrained(
+        model, found = of_kind.from_pretrained(
             folder, local_files_only=True, use_safetensors=True, low_cpu_mem_usage=False,
             torch_dtype=torch.float32, output_loading_info=True,
         )  # fmt: skip

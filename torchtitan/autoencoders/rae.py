@@ -41,7 +41,7 @@ class RepresentationAutoencoder(Autoencoder):
             import transformers  # noqa: F401 (diffusers builds the encoder of it)
         except ImportError as error:
             raise AutoencoderError(f"rae: needs the package transformers, which is not installed ({install('text')})") from error
-        model: Any = load_model(folder, kind)
+        model: Any = load_model(folder, kind, device)
         self.channels: int = model.config.encoder_hidden_size
         self.downscale: int = model.decoder_patch_size
         self.side: int = model.decoder_image_size
@@ -72,7 +72,7 @@ class RepresentationAutoencoder(Autoencoder):
         model._latents_mean, model._latents_std = torch.zeros(1), torch.full((1,), 1 - _ADDED_TO_STD)
         scaling = config.scaling_factor
         model.register_to_config(scaling_factor=1.0)
-        if config.latents_mean is None and config.latents_std is None:
+        if mean.is_meta or config.latents_mean is None and config.latents_std is None:
             return None
         shape = (self.channels, side, side)
         return {

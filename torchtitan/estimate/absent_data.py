@@ -1,14 +1,21 @@
-"""Synthetic data in place of a dataset that is not on this machine: an estimate needs its shape and its condition alone."""
+"""Synthetic data in place of a dataset that is not on this machine: an estimate needs its shape and its condition alone.
 
+Of the frozen networks that shipped configurations name, PUBLISHED has the layers, one folder for each name.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from torchtitan.config.job import JobConfig, unchecked_config
 from torchtitan.config.latent_cache import images_only
-from torchtitan.data import DatasetError, dataset_info
+from torchtitan.data import DatasetError, DatasetInfo, dataset_info
+from torchtitan.estimate.encoding import estimated_info
 from torchtitan.evaluation.config import WITH_WEIGHTS
 from torchtitan.files.regular import user_path
 from torchtitan.settings.sources import split_keys
 
+PUBLISHED = Path(__file__).parent / "published"
 # Side in pixels, and classes, of data sets that have one size.
 _IMAGES = {"cifar10": (32, 10), "cifar100": (32, 100), "tinyimagenet": (64, 200), "imagenet": (0, 1000)}
 _OF_A_FOLDER = ("captioned_folder", "image_folder", "latents")
@@ -24,23 +31,28 @@ _STORES = {
 }
 
 
-def without_data(words: list[str]) -> tuple[list[str], str]:
+def without_data(words: list[str]) -> tuple[list[str], str, DatasetInfo | None]:
     """Words of a configuration, with synthetic data where its own, or the autoencoder of its cache, are not here.
 
     Returns:
-        the words, and a note on what is assumed; the words given and "" where nothing is missing, or its shape is not known.
+        the words, a note on what is assumed, and the latents that images would be encoded to while training; the words given,
+        "" and None where nothing is missing, or its shape is not known.
 
     Raises:
         ConfigError: they cannot be read.
     """
+    words = words + _published(unchecked_config(words))
     config = unchecked_config(words)
     data, encoder, cached = config.data, config.autoencoder, config.cache.enable
     missing = data.name in (*_IMAGES, *_OF_A_FOLDER) and not (data.path and user_path(data.path).exists())
-    if not missing and not (cached and encoder.name in WITH_WEIGHTS and not user_path(encoder.path).is_dir()):
-        return words, ""
+    no_store = encoder.encode and not user_path(encoder.statistics).is_dir()
+    no_encoder = cached and encoder.name in WITH_WEIGHTS and not user_path(encoder.path).is_dir()
+    if not missing and not no_encoder:
+        latents = _latents(words) if no_store else None
+        return words, f"{encoder.statistics}: not here; {_by(latents.image_shape)} are assumed" if latents else "", latents
     shape, classes, tokens = _cached(config, missing) if cached else _known(data)
     if not shape:
-        return words, ""
+        return words, "", None
     own, _ = split_keys(words, "data")
     made = {"name": "synthetic", "shape": shape, "num_classes": classes if data.labels else 0}
     if tokens:
@@ -50,7 +62,33 @@ def without_data(words: list[str]) -> tuple[list[str], str]:
     place = (data.path or data.name) if missing else encoder.path
     own += [word for key, value in made.items() for word in (f"--data.{key}", str(value))]
     advice = "others: --data.name synthetic --data.shape '[C, H, W]'"
-    return own, f"{place}: not here; {' x '.join(map(str, shape))} and {what} are assumed ({advice})"
+    latents = _latents(own) if no_store else None
+    shape = list(latents.image_shape) if latents else shape
+    return own, f"{place}: not here; {_by(shape)} and {what} are assumed ({advice})", latents
+
+
+def _published(config: JobConfig) -> list[str]:
+    """Words that name published layers instead of frozen networks that are not here."""
+    found = []
+    for key, path in (
+        ("alignment.path", config.alignment.path), ("autoencoder.path", config.autoencoder.encode and config.autoencoder.path),
+    ):  # fmt: skip
+        layers = PUBLISHED / Path(path or ".").name
+        if path and layers.is_dir() and not user_path(path).is_dir():
+            found += [f"--{key}", str(layers)]
+    return found
+
+
+def _latents(words: list[str]) -> DatasetInfo | None:
+    """Latents of images that are encoded while training; None where they are not known."""
+    try:
+        return estimated_info(unchecked_config(words))
+    except DatasetError:
+        return None  # which the checks report
+
+
+def _by(shape: Sequence[int]) -> str:
+    return " x ".join(map(str, shape))
 
 
 def _known(data: Any) -> tuple[list[int], int, int]:

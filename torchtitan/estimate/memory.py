@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from torchtitan.config.job import JobConfig
-from torchtitan.config.latent_cache import trained_info
 from torchtitan.distributed.config import ActivationCheckpointConfig, CheckpointMode
+from torchtitan.estimate.encoding import estimated_info
 from torchtitan.estimate.live_storages import ACTIVATIONS, COMMUNICATION, GRADIENTS, PARAMETERS
 from torchtitan.estimate.simulation import SimulatedStep, Window, simulate_step
 from torchtitan.models import MODELS, build_model
@@ -36,7 +36,7 @@ class MemoryEstimate:
         activations: the batch, the tensors kept for the backward (fewer under activation checkpointing), and the
             temporaries of that moment. Eager: compiled blocks usually keep less.
         communication: gathered parameters and collectives' buffers (FSDP2, HSDP); none with DDP: buckets are gradients.
-        phase: "forward", "backward" or "optimizer": the phase of the peak.
+        phase: "encode" (of images that are encoded in the step), "forward", "backward" or "optimizer": the phase of the peak.
         start_up: peak of initialisation: this rank's shards and one whole parameter, and adapters whole; with DDP, or quantised
             weights, the whole model.
         least: peak of a step in which every block is recomputed whole, where the compiler chooses the kept tensors
@@ -122,7 +122,7 @@ def _at_the_peak(step: SimulatedStep, start_up: int, offloads: bool) -> MemoryEs
 
 def model_on_meta(config: JobConfig) -> DiffusionModel:
     """Configured model, whole and without values; with `[lora]` frozen and with the adapter that trains."""
-    info = trained_info(config)
+    info = estimated_info(config)
     with torch.device("meta"):
         model = build_model(config.model, info.image_shape, info.condition_kind)
         return freeze_and_adapt(model, config.lora, MODELS[config.model.name].adapter_sets)

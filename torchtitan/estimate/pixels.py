@@ -20,7 +20,7 @@ def pixel_warning(config: JobConfig, world_size: int) -> str:
         where there is nothing to warn of.
     """
     side, patch = getattr(config.data, "image_size", None) or 0, getattr(config.model, "patch_size", None) or 0
-    if config.cache.enable or not patch or (side / patch) ** 2 <= MANY_TOKENS:
+    if config.cache.enable or config.autoencoder.encode or not patch or (side / patch) ** 2 <= MANY_TOKENS:
         return ""
     # Here, for a start that needs no warning imports nothing heavy.
     from torchtitan.estimate.devices import DEVICES

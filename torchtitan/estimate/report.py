@@ -6,6 +6,7 @@ from typing import Any
 from torchtitan.config.job import JobConfig
 from torchtitan.distributed.config import ActivationCheckpointConfig
 from torchtitan.estimate.devices import Device
+from torchtitan.estimate.encoding import encoding_flops_per_image
 from torchtitan.estimate.memory import PARTS, MemoryEstimate
 from torchtitan.estimate.roofline import Efficiency, StepTime, training_flops_per_image
 from torchtitan.models.base import DiffusionModel
@@ -26,6 +27,7 @@ def as_record(
     """Record of all estimates, for machines: bytes, seconds, FLOPs."""
     return {
         "num_parameters": model.num_parameters(), "flops_per_image": training_flops_per_image(config, model),
+        "encoding_flops_per_image": encoding_flops_per_image(config),
         "memory": dataclasses.asdict(memory) | {"total": memory.total, "needed": memory.needed},
         "fits": fits(memory, device), "time": dataclasses.asdict(time), "device": dataclasses.asdict(device),
         "efficiency": dataclasses.asdict(efficiency),
@@ -58,7 +60,8 @@ def as_text(
         f"{layout.data_parallel_shard_degree} shards{tokens}, {config.training.local_batch_size} images per rank and forward, "
         f"{config.training.global_batch_size} per step, {config.training.mixed_precision_param}",
         f"parameters            {model.num_parameters():,}{_frozen(config, model)}",
-        f"FLOPs per image       {training_flops_per_image(config, model):.4g} (training)",
+        f"FLOPs per image       {training_flops_per_image(config, model):.4g} (training)"
+        + (f", {encoding_flops_per_image(config):.4g} (encoding)" if time.encoding else ""),
         f"memory per rank, at the peak of a step ({memory.phase}):",
         *(f"  {part:20}{_gib(getattr(memory, part))}{notes.get(part, '')}" for part in PARTS),
         f"  {'total':20}{_gib(memory.total)}",
@@ -119,6 +122,7 @@ def _time_lines(time: StepTime, efficiency: Efficiency) -> list[str]:
         + ", ".join(f"{getattr(efficiency, name):.0%} of {share}" for name, share in shares.items()) + ":",
         f"  compute             {time.compute:9.4f} s",
         f"  communication       {time.communication:9.4f} s, hidden or not",
+        *([f"  encoding            {time.encoding:9.4f} s, of images to latents"] if time.encoding else []),
         f"  optimizer and EMA   {time.optimizer:9.4f} s",
         f"  step                {time.step:9.4f} s: {time.images_per_second:.4g} images/s, MFU {time.mfu:.1%} ({speed})",
         f"the run               {time.hours:.4g} hours, {time.device_hours:.4g} device hours ({speed})",

@@ -5,11 +5,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from torchtitan.config.job import JobConfig
-from torchtitan.config.latent_cache import trained_info
 from torchtitan.diffusion.objectives import build_objective
 from torchtitan.distributed.context_parallel import context_bytes
 from torchtitan.distributed.precision import DTYPES
 from torchtitan.estimate.devices import Device
+from torchtitan.estimate.encoding import encoding_flops_per_image, estimated_info
 from torchtitan.estimate.memory import MemoryEstimate
 from torchtitan.models.adapters.flops import training_flops
 from torchtitan.models.base import DiffusionModel
@@ -44,8 +44,9 @@ class StepTime:
         compute: forward, backward and recomputation of all microbatches; without the recomputation chosen by a compiler
             with a memory budget (at most a third more).
         communication: all collectives, hidden or not.
+        encoding: of images that are encoded in every step, in the autoencoder's dtype; 0 where it is not known.
         optimizer: reading and writing weights, state and averages.
-        step: max(compute, overlap x communication) + (1 - overlap) x communication + optimizer.
+        step: max(compute, overlap x communication) + (1 - overlap) x communication + optimizer + encoding.
         mfu: as of `training/utilisation.py`, but a share.
         hours, device_hours: of the run with its batch ramp, without sampling, validation and checkpoints.
     """
@@ -58,6 +59,7 @@ class StepTime:
     mfu: float
     hours: float
     device_hours: float
+    encoding: float = 0.0
 
 
 def training_flops_per_image(config: JobConfig, model: DiffusionModel) -> int:
@@ -68,7 +70,7 @@ def training_flops_per_image(config: JobConfig, model: DiffusionModel) -> int:
         return flops
     from torchtitan.alignment.plan import Plan
 
-    plan = Plan(config.alignment, model, trained_info(config))
+    plan = Plan(config.alignment, model, estimated_info(config))
     return flops + plan.flops_per_image(config.training.steps, config.training.global_batch_size)
 
 
@@ -78,16 +80,18 @@ def estimate_step_time(
     """Estimate a step's time: compute = FLOPs / (peak x efficiency), communication = bytes / (link x efficiency)."""
     training, world_size = config.training, config.parallelism.processes
     compute, communication, optimizer = _parts_of_step(config, model, memory, device, efficiency)
-    step = _overlapped(compute, communication, optimizer, efficiency)
+    encoding = _encoding_seconds(config, device, efficiency)
+    step = _overlapped(compute, communication, optimizer, efficiency) + encoding
     seconds = 0.0
     for factor, steps in ramp_steps(training.double_batch_after, training.global_batch_size, training.steps).items():
         grown = replace(config, training=replace(training, global_batch_size=factor * training.global_batch_size))
         seconds += steps * _overlapped(*_parts_of_step(grown, model, memory, device, efficiency), efficiency)
+        seconds += steps * factor * encoding
     hours = seconds / 3600
     flops = training.global_batch_size / world_size * training_flops_per_image(config, model)
     mfu = mfu_percent(flops / step / 1e12, device.peak_tflops(products_of(vars(training)))) / 100
     return StepTime(
-        compute, communication, optimizer, step, training.global_batch_size / step, mfu, hours, world_size * hours
+        compute, communication, optimizer, step, training.global_batch_size / step, mfu, hours, world_size * hours, encoding
     )
 
 
@@ -109,6 +113,14 @@ def _parts_of_step(
     weights = 4 * trained / layout.degrees.copies_and_shards[1] if config.lora.enable else memory.parameters
     moved = 2 * (weights + memory.optimizer + memory.ema) + memory.all_gradients
     return compute, communication, moved / (1e9 * device.memory_gb_per_s * efficiency.memory)
+
+
+def _encoding_seconds(config: JobConfig, device: Device, efficiency: Efficiency) -> float:
+    """Seconds of encoding a rank's images of a step, which overlap with nothing."""
+    dtype = config.autoencoder.dtype or "float32"
+    peak = device.peak_tflops(products_of(vars(config.training) | {"mixed_precision_param": dtype}))
+    images = config.training.global_batch_size / config.parallelism.data_ranks
+    return images * encoding_flops_per_image(config) / (1e12 * peak) / efficiency.compute
 
 
 def _overlapped(compute: float, communication: float, optimizer: float, efficiency: Efficiency) -> float:

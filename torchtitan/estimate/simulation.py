@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from torchtitan.autoencoders.base import Autoencoder
 from torchtitan.config.job import JobConfig
-from torchtitan.config.latent_cache import trained_info
-from torchtitan.data.base import DatasetInfo
+from torchtitan.data import DatasetInfo, dataset_info
 from torchtitan.diffusion.objective import Draw, Microbatch, Objective
 from torchtitan.diffusion.objectives import attach, build_objective
 from torchtitan.distributed.activation_checkpoint import checkpoint_blocks
@@ -23,6 +23,7 @@ from torchtitan.distributed.parallelize import accumulate_locally, local, parall
 from torchtitan.distributed.precision import compute_context
 from torchtitan.estimate.cuda_autocast import cuda_autocast
 from torchtitan.estimate.cuda_kernels import cuda_kernels
+from torchtitan.estimate.encoding import estimated_info, online_encoder
 from torchtitan.estimate.live_storages import ACTIVATIONS, GRADIENTS, PARAMETERS, LiveStorages
 from torchtitan.models import MODELS, build_model
 from torchtitan.models.adapters.frozen_network import freeze_and_adapt
@@ -48,8 +49,8 @@ class SimulatedStep:
     Attributes:
         held: "parameters" (with the model's tables), "gradients", "optimizer" and "ema", each when complete.
         windows: (microbatch, phase, block) -> category -> bytes at the window's peak, optimizer and EMA not counted.
-            Phases are "forward" (block -1: before the first), "backward" (from the gradient of that block's output on;
-            block `depth`: from the loss) and "optimizer".
+            Phases are "encode" (block -1), "forward" (block -1: before the first), "backward" (from the gradient of that block's
+            output on; block `depth`: from the loss) and "optimizer".
     """
 
     held: Counter
@@ -68,9 +69,9 @@ def simulate_step(config: JobConfig, world_size: int, on_gpu: bool | None = None
         RuntimeError: this process belongs to a process group already.
     """
     on_gpu = torch.cuda.is_available() if on_gpu is None else on_gpu
-    info = trained_info(config)
+    info = estimated_info(config)
     objective = build_objective(config.objective, config.debug.seed)
-    plan = _plan_of_alignment(config, info)
+    plan, encoder = _plan_of_alignment(config, info), online_encoder(config)
     with _fake_process_group(world_size):
         layout = Layout(config.parallelism, torch.device("cpu"))
         kernels = cuda_kernels() if on_gpu else nullcontext()
@@ -78,7 +79,7 @@ def simulate_step(config: JobConfig, world_size: int, on_gpu: bool | None = None
             model = build_model(config.model, info.image_shape, info.condition_kind)
             freeze_and_adapt(model, config.lora, MODELS[config.model.name].adapter_sets).train()
             attach(objective, model, info.entries)
-            return _Step(model, layout, config, info, objective, live, plan).simulate()
+            return _Step(model, layout, config, info, objective, live, plan, encoder).simulate()
 
 
 def _plan_of_alignment(config: JobConfig, info: DatasetInfo) -> "Plan | None":
@@ -96,10 +97,10 @@ def _plan_of_alignment(config: JobConfig, info: DatasetInfo) -> "Plan | None":
 class _Step:
     def __init__(
         self, model: DiffusionModel, layout: Layout, config: JobConfig, info: DatasetInfo, objective: Objective,
-        live: LiveStorages, plan: "Plan | None",
+        live: LiveStorages, plan: "Plan | None", encoder: Autoencoder | None,
     ) -> None:  # fmt: skip
         self.model, self.layout, self.config, self.info, self.objective, self.live = model, layout, config, info, objective, live
-        self.microbatch, self.plan = 0, plan
+        self.microbatch, self.plan, self.encoder = 0, plan, encoder
 
     def simulate(self) -> SimulatedStep:
         live, config = self.live, self.config
@@ -109,6 +110,9 @@ class _Step:
         ema = len(config.ema.tracks) * sum(_bytes(local(p.detach())) for p in self.parameters)
         if self.plan is not None:
             self._align(self.plan)
+        if self.encoder is not None:
+            self.encoder.move(torch.device("cpu"))
+            live.hold(self.encoder.parameters(), PARAMETERS)
         held = Counter({PARAMETERS: live.now()[PARAMETERS], "optimizer": self._optimizer_bytes(), "ema": ema})
         self._take_gradients()
         self._mark_blocks()
@@ -128,13 +132,13 @@ class _Step:
         return SimulatedStep(held, live.windows)
 
     def _align(self, plan: "Plan") -> None:
-        """Take the projector and the encoder among what is held; a teacher's forward keeps nothing."""
+        """Take the projector and the teacher among what is held; a teacher's forward keeps nothing."""
         from torchtitan.alignment.tap import Tap
 
         self.tap, self.projector = Tap(self.model, plan.student.point), plan.projector()
-        self.encoder = torch.empty(plan.encoder_bytes, dtype=torch.uint8)
+        self.teacher = torch.empty(plan.encoder_bytes, dtype=torch.uint8)
         self.parameters += self.projector.parameters()
-        self.live.hold([*self.projector.parameters(), self.encoder], PARAMETERS)
+        self.live.hold([*self.projector.parameters(), self.teacher], PARAMETERS)
 
     def _parallelize(self) -> None:
         checkpointing, training = self.config.activation_checkpoint, self.config.training
@@ -190,8 +194,12 @@ class _Step:
         """Forward and backward of one microbatch as in the trainer, on values that do not exist."""
         self.last = last
         config, live = self.config, self.live
-        live.open_window((self.microbatch, "forward", -1))
         samples = torch.arange(config.training.local_batch_size)
+        if self.encoder is not None:
+            live.open_window((self.microbatch, "encode", -1))
+            self.pixels = torch.empty(len(samples), *dataset_info(config.data).image_shape)  # which a teacher may read
+            self.encoder.encode(self.pixels)
+        live.open_window((self.microbatch, "forward", -1))
         self.model.draw_dropout(config.debug.seed, samples, steps_left=1)  # the last step may have more tokens than others
         batch = self.info.placeholder(len(samples), self.model.image_shape) | {"samples": samples}
         t, noise, importance = torch.empty(len(samples)), torch.empty_like(batch["images"]), torch.empty(len(samples))

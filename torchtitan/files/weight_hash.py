@@ -15,7 +15,9 @@ from torch import Tensor
 
 
 def weights_sha256(tensors: Mapping[str, Tensor]) -> str:
-    """Hash names, shapes and values, in the order of the names, before any cast for compute: 64 hex digits."""
+    """Hash names, shapes and values, in the order of the names, before any cast for compute: 64 hex digits; "" on meta."""
+    if any(tensor.is_meta for tensor in tensors.values()):
+        return ""
     digest = hashlib.sha256()
     for name in sorted(tensors):
         _update(digest, name, tensors[name])

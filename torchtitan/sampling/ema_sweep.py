@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from torchtitan.config.latent_cache import store_of_latents
 from torchtitan.config.sampling_checks import data_text
-from torchtitan.data import DATASETS
+from torchtitan.data import DATASETS, DatasetInfo, dataset_info
 from torchtitan.distributed.collectives import from_first_rank, group_for_work
 from torchtitan.errors import EvaluationError
 from torchtitan.evaluation.dataset_images import DatasetImages
@@ -62,7 +62,7 @@ def sweep(
         if not trained.info.has_validation:
             text = f"{data_text(trained.config.data)} holds out no images for a loss"
             raise WeightsError(f"--metric: {text} (give one of {', '.join(METRICS)})")
-        score: Callable[[], Mapping[str, float]] = partial(_held_out_loss, trained, images, device)
+        score = _loss_score(trained, images, device)
     else:
         name, better = next((name, better) for name, better in METRICS[metric].better.items() if better)
         score = _sample_score(run, trained, metric, images, guidance_scale, guide, device)
@@ -76,17 +76,33 @@ def sweep(
     yield f"best: std {found[best].std:g}"
 
 
-def _held_out_loss(trained: TrainedModel, images: int | None, device: torch.device) -> Mapping[str, float]:
-    config = trained.config
+def _loss_score(trained: TrainedModel, images: int | None, device: torch.device) -> Callable[[], Mapping[str, float]]:
+    """Function that measures the held-out loss with the present weights; collective."""
+    config, encoder = trained.config, None
+    if config.autoencoder.encode:
+        from torchtitan.data.online import OnlineEncoder
+
+        encoder = OnlineEncoder(config.autoencoder, config.debug.seed, device, keeps_pixels=False)
     dataset = DATASETS[config.data.name](config.data, "validation")
     count = min(images or config.validation.num_images, len(dataset))
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    batches = validation_batches(dataset, trained.info, count, config.validation.batch_size, rank, ranks)
-    return validation_loss(
-        trained.model, trained.objective, batches, count=count, seed=config.debug.seed,
-        bin_edges=torch.empty(0, device=device), param_dtype="float32", device=device, sharded=False,
-        timesteps=config.validation.timesteps,
-    )  # fmt: skip
+
+    def score() -> Mapping[str, float]:
+        batches = validation_batches(dataset, _images_of(trained), count, config.validation.batch_size, rank, ranks)
+        if encoder is not None:
+            batches = (encoder.held_out(batch, batch["indices"]) for batch in batches)
+        return validation_loss(
+            trained.model, trained.objective, batches, count=count, seed=config.debug.seed,
+            bin_edges=torch.empty(0, device=device), param_dtype="float32", device=device, sharded=False,
+            timesteps=config.validation.timesteps,
+        )  # fmt: skip
+
+    return score
+
+
+def _images_of(trained: TrainedModel) -> DatasetInfo:
+    """Properties of the data as they are read, before a run encodes them."""
+    return dataset_info(trained.config.data) if trained.config.autoencoder.encode else trained.info
 
 
 def _sample_score(
@@ -109,7 +125,7 @@ def _sample_score(
     decoder = run_decoder(config.autoencoder, store_of_latents(config))
     size = None if trained.record.latents else info.image_shape[1:]
     try:
-        open_split = partial(DatasetImages, config.data, info)
+        open_split = partial(DatasetImages, config.data, _images_of(trained))
         metrics = SampleMetrics(evaluation, device, size, group_for_work(), open_split, info.num_classes)
     except EvaluationError as error:
         raise WeightsError(f"--metric {metric}: {error}") from error

@@ -11,6 +11,7 @@ import sys
 from torchtitan.config.job import ConfigError, JobConfig, load_config
 from torchtitan.estimate.absent_data import without_data
 from torchtitan.estimate.devices import DEVICES, Device
+from torchtitan.estimate.encoding import uncounted
 from torchtitan.estimate.measured import measured_shares
 from torchtitan.estimate.memory import estimate_memory, model_on_meta
 from torchtitan.estimate.report import as_record, as_text
@@ -24,13 +25,13 @@ _LARGE = 1e9  # parameters
 @refusing(ConfigError)
 def main(words: list[str] | None = None) -> int:
     arguments, overrides = parse_arguments(words)
-    words, note = without_data(["--job.config_file", arguments.config, *overrides])
+    words, note, info = without_data(["--job.config_file", arguments.config, *overrides])
     on_gpu = arguments.device.name != "CPU"
-    config = load_config(words, arguments.world_size, elsewhere=on_gpu)
+    config = load_config(words, arguments.world_size, elsewhere=on_gpu, info=info)
     if note:
         print(note, file=sys.stderr)
-    elif config.autoencoder.encode:
-        print("autoencoder.encode: its memory and time are not counted", file=sys.stderr)
+    if reason := uncounted(config):
+        print(f"autoencoder.encode: its memory and time are not counted ({reason})", file=sys.stderr)
     if config.float8.enable and not config.float8.emulate and arguments.device.tflops_float8 is None:
         print(
             f"float8.enable: {arguments.device.name} has no float8 matrix products (set float8.emulate to true, or"
