@@ -52,6 +52,9 @@ STUDIES: dict[str, StudyEntry] = {
     "compare_methods": StudyEntry(
         "methods by name at equal images and equal FLOPs, by what runs measure; trains runs of a config", of_a_run=False
     ),
+    "alignment_noise": StudyEntry(
+        "gradients of flow and alignment over training, and a stop by rule; trains runs of a config", of_a_run=False
+    ),
     "coordinate_check": StudyEntry("change of activations by width, with and without maximal updates", of_a_run=False),
     "prediction_types": StudyEntry(
         "prediction types compared in one parametrisation: of runs, or trained", of_a_run=False

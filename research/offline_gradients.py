@@ -307,7 +307,7 @@ class Gradients:
         Raises:
             DatasetError: an image could not be read.
         """
-        drawn = [(samples, self._samples(where, stream, samples)) for samples in numbers.split(self.batch_size)]
+        drawn = [(samples, self.samples(where, stream, samples)) for samples in numbers.split(self.batch_size)]
 
         @torch.no_grad()
         def losses() -> Tensor:
@@ -327,7 +327,7 @@ class Gradients:
         DatasetError.
         """
         for samples in numbers.split(self.batch_size):
-            microbatch, draw = self._samples(where, stream, samples)
+            microbatch, draw = self.samples(where, stream, samples)
             self.model.draw_dropout(self.seed, samples.to(self.device), stream)
             with compute_context(self.dtype, self.device, sharded=False):
                 terms = self.objective.loss(self.model, microbatch, draw)
@@ -356,7 +356,8 @@ class Gradients:
             for parameter in self.parameters:
                 parameter.grad = None
 
-    def _samples(self, where: TimestepBin, stream: int, samples: Tensor) -> tuple[Microbatch, Draw]:
+    def samples(self, where: TimestepBin, stream: int, samples: Tensor) -> tuple[Microbatch, Draw]:
+        """Samples [N] of a bin, with everything random about them. Raises DatasetError."""
         uniform = partial(self._uniform, samples, stream)
         chosen = (uniform(_IMAGE) * len(self.dataset)).long()
         batch = self._read(chosen.numpy(), Draws(self.seed, samples, stream))

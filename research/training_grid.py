@@ -216,7 +216,7 @@ def _refuse_other_run(path: Path, config: JobConfig) -> None:
     folder = ResultsFolder(path, {})
     old = folder.read("config.toml", tomllib.loads)
     if old is None:
-        if checkpoint_steps(path / "checkpoint"):
+        if checkpoint_steps(path / "checkpoint") and not config.job.allow_config_change:  # which a branch is allowed
             folder.refuse("checkpoints without a config.toml")
     elif differences := _differences(old, config):
         folder.refuse(f"another run, {differences[0]}")

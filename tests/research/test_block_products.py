@@ -21,6 +21,18 @@ def test_products_are_unbiased_over_all_draws():
     torch.testing.assert_close(torch.stack(found).mean(0), true @ (scale * true).T, rtol=1e-6, atol=1e-9)
 
 
+def test_products_and_covariances_of_paired_blocks_are_unbiased_over_all_draws():
+    """Block i of both gradients is of the same draw of three: the mean over all 3^3 draws is exact."""
+    generator = torch.Generator().manual_seed(2)
+    choices = torch.randn(2, 3, 4, generator=generator)  # [gradients, choices, P]
+    found = [block_products(choices[:, drawn], paired=True) for drawn in map(list, itertools.product(range(3), repeat=3))]
+    true = choices.double().mean(1)
+    torch.testing.assert_close(torch.stack([one.values for one in found]).mean(0), true @ true.T, rtol=1e-6, atol=1e-9)
+    apart = choices.double() - true[:, None]
+    covariances = torch.einsum("icp,jcp->ij", apart, apart) / 3
+    torch.testing.assert_close(torch.stack([one.noise for one in found]).mean(0), covariances, rtol=1e-6, atol=1e-9)
+
+
 def test_standard_errors_are_those_of_repetitions():
     generator = torch.Generator().manual_seed(1)
     true = torch.randn(2, 1, 5, generator=generator)

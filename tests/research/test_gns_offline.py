@@ -82,7 +82,7 @@ def single_gradients(source: Gradients, where, stream: int, first: int, count: i
     """One flat gradient per sample, each from a backward of its own, float64 [count, P]."""
     rows = []
     for sample in range(first, first + count):
-        loss = source.objective.loss(source.model, *source._samples(where, stream, torch.tensor([sample]))).loss.sum()
+        loss = source.objective.loss(source.model, *source.samples(where, stream, torch.tensor([sample]))).loss.sum()
         parts = torch.autograd.grad(loss, source.parameters, allow_unused=True)
         rows.append(torch.cat([part.flatten() for part in parts]).double())
     return torch.stack(rows)
@@ -165,7 +165,7 @@ def test_timesteps_follow_the_density_within_the_bin(low, high, unit, keys):
     source = gradients(**keys)
     where = timestep_bin(source.objective, low, high, unit)
     samples = torch.arange(20_000)
-    _, draw = source._samples(where, 0, samples)
+    _, draw = source.samples(where, 0, samples)
     uniform = torch.rand(200_000, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     t = source.objective.timestep_sampler.density.quantile(uniform)
     inside = t[(t >= where.t_low) & (t < where.t_high)]
@@ -205,7 +205,7 @@ def test_impossible_bins_are_refused(bounds, keys, message):
 
 def test_labels_are_dropped_images_mirrored_and_draws_apart():
     source = gradients(label_dropout=0.25)
-    batch, draw = source._samples(WHOLE, 5, torch.arange(8000))
+    batch, draw = source.samples(WHOLE, 5, torch.arange(8000))
     images = batch.images
     assert batch.entries["images"] is images and batch.entries.keys() == {"images", "class"}
     assert (batch.condition == 4).float().mean().item() == pytest.approx(0.25, abs=0.02)
@@ -238,11 +238,11 @@ def test_images_that_are_drawn_for_training_are_drawn_here_by_the_sample():
     source = gradients(data=Drawn(), horizontal_flip=False)
     plain = gradients(horizontal_flip=False)
     numbers = torch.arange(64)
-    images, as_stored = (each._samples(WHOLE, 3, numbers)[0].images for each in (source, plain))
+    images, as_stored = (each.samples(WHOLE, 3, numbers)[0].images for each in (source, plain))
     signs = (images / as_stored).mean((1, 2, 3))
     assert set(signs.tolist()) == {1.0, -1.0} and 16 < (signs < 0).sum() < 48
-    assert torch.equal(source._samples(WHOLE, 3, numbers[40:])[0].images, images[40:])
-    assert not torch.equal(source._samples(WHOLE, 4, numbers)[0].images.sign(), images.sign())
+    assert torch.equal(source.samples(WHOLE, 3, numbers[40:])[0].images, images[40:])
+    assert not torch.equal(source.samples(WHOLE, 4, numbers)[0].images.sign(), images.sign())
 
 
 def test_a_gradient_that_is_not_finite_is_refused():
