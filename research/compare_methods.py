@@ -61,7 +61,7 @@ def run_alone(arguments: argparse.Namespace) -> Path:
     if not arguments.report_only:
         _train_missing(base, runs, folder, arguments, better)
     table = _table(folder)
-    rows = {(run.arm.label, run.seed): row for run in runs if (row := _ended(table, run))}
+    rows = {(run.arm.label, run.seed): row for run in runs if (row := ended(table, run))}
     found = {key: MeasuredRun.of_row(row) for key, row in rows.items()}
     make_folder(folder)
     failed = sum((row := table.find({"run": run.name})) is not None and row["status"] != "ok" for run in runs)
@@ -99,11 +99,11 @@ def _train_missing(
     base: JobConfig, runs: list[PlannedRun], folder: Path, options: argparse.Namespace, better: Mapping[str, Better]
 ) -> None:
     table, weights = _table(folder), choose_weights(base, options.weights)
-    missing = {run.name: run for run in runs if not _ended(table, run)}
+    missing = {run.name: run for run in runs if not ended(table, run)}
     grid = plan_grid(base, list(missing.values()), folder, options.processes)
 
     def of_run(name: str) -> dict[str, Any]:
-        return measured(grid.run_folder(name), weights, better) | {"settings": _settings(missing[name])}
+        return measured(grid.run_folder(name), weights, better) | {"settings": settings_text(missing[name])}
 
     train_grid(grid, options.retry_failed, RunRecord(COLUMNS, of_run))
 
@@ -112,10 +112,12 @@ def _table(folder: Path) -> ResultTable:
     return ResultTable(folder / TABLE, (*TRAINED, *COLUMNS), ("run",))
 
 
-def _settings(run: PlannedRun) -> str:
+def settings_text(run: PlannedRun) -> str:
+    """Overrides of a run, as its row has them."""
     return json.dumps(run.overrides, sort_keys=True)
 
 
-def _ended(table: ResultTable, run: PlannedRun) -> dict[str, str] | None:
+def ended(table: ResultTable, run: PlannedRun) -> dict[str, str] | None:
+    """Row of a run that has ended with these settings; None: it is to be trained."""
     row = table.find({"run": run.name})
-    return row if row and row["status"] == "ok" and row["settings"] == _settings(run) else None
+    return row if row and row["status"] == "ok" and row["settings"] == settings_text(run) else None

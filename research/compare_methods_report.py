@@ -85,14 +85,15 @@ def _table(found: Runs, methods: Sequence[str], better: Mapping[str, Better], ax
         if pairs := _paired(found, method, methods[0]):
             changes = [([change(*pair, name, which, axis) for pair in pairs], which) for name, which in better.items()]
             ratio = fmean(run.flops / of.flops for run, of in pairs)
-            rows.append([method, str(len(pairs)), f"{ratio:.3g}", *(_text(*found, count) for found in changes)])
+            rows.append([method, str(len(pairs)), f"{ratio:.3g}", *(change_text(*found, count) for found in changes)])
         else:
             rows.append([method, "0", "-", *("-" for _ in better)])
     arrows = {"lower": "↓", "higher": "↑"}
     return markdown_table(["method", "seeds", "FLOPs", *(f"{name} {arrows[which]}" for name, which in better.items())], rows)
 
 
-def _text(changes: Sequence[float], better: Better, count: int) -> str:
+def change_text(changes: Sequence[float], better: Better, count: int = 1) -> str:
+    """Mean change with its interval, bold where that excludes 0, with a star where it does so for `count` comparisons too."""
     found, shown = mean_interval(changes), _in_per_cent(changes, better)
     text = f"{shown.value:+.1f} {'%' if better == 'lower' else 'points'}"
     if not found.bounded:
@@ -100,7 +101,7 @@ def _text(changes: Sequence[float], better: Better, count: int) -> str:
     text += f" [{shown.lower:+.1f}, {shown.upper:+.1f}]"
     if not found.excludes(0.0):
         return text
-    return Markdown(f"**{text}**" + ("\\*" if mean_interval(changes, 1 - 0.05 / count).excludes(0.0) else ""))
+    return Markdown(f"**{text}**" + ("\\*" if count > 1 and mean_interval(changes, 1 - 0.05 / count).excludes(0.0) else ""))
 
 
 def _in_per_cent(changes: Sequence[float], better: Better) -> Interval:
