@@ -46,17 +46,18 @@ def run_alone(arguments: argparse.Namespace) -> Path:
     grid_options.require_seeds(arguments)
     arms = read_arms(read_methods(arguments.methods))
     base = grid_options.read_base(arguments, measured=True)
-    if not (base.validation.enable and base.evaluation.enable):
-        raise StudyError("validation.enable, evaluation.enable: must be true, as methods are compared by what they measure")
+    if not base.validation.enable:
+        raise StudyError("validation.enable: must be true, as methods are compared by what they measure")
     batch = base.training.global_batch_size
     samples = grid_options.equal_samples(arguments, [batch])
     shared = batch_overrides(base, batch, samples, arguments.checkpoints, "const", arguments.processes)
-    shared |= {f"{section}.interval": shared["checkpoint.interval"] for section in ("validation", "evaluation")}
+    measuring = ("validation", "evaluation") if base.evaluation.enable else ("validation",)
+    shared |= {f"{section}.interval": shared["checkpoint.interval"] for section in measuring}
     runs = plan_runs(arms, shared, arguments.seeds, base)
     folder = grid_options.study_folder(arguments, base, NAME)
     ResultsFolder(folder, STUDY_MARKS).refuse_foreign()
     better: dict[str, Better] = {"loss": "lower"}
-    for metric in base.evaluation.metrics:
+    for metric in base.evaluation.metrics if base.evaluation.enable else ():
         better |= {name: which for name, which in METRICS[metric].better.items() if which}
     if not arguments.report_only:
         _train_missing(base, runs, folder, arguments, better)

@@ -70,7 +70,21 @@ def write(found: Runs, methods: Sequence[str], better: Mapping[str, Better], fol
     )
     for axis in AXES:
         text += f"## Equal {axis}\n\n" + _table(found, methods, better, axis, count)
+    text += f"## Loss over training\n\n{_over_training(found, methods)}"
     return text + draw(found, methods, better, folder / "methods.png")
+
+
+def _over_training(found: Runs, methods: Sequence[str]) -> str:
+    """Table of the changes of the loss at each measurement of equal images, and of these against the last one."""
+    lines = []
+    for method in methods[1:]:
+        pairs = [pair for pair in _paired(found, method, methods[0]) if pair[0].images == pair[1].images]
+        curves = [(run.curves["loss"], plain.curves["loss"]) for run, plain in pairs]
+        changes = [[math.log(a / b) for a, b in zip(*both, strict=True)] for both in curves]
+        for place, images in enumerate(pairs[0][0].images if pairs else ()):
+            now = change_text([each[place] for each in changes], "lower")
+            lines.append([method, str(images), now, change_text([each[place] - each[-1] for each in changes], "lower")])
+    return markdown_table(["method", "images", "loss", "against its change at the end"], lines)
 
 
 def _paired(found: Runs, method: str, plain: str) -> list[tuple[MeasuredRun, MeasuredRun]]:
