@@ -35,7 +35,6 @@ STUDIES: dict[str, StudyEntry] = {
         "critical batch size of a checkpoint, by branches of the training at several batch sizes", of_a_run=False
     ),
     "forgetting": StudyEntry("effect of training on one slot of timesteps on the others"),
-    "guidance": StudyEntry("guidance at equal evaluations: none, by the null condition, by other weights"),
     "linear_probe": StudyEntry("accuracy of a linear classifier by block and noise level, against raw pixels"),
     "sampling_sweep": StudyEntry(
         "guidance scales, weight averages and solver steps compared on samples, as heat maps", several_weights=True
