@@ -35,7 +35,6 @@ STUDIES: dict[str, StudyEntry] = {
         "critical batch size of a checkpoint, by branches of the training at several batch sizes", of_a_run=False
     ),
     "forgetting": StudyEntry("effect of training on one slot of timesteps on the others"),
-    "guidance": StudyEntry("guidance at equal evaluations: none, by the null condition, by other weights"),
     "linear_probe": StudyEntry("accuracy of a linear classifier by block and noise level, against raw pixels"),
     "sampling_sweep": StudyEntry(
         "guidance scales, weight averages and solver steps compared on samples, as heat maps", several_weights=True
@@ -51,6 +50,9 @@ STUDIES: dict[str, StudyEntry] = {
     "compare_settings": StudyEntry("settings of a config at equal samples; trains runs of it", of_a_run=False),
     "compare_methods": StudyEntry(
         "methods by name at equal images and equal FLOPs, by what runs measure; trains runs of a config", of_a_run=False
+    ),
+    "few_steps": StudyEntry(
+        "samples in 1, 2, 4 steps of methods trained with equal FLOPs; trains runs of a config", of_a_run=False
     ),
     "alignment_noise": StudyEntry(
         "gradients of flow and alignment over training, and a stop by rule; trains runs of a config", of_a_run=False

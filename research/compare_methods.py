@@ -46,22 +46,23 @@ def run_alone(arguments: argparse.Namespace) -> Path:
     grid_options.require_seeds(arguments)
     arms = read_arms(read_methods(arguments.methods))
     base = grid_options.read_base(arguments, measured=True)
-    if not (base.validation.enable and base.evaluation.enable):
-        raise StudyError("validation.enable, evaluation.enable: must be true, as methods are compared by what they measure")
+    if not base.validation.enable:
+        raise StudyError("validation.enable: must be true, as methods are compared by what they measure")
     batch = base.training.global_batch_size
     samples = grid_options.equal_samples(arguments, [batch])
     shared = batch_overrides(base, batch, samples, arguments.checkpoints, "const", arguments.processes)
-    shared |= {f"{section}.interval": shared["checkpoint.interval"] for section in ("validation", "evaluation")}
+    measuring = ("validation", "evaluation") if base.evaluation.enable else ("validation",)
+    shared |= {f"{section}.interval": shared["checkpoint.interval"] for section in measuring}
     runs = plan_runs(arms, shared, arguments.seeds, base)
     folder = grid_options.study_folder(arguments, base, NAME)
     ResultsFolder(folder, STUDY_MARKS).refuse_foreign()
     better: dict[str, Better] = {"loss": "lower"}
-    for metric in base.evaluation.metrics:
+    for metric in base.evaluation.metrics if base.evaluation.enable else ():
         better |= {name: which for name, which in METRICS[metric].better.items() if which}
     if not arguments.report_only:
         _train_missing(base, runs, folder, arguments, better)
     table = _table(folder)
-    rows = {(run.arm.label, run.seed): row for run in runs if (row := _ended(table, run))}
+    rows = {(run.arm.label, run.seed): row for run in runs if (row := ended(table, run))}
     found = {key: MeasuredRun.of_row(row) for key, row in rows.items()}
     make_folder(folder)
     failed = sum((row := table.find({"run": run.name})) is not None and row["status"] != "ok" for run in runs)
@@ -99,11 +100,11 @@ def _train_missing(
     base: JobConfig, runs: list[PlannedRun], folder: Path, options: argparse.Namespace, better: Mapping[str, Better]
 ) -> None:
     table, weights = _table(folder), choose_weights(base, options.weights)
-    missing = {run.name: run for run in runs if not _ended(table, run)}
+    missing = {run.name: run for run in runs if not ended(table, run)}
     grid = plan_grid(base, list(missing.values()), folder, options.processes)
 
     def of_run(name: str) -> dict[str, Any]:
-        return measured(grid.run_folder(name), weights, better) | {"settings": _settings(missing[name])}
+        return measured(grid.run_folder(name), weights, better) | {"settings": settings_text(missing[name])}
 
     train_grid(grid, options.retry_failed, RunRecord(COLUMNS, of_run))
 
@@ -112,10 +113,12 @@ def _table(folder: Path) -> ResultTable:
     return ResultTable(folder / TABLE, (*TRAINED, *COLUMNS), ("run",))
 
 
-def _settings(run: PlannedRun) -> str:
+def settings_text(run: PlannedRun) -> str:
+    """Overrides of a run, as its row has them."""
     return json.dumps(run.overrides, sort_keys=True)
 
 
-def _ended(table: ResultTable, run: PlannedRun) -> dict[str, str] | None:
+def ended(table: ResultTable, run: PlannedRun) -> dict[str, str] | None:
+    """Row of a run that has ended with these settings; None: it is to be trained."""
     row = table.find({"run": run.name})
-    return row if row and row["status"] == "ok" and row["settings"] == _settings(run) else None
+    return row if row and row["status"] == "ok" and row["settings"] == settings_text(run) else None

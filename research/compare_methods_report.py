@@ -70,7 +70,21 @@ def write(found: Runs, methods: Sequence[str], better: Mapping[str, Better], fol
     )
     for axis in AXES:
         text += f"## Equal {axis}\n\n" + _table(found, methods, better, axis, count)
+    text += f"## Loss over training\n\n{_over_training(found, methods)}"
     return text + draw(found, methods, better, folder / "methods.png")
+
+
+def _over_training(found: Runs, methods: Sequence[str]) -> str:
+    """Table of the changes of the loss at each measurement of equal images, and of these against the last one."""
+    lines = []
+    for method in methods[1:]:
+        pairs = [pair for pair in _paired(found, method, methods[0]) if pair[0].images == pair[1].images]
+        curves = [(run.curves["loss"], plain.curves["loss"]) for run, plain in pairs]
+        changes = [[math.log(a / b) for a, b in zip(*both, strict=True)] for both in curves]
+        for place, images in enumerate(pairs[0][0].images if pairs else ()):
+            now = change_text([each[place] for each in changes], "lower")
+            lines.append([method, str(images), now, change_text([each[place] - each[-1] for each in changes], "lower")])
+    return markdown_table(["method", "images", "loss", "against its change at the end"], lines)
 
 
 def _paired(found: Runs, method: str, plain: str) -> list[tuple[MeasuredRun, MeasuredRun]]:
@@ -85,14 +99,15 @@ def _table(found: Runs, methods: Sequence[str], better: Mapping[str, Better], ax
         if pairs := _paired(found, method, methods[0]):
             changes = [([change(*pair, name, which, axis) for pair in pairs], which) for name, which in better.items()]
             ratio = fmean(run.flops / of.flops for run, of in pairs)
-            rows.append([method, str(len(pairs)), f"{ratio:.3g}", *(_text(*found, count) for found in changes)])
+            rows.append([method, str(len(pairs)), f"{ratio:.3g}", *(change_text(*found, count) for found in changes)])
         else:
             rows.append([method, "0", "-", *("-" for _ in better)])
     arrows = {"lower": "↓", "higher": "↑"}
     return markdown_table(["method", "seeds", "FLOPs", *(f"{name} {arrows[which]}" for name, which in better.items())], rows)
 
 
-def _text(changes: Sequence[float], better: Better, count: int) -> str:
+def change_text(changes: Sequence[float], better: Better, count: int = 1) -> str:
+    """Mean change with its interval, bold where that excludes 0, with a star where it does so for `count` comparisons too."""
     found, shown = mean_interval(changes), _in_per_cent(changes, better)
     text = f"{shown.value:+.1f} {'%' if better == 'lower' else 'points'}"
     if not found.bounded:
@@ -100,7 +115,7 @@ def _text(changes: Sequence[float], better: Better, count: int) -> str:
     text += f" [{shown.lower:+.1f}, {shown.upper:+.1f}]"
     if not found.excludes(0.0):
         return text
-    return Markdown(f"**{text}**" + ("\\*" if mean_interval(changes, 1 - 0.05 / count).excludes(0.0) else ""))
+    return Markdown(f"**{text}**" + ("\\*" if count > 1 and mean_interval(changes, 1 - 0.05 / count).excludes(0.0) else ""))
 
 
 def _in_per_cent(changes: Sequence[float], better: Better) -> Interval:

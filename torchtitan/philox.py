@@ -47,6 +47,8 @@ PURPOSES = {
     "path_drop": 21,
     "duration": 22,
     "guidance": 23,
+    "second_time": 24,
+    "second_tokens": 25,
 }
 
 _ROUND_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)

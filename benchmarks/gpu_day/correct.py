@@ -77,6 +77,18 @@ FEATURES: dict[str, Settings] = {
     "alignment with itself, compiled": {
         **COMPILED, "alignment.teacher": "self", "alignment.block": "1", "alignment.teacher_block": "2",
     },
+    "two times in an image, compiled": {
+        **COMPILED, "alignment.teacher": "self", "alignment.block": "1", "alignment.teacher_block": "2",
+        "alignment.dual_share": "0.25",
+    },
+    "mean flow, guidance as an input, compiled": {
+        **COMPILED, "objective.name": "mean_flow", "objective.guidance_max": "8", "objective.tangent": "head",
+        "model.intermediate_head": "1",
+    },
+    "routed tokens, compiled": {
+        **COMPILED, "model.routing.name": "sprint", "model.routing.first_block": "2", "model.routing.last_block": "2",
+        "model.routing.keep": "0.5",
+    },
     "loader processes": {"data.num_workers": "2"},
     **{f"{name} sampler": {"sampling.solver.name": name, **_OF_SOLVERS.get(name, {})} for name in SOLVERS},
     "profiler": {"profiling.enable_profiling": "true", "profiling.profile_freq": "4"},

@@ -11,7 +11,10 @@ from torchtitan.evaluation.eval_mode import evaluating
 from torchtitan.weights.trained_model import load_run
 
 HERE = "tests.distributed.test_alignment_layouts"
-SELF = ("--alignment.teacher=self", "--alignment.block=1", "--alignment.teacher_block=3", "--metrics.loss_bins=2")
+SELF = (
+    "--alignment.teacher=self", "--alignment.block=1", "--alignment.teacher_block=3", "--metrics.loss_bins=2",
+    "--alignment.dual_share=0.25",
+)  # fmt: skip
 CONVOLUTION = ("--alignment.projector=convolution", "--alignment.spatial_norm=0.6")
 DIGITS = ("--alignment.teacher=digits", "--alignment.block=2", *CONVOLUTION)
 # Both teachers, and the end of one of them inside of what is compared.

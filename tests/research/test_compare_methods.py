@@ -38,11 +38,24 @@ def test_an_interval_is_students_and_marked_where_it_excludes_0(tmp_path, monkey
     monkeypatch.setattr(report, "draw", lambda *of: "")
     found = {("plain", seed): power_law(1.0) for seed in (0, 1, 2)}
     found |= {("a", seed): power_law(2.0, math.exp(-0.1 + 0.01 * seed)) for seed in (0, 1)}
-    images, flops = report.write(found, ["plain", "a", "b"], {"loss": "lower", "share": "higher"}, tmp_path).split("## ")[1:]
+    images, flops = report.write(found, ["plain", "a", "b"], {"loss": "lower", "share": "higher"}, tmp_path).split("## ")[1:3]
     low, high = (100 * math.expm1(-0.095 + sign * 12.7062 * 0.005) for sign in (-1, 1))  # t(1, 97.5 %)
     assert f"| a | 2 | 2 | **{100 * math.expm1(-0.095):+.1f} % [{low:+.1f}, {high:+.1f}]** | +0.0 points" in images
     assert f"{100 * math.expm1(math.log(2) / 2 - 0.095):+.1f} %" in flops and "-10.0 points" in flops
     assert "| b | 0 | - | - | - |" in images
+
+
+def test_changes_over_training_are_of_each_measurement_and_against_the_last(tmp_path, monkeypatch):
+    monkeypatch.setattr(report, "draw", lambda *of: "")
+    found = {("plain", seed): power_law(1.0) for seed in (0, 1)}
+    late = {seed: MeasuredRun(1.0, [100, 400], {"loss": [0.1 * math.exp(0.3 + 0.01 * seed), 0.05 * 1.1]}) for seed in (0, 1)}
+    found |= {("late", seed): run for seed, run in late.items()}
+    text = report.write(found, ["plain", "late"], {"loss": "lower"}, tmp_path).split("## Loss over training")[1]
+    half = 12.7062 * 0.005  # t(1, 97.5 %)
+    low, high = (100 * math.expm1(0.305 - math.log(1.1) + sign * half) for sign in (-1, 1))
+    against_end = f"{100 * math.expm1(0.305) / 1.1 - 100 * 0.1 / 1.1:+.1f} % [{low:+.1f}, {high:+.1f}]"
+    assert f"| late | 100 | **{100 * math.expm1(0.305):+.1f} %" in text and f"**{against_end}** |" in text
+    assert "| late | 400 | **+10.0 % [+10.0, +10.0]** | +0.0 % [+0.0, +0.0] |" in text
 
 
 @pytest.fixture
@@ -80,6 +93,9 @@ def test_a_study_resumes_in_another_folder_from_its_table(trained, study, tmp_pa
     assert trained == ["plain_s0", "residual_s0", "plain_s1", "residual_s1"]
     row = table(second / "training.csv")[1]
     assert (row["flops_per_image"], row["images"]) == ("11", "8 16") and json.loads(row["curves"])["loss"] == [1 / 2, 1 / 4]
+    methods.write_text("[plain]\n[residual]\nmodel.value_residual = true\n")
+    code, _, error = study(*words, tmp_path / "loss", "--report-only", "--set", "evaluation.enable=false")
+    assert code == 0 and "accuracy" not in (tmp_path / "loss" / "summary.md").read_text(), error
     methods.write_text("alone = 1\n")
     code, _, error = study(*words, second)
     assert code == 2 and "is no file of tables" in error and error.count("\n") == 1

@@ -14,6 +14,7 @@ from tests.unit.published_state_dicts import uniform
 from tests.unit.test_gns_taps import BATCH, EDGES, PAPER, SHAPE, Problem, close, one_process
 from torchtitan import philox
 from torchtitan.alignment.config import AlignmentConfig, alignment_problems
+from torchtitan.alignment.dual_times import lowered, with_second_time
 from torchtitan.alignment.encoders import open_digits, open_transformers
 from torchtitan.alignment.loss import cosine_loss, spatially_normalised
 from torchtitan.alignment.plan import Plan, open_encoder
@@ -23,6 +24,7 @@ from torchtitan.config.job import load_config
 from torchtitan.config.latent_cache import trained_info
 from torchtitan.data.digits import Digits, DigitsConfig
 from torchtitan.diffusion.objective import LossTerms
+from torchtitan.diffusion.objectives import build_objective
 from torchtitan.diffusion.timesteps.sampler import GlobalBatch
 from torchtitan.errors import ConfigError, EvaluationError
 from torchtitan.estimate.memory import estimate_memory, model_on_meta
@@ -283,6 +285,69 @@ def test_an_estimate_holds_projector_and_encoder():
     assert estimate_memory(deep, 1).total > 0  # from networks of fewer blocks
 
 
+# ---------------------------------------------------------------------- two times in an image
+
+DUAL = ("--model.flavor=debug", *SELF, "--alignment.dual_share=0.25")
+
+
+def test_a_share_of_an_images_tokens_has_a_second_time_by_sample_number():
+    objective, count, grid = build_objective(load_config(["--model.flavor=debug"], 1).objective, 0), 4000, (4, 4)
+    samples = torch.arange(count)
+    single = objective.draw((1, 8, 8), GlobalBatch(0, count), samples)
+    draw = with_second_time(single, objective, samples, 0, 0.25, grid)
+    times, t = draw.token_times.flatten(1), single.t[:, None]
+    assert torch.equal(draw.t, single.t) and draw.token_times.shape == (count, 1, *grid)
+    assert ((times != t).sum(1) == 4).all()
+    second = times[times != t].view(count, 4)
+    assert (second == second[:, :1]).all()
+    assert second[:, 0].mean().item() == pytest.approx(0.5, abs=5 * 0.21 / count**0.5)  # of logit-normal times
+    assert torch.corrcoef(torch.stack((second[:, 0], single.t)))[0, 1].abs() < 5 / count**0.5
+    places = (times != t).double().mean(0)
+    assert (places - 0.25).abs().max() < 5 * (0.1875 / count) ** 0.5
+    chosen = torch.tensor([3, 3999])
+    few = with_second_time(objective.draw((1, 8, 8), GlobalBatch(0, count), chosen), objective, chosen, 0, 0.25, grid)
+    assert torch.equal(few.token_times, draw.token_times[chosen])
+    assert not torch.equal(with_second_time(single, objective, samples, 1, 0.25, grid).token_times, draw.token_times)
+    first, other = torch.full((count,), 0.1), torch.full((count,), 0.02)
+    wanted = torch.where(times == t, times - 0.1, times - 0.02).clamp_min(0.0)
+    torch.testing.assert_close(lowered(draw, first, other).flatten(1), wanted)
+
+
+def test_the_network_sees_each_token_at_its_time_and_the_average_at_lower_ones(tmp_path):
+    trainer = make_trainer(str(tmp_path), "dual", replicas=1, shards=1, accumulation=1, steps=2, overrides=DUAL)
+    state, seen = trainer.state, []
+    state.model.register_forward_pre_hook(lambda module, inputs: seen.append((module.training, *inputs[:2])))
+    batch = state.to_device(trainer.state.data.next_batch())
+    count = len(batch["samples"])
+    state.loss_terms(batch, GlobalBatch(0, count))
+    (_, of_average, lower), (training, images, time) = seen
+    single = state.objective.draw(tuple(batch["images"].shape[1:]), GlobalBatch(0, count), batch["samples"])
+    draw = state.alignment.drawn(single, batch["samples"], 0)
+    assert training and torch.equal(time, 1000 * draw.token_times.flatten(1)) and ((time - lower) >= 0).all()
+    assert ((time - lower) <= 200.001).all() and (time - lower).std() > 10
+    for t, x in ((time / 1000, images), (lower / 1000, of_average)):
+        t = t.view(count, 1, 4, 1, 4, 1).expand(-1, -1, -1, 2, -1, 2).reshape(count, 1, 8, 8)  # patches of 2 x 2
+        torch.testing.assert_close(x, (1 - t) * batch["images"] + t * single.noise, rtol=1e-5, atol=1e-5)
+    with torch.no_grad():
+        state.model.eval()
+        for parameter in state.model.parameters():  # gates are zero at first
+            parameter.add_(0.02 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(parameter.numel())))
+        condition, one = batch["class"], single.t * 1000
+        alike = state.model(images, one[:, None].expand(-1, 16), condition)
+        torch.testing.assert_close(alike, state.model(images, one, condition), rtol=1e-5, atol=1e-5)
+        assert (state.model(images, time, condition) - alike).abs().max() > 1e-3
+    trainer.close()
+
+
+def test_flops_of_two_times_count_the_modulation_of_every_token():
+    words = ["--model.flavor=debug", "--training.steps=10"]
+    single, dual = load_config([*words, *SELF], 1), load_config([*words, *DUAL], 1)
+    model = model_on_meta(single)
+    vectors = 256 * 64 + 64 * 64 + 3 * 6 * 64 * 64 + 2 * 64 * 64  # of times, blocks, and the output layer
+    assert training_flops_per_image(dual, model) - training_flops_per_image(single, model) == 2 * 4 * 15 * vectors
+    assert estimate_memory(dual, 1).activations > estimate_memory(single, 1).activations
+
+
 # ---------------------------------------------------------------------- what is refused
 
 REFUSED = {
@@ -312,6 +377,9 @@ def test_an_alignment_that_does_not_fit_ends_the_check_in_one_line(words, tmp_pa
         ('teacher = "transformers"', "alignment.path: is missing (give the folder or hub name of a vision transformer"),
         ('teacher = "self"\nstop_steps = 5\nstop_images = 5', "alignment.stop_images: the end is given by"),
         ('teacher = "digits"\n[data]\nname = "synthetic"\nshape = [4, 8, 8]', "alignment.teacher: digits encodes images"),
+        ('teacher = "self"\ndual_share = 0.25\n[gns]\nenable = true', "alignment.dual_share: images of two times need gns"),
+        ('teacher = "self"\ndual_share = 0.25\n[objective]\ncosine_weight = 1.0', "two times need objective.cosine_weight = 0"),
+        ('teacher = "digits"\ndual_share = 0.25', "alignment.dual_share: has no effect when alignment.teacher = digits"),
         ('teacher = "digits"\ntrack = "ema"', "alignment.track: has no effect when alignment.teacher = digits"),
         ("weight = 1.0", "alignment.weight: has no effect when alignment.teacher = none"),
         ('teacher = "self"\n[compile]\nenable = true\nscope = "model"', "alignment.teacher: self reads a block's output, inside"),

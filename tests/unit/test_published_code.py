@@ -20,7 +20,7 @@ from torchtitan.diffusion.guidance import Guidance, HeadGuide, predictor
 from torchtitan.diffusion.objective import Draw, Microbatch, Objective
 from torchtitan.diffusion.objectives import build_objective
 from torchtitan.models import MODELS
-from torchtitan.models.dit.config import FLAVORS, DiTConfig
+from torchtitan.models.dit.config import FLAVORS
 from torchtitan.models.dit.model import DiT
 
 PRESETS = Path(__file__).parents[2] / "train_configs" / "imagenet256"
@@ -32,14 +32,10 @@ LIGHTNING = replace(
 JIT = replace(
     FLAVORS["JiT-B/16"], **SMALL, mlp_hidden_dim=85, patch_size=4, patch_bottleneck=10, class_tokens=5, class_tokens_start=1
 )  # fmt: skip
-WIDE = replace(
-    FLAVORS["DiT-DH-XL/1"], dim=48, num_layers=3, num_heads=3, mlp_hidden_dim=128, wide_dim=96, wide_heads=4,
-)  # fmt: skip
+WIDE = replace(FLAVORS["DiT-DH-XL/1"], dim=48, num_layers=3, num_heads=3, mlp_hidden_dim=128, wide_dim=96, wide_heads=4)
 SIT = replace(FLAVORS["DiT-S/2"], **SMALL, mlp_hidden_dim=128, intermediate_head=1)
-NETWORKS: dict[str, tuple[DiTConfig, tuple[int, int, int]]] = {
-    "jit_b16": (JIT, (3, 8, 8)), "rae_dh_xl": (WIDE, (20, 4, 4)), "lightningdit_xl1": (LIGHTNING, (4, 4, 4)),
-    "sit": (SIT, (4, 4, 4)),
-}  # fmt: skip
+NETWORKS = {"jit_b16": (JIT, (3, 8, 8)), "rae_dh_xl": (WIDE, (20, 4, 4)), "lightningdit_xl1": (LIGHTNING, (4, 4, 4))}
+NETWORKS["sit"] = SIT, (4, 4, 4)
 HEAD = ("--model.flavor", "debug", "--model.intermediate_head", "1", "--objective.intermediate_share", "0.5")
 NUM_CLASSES = 7
 CONDITIONS, TIMES = torch.tensor([0, 3, 7, 6]), torch.tensor([0.02, 0.3, 0.62, 0.97], dtype=torch.float64)
@@ -67,13 +63,9 @@ def network(name: str, dtype: torch.dtype = torch.float64) -> DiT:
     with torch.no_grad():
         for number, (key, parameter) in enumerate(model.named_parameters()):
             values = waves(parameter.shape, number)
-            if key.endswith("norm.weight"):
-                values = 1 + 0.3 * values
-            elif parameter.ndim == 1 or key.startswith(("label_embed", "class_tokens")):
-                values = 0.3 * values
-            else:
-                values = values * (2 / parameter.shape[1]) ** 0.5
-            parameter.copy_(values)
+            narrow = parameter.ndim == 1 or key.startswith(("label_embed", "class_tokens"))
+            values = values * (0.3 if narrow else (2 / parameter.shape[1]) ** 0.5)
+            parameter.copy_(values + key.endswith("norm.weight"))
         if config.timestep_frequencies == "fourier":
             model.waves.frequencies = 2 * waves((256,), 0.5).to(dtype)
     return model
@@ -98,13 +90,9 @@ def test_outputs_loss_and_gradient_are_the_published_code_s(name, tmp_path):
     shape = (4, *NETWORKS[name][1])
     x0, noise = waves(shape, 0.2), 1.4 * waves(shape, 0.3)
     seen: list[Tensor] = []
-
-    def kept(x: Tensor, time: Tensor, condition: Tensor) -> Tensor:
-        seen.append(model(x, time, condition))
-        return seen[0]
-
+    model.register_forward_hook(lambda module, arguments, output: seen.append(output))
     draw = Draw(TIMES, noise, torch.ones(4))
-    loss = objective.loss(kept, Microbatch(x0, CONDITIONS, kept=objective.kept(torch.ones(4), 0.1)), draw).loss.mean()
+    loss = objective.loss(model, Microbatch(x0, CONDITIONS, kept=objective.kept(torch.ones(4), 0.1)), draw).loss.mean()
     loss.backward()
     gradient = math.sqrt(sum(parameter.grad.square().sum().item() for parameter in model.parameters()))
     found = [value for part in seen[0].split(x0.shape[1], dim=1) for value in numbers(part)]
@@ -127,14 +115,11 @@ def test_samples_with_internal_and_classifier_free_guidance_are_those_of_sit_s_c
     assert sampled("sit", objective, *method, guidance, HeadGuide()) == pytest.approx(SIT_SAMPLES, rel=1e-5, abs=1e-6)
 
 
+@torch.no_grad()
 def sampled(name, objective, method, times, steps, guidance, guide=None) -> list[float]:
     """Numbers of samples from noise of waves, as by `[sampling]` with a state in float64."""
     shape = (3, *NETWORKS[name][1])
     predict = predictor(objective, network(name, torch.float32), Classes(NUM_CLASSES), torch.tensor([0, 3, 6]), guidance, guide)
-    with torch.no_grad():
-        images = method.solve(
-            predict, objective.path, 1.4 * waves(shape, 0.7), times.times(objective.path, steps, lambda: 0),
-            lambda step: 1.4 * waves(shape, step), **method.options(),
-        )  # fmt: skip
-    return numbers(images)
+    grid, start = times.times(objective.path, steps, lambda: 0), 1.4 * waves(shape, 0.7)
+    return numbers(method.solve(predict, objective.path, start, grid, lambda step: 1.4 * waves(shape, step), **method.options()))
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from torchtitan import philox
+from torchtitan.alignment.dual_times import lowered, with_second_time
 from torchtitan.alignment.loss import cosine_loss, spatially_normalised
 from torchtitan.alignment.plan import Plan, open_encoder
 from torchtitan.alignment.tap import Tap
@@ -65,6 +66,12 @@ class Alignment:
         """Tensors of an objective by name, without the projector's."""
         return {name: tensor for name, tensor in learned.items() if not name.startswith(f"{LEARNED}.")}
 
+    def drawn(self, draw: Draw, samples: Tensor, attempt: int) -> Draw:
+        """Draw of an aligned microbatch of sample numbers [B]: with a second time in each image, if there is one."""
+        if not self._config.dual_share:
+            return draw
+        return with_second_time(draw, self._objective, samples, attempt, self._config.dual_share, self._plan.student.grid)
+
     @torch.no_grad()
     def features(self, batch: Microbatch, draw: Draw, attempt: int, ema: EMABank) -> Tensor:
         """Features [B, T, C] of a microbatch, before its forward; the average's are collective where it is sharded.
@@ -100,8 +107,12 @@ class Alignment:
         """Tokens of the average at time max(t - u LARGEST_GAP, 0), u uniform; on a path in steps, at the nearest one."""
         assert self._teacher is not None
         path, images = self._objective.path, batch.images
-        u = philox.uniform(self._objective.seed, "alignment", batch.entries["samples"], attempt)
-        t = (draw.t - LARGEST_GAP * u.to(draw.t)).clamp_min(0.0)
+        numbers = batch.entries["samples"]
+        first, second = (  # of either group of tokens
+            LARGEST_GAP * philox.uniform(self._objective.seed, "alignment", each, attempt).to(draw.t)
+            for each in (numbers, numbers + (1 << 41))
+        )
+        t = lowered(draw, first, second)
         if path.discrete:
             t = indexed(path).index_to_t(indexed(path).t_to_index(t)).to(draw.t)
         a, b = path.coefficients(per_image(t, images))

@@ -35,6 +35,10 @@ class AlignmentConfig:
     )
     block: int = setting(4, "block of which the output is aligned, from 1", ge=1, applies=_ON)
     teacher_block: int = setting(8, "block of the average of which the output is the target, from 1", ge=1, applies=_SELF)
+    dual_share: float = setting(
+        0.0, "share of an image's tokens at a second time, drawn as the first, published: 0.25; 0: none", ge=0, le=0.5,
+        applies=_SELF,
+    )  # fmt: skip
     track: str = setting("ema", "average that teaches, a name of ema.tracks", applies=_SELF)
     projector: OneOf[str, PROJECTORS] = setting(
         "mlp", "layers between tokens and features: three linears (REPA), or a 3x3 convolution (iREPA)", applies=_ON

@@ -34,6 +34,11 @@ class Plan:
             ConfigError: the network has no such block, or the teacher no such grid.
         """
         self.student = find_place(model, "block", config.block)
+        roles, sizes = model.linear_roles(), dict(model.named_parameters())
+        # Of a forward in which every token has a time, beyond those of a plain one.
+        vectors = sum(sizes[f"{name}.weight"].numel() for name, role in roles.items() if role == "vector")
+        tokens = self.student.grid[0] * self.student.grid[1]
+        self._macs_by_token = (tokens - 1) * vectors if config.dual_share else 0
         self._config = config
         if config.teacher == "self":
             self.teacher = find_place(model, "teacher_block", config.teacher_block)
@@ -74,7 +79,7 @@ class Plan:
         with torch.device("meta"):  # every weight meets every token once
             trained = tokens * sum(p.numel() for p in self.projector().parameters() if p.ndim > 1)
         share = self._config.steps(steps, global_batch_size) / steps
-        return round(share * 2 * (self._macs + 3 * trained))
+        return round(share * 2 * (self._macs + 4 * self._macs_by_token + 3 * trained))  # the average's forward is the fourth
 
 
 def open_encoder(config: AlignmentConfig, device: torch.device) -> nn.Module:

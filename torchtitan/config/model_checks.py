@@ -10,6 +10,7 @@ from torchtitan.data import LATENT_DATASETS
 from torchtitan.data.base import FEATURES
 from torchtitan.diffusion.objectives import OBJECTIVES
 from torchtitan.diffusion.paths import PATHS
+from torchtitan.diffusion.timesteps.registry import SAMPLERS
 from torchtitan.gns.config import WITHOUT_TAPS
 from torchtitan.models import MODELS
 from torchtitan.settings import has_key
@@ -178,8 +179,37 @@ def _alignment(checked: ConfigView) -> Iterator[Problem]:
     ))  # fmt: skip
 
 
+# What an objective and a network of two times in an image have; of other families nothing is known.
+_OF_DUAL_TIMES = {
+    "model.name": "dit", "model.embedding_per_block": False, "model.magnitude_preserving": False, "model.class_tokens": 0,
+    "model.wide_dim": 0, "model.learned_variance": False, "objective.name": "denoising", "objective.path": "rectified_flow",
+    "objective.weighting.name": "none", "objective.learned_uncertainty": False, "objective.cosine_weight": 0.0,
+    "objective.contrastive_weight": 0.0, "objective.heads": [], "gns.enable": False,
+}  # fmt: skip
+
+
+def _dual_times(checked: ConfigView) -> Iterator[Problem]:
+    if not checked.whole("alignment").dual_share:
+        return
+    for key, wanted in _OF_DUAL_TIMES.items():
+        section, *names = key.split(".")
+        found = checked.whole(section)
+        for name in names:
+            found = getattr(found, name, wanted)
+        if found != wanted:
+            text = f"images of two times need {key} = {quoted(wanted)}, not {quoted(found)} (set that, or leave this out)"
+            yield Problem("alignment.dual_share", text)
+            return
+    if checked.whole("objective").preconditioning not in ("identity", "data_time", "sit"):
+        text = "images of two times need an objective.preconditioning without scales (use identity, or leave this out)"
+        yield Problem("alignment.dual_share", text)
+    if checked.whole("objective").timesteps.name in SAMPLERS or checked.whole("model").routed_blocks:
+        text = "images of two times need a plain density as objective.timesteps, and no model.routing (or leave this out)"
+        yield Problem("alignment.dual_share", text)
+
+
 MODEL_CHECKS: list[Callable[[ConfigView], Iterator[Problem]]] = [
     _model_fits_images, _condition, _learned_variance, _heads, _two_times, _time_features, _intermediate_head,
-    _label_dropout, _alignment,
+    _label_dropout, _alignment, _dual_times,
 ]  # fmt: skip
 ADAPTER_CHECKS: list[Callable[[ConfigView], Iterator[Problem]]] = [_lora, _normalized_weights]

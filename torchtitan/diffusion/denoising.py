@@ -133,14 +133,14 @@ class Denoising(Objective):
         return (*super().graphs, "noisy", "terms")
 
     def loss(self, model: Network, batch: Microbatch, draw: Draw) -> LossTerms:
-        noisy = self.noisy(batch.images, draw.noise, draw.t)
+        noisy = self.noisy(batch.images, draw.noise, draw.t if draw.token_times is None else draw.token_times)
         output = model(noisy.images, noisy.time, batch.condition)
         loss, error, weighted, shares, head_errors = self.terms(batch.images, draw, noisy, output, batch.kept)
         diagnostics = {} if shares is None else dict(zip(self.diagnostics, shares.unbind(1), strict=True))
         return LossTerms(loss, error, draw.t, weighted, diagnostics, head_errors)
 
     def noisy(self, x0: Tensor, noise: Tensor, t: Tensor) -> NoisyImages:
-        """Add noise to clean images, and make the network's inputs."""
+        """Add noise to clean images at times t [B], or by token [B, 1, h, w], and make the network's inputs."""
         a, b = self.path.coefficients(per_image(t, x0))
         x_t = (a * x0).add_(b * noise)
         return NoisyImages(x_t, a, b, *self.network_inputs(x_t, t))

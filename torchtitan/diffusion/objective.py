@@ -83,6 +83,7 @@ class Draw(NamedTuple):
         dropping: uniform in (0, 1), float64 [B]: below the probability, no condition; None outside of training.
         duration: t less the smaller time, float32 [B]; None: 0.
         guidance: scale, and lowest and highest t with it, which the network takes as inputs, float32 [B, 3]; None: none.
+        token_times: timesteps by token [B, 1, h, w], most of them t; None: t.
     """
 
     t: Tensor
@@ -92,6 +93,7 @@ class Draw(NamedTuple):
     dropping: Tensor | None = None
     duration: Tensor | None = None
     guidance: Tensor | None = None
+    token_times: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -339,9 +341,13 @@ class Objective(ABC):
         return self.read_output(model(images, time, condition), x_t, c_skip, c_out)
 
     def network_inputs(self, x_t: Tensor, t: Tensor) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-        """Inputs of the network, images and time [B], and c_skip and c_out of its output, [B] each; None: 0 and 1."""
+        """Inputs of the network, images and time [B], and c_skip and c_out of its output, [B] each; None: 0 and 1.
+
+        Without scales, t may also be by token [B, 1, h, w], and the time then is [B, h w].
+        """
         if not self.preconditioning.scales:
-            return x_t, self.preconditioning.time(t), None, None
+            time = self.preconditioning.time(t)
+            return x_t, time if time.ndim == 1 else time.flatten(1), None, None
         scaling = self.preconditioning.scaling(t)
         return per_image(scaling.c_in, x_t) * x_t, scaling.c_noise, scaling.c_skip, scaling.c_out
 

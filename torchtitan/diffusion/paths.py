@@ -210,5 +210,8 @@ PATHS: dict[str, Callable[[], Path]] = {
 
 
 def per_image(values: Tensor, images: Tensor) -> Tensor:
-    """View one value per image [B] so that it broadcasts over images [B, ...]."""
+    """View one value per image [B], or per token of a grid [B, 1, h, w], so that it broadcasts over images [B, ..., H, W]."""
+    if values.ndim == 4:
+        (height, width), (rows, columns) = images.shape[2:], values.shape[2:]
+        return values.repeat_interleave(height // rows, 2).repeat_interleave(width // columns, 3)
     return values.reshape(-1, *([1] * (images.ndim - 1)))

@@ -205,11 +205,13 @@ class _Step:
         t, noise, importance = torch.empty(len(samples)), torch.empty_like(batch["images"]), torch.empty(len(samples))
         index = torch.empty(len(samples), dtype=torch.int64) if self.objective.path.discrete else None
         kept = self.objective.kept(torch.empty(len(samples)), 0.0)
+        dual = self.plan is not None and config.alignment.dual_share
+        times = torch.empty(len(samples), 1, *self.plan.student.grid) if self.plan and dual else None
         microbatch = Microbatch(batch["images"], self.model.condition_kind.of(batch), batch, kept)
         with accumulate_locally(self.model, last=last):
             precision = compute_context(config.training.mixed_precision_param, self.layout.device, self.layout.sharded)
             with precision, nullcontext() if self.plan is None else self.tap.taken(grad=True):
-                terms = self.objective.loss(self.model, microbatch, Draw(t, noise, importance, index))
+                terms = self.objective.loss(self.model, microbatch, Draw(t, noise, importance, index, token_times=times))
             if self.plan is not None:
                 terms = replace(terms, beside=self._alignment_loss(self.plan))
             live.open_window((self.microbatch, "backward", len(self.model.blocks())))

@@ -89,7 +89,7 @@ class FourierFeatures(nn.Module):
 
     def forward(self, t: Tensor) -> Tensor:
         t = t.to(torch.promote_types(t.dtype, torch.float32))
-        angles = 2.0 * math.pi / 1000.0 * t[:, None] * self.frequencies.to(t.dtype)
+        angles = 2.0 * math.pi / 1000.0 * t[..., None] * self.frequencies.to(t.dtype)
         return torch.cat((angles.sin(), angles.cos()), dim=-1)
 
 
@@ -143,17 +143,17 @@ def timestep_sinusoid(t: Tensor, channels: int, max_period: float = 10000.0, *, 
     """Cosines, then sines, of t at frequencies from 1 down to nearly 1 / max_period.
 
     Args:
-        t: times [B]; the frequencies suit a range of about [0, 1000].
+        t: times [B] or [B, T]; the frequencies suit a range of about [0, 1000].
         channels: even.
         reach_lowest: the last frequency is 1 / max_period itself.
 
     Returns:
-        [B, channels], float32 or t's dtype, whichever is finer: bfloat16 has no phase left at t = 1000.
+        [..., channels], float32 or t's dtype, whichever is finer: bfloat16 has no phase left at t = 1000.
     """
     t = t.to(torch.promote_types(t.dtype, torch.float32))
     steps = channels // 2 - reach_lowest
     exponents = -math.log(max_period) * torch.arange(channels // 2, dtype=t.dtype, device=t.device) / steps
-    angles = t[:, None] * torch.exp(exponents)  # [B, channels / 2]
+    angles = t[..., None] * torch.exp(exponents)  # [..., channels / 2]
     return torch.cat((angles.cos(), angles.sin()), dim=-1)
 
 

@@ -195,6 +195,7 @@ class RunState:
         microbatch = Microbatch(images, condition, batch, kept)
         aligned, features = self.alignment, None
         if aligned is not None and aligned.lasts(self.progress):
+            draw = aligned.drawn(draw, batch["samples"], samples.attempt)
             # Before taps measure: the average's forward has no gradient.
             features = aligned.features(microbatch, draw, samples.attempt, self.ema)
         if measure and self.gns:

@@ -54,8 +54,7 @@ from torchtitan.processes.command_line import FirstRankParser, at_least, readabl
 from torchtitan.processes.exit_codes import FAILED, REFUSED
 from torchtitan.processes.launch import launch_number
 from torchtitan.settings.sources import split_keys
-from torchtitan.texts import TextEncoderError, TextEncoders, open_encoders
-from torchtitan.texts.opening import OPTIONS
+from torchtitan.texts.opening import OPTIONS, TextEncoderError, TextEncoders, open_encoders
 from torchtitan_dit.commands.cosmos_latent_decoder import DTYPES, add_autoencoder_options, open_decoder
 
 UNUSABLE = (AutoencoderError, DatasetError, LatentStoreError, TextEncoderError, OSError)

@@ -218,6 +218,7 @@ class DiT(PatchTransformer):
     ) -> tuple[Tensor, Tensor | None, Tensor]:
         """Embed time and class, [B, D] each, None without classes; and the conditioning vector of both [B, D].
 
+        t: [B]; of a network with no other options also by token [B, T], and so is then the vector [B, T, D].
         duration, guidance: added to the time, where they are embedded, the scale s of the guidance as 1 - 1 / s; None: as
             `ModelConfig` says.
         """
@@ -230,6 +231,7 @@ class DiT(PatchTransformer):
             time = time + self.guidance_embed(torch.cat(features, dim=-1))
         if self.label_embed is not None:
             label = self.label_embed(condition)
+            label = label if t.ndim == 1 else label[:, None]
         return time, label, F.silu(time if label is None else time + label)
 
     def time_features(self, t: Tensor) -> Tensor:
