@@ -6,8 +6,8 @@ the rule stops. Up to its stop, a branch is the aligned run.
 """
 
 import argparse
+import itertools
 import json
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -121,14 +121,7 @@ class _Study:
         if run.arm.label == self.arms[0] or not all(rows):
             return []
         stops = {THIRD: third, RULE: stop_by_rule([row for row in rows if row], self.options.blocks)}
-        return [
-            PlannedRun(
-                f"{run.name}_stop{step}", run.overrides | {"alignment.stop_steps": step, "job.allow_config_change": True},
-                Arm(stop, run.arm.label), run.seed,
-            )
-            if step else PlannedRun(run.name, run.overrides, Arm(stop, run.arm.label), run.seed)
-            for stop, step in stops.items()
-        ]  # fmt: skip
+        return [_branch(run, *stop) for stop in stops.items()]
 
     def ended(self, run: PlannedRun) -> dict[str, str] | None:
         row = ResultTable(self.folder / TABLE, (*TRAINED, *COLUMNS), ("run",)).find({"run": run.name})
@@ -158,19 +151,21 @@ class _Study:
                 continue
             gradients = AlignedGradients(folder, step, seed=_SEED, device=compute_device())
             edges, unit = equal_mass_edges(gradients.gradients.objective, options.bins)
-            bins = [timestep_bin(gradients.gradients.objective, *ends, unit) for ends in pairwise(edges)]
+            bins = [timestep_bin(gradients.gradients.objective, *ends, unit) for ends in itertools.pairwise(edges)]
             blocks = measure(gradients, bins, options.blocks, options.block_size, lambda done: None)
             products = block_products(blocks, paired=True)
             values = estimates(products, options.block_size).T.tolist()
             errors = products.error_of(lambda kept: estimates(kept, options.block_size)).T.tolist()
             of_run = {"model": run.name, "arm": run.arm.label, "seed": run.seed, "step": step}
-            for place, (of_place, its_errors) in enumerate(zip(values, errors, strict=True)):
-                last = place == len(bins)
-                where = {"bin": "all", "t_low": 0, "t_high": 1} if last else {
-                    "bin": place, "t_low": bins[place].t_low, "t_high": bins[place].t_high
-                }  # fmt: skip
-                of_bin = {name: float(f"{value:.4g}") for name, value in zip(MEASURED[7:], of_place + its_errors, strict=True)}
-                self.measured.add(of_run | where | of_bin)
+            places = [(place, where.t_low, where.t_high) for place, where in enumerate(bins)] + [("all", 0.0, 1.0)]
+            for where, *found in zip(places, values, errors, strict=True):
+                rounded = [float(f"{value:.4g}") for value in itertools.chain(*found)]
+                self.measured.add(of_run | dict(zip(MEASURED[4:], [*where, *rounded], strict=True)))
+
+
+def _branch(run: PlannedRun, stop: str, step: int) -> PlannedRun:
+    keys = {"alignment.stop_steps": step, "job.allow_config_change": True} if step else {}
+    return PlannedRun(f"{run.name}_stop{step}" if step else run.name, run.overrides | keys, Arm(stop, run.arm.label), run.seed)
 
 
 def stop_by_rule(rows: list[dict[str, str]], blocks: int) -> int:

@@ -11,16 +11,16 @@ from research.pictures import legend_outside, save
 from research.rank_correlation import spearman
 from torchtitan.pictures.markdown import Markdown, markdown_table
 from torchtitan.pictures.style import error_bar, new_figure, note, ordered_colours
-from torchtitan.statistics.interval import Interval, mean_interval
+from torchtitan.statistics.interval import mean_interval
 
 Row = Mapping[str, str]
 Found = Mapping[tuple[str, int, str], Row]  # rows of runs by arm, seed and stop
 _STOPS = {"": "never", "third": "after a third", "rule": "by rule"}
-# Measure -> change of one row against another, its unit, and whether more is better.
-_MEASURES: dict[str, tuple[Callable[[Row, Row], float], str]] = {
-    "held-out flow loss": (lambda row, other: 100 * (_last_loss(row) / _last_loss(other) - 1), "%"),
-    "recognised": (lambda row, other: 100 * (float(row["accuracy"]) - float(other["accuracy"])), "points"),
-    "ln FD": (lambda row, other: math.log(float(row["fd"]) / float(other["fd"])), ""),
+# Measure -> change of one row against another, its decimals and unit.
+_MEASURES: dict[str, tuple[Callable[[Row, Row], float], tuple[int, str]]] = {
+    "held-out flow loss": (lambda row, other: _change_at(row, other, -1), (1, "%")),
+    "recognised": (lambda row, other: 100 * (float(row["accuracy"]) - float(other["accuracy"])), (1, "points")),
+    "ln FD": (lambda row, other: math.log(float(row["fd"]) / float(other["fd"])), (2, "")),
 }
 
 
@@ -29,124 +29,113 @@ def write(found: Found, rows: Sequence[Row], arms: Sequence[str], seeds: int, fo
     plain, *aligned = arms
     text = f"{len(found)} of {seeds * (1 + len(_STOPS) * len(aligned))} runs have ended; one by rule that never stopped, or at "
     text += "the fixed stop, counts as ended with its twin. Changes are paired by seed, with 95 % intervals by Student's t over "
-    text += "seeds; bold: the interval excludes 0.\n\n"
-    text += f"## Against {plain}\n\n" + _against_plain(found, plain, aligned)
-    text += "## The rule against other stops\n\n" + _against_stops(found, aligned)
+    text += f"seeds; bold: the interval excludes 0.\n\n## Against {plain}\n\n"
+    text += _outcomes(found, [((arm, stop), (plain, "")) for arm in aligned for stop in _STOPS])
+    text += "## The rule against other stops\n\n"
+    text += _outcomes(found, [((arm, "rule"), (arm, stop)) for arm in aligned for stop in ("", "third")])
     for arm in aligned:
         if of_arm := [row for row in rows if row["arm"] == arm]:
-            text += f"## {arm}, by age\n\n" + _by_age(found, of_arm, plain, arm)
+            text += f"## {arm}, by age\n\n" + _by_age(_pairs(found, (arm, ""), (plain, "")), of_arm)
             text += f"## {arm}, by timestep bin\n\n" + _by_bin(of_arm)
     return text + (_draw(rows, folder / "alignment_noise.png") if rows else "")
 
 
-def _against_plain(found: Found, plain: str, aligned: Sequence[str]) -> str:
-    reference = {seed: row for (arm, seed, _), row in found.items() if arm == plain}
+def _outcomes(found: Found, compared: Sequence[tuple[tuple[str, str], tuple[str, str]]]) -> str:
+    """Table of changes of runs (arm, stop) against others."""
     lines = []
-    for arm in aligned:
-        for stop, words in _STOPS.items():
-            mine = _of(found, arm, stop)
-            pairs = [(row, reference[seed]) for seed, row in mine.items() if seed in reference]
-            at = ", ".join(row["stop"] or "never" for row in mine.values()) if stop == "rule" else ""
-            flops = [float(row["flops_per_image"]) / float(other["flops_per_image"]) for row, other in pairs]
-            line = [arm, words + (f" ({at})" if at else ""), str(len(pairs)), f"{np.mean(flops):.3g}" if flops else "-"]
-            lines.append(line + [_changes(pairs, measure) for measure in _MEASURES])
-    return markdown_table(["arm", "alignment stops", "seeds", "FLOPs", *_MEASURES], lines)
+    for (arm, stop), other in compared:
+        pairs = _pairs(found, (arm, stop), other)
+        at = f" ({', '.join(row['stop'] or 'never' for row, _ in pairs)})" if stop == "rule" and pairs else ""
+        against = other[0] if other[0] != arm else _STOPS[other[1]]
+        flops = np.mean([float(row["flops_per_image"]) / float(its["flops_per_image"]) for row, its in pairs]) if pairs else 1.0
+        changes = [_text([change(*pair) for pair in pairs], *form) for change, form in _MEASURES.values()]
+        lines.append([arm, _STOPS[stop] + at, against, str(len(pairs)), f"{flops:.3g}", *changes])
+    return markdown_table(["arm", "stops", "against", "seeds", "FLOPs", *_MEASURES], lines)
 
 
-def _against_stops(found: Found, aligned: Sequence[str]) -> str:
-    lines = []
-    for arm in aligned:
-        mine = _of(found, arm, "rule")
-        for stop in ("", "third"):
-            others = _of(found, arm, stop)
-            pairs = [(row, others[seed]) for seed, row in mine.items() if seed in others]
-            lines.append([arm, _STOPS[stop], str(len(pairs)), *(_changes(pairs, measure) for measure in _MEASURES)])
-    return markdown_table(["arm", "against a stop", "seeds", *_MEASURES], lines)
-
-
-def _by_age(found: Found, rows: Sequence[Row], plain: str, arm: str) -> str:
-    lines = []
-    reference, mine = _of(found, plain, ""), _of(found, arm, "")
-    for step in sorted({int(row["step"]) for row in rows}):
+def _by_age(pairs: Sequence[tuple[Row, Row]], rows: Sequence[Row]) -> str:
+    """Table over checkpoints; pairs: of aligned and plain runs."""
+    lines, steps = [], _steps(rows)
+    for place, step in enumerate(steps):
         here = [row for row in rows if int(row["step"]) == step and row["bin"] == "all"]
-        losses = [
-            [json.loads(runs[seed]["losses"])[str(step)] for runs in (mine, reference)] for seed in mine if seed in reference
-        ]
-        change = [100 * (ours / theirs - 1) for ours, theirs in losses]
-        sizes = (_scale(here, "flow"), _scale(here, "align"))
-        line = [str(step), *(_text(_numbers(here, name), 3) for name in ("cosine", "share")), *(f"{size:.0f}" for size in sizes)]
-        lines.append([*line, _text(change, 1, "%") if change else "-"])
+        gradients = [_text(_numbers(here, name), 3) for name in ("cosine", "share")]
+        scales = [f"{_scale(here, loss):.0f}" for loss in ("flow", "align")]
+        lines.append([str(step), *gradients, *scales, _text([_change_at(*pair, place) for pair in pairs], 1, "%")])
+    early = max(len(steps) // 3, 1) - 1
+    faded = _text([_change_at(*pair, -1) - _change_at(*pair, early) for pair in pairs], 1, "points")
     header = ["step", "cosine", "product / flow's squared norm", "B of the flow", "B of the alignment", "held-out loss, to plain"]
-    return markdown_table(header, lines)
+    return markdown_table(header, lines) + f"Change to plain at step {steps[-1]} less at step {steps[early]}: {faded}.\n\n"
 
 
 def _by_bin(rows: Sequence[Row]) -> str:
-    steps = sorted({int(row["step"]) for row in rows})
+    steps = _steps(rows)
+    ends = steps[0], steps[-1]
     lines = []
-    for place in sorted({row["bin"] for row in rows}):
-        of_bin = [row for row in rows if row["bin"] == place]
-        first, last = ([row for row in of_bin if int(row["step"]) == step] for step in (steps[0], steps[-1]))
-        where = f"{float(first[0]['t_low']):.2f} to {float(first[0]['t_high']):.2f}"
-        ratio = (_text(_numbers(each, "log_ratio"), 3) for each in (first, last))
-        found = (_text(_numbers(each, "cosine"), 3) for each in (first, last))
-        lines.append([where, *found, *ratio])
-    names = ("cosine", "ln of B, both over the flow's")
-    table = markdown_table(["t", *(f"{name}, step {step}" for name in names for step in (steps[0], steps[-1]))], lines)
-    whole = [row for row in rows if row["bin"] == "all"]
-    change, orders, noisy = [], [], []
-    for seed in sorted({row["seed"] for row in rows}):
-        cosine = {int(row["step"]): float(row["cosine"]) for row in whole if row["seed"] == seed}
-        change.append(cosine[steps[-1]] - cosine[steps[0]])
-        mine = [row for row in rows if row["seed"] == seed and row["bin"] != "all"]
-        of_last = [row for row in mine if int(row["step"]) == steps[-1]]
-        t, cosines = (np.array([float(row[name]) for row in of_last]) for name in ("t_low", "cosine"))
+    for place in _places(rows):
+        first, last = ([row for row in rows if row["bin"] == place and int(row["step"]) == step] for step in ends)
+        intervals = [_text(_numbers(each, name), 3) for name in ("cosine", "log_ratio") for each in (first, last)]
+        sizes = [f"{np.mean(_numbers(last, name)):.3g}" for name in ("flow", "flow_noise", "align", "align_noise")]
+        lines.append([f"{float(first[0]['t_low']):.2f} to {float(first[0]['t_high']):.2f}", *intervals, *sizes])
+    names = [f"{name}, step {step}" for name in ("cosine", "ln of B, both over the flow's") for step in ends]
+    header = ["t", *names, *(f"{name}, step {steps[-1]}" for name in ("flow's |G|²", "tr Σ", "alignment's |G|²", "tr Σ"))]
+    noisy, change, orders = [], [], []
+    for seed in dict.fromkeys(row["seed"] for row in rows):
+        first, last = ([row for row in rows if row["seed"] == seed and int(row["step"]) == step] for step in ends)
+        noisy.append(float(np.mean([float(row["log_ratio"]) for row in first[-3:-1]])))
+        change.append(float(last[-1]["cosine"]) - float(first[-1]["cosine"]))
+        t, cosines = (np.array([float(row[name]) for row in last[:-1]]) for name in ("t_low", "cosine"))
         orders.append(float(spearman(t, cosines, np.ones(len(t)))))
-        noisiest = sorted({float(row["t_low"]) for row in mine})[-2:]
-        of_first = [row for row in mine if int(row["step"]) == steps[0] and float(row["t_low"]) in noisiest]
-        noisy.append(float(np.mean([float(row["log_ratio"]) for row in of_first])))
-    text = f"ln of B, both over the flow's, two noisiest bins, step {steps[0]}: {_text(noisy, 3)}. Cosine of the whole range, "
-    text += f"change to step {steps[-1]}: {_text(change, 3)}; rank correlation of t and cosine there: {_text(orders, 2)}.\n\n"
-    return table + text
+    text = f"ln of B, both over the flow's, two noisiest bins, step {ends[0]}: {_text(noisy, 3)}. Cosine of the whole range, "
+    text += f"change to step {ends[1]}: {_text(change, 3)}; rank correlation of t and cosine there: {_text(orders, 2)}.\n\n"
+    return markdown_table(header, lines) + text
 
 
 def _draw(rows: Sequence[Row], path: Path) -> str:
     """Draw a row of panels per arm: cosine, noise scales and their ratio over training, a line per bin."""
-    arms = list(dict.fromkeys(row["arm"] for row in rows))
-    places = sorted({row["bin"] for row in rows})
+    arms, places, steps = list(dict.fromkeys(row["arm"] for row in rows)), _places(rows), _steps(rows)
     colours = [*ordered_colours(len(places) - 1), "black"]
     figure, panels = new_figure("Gradients of flow and alignment", len(arms), 3, (14, 3.6 * len(arms) + 0.6), sharex=True)
     for line, arm in zip(panels, arms, strict=True):
         for place, color in zip(places, colours, strict=True):
             of_bin = [row for row in rows if row["arm"] == arm and row["bin"] == place]
-            steps = sorted({int(row["step"]) for row in of_bin})
             by_step = [[row for row in of_bin if int(row["step"]) == step] for step in steps]
             label = "whole range" if place == "all" else f"t {float(of_bin[0]['t_low']):.2f} to {float(of_bin[0]['t_high']):.2f}"
             for panel, name in ((line[0], "cosine"), (line[2], "log_ratio")):
                 found = [mean_interval(_numbers(each, name)) for each in by_step]
-                bars = np.array([error_bar(one) for one in found]).T
+                bars = np.array([error_bar(one) for one in found]).T if place == "all" else None
                 panel.errorbar(steps, [one.value for one in found], yerr=bars, color=color, marker="o", markersize=3, label=label)
             line[1].plot(steps, [_scale(each, "flow") for each in by_step], color=color, marker="o", markersize=3)
             line[1].plot(steps, [_scale(each, "align") for each in by_step], color=color, linestyle=":")
-        line[0].set_title(arm, fontsize=10)
-        line[0].set_ylabel("cosine of the mean gradients")
-        line[1].set_ylabel("noise scale B\n(dotted: the alignment's)")
         line[1].set_yscale("log")
-        line[2].set_ylabel("ln of B, both over the flow's")
-        for panel in (line[0], line[2]):
-            panel.axhline(0, color="black", linewidth=0.8)
+        names = f"{arm}\ncosine of the mean gradients", "B of the flow\n(dotted: alignment)", "ln of B, both over the flow's"
+        for panel, name in zip(line, names, strict=True):
+            panel.set_ylabel(name)
+            panel.set_xlabel("step")
         legend_outside(line[2], entries_of=line[0])
-    for panel in panels[-1]:
-        panel.set_xlabel("step")
-    note(figure, "means over seeds with 95 % intervals; B: ratio of the means over seeds; over the parameters that both reach")
+    note(figure, "means over seeds, of the whole range with 95 % intervals; B: ratio of means over seeds; shared parameters")
     return save(figure, path)
 
 
-def _of(found: Found, arm: str, stop: str) -> dict[int, Row]:
-    return {seed: row for (name, seed, end), row in found.items() if (name, end) == (arm, stop)}
+def _pairs(found: Found, mine: tuple[str, str], other: tuple[str, str]) -> list[tuple[Row, Row]]:
+    """Rows of two kinds of run (arm, stop), paired by seed."""
+    return [
+        (row, found[other[0], seed, other[1]])
+        for (arm, seed, stop), row in found.items() if (arm, stop) == mine and (other[0], seed, other[1]) in found
+    ]  # fmt: skip
 
 
-def _last_loss(row: Row) -> float:
-    return list(json.loads(row["losses"]).values())[-1]
+def _change_at(row: Row, plain: Row, place: int) -> float:
+    """Change of the held-out loss at a checkpoint, in per cent."""
+    mine, other = (list(json.loads(each["losses"]).values())[place] for each in (row, plain))
+    return float(100 * (mine / other - 1))
+
+
+def _steps(rows: Sequence[Row]) -> list[int]:
+    return sorted({int(row["step"]) for row in rows})
+
+
+def _places(rows: Sequence[Row]) -> list[str]:
+    return list(dict.fromkeys(row["bin"] for row in rows))
 
 
 def _numbers(rows: Sequence[Row], name: str) -> list[float]:
@@ -159,13 +148,10 @@ def _scale(rows: Sequence[Row], loss: str) -> float:
     return float(np.mean(_numbers(rows, f"{loss}_noise")) / signal) if signal > 0 else math.nan
 
 
-def _changes(pairs: Sequence[tuple[Row, Row]], measure: str) -> str:
-    change, unit = _MEASURES[measure]
-    return _text([change(*pair) for pair in pairs], 2 if not unit else 1, unit) if pairs else "-"
-
-
 def _text(values: Sequence[float], digits: int, unit: str = "") -> str:
-    found: Interval = mean_interval(values)
+    if not values:
+        return "-"
+    found = mean_interval(values)
     text = f"{found.value:+.{digits}f}" + f" {unit}" * bool(unit)
     if not found.bounded:
         return text
