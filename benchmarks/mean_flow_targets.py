@@ -88,9 +88,12 @@ def draw(cells: list[dict]) -> None:
             [value - cell["interval"][0] for value, cell in zip(values, line, strict=True)],
             [cell["interval"][1] - value for value, cell in zip(values, line, strict=True)],
         ]
-        axis.errorbar(TIMES, values, errors, fmt="o-", color=color, capsize=3, label=f"r = {share:g} t")
+        axis.errorbar(TIMES, values, errors, fmt="o-", color=color, capsize=3, label=f"r = {share:g} t" if share else "r = 0")
     axis.axhline(1.0, color="grey", linewidth=1)
     axis.set(xlabel="t (1 is noise)", ylabel="ratio of mean squares", yscale="log")
+    axis.set_yticks([0.5, 0.7, 1.0, 1.4, 2.0], minor=False)
+    axis.yaxis.set_major_formatter("{x:g}")
+    axis.minorticks_off()
     axis.legend()
     figure.savefig(shared.ROOT / "docs/research/images/mean_flow_targets.png")
 

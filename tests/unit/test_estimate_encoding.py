@@ -54,7 +54,7 @@ def test_published_layers_have_published_counts():
     assert counter.get_total_flops() == flops
 
 
-def test_a_run_whose_images_weights_and_teacher_are_not_here_is_estimated(monkeypatch, tmp_path, capsys):
+def test_a_run_is_estimated_without_its_images_weights_and_teacher(monkeypatch, tmp_path, capsys):
     pytest.importorskip("diffusers"), pytest.importorskip("transformers")
     monkeypatch.chdir(tmp_path)
     words = [str(ROOT / "train_configs" / "imagenet256" / "sit_b2_repa.toml"), "--world-size", "1", "--device", "H200", *SMALL]

@@ -17,8 +17,8 @@ With guidance as an input the network has, besides times, a scale w and the time
     v + (1 - 1 / w) (u_w(z, t, t) - u_null(z, t, t)),   of which v_null + w (v_class - v_null) is the fixed point
 
 with w = 1 outside (low, high) and for the null class. The tangent is u_w(z, t, t), or that target. ln w is uniform up to
-ln guidance_max, low in [0, 0.5], high in [0.5, 1]; guidance is at all times where r = t. Source: arXiv 2512.02012, section 4,
-whose code gives the null class scales too.
+ln guidance_max, low in [0, 0.5], high in [0.5, 1]; guidance is at all times where r = t. Source: arXiv 2512.02012, section 4;
+its code gives the null class scales too, and calls the network a third time for the target.
 
 du/dt is a difference quotient of two calls without gradient, which every layout, compiler and attention kernel has, where
 forward derivatives lack most. Its ends stay within r and 1: in the middle they are t - step and t + step, and the error is
