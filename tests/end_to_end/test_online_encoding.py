@@ -156,6 +156,8 @@ def test_a_teacher_sees_the_pixels(place, encoders):
     trainer.train_step()
     trainer.close()
     assert seen[0].shape == (8, 3, SIDE, SIDE) and state.info.image_shape == (4, SIDE // 2, SIDE // 2)
+    nothing = state.info.placeholder(2, state.info.image_shape)  # of which ranks make a backward before they begin
+    assert nothing["pixels"].shape == (2, 3, SIDE, SIDE) and nothing["images"].shape == (2, 4, SIDE // 2, SIDE // 2)
     levels = 127.5 * seen[0] + 127.5
     torch.testing.assert_close(levels.round(), levels, rtol=0, atol=1e-3)  # bytes of the files
 
@@ -213,12 +215,10 @@ def test_stored_features_are_those_of_the_teacher_on_any_number_of_ranks(place, 
     assert losses["stored"] == pytest.approx(losses["online"], abs=2**-11)  # of half precision
 
     found = {}
-    for ranks in (1, 2):  # a rank makes a backward of nothing before it begins
-        common = {"steps": 3, "replicas": ranks, "shards": 1, "accumulation": 1}
-        cases = {name: common | {"overrides": tuple(words)} for name, words in runs.items()}
-        found[ranks] = run_on_ranks("tests.distributed.cases:train_all", ranks, {"cases": cases})[0]
-    for name in runs:
-        assert np.array(found[2][name]) == pytest.approx(np.array(found[1][name]), rel=1e-5)
+    for ranks in (1, 2):
+        case = {"steps": 3, "replicas": ranks, "shards": 1, "accumulation": 1, "overrides": tuple(runs["stored"])}
+        found[ranks] = run_on_ranks("tests.distributed.cases:train_all", ranks, {"cases": {"stored": case}})[0]["stored"]
+    assert np.array(found[2]) == pytest.approx(np.array(found[1]), rel=1e-5)
 
 
 def test_features_of_others_are_refused_in_one_line(place, encoders, features, capsys):
