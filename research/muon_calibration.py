@@ -7,6 +7,7 @@ Protocol: docs/research/critical_batch.md.
 
 import argparse
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -141,7 +142,7 @@ def _measure(cell: Cell, loss: Any, step: MuonStep, advance: Advance) -> dict[st
 
     measured(len(batches), lambda: full)
     for column, batch in reversed(list(enumerate(batches))):
-        found = measured(column, lambda batch=batch: drawn(batch))  # type: ignore[misc]  # bound now
+        found = measured(column, partial(drawn, batch))
         apart = [(one - other) / 2**0.5 for one, other in zip(found[::2], found[1::2], strict=True)]
         nuclear[batch] = batch * (sum(map(step.norm, apart)) / len(apart)) ** 2 / signal
         squares.append(batch * sum(step.product(each, each) for each in apart) / len(apart))

@@ -4,7 +4,7 @@ import json
 import shutil
 import tempfile
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -65,6 +65,34 @@ def make_trainer(
     trainer = Trainer(load_config(arguments, ranks * context))
     if trainer.state.gns:
         trainer.state.gns.draw = lambda points, global_batch_size: None  # takes longer than a test's steps
+    return trainer
+
+
+def resumed_as_whole(
+    folder: Path, overrides: tuple, steps: int, see: Callable[[str, Trainer], None] = lambda name, trainer: None
+) -> Trainer:
+    """Train a straight run, and one that is stopped after its first step and resumed, which must end bit for bit as it.
+
+    see: called with "whole" or "stopped" and the trainer, after each step.
+    """
+    states = {}
+    for name in ("whole", "stopped", "stopped"):
+        checkpoints = ("--checkpoint.enable", "true", "--checkpoint.interval", "4")
+        trainer = make_trainer(
+            str(folder), name, steps=steps, replicas=1, shards=1, accumulation=1, overrides=(*overrides, *checkpoints)
+        )
+        while trainer.state.step < steps:
+            trainer.state.step += 1
+            trainer.train_step()
+            see(name, trainer)
+            if name == "stopped" and trainer.state.step == 1:
+                trainer._save()
+                trainer.state.checkpointer.require_saved()
+                break
+        states[name] = {key: tensor.clone() for key, tensor in trainer.state.tensors().items()}
+        trainer.close()
+    for key, tensor in states["whole"].items():
+        assert torch.equal(states["stopped"][key], tensor), key
     return trainer
 
 

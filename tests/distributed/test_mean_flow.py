@@ -3,9 +3,8 @@
 import itertools
 
 import pytest
-import torch
 
-from tests.distributed.cases import WITHOUT_CODE, make_trainer
+from tests.distributed.cases import WITHOUT_CODE, resumed_as_whole
 from tests.launcher import run_on_ranks
 
 MEAN_FLOW = ("--objective.name", "mean_flow", "--objective.timesteps.mean", "-0.4")
@@ -43,27 +42,16 @@ def test_every_layout_trains_as_one_process(on_one):
 
 
 def test_a_run_resumes_bit_for_bit_and_measures_its_held_out_loss(tmp_path):
-    overrides = (*MEAN_FLOW, "--checkpoint.enable", "true", "--checkpoint.interval", "4", "--validation.enable", "true")
-    layout = dict(steps=4, replicas=1, shards=1, accumulation=1, overrides=overrides)
-    states = {}
-    for name in ("whole", "stopped", "stopped"):
-        trainer = make_trainer(str(tmp_path), name, **layout)
-        while trainer.state.step < 4:
-            trainer.state.step += 1
-            trainer.train_step()
-            if name == "stopped" and trainer.state.step == 1:
-                trainer._save()
-                trainer.state.checkpointer.require_saved()
-                break
-        states[name] = {key: tensor.clone() for key, tensor in trainer.state.tensors().items()}
-        if name == "whole":
+    found = {}
+
+    def see(name: str, trainer) -> None:
+        if name == "whole" and trainer.state.step == 4:
             trainer.reports.validate()
-            found = trainer.reports._results
-        trainer.close()
-    assert any("duration_embed" in key for key in states["whole"])
+            found.update(trainer.reports._results)
+
+    trainer = resumed_as_whole(tmp_path, (*MEAN_FLOW, "--validation.enable", "true"), 4, see)
+    assert any("duration_embed" in key for key in trainer.state.tensors())
     whole, equal, two = (found[f"validation_metrics/{part}loss"] for part in ("", "equal_times_", "two_times_"))
     # About half of the 297 held-out images have equal times.
     assert equal != two and 0.4 < (whole - two) / (equal - two) < 0.6
     assert "validation_metrics/two_times_loss_by_bin/9" in found
-    for key, tensor in states["whole"].items():
-        assert torch.equal(states["stopped"][key], tensor), key

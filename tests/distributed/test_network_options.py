@@ -3,9 +3,8 @@
 import itertools
 
 import pytest
-import torch
 
-from tests.distributed.cases import WITHOUT_CODE, make_trainer
+from tests.distributed.cases import WITHOUT_CODE, resumed_as_whole
 from tests.launcher import run_on_ranks
 
 OPTIONS = (
@@ -64,20 +63,9 @@ def test_a_network_at_the_base_width_of_its_parametrisation_trains_bit_for_bit_a
 
 
 def test_a_run_with_rates_by_role_resumes_bit_for_bit(tmp_path):
-    overrides = (*MUONS, "--checkpoint.enable", "true", "--checkpoint.interval", "4")
-    states = {}
-    for name in ("whole", "stopped", "stopped"):
-        trainer = make_trainer(str(tmp_path), name, steps=3, replicas=1, shards=1, accumulation=1, overrides=overrides)
-        while trainer.state.step < 3:
-            trainer.state.step += 1
-            trainer.train_step()
-            if name == "stopped" and trainer.state.step == 1:
-                trainer._save()
-                trainer.state.checkpointer.require_saved()
-                break
-        rates = {float(group["lr"]) / group["lr_scale"] for group in trainer.state.optimizer.param_groups}
-        assert max(rates) == pytest.approx(min(rates)) and len(trainer.state.optimizer.param_groups) > 3
-        states[name] = {key: tensor.clone() for key, tensor in trainer.state.tensors().items()}
-        trainer.close()
-    for key, tensor in states["whole"].items():
-        assert torch.equal(states["stopped"][key], tensor), key
+    def see(_name: str, trainer) -> None:
+        groups = trainer.state.optimizer.param_groups
+        rates = {float(group["lr"]) / group["lr_scale"] for group in groups}
+        assert max(rates) == pytest.approx(min(rates)) and len(groups) > 3
+
+    resumed_as_whole(tmp_path, MUONS, 3, see)

@@ -3,9 +3,8 @@
 import itertools
 
 import pytest
-import torch
 
-from tests.distributed.cases import make_trainer
+from tests.distributed.cases import resumed_as_whole
 from tests.launcher import run_on_ranks
 
 TREAD = ("--model.routing.name", "tread", "--model.routing.first_block", "2", "--model.routing.last_block", "2")
@@ -50,25 +49,13 @@ def test_all_tokens_kept_is_the_plain_run_bit_for_bit_and_fewer_are_not(on_one):
 
 
 def test_a_run_resumed_across_the_end_of_its_routing_is_the_straight_one(tmp_path):
-    overrides = (*SPRINT, "--checkpoint.enable", "true", "--checkpoint.interval", "4", "--validation.enable", "true")
-    layout = dict(steps=4, replicas=1, shards=1, accumulation=1, overrides=overrides)
-    states, routed = {}, {}
-    for name in ("whole", "stopped", "stopped"):
-        trainer = make_trainer(str(tmp_path), name, **layout)
-        routed.setdefault(name, [])
-        while trainer.state.step < 4:
-            trainer.state.step += 1
-            trainer.train_step()
-            routed[name].append(trainer.state.model._kept is not None)
-            if name == "stopped" and trainer.state.step == 1:
-                trainer._save()
-                trainer.state.checkpointer.require_saved()
-                break
-        states[name] = {key: tensor.clone() for key, tensor in trainer.state.tensors().items()}
-        trainer.close()
+    routed = {"whole": [], "stopped": []}
+
+    def see(name: str, trainer) -> None:
+        routed[name].append(trainer.state.model._kept is not None)
+
+    trainer = resumed_as_whole(tmp_path, (*SPRINT, "--validation.enable", "true"), 4, see)
     assert routed == {"whole": [True, True, False, False], "stopped": [True, True, False, False]}
-    for key, tensor in states["whole"].items():
-        assert torch.equal(states["stopped"][key], tensor), key
     routed_steps, whole_steps = (2 * 3 * count(trainer.state.model.image_shape) for count in (
         trainer.state.model.training_macs_per_image, trainer.state.model.forward_macs_per_image
     ))  # fmt: skip

@@ -242,7 +242,7 @@ def test_features_of_others_are_refused_in_one_line(place, encoders, features, c
     data = ["--data.name", "image_folder", "--data.path", str(place / "train"), "--output", str(place / "none")]
     for words, message in [
         ([], "--autoencoder: give this or --features"), (["--features", "digits"], "--grid: --features needs it"),
-        (["--features", "digits", "--grid", "4"], "must be HxW"),
+        (["--features", "digits", "--grid", "4"], "is no height and width"),
     ]:  # fmt: skip
         with pytest.raises(SystemExit) as ended:
             extract_latents.main([*data, *words])

@@ -295,27 +295,26 @@ def test_an_image_of_another_size_is_that_of_a_network_built_for_it():
 
 def test_a_size_is_in_pixels_also_where_latents_are_drawn():
     assert sampled_shape(None, trained_model(), None) == IMAGE
-    assert sampled_shape("16x10", trained_model(), None) == (3, 16, 10)
+    assert sampled_shape((16, 10), trained_model(), None) == (3, 16, 10)
     latents = trained_model()
     index = SimpleNamespace(autoencoder={"name": "a", "downscale": 16}, image_size=None, shape=IMAGE)
     latents.record.latents = index
     decoder = SimpleNamespace(identity=lambda: {"downscale": 8})
-    assert sampled_shape("64x96", latents, decoder) == (3, 8, 12)
-    assert sampled_shape("64x96", latents, None) == (3, 4, 6)
+    assert sampled_shape((64, 96), latents, decoder) == (3, 8, 12)
+    assert sampled_shape((64, 96), latents, None) == (3, 4, 6)
     index.autoencoder, index.image_size = {"name": "unknown"}, 32
-    assert sampled_shape("64x96", latents, None) == (3, 16, 24)
+    assert sampled_shape((64, 96), latents, None) == (3, 16, 24)
     index.image_size = None
     with pytest.raises(WeightsError, match="the store does not know the pixels of a latent"):
-        sampled_shape("64x96", latents, None)
+        sampled_shape((64, 96), latents, None)
     with pytest.raises(WeightsError) as refusal:
-        sampled_shape("60x100", latents, decoder)
+        sampled_shape((60, 100), latents, decoder)
     assert str(refusal.value) == "--size: a latent stands for 8 pixels, which do not divide 60x100 (give 64x96)"
 
 
 @pytest.mark.parametrize(("model_name", "size", "line"), [
-    ("flux", "16", "--size: '16' is no size in pixels (give HEIGHTxWIDTH, as 512x768)"),
-    ("flux", "16x7", "--size: 16x7: model.patch_size: 2 does not divide the image of 16 x 7"),
-    ("dit", "8x12", "--size: model.name = dit draws 8 x 12 only, as it was trained (leave it out)"),
+    ("flux", (16, 7), "--size: 16x7: model.patch_size: 2 does not divide the image of 16 x 7"),
+    ("dit", (8, 12), "--size: model.name = dit draws 8 x 12 only, as it was trained (leave it out)"),
 ])  # fmt: skip
 def test_a_size_that_cannot_be_drawn_is_refused_in_one_line(model_name, size, line):
     with pytest.raises(WeightsError) as refusal:

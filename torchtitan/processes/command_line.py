@@ -87,6 +87,13 @@ def at_least(least: int) -> Callable[[str], int]:
     return integer
 
 
+def sides(text: str) -> tuple[int, int]:
+    """Type of options: height and width, as 512x768."""
+    if (found := re.fullmatch(r"([1-9]\d{0,8})x([1-9]\d{0,8})", text)) is None:
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is no height and width (give HEIGHTxWIDTH, as 512x768)")
+    return int(found[1]), int(found[2])
+
+
 def positive(text: str) -> float:
     """Type of options: numbers above 0."""
     value = float(text)

@@ -1,36 +1,30 @@
 """Size of drawn images, where a network takes images of any."""
 
-import re
-
 from torchtitan.evaluation.decoding import LatentDecoder
 from torchtitan.models import MODELS
 from torchtitan.weights.trained_model import TrainedModel, WeightsError
 
-_SIZE = re.compile(r"([1-9]\d*)x([1-9]\d*)")
 
-
-def sampled_shape(size: str | None, trained: TrainedModel, decoder: LatentDecoder | None) -> tuple[int, int, int]:
+def sampled_shape(pixels: tuple[int, int] | None, trained: TrainedModel, decoder: LatentDecoder | None) -> tuple[int, int, int]:
     """Shape (C, H, W) of what a network draws: images, or latents.
 
     Args:
-        size: of the images in pixels, as 512x768 (height and width), also of latents; None: those of the model.
+        pixels: height and width of the images, also of latents; None: those of the model.
 
     Raises:
-        WeightsError: it is no size, or the network does not draw images of it.
+        WeightsError: the network does not draw images of that size.
     """
     channels, *own = trained.model.image_shape
-    if size is None:
+    if pixels is None:
         return trained.model.image_shape
     config = trained.config
     family = MODELS[config.model.name]
-    if (match := _SIZE.fullmatch(size)) is None:
-        raise WeightsError(f"--size: {size[:40]!r} is no size in pixels (give HEIGHTxWIDTH, as 512x768)")
     if not family.many_shapes:
         raise WeightsError(
             f"--size: model.name = {config.model.name} draws {own[0]} x {own[1]} only, as it was trained (leave it out)"
         )
-    pixels = int(match[1]), int(match[2])
     factor = _pixels_per_latent(trained, decoder)
+    size = "x".join(map(str, pixels))
     if any(side % factor for side in pixels):
         nearest = "x".join(str(max(round(side / factor), 1) * factor) for side in pixels)
         raise WeightsError(f"--size: a latent stands for {factor} pixels, which do not divide {size} (give {nearest})")

@@ -25,6 +25,7 @@ from torchtitan.models import MODELS
 from torchtitan.models.adapters.adapter_files import read_adapter
 from torchtitan.models.adapters.adapters import add_frozen_adapter
 from torchtitan.models.adapters.target import LowRankWeights
+from torchtitan.processes.command_line import sides
 from torchtitan.sampling.guides import LoadedGuide, open_guide
 from torchtitan.sampling.image_size import sampled_shape
 from torchtitan.sampling.method_options import add_method_options, sampling_method
@@ -104,8 +105,8 @@ def add_setup_options(parser: argparse._ActionsContainer) -> None:
     add_method_options(parser)
     add("--lora", nargs="+", metavar="FILE[:WEIGHT]", help="files of adapters to draw with, in any known layout, each with a"
         " multiple of its update (default: 1)")
-    add("--size", metavar="HEIGHTxWIDTH", help="of the images, in pixels also where latents are drawn, for models of images "
-        "of any size (default: the largest of training)")
+    add("--size", type=sides, metavar="HEIGHTxWIDTH", help="of the images, in pixels also where latents are drawn, for models "
+        "of images of any size (default: the largest of training)")
     add("--batch-size", type=int, help=f"images at a time on each rank (default: {BATCH_SIZE})")
     add("--dtype", choices=("float32", "bfloat16"), help=f"dtype of compute (default: {DTYPE})")
     add("--autoencoder", choices=("none", *AUTOENCODERS),

@@ -13,7 +13,6 @@ same. Exit codes: 0; 1: failed at work, finished shards stay; 2: refused, nothin
 import argparse
 import functools
 import os
-import re
 import sys
 
 # Before torch is imported. An encoder's activations are large and fresh each time: on the CPU a third of its time went
@@ -50,7 +49,7 @@ from torchtitan.extraction.store_verbs import VERBS, run_verb
 from torchtitan.files.regular import user_path
 from torchtitan.latents.captions import CAPTION_DTYPES
 from torchtitan.latents.index import MOST_SHARDS
-from torchtitan.processes.command_line import FirstRankParser, at_least, readable_size, refusing
+from torchtitan.processes.command_line import FirstRankParser, at_least, readable_size, refusing, sides
 from torchtitan.processes.exit_codes import FAILED, REFUSED
 from torchtitan.processes.launch import launch_number
 from torchtitan.settings.sources import split_keys
@@ -148,8 +147,8 @@ def parse_arguments(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     add_autoencoder_options(add, required=False)
     add("--features", choices=tuple(ENCODERS), metavar="TEACHER", help="instead of --autoencoder: features of this teacher of an "
         f"alignment, with --path as alignment.path; one of {', '.join(ENCODERS)}")
-    add("--grid", type=grid_of, metavar="HxW", help="tokens of the network that will be aligned with the features, as 16x16 for "
-        "256 pixels as latents of 32 x 32 in patches of 2")
+    add("--grid", type=sides, metavar="HEIGHTxWIDTH", help="tokens of the network that will be aligned with the features, as "
+        "16x16 for 256 pixels as latents of 32 x 32 in patches of 2")
     add("config", nargs="?", metavar="CONFIG", help="file with a [data] section, which the --data keys override")
     add("--split", choices=("train", "validation", "all"), default="train",
         help="of the dataset; all: training images, then held-out ones (default: train)")
@@ -211,13 +210,6 @@ def part_of(text: str) -> Part:
     if not (slash and number.isdecimal() and count.isdecimal() and 1 <= int(number) <= int(count) <= MOST_SHARDS):
         raise argparse.ArgumentTypeError(f"must be K/N, a part of N from 1 to N, is {text!r}")
     return Part(int(number) - 1, int(count))
-
-
-def grid_of(text: str) -> tuple[int, int]:
-    """Type of options: HxW."""
-    if not (found := re.fullmatch(r"([1-9]\d{0,3})x([1-9]\d{0,3})", text)):
-        raise argparse.ArgumentTypeError(f"must be HxW, as 16x16, is {text!r}")
-    return int(found[1]), int(found[2])
 
 
 def default_workers() -> int:
