@@ -46,8 +46,9 @@ STUDIES: dict[str, StudyEntry] = {
     "slots": StudyEntry(
         "timesteps cut into slots of equal loss, from a loss_curve, as a file of slot edges", of_a_run=False
     ),
-    "compare_samplers": StudyEntry("timestep samplers at equal samples; trains runs of a config", of_a_run=False),
-    "compare_settings": StudyEntry("settings of a config at equal samples; trains runs of it", of_a_run=False),
+    "compare_settings": StudyEntry(
+        "settings of a config, as timestep samplers, at equal samples; trains runs of it", of_a_run=False
+    ),
     "compare_methods": StudyEntry(
         "methods by name at equal images and equal FLOPs, by what runs measure; trains runs of a config", of_a_run=False
     ),

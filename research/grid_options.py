@@ -67,11 +67,6 @@ def fill_training_options(arguments: argparse.Namespace, seeds: int) -> None:
             setattr(arguments, name, value)
 
 
-def batch_list(text: str) -> list[int]:
-    """Parse batch sizes with commas between, rising."""
-    return sorted({at_least(1)(size) for size in text.split(",")})
-
-
 def read_base(arguments: argparse.Namespace, measured: bool = False) -> JobConfig:
     """Read the configuration of CONFIG.toml and --set, prepared for runs of a study; measured: they validate and evaluate.
 
@@ -120,6 +115,3 @@ def equal_samples(arguments: argparse.Namespace, batches: list[int]) -> int:
         each = f"{checkpoints} checkpoint{'s' if checkpoints > 1 else ''} x {math.lcm(*batches)}"
         print(f"--samples: {wanted} -> {samples} samples (a multiple of {each})", file=sys.stderr)
     return samples
-
-
-batch_list.__name__ = "batch sizes"

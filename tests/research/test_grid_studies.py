@@ -33,6 +33,7 @@ decay = 0.9
 [sampling]
 enable = false
 """
+ARMS = ["--arm", "uniform", "--arm", "beta", "objective.timesteps.name=beta"]
 QUICK = ["--seeds", "2", "--samples", "32", "--checkpoints", "2", "--images", "4", "--nodes", "1"]
 
 
@@ -105,8 +106,8 @@ def losses_by_bin(summary: Path) -> dict[str, str]:
 
 def test_samplers_interrupted_failed_and_gone_on_with(config, trainings, study, no_pictures, tmp_path):
     folder = tmp_path / "results"
-    words = ["compare_samplers", config, "--samplers", "uniform,beta", *QUICK, "--output", folder]
-    names = ["b4_uniform_s0", "b4_beta_s0", "b4_uniform_s1", "b4_beta_s1"]
+    words = ["compare_settings", config, *ARMS, *QUICK, "--output", folder]
+    names = ["uniform_s0", "beta_s0", "uniform_s1", "beta_s1"]
     trainings.interrupt = names[1]
     code, _, error = study(*words)
     assert code == 130 and "the same command resumes" in error and trainings.names == names[:2]
@@ -179,10 +180,11 @@ def test_batches_at_equal_samples_and_prediction_types_of_their_runs(
     config, trainings, study, no_pictures, tmp_path
 ):
     folder, compared = tmp_path / "batches", tmp_path / "compared"
-    asked = ["--samplers", "uniform", "--batches", "4,16", "--lr-rule", "linear", "--output", folder]
-    code, _, error = study("compare_samplers", config, *asked, *QUICK)
+    asked = ["--batches", "4,16", "--lr-rule", "linear", "--output", folder]
+    code, _, error = study("compare_settings", config, *ARMS, *asked, *QUICK)
     assert code == 0, error
-    assert trainings.names == [f"{kind}_s{seed}" for seed in (0, 1) for kind in ("b4_uniform", "b16_uniform")]
+    kinds = ("b4_uniform", "b4_beta", "b16_uniform", "b16_beta")
+    assert trainings.names == [f"{kind}_s{seed}" for seed in (0, 1) for kind in kinds]
     rows = table(folder / "results.csv")
     assert {(row["group"], float(row["lr"])) for row in rows} == {("batch size 4", 1e-4), ("batch size 16", 4e-4)}
     assert {row["samples"] for row in rows} == {"16", "32"} and {row["parametrisation"] for row in rows} == {"v"}
@@ -263,18 +265,16 @@ def test_trained_prediction_types_killed_leave_no_process_and_go_on(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["compare_samplers", "{config}", "--samplers", "unform"], "is no sampler (there are: uniform"),
-        (["compare_samplers", "{config}", "--samplers", "slots"], "slots needs objective.timesteps.edges"),
-        (["compare_samplers", "{config}", "--samplers", "uniform", "--seeds", "1"], "intervals need 2 seeds"),
-        (["compare_samplers", "{config}", "--samplers", "beta:a=0"], "must be at least 0.2"),
-        (["compare_samplers", "{config}", "--samplers", "uniform", "--set", "model.depth=2"], "unknown key"),
-        (["compare_samplers", "{config}", "--samplers", "uniform", "--set", "depth"], "is no KEY=VALUE"),
-        (["compare_samplers", "{config}", "--samplers", "uniform", "--weights", "fast"], "there are: none, slow"),
-        (["compare_samplers", "{config}", "--samplers", "uniform", "--batches", "8,x"], "invalid batch sizes value"),
-        (["compare_samplers", "{config}", "--samplers", "uniform", "--images", "9999"], "9999 images are requested"),
-        (["compare_samplers", "{config}", "--samplers", "uniform", "--edges", "{missing}"], "cannot be read"),
-        (["compare_samplers", "{missing}", "--samplers", "uniform"], "no such file"),
-        (["compare_samplers", "{config}", "--samplers", "uniform", "--batches", "4,64"], "too few for"),
+        (["compare_settings", "{config}", *ARMS, "objective.timesteps.name=slots"], "slots needs objective.timesteps.edges"),
+        (["compare_settings", "{config}", *ARMS, "--seeds", "1"], "intervals need 2 seeds"),
+        (["compare_settings", "{config}", *ARMS, "--set", "model.depth=2"], "unknown key"),
+        (["compare_settings", "{config}", *ARMS, "--set", "depth"], "is no KEY=VALUE"),
+        (["compare_settings", "{config}", *ARMS, "--weights", "fast"], "there are: none, slow"),
+        (["compare_settings", "{config}", *ARMS, "--batches", "8,x"], "invalid batch sizes value"),
+        (["compare_settings", "{config}", *ARMS, "--images", "9999"], "9999 images are requested"),
+        (["compare_settings", "{config}", *ARMS, "--edges", "{missing}"], "cannot be read"),
+        (["compare_settings", "{missing}", *ARMS], "no such file"),
+        (["compare_settings", "{config}", *ARMS, "--batches", "4,64"], "too few for"),
         (["compare_settings", "{config}", "--arm", "a", "--arm", "b", "model.dim"], "--arm b: 'model.dim' is no KEY=VALUE"),
         (["compare_settings", "{config}", "--arm", "a"], "--arm: give 2 arms at least"),
         (["compare_settings", "{config}", "--arm", "a", "--arm", "a"], "--arm: 'a' is given twice"),
@@ -287,7 +287,7 @@ def test_trained_prediction_types_killed_leave_no_process_and_go_on(
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(config, study, trainings, tmp_path, words, message):
-    quick = [] if words[0] == "compare_samplers" and "--images" in words else QUICK[4:]
+    quick = [] if "--images" in words else QUICK[4:]
     asked = [word.format(config=config, missing=tmp_path / "missing.toml") for word in words]
     code, output, error = study(*asked, "--samples", "32", *quick, "--output", tmp_path / "out")
     assert code == 2 and output == "" and message in error
