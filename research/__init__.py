@@ -52,9 +52,6 @@ STUDIES: dict[str, StudyEntry] = {
     "compare_methods": StudyEntry(
         "methods by name at equal images and equal FLOPs, by what runs measure; trains runs of a config", of_a_run=False
     ),
-    "few_steps": StudyEntry(
-        "samples in 1, 2, 4 steps of methods trained with equal FLOPs; trains runs of a config", of_a_run=False
-    ),
     "alignment_noise": StudyEntry(
         "gradients of flow and alignment over training, and a stop by rule; trains runs of a config", of_a_run=False
     ),
