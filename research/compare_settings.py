@@ -36,7 +36,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run_alone(arguments: argparse.Namespace) -> Path:
     """Train and measure the missing runs; return summary.md. Raises StudyError, ConfigError."""
-    grid_options.require_seeds(arguments)
     arms = read_arms(arguments.arm)
     base = grid_options.read_base(arguments)
     if arguments.parametrisation is None:
@@ -49,7 +48,7 @@ def run_alone(arguments: argparse.Namespace) -> Path:
     runs.sort(key=lambda run: run.seed)  # an unfinished grid has whole seeds
     what = f"{samples} samples per run; learning rate by the rule {arguments.lr_rule} from {base.optimizer.lr:g} at batch size "
     return grid_study.train_and_measure(
-        NAME, base, runs, arguments, "settings", f"{what}{base.training.global_batch_size}, unless an arm sets it."
+        NAME, base, runs, arguments, f"{what}{base.training.global_batch_size}, unless an arm sets it."
     )
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from research import command_line, grid_plots, paired_runs
+from research import command_line, grid_plots, prediction_types
 from tests.end_to_end.tools import table
 from tests.faults.forked import _train
 from tests.forked import ForkedProcess
@@ -88,7 +88,7 @@ def no_pictures(monkeypatch):
     def stop_drawing() -> None:
         monkeypatch.setattr(grid_plots, "draw_bins", lambda *of: "")
         monkeypatch.setattr(grid_plots, "draw_curves", lambda *of: "")
-        monkeypatch.setattr(paired_runs, "_draw", lambda *of: "")
+        monkeypatch.setattr(prediction_types, "_draw", lambda *of: "")
 
     return stop_drawing
 
@@ -230,11 +230,10 @@ def _study_process(words: list[str]) -> int:
     return command_line.main(words)
 
 
-def test_trained_prediction_types_killed_leave_no_process_and_go_on(
-    config, trainings, study, no_pictures, tmp_path, monkeypatch
-):
+def test_a_killed_study_leaves_no_process_and_goes_on(config, trainings, study, no_pictures, tmp_path):
     folder = tmp_path / "killed"
-    words = ["prediction_types", config, "--predictions", "v,x0", *QUICK, "--output", folder]
+    arms = ["--arm", "v", "--arm", "x0", "objective.prediction=x0", "--parametrisation", "v"]
+    words = ["compare_settings", config, *arms, *QUICK, "--output", folder]
     trainings.stop = "x0_s0"
     assert study(*words)[0] == 130
     rows = table(folder / "training.csv")
@@ -266,7 +265,7 @@ def test_trained_prediction_types_killed_leave_no_process_and_go_on(
     ("words", "message"),
     [
         (["compare_settings", "{config}", *ARMS, "objective.timesteps.name=slots"], "slots needs objective.timesteps.edges"),
-        (["compare_settings", "{config}", *ARMS, "--seeds", "1"], "intervals need 2 seeds"),
+        (["compare_settings", "{config}", *ARMS, "--seeds", "1"], "--seeds: must be at least 2"),
         (["compare_settings", "{config}", *ARMS, "--set", "model.depth=2"], "unknown key"),
         (["compare_settings", "{config}", *ARMS, "--set", "depth"], "is no KEY=VALUE"),
         (["compare_settings", "{config}", *ARMS, "--weights", "fast"], "there are: none, slow"),
@@ -281,9 +280,7 @@ def test_trained_prediction_types_killed_leave_no_process_and_go_on(
         (["compare_settings", "{config}", "--arm", "a", "--arm", "../b", "model.dim=8"], "--arm: '../b' names runs"),
         (["compare_settings", "{config}", "--arm", "a", "--arm", "b", "debug.seed=8"], "debug.seed cannot differ between arms"),
         (["compare_settings", "{config}", "--arm", "a", "--arm", "b", "model.dims=8"], "b_s0: command line: --model.dims: un"),
-        (["prediction_types", "{config}"], "--predictions"),
-        (["prediction_types", "{config}", "--predictions", "v,y"], "'y' is no prediction"),
-        (["prediction_types", "{config}", "--predictions", "v", "--parametrisation", "w"], "invalid choice"),
+        (["compare_settings", "{config}", *ARMS, "--parametrisation", "w"], "invalid choice"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(config, study, trainings, tmp_path, words, message):
@@ -318,6 +315,3 @@ def test_runs_of_other_data_or_path_are_refused(config, study, tmp_path):
     ):
         code, _, error = study("prediction_types", *(runs[name] for name in names))
         assert code == 2 and message in error and error.count("\n") == 1, error
-    for option, value in {"seeds": 2, "checkpoints": 3, "processes": 5, "set": "a=1", "samples": 9}.items():
-        code, _, error = study("prediction_types", runs["one"], runs["one"], f"--{option}", value)
-        assert code == 2 and f"--{option}: goes with a CONFIG.toml" in error and error.count("\n") == 1, error
