@@ -43,7 +43,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run_alone(arguments: argparse.Namespace) -> Path:
     """Train the missing runs; return summary.md. Raises StudyError, ConfigError."""
-    grid_options.require_seeds(arguments)
     arms = read_arms(read_methods(arguments.methods))
     base = grid_options.read_base(arguments, measured=True)
     if not base.validation.enable:
