@@ -61,7 +61,6 @@ def run_alone(arguments: argparse.Namespace) -> Path:
     Raises:
         StudyError, ConfigError.
     """
-    grid_options.require_seeds(arguments)
     base = grid_options.read_base(arguments, measured=True)
     folder = grid_options.study_folder(arguments, base, NAME)
     rates = _rates(arguments.rate, arguments.rates)
