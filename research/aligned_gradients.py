@@ -111,7 +111,7 @@ def estimates(products: BlockProducts, size: int) -> Tensor:
     where the estimate of a squared norm is not positive.
 
     Args:
-        products: paired, of `measure`'s blocks.
+        products: of `measure`'s blocks.
         size: samples of a block.
     """
     bins = len(products.values) // 2

@@ -16,7 +16,7 @@ from research import grid_options
 from research.aligned_gradients import ESTIMATES, AlignedGradients, estimates, measure
 from research.block_products import block_products
 from research.branch_checkpoints import begin_branch
-from research.compare_methods import read_methods
+from research.compare_methods import ended, read_methods, settings_text
 from research.compare_settings import plan_runs, read_arms
 from research.equal_samples import batch_overrides
 from research.offline_gradients import equal_mass_edges, timestep_bin
@@ -123,8 +123,7 @@ class _Study:
         return [_branch(run, *stop) for stop in stops.items()]
 
     def ended(self, run: PlannedRun) -> dict[str, str] | None:
-        row = ResultTable(self.folder / TABLE, (*TRAINED, *COLUMNS), ("run",)).find({"run": run.name})
-        return row if row and row["status"] == "ok" and row["settings"] == _settings(run) else None
+        return ended(ResultTable(self.folder / TABLE, (*TRAINED, *COLUMNS), ("run",)), run)
 
     def _lacks_start(self, run: PlannedRun) -> bool:
         return not self.ended(run) and not checkpoint_steps(self.folder / "runs" / run.name / "checkpoint")
@@ -139,7 +138,7 @@ class _Study:
                 for branch in self.branches(run):
                     if step := branch.overrides.get("alignment.stop_steps"):
                         begin_branch(checkpoint_path(folder / "checkpoint", step), grid.run_folder(branch.name))
-            return _outcome(folder, self.weights, grid.configs[name]) | {"settings": _settings(run)}
+            return _outcome(folder, self.weights, grid.configs[name]) | {"settings": settings_text(run)}
 
         train_grid(grid, self.options.retry_failed, RunRecord(COLUMNS, of_run))
 
@@ -152,7 +151,7 @@ class _Study:
             edges, unit = equal_mass_edges(gradients.gradients.objective, options.bins)
             bins = [timestep_bin(gradients.gradients.objective, *ends, unit) for ends in itertools.pairwise(edges)]
             blocks = measure(gradients, bins, options.blocks, options.block_size, lambda done: None)
-            products = block_products(blocks, paired=True)
+            products = block_products(blocks)
             values = estimates(products, options.block_size).T.tolist()
             errors = products.error_of(lambda kept: estimates(kept, options.block_size)).T.tolist()
             of_run = {"model": run.name, "arm": run.arm.label, "seed": run.seed, "step": step}
@@ -187,7 +186,3 @@ def _outcome(folder: Path, weights: str, config: JobConfig) -> dict[str, Any]:
         raise TrainingFailed("not every measure is finite at its end")
     by_step = {step: float(f"{losses.at(step):.6g}") for step in losses.steps}
     return {"flops_per_image": run.summary["flops_per_image"], "losses": json.dumps(by_step), **measures}
-
-
-def _settings(run: PlannedRun) -> str:
-    return json.dumps(run.overrides, sort_keys=True)
