@@ -99,7 +99,6 @@ class Measurement:
             "samples": self.samples,
             "lr at factor 1": self.options.lr,
             "lr_rule": self.options.lr_rule,
-            "schedule": self.options.schedule,
             "held_out": self.options.held_out,
             "processes": self.options.nproc,
             "checkpoint": hashlib.sha256(manifest).hexdigest()[:16],
@@ -196,9 +195,7 @@ def _choose_step(run: Path, step: int | None) -> int:
 
 
 def _config(asked: Measurement, plan: BatchPlan, seed: int) -> JobConfig:
-    return branch_config(
-        asked.config, plan, seed, asked.options.schedule, asked.options.nproc, asked.branch(plan, seed)
-    )
+    return branch_config(asked.config, plan, seed, asked.options.nproc, asked.branch(plan, seed))
 
 
 # ---------------------------------------------------------------------- measuring
@@ -231,15 +228,13 @@ def run_measurement(asked: Measurement) -> list[Row]:
                 return _measure_branch(asked, held_out, start, plans[cell["batch_size"]], cell["seed"], advance)
 
             def recorded(cell: Cell) -> None:
-                if not asked.options.keep_checkpoints:
-                    remove_checkpoints(asked.branch(plans[cell["batch_size"]], cell["seed"]) / "checkpoint")
+                remove_checkpoints(asked.branch(plans[cell["batch_size"]], cell["seed"]) / "checkpoint")
 
             measure_cells(
                 table, cells, missing, measure, cost=lambda cell: asked.samples, unit="sample", recorded=recorded,
                 name=lambda cell: f"batch {cell['batch_size']}, seed {cell['seed']}",
             )  # fmt: skip
-            if not asked.options.keep_checkpoints:
-                remove_checkpoints(asked.folder / START)
+            remove_checkpoints(asked.folder / START)
     rows = [table.find(_start_cell(asked))]
     rows += [table.find(_cell(asked, plan, seed)) for plan in asked.plans for seed in range(asked.seeds)]
     return [row for row in rows if row]

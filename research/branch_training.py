@@ -6,7 +6,7 @@ the run, the counters begin anew, and so does its one average of the weights.
 
 import dataclasses
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from research.equal_samples import BatchPlan, layout_on
 from torchtitan.checkpoint.checkpointer import Checkpointer, checkpoint_path, checkpoint_steps
@@ -26,8 +26,6 @@ from torchtitan.training.schedules import lr_factor
 # its first update forgets the weights that the branch began with.
 TRACK = EMATrackConfig(name="branch", kind="power", sigma_rel=0.1)
 
-SCHEDULES = ("constant", "linear", "cosine")
-
 # The file by which a branch's folder is known.
 BRANCH_MARKS = {"branch.toml": b"# The resolved configuration of this run"}
 
@@ -42,7 +40,7 @@ def run_lr(config: JobConfig, progress: int) -> float:
 
 
 def branch_config(
-    config: JobConfig, plan: BatchPlan, seed: int, schedule: str, processes: int, folder: Path
+    config: JobConfig, plan: BatchPlan, seed: int, processes: int, folder: Path
 ) -> JobConfig:
     """Configuration of one branch.
 
@@ -50,7 +48,6 @@ def branch_config(
         config: the run's.
         plan: of its batch size.
         seed: number of the branch, from 0; determines samples, timesteps and noise, all new to the run.
-        schedule: of the learning rate over the branch, one of SCHEDULES.
         processes: of the branch.
         folder: of the branch.
     """
@@ -66,7 +63,7 @@ def branch_config(
         config,
         job=dataclasses.replace(config.job, **place),
         optimizer=dataclasses.replace(config.optimizer, lr=plan.lr),
-        lr_scheduler=LRSchedulerConfig(warmup_steps=0, decay_type=cast(Any, schedule)),
+        lr_scheduler=LRSchedulerConfig(warmup_steps=0, decay_type="constant"),
         training=dataclasses.replace(config.training, **training),
         parallelism=layout_on(config, processes),
         ema=EMAConfig(tracks=[TRACK]),

@@ -29,8 +29,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "same, or times the root of the ratio, or times the ratio (default: sqrt)")
     add("--parametrisation", choices=PREDICTIONS, help="parametrisation of the errors (default: the configuration's "
         "prediction)")
-    add("--target", choices=("reference", "worst"), help="count the samples until the final loss of the reference, or of the "
-        "worst arm, is reached (default: no counting)")
+    add("--target", action="store_true", help="count the samples until the final loss of the reference is reached")
     grid_study.add_measure_options(parser)
 
 

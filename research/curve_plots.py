@@ -48,8 +48,8 @@ def loss_curves(curves: Sequence[LossCurve], prediction: str, path: Path) -> str
     return save(figure, path)
 
 
-def slots(curve: LossCurve, error: str, edges: Sequence[float], paper: Sequence[int] | None, path: Path) -> str:
-    """Plot a curve of `error` with the inner edges of its slots, and the paper's if given."""
+def slots(curve: LossCurve, edges: Sequence[float], paper: Sequence[int] | None, path: Path) -> str:
+    """Plot a curve with the inner edges of its slots, and the paper's if given."""
     figure, axes = new_figure(f"Slots of equal loss, {curve.name}", size=(11, 5.4))
     axis = axes[0, 0]
     _draw(axis, curve, _position(curve), curve.error, curve.stderr, color=COLOURS[0], label="squared error")
@@ -61,7 +61,7 @@ def slots(curve: LossCurve, error: str, edges: Sequence[float], paper: Sequence[
                      label="edges, the paper's" if place == 0 else None)  # fmt: skip
     _set_timestep_axis(axis, curve)
     axis.set_yscale("log")
-    axis.set_ylabel(f"squared error of the {error} (mean over values)")
+    axis.set_ylabel("squared error of the prediction (mean over values)")
     legend_outside(axis)
     note(figure, f"band: 95 % interval over {curve.images} images")
     return save(figure, path)

@@ -57,17 +57,23 @@ BLOCKS = 16  # independent blocks of groups, for its interval
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
+    add_step_options(parser, [1, 4, 16, 64, 256], samples=8192, unit=GROUP * BLOCKS, replicates=64, batch_size=32)
+
+
+def add_step_options(
+    parser: argparse.ArgumentParser, batches: list[int], samples: int, unit: int, replicates: int, batch_size: int
+) -> None:
+    """Add the options of a calibration by steps, with these defaults; unit: samples are a multiple of it."""
     add = parser.add_argument
     gns_cells.add_bins(parser)
-    add("--batches", type=int, nargs="+", default=[1, 4, 16, 64, 256], metavar="B", help="batch sizes of the steps, rising "
-        "(default: 1 4 16 64 256); the full gradient is one more")
-    add("--samples", type=int, default=8192, help="samples of the noise scale and of the full gradient, a multiple of "
-        f"{GROUP * BLOCKS}, twice that at least (default: 8192)")
-    add("--replicates", type=int, default=64, help="replicates of every step, even: half to tune the step size, half to "
-        "evaluate it (default: 64)")
+    add("--batches", type=int, nargs="+", default=batches, metavar="B", help="batch sizes of the steps, rising "
+        f"(default: {' '.join(map(str, batches))}); the full gradient is one more")
+    add("--samples", type=int, default=samples, help=f"samples of the full gradient, a multiple of {unit} (default: {samples})")
+    add("--replicates", type=int, default=replicates, help="replicates of every step, even: half to tune the step size, half to "
+        f"evaluate it (default: {replicates})")
     add("--held", type=int, default=32, metavar="SAMPLES", help="held samples of each replicate (default: 32)")
     add("--dtype", choices=("float32", "bfloat16"), default="float32", help="dtype of compute (default: float32)")
-    add("--batch-size", type=int, default=32, help="images at a time (default: 32)")
+    add("--batch-size", type=int, default=batch_size, help=f"images at a time (default: {batch_size})")
     add("--seed", type=int, default=0, help="of every draw (default: 0)")
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from research import oracle_replace_report
 from research.by_image import to_text
 from research.cells import Cell, Row
-from research.frame import StudyRun, checkpoint_name, require_at_least, require_images
+from research.frame import StudyRun, checkpoint_name, require_at_least, require_images, require_one_checkpoint
 from research.oracle_replace_report import EXCEPT, INJECT, NONE, REPLACE
 from research.oracle_replacement import ancestral_chain, unit_errors, visited_indices
 from research.timestep_errors import FixedSamples
@@ -110,10 +110,7 @@ def _check(run: StudyRun) -> None:
     path = build_objective(run.config.objective, run.config.debug.seed).path
     if not path.num_indices:
         raise StudyError(f"objective.path = {run.config.objective.path!r} has no indices; the study needs a DDPM path")
-    if options.steps is None:
-        run.steps = run.steps[-1:]
-    if len(run.steps) != 1:
-        raise StudyError(f"--steps: one checkpoint at a time, {len(run.steps)} are given")
+    require_one_checkpoint(run)
     require_at_least(options, {"images": 2, "batch_size": 1, "seed": 0})
     if not 0 < options.error_size < math.inf:
         raise StudyError(f"--error-size: must be positive, is {options.error_size:g}")

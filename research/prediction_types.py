@@ -14,14 +14,12 @@ from research.cells import Cell, Row
 from research.frame import number, run_study
 from research.pictures import legend_outside, save
 from research.slot_nodes import TimestepBin
-from research.timestep_errors import FixedSamples, fixed_samples
+from research.timestep_errors import FixedSamples
 from research.trained_checkpoint import checkpoint_digest, samples_seen
-from research.trained_grid import add_measure_options, bin_errors, choose_weights, read_bins
+from research.trained_grid import add_measure_options, bin_errors, choose_weights, held_out_samples, read_bins
 from torchtitan.checkpoint.checkpointer import checkpoint_steps
 from torchtitan.checkpoint.location import run_checkpoints
 from torchtitan.config.job import JobConfig
-from torchtitan.data import DATASETS
-from torchtitan.data.base import DatasetError
 from torchtitan.diffusion.objectives import build_objective
 from torchtitan.diffusion.predictions import PREDICTIONS
 from torchtitan.distributed.mesh import compute_device
@@ -148,12 +146,7 @@ def open_runs(folders: list[Path], options: argparse.Namespace) -> tuple["Paired
     bins = read_bins(build_objective(runs[0].config.objective, 0), options)
     digests = {run.name: checkpoint_digest(run.folder, run.step) for run in runs}
     seen = {run.name: samples_seen(run.folder, run.step) for run in runs}
-    data = runs[0].config.data
-    try:
-        samples = fixed_samples(DATASETS[data.name](data, "validation"), options.images, seed=0)
-    except DatasetError as error:
-        raise StudyError(f"--images: {error}") from error
-    return PairedStudy(), ComparedRuns(runs, digests, seen, bins, samples, options)
+    return PairedStudy(), ComparedRuns(runs, digests, seen, bins, held_out_samples(runs[0].config, options), options)
 
 
 def _open(folder: Path, weights: str | None) -> ComparedRun:

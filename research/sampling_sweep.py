@@ -17,7 +17,7 @@ from matplotlib.colors import LogNorm, Normalize
 from research.cells import Cell, Row
 from research.frame import StudyRun, checkpoint_name, number, require_at_least
 from research.offline_gradients import EstimateFailed
-from research.pictures import write_cells
+from research.pictures import save, write_cells
 from torchtitan.config.latent_cache import has_latents, store_of_latents
 from torchtitan.config.sampling_checks import data_text
 from torchtitan.errors import EvaluationError
@@ -34,7 +34,7 @@ from torchtitan.fidelity.references import open_reference
 from torchtitan.files.regular import user_path
 from torchtitan.pictures.grids import to_rgb
 from torchtitan.pictures.markdown import markdown_table
-from torchtitan.pictures.style import new_figure, note, save
+from torchtitan.pictures.style import new_figure, note
 from torchtitan.programs import program
 from torchtitan.sampling.guides import open_guide
 from torchtitan.statistics.interval import Interval, mean_interval
@@ -283,8 +283,7 @@ def _draw_map(run: StudyRun, model: str, name: str, found: dict[Setting, Interva
             panel.plot(*place, marker="s", markersize=26, markerfacecolor="none", markeredgecolor="#d55e00", markeredgewidth=2)
     figure.colorbar(shown, ax=panels[0].tolist(), label=f"{name}: {VALUES[name]} is better")
     note(figure, f"means over {run.options.sets} sets of {run.options.images} images; square: the best mean")
-    save(figure, path)
-    return f"![{name} by guidance scale, weights and steps]({path.name})\n\n"
+    return save(figure, path)
 
 
 def _value(found: dict[Setting, Interval], setting: Setting) -> float:

@@ -34,8 +34,6 @@ COLUMNS = (
 )  # fmt: skip
 _RESAMPLES = 1000
 _MARKS = {"slots.json": b'{"unit": '}
-# What `--error` may cut by, in words.
-_ERRORS = {"prediction": "run's prediction", "noise": "noise that follows from the run's prediction"}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -43,9 +41,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("source", metavar="RUN_FOLDER|CURVE.csv", type=Path,
         help="a run's folder with studies/loss_curve, or the curve.csv of a loss_curve")  # fmt: skip
     add("--slots", type=int, default=10, metavar="K", help="number of slots (default: 10)")
-    add("--error", choices=tuple(_ERRORS), default="prediction",
-        help="squared error that is the loss: of the run's own prediction, or of the resulting noise "
-        "(default: prediction)")  # fmt: skip
     add("--weights", metavar="none|TRACK",
         help="weights of the curve (default: none, the trained weights, if there are any)")
     add("--step", type=int, help="step of the checkpoint (default: the last)")
@@ -70,9 +65,6 @@ def run_alone(arguments: argparse.Namespace) -> Path:
     errors = read_errors(source.with_name(ERRORS), curve.weights, curve.step)
     if errors is not None and errors.shape != (curve.images, len(curve.t)):
         raise StudyError(f"{source.with_name(ERRORS)}: is not of the curve in {source.name} (run loss_curve again)")
-    if arguments.error == "noise":
-        errors = None if errors is None else errors * curve.noise_factor
-        curve = curve.of_noise()
     try:
         edges = slot_edges(curve, curve.error, arguments.slots)
         intervals = None
@@ -90,8 +82,8 @@ def run_alone(arguments: argparse.Namespace) -> Path:
             writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
             writer.writeheader()
             writer.writerows({name: as_text(row.get(name)) for name in COLUMNS} for row in rows)
-        text = _summary(curve, arguments.error, edges, rows, errors, paper)
-        text += curve_plots.slots(curve, arguments.error, edges, paper, folder / "slots.png")
+        text = _summary(curve, edges, rows, errors, paper)
+        text += curve_plots.slots(curve, edges, paper, folder / "slots.png")
         replace_file(folder / "summary.md", text)
     except OSError as error:
         raise StudyError(f"{folder}: cannot be written: {error.strerror}") from error
@@ -225,9 +217,8 @@ def _rows(
 
 
 def _summary(
-    curve: LossCurve, error: str, edges: Sequence[float], rows: list[dict], errors: Tensor | None,
-    paper: Sequence[int] | None,
-) -> str:  # fmt: skip
+    curve: LossCurve, edges: Sequence[float], rows: list[dict], errors: Tensor | None, paper: Sequence[int] | None
+) -> str:
     if curve.discrete:
         counted = f"the sum of the losses of {_num_indices(curve)} indices, each counting alike"
         if _num_indices(curve) > len(curve.t):
@@ -246,7 +237,7 @@ def _summary(
         )
     text = (
         f"# slots\n\n{len(rows)} slots of equal loss, {curve.name}. Loss: the mean squared error of the "
-        f"{_ERRORS[error]} over {curve.images} images, without weights. What is equal: {counted}. A slot is "
+        f"run's prediction over {curve.images} images, without weights. What is equal: {counted}. A slot is "
         "[first, end). "
     )
     if errors is None:

@@ -22,7 +22,7 @@ from torchtitan.checkpoint.checkpointer import CheckpointError, checkpoint_steps
 from torchtitan.checkpoint.location import run_checkpoints
 from torchtitan.config.job import JobConfig
 from torchtitan.data import DATASETS
-from torchtitan.data.base import Dataset, DatasetError
+from torchtitan.data.base import DatasetError
 from torchtitan.diffusion.objective import Objective
 from torchtitan.diffusion.objectives import build_objective
 from torchtitan.distributed.mesh import compute_device
@@ -69,6 +69,8 @@ class TrainedGrid:
         results: folder that holds the study's folder.
         description: of the training, for the summary.
         weights: EMA track to compare, or "none".
+        bins: of timesteps, of the path that all runs share.
+        samples: held-out images with noise, the same for every run.
     """
 
     grid: TrainingGrid
@@ -78,27 +80,12 @@ class TrainedGrid:
     results: Path
     description: str
     weights: str
+    bins: list[TimestepBin]
+    samples: FixedSamples
     _opened: tuple[Any, TrainedModel] | None = field(default=None, repr=False)
-    _samples: FixedSamples | None = field(default=None, repr=False)
-    _bins: list[TimestepBin] | None = field(default=None, repr=False)
 
     def config(self, name: str) -> JobConfig:
         return self.grid.configs[name]
-
-    def bins(self) -> list[TimestepBin]:
-        """Bins of the path, shared by all runs. Raises StudyError."""
-        if self._bins is None:
-            config = next(iter(self.grid.configs.values()))
-            self._bins = read_bins(build_objective(config.objective, 0), self.options)
-        return self._bins
-
-    def samples(self) -> FixedSamples:
-        """Held-out images with noise; the same for every run. Raises DatasetError."""
-        if self._samples is None:
-            config = next(iter(self.grid.configs.values()))
-            dataset: Dataset = DATASETS[config.data.name](config.data, "validation")
-            self._samples = fixed_samples(dataset, self.options.images, seed=0)
-        return self._samples
 
     def model(self, name: str, track: str, step: int) -> TrainedModel:
         """Model of a checkpoint; kept until another is requested. Raises CheckpointError."""
@@ -125,6 +112,14 @@ def read_bins(objective: Objective, options: argparse.Namespace) -> list[Timeste
         return timestep_bins(objective, options.nodes, options.edges)
     except ValueError as error:
         raise StudyError(f"--edges: {error}") from error
+
+
+def held_out_samples(config: JobConfig, options: argparse.Namespace) -> FixedSamples:
+    """Held-out images with noise, as many as the options say. Raises StudyError."""
+    try:
+        return fixed_samples(DATASETS[config.data.name](config.data, "validation"), options.images, seed=0)
+    except DatasetError as error:
+        raise StudyError(f"--images: {error}") from error
 
 
 def choose_weights(base: JobConfig, asked: str | None) -> str:
@@ -168,7 +163,7 @@ class GridStudy:
         if cell["model"] in run.failures:
             raise TrainingFailed(run.failures[cell["model"]])
         trained = run.model(cell["model"], cell["weights"], cell["step"])
-        errors = bin_errors(trained, run.samples(), run.bins()[cell["bin"]], run.options.parametrisation, advance)
+        errors = bin_errors(trained, run.samples, run.bins[cell["bin"]], run.options.parametrisation, advance)
         if not errors.isfinite().all():
             raise TrainingFailed("the error is not finite")
         return {"error": errors.mean().item(), "error_se": errors.std().item() / math.sqrt(len(errors))}
@@ -178,7 +173,7 @@ class GridStudy:
         configs = [run.config(planned.name) for planned in run.runs]
         points = {step * config.training.global_batch_size for config in configs for step in _planned_steps(config)}
         results = GridResults(rows, arms, run.weights, sorted(points))
-        return grid_report.write(results, run.options.target, run.bins(), folder)
+        return grid_report.write(results, run.options.target, run.bins, folder)
 
     def _of_run(self, run: TrainedGrid, planned: PlannedRun) -> list[Cell]:
         name = planned.name
@@ -203,7 +198,7 @@ class GridStudy:
             wanted.append((last, "none"))
         return [
             of_run | {"step": step, "samples": samples[step], "weights": track} | _of_bin(number, where)
-            for step, track in wanted for number, where in enumerate(run.bins())
+            for step, track in wanted for number, where in enumerate(run.bins)
         ]  # fmt: skip
 
 
@@ -271,12 +266,9 @@ def train_and_measure(
     folder = grid_options.study_folder(options, base, name)
     weights = choose_weights(base, options.weights)
     grid = plan_grid(base, runs, folder, options.processes)
-    trained = TrainedGrid(grid, list(runs), {}, options, folder.parent, "", weights)
-    trained.bins()  # before hours of training
-    try:
-        trained.samples()
-    except DatasetError as error:
-        raise StudyError(f"--images: {error}") from error
-    trained.failures = train_grid(grid, options.retry_failed)
-    trained.description = f"{counted(len(runs), 'run')} of {base.model.flavor} on {base.data.name}, {base.objective.path}: {what}"
+    reference = next(iter(grid.configs.values()))
+    bins, samples = read_bins(build_objective(reference.objective, 0), options), held_out_samples(reference, options)
+    failures = train_grid(grid, options.retry_failed)
+    what = f"{counted(len(runs), 'run')} of {base.model.flavor} on {base.data.name}, {base.objective.path}: {what}"
+    trained = TrainedGrid(grid, list(runs), failures, options, folder.parent, what, weights, bins, samples)
     return run_study(name, GridStudy(), trained)
