@@ -15,7 +15,7 @@ from research import alignment_noise_report as noise_report
 from research import grid_options
 from research.aligned_gradients import ESTIMATES, AlignedGradients, estimates, measure
 from research.block_products import block_products
-from research.branch_checkpoints import begin_branch
+from research.branch_training import begin_branch
 from research.compare_methods import ended, read_methods, settings_text
 from research.compare_settings import plan_runs, read_arms
 from research.equal_samples import batch_overrides

@@ -17,8 +17,16 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from research.branch_checkpoints import begin_branch, remove_checkpoints
-from research.branch_training import BRANCH_MARKS, TRACK, branch_config, run_lr, write_config, write_start
+from research.branch_training import (
+    BRANCH_MARKS,
+    TRACK,
+    begin_branch,
+    branch_config,
+    remove_checkpoints,
+    run_lr,
+    write_config,
+    write_start,
+)
 from research.cells import Cell, Row, measure_cells, missing_cells
 from research.equal_samples import BatchPlan, plan_batches
 from research.frame import require_at_least
@@ -281,7 +289,7 @@ def _measure_start(asked: Measurement, table: ResultTable, held_out: HeldOut) ->
     tracks = ("none", *(track.name for track in asked.config.ema.tracks))
     losses = [_losses(asked, asked.run, track, asked.step, held_out) for track in tracks]
     best = min(losses, key=lambda found: found["loss"])
-    row = cell | {"status": "ok", "steps": 0, "samples": 0, "date": _now()}
+    row = cell | {"status": "ok", "steps": 0, "samples": 0, "date": datetime.now().isoformat(" ", "seconds")}
     table.add(row | losses[0] | {f"ema/{name}": value for name, value in best.items()})
 
 
@@ -324,7 +332,3 @@ def _losses(asked: Measurement, run: Path, track: str, step: int, held_out: Held
         if device.type == "cuda":
             torch.cuda.empty_cache()  # the next branch is another process
     return {name: value for name, value in found.items() if not name.startswith("loss_stderr_by_bin")}
-
-
-def _now() -> str:
-    return datetime.now().isoformat(" ", "seconds")

@@ -11,11 +11,13 @@ from matplotlib.ticker import NullFormatter, NullLocator
 
 from research.branch_measurement import START, Measurement
 from research.cells import Row
-from research.critical_batch_bins import SHARE, BinTest, bin_test
 from research.critical_batch_decision import (
+    SHARE,
+    BinTest,
     CriticalBatch,
     Excess,
     Losses,
+    bin_test,
     critical_batch,
     excesses,
     progress,

@@ -4,7 +4,6 @@ errors.
 
 import argparse
 import math
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from research import oracle_replace_report
 from research.by_image import to_text
-from research.cells import Cell, Row
+from research.cells import Cell
 from research.frame import StudyRun, checkpoint_name, require_at_least, require_images, require_one_checkpoint
 from research.oracle_replace_report import EXCEPT, INJECT, NONE, REPLACE
 from research.oracle_replacement import ancestral_chain, unit_errors, visited_indices
@@ -31,6 +30,7 @@ COLUMNS = (
 )  # fmt: skip
 KEY = COLUMNS[:11]
 UNIT = "image"
+report = oracle_replace_report.report
 
 # Both ends are visited indices where they can be; those of the published experiment count from 1.
 DEFAULT_RANGES = "500-999,100-499,10-99,1-9,0-9,0-0,0-499"
@@ -96,10 +96,6 @@ def measure(run: StudyRun, cell: Cell, advance: Advance) -> dict[str, Any]:
         squared = (final - batch.images.to(run.device)).square()
     errors = squared.to("cpu", torch.float64).mean((1, 2, 3))
     return {"rmse": math.sqrt(errors.mean().item()), "squared_errors": to_text(errors)}
-
-
-def report(run: StudyRun, rows: list[Row], folder: Path) -> str:
-    return oracle_replace_report.report(run, rows, folder)
 
 
 # ---------------------------------------------------------------------- options

@@ -12,6 +12,7 @@ from torch import Tensor
 from research.by_image import log_ratio
 from research.cells import Cell, Row
 from research.frame import number, run_study
+from research.grid_plots import finish_bins
 from research.pictures import legend_outside, save
 from research.slot_nodes import TimestepBin
 from research.timestep_errors import FixedSamples
@@ -27,7 +28,7 @@ from torchtitan.experiments.engine import Advance
 from torchtitan.experiments.folder import StudyError
 from torchtitan.experiments.training import TrainingFailed
 from torchtitan.pictures.markdown import Markdown, inline, markdown_table
-from torchtitan.pictures.style import colour, label_log_axis, new_figure, note
+from torchtitan.pictures.style import colour, new_figure, note
 from torchtitan.statistics.student import student_quantile
 from torchtitan.training.config import EMATrackConfig
 from torchtitan.weights.trained_model import TrainedModel, load_run, read_config
@@ -282,15 +283,7 @@ def _draw(run: ComparedRuns, rows: dict[tuple[str, int], Row], path: Path) -> st
             middle = found[:, 1]
             ends = torch.stack((middle - found[:, 0], found[:, 2] - middle))
             relative.errorbar(there, middle, ends.numpy(), color=color, marker="o", markersize=4, linewidth=1.3)
-    absolute.set_yscale("log")
-    label_log_axis(absolute)
-    absolute.set_ylabel(f"squared error of {run.options.parametrisation}")
+    finish_bins(absolute, relative, run.bins, run.options.parametrisation, run.runs[0].name)
     legend_outside(absolute, "run (prediction)")
-    relative.set_yscale("log")
-    label_log_axis(relative)
-    relative.axhline(1.0, color="black", linewidth=1)
-    relative.set_ylabel(f"ratio to the error\nof {run.runs[0].name}")
-    relative.set_xticks(range(len(run.bins)), [where.label for where in run.bins], fontsize=8)
-    relative.set_xlabel(f"timestep bin ({'DDPM indices' if run.bins[0].unit == 'index' else 't'}), from data to noise")
     note(figure, f"bars: 95 % intervals over {run.options.images} images; ratios are paired by image")
     return save(figure, path)

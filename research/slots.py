@@ -17,6 +17,7 @@ from research.curve_table import ERRORS, LossCurve, read_curves, read_errors
 from research.equal_loss import equal_loss_edges, interpolate_loss
 from research.frame import require_at_least
 from research.result_table import as_text
+from research.slot_nodes import PUBLISHED_EDGES
 from torchtitan.diffusion.paths import NUM_INDICES
 from torchtitan.diffusion.timesteps.slot_edges import write_slot_edges
 from torchtitan.experiments.folder import ResultsFolder, StudyError
@@ -24,10 +25,7 @@ from torchtitan.files.durable import replace_file, replacing
 from torchtitan.pictures.markdown import markdown_table
 
 # First and last index of each slot as published; they are 1001 indices.
-# Source: Xie and Agam, "Rethinking timesteps samplers and prediction types", arXiv 2502.01990, Table 1.
-PAPER_SLOTS = (
-    (0, 4), (5, 12), (13, 22), (23, 36), (37, 55), (56, 81), (82, 119), (120, 176), (177, 276), (277, 1000),
-)  # fmt: skip
+PAPER_SLOTS = (*((low, high - 1) for low, high in pairwise(PUBLISHED_EDGES[:-1])), (PUBLISHED_EDGES[-2], NUM_INDICES))
 COLUMNS = (
     "slot", "unit", "first", "end", "end_lower", "end_upper", "width", "uniform_loss_share", "paper_first",
     "paper_last", "paper_width", "paper_uniform_loss_share",
@@ -72,7 +70,7 @@ def run_alone(arguments: argparse.Namespace) -> Path:
             intervals = edge_intervals(curve, errors, arguments.slots)
     except ValueError as error:
         raise StudyError(f"{source}: {error}") from error
-    paper = paper_edges() if arguments.compare_paper else None
+    paper = PUBLISHED_EDGES if arguments.compare_paper else None
     rows = _rows(curve, edges, intervals, paper)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -131,11 +129,6 @@ def edge_intervals(curve: LossCurve, errors: Tensor, num_slots: int) -> Tensor:
     means = resampled_shares(len(errors), _RESAMPLES) @ errors
     edges = torch.tensor([slot_edges(curve, error, num_slots) for error in means], dtype=torch.float64)
     return torch.quantile(edges, torch.tensor([0.025, 0.975], dtype=torch.float64), dim=0)
-
-
-def paper_edges() -> list[int]:
-    """Edges of the paper's slots over 1000 indices: its last slot ends at index 1000, which is cut to 999."""
-    return [first for first, _ in PAPER_SLOTS] + [min(PAPER_SLOTS[-1][1], NUM_INDICES - 1) + 1]
 
 
 # ---------------------------------------------------------------------- parts
@@ -259,7 +252,7 @@ def _cells(row: dict) -> list[str]:
 
 
 def _beside_paper(rows: list[dict], edges: Sequence[float]) -> str:
-    outside = [row["end"] for row, edge in zip(rows[:-1], paper_edges()[1:-1], strict=True)
+    outside = [row["end"] for row, edge in zip(rows[:-1], PUBLISHED_EDGES[1:-1], strict=True)
                if "end_lower" in row and not row["end_lower"] <= edge <= row["end_upper"]]  # fmt: skip
     text = "Compared with the paper's table (its last slot ends at 1000, which is cut to the last index, 999):\n\n"
     text += markdown_table(

@@ -8,13 +8,12 @@ import pytest
 import torch
 
 from research import branch_measurement
-from research.branch_checkpoints import begin_branch
 from research.branch_measurement import HeldOut, _hold_to_settings
-from research.branch_training import TRACK, branch_config, run_lr, write_config, write_start
-from research.critical_batch_bins import bin_test
+from research.branch_training import TRACK, begin_branch, branch_config, run_lr, write_config, write_start
 from research.critical_batch_decision import (
     CriticalBatch,
     Excess,
+    bin_test,
     critical_batch,
     excesses,
     progress,
