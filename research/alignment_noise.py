@@ -11,9 +11,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from research import alignment_noise_report as noise_report
 from research import grid_options
-from research.aligned_gradients import ESTIMATES, AlignedGradients, estimates, measure
+from research.aligned_gradients import ESTIMATES, AlignedGradients, estimates
 from research.block_products import block_products
 from research.branch_training import begin_branch
 from research.compare_methods import ended, read_methods, settings_text
@@ -150,8 +152,8 @@ class _Study:
             gradients = AlignedGradients(folder, step, seed=_SEED, device=compute_device())
             edges, unit = equal_mass_edges(gradients.gradients.objective, options.bins)
             bins = [timestep_bin(gradients.gradients.objective, *ends, unit) for ends in itertools.pairwise(edges)]
-            blocks = measure(gradients, bins, options.blocks, options.block_size, lambda done: None)
-            products = block_products(blocks)
+            measured = [gradients.blocks(where, stream, options.blocks, options.block_size) for stream, where in enumerate(bins)]
+            products = block_products(torch.stack(measured, 1).flatten(0, 1))
             values = estimates(products, options.block_size).T.tolist()
             errors = products.error_of(lambda kept: estimates(kept, options.block_size)).T.tolist()
             of_run = {"model": run.name, "arm": run.arm.label, "seed": run.seed, "step": step}

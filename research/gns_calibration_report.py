@@ -23,7 +23,7 @@ from research.gns_calibration_statistics import (
     interval_of,
     usable,
 )
-from research.pictures import save
+from research.pictures import interval_text, save
 from torchtitan.errors import unwrapped
 from torchtitan.experiments.folder import ResultsFolder, StudyError
 from torchtitan.files.durable import make_folder, replace_file
@@ -110,7 +110,7 @@ def statistics_text(rows: Sequence[Row]) -> str:
 def _statistics_table(found: Agreement, estimate: str) -> str:
     of_data = [("all", found.together), *found.apart.items()] if len(found.apart) > 1 else list(found.apart.items())
     lines = [
-        [name, GEOMETRIES[geometry], *map(_signed, (one.slope, one.ratio, one.rank, one.scatter, one.single))]
+        [name, GEOMETRIES[geometry], *(interval_text(each, ".3g") for each in vars(one).values())]
         for name, of_geometry in of_data for geometry, one in of_geometry.items()
     ]  # fmt: skip
     header = ["data", "geometry", "slope", "B_half / B", "rank", "scatter of ln", "B_half / B of one bin"]
@@ -136,11 +136,6 @@ def report_text(rows: Sequence[Row], folder: Path) -> str:
     if known:
         text += draw_picture(known, folder / PICTURE)
     return text
-
-
-def _signed(found: Interval) -> str:
-    """Format a statistic of any sign with its interval."""
-    return f"{found.value:.3g} [{found.lower:.3g}, {found.upper:.3g}]"
 
 
 def _text(found: Interval) -> str:

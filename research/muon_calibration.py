@@ -23,7 +23,7 @@ from research.gns_calibration_statistics import Finding, finding, interval_colum
 from research.half_progress import Progress, Replicate, SampleNumbers, best_step_size
 from research.half_progress_fit import half_progress
 from research.offline_gradients import EstimateFailed
-from research.pictures import save
+from research.pictures import interval_text, save
 from torchtitan.experiments.engine import Advance
 from torchtitan.experiments.folder import StudyError
 from torchtitan.gns.nuclear import nuclear_norm
@@ -164,8 +164,7 @@ def report(run: StudyRun, rows: list[Row], folder: Path) -> str:
     for axis, (column, name) in zip(axes[0], SCALES.items(), strict=True):
         scale = np.array([scale_of(row, column) for row in used])
         found: Finding = finding(np.log(scale), half, counts)
-        table.append([name, *(f"{each.value:.2f} [{each.lower:.2f}, {each.upper:.2f}]"
-                              for each in (found.rank, found.slope, found.ratio))])  # fmt: skip
+        table.append([name, *(interval_text(each, ".2f") for each in (found.rank, found.slope, found.ratio))])
         for color, age in zip(ordered_colours(len(ages)), ages, strict=True):
             chosen = [place for place, row in enumerate(used) if int(row["step"]) == age]
             axis.plot(scale[chosen], np.exp(half[chosen]), "o", color=color, label=f"step {age}")

@@ -11,7 +11,7 @@ from torch import Tensor
 from research.by_image import from_text, root_mean
 from research.cells import Row
 from research.frame import StudyRun
-from research.pictures import save
+from research.pictures import interval_text, save
 from torchtitan.pictures.colours import COLOURS
 from torchtitan.pictures.markdown import markdown_table
 from torchtitan.pictures.style import new_figure, note
@@ -41,7 +41,7 @@ def report(run: StudyRun, rows: list[Row], folder: Path) -> str:
         return text + "No chain could be measured.\n\n"
     _write(found, replaced, errors, folder / "ranges.csv")
     if plain := found.get((NONE, "", "")):
-        text += f"Nothing replaced: root mean squared error {_text(plain)} against the true images.\n\n"
+        text += f"Nothing replaced: root mean squared error {interval_text(plain)} against the true images.\n\n"
     variants = [variant for variant in TITLES if any(key[0] == variant for key in found)]
     for variant in variants:
         text += _table(variant, found, replaced)
@@ -85,7 +85,7 @@ def _description(run: StudyRun) -> str:
 def _table(variant: str, found: dict[Key, Interval], replaced: dict[Key, int]) -> str:
     name = "change per unit of error" if variant == INJECT else "error"
     lines = [
-        [f"{low}-{high}", str(replaced[key]), _text(found[key])]
+        [f"{low}-{high}", str(replaced[key]), interval_text(found[key])]
         for key in found
         for (of, low, high) in [key]
         if of == variant
@@ -109,10 +109,6 @@ def _findings(errors: dict[Key, Tensor]) -> str:
                 f"[{found.lower:+.3g}, {found.upper:+.3g}])"
             )
     return "Against nothing replaced, paired by image:\n\n" + "\n".join(verdicts) + "\n\n" if verdicts else ""
-
-
-def _text(interval: Interval) -> str:
-    return f"{interval.value:.4g} [{interval.lower:.4g}, {interval.upper:.4g}]"
 
 
 def _write(found: dict[Key, Interval], replaced: dict[Key, int], errors: dict[Key, Tensor], path: Path) -> None:

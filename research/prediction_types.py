@@ -17,7 +17,14 @@ from research.pictures import legend_outside, save
 from research.slot_nodes import TimestepBin
 from research.timestep_errors import FixedSamples
 from research.trained_checkpoint import checkpoint_digest, samples_seen
-from research.trained_grid import add_measure_options, bin_errors, choose_weights, held_out_samples, read_bins
+from research.trained_grid import (
+    add_measure_options,
+    bin_columns,
+    bin_errors,
+    choose_weights,
+    held_out_samples,
+    read_bins,
+)
 from torchtitan.checkpoint.checkpointer import checkpoint_steps
 from torchtitan.checkpoint.location import run_checkpoints
 from torchtitan.config.job import JobConfig
@@ -215,9 +222,8 @@ class PairedStudy:
             shared | {
                 "model": one.name, "checkpoint": run.digests[one.name], "step": one.step,
                 "prediction": one.config.objective.prediction, "samples": run.seen[one.name], "weights": one.weights,
-                "bin": place, "unit": where.unit, "low": where.low, "high": where.high,
-                "share": where.share, "nodes": len(where.nodes.t), "parametrisation": options.parametrisation,
-            }
+                "parametrisation": options.parametrisation,
+            } | bin_columns(place, where)
             for one in run.runs for place, where in enumerate(run.bins)
         ]  # fmt: skip
 

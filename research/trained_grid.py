@@ -197,7 +197,7 @@ class GridStudy:
         if run.weights != "none":
             wanted.append((last, "none"))
         return [
-            of_run | {"step": step, "samples": samples[step], "weights": track} | _of_bin(number, where)
+            of_run | {"step": step, "samples": samples[step], "weights": track} | bin_columns(number, where)
             for step, track in wanted for number, where in enumerate(run.bins)
         ]  # fmt: skip
 
@@ -238,7 +238,8 @@ def _digest(run: TrainedGrid, name: str, last: int) -> str:
         return ""
 
 
-def _of_bin(number: int, where: TimestepBin) -> Cell:
+def bin_columns(number: int, where: TimestepBin) -> Cell:
+    """Columns of a bin in a table of errors."""
     return {
         "bin": number, "unit": where.unit, "low": where.low, "high": where.high, "share": where.share,
         "nodes": len(where.nodes.t),
