@@ -2,35 +2,30 @@
 
 import argparse
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from research import grid_options
 from research import trained_grid_report as grid_report
 from research.cells import Cell, Row
-from research.frame import run_study
 from research.grid_results import GridResults
 from research.slot_nodes import TimestepBin, timestep_bins
 from research.timestep_errors import FixedSamples, fixed_samples, in_parametrisation, timestep_errors
 from research.trained_checkpoint import checkpoint_digest, samples_seen
-from research.training_grid import GridRun, TrainingGrid, plan_grid, train_grid
+from research.training_grid import GridRun, TrainingGrid
 from torchtitan.checkpoint.checkpointer import CheckpointError, checkpoint_steps
 from torchtitan.checkpoint.location import run_checkpoints
 from torchtitan.config.job import JobConfig
 from torchtitan.data import DATASETS
 from torchtitan.data.base import DatasetError
 from torchtitan.diffusion.objective import Objective
-from torchtitan.diffusion.objectives import build_objective
 from torchtitan.distributed.mesh import compute_device
 from torchtitan.errors import unwrapped
 from torchtitan.experiments.engine import Advance
 from torchtitan.experiments.folder import StudyError
 from torchtitan.experiments.training import TrainingFailed
-from torchtitan.pictures.number_text import counted
 from torchtitan.processes.command_line import at_least
 from torchtitan.training.schedules import largest_growth
 from torchtitan.weights.trained_model import TrainedModel, load_run
@@ -244,32 +239,3 @@ def bin_columns(number: int, where: TimestepBin) -> Cell:
         "bin": number, "unit": where.unit, "low": where.low, "high": where.high, "share": where.share,
         "nodes": len(where.nodes.t),
     }  # fmt: skip
-
-
-def train_and_measure(
-    name: str, base: JobConfig, runs: Sequence[PlannedRun], options: argparse.Namespace, what: str
-) -> Path:
-    """Train a grid and measure it, as far as that is missing.
-
-    Args:
-        name: of the study.
-        base: configuration that the runs share but for their overrides.
-        runs: in the order of training.
-        options: those of `grid_options` and `add_measure_options`, `parametrisation` and `target`.
-        what: a sentence on their training, for the summary.
-
-    Returns:
-        summary.md.
-
-    Raises:
-        StudyError: bad options, or a folder that cannot be used.
-    """
-    folder = grid_options.study_folder(options, base, name)
-    weights = choose_weights(base, options.weights)
-    grid = plan_grid(base, runs, folder, options.processes)
-    reference = next(iter(grid.configs.values()))
-    bins, samples = read_bins(build_objective(reference.objective, 0), options), held_out_samples(reference, options)
-    failures = train_grid(grid, options.retry_failed)
-    what = f"{counted(len(runs), 'run')} of {base.model.flavor} on {base.data.name}, {base.objective.path}: {what}"
-    trained = TrainedGrid(grid, list(runs), failures, options, folder.parent, what, weights, bins, samples)
-    return run_study(name, GridStudy(), trained)
