@@ -42,7 +42,7 @@ def test_gradients_are_those_of_both_mean_losses_at_the_checkpoint(tmp_path):
     run = trained_folder(tmp_path, "aligned", CONFIG)
     found = AlignedGradients(run, 3, seed=5, device=CPU)
     where = timestep_bin(found.gradients.objective, 0.2, 0.6)
-    blocks = found.blocks(where, 4, 3, 2, lambda done: None)  # [2, 3, P]
+    blocks = found.blocks(where, 4, 3, 2)  # [2, 3, P]
 
     source, model = open_checkpoint(checkpoint_path(run_checkpoints(run), 3)), found.model
     saved = source.read(list(source.shapes))

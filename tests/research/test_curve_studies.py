@@ -97,9 +97,11 @@ def test_a_trained_network_comes_near_the_least_error_and_its_slots_near_the_clo
     summary = (measured / "summary.md").read_text()
     assert "Ratio to the smallest possible error" in summary and "EMA against trained weights" in summary
 
-    code, output, _ = study("slots", run, "--error", "noise", "--compare-paper")
+    code, output, _ = study("slots", run, "--compare-paper")
     assert code == 0 and output == f"{run / 'studies' / 'slots' / 'summary.md'}\n"
-    wanted = equal_loss_edges(optimal_noise_loss(config.data, timestep_nodes(objective).log_sigma), 10)
+    every = timestep_nodes(objective)
+    of_one = in_parametrisation(torch.ones(1000, dtype=torch.float64), objective, every, "noise")
+    wanted = equal_loss_edges(optimal_noise_loss(config.data, every.log_sigma) / of_one, 10)
     written = json.loads((run / "studies" / "slots" / "slots.json").read_text())
     assert written["unit"] == "index" and written["edges"][0] == 0 and written["edges"][-1] == 1000
     for edge, closed in zip(written["edges"][1:-1], wanted[1:-1], strict=True):
