@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
@@ -89,7 +90,11 @@ class DatasetInfo:
 
     def batch_entries(self, shape: tuple[int, int, int]) -> Entries:
         """Entries of a batch of images of a shape (C, H, W), the images first."""
-        return {"images": (shape, torch.float32)} | self.condition_kind.batch_entries | self.entries
+        return {"images": (shape, torch.float32)} | self._beside_images
+
+    @cached_property
+    def _beside_images(self) -> Entries:
+        return self.condition_kind.batch_entries | self.entries
 
     def placeholder(self, count: int, shape: tuple[int, int, int], device: torch.device | str | None = None) -> Batch:
         """Training batch of `count` images of a shape (C, H, W) in which nothing but shapes and dtypes counts."""
