@@ -183,12 +183,8 @@ def sum_of_squares(tensors: list[Tensor]) -> Tensor:
         return torch.zeros((), dtype=torch.float64)
     parts = []
     for tensor in tensors:
-        flat, rest = tensor.reshape(-1), tensor.numel() % _ROW
-        rows = flat[:-rest] if rest else flat
-        if len(rows):
-            parts.append(torch.linalg.vector_norm(rows.view(-1, _ROW), dim=1))
-        if rest:
-            parts.append(flat[-rest:])
+        rows, rest = tensor.reshape(-1).tensor_split([tensor.numel() // _ROW * _ROW])  # either may be empty
+        parts += [torch.linalg.vector_norm(rows.view(-1, _ROW), dim=1), rest]
     return torch.cat(parts).to(torch.float64).square().sum()
 
 
