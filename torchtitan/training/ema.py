@@ -49,19 +49,19 @@ class EMABank:
 
     def __init__(self, parameters: dict[str, nn.Parameter], config: EMAConfig, images_per_step: int) -> None:
         self._parameters = parameters
-        self._configs = {track.name: track for track in config.tracks}
         self._images_per_step = images_per_step
         self.tracks = {
-            name: {key: parameter.detach().clone() for key, parameter in parameters.items()} for name in self._configs
+            track.name: {key: parameter.detach().clone() for key, parameter in parameters.items()} for track in config.tracks
         }
+        # This rank's shards of every track.
+        self._averages = [(track, [*map(local, self.tracks[track.name].values())]) for track in config.tracks]
 
     @torch.no_grad()
     def update(self, step: int, factor: int = 1) -> None:
         """Move every track towards the weights after an optimizer step; see `kept_share` for the arguments."""
         weights = [local(parameter) for parameter in self._parameters.values()]
-        for name, averages in self.tracks.items():
-            kept = kept_share(self._configs[name], step, self._images_per_step, factor)
-            torch._foreach_lerp_([local(average) for average in averages.values()], weights, 1.0 - kept)
+        for track, averages in self._averages:
+            torch._foreach_lerp_(averages, weights, 1.0 - kept_share(track, step, self._images_per_step, factor))
 
     def tensors(self) -> dict[str, Tensor]:
         """Tensors of every average, as `<track>.<parameter>`; the tensors themselves, not copies."""
