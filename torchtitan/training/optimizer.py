@@ -228,7 +228,8 @@ def state_parts(key: str, value: Tensor) -> Iterator[tuple[str, Tensor]]:
 class _Prepared:
     """Arguments of one call of the kernel: parameters of one group, device and dtype, and their states."""
 
-    group: dict[str, Any]
+    group: dict[str, Any]  # with the learning rate, which changes
+    constants: dict[str, Any]
     parameters: list[Tensor]
     averages: list[Tensor]
     squares: list[Tensor]
@@ -259,13 +260,11 @@ class FusedAdamW(torch.optim.AdamW):
             return
         for prepared in self._prepared:
             gradients = [cast(Tensor, parameter.grad) for parameter in prepared.parameters]
-            group, broken = prepared.group, None if found is None else found.to(prepared.counts.device)
-            beta1, beta2 = group["betas"]
+            broken = None if found is None else found.to(prepared.counts.device)
             prepared.counts.add_(1)
             torch._fused_adamw_(
                 prepared.parameters, gradients, prepared.averages, prepared.squares, [], prepared.steps,
-                amsgrad=False, lr=group["lr"], beta1=beta1, beta2=beta2, weight_decay=group["weight_decay"],
-                eps=group["eps"], maximize=False, grad_scale=None, found_inf=broken,
+                lr=prepared.group["lr"], found_inf=broken, **prepared.constants,
             )  # fmt: skip
             if broken is not None:
                 prepared.counts.sub_(broken)
@@ -285,5 +284,11 @@ class FusedAdamW(torch.optim.AdamW):
             for state, step in zip(states, steps, strict=True):
                 state["step"] = step
             averages, squares = ([state[name] for state in states] for name in ("exp_avg", "exp_avg_sq"))
-            self._prepared.append(_Prepared(self.param_groups[number], parameters, averages, squares, steps, counts))
+            group = self.param_groups[number]
+            beta1, beta2 = group["betas"]
+            constants = {
+                "beta1": beta1, "beta2": beta2, "eps": group["eps"], "weight_decay": group["weight_decay"],
+                "amsgrad": False, "maximize": False, "grad_scale": None,
+            }  # fmt: skip
+            self._prepared.append(_Prepared(group, constants, parameters, averages, squares, steps, counts))
         return True
