@@ -78,8 +78,8 @@ class PairSums:
 
     def is_finite(self) -> bool:
         """True if every sum is a finite number."""
-        every = (self.count, self.squares, self.products.flatten(), self.pairs.flatten())
-        return bool(torch.cat(every).isfinite().all())
+        every = (self.count, self.squares, self.products, self.pairs)
+        return bool(torch.cat([*map(torch.flatten, every)]).isfinite().all())
 
 
 # ---------------------------------------------------------------------- estimates per bin
@@ -219,12 +219,10 @@ class RatioMoments:
         """Ratios of one step, from numerators and weights [..., m, 2]."""
         return cls(values, values[..., None, None] * values[..., None, None, :, :])
 
-    def __add__(self, other: Self) -> Self:
-        return type(self)(self.first + other.first, self.second + other.second)
-
-    def decayed(self, factor: Tensor) -> Self:
-        """Decay every step so far by `factor` [...]."""
-        return type(self)(self.first * factor[..., None, None], self.second * (factor**2)[..., None, None, None, None])
+    def followed_by(self, step: Self, kept: Tensor) -> Self:
+        """Add a step, after the decay of all earlier ones to the share `kept` [...]."""
+        first, second = kept[..., None, None], (kept**2)[..., None, None, None, None]
+        return type(self)(self.first * first + step.first, self.second * second + step.second)
 
     @property
     def ratios(self) -> Tensor:
@@ -251,10 +249,9 @@ class RatioMoments:
         steps = self.steps[..., None, None]
         enough = (steps >= 2.0 - 1e-9) & covariance.isfinite()
         diagonal = torch.eye(covariance.shape[-1], dtype=torch.bool, device=covariance.device)
-        unknown = torch.where(diagonal, torch.inf, 0.0).to(covariance)
-        corrected = covariance * steps / (steps - 1.0)
-        corrected = torch.where(diagonal, corrected.clamp_min(0.0), corrected)  # rounding can leave -1e-30
-        return torch.where(enough, corrected, unknown)
+        covariance = covariance * steps / (steps - 1.0)
+        covariance.diagonal(dim1=-2, dim2=-1).clamp_min_(0.0)  # rounding can leave -1e-30
+        return torch.where(enough, covariance, torch.where(diagonal, torch.inf, 0.0).to(covariance))
 
 
 def moments_of_groups(sizes: Tensor, square_norms: Tensor, mean_square_norm: Tensor | float) -> RatioMoments:

@@ -69,7 +69,7 @@ class StepSums:
             None if self.corrections is None else self.corrections * matrix,
         )  # fmt: skip
 
-    def combined(self) -> "StepSums":
+    def of_all_bins(self) -> "StepSums":
         """Combine all bins of a measured step into one."""
         assert self.all_pairs is not None and self.sketched is not None and self.corrections is not None
         return StepSums(
