@@ -15,7 +15,7 @@ exactly for pairs of the same one. Between measured steps only pairs of the same
 import itertools
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -85,6 +85,8 @@ class GradientTaps:
         self._parts = {name: kinds[name][0] for name in self._layers}
         self._attach_probes()
         self._arrange_layers()
+        whole = (len(PARTS), len(self.geometries), self.num_bins, self.num_bins)
+        self._shapes = (whole[3:], whole[3:], whole[2:], whole[:3], whole, whole)  # of the sums of a step
         self._measured = False
         self._samples, self._compared = 0, Counter[int]()
 
@@ -102,7 +104,7 @@ class GradientTaps:
             step: the step's number, of which the projections are a function.
             optimizer_state: parameter -> its state after the previous step.
         """
-        self._measured, self._step = measured, _StepBuffer(self.num_bins, len(self.geometries), self._device)
+        self._measured, self._step = measured, _StepBuffer(self._shapes, self._device)
         if not measured:
             return
         self._flat.zero_()
@@ -274,14 +276,13 @@ class GradientTaps:
 class _StepBuffer:
     """Sums of a step, all in one vector: those reduced over the ranks on every step first, then on measured ones."""
 
-    def __init__(self, bins: int, geometries: int, device: torch.device) -> None:
-        whole = (len(PARTS), geometries, bins, bins)
-        shapes = ((bins,), (bins,), (bins, bins), whole[:3], whole, whole)
+    def __init__(self, shapes: Sequence[tuple[int, ...]], device: torch.device) -> None:
         sizes = list(map(math.prod, shapes))
         self.reduced = sum(sizes[:-1])
         self.flat = torch.zeros(sum(sizes), dtype=torch.float64, device=device)
-        parts = map(Tensor.view, self.flat.split(sizes), shapes)
-        self.count, self.square_losses, self.pairs, self.squares, self.products, self.corrections = parts
+        (
+            self.count, self.square_losses, self.pairs, self.squares, self.products, self.corrections,
+        ) = map(Tensor.view, self.flat.split(sizes), shapes)  # fmt: skip
 
 
 def _pairs(counts: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -44,9 +45,7 @@ class _Sums:
 
     def add(self, sketch: PairSums, modulation: PairSums, controlled: tuple[PairSums, Tensor], trained: Tensor) -> None:
         """Add the entry of a measured step, of finite sums; trained: its samples, [K]."""
-        kept = self.sketch.add(sketch, trained)
-        assert kept is not None
-        self.controlled.add(*controlled, kept)
+        self.controlled.add(*controlled, cast(Tensor, self.sketch.add(sketch, trained)))
         self.modulation.add(modulation, trained)
 
     def estimate(self, estimator: str, window: int) -> BinEstimates:
@@ -99,8 +98,8 @@ class Pool:
         if sums.measured and self._whole_outliers.stands_out(squares.sum(0)):
             return False
         if sums.square_losses.isfinite().all():
-            self._losses = self._losses * 0.5 ** (sums.count / self._half_life)
-            self._losses += torch.stack((sums.count, sums.square_losses))
+            kept = 0.5 ** (sums.count / self._half_life)
+            self._losses = self._losses * kept + torch.stack((sums.count, sums.square_losses))
         for index, geometry in enumerate(self.geometries):
             free = FreeSums.of(sums, index)
             if free.squares.any() and free.is_finite():  # or no second moment yet

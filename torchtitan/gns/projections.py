@@ -235,7 +235,9 @@ class Projections:
         self._bytes = [len(signs.values) * -(-signs.values.shape[2] // 8) for signs in self._signs]
         if self._folds:
             self._bytes += [-(-len(self._folds.first) // 8), len(self._folds.first) // FOLDED_ROWS]
+        self._blocks = -(-sum(self._bytes) // (_BYTES_PER_WORD * _WORDS_PER_BLOCK))  # of random words of a step
         bits = (torch.arange(256)[:, None] >> torch.arange(8)) & 1
+        # Signs of the bits of every byte: to look them up takes a third of the time of shifting.
         self._byte_signs = (2.0 * bits - 1.0).to(layers[0].rows) if layers else bits
 
     def _attach_signs(self, layers: Sequence[Any], chosen: Sequence[int], side: Side, columns: int) -> _Signs:
@@ -262,8 +264,7 @@ class Projections:
         """Draw the projections of a step, a function of its number, and multiply by the present factors."""
         if not self._bytes:
             return
-        blocks = -(-sum(self._bytes) // (_BYTES_PER_WORD * _WORDS_PER_BLOCK))
-        indices = torch.arange(step * blocks, (step + 1) * blocks, device=self._byte_signs.device)
+        indices = torch.arange(step * self._blocks, (step + 1) * self._blocks, device=self._byte_signs.device)
         words = philox.random_words(self._seed, "gns_projection", indices, _WORDS_PER_BLOCK)
         drawn = words.to(torch.int32).flatten().view(torch.uint8)[: sum(self._bytes)].int().split(self._bytes)
         for signs, of_signs in zip(self._signs, drawn, strict=False):
@@ -273,7 +274,7 @@ class Projections:
 
     def _draw_signs(self, group: _Signs, drawn: Tensor) -> None:
         lines, _, columns = group.values.shape
-        signs = self._looked_up(drawn).view(lines, 1, -1)[..., :columns]
+        signs = F.embedding(drawn, self._byte_signs).view(lines, 1, -1)[..., :columns]
         torch.mul(signs, columns**-0.5, out=group.values[:, :1])
         if group.places is not None and self._factors is not None:
             factors = self._factors.values[group.places] * columns**-0.5
@@ -284,11 +285,7 @@ class Projections:
         places = folds.first + (places - rotations.repeat_interleave(FOLDED_ROWS)) % FOLDED_ROWS
         known = places < folds.rows
         torch.mul(places, known, out=folds.all.places)
-        torch.mul(self._looked_up(of_signs).flatten()[: len(known)], known, out=folds.all.signs)
-
-    def _looked_up(self, drawn: Tensor) -> Tensor:
-        """Signs of the bits of bytes, [bytes, 8]: a third of the time of shifting them."""
-        return F.embedding(drawn, self._byte_signs)
+        torch.mul(F.embedding(of_signs, self._byte_signs).flatten()[: len(known)], known, out=folds.all.signs)
 
 
 def first_row(parameter: nn.Parameter, layout: Layout) -> int:

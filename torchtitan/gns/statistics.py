@@ -52,12 +52,7 @@ class PairSums:
         return cls(count, squares, products, torch.outer(count, count) - count.diag())
 
     def __add__(self, other: Self) -> Self:
-        return type(self)(
-            self.count + other.count,
-            self.squares + other.squares,
-            self.products + other.products,
-            self.pairs + other.pairs,
-        )
+        return type(self)(*map(torch.add, vars(self).values(), vars(other).values()))
 
     def combined(self, bin_of: Tensor, num_bins: int) -> Self:
         """Combine bins: the sums as if bin b were part of bin `bin_of[b]` of fewer, larger bins.
@@ -69,12 +64,8 @@ class PairSums:
         """
         belongs = torch.zeros(num_bins, len(self.count), dtype=torch.float64, device=self.count.device)
         belongs[bin_of, torch.arange(len(bin_of))] = 1.0
-        return type(self)(
-            belongs @ self.count,
-            belongs @ self.squares,
-            belongs @ self.products @ belongs.T,
-            belongs @ self.pairs @ belongs.T,
-        )
+        products, pairs = belongs @ self.products @ belongs.T, belongs @ self.pairs @ belongs.T
+        return type(self)(belongs @ self.count, belongs @ self.squares, products, pairs)
 
     def is_finite(self) -> bool:
         """True if every sum is a finite number."""

@@ -258,7 +258,7 @@ def _of_whole(gradient: Tensor, one_hot: Tensor, rows: Tensor, columns: Tensor) 
 
 
 class TappedLinear(nn.Linear):
-    """Linear with a tap behind it.
+    """Linear with a tap behind it, where the switch is at least at the mode `measures`.
 
     `GradientTaps` gives it, and all other tapped layers, the tensors that their taps need, on the device of compute, each under
     its name. The factors of all geometries on the gradient, float32, are written in place before a step: `rows` [G, out]; of a
@@ -268,20 +268,28 @@ class TappedLinear(nn.Linear):
     of compute. The probes, float32, require a gradient: `sums` [G, K, m k] where sketches are taken.
     """
 
+    measures = FREE
+
     def __init__(self, linear: nn.Linear, switch: TapSwitch) -> None:
         super().__init__(linear.in_features, linear.out_features, linear.bias is not None, device="meta")
         self.weight, self.bias = linear.weight, linear.bias
         self.switch = switch
 
+    def forward(self, x: Tensor) -> Tensor:
+        if self.switch.mode < self.measures:
+            return F.linear(x, self.weight, self.bias)
+        x = _cast_by_autocast(x)
+        return self.tapped(F.linear(x, self.weight, self.bias), x)
+
+    def tapped(self, y: Tensor, x: Tensor) -> Tensor:
+        """Output y of the input x, behind the tap."""
+        raise NotImplementedError
+
 
 class VectorLinear(TappedLinear):
     """Linear with a VectorTap. `gram`: probe [G, B, B]."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        if self.switch.mode == OFF:
-            return F.linear(x, self.weight, self.bias)
-        x = _cast_by_autocast(x)
-        y = F.linear(x, self.weight, self.bias)
+    def tapped(self, y: Tensor, x: Tensor) -> Tensor:
         facts = self.bias is not None, self.switch.mode == MEASURED
         tensors = x, self.switch.one_hot, self.rows, self.columns, self.left, self.right
         return VectorTap.apply(y, self.gram, self.sums, facts, *tensors)
@@ -290,29 +298,23 @@ class VectorLinear(TappedLinear):
 class SketchedLinear(TappedLinear):
     """Linear with a SketchTap. `squares`: probe [G, B]."""
 
+    measures = MEASURED
     fold: Fold
     right: Tensor
 
-    def forward(self, x: Tensor) -> Tensor:
-        if self.switch.mode != MEASURED:
-            return F.linear(x, self.weight, self.bias)
-        x = _cast_by_autocast(x)
+    def tapped(self, y: Tensor, x: Tensor) -> Tensor:
         with torch.no_grad():  # [A_i, 1] R now and not in backward, since the layer has its input in the cache now
             right, tokens = self.right.to(x.dtype), x.flatten(0, -2)
             projected = tokens @ right[:-1] if self.bias is None else torch.addmm(right[-1], tokens, right[:-1])
             projected = projected.unflatten(0, (len(x), -1))  # [B, T, G k]
         tensors = projected, self.switch.one_hot, self.rows, self.fold.places, self.fold.signs
-        return SketchTap.apply(F.linear(x, self.weight, self.bias), self.squares, self.sums, None, *tensors)
+        return SketchTap.apply(y, self.squares, self.sums, None, *tensors)
 
 
 class SmallLinear(TappedLinear):
     """Linear with a SmallTap. `squares`: probe [G, B]; `sums`: probe [K, out, in + 1]."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        if self.switch.mode == OFF:
-            return F.linear(x, self.weight, self.bias)
-        x = _cast_by_autocast(x)
-        y = F.linear(x, self.weight, self.bias)
+    def tapped(self, y: Tensor, x: Tensor) -> Tensor:
         has_bias, tensors = self.bias is not None, (x, self.switch.one_hot, self.rows, self.columns)
         return SmallTap.apply(y, self.squares, self.sums, has_bias, *tensors)
 
