@@ -90,10 +90,10 @@ class GradientTaps:
         self._measured = False
         self._samples, self._compared = 0, Counter[int]()
 
-    def set_rates(self, multiples: Mapping[nn.Parameter, float]) -> None:
-        """Set the learning rates of the wrapped model's parameters, as multiples of the run's, for Adam's geometry."""
+    def attach(self, layout: Layout, multiples: Mapping[nn.Parameter, float]) -> None:
+        """Attach to the wrapped model's parameters, with their learning rates as multiples of the run's, for Adam's geometry."""
         if self._factors:
-            self._factors.set_rates(multiples)
+            self._factors.attach(layout, multiples)
 
     # ------------------------------------------------------------------ a step, in the order of calls
 
