@@ -143,7 +143,7 @@ class Composite:
         signals = torch.stack(((products - squares)[parts], pairs.expand(2, -1)), dim=-1)
         found = torch.stack((*moments, *signals), dim=1)  # [K, 4, 2]
         if found.isfinite().all():
-            self._parts = self._parts.followed_by(RatioMoments.of(found), kept)
+            self._parts = self._parts.decayed(kept) + RatioMoments.of(found)
 
     def state_dict(self) -> dict[str, list]:
         """Return plain lists of numbers, which JSON holds exactly."""

@@ -99,7 +99,7 @@ class NuclearNorms:
             signal = 2.0 * mean**2 - (halves[0] ** 2 + halves[1] ** 2) / 2.0
             kept = torch.tensor(0.5 ** (samples * ranks * self._interval / self._half_life), dtype=torch.float64)
             step = RatioMoments.of(torch.tensor([[variance, 1.0], [signal, 1.0]], dtype=torch.float64))
-            self._sums[k], self._samples[k] = self._sums[k].followed_by(step, kept), float(samples)
+            self._sums[k], self._samples[k] = self._sums[k].decayed(kept) + step, float(samples)
         self._pending = []
 
     def estimates(self) -> Iterator[tuple[str, RatioMoments, float]]:

@@ -145,7 +145,7 @@ class RankMonitor:
             total = samples * len(small)
             step = moments_of_groups(torch.full_like(small, samples), small, large)
             kept = torch.tensor(0.5 ** (total / self._half_life), dtype=torch.float64)
-            self._sums[k] = self._sums[k].followed_by(step, kept)
+            self._sums[k] = self._sums[k].decayed(kept) + step
             self._last[k] = [small.mean().item(), large.item(), float(samples), float(total)]
         self._pending = []
 

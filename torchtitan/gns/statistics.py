@@ -210,10 +210,12 @@ class RatioMoments:
         """Ratios of one step, from numerators and weights [..., m, 2]."""
         return cls(values, values[..., None, None] * values[..., None, None, :, :])
 
-    def followed_by(self, step: Self, kept: Tensor) -> Self:
-        """Add a step, after the decay of all earlier ones to the share `kept` [...]."""
-        first, second = kept[..., None, None], (kept**2)[..., None, None, None, None]
-        return type(self)(self.first * first + step.first, self.second * second + step.second)
+    def __add__(self, other: Self) -> Self:
+        return type(self)(self.first + other.first, self.second + other.second)
+
+    def decayed(self, factor: Tensor) -> Self:
+        """Decay every step so far by `factor` [...]."""
+        return type(self)(self.first * factor[..., None, None], self.second * (factor**2)[..., None, None, None, None])
 
     @property
     def ratios(self) -> Tensor:

@@ -370,7 +370,7 @@ def read_checked(dataset: Dataset, info: DatasetInfo, indices: np.ndarray, draws
         DatasetError: any other exception of the dataset, or images that contradict its info.
     """
     try:
-        wanted = info.batch_entries(shape_of(dataset, info, indices)) | ({} if draws is None else info.training_entries)
+        wanted = info.batch_entries[shape_of(dataset, info, indices)] | ({} if draws is None else info.training_entries)
         batch = dataset.fetch(indices) if draws is None else dataset.fetch_drawn(indices, draws)
         _check(batch, len(indices), wanted, info)
     except UnreadableImage:
@@ -399,7 +399,7 @@ def _first_failure(dataset: Dataset, info: DatasetInfo, indices: np.ndarray) -> 
     for slot, index in enumerate(indices):
         try:
             alone = indices[slot : slot + 1]
-            _check(dataset.fetch(alone), 1, info.batch_entries(shape_of(dataset, info, alone)), info)
+            _check(dataset.fetch(alone), 1, info.batch_entries[shape_of(dataset, info, alone)], info)
         except Exception as error:  # noqa: BLE001 (reported with the index of its image)
             return int(index), error
     return None
