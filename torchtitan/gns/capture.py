@@ -97,7 +97,7 @@ class GradientTaps:
 
     # ------------------------------------------------------------------ a step, in the order of calls
 
-    def begin_step(self, step: int, measured: bool, optimizer_state: dict, beta2: float, layout: Layout) -> None:
+    def begin_step(self, step: int, measured: bool, optimizer_state: dict[Tensor, dict], beta2: float, layout: Layout) -> None:
         """Prepare the projections of a measured step; collective when the parameters are sharded.
 
         Args:

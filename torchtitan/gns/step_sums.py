@@ -46,7 +46,7 @@ class StepSums:
     @property
     def known(self) -> list[Tensor]:
         """Sums in the order of the fields, without the last three on a free step."""
-        return [value for value in vars(self).values() if value is not None]
+        return [*filter(torch.is_tensor, vars(self).values())]
 
     @property
     def all_products(self) -> Tensor:
