@@ -166,17 +166,14 @@ class GradientTaps:
         step.products[_TOKEN] = torch.nan
         if not measured:
             step.squares[_TOKEN] = torch.nan
-            return StepSums(step.count, step.square_losses, step.pairs, step.squares, step.products)
+            return StepSums(*step.sums)
         if parallel:
             dist.all_reduce(self._flat)
         if gradients_on is not None:
             self._compare(gradients_on)
         of_layers = _inner_products(self._sketch_sums)  # [L, G, K, K]
         sketched = [of_layers[self._places[part]].sum(0) + self._whole_products(part, self._whole_sums[part]) for part in PARTS]
-        return StepSums(
-            step.count, step.square_losses, step.pairs, step.squares, step.products, _pairs(step.count),
-            torch.stack(sketched), step.corrections,
-        )  # fmt: skip
+        return StepSums(*step.sums, _pairs(step.count), torch.stack(sketched), step.corrections)
 
     def tensors(self) -> dict[str, Tensor]:
         """Adam's factors of every layer by name, the tensors themselves: of the last measured step, used until the next."""
@@ -274,15 +271,15 @@ class GradientTaps:
 
 
 class _StepBuffer:
-    """Sums of a step, all in one vector: those reduced over the ranks on every step first, then on measured ones."""
+    """Sums of a step, as in StepSums, all in one vector: those reduced over the ranks on every step first, then on measured ones.
+    """
 
     def __init__(self, shapes: Sequence[tuple[int, ...]], device: torch.device) -> None:
         sizes = list(map(math.prod, shapes))
         self.reduced = sum(sizes[:-1])
         self.flat = torch.zeros(sum(sizes), dtype=torch.float64, device=device)
-        (
-            self.count, self.square_losses, self.pairs, self.squares, self.products, self.corrections,
-        ) = map(Tensor.view, self.flat.split(sizes), shapes)  # fmt: skip
+        *self.sums, self.corrections = map(Tensor.view, self.flat.split(sizes), shapes)
+        self.count, self.square_losses, self.pairs, self.squares, self.products = self.sums
 
 
 def _pairs(counts: Tensor) -> Tensor:

@@ -2,8 +2,9 @@
 
 import difflib
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -226,15 +227,12 @@ def state_parts(key: str, value: Tensor) -> Iterator[tuple[str, Tensor]]:
 
 @dataclass(frozen=True)
 class _Prepared:
-    """Arguments of one call of the kernel: parameters of one group, device and dtype, and their states."""
+    """One call of the kernel: on parameters of one group, device and dtype, and their states, of which `counts` are the steps."""
 
-    group: dict[str, Any]  # with the learning rate, which changes
-    constants: dict[str, Any]
+    group: dict[str, Any]
     parameters: list[Tensor]
-    averages: list[Tensor]
-    squares: list[Tensor]
-    steps: list[Tensor]  # views of `counts`
     counts: Tensor
+    kernel: Callable[..., None]  # without gradients, rate and verdict
 
 
 class FusedAdamW(torch.optim.AdamW):
@@ -262,10 +260,7 @@ class FusedAdamW(torch.optim.AdamW):
             gradients = [cast(Tensor, parameter.grad) for parameter in prepared.parameters]
             broken = None if found is None else found.to(prepared.counts.device)
             prepared.counts.add_(1)
-            torch._fused_adamw_(
-                prepared.parameters, gradients, prepared.averages, prepared.squares, [], prepared.steps,
-                lr=prepared.group["lr"], found_inf=broken, **prepared.constants,
-            )  # fmt: skip
+            prepared.kernel(grads=gradients, lr=prepared.group["lr"], found_inf=broken)
             if broken is not None:
                 prepared.counts.sub_(broken)
 
@@ -286,9 +281,10 @@ class FusedAdamW(torch.optim.AdamW):
             averages, squares = ([state[name] for state in states] for name in ("exp_avg", "exp_avg_sq"))
             group = self.param_groups[number]
             beta1, beta2 = group["betas"]
-            constants = {
-                "beta1": beta1, "beta2": beta2, "eps": group["eps"], "weight_decay": group["weight_decay"],
-                "amsgrad": False, "maximize": False, "grad_scale": None,
-            }  # fmt: skip
-            self._prepared.append(_Prepared(group, constants, parameters, averages, squares, steps, counts))
+            kernel = partial(
+                torch._fused_adamw_, parameters, exp_avgs=averages, exp_avg_sqs=squares, max_exp_avg_sqs=[], state_steps=steps,
+                beta1=beta1, beta2=beta2, weight_decay=group["weight_decay"], eps=group["eps"],
+                amsgrad=False, maximize=False, grad_scale=None,
+            )  # fmt: skip
+            self._prepared.append(_Prepared(group, parameters, counts, kernel))
         return True
