@@ -20,7 +20,7 @@ DATASETS: Registry[type[Any]] = Registry("torchtitan.data", {
     "synthetic": "synthetic.Synthetic",
     "tinyimagenet": "tinyimagenet.TinyImageNet",
     "webdataset": "webdataset.WebDataset",
-})
+}, type[Dataset])
 # Datasets of latents: their `store` opens the latent store.
 LATENT_DATASETS = ("latents",)
 

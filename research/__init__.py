@@ -46,21 +46,18 @@ STUDIES: dict[str, StudyEntry] = {
     "slots": StudyEntry(
         "timesteps cut into slots of equal loss, from a loss_curve, as a file of slot edges", of_a_run=False
     ),
-    "compare_samplers": StudyEntry("timestep samplers at equal samples; trains runs of a config", of_a_run=False),
-    "compare_settings": StudyEntry("settings of a config at equal samples; trains runs of it", of_a_run=False),
+    "compare_settings": StudyEntry(
+        "settings of a config, as timestep samplers, at equal samples; trains runs of it", of_a_run=False
+    ),
     "compare_methods": StudyEntry(
         "methods by name at equal images and equal FLOPs, by what runs measure; trains runs of a config", of_a_run=False
-    ),
-    "few_steps": StudyEntry(
-        "samples in 1, 2, 4 steps of methods trained with equal FLOPs; trains runs of a config", of_a_run=False
     ),
     "alignment_noise": StudyEntry(
         "gradients of flow and alignment over training, and a stop by rule; trains runs of a config", of_a_run=False
     ),
     "coordinate_check": StudyEntry("change of activations by width, with and without maximal updates", of_a_run=False),
-    "prediction_types": StudyEntry(
-        "prediction types compared in one parametrisation: of runs, or trained", of_a_run=False
-    ),
+    "width_transfer": StudyEntry("best learning rate by width, with and without maximal updates; trains runs", of_a_run=False),
+    "prediction_types": StudyEntry("prediction types of trained runs compared in one parametrisation", of_a_run=False),
 }
 
 

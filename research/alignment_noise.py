@@ -71,7 +71,6 @@ class _Study:
     """Checked options of a study, with its tables."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
-        grid_options.require_seeds(arguments)
         self.options, self.base = arguments, grid_options.read_base(arguments, measured=True)
         arms = read_arms(read_methods(arguments.methods))
         if any(("alignment.teacher" in keys) == (place == 0) for place, keys in enumerate(arms.values())):

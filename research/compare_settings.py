@@ -1,4 +1,4 @@
-"""Settings of one configuration compared at equal samples: arms of keys x seeds, each trained from the start."""
+"""Settings of one configuration compared at equal samples: arms of keys x batch sizes x seeds, each trained from the start."""
 
 import argparse
 from pathlib import Path
@@ -6,14 +6,15 @@ from typing import Any
 
 from research import grid_options
 from research import trained_grid as grid_study
-from research.equal_samples import batch_overrides
+from research.equal_samples import LR_RULES, batch_overrides
 from research.trained_grid import Arm, PlannedRun
 from torchtitan.config.job import JobConfig
 from torchtitan.diffusion.predictions import PREDICTIONS
 from torchtitan.experiments.folder import StudyError
+from torchtitan.processes.command_line import at_least
 
 NAME = "compare_settings"
-# The number of samples is what arms have in common; a batch size has a study of its own (`batch_size`).
+# Arms have these in common; batch sizes are compared by --batches.
 _SHARED = ("training.steps", "training.global_batch_size", "debug.seed")
 
 
@@ -22,6 +23,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--arm", nargs="+", action="append", required=True, metavar=("NAME", "KEY=VALUE"), help="an arm: its name, and "
         "the keys in which it differs from the configuration; the reference first, which may differ in none")
+    add("--batches", type=_batch_sizes, metavar="LIST", help="global batch sizes at which arms are compared, commas between "
+        "(default: the configuration's)")
+    add("--lr-rule", choices=LR_RULES, default="sqrt", help="learning rate at other batch sizes than the configuration's: the "
+        "same, or times the root of the ratio, or times the ratio (default: sqrt)")
     add("--parametrisation", choices=PREDICTIONS, help="parametrisation of the errors (default: the configuration's "
         "prediction)")
     add("--target", choices=("reference", "worst"), help="count the samples until the final loss of the reference, or of the "
@@ -31,16 +36,19 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run_alone(arguments: argparse.Namespace) -> Path:
     """Train and measure the missing runs; return summary.md. Raises StudyError, ConfigError."""
-    grid_options.require_seeds(arguments)
     arms = read_arms(arguments.arm)
     base = grid_options.read_base(arguments)
     if arguments.parametrisation is None:
         arguments.parametrisation = base.objective.prediction
-    batch = base.training.global_batch_size
-    samples = grid_options.equal_samples(arguments, [batch])
-    shared = batch_overrides(base, batch, samples, arguments.checkpoints, "const", arguments.processes)
+    batches = arguments.batches or [base.training.global_batch_size]
+    samples, runs = grid_options.equal_samples(arguments, batches), []
+    for batch in batches:
+        shared = batch_overrides(base, batch, samples, arguments.checkpoints, arguments.lr_rule, arguments.processes)
+        runs += plan_runs(arms, shared, arguments.seeds, base, f"b{batch}_" * (len(batches) > 1))
+    runs.sort(key=lambda run: run.seed)  # an unfinished grid has whole seeds
+    what = f"{samples} samples per run; learning rate by the rule {arguments.lr_rule} from {base.optimizer.lr:g} at batch size "
     return grid_study.train_and_measure(
-        NAME, base, plan_runs(arms, shared, arguments.seeds, base), arguments, "settings", f"{samples} samples per run."
+        NAME, base, runs, arguments, f"{what}{base.training.global_batch_size}, unless an arm sets it."
     )
 
 
@@ -66,14 +74,21 @@ def read_arms(given: list[list[str]]) -> dict[str, dict[str, str]]:
 
 
 def plan_runs(
-    arms: dict[str, dict[str, str]], shared: dict[str, Any], seeds: int, base: JobConfig
+    arms: dict[str, dict[str, str]], shared: dict[str, Any], seeds: int, base: JobConfig, prefix: str = ""
 ) -> list[PlannedRun]:
-    """Plan every arm with every seed."""
-    group = f"batch size {base.training.global_batch_size}"
+    """Plan every arm with every seed at the batch size of the shared overrides; prefix: of the runs' names."""
+    group = f"batch size {shared['training.global_batch_size']}"
     return [
         PlannedRun(
-            f"{name.replace(' ', '_')}_s{seed}", shared | overrides | {"debug.seed": base.debug.seed + seed},
+            f"{prefix}{name.replace(' ', '_')}_s{seed}", shared | overrides | {"debug.seed": base.debug.seed + seed},
             Arm(group, name), seed,
         )
         for seed in range(seeds) for name, overrides in arms.items()
     ]  # fmt: skip
+
+
+def _batch_sizes(text: str) -> list[int]:
+    return sorted({at_least(1)(size) for size in text.split(",")})
+
+
+_batch_sizes.__name__ = "batch sizes"  # as argparse names it

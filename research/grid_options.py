@@ -12,64 +12,23 @@ from torchtitan.config.places import written_places
 from torchtitan.experiments.folder import StudyError
 from torchtitan.processes.command_line import at_least
 
-# Options of training that have defaults, besides --seeds, whose default is the study's.
-_DEFAULTS = {"checkpoints": 8, "processes": 1}
 
-
-def add_grid_options(parser: argparse.ArgumentParser, name: str, *, seeds: int, positional: bool = True) -> None:
-    """Add the options of every study that trains runs on equal samples and measures their checkpoints.
-
-    Args:
-        parser: of the study.
-        name: of the study.
-        seeds: default of --seeds.
-        positional: whether CONFIG.toml is a positional argument and --samples is required. If not, options of training
-            are None where they are not given, for `refuse_training_options` or `fill_training_options`.
-    """
-    checkpoints = _DEFAULTS["checkpoints"]
-    add_training_options(parser, name, seeds=seeds, positional=positional)
+def add_grid_options(parser: argparse.ArgumentParser, name: str, *, seeds: int) -> None:
+    """Add the options of every study that trains runs on equal samples; seeds: default of --seeds."""
     add = parser.add_argument
-    add("--samples", type=at_least(1), required=positional, metavar="N", help="images that every run sees; the "
-        "nearest multiple of --checkpoints x the batch size (of several: their least common multiple) is taken")
-    add("--checkpoints", type=at_least(1), default=checkpoints if positional else None, metavar="N", help="of every "
-        f"run, equally spaced (default: {checkpoints})")
-    add("--weights", metavar="none|TRACK",
-        help="weights to compare: an EMA track, none for the trained weights (default: the first track)")
-
-
-def add_training_options(parser: argparse.ArgumentParser, name: str, *, seeds: int, positional: bool = True) -> None:
-    """Add the options of every study that trains; arguments as of `add_grid_options`."""
-    processes = _DEFAULTS["processes"]
-    add = parser.add_argument
-    if positional:
-        add("config", metavar="CONFIG.toml", type=Path, help="base configuration of every run")
+    add("config", metavar="CONFIG.toml", type=Path, help="base configuration of every run")
     add("--set", metavar="KEY=VALUE", nargs="+", action="extend", default=[], help="keys of the configuration to "
         "override, as model.flavor=debug")
-    add("--seeds", type=at_least(1), default=seeds if positional else None, metavar="N",
+    add("--samples", type=at_least(1), required=True, metavar="N", help="images that every run sees; the "
+        "nearest multiple of --checkpoints x the batch size (of several: their least common multiple) is taken")
+    add("--checkpoints", type=at_least(1), default=8, metavar="N", help="of every run, equally spaced (default: 8)")
+    add("--seeds", type=at_least(2), default=seeds, metavar="N",
         help=f"runs of each kind, with the configuration's seed and the following ones (default: {seeds})")
-    add("--processes", type=at_least(1), default=processes if positional else None, metavar="N", help="of every run "
-        f"(default: {processes})")
+    add("--weights", metavar="none|TRACK",
+        help="weights to compare: an EMA track, none for the trained weights (default: the first track)")
+    add("--processes", type=at_least(1), default=1, metavar="N", help="of every run (default: 1)")
     add("--retry-failed", action="store_true", help="train and measure failed runs again")
     add("--output", type=Path, help=f"folder of runs and results (default: outputs/<configuration>/studies/{name})")
-
-
-def refuse_training_options(arguments: argparse.Namespace) -> None:
-    """Refuse options of training where nothing is trained. Raises StudyError."""
-    for name in ("set", "samples", "seeds", *_DEFAULTS):
-        if getattr(arguments, name):
-            raise StudyError(f"--{name}: goes with a CONFIG.toml; runs that exist are not trained")
-
-
-def fill_training_options(arguments: argparse.Namespace, seeds: int) -> None:
-    """Fill options that were not given with their defaults."""
-    for name, value in {"seeds": seeds, **_DEFAULTS}.items():
-        if getattr(arguments, name) is None:
-            setattr(arguments, name, value)
-
-
-def batch_list(text: str) -> list[int]:
-    """Parse batch sizes with commas between, rising."""
-    return sorted({at_least(1)(size) for size in text.split(",")})
 
 
 def read_base(arguments: argparse.Namespace, measured: bool = False) -> JobConfig:
@@ -96,20 +55,9 @@ def read_base(arguments: argparse.Namespace, measured: bool = False) -> JobConfi
     return prepared
 
 
-def require_seeds(arguments: argparse.Namespace) -> None:
-    """Require enough seeds. Raises StudyError."""
-    if arguments.seeds < 2:
-        raise StudyError("--seeds: intervals need 2 seeds at least")
-
-
 def study_folder(arguments: argparse.Namespace, base: JobConfig, name: str) -> Path:
     """Folder of a study's runs and results."""
-    return arguments.output or results_folder(base) / name
-
-
-def results_folder(base: JobConfig) -> Path:
-    """Folder of all studies of a configuration."""
-    return Path(base.job.dump_folder) / base.job.name / "studies"
+    return arguments.output or Path(base.job.dump_folder) / base.job.name / "studies" / name
 
 
 def equal_samples(arguments: argparse.Namespace, batches: list[int]) -> int:
@@ -120,6 +68,3 @@ def equal_samples(arguments: argparse.Namespace, batches: list[int]) -> int:
         each = f"{checkpoints} checkpoint{'s' if checkpoints > 1 else ''} x {math.lcm(*batches)}"
         print(f"--samples: {wanted} -> {samples} samples (a multiple of {each})", file=sys.stderr)
     return samples
-
-
-batch_list.__name__ = "batch sizes"

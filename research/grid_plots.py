@@ -32,7 +32,7 @@ def draw_bins(results: GridResults, group: str, bins: Sequence[TimestepBin], pat
     absolute.set_yscale("log")
     label_log_axis(absolute)
     absolute.set_ylabel(f"squared error of {results.parametrisation}")
-    legend_outside(absolute, results.arm_column)
+    legend_outside(absolute, "settings")
     relative.set_yscale("log")
     relative.axhline(1.0, color="black", linewidth=1)
     _limit_ratios(relative)
@@ -70,7 +70,7 @@ def draw_curves(results: GridResults, scores: Mapping[str, Callable], path: Path
             if column == 0:
                 ax.set_ylabel(f"squared error of {results.parametrisation}")
             if row == 0 and (column == len(groups) - 1 or len(results.labels(group)) > len(results.labels(groups[-1]))):
-                legend_outside(ax, results.arm_column)
+                legend_outside(ax, "settings")
     note(figure, f"bands: 95 % intervals over {len(results.seeds)} seeds; {_HOLLOW}")
     return save(figure, path)
 

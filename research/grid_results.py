@@ -18,7 +18,6 @@ class GridResults:
     Attributes:
         rows: of the table.
         arms: (group, label) in order; the first of a group is its reference.
-        arm_column: column that differs between arms.
         weights: to compare.
         planned: samples of the points to compare; empty: those of all rows. A run without a checkpoint there, as its batch
             has grown, has between its neighbours each bin's ln error on a line in ln samples.
@@ -26,7 +25,6 @@ class GridResults:
 
     rows: list[Row]
     arms: list[tuple[str, str]]
-    arm_column: str
     weights: str
     planned: InitVar[Sequence[int]] = ()
     _errors: dict[tuple, dict[int, float]] = field(init=False, repr=False)
@@ -37,7 +35,7 @@ class GridResults:
         self._errors = {}
         for row in self.rows:
             if row["status"] == "ok":
-                key = (row["group"], row[self.arm_column], int(row["seed"]), row["weights"], int(row["samples"]))
+                key = (row["group"], row["settings"], int(row["seed"]), row["weights"], int(row["samples"]))
                 self._errors.setdefault(key, {})[int(row["bin"])] = number(row, "error")
         # What was to be measured counts, failed or not: a bin, a checkpoint or a seed must not drop out unseen.
         asked = [row for row in self.rows if row["bin"]]
@@ -46,7 +44,7 @@ class GridResults:
         self.seeds = sorted({int(row["seed"]) for row in self.rows})
         of_runs: dict[tuple, dict[int, int]] = {}
         for row in asked:
-            run = (row["group"], row[self.arm_column], int(row["seed"]), row["weights"])
+            run = (row["group"], row["settings"], int(row["seed"]), row["weights"])
             of_runs.setdefault(run, {})[int(row["samples"])] = int(row["step"])
         self._checkpoints = {run: sorted(found) for run, found in of_runs.items()}
         self._steps = {run: found for run, found in of_runs.items() if run[3] == self.weights}

@@ -25,7 +25,6 @@ from torchtitan.data import DATASETS
 from torchtitan.data.base import Dataset, DatasetError
 from torchtitan.diffusion.objective import Objective
 from torchtitan.diffusion.objectives import build_objective
-from torchtitan.diffusion.predictions import PREDICTIONS
 from torchtitan.distributed.mesh import compute_device
 from torchtitan.errors import unwrapped
 from torchtitan.experiments.engine import Advance
@@ -35,11 +34,6 @@ from torchtitan.pictures.number_text import counted
 from torchtitan.processes.command_line import at_least
 from torchtitan.training.schedules import largest_growth
 from torchtitan.weights.trained_model import TrainedModel, load_run
-
-_MEASURED = (
-    "checkpoint", "step", "samples", "weights", "bin", "unit", "low", "high", "share", "nodes", "images", "parametrisation",
-    "error", "error_se", "status", "reason", "date", "runtime",
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -157,15 +151,12 @@ class GridStudy:
 
     UNIT = "error"
 
-    def __init__(self, arm_column: str, parametrisation: str, target: str | None = None) -> None:
-        """`arm_column` names what differs between arms; errors are of `parametrisation`, a key of PREDICTIONS."""
-        if parametrisation not in PREDICTIONS:
-            known = ", ".join(PREDICTIONS)
-            raise StudyError(f"--parametrisation: {parametrisation!r} is no prediction (there are: {known})")
-        self._arm_column, self._parametrisation, self._target = arm_column, parametrisation, target
-        self.COLUMNS = ("model", "group", arm_column, "batch", "lr", "seed", *_MEASURED)
-        # Reports place a row by the number of its bin, and a run may have been trained anew under its old name.
-        self.KEY = ("model", "checkpoint", "step", "weights", "bin", "low", "high", "nodes", "images", "parametrisation")
+    COLUMNS = (
+        "model", "group", "settings", "batch", "lr", "seed", "checkpoint", "step", "samples", "weights", "bin", "unit", "low",
+        "high", "share", "nodes", "images", "parametrisation", "error", "error_se", "status", "reason", "date", "runtime",
+    )  # fmt: skip
+    # Reports place a row by the number of its bin, and a run may have been trained anew under its old name.
+    KEY = ("model", "checkpoint", "step", "weights", "bin", "low", "high", "nodes", "images", "parametrisation")
 
     def cells(self, run: TrainedGrid) -> list[Cell]:
         return [cell for planned in run.runs for cell in self._of_run(run, planned)]
@@ -177,7 +168,7 @@ class GridStudy:
         if cell["model"] in run.failures:
             raise TrainingFailed(run.failures[cell["model"]])
         trained = run.model(cell["model"], cell["weights"], cell["step"])
-        errors = bin_errors(trained, run.samples(), run.bins()[cell["bin"]], self._parametrisation, advance)
+        errors = bin_errors(trained, run.samples(), run.bins()[cell["bin"]], run.options.parametrisation, advance)
         if not errors.isfinite().all():
             raise TrainingFailed("the error is not finite")
         return {"error": errors.mean().item(), "error_se": errors.std().item() / math.sqrt(len(errors))}
@@ -186,16 +177,16 @@ class GridStudy:
         arms = list(dict.fromkeys((planned.arm.group, planned.arm.label) for planned in run.runs))
         configs = [run.config(planned.name) for planned in run.runs]
         points = {step * config.training.global_batch_size for config in configs for step in _planned_steps(config)}
-        results = GridResults(rows, arms, self._arm_column, run.weights, sorted(points))
-        return grid_report.write(results, self._target, run.bins(), folder)
+        results = GridResults(rows, arms, run.weights, sorted(points))
+        return grid_report.write(results, run.options.target, run.bins(), folder)
 
     def _of_run(self, run: TrainedGrid, planned: PlannedRun) -> list[Cell]:
         name = planned.name
         config = run.config(name)
         of_run = {
-            "model": name, "group": planned.arm.group, self._arm_column: planned.arm.label,
+            "model": name, "group": planned.arm.group, "settings": planned.arm.label,
             "batch": config.training.global_batch_size, "lr": config.optimizer.lr, "seed": planned.seed,
-            "images": run.options.images, "parametrisation": self._parametrisation,
+            "images": run.options.images, "parametrisation": run.options.parametrisation,
         }  # fmt: skip
         samples: dict[int, int] = {}
         if name not in run.failures:
@@ -260,7 +251,7 @@ def _of_bin(number: int, where: TimestepBin) -> Cell:
 
 
 def train_and_measure(
-    name: str, base: JobConfig, runs: Sequence[PlannedRun], options: argparse.Namespace, arm_column: str, what: str
+    name: str, base: JobConfig, runs: Sequence[PlannedRun], options: argparse.Namespace, what: str
 ) -> Path:
     """Train a grid and measure it, as far as that is missing.
 
@@ -268,9 +259,7 @@ def train_and_measure(
         name: of the study.
         base: configuration that the runs share but for their overrides.
         runs: in the order of training.
-        options: those of `grid_options` and `add_measure_options`; `parametrisation` and `target` if the study has
-            them.
-        arm_column: column that differs between arms.
+        options: those of `grid_options` and `add_measure_options`, `parametrisation` and `target`.
         what: a sentence on their training, for the summary.
 
     Returns:
@@ -282,9 +271,7 @@ def train_and_measure(
     folder = grid_options.study_folder(options, base, name)
     weights = choose_weights(base, options.weights)
     grid = plan_grid(base, runs, folder, options.processes)
-    parametrisation = getattr(options, "parametrisation", base.objective.prediction)
-    study = GridStudy(arm_column, parametrisation, getattr(options, "target", None))
-    trained = TrainedGrid(grid, list(runs), {}, options, grid_options.results_folder(base), "", weights)
+    trained = TrainedGrid(grid, list(runs), {}, options, folder.parent, "", weights)
     trained.bins()  # before hours of training
     try:
         trained.samples()
@@ -292,4 +279,4 @@ def train_and_measure(
         raise StudyError(f"--images: {error}") from error
     trained.failures = train_grid(grid, options.retry_failed)
     trained.description = f"{counted(len(runs), 'run')} of {base.model.flavor} on {base.data.name}, {base.objective.path}: {what}"
-    return run_study(name, study, trained)
+    return run_study(name, GridStudy(), trained)

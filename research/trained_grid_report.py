@@ -69,7 +69,7 @@ def _explained(results: GridResults, bins: Sequence[TimestepBin]) -> str:
 def _score_table(results: GridResults, group: str, name: str, score: Score, target: str | None) -> str:
     arms = results.labels(group)
     losses = {arm: results.scores(group, arm, score) for arm in arms}
-    header = ["rank", results.arm_column, "seeds", "loss", f"against {arms[0]}", "verdict", "no difference from"]
+    header = ["rank", "settings", "seeds", "loss", f"against {arms[0]}", "verdict", "no difference from"]
     steps = {arm: results.steps(group, arm) for arm in arms}
     unequal = len({count for of_arm in steps.values() for count in of_arm.values()}) > 1
     reached = _samples_to_target(results, group, score, target) if target else {}
@@ -134,7 +134,7 @@ def _trained_weights(results: GridResults, group: str) -> str:
         rows.append([arm, *cells])
     if not rows:
         return ""
-    header = [results.arm_column, *(part for name in SCORES for part in (name, "verdict"))]
+    header = ["settings", *(part for name in SCORES for part in (name, "verdict"))]
     return f"### Trained weights against {inline(arms[0])}\n\n" + markdown_table(header, rows)
 
 

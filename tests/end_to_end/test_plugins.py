@@ -116,6 +116,19 @@ def test_help_lists_keys_of_a_plugin(mlp):
     ("broken.py", "import math\nmath.nothing", "broken.py, line 2: AttributeError"),
     ("syntax.py", "x = 1\ndef f(:", "syntax.py, line 2: SyntaxError: invalid syntax"),
     ("json.py", "", "another module is called json here (rename the file)"),
+    (
+        "other.py", "from torchtitan.diffusion.weightings import WEIGHTINGS\nclass Half: ...\nWEIGHTINGS['half'] = Half",
+        "other.py, line 3: TypeError: the entry 'half' has to be a class that inherits WeightingConfig",
+    ),
+    (
+        "half.py",
+        "from torchtitan.diffusion.objectives import OBJECTIVES, Objective\nclass No(Objective): ...\nOBJECTIVES['no'] = No",
+        "half.py, line 3: TypeError: No lacks Config, loss",
+    ),
+    (
+        "table.py", "from torchtitan.models import MODELS\nMODELS['half'] = {}",
+        "table.py, line 2: TypeError: the entry 'half' has to be a ModelFamily",
+    ),
     ("two-words.py", "", "is no name of a Python module"),
     ("nobody", None, "no installed package has a plugin of this name"),
 ])  # fmt: skip

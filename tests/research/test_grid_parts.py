@@ -1,4 +1,4 @@
-"""Parts of studies that train grids: equal samples, samplers by name, bins, and statistics over seeds."""
+"""Parts of studies that train grids: equal samples, bins, and statistics over seeds."""
 
 import argparse
 import dataclasses
@@ -20,10 +20,8 @@ from research.grid_statistics import (
     uniform_log_loss,
     verdict,
 )
-from research.sampler_specs import parse_samplers, without_sampler
 from research.slot_nodes import PUBLISHED_EDGES, timestep_bins
 from research.training_grid import configure
-from tests.objectives import timesteps
 from torchtitan.config.job import load_config
 from torchtitan.diffusion.denoising import DenoisingConfig
 from torchtitan.diffusion.objectives import build_objective
@@ -161,47 +159,6 @@ def test_an_average_forgets_by_images_at_every_batch_size(base):
     for batch in (8, 32, 128):
         kept = kept_share(track, 10**9, batch)
         assert kept ** (32 / batch) == pytest.approx(0.99, rel=1e-9)
-
-
-def test_samplers_by_name_have_their_own_keys_only(base):
-    slots = "slots:edges=[0,10,1000],importance=true"
-    text = f"uniform,logit_normal+low_discrepancy:mean=0,std=2,{slots}"
-    specs = parse_samplers(text)
-    assert [spec.label for spec in specs] == [
-        "uniform", "logit_normal+low_discrepancy (mean=0, std=2)", "slots (weighted)",
-    ]  # fmt: skip
-    plain = without_sampler(base)
-    objectives = [configure(plain, spec.overrides, 1, spec.label).objective for spec in specs]
-    assert [(o.timesteps.name, o.spread) for o in objectives] == [
-        ("uniform", "none"), ("logit_normal", "low_discrepancy"), ("slots", "none"),
-    ]  # fmt: skip
-    assert objectives[1].timesteps.std == 2.0 and objectives[2].timesteps.edges == [0, 10, 1000]
-    assert {o.path for o in objectives} == {"ddpm_linear"}
-    assert configure(plain, parse_samplers("beta")[0].overrides, 1, "").objective.timesteps == timesteps("beta")
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("uniforn", "is no sampler"),
-        ("uniform+even", "is no spread"),
-        ("uniform,uniform", "is given twice"),
-        ("beta:path=edm", "no key=value of a sampler"),
-        ("beta:a", "no key=value of a sampler"),
-        ("logit_normal:mean=0,mean=1", "mean is given twice"),
-        ("uniform+stratified:spread=none", "spread is given twice"),
-        ("slots:edges_path=a/e.json,slots:edges_path=./a/e.json", "is given twice"),
-        ("slots:edges=[0,10,1000],slots:edges=[0,20,1000]", "would both be named slots"),
-    ],
-)
-def test_samplers_that_are_none_are_refused(text, message):
-    with pytest.raises(StudyError, match=message):
-        parse_samplers(text)
-
-
-def test_files_of_one_name_are_told_apart_by_their_folders():
-    text = "slots:edges_path=a/e.json,slots:edges_path=b/e.json,slots:edges_path=c.json"
-    assert [spec.label for spec in parse_samplers(text)] == ["slots (a/e)", "slots (b/e)", "slots (c)"]
 
 
 def test_published_slots_are_the_bins_of_a_ddpm_path():

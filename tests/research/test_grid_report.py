@@ -24,7 +24,7 @@ def rows() -> list[dict[str, str]]:
     found = []
     for arm, of_seeds in RUNS.items():
         for seed, value in enumerate(of_seeds):
-            shared = {"group": "all", "sampler": arm, "seed": str(seed), "parametrisation": "v", "images": "8"}
+            shared = {"group": "all", "settings": arm, "seed": str(seed), "parametrisation": "v", "images": "8"}
             if value is None:
                 empty = dict.fromkeys(("bin", "share", "samples", "weights", "error"), "")
                 found.append(shared | empty | {"status": "failed"})
@@ -51,7 +51,7 @@ def table(text: str, title: str) -> dict[str, list[str]]:
 @pytest.fixture
 def report(tmp_path):
     def write_report(given: list[dict[str, str]]) -> str:
-        results = GridResults(given, [("all", arm) for arm in RUNS], "sampler", "none")
+        results = GridResults(given, [("all", arm) for arm in RUNS], "none")
         return write(results, "reference", BINS, tmp_path)
 
     return write_report
@@ -84,7 +84,7 @@ def no_pictures(monkeypatch):
 
 
 def test_a_reference_that_lost_seeds_leaves_no_verdicts(report, no_pictures):
-    given = [row for row in rows() if row["sampler"] != "reference" or row["seed"] == "0"]
+    given = [row for row in rows() if row["settings"] != "reference" or row["seed"] == "0"]
     found = table(report(given), "### Uniform mean")
     assert found["better"][5] == "reference: 1 of 3 seeds; 2 failed"
 
@@ -97,14 +97,14 @@ def test_a_bin_that_no_run_has_is_missed(report, no_pictures):
 def test_a_run_whose_batch_has_grown_has_a_line_between_its_checkpoints():
     def row(arm: str, samples: int, step: int, error: float) -> dict[str, str]:
         return {
-            "group": "all", "sampler": arm, "seed": "0", "parametrisation": "v", "images": "8", "bin": "0", "share": "1",
+            "group": "all", "settings": arm, "seed": "0", "parametrisation": "v", "images": "8", "bin": "0", "share": "1",
             "weights": "none", "samples": str(samples), "step": str(step), "error": str(error),
             "status": "ok" if error else "failed",
         }  # fmt: skip
 
     given = [row("plain", 10, 1, 8.0), row("plain", 20, 2, 0.0), row("plain", 40, 4, 2.0)]
     given += [row("grown", 10, 1, 8.0), row("grown", 40, 3, 2.0)]
-    results = GridResults(given, [("all", "plain"), ("all", "grown")], "sampler", "none", [5, 10, 20, 40])
+    results = GridResults(given, [("all", "plain"), ("all", "grown")], "none", [5, 10, 20, 40])
     found = {arm: [results.errors("all", arm, 0, samples) for samples in results.samples] for arm in ("plain", "grown")}
     assert found["plain"] == [[], [8.0], [], [2.0]]  # what failed is missing
     assert found["grown"] == [[], [8.0], [pytest.approx(4.0)], [2.0]]  # error x samples is constant: a line in logarithms
@@ -116,10 +116,10 @@ def test_a_target_reached_before_the_first_point_of_a_batch_that_grew_early_is_s
     shared = {"group": "all", "seed": "0", "parametrisation": "v", "images": "8", "share": "1", "weights": "none", "status": "ok"}
     losses = {"plain": {10: 8.0, 20: 6.0, 40: 2.0}, "grown": {25: 1.0, 40: 0.5}}
     given = [
-        shared | {"sampler": arm, "bin": str(place), "samples": str(n), "step": str(n // 10), "error": str(error)}
+        shared | {"settings": arm, "bin": str(place), "samples": str(n), "step": str(n // 10), "error": str(error)}
         for arm, curve in losses.items() for n, error in curve.items() for place in range(len(BINS))
     ]  # fmt: skip
-    results = GridResults(given, [("all", arm) for arm in losses], "sampler", "none", [10, 20, 40])
+    results = GridResults(given, [("all", arm) for arm in losses], "none", [10, 20, 40])
     assert table(write(results, "reference", BINS, tmp_path), "### Uniform mean")["grown"][7] == "before 40"
 
 

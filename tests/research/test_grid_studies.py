@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from research import command_line, grid_plots, paired_runs
+from research import command_line, grid_plots, prediction_types
 from tests.end_to_end.tools import table
 from tests.faults.forked import _train
 from tests.forked import ForkedProcess
@@ -33,6 +33,7 @@ decay = 0.9
 [sampling]
 enable = false
 """
+ARMS = ["--arm", "uniform", "--arm", "beta", "objective.timesteps.name=beta"]
 QUICK = ["--seeds", "2", "--samples", "32", "--checkpoints", "2", "--images", "4", "--nodes", "1"]
 
 
@@ -87,7 +88,7 @@ def no_pictures(monkeypatch):
     def stop_drawing() -> None:
         monkeypatch.setattr(grid_plots, "draw_bins", lambda *of: "")
         monkeypatch.setattr(grid_plots, "draw_curves", lambda *of: "")
-        monkeypatch.setattr(paired_runs, "_draw", lambda *of: "")
+        monkeypatch.setattr(prediction_types, "_draw", lambda *of: "")
 
     return stop_drawing
 
@@ -105,8 +106,8 @@ def losses_by_bin(summary: Path) -> dict[str, str]:
 
 def test_samplers_interrupted_failed_and_gone_on_with(config, trainings, study, no_pictures, tmp_path):
     folder = tmp_path / "results"
-    words = ["compare_samplers", config, "--samplers", "uniform,beta", *QUICK, "--output", folder]
-    names = ["b4_uniform_s0", "b4_beta_s0", "b4_uniform_s1", "b4_beta_s1"]
+    words = ["compare_settings", config, *ARMS, *QUICK, "--output", folder]
+    names = ["uniform_s0", "beta_s0", "uniform_s1", "beta_s1"]
     trainings.interrupt = names[1]
     code, _, error = study(*words)
     assert code == 130 and "the same command resumes" in error and trainings.names == names[:2]
@@ -179,10 +180,11 @@ def test_batches_at_equal_samples_and_prediction_types_of_their_runs(
     config, trainings, study, no_pictures, tmp_path
 ):
     folder, compared = tmp_path / "batches", tmp_path / "compared"
-    asked = ["--samplers", "uniform", "--batches", "4,16", "--lr-rule", "linear", "--output", folder]
-    code, _, error = study("compare_samplers", config, *asked, *QUICK)
+    asked = ["--batches", "4,16", "--lr-rule", "linear", "--output", folder]
+    code, _, error = study("compare_settings", config, *ARMS, *asked, *QUICK)
     assert code == 0, error
-    assert trainings.names == [f"{kind}_s{seed}" for seed in (0, 1) for kind in ("b4_uniform", "b16_uniform")]
+    kinds = ("b4_uniform", "b4_beta", "b16_uniform", "b16_beta")
+    assert trainings.names == [f"{kind}_s{seed}" for seed in (0, 1) for kind in kinds]
     rows = table(folder / "results.csv")
     assert {(row["group"], float(row["lr"])) for row in rows} == {("batch size 4", 1e-4), ("batch size 16", 4e-4)}
     assert {row["samples"] for row in rows} == {"16", "32"} and {row["parametrisation"] for row in rows} == {"v"}
@@ -228,11 +230,10 @@ def _study_process(words: list[str]) -> int:
     return command_line.main(words)
 
 
-def test_trained_prediction_types_killed_leave_no_process_and_go_on(
-    config, trainings, study, no_pictures, tmp_path, monkeypatch
-):
+def test_a_killed_study_leaves_no_process_and_goes_on(config, trainings, study, no_pictures, tmp_path):
     folder = tmp_path / "killed"
-    words = ["prediction_types", config, "--predictions", "v,x0", *QUICK, "--output", folder]
+    arms = ["--arm", "v", "--arm", "x0", "objective.prediction=x0", "--parametrisation", "v"]
+    words = ["compare_settings", config, *arms, *QUICK, "--output", folder]
     trainings.stop = "x0_s0"
     assert study(*words)[0] == 130
     rows = table(folder / "training.csv")
@@ -263,31 +264,27 @@ def test_trained_prediction_types_killed_leave_no_process_and_go_on(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["compare_samplers", "{config}", "--samplers", "unform"], "is no sampler (there are: uniform"),
-        (["compare_samplers", "{config}", "--samplers", "slots"], "slots needs objective.timesteps.edges"),
-        (["compare_samplers", "{config}", "--samplers", "uniform", "--seeds", "1"], "intervals need 2 seeds"),
-        (["compare_samplers", "{config}", "--samplers", "beta:a=0"], "must be at least 0.2"),
-        (["compare_samplers", "{config}", "--samplers", "uniform", "--set", "model.depth=2"], "unknown key"),
-        (["compare_samplers", "{config}", "--samplers", "uniform", "--set", "depth"], "is no KEY=VALUE"),
-        (["compare_samplers", "{config}", "--samplers", "uniform", "--weights", "fast"], "there are: none, slow"),
-        (["compare_samplers", "{config}", "--samplers", "uniform", "--batches", "8,x"], "invalid batch sizes value"),
-        (["compare_samplers", "{config}", "--samplers", "uniform", "--images", "9999"], "9999 images are requested"),
-        (["compare_samplers", "{config}", "--samplers", "uniform", "--edges", "{missing}"], "cannot be read"),
-        (["compare_samplers", "{missing}", "--samplers", "uniform"], "no such file"),
-        (["compare_samplers", "{config}", "--samplers", "uniform", "--batches", "4,64"], "too few for"),
+        (["compare_settings", "{config}", *ARMS, "objective.timesteps.name=slots"], "slots needs objective.timesteps.edges"),
+        (["compare_settings", "{config}", *ARMS, "--seeds", "1"], "--seeds: must be at least 2"),
+        (["compare_settings", "{config}", *ARMS, "--set", "model.depth=2"], "unknown key"),
+        (["compare_settings", "{config}", *ARMS, "--set", "depth"], "is no KEY=VALUE"),
+        (["compare_settings", "{config}", *ARMS, "--weights", "fast"], "there are: none, slow"),
+        (["compare_settings", "{config}", *ARMS, "--batches", "8,x"], "invalid batch sizes value"),
+        (["compare_settings", "{config}", *ARMS, "--images", "9999"], "9999 images are requested"),
+        (["compare_settings", "{config}", *ARMS, "--edges", "{missing}"], "cannot be read"),
+        (["compare_settings", "{missing}", *ARMS], "no such file"),
+        (["compare_settings", "{config}", *ARMS, "--batches", "4,64"], "too few for"),
         (["compare_settings", "{config}", "--arm", "a", "--arm", "b", "model.dim"], "--arm b: 'model.dim' is no KEY=VALUE"),
         (["compare_settings", "{config}", "--arm", "a"], "--arm: give 2 arms at least"),
         (["compare_settings", "{config}", "--arm", "a", "--arm", "a"], "--arm: 'a' is given twice"),
         (["compare_settings", "{config}", "--arm", "a", "--arm", "../b", "model.dim=8"], "--arm: '../b' names runs"),
         (["compare_settings", "{config}", "--arm", "a", "--arm", "b", "debug.seed=8"], "debug.seed cannot differ between arms"),
         (["compare_settings", "{config}", "--arm", "a", "--arm", "b", "model.dims=8"], "b_s0: command line: --model.dims: un"),
-        (["prediction_types", "{config}"], "--predictions"),
-        (["prediction_types", "{config}", "--predictions", "v,y"], "'y' is no prediction"),
-        (["prediction_types", "{config}", "--predictions", "v", "--parametrisation", "w"], "invalid choice"),
+        (["compare_settings", "{config}", *ARMS, "--parametrisation", "w"], "invalid choice"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(config, study, trainings, tmp_path, words, message):
-    quick = [] if words[0] == "compare_samplers" and "--images" in words else QUICK[4:]
+    quick = [] if "--images" in words else QUICK[4:]
     asked = [word.format(config=config, missing=tmp_path / "missing.toml") for word in words]
     code, output, error = study(*asked, "--samples", "32", *quick, "--output", tmp_path / "out")
     assert code == 2 and output == "" and message in error
@@ -318,6 +315,3 @@ def test_runs_of_other_data_or_path_are_refused(config, study, tmp_path):
     ):
         code, _, error = study("prediction_types", *(runs[name] for name in names))
         assert code == 2 and message in error and error.count("\n") == 1, error
-    for option, value in {"seeds": 2, "checkpoints": 3, "processes": 5, "set": "a=1", "samples": 9}.items():
-        code, _, error = study("prediction_types", runs["one"], runs["one"], f"--{option}", value)
-        assert code == 2 and f"--{option}: goes with a CONFIG.toml" in error and error.count("\n") == 1, error

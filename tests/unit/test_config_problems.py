@@ -298,7 +298,7 @@ def test_dataset_that_cannot_be_opened_is_one_line(error, monkeypatch):
     class BrokenConfig(DataConfig):
         path: str = setting("", "folder")
 
-    class Broken:
+    class Broken(DATASETS["synthetic"]):
         Config = BrokenConfig
 
         @staticmethod

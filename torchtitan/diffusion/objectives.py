@@ -16,7 +16,7 @@ OBJECTIVES: Registry[type[Objective]] = Registry("torchtitan.diffusion", {
     "denoising": "denoising.Denoising",
     "consistency": "consistency.Consistency",
     "mean_flow": "mean_flow.MeanFlow",
-})
+}, type[Objective])
 
 
 def build_objective(config: ObjectiveConfig, seed: int, sampler_of: SamplerOf | None = None) -> Objective:

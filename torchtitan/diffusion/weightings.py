@@ -4,6 +4,7 @@ A weighting gives the weight of the squared error of x0, or of the noise, at a n
 prediction in use, so that its meaning does not depend on the prediction type. snr = 1 / sigma^2 throughout.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -14,14 +15,14 @@ from torch import Tensor
 
 from torchtitan.diffusion.paths import Path
 from torchtitan.diffusion.predictions import noise_error_weight
-from torchtitan.settings import setting
+from torchtitan.settings import Registry, setting
 
 # 1 - t in float32 has no finer steps; below the lower one no float32 draw of t falls.
 _SIGMA_RANGE = (2.0**-60, 2.0**24)
 
 
 @dataclass(kw_only=True)
-class WeightingConfig:
+class WeightingConfig(ABC):
     """`[objective.weighting]`; parametrisation: weighted error: of x0, noise or the prediction in use; no key."""
 
     name: str = setting(
@@ -30,9 +31,9 @@ class WeightingConfig:
 
     parametrisation = "x0"
 
+    @abstractmethod
     def weight(self, snr: Tensor, sigma_data: float) -> Tensor:
         """Weight at signal-to-noise ratios, float64; sigma_data: standard deviation of the data."""
-        raise NotImplementedError
 
 
 @dataclass(kw_only=True)
@@ -113,16 +114,16 @@ class VelocityConfig(WeightingConfig):
         return t.clamp(min=self.floor) ** -2
 
 
-WEIGHTINGS: dict[str, type[WeightingConfig]] = {
-    "none": NoWeightingConfig,
-    "min_snr": MinSNRConfig,
-    "soft_min_snr": SoftMinSNRConfig,
-    "snr_plus_one": SNRPlusOneConfig,
-    "truncated_snr": TruncatedSNRConfig,
-    "edm": EDMWeightingConfig,
-    "p2": P2Config,
-    "velocity": VelocityConfig,
-}
+WEIGHTINGS: Registry[type[WeightingConfig]] = Registry("torchtitan.diffusion", {
+    "none": "weightings.NoWeightingConfig",
+    "min_snr": "weightings.MinSNRConfig",
+    "soft_min_snr": "weightings.SoftMinSNRConfig",
+    "snr_plus_one": "weightings.SNRPlusOneConfig",
+    "truncated_snr": "weightings.TruncatedSNRConfig",
+    "edm": "weightings.EDMWeightingConfig",
+    "p2": "weightings.P2Config",
+    "velocity": "weightings.VelocityConfig",
+}, type[WeightingConfig])
 
 
 def prediction_weighting(config: Any, path: Path) -> Callable[[Tensor], Tensor]:

@@ -18,4 +18,4 @@ METRICS: Registry[Metric] = Registry("torchtitan.fidelity", {
     "prdc": "prdc.PRDC",
     "accuracy": "accuracy.ACCURACY",
     "memorisation": "memorisation.MEMORISATION",
-})
+}, Metric)

@@ -8,7 +8,7 @@ MODELS: Registry[ModelFamily] = Registry("torchtitan.models", {
     "dit": "dit.FAMILY",
     "edm2": "edm2.FAMILY",
     "flux": "flux.FAMILY",
-})
+}, ModelFamily)
 
 
 def build_model(config: ModelConfig, image_shape: tuple[int, int, int], offered: ConditionKind) -> DiffusionModel:

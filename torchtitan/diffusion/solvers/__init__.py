@@ -31,7 +31,7 @@ SOLVERS: Registry[type[SolverConfig]] = Registry("torchtitan.diffusion.solvers",
     "ddpm": "ancestral.DDPMConfig",
     "dpmpp_2m": "dpm_solver.DPMPP2MConfig",
     "mean_flow": "mean_flow.MeanFlowSolverConfig",
-})
+}, type[SolverConfig])
 SCHEDULES: dict[str, type[ScheduleConfig]] = {
     "uniform": UniformScheduleConfig,
     "flux_shift": FluxShiftScheduleConfig,

@@ -20,14 +20,14 @@ DENSITIES: Registry[type[TimestepsConfig]] = Registry("torchtitan.diffusion.time
     "cubic": "warps.CubicConfig",
     "beta": "warps.BetaConfig",
     "speed": "warps.SpeedConfig",
-})
+}, type[TimestepsConfig])
 # Samplers with slots, or that learn; to add one: its file, and a line here.
 SAMPLERS: Registry[type[TimestepsConfig]] = Registry("torchtitan.diffusion.timesteps", {
     "slots": "slots.SlotsConfig",
     "loss_second_moment": "learning.LossSecondMomentConfig",
     "time_warping": "learning.TimeWarpingConfig",
     "adaptive_log_snr": "learning.AdaptiveLogSNRConfig",
-})
+}, type[TimestepsConfig])
 TIMESTEPS: Mapping[str, type[TimestepsConfig]] = ChainMap(SAMPLERS, DENSITIES)
 
 # (density, seed, spread) -> sampler of that density
