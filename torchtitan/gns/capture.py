@@ -16,6 +16,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -163,17 +164,18 @@ class GradientTaps:
         parallel = dist.is_initialized() and dist.get_world_size() > 1
         if parallel:
             dist.all_reduce(step.flat if measured else step.flat[: step.reduced])
+        sums = StepSums(*step.sums)
         step.products[_TOKEN] = torch.nan
         if not measured:
             step.squares[_TOKEN] = torch.nan
-            return StepSums(*step.sums)
+            return sums
         if parallel:
             dist.all_reduce(self._flat)
         if gradients_on is not None:
             self._compare(gradients_on)
         of_layers = _inner_products(self._sketch_sums)  # [L, G, K, K]
         sketched = [of_layers[self._places[part]].sum(0) + self._whole_products(part, self._whole_sums[part]) for part in PARTS]
-        return StepSums(*step.sums, _pairs(step.count), torch.stack(sketched), step.corrections)
+        return replace(sums, all_pairs=_pairs(step.count), sketched=torch.stack(sketched), corrections=step.corrections)
 
     def tensors(self) -> dict[str, Tensor]:
         """Adam's factors of every layer by name, the tensors themselves: of the last measured step, used until the next."""
