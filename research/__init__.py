@@ -56,6 +56,7 @@ STUDIES: dict[str, StudyEntry] = {
         "gradients of flow and alignment over training, and a stop by rule; trains runs of a config", of_a_run=False
     ),
     "coordinate_check": StudyEntry("change of activations by width, with and without maximal updates", of_a_run=False),
+    "width_transfer": StudyEntry("best learning rate by width, with and without maximal updates; trains runs", of_a_run=False),
     "prediction_types": StudyEntry("prediction types of trained runs compared in one parametrisation", of_a_run=False),
 }
 

@@ -18,7 +18,7 @@ from research.result_table import ResultTable
 from research.study_folder import STUDY_MARKS
 from research.trained_grid import PlannedRun, choose_weights
 from research.training_grid import COLUMNS as TRAINED
-from research.training_grid import TABLE, RunRecord, plan_grid, train_grid
+from research.training_grid import TABLE, GridRun, RunRecord, plan_grid, train_grid
 from torchtitan.config.job import JobConfig
 from torchtitan.experiments.folder import ResultsFolder, StudyError
 from torchtitan.experiments.training import TrainingFailed
@@ -112,12 +112,12 @@ def _table(folder: Path) -> ResultTable:
     return ResultTable(folder / TABLE, (*TRAINED, *COLUMNS), ("run",))
 
 
-def settings_text(run: PlannedRun) -> str:
+def settings_text(run: GridRun) -> str:
     """Overrides of a run, as its row has them."""
     return json.dumps(run.overrides, sort_keys=True)
 
 
-def ended(table: ResultTable, run: PlannedRun) -> dict[str, str] | None:
+def ended(table: ResultTable, run: GridRun) -> dict[str, str] | None:
     """Row of a run that has ended with these settings; None: it is to be trained."""
     row = table.find({"run": run.name})
     return row if row and row["status"] == "ok" and row["settings"] == settings_text(run) else None
