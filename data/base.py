@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
@@ -87,13 +88,15 @@ class DatasetInfo:
         """Size of an image and what comes with it, as a dataset gives them."""
         return sum(value.nbytes for value in self.placeholder(1, self.image_shape, "meta").values())
 
-    def batch_entries(self, shape: tuple[int, int, int]) -> Entries:
-        """Entries of a batch of images of a shape (C, H, W), the images first."""
-        return {"images": (shape, torch.float32)} | self.condition_kind.batch_entries | self.entries
+    @cached_property
+    def batch_entries(self) -> dict[tuple[int, int, int], Entries]:
+        """Entries of a batch of images of each of the shapes (C, H, W), the images first."""
+        others = self.condition_kind.batch_entries | self.entries
+        return {shape: {"images": (shape, torch.float32)} | others for shape in self.shapes}
 
     def placeholder(self, count: int, shape: tuple[int, int, int], device: torch.device | str | None = None) -> Batch:
         """Training batch of `count` images of a shape (C, H, W) in which nothing but shapes and dtypes counts."""
-        return placeholder(self.batch_entries(shape) | self.training_entries, count, device)
+        return placeholder(self.batch_entries[shape] | self.training_entries, count, device)
 
 
 @dataclass(kw_only=True)

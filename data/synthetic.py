@@ -73,7 +73,7 @@ class Synthetic(Dataset):
             images = values[:, None, None, None].expand(-1, *self._shape).contiguous()
         else:
             images_at_a_time = max(1, WORDS_AT_A_TIME // math.prod(self._shape))
-            parts = [self._draw(part) for part in numbers.split(images_at_a_time)]
+            parts = [*map(self._draw, numbers.split(images_at_a_time))]
             images = parts[0] if len(parts) == 1 else torch.cat(parts)
         if self._config.text_length:
             return {"images": images} | self._draw_texts(numbers)

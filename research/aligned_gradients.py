@@ -4,7 +4,6 @@ Both are of the same samples, and over the parameters that both reach: those bef
 is left out. Losses are as trained, with the alignment's weight and the average or encoder that teaches.
 """
 
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor
 
 from research.block_products import BlockProducts
-from research.offline_gradients import Advance, GradientError, Gradients, TimestepBin
+from research.offline_gradients import GradientError, Gradients, TimestepBin
 from torchtitan.alignment.alignment import LEARNED, Alignment
 from torchtitan.checkpoint.checkpointer import checkpoint_path, read_tensors
 from torchtitan.checkpoint.location import run_checkpoints
@@ -69,7 +68,7 @@ class AlignedGradients:
             terms = self.gradients.objective.loss(self.model, batch, draw)
         return self.alignment.added(terms, features, draw)
 
-    def blocks(self, where: TimestepBin, stream: int, count: int, size: int, advance: Advance) -> Tensor:
+    def blocks(self, where: TimestepBin, stream: int, count: int, size: int) -> Tensor:
         """Mean gradients of blocks of a bin's samples: of the flow's loss, then of the alignment's, [2, count, P].
 
         Raises:
@@ -85,7 +84,6 @@ class AlignedGradients:
             parameters = [self.model.get_parameter(name) for name in self.names]
             parts = [torch.autograd.grad(loss, parameters, retain_graph=True) for loss in losses]
             found.append(torch.stack([torch.cat([part.flatten() for part in each]) for each in parts]))
-            advance(size)
         if not all(block.isfinite().all() for block in found):
             raise GradientError("a gradient is not finite")
         return torch.stack(found, 1)
@@ -96,14 +94,6 @@ class AlignedGradients:
         self.names = [name for name, gradient in zip(names, reached, strict=True) if gradient is not None]
 
 
-def measure(
-    gradients: AlignedGradients, bins: Sequence[TimestepBin], count: int, size: int, advance: Advance
-) -> Tensor:
-    """Measure all blocks of bins: [2 K, count, P], the flow's gradients in K bins, then the alignment's."""
-    found = [gradients.blocks(where, stream, count, size, advance) for stream, where in enumerate(bins)]
-    return torch.stack(found, 1).flatten(0, 1)
-
-
 def estimates(products: BlockProducts, size: int) -> Tensor:
     """Estimates of each of K bins of equal mass and of the whole range, float64 [len(ESTIMATES), K + 1].
 
@@ -111,7 +101,7 @@ def estimates(products: BlockProducts, size: int) -> Tensor:
     where the estimate of a squared norm is not positive.
 
     Args:
-        products: paired, of `measure`'s blocks.
+        products: of blocks of the flow's gradients in K bins, then of the alignment's.
         size: samples of a block.
     """
     bins = len(products.values) // 2

@@ -11,12 +11,14 @@ import json
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from research import alignment_noise_report as noise_report
 from research import grid_options
-from research.aligned_gradients import ESTIMATES, AlignedGradients, estimates, measure
+from research.aligned_gradients import ESTIMATES, AlignedGradients, estimates
 from research.block_products import block_products
-from research.branch_checkpoints import begin_branch
-from research.compare_methods import read_methods
+from research.branch_training import begin_branch
+from research.compare_methods import ended, read_methods, settings_text
 from research.compare_settings import plan_runs, read_arms
 from research.equal_samples import batch_overrides
 from research.offline_gradients import equal_mass_edges, timestep_bin
@@ -123,8 +125,7 @@ class _Study:
         return [_branch(run, *stop) for stop in stops.items()]
 
     def ended(self, run: PlannedRun) -> dict[str, str] | None:
-        row = ResultTable(self.folder / TABLE, (*TRAINED, *COLUMNS), ("run",)).find({"run": run.name})
-        return row if row and row["status"] == "ok" and row["settings"] == _settings(run) else None
+        return ended(ResultTable(self.folder / TABLE, (*TRAINED, *COLUMNS), ("run",)), run)
 
     def _lacks_start(self, run: PlannedRun) -> bool:
         return not self.ended(run) and not checkpoint_steps(self.folder / "runs" / run.name / "checkpoint")
@@ -139,7 +140,7 @@ class _Study:
                 for branch in self.branches(run):
                     if step := branch.overrides.get("alignment.stop_steps"):
                         begin_branch(checkpoint_path(folder / "checkpoint", step), grid.run_folder(branch.name))
-            return _outcome(folder, self.weights, grid.configs[name]) | {"settings": _settings(run)}
+            return _outcome(folder, self.weights, grid.configs[name]) | {"settings": settings_text(run)}
 
         train_grid(grid, self.options.retry_failed, RunRecord(COLUMNS, of_run))
 
@@ -151,8 +152,8 @@ class _Study:
             gradients = AlignedGradients(folder, step, seed=_SEED, device=compute_device())
             edges, unit = equal_mass_edges(gradients.gradients.objective, options.bins)
             bins = [timestep_bin(gradients.gradients.objective, *ends, unit) for ends in itertools.pairwise(edges)]
-            blocks = measure(gradients, bins, options.blocks, options.block_size, lambda done: None)
-            products = block_products(blocks, paired=True)
+            measured = [gradients.blocks(where, stream, options.blocks, options.block_size) for stream, where in enumerate(bins)]
+            products = block_products(torch.stack(measured, 1).flatten(0, 1))
             values = estimates(products, options.block_size).T.tolist()
             errors = products.error_of(lambda kept: estimates(kept, options.block_size)).T.tolist()
             of_run = {"model": run.name, "arm": run.arm.label, "seed": run.seed, "step": step}
@@ -187,7 +188,3 @@ def _outcome(folder: Path, weights: str, config: JobConfig) -> dict[str, Any]:
         raise TrainingFailed("not every measure is finite at its end")
     by_step = {step: float(f"{losses.at(step):.6g}") for step in losses.steps}
     return {"flops_per_image": run.summary["flops_per_image"], "losses": json.dumps(by_step), **measures}
-
-
-def _settings(run: PlannedRun) -> str:
-    return json.dumps(run.overrides, sort_keys=True)

@@ -17,8 +17,16 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from research.branch_checkpoints import begin_branch, remove_checkpoints
-from research.branch_training import BRANCH_MARKS, TRACK, branch_config, run_lr, write_config, write_start
+from research.branch_training import (
+    BRANCH_MARKS,
+    TRACK,
+    begin_branch,
+    branch_config,
+    remove_checkpoints,
+    run_lr,
+    write_config,
+    write_start,
+)
 from research.cells import Cell, Row, measure_cells, missing_cells
 from research.equal_samples import BatchPlan, plan_batches
 from research.frame import require_at_least
@@ -99,7 +107,6 @@ class Measurement:
             "samples": self.samples,
             "lr at factor 1": self.options.lr,
             "lr_rule": self.options.lr_rule,
-            "schedule": self.options.schedule,
             "held_out": self.options.held_out,
             "processes": self.options.nproc,
             "checkpoint": hashlib.sha256(manifest).hexdigest()[:16],
@@ -196,9 +203,7 @@ def _choose_step(run: Path, step: int | None) -> int:
 
 
 def _config(asked: Measurement, plan: BatchPlan, seed: int) -> JobConfig:
-    return branch_config(
-        asked.config, plan, seed, asked.options.schedule, asked.options.nproc, asked.branch(plan, seed)
-    )
+    return branch_config(asked.config, plan, seed, asked.options.nproc, asked.branch(plan, seed))
 
 
 # ---------------------------------------------------------------------- measuring
@@ -231,15 +236,13 @@ def run_measurement(asked: Measurement) -> list[Row]:
                 return _measure_branch(asked, held_out, start, plans[cell["batch_size"]], cell["seed"], advance)
 
             def recorded(cell: Cell) -> None:
-                if not asked.options.keep_checkpoints:
-                    remove_checkpoints(asked.branch(plans[cell["batch_size"]], cell["seed"]) / "checkpoint")
+                remove_checkpoints(asked.branch(plans[cell["batch_size"]], cell["seed"]) / "checkpoint")
 
             measure_cells(
                 table, cells, missing, measure, cost=lambda cell: asked.samples, unit="sample", recorded=recorded,
                 name=lambda cell: f"batch {cell['batch_size']}, seed {cell['seed']}",
             )  # fmt: skip
-            if not asked.options.keep_checkpoints:
-                remove_checkpoints(asked.folder / START)
+            remove_checkpoints(asked.folder / START)
     rows = [table.find(_start_cell(asked))]
     rows += [table.find(_cell(asked, plan, seed)) for plan in asked.plans for seed in range(asked.seeds)]
     return [row for row in rows if row]
@@ -286,7 +289,7 @@ def _measure_start(asked: Measurement, table: ResultTable, held_out: HeldOut) ->
     tracks = ("none", *(track.name for track in asked.config.ema.tracks))
     losses = [_losses(asked, asked.run, track, asked.step, held_out) for track in tracks]
     best = min(losses, key=lambda found: found["loss"])
-    row = cell | {"status": "ok", "steps": 0, "samples": 0, "date": _now()}
+    row = cell | {"status": "ok", "steps": 0, "samples": 0, "date": datetime.now().isoformat(" ", "seconds")}
     table.add(row | losses[0] | {f"ema/{name}": value for name, value in best.items()})
 
 
@@ -329,7 +332,3 @@ def _losses(asked: Measurement, run: Path, track: str, step: int, held_out: Held
         if device.type == "cuda":
             torch.cuda.empty_cache()  # the next branch is another process
     return {name: value for name, value in found.items() if not name.startswith("loss_stderr_by_bin")}
-
-
-def _now() -> str:
-    return datetime.now().isoformat(" ", "seconds")

@@ -5,8 +5,11 @@ the run, the counters begin anew, and so does its one average of the weights.
 """
 
 import dataclasses
+import os
+import shutil
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from research.equal_samples import BatchPlan, layout_on
 from torchtitan.checkpoint.checkpointer import Checkpointer, checkpoint_path, checkpoint_steps
@@ -14,8 +17,9 @@ from torchtitan.checkpoint.comparison import open_checkpoint
 from torchtitan.checkpoint.config import CheckpointConfig
 from torchtitan.checkpoint.finding import BRANCHED_FROM
 from torchtitan.checkpoint.reading import read_state
+from torchtitan.checkpoint.store import store_of
 from torchtitan.config.job import JobConfig, load_config
-from torchtitan.files.durable import replace_file
+from torchtitan.files.durable import make_folder, replace_file, sync
 from torchtitan.files.remote_path import AnyPath
 from torchtitan.settings.record import dump_config
 from torchtitan.training.clock import ClockTotals
@@ -25,8 +29,6 @@ from torchtitan.training.schedules import lr_factor
 # Its profile is relative to the branch, so at equal samples it averages over the same samples at any batch size, and
 # its first update forgets the weights that the branch began with.
 TRACK = EMATrackConfig(name="branch", kind="power", sigma_rel=0.1)
-
-SCHEDULES = ("constant", "linear", "cosine")
 
 # The file by which a branch's folder is known.
 BRANCH_MARKS = {"branch.toml": b"# The resolved configuration of this run"}
@@ -42,7 +44,7 @@ def run_lr(config: JobConfig, progress: int) -> float:
 
 
 def branch_config(
-    config: JobConfig, plan: BatchPlan, seed: int, schedule: str, processes: int, folder: Path
+    config: JobConfig, plan: BatchPlan, seed: int, processes: int, folder: Path
 ) -> JobConfig:
     """Configuration of one branch.
 
@@ -50,7 +52,6 @@ def branch_config(
         config: the run's.
         plan: of its batch size.
         seed: number of the branch, from 0; determines samples, timesteps and noise, all new to the run.
-        schedule: of the learning rate over the branch, one of SCHEDULES.
         processes: of the branch.
         folder: of the branch.
     """
@@ -66,7 +67,7 @@ def branch_config(
         config,
         job=dataclasses.replace(config.job, **place),
         optimizer=dataclasses.replace(config.optimizer, lr=plan.lr),
-        lr_scheduler=LRSchedulerConfig(warmup_steps=0, decay_type=cast(Any, schedule)),
+        lr_scheduler=LRSchedulerConfig(warmup_steps=0, decay_type="constant"),
         training=dataclasses.replace(config.training, **training),
         parallelism=layout_on(config, processes),
         ema=EMAConfig(tracks=[TRACK]),
@@ -128,3 +129,33 @@ def write_start(checkpoint: AnyPath, folder: Path) -> Path:
 def _learned(state: dict) -> dict:
     """State of a learning sampler, which is part of the run's objective; shares are the branch's own."""
     return state if "sampler" in state else {}
+
+
+def begin_branch(start: Path, branch: Path) -> None:
+    """Begin a branch: put the start into its folder, unless it has checkpoints; as hard links if possible."""
+    checkpoints = branch / "checkpoint"
+    if checkpoint_steps(checkpoints):
+        return
+    make_folder(checkpoints)
+    store_of(checkpoints).prepare()  # what a copy that was cut off has left
+    partial = checkpoints / f".{start.name}"
+    shutil.copytree(start, partial, copy_function=_link_or_copy)
+    sync(partial)
+    partial.rename(checkpoints / start.name)
+    sync(checkpoints)
+
+
+def remove_checkpoints(folder: Path) -> None:
+    """Remove the checkpoints in a folder of an experiment, and the folder if nothing else is in it. Raises OSError."""
+    for step in checkpoint_steps(folder):
+        store_of(folder).delete(step)
+    with suppress(OSError):  # there is something else in it
+        folder.rmdir()
+
+
+def _link_or_copy(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)
+        sync(Path(target))

@@ -7,10 +7,14 @@ from typing import Any
 from research import grid_options
 from research import trained_grid as grid_study
 from research.equal_samples import LR_RULES, batch_overrides
+from research.frame import run_study
 from research.trained_grid import Arm, PlannedRun
+from research.training_grid import plan_grid, train_grid
 from torchtitan.config.job import JobConfig
+from torchtitan.diffusion.objectives import build_objective
 from torchtitan.diffusion.predictions import PREDICTIONS
 from torchtitan.experiments.folder import StudyError
+from torchtitan.pictures.number_text import counted
 from torchtitan.processes.command_line import at_least
 
 NAME = "compare_settings"
@@ -29,8 +33,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "same, or times the root of the ratio, or times the ratio (default: sqrt)")
     add("--parametrisation", choices=PREDICTIONS, help="parametrisation of the errors (default: the configuration's "
         "prediction)")
-    add("--target", choices=("reference", "worst"), help="count the samples until the final loss of the reference, or of the "
-        "worst arm, is reached (default: no counting)")
+    add("--target", action="store_true", help="count the samples until the final loss of the reference is reached")
     grid_study.add_measure_options(parser)
 
 
@@ -46,10 +49,19 @@ def run_alone(arguments: argparse.Namespace) -> Path:
         shared = batch_overrides(base, batch, samples, arguments.checkpoints, arguments.lr_rule, arguments.processes)
         runs += plan_runs(arms, shared, arguments.seeds, base, f"b{batch}_" * (len(batches) > 1))
     runs.sort(key=lambda run: run.seed)  # an unfinished grid has whole seeds
-    what = f"{samples} samples per run; learning rate by the rule {arguments.lr_rule} from {base.optimizer.lr:g} at batch size "
-    return grid_study.train_and_measure(
-        NAME, base, runs, arguments, f"{what}{base.training.global_batch_size}, unless an arm sets it."
+    folder, weights = grid_options.study_folder(arguments, base, NAME), grid_study.choose_weights(base, arguments.weights)
+    grid = plan_grid(base, runs, folder, arguments.processes)
+    reference = next(iter(grid.configs.values()))
+    bins = grid_study.read_bins(build_objective(reference.objective, 0), arguments)
+    held_out = grid_study.held_out_samples(reference, arguments)
+    failures = train_grid(grid, arguments.retry_failed)
+    what = (
+        f"{counted(len(runs), 'run')} of {base.model.flavor} on {base.data.name}, {base.objective.path}: {samples} samples per "
+        f"run; learning rate by the rule {arguments.lr_rule} from {base.optimizer.lr:g} at batch size "
+        f"{base.training.global_batch_size}, unless an arm sets it."
     )
+    trained = grid_study.TrainedGrid(grid, runs, failures, arguments, folder.parent, what, weights, bins, held_out)
+    return run_study(NAME, grid_study.GridStudy(), trained)
 
 
 def read_arms(given: list[list[str]]) -> dict[str, dict[str, str]]:

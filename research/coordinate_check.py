@@ -12,12 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from research.pictures import interval_text
 from torchtitan.conditions import Classes
 from torchtitan.models.dit.config import DiTConfig
 from torchtitan.models.dit.model import DiT
 from torchtitan.pictures.markdown import markdown_table
 from torchtitan.pictures.style import new_figure, ordered_colours
-from torchtitan.statistics.interval import Interval, mean_interval
+from torchtitan.statistics.interval import mean_interval
 from torchtitan.training.config import OptimizerConfig
 from torchtitan.training.optimizer import build_optimizer
 
@@ -56,7 +57,7 @@ def run_alone(arguments: argparse.Namespace) -> Path:
             means = [math.exp(sum(math.log(run[width][role]) for run in found) / len(found)) for width in arguments.widths]
             axis.plot(arguments.widths, means, "o-", color=color, label=role)
             slopes = mean_interval([slope({width: run[width][role] for width in run}) for run in found])
-            rows.append([arm, role, _text(slopes)])
+            rows.append([arm, role, interval_text(slopes, ".2f")])
         axis.set(title=arm, xlabel="width", xscale="log", yscale="log")
         axis.set_xticks(arguments.widths, [str(width) for width in arguments.widths], minor=False)
         axis.minorticks_off()
@@ -97,7 +98,3 @@ def slope(values: dict[int, float]) -> float:
 
 def _keeper(kept: list[Tensor]) -> Callable[[nn.Module, Any, Tensor], None]:
     return lambda _, __, output: kept.append(output.detach())
-
-
-def _text(slopes: Interval) -> str:
-    return f"{slopes.value:.2f} [{slopes.lower:.2f}, {slopes.upper:.2f}]"

@@ -1,15 +1,14 @@
 """Critical batch size of a checkpoint: branches train on equally many samples at several batch sizes.
 
 From one checkpoint (weights and optimizer state) branches train at several batch sizes, and are compared by held-out loss.
-Results lie in RUN_FOLDER/critical_batch/step-N: results.csv, critical_batch_size.csv, critical_batch.png and summary.md,
-and a run per branch. More factors or seeds may be asked for later.
+Results lie in RUN_FOLDER/critical_batch/step-N: results.csv, critical_batch.png and summary.md, and a run per branch. More
+factors or seeds may be asked for later.
 """
 
 import argparse
 from pathlib import Path
 
 from research.branch_measurement import open_measurement, run_measurement
-from research.branch_training import SCHEDULES
 from research.critical_batch_report import report
 from research.equal_samples import LR_RULES
 
@@ -26,13 +25,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--tolerance", type=float, default=0.01, help="tolerated excess of held-out loss (default: 0.01)")
     add("--lr", type=float, help="learning rate at factor 1 (default: the run's at that step)")
     add("--lr-rule", choices=LR_RULES, default="sqrt", help="its growth with the factor (default: sqrt, Adam's)")
-    add("--schedule", choices=SCHEDULES, default="constant", help="of the learning rate over a branch; linear and "
-        "cosine fall to 0 (default: constant)")
     add("--held-out", type=int, default=4096, metavar="TRIPLES", help="held-out (image, timestep, noise) triples "
         "(default: 4096; images are used again with other noise)")
     add("--nproc", type=int, default=1, help="processes of each branch (default: 1)")
     add("--retry-failed", action="store_true", help="train failed branches again")
-    add("--keep-checkpoints", action="store_true", help="of branches that are measured (default: deleted)")
     add("--output", type=Path, help="folder of the results (default: RUN_FOLDER/critical_batch/step-N)")
 
 

@@ -1,8 +1,7 @@
 """Report of a critical-batch measurement: the size, whole and per timestep bin, as tables and a picture."""
 
-import csv
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,11 +11,13 @@ from matplotlib.ticker import NullFormatter, NullLocator
 
 from research.branch_measurement import START, Measurement
 from research.cells import Row
-from research.critical_batch_bins import SHARE, BinTest, bin_test
 from research.critical_batch_decision import (
+    SHARE,
+    BinTest,
     CriticalBatch,
     Excess,
     Losses,
+    bin_test,
     critical_batch,
     excesses,
     progress,
@@ -58,13 +59,11 @@ class NoiseScale:
 
 
 def report(asked: Measurement, rows: list[Row]) -> Path:
-    """Write critical_batch_size.csv, critical_batch_bins.csv, critical_batch.png and summary.md; return the latter."""
+    """Write critical_batch.png and summary.md; return the latter."""
     columns = [WHOLE, *(f"loss_by_bin/{k}" for k in range(asked.config.metrics.loss_bins))]
     findings = {weights + column: finding(asked, rows, weights + column) for weights in WEIGHTS for column in columns}
     scales = noise_scales(asked.run / METRICS_FILE, asked.step)
     by_bin = bin_findings(asked, rows)
-    _write_bins(asked, by_bin, asked.folder / "critical_batch_bins.csv")
-    _write_table(findings, asked.folder / "critical_batch_size.csv")
     picture = _draw(asked, findings, scales)
     summary = asked.folder / "summary.md"
     summary.write_text(_text(asked, rows, findings, scales, picture, by_bin), encoding="utf-8")
@@ -120,7 +119,7 @@ def bin_findings(asked: Measurement, rows: list[Row]) -> BinFindings:
 def noise_scales(
     metrics: Path, step: int, part: str = "all", edges: Sequence[float] | None = None
 ) -> list[NoiseScale]:
-    """Noise scales last logged by a run when its checkpoint was written, by geometry; empty without any.
+    """Sketched noise scales last logged by a run when its checkpoint was written, by geometry; empty without any.
 
     Args:
         metrics: its metrics.jsonl.
@@ -128,39 +127,20 @@ def noise_scales(
         part: all, or the number of a bin.
         edges: inner edges of the bins that count, in t; None: any.
     """
+    latest: dict[str, NoiseScale] = {}
     try:
-        points = [point for point in iter_points(metrics, '"gns/') if edges is None or of_bins(point, edges)]
+        for point in iter_points(metrics, '"gns/'):
+            if point["step"] > step or not (edges is None or of_bins(point, edges)):
+                continue
+            for geometry in GEOMETRIES:
+                prefix = f"gns/{geometry}/sketch/{part}"
+                if f"{prefix}/lower" in point:
+                    upper = point.get(f"{prefix}/upper", math.inf)  # an infinite one is not logged, and the value means nothing
+                    value = point.get(f"{prefix}/b_simple", math.nan) if math.isfinite(upper) else math.nan
+                    latest[geometry] = NoiseScale(geometry, point["step"], Interval(value, point[f"{prefix}/lower"], upper))
     except OSError:
         return []
-    return [
-        NoiseScale(geometry, found["step"], Interval(found["b_simple"], found["lower"], found["upper"]))
-        for geometry, found in noise_sums(points, step, part).items()
-    ]
-
-
-def noise_sums(points: Iterable[dict[str, Any]], step: int, part: str) -> dict[str, dict[str, Any]]:
-    """Sketched noise scale last logged up to a step, by geometry; empty without any.
-
-    Args:
-        points: of metrics.jsonl, by rising step.
-        step: the last that counts.
-        part: all, or the number of a bin.
-
-    Returns:
-        geometry -> step, signal, noise, b_simple, lower and upper. Where the signal is not significant, upper is infinite and
-        b_simple NaN.
-    """
-    latest: dict[str, dict[str, Any]] = {}
-    for point in (point for point in points if point["step"] <= step):
-        for geometry in GEOMETRIES:
-            prefix = f"gns/{geometry}/sketch/{part}"
-            if f"{prefix}/lower" in point:
-                found = {name: point.get(f"{prefix}/{name}", math.nan) for name in ("signal", "noise", "b_simple", "lower")}
-                found["upper"] = point.get(f"{prefix}/upper", math.inf)
-                if math.isinf(found["upper"]):
-                    found["b_simple"] = math.nan
-                latest[geometry] = {"step": point["step"]} | found
-    return latest
+    return list(latest.values())
 
 
 # ---------------------------------------------------------------------- words
@@ -311,7 +291,7 @@ def _method(asked: Measurement) -> str:
         "## How\n\n"
         f"Branches from checkpoint {asked.checkpoint.name} (batch {asked.config.training.global_batch_size}) with its "
         f"weights and optimizer state; learning rate {options.lr:.3g} at factor 1, rule {options.lr_rule}, "
-        f"{options.schedule} over the branch, no warm-up; {counted(options.nproc, 'process', 'es')}, the run's microbatch, "
+        f"constant over the branch, no warm-up; {counted(options.nproc, 'process', 'es')}, the run's microbatch, "
         "accumulation for the rest. A branch's seed draws the order of images, timesteps and noise, none of them the "
         "run's own; the same seed reads the same samples at every batch size. Losses are on the same held-out (image, "
         f"timestep, noise) triples, {options.held_out} or a few more, so the intervals are of training, not of the choice of "
@@ -328,35 +308,6 @@ def _without_answer(rows: list[Row]) -> str:
         return ""
     note = "A batch size with a diverged branch counts as beyond the tolerance; a failed branch is left out.\n\n"
     return "## Branches without a loss\n\n" + note + markdown_table(["batch", "seed", "status", "reason"], failed)
-
-
-def _write_table(findings: dict[str, Finding], path: Path) -> None:
-    with open(path, "w", encoding="utf-8", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(["weights", "bin", "relation", "critical_batch_size", "lower", "upper_excluded", "learned",
-                         "batch_size", "excess", "excess_lower", "excess_upper"])  # fmt: skip
-        for column, of_column in findings.items():
-            weights = "averaged" if column.startswith(DECIDING) else "trained"
-            where = column.split("loss_by_bin/")[1] if "by_bin" in column else "all"
-            critical = of_column.critical
-            verdict = [critical.relation, critical.value, critical.lower, critical.upper, f"{of_column.learned:.6g}"]
-            for excess in of_column.found:
-                shown = [f"{value:.6g}" for value in (excess.mean.value, excess.mean.lower, excess.mean.upper)]
-                writer.writerow([weights, where, *verdict, excess.batch_size, *shown])
-
-
-def _write_bins(asked: Measurement, by_bin: BinFindings, path: Path) -> None:
-    with open(path, "w", encoding="utf-8", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        scales = [f"{geometry}_{name}" for geometry in by_bin.scales for name in ("noise_scale", "lower", "upper")]
-        shares = [f"share_{size}{end}" for size in asked.batch_sizes[1:] for end in ("", "_lower", "_upper")]
-        writer.writerow(["bin", "learned", "learned_lower", "learned_upper", "batch_size", *scales, *shares])
-        for test in by_bin.tests:
-            unknown = Interval(math.nan, math.nan, math.nan)
-            of_bin = [scale.get(test.place, unknown) for scale in by_bin.scales.values()]
-            found = [test.learned, *of_bin, *(test.shares[1:] or [unknown] * (len(asked.batch_sizes) - 1))]
-            first, *rest = [[f"{end:.6g}" for end in (one.value, one.lower, one.upper)] for one in found]
-            writer.writerow([test.place, *first, f"{test.batch_size:.6g}", *(end for ends in rest for end in ends)])
 
 
 # ---------------------------------------------------------------------- picture

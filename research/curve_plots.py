@@ -1,4 +1,4 @@
-"""Pictures of losses by timestep, of slots cut in them, and of the coefficients of the reverse step."""
+"""Pictures of losses by timestep, and of slots cut in them."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,7 +9,6 @@ from torch import Tensor
 
 from research.curve_table import LossCurve
 from research.pictures import legend_outside, save
-from torchtitan.diffusion.paths import IndexedPath
 from torchtitan.pictures.colours import COLOURS
 from torchtitan.pictures.style import new_figure, note, ordered_colours
 from torchtitan.statistics.student import student_quantile
@@ -49,8 +48,8 @@ def loss_curves(curves: Sequence[LossCurve], prediction: str, path: Path) -> str
     return save(figure, path)
 
 
-def slots(curve: LossCurve, error: str, edges: Sequence[float], paper: Sequence[int] | None, path: Path) -> str:
-    """Plot a curve of `error` with the inner edges of its slots, and the paper's if given."""
+def slots(curve: LossCurve, edges: Sequence[float], paper: Sequence[int] | None, path: Path) -> str:
+    """Plot a curve with the inner edges of its slots, and the paper's if given."""
     figure, axes = new_figure(f"Slots of equal loss, {curve.name}", size=(11, 5.4))
     axis = axes[0, 0]
     _draw(axis, curve, _position(curve), curve.error, curve.stderr, color=COLOURS[0], label="squared error")
@@ -62,29 +61,10 @@ def slots(curve: LossCurve, error: str, edges: Sequence[float], paper: Sequence[
                      label="edges, the paper's" if place == 0 else None)  # fmt: skip
     _set_timestep_axis(axis, curve)
     axis.set_yscale("log")
-    axis.set_ylabel(f"squared error of the {error} (mean over values)")
+    axis.set_ylabel("squared error of the prediction (mean over values)")
     legend_outside(axis)
     note(figure, f"band: 95 % interval over {curve.images} images")
     return save(figure, path)
-
-
-def posterior(name: str, path: IndexedPath, marks: dict[str, int], picture: Path) -> str:
-    """Plot coefficients of the posterior's mean, its variance and the signal-to-noise ratio over the index."""
-    figure, axes = new_figure(f"Reverse step of {name}", size=(11, 5.6))
-    axis, at = axes[0, 0], torch.arange(path.num_indices) + 1
-    axis.plot(at, path.posterior_x0, color=COLOURS[0], label="weight of x0")
-    axis.plot(at[1:], path.posterior_x_t[1:], color=COLOURS[1], label="weight of x_t (0 at index 0)")
-    axis.plot(at[1:], path.posterior_variance[1:], color=COLOURS[2], label="variance (0 at index 0)")
-    axis.plot(at, path.alphas_cumprod / (1 - path.alphas_cumprod), color="0.5", linewidth=1, label="SNR of x_t")
-    for place, (label, index) in enumerate(marks.items()):
-        color = ordered_colours(len(marks))[place]
-        axis.axvline(index + 1, color=color, linestyle=":", label=f"{label}: index {index}")
-    axis.set_xscale("log")
-    axis.set_yscale("log")
-    axis.set_xlabel(_INDEX)
-    axis.set_ylabel("coefficient, variance or ratio (no unit)")
-    legend_outside(axis)
-    return save(figure, picture)
 
 
 def _draw(axis: Axes, curve: LossCurve, x: Tensor, value: Tensor, stderr: Tensor, **style) -> None:

@@ -3,7 +3,7 @@
 import csv
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -74,11 +74,6 @@ class LossCurve:
         """
         return torch.where(self.error > 0, self.noise_error / self.error, 0.0)
 
-    def of_noise(self) -> "LossCurve":
-        """Curve with errors of the noise instead of those of the prediction."""
-        optimum = None if self.optimum is None else self.optimum * self.noise_factor
-        return replace(self, error=self.noise_error, stderr=self.noise_stderr, optimum=optimum)
-
 
 def curve_of(
     errors: Tensor, objective: Objective, nodes: TimestepNodes, weights: str, step: int,
@@ -142,7 +137,7 @@ def read_curves(path: Path) -> list[LossCurve]:
     groups: dict[tuple[str, str], list[dict[str, float]]] = {}
     for number, row in enumerate(rows, 2):  # row 1 is the header
         groups.setdefault((row["weights"], row["step"]), []).append(_values(path, number, row))
-    return [_curve(path, weights, step, group) for (weights, step), group in groups.items()]
+    return [_curve(weights, step, group) for (weights, step), group in groups.items()]
 
 
 def write_errors(path: Path, errors: dict[tuple[str, int], Tensor]) -> None:
@@ -176,29 +171,18 @@ def _values(path: Path, number: int, row: dict[str, str | None]) -> dict[str, fl
     """Values of a row as numbers; empty ones are nan where a curve may lack them."""
     values = {}
     for name in COLUMNS[2:]:
-        text = row[name] or ""
         try:
-            values[name] = float(text) if text else math.nan
+            values[name] = float(row[name] or math.nan)
         except ValueError as error:
-            raise StudyError(f"{path}: row {number}: {name} is {text!r}, not a number") from error
+            raise StudyError(f"{path}: row {number}: {name} is {row[name]!r}, not a number") from error
     for name in ("t", "log_sigma", "training_density", "images", "error", "noise_error"):
         if not math.isfinite(values[name]):
             raise StudyError(f"{path}: row {number}: {name} is {row[name] or 'empty'}")
-    for name in ("error", "noise_error", "training_density"):
-        if values[name] < 0:
-            raise StudyError(f"{path}: row {number}: {name} is {row[name]}, below 0")
     return values
 
 
-def _curve(path: Path, weights: str, step: str, rows: list[dict[str, float]]) -> LossCurve:
-    if not step.isdecimal():
-        raise StudyError(f"{path}: step is {step!r}, not a whole number")
+def _curve(weights: str, step: str, rows: list[dict[str, float]]) -> LossCurve:
     columns: dict[str, Any] = {name: torch.tensor([row[name] for row in rows], dtype=torch.float64) for name in COLUMNS[2:]}
-    if len(rows) < 2 or not (columns["t"].diff() > 0).all():
-        raise StudyError(f"{path}: t does not rise over the rows of step {step}, weights {weights}")
-    has_index = [math.isfinite(row["index"]) for row in rows]
-    if any(has_index) and not (all(has_index) and (columns["index"].diff() > 0).all() and columns["index"][0] >= 0):
-        raise StudyError(f"{path}: index does not rise over the rows of step {step}, weights {weights}")
     images = int(columns.pop("images")[0])
     for name in ("index", "optimum"):
         columns[name] = columns[name] if columns[name].isfinite().all() else None

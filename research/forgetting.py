@@ -16,7 +16,7 @@ from research import forgetting_report
 from research.by_image import to_text
 from research.cells import CELL_FAILURES, Cell, Row
 from research.forgetting_report import AFTER, PRODUCT, Grid
-from research.frame import StudyRun, checkpoint_name, require_at_least, require_images
+from research.frame import StudyRun, checkpoint_name, require_at_least, require_images, require_one_checkpoint
 from research.offline_gradients import WHOLE, GradientError, Gradients, TimestepBin, equal_mass_edges
 from research.slot_training import (
     Slot,
@@ -34,8 +34,7 @@ from torchtitan.data.base import DatasetError
 from torchtitan.diffusion.objective import Objective
 from torchtitan.diffusion.objectives import build_objective
 from torchtitan.diffusion.paths import indexed
-from torchtitan.diffusion.timesteps.sampler import uniform_density
-from torchtitan.diffusion.timesteps.slot_edges import read_slot_edges, slot_positions, slot_unit, write_slot_edges
+from torchtitan.diffusion.timesteps.slot_edges import read_slot_edges, write_slot_edges
 from torchtitan.experiments.engine import Advance
 from torchtitan.experiments.folder import StudyError
 from torchtitan.files.durable import replacing
@@ -60,7 +59,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--slots", type=int, default=10, metavar="K",
         help="slots of equal loss, cut by a quick curve; of equal mass without indices (default: 10)")  # fmt: skip
-    add("--slots-file", type=Path, metavar="JSON", help="edges of the slots instead, as the study slots writes them")
     add("--groups", nargs="*", metavar="SLOTS", help='slots trained together, by number from 1, as "3,5,7,9" '
         "(default: these of ten slots, else none)")  # fmt: skip
     add("--finetune-steps", type=int, default=100, metavar="N", help="optimizer steps of each training (default: 100)")
@@ -143,10 +141,7 @@ def report(run: StudyRun, rows: list[Row], folder: Path) -> str:
 
 def _check(run: StudyRun) -> None:
     options = run.options
-    if options.steps is None:
-        run.steps = run.steps[-1:]
-    if len(run.steps) != 1:
-        raise StudyError(f"--steps: one checkpoint at a time, {len(run.steps)} are given")
+    require_one_checkpoint(run)
     least = {
         "slots": 2, "finetune_steps": 0, "batch": 1, "seeds": 1, "images": 2, "nodes": 1, "gradient_samples": 0,
         "gradient_repeats": 2, "seed": 0,
@@ -167,7 +162,7 @@ def _lr(run: StudyRun) -> float:
 def _groups(options: argparse.Namespace) -> list[tuple[int, ...]]:
     words = options.groups
     if words is None:
-        words = [PUBLISHED_GROUP] if options.slots == 10 and options.slots_file is None else []
+        words = [PUBLISHED_GROUP] if options.slots == 10 else []
     try:
         groups = [tuple(int(number) for number in word.split(",")) for word in words]
     except ValueError as error:
@@ -182,28 +177,17 @@ def _slots(run: StudyRun) -> list[Slot]:
     options = run.options
     objective = build_objective(run.config.objective, run.config.debug.seed)
     path = objective.path
-    origin = "--slots"
     try:
-        if options.slots_file:
-            origin, unit = f"--slots-file: {options.slots_file}", slot_unit(path)
-            edges: Sequence[float] = read_slot_edges(options.slots_file, unit)
-            slot_positions(edges, path, uniform_density(path))
-        elif path.discrete:
+        if path.discrete:
             if options.slots > path.num_indices:
                 raise ValueError(f"{options.slots} slots of {path.num_indices} timesteps: give 2 to {path.num_indices}")
-            edges, unit = _equal_loss_edges(run, objective), "index"
-        else:
-            edges, unit = equal_mass_edges(objective, options.slots)
-        slots = make_slots(objective, edges, unit)
+            return make_slots(objective, _equal_loss_edges(run, objective), "index")
+        return make_slots(objective, *equal_mass_edges(objective, options.slots))
     except (ValueError, DatasetError) as error:
-        message = str(error)
-        raise StudyError(message if message.startswith(str(options.slots_file)) else f"{origin}: {message}") from error
-    if len(slots) < 2:
-        raise StudyError(f"{origin}: 2 slots are needed at least")
-    return slots
+        raise StudyError(f"--slots: {error}") from error
 
 
-def _equal_loss_edges(run: StudyRun, objective: Objective) -> list[int]:
+def _equal_loss_edges(run: StudyRun, objective: Objective) -> Sequence[float]:
     """Edges of equal loss by a quick curve of the same weights; kept with the results, for a study that resumes."""
     options = run.options
     step = run.steps[0]
@@ -211,7 +195,7 @@ def _equal_loss_edges(run: StudyRun, objective: Objective) -> list[int]:
     name = f"slots-{checkpoint_name(run, step)}-{run.track}-{options.split}-{options.seed}-{options.slots}.json"
     path = folder / name
     if path.exists():
-        return [int(edge) for edge in read_slot_edges(path, "index")]
+        return read_slot_edges(path, "index")
     images = min(_CURVE_IMAGES, len(run.dataset(options.split)))
     samples = run.samples(options.split, images, options.seed)
     nodes = curve_nodes(indexed(objective.path), _CURVE_NODES)

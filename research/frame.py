@@ -251,6 +251,14 @@ def require_seed(options: argparse.Namespace) -> None:
         raise StudyError(f"--seed: must be in 0..2^64 - 1, is {options.seed}")
 
 
+def require_one_checkpoint(run: StudyRun) -> None:
+    """Take the last checkpoint if none is given; refuse several. Raises StudyError."""
+    if run.options.steps is None:
+        run.steps = run.steps[-1:]
+    if len(run.steps) != 1:
+        raise StudyError(f"--steps: one checkpoint at a time, {len(run.steps)} are given")
+
+
 def require_images(run: StudyRun) -> None:
     """Refuse `--split` and `--images` beyond the data. Raises StudyError."""
     options = run.options

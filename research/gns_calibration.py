@@ -18,7 +18,7 @@ from research.cells import Cell, Row
 from research.frame import StudyRun, checkpoint_name, require_at_least, require_seed
 from research.gns_calibration_report import report_text
 from research.gns_calibration_statistics import GEOMETRIES, UPDATES, interval_columns
-from research.half_progress import Replicate, SampleNumbers, UpdateGeometry, measure_progress
+from research.half_progress import Replicate, SampleNumbers, UpdateGeometry, WeightsLoss, measure_progress
 from research.half_progress_fit import half_progress
 from research.offline_gradients import (
     GradientError,
@@ -32,7 +32,6 @@ from research.offline_gradients import (
 )
 from research.result_table import as_text
 from research.trained_checkpoint import checkpoint_digest
-from research.weights_loss import WeightsLoss
 from torchtitan.checkpoint.checkpointer import checkpoint_path, read_tensors
 from torchtitan.checkpoint.location import run_checkpoints
 from torchtitan.experiments.engine import Advance
@@ -57,17 +56,23 @@ BLOCKS = 16  # independent blocks of groups, for its interval
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
+    add_step_options(parser, [1, 4, 16, 64, 256], samples=8192, unit=GROUP * BLOCKS, replicates=64, batch_size=32)
+
+
+def add_step_options(
+    parser: argparse.ArgumentParser, batches: list[int], samples: int, unit: int, replicates: int, batch_size: int
+) -> None:
+    """Add the options of a calibration by steps, with these defaults; unit: samples are a multiple of it."""
     add = parser.add_argument
     gns_cells.add_bins(parser)
-    add("--batches", type=int, nargs="+", default=[1, 4, 16, 64, 256], metavar="B", help="batch sizes of the steps, rising "
-        "(default: 1 4 16 64 256); the full gradient is one more")
-    add("--samples", type=int, default=8192, help="samples of the noise scale and of the full gradient, a multiple of "
-        f"{GROUP * BLOCKS}, twice that at least (default: 8192)")
-    add("--replicates", type=int, default=64, help="replicates of every step, even: half to tune the step size, half to "
-        "evaluate it (default: 64)")
+    add("--batches", type=int, nargs="+", default=batches, metavar="B", help="batch sizes of the steps, rising "
+        f"(default: {' '.join(map(str, batches))}); the full gradient is one more")
+    add("--samples", type=int, default=samples, help=f"samples of the full gradient, a multiple of {unit} (default: {samples})")
+    add("--replicates", type=int, default=replicates, help="replicates of every step, even: half to tune the step size, half to "
+        f"evaluate it (default: {replicates})")
     add("--held", type=int, default=32, metavar="SAMPLES", help="held samples of each replicate (default: 32)")
     add("--dtype", choices=("float32", "bfloat16"), default="float32", help="dtype of compute (default: float32)")
-    add("--batch-size", type=int, default=32, help="images at a time (default: 32)")
+    add("--batch-size", type=int, default=batch_size, help=f"images at a time (default: {batch_size})")
     add("--seed", type=int, default=0, help="of every draw (default: 0)")
 
 
@@ -92,9 +97,8 @@ def cells_of(run: StudyRun) -> list[Cell]:
 
 
 def _check(run: StudyRun) -> None:
-    """Refuse what has no answer. Raises StudyError."""
-    options = run.options
-    require_one_preconditioner(run)
+    """Refuse what has no answer, as runs without Adam's second moment of each weight, or one step size. Raises StudyError."""
+    options, optimizer = run.options, run.config.optimizer
     require_at_least(options, {"samples": 2 * GROUP * BLOCKS, "replicates": 4, "held": 1, "batch_size": 1})
     if options.samples % (GROUP * BLOCKS):
         raise StudyError(f"--samples: must be a multiple of {GROUP * BLOCKS}, is {options.samples}")
@@ -104,11 +108,6 @@ def _check(run: StudyRun) -> None:
     if batches != sorted(set(batches)) or batches[0] < 1 or batches[-1] >= options.samples:
         raise StudyError(f"--batches: must rise from 1 or more to less than --samples ({options.samples})")
     require_seed(options)
-
-
-def require_one_preconditioner(run: StudyRun) -> None:
-    """Refuse runs without Adam's second moment of each trained weight, or without one step size. Raises StudyError."""
-    optimizer = run.config.optimizer
     if run.track != "none":
         raise StudyError(f"--weights: {run.track!r} is an average, without second moments of Adam (leave it out)")
     if not optimizer.rule.is_adams or optimizer.rule.quantised:

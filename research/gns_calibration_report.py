@@ -23,13 +23,14 @@ from research.gns_calibration_statistics import (
     interval_of,
     usable,
 )
+from research.pictures import interval_text, save
 from torchtitan.errors import unwrapped
 from torchtitan.experiments.folder import ResultsFolder, StudyError
 from torchtitan.files.durable import make_folder, replace_file
 from torchtitan.files.regular import read_text
 from torchtitan.pictures.colours import COLOURS
 from torchtitan.pictures.markdown import markdown_table
-from torchtitan.pictures.style import MARKERS, new_figure, note, ordered_colours, save
+from torchtitan.pictures.style import MARKERS, new_figure, note, ordered_colours
 from torchtitan.statistics.interval import Interval
 
 PICTURE = "calibration.png"
@@ -109,7 +110,7 @@ def statistics_text(rows: Sequence[Row]) -> str:
 def _statistics_table(found: Agreement, estimate: str) -> str:
     of_data = [("all", found.together), *found.apart.items()] if len(found.apart) > 1 else list(found.apart.items())
     lines = [
-        [name, GEOMETRIES[geometry], *map(_signed, (one.slope, one.ratio, one.rank, one.scatter, one.single))]
+        [name, GEOMETRIES[geometry], *(interval_text(each, ".3g") for each in vars(one).values())]
         for name, of_geometry in of_data for geometry, one in of_geometry.items()
     ]  # fmt: skip
     header = ["data", "geometry", "slope", "B_half / B", "rank", "scatter of ln", "B_half / B of one bin"]
@@ -133,14 +134,8 @@ def report_text(rows: Sequence[Row], folder: Path) -> str:
         text += markdown_table(["data", "step", "bin", "no answer"],
                                ([row["data"], row["step"], row["bin"], row["reason"]] for row in failed))  # fmt: skip
     if known:
-        draw_picture(known, folder / PICTURE)
-        text += f"![Half-progress batch against noise scale]({PICTURE})\n\n"
+        text += draw_picture(known, folder / PICTURE)
     return text
-
-
-def _signed(found: Interval) -> str:
-    """Format a statistic of any sign with its interval."""
-    return f"{found.value:.3g} [{found.lower:.3g}, {found.upper:.3g}]"
 
 
 def _text(found: Interval) -> str:
@@ -155,7 +150,7 @@ def _text(found: Interval) -> str:
 # ---------------------------------------------------------------------- picture
 
 
-def draw_picture(rows: Sequence[Row], path: Path) -> None:
+def draw_picture(rows: Sequence[Row], path: Path) -> str:
     """Draw a panel per update and geometry: B_half over B with 95 % intervals, and the line of the mean ratio."""
     figure, axes = new_figure(
         "Half-progress batch of one step against the noise scale, per timestep bin", len(UPDATES), len(GEOMETRIES), (11, 7.2)
@@ -181,7 +176,7 @@ def draw_picture(rows: Sequence[Row], path: Path) -> None:
         axes[0, 0].plot([], [], symbol, color=COLOURS[-1], markersize=4, label=of_data)
     axes[0, 0].legend(fontsize=8, frameon=False)
     note(figure, "dark to bright: from the first to the last age; bars: 95 % intervals; dashed: equal; solid: mean ratio")
-    save(figure, path)
+    return save(figure, path)
 
 
 def _draw_points(panel: Axes, rows: Sequence[Row], update: str, geometry: str, symbol: str) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 
 from research.cells import Row
 from research.frame import number
-from research.rank_correlation import spearman
+from research.rank_correlation import drawn_mean, spearman
 from torchtitan.statistics.interval import Interval
 
 # Column of the record -> geometry.
@@ -111,11 +111,11 @@ def resampled(rows: Sequence[Row], seed: int) -> np.ndarray:
 def finding(scale: np.ndarray, half: np.ndarray, counts: np.ndarray) -> Finding:
     """Agreement of ln B and ln B_half of cells [n], drawn counts [1 + resamples, n] times."""
     ratio = half - scale
-    dx, dy = scale - _mean(scale, counts)[:, None], half - _mean(half, counts)[:, None]
+    dx, dy = scale - drawn_mean(scale, counts)[:, None], half - drawn_mean(half, counts)[:, None]
     with np.errstate(invalid="ignore", divide="ignore"):
-        slope = _mean(dx * dy, counts) / _mean(dx * dx, counts)
+        slope = drawn_mean(dx * dy, counts) / drawn_mean(dx * dx, counts)
     lower, upper = np.quantile(ratio, [_TAIL, 1 - _TAIL])
-    means = np.exp(_mean(ratio, counts))
+    means = np.exp(drawn_mean(ratio, counts))
     single = Interval(float(means[0]), math.exp(lower), math.exp(upper), len(ratio), 1 - 2 * _TAIL)
     spread = percentile_interval(_scatter(ratio, counts))
     rank = percentile_interval(spearman(scale, half, counts))
@@ -123,13 +123,7 @@ def finding(scale: np.ndarray, half: np.ndarray, counts: np.ndarray) -> Finding:
 
 
 def _scatter(values: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    return np.sqrt(_mean((values - _mean(values, counts)[:, None]) ** 2, counts))
-
-
-def _mean(values: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """Mean of values [n] or [resamples, n], NaN where nothing is drawn."""
-    with np.errstate(invalid="ignore", divide="ignore"):
-        return (counts * values).sum(-1) / counts.sum(-1)
+    return np.sqrt(drawn_mean((values - drawn_mean(values, counts)[:, None]) ** 2, counts))
 
 
 def percentile_interval(values: np.ndarray) -> Interval:

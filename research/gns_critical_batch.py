@@ -129,7 +129,7 @@ def _shares_picture(run: StudyRun, binned: list[Row], allocations: dict, path: P
     for axis in axes.flat[len(shown) :]:
         axis.set_visible(False)
     colors = {"Neyman": "black", "p1": COLOURS[1]}
-    colors |= {f"softmax {heat}": color for heat, color in zip(SOFTMAX_TEMPERATURES, gns_plots.blues(4), strict=True)}
+    colors |= {f"softmax {heat}": color for heat, color in zip(SOFTMAX_TEMPERATURES, ordered_colours(4), strict=True)}
     for axis, step in zip(axes.flat, shown, strict=False):
         rows = [row for row in binned if step_of(row) == step]
         found = allocations[step]

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Sequence
 
-from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.ticker import LogLocator, NullFormatter
 from matplotlib.transforms import ScaledTranslation
@@ -105,11 +104,6 @@ def _alone(values: Sequence[float], place: int) -> bool:
     """Check whether a point has no neighbour to draw a band to."""
     neighbours = [values[other] for other in (place - 1, place + 1) if 0 <= other < len(values)]
     return all(math.isnan(value) for value in neighbours)
-
-
-def blues(count: int) -> list:
-    """Blue shades from dark to light."""
-    return [colormaps["Blues"](0.9 - 0.6 * place / max(count - 1, 1)) for place in range(count)]
 
 
 def caption(rows: Sequence[Row]) -> str:

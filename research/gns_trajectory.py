@@ -74,22 +74,15 @@ def same_bins(run: StudyRun, rows: Sequence[Row]) -> bool:
 
 
 def _logged(run: StudyRun, step: int) -> list[Row]:
-    """Estimates of every bin last logged before the checkpoint was written, as rows; empty without any."""
-    latest = last_logged(run, step, f"{_PREFIX}/0/b_simple")
-    bins = len(bin_edges(run.config.gns, run.config.objective)) + 1
-    return [_as_row(latest, k) for k in range(bins)] if latest else []
-
-
-def last_logged(run: StudyRun, step: int, tag: str) -> dict:
-    """Last point with a tag that a run logged up to a step; empty without any, or where it is of other timestep bins."""
-    latest: dict = {}
+    """Estimates of every bin last logged before the checkpoint was written, as rows; empty without any, or of other bins."""
+    latest, inner = {}, bin_edges(run.config.gns, run.config.objective).tolist()
     try:
         for point in iter_points(run.folder / METRICS_FILE, '"gns/'):
-            if point["step"] <= step and tag in point:
+            if point["step"] <= step and f"{_PREFIX}/0/b_simple" in point:
                 latest = point
     except OSError:
-        return {}
-    return latest if of_bins(latest, bin_edges(run.config.gns, run.config.objective).tolist()) else {}
+        return []
+    return [_as_row(latest, k) for k in range(len(inner) + 1)] if latest and of_bins(latest, inner) else []
 
 
 def _as_row(point: dict, k: int) -> Row:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from matplotlib.axes import Axes
 from matplotlib.ticker import LogLocator, NullFormatter
 
 from research.grid_results import GridResults
@@ -29,10 +30,18 @@ def draw_bins(results: GridResults, group: str, bins: Sequence[TimestepBin], pat
         _draw_line(absolute, range(len(bins)), found, label=results.legend(group, arm), linewidth=1.2, **style)
         if number:
             _draw_changes(relative, results, group, arm, len(bins), (number - 1, len(arms) - 1), style)
+    finish_bins(absolute, relative, bins, results.parametrisation, arms[0])
+    legend_outside(absolute, "settings")
+    seeds = len(results.seeds)
+    note(figure, f"bands and bars: 95 % intervals over {seeds} seeds; ratios are paired by seed; {_HOLLOW}")
+    return save(figure, path)
+
+
+def finish_bins(absolute: Axes, relative: Axes, bins: Sequence[TimestepBin], parametrisation: str, reference: str) -> None:
+    """Set scales and labels of a panel of errors by bin, and of one of their ratios to a reference's."""
     absolute.set_yscale("log")
     label_log_axis(absolute)
-    absolute.set_ylabel(f"squared error of {results.parametrisation}")
-    legend_outside(absolute, "settings")
+    absolute.set_ylabel(f"squared error of {parametrisation}")
     relative.set_yscale("log")
     relative.axhline(1.0, color="black", linewidth=1)
     _limit_ratios(relative)
@@ -40,13 +49,9 @@ def draw_bins(results: GridResults, group: str, bins: Sequence[TimestepBin], pat
     relative.grid(axis="x", visible=False)  # lines between the bins instead
     for place in range(1, len(bins)):
         relative.axvline(place - 0.5, color="0.9", linewidth=0.8)
-    relative.set_ylabel(f"ratio to the loss\nof {arms[0]}")
-    unit = "DDPM indices" if bins[0].unit == "index" else "t"
+    relative.set_ylabel(f"ratio to the error\nof {reference}")
     relative.set_xticks(range(len(bins)), [where.label for where in bins], fontsize=8)
-    relative.set_xlabel(f"timestep bin ({unit}), from data to noise")
-    seeds = len(results.seeds)
-    note(figure, f"bands and bars: 95 % intervals over {seeds} seeds; ratios are paired by seed; {_HOLLOW}")
-    return save(figure, path)
+    relative.set_xlabel(f"timestep bin ({'DDPM indices' if bins[0].unit == 'index' else 't'}), from data to noise")
 
 
 def draw_curves(results: GridResults, scores: Mapping[str, Callable], path: Path) -> str:

@@ -7,9 +7,9 @@ import numpy as np
 
 from research.cells import Row
 from research.frame import number
-from research.pictures import write_cells
+from research.pictures import save, write_cells
 from torchtitan.pictures.markdown import markdown_table
-from torchtitan.pictures.style import new_figure, note, save
+from torchtitan.pictures.style import new_figure, note
 
 PIXELS = "pixels"  # block of the baseline's row
 _LEAST_SPAN = 0.02  # of colours on either side of the baseline
@@ -84,8 +84,7 @@ def _draw(title: str, weights: str, rows: list[Row], baseline: Row | None, path:
     bar.ax.set_ylim(min(low, middle), max(high, middle))
     bar.set_label("top-1 accuracy" + (f"; white: raw pixels, {100 * middle:.1f} %" if baseline is not None else ""), fontsize=8)
     note(figure, f"{weights}; {rows[0]['train_images']} training, {rows[0]['tested']} test images")
-    save(figure, path)
-    return f"![accuracy by block and noise level]({path.name})\n\n"
+    return save(figure, path)
 
 
 def _unique(rows: Sequence[Row], name: str) -> list[str]:

@@ -14,10 +14,9 @@ from research import curve_plots
 from research.by_image import LEAST_RESAMPLED, log_ratio, resampled_shares
 from research.cells import Cell, Row
 from research.curve_table import ERRORS, LossCurve, curve_of, write_curves, write_errors
-from research.frame import StudyRun, checkpoint_name, results_folder, step_of
+from research.frame import StudyRun, checkpoint_name, require_at_least, require_images, results_folder, step_of
 from research.offline_gradients import GradientError
 from research.timestep_errors import TimestepNodes, timestep_errors, timestep_nodes
-from torchtitan.data.base import DatasetError
 from torchtitan.data.synthetic import SyntheticConfig, mode_variances
 from torchtitan.diffusion.objective import Objective
 from torchtitan.diffusion.objectives import build_objective
@@ -48,17 +47,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def cells(run: StudyRun) -> list[Cell]:
     options = run.options
-    for name, least in (("images", 2), ("batch_size", 1), ("seed", 0)):
-        if getattr(options, name) < least:
-            raise StudyError(f"--{name.replace('_', '-')}: {getattr(options, name)} is below {least}")
+    require_at_least(options, {"images": 2, "batch_size": 1, "seed": 0})
+    require_images(run)
     try:
-        count, there = len(_nodes(run).t), len(run.dataset(options.split))
+        count = len(_nodes(run).t)
     except ValueError as error:
         raise StudyError(f"--nodes: {error}") from error
-    except DatasetError as error:
-        raise StudyError(str(error)) from error
-    if options.images > there:
-        raise StudyError(f"--images: {options.images}, the {options.split} split has {there}")
     chunk = max(1, ERRORS_PER_CELL // count)
     return [
         {

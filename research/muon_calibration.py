@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from research import gns_calibration, gns_cells
+from research import gns_calibration
 from research.cells import Cell, Row
 from research.frame import StudyRun, number, require_at_least, require_seed
 from research.gns_calibration import loss_of_cell, machine, numbers_text
@@ -23,11 +23,12 @@ from research.gns_calibration_statistics import Finding, finding, interval_colum
 from research.half_progress import Progress, Replicate, SampleNumbers, best_step_size
 from research.half_progress_fit import half_progress
 from research.offline_gradients import EstimateFailed
+from research.pictures import interval_text, save
 from torchtitan.experiments.engine import Advance
 from torchtitan.experiments.folder import StudyError
 from torchtitan.gns.nuclear import nuclear_norm
 from torchtitan.pictures.markdown import markdown_table
-from torchtitan.pictures.style import new_figure, ordered_colours, save
+from torchtitan.pictures.style import new_figure, ordered_colours
 from torchtitan.training.muon import orthogonalise
 from torchtitan.training.optimizer import build_optimizer
 
@@ -46,16 +47,7 @@ cost = gns_calibration.cost
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    gns_cells.add_bins(parser)
-    add("--batches", type=int, nargs="+", default=[4, 16, 64, 256], metavar="B", help="batch sizes of the steps, rising, "
-        f"{JUDGED} among them (default: 4 16 64 256); the full gradient is one more")
-    add("--samples", type=int, default=4096, help=f"samples of the full gradient, a multiple of {BLOCKS} (default: 4096)")
-    add("--replicates", type=int, default=32, help="of every step, even: half to tune, half to evaluate (default: 32)")
-    add("--held", type=int, default=32, metavar="SAMPLES", help="held samples of each replicate (default: 32)")
-    add("--dtype", choices=("float32",), default="float32", help="dtype of compute")
-    add("--batch-size", type=int, default=64, help="images at a time (default: 64)")
-    add("--seed", type=int, default=0, help="of every draw (default: 0)")
+    gns_calibration.add_step_options(parser, [4, 16, 64, 256], samples=4096, unit=BLOCKS, replicates=32, batch_size=64)
 
 
 def cells(run: StudyRun) -> list[Cell]:
@@ -172,17 +164,16 @@ def report(run: StudyRun, rows: list[Row], folder: Path) -> str:
     for axis, (column, name) in zip(axes[0], SCALES.items(), strict=True):
         scale = np.array([scale_of(row, column) for row in used])
         found: Finding = finding(np.log(scale), half, counts)
-        table.append([name, *(f"{each.value:.2f} [{each.lower:.2f}, {each.upper:.2f}]"
-                              for each in (found.rank, found.slope, found.ratio))])  # fmt: skip
+        table.append([name, *(interval_text(each, ".2f") for each in (found.rank, found.slope, found.ratio))])
         for color, age in zip(ordered_colours(len(ages)), ages, strict=True):
             chosen = [place for place, row in enumerate(used) if int(row["step"]) == age]
             axis.plot(scale[chosen], np.exp(half[chosen]), "o", color=color, label=f"step {age}")
         axis.axline((float(scale.min()),) * 2, slope=1, color="grey", linestyle="--")
         axis.set(xscale="log", yscale="log", xlabel=f"B, {name}", ylabel="B_half (samples)")
     axes[0, 0].legend()
-    save(figure, folder / "muon_calibration.png")
+    picture = save(figure, folder / "muon_calibration.png")
     head = f"{len(used)} of {len(rows)} cells have a bounded half-progress batch."
-    return f"{head}\n\n{markdown_table(['B', 'rank', 'slope', 'B_half / B'], table)}"
+    return f"{head}\n\n{markdown_table(['B', 'rank', 'slope', 'B_half / B'], table)}{picture}"
 
 
 def scale_of(row: Row, column: str) -> float:

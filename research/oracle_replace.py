@@ -4,7 +4,6 @@ errors.
 
 import argparse
 import math
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,9 +11,9 @@ from torch import Tensor
 
 from research import oracle_replace_report
 from research.by_image import to_text
-from research.cells import Cell, Row
-from research.frame import StudyRun, checkpoint_name, require_at_least, require_images
-from research.oracle_replace_report import EXCEPT, INJECT, INJECT_TRUE, NONE, REPLACE
+from research.cells import Cell
+from research.frame import StudyRun, checkpoint_name, require_at_least, require_images, require_one_checkpoint
+from research.oracle_replace_report import EXCEPT, INJECT, NONE, REPLACE
 from research.oracle_replacement import ancestral_chain, unit_errors, visited_indices
 from research.timestep_errors import FixedSamples
 from torchtitan import philox
@@ -26,11 +25,12 @@ from torchtitan.experiments.engine import Advance
 from torchtitan.experiments.folder import StudyError
 
 COLUMNS = (
-    "model", "weights", "variant", "low", "high", "num_steps", "first_image", "images", "error_kind", "error_size",
+    "model", "weights", "variant", "low", "high", "num_steps", "first_image", "images", "error_size",
     "split", "seed", "replaced", "rmse", "squared_errors", "status", "reason", "date", "runtime",
 )  # fmt: skip
-KEY = COLUMNS[:12]
+KEY = COLUMNS[:11]
 UNIT = "image"
+report = oracle_replace_report.report
 
 # Both ends are visited indices where they can be; those of the published experiment count from 1.
 DEFAULT_RANGES = "500-999,100-499,10-99,1-9,0-9,0-0,0-499"
@@ -43,17 +43,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--ranges", metavar="LOW-HIGH,...", help="ranges of indices from 0, both ends included (default: those of "
         f"{DEFAULT_RANGES} that hold an index of the chain)")
-    add("--variants", nargs="+", choices=(REPLACE, EXCEPT, INJECT, INJECT_TRUE), metavar="VARIANT",
-        default=[REPLACE, EXCEPT, INJECT],
-        help="replace: truth in the range; except: truth everywhere else; inject: an "
-        "error added in the range; inject_true: the same with truth everywhere (default: the first three)")  # fmt: skip
     add("--images", type=int, default=64, metavar="K", help="images (default: 64)")
     add("--num-steps", type=int, metavar="N", help="steps of the chain, quadratically spaced (default: every index)")
-    add("--error", choices=("colour", "white"), default="colour", dest="error_kind",
-        help="error put in, the same at every step: each channel lighter or darker as a whole, or no two pixels alike "
-        "(default: colour)")  # fmt: skip
-    add("--error-size", type=float, default=0.1, metavar="RMS", help="its root mean square; results are per unit "
-        "(default: 0.1)")
+    add("--error-size", type=float, default=0.1, metavar="RMS", help="error put in, by which channels are lighter or darker as a "
+        "whole, the same at every step; results are per unit (default: 0.1)")
     add("--split", choices=("validation", "train"), default="validation", help="of the images (default: validation)")
     add("--batch-size", type=int, default=64, help="images at a time; a kill loses one such batch (default: 64)")
     add("--seed", type=int, default=0, help="of every draw (default: 0)")
@@ -68,15 +61,11 @@ def cells(run: StudyRun) -> list[Cell]:
         "split": options.split, "seed": options.seed,
     }  # fmt: skip
     chains: list[dict[str, Any]] = [{"variant": NONE, "work": len(indices), "replaced": 0}]
-    for variant in dict.fromkeys(options.variants):
+    for variant in (REPLACE, EXCEPT, INJECT):
         for low, high in _ranges(options, indices):
             inside = sum(low <= index <= high for index in indices)
-            work = {
-                REPLACE: len(indices) - inside, EXCEPT: inside, INJECT: len(indices), INJECT_TRUE: 0
-            }[variant]  # fmt: skip
-            error = {} if variant in (REPLACE, EXCEPT) else {
-                "error_kind": options.error_kind, "error_size": options.error_size
-            }  # fmt: skip
+            work = {REPLACE: len(indices) - inside, EXCEPT: inside, INJECT: len(indices)}[variant]
+            error = {"error_size": options.error_size} if variant == INJECT else {}
             chains.append({"variant": variant, "low": low, "high": high, "work": work, "replaced": inside} | error)
     found = []
     for first in range(0, options.images, options.batch_size):
@@ -96,11 +85,10 @@ def cost(cell: Cell) -> int:
 def measure(run: StudyRun, cell: Cell, advance: Advance) -> dict[str, Any]:
     """Squared errors of one batch of images at the end of one chain."""
     batch = _batch(run, cell)
-    if cell["variant"] in (INJECT, INJECT_TRUE):
+    if cell["variant"] == INJECT:
         size = cell["error_size"]
-        error = size * unit_errors(cell["error_kind"], _noise(run, cell, _ERROR_NOISE))
-        reference = batch.images.to(run.device) if cell["variant"] == INJECT_TRUE else _untouched(run, cell)
-        squared = ((_chain(run, cell, batch, advance, error) - reference) / size).square()
+        error = size * unit_errors(_noise(run, cell, _ERROR_NOISE))
+        squared = ((_chain(run, cell, batch, advance, error) - _untouched(run, cell)) / size).square()
     else:
         final = _chain(run, cell, batch, advance)
         if cell["variant"] == NONE:
@@ -108,10 +96,6 @@ def measure(run: StudyRun, cell: Cell, advance: Advance) -> dict[str, Any]:
         squared = (final - batch.images.to(run.device)).square()
     errors = squared.to("cpu", torch.float64).mean((1, 2, 3))
     return {"rmse": math.sqrt(errors.mean().item()), "squared_errors": to_text(errors)}
-
-
-def report(run: StudyRun, rows: list[Row], folder: Path) -> str:
-    return oracle_replace_report.report(run, rows, folder)
 
 
 # ---------------------------------------------------------------------- options
@@ -122,10 +106,7 @@ def _check(run: StudyRun) -> None:
     path = build_objective(run.config.objective, run.config.debug.seed).path
     if not path.num_indices:
         raise StudyError(f"objective.path = {run.config.objective.path!r} has no indices; the study needs a DDPM path")
-    if options.steps is None:
-        run.steps = run.steps[-1:]
-    if len(run.steps) != 1:
-        raise StudyError(f"--steps: one checkpoint at a time, {len(run.steps)} are given")
+    require_one_checkpoint(run)
     require_at_least(options, {"images": 2, "batch_size": 1, "seed": 0})
     if not 0 < options.error_size < math.inf:
         raise StudyError(f"--error-size: must be positive, is {options.error_size:g}")
@@ -167,7 +148,7 @@ def _chain(run: StudyRun, cell: Cell, batch: FixedSamples, advance: Advance, err
     trained, indices = run.model(run.steps[0]), _indices(run)
     path, variant = indexed(trained.objective.path), cell["variant"]
     inside = {index for index in indices if variant != NONE and cell["low"] <= index <= cell["high"]}
-    truth = {REPLACE: inside, EXCEPT: set(indices) - inside, INJECT_TRUE: set(indices)}.get(variant, set())
+    truth = {REPLACE: inside, EXCEPT: set(indices) - inside}.get(variant, set())
     x0 = batch.images.to(run.device)
     condition = each_tensor(trained.model.condition_kind.of(batch.batch), lambda value: value.to(run.device))
 

@@ -11,18 +11,17 @@ from torch import Tensor
 from research.by_image import from_text, root_mean
 from research.cells import Row
 from research.frame import StudyRun
-from research.pictures import save
+from research.pictures import interval_text, save
 from torchtitan.pictures.colours import COLOURS
 from torchtitan.pictures.markdown import markdown_table
 from torchtitan.pictures.style import new_figure, note
 from torchtitan.statistics.interval import Interval, mean_interval
 
-NONE, REPLACE, EXCEPT, INJECT, INJECT_TRUE = "none", "replace", "except", "inject", "inject_true"
+NONE, REPLACE, EXCEPT, INJECT = "none", "replace", "except", "inject"
 TITLES = {
     REPLACE: "truth in the range",
     EXCEPT: "truth everywhere else",
     INJECT: "error added in the range",
-    INJECT_TRUE: "error added in the range, truth for the model",
 }
 # What errors are of, where it is not pixels.
 _VALUES = {"latents": "values of latents, normalised as for training", "synthetic": "values as generated"}
@@ -42,7 +41,7 @@ def report(run: StudyRun, rows: list[Row], folder: Path) -> str:
         return text + "No chain could be measured.\n\n"
     _write(found, replaced, errors, folder / "ranges.csv")
     if plain := found.get((NONE, "", "")):
-        text += f"Nothing replaced: root mean squared error {_text(plain)} against the true images.\n\n"
+        text += f"Nothing replaced: root mean squared error {interval_text(plain)} against the true images.\n\n"
     variants = [variant for variant in TITLES if any(key[0] == variant for key in found)]
     for variant in variants:
         text += _table(variant, found, replaced)
@@ -77,18 +76,16 @@ def _description(run: StudyRun) -> str:
         "says something of the model for ranges without index 0, the second for ranges with it; the change by an "
         "error put in does for all.\n\n"
     )
-    if INJECT in options.variants or INJECT_TRUE in options.variants:
-        text += (
-            f"Errors put in: {options.error_kind}, of root mean square {options.error_size:g}, the same at every step "
-            "of the range; the change of the final image is divided by that size.\n\n"
-        )
-    return text
+    return text + (
+        f"Errors put in: each channel lighter or darker as a whole, by {options.error_size:g}, the same at every step of the "
+        "range; the change of the final image is divided by that size.\n\n"
+    )
 
 
 def _table(variant: str, found: dict[Key, Interval], replaced: dict[Key, int]) -> str:
-    name = "change per unit of error" if variant in (INJECT, INJECT_TRUE) else "error"
+    name = "change per unit of error" if variant == INJECT else "error"
     lines = [
-        [f"{low}-{high}", str(replaced[key]), _text(found[key])]
+        [f"{low}-{high}", str(replaced[key]), interval_text(found[key])]
         for key in found
         for (of, low, high) in [key]
         if of == variant
@@ -112,10 +109,6 @@ def _findings(errors: dict[Key, Tensor]) -> str:
                 f"[{found.lower:+.3g}, {found.upper:+.3g}])"
             )
     return "Against nothing replaced, paired by image:\n\n" + "\n".join(verdicts) + "\n\n" if verdicts else ""
-
-
-def _text(interval: Interval) -> str:
-    return f"{interval.value:.4g} [{interval.lower:.4g}, {interval.upper:.4g}]"
 
 
 def _write(found: dict[Key, Interval], replaced: dict[Key, int], errors: dict[Key, Tensor], path: Path) -> None:
@@ -171,6 +164,6 @@ def _draw_variant(axes: Axes, variant: str, found: dict[Key, Interval], plain: I
     axes.set_ylim(len(shown) - 0.4, -0.8)
     axes.set_ylabel("indices of the range")
     axes.set_title(TITLES[variant], fontsize=10)
-    per_unit = variant in (INJECT, INJECT_TRUE)
+    per_unit = variant == INJECT
     axes.set_xlabel("change of the image per unit of error" if per_unit else "error of the image (RMS)")
     axes.grid(axis="y", visible=False)

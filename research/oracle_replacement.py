@@ -110,16 +110,6 @@ def visited_indices(num_indices: int, num_steps: int) -> list[int]:
     return [max(place, round((num_indices - 1) * (place / last) ** 2)) for place in range(num_steps)]
 
 
-def unit_errors(kind: str, noise: Tensor) -> Tensor:
-    """Unit errors of root mean square 1 over each image.
-
-    Args:
-        kind: "colour": each channel a little lighter or darker as a whole; "white": no two pixels alike.
-        noise: standard normal, [B, C, H, W].
-
-    Returns:
-        [B, C, 1, 1] or [B, C, H, W].
-    """
-    if kind == "colour":
-        return torch.where(noise[:, :, :1, :1] < 0, -1.0, 1.0)
-    return noise / noise.square().mean((1, 2, 3), keepdim=True).sqrt()
+def unit_errors(noise: Tensor) -> Tensor:
+    """Errors of root mean square 1, each channel a little lighter or darker as a whole: [B, C, 1, 1] of noise [B, C, H, W]."""
+    return torch.where(noise[:, :, :1, :1] < 0, -1.0, 1.0)

@@ -1,4 +1,4 @@
-"""Parts of the studies' pictures."""
+"""Parts of the studies' pictures and tables."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -8,12 +8,18 @@ from matplotlib.figure import Figure
 
 from torchtitan.pictures import style
 from torchtitan.pictures.style import Panel
+from torchtitan.statistics.interval import Interval
 
 
 def save(figure: Figure, path: Path) -> str:
     """Save the picture; return a line of Markdown that shows it."""
     style.save(figure, path)
     return f"![{path.stem}]({path.name})\n\n"
+
+
+def interval_text(found: Interval, form: str = ".4g") -> str:
+    """Format a value with its interval, if that is bounded."""
+    return f"{found.value:{form}}" + (f" [{found.lower:{form}}, {found.upper:{form}}]" if found.bounded else "")
 
 
 def legend_outside(panel: Panel, title: str | None = None, entries_of: Panel | None = None) -> None:

@@ -12,16 +12,22 @@ from torch import Tensor
 from research.by_image import log_ratio
 from research.cells import Cell, Row
 from research.frame import number, run_study
+from research.grid_plots import finish_bins
 from research.pictures import legend_outside, save
 from research.slot_nodes import TimestepBin
-from research.timestep_errors import FixedSamples, fixed_samples
+from research.timestep_errors import FixedSamples
 from research.trained_checkpoint import checkpoint_digest, samples_seen
-from research.trained_grid import add_measure_options, bin_errors, choose_weights, read_bins
+from research.trained_grid import (
+    add_measure_options,
+    bin_columns,
+    bin_errors,
+    choose_weights,
+    held_out_samples,
+    read_bins,
+)
 from torchtitan.checkpoint.checkpointer import checkpoint_steps
 from torchtitan.checkpoint.location import run_checkpoints
 from torchtitan.config.job import JobConfig
-from torchtitan.data import DATASETS
-from torchtitan.data.base import DatasetError
 from torchtitan.diffusion.objectives import build_objective
 from torchtitan.diffusion.predictions import PREDICTIONS
 from torchtitan.distributed.mesh import compute_device
@@ -29,7 +35,7 @@ from torchtitan.experiments.engine import Advance
 from torchtitan.experiments.folder import StudyError
 from torchtitan.experiments.training import TrainingFailed
 from torchtitan.pictures.markdown import Markdown, inline, markdown_table
-from torchtitan.pictures.style import colour, label_log_axis, new_figure, note
+from torchtitan.pictures.style import colour, new_figure, note
 from torchtitan.statistics.student import student_quantile
 from torchtitan.training.config import EMATrackConfig
 from torchtitan.weights.trained_model import TrainedModel, load_run, read_config
@@ -148,12 +154,7 @@ def open_runs(folders: list[Path], options: argparse.Namespace) -> tuple["Paired
     bins = read_bins(build_objective(runs[0].config.objective, 0), options)
     digests = {run.name: checkpoint_digest(run.folder, run.step) for run in runs}
     seen = {run.name: samples_seen(run.folder, run.step) for run in runs}
-    data = runs[0].config.data
-    try:
-        samples = fixed_samples(DATASETS[data.name](data, "validation"), options.images, seed=0)
-    except DatasetError as error:
-        raise StudyError(f"--images: {error}") from error
-    return PairedStudy(), ComparedRuns(runs, digests, seen, bins, samples, options)
+    return PairedStudy(), ComparedRuns(runs, digests, seen, bins, held_out_samples(runs[0].config, options), options)
 
 
 def _open(folder: Path, weights: str | None) -> ComparedRun:
@@ -221,9 +222,8 @@ class PairedStudy:
             shared | {
                 "model": one.name, "checkpoint": run.digests[one.name], "step": one.step,
                 "prediction": one.config.objective.prediction, "samples": run.seen[one.name], "weights": one.weights,
-                "bin": place, "unit": where.unit, "low": where.low, "high": where.high,
-                "share": where.share, "nodes": len(where.nodes.t), "parametrisation": options.parametrisation,
-            }
+                "parametrisation": options.parametrisation,
+            } | bin_columns(place, where)
             for one in run.runs for place, where in enumerate(run.bins)
         ]  # fmt: skip
 
@@ -289,15 +289,7 @@ def _draw(run: ComparedRuns, rows: dict[tuple[str, int], Row], path: Path) -> st
             middle = found[:, 1]
             ends = torch.stack((middle - found[:, 0], found[:, 2] - middle))
             relative.errorbar(there, middle, ends.numpy(), color=color, marker="o", markersize=4, linewidth=1.3)
-    absolute.set_yscale("log")
-    label_log_axis(absolute)
-    absolute.set_ylabel(f"squared error of {run.options.parametrisation}")
+    finish_bins(absolute, relative, run.bins, run.options.parametrisation, run.runs[0].name)
     legend_outside(absolute, "run (prediction)")
-    relative.set_yscale("log")
-    label_log_axis(relative)
-    relative.axhline(1.0, color="black", linewidth=1)
-    relative.set_ylabel(f"ratio to the error\nof {run.runs[0].name}")
-    relative.set_xticks(range(len(run.bins)), [where.label for where in run.bins], fontsize=8)
-    relative.set_xlabel(f"timestep bin ({'DDPM indices' if run.bins[0].unit == 'index' else 't'}), from data to noise")
     note(figure, f"bars: 95 % intervals over {run.options.images} images; ratios are paired by image")
     return save(figure, path)

@@ -22,16 +22,13 @@ def average_ranks(values: np.ndarray, counts: np.ndarray) -> np.ndarray:
 
 def spearman(x: np.ndarray, y: np.ndarray, counts: np.ndarray) -> np.ndarray:
     """Spearman's rank correlation of points [n], each drawn counts [..., n] times; NaN where a variable is constant."""
-    return correlation(average_ranks(x, counts), average_ranks(y, counts), counts)
-
-
-def correlation(x: np.ndarray, y: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """Pearson's correlation of points [..., n], each drawn counts [..., n] times; NaN where a variable is constant."""
-    dx, dy = (values - _mean(values, counts)[..., None] for values in (x, y))
+    ranks = average_ranks(x, counts), average_ranks(y, counts)
+    dx, dy = (values - drawn_mean(values, counts)[..., None] for values in ranks)
     with np.errstate(invalid="ignore", divide="ignore"):
-        return _mean(dx * dy, counts) / np.sqrt(_mean(dx * dx, counts) * _mean(dy * dy, counts))
+        return drawn_mean(dx * dy, counts) / np.sqrt(drawn_mean(dx * dx, counts) * drawn_mean(dy * dy, counts))
 
 
-def _mean(values: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    with np.errstate(invalid="ignore"):  # NaN where nothing is drawn
+def drawn_mean(values: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """Mean of values [..., n], each drawn counts [..., n] times; NaN where nothing is drawn."""
+    with np.errstate(invalid="ignore"):
         return (counts * values).sum(-1) / counts.sum(-1)

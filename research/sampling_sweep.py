@@ -17,7 +17,7 @@ from matplotlib.colors import LogNorm, Normalize
 from research.cells import Cell, Row
 from research.frame import StudyRun, checkpoint_name, number, require_at_least
 from research.offline_gradients import EstimateFailed
-from research.pictures import write_cells
+from research.pictures import interval_text, save, write_cells
 from torchtitan.config.latent_cache import has_latents, store_of_latents
 from torchtitan.config.sampling_checks import data_text
 from torchtitan.errors import EvaluationError
@@ -34,7 +34,7 @@ from torchtitan.fidelity.references import open_reference
 from torchtitan.files.regular import user_path
 from torchtitan.pictures.grids import to_rgb
 from torchtitan.pictures.markdown import markdown_table
-from torchtitan.pictures.style import new_figure, note, save
+from torchtitan.pictures.style import new_figure, note
 from torchtitan.programs import program
 from torchtitan.sampling.guides import open_guide
 from torchtitan.statistics.interval import Interval, mean_interval
@@ -240,21 +240,16 @@ def _ranked(found: dict[Setting, Interval], name: str) -> list[Setting]:
 
 def _best(found: dict[Setting, Interval], name: str) -> str:
     best = _ranked(found, name)[0]
-    return f"Best mean: {best.weights}, guidance {best.scale:g}, {best.num_steps} steps: {_text(found[best])}."
+    return f"Best mean: {best.weights}, guidance {best.scale:g}, {best.num_steps} steps: {interval_text(found[best])}."
 
 
 def _table(found: dict[Setting, Interval], name: str) -> str:
     header = ["weights", "guidance", "steps", f"{name} ({VALUES[name]} is better)"]
     lines = [
-        [setting.weights, f"{setting.scale:g}", str(setting.num_steps), _text(found[setting])]
+        [setting.weights, f"{setting.scale:g}", str(setting.num_steps), interval_text(found[setting])]
         for setting in _ranked(found, name)
     ]
     return markdown_table(header, lines)
-
-
-def _text(value: Interval) -> str:
-    ends = f" [{value.lower:.4g}, {value.upper:.4g}]" if value.bounded else ""
-    return f"{value.value:.4g}{ends}"
 
 
 def _draw_map(run: StudyRun, model: str, name: str, found: dict[Setting, Interval], path: Path) -> str:
@@ -265,12 +260,12 @@ def _draw_map(run: StudyRun, model: str, name: str, found: dict[Setting, Interva
     steps, scales = sorted(steps), sorted(scales)
     size = (2.2 + len(steps) * max(2.6, 0.85 * len(scales)), 1.8 + 0.5 * max(len(weights), 3))
     figure, panels = new_figure(f"{run.folder.resolve().name}, {model}: {name}", 1, len(steps), size, sharey=True)
-    values = [each.value for each in found.values()]
-    spread = min(values) > 0 and max(values) > 10 * min(values)
-    norm = (LogNorm if spread else Normalize)(min(values), max(values))
+    values = {setting: each.value for setting, each in found.items()}
+    low, high = min(values.values()), max(values.values())
+    norm = (LogNorm if 0 < 10 * low < high else Normalize)(low, high)
     best = _ranked(found, name)[0]
     for panel, count in zip(panels[0], steps, strict=True):
-        table = np.array([[_value(found, Setting(track, scale, count)) for scale in scales] for track in weights])
+        table = np.array([[values.get(Setting(track, scale, count), np.nan) for scale in scales] for track in weights])
         shown = panel.imshow(table, norm=norm, cmap="viridis" if VALUES[name] == "higher" else "viridis_r", aspect="auto")
         texts = [[f"{value:.3g}" if np.isfinite(value) else "" for value in line] for line in table]
         write_cells(panel, table, texts, partial(_is_dark, norm, VALUES[name] == "higher"))
@@ -283,12 +278,7 @@ def _draw_map(run: StudyRun, model: str, name: str, found: dict[Setting, Interva
             panel.plot(*place, marker="s", markersize=26, markerfacecolor="none", markeredgecolor="#d55e00", markeredgewidth=2)
     figure.colorbar(shown, ax=panels[0].tolist(), label=f"{name}: {VALUES[name]} is better")
     note(figure, f"means over {run.options.sets} sets of {run.options.images} images; square: the best mean")
-    save(figure, path)
-    return f"![{name} by guidance scale, weights and steps]({path.name})\n\n"
-
-
-def _value(found: dict[Setting, Interval], setting: Setting) -> float:
-    return found[setting].value if setting in found else float("nan")
+    return save(figure, path)
 
 
 def _is_dark(norm: Normalize, bright: bool, value: float) -> bool:

@@ -17,6 +17,7 @@ from research.curve_table import ERRORS, LossCurve, read_curves, read_errors
 from research.equal_loss import equal_loss_edges, interpolate_loss
 from research.frame import require_at_least
 from research.result_table import as_text
+from research.slot_nodes import PUBLISHED_EDGES
 from torchtitan.diffusion.paths import NUM_INDICES
 from torchtitan.diffusion.timesteps.slot_edges import write_slot_edges
 from torchtitan.experiments.folder import ResultsFolder, StudyError
@@ -24,18 +25,13 @@ from torchtitan.files.durable import replace_file, replacing
 from torchtitan.pictures.markdown import markdown_table
 
 # First and last index of each slot as published; they are 1001 indices.
-# Source: Xie and Agam, "Rethinking timesteps samplers and prediction types", arXiv 2502.01990, Table 1.
-PAPER_SLOTS = (
-    (0, 4), (5, 12), (13, 22), (23, 36), (37, 55), (56, 81), (82, 119), (120, 176), (177, 276), (277, 1000),
-)  # fmt: skip
+PAPER_SLOTS = (*((low, high - 1) for low, high in pairwise(PUBLISHED_EDGES[:-1])), (PUBLISHED_EDGES[-2], NUM_INDICES))
 COLUMNS = (
     "slot", "unit", "first", "end", "end_lower", "end_upper", "width", "uniform_loss_share", "paper_first",
     "paper_last", "paper_width", "paper_uniform_loss_share",
 )  # fmt: skip
 _RESAMPLES = 1000
 _MARKS = {"slots.json": b'{"unit": '}
-# What `--error` may cut by, in words.
-_ERRORS = {"prediction": "run's prediction", "noise": "noise that follows from the run's prediction"}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -43,9 +39,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("source", metavar="RUN_FOLDER|CURVE.csv", type=Path,
         help="a run's folder with studies/loss_curve, or the curve.csv of a loss_curve")  # fmt: skip
     add("--slots", type=int, default=10, metavar="K", help="number of slots (default: 10)")
-    add("--error", choices=tuple(_ERRORS), default="prediction",
-        help="squared error that is the loss: of the run's own prediction, or of the resulting noise "
-        "(default: prediction)")  # fmt: skip
     add("--weights", metavar="none|TRACK",
         help="weights of the curve (default: none, the trained weights, if there are any)")
     add("--step", type=int, help="step of the checkpoint (default: the last)")
@@ -70,9 +63,6 @@ def run_alone(arguments: argparse.Namespace) -> Path:
     errors = read_errors(source.with_name(ERRORS), curve.weights, curve.step)
     if errors is not None and errors.shape != (curve.images, len(curve.t)):
         raise StudyError(f"{source.with_name(ERRORS)}: is not of the curve in {source.name} (run loss_curve again)")
-    if arguments.error == "noise":
-        errors = None if errors is None else errors * curve.noise_factor
-        curve = curve.of_noise()
     try:
         edges = slot_edges(curve, curve.error, arguments.slots)
         intervals = None
@@ -80,7 +70,7 @@ def run_alone(arguments: argparse.Namespace) -> Path:
             intervals = edge_intervals(curve, errors, arguments.slots)
     except ValueError as error:
         raise StudyError(f"{source}: {error}") from error
-    paper = paper_edges() if arguments.compare_paper else None
+    paper = PUBLISHED_EDGES if arguments.compare_paper else None
     rows = _rows(curve, edges, intervals, paper)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -90,8 +80,8 @@ def run_alone(arguments: argparse.Namespace) -> Path:
             writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
             writer.writeheader()
             writer.writerows({name: as_text(row.get(name)) for name in COLUMNS} for row in rows)
-        text = _summary(curve, arguments.error, edges, rows, errors, paper)
-        text += curve_plots.slots(curve, arguments.error, edges, paper, folder / "slots.png")
+        text = _summary(curve, edges, rows, errors, paper)
+        text += curve_plots.slots(curve, edges, paper, folder / "slots.png")
         replace_file(folder / "summary.md", text)
     except OSError as error:
         raise StudyError(f"{folder}: cannot be written: {error.strerror}") from error
@@ -139,11 +129,6 @@ def edge_intervals(curve: LossCurve, errors: Tensor, num_slots: int) -> Tensor:
     means = resampled_shares(len(errors), _RESAMPLES) @ errors
     edges = torch.tensor([slot_edges(curve, error, num_slots) for error in means], dtype=torch.float64)
     return torch.quantile(edges, torch.tensor([0.025, 0.975], dtype=torch.float64), dim=0)
-
-
-def paper_edges() -> list[int]:
-    """Edges of the paper's slots over 1000 indices: its last slot ends at index 1000, which is cut to 999."""
-    return [first for first, _ in PAPER_SLOTS] + [min(PAPER_SLOTS[-1][1], NUM_INDICES - 1) + 1]
 
 
 # ---------------------------------------------------------------------- parts
@@ -225,9 +210,8 @@ def _rows(
 
 
 def _summary(
-    curve: LossCurve, error: str, edges: Sequence[float], rows: list[dict], errors: Tensor | None,
-    paper: Sequence[int] | None,
-) -> str:  # fmt: skip
+    curve: LossCurve, edges: Sequence[float], rows: list[dict], errors: Tensor | None, paper: Sequence[int] | None
+) -> str:
     if curve.discrete:
         counted = f"the sum of the losses of {_num_indices(curve)} indices, each counting alike"
         if _num_indices(curve) > len(curve.t):
@@ -246,7 +230,7 @@ def _summary(
         )
     text = (
         f"# slots\n\n{len(rows)} slots of equal loss, {curve.name}. Loss: the mean squared error of the "
-        f"{_ERRORS[error]} over {curve.images} images, without weights. What is equal: {counted}. A slot is "
+        f"run's prediction over {curve.images} images, without weights. What is equal: {counted}. A slot is "
         "[first, end). "
     )
     if errors is None:
@@ -268,7 +252,7 @@ def _cells(row: dict) -> list[str]:
 
 
 def _beside_paper(rows: list[dict], edges: Sequence[float]) -> str:
-    outside = [row["end"] for row, edge in zip(rows[:-1], paper_edges()[1:-1], strict=True)
+    outside = [row["end"] for row, edge in zip(rows[:-1], PUBLISHED_EDGES[1:-1], strict=True)
                if "end_lower" in row and not row["end_lower"] <= edge <= row["end_upper"]]  # fmt: skip
     text = "Compared with the paper's table (its last slot ends at 1000, which is cut to the last index, 999):\n\n"
     text += markdown_table(

@@ -2,35 +2,30 @@
 
 import argparse
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from research import grid_options
 from research import trained_grid_report as grid_report
 from research.cells import Cell, Row
-from research.frame import run_study
 from research.grid_results import GridResults
 from research.slot_nodes import TimestepBin, timestep_bins
 from research.timestep_errors import FixedSamples, fixed_samples, in_parametrisation, timestep_errors
 from research.trained_checkpoint import checkpoint_digest, samples_seen
-from research.training_grid import GridRun, TrainingGrid, plan_grid, train_grid
+from research.training_grid import GridRun, TrainingGrid
 from torchtitan.checkpoint.checkpointer import CheckpointError, checkpoint_steps
 from torchtitan.checkpoint.location import run_checkpoints
 from torchtitan.config.job import JobConfig
 from torchtitan.data import DATASETS
-from torchtitan.data.base import Dataset, DatasetError
+from torchtitan.data.base import DatasetError
 from torchtitan.diffusion.objective import Objective
-from torchtitan.diffusion.objectives import build_objective
 from torchtitan.distributed.mesh import compute_device
 from torchtitan.errors import unwrapped
 from torchtitan.experiments.engine import Advance
 from torchtitan.experiments.folder import StudyError
 from torchtitan.experiments.training import TrainingFailed
-from torchtitan.pictures.number_text import counted
 from torchtitan.processes.command_line import at_least
 from torchtitan.training.schedules import largest_growth
 from torchtitan.weights.trained_model import TrainedModel, load_run
@@ -69,6 +64,8 @@ class TrainedGrid:
         results: folder that holds the study's folder.
         description: of the training, for the summary.
         weights: EMA track to compare, or "none".
+        bins: of timesteps, of the path that all runs share.
+        samples: held-out images with noise, the same for every run.
     """
 
     grid: TrainingGrid
@@ -78,27 +75,12 @@ class TrainedGrid:
     results: Path
     description: str
     weights: str
+    bins: list[TimestepBin]
+    samples: FixedSamples
     _opened: tuple[Any, TrainedModel] | None = field(default=None, repr=False)
-    _samples: FixedSamples | None = field(default=None, repr=False)
-    _bins: list[TimestepBin] | None = field(default=None, repr=False)
 
     def config(self, name: str) -> JobConfig:
         return self.grid.configs[name]
-
-    def bins(self) -> list[TimestepBin]:
-        """Bins of the path, shared by all runs. Raises StudyError."""
-        if self._bins is None:
-            config = next(iter(self.grid.configs.values()))
-            self._bins = read_bins(build_objective(config.objective, 0), self.options)
-        return self._bins
-
-    def samples(self) -> FixedSamples:
-        """Held-out images with noise; the same for every run. Raises DatasetError."""
-        if self._samples is None:
-            config = next(iter(self.grid.configs.values()))
-            dataset: Dataset = DATASETS[config.data.name](config.data, "validation")
-            self._samples = fixed_samples(dataset, self.options.images, seed=0)
-        return self._samples
 
     def model(self, name: str, track: str, step: int) -> TrainedModel:
         """Model of a checkpoint; kept until another is requested. Raises CheckpointError."""
@@ -125,6 +107,14 @@ def read_bins(objective: Objective, options: argparse.Namespace) -> list[Timeste
         return timestep_bins(objective, options.nodes, options.edges)
     except ValueError as error:
         raise StudyError(f"--edges: {error}") from error
+
+
+def held_out_samples(config: JobConfig, options: argparse.Namespace) -> FixedSamples:
+    """Held-out images with noise, as many as the options say. Raises StudyError."""
+    try:
+        return fixed_samples(DATASETS[config.data.name](config.data, "validation"), options.images, seed=0)
+    except DatasetError as error:
+        raise StudyError(f"--images: {error}") from error
 
 
 def choose_weights(base: JobConfig, asked: str | None) -> str:
@@ -168,7 +158,7 @@ class GridStudy:
         if cell["model"] in run.failures:
             raise TrainingFailed(run.failures[cell["model"]])
         trained = run.model(cell["model"], cell["weights"], cell["step"])
-        errors = bin_errors(trained, run.samples(), run.bins()[cell["bin"]], run.options.parametrisation, advance)
+        errors = bin_errors(trained, run.samples, run.bins[cell["bin"]], run.options.parametrisation, advance)
         if not errors.isfinite().all():
             raise TrainingFailed("the error is not finite")
         return {"error": errors.mean().item(), "error_se": errors.std().item() / math.sqrt(len(errors))}
@@ -178,7 +168,7 @@ class GridStudy:
         configs = [run.config(planned.name) for planned in run.runs]
         points = {step * config.training.global_batch_size for config in configs for step in _planned_steps(config)}
         results = GridResults(rows, arms, run.weights, sorted(points))
-        return grid_report.write(results, run.options.target, run.bins(), folder)
+        return grid_report.write(results, run.options.target, run.bins, folder)
 
     def _of_run(self, run: TrainedGrid, planned: PlannedRun) -> list[Cell]:
         name = planned.name
@@ -202,8 +192,8 @@ class GridStudy:
         if run.weights != "none":
             wanted.append((last, "none"))
         return [
-            of_run | {"step": step, "samples": samples[step], "weights": track} | _of_bin(number, where)
-            for step, track in wanted for number, where in enumerate(run.bins())
+            of_run | {"step": step, "samples": samples[step], "weights": track} | bin_columns(number, where)
+            for step, track in wanted for number, where in enumerate(run.bins)
         ]  # fmt: skip
 
 
@@ -243,40 +233,9 @@ def _digest(run: TrainedGrid, name: str, last: int) -> str:
         return ""
 
 
-def _of_bin(number: int, where: TimestepBin) -> Cell:
+def bin_columns(number: int, where: TimestepBin) -> Cell:
+    """Columns of a bin in a table of errors."""
     return {
         "bin": number, "unit": where.unit, "low": where.low, "high": where.high, "share": where.share,
         "nodes": len(where.nodes.t),
     }  # fmt: skip
-
-
-def train_and_measure(
-    name: str, base: JobConfig, runs: Sequence[PlannedRun], options: argparse.Namespace, what: str
-) -> Path:
-    """Train a grid and measure it, as far as that is missing.
-
-    Args:
-        name: of the study.
-        base: configuration that the runs share but for their overrides.
-        runs: in the order of training.
-        options: those of `grid_options` and `add_measure_options`, `parametrisation` and `target`.
-        what: a sentence on their training, for the summary.
-
-    Returns:
-        summary.md.
-
-    Raises:
-        StudyError: bad options, or a folder that cannot be used.
-    """
-    folder = grid_options.study_folder(options, base, name)
-    weights = choose_weights(base, options.weights)
-    grid = plan_grid(base, runs, folder, options.processes)
-    trained = TrainedGrid(grid, list(runs), {}, options, folder.parent, "", weights)
-    trained.bins()  # before hours of training
-    try:
-        trained.samples()
-    except DatasetError as error:
-        raise StudyError(f"--images: {error}") from error
-    trained.failures = train_grid(grid, options.retry_failed)
-    trained.description = f"{counted(len(runs), 'run')} of {base.model.flavor} on {base.data.name}, {base.objective.path}: {what}"
-    return run_study(name, GridStudy(), trained)

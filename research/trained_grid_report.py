@@ -28,12 +28,12 @@ SCORES: dict[str, Score] = {
 }
 
 
-def write(results: GridResults, target: str | None, bins: Sequence[TimestepBin], folder: Path) -> str:
+def write(results: GridResults, target: bool, bins: Sequence[TimestepBin], folder: Path) -> str:
     """Draw the pictures into the folder; return the text of the summary.
 
     Args:
         results: of the grid.
-        target: "reference" or "worst": whose last loss the samples to a target are for; None: no target.
+        target: whether to count the samples to the reference's last loss.
         bins: in which the errors were measured.
         folder: of the study.
     """
@@ -66,13 +66,13 @@ def _explained(results: GridResults, bins: Sequence[TimestepBin]) -> str:
     )
 
 
-def _score_table(results: GridResults, group: str, name: str, score: Score, target: str | None) -> str:
+def _score_table(results: GridResults, group: str, name: str, score: Score, target: bool) -> str:
     arms = results.labels(group)
     losses = {arm: results.scores(group, arm, score) for arm in arms}
     header = ["rank", "settings", "seeds", "loss", f"against {arms[0]}", "verdict", "no difference from"]
     steps = {arm: results.steps(group, arm) for arm in arms}
     unequal = len({count for of_arm in steps.values() for count in of_arm.values()}) > 1
-    reached = _samples_to_target(results, group, score, target) if target else {}
+    reached = _samples_to_target(results, group, score) if target else {}
     shared, count, rows = shared_seeds(losses), len(results.seeds), []
     whole = {arm for arm in arms if len(losses[arm]) == count}
     ranked = ranking(losses)
@@ -92,17 +92,16 @@ def _score_table(results: GridResults, group: str, name: str, score: Score, targ
     text = f"### {name[0].upper()}{name[1:]}\n\n"
     if target:
         header.append("samples to target")
-        whose = f"{inline(arms[0])} reaches" if target == "reference" else "the worst arm that did not fail reaches"
         text += (
-            f"Samples to target: until the loss is what {whose} at the end with the same seed, ln loss interpolated "
-            "over ln samples; the mean over seeds, or every seed's number where one of them has none.\n\n"
+            f"Samples to target: until the loss is what {inline(arms[0])} reaches at the end with the same seed, ln loss "
+            "interpolated over ln samples; the mean over seeds, or every seed's number where one of them has none.\n\n"
         )
     if unequal:
         header.append("steps")
     return text + markdown_table(header, rows)
 
 
-def _samples_to_target(results: GridResults, group: str, score: Score, target: str) -> dict[str, str]:
+def _samples_to_target(results: GridResults, group: str, score: Score) -> dict[str, str]:
     arms, last = results.labels(group), results.samples[-1]
     final = {arm: results.scores(group, arm, score) for arm in arms}
     curves = {arm: {n: results.scores(group, arm, score, n) for n in results.samples} for arm in arms}
@@ -110,16 +109,13 @@ def _samples_to_target(results: GridResults, group: str, score: Score, target: s
     for arm in arms:
         counts: list[float | None] = []
         for seed in results.seeds:
-            others = [final[other][seed] for other in arms if seed in final[other]]
-            if seed not in final[arm] or (target == "reference" and seed not in final[arms[0]]):
+            if seed not in final[arm] or seed not in final[arms[0]]:
                 counts.append(None)
                 continue
-            goal = final[arms[0]][seed] if target == "reference" else max(others)
             points = [(n, at[seed]) for n, at in curves[arm].items() if seed in at]
-            counts.append(samples_to_target([n for n, _ in points], [value for _, value in points], goal))
-        is_target = target == "reference" and arm == arms[0]
+            counts.append(samples_to_target([n for n, _ in points], [value for _, value in points], final[arms[0]][seed]))
         first = min((n for n, at in curves[arm].items() if at), default=results.samples[0])  # later where its batch grew early
-        found[arm] = "sets the target" if is_target else counts_text(counts, first, last)
+        found[arm] = "sets the target" if arm == arms[0] else counts_text(counts, first, last)
     return found
 
 

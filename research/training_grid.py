@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from research.branch_checkpoints import remove_checkpoints
+from research.branch_training import remove_checkpoints
 from research.cells import Cell, measure_cells
 from research.result_table import ResultTable
 from research.study_folder import STUDY_MARKS

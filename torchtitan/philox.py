@@ -74,7 +74,7 @@ def philox_4x32(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int, 
     if torch.compiler.is_compiling():
         return _rounds_word_by_word(counter, key)
     if _by_numpy(counter[1]):
-        even, odd = _rounds_by_numpy(list(map(_array, counter)), _key_array(key))
+        even, odd = _rounds_by_numpy(counter, key)
         (word_0, word_2), (word_1, word_3) = torch.from_numpy(even.view(np.int64)), torch.from_numpy(odd.astype(np.int64))
         return word_0, word_1, word_2, word_3
     words = torch.stack(torch.broadcast_tensors(*counter))  # [4, *]
@@ -144,7 +144,7 @@ def normal(seed: int, purpose: str, indices: Tensor, shape: tuple[int, ...], att
     if torch.compiler.is_compiling():
         draws = _normal_of_words(philox_4x32(counter, key))
     elif _by_numpy(indices):
-        draws = _normal_by_numpy(list(map(_array, counter)), _key_array(key))
+        draws = _normal_by_numpy(counter, key)
     else:
         words = torch.stack(philox_4x32(counter, key), dim=-1).flatten(1).to(torch.float32)
         radius, angle = _polar(words[:, 0::2], words[:, 1::2])
@@ -158,7 +158,7 @@ def _counter(purpose: str, indices: Tensor, first: int, end: int, attempt: int) 
     return torch.arange(first, end, device=indices.device), low, high, torch.full_like(low, _stream(purpose, attempt))
 
 
-def _normal_by_numpy(counter: Sequence[np.ndarray], keys: np.ndarray) -> Tensor:
+def _normal_by_numpy(counter: Sequence[Tensor], key: tuple[int, int]) -> Tensor:
     """Normal draws of a counter: four of each block [N] for each index [B, 1], float32 [B, 4 N]."""
     blocks, low, high, stream = counter
     draws = np.empty((len(low), len(blocks), 2, 2), np.float32)  # two pairs of each block
@@ -166,7 +166,7 @@ def _normal_by_numpy(counter: Sequence[np.ndarray], keys: np.ndarray) -> Tensor:
     rows = max(1, _BLOCKS_IN_CACHE // max(len(blocks), 1))
     for row in range(0, len(low), rows):
         here = slice(row, row + rows)
-        even, odd = _rounds_by_numpy((blocks, low[here], high[here], stream[here]), keys)
+        even, odd = _rounds_by_numpy((blocks, low[here], high[here], stream[here]), key)
         radii, angles = even.view(np.int64).astype(np.float32), odd.astype(np.float32)
         radius, angle = _polar(torch.from_numpy(radii), torch.from_numpy(angles))  # [2, rows, blocks]
         piece = draws[here].transpose(3, 2, 0, 1)
@@ -185,32 +185,25 @@ def _by_numpy(numbers: Tensor) -> bool:
     return type(numbers) is Tensor and numbers.device.type == "cpu"
 
 
-def _array(numbers: Tensor) -> np.ndarray:
-    return numbers.numpy().view(np.uint64)
-
-
-def _rounds_by_numpy(counter: Sequence[np.ndarray], keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Apply the ten rounds by NumPy's operations.
-
-    Args:
-        counter: four uint64 arrays that broadcast to [*], of one dimension or more, values in [0, 2^32).
-        keys: of the rounds, uint64 [10, 2], values in [0, 2^32).
+def _rounds_by_numpy(counter: Sequence[Tensor], key: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
+    """Apply the ten rounds by NumPy's operations, to counters of `philox_4x32` of one dimension or more, that broadcast to [*].
 
     Returns:
         words 0 and 2, uint64 [2, *]; words 1 and 3, uint32 [2, *].
     """
-    shape = np.broadcast(*counter).shape
+    counts = [*map(Tensor.numpy, counter)]
+    shape = np.broadcast(*counts).shape
     words, products = np.empty((2, *shape), np.uint64), np.empty((2, 2, *shape), np.uint64)  # two products, used in turn
     lower_of_words, halves = words.view(np.uint32)[..., 0::2], products[:, ::-1].view(np.uint32)
     lower, upper = halves[..., 0::2], halves[..., 1::2]  # the two products of a round change places
     mixed_in = lower[1]
-    words[0], mixed_in[0], words[1], mixed_in[1] = counter
+    words[0], mixed_in[0], words[1], mixed_in[1] = counts
     per_row = (2, *[1] * len(shape))
     multipliers = _MULTIPLIERS.reshape(per_row)
-    for number, key in enumerate(keys.reshape(-1, *per_row)):
+    for number, round_key in enumerate(_key_array(key).reshape(-1, *per_row)):
         np.multiply(words, multipliers, out=products[number % 2])
         np.bitwise_xor(upper[number % 2], mixed_in, out=lower_of_words)  # the upper halves stay 0
-        np.bitwise_xor(words, key, out=words)
+        np.bitwise_xor(words, round_key, out=words)
         mixed_in = lower[number % 2]
     return words, mixed_in
 

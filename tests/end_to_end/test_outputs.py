@@ -21,7 +21,7 @@ from tests.launcher import ROOT
 OVERRIDES = [
     "--training.steps", "20", "--metrics.enable_tensorboard", "true", "--metrics.peak_tflops", "0.5",
     "--sampling.interval", "10", "--validation.enable", "true", "--validation.interval", "10",
-    "--validation.num_images", "100", "--checkpoint.interval", "10",
+    "--validation.num_images", "100", "--checkpoint.interval", "10", "--objective.cosine_weight", "0.5",
 ]
 
 

@@ -42,7 +42,7 @@ def test_gradients_are_those_of_both_mean_losses_at_the_checkpoint(tmp_path):
     run = trained_folder(tmp_path, "aligned", CONFIG)
     found = AlignedGradients(run, 3, seed=5, device=CPU)
     where = timestep_bin(found.gradients.objective, 0.2, 0.6)
-    blocks = found.blocks(where, 4, 3, 2, lambda done: None)  # [2, 3, P]
+    blocks = found.blocks(where, 4, 3, 2)  # [2, 3, P]
 
     source, model = open_checkpoint(checkpoint_path(run_checkpoints(run), 3)), found.model
     saved = source.read(list(source.shapes))
@@ -78,7 +78,7 @@ def test_estimates_are_those_of_the_drawn_gradients():
     means = torch.tensor([[[1.0, 0, 0], [0, 2.0, 0]], [[0.5, 0.5, 0], [0, -1.0, 0]]])  # [loss, bin, P]
     drawn = sigma * torch.randn(400, 2, 2, 12, 3, generator=generator) / size**0.5
     found = torch.stack([
-        estimates(block_products((means[:, :, None] + one).flatten(0, 1), paired=True), size) for one in drawn
+        estimates(block_products((means[:, :, None] + one).flatten(0, 1)), size) for one in drawn
     ])  # [400, estimates, 3]
     spread = (found.std(0) / 400**0.5).clamp_min(1e-9)
     g, a, trace = means[0], means[1], 3 * sigma**2
@@ -93,7 +93,7 @@ def test_estimates_are_those_of_the_drawn_gradients():
     for name, expected in true.items():
         place = ESTIMATES.index(name)
         assert ((found[:, place].mean(0) - expected).abs() < 4 * spread[place]).all(), name
-    exact = estimates(block_products(means[:, :, None].expand(2, 2, 12, 3).flatten(0, 1), paired=True), size)
+    exact = estimates(block_products(means[:, :, None].expand(2, 2, 12, 3).flatten(0, 1)), size)
     cosine = torch.nn.functional.cosine_similarity(g, a, dim=1)
     torch.testing.assert_close(exact[ESTIMATES.index("cosine")], cosine, rtol=1e-6, atol=1e-9)
 

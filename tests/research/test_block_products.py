@@ -8,24 +8,11 @@ import torch
 from research.block_products import block_products
 
 
-def test_products_are_unbiased_over_all_draws():
-    """Every block is one of two gradients, equally likely: the mean over all 2^6 draws is exact."""
-    generator = torch.Generator().manual_seed(0)
-    choices = torch.randn(2, 2, 3, generator=generator)  # [gradients, choices, P]
-    scale = torch.tensor([0.5, 1.0, 3.0])
-    draws = torch.tensor(list(itertools.product((0, 1), repeat=6))).view(-1, 2, 3)  # [draws, gradients, blocks]
-    found = [
-        block_products(torch.stack([choices[k, drawn[k]] for k in range(2)]), scale).values for drawn in draws
-    ]
-    true = choices.double().mean(1)
-    torch.testing.assert_close(torch.stack(found).mean(0), true @ (scale * true).T, rtol=1e-6, atol=1e-9)
-
-
 def test_products_and_covariances_of_paired_blocks_are_unbiased_over_all_draws():
     """Block i of both gradients is of the same draw of three: the mean over all 3^3 draws is exact."""
     generator = torch.Generator().manual_seed(2)
     choices = torch.randn(2, 3, 4, generator=generator)  # [gradients, choices, P]
-    found = [block_products(choices[:, drawn], paired=True) for drawn in map(list, itertools.product(range(3), repeat=3))]
+    found = [block_products(choices[:, drawn]) for drawn in map(list, itertools.product(range(3), repeat=3))]
     true = choices.double().mean(1)
     torch.testing.assert_close(torch.stack([one.values for one in found]).mean(0), true @ true.T, rtol=1e-6, atol=1e-9)
     apart = choices.double() - true[:, None]
@@ -38,7 +25,7 @@ def test_standard_errors_are_those_of_repetitions():
     true = torch.randn(2, 1, 5, generator=generator)
     found = [block_products(true + 0.3 * torch.randn(2, 8, 5, generator=generator)) for _ in range(600)]
     spread = torch.stack([one.values for one in found]).std(0)
-    expected = torch.stack([one.errors.square() for one in found]).mean(0).sqrt()
+    expected = torch.stack([one.error_of(lambda kept: kept.values).square() for one in found]).mean(0).sqrt()
     # Four standard errors of a standard deviation from 600 repetitions, of nearly normal values.
     torch.testing.assert_close(expected, spread, rtol=4 / (2 * 599) ** 0.5, atol=0.0)
 

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from research.branch_checkpoints import begin_branch, remove_checkpoints
+from research.branch_training import begin_branch, remove_checkpoints
 
 
 def content_of(folder: Path) -> dict[str, bytes]:

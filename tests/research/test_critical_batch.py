@@ -8,13 +8,12 @@ import pytest
 import torch
 
 from research import branch_measurement
-from research.branch_checkpoints import begin_branch
 from research.branch_measurement import HeldOut, _hold_to_settings
-from research.branch_training import TRACK, branch_config, run_lr, write_config, write_start
-from research.critical_batch_bins import bin_test
+from research.branch_training import TRACK, begin_branch, branch_config, run_lr, write_config, write_start
 from research.critical_batch_decision import (
     CriticalBatch,
     Excess,
+    bin_test,
     critical_batch,
     excesses,
     progress,
@@ -184,7 +183,7 @@ def test_a_branch_keeps_the_microbatch_of_processes_that_share_tokens(tmp_path):
     config = a_config("--parallelism.context_parallel_degree", "2", "--training.local_batch_size", "32", ranks=2)
     for processes, local, degrees in ((2, 32, (1, 1, 2)), (4, 8, (4, 1, 1))):
         plan = plan_batches(config, [1, 4], "sqrt", 0.01, 4096, processes)[0][0]
-        branch = branch_config(config, plan, 0, "constant", processes, tmp_path / "branch")
+        branch = branch_config(config, plan, 0, processes, tmp_path / "branch")
         assert (plan.local_batch_size, tuple(branch.parallelism.degrees)) == (local, degrees)
 
 
@@ -253,7 +252,7 @@ def test_a_branch_differs_from_its_run_in_batch_rate_length_and_randomness_only(
     measured += ["--training.double_batch_after", "[64]"]
     config = a_config(*measured, "--lr_scheduler.decay_type", "cosine", "--lr_scheduler.warmup_steps", "10")
     plan = plan_batches(config, [1, 4], "sqrt", 0.01, 4096, 1)[0][1]
-    branch = branch_config(config, plan, 2, "constant", 1, tmp_path / "batch-128-seed-2")
+    branch = branch_config(config, plan, 2, 1, tmp_path / "batch-128-seed-2")
     write_config(branch, tmp_path / "branch.toml", 1)
     read = load_config(["--job.config_file", str(tmp_path / "branch.toml")], 1)
     assert (read.training.steps, read.training.global_batch_size, read.training.local_batch_size) == (32, 128, 16)

@@ -86,7 +86,7 @@ def test_a_trained_network_comes_near_the_least_error_and_its_slots_near_the_clo
     samples = fixed_samples(Synthetic(config.data, "validation"), 96, 0)
     least = timestep_errors(BestDenoiser(config.data, objective), objective, samples, nodes)
     for curve in read_curves(measured / "curve.csv"):
-        torch.testing.assert_close(curve.of_noise().optimum, best)
+        torch.testing.assert_close(curve.optimum * curve.noise_factor, best)
         errors = read_errors(measured / "errors.safetensors", curve.weights, curve.step)
         excess = errors - least  # of the same images and noise
         assert (excess.mean(0) > -3.5 * excess.std(0) / 96**0.5).all()
@@ -97,9 +97,11 @@ def test_a_trained_network_comes_near_the_least_error_and_its_slots_near_the_clo
     summary = (measured / "summary.md").read_text()
     assert "Ratio to the smallest possible error" in summary and "EMA against trained weights" in summary
 
-    code, output, _ = study("slots", run, "--error", "noise", "--compare-paper")
+    code, output, _ = study("slots", run, "--compare-paper")
     assert code == 0 and output == f"{run / 'studies' / 'slots' / 'summary.md'}\n"
-    wanted = equal_loss_edges(optimal_noise_loss(config.data, timestep_nodes(objective).log_sigma), 10)
+    every = timestep_nodes(objective)
+    of_one = in_parametrisation(torch.ones(1000, dtype=torch.float64), objective, every, "noise")
+    wanted = equal_loss_edges(optimal_noise_loss(config.data, every.log_sigma) / of_one, 10)
     written = json.loads((run / "studies" / "slots" / "slots.json").read_text())
     assert written["unit"] == "index" and written["edges"][0] == 0 and written["edges"][-1] == 1000
     for edge, closed in zip(written["edges"][1:-1], wanted[1:-1], strict=True):
@@ -193,7 +195,7 @@ def test_a_model_that_gives_no_numbers_is_a_failed_cell(run, study, tmp_path, mo
         (["loss_curve", "{run}", "--weights", "fast"], "there are: none, slow"),
         (["loss_curve", "{run}", "--nodes", "1"], "at least 2"),
         (["loss_curve", "{run}", "--nodes", "1001"], "the path has 1000"),
-        (["loss_curve", "{run}", "--images", "1"], "below 2"),
+        (["loss_curve", "{run}", "--images", "1"], "--images: must be at least 2"),
         (["loss_curve", "{run}", "--images", "20000"], "the validation split has 10000"),
         (["slots", "{empty}"], "run python -m research loss_curve"),
         (["slots", "{empty}/none.csv"], "cannot be read: No such file"),
@@ -203,7 +205,6 @@ def test_a_model_that_gives_no_numbers_is_a_failed_cell(run, study, tmp_path, mo
         (["slots", "{curve}", "--slots", "0"], "--slots: must be at least 1, is 0"),
         (["slots", "{curve}", "--slots", "5", "--compare-paper"], "needs --slots 10"),
         (["slots", "{curve}", "--step", "5"], "5 is not in"),
-        (["slots", "{curve}", "--error", "v"], "invalid choice"),
         (["slots", "{curve}", "--weights", "fast"], "there are: none, slow"),
         (["slots", "{nan}"], "row 4: error is nan"),
     ],

@@ -16,13 +16,13 @@ from research.half_progress import (
     Replicate,
     SampleNumbers,
     UpdateGeometry,
+    WeightsLoss,
     best_step_size,
     measure_progress,
 )
 from research.half_progress_fit import half_progress
 from research.offline_gradients import EstimateFailed, timestep_bin
 from research.rank_correlation import spearman
-from research.weights_loss import WeightsLoss
 from tests.research.test_gns_offline import gradients
 from torchtitan.experiments.folder import StudyError
 

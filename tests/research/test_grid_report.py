@@ -52,7 +52,7 @@ def table(text: str, title: str) -> dict[str, list[str]]:
 def report(tmp_path):
     def write_report(given: list[dict[str, str]]) -> str:
         results = GridResults(given, [("all", arm) for arm in RUNS], "none")
-        return write(results, "reference", BINS, tmp_path)
+        return write(results, True, BINS, tmp_path)
 
     return write_report
 
@@ -120,7 +120,7 @@ def test_a_target_reached_before_the_first_point_of_a_batch_that_grew_early_is_s
         for arm, curve in losses.items() for n, error in curve.items() for place in range(len(BINS))
     ]  # fmt: skip
     results = GridResults(given, [("all", arm) for arm in losses], "none", [10, 20, 40])
-    assert table(write(results, "reference", BINS, tmp_path), "### Uniform mean")["grown"][7] == "before 40"
+    assert table(write(results, True, BINS, tmp_path), "### Uniform mean")["grown"][7] == "before 40"
 
 
 def test_labels_of_a_narrow_axis_differ():

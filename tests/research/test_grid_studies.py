@@ -159,7 +159,7 @@ def test_samplers_interrupted_failed_and_gone_on_with(config, trainings, study, 
 
 def test_settings_whose_batch_grows_are_compared_at_equal_samples(config, trainings, study, no_pictures, tmp_path):
     no_pictures()
-    arms = ["--arm", "constant", "--arm", "ramp", "training.double_batch_after=[8]", "--target", "reference"]
+    arms = ["--arm", "constant", "--arm", "ramp", "training.double_batch_after=[8]", "--target"]
     code, _, error = study("compare_settings", config, *arms, *QUICK, "--checkpoints", "4", "--output", tmp_path / "ramp")
     assert code == 0, error
     rows = [row for row in table(tmp_path / "ramp" / "results.csv") if row["weights"] != "none"]

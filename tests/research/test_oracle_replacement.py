@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from research.oracle_replacement import ancestral_chain, posterior, unit_errors, visited_indices
+from research.oracle_replacement import ancestral_chain, posterior, visited_indices
 from torchtitan.diffusion.paths import PATHS
 
 PATH = PATHS["ddpm_linear"]()
@@ -142,11 +142,3 @@ def test_bad_chains_are_refused(toy):
     for steps in (1, 1001):
         with pytest.raises(ValueError, match="give 2 to 1000"):
             visited_indices(1000, steps)
-
-
-@pytest.mark.parametrize("kind", ["colour", "white"])
-def test_errors_have_unit_size(kind):
-    noise = torch.randn(5, 3, 8, 8, generator=torch.Generator().manual_seed(0))
-    errors = unit_errors(kind, noise).expand_as(noise)
-    assert errors.square().mean((1, 2, 3)).tolist() == pytest.approx([1.0] * 5, rel=1e-5)
-    assert (errors.flatten(2).std(2) < 1e-6).all() == (kind == "colour")

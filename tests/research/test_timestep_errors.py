@@ -75,7 +75,7 @@ def cut(folder, curves: list[LossCurve], errors=None, **options) -> list[dict[st
     write_curves(folder / "curve.csv", curves)
     if errors is not None:
         write_errors(folder / "errors.safetensors", errors)
-    wanted = {"slots": 10, "weights": None, "step": None, "compare_paper": False, "error": "prediction",
+    wanted = {"slots": 10, "weights": None, "step": None, "compare_paper": False,
               "output": None} | options
     slots.run_alone(argparse.Namespace(source=folder / "curve.csv", **wanted))
     with open(folder / "slots" / "slots.csv", newline="") as file:
@@ -151,7 +151,7 @@ def test_slots_of_written_curves_are_the_golden_ones_beside_the_paper_s(tmp_path
     rows = cut(tmp_path, [given_curve(curve())], compare_paper=True)
     assert [int(row["first"]) for row in rows] == edges[:-1] and rows[-1]["end"] == "1000"
     assert [int(row["paper_width"]) for row in rows] == [5, 8, 10, 14, 19, 26, 38, 57, 100, 724]
-    assert rows[-1]["paper_last"] == "1000" and slots.paper_edges()[-1] == 1000  # 1001 indices, cut to 999
+    assert rows[-1]["paper_last"] == "1000"  # 1001 indices
     assert sum(float(row["uniform_loss_share"]) for row in rows) == pytest.approx(1)
     assert sum(float(row["paper_uniform_loss_share"]) for row in rows) == pytest.approx(1)
     summary = (tmp_path / "slots" / "summary.md").read_text()
@@ -189,26 +189,6 @@ def test_a_few_images_have_no_intervals(tmp_path):
         rows = cut(tmp_path, [curve], {("none", 1): errors[:count]}, slots=4)
         assert bool(rows[0]["end_lower"]) == (count == 8)
         assert ("needs 8 images" in (tmp_path / "slots" / "summary.md").read_text()) == (count == 7)
-
-
-@pytest.mark.parametrize("prediction", ["x0", "v"])
-def test_slots_of_the_noise_do_not_depend_on_the_prediction(tmp_path, prediction):
-    """The best denoiser's errors in another parametrisation, with intervals: cut by the noise as if trained in it."""
-    samples = fixed_samples(Synthetic(POWER_LAW, "validation"), 8, seed=1)
-    rows = []
-    for name in ("noise", prediction):
-        objective = objective_of(name)
-        nodes = timestep_nodes(objective, 100)
-        errors = timestep_errors(BestDenoiser(POWER_LAW, objective), objective, samples, nodes)
-        curve = curve_of(errors, objective, nodes, "none", 1)
-        rows.append(cut(tmp_path, [curve], {("none", 1): errors}, error="noise", slots=4))
-        ends = ("end", "end_lower", "end_upper")
-        assert [float(row[end]) for row in rows[-1] for end in ends] == pytest.approx(
-            [float(row[end]) for row in rows[0] for end in ends], abs=1
-        )
-    own = cut(tmp_path, [curve], {("none", 1): errors}, slots=4)
-    assert abs(int(own[0]["end"]) - int(rows[0][0]["end"])) > 20
-    assert "squared error of the run's prediction" in (tmp_path / "slots" / "summary.md").read_text()
 
 
 def test_losses_between_indices_are_straight_in_both_logarithms():

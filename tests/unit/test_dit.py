@@ -15,8 +15,8 @@ from torchtitan.models import MODELS
 from torchtitan.models.base import DiffusionModel
 from torchtitan.models.dit.config import FLAVORS, DiTConfig
 from torchtitan.models.dit.model import DiT
-from torchtitan.models.dit.positions import rotary_table, rotate
-from torchtitan.models.layers import patchify, timestep_sinusoid, unpatchify
+from torchtitan.models.dit.positions import rotary_table
+from torchtitan.models.layers import patchify, rotate, timestep_sinusoid, unpatchify
 
 SMALL = dict(dim=32, num_layers=2, num_heads=2, mlp_hidden_dim=48)
 PAPER = replace(FLAVORS["DiT-S/2"], **SMALL, learned_variance=True)

@@ -149,7 +149,7 @@ def test_every_layer_measures_what_one_gradient_per_sample_gives(config, dtype, 
     taps, rates = problem.taps(), {}
     if dtype == torch.float64:
         rates = {parameter: 0.25 * (1 + number % 5) for number, parameter in enumerate(problem.model.parameters())}
-    taps.set_rates(rates)
+    taps.attach(one_process(), rates)
     taps.begin_step(7, True, state, BETA2, one_process())
     taps.begin_microbatch(problem.t)
     problem.loss().mean().backward()

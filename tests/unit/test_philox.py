@@ -50,8 +50,8 @@ def fixed_words(monkeypatch, *words: int) -> None:
         shape = torch.broadcast_shapes(*(word.shape for word in counter))
         return tuple(torch.full(shape, words[k % len(words)]) for k in range(4))
 
-    def repeated_by_numpy(counter, keys):
-        four = [word.numpy() for word in repeated([torch.from_numpy(each.view(np.int64)) for each in counter], None)]
+    def repeated_by_numpy(counter, key):
+        four = [word.numpy() for word in repeated(counter, key)]
         return np.stack(four[0::2]).view(np.uint64), np.stack(four[1::2]).astype(np.uint32)
 
     monkeypatch.setattr(philox, "philox_4x32", repeated)

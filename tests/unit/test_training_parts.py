@@ -178,6 +178,11 @@ def test_window_means_equal_numpy_s_and_start_anew():
     assert window.reduce() == {
         "loss_metrics/global_avg_loss": 1, "loss_metrics/global_max_loss": 1, "loss_by_bin/0": 2, "loss_by_bin/1": 4
     }
+    # of a loss with further terms, the weighted error is a metric too
+    window.add(LossTerms(torch.ones(2), torch.ones(2), torch.tensor([0.2, 0.3]), torch.tensor([0.25, 0.5])))
+    window.add(LossTerms(torch.ones(1), torch.ones(1), torch.tensor([0.2]), torch.tensor([0.75])))
+    found = window.reduce()
+    assert found["loss_metrics/global_avg_weighted_error"] == 0.5 and found["loss_metrics/global_avg_loss"] == 1
 
 
 def test_window_goes_on_from_its_stored_state():

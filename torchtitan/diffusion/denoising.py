@@ -154,17 +154,16 @@ class Denoising(Objective):
         are the terms of the velocity, with `Microbatch.kept`. Of heads, error and weighted are those of their combination, and
         the shares those of `CombinationRule.loss`.
         """
-        share, early = self.intermediate_share, output[:, x0.shape[1] :]
-        output, interpolation = self.read_output(output, noisy.x_t, noisy.c_skip, noisy.c_out)
+        predicted, interpolation = self.read_output(output, noisy.x_t, noisy.c_skip, noisy.c_out)
         wanted = target(self.prediction, x0, draw.noise, noisy.a, noisy.b, self.sigma_data)
         shares = head_errors = None
         if self.heads is None:
-            trained = _squared_error(output, wanted)
+            trained = _squared_error(predicted, wanted)
             error = trained.detach()
         else:
-            head_errors = self.heads.errors(output, x0, draw.noise, draw.t)
+            head_errors = self.heads.errors(predicted, x0, draw.noise, draw.t)
             trained, shares = self.heads.rule.loss(head_errors, torch.logit(draw.t))
-            error = self.heads.mixed_error(output.detach(), x0, draw.noise, draw.t)
+            error = self.heads.mixed_error(predicted.detach(), x0, draw.noise, draw.t)
         sigma = draw.t / (1.0 - draw.t).clamp_min(torch.finfo(torch.float32).tiny)
         weight = self.weighting(sigma)
         loss = weight * trained
@@ -172,13 +171,13 @@ class Denoising(Objective):
         if self.uncertainty is not None:
             u = self.uncertainty(torch.logit(draw.t))[0]
             loss, weight = loss * torch.exp(-u) + u, weight * torch.exp(-u.detach())
-        if share is not None:
-            early, _ = self.read_output(early, noisy.x_t, noisy.c_skip, noisy.c_out)
-            loss = loss + share * weight * _squared_error(early, wanted)
+        if self.intermediate_share is not None:
+            early, _ = self.read_output(output[:, x0.shape[1] :], noisy.x_t, noisy.c_skip, noisy.c_out)
+            loss = loss + self.intermediate_share * weight * _squared_error(early, wanted)
         if interpolation is not None:
             # The mean is trained by the weighted error alone.
             x0_estimate, _ = to_x0_and_noise(
-                self.prediction, output.detach(), noisy.x_t, noisy.a, noisy.b, self.sigma_data
+                self.prediction, predicted.detach(), noisy.x_t, noisy.a, noisy.b, self.sigma_data
             )
             path = indexed(self.path)
             index = path.t_to_index(draw.t) if draw.path_index is None else draw.path_index
@@ -187,7 +186,7 @@ class Denoising(Objective):
             loss, held_out = loss + bound, held_out + bound.detach()
         if self.flow_terms is not None and kept is not None:
             velocity = draw.noise - x0
-            loss = loss + self.flow_terms.loss(output, noisy.x_t, noisy.a, noisy.b, velocity, weight, kept)
+            loss = loss + self.flow_terms.loss(predicted, noisy.x_t, noisy.a, noisy.b, velocity, weight, kept)
         return draw.importance * loss, error, draw.importance * held_out, shares, head_errors
 
     def introduction(self) -> str:

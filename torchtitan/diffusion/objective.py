@@ -309,13 +309,15 @@ class Objective(ABC):
 
     def observe(self, batch: GlobalBatch, indices: Tensor, terms: LossTerms) -> None:
         """Observe a microbatch's losses, for samplers and heads that learn; indices [B] as given to `draw`."""
-        self.timestep_sampler.observe(batch, indices, terms.t, terms.loss)
+        if self.config.timesteps.learns:
+            self.timestep_sampler.observe(batch, indices, terms.t, terms.loss)
         if self.heads is not None:
             self.heads.observe(terms.head_errors, terms.t)
 
     def update(self, skip: Tensor) -> None:
         """Update after the backward of a whole global batch: learn from observed losses, unless `skip`; collective."""
-        self.timestep_sampler.update(skip)
+        if self.config.timesteps.learns:
+            self.timestep_sampler.update(skip)
         if self.heads is not None:
             self.heads.update(skip)
 

@@ -15,7 +15,8 @@ exactly for pairs of the same one. Between measured steps only pairs of the same
 import itertools
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -85,24 +86,26 @@ class GradientTaps:
         self._parts = {name: kinds[name][0] for name in self._layers}
         self._attach_probes()
         self._arrange_layers()
+        whole = (len(PARTS), len(self.geometries), self.num_bins, self.num_bins)
+        self._shapes = (whole[3:], whole[3:], whole[2:], whole[:3], whole, whole)  # of the sums of a step
         self._measured = False
         self._samples, self._compared = 0, Counter[int]()
 
-    def set_rates(self, multiples: Mapping[nn.Parameter, float]) -> None:
-        """Set the learning rates of the wrapped model's parameters, as multiples of the run's, for Adam's geometry."""
+    def attach(self, layout: Layout, multiples: Mapping[nn.Parameter, float]) -> None:
+        """Attach to the wrapped model's parameters, with their learning rates as multiples of the run's, for Adam's geometry."""
         if self._factors:
-            self._factors.set_rates(multiples)
+            self._factors.attach(layout, multiples)
 
     # ------------------------------------------------------------------ a step, in the order of calls
 
-    def begin_step(self, step: int, measured: bool, optimizer_state: dict, beta2: float, layout: Layout) -> None:
+    def begin_step(self, step: int, measured: bool, optimizer_state: dict[Tensor, dict], beta2: float, layout: Layout) -> None:
         """Prepare the projections of a measured step; collective when the parameters are sharded.
 
         Args:
             step: the step's number, of which the projections are a function.
             optimizer_state: parameter -> its state after the previous step.
         """
-        self._measured, self._step = measured, _StepBuffer(self.num_bins, len(self.geometries), self._device)
+        self._measured, self._step = measured, _StepBuffer(self._shapes, self._device)
         if not measured:
             return
         self._flat.zero_()
@@ -161,20 +164,18 @@ class GradientTaps:
         parallel = dist.is_initialized() and dist.get_world_size() > 1
         if parallel:
             dist.all_reduce(step.flat if measured else step.flat[: step.reduced])
+        sums = StepSums(*step.sums)
         step.products[_TOKEN] = torch.nan
         if not measured:
             step.squares[_TOKEN] = torch.nan
-            return StepSums(step.count, step.square_losses, step.pairs, step.squares, step.products)
+            return sums
         if parallel:
             dist.all_reduce(self._flat)
         if gradients_on is not None:
             self._compare(gradients_on)
         of_layers = _inner_products(self._sketch_sums)  # [L, G, K, K]
         sketched = [of_layers[self._places[part]].sum(0) + self._whole_products(part, self._whole_sums[part]) for part in PARTS]
-        return StepSums(
-            step.count, step.square_losses, step.pairs, step.squares, step.products, _pairs(step.count),
-            torch.stack(sketched), step.corrections,
-        )  # fmt: skip
+        return replace(sums, all_pairs=_pairs(step.count), sketched=torch.stack(sketched), corrections=step.corrections)
 
     def tensors(self) -> dict[str, Tensor]:
         """Adam's factors of every layer by name, the tensors themselves: of the last measured step, used until the next."""
@@ -272,16 +273,15 @@ class GradientTaps:
 
 
 class _StepBuffer:
-    """Sums of a step, all in one vector: those reduced over the ranks on every step first, then on measured ones."""
+    """Sums of a step, as in StepSums, all in one vector: those reduced over the ranks on every step first, then on measured ones.
+    """
 
-    def __init__(self, bins: int, geometries: int, device: torch.device) -> None:
-        whole = (len(PARTS), geometries, bins, bins)
-        shapes = ((bins,), (bins,), (bins, bins), whole[:3], whole, whole)
+    def __init__(self, shapes: Sequence[tuple[int, ...]], device: torch.device) -> None:
         sizes = list(map(math.prod, shapes))
         self.reduced = sum(sizes[:-1])
         self.flat = torch.zeros(sum(sizes), dtype=torch.float64, device=device)
-        parts = map(Tensor.view, self.flat.split(sizes), shapes)
-        self.count, self.square_losses, self.pairs, self.squares, self.products, self.corrections = parts
+        *self.sums, self.corrections = map(Tensor.view, self.flat.split(sizes), shapes)
+        self.count, self.square_losses, self.pairs, self.squares, self.products = self.sums
 
 
 def _pairs(counts: Tensor) -> Tensor:

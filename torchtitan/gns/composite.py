@@ -16,7 +16,7 @@ Source: double sampling with regression, Cochran, "Sampling techniques", chapter
 """
 
 from dataclasses import dataclass
-from typing import cast
+from typing import Self, cast
 
 import torch
 from torch import Tensor
@@ -55,44 +55,26 @@ _MOMENT, _COUNT, _SIGNAL, _PAIRS, _OF_MOMENT, _OF_SIGNAL = range(6)
 
 
 @dataclass(frozen=True)
-class FreeSums:
-    """Sums of the free parts in one geometry, over some steps; K bins, P free parts, float64.
-
-    Attributes:
-        count: samples [K].
-        pairs: ordered pairs of samples of one microbatch, own pairs not counted, [K, K].
-        squares: sums of squared norms [P, K].
-        products: inner products of the bins' sums within microbatches [P, K, K].
+class FreeSums(PairSums):
+    """Sums of the free parts in one geometry, over some steps: PairSums of groups that are microbatches, with `squares`
+    [P, K] and `products` [P, K, K] of each of the P free parts.
     """
 
-    count: Tensor
-    pairs: Tensor
-    squares: Tensor
-    products: Tensor
-
     @classmethod
-    def zeros(cls, num_bins: int) -> "FreeSums":
+    def zeros(cls, num_bins: int) -> Self:
         products = torch.zeros(len(FREE_PARTS), num_bins, num_bins, dtype=torch.float64)
-        return cls(products[0, 0].clone(), products[0].clone(), products[:, 0].clone(), products)
+        return cls(products[0, 0], products[:, 0], products, products[0])
 
     @classmethod
     def of(cls, sums: StepSums, geometry: int) -> "FreeSums":
         """Sums of one step in the geometry of this index of GEOMETRIES."""
         parts = slice(len(FREE_PARTS))
-        return cls(sums.count, sums.pairs, sums.squares[parts, geometry], sums.products[parts, geometry])
+        return cls(sums.count, sums.squares[parts, geometry], sums.products[parts, geometry], sums.pairs)
 
-    def __add__(self, other: "FreeSums") -> "FreeSums":
-        return FreeSums(
-            self.count + other.count, self.pairs + other.pairs, self.squares + other.squares, self.products + other.products
-        )
-
-    def is_finite(self) -> bool:
-        return bool(self.squares.isfinite().all() and self.products.isfinite().all())
-
-    def combined(self) -> "FreeSums":
+    def of_all_bins(self) -> "FreeSums":
         """Sums of all bins as one."""
         count, squares = self.count.sum(0, keepdim=True), self.squares.sum(-1, keepdim=True)
-        return FreeSums(count, self.pairs.sum((0, 1), keepdim=True), squares, self.products.sum((-2, -1), keepdim=True))
+        return FreeSums(count, squares, self.products.sum((-2, -1), keepdim=True), self.pairs.sum((0, 1), keepdim=True))
 
     def modulation(self) -> PairSums:
         """Sums of the modulation part alone."""

@@ -176,7 +176,7 @@ class GNSMonitor:
     def _pool_received(self) -> None:
         """Pool the steps sent to the host, in their order."""
         for step, sums in self._late.receive():
-            if not self._pooled.add(sums) and self._layout.rank == 0:
+            if self.pool and not self.pool.add(sums) and self._layout.rank == 0:
                 logger.warning(f"step {step}: left out of the gradient noise scale: its gradients are outliers")
             if self._raw:
                 self._raw.add(step, sums)

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -44,9 +45,7 @@ class _Sums:
 
     def add(self, sketch: PairSums, modulation: PairSums, controlled: tuple[PairSums, Tensor], trained: Tensor) -> None:
         """Add the entry of a measured step, of finite sums; trained: its samples, [K]."""
-        kept = self.sketch.add(sketch, trained)
-        assert kept is not None
-        self.controlled.add(*controlled, kept)
+        self.controlled.add(*controlled, cast(Tensor, self.sketch.add(sketch, trained)))
         self.modulation.add(modulation, trained)
 
     def estimate(self, estimator: str, window: int) -> BinEstimates:
@@ -79,7 +78,8 @@ class Pool:
         self._by_bin = {geometry: _Sums(num_bins, n, half_life) for n, geometry in enumerate(self.geometries)}
         self._whole = {geometry: _Sums(1, n, half_life * num_bins) for n, geometry in enumerate(self.geometries)}
         # Of the steps since the last measured one; none before the geometry's first.
-        self._entries = {geometry: FreeSums.zeros(num_bins) for geometry in self.geometries}
+        self._no_steps = FreeSums.zeros(num_bins)
+        self._entries = dict.fromkeys(self.geometries, self._no_steps)
         self.agreement = Agreement(num_bins, num_geometries, half_life)
         # Of the free parts on every step, and of the whole model on measured ones, in plain geometry: the other's scale
         # changes with its factors.
@@ -98,8 +98,8 @@ class Pool:
         if sums.measured and self._whole_outliers.stands_out(squares.sum(0)):
             return False
         if sums.square_losses.isfinite().all():
-            self._losses = self._losses * 0.5 ** (sums.count / self._half_life)
-            self._losses += torch.stack((sums.count, sums.square_losses))
+            kept = 0.5 ** (sums.count / self._half_life)
+            self._losses = self._losses * kept + torch.stack((sums.count, sums.square_losses))
         for index, geometry in enumerate(self.geometries):
             free = FreeSums.of(sums, index)
             if free.squares.any() and free.is_finite():  # or no second moment yet
@@ -112,8 +112,8 @@ class Pool:
     def _close_entry(self, geometry: str, sums: StepSums) -> None:
         """Add the entry that a measured step ends to the sums of a geometry, all of it or, where a sum is not finite, nothing."""
         by_bin, whole = self._by_bin[geometry], self._whole[geometry]
-        entry, self._entries[geometry] = self._entries[geometry], FreeSums.zeros(self.num_bins)
-        of_bins, of_all = by_bin.composite.add(entry, sums), whole.composite.add(entry.combined(), sums.combined())
+        entry, self._entries[geometry] = self._entries[geometry], self._no_steps
+        of_bins, of_all = by_bin.composite.add(entry, sums), whole.composite.add(entry.of_all_bins(), sums.of_all_bins())
         if of_bins is None or of_all is None:
             return
         sketch, modulation, as_one = of_bins[0], entry.modulation(), torch.zeros(self.num_bins, dtype=torch.int64)

@@ -79,20 +79,32 @@ class AdamFactors:
         self._last_columns = self.num_rows + columns.cumsum(0) - 1
         self._floor_of_total = _FLOOR / torch.stack((rows, columns)).to(dtype)  # [2, layers]
         self._step_of_none = torch.ones((), device=device)
+        self._most = _SMALL_ON_HOST if device.type == "cpu" else _SMALL
         self.values = torch.zeros(self.num_rows + num_columns, dtype=dtype, device=device)
         self._rates: Tensor | None = None  # of all columns; None: all are 1
+        # Of the wrapped model: the weights of all layers, then their vectors; and each with the sums of this rank's part.
+        self._counted: list[Any] = []
+        self._parts: list[tuple[nn.Parameter, Tensor, Tensor, Tensor]] = []
 
     def places(self, layer: int, rows: bool) -> Tensor:
         """Places of a layer's rows, or of its columns, in `values`, int64 [rows] or [columns]."""
         before = sum(self._rows[:layer]) if rows else self.num_rows + sum(self._columns[:layer])
         return before + torch.arange((self._rows if rows else self._columns)[layer])
 
-    def set_rates(self, multiples: Mapping[Any, float]) -> None:
-        """Count every parameter by its multiple of the learning rate, as steps do; 1 where it has none."""
+    def attach(self, layout: Layout, multiples: Mapping[Any, float]) -> None:
+        """Attach to the parameters of the wrapped model; multiples: of the learning rate of each, 1 where it has none."""
+        weights = [layer.weight for layer in self._modules]
+        vectors = [layer.weight if layer.weight.ndim == 1 else getattr(layer, "bias", None) for layer in self._modules]
+        self._counted = weights + vectors
+        of_rows, of_columns, of_vectors = self._sums.split([self.num_rows, sum(self._columns), self.num_rows])
+        sums = of_rows.split(self._rows), of_columns.split(self._columns), of_vectors.split(self._rows)
+        for layer, rows, columns, vector in zip(self._modules, *sums, strict=True):
+            for parameter in layer.parameters(recurse=False):
+                here = slice(first := first_row(parameter, layout), first + len(local(parameter.detach())))
+                self._parts.append((parameter, rows[here], columns[:-1], vector[here]))
         rates: list[float] = []
-        for layer, columns in zip(self._modules, self._columns, strict=True):
-            vector = layer.weight if layer.weight.ndim == 1 else getattr(layer, "bias", None)
-            rates += [multiples.get(layer.weight, 1.0)] * (columns - 1) + [multiples.get(vector, 1.0)]
+        for weight, vector, columns in zip(weights, vectors, self._columns, strict=True):
+            rates += [multiples.get(weight, 1.0)] * (columns - 1) + [multiples.get(vector, 1.0)]
         if set(rates) != {1.0}:
             self._rates = torch.tensor(rates, dtype=self.values.dtype, device=self.values.device)
 
@@ -100,13 +112,17 @@ class AdamFactors:
     def write(self, state: dict[Tensor, dict], beta2: float, layout: Layout) -> None:
         """Write 1 / sqrt(v) of the optimizer's present state into every layer's last geometry; collective when sharded.
 
+        The layers are attached, or else are now.
+
         A layer with a second moment of zeros, as before the first step, gets factors of zero.
 
         Args:
             state: parameter -> its state, with `exp_avg_sq` and `step`, as AdamW keeps it; empty before the first step.
         """
+        if not self._parts:
+            self.attach(layout, {})
         correction = self._correction(state, beta2)
-        self._sum_local(state, layout)
+        self._sum_local(state)
         if layout.sharded:
             dist.all_reduce(self._sums, group=layout.shard_group)
         self.values = self._inverse_roots(correction)
@@ -116,45 +132,30 @@ class AdamFactors:
 
     def _correction(self, state: dict[Tensor, dict], beta2: float) -> Tensor:
         """Divisors of the averages that began at zero, of all weights and then of all vectors, [2 layers]."""
-        weights, vectors = [], []
-        for layer in self._modules:
-            vector: Any = layer.weight if layer.weight.ndim == 1 else getattr(layer, "bias", None)
-            weights.append(state.get(layer.weight, {}).get("step", self._step_of_none))
-            vectors.append(state.get(vector, {}).get("step", self._step_of_none))
-        steps = weights + vectors
+        steps = [state.get(parameter, {}).get("step", self._step_of_none) for parameter in self._counted]
         if any(step.device != self._sums.device for step in steps):
             steps = [step.to("cpu") for step in steps]  # an optimizer that counts on the host
         return 1.0 - beta2 ** torch.stack(steps).to(self._sums.device, self._sums.dtype)
 
-    def _sum_local(self, state: dict[Tensor, dict], layout: Layout) -> None:
+    def _sum_local(self, state: dict[Tensor, dict]) -> None:
         """Sum this rank's part of every second moment by rows and by columns."""
         self._sums.zero_()
-        of_rows, of_columns, of_vectors = self._sums.split([self.num_rows, sum(self._columns), self.num_rows])
         sources, targets = [], []
-        most = _SMALL_ON_HOST if self._sums.device.type == "cpu" else _SMALL
         small: dict[torch.Size, list[tuple[Tensor, Tensor, Tensor]]] = {}
-        for module, rows, columns, vector in zip(
-            self._modules, of_rows.split(self._rows), of_columns.split(self._columns), of_vectors.split(self._rows),
-            strict=True,
-        ):  # fmt: skip
-            for parameter in module.parameters(recurse=False):
-                moments = state.get(parameter, {})
-                if "exp_avg_sq" not in moments:
-                    continue
-                v = local(moments["exp_avg_sq"])
-                v = v.dequantize() if hasattr(v, "codes") else v
-                if not v.numel():
-                    continue
-                v = v.flatten(1) if v.ndim > 2 else v
-                here = slice(first := first_row(parameter, layout), first + len(v))
-                if v.ndim == 1:
-                    sources.append(v)
-                    targets.append(vector[here])
-                elif v.numel() <= most:
-                    small.setdefault(v.shape, []).append((v, rows[here], columns[:-1]))
-                else:
-                    torch.sum(v, 1, dtype=rows.dtype, out=rows[here])
-                    torch.sum(v, 0, dtype=rows.dtype, out=columns[:-1])
+        for parameter, rows, columns, vector in self._parts:
+            moments = state.get(parameter, {})
+            if "exp_avg_sq" not in moments or not len(rows):
+                continue
+            v = local(moments["exp_avg_sq"])
+            v = v.dequantize() if hasattr(v, "codes") else v
+            if v.ndim == 1:
+                sources.append(v)
+                targets.append(vector)
+            elif v.numel() <= self._most:
+                small.setdefault(v.flatten(1).shape, []).append((v.flatten(1), rows, columns))
+            else:
+                torch.sum(v.flatten(1), 1, dtype=rows.dtype, out=rows)
+                torch.sum(v.flatten(1), 0, dtype=rows.dtype, out=columns)
         for alike in small.values():
             matrices, rows_of, columns_of = zip(*alike, strict=True)
             stacked = torch.stack(matrices)
@@ -235,7 +236,9 @@ class Projections:
         self._bytes = [len(signs.values) * -(-signs.values.shape[2] // 8) for signs in self._signs]
         if self._folds:
             self._bytes += [-(-len(self._folds.first) // 8), len(self._folds.first) // FOLDED_ROWS]
+        self._blocks = -(-sum(self._bytes) // (_BYTES_PER_WORD * _WORDS_PER_BLOCK))  # of random words of a step
         bits = (torch.arange(256)[:, None] >> torch.arange(8)) & 1
+        # Signs of the bits of every byte: to look them up takes a third of the time of shifting.
         self._byte_signs = (2.0 * bits - 1.0).to(layers[0].rows) if layers else bits
 
     def _attach_signs(self, layers: Sequence[Any], chosen: Sequence[int], side: Side, columns: int) -> _Signs:
@@ -262,8 +265,7 @@ class Projections:
         """Draw the projections of a step, a function of its number, and multiply by the present factors."""
         if not self._bytes:
             return
-        blocks = -(-sum(self._bytes) // (_BYTES_PER_WORD * _WORDS_PER_BLOCK))
-        indices = torch.arange(step * blocks, (step + 1) * blocks, device=self._byte_signs.device)
+        indices = torch.arange(step * self._blocks, (step + 1) * self._blocks, device=self._byte_signs.device)
         words = philox.random_words(self._seed, "gns_projection", indices, _WORDS_PER_BLOCK)
         drawn = words.to(torch.int32).flatten().view(torch.uint8)[: sum(self._bytes)].int().split(self._bytes)
         for signs, of_signs in zip(self._signs, drawn, strict=False):
@@ -273,7 +275,7 @@ class Projections:
 
     def _draw_signs(self, group: _Signs, drawn: Tensor) -> None:
         lines, _, columns = group.values.shape
-        signs = self._looked_up(drawn).view(lines, 1, -1)[..., :columns]
+        signs = F.embedding(drawn, self._byte_signs).view(lines, 1, -1)[..., :columns]
         torch.mul(signs, columns**-0.5, out=group.values[:, :1])
         if group.places is not None and self._factors is not None:
             factors = self._factors.values[group.places] * columns**-0.5
@@ -284,11 +286,7 @@ class Projections:
         places = folds.first + (places - rotations.repeat_interleave(FOLDED_ROWS)) % FOLDED_ROWS
         known = places < folds.rows
         torch.mul(places, known, out=folds.all.places)
-        torch.mul(self._looked_up(of_signs).flatten()[: len(known)], known, out=folds.all.signs)
-
-    def _looked_up(self, drawn: Tensor) -> Tensor:
-        """Signs of the bits of bytes, [bytes, 8]: a third of the time of shifting them."""
-        return F.embedding(drawn, self._byte_signs)
+        torch.mul(F.embedding(of_signs, self._byte_signs).flatten()[: len(known)], known, out=folds.all.signs)
 
 
 def first_row(parameter: nn.Parameter, layout: Layout) -> int:

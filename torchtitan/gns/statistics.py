@@ -52,12 +52,7 @@ class PairSums:
         return cls(count, squares, products, torch.outer(count, count) - count.diag())
 
     def __add__(self, other: Self) -> Self:
-        return type(self)(
-            self.count + other.count,
-            self.squares + other.squares,
-            self.products + other.products,
-            self.pairs + other.pairs,
-        )
+        return type(self)(*map(torch.add, vars(self).values(), vars(other).values()))
 
     def combined(self, bin_of: Tensor, num_bins: int) -> Self:
         """Combine bins: the sums as if bin b were part of bin `bin_of[b]` of fewer, larger bins.
@@ -69,17 +64,13 @@ class PairSums:
         """
         belongs = torch.zeros(num_bins, len(self.count), dtype=torch.float64, device=self.count.device)
         belongs[bin_of, torch.arange(len(bin_of))] = 1.0
-        return type(self)(
-            belongs @ self.count,
-            belongs @ self.squares,
-            belongs @ self.products @ belongs.T,
-            belongs @ self.pairs @ belongs.T,
-        )
+        products, pairs = belongs @ self.products @ belongs.T, belongs @ self.pairs @ belongs.T
+        return type(self)(belongs @ self.count, belongs @ self.squares, products, pairs)
 
     def is_finite(self) -> bool:
         """True if every sum is a finite number."""
-        every = (self.count, self.squares, self.products.flatten(), self.pairs.flatten())
-        return bool(torch.cat(every).isfinite().all())
+        every = (self.count, self.squares, self.products, self.pairs)
+        return bool(torch.cat([*map(torch.flatten, every)]).isfinite().all())
 
 
 # ---------------------------------------------------------------------- estimates per bin
@@ -251,10 +242,9 @@ class RatioMoments:
         steps = self.steps[..., None, None]
         enough = (steps >= 2.0 - 1e-9) & covariance.isfinite()
         diagonal = torch.eye(covariance.shape[-1], dtype=torch.bool, device=covariance.device)
-        unknown = torch.where(diagonal, torch.inf, 0.0).to(covariance)
-        corrected = covariance * steps / (steps - 1.0)
-        corrected = torch.where(diagonal, corrected.clamp_min(0.0), corrected)  # rounding can leave -1e-30
-        return torch.where(enough, corrected, unknown)
+        covariance = covariance * steps / (steps - 1.0)
+        covariance.diagonal(dim1=-2, dim2=-1).clamp_min_(0.0)  # rounding can leave -1e-30
+        return torch.where(enough, covariance, torch.where(diagonal, torch.inf, 0.0).to(covariance))
 
 
 def moments_of_groups(sizes: Tensor, square_norms: Tensor, mean_square_norm: Tensor | float) -> RatioMoments:

@@ -46,7 +46,7 @@ class StepSums:
     @property
     def known(self) -> list[Tensor]:
         """Sums in the order of the fields, without the last three on a free step."""
-        return [value for value in vars(self).values() if value is not None]
+        return [*filter(torch.is_tensor, vars(self).values())]
 
     @property
     def all_products(self) -> Tensor:
@@ -69,15 +69,11 @@ class StepSums:
             None if self.corrections is None else self.corrections * matrix,
         )  # fmt: skip
 
-    def combined(self) -> "StepSums":
+    def of_all_bins(self) -> "StepSums":
         """Combine all bins of a measured step into one."""
-        assert self.all_pairs is not None and self.sketched is not None and self.corrections is not None
-        return StepSums(
-            self.count.sum(0, keepdim=True), self.square_losses.sum(0, keepdim=True), self.pairs.sum((0, 1), keepdim=True),
-            self.squares.sum(-1, keepdim=True), self.products.sum((-2, -1), keepdim=True),
-            self.all_pairs.sum((-2, -1), keepdim=True), self.sketched.sum((-2, -1), keepdim=True),
-            self.corrections.sum((-2, -1), keepdim=True),
-        )  # fmt: skip
+        of_bins = ("count", "square_losses", "squares")  # others are of pairs of bins
+        values = vars(self).items()
+        return StepSums(*(value.sum(-1 if name in of_bins else (-2, -1), keepdim=True) for name, value in values))
 
     def to_host(self) -> "StepSums":
         """Copy the sums to the host's memory; waits for the device."""

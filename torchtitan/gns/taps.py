@@ -122,61 +122,57 @@ def _outer_by_bin(left: Tensor, right: Tensor, one_hot: Tensor, geometries: int)
     return (of_bins @ right.transpose(0, 1)).view(geometries, one_hot.shape[1], -1)
 
 
-class VectorTap(Function):
+class Tap(Function):
+    """Base of taps: `apply(y, norms, sums, facts, *tensors)` is y; norms and sums are the probes that `backward` measures into,
+    facts and tensors what else it reads.
+    """
+
+    @staticmethod
+    def forward(ctx, y, norms, sums, facts, *tensors):
+        ctx.save_for_backward(*tensors)
+        ctx.facts, ctx.others = facts, (None,) * (1 + len(tensors))  # which have no gradient
+        return y.view_as(y)
+
+
+class VectorTap(Tap):
     """Tap of layers with one vector per sample: y [B, out], x [B, in]."""
 
     @staticmethod
-    def forward(ctx, y, x, gram, sums, one_hot, rows, columns, left, right, has_bias, measured):
-        ctx.save_for_backward(x, one_hot, rows, columns, left, right, sums)
-        ctx.has_bias, ctx.measured = has_bias, measured
-        return y.view_as(y)
-
-    @staticmethod
     @_outside_autocast
     def backward(ctx, dy):
-        x, one_hot, rows, columns, left, right, sums = ctx.saved_tensors
+        x, one_hot, rows, columns, left, right = ctx.saved_tensors
+        has_bias, measured = ctx.facts
         inputs = _own_products(x, columns[:, :-1])
-        if ctx.has_bias:
+        if has_bias:
             inputs = inputs + columns[:, -1:, None].square()
         gram = _own_products(dy, rows) * inputs  # [G, B, B]
         found = None
-        if ctx.measured:
+        if measured:
             a_right = _full_product(x, right[:-1].to(x.dtype))
-            if ctx.has_bias:
+            if has_bias:
                 a_right = a_right + right[-1]
-            found = _outer_by_bin(_full_product(dy, left.to(dy.dtype)), a_right, one_hot, len(sums))
-        return dy, None, gram, found, None, None, None, None, None, None, None
+            found = _outer_by_bin(_full_product(dy, left.to(dy.dtype)), a_right, one_hot, len(rows))
+        return dy, gram, found, *ctx.others
 
 
-class EmbeddingTap(Function):
+class EmbeddingTap(Tap):
     """Tap of a table of vectors: y [B, D] is row ids [B] of it; its rows are the sketch's left side."""
-
-    @staticmethod
-    def forward(ctx, y, ids, gram, sums, one_hot, rows, columns, left, right, measured):
-        ctx.save_for_backward(ids, one_hot, rows, columns, left, right, sums)
-        ctx.measured = measured
-        return y.view_as(y)
 
     @staticmethod
     @_outside_autocast
     def backward(ctx, dy):
-        ids, one_hot, rows, columns, left, right, sums = ctx.saved_tensors
+        ids, one_hot, rows, columns, left, right = ctx.saved_tensors
         d = _full(dy)
         scaled = d * columns[:, None, :-1] * rows[:, ids, None]  # [G, B, D]
         gram = (scaled @ scaled.mT) * (ids[:, None] == ids)
         found = None
-        if ctx.measured:
-            found = _outer_by_bin(left[ids], d @ right[:-1].to(d.dtype), one_hot, len(sums))
-        return dy, None, gram, found, None, None, None, None, None, None
+        if ctx.facts:  # measured
+            found = _outer_by_bin(left[ids], d @ right[:-1].to(d.dtype), one_hot, len(rows))
+        return dy, gram, found, *ctx.others
 
 
-class SketchTap(Function):
+class SketchTap(Tap):
     """Tap of layers over tokens: y [B, ..., out], and a_right [B, T, G k], [A_i, 1] R of the layer's input."""
-
-    @staticmethod
-    def forward(ctx, y, a_right, squares, sums, one_hot, rows, places, signs):
-        ctx.save_for_backward(a_right, one_hot, rows, places, signs)
-        return y.view_as(y)
 
     @staticmethod
     @_outside_autocast
@@ -197,7 +193,7 @@ class SketchTap(Function):
         folded = folded_rows(of_bins.view(-1, d.shape[2]), places, signs)  # [K G k, m]
         # In the layout of the probe: compiled, the sum writes it so; autograd would copy the sketch after it.
         folded = folded.view(one_hot.shape[1], len(rows), -1).transpose(0, 1).contiguous()  # [G, K, k m]
-        return dy, None, torch.cat(squares).T, folded, None, None, None, None
+        return dy, torch.cat(squares).T, folded, *ctx.others
 
 
 def over_tokens(x: Tensor) -> Tensor:
@@ -210,14 +206,8 @@ def folded_rows(values: Tensor, places: Tensor, signs: Tensor) -> Tensor:
     return (values.index_select(1, places) * signs).unflatten(1, (-1, FOLDED_ROWS)).sum(1)
 
 
-class SmallTap(Function):
+class SmallTap(Tap):
     """Tap of narrow layers over tokens (single-sample gradients fit into memory): y [B, ..., out], x [B, ..., in]."""
-
-    @staticmethod
-    def forward(ctx, y, x, squares, sums, one_hot, rows, columns, has_bias):
-        ctx.save_for_backward(x, one_hot, rows, columns)
-        ctx.has_bias = has_bias
-        return y.view_as(y)
 
     @staticmethod
     @_outside_autocast
@@ -226,32 +216,27 @@ class SmallTap(Function):
         d = over_tokens(dy)
         gradient = _full_product(d.mT, over_tokens(x).to(dy.dtype))  # [B, out, in]
         bias = torch.zeros_like(gradient[..., :1])
-        if ctx.has_bias:
+        if ctx.facts:  # has a bias
             bias = d.mT.sum(2, keepdim=True, dtype=gradient.dtype)
         gradient = torch.cat((gradient, bias), dim=2)  # [B, out, in + 1]
-        return dy, None, *_of_whole(gradient, one_hot, rows, columns), None, None, None, None
+        return dy, *_of_whole(gradient, one_hot, rows, columns), *ctx.others
 
 
-class ElementTap(Function):
+class ElementTap(Tap):
     """Tap of elements that are added to an input, or multiply it or its norm: y [B, ...], and x as y, or None of a sum.
 
     norm(x) is computed again in the backward instead of being kept: the norm keeps x anyway.
     """
 
     @staticmethod
-    def forward(ctx, y, x, squares, sums, one_hot, rows, columns, shape, rms, eps):
-        ctx.save_for_backward(x, one_hot, rows, columns)
-        ctx.shape, ctx.rms, ctx.eps = shape, rms, eps
-        return y.view_as(y)
-
-    @staticmethod
     @_outside_autocast
     def backward(ctx, dy):
         x, one_hot, rows, columns = ctx.saved_tensors
-        if ctx.rms is not None:
-            x = normed(x, None, ctx.eps, ctx.rms)
-        gradient = _summed(_full(dy) if x is None else _full(dy) * x, ctx.shape)
-        return dy, None, *_of_whole(gradient, one_hot, rows, columns), None, None, None, None, None, None
+        shape, rms, eps = ctx.facts
+        if rms is not None:
+            x = normed(x, None, eps, rms)
+        gradient = _summed(_full(dy) if x is None else _full(dy) * x, shape)
+        return dy, *_of_whole(gradient, one_hot, rows, columns), *ctx.others
 
 
 def _summed(products: Tensor, shape: torch.Size) -> Tensor:
@@ -273,7 +258,7 @@ def _of_whole(gradient: Tensor, one_hot: Tensor, rows: Tensor, columns: Tensor) 
 
 
 class TappedLinear(nn.Linear):
-    """Linear with a tap behind it.
+    """Linear with a tap behind it, where the switch is at least at the mode `measures`.
 
     `GradientTaps` gives it, and all other tapped layers, the tensors that their taps need, on the device of compute, each under
     its name. The factors of all geometries on the gradient, float32, are written in place before a step: `rows` [G, out]; of a
@@ -283,57 +268,55 @@ class TappedLinear(nn.Linear):
     of compute. The probes, float32, require a gradient: `sums` [G, K, m k] where sketches are taken.
     """
 
+    measures = FREE
+
     def __init__(self, linear: nn.Linear, switch: TapSwitch) -> None:
         super().__init__(linear.in_features, linear.out_features, linear.bias is not None, device="meta")
         self.weight, self.bias = linear.weight, linear.bias
         self.switch = switch
 
+    def forward(self, x: Tensor) -> Tensor:
+        if self.switch.mode < self.measures:
+            return F.linear(x, self.weight, self.bias)
+        x = _cast_by_autocast(x)
+        return self.tapped(F.linear(x, self.weight, self.bias), x)
+
+    def tapped(self, y: Tensor, x: Tensor) -> Tensor:
+        """Output y of the input x, behind the tap."""
+        raise NotImplementedError
+
 
 class VectorLinear(TappedLinear):
     """Linear with a VectorTap. `gram`: probe [G, B, B]."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        if self.switch.mode == OFF:
-            return F.linear(x, self.weight, self.bias)
-        x = _cast_by_autocast(x)
-        y = F.linear(x, self.weight, self.bias)
-        return VectorTap.apply(
-            y, x, self.gram, self.sums, self.switch.one_hot, self.rows, self.columns, self.left, self.right,
-            self.bias is not None, self.switch.mode == MEASURED,
-        )  # fmt: skip
+    def tapped(self, y: Tensor, x: Tensor) -> Tensor:
+        facts = self.bias is not None, self.switch.mode == MEASURED
+        tensors = x, self.switch.one_hot, self.rows, self.columns, self.left, self.right
+        return VectorTap.apply(y, self.gram, self.sums, facts, *tensors)
 
 
 class SketchedLinear(TappedLinear):
     """Linear with a SketchTap. `squares`: probe [G, B]."""
 
+    measures = MEASURED
     fold: Fold
     right: Tensor
 
-    def forward(self, x: Tensor) -> Tensor:
-        if self.switch.mode != MEASURED:
-            return F.linear(x, self.weight, self.bias)
-        x = _cast_by_autocast(x)
+    def tapped(self, y: Tensor, x: Tensor) -> Tensor:
         with torch.no_grad():  # [A_i, 1] R now and not in backward, since the layer has its input in the cache now
             right, tokens = self.right.to(x.dtype), x.flatten(0, -2)
             projected = tokens @ right[:-1] if self.bias is None else torch.addmm(right[-1], tokens, right[:-1])
             projected = projected.unflatten(0, (len(x), -1))  # [B, T, G k]
-        return SketchTap.apply(
-            F.linear(x, self.weight, self.bias), projected, self.squares, self.sums, self.switch.one_hot, self.rows,
-            self.fold.places, self.fold.signs,
-        )  # fmt: skip
+        tensors = projected, self.switch.one_hot, self.rows, self.fold.places, self.fold.signs
+        return SketchTap.apply(y, self.squares, self.sums, None, *tensors)
 
 
 class SmallLinear(TappedLinear):
     """Linear with a SmallTap. `squares`: probe [G, B]; `sums`: probe [K, out, in + 1]."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        if self.switch.mode == OFF:
-            return F.linear(x, self.weight, self.bias)
-        x = _cast_by_autocast(x)
-        y = F.linear(x, self.weight, self.bias)
-        return SmallTap.apply(
-            y, x, self.squares, self.sums, self.switch.one_hot, self.rows, self.columns, self.bias is not None
-        )
+    def tapped(self, y: Tensor, x: Tensor) -> Tensor:
+        has_bias, tensors = self.bias is not None, (x, self.switch.one_hot, self.rows, self.columns)
+        return SmallTap.apply(y, self.squares, self.sums, has_bias, *tensors)
 
 
 class TappedEmbedding(nn.Embedding):
@@ -348,10 +331,8 @@ class TappedEmbedding(nn.Embedding):
         y = F.embedding(ids, self.weight)
         if self.switch.mode == OFF:
             return y
-        return EmbeddingTap.apply(
-            y, ids, self.gram, self.sums, self.switch.one_hot, self.rows, self.columns, self.left, self.right,
-            self.switch.mode == MEASURED,
-        )  # fmt: skip
+        tensors = ids, self.switch.one_hot, self.rows, self.columns, self.left, self.right
+        return EmbeddingTap.apply(y, self.gram, self.sums, self.switch.mode == MEASURED, *tensors)
 
 
 class TappedNorm(nn.Module):
@@ -365,12 +346,11 @@ class TappedNorm(nn.Module):
         self.rms = isinstance(norm, RMSNorm)
 
     def forward(self, x: Tensor) -> Tensor:
+        y = normed(x, self.weight, self.eps, self.rms)
         if self.switch.mode != MEASURED:
-            return normed(x, self.weight, self.eps, self.rms)
-        return ElementTap.apply(
-            normed(x, self.weight, self.eps, self.rms), x, self.squares, self.sums, self.switch.one_hot, self.rows,
-            self.columns, self.weight.shape, self.rms, self.eps,
-        )  # fmt: skip
+            return y
+        facts, tensors = (self.weight.shape, self.rms, self.eps), (x, self.switch.one_hot, self.rows, self.columns)
+        return ElementTap.apply(y, self.squares, self.sums, facts, *tensors)
 
 
 class TappedElements(nn.Module):
@@ -385,5 +365,5 @@ class TappedElements(nn.Module):
         y = x * weight if self.multiplies else x + weight
         if self.switch.mode != MEASURED:
             return y
-        taken = self.squares, self.sums, self.switch.one_hot, self.rows, self.columns
-        return ElementTap.apply(y, x if self.multiplies else None, *taken, weight.shape, None, 0.0)
+        tensors = x if self.multiplies else None, self.switch.one_hot, self.rows, self.columns
+        return ElementTap.apply(y, self.squares, self.sums, (weight.shape, None, 0.0), *tensors)

@@ -157,6 +157,16 @@ def timestep_sinusoid(t: Tensor, channels: int, max_period: float = 10000.0, *, 
     return torch.cat((angles.cos(), angles.sin()), dim=-1)
 
 
+def rotate(x: Tensor, rotary: Tensor) -> Tensor:
+    """Rotate channel i against channel i + D / N / 2 of queries or keys [B, N, T, D / N] by the angles of a table.
+
+    The table [2, T, D / N / 2] is float32, which makes the arithmetic and the result float32 when x is bfloat16.
+    """
+    cos, sin = rotary.unbind(0)  # each [T, D / N / 2]
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, first * sin + second * cos), dim=-1)
+
+
 def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
     """Scale and shift tokens [B, T, D] by (1 + scale) and shift, each [B, 1, D] (adaLN)."""
     return torch.addcmul(shift, x, 1 + scale)

@@ -113,7 +113,7 @@ class RunState:
         self.gns = None
         if edges is not None:
             if self.network.taps is not None:
-                self.network.taps.set_rates(self.optimizer.lr_scales())
+                self.network.taps.attach(layout, self.optimizer.lr_scales())
             self.gns = build_monitor(
                 config, self.objective, edges, self.network.taps, self.train_module, layout, self.folder.path,
                 microbatches=self.data.microbatches_per_step, matrices=self.optimizer.matrices(),

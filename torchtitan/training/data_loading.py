@@ -370,9 +370,9 @@ def read_checked(dataset: Dataset, info: DatasetInfo, indices: np.ndarray, draws
         DatasetError: any other exception of the dataset, or images that contradict its info.
     """
     try:
-        shape = shape_of(dataset, info, indices)
+        wanted = info.batch_entries[shape_of(dataset, info, indices)] | ({} if draws is None else info.training_entries)
         batch = dataset.fetch(indices) if draws is None else dataset.fetch_drawn(indices, draws)
-        _check(batch, len(indices), info.batch_entries(shape) | ({} if draws is None else info.training_entries), info)
+        _check(batch, len(indices), wanted, info)
     except UnreadableImage:
         raise
     except Exception as error:
@@ -399,7 +399,7 @@ def _first_failure(dataset: Dataset, info: DatasetInfo, indices: np.ndarray) -> 
     for slot, index in enumerate(indices):
         try:
             alone = indices[slot : slot + 1]
-            _check(dataset.fetch(alone), 1, info.batch_entries(shape_of(dataset, info, alone)), info)
+            _check(dataset.fetch(alone), 1, info.batch_entries[shape_of(dataset, info, alone)], info)
         except Exception as error:  # noqa: BLE001 (reported with the index of its image)
             return int(index), error
     return None
@@ -408,21 +408,25 @@ def _first_failure(dataset: Dataset, info: DatasetInfo, indices: np.ndarray) -> 
 def _check(batch: Batch, count: int, wanted: Entries, info: DatasetInfo) -> None:
     if not isinstance(batch, dict):
         raise DatasetError(f"fetch gives a {type(batch).__name__}, not a mapping of names to tensors")
-    if missing := wanted.keys() - batch.keys():
-        raise DatasetError(f"a batch has {', '.join(batch)} and no {min(missing)}, which the dataset says it gives")
-    if taken := batch.keys() & ADDED:
-        raise DatasetError(f"a batch has {min(taken)}, which the loader adds (give it another name)")
-    if undeclared := batch.keys() - wanted.keys():
-        advice = "add it to DatasetInfo.entries, with the shape and dtype of one image's"
-        raise DatasetError(f"a batch has {min(undeclared)}, which the dataset does not say it gives ({advice})")
+    if batch.keys() != wanted.keys() or batch.keys() & ADDED:
+        raise DatasetError(f"a batch has {_unlike(batch, wanted)}")
     for name, (shape, dtype) in wanted.items():
-        found = batch[name]
-        if not isinstance(found, Tensor):
+        if not isinstance(found := batch[name], Tensor):
             raise DatasetError(f"{name}: is a {type(found).__name__}, not a tensor")
         if found.shape != (count, *shape) or found.dtype != dtype:
             raise DatasetError(f"{name}: {found.dtype} {list(found.shape)}, not {dtype} {[count, *shape]}")
     if problem := info.condition_kind.problem(batch):
         raise DatasetError(problem)
+
+
+def _unlike(batch: Batch, wanted: Entries) -> str:
+    """Name, in words, an entry that a batch lacks or must not have."""
+    if missing := wanted.keys() - batch.keys():
+        return f"{', '.join(batch)} and no {min(missing)}, which the dataset says it gives"
+    if taken := batch.keys() & ADDED:
+        return f"{min(taken)}, which the loader adds (give it another name)"
+    advice = "add it to DatasetInfo.entries, with the shape and dtype of one image's"
+    return f"{min(batch.keys() - wanted.keys())}, which the dataset does not say it gives ({advice})"
 
 
 def _name(dataset: Dataset) -> str:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -49,19 +50,21 @@ class EMABank:
 
     def __init__(self, parameters: dict[str, nn.Parameter], config: EMAConfig, images_per_step: int) -> None:
         self._parameters = parameters
-        self._configs = {track.name: track for track in config.tracks}
         self._images_per_step = images_per_step
         self.tracks = {
-            name: {key: parameter.detach().clone() for key, parameter in parameters.items()} for name in self._configs
+            track.name: {key: parameter.detach().clone() for key, parameter in parameters.items()} for track in config.tracks
         }
+        # Of every track its share kept at a step, see `kept_share`, and this rank's shards.
+        self._averages = [
+            (partial(_KINDS[track.kind], track), [*map(local, self.tracks[track.name].values())]) for track in config.tracks
+        ]
 
     @torch.no_grad()
     def update(self, step: int, factor: int = 1) -> None:
         """Move every track towards the weights after an optimizer step; see `kept_share` for the arguments."""
         weights = [local(parameter) for parameter in self._parameters.values()]
-        for name, averages in self.tracks.items():
-            kept = kept_share(self._configs[name], step, self._images_per_step, factor)
-            torch._foreach_lerp_([local(average) for average in averages.values()], weights, 1.0 - kept)
+        for kept_share_at, averages in self._averages:
+            torch._foreach_lerp_(averages, weights, 1.0 - kept_share_at(step, self._images_per_step, factor))
 
     def tensors(self) -> dict[str, Tensor]:
         """Tensors of every average, as `<track>.<parameter>`; the tensors themselves, not copies."""

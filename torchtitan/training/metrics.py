@@ -42,14 +42,14 @@ class LossWindow:
         self._edges = bin_edges
         bins, device = len(bin_edges) + 1, bin_edges.device
         rows = 2 + len(self._diagnostics)  # sums of errors, counts, sums of each diagnostic
-        self.sums = torch.zeros(2 + rows * bins, dtype=torch.float64, device=device)
-        self._loss, self._by_bin = self.sums[:2], self.sums[2:].view(rows, bins)  # of the loss: sum, count
+        self.sums = torch.zeros(3 + rows * bins, dtype=torch.float64, device=device)
+        self._loss, self._by_bin = self.sums[:3], self.sums[3:].view(rows, bins)  # sums of loss and weighted error, count
         self._waiting: list[Tensor] = []  # of microbatches: counted together, they take as many operations as one
 
     def add(self, terms: LossTerms) -> None:
         """Count one microbatch; samples whose loss is not finite are left out."""
         diagnostics = [terms.diagnostics[name] for name in self._diagnostics]
-        added = torch.stack((terms.t, terms.loss.detach(), terms.error, *diagnostics))  # [3 + diagnostics, B]
+        added = torch.stack((terms.t, terms.loss.detach(), terms.weighted, terms.error, *diagnostics))  # [4 + diagnostics, B]
         if self._waiting and self._waiting[0].shape != added.shape:
             self._count()
         self._waiting.append(added)
@@ -60,29 +60,34 @@ class LossWindow:
         """Add the microbatches that wait to the sums, one after the other."""
         if not self._waiting:
             return
-        waiting, self._waiting = torch.stack(self._waiting), []  # [M, 3 + diagnostics, B]
+        waiting, self._waiting = torch.stack(self._waiting), []  # [M, 4 + diagnostics, B]
         values = waiting[:, 1:].to(torch.float64)
-        finite = values[:, :2].isfinite().all(1)  # [M, B]
-        loss, error, *diagnostics = torch.where(finite[:, None], values, 0.0).unbind(1)
-        self._loss[0] = torch.cat((self._loss[:1], loss.sum(1))).cumsum(0)[-1]
-        self._loss[1] += finite.sum()
+        finite = values[:, :3].isfinite().all(1)  # [M, B]
+        values = torch.where(finite[:, None], values, 0.0)
+        self._loss[:2] = torch.cat((self._loss[None, :2], values[:, :2].sum(2))).cumsum(0)[-1]
+        self._loss[2] += finite.sum()
         bins = torch.bucketize(waiting[:, 0].contiguous(), self._edges).flatten()
+        _, _, error, *diagnostics = values.unbind(1)
         for row, added in enumerate((error, finite.to(torch.float64), *diagnostics)):
             self._by_bin[row].index_add_(0, bins, added.flatten())
 
     def reduce(self) -> dict[str, float]:
-        """Metrics over all ranks' samples; starts a new window. Called by all ranks together."""
+        """Metrics over all ranks' samples; starts a new window. Called by all ranks together.
+
+        The weighted error is one of them where the loss is another: of further terms, or divided by what it is.
+        """
         self._count()
-        highest, sums = self._loss[0] / self._loss[1], self.sums.clone()
+        highest, sums = self._loss[0] / self._loss[2], self.sums.clone()
         if dist.is_initialized() and dist.get_world_size() > 1:
             dist.all_reduce(sums)
             dist.all_reduce(highest, op=dist.ReduceOp.MAX)
         self.begin()
-        total, (errors, counts, *diagnostics) = sums[:2], sums[2:].view_as(self._by_bin).tolist()
+        (loss, weighted, count), (errors, counts, *diagnostics) = sums[:3].tolist(), sums[3:].view_as(self._by_bin).tolist()
         filled = [k for k in range(len(counts)) if counts[k]]
         return {
-            "loss_metrics/global_avg_loss": float(total[0] / total[1]),
+            "loss_metrics/global_avg_loss": float(sums[0] / sums[2]),
             "loss_metrics/global_max_loss": float(highest),
+            **({} if weighted == loss else {"loss_metrics/global_avg_weighted_error": weighted / count}),
             **{f"loss_by_bin/{k}": errors[k] / counts[k] for k in filled},
             **{
                 f"{name}/{k}": values[k] / counts[k]

@@ -2,8 +2,9 @@
 
 import difflib
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -226,14 +227,12 @@ def state_parts(key: str, value: Tensor) -> Iterator[tuple[str, Tensor]]:
 
 @dataclass(frozen=True)
 class _Prepared:
-    """Arguments of one call of the kernel: parameters of one group, device and dtype, and their states."""
+    """One call of the kernel: on parameters of one group, device and dtype, and their states, of which `counts` are the steps."""
 
     group: dict[str, Any]
     parameters: list[Tensor]
-    averages: list[Tensor]
-    squares: list[Tensor]
-    steps: list[Tensor]  # views of `counts`
     counts: Tensor
+    kernel: Callable[..., None]  # without gradients, rate and verdict
 
 
 class FusedAdamW(torch.optim.AdamW):
@@ -259,14 +258,9 @@ class FusedAdamW(torch.optim.AdamW):
             return
         for prepared in self._prepared:
             gradients = [cast(Tensor, parameter.grad) for parameter in prepared.parameters]
-            group, broken = prepared.group, None if found is None else found.to(prepared.counts.device)
-            beta1, beta2 = group["betas"]
+            broken = None if found is None else found.to(prepared.counts.device)
             prepared.counts.add_(1)
-            torch._fused_adamw_(
-                prepared.parameters, gradients, prepared.averages, prepared.squares, [], prepared.steps,
-                amsgrad=False, lr=group["lr"], beta1=beta1, beta2=beta2, weight_decay=group["weight_decay"],
-                eps=group["eps"], maximize=False, grad_scale=None, found_inf=broken,
-            )  # fmt: skip
+            prepared.kernel(grads=gradients, lr=prepared.group["lr"], found_inf=broken)
             if broken is not None:
                 prepared.counts.sub_(broken)
 
@@ -285,5 +279,12 @@ class FusedAdamW(torch.optim.AdamW):
             for state, step in zip(states, steps, strict=True):
                 state["step"] = step
             averages, squares = ([state[name] for state in states] for name in ("exp_avg", "exp_avg_sq"))
-            self._prepared.append(_Prepared(self.param_groups[number], parameters, averages, squares, steps, counts))
+            group = self.param_groups[number]
+            beta1, beta2 = group["betas"]
+            kernel = partial(
+                torch._fused_adamw_, parameters, exp_avgs=averages, exp_avg_sqs=squares, max_exp_avg_sqs=[], state_steps=steps,
+                beta1=beta1, beta2=beta2, weight_decay=group["weight_decay"], eps=group["eps"],
+                amsgrad=False, maximize=False, grad_scale=None,
+            )  # fmt: skip
+            self._prepared.append(_Prepared(group, parameters, counts, kernel))
         return True

@@ -31,7 +31,8 @@ SHOWN_FILES = (*RUN_FILES, "samples/step-*.png", f"{GNS_FOLDER}/{PICTURE_FILE}")
 def main(words: list[str] | None = None) -> int:
     arguments = parse_arguments(words)
     if arguments.log:
-        print(log_table(against_log(read_run(arguments.runs[0]), read_log(arguments.log))))
+        run, log = read_run(arguments.runs[0]), read_log(arguments.log)
+        print(log_table(against_log(run, log), log, run.last_step))
         return 0
     try:
         refuse_foreign_file(arguments.output, PAGE_START.encode())

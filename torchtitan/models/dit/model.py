@@ -18,7 +18,7 @@ from torchtitan.conditions import Classes, Condition, ConditionKind
 from torchtitan.models.base import DiffusionModel, LinearRole, ProbePoint, TokenExchange
 from torchtitan.models.dit.config import DiTConfig, condition_problems, problems
 from torchtitan.models.dit.initial_weights import SCALARS, initialise
-from torchtitan.models.dit.positions import rotary_table, rotate, sincos_table
+from torchtitan.models.dit.positions import rotary_table, sincos_table
 from torchtitan.models.layers import (
     SINUSOID_CHANNELS,
     FourierFeatures,
@@ -30,6 +30,7 @@ from torchtitan.models.layers import (
     check_inputs,
     modulate,
     patchify,
+    rotate,
     timestep_sinusoid,
     unpatchify,
 )
@@ -250,21 +251,20 @@ class DiT(PatchTransformer):
 
         c: conditioning vector [B, D]; label: embedding of the class [B, D].
         """
-        early, rotary, count = None, self.rotary, self.config.class_tokens
+        count, joined, early = self.config.class_tokens, 0, None
+        rotary = self.rotary[:, count:] if count and self.rotary is not None else self.rotary
         values: tuple[Tensor, ...] = ()  # the first ones of each token, where later blocks mix them into theirs
         for number, block in enumerate(self.layers):
-            joined = self._class_tokens_in(number)
             if self.class_tokens is not None and label is not None and number == self.config.class_tokens_start:
                 x = torch.cat((self.class_tokens(label[:, None].expand(-1, count, -1)), x), dim=1)  # [B, n + T, D]
-            if count and self.rotary is not None:
-                rotary = self.rotary[:, count - joined :]
+                rotary, joined = self.rotary, count
             x = block(x, c, rotary, *values)
             if isinstance(x, tuple):
                 x, first = x
                 values = (first,)
             if self.intermediate is not None and number + 1 == self.config.intermediate_head:
                 early = self.intermediate(x[:, joined:] if joined else x, c)
-        return x[:, count:] if count else x, early
+        return x[:, joined:] if joined else x, early
 
     def _embedding_blocks(self, x: Tensor, sinusoid: Tensor, condition: Condition) -> tuple[Tensor, Tensor]:
         """Apply blocks with separate embeddings; return tokens [B, T, D] and the first block's conditioning vector [B, D]."""

@@ -22,16 +22,6 @@ def rotary_table(head_dim: int, grid: tuple[int, int]) -> Tensor:
     return torch.stack((angles.cos(), angles.sin()))
 
 
-def rotate(x: Tensor, rotary: Tensor) -> Tensor:
-    """Rotate channel i against channel i + D / N / 2 of queries or keys [B, N, T, D / N] by the table's angles.
-
-    The table is float32, which makes the arithmetic and the result float32 when x is bfloat16.
-    """
-    cos, sin = rotary.unbind(0)  # each [T, D / N / 2]
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, first * sin + second * cos), dim=-1)
-
-
 def _grid_angles(count: int, grid: tuple[int, int]) -> tuple[Tensor, Tensor]:
     """Column and row number of each token times `count` frequencies 10000^(-i / count), each [T, count]."""
     frequencies = 10000.0 ** (-torch.arange(count, dtype=torch.float64) / count)

@@ -3,15 +3,17 @@
 import itertools
 import math
 import re
-import statistics
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from torchtitan.runs.record import RunRecord, RunRecordError
 
 _LINE = re.compile(r"\bstep\W{1,3}0*(\d+)\b.*?\bloss\W{1,3}(\d+(?:\.\d+)?(?:e[-+]?\d+)?)", re.IGNORECASE)
-_LOSS = "loss_metrics/global_avg_loss"
+# Published losses are of the weighted error, without further terms; a run logs it where its loss is another.
+_TAGS = ("loss_metrics/global_avg_weighted_error", "loss_metrics/global_avg_loss")
 # Standard errors of the run's mean that the band is wide on each side.
 _WIDTH = 3.0
 # Relative standard deviation over seeds of the mean loss of the first and second hundred steps, where the loss falls steeply
@@ -48,10 +50,12 @@ def read_log(path: Path) -> dict[int, float]:
 def against_log(run: RunRecord, log: Mapping[int, float]) -> list[LogPoint]:
     """Compare a run with a log at the log's steps, over the log's smallest distance of steps.
 
+    Steps without two logged losses within that distance are left out.
+
     Raises:
-        RunRecordError: the run has fewer than two logged losses within that distance of any step of the log.
+        RunRecordError: all are.
     """
-    width = min(after - before for before, after in itertools.pairwise([0, *sorted(log)]))
+    width = distance(log)
     points = list(_points(run, log, width))
     if not points:
         raise RunRecordError(
@@ -61,26 +65,39 @@ def against_log(run: RunRecord, log: Mapping[int, float]) -> list[LogPoint]:
     return points
 
 
+def distance(log: Mapping[int, float]) -> int:
+    """Smallest distance of a log's steps, the first one's from 0 among them."""
+    return min(after - before for before, after in itertools.pairwise([0, *sorted(log)]))
+
+
 def _points(run: RunRecord, log: Mapping[int, float], width: int) -> Iterator[LogPoint]:
-    series = run.series(_LOSS)
+    tag = next((tag for tag in _TAGS if tag in run.tags), _TAGS[-1])
+    series = run.series(tag)
+    logged = [*zip(series.steps, series.values, np.diff([0, *series.steps]).tolist(), strict=True)]
     for step, published in sorted(log.items()):
-        values = [
-            value for at, value in zip(series.steps, series.values, strict=True) if step - width < at <= step <= run.last_step
-        ]
-        if len(values) < 2:
+        # A logged loss is the mean over the steps since the one before.
+        found = [(value, steps) for at, value, steps in logged if step - width < at <= step <= run.last_step]
+        if len(found) < 2:
             continue
-        mean = statistics.mean(values)
-        error = statistics.stdev(values) / math.sqrt(len(values))
+        values, steps = np.array(found).T
+        mean = float(np.average(values, weights=steps))
+        error = math.sqrt(steps @ (values - mean) ** 2 / ((len(values) - 1) * steps.sum()))
         yield LogPoint(step, published, mean, _WIDTH * math.hypot(error, SEED_SPREAD.get(step, 0.0) * mean))
 
 
-def log_table(points: list[LogPoint]) -> str:
-    """Table of the comparison as text, with a verdict in its last line."""
+def log_table(points: list[LogPoint], log: Mapping[int, float], last_step: int) -> str:
+    """Table of the comparison as text, with a verdict in its last line, and the steps of the log that were left out."""
     rows = [
         f"{point.step:>9,}  {point.published:10.4f}  {point.mean:10.4f}  ± {point.half_width:.4f}  "
         f"{point.mean / point.published - 1:+7.1%}  {'inside' if point.inside else 'OUTSIDE'}"
         for point in points
     ]
-    inside = sum(point.inside for point in points)
+    inside, reached = sum(point.inside for point in points), sum(step <= last_step for step in log)
     heading = f"{'step':>9}  {'published':>10}  {'this run':>10}  {'band':8}  {'off':>7}"
-    return "\n".join([heading, *rows, f"{inside} of {len(points)} within the band of {_WIDTH:g} standard errors"])
+    verdict = f"{inside} of {len(points)} within the band of {_WIDTH:g} standard errors"
+    if reached > len(points):
+        verdict += (
+            f"; {reached - len(points)} of the log's steps left out, without two logged losses in the {distance(log)} steps"
+            f" before (--metrics.log_freq {max(distance(log) // 10, 1)})"
+        )
+    return "\n".join([heading, *rows, verdict])
