@@ -69,8 +69,8 @@ def introduce(state: RunState) -> None:
     weights = state.objective.effective_weight(points)
     if weights is not None and not _is_default(config.objective):
         logger.info(_weighting(points, weights))
-    if line := state.objective.introduction():
-        logger.info(line)
+    for level, line in _methods(state):
+        logger.log(level, line)
     if config.autoencoder.encode:
         logger.info(f"each batch is encoded by {config.autoencoder.name}: {' x '.join(map(str, state.info.image_shape))} latents")
     if config.compile.enable:
@@ -79,6 +79,28 @@ def introduce(state: RunState) -> None:
         logger.info(
             "grids show three latent channels as colours; for images give --autoencoder.name and --autoencoder.path"
         )
+
+
+def _methods(state: RunState) -> Iterator[tuple[int, str]]:
+    """Lines on the methods that are on, with logging's level of each."""
+    model, training, aligned = state.config.model, state.config.training, state.alignment
+    if line := state.objective.introduction():
+        yield logging.INFO, line
+    if (share := state.objective.intermediate_share) is not None:
+        yield logging.INFO, f"intermediate head: behind block {model.intermediate_head} of {model.num_layers}, loss x {share:g}"
+    if aligned is not None:
+        end = f"{aligned.steps * training.global_batch_size:,} images" if state.batch_grows else f"step {aligned.steps:,}"
+        yield logging.INFO, aligned.introduction() + (f", until {end}" if aligned.steps < training.steps else "")
+    yield from state.model.introduction(training.steps)
+
+
+def method_ends(state: RunState) -> list[tuple[int, str]]:
+    """Ends of methods that act in a first part of the run: progress, in steps of the first batch size, and a line."""
+    routing, steps = getattr(state.config.model, "routing", None), state.config.training.steps
+    found = [(steps - getattr(routing, "finish_steps", 0), "routing ends: every block sees every token")]
+    if state.alignment is not None:
+        found.append((state.alignment.steps, "alignment ends"))
+    return [(end, line) for end, line in found if end < steps]
 
 
 def too_short_for(config: JobConfig) -> Iterator[str]:

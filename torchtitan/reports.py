@@ -14,7 +14,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from torchtitan.checkpoint.checkpointer import checkpoint_path
-from torchtitan.console import closing_lines, introduce
+from torchtitan.console import closing_lines, introduce, method_ends
 from torchtitan.distributed.collectives import from_first_rank, group_for_work, highest_over_ranks
 from torchtitan.distributed.compile import CompileCounter
 from torchtitan.errors import CheckpointError, EvaluationError, RunFolderError, TrainingError, reason
@@ -97,6 +97,7 @@ class Reports:
         self._log = self._new_log() if self._first else None
         self._noise_points = self._new_noise_points()
         from_first_rank(self._open)
+        self._method_ends = method_ends(state)
         if self._first:
             introduce(state)
         self._bar = tqdm(
@@ -178,6 +179,9 @@ class Reports:
         if self._config.compile.enable and self._first:
             self._compilations.end_step(self._state.step)
         self._bar.update(self._state.progress - self._bar.n)
+        for end, line in self._method_ends if self._first else ():
+            if self._state.progress_before < end <= self._state.progress:
+                self._say(f"step {self._state.step:>6}  {line}")
 
     def log(self, norm: Tensor, lr: float) -> None:
         """Write one point of metrics, with the step's gradient norm before clipping; collective."""

@@ -36,17 +36,29 @@ LARGEST_GAP = 0.2
 
 
 class Alignment:
-    """Alignment of a run. Its projector is learned with the objective: whole on every rank, and in checkpoints."""
+    """Alignment of a run. Its projector is learned with the objective: whole on every rank, and in checkpoints.
+
+    Attributes:
+        steps: aligned steps, each of the first batch size.
+    """
 
     diagnostics = (DIAGNOSTIC,)
 
     def __init__(self, job: Any, plan: Plan, layout: Layout) -> None:
         """job: the run's JobConfig. Raises ConfigError: the encoder's weights cannot be read."""
         training, self._config, self._plan = job.training, job.alignment, plan
-        self._steps = self._config.steps(training.steps, training.global_batch_size)
+        self.steps = self._config.steps(training.steps, training.global_batch_size)
         self._dtype, self._layout = training.mixed_precision_param, layout
         self._encoder = open_encoder(self._config, layout.device) if self._config.encodes_images else None
         self.flops_per_image = plan.flops_per_image(training.steps, training.global_batch_size)
+
+    def introduction(self) -> str:
+        """Line that the console shows at the start of a run, but for the end."""
+        config = self._config
+        teacher = f'block {config.teacher_block} of the average "{config.track}"' if config.teacher == "self" else config.teacher
+        teacher = "stored features" if config.teacher == "stored" else teacher
+        second = f", {100 * config.dual_share:.3g} % of the tokens at a second time" if config.dual_share else ""
+        return f"alignment: block {config.block} with {teacher}, weight {config.weight:g}{second}"
 
     def attach(self, model: DiffusionModel, objective: Objective) -> None:
         """Attach to a run's network, wrapped for its layout, and draw the projector from the seed, alike on every rank."""
@@ -60,7 +72,7 @@ class Alignment:
 
     def lasts(self, progress: int) -> bool:
         """Whether the step after `progress` steps of the first batch size is aligned."""
-        return progress < self._steps
+        return progress < self.steps
 
     def left_out(self, learned: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Tensors of an objective by name, without the projector's."""

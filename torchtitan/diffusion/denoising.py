@@ -189,6 +189,11 @@ class Denoising(Objective):
             loss = loss + self.flow_terms.loss(predicted, noisy.x_t, noisy.a, noisy.b, velocity, weight, kept)
         return draw.importance * loss, error, draw.importance * held_out, shares, head_errors
 
+    def introduction(self) -> str:
+        weights = {"cosine": self.config.cosine_weight, "contrastive": self.config.contrastive_weight}
+        terms = [f"{name} {weight:g}" for name, weight in weights.items() if weight]
+        return f"terms of the velocity, in the training loss alone: {', '.join(terms)}" if terms else ""
+
     @torch.no_grad()
     def learned_weighting(self, sigma: Tensor) -> Tensor:
         """Learned weight on the squared error of the prediction at noise levels [N]; of sigma's dtype."""

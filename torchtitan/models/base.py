@@ -5,7 +5,7 @@ around it from outside, through the few methods below.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 
@@ -187,6 +187,10 @@ class DiffusionModel(nn.Module):
             steps: as of `training_macs_per_image`.
         """
         return (3 + untrained_forwards) * 2 * self.training_macs_per_image(image_shape, steps)
+
+    def introduction(self, steps: int) -> Iterator[tuple[int, str]]:
+        """Lines for the start of a run of so many steps, with logging's level of each: on methods that are on."""
+        yield from ()
 
     def num_parameters(self) -> int:
         """Number of trainable parameters."""

@@ -5,7 +5,8 @@ B images, T = (H / p)(W / p) tokens of width D, N heads of width D / N, patches 
 Source: Peebles and Xie, "Scalable Diffusion Models with Transformers", arXiv 2212.09748.
 """
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, cast
 
@@ -283,6 +284,11 @@ class DiT(PatchTransformer):
         from torchtitan.models.dit.width import fan_in_ratios
 
         return fan_in_ratios(self, self.config)
+
+    def introduction(self, steps: int) -> Iterator[tuple[int, str]]:
+        base, dim = self.config.mup_base_dim, self.config.dim
+        if base:
+            yield logging.INFO, f"maximal updates: rates and initial weights found at width {base} are scaled to width {dim}"
 
 
 class BottleneckEmbedding(nn.Module):

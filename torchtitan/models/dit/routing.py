@@ -11,7 +11,9 @@ Each image's kept tokens are drawn anew for every sample, and keep the positions
               does not train the mask token, and has it with a probability of 0.1
 """
 
+import logging
 import math
+from collections.abc import Iterator
 from typing import cast
 
 import torch
@@ -76,6 +78,21 @@ class TreadDiT(DiT):
         saved = (num_tokens - kept) * products + len(blocks) * 2 * (num_tokens**2 - kept**2) * self.config.dim
         share = 1.0 if steps is None else 1.0 - min(routing.finish_steps / steps, 1.0)
         return self.forward_macs_per_image(image_shape) - round(share * saved)
+
+    def introduction(self, steps: int) -> Iterator[tuple[int, str]]:
+        yield from super().introduction(steps)
+        routing, blocks, shape = cast(TreadConfig, self.config.routing), self.config.routed_blocks, self.image_shape
+        if routing.finish_steps >= steps:
+            text = f"{routing.finish_steps:,} is no less than training.steps = {steps:,}: no step is routed (lower it)"
+            yield logging.WARNING, f"model.routing.finish_steps: {text}"
+            return
+        if kept_tokens(routing.keep, num_tokens := self.tokens_per_image(shape)) == 1 < num_tokens:
+            text = f"{routing.keep:g} keeps 1 of an image's {num_tokens} tokens (raise it, or lower model.patch_size)"
+            yield logging.WARNING, f"model.routing.keep: {text}"
+        flops = self.training_macs_per_image(shape, steps) / self.forward_macs_per_image(shape)
+        seen = f"blocks {blocks[0]} to {blocks[-1]} of {self.config.num_layers} see {100 * routing.keep:.3g} % of the tokens"
+        finish = f", in the last {routing.finish_steps:,} steps all" if routing.finish_steps else ""
+        yield logging.INFO, f"routing: {seen}{finish}: {flops:.2f} times the FLOPs"
 
 
 class SprintDiT(TreadDiT):

@@ -8,6 +8,8 @@ Source: Wang et al., "DDT: decoupled diffusion transformer", arXiv 2504.05741; w
 representation autoencoders", arXiv 2510.11690, section 5.
 """
 
+import logging
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
@@ -74,6 +76,11 @@ class WideHeadDiT(DiT):
             if name.startswith("wide_layers.") or name == "output.modulation":
                 roles[name] = "token"
         return roles | {"wide_embed": "small"}
+
+    def introduction(self, steps: int) -> Iterator[tuple[int, str]]:
+        config = self.config
+        blocks = f"the last {config.wide_layers} of {config.depth} blocks"
+        yield logging.INFO, f"wide head: {blocks}, of width {config.wide_dim} (the others: {config.dim})"
 
     def attention_macs(self, num_tokens: int) -> int:
         return super().attention_macs(num_tokens) + self.config.wide_layers * 2 * num_tokens**2 * self.config.wide_dim
