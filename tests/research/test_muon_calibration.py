@@ -33,7 +33,7 @@ def test_cells_of_a_run_with_muon_are_measured_and_reported(study, tmp_path):
     config = CONFIG.replace("[optimizer]", '[optimizer]\nname = "Muon"').replace("beta2 = 0.9\n", "")
     assert SMALL in config
     run = trained_folder(tmp_path, "trained", config)
-    tiny = ["--batches", "1", "64", "--samples", "512", "--replicates", "4", "--held", "16", "--bins", 1, "--steps", 4]
+    tiny = ["--batches", "1", "64", "--samples", "512", "--replicates", "16", "--held", "16", "--bins", 1, "--steps", 4]
     code, output, _ = study("muon_calibration", run, *tiny, "--output", tmp_path / "cells")
     (row,) = rows_of(tmp_path / "cells")
     assert code == 0 and row["status"] == "ok", row["reason"]
