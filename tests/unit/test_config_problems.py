@@ -181,7 +181,7 @@ BAD_FILES = [
     ),
     (
         "[sampling]\nguide_track = 'long'\nema_track = 'ema'",
-        "sampling.guide_track: 'long' is not a name in ema.tracks (set it to one of ema, none)",
+        "sampling.guide_track: 'long' is not a name in ema.tracks (set it to one of ema, none, head)",
     ),
     (
         "[sampling]\nguide_track = 'ema'",

@@ -241,6 +241,15 @@ def test_an_existing_path_is_taken_as_it_is_and_nothing_is_no_reference(tmp_path
         read_reference("")
 
 
+@pytest.mark.parametrize(("text", "advice"), [
+    ("path-drop", " (did you mean path_drop?)"), ("heads", " (did you mean head?)"), ("outputs/digits", ""),
+])  # fmt: skip
+def test_a_guide_that_is_not_there_may_be_a_misspelt_name(text, advice):
+    with pytest.raises(WeightsError) as refusal:
+        open_guide(text, Path("run"), None, trained(), 2.0, torch.device("cpu"))
+    assert str(refusal.value) == f"--guide: {text}: no such run folder or weights file{advice}"
+
+
 def trained(shape=SHAPE, kind=KIND, path="rectified_flow", noise_std=1.0) -> SimpleNamespace:
     config = JobConfig()
     config.objective.path, config.objective.noise_std = path, noise_std

@@ -182,6 +182,8 @@ def test_exports_without_a_second_output_say_so():
         ("--model.intermediate_head 2 --objective.intermediate_share 0.5 --objective.heads ['x0','v']".replace("'", '"'),
          "model.intermediate_head: is for a network of one prediction, without objective.heads (leave it out)"),
         ("--sampling.guide_track head", "sampling.guide_track: head is model.intermediate_head, which the network lacks"),
+        ("--sampling.guide_track path_drop",
+         "sampling.guide_track: path_drop is for --guide of scripts/sample.py alone (leave it out)"),
         ("--sampling.null_guidance_scale 2", "sampling.null_guidance_scale: has no effect when sampling.guide_track = "),
         ("--model.intermediate_head 2 --objective.intermediate_share 0.5 --sampling.guide_track head"
          " --model.label_dropout 0 --sampling.null_guidance_scale 2",

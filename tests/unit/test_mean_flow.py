@@ -1,6 +1,8 @@
 """Mean flows: closed forms on Gaussian data, the difference quotient against a forward derivative, draws, steps, refusals."""
 
 import math
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -25,6 +27,10 @@ from torchtitan.models import MODELS
 from torchtitan.models.dit.config import DiTConfig
 from torchtitan.models.dit.model import DiT
 from torchtitan.models.layers import timestep_sinusoid
+from torchtitan.sampling.method_options import sampling_method
+from torchtitan.sampling.setup import SamplingSetup
+from torchtitan.weights.trained_model import WeightsError
+from torchtitan_dit.commands import sample
 
 KIND, SHAPE = Classes(3), (2, 8, 8)
 
@@ -375,6 +381,23 @@ def test_a_run_has_what_follows_from_the_objective_and_its_cost():
         "mean flow: du/dt over steps of 0.05 in t (10 to 14 % off the derivative, on digits); 3 calls of the network without"
         " gradient make a step 2.00 times the FLOPs of denoising"
     )
+
+
+@pytest.mark.parametrize("guide", ["head", "outputs/other@300"])
+def test_a_guide_of_a_mean_flow_is_refused_by_its_option(guide):
+    trained = SimpleNamespace(config=load_config(TWO_TIMES.split(), 1))
+    with pytest.raises(WeightsError) as refusal:
+        sampling_method(sample.parse_arguments(["run", "--guide", guide, "--guidance-scale", "2"]), trained)
+    assert str(refusal.value) == "--guide: is for solvers of one time, not for sampling.solver.name = mean_flow (leave it out)"
+
+
+@pytest.mark.parametrize(("scale", "said"), [(0.5, 1), (1, 0), (8, 0), (8.5, 1), (None, 0)])
+def test_an_embedded_guidance_that_was_not_trained_is_a_warning(scale, said):
+    config = load_config(f"{TWO_TIMES} --objective.guidance_max 8".split(), 1)
+    config.sampling.embedded_guidance = scale
+    trained = SimpleNamespace(config=config, warnings=())
+    setup = SamplingSetup(Path("run"), trained, config.sampling, None, None, SHAPE, 1, "float32")
+    assert list(setup.warnings) == [f"--embedded-guidance: {scale} was not trained, only 1 to objective.guidance_max = 8"] * said
 
 
 @pytest.mark.parametrize(

@@ -276,3 +276,29 @@ def test_spacings_are_those_of_other_code():
     assert trailing_indices(10).tolist() == [999, 899, 799, 699, 599, 499, 399, 299, 199, 99]
     assert leading_indices(30)[0] == 29 * 33 and trailing_indices(3).tolist() == [999, 666, 332]
     assert trailing_indices(1).tolist() == [999] and leading_indices(1).tolist() == [0]
+
+
+PLAIN = CONFIG.split("[data]")[0].replace("FREQUENCIES", "dit")
+
+
+@pytest.mark.parametrize(("changes", "use"), [
+    ((PLAIN, '''
+[model]
+flavor = "DiT-T/2"
+intermediate_head = 1
+[objective]
+intermediate_share = 0.5
+'''), "for --guide head"),
+    ((PLAIN, '''
+[model]
+flavor = "DiT-T/2"
+intermediate_head = 1
+[objective]
+name = "mean_flow"
+tangent = "head"
+'''), "for training alone"),
+])  # fmt: skip
+def test_an_export_says_what_an_intermediate_head_is_kept_for(changes, use, tmp_path):
+    weights, output = random_weights(changes=changes), tmp_path / "w.safetensors"
+    found = write_weights(weights, output, "safetensors", dtype="float32", overwrite=False)
+    assert found == [f"model.intermediate_head: kept, {use}"]

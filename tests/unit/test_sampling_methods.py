@@ -252,6 +252,9 @@ def test_every_key_of_the_method_is_an_option():
         ("--guidance-interval 0.9 0.1",
          "--guidance-interval: [0.9, 0.1] runs backwards (give the lower t first, both in 0..1)"),
         ("--eta 0.5", "--eta: has no effect with --solver euler, --schedule uniform (leave it out)"),
+        ("--guide path_drop --null-guidance-scale 1.5",
+         "--null-guidance-scale: has no effect without --guide head (leave it out)"),
+        ("--null-guidance-scale 1.5", "--null-guidance-scale: has no effect without --guide head (leave it out)"),
         ("--solver ddim --eta 2", "--eta: must be at least 0 and at most 1, is 2.0"),
     ],
 )

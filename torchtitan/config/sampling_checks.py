@@ -8,10 +8,11 @@ from torchtitan.conditions import Unconditional, numbered_otherwise
 from torchtitan.config.speed_checks import shards_of
 from torchtitan.config.view import ConfigView, in_section
 from torchtitan.data import DataConfig
-from torchtitan.diffusion.guidance import HEAD
+from torchtitan.diffusion.guidance import HEAD, PATH_DROP
 from torchtitan.diffusion.objective import ObjectiveConfig
 from torchtitan.diffusion.timesteps.placement import LATENT_SIZE, latent_shift
 from torchtitan.evaluation.config import SamplingConfig, default_schedule, sampling_problems
+from torchtitan.programs import program
 from torchtitan.settings import has_key
 from torchtitan.settings.schema import Problem, nearest, quoted
 from torchtitan.settings.sections import choices
@@ -93,9 +94,11 @@ def _sampled_tracks(checked: ConfigView) -> Iterator[Problem]:
     drawn, guide = checked.sampling.ema_track, checked.sampling.guide_track
     if guide == HEAD and getattr(checked.whole("model"), "intermediate_head", None) is None:
         yield Problem("sampling.guide_track", "head is model.intermediate_head, which the network lacks (give that too)")
-    known = list(dict.fromkeys(track.name for track in checked.ema.tracks)) + ["none"]
-    for key, track in ({"ema_track": drawn} | ({"guide_track": guide} if guide not in ("", HEAD) else {})).items():
-        if track not in known:
+    tracks = [*dict.fromkeys(track.name for track in checked.ema.tracks), "none"]
+    for key, track, known in (("ema_track", drawn, tracks), ("guide_track", guide or HEAD, [*tracks, HEAD])):
+        if track == PATH_DROP and key == "guide_track":
+            yield Problem("sampling.guide_track", f"path_drop is for --guide of {program('sample')} alone (leave it out)")
+        elif track not in known:
             guess = nearest(track, known)
             advice = f"did you mean {guess}?" if guess not in ("", "none") else f"set it to one of {', '.join(known)}"
             yield Problem(f"sampling.{key}", f"{quoted(track)} is not a name in ema.tracks ({advice})")

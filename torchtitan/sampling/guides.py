@@ -10,6 +10,7 @@ from torch import Tensor
 from torchtitan.conditions import Condition, ConditionKind, Unconditional
 from torchtitan.diffusion.guidance import HEAD, PATH_DROP, Guide, HeadGuide
 from torchtitan.files.weight_files import header_of
+from torchtitan.settings.schema import nearest
 from torchtitan.weights.model_record import CONFIG
 from torchtitan.weights.trained_model import TrainedModel, WeightsError, load_run, load_weights
 
@@ -127,7 +128,8 @@ def load_guide(
     """
     place = reference.source or source
     if not place.exists():
-        raise WeightsError(f"--guide: {place}: no such run folder or weights file")
+        guess = nearest(str(place), (HEAD, PATH_DROP, "none"))
+        raise WeightsError(f"--guide: {place}: no such run folder or weights file{guess and f' (did you mean {guess}?)'}")
     if not place.is_dir():
         if reference.step is not None or reference.track is not None:
             raise WeightsError(f"--guide: {place}: a file of weights has no steps and tracks (leave them out)")

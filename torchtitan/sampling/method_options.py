@@ -6,7 +6,6 @@ import typing
 from functools import partial
 from typing import Any, cast
 
-from torchtitan.diffusion.guidance import HEAD
 from torchtitan.evaluation.config import SamplingConfig, sampling_problems
 from torchtitan.settings import has_key, key_types
 from torchtitan.settings.record import unmet_condition
@@ -19,6 +18,7 @@ METHOD_KEYS = [
     "num_steps", "guidance_scale", "guidance_interval", "guidance_channels", "null_guidance_scale", "null_guidance_interval",
     "embedded_guidance", "clip_x0", "state_dtype",
 ]
+GUIDE = "guide_track"  # key of the option --guide
 
 
 def add_method_options(parser: argparse._ActionsContainer) -> None:
@@ -50,7 +50,7 @@ def sampling_method(arguments: argparse.Namespace, trained: TrainedModel) -> Sam
     given = {key: getattr(arguments, key) for _, key in method_keys() if getattr(arguments, key) is not None}
     sampling = dataclasses.replace(trained.config.sampling, enable=True)
     if arguments.guide is not None:
-        sampling.guide_track = HEAD if arguments.guide == HEAD else ""
+        sampling.guide_track = "" if arguments.guide == "none" else arguments.guide
     problems: list[tuple[str, str]] = []
     for name, options in choices(sampling).items():
         if chosen := getattr(arguments, name):
@@ -65,7 +65,8 @@ def sampling_method(arguments: argparse.Namespace, trained: TrainedModel) -> Sam
         problems += [(problem.key.rpartition(".")[2], problem.text) for problem in refused]
         for field in keys(filled):
             if field.name in own and (unmet := unmet_condition(config, name, field)):
-                problems.append((field.name, f"has no effect when {unmet[0]} = {unmet[1]} (leave it out)"))
+                without = "without --guide head" if unmet[0].endswith(GUIDE) else f"when {unmet[0]} = {unmet[1]}"
+                problems.append((field.name, f"has no effect {without} (leave it out)"))
     sampling = config.sampling
     sampling.schedule = sampling.schedule.resolved(cast(float, config.objective.shift))
     for key in given:
@@ -75,8 +76,6 @@ def sampling_method(arguments: argparse.Namespace, trained: TrainedModel) -> Sam
     problems += sampling_problems(
         sampling, config.objective.path, model.learned_variance, heads, model.guidance_embedding, config.objective.two_times
     )
-    if sampling.solver.two_times and arguments.guide not in (None, "none"):
-        problems.append(("guide", "is for solvers of one time, not for mean_flow (leave it out)"))
     if problems:
         raise WeightsError("\n".join(f"{option(_option_of(key))}: {text}" for key, text in problems))
     return sampling
@@ -85,6 +84,8 @@ def sampling_method(arguments: argparse.Namespace, trained: TrainedModel) -> Sam
 def _option_of(key: str) -> str:
     """Key that names an option, for one within `[sampling]`: `solver` of `solver.name`, `churn` of `solver.churn`."""
     section, _, last = key.rpartition(".")
+    if key == GUIDE:
+        return "guide"
     return section if last == "name" else last
 
 

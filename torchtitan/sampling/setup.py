@@ -64,6 +64,9 @@ class SamplingSetup:
     def warnings(self) -> Iterator[str]:
         yield from self.trained.warnings
         yield from self.guide.model.warnings if self.guide and self.guide.model else ()
+        given, most = self.sampling.embedded_guidance, self.trained.config.objective.guidance_max
+        if given is not None and most > 1 and not 1 <= given <= most:
+            yield f"--embedded-guidance: {given:g} was not trained, only 1 to objective.guidance_max = {most:g}"
 
     def sampler(self) -> ImageSampler:
         kind = self.trained.info.condition_kind

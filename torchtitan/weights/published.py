@@ -127,7 +127,8 @@ def write_weights(
         if pipeline and num_classes != 1000:
             notes.append(f"DiTPipeline's null class is number 1000: guidance of {num_classes} classes fails there")
     elif getattr(config.model, "intermediate_head", None):
-        notes.append("model.intermediate_head: kept, for --guide head")
+        use = "training alone" if config.objective.two_times else "--guide head"
+        notes.append(f"model.intermediate_head: kept, for {use}")
     header = {
         "layout": "diffusers" if pipeline else layout_name,
         "weights": weights.label,
