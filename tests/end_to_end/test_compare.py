@@ -17,9 +17,10 @@ import pytest
 from PIL import Image
 
 from tests.forked import ROOT, run_script
+from torchtitan.runs.compare.charts import Charts, Panel
 from torchtitan.runs.compare.page import compare_page
 from torchtitan.runs.compare.text import interval_text
-from torchtitan.runs.record import read_runs
+from torchtitan.runs.record import group_by_seed, read_runs
 from torchtitan.statistics.interval import mean_interval, positive_interval
 from torchtitan_dit.commands import compare as command
 
@@ -292,6 +293,29 @@ def test_runs_with_equal_curves_are_said_to_be_equal(tmp_path):
     runs = [log_losses(tmp_path / name, losses) for name, losses in (("a", [2.0, 1.0]), ("b", [2.0, 1.0]), ("c", [2.0, 1.5]))]
     assert "Equal at every logged point, one line on another: a, b." in compare_page(read_runs(runs))
     assert "Equal at every" not in compare_page(read_runs(runs[1:]))
+
+
+def test_a_method_is_charted_beside_a_plain_run_by_what_both_have(tmp_path):
+    plain, one, other = (log_losses(tmp_path / name, [2.0, 1.0]) for name in ("plain", "one", "other"))
+    for method, nearest_data in ((one, -0.2), (other, -0.9)):
+        lines = [json.loads(line) for line in (method / "metrics.jsonl").read_text().splitlines()]
+        added = {"alignment_loss/0": nearest_data, "alignment_loss/1": -0.5, "validation_metrics/two_times_loss": -nearest_data}
+        for line in lines:
+            line["loss_metrics/global_avg_weighted_error"] = line["loss_metrics/global_avg_loss"]
+            line |= added | {"loss_metrics/global_avg_loss": 4.0 + nearest_data}
+        (method / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+    def panels_of(*folders: Path) -> dict[str, Panel]:
+        runs = read_runs(folders)
+        return {panel.title: panel for panel in Charts(runs, group_by_seed(runs), 0).curves([])}
+
+    panels = panels_of(plain, one, other)
+    said = "Equal at every logged point, one line on another: "
+    equal = {title: (panel.note or "").partition(said)[2] for title, panel in panels.items()}
+    assert equal.pop("Training error") == "plain, one, other." and equal.pop("Training loss") == ""
+    assert equal.pop("Alignment loss of the noisiest timesteps (-1: aligned)") == "one, other."
+    assert equal == {"Held-out loss of two times (mean flow)": ""}
+    assert list(panels_of(plain)) == ["Training loss"]
 
 
 def test_intervals_of_times_stay_above_zero():

@@ -20,6 +20,7 @@ from torchtitan.statistics.interval import Interval, mean_interval, positive_int
 from torchtitan.training.metric_points import read_points
 
 TRAINING_LOSS = "loss_metrics/global_avg_loss"
+WEIGHTED_ERROR = "loss_metrics/global_avg_weighted_error"  # logged where the loss is another
 HELD_OUT_LOSS = "validation_metrics/loss"
 
 RUN_FILES = ("config.toml", "metrics.jsonl", "summary.json")
@@ -196,6 +197,11 @@ class RunRecord:
             if len(parts) == 3 and parts[0] == "validation_metrics" and parts[2] == "loss":
                 tags[parts[1]] = tag
         return tags
+
+    @property
+    def weighted_error_tag(self) -> str:
+        """Tag of the weighted error, which is comparable between runs with and without further terms of the loss."""
+        return WEIGHTED_ERROR if WEIGHTED_ERROR in self.tags else TRAINING_LOSS
 
     def bin_tags(self) -> dict[int, str]:
         """Tags of the training error by number of the timestep bin."""

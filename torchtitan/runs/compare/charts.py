@@ -1,5 +1,6 @@
 """Charts of runs and their groups: curves over steps and images, loss by timestep."""
 
+import re
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,8 +11,15 @@ from markupsafe import Markup
 from torchtitan.pictures.page_charts import Step, bin_chart, line_chart, spans_much
 from torchtitan.runs.compare.lines import Tag, group_lines, held_out, held_out_tag, reach, series_of
 from torchtitan.runs.compare.text import track_name
-from torchtitan.runs.record import TRAINING_LOSS, RunGroup, RunRecord, Series
+from torchtitan.runs.record import TRAINING_LOSS, WEIGHTED_ERROR, RunGroup, RunRecord, Series
 from torchtitan.statistics.interval import mean_interval, percentile
+
+# Title, tag and whether its values are positive, of losses that only some methods have; of several tags the last is drawn.
+_OF_METHODS = (
+    ("Held-out loss of equal times (flow matching)", r"validation_metrics/(\w+/)?equal_times_loss", True),
+    ("Held-out loss of two times (mean flow)", r"validation_metrics/(\w+/)?two_times_loss", True),
+    ("Alignment loss of the noisiest timesteps (-1: aligned)", r"alignment_loss/\d+", False),
+)
 
 
 @dataclass(frozen=True)
@@ -42,6 +50,12 @@ class Charts:
         smoothed += "; the logged points of single runs are faint behind." if self.smoothing and alone else "."
         held_out_values = [y for run in self.runs for track in tracks for y in held_out(run, track).values]
         panels = [self._panel("Training loss", TRAINING_LOSS, "loss", smoothed, self.smoothing, log=True)]
+        if any(WEIGHTED_ERROR in run.tags for run in self.runs):
+            note = f"Without further terms of a loss, and undivided: comparable between methods. {smoothed}"
+            weighted = self._panel(
+                "Training error", lambda run: run.weighted_error_tag, "weighted error", note, self.smoothing, log=True
+            )
+            panels.append(weighted)
         panels += [
             self._panel(
                 f"Held-out loss, {track_name(track)}", held_out_tag(track), "loss",
@@ -50,6 +64,10 @@ class Charts:
             )
             for track in tracks
         ]  # fmt: skip
+        panels += [
+            self._panel(title, _last_tag(pattern), "loss", "Not smoothed.", log=log, marked=log)
+            for title, pattern, log in _OF_METHODS
+        ]
         panels += [
             self._panel("Gradient norm", "grad_norm", "norm before clipping", smoothed, self.smoothing, log=True),
             self._panel("Learning rate", "lr", "learning rate", "Not smoothed."),
@@ -140,3 +158,8 @@ class Charts:
                     low, high = percentile(tails[0].tail(), 0.1), percentile(tails[0].tail(), 0.9)
                 found.append(Step(places[number], places[number + 1], mean.value, low, high))
         return found
+
+
+def _last_tag(pattern: str) -> Tag:
+    """Tag of a run that matches a pattern, the last logged of several."""
+    return lambda run: next((tag for tag in reversed(run.tags) if re.fullmatch(pattern, tag)), None)

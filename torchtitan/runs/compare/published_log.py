@@ -12,8 +12,6 @@ import numpy as np
 from torchtitan.runs.record import RunRecord, RunRecordError
 
 _LINE = re.compile(r"\bstep\W{1,3}0*(\d+)\b.*?\bloss\W{1,3}(\d+(?:\.\d+)?(?:e[-+]?\d+)?)", re.IGNORECASE)
-# Published losses are of the weighted error, without further terms; a run logs it where its loss is another.
-_TAGS = ("loss_metrics/global_avg_weighted_error", "loss_metrics/global_avg_loss")
 # Standard errors of the run's mean that the band is wide on each side.
 _WIDTH = 3.0
 # Relative standard deviation over seeds of the mean loss of the first and second hundred steps, where the loss falls steeply
@@ -71,8 +69,7 @@ def distance(log: Mapping[int, float]) -> int:
 
 
 def _points(run: RunRecord, log: Mapping[int, float], width: int) -> Iterator[LogPoint]:
-    tag = next((tag for tag in _TAGS if tag in run.tags), _TAGS[-1])
-    series = run.series(tag)
+    series = run.series(run.weighted_error_tag)  # as published, without further terms of the loss
     logged = [*zip(series.steps, series.values, np.diff([0, *series.steps]).tolist(), strict=True)]
     for step, published in sorted(log.items()):
         # A logged loss is the mean over the steps since the one before.
