@@ -259,3 +259,21 @@ def test_features_of_others_are_refused_in_one_line(place, encoders, features, c
 def test_what_cannot_be_encoded_is_refused(place, words, message):
     with pytest.raises(ConfigError, match=message):
         load_config([*MODEL, *images(place), *words], 1)
+
+
+@pytest.mark.parametrize("store, keys", [("", []), ("train_latents", ["autoencoder.statistics"])])
+def test_keys_of_encoding_for_a_latent_store_are_refused_by_one_line_each(place, store, keys):
+    data = ["--data.name", "latents", "--data.path", str(place / "train_latents"), "--autoencoder.name", "identity"]
+    given = ["--autoencoder.statistics", str(place / store)] if store else []
+    with pytest.raises(ConfigError) as refusal:
+        load_config([*MODEL, *data, "--autoencoder.encode", "true", *given], 1)
+    wanted = [f"command line: --{key}: has no effect when data.name = latents" for key in ("autoencoder.encode", *keys)]
+    found = refusal.value.problems
+    assert len(found) == len(wanted) and all(map(str.startswith, found, wanted)), found
+
+
+def test_a_missing_store_of_statistics_is_the_one_problem(place):
+    with pytest.raises(ConfigError) as refusal:
+        load_config([*MODEL, *images(place), "--autoencoder.statistics", ""], 1)
+    (line,) = refusal.value.problems
+    assert "autoencoder.statistics: is missing (give a latent store" in line
