@@ -229,6 +229,8 @@ def test_features_of_others_are_refused_in_one_line(place, encoders, features, c
     for changes, message in [
         (["--data.features_path", str(other)], "features of other images than those of .*vae_train, num_source_images differs"),
         (["--data.features_path", str(one_view)], "has features of no mirror images"),
+        (["--data.features_path", str(place / "vae_train")], ".*vae_train is a store of latents .*--features makes"),
+        (["--data.path", str(features)], "--data.path: .* is a store of features .give one of latents, and"),
         (["--data.features_path", ""], "alignment.teacher: stored reads a store of features"),
         (["--alignment.teacher", "none"], "data.features_path: has no effect without alignment.teacher = stored"),
         (["--alignment.teacher", "transformers"], "set it to self, or to stored with data.features_path"),
@@ -236,6 +238,9 @@ def test_features_of_others_are_refused_in_one_line(place, encoders, features, c
         with pytest.raises(ConfigError, match=message):
             load_config([*MODEL, *words, *changes], 1)
     capsys.readouterr()
+    assert extract_latents.main(["show", str(features)]) == 0
+    shown = capsys.readouterr().out
+    assert "kept           features of each image" in shown and "shift" not in shown and len(shown.splitlines()) == 4
     assert train.main([*MODEL, *words, "--data.features_path", str(coarse), "--check-only"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("data.features_path: has features on 2 x 2, and block 1 of the network tokens on 4 x 4")
