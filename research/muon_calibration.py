@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from matplotlib.ticker import LogLocator, NullFormatter
 from torch import Tensor, nn
 
 from research import gns_calibration
@@ -158,7 +159,8 @@ def report(run: StudyRun, rows: list[Row], folder: Path) -> str:
         return f"{len(used)} of {len(rows)} cells have a bounded half-progress batch; three are needed."
     counts = np.concatenate((np.ones((1, len(used))), resampled(used, 0)))
     half = np.log([number(row, "half") for row in used])
-    figure, axes = new_figure("Half-progress batch of Muon's step against noise scales", 1, len(SCALES), (10, 5))
+    title = "Half-progress batch of Muon's step against noise scales"
+    figure, axes = new_figure(title, 1, len(SCALES), (10, 5), sharex=True, sharey=True)
     table = []
     ages = sorted({int(row["step"]) for row in used})
     for axis, (column, name) in zip(axes[0], SCALES.items(), strict=True):
@@ -168,8 +170,13 @@ def report(run: StudyRun, rows: list[Row], folder: Path) -> str:
         for color, age in zip(ordered_colours(len(ages)), ages, strict=True):
             chosen = [place for place, row in enumerate(used) if int(row["step"]) == age]
             axis.plot(scale[chosen], np.exp(half[chosen]), "o", color=color, label=f"step {age}")
-        axis.axline((float(scale.min()),) * 2, slope=1, color="grey", linestyle="--")
-        axis.set(xscale="log", yscale="log", xlabel=f"B, {name}", ylabel="B_half (samples)")
+        axis.axline((10, 10), (100, 100), color="grey", linestyle="--")
+        axis.set(xscale="log", yscale="log", xlabel=f"B, {name}")
+        for ticked in (axis.xaxis, axis.yaxis):
+            ticked.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            ticked.set_major_formatter("{x:g}")
+            ticked.set_minor_formatter(NullFormatter())
+    axes[0, 0].set_ylabel("half-progress batch (samples)")
     axes[0, 0].legend()
     picture = save(figure, folder / "muon_calibration.png")
     head = f"{len(used)} of {len(rows)} cells have a bounded half-progress batch."

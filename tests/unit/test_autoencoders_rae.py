@@ -1,5 +1,6 @@
 """Representation autoencoders: diffusers' own numbers, statistics of each element through store, record and decoder."""
 
+import copy
 import json
 
 import numpy as np
@@ -76,6 +77,9 @@ def test_statistics_are_part_of_the_identity_and_absent_where_the_model_has_none
     one, other = (build_autoencoder("rae", str(place)) for place in (folder, tmp_path / "other"))
     assert one.weights_sha256 != other.weights_sha256
     assert other.normalization["shift"][0] == pytest.approx(one.normalization["shift"][0] + 1, abs=1e-6)
+    copy.deepcopy(model).half().save_pretrained(tmp_path / "half")
+    with pytest.raises(AutoencoderError, match=r"_latents_(mean|std) is in half precision \(F16; save these two in float32\)"):
+        build_autoencoder("rae", str(tmp_path / "half"))
     type(model)(**{**model.config, "latents_mean": None, "latents_std": None}).save_pretrained(tmp_path / "none")
     assert build_autoencoder("rae", str(tmp_path / "none")).normalization is None
 

@@ -166,7 +166,8 @@ def test_kept_tokens_are_a_function_of_seed_sample_and_attempt_and_all_places_ar
 
 
 def test_the_share_is_rounded_to_a_number_of_tokens():
-    assert [kept_tokens(keep, 10) for keep in (1.0, 0.76, 0.74, 0.5, 0.01)] == [10, 8, 7, 5, 1]
+    assert [kept_tokens(keep, 10) for keep in (1.0, 0.76, 0.7, 0.5, 0.01)] == [10, 8, 7, 5, 1]
+    assert [kept_tokens(0.5, count) for count in (49, 9)] == [25, 5]
 
 
 @pytest.mark.parametrize("routing", [TREAD, SPRINT, replace(TREAD, keep=0.25)], ids=["tread", "sprint", "tread of fewer"])

@@ -3,9 +3,11 @@
 Source: Zheng et al., "Diffusion Transformers with Representation Autoencoders", arXiv 2510.11690, section 3.
 """
 
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import Tensor
 
 from torchtitan.autoencoders.base import Autoencoder, AutoencoderError, Latents, Normalization, compute_dtype
@@ -47,6 +49,8 @@ class RepresentationAutoencoder(Autoencoder):
         self.side: int = model.decoder_image_size
         self.weights_sha256 = weights_sha256(model.state_dict())
         self.normalization = self._take_normalization(model)
+        if self.normalization:
+            _refuse_half_precision(folder)
         model.reshape_to_2d = True
         self.model = model
         self.freeze()
@@ -85,3 +89,12 @@ class RepresentationAutoencoder(Autoencoder):
 
     def _decode(self, latents: Tensor) -> Tensor:
         return self.model.decode(latents).sample * 2 - 1
+
+
+def _refuse_half_precision(folder: Path) -> None:
+    """Refuse a mean and a deviation that were rounded to half precision: they scale every latent."""
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, "pt") as weights:
+            for name in {"_latents_mean", "_latents_std"} & set(weights.keys()):
+                if (dtype := weights.get_slice(name).get_dtype()) in ("F16", "BF16"):
+                    raise AutoencoderError(f"rae: {path}: {name} is in half precision ({dtype}; save these two in float32)")

@@ -183,8 +183,11 @@ def sum_of_squares(tensors: list[Tensor]) -> Tensor:
         return norms.to(torch.float64).square().sum()
     parts = []
     for tensor in tensors:
-        rows, rest = tensor.reshape(-1).tensor_split([tensor.numel() // _ROW * _ROW])  # either may be empty
-        parts += [torch.linalg.vector_norm(rows.view(-1, _ROW), dim=1), rest]
+        flat, rest = tensor.reshape(-1), tensor.numel() % _ROW
+        if len(rows := flat[:-rest] if rest else flat):
+            parts.append(torch.linalg.vector_norm(rows.view(-1, _ROW), dim=1))
+        if rest:
+            parts.append(flat[-rest:])
     return torch.cat(parts).to(torch.float64).square().sum()
 
 

@@ -12,8 +12,9 @@ gradients over steps, which Muon orthogonalises, are not accounted for.
 Of W ranks with gradients h_r of mean h: h_r - h is the noise times sqrt(1 - 1/W), if it is Gaussian. |h| is above |G|; its square
 is above |G|^2 by an amount that is proportional to the noise's variance where that is small (of matrices with no zero singular
 value) and where G is 0. So signal = 2 |h|^2 - (|h_1|^2 + |h_2|^2) / 2 with the means h_1, h_2 of either half of the ranks, as
-is exact for the Frobenius norm. Between, on Gaussian matrices of 24 x 48 with noise of 0.7 times the signal in a step, |G| is
-off by -1 % (all singular values equal), 5 % (falling as 1 / k) and 30 % (21 of 24 zero).
+is exact for the Frobenius norm. Between, on Gaussian matrices of 24 x 48, |G| is off by -1 % (all singular values equal), 5 %
+(falling as 1 / k) and 30 % (21 of 24 zero) where the nuclear norm of a step's noise is 0.7 of G's, and by -1, 9 and 66 %
+where the Frobenius norm is.
 
 Source: arXiv 2602.03001 (noise scales in dual norms of an optimizer); the correction by halves is derived above.
 """

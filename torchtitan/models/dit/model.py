@@ -418,7 +418,7 @@ class Attention(nn.Module):
             v = v + self.value_share(first - v)
         exchange = self.exchange if self.training else None
         x = self.out(attend(q, k, v, rotary, exchange, self.score_scale))  # [B, T, D]
-        return (x, first) if self.gives_values else x
+        return (x, first.clone()) if self.gives_values else x  # no view, of which FSDP2 warns
 
 
 class GeluMLP(nn.Module):

@@ -139,8 +139,8 @@ ROUTED: dict[str, type[TreadDiT]] = {"tread": TreadDiT, "sprint": SprintDiT}
 
 
 def kept_tokens(keep: float, num_tokens: int) -> int:
-    """Number of tokens kept: the share to the nearest, at least one."""
-    return max(round(keep * num_tokens), 1)
+    """Number of tokens kept: T - int(T (1 - keep)), as published, at least one."""
+    return max(math.ceil(round(keep * num_tokens, 6)), 1)
 
 
 def _of_places(x: Tensor, places: Tensor, dim: int) -> Tensor:
