@@ -185,6 +185,8 @@ def _open(config: LatentsConfig, split: Split) -> list[LatentStore]:
         raise DatasetError(f"data.{key}: not given; latents needs a latent store ({HOW_TO_MAKE})")
     with _of_store(key):
         stores = open_stores(path)
+    if stores[0].index.of_features:
+        raise DatasetError(f"data.{key}: {path} is a store of features (give one of latents, and this as data.features_path)")
     if config.sample_posterior and not stores[0].index.posterior:
         raise DatasetError(f"data.sample_posterior: {path} keeps no standard deviations; leave the key out")
     if key == "validation_path":
@@ -202,6 +204,8 @@ def _open_features(config: LatentsConfig, stores: list[LatentStore]) -> LatentSt
         features = LatentStore(config.features_path)
     index, wanted = features.index, stores[0].index
     place = f"data.features_path: {features.folder}"
+    if not index.of_features:
+        raise DatasetError(f"{place} is a store of latents ({program('extract_latents')} --features makes one of features)")
     for name in ("num_source_images", "num_images", "image_size", "origin"):
         found, other = (_images_alone(getattr(each, name)) for each in (index, wanted))
         if found != other:

@@ -229,6 +229,8 @@ def test_features_of_others_are_refused_in_one_line(place, encoders, features, c
     for changes, message in [
         (["--data.features_path", str(other)], "features of other images than those of .*vae_train, num_source_images differs"),
         (["--data.features_path", str(one_view)], "has features of no mirror images"),
+        (["--data.features_path", str(place / "vae_train")], ".*vae_train is a store of latents .*--features makes"),
+        (["--data.path", str(features)], "--data.path: .* is a store of features .give one of latents, and"),
         (["--data.features_path", ""], "alignment.teacher: stored reads a store of features"),
         (["--alignment.teacher", "none"], "data.features_path: has no effect without alignment.teacher = stored"),
         (["--alignment.teacher", "transformers"], "set it to self, or to stored with data.features_path"),
@@ -236,6 +238,9 @@ def test_features_of_others_are_refused_in_one_line(place, encoders, features, c
         with pytest.raises(ConfigError, match=message):
             load_config([*MODEL, *words, *changes], 1)
     capsys.readouterr()
+    assert extract_latents.main(["show", str(features)]) == 0
+    shown = capsys.readouterr().out
+    assert "kept           features of each image" in shown and "shift" not in shown and len(shown.splitlines()) == 4
     assert train.main([*MODEL, *words, "--data.features_path", str(coarse), "--check-only"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("data.features_path: has features on 2 x 2, and block 1 of the network tokens on 4 x 4")
@@ -259,3 +264,21 @@ def test_features_of_others_are_refused_in_one_line(place, encoders, features, c
 def test_what_cannot_be_encoded_is_refused(place, words, message):
     with pytest.raises(ConfigError, match=message):
         load_config([*MODEL, *images(place), *words], 1)
+
+
+@pytest.mark.parametrize("store, keys", [("", []), ("train_latents", ["autoencoder.statistics"])])
+def test_keys_of_encoding_for_a_latent_store_are_refused_by_one_line_each(place, store, keys):
+    data = ["--data.name", "latents", "--data.path", str(place / "train_latents"), "--autoencoder.name", "identity"]
+    given = ["--autoencoder.statistics", str(place / store)] if store else []
+    with pytest.raises(ConfigError) as refusal:
+        load_config([*MODEL, *data, "--autoencoder.encode", "true", *given], 1)
+    wanted = [f"command line: --{key}: has no effect when data.name = latents" for key in ("autoencoder.encode", *keys)]
+    found = refusal.value.problems
+    assert len(found) == len(wanted) and all(map(str.startswith, found, wanted)), found
+
+
+def test_a_missing_store_of_statistics_is_the_one_problem(place):
+    with pytest.raises(ConfigError) as refusal:
+        load_config([*MODEL, *images(place), "--autoencoder.statistics", ""], 1)
+    (line,) = refusal.value.problems
+    assert "autoencoder.statistics: is missing (give a latent store" in line

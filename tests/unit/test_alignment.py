@@ -16,10 +16,12 @@ from torchtitan import philox
 from torchtitan.alignment.config import AlignmentConfig, alignment_problems
 from torchtitan.alignment.dual_times import lowered, with_second_time
 from torchtitan.alignment.encoders import open_digits, open_transformers
+from torchtitan.alignment.feature_store import FeatureEncoder
 from torchtitan.alignment.loss import cosine_loss, spatially_normalised
 from torchtitan.alignment.plan import Plan, open_encoder
 from torchtitan.alignment.projectors import ConvolutionProjector, MLPProjector
 from torchtitan.alignment.tap import Tap
+from torchtitan.autoencoders.base import AutoencoderError
 from torchtitan.config.job import load_config
 from torchtitan.config.latent_cache import trained_info
 from torchtitan.data.digits import Digits, DigitsConfig
@@ -353,7 +355,10 @@ def test_flops_of_two_times_count_the_modulation_of_every_token():
 REFUSED = {
     ("--alignment.teacher=self", "--alignment.block=4"): "alignment.block: 4 is no block of the network, which has 3",
     ("--alignment.teacher=self", "--alignment.block=1"): "alignment.teacher_block: 8 is no block of the network, which has 3",
-    (*DIGITS, "--model.patch_size=4"): "alignment.teacher: digits has features on 8 x 8, 4 x 4, and block 2 of the network has",
+    (*DIGITS, "--model.patch_size=4"): "alignment.teacher: digits has features on 8 x 8, 4 x 4, and tokens are on 2 x 2 (choose",
+    ("--alignment.teacher=cifar10", "--alignment.block=1"): (
+        "alignment.teacher: cifar10 encodes images of 3 x 32 x 32, and these are of 1 x 8 x 8 (choose another teacher)"
+    ),
     ("--alignment.teacher=transformers", "--alignment.block=1", "--alignment.path=nowhere"): (
         "alignment.path: teacher: nowhere: no such folder"
     ),
@@ -402,8 +407,10 @@ def test_an_encoder_of_images_has_none_in_a_store_of_latents():
 def test_a_published_encoder_that_is_not_there_is_refused(tmp_path):
     words = ["--alignment.teacher=dinov2", "--alignment.block=1", f"--alignment.path={tmp_path / 'none.pth'}"]
     config = load_config(["--model.flavor=debug", *words], 1)
-    with pytest.raises(ConfigError, match="alignment.path: dinov2: .*none.pth: no such file of weights"):
+    with pytest.raises(ConfigError, match="alignment.path: dinov2: .*none.pth: no such file of weights .*--alignment.path"):
         open_encoder(config.alignment, CPU)
+    with pytest.raises(AutoencoderError, match="--features dinov2: path: .*; --path names a copy"):
+        FeatureEncoder("dinov2", str(tmp_path / "none.pth"), (4, 4), None, CPU)
     with torch.device("meta"):
         plan = Plan(config.alignment, model_on_meta(config), trained_info(config))
     assert plan.channels == 1024 and plan.student.grid == (4, 4)

@@ -2,7 +2,7 @@
 
 An encoder takes images [B, 1 or 3, H, W] in [-1, 1] and a grid (h, w), and returns features [B, h w, C]. A vision
 transformer sees the images resized to whole patches on that grid, bicubic without antialias, as REPA's (arXiv 2410.06940) sees
-224 pixels for 256; a small classifier has the maps of its resolutions alone.
+224 pixels for 256; a small classifier takes images of its shape alone, and has the maps of its resolutions.
 """
 
 import inspect
@@ -53,21 +53,31 @@ class PatchFeatures(nn.Module):
 
 
 class ClassifierMaps(nn.Module):
-    """Maps of a small classifier: the last ones on the grid. Raises EvaluationError: none are."""
+    """Maps of a small classifier: the last ones on the grid. Raises EvaluationError: none are, or images of another shape."""
 
     def __init__(self, classifier: SmallClassifier) -> None:
         super().__init__()
         self._classifier = classifier
 
     def forward(self, images: Tensor, grid: tuple[int, int]) -> Tensor:
+        architecture, shape = self._classifier.architecture, tuple(images.shape[1:])
+        if shape != (wanted := (architecture.channels, architecture.side, architecture.side)):
+            text = f"encodes images of {times(wanted)}, and these are of {times(shape)}"
+            raise EvaluationError(f"{text} (choose another teacher)")
         maps, found, sides = self._classifier.prepare(127.5 * images + 127.5), None, dict[str, None]()
         for layer in self._classifier.convolutions:
             maps = layer(maps)
-            sides[f"{maps.shape[2]} x {maps.shape[3]}"] = None
+            sides[times(maps.shape[2:])] = None
             found = maps if tuple(maps.shape[2:]) == grid else found
         if found is None:
-            raise EvaluationError(f"has features on {', '.join(sides)}")
+            text = f"has features on {', '.join(sides)}, and tokens are on {times(grid)}"
+            raise EvaluationError(f"{text} (choose another teacher, or model.patch_size)")
         return found.flatten(2).transpose(1, 2)  # [B, T, C]
+
+
+def times(sides: Sequence[int]) -> str:
+    """Sides in words, as 4 x 4."""
+    return " x ".join(map(str, sides))
 
 
 def _open_classifier(name: str, path: str, device: torch.device) -> nn.Module:
@@ -86,7 +96,7 @@ def open_dinov2(path: str, device: torch.device) -> nn.Module:
         with device:
             network = VisionTransformer()
     else:
-        network = DinoV2.open(EDM2, user_path(path) if path else None, device).network
+        network = DinoV2.open(EDM2, user_path(path) if path else None, device, "--alignment.path").network
     return PatchFeatures(network, network.patch_tokens, network.patch_embed.proj.kernel_size[0], MEAN, STD, device)
 
 

@@ -33,7 +33,8 @@ class FeatureEncoder(Autoencoder):
         try:
             self._encoder = open_encoder(AlignmentConfig(teacher=teacher, path=path), device)
         except ConfigError as error:
-            raise AutoencoderError(f"--features {teacher}: {'; '.join(error.problems).removeprefix('alignment.')}") from error
+            text = "; ".join(error.problems).removeprefix("alignment.").replace("--alignment.path", "--path")
+            raise AutoencoderError(f"--features {teacher}: {text}") from error
         self.weights_sha256 = weights_sha256(self._encoder.state_dict())
 
     def identity(self) -> dict[str, Any]:
@@ -44,6 +45,5 @@ class FeatureEncoder(Autoencoder):
             with torch.autocast(self.device.type, self._compute, enabled=self._compute != torch.float32):
                 features = self._encoder(images, self._grid)  # [B, T, C]
         except EvaluationError as error:
-            grid = " x ".join(map(str, self._grid))
-            raise AutoencoderError(f"--grid: {self._teacher} {error}, and tokens are on {grid}") from error
+            raise AutoencoderError(f"--features: {self._teacher} {error}") from error
         return Latents(features.transpose(1, 2).unflatten(2, self._grid))

@@ -61,8 +61,7 @@ class Plan:
             with FlopCounterMode(display=False) as counter, torch.no_grad():
                 features = encoder(torch.empty(1, *shape, device="meta"), self.student.grid)
         except EvaluationError as error:
-            text = f"{config.teacher} {error}, and block {config.block} of the network has tokens on {_words(self.student.grid)}"
-            raise ConfigError([f"alignment.teacher: {text} (choose another teacher, or model.patch_size)"]) from error
+            raise ConfigError([f"alignment.teacher: {config.teacher} {error}"]) from error
         self.channels, self._macs = features.shape[2], counter.get_total_flops() // 2
         self.encoder_bytes = sum(parameter.nbytes for parameter in encoder.parameters())
 

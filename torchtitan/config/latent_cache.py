@@ -197,7 +197,7 @@ def cache_problems(config: Any) -> Iterator[tuple[str, str]]:
     if config.autoencoder.encode:
         if config.autoencoder.name == "none":
             yield "autoencoder.name", "is none, and autoencoder.encode needs one (name the autoencoder of the latents)"
-        if not config.autoencoder.statistics:
+        if not config.autoencoder.statistics and config.data.name not in LATENT_DATASETS:
             how = program("extract_latents")
             yield "autoencoder.statistics", f"is missing (give a latent store of some of the images; {how} makes one)"
         if config.cache.enable:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from torchtitan.config.latent_cache import CACHED_DATASETS, trained_info
-from torchtitan.data import dataset_info
+from torchtitan.data import LATENT_DATASETS, dataset_info
 from torchtitan.data.base import DatasetError, DatasetInfo
 from torchtitan.settings.schema import Problem
 from torchtitan.settings.sections import choices
@@ -59,8 +59,10 @@ class ConfigView:
             cached = all(map(self.whole, ("cache", "autoencoder", "model", "job"))) and self._config.cache.enable
             if cached and (section.name not in CACHED_DATASETS or self._config.autoencoder.name == "none"):
                 raise RefusedValue  # which other checks report
+            encodes = cached or self.whole("autoencoder").encode
+            if encodes and not cached and (section.name in LATENT_DATASETS or not self._config.autoencoder.statistics):
+                raise RefusedValue  # likewise
             try:
-                encodes = cached or self.whole("autoencoder").encode
                 self._dataset = trained_info(self._config) if encodes else dataset_info(section)
             except DatasetError as error:
                 self._dataset = error

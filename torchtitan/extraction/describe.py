@@ -10,7 +10,8 @@ MOST_FIGURES = 1024  # of a normalisation: more are those of each element
 
 def describe_store(folder: Path, index: StoreIndex) -> list[str]:
     """Describe a store's content in lines for readers."""
-    kept = ("mean and standard deviation" if index.posterior else "the latent") + (
+    made = "features" if index.of_features else "the latent"
+    kept = ("mean and standard deviation" if index.posterior else made) + (
         " of each image and of its mirror image" if index.mirrored else " of each image"
     )
     size = sum(file.size for file in index.files().values())
@@ -26,6 +27,12 @@ def describe_store(folder: Path, index: StoreIndex) -> list[str]:
         f"  classes        {classes}",
         *_captions(index),
         f"  autoencoder    {', '.join(f'{key} {value}' for key, value in index.autoencoder.items())}",
+        *([] if index.of_features else _normalization(index)),  # which nobody applies to features
+    ]
+
+
+def _normalization(index: StoreIndex) -> list[str]:
+    return [
         f"  normalization  {index.normalization.source}",
         f"    shift        {_figures(index.normalization.shift)}",
         f"    scale        {_figures(index.normalization.scale)}",

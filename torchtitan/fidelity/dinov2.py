@@ -62,9 +62,11 @@ class DinoV2(FeatureExtractor):
         self.weights_sha256 = DINOV2.sha256
 
     @classmethod
-    def open(cls, resizing: Resizing, weights: Path | None, device: torch.device) -> "DinoV2":
-        """Open the published weights: a file, or where scripts/download.py puts it. Raises EvaluationError."""
-        return cls(resizing, read_published(DINOV2, weights), device)
+    def open(
+        cls, resizing: Resizing, weights: Path | None, device: torch.device, option: str = "--weights"
+    ) -> "DinoV2":
+        """Open the published weights: a file, by that option, or where scripts/download.py puts it. Raises EvaluationError."""
+        return cls(resizing, read_published(DINOV2, weights, option), device)
 
     def _features(self, images: Tensor) -> dict[str, Tensor]:
         x = self._resize(as_rgb(images), SIDE).float().div(255)  # [B, 3, 224, 224]

@@ -71,17 +71,18 @@ def as_rgb(images: Tensor) -> Tensor:
     return images.expand(-1, 3, -1, -1)
 
 
-def read_published(weights: PublishedWeights, path: Path | None) -> dict[str, Tensor]:
+def read_published(weights: PublishedWeights, path: Path | None, option: str = "--weights") -> dict[str, Tensor]:
     """Read published weights; no code of the file is run.
 
     Args:
         path: of the file, of any name; None is where scripts/download.py puts it.
+        option: that names it, for messages.
 
     Raises:
         EvaluationError: the file is missing, cannot be read, or is not the published one.
     """
     file = weights.path if path is None else user_path(path)
-    advice = f"python {program('download')} {weights.name} fetches it, {weights.size / 1e6:,.0f} MB; --weights names a copy"
+    advice = f"python {program('download')} {weights.name} fetches it, {weights.size / 1e6:,.0f} MB; {option} names a copy"
     if not file.exists():
         raise EvaluationError(f"{weights.name}: {file}: no such file of weights ({advice})")
     try:

@@ -162,6 +162,11 @@ class StorePlan(StoreRecord):
         return -(-self.num_source_images // self.images_per_shard)
 
     @property
+    def of_features(self) -> bool:
+        """True if a teacher's features are kept instead of latents."""
+        return self.autoencoder.get("name") == "features"
+
+    @property
     def views(self) -> int:
         """Number of views per image: 2 where the mirror image is kept."""
         return 1 + self.mirrored
