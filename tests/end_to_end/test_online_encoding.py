@@ -1,6 +1,7 @@
 """Images encoded while a run trains: equal to a run on a latent store of them, on two ranks, resumed and sampled."""
 
 import json
+import shutil
 import tempfile
 from pathlib import Path
 
@@ -219,6 +220,22 @@ def test_stored_features_are_those_of_the_teacher_on_any_number_of_ranks(place, 
         case = {"steps": 3, "replicas": ranks, "shards": 1, "accumulation": 1, "overrides": tuple(runs["stored"])}
         found[ranks] = run_on_ranks("tests.distributed.cases:train_all", ranks, {"cases": {"stored": case}})[0]["stored"]
     assert np.array(found[2]) == pytest.approx(np.array(found[1]), rel=1e-5)
+
+
+def test_a_resume_says_that_the_features_are_another_encoders(place, encoders, features, caplog):
+    copied = place / "copied features"
+    shutil.copytree(features, copied)
+    words = on_store(place, copied)
+    trained(place, "anew", [*words, "--training.steps", "2"])
+    trained(place, "anew", [*words, "--training.steps", "3"])
+    said = "was trained on features of another encoder; their store was made anew since (restore it, or train anew)"
+    assert said not in caplog.text
+    shutil.rmtree(copied)
+    transformers = pytest.importorskip("transformers")
+    transformers.Dinov2Model(transformers.Dinov2Config.from_pretrained(encoders[1])).save_pretrained(place / "other teacher")
+    extracted_features(place, (encoders[0], place / "other teacher"), "train", "copied features", "--grid", "4x4")
+    trained(place, "anew", [*words, "--training.steps", "4"])
+    assert said in caplog.text
 
 
 def test_features_of_others_are_refused_in_one_line(place, encoders, features, capsys):

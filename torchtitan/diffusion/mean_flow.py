@@ -46,7 +46,7 @@ from torchtitan.settings import OneOf, setting
 _FLOOR = {"sampled": 1e-3, "predicted": 1e-2, "head": 1e-2}
 _FINEST_STEP = 0.002  # of float32; 0.005 is 0.2 % off the derivative
 # Error of the quotient on a network trained on digits, by the step that follows from the precision.
-_ERRORS = {0.002: "0.04 %", 0.02: "2 %", 0.05: "10 to 14 %"}
+_ERRORS = {0.002: "0.04 %", 0.02: "2 % and more", 0.05: "10 to 14 %"}
 
 
 @dataclass(kw_only=True)

@@ -1,6 +1,7 @@
 """Data of a run: the dataset, its loader, and what could not be read of it."""
 
 from collections.abc import Callable
+from typing import Any
 
 from torchtitan.config.job import JobConfig
 from torchtitan.config.latent_cache import trained_info
@@ -18,6 +19,7 @@ class RunData:
 
     Attributes:
         record: what sampling needs of the data, for a checkpoint that is taken elsewhere.
+        teacher: identity of the encoder of the stored features that are trained on; empty without.
         images_of_shapes: shape (C, H, W) -> number of its images: one shape, or those of the buckets with images.
         corrupt_images: record of images that could not be read.
         loader: global batches, this process's share of each.
@@ -30,6 +32,11 @@ class RunData:
         dataset = DATASETS[config.data.name](config.data, "train")
         self.info, images = trained_info(config), dataset_info(config.data)
         self.record = record_of(config, self.info).data_table()
+        self.teacher: dict[str, Any] = {}
+        if path := getattr(config.data, "features_path", ""):
+            from torchtitan.latents.store import LatentStore  # which no other dataset needs
+
+            self.teacher = LatentStore(path).index.autoencoder
         self.images_per_epoch = len(dataset)
         self.images_of_shapes = images_of_shapes(dataset, self.info)
         self.corrupt_images = CorruptImages(folder.path)

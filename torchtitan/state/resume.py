@@ -64,6 +64,7 @@ def checkpointed_state(state: RunState, reports: dict) -> dict:
         "reports": reports,
         BRANCHED_FROM: state.branched_from,
         RECORD: state.data_record,
+        "teacher": state.teacher,
         IMAGES: state.images_per_epoch,
         "gns": state.gns.state_dict() if state.gns else {},
         "plugins": loaded_plugins(),
@@ -83,6 +84,9 @@ def resume(state: RunState, step: int) -> None:
         saved, str(checkpoint), state.info, state.images_per_epoch, tolerated=config.job.allow_config_change,
         record=state.data_record,
     )  # fmt: skip
+    if saved.get("teacher", state.teacher) != state.teacher:
+        text = "was trained on features of another encoder; their store was made anew since (restore it, or train anew)"
+        changes.append(f"{checkpoint}: {text}")
     for change in changes + schedule_changes(config, saved) + plugin_changes(saved.get("plugins", {})):
         if state.layout.rank == 0:
             logger.warning(change)
