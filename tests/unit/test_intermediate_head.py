@@ -184,7 +184,7 @@ def test_exports_without_a_second_output_say_so():
         ("--sampling.guide_track head", "sampling.guide_track: head is model.intermediate_head, which the network lacks"),
         ("--sampling.guide_track path_drop",
          "sampling.guide_track: path_drop is for --guide of scripts/sample.py alone (leave it out)"),
-        ("--sampling.null_guidance_scale 2", "sampling.null_guidance_scale: has no effect when sampling.guide_track = "),
+        ("--sampling.null_guidance_scale 2", "sampling.null_guidance_scale: has no effect without sampling.guide_track;"),
         ("--model.intermediate_head 2 --objective.intermediate_share 0.5 --sampling.guide_track head"
          " --model.label_dropout 0 --sampling.null_guidance_scale 2",
          "sampling.null_guidance_scale: model.label_dropout = 0 trains no unconditional prediction to guide away from"),

@@ -108,7 +108,8 @@ def no_effect(key: str, value: Any, accepted: tuple | str, because: str = "") ->
     named = {">0": f"{key} above 0", "set": key}
     remedy = named[accepted] if isinstance(accepted, str) else f"{key} = {' or '.join(map(_unquoted, accepted))}"
     reason = f": {because}" if because else ""
-    return f"has no effect when {key} = {_unquoted(value)}{reason}; remove it or set {remedy}"
+    now = f"without {key}" if value == "" else f"when {key} = {_unquoted(value)}"
+    return f"has no effect {now}{reason}; remove it or set {remedy}"
 
 
 def toml_value(value: Any) -> Any:
