@@ -43,7 +43,7 @@ from torchtitan.weights.trained_model import TrainedModel, load_run, read_config
 NAME = "prediction_types"
 # Keys of `[data]` that change neither the held-out images nor what is learned of them.
 _DATA_KEYS_APART = ("num_workers", "horizontal_flip")
-# Datasets whose images are the same wherever they lie.
+# Public datasets: their images are the same in every folder.
 _FIXED_DATA = ("cifar10", "cifar100", "digits")
 
 

@@ -22,7 +22,7 @@ def parabola(best: float) -> dict[float, float]:
 
 @pytest.mark.parametrize("best", [-10.0, -9.7, -10.45])
 def test_the_best_rate_is_the_vertex_of_a_parabola(best):
-    assert best_rate(parabola(best)) == pytest.approx(best, abs=1e-10)
+    assert best_rate(parabola(best)) == pytest.approx(best, abs=1e-13)  # rounding of losses near 4, over 0.6
 
 
 def test_a_best_rate_at_an_end_has_no_vertex_and_asks_for_another_rate():

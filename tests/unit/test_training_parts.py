@@ -122,6 +122,10 @@ def test_sum_of_squares_of_25_million_elements_is_exact_to_1e_8():
     assert found.item() == pytest.approx(wanted, rel=1e-8, abs=0)
 
 
+def test_a_rank_without_a_row_has_a_sum_of_squares_of_zero():
+    assert sum_of_squares([torch.zeros(0), torch.zeros(0, 3)]).item() == sum_of_squares([]).item() == 0.0
+
+
 def test_sum_of_squares_is_the_sum_over_tensors_of_any_size():
     generator = torch.Generator().manual_seed(0)
     scales = 10.0 ** torch.linspace(3, -6, 60)

@@ -27,7 +27,7 @@ def describe_store(folder: Path, index: StoreIndex) -> list[str]:
         f"  classes        {classes}",
         *_captions(index),
         f"  autoencoder    {', '.join(f'{key} {value}' for key, value in index.autoencoder.items())}",
-        *([] if index.of_features else _normalization(index)),  # which nobody applies to features
+        *([] if index.of_features else _normalization(index)),  # features are read as they are
     ]
 
 
