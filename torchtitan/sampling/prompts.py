@@ -126,8 +126,8 @@ def _encoded(
     return _prompted(_with_cut(trained, cut, length), kind, prompts, rows)
 
 
-def _with_cut(trained: TrainedModel, cut: int, length: int) -> TrainedModel:
-    text = f"--prompt: {counted(cut, 'text')} longer than {length} tokens {'is' if cut == 1 else 'are'} cut"
+def _with_cut(trained: TrainedModel, cut: list[str], length: int) -> TrainedModel:
+    text = f"--prompt: {counted(len(cut), 'text')} longer than {length} tokens {'is' if len(cut) == 1 else 'are'} cut"
     return dataclasses.replace(trained, warnings=(*trained.warnings, text)) if cut else trained
 
 

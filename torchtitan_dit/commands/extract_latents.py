@@ -125,7 +125,7 @@ def write_and_report(
         return fail(error)
     if cut and is_first():
         length = f"{arguments.text_length or TEXT_LENGTH} tokens (--text-length)"
-        text = f"{counted(cut, 'caption')} longer than {length} {'is' if cut == 1 else 'are'} cut"
+        text = f"{counted(len(cut), 'caption')} longer than {length} {'is' if len(cut) == 1 else 'are'} cut"
         print(f"{store.folder}: {text}", file=sys.stderr)
     if not part.whole:
         if is_first():
