@@ -86,6 +86,11 @@ class Checkpointer:
         """Find the step to resume from, as `CheckpointFinder.find`."""
         return self._finder.find(self._config.load_step)
 
+    def branch(self, step: int) -> None:
+        """Set aside the checkpoints after a step that `checkpoint.load_step` has named, once the run has resumed from it."""
+        if step == self._config.load_step:
+            self._finder.set_aside_after(step)
+
     def newest(self) -> int | None:
         """Find the newest good checkpoint's step, on every rank; waits for a save in progress."""
         self.wait()
