@@ -252,12 +252,13 @@ class Trainer:
         DDP arranges its buckets of gradients anew after the first backward, and the order of sums depends on them: without
         this, a resumed run would differ from a straight one in the last bit. A compiled model has graphs for each shape:
         the first step of a rare shape would compile for minutes in the middle of a run, longer than its collectives wait.
+        Of one shape, too, the time counts as the start's, not as training.
         """
-        state, layout = self.state, self.state.layout
-        shapes = state.shapes if self.config.compile.enable and len(state.shapes) > 1 else []
-        if not shapes and layout.world_size > 1 and not layout.sharded:
-            shapes = state.shapes[:1]
-        for shape in shapes:
+        state, layout, compiles = self.state, self.state.layout, self.config.compile.enable
+        if compiles and layout.rank == 0:
+            logger.info("compiling, which may take minutes")
+        arranges_buckets = layout.world_size > 1 and not layout.sharded
+        for shape in state.shapes if compiles else state.shapes[:arranges_buckets]:
             self._discarded_backward(shape)
 
     def _discarded_backward(self, shape: tuple[int, int, int]) -> None:
