@@ -87,7 +87,8 @@ class Trainer:
         with StopRequest(self._acknowledgement()) as stop, self.supervision:
             with self.phases(BEFORE_FIRST_STEP):
                 require_finite_start(state)
-                self._warm_up()
+                with self.reports.excluded("compiling" if self.config.compile.enable else "trying a backward"):
+                    self._warm_up()
                 if state.step == 0 and self.config.sampling.enable and self.config.sampling.previews:
                     self.reports.sample_grid()
             signal_number = self._loop(stop)
@@ -255,8 +256,6 @@ class Trainer:
         Of one shape, too, the time counts as the start's, not as training.
         """
         state, layout, compiles = self.state, self.state.layout, self.config.compile.enable
-        if compiles and layout.rank == 0:
-            logger.info("compiling, which may take minutes")
         arranges_buckets = layout.world_size > 1 and not layout.sharded
         for shape in state.shapes if compiles else state.shapes[:arranges_buckets]:
             self._discarded_backward(shape)
