@@ -1,8 +1,8 @@
 """Estimated against published step times: python benchmarks/published_steps.py
 
 Each row is a system of MLPerf Training 5.1's Flux benchmark, and the estimate of train_configs/flux_schnell_256.toml on as
-many devices, by the default efficiencies and no fitted number: in bfloat16 and, where the published run was in MXFP8, also
-with [float8], at twice the peak. Times alone: the simulation of the memory in scripts/estimate.py takes minutes.
+many devices in bfloat16, by the default efficiencies and no fitted number. Times alone: the simulation of the memory in
+scripts/estimate.py takes minutes.
 Prints their table, of which docs/comparing.md gives the errors, and writes benchmarks/results/published_steps.json.
 """
 
@@ -65,7 +65,7 @@ def main() -> None:
     print("\n".join(table_of(found)))
 
 
-def config_of(row: Published, more: shared.Settings) -> JobConfig:
+def config_of(row: Published) -> JobConfig:
     """Configuration of the estimated run."""
     settings = {
         "job.config_file": str(shared.ROOT / "train_configs" / "flux_schnell_256.toml"), "data.name": "synthetic",
@@ -73,22 +73,18 @@ def config_of(row: Published, more: shared.Settings) -> JobConfig:
         "training.global_batch_size": row.images, "parallelism.data_parallel_replicate_degree": -1,
         "parallelism.data_parallel_shard_degree": row.shards,
     }  # fmt: skip
-    return load_config(words_of(settings | more), row.devices, elsewhere=True)
+    return load_config(words_of(settings), row.devices, elsewhere=True)
 
 
 def record_of(row: Published) -> dict[str, Any]:
-    """Record of a row: the published step and the estimated ones, by precision."""
-    config, device = config_of(row, {}), DEVICES[row.device]
+    """Record of a row: the published step and the estimated one."""
+    config, device = config_of(row), DEVICES[row.device]
     model = model_on_meta(config)
-    times = {"bfloat16": time_of(config, model, device)}
-    if row.precision == MXFP8:
-        times["float8"] = time_of(config_of(row, {"float8.enable": True}), model, device)
+    time = time_of(config, model, device)
     flops = training_flops_per_image(config, model) * row.images / row.devices
     return dataclasses.asdict(row) | {
-        "of_bfloat16_peak": flops / row.seconds / (1e12 * device.tflops_bf16),
-        "estimates": {
-            precision: dataclasses.asdict(time) | {"error": time.step / row.seconds - 1.0} for precision, time in times.items()
-        },
+        "of_bfloat16_peak": flops / row.seconds / (1e12 * device.tflops_bf16), "estimate": dataclasses.asdict(time),
+        "error": time.step / row.seconds - 1.0,
     }  # fmt: skip
 
 
@@ -107,18 +103,17 @@ def time_of(config: JobConfig, model: DiffusionModel, device: Device) -> StepTim
 def table_of(found: list[dict[str, Any]]) -> list[str]:
     """Rows of a Markdown table."""
     lines = [
-        "| GPUs | images a step | published run | published s | of the bfloat16 peak | estimated layout | in bfloat16, s | error"
-        " | its compute, s | its communication, s | with float8, s | error |",
-        "|---" * 12 + "|",
+        "| GPUs | images a step | published run | published s | of the bfloat16 peak | estimated layout | estimated s | error"
+        " | its compute, s | its communication, s |",
+        "|---" * 10 + "|",
     ]
     for row in found:
         copies, shards = row["devices"] // row["shards"], row["shards"]
-        plain, float8 = row["estimates"]["bfloat16"], row["estimates"].get("float8")
+        time = row["estimate"]
         cells = [
             f"{row['devices']:,} {row['device']}", f"{row['images']:,}", row["precision"], f"{row['seconds']:.3f}",
             f"{row['of_bfloat16_peak']:.1%}", f"FSDP {shards}" if copies == 1 else f"HSDP {copies} x {shards}",
-            f"{plain['step']:.3f}", f"{plain['error']:+.0%}", f"{plain['compute']:.3f}", f"{plain['communication']:.3f}",
-            f"{float8['step']:.3f}" if float8 else "", f"{float8['error']:+.0%}" if float8 else "",
+            f"{time['step']:.3f}", f"{row['error']:+.0%}", f"{time['compute']:.3f}", f"{time['communication']:.3f}",
         ]  # fmt: skip
         lines.append("| " + " | ".join(cells) + " |")
     return lines

@@ -293,6 +293,8 @@ def test_runs_with_equal_curves_are_said_to_be_equal(tmp_path):
     runs = [log_losses(tmp_path / name, losses) for name, losses in (("a", [2.0, 1.0]), ("b", [2.0, 1.0]), ("c", [2.0, 1.5]))]
     assert "Equal at every logged point, one line on another: a, b." in compare_page(read_runs(runs))
     assert "Equal at every" not in compare_page(read_runs(runs[1:]))
+    runs += [log_losses(tmp_path / "d", [2.0, 1.0 + 1e-7]), log_losses(tmp_path / "e", [2.0, 1.0 + 1e-5])]
+    assert "one line on another: a, b, d (to 1e-6)." in compare_page(read_runs(runs))
 
 
 def test_a_method_is_charted_beside_a_plain_run_by_what_both_have(tmp_path):

@@ -197,6 +197,9 @@ def test_a_job_on_one_node_finds_the_repository_and_queues_an_interrupted_run_ag
     assert without.returncode == 2 and without.stderr.startswith("one_node.slurm: the job has no GPUs (submit with")
     elsewhere = job(SLURM_SUBMIT_DIR=str(spool))
     assert elsewhere.returncode == 2 and "is not the repository" in elsewhere.stderr
+    for script in ("one_node.slurm", "multinode.slurm"):
+        alone = subprocess.run(["bash", str(ROOT / "scripts" / script), "digits"], text=True, capture_output=True, timeout=60)
+        assert (alone.returncode, alone.stderr) == (2, f"{script}: start it with sbatch (or set REPOSITORY)\n")
 
 
 @pytest.mark.parametrize(("script", "packages", "program"), [

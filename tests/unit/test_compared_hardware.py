@@ -61,6 +61,14 @@ def test_other_settings_that_differ_are_named_and_hardware_s_own_are_not():
     assert "The runs also differ in optimizer.lr:" in note
 
 
+def test_runs_of_one_hardware_are_pooled_over_seeds_and_not_over_settings_or_layouts():
+    runs = [run_on("A40", 100.0, seed, lr=lr) for lr, seed in ((1e-3, 0), (1e-4, 0), (1e-3, 1))]
+    other = run_on("A40", 100.0, 2)
+    other.config["parallelism"] = {"data_parallel_shard_degree": 8}
+    (_, rows), _ = compared_hardware([*runs, other, run_on("A100", 200.0)])
+    assert [row[1] for row in rows] == ["A40-0, A40-1", "A40-0", "A40-2", "A100-0"]
+
+
 def test_runs_of_one_hardware_or_without_a_summary_are_not_compared():
     runs = [run_on("A40", 100.0), run_on("A40", 110.0, seed=1)]
     assert compared_hardware(runs) is None

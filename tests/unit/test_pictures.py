@@ -165,11 +165,11 @@ def test_a_noise_scale_without_an_upper_end_is_coloured_and_drawn_as_none():
 def test_the_noise_scale_has_panels_only_for_what_is_known(monkeypatch):
     monkeypatch.setattr(style, "as_image", lambda figure: figure)
 
-    def drawn(steps: int, signal: float, points: list[dict]) -> Figure:
+    def drawn(steps: int, signal: float, points: list[dict], geometries=("plain",)) -> Figure:
         fine, agreement = with_agreement(steps, signal)
-        levels = {"plain": [fine.estimate(), *agreement.estimates("plain", 0)]}
-        edges, masses = torch.linspace(0, 1, 9)[1:-1], torch.full((8,), 0.125)
-        return gns_pictures.draw_noise_scale(points, edges, levels, 64, {"plain": "sketch"}, masses)
+        found = [fine.estimate(), *agreement.estimates("plain", 0)]
+        edges, masses, names = torch.linspace(0, 1, 9)[1:-1], torch.full((8,), 0.125), {"plain": "sketch", "adam": "sketch"}
+        return gns_pictures.draw_noise_scale(points, edges, dict.fromkeys(geometries, found), 64, names, masses)
 
     points = [{"step": step, **{f"gns/plain/composite/0/{name}": 20.0 for name in DRAWN}} for step in (1, 2)]
     known, unknown = drawn(40, 4.0, points), drawn(40, 0.0, [])
@@ -178,8 +178,10 @@ def test_the_noise_scale_has_panels_only_for_what_is_known(monkeypatch):
         "of 8 noise levels 8 have a value", "plain geometry, over training (grey: no upper end)",
         "plain geometry, agreement of bins",
     ]
-    (step,) = [patch for patch in known.axes[0].patches if hasattr(patch, "get_data")]  # the samples of a step: 64 in 8 bins
-    assert step.get_data().values.tolist() == [8.0] * 8
+    both = drawn(40, 0.0, [], ("adam", "plain"))
+    for panel in (known.axes[0], *both.axes):
+        (step,) = [patch for patch in panel.patches if hasattr(patch, "get_data")]  # the samples of a step: 64 in 8 bins
+        assert step.get_data().values.tolist() == [8.0] * 8
     (only,) = unknown.axes
     assert "have only a lower end (arrows)" in only.get_title()
 

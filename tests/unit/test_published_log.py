@@ -41,8 +41,11 @@ def write_log(path: Path, factor: float, line: str) -> Path:
 
 
 @pytest.mark.parametrize(
-    "line", ["[2025-01-01] (step={step:07d}) Train Loss: {loss:.4f}, Train Steps/Sec: 1.2", "step {step} loss {loss:.4f}"]
-)
+    "line", [
+        "[2025-01-01] (step={step:07d}) Train Loss: {loss:.4f}, Train Steps/Sec: 1.2", "step {step} loss {loss:.4f}",
+        "step {step:>6}/3000  loss {loss:.4f}  grad_norm 0.381  56.8 img/s  ETA 0:00:22",
+    ],
+)  # fmt: skip
 def test_the_same_curve_is_inside_the_band_and_one_off_by_five_percent_is_not(run_folder, tmp_path, capsys, line):
     run = read_run(run_folder)
     points = against_log(run, read_log(write_log(tmp_path / "same.txt", 1.0, line)))

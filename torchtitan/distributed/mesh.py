@@ -110,7 +110,7 @@ def init_process_group(comm: CommConfig) -> None:
     CUDA tensors travel over NCCL; CPU tensors, and small agreements between hosts, over gloo.
 
     Raises:
-        LaunchError: torchrun's variables are missing, or there is no device for this process.
+        LaunchError: torchrun's variables are missing, their port is in use, or there is no device for this process.
     """
     if "WORLD_SIZE" not in os.environ or dist.is_initialized():
         return
@@ -119,10 +119,13 @@ def init_process_group(comm: CommConfig) -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # last collectives in the flight recorder
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-        timeout=timedelta(seconds=comm.init_timeout_seconds),
-    )
+    backend, timeout = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timedelta(seconds=comm.init_timeout_seconds)
+    try:
+        dist.init_process_group(backend, timeout=timeout)
+    except dist.DistNetworkError as error:
+        if "EADDRINUSE" not in str(error):
+            raise
+        raise LaunchError(f"MASTER_PORT: port {os.environ['MASTER_PORT']} is in use (give another)") from error
 
 
 @contextmanager

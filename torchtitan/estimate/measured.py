@@ -11,21 +11,22 @@ from torchtitan.training.utilisation import Products
 RESULTS = Path(__file__).resolve().parent.parent.parent / "benchmarks" / "results" / "gpu_day.json"
 
 
-def measured_shares(device: Device, products: Products | None) -> dict[str, tuple[float, str]]:
+def measured_shares(device: Device, products: Products | None, float8: bool) -> dict[str, tuple[float, str]]:
     """Measured shares, by `Efficiency`'s names: each with device and date; none where no such device was visited.
 
-    The share of compute is the MFU of whole train steps of DiT-XL/2 in bfloat16, compiled, and holds for such products alone;
-    that of memory is the rate of a copy.
+    The share of compute is the MFU of whole train steps of DiT-XL/2 in bfloat16, compiled, and holds for such products alone,
+    with float8 or without; that of memory is the rate of a copy.
     """
+    row, how = ("XL/2 compiled, float8", "measured with float8") if float8 else ("XL/2 compiled", "measured")
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     found = {}
     for name, stages in results.items():
         if not _is(name, device):
             continue
-        mfu = stages.get("XL/2 compiled", {}).get("XL/2 compiled", {}).get("mfu_percent")
+        mfu = stages.get(row, {}).get(row, {}).get("mfu_percent")
         copy = stages.get("ceilings", {}).get("copy", {}).get("TB_per_s")
         if mfu and products == "bfloat16":
-            found["compute"] = mfu / 100, f"measured, {name}, {stages['XL/2 compiled']['machine']['date']}"
+            found["compute"] = mfu / 100, f"{how}, {name}, {stages[row]['machine']['date']}"
         if copy:
             found["memory"] = 1000 * copy / device.memory_gb_per_s, f"measured, {name}, {stages['ceilings']['machine']['date']}"
     return found

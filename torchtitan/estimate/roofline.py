@@ -13,7 +13,6 @@ from torchtitan.estimate.encoding import encoding_flops_per_image, estimated_inf
 from torchtitan.estimate.memory import MemoryEstimate
 from torchtitan.models.adapters.flops import training_flops
 from torchtitan.models.base import DiffusionModel
-from torchtitan.models.float8 import converted_share
 from torchtitan.training.schedules import ramp_steps
 from torchtitan.training.utilisation import mfu_percent, products_of
 
@@ -103,10 +102,8 @@ def _parts_of_step(
     peak = device.peak_tflops(products_of(vars(training)))
     images = training.global_batch_size / layout.processes  # of each rank; where ranks share tokens, parts of images
     flops = images * training_flops_per_image(config, model)
-    seconds = flops / (1e12 * peak)
-    if device.tflops_float8:
-        seconds *= 1 - (1 - peak / device.tflops_float8) * converted_share(model, config.float8)
-    compute = (1 + recomputed_share(config, model)) * seconds / efficiency.compute
+    # Float8 products count at bfloat16's rate: no measurement shows that whole steps gain.
+    compute = (1 + recomputed_share(config, model)) * flops / (1e12 * peak) / efficiency.compute
     trained, gathered = model.num_parameters(), sum(parameter.numel() for parameter in model.parameters())
     communication = _communication_seconds(config, model, trained, gathered, device) / efficiency.link
     # Gradients are read; everything that trains, and only that, is read and written.

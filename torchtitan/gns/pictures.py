@@ -46,11 +46,11 @@ def draw_noise_scale(
     first, *others = estimates
     if not _known(estimates[first][0]):
         return None
-    panels = []
+    panels, now = [], masses * batch_size
     for geometry, levels in estimates.items():
         name = GEOMETRY_NAMES[geometry]
         if geometry in others and _known(levels[0]):
-            panels.append(partial(_draw_bins, bounds=bounds, found=levels[0], estimator=names[geometry], title=name))
+            panels.append(partial(_draw_bins, bounds=bounds, found=levels[0], estimator=names[geometry], now=now, title=name))
         if _over_training(points, geometry, bounds) is not None:
             panels.append(partial(_draw_map, points=points, geometry=geometry, bounds=bounds, title=f"{name}, over training"))
         if finest_known(levels) is not None:
@@ -59,7 +59,10 @@ def draw_noise_scale(
     figure = style.new_plain_figure("Gradient noise scale: how large a batch each noise level takes", (11.25, 5.0 + 4.3 * rows))
     grid = figure.add_gridspec(rows + 1, 2, height_ratios=[5.0, *[4.3] * rows])
     top = style.add_panel(figure, grid[0, :])
-    _draw_bins(top, figure, bounds, estimates[first][0], names[first], _in_words(estimates[first][0]), half, masses * batch_size)
+    _draw_bins(top, figure, bounds, estimates[first][0], names[first], now, _in_words(estimates[first][0]), half)
+    low, high = top.get_ylim()
+    top.set_ylim(low * (low / high) ** 0.3, high)  # room for the legend
+    top.legend(fontsize=9, loc="lower center")
     for number, draw in enumerate(panels):
         alone = number == len(panels) - 1 and number % 2 == 0
         place = grid[1 + number // 2, :] if alone else grid[1 + number // 2, number % 2]
@@ -86,8 +89,8 @@ def _in_words(found: BinEstimates) -> str:
 
 
 def _draw_bins(
-    axes, figure, bounds: list[float], found: BinEstimates, estimator: str, title: str,
-    half: HalfProgress | None = None, samples_per_step: Tensor | None = None,
+    axes, figure, bounds: list[float], found: BinEstimates, estimator: str, now: Tensor, title: str,
+    half: HalfProgress | None = None,
 ) -> None:
     middles = [0.5 * (low + high) for low, high in itertools.pairwise(bounds)]
     for middle, low, high, value, lower, upper in zip(
@@ -110,14 +113,9 @@ def _draw_bins(
             places, half.batch.numpy(), ends.where(half.batch.isfinite(), torch.nan).numpy(), fmt="s", ms=4, lw=1,
             color=COLOURS[2], label="batch at which one step makes half of its best progress",
         )  # fmt: skip
-    if samples_per_step is not None:
-        axes.stairs(samples_per_step.tolist(), bounds, baseline=None, color="0.5", ls="--", label="samples of a step now")
+    axes.stairs(now.tolist(), bounds, baseline=None, color="0.5", ls="--", label="samples of a step now")
     axes.set(xlim=(0.0, 1.0), yscale="log", xlabel="timestep t (0: clean data, 1: noise)", ylabel="samples of the noise level")
     axes.set_title(title)
-    if samples_per_step is not None:  # the main panel
-        low, high = axes.get_ylim()
-        axes.set_ylim(low * (low / high) ** 0.3, high)  # room for the legend
-        axes.legend(fontsize=9, loc="lower center")
 
 
 def _over_training(points: Sequence[dict], geometry: str, bounds: list[float]) -> Tensor | None:

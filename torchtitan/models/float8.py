@@ -7,7 +7,7 @@ few rows to gain speed, and the projections into and out of the token stream are
 import importlib.util
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, cast
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -116,18 +116,6 @@ def check_convertible(
                 f"training.local_batch_size: {local_batch_size} images{of_shape} are {rows} tokens, and float8 needs a multiple"
                 f" of {_MULTIPLE} (change it, or model.patch_size)"
             )
-
-
-def converted_share(model: DiffusionModel, config: Float8Config) -> float:
-    """Share of the training's matrix products that are computed in float8: those of the converted linears, of three products a
-    linear, or two where the weights' gradients are in high precision.
-    """
-    if not config.enable or config.emulate:
-        return 0.0
-    times = model.applications(model.image_shape)
-    macs = sum(cast(Tensor, model.get_submodule(name).weight).numel() * times[name] for name in _names(model, config))
-    passes = 2 / 3 if config.recipe == "rowwise_with_gw_hp" else 1.0
-    return passes * macs / model.forward_macs_per_image(model.image_shape)
 
 
 def convert_to_float8(model: DiffusionModel, config: Float8Config) -> list[str]:

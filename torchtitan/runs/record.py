@@ -6,7 +6,7 @@ import json
 import math
 import re
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -43,6 +43,11 @@ class Series:
 
     def __len__(self) -> int:
         return len(self.steps)
+
+    def coincides(self, other: "Series") -> bool:
+        """Check whether both have the same steps, and values within 1e-6 of each other, which no chart shows apart."""
+        pairs = zip(self.values, other.values, strict=False)
+        return self.steps == other.steps and all(math.isclose(one, two, rel_tol=1e-6) for one, two in pairs)
 
     def tail(self) -> tuple[float, ...]:
         """Tail: the last half of the points, as for summary.json's medians."""
@@ -347,6 +352,20 @@ def align(series: Sequence[Series], rates: bool = False) -> list[tuple[int, Inte
     steps = sorted({step for one in present for step in one.steps if first <= step <= last})
     interval = positive_interval if rates else mean_interval
     return [(step, interval([one.at(step) for one in present])) for step in steps]
+
+
+def coinciding(series: Mapping[str, Series]) -> str:
+    """Sentence on the names with coinciding series, of which a chart shows one line; "" where there are none."""
+    alike: list[list[str]] = []
+    for name, one in series.items():
+        found = next((names for names in alike if one.coincides(series[names[0]])), None)
+        if found:
+            found.append(name)
+        elif one:
+            alike.append([name])
+    equal = {", ".join(names): all(series[name] == series[names[0]] for name in names) for names in alike if len(names) > 1}
+    told = "; ".join(names if exact else f"{names} (to 1e-6)" for names, exact in equal.items())
+    return f"Equal at every logged point, one line on another: {told}." if told else ""
 
 
 def differing_settings(runs: Sequence[RunRecord]) -> tuple[list[str], list[str]]:

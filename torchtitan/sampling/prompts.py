@@ -125,8 +125,8 @@ def _encoded(
     return _prompted(_with_cut(trained, cut, length), kind, prompts, rows)
 
 
-def _with_cut(trained: TrainedModel, cut: int, length: int) -> TrainedModel:
-    text = f"--prompt: {cut} of the texts are longer than {length} tokens, and are cut"
+def _with_cut(trained: TrainedModel, cut: list[str], length: int) -> TrainedModel:
+    text = f"--prompt: {len(cut)} of the texts are longer than {length} tokens, and are cut"
     return dataclasses.replace(trained, warnings=(*trained.warnings, text)) if cut else trained
 
 

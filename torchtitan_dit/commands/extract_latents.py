@@ -123,7 +123,7 @@ def write_and_report(
     except (*UNUSABLE, RuntimeError, MemoryError) as error:
         return fail(error)
     if cut and is_first():
-        text = f"{cut:,} captions are longer than {arguments.text_length or TEXT_LENGTH} tokens (--text-length), and are cut"
+        text = f"{len(cut):,} captions are longer than {arguments.text_length or TEXT_LENGTH} tokens (--text-length), and are cut"
         print(f"{store.folder}: {text}", file=sys.stderr)
     if not part.whole:
         if is_first():

@@ -11,7 +11,7 @@ from markupsafe import Markup
 from torchtitan.pictures.page_charts import Step, bin_chart, line_chart, spans_much
 from torchtitan.runs.compare.lines import Tag, group_lines, held_out, held_out_tag, reach, series_of
 from torchtitan.runs.compare.text import track_name
-from torchtitan.runs.record import TRAINING_LOSS, WEIGHTED_ERROR, RunGroup, RunRecord, Series
+from torchtitan.runs.record import TRAINING_LOSS, WEIGHTED_ERROR, RunGroup, RunRecord, coinciding
 from torchtitan.statistics.interval import mean_interval, percentile
 
 # Title, tag and whether its values are positive, of losses that only some methods have; of several tags the last is drawn.
@@ -95,15 +95,8 @@ class Charts:
                     lines, x_label=label, y_label=y_label, log=logarithmic, x_values=(0, extent),
                     y_values=reach(values, lines, logarithmic), small=small,
                 )  # fmt: skip
-        return Panel(title, note and note + self._coinciding(tag), charts)
-
-    def _coinciding(self, tag: Tag) -> str:
-        """Sentence on the runs with equal points, of which a chart shows one line; "" where there are none."""
-        alike: dict[Series, list[str]] = {}
-        for run in self.runs:
-            alike.setdefault(series_of(run, tag), []).append(run.name)
-        equal = [", ".join(names) for series, names in alike.items() if series and len(names) > 1]
-        return f" Equal at every logged point, one line on another: {'; '.join(equal)}." if equal else ""
+        said = coinciding({run.name: series_of(run, tag) for run in self.runs})
+        return Panel(title, note and f"{note} {said}".rstrip(), charts)
 
     def bins(self) -> dict[str, Any] | None:
         """Loss by timestep at the end and over training; None where it was not logged."""

@@ -12,15 +12,16 @@ from torchtitan.runs.record import HELD_OUT_LOSS, TRAINING_LOSS, RunGroup, RunRe
 from torchtitan.statistics.interval import Interval, positive_interval
 
 _RATE, _STEP = "throughput(img/s)", "time_metrics/end_to_end(s)"
-# What hardware may change: where a run lies, the number of devices and how they share a batch, their peak.
-_FREE = ("job.", "comm.", "checkpoint.folder", "metrics.peak_tflops", "training.local_batch_size", *DEGREE_KEYS)
+# What hardware may change: where a run lies, its peak, the number of devices and how they share a batch.
+_PLACE = ("job.", "comm.", "checkpoint.folder", "metrics.peak_tflops")
+_FREE = (*_PLACE, "training.local_batch_size", *DEGREE_KEYS)
 _SEED = "debug.seed"
 
 
 def compared_hardware(runs: Sequence[RunRecord]) -> tuple[Table, str] | None:
     """Table with a row for each hardware, the first one the reference, and a note; None for runs of one hardware."""
     groups = by_hardware(runs)
-    if len(groups) < 2:
+    if len({group.name for group in groups}) < 2:
         return None
     columns = ["hardware", "runs", "s/step", "images/s", "speed-up", "training alone, s", "s a picture", "training loss",
                "held-out loss"]  # fmt: skip
@@ -40,12 +41,13 @@ def compared_hardware(runs: Sequence[RunRecord]) -> tuple[Table, str] | None:
 
 
 def by_hardware(runs: Sequence[RunRecord]) -> list[RunGroup]:
-    """Gather runs by devices and their number, in the order of their first runs; those without a summary are left out."""
-    groups: dict[str, list[RunRecord]] = {}
+    """Gather runs of equal settings by devices and their number, in the order of their first runs; only those with a summary."""
+    settings = [key for key in differing_settings(runs)[0] if key != _SEED and not key.startswith(_PLACE)]
+    groups: dict[tuple[str, ...], list[RunRecord]] = {}
     for run in runs:
         if name := hardware_name(run):
-            groups.setdefault(name, []).append(run)
-    return [RunGroup(name, tuple(members)) for name, members in groups.items()]
+            groups.setdefault((name, *(repr(run.compared.get(key)) for key in settings)), []).append(run)
+    return [RunGroup(name, tuple(members)) for (name, *_), members in groups.items()]
 
 
 def hardware_name(run: RunRecord) -> str | None:
@@ -85,7 +87,7 @@ def _note(runs: Sequence[RunRecord]) -> str:
     """Say what the numbers are, and which settings differ beside the hardware."""
     note = (
         "Medians over the last half of the logged points of each run, so without start-up, saving and sampling; geometric means "
-        "over the runs of a hardware, ± half of the 95 % interval over them (its ends where that would reach zero; none for a "
+        "over the runs of a row, ± half of the 95 % interval over them (its ends where that would reach zero; none for a "
         "run alone). Speed-up: images/s over the first hardware's, by pairs of equal seeds where there are two. Seconds a "
         "picture: of the last grid of samples, with its decoding."
     )

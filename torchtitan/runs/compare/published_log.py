@@ -11,7 +11,7 @@ import numpy as np
 
 from torchtitan.runs.record import RunRecord, RunRecordError
 
-_LINE = re.compile(r"\bstep\W{1,3}0*(\d+)\b.*?\bloss\W{1,3}(\d+(?:\.\d+)?(?:e[-+]?\d+)?)", re.IGNORECASE)
+_LINE = re.compile(r"\bstep\W+0*(\d+)\b.*?\bloss\W{1,3}(\d+(?:\.\d+)?(?:e[-+]?\d+)?)", re.IGNORECASE)
 # Standard errors of the run's mean that the band is wide on each side.
 _WIDTH = 3.0
 # Relative standard deviation over seeds of the mean loss of the first and second hundred steps, where the loss falls steeply
