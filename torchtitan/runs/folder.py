@@ -78,7 +78,7 @@ class RunFolder:
             raise RunFolderError([f"{self.path}: cannot be written: {error.strerror}"]) from error
 
     def record(self) -> None:
-        """Write config.toml, of a run that is built: one that was refused leaves that of the run before. Raises RunFolderError."""
+        """Write config.toml, once the run is built: a refused one leaves what is there. Raises RunFolderError."""
         try:
             replace_file(self.path / CONFIG_FILE, dump_config(self._config))
         except OSError as error:
