@@ -73,7 +73,7 @@ def introduce(state: RunState) -> None:
     if config.autoencoder.encode:
         logger.info(f"each batch is encoded by {config.autoencoder.name}: {' x '.join(map(str, state.info.image_shape))} latents")
     if config.compile.enable:
-        logger.info("compiling: the first step takes tens of seconds, on large models minutes; later ones are not affected")
+        logger.info("compiling before the first step takes tens of seconds, on large models minutes")
     if config.sampling.enable and has_latents(config) and state.decoder is None:
         logger.info(
             "grids show three latent channels as colours; for images give --autoencoder.name and --autoencoder.path"

@@ -11,6 +11,7 @@ import itertools
 import logging
 import os
 import sys
+from pathlib import Path
 
 from torchtitan.config.job import ConfigError, JobConfig, help_text, load_config, report_and_exit
 from torchtitan.config.smoke import smoke_words
@@ -71,12 +72,26 @@ def main(words: list[str] | None = None) -> int:
             from torchtitan.run import run  # the configuration is checked before anything heavy is imported
 
         return run(config, lambda: load_config(arguments, world_size), anew=smoke)
-    if problem := _start_problem(config) or _decoder_problem(config):
+    if problem := _folder_problem(config) or _start_problem(config) or _decoder_problem(config):
         print(problem, file=sys.stderr)
         return REFUSED
     degrees, name = config.parallelism.degrees, config.job.config_file or "configuration"
     print(f"{name}: ok: {degrees.describe()}; {config.training.describe_batch(degrees.data_ranks)}")
     return 0
+
+
+def _folder_problem(config: JobConfig) -> Exception | None:
+    """Problem of the run's folder, which launched processes would each find after seconds; None if there is none."""
+    if config.cache.enable or not (Path(config.job.dump_folder) / config.job.name / "config.toml").exists():
+        return None
+    from torchtitan.errors import RunFolderError, StoreError
+    from torchtitan.runs.folder import RunFolder
+
+    try:
+        RunFolder(config).check_unchanged()
+    except (RunFolderError, StoreError) as error:
+        return error
+    return None
 
 
 def _start_problem(config: JobConfig) -> Exception | None:
