@@ -64,7 +64,7 @@ def restart_warning() -> str:
     """Warn of restarts by torchrun in which the new processes would find the addresses of the old ones; "" without."""
     if not launch_number("TORCHELASTIC_MAX_RESTARTS", 0) or os.environ.get(_OWN_STORE) == "1":
         return ""
-    return f"--max-restarts: restarts meet in the store of the lost processes, and fail (before torchrun: export {_OWN_STORE}=1)"
+    return f"--max-restarts: restarts share the store of the lost processes and may hang (before torchrun: export {_OWN_STORE}=1)"
 
 
 def check_rendezvous() -> None:
