@@ -93,7 +93,6 @@ class CaptionedFolder(SquareImages):
 
     @staticmethod
     def info(config: CaptionedFolderConfig) -> DatasetInfo:
-        _check_keys(config)
         train = _open(config, "train")
         check_readable(train.files, "data.path")
         if config.validation_path:
@@ -106,7 +105,6 @@ class CaptionedFolder(SquareImages):
         return DatasetInfo(shapes[-1], online_kind(config) or Unconditional(), has_validation, buckets)
 
     def __init__(self, config: CaptionedFolderConfig, split: Split) -> None:
-        _check_keys(config)
         images = _open(config, split)
         chosen = np.arange(len(images.files))
         if not config.validation_path:
@@ -159,28 +157,37 @@ def _check_keys(config: CaptionedFolderConfig) -> None:
             "data.image_size for squares"
         )
     if small := [resolution for resolution in config.resolutions if resolution < STEP]:
-        raise DatasetError(f"data.resolutions: {small[0]} is below {STEP}, the smallest side of a bucket")
+        raise DatasetError(f"data.resolutions: {small[0]} is below {STEP}, the smallest side of a bucket (give at least {STEP})")
     if len(set(config.resolutions)) < len(config.resolutions):
         raise DatasetError(f"data.resolutions: {config.resolutions} names a resolution twice")
 
 
 def _open(config: CaptionedFolderConfig, split: Split) -> CaptionedImages:
+    _check_keys(config)
     key = "validation_path" if split == "validation" and config.validation_path else "path"
     path = getattr(config, key)
     if not path:
         raise DatasetError(f"data.{key}: not given; captioned_folder needs a folder of images and captions")
     images = _read_folder(f"data.{key}", path, config.trigger_word, config.missing_caption)
-    place, small = shown_path(images.files.folder), 0
+    place, small, missed, seen = shown_path(images.files.folder), 0, set(), set()
     for position, (width, height) in enumerate(images.sizes):
-        if not config.sizes_of(width, height):
-            asked = f"data.resolutions = {config.resolutions}" if config.resolutions else f"data.image_size = {config.image_size}"
+        sizes = config.sizes_of(width, height)
+        if not sizes:
+            asked, advice = f"data.image_size = {config.image_size}", "remove it, or ask for a smaller size"
+            if config.resolutions:
+                asked, advice = f"data.resolutions = {config.resolutions}", f"remove it: a side below {STEP} fits none"
             raise DatasetError(
                 f"{images.files.shown(position)}: {width} x {height} pixels cover no size of {asked}, and images are never "
-                "enlarged (remove it, or ask for a smaller size)"
+                f"enlarged ({advice})"
             )
-        small += bool(config.resolutions) and not any(bucket_of(width, height, each) for each in config.resolutions)
+        if larger := [each for each in config.resolutions if bucket_of(width, height, each) is None]:
+            small += 1
+            missed.update(larger)
+            seen.update(sizes)
     if small:
-        text = f"cover no bucket of data.resolutions = {config.resolutions}: seen in their own size, in multiples of {STEP}"
+        shown = ", ".join(f"{width} x {height}" for width, height in sorted(seen)[:3]) + (", ..." if len(seen) > 3 else "")
+        lacking = ", ".join(map(str, sorted(missed)))
+        text = f"cover no bucket of {lacking} (data.resolutions), and are not enlarged: seen in {shown}"
         say_once(f"{place}: {small:,} of {len(images.sizes):,} images {text}")
     if key == "path" and (count := int(_repeats(images.files).sum())) > len(images.sizes):
         text = f"are {count:,} entries of an epoch: folders named N_name repeat theirs N times"

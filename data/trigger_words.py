@@ -2,7 +2,7 @@
 
 import re
 
-PLACEHOLDER = re.compile(r"\[(?:trigger|name)\]")  # the second is ai-toolkit's
+PLACEHOLDER = re.compile(r"\[(?:trigger|name)\]", re.IGNORECASE)  # the second is ai-toolkit's
 TRIGGER_KEY = "replaces [trigger] and [name] in captions, and begins a caption without them and without the word"
 
 

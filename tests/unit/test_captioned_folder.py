@@ -224,6 +224,7 @@ def test_pixels_that_end_too_early_are_an_unreadable_image(tmp_path):
 
 @pytest.mark.parametrize("text, word, caption", [
     ("a [trigger] dog, the [trigger]", "zork", "a zork dog, the zork"),
+    ("a [Trigger] dog", "zork", "a zork dog"),
     ("a dog", "zork", "zork a dog"),
     ("zork, a dog", "zork", "zork, a dog"),
     ("zorks at night", "zork", "zork zorks at night"),
@@ -277,7 +278,7 @@ def test_what_is_ignored_replaced_and_repeated_is_said_in_a_line_each(tmp_path, 
         write(tmp_path / "3_sks dog", name, size, caption)
     write(tmp_path, "d.png", (90, 130), "small")
     write(tmp_path, "d-masklabel.png", (90, 130), None)
-    config = config_of(tmp_path, resolutions=[128], trigger_word="sks", missing_caption="trigger", validation_fraction=0.25)
+    config = config_of(tmp_path, resolutions=[128, 1024], trigger_word="sks", missing_caption="trigger", validation_fraction=0.25)
     info = CaptionedFolder.info(config)
     train, held_out = CaptionedFolder(config, "train"), CaptionedFolder(config, "validation")
     assert info.bucket_shapes == ((3, 64, 64), (3, 128, 64))
@@ -286,7 +287,7 @@ def test_what_is_ignored_replaced_and_repeated_is_said_in_a_line_each(tmp_path, 
     assert caplog.messages == [f"{tmp_path}: {line}" for line in (
         "ignoring 1 mask beside images",
         "the trigger word alone is the caption of 2 of 4 images",
-        "4 of 4 images cover no bucket of data.resolutions = [128]: seen in their own size, in multiples of 64",
+        "4 of 4 images cover no bucket of 128, 1024 (data.resolutions), and are not enlarged: seen in 64 x 64, 64 x 128",
         "4 images are 10 entries of an epoch: folders named N_name repeat theirs N times",
     )]  # fmt: skip
 
@@ -353,7 +354,7 @@ REFUSED = {
     "two images": (two_images, r"b\.jpg: this and b\.png are two images for one caption \(rename or remove one\)"),
     "too small": (
         lambda f: write(f, "b.png", (63, 64)),
-        r"b\.png: 63 x 64 pixels cover no size of data\.resolutions = \[64\], and images are never enlarged .*",
+        r"b\.png: 63 x 64 pixels cover no size of data\.resolutions = \[64\], .* never enlarged \(remove it: a side below 64 .*",
     ),
     "no trigger": (lambda f: write(f, "b.png", caption="a [trigger]"), r"b\.txt: the caption has \[trigger\], and .*"),
     "no image inside": (no_image_inside, r"b\.png: not an image of a known format \(mend or remove it\)"),
@@ -380,7 +381,7 @@ def test_bad_files_are_refused_with_their_place(case, tmp_path):
 KEYS = {
     "both sizes": ({"resolutions": [64], "image_size": 64}, r"data\.image_size: is the side of squares, and .*"),
     "neither": ({"resolutions": []}, r"data\.resolutions: not given; captioned_folder needs .*"),
-    "below a bucket": ({"resolutions": [128, 63]}, r"data\.resolutions: 63 is below 64, the smallest side of a bucket"),
+    "below a bucket": ({"resolutions": [128, 63]}, r"data\.resolutions: 63 is below 64, .* \(give at least 64\)"),
     "no word": ({"missing_caption": "trigger"}, r"data\.missing_caption: \"trigger\" needs data\.trigger_word, .*"),
     "no path": ({"path": ""}, r"data\.path: not given; captioned_folder needs a folder of images and captions"),
 }
@@ -390,8 +391,9 @@ KEYS = {
 def test_keys_that_do_not_fit_are_refused(case, tmp_path):
     keys, message = KEYS[case]
     write(tmp_path, "a.png")
-    with pytest.raises(DatasetError, match=f"^{message}$"):
-        CaptionedFolder.info(CaptionedFolderConfig(**{"path": str(tmp_path), "resolutions": [64]} | keys))
+    for read in (CaptionedFolder.info, content_digest):
+        with pytest.raises(DatasetError, match=f"^{message}$"):
+            read(CaptionedFolderConfig(**{"path": str(tmp_path), "resolutions": [64]} | keys))
 
 
 def test_a_folder_without_images_is_refused(tmp_path):

@@ -118,6 +118,13 @@ def ranks(given, count, kill_at=-1):
     return [process.wait(120) for process in started]
 
 
+def test_captions_that_lose_their_ends_are_said_once_for_all_sizes(pictures, tmp_path, caplog):
+    (pictures / "0.txt").write_text("a thing of more words than six")
+    fill(words(pictures, tmp_path / "out"))
+    (said,) = (message for message in caplog.messages if "longer" in message)
+    assert said == "1 caption longer than data.text_length = 6 tokens, cut there: 'sks a thing of more words than six'"
+
+
 def test_killed_filling_resumes_on_other_numbers_of_ranks_to_the_same_bytes(pictures, tmp_path):
     straight = content(fill(words(pictures, tmp_path / "straight")) / "train")
     given = words(pictures, tmp_path / "killed")

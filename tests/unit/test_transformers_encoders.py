@@ -68,7 +68,7 @@ def test_embeddings_are_those_of_the_packages_models_without_a_mask(t5, clip):
         pooled = clip[1](input_ids=padded(clip[2], 77)).pooler_output
     torch.testing.assert_close(found[TEXT], tokens, rtol=0, atol=1e-6)
     torch.testing.assert_close(found[POOLED], pooled, rtol=0, atol=1e-6)
-    assert cut == 1  # ten words and an end
+    assert cut == TEXTS[-1:]  # ten words and an end
 
 
 def test_clip_gives_tokens_of_any_length_up_to_its_own_and_pools_77(clip):

@@ -94,9 +94,9 @@ def plan_sweep(
     Raises:
         SweepError: a cell is refused, the folder belongs to another sweep, or `only` names unknown values.
     """
-    folder.check(sweep)
     cells = _select(sweep, only or {})
     check_cells(sweep, cells, folder.path, elsewhere)
+    folder.check(sweep)  # last: a key that is misspelt is no other sweep
     tasks = [Task(cell, repeat) for repeat in range(sweep.settings.repeats) for cell in cells]
     return SweepPlan(sweep, folder, tasks, retry_failed)
 

@@ -32,6 +32,7 @@ from torchtitan.extraction.image_source import SourceSplit, open_sources
 from torchtitan.files.durable import make_folder
 from torchtitan.files.run_lock import RunLock
 from torchtitan.pictures.number_text import counted
+from torchtitan.settings.schema import quoted
 from torchtitan.texts import TextEncoderError, TextEncoders, open_encoders
 from torchtitan.texts.opening import open_encoder
 
@@ -97,14 +98,17 @@ def _fill(
         count = sum(len(each.source) for each in stores)
         sizes = f" of {len(stores)} sizes" if len(stores) > 1 else ""
         logger.info(f"encoding {count:,} images{sizes} for {split} into {store}")
+    cut: dict[str, None] = {}  # buckets share captions
     for each in stores:
         try:
-            cut, _ = write_store(each, autoencoder, encoders, options, group)
+            cut |= dict.fromkeys(write_store(each, autoencoder, encoders, options, group)[0])
             finish_store(each, options.max_skipped_share, group)
         except DatasetError as error:
             raise DatasetError(f"data.{_key(split, data)}: {error}") from error
-        if cut and _first():
-            logger.warning(f"{counted(cut, 'caption')} longer than data.text_length = {data.text_length} tokens: cut there")
+    if cut and _first():
+        first = ", ".join(map(quoted, list(cut)[:3]))
+        text = f"{counted(len(cut), 'caption')} longer than data.text_length = {data.text_length} tokens, cut there: {first}"
+        logger.warning(text)
     finish_stores(store, stores, group)
 
 

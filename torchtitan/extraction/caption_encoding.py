@@ -99,20 +99,20 @@ def plan_captions(
 def encode_captions(
     writer: StoreWriter, numbers: Sequence[int], texts: Sequence[str], encoders: TextEncoders,
     on_texts: Callable[[int], None],
-) -> int:  # fmt: skip
+) -> list[str]:  # fmt: skip
     """Encode and write files of captions.
 
     Args:
         numbers: of the files, none of which another rank writes.
 
     Returns:
-        how many of the texts were longer than the store's length, and lost their ends.
+        the texts that were longer than the store's length, and lost their ends.
 
     Raises:
         LatentStoreError: the store cannot hold the embeddings.
         OSError: it cannot be written; finished files stay.
     """
-    plan, cut = writer.plan.captions, 0
+    plan, cut = writer.plan.captions, list[str]()
     assert plan is not None  # or there would be no file to write
     for number in numbers:
         own = [texts[place] for place in plan.texts_of(number)]

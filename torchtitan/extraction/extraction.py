@@ -4,6 +4,7 @@ The unit of work is a shard. Pending shards are divided among the ranks when the
 unfinished shard to the next start. The store's bytes do not depend on the number of ranks, or on kills.
 """
 
+import itertools
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -114,7 +115,7 @@ def _begin(folder: Path, plan: StorePlan) -> list[int]:
 def write_store(
     store: PlannedStore, autoencoder: Autoencoder, encoders: TextEncoders | None, options: ExtractionOptions,
     group: dist.ProcessGroup | None,
-) -> tuple[int, str]:  # fmt: skip
+) -> tuple[list[str], str]:  # fmt: skip
     """Write the missing shards of a store, or of the options' part of it; called by every rank with its own encoders.
 
     Args:
@@ -130,7 +131,7 @@ def write_store(
         RuntimeError: another rank was lost, or the device's memory has run out.
     """
     plan, started = store.plan, time.perf_counter()
-    cut = 0
+    cut: list[str] = []
     if store.captions and encoders:
         cut = _write_captions(store.folder, plan, store.captions, encoders, options.part, group)
     pending = options.part.of(store.pending)
@@ -152,12 +153,12 @@ def write_store(
 
 def _write_captions(
     folder: Path, plan: StorePlan, captions: Captions, encoders: TextEncoders, part: Part, group: dist.ProcessGroup | None
-) -> int:
-    """Write the missing captions of a store, or of a part; how many texts lost their ends."""
+) -> list[str]:
+    """Write the missing captions of a store, or of a part; the texts that lost their ends."""
     writer, planned = StoreWriter(folder, plan), plan.captions
     pending = part.of(from_first_rank(writer.pending_captions, group=group))
     if planned is None or not pending:
-        return 0
+        return []
 
     def texts_of(number: int) -> int:
         return len(planned.texts_of(number))
@@ -168,7 +169,7 @@ def _write_captions(
     ) as work:
         cut = encode_captions(writer, work.mine, captions.texts, encoders, work.advance)
         work.wait_for_all()
-    return sum(of_all_ranks(cut, group))
+    return list(itertools.chain(*of_all_ranks(cut, group)))
 
 
 def finish_store(store: PlannedStore, max_skipped_share: float, group: dist.ProcessGroup | None = None) -> StoreIndex:

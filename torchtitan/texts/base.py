@@ -19,12 +19,12 @@ class EncodedTexts:
     Attributes:
         tokens: embedding of every token, padded to the length that was asked for, float [B, L, D] on the CPU.
         pooled: embedding of the whole text, float [B, P] on the CPU; None of an encoder that has none.
-        cut: number of texts that were longer than that, and lost their ends.
+        cut: texts that were longer than that, and lost their ends.
     """
 
     tokens: Tensor
     pooled: Tensor | None
-    cut: int
+    cut: list[str]
 
 
 class TextEncoder(ABC):

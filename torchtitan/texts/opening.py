@@ -44,8 +44,8 @@ class TextEncoders:
     def pooled_shape(self) -> tuple[int]:
         return (self._pooled.pooled_width,)
 
-    def encode(self, texts: Sequence[str]) -> tuple[dict[str, Tensor], int]:
-        """Encode texts [B]: TEXT [B, L, D] and POOLED [B, P] on the CPU; number of texts that lost their ends."""
+    def encode(self, texts: Sequence[str]) -> tuple[dict[str, Tensor], list[str]]:
+        """Encode texts [B]: TEXT [B, L, D] and POOLED [B, P] on the CPU; the texts that lost their ends."""
         tokens = self._tokens.encode(texts, self.length)
         pooled = tokens.pooled if self._pooled is self._tokens else self._pooled.encode(texts, self._pooled.pooled_length).pooled
         assert pooled is not None  # of an encoder with a pooled width

@@ -42,7 +42,7 @@ class StubEncoder(TextEncoder):
                 tokens[place, slot] = table[word]
             if whole := text[: self.pooled_length]:
                 pooled[place] = torch.stack([table[word] for word in whole]).sum(0) / len(whole) ** 0.5
-        return EncodedTexts(tokens, pooled, sum(len(text) > length for text in words))
+        return EncodedTexts(tokens, pooled, [text for text, found in zip(texts, words, strict=True) if len(found) > length])
 
     def _table(self, words: Sequence[str]) -> dict[str, Tensor]:
         if not words:

@@ -82,7 +82,7 @@ class TransformersEncoder(TextEncoder):
     def encode(self, texts: Sequence[str], length: int) -> EncodedTexts:
         tokens = self._ids(texts, length)
         lengths = [len(ids) for ids in self._tokenizer(list(texts), verbose=False)["input_ids"]]
-        cut = sum(count > length for count in lengths)
+        cut = [text for text, count in zip(texts, lengths, strict=True) if count > length]
         if self._kind != "clip":
             return EncodedTexts(self._model(input_ids=tokens).last_hidden_state.float().cpu(), None, cut)
         whole = self._model(input_ids=self._ids(texts, self.pooled_length))
