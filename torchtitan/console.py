@@ -48,9 +48,8 @@ def introduce(state: RunState) -> None:
     parameters = f"parameters{' of adapters' if config.lora.enable else ''}"
     logger.info(
         f"{config.job.name}: {config.model.flavor}, {state.num_parameters:,} {parameters}, on {config.data.name} "
-        f"{_shapes(state)}; {state.layout.describe()} on "
-        f"{device_name(state.layout.device)}; "
-        f"{config.training.global_batch_size} images per step, {counted(state.data.microbatches_per_step, 'microbatch', 'es')}"
+        f"{_shapes(state)}; {config.parallelism.degrees.describe()} on "
+        f"{device_name(state.layout.device)}; {config.training.describe_batch(config.parallelism.data_ranks)}"
     )
     logger.info(_images(state))
     if shifted := _shifted_by_size(state):

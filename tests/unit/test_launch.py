@@ -79,6 +79,19 @@ def test_a_port_in_use_is_refused_and_a_lost_rank_before_there_is_a_folder_leave
     assert not (tmp_path / "outputs").exists()
 
 
+def test_restarts_that_would_meet_in_the_store_of_the_lost_are_warned_of(monkeypatch, capsys):
+    def warned():
+        assert train.main(["digits", "--check-only"]) == 0
+        return "(before torchrun: export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1)" in capsys.readouterr().err
+
+    monkeypatch.delenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", raising=False)
+    assert not warned()
+    monkeypatch.setenv(RESTARTS, "3")
+    assert warned()
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    assert not warned()
+
+
 def test_a_process_without_a_gpu_of_its_own_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)

@@ -59,18 +59,6 @@ class Layout:
         """Group of the processes that share this process's copy of the model; None where it is whole."""
         return self.mesh["shard"].get_group() if self.mesh is not None and self.sharded else None
 
-    def describe(self) -> str:
-        """Describe the layout in words, such as `HSDP 2 x 2`; the product of the numbers is that of the processes."""
-        if self.world_size == 1:
-            return "one process"
-        context = [f"context parallel x {self.degree}"] if self.degree > 1 else []
-        if self.sharded:
-            shards = self.shards // self.degree
-            data = [f"FSDP x {shards}" if self.replicas == 1 else f"HSDP {self.replicas} x {shards}"]
-        else:
-            data = [f"DDP x {self.data_ranks}"] if self.data_ranks > 1 else []
-        return ", ".join([*data, *context])
-
     def groups(self) -> list[dist.ProcessGroup]:
         """List the groups of some of the processes that have collectives in a step."""
         names = () if self.mesh is None else self.mesh.mesh_dim_names or ()
