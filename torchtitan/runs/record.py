@@ -400,7 +400,7 @@ def _unread(name: str, error: Exception) -> str:
 
 def _evaluated(path: Path) -> dict[str, float | None]:
     """Values that the command evaluate has written. Raises DamagedFile, KeyError, TypeError, ValueError, AttributeError."""
-    found = {}
+    found: dict[str, float | None] = {}
     for entry in read_json(path, dict)["evaluations"] if path.exists() else ():
         against = f" against {entry['reference']['name']}" if entry["reference"] else ""
         for result in entry["results"].values():
