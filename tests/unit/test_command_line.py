@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import signal
 import subprocess
 import sys
 import tomllib
@@ -162,3 +163,26 @@ def test_the_sampler_of_measurements_is_checked_as_that_of_grids():
 def test_held_out_loss_of_averages_is_as_the_file_says_without_validation_while_training():
     config = load_config(["--config", "digits", "--validation.enable", "false"], 1)
     assert config.validation.num_images == 297 and "num_images = 297" in dump_config(config)
+
+
+SAVES = """
+import pathlib, sys, time
+print("begun", flush=True)
+try:
+    time.sleep(60)
+except KeyboardInterrupt:
+    time.sleep(1)  # longer than subprocess.run lets a child live after Ctrl-C
+    pathlib.Path(sys.argv[1]).touch()
+    sys.exit(130)
+"""
+
+
+def test_a_benchmark_of_several_runs_lets_the_present_one_save_at_ctrl_c(tmp_path):
+    called = f"five.main = lambda: five.command('-c', {SAVES!r}, {str(tmp_path / 'saved')!r}); five.until_interrupted()"
+    words = [sys.executable, "-c", f"from benchmarks import five_pictures as five; {called}"]
+    with subprocess.Popen(words, cwd=ROOT, start_new_session=True, stdout=-1, stderr=-1, text=True) as process:
+        assert process.stdout.readline() == "begun\n"
+        os.killpg(process.pid, signal.SIGINT)
+        error = process.communicate(timeout=60)[1]
+    assert (process.returncode, error) == (75, "interrupted; the same command resumes\n")
+    assert (tmp_path / "saved").exists()
