@@ -1,6 +1,6 @@
 """A dataset: white discs on black, drawn when they are read; the class is the number of discs.
 
-    train.py digits --job.plugins examples/discs.py --data.name discs --evaluation.enable false
+    train.py digits --job.name discs --job.plugins examples/discs.py --data.name discs --evaluation.enable false
 """
 
 from dataclasses import dataclass

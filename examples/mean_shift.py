@@ -1,6 +1,6 @@
 """A metric, and a callback: the distance between mean features, and a line where the loss has doubled.
 
-    train.py digits --job.plugins examples/mean_shift.py --evaluation.metrics mean_shift,accuracy,memorisation
+    train.py digits --job.name shift --job.plugins examples/mean_shift.py --evaluation.metrics mean_shift,accuracy,memorisation
 """
 
 import logging

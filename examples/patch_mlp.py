@@ -1,6 +1,6 @@
 """A network: an MLP that sees each patch by itself, with the patch's place, the time and the class.
 
-    train.py digits --job.plugins examples/patch_mlp.py --model.name patch_mlp --model.flavor small
+    train.py digits --job.name mlp --job.plugins examples/patch_mlp.py --model.name patch_mlp --model.flavor small
 """
 
 from dataclasses import dataclass

@@ -1,6 +1,6 @@
 """An objective: flow matching by the pseudo-Huber loss, which grows as the distance, not as its square, where that is large.
 
-    train.py digits --job.plugins examples/pseudo_huber.py --objective.name pseudo_huber --objective.delta 0.1
+    train.py digits --job.name huber --job.plugins examples/pseudo_huber.py --objective.name pseudo_huber --objective.delta 0.1
 """
 
 from dataclasses import dataclass

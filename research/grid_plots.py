@@ -40,12 +40,12 @@ def draw_bins(results: GridResults, group: str, bins: Sequence[TimestepBin], pat
 def finish_bins(absolute: Axes, relative: Axes, bins: Sequence[TimestepBin], parametrisation: str, reference: str) -> None:
     """Set scales and labels of a panel of errors by bin, and of one of their ratios to a reference's."""
     absolute.set_yscale("log")
-    label_log_axis(absolute)
+    label_log_axis(absolute.yaxis)
     absolute.set_ylabel(f"squared error of {parametrisation}")
     relative.set_yscale("log")
     relative.axhline(1.0, color="black", linewidth=1)
     _limit_ratios(relative)
-    label_log_axis(relative)
+    label_log_axis(relative.yaxis)
     relative.grid(axis="x", visible=False)  # lines between the bins instead
     for place in range(1, len(bins)):
         relative.axvline(place - 0.5, color="0.9", linewidth=0.8)
@@ -69,7 +69,7 @@ def draw_curves(results: GridResults, scores: Mapping[str, Callable], path: Path
             ax.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
             ax.xaxis.set_major_formatter("{x:g}")
             ax.xaxis.set_minor_formatter(NullFormatter())
-            label_log_axis(ax)
+            label_log_axis(ax.yaxis)
             ax.set_title(f"{group}: {name}", fontsize=10)
             ax.set_xlabel("samples seen")
             if column == 0:

@@ -92,7 +92,7 @@ if [ "$NGPU" = 1 ]; then
     command=("$venv/bin/python")
 else
     # torchrun would die of a SIGUSR1 that it does not handle, and leave its processes behind.
-    command=("$venv/bin/python" -m torch.distributed.run --standalone --nproc_per_node "$NGPU"
+    command=("$venv/bin/python" -m torchtitan.processes.torchrun --standalone --nproc_per_node "$NGPU"
         --signals-to-handle SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1)
 fi
 export TORCHTITAN_DIT_CHECKED=1  # warnings have been given

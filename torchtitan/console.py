@@ -47,9 +47,8 @@ def introduce(state: RunState) -> None:
     parameters = f"parameters{' of adapters' if config.lora.enable else ''}"
     logger.info(
         f"{config.job.name}: {config.model.flavor}, {state.num_parameters:,} {parameters}, on {config.data.name} "
-        f"{_shapes(state)}; {state.layout.describe()} on "
-        f"{device_name(state.layout.device)}; "
-        f"{config.training.global_batch_size} images per step, {counted(state.data.microbatches_per_step, 'microbatch', 'es')}"
+        f"{_shapes(state)}; {config.parallelism.degrees.describe()} on "
+        f"{device_name(state.layout.device)}; {config.training.describe_batch(config.parallelism.data_ranks)}"
     )
     logger.info(_images(state))
     if shifted := _shifted_by_size(state):
@@ -74,7 +73,7 @@ def introduce(state: RunState) -> None:
     if config.autoencoder.encode:
         logger.info(f"each batch is encoded by {config.autoencoder.name}: {' x '.join(map(str, state.info.image_shape))} latents")
     if config.compile.enable:
-        logger.info("compiling: the first step takes tens of seconds, on large models minutes; later ones are not affected")
+        logger.info("compiling before the first step takes tens of seconds, on large models minutes")
     if config.sampling.enable and has_latents(config) and state.decoder is None:
         logger.info(
             "grids show three latent channels as colours; for images give --autoencoder.name and --autoencoder.path"

@@ -1,7 +1,10 @@
 """Optional packages, and the command that installs them into the Python that runs."""
 
+import logging
 import shlex
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 # As the extras of pyproject.toml. The packages are named, not `.[extra]`, which works in the checkout's folder only.
@@ -16,6 +19,20 @@ EXTRAS = {
     "text": ("huggingface_hub", "sentencepiece", "transformers>=4.46"),
     "wandb": ("wandb",),
 }
+
+
+@contextmanager
+def quiet_torchao() -> Iterator[None]:
+    """Import torchao in here without its warnings: of kernels made for another torch, of Triton, of a deprecation."""
+    loggers = [logging.getLogger(name) for name in ("torchao", "torch.utils._pytree")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
 
 
 def install(*extras: str) -> str:

@@ -105,7 +105,8 @@ def run(config: JobConfig, reload: Callable[[], JobConfig] | None = None, anew: 
                 raise
             said = _out_of_memory(error, config) if is_out_of_memory(error) else f"lost another rank: {first_line(error)}"
             logger.error(f"rank {_rank()}: building the run: {said}")
-            write_status(RunFolder(config).path if _first() else None, "failed", FAILED, said)
+            folder = RunFolder(config).path
+            write_status(folder if _first() and folder.is_dir() else None, "failed", FAILED, said)
             return FAILED
         with requests_ignored_at_the_end():
             try:

@@ -81,7 +81,7 @@ class RunSummary:
             "n_images_seen": state.data.next_sample,
             **state.guard.counts(),
             **({"rollbacks": state.guard.rollbacks} if state.guard.rollbacks else {}),
-            "layout": state.layout.describe(),
+            "layout": config.parallelism.degrees.describe(),
             "device": device_name(state.layout.device),
             "hardware": self._hardware,
             "num_parameters": state.num_parameters,

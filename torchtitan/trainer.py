@@ -87,7 +87,8 @@ class Trainer:
         with StopRequest(self._acknowledgement()) as stop, self.supervision:
             with self.phases(BEFORE_FIRST_STEP):
                 require_finite_start(state)
-                self._warm_up()
+                with self.reports.excluded("compiling" if self.config.compile.enable else "trying a backward"):
+                    self._warm_up()
                 if state.step == 0 and self.config.sampling.enable and self.config.sampling.previews:
                     self.reports.sample_grid()
             signal_number = self._loop(stop)
@@ -252,12 +253,13 @@ class Trainer:
         DDP arranges its buckets of gradients anew after the first backward, and the order of sums depends on them: without
         this, a resumed run would differ from a straight one in the last bit. A compiled model has graphs for each shape:
         the first step of a rare shape would compile for minutes in the middle of a run, longer than its collectives wait.
+        Of one shape, too, the time counts as the start's, not as training; but steps that measure gradients of samples have
+        other graphs than this backward.
         """
         state, layout = self.state, self.state.layout
-        shapes = state.shapes if self.config.compile.enable and len(state.shapes) > 1 else []
-        if not shapes and layout.world_size > 1 and not layout.sharded:
-            shapes = state.shapes[:1]
-        for shape in shapes:
+        compiles = self.config.compile.enable and not (state.gns and len(state.shapes) == 1)
+        arranges_buckets = layout.world_size > 1 and not layout.sharded
+        for shape in state.shapes if compiles else state.shapes[:arranges_buckets]:
             self._discarded_backward(shape)
 
     def _discarded_backward(self, shape: tuple[int, int, int]) -> None:

@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import operator
+import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,16 +17,16 @@ from torch import Tensor
 from tqdm import tqdm
 
 from torchtitan.config.job import ConfigError, JobConfig, load_config
-from torchtitan.evaluation.sampling import grid_choices
+from torchtitan.evaluation.sampling import grid_choices, grid_labels
 from torchtitan.experiments.command_lines import words_of
 from torchtitan.experiments.training import TrainingFailed
 from torchtitan.experiments.training import train as train_to_the_end
-from torchtitan.pictures.grids import class_labels, image_grid, to_rgb
+from torchtitan.pictures.grids import image_grid, to_rgb
 from torchtitan.processes.command_line import OneLineParser
 from torchtitan.runs.folder import RunFolder
 from torchtitan.runs.record import TRAINING_LOSS, RunRecord, read_run
 from torchtitan.sampling.method_options import option
-from torchtitan.sampling.prompts import check_prompted, filled_prompts, with_prompts
+from torchtitan.sampling.prompts import check_prompted, with_prompts
 from torchtitan.sampling.setup import SamplingSetup, add_setup_options, chosen_classes, open_setup, setup_of
 from torchtitan.settings.plugins import load_plugins
 from torchtitan.texts.opening import OPTIONS
@@ -104,6 +105,25 @@ class Model:
         """
         if output not in ("pil", "tensor", "latents"):
             raise WeightsError(f'output: must be "pil", "tensor" or "latents", is {output!r}')
+        setup, _, drawn = self._draw(
+            classes, prompts=prompts, images_per_class=images_per_class, seed=seed, encoders=encoders, progress=progress, **method
+        )
+        if setup.decoder and output != "latents":
+            drawn = setup.decoder.decode(drawn)
+        return [Image.fromarray(pixels) for pixels in to_rgb(drawn.numpy())] if output == "pil" else drawn
+
+    def grid(self, classes: Sequence[int] | None = None, *, images_per_class: int = 8, **options: Any) -> Image.Image:
+        """One picture of samples, a labelled row for each class. Arguments and errors: as of `sample`."""
+        setup, choices, drawn = self._draw(classes, images_per_class=images_per_class, **options)
+        rows, kind = choices[::images_per_class].tolist(), setup.trained.info.condition_kind
+        images = setup.decoder.decode(drawn) if setup.decoder else drawn
+        return image_grid(images, len(rows), images_per_class, grid_labels(rows, kind), setup.title)
+
+    def _draw(
+        self, classes: Sequence[int] | None, *, images_per_class: int, prompts: str | Sequence[str] | None = None, seed: int = 0,
+        encoders: Mapping[str, str] | None = None, progress: bool = False, **method: Any,
+    ) -> tuple[SamplingSetup, Tensor, Tensor]:  # fmt: skip
+        """Draw images [N, C, H, W], as the network does; returns what with, and the choice of each too."""
         images_per_class, seed = operator.index(images_per_class), operator.index(seed)
         if images_per_class < 1:
             raise WeightsError(f"images_per_class: must be at least 1, is {images_per_class}")
@@ -126,19 +146,7 @@ class Model:
         rows = list(range(len(prompts))) if prompts else chosen_classes(classes or self.config.sampling.classes, trained)
         choices = grid_choices(rows, trained.info.condition_kind.choices, images_per_class)
         drawn = setup.sampler().draw(choices, seed, **setup.method(), batch_size=setup.batch_size, progress=progress)
-        if decoder and output != "latents":
-            drawn = decoder.decode(drawn)
-        return [Image.fromarray(pixels) for pixels in to_rgb(drawn.numpy())] if output == "pil" else drawn
-
-    def grid(self, classes: Sequence[int] | None = None, *, images_per_class: int = 8, **options: Any) -> Image.Image:
-        """One picture of samples, a labelled row for each class. Arguments and errors: as of `sample`."""
-        classes, prompts = _numbers(classes), _texts(options.pop("prompts", None))
-        images = self.sample(classes, prompts=prompts, images_per_class=images_per_class, output="tensor", **options)
-        rows = len(images) // images_per_class
-        kind = self._setup.trained.info.condition_kind
-        chosen = kind.numbers_of(classes or self.config.sampling.classes) or list(range(rows))
-        names = filled_prompts(self._setup.trained, prompts) if prompts else class_labels(chosen, self.class_names)
-        return image_grid(images, rows, images_per_class, names, self.label)
+        return setup, choices, drawn
 
 
 @dataclass(frozen=True)
@@ -223,7 +231,11 @@ def train(
         resolved = configure(config, overrides, processes=processes)
         images = resolved.training.steps * resolved.training.global_batch_size
         with tqdm(total=images, unit="image", unit_scale=True, disable=not progress) as bar:
-            train_to_the_end(resolved, processes, Path(scratch) / "run.toml", Path(scratch) / "log", bar.update)
+            def advance(images: int) -> None:
+                if images or sys.stderr.isatty():  # each is a line elsewhere
+                    bar.update(images)
+
+            train_to_the_end(resolved, processes, Path(scratch) / "run.toml", Path(scratch) / "log", advance)
     return Run(RunFolder(resolved).path)
 
 
@@ -280,7 +292,12 @@ def _word(value: Any) -> str:
 
 
 def _numbers(classes: Sequence[int] | None) -> list[int] | None:
-    return None if classes is None else [operator.index(number) for number in classes]
+    if classes is None:
+        return None
+    given = [classes] if isinstance(classes, str) else classes
+    if text := next((each for each in given if isinstance(each, str)), None):
+        raise WeightsError(f"classes: {text!r} is no number (texts are given as prompts=[{text!r}])")
+    return [operator.index(number) for number in given]
 
 
 def _texts(prompts: str | Sequence[str] | None) -> list[str] | None:

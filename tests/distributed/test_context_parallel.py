@@ -14,7 +14,6 @@ from tests.distributed.cases import WITHOUT_CODE, make_trainer, remove, shared_f
 from tests.launcher import run_on_ranks
 from torchtitan.distributed import context_parallel
 from torchtitan.distributed.degrees import Degrees
-from torchtitan.distributed.mesh import Layout
 from torchtitan.estimate.roofline import exchanged_bytes
 from torchtitan.training.metrics import METRICS_FILE
 
@@ -170,14 +169,11 @@ def test_logged_flops_count_the_share_of_each_process_once():
 @pytest.mark.parametrize(("degrees", "words"), [
     ((2, 1, 2), "DDP x 2, context parallel x 2"),
     ((2, 4, 2), "HSDP 2 x 4, context parallel x 2"),
-    ((2, 2, 1), "HSDP 2 x 2"), ((1, 1, 1), "one process"),
+    ((2, 2, 1), "HSDP 2 x 2"), ((1, 4, 2), "FSDP x 4, context parallel x 2"),
+    ((1, 1, 2), "context parallel x 2"), ((1, 1, 1), "one process"),
 ])  # fmt: skip
 def test_the_numbers_of_a_layout_in_words_multiply_to_its_processes(degrees, words):
-    layout, (replicas, shards, context) = object.__new__(Layout), degrees
-    layout.world_size, layout.data_ranks, layout.degree = replicas * shards * context, replicas * shards, context
-    layout.replicas, layout.shards = Degrees(*degrees).copies_and_shards
-    layout.sharded = layout.shards > 1
-    assert layout.describe() == words
+    assert Degrees(*degrees).describe() == words
 
 
 SPLIT = "[gns]\nenable = false\n[parallelism]\ncontext_parallel_degree = 2\n"

@@ -65,11 +65,17 @@ def test_folder_of_another_configuration_is_not_continued(config, trained):
     files = [path for path in trained.folder.rglob("*") if path.is_file() and path.name != ".lock"]
     before = {path: path.read_bytes() for path in files}
     (trained.folder / "summary.json").unlink()
-    code, _, error = call(training_arguments(config, "trained", "--optimizer.lr", "0.5", "--training.steps", "3"))
+    other = training_arguments(config, "trained", "--optimizer.lr", "0.5", "--training.steps", "3")
+    code, _, error = call(other)
     assert code == 2 and "Traceback" not in error
+    assert call([*other, "--check-only"])[0] == 2
     assert "optimizer.lr: 0.003 -> 0.5" in error and "training.steps: 2 -> 3" in error
     assert "job.allow_config_change" in error
+    deeper = ("--job.allow_config_change", "true", "--model.num_layers", "7", "--training.steps", "3")
+    code, _, error = call(training_arguments(config, "trained", *deeper))
+    assert code == 2 and "does not fit this model: a tensor is missing" in error
     (trained.folder / "summary.json").write_bytes(before[trained.folder / "summary.json"])
+    del before[trained.folder / "status.json"]  # a run that starts removes it
     assert {path: path.read_bytes() for path in before} == before
 
     code, _, error = call(

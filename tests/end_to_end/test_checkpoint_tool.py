@@ -210,6 +210,8 @@ def test_diff_of_equal_and_of_different_weights(run, damaged, command, tmp_path)
     assert code == 1 and "state.json: step" in output and "not equal" in output.splitlines()[0]
     code, _, error = command("diff", damaged / "checkpoint" / "step-00000004", newest)
     assert code == 2 and "is damaged" in error
+    code, _, error = command("diff", run.folder / "checkpoint" / "step-00000003", newest)
+    assert code == 2 and error.endswith("step-00000003: no such checkpoint (there are: 2, 4)\n")
 
     a = {"same": torch.tensor([1.0, float("nan")]), "moved": torch.tensor([3.0, 4.0]), "gone": torch.ones(1)}
     b = {"same": a["same"], "moved": torch.tensor([3.0, 4.5]), "new": torch.ones(1), "zero": torch.tensor([-0.0])}

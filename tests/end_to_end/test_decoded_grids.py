@@ -112,13 +112,14 @@ def test_grids_are_decoded_images_and_a_run_without_says_how_to_get_them(runs, e
     names = class_labels([0, 1, 2], CLASS_NAMES)
     assert names == ["tench", "goldfish", "great white shark"]
     image_grid(
-        decoded_by_hand(content["latents"], index, matrix), 3, 3, names, "step 6, ema"
+        decoded_by_hand(content["latents"], index, matrix), 3, 3, names, "step 6, ema, guidance 2"
     ).save(folder / "by-hand.png")  # fmt: skip
     assert differences(folder / "by-hand.png", folder / "drawn" / "grid-step-6-ema-seed-0.png").max() == 0
     # The run's own grid has the same images under another title; it was drawn by two ranks.
     drawn, trained = (np.asarray(Image.open(path)).astype(int) for path in (folder / "by-hand.png", grids["decoded"]))
     rows = 3 * 64 + 2 * 4
-    assert np.abs(drawn[-12 - rows : -12, -12 - rows : -12] - trained[-12 - rows : -12, -12 - rows : -12]).max() <= 1
+    width = min(drawn.shape[1], trained.shape[1])
+    assert np.abs(drawn[-12 - rows : -12, :width] - trained[-12 - rows : -12, :width]).max() <= 1
 
 
 def test_two_ranks_draw_the_same_grid_and_weights_may_have_moved(runs, encoded):

@@ -16,7 +16,7 @@ from tests.faults.forked import ForkedRun
 from tests.launcher import ROOT, free_port
 from torchtitan.distributed.mesh import crosses_nodes
 
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
+TORCHRUN = [sys.executable, "-m", "torchtitan.processes.torchrun"]
 
 
 @pytest.fixture
@@ -45,13 +45,14 @@ def same_weights(one: Path, other: Path) -> bool:
     return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
 
 
-def test_a_refused_configuration_is_not_started_again(config):
+@pytest.mark.parametrize("restarts", ["3", "0"])
+def test_a_refused_configuration_is_not_started_again(config, restarts):
     process = torchrun(
-        config, "refused", "--standalone", "--nproc_per_node", "2", "--max-restarts", "3", train=("--optimizer.lr", "-1")
+        config, "refused", "--standalone", "--nproc_per_node", "2", "--max-restarts", restarts, train=("--optimizer.lr", "-1")
     )
     output = process.communicate(timeout=300)[0]
-    assert process.returncode != 0
-    assert output.count("optimizer.lr") == 1, output
+    assert process.returncode == 1
+    assert output.count("optimizer.lr") == 1 and "Traceback" not in output, output
     assert not (config.parent / "outputs").exists()
 
 
@@ -139,7 +140,7 @@ def test_a_job_near_its_time_limit_is_saved_and_queued_again(slurm, config, tmp_
     Run.wait_for_step(run, 10)
     job.send_signal(signal.SIGUSR1)
     output = job.communicate(timeout=300)[0]
-    assert job.returncode == 75, output
+    assert job.returncode == 75 and "Traceback" not in output, output
     assert (tmp_path / "requeued").read_text() == "17\n"
     status, summary = json.loads((run.folder / "status.json").read_bytes()), Run.summary(run)
     assert (status["status"], status["exit_code"], summary["status"]) == ("requeue", 128 + signal.SIGUSR1, "interrupted")
@@ -197,6 +198,9 @@ def test_a_job_on_one_node_finds_the_repository_and_queues_an_interrupted_run_ag
     assert without.returncode == 2 and without.stderr.startswith("one_node.slurm: the job has no GPUs (submit with")
     elsewhere = job(SLURM_SUBMIT_DIR=str(spool))
     assert elsewhere.returncode == 2 and "is not the repository" in elsewhere.stderr
+    for script in ("one_node.slurm", "multinode.slurm"):
+        alone = subprocess.run(["bash", str(ROOT / "scripts" / script), "digits"], text=True, capture_output=True, timeout=60)
+        assert (alone.returncode, alone.stderr) == (2, f"{script}: start it with sbatch (or set REPOSITORY)\n")
 
 
 @pytest.mark.parametrize(("script", "packages", "program"), [

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from functools import partial
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from PIL import Image
 
 import torchtitan_dit
 from tests.forked import run_script
-from torchtitan_dit import load, sample, train
+from torchtitan_dit import api, load, sample, train
 from torchtitan_dit.api import ConfigError, TrainingFailed, WeightsError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -71,6 +72,8 @@ def test_images_are_those_of_the_command(notebook, tmp_path):
 
 @pytest.mark.parametrize(("options", "text"), [
     ({"classes": [10]}, "10 is not in 0..9"),
+    ({"classes": "a dog"}, "classes: 'a dog' is no number (texts are given as prompts=['a dog'])"),
+    ({"classes": ["a dog"]}, "classes: 'a dog' is no number (texts are given as prompts=['a dog'])"),
     ({"output": "jpeg"}, "output: must be \"pil\", \"tensor\" or \"latents\", is 'jpeg'"),
     ({"seed": -1}, "seed: must be in"),
     ({"encoders": {"text": "stub:32"}}, "encoders: has no effect without prompts"),
@@ -122,3 +125,14 @@ def test_unknown_options_and_places_are_refused(notebook, tmp_path, monkeypatch)
 def test_importing_the_package_imports_no_torch():
     code = "import sys, torchtitan_dit\nassert 'torch' not in sys.modules and len(dir(torchtitan_dit)) > 1"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+
+
+def test_a_bar_that_no_terminal_shows_is_not_repeated_before_the_first_images(monkeypatch, capsys):
+    def trained(config, processes, request, log, advance):
+        for images in (0, 0, 64):
+            time.sleep(0.15)  # longer than tqdm waits between two
+            advance(images)
+
+    monkeypatch.setattr(api, "train_to_the_end", trained)
+    train("digits", {"job.name": "notes", "training.steps": 2, "lr_scheduler.warmup_steps": 0})
+    assert capsys.readouterr().err.count(" 0%") == 1

@@ -107,17 +107,20 @@ def pixels_of(folder):
 def test_prompts_make_sets_that_are_their_own(trained, tmp_path):
     run_folder, _ = trained
     words = ["--count", "6", "--num-steps", "2", "--guidance-scale", "4"]
-    ((code, said),) = sample(tmp_path / "set", run_folder, "--prompt", "a new text", "a photo of a class1", *words)
+    ((code, said),) = sample(tmp_path / "set", run_folder, "--prompt", "a new, text", "a photo of a class1", *words)
     assert code == 0, said
     before = pixels_of(tmp_path / "set")
-    prompts = ["--prompt", "a new text", "a photo of a class1"]
+    lines = (tmp_path / "set" / "labels.csv").read_text().splitlines()
+    assert lines[:3] == ["file,class,prompt", '000000.png,0,"a new, text"', "000001.png,1,a photo of a class1"]
+    assert open_images(tmp_path / "set").classes().tolist() == [0, 1] * 3
+    prompts = ["--prompt", "a new, text", "a photo of a class1"]
     two = results_of(start_sampling(tmp_path / "two", run_folder, *prompts, *words, ranks=2))
     assert [code for code, _ in two] == [0, 0], two
     assert np.array_equal(pixels_of(tmp_path / "two"), before)
     ((code, said),) = sample(tmp_path / "set", run_folder, "--prompt", "another text", "a photo of a class1", *words)
     assert code == 2 and "prompts" in said and said.count("\n") == 1, said
     ((code, said),) = sample(tmp_path / "long", run_folder, "--prompt", "one two three four five six", "--num-steps", "1")
-    assert code == 0 and "--prompt: 1 of the texts are longer than 5 tokens, and are cut" in said
+    assert code == 0 and "--prompt: 1 text longer than 5 tokens is cut" in said
     ((code, said),) = sample(tmp_path / "other", run_folder, "--prompt", "another text", "a photo of a class1", *words)
     other = pixels_of(tmp_path / "other")
     assert code == 0 and np.array_equal(other[1::2], before[1::2]) and not np.array_equal(other[::2], before[::2])

@@ -128,7 +128,7 @@ def test_labels_of_a_narrow_axis_differ():
     ax = axes[0, 0]
     ax.plot([0, 1], [1.1301, 1.1312])
     ax.set_yscale("log")
-    label_log_axis(ax)
+    label_log_axis(ax.yaxis)
     figure.canvas.draw()
     low, high = ax.get_ylim()
     labels = [ax.yaxis.get_major_formatter()(tick) for tick in ax.get_yticks() if low <= tick <= high]

@@ -180,7 +180,12 @@ def test_sharing_tokens_scales_against_one_process_of_the_same_work():
     assert {kind: [point.ranks for point in curve.points] for kind, curve in found.items()} == {"weak": [1, 2], "strong": [1, 2]}
     assert found["weak"].points[1].efficiency.value == pytest.approx(176 / 2 / 100)
     assert found["strong"].points[1].efficiency.value == pytest.approx(176 / 2 / 110)
-    assert found["weak"].axes["local_batch"] == 8 and found["strong"].axes["global_batch"] == 16
+    assert (found["weak"].batch, found["strong"].batch) == ("8 images a process", "global batch 16")
+
+
+def test_runs_of_one_global_batch_have_no_weak_scaling():
+    cells = join_repeats([run(100.0, layout="single", global_batch=16), run(150.0, world_size=2, global_batch=16)])
+    assert [curve.kind for curve in scaling(cells)] == ["strong"]
 
 
 def test_a_sweep_without_any_result_is_reported(tmp_path):

@@ -8,6 +8,7 @@ import statistics
 import pytest
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.markers import CARETDOWN, CARETUP
 
 from tests import analysis_outputs as planted
 from torchtitan.pictures.colours import SOFT
@@ -18,9 +19,11 @@ from torchtitan.runs.analysis.axes import add_further_axes
 from torchtitan.runs.analysis.batch_pictures import draw_over_batch, fit_memory
 from torchtitan.runs.analysis.cells import Cell
 from torchtitan.runs.analysis.collect import Run
+from torchtitan.runs.analysis.effects import scaling
 from torchtitan.runs.analysis.findings import Results, headlines, markdown
 from torchtitan.runs.analysis.loss_pictures import draw_loss
 from torchtitan.runs.analysis.memory_pictures import draw_memory_parts
+from torchtitan.runs.analysis.ranks_pictures import draw_over_ranks
 from torchtitan.runs.analysis.report import analyse, write_report
 from torchtitan.statistics.interval import Interval
 
@@ -38,6 +41,7 @@ def test_long_titles_and_notes_are_within_the_picture(tmp_path):
     save(figure, tmp_path / "x.png")
     for each in figure.texts:
         assert each.get_window_extent(dpi=SCREEN_DPI).width <= SCREEN_DPI * 4
+    assert figure.texts[-1].get_window_extent(dpi=SCREEN_DPI).width <= 0.95 * SCREEN_DPI * 4
 
 
 def test_what_would_be_markdown_is_escaped():
@@ -119,7 +123,12 @@ def test_the_peak_memory_is_fitted_over_the_batch(tmp_path, drawn):
     cells = [measured(value=3.0 + 0.25 * batch, local_batch=batch) for batch in (8, 16, 64)]
     assert fit_memory(cells) == pytest.approx((3.0, 0.25)) and fit_memory(cells[:2]) is None
     draw_over_batch(cells, tmp_path)
-    assert texts_of(drawn["memory_gib_over_batch.png"]) == ["3.00 GiB + 256 MiB an image"]
+    figure = drawn["memory_gib_over_batch.png"]
+    assert texts_of(figure) == ["3.00 GiB + 256 MiB an image"]
+    figure.draw_without_rendering()
+    (panel,) = figure.axes
+    legend, below = panel.get_legend().get_window_extent(), panel.xaxis.label.get_window_extent()
+    assert legend.y1 < below.y0  # on no interval
 
 
 def test_memory_is_divided_into_what_a_step_holds_and_the_rest_of_the_peak(tmp_path, drawn):
@@ -135,7 +144,7 @@ def test_memory_is_divided_into_what_a_step_holds_and_the_rest_of_the_peak(tmp_p
     of_ddp, of_fsdp = ([bars[n].get_width() for bars in panel.containers] for n in range(2))
     assert of_ddp == [1, 1, 2, 1, 4] and of_fsdp == [0.25, 0.25, 0.5, 0.25, 3.75]
     assert panel.containers[-1][0].get_x() == 5.0 and panel.get_xlim()[0] == 0
-    assert [text.get_text() for text in panel.get_yticklabels()] == ["ddp, batch 16", "fsdp, batch 16"]
+    assert [text.get_text() for text in panel.get_yticklabels()] == ["ddp, local batch 16", "fsdp, local batch 16"]
     assert texts_of(figure)[-1] == "activations and all else"
 
 
@@ -149,7 +158,7 @@ def test_scaling_draws_the_numbers_of_the_table_and_linear_scaling(tmp_path, dra
     start, ranks = mean["single", 1], (2, 4, 8)
     assert set(drawn) == {"weak_scaling_over_ranks.png"}
     _, each, whole = drawn["weak_scaling_over_ranks.png"].axes
-    for n, layout in enumerate(("ddp", "fsdp")):
+    for n, layout in enumerate(("ddp", "fsdp"), start=1):  # of all layouts one process is the first
         (of_all,), (of_each,) = lines_of(whole, colour(n)), lines_of(each, colour(n))
         assert of_all == pytest.approx([start, *(mean[layout, count] for count in ranks)])
         assert of_each == pytest.approx([start, *(mean[layout, count] / count for count in ranks)])
@@ -158,7 +167,7 @@ def test_scaling_draws_the_numbers_of_the_table_and_linear_scaling(tmp_path, dra
 
 
 def test_the_loss_is_drawn_over_images_flops_and_hours(tmp_path, drawn):
-    for name, data, loss in (("a", "digits", 2.0), ("b", "digits", 1.0), ("c", "latents", -1.0)):
+    for name, data, loss in (("a", "digits", 2.0), ("b", "digits", 1.0), ("b2", "digits", 1 + 1e-8), ("c", "latents", -1.0)):
         (tmp_path / name).mkdir()
         points = [
             {"step": step, "loss_metrics/global_avg_loss": loss / step, "n_images_seen": 8 * step, "clock/train(s)": 36.0 * step,
@@ -170,7 +179,14 @@ def test_the_loss_is_drawn_over_images_flops_and_hours(tmp_path, drawn):
     draw_loss(analyse([tmp_path]).runs, tmp_path)
     assert list(drawn) == ["loss_over_cost_1_digits.png", "loss_over_cost_2_latents.png"]
     first, second = drawn.values()
-    assert [list(line.get_ydata()) for line in first.axes[0].lines] == [[1, 1 / 2, 1 / 3], [2, 1, 2 / 3]]
+    curves = [[loss / step for step in (1, 2, 3)] for loss in (1, 1 + 1e-8, 2)]
+    assert [list(line.get_ydata()) for line in first.axes[0].lines] == curves
+    assert first.legends[0].get_title().get_text() == "Equal at every logged point, one line on another: b, b2 (to 1e-6)."
+    first.draw_without_rendering()
+    for panel in first.axes:
+        labels = [text for text in panel.get_xticklabels(which="both") if text.get_text()]
+        boxes = sorted((text.get_window_extent() for text in labels), key=lambda box: box.x0)
+        assert len(boxes) > 1 and all(one.x1 < other.x0 for one, other in itertools.pairwise(boxes))
     assert [panel.get_xlabel() for panel in first.axes] == ["images", "FLOPs", "hours of training"]
     expected = [[8, 16, 24], [40, 80, 120], [0.01, 0.02, 0.03]]
     assert [list(panel.lines[0].get_xdata()) for panel in first.axes] == [pytest.approx(xs) for xs in expected]
@@ -210,3 +226,46 @@ def test_a_flat_line_is_not_enlarged_to_its_noise_and_an_arm_of_another_column_i
     assert not two.texts and not four.texts
     low, high = two.get_ylim()
     assert high - low == pytest.approx(0.08, rel=1e-3)
+
+
+def test_axes_span_the_values_and_longer_intervals_end_in_arrows(tmp_path, drawn):
+    cells = [measured("mfu_percent", value, local_batch=batch) for batch, value in ((8, 30.0), (16, 40.0))]
+    for cell, interval in zip(cells, (Interval(30.0, 2.1, 681.0), Interval(40.0, 38.0, 42.0)), strict=True):
+        cell.measures.update({"mfu_percent": interval, "images_per_second": Interval(1.0)})
+    draw_over_batch(cells, tmp_path)
+    (panel,) = drawn["mfu_percent_over_batch.png"].axes
+    assert panel.get_ylim() == pytest.approx((25.0 - 1.0, 45.0 + 1.0))  # half of the span on both sides, and a margin of 5 %
+    arrows = [line for line in panel.lines if line.get_marker() in (CARETUP, CARETDOWN)]
+    assert [(line.get_xdata()[0], line.get_ydata()[0]) for line in arrows] == [(8, pytest.approx(24.0)), (8, pytest.approx(46.0))]
+    text = markdown(Results([], cells, [], [], []), [])
+    assert "30.00 [2.100, 100.0]" in text and "681" not in text
+
+
+def test_a_layout_has_one_colour_in_all_pictures_of_a_report(tmp_path, drawn):
+    every = itertools.product(("m", "n"), (("single", 1), ("ddp", 2), ("fsdp", 2)), (8, 16))
+    cells = [
+        measured("images_per_second", 10.0 * batch, model=model, layout=layout, world_size=ranks, local_batch=batch,
+                 global_batch=batch * ranks)
+        for model, (layout, ranks), batch in every if (model, layout) not in (("n", "single"), ("n", "ddp"))
+    ]  # fmt: skip
+    ddp = {"model": "n", "layout": "ddp"}
+    cells += [measured("images_per_second", 9.0, world_size=ranks, global_batch=8 * ranks, **ddp) for ranks in (2, 4)]
+    draw_over_batch(cells, tmp_path)
+    draw_over_ranks(scaling(cells), cells, tmp_path)
+    lines = [line for figure in drawn.values() for legend in figure.legends for line in legend.legend_handles]
+    found = [(line.get_label(), line.get_color()) for line in lines]
+    assert {each for each in found if each[0] in ("ddp", "fsdp")} == {("ddp", colour(1)), ("fsdp", colour(2))}
+    assert len(drawn) == 5
+
+
+def test_only_runs_with_a_value_have_a_panel_and_the_fastest_of_several_global_batches_a_point(tmp_path, drawn):
+    cells = [measured("mfu_percent", value, local_batch=batch, global_batch=both) for batch, both, value in (
+        (8, 8, 30.0), (16, 16, 40.0), (16, 32, 45.0),
+    )]  # fmt: skip
+    for cell, rate in zip(cells, (3.0, 5.0, 4.0), strict=True):
+        cell.measures["images_per_second"] = Interval(rate)
+    cells += [measured("images_per_second", 1.0, patch=4, local_batch=batch) for batch in (8, 16)]
+    draw_over_batch(cells, tmp_path)
+    (panel,) = drawn["mfu_percent_over_batch.png"].axes
+    assert lines_of(panel, colour(0)) == [[30.0, 40.0]]
+    assert len(drawn["images_per_second_over_batch.png"].axes) == 2

@@ -142,7 +142,9 @@ def test_load_step_keeps_later_checkpoints_whole_under_names_that_do_not_count(m
     for step in (10, 20):
         keeper.save(step, some_tensors(step), {})
     old = content(checkpoint_path(memory, 20))
-    assert saver(memory, load_step=10).find() == 10
+    keeper = saver(memory, load_step=10)
+    assert keeper.find() == 10 and checkpoint_steps(memory) == [20, 10]
+    keeper.branch(10)
     assert checkpoint_steps(memory) == [10] and saver(memory).find() == 10
     (aside,) = [path for path in memory.iterdir() if path.name.startswith("set-aside-step-00000020-")]
     assert content(aside) == old and verify(aside) is None
@@ -299,6 +301,7 @@ def run_at(folder: Path, checkpoints: str) -> RunFolder:
 def test_tools_find_the_checkpoints_that_a_run_has_elsewhere(tmp_path, capsys, prefix):
     run = run_at(tmp_path / "outputs", f"{prefix}{tmp_path}/elsewhere")
     run.open()
+    run.record()
     run.close()
     for step in (1, 2):
         Checkpointer(run.checkpoints, CheckpointConfig(), 0).save(step, some_tensors(step), {})

@@ -122,6 +122,14 @@ def test_every_program_bounds_the_spin_of_its_threads_unless_the_environment_doe
     assert seen[0].get("GOMP_SPINCOUNT") == bound
 
 
+def test_a_check_says_what_a_run_would_do(capsys, monkeypatch):
+    monkeypatch.setenv("NGPU", "4")
+    hsdp = ("--parallelism.data_parallel_replicate_degree", "2", "--parallelism.data_parallel_shard_degree", "-1")
+    assert train.main(["digits", *hsdp, "--training.local_batch_size", "16", "--check-only"]) == 0
+    said = capsys.readouterr().out
+    assert said == "digits: ok: HSDP 2 x 2; 128 images per step, 2 microbatches of 16 a rank\n"
+
+
 def test_a_warm_up_is_cut_to_a_tenth_of_a_shorter_run_with_a_warning(capsys, tmp_path):
     assert train.main(["digits", "--training.steps", "40", "--check-only"]) == 0
     said = capsys.readouterr().err

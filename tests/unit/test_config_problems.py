@@ -39,6 +39,7 @@ BAD_FILES = [
         " for all devices together, or training.local_batch_size for each?)"),
     ('[training]\n"a\\nb" = 5', r"training.'a\nb': unknown key (--help training lists its keys)"),
     ("[trainig]\nsteps = 5", "trainig: unknown section (did you mean training?)"),
+    ("[memory_estimation]\nenable = true", "memory_estimation: unknown section (scripts/estimate.py CONFIG estimates memory)"),
     ("steps = 5", "steps: is in no section (did you mean training.steps?)"),
     ('[training]\nsteps = "10"', "training.steps: must be an integer, is '10'"),
     ("[training]\nsteps = 0", "training.steps: must be at least 1, is 0"),
@@ -246,6 +247,13 @@ BAD_FILES = [
 @pytest.mark.parametrize("toml, line", BAD_FILES, ids=range(len(BAD_FILES)))
 def test_bad_file_gives_one_exact_line(toml, line):
     assert problems(toml) == [f"run.toml: {line}"]
+
+
+@pytest.mark.parametrize(("size", "advice"), [(32, "set 30 or 33"), (2, "set 3")])
+def test_a_batch_that_ranks_cannot_share_is_answered_with_the_nearest(size, advice):
+    with pytest.raises(ConfigError) as caught:
+        load_config(["digits", "--training.local_batch_size=-1", f"--training.global_batch_size={size}"], 3)
+    assert f"training.global_batch_size: {size} is not a multiple of 3 ranks ({advice})" in str(caught.value)
 
 
 def test_file_that_is_not_utf8_is_one_line():

@@ -8,9 +8,11 @@ from tests.decoding import CLASS_NAMES, decoded_by_hand, write_encoded_store
 from tests.launcher import run_on_ranks
 from tests.unit.autoencoder_files import write_taef2, write_tokenizer
 from torchtitan.autoencoders.base import AutoencoderError
+from torchtitan.conditions import Classes, Embeddings
 from torchtitan.config.job import ConfigError, load_config
 from torchtitan.evaluation.config import AutoencoderConfig
 from torchtitan.evaluation.decoding import held_out_picture, open_decoder
+from torchtitan.evaluation.sampling import grid_labels
 from torchtitan.latents import LatentStore
 from torchtitan.pictures.grids import EMPTY, class_labels, image_grid
 
@@ -107,6 +109,13 @@ def test_classes_are_shown_by_the_first_of_their_names():
     assert class_labels([2, 0, 1], CLASS_NAMES) == ["great white shark", "tench", "goldfish"]
     assert class_labels([1, 0], ("n01484850_great_white_shark", "n02 tench")) == ["n02 tench", "great white shark"]
     assert class_labels([1], ()) is None
+    assert grid_labels([2, 0], Classes(3, CLASS_NAMES)) == ["great white shark", "tench"]
+    assert grid_labels([0], Classes(3)) is None
+
+
+def test_prompts_are_shown_beyond_their_commas():
+    prompts = ("a dog, sitting", "a dog, running")
+    assert grid_labels([1, 0], Embeddings({}, names=prompts)) == ["a dog, running", "a dog, sitting"]
 
 
 def test_captions_stand_below_their_images_and_within_their_width():

@@ -3,6 +3,8 @@
 import importlib.util
 import json
 import logging
+import subprocess
+import sys
 from unittest.mock import patch
 
 import pytest
@@ -11,7 +13,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 
 from tests.distributed.cases import make_trainer, remove, shared_folder, train_all
 from tests.end_to_end.runs import checkpoint_tensors
-from tests.launcher import run_on_ranks
+from tests.launcher import ROOT, run_on_ranks
 from torchtitan.conditions import Classes
 from torchtitan.config.job import ConfigError, load_config
 from torchtitan.distributed.activation_checkpoint import checkpoint_blocks
@@ -275,3 +277,14 @@ def test_a_model_without_anything_to_convert_is_refused_before_its_folder_is_mad
     assert capsys.readouterr().err.startswith("float8.enable: no linear over tokens is left to convert")
     assert not list(tmp_path.iterdir())
     logging.shutdown()
+
+
+@needs_torchao
+def test_importing_torchao_says_nothing_but_errors():
+    program = (
+        "import logging; logging.basicConfig(); from torchtitan.extras import quiet_torchao\n"
+        "with quiet_torchao(): import torchao.float8, torchao.optim, torchao.quantization\n"
+        "logging.getLogger('torchao').warning('later')"
+    )
+    process = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True, timeout=120)
+    assert process.stderr == "WARNING:torchao:later\n"

@@ -1,6 +1,7 @@
 """RANK, WORLD_SIZE and the like of a launcher: what is no place among the processes is refused in one line."""
 
 import os
+import socket
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torchtitan.processes import command_line, parent_death
 from torchtitan.processes.exit_codes import FAILED, REFUSED, before_exit
 from torchtitan.processes.launch import LaunchError, check_launch, check_rendezvous, launch_number
 from torchtitan_dit import cli
+from torchtitan_dit.commands import train
 
 RESTARTS = "TORCHELASTIC_MAX_RESTARTS"
 NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", RESTARTS)
@@ -55,6 +57,39 @@ def test_processes_that_cannot_meet_are_refused(monkeypatch):
         init_process_group(CommConfig())
     launched(monkeypatch, "MASTER_ADDR=127.0.0.1 MASTER_PORT=1")
     check_rendezvous()
+
+
+def test_a_port_in_use_is_refused_and_a_lost_rank_before_there_is_a_folder_leaves_no_word_of_its_status(
+    tmp_path, monkeypatch, capsys, caplog
+):
+    def lost(config):
+        raise torch.distributed.DistNetworkError("closed by peer")
+
+    words = ["digits", "--job.dump_folder", str(tmp_path / "outputs")]
+    with socket.create_server(("localhost", 0)) as taken:
+        port = taken.getsockname()[1]
+        launched(monkeypatch, f"WORLD_SIZE=1 RANK=0 LOCAL_RANK=0 MASTER_ADDR=localhost MASTER_PORT={port}")
+        assert train.main(words) == REFUSED
+    assert capsys.readouterr().err.splitlines()[-1] == f"MASTER_PORT: port {port} is in use (give another)"
+    monkeypatch.setattr("torchtitan.trainer.open_run", lost)
+    assert train.main(words) == FAILED
+    assert [record.getMessage() for record in caplog.records if record.levelname == "ERROR"] == [
+        "rank 0: building the run: lost another rank: closed by peer"
+    ]
+    assert not (tmp_path / "outputs").exists()
+
+
+def test_restarts_that_would_meet_in_the_store_of_the_lost_are_warned_of(monkeypatch, capsys):
+    def warned():
+        assert train.main(["digits", "--check-only"]) == 0
+        return "(before torchrun: export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1)" in capsys.readouterr().err
+
+    monkeypatch.delenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", raising=False)
+    assert not warned()
+    monkeypatch.setenv(RESTARTS, "3")
+    assert warned()
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    assert not warned()
 
 
 def test_a_process_without_a_gpu_of_its_own_is_refused(monkeypatch):

@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 import threading
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
@@ -113,6 +114,17 @@ def test_a_preempted_job_that_left_no_result_is_killed(small_slurm):
     outcome = SlurmLauncher(small_slurm / "out", 1, {}).run(job_of("a", ran, "word"), threading.Event())
     assert outcome.status == "killed" and "PREEMPTED" in outcome.reason
     assert not list((small_slurm / "out" / "slurm" / "submitted").iterdir())
+
+
+def test_jobs_are_named_by_sweep_and_cell_and_ask_for_a_cpu_of_each_process(small_slurm):
+    launcher = SlurmLauncher(small_slurm / "out", 2, {"time": "1:00:00"})
+    job = Job("a" * 300, partial(ran, "word"), 2, 0, 2400.0)
+    launcher._submit(job)
+    lines = (small_slurm / "script").read_text().splitlines()
+    assert f"#SBATCH --job-name=out-{'a' * 196}" in lines and "#SBATCH --cpus-per-task=2" in lines
+    command = launcher.command(replace(job, name="CELL"))
+    assert command == "sbatch --job-name=out-CELL --time=1:00:00 --nodes=1 --ntasks-per-node=1 --cpus-per-task=2 --no-requeue"
+    assert "#SBATCH --time=1:00:00" in lines
 
 
 def test_a_job_asks_for_its_machines_with_the_options_of_the_user(small_slurm):

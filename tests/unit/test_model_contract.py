@@ -120,7 +120,7 @@ def test_a_key_of_other_datasets_is_said_to_be_one(tmp_path):
     path.write_text('[data]\nname = "digits"\nlabel_column = "x"\nimage_sise = 3\n')
     first, second = problems_of("--job.config_file", str(path))
     assert "data.label_column: unknown key (it is a key of data.name = " in first
-    assert "data.image_sise: unknown key (did you mean" in second
+    assert "data.image_sise: unknown key (--help data lists its keys)" in second
 
 
 def test_training_a_network_whose_products_are_miscounted_is_refused_before_its_folder_is_made(tmp_path, capsys):

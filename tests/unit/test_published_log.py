@@ -72,7 +72,7 @@ def test_points_count_by_their_steps_and_further_terms_are_left_out(tmp_path, ca
     names = ("step", "loss_metrics/global_avg_weighted_error", "loss_metrics/global_avg_loss")
     lines = (json.dumps(dict(zip(names, (*point, 9.0), strict=True))) + "\n" for point in points)
     (tmp_path / "metrics.jsonl").write_text("".join(lines))
-    log = {10: 1.1, 20: 1.3, 30: 1.0, 40: 0.9}
+    log = {1: 2.1, 10: 1.1, 20: 1.3, 30: 1.0, 40: 0.9}
     first, second = against_log(read_run(tmp_path), log)
     assert (first.mean, second.mean) == pytest.approx((1.1, 1.3))  # (1 x 2 + 9 x 1) / 10, and of five steps each
     assert first.half_width == pytest.approx(3 * math.sqrt((0.9**2 + 9 * 0.1**2) / 10))
@@ -80,4 +80,4 @@ def test_points_count_by_their_steps_and_further_terms_are_left_out(tmp_path, ca
     (tmp_path / "log.txt").write_text("".join(f"step={step} loss={loss}\n" for step, loss in log.items()))
     assert main([str(tmp_path), "--log", str(tmp_path / "log.txt")]) == 0
     said = capsys.readouterr().out.splitlines()[-1]
-    assert said.startswith("2 of 2 within the band of 3 standard errors; 1 of the log's steps left out, without two logged")
+    assert said.startswith("2 of 2 within the band of 3 standard errors; 2 of the log's steps left out, without two logged")

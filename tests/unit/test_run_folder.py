@@ -25,6 +25,7 @@ def run_at(folder: Path, *more: str) -> RunFolder:
 
 def opened(run: RunFolder) -> RunFolder:
     run.open()
+    run.record()
     run.close()
     return run
 

@@ -225,6 +225,39 @@ def test_checkpointing_names_kinds_of_recomputation(tmp_path):
     }  # fmt: skip
 
 
+def test_all_impossible_cells_are_named_with_the_way_to_leave_them_out(tmp_path):
+    sweep = read_sweep(write(tmp_path, SWEEP + "training.global_batch_size = [64, 20]\n"))
+    with pytest.raises(SweepError) as caught:
+        check_cells(sweep, sweep.cells, tmp_path)
+    lines = str(caught.value).splitlines()
+    named = [cell.id for cell in sweep.cells if cell.axes["training.global_batch_size"] == 20]
+    said = [name for line in lines for name in line.split(": ")[1].removeprefix("cells ").split(", ")]
+    assert len(named) == 18 and sorted(said) == sorted(named)
+    assert len(lines) == 3 and all(line.endswith("(or leave them out by [[exclude]])") for line in lines)
+    with pytest.raises(SweepError) as caught:  # all: excluding helps nothing
+        check_cells(sweep, [cell for cell in sweep.cells if cell.id in named], tmp_path)
+    assert "exclude" not in str(caught.value)
+
+
+def test_a_dry_run_checks_the_launcher_and_shows_what_slurm_is_asked_for(tmp_path, monkeypatch, capsys):
+    sweep = write(tmp_path, SWEEP.replace("processes = 8", "processes = 8\nneeds = {gpus = 8}"))
+    words = [str(sweep), "--output", str(tmp_path / "mine"), "--slurm", "partition=gpu", "--dry-run"]
+    assert main(words) == 2
+    assert capsys.readouterr().err == "--slurm: is an option of --launcher slurm (add it, or remove --slurm)\n"
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert main([*words, "--launcher", "slurm"]) == 2
+    assert capsys.readouterr().err.startswith("--launcher slurm: there is no sbatch")
+    for name in ("sbatch", "srun"):
+        (tmp_path / name).touch(mode=0o755)
+    assert main([*words, "--launcher", "slurm"]) == 0
+    assert capsys.readouterr().out.splitlines()[-2:] == [
+        "18 runs, 18 to run",
+        "sbatch --job-name=mine-CELL --time=40 --nodes=1 --ntasks-per-node=1 --cpus-per-task=8 --gpus-per-node=8 --no-requeue"
+        " --partition=gpu",
+    ]
+    assert not (tmp_path / "mine").exists()
+
+
 def test_a_dry_run_of_a_large_grid_is_short_and_counts_every_run(tmp_path, monkeypatch, capsys):
     sweep = read_sweep(Path("dit_7B"))
     tasks = [Task(cell, 0) for cell in sweep.cells]

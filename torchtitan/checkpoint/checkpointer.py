@@ -86,6 +86,11 @@ class Checkpointer:
         """Find the step to resume from, as `CheckpointFinder.find`."""
         return self._finder.find(self._config.load_step)
 
+    def branch(self, step: int) -> None:
+        """Set aside the checkpoints after a step that `checkpoint.load_step` has named, once the run has resumed from it."""
+        if step == self._config.load_step:
+            self._finder.set_aside_after(step)
+
     def newest(self) -> int | None:
         """Find the newest good checkpoint's step, on every rank; waits for a save in progress."""
         self.wait()
@@ -155,6 +160,7 @@ class Checkpointer:
     # ---------------------------------------------------------------------- saving, perhaps during training
 
     def _save(self, step: int, pieces: list[Piece], state: bytes, before: Callable[[], None]) -> None:
+        left = "nothing of it is kept"
         try:
             if self._copies is not None:
                 self._copies.wait()
@@ -162,11 +168,12 @@ class Checkpointer:
             self._problem = self._write(step, pieces, state)
         except (OSError, RuntimeError) as error:  # another rank is gone
             self._problem = f"{checkpoint_path(self.folder, step)}: cannot be written: {first_line(error)}"
+            left = "a resume uses it where it is whole"
         if self._problem:
             self.failures += 1
             if self._rank == 0:
                 logger.error(
-                    f"{self._problem}; nothing of it is kept, training continues and the next interval tries again "
+                    f"{self._problem}; {left}, training continues and the next interval tries again "
                     f"(failures so far: {self.failures})"
                 )
 

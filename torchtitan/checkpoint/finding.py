@@ -77,8 +77,11 @@ class CheckpointFinder:
         if problem:
             there = ", ".join(map(str, from_first_rank(checkpoint_steps, self._folder))) or "none"
             raise CheckpointError(f"checkpoint.load_step: {step}: {problem} (checkpoints in {self._folder}: {there})")
-        self._warn(from_first_rank(self._set_aside_after, step))
         return step
+
+    def set_aside_after(self, step: int) -> None:
+        """Set aside later checkpoints under names that do not count: the next restart must follow the new branch."""
+        self._warn(from_first_rank(self._set_aside_after, step))
 
     def _warn(self, messages: list[str]) -> None:
         for message in messages:
@@ -86,7 +89,6 @@ class CheckpointFinder:
                 logger.warning(message)
 
     def _set_aside_after(self, step: int) -> list[str]:
-        """Set aside later checkpoints under names that do not count: the next restart must follow the new branch."""
         messages = []
         for later in checkpoint_steps(self._folder):
             if later > step:

@@ -36,6 +36,7 @@ from torchtitan.settings.reference import UnknownTopic, build_json_schema, descr
 from torchtitan.settings.schema import Problem, expanded, nearest, parse_text, quoted, shown_name, validate_section
 from torchtitan.settings.sections import all_sections, choices, flattened, keys, put_section, section_at
 from torchtitan.settings.sources import read_command_line, suggestion
+from torchtitan.settings.synonyms import synonym
 from torchtitan.training.config import EMAConfig, LRSchedulerConfig, MetricsConfig, OptimizerConfig, TrainingConfig
 
 logger = logging.getLogger(__name__)
@@ -360,7 +361,8 @@ def _unknown(filled: _Filled, dotted: str, value: Any) -> Problem:
         return Problem(shown_name(dotted), f"is in no section ({suggestion(dotted, filled.known)})")
     if first not in sections:
         guess = nearest(first, [name for name in sections if "." not in name])
-        return Problem(shown_name(first), f"unknown section ({f'did you mean {guess}?' if guess else '--help lists all'})")
+        advice = synonym(f"{first}.*") or (f"did you mean {guess}?" if guess else "--help lists all")
+        return Problem(shown_name(first), f"unknown section ({advice})")
     return Problem(f"{section}.{shown_name(key)}", f"unknown key ({_advice(dotted, filled)})")
 
 

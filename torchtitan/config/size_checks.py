@@ -54,7 +54,9 @@ def batch_sizes(checked: ConfigView) -> Iterator[Problem]:
     elif local == 0:
         yield Problem("training.local_batch_size", "must be at least 1, or -1 for a rank's share, is 0")
     elif local == -1 and (wanted == 0 or wanted % ranks):
-        yield Problem("training.global_batch_size", f"{wanted} is not a multiple of {counted(ranks, 'rank')}")
+        near = [f"{size}" for size in (wanted // ranks * ranks, (wanted // ranks + 1) * ranks) if size > 0]
+        text = f"{wanted} is not a multiple of {counted(ranks, 'rank')} (set {' or '.join(near)})"
+        yield Problem("training.global_batch_size", text)
     elif local != -1 and wanted != -1 and (wanted == 0 or wanted % (ranks * local)):
         other = "" if wanted % ranks or wanted < 1 else ", or set training.local_batch_size = -1"
         text = (

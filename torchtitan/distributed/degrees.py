@@ -40,6 +40,16 @@ class Degrees(NamedTuple):
             return self.replicas, self.shards * self.context
         return self.replicas * self.context, 1
 
+    def describe(self) -> str:
+        """Describe the layout in words, such as `HSDP 2 x 2`; the product of the numbers is that of the processes."""
+        if self.processes == 1:
+            return "one process"
+        if self.shards > 1:
+            data = [f"FSDP x {self.shards}" if self.replicas == 1 else f"HSDP {self.replicas} x {self.shards}"]
+        else:
+            data = [f"DDP x {self.replicas}"] if self.replicas > 1 else []
+        return ", ".join([*data, *([f"context parallel x {self.context}"] if self.context > 1 else [])])
+
 
 def degrees_of(settings: Mapping[str, Any]) -> Degrees | None:
     """Degrees of a saved configuration, dotted key -> value; None where it does not give them as counts."""

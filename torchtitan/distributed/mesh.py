@@ -59,18 +59,6 @@ class Layout:
         """Group of the processes that share this process's copy of the model; None where it is whole."""
         return self.mesh["shard"].get_group() if self.mesh is not None and self.sharded else None
 
-    def describe(self) -> str:
-        """Describe the layout in words, such as `HSDP 2 x 2`; the product of the numbers is that of the processes."""
-        if self.world_size == 1:
-            return "one process"
-        context = [f"context parallel x {self.degree}"] if self.degree > 1 else []
-        if self.sharded:
-            shards = self.shards // self.degree
-            data = [f"FSDP x {shards}" if self.replicas == 1 else f"HSDP {self.replicas} x {shards}"]
-        else:
-            data = [f"DDP x {self.data_ranks}"] if self.data_ranks > 1 else []
-        return ", ".join([*data, *context])
-
     def groups(self) -> list[dist.ProcessGroup]:
         """List the groups of some of the processes that have collectives in a step."""
         names = () if self.mesh is None else self.mesh.mesh_dim_names or ()
@@ -110,7 +98,7 @@ def init_process_group(comm: CommConfig) -> None:
     CUDA tensors travel over NCCL; CPU tensors, and small agreements between hosts, over gloo.
 
     Raises:
-        LaunchError: torchrun's variables are missing, or there is no device for this process.
+        LaunchError: torchrun's variables are missing, their port is in use, or there is no device for this process.
     """
     if "WORLD_SIZE" not in os.environ or dist.is_initialized():
         return
@@ -119,10 +107,13 @@ def init_process_group(comm: CommConfig) -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # last collectives in the flight recorder
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-        timeout=timedelta(seconds=comm.init_timeout_seconds),
-    )
+    backend, timeout = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timedelta(seconds=comm.init_timeout_seconds)
+    try:
+        dist.init_process_group(backend, timeout=timeout)
+    except dist.DistNetworkError as error:
+        if "EADDRINUSE" not in str(error):
+            raise
+        raise LaunchError(f"MASTER_PORT: port {os.environ['MASTER_PORT']} is in use (give another)") from error
 
 
 @contextmanager

@@ -18,10 +18,10 @@ from torchtitan.diffusion.guidance import HEAD, Guide, HeadGuide
 from torchtitan.diffusion.objective import Objective
 from torchtitan.distributed.mesh import Layout
 from torchtitan.evaluation.config import SamplingConfig, ValidationConfig
-from torchtitan.evaluation.sampling import ImageSampler, balanced_choices, grid_choices
+from torchtitan.evaluation.sampling import ImageSampler, balanced_choices, grid_choices, grid_labels, guidance_text
 from torchtitan.evaluation.validation import validation_loss
 from torchtitan.models.base import DiffusionModel
-from torchtitan.pictures.grids import class_labels, image_grid, to_rgb
+from torchtitan.pictures.grids import image_grid, to_rgb
 from torchtitan.training.data_loading import num_validation_batches, validation_batches
 from torchtitan.training.ema import EMABank
 
@@ -119,10 +119,8 @@ class Evaluation:
         if self._run.layout.rank != 0:
             return None
         rows = choices[:: config.images_per_class].tolist()
-        # The animation writes the step; there is nothing else to say of samples without conditions and guide.
-        title = f"guidance {config.guidance_scale:g}" if kind.choices or config.guidance_scale != 1 else ""
-        labels = class_labels(rows, kind.choice_names)
-        picture = image_grid(images, len(rows), config.images_per_class, labels, title)
+        title = guidance_text(config.guidance_scale, kind)  # the animation writes the step
+        picture = image_grid(images, len(rows), config.images_per_class, grid_labels(rows, kind), title)
         first = [Image.fromarray(each) for each in to_rgb(images[:: config.images_per_class].numpy())]
         return SampleGrid(picture, first, len(choices))
 

@@ -36,12 +36,14 @@ class SetPlan:
         seeds: int64 [N], each once.
         choices: numbers of their conditions, int64 [N]; None for a model without.
         settings: whatever else the images depend on, for JSON.
+        prompts: texts of the choices; none where they are classes.
     """
 
     seeds: Tensor
     choices: Tensor | None
     batch_size: int
     settings: Mapping[str, Any]
+    prompts: Sequence[str] = ()
 
     @property
     def num_batches(self) -> int:

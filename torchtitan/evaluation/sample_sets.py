@@ -4,6 +4,7 @@ The unit of work is a batch of the plan. A batch is written whole by the process
 same bytes on any number of processes.
 """
 
+import csv
 import io
 import json
 from collections.abc import Iterator, Mapping
@@ -97,10 +98,13 @@ class SampleSet:
         if others := sorted(path.name for path in self.folder.glob("*.png") if path.name not in own):
             raise SampleSetError(f"{self.folder}: holds {others[0]}, which is not of this set (move it away)")
         if self.plan.choices is not None:
-            pairs = zip(self.plan.seeds.tolist(), self.plan.choices.tolist(), strict=True)
-            lines = [_CLASSES_HEADER, *(f"{seed:06d}.png,{choice}" for seed, choice in pairs)]
+            prompts, lines = self.plan.prompts, io.StringIO()
+            table = csv.writer(lines, lineterminator="\n")
+            table.writerow([*_CLASSES_HEADER.split(","), *(["prompt"] if prompts else [])])
+            for seed, choice in zip(self.plan.seeds.tolist(), self.plan.choices.tolist(), strict=True):
+                table.writerow([f"{seed:06d}.png", choice, *([prompts[choice]] if prompts else [])])
             refuse_foreign_file(self.folder / SET_CLASSES, _CLASSES_HEADER.encode())
-            replace_file(self.folder / SET_CLASSES, "\n".join(lines) + "\n")
+            replace_file(self.folder / SET_CLASSES, lines.getvalue())
 
     @contextmanager
     def _writing(self) -> Iterator[None]:

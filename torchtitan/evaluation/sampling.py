@@ -12,13 +12,14 @@ from torch import Tensor
 from tqdm import tqdm
 
 from torchtitan import philox
-from torchtitan.conditions import ConditionKind, each_tensor
+from torchtitan.conditions import Classes, ConditionKind, each_tensor
 from torchtitan.diffusion.guidance import Guidance, Guide, HeadGuide, over_duration, predictor
 from torchtitan.diffusion.objective import Objective
 from torchtitan.diffusion.solvers import ScheduleConfig, SolverConfig
 from torchtitan.distributed.precision import compute_context
 from torchtitan.evaluation.eval_mode import evaluating
 from torchtitan.models.base import DiffusionModel
+from torchtitan.pictures.grids import class_labels
 
 # (numbers of the conditions [B], numbers of the images [B]) -> images [B, C, H, W]
 DrawBatch = Callable[[Tensor, Tensor], Tensor]
@@ -29,6 +30,18 @@ def grid_choices(rows: Sequence[int], count: int, images_per_row: int) -> Tensor
     """Choices of a grid's conditions, row by row [rows * images_per_row]; rows empty: the first ten of `count`, or one row."""
     rows = list(rows) or list(range(min(count, 10))) or [0]
     return torch.tensor(rows).repeat_interleave(images_per_row)
+
+
+def grid_labels(rows: Sequence[int], kind: ConditionKind) -> list[str] | None:
+    """Labels of a grid's rows: classes by `class_labels`, prompts whole; None: they have no names."""
+    if isinstance(kind, Classes) or not kind.choice_names:
+        return class_labels(rows, kind.choice_names)
+    return [kind.choice_names[row] for row in rows]
+
+
+def guidance_text(scale: float, kind: ConditionKind) -> str:
+    """Guidance, for a grid's title; "" for samples without conditions and guide."""
+    return f"guidance {scale:g}" if kind.choices or scale != 1 else ""
 
 
 def balanced_choices(num_images: int, count: int) -> Tensor:

@@ -11,6 +11,7 @@ from torchtitan.config.toml_file import read_toml
 from torchtitan.experiments.grid import BATCH_KEY, Cell, Sweep, SweepError
 
 SEED_KEY = "debug.seed"
+_MOST_NAMES = 20  # of refused cells
 
 
 def run_name(cell: Cell, repeat: int) -> str:
@@ -40,8 +41,9 @@ def check_cells(sweep: Sweep, cells: list[Cell], folder: Path, elsewhere: bool =
         elsewhere: the runs are for other machines: packages and devices of this one refuse none.
 
     Raises:
-        SweepError: a cell is refused, or would write outside of the sweep's folder; with the first reason.
+        SweepError: cells are refused, a line for each first reason; or one would write outside of the sweep's folder.
     """
+    refused: dict[str, list[str]] = {}  # reason -> cells
     for cell in cells:
         arguments = run_arguments(cell, 0, folder, sweep.base)
         if sweep.settings.autotune:
@@ -49,11 +51,23 @@ def check_cells(sweep: Sweep, cells: list[Cell], folder: Path, elsewhere: bool =
         try:
             config = load_config(arguments, cell.processes, elsewhere=elsewhere)
         except ConfigError as error:
-            raise SweepError(f"{sweep.path}: cell {cell.id}: {error.problems[0]}") from None
+            refused.setdefault(error.problems[0], []).append(cell.id)
+            continue
         _refuse_other_places(sweep, cell, config, folder)
         if sweep.settings.warmup_steps >= config.training.steps:
             text = f"{sweep.settings.warmup_steps} leaves none of training.steps = {config.training.steps}"
             raise SweepError(f"{sweep.path}: warmup_steps: {text} (lower it, or train longer)")
+    if refused:
+        excludable = sum(map(len, refused.values())) < len(cells)
+        lines = (f"{sweep.path}: {_refusal(reason, names, excludable)}" for reason, names in refused.items())
+        raise SweepError("\n".join(lines))
+
+
+def _refusal(reason: str, names: list[str], excludable: bool) -> str:
+    """Line on cells that are refused for one reason; excludable: others are not refused."""
+    which, it = (f"cell {names[0]}", "it") if len(names) == 1 else (f"cells {', '.join(names[:_MOST_NAMES])}", "them")
+    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+    return f"{which}{more}: {reason}" + f" (or leave {it} out by [[exclude]])" * excludable
 
 
 def _refuse_other_places(sweep: Sweep, cell: Cell, config: JobConfig, folder: Path) -> None:

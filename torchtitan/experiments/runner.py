@@ -2,7 +2,7 @@
 
 import sys
 import threading
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -16,6 +16,7 @@ from torchtitan.experiments.engine import Advance, settle_cells
 from torchtitan.experiments.grid import Cell, Sweep, SweepError
 from torchtitan.experiments.launchers.choice import Launching
 from torchtitan.experiments.launchers.job import Job
+from torchtitan.experiments.launchers.on_slurm import SlurmLauncher
 from torchtitan.experiments.process import repeat_killed
 from torchtitan.experiments.record import Row, SweepFolder
 
@@ -94,9 +95,9 @@ def plan_sweep(
     Raises:
         SweepError: a cell is refused, the folder belongs to another sweep, or `only` names unknown values.
     """
-    folder.check(sweep)
     cells = _select(sweep, only or {})
     check_cells(sweep, cells, folder.path, elsewhere)
+    folder.check(sweep)  # last: a key that is misspelt is no other sweep
     tasks = [Task(cell, repeat) for repeat in range(sweep.settings.repeats) for cell in cells]
     return SweepPlan(sweep, folder, tasks, retry_failed)
 
@@ -161,6 +162,13 @@ def run_sweep(plan: SweepPlan, launching: Launching) -> None:
             plan.tasks, missing, settle, cost=lambda task: 1, unit="run", name=lambda task: task.name,
             jobs=launching.concurrent, stop=stop,
         )  # fmt: skip
+
+
+def slurm_commands(plan: SweepPlan, launching: Launching) -> list[str]:
+    """Commands that submit the missing cells, one for cells that differ in the name only. Raises LauncherError: none can be."""
+    launcher = SlurmLauncher(plan.folder.path, launching.concurrent, launching.options)
+    jobs = [replace(_job_of(plan, task, launching), name="CELL") for task in plan.missing]
+    return list(dict.fromkeys(launcher.command(job) for job in jobs))
 
 
 def _job_of(plan: SweepPlan, task: Task, launching: Launching) -> Job:

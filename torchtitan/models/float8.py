@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from torchtitan.extras import install
+from torchtitan.extras import install, quiet_torchao
 from torchtitan.models.base import DiffusionModel
 from torchtitan.models.converters import convert
 from torchtitan.settings import only_with, setting
@@ -124,7 +124,8 @@ def convert_to_float8(model: DiffusionModel, config: Float8Config) -> list[str]:
     Args:
         model: an initialised model, before checkpointing, compilation and sharding.
     """
-    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+    with quiet_torchao():
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     recipe = replace(
         Float8LinearConfig.from_recipe_name(config.recipe), emulate=config.emulate,

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torchtitan.extras import install
+from torchtitan.extras import install, quiet_torchao
 from torchtitan.models.adapters.target import AdapterError
 from torchtitan.models.base import DiffusionModel
 
@@ -77,8 +77,9 @@ class QuantizedWeight(nn.Module):
     @torch.no_grad()
     def quantize(self, weight: Tensor) -> None:
         """Set the values to those of a weight [outputs, inputs], on any device, rounded to bfloat16 first."""
-        from torchao.quantization import Float8Tensor, Int8Tensor, IntxUnpackedToInt8Tensor, PerRow
-        from torchao.quantization.quant_primitives import MappingType
+        with quiet_torchao():
+            from torchao.quantization import Float8Tensor, Int8Tensor, IntxUnpackedToInt8Tensor, PerRow
+            from torchao.quantization.quant_primitives import MappingType
 
         weight = weight.detach().to(self.device, torch.bfloat16)
         if self.kind == "int8":

@@ -1,11 +1,12 @@
 """Grids of samples as pictures, and their animation over training."""
 
+import functools
 import logging
 import os
 import re
+import unicodedata
 from collections.abc import Sequence
 from pathlib import Path
-from typing import cast
 
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
@@ -48,7 +49,7 @@ def image_grid(
     Args:
         images: [N, C, H, W], N <= rows * columns, in [-1, 1] (clipped) for one or three channels.
         rows, columns: of the grid, >= 1.
-        row_labels: one per row, written at its left, cut to 24 letters; the built-in font knows Latin ones only.
+        row_labels: one per row, written at its left, cut to 24 letters; "?" for those that the font lacks.
         captions: one per image, written below it, cut to its width.
 
     Returns:
@@ -58,12 +59,12 @@ def image_grid(
     height, width = pixels.shape[1:3]
 
     label_font = _font(_between(14, height // 3, 36))
-    labels = [_shorten(label) for label in row_labels or []]
+    labels = [_shorten(_legible(label)) for label in row_labels or []]
     label_width = max((_text_width(label, label_font) for label in labels), default=0)
     left = MARGIN + (label_width + MARGIN if labels else 0)
     grid_width = columns * (width + GAP) - GAP
     title_font = _font(_between(15, height // 3, 36))
-    title_lines = _wrap(title, title_font, max(grid_width, 240))
+    title_lines = _wrap(_legible(title), title_font, max(grid_width, 240))
     line_height = sum(title_font.getmetrics()) + 2
     top = MARGIN + (len(title_lines) * line_height + 2 * GAP if title_lines else 0)
 
@@ -84,7 +85,7 @@ def image_grid(
         if place < len(pixels):
             picture.paste(Image.fromarray(pixels[place]), (x, y))
             if captions:
-                draw.text((x, y + height + GAP), _fit(captions[place], caption_font, width), INK, caption_font)
+                draw.text((x, y + height + GAP), _fit(_legible(captions[place]), caption_font, width), INK, caption_font)
         else:
             draw.rectangle((x, y, x + width - 1, y + height - 1), EMPTY)
     return picture
@@ -167,7 +168,26 @@ def _enlarge(pixels: np.ndarray) -> np.ndarray:
 
 
 def _font(size: int) -> ImageFont.FreeTypeFont:
-    return cast(ImageFont.FreeTypeFont, ImageFont.load_default(size))
+    return ImageFont.truetype(_font_file(), size)
+
+
+def _font_file() -> Path:
+    import matplotlib  # a run that draws nothing does not wait for it
+
+    return Path(matplotlib.get_data_path(), "fonts", "ttf", "DejaVuSans.ttf")  # Pillow's default font knows ASCII only
+
+
+@functools.cache
+def _letters() -> frozenset[int]:
+    from matplotlib.ft2font import FT2Font
+
+    return frozenset(FT2Font(str(_font_file())).get_charmap())
+
+
+def _legible(text: str) -> str:
+    """Text in one line, accents joined to their letters, which names of macOS have apart, "?" for what the font lacks."""
+    composed = " ".join(unicodedata.normalize("NFC", text).split())
+    return "".join(letter if ord(letter) in _letters() else "?" for letter in composed)
 
 
 def _with_step(picture: Image.Image, size: tuple[int, int], step: int, last_step: int) -> Image.Image:

@@ -90,7 +90,7 @@ class _Chart:
         self.panel.xaxis.set_major_locator(MaxNLocator(ticks, steps=[1, 2, 5, 10]))
         self.panel.xaxis.set_major_formatter(FuncFormatter(lambda value, _: short(value)))
         if log:
-            label_log_axis(self.panel)
+            label_log_axis(self.panel.yaxis)
         else:
             self.panel.yaxis.set_major_locator(MaxNLocator(ticks, steps=[1, 2, 5, 10]))
             self.panel.yaxis.set_major_formatter(ScalarFormatter(useOffset=False))

@@ -2,12 +2,14 @@
 
 import io
 import math
+import textwrap
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 from matplotlib import colormaps, rc_context
 from matplotlib.axes import Axes as Panel
+from matplotlib.axis import Axis, XAxis
 from matplotlib.figure import Figure
 from matplotlib.gridspec import SubplotSpec
 from matplotlib.layout_engine import ConstrainedLayoutEngine
@@ -20,6 +22,7 @@ from torchtitan.statistics.interval import Interval
 
 MARKERS = ("o", "s", "^", "D", "v", "P", "*")
 SCREEN_DPI, PRINT_DPI = 110, 200  # of pictures to look at, and of those that go into papers
+_SMALL = 15  # characters of small text in an inch
 _EMBEDDED_DPI = 80  # of those within logs
 _DASHES: tuple[Literal["-"], Literal["--"], Literal[":"], Literal["-."]] = ("-", "--", ":", "-.")
 STYLE: dict[Any, Any] = {
@@ -85,17 +88,23 @@ def ordered_colours(count: int) -> list:
 
 def note(figure: Figure, text: str) -> None:
     """Add a line under the picture."""
-    figure.supxlabel(text, fontsize=8, color=SOFT, wrap=True)
+    figure.supxlabel(folded(figure, text), fontsize=8, color=SOFT)
 
 
-def label_log_axis(panel: Panel) -> None:
-    """Label a logarithmic y axis sufficiently, even where it spans less than a power of ten, without equal labels."""
-    low, high = panel.get_ylim()
-    wide = LogLocator(subs=(1, 2, 5)) if high < 1e4 * low else LogLocator(numticks=8)  # parts of many decades: no label
-    panel.yaxis.set_major_locator(MaxNLocator(6) if high < 10 * low else wide)
+def folded(figure: Figure, text: str) -> str:
+    """Fold small text to lines of the picture's width."""
+    return "\n".join(textwrap.fill(line, int(_SMALL * figure.get_figwidth())) for line in text.splitlines())
+
+
+def label_log_axis(axis: Axis) -> None:
+    """Label a logarithmic axis sufficiently, even where it spans less than a power of ten, without equal labels."""
+    low, high = axis.get_view_interval()
+    most, parts = (4, (1, 3)) if isinstance(axis, XAxis) else (8, (1, 2, 5))  # labels side by side take more room
+    wide = LogLocator(subs=parts) if high < 10 ** (most / 2) * low else LogLocator(numticks=most)
+    axis.set_major_locator(MaxNLocator(3 * most // 4) if high < 10 * low else wide)
     digits = max(3, math.ceil(math.log10(high / (high - low))) + 2)
-    panel.yaxis.set_major_formatter(f"{{x:.{digits}g}}")
-    panel.yaxis.set_minor_formatter(NullFormatter())
+    axis.set_major_formatter(f"{{x:.{digits}g}}")
+    axis.set_minor_formatter(NullFormatter())
 
 
 def error_bar(estimate: Interval | None) -> tuple[float, float]:

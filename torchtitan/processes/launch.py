@@ -10,6 +10,7 @@ _LEAST = {
 }  # fmt: skip
 _ADVICE = "torchrun sets it; unset it for a single process"
 _NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 
 
@@ -57,6 +58,13 @@ def check_launch() -> None:
     if (port := launch_number("MASTER_PORT", 0)) > 65535:
         raise LaunchError(f"MASTER_PORT: must be at most 65535, is {port}")
     launch_number("TORCHELASTIC_MAX_RESTARTS", 0)
+
+
+def restart_warning() -> str:
+    """Warn of restarts by torchrun in which the new processes would find the addresses of the old ones; "" without."""
+    if not launch_number("TORCHELASTIC_MAX_RESTARTS", 0) or os.environ.get(_OWN_STORE) == "1":
+        return ""
+    return f"--max-restarts: restarts share the store of the lost processes and may hang (before torchrun: export {_OWN_STORE}=1)"
 
 
 def check_rendezvous() -> None:

@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 # Allocations and releases that a snapshot looks back on: some steps of a large model.
 _HISTORY_ENTRIES = 100_000
 _SNAPSHOT_FREQ = 100  # steps between snapshots of CUDA's memory
-_TABLE_ROWS, _LOGGED_ROWS = 60, 10
+_TABLE_ROWS = 60
 
 
 class Profiler:
@@ -117,14 +117,14 @@ class Profiler:
             finally:
                 finished.stop()
                 unfinished.unlink(missing_ok=True)
-            path.with_name(f"rank{self._layout.rank}.txt").write_text(self._table(finished, _TABLE_ROWS))
+            path.with_name(f"rank{self._layout.rank}.txt").write_text(self._table(finished))
             if self._layout.rank == 0:
-                logger.info(f"trace of step {step}: {path}\n{self._table(finished, _LOGGED_ROWS)}")
+                logger.info(f"trace of step {step}: {path}")
 
-    def _table(self, finished: profile, rows: int) -> str:
+    def _table(self, finished: profile) -> str:
         """Operations of a trace by their own time on the device."""
-        device = "device" if self._layout.device.type == "cuda" else "cpu"
-        return finished.key_averages().table(sort_by=f"self_{device}_time_total", row_limit=rows, max_name_column_width=60)
+        order = f"self_{'device' if self._layout.device.type == 'cuda' else 'cpu'}_time_total"
+        return finished.key_averages().table(sort_by=order, row_limit=_TABLE_ROWS, max_name_column_width=60)
 
     def _dump_memory(self, name: str) -> None:
         path = self._folder / "memory" / name / f"rank{self._layout.rank}.pickle"

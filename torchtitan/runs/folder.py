@@ -52,7 +52,7 @@ class RunFolder:
         return self.path / "summary.json"
 
     def open(self) -> None:
-        """Open: create the folder and its config.toml, or check that it holds the same run; lock it.
+        """Open: create the folder, or check that it holds the same run; lock it.
 
         Raises:
             Busy: another process writes into the folder.
@@ -72,9 +72,15 @@ class RunFolder:
                 logger.info(f"{self.path}: extending the run, {change}")
             if self._config.checkpoint.enable:
                 self._open_checkpoints()
-            replace_file(self.path / CONFIG_FILE, dump_config(self._config))
         except StoreError:
             raise
+        except OSError as error:
+            raise RunFolderError([f"{self.path}: cannot be written: {error.strerror}"]) from error
+
+    def record(self) -> None:
+        """Write config.toml, once the run is built: a refused one leaves what is there. Raises RunFolderError."""
+        try:
+            replace_file(self.path / CONFIG_FILE, dump_config(self._config))
         except OSError as error:
             raise RunFolderError([f"{self.path}: cannot be written: {error.strerror}"]) from error
 

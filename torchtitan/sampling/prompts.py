@@ -11,6 +11,7 @@ from torchtitan.data import DATASETS
 from torchtitan.data.trigger_words import PLACEHOLDER, filled
 from torchtitan.distributed.mesh import compute_device
 from torchtitan.errors import LatentStoreError
+from torchtitan.pictures.number_text import counted
 from torchtitan.texts import TextEncoderError, reopen_encoders
 from torchtitan.texts.opening import OPTIONS, open_encoders
 from torchtitan.weights.trained_model import TrainedModel, WeightsError
@@ -131,7 +132,7 @@ def _encoded(
 
 
 def _with_cut(trained: TrainedModel, cut: list[str], length: int) -> TrainedModel:
-    text = f"--prompt: {len(cut)} of the texts are longer than {length} tokens, and are cut"
+    text = f"--prompt: {counted(len(cut), 'text')} longer than {length} tokens {'is' if len(cut) == 1 else 'are'} cut"
     return dataclasses.replace(trained, warnings=(*trained.warnings, text)) if cut else trained
 
 

@@ -13,13 +13,13 @@ from typing import Any
 from torchtitan.autoencoders import AUTOENCODERS
 from torchtitan.autoencoders.base import AutoencoderError
 from torchtitan.checkpoint.manifest import MANIFEST
-from torchtitan.conditions import numbered_otherwise
+from torchtitan.conditions import Embeddings, numbered_otherwise
 from torchtitan.distributed.mesh import compute_device
 from torchtitan.errors import look_alike
 from torchtitan.evaluation.config import WITH_WEIGHTS, AutoencoderConfig, SamplingConfig
 from torchtitan.evaluation.decoding import LatentDecoder, open_decoder
 from torchtitan.evaluation.sample_plans import SampleSetError, SetPlan, choices_of, read_seeds
-from torchtitan.evaluation.sampling import ImageSampler
+from torchtitan.evaluation.sampling import ImageSampler, guidance_text
 from torchtitan.files.hub import is_hub_name, local_folder
 from torchtitan.models import MODELS
 from torchtitan.models.adapters.adapter_files import read_adapter
@@ -69,6 +69,14 @@ class SamplingSetup:
         if given is not None and most > 1 and not 1 <= given <= most:
             yield f"--embedded-guidance: {given:g} was not trained, only 1 to objective.guidance_max = {most:g}"
 
+    @property
+    def title(self) -> str:
+        """Title of a grid: the weights, the guidance, and the number of steps where it is not the run's."""
+        steps, trained = self.sampling.num_steps, self.trained
+        given = f"{steps} sampling steps" if steps != trained.config.sampling.num_steps else ""
+        texts = trained.label, guidance_text(self.sampling.guidance_scale, trained.info.condition_kind), given
+        return ", ".join(filter(None, texts))
+
     def sampler(self) -> ImageSampler:
         kind = self.trained.info.condition_kind
         return ImageSampler(self.trained.model, self.trained.objective, self.dtype, compute_device(), kind)
@@ -93,8 +101,9 @@ class SamplingSetup:
         if self.prompts:
             settings |= {"prompts": list(self.prompts)}
         numbers = read_seeds(seeds, count)
-        choices = choices_of(numbers, self.trained.info.condition_kind.choices, classes)
-        return SetPlan(numbers, choices, self.batch_size, settings)
+        kind = self.trained.info.condition_kind
+        prompts = kind.choice_names if isinstance(kind, Embeddings) else ()
+        return SetPlan(numbers, choices_of(numbers, kind.choices, classes), self.batch_size, settings, prompts)
 
 
 def add_setup_options(parser: argparse._ActionsContainer) -> None:

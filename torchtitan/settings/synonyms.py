@@ -1,6 +1,6 @@
 """Names of settings in other programs, and the keys that do the same here."""
 
-# Name elsewhere -> key here, and a value or a remark.
+# Name elsewhere, SECTION.* for all keys of a section -> key here, and a value or a remark; "": there is none, and what does it.
 SYNONYMS = {
     **dict.fromkeys(("amp", "bf16", "mixed_precision", "precision"), ("training.mixed_precision_param", " bfloat16")),
     **dict.fromkeys(("iterations", "max_steps", "max_train_steps", "total_steps"), ("training.steps", "")),
@@ -28,6 +28,20 @@ SYNONYMS = {
     **dict.fromkeys(("learning_rate", "lr"), ("optimizer.lr", "")),
     **dict.fromkeys(("output_dir", "results_dir"), ("job.dump_folder", "")),
     **dict.fromkeys(("global_seed", "seed"), ("debug.seed", "")),
+    # TorchTitan's
+    "enable_checkpoint": ("checkpoint.enable", ""),
+    "initial_load_path": ("checkpoint.initial_weights", ""),
+    "last_save_model_only": ("checkpoint.final_weights", ""),
+    "training.compile": ("compile.enable", " true"),
+    "training.dataset": ("data.name", ""),
+    "dataset_path": ("data.path", ""),
+    "validation.freq": ("validation.interval", ""),
+    "validation.steps": ("validation.num_images", ", in images"),
+    **dict.fromkeys(
+        ("tensor_parallel_degree", "pipeline_parallel_degree"), ("", "there is none: docs/speed.md says when it would pay"),
+    ),
+    "memory_estimation.*": ("", "scripts/estimate.py CONFIG estimates memory"),
+    "fault_tolerance.*": ("", "torchrun --max-restarts restarts a run, see docs/checkpoints.md"),
 }
 
 
@@ -39,11 +53,11 @@ def synonym(key: str, prefix: str = "") -> str:
         prefix: of the suggested key; "--" on the command line.
 
     Returns:
-        a question, as "did you mean --training.steps?"; "" for a name that is not in the table.
+        a question, as "did you mean --training.steps?", or advice; "" for a name that is not in the table.
     """
     name = key.replace("-", "_").lower()
-    name = name if name in SYNONYMS else name.rpartition(".")[2]
-    if name not in SYNONYMS:
-        return ""
-    wanted, more = SYNONYMS[name]
-    return f"did you mean {prefix}{wanted}{more}?"
+    for each in (name, name.rpartition(".")[2], f"{name.partition('.')[0]}.*"):
+        if each in SYNONYMS:
+            wanted, more = SYNONYMS[each]
+            return f"did you mean {prefix}{wanted}{more}?" if wanted else more
+    return ""

@@ -10,6 +10,7 @@ import torch
 from torchtitan.checkpoint.checkpointer import checkpoint_path, read_state, read_tensors_together
 from torchtitan.checkpoint.finding import BRANCHED_FROM
 from torchtitan.config.job import JobConfig
+from torchtitan.distributed.collectives import from_first_rank
 from torchtitan.errors import CheckpointError
 from torchtitan.files.remote_path import AnyPath
 from torchtitan.settings.plugins import loaded_plugins
@@ -42,9 +43,11 @@ def open_run(config: JobConfig) -> RunState:
             state.gns.load_state_dict({}, 0)  # cuts what a process that was killed before its first checkpoint has written
     else:
         resume(state, state.resumed_step)
+        state.checkpointer.branch(state.resumed_step)
         steps = config.training.steps
         done = f", {state.progress / steps:.1%} done" if state.batch_grows else f" of {steps}"
         logger.info(f"resumed after step {state.step}{done}")
+    from_first_rank(state.folder.record)
     state.choose_kernels()
     return state
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from torchtitan.distributed.kernel_choices import AttentionBackend, Float32MatmulPrecision
+from torchtitan.pictures.number_text import counted
 from torchtitan.programs import program
 from torchtitan.settings import OneOf, setting
 
@@ -51,6 +52,11 @@ class TrainingConfig:
     attention_backend: AttentionBackend = setting(
         "auto", "attention kernels of forward, backward and sampling; auto: torch chooses", trajectory=False
     )
+
+    def describe_batch(self, ranks: int) -> str:
+        """Describe resolved batch sizes in words, for ranks with different images."""
+        microbatches = counted(self.global_batch_size // (ranks * self.local_batch_size), "microbatch", "es")
+        return f"{self.global_batch_size} images per step, {microbatches} of {self.local_batch_size}{' a rank' * (ranks > 1)}"
 
 
 @dataclass(kw_only=True)

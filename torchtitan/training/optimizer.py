@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from torchtitan.distributed.parallelize import local
+from torchtitan.extras import quiet_torchao
 from torchtitan.training.config import UPDATE_RULES, OptimizerConfig
 from torchtitan.training.muon import Muon
 
@@ -173,7 +174,8 @@ def _adamw(groups: list[dict[str, Any]], config: OptimizerConfig) -> torch.optim
 
 
 def _adamw_8bit(groups: list[dict[str, Any]], config: OptimizerConfig) -> torch.optim.Optimizer:
-    from torchao.optim import AdamW8bit
+    with quiet_torchao():
+        from torchao.optim import AdamW8bit
 
     return AdamW8bit(
         groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, block_size=QUANTISED_BLOCK

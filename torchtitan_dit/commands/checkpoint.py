@@ -188,6 +188,8 @@ def open_source(path: AnyPath) -> TensorSource:
     if is_checkpoint(path):
         return open_checkpoint(path)
     if not path.is_dir() and isinstance(path, Path):
+        if path.name.startswith("step-") and (steps := checkpoint_steps(path.parent)):
+            raise CheckpointError(f"{path}: no such checkpoint (there are: {', '.join(map(str, reversed(steps)))})")
         return open_weights(path)
     checkpoints_of(path)
     step, skipped = newest_good(run_checkpoints(path))

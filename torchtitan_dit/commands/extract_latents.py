@@ -49,6 +49,7 @@ from torchtitan.extraction.store_verbs import VERBS, run_verb
 from torchtitan.files.regular import user_path
 from torchtitan.latents.captions import CAPTION_DTYPES
 from torchtitan.latents.index import MOST_SHARDS
+from torchtitan.pictures.number_text import counted
 from torchtitan.processes.command_line import FirstRankParser, at_least, readable_size, refusing, sides
 from torchtitan.processes.exit_codes import FAILED, REFUSED
 from torchtitan.processes.launch import launch_number
@@ -123,7 +124,8 @@ def write_and_report(
     except (*UNUSABLE, RuntimeError, MemoryError) as error:
         return fail(error)
     if cut and is_first():
-        text = f"{len(cut):,} captions are longer than {arguments.text_length or TEXT_LENGTH} tokens (--text-length), and are cut"
+        length = f"{arguments.text_length or TEXT_LENGTH} tokens (--text-length)"
+        text = f"{counted(len(cut), 'caption')} longer than {length} {'is' if len(cut) == 1 else 'are'} cut"
         print(f"{store.folder}: {text}", file=sys.stderr)
     if not part.whole:
         if is_first():

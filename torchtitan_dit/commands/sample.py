@@ -8,7 +8,6 @@ on any number of them.
 import argparse
 import dataclasses
 import itertools
-import logging
 import os
 import re
 import sys
@@ -24,9 +23,9 @@ from torchtitan.distributed.config import CommConfig
 from torchtitan.distributed.mesh import init_process_group
 from torchtitan.evaluation.sample_plans import SampleNotFinite, SampleSetError
 from torchtitan.evaluation.sample_sets import SampleSet, draw_set
-from torchtitan.evaluation.sampling import ImageSampler, grid_choices
+from torchtitan.evaluation.sampling import ImageSampler, grid_choices, grid_labels
 from torchtitan.files.durable import replacing
-from torchtitan.pictures.grids import class_labels, image_grid, save_image
+from torchtitan.pictures.grids import image_grid, save_image
 from torchtitan.processes.command_line import FirstRankParser, at_least, refusing
 from torchtitan.sampling.method_options import option
 from torchtitan.sampling.prompts import add_prompt_options, check_prompted, places, with_prompts
@@ -40,7 +39,6 @@ GRID_OPTIONS = {"images_per_class": 8, "seed": 0, "files": False, "latents": Fal
 
 @refusing(SampleSetError, stopped="stopped; the same command resumes")
 def main(words: list[str] | None = None) -> int:
-    logging.basicConfig(level=logging.WARNING)
     arguments = parse_arguments(words)
     try:
         refuse_unused(arguments)
@@ -160,10 +158,9 @@ def draw_grid(arguments: argparse.Namespace, setup: SamplingSetup) -> None:
     folder = arguments.output or beside(arguments.source, "drawn")
     folder.mkdir(parents=True, exist_ok=True)
     rows = choices[:: arguments.images_per_class].tolist()
-    names = class_labels(rows, kind.choice_names)
     name = unused_name(folder, trained, arguments.seed)
     grid = folder / f"grid-{name}.png"
-    image_grid(images, len(rows), arguments.images_per_class, names, trained.label).save(grid)
+    image_grid(images, len(rows), arguments.images_per_class, grid_labels(rows, kind), setup.title).save(grid)
     print(grid)
     print_evaluations(setup, sampler)
     if arguments.files:

@@ -12,7 +12,7 @@ from torchtitan.experiments.folder import ExperimentError
 from torchtitan.experiments.grid import read_sweep
 from torchtitan.experiments.launchers.choice import Launching, add_launcher_options
 from torchtitan.experiments.record import SweepFolder
-from torchtitan.experiments.runner import SweepPlan, Task, plan_sweep, run_sweep, value_text
+from torchtitan.experiments.runner import SweepPlan, Task, plan_sweep, run_sweep, slurm_commands, value_text
 from torchtitan.pictures.number_text import counted
 from torchtitan.processes.command_line import OneLineParser, assignment, at_least, refusing
 
@@ -31,7 +31,9 @@ def main(words: list[str] | None = None) -> int:
     elsewhere = launching.elsewhere or arguments.dry_run
     plan = plan_sweep(sweep, folder, only=only, retry_failed=arguments.retry_failed, elsewhere=elsewhere)
     if arguments.dry_run:
+        commands = slurm_commands(plan, launching) if launching.launcher == "slurm" else []
         show(plan)
+        print(*commands, sep="\n", end="\n" * bool(commands))
         return 0
     run_sweep(plan, launching)
     rows = [plan.rows[task.key] for task in plan.tasks]

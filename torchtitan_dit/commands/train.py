@@ -11,6 +11,7 @@ import itertools
 import logging
 import os
 import sys
+from pathlib import Path
 
 from torchtitan.config.job import ConfigError, JobConfig, help_text, load_config, report_and_exit
 from torchtitan.config.smoke import smoke_words
@@ -20,7 +21,7 @@ from torchtitan.estimate.pixels import pixel_warning
 from torchtitan.processes.command_line import refusing
 from torchtitan.processes.exit_codes import REFUSED
 from torchtitan.processes.importing import uncollected
-from torchtitan.processes.launch import CHECKED, launch_number
+from torchtitan.processes.launch import CHECKED, launch_number, restart_warning
 from torchtitan.training.schedules import warmup_problems
 
 _USAGE = """usage: train.py CONFIG [--section.key value ...] [--smoke] [--check-only]
@@ -60,6 +61,8 @@ def main(words: list[str] | None = None) -> int:
     if rank == 0 and CHECKED not in os.environ:
         if note:
             print(note, file=sys.stderr)
+        if warning := restart_warning():
+            print(warning, file=sys.stderr)
         for key, text in warmup_problems(config.lr_scheduler, config.training.steps, config.training.global_batch_size):
             print(f"lr_scheduler.{key}: {text}: cut to a tenth of the run", file=sys.stderr)
         if warning := pixel_warning(config, world_size):
@@ -69,11 +72,26 @@ def main(words: list[str] | None = None) -> int:
             from torchtitan.run import run  # the configuration is checked before anything heavy is imported
 
         return run(config, lambda: load_config(arguments, world_size), anew=smoke)
-    if problem := _start_problem(config) or _decoder_problem(config):
+    if problem := _folder_problem(config) or _start_problem(config) or _decoder_problem(config):
         print(problem, file=sys.stderr)
         return REFUSED
-    print(f"{config.job.config_file or 'configuration'}: ok")
+    degrees, name = config.parallelism.degrees, config.job.config_file or "configuration"
+    print(f"{name}: ok: {degrees.describe()}; {config.training.describe_batch(degrees.data_ranks)}")
     return 0
+
+
+def _folder_problem(config: JobConfig) -> Exception | None:
+    """Problem of the run's folder, which launched processes would each find after seconds; None if there is none."""
+    if config.cache.enable or not (Path(config.job.dump_folder) / config.job.name / "config.toml").exists():
+        return None
+    from torchtitan.errors import RunFolderError, StoreError
+    from torchtitan.runs.folder import RunFolder
+
+    try:
+        RunFolder(config).check_unchanged()
+    except (RunFolderError, StoreError) as error:
+        return error
+    return None
 
 
 def _start_problem(config: JobConfig) -> Exception | None:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from torchtitan.experiments.launchers.job import Launcher
+from torchtitan.experiments.launchers.job import Launcher, LauncherError
 from torchtitan.experiments.launchers.local import LocalLauncher
 from torchtitan.experiments.launchers.on_ray import RayLauncher
 from torchtitan.experiments.launchers.on_slurm import SlurmLauncher
@@ -21,11 +21,15 @@ JOBS = {"local": 1, "slurm": 32, "ray": 32}  # concurrent ones where the number 
 
 @dataclass(frozen=True)
 class Launching:
-    """Choice of a launcher; jobs: concurrent ones; None: those of JOBS."""
+    """Choice of a launcher; jobs: concurrent ones; None: those of JOBS. Raises LauncherError: options of another launcher."""
 
     launcher: str = "local"
     jobs: int | None = None
     options: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.options and self.launcher != "slurm":
+            raise LauncherError("--slurm: is an option of --launcher slurm (add it, or remove --slurm)")
 
     @property
     def elsewhere(self) -> bool:

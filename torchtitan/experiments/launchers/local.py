@@ -16,8 +16,6 @@ class LocalLauncher:
     """Runs jobs on this machine, in the calling thread."""
 
     def __init__(self, folder: Path, jobs: int, options: dict[str, str]) -> None:
-        if options:
-            raise LauncherError("--slurm: is an option of --launcher slurm (add it, or remove --slurm)")
         self._jobs = jobs
         self._turn = threading.Condition()
         self._devices = list(range(torch.cuda.device_count())) if torch.cuda.is_available() else None

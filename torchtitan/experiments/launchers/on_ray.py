@@ -20,8 +20,6 @@ class RayLauncher:
     """Runs jobs as tasks that hold one CPU for each process, and the GPUs asked for."""
 
     def __init__(self, folder: Path, jobs: int, options: dict[str, str]) -> None:
-        if options:
-            raise LauncherError("--slurm: is an option of --launcher slurm (remove it)")
         try:
             import ray
         except ImportError:

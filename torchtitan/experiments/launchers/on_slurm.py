@@ -24,6 +24,9 @@ from torchtitan.extras import install
 from torchtitan.files.durable import make_folder, replace_file
 
 _POLL_SECONDS = 1.0
+_LONGEST_NAME = 200  # of a job; Slurm's records keep 255
+_OF_SBATCH = {"name": "job_name", "timeout_min": "time", "tasks_per_node": "ntasks_per_node"}  # submitit's name -> sbatch's
+_ADDITIONAL = "slurm_additional_parameters"
 
 
 class SlurmLauncher:
@@ -40,11 +43,19 @@ class SlurmLauncher:
         os.environ.update(importable_environment())  # jobs inherit it
         self._executor = submitit.AutoExecutor(folder.resolve() / "slurm", cluster=cluster)
         self._submitted = folder.resolve() / "slurm" / "submitted"
-        self._cluster, self._options = cluster, options
+        self._cluster, self._options, self._sweep = cluster, options, folder.resolve().name
         self._turn = threading.Lock()
 
     def check(self, jobs: Sequence[Job]) -> None:
         """Accept all: what the cluster has not is refused by sbatch."""
+
+    def command(self, job: Job) -> str:
+        """Command that submits a job, without the script."""
+        parameters = self._parameters(job)
+        of_sbatch = {_OF_SBATCH.get(name, name): value for name, value in parameters.items() if name != _ADDITIONAL}
+        options = of_sbatch | parameters[_ADDITIONAL]
+        words = [f"--{name.replace('_', '-')}{'' if value is True else f'={value}'}" for name, value in options.items()]
+        return " ".join(["sbatch", *words])
 
     def run(self, job: Job, stop: threading.Event) -> Outcome:
         begun, note = time.perf_counter(), self._submitted / job.name
@@ -91,15 +102,15 @@ class SlurmLauncher:
 
     def _parameters(self, job: Job) -> dict[str, Any]:
         parameters: dict[str, Any] = {
-            "name": "torchtitan-dit", "timeout_min": math.ceil(job.limit_s / 60), "nodes": 1, "tasks_per_node": 1,
-            "cpus_per_task": job.processes,
+            "name": f"{self._sweep}-{job.name}"[:_LONGEST_NAME], "timeout_min": math.ceil(job.limit_s / 60), "nodes": 1,
+            "tasks_per_node": 1, "cpus_per_task": job.processes,
         } | ({"gpus_per_node": job.gpus} if job.gpus else {})  # fmt: skip
         if self._cluster == "local":
             return parameters
         # A job that is preempted is submitted again from here, and must not be queued again by Slurm too.
         options: dict[str, Any] = {"no_requeue": True}
         options |= {name.replace("-", "_"): value for name, value in self._options.items()}  # as submitit's own are written
-        return parameters | {"slurm_additional_parameters": options}
+        return parameters | {_ADDITIONAL: options}
 
 
 def run_in_job(job: Job, folder: str) -> Outcome:

@@ -1,7 +1,6 @@
 """Axes that distinguish runs: model, patch, batch, layout and switches, read from their configurations."""
 
 import json
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -36,7 +35,6 @@ _NOT_SPEED = (
     "objective.timesteps", "objective.weighting", "data.path", "data.validation_path",
 )
 DATA = "data"  # axis of runs of different data: they are no arms of one experiment
-_CONTEXT = re.compile(r"\(context=(\d+)\)")  # in a layout
 _LONGEST_VALUE = 32  # characters, in a label
 _FOLDED = {
     "data": DATA,
@@ -143,7 +141,7 @@ def value_label(name: str, value: Any) -> str:
         return text.replace("true", "compiled", 1).replace("false", "eager", 1)
     if name == "ac":
         return "no AC" if text == "none" else f"AC {text}"
-    words = {"patch": "patch {}", "local_batch": "batch {}", "global_batch": "global batch {}"}
+    words = {"patch": "patch {}", "local_batch": "local batch {}", "global_batch": "global batch {}"}
     words["world_size"] = "1 rank" if value == 1 else "{} ranks"
     words["layout"] = "one process" if text == "single" else "{}"
     if name in ("model", "mesh", "dtype", "device", DATA) or name in words:
@@ -154,12 +152,6 @@ def value_label(name: str, value: Any) -> str:
 def label(axes: Axes, names: Iterable[str]) -> str:
     """Label of several axes in words; a key that a run lacks, as of a feature switched off, is left out."""
     return ", ".join(value_label(name, axes.get(name)) for name in names if axes.get(name) is not None or "." not in name)
-
-
-def context_degree(axes: Axes) -> int:
-    """Processes that share the tokens of an image, by the layout."""
-    found = _CONTEXT.search(axes["layout"] or "")
-    return int(found[1]) if found else 1
 
 
 def _layout(degrees: Degrees) -> str:

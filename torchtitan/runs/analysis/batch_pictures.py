@@ -5,16 +5,27 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes as Panel
+from matplotlib.transforms import offset_copy
 
 from torchtitan.pictures.colours import SOFT
 from torchtitan.pictures.number_text import significant
 from torchtitan.pictures.style import PRINT_DPI, colour, new_figure, note, save
 from torchtitan.runs.analysis.axes import BATCH, label, varying
 from torchtitan.runs.analysis.cells import Cell, arms
-from torchtitan.runs.analysis.drawing import MARKS, PANEL, combinations, divided, draw_marks, power_axis, values_of
+from torchtitan.runs.analysis.drawing import (
+    MARKS,
+    PANEL,
+    combinations,
+    divided,
+    draw_marks,
+    frame_values,
+    power_axis,
+    values_of,
+)
 from torchtitan.runs.analysis.measures import IMAGES, MEMORY, MFU, Metric
 
 OVER_BATCH = (MFU, IMAGES, MEMORY)
@@ -22,8 +33,8 @@ _MEMORY_NOTE = (
     " Line, from three batches on: fit of the peak, the part without images (parameters, gradients, optimizer, "
     "averages) and that of each image (activations)."
 )
+_SEVERAL = " Of several global batches at one local batch the fastest counts."
 _FEWEST_TO_FIT = 3  # batches
-_LEAST_SPAN = 0.01  # of a vertical axis, as a part of its values: a flat line is not enlarged to its noise
 
 
 @dataclass(frozen=True)
@@ -38,7 +49,7 @@ class _Grid:
 def draw_over_batch(cells: Sequence[Cell], folder: Path) -> list[tuple[str, Path]]:
     """Draw one picture per metric, model and other varying axes; layouts are lines of one panel.
 
-    A single batch size gives no picture.
+    A single batch size gives no picture, and runs without a value no panel.
 
     Returns:
         title and file of each.
@@ -50,19 +61,22 @@ def draw_over_batch(cells: Sequence[Cell], folder: Path) -> list[tuple[str, Path
     inside = (*BATCH, "mesh", *grid.columns, *grid.rows, *grid.lines)
     drawn = []
     known = [cell for cell in cells if cell.axes["local_batch"]]
+    kinds = combinations([cell.axes for cell in cells], grid.lines)
     for metric, (where, ending, members) in itertools.product(OVER_BATCH, divided(known, [cell.axes for cell in known], inside)):
         several = len({cell.axes["local_batch"] for cell in members}) > 1
         if several and any(metric.name in cell.measures for cell in members):
             title = f"{metric.title.split(',')[0]} over batch size: {where}"
             path = folder / f"{metric.name}_over_batch{ending}.png"
-            drawn.append((title, _draw(members, metric, title, grid, path)))
+            drawn.append((title, _draw(members, metric, title, grid, kinds, path)))
     return drawn
 
 
-def _draw(cells: list[Cell], metric: Metric, title: str, grid: _Grid, path: Path) -> Path:
-    all_axes = [cell.axes for cell in cells]
-    across, down, kinds = (combinations(all_axes, names) for names in (grid.columns, grid.rows, grid.lines))
-    size = (2.6 + (PANEL[0] + 0.8) * len(across), 1.2 + (PANEL[1] + 0.5) * len(down))
+def _draw(cells: list[Cell], metric: Metric, title: str, grid: _Grid, kinds: list[tuple], path: Path) -> Path:
+    shown = [cell.axes for cell in cells if metric.name in cell.measures or not cell.ok]
+    across, down = combinations(shown, grid.columns), combinations(shown, grid.rows)
+    every, cells = cells, _fastest(cells, metric)
+    below = 0.15 * len(kinds) if metric is MEMORY else 0.0  # of each panel's legend
+    size = (2.6 + (PANEL[0] + 0.8) * len(across), 1.2 + (PANEL[1] + 0.5 + below) * len(down))
     figure, panels = new_figure(title, len(down), len(across), size, sharey="col", sharex="col")
     for j, column in enumerate(across):
         of_column = [cell for cell in cells if values_of(cell.axes, grid.columns) == column]
@@ -75,16 +89,25 @@ def _draw(cells: list[Cell], metric: Metric, title: str, grid: _Grid, path: Path
             _draw_arms(panel, chosen, metric, [kind if kind in tried else None for kind in kinds], grid.lines, batches, title)
             power_axis(panel, batches)
             panel.set_ylabel(f"{metric.title} per process" if metric is IMAGES else metric.title)
-        panels[-1, j].set_xlabel("batch per process")
-        low, high = panels[-1, j].get_ylim()
-        if high - low < _LEAST_SPAN * high:
-            panels[-1, j].set_ylim((1 - _LEAST_SPAN / 2) * (low + high) / 2, (1 + _LEAST_SPAN / 2) * (low + high) / 2)
-    for n, kind in enumerate(kinds if grid.lines and metric is not MEMORY else []):
+        panels[-1, j].set_xlabel("local batch: images of a forward on a process")
+        frame_values(list(panels[:, j]))
+        for panel in (panel for panel in panels[:, j] if metric is MEMORY and panel.get_legend_handles_labels()[0]):
+            place = offset_copy(panel.transAxes, figure, y=-34 if panel is panels[-1, j] else -4, units="points")
+            under: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (0, 0), "bbox_transform": place, "borderaxespad": 0}
+            panel.legend(fontsize=6.5, frameon=False, **under)
+    drawn = {values_of(axes, grid.lines) for axes in shown}
+    for n, kind in (each for each in enumerate(kinds) if grid.lines and metric is not MEMORY and each[1] in drawn):
         panels[0, 0].plot([], [], color=colour(n), marker="o", label=label(dict(zip(grid.lines, kind, strict=True)), grid.lines))
     if grid.lines and metric is not MEMORY:
         figure.legend(loc="outside right center", fontsize=8.5, frameon=False)
-    note(figure, MARKS + (_MEMORY_NOTE if metric is MEMORY else ""))
+    note(figure, MARKS + _SEVERAL * (len(cells) < len(every)) + _MEMORY_NOTE * (metric is MEMORY))
     return save(figure, path, PRINT_DPI)
+
+
+def _fastest(cells: list[Cell], metric: Metric) -> list[Cell]:
+    """Of the cells of an arm at one local batch, which differ in their global batch, the fastest with a value."""
+    rising = sorted(cells, key=lambda cell: (metric.name in cell.measures, cell.value(IMAGES.name) or 0.0))
+    return list({tuple(cell.axes[name] for name in cell.axes if name != "global_batch"): cell for cell in rising}.values())
 
 
 def _draw_arms(
@@ -100,22 +123,21 @@ def _draw_arms(
     there = {values_of(cell.axes, lines) for cell in cells}
     for n in (n for n, kind in enumerate(kinds) if cells and kind and kind not in there):
         lanes += _draw_statuses(panel, [], batches, colour(n), lanes)
-    if not cells:
-        panel.text(0.5, 0.5, "never run", transform=panel.transAxes, ha="center", color=SOFT, fontsize=9)
+    if all(cell.ok and metric.name not in cell.measures for cell in cells):
+        text = "not known" if cells else "never run"
+        panel.text(0.5, 0.5, text, transform=panel.transAxes, ha="center", color=SOFT, fontsize=9)
     panel.set_title(title, fontsize=9, pad=4 + 9 * lanes, loc="left")
     ranks = {cell.axes["world_size"] or 1 for cell in cells}
     if metric is IMAGES and len(ranks) == 1 and (count := ranks.pop()) > 1:
         whole = panel.secondary_yaxis("right", functions=(partial(np.multiply, count), partial(np.multiply, 1 / count)))
         whole.set_ylabel(f"of all {count}", fontsize=9)
         whole.tick_params(labelsize=8, colors=SOFT)
-    if metric is MEMORY and any(metric.name in cell.measures for cell in cells):
-        panel.legend(loc="upper left", fontsize=6.5, frameon=False)
 
 
 def _draw_line(panel: Panel, arm: list[Cell], metric: Metric, n: int, name: str) -> None:
     """Draw the measured cells of an arm with a line through them; of memory the fitted one."""
     xs = [cell.axes["local_batch"] for cell in arm]
-    estimates = [cell.measures.get(metric.name) for cell in arm]
+    estimates = [cell.shown(metric) for cell in arm]
     if metric is IMAGES:
         estimates = [each and each.scaled(1 / (cell.axes["world_size"] or 1)) for each, cell in zip(estimates, arm, strict=True)]
     fit = fit_memory(arm) if metric is MEMORY else None

@@ -2,11 +2,11 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torchtitan.runs.analysis.axes import BATCH, Axes, values_in_order
 from torchtitan.runs.analysis.collect import Run
-from torchtitan.runs.analysis.measures import IMAGES, METRICS
+from torchtitan.runs.analysis.measures import IMAGES, METRICS, MFU, Metric
 from torchtitan.statistics.interval import Interval, positive_interval
 
 # What a cell without an ok run is called, the first that one of its runs is.
@@ -54,6 +54,11 @@ class Cell:
         """Count of the repeats that are not ok, as `1 oom, 2 failed`."""
         counts = Counter(run.status for run in self.runs if not run.ok)
         return ", ".join(f"{n} {status}" for status, n in counts.items())
+
+    def shown(self, metric: Metric) -> Interval | None:
+        """Measurement as reports show it: the interval of an MFU ends at 100 %."""
+        found = self.measures.get(metric.name)
+        return replace(found, upper=max(found.value, min(found.upper, 100.0))) if found and metric is MFU else found
 
     def value(self, metric: str) -> float | None:
         return self.measures[metric].value if metric in self.measures else None

@@ -5,7 +5,10 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
+import numpy as np
 from matplotlib.axes import Axes as Panel
+from matplotlib.container import ErrorbarContainer
+from matplotlib.markers import CARETDOWN, CARETUP
 from matplotlib.ticker import FixedLocator, NullLocator
 
 from torchtitan.pictures.style import error_bar, marker
@@ -15,7 +18,10 @@ from torchtitan.statistics.interval import Interval
 T = TypeVar("T")
 
 PANEL = (3.2, 2.3)  # inches
-MARKS = "Filled: mean over repeats with its interval; hollow: one run with the interval of its points."
+MARKS = "Filled: mean over repeats with its interval; hollow: one run with that of its points. Arrows: it reaches further."
+_MARGIN = 0.05  # of a vertical axis beyond its values
+_LEAST_ROOM = 0.05  # for intervals, as a part of the values
+_LEAST_SPAN = 0.01  # of a vertical axis, as a part of its values: a flat line is not enlarged to its noise
 _WORDS = 22  # characters of a file's name for what distinguishes its picture
 
 
@@ -69,6 +75,31 @@ def draw_marks(
     for x, y, empty in zip(xs, values, hollow, strict=True):
         face = "white" if empty else color
         panel.plot([x], [y], marker=marker(n), color=color, markerfacecolor=face, markersize=size, linestyle="")
+
+
+def frame_values(panels: Sequence[Panel]) -> None:
+    """Scale the vertical axis of panels by their values and half of the values' span beyond; longer intervals end in arrows."""
+    log = panels[0].get_yscale() == "log"
+    to, back = (np.log, np.exp) if log else (np.positive, np.positive)
+    drawn = [(panel, each) for panel in panels for each in panel.containers if isinstance(each, ErrorbarContainer)]
+    caps = [cap for _, each in drawn for cap in each.lines[1]]
+    lines = [line for panel in panels for line in panel.lines if line not in caps]
+    values = to(np.concatenate([[], *(line.get_ydata(orig=False) for line in lines)]))
+    if not np.isfinite(values).any():
+        return
+    bars = [(panel, each.lines[0], bar) for panel, each in drawn for bar in each.lines[2][0].get_segments() if len(bar)]
+    low, high = np.nanmin(values), np.nanmax(values)
+    size = 1.0 if log else high
+    room = max(0.5 * (high - low), _LEAST_ROOM * size)
+    ends = to([back(low), back(high), *(y for *_, bar in bars for y in bar[:, 1])])
+    low, high = max(np.nanmin(ends), low - room), min(np.nanmax(ends), high + room)
+    margin = max(_MARGIN * (high - low), (_LEAST_SPAN * size - (high - low)) / 2)
+    low, high = back(low - margin), back(high + margin)
+    panels[0].set_ylim(low, high)
+    for panel, line, ((x, start), (_, end)) in bars:
+        for beyond, y, shape in ((start < low, low, CARETDOWN), (end > high, high, CARETUP)):
+            if beyond:
+                panel.plot([x], [y], marker=shape, color=line.get_color(), markersize=5, linestyle="", clip_on=False)
 
 
 def power_axis(panel: Panel, places: Sequence[int]) -> None:

@@ -8,17 +8,16 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, Literal
 
-from torchtitan.runs.analysis.axes import BATCH, DATA, NAMED_AXES, SWITCHES, Axes, context_degree, values_in_order
+from torchtitan.runs.analysis.axes import BATCH, DATA, NAMED_AXES, SWITCHES, Axes, values_in_order
 from torchtitan.runs.analysis.cells import Cell, arms, best_cell
 from torchtitan.runs.analysis.measures import IMAGES, MEMORY, MFU
 from torchtitan.statistics.interval import Interval, mean_interval
 
 Paired = Literal["equal batch", "best batch"]
 Kind = Literal["weak", "strong"]
-# Work that is equal along a curve: images of each process and forward, which are parts of images where processes share
-# tokens; images of a step.
+# Work that is equal along a curve: images of a step on each process, or of all.
 _EQUAL_WORK: dict[Kind, Callable[[Axes], Any]] = {
-    "weak": lambda axes: axes["local_batch"] and Fraction(axes["local_batch"], context_degree(axes)),
+    "weak": lambda axes: axes["global_batch"] and Fraction(axes["global_batch"], axes["world_size"]),
     "strong": lambda axes: axes["global_batch"],
 }
 EFFECT_METRICS = (IMAGES, MFU, MEMORY)
@@ -59,13 +58,20 @@ class ScalingPoint:
 
 @dataclass(frozen=True)
 class ScalingCurve:
-    """Scaling curve: cells that differ in the number of ranks only, at an equal batch per rank (weak) or in all
-    (strong).
+    """Scaling curve: cells that differ in the number of ranks only, of equal work.
+
+    Attributes:
+        work: images of a step on each process (weak) or of all (strong).
     """
 
     kind: Kind
+    work: Fraction
     axes: Axes
     points: tuple[ScalingPoint, ...]
+
+    @property
+    def batch(self) -> str:
+        return f"{self.work} images a process" if self.kind == "weak" else f"global batch {self.work}"
 
 
 def switches_of(cells: Sequence[Cell]) -> list[str]:
@@ -139,29 +145,29 @@ def scaling(cells: Sequence[Cell]) -> list[ScalingCurve]:
     curves = []
     for kind, equal in _EQUAL_WORK.items():
         ignored = {"world_size", "mesh", "layout", *BATCH}
-        measured = [cell for cell in cells if _usable(cell, IMAGES.name) and cell.axes["world_size"]]
+        measured = [cell for cell in cells if _usable(cell, IMAGES.name) and cell.axes["world_size"] and equal(cell.axes)]
         measured.sort(key=lambda cell: cell.measures[IMAGES.name].value)  # of several meshes or accumulations the fastest counts
         groups: dict[tuple, list[Cell]] = {}
         for cell in measured:
             groups.setdefault((equal(cell.axes), *_rest(cell.axes, ignored)), []).append(cell)
-        for members in groups.values():
+        for (work, *_), members in groups.items():
             alone = [cell for cell in members if cell.axes["layout"] == "single"]
             for layout in values_in_order("layout", {cell.axes["layout"] for cell in members} - {"single"}):
                 chosen = {cell.axes["world_size"]: cell for cell in members if cell.axes["layout"] == layout}
                 chosen |= {1: alone[-1]} if alone else {}
                 if len(chosen) > 1:
-                    curves.append(_curve(kind, layout, [chosen[ranks] for ranks in sorted(chosen)]))
+                    curves.append(_curve(kind, work, layout, [chosen[ranks] for ranks in sorted(chosen)]))
     return curves
 
 
-def _curve(kind: Kind, layout: str, cells: Sequence[Cell]) -> ScalingCurve:
+def _curve(kind: Kind, work: Fraction, layout: str, cells: Sequence[Cell]) -> ScalingCurve:
     first = cells[0]
     points = [ScalingPoint(first.axes["world_size"], first, Interval(1.0))]
     for cell in cells[1:]:
         ranks = cell.axes["world_size"]
         efficiency = mean_ratio([(first, cell)], IMAGES.name).scaled(first.axes["world_size"] / ranks)
         points.append(ScalingPoint(ranks, cell, efficiency))
-    return ScalingCurve(kind, first.axes | {"layout": layout}, tuple(points))
+    return ScalingCurve(kind, work, first.axes | {"layout": layout}, tuple(points))
 
 
 def _rest(axes: Axes, ignored: set[str]) -> tuple:

@@ -105,7 +105,7 @@ def _cell_table(cells: Sequence[Cell]) -> list[str]:
     for cell in cells:
         mark = "†" if cell.single else ""
         status = cell.status + (f" ({cell.not_ok} besides)" if cell.ok and cell.not_ok else "")
-        texts = [ends_text(cell.measures.get(metric.name)) for metric in metrics]
+        texts = [ends_text(cell.shown(metric)) for metric in metrics]
         axes = [MISSING if cell.axes.get(name) is None else str(cell.axes[name]) for name in names]
         rows.append((*axes, status, f"{len(cell.runs)}{mark}", *texts))
     return _table("All cells", _common(cells, names), columns, rows)
@@ -133,7 +133,7 @@ def _best_line(cells: list[Cell]) -> str:
     best = best_cell(cells) or cells[0]
     names = [name for name in _names(cells) if name not in ("model", "patch", "global_batch")]
     where = label(cells[0].axes, ("model", "patch"))
-    mfu = f", MFU {ends_text(best.measures[MFU.name])} %" if MFU.name in best.measures else ""
+    mfu = f", MFU {ends_text(best.shown(MFU))} %" if MFU.name in best.measures else ""
     memory = f", {ends_text(best.measures[MEMORY.name])} GiB" if MEMORY.name in best.measures else ""
     mark = " †" if best.single else ""
     conditions = label(best.axes, names)
@@ -168,10 +168,11 @@ def _best_table(cells: Sequence[Cell]) -> list[str]:
             statuses = ", ".join(dict.fromkeys(cell.status for cell in arm))
             rows.append((name, MISSING, MISSING, MISSING, MISSING, f"none ran ({statuses})"))
             continue
-        speed, mfu, memory = (ends_text(best.measures.get(metric.name)) for metric in (IMAGES, MFU, MEMORY))
+        speed, mfu, memory = (ends_text(best.shown(metric)) for metric in (IMAGES, MFU, MEMORY))
         mark = "†" if best.single else ""
         rows.append((name, f"{best.axes['local_batch']}{mark}", speed, mfu, memory, what_limits(arm, best)))
-    return _table("Best batch of each arm", "The batch per process with the most images/s.", columns, rows)
+    note = "The local batch (images of a forward on a process) with the most images/s."
+    return _table("Best batch of each arm", note, columns, rows)
 
 
 def _effect_table(effects: Sequence[Effect]) -> list[str]:
@@ -190,7 +191,7 @@ def _scaling_table(curves: Sequence[ScalingCurve]) -> list[str]:
          "100" if point is curve.points[0] else ends_text(point.efficiency.scaled(100)))
         for curve in curves for point in curve.points
     ]
-    note = "Weak: equal batch per process; strong: equal global batch. Efficiency: against the curve's fewest ranks."
+    note = "Weak: equal images a process and step; strong: equal global batch. Efficiency: against the curve's fewest ranks."
     return _table("Scaling over ranks", note, ("scaling", "arm", "ranks", "images/s", "efficiency, %"), rows)
 
 
@@ -228,5 +229,4 @@ def _common(cells: Sequence[Cell], names: Sequence[str]) -> str:
 
 
 def _curve_label(curve: ScalingCurve) -> str:
-    batch = "local_batch" if curve.kind == "weak" else "global_batch"
-    return label(curve.axes, ("model", "patch", "layout", "compile", "ac", "dtype", batch))
+    return f"{label(curve.axes, ('model', 'patch', 'layout', 'compile', 'ac', 'dtype'))}, {curve.batch}"

@@ -3,10 +3,13 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from torchtitan.pictures.style import PRINT_DPI, colour, label_log_axis, new_figure, save
+from matplotlib.ticker import EngFormatter
+
+from torchtitan.pictures.style import PRINT_DPI, colour, folded, label_log_axis, new_figure, save
 from torchtitan.runs.analysis.axes import DATA, Axes, word
 from torchtitan.runs.analysis.collect import Run
 from torchtitan.runs.analysis.drawing import divided
+from torchtitan.runs.record import Series, coinciding
 
 _COSTS = {"images": "images", "flops": "FLOPs", "hours": "hours of training"}
 _MOST = 8  # runs of one picture
@@ -24,7 +27,10 @@ def draw_loss(runs: Sequence[Run], folder: Path) -> list[tuple[str, Path]]:
         members.sort(key=lambda run: run.losses[-1]["loss"])
         which = f"the {_MOST} lowest of {len(members)} runs" if len(members) > _MOST else "all runs"
         title = f"Training loss, {which}" + (f": {where}" if where else "")
-        drawn.append((title, _draw(members[:_MOST], title, folder / f"loss_over_cost{ending}.png")))
+        curves = {run.name: _over_images(run) for run in members}
+        lowest = list(curves.values())[:_MOST]
+        alike = coinciding({name: curve for name, curve in curves.items() if any(map(curve.coincides, lowest))})
+        drawn.append((title, _draw(members[:_MOST], title, alike, folder / f"loss_over_cost{ending}.png")))
     return drawn
 
 
@@ -34,7 +40,11 @@ def _kind(run: Run) -> Axes:
     return {DATA: word(run.settings.get("data.name"))} | kind
 
 
-def _draw(runs: list[Run], title: str, path: Path) -> Path:
+def _over_images(run: Run) -> Series:
+    return Series(tuple(int(one["images"]) for one in run.losses), tuple(one["loss"] for one in run.losses))
+
+
+def _draw(runs: list[Run], title: str, alike: str, path: Path) -> Path:
     costs = [cost for cost in _COSTS if any(point[cost] for run in runs for point in run.losses)]
     width = 0.6 + 3.8 * len(costs)
     beside = max(int(width / (0.7 + 0.07 * max(len(run.name) for run in runs))), 1)  # names in a row of the legend
@@ -44,11 +54,17 @@ def _draw(runs: list[Run], title: str, path: Path) -> Path:
             points = [point for point in run.losses if point[cost]]
             panel.plot([point[cost] for point in points], [point["loss"] for point in points], color=colour(n), label=run.name)
         panel.set_xscale("log")
+        label_log_axis(panel.xaxis)
+        if cost != "hours":
+            panel.xaxis.set_major_formatter(EngFormatter(sep=""))
         panel.set_xlabel(_COSTS[cost])
     if all(point["loss"] > 0 for run in runs for point in run.losses):
         panels[0].set_yscale("log")
-        label_log_axis(panels[0])
+        label_log_axis(panels[0].yaxis)
     panels[0].set_ylabel("training loss, mean over 3 % of the steps")
     lines = panels[0].get_legend_handles_labels()
-    figure.legend(*lines, loc="outside lower left", ncols=beside, fontsize=7.5, frameon=False)
+    figure.legend(
+        *lines, loc="outside lower left", ncols=beside, fontsize=7.5, frameon=False,
+        title=folded(figure, alike) or None, title_fontsize=7.5, alignment="left",
+    )  # fmt: skip
     return save(figure, path, PRINT_DPI)

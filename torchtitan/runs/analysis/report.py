@@ -54,7 +54,7 @@ def write_report(results: Results, folder: Path) -> list[Path]:
     write_csv(run_rows(results.runs), folder / _TABLE)
     pictures = [
         *draw_over_batch(results.cells, folder), *draw_memory_parts(results.cells, folder),
-        *draw_over_ranks(results.curves, folder), *draw_loss(results.runs, folder),
+        *draw_over_ranks(results.curves, results.cells, folder), *draw_loss(results.runs, folder),
     ]  # fmt: skip
     replace_file(folder / _TEXT, markdown(results, [(name, path.name) for name, path in pictures]))
     return [folder / _TABLE, folder / _TEXT, *(path for _, path in pictures)]

@@ -64,8 +64,9 @@ def against_log(run: RunRecord, log: Mapping[int, float]) -> list[LogPoint]:
 
 
 def distance(log: Mapping[int, float]) -> int:
-    """Smallest distance of a log's steps, the first one's from 0 among them."""
-    return min(after - before for before, after in itertools.pairwise([0, *sorted(log)]))
+    """Smallest distance of a log's steps, the first one's from 0 among them; of step 1, which logs begin with, it is none."""
+    steps = [0, *(step for step in sorted(log) if step > 1)]
+    return min((after - before for before, after in itertools.pairwise(steps)), default=1)
 
 
 def _points(run: RunRecord, log: Mapping[int, float], width: int) -> Iterator[LogPoint]:
