@@ -4,6 +4,7 @@ import logging
 import math
 import os
 import re
+import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -24,7 +25,7 @@ from torchtitan.fidelity.metrics import METRICS
 from torchtitan.gns.config import GNS_FOLDER, PICTURE_FILE, few_pairs
 from torchtitan.pictures.number_text import counted
 from torchtitan.processes.launch import launch_number
-from torchtitan.programs import program
+from torchtitan.programs import pasted
 from torchtitan.runs.previews import PAGE_FILE
 from torchtitan.settings.plugins import loaded_plugins
 from torchtitan.state.run_state import RunState
@@ -57,7 +58,7 @@ def introduce(state: RunState) -> None:
         logger.info(f"plugins: {', '.join(f'{name} ({version[:12]})' for name, version in plugins.items())}")
     if config.sampling.enable and (line := _next_grid(state)):
         logger.info(line)
-    logger.info(f"page: {program('compare')} {state.folder.path} --watch")
+    logger.info(f"page: {pasted('compare')} {shlex.quote(str(state.folder.path))} --watch")
     if advice := crosses_nodes(state.layout, launch_number("LOCAL_WORLD_SIZE", state.layout.world_size)):
         logger.warning(advice)
     if state.gns and (warning := few_pairs(config.gns, config.training.local_batch_size, state.gns.masses)):
@@ -147,7 +148,8 @@ def _next_grid(state: RunState) -> str:
     """Line on the next sample grid; "" after the last step."""
     training, interval = state.config.training, state.config.sampling.interval
     step = min((state.progress // interval + 1) * interval, training.steps)
-    which = "next" if state.step else "first"
+    drawn = "" if state.step or not state.config.sampling.previews else "sample grid at step 0, "
+    which = f"{drawn}next" if state.step or drawn else "first"
     if state.batch_grows:  # its number of steps is not known before
         images = step * training.global_batch_size
         return f"{which} sample grid after {images:,} images, in {state.folder.samples}" if step > state.progress else ""

@@ -13,3 +13,9 @@ def program(name: str) -> str:
         if (_CHECKOUT / script).is_file():
             return script
     return f"torchtitan-dit {_WORDS.get(name, name.replace('_', '-'))}"
+
+
+def pasted(name: str) -> str:
+    """Beginning of a command line that calls a program: `.venv/bin/python scripts/sample.py`, `scripts/train.sh`."""
+    called = program(name)
+    return f".venv/bin/python {called}" if called.endswith(".py") else called

@@ -125,7 +125,7 @@ def test_a_run_of_classes_in_another_order_draws_those_that_it_was_trained_on(tm
     (output,) = ForkedRun(config, "run", "--training.steps", "1").finish()
     assert "12 images to train on, in 3 classes, chosen by name: 2 is class 1, 10 is class 2" in output
     run = tmp_path / "outputs" / "run"
-    assert "page: scripts/compare.py " in output and "outputs/run --watch\n" in output
+    assert "page: .venv/bin/python scripts/compare.py " in output and "outputs/run --watch\n" in output
     assert load_run(run, "none", None, torch.device("cpu")).warnings == ()
     listed = tmp_path / "classes.txt"  # the order of text
     listed.write_text("0\n10\n2\n")

@@ -354,5 +354,11 @@ def test_initial_weights_that_do_not_fit_are_refused_before_anything_is_written(
         "--checkpoint.initial_weights", str(file),
     ])
     assert code == 2 and "Traceback" not in error
-    assert f"{file}: is in the dit layout, not in this program's (import it: scripts/checkpoint.py import " in error
+    assert f"{file}: is in the dit layout, not in this program's (import it: .venv/bin/python " in error
     assert error.count("\n") == 1 and not (tmp_path / "outputs").exists()
+    words = ["--job.dump_folder", str(tmp_path / "outputs"), "--checkpoint.initial_weights", str(run.folder)]
+    code, _, error = call(["--job.config_file", str(config_file), *words])
+    advice = f".venv/bin/python scripts/checkpoint.py export {run.folder} --format safetensors --output FILE.safetensors"
+    assert (code, error) == (
+        2, f"checkpoint.initial_weights: {run.folder}: is the folder of a run (export its weights: {advice})\n"
+    )

@@ -243,9 +243,10 @@ def test_page_of_one_run_leads_from_its_curves_to_its_commands(tmp_path):
     assert "not enough signal to choose another sampler of timesteps: measure about 300 more steps." in page.text
     assert "measured on H200; other hardware gives other numbers" in page.text
     commands = [cell for cell in page.cells if f"'{run}'" in cell]
-    assert [words.split()[0] for words in commands] == [
-        f"scripts/{name}" for name in ("sample.py", "checkpoint.py", "evaluate.py", "compare.py", "train.sh")
+    assert [words.partition(".py ")[0] for words in commands[:-1]] == [
+        f".venv/bin/python scripts/{name}" for name in ("sample", "checkpoint", "evaluate", "evaluate", "compare")
     ]
+    assert commands[-1].startswith("scripts/train.sh ")
     assert commands[-1].endswith("config.toml --training.steps 200") and not page.values("input", "id")[2:]
 
 

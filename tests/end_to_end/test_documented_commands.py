@@ -19,6 +19,9 @@ from tests.end_to_end.test_presets import SMALL_NETWORKS, small
 from tests.forked import run_script
 from tests.launcher import ROOT, run_on_ranks
 from torchtitan.config.job import ConfigError, JobConfig, help_text, load_config
+from torchtitan.runs.compare.page import compare_page
+from torchtitan.runs.compare.tables import next_steps
+from torchtitan.runs.record import read_run
 from torchtitan.settings.sections import all_sections, keys
 from torchtitan_dit.cli import COMMANDS
 from torchtitan_dit.commands import sample
@@ -235,6 +238,26 @@ def test_other_commands_of_the_readme_run_in_small(trained, folders, latents, tm
             assert done.returncode == 0, (program, words, done.stderr)
             ran.add(program)
     assert ran == smaller.keys() and (tmp_path / "store" / "index.json").exists() and (tmp_path / "adapter.safetensors").exists()
+
+
+def test_commands_of_a_runs_page_run_as_they_are_pasted(trained, tmp_path):
+    folder = trained["scripts/train.sh train_configs/my_images.toml --data.path PICTURES"]
+    smaller = {
+        "draw samples": ["--num-steps", "2"], "make a reference of the data": ["--extractor", "cifar10"],
+        "evaluate against it": ["--extractor", "cifar10", "--num-steps", "2", "--count", "20", "--allow-small"],
+        "train longer": ["--check-only"],
+    }  # fmt: skip
+    steps = dict(next_steps(read_run(folder)))
+    assert len(steps) == 6
+    for what, line in steps.items():
+        words = shlex.split(line.removeprefix(".venv/bin/python ").replace("scripts/train.sh", "train.py"))
+        words = [str(folder) if word == "OTHER_RUN" else word for word in words]
+        done = run_script(str(ROOT / words[0]), *words[1:], *smaller.get(what, []), folder=tmp_path)
+        assert done.returncode == 0, (line, done.stderr)
+    page = compare_page([read_run(folder)])
+    assert f"<h1>{folder.name}</h1>" in page and "fd (cifar10, 20 samples against image_folder)" in page
+    stored = next(path for command, path in trained.items() if "--data.name latents" in command)
+    assert not [line for _, line in next_steps(read_run(stored)) if "evaluate" in line]
 
 
 def test_a_reference_is_made_before_it_is_compared_with():

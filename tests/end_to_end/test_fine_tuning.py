@@ -60,6 +60,7 @@ def straight(pictures, tmp_path_factory):
     folder = tmp_path_factory.mktemp("straight")
     code, said = run(folder, pictures)
     assert code == 0 and "debug, 154,496 parameters of adapters, on latents" in said, said
+    assert "sample grid at step 0, next sample grid at step 2: " in said
     return folder / "flux_lora_tiny"
 
 
@@ -135,7 +136,7 @@ def test_a_fine_tuning_without_its_base_is_refused(pictures, tmp_path, monkeypat
     given = ["--job.config_file", str(CONFIG.with_name(f"flux_{name}_lora.toml")), *FOR_LARGE, "--data.path", str(pictures)]
     assert train([*given, "--check-only"]) == 2
     said = f"checkpoint.initial_weights: downloads/flux_{name}.safetensors: no such file (published weights: "
-    assert capsys.readouterr().err == f"{said}scripts/checkpoint.py import)\n"
+    assert capsys.readouterr().err == f"{said}.venv/bin/python scripts/checkpoint.py import)\n"
 
 
 @pytest.mark.parametrize(("flavor", "steps", "times"), [

@@ -34,7 +34,9 @@ def test_messages_name_programs_as_they_are_called(monkeypatch, tmp_path):
     words = {command.module: f"torchtitan-dit {word}" for word, command in COMMANDS.items() if not command.words}
     scripts = [path.stem for path in PROGRAMS if path.parent.name == "scripts"]
     assert [programs.program(name) for name in scripts] == [f"scripts/{name}.py" for name in scripts]
+    assert (programs.pasted("sample"), programs.pasted("train")) == (".venv/bin/python scripts/sample.py", "scripts/train.sh")
     monkeypatch.setattr(programs, "_CHECKOUT", tmp_path)
+    assert programs.pasted("sample") == words["sample"]
     assert {name: programs.program(name) for name in scripts} == {name: words[name] for name in scripts}
 
 

@@ -67,7 +67,9 @@ def test_images_that_cannot_be_compared_are_refused_in_one_line(tmp_path):
     mixed = write_folder(tmp_path / "mixed", random_images(40))  # of which the second is not looked at when it is opened
     write_folder(tmp_path / "large", random_images(1, size=9))
     (tmp_path / "large" / "000000.png").rename(mixed / "000001.png")
-    assert "mixed/000001.png: 9 x 9 pixels, and " in refused(open_images(mixed).pixels, range(3))
+    message = refused(open_images(mixed).pixels, range(3))
+    assert "mixed/000001.png: 9 x 9 pixels, and " in message
+    assert f"evaluate.py reference image_folder --name NAME --data.path {mixed} --data.image_size N)" in message
     (mixed / "000001.png").write_bytes(b"\x89PNG\r\n\x1a\n damaged")
     assert "000001.png: cannot be read: " in refused(open_images(mixed).pixels, range(3))
     (tmp_path / "empty").mkdir()

@@ -105,7 +105,7 @@ def test_a_missing_or_other_file_is_refused_in_one_line(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     line = one_line(lambda: open_extractor("inception"))
     assert line.startswith("inception: downloads/inception/pt_inception-2015-12-05-6726825d.pth: no such file of weights")
-    assert "python scripts/download.py inception fetches it, 96 MB" in line
+    assert ".venv/bin/python scripts/download.py inception fetches it, 96 MB" in line
     other = tmp_path / "other.pth"
     torch.save({"fc.weight": torch.zeros(3)}, other)
     found = hashlib.sha256(other.read_bytes()).hexdigest()

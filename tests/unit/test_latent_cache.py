@@ -235,9 +235,9 @@ def published_of(given, layout):
 PEFT = "base_model.model.transformer_blocks.0.attn.to_q.lora_{}.weight"
 SD = "lora_unet_down_blocks_0_attentions_0_proj_in.lora_down.weight"
 STARTS = {  # key and value of a run that cannot start -> the file's tensors, and what is said
-    "missing": ("checkpoint.initial_weights", None, "no such file (published weights: scripts/checkpoint.py import)"),
-    "bfl": ("checkpoint.initial_weights", lambda given: published_of(given, "bfl"), "import it: scripts/checkpoint.py import"),
-    "folder": ("checkpoint.initial_weights", "folder", "is a folder (import it: scripts/checkpoint.py import"),
+    "missing": ("checkpoint.initial_weights", None, "(published weights: .venv/bin/python scripts/checkpoint.py import)"),
+    "bfl": ("checkpoint.initial_weights", lambda given: published_of(given, "bfl"), "python scripts/checkpoint.py import"),
+    "folder": ("checkpoint.initial_weights", "folder", "is a folder (import it: .venv/bin/python scripts/checkpoint.py import"),
     "dev": ("checkpoint.initial_weights", lambda given: weights_of([*given, "--model.guidance_embedding", "true"])[1],
             "4 tensors are not of this model: guidance_embed"),
     "peft": ("lora.initial_adapter", lambda given: {PEFT.format("A"): torch.ones(2, 64), PEFT.format("B"): torch.ones(64, 2)},

@@ -14,7 +14,7 @@ from torchtitan.errors import EvaluationError, reason
 from torchtitan.fidelity.published import PublishedWeights
 from torchtitan.files.regular import check_regular, user_path
 from torchtitan.files.weight_files import WeightsError, read_state_dict
-from torchtitan.programs import program
+from torchtitan.programs import pasted
 
 
 class FeatureExtractor(ABC):
@@ -82,7 +82,7 @@ def read_published(weights: PublishedWeights, path: Path | None, option: str = "
         EvaluationError: the file is missing, cannot be read, or is not the published one.
     """
     file = weights.path if path is None else user_path(path)
-    advice = f"python {program('download')} {weights.name} fetches it, {weights.size / 1e6:,.0f} MB; {option} names a copy"
+    advice = f"{pasted('download')} {weights.name} fetches it, {weights.size / 1e6:,.0f} MB; {option} names a copy"
     if not file.exists():
         raise EvaluationError(f"{weights.name}: {file}: no such file of weights ({advice})")
     try:

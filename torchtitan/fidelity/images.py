@@ -4,6 +4,7 @@ import copy
 import csv
 import itertools
 import os
+import shlex
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -20,6 +21,7 @@ from torchtitan.errors import DamagedFile, EvaluationError
 from torchtitan.fidelity.npz import NPZ_SUFFIX, NPZArray, open_npz
 from torchtitan.files.regular import LARGEST_RECORD
 from torchtitan.processes.launch import launch_number
+from torchtitan.programs import pasted
 
 SET_RECORD, SET_CLASSES = "set.json", "labels.csv"  # of a set that scripts/sample.py has drawn
 IMAGES, CLASSES = "arr_0", "arr_1"  # of an npz file
@@ -106,7 +108,9 @@ class FolderImages(ImageSet):
             if image.shape[:2] != self._size:
                 this, first = (f"{shape[1]} x {shape[0]}" for shape in (image.shape, self._size))
                 shown, of_first = self._files.shown(number), self._files.shown(0)
-                raise EvaluationError(f"{shown}: {this} pixels, and {of_first} has {first} (give one size)")
+                keys = f"--data.path {shlex.quote(self.place)} --data.image_size N"
+                advice = f"make a reference of one size: {pasted('evaluate')} reference image_folder --name NAME {keys}"
+                raise EvaluationError(f"{shown}: {this} pixels, and {of_first} has {first} ({advice})")
             images[slot] = image
         return images
 

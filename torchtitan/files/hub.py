@@ -6,7 +6,7 @@ from pathlib import Path
 from torchtitan.errors import first_line
 from torchtitan.extras import install
 from torchtitan.files.regular import user_path
-from torchtitan.programs import program
+from torchtitan.programs import pasted
 
 _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*(/[\w-][\w.-]*)?")
 DOWNLOADS = "downloads"  # folder of what scripts/download.py fetches
@@ -37,7 +37,7 @@ def local_folder(
     if not path:
         raise error_class(f"{model}: no path: give a folder or a name on the Hugging Face hub")
     if not is_hub_name(path):
-        remedy = f" (to fetch it: {program('download')} {folder.name})" if folder.parent.name == DOWNLOADS else ""
+        remedy = f" (to fetch it: {pasted('download')} {folder.name})" if folder.parent.name == DOWNLOADS else ""
         raise error_class(f"{model}: {path}: no such {missing}{remedy}")
     repository, subfolder = "/".join(path.split("/")[:2]), "/".join(path.split("/")[2:])
     try:

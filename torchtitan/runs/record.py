@@ -106,6 +106,7 @@ class RunRecord:
         config: the tables of config.toml; empty where there is none.
         summary: of summary.json; None where there is none, as in a run in progress or killed.
         points: metrics.jsonl in the order of steps; later lines follow earlier ones of the same step.
+        evaluated: the last values of evaluation.json, by metric and what it depends on.
         stride: 1; of a very large metrics.jsonl k, where every k-th point was kept.
     """
 
@@ -115,6 +116,7 @@ class RunRecord:
     summary: dict[str, Any] | None = None
     points: list[dict[str, Any]] = field(default_factory=list)
     samples: dict[int, Path] = field(default_factory=dict)
+    evaluated: dict[str, float | None] = field(default_factory=dict)
     damaged_lines: int = 0
     stride: int = 1
     problems: list[str] = field(default_factory=list)
@@ -261,6 +263,10 @@ def read_run(folder: Path) -> RunRecord:
         run.points, run.damaged_lines, run.stride = read.points, read.damaged, read.stride
     except OSError as error:
         run.problems.append(_unread("metrics.jsonl", error))
+    try:
+        run.evaluated = _evaluated(folder / "evaluation.json")
+    except (DamagedFile, KeyError, TypeError, ValueError, AttributeError) as error:
+        run.problems.append(f"evaluation.json cannot be read ({unwrapped(error)})")
     for path in sorted((folder / "samples").glob("step-*.png")):
         if path.stem.removeprefix("step-").isdecimal():
             run.samples[int(path.stem.removeprefix("step-"))] = path
@@ -390,6 +396,17 @@ def _unread(name: str, error: Exception) -> str:
     if isinstance(error, FileNotFoundError):
         return f"no {name}"
     return f"{name} cannot be read ({unwrapped(error)})"
+
+
+def _evaluated(path: Path) -> dict[str, float | None]:
+    """Values that the command evaluate has written. Raises DamagedFile, KeyError, TypeError, ValueError, AttributeError."""
+    found: dict[str, float | None] = {}
+    for entry in read_json(path, dict)["evaluations"] if path.exists() else ():
+        against = f" against {entry['reference']['name']}" if entry["reference"] else ""
+        for result in entry["results"].values():
+            how = f"{result['extractor']}, {entry['samples']['count']:,} samples{against}"
+            found |= {f"{name} ({how})": value["value"] for name, value in result["values"].items()}
+    return found
 
 
 def _tell_apart(runs: dict[Path, RunRecord]) -> None:

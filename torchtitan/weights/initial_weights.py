@@ -5,6 +5,7 @@ With more ranks than tensors a rank reads one, whatever the size of the network 
 
 import logging
 import os
+import shlex
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -32,8 +33,9 @@ from torchtitan.files.weight_hash import joined_sha256, tensor_sha256
 from torchtitan.models import MODELS
 from torchtitan.models.base import DiffusionModel, ModelConfig
 from torchtitan.models.published_layouts import ConversionError
-from torchtitan.programs import program
+from torchtitan.programs import pasted
 from torchtitan.runs.folder import RunFolder
+from torchtitan.runs.ownership import CONFIG_FILE
 from torchtitan.weights.model_record import class_names_of_weights
 from torchtitan.weights.network import check_base, check_objective, network_on_meta
 
@@ -126,9 +128,12 @@ def check_own(path: Path, model: DiffusionModel, strict: bool = True) -> list[st
     Raises:
         WeightsError: it has not; of published weights it names the command that imports them.
     """
-    command = f"{program('checkpoint')} import"
+    command, quoted = f"{pasted('checkpoint')} import", shlex.quote(str(path))
+    if (path / CONFIG_FILE).is_file():
+        export = f"{pasted('checkpoint')} export {quoted} --format safetensors --output FILE.safetensors"
+        raise WeightsError(f"{path}: is the folder of a run (export its weights: {export})")
     if os.path.isdir(path):
-        raise WeightsError(f"{path}: is a folder (import it: {command} {path} --format diffusers --output FILE.safetensors)")
+        raise WeightsError(f"{path}: is a folder (import it: {command} {quoted} --format diffusers --output FILE.safetensors)")
     if not os.path.exists(path):  # False also of what is no path
         raise WeightsError(f"{path}: no such file (published weights: {command})")
     try:
@@ -137,7 +142,7 @@ def check_own(path: Path, model: DiffusionModel, strict: bool = True) -> list[st
         if path.suffix != ".safetensors":
             raise WeightsError(f"{error} (published weights: {command})") from error
         if layout := _published_layout(tensor_sizes(path), model):
-            advice = f"import it: {command} {path} --format {layout} --output FILE.safetensors"
+            advice = f"import it: {command} {quoted} --format {layout} --output FILE.safetensors"
             raise WeightsError(f"{path}: is in the {layout} layout, not in this program's ({advice})") from error
         raise
 

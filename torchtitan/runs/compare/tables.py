@@ -4,8 +4,9 @@ import shlex
 from collections.abc import Sequence
 from typing import Any
 
+from torchtitan.data import LATENT_DATASETS
 from torchtitan.pictures.number_text import counted
-from torchtitan.programs import program
+from torchtitan.programs import pasted
 from torchtitan.runs.compare.lines import cost, held_out
 from torchtitan.runs.compare.text import (
     as_number,
@@ -139,9 +140,10 @@ def quality_table(groups: Sequence[RunGroup]) -> Table | None:
 
 
 def _evaluated(run: RunRecord) -> dict[str, Any]:
-    """Values of the last metrics of samples in a run's summary, by name."""
+    """Values of the last metrics of samples, by name: in a run's summary, and by the command in its evaluation.json."""
     measured = (run.summary or {}).get("evaluation") or {}
-    return {name: value["value"] for name, value in measured.items() if isinstance(value, dict)}  # others say how
+    found = {name: value["value"] for name, value in measured.items() if isinstance(value, dict)}  # others say how
+    return found | run.evaluated
 
 
 def configuration(runs: Sequence[RunRecord], groups: Sequence[RunGroup]) -> dict[str, Any] | None:
@@ -165,18 +167,20 @@ def configuration(runs: Sequence[RunRecord], groups: Sequence[RunGroup]) -> dict
 def next_steps(run: RunRecord) -> Rows:
     """Commands that use a run: what to do, and the words of the command."""
     folder, values = shlex.quote(str(run.folder)), run.settings
-    data, path = values.get("data.name", "NAME"), values.get("data.path")
+    data = values.get("data.name", "NAME")
     extractor = f" --extractor {values['evaluation.extractor']}" if values.get("evaluation.extractor") else ""
-    reference = f"--name {data}" + (f" --data.path {shlex.quote(str(path))}" if path else "") + extractor
     form = "--adapter diffusers" if values.get("lora.enable") else "--format safetensors"
-    longer = 2 * (as_number(values.get("training.steps")) or run.last_step)
+    file, longer = shlex.quote(f"{run.name}.safetensors"), 2 * (as_number(values.get("training.steps")) or run.last_step)
+    against = [
+        ["make a reference of the data", f"{pasted('evaluate')} reference {data} {folder}/config.toml --name {data}{extractor}"],
+        ["evaluate against it", f"{pasted('evaluate')} {folder} --reference {data}{extractor}"],
+    ]
     return [
-        ["draw samples", f"{program('sample')} {folder}"],
-        ["export the weights", f"{program('checkpoint')} export {folder} {form} --output {shlex.quote(run.name)}.safetensors"],
-        ["make a reference of the data", f"{program('evaluate')} reference {data} {reference}"],
-        ["evaluate against it", f"{program('evaluate')} {folder} --reference {data}{extractor}"],
-        ["compare with another run", f"{program('compare')} {folder} OTHER_RUN"],
-        ["train longer", f"{program('train')} {folder}/config.toml --training.steps {longer:.0f}"],
+        ["draw samples", f"{pasted('sample')} {folder}"],
+        ["export the weights", f"{pasted('checkpoint')} export {folder} {form} --output {file}"],
+        *(against if data not in LATENT_DATASETS else []),
+        ["compare with another run", f"{pasted('compare')} {folder} OTHER_RUN"],
+        ["train longer", f"{pasted('train')} {folder}/config.toml --training.steps {longer:.0f}"],
     ]
 
 
