@@ -101,9 +101,9 @@ def _condition_kind(config: SyntheticConfig) -> ConditionKind:
     return text_kind(config) if config.text_length else class_kind(config.num_classes)
 
 
-def text_kind(config: Any) -> Embeddings:
+def text_kind(config: Any, dtype: torch.dtype = torch.float32) -> Embeddings:
     """Kind of a section with text_length, text_dim and pooled_dim; zeros stand for no condition."""
-    zero = torch.zeros(())
+    zero = torch.zeros((), dtype=dtype)
     return Embeddings({TEXT: zero.expand(config.text_length, config.text_dim), POOLED: zero.expand(config.pooled_dim)})
 
 

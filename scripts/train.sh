@@ -30,12 +30,7 @@ for argument in "$@"; do
         exec "$venv/bin/python" train.py "$@"
     fi
 done
-config=$root/train_configs/digits.toml
-if [ $# -gt 0 ] && [[ $1 != --* ]]; then
-    config=$(cd "$(dirname "$1")" 2>/dev/null && pwd)/$(basename "$1")
-    [ -f "$config" ] || config=$1
-    shift
-fi
+config=
 arguments=()
 autotune=
 check_only=
@@ -53,10 +48,26 @@ while [ $# -gt 0 ]; do
             [ $# -lt 2 ] || shift
             ;;
         --multiple-of=* | --max=* | --headroom=* | --memory=* | --timeout=* | --fresh) search+=("$1") ;;
-        *) arguments+=("$1") ;;
+        --*=* | --smoke) arguments+=("$1") ;;
+        --*)
+            arguments+=("$1")
+            if [ $# -gt 1 ] && [[ $2 != --* ]]; then
+                arguments+=("$2")
+                shift
+            fi
+            ;;
+        *)
+            if [ -n "$config" ]; then
+                arguments+=("$1")
+            else
+                config=$(cd "$(dirname "$1")" 2>/dev/null && pwd)/$(basename "$1")
+                [ -f "$config" ] || config=$1
+            fi
+            ;;
     esac
     shift
 done
+config=${config:-$root/train_configs/digits.toml}
 if [ -z "$autotune" ] && [ ${#search[@]} -gt 0 ]; then
     echo "train.sh: ${search[0]%%=*} is an option of --autotune (add --autotune)" >&2
     exit 2

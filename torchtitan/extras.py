@@ -35,9 +35,9 @@ def quiet_torchao() -> Iterator[None]:
             logger.setLevel(level)
 
 
-def install(extra: str) -> str:
-    """Command line that installs an extra from any folder. Raises KeyError: there is no such extra."""
-    return install_packages(*EXTRAS[extra])
+def install(*extras: str) -> str:
+    """Command line that installs extras from any folder. Raises KeyError: there is no such extra."""
+    return install_packages(*dict.fromkeys(package for extra in extras for package in EXTRAS[extra]))
 
 
 def install_packages(*packages: str) -> str:

@@ -161,6 +161,14 @@ def test_the_frozen_file_with_the_exported_adapter_draws_the_pictures_of_the_run
         pictures[name] = open_images(out).pixels(range(4))
     assert np.array_equal(pictures["run"], pictures["file"]) and np.array_equal(pictures["base"], pictures["none"])
     assert not np.array_equal(pictures["run"], pictures["base"])
+    assert "was trained on other weights" not in result.stderr
+    merged = tmp_path / "merged.safetensors"
+    run_script("scripts/checkpoint.py", "export", str(trained.folder), "--format", "safetensors", "--output", str(merged))
+    words = ("--lora", str(adapter), "--num-steps", "1", "--out", str(tmp_path / "x"))
+    result = run_script("scripts/sample.py", str(merged), *words)
+    assert result.returncode == 0 and "was trained on other weights than merged" in result.stderr, result.stderr
+    result = run_script("scripts/sample.py", str(adapter), "--config", str(config), "--out", str(tmp_path / "x"))
+    assert result.returncode == 2 and "is an adapter (give it with --lora" in result.stderr, result.stderr
 
 
 def test_adapters_that_cannot_be_drawn_with_are_refused(bases, config, tmp_path):

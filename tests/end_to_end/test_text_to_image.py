@@ -12,6 +12,7 @@ from tests.extractions import write_photographs
 from torchtitan.config.job import load_config
 from torchtitan.fidelity.images import open_images
 from torchtitan.run import run
+from torchtitan_dit.commands.checkpoint import main as checkpoint_tool
 from torchtitan_dit.commands.extract_latents import main as extract_latents
 
 ENCODERS = ["--text-encoder", "stub:32", "--pooled-encoder", "stub:24", "--text-length", "5"]  # as the debug flavor's
@@ -82,6 +83,21 @@ def test_a_prompt_of_the_data_draws_what_its_number_draws(trained, tmp_path):
     wanted, found = ([np.asarray(Image.open(path)) for path in paths] for paths in files)
     assert len(wanted) == len(found) == 4
     assert all(np.array_equal(one, other) for one, other in zip(wanted[:2], found[:2], strict=True))
+
+
+def test_files_and_checkpoints_draw_what_the_run_draws_by_prompt(trained, tmp_path):
+    run_folder, _ = trained
+    words = ["export", str(run_folder), "--format", "safetensors", "--output", str(tmp_path / "one.safetensors")]
+    assert checkpoint_tool(words) == 0
+    shutil.copytree(run_folder / "checkpoint" / "step-00000004", tmp_path / "step-00000004")
+    options = ["--prompt", "a new [text]", "--images-per-class", "2", "--num-steps", "2", "--guidance-scale", "2", "--files"]
+    drawn = {}
+    for source in (run_folder, tmp_path / "one.safetensors", tmp_path / "step-00000004"):
+        ((code, said),) = sample(tmp_path / f"{source.name}-drawn", source, *options)
+        assert code == 0, said
+        files = sorted((tmp_path / f"{source.name}-drawn").glob("class-*.png"))
+        drawn[source.name] = [np.asarray(Image.open(path)).tolist() for path in files]
+    assert len(drawn["one"]) == 2 and drawn["one"] == drawn["one.safetensors"] == drawn["step-00000004"]
 
 
 def pixels_of(folder):

@@ -278,9 +278,9 @@ def clone(tmp_path) -> Path:
     return tmp_path
 
 
-def train_sh(clone: Path, *words: str, **environment: str) -> tuple[int, str]:
+def train_sh(clone: Path, *words: str, before: tuple[str, ...] = (), **environment: str) -> tuple[int, str]:
     result = subprocess.run(
-        ["bash", "scripts/train.sh", "small.toml", *words], cwd=clone, env=os.environ | environment,
+        ["bash", "scripts/train.sh", *before, "small.toml", *words], cwd=clone, env=os.environ | environment,
         capture_output=True, text=True, timeout=60,
     )  # fmt: skip
     return result.returncode, result.stderr
@@ -299,10 +299,14 @@ def test_train_sh_trains_with_the_batch_size_found(clone):
 
 
 def test_train_sh_checks_once_where_it_is_only_to_check(clone):
-    code, error = train_sh(clone, "--check-only", "--optimizer.lr", "0.1")
-    assert code == 0, error
-    given = "--job.config_file small.toml --optimizer.lr 0.1"
-    assert (clone / "calls").read_text().splitlines() == [f"train.py --check-only {given}"]
+    given = "--optimizer.lr 0.1 --gns.enable=false --smoke"
+    for place in range(6):  # options may come before CONFIG too
+        words = ("--optimizer.lr", "0.1", "--gns.enable=false", "--smoke", "--check-only")
+        if place != 1:
+            code, error = train_sh(clone, *words[place:], before=words[:place])
+            assert code == 0, error
+            assert (clone / "calls").read_text() == f"train.py --check-only --job.config_file small.toml {given}\n"
+            (clone / "calls").unlink()
 
 
 def test_train_sh_does_not_train_without_an_answer(clone):

@@ -92,9 +92,9 @@ def test_shipped_file_fits_the_schema_and_dumps_equal(path):
     assert schema_errors(document, json_schema()) == []
     try:
         config = load_config(["--job.config_file", str(path)], 1)
-    except ConfigError as error:  # data and several processes may not be here; nothing else may be wrong
+    except ConfigError as error:  # data, weights and several processes may not be here; nothing else may be wrong
         assert all(
-            "data.path: " in line or "parallelism." in line or "training.global_batch" in line
+            any(key in line for key in ("data.path: ", "checkpoint.initial_weights: ", "parallelism.", "training.global_batch"))
             for line in error.problems
         )
         return

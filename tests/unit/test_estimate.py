@@ -260,7 +260,8 @@ def test_command_estimates_seven_billion_parameters(tmp_path, capsys):
     "words, message",
     [
         (["--device", "H2"], "is none of H200, H100"),
-        (["--device", "CPU", "--memory", "8"], "needs --tflops"),
+        (["--device", "CPU", "--memory", "8"], "needs --tflops, --memory-bandwidth, --node-bandwidth, --network-bandwidth"),
+        (["--device", "CPU", "--memory", "8", "--world-size", "1"], "needs --tflops, --memory-bandwidth\n"),
         (["--device", "H200", "--model.flavour", "debug"], "did you mean"),
     ],
 )

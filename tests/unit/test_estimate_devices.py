@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import sys
 
 import pytest
 import torch
@@ -57,6 +58,17 @@ def test_the_command_refuses_float8_on_a_device_without_it_alone(bare_machine, t
         "float8.enable: A6000 has no float8 matrix products (set float8.emulate to true, or float8.enable to false)\n"
     )
     assert estimate.main([*words, "--device", "MI300X"]) == 0
+
+
+def test_adapters_that_do_not_fit_are_offered_int8_which_needs_no_package_here(bare_machine, tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "torchao", None)
+    config = tmp_path / "run.toml"
+    config.write_text('[model]\nflavor = "debug"\n[lora]\nenable = true\n[metrics]\nenable_tensorboard = false\n')
+    words = [str(config), "--device", "CPU", "--tflops", "1", "--memory-bandwidth", "1", "--memory", "0.0001"]
+    assert estimate.main(words) == 0
+    assert "does not fit into 90% of it (smaller: --lora.base_dtype int8)" in capsys.readouterr().out
+    assert estimate.main([str(config), "--device", "4090", "--lora.base_dtype", "int8"]) == 0
+    assert "23.60 GiB: fits" in capsys.readouterr().out
 
 
 VISIT = {

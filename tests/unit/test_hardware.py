@@ -21,6 +21,10 @@ from torchtitan.training.hardware import PEAK_TFLOPS_BF16, PEAK_TFLOPS_FLOAT8, n
         ("NVIDIA H20", 148.0),
         ("NVIDIA L40S", 362.0),
         ("NVIDIA RTX A6000", 154.8),
+        ("NVIDIA GeForce RTX 4090", 165.2),
+        ("NVIDIA GeForce RTX 4090 D", None),
+        ("NVIDIA GeForce RTX 3090 Ti", None),
+        ("NVIDIA GeForce RTX 5090 Laptop GPU", None),
         ("AMD Instinct MI300X", 1307.4),
         ("NVIDIA L4", None),
     ],
@@ -34,10 +38,12 @@ def test_float8_doubles_the_peak_of_bfloat16():
     """On every device that has it; data sheets round, L40S's by 1.2 %."""
     ratios = {row: peak / PEAK_TFLOPS_BF16[row] for row, peak in PEAK_TFLOPS_FLOAT8.items()}
     assert all(1.98 < ratio < 2.03 for ratio in ratios.values()), ratios
-    assert set(PEAK_TFLOPS_BF16) - set(ratios) == {"A100", "RTX A6000"}  # of an older architecture, without float8
+    of_ampere = {"A100", "RTX A6000", "GeForce RTX 3090"}  # an older architecture, without float8
+    assert set(PEAK_TFLOPS_BF16) - set(ratios) == of_ampere
 
 
 def test_tf32_is_half_of_bfloat16_in_the_data_sheets():
     stated = {"A100": 156.0, "H100": 494.5, "H20": 74.0, "B200": 1125.0, "L40S": 183.0, "RTX A6000": 77.4, "MI300X": 653.7}
+    stated |= {f"GeForce RTX {name}": peak for name, peak in (("3090", 35.6), ("4090", 82.6), ("5090", 104.8))}
     for name, peak in stated.items():
         assert named_peak_tflops(name, "tf32") == pytest.approx(peak, rel=0.015)

@@ -1,5 +1,6 @@
 """Cache of a run's captioned images: filled before training, resumed to the same bytes, renewed by what changes, refused."""
 
+import importlib.util
 import os
 import shutil
 import signal
@@ -18,6 +19,7 @@ from torchtitan.conditions import TEXT
 from torchtitan.config.job import ConfigError, load_config
 from torchtitan.config.latent_cache import cache_folder, trained_info
 from torchtitan.data.captioned_folder import _read_folder
+from torchtitan.extras import install
 from torchtitan.files.weight_files import named_weights
 from torchtitan.latents.bucketed import open_stores
 from torchtitan.models import MODELS, build_model
@@ -210,6 +212,18 @@ def test_unusable_pictures_are_refused_in_a_line(pictures, tmp_path, spoil, said
     assert "data.path: " in line and said in line
 
 
+def test_all_that_a_cache_lacks_is_said_at_once(pictures, tmp_path, monkeypatch):
+    missing, found = ("transformers", "diffusers"), importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in missing else found(name))
+    given = words(pictures, tmp_path / "out", "--autoencoder.name", "diffusers", "--autoencoder.path", str(tmp_path / "none"))
+    given += ["--data.text_encoder", str(tmp_path / "t5"), "--checkpoint.initial_weights", str(tmp_path / "x.safetensors")]
+    with pytest.raises(ConfigError) as refused:
+        load_config(given, 1)
+    encoder, packages, weights = refused.value.problems
+    assert "none: no such folder" in encoder and "x.safetensors: no such file" in weights
+    assert f"needs the extras text,diffusers, which are not installed ({install('text', 'diffusers')})" in packages
+
+
 def test_a_picture_that_ends_early_is_refused_before_training(pictures, tmp_path, capsys):
     path = pictures / "2.png"
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
@@ -240,6 +254,8 @@ STARTS = {  # key and value of a run that cannot start -> the file's tensors, an
     "folder": ("checkpoint.initial_weights", "folder", "is a folder (import it: .venv/bin/python scripts/checkpoint.py import"),
     "dev": ("checkpoint.initial_weights", lambda given: weights_of([*given, "--model.guidance_embedding", "true"])[1],
             "4 tensors are not of this model: guidance_embed"),
+    "adapter": ("checkpoint.initial_weights", lambda given: {PEFT.format("A"): torch.ones(2, 64)},
+                "is an adapter (give it as lora.initial_adapter"),
     "peft": ("lora.initial_adapter", lambda given: {PEFT.format("A"): torch.ones(2, 64), PEFT.format("B"): torch.ones(64, 2)},
              "adapter_config.json"),
     "foreign": ("lora.initial_adapter", lambda given: dict.fromkeys([SD], torch.ones(2, 64)), "lora_unet_down_blocks_0"),

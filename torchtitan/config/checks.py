@@ -33,7 +33,7 @@ from torchtitan.diffusion.paths import PATHS
 from torchtitan.distributed.config import checkpoint_problems, compile_problems
 from torchtitan.errors import unwrapped
 from torchtitan.evaluation.config import WITH_WEIGHTS, timesteps_problem
-from torchtitan.extras import EXTRAS, install_packages
+from torchtitan.extras import install, install_packages
 from torchtitan.gns.config import gns_problems
 from torchtitan.models.float8 import float8_problems
 from torchtitan.profiling.config import profiling_problems
@@ -117,6 +117,21 @@ def _dataset_is_usable(checked: ConfigView) -> Iterator[Problem]:
         named = re.match(r"((?:data|autoencoder)\.\w+): ", text)
         path = "data.path" if has_key(checked.whole("data"), "path") else "data.name"
         yield Problem(named[1], text[named.end() :]) if named else Problem(path, text)
+        if checked.cache.enable and not checked.elsewhere:
+            yield from _missing_beside_pictures(checked)
+
+
+def _missing_beside_pictures(checked: ConfigView) -> Iterator[Problem]:
+    """Packages and weights that a run lacks whose cache cannot be filled: it is told of all at once."""
+    autoencoder, text_encoder, weights = checked.autoencoder.name, checked.data.text_encoder, checked.checkpoint.initial_weights
+    of_text = autoencoder == "rae" or text_encoder and not text_encoder.startswith("stub:")
+    needed = {"text": ("transformers", of_text), "diffusers": ("diffusers", autoencoder == "diffusers")}
+    if lacking := [extra for extra, (name, used) in needed.items() if used and importlib.util.find_spec(name) is None]:
+        text = f"needs the extras {','.join(lacking)}, which are not installed ({install(*lacking)})"
+        yield Problem("cache.enable", text)
+    if weights and not os.path.exists(weights):
+        text = f"{weights}: no such file (published weights: {program('checkpoint')} import)"
+        yield Problem("checkpoint.initial_weights", text)
 
 
 def _autoencoder(checked: ConfigView) -> Iterator[Problem]:
@@ -250,7 +265,7 @@ def _low_bit_optimizer(checked: ConfigView) -> Iterator[Problem]:
     name = checked.optimizer.name
     if UPDATE_RULES[name].quantised and not checked.elsewhere:
         if importlib.util.find_spec("torchao") is None:
-            command = install_packages(*EXTRAS["lowbit"])
+            command = install("lowbit")
             text = f"{name} needs the package torchao, which is not installed ({command}, or set AdamW)"
             yield Problem("optimizer.name", text)
         if _no_compiler():

@@ -42,6 +42,7 @@ class Device:
 # device (GB300: 800). Memory is 180 GB, 13.4 TB / 72 and 20 TB / 72 in GiB, the least that these can mean.
 # H20 (as an HGX H100) and MI300X (AMD's data sheet: 7 links of 64 GB/s a direction to the others of a node), likewise 96 and
 # 192 GB. L40S and RTX A6000 by PCIe 4.0 x16; their servers differ: two devices with a port of 200 Gb/s are assumed.
+# GeForce RTX 3090, 4090 (PCIe 4.0) and 5090 (5.0) by the whitepapers of GA102, Ada and RTX Blackwell, likewise; 24 and 32 GB.
 _ROWS: dict[str, tuple[str, float, float, float, float, int]] = {
     # row of the tables of peaks, memory (GiB), bandwidths of memory, node and network (GB/s), devices of a node
     "H200": ("H200", 139.8, 4800.0, 450.0, 50.0, 8),
@@ -55,6 +56,9 @@ _ROWS: dict[str, tuple[str, float, float, float, float, int]] = {
     "MI300X": ("MI300X", 178.8, 5300.0, 448.0, 50.0, 8),
     "L40S": ("L40S", 44.4, 864.0, 32.0, 12.5, 8),
     "A6000": ("RTX A6000", 44.7, 768.0, 32.0, 12.5, 8),
+    "3090": ("GeForce RTX 3090", 23.7, 936.0, 32.0, 12.5, 8),
+    "4090": ("GeForce RTX 4090", 23.6, 1008.0, 32.0, 12.5, 8),
+    "5090": ("GeForce RTX 5090", 31.4, 1792.0, 64.0, 12.5, 8),
 }
 DEVICES = {
     name: Device(

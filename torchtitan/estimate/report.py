@@ -68,7 +68,7 @@ def as_text(
         *([f"  {'in host memory':20}{_gib(memory.host)} (updated there, in time not counted below)"] if memory.host else []),
         *_range_lines(memory),
         f"  {'at the start':20}{_gib(memory.start_up)} ({_start_up(config)})",
-        f"  {'the device has':20}{device.memory_gib:9.2f} GiB: {_verdict(memory, device)}",
+        f"  {'the device has':20}{device.memory_gib:9.2f} GiB: {_verdict(config, memory, device)}",
     ]
     if config.gns.enable:
         lines.append("  gns.enable: memory of the gradient noise scale's measurement is not counted")
@@ -129,11 +129,12 @@ def _time_lines(time: StepTime, efficiency: Efficiency, float8: bool) -> list[st
     ]  # fmt: skip
 
 
-def _verdict(memory: MemoryEstimate, device: Device) -> str:
+def _verdict(config: JobConfig, memory: MemoryEstimate, device: Device) -> str:
     known = fits(memory, device)
     if known is None:
         return f"whether {_USABLE:.0%} of it are enough is known once the blocks are compiled"
-    return "fits" if known else f"does not fit into {_USABLE:.0%} of it"
+    advice = " (smaller: --lora.base_dtype int8)" if config.lora.enable and not config.lora.quantized_kind else ""
+    return "fits" if known else f"does not fit into {_USABLE:.0%} of it{advice}"
 
 
 def _gib(count: int) -> str:

@@ -108,19 +108,24 @@ def check_prompted(trained: TrainedModel) -> None:
 def _encoded(
     trained: TrainedModel, kind: Embeddings, prompts: Sequence[str], places: Mapping[str, str]
 ) -> TrainedModel:
-    """Published model with these prompts, encoded in bfloat16 as stores are; the empty text stands for no condition."""
+    """Model without its data with these prompts, encoded as its captions were, of a published one in bfloat16 as stores are."""
+    record = trained.record
     for entry, option in OPTIONS.items():
-        if entry not in places:
+        if entry not in places and not record.encoders:
             raise WeightsError(f"{option}: not given, and the weights come without {_ENCODERS[entry]} (a folder or hub name)")
     length = kind.entries[TEXT][0][0]
     try:
-        encoders = open_encoders(places[TEXT], places[POOLED], length, torch.bfloat16, compute_device())
-        encoded, cut = encoders.encode(["", *prompts])
+        if record.encoders:
+            encoders = reopen_encoders(record.encoders, places, length, compute_device())
+        else:
+            encoders = open_encoders(places[TEXT], places[POOLED], length, torch.bfloat16, compute_device())
+        encoded, cut = encoders.encode([record.null_caption, *prompts])
     except TextEncoderError as error:
         raise WeightsError(str(error)) from error
-    for entry, (shape, _) in kind.entries.items():
+    for entry, (shape, dtype) in kind.entries.items():
+        encoded[entry] = encoded[entry].to(dtype)
         if (width := encoded[entry].shape[-1]) != shape[-1]:
-            raise WeightsError(f"{OPTIONS[entry]}: {places[entry]} has width {width}, this model takes {shape[-1]}")
+            raise WeightsError(f"{OPTIONS[entry]}: {places.get(entry, 'it')} has width {width}, this model takes {shape[-1]}")
     kind = dataclasses.replace(kind, nulls={entry: values[0] for entry, values in encoded.items()})
     rows = {entry: values[1:] for entry, values in encoded.items()}
     return _prompted(_with_cut(trained, cut, length), kind, prompts, rows)

@@ -31,6 +31,7 @@ from torchtitan.sampling.image_size import sampled_shape
 from torchtitan.sampling.method_options import add_method_options, sampling_method
 from torchtitan.sampling.prompts import check_prompted
 from torchtitan.sampling.set_settings import set_settings
+from torchtitan.weights.adapted_network import drawn_sha256
 from torchtitan.weights.trained_model import TrainedModel, WeightsError, is_published_folder, load_run, load_weights
 
 _WEIGHTS = "weights.safetensors"  # of this program, in a repository on the hub
@@ -216,6 +217,8 @@ def _from_hub(source: Path) -> Path:
 def _with_adapters(trained: TrainedModel, given: list[str]) -> TrainedModel:
     """Add adapters `FILE[:WEIGHT]` to a model. Raises WeightsError."""
     notes: list[str] = []
+    of_weights = bool(given) and not trained.config.lora.enable  # a run's own frozen weights are known to be the right ones
+    base = drawn_sha256(trained.model) if of_weights else ""
     for number, word in enumerate(given):
         path, weight = _weighted(word)
         found = read_adapter(Path(path), trained.model, MODELS[trained.config.model.name].adapter_layouts)
@@ -225,6 +228,8 @@ def _with_adapters(trained: TrainedModel, given: list[str]) -> TrainedModel:
         }
         add_frozen_adapter(trained.model, f"drawn{number}", scaled, 1.0, 1.0, path)
         notes += found.notes
+        if base and found.metadata.get("base_sha256", base) != base:
+            notes.append(f"{path}: was trained on other weights than {trained.label}; if these have it merged, it counts twice")
     label = ", ".join([trained.label, *given])
     return dataclasses.replace(trained, label=label, warnings=(*trained.warnings, *notes)) if given else trained
 

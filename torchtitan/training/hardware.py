@@ -11,7 +11,8 @@ from torchtitan.training.utilisation import Products
 
 # Dense bfloat16 peak in TFLOP/s by name fragment, the first that fits, from the makers' data sheets, without sparsity: NVIDIA's
 # of A100, H100 (SXM, PCIe, NVL), H200, H20, L40S and RTX A6000, of DGX B200 and B300, GB200 NVL72 and GB300 NVL72; AMD's of
-# MI300X. Superchips (GB200, GB300) have more power than the same GPUs in a node of eight.
+# MI300X. Superchips (GB200, GB300) have more power than the same GPUs in a node of eight. GeForce: NVIDIA's whitepapers of GA102,
+# Ada and RTX Blackwell, tensor cores with float32 accumulation.
 PEAK_TFLOPS_BF16 = {
     "A100": 312.0,
     "H100 PCIe": 756.0,
@@ -26,6 +27,9 @@ PEAK_TFLOPS_BF16 = {
     "B300": 2250.0,
     "L40S": 362.0,
     "RTX A6000": 154.8,
+    "GeForce RTX 3090": 71.2,
+    "GeForce RTX 4090": 165.2,
+    "GeForce RTX 5090": 209.5,
     "MI300X": 1307.4,
 }
 # Float32 peak without tensor cores, in the same way; a device whose maker states none has no entry.
@@ -42,9 +46,12 @@ PEAK_TFLOPS_FLOAT32 = {
     "B200": 80.0,
     "L40S": 91.6,
     "RTX A6000": 38.7,
+    "GeForce RTX 3090": 35.6,
+    "GeForce RTX 4090": 82.6,
+    "GeForce RTX 5090": 104.8,
     "MI300X": 163.4,
 }
-# Dense float8 peak, in the same way; devices without such products (A100, RTX A6000) have no entry.
+# Dense float8 peak, in the same way; devices without such products (A100, RTX A6000, 3090) have no entry.
 PEAK_TFLOPS_FLOAT8 = {
     "H100 PCIe": 1513.0,
     "H100 NVL": 1671.0,
@@ -57,6 +64,8 @@ PEAK_TFLOPS_FLOAT8 = {
     "B200": 4500.0,
     "B300": 4500.0,
     "L40S": 733.0,
+    "GeForce RTX 4090": 330.3,
+    "GeForce RTX 5090": 419.0,
     "MI300X": 2614.9,
 }
 TF32_OF_BF16 = 0.5  # the peak of TF32 products over that of bfloat16 ones, on every device of these tables
@@ -89,7 +98,8 @@ def named_peak_tflops(name: str, products: Products | None) -> float | None:
 
 
 def _is(name: str, fragment: str) -> bool:
-    return all(word in name for word in fragment.split())
+    # Another GeForce has its model's name and more: Ti, D, Laptop GPU.
+    return name.endswith(fragment) if fragment.startswith("GeForce") else all(word in name for word in fragment.split())
 
 
 def memory_metrics(device: torch.device) -> dict[str, float]:

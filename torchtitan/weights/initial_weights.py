@@ -31,6 +31,7 @@ from torchtitan.files.weight_files import (
 )
 from torchtitan.files.weight_hash import joined_sha256, tensor_sha256
 from torchtitan.models import MODELS
+from torchtitan.models.adapters.layouts import are_of_an_adapter
 from torchtitan.models.base import DiffusionModel, ModelConfig
 from torchtitan.models.published_layouts import ConversionError
 from torchtitan.programs import pasted
@@ -141,6 +142,8 @@ def check_own(path: Path, model: DiffusionModel, strict: bool = True) -> list[st
     except WeightsError as error:
         if path.suffix != ".safetensors":
             raise WeightsError(f"{error} (published weights: {command})") from error
+        if are_of_an_adapter(tensor_sizes(path)):
+            raise WeightsError(f"{path}: is an adapter (give it as lora.initial_adapter, with its network here)") from error
         if layout := _published_layout(tensor_sizes(path), model):
             advice = f"import it: {command} {quoted} --format {layout} --output FILE.safetensors"
             raise WeightsError(f"{path}: is in the {layout} layout, not in this program's ({advice})") from error

@@ -10,15 +10,15 @@ import tempfile
 import tomllib
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import tomli_w
 import torch
 
 from torchtitan.checkpoint.reading import read_state
-from torchtitan.conditions import POOLED, TEXT, Classes, Embeddings, Entries, Unconditional, class_kind
+from torchtitan.conditions import POOLED, TEXT, Classes, Embeddings, Entries, Texts, Unconditional, class_kind
 from torchtitan.config.job import ConfigError, JobConfig, load_config
 from torchtitan.config.latent_cache import store_of_latents, trained_info
 from torchtitan.data import DatasetInfo
@@ -26,6 +26,7 @@ from torchtitan.errors import CheckpointError
 from torchtitan.files.regular import read_toml
 from torchtitan.files.remote_path import AnyPath
 from torchtitan.files.weight_files import header_of
+from torchtitan.latents.captions import NULL_CAPTION
 from torchtitan.settings import setting
 from torchtitan.settings.record import effective
 from torchtitan.settings.schema import validate_section
@@ -47,22 +48,27 @@ class ModelRecord:
     Attributes:
         latents: of latents, their normalisation and autoencoder; None for images.
         elsewhere: whether the data are known by this record alone, and `config.data` must not be opened.
+        null_caption, encoders: of captions, the text for no condition and the identities of their encoders, if known.
     """
 
     config: JobConfig
     info: DatasetInfo
     latents: "StoreIndex | None" = None
     elsewhere: bool = False
+    null_caption: str = ""
+    encoders: Mapping[str, Any] = field(default_factory=dict)
 
     def data_table(self) -> dict[str, Any]:
-        """Table of the data, for a header or a state; empty where captions of a dataset condition the network."""
+        """Table of the data, for a header or a state; empty where something else than classes or captions conditions it."""
         info, kind = self.info, self.info.condition_kind
         table: dict[str, Any] = {
             "shape": list(info.image_shape), "num_classes": info.num_classes, "class_names": list(info.class_names)
         }
-        if isinstance(kind, Embeddings) and self.elsewhere:
+        if isinstance(kind, Embeddings) and {TEXT, POOLED} == kind.entries.keys():
             (length, dim), (pooled_dim,) = (kind.entries[name][0] for name in (TEXT, POOLED))
             table |= {"text_length": length, "text_dim": dim, "pooled_dim": pooled_dim}
+            table |= {"text_dtype": str(kind.entries[TEXT][1]).removeprefix("torch."), "null_caption": self.null_caption}
+            table |= {"text_encoders": json.dumps(self.encoders), "trigger_word": self.config.data.trigger_word}
         elif not isinstance(kind, Classes | Unconditional):
             return {}
         if info.entries:
@@ -95,6 +101,10 @@ class _DataTable:
     text_length: int = setting(0, "tokens of the texts that condition the network; 0: the class does", ge=0, le=8192)
     text_dim: int = setting(4096, "width of each token's embedding", ge=1, le=65536)
     pooled_dim: int = setting(768, "width of the embedding of the whole text", ge=1, le=65536)
+    text_dtype: Literal["float32", "float16", "bfloat16"] = setting("float32", "dtype of the embeddings")
+    text_encoders: str = setting("{}", "identities of the texts' encoders by entry, as JSON; {}: unknown")
+    null_caption: str = setting("", "text that stands for no condition")
+    trigger_word: str = setting("", "word that stands for [trigger] in prompts")
     entries: str = setting("", "shape and dtype of the other entries of a batch, as JSON; empty: there are none")
     shift: list[float] = setting([], "subtracted from each channel, or element, of the autoencoder's latents; empty: 0")
     scale: list[float] = setting([], "then multiplied with each; empty: 1")
@@ -104,8 +114,13 @@ class _DataTable:
 
 def record_of(config: JobConfig, info: DatasetInfo | None = None) -> ModelRecord:
     """Record of a configuration with its data here, whose properties may be known already. Raises DatasetError."""
-    store = store_of_latents(config)
-    return ModelRecord(config, info or trained_info(config), store.index if store else None)
+    store, info = store_of_latents(config), info or trained_info(config)
+    null_caption, encoders = "", {}
+    if store and store.captions:
+        null_caption, encoders = store.captions.text(NULL_CAPTION), store.captions.plan.encoders
+    elif isinstance(info.condition_kind, Texts):
+        null_caption, _ = config.data.filled_texts()
+    return ModelRecord(config, info, store.index if store else None, null_caption=null_caption, encoders=encoders)
 
 
 def record_of_weights(path: Path) -> ModelRecord | None:
@@ -151,9 +166,7 @@ def record_of_checkpoint(folder: Path, checkpoint: AnyPath) -> ModelRecord | Non
         return None
     kept = [*_OF_RUNS, *(_OF_ADAPTERS if tables.get("lora", {}).get("enable", False) else ())]
     kept_tables = {name: tables[name] for name in kept if name in tables} | {"data": dict(table)}
-    record = load_record(kept_tables, f"{folder}, with its data as recorded", with_paths=of_run, earlier=True)
-    record.config.data.trigger_word = tables.get("data", {}).get("trigger_word", "")
-    return record
+    return load_record(kept_tables, f"{folder}, with its data as recorded", with_paths=of_run, earlier=True)
 
 
 def load_record(tables: Mapping[str, Any], place: str, with_paths: bool = False, earlier: bool = False) -> ModelRecord:
@@ -162,7 +175,7 @@ def load_record(tables: Mapping[str, Any], place: str, with_paths: bool = False,
     Args:
         earlier: whether keys that are no more are left out, as of a run's checkpoint; else they are refused.
     """
-    info, latents = _read_data(tables["data"], place)
+    info, latents, data = _read_data(tables["data"], place)
     kept = tables if with_paths else _without_paths(tables)
     # Neither names a folder, so neither can be opened.
     kept = dict(kept) | {"data": {"name": "latents" if latents else "image_folder"}}
@@ -175,10 +188,11 @@ def load_record(tables: Mapping[str, Any], place: str, with_paths: bool = False,
             config = load_config(["--job.config_file", file.name], 1, info=info, earlier=earlier)
         except ConfigError as error:
             raise ConfigError([line.replace(file.name, place) for line in error.problems]) from None
-    return ModelRecord(config, info, latents, elsewhere=True)
+    config.data.trigger_word = data.trigger_word
+    return ModelRecord(config, info, latents, True, data.null_caption, json.loads(data.text_encoders))
 
 
-def _read_data(table: Mapping[str, Any], place: str) -> tuple[DatasetInfo, "StoreIndex | None"]:
+def _read_data(table: Mapping[str, Any], place: str) -> tuple[DatasetInfo, "StoreIndex | None", _DataTable]:
     from torchtitan.data.synthetic import text_kind
     from torchtitan.latents.index import Normalization, StoreIndex
 
@@ -198,23 +212,36 @@ def _read_data(table: Mapping[str, Any], place: str) -> tuple[DatasetInfo, "Stor
             encoder = json.loads(data.encoder)
         if not (isinstance(encoder, dict) and isinstance(encoder.get("name"), str)):
             problems.append("data.encoder: is no autoencoder's record")
+    if not _is_of_encoders(data.text_encoders):
+        problems.append("data.text_encoders: is no record of encoders")
     if (entries := _read_entries(data.entries)) is None:
         problems.append("data.entries: is no record of shapes and dtypes")
     if problems:
         raise ConfigError([f"{place}: {problem}" for problem in problems])
-    kind = text_kind(data) if data.text_length else class_kind(data.num_classes, data.class_names)
+    kind = class_kind(data.num_classes, data.class_names)
+    if data.text_length:
+        kind = text_kind(data, getattr(torch, data.text_dtype))
     channels, height, width = data.shape
     info = DatasetInfo((channels, height, width), kind, has_validation=False, entries=entries or {})
     if "scale" not in table:
-        return info, None
+        return info, None, data
     normalization = Normalization.model_construct(
         shift=data.shift or [0.0] * channels, scale=data.scale or [1.0] * channels, source="given"
     )
-    return info, StoreIndex.model_construct(
+    latents = StoreIndex.model_construct(
         shape=info.image_shape, num_classes=data.num_classes, class_names=data.class_names,
         image_size=data.image_size or None, autoencoder=encoder, normalization=normalization, captions=None,
         num_images=0, shards=[], posterior=False, mirrored=False,
     )  # fmt: skip
+    return info, latents, data
+
+
+def _is_of_encoders(text: str) -> bool:
+    try:
+        found = json.loads(text)
+        return not found or found.keys() == {TEXT, POOLED} and all(isinstance(each["name"], str) for each in found.values())
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return False
 
 
 def _read_entries(text: str) -> Entries | None:

@@ -36,9 +36,11 @@ from torchtitan.files.weight_files import (
     named_weights,
     read_state_dict,
     saved_buffers,
+    tensor_sizes,
 )
 from torchtitan.models import MODELS
 from torchtitan.models.adapters.adapters import trained_parameters
+from torchtitan.models.adapters.layouts import are_of_an_adapter
 from torchtitan.models.base import DiffusionModel
 from torchtitan.models.published_layouts import ConversionError
 from torchtitan.settings.record import CONFIG_HEADER
@@ -131,6 +133,8 @@ def load_weights(path: Path, config_file: Path | None, device: torch.device) -> 
     """
     if path.is_dir():
         return _published_folder(path, config_file, device)
+    if are_of_an_adapter(tensor_sizes(path)):
+        raise WeightsError(f"{path}: is an adapter (give it with --lora, after the network that it was trained on)")
     record = record_of(read_config(config_file)) if config_file else record_of_weights(path)
     if record is None:
         raise WeightsError(f"{path}: which model is this? (add CONFIG, its configuration)")

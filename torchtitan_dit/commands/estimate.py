@@ -57,7 +57,7 @@ def parse_arguments(words: list[str] | None) -> tuple[argparse.Namespace, list[s
     add, known = parser.add_argument, Efficiency()
     add("config", metavar="CONFIG", help="TOML file of the run, or the name of a shipped one")
     add("--world-size", type=at_least(1), default=1, metavar="N", help="processes (default: 1)")
-    add("--device", required=True, metavar="NAME", help=f"{', '.join(DEVICES)}, or CPU with the five numbers below")
+    add("--device", required=True, metavar="NAME", help=f"{', '.join(DEVICES)}, or CPU with the numbers below")
     add("--memory", type=positive, metavar="GIB", help="memory of each process")
     add("--tflops", type=positive, help="peak of matrix products in the run's precision, TFLOP/s")
     add("--memory-bandwidth", type=positive, metavar="GB_PER_S", help="of the memory")
@@ -94,12 +94,13 @@ def _device(parser: OneLineParser, arguments: argparse.Namespace) -> Device:
         return DEVICES[arguments.device]
     if arguments.device != "CPU":
         parser.error(f"--device: {arguments.device!r} is none of {', '.join(DEVICES)} (another: CPU, with its numbers)")
-    if missing := [f"--{name.replace('_', '-')}" for name in own if name not in given]:
+    wanted = own if arguments.world_size > 1 else own[:3]  # one process has no links
+    if missing := [f"--{name.replace('_', '-')}" for name in wanted if name not in given]:
         parser.error(f"--device CPU needs {', '.join(missing)}")
     peak = arguments.tflops
     return Device(
-        "CPU", arguments.memory, peak, peak, arguments.memory_bandwidth, arguments.node_bandwidth,
-        arguments.network_bandwidth,
+        "CPU", arguments.memory, peak, peak, arguments.memory_bandwidth, arguments.node_bandwidth or 0.0,
+        arguments.network_bandwidth or 0.0,
     )  # fmt: skip
 
 

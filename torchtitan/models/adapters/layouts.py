@@ -2,13 +2,18 @@
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from torchtitan.models.adapters.target import AdapterError, AdapterWeights, LowRankWeights, Target
 
 _PARTS = {"lora_A.weight": "down", "lora_down.weight": "down", "lora_B.weight": "up", "lora_up.weight": "up"}
+
+
+def are_of_an_adapter(names: Iterable[str]) -> bool:
+    """Whether tensors with these names are those of an adapter, in a layout of this program or of another."""
+    return any(name.endswith(tuple(_PARTS)) or name.startswith(NATIVE.prefix) for name in names)
 
 
 @dataclass(frozen=True)
