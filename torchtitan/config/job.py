@@ -35,8 +35,7 @@ from torchtitan.settings.record import unmet_condition
 from torchtitan.settings.reference import UnknownTopic, build_json_schema, describe
 from torchtitan.settings.schema import Problem, expanded, nearest, parse_text, quoted, shown_name, validate_section
 from torchtitan.settings.sections import all_sections, choices, flattened, keys, put_section, section_at
-from torchtitan.settings.sources import read_command_line, suggestion
-from torchtitan.settings.synonyms import synonym
+from torchtitan.settings.sources import read_command_line, suggestion, synonym
 from torchtitan.training.config import EMAConfig, LRSchedulerConfig, MetricsConfig, OptimizerConfig, TrainingConfig
 
 logger = logging.getLogger(__name__)
