@@ -49,7 +49,6 @@ from torchtitan.extraction.store_verbs import VERBS, run_verb
 from torchtitan.files.regular import user_path
 from torchtitan.latents.captions import CAPTION_DTYPES
 from torchtitan.latents.index import MOST_SHARDS
-from torchtitan.pictures.number_text import counted
 from torchtitan.processes.command_line import FirstRankParser, at_least, readable_size, refusing, sides
 from torchtitan.processes.exit_codes import FAILED, REFUSED
 from torchtitan.processes.launch import launch_number
@@ -125,7 +124,7 @@ def write_and_report(
         return fail(error)
     if cut and is_first():
         length = f"{arguments.text_length or TEXT_LENGTH} tokens (--text-length)"
-        text = f"{counted(len(cut), 'caption')} longer than {length} {'is' if len(cut) == 1 else 'are'} cut"
+        text = f"{len(cut):,} {'caption is' if len(cut) == 1 else 'captions are'} longer than {length}, and cut"
         print(f"{store.folder}: {text}", file=sys.stderr)
     if not part.whole:
         if is_first():
