@@ -167,8 +167,8 @@ def test_held_out_loss_of_averages_is_as_the_file_says_without_validation_while_
 
 SAVES = """
 import pathlib, sys, time
-print("begun", flush=True)
 try:
+    print("begun", flush=True)  # inside: the signal may come at once
     time.sleep(60)
 except KeyboardInterrupt:
     time.sleep(1)  # longer than subprocess.run lets a child live after Ctrl-C
