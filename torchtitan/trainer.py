@@ -253,11 +253,10 @@ class Trainer:
         DDP arranges its buckets of gradients anew after the first backward, and the order of sums depends on them: without
         this, a resumed run would differ from a straight one in the last bit. A compiled model has graphs for each shape:
         the first step of a rare shape would compile for minutes in the middle of a run, longer than its collectives wait.
-        Of one shape, too, the time counts as the start's, not as training; but steps that measure gradients of samples have
-        other graphs than this backward.
+        With a single shape the time counts as the start's, not as training. Steps with taps have other graphs than this backward.
         """
         state, layout = self.state, self.state.layout
-        compiles = self.config.compile.enable and not (state.gns and len(state.shapes) == 1)
+        compiles = self.config.compile.enable and not (state.network.taps and len(state.shapes) == 1)
         arranges_buckets = layout.world_size > 1 and not layout.sharded
         for shape in state.shapes if compiles else state.shapes[:arranges_buckets]:
             self._discarded_backward(shape)

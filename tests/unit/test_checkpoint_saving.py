@@ -127,6 +127,22 @@ def test_a_save_that_fails_is_logged_and_the_next_one_tries_again(tmp_path, monk
     keeper.close()
 
 
+def test_a_rank_lost_after_the_checkpoint_counts_is_not_told_as_nothing_kept(tmp_path, monkeypatch, caplog):
+    keeper = saver(tmp_path)
+    answer = checkpoint.from_first_rank
+
+    def lost(function, *arguments, **keys):
+        found = answer(function, *arguments, **keys)
+        if function == keeper._conclude:
+            raise RuntimeError("Connection reset by peer")
+        return found
+
+    monkeypatch.setattr(checkpoint, "from_first_rank", lost)
+    keeper.save(1, some_tensors(1), {})
+    assert "Connection reset by peer; a resume uses it where it is whole, training continues" in caplog.text
+    assert newest_good(keeper.folder) == (1, [])
+
+
 def test_a_file_that_cannot_grow_is_a_full_disk(tmp_path):
     keeper = saver(tmp_path)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)

@@ -1,4 +1,4 @@
-"""torchrun without a traceback below the last line of its processes: -m torchtitan.processes.torchrun OPTIONS train.py ..."""
+"""torchrun without a traceback after the last line of train.py: -m torchtitan.processes.torchrun OPTIONS train.py ..."""
 
 import sys
 
@@ -10,7 +10,7 @@ from torchtitan.processes.exit_codes import BUSY, FAILED, REFUSED
 
 
 def run() -> int:
-    """Run torchrun on the words of `sys.argv`; 1 if it was ended by a signal, or its processes by one or by a refusal."""
+    """Run torchrun on `sys.argv`; return 1, without a traceback, after a signal or a process that refused to start."""
     try:
         main()
     except SignalException:
