@@ -122,7 +122,7 @@ def _dataset_is_usable(checked: ConfigView) -> Iterator[Problem]:
 
 
 def _missing_beside_pictures(checked: ConfigView) -> Iterator[Problem]:
-    """Problems of missing packages and weights, reported together with the pictures that the cache cannot be filled from."""
+    """Problems of missing packages and weights, where the cache cannot be filled: a run is refused once for all of them."""
     autoencoder, text_encoder, weights = checked.autoencoder.name, checked.data.text_encoder, checked.checkpoint.initial_weights
     of_text = autoencoder == "rae" or text_encoder and not text_encoder.startswith("stub:")
     needed = {"text": ("transformers", of_text), "diffusers": ("diffusers", autoencoder == "diffusers")}
