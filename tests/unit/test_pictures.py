@@ -186,7 +186,7 @@ def test_the_noise_scale_has_panels_only_for_what_is_known(monkeypatch):
     known, unknown = drawn(40, 4.0, points), drawn(40, 0.0, [])
     titles = [panel.get_title() for panel in known.axes if panel.get_title()]
     assert titles == [
-        "of 8 noise levels 8 have a value", "plain geometry, over training (grey: no upper end)",
+        "8 noise levels: 8 with a value", "plain geometry, over training (grey: no upper end)",
         "plain geometry, agreement of bins",
     ]
     both = drawn(40, 0.0, [], ("adam", "plain"))
@@ -194,7 +194,7 @@ def test_the_noise_scale_has_panels_only_for_what_is_known(monkeypatch):
         (step,) = [patch for patch in panel.patches if hasattr(patch, "get_data")]  # the samples of a step: 64 in 8 bins
         assert step.get_data().values.tolist() == [8.0] * 8
     (only,) = unknown.axes
-    assert "have only a lower end (arrows)" in only.get_title()
+    assert "with only a lower end (arrows)" in only.get_title()
 
 
 def measured_step(seed: int, signal: float) -> StepSums:

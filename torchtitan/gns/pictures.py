@@ -83,9 +83,9 @@ def _in_words(found: BinEstimates) -> str:
     """Count in words of the bins with a value, with a lower end alone, and without either."""
     bins, valued = len(found.upper), int(found.upper.isfinite().sum())
     above = int((~found.upper.isfinite() & (found.lower > 0)).sum())
-    counts = {"have a value": valued, "have only a lower end (arrows)": above, "have neither yet": bins - valued - above}
+    counts = {"with a value": valued, "with only a lower end (arrows)": above, "with neither yet": bins - valued - above}
     words = [f"{count} {text}" for text, count in counts.items() if count]
-    return f"of {bins} noise levels " + ", ".join(words)
+    return f"{bins} noise levels: " + ", ".join(words)
 
 
 def _draw_bins(
