@@ -180,6 +180,7 @@ except KeyboardInterrupt:
 def test_a_benchmark_of_several_runs_lets_the_present_one_save_at_ctrl_c(tmp_path):
     called = f"five.main = lambda: five.command('-c', {SAVES!r}, {str(tmp_path / 'saved')!r}); five.until_interrupted()"
     words = [sys.executable, "-c", f"from benchmarks import five_pictures as five; {called}"]
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in a shell's background ignores it, and so do its children
     with subprocess.Popen(words, cwd=ROOT, start_new_session=True, stdout=-1, stderr=-1, text=True) as process:
         assert process.stdout.readline() == "begun\n"
         os.killpg(process.pid, signal.SIGINT)
