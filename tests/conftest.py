@@ -85,3 +85,10 @@ def pytest_collection_finish():
     # Garbage of tests is not looked for among torch's objects and the collected tests, as each training would otherwise do.
     gc.freeze()
     gc.enable()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item, nextitem):
+    if nextitem and nextitem.path != item.path:  # nor among what the tests of a file imported and traced
+        gc.collect()
+        gc.freeze()
