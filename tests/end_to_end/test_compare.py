@@ -189,16 +189,21 @@ def test_curve_of_a_run_passes_through_its_points(tmp_path):
     assert "Over seeds" not in page.text and "Not smoothed" in page.text
 
 
-def test_folders_that_are_no_runs_are_named_in_one_line_each(tmp_path):
+def test_what_is_no_run_is_named_and_left_out_beside_runs_unless_it_is_missing(tmp_path):
     run = tmp_path / "run"
     run.mkdir()
     (run / "config.toml").write_text("")
     (tmp_path / "empty").mkdir()
-    bad = tmp_path / "empty", tmp_path / "none", run / "config.toml"
-    result = compare(run, *bad, "--output", tmp_path / "page.html")
+    others = tmp_path / "empty", run / "config.toml"
+    left_out = f"left out, not a run's folder: {others[0]}, {others[1]}"
+    result = compare(run, *others, tmp_path / "none", "--output", tmp_path / "page.html")
     assert result.returncode == 2 and not (tmp_path / "page.html").exists()
+    assert result.stderr.splitlines() == [left_out, f"{tmp_path / 'none'}: no such folder"]
+    result = compare(*others, "--output", tmp_path / "page.html")
     problems = [line.split(": ")[1].split(" (")[0] for line in result.stderr.splitlines()]
-    assert problems == ["not a run's folder", "no such folder", "not a folder"]
+    assert result.returncode == 2 and problems == ["not a run's folder", "not a folder"]
+    result = compare(run, *others, "--output", tmp_path / "page.html")
+    assert (result.returncode, result.stderr.splitlines()) == (0, [left_out]) and (tmp_path / "page.html").exists()
     result = compare(run, "--output", tmp_path / "empty")
     assert result.returncode == 2 and len(result.stderr.splitlines()) == 1 and "cannot be written" in result.stderr
 

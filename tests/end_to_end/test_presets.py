@@ -113,7 +113,7 @@ def test_no_configuration_trains_on_synthetic_images_unless_it_is_asked_to(capsy
     for name in ("dit_xl2_256", "sit_xl2_256"):
         with pytest.raises(SystemExit):
             train(["--job.config_file", name, "--check-only"])
-        assert "(scripts/extract_latents.py makes one of images, and with convert of published" in capsys.readouterr().err
+        assert "(scripts/extract_latents.py makes one of images, or of their --features, and with" in capsys.readouterr().err
 
 
 def test_large_configurations_are_compiled():

@@ -129,6 +129,9 @@ def test_the_peak_memory_is_fitted_over_the_batch(tmp_path, drawn):
     (panel,) = figure.axes
     legend, below = panel.get_legend().get_window_extent(), panel.xaxis.label.get_window_extent()
     assert legend.y1 < below.y0  # on no interval
+    drawn.clear()
+    draw_over_batch([measured(value=3.0 - 1e-6 * batch, local_batch=batch) for batch in (8, 16, 64)], tmp_path)
+    assert texts_of(drawn["memory_gib_over_batch.png"]) == ["3.00 GiB at any batch"]
 
 
 def test_memory_is_divided_into_what_a_step_holds_and_the_rest_of_the_peak(tmp_path, drawn):
@@ -256,6 +259,7 @@ def test_a_layout_has_one_colour_in_all_pictures_of_a_report(tmp_path, drawn):
     found = [(line.get_label(), line.get_color()) for line in lines]
     assert {each for each in found if each[0] in ("ddp", "fsdp")} == {("ddp", colour(1)), ("fsdp", colour(2))}
     assert len(drawn) == 5
+    assert {len(figure.axes) for name, figure in drawn.items() if "scaling" in name} == {2}  # none of an MFU that no run has
 
 
 def test_only_runs_with_a_value_have_a_panel_and_the_fastest_of_several_global_batches_a_point(tmp_path, drawn):

@@ -33,6 +33,7 @@ BAD_ARGUMENTS = [
         f"command line: --data.name: must be one of {', '.join(DATASETS)}, is 'cifar1' (did you mean cifar10?)",
     ),
     (["digts"], "digts: no such file (did you mean digits?)"),
+    (["jit_b16"], "jit_b16: no such file (did you mean imagenet256/jit_b16?)"),
     (["--job.config_file="], "'': no such file (give a TOML file)"),
     (
         ["digits", "training.steps=20"],

@@ -13,7 +13,7 @@ import pytest
 from tests.launcher import ROOT
 from torchtitan.experiments.launchers.choice import LAUNCHERS
 from torchtitan.experiments.launchers.job import Job, LauncherError, importable_environment
-from torchtitan.experiments.launchers.on_slurm import SlurmLauncher, _lost, run_in_job
+from torchtitan.experiments.launchers.on_slurm import SlurmLauncher, _lost, run_in_job, sbatch_command
 from torchtitan.experiments.outcome import Outcome
 from torchtitan.experiments.process import Stopped
 
@@ -122,7 +122,7 @@ def test_jobs_are_named_by_sweep_and_cell_and_ask_for_a_cpu_of_each_process(smal
     launcher._submit(job)
     lines = (small_slurm / "script").read_text().splitlines()
     assert f"#SBATCH --job-name=out-{'a' * 196}" in lines and "#SBATCH --cpus-per-task=2" in lines
-    command = launcher.command(replace(job, name="CELL"))
+    command = sbatch_command(replace(job, name="CELL"), small_slurm / "out", {"time": "1:00:00"})
     assert command == "sbatch --job-name=out-CELL --time=1:00:00 --nodes=1 --ntasks-per-node=1 --cpus-per-task=2 --no-requeue"
     assert "#SBATCH --time=1:00:00" in lines
 

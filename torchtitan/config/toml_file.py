@@ -34,7 +34,8 @@ def read_toml(path: str) -> tuple[dict[str, Any], list[str]]:
         return regular.read_toml(path), []
     except FileNotFoundError:
         known = [file.relative_to(SHIPPED).with_suffix("").as_posix() for file in SHIPPED.rglob("*.toml")]
-        guess = nearest(path.removeprefix(f"{SHIPPED.name}/").removesuffix(".toml"), known)
+        name = path.removeprefix(f"{SHIPPED.name}/").removesuffix(".toml")
+        guess = next((each for each in known if each.endswith(f"/{name}")), "") or nearest(name, known)
         reason = f"no such file ({f'did you mean {guess}?' if guess else 'give a TOML file'})"
     except regular.UnsuitableFile as failure:
         reason = f"{failure.strerror} (give a TOML file)"

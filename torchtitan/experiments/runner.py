@@ -16,7 +16,7 @@ from torchtitan.experiments.engine import Advance, settle_cells
 from torchtitan.experiments.grid import Cell, Sweep, SweepError
 from torchtitan.experiments.launchers.choice import Launching
 from torchtitan.experiments.launchers.job import Job
-from torchtitan.experiments.launchers.on_slurm import SlurmLauncher
+from torchtitan.experiments.launchers.on_slurm import sbatch_command
 from torchtitan.experiments.process import repeat_killed
 from torchtitan.experiments.record import Row, SweepFolder
 
@@ -165,10 +165,9 @@ def run_sweep(plan: SweepPlan, launching: Launching) -> None:
 
 
 def slurm_commands(plan: SweepPlan, launching: Launching) -> list[str]:
-    """Commands that submit the missing cells, one for cells that differ in the name only. Raises LauncherError: none can be."""
-    launcher = SlurmLauncher(plan.folder.path, launching.concurrent, launching.options)
+    """Commands that submit the missing cells, one for cells that differ in the name only."""
     jobs = [replace(_job_of(plan, task, launching), name="CELL") for task in plan.missing]
-    return list(dict.fromkeys(launcher.command(job) for job in jobs))
+    return list(dict.fromkeys(sbatch_command(job, plan.folder.path, launching.options) for job in jobs))
 
 
 def _job_of(plan: SweepPlan, task: Task, launching: Launching) -> Job:

@@ -31,7 +31,7 @@ MIN_IMAGES_PER_SHARD = 1024
 MOST_SHARDS = 100_000  # with explicit sizes; their records still fit the largest index
 MOST_CLASSES = 1_000_000
 CAPTION_SHARD_BYTES = 256 << 20
-HOW_TO_MAKE = f"{program('extract_latents')} makes one of images, and with convert of published latents"
+HOW_TO_MAKE = f"{program('extract_latents')} makes one of images, or of their --features, and with convert of published latents"
 
 StoredDtype = Literal["float16", "bfloat16", "int8"]
 CaptionDtype = Literal["float32", "float16", "bfloat16"]

@@ -30,6 +30,7 @@ SHOWN_FILES = (*RUN_FILES, "samples/step-*.png", f"{GNS_FOLDER}/{PICTURE_FILE}")
 @refusing(RunRecordError)
 def main(words: list[str] | None = None) -> int:
     arguments = parse_arguments(words)
+    arguments.runs = without_others(arguments.runs)
     if arguments.log:
         run, log = read_run(arguments.runs[0]), read_log(arguments.log)
         print(log_table(against_log(run, log), log, run.last_step))
@@ -50,6 +51,15 @@ def main(words: list[str] | None = None) -> int:
     except OSError as error:
         return refuse_output(arguments.output, error)
     return 0
+
+
+def without_others(folders: list[Path]) -> list[Path]:
+    """Leave out, with a line, what is no run's folder among runs, as the analysis in outputs/sweep/*."""
+    others = [folder for folder in folders if folder.exists() and not any((folder / name).exists() for name in RUN_FILES)]
+    if not others or len(others) == len(folders):
+        return folders
+    print(f"left out, not a run's folder: {', '.join(map(str, others))}", file=sys.stderr)
+    return [folder for folder in folders if folder not in others]
 
 
 def write_page(runs: Sequence[RunRecord], arguments: argparse.Namespace, watched: bool) -> int:

@@ -43,19 +43,11 @@ class SlurmLauncher:
         os.environ.update(importable_environment())  # jobs inherit it
         self._executor = submitit.AutoExecutor(folder.resolve() / "slurm", cluster=cluster)
         self._submitted = folder.resolve() / "slurm" / "submitted"
-        self._cluster, self._options, self._sweep = cluster, options, folder.resolve().name
+        self._cluster, self._options, self._folder = cluster, options, folder
         self._turn = threading.Lock()
 
     def check(self, jobs: Sequence[Job]) -> None:
         """Accept all: what the cluster has not is refused by sbatch."""
-
-    def command(self, job: Job) -> str:
-        """Command that submits a job, without the script."""
-        parameters = self._parameters(job)
-        of_sbatch = {_OF_SBATCH.get(name, name): value for name, value in parameters.items() if name != _ADDITIONAL}
-        options = of_sbatch | parameters[_ADDITIONAL]
-        words = [f"--{name.replace('_', '-')}{'' if value is True else f'={value}'}" for name, value in options.items()]
-        return " ".join(["sbatch", *words])
 
     def run(self, job: Job, stop: threading.Event) -> Outcome:
         begun, note = time.perf_counter(), self._submitted / job.name
@@ -90,7 +82,10 @@ class SlurmLauncher:
 
         with self._turn:
             try:
-                self._executor.update_parameters(**self._parameters(job))
+                parameters = _parameters(job, self._folder)
+                if self._cluster == "slurm":
+                    parameters[_ADDITIONAL] = _options(self._options)
+                self._executor.update_parameters(**parameters)
                 submitted = self._executor.submit(run_in_job, job, str(Path.cwd()))
             except (FailedJobError, FailedSubmissionError, OSError) as error:
                 raise LauncherError(f"--launcher slurm: sbatch refuses {job.name}: {error}") from None
@@ -100,17 +95,24 @@ class SlurmLauncher:
                 replace_file(self._submitted / job.name, f"{submitted.job_id}\n")
         return submitted
 
-    def _parameters(self, job: Job) -> dict[str, Any]:
-        parameters: dict[str, Any] = {
-            "name": f"{self._sweep}-{job.name}"[:_LONGEST_NAME], "timeout_min": math.ceil(job.limit_s / 60), "nodes": 1,
-            "tasks_per_node": 1, "cpus_per_task": job.processes,
-        } | ({"gpus_per_node": job.gpus} if job.gpus else {})  # fmt: skip
-        if self._cluster == "local":
-            return parameters
-        # A job that is preempted is submitted again from here, and must not be queued again by Slurm too.
-        options: dict[str, Any] = {"no_requeue": True}
-        options |= {name.replace("-", "_"): value for name, value in self._options.items()}  # as submitit's own are written
-        return parameters | {_ADDITIONAL: options}
+
+def sbatch_command(job: Job, folder: Path, options: dict[str, str]) -> str:
+    """Command that submits a job, without the script; needs no Slurm here."""
+    found = {_OF_SBATCH.get(name, name): value for name, value in _parameters(job, folder).items()} | _options(options)
+    words = [f"--{name.replace('_', '-')}{'' if value is True else f'={value}'}" for name, value in found.items()]
+    return " ".join(["sbatch", *words])
+
+
+def _parameters(job: Job, folder: Path) -> dict[str, Any]:
+    return {
+        "name": f"{folder.resolve().name}-{job.name}"[:_LONGEST_NAME], "timeout_min": math.ceil(job.limit_s / 60), "nodes": 1,
+        "tasks_per_node": 1, "cpus_per_task": job.processes,
+    } | ({"gpus_per_node": job.gpus} if job.gpus else {})  # fmt: skip
+
+
+def _options(of_user: dict[str, str]) -> dict[str, Any]:
+    # A job that is preempted is submitted again from here, and must not be queued again by Slurm too.
+    return {"no_requeue": True} | {name.replace("-", "_"): value for name, value in of_user.items()}  # as submitit's own
 
 
 def run_in_job(job: Job, folder: str) -> Outcome:

@@ -145,7 +145,8 @@ def _draw_line(panel: Panel, arm: list[Cell], metric: Metric, n: int, name: str)
     draw_marks(panel, xs, estimates, [cell.single for cell in arm], colour(n), n, style)
     if metric is MEMORY:
         fixed, slope = fit or (float("nan"),) * 2
-        parts = f"{significant(fixed, 3)} GiB + {significant(1024 * slope, 3)} MiB an image" if fit else "too few batches to fit"
+        grows = f"+ {significant(1024 * slope, 3)} MiB an image" if slope > 0 else "at any batch"
+        parts = f"{significant(fixed, 3)} GiB {grows}" if fit else "too few batches to fit"
         measured = [x for x, each in zip(xs, estimates, strict=True) if each]
         places = np.geomspace(measured[0], measured[-1], 50)
         panel.plot(places, fixed + slope * places, color=colour(n), linewidth=1.4, label=f"{name}: {parts}" if name else parts)

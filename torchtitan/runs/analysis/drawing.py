@@ -74,7 +74,7 @@ def draw_marks(
     size = 6.5 if n % 2 == 0 else 4.0  # overlapping marks stay visible
     for x, y, empty in zip(xs, values, hollow, strict=True):
         face = "white" if empty else color
-        panel.plot([x], [y], marker=marker(n), color=color, markerfacecolor=face, markersize=size, linestyle="")
+        panel.plot([x], [y], marker=marker(n), color=color, markerfacecolor=face, markersize=size, linestyle="", zorder=9 - size)
 
 
 def frame_values(panels: Sequence[Panel]) -> None:

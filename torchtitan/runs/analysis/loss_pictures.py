@@ -27,9 +27,7 @@ def draw_loss(runs: Sequence[Run], folder: Path) -> list[tuple[str, Path]]:
         members.sort(key=lambda run: run.losses[-1]["loss"])
         which = f"the {_MOST} lowest of {len(members)} runs" if len(members) > _MOST else "all runs"
         title = f"Training loss, {which}" + (f": {where}" if where else "")
-        curves = {run.name: _over_images(run) for run in members}
-        lowest = list(curves.values())[:_MOST]
-        alike = coinciding({name: curve for name, curve in curves.items() if any(map(curve.coincides, lowest))})
+        alike = coinciding({run.name: _over_images(run) for run in members[:_MOST]})
         drawn.append((title, _draw(members[:_MOST], title, alike, folder / f"loss_over_cost{ending}.png")))
     return drawn
 

@@ -56,12 +56,14 @@ def _draw(curves: list[ScalingCurve], title: str, rows: Sequence[str], layouts: 
     all_axes = [curve.axes for curve in curves]
     down = combinations(all_axes, rows)
     batches = {curve.work: curve.batch for curve in sorted(curves, key=lambda curve: curve.work)}
-    ranks = sorted({point.ranks for curve in curves for point in curve.points})
-    size = (3 + (PANEL[0] + 0.4) * len(_COLUMNS), 1.2 + (PANEL[1] + 0.5) * len(down))
-    figure, panels = new_figure(title, len(down), len(_COLUMNS), size, sharex=True)
+    points = [point for curve in curves for point in curve.points]
+    columns = {name: each for name, each in _COLUMNS.items() if any(map(each, points))}
+    ranks = sorted({point.ranks for point in points})
+    size = (3 + (PANEL[0] + 0.4) * len(columns), 1.2 + (PANEL[1] + 0.5) * len(down))
+    figure, panels = new_figure(title, len(down), len(columns), size, sharex=True)
     for row, in_row in zip(down, panels, strict=True):
         in_row[0].set_title(label(dict(zip(rows, row, strict=True)), rows), fontsize=9, loc="left")
-        for panel, (name, estimate_of) in zip(in_row, _COLUMNS.items(), strict=True):
+        for panel, (name, estimate_of) in zip(in_row, columns.items(), strict=True):
             for curve in (curve for curve in curves if values_of(curve.axes, rows) == row):
                 xs, estimates = [point.ranks for point in curve.points], [estimate_of(point) for point in curve.points]
                 n, dash = layouts.index((curve.axes["layout"],)), dashes(8 * [*batches].index(curve.work))
