@@ -46,7 +46,10 @@ XL: Settings = {
 COMPILED: Settings = {"compile.enable": "true"}
 LOADED: Settings = {"data.num_workers": "4"}  # or the host draws latents for 21 of the 52 ms of a step of S/2 with 256 images
 NOISE: Settings = {"gns.enable": "true", "gns.log_interval": "1000000"}
-TINY: Settings = {"model.flavor": "debug", "data.shape": "[4, 16, 16]", "model.patch_size": "4", "data.num_classes": "10"}
+TINY: Settings = {
+    "model.flavor": "debug", "data.shape": "[4, 16, 16]", "model.patch_size": "4", "data.num_classes": "10",
+    "data.num_images": "1000",
+}  # fmt: skip
 _SHALLOW: Settings = {"model.num_layers": "1"}
 _GPU_ONLY = ("compile.", "float8.", "training.attention_backend", "data.num_workers")
 
