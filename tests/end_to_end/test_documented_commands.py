@@ -187,6 +187,15 @@ def test_command_is_accepted_by_its_program(page, command, monkeypatch):
     accept(page, command, monkeypatch)
 
 
+def test_steps_of_the_first_run_are_those_whose_checkpoints_it_keeps():
+    config = load_config(["digits"], 1)
+    saved = range(config.checkpoint.interval, config.training.steps + 1, config.checkpoint.interval)
+    first = re.compile(r"outputs/digits(?![\w-])|train\.sh digits --checkpoint")
+    of_first = [command for page in PAGES for command in commands(page) if first.search(command)]
+    steps = {int(step) for command in of_first for step in re.findall(r"(?:@|step-|--steps? |load_step )0*(\d+)", command)}
+    assert steps and steps <= set(saved[-config.checkpoint.keep_latest_k :])
+
+
 @pytest.fixture(scope="module")
 def trained(folders, latents, tmp_path_factory) -> dict[str, Path]:
     """Folder of a run of two steps for each training of two pages, by its command."""

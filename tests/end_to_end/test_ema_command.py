@@ -21,9 +21,8 @@ from torchtitan.weights.trained_model import load_run, load_weights
 OPTIONS = (
     "--training.steps", "8", "--checkpoint.interval", "4", "--sampling.enable", "false", "--ema.snapshot_interval", "32",
     "--training.local_batch_size", "16", "--ema.tracks", '[{"name": "ema"}, {"name": "short", "kind": "power", '
-    '"sigma_rel": 0.05}, {"name": "long", "kind": "power", "sigma_rel": 0.1}]', "--evaluation.extractor", "digits",
-    "--evaluation.reference", "validation", "--evaluation.count", "40", "--validation.enable", "true",
-    "--validation.interval", "8",
+    '"sigma_rel": 0.05}, {"name": "long", "kind": "power", "sigma_rel": 0.1}]', "--evaluation.reference", "validation",
+    "--evaluation.count", "40", "--validation.enable", "true", "--validation.interval", "8",
 )  # fmt: skip
 tool = load_tool("ema")
 
@@ -107,7 +106,8 @@ def test_sweep_names_the_length_of_the_least_held_out_loss(straight, command):
 
 
 def test_sweep_ranks_lengths_in_the_direction_of_a_metric_of_samples(straight, command):
-    words = ("sweep", straight, "--stds", 0.05, 0.1, "--metric", "prdc", "--guidance-scale", 2, "--guide", ":std=0.12")
+    words = ("sweep", straight, "--stds", 0.05, 0.1, "--metric", "prdc", "--guidance-scale", 2, "--guide", ":std=0.12",
+             "--extractor", "digits")  # fmt: skip
     code, output, _ = command(*words)
     found = scores(output, "precision")
     assert code == 0 and list(found) == ["0.05", "0.1"], output
@@ -120,8 +120,10 @@ def test_sweep_ranks_lengths_in_the_direction_of_a_metric_of_samples(straight, c
 SWEEPS = {
     "--stds 0.1 0.3": "below 0.2887",
     "--stds 0.1 --metric fod": "--metric: no metric is called 'fod' (there are: loss, fid,",
-    "--stds 0.1 --metric fd --images 20": "fd: a covariance of 64 features from 20 images",
-    "--stds 0.1 --metric prdc --guidance-scale 2 --guide :nobody": "has no EMA track 'nobody'",
+    "--stds 0.1 --extractor digits": "--extractor: has no effect on held-out loss",
+    "--stds 0.1 --metric fd --extractor digits --reference nowhere": "nowhere",
+    "--stds 0.1 --metric fd --extractor digits --images 20": "fd: a covariance of 64 features from 20 images",
+    "--stds 0.1 --metric prdc --extractor digits --guidance-scale 2 --guide :nobody": "has no EMA track 'nobody'",
 }
 
 

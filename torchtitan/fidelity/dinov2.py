@@ -63,7 +63,7 @@ class DinoV2(FeatureExtractor):
 
     @classmethod
     def open(
-        cls, resizing: Resizing, weights: Path | None, device: torch.device, option: str = "--weights"
+        cls, resizing: Resizing, weights: Path | None, device: torch.device, option: str = ""
     ) -> "DinoV2":
         """Open the published weights: a file, by that option, or where scripts/download.py puts it. Raises EvaluationError."""
         return cls(resizing, read_published(DINOV2, weights, option), device)

@@ -71,7 +71,7 @@ def as_rgb(images: Tensor) -> Tensor:
     return images.expand(-1, 3, -1, -1)
 
 
-def read_published(weights: PublishedWeights, path: Path | None, option: str = "--weights") -> dict[str, Tensor]:
+def read_published(weights: PublishedWeights, path: Path | None, option: str = "") -> dict[str, Tensor]:
     """Read published weights; no code of the file is run.
 
     Args:
@@ -82,7 +82,8 @@ def read_published(weights: PublishedWeights, path: Path | None, option: str = "
         EvaluationError: the file is missing, cannot be read, or is not the published one.
     """
     file = weights.path if path is None else user_path(path)
-    advice = f"{pasted('download')} {weights.name} fetches it, {weights.size / 1e6:,.0f} MB; {option} names a copy"
+    advice = f"{pasted('download')} {weights.name} fetches it, {weights.size / 1e6:,.0f} MB"
+    advice += f"; {option} names a copy" if option else ""
     if not file.exists():
         raise EvaluationError(f"{weights.name}: {file}: no such file of weights ({advice})")
     try:

@@ -13,6 +13,7 @@ from torchtitan.config.sampling_checks import data_text
 from torchtitan.data import DATASETS, DatasetInfo, dataset_info
 from torchtitan.distributed.collectives import from_first_rank, group_for_work
 from torchtitan.errors import EvaluationError
+from torchtitan.evaluation.config import EvaluationConfig
 from torchtitan.evaluation.dataset_images import DatasetImages
 from torchtitan.evaluation.decoding import run_decoder
 from torchtitan.evaluation.sample_metrics import SampleMetrics, measure_samples
@@ -31,14 +32,16 @@ LOSS = "loss"
 def sweep(
     run: Path, stds: Sequence[float], metric: str, device: torch.device, *, step: int | None = None,
     images: int | None = None, guidance_scale: float | None = None, guide: str | None = None,
-    max_error: float = MAX_ERROR, ignore_gaps: bool = False,
+    extractor: str | None = None, reference: str | None = None, max_error: float = MAX_ERROR,
+    ignore_gaps: bool = False,
 ) -> Iterator[str]:  # fmt: skip
     """Score averages of several lengths on the same images and noise; collective.
 
     Args:
-        metric: LOSS, or one of METRICS, by the extractor and the reference of the run's `[evaluation]`.
+        metric: LOSS, or one of METRICS.
         images: held-out images, or samples; None: those of `[validation]` or `[evaluation]`.
         guidance_scale, guide: of samples, the guide as in `open_guide`; None: those of the run.
+        extractor, reference: of METRICS, as in `[evaluation]`; None: those of the run.
 
     Yields:
         notes, a line per length in the order of `stds`, and the best length.
@@ -56,16 +59,20 @@ def sweep(
     trained = dataclasses.replace(trained, step=stored.last.step)
     name, better = LOSS, "lower"
     if metric == LOSS:
-        for option, value in (("--guidance-scale", guidance_scale), ("--guide", guide)):
+        of_samples = {"guidance-scale": guidance_scale, "guide": guide, "extractor": extractor, "reference": reference}
+        for option, value in of_samples.items():
             if value is not None:
-                raise WeightsError(f"{option}: has no effect on held-out loss (leave it out)")
+                raise WeightsError(f"--{option}: has no effect on held-out loss (leave it out)")
         if not trained.info.has_validation:
             text = f"{data_text(trained.config.data)} holds out no images for a loss"
             raise WeightsError(f"--metric: {text} (give one of {', '.join(METRICS)})")
         score = _loss_score(trained, images, device)
     else:
         name, better = next((name, better) for name, better in METRICS[metric].better.items() if better)
-        score = _sample_score(run, trained, metric, images, guidance_scale, guide, device)
+        changed = {"extractor": extractor, "reference": reference, "count": images, "guidance_scale": guidance_scale}
+        given = {key: value for key, value in changed.items() if value is not None}
+        evaluation = dataclasses.replace(trained.config.evaluation, metrics=[metric], **given)
+        score = _sample_score(run, trained, evaluation, guide, device)
     yield from (f"note: {line}" for line in [*stored.notes, *found[0].warnings])
     values = []
     for each in found:
@@ -106,15 +113,13 @@ def _images_of(trained: TrainedModel) -> DatasetInfo:
 
 
 def _sample_score(
-    run: Path, trained: TrainedModel, metric: str, images: int | None, guidance_scale: float | None, guide: str | None,
-    device: torch.device,
-) -> Callable[[], Mapping[str, float]]:  # fmt: skip
+    run: Path, trained: TrainedModel, evaluation: EvaluationConfig, guide: str | None, device: torch.device
+) -> Callable[[], Mapping[str, float]]:
     """Function that draws samples with the present weights and measures them; collective."""
+    (metric,), scale = evaluation.metrics, evaluation.guidance_scale
     config, info, sampling, kind = trained.config, trained.info, trained.config.sampling, METRICS[metric]
-    evaluation = dataclasses.replace(config.evaluation, metrics=[metric], count=images or config.evaluation.count)
     evaluation.reference = evaluation.reference if kind.reference else ""
     evaluation.held_out = evaluation.held_out if kind.needs_held_out else ""
-    scale = evaluation.guidance_scale if guidance_scale is None else guidance_scale
     opened = open_guide(guide, run, None, trained, scale, device)
     method = sampling.method() | {
         "guidance": dataclasses.replace(sampling.guidance, scale=scale), "guide": opened.guide if opened else None,

@@ -53,8 +53,9 @@ def parse_arguments(words: list[str] | None) -> argparse.Namespace:
     add_series(command)
     add_max_error(command)
     command.add_argument("--stds", type=float, nargs="+", required=True, metavar="S", help="lengths of the averages")
-    command.add_argument("--metric", default=LOSS, help="held-out loss, or a metric of samples as fd, by the extractor and "
-        "the reference of [evaluation] (default: loss)")
+    command.add_argument("--metric", default=LOSS, help="held-out loss, or a metric of samples as fd (default: loss)")
+    for name in ("extractor", "reference"):
+        command.add_argument(f"--{name}", help=f"{name} of a metric (default: evaluation.{name})")
     command.add_argument("--images", type=int, help="held-out images, or samples (default: validation.num_images, "
         "evaluation.count)")
     command.add_argument("--guidance-scale", type=float, help="guidance of samples (default: evaluation.guidance_scale)")
@@ -106,7 +107,8 @@ def score_lengths(arguments: argparse.Namespace) -> int:
         lines = sweep(
             arguments.run, sorted(set(arguments.stds)), arguments.metric, compute_device(), step=arguments.step,
             images=arguments.images, guidance_scale=arguments.guidance_scale, guide=arguments.guide,
-            max_error=arguments.max_error, ignore_gaps=arguments.ignore_gaps,
+            extractor=arguments.extractor, reference=arguments.reference, max_error=arguments.max_error,
+            ignore_gaps=arguments.ignore_gaps,
         )  # fmt: skip
         for line in lines:
             if FIRST:
