@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -70,7 +71,7 @@ def sweep(
     else:
         name, better = next((name, better) for name, better in METRICS[metric].better.items() if better)
         changed = {"extractor": extractor, "reference": reference, "count": images, "guidance_scale": guidance_scale}
-        given = {key: value for key, value in changed.items() if value is not None}
+        given: dict[str, Any] = {key: value for key, value in changed.items() if value is not None}
         evaluation = dataclasses.replace(trained.config.evaluation, metrics=[metric], **given)
         score = _sample_score(run, trained, evaluation, guide, device)
     yield from (f"note: {line}" for line in [*stored.notes, *found[0].warnings])
