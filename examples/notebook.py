@@ -17,7 +17,7 @@ def follow(step: int, metrics: Mapping[str, float]) -> None:
 
 
 config = configure("digits", {
-    "job.name": "notebook", "training.steps": 50, "lr_scheduler.warmup_steps": 5, "gns.enable": False,
+    "job.name": "loop", "training.steps": 50, "lr_scheduler.warmup_steps": 5, "gns.enable": False,
     "evaluation.enable": False, "sampling.interval": 50,
 })  # fmt: skip
 with Trainer(config, callbacks=[follow]) as trainer:
@@ -25,9 +25,9 @@ with Trainer(config, callbacks=[follow]) as trainer:
     network = trainer.state.model  # a torch.nn.Module, trained
 
 # %% Follow: the mean loss since the point before, by step.
-print({step: round(loss, 3) for step, loss in losses.items()})
+print({step: round(loss, 3) for step, loss in losses.items()} or "outputs/loop had ended before: remove it to train again")
 print(f"{sum(parameter.numel() for parameter in network.parameters()):,} parameters")
 
 # %% Draw from the run's newest checkpoint.
-images = load("outputs/notebook").sample([3, 7], images_per_class=2)
+images = load("outputs/loop").sample([3, 7], images_per_class=2)
 print(f"{len(images)} images of {images[0].size}")

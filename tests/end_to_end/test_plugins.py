@@ -1,6 +1,7 @@
 """Plugins: a user's files train, resume, sample and export; a run's record is never executed; broken ones are one line."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -139,6 +140,14 @@ def test_a_plugin_that_cannot_be_loaded_is_one_line(tmp_path, name, text, said):
     assert found.returncode == 2 and found.stderr.count("\n") == 1
     assert f"command line: --job.plugins: {name}" in found.stderr and said in found.stderr
     assert not (tmp_path / "outputs").exists()
+
+
+def test_an_objective_that_returns_another_type_is_one_line(tmp_path):
+    text = (EXAMPLES / "pseudo_huber.py").read_text()
+    (tmp_path / "half.py").write_text(re.sub(r"return LossTerms\((\w+), .*", r"return \1", text))
+    found = train(tmp_path, "half.py", "--objective.name", "pseudo_huber")
+    assert found.returncode == 1 and "objective pseudo_huber: loss() returns Tensor (return LossTerms)" in found.stderr
+    assert "Traceback" not in found.stderr
 
 
 def test_a_package_names_its_plugin_by_an_entry_point(tmp_path):

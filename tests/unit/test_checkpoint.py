@@ -121,7 +121,6 @@ def test_the_checkpoint_just_saved_is_never_the_one_deleted(tmp_path):
     keeper = saver(tmp_path, keep_latest_k=1)
     keeper.save(37, some_tensors(), {})
     next(checkpoint_path(keeper.folder, 37).glob("*.safetensors")).write_bytes(b"")
-    assert keeper.find() is None
     keeper.save(20, some_tensors(), {})
     keeper.save(33, some_tensors(), {})
     assert checkpoint_steps(keeper.folder) == [37, 33] and keeper.find() == 33
@@ -254,6 +253,10 @@ def test_a_manifest_that_is_something_else_is_damaged(tmp_path, content):
     (path / "manifest.json").write_bytes(content)
     assert verify(path) == "manifest.json is damaged"
     assert newest_good(keeper.folder) == (1, [f"{path}: manifest.json is damaged; skipped"])
+    assert keeper.find() == 1
+    (checkpoint_path(keeper.folder, 1) / "manifest.json").write_bytes(content)
+    with pytest.raises(CheckpointError, match=f"^{path}: manifest.json is damaged, and no older one is good .* the beginning"):
+        keeper.find()  # a run from the beginning would write over what there is
 
 
 @pytest.mark.parametrize("name", ["../../elsewhere", "/etc/hostname", ".."])

@@ -1,5 +1,6 @@
 """Noise scale in the nuclear norm: on Gaussian matrices with known signal and noise."""
 
+import math
 from types import SimpleNamespace
 from unittest.mock import patch
 
@@ -9,6 +10,7 @@ from torch import nn
 
 from torchtitan.config.job import load_config
 from torchtitan.errors import ConfigError
+from torchtitan.gns.decayed import DecayedSums
 from torchtitan.gns.nuclear import NuclearNorms, nuclear_norm
 
 ROWS, COLUMNS, STEPS, SAMPLES = 24, 48, 60, 8
@@ -40,6 +42,7 @@ def estimated(singular: torch.Tensor, ratio: float, ranks: int) -> tuple[float, 
     monitors = [
         NuclearNorms({parameter: 1.0}, SimpleNamespace(world_size=ranks, rank=rank), ["all"], 1e9, 1) for rank in range(ranks)
     ]
+    monitors[0]._sums = DecayedSums(1, math.inf)  # of all steps alike
     for _ in range(STEPS):
         own = signal + level * torch.randn(ranks, ROWS, COLUMNS, generator=generator, dtype=torch.float64)
         parameter.grad = own.mean(0).float()
@@ -48,8 +51,7 @@ def estimated(singular: torch.Tensor, ratio: float, ranks: int) -> tuple[float, 
             monitor._noted = [(0, SAMPLES, found)]
             monitor.keep_step(torch.tensor(False))
     monitors[0].pool_kept_steps()
-    (_, sums, samples), = monitors[0].estimates()
-    noise, squared = sums.ratios.tolist()
+    noise, squared, samples = (monitors[0].metrics("all").get(f"all/{name}", 0.0) for name in ("noise", "signal", "small_batch"))
     return (noise / samples) ** 0.5 / (ratio * singular.sum().item()), max(squared, 0.0) ** 0.5 / singular.sum().item()
 
 

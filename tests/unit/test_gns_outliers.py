@@ -98,6 +98,21 @@ def test_one_outlier_leaves_the_estimates_where_they_are_without_it(measured):
     assert again.state_dict() == struck.state_dict() and again.outliers == 1
 
 
+def test_ranks_gradients_tell_a_noise_scale_that_rises_and_not_its_mean_since_the_start():
+    layout = SimpleNamespace(world_size=1, sharded=False, device=torch.device("cpu"))
+    monitor = RankMonitor(None, layout, microbatches=2, num_bins=None, half_life=1e9)
+    parameter, generator = nn.Parameter(torch.zeros(400)), torch.Generator().manual_seed(0)
+    for step in range(200):
+        signal = 4.0 if step < 100 else 0.5
+        for _ in range(2):
+            parameter.grad = 0.5 * (signal + torch.randn(400, generator=generator) / 8**0.5)  # the mean of 8 samples
+            monitor.end_microbatch([parameter], 8, 0, 1.0)
+        monitor.end_step([parameter], 8)
+        monitor.keep_step(torch.tensor(False))
+    found = {name: monitor.metrics()[f"gns/plain/ranks/all/{name}"] for name in ("b_simple", "lower", "upper", "lag")}
+    assert found["lower"] < 1 / 0.5**2 < found["upper"] < 5 and found["lag"] < 100 * 16  # of both halves: near 1 / 8
+
+
 def test_ranks_gradients_of_a_step_that_is_skipped_or_stands_out_do_not_count():
     layout = SimpleNamespace(world_size=1, sharded=False, device=torch.device("cpu"))
     straight, struck = (RankMonitor(None, layout, microbatches=2, num_bins=None, half_life=1e4) for _ in range(2))

@@ -1,6 +1,7 @@
 """Plans of sets of samples, and their files: whole or missing, of no other set."""
 
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -131,6 +132,7 @@ def test_another_plan_a_damaged_record_and_foreign_pictures_are_refused(tmp_path
     lines = {
         "was begun with solver.name 'heun', not 'euler' (give that, or another --output)": plan(solver={"name": "euler"}),
         "was begun with images 5, not 6 (give that, or another --output)": plan(6),
+        "was begun with other classes or prompts (give that, or another --output)": replace(plan(), choices=torch.ones(5)),
         "was begun with guide None, not 'x' (give that, or another --output)": plan(guide="x"),
     }
     for line, other in lines.items():

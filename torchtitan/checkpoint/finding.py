@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch.distributed as dist
 
 from torchtitan.checkpoint.manifest import (
+    MANIFEST,
     check_content,
     check_file,
     check_pieces,
@@ -26,6 +27,7 @@ from torchtitan.files.remote_path import AnyPath
 
 logger = logging.getLogger(__name__)
 
+NONE_GOOD = "put a copy of a good one back, or remove all of them to start the run from the beginning"
 BRANCHED_FROM = "branched_from"  # entry of a checkpoint's state: the `checkpoint.load_step` applied last, or nothing
 
 
@@ -43,7 +45,7 @@ class CheckpointFinder:
             wanted: `checkpoint.load_step`. Applied once: of later checkpoints, which record it, the newest counts.
 
         Raises:
-            CheckpointError: the wanted step is missing or damaged.
+            CheckpointError: the wanted step is missing or damaged, or every checkpoint is damaged.
             StoreError: the store does not answer.
         """
         from_first_rank(self._store.prepare)
@@ -55,6 +57,8 @@ class CheckpointFinder:
                 f"checkpoint.load_step: {wanted}: was applied before; resuming from the newest checkpoint, step {step} "
                 f"(to start from {wanted} again, move the later checkpoints out of {self._folder})"
             )
+        elif step is None and from_first_rank(self._has_saved):
+            raise CheckpointError(f"{messages[0].removesuffix('; skipped')}, and no older one is good ({NONE_GOOD})")
         self._warn(messages)
         return step
 
@@ -70,6 +74,10 @@ class CheckpointFinder:
 
     def _branch_of(self, step: int) -> int | None:
         return read_state(checkpoint_path(self._folder, step)).get(BRANCHED_FROM)
+
+    def _has_saved(self) -> bool:
+        """Whether a save has ended here: the folders without a manifest are of cut off saves, or a user's."""
+        return any((checkpoint_path(self._folder, step) / MANIFEST).exists() for step in checkpoint_steps(self._folder))
 
     def _find_wanted(self, step: int) -> int:
         path = checkpoint_path(self._folder, step)

@@ -128,9 +128,8 @@ class SampleSet:
             raise SampleSetError(f"{record}: is damaged ({advice})") from error
         if difference := first_difference(found, self._record):
             name, begun, wanted = difference
-            raise SampleSetError(
-                f"{self.folder}: was begun with {name} {begun}, not {wanted} (give that, or another --output)"
-            )
+            other = "other classes or prompts" if name == "choices" else f"{name} {begun}, not {wanted}"
+            raise SampleSetError(f"{self.folder}: was begun with {other} (give that, or another --output)")
 
 
 def draw_set(

@@ -67,8 +67,7 @@ class GNSConfig:
         [], "edges of the bins in t, rising from 0 to 1", applies=_BINNED, trajectory=False
     )
     half_life: float = setting(
-        32768.0, "longest half-life of a measurement, in samples trained of its bin; shorter where the noise scale drifts, "
-        "but for rank_gradients",
+        32768.0, "longest half-life of a measurement, in samples trained of its bin; shorter where the noise scale drifts",
         gt=0, trajectory=False,
     )
     log_interval: int = setting(

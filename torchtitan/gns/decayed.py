@@ -1,7 +1,9 @@
 """Decayed sums over steps, older ones counting less, and noise scales with confidence intervals from them."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,6 +47,19 @@ class BinEstimates:
     matrix: Tensor
     matrix_stderr: Tensor
     lag: Tensor
+
+
+_QUANTITIES = ("signal", "noise", "b_simple", "lower", "upper", "samples", "lag")
+
+
+def tags(pattern: str, estimates: Any, quantities: Sequence[str] = _QUANTITIES) -> dict[str, float]:
+    """Metrics of the known quantities of every bin; pattern: of their names, with {} for the bin's number."""
+    return {
+        f"{pattern.format(index)}/{quantity}": value
+        for quantity in quantities
+        for index, value in enumerate(getattr(estimates, quantity).tolist())
+        if math.isfinite(value)
+    }
 
 
 # Half-lives of the windows of which the drift chooses one, as shares of the samples trained so far or of the longest

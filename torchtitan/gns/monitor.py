@@ -32,7 +32,7 @@ from torchtitan.gns.batch_size import HalfProgress, half_progress
 from torchtitan.gns.capture import GradientTaps
 from torchtitan.gns.conclusion import history, in_words, logged, on_batch, on_timesteps, steps_to_know
 from torchtitan.gns.config import GNS_FOLDER, GNSConfig, bin_tags, of_bins
-from torchtitan.gns.decayed import BinEstimates
+from torchtitan.gns.decayed import BinEstimates, tags
 from torchtitan.gns.pictures import draw_noise_scale
 from torchtitan.gns.pool import ESTIMATORS, Agreement, Pool
 from torchtitan.gns.ranks import RankMonitor
@@ -42,7 +42,6 @@ from torchtitan.statistics.interval import Interval
 
 logger = logging.getLogger(__name__)
 
-_QUANTITIES = ("signal", "noise", "b_simple", "lower", "upper", "samples", "lag")
 
 
 class GNSMonitor:
@@ -193,13 +192,13 @@ class GNSMonitor:
             headline = self._pooled.narrowest(geometry)
             for estimator in ESTIMATORS:
                 prefix = f"gns/{geometry}/{estimator}"
-                found |= _tags(f"{prefix}/{{}}", self._pooled.by_bin(geometry, estimator))
-                found |= _tags(f"{prefix}/all", self._whole(geometry, estimator))
+                found |= tags(f"{prefix}/{{}}", self._pooled.by_bin(geometry, estimator))
+                found |= tags(f"{prefix}/all", self._whole(geometry, estimator))
                 found[f"{prefix}/all/headline"] = float(estimator == headline)
             parts = self._pooled.parts_of_whole(geometry, self.masses, self._stratified)
             found |= {f"gns/{geometry}/sketch/all/{name}": value for name, value in parts.items() if math.isfinite(value)}
         if half := self._half_progress():
-            found |= _tags("gns/half_progress/{}", half, ("batch", "lower", "upper"))
+            found |= tags("gns/half_progress/{}", half, ("batch", "lower", "upper"))
         if self.pool and not (whole := self._whole(*self._for_batch_size)).noise.isnan().all():
             found |= logged(self.predicted_ratios(), self._more_steps(whole))
         if self._schedule:
@@ -359,12 +358,3 @@ class GNSMonitor:
         if not self.pool or not self._adam:
             return None
         return half_progress(self.pool.by_bin(*self._for_batch_size))
-
-
-def _tags(pattern: str, estimates: BinEstimates | HalfProgress, quantities: Sequence[str] = _QUANTITIES) -> dict[str, float]:
-    return {
-        f"{pattern.format(index)}/{quantity}": value
-        for quantity in quantities
-        for index, value in enumerate(getattr(estimates, quantity).tolist())
-        if math.isfinite(value)
-    }

@@ -20,14 +20,15 @@ Source: arXiv 2602.03001 (noise scales in dual norms of an optimizer); the corre
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from torchtitan.distributed.mesh import Layout
-from torchtitan.gns.statistics import RatioMoments, no_groups
+from torchtitan.gns.decayed import WINDOW_SHARES, DecayedSums, tags
+from torchtitan.gns.statistics import PairSums
 
 
 def nuclear_norm(matrix: Tensor) -> Tensor:
@@ -47,11 +48,11 @@ class NuclearNorms:
         Args:
             sizes: s_i of every matrix that Muon updates, whole on every rank.
             names: of the bins, or "all".
-            half_life: samples of a bin, or of the whole, after which a measurement counts half.
+            half_life: samples of a bin, or of the whole, after which a measurement counts half, at most.
             interval: steps between measured ones.
         """
-        self._sizes, self._layout, self._names, self._half_life, self._interval = sizes, layout, names, half_life, interval
-        self._sums = [no_groups() for _ in names]
+        self._sizes, self._layout, self._names, self._interval = sizes, layout, names, interval
+        self._sums = DecayedSums(len(names), half_life, WINDOW_SHARES)
         self._samples = [math.nan] * len(names)  # of the last measurement
         self._noted: list[tuple[int, int, Tensor]] = []
         self._pending: list[tuple[int, int, Tensor]] = []
@@ -98,18 +99,20 @@ class NuclearNorms:
                 continue
             variance = samples * noise**2 * ranks / (ranks - 1)
             signal = 2.0 * mean**2 - (halves[0] ** 2 + halves[1] ** 2) / 2.0
-            kept = torch.tensor(0.5 ** (samples * ranks * self._interval / self._half_life), dtype=torch.float64)
-            step = RatioMoments.of(torch.tensor([[variance, 1.0], [signal, 1.0]], dtype=torch.float64))
-            self._sums[k], self._samples[k] = self._sums[k].decayed(kept) + step, float(samples)
+            step = PairSums.of_estimates(k, len(self._names), samples * ranks, variance, signal)
+            self._sums.add(step, step.count * self._interval)
+            self._samples[k] = float(samples)
         self._pending = []
 
-    def estimates(self) -> Iterator[tuple[str, RatioMoments, float]]:
-        """Name, ratios (noise, signal) and b of each bin, or of the whole."""
-        return zip(self._names, self._sums, self._samples, strict=True)
+    def metrics(self, pattern: str) -> dict[str, float]:
+        """Metrics of each bin, or of the whole, as of `tags`; small_batch is b."""
+        found = tags(pattern, self._sums.estimate(self._sums.window()))
+        sizes = {f"{pattern.format(k)}/small_batch": samples for k, samples in enumerate(self._samples)}
+        return found | {tag: samples for tag, samples in sizes.items() if math.isfinite(samples)}
 
-    def state_dict(self) -> list:
-        return [[sums.first.tolist(), sums.second.tolist()] for sums in self._sums]
+    def state_dict(self) -> dict:
+        return self._sums.state_dict()
 
-    def load_state_dict(self, state: list) -> None:
+    def load_state_dict(self, state: dict) -> None:
         self._noted, self._pending = [], []
-        self._sums = [RatioMoments(*(torch.tensor(each, dtype=torch.float64) for each in moments)) for moments in state]
+        self._sums.load_state_dict(state)

@@ -26,11 +26,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torchtitan.distributed.mesh import Layout
 from torchtitan.distributed.parallelize import fsdp_modules, gradient_norm, local, sum_of_squares
+from torchtitan.gns.decayed import WINDOW_SHARES, DecayedSums, tags
 from torchtitan.gns.nuclear import NuclearNorms
 from torchtitan.gns.pool import OutlierRule
-from torchtitan.gns.statistics import RatioMoments, moments_of_groups, no_groups
-from torchtitan.statistics.ratio_intervals import fieller
-from torchtitan.statistics.student import student_quantile
+from torchtitan.gns.statistics import PairSums, moments_of_groups
 
 
 class RankMonitor:
@@ -44,16 +43,16 @@ class RankMonitor:
 
         Args:
             num_bins: bins of bin-pure microbatches; None: microbatches mix bins.
-            half_life: samples of a bin, or of the whole, after which a step counts half.
+            half_life: samples of a bin, or of the whole, after which a step counts half, at most.
             matrices: sizes of Muon's updates of the matrices to measure in its norm, as NuclearNorms; None: none.
             interval: steps between such measurements.
         """
-        self._layout, self.microbatches, self._half_life = layout, microbatches, half_life
+        self._layout, self.microbatches = layout, microbatches
         self.bin_pure = num_bins is not None
         self._ranks = RankGradients(train_module, layout, matrices or ()) if layout.world_size > 1 else None
         self._aside = SetAside()
         self._names = ["all"] if num_bins is None else [str(k) for k in range(num_bins)]
-        self._sums = [no_groups() for _ in self._names]
+        self._sums = DecayedSums(len(self._names), half_life, WINDOW_SHARES)
         # Of each bin the last step's: squared norms of small and large batches, and their sizes.
         self._last: list[list[float]] = [[math.nan] * 4 for _ in self._names]
         self._outliers = OutlierRule(len(self._names))
@@ -143,53 +142,40 @@ class RankMonitor:
             if self._outliers.stands_out(means):
                 continue
             total = samples * len(small)
-            step = moments_of_groups(torch.full_like(small, samples), small, large)
-            kept = torch.tensor(0.5 ** (total / self._half_life), dtype=torch.float64)
-            self._sums[k] = self._sums[k].decayed(kept) + step
+            noise, signal = moments_of_groups(torch.full_like(small, samples), small, large).ratios
+            self._sums.add(PairSums.of_estimates(k, len(self._names), total, noise, signal))
             self._last[k] = [small.mean().item(), large.item(), float(samples), float(total)]
         self._pending = []
 
     def metrics(self) -> dict[str, float]:
         """Metrics `gns/plain/ranks/<bin or all>/<quantity>`; unknown ones are left out."""
         self.pool_kept_steps()
-        found: dict[str, float] = {}
-        for name, sums, last in zip(self._names, self._sums, self._last, strict=True):
-            sizes = dict(zip(("small_square_norm", "large_square_norm", "small_batch", "large_batch"), last, strict=True))
-            found |= _tags(f"gns/plain/ranks/{name}", sums, sizes)
-        for name, sums, samples in self._nuclear.estimates() if self._nuclear else ():
-            found |= _tags(f"gns/muon/ranks/{name}", sums, {"small_batch": samples})
+        bins = "{}" if self.bin_pure else "all"
+        found = tags(f"gns/plain/ranks/{bins}", self._sums.estimate(self._sums.window()))
+        sizes = ("small_square_norm", "large_square_norm", "small_batch", "large_batch")
+        for name, last in zip(self._names, self._last, strict=True):
+            known = {key: value for key, value in zip(sizes, last, strict=True) if math.isfinite(value)}
+            found |= {f"gns/plain/ranks/{name}/{key}": value for key, value in known.items()}
+        if self._nuclear:
+            found |= self._nuclear.metrics(f"gns/muon/ranks/{bins}")
         if self._outliers.count:
             found["gns/plain/ranks/outlier_steps"] = float(self._outliers.count)
         return found
 
     def state_dict(self) -> dict:
         self.pool_kept_steps()
-        moments = [[sums.first.tolist(), sums.second.tolist()] for sums in self._sums]
-        found = {"names": self._names, "moments": moments, "outliers": self._outliers.state_dict()}
+        found = {"names": self._names, "sums": self._sums.state_dict(), "outliers": self._outliers.state_dict()}
         return found | ({"nuclear": self._nuclear.state_dict()} if self._nuclear else {})
 
     def load_state_dict(self, state: dict) -> None:
         """Resume from a state; a state of other bins is dropped."""
         self._noted, self._pending = [], []
-        if state.get("names") != self._names:
+        if state.get("names") != self._names or "sums" not in state:
             return
         self._outliers.load_state_dict(state["outliers"])
         if self._nuclear and "nuclear" in state:
             self._nuclear.load_state_dict(state["nuclear"])
-        self._sums = [
-            RatioMoments(*(torch.tensor(values, dtype=torch.float64) for values in moments))
-            for moments in state["moments"]
-        ]
-
-
-def _tags(prefix: str, sums: RatioMoments, more: dict[str, float]) -> dict[str, float]:
-    (noise, signal), covariance = sums.ratios, sums.covariance
-    quantile = student_quantile(0.975, sums.steps - 1.0)
-    lower, upper, _ = fieller(noise, signal, covariance[0, 0], covariance[1, 1], covariance[0, 1], quantile)
-    values: dict[str, Tensor | float] = {
-        "signal": signal, "noise": noise, "b_simple": noise / signal, "lower": lower.clamp_min(0.0), "upper": upper, **more,
-    }  # fmt: skip
-    return {f"{prefix}/{key}": float(value) for key, value in values.items() if math.isfinite(value)}
+        self._sums.load_state_dict(state["sums"])
 
 
 class RankGradients:

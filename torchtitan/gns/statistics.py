@@ -51,6 +51,14 @@ class PairSums:
         count, squares, products = (tensor.to(torch.float64) for tensor in (count, squares, products))
         return cls(count, squares, products, torch.outer(count, count) - count.diag())
 
+    @classmethod
+    def of_estimates(cls, k: int, num_bins: int, count: float, noise: Tensor | float, signal: Tensor | float) -> Self:
+        """Sums of a step that `count` samples of bin k, or their groups, gave these unbiased estimates, scalars."""
+        moment, pairs = count * (noise + signal), count**2
+        count_, squares, products, of_pairs = torch.zeros(4, num_bins, dtype=torch.float64)
+        count_[k], squares[k], products[k], of_pairs[k] = count, moment, moment + pairs * signal, pairs
+        return cls(count_, squares, products.diag(), of_pairs.diag())
+
     def __add__(self, other: Self) -> Self:
         return type(self)(*map(torch.add, vars(self).values(), vars(other).values()))
 

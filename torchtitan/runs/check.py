@@ -8,6 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from torchtitan.checkpoint.checkpointer import checkpoint_path, checkpoint_steps, verify
+from torchtitan.checkpoint.finding import NONE_GOOD
 from torchtitan.checkpoint.location import run_checkpoints
 from torchtitan.checkpoint.manifest import read_json
 from torchtitan.errors import DamagedFile, unwrapped
@@ -120,7 +121,7 @@ def _checkpoints(folder: AnyPath) -> Iterator[Finding]:
 
 def _repair(step: int, good: list[int]) -> str:
     if not good:
-        return "put a copy of a good one back, or remove all of them to start the run from the beginning"
+        return NONE_GOOD
     if step < good[-1]:
         return f"remove it: a resume uses step {good[-1]}"
     return f"nothing needs to be done: a resume skips it and uses step {good[-1]}; or put a good copy back"

@@ -22,6 +22,7 @@ from torchtitan.distributed.collectives import from_first_rank
 from torchtitan.distributed.kernel_choices import kernel_choices
 from torchtitan.distributed.mesh import Layout, init_process_group
 from torchtitan.distributed.precision import compute_context
+from torchtitan.errors import TrainingError
 from torchtitan.gns.config import bin_edges
 from torchtitan.runs.folder import RunFolder
 from torchtitan.state.data import RunData
@@ -202,6 +203,9 @@ class RunState:
             self.gns.begin_microbatch(draw.t)
         with self._precision, nullcontext() if aligned is None or features is None else aligned.tapped():
             terms = self.objective.loss(self.train_module, microbatch, draw)
+        if not isinstance(terms, LossTerms):  # a plugin's
+            name = self.config.objective.name
+            raise TrainingError(f"objective {name}: loss() returns {type(terms).__name__} (return LossTerms)")
         return terms if aligned is None else aligned.added(terms, features, draw)
 
     def condition(self, batch: Batch, draw: Draw, encoded: Condition = None) -> Condition:

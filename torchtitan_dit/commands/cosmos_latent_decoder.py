@@ -98,7 +98,7 @@ def parse_arguments(words: list[str]) -> argparse.Namespace:
         if name == "encode":
             add("--output", type=Path, required=True, help=".safetensors file to write")
         if name == "check":
-            add("--output", type=Path, help="picture to write (default: NAME-reconstruction.png beside the first of IMAGES)")
+            add("--output", type=Path, help="picture to write (default: NAME-reconstruction.png here, of the first of IMAGES)")
             add("--pictures", type=at_least(1), default=8, help="images in the picture (default: 8)")
         add("--overwrite", action="store_true", help="replace existing files")
         add_autoencoder_options(add, default="cosmos")
@@ -227,7 +227,7 @@ def check(arguments: argparse.Namespace) -> int:
     """Check reconstruction quality: images -> latents -> images, with PSNR."""
     if arguments.output is None:
         first = arguments.sources[0].resolve()
-        arguments.output = first.with_name(f"{first.stem if first.is_file() else first.name}-reconstruction.png")
+        arguments.output = Path(f"{first.stem if first.is_file() else first.name}-reconstruction.png")
     if arguments.output.suffix.lower() not in (".png", ".jpg", ".jpeg"):
         raise AutoencoderError(f"{arguments.output}: --output must end in .png or .jpg")
     refuse_existing(arguments.output, arguments.overwrite)
