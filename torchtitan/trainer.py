@@ -69,6 +69,9 @@ class Trainer:
         self._beside = list(self.state.objective.parameters().values())
         self._replays_graphs = config.compile.cuda_graphs
         self._starting = True  # until this process has made its first step
+        # Steps of which a first one compiles: steps with taps measure or do not, and neither is the backward before the first.
+        taps_compile = config.compile.enable and self.state.network.taps and len(self.state.shapes) == 1
+        self._to_compile = {config.gns.interval == 1, True} if taps_compile else set()
 
     # ------------------------------------------------------------------ the loop
 
@@ -112,7 +115,7 @@ class Trainer:
             state.step += 1
             self.phases.step = state.step
             with self.profiler.step(state.step) as traced:
-                with self.reports.excluded_step() if traced else nullcontext():
+                with self._beside_the_rates(traced) if traced or self._to_compile else nullcontext():
                     norm, lr = self.train_step()
                 self._report(norm, lr)
             save_due |= self._due(self.config.checkpoint.interval)
@@ -140,6 +143,17 @@ class Trainer:
                     with self._beside_training("checkpoint"):
                         self._save()
         return signal_number
+
+    @contextmanager
+    def _beside_the_rates(self, traced: bool) -> Iterator[None]:
+        """Exclude a traced step from every rate, and one that compiles, of which the time counts as the start's."""
+        measured = self.state.step % self.config.gns.interval == 0
+        compiles, before = measured in self._to_compile, self.clock.totals()
+        self._to_compile.discard(measured)
+        with self.reports.excluded_step() if traced or compiles else nullcontext():
+            yield
+        if compiles:
+            self.clock.count_as_start(before)
 
     @contextmanager
     def _beside_training(self, name: str) -> Iterator[None]:
@@ -253,10 +267,11 @@ class Trainer:
         DDP arranges its buckets of gradients anew after the first backward, and the order of sums depends on them: without
         this, a resumed run would differ from a straight one in the last bit. A compiled model has graphs for each shape:
         the first step of a rare shape would compile for minutes in the middle of a run, longer than its collectives wait.
-        With a single shape the time counts as the start's, not as training. Steps with taps have other graphs than this backward.
+        With a single shape the time counts as the start's, not as training. Steps with taps have other graphs than this
+        backward: see `_beside_the_rates`.
         """
         state, layout = self.state, self.state.layout
-        compiles = self.config.compile.enable and not (state.network.taps and len(state.shapes) == 1)
+        compiles = self.config.compile.enable and not self._to_compile
         arranges_buckets = layout.world_size > 1 and not layout.sharded
         for shape in state.shapes if compiles else state.shapes[:arranges_buckets]:
             self._discarded_backward(shape)

@@ -46,13 +46,15 @@ def same_weights(one: Path, other: Path) -> bool:
 
 
 @pytest.mark.parametrize("restarts", ["3", "0"])
-def test_a_refused_configuration_is_not_started_again(config, restarts):
+def test_a_refused_configuration_is_not_started_again(config, restarts, tmp_path, monkeypatch):
+    monkeypatch.setenv("TRAIN_STATUS_FILE", str(tmp_path / "status"))
     process = torchrun(
         config, "refused", "--standalone", "--nproc_per_node", "2", "--max-restarts", restarts, train=("--optimizer.lr", "-1")
     )
     output = process.communicate(timeout=300)[0]
     assert process.returncode == 1
     assert output.count("optimizer.lr") == 1 and "Traceback" not in output, output
+    assert json.loads((tmp_path / "status").read_text())["status"] == "refused"
     assert not (config.parent / "outputs").exists()
 
 

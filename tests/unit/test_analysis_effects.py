@@ -9,6 +9,7 @@ from torchtitan.runs.analysis.axes import add_further_axes, label
 from torchtitan.runs.analysis.cells import join_repeats
 from torchtitan.runs.analysis.collect import Run
 from torchtitan.runs.analysis.effects import all_effects, effect_of, scaling, switches_of
+from torchtitan.runs.analysis.findings import _scaling_line
 from torchtitan.runs.analysis.report import analyse, write_report
 from torchtitan.statistics.interval import Interval
 
@@ -181,6 +182,8 @@ def test_sharing_tokens_scales_against_one_process_of_the_same_work():
     assert found["weak"].points[1].efficiency.value == pytest.approx(176 / 2 / 100)
     assert found["strong"].points[1].efficiency.value == pytest.approx(176 / 2 / 110)
     assert (found["weak"].batch, found["strong"].batch) == ("8 images a process", "global batch 16")
+    cells[0].measures["images_per_second"] = Interval(100.0, -math.inf, math.inf)  # of a single logged point
+    assert "2 ranks do 88.0 % of 2.00 times what 1 does" in next(_scaling_line(c) for c in scaling(cells) if c.kind == "weak")
 
 
 def test_runs_of_one_global_batch_have_no_weak_scaling():

@@ -97,6 +97,22 @@ def test_work_left_on_the_device_counts_as_training_and_not_as_what_follows(monk
     assert clock.totals().train_ns == 70
 
 
+def test_a_step_that_compiles_counts_as_the_start_and_not_as_a_step():
+    hand = HandClock()
+    clock = RunClock(hand)
+    phases = Phases(hand, clock.switch)
+    for compiles in (True, False):
+        before = clock.totals()
+        with phases("forward"):
+            hand.time += 9 * SECOND
+        with phases("report"):
+            hand.time += SECOND
+        clock.steps += 1
+        if compiles:
+            clock.count_as_start(before)
+    assert clock.totals() == totals(1, start_up=9, forward=9, reports=2)
+
+
 # --- resume
 
 

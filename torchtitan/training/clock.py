@@ -36,7 +36,7 @@ _PART_OF_PHASE = {
 
 @dataclass(frozen=True)
 class ClockTotals:
-    """Clock totals: nanoseconds of each of PARTS, and their optimizer steps, without those of lost attempts."""
+    """Clock totals: nanoseconds of each of PARTS, and their optimizer steps, without those of lost attempts or that compiled."""
 
     parts: Mapping[str, int] = field(default_factory=lambda: dict.fromkeys(PARTS, 0))
     steps: int = 0
@@ -107,6 +107,14 @@ class RunClock:
         parts = dict(self._parts)
         parts[self._part] += self.now() - self._since
         return ClockTotals(parts, self.steps)
+
+    def count_as_start(self, before: ClockTotals) -> None:
+        """Count the training of one step, since these totals, as the start's, and the step not at all."""
+        self.switch(self._part, self.now())
+        for name in TRAIN_PARTS:
+            self._parts["start_up"] += self._parts[name] - before.parts[name]
+            self._parts[name] = before.parts[name]
+        self.steps = before.steps
 
     def resume(self, totals: ClockTotals) -> None:
         """Add the time of this process so far to the totals of those before it."""

@@ -22,6 +22,7 @@ from torchtitan.processes.command_line import refusing
 from torchtitan.processes.exit_codes import REFUSED
 from torchtitan.processes.importing import uncollected
 from torchtitan.processes.launch import CHECKED, launch_number, restart_warning
+from torchtitan.runs.status import write_status
 from torchtitan.training.schedules import warmup_problems
 
 _USAGE = """usage: train.py CONFIG [--section.key value ...] [--smoke] [--check-only]
@@ -57,6 +58,7 @@ def main(words: list[str] | None = None) -> int:
         arguments, note = smoke_words(arguments, world_size) if smoke else (arguments, "")
         config = load_config(arguments, world_size)
     except ConfigError as error:
+        write_status(None, "refused", REFUSED, error.problems[0])
         report_and_exit(error)
     if rank == 0 and CHECKED not in os.environ:
         if note:

@@ -141,7 +141,7 @@ def _draw_line(panel: Panel, arm: list[Cell], metric: Metric, n: int, name: str)
     if metric is IMAGES:
         estimates = [each and each.scaled(1 / (cell.axes["world_size"] or 1)) for each, cell in zip(estimates, arm, strict=True)]
     fit = fit_memory(arm) if metric is MEMORY else None
-    style = "none" if fit else "-" if n % 2 == 0 else (0, (4, 3))
+    style = "none" if metric is MEMORY else "-" if n % 2 == 0 else (0, (4, 3))
     draw_marks(panel, xs, estimates, [cell.single for cell in arm], colour(n), n, style)
     if metric is MEMORY:
         fixed, slope = fit or (float("nan"),) * 2

@@ -150,9 +150,9 @@ def _effect_line(effect: Effect) -> str:
 def _scaling_line(curve: ScalingCurve) -> str:
     last = curve.points[-1]
     e = last.efficiency.scaled(100)
+    ends = f" [{significant(e.lower, 3)}, {significant(e.upper, 3)}]" if e.bounded else ""
     return (
-        f"{curve.kind.capitalize()} scaling, {_curve_label(curve)}: {last.ranks} ranks do {significant(e.value, 3)} % "
-        f"[{significant(e.lower, 3)}, {significant(e.upper, 3)}] of "
+        f"{curve.kind.capitalize()} scaling, {_curve_label(curve)}: {last.ranks} ranks do {significant(e.value, 3)} %{ends} of "
         f"{significant(last.ranks / curve.points[0].ranks, 3)} times what {curve.points[0].ranks} "
         f"{'does' if curve.points[0].ranks == 1 else 'do'}."
     )

@@ -1,5 +1,6 @@
 """Picture of memory by part: what every step holds, exactly, and the rest of the measured peak."""
 
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from torchtitan.runs.analysis.cells import Cell, arms
 from torchtitan.runs.analysis.drawing import divided
 from torchtitan.runs.analysis.measures import MEMORY
 
+_WIDTH = 60  # characters of a label's line
 _REST = "activations and all else"
 _NOTE = "All else: temporaries, gathered weights, other networks, the allocator's cache; of a process on a CPU also the program."
 
@@ -35,7 +37,9 @@ def draw_memory_parts(cells: Sequence[Cell], folder: Path) -> list[tuple[str, Pa
 def _draw(cells: list[Cell], title: str, path: Path) -> Path:
     names = dict.fromkeys((*varying([cell.axes for cell in cells]), "local_batch"))
     labels = [label(cell.axes, [name for name in names if name not in ("mesh", "global_batch")]) for cell in cells]
-    figure, ((panel,),) = new_figure(title, size=(9, 1.7 + 0.3 * len(cells)))
+    labels = [textwrap.fill(each, _WIDTH) for each in labels]
+    rows = max(each.count("\n") for each in labels) + 1
+    figure, ((panel,),) = new_figure(title, size=(9, 1.7 + (0.15 + 0.15 * rows) * len(cells)))
     places, ends = range(len(cells)), [0.0] * len(cells)
     parts = {name: [cell.good_runs[0].held[name] for cell in cells] for name in cells[0].good_runs[0].held}
     peaks = [cell.measures[MEMORY.name].value for cell in cells]
