@@ -11,6 +11,7 @@ from torchtitan.estimate.memory import PARTS, MemoryEstimate
 from torchtitan.estimate.roofline import Efficiency, StepTime, training_flops_per_image
 from torchtitan.models.base import DiffusionModel
 from torchtitan.models.quantized import quantized_weights
+from torchtitan.pictures.number_text import counted
 
 # Left for the CUDA context, libraries' workspaces and buffers, and gaps between tensors.
 _USABLE = 0.9
@@ -53,12 +54,12 @@ def as_text(
     tokens = f" x {degree} parts of each image's tokens" if degree > 1 else ""
     notes = {
         "gradients": f" (all of them: {_gib(memory.all_gradients)})",
-        "activations": f" (checkpointing: {_checkpointing(config.activation_checkpoint)}; eager)",
+        "activations": f" (checkpointing: {_checkpointing(config.activation_checkpoint)}; as an eager step has them)",
     }
     lines = [
-        f"{config.model.flavor} on {ranks} x {device.name}: {layout.data_parallel_replicate_degree} replicas x "
-        f"{layout.data_parallel_shard_degree} shards{tokens}, {config.training.local_batch_size} images per rank and forward, "
-        f"{config.training.global_batch_size} per step, {config.training.mixed_precision_param}",
+        f"{config.model.flavor} on {ranks} x {device.name}: {counted(layout.data_parallel_replicate_degree, 'replica')} x "
+        f"{counted(layout.data_parallel_shard_degree, 'shard')}{tokens}, {config.training.local_batch_size} images per rank and "
+        f"forward, {config.training.global_batch_size} per step, {config.training.mixed_precision_param}",
         f"parameters            {model.num_parameters():,}{_frozen(config, model)}",
         f"FLOPs per image       {training_flops_per_image(config, model):.4g} (training)"
         + (f", {encoding_flops_per_image(config):.4g} (encoding)" if time.encoding else ""),
