@@ -53,7 +53,7 @@ class PairSums:
 
     @classmethod
     def of_estimates(cls, k: int, num_bins: int, count: float, noise: Tensor | float, signal: Tensor | float) -> Self:
-        """Sums of a step that `count` samples of bin k, or their groups, gave these unbiased estimates, scalars."""
+        """Sums as if `count` samples of bin k had given these unbiased estimates, scalars."""
         moment, pairs = count * (noise + signal), count**2
         count_, squares, products, of_pairs = torch.zeros(4, num_bins, dtype=torch.float64)
         count_[k], squares[k], products[k], of_pairs[k] = count, moment, moment + pairs * signal, pairs
