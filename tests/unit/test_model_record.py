@@ -4,6 +4,7 @@ import json
 import shutil
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from safetensors.torch import save_file
 from tests.configurations import load
 from torchtitan.config.job import ConfigError
 from torchtitan.settings.record import CONFIG_HEADER, effective
-from torchtitan.weights import model_record
+from torchtitan.weights import initial_weights, model_record
 from torchtitan.weights.model_record import (
     CONFIG,
     RECORD,
@@ -120,3 +121,14 @@ def test_a_run_of_an_earlier_version_is_read_without_the_keys_that_are_no_more(t
     path.write_text(own)  # by hand: it may be a typing error
     with pytest.raises(ConfigError, match="sampling.judge_images: unknown key"):
         read_config(path)
+
+
+def test_weights_of_latents_in_another_scale_are_named(tmp_path, monkeypatch):
+    path = tmp_path / "base.safetensors"
+    save_file({"w": torch.zeros(1)}, path, {"config": "[data]\nshift = [0.0, 1.0]\nscale = [2.0, 2.0]"})
+    here = SimpleNamespace(shift=[0.0, 1.0], scale=[2.0, 2.0])
+    store = SimpleNamespace(index=SimpleNamespace(normalization=here))
+    monkeypatch.setattr(initial_weights, "store_of_latents", lambda config: store)
+    assert initial_weights._other_latents(path, None) == ""
+    here.scale = [2.0, 2.5]
+    assert initial_weights._other_latents(path, None).startswith("its latents had scale 2, 2, these have 2, 2.5 (")

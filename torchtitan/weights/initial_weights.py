@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torchtitan.checkpoint.checkpointer import checkpoint_path, checkpoint_steps, newest_good, read_state
 from torchtitan.checkpoint.finding import shares_of
 from torchtitan.config.job import JobConfig
-from torchtitan.config.latent_cache import trained_info
+from torchtitan.config.latent_cache import store_of_latents, trained_info
 from torchtitan.data.base import DatasetInfo
 from torchtitan.distributed.collectives import from_first_rank, of_all_ranks, on_all_ranks
 from torchtitan.files.remote_path import AnyPath
@@ -37,7 +37,7 @@ from torchtitan.models.published_layouts import ConversionError
 from torchtitan.programs import pasted
 from torchtitan.runs.folder import RunFolder
 from torchtitan.runs.ownership import CONFIG_FILE
-from torchtitan.weights.model_record import class_names_of_weights
+from torchtitan.weights.model_record import class_names_of_weights, normalization_of_weights
 from torchtitan.weights.network import check_base, check_objective, network_on_meta
 
 logger = logging.getLogger(__name__)
@@ -86,6 +86,8 @@ def check_initial_weights(config: JobConfig, info: DatasetInfo, checkpoints: Any
                 logger.warning(f"checkpoint.initial_weights: {path}: {line}")
         digest = check_together(Path(path), model, hashed=frozen, strict=strict)
     from_first_rank(_check_classes, Path(path), info)
+    if line := from_first_rank(_other_latents, Path(path), config):
+        logger.warning(f"checkpoint.initial_weights: {path}: {line}")
     if frozen:
         from torchtitan.weights.adapted_network import frozen_sha256
 
@@ -100,6 +102,19 @@ def _check_classes(path: Path, info: DatasetInfo) -> None:
         number = next(number for number, name in enumerate(names) if name != info.class_names[number])
         text = f"class {number} is {names[number]!r} there and {info.class_names[number]!r} in the data"
         raise WeightsError(f"checkpoint.initial_weights: {path}: {text} (data.classes_file orders classes)")
+
+
+def _other_latents(path: Path, config: JobConfig) -> str:
+    """Line on latents that are normalised otherwise than those that a file of weights was trained on; "" where none are."""
+    there = normalization_of_weights(path)
+    if not there or (store := store_of_latents(config)) is None:
+        return ""
+    for name, values in there.items():
+        here = getattr(store.index.normalization, name)
+        if any(abs(one - other) > 1e-3 * abs(other) for one, other in zip(here, values, strict=False)):
+            had, have = (", ".join(f"{value:.3g}" for value in each) for each in (values, here))
+            return f"its latents had {name} {had}, these have {have} (draw with this run, not with that file and --lora)"
+    return ""
 
 
 @contextmanager

@@ -146,6 +146,15 @@ def class_names_of_weights(path: Path) -> list[str]:
         return []
 
 
+def normalization_of_weights(path: Path) -> dict[str, list[float]]:
+    """Shift and scale of the latents by the record in a file of weights; none where it has none. Raises WeightsError."""
+    try:
+        data = tomllib.loads(header_of(path).get(CONFIG, ""))["data"]
+        return {name: [float(value) for value in data[name]] for name in ("shift", "scale")}
+    except (ValueError, TypeError, KeyError):
+        return {}
+
+
 def record_of_checkpoint(folder: Path, checkpoint: AnyPath) -> ModelRecord | None:
     """Record of a run by its checkpoint, if that has one, where its data are not here, or have changed.
 
