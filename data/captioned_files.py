@@ -93,6 +93,14 @@ def _by_stem(root: bytes, names: Iterable[bytes], kind: str) -> dict[str, bytes]
     return found
 
 
+def _json_rows(text: str) -> Iterator[Any]:
+    for number, line in enumerate(filter(str.strip, text.split("\n")), 1):
+        try:
+            yield json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"row {number}: {error.msg}, column {error.colno}") from error
+
+
 def _rows(root: bytes, name: bytes) -> Iterator[tuple[str, str, str]]:
     """Place, stem of the image, and caption of each row of a file of metadata; no row of one that has no captions.
 
@@ -102,7 +110,7 @@ def _rows(root: bytes, name: bytes) -> Iterator[tuple[str, str, str]]:
     shown = _shown(root, name)
     try:
         text = read_text(os.path.join(root, name))
-        found: Iterable[Any] = map(json.loads, filter(str.strip, text.split("\n")))
+        found: Iterable[Any] = _json_rows(text)
         if ending_of(name) == b"csv":
             found = csv.DictReader(io.StringIO(text, newline=""))
         rows = [row if isinstance(row, dict) else {} for row in found]

@@ -144,11 +144,11 @@ def _picture(samples: Path, run: str, steps: list[int], rows: list[PromptRow]) -
     pixels = np.stack([np.asarray(cell if cell and cell.size == size else grey) for line in reduced for cell in line])
     images = torch.from_numpy(pixels).permute(0, 3, 1, 2) / 127.5 - 1  # [N, 3, H, W]
     captions = [
-        f"step {step:,}" + ("" if preview.change is None else f": {preview.change:.1f} %")
+        f"step {step:,}" if preview.change is None else f"{step:,}: {preview.change:.1f}"
         for row in rows for step, preview in zip(steps, row.previews, strict=True)
     ]  # fmt: skip
     labels = [f"drift: {row.prompt}" if row.drifts else row.prompt for row in rows]
-    title = f"{run}: prompts x steps, with the mean change of pixels from step 0"
+    title = f"{run}: prompts x steps, with the mean change of pixels from step 0 in %"
     return image_grid(images, len(rows), len(steps), labels, title, captions)
 
 
