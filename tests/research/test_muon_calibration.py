@@ -33,12 +33,14 @@ def test_cells_of_a_run_with_muon_are_measured_and_reported(study, tmp_path):
     config = CONFIG.replace("[optimizer]", '[optimizer]\nname = "Muon"').replace("beta2 = 0.9\n", "")
     assert SMALL in config
     run = trained_folder(tmp_path, "trained", config)
-    tiny = ["--batches", "1", "64", "--samples", "512", "--replicates", "16", "--held", "16", "--bins", 1, "--steps", 4]
+    tiny = ["--batches", "1", "64", "--samples", "512", "--replicates", "128", "--held", "16", "--bins", 1, "--steps", 4]
     code, output, _ = study("muon_calibration", run, *tiny, "--output", tmp_path / "cells")
     (row,) = rows_of(tmp_path / "cells")
     assert code == 0 and row["status"] == "ok", row["reason"]
     few, many = map(float, row["nuclear"].split())
-    assert 0 < few < many and float(row["frobenius"]) > 0  # means of few samples have gradients of low rank
+    # Means of few samples have gradients of low rank. Samples are drawn by the checkpoint's hash, other ones in each training:
+    # over ten with 128 replicates ln(many / few) was 0.27 +- 0.061; with 16 the order of the two was chance.
+    assert 0 < few < many and float(row["frobenius"]) > 0
     progress = [float(value) for value in row["progress"].split()]
     assert len(progress) == 3 and progress[-1] > 0
     assert "three are needed" in Path(output.strip()).read_text()

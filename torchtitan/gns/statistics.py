@@ -55,9 +55,9 @@ class PairSums:
     def of_estimates(cls, k: int, num_bins: int, count: float, noise: Tensor | float, signal: Tensor | float) -> Self:
         """Sums as if `count` samples of bin k had given these unbiased estimates, scalars."""
         moment, pairs = count * (noise + signal), count**2
-        count_, squares, products, of_pairs = torch.zeros(4, num_bins, dtype=torch.float64)
-        count_[k], squares[k], products[k], of_pairs[k] = count, moment, moment + pairs * signal, pairs
-        return cls(count_, squares, products.diag(), of_pairs.diag())
+        sums = torch.zeros(4, num_bins, dtype=torch.float64)
+        sums[:, k] = torch.tensor([count, moment, moment + pairs * signal, pairs], dtype=torch.float64)
+        return cls(sums[0], sums[1], sums[2].diag(), sums[3].diag())
 
     def __add__(self, other: Self) -> Self:
         return type(self)(*map(torch.add, vars(self).values(), vars(other).values()))
