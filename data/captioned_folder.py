@@ -3,9 +3,10 @@
 import functools
 import hashlib
 import re
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 import numpy as np
 from tqdm import tqdm
@@ -33,6 +34,9 @@ from torchtitan.pictures.number_text import counted
 from torchtitan.settings import setting
 
 _REPEATED = re.compile(rb"([1-9]\d{0,2})_[^/]+/")  # a folder as kohya's trainers repeat it; 2024_summer or 01_front is another
+
+_MOST_NAMED = 10  # of further images that fail
+_Read = TypeVar("_Read")
 
 
 @dataclass(kw_only=True)
@@ -170,7 +174,9 @@ def _open(config: CaptionedFolderConfig, split: Split) -> CaptionedImages:
         raise DatasetError(f"data.{key}: not given; captioned_folder needs a folder of images and captions")
     images = _read_folder(f"data.{key}", path, config.trigger_word, config.missing_caption)
     place, small, missed, seen = shown_path(images.files.folder), 0, set(), set()
-    for position, (width, height) in enumerate(images.sizes):
+
+    def sizes_of(position: int) -> list[tuple[int, int]]:
+        width, height = images.sizes[position]
         sizes = config.sizes_of(width, height)
         if not sizes:
             asked, advice = f"data.image_size = {config.image_size}", "remove it, or ask for a smaller size"
@@ -180,6 +186,10 @@ def _open(config: CaptionedFolderConfig, split: Split) -> CaptionedImages:
                 f"{images.files.shown(position)}: {width} x {height} pixels cover no size of {asked}, and images are never "
                 f"enlarged ({advice})"
             )
+        return sizes
+
+    found = _of_each(images.files, sizes_of, range(len(images.sizes)))
+    for (width, height), sizes in zip(images.sizes, found, strict=True):
         if larger := [each for each in config.resolutions if bucket_of(width, height, each) is None]:
             small += 1
             missed.update(larger)
@@ -209,13 +219,30 @@ def _read_folder(key: str, path: str, trigger_word: str, missing: str = "refuse"
     if not captioned:
         raise DatasetError(f"{key}: {path!r} has no images in it{found_instead(root)}")
 
-    captions = tuple(_read_caption(place, text, trigger_word, missing) for _, place, text in captioned)
     files = ImageList.of(root, [[name for name, _, _ in captioned]])
-    numbers = tqdm(range(len(files)), "reading the sizes of images", delay=2)
-    sizes, digests = zip(*(_read_size_and_digest(files, position) for position in numbers), strict=True)
+    numbers = range(len(files))
+    captions = tuple(_of_each(files, lambda number: _read_caption(*captioned[number][1:], trigger_word, missing), numbers))
+    shown = tqdm(numbers, "reading the sizes of images", delay=2)
+    sizes, digests = zip(*_of_each(files, functools.partial(_read_size_and_digest, files), shown), strict=True)
     if missing == "trigger" and (alone := captions.count(filled("[trigger]", trigger_word))):
         say_once(f"{shown_path(root)}: the trigger word alone is the caption of {alone:,} of {len(captions):,} images")
     return CaptionedImages(files, captions, sizes, digests)
+
+
+def _of_each(files: ImageList, read: Callable[[int], _Read], numbers: Iterable[int]) -> list[_Read]:
+    """What is read of each image. Raises DatasetError: that of the first that fails, with the names of all others."""
+    found, failed = [], {}
+    for number in numbers:
+        try:
+            found.append(read(number))
+        except DatasetError as error:
+            failed[number] = error
+    if failed:
+        (_, first), *others = failed.items()
+        names = ", ".join(shown_path(files.names[number]) for number, _ in others[:_MOST_NAMED])
+        more = f"; {len(others)} more fail: {names}{', ...' if len(others) > _MOST_NAMED else ''}" if others else ""
+        raise DatasetError(f"{first}{more}") from first
+    return found
 
 
 def _read_caption(place: str, read: ReadCaption | None, trigger_word: str, missing: str) -> str:

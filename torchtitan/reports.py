@@ -212,7 +212,7 @@ class Reports:
             return
         left = (training.steps - state.progress) * training.global_batch_size
         speed = f"{rate:.1f} img/s" if rate else "not timed"
-        eta = f"  ETA {_duration(left / rate)}" if rate else ""
+        eta = f"  ETA {_duration(left / rate * (1 + self._clock.totals().overhead))}" if rate else ""
         mfu = f"  mfu {metrics['mfu(%)']:.1f} %" if "mfu(%)" in metrics else ""
         done = f"step {state.step:>6}/{training.steps}"
         if state.batch_grows:

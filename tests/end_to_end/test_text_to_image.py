@@ -129,6 +129,7 @@ def test_prompts_make_sets_that_are_their_own(trained, tmp_path):
 @pytest.mark.parametrize(
     "words, message",
     [
+        (["--prompt", "a", "--output", "g.png"], "--output: g.png names a picture (give a folder"),
         (["--prompt", "a", "--classes", "1"], "--classes: has no effect with --prompt"),
         (["--prompt", "new", "--pooled-encoder", "stub:32"], "--pooled-encoder: stub:32 is another encoder than that of"),
     ],

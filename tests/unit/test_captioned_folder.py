@@ -357,6 +357,10 @@ REFUSED = {
         r"b\.png: 63 x 64 pixels cover no size of data\.resolutions = \[64\], .* never enlarged \(remove it: a side below 64 .*",
     ),
     "no trigger": (lambda f: write(f, "b.png", caption="a [trigger]"), r"b\.txt: the caption has \[trigger\], and .*"),
+    "two such images": (
+        lambda f: (no_image_inside(f), (f / "a.png").write_bytes(b"none")),
+        r"a\.png: not an image of a known format \(mend or remove it\); 1 more fail: b\.png",
+    ),
     "no image inside": (no_image_inside, r"b\.png: not an image of a known format \(mend or remove it\)"),
     "a caption file and a table": (
         twice_captioned, r"metadata\.csv: row 1: this and .*/c\.txt are two captions for one image \(remove one\)"

@@ -185,7 +185,7 @@ def test_a_run_is_not_resumed_on_another_cache(pictures, tmp_path, capsys):
     longer = [*given, "--data.null_caption", "[trigger]", "--training.steps", "3", "--job.allow_config_change", "false"]
     capsys.readouterr()
     assert run(load_config(longer, 1), lambda: load_config(longer, 1)) == 2
-    changed = "  data: the pictures or captions of the cache have changed, or how they are encoded"
+    changed = "  data: the pictures, captions or prompts of the cache have changed, or how they are encoded"
     said = capsys.readouterr().err
     assert changed in said.splitlines() and "data.path" not in said
     (pictures / "1.txt").write_text("a corrected caption")
@@ -288,6 +288,22 @@ def test_a_finished_run_needs_its_initial_weights_no_more(pictures, tmp_path):
     assert run(load_config(given, 1), lambda: load_config(given, 1)) == 0
     base.unlink()
     assert train([*given, "--check-only"]) == 0 and run(load_config(given, 1), lambda: load_config(given, 1)) == 0
+
+
+def test_a_frozen_network_gets_latents_as_it_was_trained_on_them(pictures, tmp_path):
+    base = tmp_path / "x.safetensors"
+    given = [*words(pictures, tmp_path / "out"), "--lora.enable", "true", "--checkpoint.initial_weights", str(base)]
+    _, weights = weights_of(given)
+    save_file(weights, base)
+    measured = cache_folder(load_config(given, 1))
+    save_file(weights, base, {"config": "[data]\nshift = [0.5, 0.25, 0.0]\nscale = [2.0, 3.0, 4.0]"})
+    folder = fill(given)
+    assert folder != measured
+    assert fill([*given, "--lora.enable", "false"]) == measured  # a network that trains on follows its data
+    for store in open_stores(folder / "train"):
+        found = store.index.normalization
+        assert (found.shift, found.scale, found.source) == ([0.5, 0.25, 0.0], [2.0, 3.0, 4.0], "given")
+    assert {store.index.normalization.source for store in open_stores(measured / "train")} == {"measured"}
 
 
 def test_published_weights_are_imported_for_a_configuration_whose_cache_is_not_filled(pictures, tmp_path):

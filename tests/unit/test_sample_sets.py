@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from torchtitan.conditions import Classes
+from torchtitan.conditions import Classes, Unconditional
 from torchtitan.evaluation.config import SamplingConfig
 from torchtitan.evaluation.sample_plans import (
     SampleNotFinite,
@@ -192,6 +192,10 @@ def test_classes_are_chosen_by_name_or_number():
         chosen(["1", "cat"], ["birds", "fish", "other"])
     with pytest.raises(WeightsError, match=r"'cat' is no class \(the classes have no names: give numbers\)"):
         chosen(["cat"], [])
+    without = SimpleNamespace(info=SimpleNamespace(condition_kind=Unconditional()))
+    assert chosen_classes([], without) == []
+    with pytest.raises(WeightsError, match=r"^--classes: the network has no classes \(leave it out\)$"):
+        chosen_classes(["0"], without)
     with pytest.raises(WeightsError, match=r"--classes: 3 is not in 0\.\.2"):
         chosen(["3"], ["birds", "fish", "other"])
 

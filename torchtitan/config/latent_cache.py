@@ -20,6 +20,7 @@ from torchtitan.conditions import POOLED, TEXT, Embeddings, Unconditional
 from torchtitan.data import DATASETS, LATENT_DATASETS, dataset_info
 from torchtitan.data.base import DatasetError, DatasetInfo, Split
 from torchtitan.files.regular import user_path
+from torchtitan.files.weight_files import WeightsError, recorded_data
 from torchtitan.programs import program
 from torchtitan.settings import only_with, setting
 
@@ -62,23 +63,37 @@ def cache_folder(config: Any) -> Path:
     images = [content_digest(data), data.resolutions, data.image_size, data.horizontal_flip]
     null_caption, prompts = data.filled_texts()
     texts = [data.text_encoder, data.pooled_encoder, data.text_length, null_caption, prompts]
-    decisive = {
+    decisive: dict[str, Any] = {
         "version": _VERSION,
         "images": images,
         "held_out": data.validation_fraction if not data.validation_path else "path",
         "autoencoder": [autoencoder.name, autoencoder.path, autoencoder.dtype, autoencoder.tile],
         "texts": texts if data.text_encoder else [],
-    }
+    } | normalization_of_base(config)
     digest = hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()[:16]
     place = user_path(config.cache.folder) if config.cache.folder else Path(config.job.dump_folder) / "latents"
     name = "".join(letter if letter.isascii() and letter.isalnum() else "_" for letter in user_path(data.path).resolve().name)
     return place / f"{name[:_NAME_LENGTH]}-{digest}"
 
 
+def normalization_of_base(config: Any) -> dict[str, list[float]]:
+    """Shift and scale of the latents that a frozen network was trained on, by its file; none where the file does not say."""
+    return normalization_of_weights(Path(config.checkpoint.initial_weights)) if config.lora.enable else {}
+
+
+def normalization_of_weights(path: Path) -> dict[str, list[float]]:
+    """Shift and scale of the latents by the record in a file of weights; none where it has none, or cannot be read."""
+    try:
+        data = recorded_data(path)
+        return {name: [float(value) for value in data[name]] for name in ("shift", "scale")}
+    except (WeightsError, ValueError, TypeError, KeyError):
+        return {}
+
+
 def without_cache_paths(changes: list[str]) -> list[str]:
     """Lines of `config_differences`, where paths of a folder's caches differ with one that says why."""
     moved = [line for line in changes if _OTHER_CACHE.fullmatch(line)]
-    said = ["data: the pictures or captions of the cache have changed, or how they are encoded"] if moved else []
+    said = ["data: the pictures, captions or prompts of the cache have changed, or how they are encoded"] if moved else []
     return said + [line for line in changes if line not in moved]
 
 

@@ -4,6 +4,7 @@ import contextlib
 import logging
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -11,7 +12,7 @@ import torch.distributed as dist
 from torchtitan.autoencoders import build_autoencoder
 from torchtitan.autoencoders.base import Autoencoder, AutoencoderError
 from torchtitan.config.job import JobConfig
-from torchtitan.config.latent_cache import cache_folder, images_only, is_finished, splits_of
+from torchtitan.config.latent_cache import cache_folder, images_only, is_finished, normalization_of_base, splits_of
 from torchtitan.data import dataset_info
 from torchtitan.data.base import DatasetError
 from torchtitan.data.captioned_folder import CaptionedFolderConfig
@@ -31,6 +32,7 @@ from torchtitan.extraction.extraction_plan import ExtractionOptions
 from torchtitan.extraction.image_source import SourceSplit, open_sources
 from torchtitan.files.durable import make_folder
 from torchtitan.files.run_lock import RunLock
+from torchtitan.latents.index import Normalization
 from torchtitan.pictures.number_text import counted
 from torchtitan.settings.schema import quoted
 from torchtitan.texts import TextEncoderError, TextEncoders, open_encoders
@@ -61,7 +63,7 @@ def fill_cache(config: JobConfig) -> None:
             encoders = on_all_ranks(lambda: _open_text_encoders(config.data), _UNUSABLE, group)
             for split in splits_of(dataset_info(images_only(config.data))):
                 if not from_first_rank(is_finished, folder / split, group=group):
-                    _fill(folder / split, split, config.data, autoencoder, encoders, group)
+                    _fill(folder / split, split, config, autoencoder, encoders, group)
         except LatentStoreError as error:
             raise DatasetError(f"cache.folder: {error}") from error
         except TextEncoderError as error:
@@ -74,14 +76,14 @@ def fill_cache(config: JobConfig) -> None:
 
 
 def _fill(
-    store: Path, split: SourceSplit, data: CaptionedFolderConfig, autoencoder: Autoencoder, encoders: TextEncoders | None,
+    store: Path, split: SourceSplit, config: JobConfig, autoencoder: Autoencoder, encoders: TextEncoders | None,
     group: dist.ProcessGroup | None,
 ) -> None:  # fmt: skip
+    data = config.data
     images = images_only(data)
     options = ExtractionOptions(
         mirrored=data.horizontal_flip,
-        # Published weights are of latents in the autoencoder's own scale.
-        normalization="measured" if autoencoder.normalization is None else "autoencoder",
+        normalization=_normalization(config, autoencoder),
         batch_size=1,  # the largest bucket fits wherever the network does
         num_workers=data.num_workers,
         max_skipped_share=0.0,  # of images with captions by hand, each is meant
@@ -110,6 +112,13 @@ def _fill(
         text = f"{counted(len(cut), 'caption')} longer than data.text_length = {data.text_length} tokens, cut there: {first}"
         logger.warning(text)
     finish_stores(store, stores, group)
+
+
+def _normalization(config: JobConfig, autoencoder: Autoencoder) -> Literal["measured", "autoencoder"] | Normalization:
+    """A frozen network takes latents as it was trained on them; published ones are of the autoencoder's own scale."""
+    if base := normalization_of_base(config):
+        return Normalization(shift=base["shift"], scale=base["scale"], source="given")
+    return "measured" if autoencoder.normalization is None else "autoencoder"
 
 
 def _key(split: SourceSplit, data: CaptionedFolderConfig) -> str:

@@ -42,7 +42,7 @@ class ExtractionOptions:
     """Options of an extraction.
 
     Attributes:
-        normalization: "measured" on the store, or from the "autoencoder"'s own configuration.
+        normalization: "measured" on the store, from the "autoencoder"'s own configuration, or given.
         shard_images: images of the source per file; None: that of `images_per_shard`.
         threads: of torch on the CPU, on each rank.
         num_workers: decoding processes of each rank; 0: the encoding process decodes.
@@ -52,7 +52,7 @@ class ExtractionOptions:
 
     mirrored: bool = True
     dtype: Literal["float16", "bfloat16", "int8"] = "float16"
-    normalization: Literal["measured", "autoencoder"] = "measured"
+    normalization: Literal["measured", "autoencoder"] | Normalization = "measured"
     batch_size: int = 16
     shard_images: int | None = None
     threads: int = 1
@@ -72,7 +72,7 @@ def plan_extraction(
         DatasetError: the source cannot be read.
     """
     shape, posterior = _probe(autoencoder, source.info.image_shape, options.batch_size)
-    normalization = None
+    normalization = options.normalization if isinstance(options.normalization, Normalization) else None
     if options.normalization == "autoencoder":
         if autoencoder.normalization is None:
             raise AutoencoderError(

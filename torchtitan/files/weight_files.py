@@ -5,6 +5,7 @@ import json
 import math
 import os
 import pickle
+import tomllib
 import uuid
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
@@ -59,6 +60,15 @@ def header_of(path: Path) -> dict[str, str]:
     """Header of a safetensors file: its entries beside the tensors. Raises WeightsError."""
     with _opened(path) as file:
         return dict(file.metadata() or {})
+
+
+def recorded_data(path: Path) -> dict[str, Any]:
+    """Table of the data by the record in a file of weights, maybe a stranger's; empty where it has none. Raises WeightsError."""
+    text = header_of(path).get("config", "")
+    try:
+        return dict(tomllib.loads(text)["data"])
+    except (ValueError, TypeError, KeyError):
+        return {}
 
 
 def refuse_not_finite(path: Path, bad: list[str]) -> None:
@@ -266,6 +276,8 @@ def _opened(path: Path) -> Iterator[Any]:
 
 
 def _unreadable(path: Path, error: Exception) -> WeightsError:
+    if isinstance(error, FileNotFoundError):
+        return WeightsError(f"{path}: no such file of weights")
     return WeightsError(f"{path}: is not a readable safetensors file: {first_line(error)}")
 
 

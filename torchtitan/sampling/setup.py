@@ -13,7 +13,7 @@ from typing import Any
 from torchtitan.autoencoders import AUTOENCODERS
 from torchtitan.autoencoders.base import AutoencoderError
 from torchtitan.checkpoint.manifest import MANIFEST
-from torchtitan.conditions import Embeddings, numbered_otherwise
+from torchtitan.conditions import Embeddings, Unconditional, numbered_otherwise
 from torchtitan.distributed.mesh import compute_device
 from torchtitan.errors import look_alike
 from torchtitan.evaluation.config import WITH_WEIGHTS, AutoencoderConfig, SamplingConfig
@@ -159,6 +159,8 @@ def chosen_classes(given: Sequence[str | int], trained: TrainedModel) -> list[in
     Raises WeightsError: there is no such class.
     """
     kind = trained.info.condition_kind
+    if given and isinstance(kind, Unconditional):
+        raise WeightsError("--classes: the network has no classes (leave it out)")
     if list(given) == ["all"] and kind.choices and kind.number_of("all") is None:
         return list(range(kind.choices))
     for word in map(str, given):

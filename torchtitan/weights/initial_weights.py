@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torchtitan.checkpoint.checkpointer import checkpoint_path, checkpoint_steps, newest_good, read_state
 from torchtitan.checkpoint.finding import shares_of
 from torchtitan.config.job import JobConfig
-from torchtitan.config.latent_cache import store_of_latents, trained_info
+from torchtitan.config.latent_cache import normalization_of_weights, store_of_latents, trained_info
 from torchtitan.data.base import DatasetInfo
 from torchtitan.distributed.collectives import from_first_rank, of_all_ranks, on_all_ranks
 from torchtitan.files.remote_path import AnyPath
@@ -37,7 +37,7 @@ from torchtitan.models.published_layouts import ConversionError
 from torchtitan.programs import pasted
 from torchtitan.runs.folder import RunFolder
 from torchtitan.runs.ownership import CONFIG_FILE
-from torchtitan.weights.model_record import class_names_of_weights, normalization_of_weights
+from torchtitan.weights.model_record import class_names_of_weights
 from torchtitan.weights.network import check_base, check_objective, network_on_meta
 
 logger = logging.getLogger(__name__)

@@ -25,7 +25,7 @@ from torchtitan.data import DatasetInfo
 from torchtitan.errors import CheckpointError
 from torchtitan.files.regular import read_toml
 from torchtitan.files.remote_path import AnyPath
-from torchtitan.files.weight_files import header_of
+from torchtitan.files.weight_files import header_of, recorded_data
 from torchtitan.latents.captions import NULL_CAPTION
 from torchtitan.settings import setting
 from torchtitan.settings.record import effective
@@ -140,19 +140,8 @@ def record_of_weights(path: Path) -> ModelRecord | None:
 
 def class_names_of_weights(path: Path) -> list[str]:
     """Names of the classes by the record in a file of weights; none where it has none. Raises WeightsError."""
-    try:
-        return [str(name) for name in tomllib.loads(header_of(path).get(CONFIG, ""))["data"]["class_names"]]
-    except (ValueError, TypeError, KeyError):
-        return []
-
-
-def normalization_of_weights(path: Path) -> dict[str, list[float]]:
-    """Shift and scale of the latents by the record in a file of weights; none where it has none. Raises WeightsError."""
-    try:
-        data = tomllib.loads(header_of(path).get(CONFIG, ""))["data"]
-        return {name: [float(value) for value in data[name]] for name in ("shift", "scale")}
-    except (ValueError, TypeError, KeyError):
-        return {}
+    names = recorded_data(path).get("class_names", [])
+    return [str(name) for name in names] if isinstance(names, list) else []
 
 
 def record_of_checkpoint(folder: Path, checkpoint: AnyPath) -> ModelRecord | None:

@@ -97,7 +97,7 @@ def parse_arguments(words: list[str]) -> argparse.Namespace:
     command = commands.add_parser("convert-adapter", help="write a file of an adapter in another layout")
     command.set_defaults(command=convert_adapter)
     command.add_argument("file", type=Path, help=".safetensors file of an adapter, in any layout that is known")
-    command.add_argument("config", type=Path, metavar="CONFIG", help="configuration of the model")
+    command.add_argument("config", type=Path, metavar="CONFIG", help="TOML file of the model, as RUN/config.toml")
     command.add_argument("--adapter", choices=ADAPTER_LAYOUTS, required=True, help="layout to write")
     add_output(command, "file to write")
     arguments = parser.parse_args(words)

@@ -97,6 +97,8 @@ def refuse_unused(arguments: argparse.Namespace) -> None:
 def check(arguments: argparse.Namespace, setup: SamplingSetup) -> None:
     """Check the options of a grid or a set. Raises WeightsError: one cannot be used."""
     config = setup.trained.config
+    if arguments.output and arguments.output.suffix == ".png":
+        raise WeightsError(f"--output: {arguments.output} names a picture (give a folder, which pictures are written to)")
     check_prompted(setup.trained)
     if arguments.prompt and arguments.classes is not None:
         raise WeightsError("--classes: has no effect with --prompt (leave one out)")
