@@ -16,7 +16,6 @@ from torchtitan.conditions import Classes, Unconditional, numbered_otherwise
 from torchtitan.config.job import JobConfig
 from torchtitan.config.latent_cache import has_latents
 from torchtitan.data import DATASETS
-from torchtitan.diffusion.objective import ObjectiveConfig
 from torchtitan.diffusion.timesteps.placement import latent_shift
 from torchtitan.distributed.mesh import crosses_nodes
 from torchtitan.evaluation.config import EvaluationConfig
@@ -43,7 +42,7 @@ _GRID = re.compile(r"step-(\d{8})\.png")
 
 
 def introduce(state: RunState) -> None:
-    """Introduce the run: log the model, the data, the layout, and a chosen loss weighting over noise levels."""
+    """Introduce the run: log the model, the data, the layout, and the loss weighting over noise levels."""
     config = state.config
     parameters = f"parameters{' of adapters' if config.lora.enable else ''}"
     logger.info(
@@ -67,7 +66,7 @@ def introduce(state: RunState) -> None:
         logger.warning(warning)
     points = torch.linspace(-6.0, 6.0, 121, dtype=torch.float64)
     weights = state.objective.effective_weight(points)
-    if weights is not None and not _is_default(config.objective):
+    if weights is not None:
         logger.info(_weighting(points, weights))
     for level, line in _methods(state):
         logger.log(level, line)
@@ -154,12 +153,6 @@ def _next_grid(state: RunState) -> str:
         images = step * training.global_batch_size
         return f"{which} sample grid after {images:,} images, in {state.folder.samples}" if step > state.progress else ""
     return f"{which} sample grid at step {step:,}: {state.folder.samples / f'step-{step:08d}.png'}" if step > state.step else ""
-
-
-def _is_default(objective: ObjectiveConfig) -> bool:
-    """True if path, prediction and weighting are the defaults; the start line on weighting is then left out."""
-    default = type(objective)()
-    return all(getattr(objective, key, None) == getattr(default, key, None) for key in ("path", "prediction", "weighting"))
 
 
 def _weighting(points: Tensor, weights: Tensor) -> str:

@@ -8,6 +8,7 @@ import pytest
 from tests.end_to_end.runs import write_config
 from tests.faults.forked import ForkedRun
 from torchtitan_dit.commands import evaluate
+from torchtitan_dit.commands.train import main as train
 
 STEPS = ("--training.steps", "20", "--sampling.interval", "20", "--sampling.num_steps", "2", "--checkpoint.interval", "5")
 
@@ -62,7 +63,7 @@ def test_metrics_are_logged_alike_on_other_ranks_and_after_a_kill_and_leave_the_
     assert last["step"] == 20 and last["fd"]["value"] == wanted[20]["evaluation_metrics/fd"]
 
 
-def test_a_lost_reference_leaves_measurements_out_and_one_that_does_not_serve_is_refused(reference, tmp_path):
+def test_a_lost_reference_leaves_measurements_out_and_one_that_does_not_serve_is_refused(reference, tmp_path, capsys):
     config, copy = write_config(tmp_path), tmp_path / "copy.npz"
     shutil.copy(reference, copy)
     run = ForkedRun(config, "lost", *measured_every_eight_steps(str(copy)))
@@ -74,3 +75,4 @@ def test_a_lost_reference_leaves_measurements_out_and_one_that_does_not_serve_is
     codes, said = ForkedRun(config, "few", *few).wait()
     assert codes == [2] and "64 features from 64 images" in said[0] and "evaluation.allow_small = true" in said[0]
     assert not (tmp_path / "outputs" / "few").exists()
+    assert train([str(config), *few, "--check-only"]) == 2 and "64 features from 64 images" in capsys.readouterr().err

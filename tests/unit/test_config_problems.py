@@ -27,7 +27,7 @@ UNLABELLED = SYNTHETIC + "num_classes = 0\n"
 BAD_FILES = [
     (
         "[training]\nlocal_batch_size = -1",
-        "training.local_batch_size: only one of it and training.global_batch_size can be -1",
+        "training.local_batch_size: is -1, and so is training.global_batch_size (set one of the two to a number)",
     ),
     (
         "[training]\nlocal_batchsize = 3",

@@ -28,7 +28,7 @@ def _degrees(checked: ConfigView) -> Iterator[Problem]:
     if context > 1:
         processes = f"the {counted(ranks, 'group')} of {context} processes"
     if replicas == shards == -1:
-        yield Problem(f"parallelism.{keys[0]}", f"only one of it and parallelism.{keys[1]} can be -1")
+        yield Problem(f"parallelism.{keys[0]}", f"is -1, and so is parallelism.{keys[1]} (set one of the two to a number)")
     elif -1 in degrees:
         known = degrees.index(max(degrees))
         if ranks % degrees[known]:
@@ -50,7 +50,7 @@ def _started_by(processes: int) -> str:
 def batch_sizes(checked: ConfigView) -> Iterator[Problem]:
     wanted, local, ranks = checked.training.global_batch_size, checked.training.local_batch_size, checked.data_ranks
     if wanted == local == -1:
-        yield Problem("training.local_batch_size", "only one of it and training.global_batch_size can be -1")
+        yield Problem("training.local_batch_size", "is -1, and so is training.global_batch_size (set one of the two to a number)")
     elif local == 0:
         yield Problem("training.local_batch_size", "must be at least 1, or -1 for a rank's share, is 0")
     elif local == -1 and (wanted == 0 or wanted % ranks):

@@ -9,6 +9,7 @@ from torchtitan.data.base import Split, require_one_shape
 from torchtitan.errors import EvaluationError, unwrapped
 from torchtitan.fidelity.images import ImageSet
 from torchtitan.pictures.grids import to_rgb
+from torchtitan.programs import program
 from torchtitan.training.data_loading import read_checked
 
 
@@ -20,7 +21,8 @@ class DatasetImages(ImageSet):
         self.place = f"dataset {config.name}"
         dataset = DATASETS[config.name]
         if config.name in LATENT_DATASETS or info.image_shape[0] not in (1, 3):
-            raise EvaluationError(f"{self.place}: holds latents, not images (name the dataset that they were made of)")
+            made = f"make a reference of the images that they were made of: {program('evaluate')} reference DATASET --name NAME"
+            raise EvaluationError(f"{self.place}: holds latents, not images ({made})")
         if split == "validation" and not info.has_validation:
             raise EvaluationError(f"--split validation: {self.place} holds out no images here")
         splits: list[Split] = ["train"] if split == "train" else ["validation"]

@@ -4,19 +4,20 @@ import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchtitan.data.base import DatasetError
-from torchtitan.distributed.collectives import from_first_rank, on_all_ranks
+from torchtitan.config.latent_cache import has_latents
+from torchtitan.data import DatasetError, dataset_info
+from torchtitan.distributed.collectives import from_first_rank, group_for_work, on_all_ranks
 from torchtitan.errors import EvaluationError
 from torchtitan.evaluation.config import SPLITS, EvaluationConfig
-from torchtitan.evaluation.decoding import LatentDecoder
-from torchtitan.evaluation.sampling import ImageSampler
+from torchtitan.evaluation.dataset_images import DatasetImages
 from torchtitan.fidelity.extraction import extract_features, own_batches
 from torchtitan.fidelity.extractors import open_extractor
 from torchtitan.fidelity.feature_extractor import FeatureExtractor
@@ -34,6 +35,10 @@ from torchtitan.fidelity.measuring import (
 from torchtitan.fidelity.references import Reference, open_reference
 from torchtitan.pictures.grids import to_rgb
 from torchtitan.programs import program
+
+if TYPE_CHECKING:  # a check of the configuration draws nothing
+    from torchtitan.evaluation.decoding import LatentDecoder
+    from torchtitan.evaluation.sampling import ImageSampler
 
 # Images of the run's split of that name. Raises EvaluationError, DatasetError.
 OpenSplit = Callable[[str], ImageSet]
@@ -74,6 +79,14 @@ class SampleMetrics:
         self._open_split, self._num_classes = open_split, num_classes
         self._features: dict[str, dict[str, FeatureSet]] = {}  # of the references, by role
         on_all_ranks(lambda: self._check(size), (EvaluationError,), group)
+
+    @classmethod
+    def of_run(cls, config: Any, device: torch.device) -> "SampleMetrics":
+        """Metrics of a JobConfig; collective. Raises EvaluationError, DatasetError."""
+        info = dataset_info(config.data)
+        size = None if has_latents(config) else info.image_shape[1:]
+        open_split = partial(DatasetImages, config.data, info)
+        return cls(config.evaluation, device, size, group_for_work(), open_split, info.num_classes)
 
     @property
     def count(self) -> int:
@@ -162,8 +175,8 @@ class SampleMetrics:
 
 
 def measure_samples(
-    metrics: SampleMetrics, sampler: ImageSampler, choices: Tensor, seed: int, *, batch_size: int,
-    decoder: LatentDecoder | None = None, sharded: bool = False, **method: Any,
+    metrics: SampleMetrics, sampler: "ImageSampler", choices: Tensor, seed: int, *, batch_size: int,
+    decoder: "LatentDecoder | None" = None, sharded: bool = False, **method: Any,
 ) -> Measurement:  # fmt: skip
     """Metrics of newly drawn samples; collective.
 

@@ -1,13 +1,11 @@
 """Checks of a run before its folder is made, so that nothing is left behind by one that cannot train."""
 
-from functools import partial
 from typing import TYPE_CHECKING
 
 from torchtitan.config.job import JobConfig
-from torchtitan.config.latent_cache import cache_folder, has_latents, store_of_latents, trained_info
-from torchtitan.data import dataset_info
+from torchtitan.config.latent_cache import cache_folder, store_of_latents, trained_info
 from torchtitan.data.base import DatasetError
-from torchtitan.distributed.collectives import from_first_rank, group_for_work
+from torchtitan.distributed.collectives import from_first_rank
 from torchtitan.distributed.kernel_choices import check_attention
 from torchtitan.distributed.mesh import Layout
 from torchtitan.distributed.precision import DTYPES
@@ -87,13 +85,9 @@ def opened_encoder(config: JobConfig, layout: Layout) -> "OnlineEncoder | None":
 
 def checked_sample_metrics(config: JobConfig, layout: Layout) -> "SampleMetrics":
     """Metrics of samples; collective. Raises EvaluationError."""
-    from torchtitan.evaluation.dataset_images import DatasetImages
     from torchtitan.evaluation.sample_metrics import SampleMetrics
 
-    info = dataset_info(config.data)
-    size = None if has_latents(config) else info.image_shape[1:]
-    open_split = partial(DatasetImages, config.data, info)
-    return SampleMetrics(config.evaluation, layout.device, size, group_for_work(), open_split, info.num_classes)
+    return SampleMetrics.of_run(config, layout.device)
 
 
 def open_folder(folder: RunFolder) -> None:

@@ -116,7 +116,10 @@ def write_and_report(
     plan = store.plan
     if is_first() and store.pending:
         size = readable_size(estimated_size(plan))
-        print(f"{store.folder}: {len(store.source):,} images in {plan.num_shards} files, about {size} in all", flush=True)
+        held_out = arguments.split == "train" and store.source.info.has_validation
+        left_out = ", without those held out (--split validation)" if held_out else ""
+        images = f"{len(store.source):,} images{left_out}"
+        print(f"{store.folder}: {images} in {plan.num_shards} files, about {size} in all", flush=True)
     part = options.part
     try:
         cut, speed = write_store(store, autoencoder, encoders, options, group)

@@ -74,7 +74,7 @@ def main(words: list[str] | None = None) -> int:
             from torchtitan.run import run  # the configuration is checked before anything heavy is imported
 
         return run(config, lambda: load_config(arguments, world_size), anew=smoke)
-    if problem := _folder_problem(config) or _start_problem(config) or _decoder_problem(config):
+    if problem := _folder_problem(config) or _start_problem(config) or _decoder_problem(config) or _metrics_problem(config):
         print(problem, file=sys.stderr)
         return REFUSED
     degrees, name = config.parallelism.degrees, config.job.config_file or "configuration"
@@ -125,6 +125,23 @@ def _decoder_problem(config: JobConfig) -> Exception | None:
     try:
         run_decoder(config.autoencoder, store_of_latents(config))
     except (AutoencoderError, DatasetError) as error:
+        return error
+    return None
+
+
+def _metrics_problem(config: JobConfig) -> Exception | None:
+    """Problem of the measurements of samples, as of too few or a missing reference; None if there is none."""
+    if config.cache.enable or not config.evaluation.enable:
+        return None
+    import torch
+
+    from torchtitan.data import DatasetError
+    from torchtitan.errors import EvaluationError
+    from torchtitan.evaluation.sample_metrics import SampleMetrics
+
+    try:
+        SampleMetrics.of_run(config, torch.device("cpu"))
+    except (EvaluationError, DatasetError) as error:
         return error
     return None
 
