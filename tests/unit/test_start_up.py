@@ -13,7 +13,7 @@ from scripts.draw_architecture import read_imports, read_modules
 
 ROOT = Path(__file__).resolve().parents[2]
 HEAVY = (
-    "PIL", "datasets", "diffusers", "fsspec", "matplotlib", "pyarrow", "scipy", "sklearn", "sympy", "tensorboard",
+    "datasets", "diffusers", "fsspec", "matplotlib", "pyarrow", "scipy", "sklearn", "sympy", "tensorboard",
     "torch._dynamo", "torch._inductor", "torch.distributed.checkpoint", "torch.distributed.fsdp", "torch.distributed.tensor",
     "torchao",
     "torchtitan.checkpoint.checkpointer", "torchtitan.distributed.parallelize", "torchtitan.gns.monitor",

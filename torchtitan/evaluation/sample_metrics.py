@@ -12,8 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchtitan.config.latent_cache import has_latents
-from torchtitan.data import DatasetError, dataset_info
+from torchtitan.data import DataConfig, DatasetError, dataset_info
 from torchtitan.distributed.collectives import from_first_rank, group_for_work, on_all_ranks
 from torchtitan.errors import EvaluationError
 from torchtitan.evaluation.config import SPLITS, EvaluationConfig
@@ -81,12 +80,11 @@ class SampleMetrics:
         on_all_ranks(lambda: self._check(size), (EvaluationError,), group)
 
     @classmethod
-    def of_run(cls, config: Any, device: torch.device) -> "SampleMetrics":
-        """Metrics of a JobConfig; collective. Raises EvaluationError, DatasetError."""
-        info = dataset_info(config.data)
-        size = None if has_latents(config) else info.image_shape[1:]
-        open_split = partial(DatasetImages, config.data, info)
-        return cls(config.evaluation, device, size, group_for_work(), open_split, info.num_classes)
+    def of_run(cls, config: EvaluationConfig, data: DataConfig, device: torch.device, latents: bool) -> "SampleMetrics":
+        """Metrics of a run on these data; collective. Raises EvaluationError, DatasetError."""
+        info = dataset_info(data)
+        size = None if latents else info.image_shape[1:]
+        return cls(config, device, size, group_for_work(), partial(DatasetImages, data, info), info.num_classes)
 
     @property
     def count(self) -> int:

@@ -87,7 +87,7 @@ def checked_sample_metrics(config: JobConfig, layout: Layout) -> "SampleMetrics"
     """Metrics of samples; collective. Raises EvaluationError."""
     from torchtitan.evaluation.sample_metrics import SampleMetrics
 
-    return SampleMetrics.of_run(config, layout.device)
+    return SampleMetrics.of_run(config.evaluation, config.data, layout.device, has_latents(config))
 
 
 def open_folder(folder: RunFolder) -> None:

@@ -135,12 +135,13 @@ def _metrics_problem(config: JobConfig) -> Exception | None:
         return None
     import torch
 
+    from torchtitan.config.latent_cache import has_latents
     from torchtitan.data import DatasetError
     from torchtitan.errors import EvaluationError
     from torchtitan.evaluation.sample_metrics import SampleMetrics
 
     try:
-        SampleMetrics.of_run(config, torch.device("cpu"))
+        SampleMetrics.of_run(config.evaluation, config.data, torch.device("cpu"), has_latents(config))
     except (EvaluationError, DatasetError) as error:
         return error
     return None
