@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from torchtitan.config.job import JobConfig
-from torchtitan.config.latent_cache import cache_folder, store_of_latents, trained_info
+from torchtitan.config.latent_cache import cache_folder, has_latents, store_of_latents, trained_info
 from torchtitan.data.base import DatasetError
 from torchtitan.distributed.collectives import from_first_rank
 from torchtitan.distributed.kernel_choices import check_attention
