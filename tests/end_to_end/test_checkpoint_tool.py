@@ -174,6 +174,10 @@ def test_list_shows_good_and_damaged_checkpoints(run, damaged, command):
     rows = [line.split(maxsplit=6) for line in output.splitlines()[1:]]
     assert code == 0
     assert [(row[0], *row[5:]) for row in rows] == [("2", "good", "ema, slow"), ("4", "good", "ema, slow")]
+    folder = run.folder / "checkpoint"
+    assert command("list", folder)[1] == output and command("list", folder / "step-00000004")[1].splitlines()[1:] == [
+        output.splitlines()[2]
+    ]
     code, output, _ = command("list", damaged)
     rows = [line.split(maxsplit=6) for line in output.splitlines()[1:]]
     assert code == 0 and rows[0][5] == "good"
@@ -181,6 +185,8 @@ def test_list_shows_good_and_damaged_checkpoints(run, damaged, command):
 
 
 def test_verify_names_the_damaged_checkpoint(run, damaged, command):
+    code, output, _ = command("verify", damaged / "checkpoint")
+    assert code == 1 and len(output.splitlines()) == 2
     code, output, _ = command("verify", run.folder)
     whole = ["config.toml", "metrics.jsonl", "summary.json", "step-00000002", "step-00000004"]
     assert code == 0 and [Path(line.removesuffix(": good")).name for line in output.splitlines()] == whole

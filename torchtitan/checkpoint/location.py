@@ -4,6 +4,7 @@ import importlib
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from torchtitan.checkpoint.manifest import checkpoint_steps
 from torchtitan.errors import CheckpointError
 from torchtitan.extras import install_packages
 from torchtitan.files.regular import read_toml
@@ -29,7 +30,7 @@ def location(text: str) -> AnyPath:
 
 
 def run_checkpoints(run: AnyPath) -> AnyPath:
-    """Folder of an existing run's checkpoints, from its config.toml; a URL is that folder itself.
+    """Folder of an existing run's checkpoints, from its config.toml; a URL, or a folder of checkpoints, is that folder itself.
 
     Raises:
         CheckpointError: config.toml cannot be read and the run's folder holds none; or the store cannot be opened.
@@ -44,7 +45,7 @@ def run_checkpoints(run: AnyPath) -> AnyPath:
         if not isinstance(folder, str) or not isinstance(name, str):
             raise ValueError("checkpoint.folder or job.name is no text")
     except FileNotFoundError:
-        return own
+        return run if checkpoint_steps(run) else own
     except (OSError, ValueError, AttributeError) as error:
         if own.is_dir():
             return own

@@ -33,12 +33,12 @@ class Finding:
 
 
 def check_run(run: AnyPath) -> Iterator[Finding]:
-    """Check everything of a run that a resume or an analysis needs; checkpoints, the only content of a URL, come last.
+    """Check everything of a run, or of a folder of checkpoints, that a resume or an analysis needs; checkpoints come last.
 
     Raises:
         CheckpointError: their store does not answer, or their place is not known.
     """
-    if isinstance(run, RemotePath):
+    if isinstance(run, RemotePath) or checkpoint_steps(run) and not (run / "config.toml").exists():
         yield from _checkpoints(run)
         return
     yield _finding(run / "config.toml", _config, "remove it and start the run's command again: it is written anew")

@@ -204,7 +204,9 @@ def is_checkpoint(path: AnyPath) -> bool:
 
 
 def checkpoints_of(run: AnyPath) -> list[AnyPath]:
-    """Checkpoints of a run, oldest first."""
+    """Checkpoints of a run, oldest first; the one that it is itself."""
+    if is_checkpoint(run):
+        return [run]
     if not run.is_dir():
         raise CheckpointError(f"{run}: no such run folder or checkpoint")
     folder = run_checkpoints(run)
