@@ -40,6 +40,7 @@ BAD_FILES = [
     ('[training]\n"a\\nb" = 5', r"training.'a\nb': unknown key (--help training lists its keys)"),
     ("[trainig]\nsteps = 5", "trainig: unknown section (did you mean training?)"),
     ("[memory_estimation]\nenable = true", "memory_estimation: unknown section (scripts/estimate.py CONFIG estimates memory)"),
+    ("[axes]\nlayout = []", "is a grid of runs, which scripts/sweep.py trains (give the configuration of one run)"),
     ("steps = 5", "steps: is in no section (did you mean training.steps?)"),
     ('[training]\nsteps = "10"', "training.steps: must be an integer, is '10'"),
     ("[training]\nsteps = 0", "training.steps: must be at least 1, is 0"),

@@ -6,6 +6,7 @@ from typing import Any
 
 from torchtitan.errors import ConfigError, unwrapped
 from torchtitan.files import regular
+from torchtitan.programs import program
 from torchtitan.settings.plugins import PluginError, load_plugins, plugin_names, unloaded
 from torchtitan.settings.record import CONFIG_HEADER
 from torchtitan.settings.schema import nearest, quoted
@@ -31,7 +32,10 @@ def read_toml(path: str) -> tuple[dict[str, Any], list[str]]:
     """
     try:
         path = shipped(path) or path
-        return regular.read_toml(path), []
+        document = regular.read_toml(path)
+        if "axes" not in document:
+            return document, []
+        reason = f"is a grid of runs, which {program('sweep')} trains (give the configuration of one run)"
     except FileNotFoundError:
         known = [file.relative_to(SHIPPED).with_suffix("").as_posix() for file in SHIPPED.rglob("*.toml")]
         name = path.removeprefix(f"{SHIPPED.name}/").removesuffix(".toml")
