@@ -16,7 +16,7 @@ from torchtitan.alignment.config import AlignmentConfig
 from torchtitan.checkpoint.config import CheckpointConfig
 from torchtitan.config.checks import find_problems, resolve
 from torchtitan.config.latent_cache import CacheConfig
-from torchtitan.config.toml_file import load_named_plugins, read_toml, shown_file
+from torchtitan.config.toml_file import load_named_plugins, read_configuration, shown_file
 from torchtitan.config.view import ConfigView
 from torchtitan.data import DATASETS, DataConfig, DatasetInfo
 from torchtitan.data.image_files import own_pictures_advice
@@ -176,7 +176,7 @@ def _read(argv: list[str]) -> tuple[dict[str, str], str | None, dict[str, Any]]:
     path = expanded(flags.pop("job.config_file", None))
     document: dict[str, Any] = {}
     if path is not None:
-        document, failure = read_toml(path)
+        document, failure = read_configuration(path)
         advice = own_pictures_advice(path) if failure else ""
         unreadable += [f"{line} ({advice})" if advice else line for line in failure]
     if unreadable:

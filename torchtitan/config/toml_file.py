@@ -32,10 +32,7 @@ def read_toml(path: str) -> tuple[dict[str, Any], list[str]]:
     """
     try:
         path = shipped(path) or path
-        document = regular.read_toml(path)
-        if "axes" not in document:
-            return document, []
-        reason = f"is a grid of runs, which {program('sweep')} trains (give the configuration of one run)"
+        return regular.read_toml(path), []
     except FileNotFoundError:
         known = [file.relative_to(SHIPPED).with_suffix("").as_posix() for file in SHIPPED.rglob("*.toml")]
         name = path.removeprefix(f"{SHIPPED.name}/").removesuffix(".toml")
@@ -50,6 +47,14 @@ def read_toml(path: str) -> tuple[dict[str, Any], list[str]]:
     except ValueError as failure:
         reason = f"TOML syntax: {unwrapped(failure)}"
     return {}, [f"{shown_file(path)}: {reason}"]
+
+
+def read_configuration(path: str) -> tuple[dict[str, Any], list[str]]:
+    """Read a configuration's TOML file, as `read_toml`; a grid of runs is none."""
+    document, failure = read_toml(path)
+    if "axes" in document:
+        return {}, [f"{shown_file(path)}: is a grid of runs, which {program('sweep')} trains (give the configuration of one run)"]
+    return document, failure
 
 
 def _is_record(path: str) -> bool:
