@@ -174,7 +174,7 @@ def test_a_job_on_one_node_finds_the_repository_and_queues_an_interrupted_run_ag
     (repository / "torchtitan").symlink_to(ROOT / "torchtitan")
     (repository / "scripts" / "status.sh").symlink_to(ROOT / "scripts" / "status.sh")
     train = repository / "scripts" / "train.sh"
-    train.write_text(f'#!/usr/bin/env bash\necho "$PWD $NGPU $*"\nexit {code}\n')
+    train.write_text(f'#!/usr/bin/env bash\necho "$PWD $NGPU $TORCH_ELASTIC_SHUTDOWN_TIMEOUT $*"\nexit {code}\n')
     scontrol = tmp_path / "scontrol"
     scontrol.write_text(SCONTROL)
     for path in (train, scontrol):
@@ -192,10 +192,10 @@ def test_a_job_on_one_node_finds_the_repository_and_queues_an_interrupted_run_ag
         return subprocess.run(command, text=True, env=environment, capture_output=True, cwd=spool, timeout=60)
 
     submitted = job(SLURM_SUBMIT_DIR=str(repository))
-    assert (submitted.returncode, submitted.stdout) == (code, f"{repository} 8 a.toml --training.steps 3\n"), submitted
+    assert (submitted.returncode, submitted.stdout) == (code, f"{repository} 8 240 a.toml --training.steps 3\n"), submitted
     assert (tmp_path / "requeued").read_text() == queued
     named = job(SLURM_SUBMIT_DIR=str(spool), REPOSITORY=str(repository), NGPU="1")
-    assert named.stdout == f"{repository} 1 a.toml --training.steps 3\n"
+    assert named.stdout == f"{repository} 1 240 a.toml --training.steps 3\n"
     without = job(SLURM_SUBMIT_DIR=str(repository), SLURM_GPUS_ON_NODE="")
     assert without.returncode == 2 and without.stderr.startswith("one_node.slurm: the job has no GPUs (submit with")
     elsewhere = job(SLURM_SUBMIT_DIR=str(spool))

@@ -131,9 +131,10 @@ class RunFolder:
         changes = config_differences(old, self._config) if old else []
         if changes and not self._only_longer(old, changes):
             advice = "give another --job.name, or --job.allow_config_change true to resume it nevertheless"
+            place = self.checkpoints if damage else self.path  # whichever has the record
             raise RunFolderError(
                 [
-                    f"{self.path}: holds a run of another configuration ({advice})",
+                    f"{place}: holds a run of another configuration ({advice})",
                     *(f"  {line}" for line in without_cache_paths(changes)),
                 ]
             )
