@@ -12,7 +12,7 @@ from torchtitan.experiments.folder import ExperimentError
 from torchtitan.experiments.grid import read_sweep
 from torchtitan.experiments.launchers.choice import Launching, add_launcher_options
 from torchtitan.experiments.record import SweepFolder
-from torchtitan.experiments.runner import SweepPlan, Task, plan_sweep, run_sweep, slurm_commands, value_text
+from torchtitan.experiments.runner import RETRIED, SweepPlan, Task, plan_sweep, run_sweep, slurm_commands, value_text
 from torchtitan.pictures.number_text import counted
 from torchtitan.processes.command_line import OneLineParser, assignment, at_least, refusing
 
@@ -42,6 +42,8 @@ def main(words: list[str] | None = None) -> int:
     counts = Counter(row["status"] for row in rows)
     print(f"{folder.path}: {counted(len(rows), 'run')}: {', '.join(f'{count} {status}' for status, count in counts.items())}"
           f" (speed and memory: optimization_analysis.py {folder.path})")  # fmt: skip
+    if any(counts[status] for status in RETRIED):
+        print("--retry-failed runs those anew that failed, timed out, were killed or refused")
     return 0 if counts["ok"] and not any(counts[status] for status in _UNSUCCESSFUL) else 1
 
 
