@@ -26,7 +26,7 @@ from torchtitan.gns.config import is_drawn
 from torchtitan.run_pictures import RunPictures
 from torchtitan.settings.record import effective
 from torchtitan.state.run_state import RunState
-from torchtitan.summary import RunSummary
+from torchtitan.summary import RunSummary, with_conditions
 from torchtitan.training.clock import Phases, RunClock
 from torchtitan.training.hardware import ALLOCATOR_RETRIES, PEAK_MEMORY, memory_metrics, peak_tflops, reset_peak_memory
 from torchtitan.training.hardware_description import describe_hardware
@@ -83,7 +83,7 @@ class Reports:
         # Steps that measure the gradients of single samples have separate graphs.
         expected = max(_STEPS_TO_COMPILE, config.gns.interval if config.gns.enable and config.gns.single_pass else 0)
         self._compilations = CompileCounter(expected)
-        self._results: dict[str, Any] = dict(state.reported["results"])
+        self._results = with_conditions(state.reported["results"], state)
         self._outputs = OptionalOutputs()
         self._pictures = RunPictures(state.folder, config.job.name, self._outputs)
         self._hardware = describe_hardware(self._device, state.layout.world_size)
@@ -113,7 +113,7 @@ class Reports:
             self._log = self._new_log()
         self._noise_points = self._new_noise_points()
         self._clock.roll_back(self._state.reported["clock"])
-        self._results = dict(self._state.reported["results"])
+        self._results = with_conditions(self._state.reported["results"], self._state)
         self._bar.n = self._state.progress
         self._bar.refresh()
         self._rates.restart(self._state.step)

@@ -1,6 +1,7 @@
 """Summary that closes a run, and messages about files that could not be written."""
 
 import logging
+from collections.abc import Mapping
 from typing import Any
 
 from torchtitan import errors
@@ -12,12 +13,13 @@ from torchtitan.settings.plugins import loaded_plugins
 from torchtitan.state.run_state import RunState
 from torchtitan.training.clock import RunClock
 from torchtitan.training.hardware import device_name
+from torchtitan.training.metric_points import TIMED
 from torchtitan.training.metrics import METRICS_FILE, MetricsLog, tail_medians
 
 logger = logging.getLogger(__name__)
 
-_TAIL_TAGS = (
-    "loss_metrics/global_avg_loss",
+_LOSS = ("loss_metrics/global_avg_loss",)
+_SPEEDS = (
     "throughput(img/s)",
     "throughput(tps)",
     "tflops",
@@ -25,6 +27,16 @@ _TAIL_TAGS = (
     "time_metrics/end_to_end(s)",
     "time_metrics/data_loading(%)",
 )
+
+
+def with_conditions(results: Mapping[str, Any], state: RunState) -> dict[str, Any]:
+    """Results of a checkpoint, with what a run's speeds depend on now, and the last step at which that was otherwise."""
+    config, device = state.config, device_name(state.layout.device)
+    layout, batch = config.parallelism.degrees.describe(), config.training.describe_batch(config.parallelism.data_ranks)
+    compiled = f"compile {config.compile.mode}" if config.compile.enable else "eager"
+    now = f"{layout} on {device}; {batch}; {compiled}; activation checkpointing {config.activation_checkpoint.mode}"
+    before = results.get(TIMED, {"as": now, "after_step": 0})
+    return {**results, TIMED: before if before["as"] == now else {"as": now, "after_step": state.step}}
 
 
 class RunSummary:
@@ -86,7 +98,7 @@ class RunSummary:
             "hardware": self._hardware,
             "num_parameters": state.num_parameters,
             "flops_per_image": state.flops_per_image,
-            "tail_medians": self._tail_medians(),
+            "tail_medians": self._tail_medians(results[TIMED]["after_step"]),
             **({"compile": self._compilations.counts()} if config.compile.enable else {}),
             "clock": self._clock.totals().summary(),
             **results,
@@ -95,10 +107,10 @@ class RunSummary:
             **({"plugins": plugins} if (plugins := loaded_plugins()) else {}),
         }
 
-    def _tail_medians(self) -> dict[str, float]:
+    def _tail_medians(self, timed_after: int) -> dict[str, float]:
         path = self._state.folder.path / METRICS_FILE
         try:
-            return tail_medians(path, _TAIL_TAGS)
+            return tail_medians(path, _LOSS) | tail_medians(path, _SPEEDS, timed_after)
         except OSError as error:
             logger.error(f"{path}: cannot be read: {errors.reason(error)}; the summary has no medians")
             return {}

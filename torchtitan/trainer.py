@@ -107,7 +107,8 @@ class Trainer:
         """Line that answers a request to stop, of one rank: a step, a grid or a validation may take minutes to its end."""
         if self.state.layout.rank != 0:
             return ""
-        return "stopping: finishing this step" + (", then saving" if self.config.checkpoint.enable else "")
+        steps = "this step" if self.state.layout.world_size == 1 else "this step and perhaps the next"  # until all ranks know
+        return f"stopping: finishing {steps}" + (", then saving" if self.config.checkpoint.enable else "")
 
     def _loop(self, stop: StopRequest) -> int:
         state, signal_number, save_due = self.state, 0, False

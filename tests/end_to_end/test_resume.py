@@ -1,6 +1,7 @@
 """A run that is killed and started again ends as if nothing had happened."""
 
 import signal
+import statistics
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from safetensors.torch import load_file
 
 from tests.end_to_end.runs import Run, checkpoint_tensors, write_config
 from tests.faults.forked import FAULT, ForkedRun
+from torchtitan.runs.record import read_run
 
 LAYOUTS = {"one process": {"ranks": 1}, "FSDP x 2": {"ranks": 2, "shards": 2}}
 
@@ -70,6 +72,14 @@ def test_four_ranks_then_two_then_one_then_four_in_other_layouts_go_on_as_one_ru
         tags = [tag for tag in wanted if tag.startswith(compared)]
         assert {tag: point[tag] for tag in tags} == pytest.approx({tag: wanted[tag] for tag in tags}, rel=1e-5)
     assert sum(tag.startswith("validation") for point in straight.points() for tag in point) >= 6
+    # Speeds are those of the last layout.
+    timed, record = last.summary()["timed"], read_run(last.folder)
+    assert timed["as"].startswith("DDP x 4 on CPU") and 35 <= timed["after_step"] < last.summary()["step"]
+    points = [point for point in last.points() if point["step"] > timed["after_step"]]
+    logged = [point["throughput(img/s)"] for point in points if "throughput(img/s)" in point]
+    assert list(record.speeds("throughput(img/s)").values) == logged
+    assert last.summary()["tail_medians"]["throughput(img/s)"] == statistics.median(logged[len(logged) // 2 :])
+    assert straight.summary()["timed"]["after_step"] == 0
 
 
 def test_a_finished_run_is_compared_with_the_configuration_as_an_unfinished_one_is(config):

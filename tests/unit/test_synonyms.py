@@ -27,8 +27,10 @@ def test_what_is_advised_exists(key):
     (["--training.dataset", "c4"], "(did you mean --data.name?)"),
     (["--training.compile", "true"], "(did you mean --compile.enable true?)"),
     (["--parallelism.tensor_parallel_degree", "2"], "unknown key (there is none: docs/speed.md says when it would pay)"),
-    (["--training.gc_freq", "50"], "--training.gc_freq: unknown key (--help training lists its keys)"),
-    (["--metrics.save_tb_folder", "x"], "--metrics.save_tb_folder: unknown key (--help metrics lists its keys)"),
+    (["--training.gc_freq", "50"], "--training.gc_freq: unknown key (there is none: garbage is collected every 1,000 steps)"),
+    (["--metrics.save_tb_folder", "x"], "unknown key (there is none: profile/trace and tb in the run's folder)"),
+    (["--lr_scheduler.decay_ratio", "0.1"], "(did you mean --lr_scheduler.decay_between, in steps?)"),
+    (["--optimizer.lr"], "command line: --optimizer.lr: needs a value (--optimizer.lr VALUE or --optimizer.lr=VALUE)"),
 ])  # fmt: skip
 def test_the_command_line_is_answered(words, advice):
     with pytest.raises(ConfigError) as caught:

@@ -17,7 +17,7 @@ from torchtitan.errors import DamagedFile, unwrapped
 from torchtitan.files.regular import read_toml
 from torchtitan.settings.sections import filled_in, flattened
 from torchtitan.statistics.interval import Interval, mean_interval, positive_interval
-from torchtitan.training.metric_points import read_points
+from torchtitan.training.metric_points import TIMED, read_points
 
 TRAINING_LOSS = "loss_metrics/global_avg_loss"
 WEIGHTED_ERROR = "loss_metrics/global_avg_weighted_error"  # logged where the loss is another
@@ -191,6 +191,14 @@ class RunRecord:
         """Series of the finite values of one metric; of several at one step the last counts."""
         found = {point["step"]: point[tag] for point in self.points if is_number(point.get(tag))}
         return Series(tuple(found), tuple(map(float, found.values())))
+
+    def speeds(self, tag: str) -> Series:
+        """Series of a metric of speed or memory since layout, device and batch are those of the run's end."""
+        timed = (self.summary or {}).get(TIMED)
+        after = timed.get("after_step") if isinstance(timed, Mapping) else None
+        found = self.series(tag)
+        first = bisect.bisect_right(found.steps, after) if isinstance(after, int) else 0
+        return Series(found.steps[first:], found.values[first:])
 
     def not_finite(self, tag: str) -> int:
         """Number of logged values of a metric that are NaN or infinite."""

@@ -31,7 +31,9 @@ def read_command_line(argv: list[str]) -> tuple[dict[str, str], list[str]]:
             texts[key] = arguments.pop(0)
         else:
             name = shown_name(key)
-            advice = synonym(key, "--") or f"--{name} VALUE or --{name}=VALUE"
+            advice = synonym(key, "--")
+            if not advice or f"--{name}" in advice:
+                advice = f"--{name} VALUE or --{name}=VALUE"
             problems.append(f"command line: --{name}: needs a value ({advice})")
     for word in alone:
         key, equals, text = word.lstrip("-").partition("=")

@@ -40,6 +40,18 @@ SYNONYMS = {
     **dict.fromkeys(
         ("tensor_parallel_degree", "pipeline_parallel_degree"), ("", "there is none: docs/speed.md says when it would pay"),
     ),
+    "lr_scheduler.decay_ratio": ("lr_scheduler.decay_between", ", in steps"),
+    "model.converters": ("float8.enable", " true"),
+    "float8.recipe_name": ("float8.recipe", ""),
+    "training.seq_len": ("", "there is none: the images decide"),
+    "training.gc_freq": ("", "there is none: garbage is collected every 1,000 steps"),
+    "optimizer.implementation": ("", "there is none: it is fused"),
+    "comm.trace_buf_size": ("", "the environment's TORCH_FR_BUFFER_SIZE does that"),
+    **dict.fromkeys(
+        ("profiling.save_traces_folder", "metrics.save_tb_folder"),
+        ("", "there is none: profile/trace and tb in the run's folder"),
+    ),
+    "checkpoint.export_dtype": ("", "--dtype of scripts/checkpoint.py does that"),
     "memory_estimation.*": ("", "scripts/estimate.py CONFIG estimates memory"),
     "fault_tolerance.*": ("", "torchrun --max-restarts restarts a run, see docs/checkpoints.md"),
 }

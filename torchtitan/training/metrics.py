@@ -202,9 +202,9 @@ class MetricsLog:
             self._wandb.close()
 
 
-def tail_medians(path: Path, tags: tuple[str, ...]) -> dict[str, float]:
-    """Median of each tag that was logged over the last half of metrics.jsonl. Raises OSError: it cannot be read."""
-    points = [{tag: point[tag] for tag in tags if tag in point} for point in iter_points(path)]
+def tail_medians(path: Path, tags: tuple[str, ...], after_step: int = 0) -> dict[str, float]:
+    """Median of each tag over the last half of metrics.jsonl's points after a step. Raises OSError: it cannot be read."""
+    points = [{tag: point[tag] for tag in tags if tag in point} for point in iter_points(path) if point["step"] > after_step]
     points = [point for point in points if point]
     tail = points[len(points) // 2 :]
     values = {tag: [point[tag] for point in tail if isinstance(point.get(tag), int | float)] for tag in tags}

@@ -55,7 +55,7 @@ def measure(series: Mapping[str, Series], warmup_steps: int) -> dict[str, Interv
 
 def measure_run(record: RunRecord, warmup_steps: int) -> dict[str, Interval]:
     """Measure a run's folder; MFU by its configuration and device where they are known, whatever version logged it."""
-    found = measure({tag: record.series(tag) for metric in METRICS for tag in metric.tags}, warmup_steps)
+    found = measure({tag: record.speeds(tag) for metric in METRICS for tag in metric.tags}, warmup_steps)
     if TFLOPS.name in found and (peak := _peak_tflops(record)):
         found[MFU.name] = found[TFLOPS.name].scaled(mfu_percent(1.0, peak))
     return found

@@ -65,5 +65,5 @@ def reach(values: Sequence[float], lines: Sequence[Line], log: bool) -> list[flo
 
 def cost(run: RunRecord, tag: str) -> float | None:
     """Cost of a run, as its table and its bar show it: memory's highest logged value, else the median of the tail."""
-    series = run.series(tag)
+    series = run.speeds(tag)
     return max(series.values, default=None) if tag.startswith("memory/") else series.tail_median()

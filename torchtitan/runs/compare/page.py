@@ -60,7 +60,7 @@ def _costs(names: Sequence[Name], runs: Sequence[RunRecord]) -> list[tuple[str, 
     for tag, (title, unit) in COSTS.items():
         bars = []
         for name, run in zip(names, runs, strict=True):
-            value, spread = cost(run, tag), run.series(tag).tail()
+            value, spread = cost(run, tag), run.speeds(tag).tail()
             whisker = (percentile(spread, 0.1), percentile(spread, 0.9)) if spread else ()
             bars.append(Bar(name, name.group, value, *whisker))
         if any(bar.value is not None for bar in bars):
