@@ -120,9 +120,10 @@ def _rows(root: bytes, name: bytes) -> Iterator[tuple[str, str, str]]:
     if not any("file_name" in row and row.keys() & {"text", "caption"} for row in rows):
         say_once(f"{shown}: not read: captions are in columns file_name and text (or caption)")
         return
-    for number, row in enumerate(rows, 1):
+    header = ending_of(name) == b"csv"
+    for number, row in enumerate(rows, 1 + header):
         file, caption = row.get("file_name"), row.get("text") or row.get("caption") or ""
         if not isinstance(file, str) or not isinstance(caption, str):
             raise DatasetError(f"{shown}: row {number}: needs file_name, and text or caption, as texts")
         path = os.path.normpath(os.path.join(os.fsdecode(os.path.dirname(name)), file))
-        yield f"{shown}: row {number}", _stem(path), caption
+        yield f"{shown}: row {number}: {shown_path(os.fsencode(file))}", _stem(path), caption

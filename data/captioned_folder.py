@@ -3,6 +3,7 @@
 import functools
 import hashlib
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -173,7 +174,7 @@ def _open(config: CaptionedFolderConfig, split: Split) -> CaptionedImages:
     if not path:
         raise DatasetError(f"data.{key}: not given; captioned_folder needs a folder of images and captions")
     images = _read_folder(f"data.{key}", path, config.trigger_word, config.missing_caption)
-    place, small, missed, seen = shown_path(images.files.folder), 0, set(), set()
+    place, missed, seen = shown_path(images.files.folder), Counter[int](), set()
 
     def sizes_of(position: int) -> list[tuple[int, int]]:
         width, height = images.sizes[position]
@@ -191,14 +192,12 @@ def _open(config: CaptionedFolderConfig, split: Split) -> CaptionedImages:
     found = _of_each(images.files, sizes_of, range(len(images.sizes)))
     for (width, height), sizes in zip(images.sizes, found, strict=True):
         if larger := [each for each in config.resolutions if bucket_of(width, height, each) is None]:
-            small += 1
             missed.update(larger)
             seen.update(sizes)
-    if small:
+    if missed:
         shown = ", ".join(f"{width} x {height}" for width, height in sorted(seen)[:3]) + (", ..." if len(seen) > 3 else "")
-        lacking = ", ".join(map(str, sorted(missed)))
-        text = f"cover no bucket of {lacking} (data.resolutions), and are not enlarged: seen in {shown}"
-        say_once(f"{place}: {small:,} of {len(images.sizes):,} images {text}")
+        lacking = ", ".join(f"{count:,} of {len(images.sizes):,} no bucket of {each}" for each, count in sorted(missed.items()))
+        say_once(f"{place}: images are not enlarged: {lacking} (data.resolutions); those are seen in {shown}")
     if key == "path" and (count := int(_repeats(images.files).sum())) > len(images.sizes):
         text = f"are {count:,} entries of an epoch: folders named N_name repeat theirs N times"
         say_once(f"{place}: {counted(len(images.sizes), 'image')} {text}")

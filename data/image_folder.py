@@ -22,9 +22,12 @@ from torchtitan.data.image_files import (
     shown_names,
     shown_path,
 )
+from torchtitan.data.left_out import say_once
 from torchtitan.data.splits import chosen_positions, last_of_each_class
 from torchtitan.errors import look_alike
 from torchtitan.settings import setting
+
+_SPLITS = {"train", "training", "val", "valid", "validation", "test"}
 
 
 @dataclass(kw_only=True)
@@ -69,6 +72,9 @@ class ImageFolder(SquareImages):
             check_readable(held_out_files, "data.validation_path")
             has_validation = True
         names = _class_names(config, folders) if config.labels else ()
+        if len(names) > 1 and set(names) <= _SPLITS:
+            advice = "give the folder of training images, and another as data.validation_path"
+            say_once(f"{shown_path(files.folder)}: its classes are {', '.join(names)} ({advice}, if they are splits)")
         return DatasetInfo((3, size, size), class_kind(len(names), names), has_validation)
 
     def __init__(self, config: ImageFolderConfig, split: Split) -> None:

@@ -120,7 +120,9 @@ def _is_finished(config: JobConfig) -> bool:
     folder = RunFolder(config)
     if not folder.is_finished():
         return False
-    if not config.cache.enable:  # without its cache the data that were trained on are unknown
+    if config.cache.enable:  # it is not filled, or was removed
+        folder.check_cache()
+    else:
         folder.check_unchanged()
     if _first():
         print(f"{folder.path}: this run is finished (give another --job.name to train again)")

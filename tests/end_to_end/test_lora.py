@@ -15,9 +15,11 @@ from tests.faults.forked import ForkedRun
 from tests.forked import run_script
 from torchtitan.config.job import load_config
 from torchtitan.data import dataset_info
+from torchtitan.errors import CheckpointError
 from torchtitan.fidelity.images import open_images
 from torchtitan.files.weight_files import named_weights
 from torchtitan.weights.network import new_network
+from torchtitan.weights.trained_model import WeightsError, load_run
 
 QUICK = (
     "--training.steps", "4", "--lr_scheduler.warmup_steps", "0", "--sampling.enable", "false", "--checkpoint.interval", "2",
@@ -80,6 +82,12 @@ def test_samples_need_the_frozen_weights(trained, config, bases, tmp_path):
     saved.write_text(saved.read_text().replace(bases[0].name, bases[1].name))
     result = run_script("scripts/sample.py", str(copy), "--num-steps", "2", "--out", str(tmp_path / "grid"))
     assert result.returncode == 2 and "other frozen weights" in result.stderr
+    saved.write_text(saved.read_text().replace(bases[1].name, "moved.safetensors"))
+    with pytest.raises(WeightsError, match=r"moved\.safetensors: no such file of weights, the base of the adapters \(name it in"):
+        load_run(copy, None, None, torch.device("cpu"))
+    checkpoint = shutil.move(sorted((copy / "checkpoint").iterdir())[-1], tmp_path)
+    with pytest.raises(CheckpointError, match="is of adapters alone, and their base is not known here"):
+        load_run(Path(checkpoint), None, None, torch.device("cpu"))
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from torchtitan.config.job import load_config
 from torchtitan.fidelity.images import open_images
 from torchtitan.run import run
 from torchtitan_dit.commands.checkpoint import main as checkpoint_tool
+from torchtitan_dit.commands.evaluate import main as evaluate
 from torchtitan_dit.commands.extract_latents import main as extract_latents
 
 ENCODERS = ["--text-encoder", "stub:32", "--pooled-encoder", "stub:24", "--text-length", "5"]  # as the debug flavor's
@@ -124,6 +125,15 @@ def test_prompts_make_sets_that_are_their_own(trained, tmp_path):
     ((code, said),) = sample(tmp_path / "other", run_folder, "--prompt", "another text", "a photo of a class1", *words)
     other = pixels_of(tmp_path / "other")
     assert code == 0 and np.array_equal(other[1::2], before[1::2]) and not np.array_equal(other[::2], before[::2])
+
+
+def test_prompts_are_drawn_and_measured(trained, store, tmp_path, capsys):
+    words = [str(trained[0]), "--extractor", "cifar10", "--allow-small", "--count", "4", "--num-steps", "1", "--prompt", "a text"]
+    words += ["--reference", str(store.parent / "photographs"), "--output", str(tmp_path / "found.json")]
+    assert evaluate([*words, "--metrics", "accuracy"]) == 2
+    assert capsys.readouterr().err == "accuracy: cifar10 knows 10 classes, the data have 0 (leave it out)\n"
+    assert evaluate([*words, "--metrics", "kid"]) == 0
+    assert "a text" in (tmp_path / "found.json").read_text()
 
 
 @pytest.mark.parametrize(

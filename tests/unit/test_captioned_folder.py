@@ -287,7 +287,8 @@ def test_what_is_ignored_replaced_and_repeated_is_said_in_a_line_each(tmp_path, 
     assert caplog.messages == [f"{tmp_path}: {line}" for line in (
         "ignoring 1 mask beside images",
         "the trigger word alone is the caption of 2 of 4 images",
-        "4 of 4 images cover no bucket of 128, 1024 (data.resolutions), and are not enlarged: seen in 64 x 64, 64 x 128",
+        "images are not enlarged: 4 of 4 no bucket of 128, 4 of 4 no bucket of 1024 (data.resolutions); those are seen in "
+        "64 x 64, 64 x 128",
         "4 images are 10 entries of an epoch: folders named N_name repeat theirs N times",
     )]  # fmt: skip
 
@@ -363,11 +364,11 @@ REFUSED = {
     ),
     "no image inside": (no_image_inside, r"b\.png: not an image of a known format \(mend or remove it\)"),
     "a caption file and a table": (
-        twice_captioned, r"metadata\.csv: row 1: this and .*/c\.txt are two captions for one image \(remove one\)"
+        twice_captioned, r"metadata\.csv: row 2: c\.png: this and .*/c\.txt are two captions for one image \(remove one\)"
     ),
     "a table of no such image": (
         lambda f: (f / "metadata.csv").write_text("file_name,text\nb.png,a thing\n"),
-        r"metadata\.csv: row 1: a caption without an image \(add the image, or remove the caption\)",
+        r"metadata\.csv: row 2: b\.png: a caption without an image \(add the image, or remove the caption\)",
     ),
 }  # fmt: skip
 

@@ -137,6 +137,8 @@ def test_the_picture_of_held_out_latents_is_spread_over_them(encoded):
     folder, index, matrix = encoded
 
     class HeldOut:
+        buckets = None
+
         def __len__(self) -> int:
             return 70
 
@@ -152,3 +154,6 @@ def test_the_picture_of_held_out_latents_is_spread_over_them(encoded):
         captions=class_labels((dataset.asked % 3).tolist(), CLASS_NAMES),
     )  # fmt: skip
     assert np.abs(np.asarray(picture).astype(int) - np.asarray(by_hand)).max() <= 1
+    dataset.buckets = [20, 40, 10]  # images of other shapes are in none of its batches
+    held_out_picture(dataset, decoder_of(folder), CLASS_NAMES)
+    assert len(dataset.asked) == 32 and (dataset.asked[0], dataset.asked[-1]) == (20, 58)

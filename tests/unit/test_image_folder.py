@@ -117,6 +117,11 @@ def test_numbered_folders_are_classes_in_the_order_of_their_numbers(tmp_path):
     assert ImageFolder.info(config).class_names == ("0", "1", "10", "2", "other")
 
 
+def test_splits_that_are_taken_for_classes_are_said(tmp_path, caplog):
+    assert ImageFolder.info(config_of(folder_of(tmp_path, ("train", "val"), 2))).class_names == ("train", "val")
+    assert f"{tmp_path}: its classes are train, val (give the folder of training images, and another as" in caplog.text
+
+
 def test_a_classes_file_may_begin_with_a_mark_and_end_with_an_empty_line(tmp_path):
     folder_of(tmp_path / "images", ("b", "caf\xe9"), 2)
     file = tmp_path / "classes.txt"

@@ -188,9 +188,15 @@ def test_a_run_is_not_resumed_on_another_cache(pictures, tmp_path, capsys):
     changed = "  data: the pictures, captions or prompts of the cache have changed, or how they are encoded"
     said = capsys.readouterr().err
     assert changed in said.splitlines() and "data.path" not in said
+    shutil.copytree(pictures, tmp_path / "renamed")  # the same pictures
+    moved = [str(tmp_path / "renamed") if word == str(pictures) else word for word in given]
+    moved += ["--training.steps", "3", "--job.allow_config_change", "false"]
+    assert run(load_config(moved, 1), lambda: load_config(moved, 1)) == 0
     (pictures / "1.txt").write_text("a corrected caption")
     _read_folder.cache_clear()
-    given += ["--training.steps", "3", "--job.allow_config_change", "false"]
+    assert run(load_config(given, 1), lambda: load_config(given, 1)) == 2
+    assert "out/run: holds a finished run on other pictures, captions or prompts (" in capsys.readouterr().err
+    given += ["--training.steps", "4", "--job.allow_config_change", "false"]
     assert run(load_config(given, 1), lambda: load_config(given, 1)) == 2
     assert changed in capsys.readouterr().err.splitlines()
 

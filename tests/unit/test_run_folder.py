@@ -116,7 +116,9 @@ def test_a_configuration_cut_off_beside_checkpoints_without_a_record_is_refused(
     (run.path / "config.toml").write_bytes(b"")
     with pytest.raises(RunFolderError, match="config.toml: is empty, and no checkpoint has a record of the configuration"):
         run_at(tmp_path).open()
-    opened(run_at(tmp_path, "--job.allow_config_change", "true"))
+    allowed = opened(run_at(tmp_path, "--job.allow_config_change", "true"))
+    allowed.record()
+    assert "allow_config_change = true" not in (allowed.path / "config.toml").read_text()  # a later start asks again
 
 
 # --- durable files

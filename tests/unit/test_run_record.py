@@ -49,6 +49,10 @@ def test_runs_that_differ_in_seed_and_name_only_are_one_group():
     groups = group_by_seed(runs)
     assert [[one.name for one in group.runs] for group in groups] == [["a-seed0", "a-seed1"], ["b"], ["c"]]
     assert [group.name for group in groups] == ["a (2 seeds)", "b", "c"]
+    runs[0].summary = {"device": "H100", "hardware": {"num_devices": 8}}  # the other one is in progress
+    assert [group.name for group in group_by_seed(runs)] == ["a (2 seeds)", "b", "c"]
+    runs[2].summary = {"device": "H100", "hardware": {"num_devices": 4}}
+    assert [group.name for group in group_by_seed(runs)] == ["a-seed1", "b", "a-seed0", "c"]
 
 
 def test_a_seed_that_is_repeated_and_runs_without_configuration_stand_alone():

@@ -33,7 +33,8 @@ CACHED_DATASETS = ("captioned_folder",)
 SPLITS: tuple[Split, ...] = ("train", "validation")
 _VERSION = 1  # of the encoding that equal keys stand for
 _NAME_LENGTH = 40
-_OTHER_CACHE = re.compile(r"data\.(?:validation_)?path: (.*)-[0-9a-f]{16}/(\w+) -> \1-[0-9a-f]{16}/\2")
+_SAME_CACHE = re.compile(r"data\.(?:validation_)?path: .*(-[0-9a-f]{16}/\w+) -> .*\1")  # its name is of a folder that was renamed
+_OTHER_CACHE = re.compile(r"data\.(?:validation_)?path: .*-[0-9a-f]{16}/(\w+) -> .*-[0-9a-f]{16}/\1")
 
 
 @only_with("enable")
@@ -88,6 +89,11 @@ def normalization_of_weights(path: Path) -> dict[str, list[float]]:
         return {name: [float(value) for value in data[name]] for name in ("shift", "scale")}
     except (WeightsError, ValueError, TypeError, KeyError):
         return {}
+
+
+def without_moved_caches(changes: list[str]) -> list[str]:
+    """Lines of `config_differences` but for those of one cache by its digest, wherever it lies."""
+    return [line for line in changes if not _SAME_CACHE.fullmatch(line)]
 
 
 def without_cache_paths(changes: list[str]) -> list[str]:

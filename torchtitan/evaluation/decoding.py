@@ -103,9 +103,14 @@ def run_decoder(autoencoder: AutoencoderConfig, store: LatentStore | None) -> La
 def held_out_picture(
     dataset: Dataset, decoder: LatentDecoder, class_names: Sequence[str], encoder: "OnlineEncoder | None" = None
 ) -> Image.Image:
-    """Picture of up to 32 decoded held-out latents, which shows a wrong scale, shift or autoencoder; collective."""
-    count = min(HELD_OUT_IMAGES, len(dataset))
-    numbers = torch.arange(count) * len(dataset) // count
+    """Picture of up to 32 decoded held-out latents, which shows a wrong scale, shift or autoencoder; collective.
+
+    They are of the shape that most have: a batch is of one.
+    """
+    sizes = [len(dataset)] if dataset.buckets is None else list(dataset.buckets)
+    largest = max(sizes)
+    count = min(HELD_OUT_IMAGES, int(largest))
+    numbers = int(sum(sizes[: sizes.index(largest)])) + torch.arange(count) * int(largest) // count
     batch = dataset.fetch(numbers.numpy())
     batch = batch if encoder is None else encoder.held_out(batch, numbers)
     columns = min(count, HELD_OUT_COLUMNS)

@@ -25,6 +25,7 @@ from torchtitan.fidelity.images import ImageSet
 from torchtitan.fidelity.measurement import Measurement
 from torchtitan.fidelity.measuring import (
     Request,
+    check_classes,
     check_request,
     check_size,
     features_by_extractor,
@@ -133,11 +134,8 @@ class SampleMetrics:
         with _in_keys():
             extractors, references = self._extractors(), self._references()
             check_request(self._request, extractors, self.count, size, *map(references.get, _ROLES))
-            known = extractors[self._config.extractor].dims["logits"] if "accuracy" in self._request.metrics else 0
-            if known and known != self._num_classes:
-                raise EvaluationError(
-                    f"accuracy: {self._config.extractor} knows {known} classes, the data have {self._num_classes} (leave it out)"
-                )
+            if "accuracy" in self._request.metrics:
+                check_classes(extractors[self._config.extractor], self._num_classes)
 
     def _extractors(self) -> dict[str, FeatureExtractor]:
         try:

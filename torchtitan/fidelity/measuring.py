@@ -84,6 +84,12 @@ def known_metrics(names: Sequence[str]) -> tuple[str, ...]:
     return tuple(names)
 
 
+def check_classes(extractor: FeatureExtractor, num_classes: int) -> None:
+    """Check that a classifier can recognise the classes of a network's data. Raises EvaluationError: it has others."""
+    if (known := extractor.dims["logits"]) != num_classes:
+        raise EvaluationError(f"accuracy: {extractor.name} knows {known} classes, the data have {num_classes} (leave it out)")
+
+
 def check_request(
     request: Request, extractors: Mapping[str, FeatureExtractor], count: int, size: tuple[int, int] | None,
     reference: Reference | None, held_out: Reference | None,

@@ -56,7 +56,9 @@ class OneLineParser(argparse.ArgumentParser):
             return ""
         key, _ = SYNONYMS.get(unknown[1][2:].replace("-", "_").lower(), ("", ""))
         own = f"--{key.rpartition('.')[2].replace('_', '-')}"
-        near = [own] if own in self._option_string_actions else get_close_matches(unknown[1], self._option_string_actions, n=1)
+        options = self._option_string_actions
+        near = [own] if own in options else [each for each in options if each.endswith(unknown[1][1:])]  # --steps: --num-steps
+        near = near or get_close_matches(unknown[1], options, n=1)
         return f" (did you mean {near[0]}?)" if near else ""
 
 

@@ -1,9 +1,11 @@
 """Folder of a run: its configuration, its lock, and its summary."""
 
+import dataclasses
 import json
 import logging
 import platform
 import subprocess
+from contextlib import suppress
 from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -18,7 +20,7 @@ from torchtitan.checkpoint.reading import read_state
 from torchtitan.checkpoint.store import foreign_content as foreign_checkpoint_content
 from torchtitan.checkpoint.store import store_of
 from torchtitan.config.job import JobConfig
-from torchtitan.config.latent_cache import without_cache_paths
+from torchtitan.config.latent_cache import cache_folder, without_cache_paths, without_moved_caches
 from torchtitan.errors import CheckpointError, RunFolderError, StoreError
 from torchtitan.files.durable import make_folder, remove_unfinished, replace_file
 from torchtitan.files.ownership import foreign_text
@@ -80,7 +82,9 @@ class RunFolder:
     def record(self) -> None:
         """Write config.toml, once the run is built: a refused one leaves what is there. Raises RunFolderError."""
         try:
-            replace_file(self.path / CONFIG_FILE, dump_config(self._config))
+            # A change is allowed once: a later start from this file asks again.
+            job = dataclasses.replace(self._config.job, allow_config_change=False)
+            replace_file(self.path / CONFIG_FILE, dump_config(dataclasses.replace(self._config, job=job)))
         except OSError as error:
             raise RunFolderError([f"{self.path}: cannot be written: {error.strerror}"]) from error
 
@@ -128,7 +132,7 @@ class RunFolder:
             old, damage = {}, f"is damaged ({error})"
         if damage:
             old = self._recorded_config(f"{saved}: {damage}", needed=saved.exists())
-        changes = config_differences(old, self._config) if old else []
+        changes = without_moved_caches(config_differences(old, self._config)) if old else []
         if changes and not self._only_longer(old, changes):
             advice = "give another --job.name, or --job.allow_config_change true to resume it nevertheless"
             place = self.checkpoints if damage else self.path  # whichever has the record
@@ -139,6 +143,14 @@ class RunFolder:
                 ]
             )
         return changes
+
+    def check_cache(self) -> None:
+        """Check that a finished run trained on the cache that a configuration would fill. Raises RunFolderError: on another."""
+        with suppress(OSError, ValueError, KeyError, TypeError):  # a record that cannot be read says nothing
+            trained = Path(read_toml(self.path / CONFIG_FILE)["data"]["path"]).parent.name
+            if (given := cache_folder(self._config).name)[-16:] != trained[-16:]:
+                text = f"holds a finished run on other pictures, captions or prompts ({trained}, not {given})"
+                raise RunFolderError([f"{self.path}: {text} (give another --job.name)"])
 
     def _only_longer(self, old: dict, changes: list[str]) -> bool:
         """Whether the only change is more steps."""

@@ -318,20 +318,36 @@ class RunGroup:
         return positive_interval(present) if present else None
 
 
+def _settings_text(run: RunRecord) -> str:
+    """Settings that make a run another training than others, as text; "" where it has no configuration."""
+    settings = {key: value for key, value in run.compared.items() if not key.startswith(_NOT_A_SETTING)}
+    return json.dumps(settings, sort_keys=True, default=str) if settings else ""
+
+
+def _hardware(run: RunRecord) -> str:
+    """Device, processor and number of devices of a run by its summary, as text; "" where it has none."""
+    summary = run.summary or {}
+    found = summary.get("hardware")
+    found = found if isinstance(found, Mapping) else {}
+    device = found.get("device") or summary.get("device")
+    return f"{device}, {found.get('cpu')}, {found.get('num_devices')}" if device else ""
+
+
 def group_by_seed(runs: Sequence[RunRecord]) -> list[RunGroup]:
-    """Group runs that differ in debug.seed only (and in [job]: name, folder).
+    """Group runs of one hardware that differ in debug.seed only (and in [job]: name, folder).
 
     A repeated seed says nothing about the variation between seeds: that run is a group of its own, as is one without a
     configuration. Groups are in the order of their first runs, runs in that of their seeds.
     """
     groups: dict[tuple, list[RunRecord]] = {}
     repeats: dict[tuple, int] = {}
-    for run in runs:
-        settings = {key: value for key, value in run.compared.items() if not key.startswith(_NOT_A_SETTING)}
-        if not settings:
+    settings = [_settings_text(run) for run in runs]
+    known = {text: hardware for text, run in zip(settings, runs, strict=True) if (hardware := _hardware(run))}
+    for text, run in zip(settings, runs, strict=True):
+        if not text:
             groups["alone", str(run.folder.resolve())] = [run]
             continue
-        same = json.dumps(settings, sort_keys=True, default=str)
+        same = text, _hardware(run) or known.get(text)  # of a run in progress it is not known yet
         repeat = repeats.get((same, run.seed), 0)
         repeats[same, run.seed] = repeat + 1
         alone = ("repeat", str(run.folder.resolve())) if repeat else ("group", same)

@@ -29,7 +29,7 @@ from torchtitan.processes.command_line import sides
 from torchtitan.sampling.guides import LoadedGuide, open_guide
 from torchtitan.sampling.image_size import sampled_shape
 from torchtitan.sampling.method_options import add_method_options, sampling_method
-from torchtitan.sampling.prompts import check_prompted
+from torchtitan.sampling.prompts import add_prompt_options, check_prompted, places, with_prompts
 from torchtitan.sampling.set_settings import set_settings
 from torchtitan.weights.adapted_network import drawn_sha256
 from torchtitan.weights.trained_model import TrainedModel, WeightsError, is_published_folder, load_run, load_weights
@@ -106,6 +106,12 @@ class SamplingSetup:
         return SetPlan(numbers, choices_of(numbers, kind.choices, classes), self.batch_size, settings, prompts)
 
 
+def add_drawing_options(parser: argparse._ActionsContainer) -> None:
+    """Add the options of `open_prompted`, but for --classes."""
+    add_prompt_options(parser)
+    add_setup_options(parser)
+
+
 def add_setup_options(parser: argparse._ActionsContainer) -> None:
     """Add the arguments of `open_setup`, which follow `source`."""
     add = parser.add_argument
@@ -135,6 +141,18 @@ def open_setup(arguments: argparse.Namespace) -> SamplingSetup:
     """
     trained = _with_adapters(_open_model(arguments), arguments.lora or [])
     return setup_of(arguments, trained, _open_autoencoder(arguments, trained))
+
+
+def open_prompted(arguments: argparse.Namespace) -> SamplingSetup:
+    """Open what the options name, to draw their prompts if there are any. Raises as `open_setup`, and TextEncoderError."""
+    encoders = places(arguments)
+    if arguments.prompt and arguments.classes is not None:
+        raise WeightsError("--classes: has no effect with --prompt (leave one out)")
+    setup = open_setup(arguments)
+    if not arguments.prompt:
+        return setup
+    trained = with_prompts(setup.trained, arguments.prompt, encoders)
+    return dataclasses.replace(setup, trained=trained, prompts=trained.info.condition_kind.choice_names)
 
 
 def setup_of(arguments: argparse.Namespace, trained: TrainedModel, decoder: LatentDecoder | None) -> SamplingSetup:

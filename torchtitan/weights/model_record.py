@@ -151,7 +151,7 @@ def record_of_checkpoint(folder: Path, checkpoint: AnyPath) -> ModelRecord | Non
         folder: of the run; or a folder without config.toml, if the configuration is the checkpoint's.
 
     Raises:
-        ConfigError: it cannot be used.
+        ConfigError: it cannot be used; CheckpointError: it is of adapters alone.
     """
     try:
         state = read_state(checkpoint)
@@ -162,6 +162,9 @@ def record_of_checkpoint(folder: Path, checkpoint: AnyPath) -> ModelRecord | Non
     table = state.get(RECORD)
     if not (table and isinstance(table, Mapping) and isinstance(tables, Mapping)):
         return None
+    if not of_run and tables.get("lora", {}).get("enable", False):
+        advice = "put it back into RUN/checkpoint, or draw with BASE --lora ADAPTER.safetensors"
+        raise CheckpointError(f"{checkpoint}: is of adapters alone, and their base is not known here ({advice})")
     kept = [*_OF_RUNS, *(_OF_ADAPTERS if tables.get("lora", {}).get("enable", False) else ())]
     kept_tables = {name: tables[name] for name in kept if name in tables} | {"data": dict(table)}
     return load_record(kept_tables, f"{folder}, with its data as recorded", with_paths=of_run, earlier=True)

@@ -94,7 +94,7 @@ def load_run(folder: Path, track: str | None, step: int | None, device: torch.de
         step: of the checkpoint, or of the snapshot; None for the newest good one.
     """
     checkpoints, step = _checkpoints_of(folder, step)
-    record, missing = _record_of_run(folder, checkpoints)
+    record, missing = record_of_run(folder, checkpoints)
     config, info = record.config, record.info
     track = track or config.sampling.ema_track
     tracks = [entry.name for entry in config.ema.tracks]
@@ -150,7 +150,7 @@ def load_weights(path: Path, config_file: Path | None, device: torch.device) -> 
 
 def empty_trained_model(folder: Path, device: torch.device) -> TrainedModel:
     """Model and objective of a run's folder without values, for `fill_reconstructed`. Raises ConfigError."""
-    record, missing = _record_of_run(folder, run_checkpoints(folder))
+    record, missing = record_of_run(folder, run_checkpoints(folder))
     model = _empty_model(record.config, record.info, device)
     return TrainedModel(record, record.info, model, _objective(record, model, device), "", missing)
 
@@ -186,14 +186,19 @@ def _reconstructed(folder: Path, track: str, step: int | None, device: torch.dev
     return dataclasses.replace(trained, label=label, step=step, track=track, warnings=warnings)
 
 
-def read_config(path: Path, words: Sequence[str] = ()) -> JobConfig:
+def read_config(
+    path: Path, words: Sequence[str] = (), elsewhere: bool = False, info: DatasetInfo | None = None
+) -> JobConfig:
     """Read a configuration, maybe an earlier version's, for its number of processes; `words` override its keys."""
     degrees, earlier = None, False
     with suppress(OSError, ValueError, AttributeError):  # what is wrong is reported by load_config
         earlier = read_text(path).startswith(CONFIG_HEADER)
         table = read_toml(path).get("parallelism", {})
         degrees = degrees_of({f"parallelism.{key}": value for key, value in table.items()})
-    return load_config(["--job.config_file", str(path), *words], degrees.processes if degrees else 1, earlier=earlier)
+    processes = degrees.processes if degrees else 1
+    return load_config(
+        ["--job.config_file", str(path), *words], processes, elsewhere=elsewhere, info=info, earlier=earlier
+    )
 
 
 def _checkpoints_of(folder: Path, step: int | None) -> tuple[AnyPath, int | None]:
@@ -207,7 +212,7 @@ def _checkpoints_of(folder: Path, step: int | None) -> tuple[AnyPath, int | None
     return run_checkpoints(folder), step
 
 
-def _record_of_run(folder: Path, checkpoints: AnyPath) -> tuple[ModelRecord, tuple[str, ...]]:
+def record_of_run(folder: Path, checkpoints: AnyPath) -> tuple[ModelRecord, tuple[str, ...]]:
     """Record of a run: with its data, or by its checkpoint where they are not here or have other classes; what is to be said."""
     try:
         return _with_trained_classes(folder, checkpoints, record_of(read_config(folder / "config.toml")))
@@ -241,6 +246,7 @@ def _with_trained_classes(
 def _published_folder(path: Path, config_file: Path | None, device: torch.device) -> TrainedModel:
     weights, _ = open_published(path, "diffusers", record_of(read_config(config_file)) if config_file else None)
     config, info = weights.record.config, weights.record.info
+    config.lora.enable = False  # the folder is of a whole network
     model = _empty_model(config, info, device)
     objective = _objective(weights.record, model, device)
     _copy(model, weights.tensors)
@@ -301,6 +307,9 @@ def _empty_model(
 ) -> DiffusionModel:
     """Network without values of its trained weights; frozen ones are read and compared with a checkpoint's."""
     if config.lora.enable:
+        if (base := config.checkpoint.initial_weights) and not Path(base).exists():
+            advice = "name it in the run's config.toml, or draw with BASE --lora ADAPTER.safetensors"
+            raise WeightsError(f"{base}: no such file of weights, the base of the adapters ({advice})")
         model, digest = adapted_network(config, info, device)
         if checkpoint is not None:
             check_base(read_state(checkpoint), digest, str(checkpoint), config.checkpoint.initial_weights)

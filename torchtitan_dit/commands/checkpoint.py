@@ -27,7 +27,8 @@ from torchtitan.checkpoint.manifest import MANIFEST
 from torchtitan.checkpoint.reading import read_state
 from torchtitan.config.job import ConfigError, JobConfig
 from torchtitan.config.latent_cache import trained_info
-from torchtitan.data.base import DatasetError
+from torchtitan.data.base import DatasetError, DatasetInfo
+from torchtitan.estimate.absent_data import without_data
 from torchtitan.files.remote_path import AnyPath, RemotePath
 from torchtitan.files.weight_files import WeightsError, header_of, named_weights, refuse_existing
 from torchtitan.models import MODELS
@@ -36,12 +37,13 @@ from torchtitan.models.adapters.adapters import adapter_weights, merged_weights
 from torchtitan.models.adapters.layouts import NATIVE, AdapterLayout
 from torchtitan.processes.command_line import OneLineParser, readable_size, refusing
 from torchtitan.runs.check import Finding, check_run
+from torchtitan.runs.ownership import CONFIG_FILE
 from torchtitan.settings.sources import split_keys
 from torchtitan.weights.final_weights import adapter_header
 from torchtitan.weights.model_record import record_of
 from torchtitan.weights.network import network_on_meta
 from torchtitan.weights.published import LAYOUTS, OWN, WRITTEN, OwnWeights, open_published, write_weights
-from torchtitan.weights.trained_model import TrainedModel, load_run, read_config
+from torchtitan.weights.trained_model import TrainedModel, load_run, read_config, record_of_run
 
 MOST_ROWS = 10  # of differences
 KEPT_METADATA = ("step", "weights", "model", "base", "base_sha256", "trigger_word")  # of adapters that are converted
@@ -97,7 +99,7 @@ def parse_arguments(words: list[str]) -> argparse.Namespace:
     command = commands.add_parser("convert-adapter", help="write a file of an adapter in another layout")
     command.set_defaults(command=convert_adapter)
     command.add_argument("file", type=Path, help=".safetensors file of an adapter, in any layout that is known")
-    command.add_argument("config", type=Path, metavar="CONFIG", help="TOML file of the model, as RUN/config.toml")
+    command.add_argument("config", type=Path, metavar="CONFIG", help="TOML file of the model, or the folder of a run of it")
     command.add_argument("--adapter", choices=ADAPTER_LAYOUTS, required=True, help="layout to write")
     add_output(command, "file to write")
     arguments = parser.parse_args(words)
@@ -312,8 +314,8 @@ def export_adapter(arguments: argparse.Namespace, trained: TrainedModel) -> int:
 
 def convert_adapter(arguments: argparse.Namespace) -> int:
     refuse_existing(arguments.output, arguments.overwrite)
-    config = read_config(arguments.config, arguments.data_words)
-    model = network_on_meta(config, trained_info(config))
+    config, info = described_network(arguments.config, arguments.data_words)
+    model = network_on_meta(config, info)
     layout = adapter_layout(arguments.adapter, config)
     found = read_adapter(arguments.file, model, MODELS[config.model.name].adapter_layouts)
     for note in found.notes:
@@ -325,6 +327,17 @@ def convert_adapter(arguments: argparse.Namespace) -> int:
     )  # fmt: skip
     print(f"{arguments.output}: {count} tensors, from the {found.layout} layout of adapters to {layout.name}")
     return 0
+
+
+def described_network(path: Path, data_words: list[str]) -> tuple[JobConfig, DatasetInfo]:
+    """Configuration and data of a network by a run, or by a file of one; the data need not be here. Raises ConfigError."""
+    folder = path if path.is_dir() else path.parent
+    if (folder / CONFIG_FILE).is_file() and path in (folder, folder / CONFIG_FILE) and not data_words:
+        record, _ = record_of_run(folder, run_checkpoints(folder))
+        return record.config, record.info
+    words, _, info = without_data(["--job.config_file", str(path), *data_words])
+    config = read_config(path, words[2:], elsewhere=True, info=info)
+    return config, trained_info(config)
 
 
 def adapter_layout(name: str, config: JobConfig) -> AdapterLayout:

@@ -34,6 +34,7 @@ from torchtitan.fidelity.images import SET_RECORD, ImageSet, open_images
 from torchtitan.fidelity.measuring import (
     DEFAULT_EXTRACTOR,
     Request,
+    check_classes,
     check_request,
     features_by_extractor,
     known_metrics,
@@ -55,7 +56,7 @@ from torchtitan.programs import program
 from torchtitan.runs.folder import versions
 from torchtitan.sampling.method_options import option
 from torchtitan.sampling.run_samples import draw_samples, is_run, log_scalars, origin
-from torchtitan.sampling.setup import SamplingSetup, add_setup_options, chosen_classes, open_setup
+from torchtitan.sampling.setup import SamplingSetup, add_drawing_options, chosen_classes, open_prompted
 from torchtitan.settings.sources import split_keys
 
 FIRST = os.environ.get("RANK", "0") == "0"
@@ -120,7 +121,7 @@ def parse_evaluation(words: list[str]) -> argparse.Namespace:
 def add_drawn_options(parser: argparse._ActionsContainer) -> None:
     parser.add_argument("--seeds", metavar="SEEDS", help="draw these seeds, as 0-49999 (default: 0 to count - 1)")
     parser.add_argument("--classes", nargs="+", help="names or numbers, or all, by turns (default: drawn for each seed)")
-    add_setup_options(parser)
+    add_drawing_options(parser)
 
 
 def parse_reference(words: list[str]) -> argparse.Namespace:
@@ -170,7 +171,7 @@ def evaluate(arguments: argparse.Namespace) -> None:
         lambda: [each and open_reference(*each) for each in given_references(arguments)], UNUSABLE, group
     )
     if drawn:
-        setup = on_all_ranks(lambda: open_setup(arguments), UNUSABLE, group)
+        setup = on_all_ranks(lambda: open_prompted(arguments), UNUSABLE, group)
         images = draw(arguments, request, extractors, [reference, held_out], setup, group)
     else:
         images = on_all_ranks(lambda: open_images(source).first(arguments.count), UNUSABLE, group)
@@ -209,7 +210,7 @@ def refuse_drawing_options(arguments: argparse.Namespace) -> None:
     parser = argparse.ArgumentParser()
     add_drawn_options(parser)
     for name in vars(parser.parse_args([])):
-        if getattr(arguments, name) is not None:
+        if getattr(arguments, name) not in (None, ""):
             raise EvaluationError(f"{option(name)}: has no effect on images that are there (leave it out, or give a run)")
 
 
@@ -249,7 +250,9 @@ def draw(
     """Draw the samples that are missing, once it is known that they can be measured; collective."""
     for warning in setup.warnings if FIRST else ():
         print(warning, file=sys.stderr)
-    classes = chosen_classes(arguments.classes or [], setup.trained)
+    if "accuracy" in request.metrics:
+        check_classes(extractors[request.extractor], setup.trained.info.num_classes)
+    classes = [*range(len(arguments.prompt))] if arguments.prompt else chosen_classes(arguments.classes or [], setup.trained)
     count = COUNT if arguments.count is None and arguments.seeds is None else arguments.count
     plan = setup.plan(arguments.seeds, count, classes)
     _, height, width = setup.image_shape

@@ -6,7 +6,6 @@ on any number of them.
 """
 
 import argparse
-import dataclasses
 import itertools
 import os
 import re
@@ -28,8 +27,8 @@ from torchtitan.files.durable import replacing
 from torchtitan.pictures.grids import image_grid, save_image
 from torchtitan.processes.command_line import FirstRankParser, at_least, refusing
 from torchtitan.sampling.method_options import option
-from torchtitan.sampling.prompts import add_prompt_options, check_prompted, places, with_prompts
-from torchtitan.sampling.setup import SamplingSetup, add_setup_options, beside, chosen_classes, open_setup
+from torchtitan.sampling.prompts import check_prompted
+from torchtitan.sampling.setup import SamplingSetup, add_drawing_options, beside, chosen_classes, open_prompted
 from torchtitan.weights.trained_model import TrainedModel, WeightsError
 
 FIRST = os.environ.get("RANK", "0") == "0"
@@ -42,11 +41,7 @@ def main(words: list[str] | None = None) -> int:
     arguments = parse_arguments(words)
     try:
         refuse_unused(arguments)
-        encoders = places(arguments)
-        setup = open_setup(arguments)
-        if arguments.prompt:
-            trained = with_prompts(setup.trained, arguments.prompt, encoders)
-            setup = dataclasses.replace(setup, trained=trained, prompts=trained.info.condition_kind.choice_names)
+        setup = open_prompted(arguments)
         check(arguments, setup)
         plan = setup.plan(arguments.seeds, arguments.count, arguments.classes) if arguments.set else None
         samples = SampleSet(arguments.output or beside(arguments.source, "set"), plan) if plan else None
@@ -69,12 +64,11 @@ def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
     add("source", type=Path, help="a run's folder, a safetensors file of weights, or a folder of diffusers")
     add("--classes", nargs="+", help="names or numbers, or all: one row of the grid each (default: the run's), or those of a "
         "set, by turns (default: drawn for each seed)")
-    add_prompt_options(parser)
     add("--images-per-class", type=at_least(1), help="columns of the grid (default: 8)")
     add("--seed", type=at_least(0), help="of the grid's noise (default: 0)")
     add("--count", type=int, help="draw a set of this many images")
     add("--seeds", metavar="SEEDS", help="draw a set of these seeds, as 0-49999 or 1,5,10-19 (default: 0 to count - 1)")
-    add_setup_options(parser)
+    add_drawing_options(parser)
     add("--output", type=Path, help="folder to write to (default: RUN/samples/drawn, for a set RUN/samples/set, or the "
         "weights' folder)")
     add("--files", action="store_true", help="one PNG per image besides the grid")
@@ -100,8 +94,6 @@ def check(arguments: argparse.Namespace, setup: SamplingSetup) -> None:
     if arguments.output and arguments.output.suffix == ".png":
         raise WeightsError(f"--output: {arguments.output} names a picture (give a folder, which pictures are written to)")
     check_prompted(setup.trained)
-    if arguments.prompt and arguments.classes is not None:
-        raise WeightsError("--classes: has no effect with --prompt (leave one out)")
     if arguments.prompt:
         arguments.classes = list(range(len(arguments.prompt)))
     elif arguments.classes is None:
