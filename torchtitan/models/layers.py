@@ -136,8 +136,7 @@ def unpatchify(x: Tensor, grid: tuple[int, int], patch_size: int) -> Tensor:
     """Inverse of patchify: tokens [B, T, C p p] on a grid of (H / p, W / p) to images [B, C, H, W]."""
     x = x.unflatten(2, (-1, patch_size, patch_size)).unflatten(1, grid)  # [B, H / p, W / p, C, p, p]
     # In one step and contiguous: FSDP2 warns of an output that is a view, of a copy or, with patches of one pixel, of x.
-    image = x.permute(0, 3, 1, 4, 2, 5).reshape(x.shape[0], -1, grid[0] * patch_size, grid[1] * patch_size)
-    return image.contiguous()
+    return x.permute(0, 3, 1, 4, 2, 5).reshape(len(x), -1, grid[0] * patch_size, grid[1] * patch_size).contiguous()
 
 
 def timestep_sinusoid(t: Tensor, channels: int, max_period: float = 10000.0, *, reach_lowest: bool = False) -> Tensor:
