@@ -1,12 +1,13 @@
 """Share of images drawn by prompt in which a classifier finds the class of the prompt: python benchmarks/prompted_classes.py SET
 
-SET is a set of images that `scripts/sample.py RUN --prompt ... --count N` has drawn, each prompt with the name
+SET is a set of images that `scripts/sample.py RUN --count N` has drawn, by the run's prompts or by --prompt, each with the name
 of one class of CIFAR-10 in it. The classifier is the extractor `cifar10`, which has never seen them: 80.1 % of held-out real
 images are recognised. Shares have Wilson's 95 % interval; chance is one in as many as there are classes.
 
 Writes benchmarks/results/prompted_classes.json.
 """
 
+import csv
 import json
 import sys
 from pathlib import Path
@@ -22,20 +23,20 @@ from torchtitan.fidelity.images import open_images
 
 def main() -> None:
     parser = shared.parser_of(__doc__)
-    parser.add_argument("set", type=Path, help="folder of a set drawn with --prompt")
+    parser.add_argument("set", type=Path, help="folder of a set drawn by prompts")
     folder = parser.parse_args().set
     record = json.loads((folder / "set.json").read_text())
-    classes = [class_of(prompt) for prompt in record["prompts"]]
+    with (folder / "labels.csv").open(newline="") as file:
+        asked = np.array([class_of(row.get("prompt", "")) for row in csv.DictReader(file)])
     drawn = open_images(folder)
     images = drawn.pixels(range(len(drawn)))  # [N, H, W, 3]
-    asked = np.array(classes)[np.arange(len(images)) % len(classes)]
     found = shared.recognised_classes(images, "cifar10")
     names = Cifar10.edition.class_names
     result = {
         "images": len(images), "weights": record["weights"]["label"], "num_steps": record["num_steps"],
         "guidance_scale": record["guidance_scale"], "chance": 1 / len(names), "recognised": shared.proportion(found == asked),
         "by_class": {
-            names[number]: shared.proportion(found[asked == number] == number) for number in sorted({*classes})
+            names[number]: shared.proportion(found[asked == number] == number) for number in sorted({*asked.tolist()})
         },
         **shared.conditions(),
     }  # fmt: skip

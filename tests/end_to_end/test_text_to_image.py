@@ -131,9 +131,13 @@ def test_prompts_are_drawn_and_measured(trained, store, tmp_path, capsys):
     words = [str(trained[0]), "--extractor", "cifar10", "--allow-small", "--count", "4", "--num-steps", "1", "--prompt", "a text"]
     words += ["--reference", str(store.parent / "photographs"), "--output", str(tmp_path / "found.json")]
     assert evaluate([*words, "--metrics", "accuracy"]) == 2
-    assert capsys.readouterr().err == "accuracy: cifar10 knows 10 classes, the data have 0 (leave it out)\n"
+    refused = "accuracy: cifar10 knows 10 classes, and the samples are of none (leave it out)\n"
+    assert capsys.readouterr().err == refused
     assert evaluate([*words, "--metrics", "kid"]) == 0
     assert "a text" in (tmp_path / "found.json").read_text()
+    drawn = next(path for path in (trained[0] / "samples").rglob("labels.csv"))
+    assert evaluate([str(drawn.parent), "--extractor", "cifar10", "--metrics", "accuracy", "--allow-small"]) == 2
+    assert capsys.readouterr().err.endswith(refused)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
@@ -55,6 +56,11 @@ class ImageSet(ABC):
     def classes(self) -> np.ndarray | None:
         """Class that each image was drawn for, int64 [N]; None: not known. Raises EvaluationError."""
         return None
+
+    @property
+    def prompted(self) -> bool:
+        """Whether `classes` are the numbers of texts."""
+        return False
 
     def check(self) -> None:
         """Check that there are images, and that their values are 0..255. Raises EvaluationError."""
@@ -119,6 +125,12 @@ class FolderImages(ImageSet):
             return {"kind": "folder", "place": self.place}
         kept = {key: value for key, value in self._set.items() if key not in ("sample_set", "images")}
         return {"kind": "set", "place": self.place, "set": kept}
+
+    @property
+    def prompted(self) -> bool:
+        with suppress(OSError, UnicodeDecodeError), (self._folder / SET_CLASSES).open(newline="") as file:
+            return bool(self._set) and "prompt" in next(csv.reader(file), [])
+        return False
 
     def classes(self) -> np.ndarray | None:
         path = self._folder / SET_CLASSES

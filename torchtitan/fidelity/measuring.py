@@ -87,7 +87,8 @@ def known_metrics(names: Sequence[str]) -> tuple[str, ...]:
 def check_classes(extractor: FeatureExtractor, num_classes: int) -> None:
     """Check that a classifier can recognise the classes of a network's data. Raises EvaluationError: it has others."""
     if (known := extractor.dims["logits"]) != num_classes:
-        raise EvaluationError(f"accuracy: {extractor.name} knows {known} classes, the data have {num_classes} (leave it out)")
+        text = f"{extractor.name} knows {known} classes, and the samples are of {num_classes or 'none'}"
+        raise EvaluationError(f"accuracy: {text} (leave it out)")
 
 
 def check_request(

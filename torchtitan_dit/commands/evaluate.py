@@ -175,6 +175,8 @@ def evaluate(arguments: argparse.Namespace) -> None:
         images = draw(arguments, request, extractors, [reference, held_out], setup, group)
     else:
         images = on_all_ranks(lambda: open_images(source).first(arguments.count), UNUSABLE, group)
+    if images.prompted and "accuracy" in request.metrics:
+        check_classes(extractors[request.extractor], 0)
     check_request(request, extractors, len(images), images.size, reference, held_out)
     work = {"batch_size": arguments.feature_batch_size, "group": group, "progress": True}
     rows = extract_images(images, extractors, request.outputs(), **work)
