@@ -286,6 +286,13 @@ def test_a_run_that_cannot_start_is_refused_before_anything_is_encoded(name, pic
         assert len(error.splitlines()) == 1 and not (tmp_path / "out" / "run").exists(), error
 
 
+def test_texts_of_another_width_are_refused_before_they_are_encoded(pictures, tmp_path, capsys, monkeypatch):
+    given = words(pictures, tmp_path / "out", "--model.text_dim", "48")
+    monkeypatch.setattr(cache_filling, "_fill", lambda *arguments: pytest.fail("encoded"))
+    assert run(load_config(given, 1), lambda: load_config(given, 1)) == 2
+    assert capsys.readouterr().err == "model.text_dim: 48, and the data's text has width 32 (set it to 32, or encode anew)\n"
+
+
 def test_a_finished_run_needs_its_initial_weights_no_more(pictures, tmp_path):
     base = tmp_path / "x.safetensors"
     given = [*words(pictures, tmp_path / "out"), "--lora.enable", "true", "--checkpoint.initial_weights", str(base)]

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from torchtitan.autoencoders import build_autoencoder
 from torchtitan.autoencoders.base import Autoencoder, AutoencoderError
+from torchtitan.conditions import POOLED, TEXT, Embeddings
 from torchtitan.config.job import JobConfig
 from torchtitan.config.latent_cache import cache_folder, images_only, is_finished, normalization_of_base, splits_of
 from torchtitan.data import dataset_info
@@ -33,6 +34,7 @@ from torchtitan.extraction.image_source import SourceSplit, open_sources
 from torchtitan.files.durable import make_folder
 from torchtitan.files.run_lock import RunLock
 from torchtitan.latents.index import Normalization
+from torchtitan.models import MODELS
 from torchtitan.pictures.number_text import counted
 from torchtitan.settings.schema import quoted
 from torchtitan.texts import TextEncoderError, TextEncoders, open_encoders
@@ -61,6 +63,8 @@ def fill_cache(config: JobConfig) -> None:
         try:
             autoencoder = on_all_ranks(lambda: _open_autoencoder(config), _UNUSABLE, group)
             encoders = on_all_ranks(lambda: _open_text_encoders(config.data), _UNUSABLE, group)
+            if encoders:
+                _check_widths(config, encoders)
             for split in splits_of(dataset_info(images_only(config.data))):
                 if not from_first_rank(is_finished, folder / split, group=group):
                     _fill(folder / split, split, config, autoencoder, encoders, group)
@@ -112,6 +116,13 @@ def _fill(
         text = f"{counted(len(cut), 'caption')} longer than data.text_length = {data.text_length} tokens, cut there: {first}"
         logger.warning(text)
     finish_stores(store, stores, group)
+
+
+def _check_widths(config: JobConfig, encoders: TextEncoders) -> None:
+    """Check, before anything is encoded, that the network takes these embeddings. Raises DatasetError: it takes others."""
+    nulls = {TEXT: torch.zeros(encoders.text_shape), POOLED: torch.zeros(encoders.pooled_shape)}
+    if found := MODELS[config.model.name].condition_problems(config.model, Embeddings(nulls, {}, ())):
+        raise DatasetError("\n".join(found))
 
 
 def _normalization(config: JobConfig, autoencoder: Autoencoder) -> Literal["measured", "autoencoder"] | Normalization:
