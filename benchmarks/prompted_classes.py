@@ -4,7 +4,7 @@ SET is a set of images that `scripts/sample.py RUN --count N` has drawn, by the 
 of one class of CIFAR-10 in it. The classifier is the extractor `cifar10`, which has never seen them: 80.1 % of held-out real
 images are recognised. Shares have Wilson's 95 % interval; chance is one in as many as there are classes.
 
-Writes benchmarks/results/prompted_classes.json.
+Prints the result; --record writes it to benchmarks/results/prompted_classes.json.
 """
 
 import csv
@@ -24,7 +24,9 @@ from torchtitan.fidelity.images import open_images
 def main() -> None:
     parser = shared.parser_of(__doc__)
     parser.add_argument("set", type=Path, help="folder of a set drawn by prompts")
-    folder = parser.parse_args().set
+    parser.add_argument("--record", action="store_true", help="replace the result in the repository")
+    arguments = parser.parse_args()
+    folder = arguments.set
     record = json.loads((folder / "set.json").read_text())
     with (folder / "labels.csv").open(newline="") as file:
         asked = np.array([class_of(row.get("prompt", "")) for row in csv.DictReader(file)])
@@ -41,7 +43,8 @@ def main() -> None:
         **shared.conditions(),
     }  # fmt: skip
     print(json.dumps(result, indent=1))
-    shared.write_results("prompted_classes", result)
+    if arguments.record:
+        shared.write_results("prompted_classes", result)
 
 
 def class_of(prompt: str) -> int:

@@ -252,7 +252,8 @@ def test_page_of_one_run_leads_from_its_curves_to_its_commands(tmp_path):
         f".venv/bin/python scripts/{name}" for name in ("sample", "checkpoint", "evaluate", "evaluate", "compare")
     ]
     assert commands[-1].startswith("scripts/train.sh ")
-    assert commands[-1].endswith("config.toml --training.steps 200") and not page.values("input", "id")[2:]
+    here = f"--job.dump_folder {tmp_path} --job.name 'a run'"  # its configuration names another place
+    assert commands[-1].endswith(f"config.toml --training.steps 200 {here}") and not page.values("input", "id")[2:]
 
 
 def test_watched_page_is_rewritten_when_the_run_logs_and_is_complete_when_it_ends(tmp_path, monkeypatch, capsys):

@@ -78,6 +78,11 @@ class LatentDecoder:
             if self._device.type == "cuda":  # what decoding needed is training's again
                 torch.cuda.empty_cache()
 
+    @property
+    def downscale(self) -> int:
+        """Pixels per latent position."""
+        return self._autoencoder.downscale
+
     def identity(self) -> dict:
         """Identity of the autoencoder, as a latent store records it."""
         return self._autoencoder.identity()

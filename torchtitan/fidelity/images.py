@@ -58,9 +58,9 @@ class ImageSet(ABC):
         return None
 
     @property
-    def prompted(self) -> bool:
-        """Whether `classes` are the numbers of texts."""
-        return False
+    def num_classes(self) -> int | None:
+        """Number of the classes that `classes` are of; 0 if they are numbers of texts; None: not known."""
+        return None
 
     def check(self) -> None:
         """Check that there are images, and that their values are 0..255. Raises EvaluationError."""
@@ -127,10 +127,11 @@ class FolderImages(ImageSet):
         return {"kind": "set", "place": self.place, "set": kept}
 
     @property
-    def prompted(self) -> bool:
+    def num_classes(self) -> int | None:
         with suppress(OSError, UnicodeDecodeError), (self._folder / SET_CLASSES).open(newline="") as file:
-            return bool(self._set) and "prompt" in next(csv.reader(file), [])
-        return False
+            if self._set and "prompt" in next(csv.reader(file), []):
+                return 0
+        return self._set.get("num_classes")
 
     def classes(self) -> np.ndarray | None:
         path = self._folder / SET_CLASSES

@@ -9,6 +9,7 @@ A folder without the index is not a store yet: see `torchtitan.latents.writer`.
 import hashlib
 import json
 import math
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -31,6 +32,7 @@ MIN_IMAGES_PER_SHARD = 1024
 MOST_SHARDS = 100_000  # with explicit sizes; their records still fit the largest index
 MOST_CLASSES = 1_000_000
 CAPTION_SHARD_BYTES = 256 << 20
+_OF_A_CACHE = re.compile(r"-[0-9a-f]{16}$")  # as torchtitan.config.latent_cache names folders
 HOW_TO_MAKE = f"{program('extract_latents')} makes one of images, or of their --features, and with convert of published latents"
 
 StoredDtype = Literal["float16", "bfloat16", "int8"]
@@ -245,7 +247,10 @@ def images_per_shard(num_source_images: int) -> int:
 def read_index(folder: Path) -> StoreIndex:
     """Read the index of a complete store. Raises LatentStoreError."""
     if not folder.is_dir():
-        raise LatentStoreError(f"{folder}: no such folder; give a latent store ({HOW_TO_MAKE})")
+        advice = f"give a latent store ({HOW_TO_MAKE})"
+        if _OF_A_CACHE.search(folder.parent.name):
+            advice = "the first command of the run that had this cache, with data.path its pictures, makes it anew"
+        raise LatentStoreError(f"{folder}: no such folder; {advice}")
     if not (folder / INDEX_FILE).is_file():
         if (folder / PARTIAL_FOLDER).is_dir():
             raise LatentStoreError(f"{folder}: not finished; run the command that writes it again, and it resumes")

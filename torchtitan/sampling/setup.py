@@ -13,7 +13,7 @@ from typing import Any
 from torchtitan.autoencoders import AUTOENCODERS
 from torchtitan.autoencoders.base import AutoencoderError
 from torchtitan.checkpoint.manifest import MANIFEST
-from torchtitan.conditions import Embeddings, Unconditional, numbered_otherwise
+from torchtitan.conditions import Classes, Embeddings, Unconditional, numbered_otherwise
 from torchtitan.distributed.mesh import compute_device
 from torchtitan.errors import look_alike
 from torchtitan.evaluation.config import WITH_WEIGHTS, AutoencoderConfig, SamplingConfig
@@ -103,6 +103,8 @@ class SamplingSetup:
         numbers = read_seeds(seeds, count)
         kind = self.trained.info.condition_kind
         prompts = kind.choice_names if isinstance(kind, Embeddings) else ()
+        if isinstance(kind, Classes):
+            settings |= {"num_classes": kind.count}
         return SetPlan(numbers, choices_of(numbers, kind.choices, classes), self.batch_size, settings, prompts)
 
 

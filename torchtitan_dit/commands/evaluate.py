@@ -175,8 +175,8 @@ def evaluate(arguments: argparse.Namespace) -> None:
         images = draw(arguments, request, extractors, [reference, held_out], setup, group)
     else:
         images = on_all_ranks(lambda: open_images(source).first(arguments.count), UNUSABLE, group)
-    if images.prompted and "accuracy" in request.metrics:
-        check_classes(extractors[request.extractor], 0)
+    if images.num_classes is not None and "accuracy" in request.metrics:
+        check_classes(extractors[request.extractor], images.num_classes)
     check_request(request, extractors, len(images), images.size, reference, held_out)
     work = {"batch_size": arguments.feature_batch_size, "group": group, "progress": True}
     rows = extract_images(images, extractors, request.outputs(), **work)
@@ -257,8 +257,9 @@ def draw(
     classes = [*range(len(arguments.prompt))] if arguments.prompt else chosen_classes(arguments.classes or [], setup.trained)
     count = COUNT if arguments.count is None and arguments.seeds is None else arguments.count
     plan = setup.plan(arguments.seeds, count, classes)
-    _, height, width = setup.image_shape
-    check_request(request, extractors, len(plan.seeds), None if setup.decoder else (height, width), *references)
+    downscale = setup.decoder.downscale if setup.decoder else 1
+    height, width = (side * downscale for side in setup.image_shape[1:])
+    check_request(request, extractors, len(plan.seeds), (height, width), *references)
     return draw_samples(setup, plan, group, progress=True)
 
 

@@ -2,6 +2,7 @@
 
 import shlex
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from torchtitan.data import LATENT_DATASETS
@@ -175,12 +176,15 @@ def next_steps(run: RunRecord) -> Rows:
         ["make a reference of the data", f"{pasted('evaluate')} reference {data} {folder}/config.toml --name {data}{extractor}"],
         ["evaluate against it", f"{pasted('evaluate')} {folder} --reference {data}{extractor}"],
     ]
+    place = Path(str(values.get("job.dump_folder", "outputs"))) / str(values.get("job.name", run.name))
+    moved = place.resolve() != run.folder.resolve()  # it was copied, and its own key names where it was
+    here = f" --job.dump_folder {shlex.quote(str(run.folder.parent))} --job.name {shlex.quote(run.folder.name)}" if moved else ""
     return [
         ["draw samples", f"{pasted('sample')} {folder}"],
         ["export the weights", f"{pasted('checkpoint')} export {folder} {form} --output {file}"],
         *(against if data not in LATENT_DATASETS else []),
         ["compare with another run", f"{pasted('compare')} {folder} OTHER_RUN"],
-        ["train longer", f"{pasted('train')} {folder}/config.toml --training.steps {longer:.0f}"],
+        ["train longer", f"{pasted('train')} {folder}/config.toml --training.steps {longer:.0f}{here}"],
     ]
 
 
