@@ -11,6 +11,7 @@ from PIL import Image
 from tests.end_to_end.drawing import sample, start_sampling
 from tests.end_to_end.runs import write_config
 from tests.faults.forked import ForkedRun
+from torchtitan.fidelity.images import open_images
 
 RUN = (
     "--optimizer.lr", "1e-2", "--lr_scheduler.warmup_steps", "2", "--lr_scheduler.decay_type", "constant",
@@ -73,6 +74,7 @@ def test_three_processes_write_the_files_of_one(run, straight, tmp_path):
     lines = (straight / "labels.csv").read_text().splitlines()[1:]
     assert [line.split(",")[0] for line in lines] == names and len({line.split(",")[1] for line in lines}) > 5
     assert len({(straight / name).read_bytes() for name in names}) == len(names)
+    assert open_images(straight).num_classes == 10  # by which a classifier of others is refused
 
 
 def test_a_killed_set_resumes_to_the_same_set(run, straight, tmp_path):
