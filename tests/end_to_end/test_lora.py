@@ -20,6 +20,7 @@ from torchtitan.fidelity.images import open_images
 from torchtitan.files.weight_files import named_weights
 from torchtitan.weights.network import new_network
 from torchtitan.weights.trained_model import WeightsError, load_run
+from torchtitan_dit.commands.checkpoint import main as checkpoint
 
 QUICK = (
     "--training.steps", "4", "--lr_scheduler.warmup_steps", "0", "--sampling.enable", "false", "--checkpoint.interval", "2",
@@ -148,6 +149,13 @@ def test_adapter_and_merged_network_are_exported(trained, bases, config, tmp_pat
             assert update.any()
             changed.add(f"{layer}.weight")
     assert changed and all(torch.equal(found[name], base[name]) for name in base.keys() - changed)
+    shutil.copytree(trained.folder, tmp_path / "friend")  # without the base
+    saved = tmp_path / "friend" / "config.toml"
+    saved.write_text(saved.read_text().replace(bases[0].name, "moved.safetensors"))
+    alone = tmp_path / "alone.safetensors"
+    assert checkpoint(["export", str(saved.parent), "--ema", "none", "--adapter", "native", "--output", str(alone)]) == 0
+    there = load_file(alone)
+    assert there.keys() == tensors.keys() and all(torch.equal(there[name], tensors[name]) for name in there)
     result = run_script(
         "scripts/checkpoint.py", "export", str(trained.folder), "--adapter", "kohya", "--output", str(tmp_path / "x.safetensors")
     )

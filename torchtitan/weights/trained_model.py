@@ -39,13 +39,13 @@ from torchtitan.files.weight_files import (
     tensor_sizes,
 )
 from torchtitan.models import MODELS
-from torchtitan.models.adapters.adapters import trained_parameters
+from torchtitan.models.adapters.adapters import trained_parameters, trained_updates
 from torchtitan.models.adapters.layouts import are_of_an_adapter
 from torchtitan.models.base import DiffusionModel
 from torchtitan.models.published_layouts import ConversionError
 from torchtitan.settings.record import CONFIG_HEADER
 from torchtitan.training.snapshot_series import SnapshotError
-from torchtitan.weights.adapted_network import adapted_network
+from torchtitan.weights.adapted_network import adapted_network, adapted_network_on_meta
 from torchtitan.weights.data_changes import change_of_classes
 from torchtitan.weights.model_record import ModelRecord, record_of, record_of_checkpoint, record_of_weights
 from torchtitan.weights.network import check_base, network_on_meta
@@ -85,13 +85,16 @@ class TrainedModel:
         return self.record.config
 
 
-def load_run(folder: Path, track: str | None, step: int | None, device: torch.device) -> TrainedModel:
+def load_run(
+    folder: Path, track: str | None, step: int | None, device: torch.device, base: bool = True
+) -> TrainedModel:
     """Load a checkpoint of a run. Raises WeightsError, ConfigError, CheckpointError.
 
     Args:
         track: name of an EMA track, "none" for the trained weights, `std=0.15` for an average of that length from the
             run's snapshots, None for the run's own choice.
         step: of the checkpoint, or of the snapshot; None for the newest good one.
+        base: whether the frozen network of adapters is read; without it, only they have values.
     """
     checkpoints, step = _checkpoints_of(folder, step)
     record, missing = record_of_run(folder, checkpoints)
@@ -104,11 +107,12 @@ def load_run(folder: Path, track: str | None, step: int | None, device: torch.de
         there = ", ".join(["none", *tracks, *([f"{RECONSTRUCTED}LENGTH"] if config.ema.snapshot_interval else [])])
         raise WeightsError(f"{folder}: has no EMA track {track!r} (there are: {there})")
     step, warnings = _choose_step(checkpoints, step)
-    model = _empty_model(config, info, device, checkpoint_path(checkpoints, step))
+    alone = config.lora.enable and not base
+    model = _adapter_alone(config, info) if alone else _empty_model(config, info, device, checkpoint_path(checkpoints, step))
     prefix = "model." if track == "none" else f"ema.{track}."
     trained = trained_parameters(dict(model.named_parameters()))
     wanted = {prefix + name: parameter.detach() for name, parameter in trained.items()}
-    wanted |= {f"model.{name}": buffer for name, buffer in saved_buffers(model).items()}
+    wanted |= {f"model.{name}": buffer for name, buffer in saved_buffers(model).items() if not alone}
     read_tensors(checkpoint_path(checkpoints, step), wanted)
     objective = _objective(record, model, device)
     learned = {f"objective.{name}": tensor for name, tensor in objective.tensors().items()}
@@ -317,6 +321,14 @@ def _empty_model(
         model = network_on_meta(config, info)
         model.to_empty(device=device)
         model.init_buffers()
+    return model.eval().requires_grad_(False)
+
+
+def _adapter_alone(config: JobConfig, info: DatasetInfo) -> DiffusionModel:
+    """Network on the meta device but for the adapter that the run trains."""
+    model = adapted_network_on_meta(config, info)
+    for _, update in trained_updates(model):
+        update.to_empty(device="cpu")
     return model.eval().requires_grad_(False)
 
 

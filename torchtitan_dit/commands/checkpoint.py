@@ -242,7 +242,7 @@ def export(arguments: argparse.Namespace) -> int:
         return export_file(arguments)
     if not (arguments.run / MANIFEST).is_file():
         checkpoints_of(arguments.run)
-    trained = load_run(arguments.run, arguments.ema, arguments.step, torch.device("cpu"))
+    trained = load_run(arguments.run, arguments.ema, arguments.step, torch.device("cpu"), base=not arguments.adapter)
     for warning in trained.warnings:
         print(warning, file=sys.stderr)
     if arguments.adapter:
