@@ -132,7 +132,7 @@ def test_a_check_says_what_a_run_would_do(capsys, monkeypatch):
 
 
 def test_a_warm_up_is_cut_to_a_tenth_of_a_shorter_run_with_a_warning(capsys, tmp_path):
-    assert train.main(["digits", "--training.steps", "40", "--check-only"]) == 0
+    assert train.main(["digits", "--training.steps", "40", "--check-only", "--job.dump_folder", str(tmp_path)]) == 0
     said = capsys.readouterr().err
     assert said == "lr_scheduler.warmup_steps: 50 is more than training.steps = 40: cut to a tenth of the run\n"
     config = load_config(["--config", "digits", "--training.steps", "40"], 1)

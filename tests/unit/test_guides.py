@@ -242,7 +242,7 @@ def test_an_existing_path_is_taken_as_it_is_and_nothing_is_no_reference(tmp_path
 
 
 @pytest.mark.parametrize(("text", "advice"), [
-    ("path-drop", " (did you mean path_drop?)"), ("heads", " (did you mean head?)"), ("outputs/digits", ""),
+    ("path-drop", " (did you mean path_drop?)"), ("heads", " (did you mean head?)"), ("outputs/no-run", ""),
 ])  # fmt: skip
 def test_a_guide_that_is_not_there_may_be_a_misspelt_name(text, advice):
     with pytest.raises(WeightsError) as refusal:
