@@ -93,6 +93,7 @@ class Reports:
         self._peak_memory: float = 0.0  # GiB, of this rank, up to the last logged point
         self._allocator_retries: float = 0
         self._seconds_per_picture: float | None = None  # of the last grid
+        self._pace_since: tuple[float, int] | None = None  # time and progress of the first logged point
         self._clock.resume(state.reported["clock"])
         self._log = self._new_log() if self._first else None
         self._noise_points = self._new_noise_points()
@@ -114,7 +115,7 @@ class Reports:
         self._noise_points = self._new_noise_points()
         self._clock.roll_back(self._state.reported["clock"])
         self._results = with_conditions(self._state.reported["results"], self._state)
-        self._bar.n = self._state.progress
+        self._bar.n, self._pace_since = self._state.progress, None
         self._bar.refresh()
         self._rates.restart(self._state.step)
 
@@ -210,14 +211,22 @@ class Reports:
         self._bar.set_postfix_str(f"loss {loss:.4f}" + (f", {rate:.0f} img/s" if rate else ""))
         if not self._bar.disable:
             return
-        left = (training.steps - state.progress) * training.global_batch_size
         speed = f"{rate:.1f} img/s" if rate else "not timed"
-        eta = f"  ETA {_duration(left / rate * (1 + self._clock.totals().overhead))}" if rate else ""
+        left = self._seconds_left(rate)
+        eta = "" if left is None else f"  ETA {_duration(left)}"
         mfu = f"  mfu {metrics['mfu(%)']:.1f} %" if "mfu(%)" in metrics else ""
         done = f"step {state.step:>6}/{training.steps}"
         if state.batch_grows:
             done = f"step {state.step:>6} ({state.progress / training.steps:.1%} done, batch {state.batch_size})"
         logger.info(f"{done}  loss {loss:.4f}  grad_norm {metrics['grad_norm']:.3f}  {speed}{mfu}{eta}")
+
+    def _seconds_left(self, rate: float | None) -> float | None:
+        """Seconds to the end at the pace since the first logged point, with grids and saves; until there is one by images/s."""
+        now, progress, training = time.perf_counter(), self._state.progress, self._config.training
+        then, done = self._pace_since = self._pace_since or (now, progress)
+        if progress > done:
+            return (now - then) / (progress - done) * (training.steps - progress)
+        return (training.steps - progress) * training.global_batch_size / rate if rate else None
 
     def log_gns(self) -> None:
         """Log the estimates of the gradient noise scale, and its picture at intervals; work of the first rank alone."""

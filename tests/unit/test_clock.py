@@ -75,7 +75,6 @@ def test_training_alone_is_the_parts_of_a_step_and_the_rates_name_both():
     point = found.metrics()
     assert point["clock/train(s)"] == sum(point[f"clock/{name}(s)"] for name in TRAIN_PARTS) == 30
     assert point["clock/steps"] == 30
-    assert found.overhead == 100 / 30 and totals(validation=1).overhead == 0
 
 
 def test_work_left_on_the_device_counts_as_training_and_not_as_what_follows(monkeypatch):

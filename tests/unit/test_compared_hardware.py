@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from torchtitan.runs.compare.hardware import by_hardware, compared_hardware, hardware_name, speed_up
+from torchtitan.runs.compare.hardware import by_hardware, compared_hardware, speed_up
 from torchtitan.runs.compare.page import compare_page
-from torchtitan.runs.record import RunRecord
+from torchtitan.runs.record import RunRecord, hardware_name
 
 T_2 = 4.3026527297  # Student's t of 95 %, 2 degrees of freedom, from tables
 

@@ -134,8 +134,7 @@ class SampleMetrics:
         with _in_keys():
             extractors, references = self._extractors(), self._references()
             check_request(self._request, extractors, self.count, size, *map(references.get, _ROLES))
-            if "accuracy" in self._request.metrics:
-                check_classes(extractors[self._config.extractor], self._num_classes)
+            check_classes(self._request, extractors, self._num_classes)
 
     def _extractors(self) -> dict[str, FeatureExtractor]:
         try:

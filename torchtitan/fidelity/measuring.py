@@ -84,10 +84,16 @@ def known_metrics(names: Sequence[str]) -> tuple[str, ...]:
     return tuple(names)
 
 
-def check_classes(extractor: FeatureExtractor, num_classes: int) -> None:
-    """Check that a classifier can recognise the classes of a network's data. Raises EvaluationError: it has others."""
-    if (known := extractor.dims["logits"]) != num_classes:
-        text = f"{extractor.name} knows {known} classes, and the samples are of {num_classes or 'none'}"
+def check_classes(request: Request, extractors: Mapping[str, FeatureExtractor], num_classes: int | None) -> None:
+    """Check that the classifier of `accuracy`, if asked for, knows as many classes as samples are of (None: not known).
+
+    Raises:
+        EvaluationError: it knows others.
+    """
+    if num_classes is None or "accuracy" not in request.metrics:
+        return
+    if (known := extractors[request.extractor].dims["logits"]) != num_classes:
+        text = f"{request.extractor} knows {known} classes, and the samples are of {num_classes or 'none'}"
         raise EvaluationError(f"accuracy: {text} (leave it out)")
 
 

@@ -23,6 +23,7 @@ from torchtitan.files.durable import follow_umask, make_folder, sync, unfinished
 from torchtitan.files.regular import read_regular
 from torchtitan.files.removal import remove_folder
 
+CONFIG = "config"  # entry of a safetensors header: the configuration of the network, as TOML
 INDEX_SUFFIX = ".safetensors.index.json"
 _MOST_INDEX_BYTES = 16 << 20
 _NESTED = ("ema", "EMA", "model", "MODEL", "state_dict")  # where training scripts put a state dict, the best weights first
@@ -64,9 +65,8 @@ def header_of(path: Path) -> dict[str, str]:
 
 def recorded_data(path: Path) -> dict[str, Any]:
     """Table of the data by the record in a file of weights, maybe a stranger's; empty where it has none. Raises WeightsError."""
-    text = header_of(path).get("config", "")
     try:
-        return dict(tomllib.loads(text)["data"])
+        return dict(tomllib.loads(header_of(path).get(CONFIG, ""))["data"])
     except (ValueError, TypeError, KeyError):
         return {}
 

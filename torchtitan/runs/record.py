@@ -318,19 +318,21 @@ class RunGroup:
         return positive_interval(present) if present else None
 
 
+def hardware_name(run: RunRecord) -> str | None:
+    """Name of a run's devices, as `8 x NVIDIA H100`, of processors with the maker's name; None where none is recorded."""
+    summary = run.summary or {}
+    hardware: dict[str, Any] = summary.get("hardware") or {}
+    device, count = hardware.get("device") or summary.get("device"), hardware.get("num_devices", 1)
+    if not device:
+        return None
+    name = f"{hardware['cpu']}, {device}" if str(device).startswith("CPU") and hardware.get("cpu") else str(device)
+    return f"{count} x {name}" if count > 1 else name
+
+
 def _settings_text(run: RunRecord) -> str:
     """Settings that make a run another training than others, as text; "" where it has no configuration."""
     settings = {key: value for key, value in run.compared.items() if not key.startswith(_NOT_A_SETTING)}
     return json.dumps(settings, sort_keys=True, default=str) if settings else ""
-
-
-def _hardware(run: RunRecord) -> str:
-    """Device, processor and number of devices of a run by its summary, as text; "" where it has none."""
-    summary = run.summary or {}
-    found = summary.get("hardware")
-    found = found if isinstance(found, Mapping) else {}
-    device = found.get("device") or summary.get("device")
-    return f"{device}, {found.get('cpu')}, {found.get('num_devices')}" if device else ""
 
 
 def group_by_seed(runs: Sequence[RunRecord]) -> list[RunGroup]:
@@ -342,12 +344,12 @@ def group_by_seed(runs: Sequence[RunRecord]) -> list[RunGroup]:
     groups: dict[tuple, list[RunRecord]] = {}
     repeats: dict[tuple, int] = {}
     settings = [_settings_text(run) for run in runs]
-    known = {text: hardware for text, run in zip(settings, runs, strict=True) if (hardware := _hardware(run))}
+    known = {text: hardware for text, run in zip(settings, runs, strict=True) if (hardware := hardware_name(run))}
     for text, run in zip(settings, runs, strict=True):
         if not text:
             groups["alone", str(run.folder.resolve())] = [run]
             continue
-        same = text, _hardware(run) or known.get(text)  # of a run in progress it is not known yet
+        same = text, hardware_name(run) or known.get(text)  # of a run in progress it is not known yet
         repeat = repeats.get((same, run.seed), 0)
         repeats[same, run.seed] = repeat + 1
         alone = ("repeat", str(run.folder.resolve())) if repeat else ("group", same)

@@ -9,9 +9,8 @@ from torch import Tensor
 
 from torchtitan.conditions import Condition, ConditionKind, Unconditional
 from torchtitan.diffusion.guidance import HEAD, PATH_DROP, Guide, HeadGuide
-from torchtitan.files.weight_files import header_of
+from torchtitan.files.weight_files import CONFIG, header_of
 from torchtitan.settings.schema import nearest
-from torchtitan.weights.model_record import CONFIG
 from torchtitan.weights.trained_model import TrainedModel, WeightsError, load_run, load_weights
 
 _REFERENCE = re.compile(r"(?P<run>.*?)(@(?P<step>\d+))?(:(?P<track>[A-Za-z0-9][A-Za-z0-9._=-]*))?", re.DOTALL)

@@ -146,7 +146,7 @@ def open_setup(arguments: argparse.Namespace) -> SamplingSetup:
 
 
 def open_prompted(arguments: argparse.Namespace) -> SamplingSetup:
-    """Open what the options name, to draw their prompts if there are any. Raises as `open_setup`, and TextEncoderError."""
+    """Open what the options name, to draw their prompts if there are any. Raises as `open_setup`."""
     encoders = places(arguments)
     if arguments.prompt and arguments.classes is not None:
         raise WeightsError("--classes: has no effect with --prompt (leave one out)")

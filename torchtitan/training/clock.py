@@ -27,7 +27,6 @@ PARTS = (
 )  # fmt: skip
 # What the host waits for are steps that the device has not finished: without it, training on a GPU would lack them.
 TRAIN_PARTS = ("data", "forward", "backward", "gradients", "optimizer", "averages", "waiting")
-_REPEATED_WORK = ("validation", "sampling", "evaluation", "saving", "reports", "other")  # that comes again and again
 # Parts of a lost attempt that remain: the next attempt repeats steps, not these.
 _NEVER_LOST = ("start_up", "saving", "repeated")
 _PART_OF_PHASE = {
@@ -51,11 +50,6 @@ class ClockTotals:
     def train_ns(self) -> int:
         """Nanoseconds of training alone: of TRAIN_PARTS."""
         return sum(self.parts[name] for name in TRAIN_PARTS)
-
-    @property
-    def overhead(self) -> float:
-        """Time of the work between steps, such as grids of samples and saves, as a share of the training's; 0 before any step."""
-        return sum(self.parts[name] for name in _REPEATED_WORK) / self.train_ns if self.train_ns else 0.0
 
     def metrics(self) -> dict[str, float]:
         """Values of a logged point, by tag."""

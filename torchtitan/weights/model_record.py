@@ -25,7 +25,7 @@ from torchtitan.data import DatasetInfo
 from torchtitan.errors import CheckpointError
 from torchtitan.files.regular import read_toml
 from torchtitan.files.remote_path import AnyPath
-from torchtitan.files.weight_files import header_of, recorded_data
+from torchtitan.files.weight_files import CONFIG, header_of, recorded_data
 from torchtitan.latents.captions import NULL_CAPTION
 from torchtitan.settings import setting
 from torchtitan.settings.record import effective
@@ -34,7 +34,6 @@ from torchtitan.settings.schema import validate_section
 if TYPE_CHECKING:
     from torchtitan.latents.index import StoreIndex
 
-CONFIG = "config"  # entry of a safetensors header
 RECORD = "recorded_data"  # entry of a checkpoint's state: the table of the data, or nothing
 _OF_WEIGHTS = ("model", "objective", "sampling", "autoencoder", "debug")
 _OF_RUNS = (*_OF_WEIGHTS, "ema")

@@ -331,8 +331,8 @@ def convert_adapter(arguments: argparse.Namespace) -> int:
 
 def described_network(path: Path, data_words: list[str]) -> tuple[JobConfig, DatasetInfo]:
     """Configuration and data of a network by a run, or by a file of one; the data need not be here. Raises ConfigError."""
-    folder = path if path.is_dir() else path.parent
-    if (folder / CONFIG_FILE).is_file() and path in (folder, folder / CONFIG_FILE) and not data_words:
+    folder = path.parent if path.name == CONFIG_FILE else path
+    if folder.is_dir() and not data_words:
         record, _ = record_of_run(folder, run_checkpoints(folder))
         return record.config, record.info
     words, _, info = without_data(["--job.config_file", str(path), *data_words])

@@ -175,8 +175,7 @@ def evaluate(arguments: argparse.Namespace) -> None:
         images = draw(arguments, request, extractors, [reference, held_out], setup, group)
     else:
         images = on_all_ranks(lambda: open_images(source).first(arguments.count), UNUSABLE, group)
-    if images.num_classes is not None and "accuracy" in request.metrics:
-        check_classes(extractors[request.extractor], images.num_classes)
+        check_classes(request, extractors, images.num_classes)
     check_request(request, extractors, len(images), images.size, reference, held_out)
     work = {"batch_size": arguments.feature_batch_size, "group": group, "progress": True}
     rows = extract_images(images, extractors, request.outputs(), **work)
@@ -252,8 +251,7 @@ def draw(
     """Draw the samples that are missing, once it is known that they can be measured; collective."""
     for warning in setup.warnings if FIRST else ():
         print(warning, file=sys.stderr)
-    if "accuracy" in request.metrics:
-        check_classes(extractors[request.extractor], setup.trained.info.num_classes)
+    check_classes(request, extractors, setup.trained.info.num_classes)
     classes = [*range(len(arguments.prompt))] if arguments.prompt else chosen_classes(arguments.classes or [], setup.trained)
     count = COUNT if arguments.count is None and arguments.seeds is None else arguments.count
     plan = setup.plan(arguments.seeds, count, classes)

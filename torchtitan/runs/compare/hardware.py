@@ -1,14 +1,13 @@
 """Hardware compared by runs of one configuration: seconds a step, images/s, speed-up, seconds a picture, loss."""
 
 from collections.abc import Sequence
-from typing import Any
 
 from torchtitan.distributed.degrees import DEGREE_KEYS
 from torchtitan.pictures.number_text import ends_text
 from torchtitan.runs.compare.lines import cost, held_out
 from torchtitan.runs.compare.tables import Rows, Table
 from torchtitan.runs.compare.text import as_number, interval_text
-from torchtitan.runs.record import HELD_OUT_LOSS, TRAINING_LOSS, RunGroup, RunRecord, differing_settings
+from torchtitan.runs.record import HELD_OUT_LOSS, TRAINING_LOSS, RunGroup, RunRecord, differing_settings, hardware_name
 from torchtitan.statistics.interval import Interval, positive_interval
 
 _RATE, _STEP = "throughput(img/s)", "time_metrics/end_to_end(s)"
@@ -48,17 +47,6 @@ def by_hardware(runs: Sequence[RunRecord]) -> list[RunGroup]:
         if name := hardware_name(run):
             groups.setdefault((name, *(repr(run.compared.get(key)) for key in settings)), []).append(run)
     return [RunGroup(name, tuple(members)) for (name, *_), members in groups.items()]
-
-
-def hardware_name(run: RunRecord) -> str | None:
-    """Name of a run's devices, as `8 x NVIDIA H100`, of processors with the maker's name; None where none is recorded."""
-    summary = run.summary or {}
-    hardware: dict[str, Any] = summary.get("hardware") or {}
-    device, count = hardware.get("device") or summary.get("device"), hardware.get("num_devices", 1)
-    if not device:
-        return None
-    name = f"{hardware['cpu']}, {device}" if str(device).startswith("CPU") and hardware.get("cpu") else str(device)
-    return f"{count} x {name}" if count > 1 else name
 
 
 def one_machine(runs: Sequence[RunRecord]) -> str:
