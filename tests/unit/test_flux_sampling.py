@@ -272,9 +272,10 @@ def test_sampling_in_training_and_by_the_command_agree_and_change_no_training(wo
         found = drawing.sampler().draw(choices, 0, batch_size=256, **drawing.method())
         torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5)
         assert drawing.sampling.schedule.name == "flux_shift" and drawing.sampling.guidance_scale == 1
-        assert drawing.title == "step 4, trained weights, guidance 1"
-    title = opened(monkeypatch, tmp_path / "given", "--guidance-scale", "4", "--num-steps", "3").title
-    assert title == "step 4, trained weights, guidance 4, 3 sampling steps"
+        assert drawing.title == "step 4, trained weights, guidance 1" + (", embedded guidance 30" if options else "")
+    options = ("--guidance-scale", "4", "--num-steps", "3", "--solver", "heun", "--guide", "none")
+    title = opened(monkeypatch, tmp_path / "given", *options).title
+    assert title == "step 4, trained weights, guidance 4, solver heun, num steps 3, guide none"
 
 
 # --- size

@@ -45,6 +45,14 @@ def method_keys() -> list[tuple[type, str]]:
     return [(section, key) for key, section in found.items()]
 
 
+def given_options(arguments: argparse.Namespace) -> tuple[str, ...]:
+    """Options of the method that were given, in words for a title that names the guidance scale itself."""
+    names = (*choices(SamplingConfig()), *(key for _, key in method_keys()), "guide")
+    given = {name: getattr(arguments, name) for name in names if name != "guidance_scale"}
+    texts = {name: f"{value:g}" if isinstance(value, float) else value for name, value in given.items()}
+    return tuple(f"{name.replace('_', ' ')} {text}" for name, text in texts.items() if text is not None)
+
+
 def sampling_method(arguments: argparse.Namespace, trained: TrainedModel) -> SamplingConfig:
     """Sampling method: `[sampling]` of the run, with the options given here. Raises WeightsError."""
     given = {key: getattr(arguments, key) for _, key in method_keys() if getattr(arguments, key) is not None}

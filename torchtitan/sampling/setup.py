@@ -28,7 +28,7 @@ from torchtitan.models.adapters.target import LowRankWeights
 from torchtitan.processes.command_line import sides
 from torchtitan.sampling.guides import LoadedGuide, open_guide
 from torchtitan.sampling.image_size import sampled_shape
-from torchtitan.sampling.method_options import add_method_options, sampling_method
+from torchtitan.sampling.method_options import add_method_options, given_options, sampling_method
 from torchtitan.sampling.prompts import add_prompt_options, check_prompted, places, with_prompts
 from torchtitan.sampling.set_settings import set_settings
 from torchtitan.weights.adapted_network import drawn_sha256
@@ -49,6 +49,7 @@ class SamplingSetup:
         decoder: of its latents; None for a model of images, or where latents are shown as they are.
         image_shape: (C, H, W) of what the network draws.
         prompts: texts that are drawn instead of the data's; none: those.
+        options: those of the method that were given, in words.
     """
 
     source: Path
@@ -60,6 +61,7 @@ class SamplingSetup:
     batch_size: int
     dtype: str
     prompts: tuple[str, ...] = ()
+    options: tuple[str, ...] = ()
 
     @property
     def warnings(self) -> Iterator[str]:
@@ -71,11 +73,9 @@ class SamplingSetup:
 
     @property
     def title(self) -> str:
-        """Title of a grid: the weights, the guidance, and the number of steps where it is not the run's."""
-        steps, trained = self.sampling.num_steps, self.trained
-        given = f"{steps} sampling steps" if steps != trained.config.sampling.num_steps else ""
-        texts = trained.label, guidance_text(self.sampling.guidance_scale, trained.info.condition_kind), given
-        return ", ".join(filter(None, texts))
+        """Title of a grid: the weights, the guidance, and the options of the method that were given."""
+        guidance = guidance_text(self.sampling.guidance_scale, self.trained.info.condition_kind)
+        return ", ".join(filter(None, (self.trained.label, guidance, *self.options)))
 
     def sampler(self) -> ImageSampler:
         kind = self.trained.info.condition_kind
@@ -170,7 +170,8 @@ def setup_of(arguments: argparse.Namespace, trained: TrainedModel, decoder: Late
     shape = sampled_shape(arguments.size, trained, decoder)
     if guide and guide.model and arguments.size is not None and not MODELS[guide.model.config.model.name].many_shapes:
         raise WeightsError("--size: the guide takes images of one shape only (leave it out)")
-    return SamplingSetup(arguments.source, trained, sampling, guide, decoder, shape, batch_size, arguments.dtype or DTYPE)
+    dtype, options = arguments.dtype or DTYPE, given_options(arguments)
+    return SamplingSetup(arguments.source, trained, sampling, guide, decoder, shape, batch_size, dtype, options=options)
 
 
 def chosen_classes(given: Sequence[str | int], trained: TrainedModel) -> list[int]:
