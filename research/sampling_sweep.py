@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from matplotlib.colors import LogNorm, Normalize
+from torch import Tensor
 
 from research.cells import Cell, Row
 from research.frame import StudyRun, checkpoint_name, number, require_at_least
@@ -28,7 +29,7 @@ from torchtitan.experiments.folder import StudyError
 from torchtitan.fidelity.extractors import open_extractor
 from torchtitan.fidelity.feature_extractor import FeatureExtractor
 from torchtitan.fidelity.feature_set import FeatureSet
-from torchtitan.fidelity.measuring import Request, check_request, known_metrics, reference_features
+from torchtitan.fidelity.measuring import Request, check_classes, check_request, known_metrics, reference_features
 from torchtitan.fidelity.metrics import METRICS
 from torchtitan.fidelity.references import open_reference
 from torchtitan.files.regular import user_path
@@ -130,13 +131,14 @@ def measure(run: StudyRun, cell: Cell, advance: Advance) -> dict[str, Any]:
     judging = _judging(run)
     trained = run.model(cell["step"], cell["weights"])
     parts: dict[str, list[np.ndarray]] = {METRICS[name].output: [] for name in judging.request.metrics}
-    for pixels in _draw(run, cell, trained, judging.decoder):
+    choices = balanced_choices(cell["images"], trained.model.condition_kind.choices)
+    for pixels in _draw(run, cell, trained, choices, judging.decoder):
         features = judging.extractor.extract(torch.from_numpy(pixels.transpose(0, 3, 1, 2).copy()))
         for output, found in parts.items():
             found.append(features[output].cpu().numpy())
         advance(len(pixels))
     rows = {output: np.concatenate(found) for output, found in parts.items()}
-    samples = FeatureSet("samples", judging.request.extractor, rows)
+    samples = FeatureSet("samples", judging.request.extractor, rows, classes=choices.numpy())
     values: dict[str, Interval] = {}
     for name in judging.request.metrics:
         try:
@@ -146,10 +148,11 @@ def measure(run: StudyRun, cell: Cell, advance: Advance) -> dict[str, Any]:
     return {name: value.value for name, value in values.items() if name in VALUES}
 
 
-def _draw(run: StudyRun, cell: Cell, trained: TrainedModel, decoder: LatentDecoder | None) -> Iterator[np.ndarray]:
+def _draw(
+    run: StudyRun, cell: Cell, trained: TrainedModel, choices: Tensor, decoder: LatentDecoder | None
+) -> Iterator[np.ndarray]:
     """Draw a set batch by batch: pixels uint8 [B, H, W, 3]."""
     sampling = run.config.sampling
-    choices = balanced_choices(cell["images"], trained.model.condition_kind.choices)
     numbers = torch.arange(cell["images"]) + cell["first_image"]
     sampler = ImageSampler(trained.model, trained.objective, "float32", run.device)
     scale = cell["scale"]
@@ -194,10 +197,12 @@ def _open_judging(run: StudyRun) -> Judging:
         decoder = run_decoder(run.config.autoencoder, store_of_latents(run.config))
         if decoder is None:
             raise StudyError(f"{data_text(data)}: metrics are of images (the run's autoencoder.name is none)")
-    _, height, width = run.model(run.steps[-1], run.tracks[0]).model.image_shape
+    trained = run.model(run.steps[-1], run.tracks[0])
+    _, height, width = trained.model.image_shape
     size = None if decoder else (height, width)
     extractors = {options.extractor: extractor}
     check_request(request, extractors, options.images, size, reference, None)
+    check_classes(request, extractors, trained.info.num_classes)
     features = None if reference is None else reference_features(request, extractors, reference)[options.extractor]
     return Judging(request, extractor, features, decoder)
 

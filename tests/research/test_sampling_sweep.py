@@ -43,7 +43,7 @@ def reference(tmp_path_factory):
 def test_every_setting_is_judged_on_the_same_noise_and_drawn_as_a_heat_map(run, reference, study):
     words = [
         "sampling_sweep", run, *QUICK, "--weights", "short", "--lengths", "0.07", "--scales", 1, 2, "--num-steps", 1, 2,
-        "--metrics", "fd,prdc", "--reference", reference,
+        "--metrics", "fd,prdc,accuracy", "--reference", reference,
     ]  # fmt: skip
     code, _, error = study(*words)
     assert code == 0, error
@@ -51,7 +51,7 @@ def test_every_setting_is_judged_on_the_same_noise_and_drawn_as_a_heat_map(run, 
     rows = rows_of(folder)
     assert len(rows) == 2 * 2 * 2 * 2 and {row["status"] for row in rows} == {"ok"}, [row["reason"] for row in rows]
     assert {row["weights"] for row in rows} == {"short", "std=0.07"}
-    assert all(0 <= float(row[name]) <= 1 for row in rows for name in ("precision", "recall", "coverage"))
+    assert all(0 <= float(row[name]) <= 1 for row in rows for name in ("precision", "recall", "coverage", "accuracy"))
     assert len({row["fd"] for row in rows}) == 16 and not any(row["kid"] for row in rows)
 
     chosen = ("short", 2.0, "2", "40")

@@ -165,9 +165,11 @@ def test_published_to_published_and_back_is_exact(tmp_path, capsys):
     assert main([*words, "--approximate"]) == 0
     assert main(["import", str(folder), "--format", "diffusers", "--output", str(back)]) == 0
     assert same(load_file(back), weights.tensors)
-    again = tmp_path / "again.safetensors"
+    again = tmp_path / "again.pt"
     assert main(["export", str(back), "--format", "dit", "--approximate", "--output", str(again)]) == 0
-    assert same(load_file(again), published)
+    assert same(torch.load(again, weights_only=True), published)
+    assert main(["export", str(back), "--format", "safetensors", "--output", str(tmp_path / "own.pt")]) == 2
+    assert "name it own.safetensors" in capsys.readouterr().err
     with safe_open(back, framework="pt") as file:
         assert 'flavor = "DiT-T/2"' in file.metadata()["config"]
 

@@ -32,6 +32,7 @@ from torchtitan.weights.network import network_on_meta
 from torchtitan.weights.pipeline_folder import PIPELINE, check_pipeline, latents_of, scheduler_problems, write_around
 
 OWN = "safetensors"
+_TORCH_SUFFIXES = (".pt", ".pth")
 LAYOUTS = tuple(dict.fromkeys(name for family in MODELS.values() for name in family.layouts))
 WRITTEN = (OWN, *LAYOUTS, PIPELINE)
 _COMFYUI = "model.diffusion_model."  # prefix of the network in checkpoints with all parts of a pipeline
@@ -97,6 +98,8 @@ def write_weights(
 ) -> list[str]:  # fmt: skip
     """Write weights in a layout, with a header that says how they are sampled; a line for each omission.
 
+    A published layout of one file, named .pt or .pth, is a torch checkpoint, as published code reads it, without a header.
+
     Args:
         approximate: accept that the layout's network computes another sinusoid of the timestep.
         vae: folder of the AutoencoderKL for a pipeline; None: the autoencoder of the training.
@@ -110,6 +113,10 @@ def write_weights(
     if vae is not None and not pipeline:
         raise WeightsError(f"--vae: has no effect on {layout_name} (leave it out, or write {PIPELINE})")
     layout, unrounded, notes = None, frozenset(saved_buffers(model)), []
+    as_checkpoint = output.suffix in _TORCH_SUFFIXES
+    if as_checkpoint and layout_name == OWN:
+        name = output.with_suffix(".safetensors").name
+        raise WeightsError(f"--output {output.name}: only published layouts are torch checkpoints (name it {name})")
     if layout_name != OWN:
         layout = layout_of("diffusers" if pipeline else layout_name, config)
         if problems := _export_problems(layout, model, approximate):
@@ -145,7 +152,7 @@ def write_weights(
             if pipeline and vae is not None:
                 write_around(path, vae, record)
         else:
-            _write_converted(path, weights.source, tensors, dtype, unrounded, header)
+            _write_converted(path, weights.source, tensors, dtype, unrounded, None if as_checkpoint else header)
     return notes
 
 
@@ -274,9 +281,14 @@ def _read_published(path: Path, layout_name: str) -> tuple[dict[str, Tensor], li
 
 
 def _write_converted(
-    path: Path, source: Path, weights: Mapping[str, Tensor], dtype: str, unrounded: frozenset[str], metadata: dict[str, str]
-) -> None:
-    """Write weights in another dtype, except `unrounded`, singly. Raises OSError; WeightsError: non-finite values."""
+    path: Path, source: Path, weights: Mapping[str, Tensor], dtype: str, unrounded: frozenset[str],
+    metadata: dict[str, str] | None,
+) -> None:  # fmt: skip
+    """Write weights in another dtype, except `unrounded`: singly; as a torch checkpoint if `metadata` is None.
+
+    Raises:
+        OSError; WeightsError: they hold values that are not finite.
+    """
 
     def entry(name: str) -> tuple[tuple[int, ...], torch.dtype]:
         shape = weights.shapes[name] if isinstance(weights, ComputedTensors) else tuple(weights[name].shape)
@@ -291,7 +303,11 @@ def _write_converted(
 
     entries = {name: entry(name) for name in weights}
     entries = dict(sorted(entries.items(), key=lambda item: (-item[1][1].itemsize, item[0])))
-    write_tensors(path, entries, (converted(name, kept) for name, (_, kept) in entries.items()), metadata)
+    tensors = (converted(name, kept) for name, (_, kept) in entries.items())
+    if metadata is None:
+        torch.save(dict(zip(entries, tensors, strict=True)), path)
+    else:
+        write_tensors(path, entries, tensors, metadata)
 
 
 def trained_for(config: JobConfig) -> str:
