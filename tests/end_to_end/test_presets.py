@@ -36,7 +36,7 @@ OPTIONS_OF_DIT = {
     # With the shift of the large latents.
     "rae_v2": ["--model.wide_dim", "64", "--model.wide_heads", "4", "--model.intermediate_head", "1", "--objective.shift", "6.9"],
     "sit_b2_repa": ["--model.patch_size", "1", "--alignment.block", "1"],
-    "sr_dit_b1": ["--model.num_layers", "4", "--model.routing.last_block", "3"],
+    "sr_dit_b1": ["--model.num_layers", "4", "--model.routing.last_block", "3", "--model.routing.finish_steps", "300"],
 }  # fmt: skip
 PRESETS = sorted(str(path.relative_to(ROOT / "train_configs")) for path in (ROOT / "train_configs").rglob("*.toml"))
 PRESETS = [name for name in PRESETS if not name.startswith("sweeps")]
@@ -134,6 +134,7 @@ def test_smoke_runs_of_shipped_configurations_train(folders, latents, tmp_path):
         assert (folder / "samples" / "step-00000002.png").exists(), name
         latent = 'name = "latents"' in text or "encode = true" in text
         assert (folder / "samples" / "held-out.png").exists() == latent, name
+        assert ("finish_steps = 1\n" in (folder / "config.toml").read_text()) == ("[model.routing]" in text), name
         assert json.loads((folder / "summary.json").read_text())["status"] == "completed", name
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from torchtitan.config.job import ConfigError, JobConfig, load_config
 from torchtitan.settings.record import unmet_condition
-from torchtitan.settings.sections import section_at
+from torchtitan.settings.sections import all_sections, keys, section_at
 
 _IMAGES = 4  # of a step
 _MOST = {
@@ -13,6 +13,7 @@ _MOST = {
     "gns.interval": 1, "gns.log_interval": 1, "gns.num_bins": 2, "gns.allocation_warmup": 0, "gns.allocation_interval": 1,
     "sampling.num_steps": 3, "sampling.images_per_class": 1, "validation.num_images": 16,
     "evaluation.count": 20,  # two for each split of the Inception score
+    "model.routing.finish_steps": 1,  # the first step is routed
 }  # fmt: skip
 _REPLACED: dict[str, Any] = {
     "training.double_batch_after": [], "gns.bin_edges": [], "profiling.enable_profiling": False, "evaluation.allow_small": True,
@@ -35,7 +36,8 @@ def smoke_words(argv: list[str], world_size: int) -> tuple[list[str], str]:
     local = min(training.local_batch_size, _IMAGES)
     microbatches = min(training.global_batch_size // (ranks * training.local_batch_size), max(2, _IMAGES // (ranks * local)))
     wanted = {"training.global_batch_size": ranks * local * microbatches, "training.local_batch_size": local}
-    wanted |= {key: min(_value(config, key), most) for key, most in _MOST.items()} | _REPLACED
+    known = {f"{section}.{key.name}" for section, values in all_sections(config) for key in keys(values)}
+    wanted |= {key: min(_value(config, key), most) for key, most in _MOST.items() if key in known} | _REPLACED
     cuts = {key: value for key, value in wanted.items() if value != _value(config, key) and _acts(config, key)}
     settings = {"job.name": name, "job.allow_config_change": True} | cuts
     words = [*argv, *(f"--{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in settings.items())]
