@@ -39,6 +39,18 @@ run_for_status() {
     esac
 }
 
+# Refuse a node with fewer GPUs than PyTorch is to use: refuse_unseen_gpus COUNT COMMAND... (which runs Python on each node)
+refuse_unseen_gpus() {
+    local count=$1
+    shift
+    "$@" -c '
+import socket, sys, torch
+wanted, found = int(sys.argv[1]), torch.cuda.device_count()
+if found < wanted:
+    sys.exit(f"{socket.gethostname()}: PyTorch sees {found} GPUs, and {wanted} processes are to use one each")
+' "$count" || exit 2
+}
+
 # Refuse a job without GPUs: refuse_without_gpus PROCESSES SCRIPT VARIABLE (which says how many processes to start without)
 refuse_without_gpus() {
     if [ "$1" = 0 ]; then

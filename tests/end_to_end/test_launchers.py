@@ -174,10 +174,14 @@ def test_a_job_on_one_node_finds_the_repository_and_queues_an_interrupted_run_ag
     (repository / "torchtitan").symlink_to(ROOT / "torchtitan")
     (repository / "scripts" / "status.sh").symlink_to(ROOT / "scripts" / "status.sh")
     train = repository / "scripts" / "train.sh"
-    train.write_text(f'#!/usr/bin/env bash\necho "$PWD $NGPU $TORCH_ELASTIC_SHUTDOWN_TIMEOUT $*"\nexit {code}\n')
+    set_up = '[ "$1" != --setup-only ] || exit 0'
+    train.write_text(f'#!/usr/bin/env bash\n{set_up}\necho "$PWD $NGPU $TORCH_ELASTIC_SHUTDOWN_TIMEOUT $*"\nexit {code}\n')
+    python = repository / ".venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text('#!/bin/sh\n[ "$3" -le "$SEEN" ]\n')
     scontrol = tmp_path / "scontrol"
     scontrol.write_text(SCONTROL)
-    for path in (train, scontrol):
+    for path in (train, scontrol, python):
         path.chmod(0o755)
     spool.mkdir()
     (spool / "slurm_script").write_text((ROOT / "scripts" / "one_node.slurm").read_text())  # as Slurm starts it
@@ -186,7 +190,7 @@ def test_a_job_on_one_node_finds_the_repository_and_queues_an_interrupted_run_ag
     def job(**variables):
         environment = os.environ | {
             "PATH": f"{tmp_path}:{os.environ['PATH']}", "REQUEUED": str(tmp_path / "requeued"), "SLURM_JOB_ID": "17",
-            "SLURM_GPUS_ON_NODE": "8", **variables,
+            "SLURM_GPUS_ON_NODE": "8", "SEEN": "8", **variables,
         }  # fmt: skip
         command = ["bash", str(spool / "slurm_script"), "a.toml", "--training.steps", "3"]
         return subprocess.run(command, text=True, env=environment, capture_output=True, cwd=spool, timeout=60)
@@ -198,6 +202,8 @@ def test_a_job_on_one_node_finds_the_repository_and_queues_an_interrupted_run_ag
     assert named.stdout == f"{repository} 1 240 a.toml --training.steps 3\n"
     without = job(SLURM_SUBMIT_DIR=str(repository), SLURM_GPUS_ON_NODE="")
     assert without.returncode == 2 and without.stderr.startswith("one_node.slurm: the job has no GPUs (submit with")
+    unseen = job(SLURM_SUBMIT_DIR=str(repository), SEEN="4")
+    assert (unseen.returncode, unseen.stdout) == (2, "")
     elsewhere = job(SLURM_SUBMIT_DIR=str(spool))
     assert elsewhere.returncode == 2 and "is not the repository" in elsewhere.stderr
     for script in ("one_node.slurm", "multinode.slurm"):

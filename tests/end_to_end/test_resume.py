@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 from tests.end_to_end.runs import Run, checkpoint_tensors, write_config
 from tests.faults.forked import FAULT, ForkedRun
 from torchtitan.runs.record import read_run
+from torchtitan_dit.commands.train import main as train
 
 LAYOUTS = {"one process": {"ranks": 1}, "FSDP x 2": {"ranks": 2, "shards": 2}}
 
@@ -126,6 +127,21 @@ def test_kills_while_final_weights_are_written_leave_nothing_hidden(tmp_path, mo
     ForkedRun(small, "final", *words).finish()
     assert [path.name for path in run.glob(".final-step-*")] == [".final-step-00000002.safetensors.unfinished"]
     assert (run / "final-step-00000002.safetensors").is_file()
+
+
+def test_the_configuration_beside_a_run_that_was_moved_says_how_to_continue_it(tmp_path, capsys):
+    words = ("--training.steps", "2", "--lr_scheduler.warmup_steps", "0", "--sampling.enable", "false")
+    run = ForkedRun(write_config(tmp_path), "first", *words)
+    run.finish()
+
+    def said(folder, *words):
+        assert train([str(folder / "config.toml"), *words, "--check-only"]) == 0
+        return capsys.readouterr().err
+
+    assert "to continue" not in said(run.folder)
+    moved = run.folder.rename(run.folder.with_name("moved"))
+    assert f"(to continue that: --job.dump_folder={moved.parent} --job.name=moved)" in said(moved)
+    assert "to continue" not in said(moved, "--job.name", "moved") + said(moved, "--job.name", "third")
 
 
 def test_a_run_from_an_earlier_step_that_is_killed_resumes_from_its_newest_checkpoint(config, monkeypatch):

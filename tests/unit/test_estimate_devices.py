@@ -73,11 +73,16 @@ def test_adapters_that_do_not_fit_are_offered_int8_which_needs_no_package_here(b
 
 VISIT = {
     "NVIDIA H200": {
-        "XL/2 compiled": {"machine": {"date": "2026-11-28"}, "XL/2 compiled": {"mfu_percent": 60.0}},
-        "XL/2 compiled, float8": {"machine": {"date": "2026-11-27"}, "XL/2 compiled, float8": {"mfu_percent": 57.0}},
+        "XL/2 compiled": {"machine": {"date": "2026-11-28"}, "XL/2 compiled": {"images": 128, "mfu_percent": 60.0}},
+        "XL/2 compiled, float8": {
+            "machine": {"date": "2026-11-27"}, "XL/2 compiled, float8": {"images": 64, "mfu_percent": 57.0},
+        },
         "ceilings": {"machine": {"date": "2026-11-29"}, "copy": {"TB_per_s": 4.32}},
     },
-    "NVIDIA H100 PCIe": {"XL/2 compiled": {"machine": {"date": "2026-11-28"}, "XL/2 compiled": {"mfu_percent": 60.0}}},
+    "NVIDIA H100 PCIe": {
+        "XL/2 compiled": {"machine": {"date": "2026-11-28"}, "XL/2 compiled": {"images": 128, "mfu_percent": 60.0}},
+        "XL/2 compiled, 32 images": {"XL/2 compiled, 32 images": {"ms": 105.2}},
+    },
 }  # fmt: skip
 
 
@@ -94,7 +99,7 @@ def test_a_visited_device_has_its_measured_speed_and_every_other_figure_says_ass
         return capsys.readouterr().out
 
     def lines(*words, **dtype):
-        return said(*words, **dtype).splitlines()[-6:]
+        return [line for line in said(*words, **dtype).splitlines() if not line.startswith("  not counted")][-6:]
 
     monkeypatch.setattr(estimate, "estimate_memory", remembered)
     monkeypatch.setattr(measured, "RESULTS", tmp_path / "gpu_day.json")
@@ -103,10 +108,12 @@ def test_a_visited_device_has_its_measured_speed_and_every_other_figure_says_ass
     for found in (unknown, lines("H100")):
         assert found[0].startswith("time of a step, at assumed 45% of the compute peak, 80% of memory bandwidth, ")
         assert [line.rpartition("(")[2] for line in found[4:]] == ["assumed)"] * 2
+    waits = "not counted           the host, which starts kernels: XL/2 compiled, 32 images took 0.105 s on NVIDIA H100 PCIe\n"
+    assert waits in said("H200") and waits not in said("H200", "--compute", "0.0001")
     known, after = lines("H200"), json.loads(said("H200", "--json"))["time"]
     assert known[0] == (
-        "time of a step, at 60% of the compute peak (measured, NVIDIA H200, 2026-11-28), 90% of memory bandwidth "
-        "(measured, NVIDIA H200, 2026-11-29), assumed 80% of link bandwidth, 90% of communication overlapped:"
+        "time of a step, at 60% of the compute peak (measured with XL/2 of 128 images, NVIDIA H200, 2026-11-28), 90% of memory "
+        "bandwidth (measured, NVIDIA H200, 2026-11-29), assumed 80% of link bandwidth, 90% of communication overlapped:"
     )
     assert [line.rpartition("(")[2] for line in known[4:]] == ["link and overlap assumed)"] * 2
     assert 60 * after["compute"] == pytest.approx(45 * before["compute"])
@@ -115,7 +122,8 @@ def test_a_visited_device_has_its_measured_speed_and_every_other_figure_says_ass
     float8 = (*FLOAT8, "--gns.enable", "false")
     of_float8 = json.loads(said("H200", *float8, "--json"))["time"]
     assert 57 * of_float8["compute"] == pytest.approx(60 * after["compute"])
-    assert "at 57% of the compute peak (measured with float8, NVIDIA H200, 2026-11-27), 90%" in lines("H200", *float8)[0]
+    place = "measured with XL/2 of 64 images in float8, NVIDIA H200, 2026-11-27"
+    assert f"at 57% of the compute peak ({place}), 90%" in lines("H200", *float8)[0]
     plain, of_float8 = (json.loads(said("MI300X", *words, "--json"))["time"] for words in ((), float8))
     assert of_float8 == plain and lines("MI300X")[1:] == lines("MI300X", *float8)[1:]
     assert "assumed 45% of the compute peak (float8 counts as bfloat16: no measured" in lines("MI300X", *float8)[0]

@@ -14,7 +14,7 @@ from PIL import Image
 from safetensors.torch import save_file
 
 from tests.configurations import load
-from torchtitan.config.job import ConfigError
+from torchtitan.config.job import ConfigError, load_config
 from torchtitan.settings.record import CONFIG_HEADER, effective
 from torchtitan.weights import initial_weights, model_record
 from torchtitan.weights.model_record import (
@@ -24,6 +24,7 @@ from torchtitan.weights.model_record import (
     record_of,
     record_of_checkpoint,
     record_of_weights,
+    trained_for,
 )
 from torchtitan.weights.trained_model import read_config
 
@@ -132,3 +133,12 @@ def test_weights_of_latents_in_another_scale_are_named(tmp_path, monkeypatch):
     assert initial_weights._other_latents(path, None) == ""
     here.scale = [2.0, 2.5]
     assert initial_weights._other_latents(path, None).startswith("its latents had scale 2, 2, these have 2, 2.5 (")
+
+
+def test_weights_of_another_objective_are_named(tmp_path):
+    path = tmp_path / "base.safetensors"
+    run = load_config(["--model.flavor", "debug", "--data.name", "synthetic"], 1)
+    for header, told in (({}, False), ({"trained_for": trained_for(run)}, False), ({"trained_for": "trained for x0"}, True)):
+        save_file({"w": torch.zeros(1)}, path, header)
+        line = initial_weights._other_objective(path, run)
+        assert line == (f"its network was trained for x0; this run's is {trained_for(run)}" if told else "")

@@ -2,11 +2,13 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 from torchtitan.estimate.devices import Device
 from torchtitan.training.hardware import named_peak_tflops
 from torchtitan.training.utilisation import Products
 
+_SMALL = "XL/2 compiled, 32 images"
 # Of the checkout: device's name -> stage -> row -> values. An installed package has none.
 RESULTS = Path(__file__).resolve().parent.parent.parent / "benchmarks" / "results" / "gpu_day.json"
 
@@ -17,19 +19,32 @@ def measured_shares(device: Device, products: Products | None, float8: bool) -> 
     The share of compute is the MFU of whole train steps of DiT-XL/2 in bfloat16, compiled, and holds for such products alone,
     with float8 or without; that of memory is the rate of a copy.
     """
-    row, how = ("XL/2 compiled, float8", "measured with float8") if float8 else ("XL/2 compiled", "measured")
-    results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    row, kind = ("XL/2 compiled, float8", " in float8") if float8 else ("XL/2 compiled", "")
     found = {}
-    for name, stages in results.items():
+    for name, stages in _visits().items():
         if not _is(name, device):
             continue
-        mfu = stages.get(row, {}).get(row, {}).get("mfu_percent")
+        step = stages.get(row, {}).get(row, {})
         copy = stages.get("ceilings", {}).get("copy", {}).get("TB_per_s")
-        if mfu and products == "bfloat16":
-            found["compute"] = mfu / 100, f"{how}, {name}, {stages[row]['machine']['date']}"
+        if step and products == "bfloat16":
+            how = f"measured with XL/2 of {step['images']} images{kind}"
+            found["compute"] = step["mfu_percent"] / 100, f"{how}, {name}, {stages[row]['machine']['date']}"
         if copy:
             found["memory"] = 1000 * copy / device.memory_gb_per_s, f"measured, {name}, {stages['ceilings']['machine']['date']}"
     return found
+
+
+def waiting_step() -> tuple[float, str]:
+    """Seconds of a train step that a GPU spent waiting for its host, and which; 0 where no visit has measured one."""
+    for name, stages in _visits().items():
+        if row := stages.get(_SMALL, {}).get(_SMALL):
+            seconds = row["ms"] / 1000
+            return seconds, f"{_SMALL} took {seconds:.3f} s on {name}"
+    return 0.0, ""
+
+
+def _visits() -> dict[str, Any]:
+    return json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
 
 
 def _is(name: str, device: Device) -> bool:

@@ -7,6 +7,7 @@ from torchtitan.config.job import JobConfig
 from torchtitan.distributed.config import ActivationCheckpointConfig
 from torchtitan.estimate.devices import Device
 from torchtitan.estimate.encoding import encoding_flops_per_image
+from torchtitan.estimate.measured import waiting_step
 from torchtitan.estimate.memory import PARTS, MemoryEstimate
 from torchtitan.estimate.roofline import Efficiency, StepTime, training_flops_per_image
 from torchtitan.models.base import DiffusionModel
@@ -118,6 +119,7 @@ def _time_lines(time: StepTime, efficiency: Efficiency, float8: bool) -> list[st
         shares["compute"] += " (float8 counts as bfloat16: no measured step was faster)"
     of_visit = [f"{getattr(efficiency, name):.0%} of {_SHARES[name]} ({place})" for name, place in known.items()]
     speed = "link and overlap assumed" if "compute" in known else "assumed"
+    waiting, where = waiting_step()
     return [
         "time of a step, at " + "".join(f"{share}, " for share in of_visit) + "assumed "
         + ", ".join(f"{getattr(efficiency, name):.0%} of {share}" for name, share in shares.items()) + ":",
@@ -126,6 +128,7 @@ def _time_lines(time: StepTime, efficiency: Efficiency, float8: bool) -> list[st
         *([f"  encoding            {time.encoding:9.4f} s, of images to latents"] if time.encoding else []),
         f"  optimizer and EMA   {time.optimizer:9.4f} s",
         f"  step                {time.step:9.4f} s: {time.images_per_second:.4g} images/s, MFU {time.mfu:.1%} ({speed})",
+        *([f"  not counted           the host, which starts kernels: {where}"] if time.step < waiting else []),
         f"the run               {time.hours:.4g} hours, {time.device_hours:.4g} device hours ({speed})",
     ]  # fmt: skip
 

@@ -4,8 +4,10 @@ from pathlib import Path
 
 from torchtitan.checkpoint.manifest import checkpoint_path, checkpoint_steps, read_json, read_manifest
 from torchtitan.checkpoint.owner import OWNER_FILE
+from torchtitan.config.job import JobConfig
 from torchtitan.errors import DamagedFile
 from torchtitan.files.ownership import foreign_entry
+from torchtitan.files.regular import read_toml
 from torchtitan.files.run_lock import LOCK_FILE
 from torchtitan.settings.record import CONFIG_HEADER
 
@@ -27,6 +29,18 @@ def foreign_content(folder: Path) -> str | None:
     is_run = _is_lock(folder / LOCK_FILE) or _has_checkpoint(folder)
     marks = {CONFIG_FILE: CONFIG_HEADER.encode()}
     return None if is_run else foreign_entry(folder, marks, is_own=lambda path: path.name == OWNER_FILE)
+
+
+def moved_run_warning(config: JobConfig) -> str:
+    """Warn of a configuration beside the checkpoints of a run that is called otherwise in it: moved or copied; "" without."""
+    file, trained = Path(config.job.config_file).resolve(), Path(config.job.dump_folder, config.job.name)
+    if file.name != CONFIG_FILE or file.parent == trained.resolve() or not _has_checkpoint(file.parent):
+        return ""
+    recorded = read_toml(file).get("job", {})
+    if recorded.get("name") != config.job.name or recorded.get("dump_folder", config.job.dump_folder) != config.job.dump_folder:
+        return ""  # another one was asked for
+    place = f"--job.dump_folder={file.parent.parent} --job.name={file.parent.name}"
+    return f"{trained} is trained, not the run beside {file} (to continue that: {place})"
 
 
 def _is_lock(path: Path) -> bool:

@@ -76,7 +76,8 @@ def _load_file(name: str) -> str:
     try:
         content = path.read_bytes()
     except OSError as error:
-        raise PluginError(f"{name}: {'no such file' if isinstance(error, FileNotFoundError) else error.strerror}") from error
+        missing = "no such file" if str(path) == name else f"no such file (looked for {path})"
+        raise PluginError(f"{name}: {missing if isinstance(error, FileNotFoundError) else error.strerror}") from error
     if not path.stem.isidentifier():
         raise PluginError(f"{name}: is no name of a Python module (use letters, digits and _)")
     if str(path.parent) not in sys.path:

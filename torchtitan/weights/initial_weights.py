@@ -25,6 +25,7 @@ from torchtitan.files.weight_files import (
     WeightsError,
     check_fits,
     each_tensor,
+    header_of,
     named_weights,
     refuse_not_finite,
     tensor_sizes,
@@ -37,7 +38,7 @@ from torchtitan.models.published_layouts import ConversionError
 from torchtitan.programs import pasted
 from torchtitan.runs.folder import RunFolder
 from torchtitan.runs.ownership import CONFIG_FILE
-from torchtitan.weights.model_record import class_names_of_weights
+from torchtitan.weights.model_record import class_names_of_weights, trained_for
 from torchtitan.weights.network import check_base, check_objective, network_on_meta
 
 logger = logging.getLogger(__name__)
@@ -86,8 +87,9 @@ def check_initial_weights(config: JobConfig, info: DatasetInfo, checkpoints: Any
                 logger.warning(f"checkpoint.initial_weights: {path}: {line}")
         digest = check_together(Path(path), model, hashed=frozen, strict=strict)
     from_first_rank(_check_classes, Path(path), info)
-    if line := from_first_rank(_other_latents, Path(path), config):
-        logger.warning(f"checkpoint.initial_weights: {path}: {line}")
+    for other in (_other_latents, _other_objective):
+        if line := from_first_rank(other, Path(path), config):
+            logger.warning(f"checkpoint.initial_weights: {path}: {line}")
     if frozen:
         from torchtitan.weights.adapted_network import frozen_sha256
 
@@ -115,6 +117,13 @@ def _other_latents(path: Path, config: JobConfig) -> str:
             had, have = (", ".join(f"{value:.3g}" for value in each) for each in (values, here))
             return f"its latents had {name} {had}, these have {have} (draw with this run, not with that file and --lora)"
     return ""
+
+
+def _other_objective(path: Path, config: JobConfig) -> str:
+    """Line on another objective in the header of a file of weights; "" where it has none or the run's."""
+    there = header_of(path).get("trained_for", "") if path.suffix == ".safetensors" else ""
+    here = trained_for(config)
+    return f"its network was {there}; this run's is {here}" if there not in ("", here) else ""
 
 
 @contextmanager

@@ -122,6 +122,11 @@ def record_of(config: JobConfig, info: DatasetInfo | None = None) -> ModelRecord
     return ModelRecord(config, info, store.index if store else None, null_caption=null_caption, encoders=encoders)
 
 
+def trained_for(config: JobConfig) -> str:
+    objective = config.objective
+    return f"trained for {objective.prediction} on {objective.path} with {objective.preconditioning} preconditioning"
+
+
 def record_of_weights(path: Path) -> ModelRecord | None:
     """Record in the header of a file of weights, maybe a stranger's, if any. Raises WeightsError, ConfigError."""
     text = header_of(path).get(CONFIG)

@@ -27,7 +27,7 @@ from torchtitan.files.weight_files import (
 from torchtitan.models import MODELS
 from torchtitan.models.base import DiffusionModel
 from torchtitan.models.published_layouts import ComputedTensors, ConversionError, PublishedLayout
-from torchtitan.weights.model_record import ModelRecord, load_record, record_of_weights
+from torchtitan.weights.model_record import ModelRecord, load_record, record_of_weights, trained_for
 from torchtitan.weights.network import network_on_meta
 from torchtitan.weights.pipeline_folder import PIPELINE, check_pipeline, latents_of, scheduler_problems, write_around
 
@@ -308,11 +308,6 @@ def _write_converted(
         torch.save(dict(zip(entries, tensors, strict=True)), path)
     else:
         write_tensors(path, entries, tensors, metadata)
-
-
-def trained_for(config: JobConfig) -> str:
-    objective = config.objective
-    return f"trained for {objective.prediction} on {objective.path} with {objective.preconditioning} preconditioning"
 
 
 def prefixed(path: Path, error: Exception) -> str:

@@ -22,6 +22,7 @@ from torchtitan.processes.command_line import refusing
 from torchtitan.processes.exit_codes import REFUSED
 from torchtitan.processes.importing import uncollected
 from torchtitan.processes.launch import CHECKED, launch_number, restart_warning
+from torchtitan.runs.ownership import moved_run_warning
 from torchtitan.runs.status import write_status
 from torchtitan.training.schedules import warmup_problems
 
@@ -63,7 +64,7 @@ def main(words: list[str] | None = None) -> int:
     if rank == 0 and CHECKED not in os.environ:
         if note:
             print(note, file=sys.stderr)
-        if warning := restart_warning():
+        for warning in filter(None, (restart_warning(), moved_run_warning(config))):
             print(warning, file=sys.stderr)
         for key, text in warmup_problems(config.lr_scheduler, config.training.steps, config.training.global_batch_size):
             print(f"lr_scheduler.{key}: {text}: cut to a tenth of the run", file=sys.stderr)

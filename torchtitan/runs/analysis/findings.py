@@ -144,7 +144,10 @@ def _best_line(cells: list[Cell]) -> str:
 def _effect_line(effect: Effect) -> str:
     images = effect.ratios[IMAGES.name]
     memory = f", memory {change_text(effect.ratios[MEMORY.name])}" if MEMORY.name in effect.ratios else ""
-    return f"{_change(effect)}, at {effect.at}: images/s {change_text(images)}{memory}, {counted(images.count, 'pair')}."
+    batches = dict.fromkeys(tuple(cell.axes["local_batch"] for cell in pair) for pair in effect.pairs)
+    unequal = [f"{before} → {after}" for before, after in batches if before != after]
+    at = f"{effect.at} ({', '.join(unequal)} images a process)" if unequal else effect.at
+    return f"{_change(effect)}, at {at}: images/s {change_text(images)}{memory}, {counted(images.count, 'pair')}."
 
 
 def _scaling_line(curve: ScalingCurve) -> str:
