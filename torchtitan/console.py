@@ -227,10 +227,10 @@ def grids(samples: Path) -> list[tuple[int, Path]]:
 
 
 def _speed(clock: dict[str, Any]) -> list[str]:
+    done = f"{counted(clock['steps'], 'step')} in {clock['train_seconds']:.1f} s and {clock['wall_seconds']:.1f} s"
     return [
         f"  {'speed':<12} {clock['steps_per_second_train']:.4g} steps/s of training alone, "
-        f"{clock['steps_per_second_wall']:.4g} steps/s in all ({clock['steps']:,} steps in {clock['train_seconds']:.1f} s and "
-        f"{clock['wall_seconds']:.1f} s)"
+        f"{clock['steps_per_second_wall']:.4g} steps/s in all ({done})"
     ]
 
 
