@@ -82,6 +82,8 @@ def test_flavor_is_default_of_the_model_and_its_fields_can_be_overridden():
         ("--optimizer.lr=1", 1.0),
         ("--compile.enable=false", False),
         ("--sampling.classes=[1, 2]", [1, 2]),
+        ("--sampling.classes=1,2", [1, 2]),
+        ("--training.double_batch_after=300", [300]),
         ("--metrics.peak_tflops=none", None),
         ("--metrics.peak_tflops=3", 3.0),
         ("--job.dump_folder=a=b", "a=b"),

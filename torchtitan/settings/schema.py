@@ -136,9 +136,10 @@ def parse_text(text: str, annotation: Any) -> Any:
         return _number(text, inner)
     if inner is str or typing.get_origin(inner) is Literal:
         return text
-    if typing.get_origin(inner) is list and not text.startswith("["):  # of names, which may stand between commas
+    if typing.get_origin(inner) is list and not text.startswith("["):  # of names or numbers, which may stand between commas
         element = typing.get_args(inner)[0]
-        return text.split(",") if element is str or typing.get_origin(element) is Literal else text
+        plain = element in (str, int, float) or typing.get_origin(element) is Literal
+        return [parse_text(part, element) for part in text.split(",")] if plain else text
     try:
         return json.loads(text)
     except ValueError:
