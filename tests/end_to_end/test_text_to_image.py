@@ -12,6 +12,7 @@ from tests.extractions import write_photographs
 from torchtitan.config.job import load_config
 from torchtitan.fidelity.images import open_images
 from torchtitan.run import run
+from torchtitan.runs.record import read_run
 from torchtitan_dit.commands.checkpoint import main as checkpoint_tool
 from torchtitan_dit.commands.evaluate import main as evaluate
 from torchtitan_dit.commands.extract_latents import main as extract_latents
@@ -134,7 +135,11 @@ def test_prompts_are_drawn_and_measured(trained, store, tmp_path, capsys):
     refused = "accuracy: cifar10 knows 10 classes, and the samples are of none (leave it out)\n"
     assert capsys.readouterr().err == refused
     assert evaluate([*words, "--metrics", "kid"]) == 0
-    assert "a text" in (tmp_path / "found.json").read_text()
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.toml").touch()
+    (tmp_path / "found.json").rename(tmp_path / "run" / "evaluation.json")
+    (name,) = read_run(tmp_path / "run").evaluated
+    assert name == 'kid (cifar10, 4 samples of "a text" by euler in 1 step, guidance 2 against photographs)'
     drawn = next(path for path in (trained[0] / "samples").rglob("labels.csv"))
     assert evaluate([str(drawn.parent), "--extractor", "cifar10", "--metrics", "accuracy", "--allow-small"]) == 2
     assert capsys.readouterr().err.endswith(refused)

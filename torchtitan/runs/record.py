@@ -15,6 +15,7 @@ from typing import Any
 from torchtitan.checkpoint.manifest import read_json
 from torchtitan.errors import DamagedFile, unwrapped
 from torchtitan.files.regular import read_toml
+from torchtitan.pictures.number_text import counted
 from torchtitan.settings.sections import filled_in, flattened
 from torchtitan.statistics.interval import Interval, mean_interval, positive_interval
 from torchtitan.training.metric_points import TIMED, read_points
@@ -430,9 +431,20 @@ def _evaluated(path: Path) -> dict[str, float | None]:
     for entry in read_json(path, dict)["evaluations"] if path.exists() else ():
         against = f" against {entry['reference']['name']}" if entry["reference"] else ""
         for result in entry["results"].values():
-            how = f"{result['extractor']}, {entry['samples']['count']:,} samples{against}"
+            how = f"{result['extractor']}, {entry['samples']['count']:,} samples{_drawn(entry['samples'])}{against}"
             found |= {f"{name} ({how})": value["value"] for name, value in result["values"].items()}
     return found
+
+
+def _drawn(samples: dict[str, Any]) -> str:
+    """How a set was drawn, as far as runs are usually compared; "" for images of elsewhere."""
+    if (drawn := samples.get("set")) is None:
+        return ""
+    guidance = drawn["guidance_scale"]
+    guided = f", guidance {guidance:g}" + (f" by {drawn['guide']['label']}" if drawn["guide"] else "") if guidance != 1 else ""
+    first, *others = drawn.get("prompts") or [""]
+    prompts = f' of "{first}"' + (f" and {len(others)} others" if others else "") if first else ""
+    return f"{prompts} by {drawn['solver']['name']} in {counted(drawn['num_steps'], 'step')}{guided}"
 
 
 def _tell_apart(runs: dict[Path, RunRecord]) -> None:
