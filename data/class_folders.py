@@ -59,13 +59,14 @@ def class_numbers(folders: list[bytes], classes_file: str) -> np.ndarray:
     known = {folder: number for number, folder in enumerate(order)}
     unknown = [folder for folder in shown_names(folders) if folder not in known]
     if unknown:
-        text = f"class folder {unknown[0]!r} is not in it{look_alike(unknown[0], known)}"
+        spaces = " (a tab follows a folder with spaces)" if " " in unknown[0] else ""
+        text = f"class folder {unknown[0]!r} is not in it{look_alike(unknown[0], known) or spaces}"
         raise DatasetError(f"data.classes_file: {classes_file}: {text}")
     return np.array([known[folder] for folder in shown_names(folders)])
 
 
 def read_classes(path: str) -> dict[str, str]:
-    """Read folder -> name, in the order of a file with one "folder name" a line. Raises DatasetError."""
+    """Read folder -> name, in the order of a file with one "folder name" a line, or "folder<tab>name". Raises DatasetError."""
     try:
         lines = read_text(user_path(path)).rstrip().splitlines()
     except (OSError, ValueError) as error:
@@ -74,7 +75,7 @@ def read_classes(path: str) -> dict[str, str]:
 
     names: dict[str, str] = {}
     for number, line in enumerate(lines, 1):
-        folder, _, name = line.strip().partition(" ")
+        folder, _, name = line.strip().partition("\t" if "\t" in line else " ")
         if not folder:
             raise DatasetError(f"data.classes_file: {path}: line {number} is empty")
         if folder in names:

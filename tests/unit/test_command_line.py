@@ -131,6 +131,13 @@ def test_a_check_says_what_a_run_would_do(capsys, monkeypatch):
     assert said == "digits: ok: HSDP 2 x 2; 128 images per step, 2 microbatches of 16 a rank\n"
 
 
+def test_a_check_refuses_a_folder_of_something_else(capsys, tmp_path):
+    (tmp_path / "digits").mkdir()
+    (tmp_path / "digits" / "notes.txt").touch()
+    assert train.main(["digits", "--job.dump_folder", str(tmp_path), "--check-only"]) == 2
+    assert "digits: holds notes.txt, which is not a run's; nothing was written" in capsys.readouterr().err
+
+
 def test_a_warm_up_is_cut_to_a_tenth_of_a_shorter_run_with_a_warning(capsys, tmp_path):
     assert train.main(["digits", "--training.steps", "40", "--check-only", "--job.dump_folder", str(tmp_path)]) == 0
     said = capsys.readouterr().err

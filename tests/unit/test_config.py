@@ -20,6 +20,7 @@ from torchtitan.data import DATASETS
 from torchtitan.models import MODELS
 from torchtitan.runs.folder import RunFolder
 from torchtitan.settings.record import config_differences, dump_config
+from torchtitan.settings.schema import parse_text
 from torchtitan.settings.sections import choices, keys, section_at
 
 ROOT = Path(__file__).parents[2]
@@ -94,6 +95,10 @@ def test_command_line_value_is_read_as_the_type_of_its_key(argument, value):
     section, _, key = argument[2:].split("=")[0].rpartition(".")
     got = getattr(section_at(load(arguments=[argument]), section), key)
     assert got == value and type(got) is type(value)
+
+
+def test_commas_are_between_names_but_within_prompts():
+    assert parse_text("fd,kid", list[str]) == ["fd", "kid"] and parse_text("a dog, running", list[str]) == ["a dog, running"]
 
 
 def test_negative_number_may_follow_its_flag():

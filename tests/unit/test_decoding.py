@@ -109,6 +109,8 @@ def test_classes_are_shown_by_the_first_of_their_names():
     assert class_labels([2, 0, 1], CLASS_NAMES) == ["great white shark", "tench", "goldfish"]
     assert class_labels([1, 0], ("n01484850_great_white_shark", "n02 tench")) == ["n02 tench", "great white shark"]
     assert class_labels([1], ()) is None
+    dishes = ("fish, chips", "fish, raw", "soup, hot")
+    assert class_labels([0, 1, 2, 0], dishes) == ["fish, chips", "fish, raw", "soup", "fish, chips"]
     assert grid_labels([2, 0], Classes(3, CLASS_NAMES)) == ["great white shark", "tench"]
     assert grid_labels([0], Classes(3)) is None
 

@@ -139,6 +139,12 @@ def test_a_classes_file_numbers_and_names_the_folders(tmp_path):
     config = config_of(tmp_path / "images", classes_file=str(tmp_path / "classes.txt"), validation_fraction=0.0)
     assert ImageFolder.info(config).class_names == ("big cat", "dog", "n1")
     assert all_labels(ImageFolder(config, "train")) == [2, 0]
+    folder_of(tmp_path / "dishes", ("fish & chips", "n3"), 1)
+    config = config_of(tmp_path / "dishes", classes_file=str(tmp_path / "classes.txt"), validation_fraction=0.0)
+    with pytest.raises(DatasetError, match=r"'fish & chips' is not in it \(a tab follows a folder with spaces\)"):
+        ImageFolder.info(config)
+    (tmp_path / "classes.txt").write_text("n3 big cat\nfish & chips\tFish\n")
+    assert ImageFolder.info(config).class_names == ("big cat", "Fish")
 
 
 def one_class(tmp_path):

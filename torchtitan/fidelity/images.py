@@ -115,7 +115,8 @@ class FolderImages(ImageSet):
                 this, first = (f"{shape[1]} x {shape[0]}" for shape in (image.shape, self._size))
                 shown, of_first = self._files.shown(number), self._files.shown(0)
                 keys = f"--data.path {shlex.quote(self.place)} --data.image_size N"
-                advice = f"make a reference of one size: {pasted('evaluate')} reference image_folder --name NAME {keys}"
+                made = f"{pasted('evaluate')} reference image_folder --name NAME {keys}"
+                advice = f"bring samples to one size; a reference is made of any: {made}"
                 raise EvaluationError(f"{shown}: {this} pixels, and {of_first} has {first} ({advice})")
             images[slot] = image
         return images

@@ -5,6 +5,7 @@ import logging
 import os
 import re
 import unicodedata
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -92,11 +93,16 @@ def image_grid(
 
 
 def class_labels(labels: Sequence[int], class_names: Sequence[str]) -> list[str] | None:
-    """Names of labels in pictures, up to the first comma, without ImageNet's numbers, _ as a space; None: no names."""
+    """Names of labels in pictures, without ImageNet's numbers, _ as a space; None: no names.
+
+    Each is cut at its first comma, unless another's is equal then.
+    """
     if not class_names:
         return None
-    names = [WORDNET_NUMBER.sub("", class_names[label], count=1) for label in labels]
-    return [name.split(",")[0].replace("_", " ").strip() for name in names]
+    whole = {label: WORDNET_NUMBER.sub("", class_names[label], count=1).replace("_", " ").strip() for label in labels}
+    cut = {label: name.split(",")[0].strip() for label, name in whole.items()}
+    counts = Counter(cut.values())
+    return [cut[label] if counts[cut[label]] == 1 else whole[label] for label in labels]
 
 
 def to_rgb(images: np.ndarray) -> np.ndarray:

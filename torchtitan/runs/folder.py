@@ -63,9 +63,7 @@ class RunFolder:
             StoreError: that folder is in a store that does not answer.
         """
         try:
-            if name := foreign_content(self.path):
-                advice = "give another --job.name or --job.dump_folder"
-                raise RunFolderError([foreign_text(self.path, name, "a run's", advice)])
+            self.check_own()
             make_folder(self.path)
             if owner := self._lock.acquire():
                 raise Busy(self.path, owner, "give another --job.name")
@@ -78,6 +76,12 @@ class RunFolder:
             raise
         except OSError as error:
             raise RunFolderError([f"{self.path}: cannot be written: {error.strerror}"]) from error
+
+    def check_own(self) -> None:
+        """Check that the folder is a run's or may become one. Raises RunFolderError; OSError: it cannot be read."""
+        if name := foreign_content(self.path):
+            advice = "give another --job.name or --job.dump_folder"
+            raise RunFolderError([foreign_text(self.path, name, "a run's", advice)])
 
     def record(self) -> None:
         """Write config.toml, once the run is built: a refused one leaves what is there. Raises RunFolderError."""

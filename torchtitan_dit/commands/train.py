@@ -85,14 +85,17 @@ def main(words: list[str] | None = None) -> int:
 
 def _folder_problem(config: JobConfig) -> Exception | None:
     """Problem of the run's folder, which launched processes would each find after seconds; None if there is none."""
-    if config.cache.enable or not (Path(config.job.dump_folder) / config.job.name / "config.toml").exists():
+    if not Path(config.job.dump_folder, config.job.name).exists():  # nothing heavy is imported
         return None
     from torchtitan.errors import RunFolderError, StoreError
     from torchtitan.runs.folder import RunFolder
 
     try:
-        RunFolder(config).check_unchanged()
-    except (RunFolderError, StoreError) as error:
+        folder = RunFolder(config)
+        folder.check_own()
+        if not config.cache.enable:
+            folder.check_unchanged()
+    except (RunFolderError, StoreError, OSError) as error:
         return error
     return None
 
