@@ -78,7 +78,7 @@ def as_text(
         lines.append("  lora.extra: further adapters are not counted")
     if memory.least is not None:
         lines.append("the compiler's recomputation is not in the times below: up to a third more compute")
-    return "\n".join(lines + _time_lines(time, efficiency, config.float8.enable))
+    return "\n".join(lines + _time_lines(time, efficiency, config.float8.enable, device))
 
 
 def _start_up(config: JobConfig) -> str:
@@ -112,14 +112,14 @@ def _range_lines(memory: MemoryEstimate) -> list[str]:
     ]
 
 
-def _time_lines(time: StepTime, efficiency: Efficiency, float8: bool) -> list[str]:
+def _time_lines(time: StepTime, efficiency: Efficiency, float8: bool, device: Device) -> list[str]:
     known = efficiency.measured
     shares = {name: share for name, share in _SHARES.items() if name not in known}
     if float8 and "compute" in shares:
         shares["compute"] += " (float8 counts as bfloat16: no measured step was faster)"
     of_visit = [f"{getattr(efficiency, name):.0%} of {_SHARES[name]} ({place})" for name, place in known.items()]
     speed = "link and overlap assumed" if "compute" in known else "assumed"
-    waiting, where = waiting_step()
+    waiting, where = waiting_step() if device.name != "CPU" else (0.0, "")
     return [
         "time of a step, at " + "".join(f"{share}, " for share in of_visit) + "assumed "
         + ", ".join(f"{getattr(efficiency, name):.0%} of {share}" for name, share in shares.items()) + ":",

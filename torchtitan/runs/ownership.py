@@ -1,5 +1,6 @@
 """Ownership of a run's folder: a folder with files of others is never written into."""
 
+import shlex
 from pathlib import Path
 
 from torchtitan.checkpoint.manifest import checkpoint_path, checkpoint_steps, read_json, read_manifest
@@ -39,7 +40,7 @@ def moved_run_warning(config: JobConfig) -> str:
     recorded = read_toml(file).get("job", {})
     if recorded.get("name") != config.job.name or recorded.get("dump_folder", config.job.dump_folder) != config.job.dump_folder:
         return ""  # another one was asked for
-    place = f"--job.dump_folder={file.parent.parent} --job.name={file.parent.name}"
+    place = shlex.join([f"--job.dump_folder={file.parent.parent}", f"--job.name={file.parent.name}"])
     return f"{trained} is trained, not the run beside {file} (to continue that: {place})"
 
 
