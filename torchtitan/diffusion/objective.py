@@ -357,7 +357,7 @@ class Objective(ABC):
         self, output: Tensor, x_t: Tensor, c_skip: Tensor | None, c_out: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         """Read the network's output: as `_output`."""
-        output, interpolation = output.to(torch.promote_types(output.dtype, torch.float32)), None
+        output, interpolation = output if output.dtype.itemsize >= 4 else output.to(torch.float32), None
         if self.intermediate_share is not None:
             output = output[:, : x_t.shape[1]]
         count = 1 if self.heads is None else len(self.heads.names)
