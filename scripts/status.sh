@@ -41,14 +41,12 @@ run_for_status() {
 
 # Refuse a node with fewer GPUs than PyTorch is to use: refuse_unseen_gpus COUNT COMMAND... (which runs Python on each node)
 refuse_unseen_gpus() {
-    local count=$1
-    shift
-    "$@" -c '
+    "${@:2}" -c '
 import socket, sys, torch
-wanted, found = int(sys.argv[1]), torch.cuda.device_count()
-if found < wanted:
-    sys.exit(f"{socket.gethostname()}: PyTorch sees {found} GPUs, and {wanted} processes are to use one each")
-' "$count" || exit 2
+found = torch.cuda.device_count()
+text = f"{socket.gethostname()}: PyTorch sees {found} GPUs, and {sys.argv[1]} processes are to use one each"
+sys.exit(text if found < int(sys.argv[1]) else 0)
+' "$1" || exit 2
 }
 
 # Refuse a job without GPUs: refuse_without_gpus PROCESSES SCRIPT VARIABLE (which says how many processes to start without)
