@@ -33,7 +33,7 @@ def foreign_content(folder: Path) -> str | None:
 
 
 def moved_run_warning(config: JobConfig) -> str:
-    """Warn of a configuration beside the checkpoints of a run that is called otherwise in it: moved or copied; "" without."""
+    """Warn where a configuration names another folder than the one of the run beside it, which was moved or copied; else ""."""
     file, trained = Path(config.job.config_file).resolve(), Path(config.job.dump_folder, config.job.name)
     if file.name != CONFIG_FILE or file.parent == trained.resolve() or not _has_checkpoint(file.parent):
         return ""

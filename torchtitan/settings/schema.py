@@ -138,7 +138,7 @@ def parse_text(text: str, annotation: Any) -> Any:
         return text
     if typing.get_origin(inner) is list and not text.startswith("["):  # of names or numbers, which may stand between commas
         element = typing.get_args(inner)[0]
-        if element is str and " " in text:  # a prompt, with commas of its own
+        if element is str and " " in text:  # a prompt, which may have commas
             return [text]
         plain = element in (str, int, float) or typing.get_origin(element) is Literal
         return [parse_text(part, element) for part in text.split(",")] if plain else text
