@@ -112,7 +112,9 @@ def _rows(root: bytes, name: bytes) -> Iterator[tuple[str, str, str]]:
         text = read_text(os.path.join(root, name))
         found: Iterable[Any] = _json_rows(text)
         if ending_of(name) == b"csv":
-            found = csv.DictReader(io.StringIO(text, newline=""))
+            first, _, _ = text.partition("\n")
+            separator = ";" if ";" in first and "," not in first else ","  # some spreadsheets write the former
+            found = csv.DictReader(io.StringIO(text, newline=""), delimiter=separator)
         rows = [row if isinstance(row, dict) else {} for row in found]
     except (OSError, ValueError, RecursionError, csv.Error) as error:
         reason = getattr(error, "strerror", None) or error

@@ -150,6 +150,19 @@ def content_digest(config: CaptionedFolderConfig) -> str:
     return hashlib.sha256(repr(described).encode()).hexdigest()
 
 
+def check_held_out_sizes(config: CaptionedFolderConfig) -> None:
+    """Check that images of `data.validation_path` are seen in sizes of training. Raises DatasetError: names one that is not."""
+    trained = {size for width, height in _open(config, "train").sizes for size in config.sizes_of(width, height)}
+    images = _open(config, "validation")
+    for position, (width, height) in enumerate(images.sizes):
+        if other := set(config.sizes_of(width, height)) - trained:
+            shown = "{} x {}".format(*min(other))
+            raise DatasetError(
+                f"data.validation_path: {images.files.shown(position)}: is seen in {shown}, and no image of training is "
+                "(remove it, or add one of that shape to data.path)"
+            )
+
+
 def _check_keys(config: CaptionedFolderConfig) -> None:
     """Check keys that belong together. Raises DatasetError."""
     if config.missing_caption == "trigger" and not config.trigger_word.split():

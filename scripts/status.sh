@@ -1,13 +1,13 @@
 # Sourced by launch scripts: `run_for_status COMMAND...` trains, and returns a code that a scheduler can act on.
-#   0 completed, 1 failed, 2 refused, 75 (EX_TEMPFAIL): run the same again, for it was interrupted by a signal and saved,
-#   or another run writes into its folder
+#   0 completed, 1 failed, 2 refused, 75 (EX_TEMPFAIL): run the same again, for it was interrupted by a signal and saved, or
+#   ended by a signal other than Ctrl-C before it could save, or another run writes into its folder
 # torchrun turns every failure of a process into 1, so the processes leave their status in a file.
 # On Linux the command ends with this shell, even if that is killed; python3 arranges it, where there is one.
 
 parent_death=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)/torchtitan/processes/parent_death.py
 
 run_for_status() {
-    local code=0 status child shell=${BASHPID-}
+    local code=0 status child ended_by="" shell=${BASHPID-}
     TRAIN_STATUS_FILE=$(mktemp)
     export TRAIN_STATUS_FILE
     # A process group of its own: of Ctrl-C, too, the command hears once, and by the traps below.
@@ -20,7 +20,7 @@ run_for_status() {
     child=$!
     set +m
     for signal in INT TERM HUP USR1; do
-        trap "kill -$signal $child 2>/dev/null || true" "$signal"
+        trap "ended_by=$signal; kill -$signal $child 2>/dev/null || true" "$signal"
     done
     while :; do  # a trapped signal ends wait before the command has ended
         code=0
@@ -35,7 +35,7 @@ run_for_status() {
         *:requeue | *:busy) return 75 ;;
         *:refused) return 2 ;;
         *:failed) return 1 ;;
-        *) return "$code" ;;
+        *) [[ $status || ! $ended_by || $ended_by = INT ]] && return "$code"; return 75 ;;
     esac
 }
 

@@ -148,7 +148,7 @@ def _train(trainer: Trainer, deadline: threading.Timer) -> int:
         return _fail(trainer, deadline, "failed", str(error))
     except (CheckpointError, DatasetError, OSError) as error:  # OSError: a disk that is full or gone
         return _fail(trainer, deadline, "failed", f"step {trainer.state.step}: {error}", lost=is_lost_rank(error))
-    except (RuntimeError, MemoryError) as error:
+    except Exception as error:  # a plugin's code may raise anything
         if is_out_of_memory(error):
             trainer.profiler.out_of_memory(trainer.state.step)
             return _fail(trainer, deadline, "oom", f"step {trainer.state.step}: {_out_of_memory(error, trainer.config)}")
@@ -158,7 +158,7 @@ def _train(trainer: Trainer, deadline: threading.Timer) -> int:
         if "DataLoader worker" in str(error):  # a killed loader may be noticed anywhere in the step
             reason = trainer.state.data.lost_loader() or unwrapped(error)
             return _fail(trainer, deadline, "failed", f"step {trainer.state.step}: {reason}")
-        _fail(trainer, deadline, "failed", f"step {trainer.state.step}: {error}")
+        _fail(trainer, deadline, "failed", f"step {trainer.state.step}: {type(error).__name__}: {error}")
         raise
     status, reason = "completed", ""
     if code and trainer.config.checkpoint.enable:

@@ -106,3 +106,10 @@ def test_launch_script_turns_the_status_into_an_exit_code(tmp_path, monkeypatch,
     script = f"set -euo pipefail; source {ROOT}/scripts/status.sh; run_for_status bash -c '{command}'"
     assert subprocess.run(["bash", "-c", script], env=os.environ | {"TMPDIR": str(tmp_path)}).returncode == wanted
     assert not list(tmp_path.glob("tmp.*"))
+
+
+@pytest.mark.parametrize(("name", "wanted"), [("USR1", 75), ("TERM", 75), ("INT", 130)])
+def test_command_that_a_signal_ends_before_it_could_save_is_run_again_but_for_ctrl_c(name, wanted):
+    command = f"trap - INT; kill -{name} $job; exec sleep 20"  # of this shell, which passes it on
+    script = f"set -euo pipefail; source {ROOT}/scripts/status.sh; export job=$$; run_for_status bash -c '{command}'"
+    assert subprocess.run(["bash", "-c", script]).returncode == wanted

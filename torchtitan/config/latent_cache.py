@@ -96,11 +96,17 @@ def without_moved_caches(changes: list[str]) -> list[str]:
     return [line for line in changes if not _SAME_CACHE.fullmatch(line)]
 
 
-def without_cache_paths(changes: list[str]) -> list[str]:
-    """Lines of `config_differences`, where paths of a folder's caches differ with one that says why."""
+def without_cache_paths(changes: list[str], base: str = "") -> list[str]:
+    """Lines of `config_differences`, where paths of a folder's caches differ with one that says why.
+
+    Args:
+        base: file of the frozen network, which tells the scale of latents.
+    """
     moved = [line for line in changes if _OTHER_CACHE.fullmatch(line)]
-    said = ["data: the pictures, captions or prompts of the cache have changed, or how they are encoded"] if moved else []
-    return said + [line for line in changes if line not in moved]
+    said = "data: the pictures, captions or prompts of the cache have changed, or how they are encoded"
+    if base and not Path(base).exists():
+        said = f"checkpoint.initial_weights: {base}: no such file"
+    return [said] * bool(moved) + [line for line in changes if line not in moved]
 
 
 def splits_of(info: DatasetInfo) -> tuple[Split, ...]:
@@ -141,6 +147,10 @@ def cached_info(config: Any) -> DatasetInfo:
     if stored is not None:
         return dataset_info(stored)
     images = dataset_info(images_only(config.data))
+    if config.data.validation_path:
+        from torchtitan.data.captioned_folder import check_held_out_sizes
+
+        check_held_out_sizes(config.data)
     channels, downscale = _channels_and_downscale(config.autoencoder.name, config.autoencoder.path, config.autoencoder.dtype)
 
     def latent(shape: tuple[int, int, int]) -> tuple[int, int, int]:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pydantic
 from tqdm import tqdm
 
+from torchtitan.config.latent_cache import SPLITS, is_finished
 from torchtitan.errors import LatentStoreError
 from torchtitan.extraction.describe import describe_store
 from torchtitan.extraction.published_latents import convert, open_source, plan_conversion
@@ -73,15 +74,22 @@ def _convert(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _splits(folder: Path) -> list[Path]:
+    """Stores of a run's cache, one for each split; the folder itself of any other."""
+    stores = [folder / split for split in SPLITS if is_finished(folder / split)]
+    return [folder] if is_finished(folder) or not stores else stores
+
+
 def _show(arguments: argparse.Namespace) -> int:
-    for store in open_stores(arguments.store):
-        print("\n".join(describe_store(store.folder, store.index)))
+    for folder in _splits(arguments.store):
+        for store in open_stores(folder):
+            print("\n".join(describe_store(store.folder, store.index)))
     return 0
 
 
 def _verify(arguments: argparse.Namespace) -> int:
     damaged = False
-    for folder in arguments.stores:
+    for folder in itertools.chain(*map(_splits, arguments.stores)):
         try:
             stores = open_stores(folder) if (folder / BUCKETS_FILE).is_file() else []
             indexes = {store.folder: store.index for store in stores} or {folder: read_index(folder)}

@@ -143,7 +143,7 @@ class RunFolder:
             raise RunFolderError(
                 [
                     f"{place}: holds a run of another configuration ({advice})",
-                    *(f"  {line}" for line in without_cache_paths(changes)),
+                    *(f"  {line}" for line in without_cache_paths(changes, self._config.checkpoint.initial_weights)),
                 ]
             )
         return changes

@@ -36,7 +36,7 @@ from torchtitan.weights.trained_model import TrainedModel, WeightsError, is_publ
 
 _WEIGHTS = "weights.safetensors"  # of this program, in a repository on the hub
 _FILES_OF_DIFFUSERS = ["*.json", *(f"{part}*.safetensors" for part in ("", "transformer/", "vae/"))]
-BATCH_SIZE, DTYPE = 256, "float32"
+DTYPE = "float32"
 _MOST_NAMES = 10  # of classes, in a message
 
 
@@ -128,7 +128,7 @@ def add_setup_options(parser: argparse._ActionsContainer) -> None:
         " multiple of its update (default: 1)")
     add("--size", type=sides, metavar="HEIGHTxWIDTH", help="of the images, in pixels also where latents are drawn, for models "
         "of images of any size (default: the largest of training)")
-    add("--batch-size", type=int, help=f"images at a time on each rank (default: {BATCH_SIZE})")
+    add("--batch-size", type=int, help="images at a time on each rank (default: sampling.batch_size)")
     add("--dtype", choices=("float32", "bfloat16"), help=f"dtype of compute (default: {DTYPE})")
     add("--autoencoder", choices=("none", *AUTOENCODERS),
         help="autoencoder that decodes latents to images (default: the run's)")
@@ -159,7 +159,7 @@ def open_prompted(arguments: argparse.Namespace) -> SamplingSetup:
 
 def setup_of(arguments: argparse.Namespace, trained: TrainedModel, decoder: LatentDecoder | None) -> SamplingSetup:
     """SamplingSetup by the method of the options, with what is loaded already. Raises as `open_setup` does."""
-    batch_size = BATCH_SIZE if arguments.batch_size is None else arguments.batch_size
+    batch_size = trained.config.sampling.batch_size if arguments.batch_size is None else arguments.batch_size
     if batch_size < 1:
         raise WeightsError(f"--batch-size: must be at least 1, is {batch_size}")
     sampling = sampling_method(arguments, trained)

@@ -32,8 +32,8 @@ from torchtitan.sampling.setup import SamplingSetup, add_drawing_options, beside
 from torchtitan.weights.trained_model import TrainedModel, WeightsError
 
 FIRST = os.environ.get("RANK", "0") == "0"
-# Options of the grid, and their defaults; none has an effect on a set.
-GRID_OPTIONS = {"images_per_class": 8, "seed": 0, "files": False, "latents": False}
+# Options of the grid; none has an effect on a set.
+GRID_OPTIONS = ("images_per_class", "seed", "files", "latents")
 
 
 @refusing(SampleSetError, stopped="stopped; the same command resumes")
@@ -64,7 +64,7 @@ def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
     add("source", type=Path, help="a run's folder, a safetensors file of weights, or a folder of diffusers")
     add("--classes", nargs="+", help="names or numbers, or all: one row of the grid each (default: the run's), or those of a "
         "set, by turns (default: drawn for each seed)")
-    add("--images-per-class", type=at_least(1), help="columns of the grid (default: 8)")
+    add("--images-per-class", type=at_least(1), help="columns of the grid (default: sampling.images_per_class)")
     add("--seed", type=at_least(0), help="of the grid's noise (default: 0)")
     add("--count", type=int, help="draw a set of this many images")
     add("--seeds", metavar="SEEDS", help="draw a set of these seeds, as 0-49999 or 1,5,10-19 (default: 0 to count - 1)")
@@ -79,13 +79,10 @@ def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
 
 
 def refuse_unused(arguments: argparse.Namespace) -> None:
-    """Refuse options of a grid for a set, then fill in the defaults. Raises WeightsError."""
-    for name, default in GRID_OPTIONS.items():
-        given = getattr(arguments, name)
-        if arguments.set and given not in (None, False):
+    """Refuse options of a grid for a set. Raises WeightsError."""
+    for name in GRID_OPTIONS:
+        if arguments.set and getattr(arguments, name) not in (None, False):
             raise WeightsError(f"{option(name)}: has no effect on a set (--count, --seeds; leave it out)")
-        if given is None:
-            setattr(arguments, name, default)
 
 
 def check(arguments: argparse.Namespace, setup: SamplingSetup) -> None:
@@ -94,6 +91,8 @@ def check(arguments: argparse.Namespace, setup: SamplingSetup) -> None:
     if arguments.output and arguments.output.suffix == ".png":
         raise WeightsError(f"--output: {arguments.output} names a picture (give a folder, which pictures are written to)")
     check_prompted(setup.trained)
+    arguments.images_per_class = arguments.images_per_class or config.sampling.images_per_class
+    arguments.seed = arguments.seed or 0
     if arguments.prompt:
         arguments.classes = list(range(len(arguments.prompt)))
     elif arguments.classes is None:

@@ -183,8 +183,8 @@ ADAPTED = {
 def refuse_merging(weight: QuantizedWeight) -> NoReturn:
     """Raise AdapterError: a quantised weight would round the update away."""
     raise AdapterError(
-        f"lora.base_dtype: a weight in {weight.kind} cannot take adapters into itself (export the adapter, or"
-        ' set it to "bfloat16" in the config.toml of a copy of the run)'
+        f"lora.base_dtype: a weight in {weight.kind} cannot take adapters into itself (export the adapter, or,"
+        ' on a base that is a file, set it to "bfloat16" in the config.toml of a copy of the run)'
     )
 
 
