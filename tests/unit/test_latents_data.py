@@ -62,32 +62,14 @@ def epochs_by_image(read, path, seed=3):
 def test_training_draws_view_and_posterior_of_each_sample_number(path):
     means, stds = moments(path)
     found, samples = epochs_by_image(read_epochs(config_of(path), epochs=2), path)
+    plain, _ = epochs_by_image(read_epochs(config_of(path, sample_posterior=False), epochs=2), path)
     for epoch in range(2):
         views = (philox.uniform(3, "horizontal_flip", samples[epoch]) < 0.5).long()
         noise = philox.normal(3, "posterior", samples[epoch], SHAPE)
         rows = torch.arange(COUNT)
         wanted = normalised(means[rows, views] + stds[rows, views] * noise)
         torch.testing.assert_close(found[epoch], wanted)
-
-
-def test_mirror_and_posterior_change_between_epochs(path):
-    epochs = 16
-    means, stds = moments(path)
-    found, _ = epochs_by_image(read_epochs(config_of(path, sample_posterior=False), epochs=epochs), path)
-    mirrored = (found == normalised(means[:, 1])).flatten(2).all(-1)  # [E, N]
-    assert (mirrored | (found == normalised(means[:, 0])).flatten(2).all(-1)).all()
-    assert mirrored.any(0).float().mean() > 0.99 and (~mirrored).any(0).float().mean() > 0.99
-    share, spread = float(mirrored.double().mean()), 0.5 / (epochs * COUNT) ** 0.5
-    assert abs(share - 0.5) < 4 * spread
-
-    drawn, _ = epochs_by_image(read_epochs(config_of(path), epochs=epochs), path)  # of the same views
-    scale, views = torch.tensor(NORMALIZATION.scale)[:, None, None], mirrored.long()
-    rows = torch.arange(COUNT)
-    z = (drawn - found) / (stds[rows, views] * scale)  # [E, N, C, h, w], standard normal
-    assert abs(float(z.mean())) < 4 / z.numel() ** 0.5
-    assert float(z.var()) == pytest.approx(1, abs=4 * (2 / z.numel()) ** 0.5)
-    between = (z[0] * z[1]).mean()
-    assert abs(float(between)) < 4 / z[0].numel() ** 0.5  # epochs are independent
+        assert torch.equal(plain[epoch], normalised(means[rows, views]))
 
 
 def test_what_is_read_does_not_depend_on_ranks_workers_or_a_resume(path):
