@@ -199,10 +199,8 @@ def test_every_layer_measures_what_one_gradient_per_sample_gives(config, dtype, 
 
 def folding(fold: Fold, rows: int) -> torch.Tensor:
     """The matrix [rows, FOLDED_ROWS] that a fold of rows is the product with."""
-    matrix = torch.zeros(rows, FOLDED_ROWS, dtype=torch.float64)
-    for place, (row, sign) in enumerate(zip(fold.places.tolist(), fold.signs.tolist(), strict=True)):
-        matrix[row, place % FOLDED_ROWS] += sign
-    return matrix
+    matrix, columns = torch.zeros(rows, FOLDED_ROWS, dtype=torch.float64), torch.arange(len(fold.places)) % FOLDED_ROWS
+    return matrix.index_put_((fold.places, columns), fold.signs.double(), accumulate=True)
 
 
 def close(found: torch.Tensor, wanted: torch.Tensor, tolerance: float) -> bool:
