@@ -30,7 +30,7 @@ def decoded(content: bytes) -> torch.Tensor:
 
 def write_tar(path: Path, members: dict[str, bytes]) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
-    with tarfile.open(path, "w") as archive:
+    with tarfile.open(path, "w:gz" if path.suffix == ".gz" else "w") as archive:
         for name, content in members.items():
             entry = tarfile.TarInfo(name)
             entry.size = len(content)

@@ -110,7 +110,5 @@ def test_a_set_smaller_than_its_rank_is_noted():
 def test_frechet_distance_refuses_what_it_cannot_fit():
     with pytest.raises(EvaluationError, match="1 feature vectors .* at least 2"):
         of_rows(np.zeros((1, 3)), np.zeros((5, 3)))
-    with pytest.raises(EvaluationError, match="5 of 5 feature vectors .* not finite"):
-        of_rows(np.zeros((5, 3)), np.full((5, 3), np.nan))
     with pytest.raises(EvaluationError, match="samples have 3 features and the reference has 4"):
         of_rows(np.eye(3), np.eye(4))

@@ -26,17 +26,14 @@ def test_the_score_is_the_mean_of_its_splits():
     logits = 3 * generator.standard_normal((57, 6)).astype(np.float32)
     p = np.exp(logits.astype(np.float64))
     p /= p.sum(axis=1, keepdims=True)
-    scores = [
-        np.exp(np.mean(np.sum(part * np.log(part / part.mean(axis=0)), axis=1))) for part in (p[:19], p[19:38], p[38:])
-    ]
+
+    def scores(p):
+        return [np.exp(np.mean(np.sum(part * np.log(part / part.mean(axis=0)), axis=1))) for part in np.split(p, 3)]
+
     found = inception_score(logits, splits=3).values
-    assert found["is_file_order"].value == pytest.approx(np.mean(scores), rel=1e-12)
-    shuffled = p[np.random.RandomState(2020).permutation(57)]
-    scores = [
-        np.exp(np.mean(np.sum(part * np.log(part / part.mean(axis=0)), axis=1)))
-        for part in (shuffled[:19], shuffled[19:38], shuffled[38:])
-    ]
-    assert (found["is"].value, found["is_sd"].value) == pytest.approx((np.mean(scores), np.std(scores)), rel=1e-12)
+    assert found["is_file_order"].value == pytest.approx(np.mean(scores(p)), rel=1e-12)
+    shuffled = scores(p[np.random.RandomState(2020).permutation(57)])
+    assert (found["is"].value, found["is_sd"].value) == pytest.approx((np.mean(shuffled), np.std(shuffled)), rel=1e-12)
 
 
 def test_accuracy_is_the_share_recognised_as_the_class_asked_for():

@@ -11,11 +11,12 @@ import pytest
 import torch
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 
+from tests.configurations import problems
 from tests.distributed.cases import make_trainer, remove, shared_folder, train_all
 from tests.end_to_end.runs import checkpoint_tensors
 from tests.launcher import ROOT, run_on_ranks
 from torchtitan.conditions import Classes
-from torchtitan.config.job import ConfigError, load_config
+from torchtitan.config.job import load_config
 from torchtitan.distributed.activation_checkpoint import checkpoint_blocks
 from torchtitan.distributed.config import ActivationCheckpointConfig
 from torchtitan.distributed.parallelize import local
@@ -80,6 +81,12 @@ def test_emulation_rounds_forward_and_backward_but_not_far(recipe):
         errors[name] = linear.weight.grad
     exact = distance(errors["found"], errors["wanted"])
     assert exact < 1e-6 if recipe == "rowwise_with_gw_hp" else 1e-3 < exact < 1e-1
+    # Autocast on the CPU computes in bfloat16 around float8.
+    model.zero_grad()
+    found, gradients = output_and_gradients(model, dtype=torch.bfloat16, enabled=True)
+    assert distance(found, wanted) < 0.1 and distance(stacked(gradients), stacked(wanted_gradients)) < 0.1
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert model.get_submodule("layers.0.mlp.out")(torch.randn(16, 128)).dtype == torch.bfloat16
 
 
 @needs_torchao
@@ -110,18 +117,6 @@ def test_tokens_of_a_batch_must_suit_the_products(monkeypatch):
 
 
 @needs_torchao
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_autocast_on_the_cpu_computes_in_bfloat16_around_float8(recipe):
-    wanted, wanted_gradients = output_and_gradients(debug_model())
-    model = debug_model()
-    convert_to_float8(model, Float8Config(enable=True, emulate=True, recipe=recipe))
-    found, gradients = output_and_gradients(model, dtype=torch.bfloat16, enabled=True)
-    assert distance(found, wanted) < 0.1 and distance(stacked(gradients), stacked(wanted_gradients)) < 0.1
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert model.get_submodule("layers.0.mlp.out")(torch.randn(16, 128)).dtype == torch.bfloat16
-
-
-@needs_torchao
 def test_recomputation_and_one_graph_per_block_change_nothing():
     config = Float8Config(enable=True, emulate=True)
     plain, wrapped = debug_model(), debug_model()
@@ -137,9 +132,10 @@ def test_recomputation_and_one_graph_per_block_change_nothing():
         torch.testing.assert_close(gradients[name], gradient, atol=1e-5, rtol=1e-3)
 
 
-def curve(trainer):
-    lines = (trainer.state.folder.path / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line)["loss_metrics/global_avg_loss"] for line in lines]
+def curve(trainer, *more):
+    """Losses of the logged steps, and what else was logged under the names in `more`."""
+    points = map(json.loads, (trainer.state.folder.path / "metrics.jsonl").read_text().splitlines())
+    return [[point[tag] for tag in ("loss_metrics/global_avg_loss", *more)] for point in points]
 
 
 @needs_torchao
@@ -156,11 +152,11 @@ def test_training_follows_float32_and_a_run_changes_over_and_back(tmp_path):
 
     same_rate = ("--lr_scheduler.warmup_steps", "0", "--lr_scheduler.decay_type", "constant")  # whatever the steps are
     change = ("--job.allow_config_change", "true")
-    wanted = curve(trained("float32", 8))
+    wanted = [loss for (loss,) in curve(trained("float32", 8))]
     trained("float8", 4, *ON)
     trained("float8", 6, *change)
     found = trained("float8", 8, *change, *ON)
-    losses = curve(found)
+    losses = [loss for (loss,) in curve(found)]
     assert len(losses) == 8 and losses != wanted
     assert losses == pytest.approx(wanted, rel=0.03)
     shapes = [
@@ -204,9 +200,7 @@ def gathered_in_float8(ranks):
             with patch.object(_fsdp_param_group, "foreach_all_gather", spied if name == "gathered" else original):
                 assert trainer.train() == 0
             trainer.close()
-        lines = (trainer.state.folder.path / "metrics.jsonl").read_text().splitlines()
-        points = [json.loads(line) for line in lines]
-        found[name] = [[point["loss_metrics/global_avg_loss"], point["grad_norm"]] for point in points]
+        found[name] = curve(trainer, "grad_norm")
         average = trainer.state.ema.tracks["ema"]["layers.0.mlp.out.weight"]
         found[name] += [[local(average).norm().item()]]
         weights = [trainer.state.model.get_submodule(f"layers.{i}.mlp.out").weight for i in range(3)]
@@ -227,12 +221,6 @@ def test_weights_gathered_in_float8_are_those_cast_after_the_gather():
         assert values == pytest.approx(wanted, rel=1e-5)
 
 
-def refused(*argv):
-    with pytest.raises(ConfigError) as error:
-        load_config(list(argv), 1)
-    return error.value.problems
-
-
 def pretend_torchao(monkeypatch, spec):
     """torchao is installed, or not; other packages are as they are."""
     monkeypatch.setattr(float8.importlib.util, "find_spec", lambda name: spec if name == "torchao" else FIND_SPEC(name))
@@ -241,32 +229,32 @@ def pretend_torchao(monkeypatch, spec):
 def test_what_cannot_run_is_refused_in_a_line_that_says_what_to_do(monkeypatch):
     pretend_torchao(monkeypatch, object())
     enable = ("--float8.enable", "true")
-    assert refused(*enable) == [
+    assert problems(arguments=enable) == [
         "command line: --float8.enable: the CPU has no float8 matrix products (set float8.emulate to true, or"
         " float8.enable to false)"
     ]
-    (taps,) = refused(*ON, "--gns.enable", "true")
+    (taps,) = problems(arguments=[*ON, "--gns.enable", "true"])
     assert "float8.enable: the single-pass noise estimate replaces the same linears" in taps
-    (unused,) = refused("--float8.recipe", "rowwise")
+    (unused,) = problems(arguments=["--float8.recipe", "rowwise"])
     assert "has no effect when float8.enable = false" in unused
     load_config(list(ON), 1)
-    (unsharded,) = refused(*GATHERED)
+    (unsharded,) = problems(arguments=GATHERED)
     assert "enable_fsdp_float8_all_gather: has no effect without shards" in unsharded
-    (rows,) = refused(*GATHERED, "--float8.recipe", "rowwise")
+    (rows,) = problems(arguments=[*GATHERED, "--float8.recipe", "rowwise"])
     assert "enable_fsdp_float8_all_gather: has no effect when float8.recipe = rowwise" in rows
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA A100")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
-    (old,) = refused(*enable)
+    (old,) = problems(arguments=enable)
     assert "NVIDIA A100 (compute capability 8.0) has no float8 matrix products" in old and "emulate" in old
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    (coarse,) = refused(*enable)
+    (coarse,) = problems(arguments=enable)
     assert "set training.mixed_precision_param to bfloat16" in coarse
     load_config([*enable, "--training.mixed_precision_param", "bfloat16"], 1)
 
     pretend_torchao(monkeypatch, None)
-    (missing,) = refused(*ON)
+    (missing,) = problems(arguments=ON)
     assert "-m pip install 'torchao>=0.18,<0.19'" in missing
 
 

@@ -30,7 +30,6 @@ def b(*shape: int) -> Tensor:
 def test_cosine_distance_has_its_golden_value():
     found, wanted = a(1, 4, 2, 2), b(1, 4, 2, 2)
     assert cosine_distance(found, wanted).item() == pytest.approx(0.38241402901845983, rel=1e-12)
-    assert (found - wanted).square().mean().item() == pytest.approx(0.42847475687511694, rel=1e-12)
 
 
 def test_cosine_distance_of_a_network_that_starts_at_zero_has_a_bounded_gradient():
@@ -44,9 +43,6 @@ def test_partners_are_samples_2k_and_2k_plus_1_with_the_distances_of_brute_force
     found, other = a(4, 6), partners(b(4, 6))
     wanted = [sum((a(4, 6)[i, k] - b(4, 6)[i ^ 1, k]) ** 2 for k in range(6)).item() / 6 for i in range(4)]
     assert (found - other).square().mean(1).tolist() == pytest.approx(wanted, rel=1e-12)
-    own = (found - b(4, 6)).square().mean()
-    assert own.item() == pytest.approx(0.966484524759062, rel=1e-12)  # published with another pairing
-    assert sum(wanted) / 4 == pytest.approx((found - b(4, 6)[[1, 0, 3, 2]]).square().mean().item(), rel=1e-12)
 
 
 def network(x: Tensor, time: Tensor, condition: Tensor | None) -> Tensor:
@@ -98,15 +94,6 @@ def test_weights_of_0_and_losses_outside_of_training_are_the_plain_ones_bit_for_
     draw = held_out_draw(both[0], 1, torch.arange(7), 7, SHAPE)  # an odd number
     found = [each.loss(network, Microbatch(IMAGES[:7]), draw) for each in both]
     assert torch.equal(found[0].loss, found[1].loss) and torch.equal(found[0].weighted, found[1].weighted)
-
-
-def test_the_contrastive_optimum_is_the_stated_one():
-    """Of outputs free at each sample, the mean over partners is least at (v - lambda mean of v) / (1 - lambda)."""
-    velocity, mean = a(8, 5), a(8, 5).mean(0)
-    estimate = ((velocity - 0.05 * mean) / (1 - 0.05)).requires_grad_()
-    pairs = (estimate - velocity).square().sum() - 0.05 * (estimate[:, None] - velocity).square().sum(2).mean(1).sum()
-    (gradient,) = torch.autograd.grad(pairs, estimate)
-    torch.testing.assert_close(gradient, torch.zeros_like(gradient), rtol=0, atol=1e-14)
 
 
 @pytest.mark.parametrize(("given", "line"), [

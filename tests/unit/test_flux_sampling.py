@@ -12,8 +12,10 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from tests.adapted_models import flux
 from tests.configurations import load, problems
 from tests.objectives import schedule, solver
+from tests.refusals import one_line
 from torchtitan import philox
 from torchtitan.conditions import POOLED, TEXT, Embeddings
 from torchtitan.data import DATASETS, DataConfig, Dataset, DatasetInfo
@@ -26,7 +28,7 @@ from torchtitan.evaluation import during_training
 from torchtitan.evaluation.config import SamplingConfig, sampling_problems
 from torchtitan.evaluation.sampling import ImageSampler
 from torchtitan.models.dit.config import DiTConfig
-from torchtitan.models.flux.config import FLAVORS, FluxConfig
+from torchtitan.models.flux.config import FLAVORS
 from torchtitan.models.flux.model import Flux
 from torchtitan.run import run
 from torchtitan.sampling.image_size import sampled_shape
@@ -39,17 +41,6 @@ from torchtitan_dit.commands import sample
 DEBUG, IMAGE = FLAVORS["debug"], (3, 8, 12)
 GUIDED = replace(DEBUG, guidance_embedding=True, guidance=2.5)
 NULLS = {TEXT: torch.zeros(5, DEBUG.text_dim), POOLED: torch.zeros(DEBUG.pooled_dim)}
-
-
-def tiny(config: FluxConfig = DEBUG) -> Flux:
-    """A Flux with a prediction that depends on all inputs; a new one predicts zero."""
-    model = Flux(config, IMAGE, Embeddings(NULLS))
-    torch.manual_seed(3)
-    model.init_weights()
-    for name, parameter in model.named_parameters():
-        if name.endswith("modulation.weight") or name == "output.linear.weight":
-            torch.nn.init.normal_(parameter, std=0.1)
-    return model.eval()
 
 
 def sampler(model: Flux, device: str = "cpu") -> ImageSampler:
@@ -83,7 +74,7 @@ def test_times_are_the_published_formula_at_any_number_of_tokens():
 
 @pytest.mark.parametrize("name", ["uniform", "flux_shift"])
 def test_a_sample_is_euler_s_steps_along_the_network_s_velocity(name):
-    model, numbers = tiny(), torch.arange(2)
+    model, numbers = flux(), torch.arange(2)
     found = sampler(model).draw(
         torch.zeros(2, dtype=torch.int64), 7, solver=solver("euler"), schedule=schedule(name), num_steps=4,
         guidance=Guidance(), state_dtype="float64", batch_size=2,
@@ -113,7 +104,7 @@ def test_noise_is_drawn_on_the_cpu_whatever_the_device(name, monkeypatch):
         return normal(seed, purpose, numbers, shape)
 
     monkeypatch.setattr(philox, "normal", recorded)
-    model = tiny().to("meta")
+    model = flux().to("meta")
     method = {"solver": solver(name), "schedule": schedule("flux_shift"), "num_steps": 3, "guidance": Guidance()}
     with sampler(model, "meta").drawing(0, **method) as draw:
         assert draw(torch.zeros(2, dtype=torch.int64), torch.arange(2)).device.type == "meta"
@@ -219,14 +210,14 @@ def draw(model: Flux, **method) -> Tensor:
 
 
 def test_embedded_guidance_is_that_of_a_network_trained_with_it():
-    model = tiny(GUIDED)
+    model = flux(GUIDED)
     own, given = draw(model), draw(model, embedded_guidance=7.0)
-    assert torch.equal(given, draw(tiny(replace(GUIDED, guidance=7.0)))) and (own - given).std() > 1e-4
+    assert torch.equal(given, draw(flux(replace(GUIDED, guidance=7.0)))) and (own - given).std() > 1e-4
     assert torch.equal(draw(model), own)
 
 
 def test_training_has_its_guidance_again_however_sampling_ends():
-    model, weak = tiny(GUIDED), tiny(replace(GUIDED, guidance=1.0))
+    model, weak = flux(GUIDED), flux(replace(GUIDED, guidance=1.0))
     guide = Guide(weak, build_objective(DenoisingConfig(), seed=0), conditional=True)
     method = METHOD | {"guidance": Guidance(2.0), "guide": guide, "embedded_guidance": 7.0}
     with pytest.raises(KeyboardInterrupt), sampler(model).drawing(0, **method):
@@ -288,7 +279,7 @@ def trained_model(model_name: str = "flux") -> SimpleNamespace:
 
 def test_an_image_of_another_size_is_that_of_a_network_built_for_it():
     method = {"schedule": schedule("flux_shift"), "num_steps": 3}
-    model = tiny()
+    model = flux()
     built = Flux(DEBUG, (3, 16, 6), Embeddings(NULLS))
     built.init_buffers()
     built.load_state_dict(model.state_dict())
@@ -311,9 +302,8 @@ def test_a_size_is_in_pixels_also_where_latents_are_drawn():
     index.image_size = None
     with pytest.raises(WeightsError, match="the store does not know the pixels of a latent"):
         sampled_shape((64, 96), latents, None)
-    with pytest.raises(WeightsError) as refusal:
-        sampled_shape((60, 100), latents, decoder)
-    assert str(refusal.value) == "--size: a latent stands for 8 pixels, which do not divide 60x100 (give 64x96)"
+    said = one_line(WeightsError, sampled_shape, (60, 100), latents, decoder)
+    assert said == "--size: a latent stands for 8 pixels, which do not divide 60x100 (give 64x96)"
 
 
 @pytest.mark.parametrize(("model_name", "size", "line"), [
@@ -321,9 +311,7 @@ def test_a_size_is_in_pixels_also_where_latents_are_drawn():
     ("dit", (8, 12), "--size: model.name = dit draws 8 x 12 only, as it was trained (leave it out)"),
 ])  # fmt: skip
 def test_a_size_that_cannot_be_drawn_is_refused_in_one_line(model_name, size, line):
-    with pytest.raises(WeightsError) as refusal:
-        sampled_shape(size, trained_model(model_name), None)
-    assert str(refusal.value) == line
+    assert one_line(WeightsError, sampled_shape, size, trained_model(model_name), None) == line
 
 
 # --- files

@@ -7,6 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.unit.test_hostile_runs import write_run
 from torchtitan.config.__main__ import write_schema
 from torchtitan.files.ownership import refuse_foreign_file
 from torchtitan.files.weight_files import WeightsError, written_whole
@@ -17,12 +18,7 @@ from torchtitan_dit.commands.sample import unused_name
 
 @pytest.fixture
 def run(tmp_path) -> Path:
-    folder = tmp_path / "run"
-    folder.mkdir()
-    (folder / "config.toml").write_text('[job]\nname = "run"\n')
-    (folder / "metrics.jsonl").write_text('{"step": 1, "throughput(img/s)": 2.0}\n')
-    (folder / "summary.json").write_text('{"status": "completed", "step": 1}')
-    return folder
+    return write_run(tmp_path / "run")
 
 
 def refused(code: int, capsys, path: Path) -> bool:

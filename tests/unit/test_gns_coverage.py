@@ -103,10 +103,7 @@ def measured_step(taps: GradientTaps, problem: Problem, microbatches: int, dtype
 @pytest.mark.parametrize("name", OUTSIDE)
 def test_a_weight_used_outside_of_its_layer_is_refused_by_name_on_the_first_measured_step_of_a_batch_size(name, dtype):
     problem = Problem(OUTSIDE[name], torch.float32)
-    taps = GradientTaps(
-        problem.model, bin_edges=EDGES, local_batch_size=len(problem.t), sketch_size=2, seed=1, adam=False,
-        device=torch.device("cpu"), compute_dtype=dtype,
-    )  # fmt: skip
+    taps = problem.taps(adam=False, compute_dtype=dtype)
     measured_step(taps, problem, 1, dtype)
     with pytest.raises(CannotMeasure, match=rf"^gns.single_pass: {name}.weight .* outside .* .call the layer, or set gns.enable"):
         measured_step(taps, problem, 2, dtype, problem.model.get_submodule(name).weight.square().sum())
@@ -114,12 +111,8 @@ def test_a_weight_used_outside_of_its_layer_is_refused_by_name_on_the_first_meas
 
 def test_a_step_whose_gradients_are_not_finite_is_left_to_the_guard():
     problem = Problem(next(iter(OUTSIDE.values())), torch.float32)
-    taps = GradientTaps(
-        problem.model, bin_edges=EDGES, local_batch_size=len(problem.t), sketch_size=2, seed=1, adam=False,
-        device=torch.device("cpu"),
-    )  # fmt: skip
-    name = next(iter(OUTSIDE))
-    measured_step(taps, problem, 1, torch.float32, problem.model.get_submodule(name).weight.sum() * float("nan"))
+    weight = problem.model.get_submodule(next(iter(OUTSIDE))).weight
+    measured_step(problem.taps(adam=False), problem, 1, torch.float32, weight.sum() * float("nan"))
 
 
 class Scaled(nn.Linear):

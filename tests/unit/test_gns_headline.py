@@ -67,14 +67,14 @@ class PoolOf:
         return torch.ones(BINS, dtype=torch.float64)
 
 
-def monitor_of(narrow: str, adam: bool = True, edges: tuple[float, float] = (0.4, 0.6), **keys: bool) -> GNSMonitor:
+def monitor_of(narrow: str, edges: tuple[float, float] = (0.4, 0.6), **keys: bool) -> GNSMonitor:
     """Monitor of three bins with such a pool."""
     layout = Layout(ParallelismConfig(data_parallel_replicate_degree=1, data_parallel_shard_degree=1))
     found = GNSMonitor(
         GNSConfig(enable=True, num_bins=BINS, **keys), objective=build_objective(load_config([], 1).objective, seed=0),
         edges=torch.tensor(edges, dtype=torch.float64),
         taps=SimpleNamespace(num_bins=BINS, geometries=GEOMETRIES), ranks=None,
-        layout=layout, folder=Path("unused"), adam=adam,
+        layout=layout, folder=Path("unused"), adam=True,
     )  # fmt: skip
     found.pool = PoolOf(narrow)
     return found
@@ -124,12 +124,6 @@ def test_half_progress_is_logged_of_the_narrowest(narrow):
     assert len(found) == 3 * BINS and found["gns/half_progress/2/batch"] == pytest.approx(batch)
     assert found["gns/half_progress/0/lower"] < RATIO_LOWER / RATIO * batch < batch
     assert found["gns/half_progress/0/upper"] > RATIO_UPPER / RATIO * batch
-
-
-def test_without_adam_nothing_is_said_of_half_progress():
-    monitor = monitor_of("sketch", adam=False)
-    monitor._pooled.parts_of_whole = lambda *_: {}
-    assert not any("half_progress" in tag for tag in monitor.metrics())
 
 
 def test_half_progress_joins_both_errors_and_keeps_an_open_end_open():

@@ -100,6 +100,7 @@ def test_weak_signal_is_flagged_unbounded_and_its_lower_bound_holds() -> None:
     assert estimates.unbounded.double().mean() > 0.9
     assert estimates.upper[estimates.unbounded].isinf().all()
     assert (estimates.signal < 0).any() and (estimates.lower > 10.0).all()
+    assert (estimates.b_simple[estimates.signal < 0] < 0).all()
     assert covered(estimates, 10_000.0).double().mean() > 0.92
 
 

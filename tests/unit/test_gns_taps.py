@@ -14,7 +14,7 @@ from torchtitan.distributed.parallelize import parallelize
 from torchtitan.gns.capture import GradientTaps
 from torchtitan.gns.config import GNSConfig
 from torchtitan.gns.projections import Projections
-from torchtitan.gns.step_sums import PARTS
+from torchtitan.gns.step_sums import PARTS, StepSums
 from torchtitan.gns.taps import FOLDED_ROWS, MEASURED, OFF, Fold, SketchedLinear, TapSwitch
 from torchtitan.models import MODELS
 from torchtitan.models.base import ModelConfig
@@ -88,11 +88,19 @@ class Problem:
         output = functional_call(self.model, parameters, arguments) if parameters else self.model(*arguments)
         return self.weight[chosen] * (output - self.target[chosen]).square().flatten(1).mean(1)
 
-    def taps(self, adam: bool = True, batch: int = BATCH, size: int = 2) -> GradientTaps:
+    def taps(self, adam: bool = True, batch: int = BATCH, size: int = 2, **keys: torch.dtype) -> GradientTaps:
         return GradientTaps(
             self.model, bin_edges=EDGES, local_batch_size=batch, sketch_size=size, seed=1, adam=adam,
-            device=torch.device("cpu"),
+            device=torch.device("cpu"), **keys,
         )
+
+    def measure(self, taps: GradientTaps, step: int, measured: bool = True) -> StepSums:
+        """Sums of a step of one microbatch."""
+        taps.begin_step(step, measured, {}, BETA2, one_process())
+        taps.begin_microbatch(self.t)
+        self.loss().mean().backward()
+        taps.end_microbatch(BATCH, torch.zeros(BATCH))
+        return taps.end_step()
 
     def _per_sample(self) -> dict[str, torch.Tensor]:
         """Name of a layer -> gradients of its weight with its bias as last column, float64 [B, out, in + 1]."""
@@ -191,10 +199,8 @@ def test_every_layer_measures_what_one_gradient_per_sample_gives(config, dtype, 
 
 def folding(fold: Fold, rows: int) -> torch.Tensor:
     """The matrix [rows, FOLDED_ROWS] that a fold of rows is the product with."""
-    matrix = torch.zeros(rows, FOLDED_ROWS, dtype=torch.float64)
-    for place, (row, sign) in enumerate(zip(fold.places.tolist(), fold.signs.tolist(), strict=True)):
-        matrix[row, place % FOLDED_ROWS] += sign
-    return matrix
+    matrix, columns = torch.zeros(rows, FOLDED_ROWS, dtype=torch.float64), torch.arange(len(fold.places)) % FOLDED_ROWS
+    return matrix.index_put_((fold.places, columns), fold.signs.double(), accumulate=True)
 
 
 def close(found: torch.Tensor, wanted: torch.Tensor, tolerance: float) -> bool:
@@ -206,11 +212,7 @@ def test_sketches_are_unbiased_and_fresh_on_every_step():
     taps, draws = problem.taps(adam=False), 300
     found = []
     for step in range(draws):
-        taps.begin_step(step, True, {}, BETA2, one_process())
-        taps.begin_microbatch(problem.t)
-        problem.loss().mean().backward()
-        taps.end_microbatch(BATCH, torch.zeros(len(taps._switch.one_hot)))
-        sums = taps.end_step()
+        sums = problem.measure(taps, step)
         found.append(torch.cat((sums.squares[3, 0], sums.all_products[3, 0].flatten())))
     flat = torch.cat([g.flatten(1) for name, g in problem.gradients.items() if taps._parts[name] == "token"], dim=1)
     squares = problem.one_hot.T @ flat.square().sum(1)
@@ -272,11 +274,7 @@ def test_gradients_are_bit_equal_with_and_without_taps():
     taps = tapped.taps()
     for measured in (False, True):
         tapped.model.zero_grad()
-        taps.begin_step(0, measured, {}, BETA2, one_process())
-        taps.begin_microbatch(tapped.t)
-        tapped.loss().mean().backward()
-        taps.end_microbatch(BATCH, torch.zeros(len(taps._switch.one_hot)))
-        taps.end_step()
+        tapped.measure(taps, 0, measured)
         for (name, parameter), (other, found) in zip(
             plain.model.named_parameters(), tapped.model.named_parameters(), strict=True
         ):
@@ -334,11 +332,7 @@ def squares_and_products(prepare) -> torch.Tensor:
     problem = Problem(GAINS, torch.float32)
     taps = problem.taps()
     prepare(problem.model)
-    taps.begin_step(1, True, {}, BETA2, one_process())
-    taps.begin_microbatch(problem.t)
-    problem.loss().mean().backward()
-    taps.end_microbatch(BATCH, torch.zeros(len(taps._switch.one_hot)))
-    sums = taps.end_step()
+    sums = problem.measure(taps, 1)
     return torch.cat((sums.squares.flatten(), sums.all_products.flatten()))
 
 

@@ -108,4 +108,3 @@ def test_headline_has_the_fewest_unbounded_intervals_then_the_narrowest():
     assert narrowest({"sketch": wide, "composite": narrow}) == "composite"
     assert narrowest({"sketch": narrow, "composite": wide}) == "sketch"
     assert narrowest({"sketch": wide, "composite": half}) == "sketch"
-    assert narrowest({"sketch": wide, "composite": wide}) == "sketch"

@@ -70,15 +70,6 @@ def test_points_of_an_endless_file_are_thinned_within_a_bound_of_memory(tmp_path
     assert read_points(tmp_path / "none") == metric_points.MetricPoints()
 
 
-@pytest.mark.parametrize("count", [6, 10, 50, 1000])
-def test_the_interval_of_a_median_is_that_of_the_binomial_distribution(count):
-    found = median_interval([float(value) for value in range(count)])
-    below = round(found.lower)  # values below the lower end
-    tail = sum(math.comb(count, k) for k in range(below + 1)) / 2**count
-    assert found.coverage == pytest.approx(1 - 2 * tail, rel=1e-9) and 2 * tail <= 0.05
-    assert 2 * sum(math.comb(count, k) for k in range(below + 2)) / 2**count > 0.05
-
-
 def test_a_long_run_has_an_interval_too():
     found = median_interval([float(value) for value in range(40_000)])
     assert found.coverage == pytest.approx(0.95, abs=2e-3)

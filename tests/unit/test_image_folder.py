@@ -3,7 +3,6 @@
 import io
 import json
 import multiprocessing
-import re
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +11,9 @@ import torch
 import torch.distributed as dist
 from PIL import Image
 
+from tests.encoded_images import everything
 from tests.launcher import run_on_ranks
+from tests.refusals import one_line
 from torchtitan.data import DatasetError
 from torchtitan.data.class_folders import list_class_folders
 from torchtitan.data.image_folder import ImageFolder, ImageFolderConfig, _looks_classed
@@ -41,10 +42,6 @@ def config_of(path, **keys):
     return ImageFolderConfig(**{"path": str(path), "image_size": 8, "horizontal_flip": False} | keys)
 
 
-def all_labels(dataset):
-    return dataset.fetch(np.arange(len(dataset)))["class"].tolist()
-
-
 # --- folders
 
 
@@ -60,7 +57,7 @@ def test_classes_and_files_are_sorted_nested_files_found_and_others_left_out(tmp
     config = config_of(tmp_path, validation_fraction=0.0)
     info = ImageFolder.info(config)
     assert info.class_names == ("B", "a", "b") and info.image_shape == (3, 8, 8) and not info.has_validation
-    assert all_labels(ImageFolder(config, "train")) == [0, 1, 1, 2, 2]
+    assert everything(ImageFolder(config, "train"))[1] == [0, 1, 1, 2, 2]
     whole = config_of(tmp_path, class_folders=False, validation_fraction=0.0)
     assert ImageFolder.info(whole).num_classes == 0
     assert set(ImageFolder(whole, "train").fetch(np.arange(5))) == {"images"}
@@ -92,8 +89,8 @@ def test_a_validation_folder_is_numbered_as_the_training_folder(tmp_path):
     folder_of(tmp_path / "val", ("b", "c"), 1)
     config = config_of(tmp_path / "train", validation_path=str(tmp_path / "val"))
     assert ImageFolder.info(config).has_validation
-    assert all_labels(ImageFolder(config, "train")) == [0, 0, 1, 1, 2, 2]
-    assert all_labels(ImageFolder(config, "validation")) == [1, 2]
+    assert everything(ImageFolder(config, "train"))[1] == [0, 0, 1, 1, 2, 2]
+    assert everything(ImageFolder(config, "validation"))[1] == [1, 2]
 
 
 def test_labels_that_are_left_aside_ask_for_no_classes(tmp_path):
@@ -111,7 +108,7 @@ def test_labels_that_are_left_aside_ask_for_no_classes(tmp_path):
 def test_numbered_folders_are_classes_in_the_order_of_their_numbers(tmp_path):
     config = config_of(folder_of(tmp_path, ("0", "1", "10", "2"), 2), validation_fraction=0.0)
     assert ImageFolder.info(config).class_names == ("0", "1", "2", "10")
-    assert all_labels(ImageFolder(config, "train")) == [0, 0, 1, 1, 3, 3, 2, 2]  # images keep the order of earlier versions
+    assert everything(ImageFolder(config, "train"))[1] == [0, 0, 1, 1, 3, 3, 2, 2]  # images keep the order of earlier versions
     write_class(tmp_path / "other", ["a.png"])
     list_class_folders.cache_clear()
     assert ImageFolder.info(config).class_names == ("0", "1", "10", "2", "other")
@@ -127,7 +124,8 @@ def test_a_classes_file_may_begin_with_a_mark_and_end_with_an_empty_line(tmp_pat
     file = tmp_path / "classes.txt"
     file.write_bytes(b"\xef\xbb\xbfcaf\xc3\xa9 Caf\xc3\xa9\r\nb B\r\n\r\n")
     config = config_of(tmp_path / "images", classes_file=str(file), validation_fraction=0.0)
-    assert ImageFolder.info(config).class_names == ("Caf\xe9", "B") and all_labels(ImageFolder(config, "train")) == [1, 1, 0, 0]
+    assert ImageFolder.info(config).class_names == ("Caf\xe9", "B")
+    assert everything(ImageFolder(config, "train"))[1] == [1, 1, 0, 0]
     file.write_text("cafe\u0301\nb\n")
     with pytest.raises(DatasetError, match="'caf\xe9' is not in it; 'cafe\u0301' looks the same, in another Unicode form"):
         ImageFolder.info(config)
@@ -138,17 +136,13 @@ def test_a_classes_file_numbers_and_names_the_folders(tmp_path):
     (tmp_path / "classes.txt").write_text("n3 big cat\nn2 dog\nn1\n")
     config = config_of(tmp_path / "images", classes_file=str(tmp_path / "classes.txt"), validation_fraction=0.0)
     assert ImageFolder.info(config).class_names == ("big cat", "dog", "n1")
-    assert all_labels(ImageFolder(config, "train")) == [2, 0]
+    assert everything(ImageFolder(config, "train"))[1] == [2, 0]
     folder_of(tmp_path / "dishes", ("fish & chips", "n3"), 1)
     config = config_of(tmp_path / "dishes", classes_file=str(tmp_path / "classes.txt"), validation_fraction=0.0)
     with pytest.raises(DatasetError, match=r"'fish & chips' is not in it \(a tab follows a folder with spaces\)"):
         ImageFolder.info(config)
     (tmp_path / "classes.txt").write_text("n3 big cat\nfish & chips\tFish\n")
     assert ImageFolder.info(config).class_names == ("big cat", "Fish")
-
-
-def one_class(tmp_path):
-    write_class(tmp_path / "train", ["0.png"])
 
 
 def empty_class(tmp_path):
@@ -168,31 +162,17 @@ def other_files(tmp_path):
         (tmp_path / name).write_text("text")
 
 
-def loose(tmp_path):
-    write_class(tmp_path, ["0.png"])
-
-
-def classes(text):
-    def write(tmp_path):
-        folder_of(tmp_path)
-        (tmp_path / "classes.txt").write_text(text)
-
-    return write
-
-
-def validation(name):
-    def write(tmp_path):
-        folder_of(tmp_path)
-        write_class(tmp_path / ".val" / name, ["0.png"])
-
-    return write
-
-
 BAD_FOLDERS = {
     "empty": (lambda tmp_path: None, {}, "data.path: '{}' has no images, neither here nor in folders"),
     "telephone": (other_files, {}, "neither here nor in folders (found 2 .heic, 1 .txt, not read: convert to jpg)"),
-    "loose": (loose, {"class_folders": True}, "data.path: '{}' has images, but not in folders, one per class"),
-    "one class": (one_class, {}, "data.path: '{}' has one class folder only, 'train' (give the folder whose"),
+    "loose": (
+        lambda folder: write_class(folder, ["0.png"]), {"class_folders": True},
+        "data.path: '{}' has images, but not in folders, one per class",
+    ),
+    "one class": (
+        lambda folder: write_class(folder / "train", ["0.png"]), {},
+        "data.path: '{}' has one class folder only, 'train' (give the folder whose",
+    ),
     "empty class": (empty_class, {}, "data.path: 1 of the 3 class folders have no images, first {}/c"),
     "unreadable": (
         unreadable, {}, "data.path: none of 2 of its 2 images can be read; the first is {}/a/0.jpg: not an image of"
@@ -201,10 +181,14 @@ BAD_FOLDERS = {
     "classes file missing": (
         folder_of, {"classes_file": "{}/none"}, "data.classes_file: {}/none: cannot be read: No such file or directory"
     ),
-    "class not in file": (classes("a x\nc"), {"classes_file": "{}/classes.txt"}, "class folder 'b' is not in it"),
+    "class not in file": (
+        lambda folder: (folder_of(folder) / "classes.txt").write_text("a x\nc"), {"classes_file": "{}/classes.txt"},
+        "class folder 'b' is not in it",
+    ),
     "validation missing": (folder_of, {"validation_path": "{}/none"}, "data.validation_path: '{}/none' does not exist"),
     "validation class unknown": (
-        validation("c"), {"validation_path": "{}/.val"}, "data.validation_path: class folder 'c' is not in '{}'"
+        lambda folder: write_class(folder_of(folder) / ".val" / "c", ["0.png"]), {"validation_path": "{}/.val"},
+        "data.validation_path: class folder 'c' is not in '{}'",
     ),
 }  # fmt: skip
 
@@ -213,9 +197,8 @@ def test_a_missing_folder_is_refused_with_the_place_it_was_looked_for(tmp_path, 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     for path, place in (("pictures", tmp_path / "pictures"), ("~/pictures", tmp_path / "home" / "pictures")):
-        with pytest.raises(DatasetError) as caught:
-            ImageFolder.info(config_of(path=path))
-        assert str(caught.value) == f"data.path: '{path}' does not exist (looked for {place})"
+        said = one_line(DatasetError, ImageFolder.info, config_of(path=path))
+        assert said == f"data.path: '{path}' does not exist (looked for {place})"
 
 
 @pytest.mark.parametrize("case", BAD_FOLDERS)
@@ -223,9 +206,7 @@ def test_a_bad_folder_is_refused_in_one_line(tmp_path, case):
     write, keys, message = BAD_FOLDERS[case]
     write(tmp_path)
     keys = {key: value.format(tmp_path) if isinstance(value, str) else value for key, value in keys.items()}
-    with pytest.raises(DatasetError, match=re.escape(message.format(tmp_path))) as caught:
-        ImageFolder.info(config_of(**{"path": tmp_path} | keys))
-    assert "\n" not in str(caught.value)
+    assert message.format(tmp_path) in one_line(DatasetError, ImageFolder.info, config_of(**{"path": tmp_path} | keys))
 
 
 # --- files that cannot be decoded
@@ -374,7 +355,7 @@ def test_a_flat_folder_has_no_classes_and_folders_have_without_a_key(tmp_path):
     assert ImageFolder.info(flat).num_classes == 0 and len(ImageFolder(flat, "train")) == 6
     assert set(ImageFolder(flat, "train").fetch(np.arange(2))) == {"images"}
     classed = config_of(folder_of(tmp_path / "classed"), validation_fraction=0.0)
-    assert ImageFolder.info(classed).class_names == ("a", "b") and all_labels(ImageFolder(classed, "train"))[-1] == 1
+    assert ImageFolder.info(classed).class_names == ("a", "b") and everything(ImageFolder(classed, "train"))[1][-1] == 1
     write_class(tmp_path / "classed", ["loose.png", ".hidden.png"])
     mixed = config_of(tmp_path / "classed")
     _looks_classed.cache_clear()  # a run's folder does not change

@@ -7,6 +7,7 @@ import pytest
 from PIL import Image
 
 from tests.unit.test_image_folder import save
+from tests.unit.test_resizing import bicubic_matrix
 from torchtitan.data import UnreadableImage
 from torchtitan.data.image_decoding import decode_cropped, resize_and_crop
 from torchtitan.data.image_files import ImageList, SquareImages, list_images
@@ -20,16 +21,6 @@ def box_half(size, count):
     """Weights of a box filter from `size` samples to `count`: those whose centres lie in each output's interval."""
     centres = (np.arange(size) + 0.5) * count / size
     weights = np.array([(centres > i) & (centres <= i + 1) for i in range(count)], float)
-    return weights / weights.sum(axis=1, keepdims=True)
-
-
-def bicubic(size, count):
-    """Weights of the cubic kernel with a = -1/2, widened where the image shrinks."""
-    stretch = max(size / count, 1.0)
-    middle = (np.arange(count) + 0.5) * size / count
-    x = np.abs((np.arange(size) + 0.5 - middle[:, None]) / stretch)
-    near, far = 1.5 * x**3 - 2.5 * x**2 + 1, -0.5 * x**3 + 2.5 * x**2 - 4 * x + 2
-    weights = np.where(x < 1, near, np.where(x < 2, far, 0.0))
     return weights / weights.sum(axis=1, keepdims=True)
 
 
@@ -50,7 +41,7 @@ def square_by_hand(pixels, size):
         height, width = size, int(np.rint(width * size / height))
     else:
         height, width = int(np.rint(height * size / width)), size
-    pixels = resample(pixels, bicubic, height, width)
+    pixels = resample(pixels, bicubic_matrix, height, width)
     top, left = (height - size) // 2, (width - size) // 2
     return pixels[top : top + size, left : left + size]
 

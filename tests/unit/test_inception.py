@@ -9,6 +9,7 @@ import sys
 import pytest
 import torch
 
+from tests.refusals import one_line
 from tests.unit.published_state_dicts import inception_state_dict, noise_images
 from torchtitan.errors import EvaluationError
 from torchtitan.fidelity.extractors import open_extractor
@@ -94,24 +95,17 @@ def test_a_process_that_allows_lower_precision_has_the_same_features(extractor, 
     assert all(torch.equal(values, found[name]) for name, values in features.items())
 
 
-def one_line(call):
-    with pytest.raises(EvaluationError) as refused:
-        call()
-    assert "\n" not in str(refused.value)
-    return str(refused.value)
-
-
 def test_a_missing_or_other_file_is_refused_in_one_line(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    line = one_line(lambda: open_extractor("inception"))
+    line = one_line(EvaluationError, open_extractor, "inception")
     assert line.startswith("inception: downloads/inception/pt_inception-2015-12-05-6726825d.pth: no such file of weights")
     assert ".venv/bin/python scripts/download.py inception fetches it, 96 MB" in line
     other = tmp_path / "other.pth"
     torch.save({"fc.weight": torch.zeros(3)}, other)
     found = hashlib.sha256(other.read_bytes()).hexdigest()
-    line = one_line(lambda: open_extractor("inception", other))
+    line = one_line(EvaluationError, open_extractor, "inception", other)
     assert f"{other}: is not the published file: SHA-256 {found[:12]}..., not 6726825d0af5..." in line
-    assert "cannot be read" in one_line(lambda: open_extractor("inception", tmp_path))
+    assert "cannot be read" in one_line(EvaluationError, open_extractor, "inception", tmp_path)
 
 
 def test_a_file_with_the_hash_is_still_read_without_running_it(tmp_path):
@@ -122,5 +116,5 @@ def test_a_file_with_the_hash_is_still_read_without_running_it(tmp_path):
     path = tmp_path / "evil.pth"
     path.write_bytes(pickle.dumps({"fc.weight": Evil()}))
     pinned = dataclasses.replace(INCEPTION, sha256=hashlib.sha256(path.read_bytes()).hexdigest())
-    one_line(lambda: read_published(pinned, path))
+    one_line(EvaluationError, read_published, pinned, path)
     assert not (tmp_path / "ran").exists()

@@ -9,7 +9,6 @@ import torch
 
 from tests.configurations import load, problems
 from tests.objectives import timesteps
-from torchtitan.config.job import help_text
 from torchtitan.console import _shifted_by_size
 from torchtitan.data import DatasetInfo
 from torchtitan.diffusion.denoising import DenoisingConfig
@@ -96,11 +95,6 @@ def test_a_run_says_its_shift_and_warns_of_one_below_1(shape, line):
 ])  # fmt: skip
 def test_other_words_are_refused(given, line):
     assert problems(arguments=[*of_shape(32, 16, 16), *given]) == [f"command line: --{line}"]
-
-
-def test_help_names_the_word():
-    text = help_text(["objective.shift"])
-    assert "--objective.shift  a number or latent_size, at least 0.01 and at most 100 (default 1.0)" in text
 
 
 @pytest.mark.parametrize(("given", "shift"), [([], 1.0), (["--shift", "objective"], 2**0.5), (["--shift", "0.3"], 0.3)])

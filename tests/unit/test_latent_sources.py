@@ -173,7 +173,6 @@ def test_sources_that_are_none(tmp_path, capsys):
     latents = torch.zeros(3, *SHAPE, dtype=torch.int8)
     cases = {
         "no such file or folder": tmp_path / "absent",
-        "no latents in a known format": tmp_path,
         "has no tensor 'latents'": write_tensors(tmp_path / "a.safetensors", indices=latents, labels=labels),
         "'latents' is torch.float32 [3, 4, 8, 8], not int8": write_tensors(
             tmp_path / "b.safetensors", latents=latents.float(), labels=labels

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.extractions import content, die_at_rename
 from tests.latent_stores import images, plan_of, write_shard, write_store
 from torchtitan.errors import LatentStoreError
 from torchtitan.latents import LatentStore, SkippedImage, StoreWriter, check_autoencoder, verify_shards
@@ -21,10 +22,6 @@ from torchtitan.latents.index import PARTIAL_FOLDER, SKIPPED_FILE
 def no_waiting_for_the_disk(monkeypatch):
     """What the system has taken survives any process; only the order of calls is of interest here."""
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
-
-
-def content(folder):
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 @pytest.mark.parametrize("posterior", [True, False])
@@ -78,15 +75,7 @@ def test_shards_by_several_writers_in_any_order_give_the_same_bytes(tmp_path):
 
 def die_while_writing(folder, moment):
     """Write a store until a call of os.replace, counted from 0, and end there as SIGKILL does."""
-    calls, replace = [], os.replace
-
-    def counted(*names):
-        if len(calls) == moment:
-            os.kill(os.getpid(), signal.SIGKILL)
-        calls.append(names)
-        replace(*names)
-
-    os.replace = counted
+    die_at_rename(moment)
     write_store(folder)
 
 

@@ -1,13 +1,10 @@
 """Pictures of endings that are not read: every reader says in one line how many it leaves out, and reads the others."""
 
-import io
-import tarfile
-
 import numpy as np
 import pytest
 
-from tests.encoded_images import image_bytes
-from torchtitan.data import DATASETS, DatasetError
+from tests.encoded_images import image_bytes, write_tar
+from torchtitan.data import DATASETS
 from torchtitan.fidelity.images import FolderImages
 from torchtitan.processes.launch import CHECKED
 
@@ -32,12 +29,7 @@ def write_folder(folder, beside=None):
 
 
 def write_shard(folder, beside):
-    folder.mkdir()
-    with tarfile.open(folder / "a.tar", "w") as archive:
-        for name, content in files(beside):
-            member = tarfile.TarInfo(name)
-            member.size = len(content)
-            archive.addfile(member, io.BytesIO(content))
+    write_tar(folder / "a.tar", dict(files(beside)))
     return folder
 
 
@@ -62,8 +54,7 @@ def test_every_reader_says_once_what_it_leaves_out(reader, tmp_path, caplog):
     assert caplog.messages == [f"{tmp_path / 'pictures'}: {LINE}"]
     assert len(images) == 4
     if reader != "evaluation":
-        wanted = [image_bytes(number) for number in range(4)]
-        assert len({image.numpy().tobytes() for image in images.fetch(np.arange(4))["images"]}) == len(set(wanted))
+        assert len({image.numpy().tobytes() for image in images.fetch(np.arange(4))["images"]}) == 4
 
 
 def test_the_next_start_says_it_again_and_a_checked_run_does_not(tmp_path, caplog, monkeypatch):
@@ -76,11 +67,3 @@ def test_the_next_start_says_it_again_and_a_checked_run_does_not(tmp_path, caplo
         monkeypatch.setenv(CHECKED, "1") if checked else monkeypatch.delenv(CHECKED, raising=False)
         opened("image_folder", folder)
         assert caplog.messages == [f"{folder}: {LINE}"] * lines
-
-
-@pytest.mark.parametrize("name", ["image_folder", "captioned_folder"])
-def test_a_folder_of_such_pictures_alone_is_refused_with_the_way_out(name, tmp_path):
-    (tmp_path / "IMG_1.HEIC").write_bytes(b"not read")
-    (tmp_path / "IMG_1.txt").write_text("a thing")
-    with pytest.raises(DatasetError, match=r"has no images.* \(found 1 \.heic, 1 \.txt, not read: convert to jpg\)$"):
-        opened(name, tmp_path)

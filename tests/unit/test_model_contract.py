@@ -2,7 +2,7 @@
 
 import runpy
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.configurations import problems
 from torchtitan.conditions import Classes, ConditionKind, Unconditional
-from torchtitan.config.job import ConfigError, load_config
+from torchtitan.config.job import load_config
 from torchtitan.distributed import parallelize
 from torchtitan.distributed.compile import compile_blocks
 from torchtitan.gns.raw_sums import read_sums
@@ -76,9 +77,7 @@ def toy(monkeypatch):
 
 
 def problems_of(*arguments: str) -> list[str]:
-    with pytest.raises(ConfigError) as error:
-        load_config(["--model.name", "toy", *arguments], 1)
-    return error.value.problems
+    return problems(arguments=["--model.name", "toy", *arguments])
 
 
 # --- floating-point operations
@@ -123,21 +122,17 @@ def test_a_key_of_other_datasets_is_said_to_be_one(tmp_path):
     assert "data.image_sise: unknown key (--help data lists its keys)" in second
 
 
-def test_training_a_network_whose_products_are_miscounted_is_refused_before_its_folder_is_made(tmp_path, capsys):
+@pytest.mark.parametrize(("network", "more", "line"), [
+    (Toy, [], "model.name = toy: forward_macs_per_image says 8 multiply-accumulates"),
+    (CountedToy, ["--gns.enable", "true"], "gns.single_pass: first.weight belongs to a Conv2d; single gradients are measured at"),
+])  # fmt: skip
+def test_miscounted_products_and_single_gradients_of_convolutions_are_refused_before_a_folder_is_made(
+    network, more, line, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setitem(MODELS, "toy", replace(MODELS["toy"], build=network))
     arguments = ["--model.name", "toy", "--data.name", "synthetic", "--job.dump_folder", str(tmp_path), "--job.name", "one"]
-    assert run(load_config(arguments, 1)) == 2
-    assert "model.name = toy: forward_macs_per_image says 8 multiply-accumulates" in capsys.readouterr().err
-    assert not (tmp_path / "one").exists()
-
-
-def test_single_gradients_of_convolutions_are_refused_before_a_folder_is_made(tmp_path, capsys, monkeypatch):
-    family = ModelFamily(
-        ToyConfig, {"small": ToyConfig()}, CountedToy, problems=lambda config, image_shape: [], conditions=(Classes,)
-    )
-    monkeypatch.setitem(MODELS, "toy", family)
-    arguments = ["--model.name", "toy", "--data.name", "synthetic", "--job.dump_folder", str(tmp_path), "--job.name", "one"]
-    assert run(load_config([*arguments, "--gns.enable", "true"], 1)) == 2
-    assert "gns.single_pass: first.weight belongs to a Conv2d; single gradients are measured at" in capsys.readouterr().err
+    assert run(load_config([*arguments, *more], 1)) == 2
+    assert line in capsys.readouterr().err
     assert not (tmp_path / "one").exists()
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.refusals import one_line
 from tests.unit.test_bucketed_stores import write_folder
 from torchtitan.conditions import CAPTION, POOLED, TEXT, letters_of, texts_of
 from torchtitan.config.job import ConfigError, load_config
@@ -99,9 +100,7 @@ def test_a_run_resumes_with_loader_processes_and_draws_any_prompt(folder, tmp_pa
     ],
 )
 def test_encoders_that_cannot_be_opened_are_refused_in_one_line(folder, keys, message):
-    with pytest.raises(DatasetError) as error:
-        CaptionedFolder.info(config_of(folder, **keys))
-    assert str(error.value).startswith(message) and "\n" not in str(error.value)
+    assert one_line(DatasetError, CaptionedFolder.info, config_of(folder, **keys)).startswith(message)
 
 
 def test_texts_of_another_width_are_refused_before_training(folder):

@@ -12,10 +12,12 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.configurations import problems
 from tests.distributed.cases import make_trainer
+from tests.refusals import one_line
 from torchtitan.conditions import Classes
 from torchtitan.config import checks as config_checks
-from torchtitan.config.job import ConfigError, load_config
+from torchtitan.config.job import load_config
 from torchtitan.extras import install
 from torchtitan.models.dit.config import FLAVORS
 from torchtitan.models.dit.model import DiT
@@ -87,9 +89,7 @@ def test_a_pattern_without_parameters_is_refused_with_the_closest_names():
 
     def refused(*patterns: str) -> str:
         groups = [ParameterGroupConfig(pattern=pattern) for pattern in patterns]
-        with pytest.raises(OptimizerError) as caught:
-            build_optimizer(parameters, OptimizerConfig(param_groups=groups))
-        return str(caught.value)
+        return one_line(OptimizerError, build_optimizer, parameters, OptimizerConfig(param_groups=groups))
 
     line = refused("0", "2.wieght")
     assert line.startswith("optimizer.param_groups[1].pattern: '2.wieght' fits no parameter (closest: 2.weight, ")
@@ -103,10 +103,8 @@ def test_eps_is_refused_with_a_rule_that_has_none(monkeypatch):
     load_config(["--optimizer.name=SGD", "--optimizer.eps=1e-8"], 1)  # as in the record of a run
     for name in ("AdamW", "Muon", "RMSprop"):
         load_config([f"--optimizer.name={name}", "--optimizer.eps=1e-6"], 1)
-    with pytest.raises(ConfigError) as caught:
-        load_config(["--optimizer.name=SGD", "--optimizer.eps=1e-6"], 1)
     line = "command line: --optimizer.eps: has no effect with optimizer.name = SGD, which has none (remove it)"
-    assert caught.value.problems == [line]
+    assert problems(arguments=["--optimizer.name=SGD", "--optimizer.eps=1e-6"]) == [line]
 
 
 @pytest.mark.parametrize(("arguments", "line"), [
@@ -127,9 +125,7 @@ def test_impossible_optimizers_are_refused(arguments, line, monkeypatch):
 
     monkeypatch.setattr(config_checks.importlib.util, "find_spec", hidden)
     monkeypatch.setattr(config_checks, "_no_compiler", lambda: False)
-    with pytest.raises(ConfigError) as caught:
-        load_config(arguments, 1)
-    assert caught.value.problems == [line]
+    assert problems(arguments=arguments) == [line]
 
 
 # --- Muon
@@ -156,11 +152,6 @@ def test_orthogonalising_keeps_the_singular_vectors_and_evens_the_values(shape):
     values = torch.linalg.svdvals(matrix.double())
     large = values / values.square().sum().sqrt() > 0.01
     assert large.any() and ((torch.linalg.svdvals(found)[: large.sum()] - 0.95).abs() < 0.3).all()
-
-
-def test_the_stated_range_of_singular_values_holds():
-    found = polynomial(torch.linspace(0.01, 1, 100_001, dtype=torch.float64))
-    assert 0.65 < found.min() and found.max() < 1.25
 
 
 def test_orthogonalising_nothing_is_nothing():
@@ -214,7 +205,7 @@ def test_with_the_scale_fan_adaln_and_embeddings_are_adamw_s(keys):
 
 def test_adamw_is_torch_s_bit_for_bit_through_skips_and_missing_gradients_in_few_operations():
     models = [network(), network()]
-    config = OptimizerConfig(lr=0.01, weight_decay=0.1)
+    config = OptimizerConfig(lr=0.01, beta2=0.99, eps=1e-3, weight_decay=0.1)
     ours = build_optimizer(dict(models[0].named_parameters()), config)
     decayed, others = ([p for p in models[1].parameters() if (p.ndim > 1) == matrix] for matrix in (True, False))
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
@@ -261,7 +252,7 @@ def steps(trainer, last: int) -> None:
         trainer.train_step()
 
 
-@pytest.mark.parametrize("name", ["AdamW", "Muon", "AdamW8bit"])
+@pytest.mark.parametrize("name", ["Muon", "AdamW8bit"])
 def test_a_resumed_run_goes_on_bit_for_bit(name, tmp_path, monkeypatch):
     if name == "AdamW8bit":
         pytest.importorskip("torchao")
@@ -285,7 +276,7 @@ def test_a_resumed_run_goes_on_bit_for_bit(name, tmp_path, monkeypatch):
     assert wanted.keys() == found.keys()
     assert [key for key in wanted if not torch.equal(wanted[key], found[key])] == []
     endings = {key.rsplit(".", 1)[1] for key in found if key.startswith("optimizer.")}
-    assert endings >= {"AdamW": {"exp_avg"}, "Muon": {"momentum"}, "AdamW8bit": {"codes", "scale"}}[name]
+    assert endings >= {"Muon": {"momentum"}, "AdamW8bit": {"codes", "scale"}}[name]
     resumed.close()
 
 

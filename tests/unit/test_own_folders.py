@@ -2,20 +2,16 @@
 
 import json
 import os
-from pathlib import Path
 
 import pytest
 
+from tests.extractions import content
 from torchtitan.experiments.grid import SweepError, read_sweep
 from torchtitan.experiments.record import SweepFolder
 from torchtitan.files.durable import append_synced
 from torchtitan.files.ownership import begins_with, foreign_entry
 
 UNFINISHED = ".results.csv." + 32 * "a" + ".unfinished"
-
-
-def content_of(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def test_a_folder_is_known_by_a_mark_with_its_content(tmp_path):
@@ -46,7 +42,7 @@ def test_a_sweep_leaves_a_folder_of_something_else_alone(tmp_path):
     (folder / ".lock").write_text("somebody's")
     with pytest.raises(SweepError, match=r"results: holds config.toml, which is not a sweep's; nothing was written \(give"):
         SweepFolder(folder).check(read_sweep(path))
-    assert content_of(folder) == {"config.toml": b"of a run", ".lock": b"somebody's"}
+    assert content(folder) == {"config.toml": b"of a run", ".lock": b"somebody's"}
     (folder / "config.toml").unlink()
     SweepFolder(folder).check(read_sweep(path))
     with SweepFolder(folder).held(read_sweep(path)):
