@@ -73,6 +73,11 @@ def pytest_runtest_makereport():
     return _with_all_packages((yield))
 
 
+@pytest.fixture
+def in_empty_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
 def _with_all_packages(report):
     """Fail what was skipped for a missing package, where only those that TESTS_WITHOUT lists may be missing."""
     lacking = report.skipped and re.search(r"could not import '(\w+)", str(report.longrepr))

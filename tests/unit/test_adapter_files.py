@@ -223,13 +223,6 @@ def test_missing_alpha_means_scale_one_whatever_the_rank(tmp_path):
             assert read(path, model).weights[OUT].scale == 1
 
 
-def test_kohyas_default_alpha_is_one_and_counts(tmp_path):
-    """Rank 4 and alpha 1 as kohya's defaults: a quarter of B A, not all of it."""
-    model, path = of_one_layer(tmp_path, "kohya", alpha=1.0, rank=4)
-    assert load_file(path)["lora_unet_single_blocks_0_linear2.alpha"].item() == 1
-    assert read(path, model).weights[OUT].scale == 0.25
-
-
 def test_alpha_is_written_where_readers_would_guess_another(tmp_path):
     model, path = of_one_layer(tmp_path, "diffusers")
     assert not [name for name in load_file(path) if "alpha" in name]
@@ -253,24 +246,18 @@ def header(**config):
     return {"format": "pt", "lora_adapter_metadata": json.dumps({f"transformer.{key}": value for key, value in config.items()})}
 
 
-@pytest.mark.parametrize(("config", "scale"), [
-    ({"r": 2, "lora_alpha": 3, "alpha_pattern": {}, "rank_pattern": {}}, 1.5),
-    ({"r": 2, "lora_alpha": 3, "alpha_pattern": {"proj_out": 5}}, 2.5),
-    ({"r": 2, "lora_alpha": 3, "alpha_pattern": {"^proj_out": 5, "blocks.0.proj_out": 6}}, 1.5),
-    ({"r": 2, "lora_alpha": 3, "alpha_pattern": {"^single_transformer_blocks.0.proj_out": 5}}, 2.5),
-    ({"r": 2, "lora_alpha": 2, "use_rslora": True}, 2 / 2**0.5),
+@pytest.mark.parametrize(("found", "scale"), [
+    (header(r=2, lora_alpha=3, alpha_pattern={}, rank_pattern={}), 1.5),
+    (header(r=2, lora_alpha=3, alpha_pattern={"proj_out": 5}), 2.5),
+    (header(r=2, lora_alpha=3, alpha_pattern={"^proj_out": 5, "blocks.0.proj_out": 6}), 1.5),
+    (header(r=2, lora_alpha=3, alpha_pattern={"^single_transformer_blocks.0.proj_out": 5}), 2.5),
+    (header(r=2, lora_alpha=2, use_rslora=True), 2 / 2**0.5),
+    ({"lora_adapter_metadata": json.dumps({"text_encoder.lora_alpha": 7, "text_encoder.r": 1})}, 1),  # of another network
 ])  # fmt: skip
-def test_scale_in_the_header_is_that_of_peft(tmp_path, config, scale):
+def test_scale_in_the_header_is_that_of_peft(tmp_path, found, scale):
     model, path = of_one_layer(tmp_path, "diffusers")
-    rewritten(path, lambda tensors: None, header(**config))
+    rewritten(path, lambda tensors: None, found)
     assert read(path, model).weights[OUT].scale == pytest.approx(scale)
-
-
-def test_header_of_another_network_says_nothing(tmp_path):
-    model, path = of_one_layer(tmp_path, "diffusers")
-    entry = json.dumps({"text_encoder.lora_alpha": 7, "text_encoder.r": 1})
-    rewritten(path, lambda tensors: None, {"lora_adapter_metadata": entry})
-    assert read(path, model).weights[OUT].scale == 1
 
 
 def test_text_encoders_are_left_out_and_said_so(tmp_path):

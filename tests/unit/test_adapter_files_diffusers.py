@@ -76,7 +76,7 @@ def loaded(diffusers, theirs, path):
 def compared(diffusers, tmp_path, weights, layout):
     model = flux()
     path = tmp_path / "adapter.safetensors"
-    write_adapter(path, weights, model, LAYOUTS[layout], metadata={"step": "7", "trigger_word": "sks"})
+    write_adapter(path, weights, model, LAYOUTS[layout], overwrite=True, metadata={"step": "7", "trigger_word": "sks"})
     theirs = theirs_of(diffusers, model)
     base = output_of(theirs)
     state, said = loaded(diffusers, theirs, path)
@@ -105,11 +105,6 @@ def test_split_layouts_in_diffusers(diffusers, tmp_path, layout, name):
     compared(diffusers, tmp_path, drawn(model, FAMILY.adapter_sets["ai-toolkit"](model), *RANKS[name]), layout)
 
 
-def test_layers_outside_of_the_blocks_in_diffusers(diffusers, tmp_path):
-    model = flux()
-    compared(diffusers, tmp_path, drawn(model, list(published_linears(model, "diffusers").values()), 2, 3.0), "diffusers")
-
-
 @pytest.mark.parametrize("alpha", [None, 3.0])
 def test_the_file_of_a_run_has_its_scale_in_readers_without_alphas(diffusers, tmp_path, alpha):
     """FluxTransformer2DModel.load_lora_adapter reads no alpha tensor; the run's file also loads as before."""
@@ -127,22 +122,33 @@ def test_the_file_of_a_run_has_its_scale_in_readers_without_alphas(diffusers, tm
         assert (mine - wanted).abs().max() <= 1e-6 * wanted.abs().max()
 
 
-SCALES = {"plain": {}, "patterns": {"rank_pattern": {"to_q": 2}, "alpha_pattern": {"to_out.0": 5}}, "root": {"use_rslora": True}}
+SCALES = {
+    "plain": {}, "root": {"use_rslora": True},
+    "patterns": {"rank_pattern": {"to_q": 2, "transformer_blocks.0.ff.net.2": 2}, "alpha_pattern": {"to_out.0": 5}},
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", SCALES)
-@pytest.mark.parametrize("saved", ["save_lora_adapter", "peft folder", "peft file"])
-def test_adapters_saved_without_a_prefix_and_by_peft_are_read_with_their_scales(diffusers, tmp_path, saved, name):
+@pytest.mark.parametrize("saved", ["save_lora_adapter", "save_lora_weights", "peft folder", "peft file"])
+def test_adapters_saved_by_diffusers_and_by_peft_are_read_with_their_scales(diffusers, tmp_path, saved, name):
     import peft
 
     model = flux()
     theirs = theirs_of(diffusers, model)
-    config = peft.LoraConfig(r=4, lora_alpha=6, init_lora_weights=False, target_modules=["to_q", "to_out.0"], **SCALES[name])
+    config = peft.LoraConfig(
+        r=4, lora_alpha=6, init_lora_weights=False, target_modules=["to_q", "to_out.0", "net.2"], **SCALES[name]
+    )
     torch.manual_seed(0)
-    if saved == "save_lora_adapter":
+    if saved.startswith("save"):
         theirs.add_adapter(config)
-        theirs.save_lora_adapter(tmp_path)
         path = tmp_path / "pytorch_lora_weights.safetensors"
+    if saved == "save_lora_adapter":
+        theirs.save_lora_adapter(tmp_path)
+    elif saved == "save_lora_weights":  # with the header in which peft's configuration is
+        layers, header = peft.get_peft_model_state_dict(theirs), theirs.peft_config["default"].to_dict()
+        diffusers.FluxPipeline.save_lora_weights(
+            tmp_path, transformer_lora_layers=layers, transformer_lora_adapter_metadata=header
+        )
     else:
         peft.get_peft_model(theirs, config).save_pretrained(tmp_path)
         path = tmp_path if saved == "peft folder" else tmp_path / "adapter_model.safetensors"
@@ -184,6 +190,7 @@ def test_alphas_that_diffusers_would_mistake_are_not_written(diffusers, tmp_path
     with pytest.raises(AdapterError, match="the alpha of proj_out, 5, for single_transformer_blocks.0.proj_out too, which has 3"):
         compared(diffusers, tmp_path, weights, "diffusers")
     compared(diffusers, tmp_path, weights, "ai-toolkit")
+    compared(diffusers, tmp_path, drawn(model, targets, 2, 3.0), "diffusers")
 
 
 def test_fused_layers_in_diffusers(diffusers, tmp_path):
@@ -231,27 +238,3 @@ def test_first_layer_of_single_blocks_at_the_size_of_flux(diffusers, tmp_path, p
             whole[target.start : target.stop] += values.scale * values.up @ values.down[:, :8]
         theirs = torch.cat([state[f"{name}.lora_B.weight"] @ state[f"{name}.lora_A.weight"][:, :8] for name in names])
         torch.testing.assert_close(theirs, whole, rtol=1e-5, atol=1e-5)
-
-
-def test_what_diffusers_saves_is_read_with_its_scales(diffusers, tmp_path):
-    """A file of save_lora_weights, with the header in which peft's configuration is."""
-    import peft
-
-    model = flux()
-    theirs = theirs_of(diffusers, model)
-    config = peft.LoraConfig(
-        r=4, lora_alpha=6, init_lora_weights=False, target_modules=["to_q", "to_out.0", "net.2"],
-        rank_pattern={"transformer_blocks.0.attn.to_q": 2}, alpha_pattern={"to_out.0": 5},
-    )  # fmt: skip
-    torch.manual_seed(0)
-    theirs.add_adapter(config)
-    layers = peft.get_peft_model_state_dict(theirs)
-    diffusers.FluxPipeline.save_lora_weights(
-        tmp_path, transformer_lora_layers=layers, transformer_lora_adapter_metadata=theirs.peft_config["default"].to_dict()
-    )
-    found = read_adapter(tmp_path / "pytorch_lora_weights.safetensors", model, LAYOUTS)
-    assert {values.alpha for values in found.weights.values()} == {5.0, 6.0}
-    assert {values.rank for values in found.weights.values()} == {2, 4}
-    wanted = output_of(theirs)
-    mine = with_adapter(flux(), found.weights)(*flux_inputs())
-    assert (mine - wanted).abs().max() <= 1e-5 * wanted.abs().max()

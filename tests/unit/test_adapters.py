@@ -69,19 +69,15 @@ def in_double(model, values):
 def explicit_weights(plain, adapter):
     """Weights W + alpha / rank B A of each layer, and the leaves A and B that they are differentiable in."""
     weights = {name: parameter.detach() for name, parameter in plain.named_parameters()}
-    leaves = {}
+    leaves, dtype = {}, next(plain.parameters()).dtype
     for target, values in adapter.items():
-        down, up = (value.to(plain_dtype(plain)).requires_grad_() for value in (values.down.clone(), values.up.clone()))
+        down, up = (value.to(dtype).requires_grad_() for value in (values.down.clone(), values.up.clone()))
         leaves[target] = down, up
         name = f"{target.module}.weight"
         update = torch.zeros_like(weights[name])
         update[target.start : target.stop] = values.alpha / values.rank * (up @ down.flatten(1)).unflatten(1, down.shape[1:])
         weights[name] = weights[name] + update
     return weights, leaves
-
-
-def plain_dtype(model):
-    return next(model.parameters()).dtype
 
 
 @each_network

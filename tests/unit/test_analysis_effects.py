@@ -153,12 +153,6 @@ def test_one_pair_has_the_interval_of_its_cells():
     assert (found.count, found.upper) == (1, pytest.approx(1.3 * math.exp(width)))
 
 
-def test_different_batches_make_no_pair_at_equal_batch():
-    cells = join_repeats([run(100.0, local_batch=8), run(130.0, local_batch=16, compile="true")])
-    assert effect_of(cells, "compile", "false", "true", "equal batch").pairs == ()
-    assert len(effect_of(cells, "compile", "false", "true", "best batch").pairs) == 1
-
-
 def test_efficiency_is_against_the_fewest_ranks(tmp_path):
     truth = {1: 1.0, 2: 0.98, 4: 0.95, 8: 0.9}
     results = analyse([planted.write_scaling(tmp_path, truth)])

@@ -71,10 +71,6 @@ def test_axes_of_a_configuration():
         "world_size": 8, "ac": "none", "compile": "true", "dtype": "bfloat16", "device": None,
     }
     assert axes_of(settings(float8__enable=True))["dtype"] == "float8"
-    degrees = "parallelism__data_parallel_{}_degree"
-    for replicas, shards, layout in ((8, 1, "ddp"), (1, 8, "fsdp"), (1, 1, "single")):
-        changed = {degrees.format("replicate"): replicas, degrees.format("shard"): shards}
-        assert axes_of(settings(**changed))["layout"] == layout
 
 
 DEGREES = ("data_parallel_replicate_degree", "data_parallel_shard_degree", "context_parallel_degree")
@@ -89,6 +85,8 @@ def divided(replicas: int, shards: int, context: int) -> dict:
     ("degrees", "layout", "mesh", "world_size"),
     [
         ((1, 1, 1), "single", "1x1", 1),
+        ((8, 1, 1), "ddp", "8x1", 8),
+        ((1, 8, 1), "fsdp", "1x8", 8),
         ((1, 1, 2), "ddp (context=2)", "1x1x2", 2),  # copies of the weights, as the processes share tokens alone
         ((2, 1, 4), "ddp (context=4)", "2x1x4", 8),
         ((1, 2, 2), "fsdp (context=2)", "1x2x2", 4),
@@ -100,46 +98,38 @@ def test_processes_that_share_tokens_count_in_the_axes(degrees, layout, mesh, wo
     assert (axes["layout"], axes["mesh"], axes["world_size"]) == (layout, mesh, world_size)
 
 
-def test_degrees_of_context_are_told_apart_by_the_layout_alone():
-    every = [settings() | divided(4, 1, 1), settings() | divided(2, 1, 2), settings() | divided(1, 1, 4)]
-    runs = [(axes_of(one), one) for one in every]
-    assert add_further_axes(runs) == []
-    assert [axes["layout"] for axes, _ in runs] == ["ddp", "ddp (context=2)", "ddp (context=4)"]
+SELECTIVE = {"activation_checkpoint.mode": "selective"}
+DIFFERING = {  # changes of each run, further axes, and the values of one axis
+    "degrees of context, by the layout alone": (
+        [divided(4, 1, 1), divided(2, 1, 2), divided(1, 1, 4)], [], "layout", ["ddp", "ddp (context=2)", "ddp (context=4)"],
+    ),
+    "another key": (
+        [{"optimizer.name": "AdamW", "metrics.log_freq": 1}, {"optimizer.name": "Muon", "metrics.log_freq": 2}],
+        ["optimizer.name"], "optimizer.name", ["AdamW", "Muon"],
+    ),
+    "keys that the model decides": (
+        [{"model.flavor": "DiT-S/2", "model.dim": 384, "optimizer.lr": 1e-4}, {"model.dim": 1024, "optimizer.lr": 2e-4}],
+        [], "model", ["DiT-S", "DiT-L"],
+    ),
+    "options of a switch": (
+        [{}, SELECTIVE | {"activation_checkpoint.every": 2}, SELECTIVE | {"activation_checkpoint.every": 4}],
+        [], "ac", ["none", "selective (every=2)", "selective (every=4)"],
+    ),
+    "two meshes of one size": ([divided(2, 4, 1), divided(4, 2, 1)], [], "layout", ["hsdp 2x4", "hsdp 4x2"]),
+    "meshes with context": (
+        [divided(2, 4, 2), divided(4, 2, 2), divided(4, 4, 1)], [], "layout",
+        ["hsdp 2x4x2 (context=2)", "hsdp 4x2x2 (context=2)", "hsdp"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", DIFFERING)
+def test_what_differs_is_told_apart_by_axes(case):
+    every, further, key, values = DIFFERING[case]
+    runs = [(axes_of(settings() | changes), settings() | changes) for changes in every]
+    assert add_further_axes(runs) == further
+    assert [axes[key] for axes, _ in runs] == values
+
+
+def test_layouts_with_context_follow_those_without():
     assert values_in_order("layout", ["fsdp", "ddp (context=2)", "single"]) == ["single", "ddp (context=2)", "fsdp"]
-
-
-def test_other_differing_keys_become_axes():
-    every = [settings(optimizer__name=name, metrics__log_freq=freq) for name, freq in (("AdamW", 1), ("Muon", 2))]
-    runs = [(axes_of(one), one) for one in every]
-    assert add_further_axes(runs) == ["optimizer.name"]
-    assert [axes["optimizer.name"] for axes, _ in runs] == ["AdamW", "Muon"]
-
-
-def test_keys_that_the_model_decides_are_no_axes():
-    every = [
-        settings(model__flavor=flavor, model__dim=dim, optimizer__lr=lr)
-        for flavor, dim, lr in (("DiT-S/2", 384, 1e-4), ("DiT-L/2", 1024, 2e-4))
-    ]
-    assert add_further_axes([(axes_of(one), one) for one in every]) == []
-
-
-def test_options_of_a_switch_are_part_of_its_value():
-    every = [
-        settings(), settings(activation_checkpoint__mode="selective", activation_checkpoint__every=2),
-        settings(activation_checkpoint__mode="selective", activation_checkpoint__every=4),
-    ]
-    runs = [(axes_of(one), one) for one in every]
-    assert add_further_axes(runs) == []
-    assert [axes["ac"] for axes, _ in runs] == ["none", "selective (every=2)", "selective (every=4)"]
-
-
-def test_two_meshes_of_one_size_are_two_layouts():
-    key = "parallelism.data_parallel_{}_degree"
-    every = [settings() | {key.format("replicate"): n, key.format("shard"): 8 // n} for n in (2, 4)]
-    runs = [(axes_of(one), one) for one in every]
-    add_further_axes(runs)
-    assert [axes["layout"] for axes, _ in runs] == ["hsdp 2x4", "hsdp 4x2"]
-    every = [settings() | divided(*degrees) for degrees in ((2, 4, 2), (4, 2, 2), (4, 4, 1))]
-    runs = [(axes_of(one), one) for one in every]
-    add_further_axes(runs)
-    assert [axes["layout"] for axes, _ in runs] == ["hsdp 2x4x2 (context=2)", "hsdp 4x2x2 (context=2)", "hsdp"]

@@ -20,9 +20,6 @@ from scripts.draw_architecture import (
 )
 
 LARGEST_SHARE = 0.15
-LIBRARY = (PACKAGE,)
-# (importing room, imported room) that runs up, with the reason. A mended one must leave this table.
-EXCEPTIONS: dict[tuple[str, str], str] = {}
 
 
 @cache
@@ -48,9 +45,7 @@ def test_every_room_is_on_one_floor():
 
 def test_no_import_runs_upwards():
     found = upward(arrows_between_rooms(imports()), read_floors())
-    new = [each for pair in found.keys() - EXCEPTIONS.keys() for each in found[pair]]
-    assert not [f"{each.place} imports {each.imported}" for each in new]
-    assert set(EXCEPTIONS) <= set(found), "an exception that is no longer one"
+    assert not [f"{each.place} imports {each.imported}" for places in found.values() for each in places]
 
 
 def test_no_file_imports_itself_through_others():
@@ -62,12 +57,12 @@ def test_no_file_imports_itself_through_others():
 
 @pytest.mark.parametrize("program", [*PROGRAMS, "train"])
 def test_the_library_imports_no_program(program):
-    of_library = [each for each in imports() if each.importer.split(".")[0] in LIBRARY]
+    of_library = [each for each in imports() if each.importer.split(".")[0] == PACKAGE]
     assert not [each.place for each in of_library if each.imported.split(".")[0] == program]
 
 
 def test_no_room_is_too_large():
-    library = {module: file for module, file in modules().items() if module.split(".")[0] in LIBRARY}
+    library = {module: file for module, file in modules().items() if module.split(".")[0] == PACKAGE}
     lines = lines_of_rooms(library)
     (room, largest), = lines.most_common(1)
     assert largest <= LARGEST_SHARE * sum(lines.values()), f"{room} has {largest} of {sum(lines.values())} lines"

@@ -128,9 +128,7 @@ def test_batch_sizes_that_the_configuration_refuses_are_not_tried(find, probes):
         find("--gns.enable", "true", memory_gib=3.0)
 
 
-def test_headroom_and_the_largest_allowed_bound_the_answer(find):
-    assert find().batch_size == 24
-    assert find(headroom=0.25).batch_size == 16
+def test_the_largest_allowed_bounds_the_answer(find):
     assert find(max_batch_size=13).batch_size == 13
 
 

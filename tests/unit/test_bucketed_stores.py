@@ -8,6 +8,7 @@ import pytest
 import torch
 from PIL import Image
 
+from tests.extractions import content
 from torchtitan.conditions import POOLED, TEXT
 from torchtitan.data.base import DatasetError
 from torchtitan.data.captioned_folder import CaptionedFolder, CaptionedFolderConfig
@@ -38,10 +39,6 @@ def words_of(store, folder, *more):
         "--data.path", str(folder), "--data.resolutions", "[128]", "--data.validation_fraction", "0",
         "--text-encoder", "stub:32", "--pooled-encoder", "stub:24", "--text-length", "6", *more,
     ]  # fmt: skip
-
-
-def contents(store: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(store)): path.read_bytes() for path in store.rglob("*") if path.is_file()}
 
 
 @pytest.fixture(scope="module")
@@ -111,10 +108,10 @@ def test_extraction_resumes_to_the_same_store(store, folder, tmp_path):
     copy.mkdir()
     shutil.copytree(parts[1], copy / parts[1].name)  # one was finished when it was killed
     assert main(words_of(copy, folder)) == 0
-    assert contents(copy) == contents(store)
-    before = contents(store)
+    assert content(copy) == content(store)
+    before = content(store)
     assert main(words_of(store, folder)) == 0
-    assert contents(store) == before
+    assert content(store) == before
 
 
 def test_unfinished_store_is_refused(store, tmp_path):

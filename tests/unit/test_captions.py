@@ -161,10 +161,9 @@ def test_condition_that_a_store_lacks_is_refused(store, photographs, tmp_path):
             Latents.info(config_of(tmp_path / "plain", condition=condition))
 
 
-@pytest.mark.parametrize("other, message", [(["--text-encoder", "stub:16"], "its captions.encoders is not that of")])
-def test_held_out_store_with_other_encoders_is_refused(store, photographs, tmp_path, other, message):
-    assert main(words_of(tmp_path / "held_out", photographs, *ENCODERS, *TEMPLATE, *other)) == 0
-    with pytest.raises(DatasetError, match=f"^data.validation_path: .*held_out: {message}"):
+def test_held_out_store_with_other_encoders_is_refused(store, photographs, tmp_path):
+    assert main(words_of(tmp_path / "held_out", photographs, *ENCODERS, *TEMPLATE, "--text-encoder", "stub:16")) == 0
+    with pytest.raises(DatasetError, match="^data.validation_path: .*held_out: its captions.encoders is not that of"):
         Latents.info(config_of(store, validation_path=str(tmp_path / "held_out")))
     main(words_of(tmp_path / "plain", photographs))
     with pytest.raises(DatasetError, match="its captions is not that of"):

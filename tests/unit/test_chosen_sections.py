@@ -1,17 +1,17 @@
 """Sections that a name chooses, one inside another: what is given, recorded, refused, and how one is added."""
 
-import dataclasses
 import subprocess
 import sys
 import tomllib
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 import torch
 
+from tests.configurations import load, problems
+from tests.launcher import ROOT
 from torchtitan.autoencoders import AUTOENCODERS
-from torchtitan.config.job import ConfigError, JobConfig, help_text, json_schema, load_config
+from torchtitan.config.job import help_text, json_schema
 from torchtitan.data import DATASETS
 from torchtitan.diffusion.objectives import OBJECTIVES, build_objective
 from torchtitan.diffusion.solvers import SOLVERS
@@ -22,25 +22,7 @@ from torchtitan.models import MODELS
 from torchtitan.settings import Registry, setting
 from torchtitan.settings.record import config_differences, dump_config
 
-ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture(autouse=True)
-def in_empty_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-
-
-def load(toml: str = "", arguments: list[str] | None = None) -> JobConfig:
-    Path("run.toml").write_text(toml, encoding="utf-8")
-    config = load_config(["--job.config_file", "run.toml", *(arguments or [])], 1)
-    return dataclasses.replace(config, job=dataclasses.replace(JobConfig().job, name="run"))
-
-
-def problems(toml: str, arguments: list[str] | None = None) -> list[str]:
-    with pytest.raises(ConfigError) as caught:
-        load(toml, arguments)
-    return caught.value.problems
-
+pytestmark = pytest.mark.usefixtures("in_empty_folder")
 
 LAPLACE = """
 [objective]
@@ -55,7 +37,7 @@ scale = 0.75
 def test_every_choice_goes_round_by_its_record(name):
     path = "rectified_flow" if name == "slots" else "ddpm_linear"
     edges = ["--objective.timesteps.edges=[0, 0.5, 1]"] if name == "slots" else []
-    config = load(arguments=[f"--objective.timesteps.name={name}", f"--objective.path={path}", *edges])
+    config = load("", [f"--objective.timesteps.name={name}", f"--objective.path={path}", *edges])
     text = dump_config(config)
     assert config.objective.timesteps.name == tomllib.loads(text)["objective"]["timesteps"]["name"] == name
     assert load(text) == config and config_differences(tomllib.loads(text), config) == []
@@ -139,10 +121,9 @@ def test_an_entry_is_imported_when_it_is_read_and_not_by_its_name():
     assert list(registry) == ["absent", "added"] and "absent" in registry and registry["added"] == 1
     with pytest.raises(ModuleNotFoundError):
         registry["absent"]
-    loaded = "import sys, torchtitan.config.job; print(*(name for name in sys.modules if name.startswith('torchtitan.')))"
+    loaded = "import sys, torchtitan.config.job; print(*sys.modules)"
     modules = subprocess.run([sys.executable, "-c", loaded], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
-    rooms = {name.split(".")[1] for name in modules}
-    assert "torchtitan.models.flux" not in modules and "torchtitan.data.cifar" not in modules and "latents" not in rooms
+    assert not {"torchtitan.models.flux", "torchtitan.data.cifar", "torchtitan.latents"} & set(modules)
 
 
 SOLVED = """
@@ -158,7 +139,7 @@ name = "edm"
 
 
 def test_how_samples_are_drawn_does_not_change_what_is_learned():
-    assert config_differences(load(SOLVED), load()) == []
+    assert config_differences(load(SOLVED), load("")) == []
 
 
 def test_a_key_within_a_choice_may_depend_on_another_one():

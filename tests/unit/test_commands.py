@@ -1,16 +1,14 @@
 """Every program under one name, and under the names that it has in the checkout."""
 
 import ast
-from pathlib import Path
 
 import pytest
 
-from tests.forked import run_script
+from tests.forked import ROOT, run_script
 from torchtitan import programs
 from torchtitan_dit import cli
 from torchtitan_dit.cli import COMMANDS
 
-ROOT = Path(__file__).resolve().parents[2]
 DRAWS_ONLY = ROOT / "scripts" / "draw_architecture.py"  # a tool of the project itself, not a program of its users
 PROGRAMS = sorted({*ROOT.glob("*.py"), *ROOT.glob("scripts/*.py")} - {DRAWS_ONLY})
 
@@ -48,13 +46,11 @@ def test_a_command_says_whether_it_runs_on_ranks():
 
 def test_several_processes_of_a_command_of_one_are_refused_by_the_first_in_one_line(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    words = {"checkpoint": ("list", "x")}
-    for name, given in words.items():
-        script = f"scripts/{name}.py"
-        first, second = (run_script(script, *given, RANK=rank, LOCAL_RANK=rank) for rank in "01")
-        said = f"{script}: runs in one process, and WORLD_SIZE says 2 (start it without torchrun, or unset WORLD_SIZE)\n"
-        assert (first.returncode, first.stdout, first.stderr) == (2, "", said)
-        assert (second.returncode, second.stdout, second.stderr) == (2, "", "")
+    script = "scripts/checkpoint.py"
+    first, second = (run_script(script, "list", "x", RANK=rank, LOCAL_RANK=rank) for rank in "01")
+    said = f"{script}: runs in one process, and WORLD_SIZE says 2 (start it without torchrun, or unset WORLD_SIZE)\n"
+    assert (first.returncode, first.stdout, first.stderr) == (2, "", said)
+    assert (second.returncode, second.stdout, second.stderr) == (2, "", "")
 
 
 @pytest.mark.parametrize(("failure", "code", "said"), [

@@ -4,19 +4,10 @@ import pytest
 import torch
 
 from tests.distributed.cases import make_trainer
+from tests.unit.test_compile_counter import Doubling
 from torchtitan.distributed import compile as compile_module
 from torchtitan.distributed.compile import compile_blocks
 from torchtitan.distributed.config import CompileConfig, compile_problems
-
-
-class Doubling(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = torch.nn.Linear(3, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return 2 * self.linear(x)
-
 
 GRAPHS, TUNED = {"triton.cudagraphs": True}, {"max_autotune": True, "coordinate_descent_tuning": True}
 
@@ -39,7 +30,7 @@ def test_a_mode_is_inductors_own_with_a_memory_budget_or_without(mode, patches, 
     x, budgets = torch.randn(2, 3), (0.5,) if mode == "default" else (1.0, 0.5)
     for budget in budgets:
         torch.compiler.reset()
-        block = Doubling()
+        block = Doubling(3)
         wanted = block(x)
         compile_blocks([block], memory_budget=budget, mode=mode)
         assert torch.equal(block(x), wanted)

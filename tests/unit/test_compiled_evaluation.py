@@ -1,16 +1,11 @@
 """Compiled blocks in evaluations: graphs of their own, few, and none of them in training."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
-from torchtitan.conditions import Classes
+from tests.unit.test_activation_checkpoint import debug_model
 from torchtitan.distributed.compile import CompileCounter, compile_blocks, compile_model
 from torchtitan.evaluation.eval_mode import evaluating
-from torchtitan.models import MODELS
-
-DEBUG = replace(MODELS["dit"].flavors["debug"], num_layers=2)
 
 
 class Graphs:
@@ -25,11 +20,7 @@ class Graphs:
 
 def network():
     torch.compiler.reset()
-    torch.manual_seed(0)
-    model = MODELS["dit"].build(DEBUG, (1, 8, 8), Classes(10))
-    model.init_weights()
-    torch.nn.init.normal_(model.output.linear.weight)
-    return model
+    return debug_model(num_layers=2)
 
 
 def output(model, images):

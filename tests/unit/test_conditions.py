@@ -2,7 +2,7 @@
 
 import torch
 
-from torchtitan.conditions import Classes, Embeddings, Unconditional, class_kind
+from torchtitan.conditions import Classes, Embeddings, Unconditional
 
 NULLS = {"embeddings": torch.full((3, 2), -1.0), "mask": torch.zeros(3, dtype=torch.bool)}
 PROMPTS = {"embeddings": torch.arange(12.0).view(2, 3, 2), "mask": torch.ones(2, 3, dtype=torch.bool)}
@@ -59,12 +59,3 @@ def test_grids_choose_classes_and_prompts_by_number():
     assert without.choices == 0
     for name, value in without.choose(numbers).items():
         assert torch.equal(value, NULLS[name].expand(3, *NULLS[name].shape))
-
-
-def test_data_without_classes_have_no_condition():
-    assert class_kind(0) == Unconditional() and class_kind(2, ["x", "y"]) == Classes(2, ("x", "y"))
-
-
-def test_a_class_beyond_the_last_is_a_problem():
-    assert Classes(4).problem(batch_of(5)) is None
-    assert Classes(3).problem(batch_of(5)) == "label 3 is not in 0..2"

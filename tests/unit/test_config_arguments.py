@@ -5,11 +5,7 @@ import pytest
 from tests.configurations import problems
 from torchtitan.data import DATASETS
 
-
-@pytest.fixture(autouse=True)
-def in_empty_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-
+pytestmark = pytest.mark.usefixtures("in_empty_folder")
 
 BAD_ARGUMENTS = [
     (["--training.step", "5"], "command line: --training.step: unknown key (did you mean --training.steps?)"),

@@ -8,11 +8,7 @@ from tests.configurations import load, problems
 from torchtitan.config import checks as config_checks
 from torchtitan.extras import install_packages
 
-
-@pytest.fixture(autouse=True)
-def in_empty_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-
+pytestmark = pytest.mark.usefixtures("in_empty_folder")
 
 @pytest.mark.parametrize("package, key", [("tensorboard", "enable_tensorboard"), ("wandb", "enable_wandb")])
 def test_logger_without_its_package_is_refused(package, key, monkeypatch):

@@ -6,24 +6,14 @@ from pathlib import Path
 import pytest
 
 from tests.configurations import problems
-from torchtitan.config.job import ConfigError, load_config
 from torchtitan.data import DATASETS, DataConfig, DatasetError
-from torchtitan.diffusion.timesteps.registry import TIMESTEPS
 from torchtitan.models import MODELS
 from torchtitan.settings import setting
 
-
-@pytest.fixture(autouse=True)
-def in_empty_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-
+pytestmark = pytest.mark.usefixtures("in_empty_folder")
 
 SYNTHETIC = '[data]\nname = "synthetic"\n'
-
-
 UNLABELLED = SYNTHETIC + "num_classes = 0\n"
-
-
 BAD_FILES = [
     (
         "[training]\nlocal_batch_size = -1",
@@ -44,12 +34,7 @@ BAD_FILES = [
     ("steps = 5", "steps: is in no section (did you mean training.steps?)"),
     ('[training]\nsteps = "10"', "training.steps: must be an integer, is '10'"),
     ("[training]\nsteps = 0", "training.steps: must be at least 1, is 0"),
-    ("[optimizer]\nlr = nan", "optimizer.lr: must be a finite number, is nan"),
     ("[optimizer]\nlr = 0", "optimizer.lr: must be above 0, is 0"),
-    (
-        '[objective]\ntimesteps.name = "unifrom"',
-        f"objective.timesteps.name: must be one of {', '.join(TIMESTEPS)}, is 'unifrom' (did you mean uniform?)",
-    ),
     ("[[ema.tracks]]\nname = 'ema'\ndecy = 0.9", "ema.tracks[0].decy: unknown key (did you mean decay?)"),
     (
         "[[ema.tracks]]\nname = 'ema'\n[[ema.tracks]]\nname = 'slow'\nkind = 'power'\ndecay = 0.9",
@@ -62,10 +47,6 @@ BAD_FILES = [
     (
         "[[ema.tracks]]\nname = 'ema'\n[[ema.tracks]]\nname = '../x'",
         "ema.tracks[1].name: '../x' names a file (use up to 64 letters, digits, '.', '_' and '-', no '.' or '-' first)",
-    ),
-    (
-        '[data]\nname = "cifar1"\nx = 1',
-        f"data.name: must be one of {', '.join(DATASETS)}, is 'cifar1' (did you mean cifar10?)",
     ),
     (
         '[model]\nflavor = "digit"',
@@ -252,9 +233,8 @@ def test_bad_file_gives_one_exact_line(toml, line):
 
 @pytest.mark.parametrize(("size", "advice"), [(32, "set 30 or 33"), (2, "set 3")])
 def test_a_batch_that_ranks_cannot_share_is_answered_with_the_nearest(size, advice):
-    with pytest.raises(ConfigError) as caught:
-        load_config(["digits", "--training.local_batch_size=-1", f"--training.global_batch_size={size}"], 3)
-    assert f"training.global_batch_size: {size} is not a multiple of 3 ranks ({advice})" in str(caught.value)
+    found = problems(None, ["digits", "--training.local_batch_size=-1", f"--training.global_batch_size={size}"], world_size=3)
+    assert f"training.global_batch_size: {size} is not a multiple of 3 ranks ({advice})" in "\n".join(found)
 
 
 def test_file_that_is_not_utf8_is_one_line():
@@ -289,11 +269,6 @@ def test_check_that_reads_a_refused_value_is_silent():
     assert problems("[model]\ndim = 'wide'\nnum_heads = 7") == ["run.toml: model.dim: must be an integer, is 'wide'"]
 
 
-def test_wrong_number_is_not_measured_against_a_default():
-    found = problems("[training]\nsteps = 'x'\n[lr_scheduler]\nwarmup_steps = 20000")
-    assert found == ["run.toml: training.steps: must be an integer, is 'x'"]
-
-
 def test_keys_of_an_unknown_dataset_are_not_judged():
     found = problems("[data]\npath = 'x'\nfolder = 3", ["--data.name", "cifar1", "--data.shards", "3"])
     assert len(found) == 1 and found[0].startswith("command line: --data.name: ")
@@ -320,14 +295,9 @@ def test_dataset_that_cannot_be_opened_is_one_line(error, monkeypatch):
     assert problems("[data]\nname = 'broken'\npath = 'x'") == [f"run.toml: data.path: {text}"]
 
 
-SMALL = ["--data.name=synthetic", "--model.flavor=debug"]
-
-
 def test_sizes_that_are_possible_each_but_not_together_are_refused():
     def refused(*words: str) -> str:
-        with pytest.raises(ConfigError) as caught:
-            load_config([*SMALL, *words], 1)
-        return "\n".join(caught.value.problems)
+        return "\n".join(problems(None, ["--data.name=synthetic", "--model.flavor=debug", *words]))
 
     wide = ["--model.dim=65536", "--model.num_heads=64", "--model.mlp_hidden_dim=524288"]
     assert "model.num_layers: 4096 blocks of about 1e+11 parameters are more than 1e+13" in refused(

@@ -3,29 +3,19 @@
 import dataclasses
 import json
 import tomllib
-from pathlib import Path
 
 import pytest
 
 from tests.configurations import load
-from tests.forked import run_script
-from tests.unit.test_config import every_section
+from tests.forked import ROOT, run_script
+from tests.unit.test_config import every_section, without_file
 from torchtitan.config.job import ConfigError, JobConfig, help_text, json_schema, load_config
 from torchtitan.data import DATASETS
 from torchtitan.settings.record import dump_config
 from torchtitan.settings.sections import keys
 from torchtitan_dit.commands import train
 
-ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture(autouse=True)
-def in_empty_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-
-
-def without_file(config: JobConfig) -> JobConfig:
-    return dataclasses.replace(config, job=dataclasses.replace(config.job, config_file=""))
+pytestmark = pytest.mark.usefixtures("in_empty_folder")
 
 
 def schema_errors(value, schema, root=None, place="") -> list[str]:

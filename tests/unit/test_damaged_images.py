@@ -89,21 +89,18 @@ def test_exif_of_several_segments_of_a_jpeg_and_of_a_long_profile_of_a_png_turns
         assert upright_size(content) == (16, 32) == decode_whole(content).shape[1::-1]
 
 
+def one_file(tmp_path):
+    return SquareImages(ImageList.of(bytes(tmp_path), [[b"a.png"]]), np.arange(1), np.zeros(1, np.int64), SIDE)
+
+
 def test_the_name_of_a_file_decides_nothing(tmp_path):
-    path = tmp_path / "a.png"
-    path.write_bytes(encoded("BMP"))
-    files = ImageList.of(bytes(tmp_path), [[b"a.png"]])
-    images = SquareImages(files, np.arange(1), np.zeros(1, np.int64), SIDE).fetch(np.arange(1))["images"]
-    assert images.shape == (1, 3, SIDE, SIDE)
+    (tmp_path / "a.png").write_bytes(encoded("BMP"))
+    assert one_file(tmp_path).fetch(np.arange(1))["images"].shape == (1, 3, SIDE, SIDE)
 
 
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM"])
 def test_each_format_opens_as_itself(kind):
     assert open_image(encoded(kind)).format == kind
-
-
-def one_file(tmp_path):
-    return SquareImages(ImageList.of(bytes(tmp_path), [[b"a.png"]]), np.arange(1), np.zeros(1, np.int64), SIDE)
 
 
 def test_a_pipe_a_device_and_an_endless_file_are_named_and_cost_their_image(tmp_path):

@@ -1,7 +1,6 @@
 """Datasets and the order in which training and validation read them."""
 
 import dataclasses
-import io
 import multiprocessing
 import os
 import pickle
@@ -14,15 +13,14 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
-import pyarrow as pa
 import pytest
 import torch
 from PIL import Image
-from pyarrow import parquet
 
 from tests.distributed.cases import make_trainer
 from tests.encoded_images import image_bytes, write_tar
 from tests.latent_stores import plan_of, write_store
+from tests.unit.test_cifar10 import random_images, write_parquet
 from torchtitan import philox
 from torchtitan.conditions import Classes, Unconditional
 from torchtitan.data import DATASETS, DataConfig, Dataset, DatasetError, DatasetInfo, dataset_info
@@ -222,20 +220,6 @@ def test_a_dataset_that_breaks_its_contract_is_named():
         training_data(Misshapen(30)).next_batch()
 
 
-def test_a_killed_loader_process_is_reported_in_one_line():
-    known = set(multiprocessing.active_children())
-    data = training_data(Numbered(30), num_workers=1, total=12_000)
-    data.next_batch()
-    (worker,) = set(multiprocessing.active_children()) - known
-    os.kill(worker.pid, signal.SIGKILL)
-    worker.join()
-    # torch's handler of SIGCHLD may raise first.
-    with pytest.raises((DatasetError, RuntimeError), match="killed|exited|reset"):
-        for _ in range(100):
-            data.next_batch()
-    data.close()
-
-
 def test_loader_processes_survive_the_request_to_stop_and_end_with_close():
     known = set(multiprocessing.active_children())
     data = training_data(Numbered(30), num_workers=2)
@@ -298,14 +282,6 @@ def test_digits_are_split_into_disjoint_fixed_parts():
     assert torch.bincount(labels[1500:], minlength=10).min() >= 15
 
 
-def write_cifar(folder, label_column, count=30):
-    file = io.BytesIO()
-    Image.new("RGB", (32, 32)).save(file, "PNG")
-    labels = [number % 10 for number in range(count)]
-    rows = {"img": [{"bytes": file.getvalue(), "path": None}] * count, label_column: labels}
-    parquet.write_table(pa.table(rows), folder / "train-0.parquet")
-
-
 def write_images(folder, count):
     folder.mkdir(parents=True)
     for number in range(count):
@@ -331,9 +307,9 @@ def write_captioned(folder):
 
 WRITERS = {
     "captioned_folder": write_captioned,
-    "cifar10": lambda folder: write_cifar(folder, "label"),
-    "cifar100": lambda folder: write_cifar(folder, "fine_label"),
-    "huggingface": lambda folder: write_cifar(folder, "label", 100),
+    "cifar10": lambda folder: write_parquet(folder / "train-0.parquet", *random_images(30)),
+    "cifar100": lambda folder: write_parquet(folder / "train-0.parquet", *random_images(30), label_column="fine_label"),
+    "huggingface": lambda folder: write_parquet(folder / "train-0.parquet", *random_images(100)),
     "image_folder": lambda folder: [write_images(folder / name, 40) for name in ("a", "b")],
     "imagenet": lambda folder: [
         write_images(folder / split / wnid, 3) for split in ("train", "val") for wnid in ("n00000001", "n00000002")

@@ -69,9 +69,6 @@ def test_targets_are_the_literature_s():
     close(target("velocity", x0, noise, a, b), noise - x0)
     a, b = coefficients("variance preserving", generator)
     close(target("v", x0, noise, a, b), a * noise - b * x0)
-    # EDM's network target at sigma_data = 1 is -v of the variance-preserving path of the same sigma.
-    sigma = b / a
-    close((sigma * x0 - noise) / torch.sqrt(sigma**2 + 1), -target("v", x0, noise, a, b))
 
 
 @pytest.mark.parametrize("kind", ["flow", "variance preserving", "EDM", "any"])

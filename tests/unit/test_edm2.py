@@ -6,8 +6,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.configurations import problems
 from torchtitan.conditions import Classes, ConditionKind, Unconditional
-from torchtitan.config.job import ConfigError, load_config
+from torchtitan.config.job import load_config
 from torchtitan.estimate.memory import estimate_memory
 from torchtitan.estimate.simulation import simulate_step
 from torchtitan.gns.capture import check_measurable
@@ -191,12 +192,6 @@ def test_the_estimate_simulates_all_blocks_since_they_differ():
 # --- refusals
 
 
-def problems_of(*words: str) -> list[str]:
-    with pytest.raises(ConfigError) as caught:
-        load_config(["--model.name", "edm2", "--data.name", "synthetic", *words], 1)
-    return caught.value.problems
-
-
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
@@ -215,7 +210,7 @@ def problems_of(*words: str) -> list[str]:
     ],
 )  # fmt: skip
 def test_what_cannot_be_built_is_one_line(words, problem):
-    (found,) = problems_of(*words)
+    (found,) = problems(None, ["--model.name", "edm2", "--data.name", "synthetic", *words])
     assert problem in found and "\n" not in found
 
 

@@ -16,7 +16,6 @@ from torchtitan.config.job import JobConfig, load_config
 from torchtitan.data import DATASETS, dataset_info
 from torchtitan.diffusion.uncertainty import LogUncertainty
 from torchtitan.estimate.memory import model_on_meta
-from torchtitan.training.ema import kept_share
 from torchtitan.training.schedules import lr_factor
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -64,13 +63,9 @@ def test_presets_of_imagenet_train_as_published(name):
     assert scale == (2 if name.startswith("img512") else 1)  # a latent store gives deviation 1
 
 
-def test_the_average_of_the_port_reaches_its_decay_at_the_published_update():
+def test_the_average_of_the_port_is_the_one_that_test_ema_holds_to_the_published_update():
     (track,) = preset("cifar10_e", [3, 32, 32]).ema.tracks
-    shares = {step: kept_share(track, step, 512) for step in (1, 100, 53_000, 53_993, 53_994, 53_996, 98_000)}
-    assert shares[53_993] < 0.9993 == shares[53_996]
-    assert abs(next(n for n in range(53_990, 54_000) if kept_share(track, n, 512) == 0.9993) - 53_995) <= 1
-    for step in (100, 53_000):  # 1 - n^(-2/3), one update later
-        assert shares[step] == pytest.approx(1 - (step + 1) ** (-2 / 3), rel=1e-12)
+    assert (track.kind, track.decay, track.warmup_power) == ("constant", 0.9993, 2 / 3)
 
 
 @pytest.mark.parametrize(("name", "waves", "amplitude", "row_norm"), [

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.configurations import problems
 from torchtitan.conditions import Embeddings
-from torchtitan.config.job import ConfigError, load_config
 from torchtitan.data import DATASETS, DataConfig, Dataset, DatasetError, DatasetInfo, UnreadableImage
 from torchtitan.extraction.image_source import ImageSource
 from torchtitan.settings import setting
@@ -68,13 +68,16 @@ def registered(monkeypatch):
     monkeypatch.setitem(DATASETS, "captions", Captions)
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_every_entry_travels_and_is_replaced_with_its_image(num_workers):
-    config = CaptionsConfig(unreadable=5, num_workers=num_workers)
-    data = TrainingData(
-        Captions(config, "train"), config, info=Captions.info(config), seed=3, end_sample=80, global_batch_size=8,
+def training_data(config, size):
+    return TrainingData(
+        Captions(config, "train"), config, info=Captions.info(config), seed=3, end_sample=80, global_batch_size=size,
         local_batch_size=4, rank=0, world_size=1,
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_every_entry_travels_and_is_replaced_with_its_image(num_workers):
+    data = training_data(CaptionsConfig(unreadable=5, num_workers=num_workers), 8)
     batches = [data.next_batch() for _ in range(20)]
     data.close()
     for batch, repeated in zip(batches[4:6], data.again(first_sample=16, attempt=0, microbatches=2), strict=True):
@@ -98,9 +101,7 @@ def test_every_entry_travels_and_is_replaced_with_its_image(num_workers):
      "(choose dit or edm2, or captions encoded as docs/fine_tuning.md describes, or other data)"),
 ])  # fmt: skip
 def test_a_model_that_does_not_take_what_data_give_is_refused_in_one_line(model, data, message):
-    with pytest.raises(ConfigError) as error:
-        load_config(["--model.name", model, "--data.name", data], 1)
-    (problem,) = error.value.problems
+    (problem,) = problems(None, ["--model.name", model, "--data.name", data])
     assert problem.endswith(message)
 
 
@@ -120,10 +121,5 @@ def test_a_latent_store_does_not_keep_embeddings():
 def test_a_batch_that_breaks_its_declaration_is_named(monkeypatch, broken, message):
     fetch = Captions.fetch
     monkeypatch.setattr(Captions, "fetch", lambda self, indices: broken(fetch(self, indices)))
-    config = CaptionsConfig()
-    data = TrainingData(
-        Captions(config, "train"), config, info=Captions.info(config), seed=3, end_sample=80, global_batch_size=4,
-        local_batch_size=4, rank=0, world_size=1,
-    )  # fmt: skip
     with pytest.raises(DatasetError, match=message):
-        data.next_batch()
+        training_data(CaptionsConfig(), 4).next_batch()

@@ -119,7 +119,6 @@ def test_a_visited_device_has_its_measured_speed_and_every_other_figure_says_ass
     assert 60 * after["compute"] == pytest.approx(45 * before["compute"])
     assert 90 * after["optimizer"] == pytest.approx(80 * before["optimizer"])
     float8 = (*FLOAT8, "--gns.enable", "false")
-    float8 = (*FLOAT8, "--gns.enable", "false")
     of_float8 = json.loads(said("H200", *float8, "--json"))["time"]
     assert 57 * of_float8["compute"] == pytest.approx(60 * after["compute"])
     place = "measured with XL/2 of 64 images in float8, NVIDIA H200, 2026-11-27"

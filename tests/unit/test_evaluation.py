@@ -109,20 +109,14 @@ def test_validation_loss_by_given_timesteps_equals_direct_means(batch_size):
     """The images of t = 0 are clean, those of t near 1 nearly noise; MLPerf's eight times, 23 images."""
     model, objective, count = Toy(), build_objective(DenoisingConfig(), seed=0), 23
     model.eval()
-    found = validation_loss(
-        model, objective, held_out(count, batch_size), count=count, seed=4, bin_edges=torch.tensor([0.5]),
-        param_dtype="float32", device=CPU, sharded=False, timesteps=EIGHTHS,
-    )
+    found = validate(model, objective, count, batch_size, torch.tensor([0.5]), timesteps=EIGHTHS)
     whole = next(held_out(count, count))
     noise = philox.normal(4, "validation", torch.arange(count) + 2**40, SHAPE).double().numpy()
     data, t = whole["images"].double().numpy(), np.arange(count) % 8 / 8
     time = t.reshape(-1, 1, 1, 1)
     output = np.tanh(0.7 * ((1 - time) * data + time * noise)) + time + 0.1 * whole["class"].numpy().reshape(-1, 1, 1, 1)
     error = ((output - (noise - data)) ** 2).mean((1, 2, 3))
-    groups = {"": error} | {f"_by_time/{k}": error[t == k / 8] for k in range(8)}
-    wanted = {f"loss{name}": values.mean() for name, values in groups.items()}
-    wanted |= {f"loss_stderr{name}": values.std(ddof=1) / np.sqrt(len(values)) for name, values in groups.items()}
-    assert found == pytest.approx(wanted, rel=1e-5)
+    assert found == means_of({"": error} | {f"_by_time/{k}": error[t == k / 8] for k in range(8)})
 
 
 def held_out(count: int, batch_size: int):
@@ -136,11 +130,17 @@ def held_out(count: int, batch_size: int):
         yield {"images": images[indices], "class": labels[indices], "indices": indices, "weights": weights}
 
 
-def validate(model: Toy, objective: Objective, count: int, batch_size: int, edges: torch.Tensor) -> dict[str, float]:
+def validate(model: Toy, objective: Objective, count: int, batch_size: int, edges: torch.Tensor, **more) -> dict[str, float]:
     return validation_loss(
         model, objective, held_out(count, batch_size),
-        count=count, seed=4, bin_edges=edges, param_dtype="float32", device=CPU, sharded=False,
+        count=count, seed=4, bin_edges=edges, param_dtype="float32", device=CPU, sharded=False, **more,
     )
+
+
+def means_of(groups: dict[str, np.ndarray]):
+    wanted = {f"loss{name}": values.mean() for name, values in groups.items()}
+    wanted |= {f"loss_stderr{name}": values.std(ddof=1) / np.sqrt(len(values)) for name, values in groups.items()}
+    return pytest.approx(wanted, rel=1e-5)
 
 
 def test_an_objective_finds_the_entries_of_held_out_images():
@@ -169,10 +169,7 @@ def test_validation_loss_equals_a_direct_mean(undisturbed, batch_size, kind):
         output += 0.1 * whole["class"].numpy().reshape(-1, 1, 1, 1)
     error = ((output - (noise - data)) ** 2).mean((1, 2, 3))
     bins = np.digitize(draw.t.numpy(), edges.numpy(), right=True)
-    groups = {"": 2 * error} | {f"_by_bin/{k}": error[bins == k] for k in range(4)}
-    wanted = {f"loss{name}": values.mean() for name, values in groups.items()}
-    wanted |= {f"loss_stderr{name}": values.std(ddof=1) / np.sqrt(len(values)) for name, values in groups.items()}
-    assert found == pytest.approx(wanted, rel=1e-5)
+    assert found == means_of({"": 2 * error} | {f"_by_bin/{k}": error[bins == k] for k in range(4)})
 
 
 def test_a_bin_of_one_image_has_no_standard_error_and_an_empty_bin_nothing():

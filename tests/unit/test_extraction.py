@@ -18,7 +18,6 @@ from torchtitan.autoencoders.identity import IdentityAutoencoder
 from torchtitan.config.job import load_data_section
 from torchtitan.data.base import DatasetError
 from torchtitan.data.class_folders import list_class_folders
-from torchtitan.data.latents import Latents, LatentsConfig
 from torchtitan.errors import LatentStoreError
 from torchtitan.extraction.extraction import check_alike
 from torchtitan.extraction.extraction_plan import plan_extraction
@@ -92,13 +91,6 @@ def test_images_that_cannot_be_decoded_are_listed_without_where_they_lay(inputs,
     assert [line["path"] for line in lines] == [f"class{number // 6}/{number:03d}.png" for number in BAD]
     assert all("truncated" in line["reason"] or "broken" in line["reason"] for line in lines)
     assert str(inputs[0]).encode() not in b"".join(content(whole).values())
-
-
-def test_store_is_trained_on_as_it_is(whole):
-    config = LatentsConfig(path=str(whole), validation_fraction=0.0)
-    dataset = Latents(config, "train")
-    latents = dataset.fetch(np.arange(len(dataset)))["images"]
-    assert latents.shape == (COUNT - len(BAD), 16, 2, 2) and torch.isfinite(latents).all()
 
 
 def test_finished_shards_are_not_encoded_again_and_the_bytes_are_the_same(inputs, whole, tmp_path, monkeypatch, capsys):
