@@ -59,7 +59,7 @@ class DatasetInfo:
         bucket_shapes: of images of several shapes, the shape of each bucket, in the order of `Dataset.buckets`; empty
             where all images have `image_shape`.
         entries: what a batch has besides images and conditions, as precomputed features that an objective reads.
-        training_entries: what batches of training alone have besides, PIXELS or FEATURES, for an alignment.
+        training_entries: what batches of training alone have besides, PIXELS or FEATURES, for an alignment or an objective.
     """
 
     image_shape: tuple[int, int, int]
@@ -82,6 +82,11 @@ class DatasetInfo:
     def class_names(self) -> tuple[str, ...]:
         """One name per class, empty where there are none."""
         return self.condition_kind.names if isinstance(self.condition_kind, Classes) else ()
+
+    @property
+    def trained_entries(self) -> Entries:
+        """What batches of training have besides images and conditions."""
+        return self.entries | self.training_entries
 
     @property
     def sample_bytes(self) -> int:

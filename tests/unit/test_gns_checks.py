@@ -47,11 +47,6 @@ REFUSED = {
 }  # fmt: skip
 
 
-@pytest.fixture(autouse=True)
-def in_empty_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-
-
 def text_of(objective: str, section: str, ranks: int) -> str:
     unbinned = any(words in section for words in ("num_bins", "bin_edges", "single_pass = false"))
     bins = "" if unbinned else "num_bins = 4\n"

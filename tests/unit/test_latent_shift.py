@@ -22,11 +22,6 @@ from torchtitan_dit.commands import sample
 BY_SIZE = ["--objective.shift", "latent_size"]
 
 
-@pytest.fixture(autouse=True)
-def in_empty_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-
-
 def of_shape(*shape: int) -> list[str]:
     return ["--data.name", "synthetic", "--data.shape", str(list(shape)), "--model.patch_size", "1"]
 

@@ -5,12 +5,6 @@ from PIL import Image
 
 from tests.configurations import problems
 
-
-@pytest.fixture(autouse=True)
-def in_empty_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-
-
 MY_IMAGES = "(its pictures train with train_configs/my_images.toml --data.path FOLDER)"
 
 

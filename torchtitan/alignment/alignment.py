@@ -112,7 +112,8 @@ class Alignment:
             with self._autocast(sharded=False):
                 projected = self._projector(self._student.tokens())
             loss = cosine_loss(projected, features)
-            terms = replace(terms, beside=draw.importance * self._config.weight * loss)
+            term = draw.importance * self._config.weight * loss
+            terms = replace(terms, beside=term if terms.beside is None else terms.beside + term)
         return replace(terms, diagnostics={**terms.diagnostics, DIAGNOSTIC: loss.detach()})
 
     def _of_average(self, batch: Microbatch, draw: Draw, attempt: int, ema: EMABank) -> Tensor:

@@ -167,7 +167,8 @@ def _alignment(checked: ConfigView) -> Iterator[Problem]:
     info, compiled = checked.dataset(), checked.compile.enable and checked.compile.scope == "model"
     encodes = checked.autoencoder.encode  # then batches keep their pixels
     features = FEATURES in info.training_entries
-    if features and checked.whole("alignment").teacher != "stored":
+    read = checked.whole("alignment").teacher == "stored" or OBJECTIVES[checked.objective.name].reads_features
+    if features and not read:
         yield Problem("data.features_path", "has no effect without alignment.teacher = stored (set that, or leave it out)")
     yield from in_section("alignment", alignment_problems(
         checked.whole("alignment"), tracks=[track.name for track in checked.ema.tracks],

@@ -123,7 +123,7 @@ class LossTerms:
         weighted: importance x the weighted error with all that is added to it, never negative; no gradient.
         diagnostics: values by the names in the objective's `diagnostics`, logged as means by timestep bin; no gradient.
         head_errors: for the memory of the objective's `heads`; None without heads.
-        beside: further loss that is minimised, of no objective: no sampler learns from it; None without.
+        beside: further loss that is minimised, as an alignment's: no sampler learns from it; None without.
     """
 
     loss: Tensor
@@ -162,6 +162,7 @@ class Objective(ABC):
         learns_weights: whether losses are divided by what has been learned of them, alike at all timesteps then.
         reads_by_state: why `predict` depends on state learned in training, and what to do without it; "" if it does not.
         learns_variance: whether the loss trains the variance of `model.learned_variance`.
+        reads_features: whether the loss reads the features of `data.features_path`, which held-out batches lack.
         untrained_forwards: calls of the network for each sample that no gradient runs through, beside the trained one.
         loss_at_zero: whether the loss is defined at t = 0, of clean images.
         weighs_kept: whether `kept` gives weights.
@@ -172,6 +173,7 @@ class Objective(ABC):
     Config: ClassVar[type[ObjectiveConfig]]
     learns_variance: ClassVar[bool] = False
     loss_at_zero: ClassVar[bool] = True
+    reads_features: ClassVar[bool] = False
     untrained_forwards: int = 0
     diagnostics: tuple[str, ...] = ()
     heads: Any = None

@@ -78,7 +78,7 @@ def simulate_step(config: JobConfig, world_size: int, on_gpu: bool | None = None
         with cuda_autocast(), FakeTensorMode(allow_non_fake_inputs=True), LiveStorages() as live, kernels:
             model = build_model(config.model, info.image_shape, info.condition_kind)
             freeze_and_adapt(model, config.lora, MODELS[config.model.name].adapter_sets).train()
-            attach(objective, model, info.entries)
+            attach(objective, model, info.trained_entries)
             return _Step(model, layout, config, info, objective, live, plan, encoder).simulate()
 
 

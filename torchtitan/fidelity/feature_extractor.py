@@ -26,7 +26,7 @@ class FeatureExtractor(ABC):
         name: of its entry in the registry, or of the file it was opened from.
         dims: size of each output, by its name: "pooled", "logits" or "spatial".
         device: where it computes; images are brought there.
-        weights_sha256: hash of the file of its weights.
+        weights_sha256: hash of the file of its weights; "" without weights.
         resize: how images get the network's size, in words.
         comparable_with: published numbers that this extractor's features may be compared with, in words.
     """

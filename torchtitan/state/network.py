@@ -54,7 +54,7 @@ class RunNetwork:
         self._adapted, self._cost = config.lora.enable, (objective.untrained_forwards, config.training.steps)
         self.model, shards = _built(config, info, layout, new)
         self.fan_in_ratios = self.model.fan_in_ratios()
-        attach(objective, self.model, info.entries)
+        attach(objective, self.model, info.trained_entries)
         objective.to(layout.device)
         self.taps = None
         if edges is not None and config.gns.single_pass:

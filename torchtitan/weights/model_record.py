@@ -22,6 +22,7 @@ from torchtitan.conditions import POOLED, TEXT, Classes, Embeddings, Entries, Te
 from torchtitan.config.job import ConfigError, JobConfig, load_config
 from torchtitan.config.latent_cache import store_of_latents, trained_info
 from torchtitan.data import DatasetInfo
+from torchtitan.diffusion.objectives import OBJECTIVES
 from torchtitan.errors import CheckpointError
 from torchtitan.files.regular import read_toml
 from torchtitan.files.remote_path import AnyPath
@@ -70,8 +71,9 @@ class ModelRecord:
             table |= {"text_encoders": json.dumps(self.encoders), "trigger_word": self.config.data.trigger_word}
         elif not isinstance(kind, Classes | Unconditional):
             return {}
-        if info.entries:
-            table["entries"] = json.dumps({name: [shape, str(dtype)] for name, (shape, dtype) in info.entries.items()})
+        of_objective = info.trained_entries if OBJECTIVES[self.config.objective.name].reads_features else info.entries
+        if of_objective:
+            table["entries"] = json.dumps({name: [shape, str(dtype)] for name, (shape, dtype) in of_objective.items()})
         if self.latents:
             normalization = self.latents.normalization
             table |= {

@@ -39,7 +39,7 @@ def network_on_meta(config: JobConfig, info: DatasetInfo) -> DiffusionModel:
 
 def check_objective(config: JobConfig, info: DatasetInfo) -> None:
     """Check on the meta device that objective and alignment can be trained on their network and data. Raises ConfigError."""
-    attach(build_objective(config.objective, config.debug.seed), network_on_meta(config, info), info.entries)
+    attach(build_objective(config.objective, config.debug.seed), network_on_meta(config, info), info.trained_entries)
     alignment_plan(config, info)
 
 

@@ -302,7 +302,7 @@ def _choose_step(checkpoints: AnyPath, step: int | None) -> tuple[int, list[str]
 def _objective(record: ModelRecord, model: DiffusionModel, device: torch.device) -> Objective:
     """Objective of a record, attached to its network. Raises ConfigError."""
     objective = build_objective(record.config.objective, record.config.debug.seed)
-    attach(objective, model, record.info.entries)
+    attach(objective, model, record.info.trained_entries)
     return objective.to(device)
 
 

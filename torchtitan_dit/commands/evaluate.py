@@ -28,7 +28,7 @@ from torchtitan.errors import EvaluationError, unwrapped
 from torchtitan.evaluation.dataset_images import DatasetImages
 from torchtitan.evaluation.sample_plans import SampleNotFinite, SampleSetError
 from torchtitan.fidelity.extraction import BATCH_SIZE, extract_images
-from torchtitan.fidelity.extractors import open_extractor
+from torchtitan.fidelity.extractors import EXTRACTORS, open_extractor
 from torchtitan.fidelity.feature_extractor import FeatureExtractor
 from torchtitan.fidelity.images import SET_RECORD, ImageSet, open_images
 from torchtitan.fidelity.measuring import (
@@ -41,6 +41,7 @@ from torchtitan.fidelity.measuring import (
     measure,
     reference_features,
 )
+from torchtitan.fidelity.metrics import METRICS as KNOWN_METRICS
 from torchtitan.fidelity.references import (
     REFERENCES,
     Reference,
@@ -102,7 +103,8 @@ def parse_evaluation(words: list[str]) -> argparse.Namespace:
     add = parser.add_argument
     add("source", type=Path, metavar="RUN|FOLDER|NPZ", help="a run, a file of weights (with CONFIG), or images")
     add("--reference", metavar="REF", help="name of a reference, or path of one, of an npz file or of images")
-    add("--metrics", help="names with commas between (default: fid,kid,is,prdc; fd instead of fid where --extractor is given)")
+    add("--metrics", help=f"names with commas between, of {', '.join(KNOWN_METRICS)} (default: {METRICS}; fd instead of fid where "
+        "--extractor is given)")
     add("--held-out", metavar="REF", help="images that were not trained on, for the threshold of memorisation")
     add("--seed", type=at_least(0), default=0, help="of subsets and intervals (default: 0)")
     add("--allow-small", action="store_true", help="measure covariances of fewer images than features")
@@ -146,7 +148,7 @@ def parse_reference(words: list[str]) -> argparse.Namespace:
 
 def add_extractor_options(parser: argparse.ArgumentParser, text: str) -> None:
     add = parser.add_argument
-    add("--extractor", metavar="NAME", help=f"{text} (default: {DEFAULT_EXTRACTOR})")
+    add("--extractor", metavar="NAME", help=f"{text}, of {', '.join(EXTRACTORS)} (default: {DEFAULT_EXTRACTOR})")
     add("--weights", action="append", default=[], metavar="[NAME=]FILE", help="of an extractor, if not where "
         f"{program('download')} puts them; once for each extractor")
     add("--feature-batch-size", type=at_least(1), default=BATCH_SIZE,
