@@ -1,7 +1,27 @@
-"""State of a process of this machine."""
+"""Processes of this machine: their states, children and command lines."""
 
 import os
+from contextlib import suppress
 from pathlib import Path
+
+
+def children(pid: int) -> list[int]:
+    return [int(child) for path in Path(f"/proc/{pid}/task").glob("*/children") for child in path.read_text().split()]
+
+
+def descendants(pid: int) -> list[int]:
+    return [each for child in children(pid) for each in (child, *descendants(child))]
+
+
+def trainings_in(folder: Path) -> dict[int, list[str]]:
+    """Words of every process whose command line has train.py and the folder in it, by its id."""
+    found = {}
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):
+            line = path.read_text()
+            if "train.py" in line and str(folder) in line:
+                found[int(path.parent.name)] = line.split("\0")
+    return found
 
 
 def process_state(pid: int) -> str:

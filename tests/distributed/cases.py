@@ -12,6 +12,7 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from torchtitan.config.job import load_config
 from torchtitan.distributed import parallelize
@@ -66,6 +67,17 @@ def make_trainer(
     if trainer.state.gns:
         trainer.state.gns.draw = lambda points, global_batch_size: None  # takes longer than a test's steps
     return trainer
+
+
+def stop_after(trainer: Trainer, steps: int, saved: int) -> None:
+    """Train so many steps, save after one of them, and leave the run as one that was killed is left."""
+    while trainer.state.step < steps:
+        trainer.state.step += 1
+        trainer.train_step()
+        if trainer.state.step == saved:
+            trainer._save()
+            trainer.state.checkpointer.require_saved()
+    trainer.close()
 
 
 def resumed_as_whole(
@@ -170,6 +182,12 @@ def warnings_of(cases: dict[str, dict]) -> dict[str, list[str]]:
         found[name] = [str(each.message) for each in caught if issubclass(each.category, UserWarning | FutureWarning)]
     remove(folder)
     return found
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """All of a parameter's values, without gradient: shards together."""
+    tensor = tensor.detach()
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def shared_folder() -> str:

@@ -8,9 +8,8 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
-from tests.distributed.cases import make_trainer, remove, shared_folder
+from tests.distributed.cases import make_trainer, remove, shared_folder, whole
 from torchtitan.checkpoint import checkpointer as checkpoint
 from torchtitan.checkpoint.checkpointer import checkpoint_path, checkpoint_steps, newest_good
 from torchtitan.files.shard_files import write_shard
@@ -78,7 +77,7 @@ def resumed_from_a_store(replicas: int, shards: int) -> dict[str, object]:
     trainer = make_trainer(folder, name, **given)
     straight = train(trainer, 2)
     trainer.state.checkpointer.save(2, trainer.state.tensors(), checkpointed_state(trainer.state, trainer.reports.state_dict()))
-    weights = {name: whole(parameter) for name, parameter in trainer.state.parameters.items()}
+    weights = {name: whole(parameter).clone() for name, parameter in trainer.state.parameters.items()}
     straight += train(trainer, 4)
     trainer.state.checkpointer.require_saved()
     trainer.close()
@@ -107,11 +106,6 @@ def train(trainer, last: int) -> list[float]:
         trainer.state.step += 1
         norms.append(float(trainer.train_step()[0]))
     return norms
-
-
-def whole(parameter: torch.Tensor) -> torch.Tensor:
-    parameter = parameter.detach()
-    return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter.clone()
 
 
 def slowly(path, pieces):

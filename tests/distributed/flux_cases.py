@@ -8,9 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
-from tests.distributed.cases import compiler, make_trainer, remove, shared_folder
+from tests.distributed.cases import compiler, make_trainer, remove, shared_folder, whole
 from torchtitan.models.flux.config import FLAVORS
 from torchtitan.training.metrics import METRICS_FILE
 
@@ -54,7 +53,7 @@ def _train(
                 overrides=(*TEXTS, *validation, *saving, *overrides),
             )  # fmt: skip
         assert trainer.train() == 0
-        weights = {key: _whole(value).clone() for key, value in trainer.state.parameters.items()}
+        weights = {key: whole(value).clone() for key, value in trainer.state.parameters.items()}
         units = sum(isinstance(module, FSDPModule) for module in trainer.state.model.modules())
         trainer.close()
         lines = (Path(folder) / name / METRICS_FILE).read_text().splitlines()
@@ -83,8 +82,3 @@ def _train(
 
 def _values(point: dict[str, float]) -> dict[str, float]:
     return {tag: value for tag, value in point.items() if tag.startswith(("step", "loss", "grad_norm", "validation_metrics"))}
-
-
-def _whole(parameter: torch.Tensor) -> torch.Tensor:
-    value = parameter.detach()
-    return value.full_tensor() if isinstance(value, DTensor) else value

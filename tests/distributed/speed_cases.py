@@ -7,10 +7,9 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
-from torch.distributed.tensor import DTensor
 
 from tests.distributed import cases
-from tests.distributed.cases import make_trainer, remove, shared_folder
+from tests.distributed.cases import make_trainer, remove, shared_folder, whole
 from torchtitan.config.job import load_config
 from torchtitan.diffusion.timesteps.sampler import GlobalBatch
 from torchtitan.distributed.parallelize import fsdp_modules
@@ -91,7 +90,7 @@ def offloaded() -> dict[str, list]:
                 policies = {type(group.offload_policy).__name__ for group in groups}
                 trainer.close()
             with state.ema.weights("ema", state.model), torch.no_grad():
-                weights = torch.cat([whole(p.detach()).flatten() for p in state.parameters.values()])
+                weights = torch.cat([whole(p).flatten() for p in state.parameters.values()])
             found[name] += [weights.norm().item(), sorted(policies)]
     remove(folder)
     return found
@@ -101,7 +100,3 @@ def _loaded(offload: bool, arguments: list[str], ranks: int):
     config = load_config(arguments, ranks)
     config.training.enable_cpu_offload = offload  # refused on a machine without a GPU
     return config
-
-
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -113,14 +113,6 @@ def test_one_pixel_of_1e20_costs_one_step_on_sharded_ranks_alike():
 # ---------------------------------------------------------------------- the ladder
 
 
-def test_when_no_skip_is_tolerated_the_run_goes_back_and_ends_elsewhere(tmp_path):
-    trainer = build(tmp_path, 5, *CHECKPOINTS, "--training.max_skipped_steps=0")
-    poison(trainer)
-    assert trainer.train() == 0
-    assert (trainer.state.guard.rollbacks, trainer.state.data.attempt) == (1, 1) and is_finite(trainer)
-    trainer.close()
-
-
 def test_data_full_of_such_values_end_the_run_with_the_name_of_one(tmp_path):
     trainer = build(tmp_path, 5, *CHECKPOINTS, "--training.max_skipped_steps=0")
     poison(trainer, always=True)

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 
+from tests.distributed.cases import whole
 from tests.launcher import run_on_ranks
 from torchtitan.distributed.config import ParallelismConfig
 from torchtitan.distributed.mesh import Layout
@@ -52,10 +53,6 @@ def like(parameter: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
     return parameter.from_local(
         part, parameter.device_mesh, parameter.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
     )
-
-
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().full_tensor() if hasattr(tensor, "full_tensor") else tensor.detach()
 
 
 def on_layouts(layouts: list[list[int]]) -> list[dict]:

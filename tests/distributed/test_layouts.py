@@ -85,22 +85,6 @@ def test_compile_and_checkpointing_change_nothing(ranks, cases, references):
     assert max(differences.values()) <= 1e-4, differences
 
 
-OWN = ("--model.embedding_per_block", "true", "--model.mlp_norm_eps", "1e-4")
-OWN_EMBEDDINGS = {
-    "DDP, accumulation 2": case(2, 1, 2, *OWN),
-    "FSDP, full": case(1, 2, 1, *OWN, AC, "full"),
-}
-
-
-def test_an_embedding_in_each_block_is_the_same_on_every_layout():
-    short = {name: each | {"steps": 6} for name, each in ({"one": case(1, 1, 1, *OWN)} | OWN_EMBEDDINGS).items()}
-    reference = run_on_ranks("tests.distributed.cases:train_all", 1, {"cases": {"one": short.pop("one")}})[0]["one"]
-    curves = run_on_ranks("tests.distributed.cases:train_all", 2, {"cases": short})[0]
-    assert reference[5][0] < reference[0][0]
-    for name, curve in curves.items():
-        assert list(itertools.chain(*curve)) == pytest.approx(list(itertools.chain(*reference)), rel=1e-5), name
-
-
 TERMS = (
     "--objective.prediction", "x0", "--objective.weighting.name", "velocity", "--objective.noise_std", "2",
     "--objective.shift", "latent_size", "--objective.cosine_weight", "0.5", "--objective.contrastive_weight", "0.05",

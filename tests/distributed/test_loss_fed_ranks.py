@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.distributed.cases import make_trainer, remove, shared_folder
+from tests.distributed.cases import make_trainer, remove, shared_folder, stop_after
 from tests.launcher import run_on_ranks
 from tests.objectives import LEARNING, timesteps
 from torchtitan.diffusion.denoising import DenoisingConfig
@@ -76,13 +76,7 @@ def test_a_run_that_stopped_goes_on_as_if_it_had_not(name, tmp_path):
     straight.close()
 
     stopped = make_trainer(str(tmp_path), "stopped", steps=12, **arguments)
-    for _ in range(6):
-        stopped.state.step += 1
-        stopped.train_step()
-        if stopped.state.step == 4:
-            stopped._save()
-            stopped.state.checkpointer.require_saved()
-    stopped.close()
+    stop_after(stopped, 6, saved=4)
     resumed = make_trainer(str(tmp_path), "stopped", steps=12, **arguments)
     sampler = resumed.state.objective.timestep_sampler
     assert resumed.state.step == 4 and sampler.state_dict() == states[4] != states[6]
@@ -115,8 +109,6 @@ def trained() -> dict:
     trainer.close()
     remove(folder)
     return state
-
-
 
 
 def test_ranks_of_a_run_agree_on_what_all_of_them_saw():

@@ -13,6 +13,7 @@ OPTIONS = (
     "--model.value_residual", "true", "--model.intermediate_head", "1",
     "--objective.intermediate_share", "0.5", "--model.wide_dim", "96", "--model.wide_heads", "4", "--model.wide_layers", "1",
 )  # fmt: skip
+OWN = ("--model.embedding_per_block", "true", "--model.mlp_norm_eps", "1e-4")
 WIDENED = ("--model.mup_base_dim", "32", "--model.mup_base_heads", "4", "--optimizer.weight_decay", "0.1")  # of 64, four heads
 MUONS = (*WIDENED, "--optimizer.name", "Muon")
 HEAD = ("--model.intermediate_head", "1", "--objective.intermediate_share", "0")
@@ -28,9 +29,9 @@ def case(replicas: int, shards: int, *overrides: str) -> dict:
 
 @pytest.fixture(scope="module")
 def on_one() -> dict[str, list[list[float]]]:
-    cases = {"options": case(1, 1, *OPTIONS), "plain": case(1, 1), "no share": case(1, 1, *HEAD)}
+    cases = {"options": case(1, 1, *OPTIONS), "own": case(1, 1, *OWN), "plain": case(1, 1), "no share": case(1, 1, *HEAD)}
     cases |= {"widened": case(1, 1, *WIDENED), "Muon": case(1, 1, *MUONS)}
-    cases["at its base"] = case(1, 1, "--model.mup_base_dim", "64")
+    cases["at its base"] = case(1, 1, "--model.mup_base_dim", "64", "--model.mup_base_heads", "4")
     return run_on_ranks("tests.distributed.cases:train_all", 1, {"cases": cases})[0]
 
 
@@ -39,6 +40,7 @@ def on_one() -> dict[str, list[list[float]]]:
     [
         (2, {
             "DDP": case(2, 1, *OPTIONS), "FSDP, compiled": case(1, 2, *OPTIONS, *COMPILED),
+            "DDP, own": case(2, 1, *OWN), "FSDP, own, recomputed": case(1, 2, *OWN, *RECOMPUTED),
             "DDP, widened": case(2, 1, *WIDENED), "FSDP, widened": case(1, 2, *WIDENED),
             "DDP, Muon": case(2, 1, *MUONS), "FSDP, Muon": case(1, 2, *MUONS),
         }),
@@ -47,7 +49,7 @@ def on_one() -> dict[str, list[list[float]]]:
 )
 def test_all_options_train_alike_on_every_layout(ranks, cases, on_one):
     for name, curve in run_on_ranks("tests.distributed.cases:train_all", ranks, {"cases": cases})[0].items():
-        reference = on_one[next((kind for kind in ("widened", "Muon") if kind in name), "options")]
+        reference = on_one[next((kind for kind in ("own", "widened", "Muon") if kind in name), "options")]
         assert reference[3][0] < reference[0][0]
         assert list(itertools.chain(*curve)) == pytest.approx(list(itertools.chain(*reference)), rel=1e-5), name
 

@@ -8,8 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.distributed.cases import make_trainer, remove, shared_folder
-from tests.distributed.test_ema_and_optimizers import whole
+from tests.distributed.cases import make_trainer, remove, shared_folder, whole
 from tests.launcher import run_on_ranks
 from torchtitan.errors import TrainingError
 from torchtitan.training.metrics import METRICS_FILE
@@ -72,7 +71,7 @@ def ladder(layout: str, cases: list[list[str]]) -> dict[str, dict]:
         train_step = trainer.train_step
 
         def watched_step(trainer=trainer, train_step=train_step, before=before):
-            before[trainer.state.step] = {key: whole(p.detach()).clone() for key, p in trainer.state.parameters.items()}
+            before[trainer.state.step] = {key: whole(p).clone() for key, p in trainer.state.parameters.items()}
             return train_step()
 
         trainer.train_step = watched_step
@@ -81,7 +80,7 @@ def ladder(layout: str, cases: list[list[str]]) -> dict[str, dict]:
             trainer.train()
         except TrainingError as error:
             message = str(error)
-        after = {key: whole(p.detach()) for key, p in trainer.state.parameters.items()}
+        after = {key: whole(p) for key, p in trainer.state.parameters.items()}
         lines = (Path(folder) / trainer.config.job.name / METRICS_FILE).read_text().splitlines()
         found[name] = {
             "message": message,

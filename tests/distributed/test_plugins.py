@@ -23,5 +23,3 @@ def test_entries_of_a_plugin_train_bit_for_bit_as_the_programs(layout):
     cases = {"own": case | {"overrides": OWN}, "twin": case | {"overrides": OF_PLUGIN}}
     curves = run_on_ranks("tests.distributed.cases:train_all", replicas * shards, {"cases": cases})[0]
     assert len(curves["own"]) == 6 and curves["twin"] == curves["own"]
-
-

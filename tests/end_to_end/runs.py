@@ -1,16 +1,11 @@
-"""Real runs of train.py in processes of their own, for the end-to-end tests."""
+"""Real runs of train.py in processes of their own, as the tests see them."""
 
 import json
-import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 from safetensors.torch import load_file
-
-from tests.launcher import ROOT, free_port
 
 CONFIG = """
 [model]
@@ -53,27 +48,10 @@ def write_config(folder: Path) -> Path:
 
 
 class Run:
-    """Processes of one training, each started as torchrun would."""
+    """Folder and processes of one training, which tests.faults.forked starts, or a launcher."""
 
-    def __init__(self, config: Path, name: str, *overrides: str, ranks: int = 1, replicas: int = 1, shards: int = 1):
-        self.folder = config.parent / "outputs" / name
-        arguments = [
-            "--job.config_file", str(config), "--job.dump_folder", str(config.parent / "outputs"), "--job.name", name,
-            "--parallelism.data_parallel_replicate_degree", str(replicas),
-            "--parallelism.data_parallel_shard_degree", str(shards), *overrides,
-        ]
-        environment = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
-        if ranks > 1:
-            environment["WORLD_SIZE"] = str(ranks)
-        self.processes = [
-            self.start(arguments, environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(ranks)
-        ]
-
-    def start(self, arguments: list[str], environment: dict[str, str]) -> subprocess.Popen:
-        return subprocess.Popen(
-            [sys.executable, "train.py", *arguments], cwd=ROOT, text=True, env=environment,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        )  # fmt: skip
+    def __init__(self, folder: Path, processes: list) -> None:
+        self.folder, self.processes = folder, processes
 
     def wait(self, timeout: float = 300) -> tuple[list[int], list[str]]:
         try:

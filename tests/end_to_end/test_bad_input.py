@@ -4,17 +4,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
-from tests.end_to_end.runs import write_config
+from tests.end_to_end.runs import checkpoint_tensors, write_config
 from tests.faults.forked import ForkedRun
 from tests.forked import run_script
+from torchtitan.weights.trained_model import WeightsError, load_weights
 
 QUICK = ["--training.steps", "2", "--lr_scheduler.warmup_steps", "0", "--sampling.enable", "false"]
 
 
-def call(arguments: list[str], script: str = "train.py", **environment: str) -> tuple[int, str, str]:
-    result = run_script(script, *arguments, **environment)
+def call(arguments: list[str]) -> tuple[int, str, str]:
+    result = run_script("train.py", *arguments)
     return result.returncode, result.stdout, result.stderr
 
 
@@ -28,29 +29,11 @@ def training_arguments(config: Path, name: str, *overrides: str) -> list[str]:
     return ["--job.config_file", str(config), "--job.dump_folder", dump_folder, "--job.name", name, *QUICK, *overrides]
 
 
-@pytest.mark.parametrize(
-    ("overrides", "fragments"),
-    [
-        (["--training.local_batchsize", "4"], ["--training.local_batchsize", "training.local_batch_size"]),
-        (["--data.name", "cifar10", "--data.path", "nowhere/at/all"], ["nowhere/at/all"]),
-        (["--model.flavor", "DiT-S/3", "--optimizer.lr", "-1"], ["DiT-S/2", "optimizer.lr"]),
-    ],
-)
-def test_bad_configuration_is_refused(config, overrides, fragments):
-    code, output, error = call(training_arguments(config, "bad", *overrides))
+def test_bad_configuration_is_refused(config):
+    code, output, error = call(training_arguments(config, "bad", "--model.flavor", "DiT-S/3", "--optimizer.lr", "-1"))
     assert code == 2 and output == ""
-    assert "Traceback" not in error and all(fragment in error for fragment in fragments), error
+    assert "Traceback" not in error and "DiT-S/2" in error and "optimizer.lr" in error, error
     assert not (config.parent / "outputs" / "bad").exists()
-
-
-def test_only_the_first_rank_reports(config):
-    arguments = training_arguments(config, "bad", "--optimizer.lr", "-1")
-    errors = []
-    for rank in "01":
-        code, _, error = call(arguments, RANK=rank, WORLD_SIZE="2")
-        assert code == 2
-        errors.append(error)
-    assert "optimizer.lr" in errors[0] and errors[1] == ""
 
 
 @pytest.fixture(scope="module")
@@ -66,9 +49,8 @@ def test_folder_of_another_configuration_is_not_continued(config, trained):
     before = {path: path.read_bytes() for path in files}
     (trained.folder / "summary.json").unlink()
     other = training_arguments(config, "trained", "--optimizer.lr", "0.5", "--training.steps", "3")
-    code, _, error = call(other)
+    code, _, error = call([*other, "--check-only"])
     assert code == 2 and "Traceback" not in error
-    assert call([*other, "--check-only"])[0] == 2
     assert "optimizer.lr: 0.003 -> 0.5" in error and "training.steps: 2 -> 3" in error
     assert "job.allow_config_change" in error
     deeper = ("--job.allow_config_change", "true", "--model.num_layers", "7", "--training.steps", "3")
@@ -85,27 +67,23 @@ def test_folder_of_another_configuration_is_not_continued(config, trained):
 
 
 def test_weights_with_missing_extra_or_misshapen_tensors_are_refused(trained, tmp_path):
-    checkpoint = sorted((trained.folder / "checkpoint").iterdir())[0]
-    tensors = {
-        name.removeprefix("ema.ema."): tensor
-        for path in checkpoint.glob("*.safetensors") for name, tensor in load_file(path).items()
-        if name.startswith("ema.ema.")
-    }
-    changed = dict(tensors)
+    found = checkpoint_tensors(sorted((trained.folder / "checkpoint").iterdir())[0])
+    tensors = {name.removeprefix("ema.ema."): tensor for name, tensor in found.items() if name.startswith("ema.ema.")}
+    changed = tensors | {"stranger": torch.zeros(1), "output.linear.bias": torch.zeros(7)}
     del changed["patch_embed.weight"]
-    changed["stranger"] = torch.zeros(1)
-    changed["output.linear.bias"] = torch.zeros(7)
     save_file(changed, tmp_path / "changed.safetensors")
     save_file(tensors, tmp_path / "good.safetensors")
     (tmp_path / "garbage.safetensors").write_bytes(b"not tensors")
-    outputs = {}
-    for name in ("changed", "good", "garbage"):
-        source = [str(tmp_path / f"{name}.safetensors"), "--config", str(trained.folder / "config.toml")]
-        outputs[name] = call([*source, "--images-per-class", "1", "--num-steps", "2"], "scripts/sample.py")
-    code, _, error = outputs["changed"]
-    assert code == 2 and "Traceback" not in error
-    assert "1 tensors are missing: patch_embed.weight" in error
-    assert "1 tensors are not of this model: stranger" in error
-    assert "output.linear.bias is [7] instead of [4]" in error
-    assert outputs["garbage"][0] == 2 and "not a readable safetensors file" in outputs["garbage"][2]
-    assert outputs["good"][0] == 0 and Path(outputs["good"][1].strip()).exists(), outputs["good"]
+
+    def load(name: str) -> dict[str, torch.Tensor]:
+        path, config = tmp_path / f"{name}.safetensors", trained.folder / "config.toml"
+        return dict(load_weights(path, config, torch.device("cpu")).model.named_parameters())
+
+    with pytest.raises(WeightsError) as refused:
+        load("changed")
+    assert "1 tensors are missing: patch_embed.weight" in str(refused.value)
+    assert "1 tensors are not of this model: stranger" in str(refused.value)
+    assert "output.linear.bias is [7] instead of [4]" in str(refused.value)
+    with pytest.raises(WeightsError, match="not a readable safetensors file"):
+        load("garbage")
+    assert all(torch.equal(value, tensors[name]) for name, value in load("good").items())

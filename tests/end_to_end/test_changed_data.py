@@ -1,6 +1,5 @@
 """A run resumes on the classes that it was trained on: a folder may have been renamed, added or removed meanwhile."""
 
-import shutil
 
 import numpy as np
 import pytest
@@ -53,22 +52,15 @@ def test_a_run_is_not_resumed_on_other_classes(tmp_path):
     ForkedRun(config, "run", "--training.steps", "2").finish()
     checkpoint = tmp_path / "outputs" / "run" / "checkpoint" / "step-00000002"
     longer = ("--training.steps", "4")
-
-    def refused() -> str:
-        (code,), (output,) = ForkedRun(config, "run", *longer).wait()
-        assert code == 2 and "Traceback" not in output, output
-        (line,) = [line for line in output.splitlines() if str(checkpoint) in line and "reading" not in line]
-        return line
-
     (data / "dog").rename(data / "wolf")
+    (code,), (output,) = ForkedRun(config, "run", *longer).wait()
+    assert code == 2 and "Traceback" not in output, output
+    (line,) = [line for line in output.splitlines() if str(checkpoint) in line and "reading" not in line]
     changed = f"{checkpoint}: was trained on other classes than the data have now: class 1 was 'dog' and is 'owl'"
-    advice = "restore the classes, or give another --job.name"
-    assert refused() == f"{changed} ({advice}, or --job.allow_config_change true to resume it nevertheless)"
-    write_class(data / "dog")
-    changed = f"{checkpoint}: was trained on 3 classes, and the data have 4 now: class 3 was none and is 'wolf'"
-    assert refused() == f"{changed} ({advice})"
+    advice = "restore the classes, or give another --job.name, or --job.allow_config_change true to resume it nevertheless"
+    assert line == f"{changed} ({advice})"
 
-    shutil.rmtree(data / "wolf")
+    (data / "wolf").rename(data / "dog")
     Image.new("RGB", (8, 8)).save(data / "owl" / "another.png")
     (output,) = ForkedRun(config, "run", *longer).finish()
     assert "resumed after step 2" in output

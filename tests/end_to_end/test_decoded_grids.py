@@ -122,7 +122,7 @@ def test_grids_are_decoded_images_and_a_run_without_says_how_to_get_them(runs, e
     assert np.abs(drawn[-12 - rows : -12, :width] - trained[-12 - rows : -12, :width]).max() <= 1
 
 
-def test_two_ranks_draw_the_same_grid_and_weights_may_have_moved(runs, encoded):
+def test_a_lost_tokenizer_is_said_once_and_may_have_moved(runs, encoded):
     folder, run = encoded[0], runs["decoded"][0].folder
     shutil.copytree(folder, folder / "moved", ignore=shutil.ignore_patterns("outputs", "store", "moved"))
     tokenizer, away = folder / "tokenizer", folder / "away"
@@ -133,10 +133,8 @@ def test_two_ranks_draw_the_same_grid_and_weights_may_have_moved(runs, encoded):
             assert len(output.splitlines()) <= 1  # of the first rank
             assert not output or "no such folder" in output and "--autoencoder-path" in output
         moved = ["--autoencoder-path", str(folder / "moved" / "tokenizer")]
-        for ranks in (1, 2):
-            results = sample(folder / f"on-{ranks}", run, *moved, "--images-per-class", "3", ranks=ranks)
-            assert [code for code, _ in results] == [0] * ranks, results
-        assert differences(*(next((folder / f"on-{ranks}").glob("grid-*.png")) for ranks in (1, 2))).max() <= 1
+        (code, output), = sample(folder / "elsewhere", run, *moved, "--images-per-class", "3")
+        assert code == 0 and list((folder / "elsewhere").glob("grid-*.png")), output
         (code, output), = sample(folder / "raw", run, "--autoencoder", "none", "--classes", "0")
         assert code == 0 and "--autoencoder NAME" not in output
     finally:

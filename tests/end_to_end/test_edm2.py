@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.distributed.cases import make_trainer
+from tests.distributed.cases import make_trainer, stop_after
 from tests.end_to_end.runs import checkpoint_tensors
 from tests.end_to_end.tools import caller, load_tool
 
@@ -33,11 +33,7 @@ def folder(tmp_path_factory) -> Path:
     assert straight.train() == 0
     straight.close()
     first = make_trainer(str(folder), "resumed", **arguments)
-    for _ in range(3):
-        first.state.step += 1
-        first.train_step()
-    first._save()
-    first.close()
+    stop_after(first, 3, saved=3)
     resumed = make_trainer(str(folder), "resumed", **arguments)
     assert resumed.state.step == 3 and resumed.train() == 0
     resumed.close()

@@ -4,14 +4,12 @@ import os
 import signal
 import sys
 import time
-from types import SimpleNamespace
 
 import pytest
 
 from tests.end_to_end.runs import Run, write_config
 from tests.end_to_end.test_launchers import torchrun
-from tests.faults.test_orphans import descendants
-from tests.process_state import process_state
+from tests.process_state import descendants, process_state
 
 QUICK = ("--training.steps", "60", "--checkpoint.interval", "10", "--sampling.enable", "false")
 
@@ -21,8 +19,8 @@ def test_nothing_outlives_a_killed_torchrun(tmp_path):
     config = write_config(tmp_path)
     layout = ("--parallelism.data_parallel_replicate_degree", "2", "--data.num_workers", "1")
     process = torchrun(config, "killed", "--standalone", "--nproc_per_node", "2", train=(*QUICK, *layout))
-    run = SimpleNamespace(folder=tmp_path / "outputs" / "killed", points=lambda: Run.points(run), processes=[process])
-    Run.wait_for_step(run, 15)
+    run = Run(tmp_path / "outputs" / "killed", [process])
+    run.wait_for_step(15)
     left = descendants(process.pid)
     assert len(left) >= 4  # two ranks, a loader process of each
     process.kill()
@@ -37,4 +35,4 @@ def test_nothing_outlives_a_killed_torchrun(tmp_path):
         for pid in left:
             if process_state(pid) != "gone":
                 os.kill(pid, signal.SIGKILL)
-    assert Run.points(run)[-1]["step"] < 60
+    assert run.points()[-1]["step"] < 60

@@ -14,6 +14,7 @@ import torch
 from tests.end_to_end.runs import Run, checkpoint_tensors, write_config
 from tests.faults.forked import ForkedRun
 from tests.launcher import ROOT, free_port
+from tests.process_state import children
 from torchtitan.distributed.mesh import crosses_nodes
 
 TORCHRUN = [sys.executable, "-m", "torchtitan.processes.torchrun"]
@@ -33,10 +34,6 @@ def torchrun(config: Path, name: str, *options: str, train: tuple[str, ...] = ()
     return subprocess.Popen(
         command, cwd=ROOT, text=True, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     )
-
-
-def children(process: subprocess.Popen) -> list[int]:
-    return [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
 
 
 def same_weights(one: Path, other: Path) -> bool:
@@ -65,14 +62,14 @@ def test_a_rank_that_was_killed_is_started_again_and_the_run_ends_as_if_nothing_
     straight = ForkedRun(config, "straight", *quick, ranks=2, replicas=2)
     straight.finish()
     process = torchrun(config, "again", "--standalone", "--nproc_per_node", "2", "--max-restarts", "1", train=layout)
-    run = SimpleNamespace(folder=config.parent / "outputs" / "again", points=lambda: Run.points(run), processes=[process])
-    Run.wait_for_step(run, 25)
-    os.kill(children(process)[1], signal.SIGKILL)
+    run = Run(config.parent / "outputs" / "again", [process])
+    run.wait_for_step(25)
+    os.kill(children(process.pid)[1], signal.SIGKILL)
     output = process.communicate(timeout=300)[0]
     assert process.returncode == 0, output
     assert "resumed after step 20" in output or "resumed after step 30" in output
     assert same_weights(run.folder, straight.folder)
-    assert Run.losses(run) == straight.losses()
+    assert run.losses() == straight.losses()
 
 
 def test_two_launchers_are_two_nodes_with_the_shards_of_a_copy_on_one(config):
@@ -138,13 +135,13 @@ def slurm(config, tmp_path):
 
 def test_a_job_near_its_time_limit_is_saved_and_queued_again(slurm, config, tmp_path):
     job = slurm("--parallelism.data_parallel_replicate_degree", "2", "--training.steps", "100000", "--job.name", "long")
-    run = SimpleNamespace(folder=config.parent / "outputs" / "long", points=lambda: Run.points(run), processes=[job])
-    Run.wait_for_step(run, 10)
+    run = Run(config.parent / "outputs" / "long", [job])
+    run.wait_for_step(10)
     job.send_signal(signal.SIGUSR1)
     output = job.communicate(timeout=300)[0]
     assert job.returncode == 75 and "Traceback" not in output, output
     assert (tmp_path / "requeued").read_text() == "17\n"
-    status, summary = json.loads((run.folder / "status.json").read_bytes()), Run.summary(run)
+    status, summary = json.loads((run.folder / "status.json").read_bytes()), run.summary()
     assert (status["status"], status["exit_code"], summary["status"]) == ("requeue", 128 + signal.SIGUSR1, "interrupted")
     assert not (run.folder / "faults").exists()
     assert any((run.folder / "checkpoint").glob("step-*/manifest.json"))
@@ -167,15 +164,14 @@ def test_a_refused_job_is_not_queued_again(slurm, tmp_path):
     assert not (tmp_path / "requeued").exists()
 
 
-@pytest.mark.parametrize(("code", "queued"), [(75, "17\n"), (0, ""), (1, ""), (2, "")])
-def test_a_job_on_one_node_finds_the_repository_and_queues_an_interrupted_run_again(tmp_path, code, queued):
+def test_a_job_on_one_node_finds_the_repository_and_queues_an_interrupted_run_again(tmp_path):
     repository, spool = tmp_path / "repository", tmp_path / "spool"
     (repository / "scripts").mkdir(parents=True)
     (repository / "torchtitan").symlink_to(ROOT / "torchtitan")
     (repository / "scripts" / "status.sh").symlink_to(ROOT / "scripts" / "status.sh")
     train = repository / "scripts" / "train.sh"
     set_up = '[ "$1" != --setup-only ] || exit 0'
-    train.write_text(f'#!/usr/bin/env bash\n{set_up}\necho "$PWD $NGPU $TORCH_ELASTIC_SHUTDOWN_TIMEOUT $*"\nexit {code}\n')
+    train.write_text(f'#!/usr/bin/env bash\n{set_up}\necho "$PWD $NGPU $TORCH_ELASTIC_SHUTDOWN_TIMEOUT $*"\nexit $CODE\n')
     python = repository / ".venv" / "bin" / "python"
     python.parent.mkdir(parents=True)
     python.write_text('#!/bin/sh\n[ "$3" -le "$SEEN" ]\n')
@@ -185,19 +181,20 @@ def test_a_job_on_one_node_finds_the_repository_and_queues_an_interrupted_run_ag
         path.chmod(0o755)
     spool.mkdir()
     (spool / "slurm_script").write_text((ROOT / "scripts" / "one_node.slurm").read_text())  # as Slurm starts it
-    (tmp_path / "requeued").touch()
 
     def job(**variables):
         environment = os.environ | {
             "PATH": f"{tmp_path}:{os.environ['PATH']}", "REQUEUED": str(tmp_path / "requeued"), "SLURM_JOB_ID": "17",
-            "SLURM_GPUS_ON_NODE": "8", "SEEN": "8", **variables,
+            "SLURM_GPUS_ON_NODE": "8", "SEEN": "8", "CODE": "0", **variables,
         }  # fmt: skip
         command = ["bash", str(spool / "slurm_script"), "a.toml", "--training.steps", "3"]
         return subprocess.run(command, text=True, env=environment, capture_output=True, cwd=spool, timeout=60)
 
-    submitted = job(SLURM_SUBMIT_DIR=str(repository))
-    assert (submitted.returncode, submitted.stdout) == (code, f"{repository} 8 240 a.toml --training.steps 3\n"), submitted
-    assert (tmp_path / "requeued").read_text() == queued
+    for code, queued in ((75, "17\n"), (0, ""), (1, ""), (2, "")):
+        (tmp_path / "requeued").write_text("")
+        submitted = job(SLURM_SUBMIT_DIR=str(repository), CODE=str(code))
+        assert (submitted.returncode, submitted.stdout) == (code, f"{repository} 8 240 a.toml --training.steps 3\n"), submitted
+        assert (tmp_path / "requeued").read_text() == queued
     named = job(SLURM_SUBMIT_DIR=str(spool), REPOSITORY=str(repository), NGPU="1")
     assert named.stdout == f"{repository} 1 240 a.toml --training.steps 3\n"
     without = job(SLURM_SUBMIT_DIR=str(repository), SLURM_GPUS_ON_NODE="")

@@ -13,13 +13,9 @@ import pytest
 
 from tests.end_to_end.runs import write_config
 from tests.launcher import ROOT
-from tests.process_state import process_state
+from tests.process_state import children, process_state
 
 LAUNCH = f"set -euo pipefail; source {ROOT}/scripts/status.sh; run_for_status \"$@\""
-
-
-def children(pid: int) -> list[int]:
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 def rank_of(pid: int) -> str:

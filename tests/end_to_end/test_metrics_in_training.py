@@ -71,8 +71,9 @@ def test_a_lost_reference_leaves_measurements_out_and_one_that_does_not_serve_is
     copy.unlink()
     assert "samples were not measured: evaluation.reference:" in run.finish()[0]
     assert "evaluation" not in run.summary() or run.summary()["evaluation"]["step"] < 20
-    few = measured_every_eight_steps(reference, "--evaluation.count", "64", "--job.name", "few")
-    codes, said = ForkedRun(config, "few", *few).wait()
-    assert codes == [2] and "64 features from 64 images" in said[0] and "evaluation.allow_small = true" in said[0]
-    assert not (tmp_path / "outputs" / "few").exists()
-    assert train([str(config), *few, "--check-only"]) == 2 and "64 features from 64 images" in capsys.readouterr().err
+    few = measured_every_eight_steps(reference, "--evaluation.count", "64", "--job.dump_folder", str(tmp_path / "few"))
+    for more in ((), ("--check-only",)):
+        assert train([str(config), *few, *more]) == 2
+        said = capsys.readouterr().err
+        assert "64 features from 64 images" in said and "evaluation.allow_small = true" in said
+    assert not (tmp_path / "few").exists()

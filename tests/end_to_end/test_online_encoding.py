@@ -272,7 +272,6 @@ def test_features_of_others_are_refused_in_one_line(place, encoders, features, c
 
 
 @pytest.mark.parametrize("words, message", [
-    (["--autoencoder.statistics", ""], "autoencoder.statistics: is missing"),
     (["--autoencoder.statistics", "nowhere"], "autoencoder.statistics: .*nowhere"),
     (["--data.image_size", "8"], "has latents of .3, 16, 16., and the images are of .3, 8, 8."),
     (["--data.name", "latents"], "autoencoder.encode"),

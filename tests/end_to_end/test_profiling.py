@@ -15,8 +15,6 @@ from torchtitan.profiling.profiler import Profiler
 
 ON = ("--profiling.enable_profiling", "true", "--profiling.profile_freq", "6")
 # Of six steps that log at every second, the fifth is traced, and 2 to 4 warm the profiler up.
-
-
 PHASES = ("data", "forward", "backward", "gradients", "optimizer", "ema", "report")
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.launcher import ROOT
+from tests.process_state import trainings_in
 
 SWEEP = """
 base = "base.toml"
@@ -57,7 +58,7 @@ def test_a_sweep_that_is_killed_goes_on_and_records_how_each_run_ended(tmp_path)
     first.communicate()
     assert [row["status"] for row in _rows(output)] == ["ok"]
     deadline = time.monotonic() + 20
-    while _processes_of(output):
+    while trainings_in(output):
         assert time.monotonic() < deadline
         time.sleep(0.05)
 
@@ -80,15 +81,3 @@ def test_a_sweep_that_is_killed_goes_on_and_records_how_each_run_ended(tmp_path)
 
 def _rows(output: Path) -> list[dict]:
     return [json.loads(line) for line in (output / "sweep.jsonl").read_text().splitlines()]
-
-
-def _processes_of(folder: Path) -> list[str]:
-    found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            line = path.read_text()
-        except OSError:
-            continue
-        if "train.py" in line and str(folder) in line:
-            found.append(line)
-    return found

@@ -139,12 +139,6 @@ def test_draws_of_an_index_do_not_depend_on_its_batch(shape):
         assert torch.equal(philox.uniform(5, "timestep", indices[chosen], 2), uniform[chosen])
 
 
-def test_a_larger_image_begins_with_the_draws_of_a_smaller_one():
-    indices = torch.arange(9)
-    small, large = philox.normal(1, "noise", indices, (5,)), philox.normal(1, "noise", indices, (3, 33))
-    assert torch.equal(large.flatten(1)[:, :5], small)
-
-
 def test_draws_follow_the_box_muller_formula_in_float64():
     indices = torch.arange(300)
     words = philox.random_words(9, "noise", indices, 14).numpy().astype(np.float64)

@@ -122,4 +122,3 @@ def sampled(name, objective, method, times, steps, guidance, guide=None) -> list
     predict = predictor(objective, network(name, torch.float32), Classes(NUM_CLASSES), torch.tensor([0, 3, 6]), guidance, guide)
     grid, start = times.times(objective.path, steps, lambda: 0), 1.4 * waves(shape, 0.7)
     return numbers(method.solve(predict, objective.path, start, grid, lambda step: 1.4 * waves(shape, step), **method.options()))
-

@@ -42,7 +42,7 @@ FLUX = (
     'preconditioning = "identity"\n'
     '[data]\nname = "synthetic"\nshape = [3, 8, 12]\ntext_length = 5\ntext_dim = 32\npooled_dim = 24\n'
 )
-OF_LAYOUT = {"edm2": EDM2, "edm2_port": PORT, "dit": DIT, "sit": SIT, "bfl": FLUX, "diffusers": DIT, "flux": FLUX}
+OF_LAYOUT = {"edm2": EDM2, "edm2_port": PORT, "dit": DIT, "sit": SIT, "bfl": FLUX, "diffusers": DIT}
 
 
 @pytest.fixture(autouse=True)
@@ -71,9 +71,8 @@ def drawn(record, source):
 def published_file(tmp_path, layout, record=None):
     """Weights as others publish them: without this program's header; and those that they were made of."""
     weights = drawn(record or record_from(OF_LAYOUT[layout]), tmp_path)
-    name = "diffusers" if layout == "flux" else layout
-    path = tmp_path / (f"{layout}.safetensors" if name != "diffusers" else layout)
-    write_weights(weights, path, name, dtype="float32", overwrite=True, approximate=True)
+    path = tmp_path / (f"{layout}.safetensors" if layout != "diffusers" else layout)
+    write_weights(weights, path, layout, dtype="float32", overwrite=True, approximate=True)
     file = path / "diffusion_pytorch_model.safetensors" if path.is_dir() else path
     save_file(load_file(file), file)
     return path, weights
@@ -128,13 +127,13 @@ REFUSED = [
 def test_constants_that_tensors_do_not_show_are_refused_by_name(tmp_path, layout, key, changes):
     """Refused on import. An export notes the difference, and this program reads it back by the constants in its header."""
     path, _ = published_file(tmp_path, layout)
-    name, other = "diffusers" if layout == "flux" else layout, record_from(OF_LAYOUT[layout], changes)
+    other = record_from(OF_LAYOUT[layout], changes)
     with pytest.raises(WeightsError, match=rf"{key} = .* which tensors do not show"):
-        open_published(path, name, other)
+        open_published(path, layout, other)
     weights = drawn(other, tmp_path)
-    notes = write_weights(weights, path, name, dtype="float32", overwrite=True, approximate=True)
+    notes = write_weights(weights, path, layout, dtype="float32", overwrite=True, approximate=True)
     assert key.startswith("latents") or any(f"{key} = " in note and "computes another function" in note for note in notes)
-    found, _ = open_published(path, name, other)
+    found, _ = open_published(path, layout, other)
     assert all(torch.allclose(found.tensors[each], weights.tensors[each], rtol=2.0**-22, atol=0) for each in weights.tensors)
 
 

@@ -45,8 +45,8 @@ def save(run: RunFolder, step: int) -> None:
 
 
 @pytest.mark.parametrize("name", [
-    "notes.txt", ".git/config", "config.toml", "metrics.jsonl", "summary.json", ".config.toml.tmp",
-    "checkpoints/step-00000001/state.json",
+    "notes.txt", ".git/config", "config.toml", "metrics.jsonl", "summary.json", ".config.toml.tmp", "samples/step-00000001.png",
+    "checkpoint/thesis.txt", "checkpoint/step-00000001/thesis.txt", "checkpoints/step-00000001/state.json",
 ])  # fmt: skip
 def test_a_folder_that_a_user_has_filled_is_refused_and_left_as_it_was(tmp_path, name):
     path = tmp_path / "one" / name

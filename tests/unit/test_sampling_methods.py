@@ -1,6 +1,5 @@
 """Guidance on an interval and on some channels, every solver through ImageSampler, and what is refused."""
 
-import importlib.util
 import re
 import shlex
 import tomllib
@@ -25,6 +24,8 @@ from torchtitan.models.flux.config import FLAVORS
 from torchtitan.sampling.method_options import method_keys, sampling_method
 from torchtitan.settings.record import dump_config
 from torchtitan.settings.sections import keys
+from torchtitan.weights.trained_model import WeightsError
+from torchtitan_dit.commands.sample import parse_arguments
 
 KIND, SHAPE = Classes(3), (4, 2, 2)
 DDPM = DenoisingConfig(path="ddpm_linear", prediction="noise", preconditioning="index", timesteps=timesteps("uniform"))
@@ -73,8 +74,8 @@ def test_outside_the_interval_is_one_plain_call(t, guided):
     time, objective = torch.full((3,), t), build_objective(DenoisingConfig(), seed=0)
     model = Toy()
     found = predictor(objective, model, KIND, classes, Guidance(3.0, (0.25, 0.75)))(x, time)
-    assert model.batches == [6 if guided else 3]
     whole = predictor(objective, model, KIND, classes, Guidance(3.0 if guided else 1.0))(x, time)
+    assert model.batches == [6 if guided else 3] * 2
     assert torch.equal(found[0], whole[0]) and torch.equal(found[1], whole[1])
 
 
@@ -204,27 +205,19 @@ def test_schedules_follow_the_path():
     assert found == ["uniform", "edm", "ddpm", "uniform"]
 
 
-@pytest.fixture(scope="module")
-def script():
-    specification = importlib.util.spec_from_file_location("sample_script", ROOT / "torchtitan_dit" / "commands" / "sample.py")
-    module = importlib.util.module_from_spec(specification)
-    specification.loader.exec_module(module)
-    return module
-
-
-def method_of(script, monkeypatch, arguments: list[str], path_name: str = "rectified_flow") -> SamplingConfig:
+def method_of(monkeypatch, arguments: list[str], path_name: str = "rectified_flow") -> SamplingConfig:
     monkeypatch.setattr("sys.argv", ["sample.py", *arguments])
     config = JobConfig()
     config.objective.path = path_name
     if arguments[0] == "outputs/flux":
         config.model = FLAVORS["dev"]
-    return sampling_method(script.parse_arguments(), SimpleNamespace(config=config))
+    return sampling_method(parse_arguments(), SimpleNamespace(config=config))
 
 
-def test_commands_of_the_documentation_are_ways_to_sample(script, monkeypatch):
+def test_commands_of_the_documentation_are_ways_to_sample(monkeypatch):
     text = (ROOT / "docs" / "samples.md").read_text(encoding="utf-8")
     commands = [shlex.split(line) for line in re.findall(r"^    \.venv/bin/python scripts/sample.py (.*)$", text, re.MULTILINE)]
-    methods = [method_of(script, monkeypatch, command) for command in commands]
+    methods = [method_of(monkeypatch, command) for command in commands]
     assert [method.solver.name for method in methods] == [
         "euler", "heun", "euler_maruyama", "edm_heun", "edm_heun", *["euler"] * 9
     ]  # fmt: skip
@@ -258,9 +251,9 @@ def test_every_key_of_the_method_is_an_option():
         ("--solver ddim --eta 2", "--eta: must be at least 0 and at most 1, is 2.0"),
     ],
 )
-def test_options_that_cannot_be_drawn_are_refused(script, monkeypatch, arguments, line):
-    with pytest.raises(script.WeightsError) as refusal:
-        method_of(script, monkeypatch, ["run", *arguments.split()])
+def test_options_that_cannot_be_drawn_are_refused(monkeypatch, arguments, line):
+    with pytest.raises(WeightsError) as refusal:
+        method_of(monkeypatch, ["run", *arguments.split()])
     assert str(refusal.value) == line
 
 

@@ -12,6 +12,7 @@ from PIL import Image
 from safetensors.torch import load_file
 from torch.nn import functional
 
+from tests.unit.published_state_dicts import noise_images
 from torchtitan.data.digits import Digits, DigitsConfig
 from torchtitan.errors import EvaluationError
 from torchtitan.fidelity import small
@@ -20,11 +21,6 @@ from torchtitan.fidelity.small import ARCHITECTURES, SmallClassifier
 
 WEIGHTS = Path(small.__file__).with_name("weights")
 ROOT = Path(__file__).resolve().parents[2]
-
-
-def noise_images(count, channels, height, width, seed=0):
-    pixels = np.random.default_rng(seed).integers(0, 256, (count, channels, height, width), dtype=np.uint8)
-    return torch.from_numpy(pixels)
 
 
 def digits(split):
@@ -76,17 +72,6 @@ def test_outputs_are_those_of_the_convolutions_written_out_in_float64(name):
     features = extractor.extract(images)
     for found, wanted in ((features["pooled"], pooled), (features["logits"], logits)):
         assert (found - wanted).abs().max() <= 1e-5 * wanted.abs().max()
-
-
-@pytest.mark.parametrize("name", ARCHITECTURES)
-def test_features_of_an_image_depend_on_its_batch_by_rounding_only(name):
-    extractor = open_extractor(name)
-    images = noise_images(7, 3, 20, 24)
-    together = extractor.extract(images)
-    for number in range(len(images)):
-        alone = extractor.extract(images[number : number + 1])
-        for output, values in alone.items():
-            torch.testing.assert_close(values[0], together[output][number], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("height, width", [(64, 64), (21, 50)])

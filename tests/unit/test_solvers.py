@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.unit.test_solvers_accuracy import DATA_STD, gaussian_predict, no_noise
 from torchtitan.conditions import Classes, Unconditional
 from torchtitan.diffusion.denoising import DenoisingConfig
 from torchtitan.diffusion.guidance import Guidance, guided_network, predictor
@@ -14,19 +15,10 @@ from torchtitan.diffusion.paths import RectifiedFlow
 from torchtitan.diffusion.solvers import SOLVERS
 from torchtitan.diffusion.timesteps.sampler import GlobalBatch
 
-DATA_STD = 0.5
-
-
-def gaussian_predict(x_t: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
-    """E[x0 | x_t] and E[noise | x_t] of data N(0, DATA_STD^2): both linear in x_t."""
-    t = t.to(x_t.dtype).reshape(-1, *[1] * (x_t.ndim - 1))
-    variance = ((1 - t) * DATA_STD) ** 2 + t**2
-    return (1 - t) * DATA_STD**2 / variance * x_t, t / variance * x_t
-
 
 def solve(solver: str, predict, x: Tensor, num_steps: int) -> Tensor:
     times = torch.linspace(1, 0, num_steps + 1, dtype=x.dtype)
-    return SOLVERS[solver].solve(predict, RectifiedFlow(), x, times, lambda step: pytest.fail("no noise is asked for"))
+    return SOLVERS[solver].solve(predict, RectifiedFlow(), x, times, no_noise)
 
 
 def test_euler_steps_equal_the_written_out_recursion():
@@ -35,7 +27,7 @@ def test_euler_steps_equal_the_written_out_recursion():
     for number in range(steps):
         t = 1 - number / steps
         x -= (t - (1 - t) * s**2) / (((1 - t) * s) ** 2 + t**2) * x / steps
-    found = solve("euler", gaussian_predict, torch.ones(1, 1, 1, 1, dtype=torch.float64), steps)
+    found = solve("euler", gaussian_predict(RectifiedFlow()), torch.ones(1, 1, 1, 1, dtype=torch.float64), steps)
     assert found.item() == pytest.approx(x, rel=1e-13)
 
 
@@ -55,7 +47,7 @@ def test_evaluations_happen_at_the_times_of_the_grid(solver, per_step):
     def predict(x, t):
         assert t.shape == (3,) and len(set(t.tolist())) == 1
         seen.append(t[0].item())
-        return gaussian_predict(x, t)
+        return gaussian_predict(RectifiedFlow())(x, t)
 
     solve(solver, predict, torch.ones(3, 1, 2, 2), 4)
     assert seen == ([1.0, 0.75, 0.5, 0.25] if per_step == 1 else [1.0, 0.75, 0.75, 0.5, 0.5, 0.25, 0.25])
@@ -95,14 +87,6 @@ def test_guided_network_equals_two_separate_calls(scale):
     torch.testing.assert_close(found.double(), wanted, rtol=1e-6, atol=1e-5)
     if scale == 0:
         assert torch.equal(found.double(), unconditional)
-
-
-def test_scale_one_is_one_plain_call():
-    x, time, classes = guidance_inputs()
-    network = RecordingNetwork()
-    found = guided_network(network, KIND, 1.0)(x, time, classes)
-    assert network.batches == [(3, [0, 2, 1])]
-    assert torch.equal(found, RecordingNetwork()(x, time, classes))
 
 
 def test_predictor_reads_the_guided_network_by_the_objective():

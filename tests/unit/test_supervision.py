@@ -97,12 +97,10 @@ def test_the_rank_that_fails_first_closes_the_run_and_the_others_add_its_reason(
     [("completed", 0, 0), ("requeue", 143, 75), ("refused", 1, 2), ("failed", 1, 1)],
 )
 def test_launch_script_turns_the_status_into_an_exit_code(tmp_path, monkeypatch, status, code, wanted):
-    command = f"exit {code}"
-    if status:
-        monkeypatch.setenv("TRAIN_STATUS_FILE", str(tmp_path / "written"))
-        write_status(tmp_path, status, code, 'with "status": "x" in it')
-        assert (tmp_path / "written").read_bytes() == (tmp_path / "status.json").read_bytes()
-        command = f"cp {tmp_path}/written $TRAIN_STATUS_FILE; {command}"
+    monkeypatch.setenv("TRAIN_STATUS_FILE", str(tmp_path / "written"))
+    write_status(tmp_path, status, code, 'with "status": "x" in it')
+    assert (tmp_path / "written").read_bytes() == (tmp_path / "status.json").read_bytes()
+    command = f"cp {tmp_path}/written $TRAIN_STATUS_FILE; exit {code}"
     script = f"set -euo pipefail; source {ROOT}/scripts/status.sh; run_for_status bash -c '{command}'"
     assert subprocess.run(["bash", "-c", script], env=os.environ | {"TMPDIR": str(tmp_path)}).returncode == wanted
     assert not list(tmp_path.glob("tmp.*"))

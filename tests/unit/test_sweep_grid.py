@@ -203,8 +203,6 @@ def test_the_grids_that_come_with_the_program_are_valid(path, tmp_path):
     ],
 )
 def test_command_line(arguments, words, tmp_path, capsys):
-    from torchtitan_dit.commands.sweep import main
-
     try:
         code = main([*arguments, "--output", str(tmp_path / "out")])
     except SystemExit as exit_:

@@ -10,6 +10,7 @@ import torch
 from scipy import stats
 
 from tests.objectives import timesteps
+from tests.unit.test_timestep_densities import middles
 from torchtitan.config.job import load_config
 from torchtitan.diffusion.denoising import DenoisingConfig
 from torchtitan.diffusion.objectives import build_objective, objective_problems
@@ -34,10 +35,6 @@ ON_INDICES = CASES | {
     "slots": dict(timesteps=timesteps("slots", edges=PAPER_EDGES)),
 }
 ON_FLOW = CASES | {"slots": dict(timesteps=timesteps("slots", edges=[0.0, 0.1, 0.15, 0.6, 1.0]))}
-
-
-def middles(count: int) -> torch.Tensor:
-    return (torch.arange(count, dtype=torch.float64) + 0.5) / count
 
 
 def draw(sampler: TimestepSampler, size: int, first: int = 0) -> tuple[torch.Tensor, torch.Tensor]:

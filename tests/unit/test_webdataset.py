@@ -120,8 +120,6 @@ def test_labels_that_are_left_aside_need_not_be_there(tmp_path):
     assert set(batch) == {"images"} and torch.equal(batch["images"][3], decoded(image_bytes(3)))
 
 
-
-
 def damage(folder, name="train-001.tar", keep=None, at=None, text=b""):
     content = bytearray((folder / name).read_bytes())
     if at is not None:

@@ -25,13 +25,6 @@ def network(dim: int, **more) -> DiT:
     return model
 
 
-def test_at_the_base_width_nothing_differs():
-    plain, same = network(BASE), network(BASE, mup_base_dim=BASE, mup_base_heads=2)
-    for (name, one), other in zip(plain.named_parameters(), same.parameters(), strict=True):
-        assert torch.equal(one, other), name
-    assert set(same.fan_in_ratios().values()) == {1.0} and plain.fan_in_ratios() == {} and same.config.score_scale is None
-
-
 def test_initial_deviations_are_the_bases_by_role():
     base, wide = network(BASE), network(8 * BASE, mup_base_dim=BASE)
     found = {name: module.weight.std().item() for name, module in wide.named_modules() if isinstance(module, torch.nn.Linear)}
