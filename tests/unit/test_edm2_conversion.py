@@ -8,11 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.unit.test_edm2_formulas import CLASSES, IMAGE, build, mp_cat, mp_silu, mp_sum, normalised_rows, pixel_normed
 from torchtitan.conditions import class_kind
 from torchtitan.files.weight_files import named_weights
 from torchtitan.models import MODELS
-from torchtitan.models.edm2.config import FLAVORS
+from torchtitan.models.edm2.config import FLAVORS, EDM2Config
+from torchtitan.models.edm2.model import EDM2UNet
 from torchtitan.models.published_layouts import ConversionError
 
 LAYOUT = MODELS["edm2"].layouts["edm2"]
@@ -21,6 +21,18 @@ SMALL = replace(
 )
 PORT_LAYOUT = MODELS["edm2"].layouts["edm2_port"]
 PORT = replace(FLAVORS["cifar"], channels=32, channel_mults=[1, 2], num_blocks=2, attention_resolutions=[4])
+IMAGE, CLASSES = (3, 8, 8), 5
+
+
+def build(config: EDM2Config = SMALL, image_shape: tuple[int, int, int] = IMAGE, classes: int = CLASSES) -> EDM2UNet:
+    model = MODELS["edm2"].build(config, image_shape, class_kind(classes))
+    torch.manual_seed(1)
+    model.init_weights()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.normal_()
+    return model.eval().requires_grad_(False)
 
 
 def published_shapes(
@@ -69,32 +81,42 @@ def published_shapes(
 
 
 def published_network(w: dict[str, Tensor], x: Tensor, t: Tensor, one_hot: Tensor, per_head: int) -> Tensor:
+    def rms(x: Tensor, dims: tuple[int, ...]) -> Tensor:
+        return x.square().mean(dims, keepdim=True).sqrt()
+
     def weight(name: str) -> Tensor:
-        return normalised_rows(w[f"{name}.weight"])
+        raw = w[f"{name}.weight"]
+        return raw / (1e-4 + rms(raw, tuple(range(1, raw.ndim)))) / math.sqrt(raw[0].numel())
 
     def conv(name: str, x: Tensor) -> Tensor:
         return F.conv2d(x, weight(name), padding=w[f"{name}.weight"].shape[-1] // 2)
 
+    def silu(x: Tensor) -> Tensor:
+        return x * torch.sigmoid(x) / 0.596
+
+    def added(a: Tensor, b: Tensor, t: float = 0.3) -> Tensor:
+        return ((1 - t) * a + t * b) / math.sqrt((1 - t) ** 2 + t**2)
+
     def attended(name: str, x: Tensor) -> Tensor:
         y = conv(f"{name}.attn_qkv", x).reshape(len(x), -1, per_head, 3, x.shape[2] * x.shape[3])
-        q, k, v = pixel_normed(y, 2, "added_to_norm").unbind(3)
+        q, k, v = (y / (1e-4 + rms(y, (2,)))).unbind(3)
         scores = torch.softmax(torch.einsum("nhcq,nhck->nhqk", q, k) / math.sqrt(per_head), dim=3)
-        return mp_sum(x, conv(f"{name}.attn_proj", torch.einsum("nhqk,nhck->nhcq", scores, v).reshape(x.shape)), 0.3)
+        return added(x, conv(f"{name}.attn_proj", torch.einsum("nhqk,nhck->nhcq", scores, v).reshape(x.shape)))
 
     def block(name: str, x: Tensor) -> Tensor:
         skips = f"{name}.conv_skip.weight" in w
         if ".enc." in name:
             x = conv(f"{name}.conv_skip", x) if skips else x
-            x = pixel_normed(x, 1, "added_to_norm")
+            x = x / (1e-4 + rms(x, (1,)))
         scale = 1 + w[f"{name}.emb_gain"] * (emb @ weight(f"{name}.emb_linear").T)
-        y = conv(f"{name}.conv_res1", mp_silu(conv(f"{name}.conv_res0", mp_silu(x)) * scale[:, :, None, None]))
+        y = conv(f"{name}.conv_res1", silu(conv(f"{name}.conv_res0", silu(x)) * scale[:, :, None, None]))
         x = conv(f"{name}.conv_skip", x) if ".dec." in name and skips else x
-        x = mp_sum(x, y, 0.3)
+        x = added(x, y)
         return (attended(name, x) if f"{name}.attn_qkv.weight" in w else x).clamp(-256, 256)
 
     waves = math.sqrt(2) * torch.cos(t[:, None] * w["unet.emb_fourier.freqs"] + w["unet.emb_fourier.phases"])
     label = math.sqrt(one_hot.shape[1]) * one_hot @ weight("unet.emb_label").T
-    emb = mp_silu(mp_sum(waves @ weight("unet.emb_noise").T, label, 0.5))
+    emb = silu(added(waves @ weight("unet.emb_noise").T, label, 0.5))
     sides = sorted({int(name.split(".")[2].split("x")[0]) for name in w if ".enc." in name}, reverse=True)
     x = conv(f"unet.enc.{sides[0]}x{sides[0]}_conv", torch.cat((x, torch.ones_like(x[:, :1])), dim=1))
     skips = [x]
@@ -113,7 +135,10 @@ def published_network(w: dict[str, Tensor], x: Tensor, t: Tensor, one_hot: Tenso
         for name in ([f"unet.dec.{side}x{side}_in{i}" for i in (0, 1)] if deepest else [f"unet.dec.{side}x{side}_up"]):
             x = block(name, x if deepest else x.repeat_interleave(2, 2).repeat_interleave(2, 3))
         for name in numbered("dec", side):
-            x = block(name, mp_cat(x, skips.pop()))
+            skip = skips.pop()
+            total = x.shape[1] + skip.shape[1]
+            x = torch.cat((x * math.sqrt(total / 2 / x.shape[1]), skip * math.sqrt(total / 2 / skip.shape[1])), dim=1)
+            x = block(name, x)
     return w["unet.out_gain"] * conv("unet.out_conv", x)
 
 
@@ -131,14 +156,14 @@ def test_names_and_shapes_are_the_published_ones(flavor):
 
 
 def test_exported_weights_compute_the_same_in_the_published_network_and_come_back_bit_for_bit():
-    model = build(SMALL)
+    model = build()
     weights = named_weights(model)
     published, notes = LAYOUT.export_weights(weights, model)
     assert any("without logvar_fourier.freqs" in note for note in notes)
     x, t, classes = torch.randn(3, *IMAGE).double(), torch.randn(3).double(), torch.tensor([0, 4, CLASSES])
     one_hot = torch.eye(CLASSES + 1).double()[classes, :CLASSES]
     wanted = published_network({name: tensor.double() for name, tensor in published.items()}, x, t, one_hot, 8)
-    found = build(SMALL).double()(x, t, classes)
+    found = build().double()(x, t, classes)
     assert (found - wanted).abs().max() <= 1e-10 * wanted.abs().max()
 
     theirs = published | {
@@ -163,7 +188,9 @@ def port_network(w: dict[str, Tensor], x: Tensor, t: Tensor, magnitudes: bool, p
 
     def weight(name: str) -> Tensor:
         raw = w[f"{name}.weight"]
-        return normalised_rows(raw) if magnitudes else raw
+        n = raw[0].numel()
+        norm = raw.flatten(1).norm(dim=1).view(-1, *[1] * (raw.ndim - 1))
+        return raw / (1e-4 + norm / math.sqrt(n)) / math.sqrt(n) if magnitudes else raw
 
     def conv(name: str, x: Tensor) -> Tensor:
         return F.conv2d(x, weight(name), padding=w[f"{name}.weight"].shape[-1] // 2)
@@ -171,13 +198,16 @@ def port_network(w: dict[str, Tensor], x: Tensor, t: Tensor, magnitudes: bool, p
     def silu(x: Tensor) -> Tensor:
         return x * torch.sigmoid(x) / (0.596 if magnitudes else 1)
 
+    def unit(x: Tensor, dim: int) -> Tensor:
+        return x / torch.sqrt((x * x).mean(dim, keepdim=True) + 1e-8)
+
     def joined(a: Tensor, b: Tensor) -> Tensor:
-        return mp_sum(a, b, 0.3) if magnitudes else a + b
+        return (0.7 * a + 0.3 * b) / math.sqrt(0.58) if magnitudes else a + b
 
     def attended(name: str, x: Tensor) -> Tensor:
         d = per_head or x.shape[1]
         rows = conv(f"{name}.projection", x).flatten(2).transpose(1, 2).unflatten(2, (-1, 3 * d))  # [B, T, N, 3 D]
-        q, k, v = (pixel_normed(part, 3, "added_to_square") for part in rows.chunk(3, dim=3))
+        q, k, v = (unit(part, 3) for part in rows.chunk(3, dim=3))
         shares = torch.softmax(torch.einsum("bihd,bjhd->bijh", q, k) / math.sqrt(d), dim=2)
         y = torch.einsum("bijh,bjhd->bihd", shares, v).flatten(2).transpose(1, 2).reshape(x.shape)
         return joined(x, conv(f"{name}.output", y))
@@ -188,7 +218,7 @@ def port_network(w: dict[str, Tensor], x: Tensor, t: Tensor, magnitudes: bool, p
 
         scale = emb @ weight(f"{name}.res.linear").T
         if magnitudes:
-            main = pixel_normed(widened(resample(x)), 1, "added_to_square") if encodes else resample(x)
+            main = unit(widened(resample(x)), 1) if encodes else resample(x)
             y = conv(f"{name}.res.conv1", silu(main)) * (1 + w[f"{name}.res.gain.g"] * scale)[:, :, None, None]
             main = main if encodes else widened(main)
         else:
@@ -213,7 +243,9 @@ def port_network(w: dict[str, Tensor], x: Tensor, t: Tensor, magnitudes: bool, p
             x = block("up.3", x, False, lambda x: x.repeat_interleave(2, 2).repeat_interleave(2, 3))
             continue
         skip = skips.pop()
-        x = block(f"up.{number}", mp_cat(x, skip) if magnitudes else torch.cat((x, skip), dim=1), False)
+        half = math.sqrt((x.shape[1] + skip.shape[1]) / 2)
+        parts = (x * half / math.sqrt(x.shape[1]), skip * half / math.sqrt(skip.shape[1])) if magnitudes else (x, skip)
+        x = block(f"up.{number}", torch.cat(parts, dim=1), False)
     if magnitudes:
         return conv("final.0", x) * w["final.1.g"]
     return conv("final.2", silu(F.group_norm(x, 8)))
@@ -246,36 +278,43 @@ def test_weights_of_the_port_compute_the_same_and_come_back(name, per_head):
 
 
 @pytest.mark.parametrize(
-    ("layout", "config", "given", "problem"),
+    ("config", "image_shape", "problem"),
     [
-        ("edm2", replace(SMALL, config="E", channels=32), {}, "model.config = E: the edm2 layout is of models with G"),
-        ("edm2", replace(SMALL, pixel_norm_epsilon="added_to_square"), {},
-         "model.pixel_norm_epsilon = added_to_square: the edm2"),
-        ("edm2", SMALL, {"image_shape": (3, 8, 16)}, "images of 8 x 16: the edm2 layout is of square ones"),
-        ("edm2_port", PORT, {}, "data.labels = true: the edm2_port layout is of models without classes"),
-        ("edm2_port", replace(PORT, middle_blocks="decoder"), {"classes": 0},
-         "model.middle_blocks = decoder: the edm2_port layout is of models with encoder"),
+        (replace(SMALL, config="E", channels=32), IMAGE, "model.config = E: the edm2 layout is of models with G"),
+        (replace(SMALL, pixel_norm_epsilon="added_to_square"), IMAGE, "model.pixel_norm_epsilon = added_to_square: the edm2"),
+        (SMALL, (3, 8, 16), "images of 8 x 16: the edm2 layout is of square ones"),
     ],
 )  # fmt: skip
-def test_models_that_a_layout_cannot_hold_are_refused(layout, config, given, problem):
-    model = build(config, **given)
+def test_models_that_the_layout_cannot_hold_are_refused(config, image_shape, problem):
+    model = build(config, image_shape)
     with pytest.raises(ConversionError) as caught:
-        MODELS["edm2"].layouts[layout].export_weights(named_weights(model), model)
+        LAYOUT.export_weights(named_weights(model), model)
     assert str(caught.value).startswith(problem) and "\n" not in str(caught.value)
 
 
+def test_models_that_the_ports_layout_cannot_hold_are_refused():
+    for model, problem in (
+        (build(PORT), "data.labels = true: the edm2_port layout is of models without classes"),
+        (build(replace(PORT, middle_blocks="decoder"), classes=0),
+         "model.middle_blocks = decoder: the edm2_port layout is of models with encoder"),
+    ):  # fmt: skip
+        with pytest.raises(ConversionError) as caught:
+            PORT_LAYOUT.export_weights(named_weights(model), model)
+        assert str(caught.value) == problem
+
+
 def test_weights_of_another_model_are_refused():
-    model = build(SMALL)
+    model = build()
     published, _ = LAYOUT.export_weights(named_weights(model), model)
     missing = {name: tensor for name, tensor in published.items() if name != "unet.dec.2x2_in1.conv_res0.weight"}
     for weights, into, problem in (
         (missing, model, "1 tensors are missing: unet.dec.2x2_in1.conv_res0.weight"),
         (published | {"unet.x": torch.zeros(1)}, model, "1 tensors are not of this model: unet.x"),
         (named_weights(model), model, "is in this program's own layout already"),
-        (published, build(SMALL, (3, 16, 16)),
+        (published, build(image_shape=(3, 16, 16)),
          "these are weights of 16 base channels for 3 x 8 x 8; the configuration is 16 base channels for 3 x 16 x 16"),
-        (published, build(SMALL, classes=0), "1 tensors are not of this model: unet.emb_label.weight"),
-        (published, build(SMALL, classes=6), "1 tensors have another shape: unet.emb_label.weight is [64, 5] instead of [64, 6]"),
+        (published, build(classes=0), "1 tensors are not of this model: unet.emb_label.weight"),
+        (published, build(classes=6), "1 tensors have another shape: unet.emb_label.weight is [64, 5] instead of [64, 6]"),
     ):  # fmt: skip
         with pytest.raises(ConversionError) as caught:
             LAYOUT.import_weights(weights, into)

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from torchtitan.conditions import Unconditional, class_kind
+from torchtitan.conditions import Classes, ConditionKind, Unconditional
 from torchtitan.models import MODELS
 from torchtitan.models.base import DiffusionModel
 from torchtitan.models.edm2.config import FLAVORS, EDM2Config
@@ -20,15 +20,15 @@ NVLABS = replace(
 IMAGE, CLASSES = (3, 8, 8), 5
 
 
-def build(config: EDM2Config, image_shape: tuple[int, int, int] = IMAGE, classes: int = CLASSES) -> DiffusionModel:
-    model = MODELS["edm2"].build(config, image_shape, class_kind(classes))
+def build(config: EDM2Config, kind: ConditionKind, dtype: torch.dtype = torch.float64) -> DiffusionModel:
+    model = MODELS["edm2"].build(config, IMAGE, kind)
     torch.manual_seed(1)
     model.init_weights()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim == 1:  # gains: 0 or 1 at first, under which a mistake would not show
                 parameter.normal_()
-    return model.eval().requires_grad_(False)
+    return model.to(dtype).eval()
 
 
 # --- the formulas, from tables of weights by name
@@ -172,17 +172,18 @@ class Formulas:
         return x @ (normalised_rows(weight) if self.normalises else weight).T
 
 
-@pytest.mark.parametrize("num_classes", [0, CLASSES])
+@pytest.mark.parametrize("kind", [Unconditional(), Classes(CLASSES)], ids=["unconditional", "classes"])
 @pytest.mark.parametrize(
     "config", [replace(PORT, config="C"), replace(PORT, config="E"), PORT, NVLABS], ids=["C", "E", "G", "XS"]
 )
-def test_the_forward_is_the_published_one(config, num_classes):
-    model = build(config, classes=num_classes).double()
+def test_the_forward_is_the_published_one(config, kind):
+    model = build(config, kind)
     torch.manual_seed(2)
     x, t = torch.randn(3, *IMAGE, dtype=torch.float64), torch.randn(3, dtype=torch.float64)
-    classes = torch.tensor([0, 4, CLASSES]) if num_classes else None
-    wanted = Formulas(model.state_dict(), config).network(x, t, classes)
-    found = model(x, t, classes)
+    classes = torch.tensor([0, 4, CLASSES]) if isinstance(kind, Classes) else None
+    with torch.no_grad():
+        wanted = Formulas(model.state_dict(), config).network(x, t, classes)
+        found = model(x, t, classes)
     assert wanted.square().mean() > 1e-3
     assert (found - wanted).abs().max() <= 1e-10 * wanted.abs().max()
 
