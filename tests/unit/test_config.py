@@ -13,7 +13,7 @@ import pytest
 
 from tests.configurations import load
 from torchtitan.conditions import Classes
-from torchtitan.config.job import ConfigError, JobConfig, load_config
+from torchtitan.config.job import ConfigError, JobConfig, load_config, report_and_exit
 from torchtitan.data import DATASETS
 from torchtitan.models import MODELS
 from torchtitan.runs.folder import RunFolder
@@ -273,3 +273,14 @@ def test_differences_take_a_missing_key_as_its_default_and_ignore_removed_ones()
     old["training"]["gone"] = 3
     old["gone"] = {"key": 1}
     assert config_differences(old, new) == ["objective.timesteps.mean: 0.0 -> 0.5"]
+
+
+@pytest.mark.parametrize("rank, printed", [(None, "a: b\nc: d\n"), ("0", "a: b\nc: d\n"), ("3", "")])
+def test_only_rank_zero_reports_and_all_exit_with_two(rank, printed, monkeypatch, capsys):
+    monkeypatch.delenv("RANK", raising=False)
+    if rank is not None:
+        monkeypatch.setenv("RANK", rank)
+    with pytest.raises(SystemExit) as caught:
+        report_and_exit(ConfigError(["a: b", "c: d"]))
+    assert caught.value.code == 2
+    assert capsys.readouterr().err == printed

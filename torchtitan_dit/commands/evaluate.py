@@ -103,8 +103,8 @@ def parse_evaluation(words: list[str]) -> argparse.Namespace:
     add = parser.add_argument
     add("source", type=Path, metavar="RUN|FOLDER|NPZ", help="a run, a file of weights (with CONFIG), or images")
     add("--reference", metavar="REF", help="name of a reference, or path of one, of an npz file or of images")
-    add("--metrics", help=f"names with commas between, of {', '.join(KNOWN_METRICS)} (default: {METRICS}; fd instead of fid where "
-        "--extractor is given)")
+    add("--metrics", help=f"names with commas between, of {', '.join(KNOWN_METRICS)} (default: {METRICS}; fd instead of fid"
+        " where --extractor is given)")
     add("--held-out", metavar="REF", help="images that were not trained on, for the threshold of memorisation")
     add("--seed", type=at_least(0), default=0, help="of subsets and intervals (default: 0)")
     add("--allow-small", action="store_true", help="measure covariances of fewer images than features")
