@@ -21,10 +21,13 @@ EXTRAS = {
 }
 
 
+_OF_TORCHAO = ("torchao", "torch.utils._pytree", "diffusers.quantizers.torchao.torchao_quantizer")
+
+
 @contextmanager
 def quiet_torchao() -> Iterator[None]:
     """Import torchao in here without its warnings: of kernels made for another torch, of Triton, of a deprecation."""
-    loggers = [logging.getLogger(name) for name in ("torchao", "torch.utils._pytree")]
+    loggers = [logging.getLogger(name) for name in _OF_TORCHAO]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
         logger.setLevel(logging.ERROR)

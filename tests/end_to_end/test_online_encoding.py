@@ -222,20 +222,22 @@ def test_stored_features_are_those_of_the_teacher_on_any_number_of_ranks(place, 
     assert np.array(found[2]) == pytest.approx(np.array(found[1]), rel=1e-5)
 
 
-def test_a_resume_says_that_the_features_are_another_encoders(place, encoders, features, caplog):
+def test_a_resume_on_features_of_another_encoder_is_refused(place, encoders, features, capsys):
     copied = place / "copied features"
     shutil.copytree(features, copied)
     words = on_store(place, copied)
     trained(place, "anew", [*words, "--training.steps", "2"])
     trained(place, "anew", [*words, "--training.steps", "3"])
-    said = "was trained on features of another encoder; their store was made anew since (restore it, or train anew)"
-    assert said not in caplog.text
     shutil.rmtree(copied)
     transformers = pytest.importorskip("transformers")
     transformers.Dinov2Model(transformers.Dinov2Config.from_pretrained(encoders[1])).save_pretrained(place / "other teacher")
     extracted_features(place, (encoders[0], place / "other teacher"), "train", "copied features", "--grid", "4x4")
-    trained(place, "anew", [*words, "--training.steps", "4"])
-    assert said in caplog.text
+    capsys.readouterr()
+    same = ["--job.dump_folder", str(place / "runs"), "--job.name", "anew"]
+    assert train.main([*same, *MODEL, *words, "--training.steps", "4"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "was trained on features of another encoder; their store was made anew since (restore it, train anew, or" in line
+    trained(place, "anew", [*words, "--training.steps", "4", "--job.allow_config_change", "true"])
 
 
 def test_features_of_others_are_refused_in_one_line(place, encoders, features, capsys):

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.functional import interpolate
 
 from torchtitan.errors import EvaluationError, first_line
-from torchtitan.extras import install
+from torchtitan.extras import install, quiet_torchao
 from torchtitan.fidelity.dinov2 import EDM2, MEAN, STD, DinoV2, VisionTransformer
 from torchtitan.fidelity.feature_extractor import as_rgb
 from torchtitan.fidelity.small import ARCHITECTURES, SmallClassifier, open_small
@@ -100,6 +100,7 @@ def open_dinov2(path: str, device: torch.device) -> nn.Module:
     return PatchFeatures(network, network.patch_tokens, network.patch_embed.proj.kernel_size[0], MEAN, STD, device)
 
 
+@quiet_torchao()
 def open_transformers(path: str, device: torch.device) -> nn.Module:
     """Open a vision transformer of transformers, as DINOv2, DINOv3, SigLIP's or MAE's. Raises EvaluationError.
 

@@ -9,7 +9,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from torchtitan.autoencoders.base import Autoencoder, AutoencoderError, Latents, Normalization, compute_dtype
-from torchtitan.extras import install
+from torchtitan.extras import install, quiet_torchao
 from torchtitan.files.hub import local_folder
 from torchtitan.files.weight_hash import weights_sha256
 
@@ -78,6 +78,7 @@ def model_kind(file: Path, kinds: tuple[str, ...]) -> str:
     return kind
 
 
+@quiet_torchao()  # which the package imports where there is one
 def load_model(folder: Path, kind: str, device: torch.device) -> torch.nn.Module:
     """Load a model of diffusers in float32, on the host or on meta. Raises AutoencoderError: no package, or no complete model."""
     try:

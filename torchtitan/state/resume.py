@@ -88,8 +88,10 @@ def resume(state: RunState, step: int) -> None:
         record=state.data_record,
     )  # fmt: skip
     if saved.get("teacher", state.teacher) != state.teacher:
-        text = "was trained on features of another encoder; their store was made anew since (restore it, or train anew)"
-        changes.append(f"{checkpoint}: {text}")
+        text = f"{checkpoint}: was trained on features of another encoder; their store was made anew since (restore it, "
+        if not config.job.allow_config_change:
+            raise CheckpointError(f"{text}train anew, or allow it by job.allow_config_change)")
+        changes.append(f"{text}or train anew)")
     for change in changes + schedule_changes(config, saved) + plugin_changes(saved.get("plugins", {})):
         if state.layout.rank == 0:
             logger.warning(change)

@@ -10,7 +10,7 @@ import torch
 from safetensors import SafetensorError
 
 from torchtitan.errors import first_line
-from torchtitan.extras import install
+from torchtitan.extras import install, quiet_torchao
 from torchtitan.files.hub import local_folder
 from torchtitan.files.weight_hash import weights_sha256
 from torchtitan.texts.base import EncodedTexts, TextEncoder, TextEncoderError
@@ -36,6 +36,7 @@ class TransformersEncoder(TextEncoder):
     Tokens are the last hidden state; the embedding of the whole text is CLIP's pooled output, always of 77 tokens.
     """
 
+    @quiet_torchao()
     def __init__(self, path: str, dtype: torch.dtype, device: torch.device) -> None:
         """
         Args:
