@@ -2,6 +2,7 @@
 
 import functools
 import hashlib
+import itertools
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -29,7 +30,7 @@ from torchtitan.data.image_files import (
 )
 from torchtitan.data.left_out import say_once
 from torchtitan.data.online_text import OnlineTextConfig, online_kind
-from torchtitan.data.splits import split_positions, spread_evenly
+from torchtitan.data.splits import chosen_positions, spread_evenly
 from torchtitan.data.trigger_words import TRIGGER_KEY, filled
 from torchtitan.pictures.number_text import counted
 from torchtitan.settings import setting
@@ -104,7 +105,7 @@ class CaptionedFolder(SquareImages):
             check_readable(_open(config, "validation").files, "data.validation_path")
             has_validation = True
         else:
-            has_validation = bool(spread_evenly(len(train.files), config.validation_fraction).any())
+            has_validation = bool(_held_out(config, train).any())
         shapes = tuple((3, height, width) for width, height in _all_sizes(config))
         buckets = shapes if len(shapes) > 1 else ()
         return DatasetInfo(shapes[-1], online_kind(config) or Unconditional(), has_validation, buckets)
@@ -113,7 +114,8 @@ class CaptionedFolder(SquareImages):
         images = _open(config, split)
         chosen = np.arange(len(images.files))
         if not config.validation_path:
-            chosen = split_positions(len(images.files), split, config.validation_fraction)
+            held_out = _held_out(config, images)
+            chosen = chosen_positions(held_out if split == "validation" else ~held_out, split, config.validation_fraction)
         if split == "train":
             chosen = np.repeat(chosen, _repeats(images.files)[chosen])
         self._sizes = _all_sizes(config)
@@ -148,6 +150,14 @@ def content_digest(config: CaptionedFolderConfig) -> str:
     if (repeats := _repeats(found[0].files)).max() > 1:  # others keep the digest that they had
         described.append(tuple(repeats.tolist()))
     return hashlib.sha256(repr(described).encode()).hexdigest()
+
+
+def _held_out(config: CaptionedFolderConfig, images: CaptionedImages) -> np.ndarray:
+    """Which images are held out by a share, bool [N]: none of a size in which no other is trained."""
+    held_out = spread_evenly(len(images.files), config.validation_fraction)
+    sizes = [set(config.sizes_of(*size)) for size in images.sizes]
+    trained = set().union(*itertools.compress(sizes, ~held_out))
+    return held_out & np.array([each <= trained for each in sizes])
 
 
 def check_held_out_sizes(config: CaptionedFolderConfig) -> None:

@@ -42,7 +42,8 @@ PRESETS = sorted(str(path.relative_to(ROOT / "train_configs")) for path in (ROOT
 PRESETS = [name for name in PRESETS if not name.startswith("sweeps")]
 # Loaded only: each differs from one that trains in data, sizes and rates, which tests of the presets' numbers hold.
 LIKE_OTHERS = {f"edm2/{name}.toml" for name in ("cifar10_e", "cifar100_c", "cifar100_g", "tiny_imagenet_c", "tiny_imagenet_g")}
-LIKE_OTHERS |= {"edm2/img512_s.toml", "sit_b2_256.toml", "imagenet512_dit_xl2.toml", "flux_dev_lora.toml"}
+LIKE_OTHERS |= {"edm2/img512_s.toml", "sit_b2_256.toml", "flux_dev_lora.toml"}
+LIKE_OTHERS |= {"imagenet512_dit_xl2.toml", "imagenet512_jit_b32.toml"}
 # One of each network, objective and kind of image: what they compute with depends on nothing else.
 KINDS = (
     "digits", "cifar10_edm", "dit_xl2_256", "sit_xl2_256", "edm2/cifar10_c", "edm2/img512_xs", "flux_cifar10", "flux_lora_tiny",
@@ -51,6 +52,7 @@ KINDS = (
 LARGE = {
     "dit_xl2_256.toml", "sit_xl2_256.toml", "sit_b2_256.toml", "imagenet256_cosmos_dit_l2.toml", "imagenet256_dit_xl2.toml",
     "imagenet512_dit_xl2.toml", "flux_schnell_256.toml", "edm2/img512_s.toml", "edm2/img512_xs.toml", "edm2/img64_s.toml",
+    "imagenet512_jit_b32.toml",
     *(f"imagenet256/{name}.toml" for name in OPTIONS_OF_DIT),
 }  # fmt: skip
 

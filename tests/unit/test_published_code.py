@@ -1,7 +1,7 @@
 """Published code run beside this one once, in float64, on weights that are sines of their places; here are its numbers.
 
-JiT's network, loss and sampler; RAE's network with a wide head; LightningDiT's and SiT's networks with an intermediate head,
-SiT's sampler with internal guidance. Objectives are those of the presets.
+JiT's network, loss and sampler; REPA's projector and loss; RAE's network with a wide head; LightningDiT's and SiT's networks
+with an intermediate head, SiT's sampler with internal guidance. Objectives are those of the presets.
 """
 
 import math
@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 from tests.objectives import schedule, solver
+from torchtitan.alignment.loss import cosine_loss
+from torchtitan.alignment.projectors import MLPProjector
 from torchtitan.conditions import Classes
 from torchtitan.config.job import load_config
 from torchtitan.diffusion.guidance import Guidance, HeadGuide, predictor
@@ -47,6 +49,7 @@ WANTED = {
         0.9109471564789287, 0.06580076877734874, 1.19475111513243, -0.004390325229059806, 2.7434259801948278, 7.2948747921850545
     ],
 }  # fmt: skip
+REPA = [-0.042348871236848565, 0.015271941710508184, 0.8494718924678765]  # the loss, and norms of two gradients
 JIT_SAMPLES = [1.7551969058748365, -0.006590338040232759]
 SIT_SAMPLES = [1.3796680405812898, -0.0038014098396723316]
 
@@ -97,6 +100,18 @@ def test_outputs_loss_and_gradient_are_the_published_code_s(name, tmp_path):
     gradient = math.sqrt(sum(parameter.grad.square().sum().item() for parameter in model.parameters()))
     found = [value for part in seen[0].split(x0.shape[1], dim=1) for value in numbers(part)]
     assert [*found, loss.item(), gradient] == pytest.approx(WANTED[name], rel=1e-7)
+
+
+def test_the_loss_of_projected_tokens_is_repa_s_code_s():
+    projector = MLPProjector(32, 48, (3, 3)).double()
+    with torch.no_grad():
+        for number, parameter in enumerate(projector.parameters()):
+            parameter.copy_(waves(parameter.shape, number) * (0.3 if parameter.ndim == 1 else (2 / parameter.shape[1]) ** 0.5))
+    tokens = waves((4, 9, 32), 0.2).requires_grad_()
+    loss = cosine_loss(projector(tokens), 1.4 * waves((4, 9, 48), 0.3)).mean()
+    loss.backward()
+    gradient = math.sqrt(sum(parameter.grad.square().sum().item() for parameter in projector.parameters()))
+    assert [loss.item(), tokens.grad.norm().item(), gradient] == pytest.approx(REPA, rel=1e-7)
 
 
 def test_samples_are_those_of_jit_s_code(tmp_path):

@@ -1,6 +1,7 @@
 """Location of a run's checkpoints: its own folder, or below `checkpoint.folder`, a path or a remote store's URL."""
 
 import importlib
+import re
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -11,6 +12,7 @@ from torchtitan.files.regular import read_toml
 from torchtitan.files.remote_path import AnyPath, RemotePath
 
 _LARGEST_CONFIG = 16 << 20  # bytes
+_ONE_SLASH = re.compile(r"[a-z][a-z0-9]+:/")
 
 
 def checkpoint_folder(run: Path, folder: str, name: str) -> AnyPath:
@@ -59,7 +61,7 @@ def run_checkpoints(run: AnyPath) -> AnyPath:
 def folder_problem(text: str) -> str | None:
     """Problem of a `checkpoint.folder`, as far as known without asking the store."""
     if "://" not in text:
-        return None
+        return "a store's URL has two slashes, protocol://bucket/prefix" if _ONE_SLASH.match(text) else None
     from fsspec.registry import available_protocols, get_filesystem_class, known_implementations
 
     protocol, _, rest = text.partition("://")

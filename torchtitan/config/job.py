@@ -178,6 +178,8 @@ def _read(argv: list[str]) -> tuple[dict[str, str], str | None, dict[str, Any]]:
     if path is not None:
         document, failure = read_configuration(path)
         advice = own_pictures_advice(path) if failure else ""
+        if advice and (recorded := Path(path) / "config.toml").is_file():
+            advice = f"of this run: {recorded}"
         unreadable += [f"{line} ({advice})" if advice else line for line in failure]
     if unreadable:
         raise ConfigError(unreadable)
@@ -271,7 +273,11 @@ def _choose(filled: _Filled, given: dict[str, Any], flags: dict[str, str], place
                 del given[dotted]
                 if dotted not in flags:
                     del filled.origins[dotted]
-    put_section(filled.config, place, options.section(name, flavor))
+    section = options.section(name, flavor)
+    if "__annotations__" in vars(type(section)) and "__dataclass_fields__" not in vars(type(section)):  # a plugin's
+        text = f"{name}: the keys of {type(section).__name__} are not read (decorate it with @dataclass(kw_only=True))"
+        filled.problems.append(Problem(f"{place}.name", text))
+    put_section(filled.config, place, section)
 
 
 def report_and_exit(error: ConfigError) -> NoReturn:

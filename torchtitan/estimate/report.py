@@ -120,6 +120,7 @@ def _time_lines(time: StepTime, efficiency: Efficiency, float8: bool, device: De
     of_visit = [f"{getattr(efficiency, name):.0%} of {_SHARES[name]} ({place})" for name, place in known.items()]
     speed = "link and overlap assumed" if "compute" in known else "assumed"
     waiting, where = waiting_step() if device.name != "CPU" else (0.0, "")
+    most = f"; with such a host up to {time.hours * waiting / time.step:.4g} hours" if time.step < waiting else ""
     return [
         "time of a step, at " + "".join(f"{share}, " for share in of_visit) + "assumed "
         + ", ".join(f"{getattr(efficiency, name):.0%} of {share}" for name, share in shares.items()) + ":",
@@ -129,7 +130,7 @@ def _time_lines(time: StepTime, efficiency: Efficiency, float8: bool, device: De
         f"  optimizer and EMA   {time.optimizer:9.4f} s",
         f"  step                {time.step:9.4f} s: {time.images_per_second:.4g} images/s, MFU {time.mfu:.1%} ({speed})",
         *([f"  not counted           the host, which starts kernels: {where}"] if time.step < waiting else []),
-        f"the run               {time.hours:.4g} hours, {time.device_hours:.4g} device hours ({speed})",
+        f"the run               {time.hours:.4g} hours, {time.device_hours:.4g} device hours ({speed}){most}",
     ]  # fmt: skip
 
 

@@ -22,10 +22,12 @@ from torchtitan.errors import CheckpointError, first_line
 from torchtitan.files.durable import follow_umask, make_folder, sync, unfinished_path
 from torchtitan.files.regular import read_regular
 from torchtitan.files.removal import remove_folder
+from torchtitan.programs import program
 
 CONFIG = "config"  # entry of a safetensors header: the configuration of the network, as TOML
 INDEX_SUFFIX = ".safetensors.index.json"
 _MOST_INDEX_BYTES = 16 << 20
+_PICKLED = (".pt", ".pth", ".ckpt", ".bin")
 _NESTED = ("ema", "EMA", "model", "MODEL", "state_dict")  # where training scripts put a state dict, the best weights first
 
 
@@ -278,7 +280,8 @@ def _opened(path: Path) -> Iterator[Any]:
 def _unreadable(path: Path, error: Exception) -> WeightsError:
     if isinstance(error, FileNotFoundError):
         return WeightsError(f"{path}: no such file of weights")
-    return WeightsError(f"{path}: is not a readable safetensors file: {first_line(error)}")
+    advice = f" ({program('checkpoint')} import reads published ones)" if path.suffix in _PICKLED else ""
+    return WeightsError(f"{path}: is not a readable safetensors file: {first_line(error)}{advice}")
 
 
 def _some(names: list[str]) -> str:

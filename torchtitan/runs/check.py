@@ -124,4 +124,5 @@ def _repair(step: int, good: list[int]) -> str:
         return NONE_GOOD
     if step < good[-1]:
         return f"remove it: a resume uses step {good[-1]}"
-    return f"nothing needs to be done: a resume skips it and uses step {good[-1]}; or put a good copy back"
+    anew = f"a finished run, with --checkpoint.load_step {good[-1]}"
+    return f"nothing needs to be done: a resume skips it and uses step {good[-1]} ({anew}); or put a good copy back"

@@ -146,6 +146,8 @@ class RunFolder:
                     *(f"  {line}" for line in without_cache_paths(changes, self._config.checkpoint.initial_weights)),
                 ]
             )
+        if changes and self.summary.is_file() and not checkpoint_steps(self.checkpoints):
+            raise RunFolderError([f"{self.path}: has no checkpoint from which more steps go on (give another --job.name)"])
         return changes
 
     def check_cache(self) -> None:

@@ -256,7 +256,9 @@ def read_run(folder: Path) -> RunRecord:
     if not folder.is_dir():
         raise RunRecordError(f"{folder}: no such folder" if not folder.exists() else f"{folder}: not a folder")
     if not any((folder / name).is_file() for name in RUN_FILES):
-        raise RunRecordError(f"{folder}: not a run's folder (no config.toml, metrics.jsonl or summary.json in it)")
+        runs = any(path.is_file() for name in RUN_FILES for path in folder.glob(f"*/{name}"))
+        advice = f"give its runs: {folder}/*" if runs else "no config.toml, metrics.jsonl or summary.json in it"
+        raise RunRecordError(f"{folder}: not a run's folder ({advice})")
     run = RunRecord(folder, folder.resolve().name)
     try:
         run.config = read_toml(folder / "config.toml")

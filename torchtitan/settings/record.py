@@ -87,6 +87,8 @@ def _unmet(config: Any, section: str, condition: str, accepted: tuple | str) -> 
     values = section_at(config, of_section)
     value = getattr(values, key)
     if not condition_met(value, accepted):
+        if isinstance(accepted, tuple):  # of several keys
+            accepted = tuple(each for each in accepted if isinstance(each, bool) == isinstance(value, bool)) or accepted
         return f"{of_section}.{key}", value, accepted
     return unmet_condition(config, of_section, values.__dataclass_fields__[key])
 

@@ -53,7 +53,11 @@ def main(words: list[str] | None = None) -> int:
         print(warning, file=sys.stderr)
     init_process_group(CommConfig())
     if samples is None:
-        draw_grid(arguments, setup)
+        try:
+            draw_grid(arguments, setup)
+        except OSError as error:
+            print(f"{error.filename}: cannot be written: {error.strerror} (give another --output)", file=sys.stderr)
+            return 1
         return 0
     return draw(arguments, setup, samples)
 
@@ -143,13 +147,14 @@ def draw_grid(arguments: argparse.Namespace, setup: SamplingSetup) -> None:
     trained = setup.trained
     kind = trained.info.condition_kind
     choices = grid_choices(arguments.classes, kind.choices, arguments.images_per_class)
+    folder = arguments.output or beside(arguments.source, "drawn")
+    if FIRST:
+        folder.mkdir(parents=True, exist_ok=True)
     sampler = setup.sampler()
     drawn = sampler.draw(choices, arguments.seed, **setup.method(), batch_size=setup.batch_size, progress=FIRST)
     images = setup.decoder.decode(drawn) if setup.decoder else drawn
     if not FIRST:
         return
-    folder = arguments.output or beside(arguments.source, "drawn")
-    folder.mkdir(parents=True, exist_ok=True)
     rows = choices[:: arguments.images_per_class].tolist()
     name = unused_name(folder, trained, arguments.seed)
     grid = folder / f"grid-{name}.png"

@@ -15,12 +15,13 @@ from torchtitan.experiments.record import SweepFolder
 from torchtitan.experiments.runner import RETRIED, SweepPlan, Task, plan_sweep, run_sweep, slurm_commands, value_text
 from torchtitan.pictures.number_text import counted
 from torchtitan.processes.command_line import OneLineParser, assignment, at_least, refusing
+from torchtitan.programs import pasted
 
 _MOST_LINES = 38  # of a dry run's list
 _UNSUCCESSFUL = ("failed", "timeout", "killed")  # nothing is known of the cell; oom, refused and skipped are results
 
 
-@refusing(ExperimentError, stopped="stopped; the same command resumes after the runs that have ended (a dry run keeps nothing)")
+@refusing(ExperimentError, stopped="stopped; the same command resumes after the runs that have ended")
 def main(words: list[str] | None = None) -> int:
     arguments = parse_arguments(words)
     launching = Launching(arguments.launcher, arguments.jobs, dict(arguments.slurm))
@@ -41,7 +42,7 @@ def main(words: list[str] | None = None) -> int:
         print(f"{row['status']:<8}  {row['name']}  {row['reason']}".rstrip())
     counts = Counter(row["status"] for row in rows)
     print(f"{folder.path}: {counted(len(rows), 'run')}: {', '.join(f'{count} {status}' for status, count in counts.items())}"
-          f" (speed and memory: optimization_analysis.py {folder.path})")  # fmt: skip
+          f" (speed and memory: {pasted('optimization_analysis')} {folder.path})")  # fmt: skip
     if any(counts[status] for status in RETRIED):
         print("--retry-failed runs those anew that failed, timed out, were killed or refused")
     return 0 if counts["ok"] and not any(counts[status] for status in _UNSUCCESSFUL) else 1

@@ -56,7 +56,12 @@ def main(words: list[str] | None = None) -> int:
         level=logging.INFO if rank == 0 else logging.WARNING, format="%(asctime)s %(message)s", datefmt="%H:%M:%S"
     )
     try:
-        arguments, note = smoke_words(arguments, world_size) if smoke else (arguments, "")
+        note = ""
+        if smoke:
+            problem = _metrics_problem(load_config(arguments, world_size))  # as of too few samples, which are cut
+            if problem is not None:
+                raise ConfigError([str(problem)])
+            arguments, note = smoke_words(arguments, world_size)
         config = load_config(arguments, world_size)
     except ConfigError as error:
         write_status(None, "refused", REFUSED, error.problems[0])

@@ -54,7 +54,9 @@ def headlines(results: Results) -> list[str]:
         lines.append(f"The runs are of different data, and are compared with those of the same alone (cells: {names}).")
     if singles:
         lines.append(f"Measured cells with a single ok repeat: {singles}.")
-    lines += [_best_line(of_model) for of_model in _by_model(results.cells).values() if any(cell.ok for cell in of_model)]
+    several = len({cell.axes["device"] for cell in results.cells}) > 1
+    groups = _by_model(results.cells).values()
+    lines += [_best_line(of_model, several) for of_model in groups if any(cell.ok for cell in of_model)]
     lines += [_effect_line(effect) for effect in results.effects if IMAGES.name in effect.ratios]
     lines += [_scaling_line(curve) for curve in results.curves]
     return lines
@@ -129,10 +131,10 @@ def _change(effect: Effect) -> str:
     return f"{value_label(effect.switch, effect.before)} → {value_label(effect.switch, effect.after)}"
 
 
-def _best_line(cells: list[Cell]) -> str:
+def _best_line(cells: list[Cell], devices: bool) -> str:
     best = best_cell(cells) or cells[0]
     names = [name for name in _names(cells) if name not in ("model", "patch", "global_batch")]
-    where = label(cells[0].axes, ("model", "patch"))
+    where = label(cells[0].axes, ("model", "patch", "device") if devices else ("model", "patch"))
     mfu = f", MFU {ends_text(best.shown(MFU))} %" if MFU.name in best.measures else ""
     memory = f", {ends_text(best.measures[MEMORY.name])} GiB" if MEMORY.name in best.measures else ""
     mark = " †" if best.single else ""
