@@ -255,7 +255,7 @@ def test_captions_are_found_where_other_trainers_keep_them(tmp_path):
     write(tmp_path / "other", "e.png", caption=None)
     rows = row("deeper/c.png", text="of a line", caption="of none") + row("./deeper/d.png", caption="d")
     (tmp_path / "metadata.jsonl").write_text(rows)
-    (tmp_path / "other" / "metadata.csv").write_text('file_name,text\ne.png,"of two\nlines, quoted"\n')
+    (tmp_path / "other" / "metadata.csv").write_text('file_name;text\ne.png;"of two\nlines, quoted"\n')
     for name in ("README.txt", "LICENSE.txt", "Readme.roboflow.txt", "licence.caption", "masks/notes.md", "labels.csv"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("of nobody")
@@ -273,19 +273,36 @@ def test_what_is_ignored_replaced_and_repeated_is_said_in_a_line_each(tmp_path, 
         write(tmp_path / "3_sks dog", name, size, caption)
     write(tmp_path, "d.png", (90, 130), "small")
     write(tmp_path, "d-masklabel.png", (90, 130), None)
+    write(tmp_path, "e.png", (90, 130), "of that size too")
     config = config_of(tmp_path, resolutions=[128, 1024], trigger_word="sks", missing_caption="trigger", validation_fraction=0.25)
     info = CaptionedFolder.info(config)
     train, held_out = CaptionedFolder(config, "train"), CaptionedFolder(config, "validation")
     assert info.bucket_shapes == ((3, 64, 64), (3, 128, 64))
-    assert every_caption(train) == ["sks"] * 6 + ["a sks"] * 3 and train.buckets.tolist() == [9, 0]
+    assert every_caption(train) == ["sks"] * 6 + ["a sks"] * 3 + ["sks of that size too"] and train.buckets.tolist() == [9, 1]
     assert every_caption(held_out) == ["sks small"] and held_out.buckets.tolist() == [0, 1]
     assert caplog.messages == [f"{tmp_path}: {line}" for line in (
         "ignoring 1 mask beside images",
-        "the trigger word alone is the caption of 2 of 4 images",
-        "images are not enlarged: 4 of 4 no bucket of 128, 4 of 4 no bucket of 1024 (data.resolutions); those are seen in "
+        "the trigger word alone is the caption of 2 of 5 images",
+        "images are not enlarged: 5 of 5 no bucket of 128, 5 of 5 no bucket of 1024 (data.resolutions); those are seen in "
         "64 x 64, 64 x 128",
-        "4 images are 10 entries of an epoch: folders named N_name repeat theirs N times",
+        "5 images are 11 entries of an epoch: folders named N_name repeat theirs N times",
     )]  # fmt: skip
+
+
+def test_the_only_image_of_a_size_is_not_held_out(tmp_path):
+    for name, size in (("a.png", (64, 64)), ("b.png", (64, 64)), ("c.png", (64, 64)), ("d.png", (90, 130)), ("e.png", (64, 64))):
+        write(tmp_path, name, size)
+    config = config_of(tmp_path, resolutions=[128], validation_fraction=0.25)
+    assert not CaptionedFolder.info(config).has_validation and len(CaptionedFolder(config, "train")) == 5
+
+
+def test_a_held_out_image_of_another_size_than_those_of_training_is_named_for_a_store(tmp_path):
+    write(tmp_path / "train", "a.png", (64, 64))
+    write(tmp_path / "held", "b.png", (64, 64))
+    write(tmp_path / "held", "c.png", (90, 130))
+    config = config_of(tmp_path / "train", resolutions=[128], validation_path=str(tmp_path / "held"))
+    with pytest.raises(DatasetError, match=r"data\.validation_path: .*c\.png: is seen in .*, and no image of training is"):
+        captioned_folder.check_held_out_sizes(config)
 
 
 @pytest.mark.parametrize("size, resolution, own", [

@@ -107,15 +107,17 @@ def test_a_visited_device_has_its_measured_speed_and_every_other_figure_says_ass
     (tmp_path / "gpu_day.json").write_text(json.dumps(VISIT))
     for found in (unknown, lines("H100")):
         assert found[0].startswith("time of a step, at assumed 45% of the compute peak, 80% of memory bandwidth, ")
-        assert found[4].endswith("(assumed)") and "(assumed); with such a host up to " in found[5]
+        assert [line.partition(";")[0].rpartition("(")[2] for line in found[4:]] == ["assumed)"] * 2
     waits = "not counted           the host, which starts kernels: XL/2 compiled, 32 images took 0.105 s on NVIDIA H100 PCIe\n"
     assert waits in said("H200") and waits not in said("H200", "--compute", "0.0001")
+    hours = 0.1052 * json.loads(said("H200", "--json"))["time"]["hours"] / json.loads(said("H200", "--json"))["time"]["step"]
+    assert f"; with such a host up to {hours:.4g} hours\n" in said("H200")
     known, after = lines("H200"), json.loads(said("H200", "--json"))["time"]
     assert known[0] == (
         "time of a step, at 60% of the compute peak (measured with XL/2 of 128 images, NVIDIA H200, 2026-11-28), 90% of memory "
         "bandwidth (measured, NVIDIA H200, 2026-11-29), assumed 80% of link bandwidth, 90% of communication overlapped:"
     )
-    assert [line.rpartition("(")[2] for line in known[4:]] == ["link and overlap assumed)"] * 2
+    assert [line.partition(";")[0].rpartition("(")[2] for line in known[4:]] == ["link and overlap assumed)"] * 2
     assert 60 * after["compute"] == pytest.approx(45 * before["compute"])
     assert 90 * after["optimizer"] == pytest.approx(80 * before["optimizer"])
     float8 = (*FLOAT8, "--gns.enable", "false")

@@ -18,7 +18,8 @@ def measure_accuracy(samples: FeatureSet, _reference: FeatureSet | None, output:
     """
     logits = samples.rows_of(output)
     if samples.classes is None:
-        raise EvaluationError(f"{samples.name}: accuracy needs the class that each was drawn for")
+        advice = "of a set, or arr_1 of an npz; or leave it out"
+        raise EvaluationError(f"{samples.name}: accuracy needs the class that each was drawn for ({advice})")
     if (wrong := samples.classes[samples.classes >= logits.shape[1]]).size:
         raise EvaluationError(f"{samples.name}: class {wrong[0]} is none of {samples.extractor}'s {logits.shape[1]} classes")
     right = int((logits.argmax(axis=1) == samples.classes).sum())

@@ -117,7 +117,7 @@ class RunRecord:
     summary: dict[str, Any] | None = None
     points: list[dict[str, Any]] = field(default_factory=list)
     samples: dict[int, Path] = field(default_factory=dict)
-    evaluated: dict[str, float | None] = field(default_factory=dict)
+    evaluated: dict[str, Interval | None] = field(default_factory=dict)
     damaged_lines: int = 0
     stride: int = 1
     problems: list[str] = field(default_factory=list)
@@ -427,14 +427,24 @@ def _unread(name: str, error: Exception) -> str:
     return f"{name} cannot be read ({unwrapped(error)})"
 
 
-def _evaluated(path: Path) -> dict[str, float | None]:
+def measured_interval(value: Mapping[str, Any]) -> Interval | None:
+    """Interval of a metric of samples, as JSON has it; None without a finite value. Raises KeyError, TypeError."""
+    if not is_number(value["value"]):
+        return None
+    lower, upper = value.get("lower"), value.get("upper")
+    return Interval(value["value"], -math.inf if lower is None else lower, math.inf if upper is None else upper)
+
+
+def _evaluated(path: Path) -> dict[str, Interval | None]:
     """Values that the command evaluate has written. Raises DamagedFile, KeyError, TypeError, ValueError, AttributeError."""
-    found: dict[str, float | None] = {}
+    found: dict[str, Interval | None] = {}
     for entry in read_json(path, dict)["evaluations"] if path.exists() else ():
         against = f" against {entry['reference']['name']}" if entry["reference"] else ""
         for result in entry["results"].values():
             how = f"{result['extractor']}, {entry['samples']['count']:,} samples{_drawn(entry['samples'])}{against}"
-            found |= {f"{name} ({how})": value["value"] for name, value in result["values"].items()}
+            values = {f"{name} ({how}": measured_interval(value) for name, value in result["values"].items()}
+            other = f", {Path(entry['samples']['place']).name[:8]}" if any(f"{name})" in found for name in values) else ""
+            found |= {f"{name}{other})": value for name, value in values.items()}
     return found
 
 
@@ -446,7 +456,12 @@ def _drawn(samples: dict[str, Any]) -> str:
     guided = f", guidance {guidance:g}" + (f" by {drawn['guide']['label']}" if drawn["guide"] else "") if guidance != 1 else ""
     first, *others = drawn.get("prompts") or [""]
     prompts = f' of "{first}"' + (f" and {len(others)} others" if others else "") if first else ""
-    return f"{prompts} by {drawn['solver']['name']} in {counted(drawn['num_steps'], 'step')}{guided}"
+    _, _, track = drawn["weights"]["label"].rpartition(", ")
+    of_track = f" of {track}" if track and track != "ema" else ""
+    interval, (first_seed, *_) = drawn["guidance_interval"], re.findall(r"\d+", drawn["seeds"])
+    when = f" at t from {interval[0]:g} to {interval[1]:g}" if guided and interval != [0, 1] else ""
+    seeds = f", seeds {drawn['seeds']}" if int(first_seed) else ""
+    return f"{prompts}{of_track} by {drawn['solver']['name']} in {counted(drawn['num_steps'], 'step')}{guided}{when}{seeds}"
 
 
 def _tell_apart(runs: dict[Path, RunRecord]) -> None:

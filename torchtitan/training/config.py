@@ -7,7 +7,7 @@ from typing import Any, Literal
 from torchtitan.distributed.kernel_choices import AttentionBackend, Float32MatmulPrecision
 from torchtitan.pictures.number_text import counted
 from torchtitan.programs import program
-from torchtitan.settings import OneOf, setting
+from torchtitan.settings import OneOf, Registry, setting
 
 
 @dataclass(kw_only=True)
@@ -98,10 +98,11 @@ class UpdateRule:
         return self.is_adams or self.orthogonalises if self.eps is None else self.eps
 
 
-UPDATE_RULES: dict[str, UpdateRule] = {
-    "AdamW": UpdateRule(2, any_weights=True), "AdamW8bit": UpdateRule(2, quantised=True),
-    "Muon": UpdateRule(1, orthogonalises=True),
-}  # fmt: skip
+ADAMW, ADAMW_8BIT = UpdateRule(2, any_weights=True), UpdateRule(2, quantised=True)
+MUON = UpdateRule(1, orthogonalises=True)
+UPDATE_RULES: Registry[UpdateRule] = Registry(
+    "torchtitan.training", {"AdamW": "config.ADAMW", "AdamW8bit": "config.ADAMW_8BIT", "Muon": "config.MUON"}, UpdateRule
+)
 
 
 @dataclass(kw_only=True)

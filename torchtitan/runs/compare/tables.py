@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.data import LATENT_DATASETS
-from torchtitan.pictures.number_text import counted
+from torchtitan.pictures.number_text import counted, ends_text
 from torchtitan.programs import pasted
 from torchtitan.runs.compare.lines import cost, held_out
 from torchtitan.runs.compare.text import (
@@ -19,7 +19,8 @@ from torchtitan.runs.compare.text import (
     track_name,
     value_text,
 )
-from torchtitan.runs.record import TRAINING_LOSS, RunGroup, RunRecord, differing_settings
+from torchtitan.runs.record import TRAINING_LOSS, RunGroup, RunRecord, differing_settings, measured_interval
+from torchtitan.statistics.interval import Interval
 
 Rows = list[Sequence[str]]
 Table = tuple[Sequence[str], Rows]  # columns, rows
@@ -129,21 +130,22 @@ def quality_table(groups: Sequence[RunGroup]) -> Table | None:
     heads: list[str] = ["sample quality"]
     columns: list[list[str]] = []
     for n, group in enumerate(groups):
-        values = {run.name: [as_number(_evaluated(run).get(key)) for key in keys] for run in group.runs}
+        values = {run.name: [_evaluated(run).get(key) for key in keys] for run in group.runs}
         if not any(value is not None for column in values.values() for value in column):
             continue
         if len(group.runs) > 1:
             heads.append(Name(group.name, n))
-            columns.append([interval_text(group.interval(row)) for row in zip(*values.values(), strict=True)])
+            rows = zip(*values.values(), strict=True)
+            columns.append([interval_text(group.interval([value and value.value for value in row])) for row in rows])
         heads += [Name(name, n) for name in values]
-        columns += [[value_text(value) for value in column] for column in values.values()]
+        columns += [[ends_text(value) for value in column] for column in values.values()]
     return (heads, list(zip(keys, *columns, strict=True))) if keys else None
 
 
-def _evaluated(run: RunRecord) -> dict[str, Any]:
+def _evaluated(run: RunRecord) -> dict[str, Interval | None]:
     """Values of the last metrics of samples, by name: in a run's summary, and by the command in its evaluation.json."""
     measured = (run.summary or {}).get("evaluation") or {}
-    found = {name: value["value"] for name, value in measured.items() if isinstance(value, dict)}  # others say how
+    found = {name: measured_interval(value) for name, value in measured.items() if isinstance(value, dict)}  # others say how
     return found | run.evaluated
 
 
