@@ -3,6 +3,7 @@
 import json
 import shutil
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,11 +15,14 @@ from torch.utils.flop_counter import FlopCounterMode
 from benchmarks.estimate_memory import measured_peak
 from tests.launcher import run_on_ranks
 from torchtitan.config.job import ConfigError, load_config
+from torchtitan.diffusion.denoising import Denoising
+from torchtitan.diffusion.objectives import OBJECTIVES
 from torchtitan.estimate.devices import DEVICES
 from torchtitan.estimate.encoding import encoding_flops_per_image
 from torchtitan.estimate.memory import estimate_memory, model_on_meta
 from torchtitan.estimate.roofline import Efficiency, estimate_step_time
 from torchtitan.trainer import Trainer
+from torchtitan.weights.trained_model import load_run
 from torchtitan_dit.commands import ema, extract_latents, sample, train
 
 SIDE, STEPS = 16, 6
@@ -220,6 +224,39 @@ def test_stored_features_are_those_of_the_teacher_on_any_number_of_ranks(place, 
         case = {"steps": 3, "replicas": ranks, "shards": 1, "accumulation": 1, "overrides": tuple(runs["stored"])}
         found[ranks] = run_on_ranks("tests.distributed.cases:train_all", ranks, {"cases": {"stored": case}})[0]["stored"]
     assert np.array(found[2]) == pytest.approx(np.array(found[1]), rel=1e-5)
+
+
+class ReadsFeatures(Denoising):
+    """Denoising, and the mean square of an image's stored features, which held-out images lack."""
+
+    reads_features = True
+
+    def attach(self, model, entries):
+        self.shape = entries["features"][0]
+
+    def loss(self, model, batch, draw):
+        terms = super().loss(model, batch, draw)
+        if (features := batch.entries.get("features")) is None:
+            return terms
+        assert features.shape[1:] == self.shape
+        return replace(terms, loss=terms.loss + features.float().square().flatten(1).mean(1))
+
+
+def test_an_objective_may_read_stored_features_and_is_sampled_without_them(place, features, monkeypatch):
+    monkeypatch.setitem(OBJECTIVES, "denoising", ReadsFeatures)
+    words = on_store(place, features)
+    words = words[: words.index("--alignment.teacher")]
+    found, plain = trained(place, "reads", words), {}
+    with monkeypatch.context() as patched:
+        patched.setitem(OBJECTIVES, "denoising", Denoising)
+        with pytest.raises(ConfigError, match="data.features_path: has no effect"):
+            load_config([*MODEL, *words], 1)
+        at = words.index("--data.features_path")
+        plain = trained(place, "reads nothing", words[:at] + words[at + 2 :])
+    assert found["validation_metrics/loss"] == plain["validation_metrics/loss"]  # the term has no gradient
+    assert all(one > other for one, other in zip(*(each["loss_metrics/global_avg_loss"] for each in (found, plain)), strict=True))
+    monkeypatch.setattr(ReadsFeatures, "loss", None)
+    assert load_run(place / "runs" / "reads", "none", None, torch.device("cpu")).objective.shape[1:] == (4, 4)
 
 
 def test_a_resume_on_features_of_another_encoder_is_refused(place, encoders, features, capsys):

@@ -30,8 +30,8 @@ SMALL_NETWORKS = {
     ],
 }  # fmt: skip
 # Of presets with options of the transformer: these are made small too.
+OF_JIT = ["--model.patch_size", "4", "--model.patch_bottleneck", "16", "--model.class_tokens_start", "1"]
 OPTIONS_OF_DIT = {
-    "jit_b16": ["--model.patch_size", "4", "--model.patch_bottleneck", "16", "--model.class_tokens_start", "1"],
     "lightningdit_xl1": [], "rae_dh_xl": ["--model.wide_dim", "64", "--model.wide_heads", "4"],
     # With the shift of the large latents.
     "rae_v2": ["--model.wide_dim", "64", "--model.wide_heads", "4", "--model.intermediate_head", "1", "--objective.shift", "6.9"],
@@ -52,7 +52,7 @@ KINDS = (
 LARGE = {
     "dit_xl2_256.toml", "sit_xl2_256.toml", "sit_b2_256.toml", "imagenet256_cosmos_dit_l2.toml", "imagenet256_dit_xl2.toml",
     "imagenet512_dit_xl2.toml", "flux_schnell_256.toml", "edm2/img512_s.toml", "edm2/img512_xs.toml", "edm2/img64_s.toml",
-    "imagenet512_jit_b32.toml",
+    "imagenet256/jit_b16.toml", "imagenet512_jit_b32.toml",
     *(f"imagenet256/{name}.toml" for name in OPTIONS_OF_DIT),
 }  # fmt: skip
 
@@ -62,7 +62,7 @@ def small(name: str, folders: dict, latents: list[str], dump_folder, data: str |
     preset = tomllib.loads((ROOT / "train_configs" / name).read_text())
     model, data = preset["model"].get("name", "dit"), data or preset["data"]["name"]
     words = ["--job.config_file", str(ROOT / "train_configs" / name), "--job.dump_folder", str(dump_folder), *SMALL]
-    words += SMALL_NETWORKS[model] + OPTIONS_OF_DIT.get(Path(name).stem, [])
+    words += SMALL_NETWORKS[model] + (OF_JIT if "jit" in name else OPTIONS_OF_DIT.get(Path(name).stem, []))
     if preset["data"].get("labels", True):
         words += ["--sampling.classes", "[0, 1]" if data in ("imagenet", "image_folder") else "[1, 2]"]
     if "cache" in preset:
@@ -158,6 +158,9 @@ def test_a_smoke_run_has_a_folder_beside_the_runs_and_begins_anew_each_time(tmp_
         points = [json.loads(line) for line in (runs / "small-smoke" / "metrics.jsonl").read_text().splitlines()]
         assert [point["step"] for point in points if "grad_norm" in point] == [1, 2]
         assert f"seed = {seed}" in (runs / "small-smoke" / "config.toml").read_text()
+    evaluated = ("--evaluation.enable", "true", "--evaluation.extractor", "digits", "--evaluation.metrics", "kid")
+    done = run_script("train.py", *words, *evaluated, "--evaluation.count", "30", "--evaluation.reference", "train")
+    assert (done.returncode, "30 images (samples) are too few" in done.stderr) == (2, True), done.stderr
     assert [path.name for path in runs.iterdir()] == ["small-smoke"]
     assert [path.name for path in (runs / "small-smoke" / "checkpoint").iterdir()] == ["step-00000002"]
     (runs / "small-smoke" / "config.toml").write_text("[training]\nsteps = 60\n")  # of somebody's run

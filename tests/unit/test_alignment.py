@@ -200,6 +200,11 @@ def test_the_teacher_of_a_run_is_its_average_at_a_lower_time(tmp_path):
         terms = state.alignment.added(LossTerms(zero, zero, t, zero), found, draw._replace(importance=importance))
         doubled.append(terms.beside.detach())
     torch.testing.assert_close(doubled[1], 2 * doubled[0])
+    with state.alignment.tapped():
+        state.model(batch["images"], 1000 * t, condition)
+    of_objective = LossTerms(zero, zero, t, zero, beside=zero + 1)
+    added = state.alignment.added(of_objective, found, draw)
+    torch.testing.assert_close(added.beside, doubled[0] + 1)
     trainer.close()
 
 

@@ -69,8 +69,8 @@ def arguments(tmp_path) -> list[str]:
 @pytest.fixture
 def find(arguments, tmp_path, probes):
     def found(*overrides: str, processes: int = 1, **options):
-        options = {"memory_gib": 4.0, "headroom": 0.0} | options
-        return autotune([*arguments, *overrides], processes, cache=tmp_path / "cache", **options)
+        options = {"memory_gib": 4.0, "headroom": 0.0, "cache": tmp_path / "cache"} | options
+        return autotune([*arguments, *overrides], processes, **options)
 
     return found
 
@@ -205,6 +205,8 @@ def test_damaged_record_is_refused_and_replaced_on_demand(find):
     with pytest.raises(RecordError, match="damaged"):
         find()
     assert find(fresh=True).batch_size == first.batch_size and find().tried == 0
+    with pytest.raises(RecordError, match="cannot be written"):
+        find(cache=Path("/proc/none"))
 
 
 def test_probes_train_the_same_steps_without_the_rest(arguments, tmp_path):

@@ -282,6 +282,7 @@ def test_a_folder_belongs_to_one_run_and_to_its_newest_launch(tmp_path, memory):
     ("s4://bucket/x", "s4 is no protocol"),
     ("sftp://user:secret@host/x", "password"),
     ("abfs://box/x?sig=secret", "nothing else"),
+    ("s3:/bucket/x", "two slashes, protocol://bucket/prefix"),
     ("nowhere://bucket/x", "needs the package no_such_package, which is not installed ("),
 ])  # fmt: skip
 def test_a_folder_that_cannot_be_used_is_refused_with_the_configuration(monkeypatch, url, words):

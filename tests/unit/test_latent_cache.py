@@ -4,6 +4,7 @@ import importlib.util
 import os
 import shutil
 import signal
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -29,6 +30,7 @@ from torchtitan.runs.record import read_run
 from torchtitan.texts.stub import StubEncoder
 from torchtitan.weights.network import network_on_meta
 from torchtitan_dit.commands.checkpoint import main as checkpoint_tool
+from torchtitan_dit.commands.extract_latents import main as extract_latents
 from torchtitan_dit.commands.train import main as train
 
 SIZES = [(140, 130), (70, 64), (130, 200), (128, 128), (64, 96)]
@@ -187,6 +189,11 @@ def test_a_run_is_not_resumed_on_another_cache(pictures, tmp_path, capsys):
     changed = "  data: the pictures, captions or prompts of the cache have changed, or how they are encoded"
     said = capsys.readouterr().err
     assert changed in said.splitlines() and "data.path" not in said
+    assert run(load_config([*longer, "--checkpoint.initial_weights", "gone"], 1), lambda: load_config(longer, 1)) == 2
+    assert "  checkpoint.initial_weights: gone: no such file" in capsys.readouterr().err.splitlines()
+    store = Path(read_run(tmp_path / "out" / "run").settings["data.path"]).parent
+    assert extract_latents(["show", str(store)]) == 0 and extract_latents(["verify", str(store)]) == 0
+    assert f"{store}/train: good" in capsys.readouterr().out
     shutil.copytree(pictures, tmp_path / "renamed")  # the same pictures
     moved = [str(tmp_path / "renamed") if word == str(pictures) else word for word in given]
     moved += ["--training.steps", "3", "--job.allow_config_change", "false"]

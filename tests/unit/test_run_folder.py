@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -176,4 +177,8 @@ def test_a_run_is_made_longer_by_more_steps_alone(tmp_path, schedule, more, long
             again.open()
         return
     opened(again)
+    (tmp_path / "one" / "summary.json").touch()
+    shutil.rmtree(tmp_path / "one" / "checkpoint")
+    with pytest.raises(RunFolderError, match="has no checkpoint from which more steps go on"):
+        run_at(tmp_path, *words, "--training.steps", "40").open()
     assert "steps = 30" in (tmp_path / "one" / "config.toml").read_text()

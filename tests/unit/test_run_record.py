@@ -100,6 +100,10 @@ def test_a_folder_is_read_with_whatever_is_there(tmp_path):
         read_run(tmp_path / "none")
     with pytest.raises(RunRecordError, match="not a run's folder"):
         read_run(tmp_path)
+    (tmp_path / "grid" / "one").mkdir(parents=True)
+    (tmp_path / "grid" / "one" / "metrics.jsonl").touch()
+    with pytest.raises(RunRecordError, match=r"grid: not a run's folder \(give its runs: .*grid/\*\)"):
+        read_run(tmp_path / "grid")
     (tmp_path / "config.toml").write_text("[half")
     (tmp_path / "summary.json").write_text("[]")
     (tmp_path / "samples").mkdir()

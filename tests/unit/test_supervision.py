@@ -4,6 +4,7 @@ import gc
 import json
 import os
 import subprocess
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +12,7 @@ from torch import nn
 
 from tests.launcher import ROOT
 from torchtitan.distributed.config import CommConfig, CompileConfig
+from torchtitan.run import _train
 from torchtitan.runs.status import write_status
 from torchtitan.supervision.garbage import GarbageControl
 from torchtitan.supervision.supervision import Supervision
@@ -104,6 +106,18 @@ def test_launch_script_turns_the_status_into_an_exit_code(tmp_path, monkeypatch,
     script = f"set -euo pipefail; source {ROOT}/scripts/status.sh; run_for_status bash -c '{command}'"
     assert subprocess.run(["bash", "-c", script], env=os.environ | {"TMPDIR": str(tmp_path)}).returncode == wanted
     assert not list(tmp_path.glob("tmp.*"))
+
+
+def test_a_run_that_code_of_a_plugin_ends_has_a_reason(monkeypatch):
+    def broken():
+        raise AttributeError("no images")
+
+    ends = []
+    supervision = SimpleNamespace(failed=lambda *end: ends.append(end))
+    trainer = SimpleNamespace(train=broken, state=SimpleNamespace(step=3), supervision=supervision)
+    with pytest.raises(AttributeError):
+        _train(trainer, threading.Timer(60, lambda: None))
+    assert ends == [("failed", "step 3: AttributeError: no images", False)]
 
 
 @pytest.mark.parametrize(("name", "wanted"), [("USR1", 75), ("TERM", 75), ("INT", 130)])
