@@ -41,7 +41,7 @@ from torchtitan.fidelity.measuring import (
     measure,
     reference_features,
 )
-from torchtitan.fidelity.metrics import METRICS as KNOWN_METRICS
+from torchtitan.fidelity.measuring import METRICS as KNOWN_METRICS
 from torchtitan.fidelity.references import (
     REFERENCES,
     Reference,
