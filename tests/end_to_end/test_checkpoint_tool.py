@@ -160,7 +160,7 @@ def test_verify_names_the_damaged_checkpoint(run, damaged, command):
     assert code == 1 and output.count(": good\n") == 5
     line = output.splitlines()[4]
     assert line.startswith(str(damaged / "checkpoint" / "step-00000004: shard"))
-    assert line.endswith("(nothing needs to be done: a resume skips it and uses step 2; or put a good copy back)")
+    assert "(nothing needs to be done: a resume skips it and uses step 2 (a finished run, with --checkpoint.load_step 2)" in line
     (damaged / "checkpoint" / "step-00000004" / "manifest.json").unlink()
     code, output, _ = command("verify", damaged / "checkpoint" / "step-00000004")
     assert code == 1 and "manifest.json is missing" in output

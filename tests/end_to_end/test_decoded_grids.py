@@ -143,7 +143,8 @@ def test_a_lost_tokenizer_is_said_once_and_may_have_moved(runs, encoded):
 
 def test_a_file_of_weights_opens_no_autoencoder_that_the_user_does_not_name(runs, encoded, tmp_path):
     """Its header may be anybody's, and TorchScript of a path in it may write files."""
-    run, weights, given = runs["decoded"][0].folder, tmp_path / "weights.safetensors", ("--classes", "0", "--num-steps", "2")
+    run, weights = runs["decoded"][0].folder, tmp_path / "weights.safetensors"
+    given = ("--classes", "0", "--num-steps", "2", "--images-per-class", "8")  # wider than the titles
     exported = run_script("scripts/checkpoint.py", "export", str(run), "--format", "safetensors", "--output", str(weights))
     assert exported.returncode == 0, exported.stderr
     with safe_open(weights, "pt") as file:

@@ -193,7 +193,7 @@ def test_noise_of_more_channels_than_a_stream_is_wide_is_fitted_by_a_wide_head_a
 
     Source: arXiv 2510.11690, section 4.
     """
-    shape, steps, batch = (96, 2, 2), 100, 32
+    shape, steps, batch = (96, 2, 2), 100, 16
     x0 = torch.randn(shape, generator=torch.Generator().manual_seed(1)).expand(batch, *shape)
     errors = {}
     for width, head in ((32, {}), (32, {"wide_dim": 128, "wide_heads": 2, "wide_layers": 1}), (128, {})):

@@ -46,12 +46,18 @@ class SearchRecord:
         """Find the probe of a batch size, if it was made."""
         return next((probe for probe in self.probes if probe.batch_size == batch_size), None)
 
+    def make_folder(self) -> None:
+        """Make the folder of the record and its log. Raises RecordError."""
+        try:
+            make_folder(self.path.parent)
+        except OSError as error:
+            raise RecordError(f"{self.path.parent}: cannot be written: {error.strerror}") from error
+
     def write(self) -> None:
         """Replace the file atomically. Raises RecordError."""
         probes = [dataclasses.asdict(probe) for probe in self.probes]
         content = {"batch_size": self.batch_size, "probes": probes, "question": self._question}
         try:
-            make_folder(self.path.parent)
             replace_file(self.path, json.dumps(content, indent=1) + "\n")
         except OSError as error:
             raise RecordError(f"{self.path}: cannot be written: {error.strerror}") from error

@@ -100,7 +100,7 @@ def autotune(
     if not fresh:
         record.read()
     if record.batch_size is None:
-        record.write()  # where that cannot be, nothing is tried
+        record.make_folder()
         guess = _guess(config_with, candidates, processes, search.limit_gib, device)
         record.batch_size = largest_fitting(candidates, guess, search.fits)
         record.write()
