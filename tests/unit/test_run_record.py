@@ -144,3 +144,30 @@ def test_table_and_bars_show_the_same_costs(tmp_path, monkeypatch):
     _, [row] = hardware_table([page.Name("x", 0)], [found])
     assert shown == [2.5, 5.0, 7.5, 10.0, 45.0, 54.0, 63.0]  # medians of 3 and 2; memory: the highest
     assert list(map(float, row[4:10])) == [shown[0], shown[1], shown[3], *shown[4:]]
+
+
+def test_sets_that_are_drawn_in_other_ways_have_names_of_their_own(tmp_path):
+    drawn = {
+        "seeds": "0-9", "weights": {"label": "step 6, ema"}, "guide": None, "solver": {"name": "euler"}, "num_steps": 3,
+        "guidance_scale": 2.0, "guidance_interval": [0.0, 1.0],
+    }  # fmt: skip
+    changes = {
+        "plain": {}, "track": {"weights": {"label": "step 6, short"}}, "interval": {"guidance_interval": [0.2, 0.8]},
+        "seeds": {"seeds": "10-19"}, "classes": {},
+    }  # fmt: skip
+    evaluations = [
+        {
+            "samples": {"count": 10, "place": f"run/sets/{name}", "set": drawn | change}, "reference": None,
+            "results": {"x": {"extractor": "x", "values": {"fd": {"value": 2.0, "lower": 1.0, "upper": 3.0}}}},
+        }
+        for name, change in changes.items()
+    ]  # fmt: skip
+    (tmp_path / "metrics.jsonl").touch()
+    (tmp_path / "evaluation.json").write_text(json.dumps({"evaluations": evaluations}))
+    found = read_run(tmp_path).evaluated
+    assert list(found) == [f"fd (x, 10 samples{how})" for how in (
+        " by euler in 3 steps, guidance 2", " of short by euler in 3 steps, guidance 2",
+        " by euler in 3 steps, guidance 2 at t from 0.2 to 0.8", " by euler in 3 steps, guidance 2, seeds 10-19",
+        " by euler in 3 steps, guidance 2, classes",
+    )]  # fmt: skip
+    assert all((value.value, value.lower, value.upper) == (2.0, 1.0, 3.0) for value in found.values())
