@@ -19,7 +19,8 @@ from PIL import Image
 from tests.forked import ROOT, run_script
 from torchtitan.runs.compare.charts import Charts, Panel
 from torchtitan.runs.compare.page import compare_page
-from torchtitan.runs.compare.text import interval_text
+from torchtitan.runs.compare.tables import group_table
+from torchtitan.runs.compare.text import MISSING, interval_text
 from torchtitan.runs.record import group_by_seed, read_runs
 from torchtitan.statistics.interval import mean_interval, positive_interval
 from torchtitan_dit.commands import compare as command
@@ -130,6 +131,24 @@ def page(tmp_path_factory):
     result = compare(*runs, runs[0], "--output", output, "--smoothing", 25)
     assert result.returncode == 0, result.stderr
     return Page(output), runs, output
+
+
+def test_groups_are_compared_by_seeds_that_they_have_in_common(tmp_path):
+    places = [write_run(tmp_path / f"{lr:g}-{seed}", seed, lr) for lr in (1e-3, 3e-3) for seed in range(4 if lr < 2e-3 else 3)]
+    point = {"step": 100, "validation_metrics/loss": 0.75, "validation_metrics/ema/loss": 0.75}
+    for place, other in zip(places[4:], (0.5, 0.75, 0.25), strict=True):
+        final = {key: value if key == "step" else value + other for key, value in point.items()}
+        with open(place / "metrics.jsonl", "a") as file:
+            file.write(json.dumps(final) + "\n")
+    for place in places[:4]:
+        with open(place / "metrics.jsonl", "a") as file:
+            file.write(json.dumps(point) + "\n")
+    columns, (first, second) = group_table(group_by_seed(read_runs(places)), ["ema"])
+    half = 4.302653 * 0.25 / 3**0.5  # of three differences, of which the deviation is 0.25
+    assert columns[-1].startswith("less the first group's") and first[-1] == MISSING and second[1] == "3"
+    assert second[-1] == f"0.50 ± {half:.2f}"
+    (places[4] / "config.toml").write_text((places[4] / "config.toml").read_text().replace("uniform", "logit_normal"))
+    assert len(group_table(group_by_seed(read_runs(places)), ["ema"])[0]) == len(columns) - 1
 
 
 def test_page_is_well_formed_and_needs_no_network(page):

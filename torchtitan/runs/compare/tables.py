@@ -20,10 +20,11 @@ from torchtitan.runs.compare.text import (
     value_text,
 )
 from torchtitan.runs.record import TRAINING_LOSS, RunGroup, RunRecord, differing_settings, measured_interval
-from torchtitan.statistics.interval import Interval
+from torchtitan.statistics.interval import Interval, mean_interval
 
 Rows = list[Sequence[str]]
 Table = tuple[Sequence[str], Rows]  # columns, rows
+_OF_LOSSES = ("objective.", "data.", "validation.")  # sections of keys that decide what a held-out loss is
 
 COSTS = {
     "throughput(img/s)": ("Throughput", "images per second, all processes"),
@@ -76,16 +77,28 @@ def notes(runs: Sequence[RunRecord]) -> list[str]:
 
 
 def group_table(groups: Sequence[RunGroup], tracks: Sequence[str]) -> Table:
-    """Means over seeds with their intervals."""
+    """Means over seeds with their intervals; where all runs have one objective and data, differences paired by seed too."""
     columns = ["group", "runs", "training loss", *(f"held-out, {track_name(track)}" for track in tracks), "images/s"]
+    differing, _ = differing_settings([run for group in groups for run in group.runs])
+    paired = tracks if len(groups) > 1 and not any(key.startswith(_OF_LOSSES) for key in differing) else ()
+    columns += [f"less the first group's, {track_name(track)}" for track in paired]
     rows: Rows = []
     for n, group in enumerate(groups):
         values = [[run.series(TRAINING_LOSS).tail_median() for run in group.runs]]
         values += [[held_out(run, track).final() for run in group.runs] for track in tracks]
         means = [interval_text(group.interval(one)) for one in values]
         rate = group.rate_interval(cost(run, "throughput(img/s)") for run in group.runs)
-        rows.append([Name(group.name, n), str(len(group.runs)), *means, interval_text(rate)])
+        differences = [interval_text(_difference(group, groups[0], track)) for track in paired]
+        rows.append([Name(group.name, n), str(len(group.runs)), *means, interval_text(rate), *differences])
     return columns, rows
+
+
+def _difference(group: RunGroup, first: RunGroup, track: str) -> Interval | None:
+    """Mean difference of held-out losses over the seeds of both groups; None of fewer than two, and of the first itself."""
+    of_first = {run.seed: held_out(run, track).final() for run in first.runs}
+    pairs = [(held_out(run, track).final(), of_first.get(run.seed)) for run in group.runs]
+    found = [one - other for one, other in pairs if one is not None and other is not None]
+    return mean_interval(found) if len(found) > 1 and group is not first else None
 
 
 def result_table(names: Sequence[Name], runs: Sequence[RunRecord], tracks: Sequence[str]) -> Table:
