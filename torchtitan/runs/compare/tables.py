@@ -80,7 +80,8 @@ def group_table(groups: Sequence[RunGroup], tracks: Sequence[str]) -> Table:
     """Means over seeds with their intervals; where all runs have one objective and data, differences paired by seed too."""
     columns = ["group", "runs", "training loss", *(f"held-out, {track_name(track)}" for track in tracks), "images/s"]
     differing, _ = differing_settings([run for group in groups for run in group.runs])
-    paired = tracks if len(groups) > 1 and not any(key.startswith(_OF_LOSSES) for key in differing) else ()
+    alike = not any(key.startswith(_OF_LOSSES) for key in differing)
+    paired = [track for track in tracks if alike and any(_difference(group, groups[0], track) for group in groups)]
     columns += [f"less the first group's, {track_name(track)}" for track in paired]
     rows: Rows = []
     for n, group in enumerate(groups):
