@@ -33,6 +33,7 @@ from torchtitan.fidelity.feature_extractor import FeatureExtractor
 from torchtitan.fidelity.images import SET_RECORD, ImageSet, open_images
 from torchtitan.fidelity.measuring import (
     DEFAULT_EXTRACTOR,
+    METRICS,
     Request,
     check_classes,
     check_request,
@@ -41,7 +42,6 @@ from torchtitan.fidelity.measuring import (
     measure,
     reference_features,
 )
-from torchtitan.fidelity.measuring import METRICS as KNOWN_METRICS
 from torchtitan.fidelity.references import (
     REFERENCES,
     Reference,
@@ -63,7 +63,7 @@ from torchtitan.settings.sources import split_keys
 FIRST = os.environ.get("RANK", "0") == "0"
 UNUSABLE = (AutoencoderError, CheckpointError, ConfigError, DatasetError, EvaluationError, SampleSetError)
 COUNT = 50_000
-METRICS = "fid,kid,is,prdc"
+DEFAULT_METRICS = "fid,kid,is,prdc"
 OTHER_METRICS = "fd,kid,is,prdc"
 WEIGHTS = ".safetensors"
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
@@ -103,7 +103,7 @@ def parse_evaluation(words: list[str]) -> argparse.Namespace:
     add = parser.add_argument
     add("source", type=Path, metavar="RUN|FOLDER|NPZ", help="a run, a file of weights (with CONFIG), or images")
     add("--reference", metavar="REF", help="name of a reference, or path of one, of an npz file or of images")
-    add("--metrics", help=f"names with commas between, of {', '.join(KNOWN_METRICS)} (default: {METRICS}; fd instead of fid"
+    add("--metrics", help=f"names with commas between, of {', '.join(METRICS)} (default: {DEFAULT_METRICS}; fd instead of fid"
         " where --extractor is given)")
     add("--held-out", metavar="REF", help="images that were not trained on, for the threshold of memorisation")
     add("--seed", type=at_least(0), default=0, help="of subsets and intervals (default: 0)")
@@ -115,7 +115,7 @@ def parse_evaluation(words: list[str]) -> argparse.Namespace:
     add_drawn_options(drawn)
     arguments = parser.parse_args(words)
     arguments.extractor = arguments.extractor or DEFAULT_EXTRACTOR
-    default = METRICS if arguments.extractor == DEFAULT_EXTRACTOR else OTHER_METRICS
+    default = DEFAULT_METRICS if arguments.extractor == DEFAULT_EXTRACTOR else OTHER_METRICS
     arguments.metrics = (arguments.metrics or default).replace(" ", "").split(",")
     return arguments
 
