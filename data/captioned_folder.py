@@ -157,7 +157,11 @@ def _held_out(config: CaptionedFolderConfig, images: CaptionedImages) -> np.ndar
     held_out = spread_evenly(len(images.files), config.validation_fraction)
     sizes = [set(config.sizes_of(*size)) for size in images.sizes]
     trained = set().union(*itertools.compress(sizes, ~held_out))
-    return held_out & np.array([each <= trained for each in sizes])
+    alone = held_out & np.array([not each <= trained for each in sizes])
+    if alone.any():
+        place = shown_path(images.files.folder)
+        say_once(f"{place}: trained, not held out, as the only ones of their size: {counted(int(alone.sum()), 'image')}")
+    return held_out & ~alone
 
 
 def check_held_out_sizes(config: CaptionedFolderConfig) -> None:

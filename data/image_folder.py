@@ -148,8 +148,8 @@ def _check_classes(config: ImageFolderConfig, folders: list[bytes]) -> None:
         return
     if len(folders) == 1:
         raise DatasetError(
-            f"data.path: {config.path!r} has one class folder only, {shown_path(folders[0])!r} (give the folder whose "
-            "folders are the classes, or set data.class_folders = false to train without labels)"
+            f"data.path: {config.path!r} has one class folder only, {shown_path(folders[0])!r} (give the folder with one "
+            "folder for each class, or set data.class_folders = false to train without labels)"
         )
     class_numbers(folders, config.classes_file)
 

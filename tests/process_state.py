@@ -14,7 +14,7 @@ def descendants(pid: int) -> list[int]:
 
 
 def trainings_in(folder: Path) -> dict[int, list[str]]:
-    """Words of every process whose command line has train.py and the folder in it, by its id."""
+    """Words of every process with train.py and the folder in its command line, by its id."""
     found = {}
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with suppress(OSError):

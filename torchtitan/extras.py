@@ -19,8 +19,6 @@ EXTRAS = {
     "text": ("huggingface_hub", "sentencepiece", "transformers>=4.46"),
     "wandb": ("wandb",),
 }
-
-
 _OF_TORCHAO = ("torchao", "torch.utils._pytree", "diffusers.quantizers.torchao.torchao_quantizer")
 
 

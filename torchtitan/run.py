@@ -148,7 +148,7 @@ def _train(trainer: Trainer, deadline: threading.Timer) -> int:
         return _fail(trainer, deadline, "failed", str(error))
     except (CheckpointError, DatasetError, OSError) as error:  # OSError: a disk that is full or gone
         return _fail(trainer, deadline, "failed", f"step {trainer.state.step}: {error}", lost=is_lost_rank(error))
-    except Exception as error:  # a plugin's code may raise anything
+    except Exception as error:  # of any code, a plugin's too: kept as the run's reason, and raised again
         if is_out_of_memory(error):
             trainer.profiler.out_of_memory(trainer.state.step)
             return _fail(trainer, deadline, "oom", f"step {trainer.state.step}: {_out_of_memory(error, trainer.config)}")

@@ -14,7 +14,7 @@ FAULT = "TEST_FAULT"
 
 
 class ForkedRun(Run):
-    """A training whose processes start as torchrun would start them, without the seconds that importing torch takes."""
+    """Training in processes that start as torchrun would start them, without the seconds that importing torch takes."""
 
     def __init__(self, config: Path, name: str, *overrides: str, ranks: int = 1, replicas: int = 1, shards: int = 1) -> None:
         outputs = config.parent / "outputs"

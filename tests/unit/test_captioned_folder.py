@@ -289,11 +289,12 @@ def test_what_is_ignored_replaced_and_repeated_is_said_in_a_line_each(tmp_path, 
     )]  # fmt: skip
 
 
-def test_the_only_image_of_a_size_is_not_held_out(tmp_path):
+def test_the_only_image_of_a_size_is_not_held_out(tmp_path, caplog):
     for name, size in (("a.png", (64, 64)), ("b.png", (64, 64)), ("c.png", (64, 64)), ("d.png", (90, 130)), ("e.png", (64, 64))):
         write(tmp_path, name, size)
     config = config_of(tmp_path, resolutions=[128], validation_fraction=0.25)
     assert not CaptionedFolder.info(config).has_validation and len(CaptionedFolder(config, "train")) == 5
+    assert f"{tmp_path}: trained, not held out, as the only ones of their size: 1 image" in caplog.messages
 
 
 def test_a_held_out_image_of_another_size_than_those_of_training_is_named_for_a_store(tmp_path):

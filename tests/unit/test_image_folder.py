@@ -171,7 +171,7 @@ BAD_FOLDERS = {
     ),
     "one class": (
         lambda folder: write_class(folder / "train", ["0.png"]), {},
-        "data.path: '{}' has one class folder only, 'train' (give the folder whose",
+        "data.path: '{}' has one class folder only, 'train' (give the folder with one",
     ),
     "empty class": (empty_class, {}, "data.path: 1 of the 3 class folders have no images, first {}/c"),
     "unreadable": (

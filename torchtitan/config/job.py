@@ -177,9 +177,8 @@ def _read(argv: list[str]) -> tuple[dict[str, str], str | None, dict[str, Any]]:
     document: dict[str, Any] = {}
     if path is not None:
         document, failure = read_configuration(path)
-        advice = own_pictures_advice(path) if failure else ""
-        if advice and (recorded := Path(path) / "config.toml").is_file():
-            advice = f"of this run: {recorded}"
+        recorded = Path(path) / "config.toml"
+        advice = f"this run's: {recorded}" if recorded.is_file() else own_pictures_advice(path) if failure else ""
         unreadable += [f"{line} ({advice})" if advice else line for line in failure]
     if unreadable:
         raise ConfigError(unreadable)

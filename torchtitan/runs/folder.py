@@ -117,7 +117,8 @@ class RunFolder:
         """Check that the folder holds a run of the same training, or none; return the change that extends it, if any.
 
         Raises:
-            RunFolderError: it holds a run with another training, and job.allow_config_change is false.
+            RunFolderError: it holds a run with another training, and job.allow_config_change is false; or more steps are
+                asked of one that has ended, and no checkpoint is left.
             StoreError: the record is in a checkpoint of a store that does not answer.
         """
         if self._config.job.allow_config_change:

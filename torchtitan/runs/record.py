@@ -442,9 +442,9 @@ def _evaluated(path: Path) -> dict[str, Interval | None]:
         against = f" against {entry['reference']['name']}" if entry["reference"] else ""
         for result in entry["results"].values():
             how = f"{result['extractor']}, {entry['samples']['count']:,} samples{_drawn(entry['samples'])}{against}"
-            values = {f"{name} ({how}": measured_interval(value) for name, value in result["values"].items()}
-            other = f", {Path(entry['samples']['place']).name[:8]}" if any(f"{name})" in found for name in values) else ""
-            found |= {f"{name}{other})": value for name, value in values.items()}
+            if any(f"{name} ({how})" in found for name in result["values"]):  # a set of other classes or another step
+                how += f", {Path(entry['samples']['place']).name[:8]}"
+            found |= {f"{name} ({how})": measured_interval(value) for name, value in result["values"].items()}
     return found
 
 
