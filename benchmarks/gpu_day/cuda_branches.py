@@ -15,7 +15,6 @@ _NO_STAGE = "none: "
 # File under torchtitan/ or torchtitan_dit/ -> (what it does, stage and row).
 CUDA_BRANCHES: dict[str, tuple[str, str]] = {
     "torchtitan/trainer.py": ("waits for the device where time is taken", "features: eager"),
-    "torchtitan/philox.py": ("draws words by torch instead of NumPy", "random numbers"),
     "torchtitan/state/data.py": ("pins batches for asynchronous copies", "features: eager; loader"),
     "torchtitan/training/data_loading.py": ("pins batches that the process itself loads", "features: eager"),
     "torchtitan/distributed/mesh.py": ("NCCL beside gloo, a rank's device, timeouts", "two ranks: NCCL"),

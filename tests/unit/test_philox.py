@@ -36,13 +36,6 @@ def philox_in_python(counter: list[int], key: list[int]) -> list[int]:
     return left
 
 
-@pytest.fixture(params=["numpy", "torch"])
-def operations(request, monkeypatch):
-    """Draws by the operations of a CPU, and by those of any other device."""
-    if request.param == "torch":
-        monkeypatch.setattr(philox, "_by_numpy", lambda *counters: False)
-
-
 def fixed_words(monkeypatch, *words: int) -> None:
     """Let every draw see the given words over and over."""
 
@@ -50,21 +43,16 @@ def fixed_words(monkeypatch, *words: int) -> None:
         shape = torch.broadcast_shapes(*(word.shape for word in counter))
         return tuple(torch.full(shape, words[k % len(words)]) for k in range(4))
 
-    def repeated_by_numpy(counter, key):
-        four = [word.numpy() for word in repeated(counter, key)]
-        return np.stack(four[0::2]).view(np.uint64), np.stack(four[1::2]).astype(np.uint32)
-
     monkeypatch.setattr(philox, "philox_4x32", repeated)
-    monkeypatch.setattr(philox, "_rounds_by_numpy", repeated_by_numpy)
 
 
 @pytest.mark.parametrize(("counter", "key", "answer"), KNOWN_ANSWERS)
-def test_rounds_give_the_published_vectors(operations, counter, key, answer):
+def test_rounds_give_the_published_vectors(counter, key, answer):
     words = philox.philox_4x32(tuple(torch.tensor([c]) for c in counter), key)
     assert tuple(int(word) for word in words) == answer
 
 
-def test_words_equal_an_integer_implementation_of_the_documented_layout(operations):
+def test_words_equal_an_integer_implementation_of_the_documented_layout():
     generator = np.random.default_rng(0)
     for _ in range(60):
         seed, index = int(generator.integers(0, 2**64, dtype=np.uint64)), int(generator.integers(0, 2**63))
@@ -89,15 +77,12 @@ def test_draws_of_several_purposes_in_one_pass_are_those_of_each_alone():
 
 
 @pytest.mark.parametrize("shape", [(16, 64, 65), (3, 7, 5), (1,), (3, 32, 32)])
-def test_normal_draws_in_pieces_are_those_of_all_words_at_once(monkeypatch, shape):
-    """Bit for bit, by images of more words than a piece and by pieces of many images; the whole by torch's operations."""
+def test_normal_draws_are_the_box_muller_pairs_of_the_words_bit_for_bit(shape):
     indices, count = torch.arange(25) + 2**40, math.prod(shape)
     words = philox.random_words(3, "sampling", indices, count + count % 2, attempt=2).to(torch.float32)
     radius = torch.sqrt(-2.0 * torch.log((words[:, 0::2] + 1.0) * 2.0**-32))
     angle = words[:, 1::2] * (2.0 * math.pi * 2.0**-32)
     pairs = torch.stack((radius * torch.cos(angle), radius * torch.sin(angle)), dim=-1).flatten(1)[:, :count]
-    assert torch.equal(philox.normal(3, "sampling", indices, shape, attempt=2), pairs.reshape(-1, *shape))
-    monkeypatch.setattr(philox, "_by_numpy", lambda *counters: False)
     assert torch.equal(philox.normal(3, "sampling", indices, shape, attempt=2), pairs.reshape(-1, *shape))
 
 
@@ -178,7 +163,7 @@ def test_normal_draws_have_the_distribution_and_moments_of_the_normal():
 
 
 @pytest.mark.parametrize("words", [(0,), (WORD - 1,), (0, WORD - 1)])
-def test_extreme_words_give_finite_normals_and_uniforms_inside_the_interval(monkeypatch, operations, words):
+def test_extreme_words_give_finite_normals_and_uniforms_inside_the_interval(monkeypatch, words):
     fixed_words(monkeypatch, *words)
     draws = philox.normal(0, "noise", torch.arange(3), (5,))
     assert torch.isfinite(draws).all() and draws.abs().max() <= math.sqrt(64 * math.log(2)) + 1e-5

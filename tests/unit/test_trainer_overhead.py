@@ -7,8 +7,8 @@ import torch
 
 from benchmarks.trainer_overhead import loop_step, operations, trainer_step
 
-# Images -> operations; the present counts: a change that needs more raises one on purpose.
-BEYOND_THE_LOOP = {8: 105, 64: 225}
+# Images -> operations, those of random numbers included; the present counts: a change that needs more raises one on purpose.
+BEYOND_THE_LOOP = {8: 437, 64: 437}
 
 
 @pytest.mark.parametrize("batch", BEYOND_THE_LOOP)
