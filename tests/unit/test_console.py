@@ -84,7 +84,10 @@ MEAN_FLOW = "--objective.name=mean_flow --objective.tangent=head --model.interme
         "--objective.cosine_weight=1 --objective.contrastive_weight=0.05",
         ["terms of the velocity, in the training loss alone: cosine 1, contrastive 0.05"],
     ),
-    ("--model.mup_base_dim=32", ["maximal updates: rates and initial weights found at width 32 are scaled to width 64"]),
+    (
+        "--model.mup_base_dim=32",
+        ["maximal updates: rates and initial weights of width 32 with a feed-forward of 64 are scaled to 64 with 128"],
+    ),
 ])  # fmt: skip
 def test_the_start_names_the_methods_that_are_on(words, lines, tmp_path, caplog):
     caplog.set_level(logging.INFO)

@@ -95,6 +95,7 @@ def test_tokens_change_alike_at_every_width():
     (["--model.mup_base_heads", "2"], "model.mup_base_heads"),
     (["--model.mup_base_dim", "64", "--model.mup_base_heads", "3"], "3 does not divide model.mup_base_dim = 64"),
     (["--model.mup_base_dim", "64", "--model.embedding_per_block", "true"], "model.mup_base_dim"),
+    (["--model.mup_base_dim", "64", "--lora.enable", "true"], "model.mup_base_dim: is for weights that train"),
 ])  # fmt: skip
 def test_what_does_not_fit_is_refused(words, message, tmp_path):
     with pytest.raises(ConfigError, match=message):

@@ -149,6 +149,8 @@ def _lora(checked: ConfigView) -> Iterator[Problem]:
         yield Problem("float8.enable", "computes products of weights that train, and lora freezes them (set it to false)")
     if checked.whole("model").routed_blocks:
         yield Problem("model.routing.name", "is for weights that train, and lora trains adapters (set it to none)")
+    if getattr(checked.whole("model"), "mup_base_dim", None) and not checked.whole("model").mup_base_heads:
+        yield Problem("model.mup_base_dim", "is for weights that train, and lora trains adapters (remove it)")
     if checked.gns.enable and checked.gns.single_pass:
         yield Problem("gns.single_pass", f"taps gradients of whole layers, and lora trains adapters ({WITHOUT_TAPS})")
 

@@ -286,9 +286,10 @@ class DiT(PatchTransformer):
         return fan_in_ratios(self, self.config)
 
     def introduction(self, steps: int) -> Iterator[tuple[int, str]]:
-        base, dim = self.config.mup_base_dim, self.config.dim
+        base, dim, hidden = self.config.mup_base_dim, self.config.dim, self.config.mlp_hidden_dim
         if base:
-            yield logging.INFO, f"maximal updates: rates and initial weights found at width {base} are scaled to width {dim}"
+            found = f"width {base} with a feed-forward of {hidden / self.config.width_ratio:g}"
+            yield logging.INFO, f"maximal updates: rates and initial weights of {found} are scaled to {dim} with {hidden}"
 
 
 class BottleneckEmbedding(nn.Module):
