@@ -124,9 +124,19 @@ def test_the_path_drop_guide_is_the_network_with_mask_tokens_alone_and_the_null_
     assert not torch.equal(model(x, t, condition), wanted)
     assert counter.get_total_flops() < 0.6 * 2 * BATCH * model.forward_macs_per_image(SHAPE)
     assert _guide(opened) == {"label": "path_drop"}
-    sampled.model = build(TREAD)
+    sampled.model = twin(model)
     with pytest.raises(WeightsError, match=r"--guide path_drop: the model has no path to drop \(train with"):
         open_guide("path_drop", Path("run"), None, sampled, 2.0, torch.device("cpu"))
+
+
+@torch.no_grad()
+def test_the_path_drop_guide_of_tread_is_the_network_of_the_other_blocks():
+    model, arguments = build(TREAD).eval(), inputs()
+    plain, whole = twin(model).eval(), model(*arguments)
+    for number in (2, 3, 4):
+        plain.layers[number - 1].forward = lambda x, *others: x
+    assert torch.equal(model.without_path(*arguments), plain(*arguments))
+    assert torch.equal(model(*arguments), whole) and not torch.equal(plain(*arguments), whole)
 
 
 @torch.no_grad()

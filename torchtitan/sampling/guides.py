@@ -77,11 +77,11 @@ def open_guide(
 def _without_path(sampled: TrainedModel) -> Guide:
     """Reference without routed blocks and, where the null condition was trained, without the condition.
 
-    Source: path-drop guidance of Park et al., arXiv 2510.21986.
+    Source: path-drop guidance of Park et al., arXiv 2510.21986; Krause et al., arXiv 2501.04765, guide by fewer tokens too.
     """
     network = getattr(sampled.model, "without_path", None)
     if network is None:
-        raise WeightsError("--guide path_drop: the model has no path to drop (train with model.routing.name = sprint)")
+        raise WeightsError("--guide path_drop: the model has no path to drop (train with model.routing.name = tread or sprint)")
     kind, trains_null = sampled.model.condition_kind, sampled.config.model.label_dropout > 0
 
     def reference(x: Tensor, t: Tensor, condition: Condition) -> Tensor:

@@ -67,6 +67,14 @@ class TreadDiT(DiT):
         """Join tokens from before the routed blocks [B, T, D] with those behind [B, k, D], of places [B, k]; None: all."""
         return x if kept is None else _into_places(before, x, kept)
 
+    def without_path(self, x: Tensor, t: Tensor, condition: Condition = None) -> Tensor:
+        """Apply the network, in evaluation, without its routed blocks: no token is kept."""
+        self._without_path = True
+        try:
+            return self(x, t, condition)
+        finally:
+            self._without_path = False
+
     def training_macs_per_image(self, image_shape: tuple[int, int, int], steps: int | None = None) -> int:
         routing, blocks = cast(TreadConfig, self.config.routing), self.config.routed_blocks
         num_tokens = self.tokens_per_image(image_shape)
@@ -112,14 +120,6 @@ class SprintDiT(TreadDiT):
         super().draw_dropout(seed, samples, attempt, steps_left)
         probability = cast(SprintConfig, self.config.routing).path_drop
         self._path_dropped = philox.uniform(seed, "path_drop", samples, attempt) < probability
-
-    def without_path(self, x: Tensor, t: Tensor, condition: Condition = None) -> Tensor:
-        """Apply the network, in evaluation, without its routed blocks: all tokens have the mask token behind them."""
-        self._without_path = True
-        try:
-            return self(x, t, condition)
-        finally:
-            self._without_path = False
 
     def join(self, before: Tensor, x: Tensor, kept: Tensor | None) -> Tensor:
         if self._without_path:
