@@ -64,12 +64,13 @@ def run_alone(arguments: argparse.Namespace) -> Path:
     base = grid_options.read_base(arguments, measured=True)
     folder = grid_options.study_folder(arguments, base, NAME)
     rates = _rates(arguments.rate, arguments.rates)
-    losses = _trained(base, rates, folder, arguments)
+    losses, left_out = _trained(base, rates, folder, arguments)
     wider = {name: extended(name, of, losses) for name, of in rates.items()}
     if wider != rates:
-        losses = _trained(base, wider, folder, arguments)
+        losses, left_out = _trained(base, wider, folder, arguments)
     make_folder(folder)
-    replace_file(folder / "summary.md", report(losses, wider, arguments, folder))
+    note = f"\nLeft out, failed or of other settings: {', '.join(left_out)}.\n" if left_out else ""
+    replace_file(folder / "summary.md", report(losses, wider, arguments, folder) + note)
     return folder / "summary.md"
 
 
@@ -84,7 +85,8 @@ def _rates(given: list[str], count: int) -> dict[str, list[float]]:
     return found
 
 
-def _trained(base: JobConfig, rates: Rates, folder: Path, options: argparse.Namespace) -> Losses:
+def _trained(base: JobConfig, rates: Rates, folder: Path, options: argparse.Namespace) -> tuple[Losses, list[str]]:
+    """Train the missing runs; return the losses, infinite of those that diverged, and names of the others with a row."""
     samples = grid_options.equal_samples(options, [base.training.global_batch_size])
     shared = batch_overrides(base, base.training.global_batch_size, samples, options.checkpoints, "const", options.processes)
     shared |= {"validation.interval": shared["training.steps"], "lr_scheduler.warmup_steps": base.lr_scheduler.warmup_steps}
@@ -101,11 +103,13 @@ def _trained(base: JobConfig, rates: Rates, folder: Path, options: argparse.Name
         train_grid(grid, options.retry_failed, RunRecord(COLUMNS, of_run))
     table = _table(folder)
     rows = [(run, row) for run in runs if (row := table.find({"run": run.name}))]
-    return {
+    valid = [(run, row) for run, row in rows if row["status"] == "diverged" or ended(table, run)]
+    losses = {
         (run.optimizer, each, run.width, run.seed, run.rate): math.log(float(row["loss"] or math.inf))
-        for run, row in rows
+        for run, row in valid
         for each in (PARAMETRISATIONS if run.width == options.widths[0] else (run.parametrisation,))
     }  # fmt: skip
+    return losses, [run.name for run, row in rows if (run, row) not in valid]
 
 
 def _table(folder: Path) -> ResultTable:

@@ -77,3 +77,9 @@ def test_rates_are_compared_by_width_and_a_study_resumes_from_its_table(trained,
     (second / "training.csv").write_text((first / "training.csv").read_text())
     assert study("width_transfer", config, *options.split(), second)[0] == 0 and len(trained) == 24
     assert (second / "summary.md").read_text() == text
+    table = second / "training.csv"  # a run that was killed says nothing of its rate, and its curve has a hole
+    row = next(line for line in table.read_text().splitlines() if line.startswith("AdamW_plain_32_0.000488_s1"))
+    table.write_text(table.read_text().replace(row, "AdamW_plain_32_0.000488_s1,failed,killed,16,2026,0,,"))
+    assert study("width_transfer", config, *options.split(), second, "--report-only")[0] == 0
+    text = (second / "summary.md").read_text()
+    assert "| AdamW | plain | 1 | - | undecided |" in text and "other settings: AdamW_plain_32_0.000488_s1.\n" in text
