@@ -42,7 +42,8 @@ def resolved_objective(checked: ConfigView) -> ObjectiveConfig:
     """`[objective]` with what follows from the precision, and the shift that follows from the size of its data's images."""
     training = checked.training
     tf32 = training.float32_matmul_precision != "highest"
-    finest_step = 0.05 if training.mixed_precision_param == "bfloat16" else 0.02 if tf32 else 0.002
+    coarse = training.mixed_precision_param == "bfloat16" and checked.parallelism.data_parallel_shard_degree != 1
+    finest_step = 0.05 if coarse else 0.02 if tf32 else 0.002
     objective = checked.whole("objective").resolved(finest_step)
     if objective.shift != LATENT_SIZE:
         return objective

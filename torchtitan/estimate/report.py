@@ -9,7 +9,7 @@ from torchtitan.estimate.devices import Device
 from torchtitan.estimate.encoding import encoding_flops_per_image
 from torchtitan.estimate.measured import waiting_step
 from torchtitan.estimate.memory import PARTS, MemoryEstimate
-from torchtitan.estimate.roofline import Efficiency, StepTime, training_flops_per_image
+from torchtitan.estimate.roofline import Efficiency, StepTime, training_flops_per_image, untrained_forwards
 from torchtitan.models.base import DiffusionModel
 from torchtitan.models.quantized import quantized_weights
 from torchtitan.pictures.number_text import counted
@@ -53,6 +53,8 @@ def as_text(
     layout = config.parallelism
     ranks, degree = layout.processes, layout.context_parallel_degree
     tokens = f" x {degree} parts of each image's tokens" if degree > 1 else ""
+    further = untrained_forwards(config)
+    calls = f", with {counted(further, 'call')} without a gradient" if further else ""
     notes = {
         "gradients": f" (all of them: {_gib(memory.all_gradients)})",
         "activations": f" (checkpointing: {_checkpointing(config.activation_checkpoint)}; as an eager step has them)",
@@ -62,7 +64,7 @@ def as_text(
         f"{counted(layout.data_parallel_shard_degree, 'shard')}{tokens}, {config.training.local_batch_size} images per rank and "
         f"forward, {config.training.global_batch_size} per step, {config.training.mixed_precision_param}",
         f"parameters            {model.num_parameters():,}{_frozen(config, model)}",
-        f"FLOPs per image       {training_flops_per_image(config, model):.4g} (training)"
+        f"FLOPs per image       {training_flops_per_image(config, model):.4g} (training{calls})"
         + (f", {encoding_flops_per_image(config):.4g} (encoding)" if time.encoding else ""),
         f"memory per rank, at the peak of a step ({memory.phase}):",
         *(f"  {part:20}{_gib(getattr(memory, part))}{notes.get(part, '')}" for part in PARTS),

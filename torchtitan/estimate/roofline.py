@@ -61,10 +61,14 @@ class StepTime:
     encoding: float = 0.0
 
 
+def untrained_forwards(config: JobConfig) -> int:
+    """Calls of the network for each image without a gradient, beside the trained one."""
+    return build_objective(config.objective, seed=0).untrained_forwards
+
+
 def training_flops_per_image(config: JobConfig, model: DiffusionModel) -> int:
     """Floating-point operations of training the model on one image, by the run's objective, and of its alignment."""
-    untrained_forwards = build_objective(config.objective, seed=0).untrained_forwards
-    flops = training_flops(model, model.image_shape, untrained_forwards, config.training.steps)
+    flops = training_flops(model, model.image_shape, untrained_forwards(config), config.training.steps)
     if config.alignment.teacher == "none":
         return flops
     from torchtitan.alignment.plan import Plan

@@ -205,6 +205,8 @@ def sampling_problems(
         if not two_times:
             text = "is for a network of two times, and the model's has one (use euler, or train with objective.name = mean_flow)"
         found.append(("solver.name", f"{config.solver.name} {text}"))
+    if config.solver.two_times and config.clip_x0:
+        found.append(("clip_x0", "clips the image that a velocity points to, and mean velocities point to none (leave it out)"))
     if config.solver.two_times and config.guide_track:
         found.append(("guide_track", "is for solvers of one time, not for sampling.solver.name = mean_flow (leave it out)"))
     trained = Trained(path_name, PATHS[path_name](), learned_variance)
