@@ -43,7 +43,7 @@ def resolved_objective(checked: ConfigView) -> ObjectiveConfig:
     training = checked.training
     tf32 = training.float32_matmul_precision != "highest"
     coarse = training.mixed_precision_param == "bfloat16" and checked.parallelism.data_parallel_shard_degree != 1
-    finest_step = 0.05 if coarse else 0.02 if tf32 else 0.002
+    finest_step = 0.05 if coarse else 0.01 if tf32 else 0.002
     objective = checked.whole("objective").resolved(finest_step)
     if objective.shift != LATENT_SIZE:
         return objective
