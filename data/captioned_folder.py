@@ -223,8 +223,9 @@ def _open(config: CaptionedFolderConfig, split: Split) -> CaptionedImages:
             seen.update(sizes)
     if missed:
         shown = ", ".join(f"{width} x {height}" for width, height in sorted(seen)[:3]) + (", ..." if len(seen) > 3 else "")
-        lacking = ", ".join(f"{count:,} of {len(images.sizes):,} no bucket of {each}" for each, count in sorted(missed.items()))
-        say_once(f"{place}: images are not enlarged: {lacking} (data.resolutions); those are seen in {shown}")
+        of_all = f"of {len(images.sizes):,} cover no bucket of"
+        lacking = ", ".join(f"{count:,} {of_all} {each}" for each, count in sorted(missed.items()))
+        say_once(f"{place}: images are not enlarged, and {lacking} (data.resolutions); all sizes of these images: {shown}")
     if key == "path" and (count := int(_repeats(images.files).sum())) > len(images.sizes):
         text = f"are {count:,} entries of an epoch: folders named N_name repeat theirs N times"
         say_once(f"{place}: {counted(len(images.sizes), 'image')} {text}")

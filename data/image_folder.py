@@ -25,6 +25,7 @@ from torchtitan.data.image_files import (
 from torchtitan.data.left_out import say_once
 from torchtitan.data.splits import chosen_positions, last_of_each_class
 from torchtitan.errors import look_alike
+from torchtitan.pictures.number_text import counted
 from torchtitan.settings import setting
 
 _SPLITS = {"train", "training", "val", "valid", "validation", "test"}
@@ -66,7 +67,12 @@ class ImageFolder(SquareImages):
         folders, files = _list_folder("data.path", config.path, _has_classes(config))
         _check_classes(config, folders)
         check_readable(files, "data.path")
-        has_validation = bool(last_of_each_class(files.classes, config.validation_fraction).any())
+        held_out = last_of_each_class(files.classes, config.validation_fraction)
+        has_validation = bool(held_out.any())
+        untrained = len(np.setdiff1d(files.classes, files.classes[~held_out]))
+        if untrained and config.labels and not config.validation_path:
+            text = f"all images of {counted(untrained, 'class', 'es')} are held out (data.validation_fraction = 0 trains on them)"
+            say_once(f"{shown_path(files.folder)}: {text}")
         if config.validation_path:
             _, held_out_files = _list_validation(config, folders)
             check_readable(held_out_files, "data.validation_path")

@@ -157,11 +157,12 @@ def _next_grid(state: RunState) -> str:
 
 def _weighting(points: Tensor, weights: Tensor) -> str:
     """Line on the training's weight of the noise prediction's error: where it is highest, and where at least half of that."""
+    subject = "weight of a noise level in training (times drawn x weighting, of the noise's error)"
     if weights.min() > 0.99 * weights.max():
-        return "loss weighting (of the noise prediction's error): equal at every noise level sigma"
+        return f"{subject}: equal at every noise level sigma"
     half = points[weights >= 0.5 * weights.max()].exp()
     return (
-        f"loss weighting (of the noise prediction's error): highest at noise level sigma = {points[weights.argmax()].exp():.2g},"
+        f"{subject}: highest at noise level sigma = {points[weights.argmax()].exp():.2g},"
         f" at least half of that between {half.min():.2g} and {half.max():.2g}"
     )
 

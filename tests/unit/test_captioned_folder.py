@@ -283,8 +283,8 @@ def test_what_is_ignored_replaced_and_repeated_is_said_in_a_line_each(tmp_path, 
     assert caplog.messages == [f"{tmp_path}: {line}" for line in (
         "ignoring 1 mask beside images",
         "the trigger word alone is the caption of 2 of 5 images",
-        "images are not enlarged: 5 of 5 no bucket of 128, 5 of 5 no bucket of 1024 (data.resolutions); those are seen in "
-        "64 x 64, 64 x 128",
+        "images are not enlarged, and 5 of 5 cover no bucket of 128, 5 of 5 cover no bucket of 1024 (data.resolutions); all "
+        "sizes of these images: 64 x 64, 64 x 128",
         "5 images are 11 entries of an epoch: folders named N_name repeat theirs N times",
     )]  # fmt: skip
 

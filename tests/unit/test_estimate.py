@@ -263,6 +263,7 @@ def test_command_estimates_seven_billion_parameters(tmp_path, capsys):
         (["--device", "CPU", "--memory", "8"], "needs --tflops, --memory-bandwidth, --node-bandwidth, --network-bandwidth"),
         (["--device", "CPU", "--memory", "8", "--world-size", "1"], "needs --tflops, --memory-bandwidth\n"),
         (["--device", "H200", "--model.flavour", "debug"], "did you mean"),
+        (["--device", "4090", "--memory", "12", "--tflops", "9"], "--tflops is for --device CPU; 4090 has its own"),
     ],
 )
 def test_bad_words_are_refused_in_one_line(words, message, capsys):

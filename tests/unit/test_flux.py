@@ -373,7 +373,8 @@ def test_text_of_other_encoders_is_refused_with_both_widths():
     assert not condition_problems(DEBUG, text_kind(DEBUG))
     other = Embeddings({TEXT: torch.zeros(5, 48), POOLED: torch.zeros(24)})
     assert condition_problems(DEBUG, other) == [
-        "model.text_dim: 32, and the data's text has width 48 (set it to 48, or encode anew)"
+        "model.text_dim: 32, and the data's text has width 48 (set it to 48, or, as given weights need, "
+        "encode by a data.text_encoder of width 32)"
     ]
     (line,) = condition_problems(DEBUG, Embeddings({TEXT: torch.zeros(5, 32)}))
     assert "flux takes the embeddings text and pooled, the data give text" in line

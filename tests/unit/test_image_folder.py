@@ -63,7 +63,8 @@ def test_classes_and_files_are_sorted_nested_files_found_and_others_left_out(tmp
     assert set(ImageFolder(whole, "train").fetch(np.arange(5))) == {"images"}
 
 
-def test_the_last_images_of_each_class_are_held_out(tmp_path):
+def test_the_last_images_of_each_class_are_held_out(tmp_path, caplog):
+    caplog.set_level("INFO")
     write_class(tmp_path / "a", [f"{i}.png" for i in range(7)])
     write_class(tmp_path / "b", [f"{i}.png" for i in range(3)], 100)
     write_class(tmp_path / "c", ["0.png"], 200)
@@ -78,7 +79,11 @@ def test_the_last_images_of_each_class_are_held_out(tmp_path):
     # floor(0.3 x 7) = 2, floor(0.3 x 10) = 3, floor(0.3 x 11) = 3 images in the first 1, 2, 3 classes.
     assert contents(held_out) == [(0, 5), (0, 6), (1, 2)]
     assert contents(train) == [(0, 0), (0, 1), (0, 2), (0, 3), (0, 4), (1, 0), (1, 1), (2, 0)]
+    assert ImageFolder.info(config).has_validation and not caplog.messages
+    for name in ("d", "e", "f", "g"):
+        write_class(tmp_path / name, ["0.png"], 200)
     assert ImageFolder.info(config).has_validation
+    assert caplog.messages == [f"{tmp_path}: all images of 1 class are held out (data.validation_fraction = 0 trains on them)"]
     assert not ImageFolder.info(config_of(tmp_path, validation_fraction=0.05)).has_validation
     with pytest.raises(DatasetError, match="data.validation_fraction: 0.05 leaves no image for validation"):
         ImageFolder(config_of(tmp_path, validation_fraction=0.05), "validation")

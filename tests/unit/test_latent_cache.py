@@ -283,7 +283,10 @@ def test_texts_of_another_width_are_refused_before_they_are_encoded(pictures, tm
     given = words(pictures, tmp_path / "out", "--model.text_dim", "48")
     monkeypatch.setattr(cache_filling, "_fill", lambda *arguments: pytest.fail("encoded"))
     assert run(load_config(given, 1), lambda: load_config(given, 1)) == 2
-    assert capsys.readouterr().err == "model.text_dim: 48, and the data's text has width 32 (set it to 32, or encode anew)\n"
+    assert capsys.readouterr().err == (
+        "model.text_dim: 48, and the data's text has width 32 (set it to 32, or, as given weights need, encode by a "
+        "data.text_encoder of width 48)\n"
+    )
 
 
 def test_a_finished_run_needs_its_initial_weights_no_more(pictures, tmp_path):

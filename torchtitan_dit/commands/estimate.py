@@ -7,6 +7,7 @@ running anything: a training step on tensors that have no memory. See docs/compa
 import argparse
 import json
 import sys
+from dataclasses import replace
 
 from torchtitan.config.job import ConfigError, JobConfig, load_config
 from torchtitan.estimate.absent_data import without_data
@@ -57,8 +58,8 @@ def parse_arguments(words: list[str] | None) -> tuple[argparse.Namespace, list[s
     add, known = parser.add_argument, Efficiency()
     add("config", metavar="CONFIG", help="TOML file of the run, or the name of a shipped one")
     add("--world-size", type=at_least(1), default=1, metavar="N", help="processes (default: 1)")
-    add("--device", required=True, metavar="NAME", help=f"{', '.join(DEVICES)}, or CPU with the numbers below")
-    add("--memory", type=positive, metavar="GIB", help="memory of each process")
+    add("--device", required=True, metavar="NAME", help=f"{', '.join(DEVICES)}, or CPU with the numbers below, of any device")
+    add("--memory", type=positive, metavar="GIB", help="memory of each process (default: the device's)")
     add("--tflops", type=positive, help="peak of matrix products in the run's precision, TFLOP/s")
     add("--memory-bandwidth", type=positive, metavar="GB_PER_S", help="of the memory")
     add("--node-bandwidth", type=positive, metavar="GB_PER_S", help="between processes of a node; 8 are one")
@@ -88,12 +89,13 @@ def _efficiency(arguments: argparse.Namespace, config: JobConfig) -> Efficiency:
 def _device(parser: OneLineParser, arguments: argparse.Namespace) -> Device:
     own = ["memory", "tflops", "memory_bandwidth", "node_bandwidth", "network_bandwidth"]
     given = [name for name in own if getattr(arguments, name) is not None]
-    if arguments.device in DEVICES:
-        if given:
-            parser.error(f"--{given[0].replace('_', '-')} is for --device CPU; {arguments.device} has its own")
-        return DEVICES[arguments.device]
+    if device := DEVICES.get(arguments.device):
+        if others := [name for name in given if name != "memory"]:
+            parser.error(f"--{others[0].replace('_', '-')} is for --device CPU; {arguments.device} has its own")
+        return replace(device, memory_gib=arguments.memory or device.memory_gib)
     if arguments.device != "CPU":
-        parser.error(f"--device: {arguments.device!r} is none of {', '.join(DEVICES)} (another: CPU, with its numbers)")
+        text = f"--device: {arguments.device!r} is none of {', '.join(DEVICES)}"
+        parser.error(f"{text} (another GPU: its numbers with --device CPU, or a like one with --memory)")
     wanted = own if arguments.world_size > 1 else own[:3]  # one process has no links
     if missing := [f"--{name.replace('_', '-')}" for name in wanted if name not in given]:
         parser.error(f"--device CPU needs {', '.join(missing)}")

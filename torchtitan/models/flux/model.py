@@ -199,6 +199,7 @@ def condition_problems(config: FluxConfig, kind: ConditionKind) -> list[str]:
         return [f"model.name: flux takes {TEXT} [tokens, width] and {POOLED} [width], the data give {shape} and {pooled_shape}"]
     widths = (("text_dim", TEXT, shape[1]), ("pooled_dim", POOLED, pooled_shape[0]))
     return [
-        f"model.{key}: {getattr(config, key)}, and the data's {entry} has width {width} (set it to {width}, or encode anew)"
+        f"model.{key}: {getattr(config, key)}, and the data's {entry} has width {width} (set it to {width}, or, as given"
+        f" weights need, encode by a data.{key.replace('_dim', '_encoder')} of width {getattr(config, key)})"
         for key, entry, width in widths if getattr(config, key) != width
     ]
