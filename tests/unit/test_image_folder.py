@@ -80,10 +80,11 @@ def test_the_last_images_of_each_class_are_held_out(tmp_path, caplog):
     assert contents(held_out) == [(0, 5), (0, 6), (1, 2)]
     assert contents(train) == [(0, 0), (0, 1), (0, 2), (0, 3), (0, 4), (1, 0), (1, 1), (2, 0)]
     assert ImageFolder.info(config).has_validation and not caplog.messages
-    for name in ("d", "e", "f", "g"):
-        write_class(tmp_path / name, ["0.png"], 200)
-    assert ImageFolder.info(config).has_validation
-    assert caplog.messages == [f"{tmp_path}: all images of 1 class are held out (data.validation_fraction = 0 trains on them)"]
+    single = tmp_path.parent / f"{tmp_path.name}-single"
+    for name in ("a", "b", "c", "d"):
+        write_class(single / name, ["0.png"])
+    assert ImageFolder.info(config_of(single, validation_fraction=0.3)).has_validation
+    assert caplog.messages == [f"{single}: all images of 1 class are held out (data.validation_fraction = 0 trains on them)"]
     assert not ImageFolder.info(config_of(tmp_path, validation_fraction=0.05)).has_validation
     with pytest.raises(DatasetError, match="data.validation_fraction: 0.05 leaves no image for validation"):
         ImageFolder(config_of(tmp_path, validation_fraction=0.05), "validation")
