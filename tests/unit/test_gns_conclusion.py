@@ -42,7 +42,7 @@ def test_each_claim_holds_at_both_ends_of_the_interval():
 def test_where_the_signal_is_too_small_it_says_how_much_more_to_measure():
     opened = Interval(math.nan, 20.0, math.inf)
     assert on_batch(opened, 128, 300) == "not enough signal to judge batch 128: measure about 300 more steps"
-    assert on_batch(opened, 128, None).endswith("or each one (gns.interval = 1)")
+    assert on_batch(opened, 128, None).endswith("measure more steps (train longer, or lower gns.interval above 1)")
     # A standard error falls with the root of the steps: z = 1.5 of 100 measured steps is 3 of 400.
     assert steps_to_know(1.5, 1.0, 100, 8) == 2400
     assert steps_to_know(0.4, 1.0, 100, 8) is None and steps_to_know(math.nan, 1.0, 100, 8) is None
@@ -82,7 +82,7 @@ def test_a_page_concludes_from_what_was_logged_as_the_run_does(more_steps):
 
 def test_a_verdict_says_since_when_and_what_was_before():
     grown = [point(100, 14, 70), point(200, 20, math.inf), point(300, 600, 900, "composite"), point(400, 700, math.inf)]
-    assert history(grown, "plain", 128) == "unchanged since step 300; at step 100 it was 31 [14, 70] images"
-    assert history(grown[2:], "plain", 128) == "unchanged since step 300"
-    assert history([point(100, 20, math.inf), *grown[2:]], "plain", 128) == "unchanged since step 300"  # nothing was known before
+    assert history(grown, "plain", 128) == "concluded so since step 300; at step 100 it was 31 [14, 70] images"
+    assert history(grown[2:], "plain", 128) == "concluded so since step 300"
+    assert history([point(100, 20, math.inf), *grown[2:]], "plain", 128) == "concluded so since step 300"  # unknown before
     assert history([], "plain", 128) == ""

@@ -13,13 +13,16 @@ _SMALL = "XL/2 compiled, 32 images"
 RESULTS = Path(__file__).resolve().parent.parent.parent / "benchmarks" / "results" / "gpu_day.json"
 
 
-def measured_shares(device: Device, products: Products | None, float8: bool) -> dict[str, tuple[float, str]]:
+def measured_shares(
+    device: Device, products: Products | None, float8: bool, compiled: bool = True
+) -> dict[str, tuple[float, str]]:
     """Measured shares, by `Efficiency`'s names: each with device and date; none where no such device was visited.
 
-    The share of compute is the MFU of whole train steps of DiT-XL/2 in bfloat16, compiled, and holds for such products alone,
-    with float8 or without; that of memory is the rate of a copy.
+    The share of compute is the MFU of whole train steps of DiT-XL/2 in bfloat16, compiled or eager, and holds for such products
+    alone, with float8, which was measured compiled, or without; that of memory is the rate of a copy.
     """
-    row, kind = ("XL/2 compiled, float8", " in float8") if float8 else ("XL/2 compiled", "")
+    row, kind = ("XL/2 compiled", ", compiled") if compiled else ("XL/2 eager", ", eager")
+    row, kind = ("XL/2 compiled, float8", ", compiled, in float8") if float8 else (row, kind)
     found = {}
     for name, stages in _visits().items():
         if not _is(name, device):

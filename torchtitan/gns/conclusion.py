@@ -89,7 +89,7 @@ def history(points: Iterable[Mapping[str, Any]], geometry: str, batch: int) -> s
     since = len(verdicts)
     while since and verdicts[since - 1] == verdicts[-1]:
         since -= 1
-    clause = f"unchanged since step {known[since][0]:,}"
+    clause = f"concluded so since step {known[since][0]:,}"
     before = next((known[place] for place in range(since - 1, -1, -1) if verdicts[place] != "unknown"), None)
     return f"{clause}; at step {before[0]:,} it was {in_words(before[1])}" if before else clause
 
@@ -144,7 +144,8 @@ def _images(batch: int, than: int, scale: float) -> float:
 
 
 def _remedy(more_steps: int | None) -> str:
-    return f": measure about {more_steps:,} more steps" if more_steps else ": measure more steps, or each one (gns.interval = 1)"
+    more = f"about {more_steps:,} more steps" if more_steps else "more steps (train longer, or lower gns.interval above 1)"
+    return f": measure {more}"
 
 
 def _logged(point: Mapping[str, Any], geometry: str) -> Interval | None:

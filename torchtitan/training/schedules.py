@@ -46,10 +46,10 @@ def lr_factor(config: LRSchedulerConfig, step: int, total_steps: int, images_per
 def lr_phase(config: LRSchedulerConfig, step: int, total_steps: int, images_per_step: int = 1) -> str:
     """Phase of the schedule in words, with the learning rate as a share of the peak; arguments as of `lr_factor`."""
     factor, at = lr_factor(config, step, total_steps, images_per_step), _place(config, step, total_steps, images_per_step)
-    if at.done < at.warmup:
-        return f"in warm-up, at {100 * factor:.0f} % of the peak learning rate"
     if factor >= 0.995:
         return "at the peak learning rate"
+    if at.done < at.warmup:
+        return f"in warm-up, at {100 * factor:.0f} % of the peak learning rate"
     if config.decay_between and at.done >= config.decay_between[1]:
         return f"after the decay, at {100 * factor:.0f} % of the peak learning rate"
     shape = config.decay_type if config.decay_type in TO_THE_END else "inverse square root"

@@ -79,7 +79,7 @@ def parse_arguments(words: list[str] | None) -> tuple[argparse.Namespace, list[s
 def _efficiency(arguments: argparse.Namespace, config: JobConfig) -> Efficiency:
     """Shares of the command line; else measured ones where the device was visited, or assumed."""
     given = {"compute": arguments.compute, "memory": arguments.bandwidth}
-    of_visit = measured_shares(arguments.device, products_of(vars(config.training)), config.float8.enable)
+    of_visit = measured_shares(arguments.device, products_of(vars(config.training)), config.float8.enable, config.compile.enable)
     measured = {name: found for name, found in of_visit.items() if given[name] is None}
     shares = {name: share for name, (share, _) in measured.items()} | {name: share for name, share in given.items() if share}
     places = {name: place for name, (_, place) in measured.items()}
