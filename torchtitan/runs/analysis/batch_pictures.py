@@ -31,7 +31,7 @@ from torchtitan.runs.analysis.measures import IMAGES, MEMORY, MFU, Metric
 OVER_BATCH = (MFU, IMAGES, MEMORY)
 _MEMORY_NOTE = (
     " Line, from three batches on: fit of the peak, the part without images (parameters, gradients, optimizer, "
-    "averages) and that of each image (activations)."
+    "averages; of a process on a CPU all else too) and that of each image (activations)."
 )
 _SEVERAL = " Of several global batches at one local batch the fastest counts."
 _FEWEST_TO_FIT = 3  # batches
