@@ -69,8 +69,8 @@ def philox_4x32(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int, 
     for left_key, right_key in _round_keys(key):
         # int64 wraps modulo 2^64, so both halves of the unsigned product are exact; what is kept is masked in the next round.
         left, right = first * _LEFT_MULTIPLIER, third * _RIGHT_MULTIPLIER
-        first, second = ((right >> _HALF) ^ second ^ left_key) & _WORD, right
-        third, fourth = ((left >> _HALF) ^ fourth ^ right_key) & _WORD, left
+        first, second = ((right >> _HALF) ^ second).bitwise_xor_(left_key).bitwise_and_(_WORD), right
+        third, fourth = ((left >> _HALF) ^ fourth).bitwise_xor_(right_key).bitwise_and_(_WORD), left
     return tuple(torch.broadcast_tensors(first, second & _WORD, third, fourth & _WORD))
 
 
@@ -127,7 +127,7 @@ def normal(seed: int, purpose: str, indices: Tensor, shape: tuple[int, ...], att
     counter, key = _counter(purpose, indices, 0, -(-count // 4), attempt), _halves(seed)
     words, draws = philox_4x32(counter, key), []
     for of_radius, of_angle in (words[:2], words[2:]):
-        radius = torch.sqrt(-2.0 * torch.log((of_radius.to(torch.float32) + 1.0) * 2.0**-32))
+        radius = (of_radius.to(torch.float32) + 1.0).mul_(2.0**-32).log_().mul_(-2.0).sqrt_()
         angle = of_angle.to(torch.float32) * (2.0 * math.pi * 2.0**-32)
         draws += [radius * torch.cos(angle), radius * torch.sin(angle)]
     return torch.stack(draws, dim=-1).flatten(1)[:, :count].reshape(len(indices), *shape)

@@ -82,7 +82,7 @@ def test_a_page_concludes_from_what_was_logged_as_the_run_does(more_steps):
 
 def test_a_verdict_says_since_when_and_what_was_before():
     grown = [point(100, 14, 70), point(200, 20, math.inf), point(300, 600, 900, "composite"), point(400, 700, math.inf)]
-    assert history(grown, "plain", 128) == "concluded so since step 300; at step 100 it was 31 [14, 70] images"
-    assert history(grown[2:], "plain", 128) == "concluded so since step 300"
-    assert history([point(100, 20, math.inf), *grown[2:]], "plain", 128) == "concluded so since step 300"  # unknown before
-    assert history([], "plain", 128) == ""
+    assert history(grown, "plain", 128) == "this verdict since step 300; at step 100 it was 31 [14, 70] images"
+    assert history(grown[2:], "plain", 128) == "this verdict since step 300"
+    assert history([point(100, 20, math.inf), *grown[2:]], "plain", 128) == "this verdict since step 300"  # unknown before
+    assert history([], "plain", 128) == history(grown[3:], "plain", 128) == ""

@@ -77,19 +77,19 @@ def on_timesteps(ratios: Sequence[PredictedRatio], more_steps: int | None) -> st
 
 
 def history(points: Iterable[Mapping[str, Any]], geometry: str, batch: int) -> str:
-    """Clause on the step since which the verdict on a batch holds, and why it was another before; "" if it has no past.
+    """Clause on the step since which the verdict on a batch holds, and why it was another before; "" without two points.
 
     Args:
         points: logged points in the order of their steps, with the whole objective's noise scale; the last is the present.
     """
     known = [(point["step"], scale) for point in points if (scale := _logged(point, geometry))]
-    if not known:
+    if len(known) < 2:
         return ""
     verdicts = [verdict(scale, batch) for _, scale in known]
     since = len(verdicts)
     while since and verdicts[since - 1] == verdicts[-1]:
         since -= 1
-    clause = f"concluded so since step {known[since][0]:,}"
+    clause = f"this verdict since step {known[since][0]:,}"
     before = next((known[place] for place in range(since - 1, -1, -1) if verdicts[place] != "unknown"), None)
     return f"{clause}; at step {before[0]:,} it was {in_words(before[1])}" if before else clause
 
@@ -108,9 +108,10 @@ def of_logged(points: Sequence[Mapping[str, Any]], geometry: str, batch: int) ->
     last = next((point for point in reversed(points) if _logged(point, geometry)), None)
     if last is None or (scale := _logged(last, geometry)) is None:
         return []
-    known = f"gradient noise scale {in_words(scale)}; " if scale.lower > 0 else ""
+    known = f"gradient noise scale {in_words(scale)}" if scale.lower > 0 else ""
     more_steps = int(last.get(_MORE_STEPS, 0)) or None
-    found = [f"{on_batch(scale, batch, more_steps)} ({known}{history(points, geometry, batch)})"]
+    details = "; ".join(filter(None, (known, history(points, geometry, batch))))
+    found = [on_batch(scale, batch, more_steps) + (f" ({details})" if details else "")]
     names = [tag.split("/")[2] for tag in last if tag.startswith(_SAMPLERS) and tag.endswith("/lower")]
     ratios = [PredictedRatio(name, *_ends(last, f"{_SAMPLERS}/{name}/ratio", f"{_SAMPLERS}/{name}")) for name in names]
     return [*found, on_timesteps(ratios, more_steps)] if ratios else found
