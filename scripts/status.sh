@@ -1,6 +1,6 @@
 # Sourced by launch scripts: `run_for_status COMMAND...` trains, and returns a code that a scheduler can act on.
 #   0 completed, 1 failed, 2 refused, 75 (EX_TEMPFAIL): run the same again, for it was interrupted by a signal and saved, or
-#   ended by a signal other than Ctrl-C before it could save, or another run writes into its folder
+#   ended by a signal other than Ctrl-C (130) before it could save, or another run writes into its folder
 # torchrun turns every failure of a process into 1, so the processes leave their status in a file.
 # On Linux the command ends with this shell, even if that is killed; python3 arranges it, where there is one.
 
@@ -35,7 +35,7 @@ run_for_status() {
         *:requeue | *:busy) return 75 ;;
         *:refused) return 2 ;;
         *:failed) return 1 ;;
-        *) [[ $status || ! $ended_by || $ended_by = INT ]] && return "$code"; return 75 ;;
+        *) [[ $status || ! $ended_by ]] && return "$code"; [[ $ended_by = INT ]] && return 130; return 75 ;;
     esac
 }
 

@@ -122,9 +122,12 @@ def test_a_run_that_code_of_a_plugin_ends_has_a_reason(monkeypatch):
     assert ends == [("failed", "step 3: AttributeError: no images", False)]
 
 
-@pytest.mark.parametrize(("name", "wanted"), [("USR1", 75), ("TERM", 75), ("INT", 130)])
-def test_command_that_a_signal_ends_before_it_could_save_is_run_again_but_for_ctrl_c(name, wanted):
-    command = f"trap - INT; kill -{name} $job; exec sleep 20"  # of this shell, which passes it on
+@pytest.mark.parametrize(("name", "end", "wanted"), [
+    ("USR1", "exec sleep 20", 75), ("TERM", "exec sleep 20", 75), ("INT", "exec sleep 20", 130),
+    ("INT", 'trap "exit 1" INT; sleep 20 & wait', 130),  # as a launcher of several processes ends
+])  # fmt: skip
+def test_command_that_a_signal_ends_before_it_could_save_is_run_again_but_for_ctrl_c(name, end, wanted):
+    command = f"trap - INT; (sleep 0.2; kill -{name} $job) & {end}"  # of this shell, which passes it on
     script = f"set -euo pipefail; source {ROOT}/scripts/status.sh; export job=$$; run_for_status bash -c '{command}'"
     # Of a shell in the background Ctrl-C is ignored, and by all that it starts.
     default = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
