@@ -69,8 +69,8 @@ class ImageFolder(SquareImages):
         check_readable(files, "data.path")
         held_out = last_of_each_class(files.classes, config.validation_fraction)
         has_validation = bool(held_out.any())
-        untrained = len(np.setdiff1d(files.classes, files.classes[~held_out]))
-        if untrained and config.labels and not config.validation_path:
+        untrained = len(np.setdiff1d(files.classes, files.classes[~held_out])) if config.labels else 0
+        if untrained and not config.validation_path:
             text = f"all images of {counted(untrained, 'class', 'es')} are held out (data.validation_fraction = 0 trains on them)"
             say_once(f"{shown_path(files.folder)}: {text}")
         if config.validation_path:

@@ -126,7 +126,7 @@ def test_a_visited_device_has_its_measured_speed_and_every_other_figure_says_ass
     float8 = (*FLOAT8, "--gns.enable", "false")
     of_float8 = json.loads(said("H200", *float8, "--json"))["time"]
     assert 57 * of_float8["compute"] == pytest.approx(50 * after["compute"])
-    place = "measured with XL/2 of 64 images, compiled, in float8, NVIDIA H200, 2026-11-27"
+    place = "measured with XL/2 of 64 images, compiled, float8, NVIDIA H200, 2026-11-27"
     assert f"at 57% of the compute peak ({place}), 90%" in lines("H200", *float8)[0]
     plain, of_float8 = (json.loads(said("MI300X", *words, "--json"))["time"] for words in ((), float8))
     assert of_float8 == plain and lines("MI300X")[1:] == lines("MI300X", *float8)[1:]

@@ -13,16 +13,14 @@ _SMALL = "XL/2 compiled, 32 images"
 RESULTS = Path(__file__).resolve().parent.parent.parent / "benchmarks" / "results" / "gpu_day.json"
 
 
-def measured_shares(
-    device: Device, products: Products | None, float8: bool, compiled: bool = True
-) -> dict[str, tuple[float, str]]:
+def measured_shares(device: Device, products: Products | None, float8: bool, compiled: bool) -> dict[str, tuple[float, str]]:
     """Measured shares, by `Efficiency`'s names: each with device and date; none where no such device was visited.
 
     The share of compute is the MFU of whole train steps of DiT-XL/2 in bfloat16, compiled or eager, and holds for such products
     alone, with float8, which was measured compiled, or without; that of memory is the rate of a copy.
     """
-    row, kind = ("XL/2 compiled", ", compiled") if compiled else ("XL/2 eager", ", eager")
-    row, kind = ("XL/2 compiled, float8", ", compiled, in float8") if float8 else (row, kind)
+    kind = "compiled, float8" if float8 else "compiled" if compiled else "eager"
+    row = f"XL/2 {kind}"
     found = {}
     for name, stages in _visits().items():
         if not _is(name, device):
@@ -30,7 +28,7 @@ def measured_shares(
         step = stages.get(row, {}).get(row, {})
         copy = stages.get("ceilings", {}).get("copy", {}).get("TB_per_s")
         if step and products == "bfloat16":
-            how = f"measured with XL/2 of {step['images']} images{kind}"
+            how = f"measured with XL/2 of {step['images']} images, {kind}"
             found["compute"] = step["mfu_percent"] / 100, f"{how}, {name}, {stages[row]['machine']['date']}"
         if copy:
             found["memory"] = 1000 * copy / device.memory_gb_per_s, f"measured, {name}, {stages['ceilings']['machine']['date']}"
