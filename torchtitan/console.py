@@ -22,6 +22,7 @@ from torchtitan.evaluation.config import EvaluationConfig
 from torchtitan.evaluation.targets import described_text
 from torchtitan.fidelity.metrics import METRICS
 from torchtitan.gns.config import GNS_FOLDER, PICTURE_FILE, few_pairs
+from torchtitan.models import flavor_and_changes
 from torchtitan.pictures.number_text import counted
 from torchtitan.processes.launch import launch_number
 from torchtitan.programs import pasted
@@ -46,7 +47,7 @@ def introduce(state: RunState) -> None:
     config = state.config
     parameters = f"parameters{' of adapters' if config.lora.enable else ''}"
     logger.info(
-        f"{config.job.name}: {config.model.flavor}, {state.num_parameters:,} {parameters}, on {config.data.name} "
+        f"{config.job.name}: {flavor_and_changes(config.model)}, {state.num_parameters:,} {parameters}, on {config.data.name} "
         f"{_shapes(state)}; {config.parallelism.degrees.describe()} on "
         f"{device_name(state.layout.device)}; {config.training.describe_batch(config.parallelism.data_ranks)}"
     )

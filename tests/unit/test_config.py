@@ -15,7 +15,7 @@ from tests.configurations import load
 from torchtitan.conditions import Classes
 from torchtitan.config.job import ConfigError, JobConfig, load_config, report_and_exit
 from torchtitan.data import DATASETS
-from torchtitan.models import MODELS
+from torchtitan.models import MODELS, flavor_and_changes
 from torchtitan.runs.folder import RunFolder
 from torchtitan.settings.record import config_differences, dump_config
 from torchtitan.settings.schema import parse_text
@@ -61,6 +61,9 @@ def test_flavor_is_default_of_the_model_and_its_fields_can_be_overridden():
     config = load("[model]\nflavor = 'digits'\nnum_layers = 2", ["--model.qk_norm", "false"])
     assert config.model == dataclasses.replace(row, num_layers=2, qk_norm=False)
     assert row.num_layers != 2  # the table itself is untouched
+    changed = dataclasses.replace(config.model, learned_variance=True)
+    assert flavor_and_changes(changed) == "digits (num_layers = 2, qk_norm = false, learned_variance = true)"
+    assert flavor_and_changes(row) == "digits"
     assert load("[model]\nflavor = 'digits'", ["--model.flavor", "debug"]).model == MODELS["dit"].flavors["debug"]
 
 

@@ -10,7 +10,7 @@ from torchtitan.estimate.encoding import encoding_flops_per_image
 from torchtitan.estimate.measured import waiting_step
 from torchtitan.estimate.memory import PARTS, MemoryEstimate
 from torchtitan.estimate.roofline import Efficiency, StepTime, training_flops_per_image, untrained_forwards
-from torchtitan.models.base import DiffusionModel
+from torchtitan.models import DiffusionModel, flavor_and_changes
 from torchtitan.models.quantized import quantized_weights
 from torchtitan.pictures.number_text import counted
 
@@ -60,7 +60,8 @@ def as_text(
         "activations": f" (checkpointing: {_checkpointing(config.activation_checkpoint)}; as an eager step has them)",
     }
     lines = [
-        f"{config.model.flavor} on {ranks} x {device.name}: {counted(layout.data_parallel_replicate_degree, 'replica')} x "
+        f"{flavor_and_changes(config.model)} on {ranks} x {device.name}: "
+        f"{counted(layout.data_parallel_replicate_degree, 'replica')} x "
         f"{counted(layout.data_parallel_shard_degree, 'shard')}{tokens}, {config.training.local_batch_size} images per rank and "
         f"forward, {config.training.global_batch_size} per step, {config.training.mixed_precision_param}",
         f"parameters            {model.num_parameters():,}{_frozen(config, model)}",

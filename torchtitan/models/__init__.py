@@ -1,5 +1,7 @@
 """Families of networks by the name in `model.name`."""
 
+from dataclasses import fields
+
 from torchtitan.conditions import ConditionKind, Unconditional
 from torchtitan.models.base import DiffusionModel, ModelConfig, ModelFamily
 from torchtitan.settings import Registry
@@ -9,6 +11,17 @@ MODELS: Registry[ModelFamily] = Registry("torchtitan.models", {
     "edm2": "edm2.FAMILY",
     "flux": "flux.FAMILY",
 }, ModelFamily)
+
+
+def flavor_and_changes(config: ModelConfig) -> str:
+    """Name the flavor and each key that the configuration sets otherwise, as "DiT-S/2 (num_layers = 4)"."""
+    row = MODELS[config.name].flavors.get(config.flavor, config)
+    names = [field.name for field in fields(row) if field.name != "name"]
+    changes = [
+        f"{name} = {str(value).lower() if isinstance(value, bool) else value}"
+        for name in names if (value := getattr(config, name)) != getattr(row, name)
+    ]  # fmt: skip
+    return f"{config.flavor} ({', '.join(changes)})" if changes else config.flavor
 
 
 def build_model(config: ModelConfig, image_shape: tuple[int, int, int], offered: ConditionKind) -> DiffusionModel:
