@@ -87,7 +87,7 @@ def test_conclusion_on_the_batch_is_of_the_narrowest(narrow):
     waste = 16 / (scale / 1.2)
     assert line.startswith(f"batch 16 wastes at most {100 * waste / (1 + waste):.0f} % of its images; 64 would need at most ")
     assert f"(gradient noise scale {scale:.0f} [{float(f'{scale / 1.2:.2g}'):.0f}, " in line
-    assert line.endswith(" images, at the peak learning rate)")
+    assert line.endswith(" images, measured at the peak learning rate)")
 
 
 @pytest.mark.parametrize("narrow", WHOLE_MODEL)
@@ -157,6 +157,23 @@ def test_the_phase_named_is_that_of_the_measurement():
     assert measured_phase(config, 60, math.nan) == measured_phase(config, 60, 0.0) == end != ten_before
     assert measured_phase(config, 60, 640.0) == ten_before
     assert "in warm-up" in measured_phase(config, 60, 1e6)
+
+
+def test_an_estimate_ages_by_the_steps_that_are_not_measured():
+    monitor = monitor_of(WHOLE_MODEL[0], interval=4)
+    monitor._taps = None
+    of_measured, lags = monitor.lag, []
+    for step in range(1, 7):
+        monitor.begin_step(step, {}, 0.9)
+        monitor.end_step([], samples_per_rank=16, microbatches=1)
+        monitor.keep_step(torch.tensor(False))
+        lags.append(monitor.lag - of_measured)
+    assert lags == [16, 32, 48, 0, 16, 32]
+    resumed, lag, pool = monitor_of(WHOLE_MODEL[0], interval=4), monitor.lag, monitor.pool
+    monitor.pool = resumed.pool = resumed._taps = None  # imitations, which have no state
+    resumed.load_state_dict(monitor.state_dict(), 6)
+    resumed.pool = pool
+    assert resumed.lag == lag
 
 
 @pytest.mark.parametrize(("optimizer", "words", "geometries", "half"), [

@@ -145,8 +145,9 @@ def _images(batch: int, than: int, scale: float) -> float:
 
 
 def _remedy(more_steps: int | None) -> str:
-    more = f"about {more_steps:,} more steps" if more_steps else "more steps (train longer, or lower gns.interval above 1)"
-    return f": measure {more}"
+    if more_steps:
+        return f": measure about {more_steps:,} more steps"
+    return ": measure more steps (train longer, or lower gns.interval if it is above 1)"
 
 
 def _logged(point: Mapping[str, Any], geometry: str) -> Interval | None:

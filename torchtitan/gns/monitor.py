@@ -74,6 +74,7 @@ class GNSMonitor:
         self._measured: StepSums | None = None  # of a step that no verdict has been given on
         self._late = LateSums()
         self._step, self._samples = 0, 0
+        self._samples_measured = 0  # up to the last measured step
         self._schedule = None
         if config.allocate_timesteps:
             self._schedule = SharesSchedule(
@@ -154,6 +155,7 @@ class GNSMonitor:
             self._measured = None
         if self._step % self._config.interval:
             return
+        self._samples_measured = self._samples
         self._late.send()
         if self._schedule:
             self.pool_kept_steps()
@@ -212,7 +214,7 @@ class GNSMonitor:
         if not self.pool:
             return math.nan
         self.pool_kept_steps()
-        return self._whole(*self._for_batch_size).lag.item()
+        return self._whole(*self._for_batch_size).lag.item() + self._samples - self._samples_measured
 
     def conclusions(self, points: Sequence[dict], global_batch_size: int, phase: str) -> list[str]:
         """Conclusions, a sentence each: on the batch size, and on the sampler of timesteps; none where nothing was measured.
@@ -234,7 +236,7 @@ class GNSMonitor:
         past = history(points, geometry, global_batch_size)
         known = f"gradient noise scale {in_words(scale)}, " if scale.lower > 0 else ""
         return [
-            f"{of_batch} ({known}{phase}{f'; {past}' if past else ''})",
+            f"{of_batch} ({known}measured {phase}{f'; {past}' if past else ''})",
             on_timesteps(self.predicted_ratios(), more_steps),
         ]
 
@@ -289,7 +291,7 @@ class GNSMonitor:
         self.pool_kept_steps()
         sizes = {name: len(tensor) for name, tensor in self.tensors().items()}
         parts = {name: part.state_dict() for name, part in self._parts.items() if part}
-        return {"samples": self._samples, "sizes": sizes} | self._measured_as | parts
+        return {"samples": self._samples, "samples_measured": self._samples_measured, "sizes": sizes} | self._measured_as | parts
 
     def fits(self, state: dict) -> bool:
         """Check whether the tensors of a state have this monitor's number and sizes."""
@@ -300,6 +302,7 @@ class GNSMonitor:
         self._late.clear()
         self._measured = None
         self._samples = state.get("samples", 0)
+        self._samples_measured = state.get("samples_measured", self._samples)
         differing = [name for name, present in self._measured_as.items() if state.get(name, present) != present]
         if differing and self._layout.rank == 0:
             logger.warning(f"gns: other {' and '.join(differing)} than at step {step}: noise scales are measured anew")
