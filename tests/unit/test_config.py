@@ -61,8 +61,8 @@ def test_flavor_is_default_of_the_model_and_its_fields_can_be_overridden():
     config = load("[model]\nflavor = 'digits'\nnum_layers = 2", ["--model.qk_norm", "false"])
     assert config.model == dataclasses.replace(row, num_layers=2, qk_norm=False)
     assert row.num_layers != 2  # the table itself is untouched
-    changed = dataclasses.replace(config.model, learned_variance=True)
-    assert flavor_and_changes(changed) == "digits (num_layers = 2, qk_norm = false, learned_variance = true)"
+    routed = load("[model]\nflavor = 'digits'\nqk_norm = false", ["--model.routing.name", "tread"]).model
+    assert flavor_and_changes(routed) == "digits (qk_norm = false, routing = tread)"
     assert flavor_and_changes(row) == "digits"
     assert load("[model]\nflavor = 'digits'", ["--model.flavor", "debug"]).model == MODELS["dit"].flavors["debug"]
 

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from tqdm import tqdm
 
@@ -19,6 +18,7 @@ from torchtitan.experiments.launchers.job import Job
 from torchtitan.experiments.launchers.on_slurm import sbatch_command
 from torchtitan.experiments.process import repeat_killed
 from torchtitan.experiments.record import Row, SweepFolder
+from torchtitan.settings.record import value_text
 
 RETRIED = ("failed", "timeout", "refused", "killed")
 _MOST_TRIES = 12  # of a search, in the time that a scheduler is asked for
@@ -115,11 +115,6 @@ def _select(sweep: Sweep, only: dict[str, list[str]]) -> list[Cell]:
     if not cells:
         raise SweepError("--only: no cell is left")
     return cells
-
-
-def value_text(value: Any) -> str:
-    """Format a value as on a command line."""
-    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def run_sweep(plan: SweepPlan, launching: Launching) -> None:

@@ -5,6 +5,7 @@ from dataclasses import fields
 from torchtitan.conditions import ConditionKind, Unconditional
 from torchtitan.models.base import DiffusionModel, ModelConfig, ModelFamily
 from torchtitan.settings import Registry
+from torchtitan.settings.record import value_text
 
 MODELS: Registry[ModelFamily] = Registry("torchtitan.models", {
     "dit": "dit.FAMILY",
@@ -18,7 +19,7 @@ def flavor_and_changes(config: ModelConfig) -> str:
     row = MODELS[config.name].flavors.get(config.flavor, config)
     names = [field.name for field in fields(row) if field.name != "name"]
     changes = [
-        f"{name} = {str(value).lower() if isinstance(value, bool) else value}"
+        f"{name} = {value_text(getattr(value, 'name', value))}"  # of a section its name
         for name in names if (value := getattr(config, name)) != getattr(row, name)
     ]  # fmt: skip
     return f"{config.flavor} ({', '.join(changes)})" if changes else config.flavor

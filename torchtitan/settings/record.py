@@ -51,7 +51,7 @@ def config_differences(old: Any, new: Any) -> list[str]:
             value, old_value = table.get(field.name), old_table.get(field.name, default)
             old_value = _with_later_keys(old_value, hints[field.name])
             if _located(old_value, hints[field.name], field) != _located(value, hints[field.name], field):
-                lines.append(f"{section}.{field.name}: {_text(old_value)} -> {_text(value)}")
+                lines.append(f"{section}.{field.name}: {value_text(old_value)} -> {value_text(value)}")
     return lines
 
 
@@ -137,7 +137,8 @@ def _located(value: Any, annotation: Any, field: dataclasses.Field) -> Any:
     ]  # fmt: skip
 
 
-def _text(value: Any) -> str:
+def value_text(value: Any) -> str:
+    """Format a value as on a command line."""
     if value is None:
         return "none"
     return value if isinstance(value, str) else json.dumps(value, default=str)

@@ -12,10 +12,11 @@ from torchtitan.experiments.folder import ExperimentError
 from torchtitan.experiments.grid import read_sweep
 from torchtitan.experiments.launchers.choice import Launching, add_launcher_options
 from torchtitan.experiments.record import SweepFolder
-from torchtitan.experiments.runner import RETRIED, SweepPlan, Task, plan_sweep, run_sweep, slurm_commands, value_text
+from torchtitan.experiments.runner import RETRIED, SweepPlan, Task, plan_sweep, run_sweep, slurm_commands
 from torchtitan.pictures.number_text import counted
 from torchtitan.processes.command_line import OneLineParser, assignment, at_least, refusing
 from torchtitan.programs import pasted
+from torchtitan.settings.record import value_text
 
 _MOST_LINES = 38  # of a dry run's list
 _UNSUCCESSFUL = ("failed", "timeout", "killed")  # nothing is known of the cell; oom, refused and skipped are results
