@@ -35,7 +35,7 @@ def read_members(path: Path, nested: bool = False) -> Iterator[Member]:
         nested: instead of each member that is an archive itself, give its members, as "archive.tar/member".
 
     Raises:
-        DatasetError: it cannot be read, is compressed, cut short or damaged, or holds a link, a pipe or the like.
+        DatasetError: it cannot be read, is compressed, cut short or damaged, or holds a link or a sparse file.
     """
     try:
         with open_regular(path) as file:

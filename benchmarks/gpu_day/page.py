@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu_day.cuda_branches import CUDA_BRANCHES
 from benchmarks.gpu_day.stages import BARS, CALLS
 from benchmarks.gpu_day.visit import ROOT
 
@@ -13,27 +12,24 @@ PAGE = ROOT / "docs" / "speed.md"
 BEGIN, END = "<!-- benchmarks/gpu_day.sh page -->\n", "<!-- end -->\n"  # around the part
 CALL_NAMES = {1: "does it run", 2: "is it fast", 3: "what it costs"}
 _MACHINE = "machine"
-_SUMMED = ("features", "tests", "kernels")  # of which the page has counts, and the file of results the rows
+_COLUMNS = {
+    "images": "images a step", "images_per_s": "images/s", "mfu_percent": "MFU, %", "memory/max_reserved(GiB)": "memory, GiB",
+    "estimated_GiB": "estimated, GiB",
+}  # fmt: skip
 
 # Device -> stage -> row -> values; the machine's row of the same call is kept with every stage.
 Measured = dict[str, dict[str, dict[str, dict[str, Any]]]]
 
 HEAD = """## On a GPU
 
-`benchmarks/gpu_day.sh` runs this program on a machine with a GPU in three calls of at most eight minutes; results are in
-`benchmarks/results/gpu_day.json`.
+`benchmarks/gpu_day.sh` runs this program on a machine with a GPU in three calls of at most eight minutes. All results are in
+`benchmarks/results/gpu_day.json`; `benchmarks/gpu_day/cuda_branches.py` lists the code that only CUDA reaches, with the
+stage that runs it.
 
     benchmarks/gpu_day.sh prepare        # with a network: wheels that the machine lacks go to .gpu/
     benchmarks/gpu_day.sh 1              # on the machine: does it run; 2: is it fast; 3: what it costs
     benchmarks/gpu_day.sh page FOLDER    # writes this part from the results in FOLDER
 
-"""
-
-BRANCHES = """
-### Code that CUDA alone reaches
-
-| file | on CUDA | run by |
-|---|---|---|
 """
 
 
@@ -73,9 +69,7 @@ def part(results: Measured) -> str:
         lines.append("\nNone of these has been measured on a GPU yet.\n")
     elif missing:
         lines.append(f"\nNot measured yet: {'; '.join(missing)}.\n")
-    branches = "".join(f"| `{file}` | {what} | {stage} |\n" for file, (what, stage) in CUDA_BRANCHES.items())
-    tables = "".join(f"\n{_tables(device, stages)}" for device, stages in results.items())
-    return HEAD + "".join(lines) + tables + BRANCHES + branches
+    return HEAD + "".join(lines) + "".join(f"\n{_speeds(device, stages)}" for device, stages in results.items())
 
 
 def _goal(stage: str) -> str:
@@ -90,32 +84,19 @@ def _failed(stage: str, results: Measured) -> str:
     return f" (failed: {'; '.join(failed)})" if failed else ""
 
 
-def _tables(device: str, stages: dict[str, dict[str, dict[str, Any]]]) -> str:
-    """One table for what is said in the same words: the arms of train steps are rows of one."""
-    groups: dict[tuple[str, str, str], tuple[list[str], dict[str, dict[str, Any]]]] = {}
-    for stage in (stage for call in CALLS.values() for stage in call if stage.name in stages and stage.name != _MACHINE):
-        machine = stages[stage.name][_MACHINE]
-        names, rows = groups.setdefault((stage.about, machine["date"], machine["torch"]), ([], {}))
-        names.append(stage.name)
-        rows |= {name: values for name, values in stages[stage.name].items() if name != _MACHINE}
-    lines = [f"### {device}\n"]
-    for (about, date, torch), (names, rows) in groups.items():
-        keys = dict.fromkeys(key for values in rows.values() for key in values)
-        columns = [column for column in keys if any(values.get(column) not in (None, 0) for values in rows.values())]
-        title = names[0] if len(names) == 1 else "train steps"
-        lines.append(f"**{title}**: {about} {date}, torch {torch}\n")
-        if title in _SUMMED:
-            failed = [f"{name}: {values['failed']}" for name, values in rows.items() if "failed" in values]
-            lines.append(f"{len(rows) - len(failed)} of {len(rows)} rows; {'; '.join(failed) or 'none failed'}.\n")
-            continue
-        lines.append("| | " + " | ".join(column.replace("_", " ") for column in columns) + " |\n|" + "---|" * (1 + len(columns)))
-        for name, values in rows.items():
-            lines.append("| " + " | ".join([name, *(_cell(values.get(column)) for column in columns)]) + " |")
-        lines.append("")
-    return "\n".join(lines)
+def _speeds(device: str, stages: dict[str, dict[str, dict[str, Any]]]) -> str:
+    """Table of all rows that have a speed."""
+    names = [stage.name for call in CALLS.values() for stage in call if stage.name in stages and stage.name != _MACHINE]
+    visits = sorted({f"{machine['date']}, torch {machine['torch']}" for name in names for machine in [stages[name][_MACHINE]]})
+    head = f"| | {' | '.join(_COLUMNS.values())} |\n|{'---|' * (1 + len(_COLUMNS))}"
+    lines = [f"### {device}\n", f"{'; '.join(visits)}\n", head]
+    for name in names:
+        for row, values in stages[name].items():
+            if "images_per_s" in values:
+                title = row if row == name else f"{name}: {row}"
+                lines.append("| " + " | ".join([title, *(_cell(values.get(column)) for column in _COLUMNS)]) + " |")
+    return "\n".join([*lines, ""])
 
 
 def _cell(value: Any) -> str:
-    if isinstance(value, list):
-        return ", ".join(map(_cell, value))
-    return "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value).replace("|", "/")
+    return "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)

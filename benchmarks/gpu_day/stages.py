@@ -1,8 +1,7 @@
-"""Stages of the three calls, the most important first, and what the page says of them."""
+"""Stages of the three calls, the most important first, with the speeds that some must reach."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 from benchmarks.gpu_day import correct, costs, speed
 from benchmarks.gpu_day.visit import Results
@@ -21,12 +20,6 @@ class Stage:
     name: str
     seconds: float
     run: Callable[[Results], None]
-
-    @property
-    def about(self) -> str:
-        """One line for the page: the first of its function's docstring."""
-        function = self.run.func if isinstance(self.run, partial) else self.run
-        return (function.__doc__ or "").strip().splitlines()[0]
 
 
 CALLS: dict[int, tuple[Stage, ...]] = {
