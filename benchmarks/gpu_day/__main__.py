@@ -9,11 +9,9 @@ import sys
 import time
 from pathlib import Path
 
-import torch
-
 from benchmarks.gpu_day.page import merge, write_page
 from benchmarks.gpu_day.stages import CALLS
-from benchmarks.gpu_day.visit import DRY_RUN, PATIENCE, Results, in_child, share_start
+from benchmarks.gpu_day.visit import PATIENCE, Results, in_child
 
 # Seconds that a stage needs to mean something.
 _LEAST = 8
@@ -30,8 +28,6 @@ def main() -> int:
     end, failed = time.monotonic() + float(os.environ["LIMIT"]), 0
     rows = folder / f"rows-{call}.jsonl"
     rows.unlink(missing_ok=True)
-    if DRY_RUN and call == 2 and not torch.version.cuda:  # whose autograd refuses to work in forks of one that has used it
-        share_start()
     for stage in CALLS[call]:
         if chosen and stage.name not in chosen:
             continue

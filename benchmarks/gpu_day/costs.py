@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from PIL import Image
 
+from benchmarks import shared
 from benchmarks.gns_cost import in_turns
 from benchmarks.gpu_day import visit
-from benchmarks.gpu_day.speed import trainer_step
 from benchmarks.gpu_day.visit import COMPILED, DRY_RUN, TINY, XL, Results
 from benchmarks.shared import timed
 from benchmarks.step_speed import FACEBOOK, train_step
@@ -187,7 +187,7 @@ def loader(results: Results) -> None:
             visit.step(trainer)
         waited, began = trainer.state.data.data_seconds, time.perf_counter()
         for _ in range(steps):
-            timed(functools.partial(trainer_step, trainer), visit.device())
+            timed(functools.partial(shared.train_step, trainer), visit.device())
         spent = time.perf_counter() - began
         trainer.close()
         share = (trainer.state.data.data_seconds - waited) / spent

@@ -21,7 +21,6 @@ import torch
 
 from benchmarks.shared import timed
 from torchtitan.config.job import JobConfig, load_config
-from torchtitan.estimate.memory import estimate_memory
 from torchtitan.processes.parent_death import end_with_parent
 from torchtitan.trainer import Trainer
 
@@ -114,11 +113,6 @@ def configuration(settings: Settings, batch: int, world_size: int = 1, *, elsewh
     """Configure a run on synthetic latents; `elsewhere`: on a GPU that is not here."""
     sizes = {"training.local_batch_size": str(batch), "training.global_batch_size": str(batch * world_size)}
     return load_config(words({**SYNTHETIC, **sizes, **settings}), world_size, elsewhere=elsewhere)
-
-
-def share_start() -> None:
-    """Fill torch's tables of operations once for the estimates of a dry run's many small stages, which are forks."""
-    estimate_memory(configuration(XL, 4), 1, on_gpu=True)
 
 
 def step(trainer: Trainer) -> float:

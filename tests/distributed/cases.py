@@ -135,51 +135,33 @@ def by_inductor(cases: dict[str, dict]) -> dict[str, dict]:
 
 def train_all(cases: dict[str, dict]) -> dict[str, list[list[float]]]:
     """Train each case and return its (loss, gradient norm) of every step."""
-    folder = shared_folder()
-    curves = {}
-    for name, case in cases.items():
-        with compiler(case.pop("backend", "inductor")):
-            trainer = make_trainer(folder, name, **case)
-        assert trainer.train() == 0
-        trainer.close()
-        if not dist.is_initialized() or dist.get_rank() == 0:
-            points = [json.loads(line) for line in (Path(folder) / name / METRICS_FILE).read_text().splitlines()]
-            logged = [point for point in points if "grad_norm" in point]  # others are of the noise scale
-            curves[name] = [[point["loss_metrics/global_avg_loss"], point["grad_norm"]] for point in logged]
-    remove(folder)
-    return curves
+    return {name: found["curve"] for name, found in train_and_look(cases).items() if "curve" in found}
 
 
-def placements(cases: dict[str, dict]) -> dict[str, dict]:
-    """For each case: the mesh, and placement and local shape of one parameter that divides evenly."""
-    folder = shared_folder()
-    found = {}
-    for name, case in cases.items():
-        trainer = make_trainer(folder, name, steps=10, accumulation=1, **case)
-        parameter = trainer.state.parameters["layers.0.attention.qkv.weight"]
-        found[name] = {
-            "wrapper": type(trainer.state.train_module).__name__,
-            "placements": [str(placement) for placement in getattr(parameter, "placements", ())],
-            "mesh": list(trainer.state.layout.mesh.mesh.shape),
-            "global": list(parameter.shape),
-            "local": list(parameter.to_local().shape) if hasattr(parameter, "to_local") else list(parameter.shape),
-        }
-        trainer.close()
-    remove(folder)
-    return found
-
-
-def warnings_of(cases: dict[str, dict]) -> dict[str, list[str]]:
-    """For each case: what Python warns of, from the start of the run to its end."""
+def train_and_look(cases: dict[str, dict]) -> dict[str, dict]:
+    """Train each case; its curve (first rank), what Python warns of, the mesh, and how one parameter lies on it."""
     folder = shared_folder()
     found = {}
     for name, case in cases.items():
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            trainer = make_trainer(folder, name, **{key: value for key, value in case.items() if key != "backend"})
+            with compiler(case.pop("backend", "inductor")):
+                trainer = make_trainer(folder, name, **case)
             assert trainer.train() == 0
             trainer.close()
-        found[name] = [str(each.message) for each in caught if issubclass(each.category, UserWarning | FutureWarning)]
+        parameter = next(value for key, value in trainer.state.parameters.items() if key.endswith("weight") and value.ndim == 2)
+        found[name] = {
+            "warnings": [str(each.message) for each in caught if issubclass(each.category, UserWarning | FutureWarning)],
+            "wrapper": type(trainer.state.train_module).__name__,
+            "placements": [str(placement) for placement in getattr(parameter, "placements", ())],
+            "mesh": list(trainer.state.layout.mesh.mesh.shape) if trainer.state.layout.mesh else [],
+            "global": list(parameter.shape),
+            "local": list(parameter.to_local().shape) if hasattr(parameter, "to_local") else list(parameter.shape),
+        }
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            points = [json.loads(line) for line in (Path(folder) / name / METRICS_FILE).read_text().splitlines()]
+            logged = [point for point in points if "grad_norm" in point]  # others are of the noise scale
+            found[name]["curve"] = [[point["loss_metrics/global_avg_loss"], point["grad_norm"]] for point in logged]
     remove(folder)
     return found
 

@@ -16,7 +16,6 @@ def ranks():
 def test_a_save_beside_training_equals_one_between_steps_bit_for_bit(ranks, layout):
     for found in (rank["saved"][layout] for rank in ranks):
         assert found["same bytes"] and found["norms"]["async"] == found["norms"]["disabled"]
-        assert found["resumed"] == found["norms"]["async"][2:]
     assert ranks[0]["saved"][layout]["written beside training"]
     shards = ["shard-00001.safetensors", "shard-00002.safetensors"]
     assert ranks[0]["saved"][layout]["files"] == ["manifest.json", *shards, "state.json"]

@@ -63,7 +63,7 @@ def differences_after_resume(cases: dict[str, dict]) -> dict[str, list[str]]:
     return found
 
 
-ENDINGS = {"AdamW": ".exp_avg_sq", "Muon": ".momentum", "AdamW8bit": ".exp_avg.scale"}
+ENDINGS = {"Muon": ".momentum", "AdamW8bit": ".exp_avg.scale"}
 
 
 def test_sharded_averages_equal_those_of_one_process():
@@ -76,7 +76,7 @@ def test_sharded_averages_equal_those_of_one_process():
 
 
 def test_sharded_runs_resume_bit_for_bit_with_every_optimizer():
-    names = ["AdamW", "Muon"]
+    names = ["Muon"]  # AdamW: tests/end_to_end/test_resume.py
     try:
         import torchao  # noqa: F401
 

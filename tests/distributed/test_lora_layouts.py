@@ -22,7 +22,7 @@ OF_RANKS: dict[int, dict[str, dict[str, Any]]] = {
         "bfloat16": {"accumulation": 2, "overrides": BFLOAT16},  # as many images a forward as a rank: rounds alike
     },
     2: {
-        "DDP": {"replicas": 2, "resumed": True, "overrides": LORA},
+        "DDP": {"replicas": 2, "overrides": LORA},
         "FSDP, full": {"shards": 2, "resumed": True, "overrides": (*LORA, FULL)},
         "FSDP, bfloat16": {"shards": 2, "overrides": BFLOAT16},
     },

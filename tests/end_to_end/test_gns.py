@@ -55,7 +55,7 @@ def unmeasured_of(ranks: int) -> dict[str, dict]:
     """The same trainings with and without measurement: as a single process, and sharded."""
     if ranks == 1:
         return {"off": LAYOUTS[1] | {"accumulation": 4, "overrides": []}}
-    sharded = {"replicas": 1, "shards": 2, "accumulation": 1}
+    sharded = {"replicas": 1, "shards": 2, "accumulation": 1, "steps": 7}  # two of them measured
     return {"off": sharded | {"overrides": []}, "on": sharded | {"overrides": [*GNS, *RANKS]}}
 
 

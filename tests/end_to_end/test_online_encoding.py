@@ -75,19 +75,23 @@ def trained(place: Path, name: str, words: list[str]) -> dict[str, list[float]]:
     return {tag: [point[tag] for point in points if tag in point] for tag in tags}
 
 
-def test_losses_are_those_of_a_run_on_the_store_bit_for_bit(place):
+@pytest.fixture(scope="module")
+def online(place) -> dict[str, list[float]]:
+    return trained(place, "online", images(place))
+
+
+def test_losses_are_those_of_a_run_on_the_store_bit_for_bit(place, online):
     stored = ["--data.name", "latents", "--data.path", str(place / "train_latents"), "--autoencoder.name", "identity"]
     stored += ["--data.validation_path", str(place / "held_out_latents")]
-    wanted, found = trained(place, "stored", stored), trained(place, "online", images(place))
-    assert len(wanted["grad_norm"]) == STEPS and wanted["validation_metrics/loss"] and found == wanted
+    wanted = trained(place, "stored", stored)
+    assert len(wanted["grad_norm"]) == STEPS and wanted["validation_metrics/loss"] and online == wanted
 
 
-def test_a_finished_run_is_resumed_and_sampled_as_images(place, capsys):
+def test_a_finished_run_is_resumed_and_sampled_as_images(place, online):
     longer = trained(place, "longer", [*images(place), "--training.steps", "9"])
-    trained(place, "resumed", images(place))
-    resumed = trained(place, "resumed", [*images(place), "--training.steps", "9"])
+    resumed = trained(place, "online", [*images(place), "--training.steps", "9"])
     assert resumed["grad_norm"][-3:] == longer["grad_norm"][-3:] and len(longer["grad_norm"]) == 9
-    assert sample.main([str(place / "runs" / "resumed"), "--output", str(place / "drawn")]) == 0
+    assert sample.main([str(place / "runs" / "online"), "--output", str(place / "drawn")]) == 0
     with Image.open(next((place / "drawn").glob("*.png"))) as grid:
         assert grid.width >= SIDE
 
@@ -127,26 +131,30 @@ def vae_stored(place: Path, vae: Path) -> list[str]:
     ]  # fmt: skip
 
 
-def test_posteriors_are_drawn_as_from_a_store(place, encoders):
-    wanted = trained(place, "vae stored", vae_stored(place, encoders[0]))
-    found = trained(place, "vae online", by_vae(place, encoders[0]))
-    for tag, values in wanted.items():
-        assert values and found[tag] == pytest.approx(values, rel=1e-5)
+@pytest.fixture(scope="module")
+def vae_runs(place, encoders) -> dict[str, dict[str, list[float]]]:
+    """Losses of a run on the autoencoder's store, and of one that encodes; with what a sweep of averages reads."""
+    words = ["--ema.snapshot_interval", "16", "--ema.tracks", '[{"name": "ema", "kind": "power", "sigma_rel": 0.1}]']
+    words += ["--evaluation.extractor", "cifar10", "--evaluation.reference", "train", "--evaluation.allow_small", "true"]
+    data = {"vae stored": vae_stored(place, encoders[0]), "vae online": by_vae(place, encoders[0])}
+    return {name: trained(place, name, [*of_name, *words]) for name, of_name in data.items()}
+
+
+def test_posteriors_are_drawn_as_from_a_store(place, vae_runs):
+    for tag, values in vae_runs["vae stored"].items():
+        assert values and vae_runs["vae online"][tag] == pytest.approx(values, rel=1e-5)
     clocks = [json.loads((place / "runs" / name / "summary.json").read_text())["clock"] for name in ("vae stored", "vae online")]
     assert clocks[0]["encode"] == 0 < clocks[1]["encode"]  # a phase of the step, and no part of waiting for data
 
 
-def test_a_sweep_of_averages_encodes_held_out_images_and_compares_samples_with_those_trained_on(place, encoders, capsys):
-    words = ["--ema.snapshot_interval", "16", "--ema.tracks", '[{"name": "ema", "kind": "power", "sigma_rel": 0.1}]']
-    words += ["--evaluation.extractor", "cifar10", "--evaluation.reference", "train", "--evaluation.allow_small", "true"]
+def test_a_sweep_of_averages_encodes_held_out_images_and_compares_samples_with_those_trained_on(place, vae_runs, capsys):
     found = {}
-    for name, data in (("swept stored", vae_stored(place, encoders[0])), ("swept online", by_vae(place, encoders[0]))):
-        trained(place, name, [*data, *words])
+    for name in vae_runs:
         capsys.readouterr()
         assert ema.main(["sweep", str(place / "runs" / name), "--stds", "0.1"]) == 0
         found[name] = float(capsys.readouterr().out.split()[1].rstrip(":"))
-    assert found["swept online"] == pytest.approx(found["swept stored"], rel=1e-5) and found["swept online"] > 0
-    given = ["sweep", str(place / "runs" / "swept online"), "--stds", "0.1", "--metric", "fd", "--images", "4"]
+    assert found["vae online"] == pytest.approx(found["vae stored"], rel=1e-5) and found["vae online"] > 0
+    given = ["sweep", str(place / "runs" / "vae online"), "--stds", "0.1", "--metric", "fd", "--images", "4"]
     assert ema.main(given) == 0
     assert capsys.readouterr().out.startswith("fd ")
 
@@ -242,17 +250,15 @@ class ReadsFeatures(Denoising):
         return replace(terms, loss=terms.loss + features.float().square().flatten(1).mean(1))
 
 
-def test_an_objective_may_read_stored_features_and_is_sampled_without_them(place, features, monkeypatch):
+def test_an_objective_may_read_stored_features_and_is_sampled_without_them(place, features, vae_runs, monkeypatch):
     monkeypatch.setitem(OBJECTIVES, "denoising", ReadsFeatures)
     words = on_store(place, features)
     words = words[: words.index("--alignment.teacher")]
-    found, plain = trained(place, "reads", words), {}
+    found, plain = trained(place, "reads", words), vae_runs["vae stored"]
     with monkeypatch.context() as patched:
         patched.setitem(OBJECTIVES, "denoising", Denoising)
         with pytest.raises(ConfigError, match="data.features_path: has no effect"):
             load_config([*MODEL, *words], 1)
-        at = words.index("--data.features_path")
-        plain = trained(place, "reads nothing", words[:at] + words[at + 2 :])
     assert found["validation_metrics/loss"] == plain["validation_metrics/loss"]  # the term has no gradient
     assert all(one > other for one, other in zip(*(each["loss_metrics/global_avg_loss"] for each in (found, plain)), strict=True))
     monkeypatch.setattr(ReadsFeatures, "loss", None)

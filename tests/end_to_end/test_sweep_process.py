@@ -2,14 +2,12 @@
 
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
 
 import pytest
 
-from tests.launcher import ROOT
 from tests.process_state import trainings_in
 from torchtitan.experiments.process import Stopped, repeat_killed, run_processes
 
@@ -76,8 +74,8 @@ def test_a_refusal_is_told_from_a_stale_summary(start, tmp_path):
 
 
 def test_a_run_that_takes_too_long_leaves_no_process(start, tmp_path):
-    outcome = start("--training.steps", "1000000", processes=2, timeout_s=7)
-    assert outcome.status == "timeout" and "7 s" in outcome.reason
+    outcome = start("--training.steps", "1000000", timeout_s=3)
+    assert outcome.status == "timeout" and "3 s" in outcome.reason
     assert outcome.seconds < 30
     _wait_until(lambda: trainings_in(tmp_path) == {})  # what was killed stays in /proc until it is reaped
 
@@ -95,20 +93,6 @@ def test_a_run_that_is_stopped_with_grace_saves_a_checkpoint_first(start, tmp_pa
         start(*words, stop=stop, poll=poll, stop_grace_s=60)
     assert list((tmp_path / "run" / "checkpoint").glob("step-*/manifest.json"))
     _wait_until(lambda: trainings_in(tmp_path) == {})  # what was killed stays in /proc until it is reaped
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_nothing_outlives_a_caller_that_was_killed(tmp_path):
-    config = tmp_path / "small.toml"
-    config.write_text(CONFIG)
-    words = [f"--job.config_file={config}", f"--job.dump_folder={tmp_path}", "--training.steps=1000000"]
-    caller = "from pathlib import Path; from torchtitan.experiments.process import run_processes; "
-    caller += f"run_processes({words}, processes=2, timeout_s=600, log=Path({str(tmp_path / 'log')!r}))"
-    process = subprocess.Popen([sys.executable, "-c", caller], cwd=ROOT)
-    _wait_until(lambda: len(trainings_in(tmp_path)) > 2 and (tmp_path / "log").stat().st_size, seconds=240)
-    process.kill()
-    process.wait()
-    _wait_until(lambda: trainings_in(tmp_path) == {})
 
 
 def _wait_until(condition, seconds: float = 20) -> None:

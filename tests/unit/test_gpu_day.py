@@ -11,7 +11,7 @@ from benchmarks.gpu_day import __main__ as program
 from benchmarks.gpu_day.correct import FEATURES, feature_settings
 from benchmarks.gpu_day.cuda_branches import ABOUT_CUDA, CUDA_BRANCHES, PATTERN
 from benchmarks.gpu_day.page import BEGIN, END, PAGE, load_results, merge, part
-from benchmarks.gpu_day.speed import ARMS
+from benchmarks.gpu_day.speed import ARMS, DRY_ARMS
 from benchmarks.gpu_day.stages import CALLS, Stage
 from benchmarks.gpu_day.visit import configuration
 
@@ -42,7 +42,7 @@ def rows_of(folder: Path) -> dict[str, dict[str, dict]]:
 
 def test_a_dry_run_has_every_stage_and_its_numbers_are_right_where_the_cpu_can_tell(visit):
     rows = rows_of(visit)
-    assert set(rows) == {stage.name for stages in CALLS.values() for stage in stages}
+    assert set(rows) == {stage.name for stages in CALLS.values() for stage in stages} - {*ARMS} | {*DRY_ARMS}
     failed = {(stage, row) for stage, found in rows.items() for row, values in found.items() if "failed" in values}
     assert {row for _, row in failed} <= {"DiT-XL/2 compiled, facebook", "DiT-XL/2 eager, facebook"}
     assert rows["random numbers"]["philox"]["words_equal"]
@@ -99,7 +99,7 @@ def test_results_of_a_visit_fill_the_page(visit, tmp_path, monkeypatch):
     merge(visit)
     after = part(load_results())
     assert "None of these has been measured" in before and "XL/2 compiled (goal: images per s >= 625 on H200" in before
-    assert "### CPU x86_64\n" in after and "None of these" not in after
+    assert "### CPU x86_64" in after and "None of these" not in after
     assert "\n| XL/2 compiled | " in after and "\n| loader: 0 loader processes | " in after
 
 

@@ -252,15 +252,13 @@ def steps(trainer, last: int) -> None:
         trainer.train_step()
 
 
-@pytest.mark.parametrize("name", ["Muon", "AdamW8bit"])
-def test_a_resumed_run_goes_on_bit_for_bit(name, tmp_path, monkeypatch):
-    if name == "AdamW8bit":
-        pytest.importorskip("torchao")
-        # torchao compiles a step for each shape; by inductor in the next test.
-        monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+def test_a_resumed_run_with_eight_bit_state_goes_on_bit_for_bit(tmp_path, monkeypatch):
+    pytest.importorskip("torchao")
+    # torchao compiles a step for each shape; by inductor in the next test.
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     overrides = (
-        "--checkpoint.enable=true", "--model.dim=32", f"--optimizer.name={name}", "--optimizer.weight_decay=0.1",
-    )
+        "--checkpoint.enable=true", "--model.dim=32", "--optimizer.name=AdamW8bit", "--optimizer.weight_decay=0.1",
+    )  # fmt: skip
     options = {"steps": 10, "replicas": 1, "shards": 1, "accumulation": 1, "overrides": overrides}
     straight = make_trainer(str(tmp_path), "run", **options)
     steps(straight, 3)
@@ -276,7 +274,7 @@ def test_a_resumed_run_goes_on_bit_for_bit(name, tmp_path, monkeypatch):
     assert wanted.keys() == found.keys()
     assert [key for key in wanted if not torch.equal(wanted[key], found[key])] == []
     endings = {key.rsplit(".", 1)[1] for key in found if key.startswith("optimizer.")}
-    assert endings >= {"Muon": {"momentum"}, "AdamW8bit": {"codes", "scale"}}[name]
+    assert endings >= {"codes", "scale"}
     resumed.close()
 
 
