@@ -29,7 +29,7 @@ from research.branch_training import (
 )
 from research.cells import Cell, Row, measure_cells, missing_cells
 from research.equal_samples import BatchPlan, plan_batches
-from research.frame import require_at_least
+from research.frame import config_and_steps, refuse_other_step, require_at_least
 from research.result_table import ResultTable
 from torchtitan.checkpoint.checkpointer import (
     checkpoint_path,
@@ -53,7 +53,7 @@ from torchtitan.files.remote_path import AnyPath
 from torchtitan.runs.folder import RunFolder
 from torchtitan.settings.schema import quoted
 from torchtitan.training.data_loading import validation_batches
-from torchtitan.weights.trained_model import load_run, read_config
+from torchtitan.weights.trained_model import load_run
 
 KEY = ("batch_size", "seed")
 _LEAST_RATE = 0.01  # of the peak
@@ -147,15 +147,13 @@ def open_measurement(options: argparse.Namespace) -> Measurement:
         StudyError, ConfigError: it cannot be made.
     """
     run = options.run
-    if not (run / "config.toml").is_file():
-        raise StudyError(f"{run}: is no run folder (it has no config.toml)")
+    config, there = config_and_steps(run)
     require_at_least(options, {"seeds": 1, "held_out": 1, "nproc": 1})
     if not 0 < options.tolerance < 1:
         raise StudyError(f"--tolerance: must be between 0 and 1, is {options.tolerance:g}")
     if len(set(options.factors)) < 2:
         raise StudyError("--factors: there is nothing to compare with one batch size (give two or more)")
-    config = read_config(run / "config.toml")
-    step = _choose_step(run, options.step)
+    step = _choose_step(run, options.step, there)
     options.lr = options.lr if options.lr is not None else _rate_of_run(run, config, step)
     if not options.lr > 0:
         raise StudyError(f"--lr: must be above 0, is {options.lr:g}")
@@ -186,18 +184,15 @@ def _rate_of_run(run: Path, config: JobConfig, step: int) -> float:
     return rate(step)
 
 
-def _choose_step(run: Path, step: int | None) -> int:
+def _choose_step(run: Path, step: int | None, there: list[int]) -> int:
     checkpoints = run_checkpoints(run)
-    there = sorted(checkpoint_steps(checkpoints))
-    if not there:
-        raise StudyError(f"{checkpoints}: holds no checkpoint (train with checkpoint.enable = true)")
     if step is None:
-        step = newest_good(checkpoints)[0]
-        if step is None:
+        newest = newest_good(checkpoints)[0]
+        if newest is None:
             raise StudyError(f"{checkpoints}: holds no good checkpoint")
-    elif step not in there:
-        raise StudyError(f"--step: {step} is no checkpoint of the run (there are: {', '.join(map(str, there))})")
-    elif problem := verify(checkpoint_path(checkpoints, step)):
+        return newest
+    refuse_other_step(step, there, "--step")
+    if problem := verify(checkpoint_path(checkpoints, step)):
         raise StudyError(f"--step: {step}: {problem}")
     return step
 

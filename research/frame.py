@@ -159,28 +159,37 @@ def add_run_options(parser: argparse.ArgumentParser, several_weights: bool = Fal
     add("--output", type=Path, help="folder of the results (default: RUN_FOLDER/studies/NAME)")
 
 
+def config_and_steps(folder: Path) -> tuple[JobConfig, list[int]]:
+    """Configuration of a run and the steps of its checkpoints, rising. Raises StudyError, ConfigError: there are none."""
+    if not (folder / "config.toml").is_file():
+        raise StudyError(f"{folder}: is no run folder (it has no config.toml)")
+    config, checkpoints = read_config(folder / "config.toml"), run_checkpoints(folder)
+    steps = sorted(checkpoint_steps(checkpoints))
+    if not steps:
+        raise StudyError(f"{checkpoints}: holds no checkpoint (train with checkpoint.enable = true)")
+    return config, steps
+
+
+def refuse_other_step(step: int, there: list[int], option: str) -> None:
+    """Raise StudyError if a step is none of those with a checkpoint."""
+    if step not in there:
+        raise StudyError(f"{option}: {step} is no checkpoint of the run (there are: {', '.join(map(str, there))})")
+
+
 def open_run(arguments: argparse.Namespace, several_weights: bool = False) -> StudyRun:
     """Open the run of the options; several_weights as in add_run_options.
 
     Raises:
         StudyError, ConfigError, CheckpointError: no such run, EMA track or checkpoint.
     """
-    folder = arguments.run
-    if not (folder / "config.toml").is_file():
-        raise StudyError(f"{folder}: is no run folder (it has no config.toml)")
-    config = read_config(folder / "config.toml")
+    config, there = config_and_steps(arguments.run)
     tracks = ["none", *(track.name for track in config.ema.tracks)]
     if arguments.weights not in [*tracks, *(["both"] if several_weights else [])]:
         raise StudyError(f"--weights: {arguments.weights!r} is no EMA track (there are: {', '.join(tracks)})")
-    checkpoints = run_checkpoints(folder)
-    there = sorted(checkpoint_steps(checkpoints))
-    if not there:
-        raise StudyError(f"{checkpoints}: holds no checkpoint (train with checkpoint.enable = true)")
     steps = sorted(set(arguments.steps)) if arguments.steps else there
     for step in steps:
-        if step not in there:
-            raise StudyError(f"--steps: {step} is no checkpoint of the run (there are: {', '.join(map(str, there))})")
-    return StudyRun(folder, config, steps, arguments.weights, arguments, compute_device())
+        refuse_other_step(step, there, "--steps")
+    return StudyRun(arguments.run, config, steps, arguments.weights, arguments, compute_device())
 
 
 def run_study(name: str, study: Study, run: Any) -> Path:

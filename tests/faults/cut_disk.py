@@ -97,15 +97,6 @@ class CutDisk:
         self.cuts += 1
         self._mount()
 
-    @contextlib.contextmanager
-    def no_growth(self) -> Iterator[None]:
-        """Let writes to new blocks of the device fail, which the file system learns as it brings them to the disk."""
-        memory = self._image.parent.parent
-        used = shutil.disk_usage(memory).used
-        _call("mount", "-o", f"remount,size={used}", memory)
-        yield
-        _call("mount", "-o", f"remount,{_MEMORY}", memory)
-
     def remove(self) -> None:
         _call("umount", self.path)
 

@@ -30,13 +30,13 @@ class Trainings:
         config = load_config(arguments, processes)
         self.learning_rates.append(config.optimizer.lr)
         if self.fail:
-            return Outcome("failed", "made to fail", 0.1, 1)
+            return Outcome("failed", "made to fail", 0.1)
         folder = Path(config.job.dump_folder) / config.job.name
         checkpoint = folder / "checkpoint" / f"step-{config.training.steps - self.saved:08d}"
         checkpoint.mkdir(parents=True, exist_ok=True)
         (checkpoint / "state.json").write_text(json.dumps({"progress": config.training.steps}))
         (folder / "config.toml").write_text(dump_config(config))
-        return Outcome("ok", "", 0.1, 0)
+        return Outcome("ok", "", 0.1)
 
 
 @pytest.fixture

@@ -56,7 +56,7 @@ def trained(monkeypatch) -> list[str]:
         (folder / "summary.json").write_text(json.dumps({"step": 4}))
         loss = math.exp(0.3 * (math.log2(config.optimizer.lr) - best) ** 2)
         (folder / "metrics.jsonl").write_text(json.dumps({"step": 4, "validation_metrics/loss": loss}) + "\n")
-        return Outcome("ok", "", 0.1, 0)
+        return Outcome("ok", "", 0.1)
 
     monkeypatch.setattr(training, "run_processes", run_processes)
     return names

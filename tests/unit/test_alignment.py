@@ -243,6 +243,7 @@ def test_taps_measure_the_networks_part_of_an_aligned_loss():
     """Exactly in the layers that keep whole gradients or pairs; the rest is compared with the gradient of the step."""
     problem, plain = Aligned(PAPER, torch.float64), Problem(PAPER, torch.float64)
     assert SHAPE[1] // PAPER.patch_size == 4
+    per_sample = [each.per_sample() for each in (problem, plain)]
     taps = problem.taps(adam=False)
     taps.begin_step(0, True, {}, 0.9, one_process())
     taps.begin_microbatch(problem.t)
@@ -251,8 +252,8 @@ def test_taps_measure_the_networks_part_of_an_aligned_loss():
     sums = taps.end_step(one_process())  # raises CannotMeasure where it has not seen all of a gradient
     one_hot = nn.functional.one_hot(torch.bucketize(problem.t, EDGES), 3).double()
     for index, part in enumerate(PARTS[:3]):
-        of_part = [name for name in problem.gradients if taps._parts[name] == part]
-        flat = ([each.gradients[name].flatten(1) for name in of_part] for each in (problem, plain))
+        of_part = [name for name in per_sample[0] if taps._parts[name] == part]
+        flat = ([gradients[name].flatten(1) for name in of_part] for gradients in per_sample)
         wanted, without = (sum(one_hot.T @ (g @ g.T) @ one_hot for g in gradients) for gradients in flat)
         assert close(sums.products[index][0], wanted, 1e-10), part
         assert (wanted - without).abs().max() > 1e-3 * without.abs().max() or part == "embedding"

@@ -180,7 +180,7 @@ def test_a_search_that_was_killed_goes_on(find, probes):
 
 
 def test_a_failure_is_never_taken_for_a_lack_of_memory(find, probes, tmp_path):
-    probes.failing = {20: ProbeFailed(20, Outcome("failed", "step 2: a bug", 1.0, 1), tmp_path / "x.log")}
+    probes.failing = {20: ProbeFailed(20, Outcome("failed", "step 2: a bug", 1.0), tmp_path / "x.log")}
     with pytest.raises(ProbeFailed, match="batch size 20: failed: step 2: a bug"):
         find()
     [record] = (tmp_path / "cache").glob("*.json")

@@ -13,7 +13,7 @@ from tests.refusals import one_line
 from torchtitan.errors import EvaluationError
 from torchtitan.fidelity.extraction import extract_images
 from torchtitan.fidelity.images import open_images, read_ahead
-from torchtitan.fidelity.measuring import Request, check_request, features_by_extractor, measure, reference_features
+from torchtitan.fidelity.measuring import Request, check_request, features_of_samples, measure, reference_features
 from torchtitan.fidelity.moments import moments_of_rows
 from torchtitan.fidelity.references import open_reference, write_reference
 
@@ -216,7 +216,7 @@ def test_fid_is_of_the_statistics_of_a_batch_and_precision_of_its_images(tmp_pat
     check_request(request, extractors, 50, (8, 8), reference, None)
     extracted = extract_images(open_images(tmp_path / "samples.npz"), extractors, request.outputs())
     compared = reference_features(request, extractors, reference)
-    found = measure(request, features_by_extractor("samples", extracted), compared, {})
+    found = measure(request, features_of_samples(extracted), compared, {})
     expected = frechet_distance(moments_of_rows(rows["samples"]), statistics)
     assert found["fid"].values["fid"].value == pytest.approx(expected, rel=1e-5)
     assert found["fd"].values["fd"].value == found["fid"].values["fid"].value

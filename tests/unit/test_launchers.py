@@ -23,7 +23,7 @@ def job_of(name, function, *arguments):
 
 
 def ran(word, *, devices, stop):
-    return Outcome("ok", f"{word} {os.getcwd()}", 1.0, 0, {"pid": os.getpid()})
+    return Outcome("ok", f"{word} {os.getcwd()}", 1.0, {"pid": os.getpid()})
 
 
 @pytest.mark.parametrize(("launcher", "package"), [("slurm", "submitit"), ("ray", "ray")])

@@ -61,7 +61,7 @@ def test_a_killed_run_is_repeated_a_stated_number_of_times(tmp_path):
         started.append(log.exists())
         status = ends[len(started) - 1]
         log.write_text(status)
-        return Outcome(status, "" if status == "ok" else f"by {len(started)}", 2.0, 0)
+        return Outcome(status, "" if status == "ok" else f"by {len(started)}", 2.0)
 
     done = repeat_killed(lambda: attempt("killed", "killed", "ok"), log, retries=2)
     assert (done.status, done.seconds) == ("ok", 6.0)

@@ -103,4 +103,4 @@ def test_a_run_that_ends_well_and_leaves_no_result_has_failed(tmp_path, monkeypa
     monkeypatch.setattr(process, "_command", lambda arguments, processes: [sys.executable, "-S", "-c", "print('done')"])
     arguments = ["--model.flavor=debug", f"--job.dump_folder={tmp_path}", "--job.name=run"]
     outcome = run_processes(arguments, timeout_s=60, log=tmp_path / "run.log")
-    assert outcome.status == status and words.format(tmp_path) in outcome.reason and outcome.exit_code == 0
+    assert outcome.status == status and words.format(tmp_path) in outcome.reason

@@ -45,12 +45,12 @@ class Processes:
             raise KeyboardInterrupt
         self.started.append(given["job.name"])
         if given["job.name"] == self.fail_at:
-            return Outcome("failed", "step 2: it broke", 1.0, 1)
+            return Outcome("failed", "step 2: it broke", 1.0)
         if given["job.name"] == self.kill_at:
-            return Outcome("killed", "a rank was killed by SIGKILL", 1.0, 1)
+            return Outcome("killed", "a rank was killed by SIGKILL", 1.0)
         if given["activation_checkpoint.mode"] == "none" and int(given["training.local_batch_size"]) >= 2:
-            return Outcome("oom", "step 1: CUDA out of memory", 2.0, 1)
-        return Outcome("ok", "", 3.0, 0)
+            return Outcome("oom", "step 1: CUDA out of memory", 2.0)
+        return Outcome("ok", "", 3.0)
 
 
 @pytest.fixture
@@ -211,7 +211,7 @@ def test_devices_are_handed_out_and_taken_back(sweep, tmp_path, monkeypatch):
         threading.Event().wait(0.01)
         with lock:
             in_use.difference_update(devices)
-        return Outcome("ok", "", 0.01, 0)
+        return Outcome("ok", "", 0.01)
 
     monkeypatch.setattr(cell_run, "run_processes", on_devices)
     run(sweep, tmp_path, jobs=2)
@@ -228,7 +228,7 @@ def test_the_exit_code_of_a_sweep(tmp_path, monkeypatch, capsys, statuses, code)
     axes = "[axes]\noptimizer.lr = [1e-3, 1e-4, 1e-5]\n"
     (tmp_path / "grid.toml").write_text("retries = 0\n" + SWEEP.partition("[axes]")[0] + axes)
     left = iter(statuses)
-    monkeypatch.setattr(cell_run, "run_processes", lambda *_, **__: Outcome(next(left), "not done after 4 s", 1.0, 1))
+    monkeypatch.setattr(cell_run, "run_processes", lambda *_, **__: Outcome(next(left), "not done after 4 s", 1.0))
     options = ["--output", str(tmp_path / "out"), "--repeats", "1"]
     assert sweep_command.main([str(tmp_path / "grid.toml"), *options]) == code
     said = capsys.readouterr().out
@@ -252,7 +252,7 @@ def test_a_searched_batch_size_is_trained_and_recorded(tmp_path, monkeypatch):
 
     def train(arguments, **options):
         trained.append(arguments)
-        return Outcome("ok", "", 1.0, 0)
+        return Outcome("ok", "", 1.0)
 
     monkeypatch.setattr(cell_run, "autotune", search)
     monkeypatch.setattr(cell_run, "run_processes", train)

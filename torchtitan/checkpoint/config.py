@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from torchtitan.settings import only_with, setting
+from torchtitan.settings import only_enabled, setting
 
 
-@only_with("enable", but=("initial_weights",))
+@only_enabled("initial_weights")
 @dataclass(kw_only=True)
 class CheckpointConfig:
     """`[checkpoint]`"""

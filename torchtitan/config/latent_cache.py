@@ -22,7 +22,7 @@ from torchtitan.data.base import DatasetError, DatasetInfo, Split
 from torchtitan.files.regular import user_path
 from torchtitan.files.weight_files import WeightsError, recorded_data
 from torchtitan.programs import program
-from torchtitan.settings import only_with, setting
+from torchtitan.settings import only_enabled, setting
 
 if TYPE_CHECKING:
     from torchtitan.data.captioned_folder import CaptionedFolderConfig
@@ -37,7 +37,7 @@ _SAME_CACHE = re.compile(r"data\.(?:validation_)?path: .*(-[0-9a-f]{16}/\w+) -> 
 _OTHER_CACHE = re.compile(r"data\.(?:validation_)?path: .*-[0-9a-f]{16}/(\w+) -> .*-[0-9a-f]{16}/\1")
 
 
-@only_with("enable")
+@only_enabled()
 @dataclass(kw_only=True)
 class CacheConfig:
     """`[cache]`"""

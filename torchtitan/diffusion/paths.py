@@ -184,17 +184,17 @@ class DDPM(_CommonTime):
         return index.round().long() if self.discrete else index
 
 
-def linear_betas(num_indices: int = NUM_INDICES) -> Tensor:
+def linear_betas() -> Tensor:
     """Betas from 1e-4 to 0.02, linear, float64 [T]. Source: Ho, Jain and Abbeel, arXiv 2006.11239, section 4."""
-    return torch.linspace(1e-4, 0.02, num_indices, dtype=torch.float64)
+    return torch.linspace(1e-4, 0.02, NUM_INDICES, dtype=torch.float64)
 
 
-def cosine_betas(num_indices: int = NUM_INDICES) -> Tensor:
+def cosine_betas() -> Tensor:
     """Betas of at most 0.999 with alpha_bar a squared cosine, float64 [T].
 
     Source: Nichol and Dhariwal, "Improved denoising diffusion probabilistic models", arXiv 2102.09672, eq. 17.
     """
-    fraction = torch.arange(num_indices + 1, dtype=torch.float64) / num_indices
+    fraction = torch.arange(NUM_INDICES + 1, dtype=torch.float64) / NUM_INDICES
     alphas_cumprod = torch.cos((fraction + 0.008) / 1.008 * math.pi / 2) ** 2
     return (1.0 - alphas_cumprod[1:] / alphas_cumprod[:-1]).clamp(max=0.999)
 

@@ -8,7 +8,7 @@ import torch
 import torch._functorch.config as functorch_config
 
 from torchtitan.distributed.degrees import Degrees
-from torchtitan.settings import only_with, setting
+from torchtitan.settings import only_enabled, setting
 
 
 @dataclass(kw_only=True)
@@ -75,7 +75,7 @@ class CommConfig:
 CUDA_GRAPH_MODES = ("reduce-overhead", "max-autotune")
 
 
-@only_with("enable")
+@only_enabled()
 @dataclass(kw_only=True)
 class CompileConfig:
     """`[compile]`"""

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torchtitan.distributed.activation_checkpoint import WRAPPER_PREFIX, checkpoint_blocks
 from torchtitan.distributed.compile import compile_blocks, compile_model, compile_objective
-from torchtitan.distributed.config import ActivationCheckpointConfig, CompileConfig, ParallelismConfig, compile_problems
+from torchtitan.distributed.config import ActivationCheckpointConfig, CompileConfig, ParallelismConfig
 from torchtitan.distributed.mesh import Layout
 from torchtitan.distributed.precision import fsdp_policy
 
@@ -51,14 +51,11 @@ def parallelize(
         the module whose forward trains: `model` itself, or DistributedDataParallel around it.
 
     Raises:
-        ValueError: a memory budget for blocks that are not compiled; no blocks where some are to be recomputed; a
-            sharded model to be compiled whole.
+        ValueError: a memory budget for blocks that are not compiled; no blocks where some are to be recomputed.
     """
     if layout.context is not None:
         cast(Any, model).split_tokens(layout.context)
     checkpointing, compiling = checkpointing or ActivationCheckpointConfig(), compiling or CompileConfig()
-    for key, text in compile_problems(compiling, layout.shards):
-        raise ValueError(f"compile.{key}: {text}")
     checkpoint_blocks(model, _blocks(model), checkpointing)
     budgeted = checkpointing.mode == "memory_budget"
     if budgeted and not compiling.enable:

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.library import Library
 
+from torchtitan.models.layers import at_least_float32
+
 
 @contextmanager
 def cuda_kernels() -> Iterator[None]:
@@ -27,7 +29,7 @@ def cuda_kernels() -> Iterator[None]:
 
 def _rms_norm(x: Tensor, normalized_shape: list[int], weight: Tensor | None, eps: float | None) -> tuple[Tensor, Tensor]:
     axes = tuple(range(-len(normalized_shape), 0))
-    wide = _widened(x)
+    wide = at_least_float32(x)
     rstd = (wide.square().mean(axes, keepdim=True) + (torch.finfo(wide.dtype).eps if eps is None else eps)).rsqrt()
     normed = wide * rstd
     return (normed if weight is None else normed * weight).to(x.dtype), rstd
@@ -37,14 +39,10 @@ def _rms_norm_backward(
     dy: Tensor, x: Tensor, normalized_shape: list[int], rstd: Tensor, weight: Tensor | None, mask: list[bool]
 ) -> tuple[Tensor | None, Tensor | None]:
     axes = tuple(range(-len(normalized_shape), 0))
-    normed, gradient = _widened(x) * rstd, _widened(dy)
+    normed, gradient = at_least_float32(x) * rstd, at_least_float32(dy)
     of_normed = gradient if weight is None else gradient * weight
     dx = rstd * (of_normed - normed * (of_normed * normed).mean(axes, keepdim=True))
     of_weight = None
     if weight is not None and mask[1]:
         of_weight = (gradient * normed).sum(tuple(range(x.ndim - len(axes)))).to(weight.dtype)
     return dx.to(x.dtype) if mask[0] else None, of_weight
-
-
-def _widened(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))

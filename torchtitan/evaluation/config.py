@@ -13,7 +13,7 @@ from torchtitan.diffusion.solvers import SCHEDULES, SOLVERS, ScheduleConfig, Sol
 from torchtitan.diffusion.solvers.contract import Trained
 from torchtitan.fidelity.metrics import METRICS
 from torchtitan.programs import program
-from torchtitan.settings import Choice, OneOf, choice, only_with, setting
+from torchtitan.settings import Choice, OneOf, choice, only_enabled, setting
 
 SPLITS = ("train", "validation")
 DECODERS = ("none", *AUTOENCODERS)
@@ -107,7 +107,7 @@ class SamplingConfig:
         )
 
 
-@only_with("enable", but=("extractor", "reference", "held_out", "count", "allow_small"))  # which scripts/ema.py takes too
+@only_enabled("extractor", "reference", "held_out", "count", "allow_small")  # which scripts/ema.py takes too
 @dataclass(kw_only=True)
 class EvaluationConfig:
     """`[evaluation]`: metrics of samples drawn while training, by the solver, steps and weights of `[sampling]`."""
@@ -139,7 +139,7 @@ class EvaluationConfig:
     )  # fmt: skip
 
 
-@only_with("enable", but=("num_images", "timesteps"))  # which scripts/ema.py takes from the run
+@only_enabled("num_images", "timesteps")  # which scripts/ema.py takes from the run
 @dataclass(kw_only=True)
 class ValidationConfig:
     """`[validation]`"""

@@ -28,7 +28,7 @@ from torchtitan.fidelity.measuring import (
     check_classes,
     check_request,
     check_size,
-    features_by_extractor,
+    features_of_samples,
     measure,
     reference_features,
 )
@@ -118,7 +118,7 @@ class SampleMetrics:
         even = math.ceil(self.count / (ranks * math.ceil(self.count / (ranks * batch_size))))
         pixels = self._drawn(draw, references, own_batches(self.count, even, self._group))
         rows = extract_features(pixels, self.count, even, extractors, self._request.outputs(), self._group, progress)
-        samples = features_by_extractor("samples", rows, classes)
+        samples = features_of_samples(rows, classes)
         return from_first_rank(self._measure, samples, group=self._group)
 
     def _drawn(

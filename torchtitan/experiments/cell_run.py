@@ -35,7 +35,7 @@ def run_cell(
             )  # fmt: skip
         except tuple(_STATUS) as error:
             status = "killed" if isinstance(error, ProbeFailed) and error.outcome.status == "killed" else _STATUS[type(error)]
-            return Outcome(status, unwrapped(error), time.perf_counter() - begun, 1)
+            return Outcome(status, unwrapped(error), time.perf_counter() - begun)
         chosen = {BATCH_KEY: found.batch_size}
         arguments = [*arguments, f"--{BATCH_KEY}={found.batch_size}"]
     outcome = run_processes(

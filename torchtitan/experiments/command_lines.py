@@ -1,6 +1,5 @@
 """Command lines of a cell's runs, checked before anything is started."""
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -9,6 +8,7 @@ from torchtitan.config.job import ConfigError, JobConfig, load_config
 from torchtitan.config.places import place_problems
 from torchtitan.config.toml_file import read_toml
 from torchtitan.experiments.grid import BATCH_KEY, Cell, Sweep, SweepError
+from torchtitan.settings.record import value_text
 
 SEED_KEY = "debug.seed"
 _MOST_NAMES = 20  # of refused cells
@@ -29,9 +29,8 @@ def run_arguments(cell: Cell, repeat: int, folder: Path, base: Path | None) -> l
 
 
 def words_of(values: Mapping[str, Any]) -> list[str]:
-    """Words of a command line: a text as it is, other values as JSON."""
-    texts = {key: value if isinstance(value, str) else json.dumps(value, default=str) for key, value in values.items()}
-    return [f"--{key}={text}" for key, text in texts.items()]
+    """Words of a command line."""
+    return [f"--{key}={value_text(value)}" for key, value in values.items()]
 
 
 def check_cells(sweep: Sweep, cells: list[Cell], folder: Path, elsewhere: bool = False) -> None:

@@ -26,14 +26,12 @@ class Outcome:
             is; nothing is known about the run); failed; timeout; refused (nothing was trained: bad configuration, run
             folder or data).
         seconds: wall time, from start to end of all processes, of all attempts.
-        exit_code: of the launcher, 128 + signal if a signal ended it; torchrun's own is 1 for every failure.
         chosen: configuration keys that were searched first, with the values found.
     """
 
     status: Status
     reason: str
     seconds: float
-    exit_code: int
     chosen: dict[str, Any] = field(default_factory=dict)
 
 

@@ -62,7 +62,7 @@ def run_processes(
     try:
         config = load_config(arguments, processes)
     except ConfigError as error:
-        return Outcome("refused", "; ".join(error.problems), time.perf_counter() - begun, 2)
+        return Outcome("refused", "; ".join(error.problems), time.perf_counter() - begun)
     summary = Path(config.job.dump_folder) / config.job.name / "summary.json"
     stale = _stamp(summary)
     log.parent.mkdir(parents=True, exist_ok=True)
@@ -91,10 +91,10 @@ def run_processes(
     fresh = _read_summary(summary) if _stamp(summary) != stale else {}
     status, reason = classify(code, log.read_text(errors="replace"), fresh)
     if late and status != "oom":  # a rank that is out of memory may leave others waiting for it
-        return Outcome("timeout", f"not done after {timeout_s:g} s", seconds, code)
+        return Outcome("timeout", f"not done after {timeout_s:g} s", seconds)
     if status == "ok" and (problem := _unfinished(summary)):
         status, reason = "failed", f"exit code 0, but {problem}"
-    return Outcome(status, reason, seconds, code)
+    return Outcome(status, reason, seconds)
 
 
 def _limit_data(pid: int, limit: int) -> None:

@@ -80,12 +80,12 @@ class InceptionNetwork(nn.Module):
         self.Mixed_5b = FineBlock(192, pool_width=32)
         self.Mixed_5c = FineBlock(256, pool_width=64)
         self.Mixed_5d = FineBlock(288, pool_width=64)
-        self.Mixed_6a = FineReduction(288)
+        self.Mixed_6a = FineReduction()
         self.Mixed_6b = MiddleBlock(128)
         self.Mixed_6c = MiddleBlock(160)
         self.Mixed_6d = MiddleBlock(160)
         self.Mixed_6e = MiddleBlock(192)
-        self.Mixed_7a = MiddleReduction(768)
+        self.Mixed_7a = MiddleReduction()
         self.Mixed_7b = CoarseBlock(1280, average_pool)
         self.Mixed_7c = CoarseBlock(2048, max_pool)  # the graph's last block alone takes the maximum
         self.fc = nn.Linear(2048, CLASSES)
@@ -130,12 +130,12 @@ class FineBlock(nn.Module):
 
 
 class FineReduction(nn.Module):
-    """Reduction from 35 x 35 to 17 x 17, 768 channels."""
+    """Reduction from 35 x 35, 288 channels, to 17 x 17, 768 channels."""
 
-    def __init__(self, channels: int) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.branch3x3 = Convolution(channels, 384, 3, stride=2)
-        self.branch3x3dbl_1 = Convolution(channels, 64, 1)
+        self.branch3x3 = Convolution(288, 384, 3, stride=2)
+        self.branch3x3dbl_1 = Convolution(288, 64, 1)
         self.branch3x3dbl_2 = Convolution(64, 96, 3, padding=1)
         self.branch3x3dbl_3 = Convolution(96, 96, 3, stride=2)
 
@@ -168,13 +168,13 @@ class MiddleBlock(nn.Module):
 
 
 class MiddleReduction(nn.Module):
-    """Reduction from 17 x 17 to 8 x 8, 1280 channels."""
+    """Reduction from 17 x 17, 768 channels, to 8 x 8, 1280 channels."""
 
-    def __init__(self, channels: int) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.branch3x3_1 = Convolution(channels, 192, 1)
+        self.branch3x3_1 = Convolution(768, 192, 1)
         self.branch3x3_2 = Convolution(192, 320, 3, stride=2)
-        self.branch7x7x3_1 = Convolution(channels, 192, 1)
+        self.branch7x7x3_1 = Convolution(768, 192, 1)
         self.branch7x7x3_2 = _lines(192, 192, 7)
         self.branch7x7x3_3 = _columns(192, 192, 7)
         self.branch7x7x3_4 = Convolution(192, 192, 3, stride=2)

@@ -147,12 +147,12 @@ def check_size(reference: Reference, size: tuple[int, int]) -> None:
         )
 
 
-def features_by_extractor(name: str, rows: Rows, classes: np.ndarray | None = None) -> dict[str, FeatureSet]:
-    """Feature sets of extracted rows, by extractor."""
+def features_of_samples(rows: Rows, classes: np.ndarray | None = None) -> dict[str, FeatureSet]:
+    """Feature sets of the samples' rows, by extractor."""
     of_extractor: dict[str, dict[str, np.ndarray]] = {}
     for (extractor, output), values in rows.items():
         of_extractor.setdefault(extractor, {})[output] = values
-    return {extractor: FeatureSet(name, extractor, outputs, classes=classes) for extractor, outputs in of_extractor.items()}
+    return {extractor: FeatureSet("samples", extractor, outputs, classes=classes) for extractor, outputs in of_extractor.items()}
 
 
 def reference_features(

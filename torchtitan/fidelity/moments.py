@@ -31,17 +31,12 @@ class Moments:
         return len(self.mean)
 
 
-def moments_of_rows(rows: np.ndarray, weights: np.ndarray | None = None) -> Moments:
-    """Moments of rows [N, D], weights > 0 [N] or equal. Raises EvaluationError: N < 2, or a value is not finite."""
+def moments_of_rows(rows: np.ndarray) -> Moments:
+    """Moments of rows [N, D]. Raises EvaluationError: N < 2, or a value is not finite."""
     check_rows("features", rows)
     if len(rows) < 2:
         raise EvaluationError(f"{len(rows)} feature vectors have no covariance: at least 2 are needed")
-    if weights is None:
-        return merged_moments(_of_part(rows[first : first + _ROWS_AT_ONCE]) for first in range(0, len(rows), _ROWS_AT_ONCE))
-    weights = weights / weights.sum()
-    mean = weights @ rows
-    deviations = rows - mean
-    return Moments(len(rows), mean, (deviations * weights[:, None]).T @ deviations / (1 - np.square(weights).sum()))
+    return merged_moments(_of_part(rows[first : first + _ROWS_AT_ONCE]) for first in range(0, len(rows), _ROWS_AT_ONCE))
 
 
 def merged_moments(parts: Iterable[Moments]) -> Moments:

@@ -15,7 +15,7 @@ from torchtitan.diffusion.timesteps.registry import build_density
 from torchtitan.diffusion.timesteps.sampler import TimestepSampler
 from torchtitan.errors import TrainingError
 from torchtitan.pictures.number_text import counted
-from torchtitan.settings import only_with, setting
+from torchtitan.settings import only_enabled, setting
 
 # Folder in that of a run, and the picture in it.
 GNS_FOLDER, PICTURE_FILE = "gns", "noise_scale.png"
@@ -40,7 +40,7 @@ _BY_INTERVAL = {"single_pass or nuclear_norm": (True,)}
 _BINNED = {"single_pass or bin_pure_microbatches": (True,)}
 
 
-@only_with("enable")
+@only_enabled()
 @dataclass(kw_only=True)
 class GNSConfig:
     """`[gns]`: gradient noise scale per timestep bin, measured while training."""

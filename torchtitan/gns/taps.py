@@ -32,7 +32,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from torchtitan.models.layers import RMSNorm, TokenBias, TokenGain, normed
+from torchtitan.models.layers import RMSNorm, TokenBias, TokenGain, at_least_float32, normed
 
 OFF, FREE, MEASURED = 0, 1, 2
 
@@ -75,10 +75,6 @@ class Fold:
     signs: Tensor
 
 
-def _full(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))
-
-
 def _cast_by_autocast(x: Tensor) -> Tensor:
     """Cast x as autocast would inside a linear, so that the layer and its tap keep one tensor instead of two."""
     kind = x.device.type
@@ -103,7 +99,7 @@ def _outside_autocast(backward: Callable[[Any, Tensor], Any]) -> Callable[[Any, 
 def _full_product(left: Tensor, right: Tensor) -> Tensor:
     """Product of matrices, or batches [N, ., .] of them, of one dtype, summed and returned in float32 at least."""
     if left.device.type == "cpu" or left.dtype not in (torch.bfloat16, torch.float16):
-        return _full(left) @ _full(right)
+        return at_least_float32(left) @ at_least_float32(right)
     if left.ndim == 2:
         return _full_product(left[None], right[None])[0]
     return torch.bmm(left, right, out_dtype=torch.float32)  # which a CPU does not have
@@ -117,7 +113,7 @@ def _own_products(x: Tensor, factors: Tensor) -> Tensor:
 
 def _outer_by_bin(left: Tensor, right: Tensor, one_hot: Tensor, geometries: int) -> Tensor:
     """Sketches of rank-one gradients, from their sides [B, G m] and [B, G k], summed by bin, [G, K, m k]."""
-    left, right = (_full(side).unflatten(-1, (geometries, -1)) for side in (left, right))
+    left, right = (at_least_float32(side).unflatten(-1, (geometries, -1)) for side in (left, right))
     of_bins = (one_hot[:, :, None, None] * left[:, None]).permute(2, 1, 3, 0).flatten(1, 2)  # [G, K m, B]
     return (of_bins @ right.transpose(0, 1)).view(geometries, one_hot.shape[1], -1)
 
@@ -162,7 +158,7 @@ class EmbeddingTap(Tap):
     @_outside_autocast
     def backward(ctx, dy):
         ids, one_hot, rows, columns, left, right = ctx.saved_tensors
-        d = _full(dy)
+        d = at_least_float32(dy)
         scaled = d * columns[:, None, :-1] * rows[:, ids, None]  # [G, B, D]
         gram = (scaled @ scaled.mT) * (ids[:, None] == ids)
         found = None
@@ -235,7 +231,7 @@ class ElementTap(Tap):
         shape, rms, eps = ctx.facts
         if rms is not None:
             x = normed(x, None, eps, rms)
-        gradient = _summed(_full(dy) if x is None else _full(dy) * x, shape)
+        gradient = _summed(at_least_float32(dy) if x is None else at_least_float32(dy) * x, shape)
         return dy, *_of_whole(gradient, one_hot, rows, columns), *ctx.others
 
 

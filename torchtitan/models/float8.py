@@ -15,14 +15,14 @@ from torch import Tensor, nn
 from torchtitan.extras import install, quiet_torchao
 from torchtitan.models.base import DiffusionModel
 from torchtitan.models.converters import convert
-from torchtitan.settings import only_with, setting
+from torchtitan.settings import only_enabled, setting
 
 # The matrix products of the hardware take multiples of this in every dimension but the first.
 _MULTIPLE = 16
 _LEAST_CAPABILITY = (8, 9)
 
 
-@only_with("enable")
+@only_enabled()
 @dataclass(kw_only=True)
 class Float8Config:
     """`[float8]`"""

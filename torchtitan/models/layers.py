@@ -139,20 +139,24 @@ def unpatchify(x: Tensor, grid: tuple[int, int], patch_size: int) -> Tensor:
     return x.permute(0, 3, 1, 4, 2, 5).reshape(len(x), -1, grid[0] * patch_size, grid[1] * patch_size).contiguous()
 
 
-def timestep_sinusoid(t: Tensor, channels: int, max_period: float = 10000.0, *, reach_lowest: bool = False) -> Tensor:
-    """Cosines, then sines, of t at frequencies from 1 down to nearly 1 / max_period.
+def at_least_float32(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def timestep_sinusoid(t: Tensor, channels: int, *, reach_lowest: bool = False) -> Tensor:
+    """Cosines, then sines, of t at frequencies from 1 down to nearly 1 / 10,000.
 
     Args:
         t: times [B] or [B, T]; the frequencies suit a range of about [0, 1000].
         channels: even.
-        reach_lowest: the last frequency is 1 / max_period itself.
+        reach_lowest: the last frequency is 1 / 10,000 itself.
 
     Returns:
         [..., channels], float32 or t's dtype, whichever is finer: bfloat16 has no phase left at t = 1000.
     """
     t = t.to(torch.promote_types(t.dtype, torch.float32))
     steps = channels // 2 - reach_lowest
-    exponents = -math.log(max_period) * torch.arange(channels // 2, dtype=t.dtype, device=t.device) / steps
+    exponents = -math.log(10000.0) * torch.arange(channels // 2, dtype=t.dtype, device=t.device) / steps
     angles = t[..., None] * torch.exp(exponents)  # [..., channels / 2]
     return torch.cat((angles.cos(), angles.sin()), dim=-1)
 

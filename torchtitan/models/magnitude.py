@@ -103,9 +103,9 @@ def normalized(x: Tensor, dim: int | tuple[int, ...] | None, eps: float) -> Tens
     return x / (eps + norm * math.sqrt(norm.numel() / x.numel()))
 
 
-def pixel_norm(x: Tensor, dim: int, eps: float = 1e-4) -> Tensor:
+def pixel_norm(x: Tensor, dim: int) -> Tensor:
     """Normalise each pixel or token over its channels `dim`; of x's dtype."""
-    return normalized(x, dim, eps).to(x.dtype)
+    return normalized(x, dim, 1e-4).to(x.dtype)
 
 
 def mp_silu(x: Tensor) -> Tensor:

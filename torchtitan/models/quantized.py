@@ -127,29 +127,24 @@ class QuantizedLinear(nn.Linear):
         return cast(Tensor, self.weight.product(x, self.bias))
 
 
-def quantize_base(model: DiffusionModel, kind: Kind, *, values: bool = True) -> list[str]:
+def quantize_base(model: DiffusionModel, kind: Kind, *, values: bool = True) -> None:
     """Replace the linears of the blocks by quantised ones, one after the other, so that one float weight at a time exists twice.
 
     Args:
         model: without adapters, sharding or compilation.
         values: whether it has values; otherwise the new ones have none either.
 
-    Returns:
-        names of the quantised linears.
-
     Raises:
         QuantizationError: as `check_quantizable`.
     """
     check_quantizable(model, kind)
-    names = _names(model, kind)
-    for name in names:
+    for name in _names(model, kind):
         linear = cast(nn.Linear, model.get_submodule(name))
         quantized = QuantizedLinear(linear, kind)
         if values:
             quantized.weight.quantize(linear.weight)
         parent, _, child = name.rpartition(".")
         model.get_submodule(parent).register_module(child, quantized)
-    return names
 
 
 def check_quantizable(model: DiffusionModel, kind: Kind) -> None:

@@ -7,10 +7,12 @@ from torchtitan.settings.declare import (
     condition_met,
     has_key,
     key_types,
-    only_with,
+    only_enabled,
     section_of,
     setting,
 )
 from torchtitan.settings.registry import Registry
 
-__all__ = ["Choice", "OneOf", "Registry", "choice", "condition_met", "has_key", "key_types", "only_with", "section_of", "setting"]
+__all__ = [
+    "Choice", "OneOf", "Registry", "choice", "condition_met", "has_key", "key_types", "only_enabled", "section_of", "setting",
+]  # fmt: skip

@@ -96,13 +96,13 @@ def section_of(kind: type, description: str) -> Any:
     return dataclasses.field(default_factory=kind, metadata={"description": description})
 
 
-def only_with(switch: str, but: tuple[str, ...] = ()) -> Callable[[type], type]:
-    """Class decorator of a section: all keys other than `switch` and `but` have an effect only while `switch` is true."""
+def only_enabled(*but: str) -> Callable[[type], type]:
+    """Class decorator of a section: all keys other than `enable` and `but` have an effect only while `enable` is true."""
 
     def declare(section: type) -> type:
         for field in dataclasses.fields(section):
-            if field.name not in (switch, *but):
-                applies = {switch: (True,)} | field.metadata["applies"]
+            if field.name not in ("enable", *but):
+                applies = {"enable": (True,)} | field.metadata["applies"]
                 field.metadata = types.MappingProxyType({**field.metadata, "applies": applies})
         return section
 

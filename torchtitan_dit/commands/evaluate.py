@@ -37,7 +37,7 @@ from torchtitan.fidelity.measuring import (
     Request,
     check_classes,
     check_request,
-    features_by_extractor,
+    features_of_samples,
     known_metrics,
     measure,
     reference_features,
@@ -186,7 +186,7 @@ def evaluate(arguments: argparse.Namespace) -> None:
         for each in (reference, held_out)
     )
     measured = from_first_rank(
-        lambda: measure(request, features_by_extractor("samples", rows, images.classes()), compared, calibrating), group=group
+        lambda: measure(request, features_of_samples(rows, images.classes()), compared, calibrating), group=group
     )
     if FIRST:
         print("\n".join(table_lines(request, len(images), reference, measured)))

@@ -45,8 +45,6 @@ class BinPureTimesteps(TimestepSampler):
         """
         if spread != "none":
             raise ValueError(f"objective.spread = {spread}: must be none, so that the ranks' samples are independent")
-        if microbatches_per_step < 1:
-            raise ValueError(f"{microbatches_per_step} microbatches per step: needs one at least")
         super().__init__(density, seed, spread)
         self.edges = edges.to("cpu", torch.float32)
         self._microbatches = microbatches_per_step

@@ -68,7 +68,7 @@ def _lost(ray: Any, error: Exception, seconds: float) -> Outcome:
     lines = str(error).strip().splitlines() or [""]
     first = lines[0][:200]
     if isinstance(error, ray.exceptions.RayTaskError):  # an exception in the task, with its traceback
-        return Outcome("failed", f"the Ray task failed: {lines[-1][:250]}", seconds, 1)
+        return Outcome("failed", f"the Ray task failed: {lines[-1][:250]}", seconds)
     if isinstance(error, ray.exceptions.OutOfMemoryError):
-        return Outcome("oom", f"Ray ended the task: {first}", seconds, 1)
-    return Outcome("killed", f"the Ray task left no result: {type(error).__name__}: {first}", seconds, 1)
+        return Outcome("oom", f"Ray ended the task: {first}", seconds)
+    return Outcome("killed", f"the Ray task left no result: {type(error).__name__}: {first}", seconds)

@@ -127,7 +127,7 @@ def run_in_job(job: Job, folder: str) -> Outcome:
         return job.run(devices=None, stop=stop)
     except Stopped:
         reason = f"Slurm job {here.job_id} was ended by Slurm: preempted, cancelled or out of time"
-        return Outcome("killed", reason, time.perf_counter() - begun, 1)
+        return Outcome("killed", reason, time.perf_counter() - begun)
 
 
 def _has_ended(submitted: Any) -> bool:
@@ -150,8 +150,8 @@ def _outcome_of(submitted: Any, seconds: float) -> Outcome:
 def _lost(state: str, job_id: str, error: Exception, raised: bool, seconds: float) -> Outcome:
     """Outcome of a job that left no result; raised: its function raised the error."""
     if state == "OUT_OF_MEMORY":
-        return Outcome("oom", f"Slurm job {job_id}: OUT_OF_MEMORY", seconds, 1)
+        return Outcome("oom", f"Slurm job {job_id}: OUT_OF_MEMORY", seconds)
     lines = str(error).strip().splitlines() or [""]
     if raised:
-        return Outcome("failed", f"Slurm job {job_id}: {lines[-1][:250]}", seconds, 1)
-    return Outcome("killed", f"Slurm job {job_id} left no result, its state is {state}: {lines[0][:200]}", seconds, 1)
+        return Outcome("failed", f"Slurm job {job_id}: {lines[-1][:250]}", seconds)
+    return Outcome("killed", f"Slurm job {job_id} left no result, its state is {state}: {lines[0][:200]}", seconds)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from torchtitan.settings import only_with, setting
+from torchtitan.settings import only_enabled, setting
 
 
 @dataclass(kw_only=True)
@@ -17,7 +17,7 @@ class ExtraAdapterConfig:
     )
 
 
-@only_with("enable")
+@only_enabled()
 @dataclass(kw_only=True)
 class LoRAConfig:
     """`[lora]`"""

@@ -24,6 +24,7 @@ from torchtitan.models.dit.config import FLAVORS, DiTConfig
 from torchtitan.models.dit.model import DiT
 from torchtitan.models.dit.positions import sincos_table
 from torchtitan.models.published_layouts import ConversionError, PublishedLayout
+from torchtitan.settings.record import value_text
 
 _NORM_EPS = 1e-5  # of diffusers' feed-forward norms where config.json has none
 _POSITION = {"dit": "pos_embed", "sit": "pos_embed", "diffusers": "pos_embed.pos_embed"}
@@ -267,7 +268,7 @@ def layout_problems(model: DiT, layout: str) -> list[str]:
     if not isinstance(model, DiT):
         return [f"model.magnitude_preserving = true: the {layout} layout is of plain transformers"]
     found = [
-        f"model.{key} = {_plain(getattr(model.config, key))}: the {layout} layout is of models with {_plain(value)}"
+        f"model.{key} = {value_text(getattr(model.config, key))}: the {layout} layout is of models with {value_text(value)}"
         for key, value in _FIXED.items() if getattr(model.config, key) != value
     ]
     if layout == "diffusers" and model.config.mlp_hidden_dim != 4 * model.config.dim:
@@ -275,7 +276,7 @@ def layout_problems(model: DiT, layout: str) -> list[str]:
     if layout != "diffusers":
         own = {"embedding_per_block": (False,), "mlp_norm_eps": (None, _FIXED["norm_eps"])}
         found += [
-            f"model.{key} = {_plain(getattr(model.config, key))}: only the diffusers layout has that"
+            f"model.{key} = {value_text(getattr(model.config, key))}: only the diffusers layout has that"
             for key, values in own.items() if getattr(model.config, key) not in values
         ]
     if model.config.score_scale is not None:
@@ -494,7 +495,3 @@ def _flavor_of(dim: int, num_layers: int, patch_size: int) -> str | None:
         if same_size and all(getattr(flavor, key) == value for key, value in _FIXED.items()):
             return name
     return None
-
-
-def _plain(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,10 +1,10 @@
 """Axes that distinguish runs: model, patch, batch, layout and switches, read from their configurations."""
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torchtitan.distributed.degrees import DEGREE_KEYS, Degrees, degrees_of
+from torchtitan.settings.record import value_text
 from torchtitan.settings.schema import quoted
 from torchtitan.settings.sizes import is_count
 
@@ -207,4 +207,4 @@ def _name_meshes(all_axes: Sequence[Axes]) -> None:
 def _text(value: Any) -> str:
     if isinstance(value, list) and value and all(isinstance(each, Mapping) for each in value):  # as ema.tracks
         return ", ".join(str(each.get("name", number)) for number, each in enumerate(value))
-    return value if isinstance(value, str) else json.dumps(value, default=str)
+    return value_text(value)
