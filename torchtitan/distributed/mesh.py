@@ -36,6 +36,8 @@ class Layout:
         self.sharded = self.shards > 1
         self.degree = parallelism.context_parallel_degree
         self.data_rank, self.data_ranks = self.rank // self.degree, self.world_size // self.degree
+        if self.replicas * self.shards != self.world_size:  # each process would train alone
+            raise ValueError(f"{self.replicas} replicas x {self.shards} shards is not {self.world_size} processes")
         self.mesh = self._build_mesh()
         self._context_mesh = self._build_context_mesh()
         self.context = None if self._context_mesh is None else SplitContext(self._context_mesh.get_group("context"))
