@@ -51,6 +51,7 @@ def test_example_trains(tmp_path, name):
 
 def test_example_loop_of_a_notebook_runs(tmp_path):
     text = (EXAMPLES / "notebook.py").read_text().replace("50", "2").replace('warmup_steps": 5', 'warmup_steps": 0')
+    text = text.replace('"sampling.interval"', '"sampling.num_steps": 2, "sampling.interval"')
     (tmp_path / "notebook.py").write_text(text)
     found = run_script(str(tmp_path / "notebook.py"), folder=tmp_path)
     assert found.returncode == 0, found.stderr
