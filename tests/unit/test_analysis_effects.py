@@ -9,7 +9,7 @@ from torchtitan.runs.analysis.axes import add_further_axes, label
 from torchtitan.runs.analysis.cells import join_repeats
 from torchtitan.runs.analysis.collect import Run
 from torchtitan.runs.analysis.effects import all_effects, effect_of, scaling, switches_of
-from torchtitan.runs.analysis.findings import _scaling_line
+from torchtitan.runs.analysis.findings import Results, _scaling_line, headlines
 from torchtitan.runs.analysis.report import analyse, write_report
 from torchtitan.statistics.interval import Interval
 
@@ -113,6 +113,24 @@ def test_repeats_are_joined_with_students_interval():
     found = cell.measures["images_per_second"]
     wanted = [math.exp(end) for end in (mean, mean - half, mean + half)]
     assert (found.value, found.lower, found.upper) == pytest.approx(wanted, rel=1e-9)
+
+
+def test_a_metric_that_one_repeat_lacks_is_none_of_the_cell():
+    runs = [run(100.0), run(110.0, repeat=1)]
+    del runs[1].measures["memory_gib"]  # as the MFU of a run that does not know its device's peak
+    (cell,) = join_repeats(runs)
+    assert cell.measures.keys() == {"images_per_second"} and cell.measures["images_per_second"].count == 2
+
+
+def test_effects_whose_intervals_contain_none_are_no_findings():
+    runs = [run(images * (1 + on), ac=ac, compile=str(bool(on)).lower(), local_batch=batch)
+            for ac, batch, images in (("none", 8, 100.0), ("full", 8, 90.0), ("none", 16, 100.0), ("full", 16, 130.0))
+            for on in (0, 1)]  # fmt: skip
+    cells = join_repeats(runs)
+    lines = headlines(Results(runs, cells, all_effects(cells), [], []))
+    assert [line for line in lines if "compile" in line and "+100.0 % [" in line]
+    (unclear,) = (line for line in lines if line.startswith("No difference of images/s is shown"))
+    assert unclear.endswith(": no AC → AC full at equal batch.")
 
 
 def test_runs_of_different_data_are_told_apart_and_not_compared():

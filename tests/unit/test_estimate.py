@@ -242,7 +242,7 @@ def test_a_ramp_takes_the_hours_of_its_steps_and_the_batch_reached_is_not_that_o
 def test_command_estimates_seven_billion_parameters(tmp_path, capsys):
     path = tmp_path / "seven_b.toml"
     path.write_text("")
-    assert estimate.main([str(path), "--world-size", "64", "--device", "H200", "--json", *SEVEN_B]) == 0
+    assert estimate.main([str(path), "--world-size", "64", "--device", "h200", "--json", *SEVEN_B]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["num_parameters"] == 7_128_547_904
     assert found["flops_per_image"] == pytest.approx(3.118e13, rel=1e-3)

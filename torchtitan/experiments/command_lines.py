@@ -40,7 +40,7 @@ def check_cells(sweep: Sweep, cells: list[Cell], folder: Path, elsewhere: bool =
         elsewhere: the runs are for other machines: packages and devices of this one refuse none.
 
     Raises:
-        SweepError: cells are refused, a line for each first reason; or one would write outside of the sweep's folder.
+        SweepError: cells are refused, a line for each reason; or one would write outside of the sweep's folder.
     """
     refused: dict[str, list[str]] = {}  # reason -> cells
     for cell in cells:
@@ -50,14 +50,15 @@ def check_cells(sweep: Sweep, cells: list[Cell], folder: Path, elsewhere: bool =
         try:
             config = load_config(arguments, cell.processes, elsewhere=elsewhere)
         except ConfigError as error:
-            refused.setdefault(error.problems[0], []).append(cell.id)
+            for problem in error.problems:
+                refused.setdefault(problem.removeprefix("command line: --"), []).append(cell.id)
             continue
         _refuse_other_places(sweep, cell, config, folder)
         if sweep.settings.warmup_steps >= config.training.steps:
             text = f"{sweep.settings.warmup_steps} leaves none of training.steps = {config.training.steps}"
             raise SweepError(f"{sweep.path}: warmup_steps: {text} (lower it, or train longer)")
     if refused:
-        excludable = sum(map(len, refused.values())) < len(cells)
+        excludable = len({name for names in refused.values() for name in names}) < len(cells)
         lines = (f"{sweep.path}: {_refusal(reason, names, excludable)}" for reason, names in refused.items())
         raise SweepError("\n".join(lines))
 
@@ -66,7 +67,7 @@ def _refusal(reason: str, names: list[str], excludable: bool) -> str:
     """Line on cells that are refused for one reason; excludable: others are not refused."""
     which, it = (f"cell {names[0]}", "it") if len(names) == 1 else (f"cells {', '.join(names[:_MOST_NAMES])}", "them")
     more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
-    return f"{which}{more}: {reason}" + f" (or leave {it} out by [[exclude]])" * excludable
+    return f"{reason} ({which}{more}" + f"; or leave {it} out by [[exclude]]" * excludable + ")"
 
 
 def _refuse_other_places(sweep: Sweep, cell: Cell, config: JobConfig, folder: Path) -> None:

@@ -27,6 +27,8 @@ SYNONYMS = {
     **dict.fromkeys(("use_wandb", "wandb"), ("metrics.enable_wandb", " true")),
     **dict.fromkeys(("learning_rate", "lr"), ("optimizer.lr", "")),
     **dict.fromkeys(("output_dir", "results_dir"), ("job.dump_folder", "")),
+    **dict.fromkeys(("d_model", "hidden_dim", "hidden_size", "n_embd"), ("model.dim", "")),
+    **dict.fromkeys(("depth", "n_layers", "num_hidden_layers"), ("model.num_layers", "")),
     **dict.fromkeys(("global_seed", "seed"), ("debug.seed", "")),
     # TorchTitan's
     "enable_checkpoint": ("checkpoint.enable", ""),

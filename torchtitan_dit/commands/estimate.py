@@ -58,7 +58,8 @@ def parse_arguments(words: list[str] | None) -> tuple[argparse.Namespace, list[s
     add, known = parser.add_argument, Efficiency()
     add("config", metavar="CONFIG", help="TOML file of the run, or the name of a shipped one")
     add("--world-size", type=at_least(1), default=1, metavar="N", help="processes (default: 1)")
-    add("--device", required=True, metavar="NAME", help=f"{', '.join(DEVICES)}, or CPU with the numbers below, of any device")
+    add("--device", required=True, type=_device_name, metavar="NAME",
+        help=f"{', '.join(DEVICES)}, or CPU with the numbers below, of any device")  # fmt: skip
     add("--memory", type=positive, metavar="GIB", help="memory of each process (default: the device's)")
     add("--tflops", type=positive, help="peak of matrix products in the run's precision, TFLOP/s")
     add("--memory-bandwidth", type=positive, metavar="GB_PER_S", help="of the memory")
@@ -84,6 +85,10 @@ def _efficiency(arguments: argparse.Namespace, config: JobConfig) -> Efficiency:
     shares = {name: share for name, (share, _) in measured.items()} | {name: share for name, share in given.items() if share}
     places = {name: place for name, (_, place) in measured.items()}
     return Efficiency(**shares, link=arguments.link, overlap=arguments.overlap, measured=places)
+
+
+def _device_name(name: str) -> str:
+    return next((device for device in (*DEVICES, "CPU") if device.lower() == name.lower()), name)
 
 
 def _device(parser: OneLineParser, arguments: argparse.Namespace) -> Device:

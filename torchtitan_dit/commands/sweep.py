@@ -22,7 +22,7 @@ _MOST_LINES = 38  # of a dry run's list
 _UNSUCCESSFUL = ("failed", "timeout", "killed")  # nothing is known of the cell; oom, refused and skipped are results
 
 
-@refusing(ExperimentError, stopped="stopped; the same command resumes after the runs that have ended (a dry run keeps nothing)")
+@refusing(ExperimentError, stopped="stopped; the same command runs those that have not ended")
 def main(words: list[str] | None = None) -> int:
     arguments = parse_arguments(words)
     launching = Launching(arguments.launcher, arguments.jobs, dict(arguments.slurm))

@@ -106,6 +106,9 @@ def autotune(
         record.write()
     if record.batch_size is None:
         raise NothingFits(_nothing_fits(smallest, record.probes, memory_gib, search.limit_gib, multiple_of))
+    if record.batch_size == candidates[-1]:
+        bound = f"training.global_batch_size = {whole}" if whole == ranks * record.batch_size else f"max = {max_batch_size}"
+        report(f"{record.batch_size} is the largest that {bound} allows: more may fit")
     return AutotuneResult(record.batch_size, record.probes, search.tried, record.path)
 
 

@@ -21,7 +21,7 @@ class Cell:
 
     Attributes:
         measures: metric's name -> mean over the ok repeats with Student's interval; of one repeat alone its own median
-            and interval.
+            and interval. A metric that an ok repeat lacks is left out.
     """
 
     axes: Axes
@@ -84,9 +84,11 @@ def _cell(runs: list[Run]) -> Cell:
     measures = {}
     for metric in METRICS:
         present = [run.measures[metric.name] for run in good if metric.name in run.measures]
+        if not present or len(present) < len(good):
+            continue
         if len(present) == 1:
             measures[metric.name] = present[0]
-        elif present:
+        else:
             measures[metric.name] = positive_interval([estimate.value for estimate in present])
     return Cell(runs[0].axes, runs, measures)
 

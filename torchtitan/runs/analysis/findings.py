@@ -57,7 +57,12 @@ def headlines(results: Results) -> list[str]:
     several = len({cell.axes["device"] for cell in results.cells}) > 1
     groups = _by_model(results.cells).values()
     lines += [_best_line(of_model, several) for of_model in groups if any(cell.ok for cell in of_model)]
-    lines += [_effect_line(effect) for effect in results.effects if IMAGES.name in effect.ratios]
+    effects = [effect for effect in results.effects if IMAGES.name in effect.ratios]
+    unclear = [effect for effect in effects if effect.ratios[IMAGES.name].lower <= 1 <= effect.ratios[IMAGES.name].upper]
+    lines += [_effect_line(effect) for effect in effects if effect not in unclear]
+    if unclear:
+        which = ", ".join(f"{_change(effect)} at {effect.at}" for effect in unclear)
+        lines.append(f"No difference of images/s is shown, the intervals contain 0: {which}.")
     lines += [_scaling_line(curve) for curve in results.curves]
     return lines
 
@@ -70,7 +75,7 @@ def cautions(results: Results) -> list[str]:
         if len(found) > 1:
             lines.append(f"The runs are of several {word}, which are not distinguished: {', '.join(found)}.")
     if any(not run.measures.get(MFU.name) for run in results.runs if run.ok):
-        lines.append("Some runs have no MFU: their device's peak is not known (metrics.peak_tflops gives it).")
+        lines.append("Some runs, and their cells, have no MFU: their device's peak is not known (metrics.peak_tflops gives it).")
     if any(str(run.axes.get("device")).startswith("CPU") for run in results.runs):
         lines.append("Memory of runs on a CPU: peak resident memory of the first process, the interpreter included.")
     lines += [f"{run.name}: {note}." for run in results.runs for note in run.notes]
@@ -82,7 +87,7 @@ def markdown(results: Results, pictures: Iterable[tuple[str, str]]) -> str:
     parts = ["# Analysis\n", "## Findings\n", *map(bullet, headlines(results)), ""]
     if cautious := cautions(results):
         parts += ["## Notes\n", *map(bullet, cautious), ""]
-    parts += [HOW_MEASURED, "", HOW_PAIRED, ""]
+    parts += [HOW_MEASURED, ""]
     parts += [*_best_table(results.cells), *_effect_table(results.effects), *_scaling_table(results.curves)]
     parts += [*_trouble_table(results.runs), *_cell_table(results.cells)]
     drawn = list(pictures)
