@@ -203,9 +203,9 @@ def test_a_job_on_one_node_finds_the_repository_and_queues_an_interrupted_run_ag
     assert (unseen.returncode, unseen.stdout) == (2, "")
     elsewhere = job(SLURM_SUBMIT_DIR=str(spool))
     assert elsewhere.returncode == 2 and "is not the repository" in elsewhere.stderr
-    for script in ("one_node.slurm", "multinode.slurm"):
+    for script, how in {"one_node.slurm": "sbatch (or set REPOSITORY)", "multinode.slurm": "sbatch --nodes N"}.items():
         alone = subprocess.run(["bash", str(ROOT / "scripts" / script), "digits"], text=True, capture_output=True, timeout=60)
-        assert (alone.returncode, alone.stderr) == (2, f"{script}: start it with sbatch (or set REPOSITORY)\n")
+        assert (alone.returncode, alone.stderr) == (2, f"{script}: start it with {how}\n")
 
 
 @pytest.mark.parametrize(("script", "packages", "program"), [

@@ -55,6 +55,8 @@ def test_traced_steps_learn_the_same_and_count_in_no_rate(tmp_path):
     assert [name for _, name in ranges] == [*microbatch, *microbatch, "gradients", "optimizer", "ema", "report"]
     calls = {line.split()[0]: line.split()[-1] for line in (folder / "rank0.txt").read_text().splitlines() if line.strip()}
     assert (calls["forward"], calls["optimizer"]) == ("2", "1")
+    phases = (folder / "rank0.txt").read_text().partition("\n\n")[0].splitlines()  # first, however short they are
+    assert {name for _, name in ranges} <= {line.split()[0] for line in phases}
     assert {"aten::addmm", "aten::mul"} <= calls.keys()
 
 

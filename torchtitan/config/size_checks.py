@@ -44,7 +44,7 @@ def _degrees(checked: ConfigView) -> Iterator[Problem]:
 
 
 def _started_by(processes: int) -> str:
-    return f"for {counted(processes, 'process', 'es')} NGPU={processes} scripts/train.sh, to check only WORLD_SIZE={processes}"
+    return f"for {counted(processes, 'process', 'es')} NGPU={processes} scripts/train.sh, also to check only"
 
 
 def batch_sizes(checked: ConfigView) -> Iterator[Problem]:

@@ -59,13 +59,15 @@ def check_cells(sweep: Sweep, cells: list[Cell], folder: Path, elsewhere: bool =
             raise SweepError(f"{sweep.path}: warmup_steps: {text} (lower it, or train longer)")
     if refused:
         excludable = len({name for names in refused.values() for name in names}) < len(cells)
-        lines = (f"{sweep.path}: {_refusal(reason, names, excludable)}" for reason, names in refused.items())
+        lines = (f"{sweep.path}: {_refusal(reason, names, excludable, len(cells))}" for reason, names in refused.items())
         raise SweepError("\n".join(lines))
 
 
-def _refusal(reason: str, names: list[str], excludable: bool) -> str:
-    """Line on cells that are refused for one reason; excludable: others are not refused."""
+def _refusal(reason: str, names: list[str], excludable: bool, of: int) -> str:
+    """Line on cells that are refused for one reason; excludable: others are not refused; of: number of all cells."""
     which, it = (f"cell {names[0]}", "it") if len(names) == 1 else (f"cells {', '.join(names[:_MOST_NAMES])}", "them")
+    if len(names) == of > 1:
+        return f"{reason} (all {of} cells)"
     more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
     return f"{reason} ({which}{more}" + f"; or leave {it} out by [[exclude]]" * excludable + ")"
 

@@ -1,7 +1,7 @@
 """Traces of single steps, and snapshots of CUDA's memory.
 
     <run>/profile/trace/step-00000100/rank0.json.gz    for chrome://tracing or perfetto.dev
-    <run>/profile/trace/step-00000100/rank0.txt        its operations, those first that take longest
+    <run>/profile/trace/step-00000100/rank0.txt        its phases and operations, those first that take longest
     <run>/profile/memory/step-00000100/rank0.pickle    for pytorch.org/memory_viz
 
 Traced steps, and the profiler's warm-up steps, are left out of throughput.
@@ -122,9 +122,12 @@ class Profiler:
                 logger.info(f"trace of step {step}: {path}")
 
     def _table(self, finished: profile) -> str:
-        """Operations of a trace by their own time on the device."""
+        """Phases of a traced step, in milliseconds of the host, and operations by their own time on the device."""
         order = f"self_{'device' if self._layout.device.type == 'cuda' else 'cpu'}_time_total"
-        return finished.key_averages().table(sort_by=order, row_limit=_TABLE_ROWS, max_name_column_width=60)
+        averages = finished.key_averages()
+        ranges = sorted((each for each in averages if each.is_user_annotation), key=lambda each: -each.cpu_time_total)
+        phases = [f"{each.key:<60} {each.cpu_time_total / 1e3:12.3f} ms {each.count:6}\n" for each in ranges]
+        return "".join(phases) + "\n" + averages.table(sort_by=order, row_limit=_TABLE_ROWS, max_name_column_width=60)
 
     def _dump_memory(self, name: str) -> None:
         path = self._folder / "memory" / name / f"rank{self._layout.rank}.pickle"
