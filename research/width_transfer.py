@@ -21,7 +21,7 @@ from torchtitan.config.job import JobConfig
 from torchtitan.experiments.folder import StudyError
 from torchtitan.files.durable import make_folder, replace_file
 from torchtitan.pictures.markdown import markdown_table
-from torchtitan.pictures.style import Panel, new_figure, ordered_colours
+from torchtitan.pictures.style import Panel, label_log_axis, new_figure, ordered_colours
 from torchtitan.runs.record import HELD_OUT_LOSS, read_run
 from torchtitan.statistics.interval import Interval, mean_interval
 
@@ -211,7 +211,8 @@ def _draw(panel: Panel, curves: Mapping[tuple[int, int], Mapping[float, float]],
             rates = [rate for rate in sorted(curve) if math.isfinite(curve[rate])]
             label = f"width {width}" if number == 0 else None
             panel.plot(rates, [math.exp(curve[rate]) for rate in rates], "o-", color=color, alpha=0.6, markersize=3, label=label)
-    panel.set(title=title, xlabel="learning rate", ylabel="held-out loss", xscale="log")
+    panel.set(title=title, xlabel="learning rate", ylabel="held-out loss", xscale="log", yscale="log")
+    label_log_axis(panel.yaxis)
 
 
 def _text(found: Interval) -> str:
