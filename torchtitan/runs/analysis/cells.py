@@ -84,11 +84,11 @@ def _cell(runs: list[Run]) -> Cell:
     measures = {}
     for metric in METRICS:
         present = [run.measures[metric.name] for run in good if metric.name in run.measures]
-        if not present or len(present) < len(good):
+        if len(present) < len(good):
             continue
         if len(present) == 1:
             measures[metric.name] = present[0]
-        else:
+        elif present:
             measures[metric.name] = positive_interval([estimate.value for estimate in present])
     return Cell(runs[0].axes, runs, measures)
 
