@@ -216,6 +216,10 @@ def test_a_sweep_without_any_result_is_reported(tmp_path):
     write_report(results, tmp_path / "analysis")
     assert "| batch=16 | oom | why |" in (tmp_path / "analysis" / "analysis.md").read_text()
     assert not list((tmp_path / "analysis").glob("*.png"))
+    (tmp_path / "analysis" / "mfu_percent_over_batch.png").touch()
+    write_report(results, tmp_path / "analysis")
+    text = (tmp_path / "analysis" / "analysis.md").read_text()
+    assert "Of an earlier analysis, not of these runs: mfu_percent_over_batch.png." in text
 
 
 def test_a_run_without_a_sweep_keeps_what_its_summary_says(tmp_path):

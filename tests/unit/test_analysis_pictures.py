@@ -172,9 +172,10 @@ def test_scaling_draws_the_numbers_of_the_table_and_linear_scaling(tmp_path, dra
 def test_the_loss_is_drawn_over_images_flops_and_hours(tmp_path, drawn):
     for name, data, loss in (("a", "digits", 2.0), ("b", "digits", 1.0), ("b2", "digits", 1 + 1e-8), ("c", "latents", -1.0)):
         (tmp_path / name).mkdir()
+        seconds = 3600.0 if data == "latents" else 36.0
         points = [
-            {"step": step, "loss_metrics/global_avg_loss": loss / step, "n_images_seen": 8 * step, "clock/train(s)": 36.0 * step,
-             "throughput(img/s)": 1.0} for step in (1, 2, 3)
+            {"step": step, "loss_metrics/global_avg_loss": loss / step, "n_images_seen": 8 * step,
+             "clock/train(s)": seconds * step, "throughput(img/s)": 1.0} for step in (1, 2, 3)
         ]  # fmt: skip
         (tmp_path / name / "metrics.jsonl").write_text("\n".join(map(json.dumps, points)))
         (tmp_path / name / "config.toml").write_text(f'[data]\nname = "{data}"')
@@ -190,9 +191,10 @@ def test_the_loss_is_drawn_over_images_flops_and_hours(tmp_path, drawn):
         labels = [text for text in panel.get_xticklabels(which="both") if text.get_text()]
         boxes = sorted((text.get_window_extent() for text in labels), key=lambda box: box.x0)
         assert len(boxes) > 1 and all(one.x1 < other.x0 for one, other in itertools.pairwise(boxes))
-    assert [panel.get_xlabel() for panel in first.axes] == ["images", "FLOPs", "hours of training"]
-    expected = [[8, 16, 24], [40, 80, 120], [0.01, 0.02, 0.03]]
-    assert [list(panel.lines[0].get_xdata()) for panel in first.axes] == [pytest.approx(xs) for xs in expected]
+    for figure, label, times in ((first, "seconds of training", [36, 72, 108]), (second, "hours of training", [1, 2, 3])):
+        assert [panel.get_xlabel() for panel in figure.axes] == ["images", "FLOPs", label]
+        expected = [[8, 16, 24], [40, 80, 120], times]
+        assert [list(panel.lines[0].get_xdata()) for panel in figure.axes] == [pytest.approx(xs) for xs in expected]
     assert (first.axes[0].get_yscale(), second.axes[0].get_yscale()) == ("log", "linear")
 
 

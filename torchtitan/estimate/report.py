@@ -1,6 +1,7 @@
 """Report of an estimate as text and as a JSON object."""
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 from torchtitan.config.job import JobConfig
@@ -141,8 +142,18 @@ def _verdict(config: JobConfig, memory: MemoryEstimate, device: Device) -> str:
     known = fits(memory, device)
     if known is None:
         return f"whether {_USABLE:.0%} of it are enough is known once the blocks are compiled"
-    advice = " (smaller: --lora.base_dtype int8)" if config.lora.enable and not config.lora.quantized_kind else ""
-    return "fits" if known else f"does not fit into {_USABLE:.0%} of it{advice}"
+    return "fits" if known else f"does not fit into {_USABLE:.0%} of it (less: {', '.join(_smaller(config))})"
+
+
+def _smaller(config: JobConfig) -> Iterator[str]:
+    """Options that need less memory, of which the run has not taken all."""
+    if config.lora.enable and not config.lora.quantized_kind:
+        yield "--lora.base_dtype int8"
+    if config.activation_checkpoint.mode == "none":
+        yield "--activation_checkpoint.mode full"
+    if config.training.local_batch_size > 1:
+        yield f"--training.local_batch_size {config.training.local_batch_size // 2}"
+    yield "a larger --parallelism.data_parallel_shard_degree"
 
 
 def _gib(count: int) -> str:

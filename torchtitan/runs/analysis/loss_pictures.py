@@ -12,6 +12,7 @@ from torchtitan.runs.analysis.drawing import divided
 from torchtitan.runs.record import Series, coinciding
 
 _COSTS = {"images": "images", "flops": "FLOPs", "hours": "hours of training"}
+_SHORT = 0.1  # hours; training of less has an axis of seconds
 _MOST = 8  # runs of one picture
 
 
@@ -47,15 +48,18 @@ def _draw(runs: list[Run], title: str, alike: str, path: Path) -> Path:
     width = 0.6 + 3.8 * len(costs)
     beside = max(int(width / (0.7 + 0.07 * max(len(run.name) for run in runs))), 1)  # names in a row of the legend
     figure, (panels,) = new_figure(title, 1, len(costs), (width, 3.6 + 0.2 * len(runs) / beside), sharey=True)
+    seconds = max(point["hours"] for run in runs for point in run.losses) < _SHORT
     for panel, cost in zip(panels, costs, strict=True):
+        in_seconds = cost == "hours" and seconds
         for n, run in enumerate(runs):
             points = [point for point in run.losses if point[cost]]
-            panel.plot([point[cost] for point in points], [point["loss"] for point in points], color=colour(n), label=run.name)
+            spent = [point[cost] * (3600 if in_seconds else 1) for point in points]
+            panel.plot(spent, [point["loss"] for point in points], color=colour(n), label=run.name)
         panel.set_xscale("log")
         label_log_axis(panel.xaxis)
         if cost != "hours":
             panel.xaxis.set_major_formatter(EngFormatter(sep=""))
-        panel.set_xlabel(_COSTS[cost])
+        panel.set_xlabel("seconds of training" if in_seconds else _COSTS[cost])
     if all(point["loss"] > 0 for run in runs for point in run.losses):
         panels[0].set_yscale("log")
         label_log_axis(panels[0].yaxis)

@@ -56,6 +56,9 @@ def write_report(results: Results, folder: Path) -> list[Path]:
         *draw_over_batch(results.cells, folder), *draw_memory_parts(results.cells, folder),
         *draw_over_ranks(results.curves, results.cells, folder), *draw_loss(results.runs, folder),
     ]  # fmt: skip
+    earlier = sorted({*folder.glob(_DRAWN)} - {path for _, path in pictures})
+    if earlier:
+        results.remarks.append(f"Of an earlier analysis, not of these runs: {', '.join(path.name for path in earlier)}.")
     replace_file(folder / _TEXT, markdown(results, [(name, path.name) for name, path in pictures]))
     return [folder / _TABLE, folder / _TEXT, *(path for _, path in pictures)]
 

@@ -1,4 +1,4 @@
-"""Hardware compared by runs of one configuration: seconds a step, images/s, speed-up, seconds a picture, loss."""
+"""Hardware and number of devices compared, of runs of one configuration: seconds a step, speed-up, seconds a picture, loss."""
 
 from collections.abc import Sequence
 
