@@ -30,6 +30,7 @@ COLUMNS = ("settings", "loss")  # of a run: what it was trained with, and its he
 HEAD = 16  # channels of a head, at every width
 PARAMETRISATIONS = ("plain", "maximal updates")  # one and the same at the first width
 TOLERANCE = 0.5  # of the shift, in log2
+HIGHEST = 0.7  # loss that the picture shows; one that predicts zero is near 1.2
 
 Rates = Mapping[str, list[float]]  # by optimizer, rising
 Losses = Mapping[tuple[str, str, int, int, float], float]  # optimizer, parametrisation, width, seed, rate -> ln loss
@@ -211,8 +212,10 @@ def _draw(panel: Panel, curves: Mapping[tuple[int, int], Mapping[float, float]],
             rates = [rate for rate in sorted(curve) if math.isfinite(curve[rate])]
             label = f"width {width}" if number == 0 else None
             panel.plot(rates, [math.exp(curve[rate]) for rate in rates], "o-", color=color, alpha=0.6, markersize=3, label=label)
-    panel.set(title=title, xlabel="learning rate", ylabel="held-out loss", xscale="log", yscale="log")
-    label_log_axis(panel.yaxis)
+    panel.set(title=title, xlabel="learning rate", ylabel=f"held-out loss, up to {HIGHEST:g}", xscale="log", yscale="log")
+    panel.set_ylim(top=HIGHEST)
+    for axis in (panel.xaxis, panel.yaxis):
+        label_log_axis(axis)
 
 
 def _text(found: Interval) -> str:
