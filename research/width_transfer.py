@@ -212,8 +212,11 @@ def _draw(panel: Panel, curves: Mapping[tuple[int, int], Mapping[float, float]],
             rates = [rate for rate in sorted(curve) if math.isfinite(curve[rate])]
             label = f"width {width}" if number == 0 else None
             panel.plot(rates, [math.exp(curve[rate]) for rate in rates], "o-", color=color, alpha=0.6, markersize=3, label=label)
-    panel.set(title=title, xlabel="learning rate", ylabel=f"held-out loss, up to {HIGHEST:g}", xscale="log", yscale="log")
-    panel.set_ylim(top=HIGHEST)
+    panel.set(title=title, xlabel="learning rate", ylabel="held-out loss", xscale="log", yscale="log")
+    low, high = panel.get_ylim()
+    if low < HIGHEST < high:
+        panel.set_ylim(top=HIGHEST)
+        panel.set_ylabel(f"held-out loss, up to {HIGHEST:g}")
     for axis in (panel.xaxis, panel.yaxis):
         label_log_axis(axis)
 
