@@ -279,7 +279,7 @@ def _read_caption(place: str, read: ReadCaption | None, trigger_word: str, missi
             return found
         if missing == "trigger":
             return "[trigger]"
-        missing_file = f"an image without a caption (add {Path(place).stem}.txt, remove the image"
+        missing_file = f"an image without a caption (add {Path(place).stem}.txt or its row in metadata.csv, remove the image"
         problem = "the caption is empty (write it" if read else missing_file
         raise ValueError(f'{problem}, or set data.missing_caption = "trigger")')
 

@@ -2,17 +2,21 @@
 
 import re
 
+from torchtitan.settings.schema import nearest
+
+_IN_BRACKETS = re.compile(r"[\[{](\w+)[\]}]")
 PLACEHOLDER = re.compile(r"\[(?:trigger|name)\]", re.IGNORECASE)  # the second is ai-toolkit's
 TRIGGER_KEY = "replaces [trigger] and [name] in captions, and begins a caption without them and without the word"
 
 
 def filled(text: str, trigger_word: str) -> str:
-    """Text in one line, placeholders replaced by the trigger word. Raises ValueError: there is none for them."""
+    """Text in one line, placeholders replaced by the trigger word. Raises ValueError: no word for them; a misspelt one."""
+    for found in _IN_BRACKETS.finditer(text):
+        if nearest(found[1].lower(), ["trigger"]) and not PLACEHOLDER.fullmatch(found[0]):
+            raise ValueError(f"{found[0]} is no placeholder (write [trigger])")
     line, word = " ".join(text.split()), " ".join(trigger_word.split())
-    if (found := PLACEHOLDER.search(line)) and not word:
-        raise ValueError(
-            f"the caption has {found[0]}, and data.trigger_word is not given (give the word, or write it in the caption)"
-        )
+    if (place := PLACEHOLDER.search(line)) and not word:
+        raise ValueError(f"{place[0]} stands for a trigger word, and there is none (give data.trigger_word, or write the word)")
     return PLACEHOLDER.sub(lambda place: word, line)
 
 

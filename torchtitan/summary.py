@@ -90,6 +90,7 @@ class RunSummary:
             "step": state.step,
             **({"progress": state.progress} if state.batch_grows else {}),
             **({BRANCHED_FROM: state.branched_from} if state.branched_from is not None else {}),
+            **({"config_changes": state.config_changes} if state.config_changes else {}),
             "n_images_seen": state.data.next_sample,
             **state.guard.counts(),
             **({"rollbacks": state.guard.rollbacks} if state.guard.rollbacks else {}),

@@ -9,6 +9,8 @@ from safetensors.torch import save_file
 from tests.end_to_end.runs import checkpoint_tensors, write_config
 from tests.faults.forked import ForkedRun
 from tests.forked import run_script
+from torchtitan.runs.compare.tables import notes
+from torchtitan.runs.record import read_run
 from torchtitan.weights.trained_model import WeightsError, load_weights
 
 QUICK = ["--training.steps", "2", "--lr_scheduler.warmup_steps", "0", "--sampling.enable", "false"]
@@ -60,10 +62,13 @@ def test_folder_of_another_configuration_is_not_continued(config, trained):
     del before[trained.folder / "status.json"]  # a run that starts removes it
     assert {path: path.read_bytes() for path in before} == before
 
-    code, _, error = call(
-        training_arguments(config, "trained", "--training.steps", "3", "--job.allow_config_change", "true")
-    )
-    assert code == 0 and "resumed after step 2 of 3" in error
+    allowed = ("--training.steps", "3", "--optimizer.lr", "0.004", "--job.allow_config_change", "true")
+    code, _, error = call(training_arguments(config, "trained", *allowed))
+    assert code == 0 and "resumed after step 2 of 3" in error and "optimizer.lr: 0.003 -> 0.004" in error
+    run = read_run(trained.folder)
+    changes = ["after step 2: optimizer.lr: 0.003 -> 0.004", "after step 2: training.steps: 2 -> 3"]
+    assert sorted(run.summary["config_changes"]) == changes
+    assert any("keys were changed while it trained: after step 2: " in note for note in notes([run]))
 
 
 def test_weights_with_missing_extra_or_misshapen_tensors_are_refused(trained, tmp_path):

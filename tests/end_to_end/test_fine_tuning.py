@@ -64,6 +64,11 @@ def straight(pictures, tmp_path_factory):
     return folder / "flux_lora_tiny"
 
 
+def test_the_file_without_its_cache_encodes_captions_while_it_trains(pictures):
+    given = ["--data.path", str(pictures), "--data.trigger_word", "sks", "--cache.enable", "false"]
+    assert load_config(["--job.config_file", str(CONFIG), *given], 1).autoencoder.name == "none"
+
+
 def outputs(run_folder):
     """What must not depend on kills: pictures, the page, the final file, and the numbers of every step."""
     kept = ("samples/previews/*.png", "samples/previews.*", "*.safetensors")

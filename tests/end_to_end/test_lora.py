@@ -171,6 +171,10 @@ def test_the_frozen_file_with_the_exported_adapter_draws_the_pictures_of_the_run
     assert np.array_equal(pictures["run"], pictures["file"]) and np.array_equal(pictures["base"], pictures["none"])
     assert not np.array_equal(pictures["run"], pictures["base"])
     assert "was trained on other weights" not in result.stderr
+    words = (str(trained.folder), "--lora", f"{adapter}:-1", "--count", "4", "--num-steps", "2", "--out", str(tmp_path / "off"))
+    result = run_script("scripts/sample.py", *words)
+    assert "--lora: drawn beside the run's own adapters, which count once" in result.stderr, result.stderr
+    assert np.abs(open_images(tmp_path / "off").pixels(range(4)).astype(int) - pictures["base"]).max() <= 1  # less what it has
     merged = tmp_path / "merged.safetensors"
     assert checkpoint(["export", str(trained.folder), "--format", "safetensors", "--output", str(merged)]) == 0
     words = ("--lora", str(adapter), "--num-steps", "1", "--out", str(tmp_path / "x"))

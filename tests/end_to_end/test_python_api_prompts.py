@@ -89,5 +89,5 @@ def test_the_trigger_without_a_word_is_refused(run_folder, tmp_path):
     config = untriggered / "config.toml"
     text = config.read_text().replace("[trigger]", "sks")  # in data.prompts
     config.write_text(text.replace('trigger_word = "sks"', 'trigger_word = ""'))
-    with pytest.raises(WeightsError, match=r"^--prompt: the caption has \[trigger\], and data.trigger_word is not given"):
+    with pytest.raises(WeightsError, match=r"^--prompt: \[trigger\] stands for a trigger word, and there is none"):
         load(untriggered).sample(prompts=["a [trigger] cat"])

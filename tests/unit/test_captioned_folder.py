@@ -233,6 +233,12 @@ def test_the_trigger_word_is_in_every_caption(text, word, caption):
     assert caption_line(text, word) == caption
 
 
+@pytest.mark.parametrize("text", ["a [triger] dog", "a {trigger} dog", "[Triggger]"])
+def test_a_misspelt_placeholder_is_refused(text):
+    with pytest.raises(ValueError, match=r"is no placeholder \(write \[trigger\]\)"):
+        caption_line(text, "zork")
+
+
 def test_captions_of_a_folder_have_the_trigger_word(tmp_path):
     write(tmp_path, "a.png", caption="\ufeffa [trigger] dog\n")
     write(tmp_path, "b.png", caption="a cat")
@@ -360,7 +366,8 @@ def twice_captioned(folder):
 
 REFUSED = {
     "no caption": (
-        without_caption, r"b\.png: an image without a caption \(add b\.txt, remove the image, or set data\..*"
+        without_caption,
+        r"b\.png: an image without a caption \(add b\.txt or its row in metadata\.csv, remove the image, or set data\..*",
     ),
     "no image": (without_image, r"b\.txt: a caption without an image \(add the image, or remove the caption\)"),
     "empty": (lambda f: write(f, "b.png", caption=" \n"), r"b\.txt: the caption is empty \(write it, or set .*"),

@@ -77,6 +77,10 @@ def test_the_command_line_replaces_a_choice_with_its_keys():
             "[objective]\ntimesteps = 'mode'", [],
             "run.toml: objective.timesteps: must be a table, is 'mode' (write [objective.timesteps] and its keys)",
         ),
+        (
+            "[ema.tracks]\nname = 'slow'\ndecay = 0.9", [],
+            "run.toml: ema.tracks: must be a list of tables, is one table (write [[ema.tracks]])",
+        ),
     ],
 )  # fmt: skip
 def test_keys_of_what_is_not_chosen_are_refused_in_one_line(toml, arguments, line):

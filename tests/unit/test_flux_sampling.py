@@ -187,7 +187,7 @@ def test_on_another_path_than_flux_s_the_path_s_defaults_hold(words):
 
 @pytest.mark.parametrize(("arguments", "line"), [
     (["--data.name", "digits", "--sampling.embedded_guidance", "3"],
-     "sampling.embedded_guidance: the network takes no guidance scale as an input, as with model.guidance_embedding"
+     "sampling.embedded_guidance: the network takes no guidance scale as an input, as trained with model.guidance_embedding"
      " (leave it out)"),
     ([*DEV, "--sampling.schedule.shift", "2"],
      "sampling.schedule.shift: has no effect on the schedule of model.name = flux, flux_shift"

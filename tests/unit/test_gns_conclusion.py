@@ -33,7 +33,7 @@ def test_each_claim_holds_at_both_ends_of_the_interval():
     assert text == "batch 4,096 is large: 1,024 would need at least 53 % fewer images, in more steps"
     assert min(1 - images(1024, end) / images(4096, end) for end in (low, high)) == pytest.approx(0.53, abs=0.005)
     text = on_batch(scale, 1024, None)
-    assert "256 would need 28 % to 40 % fewer images in more steps, 4,096 2.1 to 2.6 times as many in fewer" in text
+    assert "256 would need 28 % to 40 % fewer images in more steps, 4,096 from 2.1 to 2.6 times as many in fewer" in text
     for end, saved, more in ((high, 0.28, 2.1), (low, 0.40, 2.6)):
         assert 1 - images(256, end) / images(1024, end) == pytest.approx(saved, abs=0.005)
         assert images(4096, end) / images(1024, end) == pytest.approx(more, abs=0.05)

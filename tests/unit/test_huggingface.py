@@ -293,7 +293,7 @@ def test_captions_that_cannot_be_used_are_refused_before_training(tmp_path, stre
 
 LATE = {
     "blank": (["a", " \t"], "row group 0, row 1: the caption is empty"),
-    "trigger": (["a", "a [trigger]"], "row group 0, row 1: the caption has [trigger], and data.trigger_word is not given"),
+    "trigger": (["a", "a [trigger]"], "row group 0, row 1: [trigger] stands for a trigger word, and there is none"),
     "long": (["a", "b" * 70_000], "row group 0, row 1: a caption of 70,000 characters, more than 65,536"),
 }
 

@@ -194,7 +194,7 @@ def test_captions_and_labels_of_the_same_shards_are_read_apart(tmp_path):
 WRONG_CAPTIONS = {
     "no caption": ([b"a", None], "00001: the sample has no caption (pack the shard again with its .txt, or "),
     "not UTF-8": ([b"a", b"caf\xe9"], "00001: the caption is not UTF-8"),
-    "trigger": ([b"a", b"a [trigger]"], "00001: the caption has [trigger], and data.trigger_word is not given"),
+    "trigger": ([b"a", b"a [trigger]"], "00001: [trigger] stands for a trigger word, and there is none"),
 }
 
 

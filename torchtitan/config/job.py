@@ -339,7 +339,7 @@ def _drop_overruled(filled: _Filled, defaults: dict[str, Any]) -> None:
     overruled = {dotted for dotted, origin in origins.items() if origin == "command line"}  # and, in turn, what it drops
     for dotted, field_ in filled.known.items():
         section, _, key = dotted.rpartition(".")
-        unmet = unmet_condition(config, section, field_) if origins.get(dotted) == "file" else None
+        unmet = unmet_condition(config, section, field_, overruled) if origins.get(dotted) == "file" else None
         if not unmet or unmet[0] not in overruled:
             continue
         overruled.add(dotted)
@@ -361,6 +361,9 @@ def _unknown(filled: _Filled, dotted: str, value: Any) -> Problem:
         return Problem(dotted, f"unknown key ({pictures or _advice(dotted, filled, '--')})")
     if dotted in sections:
         return Problem(dotted, f"must be a table, is {quoted(value)} (write [{dotted}] and its keys)")
+    outer, _, name = section.rpartition(".")
+    if section in filled.known and isinstance(getattr(section_at(filled.config, outer), name), list):
+        return Problem(section, f"must be a list of tables, is one table (write [[{section}]])")
     if not section:
         return Problem(shown_name(dotted), f"is in no section ({suggestion(dotted, filled.known)})")
     if first not in sections:

@@ -76,7 +76,8 @@ def load_named_plugins(flags: dict[str, str], path: str | None, document: dict[s
             flags["job.plugins"] = json.dumps(names)
         elif names and path and _is_record(path):
             if missing := unloaded(names):
-                advice = f"add --job.plugins {','.join(missing)} if you trust {'them' if missing[1:] else 'it'}"
+                trusted = f"if you trust {'them' if missing[1:] else 'it'}, in Python load_plugins({missing})"
+                advice = f"add --job.plugins {','.join(missing)} {trusted}"
                 raise ConfigError([f"{shown_file(path)}: job.plugins: the code that a run names is not executed ({advice})"])
             return
         if isinstance(names, list) and all(isinstance(name, str) for name in names):  # else it is refused as a value

@@ -215,7 +215,8 @@ def sampling_problems(
     if heads and config.guidance_channels != "all":
         found.append(("guidance_channels", "first_three is for a network of one prediction (use all)"))
     if config.embedded_guidance is not None and not guidance_embedding:
-        text = "the network takes no guidance scale as an input, as with model.guidance_embedding (leave it out)"
+        key = "objective.guidance_max" if two_times else "model.guidance_embedding"
+        text = f"the network takes no guidance scale as an input, as trained with {key} (leave it out)"
         found.append(("embedded_guidance", text))
     return found
 

@@ -62,7 +62,7 @@ def on_batch(scale: Interval, batch: int, more_steps: int | None) -> str:
         times = [_images(larger, batch, end) for end in (scale.upper, scale.lower)]
         return (
             f"batch {batch:,} is in the useful range: {smaller:,} would need {_percent(least)} to {_percent(most)} fewer"
-            f" images in more steps, {larger:,} {times[0]:.2g} to {times[1]:.2g} times as many in fewer"
+            f" images in more steps, {larger:,} from {times[0]:.2g} to {times[1]:.2g} times as many in fewer"
         )
     return f"not enough signal to judge batch {batch:,}{_remedy(more_steps)}"
 
@@ -146,7 +146,7 @@ def _images(batch: int, than: int, scale: float) -> float:
 
 def _remedy(more_steps: int | None) -> str:
     if more_steps:
-        return f": measure about {more_steps:,} more steps"
+        return f": measure about {more_steps:,} more step{'s' * (more_steps > 1)}"
     return ": measure more steps (train longer, or lower gns.interval if it is above 1)"
 
 

@@ -14,6 +14,7 @@ from torchtitan.gns.config import DRAWN
 from torchtitan.gns.decayed import BinEstimates
 from torchtitan.gns.pool import finest_known, wider_bins
 from torchtitan.pictures.colours import COLOURS
+from torchtitan.pictures.style import label_log_axis
 
 _UNBOUNDED = "0.8"
 GEOMETRY_NAMES = {"adam": "Adam's geometry", "plain": "plain geometry"}
@@ -138,9 +139,10 @@ def _draw_map(axes, figure, points: Sequence[dict], geometry: str, bounds: list[
     borders = [steps[0] - (steps[1] - steps[0]), *steps]
     unbounded = torch.where(measured & ~values.isfinite(), 1.0, torch.nan)
     axes.pcolormesh(borders, bounds, unbounded.numpy(), cmap=ListedColormap([_UNBOUNDED]))
-    norm = LogNorm(known.min().item(), max(known.max().item(), 1.01 * known.min().item()))
-    mesh = axes.pcolormesh(borders, bounds, values.numpy(), norm=norm, cmap="viridis")
-    figure.colorbar(mesh, ax=axes, label="noise scale [samples]")
+    low, high = known.min().item(), known.max().item()
+    wider = max(2 / (high / low), 1.0) ** 0.5  # a factor of less than two is no contrast of colours
+    mesh = axes.pcolormesh(borders, bounds, values.numpy(), norm=LogNorm(low / wider, high * wider), cmap="viridis")
+    label_log_axis(figure.colorbar(mesh, ax=axes, label="noise scale [samples]").ax.yaxis)
 
 
 def _draw_agreement(axes, figure, levels: Sequence[BinEstimates], bounds: list[float], title: str) -> None:
@@ -161,7 +163,7 @@ def _draw_agreement(axes, figure, levels: Sequence[BinEstimates], bounds: list[f
             value = values[row, column].item()
             if math.isfinite(value):
                 colour = "white" if abs(value) > 0.6 else "black"
-                axes.text(column, row, f"{value:.1f}", ha="center", va="center", fontsize=10, color=colour)
+                axes.text(column, row, f"{value:.1f}".replace("-0.0", "0.0"), ha="center", va="center", fontsize=10, color=colour)
     axes.set(xlabel="lower edge of the bin, t", ylabel="lower edge of the bin, t")
 
 

@@ -134,7 +134,8 @@ def _sample_score(
         open_split = partial(DatasetImages, config.data, _images_of(trained))
         metrics = SampleMetrics(evaluation, device, size, group_for_work(), open_split, info.num_classes)
     except EvaluationError as error:
-        raise WeightsError(f"--metric {metric}: {error}") from error
+        text = str(error).replace("evaluation.extractor", "--extractor").replace("evaluation.reference", "--reference")
+        raise WeightsError(f"--metric {metric}: {text}") from error
     sampler = ImageSampler(trained.model, trained.objective, "float32", device)
     choices = balanced_choices(metrics.count, info.condition_kind.choices)
 

@@ -48,9 +48,10 @@ def filled_prompts(trained: TrainedModel, prompts: Sequence[str]) -> list[str]:
         return list(prompts)
     word = trained.config.data.trigger_word
     try:
-        return [filled(prompt, word) if PLACEHOLDER.search(prompt) else prompt for prompt in prompts]
+        lines = [filled(prompt, word) for prompt in prompts]
     except ValueError as error:
         raise WeightsError(f"--prompt: {error}") from error
+    return [line if PLACEHOLDER.search(prompt) else prompt for line, prompt in zip(lines, prompts, strict=True)]
 
 
 def with_prompts(trained: TrainedModel, prompts: Sequence[str], places: Mapping[str, str]) -> TrainedModel:

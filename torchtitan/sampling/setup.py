@@ -251,8 +251,12 @@ def _with_adapters(trained: TrainedModel, given: list[str]) -> TrainedModel:
         }
         add_frozen_adapter(trained.model, f"drawn{number}", scaled, 1.0, 1.0, path)
         notes += found.notes
+        if (name := found.metadata.get("trigger_word")) and not getattr(trained.config.data, "trigger_word", ""):
+            trained.config.data.trigger_word = name
         if base and found.metadata.get("base_sha256", base) != base:
             notes.append(f"{path}: was trained on other weights than {trained.label}; if these have it merged, it counts twice")
+    if given and trained.config.lora.enable:
+        notes.append("--lora: drawn beside the run's own adapters, which count once (their own file at FILE:-0.5 halves them)")
     label = ", ".join([trained.label, *given])
     return dataclasses.replace(trained, label=label, warnings=(*trained.warnings, *notes)) if given else trained
 

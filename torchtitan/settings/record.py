@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import typing
+from collections.abc import Container
 from typing import Any, cast
 
 import tomli_w
@@ -70,15 +71,21 @@ def effective(config: Any) -> dict[str, dict[str, Any]]:
     return tables
 
 
-def unmet_condition(config: Any, section: str, field: dataclasses.Field) -> tuple[str, Any, tuple | str] | None:
-    """Why a key has no effect, if so: dotted key that it depends on, its value, and the values that would do."""
+def unmet_condition(
+    config: Any, section: str, field: dataclasses.Field, rather: Container[str] = ()
+) -> tuple[str, Any, tuple | str] | None:
+    """Why a key has no effect, if so: dotted key that it depends on, its value, and the values that would do.
+
+    Args:
+        rather: keys that are named before others, where one of several would do.
+    """
     outer, _, inner = section.rpartition(".")
-    if outer and (of_outer := unmet_condition(config, outer, section_at(config, outer).__dataclass_fields__[inner])):
+    if outer and (of_outer := unmet_condition(config, outer, section_at(config, outer).__dataclass_fields__[inner], rather)):
         return of_outer
     for condition, accepted in field.metadata.get("applies", {}).items():
         unmet = [_unmet(config, section, key, accepted) for key in condition.split(" or ")]
         if all(unmet):
-            return unmet[0]
+            return next((found for found in unmet if found and found[0] in rather), unmet[0])
     return None
 
 

@@ -11,7 +11,10 @@ SYNONYMS = {
     ),
     "gradient_accumulation_steps": ("training.global_batch_size", ": what one device does not hold is accumulated"),
     **dict.fromkeys(("grad_clip", "gradient_clip_val", "max_grad_norm"), ("training.max_norm", "")),
-    **dict.fromkeys(("ema", "ema.decay", "ema_decay", "ema_rate"), ("ema.tracks", ' \'[{"name": "ema", "decay": 0.9999}]\'')),
+    **dict.fromkeys(
+        ("ema", "ema.decay", "ema_decay", "ema_rate"),
+        ("ema.tracks", ", a list of tables with name and decay, [[ema.tracks]] in a file"),
+    ),
     **dict.fromkeys(("cfg", "cfg_scale"), ("sampling.guidance_scale", "")),
     **dict.fromkeys(("num_inference_steps", "num_sampling_steps"), ("sampling.num_steps", "")),
     "per_proc_batch_size": ("sampling.batch_size", ""),

@@ -10,11 +10,12 @@ import torch
 from torchtitan.checkpoint.checkpointer import checkpoint_path, read_state, read_tensors_together
 from torchtitan.checkpoint.finding import BRANCHED_FROM
 from torchtitan.config.job import JobConfig
+from torchtitan.config.latent_cache import without_moved_caches
 from torchtitan.distributed.collectives import from_first_rank
 from torchtitan.errors import CheckpointError
 from torchtitan.files.remote_path import AnyPath
 from torchtitan.settings.plugins import loaded_plugins
-from torchtitan.settings.record import effective
+from torchtitan.settings.record import config_differences, effective
 from torchtitan.state.run_state import RunState
 from torchtitan.training.clock import ClockTotals
 from torchtitan.training.config import TO_THE_END
@@ -66,6 +67,7 @@ def checkpointed_state(state: RunState, reports: dict) -> dict:
         "ema_snapshots": state.snapshots.state_dict(),
         "reports": reports,
         BRANCHED_FROM: state.branched_from,
+        "config_changes": state.config_changes,
         RECORD: state.data_record,
         "teacher": state.teacher,
         IMAGES: state.images_per_epoch,
@@ -92,6 +94,9 @@ def resume(state: RunState, step: int) -> None:
         if not config.job.allow_config_change:
             raise CheckpointError(f"{text}train anew, or allow it by job.allow_config_change)")
         changes.append(f"{text}or train anew)")
+    keys = without_moved_caches(config_differences(saved["config"], config)) if "config" in saved else []
+    state.config_changes = [*saved.get("config_changes", []), *(f"after step {step}: {key}" for key in keys)]
+    changes += [key for key in keys if not key.startswith("training.steps: ")]  # which the schedule's line tells
     for change in changes + schedule_changes(config, saved) + plugin_changes(saved.get("plugins", {})):
         if state.layout.rank == 0:
             logger.warning(change)
@@ -194,6 +199,6 @@ def schedule_changes(config: JobConfig, saved: Mapping[str, Any]) -> list[str]:
         return []
     step, size = max(saved["progress"], 1), training.global_batch_size
     factors = (lr_factor(schedule, step, before, size), lr_factor(schedule, step + 1, training.steps, size))
-    jump = " to ".join(f"{config.optimizer.lr * factor:.2g}" for factor in factors)
-    change = f"training.steps: {before} -> {training.steps}"
-    return [f"{change}: the {schedule.decay_type} decay has a new length, the rate jumps from {jump}"]
+    was, now = (f"{config.optimizer.lr * factor:.2g}" for factor in factors)
+    change = f"training.steps: {before} -> {training.steps}: the {schedule.decay_type} decay has a new length"
+    return [change if was == now else f"{change}, the rate jumps from {was} to {now}"]

@@ -54,6 +54,7 @@ class RunState:
         progress: the same in steps of training.global_batch_size: above `step` once the batch has grown.
         batch_size: images of the last step, over all ranks.
         branched_from: the `checkpoint.load_step` applied last, by this process or one before it.
+        config_changes: changes of keys over resumes, as "after step 50: optimizer.lr: 0.002 -> 0.001".
         encodes_texts: whether the captions of each batch are encoded while the network trains.
         reported: state of the reports in the checkpoint that the run resumed from.
     """
@@ -127,6 +128,7 @@ class RunState:
         self.step = self.progress = 0
         self.batch_size = config.training.global_batch_size
         self.branched_from: int | None = None
+        self.config_changes: list[str] = []
         self.reported: dict = {"results": {}, "clock": ClockTotals()}
 
     def choose_kernels(self) -> None:

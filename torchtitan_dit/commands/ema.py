@@ -56,7 +56,7 @@ def parse_arguments(words: list[str] | None) -> argparse.Namespace:
     command.add_argument("--metric", default=LOSS, help="held-out loss, or a metric of samples as fd (default: loss)")
     for name in ("extractor", "reference"):
         command.add_argument(f"--{name}", help=f"{name} of a metric (default: evaluation.{name})")
-    command.add_argument("--images", type=int, help="held-out images, or samples (default: validation.num_images, "
+    command.add_argument("--images", "--count", type=int, help="held-out images, or samples (default: validation.num_images, "
         "evaluation.count)")
     command.add_argument("--guidance-scale", type=float, help="guidance of samples (default: evaluation.guidance_scale)")
     command.add_argument("--guide", metavar="RUN[@STEP][:TRACK]", help="weights that samples are guided away from, as in "

@@ -147,7 +147,7 @@ class DiTLayout(PublishedLayout):
             return ""
         return (
             f"model.timestep_frequencies = {given}: the {self.name} network computes others, which gives another output "
-            f"(train with {self._frequencies})"
+            f"(train with model.timestep_frequencies = {self._frequencies})"
         )
 
 

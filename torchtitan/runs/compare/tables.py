@@ -61,12 +61,12 @@ def notes(runs: Sequence[RunRecord]) -> list[str]:
         found += [f"{run.name}: {problem}" for problem in run.problems]
         if not run.points and not any("metrics.jsonl" in problem for problem in run.problems):
             found.append(f"{run.name}: nothing logged yet")
+        if changes := (run.summary or {}).get("config_changes"):
+            found.append(f"{run.name}: keys were changed while it trained: {'; '.join(map(str, changes))}")
         if run.summary and run.summary.get("reason"):
             found.append(f"{run.name}: {run.status}: {run.summary['reason']}")
-    differing = differing_settings(runs)[0]
-    if changed := [key for key in differing if key.startswith(("objective.", "data."))]:
-        times = all(run.settings.get("validation.timesteps") for run in runs) and "validation.timesteps" not in differing
-        if times and all(key.startswith("objective.timesteps.") for key in changed):
+    if changed := [key for key in differing_settings(runs)[0] if key.startswith(("objective.", "data."))]:
+        if _held_out_alike(runs):
             text = "training losses do not rank them; held-out ones, at equal times, do"
             return [*found, f"The runs differ in {', '.join(changed)}: {text}."]
         found.append(
@@ -76,11 +76,17 @@ def notes(runs: Sequence[RunRecord]) -> list[str]:
     return found
 
 
+def _held_out_alike(runs: Sequence[RunRecord]) -> bool:
+    """Whether held-out losses are of one objective, data and times; given times are equal whatever densities train."""
+    changed = [key for key in differing_settings(runs)[0] if key.startswith(_OF_LOSSES)]
+    drawn = all(key.startswith("objective.timesteps.") for key in changed)
+    return not changed or drawn and all(run.settings.get("validation.timesteps") for run in runs)
+
+
 def group_table(groups: Sequence[RunGroup], tracks: Sequence[str]) -> Table:
-    """Means over seeds with their intervals; where all runs have one objective and data, differences paired by seed too."""
+    """Means over seeds with their intervals; where held-out losses are comparable, differences paired by seed too."""
     columns = ["group", "runs", "training loss", *(f"held-out, {track_name(track)}" for track in tracks), "images/s"]
-    differing, _ = differing_settings([run for group in groups for run in group.runs])
-    alike = not any(key.startswith(_OF_LOSSES) for key in differing)
+    alike = _held_out_alike([run for group in groups for run in group.runs])
     paired = [track for track in tracks if alike and any(_difference(group, groups[0], track) for group in groups)]
     columns += [f"less the first group's, {track_name(track)}" for track in paired]
     rows: Rows = []
