@@ -377,7 +377,7 @@ REFUSED = {
         lambda f: write(f, "b.png", (63, 64)),
         r"b\.png: 63 x 64 pixels cover no size of data\.resolutions = \[64\], .* never enlarged \(remove it: a side below 64 .*",
     ),
-    "no trigger": (lambda f: write(f, "b.png", caption="a [trigger]"), r"b\.txt: the caption has \[trigger\], and .*"),
+    "no trigger": (lambda f: write(f, "b.png", caption="a [trigger]"), r"b\.txt: \[trigger\] stands for a trigger word, and .*"),
     "two such images": (
         lambda f: (no_image_inside(f), (f / "a.png").write_bytes(b"none")),
         r"a\.png: not an image of a known format \(mend or remove it\); 1 more fail: b\.png",

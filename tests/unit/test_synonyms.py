@@ -18,7 +18,7 @@ def test_what_is_advised_exists(key):
     (["--training.bf16", "true"], "--training.bf16: unknown key (did you mean --training.mixed_precision_param bfloat16?)"),
     (["--cfg-scale=2"], "--cfg-scale: unknown key (did you mean --sampling.guidance_scale?)"),
     (["--amp"], "--amp: needs a value (did you mean --training.mixed_precision_param bfloat16?)"),
-    (["--ema_decay", "0.9"], "--ema.tracks '[{\"name\": \"ema\", \"decay\": 0.9999}]'"),
+    (["--ema_decay", "0.9"], "--ema.tracks, a list of tables with name and decay"),
     (["--fault_tolerance.enable", "true"], "--fault_tolerance.enable: unknown key (torchrun --max-restarts restarts a run"),
     (["--training.compile", "true"], "(did you mean --compile.enable true?)"),
     (["--parallelism.tensor_parallel_degree", "2"], "unknown key (there is none: docs/speed.md says when it would pay)"),

@@ -363,6 +363,7 @@ def _unknown(filled: _Filled, dotted: str, value: Any) -> Problem:
         return Problem(dotted, f"must be a table, is {quoted(value)} (write [{dotted}] and its keys)")
     outer, _, name = section.rpartition(".")
     if section in filled.known and isinstance(getattr(section_at(filled.config, outer), name), list):
+        filled.origins[section] = "file"
         return Problem(section, f"must be a list of tables, is one table (write [[{section}]])")
     if not section:
         return Problem(shown_name(dotted), f"is in no section ({suggestion(dotted, filled.known)})")
