@@ -31,7 +31,7 @@ from torchtitan.models.base import DiffusionModel
 from torchtitan.weights.trained_model import TrainedModel, load_run
 
 IMAGES = 1024
-STEPS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1)
+STEPS = (0.001, 0.002, 0.005, 0.01, 0.0125, 0.015, 0.02, 0.05, 0.1)
 
 
 class TF32(TorchFunctionMode):

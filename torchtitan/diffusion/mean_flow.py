@@ -48,7 +48,7 @@ _FINEST_STEP = 0.002  # of float32; 0.005 is 0.2 % off the derivative
 # Error of the quotient on digits (benchmarks/mean_flow_slope.py), by the step that follows from the precision.
 _ERRORS = {
     0.002: "less than 0.1 % off the derivative, on digits", 0.01: "2 to 3 % off the derivative, on digits",
-    0.05: "13 to 17 % off the derivative, on digits; less than 0.1 % with whole weights or in float32",
+    0.05: "13 to 16 % off the derivative, on digits; less than 0.1 % with whole weights or in float32",
 }  # fmt: skip
 
 
