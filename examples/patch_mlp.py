@@ -37,7 +37,7 @@ class PatchMLP(DiffusionModel):
         self.time_embed = nn.Linear(16, config.dim)
         classes = condition_kind.count if isinstance(condition_kind, Classes) else 0
         self.label_embed = nn.Embedding(classes + 1, config.dim)  # the last is the null class
-        self.layers = nn.ModuleList(nn.Linear(config.dim, config.dim) for _ in range(config.num_layers))
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(config.dim, config.dim), nn.SiLU()) for _ in range(config.num_layers))
         self.output = nn.Linear(config.dim, inside)
 
     def forward(self, x: Tensor, t: Tensor, condition: Condition = None) -> Tensor:
@@ -48,7 +48,7 @@ class PatchMLP(DiffusionModel):
         label = torch.zeros_like(t, dtype=torch.int64) if condition is None else condition
         beside = self.time_embed(waves.to(tokens.dtype)) + self.label_embed(label)  # [B, D]
         for layer in self.layers:
-            tokens = tokens + nn.functional.silu(layer(tokens + beside[:, None]))
+            tokens = tokens + layer(tokens + beside[:, None])
         patches = self.output(tokens).transpose(1, 2)  # [B, C P P, T]
         x = nn.functional.fold(patches, (height, width), PATCH, stride=PATCH)  # [B, C, H, W]
         return x.to(torch.promote_types(x.dtype, torch.float32))
@@ -64,7 +64,7 @@ class PatchMLP(DiffusionModel):
 
     def linear_roles(self) -> dict[str, LinearRole]:
         roles: dict[str, LinearRole] = {"embed": "small", "output": "small", "time_embed": "vector"}
-        return roles | dict.fromkeys((f"layers.{i}" for i in range(len(self.layers))), "token")
+        return roles | dict.fromkeys((f"layers.{i}.0" for i in range(len(self.layers))), "token")
 
     def tokens_per_image(self, image_shape: tuple[int, int, int]) -> int:
         return (image_shape[1] // PATCH) * (image_shape[2] // PATCH)

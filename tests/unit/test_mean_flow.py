@@ -379,7 +379,7 @@ def test_a_run_has_what_follows_from_the_objective_and_its_cost():
     whole, coarse = (load_config(narrow, ranks) for ranks in (1, 2))  # sharded by default
     assert (whole.objective.difference_step, coarse.objective.difference_step) == (0.002, 0.05)
     assert build_objective(coarse.objective, 0).introduction() == (
-        "mean flow: du/dt over steps of 0.05 in t (13 to 17 % off the derivative, on digits; less than 0.1 % with whole weights"
+        "mean flow: du/dt over steps of 0.05 in t (13 to 16 % off the derivative, on digits; less than 0.1 % with whole weights"
         " or in float32); 3 calls of the network without gradient make a step 2.00 times the FLOPs of denoising"
     )
 
