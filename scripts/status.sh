@@ -7,9 +7,9 @@
 parent_death=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)/torchtitan/processes/parent_death.py
 
 run_for_status() {
-    local code=0 status child ended_by="" shell=${BASHPID-}
-    TRAIN_STATUS_FILE=$(mktemp)
-    export TRAIN_STATUS_FILE
+    local code=0 status child ended_by="" shell=${BASHPID-} given=${TRAIN_STATUS_FILE-}
+    local -x TRAIN_STATUS_FILE=${given:-$(mktemp)}
+    : > "$TRAIN_STATUS_FILE"
     # A process group of its own: of Ctrl-C, too, the command hears once, and by the traps below.
     set -m
     if [ -n "$shell" ] && command -v python3 >/dev/null; then
@@ -28,7 +28,7 @@ run_for_status() {
         kill -0 "$child" 2>/dev/null || break
     done
     status=$(sed -n 's/^ *"status": "\([a-z]*\)".*/\1/p' "$TRAIN_STATUS_FILE")
-    rm -f "$TRAIN_STATUS_FILE"
+    [ -n "$given" ] || rm -f "$TRAIN_STATUS_FILE"
     trap - INT TERM HUP USR1
     case $code:$status in
         0:*) return 0 ;;

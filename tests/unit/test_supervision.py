@@ -104,9 +104,12 @@ def test_launch_script_turns_the_status_into_an_exit_code(tmp_path, monkeypatch,
     monkeypatch.setenv("TRAIN_STATUS_FILE", str(tmp_path / "written"))
     write_status(tmp_path, status, code, 'with "status": "x" in it')
     assert (tmp_path / "written").read_bytes() == (tmp_path / "status.json").read_bytes()
-    command = f"cp {tmp_path}/written $TRAIN_STATUS_FILE; exit {code}"
+    command = f'cp {tmp_path}/status.json "$TRAIN_STATUS_FILE"; exit {code}'
     script = f"set -euo pipefail; source {ROOT}/scripts/status.sh; run_for_status bash -c '{command}'"
-    assert subprocess.run(["bash", "-c", script], env=os.environ | {"TMPDIR": str(tmp_path)}).returncode == wanted
+    for name in ("", str(tmp_path / "a caller's")):
+        environment = os.environ | {"TMPDIR": str(tmp_path), "TRAIN_STATUS_FILE": name}
+        assert subprocess.run(["bash", "-c", script], env=environment).returncode == wanted
+    assert (tmp_path / "a caller's").read_bytes() == (tmp_path / "status.json").read_bytes()
     assert not list(tmp_path.glob("tmp.*"))
 
 

@@ -153,7 +153,9 @@ def _smaller(config: JobConfig) -> Iterator[str]:
         yield "--activation_checkpoint.mode full"
     if config.training.local_batch_size > 1:
         yield f"--training.local_batch_size {config.training.local_batch_size // 2}"
-    yield "a larger --parallelism.data_parallel_shard_degree"
+    layout = config.parallelism
+    shards = layout.data_parallel_shard_degree < layout.processes
+    yield "a larger --parallelism.data_parallel_shard_degree" if shards else "more devices"
 
 
 def _gib(count: int) -> str:

@@ -139,7 +139,7 @@ class _Search:
         if probe.status == "oom":
             words += ", out of memory"
         else:
-            words += f", {probe.memory_gib:.3g} of {self.memory_gib:.3g} GiB, {probe.images_per_second:.4g} images/s"
+            words += f", {probe.memory_gib:.3g} of {self.limit_gib:.3g} GiB, {probe.images_per_second:.4g} images/s"
             if probe.num_alloc_retries:
                 words += f", {probe.num_alloc_retries} allocator retries"
         return words + (" (on record)" if known else f" ({probe.seconds:.0f} s)")

@@ -77,7 +77,7 @@ def _draw(cells: list[Cell], metric: Metric, title: str, grid: _Grid, kinds: lis
     every, cells = cells, _fastest(cells, metric)
     below = 0.15 * len(kinds) if metric is MEMORY else 0.0  # of each panel's legend
     size = (2.6 + (PANEL[0] + 0.8) * len(across), 1.2 + (PANEL[1] + 0.5 + below) * len(down))
-    figure, panels = new_figure(title, len(down), len(across), size, sharey="col", sharex="col")
+    figure, panels = new_figure(title, len(down), len(across), size, sharey=True, sharex="col")
     for j, column in enumerate(across):
         of_column = [cell for cell in cells if values_of(cell.axes, grid.columns) == column]
         batches = sorted({cell.axes["local_batch"] for cell in of_column})
@@ -90,11 +90,11 @@ def _draw(cells: list[Cell], metric: Metric, title: str, grid: _Grid, kinds: lis
             power_axis(panel, batches)
             panel.set_ylabel(f"{metric.title} per process" if metric is IMAGES else metric.title)
         panels[-1, j].set_xlabel("local batch: images of a forward on a process")
-        frame_values(list(panels[:, j]))
         for panel in (panel for panel in panels[:, j] if metric is MEMORY and panel.get_legend_handles_labels()[0]):
             place = offset_copy(panel.transAxes, figure, y=-34 if panel is panels[-1, j] else -4, units="points")
             under: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (0, 0), "bbox_transform": place, "borderaxespad": 0}
             panel.legend(fontsize=6.5, frameon=False, **under)
+    frame_values(list(panels.flat))
     drawn = {values_of(axes, grid.lines) for axes in shown}
     for n, kind in (each for each in enumerate(kinds) if grid.lines and metric is not MEMORY and each[1] in drawn):
         panels[0, 0].plot([], [], color=colour(n), marker="o", label=label(dict(zip(grid.lines, kind, strict=True)), grid.lines))

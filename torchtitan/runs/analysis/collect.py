@@ -103,7 +103,7 @@ def collect(
     remarks = [problem for sweep in sweeps for problem in sweep.problems]
     by_path: dict[Path, Run] = {}
     of_sweep = {sweep.folder: sweep for sweep in sweeps}
-    for path, base in tqdm(found.items(), desc="reading runs", unit="run", disable=not (progress and found)):
+    for path, base in tqdm(found.items(), desc="reading runs", unit="run", disable=None if progress and found else True):
         sweep = next((of_sweep[above] for above in path.parents if above in of_sweep), None)
         wanted = warmup_steps if warmup_steps is not None or sweep is None else sweep.table.get("warmup_steps")
         by_path[path] = _read(path, _name(path, base), wanted)

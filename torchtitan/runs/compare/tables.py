@@ -1,11 +1,13 @@
 """Tables of the comparison page: columns and rows of texts."""
 
+import math
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from torchtitan.data import LATENT_DATASETS
+from torchtitan.distributed.degrees import DEGREE_KEYS
 from torchtitan.pictures.number_text import counted, ends_text
 from torchtitan.programs import pasted
 from torchtitan.runs.compare.lines import cost, held_out
@@ -201,12 +203,15 @@ def next_steps(run: RunRecord) -> Rows:
     place = Path(str(values.get("job.dump_folder", "outputs"))) / str(values.get("job.name", run.name))
     moved = place.resolve() != run.folder.resolve()  # it was copied, and its own key names where it was
     here = f" --job.dump_folder {shlex.quote(str(run.folder.parent))} --job.name {shlex.quote(run.folder.name)}" if moved else ""
+    degrees = (as_number(values.get(key)) or 1 for key in DEGREE_KEYS)
+    processes, train = math.prod(degrees), pasted("train")
+    start = f"NGPU={processes:.0f} " if processes > 1 and train.startswith("scripts/") else ""
     return [
         ["draw samples", f"{pasted('sample')} {folder}"],
         ["export the weights", f"{pasted('checkpoint')} export {folder} {form} --output {file}"],
         *(against if data not in LATENT_DATASETS else []),
         ["compare with another run", f"{pasted('compare')} {folder} OTHER_RUN"],
-        ["train longer", f"{pasted('train')} {folder}/config.toml --training.steps {longer:.0f}{here}"],
+        ["train longer", f"{start}{train} {folder}/config.toml --training.steps {longer:.0f}{here}"],
     ]
 
 
