@@ -109,6 +109,7 @@ def test_base_is_relative_to_the_file_and_its_seed_counts(tmp_path):
     ("old", "new", "words"),
     [
         ("[axes]", "[axes]\ntraining.local_batchsize = [1]", "did you mean --training.local_batch_size"),
+        ("[axes]", "[axes]\nlayouts = ['ddp']", "axes.layouts: is no axis (did you mean layout?)"),
         ("[4, 1, 2]", "[4, 0, 2]", "training.local_batch_size: must be at least 1"),
         ("[axes]", "[[exclude]]\nlayout = ['ddp', 'fsdp', 'hsdp']\n[axes]", "the grid is empty"),
         ("[axes]", "[[exclude]]\nlayout = 'tp'\n[axes]", "exclude.layout: 'tp' is not in the axis"),

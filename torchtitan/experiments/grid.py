@@ -173,6 +173,9 @@ def _expand(sweep: Sweep) -> list[Cell]:
 def _check_axes(sweep: Sweep) -> None:
     axes, fixed, path, settings = sweep.table["axes"], sweep.table["fixed"], sweep.path, sweep.settings
     for axis, values in axes.items():
+        names = (*_NAMED, "processes")
+        if "." not in axis and axis not in names and (guess := nearest(axis, names)):
+            raise _error(path, f"axes.{axis}: is no axis (did you mean {guess}?)")
         if not isinstance(values, list) or not values:
             raise _error(path, f"axes.{axis}: must be a list of one or more values, is {quoted(values)}")
         texts = [json.dumps(value, default=str) for value in values]
