@@ -50,7 +50,7 @@ def settle_cells(
     # The time that is left is estimated from this process's own work: `initial` does not count in the rate.
     with tqdm(
         total=total, initial=total - left, unit=unit, unit_scale=total > 10_000, file=sys.stderr, mininterval=0.5,
-        dynamic_ncols=True, disable=None,
+        dynamic_ncols=True,
     ) as bar:  # fmt: skip
         if jobs == 1:
             for position, cell in numbered:
