@@ -130,6 +130,15 @@ def test_what_makes_no_sense_is_refused_in_one_line(tmp_path, old, new, words):
     assert str(path) in str(caught.value)
 
 
+def test_all_axes_that_make_no_sense_are_refused_at_once(tmp_path):
+    path = write(tmp_path, SWEEP.replace("[axes]", "[axes]\nprocesess = [0]\ncheckpointing = ['ful']"))
+    with pytest.raises(SweepError) as caught:
+        read_sweep(path)
+    first, second = str(caught.value).splitlines()
+    assert first == f"{path}: axes.procesess: is no axis (did you mean processes?)"
+    assert second.startswith(f"{path}: axes.checkpointing: must be one of none, ")
+
+
 def test_cells_for_other_machines_are_not_judged_by_this_one(tmp_path, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     text = SWEEP.replace('[fixed]\n', '[fixed]\ntraining.attention_backend = "efficient"\n')

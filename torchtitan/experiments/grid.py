@@ -104,7 +104,7 @@ class Sweep:
 
 
 def read_sweep(path: Path) -> Sweep:
-    """Read a sweep's file, or a shipped one by name, and expand its grid, unchecked. Raises SweepError: one problem."""
+    """Read a sweep's file, or a shipped one by name, and expand its grid, unchecked. Raises SweepError."""
     path = Path(shipped(str(path)) or shipped(f"sweeps/{path}") or path)
     document, unreadable = read_toml(str(path))
     if unreadable:
@@ -118,8 +118,7 @@ def read_sweep(path: Path) -> Sweep:
         return f"did you mean {guess}?" if guess else advice
 
     settings, problems = validate_section("sweep", SweepSettings(), plain, advise)
-    for problem in problems:
-        raise _error(path, f"{problem.key.removeprefix('sweep.')}{problem.within}: {problem.text}")
+    _refuse(path, [f"{problem.key.removeprefix('sweep.')}{problem.within}: {problem.text}" for problem in problems])
     settings.name = settings.name or path.stem
     if not re.fullmatch(r"[\w.+-]{1,100}", settings.name) or settings.name in (".", ".."):
         raise _error(path, f"name: {quoted(settings.name)} is no folder name (use letters, digits, '.', '_', '-')")
@@ -172,24 +171,7 @@ def _expand(sweep: Sweep) -> list[Cell]:
 
 def _check_axes(sweep: Sweep) -> None:
     axes, fixed, path, settings = sweep.table["axes"], sweep.table["fixed"], sweep.path, sweep.settings
-    for axis, values in axes.items():
-        names = (*_NAMED, "processes")
-        if "." not in axis and axis not in names and (guess := nearest(axis, names)):
-            raise _error(path, f"axes.{axis}: is no axis (did you mean {guess}?)")
-        if not isinstance(values, list) or not values:
-            raise _error(path, f"axes.{axis}: must be a list of one or more values, is {quoted(values)}")
-        texts = [json.dumps(value, default=str) for value in values]
-        if len(set(texts)) < len(texts):
-            raise _error(path, f"axes.{axis}: has a value twice, {quoted(values)}")
-        if axis in fixed:
-            raise _error(path, f"axes.{axis}: is in [fixed] too (remove one)")
-        for value in values:
-            if axis in _NAMED and value not in _NAMED[axis]:
-                raise _error(path, f"axes.{axis}: must be one of {', '.join(_NAMED[axis])}, is {quoted(value)}")
-            if axis == "processes" and not is_count(value):
-                raise _error(path, f"axes.{axis}: must be whole numbers from 1 on, is {quoted(value)}")
-        if axis == "processes" and axis in sweep.table:
-            raise _error(path, f"axes.{axis}: {axis} is set for all cells too (remove one)")
+    _refuse(path, [f"axes.{axis}: {text}" for axis, values in axes.items() if (text := _axis_problem(sweep, axis, values))])
     if settings.order not in axes and "order" in sweep.table:
         raise _error(path, f"order: {quoted(settings.order)} is no axis (there are: {', '.join(axes)})")
     if settings.order in axes and not _are_numbers(axes[settings.order]):
@@ -198,6 +180,24 @@ def _check_axes(sweep: Sweep) -> None:
         raise _error(path, f"{BATCH_KEY}: is searched where autotune = true (remove one)")
     if settings.repeats > 1 and "debug.seed" in axes:
         raise _error(path, "axes.debug.seed: repeats > 1 choose seeds already (remove one)")
+
+
+def _axis_problem(sweep: Sweep, axis: str, values: Any) -> str:
+    names = (*_NAMED, "processes")
+    if "." not in axis and axis not in names and (guess := nearest(axis, names)):
+        return f"is no axis (did you mean {guess}?)"
+    if not isinstance(values, list) or not values:
+        return f"must be a list of one or more values, is {quoted(values)}"
+    texts = [json.dumps(value, default=str) for value in values]
+    if len(set(texts)) < len(texts):
+        return f"has a value twice, {quoted(values)}"
+    if axis in sweep.table["fixed"]:
+        return "is in [fixed] too (remove one)"
+    if axis in _NAMED and (others := [value for value in values if value not in _NAMED[axis]]):
+        return f"must be one of {', '.join(_NAMED[axis])}, is {quoted(others[0])}"
+    if axis == "processes" and (others := [value for value in values if not is_count(value)]):
+        return f"must be whole numbers from 1 on, is {quoted(others[0])}"
+    return f"{axis} is set for all cells too (remove one)" if axis == "processes" and axis in sweep.table else ""
 
 
 def _cell(sweep: Sweep, point: dict[str, Any], context: Any) -> Cell:
@@ -276,6 +276,11 @@ def _are_numbers(values: list) -> bool:
 def _file_safe(value: Any) -> str:
     text = value if isinstance(value, str) else json.dumps(value, separators=(",", ":"), default=str)
     return re.sub(r"[^A-Za-z0-9.+-]+", "-", text).strip("-") or "none"
+
+
+def _refuse(path: Path, problems: list[str]) -> None:
+    if problems:
+        raise SweepError("\n".join(str(_error(path, text)) for text in problems))
 
 
 def _error(path: Path, text: str) -> SweepError:
