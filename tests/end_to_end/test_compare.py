@@ -19,9 +19,9 @@ from PIL import Image
 from tests.forked import ROOT, run_script
 from torchtitan.runs.compare.charts import Charts, Panel
 from torchtitan.runs.compare.page import compare_page
-from torchtitan.runs.compare.tables import group_table
+from torchtitan.runs.compare.tables import group_table, next_steps
 from torchtitan.runs.compare.text import MISSING, interval_text
-from torchtitan.runs.record import group_by_seed, read_runs
+from torchtitan.runs.record import group_by_seed, read_run, read_runs
 from torchtitan.statistics.interval import mean_interval, positive_interval
 from torchtitan_dit.commands import compare as command
 
@@ -131,6 +131,14 @@ def page(tmp_path_factory):
     result = compare(*runs, runs[0], "--output", output, "--smoothing", 25)
     assert result.returncode == 0, result.stderr
     return Page(output), runs, output
+
+
+def test_the_command_that_trains_longer_starts_as_many_processes(tmp_path):
+    place = write_run(tmp_path / "hsdp")
+    with open(place / "config.toml", "a") as file:
+        file.write("\n[parallelism]\ndata_parallel_replicate_degree = 2\ndata_parallel_shard_degree = 2\n")
+    commands = dict(next_steps(read_run(place)))
+    assert commands["train longer"].startswith(f"NGPU=4 scripts/train.sh {place}/config.toml --training.steps 200")
 
 
 def test_groups_are_compared_by_seeds_that_they_have_in_common(tmp_path):

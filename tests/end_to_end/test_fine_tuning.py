@@ -19,6 +19,8 @@ from torchtitan.config.job import load_config
 from torchtitan.diffusion.paths import PATHS
 from torchtitan.models.adapters.adapters import adapter_weights
 from torchtitan.runs.previews import pixel_change, preview_path
+from torchtitan.sampling.prompts import filled_prompts
+from torchtitan.sampling.setup import _with_adapters
 from torchtitan.weights.adapted_network import adapted_network
 from torchtitan.weights.network import BASE_SHA256
 from torchtitan.weights.trained_model import load_run
@@ -99,6 +101,13 @@ def test_the_final_file_reloaded_is_the_adapter_that_was_trained(straight):
     assert found.keys() == wanted.keys() and any(values.up.any() for values in wanted.values())
     for target, values in wanted.items():
         assert torch.equal(found[target].down, values.down) and torch.equal(found[target].up, values.up)
+
+
+def test_a_drawn_adapter_brings_its_trigger_word(straight):
+    trained = load_run(straight, None, None, torch.device("cpu"))
+    trained.config.data.trigger_word = ""  # as of a file of weights
+    _with_adapters(trained, [str(straight / "flux_lora_tiny-step-00000004.safetensors")])
+    assert filled_prompts(trained, ["a [trigger]"]) == ["a sks"]
 
 
 def test_changes_in_the_summary_are_those_of_the_pictures(straight):
