@@ -30,7 +30,7 @@ COLUMNS = ("settings", "loss")  # of a run: what it was trained with, and its he
 HEAD = 16  # channels of a head, at every width
 PARAMETRISATIONS = ("plain", "maximal updates")  # one and the same at the first width
 TOLERANCE = 0.5  # of the shift, in log2
-HIGHEST = 0.7  # loss that the picture shows; one that predicts zero is near 1.2
+HIGHEST = 0.7  # loss that the picture shows; that of predicting zero is near 1.25
 
 Rates = Mapping[str, list[float]]  # by optimizer, rising
 Losses = Mapping[tuple[str, str, int, int, float], float]  # optimizer, parametrisation, width, seed, rate -> ln loss

@@ -44,7 +44,7 @@ from torchtitan.settings import OneOf, setting
 
 # c of the weight, as published with either tangent.
 _FLOOR = {"sampled": 1e-3, "predicted": 1e-2, "head": 1e-2}
-_FINEST_STEP = 0.002  # of float32; 0.005 is 0.2 % off the derivative
+_FINEST_STEP = 0.002  # of float32; 0.005 is 0.2 to 0.4 % off the derivative
 # Error of the quotient on digits (benchmarks/mean_flow_slope.py), by the step that follows from the precision.
 _ERRORS = {
     0.002: "less than 0.1 % off the derivative, on digits", 0.01: "2 to 3 % off the derivative, on digits",

@@ -142,11 +142,11 @@ def _verdict(config: JobConfig, memory: MemoryEstimate, device: Device) -> str:
     known = fits(memory, device)
     if known is None:
         return f"whether {_USABLE:.0%} of it are enough is known once the blocks are compiled"
-    return "fits" if known else f"does not fit into {_USABLE:.0%} of it (less: {', '.join(_smaller(config))})"
+    return "fits" if known else f"does not fit into {_USABLE:.0%} of it (less with {', '.join(_smaller(config))})"
 
 
 def _smaller(config: JobConfig) -> Iterator[str]:
-    """Options that need less memory, of which the run has not taken all."""
+    """What makes the run need less memory and is not chosen yet."""
     if config.lora.enable and not config.lora.quantized_kind:
         yield "--lora.base_dtype int8"
     if config.activation_checkpoint.mode == "none":

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from torchtitan.gns.allocate import WORTHWHILE, PredictedRatio, sampler_advice
 from torchtitan.gns.pool import WHOLE_MODEL
+from torchtitan.pictures.number_text import counted
 from torchtitan.statistics.interval import Interval
 
 Verdict = Literal["small", "near", "large", "unknown"]
@@ -146,7 +147,7 @@ def _images(batch: int, than: int, scale: float) -> float:
 
 def _remedy(more_steps: int | None) -> str:
     if more_steps:
-        return f": measure about {more_steps:,} more step{'s' * (more_steps > 1)}"
+        return f": measure about {counted(more_steps, 'more step')}"
     return ": measure more steps (train longer, or lower gns.interval if it is above 1)"
 
 

@@ -140,7 +140,7 @@ def _draw_map(axes, figure, points: Sequence[dict], geometry: str, bounds: list[
     unbounded = torch.where(measured & ~values.isfinite(), 1.0, torch.nan)
     axes.pcolormesh(borders, bounds, unbounded.numpy(), cmap=ListedColormap([_UNBOUNDED]))
     low, high = known.min().item(), known.max().item()
-    wider = max(2 / (high / low), 1.0) ** 0.5  # a factor of less than two is no contrast of colours
+    wider = max(2 * low / high, 1.0) ** 0.5  # a factor of less than two is no contrast of colours
     mesh = axes.pcolormesh(borders, bounds, values.numpy(), norm=LogNorm(low / wider, high * wider), cmap="viridis")
     label_log_axis(figure.colorbar(mesh, ax=axes, label="noise scale [samples]").ax.yaxis)
 
