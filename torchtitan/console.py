@@ -157,14 +157,14 @@ def _next_grid(state: RunState) -> str:
 
 
 def _weighting(points: Tensor, weights: Tensor) -> str:
-    """Line on the training's weight of the noise prediction's error: where it is highest, and where at least half of that."""
-    subject = "weight of a noise level in training (times drawn x weighting, of the noise's error)"
+    """Line on the training's weight of the noise prediction's error: where it is at least half of the highest, and that place."""
+    counted = "counted: times drawn x weighting of the noise's error"
     if weights.min() > 0.99 * weights.max():
-        return f"{subject}: equal at every noise level sigma"
-    half = points[weights >= 0.5 * weights.max()].exp()
+        return f"all noise levels weigh the same in training ({counted})"
+    half, highest = points[weights >= 0.5 * weights.max()].exp(), points[weights.argmax()].exp()
     return (
-        f"{subject}: highest at noise level sigma = {points[weights.argmax()].exp():.2g},"
-        f" at least half of that between {half.min():.2g} and {half.max():.2g}"
+        f"training works most on noise levels of sigma = {half.min():.2g} to {half.max():.2g} (noise : data),"
+        f" above all on {highest:.2g} ({counted})"
     )
 
 
