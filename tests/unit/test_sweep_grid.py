@@ -119,6 +119,7 @@ def test_base_is_relative_to_the_file_and_its_seed_counts(tmp_path):
         ("processes = 8", "processes = 8\nwarmup_steps = 4", "warmup_steps: 4 leaves none of training.steps = 4"),
         ("processes = 8", "processes = 8\nbase = 'no.toml'", "no.toml: no such file"),
         ("processes = 8", "processes = 8\nautotune_multiple_of = 2", "no effect while autotune is false"),
+        (SWEEP, "[training]\nsteps = 4\n", "is the configuration of one run, no grid"),
     ],
 )
 def test_what_makes_no_sense_is_refused_in_one_line(tmp_path, old, new, words):

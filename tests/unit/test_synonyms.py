@@ -4,7 +4,7 @@ import pytest
 
 from torchtitan.config.job import ConfigError, JobConfig, load_config
 from torchtitan.settings.synonyms import SYNONYMS, synonym
-from torchtitan_dit.commands import sample
+from torchtitan_dit.commands import sample, sweep
 
 
 @pytest.mark.parametrize("key", sorted({key for key, _ in SYNONYMS.values() if key}))
@@ -31,14 +31,14 @@ def test_the_command_line_is_answered(words, advice):
     assert advice in str(caught.value)
 
 
-@pytest.mark.parametrize(("word", "advice"), [
-    ("--cfg-scale", "--guidance-scale"), ("--num_sampling_steps", "--num-steps"), ("--per-proc-batch-size", "--batch-size"),
-    ("--guidence-scale", "--guidance-scale"),
+@pytest.mark.parametrize(("command", "word", "advice"), [
+    (sample, "--cfg-scale", "--guidance-scale"), (sample, "--num_sampling_steps", "--num-steps"),
+    (sample, "--per-proc-batch-size", "--batch-size"), (sample, "--guidence-scale", "--guidance-scale"),
+    (sweep, "--partition", "--slurm partition=VALUE"),
 ])  # fmt: skip
-def test_the_options_of_sampling_are_suggested_too(word, advice, capsys, monkeypatch):
-    monkeypatch.setattr("sys.argv", ["sample.py", "run", word, "3"])
+def test_the_options_of_commands_are_suggested_too(command, word, advice, capsys):
     with pytest.raises(SystemExit):
-        sample.parse_arguments()
+        command.parse_arguments(["run", word, "3"])
     assert capsys.readouterr().err.endswith(f" 3 (did you mean {advice}?)\n")
 
 

@@ -111,6 +111,8 @@ def read_sweep(path: Path) -> Sweep:
         raise SweepError(unreadable[0].replace("give a TOML file", "give a sweep's TOML file"))
     plain = {key: value for key, value in document.items() if key not in _TABLES}
     known = [each.name for each in dataclasses.fields(SweepSettings)]
+    if "axes" not in document and any(isinstance(plain[key], dict) for key in plain.keys() - known):
+        raise _error(path, "is the configuration of one run, no grid (a grid's file names it as base, and what varies in [axes])")
 
     def advise(key: str) -> str:
         guess = nearest(key, [*known, *_TABLES])

@@ -59,6 +59,7 @@ class OneLineParser(argparse.ArgumentParser):
         options = self._option_string_actions
         near = [own] if own in options else [each for each in options if each.endswith(unknown[1][1:])]  # --steps: --num-steps
         near = near or get_close_matches(unknown[1], options, n=1)
+        near = near or [f"--slurm {unknown[1][2:]}=VALUE"] * ("--slurm" in options)
         return f" (did you mean {near[0]}?)" if near else ""
 
 
