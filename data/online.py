@@ -53,6 +53,8 @@ def open_autoencoder(config: Any, index: StoreIndex, place: str, device: torch.d
     """Open the autoencoder of `[autoencoder]`, which made the latents of an index. Raises AutoencoderError: unusable, another."""
     dtype = getattr(torch, config.dtype) if config.dtype else None
     try:
+        if index.autoencoder["name"] != config.name:  # refused before anyone fetches this one's files
+            check_autoencoder(index, place, {"name": config.name})
         autoencoder = build_autoencoder(config.name, config.path, dtype, device, config.tile)
         check_autoencoder(index, place, autoencoder.identity())
         _check_shape(index, place, autoencoder)

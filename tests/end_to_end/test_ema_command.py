@@ -99,7 +99,7 @@ def test_sweep_names_the_length_of_the_least_held_out_loss(straight, command):
     code, output, _ = command("sweep", straight, "--images", 40, "--stds", 0.1, 0.05, 0.075)
     found = scores(output, "loss")
     assert code == 0 and list(found) == ["0.05", "0.075", "0.1"] and len(set(found.values())) == 3
-    assert output.splitlines()[-1] == f"best: std {min(found, key=found.get)}"
+    assert output.splitlines()[-1].partition(",")[0] == f"best: std {min(found, key=found.get)}"
     points = [json.loads(line) for line in (straight / "metrics.jsonl").read_text().splitlines()]
     (trained,) = (point[key] for point in points if (key := "validation_metrics/long/loss") in point)
     assert scores(command("sweep", straight, "--stds", 0.1)[1], "loss")["0.1"] == pytest.approx(trained, rel=1e-5)
@@ -111,7 +111,8 @@ def test_sweep_ranks_lengths_in_the_direction_of_a_metric_of_samples(straight, c
     code, output, _ = command(*words)
     found = scores(output, "precision")
     assert code == 0 and list(found) == ["0.05", "0.1"], output
-    assert output.splitlines()[-1] == f"best: std {max(found, key=found.get)}"
+    best = max(found, key=found.get)
+    assert output.splitlines()[-1] == f"best: std {best}, the {'shortest' if best == '0.05' else 'longest'} that was tried"
     ended = results_of(start_command("ema", *words, ranks=2))
     assert [code for code, _ in ended] == [0, 0] and ended[1][1] == "", ended
     assert scores(ended[0][1], "precision") == pytest.approx(found, rel=1e-4)

@@ -378,7 +378,7 @@ def _advice(dotted: str, filled: _Filled, prefix: str = "") -> str:
     """Advice on an unknown key: it may be one under another name of its section, or one that has moved."""
     for section, options in _choices(filled.config):
         if dotted == section:
-            return f"it is a section; {prefix}{section}.name chooses its keys"
+            return synonym(section, prefix) or f"it is a section; {prefix}{section}.name chooses its keys"
         key = dotted.removeprefix(f"{section}.").partition(".")[0]
         owners = [name for name in options.registry if has_key(options.section(name), key)]
         if dotted.startswith(f"{section}.{key}") and owners and not has_key(section_at(filled.config, section), key):

@@ -33,5 +33,5 @@ def check_macs(model: DiffusionModel, name: str) -> None:
     if said != counted:
         raise MiscountedModel(
             f"model.name = {name}: forward_macs_per_image says {said:,} multiply-accumulates per image, torch counts "
-            f"{counted:,}; every MFU would be wrong (count the missing products there)"
+            f"{counted:,}; every MFU would be wrong (count the missing products there, as docs/models.md shows)"
         )

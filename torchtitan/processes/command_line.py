@@ -50,17 +50,18 @@ class OneLineParser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message}{self._advice(message)}\n")
 
     def _advice(self, message: str) -> str:
-        """Option that was meant by the first unknown one: of another program's name for it, or the nearest."""
-        unknown = re.search(r"unrecognized arguments: (--[\w-]+)", message)
-        if not unknown:
-            return ""
-        key, _ = SYNONYMS.get(unknown[1][2:].replace("-", "_").lower(), ("", ""))
+        """Options that were meant by unknown ones: of another program's name for it, or the nearest."""
+        unknown = message.partition("unrecognized arguments: ")[2]
+        meant = [near for word in unknown.split() if word.startswith("--") and (near := self._nearest(word.partition("=")[0]))]
+        return f" (did you mean {', '.join(meant)}?)" if meant else ""
+
+    def _nearest(self, word: str) -> str:
+        key, _ = SYNONYMS.get(word[2:].replace("-", "_").lower(), ("", ""))
         own = f"--{key.rpartition('.')[2].replace('_', '-')}"
         options = self._option_string_actions
-        near = [own] if own in options else [each for each in options if each.endswith(unknown[1][1:])]  # --steps: --num-steps
-        near = near or get_close_matches(unknown[1], options, n=1)
-        near = near or [f"--slurm {unknown[1][2:]}=VALUE"] * ("--slurm" in options)
-        return f" (did you mean {near[0]}?)" if near else ""
+        near = [own] if own in options else [each for each in options if each.endswith(word[1:])]  # --steps: --num-steps
+        near = near or get_close_matches(word, options, n=1)
+        return near[0] if near else f"--slurm {word[2:]}=VALUE" if "--slurm" in options else ""
 
 
 def _with_dashes(word: str) -> str:

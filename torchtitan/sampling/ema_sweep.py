@@ -81,7 +81,8 @@ def sweep(
         values.append(score()[name])
         yield f"{name} {values[-1]:.6g}: {each.describe()}"
     best = min(range(len(values)), key=lambda n: values[n] if better == "lower" else -values[n])
-    yield f"best: std {found[best].std:g}"
+    at_end = [word for word, end in (("shortest", min(stds)), ("longest", max(stds))) if len(stds) > 1 and stds[best] == end]
+    yield f"best: std {found[best].std:g}" + (f", the {at_end[0]} that was tried" if at_end else "")
 
 
 def _loss_score(trained: TrainedModel, images: int | None, device: torch.device) -> Callable[[], Mapping[str, float]]:

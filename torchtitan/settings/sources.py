@@ -64,9 +64,9 @@ def split_keys(words: list[str], section: str = r"[\w-]+") -> tuple[list[str], l
 def suggestion(key: str, known: Iterable[str], prefix: str = "") -> str:
     """Advice for an unknown dotted key: the one of a habit, or the nearest of the known ones, in whatever section it is.
 
-    The last part of the name counts most, so that `training.lr` leads to `optimizer.lr`; to another section it leads only if
-    it is nearly equal. In one section a name that lacks words of the right one (`batch_size` for `local_batch_size`) is nearly
-    as good as a whole one.
+    The last part of the name counts most, so that `training.lr` leads to `optimizer.lr`; to another section, and from none, it
+    leads only if it is nearly equal. A name that lacks words of the right one in its section (`batch_size` for
+    `local_batch_size`) is nearly as good as a whole one.
     """
     if of_habit := synonym(key, prefix):
         return of_habit
@@ -75,15 +75,17 @@ def suggestion(key: str, known: Iterable[str], prefix: str = "") -> str:
     def likeness(candidate: str) -> tuple[float, float]:
         candidate_section, _, candidate_name = candidate.rpartition(".")
         score = SequenceMatcher(None, name, candidate_name).ratio()
-        if section and candidate.partition(".")[0] != section.partition(".")[0]:
-            score = score if score >= 0.85 else 0.0
-        elif score < 1 and set(name.split("_")) < set(candidate_name.split("_")):
+        of_section = candidate.partition(".")[0] == section.partition(".")[0]
+        if score < 1 and (of_section or not section) and set(name.split("_")) < set(candidate_name.split("_")):
             score = 0.95
+        elif not of_section and score < (0.85 if section else 0.75):
+            score = 0.0
         return score, score + 0.2 * SequenceMatcher(None, section, candidate_section).ratio()
 
     scored = {candidate: likeness(candidate) for candidate in known}
     close = [candidate for candidate, (score, _) in scored.items() if score >= 0.6]
     if not close:
+        section = section or key
         of_section = any(candidate.startswith(f"{section}.") for candidate in known)
         return f"--help {section} lists its keys" if of_section else "--help lists the sections"
     return f"did you mean {prefix}{max(close, key=lambda candidate: scored[candidate][1])}?"
