@@ -122,6 +122,8 @@ def test_layouts_are_lines_of_one_panel_with_the_rate_of_each_process_and_of_all
 def test_the_peak_memory_is_fitted_over_the_batch(tmp_path, drawn):
     cells = [measured(value=3.0 + 0.25 * batch, local_batch=batch) for batch in (8, 16, 64)]
     assert fit_memory(cells) == pytest.approx((3.0, 0.25)) and fit_memory(cells[:2]) is None
+    falling = [measured(value=3.0 - 0.001 * batch, local_batch=batch) for batch in (8, 16, 64)]
+    assert fit_memory(falling) == pytest.approx((3.0 - 0.001 * 88 / 3, 0.0))  # no batch takes less than none
     draw_over_batch(cells, tmp_path)
     figure = drawn["memory_gib_over_batch.png"]
     assert texts_of(figure) == ["3.00 GiB + 256 MiB an image"]

@@ -16,7 +16,7 @@ BAD_ARGUMENTS = [
     ),
     (
         ["--compile.enable", "--debug.seed", "3"],
-        "command line: --compile.enable: needs a value (--compile.enable VALUE or --compile.enable=VALUE)",
+        "command line: --compile.enable: needs a value (--compile.enable true or --compile.enable=true)",
     ),
     (["--compile.enable", "yes"], "command line: --compile.enable: must be true or false, is 'yes'"),
     (["--training.steps", "1.5"], "command line: --training.steps: must be an integer, is 1.5"),

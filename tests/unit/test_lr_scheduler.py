@@ -36,6 +36,8 @@ def test_the_jump_of_a_decay_that_is_made_longer_is_said():
     saved = {"progress": 100, "config": {"training": {"steps": 100}}}
     assert schedule_changes(config, saved) == [said]
     assert schedule_changes(config, {"progress": 50, "config": {"training": {"steps": 200}}}) == []
+    config.lr_scheduler = LRSchedulerConfig(decay_type="cosine", warmup_steps=50)  # in which the rate rises as it did
+    assert schedule_changes(config, saved | {"progress": 10}) == [said.removesuffix(f", {jump}")]
     config.lr_scheduler = LRSchedulerConfig(decay_type="constant")
     assert schedule_changes(config, saved) == []
 

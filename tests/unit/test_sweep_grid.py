@@ -254,6 +254,8 @@ def test_a_dry_run_checks_the_launcher_and_shows_what_slurm_is_asked_for(tmp_pat
     assert main(words) == 2
     assert capsys.readouterr().err == "--slurm: is an option of --launcher slurm (add it, or remove --slurm)\n"
     monkeypatch.setenv("PATH", str(tmp_path))
+    assert main([*words, "--launcher", "slurm", "--slurm", "nodes=2"]) == 2
+    assert "--slurm nodes: a run takes one machine" in capsys.readouterr().err
     assert main([*words[:-1], "--launcher", "slurm"]) == 2
     assert "--launcher slurm: there is no sbatch" in capsys.readouterr().err
     assert main([*words, "--launcher", "slurm"]) == 0  # a plan needs none

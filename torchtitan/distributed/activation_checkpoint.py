@@ -1,5 +1,6 @@
 """Activation checkpointing: recompute activations in backward instead of keeping them."""
 
+import logging
 from functools import partial
 from typing import Any
 
@@ -44,6 +45,8 @@ def checkpoint_blocks(model: nn.Module, blocks: list[nn.Module], config: Activat
         raise ValueError(f"activation_checkpoint.mode = {config.mode}: {type(model).__name__} has no blocks")
     options: dict[str, Any] = {}
     if config.mode == "selective":
+        # Where it is compiled, torch warns of operations in place that a block might have; ours have none.
+        logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
         options["context_fn"] = partial(create_selective_checkpoint_contexts, _KEPT)
     names = {id(module): name for name, module in model.named_modules()}
     for block in blocks[:: config.every]:

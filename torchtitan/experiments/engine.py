@@ -49,8 +49,8 @@ def settle_cells(
     numbered = enumerate(missing, len(cells) - len(missing) + 1)
     # The time that is left is estimated from this process's own work: `initial` does not count in the rate.
     with tqdm(
-        total=total, initial=total - left, unit=unit, unit_scale=total > 10_000, file=sys.stderr, mininterval=0.5,
-        dynamic_ncols=True,
+        total=total, initial=total - left, unit=unit, unit_scale=total > 10_000, file=sys.stderr, dynamic_ncols=True,
+        mininterval=0.5 if sys.stderr.isatty() else 30.0,
     ) as bar:  # fmt: skip
         if jobs == 1:
             for position, cell in numbered:

@@ -33,7 +33,8 @@ def read_command_line(argv: list[str]) -> tuple[dict[str, str], list[str]]:
             name = shown_name(key)
             advice = synonym(key, "--")
             if not advice or f"--{name}" in advice:
-                advice = f"--{name} VALUE or --{name}=VALUE"
+                value = "true" if key.rpartition(".")[2].startswith("enable") else "VALUE"
+                advice = f"--{name} {value} or --{name}={value}"
             problems.append(f"command line: --{name}: needs a value ({advice})")
     for word in alone:
         key, equals, text = word.lstrip("-").partition("=")

@@ -9,7 +9,10 @@ SYNONYMS = {
         ("batch_size", "bs", "train_batch_size"),
         ("training.global_batch_size", " for all devices together, or training.local_batch_size for each"),
     ),
-    "gradient_accumulation_steps": ("training.global_batch_size", ": what one device does not hold is accumulated"),
+    **dict.fromkeys(
+        ("accumulate_grad_batches", "gradient_accumulation_steps"),
+        ("training.global_batch_size", ": what one device does not hold is accumulated"),
+    ),
     **dict.fromkeys(("grad_clip", "gradient_clip_val", "max_grad_norm"), ("training.max_norm", "")),
     **dict.fromkeys(
         ("ema", "ema.decay", "ema_decay", "ema_rate"),
@@ -20,11 +23,15 @@ SYNONYMS = {
     "per_proc_batch_size": ("sampling.batch_size", ""),
     "num_fid_samples": ("evaluation.count", ""),
     "sample_every": ("sampling.interval", ""),
+    **dict.fromkeys(
+        ("devices", "nproc_per_node", "num_processes"), ("", "NGPU=N scripts/train.sh, or torchrun, starts N processes"),
+    ),
+    "strategy": ("", "the keys of [parallelism] choose DDP, FSDP2 or HSDP"),
     "ckpt": ("checkpoint.initial_weights", ""),
     **dict.fromkeys(("checkpointing_steps", "ckpt_every", "save_every"), ("checkpoint.interval", "")),
     "log_every": ("metrics.log_freq", ""),
     **dict.fromkeys(
-        ("resume", "resume_from", "resume_from_checkpoint"),
+        ("ckpt_path", "resume", "resume_from", "resume_from_checkpoint"),
         ("checkpoint.load_step", ": without it, the same command resumes from the newest checkpoint"),
     ),
     **dict.fromkeys(("vae", "vae_path"), ("autoencoder.path", "")),
@@ -55,7 +62,7 @@ SYNONYMS = {
     "gradient_checkpointing": ("activation_checkpoint.mode", " full"),
     **dict.fromkeys(("global_seed", "seed"), ("debug.seed", "")),
     # TorchTitan's
-    "enable_checkpoint": ("checkpoint.enable", ""),
+    "enable_checkpoint": ("checkpoint.enable", " true"),
     "initial_load_path": ("checkpoint.initial_weights", ""),
     "last_save_model_only": ("checkpoint.final_weights", ""),
     "training.compile": ("compile.enable", " true"),
@@ -71,7 +78,8 @@ SYNONYMS = {
     "float8.recipe_name": ("float8.recipe", ""),
     "training.seq_len": ("", "there is none: the images decide"),
     "training.gc_freq": ("", "there is none: garbage is collected every 1,000 steps"),
-    "optimizer.implementation": ("", "there is none: it is fused"),
+    **dict.fromkeys(("fused", "optimizer.implementation"), ("", "there is none: it is fused")),
+    "selective_ac_option": ("activation_checkpoint.mode", " selective, which keeps products and attention"),
     "early_step_in_backward": ("", "there is none: gradients are clipped first"),
     "comm.trace_buf_size": ("", "the environment's TORCH_FR_BUFFER_SIZE does that"),
     **dict.fromkeys(

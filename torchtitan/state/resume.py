@@ -198,7 +198,7 @@ def schedule_changes(config: JobConfig, saved: Mapping[str, Any]) -> list[str]:
     if before == training.steps or schedule.decay_type not in TO_THE_END or schedule.decay_between:
         return []
     step, size = max(saved["progress"], 1), training.global_batch_size
-    factors = (lr_factor(schedule, step, before, size), lr_factor(schedule, step + 1, training.steps, size))
-    was, now = (f"{config.optimizer.lr * factor:.2g}" for factor in factors)
+    places = (step, before), (min(step + 1, before), before), (step + 1, training.steps)
+    was, planned, now = (f"{config.optimizer.lr * lr_factor(schedule, at, steps, size):.2g}" for at, steps in places)
     change = f"training.steps: {before} -> {training.steps}: the {schedule.decay_type} decay has a new length"
-    return [change if was == now else f"{change}, the rate jumps from {was} to {now}"]
+    return [change if planned == now else f"{change}, the rate jumps from {was} to {now}"]

@@ -30,6 +30,8 @@ class Launching:
     def __post_init__(self) -> None:
         if self.options and self.launcher != "slurm":
             raise LauncherError("--slurm: is an option of --launcher slurm (add it, or remove --slurm)")
+        for name in {"nodes", "ntasks", "ntasks-per-node"} & self.options.keys():
+            raise LauncherError(f"--slurm {name}: a run takes one machine and starts its processes there itself (leave it out)")
 
     @property
     def elsewhere(self) -> bool:

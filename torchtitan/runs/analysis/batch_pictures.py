@@ -161,7 +161,7 @@ def fit_memory(arm: Sequence[Cell]) -> tuple[float, float] | None:
     if len(points) < _FEWEST_TO_FIT:
         return None
     slope, fixed = np.polyfit(list(points), list(points.values()), 1)
-    return float(fixed), float(slope)
+    return (float(fixed), float(slope)) if slope > 0 else (float(np.mean(list(points.values()))), 0.0)
 
 
 def _draw_statuses(panel: Panel, arm: list[Cell], batches: list[int], color: str, lane: int) -> int:

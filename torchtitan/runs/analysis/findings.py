@@ -64,7 +64,7 @@ def headlines(results: Results) -> list[str]:
         which = ", ".join(f"{_change(effect)} at {effect.at}" for effect in unclear)
         lines.append(f"No difference of images/s is shown, the intervals contain 0: {which}.")
     lines += [_scaling_line(curve) for curve in results.curves]
-    return lines
+    return [*lines, *_unequal_threads(results)]
 
 
 def cautions(results: Results) -> list[str]:
@@ -80,6 +80,16 @@ def cautions(results: Results) -> list[str]:
         lines.append("Memory of runs on a CPU: peak resident memory of the first process, the interpreter included.")
     lines += [f"{run.name}: {note}." for run in results.runs for note in run.notes]
     return lines
+
+
+def _unequal_threads(results: Results) -> list[str]:
+    """Line on why runs of several numbers of processes on a CPU make no scaling; none where they do, or where there are none."""
+    devices = {(cell.axes["world_size"], str(cell.axes["device"])) for cell in results.cells if cell.ok}
+    on_cpu = sorted((ranks, device) for ranks, device in devices if ranks and device.startswith("CPU"))
+    if results.curves or len({ranks for ranks, _ in on_cpu}) < 2 or len({device for _, device in on_cpu}) < 2:
+        return []
+    found = ", ".join(f"{ranks} on {device}" for ranks, device in on_cpu)
+    return [f"No scaling over processes is shown, as their devices differ ({found}); OMP_NUM_THREADS=1 makes threads equal."]
 
 
 def markdown(results: Results, pictures: Iterable[tuple[str, str]]) -> str:
