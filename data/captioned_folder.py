@@ -31,10 +31,11 @@ from torchtitan.data.image_files import (
 from torchtitan.data.left_out import say_once
 from torchtitan.data.online_text import OnlineTextConfig, online_kind
 from torchtitan.data.splits import chosen_positions, spread_evenly
-from torchtitan.data.trigger_words import TRIGGER_KEY, filled
+from torchtitan.data.trigger_words import PLACEHOLDER, TRIGGER_KEY, filled, has_trigger
 from torchtitan.pictures.number_text import counted
 from torchtitan.settings import setting
 
+_REPEATED_DEEPER = re.compile(rb"(.+/[1-9]\d{0,2}_[^/]+)/")
 _REPEATED = re.compile(rb"([1-9]\d{0,2})_[^/]+/")  # a folder as kohya's trainers repeat it; 2024_summer or 01_front is another
 
 _MOST_NAMED = 10  # of further images that fail
@@ -229,6 +230,8 @@ def _open(config: CaptionedFolderConfig, split: Split) -> CaptionedImages:
     if key == "path" and (count := int(_repeats(images.files).sum())) > len(images.sizes):
         text = f"are {count:,} entries of an epoch: folders named N_name repeat theirs N times"
         say_once(f"{place}: {counted(len(images.sizes), 'image')} {text}")
+    elif deeper := next(filter(None, (_REPEATED_DEEPER.match(images.files.names[n]) for n in range(len(images.files)))), None):
+        say_once(f"{place}: images of {shown_path(deeper[1])} are not repeated, as that is no folder directly in data.path")
     return images
 
 
@@ -248,11 +251,17 @@ def _read_folder(key: str, path: str, trigger_word: str, missing: str = "refuse"
 
     files = ImageList.of(root, [[name for name, _, _ in captioned]])
     numbers = range(len(files))
-    captions = tuple(_of_each(files, lambda number: _read_caption(*captioned[number][1:], trigger_word, missing), numbers))
+    lacking: list[str] = []
+    read = functools.partial(_read_caption, trigger_word=trigger_word, missing=missing, lacking=lacking)
+    captions = tuple(_of_each(files, lambda number: read(*captioned[number][1:]), numbers))
     shown = tqdm(numbers, "reading the sizes of images", delay=2)
     sizes, digests = zip(*_of_each(files, functools.partial(_read_size_and_digest, files), shown), strict=True)
     if missing == "trigger" and (alone := captions.count(filled("[trigger]", trigger_word))):
         say_once(f"{shown_path(root)}: the trigger word alone is the caption of {alone:,} of {len(captions):,} images")
+    if 0 < len(lacking) < len(captions):  # perhaps pictures of the subject's class
+        advice = f"{lacking[0]} for one; to keep some without it, write the word in the others and leave data.trigger_word out"
+        some = f"{len(lacking):,} of {len(captions):,} captions"
+        say_once(f"{shown_path(root)}: the trigger word is put in front of {some} ({advice})")
     return CaptionedImages(files, captions, sizes, digests)
 
 
@@ -272,10 +281,14 @@ def _of_each(files: ImageList, read: Callable[[int], _Read], numbers: Iterable[i
     return found
 
 
-def _read_caption(place: str, read: ReadCaption | None, trigger_word: str, missing: str) -> str:
+def _read_caption(place: str, read: ReadCaption | None, trigger_word: str, missing: str, lacking: list[str]) -> str:
+    """Caption of an image; its name goes to `lacking` where the trigger word is put in front. Raises DatasetError."""
+
     def text() -> str:
         found = read() if read else None
         if found and found.split():
+            if not (PLACEHOLDER.search(found) or has_trigger(found, trigger_word)):
+                lacking.append(Path(place).name)
             return found
         if missing == "trigger":
             return "[trigger]"

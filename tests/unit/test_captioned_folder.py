@@ -214,6 +214,13 @@ def test_pixels_that_end_too_early_are_an_unreadable_image(tmp_path):
     assert caught.value.index == 1
 
 
+def test_a_deeper_folder_with_a_number_is_said_not_to_be_repeated(tmp_path, caplog):
+    write(tmp_path / "img" / "10_sks dog", "a.png", caption="a dog")
+    assert every_caption(CaptionedFolder(config_of(tmp_path), "train")) == ["a dog"]
+    said = "images of img/10_sks dog are not repeated, as that is no folder directly in data.path"
+    assert caplog.messages == [f"{tmp_path}: {said}"]
+
+
 # --- captions
 
 
@@ -239,10 +246,16 @@ def test_a_misspelt_placeholder_is_refused(text):
         caption_line(text, "zork")
 
 
-def test_captions_of_a_folder_have_the_trigger_word(tmp_path):
+def test_captions_of_a_folder_have_the_trigger_word_and_where_it_is_put_in_front_is_said(tmp_path, caplog):
     write(tmp_path, "a.png", caption="\ufeffa [trigger] dog\n")
     write(tmp_path, "b.png", caption="a cat")
     assert every_caption(CaptionedFolder(config_of(tmp_path, trigger_word="zork"), "train")) == ["a zork dog", "zork a cat"]
+    said = f"{tmp_path}: the trigger word is put in front of 1 of 2 captions (b.txt for one; to keep some without it, write the "
+    assert [line.startswith(said) for line in caplog.messages] == [True]
+    (tmp_path / "a.txt").write_text("a dog")
+    caplog.clear()
+    assert every_caption(CaptionedFolder(config_of(tmp_path, trigger_word="sks"), "train")) == ["sks a dog", "sks a cat"]
+    assert caplog.messages == []
 
 
 # --- as other trainers have them
@@ -289,6 +302,8 @@ def test_what_is_ignored_replaced_and_repeated_is_said_in_a_line_each(tmp_path, 
     assert caplog.messages == [f"{tmp_path}: {line}" for line in (
         "ignoring 1 mask beside images",
         "the trigger word alone is the caption of 2 of 5 images",
+        "the trigger word is put in front of 2 of 5 captions (d.txt for one; to keep some without it, write the word in the "
+        "others and leave data.trigger_word out)",
         "images are not enlarged, and 5 of 5 cover no bucket of 128, 5 of 5 cover no bucket of 1024 (data.resolutions); all "
         "sizes of these images: 64 x 64, 64 x 128",
         "5 images are 11 entries of an epoch: folders named N_name repeat theirs N times",

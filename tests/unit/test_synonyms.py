@@ -69,12 +69,14 @@ def test_the_command_line_is_answered(words, advice):
     (sample, "--cfg-scale", "--guidance-scale"), (sample, "--num_sampling_steps", "--num-steps"),
     (sample, "--per-proc-batch-size", "--batch-size"), (sample, "--guidence-scale", "--guidance-scale"),
     (sample, "--num_fid_samples=10 --cfg-scale", "--count, --guidance-scale"),
+    (sample, "--negative-prompt", "there are no negative prompts: guidance leads away from the null caption"),
     (sweep, "--partition", "--slurm partition=VALUE"),
 ])  # fmt: skip
 def test_the_options_of_commands_are_suggested_too(command, word, advice, capsys):
     with pytest.raises(SystemExit):
         command.parse_arguments(["run", *word.split(), "3"])
-    assert capsys.readouterr().err.endswith(f" 3 (did you mean {advice}?)\n")
+    meant = f"did you mean {advice}?" if advice.startswith("--") else advice
+    assert capsys.readouterr().err.endswith(f" 3 ({meant})\n")
 
 
 def test_other_words_are_left_to_the_nearest_key():

@@ -50,13 +50,17 @@ class OneLineParser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message}{self._advice(message)}\n")
 
     def _advice(self, message: str) -> str:
-        """Options that were meant by unknown ones: of another program's name for it, or the nearest."""
+        """Options that were meant by unknown ones, of another program's name for it or the nearest; or what does that."""
         unknown = message.partition("unrecognized arguments: ")[2]
-        meant = [near for word in unknown.split() if word.startswith("--") and (near := self._nearest(word.partition("=")[0]))]
-        return f" (did you mean {', '.join(meant)}?)" if meant else ""
+        meant = [self._nearest(word.partition("=")[0]) for word in unknown.split() if word.startswith("--")]
+        options, remarks = [each for each in meant if each[:2] == "--"], [each for each in meant if each and each[:2] != "--"]
+        advice = "; ".join([f"did you mean {', '.join(options)}?"] * bool(options) + remarks)
+        return f" ({advice})" if advice else ""
 
     def _nearest(self, word: str) -> str:
-        key, _ = SYNONYMS.get(word[2:].replace("-", "_").lower(), ("", ""))
+        key, remark = SYNONYMS.get(word[2:].replace("-", "_").lower(), ("", ""))
+        if remark and not key:
+            return remark
         own = f"--{key.rpartition('.')[2].replace('_', '-')}"
         options = self._option_string_actions
         near = [own] if own in options else [each for each in options if each.endswith(word[1:])]  # --steps: --num-steps

@@ -46,6 +46,7 @@ SYNONYMS = {
     "model": ("model.flavor", " for its size, or model.name for its kind"),
     "path_type": ("objective.path", ""),
     "loss_weight": ("objective.weighting.name", ""),
+    "negative_prompt": ("", "there are no negative prompts: guidance leads away from the null caption"),
     # Of fine-tuning
     **dict.fromkeys(("instance_prompt", "trigger_word"), ("data.trigger_word", "")),
     **dict.fromkeys(("prompts", "validation_prompt"), ("data.prompts", ", a list")),
