@@ -55,22 +55,21 @@ def test_storages_of_a_small_network_are_those_counted_by_hand():
     assert 400 + 200 + 200 + 400 <= live.windows["backward"].total() <= 400 + 3 * 200 + 400 + 8
 
 
-def test_live_bytes_are_those_of_a_recount_after_every_operation(monkeypatch):
+@pytest.mark.parametrize("words", [(), ("--lora.enable", "true")])
+def test_peaks_are_those_of_a_recount_after_every_operation(words, monkeypatch):
     """Storages of gathered parameters are included; FSDP2 resizes them without a dispatched operation."""
-    now, resized = LiveStorages.now, set()
+    config, resized = config_of("--model.num_layers", "2", *words, ranks=2), set()
+    found = simulate_step(config, 2).windows
 
     def recounted(live):
-        before = sum(known.nbytes for known in live._live.values())
-        found, sums = now(live), Counter()
+        sums = Counter()
         for known in live._live.values():
             sums[known.category] += known.reference().nbytes()
-        assert found == sums
-        resized.add(sums.total() != before)
-        return found
+        resized.add(sums.total() != sum(known.nbytes for known in live._live.values()))
+        return +sums
 
     monkeypatch.setattr(LiveStorages, "now", recounted)
-    simulate_step(config_of("--model.num_layers", "2", ranks=2), 2)
-    assert resized == {False, True}
+    assert simulate_step(config, 2).windows == found and resized == {False, True}
 
 
 def test_a_batch_that_grows_needs_the_memory_of_one_that_accumulates():

@@ -33,6 +33,7 @@ class LiveStorages(TorchDispatchMode):
         super().__init__()
         self.windows: dict[Any, Counter] = {}
         self._live: dict[int, _Storage] = {}
+        self._filled: set[_Storage] = set()  # of COMMUNICATION
         self._sums: Counter = Counter()
         self._window: Any = None
 
@@ -48,9 +49,7 @@ class LiveStorages(TorchDispatchMode):
 
     def now(self) -> Counter:
         """Live bytes now, by category."""
-        for known in self._live.values() if COMMUNICATION in self._sums else ():
-            if known.category == COMMUNICATION and (storage := known.reference()) is not None:
-                self._count(known, storage.nbytes())  # FSDP2 resizes by no operation
+        self._recount(list(self._filled))  # FSDP2 empties them by no operation
         return +self._sums
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -78,7 +77,14 @@ class LiveStorages(TorchDispatchMode):
         elif known.category not in keep:
             self._count(known, 0)
             known.category = category
+        if known.category == COMMUNICATION and known not in self._filled:  # nor does it fill them by one, but a block's at once
+            self._recount([each for each in self._live.values() if each.category == COMMUNICATION])
         self._count(known, storage.nbytes())
+
+    def _recount(self, storages: list["_Storage"]) -> None:
+        for known in storages:
+            self._count(known, storage.nbytes() if (storage := known.reference()) is not None else 0)
+            (self._filled.add if known.nbytes else self._filled.discard)(known)
 
     def _forget(self, key: int) -> None:
         self._count(self._live.pop(key), 0)
@@ -93,7 +99,7 @@ class LiveStorages(TorchDispatchMode):
             self.windows[self._window] = sums
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Storage:
     reference: weakref.ref
     category: str
