@@ -479,7 +479,7 @@ def _group_name(names: list[str]) -> str:
     while not all(name.startswith(common) for name in names):
         common = common[:-1]
     stem = common.rstrip("-_. /")
-    for word in ("seed", "s"):
+    for word in ("seed", "s", "r"):  # r: a repeat of a grid
         if stem.endswith(("-" + word, "_" + word)):
             stem = stem[: -len(word)].rstrip("-_. /")
     return f"{stem or names[0]} ({len(names)} seeds)"
