@@ -44,7 +44,8 @@ def _degrees(checked: ConfigView) -> Iterator[Problem]:
 
 
 def _started_by(processes: int) -> str:
-    return f"for {counted(processes, 'process', 'es')} NGPU={processes} scripts/train.sh, also to check only"
+    by_script = f"NGPU={processes} scripts/train.sh, also to check only"
+    return f"for {counted(processes, 'process', 'es')} {by_script}; of an estimate --world-size"
 
 
 def batch_sizes(checked: ConfigView) -> Iterator[Problem]:

@@ -64,7 +64,8 @@ def as_text(
         f"{flavor_and_changes(config.model)} on {ranks} x {device.name}: "
         f"{counted(layout.data_parallel_replicate_degree, 'replica')} x "
         f"{counted(layout.data_parallel_shard_degree, 'shard')}{tokens}, {config.training.local_batch_size} images per rank and "
-        f"forward, {config.training.global_batch_size} per step, {config.training.mixed_precision_param}",
+        f"forward, {config.training.global_batch_size} per step, {config.training.mixed_precision_param}"
+        + (", products in float8 (whose smaller inputs are not counted below)" if config.float8.enable else ""),
         f"parameters            {model.num_parameters():,}{_frozen(config, model)}",
         f"FLOPs per image       {training_flops_per_image(config, model):.4g} (training{calls})"
         + (f", {encoding_flops_per_image(config):.4g} (encoding)" if time.encoding else ""),
@@ -124,7 +125,7 @@ def _time_lines(time: StepTime, efficiency: Efficiency, float8: bool, device: De
     of_visit = [f"{getattr(efficiency, name):.0%} of {_SHARES[name]} ({place})" for name, place in known.items()]
     speed = "link and overlap assumed" if "compute" in known else "assumed"
     waiting, where = waiting_step() if device.name != "CPU" else (0.0, "")
-    most = f"; with such a host up to {time.hours * waiting / time.step:.4g} hours" if time.step < waiting else ""
+    most = f"; with such a host up to {_number(time.hours * waiting / time.step)} hours" if time.step < waiting else ""
     return [
         "time of a step, at " + "".join(f"{share}, " for share in of_visit) + "assumed "
         + ", ".join(f"{getattr(efficiency, name):.0%} of {share}" for name, share in shares.items()) + ":",
@@ -132,10 +133,14 @@ def _time_lines(time: StepTime, efficiency: Efficiency, float8: bool, device: De
         f"  communication       {time.communication:9.4f} s, hidden or not",
         *([f"  encoding            {time.encoding:9.4f} s, of images to latents"] if time.encoding else []),
         f"  optimizer and EMA   {time.optimizer:9.4f} s",
-        f"  step                {time.step:9.4f} s: {time.images_per_second:.4g} images/s, MFU {time.mfu:.1%} ({speed})",
+        f"  step                {time.step:9.4f} s: {_number(time.images_per_second)} images/s, MFU {time.mfu:.1%} ({speed})",
         *([f"  not counted           the host, which starts kernels: {where}"] if time.step < waiting else []),
-        f"the run               {time.hours:.4g} hours, {time.device_hours:.4g} device hours ({speed}){most}",
+        f"the run               {_number(time.hours)} hours, {_number(time.device_hours)} device hours ({speed}){most}",
     ]  # fmt: skip
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
 
 
 def _verdict(config: JobConfig, memory: MemoryEstimate, device: Device) -> str:

@@ -18,7 +18,7 @@ from torchtitan.runs.record import RunRecordError
 @refusing(RunRecordError)
 def main(words: list[str] | None = None) -> int:
     arguments = parse_arguments(words)
-    folder = arguments.out or arguments.folders[0] / "analysis"
+    folder = arguments.output or arguments.folders[0] / "analysis"
     try:
         refuse_other_files(folder)  # before everything is read
         results = analyse(arguments.folders, arguments.warmup_steps, progress=True)
@@ -38,7 +38,7 @@ def parse_arguments(words: list[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("folders", metavar="FOLDER", type=Path, nargs="+", help="a sweep's folder, or any above run folders, as "
         "outputs; several are analysed together")
-    add("--out", type=Path, metavar="DIR", help="folder of the results (default: analysis in the first FOLDER)")
+    add("--output", "--out", type=Path, metavar="DIR", help="folder of the results (default: analysis in the first FOLDER)")
     add("--warmup-steps", type=at_least(0), metavar="N",
         help="steps left out at the start of every run (default: its sweep's setting, else a tenth of its steps)")
     return parser.parse_args(words)

@@ -20,9 +20,11 @@ from torchtitan.runs.analysis.drawing import (
     MARKS,
     PANEL,
     combinations,
+    dash_of,
     divided,
     draw_marks,
     frame_values,
+    mark_of,
     power_axis,
     values_of,
 )
@@ -97,7 +99,8 @@ def _draw(cells: list[Cell], metric: Metric, title: str, grid: _Grid, kinds: lis
     frame_values(list(panels.flat))
     drawn = {values_of(axes, grid.lines) for axes in shown}
     for n, kind in (each for each in enumerate(kinds) if grid.lines and metric is not MEMORY and each[1] in drawn):
-        panels[0, 0].plot([], [], color=colour(n), marker="o", label=label(dict(zip(grid.lines, kind, strict=True)), grid.lines))
+        name = label(dict(zip(grid.lines, kind, strict=True)), grid.lines)
+        panels[0, 0].plot([], [], color=colour(n), **mark_of(n), linestyle=dash_of(n), label=name)
     if grid.lines and metric is not MEMORY:
         figure.legend(loc="outside right center", fontsize=8.5, frameon=False)
     note(figure, MARKS + _SEVERAL * (len(cells) < len(every)) + _MEMORY_NOTE * (metric is MEMORY))
@@ -141,7 +144,7 @@ def _draw_line(panel: Panel, arm: list[Cell], metric: Metric, n: int, name: str)
     if metric is IMAGES:
         estimates = [each and each.scaled(1 / (cell.axes["world_size"] or 1)) for each, cell in zip(estimates, arm, strict=True)]
     fit = fit_memory(arm) if metric is MEMORY else None
-    style = "none" if metric is MEMORY else "-" if n % 2 == 0 else (0, (4, 3))
+    style = "none" if metric is MEMORY else dash_of(n)
     draw_marks(panel, xs, estimates, [cell.single for cell in arm], colour(n), n, style)
     if metric is MEMORY:
         fixed, slope = fit or (float("nan"),) * 2

@@ -71,10 +71,20 @@ def draw_marks(
     values = [estimate.value if estimate else float("nan") for estimate in estimates]
     below, above = zip(*map(error_bar, estimates), strict=True)
     panel.errorbar(xs, values, yerr=[below, above], color=color, linestyle=linestyle, linewidth=1.8, capsize=2)
-    size = 6.5 if n % 2 == 0 else 4.0  # overlapping marks stay visible
+    mark = mark_of(n)
     for x, y, empty in zip(xs, values, hollow, strict=True):
         face = "white" if empty else color
-        panel.plot([x], [y], marker=marker(n), color=color, markerfacecolor=face, markersize=size, linestyle="", zorder=9 - size)
+        panel.plot([x], [y], **mark, color=color, markerfacecolor=face, linestyle="", zorder=9 - mark["markersize"])
+
+
+def mark_of(n: int) -> dict[str, Any]:
+    """Mark of the n-th kind of cells; every second is small, so that overlapping ones stay visible."""
+    return {"marker": marker(n), "markersize": 6.5 if n % 2 == 0 else 4.0}
+
+
+def dash_of(n: int) -> Any:
+    """Style of the n-th kind's line, which shows another below it."""
+    return "-" if n % 2 == 0 else (0, (4, 3))
 
 
 def frame_values(panels: Sequence[Panel]) -> None:

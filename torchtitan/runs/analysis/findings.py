@@ -13,6 +13,8 @@ from torchtitan.runs.analysis.effects import Effect, ScalingCurve
 from torchtitan.runs.analysis.measures import IMAGES, MEMORY, MFU, STEP
 from torchtitan.statistics.interval import Interval
 
+_MOST_NAMED = 5  # runs in a line
+
 HOW_MEASURED = (
     "A run's value is the median over its logged points after the warm-up, with the interval between two order "
     "statistics; a cell's is the geometric mean over its repeats with Student's "
@@ -74,8 +76,11 @@ def cautions(results: Results) -> list[str]:
         found = sorted({str(run.versions[key]) for run in results.runs if run.ok and run.versions.get(key)})
         if len(found) > 1:
             lines.append(f"The runs are of several {word}, which are not distinguished: {', '.join(found)}.")
-    if any(not run.measures.get(MFU.name) for run in results.runs if run.ok):
-        lines.append("Some runs, and their cells, have no MFU: their device's peak is not known (metrics.peak_tflops gives it).")
+    if lacking := [run.name for run in results.runs if run.ok and not run.measures.get(MFU.name)]:
+        more = f" and {len(lacking) - _MOST_NAMED} more" if len(lacking) > _MOST_NAMED else ""
+        named = ", ".join(lacking[:_MOST_NAMED]) + more
+        text = "have no MFU, as their device's peak is not known (metrics.peak_tflops gives it)"
+        lines.append(f"Some runs, and their cells, {text}: {named}.")
     if any(str(run.axes.get("device")).startswith("CPU") for run in results.runs):
         lines.append("Memory of runs on a CPU: peak resident memory of the first process, the interpreter included.")
     lines += [f"{run.name}: {note}." for run in results.runs for note in run.notes]

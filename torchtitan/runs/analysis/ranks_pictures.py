@@ -15,6 +15,7 @@ from torchtitan.runs.analysis.drawing import (
     divided,
     draw_marks,
     frame_values,
+    mark_of,
     power_axis,
     values_of,
 )
@@ -82,7 +83,7 @@ def _draw(curves: list[ScalingCurve], title: str, rows: Sequence[str], layouts: 
         panel.set_xlabel("processes")
     for n, layout in enumerate(layouts):
         if layout in {values_of(axes, ["layout"]) for axes in all_axes}:
-            panels[0, 0].plot([], [], color=colour(n), marker="o", label=layout[0])
+            panels[0, 0].plot([], [], color=colour(n), **mark_of(n), label=layout[0])
     for n, batch in enumerate(batches.values() if len(batches) > 1 else []):
         panels[0, 0].plot([], [], color=SOFT, linestyle=dashes(8 * n), label=batch)
     panels[0, 0].plot([], [], **_IDEAL, label="linear scaling")
