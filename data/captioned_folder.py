@@ -230,8 +230,10 @@ def _open(config: CaptionedFolderConfig, split: Split) -> CaptionedImages:
     if key == "path" and (count := int(_repeats(images.files).sum())) > len(images.sizes):
         text = f"are {count:,} entries of an epoch: folders named N_name repeat theirs N times"
         say_once(f"{place}: {counted(len(images.sizes), 'image')} {text}")
-    elif deeper := next(filter(None, (_REPEATED_DEEPER.match(images.files.names[n]) for n in range(len(images.files)))), None):
-        say_once(f"{place}: images of {shown_path(deeper[1])} are not repeated, as that is no folder directly in data.path")
+        return images
+    deeper = (_REPEATED_DEEPER.match(images.files.names[position]) for position in range(len(images.files)))
+    if key == "path" and (first := next(filter(None, deeper), None)):
+        say_once(f"{place}: images of {shown_path(first[1])} are not repeated, as that is no folder directly in data.path")
     return images
 
 
