@@ -44,7 +44,7 @@ refuse_unseen_gpus() {
     "${@:2}" -c '
 import socket, sys, torch
 found = torch.cuda.device_count()
-text = f"{socket.gethostname()}: PyTorch sees {found} GPUs, and {sys.argv[1]} processes are to use one each"
+text = f"{socket.gethostname()}: PyTorch sees {found} GPUs, and {sys.argv[1]} processes are to use one each (is its torch built for CUDA?)"
 sys.exit(text if found < int(sys.argv[1]) else 0)
 ' "$1" || exit 2
 }

@@ -125,7 +125,7 @@ def _is_finished(config: JobConfig) -> bool:
     else:
         folder.check_unchanged()
     if _first():
-        print(f"{folder.path}: this run is finished (give another --job.name to train again)")
+        print(f"{folder.path}: this run is finished (more --training.steps extend it; another --job.name trains again)")
     write_status(None, "completed", 0)
     return True
 

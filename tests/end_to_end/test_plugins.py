@@ -5,9 +5,11 @@ import re
 import shutil
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.forked import ROOT, run_script
 
@@ -149,6 +151,26 @@ def test_an_objective_that_returns_another_type_is_one_line(tmp_path):
     found = train(tmp_path, "half.py", "--objective.name", "pseudo_huber")
     assert found.returncode == 1 and "objective pseudo_huber: loss() returns Tensor (return LossTerms)" in found.stderr
     assert "Traceback" not in found.stderr
+
+
+def test_the_density_of_the_guide_trains_and_without_a_method_is_one_line(tmp_path):
+    guide = (EXAMPLES.parent / "CONTRIBUTING.md").read_text()
+    (block,) = [each for each in re.findall(r"^   ```python\n(.*?)^   ```$", guide, re.M | re.S) if "DENSITIES[" in each]
+    text = textwrap.dedent(block)
+    (tmp_path / "power.py").write_text(text)
+    words = ("--objective.timesteps.name", "power", "--objective.timesteps.a", "3")
+    found = train(tmp_path, "power.py", *words, "--objective.spread", "stratified")
+    assert found.returncode == 0, found.stdout + found.stderr
+    namespace: dict = {}
+    exec(text, namespace)
+    density, u = namespace["Power"](3.0), torch.linspace(0.01, 0.99, 99, dtype=torch.float64)
+    at = torch.logit(density.quantile(u)).requires_grad_()
+    (slope,) = torch.autograd.grad(density.distribution(at).sum(), at)
+    assert torch.allclose(density.distribution(at), u) and torch.allclose(density.log_sigma_density(at), slope)
+    (tmp_path / "power.py").write_text(text.replace("def log_sigma_density", "def density"))
+    found = train(tmp_path, "power.py", *words, "--check-only")
+    assert found.returncode == 2 and found.stderr.count("\n") == 1
+    assert "Power has no method log_sigma_density (see SmoothDensity)" in found.stderr
 
 
 def test_a_package_names_its_plugin_by_an_entry_point(tmp_path):

@@ -52,7 +52,7 @@ def test_where_the_signal_is_too_small_it_says_how_much_more_to_measure():
 def test_timesteps_are_concluded_on():
     assert "fewer samples" in on_timesteps([PredictedRatio(NEYMAN, 0.5, 0.45, 0.55)], None)
     slight = [PredictedRatio(NEYMAN, 0.97, 0.95, 0.99)]  # certain, but a factor below 1.1
-    assert on_timesteps(slight, None).startswith("no other sampler of timesteps would save 9 %")
+    assert on_timesteps(slight, None).startswith("no other sampler of timesteps would save more than 9 %")
     unknown = [PredictedRatio(NEYMAN, math.nan, 0.0, math.inf)]
     assert on_timesteps(unknown, 300) == "not enough signal to choose another sampler of timesteps: measure about 300 more steps"
 

@@ -73,7 +73,7 @@ def on_timesteps(ratios: Sequence[PredictedRatio], more_steps: int | None) -> st
     if advice := sampler_advice(ratios):
         return advice
     if all(ratio.lower > 1 / WORTHWHILE for ratio in ratios):
-        return f"no other sampler of timesteps would save {_percent(1 - 1 / WORTHWHILE)} of the images"
+        return f"no other sampler of timesteps would save more than {_percent(1 - 1 / WORTHWHILE)} of the images"
     return f"not enough signal to choose another sampler of timesteps{_remedy(more_steps)}"
 
 
@@ -106,12 +106,14 @@ def logged(ratios: Sequence[PredictedRatio], more_steps: int | None) -> dict[str
 
 def of_logged(points: Sequence[Mapping[str, Any]], geometry: str, batch: int) -> list[str]:
     """Conclusions by what was logged last: on a batch, with its past, and on the sampler of timesteps; none where none was."""
+    rates = [point["lr"] for point in points if point.get("lr")]
+    phase = f"at {_percent(rates[-1] / max(rates))} of the highest learning rate" if rates else ""
     last = next((point for point in reversed(points) if _logged(point, geometry)), None)
     if last is None or (scale := _logged(last, geometry)) is None:
         return []
     known = f"gradient noise scale {in_words(scale)}" if scale.lower > 0 else ""
     more_steps = int(last.get(_MORE_STEPS, 0)) or None
-    details = "; ".join(filter(None, (known, history(points, geometry, batch))))
+    details = "; ".join(filter(None, (known, phase, history(points, geometry, batch))))
     found = [on_batch(scale, batch, more_steps) + (f" ({details})" if details else "")]
     names = [tag.split("/")[2] for tag in last if tag.startswith(_SAMPLERS) and tag.endswith("/lower")]
     ratios = [PredictedRatio(name, *_ends(last, f"{_SAMPLERS}/{name}/ratio", f"{_SAMPLERS}/{name}")) for name in names]

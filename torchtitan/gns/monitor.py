@@ -234,9 +234,9 @@ class GNSMonitor:
         more_steps = self._more_steps(whole)
         of_batch = on_batch(scale, global_batch_size, more_steps)
         past = history(points, geometry, global_batch_size)
-        known = f"gradient noise scale {in_words(scale)}, " if scale.lower > 0 else ""
+        details = "; ".join(filter(None, (f"gradient noise scale {in_words(scale)}" if scale.lower > 0 else "", past)))
         return [
-            f"{of_batch} ({known}measured {phase}{f'; {past}' if past else ''})",
+            f"{phase}, {of_batch}" + (f" ({details})" if details else ""),
             on_timesteps(self.predicted_ratios(), more_steps),
         ]
 
