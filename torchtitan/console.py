@@ -91,6 +91,8 @@ def _methods(state: RunState) -> Iterator[tuple[int, str]]:
     if aligned is not None:
         end = f"{aligned.steps * training.global_batch_size:,} images" if state.batch_grows else f"step {aligned.steps:,}"
         yield logging.INFO, aligned.introduction() + (f", until {end}" if aligned.steps < training.steps else "")
+    if state.config.optimizer.name == "AdamW8bit":
+        yield logging.INFO, "AdamW8bit compiles its update in the first step, which takes a minute or more"
     yield from state.model.introduction(training.steps)
 
 

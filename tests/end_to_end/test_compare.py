@@ -230,6 +230,10 @@ def test_what_is_no_run_is_named_and_left_out_beside_runs_unless_it_is_missing(t
     result = compare(run, *others, tmp_path / "none", "--output", tmp_path / "page.html")
     assert result.returncode == 2 and not (tmp_path / "page.html").exists()
     assert result.stderr.splitlines() == [left_out, f"{tmp_path / 'none'}: no such folder"]
+    (tmp_path / "sweep.toml").write_text("")  # of which the empty folder is then a part, and not named
+    result = compare(run, *others, tmp_path / "none", "--output", tmp_path / "page.html")
+    assert result.stderr.splitlines()[0] == f"left out, not a run's folder: {others[1]}"
+    (tmp_path / "sweep.toml").unlink()
     result = compare(*others, "--output", tmp_path / "page.html")
     problems = [line.split(": ")[1].split(" (")[0] for line in result.stderr.splitlines()]
     assert result.returncode == 2 and problems == ["not a run's folder", "not a folder"]

@@ -13,6 +13,7 @@ import webbrowser
 from collections.abc import Sequence
 from pathlib import Path
 
+from torchtitan.experiments.record import SWEEP_FILE
 from torchtitan.files.durable import make_folder, replace_file
 from torchtitan.files.ownership import refuse_foreign_file
 from torchtitan.files.run_lock import is_locked
@@ -58,7 +59,8 @@ def without_others(folders: list[Path]) -> list[Path]:
     others = [folder for folder in folders if folder.exists() and not any((folder / name).exists() for name in RUN_FILES)]
     if not others or len(others) == len(folders):
         return folders
-    print(f"left out, not a run's folder: {', '.join(map(str, others))}", file=sys.stderr)
+    if named := [str(each) for each in others if not (each.parent / SWEEP_FILE).exists()]:  # nor a grid's own
+        print(f"left out, not a run's folder: {', '.join(named)}", file=sys.stderr)
     return [folder for folder in folders if folder not in others]
 
 
