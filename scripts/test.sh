@@ -32,8 +32,8 @@ if [ -n "$setup_only" ]; then
     exit 0
 fi
 cd "$root"
-# Test processes take whole files, whose tests share runs; -n 0 keeps them in one process, as --pdb needs. There
-# is one process more than there are cores, since a test that starts ranks waits for a part of its time.
+# A test process takes a whole file, as the tests of a file share runs; -n 0 keeps all in one process, as --pdb needs.
+# There is one process more than there are cores, since a test that starts ranks waits for a part of its time.
 cores=$("$venv/bin/python" -c 'import os; print(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count())')
 # Begun in the order of tests/conftest.py, longest first, not in that of how many tests a file has.
 parallel=(-n "$((cores < 7 ? cores + 1 : 8))" --dist loadfile --no-loadscope-reorder)

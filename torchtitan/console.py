@@ -164,7 +164,7 @@ def _weighting(points: Tensor, weights: Tensor) -> str:
     if weights.min() > 0.99 * weights.max():
         return f"all noise levels weigh the same in training ({counted})"
     if (peak := int(weights.argmax())) in (0, len(points) - 1):  # it has none within 1 : 400
-        return f"training works the more on a noise level the {'higher' if peak else 'lower'} it is ({counted})"
+        return f"the {'higher' if peak else 'lower'} a noise level, the more training works on it ({counted})"
     half, highest = points[weights >= 0.5 * weights.max()].exp(), points[peak].exp()
     return (
         f"training works most on noise levels of sigma = {half.min():.2g} to {half.max():.2g} (noise : data),"

@@ -205,12 +205,12 @@ BAD_FILES = [
     (
         "[parallelism]\ndata_parallel_replicate_degree = 2",
         "parallelism.data_parallel_replicate_degree: 2 does not divide the 1 process of this run"
-        " (for 2 processes NGPU=2 scripts/train.sh, also to check only; of an estimate --world-size)",
+        " (NGPU=2 scripts/train.sh starts 2, also to check only; an estimate has --world-size)",
     ),
     (
         "[parallelism]\ndata_parallel_shard_degree = 2",
         "parallelism.data_parallel_shard_degree: 1 replicas x 2 shards are not the 1 process of this run"
-        " (-1 is as many as remain; for 2 processes NGPU=2 scripts/train.sh, also to check only; of an estimate --world-size)",
+        " (-1 is as many as remain; NGPU=2 scripts/train.sh starts 2, also to check only; an estimate has --world-size)",
     ),
     ('[job]\nname = "a/b"', "job.name: 'a/b' has a slash; it names the run's folder (set --job.name NAME)"),
     ('[job]\nconfig_file = "x"', "job.config_file: is for the command line only (remove it)"),

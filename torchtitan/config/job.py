@@ -239,10 +239,7 @@ def _fill(document: dict[str, Any], flags: dict[str, str], path: str | None, ear
     for section, of_section in values.items():
         checked, wrong = validate_section(section, defaults[section], of_section)
         put_section(config, section, checked)
-        for problem in wrong:
-            switch = problem.key == f"{section}.interval" and problem.text.endswith("is 0") and has_key(checked, "enable")
-            off = f" ({section}.enable = false switches it off)" if switch else ""
-            filled.problems.append(problem._replace(text=problem.text + off))
+        filled.problems += wrong
         filled.refused |= {problem.key for problem in wrong}
     config.job.config_file = path or ""
     if "job.name" not in filled.origins:

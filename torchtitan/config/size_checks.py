@@ -44,8 +44,7 @@ def _degrees(checked: ConfigView) -> Iterator[Problem]:
 
 
 def _started_by(processes: int) -> str:
-    by_script = f"NGPU={processes} scripts/train.sh, also to check only"
-    return f"for {counted(processes, 'process', 'es')} {by_script}; of an estimate --world-size"
+    return f"NGPU={processes} scripts/train.sh starts {processes}, also to check only; an estimate has --world-size"
 
 
 def batch_sizes(checked: ConfigView) -> Iterator[Problem]:

@@ -33,7 +33,7 @@ class LiveStorages(TorchDispatchMode):
         super().__init__()
         self.windows: dict[Any, Counter] = {}
         self._live: dict[int, _Storage] = {}
-        self._filled: set[_Storage] = set()  # of COMMUNICATION
+        self._filled: set[_Storage] = set()  # those of COMMUNICATION that hold bytes
         self._sums: Counter = Counter()
         self._window: Any = None
 
@@ -77,7 +77,7 @@ class LiveStorages(TorchDispatchMode):
         elif known.category not in keep:
             self._count(known, 0)
             known.category = category
-        if known.category == COMMUNICATION and known not in self._filled:  # nor does it fill them by one, but a block's at once
+        if known.category == COMMUNICATION and known not in self._filled:  # FSDP2 fills a block's together, by no operation
             self._recount([each for each in self._live.values() if each.category == COMMUNICATION])
         self._count(known, storage.nbytes())
 

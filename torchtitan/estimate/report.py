@@ -13,7 +13,7 @@ from torchtitan.estimate.memory import PARTS, MemoryEstimate
 from torchtitan.estimate.roofline import Efficiency, StepTime, training_flops_per_image, untrained_forwards
 from torchtitan.models import DiffusionModel, flavor_and_changes
 from torchtitan.models.quantized import quantized_weights
-from torchtitan.pictures.number_text import counted
+from torchtitan.pictures.number_text import counted, significant
 
 # Left for the CUDA context, libraries' workspaces and buffers, and gaps between tensors.
 _USABLE = 0.9
@@ -65,7 +65,7 @@ def as_text(
         f"{counted(layout.data_parallel_replicate_degree, 'replica')} x "
         f"{counted(layout.data_parallel_shard_degree, 'shard')}{tokens}, {config.training.local_batch_size} images per rank and "
         f"forward, {config.training.global_batch_size} per step, {config.training.mixed_precision_param}"
-        + (", products in float8 (whose smaller inputs are not counted below)" if config.float8.enable else ""),
+        + (", products in float8 (their smaller inputs are not counted below)" if config.float8.enable else ""),
         f"parameters            {model.num_parameters():,}{_frozen(config, model)}",
         f"FLOPs per image       {training_flops_per_image(config, model):.4g} (training{calls})"
         + (f", {encoding_flops_per_image(config):.4g} (encoding)" if time.encoding else ""),
@@ -125,7 +125,7 @@ def _time_lines(time: StepTime, efficiency: Efficiency, float8: bool, device: De
     of_visit = [f"{getattr(efficiency, name):.0%} of {_SHARES[name]} ({place})" for name, place in known.items()]
     speed = "link and overlap assumed" if "compute" in known else "assumed"
     waiting, where = waiting_step() if device.name != "CPU" else (0.0, "")
-    most = f"; with such a host up to {_number(time.hours * waiting / time.step)} hours" if time.step < waiting else ""
+    most = f"; with such a host up to {significant(time.hours * waiting / time.step)} hours" if time.step < waiting else ""
     return [
         "time of a step, at " + "".join(f"{share}, " for share in of_visit) + "assumed "
         + ", ".join(f"{getattr(efficiency, name):.0%} of {share}" for name, share in shares.items()) + ":",
@@ -133,14 +133,10 @@ def _time_lines(time: StepTime, efficiency: Efficiency, float8: bool, device: De
         f"  communication       {time.communication:9.4f} s, hidden or not",
         *([f"  encoding            {time.encoding:9.4f} s, of images to latents"] if time.encoding else []),
         f"  optimizer and EMA   {time.optimizer:9.4f} s",
-        f"  step                {time.step:9.4f} s: {_number(time.images_per_second)} images/s, MFU {time.mfu:.1%} ({speed})",
+        f"  step                {time.step:9.4f} s: {significant(time.images_per_second)} images/s, MFU {time.mfu:.1%} ({speed})",
         *([f"  not counted           the host, which starts kernels: {where}"] if time.step < waiting else []),
-        f"the run               {_number(time.hours)} hours, {_number(time.device_hours)} device hours ({speed}){most}",
+        f"the run               {significant(time.hours)} hours, {significant(time.device_hours)} device hours ({speed}){most}",
     ]  # fmt: skip
-
-
-def _number(value: float) -> str:
-    return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
 
 
 def _verdict(config: JobConfig, memory: MemoryEstimate, device: Device) -> str:

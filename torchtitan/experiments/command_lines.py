@@ -8,6 +8,7 @@ from torchtitan.config.job import ConfigError, JobConfig, load_config
 from torchtitan.config.places import place_problems
 from torchtitan.config.toml_file import read_toml
 from torchtitan.experiments.grid import BATCH_KEY, Cell, Sweep, SweepError
+from torchtitan.pictures.number_text import first_named
 from torchtitan.settings.record import value_text
 
 SEED_KEY = "debug.seed"
@@ -65,11 +66,10 @@ def check_cells(sweep: Sweep, cells: list[Cell], folder: Path, elsewhere: bool =
 
 def _refusal(reason: str, names: list[str], excludable: bool, of: int) -> str:
     """Line on cells that are refused for one reason; excludable: others are not refused; of: number of all cells."""
-    which, it = (f"cell {names[0]}", "it") if len(names) == 1 else (f"cells {', '.join(names[:_MOST_NAMES])}", "them")
+    which, it = (f"cell {names[0]}", "it") if len(names) == 1 else (f"cells {first_named(names, _MOST_NAMES)}", "them")
     if len(names) == of > 1:
         return f"{reason} (all {of} cells)"
-    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
-    return f"{reason} ({which}{more}" + f"; or leave {it} out by [[exclude]]" * excludable + ")"
+    return f"{reason} ({which}" + f"; or leave {it} out by [[exclude]]" * excludable + ")"
 
 
 def _refuse_other_places(sweep: Sweep, cell: Cell, config: JobConfig, folder: Path) -> None:

@@ -1,6 +1,7 @@
 """Numbers as pages and reports write them."""
 
 import math
+from collections.abc import Sequence
 
 from torchtitan.statistics.interval import Interval
 
@@ -31,6 +32,12 @@ def significant(value: float, digits: int = 4) -> str:
 def counted(count: int, noun: str, plural: str = "s") -> str:
     """Format a count of things: `1 run`, `2 runs`, with thousands separated; `plural` is the noun's ending."""
     return f"{count:,} {noun}{'' if count == 1 else plural}"
+
+
+def first_named(names: Sequence[str], most: int) -> str:
+    """Name the first of many: `a, b and 3 more`."""
+    more = f" and {len(names) - most:,} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
 
 
 def ends_text(estimate: Interval | None) -> str:

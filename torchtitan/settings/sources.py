@@ -66,8 +66,8 @@ def suggestion(key: str, known: Iterable[str], prefix: str = "") -> str:
     """Advice for an unknown dotted key: the one of a habit, or the nearest of the known ones, in whatever section it is.
 
     The last part of the name counts most, so that `training.lr` leads to `optimizer.lr`; to another section, and from none, it
-    leads only if it is nearly equal. A name that lacks words of the right one in its section (`batch_size` for
-    `local_batch_size`) is nearly as good as a whole one.
+    leads only if it is nearly equal. A name without some words of the right one (`batch_size` for
+    `local_batch_size`), in its section or in none, is nearly as good as a whole one.
     """
     if of_habit := synonym(key, prefix):
         return of_habit

@@ -23,6 +23,7 @@ from pathlib import Path
 import torch
 
 from torchtitan.distributed.config import CommConfig
+from torchtitan.pictures.number_text import first_named
 from torchtitan.processes.exit_codes import FAILED
 from torchtitan.training.clock import LONG_PHASES, Phases
 
@@ -160,9 +161,8 @@ def silent_ranks(folder: Path, world_size: int, since: float) -> list[int]:
 def _named(silent: list[int]) -> list[str]:
     if not silent:
         return []
-    ranks = ", ".join(f"rank {rank}" for rank in silent[:_MOST_NAMED])
-    more = f" and {len(silent) - _MOST_NAMED:,} more" if len(silent) > _MOST_NAMED else ""
-    return [f"no report of {ranks}{more}: stopped, gone, or holding the interpreter's lock"]
+    ranks = first_named([f"rank {rank}" for rank in silent], _MOST_NAMED)
+    return [f"no report of {ranks}: stopped, gone, or holding the interpreter's lock"]
 
 
 def _within_patience(work: Callable[..., None], *arguments: object) -> None:

@@ -48,12 +48,12 @@ class Placement:
         return Shifted(density, self.shift) if self.shift != 1.0 else density
 
     def on_path(self, density: SmoothDensity) -> Density:
-        """Density on the path: shifted, cut to the range, in steps if discrete. Raises ValueError: no mass there; no method."""
+        """Density on the path: shifted, cut to the range, in steps if discrete. Raises ValueError: no mass, or no method."""
         kind = type(density)
         methods = ("quantile", "distribution", "log_sigma_density")
         lacking = [name for name in methods if getattr(kind, name, None) in (None, getattr(SmoothDensity, name))]
         if lacking:  # in a plugin's
-            raise ValueError(f"{kind.__name__} has no method {' and none '.join(lacking)} (see SmoothDensity)")
+            raise ValueError(f"{kind.__name__} has no method {', '.join(lacking)} (see SmoothDensity)")
         density, t_min, t_max = self.shifted(density), self.t_min, self.t_max
         path = self.path
         if has_indices(path):

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from torchtitan.pictures.markdown import bullet, inline, markdown_table
-from torchtitan.pictures.number_text import MISSING, counted, ends_text, significant
+from torchtitan.pictures.number_text import MISSING, counted, ends_text, first_named, significant
 from torchtitan.runs.analysis.axes import BATCH, DATA, label, value_label, varying
 from torchtitan.runs.analysis.cells import Cell, arms, best_cell, what_limits
 from torchtitan.runs.analysis.collect import Run
@@ -77,10 +77,8 @@ def cautions(results: Results) -> list[str]:
         if len(found) > 1:
             lines.append(f"The runs are of several {word}, which are not distinguished: {', '.join(found)}.")
     if lacking := [run.name for run in results.runs if run.ok and not run.measures.get(MFU.name)]:
-        more = f" and {len(lacking) - _MOST_NAMED} more" if len(lacking) > _MOST_NAMED else ""
-        named = ", ".join(lacking[:_MOST_NAMED]) + more
         text = "have no MFU, as their device's peak is not known (metrics.peak_tflops gives it)"
-        lines.append(f"Some runs, and their cells, {text}: {named}.")
+        lines.append(f"Some runs, and their cells, {text}: {first_named(lacking, _MOST_NAMED)}.")
     if any(str(run.axes.get("device")).startswith("CPU") for run in results.runs):
         lines.append("Memory of runs on a CPU: peak resident memory of the first process, the interpreter included.")
     lines += [f"{run.name}: {note}." for run in results.runs for note in run.notes]
@@ -88,7 +86,7 @@ def cautions(results: Results) -> list[str]:
 
 
 def _unequal_threads(results: Results) -> list[str]:
-    """Line on why runs of several numbers of processes on a CPU make no scaling; none where they do, or where there are none."""
+    """Line on runs with several numbers of processes on a CPU that show no scaling, as their threads differ; else none."""
     devices = {(cell.axes["world_size"], str(cell.axes["device"])) for cell in results.cells if cell.ok}
     on_cpu = sorted((ranks, device) for ranks, device in devices if ranks and device.startswith("CPU"))
     if results.curves or len({ranks for ranks, _ in on_cpu}) < 2 or len({device for _, device in on_cpu}) < 2:
