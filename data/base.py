@@ -1,7 +1,7 @@
 """Base of datasets: a configuration section, the dataset's properties, and images by index."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -169,12 +169,15 @@ class Dataset(ABC):
             images from `blocks_at_a_time` of them at a time (SampleOrder). None: any image costs as much as any other.
         buckets: of images of several shapes, the number of images of each of `DatasetInfo.bucket_shapes`, int64 [K], some
             perhaps 0: images are numbered bucket by bucket, and a batch is of one bucket. None: one shape.
+        fetch_drawn: reads images for training as `fetch` does, where they are themselves drawn at random, by the given draws
+            alone. None: training reads what `fetch` gives.
     """
 
     Config: ClassVar[type[DataConfig]]
     blocks: np.ndarray | None = None
     blocks_at_a_time: int = 1
     buckets: np.ndarray | None = None
+    fetch_drawn: Callable[[np.ndarray, Draws], Batch] | None = None
 
     @staticmethod
     def info(config: Any) -> DatasetInfo:
@@ -207,10 +210,6 @@ class Dataset(ABC):
             DatasetError: anything else, which ends the run.
         """
 
-    def fetch_drawn(self, indices: np.ndarray, draws: Draws) -> Batch:
-        """Fetch for training: as `fetch`, unless images are themselves drawn at random, by these draws alone."""
-        return self.fetch(indices)
-
     def captions(self, indices: np.ndarray) -> list[str]:
         """Captions of images, as they are trained on. Raises DatasetError: as where images have none."""
         advice = "--class-captions makes them of classes"
@@ -228,16 +227,6 @@ def bucket_range(dataset: Dataset, index: int) -> tuple[int, int]:
     ends = np.cumsum(dataset.buckets)
     bucket = int(np.searchsorted(ends, index, side="right"))
     return int(ends[bucket] - dataset.buckets[bucket]), int(ends[bucket])
-
-
-def shape_of(dataset: Dataset, info: DatasetInfo, indices: np.ndarray) -> tuple[int, int, int]:
-    """Shape (C, H, W) of images of one bucket. Raises DatasetError: they are of several."""
-    if dataset.buckets is None:
-        return info.image_shape
-    buckets = np.unique(np.searchsorted(np.cumsum(dataset.buckets), indices, side="right"))
-    if len(buckets) > 1:
-        raise DatasetError(f"a batch is of one bucket, and these are of {len(buckets)}")
-    return info.bucket_shapes[int(buckets[0])]
 
 
 def check_buckets(dataset: Dataset, info: DatasetInfo) -> None:

@@ -25,6 +25,7 @@ from torchtitan.gns.statistics import moments_of_groups, no_groups
 from torchtitan.models.base import DiffusionModel
 from torchtitan.statistics.ratio_intervals import fieller
 from torchtitan.statistics.student import student_quantile
+from torchtitan.training.data_loading import fetch
 
 # Offsets of the draws of one sample, added to its number.
 _TIMESTEP, _NOISE, _IMAGE, _MIRROR, _LABEL = (place << 40 for place in range(5))
@@ -386,7 +387,7 @@ class Gradients:
         """Read images with their conditions; the next readable image replaces one that cannot be decoded."""
         for _ in range(_MAX_UNREADABLE):
             try:
-                return self.dataset.fetch_drawn(chosen, draws)
+                return fetch(self.dataset, chosen, draws)
             except UnreadableImage as error:
                 last, chosen = error, np.where(chosen == error.index, (chosen + 1) % len(self.dataset), chosen)
         raise last

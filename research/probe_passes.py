@@ -26,7 +26,7 @@ from torchtitan.data.base import Batch, Dataset, DatasetError, Draws, Unreadable
 from torchtitan.experiments.folder import StudyError
 from torchtitan.files.durable import make_folder, replacing
 from torchtitan.files.removal import remove_folder
-from torchtitan.training.data_loading import joined
+from torchtitan.training.data_loading import fetch, joined
 
 FEATURES = "features"  # folder of parts
 IMAGES_PER_PART = 256  # what a kill can lose
@@ -75,14 +75,14 @@ class ProbeImages:
             DatasetError: beyond single unreadable images.
         """
         try:
-            return _fetch(self.dataset, positions, draws), positions
+            return fetch(self.dataset, positions, draws), positions
         except UnreadableImage:
             pass  # find out which, one by one
         found, kept = [], []
         for number, position in enumerate(positions):
             try:
                 one = slice(number, number + 1)
-                found.append(_fetch(self.dataset, positions[one], None if draws is None else draws[one]))
+                found.append(fetch(self.dataset, positions[one], None if draws is None else draws[one]))
                 kept.append(position)
             except UnreadableImage:
                 continue
@@ -316,10 +316,6 @@ def remove_features(folder: Path) -> None:
     for of_passes in sorted((folder / FEATURES).glob("*-*/")):
         remove_folder(of_passes, lambda name: _PART.fullmatch(name) is not None)
     remove_folder(folder / FEATURES, lambda name: False)
-
-
-def _fetch(dataset: Dataset, positions: np.ndarray, draws: Draws | None) -> Batch:
-    return dataset.fetch(positions) if draws is None else dataset.fetch_drawn(positions, draws)
 
 
 def _check_finite(name: str, values: Tensor) -> None:

@@ -26,6 +26,7 @@ from torchtitan.gns.statistics import PairSums, RatioMoments
 from torchtitan.gns.step_sums import FREE_PARTS, PARTS, StepSums
 
 _MODULATION, _TOKEN = PARTS.index("modulation"), PARTS.index("token")
+_LEARNED_OF = [_TOKEN, _MODULATION]
 
 # From fewer measured steps slopes come out anywhere (34 instead of 0.7 has been seen from two, and stays in a long
 # average): until then the ratio of the squares stands in.
@@ -138,12 +139,11 @@ class Composite:
         self._seen = self._seen + trained
         squares, products = sums.squares[:, self._geometry], sums.all_products[:, self._geometry].diagonal(dim1=1, dim2=2)
         counts, pairs = sums.count, cast(Tensor, sums.all_pairs).diagonal()
-        parts = [_TOKEN, _MODULATION]
-        moments = torch.stack((squares[parts], counts.expand(2, -1)), dim=-1)  # [2, K, 2]
-        signals = torch.stack(((products - squares)[parts], pairs.expand(2, -1)), dim=-1)
+        moments = torch.stack((squares[_LEARNED_OF], counts.expand(2, -1)), dim=-1)  # [2, K, 2]
+        signals = torch.stack(((products - squares)[_LEARNED_OF], pairs.expand(2, -1)), dim=-1)
         found = torch.stack((*moments, *signals), dim=1)  # [K, 4, 2]
         if found.isfinite().all():
-            self._parts = self._parts.decayed(kept) + RatioMoments.of(found)
+            self._parts = self._parts.with_step(kept, found)
 
     def state_dict(self) -> dict[str, list]:
         """Return plain lists of numbers, which JSON holds exactly."""

@@ -122,8 +122,8 @@ class DecayedSums:
         kept = kept_share(trained, self._seen, self.half_life, self._shares)  # [W, K]
         self._seen = self._seen + trained
         self._ages = kept * (self._ages + trained * self._bins.first[..., 1, 1])
-        self._bins = self._bins.decayed(kept) + RatioMoments.of(per_bin)
-        self._pairs = self._pairs.decayed((kept[:, :, None] * kept[:, None]).sqrt()) + RatioMoments.of(per_pair)
+        self._bins = self._bins.with_step(kept, per_bin)
+        self._pairs = self._pairs.with_step((kept[:, :, None] * kept[:, None]).sqrt(), per_pair)
         self.fourth_powers = self.fourth_powers * kept**4 + pairs**4
         return kept
 

@@ -268,25 +268,20 @@ class Projections:
         indices = torch.arange(step * self._blocks, (step + 1) * self._blocks, device=self._byte_signs.device)
         words = philox.random_words(self._seed, "gns_projection", indices, _WORDS_PER_BLOCK)
         drawn = words.to(torch.int32).flatten().view(torch.uint8)[: sum(self._bytes)].int().split(self._bytes)
-        for signs, of_signs in zip(self._signs, drawn, strict=False):
-            self._draw_signs(signs, of_signs)
-        if self._folds:
-            self._draw_folds(self._folds, *drawn[-2:])
-
-    def _draw_signs(self, group: _Signs, drawn: Tensor) -> None:
-        lines, _, columns = group.values.shape
-        signs = F.embedding(drawn, self._byte_signs).view(lines, 1, -1)[..., :columns]
-        torch.mul(signs, columns**-0.5, out=group.values[:, :1])
-        if group.places is not None and self._factors is not None:
-            factors = self._factors.values[group.places] * columns**-0.5
-            torch.mul(signs, factors[:, None, None], out=group.values[:, 1:])
-
-    def _draw_folds(self, folds: _Folds, of_signs: Tensor, rotations: Tensor) -> None:
-        places = torch.arange(len(folds.first), device=rotations.device)
-        places = folds.first + (places - rotations.repeat_interleave(FOLDED_ROWS)) % FOLDED_ROWS
-        known = places < folds.rows
-        torch.mul(places, known, out=folds.all.places)
-        torch.mul(F.embedding(of_signs, self._byte_signs).flatten()[: len(known)], known, out=folds.all.signs)
+        for group, of_group in zip(self._signs, drawn, strict=False):
+            lines, _, columns = group.values.shape
+            signs = F.embedding(of_group, self._byte_signs).view(lines, 1, -1)[..., :columns]
+            torch.mul(signs, columns**-0.5, out=group.values[:, :1])
+            if group.places is not None and self._factors is not None:
+                factors = self._factors.values[group.places] * columns**-0.5
+                torch.mul(signs, factors[:, None, None], out=group.values[:, 1:])
+        if folds := self._folds:
+            of_signs, rotations = drawn[-2:]
+            places = torch.arange(len(folds.first), device=rotations.device)
+            places = folds.first + (places - rotations.repeat_interleave(FOLDED_ROWS)) % FOLDED_ROWS
+            known = places < folds.rows
+            torch.mul(places, known, out=folds.all.places)
+            torch.mul(F.embedding(of_signs, self._byte_signs).flatten()[: len(known)], known, out=folds.all.signs)
 
 
 def first_row(parameter: nn.Parameter, layout: Layout) -> int:

@@ -70,15 +70,13 @@ class PairSums:
         Args:
             bin_of: new bin of each bin, int64 [K], 0 <= bin_of < num_bins.
         """
-        belongs = torch.zeros(num_bins, len(self.count), dtype=torch.float64, device=self.count.device)
-        belongs[bin_of, torch.arange(len(bin_of))] = 1.0
+        belongs = torch.eye(num_bins, dtype=torch.float64, device=self.count.device)[:, bin_of]  # [num_bins, K]
         products, pairs = belongs @ self.products @ belongs.T, belongs @ self.pairs @ belongs.T
         return type(self)(belongs @ self.count, belongs @ self.squares, products, pairs)
 
     def is_finite(self) -> bool:
         """True if every sum is a finite number."""
-        every = (self.count, self.squares, self.products, self.pairs)
-        return bool(torch.cat([*map(torch.flatten, every)]).isfinite().all())
+        return bool(torch.cat([*map(torch.flatten, vars(self).values())]).isfinite().all())
 
 
 # ---------------------------------------------------------------------- estimates per bin
@@ -216,9 +214,11 @@ class RatioMoments:
     def __add__(self, other: Self) -> Self:
         return type(self)(self.first + other.first, self.second + other.second)
 
-    def decayed(self, factor: Tensor) -> Self:
-        """Decay every step so far by `factor` [...]."""
-        return type(self)(self.first * factor[..., None, None], self.second * (factor**2)[..., None, None, None, None])
+    def with_step(self, kept: Tensor, values: Tensor) -> Self:
+        """Add a step of these numerators and weights [..., m, 2], of which all steps before keep the share `kept` [...]."""
+        first = self.first * kept[..., None, None] + values
+        squares = values[..., None, None] * values[..., None, None, :, :]
+        return type(self)(first, self.second * (kept**2)[..., None, None, None, None] + squares)
 
     @property
     def ratios(self) -> Tensor:

@@ -231,16 +231,12 @@ class ElementTap(Tap):
         shape, rms, eps = ctx.facts
         if rms is not None:
             x = normed(x, None, eps, rms)
-        gradient = _summed(at_least_float32(dy) if x is None else at_least_float32(dy) * x, shape)
+        products = at_least_float32(dy) if x is None else at_least_float32(dy) * x
+        of_sample = shape[1:] if len(shape) == products.ndim else shape  # [1, ...] otherwise: broadcast over the rest
+        ones = [1] * (products.ndim - 1 - len(of_sample))
+        gradient = products.sum_to_size(len(dy), *ones, *of_sample).reshape(len(dy), shape[0], -1)
+        gradient = gradient if len(shape) == 1 else F.pad(gradient, (0, 1))
         return dy, *_of_whole(gradient, one_hot, rows, columns), *ctx.others
-
-
-def _summed(products: Tensor, shape: torch.Size) -> Tensor:
-    """Sum products [B, ...] of a sample over the axes along which elements of a shape are broadcast, as in `_of_whole`."""
-    of_sample = shape[1:] if len(shape) == products.ndim else shape  # [1, ...] otherwise
-    ones = [1] * (products.ndim - 1 - len(of_sample))
-    gradient = products.sum_to_size(len(products), *ones, *of_sample).reshape(len(products), shape[0], -1)
-    return gradient if len(shape) == 1 else F.pad(gradient, (0, 1))
 
 
 def _of_whole(gradient: Tensor, one_hot: Tensor, rows: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:

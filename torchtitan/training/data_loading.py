@@ -33,7 +33,6 @@ from torchtitan.data.base import (
     bucket_range,
     check_buckets,
     held_out_parts,
-    shape_of,
     small_buckets,
 )
 from torchtitan.errors import unwrapped
@@ -122,7 +121,7 @@ class TrainingData:
                 logger.warning(shortage)
 
     def next_batch(self) -> Batch:
-        """Return the next microbatch: a batch of the dataset's `fetch_drawn`, with {"samples": int64 [b]}.
+        """Return the next microbatch: a batch of the dataset, with {"samples": int64 [b]}.
 
         Raises:
             DatasetError: an image could not be read, or too many could not be decoded; a loader process failed.
@@ -362,6 +361,13 @@ class _CorruptShare:
             self._replaced = self._read = 0
 
 
+def fetch(dataset: Dataset, indices: np.ndarray, draws: Draws | None) -> Batch:
+    """Read images as training does, where there are draws; unchecked."""
+    if draws is None or dataset.fetch_drawn is None:
+        return dataset.fetch(indices)
+    return dataset.fetch_drawn(indices, draws)
+
+
 def read_checked(dataset: Dataset, info: DatasetInfo, indices: np.ndarray, draws: Draws | None = None) -> Batch:
     """Read images and their conditions by index, checked against the dataset's info.
 
@@ -370,8 +376,8 @@ def read_checked(dataset: Dataset, info: DatasetInfo, indices: np.ndarray, draws
         DatasetError: any other exception of the dataset, or images that contradict its info.
     """
     try:
-        wanted = info.batch_entries[shape_of(dataset, info, indices)] | ({} if draws is None else info.training_entries)
-        batch = dataset.fetch(indices) if draws is None else dataset.fetch_drawn(indices, draws)
+        wanted = info.batch_entries[_shape_of(dataset, info, indices)] | ({} if draws is None else info.training_entries)
+        batch = fetch(dataset, indices, draws)
         _check(batch, len(indices), wanted, info)
     except UnreadableImage:
         raise
@@ -382,6 +388,16 @@ def read_checked(dataset: Dataset, info: DatasetInfo, indices: np.ndarray, draws
         text = text if isinstance(cause, DatasetError) else f"{type(cause).__name__}: {text}{_raised_at(cause)}"
         raise DatasetError(f"dataset {_name(dataset)}: {place} cannot be read: {text}") from error
     return dict(batch)
+
+
+def _shape_of(dataset: Dataset, info: DatasetInfo, indices: np.ndarray) -> tuple[int, int, int]:
+    """Shape (C, H, W) of images of one bucket. Raises DatasetError: they are of several."""
+    if dataset.buckets is None:
+        return info.image_shape
+    buckets = np.unique(np.searchsorted(np.cumsum(dataset.buckets), indices, side="right"))
+    if len(buckets) > 1:
+        raise DatasetError(f"a batch is of one bucket, and these are of {len(buckets)}")
+    return info.bucket_shapes[int(buckets[0])]
 
 
 def _raised_at(error: BaseException) -> str:
@@ -399,7 +415,7 @@ def _first_failure(dataset: Dataset, info: DatasetInfo, indices: np.ndarray) -> 
     for slot, index in enumerate(indices):
         try:
             alone = indices[slot : slot + 1]
-            _check(dataset.fetch(alone), 1, info.batch_entries[shape_of(dataset, info, alone)], info)
+            _check(dataset.fetch(alone), 1, info.batch_entries[_shape_of(dataset, info, alone)], info)
         except Exception as error:  # noqa: BLE001 (reported with the index of its image)
             return int(index), error
     return None
