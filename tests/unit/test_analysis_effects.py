@@ -246,3 +246,12 @@ def test_a_run_without_a_sweep_keeps_what_its_summary_says(tmp_path):
     }
     assert runs["good"].warmup_steps == 6  # a tenth of its steps
     assert (runs["oom"].reason, runs["lost"].reason) == ("step 3: out of memory", "no metrics.jsonl")
+
+
+def test_a_smoke_run_beside_others_is_left_out_and_named(tmp_path):
+    planned = planted.Planned(2, "ddp", "none", False, 8)
+    for name in ("mine", "mine-smoke"):
+        planted.write_points(tmp_path / name, planned.config, 100.0, 10.0, 0)
+    results = analyse([tmp_path])
+    assert [run.name for run in results.runs] == ["mine"] and "1 smoke run left out: mine-smoke" in results.remarks
+    assert [run.name for run in analyse([tmp_path / "mine-smoke"]).runs] == ["mine-smoke"]

@@ -7,6 +7,8 @@ from torchtitan.config.job import ConfigError, JobConfig, load_config
 from torchtitan.settings.record import unmet_condition
 from torchtitan.settings.sections import all_sections, keys, section_at
 
+SMOKE_SUFFIX = "-smoke"  # of the run's name
+
 _IMAGES = 4  # of a step
 _MOST = {
     "training.steps": 2, "lr_scheduler.warmup_steps": 0, "lr_scheduler.warmup_images": 0, "metrics.log_freq": 1,
@@ -31,7 +33,7 @@ def smoke_words(argv: list[str], world_size: int) -> tuple[list[str], str]:
         ConfigError: the configuration is refused, or one so small is.
     """
     config = load_config(argv, world_size)
-    training, name = config.training, f"{config.job.name}-smoke"
+    training, name = config.training, config.job.name + SMOKE_SUFFIX
     ranks = config.parallelism.data_parallel_replicate_degree * config.parallelism.data_parallel_shard_degree
     local = min(training.local_batch_size, _IMAGES)
     microbatches = min(training.global_batch_size // (ranks * training.local_batch_size), max(2, _IMAGES // (ranks * local)))

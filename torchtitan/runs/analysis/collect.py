@@ -9,9 +9,10 @@ from typing import Any
 
 from tqdm import tqdm
 
+from torchtitan.config.smoke import SMOKE_SUFFIX
 from torchtitan.errors import unwrapped
 from torchtitan.files.regular import read_regular, read_toml
-from torchtitan.pictures.number_text import counted
+from torchtitan.pictures.number_text import counted, first_named
 from torchtitan.runs.analysis.axes import Axes, add_further_axes, axes_of, word
 from torchtitan.runs.analysis.measures import IMAGES, loss_points, measure_run
 from torchtitan.runs.record import RUN_FILES, RunRecord, RunRecordError, read_run
@@ -94,13 +95,17 @@ def collect(
         warmup_steps: left out at the start of every run; default: the sweep's setting, else a tenth of its steps.
 
     Returns:
-        runs, with comparable axes, and lines about unreadable files.
+        runs, with comparable axes, and lines about unreadable files and about smoke runs beside others, which are left out.
 
     Raises:
         RunRecordError: a folder is missing, or no run is below any.
     """
     found, sweeps = _search(folders)
     remarks = [problem for sweep in sweeps for problem in sweep.problems]
+    smoke = [path for path, base in found.items() if path != base and path.name.endswith(SMOKE_SUFFIX)]
+    if 0 < len(smoke) < len(found):
+        remarks.append(f"{counted(len(smoke), 'smoke run')} left out: {first_named([path.name for path in smoke], 3)}")
+        found = {path: base for path, base in found.items() if path not in smoke}
     by_path: dict[Path, Run] = {}
     of_sweep = {sweep.folder: sweep for sweep in sweeps}
     for path, base in tqdm(found.items(), desc="reading runs", unit="run", disable=None if progress and found else True):
