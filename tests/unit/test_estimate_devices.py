@@ -72,6 +72,19 @@ def test_adapters_that_do_not_fit_are_offered_int8_which_needs_no_package_here(b
     assert "23.60 GiB: fits" in capsys.readouterr().out
 
 
+def test_a_batch_far_too_large_is_offered_one_that_may_fit(bare_machine, tmp_path, capsys):
+    config = tmp_path / "run.toml"
+    config.write_text('[model]\nflavor = "debug"\n[metrics]\nenable_tensorboard = false\n')
+    words = [str(config), "--device", "CPU", "--tflops", "1", "--memory-bandwidth", "1", "--memory", "0.02"]
+    assert estimate.main([*words, "--training.local_batch_size=1024", "--training.global_batch_size=1024"]) == 0
+    (offered,) = re.findall(r"does not fit .*--training.local_batch_size (\d+)", capsys.readouterr().out)
+    assert int(offered) < 512  # half of it does not fit either
+    sizes = {batch: f"--training.local_batch_size={batch}" for batch in (512, int(offered) // 2)}
+    for batch, word in sizes.items():
+        assert estimate.main([*words, word, f"--training.global_batch_size={batch}"]) == 0
+        assert ("does not fit" in capsys.readouterr().out) == (batch == 512)
+
+
 VISIT = {
     "NVIDIA H200": {
         "XL/2 eager": {"machine": {"date": "2026-11-28"}, "XL/2 eager": {"images": 128, "mfu_percent": 50.0}},

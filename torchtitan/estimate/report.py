@@ -143,17 +143,21 @@ def _verdict(config: JobConfig, memory: MemoryEstimate, device: Device) -> str:
     known = fits(memory, device)
     if known is None:
         return f"whether {_USABLE:.0%} of it are enough is known once the blocks are compiled"
-    return "fits" if known else f"does not fit into {_USABLE:.0%} of it (less with {', '.join(_smaller(config))})"
+    return "fits" if known else f"does not fit into {_USABLE:.0%} of it (less with {', '.join(_smaller(config, memory, device))})"
 
 
-def _smaller(config: JobConfig) -> Iterator[str]:
+def _smaller(config: JobConfig, memory: MemoryEstimate, device: Device) -> Iterator[str]:
     """What makes the run need less memory and is not chosen yet."""
     if config.lora.enable and not config.lora.quantized_kind:
         yield "--lora.base_dtype int8"
     if config.activation_checkpoint.mode == "none":
         yield "--activation_checkpoint.mode full"
-    if config.training.local_batch_size > 1:
-        yield f"--training.local_batch_size {config.training.local_batch_size // 2}"
+    if (batch := config.training.local_batch_size) > 1:
+        per_image, excess = memory.activations / batch, memory.needed - _USABLE * device.memory_gib * 2**30
+        smaller = batch // 2
+        while smaller > 1 and (batch - smaller) * per_image < excess:
+            smaller //= 2
+        yield f"--training.local_batch_size {smaller}"
     layout = config.parallelism
     shards = layout.data_parallel_shard_degree < layout.processes
     yield "a larger --parallelism.data_parallel_shard_degree" if shards else "more devices"
