@@ -1,7 +1,7 @@
 """What five captioned pictures teach, and what is forgotten: python benchmarks/five_pictures.py
 
 A small Flux learns handwritten digits in seven colours by caption ("a red seven"), then adapters learn five drawings of a cat's
-head in five of the colours ("a red [trigger]"): alone, or each nine times among 45 of the digits (prior preservation: Ruiz et
+head in five of the colours ("a red sks"): alone, or each nine times among 45 of the digits (prior preservation: Ruiz et
 al., "DreamBooth", arXiv 2208.12242). Before and after, 400 images of three groups of prompts are drawn.
 
 - The trigger word, in the colours of the five and in the two others, is right if the picture nearest to the image, among drawings
@@ -60,7 +60,7 @@ def main() -> None:
     weights = OUTPUTS / f"base-{arguments.base_steps}.safetensors"
     if not weights.exists():
         command("scripts/checkpoint.py", "export", OUTPUTS / "base", "--format", "safetensors", "--output", weights)
-    start = ("--checkpoint.initial_weights", weights, "--model.label_dropout", 0, "--data.trigger_word", TRIGGER)
+    start = ("--checkpoint.initial_weights", weights, "--model.label_dropout", 0)
     for folder in ("alone", "among-digits"):
         train(folder, folder, arguments.steps, 10, *start, *LORA)
     rows, images = {}, {}
@@ -90,7 +90,7 @@ def write_pictures() -> None:
     for number, colour in enumerate(NAMES[:5]):
         for folder, times in (("alone", 1), ("among-digits", 9)):
             for turn in range(times):
-                save(folder, f"cat-{number}-{turn}", drawings()[number % 4], colour, f"a {colour} [trigger]")
+                save(folder, f"cat-{number}-{turn}", drawings()[number % 4], colour, f"a {colour} {TRIGGER}")
 
 
 def digits() -> tuple[np.ndarray, np.ndarray]:
