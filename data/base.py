@@ -126,7 +126,7 @@ class DataConfig:
     trigger_word = ""
 
     name: str = setting("digits", "dataset")
-    labels: bool = setting(True, "whether what comes with an image, as its class, conditions the network")
+    labels: bool = setting(True, "whether an image's class or caption conditions the network")
     num_workers: int = setting(
         0, "processes per rank that load ahead of training; 0 loads in the training process", ge=0, trajectory=False
     )

@@ -36,7 +36,8 @@ def encoded_info(autoencoder: Any, images: DatasetInfo, *, keeps_pixels: bool = 
     downscale = index.autoencoder.get("downscale")
     wanted = f"autoencoder.statistics: {autoencoder.statistics}"
     if images.bucket_shapes:
-        raise DatasetError(f"{wanted}: images of several shapes are encoded before training alone (set data.resolutions to one)")
+        advice = "give data.image_size instead of data.resolutions"
+        raise DatasetError(f"{wanted}: images of several shapes are encoded before training alone ({advice})")
     if images.image_shape[0] != 3 or (downscale and (height // downscale, width // downscale) != tuple(index.shape[1:])):
         shapes = f"has latents of {list(index.shape)}, and the images are of {list(images.image_shape)}"
         raise DatasetError(f"{wanted} {shapes} (make it of images of that size)")

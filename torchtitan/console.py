@@ -160,7 +160,7 @@ def _next_grid(state: RunState) -> str:
 
 def _weighting(points: Tensor, weights: Tensor) -> str:
     """Line on the training's weight of the noise prediction's error: where it is at least half of the highest, and that place."""
-    counted = "counted: times drawn x weighting of the noise's error"
+    counted = "how often drawn x weight of the noise's error"
     if weights.min() > 0.99 * weights.max():
         return f"all noise levels weigh the same in training ({counted})"
     if (peak := int(weights.argmax())) in (0, len(points) - 1):  # it has none within 1 : 400

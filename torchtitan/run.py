@@ -30,6 +30,7 @@ from torchtitan.files.run_lock import Busy
 from torchtitan.gns.config import CannotMeasure
 from torchtitan.models.float8 import Float8Error
 from torchtitan.models.flops import MiscountedModel
+from torchtitan.pictures.number_text import counted
 from torchtitan.processes.exit_codes import BUSY, FAILED, REFUSED
 from torchtitan.processes.launch import LaunchError, launch_number
 from torchtitan.runs.folder import RunFolder
@@ -175,7 +176,7 @@ def _out_of_memory(error: BaseException, config: JobConfig) -> str:
     smaller = f"--training.local_batch_size {half} --training.global_batch_size {config.training.global_batch_size}"
     remedies = [f"{smaller} accumulates the same batch"] if half else ["a smaller model"]
     remedies += ["activation_checkpoint.mode = full needs less"] if config.activation_checkpoint.mode != "full" else []
-    advice = f"{local} images at a time; {', or '.join(remedies)}"
+    advice = f"{counted(local, 'image')} at a time; {', or '.join(remedies)}"
     return f"out of memory ({advice}): {first_line(error)}"
 
 

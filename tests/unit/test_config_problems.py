@@ -82,7 +82,7 @@ BAD_FILES = [
     ),
     (
         "[objective]\npath = 'edm'\npreconditioning = 'index'",
-        "objective.preconditioning: objective.path = edm has no DDPM indices (use identity or edm)",
+        "objective.preconditioning: objective.path = edm has no DDPM indices (use identity)",
     ),
     (
         '[objective]\nprediction = "v"\npreconditioning = "sit"',
@@ -91,12 +91,13 @@ BAD_FILES = [
     ),
     (
         "[objective]\npreconditioning = 'edm'\nprediction = 'v'",
-        "objective.preconditioning: edm makes x0 of the network's output, not objective.prediction = v (use x0 or edm)",
+        "objective.preconditioning: edm makes x0 of the network's output, not objective.prediction = v"
+        " (set that to x0 or edm, or this to identity)",
     ),
     (
         "[objective]\npath = 'ddpm_linear'\ntimesteps.name = 'logit_normal'\ntimesteps.mean = 30.0",
-        "objective.timesteps.name: the density has a mass of 0 from t = 0.00990148 to 0.993687: logit_normal lies"
-        " outside objective.path = ddpm_linear",
+        "objective.timesteps.name: the density has a mass of 0 from t = 0.00990148 to 0.993687 (logit_normal from"
+        " objective.t_min to t_max on objective.path = ddpm_linear)",
     ),
     (
         "[objective]\ntimesteps.name = 'speed'",
@@ -129,12 +130,14 @@ BAD_FILES = [
     (
         "[objective]\ntimesteps.name = 'uniform'\nprediction = 'x0'\nweighting.name = 'snr_plus_one'",
         "objective.timesteps.name: uniform draws so many timesteps near clean data that objective.weighting.name ="
-        " snr_plus_one on objective.prediction = x0 has an infinite mean loss (use logit_normal or another weighting)",
+        " snr_plus_one on objective.prediction = x0 has an infinite mean loss"
+        " (use logit_normal, or another objective.weighting.name)",
     ),
     (
         "[objective]\npath = 'edm'\ntimesteps.name = 'cosmap'\nprediction = 'v'",
         "objective.timesteps.name: cosmap draws so many timesteps near noise that objective.weighting.name ="
-        " none on objective.prediction = v has an infinite mean loss (use logit_normal or another weighting)",
+        " none on objective.prediction = v has an infinite mean loss"
+        " (use logit_normal, or another objective.weighting.name)",
     ),
     (
         "[objective]\nsigma_data = 0.3",

@@ -268,7 +268,7 @@ def test_a_head_whose_error_grows_without_bounds_is_refused():
         (dict(heads=THREE, path="rectified_flow", preconditioning="identity"),
          "objective.heads: the noise does not convert to x0 at t = 1, where objective.path = rectified_flow starts"),
         (dict(heads=["x0", "v"], prediction="x0", preconditioning="edm"),
-         "objective.heads: objective.preconditioning = edm makes one prediction of the network's output"),
+         "objective.heads: objective.preconditioning = edm is for one prediction"),
         (dict(heads=THREE, combine=combine("snr_handover", snr=[2.0, 1.0])),
          "objective.combine.snr: [2.0, 1.0] must be 2 rising, positive numbers"),
         (dict(heads=THREE, combine=combine("raw_minimum"), weighting=weighting("min_snr")),

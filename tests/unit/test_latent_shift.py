@@ -86,7 +86,7 @@ def test_a_run_says_its_shift_and_warns_of_one_below_1(shape, line):
     (["--objective.shift", "0"], "objective.shift: must be at least 0.01 and at most 100, is 0.0"),
     (["--sampling.schedule.shift", "latent_size"], "sampling.schedule.shift: must be a number or objective, is 'latent_size'"),
     ([*BY_SIZE, "--sampling.schedule.last_step", "0.1"],
-     "sampling.schedule.last_step: its size is not kept by sampling.schedule.shift = 1.41421 (set one of them)"),
+     "sampling.schedule.last_step: its size is not kept by sampling.schedule.shift = 1.41421 (give one of them)"),
 ])  # fmt: skip
 def test_other_words_are_refused(given, line):
     assert problems(arguments=[*of_shape(32, 16, 16), *given]) == [f"command line: --{line}"]

@@ -33,7 +33,7 @@ def test_the_numbers_are_those_of_the_estimate(config, monkeypatch):
     said = pixel_warning(given, 1)
     memory = estimate_memory(given, 1)
     time = estimate_step_time(given, model_on_meta(given), memory, DEVICES["H100"], Efficiency())
-    pattern = r"are ([\d,]+) tokens .* about ([\d,]+) GiB and ([\d,.]+) hours on H100 \(.*--model.patch_size (\d+)\)"
+    pattern = r"are ([\d,]+) tokens .* about ([\d,]+) GiB a device and ([\d,.]+) hours on H100 \(.*--model.patch_size (\d+)\)"
     found = re.search(pattern, said)
     assert found and "\n" not in said and "docs/latents.md" in said
     tokens, gib, hours, patch = found.groups()

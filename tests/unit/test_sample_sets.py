@@ -130,10 +130,10 @@ def test_another_plan_a_damaged_record_and_foreign_pictures_are_refused(tmp_path
     fill(samples, samples.begin())
     samples.finish()
     lines = {
-        "was begun with solver.name 'heun', not 'euler' (give that, or another --output)": plan(solver={"name": "euler"}),
-        "was begun with images 5, not 6 (give that, or another --output)": plan(6),
-        "was begun with other classes or prompts (give that, or another --output)": replace(plan(), choices=torch.ones(5)),
-        "was begun with guide None, not 'x' (give that, or another --output)": plan(guide="x"),
+        "was begun with solver.name 'heun', not 'euler' (give that, or another folder)": plan(solver={"name": "euler"}),
+        "was begun with images 5, not 6 (give that, or another folder)": plan(6),
+        "was begun with other classes or prompts (give that, or another folder)": replace(plan(), choices=torch.ones(5)),
+        "was begun with guide None, not 'x' (give that, or another folder)": plan(guide="x"),
     }
     for line, other in lines.items():
         with pytest.raises(SampleSetError) as refusal:

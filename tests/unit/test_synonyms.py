@@ -57,7 +57,7 @@ def test_names_of_the_page_for_other_programs_are_answered_as_there():
     (["--ema_decay", "0.9"], "--ema.tracks, a list of tables with name and decay"),
     (["--fault_tolerance.enable", "true"], "--fault_tolerance.enable: unknown key (torchrun --max-restarts restarts a run"),
     (["--training.compile", "true"], "(did you mean --compile.enable true?)"),
-    (["--parallelism.tensor_parallel_degree", "2"], "unknown key (there is none: docs/speed.md says when tensor parallelism pays)"),
+    (["--parallelism.tensor_parallel_degree", "2"], "unknown key (there is none: docs/speed.md says when tensor parallelism"),
     (["--lr_scheduler.decay_ratio", "0.1"], "(did you mean --lr_scheduler.decay_between, in steps?)"),
     (["--optimizer.lr"], "command line: --optimizer.lr: needs a value (--optimizer.lr VALUE or --optimizer.lr=VALUE)"),
 ])  # fmt: skip

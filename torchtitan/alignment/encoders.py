@@ -22,6 +22,7 @@ from torchtitan.fidelity.feature_extractor import as_rgb
 from torchtitan.fidelity.small import ARCHITECTURES, SmallClassifier, open_small
 from torchtitan.files.hub import local_folder
 from torchtitan.files.regular import user_path
+from torchtitan.pictures.number_text import first_named
 
 _FILES = ["config.json", "preprocessor_config.json", "model*.safetensors", "model.safetensors.index.json"]
 
@@ -125,7 +126,7 @@ def open_transformers(path: str, device: torch.device) -> nn.Module:
     except (OSError, ValueError, RuntimeError, KeyError, TypeError, ImportError) as error:
         raise EvaluationError(f"{folder}: cannot be opened by transformers: {first_line(error)}") from error
     if missing := [name for name in sorted(report.get("missing_keys", ())) if "pooler" not in name]:
-        raise EvaluationError(f"{folder}: its weights lack {missing[0]} and {len(missing) - 1} others")
+        raise EvaluationError(f"{folder}: its weights lack {first_named(missing, 1)}")
     if not isinstance(patch := getattr(config, "patch_size", None), int):
         raise EvaluationError(f"{folder}: {config.model_type} has no patches (give a vision transformer)")
     named = inspect.signature(network.forward).parameters

@@ -6,7 +6,7 @@ from typing import Literal
 from torchtitan.settings import only_enabled, setting
 
 
-@only_enabled("initial_weights")
+@only_enabled("initial_weights", "initial_weights_strict")
 @dataclass(kw_only=True)
 class CheckpointConfig:
     """`[checkpoint]`"""

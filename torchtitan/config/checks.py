@@ -36,6 +36,7 @@ from torchtitan.evaluation.config import WITH_WEIGHTS, timesteps_problem
 from torchtitan.extras import install, install_packages
 from torchtitan.gns.config import gns_problems
 from torchtitan.models.float8 import float8_problems
+from torchtitan.pictures.number_text import counted
 from torchtitan.profiling.config import profiling_problems
 from torchtitan.programs import program
 from torchtitan.settings import has_key
@@ -127,7 +128,7 @@ def _missing_beside_pictures(checked: ConfigView) -> Iterator[Problem]:
     of_text = autoencoder == "rae" or text_encoder and not text_encoder.startswith("stub:")
     needed = {"text": ("transformers", of_text), "diffusers": ("diffusers", autoencoder == "diffusers")}
     if lacking := [extra for extra, (name, used) in needed.items() if used and importlib.util.find_spec(name) is None]:
-        text = f"needs the extras {','.join(lacking)}, which are not installed ({install(*lacking)})"
+        text = f"lacks {counted(len(lacking), 'extra')}, {', '.join(lacking)} ({install(*lacking)})"
         yield Problem("cache.enable", text)
     if weights and not os.path.exists(weights):
         text = f"{weights}: no such file (published weights: {program('checkpoint')} import)"
@@ -138,7 +139,8 @@ def _autoencoder(checked: ConfigView) -> Iterator[Problem]:
     name = checked.autoencoder.name
     of_latents = checked.data.name in LATENT_DATASETS or checked.cache.enable
     if name in WITH_WEIGHTS and not checked.autoencoder.path and of_latents and checked.has_data:
-        text = f"is missing (give the folder of the weights of {name}; {program('download')} --list shows public ones)"
+        public = f"; {program('download')} --list shows public ones" if name in ("cosmos", "diffusers") else ""
+        text = f"is missing (give the folder of the weights of {name}{public})"
         yield Problem("autoencoder.path", text)
 
 

@@ -48,7 +48,7 @@ def smoke_words(argv: list[str], world_size: int) -> tuple[list[str], str]:
     except ConfigError as error:
         raise ConfigError([f"--smoke: {problem}" for problem in error.problems]) from error
     cut = ", ".join(f"{key} {_value(config, key)} -> {value}" for key, value in cuts.items())
-    return words, f"smoke run in {config.job.dump_folder}/{name}: {cut}"
+    return words, f"smoke run in {config.job.dump_folder}/{name}: {cut or 'nothing had to be cut'}"
 
 
 def _value(config: JobConfig, key: str) -> Any:

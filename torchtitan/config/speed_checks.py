@@ -69,7 +69,7 @@ def _offload(checked: ConfigView) -> Iterator[Problem]:
     if not UPDATE_RULES[checked.optimizer.name].any_weights:
         reasons.append(f"optimizer.name = {checked.optimizer.name} does not update weights in host memory (set AdamW)")
     if checked.gns.enable and checked.gns.single_pass:
-        reasons.append("gns.single_pass needs the optimizer's state beside the gradients on the GPU (set it to false)")
+        reasons.append("gns.single_pass needs the optimizer's state beside the gradients on the GPU (set this to false)")
     if checked.lora.enable:
         reasons.append("adapters have little state to keep elsewhere, and frozen weights stay on the GPU (set it to false)")
     for reason in reasons:

@@ -64,4 +64,4 @@ class Consistency(Objective):
             text = f"{config.path} has no time between its indices (use rectified_flow, edm or a continuous path)"
             yield "objective.path", text
         if config.prediction == "x0" and config.preconditioning != "edm":
-            yield "objective.prediction", "x0 is not the image itself at t = 0 (use velocity, v, noise or edm)"
+            yield "objective.prediction", "x0 is not the image itself at t = 0 (use velocity, v or edm)"

@@ -267,7 +267,7 @@ class Denoising(Objective):
             yield "objective.timesteps.name", (
                 f"{timesteps.name} draws so many timesteps near {end} that objective.weighting.name ="
                 f" {config.weighting.name} on objective.prediction = {config.prediction} has an infinite mean loss"
-                " (use logit_normal or another weighting)"
+                " (use logit_normal, or another objective.weighting.name)"
             )
 
     def _end_without_mean(self) -> str:

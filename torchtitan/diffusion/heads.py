@@ -417,8 +417,7 @@ def head_problems(config: Any, path: Path) -> Iterator[tuple[str, str]]:
         )
     if config.preconditioning not in ("identity", "index"):
         yield "objective.heads", (
-            f"objective.preconditioning = {config.preconditioning} makes one prediction of the network's output (use"
-            " identity or index)"
+            f"objective.preconditioning = {config.preconditioning} is for one prediction (use identity, or index on a DDPM path)"
         )
     for key, text in config.combine.problems(config.heads):
         yield f"objective.combine.{key}", text

@@ -209,12 +209,11 @@ class MeanFlow(Objective):
 
     @classmethod
     def problems(cls, config: MeanFlowConfig) -> Iterator[tuple[str, str]]:
-        """Refuse what has no mean velocity of two drawn times, and times that turn too fast for a difference quotient."""
+        """Refuse what has no mean velocity of two drawn times, and times of the network too fast for a difference quotient."""
         wanted = {"path": "rectified_flow", "prediction": "velocity", "preconditioning": "data_time"}
         for key, value in wanted.items():
             if (given := getattr(config, key)) != value:
-                because = "turns too fast in t for a difference quotient" if key == "preconditioning" else "has no mean velocity"
-                yield f"objective.{key}", f"{given} {because}, the target of objective.name = mean_flow (use {value})"
+                yield f"objective.{key}", f"{given} is not for objective.name = mean_flow (use {value})"
         if config.timesteps.name in SAMPLERS:
             text = f"{config.timesteps.name} draws one time, and objective.name = mean_flow two (use a density, as logit_normal)"
             yield "objective.timesteps.name", text

@@ -36,7 +36,7 @@ class ObjectiveConfig:
     )
     preconditioning: OneOf[str, PRECONDITIONINGS] = setting(
         "identity", "scaling of the network's input, output and time; index: the DDPM's index is the time; data_time: 1 - t; "
-        "sit: as SiT"
+        "sit: 1 - t, and minus the velocity"
     )
     sigma_data: float = setting(
         0.5, "standard deviation of the data, for EDM", gt=0, applies={"prediction or preconditioning": ("edm",)}
@@ -47,8 +47,8 @@ class ObjectiveConfig:
     )
     timesteps: TimestepsConfig = choice(Choice(TIMESTEPS, "logit_normal"), "density or sampler of the timesteps")
     shift: float | Literal["latent_size"] = setting(
-        1.0, "factor on sigma at every timestep drawn: above 1 towards noise, for larger images; latent_size: the root of the "
-        "numbers of an image or latent / 4096", ge=0.01, le=100,
+        1.0, "factor on sigma at every timestep drawn: above 1 towards noise, for larger images; latent_size: "
+        "sqrt(C H W / 4096) of an image or latent", ge=0.01, le=100,
     )  # fmt: skip
     t_min: float = setting(0.0, "smallest timestep trained, in the common time t = sigma / (1 + sigma)", ge=0, lt=1)
     t_max: float = setting(1.0, "largest timestep trained; indices of other times are left out", gt=0, le=1)

@@ -40,7 +40,7 @@ def objective_problems(config: ObjectiveConfig) -> Iterator[tuple[str, str]]:
             " (use velocity, v, x0 or edm)"
         )
     if config.preconditioning == "index" and not path.num_indices:
-        yield "objective.preconditioning", f"objective.path = {config.path} has no DDPM indices (use identity or edm)"
+        yield "objective.preconditioning", f"objective.path = {config.path} has no DDPM indices (use identity)"
         return
     if config.preconditioning == "sit" and (config.path, config.prediction) != ("rectified_flow", "velocity"):
         yield "objective.preconditioning", (
@@ -49,7 +49,8 @@ def objective_problems(config: ObjectiveConfig) -> Iterator[tuple[str, str]]:
         )
     if config.preconditioning == "edm" and config.prediction not in ("x0", "edm"):
         yield "objective.preconditioning", (
-            f"edm makes x0 of the network's output, not objective.prediction = {config.prediction} (use x0 or edm)"
+            f"edm makes x0 of the network's output, not objective.prediction = {config.prediction}"
+            " (set that to x0 or edm, or this to identity)"
         )
     found = [*_timesteps_problems(config, path), *OBJECTIVES[config.name].problems(config)]
     yield from found
@@ -58,7 +59,7 @@ def objective_problems(config: ObjectiveConfig) -> Iterator[tuple[str, str]]:
     try:
         objective = build_objective(config, seed=0)
     except ValueError as problem:
-        text = f"{problem}: {config.timesteps.name} lies outside objective.path = {config.path}"
+        text = f"{problem} ({config.timesteps.name} from objective.t_min to t_max on objective.path = {config.path})"
         yield "objective.timesteps.name", text
         return
     yield from objective.problems_of_parts()

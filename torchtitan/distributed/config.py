@@ -62,7 +62,7 @@ class CommConfig:
     """`[comm]`"""
 
     init_timeout_seconds: int = setting(
-        300, "collective timeout until the first step is done; six times it is the longest time without a forward in "
+        300, "collective timeout until the first step is done; 5.4 times it is the longest time without a forward in "
         "validation, sampling, checkpoints, start-up and compilation, for a single process in any phase", ge=1,
         le=31_536_000, trajectory=False,
     )
@@ -88,8 +88,8 @@ class CompileConfig:
         trajectory=False,
     )  # fmt: skip
     mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] = setting(
-        "default", "work of the compiler: its usual; CUDA graphs of each block; kernels chosen by timing them, with "
-        "CUDA graphs or without", trajectory=False,
+        "default", "work of the compiler: reduce-overhead: CUDA graphs of each block; max-autotune: kernels chosen by timing "
+        "them, with CUDA graphs or without", trajectory=False,
     )  # fmt: skip
 
     @property
@@ -127,7 +127,8 @@ class ActivationCheckpointConfig:
 
     mode: CheckpointMode = setting(
         "none",
-        "recomputed in backward: nothing; all but products, convolutions and attention; whole blocks; the compiler's choice",
+        "recomputed in backward: selective: all but products, convolutions and attention; full: whole blocks; memory_budget: "
+        "the compiler's choice",
         trajectory=False,
     )
     every: int = setting(

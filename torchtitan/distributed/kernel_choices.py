@@ -76,5 +76,5 @@ def check_attention(attention: AttentionBackend, head_width: int, dtype: torch.d
     except RuntimeError as error:
         raise KernelError(
             f"training.attention_backend: {attention} has no kernel for heads of {head_width} channels in"
-            f" {str(dtype).removeprefix('torch.')} on {device.type} (set auto, flash or efficient)"
+            f" {str(dtype).removeprefix('torch.')} on {device.type} (set auto)"
         ) from error

@@ -36,11 +36,12 @@ def pixel_warning(config: JobConfig, world_size: int) -> str:
     hours = f"{step.hours:,.1f} hours on {devices} (speed assumed)"
     if not torch.cuda.is_available():
         hours += f", about {_processor_hours(config, model):,.1f} on this machine's processor"
-    larger = next((size for size in (2 * patch, 4 * patch, 8 * patch) if tokens * (patch / size) ** 2 <= MANY_TOKENS), 8 * patch)
+    sizes = [size for size in (2 * patch, 4 * patch, 8 * patch) if height % size == width % size == 0]
+    larger = next((size for size in sizes if tokens * (patch / size) ** 2 <= MANY_TOKENS), max(sizes, default=0))
+    patches = f", or give --model.patch_size {larger}" if larger else ""
     return (
         f"warning: {height} x {width} pixels in patches of {patch} are {tokens:,} tokens an image, for which this training needs "
-        f"about {memory.total / 2**30:,.0f} GiB and {hours} (train on latents, "
-        f"docs/latents.md, or give --model.patch_size {larger})"
+        f"about {memory.total / 2**30:,.0f} GiB a device and {hours} (train on latents, docs/latents.md{patches})"
     )
 
 

@@ -63,8 +63,9 @@ def as_text(
     lines = [
         f"{flavor_and_changes(config.model)} on {ranks} x {device.name}: "
         f"{counted(layout.data_parallel_replicate_degree, 'replica')} x "
-        f"{counted(layout.data_parallel_shard_degree, 'shard')}{tokens}, {config.training.local_batch_size} images per rank and "
-        f"forward, {config.training.global_batch_size} per step, {config.training.mixed_precision_param}"
+        f"{counted(layout.data_parallel_shard_degree, 'shard')}{tokens}, "
+        f"{counted(config.training.local_batch_size, 'image')} per rank and forward, "
+        f"{config.training.global_batch_size} per step, {config.training.mixed_precision_param}"
         + (", products in float8 (their smaller inputs are not counted below)" if config.float8.enable else ""),
         f"parameters            {model.num_parameters():,}{_frozen(config, model)}",
         f"FLOPs per image       {training_flops_per_image(config, model):.4g} (training{calls})"
@@ -148,7 +149,9 @@ def _verdict(config: JobConfig, memory: MemoryEstimate, device: Device) -> str:
 
 def _smaller(config: JobConfig, memory: MemoryEstimate, device: Device) -> Iterator[str]:
     """What makes the run need less memory and is not chosen yet."""
-    if config.lora.enable and not config.lora.quantized_kind:
+    layout = config.parallelism
+    bytes_per_weight = 2 if config.lora.base_dtype == "bfloat16" else 4
+    if config.lora.enable and not config.lora.quantized_kind and layout.data_parallel_shard_degree < bytes_per_weight:
         yield "--lora.base_dtype int8"
     if config.activation_checkpoint.mode == "none":
         yield "--activation_checkpoint.mode full"
@@ -158,8 +161,7 @@ def _smaller(config: JobConfig, memory: MemoryEstimate, device: Device) -> Itera
         while smaller > 1 and (batch - smaller) * per_image < excess:
             smaller //= 2
         yield f"--training.local_batch_size {smaller}"
-    layout = config.parallelism
-    shards = layout.data_parallel_shard_degree < layout.processes
+    shards = layout.data_parallel_shard_degree < layout.data_ranks
     yield "a larger --parallelism.data_parallel_shard_degree" if shards else "more devices"
 
 

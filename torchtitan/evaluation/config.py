@@ -72,7 +72,7 @@ class SamplingConfig:
         "float32", "dtype of the solver's state, not of the networks' compute", trajectory=False
     )
     classes: list[int] = setting(
-        [], "numbers of the grid's classes (their names, where these are numbers) or prompts, a row each; empty: the first ten",
+        [], "classes of the grid, by number (or by names that are numbers), or prompts, a row each; empty: the first ten",
         trajectory=False,
     )  # fmt: skip
     previews: bool = setting(

@@ -24,7 +24,7 @@ class DatasetImages(ImageSet):
             made = f"make a reference of the images that they were made of: {program('evaluate')} reference DATASET --name NAME"
             raise EvaluationError(f"{self.place}: holds latents, not images ({made})")
         if split == "validation" and not info.has_validation:
-            raise EvaluationError(f"--split validation: {self.place} holds out no images here")
+            raise EvaluationError(f"{self.place}: holds out no images here")
         splits: list[Split] = ["train"] if split == "train" else ["validation"]
         if split == "all":
             splits = ["train", "validation"] if info.has_validation else ["train"]

@@ -55,7 +55,7 @@ class SampleSet:
             self._refuse_others()
             make_folder(self.folder)
             if (owner := self._lock.acquire()) is not None:
-                raise Busy(self.folder, owner, "give another --output")
+                raise Busy(self.folder, owner, "wait for it, or draw into another folder")
             self._refuse_others()  # what came before the lock
             if not (self.folder / SET_RECORD).exists():
                 replace_file(self.folder / SET_RECORD, json.dumps(self._record, indent=1, ensure_ascii=False) + "\n")
@@ -112,7 +112,7 @@ class SampleSet:
             yield
         except OSError as error:
             raise SampleSetError(
-                f"{self.folder}: cannot be written: {error.strerror or error} (make room, or give another --output)"
+                f"{self.folder}: cannot be written: {error.strerror or error} (make room, or draw into another folder)"
             ) from error
 
     def _refuse_others(self) -> None:
@@ -129,7 +129,7 @@ class SampleSet:
         if difference := first_difference(found, self._record):
             name, begun, wanted = difference
             other = "other classes or prompts" if name == "choices" else f"{name} {begun}, not {wanted}"
-            raise SampleSetError(f"{self.folder}: was begun with {other} (give that, or another --output)")
+            raise SampleSetError(f"{self.folder}: was begun with {other} (give that, or another folder)")
 
 
 def draw_set(

@@ -17,6 +17,7 @@ from torchtitan.latents.bucketed import BUCKETS_FILE, open_stores
 from torchtitan.latents.index import first_problem, read_index
 from torchtitan.latents.store import verify_shards
 from torchtitan.processes.command_line import OneLineParser, at_least
+from torchtitan.programs import program
 
 VERBS = ("convert", "show", "verify")
 
@@ -38,7 +39,7 @@ def run_verb(words: list[str]) -> int:
 
 
 def _parse(words: list[str]) -> argparse.Namespace:
-    parser = OneLineParser(prog="extract_latents.py", description=__doc__)
+    parser = OneLineParser(prog=program("extract_latents"), description=__doc__)
     verbs = parser.add_subparsers(required=True, metavar="VERB")
 
     verb = verbs.add_parser("convert", help="write a store from published latents")

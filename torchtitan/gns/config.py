@@ -47,7 +47,7 @@ class GNSConfig:
 
     enable: bool = setting(False, "measure the gradient noise scale of every timestep bin", trajectory=False)
     interval: int = setting(
-        8, "steps between measured steps: by sketches of all layers, and in the nuclear norm", ge=1, applies=_BY_INTERVAL,
+        8, "steps between measurements by sketches of all layers, or of the nuclear norm", ge=1, applies=_BY_INTERVAL,
         trajectory=False,
     )
     sketch_size: int = setting(
@@ -179,7 +179,7 @@ def gns_problems(
     counts = torch.bincount(torch.bucketize(drawn.to(torch.float32), edges.to(torch.float32)), minlength=len(edges) + 1)
     if (empty := (counts == 0).nonzero().flatten().tolist()):
         key = "bin_edges" if config.bin_edges else "num_bins"
-        yield key, f"no training timestep falls into bin {empty[0]} of {len(counts)} (use fewer or wider bins)"
+        yield key, f"no training timestep falls into bin {empty[0]} of 0 to {len(counts) - 1} (use fewer or wider bins)"
     if config.single_pass and global_batch_size < _LEAST_PER_BIN * len(counts):
         yield ("bin_edges" if config.bin_edges else "num_bins"), (
             f"{counted(len(counts), 'bin')} {'share' if len(counts) > 1 else 'shares'}"

@@ -72,7 +72,8 @@ SYNONYMS = {
     "validation.freq": ("validation.interval", ""),
     "validation.steps": ("validation.num_images", ", in images"),
     **dict.fromkeys(
-        ("tensor_parallel_degree", "pipeline_parallel_degree"), ("", "there is none: docs/speed.md says when tensor parallelism pays"),
+        ("tensor_parallel_degree", "pipeline_parallel_degree"),
+        ("", "there is none: docs/speed.md says when tensor parallelism pays"),
     ),
     "lr_scheduler.decay_ratio": ("lr_scheduler.decay_between", ", in steps"),
     "model.converters": ("float8.enable", " true"),

@@ -15,7 +15,7 @@ from torchtitan.training.numerical_guard import LARGEST_VALUE, StepSamples, desc
 
 logger = logging.getLogger(__name__)
 
-_ADVICE = "a lower optimizer.lr, a longer lr_scheduler.warmup_steps or model.qk_norm = true may help"
+_ADVICE = "a lower optimizer.lr or a longer warm-up may help"
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from torchtitan.errors import first_line
 from torchtitan.extras import install, quiet_torchao
 from torchtitan.files.hub import local_folder
 from torchtitan.files.weight_hash import weights_sha256
+from torchtitan.pictures.number_text import first_named
 from torchtitan.texts.base import EncodedTexts, TextEncoder, TextEncoderError
 
 _T5, _CLIP = ("t5", "mt5", "umt5"), ("clip", "clip_text_model")
@@ -64,7 +65,7 @@ class TransformersEncoder(TextEncoder):
         except _UNREADABLE as error:
             raise TextEncoderError(f"{folder}: cannot be opened as a text encoder: {first_line(error)}") from error
         if missing := sorted(report["missing_keys"]):
-            raise TextEncoderError(f"{folder}: its weights lack {missing[0]} and {len(missing) - 1} others")
+            raise TextEncoderError(f"{folder}: its weights lack {first_named(missing, 1)}")
         self._digest = weights_sha256(model.state_dict())
         self._model: Any = model.to(device, dtype).eval().requires_grad_(False)
         config = self._model.config

@@ -16,6 +16,7 @@ from torch import Tensor
 from torchtitan.checkpoint.reading import reader, tensor_shapes
 from torchtitan.files.shard_files import write_tensors
 from torchtitan.files.weight_files import written_whole
+from torchtitan.pictures.number_text import counted
 from torchtitan.training.ema_snapshots import AVERAGED, BESIDE, FROZEN
 from torchtitan.training.power_profiles import WIDEST_STD, Combination, Profile, combinations, combine
 from torchtitan.training.snapshot_series import Snapshot, SnapshotError, read_series
@@ -89,8 +90,8 @@ class Reconstruction:
             return []
         share = self.combination.magnitude * _BFLOAT16_ROUNDING
         return [
-            f"{len(coarse)} snapshots are bfloat16: their rounding moves a weight by up to {100 * share:.2g} % of its size "
-            "(ema.snapshot_dtype = \"float16\" takes as much room, and is 8 times finer)"
+            f"{counted(len(coarse), 'snapshot')} in bfloat16: their rounding moves a weight by up to {100 * share:.2g} % of its "
+            "size (ema.snapshot_dtype = \"float16\" takes as much room, and is 8 times finer)"
         ]
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:

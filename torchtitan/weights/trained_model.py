@@ -294,7 +294,8 @@ def _choose_step(checkpoints: AnyPath, step: int | None) -> tuple[int, list[str]
         return step, []
     newest, skipped = newest_good(checkpoints)
     if newest is None:
-        lines = [*skipped, f"{checkpoints}: holds no good checkpoint (train with checkpoint.enable = true)"]
+        advice = "with checkpoint.enable a run saves every checkpoint.interval steps"
+        lines = [*skipped, f"{checkpoints}: holds no good checkpoint ({advice})"]
         raise CheckpointError("\n".join(lines))
     return newest, skipped
 

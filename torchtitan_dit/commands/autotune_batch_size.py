@@ -15,6 +15,7 @@ from torchtitan.experiments.autotune.probe import ProbeFailed
 from torchtitan.experiments.autotune.record import RecordError
 from torchtitan.experiments.autotune.tuning import MAX_BATCH_SIZE, NothingFits, autotune
 from torchtitan.processes.command_line import OneLineParser, at_least, positive, refusing
+from torchtitan.programs import program
 from torchtitan.settings.sources import read_command_line, split_keys
 
 
@@ -41,7 +42,7 @@ def main(words: list[str] | None = None) -> int:
 
 
 def parse_arguments(words: list[str]) -> argparse.Namespace:
-    parser = OneLineParser(prog="autotune_batch_size.py", description=__doc__, allow_abbrev=False)
+    parser = OneLineParser(prog=program("autotune_batch_size"), description=__doc__, allow_abbrev=False)
     add = parser.add_argument
     add("config", metavar="CONFIG", help="TOML file of the run, or the name of a shipped one")
     add("--multiple-of", type=at_least(1), default=1, metavar="M", help="try multiples of M only (default: 1)")

@@ -257,7 +257,8 @@ def export_file(arguments: argparse.Namespace) -> int:
     """Export an exported file again, in another layout or dtype; its header names its own layout."""
     for option in ("step", "ema", "adapter"):
         if getattr(arguments, option) is not None:
-            raise WeightsError(f"--{option}: is for runs; {arguments.run} is a file of whole weights (leave it out)")
+            advice = "of a file: --format, or convert-adapter" if option == "adapter" else "leave it out"
+            raise WeightsError(f"--{option}: is for runs, and {arguments.run} is a file ({advice})")
     layout = header_of(arguments.run).get("layout", "") if arguments.run.suffix == ".safetensors" else ""
     if layout not in (OWN, *LAYOUTS):
         raise WeightsError(f"{arguments.run}: no header names its layout (use import FILE --format LAYOUT first)")

@@ -63,7 +63,7 @@ class CosmosLatentDecoder:
 
 @refusing(
     AutoencoderError, WeightsError,
-    stopped="interrupted; images that were written stay (resume with --first, or --overwrite them)",
+    stopped="interrupted; what was written stays (decode resumes with --first, or --overwrite)",
 )  # fmt: skip
 def main(words: list[str] | None = None) -> int:
     words = sys.argv[1:] if words is None else words

@@ -18,6 +18,7 @@ from torchtitan.estimate.memory import estimate_memory, model_on_meta
 from torchtitan.estimate.report import as_record, as_text
 from torchtitan.estimate.roofline import Efficiency, estimate_step_time
 from torchtitan.processes.command_line import OneLineParser, at_least, positive, refusing
+from torchtitan.programs import program
 from torchtitan.training.utilisation import products_of
 
 _LARGE = 1e9  # parameters
@@ -54,7 +55,7 @@ def main(words: list[str] | None = None) -> int:
 
 def parse_arguments(words: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
     """Parse arguments, `device` as a Device, and the words of the configuration."""
-    parser = OneLineParser(prog="estimate.py", description=__doc__, allow_abbrev=False)
+    parser = OneLineParser(prog=program("estimate"), description=__doc__, allow_abbrev=False)
     add, known = parser.add_argument, Efficiency()
     add("config", metavar="CONFIG", help="TOML file of the run, or the name of a shipped one")
     add("--world-size", type=at_least(1), default=1, metavar="N", help="processes (default: 1)")

@@ -104,7 +104,7 @@ def parse_evaluation(words: list[str]) -> argparse.Namespace:
     add("source", type=Path, metavar="RUN|FOLDER|NPZ", help="a run, a file of weights (with CONFIG), or images")
     add("--reference", metavar="REF", help="name of a reference, or path of one, of an npz file or of images")
     add("--metrics", help=f"names with commas between, of {', '.join(METRICS)} (default: {DEFAULT_METRICS}; fd instead of fid"
-        " where --extractor is given)")
+        " with another --extractor)")
     add("--held-out", metavar="REF", help="images that were not trained on, for the threshold of memorisation")
     add("--seed", type=at_least(0), default=0, help="of subsets and intervals (default: 0)")
     add("--allow-small", action="store_true", help="measure covariances of fewer images than features")
@@ -128,7 +128,7 @@ def add_drawn_options(parser: argparse._ActionsContainer) -> None:
 
 def parse_reference(words: list[str]) -> argparse.Namespace:
     parser = FirstRankParser(
-        prog="evaluate.py reference", allow_abbrev=False,
+        prog=f"{program('evaluate')} reference", allow_abbrev=False,
         description="Make a reference: features of a dataset's, a folder's or an npz file's images, named and hashed.",
     )  # fmt: skip
     add = parser.add_argument

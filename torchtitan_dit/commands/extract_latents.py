@@ -49,6 +49,7 @@ from torchtitan.extraction.store_verbs import VERBS, run_verb
 from torchtitan.files.regular import user_path
 from torchtitan.latents.captions import CAPTION_DTYPES
 from torchtitan.latents.index import MOST_SHARDS
+from torchtitan.pictures.number_text import counted
 from torchtitan.processes.command_line import FirstRankParser, at_least, readable_size, refusing, sides
 from torchtitan.processes.exit_codes import FAILED, REFUSED
 from torchtitan.processes.launch import launch_number
@@ -119,7 +120,7 @@ def write_and_report(
         held_out = arguments.split == "train" and store.source.info.has_validation
         left_out = ", without those held out (--split validation)" if held_out else ""
         images = f"{len(store.source):,} images{left_out}"
-        print(f"{store.folder}: {images} in {plan.num_shards} files, about {size} in all", flush=True)
+        print(f"{store.folder}: {images} in {counted(plan.num_shards, 'file')}, about {size} in all", flush=True)
     part = options.part
     try:
         cut, speed = write_store(store, autoencoder, encoders, options, group)
@@ -279,7 +280,7 @@ def refuse(*lines: str, code: int = REFUSED) -> int:
 def fail(error: BaseException) -> int:
     """Report this rank's own failure at work."""
     if is_out_of_memory(error):
-        text = "out of memory (in a new store: a smaller --batch-size, or --tile)"
+        text = "out of memory (in a new store: a smaller --batch-size; of latents also --tile)"
     elif is_lost_rank(error):
         text = f"lost another rank: {first_line(error)}"
     elif isinstance(error, UNUSABLE):

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 from torchtitan.processes.command_line import OneLineParser, at_least, refusing
+from torchtitan.programs import program
 from torchtitan.runs.analysis.findings import headlines
 from torchtitan.runs.analysis.report import analyse, refuse_other_files, write_report
 from torchtitan.runs.record import RunRecordError
@@ -34,7 +35,7 @@ def main(words: list[str] | None = None) -> int:
 
 
 def parse_arguments(words: list[str] | None) -> argparse.Namespace:
-    parser = OneLineParser(prog="optimization_analysis.py", description=__doc__)
+    parser = OneLineParser(prog=program("optimization_analysis"), description=__doc__)
     add = parser.add_argument
     add("folders", metavar="FOLDER", type=Path, nargs="+", help="a sweep's folder, or any above run folders, as "
         "outputs; several are analysed together")

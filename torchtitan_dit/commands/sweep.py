@@ -15,7 +15,7 @@ from torchtitan.experiments.record import SweepFolder
 from torchtitan.experiments.runner import RETRIED, SweepPlan, Task, plan_sweep, run_sweep, slurm_commands
 from torchtitan.pictures.number_text import counted
 from torchtitan.processes.command_line import OneLineParser, assignment, at_least, refusing
-from torchtitan.programs import pasted
+from torchtitan.programs import pasted, program
 from torchtitan.settings.record import value_text
 
 _MOST_LINES = 38  # of a dry run's list
@@ -67,7 +67,7 @@ def show(plan: SweepPlan) -> None:
 
 
 def parse_arguments(words: list[str] | None) -> argparse.Namespace:
-    parser = OneLineParser(prog="sweep.py", description=__doc__)
+    parser = OneLineParser(prog=program("sweep"), description=__doc__)
     add = parser.add_argument
     add("sweep", metavar="SWEEP.toml", type=Path, help="TOML file, or the name of one in train_configs/sweeps")
     add("--only", type=assignment, action="append", default=[], metavar="AXIS=VALUE", help="run these cells only; "

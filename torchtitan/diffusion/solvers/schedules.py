@@ -116,7 +116,7 @@ class UniformScheduleConfig(ScheduleConfig):
     def problems(self, trained: Trained, num_steps: int) -> Iterator[tuple[str, str]]:
         yield from super().problems(trained, num_steps)
         if self.last_step and self.shift != 1.0:
-            yield "schedule.last_step", f"its size is not kept by sampling.schedule.shift = {self.shift:g} (set one of them)"
+            yield "schedule.last_step", f"its size is not kept by sampling.schedule.shift = {self.shift:g} (give one of them)"
         elif self.last_step >= trained.path.t_max:
             yield "schedule.last_step", f"{self.last_step:g} leaves nothing of {trained.path.t_max:g} (make it smaller)"
 

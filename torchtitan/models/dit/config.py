@@ -127,7 +127,7 @@ class DiTConfig(ModelConfig):
     )  # fmt: skip
 
     wide_dim: int = setting(
-        0, "width of a second stream of blocks, modulated for each token by what the first stream says of it; 0: none",
+        0, "width of a second stream of blocks, modulated for each token by the output of the first; 0: none",
         ge=0, le=65536, applies=_ONE_EMBEDDING,
     )  # fmt: skip
     wide_layers: int = setting(2, "number of blocks of the second stream", ge=1, le=4096, applies={"wide_dim": ">0"})
@@ -301,7 +301,8 @@ def _routing_problems(config: DiTConfig) -> list[str]:
         return [f"{key}.last_block: {text} (give one)"]
     for name in ("magnitude_preserving", "embedding_per_block", "class_tokens", "wide_dim"):
         if getattr(config, name):
-            return [f"{key}.name: {routing.name} is for a network without model.{name} (set one of the two to its default)"]
+            off = "false" if getattr(config, name) is True else "0"
+            return [f"{key}.name: {routing.name} is for a network without model.{name} (set that to {off}, or this to none)"]
     if config.value_residual and blocks[0] == 1:
         return [f"{key}.first_block: all tokens need values of the first block, by model.value_residual (set it above 1)"]
     if config.intermediate_head and config.intermediate_head in blocks[:-1]:

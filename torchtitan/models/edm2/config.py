@@ -18,7 +18,9 @@ class EDM2Config(ModelConfig):
         "group norms, magnitudes preserved throughout"
     )
     channels: int = setting(128, "base width: of the first level, times its multiplier", ge=8, le=65536)
-    channel_mults: list[int] = setting([1, 2, 2, 2], "multiplier of the base width at each level; a level halves the image")
+    channel_mults: list[int] = setting(
+        [1, 2, 2, 2], "multiplier of the base width at each level; each after the first halves the image"
+    )
     num_blocks: int = setting(2, "encoder blocks at each level; the decoder has one more", ge=1, le=64)
     attention_resolutions: list[int] = setting(
         [16], "sides of the feature maps with attention; the first middle block has it at any size"

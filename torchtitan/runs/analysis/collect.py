@@ -177,7 +177,7 @@ def _read(path: Path, name: str, warmup_steps: int | None) -> Run:
     run = Run(name, path, axes_of(record.settings), record.seed, settings=record.settings)
     run.axes["device"] = word(summary.get("device"))
     if record.stride > 1:
-        run.notes.append(f"metrics.jsonl is very large: every {record.stride}th of its points counts")
+        run.notes.append(f"metrics.jsonl is very large: one in {record.stride} of its points counts")
     run.versions = summary.get("versions", {})
     run.status = _STATUS.get(str(summary.get("status")), "unfinished")
     run.reason = str(summary.get("reason") or ("" if run.ok else record.status))

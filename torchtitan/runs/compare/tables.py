@@ -57,9 +57,9 @@ def notes(runs: Sequence[RunRecord]) -> list[str]:
         if run.damaged_lines:
             found.append(f"{run.name}: {counted(run.damaged_lines, 'line')} of metrics.jsonl could not be read and left out")
         if run.stride > 1:
-            found.append(f"{run.name}: metrics.jsonl is very large: every {run.stride}th of its points counts")
+            found.append(f"{run.name}: metrics.jsonl is very large: one in {run.stride} of its points counts")
         if lost := run.not_finite(TRAINING_LOSS):
-            found.append(f"{run.name}: training loss not finite at {lost} logged points, which are left out")
+            found.append(f"{run.name}: training loss not finite at {counted(lost, 'logged point')}, left out")
         found += [f"{run.name}: {problem}" for problem in run.problems]
         if not run.points and not any("metrics.jsonl" in problem for problem in run.problems):
             found.append(f"{run.name}: nothing logged yet")
@@ -194,7 +194,8 @@ def next_steps(run: RunRecord) -> Rows:
     folder, values = shlex.quote(str(run.folder)), run.settings
     data = values.get("data.name", "NAME")
     extractor = f" --extractor {values['evaluation.extractor']}" if values.get("evaluation.extractor") else ""
-    form = "--adapter diffusers" if values.get("lora.enable") else "--format safetensors"
+    layout = "diffusers" if values.get("model.name") == "flux" else "native"
+    form = f"--adapter {layout}" if values.get("lora.enable") else "--format safetensors"
     file, longer = shlex.quote(f"{run.name}.safetensors"), 2 * (as_number(values.get("training.steps")) or run.last_step)
     against = [
         ["make a reference of the data", f"{pasted('evaluate')} reference {data} {folder}/config.toml --name {data}{extractor}"],
