@@ -1,6 +1,7 @@
 """Configurations of tests: loaded, or refused with their problems."""
 
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 
@@ -8,12 +9,16 @@ from torchtitan.config.job import ConfigError, JobConfig, load_config
 
 
 def load(toml: str | None = None, arguments: list[str] | None = None, world_size: int = 1) -> JobConfig:
-    """Load a text as run.toml of the working folder, with these words of the command line."""
+    """Load a text as a file run.toml, with these words of the command line."""
     argv = list(arguments or [])
-    if toml is not None:
-        Path("run.toml").write_text(toml, encoding="utf-8")
-        argv += ["--job.config_file", "run.toml"]
-    return load_config(argv, world_size)
+    with TemporaryDirectory() as folder:  # not the working folder, which other test processes have too
+        if toml is not None:
+            Path(folder, "run.toml").write_text(toml, encoding="utf-8")
+            argv += ["--job.config_file", f"{folder}/run.toml"]
+        try:
+            return load_config(argv, world_size)
+        except ConfigError as error:
+            raise ConfigError([text.replace(f"{folder}/", "") for text in error.problems]) from error
 
 
 def problems(toml: str | None = None, arguments: list[str] | None = None, world_size: int = 1) -> list[str]:
