@@ -248,6 +248,19 @@ def test_a_run_without_a_sweep_keeps_what_its_summary_says(tmp_path):
     assert (runs["oom"].reason, runs["lost"].reason) == ("step 3: out of memory", "no metrics.jsonl")
 
 
+def test_a_repeat_that_a_sweep_was_stopped_in_belongs_to_its_cell(tmp_path):
+    sweep = planted.write_sweep(tmp_path)
+    rows = (sweep / "sweep.jsonl").read_text().splitlines(keepends=True)
+    ok = max(number for number, line in enumerate(rows) if json.loads(line)["status"] == "ok")
+    (sweep / "sweep.jsonl").write_text("".join(rows[:ok] + rows[ok + 1 :]))
+    stopped = json.loads(rows[ok])["name"]
+    (sweep / stopped / "summary.json").unlink()
+    results = analyse([sweep])
+    (cell,) = [cell for cell in results.cells if any(run.name == stopped for run in cell.runs)]
+    assert len(cell.runs) > 1 and {run.axes["device"] for run in cell.runs} != {None}
+    assert all(run.axes["device"] for run in results.runs if run.folder)
+
+
 def test_a_smoke_run_beside_others_is_left_out_and_named(tmp_path):
     planned = planted.Planned(2, "ddp", "none", False, 8)
     for name in ("mine", "mine-smoke"):

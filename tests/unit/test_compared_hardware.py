@@ -36,7 +36,15 @@ def test_a_row_has_the_rates_the_speed_up_and_the_loss_of_its_hardware():
     assert (second["s/step"], second["images/s"], second["speed-up"]) == ("0.2000", "320.0", "2.000")
     assert (second["training alone, s"], second["s a picture"]) == ("2.000", "0.003125")
     assert (second["training loss"], second["held-out loss"]) == ("0.5000", "0.2500")
-    assert "differ in" not in note
+    assert "differ in" not in note and "was resumed" not in note
+
+
+def test_a_run_that_changed_its_layout_has_no_seconds_of_training_and_is_named():
+    changed = run_on("A40", 160.0)
+    changed.summary["timed"] = {"as": "one process", "after_step": 6}
+    (columns, rows), note = compared_hardware([changed, run_on("A100", 320.0)])
+    seconds = [dict(zip(columns, row, strict=True))["training alone, s"] for row in rows]
+    assert seconds == ["–", "2.000"] and "A40-0 was resumed with another layout, batch or device after step 6:" in note
 
 
 def test_the_page_has_the_table_of_two_kinds_of_hardware():

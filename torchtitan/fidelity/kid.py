@@ -40,7 +40,7 @@ def measure_kid(samples: FeatureSet, reference: FeatureSet | None, output: str, 
         values["kid_subsets_mean"] = Interval(float(np.mean(of_subsets)), count=SUBSETS)
         values["kid_subsets_sd"] = Interval(float(np.std(of_subsets)), count=SUBSETS)
     else:
-        notes.append(f"{smaller}: {fewest} images are too few for KID's subsets of {SUBSET_SIZE}, which are left out")
+        notes.append(f"{smaller}: {fewest} images are too few for subsets of {SUBSET_SIZE}, so kid_subsets is left out")
     return Measurement(values, notes)
 
 

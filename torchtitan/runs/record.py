@@ -195,11 +195,16 @@ class RunRecord:
 
     def speeds(self, tag: str) -> Series:
         """Series of a metric of speed or memory since layout, device and batch are those of the run's end."""
+        found = self.series(tag)
+        first = bisect.bisect_right(found.steps, self.timed_after)
+        return Series(found.steps[first:], found.values[first:])
+
+    @property
+    def timed_after(self) -> int:
+        """Last step at which layout, device or batch were not those of the run's end; 0: they never changed."""
         timed = (self.summary or {}).get(TIMED)
         after = timed.get("after_step") if isinstance(timed, Mapping) else None
-        found = self.series(tag)
-        first = bisect.bisect_right(found.steps, after) if isinstance(after, int) else 0
-        return Series(found.steps[first:], found.values[first:])
+        return after if isinstance(after, int) else 0
 
     def not_finite(self, tag: str) -> int:
         """Number of logged values of a metric that are NaN or infinite."""

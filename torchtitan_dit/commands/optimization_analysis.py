@@ -1,4 +1,4 @@
-"""Analyse speed and memory of a folder of runs: optimization_analysis.py FOLDER... [--out DIR]
+"""Analyse speed and memory of a folder of runs: optimization_analysis.py FOLDER... [--output DIR]
 
 Reads every run below the folders, those of sweeps with the sweep's record of failures, and writes to FOLDER/analysis:
 results.csv (a row per run), analysis.md (findings and tables), and pictures of MFU, throughput and memory over the batch

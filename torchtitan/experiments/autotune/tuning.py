@@ -107,7 +107,7 @@ def autotune(
     if record.batch_size is None:
         raise NothingFits(_nothing_fits(smallest, record.probes, memory_gib, search.limit_gib, multiple_of))
     if record.batch_size == candidates[-1]:
-        of_key = f"training.global_batch_size = {whole} allows: more may fit (-1 leaves it free)"
+        of_key = f"training.global_batch_size = {whole} allows: more may fit (give --training.global_batch_size -1)"
         bound = of_key if whole == ranks * record.batch_size else f"max = {max_batch_size} allows: more may fit"
         report(f"{record.batch_size} is the largest that {bound}")
     return AutotuneResult(record.batch_size, record.probes, search.tried, record.path)

@@ -206,7 +206,7 @@ def _damage(record: RunRecord) -> str:
 
 def _apply_rows(sweep: Sweep, by_path: dict[Path, Run]) -> list[Run]:
     """Apply the sweep's record to its runs; return those without a folder, which never started."""
-    found, without_folder = [], []
+    without_folder = []
     for row in sweep.rows:
         path = sweep.run_folder(row)
         run = by_path.get(path) if path else None
@@ -214,8 +214,6 @@ def _apply_rows(sweep: Sweep, by_path: dict[Path, Run]) -> list[Run]:
             run = Run(str(row.get("name") or row["cell"]), None, axes_of(row["axes"]))
             run.reason = "the sweep calls it ok, but its folder is gone"
             without_folder.append(run)
-        else:
-            found.append(run)
         run.cell, run.repeat, status = row["cell"], row["repeat"], row["status"]
         if status != "ok":  # a damaged run, too, is what the sweep saw of it
             run.status, run.measures = status, {}
@@ -223,8 +221,9 @@ def _apply_rows(sweep: Sweep, by_path: dict[Path, Run]) -> list[Run]:
         elif run.status in ("unfinished", "interrupted", "failed"):
             run.status = "damaged"
             run.reason = f"the sweep calls it ok, its folder says: {run.reason}" if run.folder else run.reason
-    devices = {run.axes["device"] for run in found} - {None}
-    for run in found:
+    below = [run for path, run in by_path.items() if sweep.folder in path.parents]  # one in progress has no row yet
+    devices = {run.axes["device"] for run in below} - {None}
+    for run in below:
         if run.axes["device"] is None and len(devices) == 1:  # killed before its summary
             run.axes["device"] = next(iter(devices))
     return without_folder

@@ -80,6 +80,12 @@ def _note(runs: Sequence[RunRecord]) -> str:
         "picture: of the last grid of samples, with its decoding."
     )
     differing = [key for key in differing_settings(runs)[0] if key != _SEED and not key.startswith(_FREE)]
+    for run in runs:
+        if run.timed_after:
+            note += (
+                f" {run.name} was resumed with another layout, batch or device after step {run.timed_after:,}: its speeds are of the"
+                " steps since, and its seconds of training are left out."
+            )
     if differing:
         note += f" The runs also differ in {', '.join(differing)}: the table compares these settings as well as the hardware."
     return note
@@ -90,6 +96,8 @@ def _held_out(run: RunRecord) -> float | None:
 
 
 def _train_seconds(run: RunRecord) -> float | None:
+    if run.timed_after:  # the clock is of several layouts
+        return None
     return as_number((run.summary or {}).get("clock", {}).get("train_seconds")) or None
 
 
