@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.configurations import load
+from tests.configurations import load, problems
 from torchtitan.conditions import Classes
 from torchtitan.config.job import ConfigError, JobConfig, load_config, report_and_exit
 from torchtitan.data import DATASETS
@@ -113,6 +113,16 @@ def test_data_without_classes_turns_off_dropout_and_guidance_that_nobody_asked_f
     assert (config.model.label_dropout, config.sampling.guidance_scale) == (0.0, 1.0)
     assert load(SYNTHETIC).sampling.guidance_scale == 2.0
     assert load("[model]\nlabel_dropout = 0.0").sampling.guidance_scale == 1.0
+
+
+def test_metrics_of_the_command_line_leave_aside_the_images_that_the_file_gives_for_others():
+    words = ["digits", "--evaluation.metrics", "accuracy,fd"]
+    evaluation = load(arguments=words).evaluation
+    assert evaluation.held_out == "" and evaluation.reference == "train"
+    assert load(dump_config(load(arguments=words))).evaluation == evaluation
+    assert load(arguments=["digits", "--evaluation.metrics", "accuracy"]).evaluation.reference == ""
+    given = problems(arguments=[*words, "--evaluation.held_out", "validation"])
+    assert given == ["command line: --evaluation.held_out: has no effect on accuracy, fd (remove it)"]
 
 
 def test_command_line_overrules_a_section_of_the_file():

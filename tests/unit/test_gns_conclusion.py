@@ -80,6 +80,13 @@ def test_a_page_concludes_from_what_was_logged_as_the_run_does(more_steps):
     assert len(of_logged([point(100, 14, 70)], "plain", 128)) == 1 and of_logged([], "plain", 128) == []  # of an older version
 
 
+def test_a_page_tells_the_learning_rate_at_the_age_of_what_was_measured():
+    rates = [{"step": step, "lr": lr} for step, lr in ((100, 2e-3), (200, 1e-3), (300, 1e-5))]
+    measured = point(300, 14, 70) | {"gns/plain/sketch/all/lag": 90 * 128.0}  # of step 210, in images
+    assert "at 50 % of the highest learning rate" in of_logged([*rates, measured], "plain", 128)[0]
+    assert "at 0 % of the highest" in of_logged([*rates, point(300, 14, 70)], "plain", 128)[0]
+
+
 def test_a_verdict_says_since_when_and_what_was_before():
     grown = [point(100, 14, 70), point(200, 20, math.inf), point(300, 600, 900, "composite"), point(400, 700, math.inf)]
     assert history(grown, "plain", 128) == "this verdict since step 300; at step 100 it was 31 [14, 70] images"

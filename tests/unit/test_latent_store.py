@@ -165,7 +165,7 @@ def test_measured_normalization_is_that_of_the_posterior_samples(tmp_path, poste
 
 def test_store_of_imagenet_has_at_most_a_thousand_files():
     assert plan_of(1_281_167, images_per_shard=default_images_per_shard(1_281_167)).num_shards == 1000
-    assert default_images_per_shard(5) == 1024
+    assert [default_images_per_shard(number) for number in (5, 4_000, 100_000)] == [64, 250, 1024]
 
 
 def test_pickled_store_reads_the_same_and_takes_no_latents_along(tmp_path):

@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 from torchtitan.alignment.config import AlignmentConfig
 from torchtitan.checkpoint.config import CheckpointConfig
 from torchtitan.config.checks import find_problems, resolve
+from torchtitan.config.evaluation_checks import images_needed
 from torchtitan.config.latent_cache import CacheConfig
 from torchtitan.config.toml_file import load_named_plugins, read_configuration, shown_file
 from torchtitan.config.view import ConfigView
@@ -350,6 +351,11 @@ def _drop_overruled(filled: _Filled, defaults: dict[str, Any]) -> None:
         else:
             setattr(section_at(config, section), key, getattr(defaults[section], key))
             del origins[dotted]
+    if "evaluation.metrics" in overruled and config.evaluation.enable:
+        for key, needing in images_needed(config.evaluation.metrics).items():
+            if not needing and origins.get(f"evaluation.{key}") == "file":
+                setattr(config.evaluation, key, "")
+                del origins[f"evaluation.{key}"]
 
 
 def _unknown(filled: _Filled, dotted: str, value: Any) -> Problem:

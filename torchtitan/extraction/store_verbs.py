@@ -52,8 +52,8 @@ def _parse(words: list[str]) -> argparse.Namespace:
     verb.add_argument("--normalization", choices=("measured", "source"), default="measured",
                       help="normalization of the store: mean 0 and variance 1 of each channel (default), or "
                       "that of the source's makers")
-    verb.add_argument("--images-per-shard", type=at_least(0), help="images per file (default: 1024, or as many as make "
-                      "1,000 files)")
+    verb.add_argument("--images-per-shard", type=at_least(0), help="images per file (default: 64 to 1024 by their "
+                      "number, or as many as make 1,000 files)")
 
     verb = verbs.add_parser("show", help="show a store's content")
     verb.set_defaults(verb=_show)

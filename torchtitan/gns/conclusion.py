@@ -106,18 +106,26 @@ def logged(ratios: Sequence[PredictedRatio], more_steps: int | None) -> dict[str
 
 def of_logged(points: Sequence[Mapping[str, Any]], geometry: str, batch: int) -> list[str]:
     """Conclusions by what was logged last: on a batch, with its past, and on the sampler of timesteps; none where none was."""
-    rates = [point["lr"] for point in points if point.get("lr")]
-    phase = f"at {_percent(rates[-1] / max(rates))} of the highest learning rate" if rates else ""
     last = next((point for point in reversed(points) if _logged(point, geometry)), None)
     if last is None or (scale := _logged(last, geometry)) is None:
         return []
     known = f"gradient noise scale {in_words(scale)}" if scale.lower > 0 else ""
     more_steps = int(last.get(_MORE_STEPS, 0)) or None
-    details = "; ".join(filter(None, (known, phase, history(points, geometry, batch))))
+    details = "; ".join(filter(None, (known, _rate_then(points, last, geometry, batch), history(points, geometry, batch))))
     found = [on_batch(scale, batch, more_steps) + (f" ({details})" if details else "")]
     names = [tag.split("/")[2] for tag in last if tag.startswith(_SAMPLERS) and tag.endswith("/lower")]
     ratios = [PredictedRatio(name, *_ends(last, f"{_SAMPLERS}/{name}/ratio", f"{_SAMPLERS}/{name}")) for name in names]
     return [*found, on_timesteps(ratios, more_steps)] if ratios else found
+
+
+def _rate_then(points: Sequence[Mapping[str, Any]], last: Mapping[str, Any], geometry: str, batch: int) -> str:
+    """Clause on the learning rate at the mean age of the steps that were measured; "" where no rate was logged."""
+    rates = [(point["step"], point["lr"]) for point in points if point.get("lr")]
+    if not rates:
+        return ""
+    age = next((last.get(f"gns/{geometry}/{each}/all/lag", 0.0) for each in WHOLE_MODEL if _is_headline(last, geometry, each)), 0.0)
+    then = next((rate for step, rate in reversed(rates) if step <= last["step"] - age / batch), rates[0][1])
+    return f"at {_percent(then / max(rate for _, rate in rates))} of the highest learning rate"
 
 
 def in_words(scale: Interval) -> str:
@@ -157,9 +165,14 @@ def _logged(point: Mapping[str, Any], geometry: str) -> Interval | None:
     """Noise scale of the whole objective in a point, of its headline estimator; an infinite upper end is not logged."""
     for estimator in WHOLE_MODEL:
         prefix = f"gns/{geometry}/{estimator}/all"
-        if point.get(f"{prefix}/headline") and f"{prefix}/lower" in point:
+        if _is_headline(point, geometry, estimator):
             return Interval(*_ends(point, f"{prefix}/b_simple", prefix))
     return None
+
+
+def _is_headline(point: Mapping[str, Any], geometry: str, estimator: str) -> bool:
+    prefix = f"gns/{geometry}/{estimator}/all"
+    return bool(point.get(f"{prefix}/headline")) and f"{prefix}/lower" in point
 
 
 def _ends(point: Mapping[str, Any], tag: str, prefix: str) -> tuple[float, float, float]:

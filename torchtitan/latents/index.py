@@ -27,7 +27,7 @@ SKIPPED_FILE = "skipped.jsonl"
 PARTIAL_FOLDER = "partial"
 MAX_INDEX_BYTES = 24 << 20
 MAX_SHARDS = 1000  # as many files as `images_per_shard` makes at most
-MIN_IMAGES_PER_SHARD = 1024
+_IMAGES_PER_SHARD, _LEAST_IMAGES_PER_SHARD, _FEW_SHARDS = 1024, 64, 16
 
 MOST_SHARDS = 100_000  # with explicit sizes; their records still fit the largest index
 MOST_CLASSES = 1_000_000
@@ -240,8 +240,9 @@ def caption_shard_name(number: int) -> str:
 
 
 def images_per_shard(num_source_images: int) -> int:
-    """Choose the images per file so that a store has at most MAX_SHARDS files, and few where it is small."""
-    return max(MIN_IMAGES_PER_SHARD, -(-num_source_images // MAX_SHARDS))
+    """Choose the images per file so that a store has at most MAX_SHARDS files, and a small one some: what is resumed is files."""
+    of_small = min(_IMAGES_PER_SHARD, -(-num_source_images // _FEW_SHARDS))
+    return max(_LEAST_IMAGES_PER_SHARD, of_small, -(-num_source_images // MAX_SHARDS))
 
 
 def read_index(folder: Path) -> StoreIndex:
