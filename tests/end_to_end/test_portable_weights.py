@@ -104,3 +104,7 @@ def test_what_a_header_lacks_or_spoils_is_said_in_one_line(place, expected, tmp_
         assert refused.returncode == 2 and text in refused.stderr, refused.stderr
         assert "Traceback" not in refused.stderr and "/tmp/tmp" not in refused.stderr
         assert all(line.startswith("bad.safetensors") for line in refused.stderr.splitlines())
+    (tmp_path / "lost.toml").write_text('[data]\nname = "image_folder"\nimage_size = 16\n')
+    refused = run_script(f"{ROOT}/scripts/sample.py", "weights.safetensors", "lost.toml", folder=tmp_path)
+    *_, advice = refused.stderr.splitlines()
+    assert advice == "weights.safetensors: describes its model in its header (leave lost.toml out)"

@@ -123,8 +123,8 @@ def _rate_then(points: Sequence[Mapping[str, Any]], last: Mapping[str, Any], geo
     rates = [(point["step"], point["lr"]) for point in points if point.get("lr")]
     if not rates:
         return ""
-    age = next((last.get(f"gns/{geometry}/{each}/all/lag", 0.0) for each in WHOLE_MODEL if _is_headline(last, geometry, each)), 0.0)
-    then = next((rate for step, rate in reversed(rates) if step <= last["step"] - age / batch), rates[0][1])
+    ages = [last.get(f"gns/{geometry}/{each}/all/lag", 0.0) for each in WHOLE_MODEL if _is_headline(last, geometry, each)]
+    then = next((rate for step, rate in reversed(rates) if step <= last["step"] - ages[0] / batch), rates[0][1])
     return f"at {_percent(then / max(rate for _, rate in rates))} of the highest learning rate"
 
 

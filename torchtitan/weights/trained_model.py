@@ -139,7 +139,12 @@ def load_weights(path: Path, config_file: Path | None, device: torch.device) -> 
         return _published_folder(path, config_file, device)
     if are_of_an_adapter(tensor_sizes(path)):
         raise WeightsError(f"{path}: is an adapter (give it with --lora, after the network that it was trained on)")
-    record = record_of(read_config(config_file)) if config_file else record_of_weights(path)
+    try:
+        record = record_of(read_config(config_file)) if config_file else record_of_weights(path)
+    except ConfigError as error:
+        if not config_file or record_of_weights(path) is None:
+            raise
+        raise ConfigError([*error.problems, f"{path}: describes its model in its header (leave {config_file} out)"]) from error
     if record is None:
         raise WeightsError(f"{path}: which model is this? (add CONFIG, its configuration)")
     config, info = record.config, record.info

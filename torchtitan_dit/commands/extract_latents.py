@@ -169,7 +169,8 @@ def parse_arguments(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     add("--num-workers", type=at_least(0), default=default_workers(),
         help=f"processes that decode images, for each rank (here: {default_workers()}); 0: the encoding process "
         "decodes")
-    add("--images-per-shard", type=at_least(1), help="images per file (default: 64 to 1024 by their number, or as many as make 1,000 files)")
+    add("--images-per-shard", type=at_least(1),
+        help="images per file (default: 64 to 1024 by their number, or as many as make 1,000 files)")
     add("--threads", type=at_least(1), default=1, help="of each rank's encoder on the CPU (default: 1; start a rank "
         "per core). The last bits of latents depend on it, and on --batch-size")
     add("--text-encoder", default="", metavar="ENCODER", help="keep captions too, their tokens encoded by this: folder "

@@ -83,8 +83,8 @@ def _note(runs: Sequence[RunRecord]) -> str:
     for run in runs:
         if run.timed_after:
             note += (
-                f" {run.name} was resumed with another layout, batch or device after step {run.timed_after:,}: its speeds are of the"
-                " steps since, and its seconds of training are left out."
+                f" {run.name} was resumed with another layout, batch or device after step {run.timed_after:,}: its speeds are"
+                " of the steps since, and its seconds of training are left out."
             )
     if differing:
         note += f" The runs also differ in {', '.join(differing)}: the table compares these settings as well as the hardware."
