@@ -16,7 +16,9 @@ def load(toml: str | None = None, arguments: list[str] | None = None, world_size
             Path(folder, "run.toml").write_text(toml, encoding="utf-8")
             argv += ["--job.config_file", f"{folder}/run.toml"]
         try:
-            return load_config(argv, world_size)
+            config = load_config(argv, world_size)
+            config.job.config_file = config.job.config_file.replace(f"{folder}/", "")
+            return config
         except ConfigError as error:
             raise ConfigError([text.replace(f"{folder}/", "") for text in error.problems]) from error
 
