@@ -36,7 +36,6 @@ from torchtitan.evaluation.config import WITH_WEIGHTS, timesteps_problem
 from torchtitan.extras import install, install_packages
 from torchtitan.gns.config import gns_problems
 from torchtitan.models.float8 import float8_problems
-from torchtitan.pictures.number_text import counted
 from torchtitan.profiling.config import profiling_problems
 from torchtitan.programs import program
 from torchtitan.settings import has_key
@@ -128,7 +127,7 @@ def _missing_beside_pictures(checked: ConfigView) -> Iterator[Problem]:
     of_text = autoencoder == "rae" or text_encoder and not text_encoder.startswith("stub:")
     needed = {"text": ("transformers", of_text), "diffusers": ("diffusers", autoencoder == "diffusers")}
     if lacking := [extra for extra, (name, used) in needed.items() if used and importlib.util.find_spec(name) is None]:
-        text = f"lacks {counted(len(lacking), 'extra')}, {', '.join(lacking)} ({install(*lacking)})"
+        text = f"lacks extras: {', '.join(lacking)} ({install(*lacking)})"
         yield Problem("cache.enable", text)
     if weights and not os.path.exists(weights):
         text = f"{weights}: no such file (published weights: {program('checkpoint')} import)"

@@ -1,6 +1,6 @@
 """Checks of `[evaluation]` across sections; see `torchtitan.config.checks`."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 from torchtitan.config.latent_cache import has_latents
 from torchtitan.config.sampling_checks import cannot_guide
@@ -24,21 +24,13 @@ def _measurable(checked: ConfigView) -> Iterator[Problem]:
     if "fid" in names and evaluation.extractor != _INCEPTION:
         text = f"fid is of {_INCEPTION} features; with evaluation.extractor = {evaluation.extractor} it is fd"
         yield Problem("evaluation.metrics", text)
-    for key, needing in images_needed(names).items():
+    for key, needing in evaluation.images_needed.items():
         if needing and not getattr(evaluation, key):
             split = "train" if key == "reference" else "validation"
             text = f"is empty, and {needing[0]} needs one ({split}, or one made by {program('evaluate')} reference)"
             yield Problem(f"evaluation.{key}", text)
         if not needing and getattr(evaluation, key):
             yield Problem(f"evaluation.{key}", f"has no effect on {', '.join(names)} (remove it)")
-
-
-def images_needed(metrics: Sequence[str]) -> dict[str, list[str]]:
-    """Names of the metrics that need the images of each of the keys `reference` and `held_out`."""
-    return {
-        "reference": [name for name in metrics if METRICS[name].reference],
-        "held_out": [name for name in metrics if METRICS[name].needs_held_out],
-    }
 
 
 def _drawn(checked: ConfigView) -> Iterator[Problem]:

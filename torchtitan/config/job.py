@@ -15,7 +15,6 @@ from typing import Any, NoReturn
 from torchtitan.alignment.config import AlignmentConfig
 from torchtitan.checkpoint.config import CheckpointConfig
 from torchtitan.config.checks import find_problems, resolve
-from torchtitan.config.evaluation_checks import images_needed
 from torchtitan.config.latent_cache import CacheConfig
 from torchtitan.config.toml_file import load_named_plugins, read_configuration, shown_file
 from torchtitan.config.view import ConfigView
@@ -352,7 +351,7 @@ def _drop_overruled(filled: _Filled, defaults: dict[str, Any]) -> None:
             setattr(section_at(config, section), key, getattr(defaults[section], key))
             del origins[dotted]
     if "evaluation.metrics" in overruled and config.evaluation.enable:
-        for key, needing in images_needed(config.evaluation.metrics).items():
+        for key, needing in config.evaluation.images_needed.items():
             if not needing and origins.get(f"evaluation.{key}") == "file":
                 setattr(config.evaluation, key, "")
                 del origins[f"evaluation.{key}"]

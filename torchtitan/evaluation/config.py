@@ -138,6 +138,14 @@ class EvaluationConfig:
         trajectory=False,
     )  # fmt: skip
 
+    @property
+    def images_needed(self) -> dict[str, list[str]]:
+        """Names of the metrics that need the images of each of the keys `reference` and `held_out`."""
+        return {
+            "reference": [name for name in self.metrics if METRICS[name].reference],
+            "held_out": [name for name in self.metrics if METRICS[name].needs_held_out],
+        }
+
 
 @only_enabled("num_images", "timesteps")  # which scripts/ema.py takes from the run
 @dataclass(kw_only=True)
