@@ -24,6 +24,9 @@ def wheel(tmp_path_factory) -> Path:
     for name in ("pyproject.toml", "README.md", "LICENSE", "train.py"):
         shutil.copy(ROOT / name, source)
     (source / "scripts").mkdir()
+    measured = "benchmarks/results/gpu_day.json"
+    (source / measured).parent.mkdir(parents=True)
+    shutil.copy(ROOT / measured, source / measured)
     command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "-w", ".", str(source)]
     folder = tmp_path_factory.mktemp("wheel")
     built = subprocess.run(command, cwd=folder, capture_output=True, text=True)
@@ -69,6 +72,11 @@ def test_train_and_sample_from_another_folder(command):
     drawn = command("sample", str(run), "--num-steps", "2", "--images-per-class", "1", "--out", "grid")
     assert drawn.returncode == 0, drawn.stdout + drawn.stderr
     assert (command.folder / "grid").is_dir()
+
+
+def test_an_estimate_knows_what_visits_to_devices_measured(command):
+    told = command("estimate", "digits", "--device", "H100", "--training.mixed_precision_param", "bfloat16")
+    assert told.returncode == 0 and "% of memory bandwidth (measured, NVIDIA H100" in told.stdout, told.stdout + told.stderr
 
 
 def test_help_speaks_of_the_command_that_was_called(command):

@@ -9,8 +9,8 @@ from torchtitan.training.hardware import named_peak_tflops
 from torchtitan.training.utilisation import Products
 
 _SMALL = "XL/2 compiled, 32 images"
-# Of the checkout: device's name -> stage -> row -> values. An installed package has none.
-RESULTS = Path(__file__).resolve().parent.parent.parent / "benchmarks" / "results" / "gpu_day.json"
+# A link to benchmarks/results, of which a package has a copy: device's name -> stage -> row -> values.
+RESULTS = Path(__file__).with_name("gpu_day.json")
 
 
 def measured_shares(device: Device, products: Products | None, float8: bool, compiled: bool) -> dict[str, tuple[float, str]]:
