@@ -71,7 +71,8 @@ class ImageFolder(SquareImages):
         has_validation = bool(held_out.any())
         untrained = len(np.setdiff1d(files.classes, files.classes[~held_out])) if config.labels else 0
         if untrained and not config.validation_path:
-            text = f"all images of {counted(untrained, 'class', 'es')} are held out (data.validation_fraction = 0 trains on them)"
+            advice = "data.validation_fraction = 0 trains on them"
+            text = f"all images of {counted(untrained, 'class', 'es')} are among the held-out ones ({advice})"
             say_once(f"{shown_path(files.folder)}: {text}")
         if config.validation_path:
             _, held_out_files = _list_validation(config, folders)

@@ -125,7 +125,8 @@ def too_short_for(config: JobConfig) -> Iterator[str]:
 def _images(state: RunState) -> str:
     """Line on the images that were found: to train on, held out where that is known without reading, and their classes."""
     info, data = state.info, state.config.data
-    held_out = len(DATASETS[data.name](data, "validation")) if data.name == "image_folder" and info.has_validation else 0
+    known = info.has_validation and data.name in ("image_folder", "latents")
+    held_out = len(DATASETS[data.name](data, "validation")) if known else 0
     moved = [f"{name} is class {number}" for name, number in numbered_otherwise(info.class_names).items()]
     moved = [*moved[:_MOST_CLASSES], "..."] if len(moved) > _MOST_CLASSES else moved
     chosen = f", chosen by name: {', '.join(moved)}" if moved else ""

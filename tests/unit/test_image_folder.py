@@ -84,7 +84,8 @@ def test_the_last_images_of_each_class_are_held_out(tmp_path, caplog):
     for name in ("a", "b", "c", "d"):
         write_class(single / name, ["0.png"])
     assert ImageFolder.info(config_of(single, validation_fraction=0.3)).has_validation
-    assert caplog.messages == [f"{single}: all images of 1 class are held out (data.validation_fraction = 0 trains on them)"]
+    advice = "data.validation_fraction = 0 trains on them"
+    assert caplog.messages == [f"{single}: all images of 1 class are among the held-out ones ({advice})"]
     assert not ImageFolder.info(config_of(tmp_path, validation_fraction=0.05)).has_validation
     with pytest.raises(DatasetError, match="data.validation_fraction: 0.05 leaves no image for validation"):
         ImageFolder(config_of(tmp_path, validation_fraction=0.05), "validation")

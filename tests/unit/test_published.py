@@ -72,7 +72,8 @@ def test_published_tensors_show_their_model(layout, tmp_path):
     if out.is_dir():
         document = json.loads((out / "config.json").read_text())
         (out / "config.json").write_text(json.dumps(document | {"_class_name": "Transformer2DModel"}))
-    found, _ = open_published(out, layout, None)
+    found, notes = open_published(out, layout, None)
+    assert "its latents are taken as scaled by 0.18215, which tensors do not show (add CONFIG for another)" in notes
     assert same(found.tensors, weights.tensors) and found.model.config == weights.model.config
     assert found.record.latents.normalization.scale == [SCALE] * 4
     assert found.record.info.image_shape == (4, 8, 8) and found.record.info.num_classes == 3

@@ -71,7 +71,13 @@ def open_published(path: Path, layout_name: str, record: ModelRecord | None) -> 
     published, notes = _read_published(source, layout_name)
     header, latents = record_of_weights(source) if source.suffix == ".safetensors" else None, latents_of(path)
     if record is None:
-        header = record = header or _record_shown(source, layout_name, published, document, _class_names(path), latents)
+        if header is None:
+            header = _record_shown(source, layout_name, published, document, _class_names(path), latents)
+            if header.latents and not latents:
+                scale = header.latents.normalization.scale[0]
+                text = f"its latents are taken as scaled by {scale:g}, which tensors do not show (add CONFIG for another)"
+                notes = [*notes, text]
+        record = header
         record.config.autoencoder = _autoencoder_beside(path, record.config)
     config, info = record.config, record.info
     model = network_on_meta(config, info)

@@ -119,6 +119,7 @@ def write_and_report(
         size = readable_size(estimated_size(plan))
         held_out = arguments.split == "train" and store.source.info.has_validation
         left_out = ", without those held out (--split validation)" if held_out else ""
+        left_out = ", held-out ones too," if arguments.split == "all" and store.source.info.has_validation else left_out
         images = f"{len(store.source):,} images{left_out}"
         print(f"{store.folder}: {images} in {counted(plan.num_shards, 'file')}, about {size} in all", flush=True)
     part = options.part
