@@ -49,7 +49,6 @@ from torchtitan.extraction.store_verbs import VERBS, run_verb
 from torchtitan.files.regular import user_path
 from torchtitan.latents.captions import CAPTION_DTYPES
 from torchtitan.latents.index import MOST_SHARDS
-from torchtitan.pictures.number_text import counted
 from torchtitan.processes.command_line import FirstRankParser, at_least, readable_size, refusing, sides
 from torchtitan.processes.exit_codes import FAILED, REFUSED
 from torchtitan.processes.launch import launch_number
@@ -121,7 +120,8 @@ def write_and_report(
         left_out = ", without those held out (--split validation)" if held_out else ""
         left_out = ", held-out ones too," if arguments.split == "all" and store.source.info.has_validation else left_out
         images = f"{len(store.source):,} images{left_out}"
-        print(f"{store.folder}: {images} in {counted(plan.num_shards, 'file')}, about {size} in all", flush=True)
+        files = f"{plan.num_shards:,} file{'s' * (plan.num_shards != 1)}"
+        print(f"{store.folder}: {images} in {files}, about {size} in all", flush=True)
     part = options.part
     try:
         cut, speed = write_store(store, autoencoder, encoders, options, group)
