@@ -350,7 +350,7 @@ def _drop_overruled(filled: _Filled, defaults: dict[str, Any]) -> None:
         else:
             setattr(section_at(config, section), key, getattr(defaults[section], key))
             del origins[dotted]
-    if "evaluation.metrics" in overruled and config.evaluation.enable:
+    if "evaluation.metrics" in overruled and config.evaluation.enable:  # a metric, not a key's declaration, says what it needs
         for key, needing in config.evaluation.images_needed.items():
             if not needing and origins.get(f"evaluation.{key}") == "file":
                 setattr(config.evaluation, key, "")
