@@ -17,7 +17,7 @@ from tests.forked import ForkedProcess
 from tests.small_shared_memory import needs_mounts, shrink_shared_memory
 from torchtitan.data import DatasetError
 from torchtitan.training.data_loading import read_here
-from torchtitan.training.loader_processes import LoaderProcesses, shared_memory_shortage
+from torchtitan.training.loader_processes import LoaderProcesses, crowded_cores, shared_memory_shortage
 
 MIB = 2**20
 
@@ -93,6 +93,15 @@ def test_a_shortage_of_shared_memory_is_said_in_one_line_with_what_helps():
     assert "--shm-size=160m, or data.num_workers 1" in text and "\n" not in text
     assert shared_memory_shortage(batch, 1, 1, free_bytes=64 * MIB) is None  # as the advice says
     assert "data.num_workers 0" in shared_memory_shortage(batch, 4, 4, free_bytes=64 * MIB)
+
+
+def test_more_processes_than_cores_are_said_in_one_line_and_not_by_torch(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1}, raising=False)
+    assert crowded_cores(0, 8) is crowded_cores(1, 2) is crowded_cores(2, 1) is None
+    assert crowded_cores(2, 2) == "data.num_workers 2: 4 loader processes share 2 cores (try 1)"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        loading(3).close()
 
 
 @pytest.mark.parametrize(

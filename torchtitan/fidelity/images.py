@@ -21,7 +21,7 @@ from torchtitan.data.image_files import found_instead, list_images
 from torchtitan.errors import DamagedFile, EvaluationError
 from torchtitan.fidelity.npz import NPZ_SUFFIX, NPZArray, open_npz
 from torchtitan.files.regular import LARGEST_RECORD
-from torchtitan.processes.launch import launch_number
+from torchtitan.processes.launch import launch_number, usable_cores
 from torchtitan.programs import pasted
 
 SET_RECORD, SET_CLASSES = "set.json", "labels.csv"  # of a set that scripts/sample.py has drawn
@@ -249,5 +249,4 @@ def _set_record(path: Path) -> dict[str, Any]:
 
 def _readers() -> int:
     """Threads of this rank that decode images: decoding lets others run."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(_MOST_READERS, max(1, cores // launch_number("LOCAL_WORLD_SIZE", 1)))
+    return min(_MOST_READERS, max(1, usable_cores() // launch_number("LOCAL_WORLD_SIZE", 1)))

@@ -28,6 +28,11 @@ def launch_number(name: str, default: int) -> int:
     return int(text)
 
 
+def usable_cores() -> int:
+    """Number of processor cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def prefer_expandable_segments() -> None:
     """Let torch's CUDA allocator grow its segments, so that fewer gaps remain; a choice in the environment stays.
 

@@ -333,8 +333,10 @@ def hardware_name(run: RunRecord) -> str | None:
     device, count = hardware.get("device") or summary.get("device"), hardware.get("num_devices", 1)
     if not device:
         return None
-    name = f"{hardware['cpu']}, {device}" if str(device).startswith("CPU") and hardware.get("cpu") else str(device)
-    return f"{count} x {name}" if count > 1 else name
+    if not str(device).startswith("CPU"):
+        return f"{count} x {device}" if count > 1 else str(device)
+    name = f"{hardware['cpu']}, {device}" if hardware.get("cpu") else str(device)
+    return f"{name}, {count} processes" if count > 1 else name
 
 
 def _settings_text(run: RunRecord) -> str:

@@ -22,6 +22,7 @@ from torchtitan.evaluation.sampling import ImageSampler, balanced_choices
 from torchtitan.evaluation.validation import validation_loss
 from torchtitan.fidelity.metrics import METRICS
 from torchtitan.files.weight_files import WeightsError
+from torchtitan.pictures.number_text import counted
 from torchtitan.sampling.guides import open_guide
 from torchtitan.training.data_loading import validation_batches
 from torchtitan.weights.post_hoc_ema import MAX_ERROR, StoredAverages, reconstruct, stored_averages
@@ -82,7 +83,9 @@ def sweep(
         yield f"{name} {values[-1]:.6g}: {each.describe()}"
     best = min(range(len(values)), key=lambda n: values[n] if better == "lower" else -values[n])
     at_end = [word for word, end in (("shortest", min(stds)), ("longest", max(stds))) if len(stds) > 1 and stds[best] == end]
-    yield f"best: std {found[best].std:g}" + (f", the {at_end[0]} that was tried" if at_end else "")
+    equal = values.count(values[best]) - 1
+    ties = f" ({counted(equal, 'other length')} equal)" if equal else ""
+    yield f"best: std {found[best].std:g}" + (f", the {at_end[0]} that was tried" if at_end else "") + ties
 
 
 def _loss_score(trained: TrainedModel, images: int | None, device: torch.device) -> Callable[[], Mapping[str, float]]:

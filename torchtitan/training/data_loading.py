@@ -38,7 +38,7 @@ from torchtitan.data.base import (
 from torchtitan.errors import unwrapped
 from torchtitan.pictures.number_text import counted
 from torchtitan.processes.launch import launch_number
-from torchtitan.training.loader_processes import PREFETCH_FACTOR, LoaderProcesses, shared_memory_shortage
+from torchtitan.training.loader_processes import PREFETCH_FACTOR, LoaderProcesses, crowded_cores, shared_memory_shortage
 from torchtitan.training.sample_order import BucketOrder, SampleOrder, sample_order
 
 logger = logging.getLogger(__name__)
@@ -116,9 +116,11 @@ class TrainingData:
                 logger.warning(repeated)
             batch_bytes = local_batch_size * info.sample_bytes
             ranks = launch_number("LOCAL_WORLD_SIZE", world_size)
-            shortage = shared_memory_shortage(batch_bytes, config.num_workers, ranks)
-            if shortage:
-                logger.warning(shortage)
+            for warning in (
+                shared_memory_shortage(batch_bytes, config.num_workers, ranks), crowded_cores(config.num_workers, ranks)
+            ):  # fmt: skip
+                if warning:
+                    logger.warning(warning)
 
     def next_batch(self) -> Batch:
         """Return the next microbatch: a batch of the dataset, with {"samples": int64 [b]}.

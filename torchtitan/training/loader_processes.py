@@ -24,6 +24,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from torchtitan.data.base import DatasetError
 from torchtitan.errors import unwrapped
 from torchtitan.processes.command_line import readable_size
+from torchtitan.processes.launch import usable_cores
 from torchtitan.processes.parent_death import end_with_parent
 from torchtitan.training.host_memory import host_memory
 
@@ -40,6 +41,11 @@ _PATIENCE = 10.0  # seconds for loader processes to end by themselves
 _DEATH_SHOWS = 2.0  # seconds; a broken connection may be seen before the end of the process
 
 
+class _Loader(DataLoader):
+    def check_worker_number_rationality(self) -> None:
+        """Leave torch's four lines out: `crowded_cores` says it in one, once for all ranks."""
+
+
 class LoaderProcesses:
     """Iterator over batches, loaded by torch's DataLoader in other processes; a lost process is a DatasetError."""
 
@@ -52,7 +58,7 @@ class LoaderProcesses:
         self._said_full = False
         self._lost: str | None = None
         ends_with_parent = threading.current_thread() is threading.main_thread()
-        loader: DataLoader = DataLoader(
+        loader: DataLoader = _Loader(
             cast(Any, _ErrorsAsTexts(dataset)),
             sampler=sampler,
             batch_size=None,
@@ -171,7 +177,7 @@ def loader_problem(num_workers: int, ranks: int) -> str | None:
 
     The maximum is 64 for each core that this process may use, within the limits of processes and open files.
     """
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = usable_cores()
     of_files = (_soft_limit(resource.RLIMIT_NOFILE) - _OPEN_FILES_BESIDE) // _OPEN_FILES_PER_PROCESS
     limits = {
         f"{MOST_PER_CORE} for each of the {cores} cores": MOST_PER_CORE * cores // ranks,
@@ -185,6 +191,14 @@ def loader_problem(num_workers: int, ranks: int) -> str | None:
         return None
     each = f" in each of {ranks} ranks" if ranks > 1 else ""
     return f"{num_workers} processes{each} are more than {name} allow (set it to {most} at most; 1 or 2 per core are usual)"
+
+
+def crowded_cores(num_workers: int, ranks: int) -> str | None:
+    """Warning of more loader processes than this machine has cores; None: no more."""
+    processes, cores = num_workers * ranks, usable_cores()
+    if processes <= cores:
+        return None
+    return f"data.num_workers {num_workers}: {processes} loader processes share {cores} cores (try {max(1, cores // ranks)})"
 
 
 def prefetch_problem(batch_bytes: int, num_workers: int, ranks: int) -> str | None:

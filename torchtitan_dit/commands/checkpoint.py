@@ -164,8 +164,10 @@ def show_differences(arguments: argparse.Namespace) -> int:
     largest = max((each.largest for each in result.different if not is_counter(each.name)), default=0.0)
     steps = [each.state["step"] for each in (a, b) if each.state and "step" in each.state]
     numbers = f"steps {steps[0]} and {steps[1]}: " if len(set(steps)) == 2 else ""
+    of_tensors = result.different or result.reshaped or result.only_a or result.only_b
+    verdict = "not equal" if of_tensors else "only state besides tensors differs"
     print(
-        f"{numbers}not equal: {result.num_equal} tensors equal bit for bit, {len(result.different)} different "
+        f"{numbers}{verdict}: {result.num_equal} tensors equal bit for bit, {len(result.different)} different "
         f"(max {largest:.3g}), {len(result.reshaped)} of another shape or dtype, {len(result.only_a)} only in A, "
         f"{len(result.only_b)} only in B"
     )
