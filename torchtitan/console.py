@@ -18,7 +18,6 @@ from torchtitan.config.latent_cache import has_latents
 from torchtitan.data import DATASETS
 from torchtitan.diffusion.timesteps.placement import latent_shift
 from torchtitan.distributed.mesh import crosses_nodes
-from torchtitan.evaluation.config import EvaluationConfig
 from torchtitan.evaluation.targets import described_text
 from torchtitan.fidelity.metrics import METRICS
 from torchtitan.gns.config import GNS_FOLDER, PICTURE_FILE, few_pairs
@@ -184,7 +183,7 @@ def closing_lines(
 ) -> list[str]:  # fmt: skip
     """Closing lines: end of the run, speed and cost, paths of outputs, sample quality, gradient noise scale."""
     folder, config = state.folder, state.config
-    found = grids(folder.samples)
+    found = grids(folder.samples, state.step)
     previews = folder.samples / PAGE_FILE
     weights = final_weights_path(folder.path, config.job.name, state.step)
     noise_scale = folder.path / GNS_FOLDER / PICTURE_FILE
@@ -192,7 +191,7 @@ def closing_lines(
         "sample grid": found[-1][1] if found else None,
         "previews": previews if os.path.exists(previews) else None,
         "held-out": held_out if os.path.exists(held_out) else None,
-        "noise scale": noise_scale if os.path.exists(noise_scale) else None,
+        "noise scale": noise_scale if state.gns and os.path.exists(noise_scale) else None,
         "animation": animation if os.path.exists(animation) else None,
         "metrics": folder.path / METRICS_FILE,
         "TensorBoard": folder.path / "tb" if config.metrics.enable_tensorboard else None,
@@ -204,10 +203,10 @@ def closing_lines(
     resumes = ": the same command resumes" if status == "interrupted" and config.checkpoint.enable else ""
     lines = [f"{status} after step {state.step}{resumes}", *_speed(clock)]
     lines += [f"  {name:<12} {path}" for name, path in places.items() if path]
-    lines += _metrics(results, config.evaluation)
+    lines += _metrics(results)
     if state.gns:
         phase = measured_phase(state.config, state.progress, state.gns.lag)
-        noise = state.gns.conclusions(noise_points, state.grown_batch_size, phase)
+        noise = state.gns.conclusions(noise_points, state.step, state.grown_batch_size, phase)
         lines += ["gradient noise:", *(f"  {line}" for line in noise)] if noise else []
     return lines
 
@@ -224,13 +223,18 @@ def measured_phase(config: JobConfig, progress: int, lag: float) -> str:
     return lr_phase(config.lr_scheduler, max(step, 1), config.training.steps, images_per_step)
 
 
-def grids(samples: Path) -> list[tuple[int, Path]]:
-    """Grids in a run's folder of samples: step and picture, in order; none if the folder cannot be read."""
+def grids(samples: Path, last_step: int) -> list[tuple[int, Path]]:
+    """Grids in a run's folder of samples up to a step: step and picture, in order; none if the folder cannot be read.
+
+    Those beyond are of a future that the run went back from.
+    """
     try:
         names = sorted(os.listdir(samples))
     except OSError:
         return []
-    return [(int(found[1]), samples / name) for name in names if (found := _GRID.fullmatch(name))]
+    return [
+        (int(found[1]), samples / name) for name in names if (found := _GRID.fullmatch(name)) and int(found[1]) <= last_step
+    ]  # fmt: skip
 
 
 def _speed(clock: dict[str, Any]) -> list[str]:
@@ -241,15 +245,13 @@ def _speed(clock: dict[str, Any]) -> list[str]:
     ]
 
 
-def _metrics(results: dict[str, Any], config: EvaluationConfig) -> list[str]:
+def _metrics(results: dict[str, Any]) -> list[str]:
     """Lines of the last measurement of `[evaluation]`: a line per metric, of the values that have a better direction."""
     measured = results.get("evaluation")
     if measured is None:
         return []
-    against = f" against {config.reference}" if config.reference else ""
-    extractors = " and ".join(dict.fromkeys(METRICS[name].extractor or config.extractor for name in config.metrics))
-    lines = [f"{config.count:,} samples{against} at step {measured['step']}, in features of {extractors}:"]
-    for name in config.metrics:
+    lines = [f"{measured.get('how', 'samples')}, at step {measured['step']}:"]
+    for name in measured.get("metrics", ()):
         values = [
             f"{value} {described_text(measured[value])}" for value, better in METRICS[name].better.items()
             if better and value in measured

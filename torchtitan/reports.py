@@ -142,6 +142,9 @@ class Reports:
         except OSError as error:
             raise RunFolderError([f"{path}: cannot be written: {reason(error)}"]) from error
         self._pictures.remove_unfinished()
+        summary = self._state.folder.summary  # of the session before, which this one replaces at its end
+        with self._outputs.attempt("the summary of the session before", summary, consequence="readers take it for this one's"):
+            summary.unlink(missing_ok=True)
 
     def state_dict(self) -> dict[str, Any]:
         """Return results and clock, for a run that resumes from here: for the first rank's checkpoint."""
@@ -292,7 +295,9 @@ class Reports:
                     logger.warning(f"step {state.step}: samples were not measured: {error}")
                 return
         values = measurement.values
-        self._results["evaluation"] = {"step": state.step} | {name: described(each) for name, each in values.items()}
+        measured, config = {name: described(each) for name, each in values.items()}, self._config.evaluation
+        how = {"step": state.step, "how": config.describe(), "metrics": list(config.metrics)}
+        self._results["evaluation"] = how | measured
         reached = newly_reached(self._config.evaluation, values, self._results.get("first_reached", {}))
         images = state.data.next_sample
         found = {"step": state.step, "epoch": round(images / state.images_per_epoch, 3), "n_images_seen": images}
@@ -300,7 +305,7 @@ class Reports:
             self._results["first_reached"] = self._results.get("first_reached", {}) | dict.fromkeys(reached, found)
         if self._log:
             self._log.write(state.step, scalars(values))
-            shown = ", ".join(f"{name} {described_text(described(each))}" for name, each in values.items())
+            shown = ", ".join(f"{name} {described_text(each)}" for name, each in measured.items())
             self._say(f"step {state.step:>6}  {self._config.evaluation.count:,} samples: {shown}")
             for text in (*measurement.notes, *(f"first {text}, after {found['epoch']:g} epochs" for text in reached)):
                 self._say(f"  {text}")
@@ -330,7 +335,7 @@ class Reports:
         if self._seconds_per_picture:
             self._results["seconds_per_picture"] = self._seconds_per_picture
         if self._first:
-            self._pictures.animate()
+            self._pictures.animate(state.step)
             if sampling.enable and sampling.previews:
                 changes = self._pictures.preview_changes(self._evaluation.row_names, self._config.data.trigger_word)
                 self._results |= {"preview_change_percent": changes} if changes else {}

@@ -126,7 +126,8 @@ def _is_finished(config: JobConfig) -> bool:
     else:
         folder.check_unchanged()
     if _first():
-        print(f"{folder.path}: this run is finished (more --training.steps extend it; another --job.name trains again)")
+        more = "more --training.steps extend it; " if config.checkpoint.enable else ""
+        print(f"{folder.path}: this run is finished ({more}another --job.name trains again)")
     write_status(None, "completed", 0)
     return True
 

@@ -67,10 +67,10 @@ class RunPictures:
             return picture
         return None
 
-    def animate(self) -> None:
-        """Make an animation of the grids."""
+    def animate(self, last_step: int) -> None:
+        """Make an animation of the grids up to a step."""
         with self._outputs.attempt("the animation", self.animation, consequence="the grids are in the same folder"):
-            if len(frames := grids(self._samples)) > 1:
+            if len(frames := grids(self._samples, last_step)) > 1:
                 save_animation(frames, self.animation)
 
 

@@ -88,7 +88,7 @@ class RunSummary:
         return {
             "status": status,
             "step": state.step,
-            **({"progress": state.progress} if state.batch_grows else {}),
+            **({"progress": state.progress, "grown_batch_size": state.grown_batch_size} if state.batch_grows else {}),
             **({BRANCHED_FROM: state.branched_from} if state.branched_from is not None else {}),
             **({"config_changes": state.config_changes} if state.config_changes else {}),
             "n_images_seen": state.data.next_sample,

@@ -17,9 +17,10 @@ import pytest
 from PIL import Image
 
 from tests.forked import ROOT, run_script
+from torchtitan.runs.compare import tables
 from torchtitan.runs.compare.charts import Charts, Panel
 from torchtitan.runs.compare.page import compare_page
-from torchtitan.runs.compare.tables import group_table, next_steps
+from torchtitan.runs.compare.tables import group_table, next_steps, notes
 from torchtitan.runs.compare.text import MISSING, interval_text
 from torchtitan.runs.record import group_by_seed, read_run, read_runs
 from torchtitan.statistics.interval import mean_interval, positive_interval
@@ -133,12 +134,19 @@ def page(tmp_path_factory):
     return Page(output), runs, output
 
 
-def test_the_command_that_trains_longer_starts_as_many_processes(tmp_path):
+def test_the_command_that_trains_longer_starts_as_many_processes(tmp_path, monkeypatch):
     place = write_run(tmp_path / "hsdp")
     with open(place / "config.toml", "a") as file:
         file.write("\n[parallelism]\ndata_parallel_replicate_degree = 2\ndata_parallel_shard_degree = 2\n")
+    assert list(dict(next_steps(read_run(place)))) == ["compare with another run"]  # nothing to draw from or go on with
+    (place / "checkpoint" / "step-00000100").mkdir(parents=True)
     commands = dict(next_steps(read_run(place)))
     assert commands["train longer"].startswith(f"NGPU=4 scripts/train.sh {place}/config.toml --training.steps 200")
+    monkeypatch.setattr(tables, "pasted", lambda name: f"torchtitan-dit {name}")
+    started = "torchrun --standalone --nproc_per_node 4 -m torchtitan_dit train "
+    assert dict(next_steps(read_run(place)))["train longer"].startswith(started)
+    (place / "summary.json").unlink()
+    assert "train longer" not in dict(next_steps(read_run(place)))  # it is training, or the same command resumes it
 
 
 def test_groups_are_compared_by_seeds_that_they_have_in_common(tmp_path):
@@ -161,6 +169,28 @@ def test_groups_are_compared_by_seeds_that_they_have_in_common(tmp_path):
         with open(place / "config.toml", "a") as file:
             file.write("\n[validation]\ntimesteps = [0.25, 0.75]\n")
     assert group_table(group_by_seed(read_runs(places)), ["ema"])[0] == columns
+
+
+def test_means_leave_out_runs_that_had_fewer_steps(tmp_path):
+    places = [write_run(tmp_path / f"r{seed}", seed, steps=50 if seed == 2 else 100) for seed in range(3)]
+    groups = group_by_seed(read_runs(places))
+    _, [row] = group_table(groups, [])
+    _, [finished] = group_table(group_by_seed(read_runs(places[:2])), [])
+    assert row[1] == "2 of 3" and row[2:] == finished[2:]
+    assert "2 of 3: the means leave out" in compare_page(read_runs(places))
+    assert "of 3: the means" not in compare_page(read_runs(places[:2]))
+
+
+def test_keys_that_change_no_loss_leave_runs_comparable_and_an_alignment_does_not(tmp_path):
+    places = [write_run(tmp_path / name) for name in ("one", "two")]
+    for place, keys in zip(places, ("[validation]\ninterval = 5", "[validation]\ninterval = 50"), strict=True):
+        with open(place / "config.toml", "a") as file:
+            file.write(f"\n{keys}\n")
+    assert not [note for note in notes(read_runs(places)) if "differ in" in note]
+    with open(places[1] / "config.toml", "a") as file:
+        file.write('\n[alignment]\nteacher = "dinov2"\n')
+    (note,) = [note for note in notes(read_runs(places)) if "differ in" in note]
+    assert note == "The runs differ in alignment.teacher: training losses do not rank them; held-out ones, at equal times, do."
 
 
 def test_page_is_well_formed_and_needs_no_network(page):
@@ -266,6 +296,8 @@ def test_losses_of_other_timesteps_are_ranked_at_equal_held_out_times_alone(tmp_
 
 def test_page_of_one_run_leads_from_its_curves_to_its_commands(tmp_path):
     run = write_run(tmp_path / "a run")
+    (run / "checkpoint" / "step-00000100").mkdir(parents=True)
+    Image.new("RGB", (20, 10)).save(run / "samples" / "step-00000150.png")  # of a future that it went back from
     (run / "gns").mkdir()
     Image.new("RGB", (90, 144)).save(run / "gns" / "noise_scale.png")
     scale = {"headline": 1.0, "b_simple": 20.0, "lower": 8.0, "upper": 12.0}

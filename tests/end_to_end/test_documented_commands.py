@@ -8,6 +8,7 @@ import json
 import re
 import shlex
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -196,6 +197,27 @@ def test_steps_of_the_first_run_are_those_whose_checkpoints_it_keeps():
     assert steps and steps <= set(saved[-config.checkpoint.keep_latest_k :])
 
 
+def test_commands_of_the_pages_that_share_a_run_folder_share_its_training():
+    """Pasted after one another, none is refused for another training in its folder; a reader's own paths are not compared."""
+    found: dict[str, dict[frozenset, str]] = {}
+    for page, command in [(name, each) for name in PAGES if name.endswith(".md") for each in commands(name)]:
+        _, program, words = split(command.split(" ...")[0])
+        words = (training_words(program, words) or []) if not program.startswith("--") else []
+        if words[:1] != ["--job.config_file"] or {"--smoke", "--help", "--autotune"} & set(words) or words[1].isupper():
+            continue
+        preset = f"{words[1].removeprefix('train_configs/').removesuffix('.toml')}.toml"
+        text = shlex.join(word for word in words[2:] if word != "--check-only").replace("=", " ")
+        keys_given = dict(re.findall(r"--(\S+) ([^-\s]\S*|'[^']*')", text))
+        shipped = tomllib.loads((ROOT / "train_configs" / preset).read_text()).get("job", {})
+        name = keys_given.pop("job.name", shipped.get("name", Path(preset).stem))
+        same = re.compile(r"checkpoint\.load|data\.path|parallelism\.")
+        training = {(key, value) for key, value in keys_given.items() if not same.match(key)}
+        found.setdefault(name, {})[frozenset({("", preset), *training})] = f"{page}: {command}"
+    assert len(found) > 20
+    extended = found.pop("lower-lr")
+    assert len(extended) == 2 and not {name: trainings for name, trainings in found.items() if len(trainings) > 1}
+
+
 @pytest.fixture(scope="module")
 def trained(folders, latents, tmp_path_factory) -> dict[str, Path]:
     """Folder of a run of two steps for each training of two pages, by its command."""
@@ -264,7 +286,7 @@ def test_commands_of_a_runs_page_run_as_they_are_pasted(trained, tmp_path):
         done = run_script(str(ROOT / words[0]), *words[1:], *smaller.get(what, []), folder=tmp_path)
         assert done.returncode == 0, (line, done.stderr)
     page = compare_page([read_run(folder)])
-    measured = "fd (cifar10, 20 samples by euler in 2 steps, guidance 2 against image_folder)"
+    measured = f"fd (cifar10, 20 samples by euler in 2 steps, guidance 2 against {folder.name})"
     assert f"<h1>{folder.name}</h1>" in page and measured in page
     stored = next(path for command, path in trained.items() if "--data.name latents" in command)
     assert not [line for _, line in next_steps(read_run(stored)) if "evaluate" in line]

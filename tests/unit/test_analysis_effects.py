@@ -1,5 +1,6 @@
 import json
 import math
+import shutil
 import statistics
 
 import pytest
@@ -259,6 +260,17 @@ def test_a_repeat_that_a_sweep_was_stopped_in_belongs_to_its_cell(tmp_path):
     (cell,) = [cell for cell in results.cells if any(run.name == stopped for run in cell.runs)]
     assert len(cell.runs) > 1 and {run.axes["device"] for run in cell.runs} != {None}
     assert all(run.axes["device"] for run in results.runs if run.folder)
+
+
+def test_a_copied_folder_is_no_repeat(tmp_path):
+    planned = planted.Planned(2, "ddp", "none", False, 8)
+    for name, seconds in (("a", 1.5), ("b", 2.5)):
+        planted.write_points(tmp_path / name, planned.config, 100.0, 10.0, 0)
+        summary = json.loads((tmp_path / name / "summary.json").read_text())
+        (tmp_path / name / "summary.json").write_text(json.dumps(summary | {"clock": {"wall_seconds": seconds}}))
+    shutil.copytree(tmp_path / "a", tmp_path / "copy of a")
+    results = analyse([tmp_path])
+    assert [run.name for run in results.runs] == ["a", "b"] and "1 copied folder left out: copy of a" in results.remarks
 
 
 def test_a_smoke_run_beside_others_is_left_out_and_named(tmp_path):

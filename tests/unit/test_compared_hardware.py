@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from torchtitan.runs.compare.hardware import by_hardware, compared_hardware, speed_up
+from torchtitan.runs.compare.hardware import by_hardware, compared_hardware, one_machine, speed_up
 from torchtitan.runs.compare.page import compare_page
 from torchtitan.runs.record import RunRecord, hardware_name
 
@@ -45,6 +45,17 @@ def test_a_run_that_changed_its_layout_has_no_seconds_of_training_and_is_named()
     (columns, rows), note = compared_hardware([changed, run_on("A100", 320.0)])
     seconds = [dict(zip(columns, row, strict=True))["training alone, s"] for row in rows]
     assert seconds == ["–", "2.000"] and "A40-0 was resumed with another layout, batch or device after step 6:" in note
+
+
+def test_a_run_that_has_not_ended_has_speeds_alone_and_one_of_unknown_hardware_is_named():
+    stopped, running = run_on("A100", 320.0), run_on("A40", 160.0, seed=1)
+    stopped.summary["status"], running.summary = "interrupted", None
+    (columns, rows), note = compared_hardware([run_on("A40", 160.0), stopped, running])
+    _, found = (dict(zip(columns, row, strict=True)) for row in rows)
+    assert found["images/s"] == "320.0"
+    assert found["training alone, s"] == found["training loss"] == found["held-out loss"] == "–"
+    assert "A100-0 has not reached its last step:" in note and "A40-1 is left out:" in note
+    assert one_machine([run_on("A40", 160.0)]) and not one_machine([run_on("A40", 160.0), running])
 
 
 def test_the_page_has_the_table_of_two_kinds_of_hardware():

@@ -74,17 +74,19 @@ def test_a_page_concludes_from_what_was_logged_as_the_run_does(more_steps):
     for known in (ratios, ratios[1:]):
         tags = {f"gns/{tag}": value for tag, value in (("plain/sketch/all/noise", 1.0), ("outlier_steps", 2.0))}
         points = [point(100, 20, math.inf) | tags | logged(known, more_steps), {"step": 110, "lr": 0.1}]
-        of_batch, of_timesteps = of_logged(points, "plain", 128)
+        of_batch, of_timesteps = of_logged(points, "plain", 128, 1e-3)
         assert of_timesteps == on_timesteps(known, more_steps)
         assert of_batch.startswith(on_batch(Interval(math.nan, 20, math.inf), 128, more_steps))
-    assert len(of_logged([point(100, 14, 70)], "plain", 128)) == 1 and of_logged([], "plain", 128) == []  # of an older version
+        assert "measured up to step 100" in of_batch
+    alone = of_logged([point(100, 14, 70)], "plain", 128, 1e-3)  # of an older version
+    assert len(alone) == 1 and "measured up to" not in alone[0] and of_logged([], "plain", 128, 1e-3) == []
 
 
 def test_a_page_tells_the_learning_rate_at_the_age_of_what_was_measured():
     rates = [{"step": step, "lr": lr} for step, lr in ((100, 2e-3), (200, 1e-3), (300, 1e-5))]
     measured = point(300, 14, 70) | {"gns/plain/sketch/all/lag": 90 * 128.0}  # of step 210, in images
-    assert "at 50 % of the highest learning rate" in of_logged([*rates, measured], "plain", 128)[0]
-    assert "at 0 % of the highest" in of_logged([*rates, point(300, 14, 70)], "plain", 128)[0]
+    assert "at 25 % of optimizer.lr" in of_logged([*rates, measured], "plain", 128, 4e-3)[0]
+    assert "at 1 % of optimizer.lr" in of_logged([*rates, point(300, 14, 70)], "plain", 128, 1e-3)[0]
 
 
 def test_a_verdict_says_since_when_and_what_was_before():
@@ -93,3 +95,6 @@ def test_a_verdict_says_since_when_and_what_was_before():
     assert history(grown[2:], "plain", 128) == "this verdict since step 300"
     assert history([point(100, 20, math.inf), *grown[2:]], "plain", 128) == "this verdict since step 300"  # unknown before
     assert history([], "plain", 128) == history(grown[3:], "plain", 128) == ""
+    assert history(grown[2:], "plain", 128, (450, Interval(30, 14, 70))) == (
+        "this verdict since step 450; at step 400 it was more than 700 images"
+    )

@@ -153,21 +153,25 @@ def test_sets_that_are_drawn_in_other_ways_have_names_of_their_own(tmp_path):
     }  # fmt: skip
     changes = {
         "plain": {}, "track": {"weights": {"label": "step 6, short"}}, "interval": {"guidance_interval": [0.2, 0.8]},
-        "seeds": {"seeds": "10-19"}, "classes": {},
+        "seeds": {"seeds": "10-19"}, "classes": {}, "earlier": {},
     }  # fmt: skip
     evaluations = [
         {
-            "samples": {"count": 10, "place": f"run/sets/{name}", "set": drawn | change}, "reference": None,
+            "samples": {
+                "count": 10, "place": f"run/sets/{name}", "set": drawn | change,
+                "source": {"step": 4 if name == "earlier" else 6},
+            },
+            "reference": None,
             "results": {"x": {"extractor": "x", "values": {"fd": {"value": 2.0, "lower": 1.0, "upper": 3.0}}}},
         }
         for name, change in changes.items()
     ]  # fmt: skip
-    (tmp_path / "metrics.jsonl").touch()
+    (tmp_path / "metrics.jsonl").write_text('{"step": 6}\n')
     (tmp_path / "evaluation.json").write_text(json.dumps({"evaluations": evaluations}))
     found = read_run(tmp_path).evaluated
     assert list(found) == [f"fd (x, 10 samples{how})" for how in (
         " by euler in 3 steps, guidance 2", " of short by euler in 3 steps, guidance 2",
         " by euler in 3 steps, guidance 2 at t from 0.2 to 0.8", " by euler in 3 steps, guidance 2, seeds 10-19",
-        " by euler in 3 steps, guidance 2, classes",
+        " by euler in 3 steps, guidance 2, classes", " by euler in 3 steps, guidance 2, at step 4",
     )]  # fmt: skip
     assert all((value.value, value.lower, value.upper) == (2.0, 1.0, 3.0) for value in found.values())

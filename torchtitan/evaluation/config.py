@@ -1,6 +1,7 @@
 """`[sampling]`, `[evaluation]`, `[validation]` and `[autoencoder]`: their keys, and unsupported combinations."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -145,6 +146,13 @@ class EvaluationConfig:
             "reference": [name for name in self.metrics if METRICS[name].reference],
             "held_out": [name for name in self.metrics if METRICS[name].needs_held_out],
         }
+
+    def describe(self) -> str:
+        """Samples of a measurement, what they are measured against, and the features, in words."""
+        guided = f" at guidance {self.guidance_scale:g}" if self.guidance_scale != 1 else ""
+        against = f" against {Path(self.reference).name}" if self.reference else ""
+        extractors = dict.fromkeys(METRICS[name].extractor or self.extractor for name in self.metrics)
+        return f"{self.count:,} samples{guided}{against} in features of {' and '.join(extractors)}"
 
 
 @only_enabled("num_images", "timesteps")  # which scripts/ema.py takes from the run

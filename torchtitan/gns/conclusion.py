@@ -77,13 +77,15 @@ def on_timesteps(ratios: Sequence[PredictedRatio], more_steps: int | None) -> st
     return f"not enough signal to choose another sampler of timesteps{_remedy(more_steps)}"
 
 
-def history(points: Iterable[Mapping[str, Any]], geometry: str, batch: int) -> str:
+def history(points: Iterable[Mapping[str, Any]], geometry: str, batch: int, now: tuple[int, Interval] | None = None) -> str:
     """Clause on the step since which the verdict on a batch holds, and why it was another before; "" without two points.
 
     Args:
-        points: logged points in the order of their steps, with the whole objective's noise scale; the last is the present.
+        points: logged points in the order of their steps, with the whole objective's noise scale.
+        now: step and noise scale of the present; None: the last point's.
     """
     known = [(point["step"], scale) for point in points if (scale := _logged(point, geometry))]
+    known += [now] if now and known and known[-1][0] < now[0] else []
     if len(known) < 2:
         return ""
     verdicts = [verdict(scale, batch) for _, scale in known]
@@ -104,28 +106,36 @@ def logged(ratios: Sequence[PredictedRatio], more_steps: int | None) -> dict[str
     return found | ({_MORE_STEPS: float(more_steps)} if more_steps else {})
 
 
-def of_logged(points: Sequence[Mapping[str, Any]], geometry: str, batch: int) -> list[str]:
-    """Conclusions by what was logged last: on a batch, with its past, and on the sampler of timesteps; none where none was."""
+def of_logged(points: Sequence[Mapping[str, Any]], geometry: str, batch: int, peak_lr: float) -> list[str]:
+    """Conclusions by what was logged last: on a batch, with its past, and on the sampler of timesteps; none where none was.
+
+    Args:
+        peak_lr: optimizer.lr of the run.
+    """
     last = next((point for point in reversed(points) if _logged(point, geometry)), None)
     if last is None or (scale := _logged(last, geometry)) is None:
         return []
     known = f"gradient noise scale {in_words(scale)}" if scale.lower > 0 else ""
     more_steps = int(last.get(_MORE_STEPS, 0)) or None
-    details = "; ".join(filter(None, (known, _rate_then(points, last, geometry, batch), history(points, geometry, batch))))
+    until = f"measured up to step {last['step']:,}" if last["step"] < points[-1]["step"] else ""
+    rate = _rate_then(points, last, geometry, batch, peak_lr)
+    details = "; ".join(filter(None, (known, until, rate, history(points, geometry, batch))))
     found = [on_batch(scale, batch, more_steps) + (f" ({details})" if details else "")]
     names = [tag.split("/")[2] for tag in last if tag.startswith(_SAMPLERS) and tag.endswith("/lower")]
     ratios = [PredictedRatio(name, *_ends(last, f"{_SAMPLERS}/{name}/ratio", f"{_SAMPLERS}/{name}")) for name in names]
     return [*found, on_timesteps(ratios, more_steps)] if ratios else found
 
 
-def _rate_then(points: Sequence[Mapping[str, Any]], last: Mapping[str, Any], geometry: str, batch: int) -> str:
+def _rate_then(
+    points: Sequence[Mapping[str, Any]], last: Mapping[str, Any], geometry: str, batch: int, peak_lr: float
+) -> str:  # fmt: skip
     """Clause on the learning rate at the mean age of the steps that were measured; "" where no rate was logged."""
     rates = [(point["step"], point["lr"]) for point in points if point.get("lr")]
     if not rates:
         return ""
     ages = [last.get(f"gns/{geometry}/{each}/all/lag", 0.0) for each in WHOLE_MODEL if _is_headline(last, geometry, each)]
     then = next((rate for step, rate in reversed(rates) if step <= last["step"] - ages[0] / batch), rates[0][1])
-    return f"at {_percent(then / max(rate for _, rate in rates))} of the highest learning rate"
+    return f"at {_percent(then / peak_lr)} of optimizer.lr"
 
 
 def in_words(scale: Interval) -> str:

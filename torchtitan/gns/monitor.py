@@ -216,11 +216,12 @@ class GNSMonitor:
         self.pool_kept_steps()
         return self._whole(*self._for_batch_size).lag.item() + self._samples - self._samples_measured
 
-    def conclusions(self, points: Sequence[dict], global_batch_size: int, phase: str) -> list[str]:
+    def conclusions(self, points: Sequence[dict], step: int, global_batch_size: int, phase: str) -> list[str]:
         """Conclusions, a sentence each: on the batch size, and on the sampler of timesteps; none where nothing was measured.
 
         Args:
             points: logged points in the order of their steps.
+            step: the present one.
             phase: of the learning rate at the measurement's mean age (`lag`), in words, as by `lr_phase`.
         """
         if not self.pool:
@@ -233,7 +234,7 @@ class GNSMonitor:
         scale = Interval(whole.b_simple.item(), whole.lower.item(), whole.upper.item())
         more_steps = self._more_steps(whole)
         of_batch = on_batch(scale, global_batch_size, more_steps)
-        past = history(points, geometry, global_batch_size)
+        past = history(points, geometry, global_batch_size, (step, scale))
         details = "; ".join(filter(None, (f"gradient noise scale {in_words(scale)}" if scale.lower > 0 else "", past)))
         return [
             f"{phase}, {of_batch}" + (f" ({details})" if details else ""),
@@ -270,7 +271,8 @@ class GNSMonitor:
             for geometry, name in names.items()
         }
         points = [point for point in points if of_bins(point, self._edges.tolist())]
-        return draw_noise_scale(points, self._edges, estimates, global_batch_size, names, self.masses, self._half_progress())
+        shares = self._allocated.shares if self._schedule else self.masses
+        return draw_noise_scale(points, self._edges, estimates, global_batch_size, names, shares, self._half_progress())
 
     def flush(self) -> None:
         """Write the raw sums of all steps so far."""

@@ -15,7 +15,7 @@ from typing import Any
 from torchtitan.checkpoint.manifest import read_json
 from torchtitan.errors import DamagedFile, unwrapped
 from torchtitan.files.regular import read_toml
-from torchtitan.pictures.number_text import counted
+from torchtitan.runs.evaluated import evaluated, is_number
 from torchtitan.settings.sections import filled_in, flattened
 from torchtitan.statistics.interval import Interval, mean_interval, positive_interval
 from torchtitan.training.metric_points import TIMED, read_points
@@ -280,12 +280,13 @@ def read_run(folder: Path) -> RunRecord:
     except OSError as error:
         run.problems.append(_unread("metrics.jsonl", error))
     try:
-        run.evaluated = _evaluated(folder / "evaluation.json")
+        run.evaluated = evaluated(folder / "evaluation.json", run.last_step)
     except (DamagedFile, KeyError, TypeError, ValueError, AttributeError) as error:
         run.problems.append(f"evaluation.json cannot be read ({unwrapped(error)})")
     for path in sorted((folder / "samples").glob("step-*.png")):
-        if path.stem.removeprefix("step-").isdecimal():
-            run.samples[int(path.stem.removeprefix("step-"))] = path
+        number = path.stem.removeprefix("step-")
+        if number.isdecimal() and (int(number) <= run.last_step or not run.last_step):  # beyond: of an abandoned future
+            run.samples[int(number)] = path
     return run
 
 
@@ -314,6 +315,12 @@ class RunGroup:
 
     name: str
     runs: tuple[RunRecord, ...]
+
+    @property
+    def at_end(self) -> tuple[RunRecord, ...]:
+        """Runs that have reached the last step of the farthest: the others' losses are of earlier training."""
+        last = max(run.last_step for run in self.runs)
+        return tuple(run for run in self.runs if run.last_step == last)
 
     def interval(self, values: Iterable[float | None]) -> Interval | None:
         """Interval of the mean over the runs that have a value; None where none has."""
@@ -423,52 +430,10 @@ def differing_settings(runs: Sequence[RunRecord]) -> tuple[list[str], list[str]]
     return [key for key in keys if key not in set(common)], common
 
 
-def is_number(value: Any) -> bool:
-    """Check whether a value of JSON or TOML is a finite number."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-
-
 def _unread(name: str, error: Exception) -> str:
     if isinstance(error, FileNotFoundError):
         return f"no {name}"
     return f"{name} cannot be read ({unwrapped(error)})"
-
-
-def measured_interval(value: Mapping[str, Any]) -> Interval | None:
-    """Interval of a metric of samples, as JSON has it; None without a finite value. Raises KeyError, TypeError."""
-    if not is_number(value["value"]):
-        return None
-    lower, upper = value.get("lower"), value.get("upper")
-    return Interval(value["value"], -math.inf if lower is None else lower, math.inf if upper is None else upper)
-
-
-def _evaluated(path: Path) -> dict[str, Interval | None]:
-    """Values that the command evaluate has written. Raises DamagedFile, KeyError, TypeError, ValueError, AttributeError."""
-    found: dict[str, Interval | None] = {}
-    for entry in read_json(path, dict)["evaluations"] if path.exists() else ():
-        against = f" against {entry['reference']['name']}" if entry["reference"] else ""
-        for result in entry["results"].values():
-            how = f"{result['extractor']}, {entry['samples']['count']:,} samples{_drawn(entry['samples'])}{against}"
-            if any(f"{name} ({how})" in found for name in result["values"]):  # a set of other classes or another step
-                how += f", {Path(entry['samples']['place']).name[:8]}"
-            found |= {f"{name} ({how})": measured_interval(value) for name, value in result["values"].items()}
-    return found
-
-
-def _drawn(samples: dict[str, Any]) -> str:
-    """How a set was drawn, as far as runs are usually compared; "" for images of elsewhere."""
-    if (drawn := samples.get("set")) is None:
-        return ""
-    guidance = drawn["guidance_scale"]
-    guided = f", guidance {guidance:g}" + (f" by {drawn['guide']['label']}" if drawn["guide"] else "") if guidance != 1 else ""
-    first, *others = drawn.get("prompts") or [""]
-    prompts = f' of "{first}"' + (f" and {len(others)} others" if others else "") if first else ""
-    _, _, track = drawn["weights"]["label"].rpartition(", ")
-    of_track = f" of {track}" if track and track != "ema" else ""
-    interval, (first_seed, *_) = drawn["guidance_interval"], re.findall(r"\d+", drawn["seeds"])
-    when = f" at t from {interval[0]:g} to {interval[1]:g}" if guided and interval != [0, 1] else ""
-    seeds = f", seeds {drawn['seeds']}" if int(first_seed) else ""
-    return f"{prompts}{of_track} by {drawn['solver']['name']} in {counted(drawn['num_steps'], 'step')}{guided}{when}{seeds}"
 
 
 def _tell_apart(runs: dict[Path, RunRecord]) -> None:

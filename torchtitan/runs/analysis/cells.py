@@ -115,6 +115,6 @@ def what_limits(arm: Sequence[Cell], best: Cell) -> str:
     beyond = [cell for cell in arm if (cell.axes["local_batch"] or 0) > (best.axes["local_batch"] or 0)]
     if any(cell.ok for cell in beyond):
         return "larger ones are slower"
-    if any(cell.status == "oom" for cell in beyond):
-        return "the next is out of memory"
-    return f"the next: {beyond[0].status}" if beyond else "largest tried"
+    if not beyond:
+        return "largest tried"
+    return "the next is out of memory" if beyond[0].status == "oom" else f"the next: {beyond[0].status}"

@@ -52,6 +52,7 @@ class Run:
     versions: dict[str, Any] = field(default_factory=dict)
     cell: str = ""
     notes: list[str] = field(default_factory=list)
+    clock: str = ""  # of the run's end; equal in copies of one folder alone
 
     @property
     def points(self) -> int:
@@ -115,6 +116,11 @@ def collect(
     runs = list(by_path.values())
     for sweep in sweeps:
         runs += _apply_rows(sweep, by_path)
+    first: dict[str, Run] = {}
+    copies = [run for run in runs if run.ok and run.clock != "null" and first.setdefault(run.clock, run) is not run]
+    if copies:
+        remarks.append(f"{counted(len(copies), 'copied folder')} left out: {first_named([run.name for run in copies], 3)}")
+        runs = [run for run in runs if run not in copies]
     if not runs:
         where = ", ".join(map(str, folders))
         raise RunRecordError(f"{where}: no run there or below (a run's folder has config.toml or metrics.jsonl)")
@@ -178,7 +184,7 @@ def _read(path: Path, name: str, warmup_steps: int | None) -> Run:
     run.axes["device"] = word(summary.get("device"))
     if record.stride > 1:
         run.notes.append(f"metrics.jsonl is very large: one in {record.stride} of its points counts")
-    run.versions = summary.get("versions", {})
+    run.versions, run.clock = summary.get("versions", {}), json.dumps(summary.get("clock"), sort_keys=True)
     run.status = _STATUS.get(str(summary.get("status")), "unfinished")
     run.reason = str(summary.get("reason") or ("" if run.ok else record.status))
     run.losses = loss_points(record)

@@ -63,7 +63,7 @@ def _draw(runs: list[Run], title: str, alike: str, path: Path) -> Path:
     if all(point["loss"] > 0 for run in runs for point in run.losses):
         panels[0].set_yscale("log")
         label_log_axis(panels[0].yaxis)
-    panels[0].set_ylabel("training loss, mean over 3 % of the steps")
+    panels[0].set_ylabel("training loss without further terms, mean over 3 % of the steps")
     lines = panels[0].get_legend_handles_labels()
     figure.legend(
         *lines, loc="outside lower left", ncols=beside, fontsize=7.5, frameon=False,

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from torchtitan.runs.record import TRAINING_LOSS, RunRecord, Series
+from torchtitan.runs.record import RunRecord, Series
 from torchtitan.statistics.interval import Interval, median_interval
 from torchtitan.training.utilisation import mfu_percent, products_of
 
@@ -83,11 +83,15 @@ def after_warm_up(series: Series, warmup_steps: int) -> list[float]:
 
 
 def loss_points(record: RunRecord) -> list[dict[str, float]]:
-    """Smooth and thin a run's training loss: `loss` by `images`, model `flops` and `hours` of training; 0 where unknown."""
+    """Smooth and thin a run's training loss, without further terms as of alignment.
+
+    Returns:
+        `loss` by `images`, model `flops` and `hours` of training; 0 where unknown.
+    """
     per_image = (record.summary or {}).get("flops_per_image") or 0
     seconds = record.series("clock/train(s)")
     hours = {step: value / 3600 for step, value in zip(seconds.steps, seconds.values, strict=True)}
-    losses = record.series(TRAINING_LOSS).smoothed(_SMOOTHING * record.last_step)
+    losses = record.series(record.weighted_error_tag).smoothed(_SMOOTHING * record.last_step)
     points = []
     for step, loss in list(zip(losses.steps, losses.values, strict=True))[:: -(len(losses) // _LOSS_POINTS + 1)][::-1]:
         images = record.images_at(step)

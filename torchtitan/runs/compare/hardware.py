@@ -33,7 +33,7 @@ def compared_hardware(runs: Sequence[RunRecord]) -> tuple[Table, str] | None:
             "1 (reference)" if group is groups[0] else ends_text(speed_up(groups[0], group)),
             interval_text(group.rate_interval(_train_seconds(run) for run in group.runs)),
             interval_text(group.rate_interval(_of_summary(run, "seconds_per_picture") for run in group.runs)),
-            interval_text(group.interval(run.series(TRAINING_LOSS).tail_median() for run in group.runs)),
+            interval_text(group.interval(run.series(TRAINING_LOSS).tail_median() for run in group.runs if _ended(run))),
             interval_text(group.interval(_held_out(run) for run in group.runs)),
         ])  # fmt: skip
     return (columns, rows), _note(runs)
@@ -51,8 +51,8 @@ def by_hardware(runs: Sequence[RunRecord]) -> list[RunGroup]:
 
 def one_machine(runs: Sequence[RunRecord]) -> str:
     """Sentence that names the hardware of all runs; "" where they ran on several, or none is recorded."""
-    names = {name for run in runs if (name := hardware_name(run))}
-    return f"All of it was measured on {names.pop()}; other hardware gives other numbers." if len(names) == 1 else ""
+    name, *others = {hardware_name(run) for run in runs}
+    return f"All of it was measured on {name}; other hardware gives other numbers." if name and not others else ""
 
 
 def speed_up(reference: RunGroup, other: RunGroup) -> Interval | None:
@@ -81,6 +81,10 @@ def _note(runs: Sequence[RunRecord]) -> str:
     )
     differing = [key for key in differing_settings(runs)[0] if key != _SEED and not key.startswith(_FREE)]
     for run in runs:
+        if not hardware_name(run):
+            note += f" {run.name} is left out: its hardware is recorded at its end."
+        elif not _ended(run):
+            note += f" {run.name} has not reached its last step: its seconds of training and its losses are left out."
         if run.timed_after:
             note += (
                 f" {run.name} was resumed with another layout, batch or device after step {run.timed_after:,}: its speeds are"
@@ -91,12 +95,16 @@ def _note(runs: Sequence[RunRecord]) -> str:
     return note
 
 
+def _ended(run: RunRecord) -> bool:
+    return run.status == "completed"
+
+
 def _held_out(run: RunRecord) -> float | None:
-    return held_out(run, "raw").final() if HELD_OUT_LOSS in run.tags else None
+    return held_out(run, "raw").final() if HELD_OUT_LOSS in run.tags and _ended(run) else None
 
 
 def _train_seconds(run: RunRecord) -> float | None:
-    if run.timed_after:  # the clock is of several layouts
+    if run.timed_after or not _ended(run):  # the clock is of several layouts, or of fewer steps
         return None
     return as_number((run.summary or {}).get("clock", {}).get("train_seconds")) or None
 

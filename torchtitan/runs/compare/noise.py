@@ -31,12 +31,13 @@ def noise_scales(names: Sequence[Name], runs: Sequence[RunRecord]) -> list[Noise
 
 def _conclusions(run: RunRecord) -> list[str]:
     geometry = next((tag.split("/")[1] for tag in run.tags if tag.endswith("/all/headline")), None)
-    if geometry is None or not run.images_per_step:
+    if geometry is None or not run.settings:
         return []
     from torchtitan.gns.conclusion import of_logged  # imports torch
 
-    batch = run.images_at(run.last_step) - run.images_at(run.last_step - 1)
-    return of_logged(run.points, geometry, batch)
+    logged = (point["global_batch_size"] for point in reversed(run.points) if point.get("global_batch_size"))
+    batch = (run.summary or {}).get("grown_batch_size") or next(logged, None) or run.settings["training.global_batch_size"]
+    return of_logged(run.points, geometry, batch, run.settings["optimizer.lr"])
 
 
 def _picture(run: RunRecord) -> str:

@@ -6,8 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from torchtitan.checkpoint.location import run_checkpoints
+from torchtitan.checkpoint.manifest import checkpoint_steps
 from torchtitan.data import LATENT_DATASETS
 from torchtitan.distributed.degrees import DEGREE_KEYS
+from torchtitan.errors import CheckpointError, StoreError
 from torchtitan.pictures.number_text import counted, ends_text
 from torchtitan.programs import pasted
 from torchtitan.runs.compare.lines import cost, held_out
@@ -21,12 +24,17 @@ from torchtitan.runs.compare.text import (
     track_name,
     value_text,
 )
-from torchtitan.runs.record import TRAINING_LOSS, RunGroup, RunRecord, differing_settings, measured_interval
+from torchtitan.runs.evaluated import at_step, measured_interval
+from torchtitan.runs.record import TRAINING_LOSS, RunGroup, RunRecord, differing_settings
 from torchtitan.statistics.interval import Interval, mean_interval
 
 Rows = list[Sequence[str]]
 Table = tuple[Sequence[str], Rows]  # columns, rows
 _OF_LOSSES = ("objective.", "data.", "validation.")  # sections of keys that decide what a held-out loss is
+_OF_NO_LOSS = frozenset({
+    "data.num_workers", "data.max_corrupt_share", "data.trigger_word", "validation.enable", "validation.interval",
+    "validation.batch_size",
+})  # fmt: skip
 
 COSTS = {
     "throughput(img/s)": ("Throughput", "images per second, all processes"),
@@ -67,7 +75,7 @@ def notes(runs: Sequence[RunRecord]) -> list[str]:
             found.append(f"{run.name}: keys were changed while it trained: {'; '.join(map(str, changes))}")
         if run.summary and run.summary.get("reason"):
             found.append(f"{run.name}: {run.status}: {run.summary['reason']}")
-    if changed := [key for key in differing_settings(runs)[0] if key.startswith(("objective.", "data."))]:
+    if changed := _differing(runs, ("objective.", "data.", "alignment.")):
         if _held_out_alike(runs):
             text = "training losses do not rank them; held-out ones, at equal times, do"
             return [*found, f"The runs differ in {', '.join(changed)}: {text}."]
@@ -80,32 +88,39 @@ def notes(runs: Sequence[RunRecord]) -> list[str]:
 
 def _held_out_alike(runs: Sequence[RunRecord]) -> bool:
     """Whether held-out losses are of one objective, data and times; given times are equal whatever densities train."""
-    changed = [key for key in differing_settings(runs)[0] if key.startswith(_OF_LOSSES)]
+    changed = _differing(runs, _OF_LOSSES)
     drawn = all(key.startswith("objective.timesteps.") for key in changed)
     return not changed or drawn and all(run.settings.get("validation.timesteps") for run in runs)
 
 
+def _differing(runs: Sequence[RunRecord], sections: tuple[str, ...]) -> list[str]:
+    """Differing keys of some sections that decide what a loss is."""
+    return [key for key in differing_settings(runs)[0] if key.startswith(sections) and key not in _OF_NO_LOSS]
+
+
 def group_table(groups: Sequence[RunGroup], tracks: Sequence[str]) -> Table:
-    """Means over seeds with their intervals; where held-out losses are comparable, differences paired by seed too."""
+    """Means over the seeds that reached the last step; where held-out losses are comparable, differences paired by seed too."""
     columns = ["group", "runs", "training loss", *(f"held-out, {track_name(track)}" for track in tracks), "images/s"]
     alike = _held_out_alike([run for group in groups for run in group.runs])
     paired = [track for track in tracks if alike and any(_difference(group, groups[0], track) for group in groups)]
     columns += [f"less the first group's, {track_name(track)}" for track in paired]
     rows: Rows = []
     for n, group in enumerate(groups):
-        values = [[run.series(TRAINING_LOSS).tail_median() for run in group.runs]]
-        values += [[held_out(run, track).final() for run in group.runs] for track in tracks]
+        runs, count = group.at_end, len(group.runs)
+        values = [[run.series(TRAINING_LOSS).tail_median() for run in runs]]
+        values += [[held_out(run, track).final() for run in runs] for track in tracks]
         means = [interval_text(group.interval(one)) for one in values]
-        rate = group.rate_interval(cost(run, "throughput(img/s)") for run in group.runs)
+        rate = group.rate_interval(cost(run, "throughput(img/s)") for run in runs)
         differences = [interval_text(_difference(group, groups[0], track)) for track in paired]
-        rows.append([Name(group.name, n), str(len(group.runs)), *means, interval_text(rate), *differences])
+        shown = str(count) if len(runs) == count else f"{len(runs)} of {count}"
+        rows.append([Name(group.name, n), shown, *means, interval_text(rate), *differences])
     return columns, rows
 
 
 def _difference(group: RunGroup, first: RunGroup, track: str) -> Interval | None:
     """Mean difference of held-out losses over the seeds of both groups; None of fewer than two, and of the first itself."""
-    of_first = {run.seed: held_out(run, track).final() for run in first.runs}
-    pairs = [(held_out(run, track).final(), of_first.get(run.seed)) for run in group.runs]
+    of_first = {run.seed: held_out(run, track).final() for run in first.at_end}
+    pairs = [(held_out(run, track).final(), of_first.get(run.seed)) for run in group.at_end]
     found = [one - other for one, other in pairs if one is not None and other is not None]
     return mean_interval(found) if len(found) > 1 and group is not first else None
 
@@ -157,7 +172,7 @@ def quality_table(groups: Sequence[RunGroup]) -> Table | None:
             continue
         if len(group.runs) > 1:
             heads.append(Name(group.name, n))
-            rows = zip(*values.values(), strict=True)
+            rows = zip(*(values[run.name] for run in group.at_end), strict=True)
             columns.append([interval_text(group.interval([value and value.value for value in row])) for row in rows])
         heads += [Name(name, n) for name in values]
         columns += [[ends_text(value) for value in column] for column in values.values()]
@@ -167,7 +182,11 @@ def quality_table(groups: Sequence[RunGroup]) -> Table | None:
 def _evaluated(run: RunRecord) -> dict[str, Interval | None]:
     """Values of the last metrics of samples, by name: in a run's summary, and by the command in its evaluation.json."""
     measured = (run.summary or {}).get("evaluation") or {}
-    found = {name: measured_interval(value) for name, value in measured.items() if isinstance(value, dict)}  # others say how
+    how = measured.get("how", "") + at_step(measured.get("step"), run.last_step)
+    found = {
+        f"{name} ({how})" if how else name: measured_interval(value)
+        for name, value in measured.items() if isinstance(value, dict)  # others say how
+    }  # fmt: skip
     return found | run.evaluated
 
 
@@ -190,30 +209,43 @@ def configuration(runs: Sequence[RunRecord], groups: Sequence[RunGroup]) -> dict
 
 
 def next_steps(run: RunRecord) -> Rows:
-    """Commands that use a run: what to do, and the words of the command."""
+    """Commands that use a run: what to do, and the words of the command; without a checkpoint, a comparison alone."""
     folder, values = shlex.quote(str(run.folder)), run.settings
     data = values.get("data.name", "NAME")
     extractor = f" --extractor {values['evaluation.extractor']}" if values.get("evaluation.extractor") else ""
     layout = "diffusers" if values.get("model.name") == "flux" else "native"
     form = f"--adapter {layout}" if values.get("lora.enable") else "--format safetensors"
     file, longer = shlex.quote(f"{run.name}.safetensors"), 2 * (as_number(values.get("training.steps")) or run.last_step)
+    name = shlex.quote(run.folder.name) if values.get("data.path") else data  # folders' references are not one another's
     against = [
-        ["make a reference of the data", f"{pasted('evaluate')} reference {data} {folder}/config.toml --name {data}{extractor}"],
-        ["evaluate against it", f"{pasted('evaluate')} {folder} --reference {data}{extractor}"],
+        ["make a reference of the data", f"{pasted('evaluate')} reference {data} {folder}/config.toml --name {name}{extractor}"],
+        ["evaluate against it", f"{pasted('evaluate')} {folder} --reference {name}{extractor}"],
     ]
     place = Path(str(values.get("job.dump_folder", "outputs"))) / str(values.get("job.name", run.name))
     moved = place.resolve() != run.folder.resolve()  # it was copied, and its own key names where it was
     here = f" --job.dump_folder {shlex.quote(str(run.folder.parent))} --job.name {shlex.quote(run.folder.name)}" if moved else ""
     degrees = (as_number(values.get(key)) or 1 for key in DEGREE_KEYS)
     processes, train = math.prod(degrees), pasted("train")
-    start = f"NGPU={processes:.0f} " if processes > 1 and train.startswith("scripts/") else ""
+    if processes > 1:
+        launcher = f"torchrun --standalone --nproc_per_node {processes:.0f} -m torchtitan_dit train"
+        train = f"NGPU={processes:.0f} {train}" if train.startswith("scripts/") else launcher
+    compare = ["compare with another run", f"{pasted('compare')} {folder} OTHER_RUN"]
+    if not _has_checkpoint(run):
+        return [compare]
     return [
         ["draw samples", f"{pasted('sample')} {folder}"],
         ["export the weights", f"{pasted('checkpoint')} export {folder} {form} --output {file}"],
         *(against if data not in LATENT_DATASETS else []),
-        ["compare with another run", f"{pasted('compare')} {folder} OTHER_RUN"],
-        ["train longer", f"{start}{train} {folder}/config.toml --training.steps {longer:.0f}{here}"],
+        compare,
+        *([["train longer", f"{train} {folder}/config.toml --training.steps {longer:.0f}{here}"]] if run.summary else []),
     ]
+
+
+def _has_checkpoint(run: RunRecord) -> bool:
+    try:
+        return bool(checkpoint_steps(run_checkpoints(run.folder)))
+    except (CheckpointError, StoreError):
+        return False
 
 
 def _steps(run: RunRecord) -> str:

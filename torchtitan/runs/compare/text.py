@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from torchtitan.pictures.number_text import MISSING, ends_text, short, significant
-from torchtitan.runs.record import Series, is_number
+from torchtitan.runs.evaluated import is_number
+from torchtitan.runs.record import Series
 from torchtitan.statistics.interval import Interval
 
 
