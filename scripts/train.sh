@@ -61,7 +61,7 @@ while [ $# -gt 0 ]; do
                 arguments+=("$1")
             else
                 config=$(cd "$(dirname "$1")" 2>/dev/null && pwd)/$(basename "$1")
-                [ -f "$config" ] || config=$1
+                [ -e "$config" ] || config=$1
             fi
             ;;
     esac
@@ -77,6 +77,7 @@ set_up digits
 cd "$root"
 [[ $config != "$root"/* ]] || config=${config#"$root"/}
 export NGPU=${NGPU:-1}
+[[ $NGPU =~ ^[1-9][0-9]*$ ]] || { echo "NGPU: is the number of processes, 1 or more, and not '$NGPU'" >&2; exit 2; }
 if [ "$NGPU" != 1 ]; then
     cores=$("$venv/bin/python" -c 'import os; print(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count())')
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores / NGPU > 0 ? cores / NGPU : 1))}
@@ -88,9 +89,8 @@ if [ -n "$autotune" ]; then
 fi
 "$venv/bin/python" train.py --check-only --job.config_file "$config" ${arguments[@]+"${arguments[@]}"}
 [ -z "$check_only" ] || exit 0
-if [ "$NGPU" = 1 ]; then
-    command=("$venv/bin/python")
-else
+command=("$venv/bin/python")
+if [ "$NGPU" != 1 ]; then
     # torchrun would die of a SIGUSR1 that it does not handle, and leave its processes behind.
     command=("$venv/bin/python" -m torchtitan.processes.torchrun --standalone --nproc_per_node "$NGPU"
         --signals-to-handle SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1)

@@ -175,6 +175,19 @@ def test_published_to_published_and_back_is_exact(tmp_path, capsys):
         assert 'flavor = "DiT-T/2"' in file.metadata()["config"]
 
 
+def test_a_configuration_describes_published_weights_without_its_data_and_initial_weights(tmp_path, capsys):
+    own_data = CONFIG[CONFIG.index("shape = ") : CONFIG.index("scale = ")]
+    weights = random_weights(changes=(own_data, "shape = [4, 32, 32]\nnum_classes = 1000\n"))
+    write_weights(weights, tmp_path / "dit.safetensors", "dit", dtype="float32", overwrite=False)
+    described = CONFIG.replace("FREQUENCIES", "dit")[: CONFIG.index("[data]") - len("FREQUENCIES") + len("dit")]
+    described += '[data]\nname = "latents"\npath = "latents/imagenet256"\n[checkpoint]\ninitial_weights = "own.safetensors"\n'
+    (tmp_path / "model.toml").write_text(described)
+    words = ["import", str(tmp_path / "dit.safetensors"), str(tmp_path / "model.toml"), "--format", "dit"]
+    assert main([*words, "--output", str(tmp_path / "own.safetensors")]) == 0
+    assert "latents/imagenet256: not here; 4 x 32 x 32 and 1000 classes are assumed" in capsys.readouterr().err
+    assert same(load_file(tmp_path / "own.safetensors"), weights.tensors)
+
+
 def test_what_shows_no_model_is_refused_in_one_line(tmp_path, capsys):
     write_weights(random_weights(), tmp_path / "x.safetensors", "dit", dtype="float32", overwrite=False)
     tensors = load_file(tmp_path / "x.safetensors")
@@ -183,12 +196,17 @@ def test_what_shows_no_model_is_refused_in_one_line(tmp_path, capsys):
     save_file({"x": torch.zeros(1)}, tmp_path / "other.safetensors")
     write_weights(random_weights(), tmp_path / "own.safetensors", "safetensors", dtype="float32", overwrite=False)
     out = ("--output", str(tmp_path / "y.safetensors"))
+    (tmp_path / "step").mkdir()
+    for name in ("step/manifest.json", "step/shard.safetensors", "config.toml"):
+        (tmp_path / name).touch()
     for words, text in (
         (("import", "wide.safetensors", "--format", "dit", *out), "of a named size in the dit layout (add CONFIG)"),
         (("import", "other.safetensors", "--format", "sit", *out), "show no model of a named size in the sit layout"),
         (("import", "own.safetensors", "--format", "dit", *out), "own layout already"),
         (("export", "own.safetensors", "--format", "safetensors", "--vae", "v", *out), "--vae: has no effect on safetensors"),
         (("import", "nothing.safetensors", "--format", "dit", *out), "no such file of weights"),
+        (("import", "step/shard.safetensors", "--format", "dit", *out), "is a part of a checkpoint (give the"),
+        (("export", "config.toml", "--format", "dit", *out), "is the record of a run (give the run's folder)"),
     ):
         assert main([words[0], str(tmp_path / words[1]), *words[2:]]) == 2
         error = capsys.readouterr().err

@@ -65,6 +65,8 @@ def test_a_text_without_losses_and_a_run_that_logs_too_rarely_are_refused(run_fo
         read_log(text)
     with pytest.raises(RunRecordError, match="two logged losses within the 5 steps"):
         against_log(read_run(run_folder), {5: 1.0, 10: 0.9})
+    with pytest.raises(RunRecordError, match="has the loss of each step"):
+        against_log(read_run(run_folder), dict.fromkeys(range(1, 9), 1.0))
 
 
 def test_points_count_by_their_steps_and_further_terms_are_left_out(tmp_path, capsys):

@@ -7,7 +7,7 @@ import pytest
 from tests.forked import ROOT
 from torchtitan.config.job import ConfigError, load_config
 from torchtitan.settings.synonyms import SYNONYMS, synonym
-from torchtitan_dit.commands import sample, sweep
+from torchtitan_dit.commands import checkpoint, sample, sweep
 
 
 def answer(*words: str) -> str:
@@ -53,7 +53,11 @@ def test_names_of_the_page_for_other_programs_are_answered_as_there():
     (["--max_steps", "10"], "--max_steps: unknown key (did you mean --training.steps?)"),
     (["--training.bf16", "true"], "--training.bf16: unknown key (did you mean --training.mixed_precision_param bfloat16?)"),
     (["--cfg-scale=2"], "--cfg-scale: unknown key (did you mean --sampling.guidance_scale?)"),
-    (["--amp"], "--amp: needs a value (did you mean --training.mixed_precision_param bfloat16?)"),
+    (["--amp"], "--amp: unknown key (did you mean --training.mixed_precision_param bfloat16?)"),
+    (["--compile"], "--compile: unknown key (did you mean --compile.enable true?"),
+    (["--autotune", "--optimizer.lr", "1"], "--autotune: unknown key (scripts/train.sh --autotune searches"),
+    (["--objective.path", "linear"], "(did you mean rectified_flow?)"),
+    (["--objective.prediction", "eps"], "(did you mean noise?)"),
     (["--ema_decay", "0.9"], "--ema.tracks, a list of tables with name and decay"),
     (["--fault_tolerance.enable", "true"], "--fault_tolerance.enable: unknown key (torchrun --max-restarts restarts a run"),
     (["--training.compile", "true"], "(did you mean --compile.enable true?)"),
@@ -71,12 +75,15 @@ def test_the_command_line_is_answered(words, advice):
     (sample, "--num_fid_samples=10 --cfg-scale", "--count, --guidance-scale"),
     (sample, "--negative-prompt", "there are no negative prompts: guidance leads away from the null caption"),
     (sweep, "--partition", "--slurm partition=VALUE"),
+    (sweep, "--training.steps", "keys of runs belong in [fixed] of the grid's file"),
+    (checkpoint, "--steps", "--step"), (checkpoint, "--verbose", ""),
 ])  # fmt: skip
 def test_the_options_of_commands_are_suggested_too(command, word, advice, capsys):
     with pytest.raises(SystemExit):
-        command.parse_arguments(["run", *word.split(), "3"])
+        before = ["export", "run", "--format", "dit", "--output", "x"] if command is checkpoint else ["run"]
+        command.parse_arguments([*before, *word.split(), "3"])
     meant = f"did you mean {advice}?" if advice.startswith("--") else advice
-    assert capsys.readouterr().err.endswith(f" 3 ({meant})\n")
+    assert capsys.readouterr().err.endswith(f" 3 ({meant})\n" if meant else " 3\n")
 
 
 def test_other_words_are_left_to_the_nearest_key():

@@ -41,7 +41,9 @@ def read_toml(path: str) -> tuple[dict[str, Any], list[str]]:
     except regular.UnsuitableFile as failure:
         reason = f"{failure.strerror} (give a TOML file)"
     except UnicodeDecodeError as failure:
-        reason = f"is not UTF-8 text, see byte {failure.start} (save it as UTF-8)"
+        binary = Path(path).suffix in (".safetensors", ".pt", ".pth")
+        advice = "it holds weights: give a TOML file" if binary else "save it as UTF-8"
+        reason = f"is not UTF-8 text, see byte {failure.start} ({advice})"
     except OSError as failure:
         reason = f"cannot be read: {failure.strerror}"
     except ValueError as failure:

@@ -125,6 +125,8 @@ def read_sweep(path: Path) -> Sweep:
     if not re.fullmatch(r"[\w.+-]{1,100}", settings.name) or settings.name in (".", ".."):
         raise _error(path, f"name: {quoted(settings.name)} is no folder name (use letters, digits, '.', '_', '-')")
     base = path.parent / settings.base if settings.base else None
+    if base is not None and not base.is_file() and (found := shipped(settings.base)):
+        base = Path(found)
     if base is not None and not base.is_file():
         raise _error(path, f"base: {base}: no such file (it is relative to the sweep's file)")
     for said in read_toml(str(base))[1] if base is not None else []:

@@ -144,6 +144,8 @@ def open_reference(text: str, option: str = "--reference") -> Reference:
     path = named if not path.exists() and named.exists() else path
     if not path.exists():
         known = ", ".join(sorted(file.stem for file in REFERENCES.glob(f"*{NPZ_SUFFIX}"))) or "none"
+        if text in ("train", "validation"):
+            raise EvaluationError(f"{option}: {text!r} is for [evaluation] of a run (make one: {program('evaluate')} reference)")
         raise EvaluationError(
             f"{option}: {text!r} is neither a path nor the name of a reference (there are: {known}; "
             f"{program('evaluate')} reference makes one)"

@@ -28,10 +28,22 @@ class OneLineParser(argparse.ArgumentParser):
     An option may be written with _ for -; the configuration, CONFIG, is taken from --config CONFIG too.
     """
 
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**{"formatter_class": argparse.RawDescriptionHelpFormatter} | options)
+    def __init__(self, of_command: bool = False, **options: Any) -> None:
+        """of_command: it is one command's of a parser of several, and refuses unknown options itself, which knows its own."""
+        defaults: dict[str, Any] = {"formatter_class": argparse.RawDescriptionHelpFormatter}
+        super().__init__(**defaults | options)
+        self._of_command = of_command
+
+    def add_subparsers(self, **options: Any):
+        return super().add_subparsers(**{"parser_class": functools.partial(type(self), of_command=True)} | options)
 
     def parse_known_args(self, args=None, namespace=None):
+        found, rest = self._parse_known(args, namespace)
+        if rest and self._of_command:
+            self.error(f"unrecognized arguments: {' '.join(rest)}")
+        return found, rest
+
+    def _parse_known(self, args=None, namespace=None):
         words = [_with_dashes(word) for word in (sys.argv[1:] if args is None else args)]
         config = next((action for action in self._actions if action.dest == "config"), None)
         place = next((place for place, word in enumerate(words) if word.partition("=")[0] == "--config"), None)
@@ -64,8 +76,10 @@ class OneLineParser(argparse.ArgumentParser):
         own = f"--{key.rpartition('.')[2].replace('_', '-')}"
         options = self._option_string_actions
         near = [own] if own in options else [each for each in options if each.endswith(word[1:])]  # --steps: --num-steps
-        near = near or get_close_matches(word, options, n=1)
-        return near[0] if near else f"--slurm {word[2:]}=VALUE" if "--slurm" in options else ""
+        near = near or get_close_matches(word, [each for each in options if each != "--help"], n=1, cutoff=0.7)
+        if near or "--slurm" not in options:
+            return near[0] if near else ""
+        return "keys of runs belong in [fixed] of the grid's file" if "." in word else f"--slurm {word[2:]}=VALUE"
 
 
 def _with_dashes(word: str) -> str:

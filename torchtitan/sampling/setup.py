@@ -12,7 +12,7 @@ from typing import Any
 
 from torchtitan.autoencoders import AUTOENCODERS
 from torchtitan.autoencoders.base import AutoencoderError
-from torchtitan.checkpoint.manifest import MANIFEST
+from torchtitan.checkpoint.manifest import MANIFEST, checkpoint_steps
 from torchtitan.conditions import Classes, Embeddings, Unconditional, numbered_otherwise
 from torchtitan.distributed.mesh import compute_device
 from torchtitan.errors import look_alike
@@ -32,7 +32,8 @@ from torchtitan.sampling.method_options import add_method_options, given_options
 from torchtitan.sampling.prompts import add_prompt_options, check_prompted, places, with_prompts
 from torchtitan.sampling.set_settings import set_settings
 from torchtitan.weights.adapted_network import drawn_sha256
-from torchtitan.weights.trained_model import TrainedModel, WeightsError, is_published_folder, load_run, load_weights
+from torchtitan.weights.pipeline_folder import is_published_folder
+from torchtitan.weights.trained_model import TrainedModel, WeightsError, load_run, load_weights
 
 _WEIGHTS = "weights.safetensors"  # of this program, in a repository on the hub
 _FILES_OF_DIFFUSERS = ["*.json", *(f"{part}*.safetensors" for part in ("", "transformer/", "vae/"))]
@@ -209,10 +210,10 @@ def beside(source: Path, name: str) -> Path:
     """
     if not source.is_dir():
         return source.with_suffix("")
-    if (source / MANIFEST).is_file():
-        checkpoint = source.resolve()
-        of_run = checkpoint.parent.name == "checkpoint"
-        source = checkpoint.parent.parent if of_run else checkpoint.with_name(f"{checkpoint.name}-drawn")
+    whole, single = source.resolve(), (source / MANIFEST).is_file()
+    if single or checkpoint_steps(source):
+        folder = whole.parent if single else whole
+        source = folder.parent if folder.name == "checkpoint" else whole.with_name(f"{whole.name}-drawn")
     return source / "samples" / name
 
 

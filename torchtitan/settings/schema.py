@@ -21,6 +21,7 @@ import pydantic_core
 
 from torchtitan.settings import condition_met, key_types
 from torchtitan.settings.sections import keys as section_keys
+from torchtitan.settings.synonyms import VALUES
 
 
 class Problem(NamedTuple):
@@ -204,7 +205,10 @@ def shown_name(name: str) -> str:
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """Nearest known word to the given one, or "" if none is close."""
+    """Known word that means the same as the given one, or else the nearest; "" if none is close."""
+    known = list(known)
+    if (meant := VALUES.get(word.lower())) in known:
+        return meant
     return next(iter(difflib.get_close_matches(word[:100], list(known), n=1, cutoff=0.6)), "")
 
 

@@ -25,7 +25,7 @@ def read_command_line(argv: list[str]) -> tuple[dict[str, str], list[str]]:
             continue
         key, equals, text = argument[2:].partition("=")
         key = "job.config_file" if key == "config" else key.replace("-", "_") if "." in key else key
-        if equals:
+        if equals or "." not in key and (not arguments or arguments[0].startswith("--")):  # which is no key
             texts[key] = text
         elif arguments and not arguments[0].startswith("--"):
             texts[key] = arguments.pop(0)
@@ -71,6 +71,8 @@ def suggestion(key: str, known: Iterable[str], prefix: str = "") -> str:
     """
     if of_habit := synonym(key, prefix):
         return of_habit
+    if f"{key}.enable" in known:
+        return f"did you mean {prefix}{key}.enable true? --help {key} lists its keys"
     section, _, name = key[:100].rpartition(".")
 
     def likeness(candidate: str) -> tuple[float, float]:

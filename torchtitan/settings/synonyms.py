@@ -26,6 +26,11 @@ SYNONYMS = {
     **dict.fromkeys(
         ("devices", "nproc_per_node", "num_processes"), ("", "NGPU=N scripts/train.sh, or torchrun, starts N processes"),
     ),
+    "autotune": ("", "scripts/train.sh --autotune searches the batch size"),
+    **dict.fromkeys(("smoke", "check_only"), ("", "it is of scripts/train.sh and train.py alone")),
+    "use_ema": ("ema.tracks", ", a list"),
+    "device": ("", "a GPU is used where there is one, and CUDA_VISIBLE_DEVICES chooses"),
+    "num_classes": ("", "there is none: the data decide"),
     "strategy": ("", "the keys of [parallelism] choose DDP, FSDP2 or HSDP"),
     "ckpt": ("checkpoint.initial_weights", ""),
     **dict.fromkeys(("checkpointing_steps", "ckpt_every", "save_every"), ("checkpoint.interval", "")),
@@ -92,6 +97,13 @@ SYNONYMS = {
     "memory_estimation.*": ("", "scripts/estimate.py CONFIG estimates memory"),
     "fault_tolerance.*": ("", "torchrun --max-restarts restarts a run, see docs/checkpoints.md"),
 }
+
+
+# Values of other programs, and those that mean the same here.
+VALUES = {
+    "linear": "rectified_flow", "gvp": "ddpm_cosine_continuous", "vp": "ddpm_linear_continuous",
+    "eps": "noise", "epsilon": "noise", "flow_matching": "denoising",
+}  # fmt: skip
 
 
 def synonym(key: str, prefix: str = "") -> str:

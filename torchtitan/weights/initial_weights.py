@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from torchtitan.checkpoint.checkpointer import checkpoint_path, checkpoint_steps, newest_good, read_state
 from torchtitan.checkpoint.finding import shares_of
+from torchtitan.checkpoint.manifest import MANIFEST
 from torchtitan.config.job import JobConfig
 from torchtitan.config.latent_cache import normalization_of_weights, store_of_latents, trained_info
 from torchtitan.data.base import DatasetInfo
@@ -40,6 +41,7 @@ from torchtitan.runs.folder import RunFolder
 from torchtitan.runs.ownership import CONFIG_FILE
 from torchtitan.weights.model_record import class_names_of_weights, trained_for
 from torchtitan.weights.network import check_base, check_objective, network_on_meta
+from torchtitan.weights.pipeline_folder import is_published_folder
 
 logger = logging.getLogger(__name__)
 
@@ -157,8 +159,13 @@ def check_own(path: Path, model: DiffusionModel, strict: bool = True) -> list[st
     if (path / CONFIG_FILE).is_file():
         export = f"{pasted('checkpoint')} export {quoted} --format safetensors --output FILE.safetensors"
         raise WeightsError(f"{path}: is the folder of a run (export its weights: {export})")
-    if os.path.isdir(path):
+    if (path / MANIFEST).is_file():
+        export = f"{pasted('checkpoint')} export {quoted} --format safetensors --output FILE.safetensors"
+        raise WeightsError(f"{path}: is a checkpoint (export its weights: {export})")
+    if is_published_folder(path) or (path / "transformer").is_dir():
         raise WeightsError(f"{path}: is a folder (import it: {command} {quoted} --format diffusers --output FILE.safetensors)")
+    if os.path.isdir(path):
+        raise WeightsError(f"{path}: is a folder, not of weights that are known (give a safetensors file)")
     if not os.path.exists(path):  # False also of what is no path
         raise WeightsError(f"{path}: no such file (published weights: {command})")
     try:

@@ -75,6 +75,11 @@ def write_around(path: Path, vae: Path, record: ModelRecord) -> None:
     _write(path / "model_index.json", {"_class_name": "DiTPipeline"} | parts | names)
 
 
+def is_published_folder(path: Path) -> bool:
+    """Whether a folder is one of diffusers, a network or a pipeline, and no run."""
+    return not (path / "config.toml").exists() and any((path / name).is_file() for name in ("model_index.json", "config.json"))
+
+
 def latents_of(path: Path) -> tuple[float, float] | None:
     """Shift and scale of the latents of a pipeline's AutoencoderKL; None for other folders."""
     document = _json(path / "vae" / "config.json")

@@ -137,6 +137,8 @@ def load_weights(path: Path, config_file: Path | None, device: torch.device) -> 
     """
     if path.is_dir():
         return _published_folder(path, config_file, device)
+    if said := no_weights(path):
+        raise WeightsError(f"{path}: {said}")
     if are_of_an_adapter(tensor_sizes(path)):
         raise WeightsError(f"{path}: is an adapter (give it with --lora, after the network that it was trained on)")
     try:
@@ -155,6 +157,15 @@ def load_weights(path: Path, config_file: Path | None, device: torch.device) -> 
         raise WeightsError(f"{path}: holds weights alone, but {objective.reads_by_state}")
     _fill(model, path, config)
     return TrainedModel(record, info, model, objective, path.stem)
+
+
+def no_weights(path: Path) -> str:
+    """What a file is that holds no network's weights, and what to give instead; "" where it may hold them."""
+    if path.name == "config.toml":
+        return "is the record of a run (give the run's folder)"
+    if (path.parent / MANIFEST).is_file():
+        return "is a part of a checkpoint (give the checkpoint's folder, or its run's)"
+    return ""
 
 
 def empty_trained_model(folder: Path, device: torch.device) -> TrainedModel:
@@ -261,11 +272,6 @@ def _published_folder(path: Path, config_file: Path | None, device: torch.device
     _copy(model, weights.tensors)
     encoders = {entry: str(path / name) for entry, name in _ENCODERS.items() if (path / name).is_dir()}
     return TrainedModel(weights.record, info, model, objective, path.resolve().name, encoders=encoders)
-
-
-def is_published_folder(path: Path) -> bool:
-    """Whether a folder is one of diffusers, a network or a pipeline, and no run."""
-    return not (path / "config.toml").exists() and any((path / name).is_file() for name in ("model_index.json", "config.json"))
 
 
 def _fill(model: DiffusionModel, path: Path, config: JobConfig) -> None:

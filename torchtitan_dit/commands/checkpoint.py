@@ -6,6 +6,7 @@ Exit codes: 0; 1: verify found damage, or diff a difference; 2: refused, nothing
 import argparse
 import sys
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -40,10 +41,10 @@ from torchtitan.runs.check import Finding, check_run
 from torchtitan.runs.ownership import CONFIG_FILE
 from torchtitan.settings.sources import split_keys
 from torchtitan.weights.final_weights import adapter_header
-from torchtitan.weights.model_record import record_of
+from torchtitan.weights.model_record import ModelRecord, record_of
 from torchtitan.weights.network import network_on_meta
 from torchtitan.weights.published import LAYOUTS, OWN, WRITTEN, OwnWeights, open_published, write_weights
-from torchtitan.weights.trained_model import TrainedModel, load_run, read_config, record_of_run
+from torchtitan.weights.trained_model import TrainedModel, load_run, no_weights, read_config, record_of_run
 
 MOST_ROWS = 10  # of differences
 KEPT_METADATA = ("step", "weights", "model", "base", "base_sha256", "trigger_word")  # of adapters that are converted
@@ -261,6 +262,8 @@ def export_file(arguments: argparse.Namespace) -> int:
         if getattr(arguments, option) is not None:
             advice = "of a file: --format, or convert-adapter" if option == "adapter" else "leave it out"
             raise WeightsError(f"--{option}: is for runs, and {arguments.run} is a file ({advice})")
+    if said := no_weights(arguments.run):
+        raise WeightsError(f"{arguments.run}: {said}")
     layout = header_of(arguments.run).get("layout", "") if arguments.run.suffix == ".safetensors" else ""
     if layout not in (OWN, *LAYOUTS):
         raise WeightsError(f"{arguments.run}: no header names its layout (use import FILE --format LAYOUT first)")
@@ -283,12 +286,24 @@ def import_(arguments: argparse.Namespace) -> int:
     refuse_existing(arguments.output, arguments.overwrite)
     if arguments.output.suffix != ".safetensors":
         raise WeightsError(f"{arguments.output}: must end in .safetensors, the format of the output")
-    record = record_of(read_config(arguments.config, arguments.data_words)) if arguments.config else None
-    weights, notes = open_published(arguments.file, arguments.format, record)
+    if said := no_weights(arguments.file):
+        raise WeightsError(f"{arguments.file}: {said}")
+    weights, notes = open_published(arguments.file, arguments.format, configured(arguments))
     print_notes(notes)
     write_weights(weights, arguments.output, OWN, dtype=arguments.dtype, overwrite=arguments.overwrite)
     print(f"{arguments.output}: {len(weights.tensors)} tensors")
     return 0
+
+
+def configured(arguments: argparse.Namespace) -> ModelRecord | None:
+    """Record of the configuration that was given; neither its data nor other files that a training needs have to be here."""
+    if not arguments.config:
+        return None
+    with suppress(ConfigError, DatasetError):
+        return record_of(read_config(arguments.config, arguments.data_words))
+    config, info, note = described_network(arguments.config, arguments.data_words)
+    print_notes([note] if note else [])
+    return record_of(config, info)
 
 
 def write_options(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -302,6 +317,8 @@ def print_notes(notes: Iterable[str]) -> None:
 
 def export_adapter(arguments: argparse.Namespace, trained: TrainedModel) -> int:
     config, model = trained.config, trained.model
+    if arguments.approximate or arguments.vae:
+        raise WeightsError(f"--{'approximate' if arguments.approximate else 'vae'}: has no effect on an adapter (leave it out)")
     if not config.lora.enable:
         raise WeightsError(f"{arguments.run}: has no adapter, its whole network was trained (give --format)")
     layout = adapter_layout(arguments.adapter, config)
@@ -317,7 +334,7 @@ def export_adapter(arguments: argparse.Namespace, trained: TrainedModel) -> int:
 
 def convert_adapter(arguments: argparse.Namespace) -> int:
     refuse_existing(arguments.output, arguments.overwrite)
-    config, info = described_network(arguments.config, arguments.data_words)
+    config, info, _ = described_network(arguments.config, arguments.data_words)
     model = network_on_meta(config, info)
     layout = adapter_layout(arguments.adapter, config)
     found = read_adapter(arguments.file, model, MODELS[config.model.name].adapter_layouts)
@@ -332,15 +349,19 @@ def convert_adapter(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def described_network(path: Path, data_words: list[str]) -> tuple[JobConfig, DatasetInfo]:
-    """Configuration and data of a network by a run, or by a file of one; the data need not be here. Raises ConfigError."""
+def described_network(path: Path, data_words: list[str]) -> tuple[JobConfig, DatasetInfo, str]:
+    """Configuration and data of a network by a run, or by a file of one, and what is assumed of data that are not here.
+
+    Raises:
+        ConfigError: they cannot be known.
+    """
     folder = path.parent if path.name == CONFIG_FILE else path
     if folder.is_dir() and not data_words:
         record, _ = record_of_run(folder, run_checkpoints(folder))
-        return record.config, record.info
-    words, _, info = without_data(["--job.config_file", str(path), *data_words])
+        return record.config, record.info, ""
+    words, note, info = without_data(["--job.config_file", str(path), *data_words])
     config = read_config(path, words[2:], elsewhere=True, info=info)
-    return config, trained_info(config)
+    return config, trained_info(config), note
 
 
 def adapter_layout(name: str, config: JobConfig) -> AdapterLayout:

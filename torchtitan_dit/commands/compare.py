@@ -111,7 +111,7 @@ def parse_arguments(words: list[str] | None) -> argparse.Namespace:
     parser = OneLineParser(description=__doc__)
     add = parser.add_argument
     add("runs", metavar="RUN_FOLDER", type=Path, nargs="+", help="a run's folder, as outputs/digits")
-    add("--output", type=Path, default=Path("compare.html"), help="file to write (default: compare.html)")
+    add("--output", type=Path, help="file to write (default: compare.html)")
     add("--smoothing", type=at_least(0), metavar="STEPS",
         help="steps of the running mean of training loss, gradient norm and loss by timestep; 0: none (default: "
         "3 %% of the longest run)")
@@ -120,8 +120,10 @@ def parse_arguments(words: list[str] | None) -> argparse.Namespace:
     add("--watch", action="store_true", help="rewrite the page while a run trains; it reloads itself, and ends with the run")
     add("--open", action="store_true", help="show the page in the browser")
     arguments = parser.parse_args(words)
-    if arguments.log and arguments.watch:
-        parser.error("--log: writes no page (leave out --watch)")
+    of_page = [name for name in ("watch", "open", "output", "smoothing") if getattr(arguments, name) not in (None, False)]
+    if arguments.log and of_page:
+        parser.error(f"--log: writes no page (leave out --{of_page[0]})")
     if arguments.log and len(arguments.runs) > 1:
         parser.error(f"--log: is compared with one run, and {len(arguments.runs)} are given")
+    arguments.output = arguments.output or Path("compare.html")
     return arguments

@@ -18,7 +18,8 @@ from pathlib import Path
 import torch.distributed as dist
 
 from torchtitan.autoencoders.base import AutoencoderError
-from torchtitan.checkpoint.checkpointer import CheckpointError
+from torchtitan.checkpoint.checkpointer import CheckpointError, checkpoint_steps
+from torchtitan.checkpoint.manifest import MANIFEST
 from torchtitan.config.job import ConfigError, load_data_section
 from torchtitan.data import DATASETS, DatasetError
 from torchtitan.distributed.collectives import from_first_rank, group_for_work, on_all_ranks
@@ -163,6 +164,8 @@ def evaluate(arguments: argparse.Namespace) -> None:
     request = request_of(arguments)
     if not source.exists():
         raise EvaluationError(f"{source}: no such run, file of weights, folder of images or npz file")
+    if not drawn and source.is_dir() and ((source / MANIFEST).is_file() or checkpoint_steps(source)):
+        raise EvaluationError(f"{source}: holds checkpoints, no images (give the run, and --step N)")
     if not drawn:
         refuse_drawing_options(arguments)
     output = arguments.output or default_output(source)
@@ -189,6 +192,9 @@ def evaluate(arguments: argparse.Namespace) -> None:
         lambda: measure(request, features_of_samples(rows, images.classes()), compared, calibrating), group=group
     )
     if FIRST:
+        for name, needed in (("reference", "reference"), ("held_out", "needs_held_out")):
+            if getattr(arguments, name) and not any(getattr(METRICS[metric], needed) for metric in arguments.metrics):
+                print(f"--{name.replace('_', '-')}: has no effect on {', '.join(arguments.metrics)}", file=sys.stderr)
         print("\n".join(table_lines(request, len(images), reference, measured)))
         source_of_samples = origin(setup) if drawn else {}
         file.add(describe(

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from torchtitan.files.regular import read_regular
 from torchtitan.files.shard_files import write_tensors
-from torchtitan.files.weight_files import header_of, read_state_dict, written_whole
+from torchtitan.files.weight_files import WeightsError, header_of, read_state_dict, written_whole
 from torchtitan.models.adapters.adapters import check_shape
 from torchtitan.models.adapters.fusing import padded, with_alpha
 from torchtitan.models.adapters.layouts import NATIVE, AdapterLayout
@@ -60,6 +60,8 @@ def read_adapter(path: Path, model: DiffusionModel, layouts: Mapping[str, Adapte
         WeightsError: it cannot be read.
         AdapterError: it is no adapter of this network, or has another update than alpha / rank B A.
     """
+    if (path / "config.toml").is_file():
+        raise WeightsError(f"{path}: is the folder of a run (give the file of its adapter, of checkpoint.py export --adapter)")
     path = path / _PEFT_WEIGHTS if path.is_dir() else path
     tensors, _ = read_state_dict(path)
     metadata = header_of(path) if path.suffix == ".safetensors" else {}

@@ -51,9 +51,11 @@ def against_log(run: RunRecord, log: Mapping[int, float]) -> list[LogPoint]:
     Steps without two logged losses within that distance are left out.
 
     Raises:
-        RunRecordError: all are.
+        RunRecordError: all are, or the log has a line for each step, of one batch's loss.
     """
     width = distance(log)
+    if width < 2:
+        raise RunRecordError("--log: has the loss of each step, of one batch (give means over ten steps or more, a line each)")
     points = list(_points(run, log, width))
     if not points:
         raise RunRecordError(
