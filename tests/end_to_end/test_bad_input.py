@@ -68,6 +68,8 @@ def test_folder_of_another_configuration_is_not_continued(config, trained):
     run = read_run(trained.folder)
     changes = ["after step 2: optimizer.lr: 0.003 -> 0.004", "after step 2: training.steps: 2 -> 3"]
     assert sorted(run.summary["config_changes"]) == changes
+    code, _, error = call(training_arguments(config, "trained", "--optimizer.lr", "0.004"))  # as before the extension
+    assert code == 2 and "give --training.steps 3 as it had" in error
     assert any("keys were changed while it trained: after step 2: " in note for note in notes([run]))
 
 

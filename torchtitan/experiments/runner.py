@@ -2,6 +2,8 @@
 
 import sys
 import threading
+import tomllib
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import partial
@@ -108,6 +110,7 @@ def _select(sweep: Sweep, only: dict[str, list[str]]) -> list[Cell]:
         if axis not in sweep.table["axes"]:
             raise SweepError(f"--only {axis}: is no axis (there are: {', '.join(sweep.table['axes'])})")
         known = list(dict.fromkeys(value_text(cell.axes[axis]) for cell in sweep.cells))
+        values = [_as_written(value) for value in values]
         for value in values:
             if value not in known:
                 raise SweepError(f"--only {axis}={value}: is no value of the axis (there are: {', '.join(known)})")
@@ -115,6 +118,13 @@ def _select(sweep: Sweep, only: dict[str, list[str]]) -> list[Cell]:
     if not cells:
         raise SweepError("--only: no cell is left")
     return cells
+
+
+def _as_written(value: str) -> str:
+    """Text of an axis' value as the grid writes it, however it was given: 0.0001 of 1e-4."""
+    with suppress(ValueError):
+        return value_text(tomllib.loads(f"value = {value}")["value"])
+    return value
 
 
 def run_sweep(plan: SweepPlan, launching: Launching) -> None:

@@ -345,7 +345,8 @@ def convert_adapter(arguments: argparse.Namespace) -> int:
         arguments.output, found.weights, model, layout,
         dtype=arguments.dtype, metadata=kept, overwrite=arguments.overwrite,
     )  # fmt: skip
-    print(f"{arguments.output}: {count} tensors, from the {found.layout} layout of adapters to {layout.name}")
+    before = found.metadata.get("layout", found.layout)
+    print(f"{arguments.output}: {count} tensors, from the {before} layout of adapters to {layout.name}")
     return 0
 
 

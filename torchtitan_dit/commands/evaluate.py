@@ -18,14 +18,13 @@ from pathlib import Path
 import torch.distributed as dist
 
 from torchtitan.autoencoders.base import AutoencoderError
-from torchtitan.checkpoint.checkpointer import CheckpointError, checkpoint_steps
-from torchtitan.checkpoint.manifest import MANIFEST
+from torchtitan.checkpoint.manifest import MANIFEST, checkpoint_steps
 from torchtitan.config.job import ConfigError, load_data_section
 from torchtitan.data import DATASETS, DatasetError
 from torchtitan.distributed.collectives import from_first_rank, group_for_work, on_all_ranks
 from torchtitan.distributed.config import CommConfig
 from torchtitan.distributed.mesh import compute_device, init_process_group
-from torchtitan.errors import EvaluationError, unwrapped
+from torchtitan.errors import CheckpointError, EvaluationError, unwrapped
 from torchtitan.evaluation.dataset_images import DatasetImages
 from torchtitan.evaluation.sample_plans import SampleNotFinite, SampleSetError
 from torchtitan.fidelity.extraction import BATCH_SIZE, extract_images
