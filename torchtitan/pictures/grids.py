@@ -4,6 +4,7 @@ import functools
 import logging
 import os
 import re
+import textwrap
 import unicodedata
 from collections import Counter
 from collections.abc import Sequence
@@ -50,7 +51,7 @@ def image_grid(
     Args:
         images: [N, C, H, W], N <= rows * columns, in [-1, 1] (clipped) for one or three channels.
         rows, columns: of the grid, >= 1.
-        row_labels: one per row, written at its left, cut to 24 letters; "?" for those that the font lacks.
+        row_labels: one per row, written at its left in lines of 24 letters, cut at its height; "?" for those that the font lacks.
         captions: one per image, written below it, cut to its width.
 
     Returns:
@@ -60,8 +61,9 @@ def image_grid(
     height, width = pixels.shape[1:3]
 
     label_font = _font(_between(14, height // 3, 36))
-    labels = [_shorten(_legible(label)) for label in row_labels or []]
-    label_width = max((_text_width(label, label_font) for label in labels), default=0)
+    label_height = sum(label_font.getmetrics())
+    labels = [_label(_legible(label), height // label_height) for label in row_labels or []]
+    label_width = max((_text_width(line, label_font) for label in labels for line in label.split("\n")), default=0)
     left = MARGIN + (label_width + MARGIN if labels else 0)
     grid_width = columns * (width + GAP) - GAP
     title_font = _font(_between(15, height // 3, 36))
@@ -80,7 +82,7 @@ def image_grid(
         draw.text((left, MARGIN + line * line_height), text, INK, title_font)
     for row, label in enumerate(labels):
         middle = top + row * pitch + height // 2
-        draw.text((left - MARGIN, middle), label, INK, label_font, anchor="rm")
+        draw.text((left - MARGIN, middle), label, INK, label_font, anchor="rm", align="right")
     for place in range(rows * columns):
         x, y = left + place % columns * (width + GAP), top + place // columns * pitch
         if place < len(pixels):
@@ -219,8 +221,8 @@ def _few_colours(frame: Image.Image) -> Image.Image:
     return frame.quantize(palette=palette, dither=Image.Dither.NONE)
 
 
-def _shorten(label: str) -> str:
-    return label if len(label) <= LABEL_LETTERS else label[: LABEL_LETTERS - 1].rstrip(" ,-") + "…"
+def _label(label: str, most_lines: int) -> str:
+    return "\n".join(textwrap.wrap(label, LABEL_LETTERS, max_lines=most_lines, placeholder="…"))
 
 
 def _fit(text: str, font: ImageFont.FreeTypeFont, width: int) -> str:
