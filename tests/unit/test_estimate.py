@@ -258,11 +258,12 @@ def test_command_estimates_seven_billion_parameters(tmp_path, capsys):
 @pytest.mark.parametrize(
     "words, message",
     [
-        (["--device", "H2"], "is none of H200, H100"),
+        (["--device", "H2"], "'H2' is none of H200, H100"),
+        (["--device", "H2", "--tflops", "9"], "and another GPU needs --memory, --memory-bandwidth, --node-bandwidth"),
         (["--device", "CPU", "--memory", "8"], "needs --tflops, --memory-bandwidth, --node-bandwidth, --network-bandwidth"),
         (["--device", "CPU", "--memory", "8", "--world-size", "1"], "needs --tflops, --memory-bandwidth\n"),
         (["--device", "H200", "--model.flavour", "debug"], "did you mean"),
-        (["--device", "4090", "--memory", "12", "--tflops", "9"], "--tflops is for --device CPU; 4090 has its own"),
+        (["--device", "4090", "--memory", "12", "--tflops", "9"], "--tflops is for other devices; 4090 has its own"),
     ],
 )
 def test_bad_words_are_refused_in_one_line(words, message, capsys):

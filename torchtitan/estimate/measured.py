@@ -9,6 +9,8 @@ from torchtitan.training.hardware import named_peak_tflops
 from torchtitan.training.utilisation import Products
 
 _SMALL = "XL/2 compiled, 32 images"
+# Bytes of the update of XL/2's 675 M float32 weights: gradients are read, weights, moments and an average read and written.
+_UPDATED = 675e6 * 4 * (1 + 2 * 4)
 # A link to benchmarks/results, of which a package has a copy: device's name -> stage -> row -> values.
 RESULTS = Path(__file__).with_name("gpu_day.json")
 
@@ -16,8 +18,9 @@ RESULTS = Path(__file__).with_name("gpu_day.json")
 def measured_shares(device: Device, products: Products | None, float8: bool, compiled: bool) -> dict[str, tuple[float, str]]:
     """Measured shares, by `Efficiency`'s names: each with device and date; none where no such device was visited.
 
-    The share of compute is the MFU of whole train steps of DiT-XL/2 in bfloat16, compiled or eager, and holds for such products
-    alone, with float8, which was measured compiled, or without; that of memory is the rate of a copy.
+    The share of compute is the MFU of train steps of DiT-XL/2 in bfloat16 without their update, which an estimate counts apart,
+    compiled or eager, and holds for such products alone, with float8, which was measured compiled, or without; that of memory is
+    the rate of a copy.
     """
     kind = "compiled, float8" if float8 else "compiled" if compiled else "eager"
     row = f"XL/2 {kind}"
@@ -29,7 +32,8 @@ def measured_shares(device: Device, products: Products | None, float8: bool, com
         copy = stages.get("ceilings", {}).get("copy", {}).get("TB_per_s")
         if step and products == "bfloat16":
             how = f"measured with XL/2 of {step['images']} images, {kind}"
-            found["compute"] = step["mfu_percent"] / 100, f"{how}, {name}, {stages[row]['machine']['date']}"
+            update = _UPDATED / (1e9 * copy) / step["ms"] if copy else 0.0  # share of the step
+            found["compute"] = step["mfu_percent"] / 100 / (1 - update), f"{how}, {name}, {stages[row]['machine']['date']}"
         if copy:
             found["memory"] = 1000 * copy / device.memory_gb_per_s, f"measured, {name}, {stages['ceilings']['machine']['date']}"
     return found

@@ -10,10 +10,17 @@ from torchtitan.estimate.devices import Device
 from torchtitan.estimate.encoding import encoding_flops_per_image
 from torchtitan.estimate.measured import waiting_step
 from torchtitan.estimate.memory import PARTS, MemoryEstimate
-from torchtitan.estimate.roofline import Efficiency, StepTime, training_flops_per_image, untrained_forwards
+from torchtitan.estimate.roofline import (
+    Efficiency,
+    StepTime,
+    microbatches,
+    training_flops_per_image,
+    untrained_forwards,
+)
 from torchtitan.models import DiffusionModel, flavor_and_changes
 from torchtitan.models.quantized import quantized_weights
 from torchtitan.pictures.number_text import counted, significant
+from torchtitan.settings.sizes import largest_divisor
 
 # Left for the CUDA context, libraries' workspaces and buffers, and gaps between tensors.
 _USABLE = 0.9
@@ -84,7 +91,7 @@ def as_text(
         lines.append("  lora.extra: further adapters are not counted")
     if memory.least is not None:
         lines.append("the compiler's recomputation is not in the times below: up to a third more compute")
-    return "\n".join(lines + _time_lines(time, efficiency, config.float8.enable, device))
+    return "\n".join(lines + _time_lines(time, efficiency, config.float8.enable, device, microbatches(config)))
 
 
 def _start_up(config: JobConfig) -> str:
@@ -118,7 +125,9 @@ def _range_lines(memory: MemoryEstimate) -> list[str]:
     ]
 
 
-def _time_lines(time: StepTime, efficiency: Efficiency, float8: bool, device: Device) -> list[str]:
+def _time_lines(
+    time: StepTime, efficiency: Efficiency, float8: bool, device: Device, passes: int
+) -> list[str]:  # fmt: skip
     known = efficiency.measured
     shares = {name: share for name, share in _SHARES.items() if name not in known}
     if float8 and "compute" in shares:
@@ -126,6 +135,8 @@ def _time_lines(time: StepTime, efficiency: Efficiency, float8: bool, device: De
     of_visit = [f"{getattr(efficiency, name):.0%} of {_SHARES[name]} ({place})" for name, place in known.items()]
     speed = "link and overlap assumed" if "compute" in known else "assumed"
     waiting, where = waiting_step() if device.name != "CPU" else (0.0, "")
+    if passes > 1 and waiting:
+        waiting, where = passes * waiting, f"{where}, and this step is {passes} forwards and backwards"
     most = f"; with such a host up to {significant(time.hours * waiting / time.step)} hours" if time.step < waiting else ""
     return [
         "time of a step, at " + "".join(f"{share}, " for share in of_visit) + "assumed "
@@ -153,13 +164,15 @@ def _smaller(config: JobConfig, memory: MemoryEstimate, device: Device) -> Itera
     bytes_per_weight = 2 if config.lora.base_dtype == "bfloat16" else 4
     if config.lora.enable and not config.lora.quantized_kind and layout.data_parallel_shard_degree < bytes_per_weight:
         yield "--lora.base_dtype int8"
-    if config.activation_checkpoint.mode == "none":
+    excess = memory.needed - _USABLE * device.memory_gib * 2**30
+    of_activations = memory.activations > excess  # or else the state alone is too much
+    if config.activation_checkpoint.mode == "none" and of_activations:
         yield "--activation_checkpoint.mode full"
-    if (batch := config.training.local_batch_size) > 1:
-        per_image, excess = memory.activations / batch, memory.needed - _USABLE * device.memory_gib * 2**30
-        smaller = batch // 2
-        while smaller > 1 and (batch - smaller) * per_image < excess:
-            smaller //= 2
+    if (batch := config.training.local_batch_size) > 1 and of_activations:
+        share = config.training.global_batch_size // layout.data_ranks
+        smaller = largest_divisor(share, batch - 1)
+        while smaller > 1 and (batch - smaller) * memory.activations / batch < excess:
+            smaller = largest_divisor(share, smaller - 1)
         yield f"--training.local_batch_size {smaller}"
     shards = layout.data_parallel_shard_degree < layout.data_ranks
     yield "a larger --parallelism.data_parallel_shard_degree" if shards else "more devices"

@@ -156,9 +156,9 @@ def communication_bytes(config: JobConfig, num_parameters: int, gathered: int | 
     """
     layout, training = config.parallelism, config.training
     replicas, shards = layout.degrees.copies_and_shards
-    microbatches = _microbatches(config)
+    count = microbatches(config)
     times = 1 if layout.fsdp_reshard_after_forward == "never" else 2
-    gathers = times * microbatches * DTYPES[training.mixed_precision_param].itemsize
+    gathers = times * count * DTYPES[training.mixed_precision_param].itemsize
     gradients = DTYPES[training.mixed_precision_reduce].itemsize * num_parameters
     return {
         "shard": (shards - 1) / shards * (gathers * (gathered or num_parameters) + gradients) if shards > 1 else 0.0,
@@ -176,10 +176,11 @@ def exchanged_bytes(config: JobConfig, model: DiffusionModel) -> float:
         config.training.local_batch_size, tokens, config.model.dim, len(model.blocks()), degree,
         DTYPES[config.training.mixed_precision_param], recomputed=checkpointing.mode not in ("none", "memory_budget"),
     )  # fmt: skip
-    return _microbatches(config) * of_microbatch
+    return microbatches(config) * of_microbatch
 
 
-def _microbatches(config: JobConfig) -> int:
+def microbatches(config: JobConfig) -> int:
+    """Forwards and backwards of a rank in a step."""
     return config.training.global_batch_size // (config.training.local_batch_size * config.parallelism.data_ranks)
 
 
@@ -190,9 +191,15 @@ def _communication_seconds(
     replicas, shards = layout.degrees.copies_and_shards
     sent = communication_bytes(config, num_parameters, gathered) | {"context": exchanged_bytes(config, model)}
     # Ranks that share tokens, or a copy, are neighbours; copies of one shard are `shards` ranks apart.
-    reach = {"context": layout.context_parallel_degree, "shard": shards, "replicate": shards * replicas}
-    links = {
-        group: device.node_gb_per_s if ranks <= device.per_node else device.network_gb_per_s
-        for group, ranks in reach.items()
-    }
-    return sum(count / (1e9 * links[group]) for group, count in sent.items() if count)
+    reach = {"context": (layout.context_parallel_degree, 1), "shard": (shards, 1), "replicate": (shards * replicas, shards)}
+    return sum(count / (1e9 * _link(*reach[group], device)) for group, count in sent.items() if count)
+
+
+def _link(ranks: int, apart: int, device: Device) -> float:
+    """GB/s of each member of a ring over `ranks`, of which every `apart`-th is a member.
+
+    Between nodes a ring's members in one node share its traffic, each with its own port, as NCCL spreads rings over ports.
+    """
+    if ranks <= device.per_node:
+        return device.node_gb_per_s
+    return min(device.node_gb_per_s, max(device.per_node // apart, 1) * device.network_gb_per_s)

@@ -60,7 +60,7 @@ def parse_arguments(words: list[str] | None) -> tuple[argparse.Namespace, list[s
     add("config", metavar="CONFIG", help="TOML file of the run, or the name of a shipped one")
     add("--world-size", type=at_least(1), default=1, metavar="N", help="processes (default: 1)")
     add("--device", required=True, type=_device_name, metavar="NAME",
-        help=f"{', '.join(DEVICES)}, or CPU with the numbers below, of any device")  # fmt: skip
+        help=f"{', '.join(DEVICES)}; or CPU, or another GPU's name, with the numbers below")  # fmt: skip
     add("--memory", type=positive, metavar="GIB", help="memory of each process (default: the device's)")
     add("--tflops", type=positive, help="peak of matrix products in the run's precision, TFLOP/s")
     add("--memory-bandwidth", type=positive, metavar="GB_PER_S", help="of the memory")
@@ -97,18 +97,17 @@ def _device(parser: OneLineParser, arguments: argparse.Namespace) -> Device:
     given = [name for name in own if getattr(arguments, name) is not None]
     if device := DEVICES.get(arguments.device):
         if others := [name for name in given if name != "memory"]:
-            parser.error(f"--{others[0].replace('_', '-')} is for --device CPU; {arguments.device} has its own")
+            parser.error(f"--{others[0].replace('_', '-')} is for other devices; {arguments.device} has its own")
         return replace(device, memory_gib=arguments.memory or device.memory_gib)
-    if arguments.device != "CPU":
-        text = f"--device: {arguments.device!r} is none of {', '.join(DEVICES)}"
-        parser.error(f"{text} (another GPU: its numbers with --device CPU, or a like one with --memory)")
+    on_cpu = arguments.device == "CPU"
     wanted = own if arguments.world_size > 1 else own[:3]  # one process has no links
     if missing := [f"--{name.replace('_', '-')}" for name in wanted if name not in given]:
-        parser.error(f"--device CPU needs {', '.join(missing)}")
+        text = "" if on_cpu else f": {arguments.device!r} is none of {', '.join(DEVICES)}, and another GPU"
+        parser.error(f"--device{' CPU' * on_cpu}{text} needs {', '.join(missing)}")
     peak = arguments.tflops
     return Device(
-        "CPU", arguments.memory, peak, peak, arguments.memory_bandwidth, arguments.node_bandwidth or 0.0,
-        arguments.network_bandwidth or 0.0,
+        arguments.device, arguments.memory, peak, peak, arguments.memory_bandwidth, arguments.node_bandwidth or 0.0,
+        arguments.network_bandwidth or 0.0, tflops_float8=None if on_cpu else peak,
     )  # fmt: skip
 
 
