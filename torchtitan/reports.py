@@ -142,9 +142,9 @@ class Reports:
         except OSError as error:
             raise RunFolderError([f"{path}: cannot be written: {reason(error)}"]) from error
         self._pictures.remove_unfinished()
-        summary = self._state.folder.summary  # of the session before, which this one replaces at its end
-        with self._outputs.attempt("the summary of the session before", summary, consequence="readers take it for this one's"):
-            summary.unlink(missing_ok=True)
+        folder = self._state.folder
+        with self._outputs.attempt("the record of this session", folder.session, consequence="pages lack it until the run ends"):
+            folder.begin_session(self._summary.session(self._results))
 
     def state_dict(self) -> dict[str, Any]:
         """Return results and clock, for a run that resumes from here: for the first rank's checkpoint."""

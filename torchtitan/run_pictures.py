@@ -42,7 +42,7 @@ class RunPictures:
     def save_previews(self, step: int, first: Sequence[Image.Image], row_names: Sequence[str], trigger: str) -> None:
         """Save the first sample of each row, and the page that shows their changes."""
         with self._outputs.attempt("the previews", self._samples / PAGE_FILE):
-            save_previews(self._samples, step, first)
+            save_previews(self._samples, step, first, row_names)
             write_page(self._samples, self._name, row_names, trigger)
 
     def preview_changes(self, row_names: Sequence[str], trigger: str) -> dict[str, float]:

@@ -90,20 +90,28 @@ class RunSummary:
             "step": state.step,
             **({"progress": state.progress, "grown_batch_size": state.grown_batch_size} if state.batch_grows else {}),
             **({BRANCHED_FROM: state.branched_from} if state.branched_from is not None else {}),
-            **({"config_changes": state.config_changes} if state.config_changes else {}),
             "n_images_seen": state.data.next_sample,
             **state.guard.counts(),
             **({"rollbacks": state.guard.rollbacks} if state.guard.rollbacks else {}),
-            "layout": config.parallelism.degrees.describe(),
-            "device": device_name(state.layout.device),
-            "hardware": self._hardware,
-            "num_parameters": state.num_parameters,
-            "flops_per_image": state.flops_per_image,
+            **self.session(results),
             "tail_medians": self._tail_medians(results[TIMED]["after_step"]),
             **({"compile": self._compilations.counts()} if config.compile.enable else {}),
             "clock": self._clock.totals().summary(),
             **results,
             **({"checkpoint_failures": state.checkpointer.failures} if state.checkpointer.failures else {}),
+        }
+
+    def session(self, results: dict[str, Any]) -> dict[str, Any]:
+        """What is known of a run at its start: its past changes, what it runs on, and since when."""
+        state = self._state
+        return {
+            **({"config_changes": state.config_changes} if state.config_changes else {}),
+            "layout": state.config.parallelism.degrees.describe(),
+            "device": device_name(state.layout.device),
+            "hardware": self._hardware,
+            "num_parameters": state.num_parameters,
+            "flops_per_image": state.flops_per_image,
+            TIMED: results[TIMED],
             "versions": versions(),
             **({"plugins": plugins} if (plugins := loaded_plugins()) else {}),
         }

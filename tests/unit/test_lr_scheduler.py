@@ -2,16 +2,16 @@
 
 import math
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from tests.configurations import problems
 from tests.distributed.cases import make_trainer
-from torchtitan.config.job import load_config
+from torchtitan.config.job import JobConfig, load_config
 from torchtitan.experiments.autotune.probe import probe_config
+from torchtitan.settings.record import effective
 from torchtitan.state.resume import schedule_changes
-from torchtitan.training.config import LRSchedulerConfig, OptimizerConfig, TrainingConfig
+from torchtitan.training.config import LRSchedulerConfig
 from torchtitan.training.schedules import lr_factor, lr_phase
 
 # Warm-up over 200 epochs of CIFAR, decay from epoch 400 on.
@@ -26,20 +26,27 @@ STEPS = 195_313  # 2,000 epochs in batches of 512
 
 
 def test_the_jump_of_a_decay_that_is_made_longer_is_said():
-    cosine = LRSchedulerConfig(decay_type="cosine", warmup_steps=0)
     first = 1e-3 * 0.5 * (1 + math.cos(math.pi * 99 / 100))
     second = 1e-3 * 0.5 * (1 + math.cos(math.pi * 100 / 200))
     jump = f"the rate jumps from {first:.2g} to {second:.2g}"
     said = f"training.steps: 100 -> 200: the cosine decay has a new length, {jump}"
-    training = TrainingConfig(steps=200, global_batch_size=64)
-    config = SimpleNamespace(training=training, lr_scheduler=cosine, optimizer=OptimizerConfig(lr=1e-3))
-    saved = {"progress": 100, "config": {"training": {"steps": 100}}}
-    assert schedule_changes(config, saved) == [said]
-    assert schedule_changes(config, {"progress": 50, "config": {"training": {"steps": 200}}}) == []
-    config.lr_scheduler = LRSchedulerConfig(decay_type="cosine", warmup_steps=50)  # in which the rate rises as it did
-    assert schedule_changes(config, saved | {"progress": 10}) == [said.removesuffix(f", {jump}")]
-    config.lr_scheduler = LRSchedulerConfig(decay_type="constant")
-    assert schedule_changes(config, saved) == []
+
+    def of(steps: int, *words: str) -> JobConfig:
+        schedule = ("--lr_scheduler.decay_type", "cosine", "--lr_scheduler.warmup_steps", "0", "--optimizer.lr", "1e-3")
+        return load_config(["digits", "--training.steps", str(steps), *schedule, *words], 1)
+
+    def saved(progress: int, steps: int, *words: str) -> dict:
+        return {"progress": progress, "config": effective(of(steps, *words))}
+
+    assert schedule_changes(of(200), saved(100, 100)) == [said]
+    assert schedule_changes(of(200), saved(50, 200)) == schedule_changes(of(100), saved(100, 200)) == []
+    rising = ("--lr_scheduler.warmup_steps", "50")  # in which the rate rises as it did
+    without = [said.removesuffix(f", {jump}")]
+    assert schedule_changes(of(200, *rising), saved(10, 100, *rising)) == without
+    other = ("--optimizer.lr", "1e-4")  # whose rate then was another than this schedule's
+    assert schedule_changes(of(200, *other), saved(100, 100)) == without
+    constant = ("--lr_scheduler.decay_type", "constant")
+    assert schedule_changes(of(200, *constant), saved(100, 100, *constant)) == []
 
 
 def test_per_epoch_rates_are_the_published_ones_and_constant_within_an_epoch():

@@ -18,7 +18,7 @@ def plain(value, size=(32, 24)):
 @pytest.fixture
 def samples(tmp_path):
     for step in (0, 5, 10):
-        save_previews(tmp_path, step, [plain(100 + 5 * step), plain(100 + step)])
+        save_previews(tmp_path, step, [plain(100 + 5 * step), plain(100 + step)], PROMPTS)
     return tmp_path
 
 
@@ -50,9 +50,16 @@ def test_a_missing_or_damaged_preview_leaves_a_gap(samples):
     assert (samples / "previews.html").read_text().count('class="missing">missing') == 2
 
 
+def test_pictures_of_other_prompts_than_the_page_has_are_gaps(samples):
+    swapped = PROMPTS[::-1]
+    save_previews(samples, 15, [plain(9), plain(9)], swapped)
+    assert write_page(samples, "dog", swapped, "sks") == {}  # step 0 is of other prompts
+    assert (samples / "previews.html").read_text().count('class="missing">missing') == 6
+
+
 def test_many_steps_are_shown_evenly_with_the_first_and_the_last(tmp_path):
     for step in range(0, 300, 10):
-        save_previews(tmp_path, step, [plain(step % 256)])
+        save_previews(tmp_path, step, [plain(step % 256)], ["a"])
     steps, (row,) = preview_rows(tmp_path, ["a"], "")
     assert len(steps) == MOST_STEPS and (steps[0], steps[-1]) == (0, 290) and steps == sorted(set(steps))
     assert len(row.previews) == MOST_STEPS

@@ -18,6 +18,7 @@ from torchtitan.diffusion.objective import Objective
 from torchtitan.diffusion.solvers import ScheduleConfig, SolverConfig
 from torchtitan.distributed.precision import compute_context
 from torchtitan.evaluation.eval_mode import evaluating
+from torchtitan.evaluation.sample_plans import SampleSetError
 from torchtitan.models.base import DiffusionModel
 from torchtitan.pictures.grids import class_labels
 
@@ -151,7 +152,11 @@ class ImageSampler:
                     return predict(x, t)
                 return predictor(self._objective, over_duration(self._model, duration[:1]), *rest)(x, t)
 
-            return solve(predict=counted, x=start * noise, draw_noise=draw_noise).float()
+            drawn = solve(predict=counted, x=start * noise, draw_noise=draw_noise)
+            if not isinstance(drawn, Tensor) or drawn.shape != noise.shape:
+                found = f"of shape {list(drawn.shape)}" if isinstance(drawn, Tensor) else f"of {type(drawn).__name__}"
+                raise SampleSetError(f"sampling.solver: its result is {found}, and the images are {list(noise.shape)}")
+            return drawn.float()
 
         networks = [self._model, guide.network if isinstance(guide, Guide) else None]
         with (

@@ -222,7 +222,7 @@ class GNSMonitor:
         Args:
             points: logged points in the order of their steps.
             step: the present one.
-            phase: of the learning rate at the measurement's mean age (`lag`), in words, as by `lr_phase`.
+            phase: of the learning rate at the measurement's mean age (`lag`), in words, as by `lr_phase`; "": not known.
         """
         if not self.pool:
             return []
@@ -237,7 +237,7 @@ class GNSMonitor:
         past = history(points, geometry, global_batch_size, (step, scale))
         details = "; ".join(filter(None, (f"gradient noise scale {in_words(scale)}" if scale.lower > 0 else "", past)))
         return [
-            f"{phase}, {of_batch}" + (f" ({details})" if details else ""),
+            ", ".join(filter(None, (phase, of_batch))) + (f" ({details})" if details else ""),
             on_timesteps(self.predicted_ratios(), more_steps),
         ]
 

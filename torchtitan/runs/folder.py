@@ -29,6 +29,7 @@ from torchtitan.files.remote_path import AnyPath
 from torchtitan.files.run_lock import Busy, RunLock
 from torchtitan.runs.ownership import CONFIG_FILE, foreign_content
 from torchtitan.settings.record import config_differences, dump_config
+from torchtitan.training.metric_points import SESSION_FILE
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +53,10 @@ class RunFolder:
     @property
     def summary(self) -> Path:
         return self.path / "summary.json"
+
+    @property
+    def session(self) -> Path:
+        return self.path / SESSION_FILE
 
     def open(self) -> None:
         """Open: create the folder, or check that it holds the same run; lock it.
@@ -241,6 +246,11 @@ class RunFolder:
         asked = self._config.checkpoint
         newly = asked.enable and asked.final_weights not in ("none", recorded)
         return newly and checkpoint_path(self.checkpoints, step).exists()
+
+    def begin_session(self, content: dict) -> None:
+        """Record what the processes run on, and remove the summary of a session before, which this one replaces at its end."""
+        replace_file(self.session, json.dumps(content, indent=1) + "\n")
+        self.summary.unlink(missing_ok=True)
 
     def write_summary(self, content: dict) -> None:
         """Replace summary.json."""

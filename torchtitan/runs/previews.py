@@ -26,6 +26,7 @@ from torchtitan.training.metric_sinks import as_png
 FOLDER, PAGE_FILE, PICTURE_FILE = "previews", "previews.html", "previews.png"
 MOST_STEPS = 12  # columns of the page
 SHOWN_SIDE = 256  # pixels of the longer side of a picture on the page; the file has all
+_PROMPT = "prompt"  # of a picture's file, where a resumed run may have others
 _NAME = re.compile(r"step-(\d{8})-(\d{2,4})\.png")
 
 
@@ -66,11 +67,11 @@ def preview_path(samples: Path, step: int, row: int) -> Path:
     return samples / FOLDER / f"step-{step:08d}-{row:02d}.png"
 
 
-def save_previews(samples: Path, step: int, pictures: Sequence[Image.Image]) -> None:
-    """Save the first sample of each row of a step's grid. Raises OSError."""
+def save_previews(samples: Path, step: int, pictures: Sequence[Image.Image], prompts: Sequence[str]) -> None:
+    """Save the first sample of each row of a step's grid, with its prompt in the file. Raises OSError."""
     make_folder(samples / FOLDER)
-    for row, picture in enumerate(pictures):
-        replace_file(preview_path(samples, step, row), as_png(picture))
+    for row, (picture, prompt) in enumerate(zip(pictures, prompts, strict=True)):
+        replace_file(preview_path(samples, step, row), as_png(picture, {_PROMPT: prompt}))
 
 
 def pixel_change(before: Image.Image, after: Image.Image) -> float:
@@ -84,8 +85,8 @@ def preview_rows(samples: Path, prompts: Sequence[str], trigger_word: str) -> tu
     steps = _shown_steps(samples)
     rows = []
     for row, prompt in enumerate(prompts):
-        first = _read(preview_path(samples, 0, row))
-        previews = [_preview(samples, step, row, first) for step in steps]
+        first = _read(preview_path(samples, 0, row), prompt)
+        previews = [_preview(samples, step, row, prompt, first) for step in steps]
         rows.append(PromptRow(prompt, not has_trigger(prompt, trigger_word), previews))
     return steps, rows
 
@@ -124,9 +125,9 @@ def _shown_steps(samples: Path) -> list[int]:
     return [found[round(place)] for place in np.linspace(0, len(found) - 1, MOST_STEPS)]
 
 
-def _preview(samples: Path, step: int, row: int, first: Image.Image | None) -> Preview:
+def _preview(samples: Path, step: int, row: int, prompt: str, first: Image.Image | None) -> Preview:
     path = preview_path(samples, step, row)
-    picture = _read(path)
+    picture = _read(path, prompt)
     link = f"{FOLDER}/{path.name}"
     if picture is None:
         return Preview(None, link, None)
@@ -137,7 +138,7 @@ def _preview(samples: Path, step: int, row: int, first: Image.Image | None) -> P
 
 def _picture(samples: Path, run: str, steps: list[int], rows: list[PromptRow]) -> Image.Image:
     """Picture of prompts x steps."""
-    cells = [[_read(preview_path(samples, step, row)) for step in steps] for row in range(len(rows))]
+    cells = [[_read(preview_path(samples, step, row), each.prompt) for step in steps] for row, each in enumerate(rows)]
     reduced = [[_reduced(cell) if cell else None for cell in line] for line in cells]
     size = next(cell.size for line in reduced for cell in line if cell)
     grey = Image.new("RGB", size, (44, 48, 56))
@@ -152,10 +153,11 @@ def _picture(samples: Path, run: str, steps: list[int], rows: list[PromptRow]) -
     return image_grid(images, len(rows), len(steps), labels, title, captions)
 
 
-def _read(path: Path) -> Image.Image | None:
-    """Picture of a file; None where it is missing or damaged, as after a disk that was full."""
+def _read(path: Path, prompt: str) -> Image.Image | None:
+    """Picture of a file; None where it is missing or damaged, as after a disk that was full, or of another prompt."""
     try:
-        return open_image(read_regular(path)).convert("RGB")
+        picture = open_image(read_regular(path))
+        return picture.convert("RGB") if picture.info.get(_PROMPT, prompt) == prompt else None
     except (OSError, SyntaxError, ValueError, EOFError, Image.DecompressionBombError):
         return None
 

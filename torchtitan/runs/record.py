@@ -7,6 +7,7 @@ import math
 import re
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -18,7 +19,7 @@ from torchtitan.files.regular import read_toml
 from torchtitan.runs.evaluated import evaluated, is_number
 from torchtitan.settings.sections import filled_in, flattened
 from torchtitan.statistics.interval import Interval, mean_interval, positive_interval
-from torchtitan.training.metric_points import TIMED, read_points
+from torchtitan.training.metric_points import SESSION_FILE, TIMED, last_smaller_batch, read_points
 
 TRAINING_LOSS = "loss_metrics/global_avg_loss"
 WEIGHTED_ERROR = "loss_metrics/global_avg_weighted_error"  # logged where the loss is another
@@ -108,6 +109,7 @@ class RunRecord:
         summary: of summary.json; None where there is none, as in a run in progress or killed.
         points: metrics.jsonl in the order of steps; later lines follow earlier ones of the same step.
         evaluated: the last values of evaluation.json, by metric and what it depends on.
+        session: of session.json, which the last start has written.
         stride: 1; of a very large metrics.jsonl k, where every k-th point was kept.
     """
 
@@ -118,6 +120,7 @@ class RunRecord:
     points: list[dict[str, Any]] = field(default_factory=list)
     samples: dict[int, Path] = field(default_factory=dict)
     evaluated: dict[str, Interval | None] = field(default_factory=dict)
+    session: dict[str, Any] = field(default_factory=dict)
     damaged_lines: int = 0
     stride: int = 1
     problems: list[str] = field(default_factory=list)
@@ -136,6 +139,11 @@ class RunRecord:
     @property
     def seed(self) -> int | None:
         return self.settings.get("debug.seed")
+
+    @property
+    def about(self) -> dict[str, Any]:
+        """The summary or, without one, what is known since the last start: layout, hardware, changes."""
+        return self.session if self.summary is None else self.summary
 
     @property
     def last_step(self) -> int:
@@ -202,9 +210,9 @@ class RunRecord:
     @property
     def timed_after(self) -> int:
         """Last step at which layout, device or batch were not those of the run's end; 0: they never changed."""
-        timed = (self.summary or {}).get(TIMED)
+        timed = self.about.get(TIMED)
         after = timed.get("after_step") if isinstance(timed, Mapping) else None
-        return after if isinstance(after, int) else 0
+        return max(after if isinstance(after, int) else 0, last_smaller_batch(self.points))
 
     def not_finite(self, tag: str) -> int:
         """Number of logged values of a metric that are NaN or infinite."""
@@ -274,6 +282,8 @@ def read_run(folder: Path) -> RunRecord:
     except DamagedFile as error:
         if (folder / "summary.json").exists():
             run.problems.append(str(error))
+    with suppress(DamagedFile):
+        run.session = read_json(folder / SESSION_FILE, dict)
     try:
         read = read_points(folder / "metrics.jsonl")
         run.points, run.damaged_lines, run.stride = read.points, read.damaged, read.stride
@@ -335,9 +345,8 @@ class RunGroup:
 
 def hardware_name(run: RunRecord) -> str | None:
     """Name of a run's devices, as `8 x NVIDIA H100`, of processors with the maker's name; None where none is recorded."""
-    summary = run.summary or {}
-    hardware: dict[str, Any] = summary.get("hardware") or {}
-    device, count = hardware.get("device") or summary.get("device"), hardware.get("num_devices", 1)
+    hardware: dict[str, Any] = run.about.get("hardware") or {}
+    device, count = hardware.get("device") or run.about.get("device"), hardware.get("num_devices", 1)
     if not device:
         return None
     if not str(device).startswith("CPU"):
@@ -349,7 +358,8 @@ def hardware_name(run: RunRecord) -> str | None:
 def _settings_text(run: RunRecord) -> str:
     """Settings that make a run another training than others, as text; "" where it has no configuration."""
     settings = {key: value for key, value in run.compared.items() if not key.startswith(_NOT_A_SETTING)}
-    return json.dumps(settings, sort_keys=True, default=str) if settings else ""
+    changed = {"changed while it trained": run.about["config_changes"]} if "config_changes" in run.about else {}
+    return json.dumps(settings | changed, sort_keys=True, default=str) if settings else ""
 
 
 def group_by_seed(runs: Sequence[RunRecord]) -> list[RunGroup]:

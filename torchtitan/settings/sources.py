@@ -28,7 +28,8 @@ def read_command_line(argv: list[str]) -> tuple[dict[str, str], list[str]]:
         if equals or "." not in key and (not arguments or arguments[0].startswith("--")):  # which is no key
             texts[key] = text
         elif arguments and not arguments[0].startswith("--"):
-            texts[key] = arguments.pop(0)
+            before = f"{texts[key]}," if key == "job.plugins" and key in texts else ""  # which may be given several times
+            texts[key] = before + arguments.pop(0)
         else:
             name = shown_name(key)
             advice = synonym(key, "--")

@@ -47,6 +47,7 @@ def open_run(config: JobConfig) -> RunState:
         state.checkpointer.branch(state.resumed_step)
         steps = config.training.steps
         done = f", {state.progress / steps:.1%} done" if state.batch_grows else f" of {steps}"
+        done = done if state.progress <= steps else f": no step is left of training.steps = {steps}"
         logger.info(f"resumed after step {state.step}{done}")
     from_first_rank(state.folder.record)
     state.choose_kernels()
@@ -195,10 +196,15 @@ def schedule_changes(config: JobConfig, saved: Mapping[str, Any]) -> list[str]:
     schedule, training = config.lr_scheduler, config.training
     recorded = saved.get("config")  # none: the checkpoint was put here for a run that begins
     before = recorded["training"]["steps"] if recorded else training.steps
-    if before == training.steps or schedule.decay_type not in TO_THE_END or schedule.decay_between:
+    if not recorded or before == training.steps or schedule.decay_type not in TO_THE_END or schedule.decay_between:
         return []
+    if saved["progress"] >= training.steps:
+        return []  # no step follows
+    change = f"training.steps: {before} -> {training.steps}: the {schedule.decay_type} decay has a new length"
+    other = config.optimizer.lr != recorded["optimizer"]["lr"] or effective(config)["lr_scheduler"] != recorded["lr_scheduler"]
+    if training.double_batch_after or other:
+        return [change]  # the rate then was not of this schedule, or of the batch too
     step, size = max(saved["progress"], 1), training.global_batch_size
     places = (step, before), (min(step + 1, before), before), (step + 1, training.steps)
     was, planned, now = (f"{config.optimizer.lr * lr_factor(schedule, at, steps, size):.2g}" for at, steps in places)
-    change = f"training.steps: {before} -> {training.steps}: the {schedule.decay_type} decay has a new length"
     return [change if planned == now else f"{change}, the rate jumps from {was} to {now}"]

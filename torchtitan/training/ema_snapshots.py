@@ -20,6 +20,7 @@ from torchtitan.checkpoint.manifest import MANIFEST, checkpoint_path, checkpoint
 from torchtitan.checkpoint.store import store_of
 from torchtitan.distributed.collectives import from_first_rank
 from torchtitan.errors import CheckpointError, DamagedFile, first_line
+from torchtitan.pictures.number_text import counted
 from torchtitan.settings.record import config_differences, effective
 from torchtitan.training.config import EMAConfig
 from torchtitan.training.ema import EMABank
@@ -101,13 +102,16 @@ class EMASnapshots:
     def _take_back(self, step: int) -> None:
         try:
             self._store.prepare()
+            kept = []
             for later in (later for later in checkpoint_steps(self.folder) if later > step):
                 path = checkpoint_path(self.folder, later)
                 if self._is_own(path):
                     self._store.delete(later)
                 elif (path / MANIFEST).exists():
-                    aside = self._store.set_aside(later)
-                    logger.warning(f"{path}: is not of this training, or damaged; kept as {aside}")
+                    kept.append(self._store.set_aside(later))
+            if kept:
+                what = f"{counted(len(kept), 'snapshot')} after step {step} of another configuration, or damaged"
+                logger.warning(f"{self.folder}: {what}; kept as {kept[-1]}{' and the like' if kept[1:] else ''}")
         except OSError as error:
             raise CheckpointError(f"{self.folder}: cannot be changed: {first_line(error)}") from error
 

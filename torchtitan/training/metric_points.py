@@ -2,13 +2,14 @@
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from torchtitan.files.regular import open_regular
 
+SESSION_FILE = "session.json"  # of a run, written when its processes start
 TIMED = "timed"  # entry of a summary: what its speeds depend on, and the step after which that was so
 LONGEST_LINE = 1 << 20  # bytes; a point of 1,000 bins and the noise scale of 64 has 0.1 MB
 MOST_KEPT = 1 << 26  # bytes of lines whose points are held; as objects they take about ten times as much
@@ -53,6 +54,13 @@ def read_points(path: Path) -> MetricPoints:
         kept.append(last)
     found.points = sorted((point for _, point in kept), key=lambda point: point["step"])
     return found
+
+
+def last_smaller_batch(points: Sequence[Mapping[str, Any]]) -> int:
+    """Step of the last point whose batch was not yet the largest, the last point aside, whose step may be the rest; 0: none."""
+    sizes = [(point["step"], point["global_batch_size"]) for point in points if point.get("global_batch_size")]
+    largest = max((size for _, size in sizes), default=0)
+    return max((step for step, size in sizes[:-1] if size < largest), default=0)
 
 
 def iter_points(path: Path, word: str = "") -> Iterator[dict[str, Any]]:

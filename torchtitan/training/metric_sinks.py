@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from PIL import Image
+from PIL.PngImagePlugin import PngInfo
 
 from torchtitan.files.durable import replace_file
 from torchtitan.files.optional import OptionalOutputs
@@ -126,10 +127,12 @@ def _nobody_at_the_terminal() -> Iterator[None]:
         sys.stdin = before
 
 
-def as_png(picture: Image.Image) -> bytes:
-    """Encode a picture as a PNG file's content."""
-    content = io.BytesIO()
-    picture.save(content, format="PNG")
+def as_png(picture: Image.Image, texts: Mapping[str, str] | None = None) -> bytes:
+    """Encode a picture as a PNG file's content, with texts in it by their keys."""
+    content, info = io.BytesIO(), PngInfo()
+    for key, text in (texts or {}).items():
+        info.add_itxt(key, text)
+    picture.save(content, format="PNG", pnginfo=info)
     return content.getvalue()
 
 

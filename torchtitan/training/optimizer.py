@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from torchtitan.distributed.parallelize import local
+from torchtitan.errors import TrainingError
 from torchtitan.extras import quiet_torchao
 from torchtitan.training.config import UPDATE_RULES, OptimizerConfig
 from torchtitan.training.muon import Muon
@@ -43,6 +44,19 @@ class OptimizerSet:
         """Matrices that Muon updates, and the sizes of its updates over the learning rate."""
         of_muon = [optimizer for optimizer in self._optimizers if isinstance(optimizer, Muon)]
         return {parameter: size for optimizer in of_muon for parameter, size in optimizer.sizes()}
+
+    def require_tensors(self) -> None:
+        """Require, after a step, that a checkpoint holds all that is kept. Raises TrainingError: numbers that are no tensors."""
+        states = (item for state in self.state.values() for item in state.items())
+        kept = {f"state {key!r}" for key, value in states if not isinstance(value, Tensor)}
+        for each in self._optimizers:
+            fixed = {key: value for key, value in each.defaults.items() if key not in ("lr", "weight_decay")}
+            kept |= {
+                f"group entry {key!r}" for group in each.param_groups for key, value in fixed.items()
+                if isinstance(value, int | float) and group[key] != value
+            }  # fmt: skip
+        if kept:
+            raise TrainingError(f"the optimizer keeps {', '.join(sorted(kept))}, and checkpoints hold its state's tensors alone")
 
     def step(self, skip: Tensor | None = None) -> None:
         """Update every parameter that has a gradient.

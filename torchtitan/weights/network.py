@@ -18,9 +18,18 @@ from torchtitan.diffusion.objectives import attach, build_objective
 from torchtitan.distributed.mesh import Layout
 from torchtitan.distributed.shard_drawing import NotByShards, draw_shards, own_rows
 from torchtitan.errors import CheckpointError
-from torchtitan.files.weight_files import check_fits, each_tensor, fill, fill_rows, named_weights, saved_buffers
+from torchtitan.files.weight_files import (
+    WeightsError,
+    check_fits,
+    each_tensor,
+    fill,
+    fill_rows,
+    named_weights,
+    saved_buffers,
+)
 from torchtitan.models import build_model
 from torchtitan.models.base import DiffusionModel
+from torchtitan.pictures.number_text import first_named
 
 if TYPE_CHECKING:
     from torchtitan.alignment.plan import Plan
@@ -74,7 +83,7 @@ def new_network(config: JobConfig, info: DatasetInfo, device: torch.device, init
         return model
     torch.manual_seed(config.debug.seed)
     model.to_empty(device=device)
-    model.init_weights()
+    _draw_all(model)
     if initial_weights:
         fill(model, Path(initial_weights), config.checkpoint.initial_weights_strict)
     elif config.lora.enable:
@@ -82,6 +91,19 @@ def new_network(config: JobConfig, info: DatasetInfo, device: torch.device, init
     if kind:
         quantize_base(model, kind)
     return model
+
+
+def _draw_all(model: DiffusionModel) -> None:
+    """Draw the weights and buffers of a model whose memory has any values. Raises WeightsError: init_weights leaves some out."""
+    named = [*model.named_parameters(), *model.named_buffers()]
+    for _, tensor in named:
+        if tensor.is_floating_point():
+            tensor.detach().fill_(torch.nan)
+    model.init_weights()
+    left = [name for name, tensor in named if tensor.is_floating_point() and tensor.isnan().any()]
+    if left:
+        text = f"init_weights leaves {first_named(left, 3)} without values (what __init__ sets is lost)"
+        raise WeightsError(f"{type(model).__name__}: {text}")
 
 
 def sharded_network(

@@ -181,7 +181,7 @@ def _read(path: Path, name: str, warmup_steps: int | None) -> Run:
     record = read_run(path)
     summary = record.summary or {}
     run = Run(name, path, axes_of(record.settings), record.seed, settings=record.settings)
-    run.axes["device"] = word(summary.get("device"))
+    run.axes["device"] = word(record.about.get("device"))
     if record.stride > 1:
         run.notes.append(f"metrics.jsonl is very large: one in {record.stride} of its points counts")
     run.versions, run.clock = summary.get("versions", {}), json.dumps(summary.get("clock"), sort_keys=True)

@@ -66,7 +66,7 @@ def _peak_tflops(record: RunRecord) -> float | None:
     given = record.settings.get("metrics.peak_tflops")
     if given:
         return float(given)
-    device = (record.summary or {}).get("device")
+    device = record.about.get("device")
     if not device or device.startswith("CPU"):
         return None
     from torchtitan.training.hardware import named_peak_tflops  # imports torch, which takes seconds
@@ -88,7 +88,7 @@ def loss_points(record: RunRecord) -> list[dict[str, float]]:
     Returns:
         `loss` by `images`, model `flops` and `hours` of training; 0 where unknown.
     """
-    per_image = (record.summary or {}).get("flops_per_image") or 0
+    per_image = record.about.get("flops_per_image") or 0
     seconds = record.series("clock/train(s)")
     hours = {step: value / 3600 for step, value in zip(seconds.steps, seconds.values, strict=True)}
     losses = record.series(record.weighted_error_tag).smoothed(_SMOOTHING * record.last_step)

@@ -71,7 +71,7 @@ def notes(runs: Sequence[RunRecord]) -> list[str]:
         found += [f"{run.name}: {problem}" for problem in run.problems]
         if not run.points and not any("metrics.jsonl" in problem for problem in run.problems):
             found.append(f"{run.name}: nothing logged yet")
-        if changes := (run.summary or {}).get("config_changes"):
+        if changes := run.about.get("config_changes"):
             found.append(f"{run.name}: keys were changed while it trained: {'; '.join(map(str, changes))}")
         if run.summary and run.summary.get("reason"):
             found.append(f"{run.name}: {run.status}: {run.summary['reason']}")
@@ -138,7 +138,9 @@ def result_table(names: Sequence[Name], runs: Sequence[RunRecord], tracks: Seque
             lowest_text(loss),
         ]  # fmt: skip
         for track in tracks:
-            row += [value_text(held_out(run, track).final()), lowest_text(held_out(run, track))]
+            loss = held_out(run, track)
+            earlier = f" at {loss.steps[-1]:,}" if loss and loss.steps[-1] != run.last_step else ""
+            row += [value_text(loss.final()) + earlier, lowest_text(loss)]
         rows.append(row)
     return columns, rows
 
@@ -149,7 +151,7 @@ def hardware_table(names: Sequence[Name], runs: Sequence[RunRecord]) -> Table:
     columns += [COSTS[tag][0].lower() + ", GiB" for tag in memory] + ["commit", "torch"]
     rows: Rows = []
     for name, run in zip(names, runs, strict=True):
-        summary = run.summary or {}
+        summary = run.about
         versions = summary.get("versions", {})
         rates = ("throughput(img/s)", "time_metrics/end_to_end(s)", "mfu(%)")
         values = [cost(run, tag) for tag in (*rates, *memory)]
