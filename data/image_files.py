@@ -18,7 +18,7 @@ from torchtitan.files.regular import UnsuitableFile, read_regular, user_path
 from torchtitan.settings import setting
 from torchtitan.terminal import printable
 
-SUFFIXES = frozenset((b"jpg", b"jpeg", b"png", b"webp", b"bmp", b"gif", b"tif", b"tiff", b"ppm", b"pgm"))
+SUFFIXES = frozenset((b"jpg", b"jpeg", b"jfif", b"png", b"webp", b"bmp", b"gif", b"tif", b"tiff", b"ppm", b"pgm"))
 NUM_PROBES = 16
 _MOST_ENDINGS = 3  # in a message
 
@@ -207,6 +207,7 @@ def list_files(
         left_out: counts by ending, to which those of the pictures not wanted are added.
     """
     found, pending = [], [(folder, prefix)]
+    entered = {_identity(os.stat(folder))}
     while pending:
         inside, before = pending.pop()
         with os.scandir(inside) as entries:
@@ -216,11 +217,17 @@ def list_files(
                     continue
                 if wanted(name):
                     found.append(before + name)
-                elif entry.is_dir(follow_symlinks=False):  # a link may lead back to where it is
-                    pending.append((entry.path, before + name + b"/"))
+                elif entry.is_dir():
+                    if (identity := _identity(entry.stat())) not in entered:  # a link may lead back to where it is
+                        entered.add(identity)
+                        pending.append((entry.path, before + name + b"/"))
                 elif left_out is not None and (ending := ending_of(name)) in PICTURES_NOT_READ:
                     left_out[ending.decode()] += 1
     return sorted(found)
+
+
+def _identity(found: os.stat_result) -> tuple[int, int]:
+    return found.st_dev, found.st_ino
 
 
 def is_image_name(name: bytes) -> bool:

@@ -118,7 +118,8 @@ def _looks_classed(path: str, labels: bool) -> bool:
         loose = sum(map(is_image_name, names))
     if folders and loose and labels:
         raise DatasetError(
-            f"data.path: {path!r} has {loose:,} images beside {len(folders):,} folders (set data.class_folders = true to train on"
+            f"data.path: {path!r} has {counted(loose, 'image')} beside {counted(len(folders), 'folder')} (set"
+            " data.class_folders = true to train on"
             " the folders as classes, or false to train on all images without labels)"
         )
     return not loose

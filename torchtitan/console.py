@@ -124,7 +124,7 @@ def too_short_for(config: JobConfig) -> Iterator[str]:
 def _images(state: RunState) -> str:
     """Line on the images that were found: to train on, held out where that is known without reading, and their classes."""
     info, data = state.info, state.config.data
-    known = info.has_validation and data.name in ("image_folder", "latents")
+    known = info.has_validation and data.name in ("cifar10", "cifar100", "image_folder", "latents")
     held_out = len(DATASETS[data.name](data, "validation")) if known else 0
     moved = [f"{name} is class {number}" for name, number in numbered_otherwise(info.class_names).items()]
     moved = [*moved[:_MOST_CLASSES], "..."] if len(moved) > _MOST_CLASSES else moved
@@ -132,7 +132,8 @@ def _images(state: RunState) -> str:
     conditions = f"in {counted(info.num_classes, 'class', 'es')}{chosen}" if info.num_classes else "without classes"
     if not isinstance(info.condition_kind, Classes | Unconditional):
         conditions = f"with {info.condition_kind.wanted}"
-    kept = f" and {held_out:,} held out" if held_out else ""
+    unknown = ", beside those held out" if info.has_validation and not known else ""
+    kept = f" and {held_out:,} held out" if held_out else unknown
     return f"{counted(state.images_per_epoch, 'image')} to train on{kept}, {conditions}"
 
 

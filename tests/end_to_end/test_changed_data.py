@@ -98,8 +98,8 @@ def test_a_store_that_was_made_anew_is_said():
         for key, value in {"shift": [0.0, 1.5], "scale": [1.0, 2.0], "encoder": '{"name": "b"}', "labels": True}.items()
     }
     assert found.pop("labels") == []
-    said = "step: was trained on latents of another {}; their store was made anew since (restore it, or train anew)"
-    assert found == {key: [said.format(key)] for key in ("shift", "scale", "encoder")}
+    said = "step: was trained on latents of another {}: of another store, or of one that was made anew since"
+    assert found == {key: [f"{said.format(key)} (restore it, or train anew)"] for key in ("shift", "scale", "encoder")}
 
 
 def test_classes_in_another_order_are_never_exchanged():

@@ -196,7 +196,8 @@ def test_sharing_tokens_scales_against_one_process_of_the_same_work():
     assert found["strong"].points[1].efficiency.value == pytest.approx(176 / 2 / 110)
     assert (found["weak"].batch, found["strong"].batch) == ("8 images a process", "global batch 16")
     cells[0].measures["images_per_second"] = Interval(100.0, -math.inf, math.inf)  # of a single logged point
-    assert "2 ranks do 88.0 % of 2.00 times what 1 does" in next(_scaling_line(c) for c in scaling(cells) if c.kind == "weak")
+    (weak,) = (curve for curve in scaling(cells) if curve.kind == "weak")
+    assert "2 ranks do 88.0 % of 2.00 times what 1 does" in _scaling_line(weak, [weak])
 
 
 def test_runs_of_one_global_batch_have_no_weak_scaling():

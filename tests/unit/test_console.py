@@ -22,7 +22,7 @@ from torchtitan.reports import Reports
 ])  # fmt: skip
 def test_the_images_found_are_counted(kind, said):
     state = SimpleNamespace(config=SimpleNamespace(data=DigitsConfig()), info=DatasetInfo((1, 8, 8), kind), images_per_epoch=1234)
-    assert _images(state) == f"1,234 images to train on, {said}"
+    assert _images(state) == f"1,234 images to train on, beside those held out, {said}"
 
 
 def test_the_held_out_pictures_of_a_folder_are_counted(tmp_path):

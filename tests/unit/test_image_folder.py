@@ -366,7 +366,7 @@ def test_a_flat_folder_has_no_classes_and_folders_have_without_a_key(tmp_path):
     write_class(tmp_path / "classed", ["loose.png", ".hidden.png"])
     mixed = config_of(tmp_path / "classed")
     _looks_classed.cache_clear()  # a run's folder does not change
-    with pytest.raises(DatasetError, match=r"has 1 images beside 2 folders \(set data.class_folders = true to"):
+    with pytest.raises(DatasetError, match=r"has 1 image beside 2 folders \(set data.class_folders = true to"):
         ImageFolder.info(mixed)
     assert ImageFolder.info(config_of(tmp_path / "classed", class_folders=True)).num_classes == 2
     assert ImageFolder.info(config_of(tmp_path / "classed", class_folders=False)).num_classes == 0

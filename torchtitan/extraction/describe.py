@@ -19,7 +19,7 @@ def describe_store(folder: Path, index: StoreIndex) -> list[str]:
     step = f" in steps of {index.int8_step:.6g}" if index.int8_step else ""
     classes = f"{index.num_classes}{' with names' if index.class_names else ''}" if index.num_classes else "none"
     pixels = f", of {index.image_size}x{index.image_size} pixels" if index.image_size else ""
-    skipped = [f"  left out       {left_out:,} that could not be decoded, listed in {SKIPPED_FILE}"] if left_out else []
+    skipped = [f"  left out       {left_out:,}, unreadable or without a label: reasons in {SKIPPED_FILE}"] if left_out else []
     return [
         f"{folder}: {index.num_images:,} images{pixels}, {readable_size(size)} in {len(index.files())} files",
         *skipped,

@@ -35,7 +35,7 @@ def data_changes(
         changes.append(f"{place}: {text}")
     before, now = state.get(RECORD) or {}, record or {}
     if others := [key for key in _OF_STORES if key in before and key in now and before[key] != now[key]]:
-        text = f"was trained on latents of another {' and '.join(others)}; their store was made anew since"
+        text = f"was trained on latents of another {' and '.join(others)}: of another store, or of one that was made anew since"
         changes.append(f"{place}: {text} (restore it, or train anew)")
     if state.get(IMAGES, num_images) != num_images:
         counts = f"was trained on {state[IMAGES]} images, and the data have {num_images} now"

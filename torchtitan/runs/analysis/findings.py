@@ -65,7 +65,7 @@ def headlines(results: Results) -> list[str]:
     if unclear:
         which = ", ".join(f"{_change(effect)} at {effect.at}" for effect in unclear)
         lines.append(f"No difference of images/s is shown, the intervals contain 0: {which}.")
-    lines += [_scaling_line(curve) for curve in results.curves]
+    lines += [_scaling_line(curve, results.curves) for curve in results.curves]
     return [*lines, *_unequal_threads(results)]
 
 
@@ -170,12 +170,13 @@ def _effect_line(effect: Effect) -> str:
     return f"{_change(effect)}, at {at}: images/s {change_text(images)}{memory}, {counted(images.count, 'pair')}."
 
 
-def _scaling_line(curve: ScalingCurve) -> str:
+def _scaling_line(curve: ScalingCurve, curves: Sequence[ScalingCurve]) -> str:
     last = curve.points[-1]
     e = last.efficiency.scaled(100)
     ends = f" [{significant(e.lower, 3)}, {significant(e.upper, 3)}]" if e.bounded else ""
     return (
-        f"{curve.kind.capitalize()} scaling, {_curve_label(curve)}: {last.ranks} ranks do {significant(e.value, 3)} %{ends} of "
+        f"{curve.kind.capitalize()} scaling, {_curve_label(curve, curves)}: {last.ranks} ranks do "
+        f"{significant(e.value, 3)} %{ends} of "
         f"{significant(last.ranks / curve.points[0].ranks, 3)} times what {curve.points[0].ranks} "
         f"{'does' if curve.points[0].ranks == 1 else 'do'}."
     )
@@ -210,7 +211,7 @@ def _effect_table(effects: Sequence[Effect]) -> list[str]:
 
 def _scaling_table(curves: Sequence[ScalingCurve]) -> list[str]:
     rows = [
-        (curve.kind, _curve_label(curve), str(point.ranks), ends_text(point.cell.measures[IMAGES.name]),
+        (curve.kind, _curve_label(curve, curves), str(point.ranks), ends_text(point.cell.measures[IMAGES.name]),
          "100" if point is curve.points[0] else ends_text(point.efficiency.scaled(100)))
         for curve in curves for point in curve.points
     ]
@@ -251,5 +252,7 @@ def _common(cells: Sequence[Cell], names: Sequence[str]) -> str:
     return f"All: {label(cells[0].axes, same)}." if same else ""
 
 
-def _curve_label(curve: ScalingCurve) -> str:
-    return f"{label(curve.axes, ('model', 'patch', 'layout', 'compile', 'ac', 'dtype'))}, {curve.batch}"
+def _curve_label(curve: ScalingCurve, curves: Sequence[ScalingCurve]) -> str:
+    named = ("model", "patch", "layout", "compile", "ac", "dtype")
+    others = [name for name in varying([each.axes for each in curves]) if name not in (*named, *BATCH, "world_size", "mesh")]
+    return f"{label(curve.axes, (*named, *others))}, {curve.batch}"

@@ -1,5 +1,6 @@
 """Picture of the training loss over what it cost: images, FLOPs, hours."""
 
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -26,7 +27,13 @@ def draw_loss(runs: Sequence[Run], folder: Path) -> list[tuple[str, Path]]:
     drawn = []
     for where, ending, members in divided(shown, [_kind(run) for run in shown]):
         members.sort(key=lambda run: run.losses[-1]["loss"])
-        which = f"the {_MOST} lowest of {len(members)} runs" if len(members) > _MOST else "all runs"
+        repeats: Counter[str] = Counter()
+        of_cells = []
+        for run in members:
+            of_cells.append((repeats[cell := repr(run.axes)], run))
+            repeats[cell] += 1
+        members = [run for _, run in sorted(of_cells, key=lambda each: each[0])]  # one of each cell before a repeat
+        which = f"{_MOST} of {len(members)} runs, the lowest of each cell first" if len(members) > _MOST else "all runs"
         title = f"Training loss, {which}" + (f": {where}" if where else "")
         alike = coinciding({run.name: _over_images(run) for run in members[:_MOST]})
         drawn.append((title, _draw(members[:_MOST], title, alike, folder / f"loss_over_cost{ending}.png")))
@@ -63,10 +70,11 @@ def _draw(runs: list[Run], title: str, alike: str, path: Path) -> Path:
     if all(point["loss"] > 0 for run in runs for point in run.losses):
         panels[0].set_yscale("log")
         label_log_axis(panels[0].yaxis)
-    panels[0].set_ylabel("training loss without further terms, mean over 3 % of the steps")
+    panels[0].set_ylabel("training loss")
     lines = panels[0].get_legend_handles_labels()
+    note = f"Means over 3 % of the steps, without further terms of the loss. {alike}"
     figure.legend(
         *lines, loc="outside lower left", ncols=beside, fontsize=7.5, frameon=False,
-        title=folded(figure, alike) or None, title_fontsize=7.5, alignment="left",
+        title=folded(figure, note), title_fontsize=7.5, alignment="left",
     )  # fmt: skip
     return save(figure, path, PRINT_DPI)
