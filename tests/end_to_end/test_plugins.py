@@ -145,6 +145,36 @@ def test_a_plugin_that_cannot_be_loaded_is_one_line(tmp_path, name, text, said):
     assert not (tmp_path / "outputs").exists()
 
 
+LION = """
+import torch
+from torchtitan.training.config import UPDATE_RULES, UpdateRule
+class Lion(torch.optim.Optimizer):
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p] = {"m": torch.zeros_like(p), "n": 1}
+                p.data.add_(p.grad.sign(), alpha=-group["lr"])
+UPDATE_RULES["lion"] = UpdateRule(1, build=lambda groups, config: Lion(groups, {"lr": config.lr}))
+"""
+
+
+@pytest.mark.parametrize(("words", "text", "said"), [
+    (OF_EXAMPLE["patch_mlp"], (r"(?m)^( +)super\(\).__init__\(\)$", r"\g<0>\n\1self.register_buffer('freqs', torch.arange(4.0))"),
+     "PatchMLP: init_weights leaves freqs without values"),
+    (OF_EXAMPLE["patch_mlp"], (r"def init_buffers", "def no_buffers"), "PatchMLP lacks init_buffers"),
+    (OF_EXAMPLE["discs"], ("return self.length", "return 0"), "discs: has no images"),
+    (("--optimizer.name", "lion", *NO_JUDGE), LION, "the optimizer keeps state 'n', and checkpoints hold its state's tensors"),
+])  # fmt: skip
+def test_a_plugin_that_would_train_or_resume_on_what_is_not_kept_is_refused(tmp_path, words, text, said):
+    if not isinstance(text, str):
+        (name,) = [name for name, given in OF_EXAMPLE.items() if given is words]
+        text, count = re.subn(*text, (EXAMPLES / f"{name}.py").read_text())
+        assert count
+    (tmp_path / "mine.py").write_text(text)
+    found = train(tmp_path, "mine.py", *words)
+    assert found.returncode in (1, 2) and said in found.stderr and "Traceback" not in found.stderr, found.stderr
+
+
 def test_an_objective_that_returns_another_type_is_one_line(tmp_path):
     text = (EXAMPLES / "pseudo_huber.py").read_text()
     (tmp_path / "half.py").write_text(re.sub(r"return LossTerms\((\w+), .*", r"return \1", text))

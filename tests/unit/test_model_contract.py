@@ -49,6 +49,10 @@ class Toy(DiffusionModel):
             c = c + self.label_embed(condition)
         return self.last(torch.relu(self.first(x) + c[:, :, None, None]))
 
+    def init_weights(self) -> None: ...
+
+    def init_buffers(self) -> None: ...
+
     def blocks(self) -> list[nn.Module]:
         return []
 

@@ -203,6 +203,8 @@ def measure(
             found[name] = METRICS[name].measure(samples[extractor], reference.get(extractor), options)
         except EvaluationError as error:
             raise EvaluationError(f"{name}: {error}") from error
+        if others := found[name].values.keys() - METRICS[name].better.keys():
+            raise EvaluationError(f"{name}: measures {', '.join(sorted(others))}, which its Metric does not name in `better`")
     return found
 
 

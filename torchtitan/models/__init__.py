@@ -3,6 +3,7 @@
 from dataclasses import fields
 
 from torchtitan.conditions import ConditionKind, Unconditional
+from torchtitan.files.weight_files import WeightsError
 from torchtitan.models.base import DiffusionModel, ModelConfig, ModelFamily
 from torchtitan.settings import Registry
 from torchtitan.settings.record import value_text
@@ -12,6 +13,8 @@ MODELS: Registry[ModelFamily] = Registry("torchtitan.models", {
     "edm2": "edm2.FAMILY",
     "flux": "flux.FAMILY",
 }, ModelFamily)
+
+_REQUIRED = ("forward", "init_weights", "init_buffers", "blocks", "linear_roles")  # methods of every network
 
 
 def flavor_and_changes(config: ModelConfig) -> str:
@@ -28,4 +31,8 @@ def flavor_and_changes(config: ModelConfig) -> str:
 def build_model(config: ModelConfig, image_shape: tuple[int, int, int], offered: ConditionKind) -> DiffusionModel:
     """Build the network of a configuration, without values, for images that come with conditions of a kind."""
     family = MODELS[config.name]
-    return family.build(config, image_shape, offered if isinstance(offered, family.conditions) else Unconditional())
+    model = family.build(config, image_shape, offered if isinstance(offered, family.conditions) else Unconditional())
+    lacking = [name for name in _REQUIRED if getattr(type(model), name, None) in (None, getattr(DiffusionModel, name))]
+    if lacking:
+        raise WeightsError(f"model.name = {config.name}: {type(model).__name__} lacks {', '.join(lacking)}")
+    return model

@@ -4,6 +4,7 @@ A model file describes mathematics on one device. Sharding, checkpointing, compi
 around it from outside, through the few methods below.
 """
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -291,6 +292,13 @@ class ModelFamily:
     splits_tokens: bool = False
     adapter_sets: Mapping[str, "Callable[[Any], list[Target]]"] = field(default_factory=dict)
     adapter_layouts: Mapping[str, "AdapterLayout"] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Raises TypeError: the configuration's flavor is none of these."""
+        default = next(field.default for field in dataclasses.fields(self.config_class) if field.name == "flavor")
+        if self.flavors and default not in self.flavors:
+            owner = self.config_class.__name__
+            raise TypeError(f"flavor: the default {default!r} of {owner} is none of {', '.join(self.flavors)}")
 
     def takes(self, kind: ConditionKind) -> bool:
         """Check whether the family's networks can be trained on data with conditions of a kind."""

@@ -1,8 +1,11 @@
 """Registry: what a key `name` chooses from, of which a run imports what it names."""
 
+import logging
 from collections.abc import Iterator, Mapping, MutableMapping
 from importlib import import_module
 from typing import Any, TypeVar, cast, get_args
+
+logger = logging.getLogger(__name__)
 
 Entry = TypeVar("Entry")
 
@@ -32,6 +35,9 @@ class Registry(MutableMapping[str, Entry]):
     def __setitem__(self, name: str, entry: Entry) -> None:
         """Add an entry. Raises TypeError: it is of another kind, or a class that lacks a method or `Config`."""
         _check(name, entry, self._kind)
+        if self._places.get(name):
+            given = getattr(entry, "__name__", type(entry).__name__)
+            logger.warning(f"{name}: a plugin's {given} takes the place of the program's")
         self._places.setdefault(name, "")
         self._entries[name] = entry
 

@@ -6,7 +6,7 @@ from typing import Any
 from torchtitan.config.job import JobConfig
 from torchtitan.config.latent_cache import trained_info
 from torchtitan.data import DATASETS, dataset_info
-from torchtitan.data.base import Batch, images_of_shapes
+from torchtitan.data.base import Batch, DatasetError, images_of_shapes
 from torchtitan.distributed.mesh import Layout
 from torchtitan.runs.folder import RunFolder
 from torchtitan.training.corrupt_images import CorruptImages
@@ -38,6 +38,8 @@ class RunData:
 
             self.teacher = LatentStore(path).index.autoencoder
         self.images_per_epoch = len(dataset)
+        if not self.images_per_epoch:
+            raise DatasetError(f"dataset {config.data.name}: has no images to train on")
         self.images_of_shapes = images_of_shapes(dataset, self.info)
         self.corrupt_images = CorruptImages(folder.path)
         self.loader = TrainingData(

@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,7 +23,7 @@ from torchtitan.training.metrics import LossWindow
 from torchtitan.training.numerical_guard import NumericalGuard
 from torchtitan.training.optimizer import OptimizerSet, set_lr, state_parts
 from torchtitan.training.schedules import lr_factor
-from torchtitan.weights.data_changes import IMAGES, data_changes
+from torchtitan.weights.data_changes import IMAGES, data_changes, plugin_changes
 from torchtitan.weights.model_record import RECORD
 from torchtitan.weights.network import BASE_SHA256, check_base
 
@@ -135,15 +134,6 @@ def _load(state: RunState, checkpoint: AnyPath, saved: dict) -> None:
     state.reported = {"results": saved["reports"]["results"], "clock": ClockTotals(clock["parts_ns"], clock["steps"])}
     if state.gns:
         state.gns.load_state_dict(gns_state, state.step)
-
-
-def plugin_changes(before: Mapping[str, str]) -> list[str]:
-    """Report each plugin with another file than a checkpoint's, found by the name of the file, a line each."""
-    versions = {Path(name).name: version for name, version in before.items()}
-    return [
-        f"plugin {name}: is another file than the checkpoint's ({then[:12]} -> {now[:12]})"
-        for name, now in loaded_plugins().items() if (then := versions.get(Path(name).name, now)) != now
-    ]  # fmt: skip
 
 
 # ---------------------------------------------------------------------- parts of the state

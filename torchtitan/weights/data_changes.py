@@ -1,11 +1,13 @@
-"""Changes of the data between a checkpoint and the run that resumes from it, which no key of the configuration shows."""
+"""Changes of data and plugins between a checkpoint and the run that resumes from it, which no key of the configuration shows."""
 
 from collections.abc import Mapping
 from itertools import zip_longest
+from pathlib import Path
 from typing import Any
 
 from torchtitan.data.base import DatasetInfo
 from torchtitan.errors import CheckpointError, look_alike
+from torchtitan.settings.plugins import loaded_plugins
 from torchtitan.settings.schema import quoted
 from torchtitan.weights.model_record import RECORD
 
@@ -70,3 +72,12 @@ def change_of_classes(state: Mapping[str, Any], info: DatasetInfo) -> str:
 
 def _shown(name: str | None) -> str:
     return "none" if name is None else quoted(name)
+
+
+def plugin_changes(before: Mapping[str, str]) -> list[str]:
+    """Report each plugin with another file than a checkpoint's, found by the name of the file, a line each."""
+    versions = {Path(name).name: version for name, version in before.items()}
+    return [
+        f"plugin {name}: is another file than the checkpoint's ({then[:12]} -> {now[:12]})"
+        for name, now in loaded_plugins().items() if (then := versions.get(Path(name).name, now)) != now
+    ]  # fmt: skip

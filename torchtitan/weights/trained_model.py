@@ -46,7 +46,7 @@ from torchtitan.models.published_layouts import ConversionError
 from torchtitan.settings.record import CONFIG_HEADER
 from torchtitan.training.snapshot_series import SnapshotError
 from torchtitan.weights.adapted_network import adapted_network, adapted_network_on_meta
-from torchtitan.weights.data_changes import change_of_classes
+from torchtitan.weights.data_changes import change_of_classes, plugin_changes
 from torchtitan.weights.model_record import ModelRecord, record_of, record_of_checkpoint, record_of_weights
 from torchtitan.weights.network import check_base, network_on_meta
 from torchtitan.weights.post_hoc_ema import Reconstruction, reconstruct, stored_averages
@@ -115,11 +115,12 @@ def load_run(
     wanted |= {f"model.{name}": buffer for name, buffer in saved_buffers(model).items() if not alone}
     read_tensors(checkpoint_path(checkpoints, step), wanted)
     objective = _objective(record, model, device)
+    changed = plugin_changes(read_state(checkpoint_path(checkpoints, step)).get("plugins", {}))
     learned = {f"objective.{name}": tensor for name, tensor in objective.tensors().items()}
     if learned:
         read_tensors(checkpoint_path(checkpoints, step), learned)
     label = f"step {step}, {'trained weights' if track == 'none' else track}"
-    return TrainedModel(record, info, model, objective, label, (*missing, *warnings), step, track)
+    return TrainedModel(record, info, model, objective, label, (*missing, *warnings, *changed), step, track)
 
 
 def load_weights(path: Path, config_file: Path | None, device: torch.device) -> TrainedModel:
