@@ -59,5 +59,5 @@ def _drawn(samples: dict[str, Any]) -> str:
 
 
 def at_step(step: int | None, last_step: int) -> str:
-    """Step of a measurement, where it is not the run's last; "" where it is, or is not known."""
-    return f", at step {step:,}" if step not in (None, last_step) else ""
+    """Step of a measurement, where it is not the run's last; "" where it is, or one of them is not known."""
+    return f", at step {step:,}" if last_step and step not in (None, last_step) else ""
