@@ -82,7 +82,7 @@ def _note(runs: Sequence[RunRecord]) -> str:
     differing = [key for key in differing_settings(runs)[0] if key != _SEED and not key.startswith(_FREE)]
     for run in runs:
         if not hardware_name(run):
-            note += f" {run.name} is left out: its hardware is recorded at its end."
+            note += f" {run.name} is left out: no hardware is recorded of it."
         elif not _ended(run):
             note += f" {run.name} has not reached its last step: its seconds of training and its losses are left out."
         if run.timed_after:
