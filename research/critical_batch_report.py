@@ -181,7 +181,7 @@ def _text(
     text = f"# Critical batch size of {inline(asked.run.resolve().name)} at step {asked.step}\n\n"
     text += f"**{critical_text(whole)}**"
     if words := interval_text(whole.critical):
-        text += f" samples; 95 % over {asked.seeds} seeds: {words}"
+        text += f" samples; 95 % over {counted(asked.seeds, 'seed')}: {words}"
     text += ".\n\n" + picture
     if whole.critical.larger:
         text += f"Batch {whole.critical.larger} is within the tolerance again: chance, or a rough landscape.\n\n"
@@ -195,7 +195,7 @@ def _text(
         ),
     )
     text += (
-        f"At {asked.samples} samples of every branch, {asked.seeds} seeds, paired by seed; ± is half of a 95 % "
+        f"At {asked.samples} samples of every branch, {counted(asked.seeds, 'seed')}, paired by seed; ± is half of a 95 % "
         f"interval by Student's t, each by itself. Within: the interval ends at or below the tolerance of "
         f"{100 * options.tolerance:g} %; beyond: it begins above it. The critical batch size is the largest up to "
         "which every mean is within the tolerance; its interval is from the largest batch up to which all are within, "
@@ -336,7 +336,7 @@ def _draw(asked: Measurement, findings: dict[str, Finding], scales: list[NoiseSc
     legend_outside(right, "clean to noise")
     left.legend(fontsize=8, loc="best")
     bars = "bars: 95 % intervals over seeds" if asked.seeds > 1 else "one seed: no intervals"
-    note(figure, f"{asked.samples} samples of every branch, {asked.seeds} seeds, paired; {bars}; dots: seeds")
+    note(figure, f"{asked.samples} samples of every branch, {counted(asked.seeds, 'seed')}, paired; {bars}; dots: seeds")
     return save(figure, asked.folder / "critical_batch.png")
 
 

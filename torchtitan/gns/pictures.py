@@ -84,7 +84,7 @@ def _in_words(found: BinEstimates) -> str:
     """Count in words of the bins with a value, with a lower end alone, and without either."""
     bins, valued = len(found.upper), int(found.upper.isfinite().sum())
     above = int((~found.upper.isfinite() & (found.lower > 0)).sum())
-    counts = {"with a value": valued, "with only a lower end (arrows)": above, "not measured yet": bins - valued - above}
+    counts = {"with a value": valued, "with only a lower end (arrows)": above, "without a bound yet": bins - valued - above}
     words = [f"{count} {text}" for text, count in counts.items() if count]
     return f"{bins} noise levels: " + ", ".join(words)
 
@@ -153,7 +153,7 @@ def _draw_agreement(axes, figure, levels: Sequence[BinEstimates], bounds: list[f
     axes.set_title(title if count == num_bins else f"{title}, pooled to {count}")
     axes.set_facecolor("0.8")
     mesh = axes.imshow(values.numpy(), vmin=-1, vmax=1, cmap="RdBu", origin="lower")
-    figure.colorbar(mesh, ax=axes, label="cosine of mean gradients, estimated (may pass 1; grey: not known)")
+    figure.colorbar(mesh, ax=axes, label="cosine of mean gradients (grey: not known)")
     first = torch.searchsorted(wider_bins(num_bins, count), torch.arange(count)).tolist()
     labels = [f"{bounds[k]:.2f}" for k in first]
     axes.set_xticks(range(count), labels, rotation=60)
