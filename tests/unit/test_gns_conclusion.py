@@ -45,6 +45,7 @@ def test_where_the_signal_is_too_small_it_says_how_much_more_to_measure():
     assert on_batch(opened, 128, None).endswith("measure more steps (train longer, or lower gns.interval if it is above 1)")
     # A standard error falls with the root of the steps: z = 1.5 of 100 measured steps is 3 of 400.
     assert steps_to_know(1.5, 1.0, 100, 8) == 2400
+    assert steps_to_know(2.9, 1.0, 3, 8) == 8  # 0.2 measured steps: the next one
     assert steps_to_know(0.4, 1.0, 100, 8) is None and steps_to_know(math.nan, 1.0, 100, 8) is None
     assert steps_to_know(3.5, 1.0, 100, 8) is None
 

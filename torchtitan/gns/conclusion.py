@@ -148,6 +148,8 @@ def in_words(scale: Interval) -> str:
 def steps_to_know(signal: float, stderr: float, measured: float, interval: int) -> int | None:
     """Further steps after which the signal would be three standard errors above zero, if it and the noise stayed as they are.
 
+    As many as have the measured ones among them, rounded up to two digits.
+
     Args:
         measured: equally weighted measured steps that the estimate is worth.
         interval: steps between measured ones.
@@ -155,8 +157,8 @@ def steps_to_know(signal: float, stderr: float, measured: float, interval: int) 
     z = signal / stderr
     if not z > _LEAST_Z:
         return None
-    digits = max((steps := measured * ((_ENOUGH_Z / z) ** 2 - 1) * interval), 1.0)
-    size = 10 ** max(math.floor(math.log10(digits)) - 1, 0)
+    steps = math.ceil(measured * ((_ENOUGH_Z / z) ** 2 - 1)) * interval
+    size = 10 ** max(math.floor(math.log10(max(steps, 1))) - 1, 0)
     return math.ceil(steps / size) * size if steps > 0 else None
 
 
