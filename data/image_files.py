@@ -1,6 +1,7 @@
 """Encoded images in any kind of store: their names, their places, and batches of them as squares."""
 
 import hashlib
+import heapq
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -207,9 +208,16 @@ def list_files(
         left_out: counts by ending, to which those of the pictures not wanted are added.
     """
     found, pending = [], [(folder, prefix)]
-    entered = {_identity(os.stat(folder))}
-    while pending:
+    links: list[tuple[bytes, bytes]] = []
+    entered: set[bytes] = set()
+    while pending or links:
+        if not pending:  # links after all folders, in the order of their names: the names found are the same on every disk
+            name, path = heapq.heappop(links)
+            pending.append((path, name))
         inside, before = pending.pop()
+        if (real := os.path.realpath(inside)) in entered:
+            continue  # a link may lead back to where it is
+        entered.add(real)
         with os.scandir(inside) as entries:
             for entry in entries:
                 name = entry.name
@@ -217,17 +225,13 @@ def list_files(
                     continue
                 if wanted(name):
                     found.append(before + name)
-                elif entry.is_dir():
-                    if (identity := _identity(entry.stat())) not in entered:  # a link may lead back to where it is
-                        entered.add(identity)
-                        pending.append((entry.path, before + name + b"/"))
+                elif entry.is_dir(follow_symlinks=False):
+                    pending.append((entry.path, before + name + b"/"))
+                elif entry.is_symlink() and os.path.isdir(entry.path):
+                    heapq.heappush(links, (before + name + b"/", entry.path))
                 elif left_out is not None and (ending := ending_of(name)) in PICTURES_NOT_READ:
                     left_out[ending.decode()] += 1
     return sorted(found)
-
-
-def _identity(found: os.stat_result) -> tuple[int, int]:
-    return found.st_dev, found.st_ino
 
 
 def is_image_name(name: bytes) -> bool:

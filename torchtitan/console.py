@@ -249,11 +249,11 @@ def _speed(clock: dict[str, Any]) -> list[str]:
 
 def _metrics(results: dict[str, Any]) -> list[str]:
     """Lines of the last measurement of `[evaluation]`: a line per metric, of the values that have a better direction."""
-    measured = results.get("evaluation")
-    if measured is None:
+    measured = results.get("evaluation", {})
+    if "how" not in measured:  # none, or of an earlier version
         return []
-    lines = [f"{measured.get('how', 'samples')}, at step {measured['step']}:"]
-    for name in measured.get("metrics", ()):
+    lines = [f"{measured['how']}, at step {measured['step']}:"]
+    for name in filter(METRICS.__contains__, measured["metrics"]):  # of a plugin that is loaded
         values = [
             f"{value} {described_text(measured[value])}" for value, better in METRICS[name].better.items()
             if better and value in measured

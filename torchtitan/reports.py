@@ -88,7 +88,7 @@ class Reports:
         self._pictures = RunPictures(state.folder, config.job.name, self._outputs)
         self._hardware = describe_hardware(self._device, state.layout.world_size)
         self._summary = RunSummary(state, self._outputs, self._compilations, clock, self._hardware)
-        self._held_out_shown = False
+        self._held_out_shown = self._logged = False
         self._held_out_picture: Image.Image | None = None  # until it is written
         self._peak_memory: float = 0.0  # GiB, of this rank, up to the last logged point
         self._allocator_retries: float = 0
@@ -203,10 +203,18 @@ class Reports:
         metrics |= state.guard.counts()
         reset_peak_memory(self._device)
         if self._log:
+            if not self._logged:
+                self._forget_summary()
             times = self._clock.totals().metrics()
             metrics |= {tag: times.pop(tag) for tag in _SHOWN_TIMES}
             self._log.write(state.step, metrics, times)
             self._show(metrics)
+
+    def _forget_summary(self) -> None:
+        """Remove the summary of the session before, once this one has made steps: it writes its own at its end."""
+        self._logged, summary = True, self._state.folder.summary
+        with self._outputs.attempt("the summary of the session before", summary, consequence="pages show it until the run ends"):
+            summary.unlink(missing_ok=True)
 
     def _show(self, metrics: dict[str, float]) -> None:
         state, training = self._state, self._config.training

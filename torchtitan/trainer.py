@@ -215,7 +215,8 @@ class Trainer:
         with self.phases("ema"):
             state.ema.update(state.progress, factor)
         if self._starting:
-            state.optimizer.require_tensors()
+            if config.checkpoint.enable:
+                state.optimizer.require_tensors()
             set_train_timeout(config.comm, state.layout)
             self.supervision.first_step_done()
             self._starting = False

@@ -16,6 +16,7 @@ from tests.launcher import run_on_ranks
 from tests.refusals import one_line
 from torchtitan.data import DatasetError
 from torchtitan.data.class_folders import list_class_folders
+from torchtitan.data.image_files import is_image_name, list_files
 from torchtitan.data.image_folder import ImageFolder, ImageFolderConfig, _looks_classed
 from torchtitan.state.resume import load_position
 from torchtitan.training.corrupt_images import CorruptImages
@@ -61,6 +62,16 @@ def test_classes_and_files_are_sorted_nested_files_found_and_others_left_out(tmp
     whole = config_of(tmp_path, class_folders=False, validation_fraction=0.0)
     assert ImageFolder.info(whole).num_classes == 0
     assert set(ImageFolder(whole, "train").fetch(np.arange(5))) == {"images"}
+
+
+def test_linked_folders_are_read_after_the_others_each_once(tmp_path):
+    elsewhere, folder = tmp_path / "elsewhere", tmp_path / "pictures"
+    write_class(elsewhere, ["e.png"])
+    write_class(folder / "mid", ["m.png"])
+    targets = {"aa": folder / "mid", "zz": elsewhere, "more": elsewhere, "up": folder, "loop": folder / "loop"}
+    for name, target in targets.items():
+        (folder / name).symlink_to(target, target_is_directory=True)
+    assert list_files(bytes(folder), is_image_name) == [b"mid/m.png", b"more/e.png"]
 
 
 def test_the_last_images_of_each_class_are_held_out(tmp_path, caplog):

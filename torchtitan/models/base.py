@@ -4,7 +4,6 @@ A model file describes mathematics on one device. Sharding, checkpointing, compi
 around it from outside, through the few methods below.
 """
 
-import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -295,8 +294,8 @@ class ModelFamily:
 
     def __post_init__(self) -> None:
         """Raises TypeError: the configuration's flavor is none of these."""
-        default = next(field.default for field in dataclasses.fields(self.config_class) if field.name == "flavor")
-        if self.flavors and default not in self.flavors:
+        default = getattr(self.config_class, "flavor", "")
+        if self.flavors and default and default not in self.flavors:
             owner = self.config_class.__name__
             raise TypeError(f"flavor: the default {default!r} of {owner} is none of {', '.join(self.flavors)}")
 

@@ -248,9 +248,8 @@ class RunFolder:
         return newly and checkpoint_path(self.checkpoints, step).exists()
 
     def begin_session(self, content: dict) -> None:
-        """Record what the processes run on, and remove the summary of a session before, which this one replaces at its end."""
+        """Replace session.json: what the processes run on."""
         replace_file(self.session, json.dumps(content, indent=1) + "\n")
-        self.summary.unlink(missing_ok=True)
 
     def write_summary(self, content: dict) -> None:
         """Replace summary.json."""

@@ -8,7 +8,8 @@ Every step draws a prompt from the same noise, so what differs between two steps
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import compress
 from pathlib import Path
 
 import numpy as np
@@ -81,14 +82,16 @@ def pixel_change(before: Image.Image, after: Image.Image) -> float:
 
 
 def preview_rows(samples: Path, prompts: Sequence[str], trigger_word: str) -> tuple[list[int], list[PromptRow]]:
-    """Read the previews of a run: the steps that the page shows, evenly chosen, and a row for each prompt."""
+    """Read the previews of a run: the steps that the page shows, evenly chosen, with a picture at least, and a row a prompt."""
     steps = _shown_steps(samples)
     rows = []
     for row, prompt in enumerate(prompts):
         first = _read(preview_path(samples, 0, row), prompt)
         previews = [_preview(samples, step, row, prompt, first) for step in steps]
         rows.append(PromptRow(prompt, not has_trigger(prompt, trigger_word), previews))
-    return steps, rows
+    there = [any(row.previews[place].source for row in rows) for place in range(len(steps))]
+    rows = [replace(row, previews=list(compress(row.previews, there))) for row in rows]
+    return list(compress(steps, there)), rows
 
 
 def write_page(samples: Path, run: str, prompts: Sequence[str], trigger_word: str) -> dict[str, float]:

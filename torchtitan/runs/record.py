@@ -210,9 +210,15 @@ class RunRecord:
     @property
     def timed_after(self) -> int:
         """Last step at which layout, device or batch were not those of the run's end; 0: they never changed."""
+        grown = last_smaller_batch(self.points) if self.settings.get("training.double_batch_after") else 0
+        return max(self.resumed_after, grown)
+
+    @property
+    def resumed_after(self) -> int:
+        """Step after which the run was last resumed with another layout, device or batch; 0: never."""
         timed = self.about.get(TIMED)
         after = timed.get("after_step") if isinstance(timed, Mapping) else None
-        return max(after if isinstance(after, int) else 0, last_smaller_batch(self.points))
+        return after if isinstance(after, int) else 0
 
     def not_finite(self, tag: str) -> int:
         """Number of logged values of a metric that are NaN or infinite."""
@@ -295,7 +301,7 @@ def read_run(folder: Path) -> RunRecord:
         run.problems.append(f"evaluation.json cannot be read ({unwrapped(error)})")
     for path in sorted((folder / "samples").glob("step-*.png")):
         number = path.stem.removeprefix("step-")
-        if number.isdecimal() and (int(number) <= run.last_step or not run.last_step):  # beyond: of an abandoned future
+        if number.isdecimal() and (run.summary is None or int(number) <= run.last_step):  # beyond: of an abandoned future
             run.samples[int(number)] = path
     return run
 

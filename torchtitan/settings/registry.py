@@ -1,6 +1,7 @@
 """Registry: what a key `name` chooses from, of which a run imports what it names."""
 
 import logging
+import os
 from collections.abc import Iterator, Mapping, MutableMapping
 from importlib import import_module
 from typing import Any, TypeVar, cast, get_args
@@ -35,7 +36,7 @@ class Registry(MutableMapping[str, Entry]):
     def __setitem__(self, name: str, entry: Entry) -> None:
         """Add an entry. Raises TypeError: it is of another kind, or a class that lacks a method or `Config`."""
         _check(name, entry, self._kind)
-        if self._places.get(name):
+        if self._places.get(name) and os.environ.get("RANK", "0") == "0":
             given = getattr(entry, "__name__", type(entry).__name__)
             logger.warning(f"{name}: a plugin's {given} takes the place of the program's")
         self._places.setdefault(name, "")

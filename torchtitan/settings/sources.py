@@ -1,22 +1,26 @@
 """Keys of a command line, and advice on unknown ones."""
 
+import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from difflib import SequenceMatcher
 
+from torchtitan.settings.plugins import plugin_names
 from torchtitan.settings.schema import quoted, shown_name
 from torchtitan.settings.synonyms import synonym
 
 
 def read_command_line(argv: list[str]) -> tuple[dict[str, str], list[str]]:
-    """Split `--section.key value` and `--section.key=value` into key -> text; the last of equal flags counts.
+    """Split `--section.key value` and `--section.key=value` into key -> text; the last of equal flags counts, of job.plugins all.
 
     A word without a key is the configuration, as `--job.config_file` names it.
 
     Returns:
         the texts by dotted key, and one line per argument that is neither such a pair nor the configuration.
     """
-    texts, problems, alone = {}, [], []
+    texts: dict[str, str] = {}
+    problems, alone = [], []
     arguments = list(argv)
     while arguments:
         argument = arguments.pop(0)
@@ -26,10 +30,9 @@ def read_command_line(argv: list[str]) -> tuple[dict[str, str], list[str]]:
         key, equals, text = argument[2:].partition("=")
         key = "job.config_file" if key == "config" else key.replace("-", "_") if "." in key else key
         if equals or "." not in key and (not arguments or arguments[0].startswith("--")):  # which is no key
-            texts[key] = text
+            texts[key] = _with_plugins_before(key, text, texts)
         elif arguments and not arguments[0].startswith("--"):
-            before = f"{texts[key]}," if key == "job.plugins" and key in texts else ""  # which may be given several times
-            texts[key] = before + arguments.pop(0)
+            texts[key] = _with_plugins_before(key, arguments.pop(0), texts)
         else:
             name = shown_name(key)
             advice = synonym(key, "--")
@@ -47,6 +50,14 @@ def read_command_line(argv: list[str]) -> tuple[dict[str, str], list[str]]:
             known = f", and the configuration is {shown_name(given)}" if given else ""
             problems.append(f"command line: {quoted(word)}: argument without a key{known} ({advice})")
     return texts, problems
+
+
+def _with_plugins_before(key: str, text: str, texts: Mapping[str, str]) -> str:
+    """Text of a key; of job.plugins, which may be given several times, with those before."""
+    if key == "job.plugins" and key in texts:
+        with suppress(ValueError):  # which is refused where it is read
+            return json.dumps([*plugin_names(texts[key]), *plugin_names(text)])
+    return text
 
 
 def split_keys(words: list[str], section: str = r"[\w-]+") -> tuple[list[str], list[str]]:

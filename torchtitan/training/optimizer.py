@@ -29,6 +29,7 @@ class OptimizerSet:
     def __init__(self, optimizers: list[torch.optim.Optimizer]) -> None:
         self._optimizers = optimizers
         self.param_groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+        self._numbers = [_numbers(group) for group in self.param_groups]  # as built; a checkpoint holds none of them
         self._on_host = any(p.device.type == "cpu" for group in self.param_groups for p in group["params"])
 
     @property
@@ -49,12 +50,8 @@ class OptimizerSet:
         """Require, after a step, that a checkpoint holds all that is kept. Raises TrainingError: numbers that are no tensors."""
         states = (item for state in self.state.values() for item in state.items())
         kept = {f"state {key!r}" for key, value in states if not isinstance(value, Tensor)}
-        for each in self._optimizers:
-            fixed = {key: value for key, value in each.defaults.items() if key not in ("lr", "weight_decay")}
-            kept |= {
-                f"group entry {key!r}" for group in each.param_groups for key, value in fixed.items()
-                if isinstance(value, int | float) and group[key] != value
-            }  # fmt: skip
+        for group, before in zip(self.param_groups, self._numbers, strict=True):
+            kept |= {f"group entry {key!r}" for key, value in _numbers(group).items() if before.get(key) != value}
         if kept:
             raise TrainingError(f"the optimizer keeps {', '.join(sorted(kept))}, and checkpoints hold its state's tensors alone")
 
@@ -80,6 +77,11 @@ class OptimizerSet:
         for group in self.param_groups:  # torch's own takes four times as long on the host
             for parameter in group["params"]:
                 parameter.grad = None
+
+
+def _numbers(group: Mapping[str, Any]) -> dict[str, float]:
+    """Numbers of a parameter group, the learning rate aside, which a resume sets."""
+    return {key: value for key, value in group.items() if key != "lr" and isinstance(value, int | float)}
 
 
 def build_optimizer(

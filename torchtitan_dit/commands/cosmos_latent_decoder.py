@@ -79,7 +79,7 @@ def main(words: list[str] | None = None) -> int:
 
 def parse_arguments(words: list[str]) -> argparse.Namespace:
     parser = OneLineParser(description=__doc__)
-    commands = parser.add_subparsers(dest="command", required=True, parser_class=OneLineParser)
+    commands = parser.add_subparsers(dest="command", required=True)
     for name, run in VERBS.items():
         add = commands.add_parser(name, help=run.__doc__).add_argument
         if name == "decode":

@@ -85,9 +85,9 @@ def _note(runs: Sequence[RunRecord]) -> str:
             note += f" {run.name} is left out: no hardware is recorded of it."
         elif not _ended(run):
             note += f" {run.name} has not reached its last step: its seconds of training and its losses are left out."
-        if run.timed_after:
+        elif run.resumed_after:
             note += (
-                f" {run.name} was resumed with another layout, batch or device after step {run.timed_after:,}: its speeds are"
+                f" {run.name} was resumed with another layout, batch or device after step {run.resumed_after:,}: its speeds are"
                 " of the steps since, and its seconds of training are left out."
             )
     if differing:
@@ -104,7 +104,7 @@ def _held_out(run: RunRecord) -> float | None:
 
 
 def _train_seconds(run: RunRecord) -> float | None:
-    if run.timed_after or not _ended(run):  # the clock is of several layouts, or of fewer steps
+    if run.resumed_after or not _ended(run):  # the clock is of several layouts, or of fewer steps
         return None
     return as_number((run.summary or {}).get("clock", {}).get("train_seconds")) or None
 

@@ -11,6 +11,7 @@ from torchtitan.checkpoint.manifest import checkpoint_steps
 from torchtitan.data import LATENT_DATASETS
 from torchtitan.distributed.degrees import DEGREE_KEYS
 from torchtitan.errors import CheckpointError, StoreError
+from torchtitan.files.remote_path import RemotePath
 from torchtitan.pictures.number_text import counted, ends_text
 from torchtitan.programs import pasted
 from torchtitan.runs.compare.lines import cost, held_out
@@ -184,7 +185,7 @@ def quality_table(groups: Sequence[RunGroup]) -> Table | None:
 def _evaluated(run: RunRecord) -> dict[str, Interval | None]:
     """Values of the last metrics of samples, by name: in a run's summary, and by the command in its evaluation.json."""
     measured = (run.summary or {}).get("evaluation") or {}
-    how = measured.get("how", "") + at_step(measured.get("step"), run.last_step)
+    how = (measured.get("how", "") + at_step(measured.get("step"), run.last_step)).removeprefix(", ")
     found = {
         f"{name} ({how})" if how else name: measured_interval(value)
         for name, value in measured.items() if isinstance(value, dict)  # others say how
@@ -245,8 +246,9 @@ def next_steps(run: RunRecord) -> Rows:
 
 def _has_checkpoint(run: RunRecord) -> bool:
     try:
-        return bool(checkpoint_steps(run_checkpoints(run.folder)))
-    except (CheckpointError, StoreError):
+        folder = run_checkpoints(run.folder)
+        return isinstance(folder, RemotePath) or bool(checkpoint_steps(folder))  # a store is not asked for a page
+    except (CheckpointError, StoreError, OSError):
         return False
 
 
