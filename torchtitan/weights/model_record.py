@@ -244,7 +244,7 @@ def described_latents(
     normalization = Normalization.model_construct(shift=shift, scale=scale, source="given")
     return StoreIndex.model_construct(
         shape=info.image_shape, num_classes=info.num_classes, class_names=info.class_names, image_size=image_size or None,
-        autoencoder=autoencoder or {}, normalization=normalization, captions=None, num_images=0, shards=[], posterior=False,
+        autoencoder=autoencoder or {"name": "unknown"}, normalization=normalization, captions=None, num_images=0, shards=[], posterior=False,
         mirrored=False,
     )  # fmt: skip
 
