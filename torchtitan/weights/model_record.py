@@ -201,6 +201,7 @@ def load_record(tables: Mapping[str, Any], place: str, with_paths: bool = False,
 
 def _read_data(table: Mapping[str, Any], place: str) -> tuple[DatasetInfo, "StoreIndex | None", _DataTable]:
     from torchtitan.data.synthetic import text_kind
+    from torchtitan.latents.index import Normalization, StoreIndex
 
     known = {field.name for field in dataclasses.fields(_DataTable)}
     data, refused = validate_section("data", _DataTable(), {key: value for key, value in table.items() if key in known})
@@ -231,22 +232,15 @@ def _read_data(table: Mapping[str, Any], place: str) -> tuple[DatasetInfo, "Stor
     info = DatasetInfo((channels, height, width), kind, has_validation=False, entries=entries or {})
     if "scale" not in table:
         return info, None, data
-    shift, scale = data.shift or [0.0] * channels, data.scale or [1.0] * channels
-    return info, described_latents(info, shift, scale, data.image_size, encoder), data
-
-
-def described_latents(
-    info: DatasetInfo, shift: list[float], scale: list[float], image_size: int = 0, autoencoder: Mapping[str, Any] | None = None
-) -> "StoreIndex":
-    """Latents of a store that is not here, by what is known of them."""
-    from torchtitan.latents.index import Normalization, StoreIndex
-
-    normalization = Normalization.model_construct(shift=shift, scale=scale, source="given")
-    return StoreIndex.model_construct(
-        shape=info.image_shape, num_classes=info.num_classes, class_names=info.class_names, image_size=image_size or None,
-        autoencoder=autoencoder or {"name": "unknown"}, normalization=normalization, captions=None, num_images=0, shards=[], posterior=False,
-        mirrored=False,
+    normalization = Normalization.model_construct(
+        shift=data.shift or [0.0] * channels, scale=data.scale or [1.0] * channels, source="given"
+    )
+    latents = StoreIndex.model_construct(
+        shape=info.image_shape, num_classes=data.num_classes, class_names=data.class_names,
+        image_size=data.image_size or None, autoencoder=encoder, normalization=normalization, captions=None,
+        num_images=0, shards=[], posterior=False, mirrored=False,
     )  # fmt: skip
+    return info, latents, data
 
 
 def _is_of_encoders(text: str) -> bool:

@@ -7,7 +7,6 @@ import argparse
 import sys
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -42,7 +41,7 @@ from torchtitan.runs.check import Finding, check_run
 from torchtitan.runs.ownership import CONFIG_FILE
 from torchtitan.settings.sources import split_keys
 from torchtitan.weights.final_weights import adapter_header
-from torchtitan.weights.model_record import ModelRecord, described_latents, record_of
+from torchtitan.weights.model_record import ModelRecord, record_of
 from torchtitan.weights.network import network_on_meta
 from torchtitan.weights.published import LAYOUTS, OWN, WRITTEN, OwnWeights, open_published, write_weights
 from torchtitan.weights.trained_model import TrainedModel, load_run, no_weights, read_config, record_of_run
@@ -303,14 +302,8 @@ def configured(arguments: argparse.Namespace) -> ModelRecord | None:
     with suppress(ConfigError, DatasetError):
         return record_of(read_config(arguments.config, arguments.data_words))
     config, info, note = described_network(arguments.config, arguments.data_words)
-    record, notes = record_of(config, info), [note] if note else []
-    layout = MODELS[config.model.name].layouts.get(arguments.format)
-    if published := layout and layout.latents.get(channels := info.image_shape[0]):
-        shift, scale = ([value] * channels for value in published)
-        record = replace(record, latents=described_latents(info, shift, scale))
-        notes.append(f"their latents are taken as scaled by {scale[0]:g}, as published")
-    print_notes(notes)
-    return record
+    print_notes([note] if note else [])
+    return record_of(config, info)
 
 
 def write_options(arguments: argparse.Namespace) -> dict[str, Any]:
