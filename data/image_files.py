@@ -199,7 +199,7 @@ def list_images(root: bytes, folders: Sequence[bytes] = (b"",)) -> ImageList:
 def list_files(
     folder: bytes, wanted: Callable[[bytes], bool], prefix: bytes = b"", left_out: Counter[str] | None = None
 ) -> list[bytes]:
-    """List the files with wanted names, in folders of any depth, sorted by name as bytes.
+    """List the files with wanted names, in folders of any depth, sorted by name as bytes; of a linked folder, once.
 
     Names that begin with a dot are left out. Files are listed by their names, and not opened.
 
@@ -211,7 +211,7 @@ def list_files(
     links: list[tuple[bytes, bytes]] = []
     entered: set[bytes] = set()
     while pending or links:
-        if not pending:  # links after all folders, in the order of their names: the names found are the same on every disk
+        if not pending:  # links last and by name, so that a folder has the same name on every disk
             name, path = heapq.heappop(links)
             pending.append((path, name))
         inside, before = pending.pop()

@@ -119,8 +119,7 @@ def _looks_classed(path: str, labels: bool) -> bool:
     if folders and loose and labels:
         raise DatasetError(
             f"data.path: {path!r} has {counted(loose, 'image')} beside {counted(len(folders), 'folder')} (set"
-            " data.class_folders = true to train on"
-            " the folders as classes, or false to train on all images without labels)"
+            " data.class_folders = true to train on the folders as classes, or false to train on all images without labels)"
         )
     return not loose
 

@@ -12,7 +12,7 @@ from torchtitan.processes.launch import CHECKED, launch_number
 PICTURES_NOT_READ = (
     b"heic", b"heif", b"avif", b"jxl", b"jp2", b"dng", b"nef", b"cr2", b"cr3", b"psd", b"svg", b"arw", b"orf", b"rw2",
     b"raf", b"tga", b"exr",
-)  # fmt: skip; a new one goes to the end: indexes of tar archives hold places in it
+)  # fmt: skip
 
 logger = logging.getLogger(__name__)
 

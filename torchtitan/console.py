@@ -228,7 +228,7 @@ def measured_phase(config: JobConfig, progress: int, lag: float) -> str:
 def grids(samples: Path, last_step: int) -> list[tuple[int, Path]]:
     """Grids in a run's folder of samples up to a step: step and picture, in order; none if the folder cannot be read.
 
-    Those beyond are of a future that the run went back from.
+    Later ones are of steps that the run went back from.
     """
     try:
         names = sorted(os.listdir(samples))

@@ -138,7 +138,7 @@ def test_the_command_that_trains_longer_starts_as_many_processes(tmp_path, monke
     place = write_run(tmp_path / "hsdp")
     with open(place / "config.toml", "a") as file:
         file.write("\n[parallelism]\ndata_parallel_replicate_degree = 2\ndata_parallel_shard_degree = 2\n")
-    assert list(dict(next_steps(read_run(place)))) == ["compare with another run"]  # nothing to draw from or go on with
+    assert list(dict(next_steps(read_run(place)))) == ["compare with another run"]  # there is no checkpoint yet
     (place / "checkpoint" / "step-00000100").mkdir(parents=True)
     commands = dict(next_steps(read_run(place)))
     assert commands["train longer"].startswith(f"NGPU=4 scripts/train.sh {place}/config.toml --training.steps 200")

@@ -40,10 +40,10 @@ def test_the_jump_of_a_decay_that_is_made_longer_is_said():
 
     assert schedule_changes(of(200), saved(100, 100)) == [said]
     assert schedule_changes(of(200), saved(50, 200)) == schedule_changes(of(100), saved(100, 200)) == []
-    rising = ("--lr_scheduler.warmup_steps", "50")  # in which the rate rises as it did
+    rising = ("--lr_scheduler.warmup_steps", "50")  # step 11 has the same rate in both
     without = [said.removesuffix(f", {jump}")]
     assert schedule_changes(of(200, *rising), saved(10, 100, *rising)) == without
-    other = ("--optimizer.lr", "1e-4")  # whose rate then was another than this schedule's
+    other = ("--optimizer.lr", "1e-4")  # the rate before was that of 1e-3
     assert schedule_changes(of(200, *other), saved(100, 100)) == without
     constant = ("--lr_scheduler.decay_type", "constant")
     assert schedule_changes(of(200, *constant), saved(100, 100, *constant)) == []

@@ -179,7 +179,7 @@ def test_a_configuration_describes_published_weights_without_its_data_and_initia
     own_data = CONFIG[CONFIG.index("shape = ") : CONFIG.index("scale = ")]
     weights = random_weights(changes=(own_data, "shape = [4, 32, 32]\nnum_classes = 1000\n"))
     write_weights(weights, tmp_path / "dit.safetensors", "dit", dtype="float32", overwrite=False)
-    described = CONFIG.replace("FREQUENCIES", "dit")[: CONFIG.index("[data]") - len("FREQUENCIES") + len("dit")]
+    described = CONFIG.replace("FREQUENCIES", "dit").partition("[data]")[0]
     described += '[data]\nname = "latents"\npath = "latents/imagenet256"\n[checkpoint]\ninitial_weights = "own.safetensors"\n'
     (tmp_path / "model.toml").write_text(described)
     words = ["import", str(tmp_path / "dit.safetensors"), str(tmp_path / "model.toml"), "--format", "dit"]

@@ -145,7 +145,7 @@ class RunFolder:
         changes = without_moved_caches(config_differences(old, self._config)) if old else []
         if changes and not self._only_longer(old, changes):
             advice = "give another --job.name, or --job.allow_config_change true to resume it nevertheless"
-            if len(changes) == 1 and changes[0].startswith("training.steps: "):  # the first command after an extension
+            if len(changes) == 1 and changes[0].startswith("training.steps: "):
                 advice = f"give --training.steps {old['training']['steps']} as it had, or another --job.name"
             place = self.checkpoints if damage else self.path  # whichever has the record
             raise RunFolderError(

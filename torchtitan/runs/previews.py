@@ -27,7 +27,7 @@ from torchtitan.training.metric_sinks import as_png
 FOLDER, PAGE_FILE, PICTURE_FILE = "previews", "previews.html", "previews.png"
 MOST_STEPS = 12  # columns of the page
 SHOWN_SIDE = 256  # pixels of the longer side of a picture on the page; the file has all
-_PROMPT = "prompt"  # of a picture's file, where a resumed run may have others
+_PROMPT = "prompt"  # key of the text in a picture's file: a resumed run may have other prompts
 _NAME = re.compile(r"step-(\d{8})-(\d{2,4})\.png")
 
 
@@ -82,7 +82,7 @@ def pixel_change(before: Image.Image, after: Image.Image) -> float:
 
 
 def preview_rows(samples: Path, prompts: Sequence[str], trigger_word: str) -> tuple[list[int], list[PromptRow]]:
-    """Read the previews of a run: the steps that the page shows, evenly chosen, with a picture at least, and a row a prompt."""
+    """Read a run's previews: steps, evenly chosen, without those that have no picture of these prompts, and a row per prompt."""
     steps = _shown_steps(samples)
     rows = []
     for row, prompt in enumerate(prompts):

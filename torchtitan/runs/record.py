@@ -301,7 +301,8 @@ def read_run(folder: Path) -> RunRecord:
         run.problems.append(f"evaluation.json cannot be read ({unwrapped(error)})")
     for path in sorted((folder / "samples").glob("step-*.png")):
         number = path.stem.removeprefix("step-")
-        if number.isdecimal() and (run.summary is None or int(number) <= run.last_step):  # beyond: of an abandoned future
+        # Later ones than the last step are of steps that the run went back from.
+        if number.isdecimal() and (run.summary is None or int(number) <= run.last_step):
             run.samples[int(number)] = path
     return run
 

@@ -53,7 +53,7 @@ def read_command_line(argv: list[str]) -> tuple[dict[str, str], list[str]]:
 
 
 def _with_plugins_before(key: str, text: str, texts: Mapping[str, str]) -> str:
-    """Text of a key; of job.plugins, which may be given several times, with those before."""
+    """Text of a key; job.plugins, which may be given several times, with the plugins before."""
     if key == "job.plugins" and key in texts:
         with suppress(ValueError):  # which is refused where it is read
             return json.dumps([*plugin_names(texts[key]), *plugin_names(text)])

@@ -57,7 +57,7 @@ def read_points(path: Path) -> MetricPoints:
 
 
 def last_smaller_batch(points: Sequence[Mapping[str, Any]]) -> int:
-    """Step of the last point whose batch was not yet the largest, the last point aside, whose step may be the rest; 0: none."""
+    """Last logged step with a batch below the largest; 0: none. The last point is left out: its batch may be a remainder."""
     sizes = [(point["step"], point["global_batch_size"]) for point in points if point.get("global_batch_size")]
     largest = max((size for _, size in sizes), default=0)
     return max((step for step, size in sizes[:-1] if size < largest), default=0)

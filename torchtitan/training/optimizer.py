@@ -29,7 +29,7 @@ class OptimizerSet:
     def __init__(self, optimizers: list[torch.optim.Optimizer]) -> None:
         self._optimizers = optimizers
         self.param_groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-        self._numbers = [_numbers(group) for group in self.param_groups]  # as built; a checkpoint holds none of them
+        self._numbers = [_numbers(group) for group in self.param_groups]  # as built: checkpoints do not hold them
         self._on_host = any(p.device.type == "cpu" for group in self.param_groups for p in group["params"])
 
     @property
@@ -47,7 +47,7 @@ class OptimizerSet:
         return {parameter: size for optimizer in of_muon for parameter, size in optimizer.sizes()}
 
     def require_tensors(self) -> None:
-        """Require, after a step, that a checkpoint holds all that is kept. Raises TrainingError: numbers that are no tensors."""
+        """Require, after a step, that checkpoints hold all that the optimizers keep. Raises TrainingError: they keep numbers."""
         states = (item for state in self.state.values() for item in state.items())
         kept = {f"state {key!r}" for key, value in states if not isinstance(value, Tensor)}
         for group, before in zip(self.param_groups, self._numbers, strict=True):
@@ -80,7 +80,7 @@ class OptimizerSet:
 
 
 def _numbers(group: Mapping[str, Any]) -> dict[str, float]:
-    """Numbers of a parameter group, the learning rate aside, which a resume sets."""
+    """Numbers of a parameter group except the learning rate, which every step sets."""
     return {key: value for key, value in group.items() if key != "lr" and isinstance(value, int | float)}
 
 

@@ -156,12 +156,10 @@ def check_own(path: Path, model: DiffusionModel, strict: bool = True) -> list[st
         WeightsError: it has not; of published weights it names the command that imports them.
     """
     command, quoted = f"{pasted('checkpoint')} import", shlex.quote(str(path))
-    if (path / CONFIG_FILE).is_file():
-        export = f"{pasted('checkpoint')} export {quoted} --format safetensors --output FILE.safetensors"
-        raise WeightsError(f"{path}: is the folder of a run (export its weights: {export})")
-    if (path / MANIFEST).is_file():
-        export = f"{pasted('checkpoint')} export {quoted} --format safetensors --output FILE.safetensors"
-        raise WeightsError(f"{path}: is a checkpoint (export its weights: {export})")
+    for name, what in ((CONFIG_FILE, "the folder of a run"), (MANIFEST, "a checkpoint")):
+        if (path / name).is_file():
+            export = f"{pasted('checkpoint')} export {quoted} --format safetensors --output FILE.safetensors"
+            raise WeightsError(f"{path}: is {what} (export its weights: {export})")
     if is_published_folder(path) or (path / "transformer").is_dir():
         raise WeightsError(f"{path}: is a folder (import it: {command} {quoted} --format diffusers --output FILE.safetensors)")
     if os.path.isdir(path):

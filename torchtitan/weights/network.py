@@ -94,12 +94,12 @@ def new_network(config: JobConfig, info: DatasetInfo, device: torch.device, init
 
 
 def _draw_all(model: DiffusionModel) -> None:
-    """Draw the weights and buffers of a model whose memory has any values. Raises WeightsError: init_weights leaves some out."""
+    """Draw the weights and buffers of a model just given its memory. Raises WeightsError: init_weights leaves some unset."""
     for tensor in (*model.parameters(), *model.buffers()):
         if tensor.is_floating_point():
             tensor.detach().fill_(torch.nan)
     model.init_weights()
-    named = (*model.named_parameters(), *model.named_buffers())  # which init_weights may have assigned anew
+    named = (*model.named_parameters(), *model.named_buffers())  # listed again: init_weights may assign new tensors
     left = [name for name, tensor in named if tensor.is_floating_point() and tensor.isnan().any()]
     if left:
         text = f"init_weights leaves {first_named(left, 3)} without values (what __init__ sets is lost)"
