@@ -162,6 +162,7 @@ UPDATE_RULES["lion"] = UpdateRule(1, build=lambda groups, config: Lion(groups, {
     (OF_EXAMPLE["patch_mlp"], (r"(?m)^( +)super\(\).__init__\(\)$", r"\g<0>\n\1self.register_buffer('freqs', torch.arange(4.0))"),
      "PatchMLP: init_weights leaves freqs without values"),
     (OF_EXAMPLE["patch_mlp"], (r"def init_buffers", "def no_buffers"), "PatchMLP lacks init_buffers"),
+    (OF_EXAMPLE["patch_mlp"], (r"(?m)return (x.to\(torch.promote.*)$", r"return \1, None"), "patch_mlp: forward returns tuple, not"),
     (OF_EXAMPLE["discs"], ("return self.length", "return 0"), "discs: has no images"),
     (("--optimizer.name", "lion", *NO_JUDGE), LION, "the optimizer keeps state 'n', and checkpoints hold its state's tensors"),
 ])  # fmt: skip
@@ -197,10 +198,14 @@ def test_the_density_of_the_guide_trains_and_without_a_method_is_one_line(tmp_pa
     at = torch.logit(density.quantile(u)).requires_grad_()
     (slope,) = torch.autograd.grad(density.distribution(at).sum(), at)
     assert torch.allclose(density.distribution(at), u) and torch.allclose(density.log_sigma_density(at), slope)
-    (tmp_path / "power.py").write_text(text.replace("def log_sigma_density", "def density"))
-    found = train(tmp_path, "power.py", *words, "--check-only")
-    assert found.returncode == 2 and found.stderr.count("\n") == 1
-    assert "Power has no method log_sigma_density (see SmoothDensity)" in found.stderr
+    for old, new, said in (
+        ("def log_sigma_density", "def density", "Power has no method log_sigma_density (see SmoothDensity)"),
+        ("return self.a *", "return", "log_sigma_density times the slope of logit(quantile(u)) 0.333 instead of 1"),
+        ("** self.a", "** 2", "Power: distribution(logit(quantile(0.462))) is 0.597"),
+    ):
+        (tmp_path / "power.py").write_text(text.replace(old, new))
+        found = train(tmp_path, "power.py", *words, "--check-only")
+        assert found.returncode == 2 and found.stderr.count("\n") == 1 and said in found.stderr, found.stderr
 
 
 def test_a_package_names_its_plugin_by_an_entry_point(tmp_path):

@@ -5,7 +5,7 @@ import pytest
 
 from torchtitan.errors import EvaluationError
 from torchtitan.fidelity.feature_set import FeatureSet
-from torchtitan.fidelity.measurement import Options
+from torchtitan.fidelity.measurement import Metric, Options
 from torchtitan.fidelity.metrics import METRICS
 
 
@@ -34,6 +34,12 @@ def test_the_score_is_the_mean_of_its_splits():
     assert found["is_file_order"].value == pytest.approx(np.mean(scores(p)), rel=1e-12)
     shuffled = scores(p[np.random.RandomState(2020).permutation(57)])
     assert (found["is"].value, found["is_sd"].value) == pytest.approx((np.mean(shuffled), np.std(shuffled)), rel=1e-12)
+
+
+def test_a_metric_that_returns_a_number_is_told_what_to_return():
+    metric = Metric("number", "logits", None, {}, lambda *given: 1.0)
+    with pytest.raises(EvaluationError, match=r"^compute returns float \(return Measurement\({name: Interval\(value\)}\)\)$"):
+        metric.measure(FeatureSet("samples", "own", {"logits": np.zeros((2, 2))}), None, Options())
 
 
 def test_accuracy_is_the_share_recognised_as_the_class_asked_for():

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from torchtitan.errors import EvaluationError
 from torchtitan.fidelity.feature_set import FeatureSet
 from torchtitan.statistics.interval import Interval
 
@@ -68,5 +69,8 @@ class Metric:
     needs_held_out: bool = False
 
     def measure(self, samples: FeatureSet, reference: FeatureSet | None, options: Options) -> Measurement:
-        """Measure samples. Raises EvaluationError: features that are not finite, or too few."""
-        return self.compute(samples, reference, self.output, options)
+        """Measure samples. Raises EvaluationError: features that are not finite, or too few; another type of result."""
+        found = self.compute(samples, reference, self.output, options)
+        if not isinstance(found, Measurement):  # a plugin's
+            raise EvaluationError(f"compute returns {type(found).__name__} (return Measurement({{name: Interval(value)}}))")
+        return found

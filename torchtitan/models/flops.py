@@ -3,14 +3,17 @@
 MFU uses the formula; torch's count of every product in the forward, convolutions included, must agree with it.
 """
 
+from typing import Any
+
 import torch
+from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from torchtitan.models.base import DiffusionModel
 
 
 class MiscountedModel(Exception):
-    """Network with a wrong formula for its own products; the message is one line."""
+    """Network with a wrong formula for its own products, or another output than it declares; the message is one line."""
 
 
 def counted_macs_per_image(model: DiffusionModel) -> int:
@@ -20,15 +23,24 @@ def counted_macs_per_image(model: DiffusionModel) -> int:
     return counter.get_total_flops() // 2
 
 
+def check_output(model: DiffusionModel, name: str) -> None:
+    """Check the output's type and shape on the meta device. Raises MiscountedModel."""
+    output, wanted = forward_on_meta(model, 1), [1, model.out_channels, *model.image_shape[1:]]
+    found = list(output.shape) if isinstance(output, Tensor) else type(output).__name__
+    if found != wanted:
+        raise MiscountedModel(f"model.name = {name}: forward returns {found}, not a tensor [B, out_channels, H, W] = {wanted}")
+
+
 @torch.no_grad()
-def forward_on_meta(model: DiffusionModel, images: int) -> None:
+def forward_on_meta(model: DiffusionModel, images: int) -> Any:
     """Call the forward of a model on the meta device, where it computes nothing."""
     x, kind = torch.empty(images, *model.image_shape, device="meta"), model.condition_kind
-    model(x, torch.empty(images, device="meta"), kind.of(kind.placeholder(images, "meta")))
+    return model(x, torch.empty(images, device="meta"), kind.of(kind.placeholder(images, "meta")))
 
 
 def check_macs(model: DiffusionModel, name: str) -> None:
-    """Compare a network's formula with torch's count. Raises MiscountedModel: they differ."""
+    """Compare a network's formula with torch's count, and its output with what it declares. Raises MiscountedModel."""
+    check_output(model, name)
     said, counted = model.forward_macs_per_image(model.image_shape), counted_macs_per_image(model)
     if said != counted:
         raise MiscountedModel(
