@@ -13,9 +13,10 @@ import torch
 
 from torchtitan.data.base import Batch, DataConfig, Dataset, DatasetError, UnreadableImage
 from torchtitan.data.image_decoding import MAX_FILE_BYTES, decode_cropped, decoding_problem
-from torchtitan.data.left_out import PICTURES_NOT_READ, ending_of, say_left_out
+from torchtitan.data.left_out import PICTURES_NOT_READ, ending_of, say_left_out, say_once
 from torchtitan.data.online_text import with_captions
 from torchtitan.files.regular import UnsuitableFile, read_regular, user_path
+from torchtitan.pictures.number_text import counted
 from torchtitan.settings import setting
 from torchtitan.terminal import printable
 
@@ -209,6 +210,7 @@ def list_files(
     """
     found, pending = [], [(folder, prefix)]
     links: list[tuple[bytes, bytes]] = []
+    dead: list[bytes] = []
     entered: set[bytes] = set()
     while pending or links:
         if not pending:  # links last and by name, so that a folder has the same name on every disk
@@ -229,8 +231,13 @@ def list_files(
                     pending.append((entry.path, before + name + b"/"))
                 elif entry.is_symlink() and os.path.isdir(entry.path):
                     heapq.heappush(links, (before + name + b"/", entry.path))
+                elif entry.is_symlink() and not os.path.exists(entry.path):
+                    dead.append(before + name)
                 elif left_out is not None and (ending := ending_of(name)) in PICTURES_NOT_READ:
                     left_out[ending.decode()] += 1
+    if dead:
+        text = f"leaving out {counted(len(dead), 'link')} that cannot be followed, first of all {shown_path(min(dead))}"
+        say_once(f"{shown_path(folder)}: {text}")
     return sorted(found)
 
 

@@ -14,10 +14,11 @@ from torch import Tensor
 from tqdm import tqdm
 
 from torchtitan.checkpoint.checkpointer import checkpoint_path
+from torchtitan.checkpoint.manifest import read_json
 from torchtitan.console import closing_lines, introduce, method_ends
 from torchtitan.distributed.collectives import from_first_rank, group_for_work, highest_over_ranks
 from torchtitan.distributed.compile import CompileCounter
-from torchtitan.errors import CheckpointError, EvaluationError, RunFolderError, TrainingError, reason
+from torchtitan.errors import CheckpointError, DamagedFile, EvaluationError, RunFolderError, TrainingError, reason
 from torchtitan.evaluation.during_training import EvaluatedRun, Evaluation
 from torchtitan.evaluation.targets import described, described_text, newly_reached, scalars
 from torchtitan.files.optional import OptionalOutputs
@@ -143,6 +144,9 @@ class Reports:
             raise RunFolderError([f"{path}: cannot be written: {reason(error)}"]) from error
         self._pictures.remove_unfinished()
         folder = self._state.folder
+        with suppress(DamagedFile):
+            if read_json(folder.summary, dict).get("step", 0) > self._state.step:  # of steps that the run goes back from
+                self._forget_summary()
         with self._outputs.attempt("the record of this session", folder.session, consequence="pages lack it until the run ends"):
             folder.begin_session(self._summary.session(self._results))
 

@@ -162,7 +162,7 @@ UPDATE_RULES["lion"] = UpdateRule(1, build=lambda groups, config: Lion(groups, {
     (OF_EXAMPLE["patch_mlp"], (r"(?m)^( +)super\(\).__init__\(\)$", r"\g<0>\n\1self.register_buffer('freqs', torch.arange(4.0))"),
      "PatchMLP: init_weights leaves freqs without values"),
     (OF_EXAMPLE["patch_mlp"], (r"def init_buffers", "def no_buffers"), "PatchMLP lacks init_buffers"),
-    (OF_EXAMPLE["patch_mlp"], (r"(?m)return (x.to\(torch.promote.*)$", r"return \1, None"), "patch_mlp: forward returns tuple, not"),
+    (OF_EXAMPLE["patch_mlp"], (r"return (x\.to\(torch\..*)", r"return \1, None"), "patch_mlp: forward returns tuple, not"),
     (OF_EXAMPLE["discs"], ("return self.length", "return 0"), "discs: has no images"),
     (("--optimizer.name", "lion", *NO_JUDGE), LION, "the optimizer keeps state 'n', and checkpoints hold its state's tensors"),
 ])  # fmt: skip

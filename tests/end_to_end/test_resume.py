@@ -154,11 +154,12 @@ def test_a_run_from_an_earlier_step_that_is_killed_resumes_from_its_newest_check
     wanted, losses = checkpoint_tensors(checkpoints / "step-00000012"), whole.losses()
     again = (*arguments, "--checkpoint.keep_latest_k", "2", "--checkpoint.load_step", "4")
     resumed = []
-    for occurrence in (1, 3):  # before its first checkpoint, and with those of steps 6 and 8 only
+    for occurrence, log_freq in ((1, "12"), (3, "5")):  # before its first checkpoint, and with those of steps 6 and 8 only
         monkeypatch.setenv(FAULT, f"0:before the rename:{occurrence}")
-        codes, outputs = ForkedRun(config, "branched", *again).wait()
+        codes, outputs = ForkedRun(config, "branched", *again, "--metrics.log_freq", log_freq).wait()
         assert codes == [-signal.SIGKILL], outputs
         resumed += outputs
+        assert not (whole.folder / "summary.json").exists()  # of steps that the run went back from, without a point since
     monkeypatch.delenv(FAULT)
     assert not (checkpoints / "step-00000004").exists()  # beyond keep_latest_k by now
     resumed += ForkedRun(config, "branched", *again).finish()

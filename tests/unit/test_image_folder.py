@@ -64,14 +64,15 @@ def test_classes_and_files_are_sorted_nested_files_found_and_others_left_out(tmp
     assert set(ImageFolder(whole, "train").fetch(np.arange(5))) == {"images"}
 
 
-def test_linked_folders_are_read_after_the_others_each_once(tmp_path):
+def test_linked_folders_are_read_after_the_others_each_once_and_dead_links_said(tmp_path, caplog):
     elsewhere, folder = tmp_path / "elsewhere", tmp_path / "pictures"
     write_class(elsewhere, ["e.png"])
     write_class(folder / "mid", ["m.png"])
-    targets = {"aa": folder / "mid", "zz": elsewhere, "more": elsewhere, "up": folder, "loop": folder / "loop"}
+    targets = {"aa": folder / "mid", "zz": elsewhere, "more": elsewhere, "up": folder, "loop": folder / "loop", "gone": "x"}
     for name, target in targets.items():
         (folder / name).symlink_to(target, target_is_directory=True)
     assert list_files(bytes(folder), is_image_name) == [b"mid/m.png", b"more/e.png"]
+    assert caplog.messages == [f"{folder}: leaving out 2 links that cannot be followed, first of all gone"]
 
 
 def test_the_last_images_of_each_class_are_held_out(tmp_path, caplog):

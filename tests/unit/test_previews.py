@@ -65,3 +65,6 @@ def test_many_steps_are_shown_evenly_with_the_first_and_the_last(tmp_path):
     steps, (row,) = preview_rows(tmp_path, ["a"], "")
     assert len(steps) == MOST_STEPS and (steps[0], steps[-1]) == (0, 290) and steps == sorted(set(steps))
     assert len(row.previews) == MOST_STEPS
+    for step in (300, 310, 320):
+        save_previews(tmp_path, step, [plain(9)], ["b"])
+    assert preview_rows(tmp_path, ["b"], "")[0] == [300, 310, 320]

@@ -116,6 +116,17 @@ def test_a_folder_is_read_with_whatever_is_there(tmp_path):
     assert list(record.samples) == [10] and record.last_step == 0 and record.images_per_step is None
 
 
+def test_grids_of_steps_that_a_run_went_back_from_are_left_out(tmp_path):
+    (tmp_path / "config.toml").write_text("metrics.log_freq = 10")
+    (tmp_path / "metrics.jsonl").write_text('{"step": 60}\n')
+    (tmp_path / "samples").mkdir()
+    for step in (20, 65, 80):
+        (tmp_path / "samples" / f"step-{step:08d}.png").touch()
+    assert list(read_run(tmp_path).samples) == [20, 65]
+    (tmp_path / "summary.json").write_text('{"step": 60}')
+    assert list(read_run(tmp_path).samples) == [20]
+
+
 def test_a_batch_that_grows_is_placed_by_its_images():
     """Two steps of 8 images, then of 16."""
     grown, other = run("grown"), run("other", seed=1)

@@ -25,6 +25,8 @@ def counted_macs_per_image(model: DiffusionModel) -> int:
 
 def check_output(model: DiffusionModel, name: str) -> None:
     """Check the output's type and shape on the meta device. Raises MiscountedModel."""
+    if not hasattr(model, "out_channels"):
+        raise MiscountedModel(f"model.name = {name}: lacks the attribute out_channels (channels of its output)")
     output, wanted = forward_on_meta(model, 1), [1, model.out_channels, *model.image_shape[1:]]
     found = list(output.shape) if isinstance(output, Tensor) else type(output).__name__
     if found != wanted:

@@ -8,8 +8,8 @@ Every step draws a prompt from the same noise, so what differs between two steps
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from itertools import compress
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -28,6 +28,7 @@ FOLDER, PAGE_FILE, PICTURE_FILE = "previews", "previews.html", "previews.png"
 MOST_STEPS = 12  # columns of the page
 SHOWN_SIDE = 256  # pixels of the longer side of a picture on the page; the file has all
 _PROMPT = "prompt"  # key of the text in a picture's file: a resumed run may have other prompts
+_UNREADABLE = (OSError, SyntaxError, ValueError, EOFError, Image.DecompressionBombError)
 _NAME = re.compile(r"step-(\d{8})-(\d{2,4})\.png")
 
 
@@ -83,15 +84,12 @@ def pixel_change(before: Image.Image, after: Image.Image) -> float:
 
 def preview_rows(samples: Path, prompts: Sequence[str], trigger_word: str) -> tuple[list[int], list[PromptRow]]:
     """Read a run's previews: steps, evenly chosen, without those that have no picture of these prompts, and a row per prompt."""
-    steps = _shown_steps(samples)
-    rows = []
+    steps, rows = _shown_steps(samples, prompts), []
     for row, prompt in enumerate(prompts):
         first = _read(preview_path(samples, 0, row), prompt)
         previews = [_preview(samples, step, row, prompt, first) for step in steps]
         rows.append(PromptRow(prompt, not has_trigger(prompt, trigger_word), previews))
-    there = [any(row.previews[place].source for row in rows) for place in range(len(steps))]
-    rows = [replace(row, previews=list(compress(row.previews, there))) for row in rows]
-    return list(compress(steps, there)), rows
+    return steps, rows
 
 
 def write_page(samples: Path, run: str, prompts: Sequence[str], trigger_word: str) -> dict[str, float]:
@@ -118,11 +116,13 @@ def write_page(samples: Path, run: str, prompts: Sequence[str], trigger_word: st
     return {row.prompt: round(row.change, 4) for row in rows if row.change is not None}
 
 
-def _shown_steps(samples: Path) -> list[int]:
+def _shown_steps(samples: Path, prompts: Sequence[str]) -> list[int]:
     try:
-        found = sorted({int(match[1]) for name in os.listdir(samples / FOLDER) if (match := _NAME.fullmatch(name))})
+        names = [match for name in os.listdir(samples / FOLDER) if (match := _NAME.fullmatch(name))]
     except OSError:
         return []
+    places = {(int(match[1]), int(match[2])) for match in names if int(match[2]) < len(prompts)}
+    found = sorted({step for step, row in places if _open(preview_path(samples, step, row), prompts[row])})
     if len(found) <= MOST_STEPS:
         return found
     return [found[round(place)] for place in np.linspace(0, len(found) - 1, MOST_STEPS)]
@@ -156,13 +156,19 @@ def _picture(samples: Path, run: str, steps: list[int], rows: list[PromptRow]) -
     return image_grid(images, len(rows), len(steps), labels, title, captions)
 
 
+def _open(path: Path, prompt: str) -> Image.Image | None:
+    """Picture of a file, not decoded; None where it is missing or of another prompt."""
+    with suppress(*_UNREADABLE):
+        picture = open_image(read_regular(path))
+        return picture if picture.info.get(_PROMPT, prompt) == prompt else None
+    return None
+
+
 def _read(path: Path, prompt: str) -> Image.Image | None:
     """Picture of a file; None where it is missing or damaged, as after a disk that was full, or of another prompt."""
-    try:
-        picture = open_image(read_regular(path))
-        return picture.convert("RGB") if picture.info.get(_PROMPT, prompt) == prompt else None
-    except (OSError, SyntaxError, ValueError, EOFError, Image.DecompressionBombError):
-        return None
+    with suppress(*_UNREADABLE):
+        return picture.convert("RGB") if (picture := _open(path, prompt)) else None
+    return None
 
 
 def _reduced(picture: Image.Image) -> Image.Image:

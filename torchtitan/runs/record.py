@@ -299,10 +299,11 @@ def read_run(folder: Path) -> RunRecord:
         run.evaluated = evaluated(folder / "evaluation.json", run.last_step)
     except (DamagedFile, KeyError, TypeError, ValueError, AttributeError) as error:
         run.problems.append(f"evaluation.json cannot be read ({unwrapped(error)})")
+    ahead = 0 if run.summary else run.config.get("metrics", {}).get("log_freq", 0)
     for path in sorted((folder / "samples").glob("step-*.png")):
         number = path.stem.removeprefix("step-")
-        # Later ones than the last step are of steps that the run went back from.
-        if number.isdecimal() and (run.summary is None or int(number) <= run.last_step):
+        # Later ones than the last step, or the next logged point, are of steps that the run went back from.
+        if number.isdecimal() and (not run.points or int(number) <= run.last_step + ahead):
             run.samples[int(number)] = path
     return run
 

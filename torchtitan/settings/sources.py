@@ -3,7 +3,6 @@
 import json
 import re
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from difflib import SequenceMatcher
 
 from torchtitan.settings.plugins import plugin_names
@@ -55,8 +54,12 @@ def read_command_line(argv: list[str]) -> tuple[dict[str, str], list[str]]:
 def _with_plugins_before(key: str, text: str, texts: Mapping[str, str]) -> str:
     """Text of a key; job.plugins, which may be given several times, with the plugins before."""
     if key == "job.plugins" and key in texts:
-        with suppress(ValueError):  # which is refused where it is read
-            return json.dumps([*plugin_names(texts[key]), *plugin_names(text)])
+        for given in (texts[key], text):
+            try:
+                plugin_names(given)
+            except ValueError:  # which is refused where it is read
+                return given
+        return json.dumps([*plugin_names(texts[key]), *plugin_names(text)])
     return text
 
 

@@ -40,7 +40,7 @@ def compared_hardware(runs: Sequence[RunRecord]) -> tuple[Table, str] | None:
 
 
 def by_hardware(runs: Sequence[RunRecord]) -> list[RunGroup]:
-    """Gather runs of equal settings by devices and their number, in the order of their first runs; only those with a summary."""
+    """Gather runs of equal settings by devices and their number, in the order of their first runs; only of known ones."""
     settings = [key for key in differing_settings(runs)[0] if key != _SEED and not key.startswith(_PLACE)]
     groups: dict[tuple[str, ...], list[RunRecord]] = {}
     for run in runs:
@@ -74,18 +74,19 @@ def speed_up(reference: RunGroup, other: RunGroup) -> Interval | None:
 def _note(runs: Sequence[RunRecord]) -> str:
     """Say what the numbers are, and which settings differ beside the hardware."""
     note = (
-        "Medians over the last half of the logged points of each run, so without start-up, saving and sampling; geometric means "
-        "over the runs of a row, ± half of the 95 % interval over them (its ends where that would reach zero; none for a "
-        "run alone). Speed-up: images/s over the first hardware's, by pairs of equal seeds where there are two. Seconds a "
-        "picture: of the last grid of samples, with its decoding."
+        "Medians over the last half of the logged points of each run (of those since its batch grew or its layout changed, where "
+        "they did), so without start-up, saving and sampling; geometric means over the runs of a row, ± half of the 95 % "
+        "interval over them (its ends where that would reach zero; none for a run alone). Speed-up: images/s over the first "
+        "hardware's, by pairs of equal seeds where there are two. Seconds a picture: of the last grid, decoding included."
     )
     differing = [key for key in differing_settings(runs)[0] if key != _SEED and not key.startswith(_FREE)]
     for run in runs:
         if not hardware_name(run):
             note += f" {run.name} is left out: no hardware is recorded of it."
-        elif not _ended(run):
+            continue
+        if not _ended(run):
             note += f" {run.name} has not reached its last step: its seconds of training and its losses are left out."
-        elif run.resumed_after:
+        if run.resumed_after:
             note += (
                 f" {run.name} was resumed with another layout, batch or device after step {run.resumed_after:,}: its speeds are"
                 " of the steps since, and its seconds of training are left out."
