@@ -182,6 +182,8 @@ def test_diff_of_equal_and_of_different_weights(run, damaged, command, tmp_path)
     assert code == 1 and "state.json: step" in output and "not equal" in output.splitlines()[0]
     code, _, error = command("diff", damaged / "checkpoint" / "step-00000004", newest)
     assert code == 2 and "is damaged" in error
+    code, _, error = command("diff", damaged, newest.with_name("step-00000002"))
+    assert code == 2 and error.endswith("is damaged (name the folder of another checkpoint to compare that)\n")
     code, _, error = command("diff", run.folder / "checkpoint" / "step-00000003", newest)
     assert code == 2 and error.endswith("step-00000003: no such checkpoint (there are: 2, 4)\n")
 

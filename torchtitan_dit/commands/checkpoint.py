@@ -198,8 +198,8 @@ def open_source(path: AnyPath) -> TensorSource:
         return open_weights(path)
     checkpoints_of(path)
     step, skipped = newest_good(run_checkpoints(path))
-    if step is None:
-        raise CheckpointError("\n".join(skipped))
+    if step is None or skipped:  # an older one might be compared with itself
+        raise CheckpointError(f"{skipped[0].removesuffix('; skipped')} (name the folder of another checkpoint to compare that)")
     return open_checkpoint(checkpoint_path(run_checkpoints(path), step))
 
 
