@@ -34,7 +34,7 @@ from torchtitan.pictures.number_text import counted
 from torchtitan.processes.exit_codes import BUSY, FAILED, REFUSED
 from torchtitan.processes.launch import LaunchError, launch_number
 from torchtitan.runs.folder import RunFolder
-from torchtitan.runs.status import write_status
+from torchtitan.runs.status import STATUS_FILE, write_status
 from torchtitan.trainer import Trainer
 from torchtitan.training.clock import RunClock, process_start
 from torchtitan.training.optimizer import OptimizerError
@@ -96,19 +96,23 @@ def run(config: JobConfig, reload: Callable[[], JobConfig] | None = None, anew: 
             if _speaks_for_its_machine():
                 print(error, file=sys.stderr)
             return REFUSED
-        except (RuntimeError, MemoryError, OSError) as error:
+        except Exception as error:  # of any code, a plugin's too
             if isinstance(error, OSError) and config.cache.enable:  # of the cache: everything else says its own
                 said = f"{error.filename2 or error.filename or 'cache.folder'}: {error.strerror}"
                 logger.error(f"rank {_rank()}: {said}; the same command resumes")
                 write_status(None, "failed", FAILED, said)
                 return FAILED
-            if not (is_out_of_memory(error) or is_lost_rank(error)):
-                raise
-            said = _out_of_memory(error, config) if is_out_of_memory(error) else f"lost another rank: {first_line(error)}"
-            logger.error(f"rank {_rank()}: building the run: {said}")
+            known = is_out_of_memory(error) or is_lost_rank(error)
+            said = f"{type(error).__name__}: {error}"
+            if known:
+                said = _out_of_memory(error, config) if is_out_of_memory(error) else f"lost another rank: {first_line(error)}"
+                logger.error(f"rank {_rank()}: building the run: {said}")
             folder = RunFolder(config).path
-            write_status(folder if _first() and folder.is_dir() else None, "failed", FAILED, said)
-            return FAILED
+            ours = _first() and folder.is_dir() and not (folder / STATUS_FILE).exists()  # opening the folder removes it
+            write_status(folder if ours else None, "failed", FAILED, f"building the run: {said}")
+            if known:
+                return FAILED
+            raise
         with requests_ignored_at_the_end():
             try:
                 return _train(trainer, deadline)

@@ -17,6 +17,7 @@ from torchtitan.checkpoint.manifest import read_json
 from torchtitan.errors import DamagedFile, unwrapped
 from torchtitan.files.regular import read_toml
 from torchtitan.runs.evaluated import evaluated, is_number
+from torchtitan.runs.status import STATUS_FILE
 from torchtitan.settings.sections import filled_in, flattened
 from torchtitan.statistics.interval import Interval, mean_interval, positive_interval
 from torchtitan.training.metric_points import SESSION_FILE, TIMED, last_smaller_batch, read_points
@@ -110,6 +111,7 @@ class RunRecord:
         points: metrics.jsonl in the order of steps; later lines follow earlier ones of the same step.
         evaluated: the last values of evaluation.json, by metric and what it depends on.
         session: of session.json, which the last start has written.
+        ended: of status.json, which each end writes, also one before the first step.
         stride: 1; of a very large metrics.jsonl k, where every k-th point was kept.
     """
 
@@ -121,6 +123,7 @@ class RunRecord:
     samples: dict[int, Path] = field(default_factory=dict)
     evaluated: dict[str, Interval | None] = field(default_factory=dict)
     session: dict[str, Any] = field(default_factory=dict)
+    ended: dict[str, Any] = field(default_factory=dict)
     damaged_lines: int = 0
     stride: int = 1
     problems: list[str] = field(default_factory=list)
@@ -152,13 +155,19 @@ class RunRecord:
 
     @property
     def status(self) -> str:
-        """Status of the summary; a run that logged beyond its summary, or has none, is running or was killed."""
+        """Status of the summary; a run that logged beyond its summary, or has none, is running, was killed or failed."""
+        failed = self.ended.get("status") == "failed"
         if self.summary is None:
-            return "no summary (running or killed)"
+            return "failed" if failed else "no summary (running or killed)"
         status = str(self.summary.get("status", "unknown"))
         if self.points and self.points[-1]["step"] > self._summary_step():
-            return f"{status} at step {self._summary_step()}, resumed since (running or killed)"
-        return status
+            return f"{status} at step {self._summary_step()}, resumed since ({'failed' if failed else 'running or killed'})"
+        return f"completed at step {self._summary_step()}, failed since" if failed and status == "completed" else status
+
+    @property
+    def reason(self) -> str:
+        """Why it did not complete; "" where nothing says so."""
+        return str((self.summary or {}).get("reason") or self.ended.get("status") == "failed" and self.ended.get("reason") or "")
 
     @cached_property
     def images_per_step(self) -> float | None:
@@ -290,6 +299,8 @@ def read_run(folder: Path) -> RunRecord:
             run.problems.append(str(error))
     with suppress(DamagedFile):
         run.session = read_json(folder / SESSION_FILE, dict)
+    with suppress(DamagedFile):
+        run.ended = read_json(folder / STATUS_FILE, dict)
     try:
         read = read_points(folder / "metrics.jsonl")
         run.points, run.damaged_lines, run.stride = read.points, read.damaged, read.stride

@@ -34,7 +34,7 @@ Table = tuple[Sequence[str], Rows]  # columns, rows
 _OF_LOSSES = ("objective.", "data.", "validation.")  # sections of keys that decide what a held-out loss is
 _OF_NO_LOSS = frozenset({
     "data.num_workers", "data.max_corrupt_share", "data.trigger_word", "validation.enable", "validation.interval",
-    "validation.batch_size",
+    "validation.batch_size", "objective.spread",
 })  # fmt: skip
 
 COSTS = {
@@ -74,8 +74,8 @@ def notes(runs: Sequence[RunRecord]) -> list[str]:
             found.append(f"{run.name}: nothing logged yet")
         if changes := run.about.get("config_changes"):
             found.append(f"{run.name}: keys were changed while it trained: {'; '.join(map(str, changes))}")
-        if run.summary and run.summary.get("reason"):
-            found.append(f"{run.name}: {run.status}: {run.summary['reason']}")
+        if run.reason:
+            found.append(f"{run.name}: {run.status}: {run.reason}")
     if changed := _differing(runs, ("objective.", "data.", "alignment.")):
         if _held_out_alike(runs):
             text = "training losses do not rank them; held-out ones, at equal times, do"
