@@ -117,9 +117,10 @@ def _looks_classed(path: str, labels: bool) -> bool:
         names = (entry.name for entry in entries if not entry.name.startswith(b".") and entry.name not in folders)
         loose = sum(map(is_image_name, names))
     if folders and loose and labels:
+        ways = "true to train on the folders as classes, or false" if len(folders) > 1 else "false"
         raise DatasetError(
             f"data.path: {path!r} has {counted(loose, 'image')} beside {counted(len(folders), 'folder')} (set"
-            " data.class_folders = true to train on the folders as classes, or false to train on all images without labels)"
+            f" data.class_folders = {ways} to train on all images without labels)"
         )
     return not loose
 

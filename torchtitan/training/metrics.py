@@ -1,6 +1,7 @@
 """Metrics of a run: losses gathered on the device, rates, and their sinks."""
 
 import json
+import logging
 import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,7 +15,7 @@ from PIL import Image
 from torch import Tensor
 
 from torchtitan.diffusion.objective import LossTerms
-from torchtitan.files.optional import OptionalOutputs
+from torchtitan.errors import one_line
 from torchtitan.files.patient_file import PatientFile
 from torchtitan.training.config import MetricsConfig
 from torchtitan.training.metric_cut import cut_metrics
@@ -22,6 +23,7 @@ from torchtitan.training.metric_points import iter_points
 from torchtitan.training.metric_sinks import CALLBACKS, Callback, TensorBoardFile, WandbRun
 
 METRICS_FILE = "metrics.jsonl"
+logger = logging.getLogger(__name__)
 _MOST_WAITING = 32  # microbatches
 
 
@@ -146,8 +148,8 @@ class MetricsLog:
     ) -> None:  # fmt: skip
         """steps_done: where the run resumes; later points are dropped. callbacks: called with every point."""
         self._folder = folder
-        self._callbacks = CALLBACKS | {f"callback {number}": each for number, each in enumerate(callbacks, start=1)}
-        self._outputs = OptionalOutputs()
+        self._callbacks = CALLBACKS | {str(number): each for number, each in enumerate(callbacks, start=1)}
+        self._broken_callbacks: set[str] = set()
         path = folder / METRICS_FILE
         self._lines = PatientFile(path, "the file of metrics", prepare=lambda: cut_metrics(path, steps_done))
         self._num_points = 0
@@ -167,8 +169,12 @@ class MetricsLog:
         if self._wandb:
             self._wandb.log(step, metrics)
         for name, callback in self._callbacks.items():
-            with self._outputs.attempt(name, self._folder, Exception, consequence="training continues"):
+            try:
                 callback(step, {**metrics, **beside})
+            except Exception as error:  # noqa: BLE001 (a callback may raise anything)
+                if name not in self._broken_callbacks:
+                    logger.error(f"callback {name}: {one_line(error)}; training continues, and it is called again")
+                self._broken_callbacks.add(name)
 
     def write_image(self, step: int, tag: str, picture: Image.Image) -> None:
         """Show a picture in the sinks that can."""

@@ -29,6 +29,18 @@ def noise_scales(names: Sequence[Name], runs: Sequence[RunRecord]) -> list[Noise
     return [one for one in found if one.conclusions or one.source]
 
 
+def without_noise(runs: Sequence[RunRecord]) -> str:
+    """Sentence for a page on which no run has measured single samples."""
+    said = "what the gradients of ranks or microbatches give is in metrics.jsonl"
+    if runs and all(run.settings.get("gns.enable") and not run.settings.get("gns.single_pass") for run in runs):
+        return f"Single samples are not measured: {said}."
+    if runs and all(run.settings.get("lora.enable") for run in runs):
+        keys = "--gns.enable true --gns.single_pass false --gns.rank_gradients true"
+        return f"Single samples are not measured where adapters train; with {keys}, {said}."
+    how = "--gns.enable true measures, from step gns.interval on, and logs at gns.log_interval"
+    return f"Nothing measured by single samples yet ({how}); {said}."
+
+
 def _conclusions(run: RunRecord) -> list[str]:
     geometry = next((tag.split("/")[1] for tag in run.tags if tag.endswith("/all/headline")), None)
     if geometry is None or not run.settings:

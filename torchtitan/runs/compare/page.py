@@ -9,7 +9,7 @@ from torchtitan.pictures.page_charts import Bar, bar_chart
 from torchtitan.runs.compare.charts import Charts
 from torchtitan.runs.compare.hardware import compared_hardware, one_machine
 from torchtitan.runs.compare.lines import cost
-from torchtitan.runs.compare.noise import noise_scales
+from torchtitan.runs.compare.noise import noise_scales, without_noise
 from torchtitan.runs.compare.samples import samples_of
 from torchtitan.runs.compare.tables import (
     COSTS,
@@ -49,7 +49,8 @@ def compare_page(runs: Sequence[RunRecord], smoothing: float | None = None, relo
         results=result_table(names, runs, tracks), quality=quality_table(groups), hardware=hardware_table(names, runs),
         compared=compared_hardware(runs),
         curves=charts.curves(tracks), bins=charts.bins(), costs=_costs(names, runs), samples=samples_of(names, runs),
-        configuration=configuration(runs, groups), noise=noise_scales(names, runs), one_machine=one_machine(runs),
+        configuration=configuration(runs, groups), noise=noise_scales(names, runs), without_noise=without_noise(runs),
+        one_machine=one_machine(runs),
         next_steps=next_steps(runs[0]) if len(runs) == 1 else None, reload_seconds=reload_seconds,
     )  # fmt: skip
 
