@@ -144,7 +144,7 @@ class Reports:
             raise RunFolderError([f"{path}: cannot be written: {reason(error)}"]) from error
         self._pictures.remove_unfinished()
         folder = self._state.folder
-        with suppress(DamagedFile):
+        with suppress(DamagedFile, TypeError):  # of another program
             if read_json(folder.summary, dict).get("step", 0) > self._state.step:  # of steps that the run goes back from
                 self._forget_summary()
         with self._outputs.attempt("the record of this session", folder.session, consequence="pages lack it until the run ends"):

@@ -26,7 +26,7 @@ from torchtitan.errors import (
     unwrapped,
 )
 from torchtitan.extraction.cache_filling import fill_cache
-from torchtitan.files.run_lock import Busy
+from torchtitan.files.run_lock import Busy, RunLock
 from torchtitan.gns.config import CannotMeasure
 from torchtitan.models.float8 import Float8Error
 from torchtitan.models.flops import MiscountedModel
@@ -34,7 +34,7 @@ from torchtitan.pictures.number_text import counted
 from torchtitan.processes.exit_codes import BUSY, FAILED, REFUSED
 from torchtitan.processes.launch import LaunchError, launch_number
 from torchtitan.runs.folder import RunFolder
-from torchtitan.runs.status import STATUS_FILE, write_status
+from torchtitan.runs.status import write_status
 from torchtitan.trainer import Trainer
 from torchtitan.training.clock import RunClock, process_start
 from torchtitan.training.optimizer import OptimizerError
@@ -108,8 +108,7 @@ def run(config: JobConfig, reload: Callable[[], JobConfig] | None = None, anew: 
                 said = _out_of_memory(error, config) if is_out_of_memory(error) else f"lost another rank: {first_line(error)}"
                 logger.error(f"rank {_rank()}: building the run: {said}")
             folder = RunFolder(config).path
-            ours = _first() and folder.is_dir() and not (folder / STATUS_FILE).exists()  # opening the folder removes it
-            write_status(folder if ours else None, "failed", FAILED, f"building the run: {said}")
+            write_status(folder if RunLock.is_ours(folder) else None, "failed", FAILED, f"building the run: {said}")
             if known:
                 return FAILED
             raise

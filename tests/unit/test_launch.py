@@ -9,6 +9,7 @@ import torch
 
 from torchtitan.distributed.config import CommConfig
 from torchtitan.distributed.mesh import compute_device, init_process_group
+from torchtitan.files.run_lock import RunLock
 from torchtitan.processes import command_line, parent_death
 from torchtitan.processes.exit_codes import FAILED, REFUSED, before_exit
 from torchtitan.processes.launch import LaunchError, check_launch, check_rendezvous, launch_number
@@ -82,9 +83,14 @@ def test_a_port_in_use_is_refused_and_a_lost_rank_before_there_is_a_folder_leave
 
 
 def test_an_error_of_any_code_while_a_run_is_built_is_its_status_and_the_pages(tmp_path, monkeypatch):
-    """As of a plugin: the run of the folder was complete, and is to be extended."""
+    """As of a plugin: the run of the folder was complete, and is to be extended. A folder not yet opened is another's."""
 
     def broken(config):
+        lock = RunLock(folder)
+        assert lock.acquire() is None
+        raise NameError("name 'undefined'")
+
+    def broken_before(config):
         raise NameError("name 'undefined'")
 
     folder = tmp_path / "digits"
@@ -92,14 +98,16 @@ def test_an_error_of_any_code_while_a_run_is_built_is_its_status_and_the_pages(t
     (folder / "config.toml").write_text("")
     (folder / "summary.json").write_text('{"status": "completed", "step": 10}')
     monkeypatch.setenv("TRAIN_STATUS_FILE", str(tmp_path / "status"))
-    monkeypatch.setattr("torchtitan.trainer.open_run", broken)
-    with pytest.raises(NameError):
-        train.main(["digits", "--job.dump_folder", str(tmp_path)])
+    for place in (broken_before, broken):
+        assert not (folder / "status.json").exists()
+        monkeypatch.setattr("torchtitan.trainer.open_run", place)
+        with pytest.raises(NameError):
+            train.main(["digits", "--job.dump_folder", str(tmp_path)])
     reason = "building the run: NameError: name 'undefined'"
     for path in (folder / "status.json", tmp_path / "status"):
         assert json.loads(path.read_text()) == {"status": "failed", "exit_code": FAILED, "reason": reason}
     record = read_run(folder)
-    assert (record.status, record.reason) == ("completed at step 10, failed since", reason)
+    assert (record.status, record.reason, record.completed) == ("completed at step 10, failed since", reason, True)
 
 def test_restarts_that_would_meet_in_the_store_of_the_lost_are_warned_of(monkeypatch, capsys):
     def warned():

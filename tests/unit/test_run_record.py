@@ -123,6 +123,8 @@ def test_grids_of_steps_that_a_run_went_back_from_are_left_out(tmp_path):
     for step in (20, 65, 80):
         (tmp_path / "samples" / f"step-{step:08d}.png").touch()
     assert list(read_run(tmp_path).samples) == [20, 65]
+    (tmp_path / "config.toml").write_text("metrics = 3")
+    assert list(read_run(tmp_path).samples) == [20, 65, 80]
     (tmp_path / "summary.json").write_text('{"step": 60}')
     assert list(read_run(tmp_path).samples) == [20]
 

@@ -242,8 +242,6 @@ def test_every_key_of_the_method_is_an_option():
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        ("--guidance-interval 0.2 0.8 --guidance-scale 1",
-         "--guidance-interval: has no effect without --guidance-scale above 1 (give that too, or leave it out)"),
         ("--guidance-interval 0.9 0.1",
          "--guidance-interval: [0.9, 0.1] runs backwards (give the lower t first, both in 0..1)"),
         ("--eta 0.5", "--eta: has no effect with --solver euler, --schedule uniform (leave it out)"),

@@ -49,7 +49,7 @@ class RunLock:
 
     def acquire(self) -> str | None:
         """Take the lock, or say which process holds it. Raises OSError if the file cannot be opened."""
-        key = os.getpid(), os.path.realpath(self._path.parent) + os.sep + self._path.name
+        key = _key(self._path)
         with RunLock._turn:
             other = RunLock._held.get(key)
             if other is not None and other is not self and other._descriptor is not None:
@@ -86,6 +86,17 @@ class RunLock:
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, (json.dumps(self._owner) + "\n").encode(), 0)
         return None
+
+
+    @classmethod
+    def is_ours(cls, folder: Path) -> bool:
+        """Check whether this process holds a folder's lock."""
+        lock = cls._held.get(_key(folder / LOCK_FILE))
+        return lock is not None and lock._descriptor is not None
+
+
+def _key(path: Path) -> tuple[int, str]:
+    return os.getpid(), os.path.realpath(path.parent) + os.sep + path.name
 
 
 def is_locked(folder: Path) -> bool:

@@ -23,9 +23,9 @@ NEYMAN = "neyman"
 STRATIFIED = "stratified"
 FROM_WEIGHT = "from_weight"
 CHANGES = {
-    NEYMAN: "drawing t in proportion to the measured noise, with importance weights (gns.allocate_timesteps = true),",
-    STRATIFIED: "stratified timesteps (objective.spread = stratified)",
-    FROM_WEIGHT: "drawing t from the weight instead of multiplying by it (gns.allocate_timesteps = true comes near to it)",
+    NEYMAN: "drawing t in proportion to the measured noise, with importance weights,",
+    STRATIFIED: "stratified timesteps",
+    FROM_WEIGHT: "drawing t from the weight instead of multiplying by it",
     "loss_second_moment": "drawing t in proportion to the root mean square loss, with importance weights,",
     "uniform": "drawing t uniformly, with importance weights,",
     "logit_normal": "drawing t from a logit-normal density, with importance weights,",

@@ -8,7 +8,6 @@ Every step draws a prompt from the same noise, so what differs between two steps
 import os
 import re
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -121,8 +120,11 @@ def _shown_steps(samples: Path, prompts: Sequence[str]) -> list[int]:
         names = [match for name in os.listdir(samples / FOLDER) if (match := _NAME.fullmatch(name))]
     except OSError:
         return []
-    places = {(int(match[1]), int(match[2])) for match in names if int(match[2]) < len(prompts)}
-    found = sorted({step for step, row in places if _open(preview_path(samples, step, row), prompts[row])})
+    rows: dict[int, list[int]] = {}
+    for match in names:
+        if int(match[2]) < len(prompts):
+            rows.setdefault(int(match[1]), []).append(int(match[2]))
+    found = sorted(step for step in rows if any(_is_of(preview_path(samples, step, row), prompts[row]) for row in rows[step]))
     if len(found) <= MOST_STEPS:
         return found
     return [found[round(place)] for place in np.linspace(0, len(found) - 1, MOST_STEPS)]
@@ -143,7 +145,7 @@ def _picture(samples: Path, run: str, steps: list[int], rows: list[PromptRow]) -
     """Picture of prompts x steps."""
     cells = [[_read(preview_path(samples, step, row), each.prompt) for step in steps] for row, each in enumerate(rows)]
     reduced = [[_reduced(cell) if cell else None for cell in line] for line in cells]
-    size = next(cell.size for line in reduced for cell in line if cell)
+    size = next((cell.size for line in reduced for cell in line if cell), (SHOWN_SIDE, SHOWN_SIDE))
     grey = Image.new("RGB", size, (44, 48, 56))
     pixels = np.stack([np.asarray(cell if cell and cell.size == size else grey) for line in reduced for cell in line])
     images = torch.from_numpy(pixels).permute(0, 3, 1, 2) / 127.5 - 1  # [N, 3, H, W]
@@ -156,19 +158,22 @@ def _picture(samples: Path, run: str, steps: list[int], rows: list[PromptRow]) -
     return image_grid(images, len(rows), len(steps), labels, title, captions)
 
 
-def _open(path: Path, prompt: str) -> Image.Image | None:
-    """Picture of a file, not decoded; None where it is missing or of another prompt."""
-    with suppress(*_UNREADABLE):
-        picture = open_image(read_regular(path))
-        return picture if picture.info.get(_PROMPT, prompt) == prompt else None
-    return None
+def _is_of(path: Path, prompt: str) -> bool:
+    """Check by its header whether a file is a picture of a prompt: all of a run's are asked at each grid."""
+    try:
+        with Image.open(path) as picture:
+            return picture.info.get(_PROMPT, prompt) == prompt
+    except _UNREADABLE:
+        return False
 
 
 def _read(path: Path, prompt: str) -> Image.Image | None:
     """Picture of a file; None where it is missing or damaged, as after a disk that was full, or of another prompt."""
-    with suppress(*_UNREADABLE):
-        return picture.convert("RGB") if (picture := _open(path, prompt)) else None
-    return None
+    try:
+        picture = open_image(read_regular(path))
+        return picture.convert("RGB") if picture.info.get(_PROMPT, prompt) == prompt else None
+    except _UNREADABLE:
+        return None
 
 
 def _reduced(picture: Image.Image) -> Image.Image:

@@ -156,18 +156,29 @@ class RunRecord:
     @property
     def status(self) -> str:
         """Status of the summary; a run that logged beyond its summary, or has none, is running, was killed or failed."""
-        failed = self.ended.get("status") == "failed"
+        failed = self._failed
         if self.summary is None:
             return "failed" if failed else "no summary (running or killed)"
         status = str(self.summary.get("status", "unknown"))
         if self.points and self.points[-1]["step"] > self._summary_step():
             return f"{status} at step {self._summary_step()}, resumed since ({'failed' if failed else 'running or killed'})"
-        return f"completed at step {self._summary_step()}, failed since" if failed and status == "completed" else status
+        since = failed and status not in ("failed", "oom")
+        return f"{status} at step {self._summary_step()}, failed since" if since else status
 
     @property
     def reason(self) -> str:
         """Why it did not complete; "" where nothing says so."""
-        return str((self.summary or {}).get("reason") or self.ended.get("status") == "failed" and self.ended.get("reason") or "")
+        return str(self.ended.get("reason", "") if self._failed else (self.summary or {}).get("reason") or "")
+
+    @property
+    def _failed(self) -> bool:
+        """Whether its last start failed."""
+        return self.ended.get("status") == "failed"
+
+    @property
+    def completed(self) -> bool:
+        """Whether it reached its last step, also if a later start failed before a step."""
+        return self.status.split(" at step")[0] == "completed" and self._summary_step() == self.last_step
 
     @cached_property
     def images_per_step(self) -> float | None:
@@ -310,11 +321,12 @@ def read_run(folder: Path) -> RunRecord:
         run.evaluated = evaluated(folder / "evaluation.json", run.last_step)
     except (DamagedFile, KeyError, TypeError, ValueError, AttributeError) as error:
         run.problems.append(f"evaluation.json cannot be read ({unwrapped(error)})")
-    ahead = 0 if run.summary else run.config.get("metrics", {}).get("log_freq", 0)
+    log_freq = run.settings.get("metrics.log_freq", math.inf)
+    ahead = 0 if run.summary else log_freq if is_number(log_freq) else math.inf
     for path in sorted((folder / "samples").glob("step-*.png")):
         number = path.stem.removeprefix("step-")
         # Later ones than the last step, or the next logged point, are of steps that the run went back from.
-        if number.isdecimal() and (not run.points or int(number) <= run.last_step + ahead):
+        if number.isdecimal() and (not (run.points or run.summary) or int(number) <= run.last_step + ahead):
             run.samples[int(number)] = path
     return run
 

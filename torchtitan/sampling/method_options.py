@@ -76,9 +76,6 @@ def sampling_method(arguments: argparse.Namespace, trained: TrainedModel) -> Sam
                 without = "without --guide head" if unmet[0].endswith(GUIDE) else f"when {unmet[0]} = {unmet[1]}"
                 problems.append((field.name, f"has no effect {without} (leave it out)"))
     sampling = config.sampling
-    if sampling.guidance_scale == 1 and sampling.embedded_guidance is None:
-        idle = [key for key in ("guidance_interval", "guidance_channels") if getattr(arguments, key) is not None]
-        problems += [(key, "has no effect without --guidance-scale above 1 (give that too, or leave it out)") for key in idle]
     sampling.schedule = sampling.schedule.resolved(cast(float, config.objective.shift))
     for key in given:
         chosen_names = ", ".join(f"--{name} {getattr(sampling, name).name}" for name in choices(sampling))

@@ -195,7 +195,7 @@ def _check_consistent(density: SmoothDensity) -> None:
     if not (torch.allclose(inverse, u, atol=1e-3) and abs(product - 1.0) < 0.01):
         raise ValueError(
             f"{type(density).__name__}: distribution(logit(quantile({u[4]:.3g}))) is {inverse[4]:.3g}, and log_sigma_density"
-            f" times the slope of logit(quantile(u)) {product:.3g} instead of 1 (all three describe one density of logit t)"
+            f" times the slope of logit(quantile(u)) {product:.3g} instead of 1 (in float64, all three of one density of logit t)"
         )
 
 

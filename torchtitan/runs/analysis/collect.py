@@ -186,7 +186,9 @@ def _read(path: Path, name: str, warmup_steps: int | None) -> Run:
         run.notes.append(f"metrics.jsonl is very large: one in {record.stride} of its points counts")
     run.versions, run.clock = summary.get("versions", {}), json.dumps(summary.get("clock"), sort_keys=True)
     run.status = _STATUS.get(str(summary.get("status")), "unfinished")
-    run.reason = str(summary.get("reason") or ("" if run.ok else record.status))
+    if run.status == "unfinished" and record.status == "failed":
+        run.status = "failed"
+    run.reason = "" if run.ok else record.reason or record.status
     run.losses = loss_points(record)
     run.held = summary.get("held_memory_GiB", {})
     planned = record.settings.get("training.steps", record.last_step)

@@ -36,8 +36,9 @@ def without_noise(runs: Sequence[RunRecord]) -> str:
         return f"Single samples are not measured: {said}."
     if runs and all(run.settings.get("lora.enable") for run in runs):
         keys = "--gns.enable true --gns.single_pass false --gns.rank_gradients true"
-        return f"Single samples are not measured where adapters train; with {keys}, {said}."
-    how = "--gns.enable true measures, from step gns.interval on, and logs at gns.log_interval"
+        how = f"{keys}, of two or more processes or microbatches and objective.spread = none"
+        return f"Single samples are not measured where adapters train; with {how}, {said}."
+    how = "where the objective allows it --gns.enable true measures, from step gns.interval on, and logs at gns.log_interval"
     return f"Nothing measured by single samples yet ({how}); {said}."
 
 
