@@ -32,7 +32,6 @@ from torchtitan.training.corrupt_images import CORRUPT_IMAGES_FILE
 from torchtitan.training.hardware import device_name
 from torchtitan.training.metrics import METRICS_FILE
 from torchtitan.training.schedules import lr_phase
-from torchtitan.weights.final_weights import final_weights_path
 
 logger = logging.getLogger(__name__)
 
@@ -186,7 +185,7 @@ def closing_lines(
     folder, config = state.folder, state.config
     found = grids(folder.samples, state.step)
     previews = folder.samples / PAGE_FILE
-    weights = final_weights_path(folder.path, config.job.name, state.step)
+    weights = folder.final_weights(state.step)
     noise_scale = folder.path / GNS_FOLDER / PICTURE_FILE
     places = {
         "sample grid": found[-1][1] if found else None,

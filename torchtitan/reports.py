@@ -37,7 +37,7 @@ from torchtitan.training.metrics import METRICS_FILE, MetricsLog
 from torchtitan.training.rates import Rates
 from torchtitan.training.schedules import completed
 from torchtitan.training.utilisation import products_of
-from torchtitan.weights.final_weights import final_weights_path, write_final_weights
+from torchtitan.weights.final_weights import write_final_weights
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +46,7 @@ _SHOWN_TIMES = ("clock/wall(s)", "clock/train(s)")
 # What one looks at of the noise scale; the rest is in metrics.jsonl.
 _SHOWN_OF_THE_NOISE = {"b_simple", "batch", "ratio", "lower", "upper", "outlier_steps"}
 # From the start of the process on: after them, every graph that is trained with has been compiled.
+_OF_MEMORY = ("peak_memory_GiB", "held_memory_GiB", "num_alloc_retries")
 _STEPS_TO_COMPILE = 3
 _SILENT_SECONDS = 5.0
 _POINTS_A_PICTURE = 10  # logged noise scales between their pictures
@@ -93,7 +94,6 @@ class Reports:
         self._held_out_picture: Image.Image | None = None  # until it is written
         self._peak_memory: float = 0.0  # GiB, of this rank, up to the last logged point
         self._allocator_retries: float = 0
-        self._seconds_per_picture: float | None = None  # of the last grid
         self._pace_since: tuple[float, int] | None = None  # time and progress of the first logged point
         self._clock.resume(state.reported["clock"])
         self._log = self._new_log() if self._first else None
@@ -285,7 +285,7 @@ class Reports:
             grid = self._evaluation.sample_grid()
             if grid is None or not self._log:
                 return
-            self._seconds_per_picture = (time.perf_counter() - started) / grid.count
+            self._results["seconds_per_picture"] = (time.perf_counter() - started) / grid.count
             step, config = self._state.step, self._config
             self._pictures.save_grid(step, grid.picture)
             self._log.write_image(step, "samples", grid.picture)
@@ -343,9 +343,12 @@ class Reports:
         self._bar.close()
         if num_corrupt := state.corrupt_images.count():
             self._results["corrupt_images"] = num_corrupt
-        self._results |= self._memory_over_ranks()
-        if self._seconds_per_picture:
-            self._results["seconds_per_picture"] = self._seconds_per_picture
+        if self._peak_memory:
+            self._results |= self._memory_over_ranks()
+        elif self._first:  # without a logged point: as the summary before has it
+            with suppress(DamagedFile):
+                known = read_json(state.folder.summary, dict)
+                self._results |= {name: known[name] for name in _OF_MEMORY if name in known}
         if self._first:
             self._pictures.animate(state.step)
             if sampling.enable and sampling.previews:
@@ -368,7 +371,7 @@ class Reports:
         state, config = self._state, self._config
         if not config.checkpoint.enable or config.checkpoint.final_weights == "none":
             return
-        path = final_weights_path(state.folder.path, config.job.name, state.step)
+        path = state.folder.final_weights(state.step)
         checkpoint = checkpoint_path(state.folder.checkpoints, state.step)
         arguments = (path, checkpoint, config, state.step, frozenset(saved_buffers(state.model)))
         try:
@@ -398,7 +401,7 @@ class Reports:
         held = self._state.held_gib()
         peak, retries, *parts = highest_over_ranks(self._peak_memory, self._allocator_retries, *held.values())
         by_part = {name: round(part, 6) for name, part in zip(held, parts, strict=True)}
-        return {"peak_memory_GiB": round(peak, 6), "held_memory_GiB": by_part, "num_alloc_retries": int(retries)}
+        return dict(zip(_OF_MEMORY, (round(peak, 6), by_part, int(retries)), strict=True))
 
     def _say(self, text: str) -> None:
         if self._bar.disable:

@@ -6,6 +6,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch.distributed as dist
 
@@ -92,7 +93,7 @@ def run(config: JobConfig, reload: Callable[[], JobConfig] | None = None, anew: 
                 print(error, file=sys.stderr)
             return BUSY
         except _REFUSALS as error:
-            write_status(None, "refused", REFUSED, str(error))  # the folder may be another run's
+            write_status(_own_folder(config), "refused", REFUSED, str(error))
             if _speaks_for_its_machine():
                 print(error, file=sys.stderr)
             return REFUSED
@@ -107,8 +108,7 @@ def run(config: JobConfig, reload: Callable[[], JobConfig] | None = None, anew: 
             if known:
                 said = _out_of_memory(error, config) if is_out_of_memory(error) else f"lost another rank: {first_line(error)}"
                 logger.error(f"rank {_rank()}: building the run: {said}")
-            folder = RunFolder(config).path
-            write_status(folder if RunLock.is_ours(folder) else None, "failed", FAILED, f"building the run: {said}")
+            write_status(_own_folder(config), "failed", FAILED, f"building the run: {said}")
             if known:
                 return FAILED
             raise
@@ -117,6 +117,12 @@ def run(config: JobConfig, reload: Callable[[], JobConfig] | None = None, anew: 
                 return _train(trainer, deadline)
             finally:
                 trainer.close()
+
+
+def _own_folder(config: JobConfig) -> Path | None:
+    """Folder of the run once this process has opened it: until then it may be another run's."""
+    folder = RunFolder(config).path
+    return folder if RunLock.is_ours(folder) else None
 
 
 def _is_finished(config: JobConfig) -> bool:
@@ -129,6 +135,7 @@ def _is_finished(config: JobConfig) -> bool:
     else:
         folder.check_unchanged()
     if _first():
+        folder.restore_record()
         more = "more --training.steps extend it; " if config.checkpoint.enable else ""
         print(f"{folder.path}: this run is finished ({more}another --job.name trains again)")
     write_status(None, "completed", 0)

@@ -27,7 +27,7 @@ from torchtitan.files.remote_path import AnyPath
 
 logger = logging.getLogger(__name__)
 
-NONE_GOOD = "put a copy of a good one back, or remove all of them to start the run from the beginning"
+NONE_GOOD = "put a copy of a good one back, or remove all of them, and summary.json, to start the run from the beginning"
 BRANCHED_FROM = "branched_from"  # entry of a checkpoint's state: the `checkpoint.load_step` applied last, or nothing
 
 

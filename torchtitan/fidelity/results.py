@@ -2,6 +2,7 @@
 
 import json
 import math
+import time
 from collections.abc import Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
@@ -58,13 +59,24 @@ class EvaluationFile:
                     results = old["results"] | results
                 else:
                     kept.append(old)
-            content = {"evaluation": 1, "evaluations": [*kept, {**entry, "results": results}]}
-            replace_file(self.path, json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
+            replace_file(self.path, _content([*kept, {**entry, "results": results}]))
         except OSError as error:
             advice = "make room, or give another --output"
             raise EvaluationError(f"{self.path}: cannot be written: {error.strerror or error} ({advice})") from error
         finally:
             lock.release()
+
+    def set_aside_after(self, step: int) -> None:
+        """Keep the entries up to a step that a run goes back to; all stay in a file beside. Raises EvaluationError."""
+        entries = self._read()
+        kept = [entry for entry in entries if ((entry["samples"].get("source") or {}).get("step") or 0) <= step]
+        if len(kept) == len(entries):
+            return
+        try:
+            self.path.replace(self.path.with_name(f"set-aside-{time.time_ns()}-{self.path.name}"))
+            replace_file(self.path, _content(kept))
+        except OSError as error:
+            raise EvaluationError(f"{self.path}: cannot be written: {error.strerror or error}") from error
 
     def _read(self) -> list[dict[str, Any]]:
         if not self.path.exists():
@@ -76,6 +88,10 @@ class EvaluationFile:
         except (DamagedFile, KeyError, TypeError) as error:
             raise EvaluationError(f"{self.path}: is damaged ({error}; move it away, or give another --output)") from error
         return entries
+
+
+def _content(entries: list[dict[str, Any]]) -> str:
+    return json.dumps({"evaluation": 1, "evaluations": entries}, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
 
 
 def describe(

@@ -58,6 +58,10 @@ class RunFolder:
     def session(self) -> Path:
         return self.path / SESSION_FILE
 
+    def final_weights(self, step: int) -> Path:
+        """Path of the final weights, with the step in the name."""
+        return self.path / f"{self._config.job.name}-step-{step:08d}.safetensors"
+
     def open(self) -> None:
         """Open: create the folder, or check that it holds the same run; lock it.
 
@@ -77,6 +81,9 @@ class RunFolder:
                 logger.info(f"{self.path}: extending the run, {change}")
             if self._config.checkpoint.enable:
                 self._open_checkpoints()
+            elif checkpoint_steps(self._checkpoints_before()):
+                text = "has checkpoints, from which checkpoint.enable = false does not resume (give another --job.name)"
+                raise RunFolderError([f"{self.path}: {text}"])
         except StoreError:
             raise
         except OSError as error:
@@ -154,7 +161,7 @@ class RunFolder:
                     *(f"  {line}" for line in without_cache_paths(changes, self._config.checkpoint.initial_weights)),
                 ]
             )
-        if changes and self.summary.is_file() and not checkpoint_steps(self.checkpoints):
+        if changes and self.summary.is_file() and not checkpoint_steps(self._checkpoints_before()):
             raise RunFolderError([f"{self.path}: has no checkpoint from which more steps go on (give another --job.name)"])
         return changes
 
@@ -194,7 +201,7 @@ class RunFolder:
     def _open_checkpoints(self) -> None:
         before = self._checkpoints_before()
         if str(before) != str(self.checkpoints) and checkpoint_steps(before) and not checkpoint_steps(self.checkpoints):
-            advice = "leave checkpoint.folder as it was, or copy them first, or give another --job.name"
+            advice = f"copy them first: cp -r {before} {self.checkpoints}; or give another --job.name"
             raise RunFolderError(
                 [f"checkpoint.folder: {self.checkpoints}: has none of the run's checkpoints: they are in {before} ({advice})"]
             )
@@ -231,11 +238,27 @@ class RunFolder:
             summary = json.loads(read_regular(self.summary))
             steps = summary.get("progress", summary["step"])  # steps of a batch that grew count as several
             ended = steps >= self._config.training.steps
-            as_asked = self._config.checkpoint.load_step in (-1, summary.get(BRANCHED_FROM))
+            as_asked = self._config.checkpoint.load_step == -1 or self._is_branch_asked_for(summary)
             done = summary["status"] == "completed" and ended and as_asked
             return done and not self._owes_final_weights(summary["step"])
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return False
+
+    def _is_branch_asked_for(self, summary: dict) -> bool:
+        """Check whether the run is the branch of `checkpoint.load_step`, and of this configuration, with its end."""
+        if self._config.checkpoint.load_step != summary.get(BRANCHED_FROM):
+            return False
+        changes = without_moved_caches(config_differences(read_toml(self.path / CONFIG_FILE), self._config))
+        return not changes and checkpoint_path(self.checkpoints, summary["step"]).exists()
+
+    def restore_record(self) -> None:
+        """Write config.toml of a finished run whose own is missing or damaged. Raises RunFolderError."""
+        try:
+            lost = not read_toml(self.path / CONFIG_FILE)
+        except (OSError, ValueError):
+            lost = True
+        if lost and not self._config.job.allow_config_change:
+            self.record()
 
     def _owes_final_weights(self, step: int) -> bool:
         """Check whether final weights are asked for that the run has not written, and its last checkpoint can give."""

@@ -211,7 +211,7 @@ def beside(source: Path, name: str) -> Path:
     if not source.is_dir():
         return source.with_suffix("")
     whole, single = source.resolve(), (source / MANIFEST).is_file()
-    if single or checkpoint_steps(source):
+    if single or (checkpoint_steps(source) and not (source / "config.toml").exists()):
         folder = whole.parent if single else whole
         source = folder.parent if folder.name == "checkpoint" else whole.with_name(f"{whole.name}-drawn")
     return source / "samples" / name

@@ -44,6 +44,10 @@ def open_run(config: JobConfig) -> RunState:
     else:
         resume(state, state.resumed_step)
         state.checkpointer.branch(state.resumed_step)
+        if state.resumed_step == config.checkpoint.load_step:
+            from torchtitan.fidelity.results import EVALUATION_FILE, EvaluationFile
+
+            from_first_rank(EvaluationFile(state.folder.path / EVALUATION_FILE).set_aside_after, state.resumed_step)
         steps = config.training.steps
         done = f", {state.progress / steps:.1%} done" if state.batch_grows else f" of {steps}"
         done = done if state.progress <= steps else f": no step is left of training.steps = {steps}"

@@ -26,11 +26,6 @@ if TYPE_CHECKING:
 _MODEL = "model."
 
 
-def final_weights_path(folder: Path, name: str, step: int) -> Path:
-    """Path of the final weights in a run's folder."""
-    return folder / f"{name}-step-{step:08d}.safetensors"
-
-
 def write_final_weights(path: Path, checkpoint: AnyPath, config: JobConfig, step: int, buffers: Collection[str]) -> None:
     """Write the weights that `sampling.ema_track` names, as scripts/checkpoint.py export does, from the last checkpoint.
 

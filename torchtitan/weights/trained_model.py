@@ -229,6 +229,8 @@ def _checkpoints_of(folder: Path, step: int | None) -> tuple[AnyPath, int | None
         number = next((step for step in checkpoint_steps(single.parent) if checkpoint_path(single.parent, step) == single), None)
         if number is None:
             raise WeightsError(f"{folder}: is a checkpoint under another name than its step's (rename it to step-NUMBER)")
+        if step not in (None, number):
+            raise WeightsError(f"--step {step}: {folder} is the checkpoint of step {number} (leave --step out, or give the run)")
         return single.parent, number
     return run_checkpoints(folder), step
 

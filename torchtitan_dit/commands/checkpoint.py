@@ -208,6 +208,10 @@ def is_checkpoint(path: AnyPath) -> bool:
     return path.is_dir() and path in {checkpoint_path(path.parent, step) for step in checkpoint_steps(path.parent)}
 
 
+def is_good(checkpoint: AnyPath) -> bool:
+    return verify(checkpoint) is None
+
+
 def checkpoints_of(run: AnyPath) -> list[AnyPath]:
     """Checkpoints of a run, oldest first; the one that it is itself."""
     if is_checkpoint(run):
@@ -323,7 +327,9 @@ def export_adapter(arguments: argparse.Namespace, trained: TrainedModel) -> int:
         raise WeightsError(f"{arguments.run}: has no adapter, its whole network was trained (give --format)")
     layout = adapter_layout(arguments.adapter, config)
     label = f"{arguments.run.resolve().name}, {trained.label}"
-    metadata = adapter_header(config, trained.step, label, read_state(checkpoints_of(arguments.run)[-1]))
+    paths = checkpoints_of(arguments.run)[::-1]
+    good = next((path for path in paths if step_of(path) == trained.step), None) or next(filter(is_good, paths), paths[0])
+    metadata = adapter_header(config, trained.step, label, read_state(good))
     count = write_adapter(
         arguments.output, adapter_weights(model), model, layout,
         dtype=arguments.dtype, metadata=metadata, overwrite=arguments.overwrite,
