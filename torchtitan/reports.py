@@ -308,7 +308,7 @@ class Reports:
                 return
         values = measurement.values
         measured, config = {name: described(each) for name, each in values.items()}, self._config.evaluation
-        how = {"step": state.step, "how": config.describe(), "metrics": list(config.metrics)}
+        how = {"step": state.step, "how": config.describe(self._config.sampling), "metrics": list(config.metrics)}
         self._results["evaluation"] = how | measured
         reached = newly_reached(self._config.evaluation, values, self._results.get("first_reached", {}))
         images = state.data.next_sample

@@ -107,7 +107,7 @@ def test_an_error_of_any_code_while_a_run_is_built_is_its_status_and_the_pages(t
     for path in (folder / "status.json", tmp_path / "status"):
         assert json.loads(path.read_text()) == {"status": "failed", "exit_code": FAILED, "reason": reason}
     record = read_run(folder)
-    assert (record.status, record.reason, record.completed) == ("completed at step 10, failed since", reason, True)
+    assert (record.status, record.reason) == ("completed at step 10, failed since", reason)
 
 def test_restarts_that_would_meet_in_the_store_of_the_lost_are_warned_of(monkeypatch, capsys):
     def warned():

@@ -13,6 +13,7 @@ from torchtitan.diffusion.paths import PATHS, has_indices
 from torchtitan.diffusion.solvers import SCHEDULES, SOLVERS, ScheduleConfig, SolverConfig
 from torchtitan.diffusion.solvers.contract import Trained
 from torchtitan.fidelity.metrics import METRICS
+from torchtitan.pictures.number_text import counted
 from torchtitan.programs import program
 from torchtitan.settings import Choice, OneOf, choice, only_enabled, setting
 
@@ -147,12 +148,14 @@ class EvaluationConfig:
             "held_out": [name for name in self.metrics if METRICS[name].needs_held_out],
         }
 
-    def describe(self) -> str:
+    def describe(self, sampling: "SamplingConfig") -> str:
         """Samples of a measurement, what they are measured against, and the features, in words."""
+        track = f" of {sampling.ema_track}" if sampling.ema_track != "ema" else ""
+        how = f"{track} by {sampling.solver.name} in {counted(sampling.num_steps, 'step')}"
         guided = f" at guidance {self.guidance_scale:g}" if self.guidance_scale != 1 else ""
         against = f" against {Path(self.reference).name}" if self.reference else ""
         extractors = dict.fromkeys(METRICS[name].extractor or self.extractor for name in self.metrics)
-        return f"{self.count:,} samples{guided}{against} in features of {' and '.join(extractors)}"
+        return f"{self.count:,} samples{how}{guided}{against} in features of {' and '.join(extractors)}"
 
 
 @only_enabled("num_images", "timesteps")  # which scripts/ema.py takes from the run

@@ -149,6 +149,11 @@ class RunRecord:
         return self.session if self.summary is None else self.summary
 
     @property
+    def plugins(self) -> dict[str, str]:
+        """SHA-256 of each plugin's file, or version of its package, by the name of the file."""
+        return {Path(name).name: str(version) for name, version in (self.about.get("plugins") or {}).items()}
+
+    @property
     def last_step(self) -> int:
         logged = self.points[-1]["step"] if self.points else 0
         return max(logged, self._summary_step())
@@ -174,11 +179,6 @@ class RunRecord:
     def _failed(self) -> bool:
         """Whether its last start failed."""
         return self.ended.get("status") == "failed"
-
-    @property
-    def completed(self) -> bool:
-        """Whether it reached its last step, also if a later start failed before a step."""
-        return self.status.split(" at step")[0] == "completed" and self._summary_step() == self.last_step
 
     @cached_property
     def images_per_step(self) -> float | None:
@@ -390,6 +390,7 @@ def _settings_text(run: RunRecord) -> str:
     """Settings that make a run another training than others, as text; "" where it has no configuration."""
     settings = {key: value for key, value in run.compared.items() if not key.startswith(_NOT_A_SETTING)}
     changed = {"changed while it trained": run.about["config_changes"]} if "config_changes" in run.about else {}
+    changed |= {"plugins": run.plugins} if run.plugins else {}
     return json.dumps(settings | changed, sort_keys=True, default=str) if settings else ""
 
 

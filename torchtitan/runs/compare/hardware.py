@@ -33,7 +33,7 @@ def compared_hardware(runs: Sequence[RunRecord]) -> tuple[Table, str] | None:
             "1 (reference)" if group is groups[0] else ends_text(speed_up(groups[0], group)),
             interval_text(group.rate_interval(_train_seconds(run) for run in group.runs)),
             interval_text(group.rate_interval(_of_summary(run, "seconds_per_picture") for run in group.runs)),
-            interval_text(group.interval(run.series(TRAINING_LOSS).tail_median() for run in group.runs if run.completed)),
+            interval_text(group.interval(run.series(TRAINING_LOSS).tail_median() for run in group.runs if _ended(run))),
             interval_text(group.interval(_held_out(run) for run in group.runs)),
         ])  # fmt: skip
     return (columns, rows), _note(runs)
@@ -84,7 +84,7 @@ def _note(runs: Sequence[RunRecord]) -> str:
         if not hardware_name(run):
             note += f" {run.name} is left out: no hardware is recorded of it."
             continue
-        if not run.completed:
+        if not _ended(run):
             note += f" {run.name} has not reached its last step: its seconds of training and its losses are left out."
         if run.resumed_after:
             note += (
@@ -96,12 +96,17 @@ def _note(runs: Sequence[RunRecord]) -> str:
     return note
 
 
+def _ended(run: RunRecord) -> bool:
+    """Whether a run has completed, also if a later start failed before a step."""
+    return run.status in ("completed", f"completed at step {run.last_step}, failed since")
+
+
 def _held_out(run: RunRecord) -> float | None:
-    return held_out(run, "raw").final() if HELD_OUT_LOSS in run.tags and run.completed else None
+    return held_out(run, "raw").final() if HELD_OUT_LOSS in run.tags and _ended(run) else None
 
 
 def _train_seconds(run: RunRecord) -> float | None:
-    if run.resumed_after or not run.completed:  # the clock is of several layouts, or of fewer steps
+    if run.resumed_after or not _ended(run):  # the clock is of several layouts, or of fewer steps
         return None
     return as_number((run.summary or {}).get("clock", {}).get("train_seconds")) or None
 

@@ -31,11 +31,16 @@ from torchtitan.statistics.interval import Interval, mean_interval
 
 Rows = list[Sequence[str]]
 Table = tuple[Sequence[str], Rows]  # columns, rows
-_OF_LOSSES = ("objective.", "data.", "validation.")  # sections of keys that decide what a held-out loss is
+# Sections of keys, and keys, that decide what a loss is.
+_OF_LOSSES = ("objective.", "data.", "alignment.", "autoencoder.encode", "autoencoder.statistics", "model.learned_variance")
 _OF_NO_LOSS = frozenset({
     "data.num_workers", "data.max_corrupt_share", "data.trigger_word", "validation.enable", "validation.interval",
     "validation.batch_size", "objective.spread",
 })  # fmt: skip
+_OF_TRAINING_LOSS = (  # alone, of which the held-out one has nothing
+    "alignment.", "data.horizontal_flip", "objective.cosine_weight", "objective.contrastive_weight",
+    "objective.intermediate_share", "objective.learned_uncertainty", "objective.uncertainty_features",
+)
 
 COSTS = {
     "throughput(img/s)": ("Throughput", "images per second, all processes"),
@@ -76,7 +81,8 @@ def notes(runs: Sequence[RunRecord]) -> list[str]:
             found.append(f"{run.name}: keys were changed while it trained: {'; '.join(map(str, changes))}")
         if run.reason:
             found.append(f"{run.name}: {run.status}: {run.reason}")
-    if changed := _differing(runs, ("objective.", "data.", "alignment.")):
+    found += _plugin_notes(runs)
+    if changed := _differing(runs, _OF_LOSSES):
         if _held_out_alike(runs):
             text = "training losses do not rank them; held-out ones, at equal times, do"
             return [*found, f"The runs differ in {', '.join(changed)}: {text}."]
@@ -84,12 +90,24 @@ def notes(runs: Sequence[RunRecord]) -> list[str]:
             f"The runs differ in {', '.join(changed)}: their losses are means over other timesteps, weights or "
             "images and do not rank them; the loss by timestep and the samples say more."
         )
+    elif others := _differing(runs, ("validation.",)):
+        text = "held-out losses are of other images or times and do not rank them"
+        found.append(f"The runs differ in {', '.join(others)}: {text}.")
     return found
+
+
+def _plugin_notes(runs: Sequence[RunRecord]) -> list[str]:
+    """Note each plugin of which the runs have different files."""
+    files: dict[str, set[str]] = {}
+    for run in runs:
+        for name, version in run.plugins.items():
+            files.setdefault(name, set()).add(version)
+    return [f"Plugin {name}: the runs have different files of it." for name, versions in files.items() if len(versions) > 1]
 
 
 def _held_out_alike(runs: Sequence[RunRecord]) -> bool:
     """Whether held-out losses are of one objective, data and times; given times are equal whatever densities train."""
-    changed = _differing(runs, _OF_LOSSES)
+    changed = [key for key in _differing(runs, (*_OF_LOSSES, "validation.")) if not key.startswith(_OF_TRAINING_LOSS)]
     drawn = all(key.startswith("objective.timesteps.") for key in changed)
     return not changed or drawn and all(run.settings.get("validation.timesteps") for run in runs)
 
@@ -101,7 +119,7 @@ def _differing(runs: Sequence[RunRecord], sections: tuple[str, ...]) -> list[str
 
 def group_table(groups: Sequence[RunGroup], tracks: Sequence[str]) -> Table:
     """Means over the seeds that reached the last step; where held-out losses are comparable, differences paired by seed too."""
-    columns = ["group", "runs", "training loss", *(f"held-out, {track_name(track)}" for track in tracks), "images/s"]
+    columns = ["group", "runs", "steps", "training loss", *(f"held-out, {track_name(track)}" for track in tracks), "images/s"]
     alike = _held_out_alike([run for group in groups for run in group.runs])
     paired = [track for track in tracks if alike and any(_difference(group, groups[0], track) for group in groups)]
     columns += [f"less the first group's, {track_name(track)}" for track in paired]
@@ -109,20 +127,35 @@ def group_table(groups: Sequence[RunGroup], tracks: Sequence[str]) -> Table:
     for n, group in enumerate(groups):
         runs, count = group.at_end, len(group.runs)
         values = [[run.series(TRAINING_LOSS).tail_median() for run in runs]]
-        values += [[held_out(run, track).final() for run in runs] for track in tracks]
         means = [interval_text(group.interval(one)) for one in values]
+        means += [_held_out_text(group, track) for track in tracks]
         rate = group.rate_interval(cost(run, "throughput(img/s)") for run in runs)
         differences = [interval_text(_difference(group, groups[0], track)) for track in paired]
         shown = str(count) if len(runs) == count else f"{len(runs)} of {count}"
-        rows.append([Name(group.name, n), shown, *means, interval_text(rate), *differences])
+        rows.append([Name(group.name, n), shown, _steps(runs[0]), *means, interval_text(rate), *differences])
     return columns, rows
 
 
+def _last_held_out(group: RunGroup, track: str) -> dict[int | None, tuple[int, float]]:
+    """Last step with a held-out loss, and the loss, by seed; of the runs at the group's end that have the latest such step."""
+    found = {run.seed: (loss.steps[-1], loss.values[-1]) for run in group.at_end if (loss := held_out(run, track))}
+    latest = max((step for step, _ in found.values()), default=0)
+    return {seed: pair for seed, pair in found.items() if pair[0] == latest}
+
+
+def _held_out_text(group: RunGroup, track: str) -> str:
+    found = _last_held_out(group, track)
+    text = interval_text(group.interval(loss for _, loss in found.values()))
+    steps, last = {step for step, _ in found.values()}, group.at_end[0].last_step
+    fewer = f", of {counted(len(found), 'run')}" if 0 < len(found) < len(group.at_end) else ""
+    return text + (f" at {steps.pop():,}" if steps and last not in steps else "") + fewer
+
+
 def _difference(group: RunGroup, first: RunGroup, track: str) -> Interval | None:
-    """Mean difference of held-out losses over the seeds of both groups; None of fewer than two, and of the first itself."""
-    of_first = {run.seed: held_out(run, track).final() for run in first.at_end}
-    pairs = [(held_out(run, track).final(), of_first.get(run.seed)) for run in group.at_end]
-    found = [one - other for one, other in pairs if one is not None and other is not None]
+    """Mean difference of held-out losses of one step over the seeds of both groups; None of fewer than two, and of the first."""
+    of_first, own = _last_held_out(first, track), _last_held_out(group, track)
+    pairs = [(pair, of_first[seed]) for seed, pair in own.items() if seed in of_first]
+    found = [loss - other for (step, loss), (of_other, other) in pairs if step == of_other]
     return mean_interval(found) if len(found) > 1 and group is not first else None
 
 
@@ -226,6 +259,7 @@ def next_steps(run: RunRecord) -> Rows:
     ]
     place = Path(str(values.get("job.dump_folder", "outputs"))) / str(values.get("job.name", run.name))
     moved = place.resolve() != run.folder.resolve()  # it was copied, and its own key names where it was
+    goes_on = run.summary and not (moved and values.get("checkpoint.folder"))  # a folder elsewhere is of the name that it had
     here = f" --job.dump_folder {shlex.quote(str(run.folder.parent))} --job.name {shlex.quote(run.folder.name)}" if moved else ""
     degrees = (as_number(values.get(key)) or 1 for key in DEGREE_KEYS)
     processes, train = math.prod(degrees), pasted("train")
@@ -240,7 +274,7 @@ def next_steps(run: RunRecord) -> Rows:
         ["export the weights", f"{pasted('checkpoint')} export {folder} {form} --output {file}"],
         *(against if data not in LATENT_DATASETS else []),
         compare,
-        *([["train longer", f"{train} {folder}/config.toml --training.steps {longer:.0f}{here}"]] if run.summary else []),
+        *([["train longer", f"{train} {folder}/config.toml --training.steps {longer:.0f}{here}"]] if goes_on else []),
     ]
 
 
