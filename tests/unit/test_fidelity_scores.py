@@ -5,8 +5,9 @@ import pytest
 
 from torchtitan.errors import EvaluationError
 from torchtitan.fidelity.feature_set import FeatureSet
-from torchtitan.fidelity.measurement import Metric, Options
+from torchtitan.fidelity.measurement import Measurement, Metric, Options
 from torchtitan.fidelity.metrics import METRICS
+from torchtitan.statistics.interval import Interval
 
 
 def inception_score(logits, **options):
@@ -36,10 +37,20 @@ def test_the_score_is_the_mean_of_its_splits():
     assert (found["is"].value, found["is_sd"].value) == pytest.approx((np.mean(shuffled), np.std(shuffled)), rel=1e-12)
 
 
-def test_a_metric_that_returns_a_number_is_told_what_to_return():
-    metric = Metric("number", "logits", None, {}, lambda *given: 1.0)
-    with pytest.raises(EvaluationError, match=r"^compute returns float \(return Measurement\({name: Interval\(value\)}\)\)$"):
-        metric.measure(FeatureSet("samples", "own", {"logits": np.zeros((2, 2))}), None, Options())
+@pytest.mark.parametrize(("compute", "said"), [
+    (lambda *given: 1.0, r"^compute returns float \(return Measurement\({name: Interval\(value\)}\)\)$"),
+    (lambda *given: Measurement({"a": 1.0}), "^compute returns float"),
+    (lambda *given: 1 / 0, r"^ZeroDivisionError: division by zero \(test_fidelity_scores.py, line \d+\)$"),
+])  # fmt: skip
+def test_an_error_of_a_plugins_metric_is_one_line(compute, said):
+    with pytest.raises(EvaluationError, match=said):
+        Metric("number", "logits", None, {}, compute).measure(FeatureSet("samples", "own", {}), None, Options())
+
+
+def test_numbers_of_numpy_become_those_of_json():
+    metric = Metric("number", "logits", None, {}, lambda *given: Measurement({"a": Interval(np.float32(0.5), count=3)}))
+    found = metric.measure(FeatureSet("samples", "own", {}), None, Options()).values["a"]
+    assert type(found.value) is float and found == Interval(0.5, count=3)
 
 
 def test_accuracy_is_the_share_recognised_as_the_class_asked_for():

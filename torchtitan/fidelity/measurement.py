@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Literal
 
-from torchtitan.errors import EvaluationError
+from torchtitan.errors import EvaluationError, one_line
 from torchtitan.fidelity.feature_set import FeatureSet
 from torchtitan.statistics.interval import Interval
 
@@ -69,8 +71,20 @@ class Metric:
     needs_held_out: bool = False
 
     def measure(self, samples: FeatureSet, reference: FeatureSet | None, options: Options) -> Measurement:
-        """Measure samples. Raises EvaluationError: features that are not finite, or too few; another type of result."""
-        found = self.compute(samples, reference, self.output, options)
-        if not isinstance(found, Measurement):  # a plugin's
-            raise EvaluationError(f"compute returns {type(found).__name__} (return Measurement({{name: Interval(value)}}))")
-        return found
+        """Measure samples. Raises EvaluationError: features that are not finite, or too few; an error of a plugin's metric."""
+        try:
+            found = self.compute(samples, reference, self.output, options)
+        except EvaluationError:
+            raise
+        except Exception as error:
+            place = traceback.extract_tb(error.__traceback__)[-1]
+            raise EvaluationError(f"{one_line(error)} ({Path(place.filename).name}, line {place.lineno})") from error
+        values = found.values.values() if isinstance(found, Measurement) else [found]
+        if wrong := [type(value).__name__ for value in values if not isinstance(value, Interval)]:
+            raise EvaluationError(f"compute returns {wrong[0]} (return Measurement({{name: Interval(value)}}))")
+        return Measurement({name: _of_floats(each) for name, each in found.values.items()}, found.notes)
+
+
+def _of_floats(interval: Interval) -> Interval:
+    """Interval of Python's numbers, which JSON has, of numpy's or torch's."""
+    return replace(interval, value=float(interval.value), lower=float(interval.lower), upper=float(interval.upper))

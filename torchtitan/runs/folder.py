@@ -5,6 +5,7 @@ import json
 import logging
 import platform
 import subprocess
+import time
 from contextlib import suppress
 from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
@@ -250,6 +251,16 @@ class RunFolder:
             return False
         changes = without_moved_caches(config_differences(read_toml(self.path / CONFIG_FILE), self._config))
         return not changes and checkpoint_path(self.checkpoints, summary["step"]).exists()
+
+    def set_aside_pictures(self, step: int) -> None:
+        """Rename the grids and previews of steps after one that the run goes back to. Raises RunFolderError."""
+        for path in self.samples.rglob("step-*.png"):
+            number = path.stem.split("-")[1]
+            if number.isdecimal() and int(number) > step:
+                try:
+                    path.rename(path.with_name(f"set-aside-{time.time_ns()}-{path.name}"))
+                except OSError as error:
+                    raise RunFolderError([f"{path}: cannot be renamed: {error.strerror}"]) from error
 
     def restore_record(self) -> None:
         """Write config.toml of a finished run whose own is missing or damaged. Raises RunFolderError."""

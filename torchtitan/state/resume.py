@@ -13,6 +13,7 @@ from torchtitan.config.latent_cache import without_moved_caches
 from torchtitan.distributed.collectives import from_first_rank
 from torchtitan.errors import CheckpointError
 from torchtitan.files.remote_path import AnyPath
+from torchtitan.runs.folder import RunFolder
 from torchtitan.settings.plugins import loaded_plugins
 from torchtitan.settings.record import config_differences, effective
 from torchtitan.state.run_state import RunState
@@ -45,9 +46,7 @@ def open_run(config: JobConfig) -> RunState:
         resume(state, state.resumed_step)
         state.checkpointer.branch(state.resumed_step)
         if state.resumed_step == config.checkpoint.load_step:
-            from torchtitan.fidelity.results import EVALUATION_FILE, EvaluationFile
-
-            from_first_rank(EvaluationFile(state.folder.path / EVALUATION_FILE).set_aside_after, state.resumed_step)
+            from_first_rank(_set_aside_after, state.folder, state.resumed_step)
         steps = config.training.steps
         done = f", {state.progress / steps:.1%} done" if state.batch_grows else f" of {steps}"
         done = done if state.progress <= steps else f": no step is left of training.steps = {steps}"
@@ -55,6 +54,14 @@ def open_run(config: JobConfig) -> RunState:
     from_first_rank(state.folder.record)
     state.choose_kernels()
     return state
+
+
+def _set_aside_after(folder: RunFolder, step: int) -> None:
+    """Set evaluations and pictures of later steps aside, for a run that goes back. Raises EvaluationError, RunFolderError."""
+    from torchtitan.fidelity.results import EVALUATION_FILE, EvaluationFile
+
+    EvaluationFile(folder.path / EVALUATION_FILE).set_aside_after(step)
+    folder.set_aside_pictures(step)
 
 
 def checkpointed_state(state: RunState, reports: dict) -> dict:
