@@ -28,9 +28,12 @@ class Doubling:
     """Callback that reports a loss above twice the lowest so far; it gets every point that metrics.jsonl gets."""
 
     def __init__(self) -> None:
-        self.lowest = float("inf")
+        self.step, self.lowest = 0, float("inf")
 
     def __call__(self, step: int, metrics: Mapping[str, float]) -> None:
+        if step < self.step:  # of the next run of this process
+            self.lowest = float("inf")
+        self.step = step
         loss = metrics.get(LOSS, self.lowest)
         self.lowest = min(self.lowest, loss)
         if loss > 2 * self.lowest:

@@ -312,9 +312,8 @@ def _train(config: JobConfig, processes: int, branch: Path, advance: Advance, st
 def _losses(asked: Measurement, run: Path, track: str, step: int, held_out: HeldOut) -> dict[str, float]:
     device = compute_device()
     trained = load_run(run, track, step, device)
-    # Triples and bins are those of the run, whatever the branch's seed.
-    objective = type(trained.objective)(asked.config.objective, asked.config.debug.seed)
-    bins = asked.config.metrics.loss_bins
+    # Triples and bins are those of the run, whatever the branch's seed: the draw takes its own.
+    objective, bins = trained.objective, asked.config.metrics.loss_bins
     edges = objective.timestep_sampler.density.quantile(torch.arange(1, bins, dtype=torch.float64) / bins)
     try:
         found = validation_loss(

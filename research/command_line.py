@@ -22,6 +22,7 @@ from torchtitan.experiments.folder import ExperimentError
 from torchtitan.experiments.training import TrainingFailed
 from torchtitan.processes.command_line import OneLineParser, interrupt_by_signals, run_program
 from torchtitan.weights.trained_model import WeightsError
+from torchtitan_dit.cli import load_named_plugins
 
 
 def main(words: list[str] | None = None) -> int:
@@ -71,4 +72,5 @@ def run() -> NoReturn:
         sys.exit("research: runs in one process (start it without torchrun, or unset WORLD_SIZE)")
     logging.basicConfig(level=logging.WARNING)
     interrupt_by_signals()
+    load_named_plugins()
     run_program(main)

@@ -12,8 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from research.frame import require_at_least
 from research.pictures import interval_text
 from torchtitan.conditions import Classes
+from torchtitan.experiments.folder import ResultsFolder, StudyError
 from torchtitan.models.dit.config import DiTConfig
 from torchtitan.models.dit.model import DiT
 from torchtitan.pictures.markdown import markdown_table
@@ -37,14 +39,22 @@ ARMS: dict[str, tuple[bool, OptimizerConfig]] = {
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--widths", type=int, nargs="+", default=[64, 128, 256, 512], help="multiples of 64, the first is the base's")
+    add("--widths", type=int, nargs="+", default=[64, 128, 256, 512], help=f"each a multiple of {HEAD}; the first is the base's")
     add("--steps", type=int, default=5)
     add("--seeds", type=int, default=5)
     add("--output", type=Path, default=Path("outputs/coordinate_check"))
 
 
 def run_alone(arguments: argparse.Namespace) -> Path:
-    """Train the first steps of every width, and write the table of slopes and the picture; return summary.md."""
+    """Train the first steps of every width, and write the table of slopes and the picture; return summary.md.
+
+    Raises:
+        StudyError: bad options, or a folder of other files.
+    """
+    require_at_least(arguments, {"steps": 2, "seeds": 1})
+    if len(set(arguments.widths)) < 2 or any(width < HEAD or width % HEAD for width in arguments.widths):
+        raise StudyError(f"--widths: two or more different multiples of {HEAD}, not {arguments.widths}")
+    ResultsFolder(arguments.output, {"coordinate_check.png": b"\x89PNG"}).refuse_foreign()
     arguments.output.mkdir(parents=True, exist_ok=True)
     base, rows = arguments.widths[0], []
     figure, axes = new_figure("Change of activations by width", columns=len(ARMS), size=(4.2 * len(ARMS), 4.4), sharey=True)
@@ -66,7 +76,8 @@ def run_alone(arguments: argparse.Namespace) -> Path:
     figure.savefig(arguments.output / "coordinate_check.png")
     summary = arguments.output / "summary.md"
     table = markdown_table(["updates", "activations", "slope of log change over log width"], rows)
-    summary.write_text(f"{table}\n\n95 % intervals over {arguments.seeds} seeds; 0 is flat.\n")
+    over = f"95 % intervals over {arguments.seeds} seeds" if arguments.seeds > 1 else "One seed, without intervals"
+    summary.write_text(f"{table}\n\n{over}; 0 is flat.\n")
     return summary
 
 

@@ -215,8 +215,8 @@ def _learned_text(asked: Measurement, findings: dict[str, Finding]) -> str:
     return (
         f"The untouched checkpoint's loss is above the smallest batch's by {' and '.join(parts)}: what there was to "
         "lose. Where that is no more than the tolerance, any batch size would pass, and there is no answer (a "
-        "higher --lr, more --samples, or a smaller --tolerance). Averaged weights are compared with the best that the "
-        "checkpoint holds, averages included.\n\n"
+        "smaller --tolerance; or, with another --output, a higher --lr or more --samples). Averaged weights are compared "
+        "with the best that the checkpoint holds, averages included.\n\n"
     )
 
 

@@ -137,6 +137,8 @@ def edge_intervals(curve: LossCurve, errors: Tensor, num_slots: int) -> Tensor:
 def _places(arguments: argparse.Namespace) -> tuple[Path, Path]:
     """Places of the curve, and of the results."""
     source = arguments.source
+    if not source.exists():
+        raise StudyError(f"{source}: no such run folder or curve")
     if not source.is_dir():
         return source, arguments.output or source.parent / "slots"
     curve = source / "studies" / "loss_curve" / "curve.csv"

@@ -206,7 +206,7 @@ def closing_lines(
     lines += _metrics(results)
     if state.gns:
         # After a change of the schedule the measured steps may have had another rate than it gives.
-        phase = "" if state.config_changes else measured_phase(state.config, state.progress, state.gns.lag)
+        phase = "" if state.config_changes or state.batch_grows else measured_phase(state.config, state.progress, state.gns.lag)
         noise = state.gns.conclusions(noise_points, state.step, state.grown_batch_size, phase)
         lines += ["gradient noise:", *(f"  {line}" for line in noise)] if noise else []
     return lines

@@ -68,6 +68,7 @@ class Trainer:
         self._parameters = list(self.state.parameters.values())
         self._beside = list(self.state.objective.parameters().values())
         self._replays_graphs = config.compile.cuda_graphs
+        self._has_trained = False
         self._starting = True  # until this process has made its first step
         # Steps of which a first one compiles: steps with taps measure or do not, and neither is the backward before the first.
         taps_compile = config.compile.enable and self.state.network.taps and len(self.state.shapes) == 1
@@ -85,7 +86,9 @@ class Trainer:
             CheckpointError: the last checkpoint could not be saved.
             TrainingError: a state that is not finite, at the start or without a checkpoint to roll back to.
         """
-        state = self.state
+        if self._has_trained:
+            raise RuntimeError("this Trainer has trained: close() it and make another, which resumes from the last checkpoint")
+        self._has_trained, state = True, self.state
         # Listening first: starting the supervision takes a second, in which a signal would be lost.
         with StopRequest(self._acknowledgement()) as stop, self.supervision:
             with self.phases(BEFORE_FIRST_STEP):

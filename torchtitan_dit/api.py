@@ -130,6 +130,8 @@ class Model:
         if not 0 <= seed < 2**64:
             raise WeightsError(f"seed: must be in 0..2^64 - 1, is {seed}")
         classes, prompts = _numbers(classes), _texts(prompts)
+        if classes is not None and not len(classes):
+            raise WeightsError("classes: is empty (leave it out to draw the run's)")
         if classes is not None and prompts:
             raise WeightsError("classes: has no effect with prompts (leave one out)")
         if encoders and not prompts:

@@ -66,7 +66,7 @@ def run_command(module: str) -> NoReturn:
     if module == "train":
         prefer_expandable_segments()
     if module not in _TAKE_KEYS:
-        _load_plugins()
+        load_named_plugins()
     program = _imported(module)
     if sys.argv[0].startswith(PROGRAM):  # its help speaks of itself under the name that it was called by
         program.__doc__ = re.sub(rf"(python )?(scripts/)?{module}\.py", sys.argv[0], program.__doc__ or "")
@@ -91,7 +91,7 @@ def _refuse_ranks() -> None:
     sys.exit(_REFUSED)
 
 
-def _load_plugins() -> None:
+def load_named_plugins() -> None:
     """Load the plugins of `--job.plugins FILE`, a word of every command. Ends the process where one cannot be loaded."""
     from torchtitan.settings.plugins import PluginError, load_plugins, plugin_names
     from torchtitan.settings.sources import read_command_line, split_keys

@@ -144,7 +144,7 @@ def test_no_run_other_settings_and_a_second_test_at_once_are_refused(run, refuse
     assert "lr_rule: 'linear' -> 'sqrt'" in refused(run, *ASKED, "--output", tmp_path)
     other = RunLock(tmp_path)
     assert other.acquire() is None
-    with pytest.raises(Busy, match="another process writes here: host"):
+    with pytest.raises(Busy, match="this process writes here already"):
         refused(run, *ASKED, "--output", tmp_path)
     other.release()
 

@@ -154,7 +154,7 @@ def test_a_folder_is_of_one_sweep(tmp_path):
     first = read_sweep(write(tmp_path, SWEEP))
     with folder.held(first):
         folder.add({"cell": "a", "repeat": 0, "status": "oom"})
-        with pytest.raises(Busy, match="another process writes here: host"), SweepFolder(folder.path).held(first):
+        with pytest.raises(Busy, match="this process writes here already"), SweepFolder(folder.path).held(first):
             pass
     folder.check(read_sweep(write(tmp_path, "# again\nrepeats = 2\n" + SWEEP)))
     folder.check(read_sweep(write(tmp_path, SWEEP.replace("[4, 1, 2]", "[4, 1, 8]"))))  # values come and go

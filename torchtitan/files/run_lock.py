@@ -27,6 +27,8 @@ class Busy(Exception):
 
     def __str__(self) -> str:
         folder, owner, advice = self.args
+        if f"process {os.getpid()}," in owner and socket.gethostname() in owner:
+            return f"{folder}: this process writes here already (close() its Trainer, or {advice})"
         return f"{folder}: another process writes here: {owner} (wait for it, stop it, or {advice})"
 
 

@@ -6,6 +6,7 @@ batch needs, B the critical batch size, for which the noise scale B_simple stand
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any, Literal
 
 from torchtitan.gns.allocate import WORTHWHILE, PredictedRatio, sampler_advice
@@ -134,8 +135,10 @@ def _rate_then(
     if not rates:
         return ""
     ages = [last.get(f"gns/{geometry}/{each}/all/lag", 0.0) for each in WHOLE_MODEL if _is_headline(last, geometry, each)]
-    then = next((rate for step, rate in reversed(rates) if step <= last["step"] - ages[0] / batch), rates[0][1])
-    return f"at {_percent(then / peak_lr)} of optimizer.lr"
+    at = last["step"] - ages[0] / batch
+    (before, low), (after, high) = next((pair for pair in pairwise(rates) if at <= pair[1][0]), (rates[-1], rates[-1]))
+    share = min(max((at - before) / (after - before), 0.0), 1.0) if after > before else 0.0
+    return f"at {_percent((low + share * (high - low)) / peak_lr)} of optimizer.lr"
 
 
 def in_words(scale: Interval) -> str:

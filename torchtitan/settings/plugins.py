@@ -39,8 +39,15 @@ def load_plugins(names: Iterable[str]) -> None:
         PluginError.
     """
     for name in names:
+        if name in _loaded and name.endswith(".py") and _changed(name):
+            raise PluginError(f"{name}: has changed since this process loaded it (start Python again)")
         if name not in _loaded:
             _loaded[name] = _load_file(name) if name.endswith(".py") else _load_package(name)
+
+
+def _changed(name: str) -> bool:
+    path = Path(name).expanduser()
+    return path.is_file() and hashlib.sha256(path.read_bytes()).hexdigest() != _loaded[name]
 
 
 def loaded_plugins() -> dict[str, str]:

@@ -77,12 +77,13 @@ def _shown(name: str | None) -> str:
 def plugin_changes(before: Mapping[str, str]) -> list[str]:
     """Report each plugin of a checkpoint that is another file now, by its name, or not loaded, by its content; a line each."""
     loaded = loaded_plugins()
-    now = {Path(name).name: version for name, version in loaded.items()}
+    now = {Path(name).name: (name, version) for name, version in loaded.items()}
     found = []
     for name, then in before.items():
-        if Path(name).name in now and (version := now[Path(name).name]) != then:
-            found.append(f"plugin {name}: is another file than the checkpoint's ({then[:12]} -> {version[:12]})")
-        elif Path(name).name not in now and then not in loaded.values():
+        other, version = now.get(Path(name).name, ("", ""))
+        if other and version != then:
+            found.append(f"plugin {other}: is another file than the checkpoint's ({then[:12]} -> {version[:12]})")
+        elif not other and then not in loaded.values():
             instead = f"; loaded are {', '.join(loaded)}" if loaded else ""
             found.append(f"plugin {name}: of the checkpoint is not loaded ({then[:12]}{instead})")
     return found
