@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from torchtitan.conditions import Condition, ConditionKind, Unconditional
+from torchtitan.conditions import Classes, Condition, ConditionKind, Unconditional
 from torchtitan.diffusion.guidance import HEAD, PATH_DROP, Guide, HeadGuide
 from torchtitan.files.weight_files import CONFIG, header_of
 from torchtitan.settings.schema import nearest
@@ -173,6 +173,8 @@ def _condition_problem(sampled: ConditionKind, guide: ConditionKind) -> str:
         return ""
     if sampled.name != guide.name or sampled.entries != guide.entries:
         return f"takes {guide.wanted}, the sampled model {sampled.wanted} (give a guide of the same conditions, or of none)"
+    if not isinstance(sampled, Classes):  # prompts are rows of a grid alone
+        return ""
     if sampled.choices != guide.choices:
         noun = sampled.choices_noun
         return f"has {guide.choices} {noun}, the sampled model {sampled.choices} (give a guide of the same {noun}, or of none)"

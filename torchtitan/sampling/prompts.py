@@ -103,7 +103,7 @@ def check_prompted(trained: TrainedModel) -> None:
     """Check that there is something to draw. Raises WeightsError: the weights come without captions, and no prompt is given."""
     kind = trained.info.condition_kind
     if isinstance(kind, Embeddings) and not kind.choices and trained.record.elsewhere:
-        raise WeightsError("--prompt: not given, and these weights come without captions")
+        raise WeightsError("; ".join(("--prompt: not given, and these weights come without captions", *trained.warnings)))
 
 
 def _encoded(

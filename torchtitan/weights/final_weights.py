@@ -84,10 +84,11 @@ def final_layout(family: str) -> "AdapterLayout":
 def adapter_header(config: JobConfig, step: int | None, label: str, state: Mapping[str, Any]) -> dict[str, str]:
     """Header of a file of a run's adapter, by the state of a checkpoint."""
     trigger_word = config.data.trigger_word
+    known = {} if config.lora.extra else {"base_sha256": state.get(BASE_SHA256, "")}  # the hash has the further adapters in it
     return {
         "step": str(step), "weights": label, "model": f"{config.model.name} {config.model.flavor}",
         "base": config.checkpoint.initial_weights.rpartition("/")[2] or "drawn at random",
-        "base_sha256": state.get(BASE_SHA256, ""), **({"trigger_word": trigger_word} if trigger_word else {}),
+        **known, **({"trigger_word": trigger_word} if trigger_word else {}),
     }  # fmt: skip
 
 

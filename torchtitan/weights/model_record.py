@@ -186,6 +186,10 @@ def load_record(tables: Mapping[str, Any], place: str, with_paths: bool = False,
     kept = tables if with_paths else _without_paths(tables)
     # Neither names a folder, so neither can be opened.
     kept = dict(kept) | {"data": {"name": "latents" if latents else "image_folder"}}
+    if "sampling" in kept:  # for pixels, or for prompts of the data
+        idle = {"clip_x0"} if latents else set()
+        idle |= set() if info.condition_kind.choices else {"classes"}
+        kept["sampling"] = {key: value for key, value in kept["sampling"].items() if key not in idle}
     if "autoencoder" in kept:  # its latents are drawn, whatever made those that were trained on
         kept["autoencoder"] = {key: value for key, value in kept["autoencoder"].items() if key not in ("encode", "statistics")}
     with tempfile.NamedTemporaryFile("w", suffix=".toml", encoding="utf-8") as file:

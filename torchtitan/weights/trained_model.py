@@ -96,7 +96,7 @@ def load_run(
         step: of the checkpoint, or of the snapshot; None for the newest good one.
         base: whether the frozen network of adapters is read; without it, only they have values.
     """
-    checkpoints, step = _checkpoints_of(folder, step)
+    folder, checkpoints, step = _checkpoints_of(folder, step)
     record, missing = record_of_run(folder, checkpoints)
     config, info = record.config, record.info
     track = track or config.sampling.ema_track
@@ -222,8 +222,8 @@ def read_config(
     )
 
 
-def _checkpoints_of(folder: Path, step: int | None) -> tuple[AnyPath, int | None]:
-    """Folder of the checkpoints of a run, or around a single checkpoint that was copied somewhere, and the step."""
+def _checkpoints_of(folder: Path, step: int | None) -> tuple[Path, AnyPath, int | None]:
+    """Folder of a run, of its checkpoints, and the step; of a checkpoint in RUN/checkpoint, or by itself somewhere, its own."""
     single = folder.absolute()
     if not (folder / "config.toml").exists() and (single / MANIFEST).is_file():
         number = next((step for step in checkpoint_steps(single.parent) if checkpoint_path(single.parent, step) == single), None)
@@ -231,8 +231,10 @@ def _checkpoints_of(folder: Path, step: int | None) -> tuple[AnyPath, int | None
             raise WeightsError(f"{folder}: is a checkpoint under another name than its step's (rename it to step-NUMBER)")
         if step not in (None, number):
             raise WeightsError(f"--step {step}: {folder} is the checkpoint of step {number} (leave --step out, or give the run)")
-        return single.parent, number
-    return run_checkpoints(folder), step
+        run = single.parents[1]
+        own = single.parent.name == "checkpoint" and (run / "config.toml").exists()
+        return run if own else folder, single.parent, number
+    return folder, run_checkpoints(folder), step
 
 
 def record_of_run(folder: Path, checkpoints: AnyPath) -> tuple[ModelRecord, tuple[str, ...]]:
