@@ -24,9 +24,12 @@ from torchtitan.latents.values import STORED_DTYPES
 def online_store(autoencoder: Any) -> LatentStore:
     """Store that `[autoencoder]` takes its statistics from. Raises DatasetError."""
     try:
-        return LatentStore(autoencoder.statistics)
+        store = LatentStore(autoencoder.statistics)
     except LatentStoreError as error:
         raise DatasetError(f"autoencoder.statistics: {error}") from error
+    if store.index.of_features:
+        raise DatasetError(f"autoencoder.statistics: {autoencoder.statistics}: is a store of features (give one of latents)")
+    return store
 
 
 def encoded_info(autoencoder: Any, images: DatasetInfo, *, keeps_pixels: bool = False) -> DatasetInfo:

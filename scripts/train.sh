@@ -32,8 +32,7 @@ for argument in "$@"; do
 done
 config=
 arguments=()
-autotune=
-check_only=
+autotune= check_only= smoke=
 search=()
 while [ $# -gt 0 ]; do
     case $1 in
@@ -48,7 +47,8 @@ while [ $# -gt 0 ]; do
             [ $# -lt 2 ] || shift
             ;;
         --multiple-of=* | --max=* | --headroom=* | --memory=* | --timeout=* | --fresh) search+=("$1") ;;
-        --*=* | --smoke) arguments+=("$1") ;;
+        --smoke) smoke=--smoke ;;
+        --*=*) arguments+=("$1") ;;
         --*)
             arguments+=("$1")
             if [ $# -gt 1 ] && [[ $2 != --* ]]; then
@@ -87,7 +87,7 @@ if [ -n "$autotune" ]; then
         ${search[@]+"${search[@]}"} ${arguments[@]+"${arguments[@]}"})
     arguments+=(--training.local_batch_size "$batch_size")
 fi
-"$venv/bin/python" train.py --check-only --job.config_file "$config" ${arguments[@]+"${arguments[@]}"}
+"$venv/bin/python" train.py --check-only --job.config_file "$config" ${arguments[@]+"${arguments[@]}"} $smoke
 [ -z "$check_only" ] || exit 0
 command=("$venv/bin/python")
 if [ "$NGPU" != 1 ]; then
@@ -96,4 +96,4 @@ if [ "$NGPU" != 1 ]; then
         --signals-to-handle SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1)
 fi
 export TORCHTITAN_DIT_CHECKED=1  # warnings have been given
-run_for_status "${command[@]}" train.py --job.config_file "$config" ${arguments[@]+"${arguments[@]}"}
+run_for_status "${command[@]}" train.py --job.config_file "$config" ${arguments[@]+"${arguments[@]}"} $smoke

@@ -61,7 +61,8 @@ def without_data(words: list[str]) -> tuple[list[str], str, DatasetInfo | None]:
     what = f"{tokens} tokens of text" if tokens else f"{made['num_classes']} classes"
     place = (data.path or data.name) if missing else encoder.path
     own += [word for key, value in made.items() for word in (f"--data.{key}", str(value))]
-    advice = "others: --data.name synthetic --data.shape '[C, H, W]'"
+    own_words = [f"--data.{key} {value}" for key, value in made.items() if key not in ("name", "shape")]
+    advice = f"others: --data.name synthetic --data.shape '[C, H, W]' {' '.join(own_words)}"
     latents = _latents(own) if no_store else None
     shape = list(latents.image_shape) if latents else shape
     return own, f"{place}: not here; {_by(shape)} and {what} are assumed ({advice})", latents

@@ -175,7 +175,8 @@ def _smaller(config: JobConfig, memory: MemoryEstimate, device: Device) -> Itera
             smaller = largest_divisor(share, smaller - 1)
         yield f"--training.local_batch_size {smaller}"
     shards = layout.data_parallel_shard_degree < layout.data_ranks
-    yield "a larger --parallelism.data_parallel_shard_degree" if shards else "more devices"
+    degrees = "--parallelism.data_parallel_replicate_degree -1 with a larger --parallelism.data_parallel_shard_degree"
+    yield degrees if shards else "more devices"
 
 
 def _gib(count: int) -> str:

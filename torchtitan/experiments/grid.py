@@ -156,6 +156,9 @@ def _points(path: Path, table: dict[str, Any], order: str) -> list[dict[str, Any
     return [point for point in points if not any(_matches(point, exclude) for exclude in table["exclude"])]
 
 
+_LONGEST_NAME = 200  # bytes of a cell's: its files add repeats, steps and endings, and disks take 255
+
+
 def _expand(sweep: Sweep) -> list[Cell]:
     if not sweep.table["axes"]:
         raise _error(sweep.path, "the grid is empty ([axes] is missing; give it a key and its values)")
@@ -167,6 +170,9 @@ def _expand(sweep: Sweep) -> list[Cell]:
         raise _error(sweep.path, "the grid is empty ([[exclude]] leaves nothing)")
     names_in_use: dict[str, Cell] = {}
     for cell in cells:
+        if len(cell.id.encode()) > _LONGEST_NAME:
+            text = f"axes: a run would have a name of {len(cell.id.encode())} bytes, {cell.id[:60]}..."
+            raise _error(sweep.path, f"{text} ({_LONGEST_NAME} at most: keys of one value belong in [fixed])")
         other = names_in_use.setdefault(cell.id.lower(), cell)
         if other is not cell:
             raise _error(sweep.path, f"axes: {other.axes} and {cell.axes} would have one folder, {cell.id}")

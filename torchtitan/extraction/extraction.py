@@ -22,6 +22,7 @@ from torchtitan.extraction.image_source import ImageSource
 from torchtitan.extraction.shard_encoding import check_skipped, encode_shards
 from torchtitan.latents.bucketed import begin_buckets, bucket_folder, finish_buckets
 from torchtitan.latents.index import INDEX_FILE, PARTIAL_FOLDER, CaptionDtype, StoreIndex, StorePlan, read_index
+from torchtitan.latents.store import LatentStore
 from torchtitan.latents.writer import StoreWriter, first_difference
 from torchtitan.texts import TextEncoders
 
@@ -136,7 +137,9 @@ def write_store(
         cut = _write_captions(store.folder, plan, store.captions, encoders, options.part, group)
     pending = options.part.of(store.pending)
     if not pending:
-        return cut, "nothing was missing"
+        if (store.folder / INDEX_FILE).exists():
+            LatentStore(store.folder)  # refuses where a file was lost since
+        return cut, "nothing was missing (verify reads every byte)"
     writer = StoreWriter(store.folder, plan)
 
     def images_of(number: int) -> int:

@@ -23,7 +23,8 @@ from tqdm import tqdm
 from torchtitan.errors import LatentStoreError, unwrapped
 from torchtitan.files.npy_files import map_npy
 from torchtitan.files.shard_headers import DamagedShard, whole_tensors
-from torchtitan.latents.index import Normalization, StoreIndex, StorePlan, images_per_shard
+from torchtitan.latents.index import INDEX_FILE, Normalization, StoreIndex, StorePlan, images_per_shard
+from torchtitan.latents.store import LatentStore
 from torchtitan.latents.values import pack_views
 from torchtitan.latents.writer import StoreWriter
 
@@ -179,8 +180,13 @@ def convert(source: LatentSource, folder: Path, plan: StorePlan) -> StoreIndex:
         LatentStoreError: the source cannot be read, or the folder holds something else.
         OSError: the store cannot be written.
     """
+    first = source.read(0, 1)[1]
+    if plan.num_classes and not 0 <= first.min() <= first.max() < plan.num_classes:  # before the plan is in place
+        raise LatentStoreError(f"label {first.max()} is not in 0..{plan.num_classes - 1} (--num-classes)")
     writer = StoreWriter(folder, plan)
     pending = writer.pending()
+    if (folder / INDEX_FILE).exists():
+        LatentStore(folder)  # refuses where a file was lost since
     written = plan.num_source_images - sum(len(plan.source_images_of(number)) for number in pending)
     with tqdm(total=plan.num_source_images, initial=written, unit="img", desc="converting", disable=not pending) as bar:
         for number in pending:

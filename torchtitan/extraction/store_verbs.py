@@ -8,14 +8,15 @@ from pathlib import Path
 import pydantic
 from tqdm import tqdm
 
-from torchtitan.config.latent_cache import SPLITS, is_finished
+from torchtitan.config.latent_cache import is_finished
 from torchtitan.errors import LatentStoreError
 from torchtitan.extraction.describe import describe_store
 from torchtitan.extraction.published_latents import convert, open_source, plan_conversion
 from torchtitan.files.regular import read_text
 from torchtitan.latents.bucketed import BUCKETS_FILE, open_stores
-from torchtitan.latents.index import first_problem, read_index
+from torchtitan.latents.index import PARTIAL_FOLDER, first_problem, read_index
 from torchtitan.latents.store import verify_shards
+from torchtitan.latents.writer import PLAN_FILE
 from torchtitan.processes.command_line import OneLineParser, at_least
 from torchtitan.programs import program
 
@@ -75,10 +76,15 @@ def _convert(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def is_begun(folder: Path) -> bool:
+    return (folder / PARTIAL_FOLDER / PLAN_FILE).is_file()
+
+
 def _splits(folder: Path) -> list[Path]:
-    """Stores of a run's cache, one for each split; the folder itself of any other."""
-    stores = [folder / split for split in SPLITS if is_finished(folder / split)]
-    return [folder] if is_finished(folder) or not stores else stores
+    """Stores in a folder, finished or begun, as a run's cache has one for each split; the folder itself of a store."""
+    if is_finished(folder) or is_begun(folder) or not folder.is_dir():
+        return [folder]
+    return sorted(each for each in folder.iterdir() if is_finished(each) or is_begun(each)) or [folder]
 
 
 def _show(arguments: argparse.Namespace) -> int:

@@ -7,6 +7,8 @@ of its spatial ones, `arr_0` of images. Others begin with extractor and output, 
 import json
 import pickle
 from collections.abc import Mapping
+from contextlib import suppress
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -103,7 +105,14 @@ class Reference:
 
     def record(self) -> dict[str, Any]:
         """Record for results."""
-        return {"name": self.name, "place": self.place, "count": self.count, "images": self.origin}
+        return {"name": self.name, "place": self.place, "count": self.count, "images": self.origin, **self._written()}
+
+    def _written(self) -> dict[str, str]:
+        """When the file of the reference was written: another one of its name is another reference."""
+        with suppress(OSError):
+            if (path := Path(self.place)).is_file():
+                return {"written": datetime.fromtimestamp(path.stat().st_mtime).isoformat(timespec="seconds")}
+        return {}
 
     def check(self, extractor: str, output: str, form: Form, metric: str) -> None:
         """Check that it serves a metric. Raises EvaluationError."""

@@ -16,7 +16,7 @@ class ProfilingConfig:
         False, "write traces of steps, and tables of their operations, to <run>/profile/trace", trajectory=False
     )
     profile_freq: int = setting(
-        100, "steps between traces; of so many, the last that only trains is traced", ge=WARMUP_STEPS + 1,
+        100, "steps between traces; of so many, the last that only trains, if any, is traced", ge=WARMUP_STEPS + 1,
         applies={"enable_profiling": (True,)}, trajectory=False,
     )
     enable_memory_snapshot: bool = setting(
