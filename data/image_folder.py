@@ -43,7 +43,7 @@ class ImageFolderConfig(SquareImagesConfig):
     )
     classes_file: str = setting(
         "", "text file, one 'folder name' a line in the order of class numbers; default: folders by name",
-        applies={"class_folders": (True, None), "labels": (True,)}, path=True,
+        applies={"class_folders": (True, None)}, path=True,
     )  # fmt: skip
     validation_path: str = setting("", "folder of held-out images, laid out like data.path", path=True)
     validation_fraction: float = setting(

@@ -45,8 +45,8 @@ logger = logging.getLogger(__name__)
 _SHOWN_TIMES = ("clock/wall(s)", "clock/train(s)")
 # What one looks at of the noise scale; the rest is in metrics.jsonl.
 _SHOWN_OF_THE_NOISE = {"b_simple", "batch", "ratio", "lower", "upper", "outlier_steps"}
-# From the start of the process on: after them, every graph that is trained with has been compiled.
 _OF_MEMORY = ("peak_memory_GiB", "held_memory_GiB", "num_alloc_retries")
+# From the start of the process on: after them, every graph that is trained with has been compiled.
 _STEPS_TO_COMPILE = 3
 _SILENT_SECONDS = 5.0
 _POINTS_A_PICTURE = 10  # logged noise scales between their pictures

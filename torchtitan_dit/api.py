@@ -28,7 +28,8 @@ from torchtitan.runs.record import TRAINING_LOSS, RunRecord, read_run
 from torchtitan.sampling.method_options import option
 from torchtitan.sampling.prompts import check_prompted, with_prompts
 from torchtitan.sampling.setup import SamplingSetup, add_setup_options, chosen_classes, open_setup, setup_of
-from torchtitan.settings.plugins import load_plugins
+from torchtitan.settings.plugins import load_plugins as _load_plugins
+from torchtitan.settings.plugins import require_unchanged
 from torchtitan.texts.opening import OPTIONS
 from torchtitan.trainer import Trainer
 from torchtitan.weights.trained_model import WeightsError
@@ -204,6 +205,19 @@ def sample(source: str | Path, classes: Sequence[int] | None = None, **options: 
     of_images = {"prompts", "images_per_class", "seed", "encoders", "progress"}
     images = {name: options.pop(name) for name in of_images & options.keys()}
     return load(source, **options).sample(classes, **images)
+
+
+def load_plugins(names: Sequence[str]) -> None:
+    """Load plugins, each once in a process, so that configurations and runs may use them; `train` takes those of `job.plugins`.
+
+    Args:
+        names: Python files, ending in .py, or entry points in the group `torchtitan_dit.plugins` of installed packages.
+
+    Raises:
+        PluginError: one cannot be loaded, or its file has changed since.
+    """
+    require_unchanged(names)
+    _load_plugins(names)
 
 
 def train(

@@ -51,6 +51,7 @@ def without_data(words: list[str]) -> tuple[list[str], str, DatasetInfo | None]:
         latents = _latents(words) if no_store else None
         return words, f"{encoder.statistics}: not here; {_by(latents.image_shape)} are assumed" if latents else "", latents
     shape, classes, tokens = _cached(config, missing) if cached else _known(data)
+    tokens = tokens if data.labels else 0
     if not shape:
         return words, "", None
     own, _ = split_keys(words, "data")

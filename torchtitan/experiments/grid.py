@@ -156,7 +156,7 @@ def _points(path: Path, table: dict[str, Any], order: str) -> list[dict[str, Any
     return [point for point in points if not any(_matches(point, exclude) for exclude in table["exclude"])]
 
 
-_LONGEST_NAME = 200  # bytes of a cell's: its files add repeats, steps and endings, and disks take 255
+_LONGEST_NAME = 200  # bytes of a cell's: its files add a repeat, a step and endings, 48 at most, and disks take 255
 
 
 def _expand(sweep: Sweep) -> list[Cell]:
@@ -172,7 +172,7 @@ def _expand(sweep: Sweep) -> list[Cell]:
     for cell in cells:
         if len(cell.id.encode()) > _LONGEST_NAME:
             text = f"axes: a run would have a name of {len(cell.id.encode())} bytes, {cell.id[:60]}..."
-            raise _error(sweep.path, f"{text} ({_LONGEST_NAME} at most: keys of one value belong in [fixed])")
+            raise _error(sweep.path, f"{text} ({_LONGEST_NAME} at most: fewer axes, or keys of one value in [fixed])")
         other = names_in_use.setdefault(cell.id.lower(), cell)
         if other is not cell:
             raise _error(sweep.path, f"axes: {other.axes} and {cell.axes} would have one folder, {cell.id}")

@@ -180,9 +180,6 @@ def convert(source: LatentSource, folder: Path, plan: StorePlan) -> StoreIndex:
         LatentStoreError: the source cannot be read, or the folder holds something else.
         OSError: the store cannot be written.
     """
-    first = source.read(0, 1)[1]
-    if plan.num_classes and not 0 <= first.min() <= first.max() < plan.num_classes:  # before the plan is in place
-        raise LatentStoreError(f"label {first.max()} is not in 0..{plan.num_classes - 1} (--num-classes)")
     writer = StoreWriter(folder, plan)
     pending = writer.pending()
     if (folder / INDEX_FILE).exists():
@@ -192,7 +189,10 @@ def convert(source: LatentSource, folder: Path, plan: StorePlan) -> StoreIndex:
         for number in pending:
             images = plan.source_images_of(number)
             values, labels = source.read(images.start, images.stop)
-            writer.write(number, values, labels if plan.num_classes else labels * 0)
+            try:
+                writer.write(number, values, labels if plan.num_classes else labels * 0)
+            except LatentStoreError as error:
+                raise LatentStoreError(f"{error} (with another --num-classes remove {folder} first)") from error
             bar.update(len(images))
     return writer.finish()
 

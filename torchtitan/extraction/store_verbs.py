@@ -13,7 +13,7 @@ from torchtitan.errors import LatentStoreError
 from torchtitan.extraction.describe import describe_store
 from torchtitan.extraction.published_latents import convert, open_source, plan_conversion
 from torchtitan.files.regular import read_text
-from torchtitan.latents.bucketed import BUCKETS_FILE, open_stores
+from torchtitan.latents.bucketed import BUCKET, BUCKETS_FILE, open_stores
 from torchtitan.latents.index import PARTIAL_FOLDER, first_problem, read_index
 from torchtitan.latents.store import verify_shards
 from torchtitan.latents.writer import PLAN_FILE
@@ -76,15 +76,18 @@ def _convert(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def is_begun(folder: Path) -> bool:
-    return (folder / PARTIAL_FOLDER / PLAN_FILE).is_file()
+def _is_store(folder: Path) -> bool:
+    """Whether a folder is a store, finished or begun, of one shape or of several."""
+    if is_finished(folder) or (folder / PARTIAL_FOLDER / PLAN_FILE).is_file():
+        return True
+    return folder.is_dir() and any(BUCKET.fullmatch(each.name) for each in folder.iterdir())
 
 
 def _splits(folder: Path) -> list[Path]:
     """Stores in a folder, finished or begun, as a run's cache has one for each split; the folder itself of a store."""
-    if is_finished(folder) or is_begun(folder) or not folder.is_dir():
+    if _is_store(folder) or not folder.is_dir():
         return [folder]
-    return sorted(each for each in folder.iterdir() if is_finished(each) or is_begun(each)) or [folder]
+    return sorted(each for each in folder.iterdir() if _is_store(each)) or [folder]
 
 
 def _show(arguments: argparse.Namespace) -> int:

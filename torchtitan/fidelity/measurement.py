@@ -74,15 +74,15 @@ class Metric:
         """Measure samples. Raises EvaluationError: features that are not finite, or too few; an error of a plugin's metric."""
         try:
             found = self.compute(samples, reference, self.output, options)
+            values = found.values.values() if isinstance(found, Measurement) else [found]
+            if wrong := [type(value).__name__ for value in values if not isinstance(value, Interval)]:
+                raise EvaluationError(f"compute returns {wrong[0]} (return Measurement({{name: Interval(value)}}))")
+            return Measurement({name: _of_floats(each) for name, each in found.values.items()}, found.notes)
         except EvaluationError:
             raise
         except Exception as error:
             place = traceback.extract_tb(error.__traceback__)[-1]
             raise EvaluationError(f"{one_line(error)} ({Path(place.filename).name}, line {place.lineno})") from error
-        values = found.values.values() if isinstance(found, Measurement) else [found]
-        if wrong := [type(value).__name__ for value in values if not isinstance(value, Interval)]:
-            raise EvaluationError(f"compute returns {wrong[0]} (return Measurement({{name: Interval(value)}}))")
-        return Measurement({name: _of_floats(each) for name, each in found.values.items()}, found.notes)
 
 
 def _of_floats(interval: Interval) -> Interval:

@@ -8,7 +8,7 @@ import json
 import pickle
 from collections.abc import Mapping
 from contextlib import suppress
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -111,7 +111,7 @@ class Reference:
         """When the file of the reference was written: another one of its name is another reference."""
         with suppress(OSError):
             if (path := Path(self.place)).is_file():
-                return {"written": datetime.fromtimestamp(path.stat().st_mtime).isoformat(timespec="seconds")}
+                return {"written": datetime.fromtimestamp(path.stat().st_mtime, UTC).isoformat(timespec="seconds")}
         return {}
 
     def check(self, extractor: str, output: str, form: Form, metric: str) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 import time
 from collections.abc import Iterator, Mapping
 from datetime import datetime
@@ -69,11 +70,11 @@ class EvaluationFile:
     def set_aside_after(self, step: int) -> None:
         """Keep the entries up to a step that a run goes back to; all stay in a file beside. Raises EvaluationError."""
         entries = self._read()
-        kept = [entry for entry in entries if ((entry["samples"].get("source") or {}).get("step") or 0) <= step]
+        kept = [entry for entry in entries if ((entry.get("samples", {}).get("source") or {}).get("step") or 0) <= step]
         if len(kept) == len(entries):
             return
         try:
-            self.path.replace(self.path.with_name(f"set-aside-{time.time_ns()}-{self.path.name}"))
+            shutil.copy2(self.path, self.path.with_name(f"set-aside-{time.time_ns()}-{self.path.name}"))
             replace_file(self.path, _content(kept))
         except OSError as error:
             raise EvaluationError(f"{self.path}: cannot be written: {error.strerror or error}") from error

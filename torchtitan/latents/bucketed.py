@@ -31,7 +31,7 @@ from torchtitan.latents.statistics import ChannelMoments
 from torchtitan.latents.store import LatentStore
 
 BUCKETS_FILE = "buckets.json"
-_SHAPE = re.compile(r"\d+x\d+")
+BUCKET = re.compile(r"\d+x\d+")
 
 
 class BucketsIndex(StoreRecord):
@@ -92,7 +92,7 @@ def open_stores(folder: str | Path) -> list[LatentStore]:
 
 def _first_part(folder: Path) -> str | None:
     try:
-        parts = sorted(path.name for path in folder.iterdir() if _SHAPE.fullmatch(path.name) and (path / INDEX_FILE).is_file())
+        parts = sorted(path.name for path in folder.iterdir() if BUCKET.fullmatch(path.name) and (path / INDEX_FILE).is_file())
     except OSError:
         return None
     return parts[0] if parts else None

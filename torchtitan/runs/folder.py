@@ -4,9 +4,10 @@ import dataclasses
 import json
 import logging
 import platform
+import shlex
 import subprocess
 import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -77,14 +78,14 @@ class RunFolder:
             make_folder(self.path)
             if owner := self._lock.acquire():
                 raise Busy(self.path, owner, "give another --job.name")
-            remove_unfinished(self.path)
-            for change in self.check_unchanged():
-                logger.info(f"{self.path}: extending the run, {change}")
-            if self._config.checkpoint.enable:
-                self._open_checkpoints()
-            elif checkpoint_steps(self._checkpoints_before()):
-                text = "has checkpoints, from which checkpoint.enable = false does not resume (give another --job.name)"
-                raise RunFolderError([f"{self.path}: {text}"])
+            with ExitStack() as refused:
+                refused.callback(self._lock.release)  # what it holds is another run's
+                remove_unfinished(self.path)
+                for change in self.check_unchanged():
+                    logger.info(f"{self.path}: extending the run, {change}")
+                if self._config.checkpoint.enable:
+                    self._open_checkpoints()
+                refused.pop_all()
         except StoreError:
             raise
         except OSError as error:
@@ -134,6 +135,9 @@ class RunFolder:
                 asked of one that has ended, and no checkpoint is left.
             StoreError: the record is in a checkpoint of a store that does not answer.
         """
+        if not self._config.checkpoint.enable and checkpoint_steps(self._checkpoints_before()):
+            text = "has checkpoints, from which checkpoint.enable = false does not resume (give another --job.name)"
+            raise RunFolderError([f"{self.path}: {text}"])
         if self._config.job.allow_config_change:
             return []
         saved = self.path / CONFIG_FILE
@@ -202,7 +206,11 @@ class RunFolder:
     def _open_checkpoints(self) -> None:
         before = self._checkpoints_before()
         if str(before) != str(self.checkpoints) and checkpoint_steps(before) and not checkpoint_steps(self.checkpoints):
-            advice = f"copy them first: cp -r {before} {self.checkpoints}; or give another --job.name"
+            copy = ""
+            if isinstance(before, Path) and isinstance(self.checkpoints, Path):
+                there, here = shlex.quote(str(before)), shlex.quote(str(self.checkpoints))
+                copy = f", mkdir -p {here} && cp -r {there}/. {here}"
+            advice = f"copy them first{copy}; or give another --job.name"
             raise RunFolderError(
                 [f"checkpoint.folder: {self.checkpoints}: has none of the run's checkpoints: they are in {before} ({advice})"]
             )
@@ -246,11 +254,9 @@ class RunFolder:
             return False
 
     def _is_branch_asked_for(self, summary: dict) -> bool:
-        """Check whether the run is the branch of `checkpoint.load_step`, and of this configuration, with its end."""
-        if self._config.checkpoint.load_step != summary.get(BRANCHED_FROM):
-            return False
-        changes = without_moved_caches(config_differences(read_toml(self.path / CONFIG_FILE), self._config))
-        return not changes and checkpoint_path(self.checkpoints, summary["step"]).exists()
+        """Check whether the run is the branch of `checkpoint.load_step`, and its end is there: else it is made anew."""
+        asked = self._config.checkpoint
+        return asked.load_step == summary.get(BRANCHED_FROM) and checkpoint_path(self.checkpoints, summary["step"]).exists()
 
     def set_aside_pictures(self, step: int) -> None:
         """Rename the grids and previews of steps after one that the run goes back to. Raises RunFolderError."""
@@ -263,13 +269,15 @@ class RunFolder:
                     raise RunFolderError([f"{path}: cannot be renamed: {error.strerror}"]) from error
 
     def restore_record(self) -> None:
-        """Write config.toml of a finished run whose own is missing or damaged. Raises RunFolderError."""
+        """Write config.toml of a finished run that has lost it, as the checkpoint's record has confirmed the configuration."""
         try:
             lost = not read_toml(self.path / CONFIG_FILE)
         except (OSError, ValueError):
             lost = True
-        if lost and not self._config.job.allow_config_change:
-            self.record()
+        asked = self._config
+        if lost and not (asked.job.allow_config_change or asked.cache.enable) and checkpoint_steps(self.checkpoints):
+            with suppress(RunFolderError):  # it is finished all the same
+                self.record()
 
     def _owes_final_weights(self, step: int) -> bool:
         """Check whether final weights are asked for that the run has not written, and its last checkpoint can give."""

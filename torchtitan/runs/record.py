@@ -167,7 +167,7 @@ class RunRecord:
         status = str(self.summary.get("status", "unknown"))
         if self.points and self.points[-1]["step"] > self._summary_step():
             return f"{status} at step {self._summary_step()}, resumed since ({'failed' if failed else 'running or killed'})"
-        since = failed and status not in ("failed", "oom")
+        since = failed and status not in ("failed", "oom") and self.ended.get("exit_code") == 1  # no signal
         return f"{status} at step {self._summary_step()}, failed since" if since else status
 
     @property

@@ -17,6 +17,7 @@ from torchtitan.errors import one_line
 
 ENTRY_POINTS = "torchtitan_dit.plugins"  # group in which a package names its plugin
 
+_files: dict[str, tuple[Path, str]] = {}  # name of a module -> its file, and the SHA-256 of what was loaded
 _loaded: dict[str, str] = {}  # name in `job.plugins` -> SHA-256 of the file, or version of the package
 
 
@@ -39,15 +40,23 @@ def load_plugins(names: Iterable[str]) -> None:
         PluginError.
     """
     for name in names:
-        if name in _loaded and name.endswith(".py") and _changed(name):
-            raise PluginError(f"{name}: has changed since this process loaded it (start Python again)")
         if name not in _loaded:
             _loaded[name] = _load_file(name) if name.endswith(".py") else _load_package(name)
 
 
-def _changed(name: str) -> bool:
-    path = Path(name).expanduser()
-    return path.is_file() and hashlib.sha256(path.read_bytes()).hexdigest() != _loaded[name]
+def require_unchanged(names: Iterable[str]) -> None:
+    """Require of files that this process has loaded that it runs what they hold now. Raises PluginError."""
+    for name in names:
+        path = Path(name).expanduser().resolve()
+        known, version = _files.get(path.stem, (path, ""))
+        if version and known == path and path.is_file() and hashlib.sha256(path.read_bytes()).hexdigest() != version:
+            raise PluginError(f"{name}: has changed since this process loaded it (start Python again)")
+
+
+def as_loaded(names: Iterable[str]) -> list[str]:
+    """Names of a record's plugins for another process: of files as loaded here, which may be elsewhere than recorded."""
+    there = {path.name: str(path) for path, _ in _files.values()}
+    return [there.get(Path(name).name, name) for name in names]
 
 
 def loaded_plugins() -> dict[str, str]:
@@ -103,4 +112,4 @@ def _load_file(name: str) -> str:
             error.args = (error.msg,)  # without its place, which may be of a file that this one imports
             lines = [error.lineno] if error.filename == str(path) else lines
         raise PluginError(f"{name}{f', line {lines[-1]}' if lines else ''}: {one_line(error)}") from error
-    return hashlib.sha256(content).hexdigest()
+    return _files.setdefault(path.stem, (path, hashlib.sha256(content).hexdigest()))[1]

@@ -44,9 +44,9 @@ def open_run(config: JobConfig) -> RunState:
             state.gns.load_state_dict({}, 0)  # cuts what a process that was killed before its first checkpoint has written
     else:
         resume(state, state.resumed_step)
-        state.checkpointer.branch(state.resumed_step)
         if state.resumed_step == config.checkpoint.load_step:
             from_first_rank(_set_aside_after, state.folder, state.resumed_step)
+        state.checkpointer.branch(state.resumed_step)
         steps = config.training.steps
         done = f", {state.progress / steps:.1%} done" if state.batch_grows else f" of {steps}"
         done = done if state.progress <= steps else f": no step is left of training.steps = {steps}"

@@ -232,7 +232,9 @@ def _checkpoints_of(folder: Path, step: int | None) -> tuple[Path, AnyPath, int 
         if step not in (None, number):
             raise WeightsError(f"--step {step}: {folder} is the checkpoint of step {number} (leave --step out, or give the run)")
         run = single.parents[1]
-        own = single.parent.name == "checkpoint" and (run / "config.toml").exists()
+        own = False
+        with suppress(OSError, ValueError):  # else the checkpoint's record serves
+            own = single.parent.name == "checkpoint" and bool(read_toml(run / "config.toml"))
         return run if own else folder, single.parent, number
     return folder, run_checkpoints(folder), step
 

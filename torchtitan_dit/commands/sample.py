@@ -73,8 +73,8 @@ def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
     add("--count", type=int, help="draw a set of this many images")
     add("--seeds", metavar="SEEDS", help="draw a set of these seeds, as 0-49999 or 1,5,10-19 (default: 0 to count - 1)")
     add_drawing_options(parser)
-    add("--output", type=Path, help="folder to write to (default: RUN/samples/drawn, for a set RUN/samples/set, or the "
-        "weights' folder)")
+    add("--output", type=Path, help="folder to write to (default: RUN/samples/drawn, for a set RUN/samples/set; of a "
+        "file of weights drawn or set in a folder of its name)")
     add("--files", action="store_true", help="one PNG per image besides the grid")
     add("--latents", action="store_true", help="also a file of the drawn latents, for cosmos_latent_decoder.py")
     arguments = parser.parse_args(words)

@@ -12,7 +12,7 @@ from torchtitan.experiments.grid import MEASURED_ALONE
 from torchtitan.experiments.outcome import Outcome
 from torchtitan.experiments.process import repeat_killed, run_processes
 from torchtitan.files.regular import read_regular
-from torchtitan.settings.plugins import plugin_words
+from torchtitan.settings.plugins import as_loaded, plugin_words
 from torchtitan.settings.record import dump_config
 from torchtitan.training.schedules import largest_growth
 
@@ -81,7 +81,7 @@ def probe_config(config: JobConfig, processes: int, folder: Path) -> tuple[JobCo
         "lr_scheduler.warmup_steps": 0, "profiling.enable_profiling": False, "profiling.enable_memory_snapshot": False,
         "metrics.log_freq": steps, "metrics.enable_wandb": False,
     })  # fmt: skip
-    words += plugin_words(config.job.plugins)
+    words += plugin_words(as_loaded(config.job.plugins))
     return load_config(words, processes), words
 
 

@@ -98,11 +98,9 @@ def notes(runs: Sequence[RunRecord]) -> list[str]:
 
 def _plugin_notes(runs: Sequence[RunRecord]) -> list[str]:
     """Note each plugin of which the runs have different files."""
-    files: dict[str, set[str]] = {}
-    for run in runs:
-        for name, version in run.plugins.items():
-            files.setdefault(name, set()).add(version)
-    return [f"Plugin {name}: the runs have different files of it." for name, versions in files.items() if len(versions) > 1]
+    names = dict.fromkeys(name for run in runs for name in run.plugins)
+    differing = [name for name in names if len({run.plugins.get(name) for run in runs}) > 1]
+    return [f"Plugin {name}: the runs have different files of it, or some have none." for name in differing]
 
 
 def _held_out_alike(runs: Sequence[RunRecord]) -> bool:
