@@ -28,8 +28,8 @@ from torchtitan.runs.record import TRAINING_LOSS, RunRecord, read_run
 from torchtitan.sampling.method_options import option
 from torchtitan.sampling.prompts import check_prompted, with_prompts
 from torchtitan.sampling.setup import SamplingSetup, add_setup_options, chosen_classes, open_setup, setup_of
+from torchtitan.settings.plugins import PluginError, require_unchanged
 from torchtitan.settings.plugins import load_plugins as _load_plugins
-from torchtitan.settings.plugins import require_unchanged
 from torchtitan.texts.opening import OPTIONS
 from torchtitan.trainer import Trainer
 from torchtitan.weights.trained_model import WeightsError
@@ -208,7 +208,7 @@ def sample(source: str | Path, classes: Sequence[int] | None = None, **options: 
 
 
 def load_plugins(names: Sequence[str]) -> None:
-    """Load plugins, each once in a process, so that configurations and runs may use them; `train` takes those of `job.plugins`.
+    """Load plugins, each once in a process; `train` passes them on where the configuration names none.
 
     Args:
         names: Python files, ending in .py, or entry points in the group `torchtitan_dit.plugins` of installed packages.
@@ -266,7 +266,11 @@ def configure(
             path = str(Path(scratch) / "run.toml")
             Path(path).write_text(tomli_w.dumps(_plain(config)), encoding="utf-8")
         try:
-            return load_config(["--job.config_file", path, *words], processes)
+            resolved = load_config(["--job.config_file", path, *words], processes)
+            require_unchanged(resolved.job.plugins)
+            return resolved
+        except PluginError as error:
+            raise ConfigError([f"job.plugins: {error}"]) from None
         except ConfigError as error:
             places = {path: "config"} if isinstance(config, Mapping) else {}
             raise ConfigError([_named(line, places | {"command line: --": "overrides: "}) for line in error.problems]) from None

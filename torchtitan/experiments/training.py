@@ -10,7 +10,7 @@ from torchtitan.config.job import JobConfig
 from torchtitan.experiments.process import repeat_killed, run_processes
 from torchtitan.files.durable import replace_file
 from torchtitan.files.regular import open_regular
-from torchtitan.settings.plugins import as_loaded, plugin_words
+from torchtitan.settings.plugins import as_loaded, loaded_plugins, plugin_words
 from torchtitan.settings.record import dump_config
 from torchtitan.training.metrics import METRICS_FILE
 
@@ -46,7 +46,7 @@ def train(config: JobConfig, processes: int, request: Path, log: Path, advance: 
         seen = logged
 
     replace_file(request, dump_config(config))
-    words = ["--job.config_file", str(request), *plugin_words(as_loaded(config.job.plugins))]
+    words = ["--job.config_file", str(request), *plugin_words(as_loaded(config.job.plugins or loaded_plugins()))]
     outcome = repeat_killed(lambda: run_processes(
         words, processes=processes, timeout_s=math.inf, log=log, stop_grace_s=SAVING_SECONDS, poll=follow
     ), log)  # fmt: skip

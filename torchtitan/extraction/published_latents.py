@@ -192,7 +192,8 @@ def convert(source: LatentSource, folder: Path, plan: StorePlan) -> StoreIndex:
             try:
                 writer.write(number, values, labels if plan.num_classes else labels * 0)
             except LatentStoreError as error:
-                raise LatentStoreError(f"{error} (with another --num-classes remove {folder} first)") from error
+                advice = f" (with another --num-classes remove {folder} first)" if ": label " in str(error) else ""
+                raise LatentStoreError(f"{error}{advice}") from error
             bar.update(len(images))
     return writer.finish()
 

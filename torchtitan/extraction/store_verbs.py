@@ -80,7 +80,8 @@ def _is_store(folder: Path) -> bool:
     """Whether a folder is a store, finished or begun, of one shape or of several."""
     if is_finished(folder) or (folder / PARTIAL_FOLDER / PLAN_FILE).is_file():
         return True
-    return folder.is_dir() and any(BUCKET.fullmatch(each.name) for each in folder.iterdir())
+    buckets = [each for each in folder.iterdir() if BUCKET.fullmatch(each.name)] if folder.is_dir() else []
+    return not all(map(is_finished, buckets))  # else each is looked at by itself
 
 
 def _splits(folder: Path) -> list[Path]:

@@ -85,6 +85,9 @@ class RunFolder:
                     logger.info(f"{self.path}: extending the run, {change}")
                 if self._config.checkpoint.enable:
                     self._open_checkpoints()
+                elif checkpoint_steps(self._checkpoints_before()):
+                    text = "has checkpoints, from which checkpoint.enable = false does not resume (give another --job.name)"
+                    raise RunFolderError([f"{self.path}: {text}"])
                 refused.pop_all()
         except StoreError:
             raise
@@ -135,9 +138,6 @@ class RunFolder:
                 asked of one that has ended, and no checkpoint is left.
             StoreError: the record is in a checkpoint of a store that does not answer.
         """
-        if not self._config.checkpoint.enable and checkpoint_steps(self._checkpoints_before()):
-            text = "has checkpoints, from which checkpoint.enable = false does not resume (give another --job.name)"
-            raise RunFolderError([f"{self.path}: {text}"])
         if self._config.job.allow_config_change:
             return []
         saved = self.path / CONFIG_FILE
