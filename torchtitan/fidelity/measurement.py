@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+from torchtitan.distributed.failures import is_out_of_memory
 from torchtitan.errors import EvaluationError, one_line
 from torchtitan.fidelity.feature_set import FeatureSet
 from torchtitan.statistics.interval import Interval
@@ -80,7 +81,9 @@ class Metric:
             return Measurement({name: _of_floats(each) for name, each in found.values.items()}, found.notes)
         except EvaluationError:
             raise
-        except Exception as error:
+        except Exception as error:  # of a plugin's code: it must not cost the steps of the run that measures
+            if is_out_of_memory(error):
+                raise  # which ends a run as such, with its remedies
             place = traceback.extract_tb(error.__traceback__)[-1]
             raise EvaluationError(f"{one_line(error)} ({Path(place.filename).name}, line {place.lineno})") from error
 

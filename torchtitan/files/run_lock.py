@@ -89,7 +89,6 @@ class RunLock:
         os.pwrite(descriptor, (json.dumps(self._owner) + "\n").encode(), 0)
         return None
 
-
     @classmethod
     def is_ours(cls, folder: Path) -> bool:
         """Check whether this process holds a folder's lock."""

@@ -18,19 +18,14 @@ class MiscountedModel(Exception):
 
 def counted_macs_per_image(model: DiffusionModel) -> int:
     """Count multiply-accumulates of one image's forward, by torch; the model is on the meta device."""
+    return _counted_forward(model)[1]
+
+
+def _counted_forward(model: DiffusionModel) -> tuple[Any, int]:
+    """Output of one image's forward on the meta device, and its multiply-accumulates."""
     with FlopCounterMode(display=False) as counter:
-        forward_on_meta(model, 1)
-    return counter.get_total_flops() // 2
-
-
-def check_output(model: DiffusionModel, name: str) -> None:
-    """Check the output's type and shape on the meta device. Raises MiscountedModel."""
-    if not hasattr(model, "out_channels"):
-        raise MiscountedModel(f"model.name = {name}: lacks the attribute out_channels (channels of its output)")
-    output, wanted = forward_on_meta(model, 1), [1, model.out_channels, *model.image_shape[1:]]
-    found = list(output.shape) if isinstance(output, Tensor) else type(output).__name__
-    if found != wanted:
-        raise MiscountedModel(f"model.name = {name}: forward returns {found}, not a tensor [B, out_channels, H, W] = {wanted}")
+        output = forward_on_meta(model, 1)
+    return output, counter.get_total_flops() // 2
 
 
 @torch.no_grad()
@@ -42,8 +37,14 @@ def forward_on_meta(model: DiffusionModel, images: int) -> Any:
 
 def check_macs(model: DiffusionModel, name: str) -> None:
     """Compare a network's formula with torch's count, and its output with what it declares. Raises MiscountedModel."""
-    check_output(model, name)
-    said, counted = model.forward_macs_per_image(model.image_shape), counted_macs_per_image(model)
+    if not hasattr(model, "out_channels"):
+        raise MiscountedModel(f"model.name = {name}: lacks the attribute out_channels (channels of its output)")
+    output, counted = _counted_forward(model)
+    wanted = [1, model.out_channels, *model.image_shape[1:]]
+    found = list(output.shape) if isinstance(output, Tensor) else type(output).__name__
+    if found != wanted:
+        raise MiscountedModel(f"model.name = {name}: forward returns {found}, not a tensor [B, out_channels, H, W] = {wanted}")
+    said = model.forward_macs_per_image(model.image_shape)
     if said != counted:
         raise MiscountedModel(
             f"model.name = {name}: forward_macs_per_image says {said:,} multiply-accumulates per image, torch counts "
