@@ -149,6 +149,9 @@ def open_measurement(options: argparse.Namespace) -> Measurement:
     run = options.run
     config, there = config_and_steps(run)
     require_at_least(options, {"seeds": 1, "held_out": 1, "nproc": 1})
+    if config.lora.enable and not config.checkpoint.initial_weights:
+        text = f"{run}: trains adapters of a network that each branch's seed would draw anew"
+        raise StudyError(f"{text} (train it with checkpoint.initial_weights)")
     if not 0 < options.tolerance < 1:
         raise StudyError(f"--tolerance: must be between 0 and 1, is {options.tolerance:g}")
     if len(set(options.factors)) < 2:

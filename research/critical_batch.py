@@ -8,9 +8,10 @@ factors or seeds may be asked for later.
 import argparse
 from pathlib import Path
 
-from research.branch_measurement import open_measurement, run_measurement
+from research.branch_measurement import START, open_measurement, run_measurement
 from research.critical_batch_report import report
 from research.equal_samples import LR_RULES
+from research.frame import CellsFailed
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -37,8 +38,14 @@ def run_alone(arguments: argparse.Namespace) -> Path:
 
     Raises:
         StudyError, ConfigError, CheckpointError, WeightsError, DatasetError: it cannot be measured.
+        CellsFailed: every branch failed; the summary is written.
     """
     measurement = open_measurement(arguments)
-    summary = report(measurement, run_measurement(measurement))
+    rows = run_measurement(measurement)
+    branches = [row for row in rows if row["seed"] != START]
+    summary = report(measurement, rows)
+    if all(row["status"] == "failed" for row in branches):
+        text = f"every branch failed, the first with: {branches[0]['reason']}"
+        raise CellsFailed(f"{text} ({summary} has all; --retry-failed trains them again)")
     print(summary.read_text(encoding="utf-8").split("\n## ")[0].strip())
     return summary

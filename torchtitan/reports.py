@@ -147,8 +147,12 @@ class Reports:
         with suppress(DamagedFile, TypeError):  # of another program
             if read_json(folder.summary, dict).get("step", 0) > self._state.step:  # of steps that the run goes back from
                 self._forget_summary()
-        with self._outputs.attempt("the record of this session", folder.session, consequence="pages lack it until the run ends"):
-            folder.begin_session(self._summary.session(self._results))
+        self._write_session()
+
+    def _write_session(self) -> None:
+        folder, lacking = self._state.folder, "pages lack it until the run ends"
+        with self._outputs.attempt("the record of this session", folder.session, consequence=lacking):
+            folder.write_session(self._summary.session(self._results))
 
     def state_dict(self) -> dict[str, Any]:
         """Return results and clock, for a run that resumes from here: for the first rank's checkpoint."""
@@ -317,6 +321,7 @@ class Reports:
             self._results["first_reached"] = self._results.get("first_reached", {}) | dict.fromkeys(reached, found)
         if self._log:
             self._log.write(state.step, scalars(values))
+            self._write_session()
             shown = ", ".join(f"{name} {described_text(each)}" for name, each in measured.items())
             self._say(f"step {state.step:>6}  {self._config.evaluation.count:,} samples: {shown}")
             for text in (*measurement.notes, *(f"first {text}, after {found['epoch']:g} epochs" for text in reached)):

@@ -102,7 +102,7 @@ class RunSummary:
         }
 
     def session(self, results: dict[str, Any]) -> dict[str, Any]:
-        """What is known of a run at its start: its past changes, what it runs on, and since when."""
+        """What is known of a run before its end: its past changes, what it runs on, since when, and its last samples' quality."""
         state = self._state
         return {
             **({"config_changes": state.config_changes} if state.config_changes else {}),
@@ -114,6 +114,7 @@ class RunSummary:
             TIMED: results[TIMED],
             "versions": versions(),
             **({"plugins": plugins} if (plugins := loaded_plugins()) else {}),
+            **({"evaluation": results["evaluation"]} if "evaluation" in results else {}),
         }
 
     def _tail_medians(self, timed_after: int) -> dict[str, float]:

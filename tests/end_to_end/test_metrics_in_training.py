@@ -7,6 +7,8 @@ import pytest
 
 from tests.end_to_end.runs import write_config
 from tests.faults.forked import ForkedRun
+from torchtitan.runs.compare.tables import quality_table
+from torchtitan.runs.record import group_by_seed, read_run
 from torchtitan_dit.commands import evaluate
 from torchtitan_dit.commands.train import main as train
 
@@ -45,6 +47,9 @@ def test_metrics_are_logged_alike_on_other_ranks_and_after_a_kill_and_leave_the_
     killed.wait_for_step(12)  # a checkpoint with a measurement is there
     killed.send(signal.SIGKILL)
     killed.wait()
+    columns, rows = quality_table(group_by_seed([read_run(killed.folder)]))
+    assert columns == ["sample quality", "moved"]
+    assert rows[0][0].startswith("fd (71 samples by euler in 2 steps") and rows[0][1] != "-"
     moved = ForkedRun(config, "moved", *measured_every_eight_steps(reference), ranks=2, shards=2)
     assert "resumed after step" in moved.finish()[0]
 

@@ -289,8 +289,8 @@ class RunFolder:
         newly = asked.enable and asked.final_weights not in ("none", recorded)
         return newly and checkpoint_path(self.checkpoints, step).exists()
 
-    def begin_session(self, content: dict) -> None:
-        """Replace session.json: what the processes run on."""
+    def write_session(self, content: dict) -> None:
+        """Replace session.json: what the processes run on, and the last samples' quality."""
         replace_file(self.session, json.dumps(content, indent=1) + "\n")
 
     def write_summary(self, content: dict) -> None:

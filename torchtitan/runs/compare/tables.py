@@ -214,8 +214,8 @@ def quality_table(groups: Sequence[RunGroup]) -> Table | None:
 
 
 def _evaluated(run: RunRecord) -> dict[str, Interval | None]:
-    """Values of the last metrics of samples, by name: in a run's summary, and by the command in its evaluation.json."""
-    measured = (run.summary or {}).get("evaluation") or {}
+    """Values of the last metrics of samples, by name: while training, and by the command in its evaluation.json."""
+    measured = run.about.get("evaluation") or {}
     how = (measured.get("how", "") + at_step(measured.get("step"), run.last_step)).removeprefix(", ")
     found = {
         f"{name} ({how})" if how else name: measured_interval(value)
