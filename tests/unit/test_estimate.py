@@ -3,6 +3,7 @@
 import json
 import math
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -159,6 +160,20 @@ def test_ddp_adds_the_gradients_that_are_not_there_yet():
 def test_reduced_shards_are_gradients():
     step = simulate_step(config_of(ranks=2), 2)
     assert step.windows[0, "backward", 0][GRADIENTS] > 0.5 * step.held[GRADIENTS]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_whole_gradients_that_accumulate_before_they_are_reduced_are_gradients(dtype):
+    words = "--training.mixed_precision_param", dtype, "--training.global_batch_size"
+    config = config_of(*words, "32", ranks=2)
+    once, twice = estimate_memory(config_of(*words, "16", ranks=2), 2), estimate_memory(config, 2)
+    offloads = estimate_memory(replace(config, training=replace(config.training, enable_cpu_offload=True)), 2)
+    whole = 4 * model_on_meta(config_of()).num_parameters()
+    assert twice.gradients - once.gradients == whole
+    # New gradients of one block, until they are reduced, are temporaries of a backward that has none to add them to.
+    assert 0 <= once.activations - twice.activations < whole / config.model.num_layers
+    assert twice.all_gradients == once.all_gradients and once.gradients < 0.1 * whole
+    assert offloads.gradients == whole  # on the device: only the shards are not
 
 
 @pytest.mark.parametrize("name", ["AdamW", "Muon"])

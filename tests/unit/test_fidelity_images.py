@@ -2,6 +2,7 @@
 
 import json
 import pickle
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -138,6 +139,17 @@ def test_statistics_and_images_of_npz_references_are_distinguished(tmp_path):
     half = open_reference(str(tmp_path / "half.npz"))
     assert "sigma is no covariance: it is not symmetric" in refused(half.moments, "inception", "pooled")
     assert "neither a path nor the name of a reference" in refused(open_reference, "nowhere")
+
+
+def test_a_made_reference_goes_before_a_folder_of_its_name(tmp_path, monkeypatch):
+    """Sets drawn from NAME.safetensors lie in a folder NAME."""
+    monkeypatch.chdir(tmp_path)
+    write_folder(tmp_path / "classes", random_images(4, size=8))
+    place = tmp_path / "outputs" / "references"
+    place.mkdir(parents=True)
+    np.savez(place / "classes.npz", mu=np.zeros(2048), sigma=np.eye(2048))
+    assert open_reference("classes").place == str(Path("outputs", "references", "classes.npz"))
+    assert open_reference("./classes").place == "classes"
 
 
 class Harmful:

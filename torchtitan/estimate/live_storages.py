@@ -13,8 +13,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 PARAMETERS, GRADIENTS, ACTIVATIONS, COMMUNICATION = "parameters", "gradients", "activations", "communication"
+ACCUMULATED = "accumulated"  # whole gradients of FSDP2's earlier microbatches, on the device also where the shards are not
 
 _COLLECTIVES = ("fsdp", "c10d")
+_HELD = (PARAMETERS, GRADIENTS, ACCUMULATED)
 
 
 class LiveStorages(TorchDispatchMode):
@@ -47,6 +49,14 @@ class LiveStorages(TorchDispatchMode):
         for tensor in tensors:
             self._see(tensor.to_local() if isinstance(tensor, DTensor) else tensor, category)
 
+    def move(self, source: str, category: str) -> None:
+        """Count all that is live in one category in another."""
+        for known in self._live.values():
+            if known.category == source:
+                self._sums[source] -= known.nbytes
+                self._sums[category] += known.nbytes
+                known.category = category
+
     def now(self) -> Counter:
         """Live bytes now, by category."""
         self._recount(list(self._filled))  # FSDP2 empties them by no operation
@@ -59,12 +69,12 @@ class LiveStorages(TorchDispatchMode):
         result = func(*args, **kwargs)
         if func.namespace in _COLLECTIVES:
             for tensor in _tensors((args, kwargs, result)):
-                self._see(tensor, COMMUNICATION, keep=(PARAMETERS, GRADIENTS))
+                self._see(tensor, COMMUNICATION, keep=_HELD)
             if "reduce_scatter" in func.name():
                 self._see(args[0], GRADIENTS)
         else:
             for tensor in _tensors(result):
-                self._see(tensor, ACTIVATIONS, keep=(PARAMETERS, GRADIENTS, COMMUNICATION))
+                self._see(tensor, ACTIVATIONS, keep=(*_HELD, COMMUNICATION))
         self._sample()
         return result
 

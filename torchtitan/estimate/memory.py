@@ -10,7 +10,7 @@ import torch
 from torchtitan.config.job import JobConfig
 from torchtitan.distributed.config import ActivationCheckpointConfig, CheckpointMode
 from torchtitan.estimate.encoding import estimated_info
-from torchtitan.estimate.live_storages import ACTIVATIONS, COMMUNICATION, GRADIENTS, PARAMETERS
+from torchtitan.estimate.live_storages import ACCUMULATED, ACTIVATIONS, COMMUNICATION, GRADIENTS, PARAMETERS
 from torchtitan.estimate.simulation import SimulatedStep, Window, simulate_step
 from torchtitan.models import MODELS, build_model
 from torchtitan.models.adapters.adapters import is_adapter_parameter
@@ -32,7 +32,9 @@ class MemoryEstimate:
     Attributes:
         parameters: weights, or this rank's shards, float32, and the model's fixed tables; with `[lora]` the frozen ones
             as lora.base_dtype stores them, quantised ones as codes, scales and zeros, whole on every rank.
-        gradients: gradients, or their shards, float32; DDP's buckets, which exist throughout.
+        gradients: gradients, or their shards, float32; DDP's buckets, which exist throughout; those that microbatches
+            accumulate before the last, whole on every rank.
+        all_gradients: gradients, or their shards, at the update.
         activations: the batch, the tensors kept for the backward (fewer under activation checkpointing), and the
             temporaries of that moment. Eager: compiled blocks usually keep less.
         communication: gathered parameters and collectives' buffers (FSDP2, HSDP); none with DDP: buckets are gradients.
@@ -114,7 +116,8 @@ def _at_the_peak(step: SimulatedStep, start_up: int, offloads: bool) -> MemoryEs
                 held[part] = 0
     window, peak = max(step.windows.items(), key=lambda entry: entry[1].total())
     return MemoryEstimate(
-        parameters=peak[PARAMETERS], gradients=peak[GRADIENTS], optimizer=step.held["optimizer"], ema=step.held["ema"],
+        parameters=peak[PARAMETERS], gradients=peak[GRADIENTS] + peak[ACCUMULATED],
+        optimizer=step.held["optimizer"], ema=step.held["ema"],
         activations=peak[ACTIVATIONS], communication=peak[COMMUNICATION], phase=window[1],
         all_gradients=step.held[GRADIENTS], start_up=start_up, host=host,
     )  # fmt: skip

@@ -21,6 +21,7 @@ from torchtitan.models import DiffusionModel, flavor_and_changes
 from torchtitan.models.quantized import quantized_weights
 from torchtitan.pictures.number_text import counted, significant
 from torchtitan.settings.sizes import largest_divisor
+from torchtitan.training.schedules import largest_growth
 
 # Left for the CUDA context, libraries' workspaces and buffers, and gaps between tensors.
 _USABLE = 0.9
@@ -64,7 +65,7 @@ def as_text(
     further = untrained_forwards(config)
     calls = f", with {counted(further, 'call')} without a gradient" if further else ""
     notes = {
-        "gradients": f" (all of them: {_gib(memory.all_gradients)})",
+        "gradients": f" ({_gib(memory.all_gradients).strip()} at the update{_accumulated(config)})",
         "activations": f" (checkpointing: {_checkpointing(config.activation_checkpoint)}; as an eager step has them)",
     }
     lines = [
@@ -83,7 +84,7 @@ def as_text(
         *([f"  {'in host memory':20}{_gib(memory.host)} (updated there, in time not counted below)"] if memory.host else []),
         *_range_lines(memory),
         f"  {'at the start':20}{_gib(memory.start_up)} ({_start_up(config)})",
-        f"  {'the device has':20}{device.memory_gib:9.2f} GiB: {_verdict(config, memory, device)}",
+        f"  {'the device has':20}{device.memory_gib:9.2f} GiB: {_verdict(config, model, memory, device)}",
     ]
     if config.gns.enable:
         lines.append("  gns.enable: memory of the gradient noise scale's measurement is not counted")
@@ -92,6 +93,15 @@ def as_text(
     if memory.least is not None:
         lines.append("the compiler's recomputation is not in the times below: up to a third more compute")
     return "\n".join(lines + _time_lines(time, efficiency, config.float8.enable, device, microbatches(config)))
+
+
+def _accumulated(config: JobConfig) -> str:
+    """Where the gradients of a step's earlier microbatches are, in words."""
+    _, shards = config.parallelism.degrees.copies_and_shards
+    if microbatches(config) * largest_growth(config) == 1 or config.parallelism.processes == 1:
+        return ""
+    where = "whole on every rank" if shards > 1 else "beside DDP's buckets"
+    return f"; those of several microbatches accumulate {where}"
 
 
 def _start_up(config: JobConfig) -> str:
@@ -151,14 +161,15 @@ def _time_lines(
     ]  # fmt: skip
 
 
-def _verdict(config: JobConfig, memory: MemoryEstimate, device: Device) -> str:
+def _verdict(config: JobConfig, model: DiffusionModel, memory: MemoryEstimate, device: Device) -> str:
     known = fits(memory, device)
     if known is None:
         return f"whether {_USABLE:.0%} of it are enough is known once the blocks are compiled"
-    return "fits" if known else f"does not fit into {_USABLE:.0%} of it (less with {', '.join(_smaller(config, memory, device))})"
+    smaller = ", ".join(_smaller(config, model, memory, device)) or "more devices"
+    return "fits" if known else f"does not fit into {_USABLE:.0%} of it (less with {smaller})"
 
 
-def _smaller(config: JobConfig, memory: MemoryEstimate, device: Device) -> Iterator[str]:
+def _smaller(config: JobConfig, model: DiffusionModel, memory: MemoryEstimate, device: Device) -> Iterator[str]:
     """What makes the run need less memory and is not chosen yet."""
     layout = config.parallelism
     bytes_per_weight = 2 if config.lora.base_dtype == "bfloat16" else 4
@@ -171,9 +182,13 @@ def _smaller(config: JobConfig, memory: MemoryEstimate, device: Device) -> Itera
     if (batch := config.training.local_batch_size) > 1 and of_activations:
         share = config.training.global_batch_size // layout.data_ranks
         smaller = largest_divisor(share, batch - 1)
-        while smaller > 1 and (batch - smaller) * memory.activations / batch < excess:
+        # Microbatches then accumulate whole gradients, which one alone does not.
+        added = sum(4 * p.numel() for p in model.parameters() if p.requires_grad) if microbatches(config) == 1 else 0
+        while smaller > 1 and (batch - smaller) * memory.activations / batch < excess + added:
             smaller = largest_divisor(share, smaller - 1)
         yield f"--training.local_batch_size {smaller}"
+    if memory.total - memory.activations < excess:
+        return  # more shards alone cannot do it
     shards = layout.data_parallel_shard_degree < layout.data_ranks
     degrees = "--parallelism.data_parallel_replicate_degree -1 with a larger --parallelism.data_parallel_shard_degree"
     yield degrees if shards else "more devices"

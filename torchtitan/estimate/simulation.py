@@ -24,7 +24,7 @@ from torchtitan.distributed.precision import compute_context
 from torchtitan.estimate.cuda_autocast import cuda_autocast
 from torchtitan.estimate.cuda_kernels import cuda_kernels
 from torchtitan.estimate.encoding import estimated_info, online_encoder
-from torchtitan.estimate.live_storages import ACTIVATIONS, GRADIENTS, PARAMETERS, LiveStorages
+from torchtitan.estimate.live_storages import ACCUMULATED, ACTIVATIONS, GRADIENTS, PARAMETERS, LiveStorages
 from torchtitan.models import MODELS, build_model
 from torchtitan.models.adapters.frozen_network import freeze_and_adapt
 from torchtitan.models.base import DiffusionModel
@@ -123,6 +123,9 @@ class _Step:
         simulated = min(microbatches * largest_growth(config), 2)  # a third is like the second
         for self.microbatch in range(simulated):
             self._forward_backward(last=self.microbatch == simulated - 1)
+            if self.layout.sharded and not self.last:  # what is left after a backward are its gradients, not reduced
+                live.move(ACTIVATIONS, ACCUMULATED)
+                live.hold([] if self.encoder is None else [self.pixels], ACTIVATIONS)
         live.hold([p.grad for p in self.parameters if p.grad is not None], GRADIENTS)
         live.open_window((0, "optimizer", 0))
         held[GRADIENTS] = live.now()[GRADIENTS]

@@ -147,10 +147,11 @@ def new_reference(name: str, output: Path | None = None) -> Path:
 
 
 def open_reference(text: str, option: str = "--reference") -> Reference:
-    """Open a path, or a name in `outputs/references`. Raises EvaluationError: there is none, or it is damaged."""
+    """Open a name in `outputs/references`, or else a path. Raises EvaluationError: there is none, or it is damaged."""
     path = Path(text)
     named = REFERENCES / f"{text}{NPZ_SUFFIX}"
-    path = named if not path.exists() and named.exists() else path
+    # A folder of that name may be here: sets drawn from NAME.safetensors lie in NAME.
+    path = named if text == path.name and named.exists() else path
     if not path.exists():
         known = ", ".join(sorted(file.stem for file in REFERENCES.glob(f"*{NPZ_SUFFIX}"))) or "none"
         if text in ("train", "validation"):
