@@ -219,7 +219,7 @@ def run_study(name: str, study: Study, run: Any) -> Path:
         rows = [row for cell in cells if (row := table.find(cell))]
         reports = _reports_folder(folder.path, run.options)
         summary = reports / "summary.md"
-        text = _header(name, run, rows) + study.report(run, rows, reports) + _failures(rows, study.KEY)
+        text = _header(name, run, rows, len(table) - len(rows)) + study.report(run, rows, reports) + _failures(rows, study.KEY)
         replace_file(summary, text)
     failed = [row for row in rows if row["status"] != "ok"]
     if failed and of_one_run:
@@ -296,11 +296,12 @@ def run_seconds(row: Row) -> float:
     return 86400 * int(days.split()[0] if days else 0) + 3600 * int(hours) + 60 * int(minutes) + float(seconds)
 
 
-def _header(name: str, run: StudyRun, rows: list[Row]) -> str:
+def _header(name: str, run: StudyRun, rows: list[Row], others: int) -> str:
     failed = sum(row["status"] != "ok" for row in rows)
+    not_shown = f", which has {others} more, of other options" if others else ""
     return (
         f"# {name}\n\n{run.description} {counted(len(rows), 'cell')}, {failed} failed; every cell is a row of "
-        "results.csv.\n\n"
+        f"results.csv{not_shown}.\n\n"
     )
 
 

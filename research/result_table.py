@@ -27,6 +27,9 @@ class ResultTable:
         if path.exists():
             self._read()
 
+    def __len__(self) -> int:
+        return len(self._rows)
+
     def find(self, cell: dict[str, Any]) -> dict[str, str] | None:
         """Find the row of a cell, if it has one."""
         return self._rows.get(self._key_of(cell))

@@ -198,7 +198,7 @@ def test_a_model_that_gives_no_numbers_is_a_failed_cell(run, study, tmp_path, mo
         (["loss_curve", "{run}", "--images", "1"], "--images: must be at least 2"),
         (["loss_curve", "{run}", "--images", "20000"], "the validation split has 10000"),
         (["slots", "{empty}"], "run python -m research loss_curve"),
-        (["slots", "{empty}/none.csv"], "cannot be read: No such file"),
+        (["slots", "{empty}/none.csv"], "no such run folder or curve"),
         (["slots", "{picture}"], "is no"),
         (["slots", "{table}"], "it has no column weights"),
         (["slots", "{curve}", "--slots", "1001"], "1001 slots of 1000 timesteps"),
