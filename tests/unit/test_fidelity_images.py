@@ -142,7 +142,6 @@ def test_statistics_and_images_of_npz_references_are_distinguished(tmp_path):
 
 
 def test_a_made_reference_goes_before_a_folder_of_its_name(tmp_path, monkeypatch):
-    """Sets drawn from NAME.safetensors lie in a folder NAME."""
     monkeypatch.chdir(tmp_path)
     write_folder(tmp_path / "classes", random_images(4, size=8))
     place = tmp_path / "outputs" / "references"

@@ -45,4 +45,4 @@ def test_nothing_is_drawn_into_the_folder_of_a_checkpoint(tmp_path):
     drawn = [beside(place, "drawn") for place in (tmp_path / "run", step, step.parent)]
     assert drawn == [tmp_path / "run" / "samples" / "drawn"] * 3
     assert beside(copied, "set") == tmp_path / "copied-drawn" / "samples" / "set"
-    assert beside(tmp_path / "weights.safetensors", "drawn") == tmp_path / "weights" / "drawn"
+    assert beside(tmp_path / "weights.safetensors", "drawn") == tmp_path / "weights-samples" / "drawn"

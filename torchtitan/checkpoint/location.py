@@ -6,6 +6,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from torchtitan.checkpoint.manifest import checkpoint_steps
+from torchtitan.checkpoint.owner import is_of_another_run
 from torchtitan.errors import CheckpointError
 from torchtitan.extras import install_packages
 from torchtitan.files.regular import read_toml
@@ -53,9 +54,13 @@ def run_checkpoints(run: AnyPath) -> AnyPath:
             return own
         raise CheckpointError(f"{path}: is damaged, and names the checkpoints' folder (put a copy back)") from error
     try:
-        return checkpoint_folder(run, folder, name)
+        found = checkpoint_folder(run, folder, name)
     except CheckpointError as error:
         raise CheckpointError(f"{path}: checkpoint.folder: {error}") from error
+    if folder and isinstance(found, Path) and not found.is_absolute() and is_of_another_run(run, found):
+        advice = "it is relative to the folder that the run was started in: work from there"
+        raise CheckpointError(f"{path}: checkpoint.folder: {found}: holds the checkpoints of another run ({advice})")
+    return found
 
 
 def folder_problem(text: str) -> str | None:

@@ -41,6 +41,12 @@ def claim(run: Path, folder: AnyPath) -> str | None:
     return None
 
 
+def is_of_another_run(run: Path, folder: AnyPath) -> bool:
+    """Check whether a folder of checkpoints has an owner other than this run. Raises StoreError."""
+    owner = read_owner(folder)
+    return owner is not None and owner.get("run") != _identity(run)
+
+
 def read_owner(folder: AnyPath) -> dict | None:
     """Read a folder's owner file: {} for a damaged one, None for none. Raises StoreError."""
     try:

@@ -17,7 +17,7 @@ SHIPPED = Path(__file__).resolve().parents[1] / "train_configs"
 def shipped(path: str) -> str | None:
     """Path of the configuration that the package brings as `train_configs/NAME.toml`, `NAME.toml` or NAME."""
     name = Path(path)
-    if name.is_absolute() or ".." in name.parts or name.exists():
+    if name.is_absolute() or ".." in name.parts or (name.exists() and not name.is_dir()):
         return None
     inside = Path(*name.parts[1:]) if name.parts[:1] == (SHIPPED.name,) else name
     found = SHIPPED / inside.with_name(f"{inside.name.removesuffix('.toml')}.toml") if inside.name else SHIPPED

@@ -105,7 +105,8 @@ class Sweep:
 
 def read_sweep(path: Path) -> Sweep:
     """Read a sweep's file, or a shipped one by name, and expand its grid, unchecked. Raises SweepError."""
-    path = Path(shipped(str(path)) or shipped(f"sweeps/{path}") or path)
+    if not path.is_file():
+        path = Path(shipped(str(path)) or shipped(f"sweeps/{path}") or path)
     document, unreadable = read_toml(str(path))
     if unreadable:
         raise SweepError(unreadable[0].replace("give a TOML file", "give a sweep's TOML file"))

@@ -146,12 +146,15 @@ def new_reference(name: str, output: Path | None = None) -> Path:
     return path
 
 
+def reference_path(text: str) -> Path:
+    """File of the made reference of this name, which goes before a file or folder here, or else the path."""
+    named = REFERENCES / f"{text}{NPZ_SUFFIX}"
+    return named if text == Path(text).name and named.exists() else Path(text)
+
+
 def open_reference(text: str, option: str = "--reference") -> Reference:
     """Open a name in `outputs/references`, or else a path. Raises EvaluationError: there is none, or it is damaged."""
-    path = Path(text)
-    named = REFERENCES / f"{text}{NPZ_SUFFIX}"
-    # A folder of that name may be here: sets drawn from NAME.safetensors lie in NAME.
-    path = named if text == path.name and named.exists() else path
+    path = reference_path(text)
     if not path.exists():
         known = ", ".join(sorted(file.stem for file in REFERENCES.glob(f"*{NPZ_SUFFIX}"))) or "none"
         if text in ("train", "validation"):

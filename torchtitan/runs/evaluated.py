@@ -32,7 +32,7 @@ def evaluated(path: Path, last_step: int) -> dict[str, Interval | None]:
     """
     found: dict[str, Interval | None] = {}
     for entry in read_json(path, dict)["evaluations"] if path.exists() else ():
-        against = f" against {entry['reference']['name']}" if entry["reference"] else ""
+        against = _against(entry["reference"]) if entry["reference"] else ""
         for result in entry["results"].values():
             how = f"{result['extractor']}, {entry['samples']['count']:,} samples{_drawn(entry['samples'])}{against}"
             how += at_step((entry["samples"].get("source") or {}).get("step"), last_step)
@@ -40,6 +40,13 @@ def evaluated(path: Path, last_step: int) -> dict[str, Interval | None]:
                 how += f", {Path(entry['samples']['place']).name[:8]}"
             found |= {f"{name} ({how})": measured_interval(value) for name, value in result["values"].items()}
     return found
+
+
+def _against(reference: dict[str, Any]) -> str:
+    """A reference by its name and time, as another may be made under its name; by its place where it is a folder of images."""
+    if written := reference.get("written"):
+        return f" against {reference['name']}, written {written[:19].replace('T', ' ')}"
+    return f" against {reference.get('place', reference['name'])}"
 
 
 def _drawn(samples: dict[str, Any]) -> str:

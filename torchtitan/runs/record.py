@@ -245,8 +245,8 @@ class RunRecord:
         return sum(isinstance(value := point.get(tag), float) and not math.isfinite(value) for point in self.points)
 
     def held_out_tags(self) -> dict[str, str]:
-        """Held-out loss tags by track; the trained weights are the track `raw`."""
-        tags = {"raw": HELD_OUT_LOSS} if HELD_OUT_LOSS in self.tags else {}
+        """Held-out loss tags by track; the trained weights are the track `none`."""
+        tags = {"none": HELD_OUT_LOSS} if HELD_OUT_LOSS in self.tags else {}
         for tag in self.tags:
             parts = tag.split("/")
             if len(parts) == 3 and parts[0] == "validation_metrics" and parts[2] == "loss":

@@ -9,9 +9,11 @@ from torch import Tensor
 
 from torchtitan.conditions import Classes, Condition, ConditionKind, Unconditional
 from torchtitan.diffusion.guidance import HEAD, PATH_DROP, Guide, HeadGuide
+from torchtitan.files.remote_path import AnyPath
 from torchtitan.files.weight_files import CONFIG, header_of
 from torchtitan.settings.schema import nearest
-from torchtitan.weights.trained_model import TrainedModel, WeightsError, load_run, load_weights
+from torchtitan.weights.pipeline_folder import is_published_folder
+from torchtitan.weights.trained_model import TrainedModel, WeightsError, checkpoints_of_source, load_run, load_weights
 
 _REFERENCE = re.compile(r"(?P<run>.*?)(@(?P<step>\d+))?(:(?P<track>[A-Za-z0-9][A-Za-z0-9._=-]*))?", re.DOTALL)
 
@@ -125,7 +127,11 @@ def load_guide(
         WeightsError: there are no such weights, they are the sampled ones, or they cannot guide them.
         ConfigError, CheckpointError.
     """
-    place = reference.source or source
+    place, own = reference.source or source, None
+    if source.is_dir() and not is_published_folder(source):
+        run, own, _ = checkpoints_of_source(source, None)
+        if place is source and reference.step is not None:  # of a checkpoint's folder: another of its run
+            place = run if (run / "config.toml").exists() else Path(str(own))
     if not place.exists():
         guess = nearest(str(place), (HEAD, PATH_DROP, "none"))
         raise WeightsError(f"--guide: {place}: no such run folder or weights file{guess and f' (did you mean {guess}?)'}")
@@ -135,7 +141,8 @@ def load_guide(
         guide = load_weights(place, config_file or _config_beside(place, source), device)
     else:
         step, track = reference.step, reference.track
-        if source.is_dir() and place.samefile(source):
+        _, checkpoints, step = checkpoints_of_source(place, step)
+        if own is not None and _same(checkpoints, own):
             step, track = step if step is not None else sampled.step, track or sampled.track
             if (step, track) == (sampled.step, sampled.track):
                 raise WeightsError(
@@ -146,6 +153,10 @@ def load_guide(
         raise WeightsError(f"--guide: {place}: {problem}")
     conditional = not isinstance(guide.model.condition_kind, Unconditional)
     return LoadedGuide(Guide(guide.model, guide.objective, conditional), guide)
+
+
+def _same(one: AnyPath, other: AnyPath) -> bool:
+    return one == other or isinstance(one, Path) and isinstance(other, Path) and one.resolve() == other.resolve()
 
 
 def guide_problem(sampled: TrainedModel, guide: TrainedModel) -> str:

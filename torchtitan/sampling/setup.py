@@ -209,7 +209,7 @@ def beside(source: Path, name: str) -> Path:
     Images are never written into a checkpoint: old checkpoints are removed.
     """
     if not source.is_dir():
-        return source.with_suffix("") / name
+        return source.with_name(f"{source.stem}-samples") / name  # NAME may be the folder of the pictures that it learned
     whole, single = source.resolve(), (source / MANIFEST).is_file()
     if single or (checkpoint_steps(source) and not (source / "config.toml").exists()):
         folder = whole.parent if single else whole

@@ -35,9 +35,7 @@ def data_changes(
             nevertheless = ", or --job.allow_config_change true to resume it nevertheless" if same_count else ""
             raise CheckpointError(f"{place}: {text} (restore the classes, or give another --job.name{nevertheless})")
         changes.append(f"{place}: {text}")
-    before, now = state.get(RECORD) or {}, record or {}
-    if others := [key for key in _OF_STORES if key in before and key in now and before[key] != now[key]]:
-        text = f"was trained on latents of another {' and '.join(others)}: of another store, or of one that was made anew since"
+    if text := change_of_store(state, record or {}):
         changes.append(f"{place}: {text} (restore it, or train anew)")
     if state.get(IMAGES, num_images) != num_images:
         counts = f"was trained on {state[IMAGES]} images, and the data have {num_images} now"
@@ -50,6 +48,14 @@ def _recorded(state: Mapping[str, Any], info: DatasetInfo) -> tuple[int, list[st
     if record := state.get(RECORD):
         return record.get("num_classes", 0), record.get("class_names", [])
     return info.num_classes, list(info.class_names)
+
+
+def change_of_store(state: Mapping[str, Any], record: Mapping[str, Any]) -> str:
+    """Change of the store of latents since a checkpoint's state, in words; "" if there is none, or no record."""
+    before = state.get(RECORD) or {}
+    others = [key for key in _OF_STORES if key in before and key in record and before[key] != record[key]]
+    text = f"was trained on latents of another {' and '.join(others)}: of another store, or of one that was made anew since"
+    return text if others else ""
 
 
 def change_of_classes(state: Mapping[str, Any], info: DatasetInfo) -> str:

@@ -46,7 +46,7 @@ from torchtitan.models.published_layouts import ConversionError
 from torchtitan.settings.record import CONFIG_HEADER
 from torchtitan.training.snapshot_series import SnapshotError
 from torchtitan.weights.adapted_network import adapted_network, adapted_network_on_meta
-from torchtitan.weights.data_changes import change_of_classes, plugin_changes
+from torchtitan.weights.data_changes import change_of_classes, change_of_store, plugin_changes
 from torchtitan.weights.model_record import ModelRecord, record_of, record_of_checkpoint, record_of_weights
 from torchtitan.weights.network import check_base, network_on_meta
 from torchtitan.weights.post_hoc_ema import Reconstruction, reconstruct, stored_averages
@@ -96,7 +96,7 @@ def load_run(
         step: of the checkpoint, or of the snapshot; None for the newest good one.
         base: whether the frozen network of adapters is read; without it, only they have values.
     """
-    folder, checkpoints, step = _checkpoints_of(folder, step)
+    folder, checkpoints, step = checkpoints_of_source(folder, step)
     record, missing = record_of_run(folder, checkpoints)
     config, info = record.config, record.info
     track = track or config.sampling.ema_track
@@ -222,13 +222,14 @@ def read_config(
     )
 
 
-def _checkpoints_of(folder: Path, step: int | None) -> tuple[Path, AnyPath, int | None]:
+def checkpoints_of_source(folder: Path, step: int | None) -> tuple[Path, AnyPath, int | None]:
     """Folder of a run, of its checkpoints, and the step; of a checkpoint in RUN/checkpoint, or by itself somewhere, its own."""
     single = folder.absolute()
     if not (folder / "config.toml").exists() and (single / MANIFEST).is_file():
         number = next((step for step in checkpoint_steps(single.parent) if checkpoint_path(single.parent, step) == single), None)
         if number is None:
-            raise WeightsError(f"{folder}: is a checkpoint under another name than its step's (rename it to step-NUMBER)")
+            advice = "rename it to step- and eight digits, as step-00000100"
+            raise WeightsError(f"{folder}: is a checkpoint under another name than its step's ({advice})")
         if step not in (None, number):
             raise WeightsError(f"--step {step}: {folder} is the checkpoint of step {number} (leave --step out, or give the run)")
         run = single.parents[1]
@@ -257,12 +258,15 @@ def record_of_run(folder: Path, checkpoints: AnyPath) -> tuple[ModelRecord, tupl
 def _with_trained_classes(
     folder: Path, checkpoints: AnyPath, record: ModelRecord
 ) -> tuple[ModelRecord, tuple[str, ...]]:
-    """Record as given, or the checkpoint's where the data have other classes now. Raises WeightsError: it has none."""
+    """Record as given, or the checkpoint's where the data have other classes or latents now. Raises WeightsError: it has none."""
     steps, change = checkpoint_steps(checkpoints), ""
-    if steps and record.info.class_names:
+    if steps and (record.info.class_names or record.latents):
         checkpoint = checkpoint_path(checkpoints, steps[0])
         with suppress(CheckpointError):  # of a damaged one, which is skipped or reported when weights are read
-            change = f"{checkpoint}: {text}" if (text := change_of_classes(read_state(checkpoint), record.info)) else ""
+            state = read_state(checkpoint)
+            text = change_of_classes(state, record.info) if record.info.class_names else ""
+            text = text or change_of_store(state, record.data_table())
+            change = text and f"{checkpoint}: {text}"
     if not change:
         return record, ()
     if recorded := record_of_checkpoint(folder, checkpoint):

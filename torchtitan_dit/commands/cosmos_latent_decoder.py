@@ -84,7 +84,7 @@ def parse_arguments(words: list[str]) -> argparse.Namespace:
         add = commands.add_parser(name, help=run.__doc__).add_argument
         if name == "decode":
             add("source", metavar="LATENTS", type=Path, help="file of latents, or folder of such files")
-            add("--output", type=Path, help="folder for the PNGs (default: that of the latents)")
+            add("--output", type=Path, help="folder for the PNGs (default: LATENTS/decoded; of a file, a folder of its name)")
             add("--first", metavar="NUMBER", type=at_least(0), default=0,
                 help="number of the first latent, in each file")
             add("--count", type=at_least(1), help="number of latents of each file (default: all)")

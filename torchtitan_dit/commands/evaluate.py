@@ -48,6 +48,7 @@ from torchtitan.fidelity.references import (
     kept_outputs,
     new_reference,
     open_reference,
+    reference_path,
     write_reference,
 )
 from torchtitan.fidelity.results import EVALUATION_FILE, EvaluationFile, describe, finite_values, table_lines
@@ -142,6 +143,8 @@ def parse_reference(words: list[str]) -> argparse.Namespace:
     arguments = parser.parse_args(words)
     if not NAME.fullmatch(arguments.name):
         parser.error(f"--name: {arguments.name[:40]!r} is no name of letters, digits, '.', '_' and '-'")
+    if arguments.name in ("train", "validation"):
+        parser.error(f"--name: {arguments.name!r} is a split of the run's own data in evaluation.reference (give another)")
     arguments.extractor = list(dict.fromkeys((arguments.extractor or DEFAULT_EXTRACTOR).split(",")))
     return arguments
 
@@ -226,13 +229,13 @@ def given_references(arguments: argparse.Namespace) -> list[tuple[str, str] | No
     """Reference and held-out images, each with its option. Raises EvaluationError: one is a run."""
     given = (arguments.reference, "--reference"), (arguments.held_out, "--held-out")
     for text, name in given:
-        refuse_run(text or os.devnull, name)
+        refuse_run(reference_path(text or os.devnull), name)
     return [(text, name) if text is not None else None for text, name in given]
 
 
-def refuse_run(path: str, name: str) -> None:
+def refuse_run(path: Path, name: str) -> None:
     """Refuse a run: its pictures are grids and charts, not images to compare with. Raises EvaluationError."""
-    if is_run(Path(path)):
+    if is_run(path):
         raise EvaluationError(f"{name}: {path} is a run (give a set of its samples, of {program('sample')} --count)")
 
 
@@ -272,7 +275,8 @@ def default_output(source: Path) -> Path:
     """File of results: in a run's folder or a set's, or beside other images."""
     if source.is_dir() and (is_run(source) or (source / SET_RECORD).exists()):
         return source / EVALUATION_FILE
-    return source.with_name(f"{source.resolve().name}.{EVALUATION_FILE}")
+    whole = source.resolve()
+    return whole.with_name(f"{whole.name}.{EVALUATION_FILE}")
 
 
 def make_reference(arguments: argparse.Namespace, data_words: list[str]) -> None:
@@ -301,5 +305,5 @@ def source_of(arguments: argparse.Namespace, data_words: list[str]) -> ImageSet:
     for name, given in (("--split", arguments.split), ("CONFIG", arguments.config), ("--data keys", data_words)):
         if given:
             raise EvaluationError(f"{name}: of a dataset, and {arguments.source} is none (leave it out)")
-    refuse_run(arguments.source, "reference")
+    refuse_run(Path(arguments.source), "reference")
     return open_images(Path(arguments.source))

@@ -74,7 +74,7 @@ def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
     add("--seeds", metavar="SEEDS", help="draw a set of these seeds, as 0-49999 or 1,5,10-19 (default: 0 to count - 1)")
     add_drawing_options(parser)
     add("--output", type=Path, help="folder to write to (default: RUN/samples/drawn, for a set RUN/samples/set; of a "
-        "file of weights drawn or set in a folder of its name)")
+        "file of weights FILE-samples/drawn or set)")
     add("--files", action="store_true", help="one PNG per image besides the grid")
     add("--latents", action="store_true", help="also a file of the drawn latents, for cosmos_latent_decoder.py")
     arguments = parser.parse_args(words)

@@ -102,7 +102,7 @@ def _ended(run: RunRecord) -> bool:
 
 
 def _held_out(run: RunRecord) -> float | None:
-    return held_out(run, "raw").final() if HELD_OUT_LOSS in run.tags and _ended(run) else None
+    return held_out(run, "none").final() if HELD_OUT_LOSS in run.tags and _ended(run) else None
 
 
 def _train_seconds(run: RunRecord) -> float | None:

@@ -11,7 +11,7 @@ from torchtitan.statistics.interval import Interval
 
 
 def track_name(track: str) -> str:
-    return "trained weights" if track == "raw" else f"EMA “{track}”"
+    return "trained weights" if track == "none" else f"EMA “{track}”"
 
 
 def as_number(value: Any) -> float | None:
