@@ -3,8 +3,8 @@
     python -m research NAME RUN_FOLDER [options]      NAME --help lists them
     python -m research NAME CONFIG.toml [options]     of a study that trains
 
-Results are in RUN_FOLDER/studies/NAME, or outputs/<configuration>/studies/NAME (critical_batch: RUN_FOLDER/critical_batch):
-results.csv, pictures and summary.md. An interrupted study resumes.
+Results are in RUN_FOLDER/studies/NAME, or outputs/<configuration>/studies/NAME, unless --output of NAME --help says otherwise:
+a table, pictures and summary.md. An interrupted measurement resumes.
 """
 
 import argparse
