@@ -286,7 +286,7 @@ def test_commands_of_a_runs_page_run_as_they_are_pasted(trained, tmp_path):
         done = run_script(str(ROOT / words[0]), *words[1:], *smaller.get(what, []), folder=tmp_path)
         assert done.returncode == 0, (line, done.stderr)
     page = compare_page([read_run(folder)])
-    measured = f"fd (cifar10, 20 samples by euler in 2 steps, guidance 2 against {folder.name})"
+    measured = f"fd (cifar10, 20 samples by euler in 2 steps, guidance 2 against {folder.name}, written "
     assert f"<h1>{folder.name}</h1>" in page and measured in page
     stored = next(path for command, path in trained.items() if "--data.name latents" in command)
     assert not [line for _, line in next_steps(read_run(stored)) if "evaluate" in line]
