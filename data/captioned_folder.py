@@ -228,7 +228,7 @@ def _open(config: CaptionedFolderConfig, split: Split) -> CaptionedImages:
         lacking = ", ".join(f"{count:,} {of_all} {each}" for each, count in sorted(missed.items()))
         say_once(f"{place}: images are not enlarged, and {lacking} (data.resolutions); all sizes of these images: {shown}")
     if key == "path" and (count := int(_repeats(images.files).sum())) > len(images.sizes):
-        text = f"are {count:,} entries of an epoch: folders named N_name repeat theirs N times"
+        text = f"are repeated to {count:,}: folders named N_name repeat theirs N times"
         say_once(f"{place}: {counted(len(images.sizes), 'image')} {text}")
         return images
     deeper = (_REPEATED_DEEPER.match(images.files.names[position]) for position in range(len(images.files)))
@@ -296,7 +296,7 @@ def _read_caption(place: str, read: ReadCaption | None, trigger_word: str, missi
             return "[trigger]"
         missing_file = f"an image without a caption (add {Path(place).stem}.txt or its row in metadata.csv, remove the image"
         problem = "the caption is empty (write it" if read else missing_file
-        raise ValueError(f'{problem}, or set data.missing_caption = "trigger")')
+        raise ValueError(problem + (', or set data.missing_caption = "trigger")' if trigger_word else ")"))
 
     return caption_at(place, text, trigger_word)
 

@@ -42,6 +42,8 @@ class MeasuredRun:
         return float(np.interp(math.log(images), np.log(self.images), values))
 
 
+_EARLY = "†"
+
 Runs = Mapping[tuple[str, int], MeasuredRun]  # by method and seed
 
 
@@ -50,9 +52,14 @@ def change(run: MeasuredRun, plain: MeasuredRun, measure: str, better: Better, a
 
     Axis "images": after those that the shorter run has seen; "FLOPs": after the FLOPs that the cheaper run has spent.
     """
+    places = _images_at(run, plain, axis)
+    return run.at(measure, better, places[0]) - plain.at(measure, better, places[1])
+
+
+def _images_at(run: MeasuredRun, plain: MeasuredRun, axis: str) -> list[float]:
     costs = [(one.flops if axis == "FLOPs" else 1.0) for one in (run, plain)]
     spent = min(costs[0] * run.images[-1], costs[1] * plain.images[-1])
-    return run.at(measure, better, spent / costs[0]) - plain.at(measure, better, spent / costs[1])
+    return [spent / cost for cost in costs]
 
 
 def write(found: Runs, methods: Sequence[str], better: Mapping[str, Better], folder: Path) -> str:
@@ -99,11 +106,17 @@ def _table(found: Runs, methods: Sequence[str], better: Mapping[str, Better], ax
         if pairs := _paired(found, method, methods[0]):
             changes = [([change(*pair, name, which, axis) for pair in pairs], which) for name, which in better.items()]
             ratio = fmean(run.flops / of.flops for run, of in pairs)
-            rows.append([method, str(len(pairs)), f"{ratio:.3g}", *(change_text(*found, count) for found in changes)])
+            # `MeasuredRun.at` takes the first measurement for what lies before it.
+            starts = [zip(_images_at(*pair, axis), pair, strict=True) for pair in pairs]
+            early = any(images < one.images[0] for start in starts for images, one in start)
+            texts = [change_text(*found, count) for found in changes]
+            rows.append([method, str(len(pairs)), f"{ratio:.3g}{_EARLY * early}", *texts])
         else:
             rows.append([method, "0", "-", *("-" for _ in better)])
     arrows = {"lower": "↓", "higher": "↑"}
-    return markdown_table(["method", "seeds", "FLOPs", *(f"{name} {arrows[which]}" for name, which in better.items())], rows)
+    heads = ["method", "seeds", "FLOPs", *(f"{name} {arrows[which]}" for name, which in better.items())]
+    note = f"{_EARLY} equal FLOPs lie before a first measurement, which is taken instead (more --checkpoints).\n\n"
+    return markdown_table(heads, rows) + note * any(_EARLY in row[2] for row in rows)
 
 
 def change_text(changes: Sequence[float], better: Better, count: int = 1) -> str:

@@ -15,6 +15,7 @@ from torch import Tensor
 from torchtitan.conditions import Classes, Unconditional, numbered_otherwise
 from torchtitan.config.job import JobConfig
 from torchtitan.config.latent_cache import has_latents
+from torchtitan.config.smoke import SMOKE_SUFFIX
 from torchtitan.data import DATASETS
 from torchtitan.diffusion.timesteps.placement import latent_shift
 from torchtitan.distributed.mesh import crosses_nodes
@@ -200,7 +201,8 @@ def closing_lines(
         "weights": weights if os.path.exists(weights) else None,
         "summary": folder.summary if os.path.exists(folder.summary) else None,
     }
-    resumes = ": the same command resumes" if status == "interrupted" and config.checkpoint.enable else ""
+    again = "begins anew" if config.job.name.endswith(SMOKE_SUFFIX) else "resumes"
+    resumes = f": the same command {again}" if status == "interrupted" and config.checkpoint.enable else ""
     lines = [f"{status} after step {state.step}{resumes}", *_speed(clock)]
     lines += [f"  {name:<12} {path}" for name, path in places.items() if path]
     lines += _metrics(results)

@@ -198,7 +198,10 @@ def test_what_cannot_be_measured_is_refused_before_any_work(tmp_path):
     def refusal(metrics, count=50, size=(9, 9), given=reference, held_out=None, **options) -> str:
         return refused(check_request, Request(metrics, "projection", **options), extractors, count, size, given, held_out)
 
-    check_request(Request(("fd", "is"), "projection"), extractors, 7, (9, 9), reference, None)
+    check_request(Request(("fd", "is"), "projection"), extractors, 20, (9, 9), reference, None)
+    assert "is: 19 samples are too few (take at least 20" in refusal(("is",), 19)
+    few = open_reference(str(write_folder(tmp_path / "few", random_images(12, size=9))))
+    assert "12 held-out images are too few (take at least 100" in refusal(("memorisation",), held_out=few)
     assert "kid: 999 images (samples) are too few (take at least 1000, or" in refusal(("kid",), 999)
     assert f"kid: 30 images ({reference.place}) are too few" in refusal(("kid",), 1000)
     assert "fd: a covariance of 6 features from 6 images (samples) has rank 5 at most" in refusal(("fd",), 6)

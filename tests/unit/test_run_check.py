@@ -68,8 +68,8 @@ DEFECTS = {
     "config missing": ("config.toml", Path.unlink, "missing", "start the run's command again"),
     "config cut": ("config.toml", cut, "is no TOML", "start the run's command again"),
     "config binary": ("config.toml", middle, "is no TOML", "start the run's command again"),
-    "metrics cut": ("metrics.jsonl", cut, "line 4 is damaged", "resume the run"),
-    "metrics binary": ("metrics.jsonl", middle, "is damaged", "resume the run"),
+    "metrics cut": ("metrics.jsonl", cut, "line 4 is damaged", "remove that line"),
+    "metrics binary": ("metrics.jsonl", middle, "is damaged", "remove that line"),
     "metrics order": (
         "metrics.jsonl",
         lambda path: path.write_text('{"step": 2}\n{"step": 1}\n'),

@@ -145,7 +145,10 @@ def cached_info(config: Any) -> DatasetInfo:
     """
     stored = stored_section(config)
     if stored is not None:
-        return dataset_info(stored)
+        try:
+            return dataset_info(stored)
+        except DatasetError as error:
+            raise DatasetError(f"{error}, or remove {cache_folder(config)}: the same command encodes it anew") from error
     images = dataset_info(images_only(config.data))
     if config.data.validation_path:
         from torchtitan.data.captioned_folder import check_held_out_sizes

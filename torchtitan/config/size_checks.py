@@ -58,7 +58,9 @@ def batch_sizes(checked: ConfigView) -> Iterator[Problem]:
         text = f"{wanted} is not a multiple of {counted(ranks, 'rank')} (set {' or '.join(near)})"
         yield Problem("training.global_batch_size", text)
     elif local != -1 and wanted != -1 and (wanted == 0 or wanted % (ranks * local)):
-        other = "" if wanted % ranks or wanted < 1 else ", or set training.local_batch_size = -1"
+        whole = wanted > 0 and not wanted % ranks
+        whole = whole and not _problem_of_share(wanted // ranks, -1, checked.training.max_local_batch_size, ranks)
+        other = ", or set training.local_batch_size = -1" if whole else ""
         text = (
             f"{wanted} is not a multiple of {ranks * local} = {counted(ranks, 'rank')} x training.local_batch_size"
             f" (set a multiple, or -1 for {ranks * local}{other})"

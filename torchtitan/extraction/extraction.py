@@ -19,7 +19,7 @@ from torchtitan.errors import LatentStoreError
 from torchtitan.extraction.caption_encoding import Captions, collect_captions, encode_captions, plan_captions
 from torchtitan.extraction.extraction_plan import ExtractionOptions, Part, check_room, plan_extraction
 from torchtitan.extraction.image_source import ImageSource
-from torchtitan.extraction.shard_encoding import check_skipped, encode_shards
+from torchtitan.extraction.shard_encoding import DamagedImages, check_skipped, encode_shards
 from torchtitan.latents.bucketed import begin_buckets, bucket_folder, finish_buckets
 from torchtitan.latents.index import INDEX_FILE, PARTIAL_FOLDER, CaptionDtype, StoreIndex, StorePlan, read_index
 from torchtitan.latents.store import LatentStore
@@ -138,7 +138,10 @@ def write_store(
     pending = options.part.of(store.pending)
     if not pending:
         if (store.folder / INDEX_FILE).exists():
-            LatentStore(store.folder)  # refuses where a file was lost since
+            try:
+                LatentStore(store.folder)  # refuses where a file was lost since
+            except LatentStoreError as error:
+                raise DamagedImages(f"{error}, or remove {store.folder}: the same command encodes it anew") from error
         return cut, "nothing was missing (verify reads every byte)"
     writer = StoreWriter(store.folder, plan)
 

@@ -62,7 +62,7 @@ def encode_shards(
 
 
 class DamagedImages(DatasetError):
-    """Images that cannot be decoded, and are too many to be left out: the same command would find the same."""
+    """Images that cannot be decoded, too many to be left out, or that a finished store has lost: found again each time."""
 
 
 def check_skipped(skipped: list[SkippedImage], largest_share: float, source: ImageSource) -> None:

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Self
 
@@ -83,6 +84,13 @@ class ImageSet(ABC):
         """Number of all images."""
 
 
+def written(path: Path) -> dict[str, str]:
+    """When a file or folder was last written: others under its name are another set or reference."""
+    with suppress(OSError):
+        return {"written": datetime.fromtimestamp(path.stat().st_mtime, UTC).isoformat(timespec="seconds")}
+    return {}
+
+
 class FolderImages(ImageSet):
     """Image files of a folder and the folders in it, by name; those of a set of samples with the set's record."""
 
@@ -101,7 +109,9 @@ class FolderImages(ImageSet):
         self._set = _set_record(folder / SET_RECORD)
         if self._set and len(self._files) != self._set.get("images"):
             there = f"{len(self._files)} of {self._set.get('images')} images"
-            raise EvaluationError(f"{folder}: holds {there} of its set (the command that began it resumes)")
+            more = len(self._files) > (self._set.get("images") or 0)
+            advice = "move those of elsewhere away" if more else "the command that began it resumes"
+            raise EvaluationError(f"{folder}: holds {there} of its set ({advice})")
 
     @property
     def size(self) -> tuple[int, int]:
@@ -123,7 +133,7 @@ class FolderImages(ImageSet):
 
     def record(self) -> dict[str, Any]:
         if not self._set:
-            return {"kind": "folder", "place": self.place}
+            return {"kind": "folder", "place": self.place, **written(Path(self.place))}
         kept = {key: value for key, value in self._set.items() if key not in ("sample_set", "images")}
         return {"kind": "set", "place": self.place, "set": kept}
 
@@ -186,7 +196,7 @@ class NPZImages(ImageSet):
         return self._array.read(numbers.start, numbers.stop)
 
     def record(self) -> dict[str, Any]:
-        return {"kind": "npz", "place": self.place}
+        return {"kind": "npz", "place": self.place, **written(Path(self.place))}
 
     def classes(self) -> np.ndarray | None:
         array = self._classes

@@ -1,5 +1,6 @@
 """Measure samples by metrics of their features: what is needed, from which extractors, and the values."""
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -116,8 +117,15 @@ def check_request(
         raise EvaluationError(f"--reference: not given, and needed by {', '.join(needing)}")
     if held_out is None and any(METRICS[name].needs_held_out for name in request.metrics):
         raise EvaluationError("--held-out: not given, and needed by memorisation: images that were not trained on")
+    options = request.options()
+    fewest_held_out = math.ceil(1 / options.held_out_share)
     for name in request.metrics:
+        if name == "is" and count < 2 * options.splits:
+            raise EvaluationError(f"is: {count} samples are too few (take at least {2 * options.splits}, or leave is out)")
         metric, extractor = METRICS[name], extractors[request.extractor_of(name)]
+        if held_out is not None and metric.needs_held_out and fewest_held_out > (held_out.count or fewest_held_out):
+            text = f"{held_out.place}: {held_out.count} held-out images are too few"
+            raise EvaluationError(f"{name}: {text} (take at least {fewest_held_out}, or leave {name} out)")
         if metric.output not in extractor.dims:
             there = ", ".join(extractor.dims)
             raise EvaluationError(f"{name}: reads {metric.output}, and {extractor.name} gives {there} (leave it out)")

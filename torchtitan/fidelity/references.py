@@ -7,8 +7,6 @@ of its spatial ones, `arr_0` of images. Others begin with extractor and output, 
 import json
 import pickle
 from collections.abc import Mapping
-from contextlib import suppress
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +16,7 @@ from torchtitan.data.numpy_pickle import read_table
 from torchtitan.errors import EvaluationError, first_line
 from torchtitan.fidelity.extraction import Rows
 from torchtitan.fidelity.feature_extractor import FeatureExtractor
-from torchtitan.fidelity.images import IMAGES, ImageSet, open_images
+from torchtitan.fidelity.images import IMAGES, ImageSet, open_images, written
 from torchtitan.fidelity.measurement import Form
 from torchtitan.fidelity.metrics import METRICS
 from torchtitan.fidelity.moments import Moments, moments_of_rows
@@ -105,14 +103,7 @@ class Reference:
 
     def record(self) -> dict[str, Any]:
         """Record for results."""
-        return {"name": self.name, "place": self.place, "count": self.count, "images": self.origin, **self._written()}
-
-    def _written(self) -> dict[str, str]:
-        """When the file of the reference was written: another one of its name is another reference."""
-        with suppress(OSError):
-            if (path := Path(self.place)).is_file():
-                return {"written": datetime.fromtimestamp(path.stat().st_mtime, UTC).isoformat(timespec="seconds")}
-        return {}
+        return {"name": self.name, "place": self.place, "count": self.count, "images": self.origin, **written(Path(self.place))}
 
     def check(self, extractor: str, output: str, form: Form, metric: str) -> None:
         """Check that it serves a metric. Raises EvaluationError."""

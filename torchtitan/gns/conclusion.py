@@ -187,7 +187,8 @@ def _logged(point: Mapping[str, Any], geometry: str) -> Interval | None:
 
 def _is_headline(point: Mapping[str, Any], geometry: str, estimator: str) -> bool:
     prefix = f"gns/{geometry}/{estimator}/all"
-    return bool(point.get(f"{prefix}/headline")) and f"{prefix}/lower" in point
+    measured = point.get(f"{prefix}/headline") and point.get(f"{prefix}/samples", 1)
+    return bool(measured) and f"{prefix}/lower" in point
 
 
 def _ends(point: Mapping[str, Any], tag: str, prefix: str) -> tuple[float, float, float]:

@@ -206,8 +206,8 @@ def few_pairs(config: GNSConfig, local_batch_size: int, masses: Tensor) -> str |
         f"gns: the rarest of {len(masses)} bins has {local_batch_size * rarest:.2g} images of a microbatch of {local_batch_size}"
         " on average: between measured steps only pairs of one"
         " microbatch and bin count, of which there are few, so that its modulation estimate is noisy and its composite"
-        " is hardly better than the sketch (raise training.local_batch_size to"
-        f" {math.ceil(0.99 * _LEAST_PER_BIN / rarest)} or more, or lower gns.interval, or use wider bins)"
+        " is hardly better than the sketch (lower gns.interval, use wider bins, or microbatches of"
+        f" {math.ceil(0.99 * _LEAST_PER_BIN / rarest)} or more images)"
     )
 
 

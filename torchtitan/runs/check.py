@@ -43,7 +43,8 @@ def check_run(run: AnyPath) -> Iterator[Finding]:
         return
     yield _finding(run / "config.toml", _config, "remove it and start the run's command again: it is written anew")
     if (run / METRICS_FILE).exists():  # something was logged
-        advice = "remove that line, or resume the run, which drops what follows its checkpoint"
+        ended = (run / "summary.json").exists()
+        advice = "remove that line" + ("" if ended else ", or resume the run, which drops what follows its checkpoint")
         yield _finding(run / METRICS_FILE, _damaged_line, advice)
     if (run / "summary.json").exists():  # the run is not in progress, and was not killed
         advice = "remove it and start the run's command again: it resumes and closes the run anew"

@@ -43,10 +43,9 @@ def evaluated(path: Path, last_step: int) -> dict[str, Interval | None]:
 
 
 def _against(reference: dict[str, Any]) -> str:
-    """A reference by its name and time, as another may be made under its name; by its place where it is a folder of images."""
-    if written := reference.get("written"):
-        return f" against {reference['name']}, written {written[:19].replace('T', ' ')}"
-    return f" against {reference.get('place', reference['name'])}"
+    """A reference by its name and time, as another may be made under its name."""
+    written = f", written {reference['written'][:19].replace('T', ' ')}" if "written" in reference else ""
+    return f" against {reference['name']}{written}"
 
 
 def _drawn(samples: dict[str, Any]) -> str:

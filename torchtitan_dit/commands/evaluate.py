@@ -60,6 +60,7 @@ from torchtitan.sampling.method_options import option
 from torchtitan.sampling.run_samples import draw_samples, is_run, log_scalars, origin
 from torchtitan.sampling.setup import SamplingSetup, add_drawing_options, chosen_classes, open_prompted
 from torchtitan.settings.sources import split_keys
+from torchtitan.weights.pipeline_folder import is_published_folder
 
 FIRST = os.environ.get("RANK", "0") == "0"
 UNUSABLE = (AutoencoderError, CheckpointError, ConfigError, DatasetError, EvaluationError, SampleSetError)
@@ -162,7 +163,7 @@ def evaluate(arguments: argparse.Namespace) -> None:
     """Measure samples, print the results and keep them. Raises UNUSABLE, Busy, OSError."""
     group = group_for_work()
     source: Path = arguments.source
-    drawn = source.is_dir() and is_run(source) or source.suffix == WEIGHTS
+    drawn = source.is_dir() and (is_run(source) or is_published_folder(source)) or source.suffix == WEIGHTS
     request = request_of(arguments)
     if not source.exists():
         raise EvaluationError(f"{source}: no such run, file of weights, folder of images or npz file")
@@ -202,7 +203,7 @@ def evaluate(arguments: argparse.Namespace) -> None:
         file.add(describe(
             request, extractors, images, reference, held_out, measured, versions(), source_of_samples
         ))
-        if drawn and source.is_dir() and setup.trained.config.metrics.enable_tensorboard:
+        if drawn and is_run(source) and setup.trained.config.metrics.enable_tensorboard:
             log_scalars(source, setup.trained.step or 0, finite_values(measured))
         print(output)
 
@@ -304,6 +305,7 @@ def source_of(arguments: argparse.Namespace, data_words: list[str]) -> ImageSet:
         return images
     for name, given in (("--split", arguments.split), ("CONFIG", arguments.config), ("--data keys", data_words)):
         if given:
-            raise EvaluationError(f"{name}: of a dataset, and {arguments.source} is none (leave it out)")
+            plugin = ", or give its plugin with --job.plugins" if arguments.config else ""
+            raise EvaluationError(f"{name}: of a dataset, and {arguments.source} is none (leave it out{plugin})")
     refuse_run(Path(arguments.source), "reference")
     return open_images(Path(arguments.source))

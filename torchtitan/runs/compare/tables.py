@@ -1,6 +1,7 @@
 """Tables of the comparison page: columns and rows of texts."""
 
 import math
+import re
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -250,10 +251,12 @@ def next_steps(run: RunRecord) -> Rows:
     layout = "diffusers" if values.get("model.name") == "flux" else "native"
     form = f"--adapter {layout}" if values.get("lora.enable") else "--format safetensors"
     file, longer = shlex.quote(f"{run.name}.safetensors"), 2 * (as_number(values.get("training.steps")) or run.last_step)
-    name = shlex.quote(run.folder.name) if values.get("data.path") else data  # folders' references are not one another's
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", run.folder.name).lstrip("._-")[:100]  # runs' references are not one another's
+    plugins = f" --job.plugins {shlex.quote(','.join(map(str, found)))}" if (found := values.get("job.plugins")) else ""
+    made = f"{pasted('evaluate')} reference {data} {folder}/config.toml --name {name}{extractor}{plugins}"
     against = [
-        ["make a reference of the data", f"{pasted('evaluate')} reference {data} {folder}/config.toml --name {name}{extractor}"],
-        ["evaluate against it", f"{pasted('evaluate')} {folder} --reference {name}{extractor}"],
+        ["make a reference of the data", made],
+        ["evaluate against it", f"{pasted('evaluate')} {folder} --reference {name}{extractor}{plugins}"],
     ]
     place = Path(str(values.get("job.dump_folder", "outputs"))) / str(values.get("job.name", run.name))
     moved = place.resolve() != run.folder.resolve()  # it was copied, and its own key names where it was
@@ -268,11 +271,11 @@ def next_steps(run: RunRecord) -> Rows:
     if not _has_checkpoint(run):
         return [compare]
     return [
-        ["draw samples", f"{pasted('sample')} {folder}"],
-        ["export the weights", f"{pasted('checkpoint')} export {folder} {form} --output {file}"],
-        *(against if data not in LATENT_DATASETS else []),
+        ["draw samples", f"{pasted('sample')} {folder}{plugins}"],
+        ["export the weights", f"{pasted('checkpoint')} export {folder} {form} --output {file}{plugins}"],
+        *(against if data not in LATENT_DATASETS and not values.get("data.resolutions") else []),  # of one shape alone
         compare,
-        *([["train longer", f"{train} {folder}/config.toml --training.steps {longer:.0f}{here}"]] if goes_on else []),
+        *([["train longer", f"{train} {folder}/config.toml --training.steps {longer:.0f}{here}{plugins}"]] if goes_on else []),
     ]
 
 
