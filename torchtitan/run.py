@@ -37,7 +37,7 @@ from torchtitan.processes.launch import LaunchError, launch_number
 from torchtitan.runs.folder import RunFolder
 from torchtitan.runs.status import write_status
 from torchtitan.trainer import Trainer
-from torchtitan.training.clock import RunClock, process_start
+from torchtitan.training.clock import BEFORE_FIRST_STEP, RunClock, process_start
 from torchtitan.training.optimizer import OptimizerError
 from torchtitan.weights.initial_weights import check_start
 
@@ -163,7 +163,9 @@ def _train(trainer: Trainer, deadline: threading.Timer) -> int:
     except Exception as error:  # of any code, a plugin's too: kept as the run's reason, and raised again
         if is_out_of_memory(error):
             trainer.profiler.out_of_memory(trainer.state.step)
-            return _fail(trainer, deadline, "oom", f"step {trainer.state.step}: {_out_of_memory(error, trainer.config)}")
+            where = trainer.phases.where
+            step = "before step 1" if where == BEFORE_FIRST_STEP and not trainer.state.step else f"step {trainer.state.step}"
+            return _fail(trainer, deadline, "oom", f"{step}: {_out_of_memory(error, trainer.config, where)}")
         if is_lost_rank(error):
             reason = f"step {trainer.state.step}: lost another rank in {trainer.phases.where}: {first_line(error)}"
             return _fail(trainer, deadline, "failed", reason, lost=True)
@@ -181,7 +183,11 @@ def _train(trainer: Trainer, deadline: threading.Timer) -> int:
     return code
 
 
-def _out_of_memory(error: BaseException, config: JobConfig) -> str:
+def _out_of_memory(error: BaseException, config: JobConfig, where: str = "") -> str:
+    if where in ("sampling", "validation", "evaluation"):
+        section = config.validation if where == "validation" else config.sampling
+        key = f"{'validation' if where == 'validation' else 'sampling'}.batch_size"
+        return f"out of memory in {where} (give a {key} below {section.batch_size}): {first_line(error)}"
     local = config.training.local_batch_size
     half = next((size for size in range(local // 2, 0, -1) if local % size == 0), 0)
     smaller = f"--training.local_batch_size {half} --training.global_batch_size {config.training.global_batch_size}"

@@ -54,7 +54,7 @@ def test_run_that_cannot_save_trains_on_to_its_end_and_then_fails(config):
     (run.folder / "checkpoint").write_text("in the way")
     codes, outputs = run.wait()
     assert codes == [1] and "Traceback" not in outputs[0]
-    assert outputs[0].count("nothing of it is kept, training continues and the next interval tries again") == 2
+    assert outputs[0].count("nothing of it is kept, and the next save tries again where training continues") == 2
     assert run.points()[-1]["step"] == 20
     summary = run.summary()
     assert (summary["status"], summary["step"], summary["checkpoint_failures"]) == ("failed", 20, 2)

@@ -38,7 +38,7 @@ def check_that_it_goes_on(run: ForkedRun, words: str) -> None:
 
 
 def failures(run: ForkedRun) -> list[str]:
-    return [line for line in run.said().splitlines() if "training continues and the next interval tries again" in line]
+    return [line for line in run.said().splitlines() if "and the next save tries again where training continues" in line]
 
 
 def check_that_it_saves_again(run: ForkedRun) -> None:

@@ -60,7 +60,8 @@ def test_a_run_is_estimated_without_its_images_weights_and_teacher(monkeypatch, 
     words = [str(ROOT / "train_configs" / "imagenet256" / "sit_b2_repa.toml"), "--world-size", "1", "--device", "H200", *SMALL]
     assert estimate.main([*words, "--alignment.block", "1", "--json"]) == 0
     out, note = said(capsys)
-    assert note.startswith("./downloads/imagenet: not here; 4 x 32 x 32 and 1000 classes are assumed (")
+    assumed = "3 x 256 x 256 pixels, latents of 4 x 32 x 32, and 1000 classes are assumed ("
+    assert note.startswith(f"./downloads/imagenet: not here; {assumed}")
     found = json.loads(out)
     assert found["encoding_flops_per_image"] / 2e9 == pytest.approx(136.361, abs=1e-3)
     assert found["memory"]["phase"] == "encode"

@@ -21,6 +21,7 @@ from torchtitan.weights.model_record import (
     CONFIG,
     RECORD,
     load_record,
+    record_as_trained,
     record_of,
     record_of_checkpoint,
     record_of_weights,
@@ -111,6 +112,17 @@ def test_a_checkpoint_of_a_run_without_samples_is_read_where_its_data_are_gone(u
         (tmp_path / "config.toml").write_text(tomli_w.dumps({name: table for name, table in tables.items() if table}))
     found = record_of_checkpoint(tmp_path, tmp_path / "step-2")
     assert found.elsewhere and found.info.num_classes == 2 and found.config.data.path == ""
+
+
+def test_a_checkpoint_that_was_trained_with_other_keys_than_its_run_has_now_is_read_with_them(unsampled, monkeypatch, tmp_path):
+    tables, now = effective(unsampled), record_of(unsampled)
+    state = {RECORD: now.data_table(), "config": tables | {"objective": tables["objective"] | {"prediction": "x0"}}}
+    monkeypatch.setattr(model_record, "read_state", lambda checkpoint: state)
+    (tmp_path / "config.toml").write_text(tomli_w.dumps({name: table for name, table in tables.items() if table}))
+    found, said = record_as_trained(tmp_path, tmp_path / "step-2", now)
+    assert found.config.objective.prediction == "x0" and "trained with another objective.prediction than the run has now" in said
+    state["config"] = tables
+    assert record_as_trained(tmp_path, tmp_path / "step-2", now) == (now, "")
 
 
 def test_a_run_of_an_earlier_version_is_read_without_the_keys_that_are_no_more(tmp_path, caplog):

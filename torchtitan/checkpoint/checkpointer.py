@@ -173,7 +173,7 @@ class Checkpointer:
             self.failures += 1
             if self._rank == 0:
                 logger.error(
-                    f"{self._problem}; {left}, training continues and the next interval tries again "
+                    f"{self._problem}; {left}, and the next save tries again where training continues "
                     f"(failures so far: {self.failures})"
                 )
 

@@ -96,6 +96,8 @@ def local_batch_size(checked: ConfigView) -> int:
 
 
 def _loader_processes(checked: ConfigView) -> Iterator[Problem]:
+    if checked.elsewhere:
+        return
     workers, ranks = checked.data.num_workers, launch_number("LOCAL_WORLD_SIZE", checked.world_size)
     if text := loader_problem(workers, ranks):
         yield Problem("data.num_workers", text)

@@ -6,6 +6,7 @@ from typing import Any
 from torchtitan.config.job import ConfigError, JobConfig, load_config
 from torchtitan.settings.record import unmet_condition
 from torchtitan.settings.sections import all_sections, keys, section_at
+from torchtitan.settings.sources import split_keys
 
 SMOKE_SUFFIX = "-smoke"  # of the run's name
 
@@ -42,7 +43,8 @@ def smoke_words(argv: list[str], world_size: int) -> tuple[list[str], str]:
     wanted |= {key: min(_value(config, key), most) for key, most in _MOST.items() if key in known} | _REPLACED
     cuts = {key: value for key, value in wanted.items() if value != _value(config, key) and _acts(config, key)}
     settings = {"job.name": name, "job.allow_config_change": True} | cuts
-    words = [*argv, *(f"--{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in settings.items())]
+    own, _ = split_keys(argv, "profiling")  # which is off
+    words = [*own, *(f"--{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in settings.items())]
     try:
         load_config(words, world_size)
     except ConfigError as error:

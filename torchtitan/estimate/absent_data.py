@@ -65,8 +65,8 @@ def without_data(words: list[str]) -> tuple[list[str], str, DatasetInfo | None]:
     own_words = [f"--data.{key} {value}" for key, value in made.items() if key not in ("name", "shape")]
     advice = f"others: --data.name synthetic --data.shape '[C, H, W]' {' '.join(own_words)}"
     latents = _latents(own) if no_store else None
-    shape = list(latents.image_shape) if latents else shape
-    return own, f"{place}: not here; {_by(shape)} and {what} are assumed ({advice})", latents
+    shown = f"{_by(shape)} pixels, latents of {_by(latents.image_shape)}," if latents else _by(shape)
+    return own, f"{place}: not here; {shown} and {what} are assumed ({advice})", latents
 
 
 def _published(config: JobConfig) -> list[str]:

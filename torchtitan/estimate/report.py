@@ -9,7 +9,7 @@ from torchtitan.distributed.config import ActivationCheckpointConfig
 from torchtitan.estimate.devices import Device
 from torchtitan.estimate.encoding import encoding_flops_per_image
 from torchtitan.estimate.measured import waiting_step
-from torchtitan.estimate.memory import PARTS, MemoryEstimate
+from torchtitan.estimate.memory import PARTS, MemoryEstimate, estimate_memory
 from torchtitan.estimate.roofline import (
     Efficiency,
     StepTime,
@@ -105,6 +105,8 @@ def _accumulated(config: JobConfig) -> str:
 
 
 def _start_up(config: JobConfig) -> str:
+    if config.lora.quantized_kind and config.checkpoint.initial_weights:
+        return "the whole model is read on every rank, weight by weight"
     if config.parallelism.data_parallel_shard_degree == 1 or config.lora.quantized_kind:
         return "the whole model is drawn on every rank"
     return "the rank's shards and one whole parameter"
@@ -165,8 +167,10 @@ def _verdict(config: JobConfig, model: DiffusionModel, memory: MemoryEstimate, d
     known = fits(memory, device)
     if known is None:
         return f"whether {_USABLE:.0%} of it are enough is known once the blocks are compiled"
-    smaller = ", ".join(_smaller(config, model, memory, device)) or "more devices"
-    return "fits" if known else f"does not fit into {_USABLE:.0%} of it (less with {smaller})"
+    if known:
+        return "fits"
+    smaller = ", ".join(_smaller(config, model, memory, device))
+    return f"does not fit into {_USABLE:.0%} of it" + (f" (less with {smaller})" if smaller else "")
 
 
 def _smaller(config: JobConfig, model: DiffusionModel, memory: MemoryEstimate, device: Device) -> Iterator[str]:
@@ -186,12 +190,28 @@ def _smaller(config: JobConfig, model: DiffusionModel, memory: MemoryEstimate, d
         added = sum(4 * p.numel() for p in model.parameters() if p.requires_grad) if microbatches(config) == 1 else 0
         while smaller > 1 and (batch - smaller) * memory.activations / batch < excess + added:
             smaller = largest_divisor(share, smaller - 1)
-        yield f"--training.local_batch_size {smaller}"
+        while not (fitting := _fits_with(config, smaller, device)) and smaller > 1:  # not all shrinks with the batch
+            smaller = largest_divisor(share, smaller - 1)
+        if fitting:
+            yield f"--training.local_batch_size {smaller}"
+    if config.lora.quantized_kind:  # whole on every rank
+        if not config.checkpoint.initial_weights and memory.start_up > memory.total:
+            yield "checkpoint.initial_weights, which are read weight by weight"
+        return
     if memory.total - memory.activations < excess:
         return  # more shards alone cannot do it
-    shards = layout.data_parallel_shard_degree < layout.data_ranks
-    degrees = "--parallelism.data_parallel_replicate_degree -1 with a larger --parallelism.data_parallel_shard_degree"
-    yield degrees if shards else "more devices"
+    larger = "a larger --parallelism.data_parallel_shard_degree"
+    if layout.processes == 1:
+        yield f"more devices and {larger}"
+    else:
+        shards = layout.data_parallel_shard_degree < layout.data_ranks
+        yield f"--parallelism.data_parallel_replicate_degree -1 with {larger}" if shards else "more devices"
+
+
+def _fits_with(config: JobConfig, local_batch_size: int, device: Device) -> bool:
+    training = dataclasses.replace(config.training, local_batch_size=local_batch_size)
+    smaller = dataclasses.replace(config, training=training)
+    return fits(estimate_memory(smaller, config.parallelism.processes, device.name != "CPU"), device) is not False
 
 
 def _gib(count: int) -> str:

@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from torchtitan.autoencoders.base import Autoencoder
+from torchtitan.conditions import Texts, placeholder
 from torchtitan.config.job import JobConfig
 from torchtitan.data import DatasetInfo, dataset_info
 from torchtitan.diffusion.objective import Draw, Microbatch, Objective
@@ -210,7 +211,9 @@ class _Step:
         kept = self.objective.kept(torch.empty(len(samples)), 0.0)
         dual = self.plan is not None and config.alignment.dual_share
         times = torch.empty(len(samples), 1, *self.plan.student.grid) if self.plan and dual else None
-        microbatch = Microbatch(batch["images"], self.model.condition_kind.of(batch), batch, kept)
+        kind = self.model.condition_kind
+        condition = placeholder(kind.entries, len(samples)) if isinstance(kind, Texts) else kind.of(batch)  # no text is encoded
+        microbatch = Microbatch(batch["images"], condition, batch, kept)
         with accumulate_locally(self.model, last=last):
             precision = compute_context(config.training.mixed_precision_param, self.layout.device, self.layout.sharded)
             with precision, nullcontext() if self.plan is None else self.tap.taken(grad=True):

@@ -42,7 +42,7 @@ def settle_cells(
                 bar.update(amount)
 
         with turn:
-            bar.set_description(f"cell {position} of {len(cells)}, {name(cell)}".removesuffix(", "))
+            bar.set_description(f"{position} of {len(cells)}, {name(cell)}".removesuffix(", "))
         settle(cell, advance)
         advance(cost(cell) - done)
 

@@ -1,9 +1,11 @@
 """Folder of a run: its configuration, its lock, and its summary."""
 
 import dataclasses
+import glob
 import json
 import logging
 import platform
+import re
 import shlex
 import subprocess
 import time
@@ -258,11 +260,13 @@ class RunFolder:
         asked = self._config.checkpoint
         return asked.load_step == summary.get(BRANCHED_FROM) and checkpoint_path(self.checkpoints, summary["step"]).exists()
 
-    def set_aside_pictures(self, step: int) -> None:
-        """Rename the grids and previews of steps after one that the run goes back to. Raises RunFolderError."""
-        for path in self.samples.rglob("step-*.png"):
-            number = path.stem.split("-")[1]
-            if number.isdecimal() and int(number) > step:
+    def set_aside_files(self, step: int) -> None:
+        """Rename grids, previews, final weights and averages of steps after one that the run goes back to. Raises RunFolderError."""
+        weights = self.path.glob(f"{glob.escape(self._config.job.name)}-step-*.safetensors")
+        averages = (self.path / "ema").glob("step-*.safetensors")
+        for path in [*self.samples.rglob("step-*.png"), *weights, *averages]:
+            numbers = re.findall(r"step-(\d+)", path.name)
+            if numbers and int(numbers[-1]) > step and not path.name.startswith("set-aside-"):
                 try:
                     path.rename(path.with_name(f"set-aside-{time.time_ns()}-{path.name}"))
                 except OSError as error:

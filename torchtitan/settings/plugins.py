@@ -56,7 +56,7 @@ def require_unchanged(names: Iterable[str]) -> None:
 def as_loaded(names: Iterable[str]) -> list[str]:
     """Names of a record's plugins for another process: of files as loaded here, which may be elsewhere than recorded."""
     there = {path.name: str(path) for path, _ in _files.values()}
-    return [there.get(Path(name).name, name) for name in names]
+    return list(dict.fromkeys(there.get(Path(name).name, name) for name in names))
 
 
 def loaded_plugins() -> dict[str, str]:

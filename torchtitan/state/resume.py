@@ -61,7 +61,7 @@ def _set_aside_after(folder: RunFolder, step: int) -> None:
     from torchtitan.fidelity.results import EVALUATION_FILE, EvaluationFile
 
     EvaluationFile(folder.path / EVALUATION_FILE).set_aside_after(step)
-    folder.set_aside_pictures(step)
+    folder.set_aside_files(step)
 
 
 def checkpointed_state(state: RunState, reports: dict) -> dict:

@@ -29,7 +29,7 @@ from torchtitan.files.remote_path import AnyPath
 from torchtitan.files.weight_files import CONFIG, header_of, recorded_data
 from torchtitan.latents.captions import NULL_CAPTION
 from torchtitan.settings import setting
-from torchtitan.settings.record import effective
+from torchtitan.settings.record import config_differences, effective
 from torchtitan.settings.schema import validate_section
 
 if TYPE_CHECKING:
@@ -150,11 +150,12 @@ def class_names_of_weights(path: Path) -> list[str]:
     return [str(name) for name in names] if isinstance(names, list) else []
 
 
-def record_of_checkpoint(folder: Path, checkpoint: AnyPath) -> ModelRecord | None:
+def record_of_checkpoint(folder: Path, checkpoint: AnyPath, as_trained: bool = False) -> ModelRecord | None:
     """Record of a run by its checkpoint, if that has one, where its data are not here, or have changed.
 
     Args:
         folder: of the run; or a folder without config.toml, if the configuration is the checkpoint's.
+        as_trained: with the checkpoint's configuration, and not that of the folder.
 
     Raises:
         ConfigError: it cannot be used; CheckpointError: it is of adapters alone.
@@ -162,7 +163,7 @@ def record_of_checkpoint(folder: Path, checkpoint: AnyPath) -> ModelRecord | Non
     try:
         state = read_state(checkpoint)
         of_run = (folder / "config.toml").exists()
-        tables = read_toml(folder / "config.toml") if of_run else state.get("config", {})
+        tables = read_toml(folder / "config.toml") if of_run and not as_trained else state.get("config", {})
     except (CheckpointError, OSError, ValueError):
         return None
     table = state.get(RECORD)
@@ -174,6 +175,22 @@ def record_of_checkpoint(folder: Path, checkpoint: AnyPath) -> ModelRecord | Non
     kept = [*_OF_RUNS, *(_OF_ADAPTERS if tables.get("lora", {}).get("enable", False) else ())]
     kept_tables = {name: tables[name] for name in kept if name in tables} | {"data": dict(table)}
     return load_record(kept_tables, f"{folder}, with its data as recorded", with_paths=of_run, earlier=True)
+
+
+def record_as_trained(folder: Path, checkpoint: AnyPath, record: ModelRecord) -> tuple[ModelRecord, str]:
+    """Record of a run, or of a checkpoint that was trained with other keys than the run has now; what is to be said."""
+    try:
+        state = read_state(checkpoint)
+    except CheckpointError:
+        return record, ""  # which is reported when weights are read
+    lines = config_differences(state.get("config") or {}, record.config) if state.get("config") else []
+    keys = [key for key in (line.partition(": ")[0] for line in lines) if key.startswith(("model.", "objective.", "ema."))]
+    if not keys:
+        return record, ""
+    said = f"{checkpoint}: was trained with another {', '.join(keys)} than the run has now"
+    if found := record_of_checkpoint(folder, checkpoint, as_trained=True):
+        return found, f"{said} (the checkpoint's record is used)"
+    return record, f"{said}, and has no record of the data: the run's is used"
 
 
 def load_record(tables: Mapping[str, Any], place: str, with_paths: bool = False, earlier: bool = False) -> ModelRecord:

@@ -47,7 +47,13 @@ from torchtitan.settings.record import CONFIG_HEADER
 from torchtitan.training.snapshot_series import SnapshotError
 from torchtitan.weights.adapted_network import adapted_network, adapted_network_on_meta
 from torchtitan.weights.data_changes import change_of_classes, change_of_store, plugin_changes
-from torchtitan.weights.model_record import ModelRecord, record_of, record_of_checkpoint, record_of_weights
+from torchtitan.weights.model_record import (
+    ModelRecord,
+    record_as_trained,
+    record_of,
+    record_of_checkpoint,
+    record_of_weights,
+)
 from torchtitan.weights.network import check_base, network_on_meta
 from torchtitan.weights.post_hoc_ema import Reconstruction, reconstruct, stored_averages
 from torchtitan.weights.published import layout_of, open_published
@@ -98,15 +104,16 @@ def load_run(
     """
     folder, checkpoints, step = checkpoints_of_source(folder, step)
     record, missing = record_of_run(folder, checkpoints)
+    if (track or "").startswith(RECONSTRUCTED) and track not in [entry.name for entry in record.config.ema.tracks]:
+        return _reconstructed(folder, track or "", step, device)
+    step, warnings = _choose_step(checkpoints, step)
+    record, other = record_as_trained(folder, checkpoint_path(checkpoints, step), record)
     config, info = record.config, record.info
     track = track or config.sampling.ema_track
     tracks = [entry.name for entry in config.ema.tracks]
-    if track.startswith(RECONSTRUCTED) and track not in tracks:
-        return _reconstructed(folder, track, step, device)
     if track not in ("none", *tracks):
         there = ", ".join(["none", *tracks, *([f"{RECONSTRUCTED}LENGTH"] if config.ema.snapshot_interval else [])])
         raise WeightsError(f"{folder}: has no EMA track {track!r} (there are: {there})")
-    step, warnings = _choose_step(checkpoints, step)
     alone = config.lora.enable and not base
     model = _adapter_alone(config, info) if alone else _empty_model(config, info, device, checkpoint_path(checkpoints, step))
     prefix = "model." if track == "none" else f"ema.{track}."
@@ -120,7 +127,8 @@ def load_run(
     if learned:
         read_tensors(checkpoint_path(checkpoints, step), learned)
     label = f"step {step}, {'trained weights' if track == 'none' else track}"
-    return TrainedModel(record, info, model, objective, label, (*missing, *warnings, *changed), step, track)
+    said = (*missing, *warnings, *filter(None, [other]), *changed)
+    return TrainedModel(record, info, model, objective, label, said, step, track)
 
 
 def load_weights(path: Path, config_file: Path | None, device: torch.device) -> TrainedModel:

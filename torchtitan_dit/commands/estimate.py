@@ -9,6 +9,7 @@ import json
 import sys
 from dataclasses import replace
 
+from torchtitan.conditions import Texts
 from torchtitan.config.job import ConfigError, JobConfig, load_config
 from torchtitan.estimate.absent_data import without_data
 from torchtitan.estimate.devices import DEVICES, Device
@@ -42,6 +43,8 @@ def main(words: list[str] | None = None) -> int:
         return 2
     efficiency = _efficiency(arguments, config)
     model = model_on_meta(config)
+    if isinstance(model.condition_kind, Texts):
+        print("data.text_encoder: its memory and time are not counted", file=sys.stderr)
     if (parameters := model.num_parameters()) > _LARGE:
         print(f"a step of {parameters:,} parameters on tensors without memory: a minute or two ...", file=sys.stderr)
     memory = estimate_memory(config, arguments.world_size, on_gpu)

@@ -150,8 +150,9 @@ def value_label(name: str, value: Any) -> str:
 
 
 def label(axes: Axes, names: Iterable[str]) -> str:
-    """Label of several axes in words; a key that a run lacks, as of a feature switched off, is left out."""
-    return ", ".join(value_label(name, axes.get(name)) for name in names if axes.get(name) is not None or "." not in name)
+    """Label of several axes in words; a key that a run lacks, as of a feature switched off or a patch, is left out."""
+    kept = [name for name in names if axes.get(name) is not None or not ("." in name or name == "patch")]
+    return ", ".join(value_label(name, axes.get(name)) for name in kept)
 
 
 def _layout(degrees: Degrees) -> str:

@@ -49,6 +49,8 @@ def headlines(results: Results) -> list[str]:
     runs, cells = counted(len(results.runs), "run"), counted(len(results.cells), "cell")
     devices = {str(run.axes["device"]) for run in results.runs if run.ok and run.axes.get("device")}
     where = f", all on {devices.pop()}" if len(devices) == 1 else ""
+    without = len(results.runs) - sum(len(cell.runs) for cell in results.cells)
+    cells += f" (and {counted(without, 'run')} without a folder in none)" if without else ""
     lines = [f"{runs} ({told}) in {cells}, {measured} of them measured{where}."]
     kinds = Counter(cell.axes[DATA] for cell in results.cells if cell.axes.get(DATA))
     if len(kinds) > 1:
