@@ -261,7 +261,7 @@ class RunFolder:
         return asked.load_step == summary.get(BRANCHED_FROM) and checkpoint_path(self.checkpoints, summary["step"]).exists()
 
     def set_aside_files(self, step: int) -> None:
-        """Rename grids, previews, final weights and averages of steps after one that the run goes back to. Raises RunFolderError."""
+        """Rename pictures, final weights and averages of steps after one that the run goes back to. Raises RunFolderError."""
         weights = self.path.glob(f"{glob.escape(self._config.job.name)}-step-*.safetensors")
         averages = (self.path / "ema").glob("step-*.safetensors")
         for path in [*self.samples.rglob("step-*.png"), *weights, *averages]:
