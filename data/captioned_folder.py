@@ -296,7 +296,7 @@ def _read_caption(place: str, read: ReadCaption | None, trigger_word: str, missi
             return "[trigger]"
         missing_file = f"an image without a caption (add {Path(place).stem}.txt or its row in metadata.csv, remove the image"
         problem = "the caption is empty (write it" if read else missing_file
-        raise ValueError(problem + (', or set data.missing_caption = "trigger")' if trigger_word else ")"))
+        raise ValueError(problem + (', or set data.missing_caption = "trigger")' if trigger_word.split() else ")"))
 
     return caption_at(place, text, trigger_word)
 

@@ -63,6 +63,10 @@ def branch_config(
         "double_batch_after": [],  # a branch has one batch size
         "max_skipped_steps": 0,  # a branch that skips is no answer
     }
+    saving = CheckpointConfig(interval=max(-(-plan.steps // _SAVES), 1), keep_latest_k=1)
+    if config.lora.enable:  # the frozen network is read again
+        base = {key: getattr(config.checkpoint, key) for key in ("initial_weights", "initial_weights_strict")}
+        saving = dataclasses.replace(saving, **base)
     return dataclasses.replace(
         config,
         job=dataclasses.replace(config.job, **place),
@@ -72,7 +76,7 @@ def branch_config(
         parallelism=layout_on(config, processes),
         ema=EMAConfig(tracks=[TRACK]),
         gns=type(config.gns)(),
-        checkpoint=CheckpointConfig(interval=max(-(-plan.steps // _SAVES), 1), keep_latest_k=1),
+        checkpoint=saving,
         metrics=dataclasses.replace(
             config.metrics, log_freq=max(plan.steps // 64, 1), enable_tensorboard=False, enable_wandb=False
         ),

@@ -108,14 +108,14 @@ def _table(found: Runs, methods: Sequence[str], better: Mapping[str, Better], ax
             ratio = fmean(run.flops / of.flops for run, of in pairs)
             # `MeasuredRun.at` takes the first measurement for what lies before it.
             starts = [zip(_images_at(*pair, axis), pair, strict=True) for pair in pairs]
-            early = any(images < one.images[0] for start in starts for images, one in start)
+            early = any(images < one.images[0] * (1 - 1e-9) for start in starts for images, one in start)
             texts = [change_text(*found, count) for found in changes]
             rows.append([method, str(len(pairs)), f"{ratio:.3g}{_EARLY * early}", *texts])
         else:
             rows.append([method, "0", "-", *("-" for _ in better)])
     arrows = {"lower": "↓", "higher": "↑"}
     heads = ["method", "seeds", "FLOPs", *(f"{name} {arrows[which]}" for name, which in better.items())]
-    note = f"{_EARLY} equal FLOPs lie before a first measurement, which is taken instead (more --checkpoints).\n\n"
+    note = f"{_EARLY} equal {axis} lie before a first measurement, which is taken instead (more --checkpoints).\n\n"
     return markdown_table(heads, rows) + note * any(_EARLY in row[2] for row in rows)
 
 

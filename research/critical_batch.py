@@ -38,14 +38,14 @@ def run_alone(arguments: argparse.Namespace) -> Path:
 
     Raises:
         StudyError, ConfigError, CheckpointError, WeightsError, DatasetError: it cannot be measured.
-        CellsFailed: every branch failed; the summary is written.
+        CellsFailed: no branch was measured; the summary is written.
     """
     measurement = open_measurement(arguments)
     rows = run_measurement(measurement)
     branches = [row for row in rows if row["seed"] != START]
     summary = report(measurement, rows)
-    if all(row["status"] == "failed" for row in branches):
-        text = f"every branch failed, the first with: {branches[0]['reason']}"
+    if all(row["status"] != "ok" for row in branches):
+        text = f"no branch was measured, the first {branches[0]['status']} with: {branches[0]['reason']}"
         raise CellsFailed(f"{text} ({summary} has all; --retry-failed trains them again)")
     print(summary.read_text(encoding="utf-8").split("\n## ")[0].strip())
     return summary

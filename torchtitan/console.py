@@ -201,7 +201,8 @@ def closing_lines(
         "weights": weights if os.path.exists(weights) else None,
         "summary": folder.summary if os.path.exists(folder.summary) else None,
     }
-    again = "begins anew" if config.job.name.endswith(SMOKE_SUFFIX) else "resumes"
+    smoke = config.job.name.endswith(SMOKE_SUFFIX) and config.job.allow_config_change  # as --smoke sets both
+    again = "begins anew" if smoke else "resumes"
     resumes = f": the same command {again}" if status == "interrupted" and config.checkpoint.enable else ""
     lines = [f"{status} after step {state.step}{resumes}", *_speed(clock)]
     lines += [f"  {name:<12} {path}" for name, path in places.items() if path]

@@ -119,6 +119,8 @@ class Reports:
         self._bar.n, self._pace_since = self._state.progress, None
         self._bar.refresh()
         self._rates.restart(self._state.step)
+        if self._log:
+            self._write_session()
 
     def _new_log(self) -> MetricsLog:
         state, config = self._state, self._config

@@ -114,7 +114,7 @@ def test_branch_that_fails_is_a_row_and_the_test_goes_on(run, tmp_path):
     asked = ["--step", "8", "--factors", "0.5", "1", "--seeds", "1", "--samples", "48", "--held-out", "100"]
     asked += ["--lr", "1e37", "--output", str(tmp_path / "diverging")]
     done = run_script(*COMMAND, str(run), *asked)
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 1 and "no branch was measured, the first diverged with: " in done.stderr
     rows = {row["batch_size"]: row for row in rows_of(tmp_path / "diverging") if row["seed"] == "0"}
     assert {row["status"] for row in rows.values()} == {"diverged"} and "gradient norm is" in rows["8"]["reason"]
     summary = (tmp_path / "diverging" / "summary.md").read_text()

@@ -67,7 +67,8 @@ def test_adapters_that_do_not_fit_are_offered_int8_which_needs_no_package_here(b
     config.write_text('[model]\nflavor = "debug"\n[lora]\nenable = true\n[metrics]\nenable_tensorboard = false\n')
     words = [str(config), "--device", "CPU", "--tflops", "1", "--memory-bandwidth", "1", "--memory", "0.0001"]
     assert estimate.main(words) == 0
-    assert "does not fit into 90% of it (less with --lora.base_dtype int8)" in capsys.readouterr().out
+    advice = "--lora.base_dtype int8, more devices and a larger --parallelism.data_parallel_shard_degree"
+    assert f"does not fit into 90% of it (less with {advice})" in capsys.readouterr().out
     assert estimate.main([str(config), "--device", "4090", "--lora.base_dtype", "int8"]) == 0
     assert "23.60 GiB: fits" in capsys.readouterr().out
 

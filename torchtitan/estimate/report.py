@@ -187,7 +187,8 @@ def _smaller(config: JobConfig, model: DiffusionModel, memory: MemoryEstimate, d
         share = config.training.global_batch_size // layout.data_ranks
         smaller = largest_divisor(share, batch - 1)
         # Microbatches then accumulate whole gradients, which one alone does not.
-        added = sum(4 * p.numel() for p in model.parameters() if p.requires_grad) if microbatches(config) == 1 else 0
+        once = microbatches(config) * largest_growth(config) == 1
+        added = sum(4 * p.numel() for p in model.parameters() if p.requires_grad) if once else 0
         while smaller > 1 and (batch - smaller) * memory.activations / batch < excess + added:
             smaller = largest_divisor(share, smaller - 1)
         while not (fitting := _fits_with(config, smaller, device)) and smaller > 1:  # not all shrinks with the batch
@@ -198,14 +199,13 @@ def _smaller(config: JobConfig, model: DiffusionModel, memory: MemoryEstimate, d
         if not config.checkpoint.initial_weights and memory.start_up > memory.total:
             yield "checkpoint.initial_weights, which are read weight by weight"
         return
-    if memory.total - memory.activations < excess:
-        return  # more shards alone cannot do it
     larger = "a larger --parallelism.data_parallel_shard_degree"
     if layout.processes == 1:
         yield f"more devices and {larger}"
-    else:
-        shards = layout.data_parallel_shard_degree < layout.data_ranks
-        yield f"--parallelism.data_parallel_replicate_degree -1 with {larger}" if shards else "more devices"
+    elif layout.data_parallel_shard_degree < layout.data_ranks:
+        yield f"--parallelism.data_parallel_replicate_degree -1 with {larger}"
+    elif memory.total - memory.activations >= excess:  # or else more shards alone cannot do it
+        yield "more devices"
 
 
 def _fits_with(config: JobConfig, local_batch_size: int, device: Device) -> bool:

@@ -132,7 +132,7 @@ def is_drawn(tag: str) -> bool:
     """Check whether a logged value is drawn, or needed for it."""
     parts = tag.split("/")
     if len(parts) == 5 and parts[3] == "all":
-        return parts[4] in (*DRAWN, "headline")
+        return parts[4] in (*DRAWN, "headline", "samples")
     of_a_bin = len(parts) == 5 and parts[0] == "gns" and parts[2] == "composite"
     return tag == _COUNT or tag.startswith(f"{_EDGE}/") or (of_a_bin and parts[4] in DRAWN)
 

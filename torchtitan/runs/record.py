@@ -110,7 +110,7 @@ class RunRecord:
         summary: of summary.json; None where there is none, as in a run in progress or killed.
         points: metrics.jsonl in the order of steps; later lines follow earlier ones of the same step.
         evaluated: the last values of evaluation.json, by metric and what it depends on.
-        session: of session.json, which the last start has written.
+        session: of session.json, of the last start.
         ended: of status.json, which each end writes, also one before the first step.
         stride: 1; of a very large metrics.jsonl k, where every k-th point was kept.
     """

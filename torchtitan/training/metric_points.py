@@ -9,7 +9,7 @@ from typing import Any, BinaryIO
 
 from torchtitan.files.regular import open_regular
 
-SESSION_FILE = "session.json"  # of a run, written when its processes start
+SESSION_FILE = "session.json"  # of a run, written when its processes start and when its samples were measured
 TIMED = "timed"  # entry of a summary: what its speeds depend on, and the step after which that was so
 LONGEST_LINE = 1 << 20  # bytes; a point of 1,000 bins and the noise scale of 64 has 0.1 MB
 MOST_KEPT = 1 << 26  # bytes of lines whose points are held; as objects they take about ten times as much
