@@ -139,7 +139,7 @@ def test_a_rank_lost_after_the_checkpoint_counts_is_not_told_as_nothing_kept(tmp
 
     monkeypatch.setattr(checkpoint, "from_first_rank", lost)
     keeper.save(1, some_tensors(1), {})
-    assert "Connection reset by peer; a resume uses it where it is whole, training continues" in caplog.text
+    assert "Connection reset by peer; a resume uses it where it is whole, and the next save tries again" in caplog.text
     assert newest_good(keeper.folder) == (1, [])
 
 
