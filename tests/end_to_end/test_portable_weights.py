@@ -68,7 +68,7 @@ def test_a_checkpoint_alone_draws_the_same(place, expected, tmp_path):
     assert drawn(tmp_path, checkpoint.name) == expected
     (tmp_path / checkpoint.name).rename(tmp_path / "weights")
     refused = run_script(f"{ROOT}/scripts/sample.py", "weights", folder=tmp_path)
-    assert refused.returncode == 2 and "rename it to step-NUMBER" in refused.stderr
+    assert refused.returncode == 2 and "rename it to step- and eight digits" in refused.stderr
 
 
 @pytest.mark.parametrize("layout", ["dit"])

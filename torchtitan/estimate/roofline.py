@@ -111,7 +111,8 @@ def _parts_of_step(
     trained, gathered = model.num_parameters(), sum(parameter.numel() for parameter in model.parameters())
     communication = _communication_seconds(config, model, trained, gathered, device) / efficiency.link
     # Gradients are read; everything that trains, and only that, is read and written.
-    weights = 0 if training.enable_cpu_offload else 4 * trained / layout.degrees.copies_and_shards[1]
+    frozen = config.lora.enable or config.autoencoder.encode or config.alignment.teacher != "none"
+    weights = 4 * trained / layout.degrees.copies_and_shards[1] if frozen else memory.parameters
     moved = 2 * (weights + memory.optimizer + memory.ema) + memory.all_gradients
     return compute, communication, moved / (1e9 * device.memory_gb_per_s * efficiency.memory)
 

@@ -143,7 +143,7 @@ def parse_reference(words: list[str]) -> argparse.Namespace:
     arguments = parser.parse_args(words)
     if not NAME.fullmatch(arguments.name):
         parser.error(f"--name: {arguments.name[:40]!r} is no name of letters, digits, '.', '_' and '-'")
-    if arguments.name in ("train", "validation"):
+    if arguments.output is None and arguments.name in ("train", "validation"):
         parser.error(f"--name: {arguments.name!r} is a split of the run's own data in evaluation.reference (give another)")
     arguments.extractor = list(dict.fromkeys((arguments.extractor or DEFAULT_EXTRACTOR).split(",")))
     return arguments
