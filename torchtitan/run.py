@@ -187,7 +187,8 @@ def _out_of_memory(error: BaseException, config: JobConfig, where: str = "") -> 
     if where in ("sampling", "validation", "evaluation"):
         section = config.validation if where == "validation" else config.sampling
         key = f"{'validation' if where == 'validation' else 'sampling'}.batch_size"
-        return f"out of memory in {where} (give a {key} below {section.batch_size}): {first_line(error)}"
+        advice = f"give a {key} below {section.batch_size}" if section.batch_size > 1 else f"{key} is 1: smaller images"
+        return f"out of memory in {where} ({advice}): {first_line(error)}"
     local = config.training.local_batch_size
     half = next((size for size in range(local // 2, 0, -1) if local % size == 0), 0)
     smaller = f"--training.local_batch_size {half} --training.global_batch_size {config.training.global_batch_size}"

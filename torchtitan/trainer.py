@@ -326,9 +326,7 @@ class Trainer:
     def __enter__(self) -> "Trainer":
         return self
 
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if error is not None:
-            self.supervision.failed("failed", f"step {self.state.step}: {type(error).__name__}: {error}", lost=False)
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def close(self) -> None:

@@ -43,13 +43,14 @@ def smoke_words(argv: list[str], world_size: int) -> tuple[list[str], str]:
     wanted |= {key: min(_value(config, key), most) for key, most in _MOST.items() if key in known} | _REPLACED
     cuts = {key: value for key, value in wanted.items() if value != _value(config, key) and _acts(config, key)}
     settings = {"job.name": name, "job.allow_config_change": True} | cuts
-    own, _ = split_keys(argv, "profiling")  # which is off
+    own, left_out = split_keys(argv, "profiling")
     words = [*own, *(f"--{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in settings.items())]
     try:
         load_config(words, world_size)
     except ConfigError as error:
         raise ConfigError([f"--smoke: {problem}" for problem in error.problems]) from error
-    cut = ", ".join(f"{key} {_value(config, key)} -> {value}" for key, value in cuts.items())
+    cut = ", ".join([*(f"{key} {_value(config, key)} -> {value}" for key, value in cuts.items()), *left_out])
+    cut += " left out" if left_out else ""
     return words, f"smoke run in {config.job.dump_folder}/{name}: {cut or 'nothing had to be cut'}"
 
 

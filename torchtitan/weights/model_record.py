@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 RECORD = "recorded_data"  # entry of a checkpoint's state: the table of the data, or nothing
 _OF_WEIGHTS = ("model", "objective", "sampling", "autoencoder", "debug")
 _OF_RUNS = (*_OF_WEIGHTS, "ema")
+_TRAINED_WITH = ("model", "objective", "ema", "lora")
 _OF_ADAPTERS = ("lora", "checkpoint")  # the frozen network is filled from checkpoint.initial_weights
 
 
@@ -178,19 +179,23 @@ def record_of_checkpoint(folder: Path, checkpoint: AnyPath, as_trained: bool = F
 
 
 def record_as_trained(folder: Path, checkpoint: AnyPath, record: ModelRecord) -> tuple[ModelRecord, str]:
-    """Record of a run, or of a checkpoint that was trained with other keys than the run has now; what is to be said."""
+    """Record of a run, with the network and objective of a checkpoint that was trained with others; what is to be said."""
     try:
         state = read_state(checkpoint)
     except CheckpointError:
         return record, ""  # which is reported when weights are read
     lines = config_differences(state.get("config") or {}, record.config) if state.get("config") else []
-    keys = [key for key in (line.partition(": ")[0] for line in lines) if key.startswith(("model.", "objective.", "ema."))]
+    keys = [key for key in (line.partition(": ")[0] for line in lines) if key.partition(".")[0] in _TRAINED_WITH]
     if not keys:
         return record, ""
     said = f"{checkpoint}: was trained with another {', '.join(keys)} than the run has now"
-    if found := record_of_checkpoint(folder, checkpoint, as_trained=True):
-        return found, f"{said} (the checkpoint's record is used)"
-    return record, f"{said}, and has no record of the data: the run's is used"
+    if (found := record_of_checkpoint(folder, checkpoint, as_trained=True)) is None:
+        return record, f"{said}, and has no record of the data: the run's keys are used"
+    own, then = record.config, found.config
+    config = dataclasses.replace(own, **{name: getattr(then, name) for name in {key.partition(".")[0] for key in keys}})
+    if own.sampling.ema_track not in ("none", *(track.name for track in then.ema.tracks)):
+        config.sampling = dataclasses.replace(own.sampling, ema_track=then.sampling.ema_track)
+    return dataclasses.replace(record, config=config), f"{said} (the checkpoint's are used)"
 
 
 def load_record(tables: Mapping[str, Any], place: str, with_paths: bool = False, earlier: bool = False) -> ModelRecord:
