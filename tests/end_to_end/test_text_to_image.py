@@ -132,7 +132,7 @@ def test_prompts_are_drawn_and_measured(trained, store, tmp_path, capsys):
     (tmp_path / "run" / "config.toml").touch()
     (tmp_path / "found.json").rename(tmp_path / "run" / "evaluation.json")
     (name,) = read_run(tmp_path / "run").evaluated
-    assert name.startswith('kid (cifar10, 4 samples of "a text" by euler in 1 step, guidance 2 against photographs, written 2')
+    assert name == 'kid (cifar10, 4 samples of "a text" by euler in 1 step, guidance 2 against photographs)'
     drawn = next(path for path in (trained[0] / "samples").rglob("labels.csv"))
     assert evaluate([str(drawn.parent), "--extractor", "cifar10", "--metrics", "accuracy", "--allow-small"]) == 2
     assert capsys.readouterr().err.endswith(refused)

@@ -43,8 +43,8 @@ def claim(run: Path, folder: AnyPath) -> str | None:
 
 def is_of_another_run(run: Path, folder: AnyPath) -> bool:
     """Check whether a folder of checkpoints has an owner other than this run. Raises StoreError."""
-    owner = read_owner(folder)
-    return owner is not None and owner.get("run") != _identity(run)
+    owner, mine = read_owner(folder), _identity(run)
+    return mine is not None and (owner or {}).get("run") not in (None, mine)
 
 
 def read_owner(folder: AnyPath) -> dict | None:

@@ -85,8 +85,10 @@ class ImageSet(ABC):
 
 
 def written(path: Path) -> dict[str, str]:
-    """When a file or folder was last written: others under its name are another set or reference."""
+    """When a file was last written: another one of its name is another set or reference."""
     with suppress(OSError):
+        if not path.is_file():
+            return {}
         return {"written": datetime.fromtimestamp(path.stat().st_mtime, UTC).isoformat(timespec="seconds")}
     return {}
 
@@ -133,7 +135,7 @@ class FolderImages(ImageSet):
 
     def record(self) -> dict[str, Any]:
         if not self._set:
-            return {"kind": "folder", "place": self.place, **written(Path(self.place))}
+            return {"kind": "folder", "place": self.place}
         kept = {key: value for key, value in self._set.items() if key not in ("sample_set", "images")}
         return {"kind": "set", "place": self.place, "set": kept}
 

@@ -54,7 +54,7 @@ def foreign_text(folder: AnyPath, name: str, owner: str, advice: str) -> str:
 def refuse_foreign_file(path: Path, start: bytes) -> None:
     """Refuse a path that holds anything but a plain file of the program's, which begins so. Raises OSError."""
     if os.path.lexists(path) and not begins_with(path, start):
-        found = "is a folder" if path.is_dir() else "there is a file that this command did not write; move it away"
+        found = "is a folder; move it away" if path.is_dir() else "there is a file that this command did not write; move it away"
         raise FileExistsError(errno.EEXIST, found, str(path))
 
 

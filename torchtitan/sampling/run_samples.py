@@ -14,12 +14,6 @@ from torchtitan.fidelity.images import ImageSet, open_images
 from torchtitan.runs.ownership import CONFIG_FILE
 from torchtitan.sampling.setup import SamplingSetup, beside
 from torchtitan.training.metric_sinks import TensorBoardFile
-from torchtitan.weights.pipeline_folder import is_published_folder
-
-
-def holds_weights(folder: Path) -> bool:
-    """Check whether a folder is a run's, or one of diffusers."""
-    return is_run(folder) or is_published_folder(folder)
 
 
 def is_run(folder: Path) -> bool:

@@ -103,7 +103,7 @@ def load_run(
         base: whether the frozen network of adapters is read; without it, only they have values.
     """
     folder, checkpoints, step = checkpoints_of_source(folder, step)
-    record, missing = record_of_run(folder, checkpoints)
+    record, missing = record_of_run(folder, checkpoints, step)
     if (track or "").startswith(RECONSTRUCTED) and track not in [entry.name for entry in record.config.ema.tracks]:
         return _reconstructed(folder, track or "", step, device)
     step, warnings = _choose_step(checkpoints, step)
@@ -248,14 +248,14 @@ def checkpoints_of_source(folder: Path, step: int | None) -> tuple[Path, AnyPath
     return folder, run_checkpoints(folder), step
 
 
-def record_of_run(folder: Path, checkpoints: AnyPath) -> tuple[ModelRecord, tuple[str, ...]]:
+def record_of_run(folder: Path, checkpoints: AnyPath, step: int | None = None) -> tuple[ModelRecord, tuple[str, ...]]:
     """Record of a run: with its data, or by its checkpoint where they are not here or have other classes; what is to be said."""
     try:
-        return _with_trained_classes(folder, checkpoints, record_of(read_config(folder / "config.toml")))
+        return _with_trained_classes(folder, checkpoints, step, record_of(read_config(folder / "config.toml")))
     except ConfigError as error:
         steps = checkpoint_steps(checkpoints)
         with suppress(ConfigError):
-            if steps and (found := record_of_checkpoint(folder, checkpoint_path(checkpoints, steps[0]))):
+            if steps and (found := record_of_checkpoint(folder, checkpoint_path(checkpoints, step or steps[0]))):
                 said = f"{error.problems[0]} (the checkpoint's record of the data is used)"
                 return found, (said,) if (folder / "config.toml").exists() else ()
         if not (folder / "config.toml").exists():
@@ -264,12 +264,12 @@ def record_of_run(folder: Path, checkpoints: AnyPath) -> tuple[ModelRecord, tupl
 
 
 def _with_trained_classes(
-    folder: Path, checkpoints: AnyPath, record: ModelRecord
+    folder: Path, checkpoints: AnyPath, step: int | None, record: ModelRecord
 ) -> tuple[ModelRecord, tuple[str, ...]]:
     """Record as given, or the checkpoint's where the data have other classes or latents now. Raises WeightsError: it has none."""
     steps, change = checkpoint_steps(checkpoints), ""
     if steps and (record.info.class_names or record.latents):
-        checkpoint = checkpoint_path(checkpoints, steps[0])
+        checkpoint = checkpoint_path(checkpoints, step or steps[0])
         with suppress(CheckpointError):  # of a damaged one, which is skipped or reported when weights are read
             state = read_state(checkpoint)
             text = change_of_classes(state, record.info) if record.info.class_names else ""

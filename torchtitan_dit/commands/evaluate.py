@@ -57,7 +57,7 @@ from torchtitan.processes.exit_codes import FAILED, REFUSED
 from torchtitan.programs import program
 from torchtitan.runs.folder import versions
 from torchtitan.sampling.method_options import option
-from torchtitan.sampling.run_samples import draw_samples, holds_weights, is_run, log_scalars, origin
+from torchtitan.sampling.run_samples import draw_samples, is_run, log_scalars, origin
 from torchtitan.sampling.setup import SamplingSetup, add_drawing_options, chosen_classes, open_prompted
 from torchtitan.settings.sources import split_keys
 
@@ -162,7 +162,7 @@ def evaluate(arguments: argparse.Namespace) -> None:
     """Measure samples, print the results and keep them. Raises UNUSABLE, Busy, OSError."""
     group = group_for_work()
     source: Path = arguments.source
-    drawn = source.is_dir() and holds_weights(source) or source.suffix == WEIGHTS
+    drawn = source.is_dir() and is_run(source) or source.suffix == WEIGHTS
     request = request_of(arguments)
     if not source.exists():
         raise EvaluationError(f"{source}: no such run, file of weights, folder of images or npz file")
@@ -275,7 +275,7 @@ def default_output(source: Path) -> Path:
     """File of results: in a run's folder or a set's, or beside other images."""
     if source.is_dir() and (is_run(source) or (source / SET_RECORD).exists()):
         return source / EVALUATION_FILE
-    whole = source.resolve()
+    whole = Path(os.path.abspath(source))
     return whole.with_name(f"{whole.name}.{EVALUATION_FILE}")
 
 
