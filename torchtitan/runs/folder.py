@@ -266,7 +266,7 @@ class RunFolder:
         averages = (self.path / "ema").glob("step-*.safetensors")
         for path in [*self.samples.rglob("step-*.png"), *weights, *averages]:
             numbers = re.findall(r"step-(\d+)", path.name)
-            if numbers and int(numbers[-1]) > step and not path.name.startswith("set-aside-"):
+            if numbers and int(numbers[-1]) > step:
                 try:
                     path.rename(path.with_name(f"set-aside-{time.time_ns()}-{path.name}"))
                 except OSError as error:

@@ -251,7 +251,7 @@ def next_steps(run: RunRecord) -> Rows:
     layout = "diffusers" if values.get("model.name") == "flux" else "native"
     form = f"--adapter {layout}" if values.get("lora.enable") else "--format safetensors"
     file, longer = shlex.quote(f"{run.name}.safetensors"), 2 * (as_number(values.get("training.steps")) or run.last_step)
-    name = re.sub(r"[^A-Za-z0-9._-]+", "-", run.folder.resolve().name).lstrip("._-")[:90]  # not one another's
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", run.folder.resolve().name).lstrip("._-")[:90]  # runs may be of other data
     name = f"{data}-{name}".strip("-") if name in ("", "train", "validation") else name
     plugins = f" --job.plugins {shlex.quote(','.join(map(str, found)))}" if (found := values.get("job.plugins")) else ""
     made = f"{pasted('evaluate')} reference {data} {folder}/config.toml --name {name}{extractor}{plugins}"
