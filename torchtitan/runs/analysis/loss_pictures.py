@@ -33,7 +33,8 @@ def draw_loss(runs: Sequence[Run], folder: Path) -> list[tuple[str, Path]]:
             of_cells.append((repeats[cell := repr(run.axes)], run))
             repeats[cell] += 1
         members = [run for _, run in sorted(of_cells, key=lambda each: each[0])]  # one of each cell before a repeat
-        which = f"{_MOST} of {len(members)} runs, the lowest of each cell first" if len(members) > _MOST else "all runs that logged it"
+        most = f"{_MOST} of {len(members)} runs, the lowest of each cell first"
+        which = most if len(members) > _MOST else "all runs that logged it"
         title = f"Training loss, {which}" + (f": {where}" if where else "")
         alike = coinciding({run.name: _over_images(run) for run in members[:_MOST]})
         drawn.append((title, _draw(members[:_MOST], title, alike, folder / f"loss_over_cost{ending}.png")))
