@@ -55,7 +55,7 @@ def test_images_become_latents_and_latents_become_pictures(tokenizer, photograph
         mean = written.get_tensor("mean")
     assert [Path(name).name for name in names] == ["one.png", "two.png", "three.png"]
     assert run("decode", file, "--path", tokenizer, "--batch-size", 2) == 0
-    folder = file.with_suffix("")
+    folder = file.with_name("latents-decoded")
     assert sorted(path.name for path in folder.iterdir()) == [f"latents-{n:06d}.png" for n in range(3)]
     images = build_autoencoder("cosmos", tokenizer).decode(mean)
     for number in range(3):
@@ -113,7 +113,7 @@ def test_normalized_latents_are_brought_back_as_their_file_says(tokenizer, laten
     normalization = {"shift": [0.5] * 16, "scale": [2.0] * 16}
     save_file({"mean": (latents - 0.5) * 2}, tmp_path / "z.safetensors", {"normalization": json.dumps(normalization)})
     assert run(tmp_path / "z.safetensors", "--path", tokenizer) == 0
-    assert decoded(tmp_path / "z", tokenizer, latents)
+    assert decoded(tmp_path / "z-decoded", tokenizer, latents)
 
 
 def test_large_images_go_through_tiles(tokenizer, photographs, tmp_path):

@@ -84,7 +84,7 @@ def parse_arguments(words: list[str]) -> argparse.Namespace:
         add = commands.add_parser(name, help=run.__doc__).add_argument
         if name == "decode":
             add("source", metavar="LATENTS", type=Path, help="file of latents, or folder of such files")
-            add("--output", type=Path, help="folder for the PNGs (default: LATENTS/decoded; of a file, a folder of its name)")
+            add("--output", type=Path, help="folder for the PNGs (default: LATENTS/decoded, of a file LATENTS-decoded)")
             add("--first", metavar="NUMBER", type=at_least(0), default=0,
                 help="number of the first latent, in each file")
             add("--count", type=at_least(1), help="number of latents of each file (default: all)")
@@ -144,7 +144,8 @@ def decode(arguments: argparse.Namespace) -> int:
     for file in files:
         check_decodable(file, decoder.autoencoder, arguments)
     folder = arguments.output or (
-        arguments.source / "decoded" if arguments.source.is_dir() else arguments.source.with_suffix("")
+        arguments.source / "decoded" if arguments.source.is_dir()
+        else arguments.source.with_name(f"{arguments.source.stem}-decoded")
     )
     jobs = [(file, begin, end) for file in files for begin, end in batches(file, arguments)]
     wanted = [picture_path(folder, file, number) for file, begin, end in jobs for number in range(begin, end)]
