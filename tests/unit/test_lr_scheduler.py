@@ -47,6 +47,8 @@ def test_the_jump_of_a_decay_that_is_made_longer_is_said():
     assert schedule_changes(of(200, *other), saved(100, 100)) == without
     constant = ("--lr_scheduler.decay_type", "constant")
     assert schedule_changes(of(200, *constant), saved(100, 100, *constant)) == []
+    (counts,) = schedule_changes(of(100, "--training.global_batch_size", "64"), saved(50, 100))
+    assert counts.endswith("takes each of its steps as 64, not 128")
 
 
 def test_per_epoch_rates_are_the_published_ones_and_constant_within_an_epoch():

@@ -193,11 +193,19 @@ def load_counts(guard: NumericalGuard, saved: Mapping[str, int]) -> None:
 
 
 def schedule_changes(config: JobConfig, saved: Mapping[str, Any]) -> list[str]:
-    """Line on the jump of the learning rate where the run has another length than at its checkpoint."""
-    schedule, training = config.lr_scheduler, config.training
-    recorded = saved.get("config")  # none: the checkpoint was put here for a run that begins
-    before = recorded["training"]["steps"] if recorded else training.steps
-    if not recorded or before == training.steps or schedule.decay_type not in TO_THE_END or schedule.decay_between:
+    """Lines on what a changed global batch does to counts of images, and on the learning rate's jump by another length."""
+    training, recorded = config.training, saved.get("config")  # none: the checkpoint was put here for a run that begins
+    if not recorded:
+        return []
+    was, size = recorded["training"]["global_batch_size"], training.global_batch_size
+    counted_as = f"what counts images (schedules, doublings, averages, snapshots) takes each of its steps as {size}, not {was}"
+    counts = [f"the checkpoint has another training.global_batch_size: {counted_as}"] if was != size else []
+    return counts + _length_changes(config, saved, recorded)
+
+
+def _length_changes(config: JobConfig, saved: Mapping[str, Any], recorded: Mapping[str, Any]) -> list[str]:
+    schedule, training, before = config.lr_scheduler, config.training, recorded["training"]["steps"]
+    if before == training.steps or schedule.decay_type not in TO_THE_END or schedule.decay_between:
         return []
     if saved["progress"] >= training.steps:
         return []  # no step follows
