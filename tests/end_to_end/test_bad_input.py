@@ -57,7 +57,7 @@ def test_folder_of_another_configuration_is_not_continued(config, trained):
     assert "job.allow_config_change" in error
     deeper = ("--job.allow_config_change", "true", "--model.num_layers", "7", "--training.steps", "3")
     code, _, error = call(training_arguments(config, "trained", *deeper))
-    assert code == 2 and "does not fit this model: a tensor is missing" in error
+    assert code == 2 and "does not fit this model: a tensor is missing" in error and "--checkpoint.initial_weights" in error
     (trained.folder / "summary.json").write_bytes(before[trained.folder / "summary.json"])
     del before[trained.folder / "status.json"]  # a run that starts removes it
     assert {path: path.read_bytes() for path in before} == before

@@ -115,7 +115,11 @@ def resume(state: RunState, step: int) -> None:
         check_base(saved, state.network.base_sha256, str(checkpoint), config.checkpoint.initial_weights)
     if state.gns and not state.gns.fits(saved["gns"]):
         tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith("gns.")}
-    read_tensors_together(checkpoint, tensors)
+    try:
+        read_tensors_together(checkpoint, tensors)
+    except CheckpointError as error:
+        way = " (another --job.name trains anew; --checkpoint.initial_weights begins it from exported weights)" if keys else ""
+        raise CheckpointError(f"{error}{way}") from error
     if found := state.fault():
         raise CheckpointError(f"{checkpoint}: {found} (checkpoint.load_step resumes from an earlier one)")
     try:
