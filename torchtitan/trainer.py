@@ -26,6 +26,7 @@ from torchtitan.models.float8 import compute_gather_scales
 from torchtitan.processes.host_allocator import keep_freed_memory
 from torchtitan.profiling.profiler import Profiler
 from torchtitan.reports import Reports
+from torchtitan.runs.status import STATUS_FILE
 from torchtitan.state.resume import checkpointed_state, open_run
 from torchtitan.supervision.recovery import gone_back, require_finite_start
 from torchtitan.supervision.supervision import Supervision
@@ -68,7 +69,7 @@ class Trainer:
         self._parameters = list(self.state.parameters.values())
         self._beside = list(self.state.objective.parameters().values())
         self._replays_graphs = config.compile.cuda_graphs
-        self._has_trained = False
+        self._has_trained, self._failure = False, ""
         self._starting = True  # until this process has made its first step
         # Steps of which a first one compiles: steps with taps measure or do not, and neither is the backward before the first.
         taps_compile = config.compile.enable and self.state.network.taps and len(self.state.shapes) == 1
@@ -90,7 +91,7 @@ class Trainer:
             raise RuntimeError("this Trainer has trained: close() it and make another, which resumes from the last checkpoint")
         self._has_trained, state = True, self.state
         # Listening first: starting the supervision takes a second, in which a signal would be lost.
-        with StopRequest(self._acknowledgement()) as stop, self.supervision:
+        with self._keeping_failure(), StopRequest(self._acknowledgement()) as stop, self.supervision:
             with self.phases(BEFORE_FIRST_STEP):
                 require_finite_start(state)
                 with self.reports.excluded("compiling" if self.config.compile.enable else "trying a backward"):
@@ -105,6 +106,14 @@ class Trainer:
                     state.checkpointer.require_saved()
                 self.reports.finish("interrupted" if signal_number else "completed")
         return 128 + signal_number if signal_number else 0
+
+    @contextmanager
+    def _keeping_failure(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            self._failure = f"step {self.state.step}: {type(error).__name__}: {error}"
+            raise
 
     def _acknowledgement(self) -> str:
         """Line that answers a request to stop, of one rank: a step, a grid or a validation may take minutes to its end."""
@@ -331,6 +340,8 @@ class Trainer:
 
     def close(self) -> None:
         """Close: stop the profiler and the loader's workers, let a save end, close the sinks, and release the folder."""
+        if self._failure and not (self.state.folder.path / STATUS_FILE).exists():  # in one's own process nothing else says why
+            self.supervision.failed("failed", self._failure, lost=False)
         self.profiler.close()
         self.state.close()
         self.reports.close()

@@ -136,3 +136,20 @@ def test_a_bar_that_no_terminal_shows_is_not_repeated_before_the_first_images(mo
     monkeypatch.setattr(api, "train_to_the_end", trained)
     train("digits", {"job.name": "notes", "training.steps": 2, "lr_scheduler.warmup_steps": 0})
     assert capsys.readouterr().err.count(" 0%") == 1
+
+
+def test_a_training_of_ones_own_process_leaves_why_it_failed(tmp_path, monkeypatch):
+    config = torchtitan_dit.configure("digits", {
+        "job.dump_folder": str(tmp_path), "job.name": "own", "model.flavor": "debug", "training.steps": 2,
+        "sampling.enable": False, "evaluation.enable": False, "validation.enable": False, "gns.enable": False,
+        "checkpoint.enable": False, "metrics.enable_tensorboard": False,
+    })  # fmt: skip
+    with pytest.raises(LookupError), torchtitan_dit.Trainer(config) as trainer:
+        monkeypatch.setattr(trainer, "train_step", lambda: {}["loss"])
+        trainer.train()
+    left = json.loads((tmp_path / "own" / "status.json").read_text())
+    assert (left["status"], left["reason"]) == ("failed", "step 1: KeyError: 'loss'")
+    with pytest.raises(ZeroDivisionError), torchtitan_dit.Trainer(config) as trainer:
+        trainer.train()
+        print(1 / 0)  # the training itself has ended
+    assert json.loads((tmp_path / "own" / "summary.json").read_text())["status"] == "completed"
