@@ -23,7 +23,7 @@ from torchtitan.evaluation.targets import described_text
 from torchtitan.fidelity.metrics import METRICS
 from torchtitan.gns.config import GNS_FOLDER, PICTURE_FILE, few_pairs
 from torchtitan.models import flavor_and_changes
-from torchtitan.pictures.number_text import counted
+from torchtitan.pictures.number_text import counted, significant
 from torchtitan.processes.launch import launch_number
 from torchtitan.programs import pasted
 from torchtitan.runs.previews import PAGE_FILE
@@ -166,11 +166,9 @@ def _weighting(points: Tensor, weights: Tensor) -> str:
         return f"all noise levels weigh the same in training ({counted})"
     if (peak := int(weights.argmax())) in (0, len(points) - 1):  # it has none within 1 : 400
         return f"the {'higher' if peak else 'lower'} a noise level, the more training works on it ({counted})"
-    half, highest = points[weights >= 0.5 * weights.max()].exp(), points[peak].exp()
-    return (
-        f"training works most on noise levels of sigma = {half.min():.2g} to {half.max():.2g} (noise : data),"
-        f" above all on {highest:.2g} ({counted})"
-    )
+    half = points[weights >= 0.5 * weights.max()]
+    low, high, highest = (significant(math.exp(value), 2) for value in (half.min(), half.max(), points[peak]))
+    return f"training works most on noise levels of sigma = {low} to {high} (noise : data), above all on {highest} ({counted})"
 
 
 def _shapes(state: RunState) -> str:
