@@ -34,6 +34,7 @@ from torchtitan.texts.opening import OPTIONS
 from torchtitan.trainer import Trainer
 from torchtitan.weights.trained_model import WeightsError
 
+Classes = Sequence[int | str]  # by number or name
 _OF_LOADING = ("config", "step", "ema", "lora", "autoencoder", "autoencoder_path")
 
 
@@ -61,21 +62,21 @@ class Model:
 
     @overload
     def sample(
-        self, classes: Sequence[int] | None = ..., *, prompts: str | Sequence[str] | None = ..., images_per_class: int = ...,
+        self, classes: Classes | None = ..., *, prompts: str | Sequence[str] | None = ..., images_per_class: int = ...,
         seed: int = ..., output: Literal["pil"] = ..., encoders: Mapping[str, str] | None = ..., progress: bool = ...,
         **method: Any,
     ) -> list[Image.Image]: ...  # fmt: skip
 
     @overload
     def sample(
-        self, classes: Sequence[int] | None = ..., *, prompts: str | Sequence[str] | None = ..., images_per_class: int = ...,
+        self, classes: Classes | None = ..., *, prompts: str | Sequence[str] | None = ..., images_per_class: int = ...,
         seed: int = ..., output: Literal["tensor", "latents"], encoders: Mapping[str, str] | None = ...,
         progress: bool = ..., **method: Any,
     ) -> Tensor: ...  # fmt: skip
 
     def sample(
         self,
-        classes: Sequence[int] | None = None,
+        classes: Classes | None = None,
         *,
         prompts: str | Sequence[str] | None = None,
         images_per_class: int = 1,
@@ -88,7 +89,7 @@ class Model:
         """Draw images; the same arguments give the same images.
 
         Args:
-            classes: numbers of classes, or their names where these are numbers; None: the training's, or the first ten.
+            classes: names or numbers of classes, of names that are numbers the names; None: the training's, or the first ten.
             prompts: texts instead, for a model of captions; a string is one text. "[trigger]" is replaced by the
                 `data.trigger_word` of the training.
             images_per_class: of each class or prompt, one after the other.
@@ -113,7 +114,7 @@ class Model:
             drawn = setup.decoder.decode(drawn)
         return [Image.fromarray(pixels) for pixels in to_rgb(drawn.numpy())] if output == "pil" else drawn
 
-    def grid(self, classes: Sequence[int] | None = None, *, images_per_class: int = 8, **options: Any) -> Image.Image:
+    def grid(self, classes: Classes | None = None, *, images_per_class: int = 8, **options: Any) -> Image.Image:
         """One picture of samples, a labelled row for each class. Arguments and errors: as of `sample`."""
         setup, choices, drawn = self._draw(classes, images_per_class=images_per_class, **options)
         rows, kind = choices[::images_per_class].tolist(), setup.trained.info.condition_kind
@@ -121,7 +122,7 @@ class Model:
         return image_grid(images, len(rows), images_per_class, grid_labels(rows, kind), setup.title)
 
     def _draw(
-        self, classes: Sequence[int] | None, *, images_per_class: int, prompts: str | Sequence[str] | None = None, seed: int = 0,
+        self, classes: Classes | None, *, images_per_class: int, prompts: str | Sequence[str] | None = None, seed: int = 0,
         encoders: Mapping[str, str] | None = None, progress: bool = False, **method: Any,
     ) -> tuple[SamplingSetup, Tensor, Tensor]:  # fmt: skip
         """Draw images [N, C, H, W], as the network does; returns what with, and the choice of each too."""
@@ -130,7 +131,7 @@ class Model:
             raise WeightsError(f"images_per_class: must be at least 1, is {images_per_class}")
         if not 0 <= seed < 2**64:
             raise WeightsError(f"seed: must be in 0..2^64 - 1, is {seed}")
-        classes, prompts = _numbers(classes), _texts(prompts)
+        classes, prompts = _words(classes), _texts(prompts)
         if classes is not None and not len(classes):
             raise WeightsError("classes: is empty (leave it out to draw the run's)")
         if classes is not None and prompts:
@@ -200,7 +201,7 @@ def load(source: str | Path, **options: Any) -> Model:
     return Model(open_setup(_options(Path(source), options)), options)
 
 
-def sample(source: str | Path, classes: Sequence[int] | None = None, **options: Any) -> list[Image.Image]:
+def sample(source: str | Path, classes: Classes | None = None, **options: Any) -> list[Image.Image]:
     """Draw PIL images from a run or a file, once: `load` and `Model.sample` in one. Arguments: as of both."""
     of_images = {"prompts", "images_per_class", "seed", "encoders", "progress"}
     images = {name: options.pop(name) for name in of_images & options.keys()}
@@ -311,13 +312,11 @@ def _word(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _numbers(classes: Sequence[int] | None) -> list[int] | None:
+def _words(classes: Classes | None) -> list[int | str] | None:
     if classes is None:
         return None
     given = [classes] if isinstance(classes, str) else classes
-    if text := next((each for each in given if isinstance(each, str)), None):
-        raise WeightsError(f"classes: {text!r} is no number (texts are given as prompts=[{text!r}])")
-    return [operator.index(number) for number in given]
+    return [each if isinstance(each, str) else operator.index(each) for each in given]
 
 
 def _texts(prompts: str | Sequence[str] | None) -> list[str] | None:

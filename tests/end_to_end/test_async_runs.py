@@ -58,4 +58,4 @@ def test_run_that_cannot_save_trains_on_to_its_end_and_then_fails(config):
     assert run.points()[-1]["step"] == 20
     summary = run.summary()
     assert (summary["status"], summary["step"], summary["checkpoint_failures"]) == ("failed", 20, 2)
-    assert "the last checkpoint was not saved (none is there)" in summary["reason"]
+    assert "the last checkpoint was not saved (the same command begins anew)" in summary["reason"]

@@ -65,15 +65,15 @@ def test_images_are_those_of_the_command(notebook, tmp_path):
     files = sorted((tmp_path / "files").glob("class-*.png"), key=lambda path: path.name.partition("image-")[2])
     drawn = [Image.open(path).convert("RGB").tobytes() for path in files]
     assert [image.tobytes() for image in images] == [image.tobytes() for image in again] == drawn and len(set(drawn)) == 4
-    values = load(run, **options).sample([3], images_per_class=1, seed=5, output="tensor")
+    values = load(run, **options).sample(["3"], images_per_class=1, seed=5, output="tensor")
     assert torch.equal(((values.clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8)[0, 0].flatten(),
                        torch.frombuffer(bytearray(drawn[0]), dtype=torch.uint8)[::3])  # fmt: skip
 
 
 @pytest.mark.parametrize(("options", "text"), [
     ({"classes": [10]}, "10 is not in 0..9"),
-    ({"classes": "a dog"}, "classes: 'a dog' is no number (texts are given as prompts=['a dog'])"),
-    ({"classes": ["a dog"]}, "classes: 'a dog' is no number (texts are given as prompts=['a dog'])"),
+    ({"classes": "a dog"}, "classes: 'a dog' is no class (one of 0, 1, 2, 3, 4, 5, 6, 7, 8, 9)"),
+    ({"classes": ["a dog"]}, "classes: 'a dog' is no class (one of 0, 1, 2, "),
     ({"output": "jpeg"}, "output: must be \"pil\", \"tensor\" or \"latents\", is 'jpeg'"),
     ({"seed": -1}, "seed: must be in"),
     ({"encoders": {"text": "stub:32"}}, "encoders: has no effect without prompts"),

@@ -182,7 +182,7 @@ def test_a_resolved_configuration_samples_in_the_same_way(words):
 
 def test_on_another_path_than_flux_s_the_path_s_defaults_hold(words):
     edm = ["--objective.path", "edm", "--objective.prediction", "x0", "--objective.timesteps.name", "lognormal_sigma"]
-    assert sampled_by(*DEV, *edm) == (50, "euler", "edm", 2.0)
+    assert sampled_by(*DEV, *edm) == (50, "ddim", "edm", 2.0)
 
 
 @pytest.mark.parametrize(("arguments", "line"), [

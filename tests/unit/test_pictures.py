@@ -186,7 +186,7 @@ def test_the_noise_scale_has_panels_only_for_what_is_known(monkeypatch):
     known, unknown = drawn(40, 4.0, points), drawn(40, 0.0, [])
     titles = [panel.get_title() for panel in known.axes if panel.get_title()]
     assert titles == [
-        "8 noise levels: 8 with a value", "plain geometry, over training (grey: no upper end)",
+        "8 noise levels: 8 with a value", "plain geometry, over training, composite (grey: no upper end)",
         "plain geometry, agreement of bins",
     ]
     both = drawn(40, 0.0, [], ("adam", "plain"))

@@ -144,8 +144,8 @@ class Checkpointer:
         """Require a good last save: wait for it. Raises CheckpointError: it failed, or is damaged by now."""
         if problem := self.wait() or from_first_rank(self._look_at_last):
             newest = self.newest()
-            left = "none is there" if newest is None else f"the newest good one is of step {newest}"
-            raise CheckpointError(f"the last checkpoint was not saved ({left}): {problem}")
+            goes_on = "begins anew" if newest is None else f"goes on from step {newest}, the newest good one"
+            raise CheckpointError(f"the last checkpoint was not saved (the same command {goes_on}): {problem}")
 
     def _look_at_last(self) -> str | None:
         path = checkpoint_path(self.folder, self._last) if self._last is not None else None

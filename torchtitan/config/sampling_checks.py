@@ -11,7 +11,7 @@ from torchtitan.data import DataConfig
 from torchtitan.diffusion.guidance import HEAD, PATH_DROP
 from torchtitan.diffusion.objective import ObjectiveConfig
 from torchtitan.diffusion.timesteps.placement import LATENT_SIZE, latent_shift
-from torchtitan.evaluation.config import SamplingConfig, default_schedule, sampling_problems
+from torchtitan.evaluation.config import SamplingConfig, default_schedule, default_solver, sampling_problems
 from torchtitan.programs import program
 from torchtitan.settings import has_key
 from torchtitan.settings.schema import Problem, nearest, quoted
@@ -53,7 +53,8 @@ def resolved_objective(checked: ConfigView) -> ObjectiveConfig:
 def resolved_sampling(checked: ConfigView) -> SamplingConfig:
     """`[sampling]` with the defaults of the objective's path and, above them, of the model for keys that are not given."""
     sampling, path_name = checked.whole("sampling"), checked.objective.path
-    defaults = {"schedule.name": default_schedule(path_name)} | checked.whole("model").sampling_defaults(path_name)
+    defaults = {"schedule.name": default_schedule(path_name), "solver.name": default_solver(path_name)}
+    defaults |= checked.whole("model").sampling_defaults(path_name)
     defaults |= checked.whole("objective").sampling_defaults()
     values: dict[str, Any] = {}
     for key, value in defaults.items():

@@ -176,9 +176,12 @@ def _verdict(config: JobConfig, model: DiffusionModel, memory: MemoryEstimate, d
 def _smaller(config: JobConfig, model: DiffusionModel, memory: MemoryEstimate, device: Device) -> Iterator[str]:
     """What makes the run need less memory and is not chosen yet."""
     layout = config.parallelism
-    bytes_per_weight = 2 if config.lora.base_dtype == "bfloat16" else 4
-    if config.lora.enable and not config.lora.quantized_kind and layout.data_parallel_shard_degree < bytes_per_weight:
-        yield "--lora.base_dtype int8"
+    lora, local = config.lora, config.training.local_batch_size
+    quantised_is_less = lora.quantized_kind or layout.data_parallel_shard_degree < (2 if lora.base_dtype == "bfloat16" else 4)
+    if lora.enable and quantised_is_less and lora.base_dtype != "int4":
+        kinds = ["int4"] if lora.quantized_kind else ["int8", "int4"]
+        of_kind = {kind: dataclasses.replace(config, lora=dataclasses.replace(lora, base_dtype=kind)) for kind in kinds}
+        yield f"--lora.base_dtype {next((kind for kind in kinds if _fits_with(of_kind[kind], local, device)), kinds[0])}"
     excess = memory.needed - _USABLE * device.memory_gib * 2**30
     of_activations = memory.activations > excess  # or else the state alone is too much
     if config.activation_checkpoint.mode == "none" and of_activations:

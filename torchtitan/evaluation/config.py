@@ -31,7 +31,9 @@ class SamplingConfig:
 
     enable: bool = setting(True, "draw a grid of samples at intervals and at the end", trajectory=False)
     interval: int = setting(1000, "steps between grids", ge=1, trajectory=False)
-    solver: SolverConfig = choice(Choice(SOLVERS, "euler"), "integrator from noise to image", trajectory=False)
+    solver: SolverConfig = choice(
+        Choice(SOLVERS, "euler"), "integrator from noise to image; default: ddim on the path edm", trajectory=False
+    )
     num_steps: int = setting(
         50, "solver steps from noise to image; default of flux: 4, or 50 with a guidance embedding", ge=1, le=1_000_000,
         trajectory=False,
@@ -266,6 +268,11 @@ def _interval_problem(interval: list[float]) -> str:
         return ""
     reason = "runs backwards" if low > high else "leaves 0..1"
     return f"[{low:g}, {high:g}] {reason} (give the lower t first, both in 0..1)"
+
+
+def default_solver(path_name: str) -> str:
+    """Default solver of a path: Euler's method in t, on EDM's path in sigma, of which t is far from linear."""
+    return "ddim" if path_name == "edm" else "euler"
 
 
 def default_schedule(path_name: str) -> str:

@@ -133,7 +133,7 @@ def _draw_map(axes, figure, points: Sequence[dict], geometry: str, bounds: list[
     prefix = f"gns/{geometry}/composite"
     measured = torch.tensor([[f"{prefix}/{k}/lower" in point for point in points] for k in range(len(values))])
     known = values[values.isfinite()]
-    axes.set_title(f"{title} (grey: no upper end)")
+    axes.set_title(f"{title}, composite (grey: no upper end)")
     axes.grid(visible=False)
     axes.set(xlabel="step", ylabel="timestep t")
     borders = [steps[0] - (steps[1] - steps[0]), *steps]

@@ -190,7 +190,8 @@ def chosen_classes(given: Sequence[str | int], trained: TrainedModel) -> list[in
             continue
         if word.lstrip("-").isdigit() and not numbered_otherwise(kind.choice_names):
             raise WeightsError(f"--classes: {word} is not in 0..{max(kind.choices, 1) - 1}")
-        raise WeightsError(f"--classes: {word!r} is no class{_known_names(word, kind.choice_names)}")
+        texts = "; other texts are given by --prompt" if isinstance(kind, Embeddings) else ""
+        raise WeightsError(f"--classes: {word!r} is no class{_known_names(word, kind.choice_names)}{texts}")
     return kind.numbers_of(given)
 
 
@@ -198,8 +199,8 @@ def _known_names(word: str, names: Sequence[str]) -> str:
     """First names, with their numbers where these choose too, for a message; how to choose where there are none."""
     if not names:
         return " (the classes have no names: give numbers)"
-    alone = numbered_otherwise(names)
-    shown = ", ".join(name if alone else f"{number} {name}" for number, name in enumerate(names[:_MOST_NAMES]))
+    alone, listed = numbered_otherwise(names), enumerate(names[:_MOST_NAMES])
+    shown = ", ".join(name if alone or name == str(number) else f"{number} {name}" for number, name in listed)
     return f" (one of {shown}{', ...' if len(names) > _MOST_NAMES else ''}{look_alike(word, names)})"
 
 

@@ -186,6 +186,7 @@ def record_as_trained(folder: Path, checkpoint: AnyPath, record: ModelRecord) ->
         return record, ""  # which is reported when weights are read
     lines = config_differences(state.get("config") or {}, record.config) if state.get("config") else []
     keys = [key for key in (line.partition(": ")[0] for line in lines) if key.partition(".")[0] in _TRAINED_WITH]
+    keys = [key for key in keys if key != "lora.base_dtype"]  # which a copy of the run changes to merge its adapters
     if not keys:
         return record, ""
     said = f"{checkpoint}: was trained with another {', '.join(keys)} than the run has now"
@@ -193,6 +194,7 @@ def record_as_trained(folder: Path, checkpoint: AnyPath, record: ModelRecord) ->
         return record, f"{said}, and has no record of the data: the run's keys are used"
     own, then = record.config, found.config
     config = dataclasses.replace(own, **{name: getattr(then, name) for name in {key.partition(".")[0] for key in keys}})
+    config.lora = dataclasses.replace(config.lora, base_dtype=own.lora.base_dtype)
     if own.sampling.ema_track not in ("none", *(track.name for track in then.ema.tracks)):
         config.sampling = dataclasses.replace(own.sampling, ema_track=then.sampling.ema_track)
     return dataclasses.replace(record, config=config), f"{said} (the checkpoint's are used)"
