@@ -1,5 +1,6 @@
 """Record that travels with weights: in a file's header and a checkpoint's state, written and read back."""
 
+import dataclasses
 import json
 import shutil
 import tomllib
@@ -15,6 +16,7 @@ from safetensors.torch import save_file
 
 from tests.configurations import load
 from torchtitan.config.job import ConfigError, load_config
+from torchtitan.models.adapters.config import LoRAConfig
 from torchtitan.settings.record import CONFIG_HEADER, effective
 from torchtitan.weights import initial_weights, model_record
 from torchtitan.weights.model_record import (
@@ -123,6 +125,10 @@ def test_a_checkpoint_that_was_trained_with_other_keys_than_its_run_has_now_is_r
     assert found.config.objective.prediction == "x0" and "trained with another objective.prediction than the run has now" in said
     state["config"] = tables
     assert record_as_trained(tmp_path, tmp_path / "step-2", now) == (now, "")
+    state["config"] = tables | {"lora": {"enable": True, "base_dtype": "int8"}}
+    merging = LoRAConfig(enable=True, base_dtype="bfloat16")
+    of_copy = dataclasses.replace(now, config=dataclasses.replace(now.config, lora=merging))
+    assert record_as_trained(tmp_path, tmp_path / "step-2", of_copy)[0].config.lora.base_dtype == "bfloat16"  # to merge
 
 
 def test_a_run_of_an_earlier_version_is_read_without_the_keys_that_are_no_more(tmp_path, caplog):
