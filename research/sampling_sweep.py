@@ -68,6 +68,7 @@ class Judging(NamedTuple):
     request: Request
     extractor: FeatureExtractor
     reference: FeatureSet | None
+    reference_name: str  # with its time: another may be made under its name
     decoder: LatentDecoder | None
 
 
@@ -107,7 +108,7 @@ def cells(run: StudyRun) -> list[Cell]:
     judging = _judging(run)
     judged = {
         "metrics": ",".join(judging.request.metrics), "extractor": judging.extractor.name,
-        "reference": options.reference or "",
+        "reference": judging.reference_name,
     }  # fmt: skip
     return [
         {
@@ -204,7 +205,8 @@ def _open_judging(run: StudyRun) -> Judging:
     check_request(request, extractors, options.images, size, reference, None)
     check_classes(request, extractors, trained.info.num_classes)
     features = None if reference is None else reference_features(request, extractors, reference)[options.extractor]
-    return Judging(request, extractor, features, decoder)
+    name = "" if reference is None else " ".join(filter(None, (options.reference, reference.record().get("written"))))
+    return Judging(request, extractor, features, name, decoder)
 
 
 # ---------------------------------------------------------------------- report

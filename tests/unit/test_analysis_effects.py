@@ -10,7 +10,7 @@ from torchtitan.runs.analysis.axes import add_further_axes, label
 from torchtitan.runs.analysis.cells import join_repeats
 from torchtitan.runs.analysis.collect import Run
 from torchtitan.runs.analysis.effects import all_effects, effect_of, scaling, switches_of
-from torchtitan.runs.analysis.findings import Results, _scaling_line, headlines
+from torchtitan.runs.analysis.findings import Results, _scaling_line, cautions, headlines
 from torchtitan.runs.analysis.report import analyse, write_report
 from torchtitan.statistics.interval import Interval
 
@@ -268,10 +268,16 @@ def test_a_copied_folder_is_no_repeat(tmp_path):
     for name, seconds in (("a", 1.5), ("b", 2.5)):
         planted.write_points(tmp_path / name, planned.config, 100.0, 10.0, 0)
         summary = json.loads((tmp_path / name / "summary.json").read_text())
-        (tmp_path / name / "summary.json").write_text(json.dumps(summary | {"clock": {"wall_seconds": seconds}}))
+        more = {"clock": {"wall_seconds": seconds}, "hardware": {"cpu": name}, "plugins": {"my.py": f"{seconds}"}}
+        (tmp_path / name / "summary.json").write_text(json.dumps(summary | more | {"grown_batch_size": 4096}))
     shutil.copytree(tmp_path / "a", tmp_path / "copy of a")
+    shutil.copy(tmp_path / "a" / "metrics.jsonl", tmp_path / "b" / "metrics.jsonl")  # it trained on from a copy
     results = analyse([tmp_path])
     assert [run.name for run in results.runs] == ["a", "b"] and "1 copied folder left out: copy of a" in results.remarks
+    said = " ".join(cautions(results))
+    assert "a, b have their first steps in common" in said and "several processors, which" in said
+    assert "my.py 1.5, my.py 2.5" in said
+    assert {run.axes["global_batch"] for run in results.runs} == {4096}  # at which a run of a growing batch is timed
 
 
 def test_a_smoke_run_beside_others_is_left_out_and_named(tmp_path):

@@ -39,6 +39,7 @@ def test_a_point_counts_if_its_window_begins_after_the_warm_up():
     assert after_warm_up(series, 10) == [3.0, 4.0]
     assert after_warm_up(series, 11) == [4.0]
     assert after_warm_up(series, 21) == []
+    assert after_warm_up(Series((20, 30), (3.0, 4.0)), 3, 10) == [3.0, 4.0]  # resumed after step 10 in another layout
 
 
 def test_a_run_is_measured_by_its_tags(tmp_path):

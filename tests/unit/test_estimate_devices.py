@@ -69,6 +69,8 @@ def test_adapters_that_do_not_fit_are_offered_int8_which_needs_no_package_here(b
     assert estimate.main(words) == 0
     advice = "--lora.base_dtype int8, more devices and a larger --parallelism.data_parallel_shard_degree"
     assert f"does not fit into 90% of it (less with {advice})" in capsys.readouterr().out
+    assert estimate.main([*words[:2], "X", *words[3:], "--lora.base_dtype", "int8"]) == 0
+    assert "(less with --lora.base_dtype int4)" in capsys.readouterr().out
     assert estimate.main([str(config), "--device", "4090", "--lora.base_dtype", "int8"]) == 0
     assert "23.60 GiB: fits" in capsys.readouterr().out
 

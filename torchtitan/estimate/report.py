@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 from torchtitan.config.job import JobConfig
 from torchtitan.distributed.config import ActivationCheckpointConfig
@@ -179,7 +179,7 @@ def _smaller(config: JobConfig, model: DiffusionModel, memory: MemoryEstimate, d
     lora, local = config.lora, config.training.local_batch_size
     quantised_is_less = lora.quantized_kind or layout.data_parallel_shard_degree < (2 if lora.base_dtype == "bfloat16" else 4)
     if lora.enable and quantised_is_less and lora.base_dtype != "int4":
-        kinds = ["int4"] if lora.quantized_kind else ["int8", "int4"]
+        kinds: list[Literal["int8", "int4"]] = ["int4"] if lora.quantized_kind else ["int8", "int4"]
         of_kind = {kind: dataclasses.replace(config, lora=dataclasses.replace(lora, base_dtype=kind)) for kind in kinds}
         yield f"--lora.base_dtype {next((kind for kind in kinds if _fits_with(of_kind[kind], local, device)), kinds[0])}"
     excess = memory.needed - _USABLE * device.memory_gib * 2**30

@@ -36,8 +36,9 @@ def evaluated(path: Path, last_step: int) -> dict[str, Interval | None]:
         for result in entry["results"].values():
             how = f"{result['extractor']}, {entry['samples']['count']:,} samples{_drawn(entry['samples'])}{against}"
             how += at_step((entry["samples"].get("source") or {}).get("step"), last_step)
-            if any(f"{name} ({how})" in found for name in result["values"]):  # a set of other classes
-                how += f", {Path(entry['samples']['place']).name[:8]}"
+            place = Path(entry["samples"]["place"]).name[:8]  # by the classes of a set, not by what else it was measured with
+            further = ("", f", {place}", *(f", {place}, {number}" for number in range(2, len(found) + 3)))
+            how += next(more for more in further if not any(f"{name} ({how}{more})" in found for name in result["values"]))
             found |= {f"{name} ({how})": measured_interval(value) for name, value in result["values"].items()}
     return found
 

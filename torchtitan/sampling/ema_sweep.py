@@ -131,7 +131,7 @@ def _sample_score(
     }  # fmt: skip
     if trained.record.latents and config.autoencoder.name == "none":
         text = f"{data_text(config.data)} has latents, and metrics are of images"
-        raise WeightsError(f"--metric: {text} (give --autoencoder)")
+        raise WeightsError(f"--metric: {text} (leave it out: averages are compared by their loss)")
     decoder = run_decoder(config.autoencoder, store_of_latents(config))
     size = None if trained.record.latents else info.image_shape[1:]
     try:

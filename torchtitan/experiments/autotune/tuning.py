@@ -19,6 +19,7 @@ from torchtitan.experiments.autotune.probe import Probe, probe_config, run_probe
 from torchtitan.experiments.autotune.record import SearchRecord
 from torchtitan.experiments.autotune.search import largest_fitting
 from torchtitan.settings import has_key
+from torchtitan.settings.plugins import loaded_plugins
 from torchtitan.settings.record import effective
 from torchtitan.training.hardware import device_name, peak_resident_gib
 
@@ -89,7 +90,7 @@ def autotune(
     record = SearchRecord(cache or Path(smallest.job.dump_folder) / "autotune", {
         "headroom": headroom, "multiple_of": multiple_of, "max_batch_size": max_batch_size, "global_batch_size": whole,
         "processes": processes, "device": device_name(device), "memory_gib": round(memory_gib, 3), "torch": torch.__version__,
-        "configuration": _what_decides(smallest, processes),
+        "configuration": _what_decides(smallest, processes), **({"plugins": plugins} if (plugins := loaded_plugins()) else {}),
     })  # fmt: skip
     # Of a process's data in a hopeless try on the CPU; address space that is not touched counts too.
     limit = 2 * memory_gib + 2 if device.type == "cpu" else None

@@ -53,6 +53,7 @@ class Run:
     cell: str = ""
     notes: list[str] = field(default_factory=list)
     clock: str = ""  # of the run's end; equal in copies of one folder alone
+    beginning: tuple[int, float] | None = None  # step and images/s of the first point, of a copy that trained on its origin's
 
     @property
     def points(self) -> int:
@@ -110,6 +111,8 @@ def collect(
     by_path: dict[Path, Run] = {}
     of_sweep = {sweep.folder: sweep for sweep in sweeps}
     for path, base in tqdm(found.items(), desc="reading runs", unit="run", disable=None if progress and found else True):
+        if path.parent not in of_sweep and (path.parent / SWEEP_STATE).is_file():  # given alone: for its warm-up
+            of_sweep[path.parent] = read_sweep(path.parent)
         sweep = next((of_sweep[above] for above in path.parents if above in of_sweep), None)
         wanted = warmup_steps if warmup_steps is not None or sweep is None else sweep.table.get("warmup_steps")
         by_path[path] = _read(path, _name(path, base), wanted)
@@ -121,6 +124,13 @@ def collect(
     if copies:
         remarks.append(f"{counted(len(copies), 'copied folder')} left out: {first_named([run.name for run in copies], 3)}")
         runs = [run for run in runs if run not in copies]
+    began: dict[object, list[str]] = {}
+    for run in (run for run in runs if run.ok and run.beginning):
+        began.setdefault(run.beginning, []).append(run.name)
+    remarks += [
+        f"{first_named(names, 3)} have their first steps in common, as copies of one folder that trained on: they are no"
+        " independent repeats" for names in began.values() if len(names) > 1
+    ]  # fmt: skip
     if not runs:
         where = ", ".join(map(str, folders))
         raise RunRecordError(f"{where}: no run there or below (a run's folder has config.toml or metrics.jsonl)")
@@ -184,7 +194,12 @@ def _read(path: Path, name: str, warmup_steps: int | None) -> Run:
     run.axes["device"] = word(record.about.get("device"))
     if record.stride > 1:
         run.notes.append(f"metrics.jsonl is very large: one in {record.stride} of its points counts")
-    run.versions, run.clock = summary.get("versions", {}), json.dumps(summary.get("clock"), sort_keys=True)
+    run.axes["global_batch"] = summary.get("grown_batch_size") or run.axes["global_batch"]  # at which it is timed
+    plugins = " ".join(f"{name} {version[:8]}" for name, version in record.plugins.items())
+    cpu = (record.about.get("hardware") or {}).get("cpu")
+    run.versions = summary.get("versions", {}) | {"cpu": cpu, "plugins": plugins}
+    run.clock, first = json.dumps(summary.get("clock"), sort_keys=True), record.series(IMAGES.tags[0])
+    run.beginning = (first.steps[0], first.values[0]) if len(first) else None
     run.status = _STATUS.get(str(summary.get("status")), "unfinished")
     if run.status == "unfinished" and record.status == "failed":
         run.status = "failed"

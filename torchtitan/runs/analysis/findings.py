@@ -74,7 +74,8 @@ def headlines(results: Results) -> list[str]:
 def cautions(results: Results) -> list[str]:
     """Cautions about the findings: versions, damage, what memory is."""
     lines = list(dict.fromkeys(results.remarks))
-    for key, word in (("torch", "versions of torch"), ("git_commit", "commits")):
+    kinds = {"torch": "versions of torch", "git_commit": "commits", "cpu": "processors", "plugins": "files of plugins"}
+    for key, word in kinds.items():
         found = sorted({str(run.versions[key]) for run in results.runs if run.ok and run.versions.get(key)})
         if len(found) > 1:
             lines.append(f"The runs are of several {word}, which are not distinguished: {', '.join(found)}.")

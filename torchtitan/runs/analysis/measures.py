@@ -36,11 +36,12 @@ _LOSS_POINTS = 500  # that a picture has, about
 METRICS = (IMAGES, TOKENS, TFLOPS, MFU, STEP, MEMORY, ACTIVE_MEMORY)
 
 
-def measure(series: Mapping[str, Series], warmup_steps: int) -> dict[str, Interval]:
+def measure(series: Mapping[str, Series], warmup_steps: int, after_step: int = 0) -> dict[str, Interval]:
     """Measure the median of every metric logged after the warm-up.
 
     Args:
         warmup_steps: steps at the start that do not count, >= 0.
+        after_step: step after which the series begin.
 
     Returns:
         metric's name -> median with its interval; metrics without a point are left out.
@@ -48,14 +49,14 @@ def measure(series: Mapping[str, Series], warmup_steps: int) -> dict[str, Interv
     found = {}
     for metric in METRICS:
         logged = next((series[tag] for tag in metric.tags if tag in series and len(series[tag])), Series())
-        if values := after_warm_up(logged, warmup_steps):
+        if values := after_warm_up(logged, warmup_steps, after_step):
             found[metric.name] = median_interval(values)
     return found
 
 
 def measure_run(record: RunRecord, warmup_steps: int) -> dict[str, Interval]:
     """Measure a run's folder; MFU by its configuration and device where they are known, whatever version logged it."""
-    found = measure({tag: record.speeds(tag) for metric in METRICS for tag in metric.tags}, warmup_steps)
+    found = measure({tag: record.speeds(tag) for metric in METRICS for tag in metric.tags}, warmup_steps, record.timed_after)
     if TFLOPS.name in found and (peak := _peak_tflops(record)):
         found[MFU.name] = found[TFLOPS.name].scaled(mfu_percent(1.0, peak))
     return found
@@ -76,9 +77,9 @@ def _peak_tflops(record: RunRecord) -> float | None:
     return named_peak_tflops(device, products_of(training))
 
 
-def after_warm_up(series: Series, warmup_steps: int) -> list[float]:
-    """Select the values whose window, the steps since the previous point, holds no warm-up step."""
-    starts = (0, *series.steps)
+def after_warm_up(series: Series, warmup_steps: int, after_step: int = 0) -> list[float]:
+    """Select the values whose window, the steps since the previous point or `after_step`, holds no warm-up step."""
+    starts = (after_step, *series.steps)
     return [value for start, value in zip(starts, series.values, strict=False) if start >= warmup_steps]
 
 
