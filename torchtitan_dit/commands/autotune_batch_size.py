@@ -21,7 +21,7 @@ from torchtitan.settings.sources import read_command_line, split_keys
 
 @refusing(ConfigError, AutotuneRefused, RecordError, stopped="stopped; the same command resumes")
 def main(words: list[str] | None = None) -> int:
-    logging.basicConfig(level=logging.WARNING)
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")
     words = sys.argv[1:] if words is None else words
     own, overrides = split_keys(words)
     options = parse_arguments(own)

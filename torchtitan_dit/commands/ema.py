@@ -30,7 +30,7 @@ FIRST = os.environ.get("RANK", "0") == "0"
 @refusing(AutoencoderError, ConfigError, CheckpointError, DatasetError, EvaluationError)
 def main(words: list[str] | None = None) -> int:
     """Run one command; returns its exit code."""
-    logging.basicConfig(level=logging.WARNING)
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")
     arguments = parse_arguments(words)
     return arguments.command(arguments)
 
