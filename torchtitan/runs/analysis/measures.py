@@ -56,7 +56,8 @@ def measure(series: Mapping[str, Series], warmup_steps: int, after_step: int = 0
 
 def measure_run(record: RunRecord, warmup_steps: int) -> dict[str, Interval]:
     """Measure a run's folder; MFU by its configuration and device where they are known, whatever version logged it."""
-    found = measure({tag: record.speeds(tag) for metric in METRICS for tag in metric.tags}, warmup_steps, record.timed_after)
+    resumed = record.resumed_after if record.resumed_after == record.timed_after else 0  # a window of a batch that grew is mixed
+    found = measure({tag: record.speeds(tag) for metric in METRICS for tag in metric.tags}, warmup_steps, resumed)
     if TFLOPS.name in found and (peak := _peak_tflops(record)):
         found[MFU.name] = found[TFLOPS.name].scaled(mfu_percent(1.0, peak))
     return found
