@@ -15,7 +15,7 @@ fi
 [[ $folder == /* ]] || folder=$PWD/$folder
 set_up digits
 cd "$root"
-export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} CUDA_VISIBLE_DEVICES=
 "$venv/bin/python" scripts/sweep.py train_configs/sweeps/cpu.toml --output "$folder" "$@" && code=0 || code=$?
 [ $code -le 1 ] || exit $code
 [[ " $* " != *" --dry-run "* && " $* " != *" --help "* ]] || exit $code

@@ -279,7 +279,9 @@ def _rank(name: str, world_size: int) -> list[float]:
         "parallelism.data_parallel_replicate_degree": replicas, "parallelism.data_parallel_shard_degree": shards,
         "gns.rank_gradients": "true",
     }  # fmt: skip
-    settings = {**TINY, **FLOAT32, **MEASURED, **_RANKS_WITH.get(name.partition(" ")[2], {})}
+    further = _RANKS_WITH.get(name.partition(" ")[2], {})
+    measured = {"gns.enable": "true"} if "gns.single_pass" in further else MEASURED
+    settings = {**TINY, **FLOAT32, **measured, **further}
     settings |= layout if world_size > 1 else {}
     with process_group():
         trainer = visit.build(settings, 16 // world_size, world_size)

@@ -87,7 +87,7 @@ def compute_device() -> torch.device:
         return torch.device("cpu")
     index, count = launch_number("LOCAL_RANK", 0), torch.cuda.device_count()
     if index >= count:
-        advice = "start fewer processes on this machine"
+        advice = "start fewer processes on this machine, or with CUDA_VISIBLE_DEVICES= on its CPU"
         raise LaunchError(f"LOCAL_RANK: {index}, but this process sees {count} GPUs ({advice})")
     return torch.device("cuda", index)
 

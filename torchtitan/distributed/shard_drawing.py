@@ -65,8 +65,12 @@ def place_shards(model: nn.Module, shards: dict[str, Tensor], on_host: bool = Fa
         if tensor.device.type != "meta":
             return tensor
         whole, shard = cast(DTensor, tensor), shards.pop(names[id(tensor)])
+        if on_host:  # `from_local` would move a part of the host to the mesh's device
+            there = cast(DTensor, torch.empty_like(whole, device="cpu"))
+            there.to_local().copy_(shard)
+            return there
         # Of the class that the part has: weights that are gathered in float8 have torchao's.
-        part = torch.empty_like(whole.to_local(), device="cpu" if on_host else shard.device)
+        part = torch.empty_like(whole.to_local(), device=shard.device)
         part.copy_(shard)
         return DTensor.from_local(
             part, whole.device_mesh, whole.placements, run_check=False, shape=whole.shape, stride=whole.stride()

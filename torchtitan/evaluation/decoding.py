@@ -88,7 +88,8 @@ class LatentDecoder:
         return self._autoencoder.identity()
 
     def _decoded(self, latents: Tensor) -> Tensor:
-        return self._autoencoder.decode(denormalize(latents.to(self._device), self._normalization))
+        with torch.autocast(self._device.type, enabled=False):  # of a sampler that draws in bfloat16
+            return self._autoencoder.decode(denormalize(latents.to(self._device), self._normalization))
 
 
 def open_decoder(config: AutoencoderConfig, index: StoreIndex, place: str, device: torch.device) -> LatentDecoder:

@@ -43,7 +43,7 @@ class TrainingConfig:
         "float32", "dtype of the sum of gradients over ranks; bfloat16 with FSDP or HSDP only"
     )
     float32_matmul_precision: Float32MatmulPrecision = setting(
-        "highest", "products of float32 on CUDA: exact, in TF32 (high), or in bfloat16 (medium)"
+        "highest", "matrix products of float32 on CUDA: exact, or in TF32 (high, medium); convolutions are in TF32"
     )
     enable_cpu_offload: bool = setting(
         False, "keep sharded weights, gradients, optimizer state and averages in host memory, and update them there",

@@ -10,7 +10,7 @@ import torch
 from torchtitan.training.utilisation import Products
 
 # Dense bfloat16 peak in TFLOP/s by name fragment, the first that fits, from the makers' data sheets, without sparsity: NVIDIA's
-# of A100, H100 (SXM, PCIe, NVL), H200, H20, L40S and RTX A6000, of DGX B200 and B300, GB200 NVL72 and GB300 NVL72; AMD's of
+# of A100, H100 and H200 (SXM, PCIe, NVL), H20, L40S and RTX A6000, of DGX B200 and B300, GB200 NVL72 and GB300 NVL72; AMD's of
 # MI300X. Superchips (GB200, GB300) have more power than the same GPUs in a node of eight. GeForce: NVIDIA's whitepapers of GA102,
 # Ada and RTX Blackwell, tensor cores with float32 accumulation.
 PEAK_TFLOPS_BF16 = {
@@ -18,7 +18,9 @@ PEAK_TFLOPS_BF16 = {
     "H100 PCIe": 756.0,
     "H100 NVL": 835.0,
     "H100": 989.0,
+    "H200 NVL": 835.0,
     "H200": 989.0,
+    "H800 PCIe": 756.0,
     "H800": 989.0,
     "H20": 148.0,
     "GB200": 2500.0,
@@ -38,7 +40,9 @@ PEAK_TFLOPS_FLOAT32 = {
     "H100 PCIe": 51.0,
     "H100 NVL": 60.0,
     "H100": 67.0,
+    "H200 NVL": 60.0,
     "H200": 67.0,
+    "H800 PCIe": 51.0,
     "H800": 67.0,
     "H20": 44.0,
     "GB200": 90.0,
@@ -56,7 +60,9 @@ PEAK_TFLOPS_FLOAT8 = {
     "H100 PCIe": 1513.0,
     "H100 NVL": 1671.0,
     "H100": 1979.0,
+    "H200 NVL": 1671.0,
     "H200": 1979.0,
+    "H800 PCIe": 1513.0,
     "H800": 1979.0,
     "H20": 296.0,
     "GB200": 5000.0,
@@ -98,6 +104,8 @@ def named_peak_tflops(name: str, products: Products | None) -> float | None:
 
 
 def _is(name: str, fragment: str) -> bool:
+    if " MIG " in name:  # a part of the device
+        return False
     # Another GeForce has its model's name and more: Ti, D, Laptop GPU.
     return name.endswith(fragment) if fragment.startswith("GeForce") else all(word in name for word in fragment.split())
 

@@ -29,6 +29,7 @@ class LocalLauncher:
             )
         if self._devices is not None and most * self._jobs > there:
             advice = f"lower --jobs to {there // most}" if there >= most else "lower processes"
+            advice += ", or CUDA_VISIBLE_DEVICES= for the CPU"
             needed_processes = f"{counted(most, 'process', 'es')} x {counted(self._jobs, 'job')}"
             raise LauncherError(f"{needed_processes} need more than the {there} CUDA devices ({advice})")
 
