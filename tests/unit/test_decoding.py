@@ -42,6 +42,8 @@ def test_latents_are_denormalised_and_decoded_in_batches(encoded):
     images = decoder_of(folder, batch_size=3).decode(drawn(7))
     assert images.dtype == torch.float32 and images.shape == (7, 3, 32, 32)
     torch.testing.assert_close(images, decoded_by_hand(drawn(7), index, matrix), rtol=0, atol=1e-6)
+    with torch.autocast("cpu", torch.bfloat16):  # as a sampler draws in
+        assert torch.equal(decoder_of(folder, batch_size=3).decode_alone(drawn(7)), images)
     tiled = decoder_of(folder, tile=16).decode(drawn(7))
     torch.testing.assert_close(tiled, images, rtol=0, atol=1e-6)  # this decoder sees one position at a time
     with pytest.raises(AutoencoderError, match="made in float32"):

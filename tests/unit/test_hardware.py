@@ -14,6 +14,9 @@ from torchtitan.training.hardware import PEAK_TFLOPS_BF16, PEAK_TFLOPS_FLOAT8, n
         ("NVIDIA H100 80GB HBM3", 989.0),
         ("NVIDIA H100 NVL", 835.0),
         ("NVIDIA H200", 989.0),
+        ("NVIDIA H200 NVL", 835.0),
+        ("NVIDIA H800 PCIe", 756.0),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),  # a seventh of it
         ("NVIDIA B200", 2250.0),
         ("NVIDIA GB200", 2500.0),
         ("NVIDIA B300 SXM6 AC", 2250.0),
