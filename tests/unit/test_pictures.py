@@ -171,6 +171,7 @@ def test_a_noise_scale_without_an_upper_end_is_coloured_and_drawn_as_none():
     grey, coloured = (np.ma.filled(mesh.get_array(), np.nan) for mesh in area.collections)
     assert np.isfinite(coloured).tolist() == [[True] * 3, [False, False, True]]
     assert np.isfinite(grey).tolist() == [[False] * 3, [True, True, False]]
+    assert figure.axes[1].get_ylabel() == "noise scale (composite) [samples]"  # the curve may be the sketch's
 
 
 def test_the_noise_scale_has_panels_only_for_what_is_known(monkeypatch):
@@ -186,7 +187,7 @@ def test_the_noise_scale_has_panels_only_for_what_is_known(monkeypatch):
     known, unknown = drawn(40, 4.0, points), drawn(40, 0.0, [])
     titles = [panel.get_title() for panel in known.axes if panel.get_title()]
     assert titles == [
-        "8 noise levels: 8 with a value", "plain geometry, over training, composite (grey: no upper end)",
+        "8 noise levels: 8 with a value", "plain geometry, over training (grey: no upper end)",
         "plain geometry, agreement of bins",
     ]
     both = drawn(40, 0.0, [], ("adam", "plain"))

@@ -133,7 +133,7 @@ def _draw_map(axes, figure, points: Sequence[dict], geometry: str, bounds: list[
     prefix = f"gns/{geometry}/composite"
     measured = torch.tensor([[f"{prefix}/{k}/lower" in point for point in points] for k in range(len(values))])
     known = values[values.isfinite()]
-    axes.set_title(f"{title}, composite (grey: no upper end)")
+    axes.set_title(f"{title} (grey: no upper end)")
     axes.grid(visible=False)
     axes.set(xlabel="step", ylabel="timestep t")
     borders = [steps[0] - (steps[1] - steps[0]), *steps]
@@ -142,7 +142,7 @@ def _draw_map(axes, figure, points: Sequence[dict], geometry: str, bounds: list[
     low, high = known.min().item(), known.max().item()
     wider = max(2 * low / high, 1.0) ** 0.5  # a factor of less than two is no contrast of colours
     mesh = axes.pcolormesh(borders, bounds, values.numpy(), norm=LogNorm(low / wider, high * wider), cmap="viridis")
-    label_log_axis(figure.colorbar(mesh, ax=axes, label="noise scale [samples]").ax.yaxis)
+    label_log_axis(figure.colorbar(mesh, ax=axes, label="noise scale (composite) [samples]").ax.yaxis)
 
 
 def _draw_agreement(axes, figure, levels: Sequence[BinEstimates], bounds: list[float], title: str) -> None:
