@@ -26,7 +26,6 @@ from torchtitan.models.float8 import compute_gather_scales
 from torchtitan.processes.host_allocator import keep_freed_memory
 from torchtitan.profiling.profiler import Profiler
 from torchtitan.reports import Reports
-from torchtitan.runs.status import STATUS_FILE
 from torchtitan.state.resume import checkpointed_state, open_run
 from torchtitan.supervision.recovery import gone_back, require_finite_start
 from torchtitan.supervision.supervision import Supervision
@@ -340,7 +339,7 @@ class Trainer:
 
     def close(self) -> None:
         """Close: stop the profiler and the loader's workers, let a save end, close the sinks, and release the folder."""
-        if self._failure and not (self.state.folder.path / STATUS_FILE).exists():  # in one's own process nothing else says why
+        if self._failure and not self.supervision.has_failed:  # in one's own process nothing else says why
             self.supervision.failed("failed", self._failure, lost=False)
         self.profiler.close()
         self.state.close()

@@ -69,8 +69,14 @@ def test_adapters_that_do_not_fit_are_offered_int8_which_needs_no_package_here(b
     assert estimate.main(words) == 0
     advice = "--lora.base_dtype int8, more devices and a larger --parallelism.data_parallel_shard_degree"
     assert f"does not fit into 90% of it (less with {advice})" in capsys.readouterr().out
-    assert estimate.main([*words[:2], "X", *words[3:], "--lora.base_dtype", "int8"]) == 0
-    assert "(less with --lora.base_dtype int4)" in capsys.readouterr().out
+    small = ["--training.local_batch_size", "1", "--training.global_batch_size", "1", "--gns.enable", "false"]
+    wide = [*words[:2], "X", *words[3:-1], "0.0825", "--model.dim", "1024", "--model.num_heads", "16", *small]
+    assert estimate.main([*wide, "--lora.base_dtype", "int8"]) == 0  # 81.5 MB, by int4 78.4
+    assert "(less with --lora.base_dtype int4" in capsys.readouterr().out
+    of_no_group = ["--model.dim", "96", "--model.num_heads", "4", "--lora.base_dtype"]  # which int4 does not take
+    assert estimate.main([*words[:2], "X", *words[3:], *of_no_group, "int8"]) == 0 and "int4" not in capsys.readouterr().out
+    assert estimate.main([*words[:2], "X", *words[3:], *of_no_group, "float32"]) == 0
+    assert "(less with --lora.base_dtype int8," in capsys.readouterr().out
     assert estimate.main([str(config), "--device", "4090", "--lora.base_dtype", "int8"]) == 0
     assert "23.60 GiB: fits" in capsys.readouterr().out
 

@@ -18,7 +18,7 @@ from torchtitan.estimate.roofline import (
     untrained_forwards,
 )
 from torchtitan.models import DiffusionModel, flavor_and_changes
-from torchtitan.models.quantized import quantized_weights
+from torchtitan.models.quantized import QuantizationError, quantized_weights
 from torchtitan.pictures.number_text import counted, significant
 from torchtitan.settings.sizes import largest_divisor
 from torchtitan.training.schedules import largest_growth
@@ -181,7 +181,9 @@ def _smaller(config: JobConfig, model: DiffusionModel, memory: MemoryEstimate, d
     if lora.enable and quantised_is_less and lora.base_dtype != "int4":
         kinds: list[Literal["int8", "int4"]] = ["int4"] if lora.quantized_kind else ["int8", "int4"]
         of_kind = {kind: dataclasses.replace(config, lora=dataclasses.replace(lora, base_dtype=kind)) for kind in kinds}
-        yield f"--lora.base_dtype {next((kind for kind in kinds if _fits_with(of_kind[kind], local, device)), kinds[0])}"
+        otherwise = "" if lora.quantized_kind else "int8"  # less, if not enough
+        if kind := next((kind for kind in kinds if _fits_with(of_kind[kind], local, device)), otherwise):
+            yield f"--lora.base_dtype {kind}"
     excess = memory.needed - _USABLE * device.memory_gib * 2**30
     of_activations = memory.activations > excess  # or else the state alone is too much
     if config.activation_checkpoint.mode == "none" and of_activations:
@@ -214,7 +216,11 @@ def _smaller(config: JobConfig, model: DiffusionModel, memory: MemoryEstimate, d
 def _fits_with(config: JobConfig, local_batch_size: int, device: Device) -> bool:
     training = dataclasses.replace(config.training, local_batch_size=local_batch_size)
     smaller = dataclasses.replace(config, training=training)
-    return fits(estimate_memory(smaller, config.parallelism.processes, device.name != "CPU"), device) is not False
+    try:
+        memory = estimate_memory(smaller, config.parallelism.processes, device.name != "CPU")
+    except QuantizationError:  # int4 takes widths of its groups alone
+        return False
+    return fits(memory, device) is not False
 
 
 def _gib(count: int) -> str:

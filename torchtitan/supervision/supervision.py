@@ -36,6 +36,7 @@ class Supervision:
             compiles=config.compile.enable, on_end=self._hung,
         )  # fmt: skip
         self._stack = ExitStack()
+        self.has_failed = False  # and said so, here or by another rank
 
     def __enter__(self) -> "Supervision":
         self._stack.enter_context(self._garbage)
@@ -59,7 +60,7 @@ class Supervision:
         Args:
             lost: whether another rank's end is the cause; its own reason, if it has given one, is added.
         """
-        known = self._known_reason(wait=lost)
+        self.has_failed, known = True, self._known_reason(wait=lost)
         if lost and known:
             reason = f"{reason}; {known}"
         ranked = f"rank {self._rank}: {reason}"
