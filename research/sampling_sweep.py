@@ -215,7 +215,7 @@ def _open_judging(run: StudyRun) -> Judging:
 def report(run: StudyRun, rows: list[Row], folder: Path) -> str:
     """Write the heat maps; return the text of summary.md."""
     options = run.options
-    judged_by = f", against {options.reference}" if options.reference else ""
+    judged_by = f", against {_judging(run).reference_name}" if options.reference else ""
     guide = f" Guided by {options.guide}." if options.guide else ""
     text = (
         f"{options.sets} sets of {options.images} images of all classes, the same starting noise for every setting; features "

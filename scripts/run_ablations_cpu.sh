@@ -8,7 +8,7 @@ scripts=$(dirname "${BASH_SOURCE[0]}")
 [ -e "$scripts/environment.sh" ] || { echo "run_ablations_cpu.sh: ${scripts%/*} is not the repository (submit from it, or set REPOSITORY)" >&2; exit 2; }
 source "$scripts/environment.sh"
 folder=$root/outputs/ablations_cpu
-if [ $# -gt 0 ] && [[ $1 != --* ]]; then
+if [ $# -gt 0 ] && [[ $1 != -* ]]; then
     folder=$1
     shift
 fi
@@ -18,6 +18,6 @@ cd "$root"
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} CUDA_VISIBLE_DEVICES=
 "$venv/bin/python" scripts/sweep.py train_configs/sweeps/cpu.toml --output "$folder" "$@" && code=0 || code=$?
 [ $code -le 1 ] || exit $code
-[[ " $* " != *" --dry-run "* && " $* " != *" --help "* ]] || exit $code
+[[ " $* " != *" --dry-run "* && " $* " != *" --help "* && " $* " != *" -h "* ]] || exit $code
 "$venv/bin/python" optimization_analysis.py "$folder"  # of the cells that ran, also where others failed
 exit $code

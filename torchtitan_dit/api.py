@@ -89,7 +89,8 @@ class Model:
         """Draw images; the same arguments give the same images.
 
         Args:
-            classes: names or numbers of classes, of names that are numbers the names; None: the training's, or the first ten.
+            classes: names or numbers of classes, of names that are numbers the names; "all"; None: the training's, or the
+                first ten.
             prompts: texts instead, for a model of captions; a string is one text. "[trigger]" is replaced by the
                 `data.trigger_word` of the training.
             images_per_class: of each class or prompt, one after the other.
@@ -132,8 +133,9 @@ class Model:
         if not 0 <= seed < 2**64:
             raise WeightsError(f"seed: must be in 0..2^64 - 1, is {seed}")
         classes, prompts = _words(classes), _texts(prompts)
-        if classes is not None and not len(classes):
-            raise WeightsError("classes: is empty (leave it out to draw the run's)")
+        for name, given in (("classes", classes), ("prompts", prompts)):
+            if given is not None and not given:
+                raise WeightsError(f"{name}: is empty (leave it out to draw the run's)")
         if classes is not None and prompts:
             raise WeightsError("classes: has no effect with prompts (leave one out)")
         if encoders and not prompts:
@@ -147,7 +149,10 @@ class Model:
         check_prompted(trained)
         names = trained.info.condition_kind.choice_names
         setup = dataclasses.replace(setup_of(arguments, trained, decoder), prompts=names if prompts else ())
-        rows = list(range(len(prompts))) if prompts else chosen_classes(classes or self.config.sampling.classes, trained)
+        try:
+            rows = list(range(len(prompts))) if prompts else chosen_classes(classes or self.config.sampling.classes, trained)
+        except WeightsError as error:
+            raise WeightsError(str(error).replace("--classes", "classes").replace("--prompt takes", "prompts takes")) from None
         choices = grid_choices(rows, trained.info.condition_kind.choices, images_per_class)
         drawn = setup.sampler().draw(choices, seed, **setup.method(), batch_size=setup.batch_size, progress=progress)
         return setup, choices, drawn
@@ -208,7 +213,7 @@ def sample(source: str | Path, classes: Classes | None = None, **options: Any) -
     return load(source, **options).sample(classes, **images)
 
 
-def load_plugins(names: Sequence[str]) -> None:
+def load_plugins(names: str | Path | Sequence[str | Path]) -> None:
     """Load plugins, each once in a process; `train` passes them on where the configuration names none.
 
     Args:
@@ -217,8 +222,9 @@ def load_plugins(names: Sequence[str]) -> None:
     Raises:
         PluginError: one cannot be loaded, or its file has changed since.
     """
-    require_unchanged(names)
-    _load_plugins(names)
+    files = [str(name) for name in ([names] if isinstance(names, str | Path) else names)]
+    require_unchanged(files)
+    _load_plugins(files)
 
 
 def train(
@@ -260,7 +266,7 @@ def configure(
     config: str | Path | Mapping[str, Any], overrides: Mapping[str, Any] | None = None, *, processes: int = 1
 ) -> JobConfig:
     """Read and check a configuration, for `Trainer`; arguments as of `train`. Raises ConfigError: with all problems."""
-    words = words_of(overrides or {})
+    words = words_of({key: _plain(value) for key, value in (overrides or {}).items()})
     with tempfile.TemporaryDirectory() as scratch:
         path = str(config)
         if isinstance(config, Mapping):
@@ -330,15 +336,15 @@ def _places(encoders: Mapping[str, str]) -> dict[str, str]:
     return {names.get(name, name): place for name, place in encoders.items()}
 
 
-def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Mapping as TOML has it: paths as text, tuples as lists, nothing that is None."""
-    plain: dict[str, Any] = {}
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            plain[key] = _plain(value)
-        elif value is not None:
-            plain[key] = str(value) if isinstance(value, Path) else list(value) if isinstance(value, tuple) else value
-    return plain
+def _plain(value: Any) -> Any:
+    """Value as TOML has it: paths as text, sequences as lists, numbers of numpy as Python's, mappings without what is None."""
+    if isinstance(value, Mapping):
+        return {key: _plain(each) for key, each in value.items() if each is not None}
+    if isinstance(value, Path):
+        return str(value)
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    return [_plain(each) for each in value] if isinstance(value, list | tuple | range) else value
 
 
 __all__ = [

@@ -78,6 +78,7 @@ def test_images_are_those_of_the_command(notebook, tmp_path):
     ({"seed": -1}, "seed: must be in"),
     ({"encoders": {"text": "stub:32"}}, "encoders: has no effect without prompts"),
     ({"ema": "none"}, "ema: is an option of loading (give it to load)"),
+    ({"prompts": []}, "prompts: is empty (leave it out to draw the run's)"),
     ({"classes": [1], "prompts": ["a dog"]}, "has no effect with prompts"),
     ({"prompts": ["a dog"]}, "--prompt: the model was trained on"),
     ({"solver": "hoin"}, "invalid choice: 'hoin'"),
@@ -140,10 +141,11 @@ def test_a_bar_that_no_terminal_shows_is_not_repeated_before_the_first_images(mo
 
 def test_a_training_of_ones_own_process_leaves_why_it_failed(tmp_path, monkeypatch):
     config = torchtitan_dit.configure("digits", {
-        "job.dump_folder": str(tmp_path), "job.name": "own", "model.flavor": "debug", "training.steps": 2,
+        "job.dump_folder": tmp_path, "job.name": "own", "model.flavor": "debug", "training.steps": np.int64(2),
         "sampling.enable": False, "evaluation.enable": False, "validation.enable": False, "gns.enable": False,
         "checkpoint.enable": False, "metrics.enable_tensorboard": False,
     })  # fmt: skip
+    assert config.job.dump_folder == str(tmp_path)
     with pytest.raises(LookupError), torchtitan_dit.Trainer(config) as trainer:
         monkeypatch.setattr(trainer, "train_step", lambda: {}["loss"])
         trainer.train()

@@ -289,10 +289,11 @@ def test_differences_take_a_missing_key_as_its_default_and_ignore_removed_ones()
 
 
 @pytest.mark.parametrize("rank, printed", [(None, "a: b\nc: d\n"), ("0", "a: b\nc: d\n"), ("3", "")])
-def test_only_rank_zero_reports_and_all_exit_with_two(rank, printed, monkeypatch, capsys):
-    monkeypatch.delenv("RANK", raising=False)
+def test_the_first_rank_of_a_machine_reports_and_all_exit_with_two(rank, printed, monkeypatch, capsys):
+    monkeypatch.setenv("RANK", "5")  # of a second machine
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
     if rank is not None:
-        monkeypatch.setenv("RANK", rank)
+        monkeypatch.setenv("LOCAL_RANK", rank)
     with pytest.raises(SystemExit) as caught:
         report_and_exit(ConfigError(["a: b", "c: d"]))
     assert caught.value.code == 2

@@ -128,7 +128,10 @@ def test_a_checkpoint_that_was_trained_with_other_keys_than_its_run_has_now_is_r
     state["config"] = tables | {"lora": {"enable": True, "base_dtype": "int8"}}
     merging = LoRAConfig(enable=True, base_dtype="bfloat16")
     of_copy = dataclasses.replace(now, config=dataclasses.replace(now.config, lora=merging))
-    assert record_as_trained(tmp_path, tmp_path / "step-2", of_copy)[0].config.lora.base_dtype == "bfloat16"  # to merge
+    assert "(the run's is used)" in record_as_trained(tmp_path, tmp_path / "step-2", of_copy)[1]
+    state["config"]["lora"]["rank"] = 3
+    found, _ = record_as_trained(tmp_path, tmp_path / "step-2", of_copy)
+    assert (found.config.lora.base_dtype, found.config.lora.rank) == ("bfloat16", 3)  # to merge
 
 
 def test_a_run_of_an_earlier_version_is_read_without_the_keys_that_are_no_more(tmp_path, caplog):

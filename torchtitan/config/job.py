@@ -280,8 +280,8 @@ def _choose(filled: _Filled, given: dict[str, Any], flags: dict[str, str], place
 
 
 def report_and_exit(error: ConfigError) -> NoReturn:
-    """Print the problems to stderr, on rank 0 alone, and exit with code 2."""
-    if os.environ.get("RANK", "0") == "0":
+    """Print the problems to stderr, on the first rank of each machine, and exit with code 2."""
+    if os.environ.get("LOCAL_RANK", "0") == "0":  # files of one machine may be others than those of the rest
         print(*error.problems, sep="\n", file=sys.stderr, flush=True)
     raise SystemExit(2)
 

@@ -190,18 +190,18 @@ def chosen_classes(given: Sequence[str | int], trained: TrainedModel) -> list[in
             continue
         if word.lstrip("-").isdigit() and not numbered_otherwise(kind.choice_names):
             raise WeightsError(f"--classes: {word} is not in 0..{max(kind.choices, 1) - 1}")
-        texts = "; other texts are given by --prompt" if isinstance(kind, Embeddings) else ""
-        raise WeightsError(f"--classes: {word!r} is no class{_known_names(word, kind.choice_names)}{texts}")
+        texts = "; --prompt takes other texts" if isinstance(kind, Embeddings) else ""
+        raise WeightsError(f"--classes: {word!r} is no class ({_known_names(word, kind.choice_names)}{texts})")
     return kind.numbers_of(given)
 
 
 def _known_names(word: str, names: Sequence[str]) -> str:
     """First names, with their numbers where these choose too, for a message; how to choose where there are none."""
     if not names:
-        return " (the classes have no names: give numbers)"
+        return "the classes have no names: give numbers"
     alone, listed = numbered_otherwise(names), enumerate(names[:_MOST_NAMES])
     shown = ", ".join(name if alone or name == str(number) else f"{number} {name}" for number, name in listed)
-    return f" (one of {shown}{', ...' if len(names) > _MOST_NAMES else ''}{look_alike(word, names)})"
+    return f"one of {shown}{', ...' if len(names) > _MOST_NAMES else ''}{look_alike(word, names)}"
 
 
 def beside(source: Path, name: str) -> Path:

@@ -118,8 +118,9 @@ def resume(state: RunState, step: int) -> None:
     try:
         read_tensors_together(checkpoint, tensors)
     except CheckpointError as error:
-        way = " (another --job.name trains anew; --checkpoint.initial_weights begins it from exported weights)" if keys else ""
-        raise CheckpointError(f"{error}{way}") from error
+        way = "another --job.name trains anew, from exported weights by --checkpoint.initial_weights"
+        lenient = "--checkpoint.initial_weights_strict false where layers differ"
+        raise CheckpointError(f"{error} ({way}, with {lenient})" if keys else str(error)) from error
     if found := state.fault():
         raise CheckpointError(f"{checkpoint}: {found} (checkpoint.load_step resumes from an earlier one)")
     try:

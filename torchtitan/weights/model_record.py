@@ -186,10 +186,11 @@ def record_as_trained(folder: Path, checkpoint: AnyPath, record: ModelRecord) ->
         return record, ""  # which is reported when weights are read
     lines = config_differences(state.get("config") or {}, record.config) if state.get("config") else []
     keys = [key for key in (line.partition(": ")[0] for line in lines) if key.partition(".")[0] in _TRAINED_WITH]
-    keys = [key for key in keys if key != "lora.base_dtype"]  # which a copy of the run changes to merge its adapters
     if not keys:
         return record, ""
     said = f"{checkpoint}: was trained with another {', '.join(keys)} than the run has now"
+    if keys == ["lora.base_dtype"]:  # a copy of the run changes it to merge its adapters
+        return record, f"{said} (the run's is used)"
     if (found := record_of_checkpoint(folder, checkpoint, as_trained=True)) is None:
         return record, f"{said}, and has no record of the data: the run's keys are used"
     own, then = record.config, found.config

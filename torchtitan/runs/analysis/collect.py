@@ -195,7 +195,8 @@ def _read(path: Path, name: str, warmup_steps: int | None) -> Run:
     if record.stride > 1:
         run.notes.append(f"metrics.jsonl is very large: one in {record.stride} of its points counts")
     run.axes["global_batch"] = summary.get("grown_batch_size") or run.axes["global_batch"]  # at which it is timed
-    plugins = " ".join(f"{name} {version[:8]}" for name, version in record.plugins.items())
+    known = record.plugins.items()
+    plugins = ", ".join(f"{name} {version[:8] if len(version) == 64 else version}" for name, version in known)  # 64: a file's
     cpu = (record.about.get("hardware") or {}).get("cpu")
     run.versions = summary.get("versions", {}) | {"cpu": cpu, "plugins": plugins}
     run.clock, first = json.dumps(summary.get("clock"), sort_keys=True), record.series(IMAGES.tags[0])

@@ -79,7 +79,7 @@ def _peak_tflops(record: RunRecord) -> float | None:
 
 
 def after_warm_up(series: Series, warmup_steps: int, after_step: int = 0) -> list[float]:
-    """Select the values whose window, the steps since the previous point or `after_step`, holds no warm-up step."""
+    """Select the values of windows without a warm-up step; a window is the steps since the point before, first `after_step`."""
     starts = (after_step, *series.steps)
     return [value for start, value in zip(starts, series.values, strict=False) if start >= warmup_steps]
 
