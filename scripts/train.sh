@@ -30,15 +30,18 @@ for argument in "$@"; do
         exec "$venv/bin/python" train.py "$@"
     fi
 done
+absolute() { if [ -e "$1" ]; then echo "$(cd "$(dirname "$1")" && pwd)/$(basename "$1")"; else echo "$1"; fi; }
 config=
 arguments=()
 autotune= check_only= smoke=
 search=()
 while [ $# -gt 0 ]; do
     case $1 in
-        --setup-only)
-            set_up digits
-            exit 0
+        --setup-only) set_up digits; exit 0 ;;
+        --config=* | --job.config_file=*) config=$(absolute "${1#*=}") ;;
+        --config | --job.config_file)
+            config=$(absolute "${2-$1}")
+            [ $# -lt 2 ] || shift
             ;;
         --check-only) check_only=1 ;;
         --autotune) autotune=1 ;;
@@ -56,14 +59,7 @@ while [ $# -gt 0 ]; do
                 shift
             fi
             ;;
-        *)
-            if [ -n "$config" ]; then
-                arguments+=("$1")
-            else
-                config=$(cd "$(dirname "$1")" 2>/dev/null && pwd)/$(basename "$1")
-                [ -e "$config" ] || config=$1
-            fi
-            ;;
+        *) if [ -n "$config" ]; then arguments+=("$1"); else config=$(absolute "$1"); fi ;;
     esac
     shift
 done

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from torchtitan.autoencoders.base import AutoencoderError
+from torchtitan.checkpoint.manifest import checkpoint_steps
 from torchtitan.config.job import ConfigError, JobConfig
 from torchtitan.data.base import DatasetError
 from torchtitan.distributed.collectives import Interrupted, interruptible, on_all_ranks, requests_ignored_at_the_end
@@ -137,6 +138,8 @@ def _is_finished(config: JobConfig) -> bool:
     if _first():
         folder.restore_record()
         more = "more --training.steps extend it; " if config.checkpoint.enable else ""
+        if not checkpoint_steps(folder.checkpoints):
+            more = "no checkpoint is left to extend it, or to write final weights, from; "
         print(f"{folder.path}: this run is finished ({more}another --job.name trains again)")
     write_status(None, "completed", 0)
     return True

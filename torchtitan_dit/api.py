@@ -116,7 +116,7 @@ class Model:
         return [Image.fromarray(pixels) for pixels in to_rgb(drawn.numpy())] if output == "pil" else drawn
 
     def grid(self, classes: Classes | None = None, *, images_per_class: int = 8, **options: Any) -> Image.Image:
-        """One picture of samples, a labelled row for each class. Arguments and errors: as of `sample`."""
+        """One picture of samples, a labelled row for each class. Arguments and errors: as of `sample`, without `output`."""
         setup, choices, drawn = self._draw(classes, images_per_class=images_per_class, **options)
         rows, kind = choices[::images_per_class].tolist(), setup.trained.info.condition_kind
         images = setup.decoder.decode(drawn) if setup.decoder else drawn
@@ -207,7 +207,7 @@ def load(source: str | Path, **options: Any) -> Model:
 
 
 def sample(source: str | Path, classes: Classes | None = None, **options: Any) -> list[Image.Image]:
-    """Draw PIL images from a run or a file, once: `load` and `Model.sample` in one. Arguments: as of both."""
+    """Draw PIL images from a run or a file, once: `load` and `Model.sample` in one. Arguments: as of both, without `output`."""
     of_images = {"prompts", "images_per_class", "seed", "encoders", "progress"}
     images = {name: options.pop(name) for name in of_images & options.keys()}
     return load(source, **options).sample(classes, **images)

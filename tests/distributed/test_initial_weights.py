@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from tests.launcher import run_on_ranks
-from torchtitan.config.job import load_config
+from torchtitan.config.job import JobConfig, load_config
 from torchtitan.data import dataset_info
 from torchtitan.errors import CheckpointError
 from torchtitan.files.weight_files import WeightsError
@@ -60,9 +60,10 @@ def test_each_tensor_is_read_by_one_rank_and_all_know_what_is_wrong(tmp_path):
 
 
 def test_a_checkpoint_of_another_base_is_refused():
-    check_base({BASE_SHA256: "ab"}, "ab", "step 1", "x.safetensors")
+    config = JobConfig()
+    check_base({BASE_SHA256: "ab"}, "ab", "step 1", config)
     with pytest.raises(CheckpointError, match="step 1: its adapters were trained on other frozen weights"):
-        check_base({BASE_SHA256: "ab"}, "cd", "step 1", "x.safetensors")
+        check_base({BASE_SHA256: "ab"}, "cd", "step 1", config)
 
 
 def test_every_problem_of_initial_weights_names_their_key(tmp_path):

@@ -92,7 +92,7 @@ exec "$@"
 """
 SCONTROL = """#!/usr/bin/env bash
 case $1 in
-    show) echo localhost ;;
+    show) seq -f %0200g 2 5000 | sed 1ilocalhost ;;  # more than a pipe holds
     requeue) echo "$2" >> "$REQUEUED" ;;
 esac
 """
@@ -229,7 +229,7 @@ def test_a_script_that_slurm_has_copied_finds_the_repository(tmp_path, script, p
     (spool / "slurm_script").write_text((ROOT / "scripts" / script).read_text())  # as Slurm starts it
 
     def job(folder, **variables):
-        words = ["a.toml", "--dry-run", "1"] if script == "train.sh" else ["--dry-run"]
+        words = ["--config", "a.toml", "--dry-run", "1"] if script == "train.sh" else ["--dry-run"]
         environment = {name: value for name, value in os.environ.items() if name not in ("REPOSITORY", "SLURM_SUBMIT_DIR")}
         command = ["bash", str(spool / "slurm_script"), *words]
         return subprocess.run(

@@ -190,12 +190,12 @@ def test_adapters_that_cannot_be_drawn_with_are_refused(bases, config, tmp_path)
     assert result.returncode == 2 and bases[0].name in result.stderr and "Traceback" not in result.stderr, result.stderr
 
 
-def test_further_adapters_are_frozen_weights_too(trained, config, tmp_path):
+def test_further_adapters_are_frozen_weights_too(trained, config, tmp_path, capsys):
     adapter = tmp_path / "adapter.safetensors"
     assert checkpoint(["export", str(trained.folder), "--adapter", "native", "--output", str(adapter)]) == 0
 
     def run(weight: float, *more: str) -> ForkedRun:
-        extra = json.dumps([{"path": str(adapter), "weight": weight}])
+        extra = json.dumps([{"path": str(adapter), "weight": weight, "sampling_weight": 0.5}])
         return ForkedRun(config, "assisted", *QUICK, "--lora.extra", extra, *more)
 
     run(1.0).finish()
@@ -204,6 +204,10 @@ def test_further_adapters_are_frozen_weights_too(trained, config, tmp_path):
     (folder / "summary.json").unlink()
     (code,), (output,) = run(0.5, "--job.allow_config_change", "true").wait()
     assert code == 2 and "its adapters were trained on other frozen weights" in output
+    assert "with the adapters of [[lora.extra]] (name the files of those)" in output
+    alone = str(tmp_path / "alone.safetensors")
+    assert checkpoint(["export", str(folder), "--adapter", "native", "--output", alone]) == 0
+    assert f"note: the run also draws with {adapter} at 0.5 (lora.extra), which is not in this file" in capsys.readouterr().err
     adapter.unlink()
     result = run_script("scripts/sample.py", str(folder), "--num-steps", "2", "--out", str(tmp_path / "x"))
     assert result.returncode == 2 and f"{adapter}: no such file of weights" in result.stderr

@@ -112,7 +112,11 @@ def test_final_weights_that_a_finished_run_is_asked_for_are_written_from_its_las
     wanted = checkpoint_tensors(short.folder / "checkpoint" / "step-00000008")
     assert found.keys() and all(torch.equal(found[name], wanted[f"ema.ema.{name}"]) for name in found)
     (short.folder / "short-step-00000008.safetensors").unlink()  # the user's choice: it has been written
-    assert "this run is finished" in ForkedRun(config, "short", *asked).finish()[0]
+    assert "this run is finished (more --training.steps extend it" in ForkedRun(config, "short", *asked).finish()[0]
+    aside = (short.folder / "checkpoint").rename(short.folder / "aside")
+    output = ForkedRun(config, "short", *SHORT, "--checkpoint.final_weights", "bfloat16").finish()[0]
+    aside.rename(short.folder / "checkpoint")
+    assert "this run is finished (no checkpoint is left to extend it, or to write final weights, from" in output
 
 
 def test_kills_while_final_weights_are_written_leave_nothing_hidden(tmp_path, monkeypatch):

@@ -12,6 +12,8 @@ from safetensors.torch import load_file, save_file
 from tests.adapted_models import CLASSES, DEBUG, PIXELS, drawn, flux, flux_inputs, randomised, with_adapter
 from torchtitan.models import MODELS
 from torchtitan.models.adapters.adapter_files import known_layouts, read_adapter, write_adapter
+from torchtitan.models.adapters.adapters import adapter_weights, add_trained_adapter, fill_adapter
+from torchtitan.models.adapters.config import LoRAConfig
 from torchtitan.models.adapters.fusing import cut, join
 from torchtitan.models.adapters.layers import AdapterError
 from torchtitan.models.adapters.layouts import NATIVE
@@ -113,6 +115,10 @@ def test_every_set_is_the_same_function_in_every_layout(tmp_path, source, layout
     weights = drawn(model, FAMILY.adapter_sets[source](model), rank=3, alpha=2.0)
     found = read(written(tmp_path / "a.safetensors", weights, model, layout), model).weights
     assert same_function(found, weights)
+    trained = flux()
+    add_trained_adapter(trained, list(weights), LoRAConfig(enable=True, rank=3, alpha=2.0))
+    fill_adapter(trained, read(tmp_path / "a.safetensors", model).as_trained)  # as a run of that set begins from the file
+    assert same_function(adapter_weights(trained), weights)
     if source == "kohya" and layout in SPLIT:  # A is copied to all parts of a fused layer, B cut by its rows
         whole = weights[Target("single_layers.1.qkv_hidden", 0, 448)]
         parts = [values for target, values in found.items() if target.module == "single_layers.1.qkv_hidden"]

@@ -109,6 +109,16 @@ def test_an_error_of_any_code_while_a_run_is_built_is_its_status_and_the_pages(t
     record = read_run(folder)
     assert (record.status, record.reason) == ("completed at step 10, failed since", reason)
 
+
+def test_a_process_that_torchrun_has_started_again_forgets_the_end_of_the_one_before(monkeypatch, tmp_path):
+    status = tmp_path / "status"
+    status.write_text(text := '{"status": "failed"}')
+    monkeypatch.setenv("TRAIN_STATUS_FILE", str(status))
+    for environment, left in (("", text), ("TORCHELASTIC_RESTART_COUNT=1 LOCAL_RANK=1", text), ("LOCAL_RANK=0", "")):
+        launched(monkeypatch, environment)
+        assert train.main(["digits", "--check-only"]) == 0 and status.read_text() == left
+
+
 def test_restarts_that_would_meet_in_the_store_of_the_lost_are_warned_of(monkeypatch, capsys):
     def warned():
         assert train.main(["digits", "--check-only"]) == 0

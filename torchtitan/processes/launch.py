@@ -6,7 +6,7 @@ import re
 CHECKED = "TORCHTITAN_DIT_CHECKED"  # in the environment: this configuration has been checked, and warned of, just now
 _LEAST = {
     "RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": 0,
-    "TORCHELASTIC_MAX_RESTARTS": 0, "NGPU": 1,
+    "TORCHELASTIC_MAX_RESTARTS": 0, "TORCHELASTIC_RESTART_COUNT": 0, "NGPU": 1,
 }  # fmt: skip
 _ADVICE = "torchrun sets it; unset it for a single process"
 _NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

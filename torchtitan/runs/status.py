@@ -10,11 +10,13 @@ on a machine without the run's folder, and also where the run was refused and th
 
 import json
 import os
+from contextlib import suppress
 from pathlib import Path
 
 from torchtitan.errors import RunFolderError
 from torchtitan.files.durable import replace_file
 from torchtitan.files.optional import OptionalOutputs
+from torchtitan.processes.launch import launch_number
 
 STATUS_FILE = "status.json"
 STATUS_VARIABLE = "TRAIN_STATUS_FILE"
@@ -33,6 +35,13 @@ def write_status(run_folder: Path | None, status: str, exit_code: int, reason: s
     for path in places:
         with OptionalOutputs().attempt("the status", path, consequence=f"the run has ended: {status}"):
             replace_file(path, json.dumps(content, indent=1) + "\n")
+
+
+def forget_earlier_status() -> None:
+    """Empty TRAIN_STATUS_FILE where torchrun has started this process again: it has the end of the process before."""
+    if os.environ.get(STATUS_VARIABLE) and launch_number("TORCHELASTIC_RESTART_COUNT", 0) and launch_number("LOCAL_RANK", 0) == 0:
+        with suppress(OSError):
+            Path(os.environ[STATUS_VARIABLE]).write_text("")
 
 
 def remove_status(run_folder: Path) -> None:

@@ -234,7 +234,8 @@ def _open_model(arguments: argparse.Namespace) -> TrainedModel:
 def _from_hub(source: Path) -> Path:
     """File or folder of weights of a repository on the Hugging Face hub. Raises WeightsError: it is none."""
     if not is_hub_name(str(source)):
-        raise WeightsError(f"{source}: no such run folder or weights file")
+        advice = " (give the folder of the run that has its checkpoints there)" if ":/" in str(source) else ""
+        raise WeightsError(f"{source}: no such run folder or weights file{advice}")
     folder = local_folder("weights", str(source), [_WEIGHTS, *_FILES_OF_DIFFUSERS], WeightsError, missing="run, file or folder")
     return folder / _WEIGHTS if (folder / _WEIGHTS).is_file() else folder
 

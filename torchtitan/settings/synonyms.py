@@ -100,6 +100,7 @@ SYNONYMS = {
         ("profiling.save_traces_folder", "metrics.save_tb_folder"),
         ("", "there is none: profile/trace and tb in the run's folder"),
     ),
+    "custom_import": ("job.plugins", ""),
     "checkpoint.export_dtype": ("", "--dtype of scripts/checkpoint.py does that"),
     "memory_estimation.*": ("", "scripts/estimate.py CONFIG estimates memory"),
     "fault_tolerance.*": ("", "torchrun --max-restarts restarts a run, see docs/checkpoints.md"),

@@ -112,7 +112,7 @@ def resume(state: RunState, step: int) -> None:
         if state.layout.rank == 0:
             logger.warning(change)
     if config.lora.enable:
-        check_base(saved, state.network.base_sha256, str(checkpoint), config.checkpoint.initial_weights)
+        check_base(saved, state.network.base_sha256, str(checkpoint), config)
     if state.gns and not state.gns.fits(saved["gns"]):
         tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith("gns.")}
     try:

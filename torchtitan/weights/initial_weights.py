@@ -95,7 +95,7 @@ def check_initial_weights(config: JobConfig, info: DatasetInfo, checkpoints: Any
     if frozen:
         from torchtitan.weights.adapted_network import frozen_sha256
 
-        from_first_rank(_check_base, checkpoints, frozen_sha256(config, digest), path)
+        from_first_rank(_check_base, checkpoints, frozen_sha256(config, digest), config)
     return digest
 
 
@@ -224,8 +224,8 @@ def inspect(path: Path, names: list[str], *, hashed: bool) -> tuple[list[str], d
     return bad, digests
 
 
-def _check_base(checkpoints: AnyPath, digest: str, path: str) -> None:
+def _check_base(checkpoints: AnyPath, digest: str, config: JobConfig) -> None:
     step = newest_good(checkpoints)[0]
     if step is not None:
         checkpoint = checkpoint_path(checkpoints, step)
-        check_base(read_state(checkpoint), digest, str(checkpoint), path)
+        check_base(read_state(checkpoint), digest, str(checkpoint), config)

@@ -178,10 +178,13 @@ def _draw_zero_shards(model: DiffusionModel, shards: dict[str, Tensor], layout: 
             shards[name].copy_(whole.normal_(std=_ZERO_STD)[own_rows(tuple(whole.shape), layout)])
 
 
-def check_base(state: dict, digest: str, place: str, initial_weights: str) -> None:
+def check_base(state: dict, digest: str, place: str, config: JobConfig) -> None:
     """Check that a frozen network is the one of a checkpoint's adapters. Raises CheckpointError."""
     if state.get(BASE_SHA256) != digest:
-        source = f"checkpoint.initial_weights = {initial_weights}" if initial_weights else "those drawn from debug.seed"
+        path, files = config.checkpoint.initial_weights, "file"
+        source = f"checkpoint.initial_weights = {path}" if path else "those drawn from debug.seed"
+        if config.lora.extra:
+            source, files = f"{source} with the adapters of [[lora.extra]]", "files"
         raise CheckpointError(
-            f"{place}: its adapters were trained on other frozen weights than {source} (name the file of those)"
+            f"{place}: its adapters were trained on other frozen weights than {source} (name the {files} of those)"
         )

@@ -36,6 +36,7 @@ _TORCH_SUFFIXES = (".pt", ".pth")
 LAYOUTS = tuple(dict.fromkeys(name for family in MODELS.values() for name in family.layouts))
 WRITTEN = (OWN, *LAYOUTS, PIPELINE)
 _COMFYUI = "model.diffusion_model."  # prefix of the network in checkpoints with all parts of a pipeline
+_WRAPPERS = ("_orig_mod.", "module.")  # prefixes of the names in torch.compile's and DistributedDataParallel's state dicts
 _OBJECTIVE = tuple(f"objective.{key}" for key in ("path", "prediction", "preconditioning", "sigma_data", "noise_std"))
 
 
@@ -278,6 +279,10 @@ def _read_published(path: Path, layout_name: str) -> tuple[dict[str, Tensor], li
         advice = next((layout.advice for layout in layouts if layout and layout.advice), "")
         raise WeightsError(f"{error} ({advice})" if advice else str(error)) from error
     notes = [f"taken from {nested!r} of the file"] if nested else []
+    for prefix in _WRAPPERS:
+        if all(name.startswith(prefix) for name in published):
+            published = {name.removeprefix(prefix): tensor for name, tensor in published.items()}
+            notes.append(f"names are without their {prefix!r}, of a wrapped network")
     network = {name.removeprefix(_COMFYUI): tensor for name, tensor in published.items() if name.startswith(_COMFYUI)}
     if not network:
         return published, notes

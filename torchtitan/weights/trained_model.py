@@ -347,7 +347,7 @@ def _empty_model(
             raise WeightsError(f"{base}: no such file of weights, the base of the adapters ({advice})")
         model, digest = adapted_network(config, info, device)
         if checkpoint is not None:
-            check_base(read_state(checkpoint), digest, str(checkpoint), config.checkpoint.initial_weights)
+            check_base(read_state(checkpoint), digest, str(checkpoint), config)
     else:
         model = network_on_meta(config, info)
         model.to_empty(device=device)

@@ -335,6 +335,10 @@ def export_adapter(arguments: argparse.Namespace, trained: TrainedModel) -> int:
         dtype=arguments.dtype, metadata=metadata, overwrite=arguments.overwrite,
     )  # fmt: skip
     print(f"{arguments.output}: {trained.label}, {count} tensors, {layout.name} layout of adapters")
+    print_notes(
+        f"the run also draws with {extra.path} at {extra.sampling_weight:g} (lora.extra), which is not in this file"
+        for extra in config.lora.extra if extra.sampling_weight
+    )  # fmt: skip
     return 0
 
 

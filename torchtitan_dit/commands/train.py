@@ -23,7 +23,7 @@ from torchtitan.processes.exit_codes import REFUSED
 from torchtitan.processes.importing import uncollected
 from torchtitan.processes.launch import CHECKED, launch_number, restart_warning
 from torchtitan.runs.ownership import moved_run_warning
-from torchtitan.runs.status import write_status
+from torchtitan.runs.status import forget_earlier_status, write_status
 from torchtitan.training.schedules import warmup_problems
 
 _USAGE = """usage: train.py CONFIG [--section.key value ...] [--smoke] [--check-only]
@@ -55,6 +55,7 @@ def main(words: list[str] | None = None) -> int:
     logging.basicConfig(
         level=logging.INFO if rank == 0 else logging.WARNING, format="%(asctime)s %(message)s", datefmt="%H:%M:%S"
     )
+    forget_earlier_status()
     try:
         note = ""
         if smoke:

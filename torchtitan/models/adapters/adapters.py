@@ -1,8 +1,10 @@
 """Adapters of a network: added, drawn, filled, read back and merged."""
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
+from itertools import pairwise
 from typing import Any, cast
 
 import torch
@@ -10,7 +12,7 @@ from torch import Tensor, nn
 
 from torchtitan.files.weight_files import named_weights
 from torchtitan.models.adapters.config import LoRAConfig
-from torchtitan.models.adapters.fusing import join
+from torchtitan.models.adapters.fusing import cut, join
 from torchtitan.models.adapters.layers import ADAPTED, AdaptedLayer, LowRank, refuse_merging
 from torchtitan.models.adapters.target import AdapterError, AdapterWeights, LowRankWeights, Target
 from torchtitan.models.adapters.targets import can_adapt, weight_of
@@ -82,7 +84,7 @@ def add_frozen_adapter(
 def fill_adapter(model: DiffusionModel, weights: AdapterWeights, source: str = "adapter") -> None:
     """Fill the adapter that trains. Raises AdapterError: targets, ranks or scales differ."""
     wanted = adapter_weights(model)
-    weights = _joined_as(wanted, weights)
+    weights = _arranged_as(wanted, weights)
     if missing := sorted(wanted.keys() ^ weights.keys()):
         place = "lacks" if missing[0] in wanted else "also has"
         raise AdapterError(f"{source}: {place} {missing[0]}: set lora.targets to the layers that it has adapters of")
@@ -97,15 +99,26 @@ def fill_adapter(model: DiffusionModel, weights: AdapterWeights, source: str = "
         update.up.copy_(values.up)
 
 
-def _joined_as(wanted: Iterable[Target], weights: AdapterWeights) -> dict[Target, LowRankWeights]:
-    """Join the targets that make up a wanted one, as files of split layers have them."""
-    found = dict(weights)
-    for target in wanted:
-        parts = sorted(part for part in found if part.module == target.module)
-        ends = [target.start, *(part.stop for part in parts)]
-        if len(parts) > 1 and ends[:-1] == [part.start for part in parts] and ends[-1] == target.stop:
-            found[target] = join([found.pop(part) for part in parts], [part.stop - part.start for part in parts])
+def _arranged_as(wanted: Iterable[Target], weights: AdapterWeights) -> dict[Target, LowRankWeights]:
+    """Join targets that make up a wanted one, and cut one that wanted ones are parts of: files have layers split, or fused."""
+    found, of_module = dict(weights), defaultdict(list)
+    for target in sorted(wanted):
+        of_module[target.module].append(target)
+    for module, ours in of_module.items():
+        theirs = sorted(target for target in found if target.module == module)
+        if len(ours) == 1 < len(theirs) and theirs == _parts(ours[0], theirs):
+            found[ours[0]] = join([found.pop(part) for part in theirs], [part.stop - part.start for part in theirs])
+        elif len(theirs) == 1 < len(ours):
+            parts = _parts(theirs[0], ours)
+            values = cut(found.pop(theirs[0]), [part.stop - part.start for part in parts])
+            found |= {part: value for part, value in zip(parts, values, strict=True) if value is not None}
     return found
+
+
+def _parts(whole: Target, within: list[Target]) -> list[Target]:
+    """Parts of a target's rows that others are, and those between them."""
+    ends = sorted({whole.start, whole.stop, *(end for target in within for end in (target.start, target.stop))})
+    return [Target(whole.module, start, stop) for start, stop in pairwise(ends)]
 
 
 def check_shape(model: DiffusionModel, target: Target, values: LowRankWeights, source: str) -> None:

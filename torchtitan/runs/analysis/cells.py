@@ -111,10 +111,10 @@ def best_cell(arm: Sequence[Cell]) -> Cell | None:
 
 
 def what_limits(arm: Sequence[Cell], best: Cell) -> str:
-    """Limit of an arm's best batch: slower beyond, out of memory, or nothing larger was tried."""
+    """Limit of an arm's best batch: not faster beyond, out of memory, or nothing larger was tried."""
     beyond = [cell for cell in arm if (cell.axes["local_batch"] or 0) > (best.axes["local_batch"] or 0)]
     if any(cell.ok for cell in beyond):
-        return "larger ones are slower"
+        return "larger ones are no faster"
     if not beyond:
         return "largest tried"
     return "the next is out of memory" if beyond[0].status == "oom" else f"the next: {beyond[0].status}"
