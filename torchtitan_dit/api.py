@@ -5,7 +5,7 @@ import dataclasses
 import operator
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -300,8 +300,9 @@ def _options(source: Path, options: Mapping[str, Any]) -> argparse.Namespace:
     words = []
     for name, value in options.items():
         if value is not None:
-            several = isinstance(value, Sequence) and not isinstance(value, str)
-            words += [option(name), *(_word(each) for each in (value if several else [value]))]
+            several = isinstance(value, Iterable) and not isinstance(value, str)
+            parts = [_word(each) for each in (value if several else [value])]
+            words += [option(name), *(["x".join(parts)] if name == "size" else parts)]
     arguments = parser.parse_args(words)
     arguments.source = source
     return arguments
