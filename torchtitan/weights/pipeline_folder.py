@@ -33,9 +33,9 @@ def check_pipeline(source: Path, record: ModelRecord, vae: Path | None) -> Path:
         WeightsError: it does not, or there is no such autoencoder.
     """
     config = record.config
-    for key, wanted in _SAMPLED.items():
-        if (given := getattr(config.objective, key)) != wanted:
-            raise WeightsError(f"{source}: objective.{key} = {given}: DiTPipeline samples models of {wanted}")
+    given = {key: getattr(config.objective, key) for key in _SAMPLED}
+    if found := [f"objective.{key} = {given[key]} (there {wanted})" for key, wanted in _SAMPLED.items() if given[key] != wanted]:
+        raise WeightsError(f"{source}: is no model that DiTPipeline samples: {', '.join(found)}")
     if record.latents is None:
         raise WeightsError(f"{source}: draws images, and DiTPipeline decodes latents (write the layout diffusers)")
     normalization = record.latents.normalization
