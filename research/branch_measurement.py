@@ -29,7 +29,7 @@ from research.branch_training import (
 )
 from research.cells import Cell, Row, measure_cells, missing_cells
 from research.equal_samples import BatchPlan, plan_batches
-from research.frame import config_and_steps, refuse_other_step, require_at_least
+from research.frame import config_and_steps, refuse_encoding, refuse_other_step, require_at_least
 from research.result_table import ResultTable
 from torchtitan.checkpoint.checkpointer import (
     checkpoint_path,
@@ -39,7 +39,7 @@ from torchtitan.checkpoint.checkpointer import (
     verify,
 )
 from torchtitan.checkpoint.location import run_checkpoints
-from torchtitan.config.job import JobConfig
+from torchtitan.config.job import ConfigError, JobConfig
 from torchtitan.data import DATASETS, dataset_info
 from torchtitan.data.base import Dataset
 from torchtitan.distributed.mesh import compute_device
@@ -152,6 +152,9 @@ def open_measurement(options: argparse.Namespace) -> Measurement:
     if config.lora.enable and not config.checkpoint.initial_weights:
         text = f"{run}: trains adapters of a network that each branch's seed would draw anew"
         raise StudyError(f"{text} (train it with checkpoint.initial_weights)")
+    refuse_encoding(run, config)
+    if config.alignment.teacher == "self":
+        raise StudyError(f"{run}: aligns with its own average (alignment.teacher = self), which branches begin anew")
     if not 0 < options.tolerance < 1:
         raise StudyError(f"--tolerance: must be between 0 and 1, is {options.tolerance:g}")
     if len(set(options.factors)) < 2:
@@ -166,7 +169,11 @@ def open_measurement(options: argparse.Namespace) -> Measurement:
     asked.results.refuse_foreign()
     with tempfile.TemporaryDirectory() as nowhere:  # what cannot run is refused before anything is trained
         for plan in plans:
-            write_config(_config(asked, plan, 0), Path(nowhere) / f"batch-{plan.batch_size}.toml", options.nproc)
+            path = Path(nowhere) / f"batch-{plan.batch_size}.toml"
+            try:
+                write_config(_config(asked, plan, 0), path, options.nproc)
+            except ConfigError as error:
+                raise StudyError(f"{run}, at batch {plan.batch_size}: {error.problems[0].removeprefix(f'{path}: ')}") from error
     return asked
 
 
@@ -201,7 +208,8 @@ def _choose_step(run: Path, step: int | None, there: list[int]) -> int:
 
 
 def _config(asked: Measurement, plan: BatchPlan, seed: int) -> JobConfig:
-    return branch_config(asked.config, plan, seed, asked.options.nproc, asked.branch(plan, seed))
+    progress = _progress(asked.run, asked.step)
+    return branch_config(asked.config, plan, seed, asked.options.nproc, asked.branch(plan, seed), progress)
 
 
 # ---------------------------------------------------------------------- measuring

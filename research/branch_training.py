@@ -44,7 +44,7 @@ def run_lr(config: JobConfig, progress: int) -> float:
 
 
 def branch_config(
-    config: JobConfig, plan: BatchPlan, seed: int, processes: int, folder: Path
+    config: JobConfig, plan: BatchPlan, seed: int, processes: int, folder: Path, progress: int
 ) -> JobConfig:
     """Configuration of one branch.
 
@@ -54,6 +54,8 @@ def branch_config(
         seed: number of the branch, from 0; determines samples, timesteps and noise, all new to the run.
         processes: of the branch.
         folder: of the branch.
+        progress: of the run at the checkpoint, in steps of its first batch size. What acts in a first part of the run acts
+            throughout the branch, or not at all, as it does there.
     """
     place: dict[str, Any] = {"dump_folder": str(folder.parent), "name": folder.name, "allow_config_change": False}
     training: dict[str, Any] = {
@@ -67,8 +69,17 @@ def branch_config(
     if config.lora.enable:  # the frozen network is read again
         base = {key: getattr(config.checkpoint, key) for key in ("initial_weights", "initial_weights_strict")}
         saving = dataclasses.replace(saving, **base)
+    model, alignment, of_run = config.model, config.alignment, config.training.steps
+    if finish := getattr(getattr(model, "routing", None), "finish_steps", 0):
+        finish = plan.steps if progress >= of_run - finish else 0
+        model = dataclasses.replace(model, routing=dataclasses.replace(model.routing, finish_steps=finish))
+    aligned = alignment.steps(of_run, config.training.global_batch_size)
+    weight = alignment.weight if progress < aligned or aligned == of_run else 0.0
     return dataclasses.replace(
         config,
+        model=model,
+        alignment=dataclasses.replace(alignment, stop_steps=0, stop_images=0, weight=weight),
+        profiling=type(config.profiling)(),
         job=dataclasses.replace(config.job, **place),
         optimizer=dataclasses.replace(config.optimizer, lr=plan.lr),
         lr_scheduler=LRSchedulerConfig(warmup_steps=0, decay_type="constant"),

@@ -24,7 +24,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "largest)")
     add("--seeds", type=int, default=3, help="branches of each batch size (default: 3)")
     add("--tolerance", type=float, default=0.01, help="tolerated excess of held-out loss (default: 0.01)")
-    add("--lr", type=float, help="learning rate at factor 1 (default: the run's at that step)")
+    add("--lr", type=float, help="learning rate at factor 1 (default: the run's at that step, at its first batch size)")
     add("--lr-rule", choices=LR_RULES, default="sqrt", help="its growth with the factor (default: sqrt, Adam's)")
     add("--held-out", type=int, default=4096, metavar="TRIPLES", help="held-out (image, timestep, noise) triples "
         "(default: 4096; images are used again with other noise)")

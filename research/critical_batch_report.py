@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -119,7 +120,7 @@ def bin_findings(asked: Measurement, rows: list[Row]) -> BinFindings:
 def noise_scales(
     metrics: Path, step: int, part: str = "all", edges: Sequence[float] | None = None
 ) -> list[NoiseScale]:
-    """Sketched noise scales last logged by a run when its checkpoint was written, by geometry; empty without any.
+    """Noise scales last logged by a run when its checkpoint was written, by geometry: the sketch's, else the ranks' gradients'.
 
     Args:
         metrics: its metrics.jsonl.
@@ -127,20 +128,21 @@ def noise_scales(
         part: all, or the number of a bin.
         edges: inner edges of the bins that count, in t; None: any.
     """
-    latest: dict[str, NoiseScale] = {}
+    latest: dict[str, dict[str, NoiseScale]] = {"sketch": {}, "ranks": {}}
     try:
         for point in iter_points(metrics, '"gns/'):
             if point["step"] > step or not (edges is None or of_bins(point, edges)):
                 continue
-            for geometry in GEOMETRIES:
-                prefix = f"gns/{geometry}/sketch/{part}"
+            for estimator, geometry in product(latest, GEOMETRIES):
+                prefix = f"gns/{geometry}/{estimator}/{part}"
                 if f"{prefix}/lower" in point:
                     upper = point.get(f"{prefix}/upper", math.inf)  # an infinite one is not logged, and the value means nothing
                     value = point.get(f"{prefix}/b_simple", math.nan) if math.isfinite(upper) else math.nan
-                    latest[geometry] = NoiseScale(geometry, point["step"], Interval(value, point[f"{prefix}/lower"], upper))
+                    of = geometry if estimator == "sketch" else f"{geometry}, of ranks"
+                    latest[estimator][geometry] = NoiseScale(of, point["step"], Interval(value, point[f"{prefix}/lower"], upper))
     except OSError:
         return []
-    return list(latest.values())
+    return list((latest["sketch"] or latest["ranks"]).values())
 
 
 # ---------------------------------------------------------------------- words
@@ -297,6 +299,8 @@ def _method(asked: Measurement) -> str:
         f"timestep, noise) triples, {options.held_out} or a few more, so the intervals are of training, not of the choice of "
         "held-out images. Averaged weights: a power-function average of relative width 0.1, of the branch alone.\n\n"
     )
+    if asked.config.alignment.teacher != "none" or getattr(getattr(asked.config.model, "routing", None), "finish_steps", 0):
+        text += "Routing and alignment act throughout the branches, or not at all, as they did at the checkpoint.\n\n"
     if allocated:
         text += "The run allocated its timesteps by measured noise; branches draw them from the training density.\n\n"
     return text

@@ -92,8 +92,8 @@ def batch_overrides(
 ) -> dict[str, Any]:
     """Overrides of a run at another batch size.
 
-    Warm-up, reference and epoch of the schedule are the same shares of the training, so that they are of as many samples at
-    every batch size.
+    Warm-up, reference and epoch of the schedule, and ends of routing and alignment, are the same shares of the training, so
+    that they are of as many samples at every batch size.
 
     Args:
         config: reference of batch size, learning rate and warm-up.
@@ -129,6 +129,12 @@ def batch_overrides(
         overrides[f"lr_scheduler.reference_{unit}"] = max(round(reference * done / whole), 1)
     if schedule.epoch_images:
         overrides["lr_scheduler.epoch_images"] = max(round(schedule.epoch_images * done / whole), 1)
+    if finish := getattr(getattr(config.model, "routing", None), "finish_steps", 0):
+        overrides["model.routing.finish_steps"] = max(round(finish * steps / of_run), 1)
+    of_images = samples / (of_run * config.training.global_batch_size)
+    for key, share in (("stop_steps", steps / of_run), ("stop_images", of_images)):
+        if stop := getattr(config.alignment, key):
+            overrides[f"alignment.{key}"] = max(round(stop * share), 1)
     if layout is not config.parallelism:
         overrides |= dict(zip(DEGREE_KEYS, layout.degrees, strict=True))
     return overrides

@@ -30,6 +30,7 @@ from torchtitan.experiments.folder import ResultsFolder, StudyError
 from torchtitan.files.durable import make_folder, replace_file
 from torchtitan.pictures.markdown import inline, markdown_table
 from torchtitan.pictures.number_text import counted
+from torchtitan.programs import program
 from torchtitan.weights.trained_model import TrainedModel, load_run, read_config
 
 logger = logging.getLogger(__name__)
@@ -96,7 +97,8 @@ class StudyRun:
         return self._opened[1]
 
     def dataset(self, split: Split, labels: bool = False) -> Dataset:
-        """Split of the run's dataset, with labels even if the run leaves them aside. Raises DatasetError."""
+        """Split of the run's dataset, with labels even if the run leaves them aside. Raises DatasetError, StudyError."""
+        refuse_encoding(self.folder, self.config)
         data = dataclasses.replace(self.config.data, labels=labels or self.config.data.labels)
         if (split, data.labels) not in self._datasets:
             self._datasets[split, data.labels] = DATASETS[data.name](data, split)
@@ -168,6 +170,13 @@ def config_and_steps(folder: Path) -> tuple[JobConfig, list[int]]:
     if not steps:
         raise StudyError(f"{checkpoints}: holds no checkpoint (train with checkpoint.enable = true)")
     return config, steps
+
+
+def refuse_encoding(folder: Path, config: JobConfig) -> None:
+    """Raise StudyError if a run encodes its images while it trains: a study reads them as they are stored."""
+    if config.autoencoder.encode:
+        advice = f"train on a store, which {program('extract_latents')} makes"
+        raise StudyError(f"{folder}: encodes its images while it trains (autoencoder.encode), which this study cannot ({advice})")
 
 
 def refuse_other_step(step: int, there: list[int], option: str) -> None:

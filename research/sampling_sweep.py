@@ -5,6 +5,7 @@ Every combination draws the same sets of images: same classes, same starting noi
 
 import argparse
 import dataclasses
+import hashlib
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -47,10 +48,10 @@ VALUES = {
     for value, better in metric.better.items() if better
 }  # fmt: skip
 COLUMNS = (
-    "model", "weights", "guide", "scale", "num_steps", "metrics", "extractor", "reference", "first_image", "images", "seed",
-    *VALUES, "status", "reason", "date", "runtime",
+    "model", "weights", "guide", "method", "scale", "num_steps", "metrics", "extractor", "reference", "first_image", "images",
+    "seed", *VALUES, "status", "reason", "date", "runtime",
 )  # fmt: skip
-KEY = COLUMNS[:11]
+KEY = COLUMNS[:12]
 UNIT = "image"
 
 
@@ -103,8 +104,9 @@ def cells(run: StudyRun) -> list[Cell]:
             raise StudyError(f"{name}: {min(values):g} to {max(values):g} are not all in {least:g}..1e6")
     if options.guide and all(scale == 1.0 for scale in scales):
         raise StudyError("--guide: has no effect at a guidance scale of 1 (give --scales, as 1 2)")
-    if guided := [scale for scale in scales if scale != 1.0]:  # before hours of drawing
-        open_guide(options.guide, run.folder, None, run.model(run.steps[-1], run.tracks[0]), guided[0], run.device)
+    itself, guided = _guided_by_itself(run), [scale for scale in scales if scale != 1.0]
+    if guided and (tracks := [track for track in run.tracks if track != itself]):  # before hours of drawing
+        open_guide(options.guide, run.folder, None, run.model(run.steps[-1], tracks[0]), guided[0], run.device)
     judging = _judging(run)
     judged = {
         "metrics": ",".join(judging.request.metrics), "extractor": judging.extractor.name,
@@ -113,13 +115,25 @@ def cells(run: StudyRun) -> list[Cell]:
     return [
         {
             "model": checkpoint_name(run, step), "step": step, "weights": track, "guide": options.guide or "",
-            "scale": float(scale), "num_steps": num_steps, "first_image": first, "images": options.images,
+            "method": _method(run), "scale": float(scale), "num_steps": num_steps, "first_image": first, "images": options.images,
             "seed": options.seed, **judged,
         }
         for step in run.steps for track in [*run.tracks, *(f"std={length:g}" for length in options.lengths)]
-        for num_steps in dict.fromkeys(steps) for scale in dict.fromkeys(scales)
+        for num_steps in dict.fromkeys(steps) for scale in dict.fromkeys(scales) if scale == 1.0 or track != itself
         for first in range(0, options.sets * options.images, options.images)
     ]  # fmt: skip
+
+
+def _guided_by_itself(run: StudyRun) -> str:
+    """Track that the run's guide is, which is drawn without guidance alone; "" without."""
+    return "" if run.options.guide else run.config.sampling.guide_track
+
+
+def _method(run: StudyRun) -> str:
+    """Method that is not a setting of the sweep, by solver and hash: a run may be resumed with another."""
+    sampling = dataclasses.replace(run.config.sampling, num_steps=1, guidance_scale=1.0)
+    text = repr((sampling.method(), _guided_by_itself(run), run.config.autoencoder))
+    return f"{sampling.solver.name} {hashlib.sha256(text.encode()).hexdigest()[:8]}"
 
 
 def cost(cell: Cell) -> int:
@@ -216,11 +230,14 @@ def report(run: StudyRun, rows: list[Row], folder: Path) -> str:
     """Write the heat maps; return the text of summary.md."""
     options = run.options
     judged_by = f", against {_judging(run).reference_name}" if options.reference else ""
-    guide = f" Guided by {options.guide}." if options.guide else ""
+    guided_by, itself = options.guide or run.config.sampling.guide_track, _guided_by_itself(run)
+    guide = f" Guided by {'the trained weights' if guided_by == 'none' else guided_by}." if guided_by else ""
+    guide += " That guide's own samples are drawn without guidance alone." if itself in run.tracks else ""
     text = (
         f"{options.sets} sets of {options.images} images of all classes, the same starting noise for every setting; features "
-        f"of {options.extractor}{judged_by}.{guide} 95 % intervals by Student's t over the sets. The best of many settings is "
-        "better than another set of its images would be: draw it again with another --seed before quoting it.\n\n"
+        f"of {options.extractor}{judged_by}; solver {run.config.sampling.solver.name}.{guide} 95 % intervals by Student's t over "
+        "the sets. The best of many settings is better than another set of its images would be: draw it again with another "
+        "--seed before quoting it.\n\n"
     )
     values = [name for name in VALUES if any(row[name] for row in rows if row["status"] == "ok")]
     for model in dict.fromkeys(row["model"] for row in rows):

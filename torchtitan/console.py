@@ -32,7 +32,7 @@ from torchtitan.state.run_state import RunState
 from torchtitan.training.corrupt_images import CORRUPT_IMAGES_FILE
 from torchtitan.training.hardware import device_name
 from torchtitan.training.metrics import METRICS_FILE
-from torchtitan.training.schedules import lr_phase
+from torchtitan.training.schedules import lr_phase, ramp_steps
 
 logger = logging.getLogger(__name__)
 
@@ -108,8 +108,9 @@ def too_short_for(config: JobConfig) -> Iterator[str]:
     """Yield a warning for each setting that never acts in a run of so few steps or images."""
     gns, training = config.gns, config.training
     images = training.steps * training.global_batch_size
-    if gns.enable and gns.single_pass and gns.interval > training.steps:
-        yield f"gns.interval: {gns.interval} is more than training.steps = {training.steps}: no step is measured (lower it)"
+    steps = ramp_steps(training.double_batch_after, training.global_batch_size, training.steps).total()
+    if gns.enable and gns.single_pass and gns.interval > steps:
+        yield f"gns.interval: {gns.interval} is more than the run's {counted(steps, 'step')}: no step is measured (lower it)"
     later = {
         "gns.allocation_warmup": (gns.enable and gns.allocate_timesteps, gns.allocation_warmup, "the allocation"),
         "training.double_batch_after": (
@@ -207,8 +208,9 @@ def closing_lines(
     lines += _metrics(results)
     if state.gns:
         # After a change of the schedule the measured steps may have had another rate than it gives.
+        first_batch = state.config.training.global_batch_size
         phase = "" if state.config_changes or state.batch_grows else measured_phase(state.config, state.progress, state.gns.lag)
-        noise = state.gns.conclusions(noise_points, state.step, state.grown_batch_size, phase)
+        noise = state.gns.conclusions(noise_points, state.step, state.grown_batch_size, first_batch, phase)
         lines += ["gradient noise:", *(f"  {line}" for line in noise)] if noise else []
     return lines
 

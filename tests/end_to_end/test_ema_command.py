@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -126,6 +127,16 @@ SWEEPS = {
     "--stds 0.1 --metric fd --extractor digits --images 20": "fd: a covariance of 64 features from 20 images",
     "--stds 0.1 --metric prdc --extractor digits --guidance-scale 2 --guide :nobody": "has no EMA track 'nobody'",
 }
+
+
+def test_a_guide_without_a_checkpoint_of_the_step_is_refused_by_its_key(straight, command, tmp_path):
+    copy = shutil.copytree(straight, tmp_path / "copy")
+    config = copy / "config.toml"
+    config.write_text(config.read_text().replace('guide_track = ""', 'guide_track = "long"'))
+    shutil.rmtree(copy / "checkpoint" / "step-00000004", ignore_errors=True)
+    words = ("--stds", 0.1, "--metric", "prdc", "--extractor", "digits", "--guidance-scale", 2, "--step", 4)
+    code, _, error = command("sweep", copy, *words)
+    assert code == 2 and "sampling.guide_track = long: " in error and "(give --guide :std=S, an average from snapshots" in error
 
 
 @pytest.mark.parametrize("words", SWEEPS)

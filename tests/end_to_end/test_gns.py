@@ -209,7 +209,8 @@ def test_picture_is_drawn_and_warnings_and_conclusions_are_printed(tmp_path):
     assert f"noise scale  {picture}" in output
     assert "not enough signal to judge batch" in output or "gradient noise scale" in output
     record = read_run(run.folder)  # for the page of the run
-    for conclusion in of_logged(record.points, "plain", record.settings["training.global_batch_size"], 1e-3):
+    batch = record.settings["training.global_batch_size"]
+    for conclusion in of_logged(record.points, "plain", batch, 1e-3, batch):
         assert conclusion.partition(" (")[0] in output
     with Image.open(picture) as image:
         assert image.format == "PNG" and image.width == 900 and image.height >= 400

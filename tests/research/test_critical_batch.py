@@ -29,6 +29,7 @@ from research.critical_batch_report import (
     noise_scales,
 )
 from research.equal_samples import plan_batches
+from research.frame import StudyRun
 from torchtitan.checkpoint.checkpointer import Checkpointer, checkpoint_path, verify
 from torchtitan.checkpoint.comparison import open_checkpoint
 from torchtitan.checkpoint.config import CheckpointConfig
@@ -160,6 +161,8 @@ def test_noise_scales_are_the_last_ones_up_to_the_checkpoint(tmp_path):
     (scale,) = noise_scales(path, 25)
     assert math.isnan(scale.samples.value) and (scale.samples.lower, scale.samples.upper) == (6.0, math.inf)
     assert noise_scales(tmp_path / "none", 25) == []
+    path.write_text(point(20, b_simple=70.0, lower=6.0, upper=80.0).replace("sketch", "ranks"))
+    assert noise_scales(path, 25) == [NoiseScale("plain, of ranks", 20, Interval(70.0, 6.0, 80.0))]
 
 
 # ---------------------------------------------------------------------- plans
@@ -183,7 +186,7 @@ def test_a_branch_keeps_the_microbatch_of_processes_that_share_tokens(tmp_path):
     config = a_config("--parallelism.context_parallel_degree", "2", "--training.local_batch_size", "32", ranks=2)
     for processes, local, degrees in ((2, 32, (1, 1, 2)), (4, 8, (4, 1, 1))):
         plan = plan_batches(config, [1, 4], "sqrt", 0.01, 4096, processes)[0][0]
-        branch = branch_config(config, plan, 0, processes, tmp_path / "branch")
+        branch = branch_config(config, plan, 0, processes, tmp_path / "branch", 50)
         assert (plan.local_batch_size, tuple(branch.parallelism.degrees)) == (local, degrees)
 
 
@@ -252,7 +255,7 @@ def test_a_branch_differs_from_its_run_in_batch_rate_length_and_randomness_only(
     measured += ["--training.double_batch_after", "[64]"]
     config = a_config(*measured, "--lr_scheduler.decay_type", "cosine", "--lr_scheduler.warmup_steps", "10")
     plan = plan_batches(config, [1, 4], "sqrt", 0.01, 4096, 1)[0][1]
-    branch = branch_config(config, plan, 2, 1, tmp_path / "batch-128-seed-2")
+    branch = branch_config(config, plan, 2, 1, tmp_path / "batch-128-seed-2", 100)
     write_config(branch, tmp_path / "branch.toml", 1)
     read = load_config(["--job.config_file", str(tmp_path / "branch.toml")], 1)
     assert (read.training.steps, read.training.global_batch_size, read.training.local_batch_size) == (32, 128, 16)
@@ -263,6 +266,25 @@ def test_a_branch_differs_from_its_run_in_batch_rate_length_and_randomness_only(
     assert not (read.gns.enable or read.sampling.enable or read.validation.enable)
     assert [track.name for track in read.ema.tracks] == [TRACK.name]
     assert (read.model, read.data, read.objective) == (config.model, config.data, config.objective)
+
+
+ENDING = ["--model.num_layers", "6", "--model.routing.name", "tread", "--model.routing.finish_steps", "20",
+          "--alignment.teacher", "digits", "--alignment.block", "1", "--alignment.stop_steps", "60"]  # fmt: skip
+
+
+@pytest.mark.parametrize(("progress", "routed", "aligned"), [(59, True, True), (60, True, False), (80, False, False)])
+def test_what_ends_within_the_run_acts_throughout_a_branch_or_not_at_all(tmp_path, progress, routed, aligned):
+    config = a_config(*ENDING)
+    for plan in plan_batches(config, [0.5, 1], "sqrt", 0.01, 4096, 1)[0]:
+        branch = branch_config(config, plan, 0, 1, tmp_path / "branch", progress)
+        assert branch.model.routing.finish_steps == (0 if routed else plan.steps)
+        assert (branch.alignment.stop_steps, branch.alignment.weight) == (0, config.alignment.weight if aligned else 0.0)
+
+
+def test_a_run_that_encodes_its_images_is_refused_where_they_are_read(tmp_path):
+    config = SimpleNamespace(autoencoder=SimpleNamespace(encode=True))
+    with pytest.raises(StudyError, match=r"encodes its images .* \(train on a store, which scripts/extract_latents.py makes\)"):
+        StudyRun(tmp_path, config, [], "none", None, None).dataset("train")
 
 
 def test_the_average_is_of_the_branch_alone():

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -132,10 +133,19 @@ def test_branch_that_fails_is_a_row_and_the_test_goes_on(run, tmp_path):
         (["--tolerance", "nan"], "--tolerance: must be between 0 and 1"),
         (["--lr-rule", "cube"], "invalid choice"),
         (["--lr", "nan"], "--lr"),
+        (["--lr", "inf"], "trained, at batch 8: optimizer.lr: "),
     ],
 )
 def test_bad_input_is_one_line(run, refused, words, said):
     assert said in refused(run, *words)
+
+
+def test_a_run_that_its_own_average_teaches_is_refused(run, refused, tmp_path):
+    copy = shutil.copytree(run, tmp_path / "copy")
+    text = (copy / "config.toml").read_text()
+    aligned = text.replace('teacher = "none"', 'teacher = "self"\nblock = 1\nteacher_block = 2')
+    (copy / "config.toml").write_text(aligned)
+    assert aligned != text and "aligns with its own average (alignment.teacher = self)" in refused(copy, *ASKED)
 
 
 def test_no_run_other_settings_and_a_second_test_at_once_are_refused(run, refused, tmp_path):

@@ -210,5 +210,9 @@ def test_runs_and_branches_of_a_study_take_a_schedule_in_images():
     assert "lr_scheduler.epoch_images" not in overrides
     by_epoch = load_config([*words, "--lr_scheduler.epoch_images", "100"], 1)
     assert batch_overrides(by_epoch, 32, 16_000, 4, "const", 1)["lr_scheduler.epoch_images"] == 200
+    ending = ["--model.num_layers=6", "--model.routing.name=tread", "--model.routing.finish_steps=50"]
+    ending += ["--alignment.teacher=self", "--alignment.block=1", "--alignment.teacher_block=6"]
+    ends = batch_overrides(load_config([*words, *ending, "--alignment.stop_images=4000"], 1), 32, 16_000, 4, "const", 1)
+    assert (ends["model.routing.finish_steps"], ends["alignment.stop_images"]) == (50, 8000)
     assert run_lr(config, 51) == pytest.approx(0.01 * 800 / 1000)
     assert run_lr(config, 401) == pytest.approx(0.01 / math.sqrt(6400 / 4000))

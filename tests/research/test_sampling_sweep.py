@@ -1,5 +1,7 @@
 """The sweep over guidance, weights and steps: every setting on the same noise, a heat map, resumed, refusals in one line."""
 
+import shutil
+
 import numpy as np
 import pytest
 import torch
@@ -67,6 +69,24 @@ def test_every_setting_is_judged_on_the_same_noise_and_drawn_as_a_heat_map(run, 
     before = (folder / "results.csv").read_bytes()
     assert study(*words)[0] == 0
     assert (folder / "results.csv").read_bytes() == before
+
+
+def test_rows_of_another_method_are_not_compared_and_a_guide_is_not_guided_by_itself(run, study, tmp_path):
+    copy = shutil.copytree(run, tmp_path / "copy")
+    config = copy / "config.toml"
+    words = ["sampling_sweep", copy, *QUICK, "--metrics", "is", "--scales", 1, 2, "--weights", "both"]
+    folder, drawn = tmp_path / "sweep", []
+    for changes in (("", ""), ('guide_track = ""', 'guide_track = "long"'), ('name = "euler"', 'name = "heun"')):
+        config.write_text(config.read_text().replace(*changes))
+        code, _, error = study(*words, "--output", folder)
+        assert code == 0, error
+        drawn.append([(row["method"], row["weights"], float(row["scale"])) for row in rows_of(folder)])
+    summary = (folder / "summary.md").read_text()
+    methods = list(dict.fromkeys(method for method, _, _ in drawn[-1]))
+    assert [method.split()[0] for method in methods] == ["euler", "euler", "heun"]
+    assert len(drawn[0]) == 12 and len(drawn[1]) == 12 + 10 == len(drawn[2]) - 10
+    assert (methods[1], "long", 1.0) in drawn[1] and (methods[1], "long", 2.0) not in drawn[1]
+    assert "solver heun. Guided by long. That guide's own samples are drawn without guidance alone." in summary
 
 
 def mean_fd(rows, setting):

@@ -89,6 +89,14 @@ def test_settings_that_act_after_the_end_of_a_run_are_warned_of(key):
     assert not list(too_short_for(load_config([*TOO_SHORT[key], *run, "11"], 1)))
 
 
+@pytest.mark.parametrize("interval", [7, 8])
+def test_steps_of_a_batch_that_grows_are_counted_for_the_warning(interval):
+    run = ["--training.local_batch_size", "8", "--training.steps", "12", "--gns.num_bins", "4"]
+    run += ["--training.double_batch_after", "[16]"]  # 2 + 5 steps
+    found = list(too_short_for(load_config([*run, "--gns.enable", "true", "--gns.interval", str(interval)], 1)))
+    assert found == ["gns.interval: 8 is more than the run's 7 steps: no step is measured (lower it)"] * (interval - 7)
+
+
 @pytest.mark.parametrize(
     ("objective", "section", "ranks"),
     [

@@ -82,7 +82,7 @@ def monitor_of(narrow: str, edges: tuple[float, float] = (0.4, 0.6), **keys: boo
 
 @pytest.mark.parametrize("narrow", WHOLE_MODEL)
 def test_conclusion_on_the_batch_is_of_the_narrowest(narrow):
-    line, _ = monitor_of(narrow).conclusions([], 1, 16, "at the peak learning rate")
+    line, _ = monitor_of(narrow).conclusions([], 1, 16, 16, "at the peak learning rate")
     scale = SCALES[narrow]
     waste = 16 / (scale / 1.2)
     wastes = f"wastes at most {100 * waste / (1 + waste):.0f} % of its images"

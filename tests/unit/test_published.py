@@ -241,7 +241,8 @@ def test_a_pipeline_folder_has_all_its_parts(tmp_path):
 
 
 @pytest.mark.parametrize(("changes", "vae", "text"), [
-    (('prediction = "noise"', 'prediction = "v"'), {}, "is no model that DiTPipeline samples: objective.prediction = v (there noise)"),
+    (('prediction = "noise"', 'prediction = "v"'), {},
+     "is no model that DiTPipeline samples: objective.prediction = v (there noise)"),
     ((CONFIG[CONFIG.index("shape = [4"):], "shape = [3, 8, 8]\nnum_classes = 3\n"), {}, "draws images"),
     ((f"scale = [{SCALE}, ", "scale = [1.0, "), {}, "or scaled by channel"),
     (("", ""), {"latent_channels": 16}, "its latents have 16 channels, those of x 4"),

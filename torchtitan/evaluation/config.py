@@ -154,7 +154,12 @@ class EvaluationConfig:
         """Samples of a measurement, what they are measured against, and the features, in words."""
         track = f" of {sampling.ema_track}" if sampling.ema_track != "ema" else ""
         how = f"{track} by {sampling.solver.name} in {counted(sampling.num_steps, 'step')}"
-        guided = f" at guidance {self.guidance_scale:g}" if self.guidance_scale != 1 else ""
+        guided, (low, high) = "", sampling.guidance_interval
+        if self.guidance_scale != 1:
+            guided = f" at guidance {self.guidance_scale:g}" + {"": "", "none": " by the trained weights"}.get(
+                sampling.guide_track, f" by {sampling.guide_track}"
+            )
+            guided += f" in t of {low:g} to {high:g}" if (low, high) != (0.0, 1.0) else ""
         against = f" against {Path(self.reference).name}" if self.reference else ""
         extractors = dict.fromkeys(METRICS[name].extractor or self.extractor for name in self.metrics)
         return f"{self.count:,} samples{how}{guided}{against} in features of {' and '.join(extractors)}"

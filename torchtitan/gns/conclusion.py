@@ -107,19 +107,22 @@ def logged(ratios: Sequence[PredictedRatio], more_steps: int | None) -> dict[str
     return found | ({_MORE_STEPS: float(more_steps)} if more_steps else {})
 
 
-def of_logged(points: Sequence[Mapping[str, Any]], geometry: str, batch: int, peak_lr: float) -> list[str]:
+def of_logged(
+    points: Sequence[Mapping[str, Any]], geometry: str, batch: int, peak_lr: float, first_batch: int
+) -> list[str]:  # fmt: skip
     """Conclusions by what was logged last: on a batch, with its past, and on the sampler of timesteps; none where none was.
 
     Args:
         peak_lr: optimizer.lr of the run.
+        first_batch: the one that `training.steps` counts in.
     """
     last = next((point for point in reversed(points) if _logged(point, geometry)), None)
     if last is None or (scale := _logged(last, geometry)) is None:
         return []
     known = f"gradient noise scale {in_words(scale)}" if scale.lower > 0 else ""
-    more_steps = int(last.get(_MORE_STEPS, 0)) or None
+    more_steps = int(last.get(_MORE_STEPS, 0)) * (batch // first_batch) or None
     until = f"measured up to step {last['step']:,}" if last["step"] < points[-1]["step"] else ""
-    rate = _rate_then(points, last, geometry, batch, peak_lr)
+    rate = _rate_then(points, last, geometry, batch, peak_lr) if batch == first_batch else ""  # it grows with the batch
     details = "; ".join(filter(None, (known, until, rate, history(points, geometry, batch))))
     found = [on_batch(scale, batch, more_steps) + (f" ({details})" if details else "")]
     names = [tag.split("/")[2] for tag in last if tag.startswith(_SAMPLERS) and tag.endswith("/lower")]

@@ -216,12 +216,13 @@ class GNSMonitor:
         self.pool_kept_steps()
         return self._whole(*self._for_batch_size).lag.item() + self._samples - self._samples_measured
 
-    def conclusions(self, points: Sequence[dict], step: int, global_batch_size: int, phase: str) -> list[str]:
+    def conclusions(self, points: Sequence[dict], step: int, batch: int, first_batch: int, phase: str) -> list[str]:
         """Conclusions, a sentence each: on the batch size, and on the sampler of timesteps; none where nothing was measured.
 
         Args:
             points: logged points in the order of their steps.
             step: the present one.
+            batch: global batch size now; first_batch: the one that `training.steps` counts in.
             phase: of the learning rate at the measurement's mean age (`lag`), in words, as by `lr_phase`; "": not known.
         """
         if not self.pool:
@@ -232,9 +233,9 @@ class GNSMonitor:
         if whole.noise.isnan().all():
             return []
         scale = Interval(whole.b_simple.item(), whole.lower.item(), whole.upper.item())
-        more_steps = self._more_steps(whole)
-        of_batch = on_batch(scale, global_batch_size, more_steps)
-        past = history(points, geometry, global_batch_size, (step, scale))
+        more_steps = (self._more_steps(whole) or 0) * (batch // first_batch) or None
+        of_batch = on_batch(scale, batch, more_steps)
+        past = history(points, geometry, batch, (step, scale))
         details = "; ".join(filter(None, (f"gradient noise scale {in_words(scale)}" if scale.lower > 0 else "", past)))
         return [
             ", ".join(filter(None, (phase, of_batch))) + (f" ({details})" if details else ""),

@@ -13,7 +13,7 @@ from torchtitan.config.latent_cache import store_of_latents
 from torchtitan.config.sampling_checks import data_text
 from torchtitan.data import DATASETS, DatasetInfo, dataset_info
 from torchtitan.distributed.collectives import from_first_rank, group_for_work
-from torchtitan.errors import EvaluationError
+from torchtitan.errors import CheckpointError, EvaluationError
 from torchtitan.evaluation.config import EvaluationConfig
 from torchtitan.evaluation.dataset_images import DatasetImages
 from torchtitan.evaluation.decoding import run_decoder
@@ -125,7 +125,13 @@ def _sample_score(
     config, info, sampling, kind = trained.config, trained.info, trained.config.sampling, METRICS[metric]
     evaluation.reference = evaluation.reference if kind.reference else ""
     evaluation.held_out = evaluation.held_out if kind.needs_held_out else ""
-    opened = open_guide(guide, run, None, trained, scale, device)
+    try:
+        opened = open_guide(guide, run, None, trained, scale, device)
+    except CheckpointError as error:
+        if guide or not sampling.guide_track:
+            raise
+        advice = "give --guide :std=S, an average from snapshots, or --guide none"
+        raise WeightsError(f"sampling.guide_track = {sampling.guide_track}: {error} ({advice})") from error
     method = sampling.method() | {
         "guidance": dataclasses.replace(sampling.guidance, scale=scale), "guide": opened.guide if opened else None,
     }  # fmt: skip

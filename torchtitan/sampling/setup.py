@@ -71,6 +71,9 @@ class SamplingSetup:
         given, most = self.sampling.embedded_guidance, self.trained.config.objective.guidance_max
         if given is not None and most > 1 and not 1 <= given <= most:
             yield f"--embedded-guidance: {given:g} was not trained, only 1 to objective.guidance_max = {most:g}"
+        low, high = self.sampling.guidance_interval
+        if most > 1 and not low <= 0.5 <= high:
+            yield f"--guidance-interval: {low:g} to {high:g} was not trained, only intervals with 0.5 in them"
 
     @property
     def title(self) -> str:

@@ -50,7 +50,7 @@ def _conclusions(run: RunRecord) -> list[str]:
 
     logged = (point["global_batch_size"] for point in reversed(run.points) if point.get("global_batch_size"))
     batch = (run.summary or {}).get("grown_batch_size") or next(logged, None) or run.settings["training.global_batch_size"]
-    return of_logged(run.points, geometry, batch, run.settings["optimizer.lr"])
+    return of_logged(run.points, geometry, batch, run.settings["optimizer.lr"], run.settings["training.global_batch_size"])
 
 
 def _picture(run: RunRecord) -> str:
