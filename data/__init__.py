@@ -1,6 +1,7 @@
 """Datasets by name. To add one: write data/<name>.py after the contract in base.py, and one line here."""
 
 import dataclasses
+import os
 from typing import Any
 
 from torchtitan.conditions import Unconditional
@@ -23,6 +24,7 @@ DATASETS: Registry[type[Any]] = Registry("torchtitan.data", {
 }, type[Dataset])
 # Datasets of latents: their `store` opens the latent store.
 LATENT_DATASETS = ("latents",)
+_LISTED_IN_DEPTH = ("captioned_folder", "image_folder")
 
 
 def dataset_info(config: DataConfig) -> DatasetInfo:
@@ -31,6 +33,11 @@ def dataset_info(config: DataConfig) -> DatasetInfo:
     Raises:
         DatasetError: it is missing, empty or damaged.
     """
+    if held_out := getattr(config, "validation_path", ""):
+        path, inside = (os.path.realpath(os.path.expanduser(each)) for each in (getattr(config, "path", ""), held_out))
+        if inside == path or (config.name in _LISTED_IN_DEPTH and inside.startswith(f"{path}/")):
+            advice = "move it out, or leave the key out, which holds out data.validation_fraction"
+            raise DatasetError(f"data.validation_path: {held_out} is in data.path, whose images are trained on ({advice})")
     info = DATASETS[config.name].info(config)
     if config.labels:
         return info

@@ -22,7 +22,7 @@ from torchtitan.data.image_files import (
     shown_names,
     shown_path,
 )
-from torchtitan.data.left_out import say_once
+from torchtitan.data.left_out import say_once, say_untrained
 from torchtitan.data.splits import chosen_positions, last_of_each_class
 from torchtitan.errors import look_alike
 from torchtitan.pictures.number_text import counted
@@ -69,11 +69,8 @@ class ImageFolder(SquareImages):
         check_readable(files, "data.path")
         held_out = last_of_each_class(files.classes, config.validation_fraction)
         has_validation = bool(held_out.any())
-        untrained = len(np.setdiff1d(files.classes, files.classes[~held_out])) if config.labels else 0
-        if untrained and not config.validation_path:
-            advice = "data.validation_fraction = 0 trains on them"
-            text = f"all images of {counted(untrained, 'class', 'es')} are among the held-out ones ({advice})"
-            say_once(f"{shown_path(files.folder)}: {text}")
+        if config.labels and not config.validation_path:
+            say_untrained(shown_path(files.folder), files.classes, held_out)
         if config.validation_path:
             _, held_out_files = _list_validation(config, folders)
             check_readable(held_out_files, "data.validation_path")
@@ -90,7 +87,7 @@ class ImageFolder(SquareImages):
         chosen = np.ones(len(files), bool)
         if config.validation_path and split == "validation":
             folders_here, files = _list_validation(config, folders)
-            number_of = dict(zip(folders, numbers, strict=True))
+            number_of = dict(zip(folders, numbers, strict=False))  # without classes there is one number, and no folder
             numbers = np.array([number_of.get(folder, 0) for folder in folders_here] or [0])
             chosen = np.ones(len(files), bool)
         elif not config.validation_path:
@@ -106,12 +103,12 @@ def _has_classes(config: ImageFolderConfig) -> bool:
     """Whether folders are classes. Raises DatasetError: there are images beside folders, and the key is not given."""
     if config.class_folders is not None or not config.path:
         return config.class_folders is not False
-    return _looks_classed(config.path, config.labels)
+    return _looks_classed("data.path", config.path, config.labels)
 
 
 @functools.lru_cache(maxsize=4)
-def _looks_classed(path: str, labels: bool) -> bool:
-    root = existing_folder("data.path", path)
+def _looks_classed(key: str, path: str, labels: bool) -> bool:
+    root = existing_folder(key, path)
     folders = set(list_folders(root))
     with os.scandir(root) as entries:
         names = (entry.name for entry in entries if not entry.name.startswith(b".") and entry.name not in folders)
@@ -119,7 +116,7 @@ def _looks_classed(path: str, labels: bool) -> bool:
     if folders and loose and labels:
         ways = "true to train on the folders as classes, or false" if len(folders) > 1 else "false"
         raise DatasetError(
-            f"data.path: {path!r} has {counted(loose, 'image')} beside {counted(len(folders), 'folder')} (set"
+            f"{key}: {path!r} has {counted(loose, 'image')} beside {counted(len(folders), 'folder')} (set"
             f" data.class_folders = {ways} to train on all images without labels)"
         )
     return not loose
@@ -142,7 +139,11 @@ def _list_unlabelled(key: str, path: str) -> ImageList:
 
 
 def _list_validation(config: ImageFolderConfig, folders: list[bytes]) -> tuple[list[bytes], ImageList]:
-    found, files = _list_folder("data.validation_path", config.validation_path, _has_classes(config))
+    key, path, classed = "data.validation_path", config.validation_path, _has_classes(config)
+    if config.class_folders is None and (classed or not config.labels):
+        looks_classed = _looks_classed(key, path, config.labels)
+        classed = classed if config.labels else looks_classed  # which without labels need not be alike
+    found, files = _list_folder(key, path, classed)
     unknown = sorted(set(found) - set(folders))
     if unknown and config.labels:
         name = shown_path(unknown[0])

@@ -24,9 +24,11 @@ from torchtitan.data.image_files import (
     shown_names,
 )
 from torchtitan.data.imagenet_metadata import WNID, find_class_names, find_validation_wnids
+from torchtitan.data.left_out import say_once, say_untrained
 from torchtitan.data.splits import chosen_positions, last_of_each_class
 from torchtitan.data.tar_files import Member, OpenArchives, TarImages, read_members
 from torchtitan.files.regular import user_path
+from torchtitan.pictures.number_text import counted
 from torchtitan.settings import setting
 
 TRAIN_ARCHIVE = "ILSVRC2012_img_train.tar"
@@ -80,7 +82,14 @@ class ImageNet(SquareImages):
             check_readable(held_out.source, "data.path")
             if config.validation_fraction is not None:
                 raise DatasetError("data.validation_fraction: val holds held-out images already; leave the key out")
-        has_validation = bool(held_out or last_of_each_class(train.classes, _fraction(config)).any())
+            elsewhere = np.array([wnid not in train.wnids for wnid in held_out.wnids])
+            if lacking := int(elsewhere[held_out.classes].sum()):
+                classes = counted(int(elsewhere.sum()), "class", "es")
+                say_once(f"{config.path}: {counted(lacking, 'image')} of val left out: train has none of their {classes}")
+        last = last_of_each_class(train.classes, _fraction(config))
+        if not held_out:
+            say_untrained(config.path, train.classes, last)
+        has_validation = bool(held_out or last.any())
         names = _class_names(config, train.wnids)
         return DatasetInfo((3, size, size), Classes(len(names), names), has_validation)
 

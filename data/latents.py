@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,8 +15,10 @@ import torch
 from torchtitan.autoencoders.base import of_latents
 from torchtitan.conditions import ConditionKind, Embeddings, Entries, class_kind
 from torchtitan.data.base import FEATURES, Batch, DataConfig, Dataset, DatasetError, DatasetInfo, Draws, Split
+from torchtitan.data.left_out import say_once
 from torchtitan.data.splits import spread_evenly
 from torchtitan.errors import LatentStoreError
+from torchtitan.pictures.number_text import counted
 from torchtitan.programs import program
 from torchtitan.settings import setting
 
@@ -66,7 +70,7 @@ class Latents(Dataset):
     @staticmethod
     def info(config: LatentsConfig) -> DatasetInfo:
         stores = _open(config, "train")
-        parts = [_held_out(config, store) for store in stores]
+        parts = _held_out(config, stores)
         has_validation = bool(config.validation_path) or any(bool(part.any()) for part in parts)
         for store in stores:
             with _of_store("path"):
@@ -89,7 +93,7 @@ class Latents(Dataset):
         if config.validation_path:
             numbers = [np.arange(len(store)) for store in self._stores]
         else:
-            parts = [_held_out(config, store) for store in self._stores]
+            parts = _held_out(config, self._stores)
             numbers = [np.flatnonzero(part if split == "validation" else ~part) for part in parts]
         self._numbers = np.concatenate(numbers)  # in its store, of each image
         if len(self._numbers) == 0:
@@ -222,9 +226,26 @@ def _images_alone(value: Any) -> Any:
     return {key: value[key] for key in value if key != "encoding"} if isinstance(value, dict) else value
 
 
-def _held_out(config: LatentsConfig, store: LatentStore) -> np.ndarray:
-    """Which images of a training store are held out, bool [N]."""
-    return spread_evenly(len(store), config.validation_fraction)
+def _held_out(config: LatentsConfig, stores: list[LatentStore]) -> list[np.ndarray]:
+    """Which images of each training store are held out, bool [N].
+
+    Of a captioned folder's, which has a picture in several sizes or repeats it, none of a caption that another has too.
+    """
+    parts = [spread_evenly(len(store), config.validation_fraction) for store in stores]
+    if stores[0].captions is None or stores[0].index.origin.get("data", {}).get("name") != "captioned_folder":
+        return parts
+    captions: list[list[str]] = []
+    for store in stores:
+        with _of_store():
+            texts = store.captions.texts() if store.captions else []
+            captions.append([texts[number] for number in store.caption_numbers(np.arange(len(store))).tolist()])
+    counts = Counter(itertools.chain(*captions))
+    shared = [np.array([counts[text] > 1 for text in each]) for each in captions]
+    if count := sum(int((part & again).sum()) for part, again in zip(parts, shared, strict=True)):
+        advice = f"{program('extract_latents')} --split validation makes a store for data.validation_path"
+        text = f"trained, not held out, as other images have their captions: {counted(count, 'image')}"
+        say_once(f"{config.path}: {text} ({advice})")
+    return [part & ~again for part, again in zip(parts, shared, strict=True)]
 
 
 def _largest(stores: list[LatentStore]) -> LatentStore:

@@ -6,6 +6,8 @@ import os
 from collections import Counter
 from collections.abc import Mapping
 
+import numpy as np
+
 from torchtitan.pictures.number_text import counted
 from torchtitan.processes.launch import CHECKED, launch_number
 
@@ -35,3 +37,10 @@ def say_left_out(place: str, counts: Mapping[str, int]) -> None:
         listed = ", ".join(f"{count:,} .{ending}" for ending, count in Counter(counts).most_common())
         text = f"leaving out {counted(total, 'picture')} of endings that are not read: {listed} (convert to jpg or png)"
         say_once(f"{place}: {text}")
+
+
+def say_untrained(place: str, classes: np.ndarray, held_out: np.ndarray) -> None:
+    """Say how many classes have no image to train on, if any; classes and held_out: of each image, [N]."""
+    if untrained := len(np.setdiff1d(classes, classes[~held_out])):
+        advice = "data.validation_fraction = 0 trains on them"
+        say_once(f"{place}: all images of {counted(untrained, 'class', 'es')} are among the held-out ones ({advice})")

@@ -117,7 +117,7 @@ def _find_files(url: str, subset: str, split: str) -> tuple[str, ...]:
     if storage.isfile(root):
         for key, given in (("config", subset), ("split", "" if split == "train" else split)):
             if given:
-                raise DatasetError(f"data.path: {url} is one file, of which no data.{key} {given!r} can be chosen")
+                raise DatasetError(f"data.path: {url} is one file, of which no {key} {given!r} can be chosen (give its folder)")
         return (root,)
     found = sorted(path for path in storage.find(root) if path.endswith(".parquet"))
     if not found:

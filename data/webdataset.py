@@ -31,14 +31,14 @@ from torchtitan.settings import setting
 
 PROBLEMS = (
     "",
-    "the sample has no image",
+    "the sample has no image (pack the shard again without it)",
     "the sample has several images",
     "the sample has no label (data.labels = false trains without)",
     "the sample's label is no whole number from 0 to 999999 (write numbers, which data.classes_file names, or set data.labels = "
     "false)",
     "the sample has no caption (pack the shard again with its .txt, or without the image)",
-    "the caption is empty",
-    "the caption is not UTF-8",
+    "the caption is empty (pack the shard again with a text, or without the image)",
+    "the caption is not UTF-8 (pack the shard again)",
 )
 NO_IMAGE, SEVERAL_IMAGES, NO_LABEL, BAD_LABEL = 1, 2, 3, 4  # places in PROBLEMS
 NO_CAPTION, EMPTY_CAPTION, NOT_UTF8 = 5, 6, 7
@@ -264,7 +264,7 @@ def _read_shard(path: Path, captioned: bool, left_out: Counter[str]) -> tuple[Pa
             unread = next((ending for ending in files if ending in PICTURES_NOT_READ), None)
             if unread and not images:
                 left_out[unread.decode()] += 1
-            else:
+            elif images or files.keys() & {b"cls", b"txt"}:  # else a README or the like
                 keys.append(key)
                 rows.append(_describe(files, images, read, captioned))
     return PackedNames.of(keys), np.array(rows, np.int64).reshape(len(rows), 7)

@@ -299,7 +299,8 @@ def _method(asked: Measurement) -> str:
         f"timestep, noise) triples, {options.held_out} or a few more, so the intervals are of training, not of the choice of "
         "held-out images. Averaged weights: a power-function average of relative width 0.1, of the branch alone.\n\n"
     )
-    if asked.config.alignment.teacher != "none" or getattr(getattr(asked.config.model, "routing", None), "finish_steps", 0):
+    routing = getattr(asked.config.model, "routing", None)
+    if asked.config.alignment.teacher != "none" or hasattr(routing, "finish_steps"):
         text += "Routing and alignment act throughout the branches, or not at all, as they did at the checkpoint.\n\n"
     if allocated:
         text += "The run allocated its timesteps by measured noise; branches draw them from the training density.\n\n"

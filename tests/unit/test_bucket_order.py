@@ -9,6 +9,7 @@ import pytest
 
 from tests.bucketed_images import SHAPES, Bucketed, BucketedConfig, buckets_of, numbers_of
 from torchtitan.data import DatasetError
+from torchtitan.errors import CheckpointError
 from torchtitan.state.resume import load_position
 from torchtitan.training.data_loading import TrainingData, validation_batches
 from torchtitan.training.sample_order import BucketOrder, SampleOrder
@@ -180,7 +181,7 @@ def test_a_bucket_smaller_than_a_step_is_reported(caplog):
 
 def test_another_batch_size_does_not_resume_inside_a_global_batch():
     data = training_data(local=3, size=9)
-    with pytest.raises(ValueError, match="training.global_batch_size: 8 images were read, no multiple of 9"):
+    with pytest.raises(CheckpointError, match="^training.global_batch_size: 8 images were read, no multiple of 9"):
         load_position(data, {"next_sample": 8, "attempt": 0})
 
 

@@ -78,6 +78,24 @@ def test_every_image_is_in_the_store_of_its_shape_with_its_caption(store, folder
     assert len(seen) == len(SIZES)
 
 
+def test_a_picture_in_several_sizes_or_repeats_is_not_held_out_in_one_and_trained_in_another(folder, tmp_path, caplog):
+    repeated = tmp_path / "pictures"
+    shutil.copytree(folder, repeated / "3_thing")
+    for number in (4, 5):
+        (repeated / "3_thing" / f"{number}.png").rename(repeated / f"{number}.png")
+        (repeated / "3_thing" / f"{number}.txt").rename(repeated / f"{number}.txt")
+    for name, place, sizes, alone in (("sizes", folder, "[64, 128]", 0), ("repeats", repeated, "[128]", 2)):
+        assert main([*words_of(tmp_path / name, place), "--data.resolutions", sizes]) == 0
+        config, texts = config_of(tmp_path / name, validation_fraction=0.9), {}
+        for split in ("train", "validation")[: 1 + bool(alone)]:
+            dataset = Latents(config, split)
+            texts[split] = {dataset.captions(np.array([index]))[0] for index in range(len(dataset))}
+        assert Latents.info(config).has_validation == bool(alone)
+        assert "trained, not held out, as other images have their captions: " in caplog.text
+        assert not texts["train"] & texts.get("validation", set()) and len(texts["train"]) == len(SIZES) - alone
+        caplog.clear()
+
+
 def test_normalisation_is_of_all_images_together(store):
     stores = open_stores(store)
     parts = [ChannelMoments.of(part.read(np.arange(len(part)))[0][:, None]) for part in stores]

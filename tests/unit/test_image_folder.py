@@ -14,7 +14,7 @@ from PIL import Image
 from tests.encoded_images import everything
 from tests.launcher import run_on_ranks
 from tests.refusals import one_line
-from torchtitan.data import DatasetError
+from torchtitan.data import DATASETS, DatasetError, dataset_info
 from torchtitan.data.class_folders import list_class_folders
 from torchtitan.data.image_files import is_image_name, list_files
 from torchtitan.data.image_folder import ImageFolder, ImageFolderConfig, _looks_classed
@@ -110,6 +110,32 @@ def test_a_validation_folder_is_numbered_as_the_training_folder(tmp_path):
     assert ImageFolder.info(config).has_validation
     assert everything(ImageFolder(config, "train"))[1] == [0, 0, 1, 1, 2, 2]
     assert everything(ImageFolder(config, "validation"))[1] == [1, 2]
+    write_class(tmp_path / "val", ["loose.png"])
+    list_class_folders.cache_clear()
+    _looks_classed.cache_clear()
+    with pytest.raises(DatasetError, match=r"data.validation_path: .* has 1 image beside 2 folders \(set data.class_folders"):
+        ImageFolder.info(config)
+
+
+@pytest.mark.parametrize("keys", [{}, {"labels": False}, {"class_folders": False}])
+def test_held_out_images_without_classes_lie_in_any_folder(tmp_path, keys):
+    write_class(tmp_path / "flat", ["0.png"])
+    train = folder_of(tmp_path / "classed", ("a", "b"), 2)
+    if not keys:
+        write_class(train := tmp_path / "other", ["0.png"])
+    config = config_of(train, validation_path=str(tmp_path / "flat"), **keys)
+    assert ImageFolder.info(config).num_classes == 0
+    assert len(ImageFolder(config, "train")) == (4 if keys else 1) and len(ImageFolder(config, "validation")) == 1
+
+
+NESTED = [("", "latents"), ("", "image_folder"), ("val", "image_folder"), ("val", "captioned_folder")]
+
+
+@pytest.mark.parametrize(("inside", "name"), NESTED)
+def test_held_out_images_that_are_trained_on_are_refused(tmp_path, inside, name):
+    config = DATASETS[name].Config(name=name, path=str(tmp_path / "."), validation_path=str(tmp_path / inside))
+    with pytest.raises(DatasetError, match=r"^data.validation_path: .* is in data.path, whose images are trained on"):
+        dataset_info(config)
 
 
 def test_labels_that_are_left_aside_ask_for_no_classes(tmp_path):

@@ -123,14 +123,14 @@ def test_kaggles_inner_folder_finds_the_lists_above_it(tmp_path):
     assert len(ImageNet(config, "validation")) == 7
 
 
-def test_part_of_imagenet_keeps_the_numbers_of_a_classes_file_or_has_its_own(tmp_path):
+def test_part_of_imagenet_keeps_the_numbers_of_a_classes_file_or_has_its_own(tmp_path, caplog):
     write_kaggle(tmp_path)
     images = tmp_path / "ILSVRC" / "Data" / "CLS-LOC" / "train"
     (images / "n00000005").rename(tmp_path / "away")
     own = config_of(tmp_path)
     assert ImageNet.info(own).class_names == ("three", "seven")
     assert set(everything(ImageNet(own, "train"))[1]) == {0, 1}
-    # Held-out images of the class that is missing are left out.
+    assert caplog.messages == [f"{tmp_path}: 2 images of val left out: train has none of their 1 class"]
     assert everything(ImageNet(own, "validation"))[1] == [0, 1, 0, 1, 0]
     classes = tmp_path / "classes.txt"
     classes.write_text("n00000001 one\nn00000003 three\nn00000005 five\nn00000007 seven\n")

@@ -100,6 +100,7 @@ ODD = {
 def test_a_sample_that_lacks_something_is_an_unreadable_image(tmp_path, case):
     files, reason = ODD[case]
     members = members_of(0)
+    members |= {"README.md": b"no sample", "__meta.json": b"{}"}
     members |= {f"odd.{extension}": content for extension, content in files.items()}
     write_tar(tmp_path / "a.tar", members)
     config = config_of(tmp_path)

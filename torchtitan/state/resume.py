@@ -174,10 +174,10 @@ def materialise_state(optimizer: OptimizerSet, lr: float) -> None:
 
 
 def load_position(data: TrainingData, saved: Mapping[str, int]) -> None:
-    """Continue a run's data on any layout, no loader open. Raises ValueError: buckets of another global batch size."""
+    """Continue a run's data on any layout, no loader open. Raises CheckpointError: buckets of another global batch."""
     next_sample, size = saved["next_sample"], data.global_batch_size
     if data.in_buckets and next_sample % size:
-        raise ValueError(
+        raise CheckpointError(
             f"training.global_batch_size: {next_sample} images were read, no multiple of {size}, and a global batch is of "
             "one bucket (set the size that the run had)"
         )
