@@ -74,7 +74,7 @@ def run(config: JobConfig, reload: Callable[[], JobConfig] | None = None, anew: 
             clock = RunClock(started=process_start())
             if config.cache.enable and reload:
                 init_process_group(config.comm)
-                on_all_ranks(lambda: check_start(config), _REFUSALS, None)
+                on_all_ranks(lambda: _check_before_encoding(config, anew), _REFUSALS, None)
                 clock.switch("encode", clock.now())
                 with interruptible():
                     fill_cache(config)
@@ -143,6 +143,13 @@ def _is_finished(config: JobConfig) -> bool:
         print(f"{folder.path}: this run is finished ({more}another --job.name trains again)")
     write_status(None, "completed", 0)
     return True
+
+
+def _check_before_encoding(config: JobConfig, anew: bool) -> None:
+    """Check what the run would be refused for after its pictures were encoded. Raises one of _REFUSALS."""
+    check_start(config)
+    if not (anew or config.job.allow_config_change):
+        RunFolder(config).check_cache()
 
 
 @contextmanager

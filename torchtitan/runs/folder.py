@@ -24,7 +24,7 @@ from torchtitan.checkpoint.reading import read_state
 from torchtitan.checkpoint.store import foreign_content as foreign_checkpoint_content
 from torchtitan.checkpoint.store import store_of
 from torchtitan.config.job import JobConfig
-from torchtitan.config.latent_cache import cache_folder, without_cache_paths, without_moved_caches
+from torchtitan.config.latent_cache import cache_folder, without_moved_caches
 from torchtitan.errors import CheckpointError, RunFolderError, StoreError
 from torchtitan.files.durable import make_folder, remove_unfinished, replace_file
 from torchtitan.files.ownership import foreign_text
@@ -165,7 +165,7 @@ class RunFolder:
             raise RunFolderError(
                 [
                     f"{place}: holds a run of another configuration ({advice})",
-                    *(f"  {line}" for line in without_cache_paths(changes, self._config.checkpoint.initial_weights)),
+                    *(f"  {line}" for line in changes),
                 ]
             )
         if changes and self.summary.is_file() and not checkpoint_steps(self._checkpoints_before()):
@@ -173,12 +173,14 @@ class RunFolder:
         return changes
 
     def check_cache(self) -> None:
-        """Check that a finished run trained on the cache that a configuration would fill. Raises RunFolderError: on another."""
+        """Check that the folder's run is of the cache that a configuration would fill. Raises RunFolderError: of another."""
         with suppress(OSError, ValueError, KeyError, TypeError):  # a record that cannot be read says nothing
             trained = Path(read_toml(self.path / CONFIG_FILE)["data"]["path"]).parent.name
             if (given := cache_folder(self._config).name)[-16:] != trained[-16:]:
-                text = f"holds a finished run on other pictures, captions or prompts ({trained}, not {given})"
-                raise RunFolderError([f"{self.path}: {text} (give another --job.name)"])
+                text = f"holds a run on other pictures, captions or prompts ({trained}, not {given}) (give another --job.name)"
+                if (base := self._config.checkpoint.initial_weights) and not Path(base).exists():  # it tells the latents' scale
+                    text = f"checkpoint.initial_weights: {base}: no such file"
+                raise RunFolderError([f"{self.path}: {text}"])
 
     def _only_longer(self, old: dict, changes: list[str]) -> bool:
         """Whether the only change is more steps."""
