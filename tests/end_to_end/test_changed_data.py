@@ -64,9 +64,12 @@ def test_a_run_is_not_resumed_on_other_classes(tmp_path):
     Image.new("RGB", (8, 8)).save(data / "owl" / "another.png")
     (output,) = ForkedRun(config, "run", *longer).finish()
     assert "resumed after step 2" in output
-    assert output.count("was trained on 12 images, and the data have 13 now; the order within an epoch is another") == 1
+    assert output.count("was trained on 12 images, and the data have 13 now; the order within an epoch is another, ") == 1
     (output,) = ForkedRun(config, "run", "--training.steps", "5").finish()
     assert "resumed after step 4" in output and "was trained on" not in output
+    (data / "cat" / "0.png").rename(data / "cat" / "9.png")
+    (output,) = ForkedRun(config, "run", "--training.steps", "6").finish()
+    assert "as many images as it was trained on have other names, labels or captions now" in output
 
 
 def info_of(kind) -> DatasetInfo:

@@ -37,7 +37,7 @@ class RunData:
             from torchtitan.latents.store import LatentStore  # which no other dataset needs
 
             self.teacher = LatentStore(path).index.autoencoder
-        self.images_per_epoch = len(dataset)
+        self.images_per_epoch, self.listing = len(dataset), dataset.listing_digest()[:16]
         if not self.images_per_epoch:
             raise DatasetError(f"dataset {config.data.name}: has no images to train on")
         self.images_of_shapes = images_of_shapes(dataset, self.info)

@@ -24,7 +24,7 @@ from torchtitan.training.metrics import LossWindow
 from torchtitan.training.numerical_guard import NumericalGuard
 from torchtitan.training.optimizer import OptimizerSet, set_lr, state_parts
 from torchtitan.training.schedules import lr_factor
-from torchtitan.weights.data_changes import IMAGES, data_changes, plugin_changes
+from torchtitan.weights.data_changes import IMAGES, LISTING, data_changes, plugin_changes
 from torchtitan.weights.model_record import RECORD
 from torchtitan.weights.network import BASE_SHA256, check_base
 
@@ -82,6 +82,7 @@ def checkpointed_state(state: RunState, reports: dict) -> dict:
         RECORD: state.data_record,
         "teacher": state.teacher,
         IMAGES: state.images_per_epoch,
+        LISTING: state.listing,
         "gns": state.gns.state_dict() if state.gns else {},
         "plugins": loaded_plugins(),
     } | ({BASE_SHA256: state.network.base_sha256} if state.config.lora.enable else {})
@@ -98,7 +99,7 @@ def resume(state: RunState, step: int) -> None:
     saved, tensors = read_state(checkpoint), state.tensors()
     changes = data_changes(
         saved, str(checkpoint), state.info, state.images_per_epoch, tolerated=config.job.allow_config_change,
-        record=state.data_record,
+        record=state.data_record, listing=state.listing,
     )  # fmt: skip
     if saved.get("teacher", state.teacher) != state.teacher:
         text = f"{checkpoint}: was trained on features of another encoder; their store was made anew since (restore it, "

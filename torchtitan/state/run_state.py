@@ -82,7 +82,7 @@ class RunState:
 
         data = RunData(config, layout, self.folder, None if self.encoder is None else self.encoder.training)
         self.data, self.info, self.corrupt_images = data.loader, data.info, data.corrupt_images
-        self.data_record, self.teacher = data.record, data.teacher
+        self.data_record, self.teacher, self.listing = data.record, data.teacher, data.listing
         self.images_per_epoch, self._images_of_shapes = data.images_per_epoch, data.images_of_shapes
         edges = sampler_of = None
         if config.gns.enable:

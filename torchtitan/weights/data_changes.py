@@ -11,13 +11,14 @@ from torchtitan.settings.plugins import loaded_plugins
 from torchtitan.settings.schema import quoted
 from torchtitan.weights.model_record import RECORD
 
-IMAGES = "images_per_epoch"  # entry of a checkpoint's state: number of training images
+# Entries of a checkpoint's state: number of training images, and hash of what they are called.
+IMAGES, LISTING = "images_per_epoch", "listing"
 _OF_STORES = ("encoder", "shift", "scale")  # of RECORD
 
 
 def data_changes(
     state: Mapping[str, Any], place: str, info: DatasetInfo, num_images: int, *, tolerated: bool,
-    record: Mapping[str, Any] | None = None,
+    record: Mapping[str, Any] | None = None, listing: str = "",
 ) -> list[str]:
     """Tolerated changes of the data since a checkpoint, a line each. Raises CheckpointError: the classes are others.
 
@@ -39,7 +40,10 @@ def data_changes(
         changes.append(f"{place}: {text} (restore it, or train anew)")
     if state.get(IMAGES, num_images) != num_images:
         counts = f"was trained on {state[IMAGES]} images, and the data have {num_images} now"
-        changes.append(f"{place}: {counts}; the order within an epoch is another")
+        changes.append(f"{place}: {counts}; the order within an epoch is another, and so may be which are held out")
+    elif not changes and listing and state.get(LISTING, listing) != listing:
+        text = "as many images as it was trained on have other names, labels or captions now"
+        changes.append(f"{place}: {text}; the order within an epoch may be another, and which are held out")
     return changes
 
 
