@@ -229,21 +229,23 @@ def _images_alone(value: Any) -> Any:
 def _held_out(config: LatentsConfig, stores: list[LatentStore]) -> list[np.ndarray]:
     """Which images of each training store are held out, bool [N].
 
-    Of a captioned folder's, which has a picture in several sizes or repeats it, none of a caption that another has too.
+    Of a captioned folder's, which may have a picture in several sizes or repeat it, none of a caption that another has too.
     """
     parts = [spread_evenly(len(store), config.validation_fraction) for store in stores]
-    if stores[0].captions is None or stores[0].index.origin.get("data", {}).get("name") != "captioned_folder":
+    single = stores[0].index.origin.get("data", {}).get("name") != "captioned_folder"
+    if single or (len(stores) == 1 and stores[0].captions is None) or not np.concatenate(parts).any():
         return parts
     captions: list[list[str]] = []
     for store in stores:
         with _of_store():
             texts = store.captions.texts() if store.captions else []
-            captions.append([texts[number] for number in store.caption_numbers(np.arange(len(store))).tolist()])
+            numbers = store.caption_numbers(np.arange(len(store))).tolist() if texts else []
+        captions.append([texts[number] for number in numbers] or [""] * len(store))
     counts = Counter(itertools.chain(*captions))
     shared = [np.array([counts[text] > 1 for text in each]) for each in captions]
     if count := sum(int((part & again).sum()) for part, again in zip(parts, shared, strict=True)):
         advice = f"{program('extract_latents')} --split validation makes a store for data.validation_path"
-        text = f"trained, not held out, as other images have their captions: {counted(count, 'image')}"
+        text = f"trained, not held out, as the same pictures may be there again: {counted(count, 'image')}"
         say_once(f"{config.path}: {text} ({advice})")
     return [part & ~again for part, again in zip(parts, shared, strict=True)]
 

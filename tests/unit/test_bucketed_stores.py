@@ -91,7 +91,7 @@ def test_a_picture_in_several_sizes_or_repeats_is_not_held_out_in_one_and_traine
             dataset = Latents(config, split)
             texts[split] = {dataset.captions(np.array([index]))[0] for index in range(len(dataset))}
         assert Latents.info(config).has_validation == bool(alone)
-        assert "trained, not held out, as other images have their captions: " in caplog.text
+        assert "trained, not held out, as the same pictures may be there again: " in caplog.text
         assert not texts["train"] & texts.get("validation", set()) and len(texts["train"]) == len(SIZES) - alone
         caplog.clear()
 
