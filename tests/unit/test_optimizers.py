@@ -97,6 +97,13 @@ def test_a_pattern_without_parameters_is_refused_with_the_closest_names():
     assert line == "optimizer.param_groups[1].pattern: '0.bias' fits only parameters of earlier groups"
 
 
+def test_groups_without_a_rate_are_refused(monkeypatch):
+    bare = UpdateRule(0, build=lambda groups, config: torch.optim.Optimizer(groups, {}))
+    monkeypatch.setitem(UPDATE_RULES, "Bare", bare)  # as a plugin adds one
+    line = one_line(OptimizerError, build_optimizer, dict(network().named_parameters()), OptimizerConfig(name="Bare"))
+    assert line == "optimizer.name: Bare: its parameter groups have no lr (give its defaults one, which is set)"
+
+
 def test_eps_is_refused_with_a_rule_that_has_none(monkeypatch):
     monkeypatch.setitem(UPDATE_RULES, "SGD", UpdateRule(1))  # as a plugin adds one
     monkeypatch.setitem(UPDATE_RULES, "RMSprop", UpdateRule(1, eps=True))

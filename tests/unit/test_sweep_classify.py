@@ -54,6 +54,13 @@ def test_classification(exit_code, log, summary, status, words):
     assert "\n" not in reason
 
 
+def test_a_long_reason_is_cut_between_words():
+    differences = [f"key.number_{number}: 0.001 -> 0.0003" for number in range(60)]
+    _, reason = classify(2, "\n".join(["outputs/a: holds a run of another configuration", *differences]), {})
+    assert reason.endswith(" ...") and len(reason) <= 1000 and not reason.endswith("-> 0 ...")
+    assert classify(2, "\n".join(differences[:20]), {})[1] == "; ".join(differences[:20])
+
+
 def test_a_killed_run_is_repeated_a_stated_number_of_times(tmp_path):
     log, started = tmp_path / "run.log", []
 

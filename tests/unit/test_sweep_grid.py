@@ -41,6 +41,8 @@ def test_the_grid_is_the_product_of_the_axes_with_rising_batches(tmp_path):
     assert [cell.axes["training.local_batch_size"] for cell in sweep.cells] == [1, 2, 4] * 6
     assert [cell.axes["layout"] for cell in sweep.cells[::6]] == ["ddp", "fsdp", "hsdp"]
     assert sweep.cells[0].id == "batch=1_layout=ddp_dtype=bfloat16"
+    signs = read_sweep(write(tmp_path, SWEEP + "training.global_batch_size = [-1, 1]\n"))  # names that differ in a sign
+    assert sum("global_batch_size=-1_" in cell.id for cell in signs.cells) == 18 == len(signs.cells) - 18
 
 
 @pytest.mark.parametrize(("layout", "degrees"), [("ddp", (8, 1)), ("fsdp", (1, 8)), ("hsdp", (2, 4))])

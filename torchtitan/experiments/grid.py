@@ -286,7 +286,8 @@ def _are_numbers(values: list) -> bool:
 
 def _file_safe(value: Any) -> str:
     text = value if isinstance(value, str) else json.dumps(value, separators=(",", ":"), default=str)
-    return re.sub(r"[^A-Za-z0-9.+-]+", "-", text).strip("-") or "none"
+    safe = re.sub(r"[^A-Za-z0-9.+-]+", "-", text)
+    return safe if _are_numbers([value]) else safe.strip("-") or "none"  # -1 is not 1
 
 
 def _refuse(path: Path, problems: list[str]) -> None:

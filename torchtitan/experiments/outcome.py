@@ -2,6 +2,7 @@
 
 import re
 import signal
+import textwrap
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -90,4 +91,4 @@ def _before_launcher(log: str) -> list[str]:
 
 
 def _one_line(text: str) -> str:
-    return unwrapped(text)[:300]
+    return textwrap.shorten(unwrapped(text), 1000, placeholder=" ...")  # a number that is cut would be another

@@ -100,7 +100,7 @@ def build_optimizer(
             as its own scale wants it. Source: Yang et al., "Tensor programs V", arXiv 2203.03466, table 3.
 
     Raises:
-        OptimizerError: a pattern of `param_groups` selects no parameter.
+        OptimizerError: a pattern of `param_groups` selects no parameter, or a rule's groups have no rate.
     """
     matrices = set(matrices_of(blocks, config))
     own = lr_scales or {}
@@ -116,6 +116,9 @@ def build_optimizer(
         key = (lr_scale, weight_decay, name in own, isinstance(parameter, DTensor))
         groups.setdefault(rule, {}).setdefault(key, new)["params"].append(parameter)
     optimizers = [(UPDATE_RULES[rule].build or _RULES[rule])(list(of_rule.values()), config) for rule, of_rule in groups.items()]
+    for rule, optimizer in zip(groups, optimizers, strict=True):  # a plugin's may be anything
+        if any("lr" not in group for group in optimizer.param_groups):
+            raise OptimizerError(f"optimizer.name: {rule}: its parameter groups have no lr (give its defaults one, which is set)")
     set_lr(together := OptimizerSet(optimizers), config.lr)
     return together
 
