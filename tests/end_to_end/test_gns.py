@@ -13,8 +13,8 @@ from tests.end_to_end.gns_runs import CHECKPOINT_INTERVAL, GNS, MEASURED_EVERY, 
 from tests.end_to_end.runs import checkpoint_tensors, write_config
 from tests.faults.forked import ForkedRun
 from tests.launcher import run_on_ranks
-from torchtitan.gns.conclusion import of_logged
 from torchtitan.gns.raw_sums import raw_files, read_sums
+from torchtitan.runs.compare.noise import noise_scales
 from torchtitan.runs.record import read_run
 from torchtitan.training.config import LRSchedulerConfig
 from torchtitan.training.schedules import lr_factor
@@ -201,17 +201,16 @@ def test_tags_name_geometry_estimator_and_bin(folder):
 
 def test_picture_is_drawn_and_warnings_and_conclusions_are_printed(tmp_path):
     arguments = ["--training.steps", "9", "--sampling.enable", "false", "--checkpoint.enable", "false"]
-    arguments += ["--training.local_batch_size", "4", "--training.double_batch_after", "[10000]"]
+    arguments += ["--training.local_batch_size", "4", "--gns.allocation_warmup", "10000", "--gns.allocate_timesteps", "true"]
     run = ForkedRun(write_config(tmp_path), "drawn", *GNS, *arguments)
     output = run.finish()[0]
-    assert "images of a microbatch of 4 on average" in output and "training.double_batch_after: 10,000" in output
+    assert "images of a microbatch of 4 on average" in output and "gns.allocation_warmup: 10,000" in output
     picture = run.folder / "gns" / "noise_scale.png"
     assert f"noise scale  {picture}" in output
     assert "not enough signal to judge batch" in output or "gradient noise scale" in output
     record = read_run(run.folder)  # for the page of the run
-    batch = record.settings["training.global_batch_size"]
-    for conclusion in of_logged(record.points, "plain", batch, 1e-3, batch):
-        assert conclusion.partition(" (")[0] in output
+    (noise,) = noise_scales(["drawn"], [record])
+    assert len(noise.conclusions) == 2 and all(conclusion in output for conclusion in noise.conclusions)
     with Image.open(picture) as image:
         assert image.format == "PNG" and image.width == 900 and image.height >= 400
         assert len(image.convert("L").getcolors()) > 50

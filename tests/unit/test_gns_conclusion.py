@@ -5,7 +5,16 @@ import math
 import pytest
 
 from torchtitan.gns.allocate import NEYMAN, PredictedRatio
-from torchtitan.gns.conclusion import history, logged, of_logged, on_batch, on_timesteps, steps_to_know, verdict
+from torchtitan.gns.conclusion import (
+    history,
+    logged,
+    measured_at,
+    of_logged,
+    on_batch,
+    on_timesteps,
+    steps_to_know,
+    verdict,
+)
 from torchtitan.statistics.interval import Interval
 
 
@@ -75,22 +84,22 @@ def test_a_page_concludes_from_what_was_logged_as_the_run_does(more_steps):
     for known in (ratios, ratios[1:]):
         tags = {f"gns/{tag}": value for tag, value in (("plain/sketch/all/noise", 1.0), ("outlier_steps", 2.0))}
         points = [point(100, 20, math.inf) | tags | logged(known, more_steps), {"step": 110, "lr": 0.1}]
-        of_batch, of_timesteps = of_logged(points, "plain", 128, 1e-3, 128)
+        of_batch, of_timesteps = of_logged(points, "plain", 128, 128)
         assert of_timesteps == on_timesteps(known, more_steps)
         assert of_batch.startswith(on_batch(Interval(math.nan, 20, math.inf), 128, more_steps))
         assert "measured up to step 100" in of_batch
-        of_grown, _ = of_logged([{"step": 90, "lr": 0.1}, *points], "plain", 128, 1e-3, 32)  # in steps of the first batch
+        of_grown, _ = of_logged(points, "plain", 128, 32)  # in steps of the first batch
         assert of_grown.startswith(on_batch(Interval(math.nan, 20, math.inf), 128, more_steps and 4 * more_steps))
-        assert "of optimizer.lr" not in of_grown
-    alone = of_logged([point(100, 14, 70)], "plain", 128, 1e-3, 128)  # of an older version
-    assert len(alone) == 1 and "measured up to" not in alone[0] and of_logged([], "plain", 128, 1e-3, 128) == []
+    alone = of_logged([point(100, 14, 70)], "plain", 128, 128)  # of an older version
+    assert len(alone) == 1 and "measured up to" not in alone[0] and of_logged([], "plain", 128, 128) == []
 
 
-def test_a_page_tells_the_learning_rate_at_the_age_of_what_was_measured():
-    rates = [{"step": step, "lr": lr} for step, lr in ((100, 2e-3), (200, 1e-3), (300, 1e-5))]
-    measured = point(300, 14, 70) | {"gns/plain/sketch/all/lag": 90 * 128.0}  # of step 210, a tenth of the way to 1e-5
-    assert "at 23 % of optimizer.lr" in of_logged([*rates, measured], "plain", 128, 4e-3, 128)[0]
-    assert "at 1 % of optimizer.lr" in of_logged([*rates, point(300, 14, 70)], "plain", 128, 1e-3, 128)[0]
+def test_a_page_tells_the_phase_at_the_age_of_what_was_measured():
+    """The last measured step before a point at 303 is 300."""
+    measured = point(303, 14, 70) | {"gns/plain/sketch/all/lag": 90 * 128.0}
+    assert measured_at([point(100, 14, 70), measured, {"step": 310}], "plain", 128, 4) == 210
+    assert measured_at([{"step": 310}], "plain", 128, 4) is None
+    assert of_logged([measured], "plain", 128, 128, "in warm-up")[0].startswith("in warm-up, batch 128 ")
 
 
 def test_a_verdict_says_since_when_and_what_was_before():

@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 
 from tests.configurations import load
 from torchtitan.config.job import ConfigError, load_config
+from torchtitan.data.captioned_folder import CaptionedFolderConfig
 from torchtitan.models.adapters.config import LoRAConfig
 from torchtitan.settings.record import CONFIG_HEADER, effective
 from torchtitan.weights import initial_weights, model_record
@@ -153,7 +154,15 @@ def test_weights_of_latents_in_another_scale_are_named(tmp_path, monkeypatch):
     monkeypatch.setattr(initial_weights, "store_of_latents", lambda config: store)
     assert initial_weights._other_latents(path, None) == ""
     here.scale = [2.0, 2.5]
-    assert initial_weights._other_latents(path, None).startswith("its latents had scale 2, 2, these have 2, 2.5 (")
+    line = initial_weights._other_latents(path, None)
+    assert line == "its latents had scale 2, 2, the run's latents have 2, 2.5 (draw with this run, not with that file and --lora)"
+    pixels = tmp_path / "pixels.safetensors"
+    save_file({"w": torch.zeros(1)}, pixels, {"config": "[data]\nshape = [2, 8, 8]"})
+    assert initial_weights._other_latents(pixels, None).startswith("its pixels had shift 0, 0, the run's latents have 0, 1 (")
+    monkeypatch.setattr(initial_weights, "store_of_latents", lambda config: None)
+    config = SimpleNamespace(lora=LoRAConfig(enable=True), data=CaptionedFolderConfig())
+    assert initial_weights._other_latents(pixels, config) == ""
+    assert initial_weights._other_latents(path, config).endswith(" and --lora; --cache.enable true takes the file's)")
 
 
 def test_weights_of_another_objective_are_named(tmp_path):

@@ -6,7 +6,6 @@ batch needs, B the critical batch size, for which the noise scale B_simple stand
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import pairwise
 from typing import Any, Literal
 
 from torchtitan.gns.allocate import WORTHWHILE, PredictedRatio, sampler_advice
@@ -108,13 +107,13 @@ def logged(ratios: Sequence[PredictedRatio], more_steps: int | None) -> dict[str
 
 
 def of_logged(
-    points: Sequence[Mapping[str, Any]], geometry: str, batch: int, peak_lr: float, first_batch: int
+    points: Sequence[Mapping[str, Any]], geometry: str, batch: int, first_batch: int, phase: str = ""
 ) -> list[str]:  # fmt: skip
     """Conclusions by what was logged last: on a batch, with its past, and on the sampler of timesteps; none where none was.
 
     Args:
-        peak_lr: optimizer.lr of the run.
         first_batch: the one that `training.steps` counts in.
+        phase: of the learning rate at `measured_at`, in words; "": not known.
     """
     last = next((point for point in reversed(points) if _logged(point, geometry)), None)
     if last is None or (scale := _logged(last, geometry)) is None:
@@ -122,26 +121,22 @@ def of_logged(
     known = f"gradient noise scale {in_words(scale)}" if scale.lower > 0 else ""
     more_steps = int(last.get(_MORE_STEPS, 0)) * (batch // first_batch) or None
     until = f"measured up to step {last['step']:,}" if last["step"] < points[-1]["step"] else ""
-    rate = _rate_then(points, last, geometry, batch, peak_lr) if batch == first_batch else ""  # it grows with the batch
-    details = "; ".join(filter(None, (known, until, rate, history(points, geometry, batch))))
-    found = [on_batch(scale, batch, more_steps) + (f" ({details})" if details else "")]
+    details = "; ".join(filter(None, (known, until, history(points, geometry, batch))))
+    found = [", ".join(filter(None, (phase, on_batch(scale, batch, more_steps)))) + (f" ({details})" if details else "")]
     names = [tag.split("/")[2] for tag in last if tag.startswith(_SAMPLERS) and tag.endswith("/lower")]
     ratios = [PredictedRatio(name, *_ends(last, f"{_SAMPLERS}/{name}/ratio", f"{_SAMPLERS}/{name}")) for name in names]
     return [*found, on_timesteps(ratios, more_steps)] if ratios else found
 
 
-def _rate_then(
-    points: Sequence[Mapping[str, Any]], last: Mapping[str, Any], geometry: str, batch: int, peak_lr: float
-) -> str:  # fmt: skip
-    """Clause on the learning rate at the mean age of the steps that were measured; "" where no rate was logged."""
-    rates = [(point["step"], point["lr"]) for point in points if point.get("lr")]
-    if not rates:
-        return ""
+def measured_at(points: Sequence[Mapping[str, Any]], geometry: str, batch: int, interval: int) -> float | None:
+    """Step at the mean age of what was logged last; None where nothing was. Arguments: as of `of_logged`; interval: of the steps
+    that are measured.
+    """
+    last = next((point for point in reversed(points) if _logged(point, geometry)), None)
+    if last is None:
+        return None
     ages = [last.get(f"gns/{geometry}/{each}/all/lag", 0.0) for each in WHOLE_MODEL if _is_headline(last, geometry, each)]
-    at = last["step"] - ages[0] / batch
-    (before, low), (after, high) = next((pair for pair in pairwise(rates) if at <= pair[1][0]), (rates[-1], rates[-1]))
-    share = min(max((at - before) / (after - before), 0.0), 1.0) if after > before else 0.0
-    return f"at {_percent((low + share * (high - low)) / peak_lr)} of optimizer.lr"
+    return last["step"] - last["step"] % interval - ages[0] / batch
 
 
 def in_words(scale: Interval) -> str:

@@ -8,6 +8,7 @@ import os
 import shlex
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
+from itertools import zip_longest
 from pathlib import Path
 from typing import cast
 
@@ -28,6 +29,7 @@ from torchtitan.files.weight_files import (
     each_tensor,
     header_of,
     named_weights,
+    recorded_data,
     refuse_not_finite,
     tensor_sizes,
 )
@@ -36,6 +38,7 @@ from torchtitan.models import MODELS
 from torchtitan.models.adapters.layouts import are_of_an_adapter
 from torchtitan.models.base import DiffusionModel, ModelConfig
 from torchtitan.models.published_layouts import ConversionError
+from torchtitan.pictures.number_text import first_named
 from torchtitan.programs import pasted
 from torchtitan.runs.folder import RunFolder
 from torchtitan.runs.ownership import CONFIG_FILE
@@ -109,15 +112,19 @@ def _check_classes(path: Path, info: DatasetInfo) -> None:
 
 
 def _other_latents(path: Path, config: JobConfig) -> str:
-    """Line on latents that are normalised otherwise than those that a file of weights was trained on; "" where none are."""
-    there = normalization_of_weights(path)
-    if not there or (store := store_of_latents(config)) is None:
+    """Line on images that are shifted or scaled otherwise than those that a file of weights was trained on; "" where none are."""
+    there, store = normalization_of_weights(path), store_of_latents(config)
+    recorded = recorded_data(path) if path.suffix == ".safetensors" else {}
+    if not there and (store is None or not recorded or "scale" in recorded):  # pixels, or it does not say
         return ""
-    for name, values in there.items():
-        here = getattr(store.index.normalization, name)
-        if any(abs(one - other) > 1e-3 * abs(other) for one, other in zip(here, values, strict=False)):
-            had, have = (", ".join(f"{value:.3g}" for value in each) for each in (values, here))
-            return f"its latents had {name} {had}, these have {have} (draw with this run, not with that file and --lora)"
+    of_file, of_run = "latents" if there else "pixels", "pixels" if store is None else "latents"
+    cached = store is None and config.lora.enable and config.data.name == "captioned_folder"
+    for name, plain in (("shift", 0.0), ("scale", 1.0)):
+        pairs = [*zip_longest(there.get(name, []), getattr(store.index.normalization, name) if store else [], fillvalue=plain)]
+        if any(abs(one - other) > 1e-3 * abs(other) for other, one in pairs):
+            had, have = (first_named([f"{value:.3g}" for value in each], 4) for each in zip(*pairs, strict=True))
+            advice = "draw with this run, not with that file and --lora" + "; --cache.enable true takes the file's" * cached
+            return f"its {of_file} had {name} {had}, the run's {of_run} have {have} ({advice})"
     return ""
 
 

@@ -1,12 +1,14 @@
 """Gradient noise scale of runs: what it says about the batch and the timesteps, and the picture that the run has drawn."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from torchtitan.gns.config import GNS_FOLDER, PICTURE_FILE
 from torchtitan.runs.compare.samples import picture_source
 from torchtitan.runs.compare.tables import Name
 from torchtitan.runs.record import RunRecord
+from torchtitan.training.config import LRSchedulerConfig
+from torchtitan.training.schedules import lr_phase
 
 
 @dataclass(frozen=True)
@@ -46,11 +48,18 @@ def _conclusions(run: RunRecord) -> list[str]:
     geometry = next((tag.split("/")[1] for tag in run.tags if tag.endswith("/all/headline")), None)
     if geometry is None or not run.settings:
         return []
-    from torchtitan.gns.conclusion import of_logged  # imports torch
+    from torchtitan.gns.conclusion import measured_at, of_logged  # imports torch
 
     logged = (point["global_batch_size"] for point in reversed(run.points) if point.get("global_batch_size"))
     batch = (run.summary or {}).get("grown_batch_size") or next(logged, None) or run.settings["training.global_batch_size"]
-    return of_logged(run.points, geometry, batch, run.settings["optimizer.lr"], run.settings["training.global_batch_size"])
+    first_batch, phase = run.settings["training.global_batch_size"], ""
+    at = measured_at(run.points, geometry, batch, run.settings.get("gns.interval", 1))
+    changed = run.settings.get("training.double_batch_after") or (run.summary or {}).get("config_changes")
+    if at is not None and not changed:  # else the rate may have been another
+        known = {field.name: run.settings.get(f"lr_scheduler.{field.name}") for field in fields(LRSchedulerConfig)}
+        schedule = LRSchedulerConfig(**{name: value for name, value in known.items() if value is not None})
+        phase = lr_phase(schedule, max(round(at), 1), run.settings["training.steps"], batch)
+    return of_logged(run.points, geometry, batch, first_batch, phase)
 
 
 def _picture(run: RunRecord) -> str:
