@@ -226,7 +226,8 @@ def _open(config: CaptionedFolderConfig, split: Split) -> CaptionedImages:
         shown = ", ".join(f"{width} x {height}" for width, height in sorted(seen)[:3]) + (", ..." if len(seen) > 3 else "")
         of_all = f"of {len(images.sizes):,} cover no bucket of"
         lacking = ", ".join(f"{count:,} {of_all} {each}" for each, count in sorted(missed.items()))
-        say_once(f"{place}: images are not enlarged, and {lacking} (data.resolutions); all sizes of these images: {shown}")
+        text = f"images are not enlarged, and {lacking} (data.resolutions); width x height of all sizes of these images: {shown}"
+        say_once(f"{place}: {text}")
     if key == "path" and (count := int(_repeats(images.files).sum())) > len(images.sizes):
         text = f"are repeated to {count:,}: folders named N_name repeat theirs N times"
         say_once(f"{place}: {counted(len(images.sizes), 'image')} {text}")

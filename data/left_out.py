@@ -25,9 +25,9 @@ def ending_of(name: bytes) -> bytes:
 
 
 @functools.cache  # a run opens its data several times
-def say_once(line: str) -> None:
-    """Log a line on data, from one process of a run."""
-    if launch_number("RANK", 0) == 0 and CHECKED not in os.environ:
+def say_once(line: str, always: bool = False) -> None:
+    """Log a line on data, from one process of a run; always: also where a check of the configuration would have said it."""
+    if launch_number("RANK", 0) == 0 and (always or CHECKED not in os.environ):
         logger.warning(line)
 
 

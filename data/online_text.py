@@ -10,6 +10,7 @@ from torch import Tensor
 
 from torchtitan.conditions import CAPTION, POOLED, TEXT, Texts, letters_of
 from torchtitan.data.base import Batch, DatasetError
+from torchtitan.data.left_out import say_once
 from torchtitan.data.trigger_words import filled
 from torchtitan.distributed.mesh import compute_device
 from torchtitan.settings import setting
@@ -62,9 +63,11 @@ class OnlineEncoders:
 
         try:
             encoders = open_encoders(self.text, self.pooled, self.length, torch.bfloat16, compute_device())
-            found, _ = encoders.encode(texts)
+            found, cut = encoders.encode(texts)
         except TextEncoderError as error:
             raise DatasetError(in_keys(error)) from error
+        if cut:
+            say_once(f"captions longer than data.text_length = {self.length} tokens are cut there", always=True)
         return {name: value.to(torch.bfloat16) for name, value in found.items()}
 
 

@@ -304,8 +304,8 @@ def test_what_is_ignored_replaced_and_repeated_is_said_in_a_line_each(tmp_path, 
         "the trigger word alone is the caption of 2 of 5 images",
         "the trigger word is put in front of 2 of 5 captions (d.txt for one; to keep some without it, write the word in the "
         "others and leave data.trigger_word out)",
-        "images are not enlarged, and 5 of 5 cover no bucket of 128, 5 of 5 cover no bucket of 1024 (data.resolutions); all "
-        "sizes of these images: 64 x 64, 64 x 128",
+        "images are not enlarged, and 5 of 5 cover no bucket of 128, 5 of 5 cover no bucket of 1024 (data.resolutions); "
+        "width x height of all sizes of these images: 64 x 64, 64 x 128",
         "5 images are repeated to 11: folders named N_name repeat theirs N times",
     )]  # fmt: skip
 

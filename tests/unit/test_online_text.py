@@ -17,6 +17,7 @@ from torchtitan.config.job import ConfigError, load_config
 from torchtitan.data.base import DatasetError
 from torchtitan.data.captioned_folder import CaptionedFolder, CaptionedFolderConfig
 from torchtitan.data.latents import Latents, LatentsConfig
+from torchtitan.processes.launch import CHECKED
 from torchtitan.run import run
 from torchtitan_dit.commands import sample
 from torchtitan_dit.commands.extract_latents import main as extract_latents
@@ -38,6 +39,13 @@ def test_letters_come_back_as_the_text_but_for_a_cut_end():
     texts = ["", "a cat", "ein Käse, 猫", "x" * 30]
     assert texts_of(letters_of(texts, 20)) == ["", "a cat", "ein Käse, 猫", "x" * 20]
     assert texts_of(letters_of(["aé"], 2)) == ["a"]
+
+
+def test_texts_that_are_cut_are_said_though_the_configuration_was_checked(folder, caplog, monkeypatch):
+    monkeypatch.setenv(CHECKED, "1")
+    for text in ("one two three four five six seven", "seven six five four three two one"):
+        CaptionedFolder.info(config_of(folder, text_length=4, prompts=[text]))
+    assert caplog.messages == ["captions longer than data.text_length = 4 tokens are cut there"]
 
 
 def test_conditions_are_those_of_a_store(folder, tmp_path):

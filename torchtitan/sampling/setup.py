@@ -263,7 +263,7 @@ def _with_adapters(trained: TrainedModel, given: list[str]) -> TrainedModel:
             notes.append(f"{path}: was trained on other weights than {trained.label}; if these have it merged, it counts twice")
     if given and trained.config.lora.enable:
         notes.append("--lora: drawn beside the run's own adapters, which count once (their own file at FILE:-0.5 halves them)")
-    label = ", ".join([trained.label, *given])
+    label = ", ".join([trained.label, *(word.rpartition("/")[2] for word in given)])
     return dataclasses.replace(trained, label=label, warnings=(*trained.warnings, *notes)) if given else trained
 
 

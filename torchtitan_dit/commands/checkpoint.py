@@ -120,7 +120,7 @@ def add_layout_options(command: argparse.ArgumentParser) -> None:
 
 def add_output(command: argparse.ArgumentParser, description: str) -> None:
     command.add_argument("--output", type=Path, required=True, help=description)
-    command.add_argument("--dtype", choices=DTYPES, default="float32")
+    command.add_argument("--dtype", choices=DTYPES, default="float32", help="of the weights (default: float32)")
     command.add_argument("--overwrite", action="store_true", help="replace existing files")
 
 
