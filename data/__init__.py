@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import re
 from typing import Any
 
 from torchtitan.conditions import Unconditional
@@ -24,7 +25,7 @@ DATASETS: Registry[type[Any]] = Registry("torchtitan.data", {
 }, type[Dataset])
 # Datasets of latents: their `store` opens the latent store.
 LATENT_DATASETS = ("latents",)
-_LISTED_IN_DEPTH = ("captioned_folder", "image_folder")
+_OF_FOLDERS = ("captioned_folder", "image_folder", "latents")
 
 
 def dataset_info(config: DataConfig) -> DatasetInfo:
@@ -33,16 +34,25 @@ def dataset_info(config: DataConfig) -> DatasetInfo:
     Raises:
         DatasetError: it is missing, empty or damaged.
     """
-    if held_out := getattr(config, "validation_path", ""):
-        path, inside = (os.path.realpath(os.path.expanduser(each)) for each in (getattr(config, "path", ""), held_out))
-        if inside == path or (config.name in _LISTED_IN_DEPTH and inside.startswith(f"{path}/")):
-            advice = "move it out, or leave the key out, which holds out data.validation_fraction"
-            raise DatasetError(f"data.validation_path: {held_out} is in data.path, whose images are trained on ({advice})")
+    if config.name in _OF_FOLDERS and config.path and config.validation_path:
+        _check_apart(config.path, config.validation_path, nested=config.name != "latents")
     info = DATASETS[config.name].info(config)
     if config.labels:
         return info
     entries = info.condition_kind.batch_entries | info.entries  # which still come, and condition nothing
     return dataclasses.replace(info, condition_kind=Unconditional(), entries=entries)
+
+
+def _check_apart(path: str, held_out: str, nested: bool) -> None:
+    """Raise DatasetError if the folder of held-out images is that of training or, nested, one is listed with the other."""
+    for place in (os.path.realpath, os.path.abspath):
+        trained, other = (place(os.path.expanduser(each)) for each in (path, held_out))
+        below = [os.path.relpath(other, trained), os.path.relpath(trained, other)]
+        # Names with a dot are not read; a path that leads outside begins with two.
+        if below[0] == "." or (nested and any(not re.search(r"(^|/)\.", each) for each in below)):
+            advice = "give it a folder apart, or leave the key out, which holds out data.validation_fraction"
+            text = f"{held_out} and data.path have images in common, which would be trained on"
+            raise DatasetError(f"data.validation_path: {text} ({advice})")
 
 
 __all__ = [

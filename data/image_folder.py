@@ -109,10 +109,7 @@ def _has_classes(config: ImageFolderConfig) -> bool:
 @functools.lru_cache(maxsize=4)
 def _looks_classed(key: str, path: str, labels: bool) -> bool:
     root = existing_folder(key, path)
-    folders = set(list_folders(root))
-    with os.scandir(root) as entries:
-        names = (entry.name for entry in entries if not entry.name.startswith(b".") and entry.name not in folders)
-        loose = sum(map(is_image_name, names))
+    folders, loose = list_folders(root), len(_loose_images(root))
     if folders and loose and labels:
         ways = "true to train on the folders as classes, or false" if len(folders) > 1 else "false"
         raise DatasetError(
@@ -120,6 +117,14 @@ def _looks_classed(key: str, path: str, labels: bool) -> bool:
             f" data.class_folders = {ways} to train on all images without labels)"
         )
     return not loose
+
+
+def _loose_images(root: bytes) -> list[bytes]:
+    """Names of the images that lie in a folder itself."""
+    folders = set(list_folders(root))
+    with os.scandir(root) as entries:
+        names = [entry.name for entry in entries if not entry.name.startswith(b".") and entry.name not in folders]
+    return [*filter(is_image_name, names)]
 
 
 def _list_folder(key: str, path: str, class_folders: bool) -> tuple[list[bytes], ImageList]:
@@ -140,10 +145,11 @@ def _list_unlabelled(key: str, path: str) -> ImageList:
 
 def _list_validation(config: ImageFolderConfig, folders: list[bytes]) -> tuple[list[bytes], ImageList]:
     key, path, classed = "data.validation_path", config.validation_path, _has_classes(config)
-    if config.class_folders is None and (classed or not config.labels):
-        looks_classed = _looks_classed(key, path, config.labels)
-        classed = classed if config.labels else looks_classed  # which without labels need not be alike
+    if config.class_folders is None and not config.labels:
+        classed = _looks_classed(key, path, False)  # which without labels need not be alike
     found, files = _list_folder(key, path, classed)
+    if classed and (count := len(_loose_images(existing_folder(key, path)))):
+        say_once(f"{path}: leaving out {counted(count, 'image')} beside its folders")
     unknown = sorted(set(found) - set(folders))
     if unknown and config.labels:
         name = shown_path(unknown[0])

@@ -70,7 +70,7 @@ class Latents(Dataset):
     @staticmethod
     def info(config: LatentsConfig) -> DatasetInfo:
         stores = _open(config, "train")
-        parts = _held_out(config, stores)
+        parts = [] if config.validation_path else _held_out(config, stores)
         has_validation = bool(config.validation_path) or any(bool(part.any()) for part in parts)
         for store in stores:
             with _of_store("path"):
@@ -229,25 +229,43 @@ def _images_alone(value: Any) -> Any:
 def _held_out(config: LatentsConfig, stores: list[LatentStore]) -> list[np.ndarray]:
     """Which images of each training store are held out, bool [N].
 
-    Of a captioned folder's, which may have a picture in several sizes or repeat it, none of a caption that another has too.
+    Of a captioned folder's none that is there again: as the next image, where pictures are repeated, or in another size.
     """
     parts = [spread_evenly(len(store), config.validation_fraction) for store in stores]
-    single = stores[0].index.origin.get("data", {}).get("name") != "captioned_folder"
-    if single or (len(stores) == 1 and stores[0].captions is None) or not np.concatenate(parts).any():
+    source = stores[0].index.origin.get("data", {})
+    if source.get("name") != "captioned_folder":
         return parts
-    captions: list[list[str]] = []
-    for store in stores:
-        with _of_store():
-            texts = store.captions.texts() if store.captions else []
-            numbers = store.caption_numbers(np.arange(len(store))).tolist() if texts else []
-        captions.append([texts[number] for number in numbers] or [""] * len(store))
-    counts = Counter(itertools.chain(*captions))
-    shared = [np.array([counts[text] > 1 for text in each]) for each in captions]
-    if count := sum(int((part & again).sum()) for part, again in zip(parts, shared, strict=True)):
-        advice = f"{program('extract_latents')} --split validation makes a store for data.validation_path"
-        text = f"trained, not held out, as the same pictures may be there again: {counted(count, 'image')}"
-        say_once(f"{config.path}: {text} ({advice})")
-    return [part & ~again for part, again in zip(parts, shared, strict=True)]
+    several = len(source.get("resolutions", ())) > 1 and len(stores) > 1
+    with _of_store():
+        again = [_is_repeated(store, part) for store, part in zip(stores, parts, strict=True)]
+        texts = [_captions_of(store) if several else [] for store in stores]
+    if several:
+        counts = Counter(itertools.chain(*(set(each) for each in texts)))  # of the sizes that have each caption
+        again = [each | np.array([counts[text] > 1 for text in of_store]) for each, of_store in zip(again, texts, strict=True)]
+    if count := sum(int((part & each).sum()) for part, each in zip(parts, again, strict=True)):
+        advice = f"{program('extract_latents')} --split train and --split validation make stores of different pictures"
+        text = f"trained, not held out, as the same pictures are there again: {counted(count, 'image')}"
+        say_once(f"{config.path}: {text} ({advice}, the second for data.validation_path)")
+    return [part & ~each for part, each in zip(parts, again, strict=True)]
+
+
+def _is_repeated(store: LatentStore, held_out: np.ndarray) -> np.ndarray:
+    """Which held-out images are the ones beside them, bool [N], but for the last bits, in which batches may differ."""
+    found = np.zeros(len(store), bool)
+    for number in np.flatnonzero(held_out).tolist():
+        values, _ = store.read(np.array([number]))
+        for other in {number - 1, number + 1} & set(range(len(store))):
+            difference = (values - store.read(np.array([other]))[0]).abs().max()
+            found[number] |= bool(difference <= 0.02 * values.abs().max())
+    return found
+
+
+def _captions_of(store: LatentStore) -> list[str]:
+    """Caption of each image; of a store without captions none, for each the same."""
+    if store.captions is None:
+        return [""] * len(store)
+    texts = store.captions.texts()
+    return [texts[number] for number in store.caption_numbers(np.arange(len(store))).tolist()]
 
 
 def _largest(stores: list[LatentStore]) -> LatentStore:

@@ -22,6 +22,7 @@ from research.branch_training import (
     TRACK,
     begin_branch,
     branch_config,
+    has_phases,
     remove_checkpoints,
     run_lr,
     write_config,
@@ -110,6 +111,7 @@ class Measurement:
             "held_out": self.options.held_out,
             "processes": self.options.nproc,
             "checkpoint": hashlib.sha256(manifest).hexdigest()[:16],
+            **({"phase": "throughout"} if has_phases(self.config) else {}),  # of a version before, the branches' own
         }
 
 
@@ -154,7 +156,7 @@ def open_measurement(options: argparse.Namespace) -> Measurement:
         raise StudyError(f"{text} (train it with checkpoint.initial_weights)")
     refuse_encoding(run, config)
     if config.alignment.teacher == "self":
-        raise StudyError(f"{run}: aligns with its own average (alignment.teacher = self), which branches begin anew")
+        raise StudyError(f"{run}: aligns with its own average (alignment.teacher = self), which branches have not")
     if not 0 < options.tolerance < 1:
         raise StudyError(f"--tolerance: must be between 0 and 1, is {options.tolerance:g}")
     if len(set(options.factors)) < 2:

@@ -74,11 +74,12 @@ def branch_config(
         finish = plan.steps if progress >= of_run - finish else 0
         model = dataclasses.replace(model, routing=dataclasses.replace(model.routing, finish_steps=finish))
     aligned = alignment.steps(of_run, config.training.global_batch_size)
-    weight = alignment.weight if progress < aligned or aligned == of_run else 0.0
+    ended = progress >= aligned < of_run
+    weight, stop = (0.0, 1) if ended else (alignment.weight, 0)  # its weights are in the checkpoint, and need a step
     return dataclasses.replace(
         config,
         model=model,
-        alignment=dataclasses.replace(alignment, stop_steps=0, stop_images=0, weight=weight),
+        alignment=dataclasses.replace(alignment, stop_steps=stop, stop_images=0, weight=weight),
         profiling=type(config.profiling)(),
         job=dataclasses.replace(config.job, **place),
         optimizer=dataclasses.replace(config.optimizer, lr=plan.lr),
@@ -96,6 +97,12 @@ def branch_config(
         validation=dataclasses.replace(config.validation, enable=False),
         debug=dataclasses.replace(config.debug, seed=config.debug.seed + 1 + seed),
     )
+
+
+def has_phases(config: JobConfig) -> bool:
+    """Whether something acts in a first part of the run alone."""
+    finish = getattr(getattr(config.model, "routing", None), "finish_steps", 0)
+    return bool(finish or config.alignment.stop_steps or config.alignment.stop_images)
 
 
 def write_config(config: JobConfig, path: Path, processes: int) -> None:

@@ -11,7 +11,7 @@ from research.offline_gradients import EstimateFailed, GradientError
 from research.result_table import ResultTable
 from torchtitan.checkpoint.checkpointer import CheckpointError
 from torchtitan.data.base import DatasetError
-from torchtitan.errors import unwrapped
+from torchtitan.errors import shortened, unwrapped
 from torchtitan.experiments.engine import Advance, settle_cells
 from torchtitan.experiments.training import Diverged, TrainingFailed
 from torchtitan.weights.trained_model import WeightsError
@@ -59,7 +59,7 @@ def measure_cells(
             row |= measure(cell, advance)
         except CELL_FAILURES as error:
             status = "diverged" if isinstance(error, Diverged) else "failed"
-            row |= {"status": status, "reason": unwrapped(error)[:300]}
+            row |= {"status": status, "reason": shortened(unwrapped(error))}
         table.add(row | {"runtime": str(timedelta(seconds=time.perf_counter() - begun))})
         if row["status"] == "ok":
             recorded(cell)

@@ -11,6 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import NullFormatter, NullLocator
 
 from research.branch_measurement import START, Measurement
+from research.branch_training import has_phases
 from research.cells import Row
 from research.critical_batch_decision import (
     SHARE,
@@ -259,7 +260,7 @@ def _learned_bins_text(asked: Measurement, by_bin: BinFindings) -> str:
         cells = cells or [nothing] + [""] * (len(sizes) - 2)
         noise = [_scale_text(by_bin.scales[geometry].get(test.place)) for geometry in geometries]
         table.append([str(test.place), *noise, _batch_text(test.batch_size, sizes), *cells])
-    header = ["bin", *(f"noise scale (sketch), {geometry}" for geometry in geometries), f"batch at {100 * SHARE:.0f} %"]
+    header = ["bin", *(f"noise scale, {geometry}" for geometry in geometries), f"batch at {100 * SHARE:.0f} %"]
     header += [f"{size}: of what was learned (%)" for size in sizes[1:]]
     return (
         "## By timestep bin, of what it learned\n\n"
@@ -299,8 +300,7 @@ def _method(asked: Measurement) -> str:
         f"timestep, noise) triples, {options.held_out} or a few more, so the intervals are of training, not of the choice of "
         "held-out images. Averaged weights: a power-function average of relative width 0.1, of the branch alone.\n\n"
     )
-    routing = getattr(asked.config.model, "routing", None)
-    if asked.config.alignment.teacher != "none" or hasattr(routing, "finish_steps"):
+    if has_phases(asked.config):
         text += "Routing and alignment act throughout the branches, or not at all, as they did at the checkpoint.\n\n"
     if allocated:
         text += "The run allocated its timesteps by measured noise; branches draw them from the training density.\n\n"

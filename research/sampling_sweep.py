@@ -107,6 +107,8 @@ def cells(run: StudyRun) -> list[Cell]:
     itself, guided = _guided_by_itself(run), [scale for scale in scales if scale != 1.0]
     if guided and (tracks := [track for track in run.tracks if track != itself]):  # before hours of drawing
         open_guide(options.guide, run.folder, None, run.model(run.steps[-1], tracks[0]), guided[0], run.device)
+    if itself in run.tracks and len(guided) == len(scales) and len(run.tracks) == 1 and not options.lengths:
+        raise StudyError(f"--scales: {itself} is the guide of the run, or of --guide, and would guide itself (give 1 beside)")
     judging = _judging(run)
     judged = {
         "metrics": ",".join(judging.request.metrics), "extractor": judging.extractor.name,
@@ -125,14 +127,15 @@ def cells(run: StudyRun) -> list[Cell]:
 
 
 def _guided_by_itself(run: StudyRun) -> str:
-    """Track that the run's guide is, which is drawn without guidance alone; "" without."""
-    return "" if run.options.guide else run.config.sampling.guide_track
+    """Track that the guide is, which is drawn without guidance alone; "" where it is another checkpoint's or condition."""
+    guide = run.options.guide or f":{run.config.sampling.guide_track}"
+    return guide[1:] if guide.startswith(":") else ""
 
 
 def _method(run: StudyRun) -> str:
     """Method that is not a setting of the sweep, by solver and hash: a run may be resumed with another."""
     sampling = dataclasses.replace(run.config.sampling, num_steps=1, guidance_scale=1.0)
-    text = repr((sampling.method(), _guided_by_itself(run), run.config.autoencoder))
+    text = repr((sampling.method(), run.options.guide or sampling.guide_track, run.config.autoencoder))
     return f"{sampling.solver.name} {hashlib.sha256(text.encode()).hexdigest()[:8]}"
 
 
@@ -230,7 +233,8 @@ def report(run: StudyRun, rows: list[Row], folder: Path) -> str:
     """Write the heat maps; return the text of summary.md."""
     options = run.options
     judged_by = f", against {_judging(run).reference_name}" if options.reference else ""
-    guided_by, itself = options.guide or run.config.sampling.guide_track, _guided_by_itself(run)
+    guided = any(float(row["scale"]) != 1 for row in rows)
+    guided_by, itself = guided and (options.guide or run.config.sampling.guide_track), guided and _guided_by_itself(run)
     guide = f" Guided by {'the trained weights' if guided_by == 'none' else guided_by}." if guided_by else ""
     guide += " That guide's own samples are drawn without guidance alone." if itself in run.tracks else ""
     text = (

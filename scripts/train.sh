@@ -30,7 +30,7 @@ for argument in "$@"; do
         exec "$venv/bin/python" train.py "$@"
     fi
 done
-absolute() { if [ -e "$1" ]; then echo "$(cd "$(dirname "$1")" && pwd)/$(basename "$1")"; else echo "$1"; fi; }
+absolute() { if [ -e "$1" ]; then echo "$(cd "$(dirname "$1")" && pwd)/$(basename "$1")"; else echo "${1:-''}"; fi; }
 config=
 arguments=()
 autotune= check_only= smoke=
@@ -38,8 +38,9 @@ search=()
 while [ $# -gt 0 ]; do
     case $1 in
         --setup-only) set_up digits; exit 0 ;;
-        --config=* | --job.config_file=*) config=$(absolute "${1#*=}") ;;
+        --config=* | --job.config_file=*) arguments+=(${config:+"$config"}); config=$(absolute "${1#*=}") ;;
         --config | --job.config_file)
+            arguments+=(${config:+"$config"})  # a second one is refused below
             config=$(absolute "${2-$1}")
             [ $# -lt 2 ] || shift
             ;;

@@ -66,6 +66,14 @@ def one_line(error: Exception) -> str:
     return f"{type(error).__name__}: {unwrapped(error)}"
 
 
+def shortened(text: str, most: int = 1000) -> str:
+    """Text of at most so many characters, cut between words where it is longer: a number that is cut would be another."""
+    if len(text) <= most:
+        return text
+    end = text.rfind(" ", most // 2, most - 4)
+    return f"{text[: end if end > 0 else most - 4]} ..."
+
+
 def look_alike(name: str, known: Iterable[str]) -> str:
     """Clause on a known name that looks the same but is another one, composed (NFC) or decomposed (NFD); "" without one."""
     form = unicodedata.normalize("NFC", name)

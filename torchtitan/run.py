@@ -11,7 +11,6 @@ from pathlib import Path
 import torch.distributed as dist
 
 from torchtitan.autoencoders.base import AutoencoderError
-from torchtitan.checkpoint.manifest import checkpoint_steps
 from torchtitan.config.job import ConfigError, JobConfig
 from torchtitan.data.base import DatasetError
 from torchtitan.distributed.collectives import Interrupted, interruptible, on_all_ranks, requests_ignored_at_the_end
@@ -74,7 +73,7 @@ def run(config: JobConfig, reload: Callable[[], JobConfig] | None = None, anew: 
             clock = RunClock(started=process_start())
             if config.cache.enable and reload:
                 init_process_group(config.comm)
-                on_all_ranks(lambda: _check_before_encoding(config, anew), _REFUSALS, None)
+                on_all_ranks(lambda: check_start(config), _REFUSALS, None)
                 clock.switch("encode", clock.now())
                 with interruptible():
                     fill_cache(config)
@@ -138,18 +137,11 @@ def _is_finished(config: JobConfig) -> bool:
     if _first():
         folder.restore_record()
         more = "more --training.steps extend it; " if config.checkpoint.enable else ""
-        if not checkpoint_steps(folder.checkpoints):
+        if not folder.has_checkpoints():
             more = "no checkpoint is left to extend it, or to write final weights, from; "
         print(f"{folder.path}: this run is finished ({more}another --job.name trains again)")
     write_status(None, "completed", 0)
     return True
-
-
-def _check_before_encoding(config: JobConfig, anew: bool) -> None:
-    """Check what the run would be refused for after its pictures were encoded. Raises one of _REFUSALS."""
-    check_start(config)
-    if not (anew or config.job.allow_config_change):
-        RunFolder(config).check_cache()
 
 
 @contextmanager

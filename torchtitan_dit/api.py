@@ -300,6 +300,7 @@ def _options(source: Path, options: Mapping[str, Any]) -> argparse.Namespace:
     words = []
     for name, value in options.items():
         if value is not None:
+            value = value.item() if getattr(value, "ndim", None) == 0 else value
             several = isinstance(value, Iterable) and not isinstance(value, str)
             parts = [_word(each) for each in (value if several else [value])]
             words += [option(name), *(["x".join(parts)] if name == "size" else parts)]

@@ -278,7 +278,8 @@ def test_what_ends_within_the_run_acts_throughout_a_branch_or_not_at_all(tmp_pat
     for plan in plan_batches(config, [0.5, 1], "sqrt", 0.01, 4096, 1)[0]:
         branch = branch_config(config, plan, 0, 1, tmp_path / "branch", progress)
         assert branch.model.routing.finish_steps == (0 if routed else plan.steps)
-        assert (branch.alignment.stop_steps, branch.alignment.weight) == (0, config.alignment.weight if aligned else 0.0)
+        wanted = (0, config.alignment.weight) if aligned else (1, 0.0)
+        assert (branch.alignment.stop_steps, branch.alignment.weight) == wanted
 
 
 def test_a_run_that_encodes_its_images_is_refused_where_they_are_read(tmp_path):

@@ -130,6 +130,14 @@ def test_every_set_is_the_same_function_in_every_layout(tmp_path, source, layout
         assert same(again, weights)
 
 
+def test_a_file_of_one_part_does_not_fit_a_run_of_several():
+    model = flux()
+    add_trained_adapter(model, targets := FAMILY.adapter_sets["diffusers"](model), LoRAConfig(enable=True, rank=3))
+    weights = drawn(model, [target for target in targets if target.module.endswith("qkv") and target.start == 0], rank=3)
+    with pytest.raises(AdapterError, match="lacks .*: set lora.targets to the layers that it has adapters of"):
+        fill_adapter(model, weights)
+
+
 def test_parts_are_joined_block_by_block_and_cut_again():
     generator = torch.Generator().manual_seed(0)
 

@@ -91,9 +91,22 @@ def test_a_picture_in_several_sizes_or_repeats_is_not_held_out_in_one_and_traine
             dataset = Latents(config, split)
             texts[split] = {dataset.captions(np.array([index]))[0] for index in range(len(dataset))}
         assert Latents.info(config).has_validation == bool(alone)
-        assert "trained, not held out, as the same pictures may be there again: " in caplog.text
+        assert "trained, not held out, as the same pictures are there again: " in caplog.text
         assert not texts["train"] & texts.get("validation", set()) and len(texts["train"]) == len(SIZES) - alone
         caplog.clear()
+
+
+def test_different_pictures_of_one_caption_are_held_out(folder, tmp_path, caplog):
+    same = shutil.copytree(folder, tmp_path / "same")
+    for path in same.glob("*.txt"):
+        path.write_text("a photo of a dog")
+    for name, words in (("captions", ()), ("none", ("--text-encoder", "", "--pooled-encoder", ""))):
+        given = [word for word in words_of(tmp_path / name, same) if not words or word not in ("--text-length", "6")]
+        assert main([*given, *words]) == 0
+        config = config_of(tmp_path / name, validation_fraction=0.9)
+        held_out = [len(store) - 1 for store in open_stores(tmp_path / name)]  # of each, all but the first
+        assert len(Latents(config, "validation")) == sum(held_out)
+    assert "there again" not in caplog.text
 
 
 def test_normalisation_is_of_all_images_together(store):

@@ -103,7 +103,7 @@ def test_the_last_images_of_each_class_are_held_out(tmp_path, caplog):
         ImageFolder(config_of(tmp_path, validation_fraction=0.05), "validation")
 
 
-def test_a_validation_folder_is_numbered_as_the_training_folder(tmp_path):
+def test_a_validation_folder_is_numbered_as_the_training_folder(tmp_path, caplog):
     folder_of(tmp_path / "train", ("a", "b", "c"), 2)
     folder_of(tmp_path / "val", ("b", "c"), 1)
     config = config_of(tmp_path / "train", validation_path=str(tmp_path / "val"))
@@ -112,9 +112,8 @@ def test_a_validation_folder_is_numbered_as_the_training_folder(tmp_path):
     assert everything(ImageFolder(config, "validation"))[1] == [1, 2]
     write_class(tmp_path / "val", ["loose.png"])
     list_class_folders.cache_clear()
-    _looks_classed.cache_clear()
-    with pytest.raises(DatasetError, match=r"data.validation_path: .* has 1 image beside 2 folders \(set data.class_folders"):
-        ImageFolder.info(config)
+    assert ImageFolder.info(config).has_validation and len(ImageFolder(config, "validation")) == 2
+    assert caplog.messages == [f"{tmp_path / 'val'}: leaving out 1 image beside its folders"]
 
 
 @pytest.mark.parametrize("keys", [{}, {"labels": False}, {"class_folders": False}])
@@ -128,13 +127,21 @@ def test_held_out_images_without_classes_lie_in_any_folder(tmp_path, keys):
     assert len(ImageFolder(config, "train")) == (4 if keys else 1) and len(ImageFolder(config, "validation")) == 1
 
 
-NESTED = [("", "latents"), ("", "image_folder"), ("val", "image_folder"), ("val", "captioned_folder")]
+NESTED = [("", "latents"), ("", "image_folder"), ("val", "image_folder"), ("val", "captioned_folder"), ("..", "image_folder")]
+
+
+@pytest.mark.parametrize("place", [".val", "../val", "../a.val/b"])
+def test_held_out_images_apart_are_taken(tmp_path, place):
+    write_class(tmp_path / "train", ["0.png"])
+    write_class(tmp_path / "train" / place, ["1.png"])
+    config = config_of(tmp_path / "train", validation_path=str(tmp_path / "train" / place))
+    assert dataset_info(config).has_validation and len(ImageFolder(config, "train")) == 1
 
 
 @pytest.mark.parametrize(("inside", "name"), NESTED)
 def test_held_out_images_that_are_trained_on_are_refused(tmp_path, inside, name):
     config = DATASETS[name].Config(name=name, path=str(tmp_path / "."), validation_path=str(tmp_path / inside))
-    with pytest.raises(DatasetError, match=r"^data.validation_path: .* is in data.path, whose images are trained on"):
+    with pytest.raises(DatasetError, match=r"^data.validation_path: .* and data.path have images in common"):
         dataset_info(config)
 
 

@@ -162,7 +162,7 @@ def test_weights_of_latents_in_another_scale_are_named(tmp_path, monkeypatch):
     monkeypatch.setattr(initial_weights, "store_of_latents", lambda config: None)
     config = SimpleNamespace(lora=LoRAConfig(enable=True), data=CaptionedFolderConfig())
     assert initial_weights._other_latents(pixels, config) == ""
-    assert initial_weights._other_latents(path, config).endswith(" and --lora; --cache.enable true takes the file's)")
+    assert initial_weights._other_latents(path, config).endswith("; with cache.enable, and its autoencoder, they are the file's)")
 
 
 def test_weights_of_another_objective_are_named(tmp_path):

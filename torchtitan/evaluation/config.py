@@ -159,7 +159,7 @@ class EvaluationConfig:
             guided = f" at guidance {self.guidance_scale:g}" + {"": "", "none": " by the trained weights"}.get(
                 sampling.guide_track, f" by {sampling.guide_track}"
             )
-            guided += f" in t of {low:g} to {high:g}" if (low, high) != (0.0, 1.0) else ""
+            guided += f" at t from {low:g} to {high:g}" if (low, high) != (0.0, 1.0) else ""
         against = f" against {Path(self.reference).name}" if self.reference else ""
         extractors = dict.fromkeys(METRICS[name].extractor or self.extractor for name in self.metrics)
         return f"{self.count:,} samples{how}{guided}{against} in features of {' and '.join(extractors)}"

@@ -2,12 +2,11 @@
 
 import re
 import signal
-import textwrap
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from torchtitan.distributed.failures import OUT_OF_MEMORY_WORDS
-from torchtitan.errors import unwrapped
+from torchtitan.errors import shortened, unwrapped
 
 Status = Literal["ok", "oom", "killed", "failed", "timeout", "refused"]
 
@@ -91,4 +90,4 @@ def _before_launcher(log: str) -> list[str]:
 
 
 def _one_line(text: str) -> str:
-    return textwrap.shorten(unwrapped(text), 1000, placeholder=" ...")  # a number that is cut would be another
+    return shortened(unwrapped(text))

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from torchtitan.checkpoint.manifest import read_json
 from torchtitan.config.job import ConfigError, load_config
-from torchtitan.errors import DamagedFile, unwrapped
+from torchtitan.errors import DamagedFile, shortened, unwrapped
 from torchtitan.experiments.outcome import Outcome, classify
 from torchtitan.processes import parent_death
 
@@ -156,4 +156,4 @@ def _unfinished(summary: Path) -> str:
     if not summary.exists():
         return f"{summary} was not written"
     status = _read_summary(summary).get("status")
-    return "" if status == "completed" else f"{summary}: the run's status is {unwrapped(str(status))[:300]}, not completed"
+    return "" if status == "completed" else f"{summary}: the run's status is {shortened(unwrapped(str(status)))}, not completed"

@@ -167,10 +167,10 @@ class GNSMonitor:
                     logger.info(self._drawn_now(shares))
 
     def _drawn_now(self, shares: list[float]) -> str:
-        """Line on new shares of the bins, by the one that has grown most."""
+        """Line on new shares of the bins, by the one that is most above the objective's."""
         ends, masses = [0.0, *self._edges.tolist(), 1.0], self.masses.tolist()
         k = max(range(len(shares)), key=lambda each: shares[each] / masses[each])
-        part = f"{shares[k]:.0%} of them in t from {ends[k]:.2g} to {ends[k + 1]:.2g}, where {masses[k]:.0%} were"
+        part = f"{shares[k]:.0%} of them in t from {ends[k]:.2g} to {ends[k + 1]:.2g}, where the objective has {masses[k]:.0%}"
         return f"step {self._step}: timesteps are drawn by measured noise now, {part}"
 
     # ------------------------------------------------------------------ what came of it

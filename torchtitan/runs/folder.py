@@ -24,7 +24,7 @@ from torchtitan.checkpoint.reading import read_state
 from torchtitan.checkpoint.store import foreign_content as foreign_checkpoint_content
 from torchtitan.checkpoint.store import store_of
 from torchtitan.config.job import JobConfig
-from torchtitan.config.latent_cache import cache_folder, without_moved_caches
+from torchtitan.config.latent_cache import cache_folder, without_cache_paths, without_moved_caches
 from torchtitan.errors import CheckpointError, RunFolderError, StoreError
 from torchtitan.files.durable import make_folder, remove_unfinished, replace_file
 from torchtitan.files.ownership import foreign_text
@@ -165,7 +165,7 @@ class RunFolder:
             raise RunFolderError(
                 [
                     f"{place}: holds a run of another configuration ({advice})",
-                    *(f"  {line}" for line in changes),
+                    *(f"  {line}" for line in without_cache_paths(changes, self._config.checkpoint.initial_weights)),
                 ]
             )
         if changes and self.summary.is_file() and not checkpoint_steps(self._checkpoints_before()):
@@ -173,14 +173,12 @@ class RunFolder:
         return changes
 
     def check_cache(self) -> None:
-        """Check that the folder's run is of the cache that a configuration would fill. Raises RunFolderError: of another."""
+        """Check that a finished run trained on the cache that a configuration would fill. Raises RunFolderError: on another."""
         with suppress(OSError, ValueError, KeyError, TypeError):  # a record that cannot be read says nothing
             trained = Path(read_toml(self.path / CONFIG_FILE)["data"]["path"]).parent.name
             if (given := cache_folder(self._config).name)[-16:] != trained[-16:]:
-                text = f"holds a run on other pictures, captions or prompts ({trained}, not {given}) (give another --job.name)"
-                if (base := self._config.checkpoint.initial_weights) and not Path(base).exists():  # it tells the latents' scale
-                    text = f"checkpoint.initial_weights: {base}: no such file"
-                raise RunFolderError([f"{self.path}: {text}"])
+                text = f"holds a finished run on other pictures, captions or prompts ({trained}, not {given})"
+                raise RunFolderError([f"{self.path}: {text} (give another --job.name)"])
 
     def _only_longer(self, old: dict, changes: list[str]) -> bool:
         """Whether the only change is more steps."""
@@ -228,6 +226,13 @@ class RunFolder:
             problem = f"checkpoint.folder: {self.checkpoints}: cannot be written: {error.strerror}"
         if problem:
             raise RunFolderError([problem])
+
+    def has_checkpoints(self) -> bool:
+        """Check whether the run has left checkpoints, as far as their store answers."""
+        try:
+            return bool(checkpoint_steps(self._checkpoints_before()))
+        except StoreError:
+            return True
 
     def _checkpoints_before(self) -> AnyPath:
         try:

@@ -72,7 +72,7 @@ class SamplingSetup:
         if given is not None and most > 1 and not 1 <= given <= most:
             yield f"--embedded-guidance: {given:g} was not trained, only 1 to objective.guidance_max = {most:g}"
         low, high = self.sampling.guidance_interval
-        if most > 1 and not low <= 0.5 <= high:
+        if given is not None and most > 1 and not low <= 0.5 <= high:
             yield f"--guidance-interval: {low:g} to {high:g} was not trained, only intervals with 0.5 in them"
 
     @property
@@ -237,7 +237,8 @@ def _open_model(arguments: argparse.Namespace) -> TrainedModel:
 def _from_hub(source: Path) -> Path:
     """File or folder of weights of a repository on the Hugging Face hub. Raises WeightsError: it is none."""
     if not is_hub_name(str(source)):
-        advice = " (give the folder of the run that has its checkpoints there)" if ":/" in str(source) else ""
+        stored = str(source).startswith(("s3:/", "gs:/"))
+        advice = " (give the folder of the run that has its checkpoints there)" * stored
         raise WeightsError(f"{source}: no such run folder or weights file{advice}")
     folder = local_folder("weights", str(source), [_WEIGHTS, *_FILES_OF_DIFFUSERS], WeightsError, missing="run, file or folder")
     return folder / _WEIGHTS if (folder / _WEIGHTS).is_file() else folder

@@ -97,16 +97,17 @@ def resume(state: RunState, step: int) -> None:
     logger.info(f"reading {checkpoint}")
     materialise_state(state.optimizer, config.optimizer.lr)
     saved, tensors = read_state(checkpoint), state.tensors()
+    keys = without_moved_caches(config_differences(saved["config"], config)) if "config" in saved else []
+    same_data = not any(key.startswith("data.") for key in keys)  # of other keys the listing says nothing
     changes = data_changes(
         saved, str(checkpoint), state.info, state.images_per_epoch, tolerated=config.job.allow_config_change,
-        record=state.data_record, listing=state.listing,
+        record=state.data_record, listing=state.listing if same_data else "",
     )  # fmt: skip
     if saved.get("teacher", state.teacher) != state.teacher:
         text = f"{checkpoint}: was trained on features of another encoder; their store was made anew since (restore it, "
         if not config.job.allow_config_change:
             raise CheckpointError(f"{text}train anew, or allow it by job.allow_config_change)")
         changes.append(f"{text}or train anew)")
-    keys = without_moved_caches(config_differences(saved["config"], config)) if "config" in saved else []
     state.config_changes = [*saved.get("config_changes", []), *(f"after step {step}: {key}" for key in keys)]
     changes += [key for key in keys if not key.startswith("training.steps: ")]  # which the schedule's line tells
     for change in changes + schedule_changes(config, saved) + plugin_changes(saved.get("plugins", {})):

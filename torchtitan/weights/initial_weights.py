@@ -123,7 +123,8 @@ def _other_latents(path: Path, config: JobConfig) -> str:
         pairs = [*zip_longest(there.get(name, []), getattr(store.index.normalization, name) if store else [], fillvalue=plain)]
         if any(abs(one - other) > 1e-3 * abs(other) for other, one in pairs):
             had, have = (first_named([f"{value:.3g}" for value in each], 4) for each in zip(*pairs, strict=True))
-            advice = "draw with this run, not with that file and --lora" + "; --cache.enable true takes the file's" * cached
+            advice = "draw with this run, not with that file and --lora"
+            advice += "; with cache.enable, and its autoencoder, they are the file's" * cached
             return f"its {of_file} had {name} {had}, the run's {of_run} have {have} ({advice})"
     return ""
 

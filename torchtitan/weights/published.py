@@ -279,10 +279,9 @@ def _read_published(path: Path, layout_name: str) -> tuple[dict[str, Tensor], li
         advice = next((layout.advice for layout in layouts if layout and layout.advice), "")
         raise WeightsError(f"{error} ({advice})" if advice else str(error)) from error
     notes = [f"taken from {nested!r} of the file"] if nested else []
-    for prefix in _WRAPPERS:
-        if all(name.startswith(prefix) for name in published):
-            published = {name.removeprefix(prefix): tensor for name, tensor in published.items()}
-            notes.append(f"names are without their {prefix!r}, of a wrapped network")
+    while published and (prefix := next((each for each in _WRAPPERS if all(name.startswith(each) for name in published)), None)):
+        published = {name.removeprefix(prefix): tensor for name, tensor in published.items()}
+        notes.append(f"names are without their {prefix!r}, of a wrapped network")
     network = {name.removeprefix(_COMFYUI): tensor for name, tensor in published.items() if name.startswith(_COMFYUI)}
     if not network:
         return published, notes

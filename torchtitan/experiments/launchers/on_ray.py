@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from torchtitan.errors import shortened
 from torchtitan.experiments.launchers.job import Job, LauncherError, importable_environment
 from torchtitan.experiments.outcome import Outcome
 from torchtitan.experiments.process import Stopped
@@ -66,9 +67,9 @@ def run_in_task(job: Job, folder: str) -> Outcome:
 
 def _lost(ray: Any, error: Exception, seconds: float) -> Outcome:
     lines = str(error).strip().splitlines() or [""]
-    first = lines[0][:200]
+    first = shortened(lines[0])
     if isinstance(error, ray.exceptions.RayTaskError):  # an exception in the task, with its traceback
-        return Outcome("failed", f"the Ray task failed: {lines[-1][:250]}", seconds)
+        return Outcome("failed", f"the Ray task failed: {shortened(lines[-1])}", seconds)
     if isinstance(error, ray.exceptions.OutOfMemoryError):
         return Outcome("oom", f"Ray ended the task: {first}", seconds)
     return Outcome("killed", f"the Ray task left no result: {type(error).__name__}: {first}", seconds)

@@ -17,6 +17,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from torchtitan.errors import shortened
 from torchtitan.experiments.launchers.job import Job, LauncherError, importable_environment
 from torchtitan.experiments.outcome import Outcome
 from torchtitan.experiments.process import Stopped
@@ -153,5 +154,5 @@ def _lost(state: str, job_id: str, error: Exception, raised: bool, seconds: floa
         return Outcome("oom", f"Slurm job {job_id}: OUT_OF_MEMORY", seconds)
     lines = str(error).strip().splitlines() or [""]
     if raised:
-        return Outcome("failed", f"Slurm job {job_id}: {lines[-1][:250]}", seconds)
-    return Outcome("killed", f"Slurm job {job_id} left no result, its state is {state}: {lines[0][:200]}", seconds)
+        return Outcome("failed", f"Slurm job {job_id}: {shortened(lines[-1])}", seconds)
+    return Outcome("killed", f"Slurm job {job_id} left no result, its state is {state}: {shortened(lines[0])}", seconds)

@@ -108,7 +108,7 @@ def _arranged_as(wanted: Iterable[Target], weights: AdapterWeights) -> dict[Targ
         theirs = sorted(target for target in found if target.module == module)
         if len(ours) == 1 < len(theirs) and theirs == _parts(ours[0], theirs):
             found[ours[0]] = join([found.pop(part) for part in theirs], [part.stop - part.start for part in theirs])
-        elif len(theirs) == 1 < len(ours):
+        elif len(theirs) == 1 < len(ours) and theirs[0].start <= ours[0].start and ours[-1].stop <= theirs[0].stop:
             parts = _parts(theirs[0], ours)
             values = cut(found.pop(theirs[0]), [part.stop - part.start for part in parts])
             found |= {part: value for part, value in zip(parts, values, strict=True) if value is not None}

@@ -54,7 +54,7 @@ def _conclusions(run: RunRecord) -> list[str]:
     batch = (run.summary or {}).get("grown_batch_size") or next(logged, None) or run.settings["training.global_batch_size"]
     first_batch, phase = run.settings["training.global_batch_size"], ""
     at = measured_at(run.points, geometry, batch, run.settings.get("gns.interval", 1))
-    changed = run.settings.get("training.double_batch_after") or (run.summary or {}).get("config_changes")
+    changed = run.settings.get("training.double_batch_after") or run.about.get("config_changes")
     if at is not None and not changed:  # else the rate may have been another
         known = {field.name: run.settings.get(f"lr_scheduler.{field.name}") for field in fields(LRSchedulerConfig)}
         schedule = LRSchedulerConfig(**{name: value for name, value in known.items() if value is not None})
