@@ -254,7 +254,7 @@ def _is_repeated(store: LatentStore, held_out: np.ndarray) -> np.ndarray:
     found = np.zeros(len(store), bool)
     for number in np.flatnonzero(held_out).tolist():
         values, _ = store.read(np.array([number]))
-        for other in {number - 1, number + 1} & set(range(len(store))):
+        for other in (each for each in (number - 1, number + 1) if 0 <= each < len(store)):
             difference = (values - store.read(np.array([other]))[0]).abs().max()
             found[number] |= bool(difference <= 0.02 * values.abs().max())
     return found
