@@ -111,7 +111,7 @@ class Measurement:
             "held_out": self.options.held_out,
             "processes": self.options.nproc,
             "checkpoint": hashlib.sha256(manifest).hexdigest()[:16],
-            **({"phase": "throughout"} if has_phases(self.config) else {}),  # of a version before, the branches' own
+            **({"phase": "throughout"} if has_phases(self.config) else {}),  # earlier versions ended them in the branches, too
         }
 
 
