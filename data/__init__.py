@@ -25,7 +25,7 @@ DATASETS: Registry[type[Any]] = Registry("torchtitan.data", {
 }, type[Dataset])
 # Datasets of latents: their `store` opens the latent store.
 LATENT_DATASETS = ("latents",)
-_OF_FOLDERS = ("captioned_folder", "image_folder", "latents")
+_OF_FOLDERS = ("captioned_folder", "image_folder")
 
 
 def dataset_info(config: DataConfig) -> DatasetInfo:
@@ -35,7 +35,7 @@ def dataset_info(config: DataConfig) -> DatasetInfo:
         DatasetError: it is missing, empty or damaged.
     """
     if config.name in _OF_FOLDERS and config.path and config.validation_path:
-        _check_apart(config.path, config.validation_path, nested=config.name != "latents")
+        _check_apart(config.path, config.validation_path)
     info = DATASETS[config.name].info(config)
     if config.labels:
         return info
@@ -43,13 +43,13 @@ def dataset_info(config: DataConfig) -> DatasetInfo:
     return dataclasses.replace(info, condition_kind=Unconditional(), entries=entries)
 
 
-def _check_apart(path: str, held_out: str, nested: bool) -> None:
-    """Raise DatasetError if the folder of held-out images is that of training or, nested, one is listed with the other."""
+def _check_apart(path: str, held_out: str) -> None:
+    """Raise DatasetError if the folder of held-out images is that of training, or one is listed with the other."""
     for place in (os.path.realpath, os.path.abspath):
         trained, other = (place(os.path.expanduser(each)) for each in (path, held_out))
         below = [os.path.relpath(other, trained), os.path.relpath(trained, other)]
         # Names with a dot are not read; a path that leads outside begins with two.
-        if below[0] == "." or (nested and any(not re.search(r"(^|/)\.", each) for each in below)):
+        if below[0] == "." or any(not re.search(r"(^|/)\.", each) for each in below):
             advice = "give it a folder apart, or leave the key out, which holds out data.validation_fraction"
             text = f"{held_out} and data.path have images in common, which would be trained on"
             raise DatasetError(f"data.validation_path: {text} ({advice})")

@@ -18,6 +18,7 @@ from torchtitan.data.base import FEATURES, Batch, DataConfig, Dataset, DatasetEr
 from torchtitan.data.left_out import say_once
 from torchtitan.data.splits import spread_evenly
 from torchtitan.errors import LatentStoreError
+from torchtitan.files.regular import user_path
 from torchtitan.pictures.number_text import counted
 from torchtitan.programs import program
 from torchtitan.settings import setting
@@ -75,6 +76,8 @@ class Latents(Dataset):
         for store in stores:
             with _of_store("path"):
                 store.read(np.zeros(1, np.int64))  # a wrong shape is found before a model is built
+        if config.validation_path and user_path(config.validation_path).resolve() == user_path(config.path).resolve():
+            say_once(f"{config.validation_path}: the held-out images are those that are trained on (data.validation_path)")
         for store in _open(config, "validation") if config.validation_path else []:
             with _of_store("validation_path"):
                 store.read(np.zeros(1, np.int64))

@@ -127,7 +127,7 @@ def test_held_out_images_without_classes_lie_in_any_folder(tmp_path, keys):
     assert len(ImageFolder(config, "train")) == (4 if keys else 1) and len(ImageFolder(config, "validation")) == 1
 
 
-NESTED = [("", "latents"), ("", "image_folder"), ("val", "image_folder"), ("val", "captioned_folder"), ("..", "image_folder")]
+NESTED = [("", "image_folder"), ("val", "image_folder"), ("val", "captioned_folder"), ("..", "image_folder")]
 
 
 @pytest.mark.parametrize("place", [".val", "../val", "../a.val/b"])

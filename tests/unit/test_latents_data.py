@@ -134,12 +134,15 @@ def test_stores_that_cannot_be_read_are_refused_in_one_line(path, tmp_path):
         assert said.startswith("data.") and message in said
 
 
-def test_keys_of_latents_are_refused_by_other_datasets_and_where_they_have_no_effect(path):
+def test_keys_of_latents_are_refused_by_other_datasets_and_where_they_have_no_effect(path, caplog):
     said = problems(arguments=["--model.flavor", "debug", "--data.name", "digits", "--data.sample_posterior", "true"])
     assert "data.sample_posterior: unknown key" in "\n".join(said)
     words = ["--data.name", "latents", "--data.path", path, "--data.validation_path", path]
     said = problems(arguments=["--model.flavor", "debug", *words, "--data.validation_fraction", "0.1"])
+    caplog.clear()
     assert "data.validation_fraction: has no effect when data.validation_path =" in "\n".join(said)
+    Latents.info(config_of(path, validation_path=f"{path}/."))
+    assert caplog.messages == [f"{path}/.: the held-out images are those that are trained on (data.validation_path)"]
 
 
 def test_noise_of_a_large_batch_is_that_of_its_samples(path, monkeypatch):
