@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -238,14 +236,10 @@ def _held_out(config: LatentsConfig, stores: list[LatentStore]) -> list[np.ndarr
     source = stores[0].index.origin.get("data", {})
     if source.get("name") != "captioned_folder":
         return parts
-    several = len(source.get("resolutions", ())) > 1 and len(stores) > 1
+    in_sizes = len(source.get("resolutions", ())) > 1 and len(stores) > 1
     with _of_store():
-        again = [_is_repeated(store, part) for store, part in zip(stores, parts, strict=True)]
-        texts = [_captions_of(store) if several else [] for store in stores]
-    if several:
-        counts = Counter(itertools.chain(*(set(each) for each in texts)))  # of the sizes that have each caption
-        again = [each | np.array([counts[text] > 1 for text in of_store]) for each, of_store in zip(again, texts, strict=True)]
-    if count := sum(int((part & each).sum()) for part, each in zip(parts, again, strict=True)):
+        again = [part if in_sizes else _is_repeated(store, part) for store, part in zip(stores, parts, strict=True)]
+    if count := sum(int(each.sum()) for each in again):
         advice = f"{program('extract_latents')} --split train and --split validation make stores of different pictures"
         text = f"trained, not held out, as the same pictures are there again: {counted(count, 'image')}"
         say_once(f"{config.path}: {text} ({advice}, the second for data.validation_path)")
@@ -261,14 +255,6 @@ def _is_repeated(store: LatentStore, held_out: np.ndarray) -> np.ndarray:
             difference = (values - store.read(np.array([other]))[0]).abs().max()
             found[number] |= bool(difference <= 0.02 * values.abs().max())
     return found
-
-
-def _captions_of(store: LatentStore) -> list[str]:
-    """Caption of each image; of a store without captions none, for each the same."""
-    if store.captions is None:
-        return [""] * len(store)
-    texts = store.captions.texts()
-    return [texts[number] for number in store.caption_numbers(np.arange(len(store))).tolist()]
 
 
 def _largest(stores: list[LatentStore]) -> LatentStore:

@@ -207,24 +207,18 @@ def closing_lines(
     lines += [f"  {name:<12} {path}" for name, path in places.items() if path]
     lines += _metrics(results)
     if state.gns:
-        # After a change of the schedule the measured steps may have had another rate than it gives.
-        first_batch = state.config.training.global_batch_size
-        phase = "" if state.config_changes or state.batch_grows else measured_phase(state.config, state.progress, state.gns.lag)
-        noise = state.gns.conclusions(noise_points, state.step, state.grown_batch_size, first_batch, phase)
+        from torchtitan.gns.conclusion import conclusions  # which other runs do not need
+
+        points = [*noise_points, {"step": state.step} | state.gns.metrics()]
+        steps, first_batch = config.training.steps, config.training.global_batch_size
+
+        def phase_at(step: int) -> str:  # after a change the measured steps may have had another rate than the schedule gives
+            changed = state.config_changes or state.batch_grows
+            return "" if changed else lr_phase(config.lr_scheduler, step, steps, first_batch)
+
+        noise = conclusions(points, state.grown_batch_size, first_batch, config.gns.interval, phase_at)
         lines += ["gradient noise:", *(f"  {line}" for line in noise)] if noise else []
     return lines
-
-
-def measured_phase(config: JobConfig, progress: int, lag: float) -> str:
-    """Phase of the learning rate, in words, at the mean age of a measurement.
-
-    Args:
-        progress: in steps of the first batch size.
-        lag: images trained since, on average; NaN: unknown.
-    """
-    images_per_step = config.training.global_batch_size
-    step = progress if math.isnan(lag) else round(progress - lag / images_per_step)
-    return lr_phase(config.lr_scheduler, max(step, 1), config.training.steps, images_per_step)
 
 
 def grids(samples: Path, last_step: int) -> list[tuple[int, Path]]:

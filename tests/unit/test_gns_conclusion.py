@@ -6,10 +6,9 @@ import pytest
 
 from torchtitan.gns.allocate import NEYMAN, PredictedRatio
 from torchtitan.gns.conclusion import (
+    conclusions,
     history,
     logged,
-    measured_at,
-    of_logged,
     on_batch,
     on_timesteps,
     steps_to_know,
@@ -67,6 +66,10 @@ def test_timesteps_are_concluded_on():
     assert on_timesteps(unknown, 300) == "not enough signal to choose another sampler of timesteps: measure about 300 more steps"
 
 
+def concluded(points: list[dict], first_batch: int = 128, phase_at=lambda step: "") -> list[str]:
+    return conclusions(points, 128, first_batch, 4, phase_at)
+
+
 def point(step: int, lower: float, upper: float, headline: str = "sketch") -> dict:
     found = {"step": step}
     for name in ("sketch", "composite"):
@@ -79,35 +82,35 @@ def point(step: int, lower: float, upper: float, headline: str = "sketch") -> di
 
 
 @pytest.mark.parametrize("more_steps", [300, None])
-def test_a_page_concludes_from_what_was_logged_as_the_run_does(more_steps):
+def test_conclusions_are_of_what_was_logged_last(more_steps):
     ratios = [PredictedRatio(NEYMAN, 0.5, 0.45, 0.55), PredictedRatio("uniform", math.nan, 0.0, math.inf)]
     for known in (ratios, ratios[1:]):
         tags = {f"gns/{tag}": value for tag, value in (("plain/sketch/all/noise", 1.0), ("outlier_steps", 2.0))}
         points = [point(100, 20, math.inf) | tags | logged(known, more_steps), {"step": 110, "lr": 0.1}]
-        of_batch, of_timesteps = of_logged(points, "plain", 128, 128)
+        of_batch, of_timesteps = concluded(points)
         assert of_timesteps == on_timesteps(known, more_steps)
         assert of_batch.startswith(on_batch(Interval(math.nan, 20, math.inf), 128, more_steps))
         assert "measured up to step 100" in of_batch
-        of_grown, _ = of_logged(points, "plain", 128, 32)  # in steps of the first batch
+        of_grown, _ = concluded(points, first_batch=32)  # in steps of the first batch
         assert of_grown.startswith(on_batch(Interval(math.nan, 20, math.inf), 128, more_steps and 4 * more_steps))
-    alone = of_logged([point(100, 14, 70)], "plain", 128, 128)  # of an older version
-    assert len(alone) == 1 and "measured up to" not in alone[0] and of_logged([], "plain", 128, 128) == []
+    alone = concluded([point(100, 14, 70)])  # of an older version
+    assert len(alone) == 1 and "measured up to" not in alone[0] and concluded([]) == []
 
 
-def test_a_page_tells_the_phase_at_the_age_of_what_was_measured():
+def test_the_phase_told_is_that_of_the_age_of_what_was_measured():
     """The last measured step before a point at 303 is 300."""
-    measured = point(303, 14, 70) | {"gns/plain/sketch/all/lag": 90 * 128.0}
-    assert measured_at([point(100, 14, 70), measured, {"step": 310}], "plain", 128, 4) == 210
-    assert measured_at([{"step": 310}], "plain", 128, 4) is None
-    assert of_logged([measured], "plain", 128, 128, "in warm-up")[0].startswith("in warm-up, batch 128 ")
+    points = [point(100, 14, 70), point(303, 14, 70) | {"gns/plain/sketch/all/lag": 90 * 128.0}, {"step": 310}]
+    for lag, at in ((90 * 128.0, 210), (1e6, 1)):
+        points[1]["gns/plain/sketch/all/lag"] = lag
+        assert concluded(points, phase_at="at {}".format)[0].startswith(f"at {at}, batch 128 ")
 
 
 def test_a_verdict_says_since_when_and_what_was_before():
     grown = [point(100, 14, 70), point(200, 20, math.inf), point(300, 600, 900, "composite"), point(400, 700, math.inf)]
-    assert history(grown, "plain", 128) == "this verdict since step 300; at step 100 it was 31 [14, 70] images"
-    assert history(grown[2:], "plain", 128) == "this verdict since step 300"
-    assert history([point(100, 20, math.inf), *grown[2:]], "plain", 128) == "this verdict since step 300"  # unknown before
-    assert history([], "plain", 128) == history(grown[3:], "plain", 128) == ""
-    assert history(grown[2:], "plain", 128, (450, Interval(30, 14, 70))) == (
+    assert history(grown, 128) == "this verdict since step 300; at step 100 it was 31 [14, 70] images"
+    assert history(grown[2:], 128) == "this verdict since step 300"
+    assert history([point(100, 20, math.inf), *grown[2:]], 128) == "this verdict since step 300"  # unknown before
+    assert history([], 128) == history(grown[3:], 128) == ""
+    assert history([*grown[2:], point(450, 14, 70)], 128) == (
         "this verdict since step 450; at step 400 it was more than 700 images"
     )

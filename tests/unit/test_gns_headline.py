@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from torchtitan.config.job import load_config
-from torchtitan.console import measured_phase
 from torchtitan.diffusion.objectives import build_objective
 from torchtitan.distributed.config import ParallelismConfig
 from torchtitan.distributed.mesh import Layout
 from torchtitan.estimate.memory import estimate_memory
 from torchtitan.gns import monitor as monitor_module
 from torchtitan.gns.batch_size import RATIO, RATIO_LOWER, RATIO_UPPER, half_progress
+from torchtitan.gns.conclusion import conclusions
 from torchtitan.gns.config import GNSConfig, bin_tags
 from torchtitan.gns.decayed import BinEstimates, narrowest
 from torchtitan.gns.monitor import GNSMonitor
@@ -24,7 +24,6 @@ from torchtitan.gns.step_sums import GEOMETRIES
 from torchtitan.trainer import Trainer
 from torchtitan.training.config import UPDATE_RULES, UpdateRule
 from torchtitan.training.optimizer import _RULES, optimizer_tensors
-from torchtitan.training.schedules import lr_phase
 
 BINS = 3
 SCALES = {"sketch": 100.0, "composite": 200.0}
@@ -81,8 +80,10 @@ def monitor_of(narrow: str, edges: tuple[float, float] = (0.4, 0.6), **keys: boo
 
 
 @pytest.mark.parametrize("narrow", WHOLE_MODEL)
-def test_conclusion_on_the_batch_is_of_the_narrowest(narrow):
-    line, _ = monitor_of(narrow).conclusions([], 1, 16, 16, "at the peak learning rate")
+def test_conclusion_on_the_batch_is_of_the_narrowest(narrow, monkeypatch):
+    monkeypatch.setattr(PoolOf, "parts_of_whole", lambda *of: {}, raising=False)
+    logged = {"step": 1} | monitor_of(narrow).metrics()
+    line, _ = conclusions([logged], 16, 16, 1, lambda step: "at the peak learning rate")
     scale = SCALES[narrow]
     waste = 16 / (scale / 1.2)
     wastes = f"wastes at most {100 * waste / (1 + waste):.0f} % of its images"
@@ -153,34 +154,6 @@ def test_of_equally_narrow_estimators_rounding_does_not_choose():
     rounded = replace(first, upper=first.upper * (1 - 1e-12))
     assert narrowest({"sketch": first, "composite": rounded}) == "sketch"
     assert narrowest({"sketch": first, "composite": replace(first, upper=first.upper * 0.98)}) == "composite"
-
-
-def test_the_phase_named_is_that_of_the_measurement():
-    config = load_config([
-        "--training.steps", "60", "--training.local_batch_size", "64", "--lr_scheduler.warmup_steps", "10",
-        "--lr_scheduler.decay_type", "linear",
-    ], 1)  # fmt: skip
-    end, ten_before = (lr_phase(config.lr_scheduler, step, 60, 64) for step in (60, 50))
-    assert measured_phase(config, 60, math.nan) == measured_phase(config, 60, 0.0) == end != ten_before
-    assert measured_phase(config, 60, 640.0) == ten_before
-    assert "in warm-up" in measured_phase(config, 60, 1e6)
-
-
-def test_an_estimate_ages_by_the_steps_that_are_not_measured():
-    monitor = monitor_of(WHOLE_MODEL[0], interval=4)
-    monitor._taps = None
-    of_measured, lags = monitor.lag, []
-    for step in range(1, 7):
-        monitor.begin_step(step, {}, 0.9)
-        monitor.end_step([], samples_per_rank=16, microbatches=1)
-        monitor.keep_step(torch.tensor(False))
-        lags.append(monitor.lag - of_measured)
-    assert lags == [16, 32, 48, 0, 16, 32]
-    resumed, lag, pool = monitor_of(WHOLE_MODEL[0], interval=4), monitor.lag, monitor.pool
-    monitor.pool = resumed.pool = resumed._taps = None  # imitations, which have no state
-    resumed.load_state_dict(monitor.state_dict(), 6)
-    resumed.pool = pool
-    assert resumed.lag == lag
 
 
 @pytest.mark.parametrize(("optimizer", "words", "geometries", "half"), [

@@ -156,9 +156,8 @@ class EvaluationConfig:
         how = f"{track} by {sampling.solver.name} in {counted(sampling.num_steps, 'step')}"
         guided, (low, high) = "", sampling.guidance_interval
         if self.guidance_scale != 1:
-            guided = f" at guidance {self.guidance_scale:g}" + {"": "", "none": " by the trained weights"}.get(
-                sampling.guide_track, f" by {sampling.guide_track}"
-            )
+            guide = "the trained weights" if sampling.guide_track == "none" else sampling.guide_track
+            guided = f" at guidance {self.guidance_scale:g}" + (f" by {guide}" if guide else "")
             guided += f" at t from {low:g} to {high:g}" if (low, high) != (0.0, 1.0) else ""
         against = f" against {Path(self.reference).name}" if self.reference else ""
         extractors = dict.fromkeys(METRICS[name].extractor or self.extractor for name in self.metrics)

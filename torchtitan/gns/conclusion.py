@@ -5,11 +5,12 @@ batch needs, B the critical batch size, for which the noise scale B_simple stand
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 from torchtitan.gns.allocate import WORTHWHILE, PredictedRatio, sampler_advice
 from torchtitan.gns.pool import WHOLE_MODEL
+from torchtitan.gns.step_sums import GEOMETRIES
 from torchtitan.pictures.number_text import counted
 from torchtitan.statistics.interval import Interval
 
@@ -20,8 +21,8 @@ _LITTLE, _MUCH = 0.25, 1.0  # images beyond those of a very small batch, as a sh
 _LEAST_Z = 0.5  # of the signal: below, the number of steps that would be enough is anybody's guess
 _ENOUGH_Z = 3.0
 
-# Tags of what is concluded from beside the noise scales.
-_MORE_STEPS, _SAMPLERS = "gns/more_steps", "gns/samplers"
+# Beginnings of the tags of what is concluded from.
+_PLAIN, _MORE_STEPS, _SAMPLERS = f"gns/{GEOMETRIES[0]}", "gns/more_steps", "gns/samplers"
 
 
 def verdict(scale: Interval, batch: int) -> Verdict:
@@ -77,15 +78,13 @@ def on_timesteps(ratios: Sequence[PredictedRatio], more_steps: int | None) -> st
     return f"not enough signal to choose another sampler of timesteps{_remedy(more_steps)}"
 
 
-def history(points: Iterable[Mapping[str, Any]], geometry: str, batch: int, now: tuple[int, Interval] | None = None) -> str:
+def history(points: Iterable[Mapping[str, Any]], batch: int) -> str:
     """Clause on the step since which the verdict on a batch holds, and why it was another before; "" without two points.
 
     Args:
         points: logged points in the order of their steps, with the whole objective's noise scale.
-        now: step and noise scale of the present; None: the last point's.
     """
-    known = [(point["step"], scale) for point in points if (scale := _logged(point, geometry))]
-    known += [now] if now and known and known[-1][0] < now[0] else []
+    known = [(point["step"], scale) for point in points if (scale := _logged(point))]
     if len(known) < 2:
         return ""
     verdicts = [verdict(scale, batch) for _, scale in known]
@@ -98,7 +97,7 @@ def history(points: Iterable[Mapping[str, Any]], geometry: str, batch: int, now:
 
 
 def logged(ratios: Sequence[PredictedRatio], more_steps: int | None) -> dict[str, float]:
-    """Metrics by tag that `of_logged` concludes from, beside the noise scales; unknown ones are left out."""
+    """Metrics by tag that `conclusions` are drawn from, beside the noise scales; unknown ones are left out."""
     found = {
         f"{_SAMPLERS}/{each.name}/{end}": value for each in ratios
         for end, value in (("ratio", each.ratio), ("lower", each.lower), ("upper", each.upper)) if math.isfinite(value)
@@ -106,37 +105,31 @@ def logged(ratios: Sequence[PredictedRatio], more_steps: int | None) -> dict[str
     return found | ({_MORE_STEPS: float(more_steps)} if more_steps else {})
 
 
-def of_logged(
-    points: Sequence[Mapping[str, Any]], geometry: str, batch: int, first_batch: int, phase: str = ""
+def conclusions(
+    points: Sequence[Mapping[str, Any]], batch: int, first_batch: int, interval: int, phase_at: Callable[[int], str]
 ) -> list[str]:  # fmt: skip
     """Conclusions by what was logged last: on a batch, with its past, and on the sampler of timesteps; none where none was.
 
     Args:
+        points: logged ones in the order of their steps.
+        batch: global batch size now.
         first_batch: the one that `training.steps` counts in.
-        phase: of the learning rate at `measured_at`, in words; "": not known.
+        interval: of measured steps.
+        phase_at: step -> phase of the learning rate in words, which is told at the measurement's mean age; "": not known.
     """
-    last = next((point for point in reversed(points) if _logged(point, geometry)), None)
-    if last is None or (scale := _logged(last, geometry)) is None:
+    last = next((point for point in reversed(points) if _logged(point)), None)
+    if last is None or (scale := _logged(last)) is None:
         return []
+    lag = next((last.get(f"{_PLAIN}/{each}/all/lag", 0.0) for each in WHOLE_MODEL if _is_headline(last, each)), 0.0)
+    phase = phase_at(max(round(last["step"] - last["step"] % interval - lag / batch), 1))
     known = f"gradient noise scale {in_words(scale)}" if scale.lower > 0 else ""
     more_steps = int(last.get(_MORE_STEPS, 0)) * (batch // first_batch) or None
     until = f"measured up to step {last['step']:,}" if last["step"] < points[-1]["step"] else ""
-    details = "; ".join(filter(None, (known, until, history(points, geometry, batch))))
+    details = "; ".join(filter(None, (known, until, history(points, batch))))
     found = [", ".join(filter(None, (phase, on_batch(scale, batch, more_steps)))) + (f" ({details})" if details else "")]
     names = [tag.split("/")[2] for tag in last if tag.startswith(_SAMPLERS) and tag.endswith("/lower")]
     ratios = [PredictedRatio(name, *_ends(last, f"{_SAMPLERS}/{name}/ratio", f"{_SAMPLERS}/{name}")) for name in names]
     return [*found, on_timesteps(ratios, more_steps)] if ratios else found
-
-
-def measured_at(points: Sequence[Mapping[str, Any]], geometry: str, batch: int, interval: int) -> float | None:
-    """Step at the mean age of what was logged last; None where nothing was. Arguments: as of `of_logged`; interval: of the steps
-    that are measured.
-    """
-    last = next((point for point in reversed(points) if _logged(point, geometry)), None)
-    if last is None:
-        return None
-    ages = [last.get(f"gns/{geometry}/{each}/all/lag", 0.0) for each in WHOLE_MODEL if _is_headline(last, geometry, each)]
-    return last["step"] - last["step"] % interval - ages[0] / batch
 
 
 def in_words(scale: Interval) -> str:
@@ -174,17 +167,16 @@ def _remedy(more_steps: int | None) -> str:
     return ": measure more steps (train longer, or lower gns.interval if it is above 1)"
 
 
-def _logged(point: Mapping[str, Any], geometry: str) -> Interval | None:
+def _logged(point: Mapping[str, Any]) -> Interval | None:
     """Noise scale of the whole objective in a point, of its headline estimator; an infinite upper end is not logged."""
     for estimator in WHOLE_MODEL:
-        prefix = f"gns/{geometry}/{estimator}/all"
-        if _is_headline(point, geometry, estimator):
-            return Interval(*_ends(point, f"{prefix}/b_simple", prefix))
+        if _is_headline(point, estimator):
+            return Interval(*_ends(point, f"{_PLAIN}/{estimator}/all/b_simple", f"{_PLAIN}/{estimator}/all"))
     return None
 
 
-def _is_headline(point: Mapping[str, Any], geometry: str, estimator: str) -> bool:
-    prefix = f"gns/{geometry}/{estimator}/all"
+def _is_headline(point: Mapping[str, Any], estimator: str) -> bool:
+    prefix = f"{_PLAIN}/{estimator}/all"
     measured = point.get(f"{prefix}/headline") and point.get(f"{prefix}/samples", 1)
     return bool(measured) and f"{prefix}/lower" in point
 

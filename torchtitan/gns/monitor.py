@@ -30,7 +30,7 @@ from torchtitan.gns.allocate import (
 )
 from torchtitan.gns.batch_size import HalfProgress, half_progress
 from torchtitan.gns.capture import GradientTaps
-from torchtitan.gns.conclusion import history, in_words, logged, on_batch, on_timesteps, steps_to_know
+from torchtitan.gns.conclusion import logged, steps_to_know
 from torchtitan.gns.config import GNS_FOLDER, GNSConfig, bin_tags, of_bins
 from torchtitan.gns.decayed import BinEstimates, tags
 from torchtitan.gns.pictures import draw_noise_scale
@@ -38,7 +38,6 @@ from torchtitan.gns.pool import ESTIMATORS, Agreement, Pool
 from torchtitan.gns.ranks import RankMonitor
 from torchtitan.gns.raw_sums import RawSums
 from torchtitan.gns.step_sums import LateSums, StepSums
-from torchtitan.statistics.interval import Interval
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +73,6 @@ class GNSMonitor:
         self._measured: StepSums | None = None  # of a step that no verdict has been given on
         self._late = LateSums()
         self._step, self._samples = 0, 0
-        self._samples_measured = 0  # up to the last measured step
         self._schedule = None
         if config.allocate_timesteps:
             self._schedule = SharesSchedule(
@@ -155,7 +153,6 @@ class GNSMonitor:
             self._measured = None
         if self._step % self._config.interval:
             return
-        self._samples_measured = self._samples
         self._late.send()
         if self._schedule:
             self.pool_kept_steps()
@@ -217,40 +214,6 @@ class GNSMonitor:
             found |= {f"gns/shares/{k}": share for k, share in enumerate(shares)}
         return found
 
-    @property
-    def lag(self) -> float:
-        """Mean age of the noise scale of the whole objective, in images; NaN while unknown."""
-        if not self.pool:
-            return math.nan
-        self.pool_kept_steps()
-        return self._whole(*self._for_batch_size).lag.item() + self._samples - self._samples_measured
-
-    def conclusions(self, points: Sequence[dict], step: int, batch: int, first_batch: int, phase: str) -> list[str]:
-        """Conclusions, a sentence each: on the batch size, and on the sampler of timesteps; none where nothing was measured.
-
-        Args:
-            points: logged points in the order of their steps.
-            step: the present one.
-            batch: global batch size now; first_batch: the one that `training.steps` counts in.
-            phase: of the learning rate at the measurement's mean age (`lag`), in words, as by `lr_phase`; "": not known.
-        """
-        if not self.pool:
-            return []
-        self.pool_kept_steps()
-        geometry, estimator = self._for_batch_size
-        whole = self._whole(geometry, estimator)
-        if whole.noise.isnan().all():
-            return []
-        scale = Interval(whole.b_simple.item(), whole.lower.item(), whole.upper.item())
-        more_steps = (self._more_steps(whole) or 0) * (batch // first_batch) or None
-        of_batch = on_batch(scale, batch, more_steps)
-        past = history(points, geometry, batch, (step, scale))
-        details = "; ".join(filter(None, (f"gradient noise scale {in_words(scale)}" if scale.lower > 0 else "", past)))
-        return [
-            ", ".join(filter(None, (phase, of_batch))) + (f" ({details})" if details else ""),
-            on_timesteps(self.predicted_ratios(), more_steps),
-        ]
-
     def predicted_ratios(self) -> list[PredictedRatio]:
         """Gradient variance of other timestep samplers over the present one's, for the same objective."""
         density, others = self._objective.timestep_sampler.density, {}
@@ -303,7 +266,7 @@ class GNSMonitor:
         self.pool_kept_steps()
         sizes = {name: len(tensor) for name, tensor in self.tensors().items()}
         parts = {name: part.state_dict() for name, part in self._parts.items() if part}
-        return {"samples": self._samples, "samples_measured": self._samples_measured, "sizes": sizes} | self._measured_as | parts
+        return {"samples": self._samples, "sizes": sizes} | self._measured_as | parts
 
     def fits(self, state: dict) -> bool:
         """Check whether the tensors of a state have this monitor's number and sizes."""
@@ -314,7 +277,6 @@ class GNSMonitor:
         self._late.clear()
         self._measured = None
         self._samples = state.get("samples", 0)
-        self._samples_measured = state.get("samples_measured", self._samples)
         differing = [name for name, present in self._measured_as.items() if state.get(name, present) != present]
         if differing and self._layout.rank == 0:
             logger.warning(f"gns: other {' and '.join(differing)} than at step {step}: noise scales are measured anew")

@@ -49,14 +49,11 @@ class CaptionReader:
         shard, row = divmod(number, self.plan.texts_per_shard)
         return texts_of(self._shard(shard))[row]
 
-    def texts(self) -> list[str]:
-        """All texts, in the order of their numbers. Raises LatentStoreError."""
-        return [text for shard in range(self.plan.num_shards) for text in texts_of(self._shard(shard))]
-
     def number_of(self, text: str) -> int | None:
         """Number of a text; None if the store does not hold it. Raises LatentStoreError."""
         if self._numbers is None:
-            self._numbers = {text: number for number, text in enumerate(self.texts())}
+            found = (text for shard in range(self.plan.num_shards) for text in texts_of(self._shard(shard)))
+            self._numbers = {text: number for number, text in enumerate(found)}
         return self._numbers.get(text)
 
     def _shard(self, number: int) -> dict[str, Tensor]:

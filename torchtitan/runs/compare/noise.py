@@ -45,21 +45,21 @@ def without_noise(runs: Sequence[RunRecord]) -> str:
 
 
 def _conclusions(run: RunRecord) -> list[str]:
-    geometry = next((tag.split("/")[1] for tag in run.tags if tag.endswith("/all/headline")), None)
-    if geometry is None or not run.settings:
+    if not any(tag.endswith("/all/headline") for tag in run.tags) or not run.settings:
         return []
-    from torchtitan.gns.conclusion import measured_at, of_logged  # imports torch
+    from torchtitan.gns.conclusion import conclusions  # imports torch
 
+    first_batch = run.settings["training.global_batch_size"]
     logged = (point["global_batch_size"] for point in reversed(run.points) if point.get("global_batch_size"))
-    batch = (run.summary or {}).get("grown_batch_size") or next(logged, None) or run.settings["training.global_batch_size"]
-    first_batch, phase = run.settings["training.global_batch_size"], ""
-    at = measured_at(run.points, geometry, batch, run.settings.get("gns.interval", 1))
-    changed = run.settings.get("training.double_batch_after") or run.about.get("config_changes")
-    if at is not None and not changed:  # else the rate may have been another
-        known = {field.name: run.settings.get(f"lr_scheduler.{field.name}") for field in fields(LRSchedulerConfig)}
-        schedule = LRSchedulerConfig(**{name: value for name, value in known.items() if value is not None})
-        phase = lr_phase(schedule, max(round(at), 1), run.settings["training.steps"], batch)
-    return of_logged(run.points, geometry, batch, first_batch, phase)
+    batch = (run.summary or {}).get("grown_batch_size") or next(logged, None) or first_batch
+    known = {field.name: run.settings.get(f"lr_scheduler.{field.name}") for field in fields(LRSchedulerConfig)}
+    schedule = LRSchedulerConfig(**{name: value for name, value in known.items() if value is not None})
+
+    def phase_at(step: int) -> str:  # as the run's own lines
+        changed = run.settings.get("training.double_batch_after") or run.about.get("config_changes")
+        return "" if changed else lr_phase(schedule, step, run.settings["training.steps"], first_batch)
+
+    return conclusions(run.points, batch, first_batch, run.settings.get("gns.interval", 1), phase_at)
 
 
 def _picture(run: RunRecord) -> str:
