@@ -132,8 +132,10 @@ class CaptionedFolder(SquareImages):
         return [self._captions[position] for position in self._positions[indices]]
 
     def listing_digest(self) -> str:
-        """Digest of the listing: names, captions, sizes; not of the pixels."""
-        described = (super().listing_digest(), self._captions, self._sizes, self._ends.tolist())
+        """Digest of the listing: names, captions, sizes, none that the other split alone is seen in; not of the pixels."""
+        seen = np.diff(self._ends, prepend=0) > 0
+        sizes = tuple(itertools.compress(self._sizes, seen))
+        described = (super().listing_digest(), self._captions, sizes, self._ends[seen].tolist())
         return hashlib.sha256(repr(described).encode()).hexdigest()
 
     def _size_of(self, indices: np.ndarray) -> tuple[int, int]:

@@ -115,7 +115,12 @@ class WebDataset(SquareImages):
         train = _open(config, "train")
         check_readable(train, "data.path")
         if config.validation_path:
-            check_readable(_open(config, "validation"), "data.validation_path")
+            held_out = _open(config, "validation")
+            check_readable(held_out, "data.validation_path")
+            trained, other = (set(map(os.path.realpath, each.images.archives.paths)) for each in (train, held_out))
+            if common := trained & other:
+                text = f"{min(common)} is a shard of data.path too, which would be trained on"
+                raise DatasetError(f"data.validation_path: {text} (name it in one of them, or leave this key out)")
         has_validation = bool(config.validation_path or spread_evenly(len(train), config.validation_fraction).any())
         if config.captions:
             return DatasetInfo((3, size, size), online_kind(config) or Unconditional(), has_validation)

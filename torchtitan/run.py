@@ -81,7 +81,7 @@ def run(config: JobConfig, reload: Callable[[], JobConfig] | None = None, anew: 
                 config = reload()
             trainer = Trainer(config, clock)
         except Interrupted as request:
-            write_status(None, "requeue", 128 + request.number, "interrupted by a signal while the cache was filled")
+            write_status(None, "requeue", 128 + request.number, f"{request} while the cache was filled")
             return 128 + request.number
         except StoreError as error:  # it may answer when the run is started again
             logger.error(f"rank {_rank()}: {error}")
@@ -177,10 +177,10 @@ def _train(trainer: Trainer, deadline: threading.Timer) -> int:
         _fail(trainer, deadline, "failed", f"step {trainer.state.step}: {type(error).__name__}: {error}")
         raise
     status, reason = "completed", ""
-    if code and trainer.config.checkpoint.enable:
-        status, reason = "requeue", "interrupted by a signal, and saved"
-    elif code:
-        status, reason = "failed", "interrupted by a signal, and not saved: checkpoint.enable is false"
+    if code:
+        saved = trainer.config.checkpoint.enable
+        status, ending = ("requeue", "and saved") if saved else ("failed", "and not saved: checkpoint.enable is false")
+        reason = f"{Interrupted(code - 128)}, {ending}"
     write_status(trainer.state.folder.path if _first() else None, status, code, reason)
     return code
 

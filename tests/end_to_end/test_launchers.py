@@ -142,6 +142,7 @@ def test_a_job_near_its_time_limit_is_saved_and_queued_again(slurm, config, tmp_
     assert (tmp_path / "requeued").read_text() == "17\n"
     status, summary = json.loads((run.folder / "status.json").read_bytes()), run.summary()
     assert (status["status"], status["exit_code"], summary["status"]) == ("requeue", 128 + signal.SIGUSR1, "interrupted")
+    assert status["reason"] == "interrupted by SIGUSR1, and saved"
     assert not (run.folder / "faults").exists()
     assert any((run.folder / "checkpoint").glob("step-*/manifest.json"))
 

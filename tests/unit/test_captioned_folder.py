@@ -201,6 +201,8 @@ def test_the_listing_digest_tells_captions_and_sizes(tmp_path):
     write(tmp_path, "a.png", (200, 200), "one")
     first = digest()
     assert first == digest() and len({first, digest(resolutions=[128]), digest(trigger_word="dog")}) == 3
+    write(tmp_path.with_name("held_out"), "b.png", (256, 64), "b")
+    assert digest(validation_path=str(tmp_path.with_name("held_out"))) == first
 
 
 def test_pixels_that_end_too_early_are_an_unreadable_image(tmp_path):

@@ -275,7 +275,8 @@ def test_command_estimates_seven_billion_parameters(tmp_path, capsys):
     [
         (["--device", "H2"], "'H2' is none of H200, H100"),
         (["--device", "H2", "--tflops", "9"], "and another GPU needs --memory, --memory-bandwidth, --node-bandwidth"),
-        (["--device", "CPU", "--memory", "8"], "needs --tflops, --memory-bandwidth, --node-bandwidth, --network-bandwidth"),
+        (["--device", "CPU", "--memory", "8"], "needs --tflops, --memory-bandwidth, --node-bandwidth\n"),
+        (["--device", "CPU", "--world-size", "16"], "--node-bandwidth, --network-bandwidth\n"),
         (["--device", "CPU", "--memory", "8", "--world-size", "1"], "needs --tflops, --memory-bandwidth\n"),
         (["--device", "H200", "--model.flavour", "debug"], "did you mean"),
         (["--device", "4090", "--memory", "12", "--tflops", "9"], "--tflops is for other devices; 4090 has its own"),

@@ -308,10 +308,15 @@ def test_a_size_is_in_pixels_also_where_latents_are_drawn():
 
 @pytest.mark.parametrize(("model_name", "size", "line"), [
     ("flux", (16, 7), "--size: 16x7: model.patch_size: 2 does not divide the image of 16 x 7"),
-    ("dit", (8, 12), "--size: model.name = dit draws 8 x 12 only, as it was trained (leave it out)"),
+    ("dit", (12, 8), "--size: model.name = dit draws 8x12 only, as it was trained (leave it out)"),
 ])  # fmt: skip
 def test_a_size_that_cannot_be_drawn_is_refused_in_one_line(model_name, size, line):
     assert one_line(WeightsError, sampled_shape, size, trained_model(model_name), None) == line
+
+
+def test_a_network_of_one_size_draws_it_where_it_is_asked_for():
+    dit = trained_model("dit")
+    assert sampled_shape(dit.model.image_shape[1:], dit, None) == dit.model.image_shape
 
 
 # --- files

@@ -151,7 +151,7 @@ def test_a_signal_while_filling_asks_for_the_same_command_again(pictures, tmp_pa
     before = signal.getsignal(signal.SIGUSR1)
     monkeypatch.setattr(cache_filling, "write_store", interrupted)
     assert run(load_config(given, 1), lambda: load_config(given, 1)) == 128 + signal.SIGUSR1
-    assert '"status": "requeue"' in (tmp_path / "status").read_text()
+    assert '"reason": "interrupted by SIGUSR1 while the cache was filled"' in (tmp_path / "status").read_text()
     assert signal.getsignal(signal.SIGUSR1) == before
     monkeypatch.setattr(cache_filling, "write_store", write_store)
     assert run(load_config(given, 1), lambda: load_config(given, 1)) == 0

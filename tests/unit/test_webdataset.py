@@ -132,6 +132,9 @@ BAD = {
     "missing shards": (
         {"path": "{}/train-{{000..006}}.tar"}, {}, "data.path: 3 of 7 shards do not exist, first {}/train-004.tar"
     ),
+    "a held-out shard that is trained on": (
+        {"validation_path": "{}/train-001.tar"}, {}, "data.validation_path: {}/train-001.tar is a shard of data.path too, which w"
+    ),
     "remote": ({"path": "s3://a/{{0..9}}.tar"}, {}, "is not on this machine; webdataset reads local shards (copy them"),
     "label beyond the file": (
         {"classes_file": "{}/classes.txt"}, {}, "train-000.tar: part.one/00002: label 2 is not in 0..1, those of data"

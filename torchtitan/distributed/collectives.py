@@ -86,7 +86,7 @@ class Interrupted(Exception):
     """Signal that asked this process to stop in work that resumes by itself."""
 
     def __init__(self, number: int) -> None:
-        super().__init__(f"interrupted by signal {number}")
+        super().__init__(f"interrupted by {signal.Signals(number).name}")
         self.number = number
 
 

@@ -19,11 +19,11 @@ def sampled_shape(pixels: tuple[int, int] | None, trained: TrainedModel, decoder
         return trained.model.image_shape
     config = trained.config
     family = MODELS[config.model.name]
-    if not family.many_shapes:
-        raise WeightsError(
-            f"--size: model.name = {config.model.name} draws {own[0]} x {own[1]} only, as it was trained (leave it out)"
-        )
     factor = _pixels_per_latent(trained, decoder)
+    if not family.many_shapes and (only := [side * factor for side in own]) != list(pixels):
+        raise WeightsError(
+            f"--size: model.name = {config.model.name} draws {only[0]}x{only[1]} only, as it was trained (leave it out)"
+        )
     size = "x".join(map(str, pixels))
     if any(side % factor for side in pixels):
         nearest = "x".join(str(max(round(side / factor), 1) * factor) for side in pixels)

@@ -103,7 +103,8 @@ def _device(parser: OneLineParser, arguments: argparse.Namespace) -> Device:
             parser.error(f"--{others[0].replace('_', '-')} is for other devices; {arguments.device} has its own")
         return replace(device, memory_gib=arguments.memory or device.memory_gib)
     on_cpu = arguments.device == "CPU"
-    wanted = own if arguments.world_size > 1 else own[:3]  # one process has no links
+    links = (arguments.world_size > 1) + (arguments.world_size > Device.per_node)
+    wanted = own[: 3 + links]
     if missing := [f"--{name.replace('_', '-')}" for name in wanted if name not in given]:
         text = "" if on_cpu else f": {arguments.device!r} is none of {', '.join(DEVICES)}, and another GPU"
         parser.error(f"--device{' CPU' * on_cpu}{text} needs {', '.join(missing)}")
