@@ -78,14 +78,18 @@ def test_int8_file_becomes_a_store_of_the_same_integers(int8_file, tmp_path, cap
     assert main(["verify", str(tmp_path / "store")]) == 0
 
 
-def test_npy_folders_become_raw_latents_in_numerical_order(npy_folders, tmp_path):
-    assert isinstance(open_source(npy_folders), NpyFolders)
+def test_npy_folders_become_raw_latents_in_numerical_order(npy_folders, tmp_path, caplog):
+    assert isinstance(open_source(npy_folders), NpyFolders) and not caplog.messages
     assert convert(npy_folders, tmp_path / "store", "--normalization", "source") == 0
     values, labels = read_all(tmp_path / "store")
     assert labels.tolist() == list(range(COUNT))  # 2.npy comes before 10.npy
     torch.testing.assert_close(values[:, 0], floats(0), atol=2.0**-11 * 5, rtol=0)
     normalization = LatentStore(tmp_path / "store").index.normalization
     assert normalization.shift == [0.0] * 4 and normalization.scale == [0.18215] * 4 and normalization.source == "given"
+    for number in (2, 5):
+        (npy_folders / "imagenet256_features" / f"{number}.npy").unlink()
+    assert open_source(npy_folders).num_images == COUNT - 2
+    assert f": 2 of the files 0.npy to {COUNT - 1}.npy are missing" in caplog.text
 
 
 def test_mirrored_shards_keep_both_images_across_files_of_unequal_length(mirrored_shards, tmp_path):

@@ -10,6 +10,7 @@ Formats, by name:
 """
 
 import hashlib
+import logging
 import re
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,8 @@ from torchtitan.latents.index import INDEX_FILE, Normalization, StoreIndex, Stor
 from torchtitan.latents.store import LatentStore
 from torchtitan.latents.values import pack_views
 from torchtitan.latents.writer import StoreWriter
+
+logger = logging.getLogger(__name__)
 
 INT8_STEP = 16 / 255
 SD_SCALE = 0.18215  # of Stable Diffusion's VAE, by which DiT multiplies its latents
@@ -105,6 +108,8 @@ class NpyFolders(LatentSource):
         if not self._names:
             raise LatentStoreError(f"{self._features}: no files 0.npy, 1.npy, ...")
         self.num_images = len(self._names)
+        if (lacking := int(self._names[-1][:-4]) + 1 - self.num_images) > 0:
+            logger.warning(f"{self._features}: {lacking:,} of the files 0.npy to {self._names[-1]} are missing (is it copied whole?)")
         shape = _read_npy(self._features / self._names[0]).shape
         self.shape = shape[1:] if len(shape) == 4 and shape[0] == 1 else shape
         if len(self.shape) != 3:
