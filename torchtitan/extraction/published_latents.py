@@ -109,7 +109,7 @@ class NpyFolders(LatentSource):
             raise LatentStoreError(f"{self._features}: no files 0.npy, 1.npy, ...")
         self.num_images = len(self._names)
         if (lacking := int(self._names[-1][:-4]) + 1 - self.num_images) > 0:
-            logger.warning(f"{self._features}: {lacking:,} of the files 0.npy to {self._names[-1]} are missing (is it copied whole?)")
+            logger.warning(f"{self._features}: {lacking:,} of the files 0.npy to {self._names[-1]} are missing (copied whole?)")
         shape = _read_npy(self._features / self._names[0]).shape
         self.shape = shape[1:] if len(shape) == 4 and shape[0] == 1 else shape
         if len(self.shape) != 3:
