@@ -12,6 +12,7 @@ import torch
 
 from torchtitan.conditions import Classes
 from torchtitan.data.base import Batch, DataConfig, Dataset, DatasetError, DatasetInfo, Split
+from torchtitan.data.left_out import say_lacking
 from torchtitan.extras import install
 from torchtitan.settings import setting
 
@@ -38,6 +39,8 @@ class Digits(Dataset):
             raise DatasetError(f"dataset digits needs scikit-learn: {install('digits')}")
         if unknown := [digit for digit in config.classes if not 0 <= digit <= 9]:
             raise DatasetError(f"data.classes: {unknown[0]} is no digit (0 to 9)")
+        if config.classes:
+            say_lacking("digits", 10 - len(set(config.classes)), 10)
         return DatasetInfo((1, 8, 8), Classes(10, tuple("0123456789")))
 
     def __init__(self, config: DigitsConfig, split: Split) -> None:

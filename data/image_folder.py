@@ -69,13 +69,13 @@ class ImageFolder(SquareImages):
         check_readable(files, "data.path")
         held_out = last_of_each_class(files.classes, config.validation_fraction)
         has_validation = bool(held_out.any())
-        if config.labels and not config.validation_path:
-            say_untrained(shown_path(files.folder), files.classes, held_out)
         if config.validation_path:
             _, held_out_files = _list_validation(config, folders)
             check_readable(held_out_files, "data.validation_path")
             has_validation = True
         names = _class_names(config, folders) if config.labels else ()
+        if names:
+            say_untrained(shown_path(files.folder), files.classes, held_out & (not config.validation_path), len(names))
         if len(names) > 1 and set(names) <= _SPLITS:
             advice = "give the folder of training images, and another as data.validation_path"
             say_once(f"{shown_path(files.folder)}: its classes are {', '.join(names)} ({advice}, if they are splits)")

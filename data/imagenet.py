@@ -87,10 +87,9 @@ class ImageNet(SquareImages):
                 classes = counted(int(elsewhere.sum()), "class", "es")
                 say_once(f"{config.path}: {counted(lacking, 'image')} of val left out: train has none of their {classes}")
         last = last_of_each_class(train.classes, _fraction(config))
-        if not held_out:
-            say_untrained(config.path, train.classes, last)
-        has_validation = bool(held_out or last.any())
         names = _class_names(config, train.wnids)
+        say_untrained(config.path, train.classes, last & (not held_out), len(names))
+        has_validation = bool(held_out or last.any())
         return DatasetInfo((3, size, size), Classes(len(names), names), has_validation)
 
     def __init__(self, config: ImageNetConfig, split: Split) -> None:

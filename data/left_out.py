@@ -10,6 +10,7 @@ import numpy as np
 
 from torchtitan.pictures.number_text import counted
 from torchtitan.processes.launch import CHECKED, launch_number
+from torchtitan.programs import program
 
 PICTURES_NOT_READ = (
     b"heic", b"heif", b"avif", b"jxl", b"jp2", b"dng", b"nef", b"cr2", b"cr3", b"psd", b"svg", b"arw", b"orf", b"rw2",
@@ -39,8 +40,16 @@ def say_left_out(place: str, counts: Mapping[str, int]) -> None:
         say_once(f"{place}: {text}")
 
 
-def say_untrained(place: str, classes: np.ndarray, held_out: np.ndarray) -> None:
-    """Say how many classes have no image to train on, if any; classes and held_out: of each image, [N]."""
+def say_untrained(place: str, classes: np.ndarray, held_out: np.ndarray, known: int) -> None:
+    """Say how many classes have no image, or none to train on, if any; classes and held_out: of each image, [N]."""
+    say_lacking(place, known - len(np.unique(classes)), known)
     if untrained := len(np.setdiff1d(classes, classes[~held_out])):
         advice = "data.validation_fraction = 0 trains on them"
         say_once(f"{place}: all images of {counted(untrained, 'class', 'es')} are among the held-out ones ({advice})")
+
+
+def say_lacking(place: str, lacking: int, known: int) -> None:
+    """Say how many of the known classes have no image, if any."""
+    if lacking > 0:
+        text = f"without images, and samples are of all (--classes of {program('evaluate')} chooses)"
+        say_once(f"{place}: {lacking:,} of {known:,} classes are {text}")

@@ -314,8 +314,8 @@ class Reports:
                 return
         values = measurement.values
         measured, config = {name: described(each) for name, each in values.items()}, self._config.evaluation
-        how = {"step": state.step, "how": config.describe(self._config.sampling), "metrics": list(config.metrics)}
-        self._results["evaluation"] = how | measured
+        how = config.describe(self._config.sampling, self._config.data)
+        self._results["evaluation"] = {"step": state.step, "how": how, "metrics": list(config.metrics)} | measured
         reached = newly_reached(self._config.evaluation, values, self._results.get("first_reached", {}))
         images = state.data.next_sample
         found = {"step": state.step, "epoch": round(images / state.images_per_epoch, 3), "n_images_seen": images}

@@ -398,6 +398,8 @@ def test_intervals_of_times_stay_above_zero():
     assert interval_text(positive_interval([1.0, 2.0])) == "1.414 [0.01730, 115.6]"  # t = 12.706 times log(2) / 2 on each side
     assert interval_text(positive_interval([1.0, 1.01])) == "1.005 ± 0.064"
     assert interval_text(mean_interval([-1.0, 1.0])) == "0 ± 13"
+    assert interval_text(mean_interval([0.843210, 0.843213148])) == "0.84321 ± 2e-5"
+    assert interval_text(mean_interval([-0.0312, -0.031204])) == "-0.031202 ± 2.5e-5"
 
 
 def test_style_fits_a_telephone_and_paper():

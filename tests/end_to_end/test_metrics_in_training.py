@@ -63,7 +63,7 @@ def test_metrics_are_logged_alike_on_other_ranks_and_after_a_kill_and_leave_the_
     assert "71 samples: fd " in said and "first fd <= 1e+06" in said
     reached = {"fd <= 1e+06": {"step": 8, "epoch": round(8 * 16 / 1500, 3), "n_images_seen": 128}}
     assert straight.summary()["first_reached"] == moved.summary()["first_reached"] == reached
-    how = "71 samples by euler in 2 steps at guidance 1.5 against digits.npz in features of digits"
+    how = "71 samples by euler in 2 steps, guidance 1.5 against digits.npz in features of digits"
     assert f"{how}, at step 20:\n  fd           fd " in said and straight.summary()["evaluation"]["how"] == how
     last = straight.summary()["evaluation"]
     assert last["step"] == 20 and last["fd"]["value"] == wanted[20]["evaluation_metrics/fd"]

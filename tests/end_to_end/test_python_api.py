@@ -100,7 +100,7 @@ def test_integers_of_other_libraries_are_taken(notebook):
     wanted = draw([3, 7], images_per_class=2, seed=5)
     assert torch.equal(draw(np.array([3, 7]), images_per_class=np.int64(2), seed=np.uint64(5)), wanted)
     assert torch.equal(draw(torch.tensor([3, 7]), images_per_class=2, seed=torch.tensor(5)), wanted)
-    with pytest.raises(WeightsError, match="size: model.name = dit draws 8 x 8 only"):
+    with pytest.raises(WeightsError, match="size: model.name = dit draws 8x8 only"):
         draw([3], size=(8, 16))
     guided = draw([3], guidance_scale=2.0, guidance_interval=np.array([0.25, 1.0]))
     assert torch.equal(guided, draw([3], guidance_scale=2.0, guidance_interval=[0.25, 1.0]))

@@ -184,6 +184,8 @@ def test_the_head_is_opened_as_a_guide_where_there_is_one():
         found = open_guide(text, *arguments, 1.4, torch.device("cpu"))
         assert isinstance(found.guide, HeadGuide) and found.model is None
     assert open_guide("none", *arguments, 1.4, torch.device("cpu")) is None
+    sampled_file = Path("/weights.safetensors"), None, sampled  # which has the head, too
+    assert isinstance(open_guide(None, *sampled_file, 1.4, torch.device("cpu")).guide, HeadGuide)
     config.model.label_dropout = 0.0
     with pytest.raises(WeightsError, match=r"^--null-guidance-scale: the model was trained without a null class \(leave"):
         open_guide("head", *arguments, 1.4, torch.device("cpu"), 2.0)

@@ -73,6 +73,15 @@ def test_a_file_of_a_run_without_samples_is_read(unsampled):
     assert (found.info.image_shape, found.info.class_names) == ((3, 16, 16), ("cats", "dogs"))
 
 
+def test_the_tracks_that_a_header_names_need_no_section_of_averages(unsampled, monkeypatch):
+    tracks = '[[ema.tracks]]\nname = "fast"\n[[ema.tracks]]\nname = "long"\n'
+    sampling = '[sampling]\nema_track = "fast"\nguide_track = "long"\n'
+    config = load(RUN.replace("[sampling]\nenable = false\n", tracks + sampling))
+    save_file({"x": torch.zeros(1)}, "weights.safetensors", record_of(config).header())
+    found = record_of_weights(Path("weights.safetensors")).config.sampling
+    assert (found.ema_track, found.guide_track) == ("fast", "long")
+
+
 def test_a_record_of_latents_has_their_normalisation_and_autoencoder_and_is_written_again_as_it_was_read():
     found = load_record({"model": {"patch_size": 2}, "data": LATENTS}, "x")
     assert (found.latents.normalization.shift, found.latents.normalization.scale) == (LATENTS["shift"], LATENTS["scale"])

@@ -15,7 +15,7 @@ from torchtitan import philox
 from torchtitan.diffusion.solvers.schedules import leading_indices, trailing_indices
 from torchtitan.files.weight_files import WeightsError
 from torchtitan.models.dit.config import FLAVORS, DiTConfig
-from torchtitan.weights.model_record import load_record
+from torchtitan.weights.model_record import load_record, record_of_weights
 from torchtitan.weights.network import network_on_meta
 from torchtitan.weights.published import OwnWeights, open_published, write_weights
 from torchtitan_dit.commands.checkpoint import main
@@ -325,3 +325,13 @@ def test_an_export_says_what_an_intermediate_head_is_kept_for(changes, use, tmp_
     weights, output = random_weights(changes=changes), tmp_path / "w.safetensors"
     found = write_weights(weights, output, "safetensors", dtype="float32", overwrite=False)
     assert found == [f"model.intermediate_head: kept, {use}"]
+
+
+def test_a_published_layout_without_the_head_is_read_back(tmp_path):
+    of_head = 'intermediate_head = 1\n[objective]\nintermediate_share = 0.5\n'
+    by_head = '[sampling]\nguide_track = "head"\nnull_guidance_scale = 2.0\n'
+    config = PLAIN.replace("learned_variance = true\n", "").replace("[objective]\n", of_head).replace("[sampling]\n", by_head)
+    weights = random_weights(changes=(PLAIN, config))
+    write_weights(weights, tmp_path / "w.safetensors", "dit", dtype="float32", overwrite=False)
+    found = record_of_weights(tmp_path / "w.safetensors").config
+    assert (found.model.intermediate_head, found.objective.intermediate_share, found.sampling.guide_track) == (None, None, "")

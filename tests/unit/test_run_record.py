@@ -6,7 +6,9 @@ import statistics
 from pathlib import Path
 
 import pytest
+import torch
 
+from torchtitan.evaluation.sample_plans import SetPlan, choices_of
 from torchtitan.runs.compare import page
 from torchtitan.runs.compare.lines import group_lines
 from torchtitan.runs.compare.tables import COSTS, _steps, hardware_table
@@ -160,6 +162,9 @@ def test_table_and_bars_show_the_same_costs(tmp_path, monkeypatch):
 
 
 def test_sets_that_are_drawn_in_other_ways_have_names_of_their_own(tmp_path):
+    def recorded(choices):
+        return SetPlan(torch.arange(10), choices, 1, {}).record()["choices"]
+
     drawn = {
         "seeds": "0-9", "weights": {"label": "step 6, ema"}, "guide": None, "solver": {"name": "euler"}, "num_steps": 3,
         "guidance_scale": 2.0, "guidance_interval": [0.0, 1.0],
@@ -167,6 +172,14 @@ def test_sets_that_are_drawn_in_other_ways_have_names_of_their_own(tmp_path):
     changes = {
         "plain": {}, "track": {"weights": {"label": "step 6, short"}}, "interval": {"guidance_interval": [0.2, 0.8]},
         "seeds": {"seeds": "10-19"}, "classes": {}, "earlier": {},
+        "two adapters": {"weights": {"label": "step 6, ema, a:0.5, b"}},
+        "churn": {"solver": {"name": "edm_heun", "churn": 40.0, "churn_noise": 1.003},
+                  "schedule": {"name": "edm", "sigma_max": 80.0}},
+        "dtype": {"dtype": "bfloat16", "guide": {"label": "bad, step 2, ema"}, "clip_x0": True},
+        "head": {"guide": {"label": "head"}, "null_guidance_scale": 3.0, "null_guidance_interval": [0.0, 0.5]},
+        "in turn": {"num_classes": 5, "choices": recorded(torch.arange(10) % 5)},
+        "chosen": {"num_classes": 5, "choices": recorded(torch.ones(10, dtype=torch.int64))},
+        "by seed": {"num_classes": 5, "choices": recorded(choices_of(torch.arange(10), 5, []))},
     }  # fmt: skip
     evaluations = [
         {
@@ -181,10 +194,16 @@ def test_sets_that_are_drawn_in_other_ways_have_names_of_their_own(tmp_path):
     ]  # fmt: skip
     (tmp_path / "metrics.jsonl").write_text('{"step": 6}\n')
     (tmp_path / "evaluation.json").write_text(json.dumps({"evaluations": evaluations}))
-    found = read_run(tmp_path).evaluated
+    found, churn, chosen = read_run(tmp_path).evaluated, "churn 40", changes["chosen"]["choices"][:6]
     assert list(found) == [f"fd (x, 10 samples{how})" for how in (
         " by euler in 3 steps, guidance 2", " of short by euler in 3 steps, guidance 2",
         " by euler in 3 steps, guidance 2 at t from 0.2 to 0.8", " by euler in 3 steps, guidance 2, seeds 10-19",
         " by euler in 3 steps, guidance 2, classes", " by euler in 3 steps, guidance 2, at step 4",
+        " of ema, a:0.5, b by euler in 3 steps, guidance 2",
+        f" by edm_heun ({churn}) in 3 steps of the schedule edm, guidance 2",
+        " by euler in 3 steps, guidance 2 by bad, step 2, ema, clipped, in bfloat16",
+        " by euler in 3 steps, guidance 2 by head, null guidance 3 at t from 0 to 0.5",
+        " by euler in 3 steps, guidance 2, classes by turns",
+        f" by euler in 3 steps, guidance 2, chosen classes {chosen}", " by euler in 3 steps, guidance 2, by seed",
     )]  # fmt: skip
     assert all((value.value, value.lower, value.upper) == (2.0, 1.0, 3.0) for value in found.values())

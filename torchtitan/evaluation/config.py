@@ -1,5 +1,7 @@
 """`[sampling]`, `[evaluation]`, `[validation]` and `[autoencoder]`: their keys, and unsupported combinations."""
 
+import dataclasses
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -7,7 +9,7 @@ from typing import Any, Literal
 import torch
 
 from torchtitan.autoencoders import AUTOENCODERS
-from torchtitan.data import DATASETS, LATENT_DATASETS
+from torchtitan.data import DATASETS, LATENT_DATASETS, DataConfig
 from torchtitan.diffusion.guidance import HEAD, Guidance
 from torchtitan.diffusion.paths import PATHS, has_indices
 from torchtitan.diffusion.solvers import SCHEDULES, SOLVERS, ScheduleConfig, SolverConfig
@@ -16,6 +18,7 @@ from torchtitan.fidelity.metrics import METRICS
 from torchtitan.pictures.number_text import counted
 from torchtitan.programs import program
 from torchtitan.settings import Choice, OneOf, choice, only_enabled, setting
+from torchtitan.settings.sections import choices
 
 SPLITS = ("train", "validation")
 DECODERS = ("none", *AUTOENCODERS)
@@ -150,18 +153,52 @@ class EvaluationConfig:
             "held_out": [name for name in self.metrics if METRICS[name].needs_held_out],
         }
 
-    def describe(self, sampling: "SamplingConfig") -> str:
+    def describe(self, sampling: "SamplingConfig", data: DataConfig) -> str:
         """Samples of a measurement, what they are measured against, and the features, in words."""
         track = f" of {sampling.ema_track}" if sampling.ema_track != "ema" else ""
-        how = f"{track} by {sampling.solver.name} in {counted(sampling.num_steps, 'step')}"
-        guided, (low, high) = "", sampling.guidance_interval
-        if self.guidance_scale != 1:
-            guide = "the trained weights" if sampling.guide_track == "none" else sampling.guide_track
-            guided = f" at guidance {self.guidance_scale:g}" + (f" by {guide}" if guide else "")
-            guided += f" at t from {low:g} to {high:g}" if (low, high) != (0.0, 1.0) else ""
+        guide = "the trained weights" if sampling.guide_track == "none" else sampling.guide_track
+        how = track + method_text(dataclasses.asdict(sampling) | {"guidance_scale": self.guidance_scale}, guide)
         against = f" against {Path(self.reference).name}" if self.reference else ""
+        if self.reference in ("train", "validation") and (place := getattr(data, "path", "")):
+            against += f" of {Path(place).name}"
         extractors = dict.fromkeys(METRICS[name].extractor or self.extractor for name in self.metrics)
-        return f"{self.count:,} samples{how}{guided}{against} in features of {' and '.join(extractors)}"
+        return f"{self.count:,} samples{how}{against} in features of {' and '.join(extractors)}"
+
+
+def method_text(method: Mapping[str, Any], guide: str) -> str:
+    """How samples are drawn, in words: solver, steps, guidance, and what else is not as by default.
+
+    Args:
+        method: keys of `[sampling]`, its sections as tables, or the record of a set.
+        guide: what guides, beside the null condition; "" for that alone.
+    """
+    solver, schedule = (_named(method.get(kind) or {}, options) for kind, options in choices(SamplingConfig()).items())
+    text = f" by {solver} in {counted(method['num_steps'], 'step')}"
+    text += f" of the schedule {schedule}" if schedule not in ("", "uniform") else ""
+    if (scale := method["guidance_scale"]) != 1:
+        text += f", guidance {scale:g}" + (f" by {guide}" if guide else "") + _within(method["guidance_interval"])
+        text += ", of the first three channels" if method.get("guidance_channels") == "first_three" else ""
+        if (scale := method.get("null_guidance_scale", 1)) != 1:
+            text += f", null guidance {scale:g}" + _within(method["null_guidance_interval"])
+    if (scale := method.get("embedded_guidance")) is not None:
+        text += f", embedded guidance {scale:g}"
+    text += ", clipped" if method.get("clip_x0") else ""
+    text += f", in {dtype}" if (dtype := method.get("dtype", "float32")) != "float32" else ""
+    return text + (", with a float64 state" if method.get("state_dtype") == "float64" else "")
+
+
+def _named(section: Mapping[str, Any], options: Choice) -> str:
+    """Name of a solver or schedule, with its keys that are not their defaults."""
+    name = section.get("name", "")
+    usual = dataclasses.asdict(options.section(name)) if name in options.registry else {}
+    differing = {key: value for key, value in section.items() if usual.get(key, name) != value}
+    keys = [f"{key} {value:g}" if isinstance(value, float) else f"{key} {value}" for key, value in differing.items()]
+    return f"{name} ({', '.join(keys)})" if keys else name
+
+
+def _within(interval: Sequence[float]) -> str:
+    low, high = interval
+    return f" at t from {low:g} to {high:g}" if (low, high) != (0.0, 1.0) else ""
 
 
 @only_enabled("num_images", "timesteps")  # which scripts/ema.py takes from the run

@@ -4,7 +4,7 @@ import hashlib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -110,6 +110,17 @@ def choices_of(seeds: Tensor, count: int, given: Sequence[int]) -> Tensor | None
     if given:
         return torch.tensor(list(given))[seeds % len(given)]
     return (philox.uniform(KEY, "sampled_class", seeds) * count).long().clamp(max=count - 1)
+
+
+def classes_text(record: Mapping[str, Any]) -> str:
+    """How the classes of a recorded plan were chosen, in words; "" where each was drawn by its seed, or there are none."""
+    count, found = record.get("num_classes"), record.get("choices")
+    if not (count and found):
+        return ""
+    seeds = read_seeds(record["seeds"], None)
+    ways: dict[str, list[int]] = {"": [], ", classes by turns": [*range(count)]}
+    said = (text for text, given in ways.items() if _sha256(cast(Tensor, choices_of(seeds, count, given))) == found)
+    return next(said, f", chosen classes {found[:6]}")
 
 
 def _range(part: str) -> range:

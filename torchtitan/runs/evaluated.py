@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.checkpoint.manifest import read_json
-from torchtitan.pictures.number_text import counted
+from torchtitan.evaluation.config import method_text
+from torchtitan.evaluation.sample_plans import classes_text
 from torchtitan.statistics.interval import Interval
 
 
@@ -34,7 +35,7 @@ def evaluated(path: Path, last_step: int) -> dict[str, Interval | None]:
     for entry in read_json(path, dict)["evaluations"] if path.exists() else ():
         against = _against(entry["reference"]) if entry["reference"] else ""
         for result in entry["results"].values():
-            how = f"{result['extractor']}, {entry['samples']['count']:,} samples{_drawn(entry['samples'])}{against}"
+            how = f"{result['extractor']}, {drawn_text(entry['samples'])}{against}"
             how += at_step((entry["samples"].get("source") or {}).get("step"), last_step)
             place = Path(entry["samples"]["place"]).name[:8]  # by the classes of a set, not by what else it was measured with
             further = ("", f", {place}", *(f", {place}, {number}" for number in range(2, len(found) + 3)))
@@ -49,20 +50,18 @@ def _against(reference: dict[str, Any]) -> str:
     return f" against {reference['name']}{written}"
 
 
-def _drawn(samples: dict[str, Any]) -> str:
-    """How a set was drawn, as far as runs are usually compared; "" for images of elsewhere."""
+def drawn_text(samples: dict[str, Any]) -> str:
+    """Number of samples and, of a set, how it was drawn, in words."""
+    text = f"{samples['count']:,} samples"
     if (drawn := samples.get("set")) is None:
-        return ""
-    guidance = drawn["guidance_scale"]
-    guided = f", guidance {guidance:g}" + (f" by {drawn['guide']['label']}" if drawn["guide"] else "") if guidance != 1 else ""
+        return text
     first, *others = drawn.get("prompts") or [""]
     prompts = f' of "{first}"' + (f" and {len(others)} others" if others else "") if first else ""
-    _, _, track = drawn["weights"]["label"].rpartition(", ")
+    _, _, track = drawn["weights"]["label"].partition(", ")  # and adapters
     of_track = f" of {track}" if track and track != "ema" else ""
-    interval, (first_seed, *_) = drawn["guidance_interval"], re.findall(r"\d+", drawn["seeds"])
-    when = f" at t from {interval[0]:g} to {interval[1]:g}" if guided and interval != [0, 1] else ""
+    first_seed, *_ = re.findall(r"\d+", drawn["seeds"])
     seeds = f", seeds {drawn['seeds']}" if int(first_seed) else ""
-    return f"{prompts}{of_track} by {drawn['solver']['name']} in {counted(drawn['num_steps'], 'step')}{guided}{when}{seeds}"
+    return f"{text}{prompts}{of_track}{method_text(drawn, (drawn['guide'] or {}).get('label', ''))}{classes_text(drawn)}{seeds}"
 
 
 def at_step(step: int | None, last_step: int) -> str:

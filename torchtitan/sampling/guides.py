@@ -59,7 +59,7 @@ def open_guide(
         ConfigError, CheckpointError.
     """
     own = sampled.config.sampling.guide_track
-    if text is None and own and source.is_dir() and guidance_scale != 1:
+    if text is None and own and (own == HEAD or source.is_dir()) and guidance_scale != 1:
         text = own if own == HEAD else f":{own}"
     if text not in (None, "none"):
         if guidance_scale == 1:

@@ -6,6 +6,7 @@ import typing
 from functools import partial
 from typing import Any, cast
 
+from torchtitan.diffusion.guidance import HEAD
 from torchtitan.evaluation.config import SamplingConfig, sampling_problems
 from torchtitan.settings import has_key, key_types
 from torchtitan.settings.record import unmet_condition
@@ -76,6 +77,9 @@ def sampling_method(arguments: argparse.Namespace, trained: TrainedModel) -> Sam
                 without = "without --guide head" if unmet[0].endswith(GUIDE) else f"when {unmet[0]} = {unmet[1]}"
                 problems.append((field.name, f"has no effect {without} (leave it out)"))
     sampling = config.sampling
+    if arguments.null_guidance_scale not in (None, 1) and (sampling.guide_track, sampling.guidance_scale) == (HEAD, 1):
+        advice = "give --guide none and it as --guidance-scale for the null condition alone"
+        problems.append(("null_guidance_scale", f"has no effect at a guidance scale of 1 ({advice})"))
     sampling.schedule = sampling.schedule.resolved(cast(float, config.objective.shift))
     for key in given:
         chosen_names = ", ".join(f"--{name} {getattr(sampling, name).name}" for name in choices(sampling))

@@ -43,9 +43,9 @@ def origin(setup: SamplingSetup) -> dict[str, Any]:
     return {"run": name, "step": trained.step, "ema_track": trained.track or None, "weights": trained.label}
 
 
-def log_scalars(run: Path, step: int, values: Mapping[str, float]) -> None:
-    """Log values to the run's TensorBoard, as `evaluation/NAME`."""
+def log_scalars(run: Path, step: int, values: Mapping[str, float], how: str) -> None:
+    """Log values to the run's TensorBoard, as `evaluation/NAME (how)`."""
     file = TensorBoardFile(run / "tb", steps_done=None)
-    file.add_scalars(step, {f"evaluation/{name}": value for name, value in values.items()})
+    file.add_scalars(step, {f"evaluation/{name} ({how})": value for name, value in values.items()})
     file.sync()
     file.close()

@@ -68,6 +68,9 @@ class SamplingSetup:
     def warnings(self) -> Iterator[str]:
         yield from self.trained.warnings
         yield from self.guide.model.warnings if self.guide and self.guide.model else ()
+        if (own := self.sampling.guide_track) and not self.guide and self.sampling.guidance_scale != 1:
+            text = "is not in a file of weights; guided by the null condition (--guide gives another)"
+            yield f"sampling.guide_track = {own}: {text}"
         given, most = self.sampling.embedded_guidance, self.trained.config.objective.guidance_max
         if given is not None and most > 1 and not 1 <= given <= most:
             yield f"--embedded-guidance: {given:g} was not trained, only 1 to objective.guidance_max = {most:g}"

@@ -22,6 +22,7 @@ from torchtitan.conditions import POOLED, TEXT, Classes, Embeddings, Entries, Te
 from torchtitan.config.job import ConfigError, JobConfig, load_config
 from torchtitan.config.latent_cache import store_of_latents, trained_info
 from torchtitan.data import DatasetInfo
+from torchtitan.diffusion.guidance import HEAD
 from torchtitan.diffusion.objectives import OBJECTIVES
 from torchtitan.errors import CheckpointError
 from torchtitan.files.regular import read_toml
@@ -82,6 +83,16 @@ class ModelRecord:
                 "encoder": json.dumps(self.latents.autoencoder), "image_size": self.latents.image_size or 0,
             }  # fmt: skip
         return table
+
+    def without_head(self) -> "ModelRecord":
+        """Record of the network without its intermediate head, as published layouts hold it."""
+        config, sampling = self.config, self.config.sampling
+        if sampling.guide_track == HEAD:
+            sampling = dataclasses.replace(sampling, guide_track="", null_guidance_scale=1.0, null_guidance_interval=[0.0, 1.0])
+        model = dataclasses.replace(config.model, intermediate_head=None)
+        objective = dataclasses.replace(config.objective, intermediate_share=None)  # type: ignore[call-arg]
+        config = dataclasses.replace(config, model=model, objective=objective, sampling=sampling)
+        return dataclasses.replace(self, config=config)
 
     def header(self) -> dict[str, str]:
         """Entry for the header of a file of weights; none where there is no table of the data."""
@@ -211,6 +222,10 @@ def load_record(tables: Mapping[str, Any], place: str, with_paths: bool = False,
     kept = tables if with_paths else _without_paths(tables)
     # Neither names a folder, so neither can be opened.
     kept = dict(kept) | {"data": {"name": "latents" if latents else "image_folder"}}
+    if "ema" not in kept:  # of a file, which names the tracks alone
+        names = [kept.get("sampling", {}).get(key) for key in ("ema_track", "guide_track")]
+        tracks = dict.fromkeys(["ema", *(name for name in names if isinstance(name, str))])
+        kept["ema"] = {"tracks": [{"name": name} for name in tracks if name not in ("", "none", HEAD)]}
     if "sampling" in kept:  # for pixels, or for prompts of the data
         idle = {"clip_x0"} if latents else set()
         idle |= set() if info.condition_kind.choices else {"classes"}

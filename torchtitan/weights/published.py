@@ -136,6 +136,8 @@ def write_weights(
             raise WeightsError(prefixed(weights.source, error)) from error
         unrounded = layout.unrounded
         notes = [*left_out, f"{trained_for(config)}; {layout.convention}"]
+        if getattr(config.model, "intermediate_head", None):
+            record = record.without_head()
         if differing := _differing(config, layout.constants(model)):
             notes.append(f"its code computes another function unless it is changed: {', '.join(differing)}")
         if pipeline and num_classes != 1000:

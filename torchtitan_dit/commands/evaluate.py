@@ -55,6 +55,7 @@ from torchtitan.fidelity.results import EVALUATION_FILE, EvaluationFile, describ
 from torchtitan.processes.command_line import FirstRankParser, at_least, refusing
 from torchtitan.processes.exit_codes import FAILED, REFUSED
 from torchtitan.programs import program
+from torchtitan.runs.evaluated import drawn_text
 from torchtitan.runs.folder import versions
 from torchtitan.sampling.method_options import option
 from torchtitan.sampling.run_samples import draw_samples, is_run, log_scalars, origin
@@ -182,6 +183,9 @@ def evaluate(arguments: argparse.Namespace) -> None:
         images = draw(arguments, request, extractors, [reference, held_out], setup, group)
     else:
         images = on_all_ranks(lambda: open_images(source).first(arguments.count), UNUSABLE, group)
+        if "accuracy" in request.metrics and images.classes() is None:
+            text = f"{source}: has none of its samples (arr_1 of an npz has, or a set; or leave it out)"
+            raise EvaluationError(f"accuracy: needs the class that each was drawn for; {text}")
         check_classes(request, extractors, images.num_classes)
     check_request(request, extractors, len(images), images.size, reference, held_out)
     work = {"batch_size": arguments.feature_batch_size, "group": group, "progress": True}
@@ -199,11 +203,11 @@ def evaluate(arguments: argparse.Namespace) -> None:
                 print(f"--{name.replace('_', '-')}: has no effect on {', '.join(arguments.metrics)}", file=sys.stderr)
         print("\n".join(table_lines(request, len(images), reference, measured)))
         source_of_samples = origin(setup) if drawn else {}
-        file.add(describe(
-            request, extractors, images, reference, held_out, measured, versions(), source_of_samples
-        ))
+        entry = describe(request, extractors, images, reference, held_out, measured, versions(), source_of_samples)
+        file.add(entry)
         if drawn and is_run(source) and setup.trained.config.metrics.enable_tensorboard:
-            log_scalars(source, setup.trained.step or 0, finite_values(measured))
+            how = drawn_text(entry["samples"])
+            log_scalars(source, setup.trained.step or 0, finite_values(measured), how)
         print(output)
 
 

@@ -16,8 +16,8 @@ from torchtitan.statistics.interval import mean_interval, percentile
 
 # Title, tag and whether its values are positive, of losses that only some methods have; of several tags the last is drawn.
 _OF_METHODS = (
-    ("Held-out loss of equal times (flow matching)", r"validation_metrics/(\w+/)?equal_times_loss", True),
-    ("Held-out loss of two times (mean flow)", r"validation_metrics/(\w+/)?two_times_loss", True),
+    ("Held-out loss of equal times (flow matching)", r"validation_metrics/equal_times_loss", True),
+    ("Held-out loss of two times (mean flow)", r"validation_metrics/two_times_loss", True),
     ("Alignment loss of the noisiest timesteps (-1: aligned)", r"alignment_loss/\d+", False),
 )
 

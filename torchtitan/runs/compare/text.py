@@ -54,5 +54,6 @@ def interval_text(interval: Interval | None) -> str:
     if interval.lower > 0 >= interval.value - interval.half_width:  # of a positive quantity, by logarithms
         return ends_text(interval)
     half = significant(interval.half_width, 2)
-    decimals = len(half.partition(".")[2])
+    mantissa, _, exponent = half.partition("e-")
+    decimals = len(mantissa.partition(".")[2]) + int(exponent or 0)
     return f"{interval.value:,.{decimals}f} ± {half}"
