@@ -276,18 +276,20 @@ class Trainer:
         return norms
 
     def _warm_up(self) -> None:
-        """Run a backward of an image of one shape, or of every shape, and discard it.
+        """Run a backward of images of the largest shape, or of every shape, and discard it.
 
         DDP arranges its buckets of gradients anew after the first backward, and the order of sums depends on them: without
         this, a resumed run would differ from a straight one in the last bit. A compiled model has graphs for each shape:
-        the first step of a rare shape would compile for minutes in the middle of a run, longer than its collectives wait.
+        the first step of a rare shape would compile for minutes in the middle of a run, longer than its collectives wait. A
+        rare largest shape would run out of memory there.
         With a single shape the time counts as the start's, not as training. Steps with taps have other graphs than this
         backward: see `_beside_the_rates`.
         """
         state, layout = self.state, self.state.layout
         compiles = self.config.compile.enable and not self._to_compile
         arranges_buckets = layout.world_size > 1 and not layout.sharded
-        for shape in state.shapes if compiles else state.shapes[:arranges_buckets]:
+        largest = state.shapes[-1:] if arranges_buckets or len(state.shapes) > 1 else []
+        for shape in state.shapes if compiles else largest:
             self._discarded_backward(shape)
 
     def _discarded_backward(self, shape: tuple[int, int, int]) -> None:

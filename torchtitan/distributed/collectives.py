@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -139,7 +140,8 @@ class StopRequest:
         self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> "StopRequest":
-        self._previous = {number: signal.signal(number, self._handle) for number in self.SIGNALS}
+        if threading.current_thread() is threading.main_thread():  # no other is interrupted by a signal
+            self._previous = {number: signal.signal(number, self._handle) for number in self.SIGNALS}
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *details: object) -> None:

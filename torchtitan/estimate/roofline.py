@@ -5,6 +5,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from torchtitan.config.job import JobConfig
+from torchtitan.config.latent_cache import images_only, stored_section
+from torchtitan.data import DATASETS
+from torchtitan.data.base import images_of_shapes
 from torchtitan.diffusion.objectives import build_objective
 from torchtitan.distributed.context_parallel import context_bytes
 from torchtitan.distributed.precision import DTYPES
@@ -67,14 +70,27 @@ def untrained_forwards(config: JobConfig) -> int:
 
 
 def training_flops_per_image(config: JobConfig, model: DiffusionModel) -> int:
-    """Floating-point operations of training the model on one image, by the run's objective, and of its alignment."""
-    flops = training_flops(model, model.image_shape, untrained_forwards(config), config.training.steps)
+    """Floating-point operations of training the model on one image, by the run's objective, and of its alignment.
+
+    Of images of several shapes their mean, as of a run.
+    """
+    counts, further = _images_of_shapes(config, model), untrained_forwards(config)
+    of_all = sum(count * training_flops(model, shape, further, config.training.steps) for shape, count in counts.items())
+    flops = round(of_all / sum(counts.values()))
     if config.alignment.teacher == "none":
         return flops
     from torchtitan.alignment.plan import Plan
 
     plan = Plan(config.alignment, model, estimated_info(config))
     return flops + plan.flops_per_image(config.training.steps, config.training.global_batch_size)
+
+
+def _images_of_shapes(config: JobConfig, model: DiffusionModel) -> dict[tuple[int, int, int], int]:
+    info = estimated_info(config)
+    if not info.bucket_shapes:
+        return {model.image_shape: 1}
+    data = (stored_section(config) or images_only(config.data)) if config.cache.enable else config.data
+    return images_of_shapes(DATASETS[data.name](data, "train"), info)
 
 
 def estimate_step_time(

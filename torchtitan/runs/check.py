@@ -52,7 +52,17 @@ def check_run(run: AnyPath) -> Iterator[Finding]:
     for path in sorted((run / GNS_FOLDER).glob("*.parquet")):
         yield _finding(path, _parquet, "remove it: pooling anew then does without its steps; training does not need it")
     yield from _snapshots(run)
-    yield from _checkpoints(run_checkpoints(run))
+    checkpoints = run_checkpoints(run)
+    if (run / "summary.json").exists() and not checkpoint_steps(checkpoints) and _saves(run):
+        yield Finding(checkpoints, "holds no checkpoint", "put them back, or name another run")
+    yield from _checkpoints(checkpoints)
+
+
+def _saves(run: Path) -> bool:
+    try:
+        return bool(read_toml(run / "config.toml")["checkpoint"]["enable"])
+    except (OSError, ValueError, KeyError, TypeError):  # which is a finding already
+        return False
 
 
 def _finding(path: Path, problem_of: Callable[[Path], str], advice: str) -> Finding:
@@ -113,8 +123,9 @@ def _snapshots(run: Path) -> Iterator[Finding]:
 
 
 def _checkpoints(folder: AnyPath) -> Iterator[Finding]:
-    steps = checkpoint_steps(folder)[::-1]
-    problems = {step: verify(checkpoint_path(folder, step)) for step in steps}
+    problems = {step: verify(checkpoint_path(folder, step)) for step in checkpoint_steps(folder)[::-1]}
+    there = set(checkpoint_steps(folder))  # a run that trains deletes some meanwhile
+    steps = [step for step in problems if step in there]
     good = [step for step in steps if problems[step] is None]
     for step in steps:
         yield Finding(checkpoint_path(folder, step), problems[step] or "", _repair(step, good) if problems[step] else "")

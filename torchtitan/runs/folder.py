@@ -34,6 +34,7 @@ from torchtitan.files.run_lock import Busy, RunLock
 from torchtitan.runs.ownership import CONFIG_FILE, foreign_content
 from torchtitan.settings.record import config_differences, dump_config
 from torchtitan.training.metric_points import SESSION_FILE
+from torchtitan.training.metrics import METRICS_FILE
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +45,7 @@ class RunFolder:
     def __init__(self, config: JobConfig) -> None:
         self.path = Path(config.job.dump_folder) / config.job.name
         self._config = config
-        self._lock = RunLock(self.path)
+        self._locks = [RunLock(self.path)]  # then that of its checkpoints, where they are elsewhere
 
     @cached_property
     def checkpoints(self) -> AnyPath:
@@ -78,10 +79,10 @@ class RunFolder:
         try:
             self.check_own()
             make_folder(self.path)
-            if owner := self._lock.acquire():
+            if owner := self._locks[0].acquire():
                 raise Busy(self.path, owner, "give another --job.name")
             with ExitStack() as refused:
-                refused.callback(self._lock.release)  # what it holds is another run's
+                refused.callback(self.close)  # what it holds is another run's
                 remove_unfinished(self.path)
                 for change in self.check_unchanged():
                     logger.info(f"{self.path}: extending the run, {change}")
@@ -122,15 +123,16 @@ class RunFolder:
         if steps > self._config.training.steps:
             text = f"holds a run of {steps:,} steps, which is no smoke run"
             raise RunFolderError([f"{self.path}: {text} (give another --job.name)"])
-        if owner := self._lock.acquire():
+        if owner := self._locks[0].acquire():
             raise Busy(self.path, owner, "give another --job.name")
         for step in checkpoint_steps(checkpoints):
             store_of(checkpoints).delete(step)
-        self._lock.release()
+        self.close()
 
     def close(self) -> None:
         """Close: release the folder to others; on the first rank."""
-        self._lock.release()
+        for lock in self._locks:
+            lock.release()
 
     def check_unchanged(self) -> list[str]:
         """Check that the folder holds a run of the same training, or none; return the change that extends it, if any.
@@ -218,6 +220,9 @@ class RunFolder:
             )
         if self._config.checkpoint.folder:
             self._refuse_foreign_checkpoints()
+        if (self.path / METRICS_FILE).exists() and not checkpoint_steps(self.checkpoints) and self._is_away(before):
+            advice = "mount or copy it back; or give another --job.name"
+            raise RunFolderError([f"{before}: is not there, with the checkpoints of the run {self.path} ({advice})"])
         try:
             problem = claim(self.path, self.checkpoints) if self._config.checkpoint.folder else None
         except StoreError:
@@ -226,6 +231,15 @@ class RunFolder:
             problem = f"checkpoint.folder: {self.checkpoints}: cannot be written: {error.strerror}"
         if problem:
             raise RunFolderError([problem])
+        if self._config.checkpoint.folder and isinstance(self.checkpoints, Path):  # a copy of the run has its identity
+            self._locks.append(RunLock(self.checkpoints))
+            if owner := self._locks[-1].acquire():
+                raise Busy(self.checkpoints, owner, "give another --checkpoint.folder")
+
+    def _is_away(self, checkpoints: AnyPath) -> bool:
+        """Check whether a folder of checkpoints that this run has claimed, or a link to one, is not there now."""
+        dangling = isinstance(checkpoints, Path) and checkpoints.is_symlink() and not checkpoints.exists()
+        return dangling or read_owner(self.path) is not None and read_owner(checkpoints) is None
 
     def has_checkpoints(self) -> bool:
         """Check whether the run has left checkpoints, as far as their store answers."""

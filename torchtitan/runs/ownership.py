@@ -9,7 +9,7 @@ from torchtitan.config.job import JobConfig
 from torchtitan.errors import DamagedFile
 from torchtitan.files.ownership import foreign_entry
 from torchtitan.files.regular import read_toml
-from torchtitan.files.run_lock import LOCK_FILE
+from torchtitan.files.run_lock import LOCK_FILE, RunLock
 from torchtitan.settings.record import CONFIG_HEADER
 
 CONFIG_FILE = "config.toml"
@@ -27,7 +27,8 @@ def foreign_content(folder: Path) -> str | None:
     Raises:
         OSError: it cannot be read.
     """
-    is_run = _is_lock(folder / LOCK_FILE) or _has_checkpoint(folder)
+    # A lock of this process's would end where its file is closed after reading.
+    is_run = RunLock.is_ours(folder) or _is_lock(folder / LOCK_FILE) or _has_checkpoint(folder)
     marks = {CONFIG_FILE: CONFIG_HEADER.encode()}
     return None if is_run else foreign_entry(folder, marks, is_own=lambda path: path.name == OWNER_FILE)
 

@@ -37,7 +37,16 @@ def open_run(config: JobConfig) -> RunState:
     Raises:
         as RunState does, and CheckpointError; on every rank, before anything is overwritten.
     """
-    state = RunState(config)
+    folder = RunFolder(config)
+    try:
+        return _opened(RunState(config, folder))
+    except BaseException:
+        folder.close()  # for another attempt of this process, or of another one
+        raise
+
+
+def _opened(state: RunState) -> RunState:
+    config = state.config
     if state.resumed_step is None:
         state.snapshots.load_state_dict([], 0)
         if state.gns:

@@ -59,7 +59,7 @@ class RunState:
         reported: state of the reports in the checkpoint that the run resumed from.
     """
 
-    def __init__(self, config: JobConfig) -> None:
+    def __init__(self, config: JobConfig, folder: RunFolder) -> None:
         """Build the run as it is before its first step; collective.
 
         Raises:
@@ -73,7 +73,7 @@ class RunState:
         init_process_group(config.comm)
         self.layout = layout = Layout(config.parallelism)
         self.sample_metrics = checked_sample_metrics(config, layout) if config.evaluation.enable else None
-        self.folder = RunFolder(config)
+        self.folder = folder
         self.encoder = opened_encoder(config, layout)
         base_sha256 = check_run(config, layout, self.folder.checkpoints)
         self.alignment = opened_alignment(config, layout)

@@ -129,6 +129,8 @@ def list_checkpoints(arguments: argparse.Namespace) -> int:
     print(f"{'step':>10}  {'size':>10}  {'date':16}  {'state':7}  EMA tracks")
     for path in checkpoints:
         problem = verify(path)
+        if not path.exists():
+            continue  # the run has deleted it meanwhile
         size = readable_size(sum(file.stat().st_size for file in path.iterdir() if file.is_file()))
         tracks = ", ".join(ema_tracks(open_checkpoint(path))) or "none" if problem is None else problem
         state = "damaged" if problem else "good"
@@ -215,7 +217,7 @@ def is_good(checkpoint: AnyPath) -> bool:
 def checkpoints_of(run: AnyPath) -> list[AnyPath]:
     """Checkpoints of a run, oldest first; the one that it is itself."""
     if is_checkpoint(run):
-        return [run]
+        return [run.resolve() if isinstance(run, Path) else run]
     if not run.is_dir():
         raise CheckpointError(f"{run}: no such run folder or checkpoint")
     folder = run_checkpoints(run)
