@@ -144,6 +144,9 @@ def test_list_shows_good_and_damaged_checkpoints(run, damaged, command):
     assert command("list", folder)[1] == output and command("list", folder / "step-00000004")[1].splitlines()[1:] == [
         output.splitlines()[2]
     ]
+    (run.folder / "best").symlink_to(folder / "step-00000004")
+    assert command("list", run.folder / "best")[1].splitlines()[1:] == [output.splitlines()[2]]
+    (run.folder / "best").unlink()
     code, output, _ = command("list", damaged)
     rows = [line.split(maxsplit=6) for line in output.splitlines()[1:]]
     assert code == 0 and rows[0][5] == "good"

@@ -1,12 +1,14 @@
 """`torchtitan_dit` in Python: docs/python_api.ipynb as it stands, and what it refuses."""
 
 import contextlib
+import dataclasses
 import io
 import json
 import os
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -17,6 +19,8 @@ from PIL import Image
 
 import torchtitan_dit
 from tests.forked import run_script
+from torchtitan.training.config import ParameterGroupConfig
+from torchtitan.training.optimizer import OptimizerError
 from torchtitan_dit import api, load, sample, train
 from torchtitan_dit.api import ConfigError, TrainingFailed, WeightsError
 
@@ -155,7 +159,12 @@ def test_a_training_of_ones_own_process_leaves_why_it_failed(tmp_path, monkeypat
         trainer.train()
     left = json.loads((tmp_path / "own" / "status.json").read_text())
     assert (left["status"], left["reason"]) == ("failed", "step 1: KeyError: 'loss'")
-    with pytest.raises(ZeroDivisionError), torchtitan_dit.Trainer(config) as trainer:
-        trainer.train()
+    groups = [ParameterGroupConfig(pattern="no-such")]
+    wrong = dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, param_groups=groups))
+    wrong.job = dataclasses.replace(config.job, allow_config_change=True)
+    with pytest.raises(OptimizerError) as kept:  # with what it holds, which leaves the folder to the next
+        torchtitan_dit.Trainer(wrong)
+    with pytest.raises(ZeroDivisionError), torchtitan_dit.Trainer(config) as trainer, ThreadPoolExecutor(1) as pool:
+        assert kept and pool.submit(trainer.train).result() == 0
         print(1 / 0)  # the training itself has ended
     assert json.loads((tmp_path / "own" / "summary.json").read_text())["status"] == "completed"

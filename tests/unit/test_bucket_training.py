@@ -18,9 +18,11 @@ from tests.distributed.cases import compiler
 from torchtitan.config.job import ConfigError, load_config
 from torchtitan.data import DatasetError
 from torchtitan.distributed import compile as compile_module
+from torchtitan.estimate.roofline import training_flops_per_image
 from torchtitan.evaluation.dataset_images import DatasetImages
 from torchtitan.models import build_model
 from torchtitan.run import run
+from torchtitan.trainer import Trainer
 from torchtitan.training.rates import Rates
 
 ARGUMENTS = (
@@ -43,10 +45,13 @@ def train(folder: Path, *more: str) -> list[dict]:
     return [json.loads(line) for line in (folder / "one" / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_a_run_trains_validates_samples_and_resumes(tmp_path):
+def test_a_run_trains_validates_samples_and_resumes(tmp_path, monkeypatch):
+    tried, backward = [], Trainer._discarded_backward
+    monkeypatch.setattr(Trainer, "_discarded_backward", lambda self, shape: tried.append(shape) or backward(self, shape))
     more = ("--training.steps", "8", "--checkpoint.interval", "3", "--validation.interval", "4",
             "--sampling.interval", "8")  # fmt: skip
     points = train(tmp_path, *more)
+    assert tried == [SHAPES[3]]  # memory of the largest, before the first step
     steps = [point for point in points if "grad_norm" in point]
     assert [point["step"] for point in steps] == list(range(1, 9))
     assert len([point for point in points if "validation_metrics/loss" in point]) == 2
@@ -66,6 +71,7 @@ def test_a_run_trains_validates_samples_and_resumes(tmp_path):
     counts = dict(zip(SHAPES, [11, 5, 0, 2], strict=True))
     summary = json.loads((tmp_path / "one" / "summary.json").read_text())
     assert summary["flops_per_image"] == round(sum(counts[shape] * wanted[shape][1] for shape in SHAPES) / 18)
+    assert summary["flops_per_image"] == training_flops_per_image(config, model)
 
     again = tmp_path / "again"
     shutil.copytree(tmp_path / "one", again / "one")

@@ -118,6 +118,13 @@ def test_a_defect_is_named_with_what_to_do(run, name):
     assert "\n" not in found[0].problem + found[0].advice
 
 
+def test_a_run_that_has_lost_its_checkpoints_is_not_good(run):
+    (run / "config.toml").write_text("[checkpoint]\nenable = true\n")
+    assert not any(finding.problem for finding in check_run(run))
+    (run / "checkpoint").rename(run / "elsewhere")
+    assert [finding.problem for finding in check_run(run)].count("holds no checkpoint") == 1
+
+
 def test_without_any_good_checkpoint_the_advice_is_another(run):
     for step in (1, 2, 3):
         cut(run / "checkpoint" / f"step-0000000{step}" / "state.json")

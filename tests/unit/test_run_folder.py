@@ -3,6 +3,8 @@
 import json
 import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,9 +16,11 @@ from torchtitan.config.job import load_config
 from torchtitan.errors import RunFolderError
 from torchtitan.files import durable
 from torchtitan.files.durable import make_folder, remove_unfinished, replace_file, replacing
-from torchtitan.files.run_lock import LOCK_FILE
+from torchtitan.files.run_lock import LOCK_FILE, Busy
 from torchtitan.runs.folder import RunFolder
 from torchtitan.settings.record import effective
+
+ROOT = Path(__file__).resolve().parent.parent.parent
 
 
 def run_at(folder: Path, *more: str) -> RunFolder:
@@ -77,6 +81,46 @@ def test_a_users_files_may_lie_in_a_folder_that_is_a_runs(tmp_path):
         (folder / "notes.txt").write_text("mine")
     run = opened(run_at(tmp_path, "--checkpoint.folder", str(tmp_path / "elsewhere")))
     assert (run.path / "notes.txt").read_text() == "mine"
+
+
+def test_a_run_with_checkpoints_that_are_not_there_is_refused_until_they_are_back(tmp_path):
+    place, unmounted = tmp_path / "elsewhere", tmp_path / "unmounted"
+    words = "--checkpoint.folder", str(place)
+    run = opened(run_at(tmp_path, *words))
+    save(run, 1)
+    (run.path / "metrics.jsonl").write_text('{"step": 1}\n')
+    place.rename(unmounted)
+    for more in (words, (), ("--checkpoint.folder", str(tmp_path / "another"))):
+        with pytest.raises(RunFolderError, match=r"/elsewhere/one: is not there, with the checkpoints of the run .*/one \(mount"):
+            run_at(tmp_path, *more).open()
+    unmounted.rename(place)
+    opened(run_at(tmp_path, *words))
+    linked = opened(run_at(tmp_path / "linked"))
+    (linked.path / "metrics.jsonl").write_text('{"step": 1}\n')
+    (linked.path / "checkpoint").symlink_to(unmounted)
+    with pytest.raises(RunFolderError, match="/linked/one/checkpoint: is not there"):
+        run_at(tmp_path / "linked").open()
+
+
+def test_a_copy_of_a_run_waits_for_the_checkpoints_of_both(tmp_path):
+    words = "--checkpoint.folder", str(tmp_path / "elsewhere")
+    run = run_at(tmp_path, *words)
+    run.open()
+    shutil.copytree(run.path, tmp_path / "copy" / "one")
+    with pytest.raises(Busy, match="^.*/elsewhere/one: this process writes here already"):
+        run_at(tmp_path / "copy", *words).open()
+    run.close()
+    opened(run_at(tmp_path / "copy", *words))
+
+
+def test_a_second_attempt_of_this_process_leaves_the_lock_to_the_first(tmp_path):
+    run = run_at(tmp_path)
+    run.open()
+    with pytest.raises(Busy):
+        run_at(tmp_path).open()
+    asked = "import sys, pathlib, torchtitan.files.run_lock as r; sys.exit(not r.is_locked(pathlib.Path(sys.argv[1])))"
+    subprocess.run([sys.executable, "-c", asked, str(run.path)], cwd=ROOT, check=True)
+    run.close()
 
 
 # --- what a power cut leaves
