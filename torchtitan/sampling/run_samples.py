@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torchtitan.evaluation.sample_plans import SetPlan
 from torchtitan.evaluation.sample_sets import SampleSet, draw_set
 from torchtitan.fidelity.images import ImageSet, open_images
+from torchtitan.runs.evaluated import drawn_text
 from torchtitan.runs.ownership import CONFIG_FILE
 from torchtitan.sampling.setup import SamplingSetup, beside
 from torchtitan.training.metric_sinks import TensorBoardFile
@@ -43,8 +44,9 @@ def origin(setup: SamplingSetup) -> dict[str, Any]:
     return {"run": name, "step": trained.step, "ema_track": trained.track or None, "weights": trained.label}
 
 
-def log_scalars(run: Path, step: int, values: Mapping[str, float], how: str) -> None:
-    """Log values to the run's TensorBoard, as `evaluation/NAME (how)`."""
+def log_scalars(run: Path, step: int, values: Mapping[str, float], samples: dict[str, Any]) -> None:
+    """Log values to the run's TensorBoard, as `evaluation/NAME (HOW)`, HOW by the record of the samples."""
+    how = drawn_text(samples)
     file = TensorBoardFile(run / "tb", steps_done=None)
     file.add_scalars(step, {f"evaluation/{name} ({how})": value for name, value in values.items()})
     file.sync()

@@ -55,7 +55,6 @@ from torchtitan.fidelity.results import EVALUATION_FILE, EvaluationFile, describ
 from torchtitan.processes.command_line import FirstRankParser, at_least, refusing
 from torchtitan.processes.exit_codes import FAILED, REFUSED
 from torchtitan.programs import program
-from torchtitan.runs.evaluated import drawn_text
 from torchtitan.runs.folder import versions
 from torchtitan.sampling.method_options import option
 from torchtitan.sampling.run_samples import draw_samples, is_run, log_scalars, origin
@@ -206,8 +205,7 @@ def evaluate(arguments: argparse.Namespace) -> None:
         entry = describe(request, extractors, images, reference, held_out, measured, versions(), source_of_samples)
         file.add(entry)
         if drawn and is_run(source) and setup.trained.config.metrics.enable_tensorboard:
-            how = drawn_text(entry["samples"])
-            log_scalars(source, setup.trained.step or 0, finite_values(measured), how)
+            log_scalars(source, setup.trained.step or 0, finite_values(measured), entry["samples"])
         print(output)
 
 
